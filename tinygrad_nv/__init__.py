@@ -1,0 +1,1 @@
+"""tinygrad_nv: NVIDIA-native lowering for tinygrad."""

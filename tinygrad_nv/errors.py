@@ -1,0 +1,42 @@
+"""The errors a user can meet. Each message says what was found, what was expected, and what to do.
+
+Errors of our own invariants are asserts; everything that input, files or the machine can cause is one of these.
+The CLI prints the message alone and exits with `exit_code`; libraries catch `NVError`.
+"""
+from __future__ import annotations
+
+
+class NVError(Exception):
+    """Base of every user-facing error: `found` went wrong, `expected` would have been right, `fix` is the way out."""
+    exit_code = 2
+
+    def __init__(self, found: str, expected: str = "", fix: str = "") -> None:
+        self.found, self.expected, self.fix = found, expected, fix
+        lines = [found]
+        if expected: lines.append(f"  expected: {expected}")
+        if fix: lines.append(f"  to fix:   {fix}")
+        super().__init__("\n".join(lines))
+
+
+class ToolchainError(NVError):
+    """No compiler for the CPU device, or one that does not work."""
+
+
+class HookError(NVError):
+    """tinygrad is not the version the joints were made for, or a hook was registered twice."""
+
+
+class ModelError(NVError):
+    """The model directory or its config.json cannot be used."""
+
+
+class WeightError(ModelError):
+    """A weight file is missing, truncated, or its tensors do not fit the model."""
+
+
+class TokenizerError(NVError):
+    """The tokenizer or the chat template cannot be used."""
+
+
+class RequestError(NVError):
+    """A prompt or a sampling parameter is out of range."""

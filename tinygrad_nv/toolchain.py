@@ -1,0 +1,139 @@
+"""The C compiler of the CPU device: which one, how it is called, and how its objects are keyed in caches.
+
+Protocol: tinygrad calls one executable (environment variable CC, else `clang`) as `CC -c -x c ... - -o -`: C on
+stdin, an ELF object on stdout. The search order is an explicit CC, then a clang in PATH, then the clang inside the
+`ziglang` wheel. The last one needs other flags, so `zig_arguments` rewrites the command; the console script
+`tinygrad-nv-cc` is that rewrite as an executable, for use as CC by anything else that wants the same compiler.
+
+`CCompiler.identity` names binary, size, modification time and flags: it is part of the compile-cache key, so objects
+of one compiler are never served to another.
+"""
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tinygrad_nv.errors import ToolchainError
+
+Origin = Literal["CC", "PATH", "ziglang"]
+
+# -g0: zig adds debug sections whose relocations tinygrad's loader does not know. -fno-sanitize=all: zig turns UBSan
+# traps on by default. -fno-asynchronous-unwind-tables: .eh_frame would again bring relocations nobody resolves.
+ZIG_FLAGS = ("-g0", "-fno-sanitize=all", "-fno-asynchronous-unwind-tables")
+
+
+@dataclass(frozen=True)
+class CCompiler:
+    """A C compiler that was found: its command, where it came from, and what identifies it in a cache key."""
+    command: tuple[str, ...]
+    origin: Origin
+    identity: str
+
+    def arguments(self, arguments: list[str]) -> list[str]:
+        """The full command line for tinygrad's `arguments` (everything after the name of the executable)."""
+        return [*self.command, *(zig_arguments(arguments) if self.origin == "ziglang" else arguments)]
+
+    def environment(self) -> dict[str, str] | None:
+        """Environment for the compiler process; None means unchanged."""
+        return zig_environment() if self.origin == "ziglang" else None
+
+    def version(self) -> str:
+        """First line of `--version`, for reports."""
+        out = subprocess.run([*self.command, "--version"], capture_output=True, text=True, env=self.environment(),
+                             check=False)
+        return (out.stdout or out.stderr).partition("\n")[0].strip()
+
+
+def zig_arguments(arguments: list[str]) -> list[str]:
+    """tinygrad's clang arguments in the dialect of `zig cc`: zig spells targets its own way."""
+    out = list(ZIG_FLAGS)
+    for argument in arguments:
+        if argument.startswith("--target="):
+            arch = argument.removeprefix("--target=").partition("-")[0]
+            out += ["-target", f"{ {'arm64': 'aarch64'}.get(arch, arch) }-freestanding-none"]
+        else: out.append(argument)
+    return out
+
+
+@functools.cache
+def zig_environment() -> dict[str, str]:
+    """Zig insists on a writable cache directory, also where HOME is read-only."""
+    environment = dict(os.environ)
+    if "ZIG_GLOBAL_CACHE_DIR" not in environment:
+        home = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        writable = os.access(home if home.exists() else home.parent, os.W_OK)
+        base = home if writable else Path(tempfile.gettempdir())
+        environment["ZIG_GLOBAL_CACHE_DIR"] = str(base / "tinygrad_nv" / "zig")
+    return environment
+
+
+def zig_binary() -> Path | None:
+    """The compiler inside the `ziglang` wheel, or None when the wheel is not installed."""
+    if (spec := importlib.util.find_spec("ziglang")) is None or spec.origin is None: return None
+    binary = Path(spec.origin).parent / ("zig.exe" if sys.platform == "win32" else "zig")
+    return binary if binary.is_file() else None
+
+
+def _identity(command: tuple[str, ...], origin: Origin) -> str:
+    binary = Path(command[0]).resolve()
+    stat = binary.stat()
+    flags = ZIG_FLAGS if origin == "ziglang" else ()
+    text = "\0".join((origin, str(binary), str(stat.st_size), str(stat.st_mtime_ns), *command[1:], *flags))
+    return f"{origin}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def find_compiler() -> CCompiler:
+    """The compiler to use now: explicit CC, then clang in PATH, then the `ziglang` wheel.
+
+    Raises `ToolchainError` when CC names nothing that can be run, or when there is no compiler at all.
+    """
+    command: tuple[str, ...]
+    if cc := os.environ.get("CC", "").strip():
+        # tinygrad itself runs CC as one file name, so a path with spaces comes first and a command line second
+        command = (cc,) if shutil.which(cc) else tuple(shlex.split(cc))
+        if (found := shutil.which(command[0])) is None:
+            raise ToolchainError(f"CC={cc}: no such executable", "a clang, by path or by a name in PATH",
+                                 "correct CC, or unset it to let tinygrad_nv look for clang and the ziglang wheel")
+        return _made((found, *command[1:]), "CC")
+    if (clang := shutil.which("clang")) is not None: return _made((clang,), "PATH")
+    if (zig := zig_binary()) is not None: return _made((str(zig), "cc"), "ziglang")
+    raise ToolchainError("no C compiler for the CPU device", "a clang in PATH, or the ziglang wheel",
+                         "install clang with the system's package manager, or run: pip install 'tinygrad-nv[cpu]'")
+
+
+def _made(command: tuple[str, ...], origin: Origin) -> CCompiler:
+    return CCompiler(command, origin, _identity(command, origin))
+
+
+def compile_object(compiler: CCompiler, arguments: list[str], source: str) -> bytes:
+    """Runs the compiler on C `source` and returns the object it writes. Raises `ToolchainError` with its words."""
+    command = compiler.arguments(arguments)
+    try:
+        done = subprocess.run(command, input=source.encode(), capture_output=True, env=compiler.environment(), check=False)
+    except OSError as error:
+        raise ToolchainError(f"{command[0]} could not be started: {error}", "an executable compiler") from error
+    if done.returncode != 0 or not done.stdout.startswith(b"\x7fELF"):
+        words = done.stderr.decode(errors="replace").strip()
+        raise ToolchainError(
+            f"{compiler.version() or command[0]} (from {compiler.origin}) did not compile a kernel:\n{words[-2000:]}",
+            "clang or a compiler that takes its flags and extensions (gcc lacks ext_vector_type)",
+            "unset CC, or point it at a clang")
+    return done.stdout
+
+
+def main() -> int:
+    """`tinygrad-nv-cc`: clang from the ziglang wheel under clang's own command line."""
+    if (zig := zig_binary()) is None:
+        print("tinygrad-nv-cc: the ziglang wheel is not installed (pip install 'tinygrad-nv[cpu]')", file=sys.stderr)
+        return 1
+    return subprocess.run([str(zig), "cc", *zig_arguments(sys.argv[1:])], env=zig_environment(), check=False).returncode
