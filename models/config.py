@@ -1,0 +1,208 @@
+"""config.json of a Hugging Face directory, checked, as one frozen `ModelConfig`.
+
+Protocol: `read_config(directory)` reads the file; everything the network needs is a field here, resolved (defaults
+of the architecture filled in, both spellings of rope parameters and dtype understood). What we do not implement is
+refused by name: a silently ignored field is a silently wrong model.
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tinygrad_nv.errors import ModelError
+
+from .rope import ROPE_TYPES, RopeConfig
+
+DTYPES = ("float32", "float16", "bfloat16")
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh",
+               "gelu_pytorch_tanh": "gelu_tanh"}
+
+# What transformers' own config classes fill in when config.json leaves a key out.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "Qwen2ForCausalLM": {"attention_bias": True, "num_key_value_heads": 32},
+    "Qwen3ForCausalLM": {"head_dim": 128, "qk_norm": True, "num_key_value_heads": 32},
+    "GemmaForCausalLM": {"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+                         "norm_offset": 1.0, "num_key_value_heads": 16},
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder of the LLaMA family.
+
+    Sizes: `D` = `head_dim`, `H` = `num_heads`, `H_kv` = `num_kv_heads`. `windows[i]` is the sliding window of layer i
+    in tokens, None for full attention. `norm_offset` is added to RMSNorm weights (1 for Gemma). `output_bias` is the
+    bias of the attention's output projection.
+    """
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rope: RopeConfig
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    activation: str = "silu"
+    tied: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    embedding_scale: float = 1.0
+    windows: tuple[int | None, ...] = ()
+    dtype: str = "float32"
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, tied ones counted once."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = self.hidden_size * (2 * q + 2 * kv + 3 * self.intermediate_size + 2)
+        layer += (q + 2 * kv) * self.qkv_bias + self.hidden_size * self.output_bias
+        layer += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias + 2 * self.head_dim * self.qk_norm
+        return self.num_layers * layer + self.hidden_size * (self.vocab_size * (2 - self.tied) + 1)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from `path`; `ModelError` names the file and the place when it is none."""
+    try: data = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{path} is not JSON: {error}", "a JSON object", "download the file again") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} cannot be read: {error}", "a readable UTF-8 text file") from error
+    if not isinstance(data, dict):
+        raise ModelError(f"{path} holds a {type(data).__name__}", "a JSON object", "download the file again")
+    return data
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """The configuration of the model in `directory`. Raises `ModelError` naming what is missing or not supported."""
+    if not directory.exists():
+        raise ModelError(f"no such directory: {directory}", "a Hugging Face model directory (config.json, weights)",
+                         "check the path; models are not downloaded")
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{directory} has no config.json", "a Hugging Face model directory",
+                         "point MODEL at the folder that holds config.json")
+    return parse_config(read_json(path), str(path))
+
+
+def parse_config(data: Mapping[str, Any], name: str = "config.json") -> ModelConfig:
+    """`read_config` for an object already read; `name` is used in messages."""
+    architecture = _architecture(data, name)
+    raw = {**ARCHITECTURES[architecture], **data}
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise ModelError(f"{name}: weights are quantised ({method})", "float32, float16 or bfloat16 weights",
+                         "use the unquantised checkpoint")
+    hidden, heads = _positive(raw, "hidden_size", name), _positive(raw, "num_attention_heads", name)
+    if raw.get("head_dim") is None and hidden % heads:
+        raise ModelError(f"{name}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}",
+                         "a multiple, or an explicit head_dim")
+    head_dim = _positive(raw, "head_dim", name) if raw.get("head_dim") is not None else hidden // heads
+    kv_heads = _positive({"num_key_value_heads": heads, **raw}, "num_key_value_heads", name)
+    if heads % kv_heads:
+        raise ModelError(f"{name}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}",
+                         "each key/value head shared by the same number of query heads")
+    layers, positions = _positive(raw, "num_hidden_layers", name), _positive(raw, "max_position_embeddings", name)
+    bias = bool(raw.get("attention_bias", False))
+    return ModelConfig(
+        architecture=architecture, vocab_size=_positive(raw, "vocab_size", name), hidden_size=hidden,
+        intermediate_size=_positive(raw, "intermediate_size", name), num_layers=layers, num_heads=heads,
+        num_kv_heads=kv_heads, head_dim=head_dim, max_positions=positions, rope=_rope(raw, head_dim, positions, name),
+        norm_eps=float(raw.get("rms_norm_eps", 1e-6)), norm_offset=raw.get("norm_offset", 0.0),
+        activation=_activation(raw, name), tied=bool(raw.get("tie_word_embeddings", False)), qkv_bias=bias,
+        output_bias=bias and architecture != "Qwen2ForCausalLM", mlp_bias=bool(raw.get("mlp_bias", False)),
+        qk_norm=raw.get("qk_norm", False),
+        embedding_scale=hidden ** 0.5 if architecture == "GemmaForCausalLM" else 1.0,
+        windows=_windows(raw, architecture, layers, name), dtype=_dtype(raw, name), eos_token_ids=token_ids(
+            raw.get("eos_token_id"), f"{name}: eos_token_id"))
+
+
+def token_ids(value: Any, name: str) -> tuple[int, ...]:
+    """An id, a list of ids or null, as a tuple."""
+    values = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values):
+        raise ModelError(f"{name} is {value!r}", "a token id, a list of them, or null")
+    return values
+
+
+def _architecture(data: Mapping[str, Any], name: str) -> str:
+    have = ", ".join(ARCHITECTURES)
+    listed = data.get("architectures")
+    if not isinstance(listed, list) or not listed:
+        raise ModelError(f"{name} names no architectures", f"a list with one of: {have}",
+                         "use a causal language model saved by transformers")
+    if (known := next((a for a in listed if a in ARCHITECTURES), None)) is None:
+        raise ModelError(f"{name}: architecture {', '.join(map(str, listed))} is not supported", f"one of: {have}",
+                         "convert the model to one of these, or add it (see CONTRIBUTING.md)")
+    return known
+
+
+def _positive(raw: Mapping[str, Any], key: str, name: str) -> int:
+    if not isinstance(value := raw.get(key), int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"{name}: {key} is {value!r}", "a positive integer")
+    return value
+
+
+def _rope(raw: Mapping[str, Any], head_dim: int, positions: int, name: str) -> RopeConfig:
+    # transformers 5 writes rope_parameters (theta inside); before that rope_theta and rope_scaling stood apart
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(given, dict): raise ModelError(f"{name}: rope parameters are {given!r}", "an object")
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise ModelError(f"{name}: rope type {kind!r} is not supported", f"one of: {', '.join(ROPE_TYPES)}")
+    theta = given.get("rope_theta", raw.get("rope_theta", 10000.0))
+    partial = given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    if (rotary := int(head_dim * partial)) % 2 or rotary < 2:
+        raise ModelError(f"{name}: {rotary} rotary dimensions", "an even number of them, at least 2")
+    names = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
+             "mscale_all_dim")
+    numbers = {key: float(given[key]) for key in names if given.get(key) is not None}
+    needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+              "yarn": ("factor",)}.get(kind, ())
+    if missing := [key for key in needed if key not in numbers]:
+        raise ModelError(f"{name}: rope type {kind} lacks {', '.join(missing)}", f"{', '.join(needed)}")
+    original = given.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
+    return RopeConfig(kind=kind, theta=float(theta), dim=rotary, original_positions=original or positions,
+                      truncate=bool(given.get("truncate", True)), **numbers)
+
+
+def _activation(raw: Mapping[str, Any], name: str) -> str:
+    act = raw.get("hidden_activation") or raw.get("hidden_act", "silu")
+    # Gemma's published configs say "gelu" and mean the tanh form: transformers has read them so since 4.38
+    if raw.get("norm_offset") and act == "gelu": act = "gelu_pytorch_tanh"
+    if act not in ACTIVATIONS:
+        raise ModelError(f"{name}: hidden_act {act!r} is not supported", f"one of: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[act]
+
+
+def _windows(raw: Mapping[str, Any], architecture: str, layers: int, name: str) -> tuple[int | None, ...]:
+    window = raw.get("sliding_window")
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ModelError(f"{name}: sliding_window is {window!r}", "a positive number of tokens, or null")
+    if architecture == "MistralForCausalLM": return (window,) * layers
+    if architecture not in ("Qwen2ForCausalLM", "Qwen3ForCausalLM") or not raw.get("use_sliding_window"):
+        return (None,) * layers
+    if (types := raw.get("layer_types")) is None:
+        first = raw.get("max_window_layers", 28)
+        return tuple(window if i >= first else None for i in range(layers))
+    if len(types) != layers:
+        raise ModelError(f"{name}: {len(types)} layer_types for {layers} layers", "one entry for each layer")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _dtype(raw: Mapping[str, Any], name: str) -> str:
+    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ModelError(f"{name}: dtype {dtype!r} is not supported", f"one of: {', '.join(DTYPES)}")
+    return dtype

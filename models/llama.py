@@ -1,0 +1,195 @@
+"""The LLaMA family as one network: Llama 2 / 3.x, Mistral, Qwen2, Qwen3, Gemma, told apart by `ModelConfig`.
+
+Protocol: `Llama(config)` owns its parameters as tensors, q|k|v and gate|up each stored as one matrix so that a layer
+needs four weight kernels. `model(tokens)` gives the logits of every position (training, scoring). `model.step(tokens,
+start, cache, last)` appends tokens at `start` to a `KVCache` and gives the logits of one row (decoding); `start` may
+be a bound variable, so that one captured graph serves every position.
+
+Numerics are those of transformers: RMSNorm and softmax in float32, everything else in the parameters' dtype.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from tinygrad import Tensor, UOp, dtypes
+from tinygrad.dtype import DType
+
+from .config import ModelConfig
+from .rope import tables
+
+Position = int | UOp
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of every layer: tensors of shape (2, B, H_kv, capacity, D), zero past what was written.
+
+    Zero, not uninitialised: a row past the end is multiplied by a softmax weight of 0, and 0 × NaN is NaN.
+    """
+    layers: tuple[Tensor, ...]
+
+    @staticmethod
+    def create(config: ModelConfig, capacity: int, dtype: DType, batch: int = 1, device: str | None = None) -> KVCache:
+        """A cache for `capacity` tokens in each of `batch` sequences."""
+        shape = (2, batch, config.num_kv_heads, capacity, config.head_dim)
+        made = [Tensor.zeros(*shape, dtype=dtype, device=device).contiguous() for _ in range(config.num_layers)]
+        Tensor.realize(*made)
+        return KVCache(tuple(made))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on the device."""
+        return sum(int(layer.nbytes()) for layer in self.layers)
+
+
+class Linear:
+    """y = x Wᵀ + b with W of shape (out, in), as PyTorch stores it. `out` may be several projections stacked."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, dtype: DType, device: str | None) -> None:
+        self.weight = Tensor.empty(outputs, inputs, dtype=dtype, device=device)
+        self.bias = Tensor.empty(outputs, dtype=dtype, device=device) if bias else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.linear(self.weight.T, self.bias)
+
+
+class RMSNorm:
+    """x / rms(x) · (w + offset): statistics in float32 (arXiv 1910.07467)."""
+
+    def __init__(self, size: int, config: ModelConfig, dtype: DType, device: str | None) -> None:
+        self.weight, self.eps, self.offset = Tensor.empty(size, dtype=dtype, device=device), config.norm_eps, config.norm_offset
+
+    def __call__(self, x: Tensor) -> Tensor:
+        f = x.float()
+        f = f * (f.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        # Gemma multiplies before it rounds to the model's dtype, the others after
+        if self.offset: return (f * (self.weight.float() + self.offset)).cast(x.dtype)
+        return f.cast(x.dtype) * self.weight
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the first 2·cos.shape[-1] dimensions of x (B, H, T, D), pairing i with i + half (RoFormer)."""
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
+    parts = [a * cos - b * sin, b * cos + a * sin]
+    return parts[0].cat(*parts[1:], *([rest] if rest.shape[-1] else []), dim=-1)
+
+
+class Attention:
+    """Grouped-query attention with rotary positions, an optional sliding window and optional q/k norms."""
+
+    def __init__(self, config: ModelConfig, window: int | None, dtype: DType, device: str | None) -> None:
+        self.config, self.window = config, window
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.qkv = Linear(config.hidden_size, q + 2 * kv, config.qkv_bias, dtype, device)
+        self.output = Linear(q, config.hidden_size, config.output_bias, dtype, device)
+        self.q_norm = RMSNorm(config.head_dim, config, dtype, device) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config, dtype, device) if config.qk_norm else None
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, T, hidden) to rotated q (B, H, T, D) and k, v (B, H_kv, T, D)."""
+        c, (B, T, _) = self.config, x.shape
+        heads = self.qkv(x).reshape(B, T, c.num_heads + 2 * c.num_kv_heads, c.head_dim).transpose(1, 2)
+        q, k, v = heads.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None: q, k = self.q_norm(q), self.k_norm(k)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def mask(self, T: int, start: Position) -> Tensor | None:
+        """True where the row at start + i may look at column j of [0, start + T); None where it may look at all."""
+        if T == 1 and self.window is None: return None
+        rows = Tensor.arange(T).reshape(T, 1) + start
+        columns = Tensor.arange(start + T).reshape(1, start + T)
+        seen = columns <= rows
+        return seen if self.window is None else seen & (columns > rows - self.window)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, start: Position) -> Tensor:
+        """softmax(q kᵀ / √D + mask) v as (B, T, H·D); softmax in float32."""
+        c, (B, _, T, _) = self.config, q.shape
+        q = q.reshape(B, c.num_kv_heads, c.num_heads // c.num_kv_heads, T, c.head_dim)
+        scores = q.matmul(k.unsqueeze(2).transpose(-1, -2), dtype=dtypes.float32) * c.head_dim ** -0.5
+        if (mask := self.mask(T, start)) is not None: scores = mask.where(scores, -float("inf"))
+        out = scores.softmax(-1).cast(v.dtype) @ v.unsqueeze(2)
+        return out.reshape(B, c.num_heads, T, c.head_dim).transpose(1, 2).reshape(B, T, c.num_heads * c.head_dim)
+
+    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], start: Position, cache: Tensor | None) -> Tensor:
+        q, k, v = self.project(x, *rope)
+        if cache is not None:
+            end = start + x.shape[1]
+            written = cache.uop.after(cache[:, :, :, start:end].uop.store(Tensor.stack(k, v).uop))
+            both = Tensor(written)[:, :, :, 0:end]
+            k, v = both[0], both[1]
+        return self.output(self.attend(q, k, v, start))
+
+
+class FeedForward:
+    """Gated feed-forward: down(act(gate(x)) · up(x)) (arXiv 2002.05202)."""
+
+    def __init__(self, config: ModelConfig, dtype: DType, device: str | None) -> None:
+        self.activation, self.width = config.activation, config.intermediate_size
+        self.gate_up = Linear(config.hidden_size, 2 * self.width, config.mlp_bias, dtype, device)
+        self.down = Linear(self.width, config.hidden_size, config.mlp_bias, dtype, device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).split([self.width, self.width], dim=-1)
+        return self.down(self.act(gate) * up)
+
+    def act(self, x: Tensor) -> Tensor:
+        """The gate's activation."""
+        if self.activation == "silu": return x.silu()
+        return x.gelu() if self.activation == "gelu_tanh" else 0.5 * x * (1 + (x * 0.5 ** 0.5).erf())
+
+
+class Block:
+    """One layer: x + attention(norm(x)), then x + feed_forward(norm(x))."""
+
+    def __init__(self, config: ModelConfig, window: int | None, dtype: DType, device: str | None) -> None:
+        self.attention = Attention(config, window, dtype, device)
+        self.feed_forward = FeedForward(config, dtype, device)
+        self.attention_norm = RMSNorm(config.hidden_size, config, dtype, device)
+        self.feed_forward_norm = RMSNorm(config.hidden_size, config, dtype, device)
+
+    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], start: Position, cache: Tensor | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, start, cache)
+        return (x + self.feed_forward(self.feed_forward_norm(x))).contiguous()
+
+
+class Llama:
+    """The network. Parameters are allocated, not set: `weights.load` or `initialise` fills them."""
+
+    def __init__(self, config: ModelConfig, dtype: DType = dtypes.float32, device: str | None = None) -> None:
+        self.config, self.dtype, self.device = config, dtype, device
+        self.embedding = Tensor.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.blocks = [Block(config, window, dtype, device) for window in config.windows]
+        self.norm = RMSNorm(config.hidden_size, config, dtype, device)
+        self.head = self.embedding if config.tied else Tensor.empty(*self.embedding.shape, dtype=dtype, device=device)
+
+    @cached_property
+    def rope_tables(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of every position the model knows, (max_positions, dim/2), rounded to its dtype."""
+        cos, sin = tables(self.config.rope, self.config.max_positions)
+        made = [Tensor(t, device=self.device).cast(self.dtype).contiguous() for t in (cos, sin)]
+        Tensor.realize(*made)
+        return made[0], made[1]
+
+    def rope_rows(self, start: Position, T: int) -> tuple[Tensor, Tensor]:
+        """The tables' rows [start, start + T)."""
+        return self.rope_tables[0][start:start + T], self.rope_tables[1][start:start + T]
+
+    def hidden(self, tokens: Tensor, start: Position = 0, cache: KVCache | None = None) -> Tensor:
+        """The last layer's normalised output, (B, T, hidden), for tokens (B, T) at positions start, start + 1, …"""
+        x = self.embedding[tokens]
+        if self.config.embedding_scale != 1.0:
+            x = x * Tensor(self.config.embedding_scale, dtype=self.dtype, device=self.device)
+        rope = self.rope_rows(start, tokens.shape[1])
+        for i, block in enumerate(self.blocks): x = block(x, rope, start, cache.layers[i] if cache else None)
+        return self.norm(x)
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Logits of every position, (B, T, vocab), for tokens (B, T)."""
+        return self.hidden(tokens) @ self.head.T
+
+    def step(self, tokens: Tensor, start: Position, cache: KVCache, last: Position = 0) -> Tensor:
+        """Appends tokens (B, T) to `cache` at `start`; float32 logits (B, vocab) of row `last` of these T."""
+        row = self.hidden(tokens, start, cache)[:, last:last + 1]
+        return (row @ self.head.T).float().reshape(tokens.shape[0], self.config.vocab_size)

@@ -1,0 +1,113 @@
+"""Which tensors a model directory must hold, and where in the network each belongs.
+
+Protocol: `slots(model)` maps every Hugging Face name to a `Slot`: rows [first, first + count) of one parameter.
+`load(model, directory)` checks names and shapes of the whole checkpoint before it reads a byte, refuses on any gap,
+and then reads each tensor straight into its rows: one copy from file to device, plus one conversion buffer of at most
+`CHUNK` bytes where the file's dtype is not the model's.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinygrad import Tensor
+
+from tinygrad_nv.errors import WeightError
+from tinygrad_nv.runtime.memory import allocate
+
+from .checkpoint import Entry, open_checkpoint
+from .llama import Linear, Llama
+
+# Older checkpoints carry buffers that are recomputed; their presence means nothing.
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Rows [first, first + shape[0]) of `tensor`; `shape` is what the checkpoint must hold."""
+    tensor: Tensor
+    first: int
+    shape: tuple[int, ...]
+
+    @property
+    def offset(self) -> int:
+        """Byte offset of the first row in the parameter's memory."""
+        row = 1
+        for extent in self.shape[1:]: row *= extent
+        return self.first * row * self.tensor.dtype.itemsize
+
+
+def _whole(tensor: Tensor) -> Slot:
+    return Slot(tensor, 0, tuple(int(s) for s in tensor.shape))
+
+
+def _stacked(linear: Linear, names: Mapping[str, int], prefix: str) -> dict[str, Slot]:
+    """Slots of projections stacked in one `Linear`: name → rows, in order."""
+    out: dict[str, Slot] = {}
+    first, inputs = 0, int(linear.weight.shape[1])
+    for name, rows in names.items():
+        out[f"{prefix}.{name}.weight"] = Slot(linear.weight, first, (rows, inputs))
+        if linear.bias is not None: out[f"{prefix}.{name}.bias"] = Slot(linear.bias, first, (rows,))
+        first += rows
+    return out
+
+
+def slots(model: Llama) -> dict[str, Slot]:
+    """Every tensor the checkpoint must hold, by its Hugging Face name."""
+    c = model.config
+    out = {"model.embed_tokens.weight": _whole(model.embedding), "model.norm.weight": _whole(model.norm.weight)}
+    if not c.tied: out["lm_head.weight"] = _whole(model.head)
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    for i, block in enumerate(model.blocks):
+        layer, attention, ff = f"model.layers.{i}", block.attention, block.feed_forward
+        out[f"{layer}.input_layernorm.weight"] = _whole(block.attention_norm.weight)
+        out[f"{layer}.post_attention_layernorm.weight"] = _whole(block.feed_forward_norm.weight)
+        if attention.q_norm is not None and attention.k_norm is not None:
+            out[f"{layer}.self_attn.q_norm.weight"] = _whole(attention.q_norm.weight)
+            out[f"{layer}.self_attn.k_norm.weight"] = _whole(attention.k_norm.weight)
+        out |= _stacked(attention.qkv, {"q_proj": q, "k_proj": kv, "v_proj": kv}, f"{layer}.self_attn")
+        out |= _stacked(attention.output, {"o_proj": c.hidden_size}, f"{layer}.self_attn")
+        out |= _stacked(ff.gate_up, {"gate_proj": ff.width, "up_proj": ff.width}, f"{layer}.mlp")
+        out |= _stacked(ff.down, {"down_proj": c.hidden_size}, f"{layer}.mlp")
+    return out
+
+
+def check(wanted: Mapping[str, Slot], entries: Mapping[str, Entry], tied: bool, directory: Path) -> None:
+    """Raises `WeightError` listing every missing, unexpected and mis-shaped tensor."""
+    # a tied model may still store its head; it is the embedding again
+    surplus = {"lm_head.weight"} if tied else set()
+    missing = [n for n in wanted if n not in entries]
+    unexpected = [n for n in entries if n not in wanted and n not in surplus and not n.endswith(IGNORED_SUFFIXES)]
+    shapes = [f"{n}: {list(entries[n].shape)}, expected {list(slot.shape)}" for n, slot in wanted.items()
+              if n in entries and entries[n].shape != slot.shape]
+    if not (missing or unexpected or shapes): return
+    lines = [f"the weights in {directory} do not fit the model of its config.json"]
+    for title, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape", shapes)):
+        if names: lines.append(f"  {title} ({len(names)}): " + _some(names))
+    raise WeightError("\n".join(lines), "every tensor of the architecture, once, in the shape config.json implies",
+                      "use the config.json that belongs to these weights, or download the directory again")
+
+
+def _some(names: list[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
+
+
+def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | None = None) -> int:
+    """Fills every parameter of `model` from `directory`; returns bytes read.
+
+    `progress(done, total)` is called with bytes. Raises `WeightError` before anything is read when the checkpoint
+    has gaps, and while reading when a file is shorter than its header says.
+    """
+    with open_checkpoint(directory) as checkpoint:
+        wanted = slots(model)
+        check(wanted, checkpoint.entries, model.config.tied, directory)
+        for slot in wanted.values(): allocate(slot.tensor)
+        total, done = sum(checkpoint.entries[name].nbytes for name in wanted), 0
+        # in file order, so that a disk reads forward
+        for name in sorted(wanted, key=lambda n: checkpoint.entries[n].place):
+            entry = checkpoint.entries[name]
+            checkpoint.read_into(entry, wanted[name].tensor, wanted[name].offset)
+            done += entry.nbytes
+            if progress is not None: progress(done, total)
+    return total

@@ -1,0 +1,43 @@
+"""Bytes into device tensors without a second copy of them.
+
+Protocol: `allocate(tensor)` gives an empty tensor its memory; `host_bytes(tensor)` is a writable view of that memory
+where the host can address it (the CPU device), so that files are read straight into place; `write(tensor, offset,
+data)` puts bytes at an offset on any device. Nothing here schedules a kernel.
+"""
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+from tinygrad import Device, Tensor, dtypes
+from tinygrad.device import Buffer
+
+
+def allocate(tensor: Tensor) -> Buffer:
+    """The memory of a tensor made by `Tensor.empty`, allocated now."""
+    return cast(Buffer, tensor.uop.buffer).ensure_allocated()
+
+
+def host_bytes(tensor: Tensor) -> memoryview | None:
+    """The tensor's memory as writable bytes, or None where the host cannot address it."""
+    buffer = allocate(tensor)
+    if not hasattr(buffer.allocator, "_as_buffer"): return None
+    Device[buffer.device].synchronize()
+    # through numpy: ctypes views have format "<B", which memoryview assignment does not take for "B"
+    return memoryview(np.frombuffer(buffer.as_memoryview(force_zero_copy=True), np.uint8))
+
+
+def write(tensor: Tensor, offset: int, data: memoryview) -> None:
+    """Copies `data` to byte `offset` of the tensor's memory."""
+    if (view := host_bytes(tensor)) is not None:
+        view[offset:offset + len(data)] = data
+        return
+    buffer = allocate(tensor).view(len(data), dtypes.uint8, offset).ensure_allocated()
+    buffer.allocator._copyin(buffer._buf, data)
+
+
+def resident_bytes() -> int:
+    """Peak resident set of this process so far, in bytes; 0 where the system does not say."""
+    try: import resource
+    except ImportError: return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
