@@ -1,1 +1,42 @@
-"""tinygrad_nv: NVIDIA-native lowering for tinygrad."""
+"""tinygrad_nv: NVIDIA-native lowering for tinygrad.
+
+Protocol: `from tinygrad_nv import Tensor, nn, TinyJit` gives tinygrad's own objects; importing this package
+is what changes how they are lowered. `enable`, `disable` and `disabled()` switch that at run time and NV=0 in
+the environment leaves it off. `explain(tensor)` says which kernel will run for what, and why.
+
+Reading order: `hooks` (where tinygrad is joined), `patterns/program` (a kernel of ours in the graph),
+`explain`.
+"""
+from pathlib import Path
+
+from tinygrad import (
+    Context,
+    Device,
+    GlobalCounters,
+    Tensor,
+    TinyJit,
+    UOp,
+    Variable,
+    dtypes,
+    function,
+    nn,
+)
+
+from tinygrad_nv import config, hooks
+from tinygrad_nv.hooks import disable, disabled, enable, enabled
+
+__all__ = ["Context", "Device", "GlobalCounters", "Tensor", "TinyJit", "UOp", "Variable", "disable", "disabled",
+           "dtypes", "enable", "enabled", "function", "nn"]
+
+
+def _find_models(package: Path) -> list[str]:
+    """Where models/ is in a checkout: beside the package. Installed it is inside, as tinygrad_nv.models."""
+    checkout = package.parent
+    if (package / "models").exists() or not (checkout / "models").is_dir(): return []
+    return [str(checkout)] if (checkout / "pyproject.toml").is_file() else []
+
+
+__path__.extend(_find_models(Path(__file__).resolve().parent))
+
+hooks.install_compiler()
+if config.get("NV"): enable()

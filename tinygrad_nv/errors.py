@@ -22,6 +22,10 @@ class ToolchainError(NVError):
     """No compiler for the CPU device, or one that does not work."""
 
 
+class ConfigError(NVError):
+    """An environment variable of ours has a value it cannot have."""
+
+
 class HookError(NVError):
     """tinygrad is not the version the joints were made for, or a hook was registered twice."""
 

@@ -1,0 +1,40 @@
+"""Every environment variable tinygrad_nv reads: one row each, with its default and what it means.
+
+Protocol: `get(name)` reads the environment each time, so a test or a shell decides, and nothing is cached
+here. A value that the row does not allow is a `ConfigError` with the allowed ones; a name that has no row is
+a mistake of ours. tinygrad's own variables (DEV, BEAM, JIT, CC, ...) stay tinygrad's.
+"""
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from tinygrad_nv.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One variable: its name, what it is when unset, the values it may have, and what they mean."""
+    name: str
+    default: int
+    allowed: tuple[int, ...]
+    meaning: str
+
+
+SETTINGS = (
+    Setting("NV", 1, (0, 1), "0: importing tinygrad_nv changes no schedule; 1: enable() at import"),
+    Setting("NV_SPEC", 0, (0, 1), "1: the graph is verified after every rewrite (slower; on in CI)"),
+    Setting("NV_PROGRAM_CACHE", 1, (0, 1), "0: compile C for the CPU afresh; 1: reuse objects from tinygrad's disk cache"),
+)
+_BY_NAME = {setting.name: setting for setting in SETTINGS}
+
+
+def get(name: str) -> int:
+    """The value of a setting now. Raises `ConfigError` where the environment holds one that is not allowed."""
+    setting = _BY_NAME[name]
+    text = os.environ.get(name, "").strip()
+    if not text: return setting.default
+    if text not in (allowed := [str(value) for value in setting.allowed]):
+        raise ConfigError(f"{name}={text}", f"one of {', '.join(allowed)} ({setting.meaning})",
+                          f"unset {name} for its default, {setting.default}")
+    return int(text)

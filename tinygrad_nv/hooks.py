@@ -1,0 +1,421 @@
+"""The joints with tinygrad: the only file that changes anything inside it, and all it changes it puts back.
+
+Protocol. Things are registered by name and removed by name:
+
+    add_rewrite(name, fn, key)            fn(sink) -> sink, on each call body before kernels are split
+    add_compile(name, fn)                 fn(linear, inner) -> linear, around tinygrad's compile_linear
+    add_custom_function(name, execute, outs_ins)  runs CUSTOM_FUNCTION nodes called `name` or `name:anything`
+    add_device(name, cls)                 Device[name] opens cls(name)
+    install_compiler()                    the CPU device compiles with what `toolchain` finds
+
+`enable()` and `disable()` govern the first two, which decide how a program is lowered; with none of a kind
+registered, or while disabled, tinygrad runs its own functions and its own caches. The other three answer only
+to names, so they stay until removed: a captured TinyJit keeps the kernels and custom functions it captured,
+and replays them while disabled. Likewise a TinyJit captured before a rewrite was registered goes on without
+it; `.reset()` captures anew. The compiler stays with NV=0 too, as it changes no schedule and a machine
+without clang has no other.
+
+A sink reaches the rewrites with shards resolved and functions inlined. Schedules made with rewrites are
+cached under `configuration()`: who is registered, and each rewrite's key() at that moment.
+
+Where tinygrad has the plugin points of upstream.patch they are used; the 0.14.0 wheel gets attributes
+replaced instead. All of this is state of the process, like tinygrad's scheduler, and no more thread-safe than
+that is.
+"""
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import itertools
+import sys
+import types
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import tinygrad.schedule as schedule
+from tinygrad.device import Device
+from tinygrad.engine import jit, realize
+from tinygrad.helpers import BEAM, Context, colored
+from tinygrad.runtime import ops_cpu
+from tinygrad.runtime.support import hcq2
+from tinygrad.schedule import rangeify
+from tinygrad.schedule.multi import multi_pm
+from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat, graph_rewrite
+from tinygrad.uop.spec import spec_tensor, type_verify
+
+from tinygrad_nv import config
+from tinygrad_nv.errors import HookError
+
+TINYGRAD_VERSION = "0.14.0"
+OutsIns = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def official() -> bool:
+    """Whether this tinygrad has the plugin points of upstream.patch."""
+    return hasattr(schedule, "pre_schedule")
+
+
+# **** what is registered ****
+
+_serial = itertools.count()
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A rewrite of call bodies. `serial` tells apart two functions that bore one name after each other."""
+    name: str
+    fn: Callable[[UOp], UOp]
+    key: Callable[[], Hashable]
+    serial: int = field(default_factory=lambda: next(_serial))
+
+
+@dataclass(frozen=True)
+class Compile:
+    """The rest of the compilation, as a compile hook gets it. `beam` is its BEAM: 0 while candidates are timed."""
+    beam: int
+    run: Callable[[UOp], UOp]
+
+    def __call__(self, linear: UOp) -> UOp: return self.run(linear)
+
+
+@dataclass(frozen=True)
+class CustomFunction:
+    """Runs a CUSTOM_FUNCTION, called as tinygrad's executors are; says which arguments it writes and reads."""
+    execute: Callable[[realize.ExecContext, UOp, UOp], list[float | None]]
+    outs_ins: Callable[[UOp], OutsIns]
+
+
+@dataclass(frozen=True)
+class _Replaced:
+    """An attribute of tinygrad that is ours for now: what was there, and what we put there."""
+    theirs: Any
+    ours: Any
+
+
+_rewrites: dict[str, Rewrite] = {}
+_compiles: dict[str, Callable[[UOp, Compile], UOp]] = {}
+_functions: dict[str, CustomFunction] = {}
+_devices: dict[str, types.ModuleType | None] = {}  # the module that was there before, if any
+_replaced: dict[tuple[Any, str], _Replaced] = {}
+_enabled = False
+
+
+def _add(table: dict[str, Any], kind: str, name: str, value: Any) -> None:
+    if name in table:
+        raise HookError(f"{kind} {name!r} is registered already", "one registration for each name",
+                        f"call hooks.remove_{kind.replace(' ', '_')}({name!r}) first")
+    table[name] = value
+
+
+def _remove(table: dict[str, Any], kind: str, name: str) -> Any:
+    if name not in table: raise HookError(f"no {kind} {name!r} is registered", f"one of {sorted(table)}")
+    return table.pop(name)
+
+
+def add_rewrite(name: str, fn: Callable[[UOp], UOp], key: Callable[[], Hashable] = tuple) -> None:
+    """Registers a rewrite of call bodies. Whatever it depends on besides the sink must be in `key()`."""
+    _add(_rewrites, "rewrite", name, Rewrite(name, fn, key))
+    _apply()
+
+
+def remove_rewrite(name: str) -> None:
+    _remove(_rewrites, "rewrite", name)
+    _configured_cache.clear()
+    _apply()
+
+
+def add_compile(name: str, fn: Callable[[UOp, Compile], UOp]) -> None:
+    """Registers a wrapper of compile_linear; the first is the outermost. TinyJit calls it at capture only."""
+    _add(_compiles, "compile", name, fn)
+    _apply()
+
+
+def remove_compile(name: str) -> None:
+    _remove(_compiles, "compile", name)
+    _apply()
+
+
+def add_custom_function(name: str, execute: Callable[[realize.ExecContext, UOp, UOp], list[float | None]],
+                        outs_ins: Callable[[UOp], OutsIns]) -> None:
+    """Registers the executor of CUSTOM_FUNCTION nodes whose arg is `name`, or starts with `name:`."""
+    if name in ("encdec", "graph", "hcq", "validate", "submit_cmdbuf") or ":" in name:
+        raise HookError(f"custom function name {name!r}", "a name without ':' that tinygrad itself does not use")
+    _add(_functions, "custom function", name, CustomFunction(execute, outs_ins))
+    _apply()
+
+
+def remove_custom_function(name: str) -> None:
+    _remove(_functions, "custom function", name)
+    _apply()
+
+
+# **** on and off ****
+
+def enabled() -> bool:
+    """Whether registered rewrites and compile hooks are in force."""
+    return _enabled
+
+
+def enable() -> None:
+    """Puts rewrites and compile hooks in force. Raises `HookError` where tinygrad is not as expected."""
+    _check()
+    _set_enabled(True)
+
+
+def disable() -> None:
+    """Gives scheduling and compilation back to tinygrad. Registrations are kept for the next `enable()`."""
+    _set_enabled(False)
+
+
+@contextlib.contextmanager
+def disabled() -> Iterator[None]:
+    """tinygrad's own lowering inside the block; afterwards, also after an exception, as it was before."""
+    before = _enabled
+    _set_enabled(False)
+    try: yield
+    finally: _set_enabled(before)
+
+
+def _set_enabled(on: bool) -> None:
+    global _enabled
+    _enabled = on
+    _apply()
+
+
+def _check() -> None:
+    _check_version()
+    if not official():
+        _check_own(schedule, "get_kernel_graph", rangeify.get_kernel_graph)
+        _check_own(jit, "compile_linear", realize.compile_linear)
+        _check_own(jit, "get_call_outs_ins", realize.get_call_outs_ins)
+
+
+def _check_version() -> None:
+    try: version = importlib.metadata.version("tinygrad")
+    except importlib.metadata.PackageNotFoundError: version = "of no known version"
+    if version != TINYGRAD_VERSION:
+        raise HookError(f"tinygrad {version} is installed", f"tinygrad {TINYGRAD_VERSION}",
+                        f"pip install tinygrad=={TINYGRAD_VERSION}")
+
+
+def _check_own(owner: Any, attribute: str, original: Any) -> None:
+    if (owner, attribute) in _replaced or getattr(owner, attribute) is original: return
+    raise HookError(f"{owner.__name__}.{attribute} has been replaced by another package",
+                    "tinygrad's own function", "import tinygrad_nv before that package, or do without one of them")
+
+
+# **** tinygrad's attributes: replaced, and put back ****
+
+def _replace(owner: Any, attribute: str, ours: Any) -> None:
+    if (owner, attribute) in _replaced: return
+    _replaced[owner, attribute] = _Replaced(getattr(owner, attribute), ours)
+    setattr(owner, attribute, ours)
+
+
+def _put_back(owner: Any, attribute: str) -> None:
+    if (done := _replaced.get((owner, attribute))) is None: return
+    if getattr(owner, attribute) is not done.ours:
+        raise HookError(f"{owner.__name__}.{attribute} has been replaced after tinygrad_nv did",
+                        "what tinygrad_nv put there", "undo the later replacement first")
+    setattr(owner, attribute, done.theirs)
+    del _replaced[owner, attribute]
+
+
+def _theirs(owner: Any, attribute: str) -> Any:
+    done = _replaced.get((owner, attribute))
+    return getattr(owner, attribute) if done is None else done.theirs
+
+
+def _apply() -> None:
+    """Makes tinygrad agree with what is registered and enabled; called after every change of either."""
+    if official():
+        _list(schedule.pre_schedule, (rewritten, configuration), _enabled and bool(_rewrites))
+        _list(realize.pre_compile, _compiled, _enabled and bool(_compiles))
+        return
+    for wanted, attributes in (
+        (_enabled and bool(_rewrites), [(schedule, "get_kernel_graph", _get_kernel_graph),
+                                        (schedule, "schedule_cache", _configured_cache)]),
+        (_enabled and bool(_compiles), [(owner, "compile_linear", _compile_linear) for owner in (realize, jit)]),
+        (bool(_functions), [(realize, "pm_exec", _pm_exec()),
+                            *((owner, "get_call_name", _get_call_name) for owner in (realize, hcq2)),
+                            *((owner, "get_call_outs_ins", _outs_ins) for owner in (realize, jit, hcq2))]),
+    ):
+        for owner, attribute, ours in attributes:
+            if wanted: _replace(owner, attribute, ours)
+            else: _put_back(owner, attribute)
+
+
+def _list(point: list[Any], entry: Any, wanted: bool) -> None:
+    if wanted and entry not in point: point.append(entry)
+    if not wanted and entry in point: point.remove(entry)
+
+
+# **** rewrites before kernels are split ****
+
+_inline = PatternMatcher([
+    (UPat(Ops.FUNCTION, name="c"), rangeify.resolve_function),
+    (UPat(Ops.GETTUPLE, src=(UPat(Ops.TUPLE, name="t"),), name="g"), lambda g, t: t.src[g.arg]),
+    (UPat((Ops.DETACH, Ops.CONTIGUOUS_BACKWARD), name="x"), lambda x: x.src[0]),
+])
+_rewriting = False
+
+
+def rewriting() -> bool:
+    """Whether a registered rewrite is running: new storage then belongs to the schedule, not to a Tensor."""
+    return _rewriting
+
+
+def configuration() -> Hashable:
+    """Everything about the registered rewrites that a schedule depends on."""
+    return tuple((rewrite.name, rewrite.serial, rewrite.key()) for rewrite in _rewrites.values())
+
+
+def rewritten(sink: UOp) -> UOp:
+    """A call body after every registered rewrite, in the order of registration."""
+    global _rewriting
+    sink = graph_rewrite(sink, multi_pm, name="nv: shards")
+    sink = graph_rewrite(sink, _inline, bottom_up=True, name="nv: inline functions")
+    outer, _rewriting = _rewriting, True
+    try:
+        for rewrite in tuple(_rewrites.values()):
+            sink = rewrite.fn(sink)
+            if config.get("NV_SPEC"): _verify(sink, rewrite.name)
+    finally: _rewriting = outer
+    return sink
+
+
+def _verify(sink: UOp, name: str) -> None:
+    try: type_verify(sink, spec_tensor)
+    except RuntimeError as error:
+        raise HookError(f"rewrite {name!r} made a graph that tinygrad's verifier refuses: {error}",
+                        "a valid tensor graph", f"hooks.remove_rewrite({name!r}) runs the program without it") from error
+
+
+def _get_kernel_graph(sink: UOp) -> UOp: return _theirs(schedule, "get_kernel_graph")(rewritten(sink))
+
+
+class _ConfiguredCache(dict[Any, UOp]):
+    """tinygrad's schedule cache while rewrites are in force: entries belong to the configuration that made them."""
+
+    def get(self, key: Any, default: UOp | None = None) -> UOp | None:
+        return super().get((configuration(), key), default)
+
+    def __setitem__(self, key: Any, value: UOp) -> None: super().__setitem__((configuration(), key), value)
+
+
+_configured_cache = _ConfiguredCache()
+
+
+# **** around the compilation of a schedule ****
+
+def _compiled(linear: UOp, beam: int, inner: Callable[[UOp], UOp]) -> UOp:
+    for fn in reversed(tuple(_compiles.values())): inner = functools.partial(fn, inner=Compile(beam, inner))
+    return inner(linear)
+
+
+def _compile_linear(linear: UOp, beam: int | None = None, *args: Any, **kwargs: Any) -> UOp:
+    def inner(linear: UOp) -> UOp: return _theirs(realize, "compile_linear")(linear, beam, *args, **kwargs)
+    return _compiled(linear, BEAM.value if beam is None else beam, inner)
+
+
+# **** custom functions ****
+
+def _function(ast: UOp) -> CustomFunction | None:
+    return _functions.get(ast.arg.partition(":")[0]) if ast.op is Ops.CUSTOM_FUNCTION else None
+
+
+def _execute(ctx: realize.ExecContext, call: UOp, ast: UOp) -> list[float | None] | None:
+    found = _function(ast)
+    return None if found is None else found.execute(ctx, call, ast)
+
+
+@functools.cache
+def _pm_exec() -> PatternMatcher:
+    custom = UPat(Ops.CUSTOM_FUNCTION, name="ast")
+    ours = PatternMatcher([(UPat(Ops.CALL, src=(custom,), name="call", allow_any_len=True), _execute)])
+    return ours + realize.pm_exec
+
+
+def _outs_ins(call: UOp) -> OutsIns:
+    if (found := _function(call.src[0])) is not None: return found.outs_ins(call)
+    return _theirs(realize, "get_call_outs_ins")(call)
+
+
+def _get_call_name(call: UOp, *args: Any, **kwargs: Any) -> str:
+    if _function(call.src[0]) is not None: return colored(call.src[0].arg, "yellow")
+    return _theirs(realize, "get_call_name")(call, *args, **kwargs)
+
+
+# **** devices ****
+
+def add_device(name: str, cls: type) -> None:
+    """Makes `Device[name]` open `cls(name)`, in place of tinygrad's device of that name if it has one."""
+    name = name.upper()
+    if any(opened.split(":")[0] == name for opened in Device._opened_devices):
+        raise HookError(f"device {name} is open already", "registration before the first use",
+                        "import tinygrad_nv before anything runs on that device")
+    module = types.ModuleType(_module_name(name))
+    setattr(module, f"{name}Device", cls)
+    _add(_devices, "device", name, sys.modules.get(module.__name__))
+    if official(): Device.register(name, cls)
+    else: sys.modules[module.__name__] = module
+    type(Device).get_class.cache_clear()
+
+
+def remove_device(name: str) -> None:
+    """Undoes `add_device`. What was opened under the name is finalized: its buffers and programs are of no use."""
+    before = _remove(_devices, "device", name := name.upper())
+    _close(name)
+    if official(): Device.register(name, None)
+    elif before is not None: sys.modules[_module_name(name)] = before
+    else: del sys.modules[_module_name(name)]
+    type(Device).get_class.cache_clear()
+
+
+def _module_name(device: str) -> str: return f"tinygrad.runtime.ops_{device.lower()}"
+
+
+def _close(name: str) -> None:
+    """Forgets the opened devices of a name. Their cache cannot drop one entry, so the others fill a fresh one."""
+    opened = {ix: Device[ix] for ix in Device._opened_devices}
+    type(Device)._Device__get_canonicalized_item.cache_clear()
+    Device._opened_devices.clear()
+    # while the cache fills, "opening" a device means handing out the one that is open
+    Device.get_class = lambda ix: opened.__getitem__
+    try:
+        with Context(DEBUG=0):
+            for ix in opened:
+                if ix.split(":")[0] != name: Device[ix]
+    finally: del Device.get_class
+    for ix, device in opened.items():
+        if ix.split(":")[0] == name: device.finalize()
+    for key in [key for key in realize.runtime_cache if key[1].split(":")[0] == name]:
+        del realize.runtime_cache[key]
+
+
+# **** the compiler of the CPU device ****
+
+def install_compiler() -> None:
+    """Lets CPU devices opened from now on compile with what `toolchain.find_compiler` finds as they open."""
+    _check_version()
+    from tinygrad_nv.runtime.clang import ClangRenderer
+    _replace(ops_cpu, "ClangRenderer", ClangRenderer)
+    chosen = functools.cached_property(_select_device)
+    chosen.__set_name__(type(Device), "_select_device")
+    _replace(type(Device), "_select_device", chosen)
+
+
+def remove_compiler() -> None:
+    """Undoes `install_compiler`. An open CPU device keeps the compiler it has."""
+    _put_back(ops_cpu, "ClangRenderer")
+    _put_back(type(Device), "_select_device")
+
+
+def _select_device(device: Any) -> str:
+    """tinygrad's automatic choice, which swallows why a device did not open: with none left, the CPU says why."""
+    try: return _theirs(type(Device), "_select_device").func(device)
+    except RuntimeError as error:
+        if isinstance(error.__cause__, StopIteration): device["CPU"]
+        raise
