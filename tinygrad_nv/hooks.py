@@ -186,10 +186,13 @@ def _set_enabled(on: bool) -> None:
 
 def _check() -> None:
     _check_version()
-    if not official():
-        _check_own(schedule, "get_kernel_graph", rangeify.get_kernel_graph)
-        _check_own(jit, "compile_linear", realize.compile_linear)
-        _check_own(jit, "get_call_outs_ins", realize.get_call_outs_ins)
+    if official(): return
+    lowered = [fn for _, fn in _theirs(schedule, "pm_schedule").patterns]
+    _check_own("tinygrad.schedule.get_kernel_graph", schedule.get_kernel_graph is rangeify.get_kernel_graph)
+    _check_own("tinygrad.schedule.pm_schedule", lowered == [schedule.lower_sink_to_linear])
+    for name in ("compile_linear", "get_call_outs_ins"):
+        fn = _theirs(realize, name)
+        _check_own(f"tinygrad.engine.realize.{name}", fn is _theirs(jit, name) and fn.__module__ == realize.__name__)
 
 
 def _check_version() -> None:
@@ -200,10 +203,10 @@ def _check_version() -> None:
                         f"pip install tinygrad=={TINYGRAD_VERSION}")
 
 
-def _check_own(owner: Any, attribute: str, original: Any) -> None:
-    if (owner, attribute) in _replaced or getattr(owner, attribute) is original: return
-    raise HookError(f"{owner.__name__}.{attribute} has been replaced by another package",
-                    "tinygrad's own function", "import tinygrad_nv before that package, or do without one of them")
+def _check_own(name: str, own: bool) -> None:
+    if own: return
+    raise HookError(f"{name} has been replaced by another package", "tinygrad's own",
+                    "import tinygrad_nv before that package, or do without one of them")
 
 
 # **** tinygrad's attributes: replaced, and put back ****
@@ -235,8 +238,7 @@ def _apply() -> None:
         _list(realize.pre_compile, _compiled, _enabled and bool(_compiles))
         return
     for wanted, attributes in (
-        (_enabled and bool(_rewrites), [(schedule, "get_kernel_graph", _get_kernel_graph),
-                                        (schedule, "schedule_cache", _configured_cache)]),
+        (_enabled and bool(_rewrites), [(schedule, "pm_schedule", _pm_schedule())]),
         (_enabled and bool(_compiles), [(owner, "compile_linear", _compile_linear) for owner in (realize, jit)]),
         (bool(_functions), [(realize, "pm_exec", _pm_exec()),
                             *((owner, "get_call_name", _get_call_name) for owner in (realize, hcq2)),
@@ -293,9 +295,6 @@ def _verify(sink: UOp, name: str) -> None:
                         "a valid tensor graph", f"hooks.remove_rewrite({name!r}) runs the program without it") from error
 
 
-def _get_kernel_graph(sink: UOp) -> UOp: return _theirs(schedule, "get_kernel_graph")(rewritten(sink))
-
-
 class _ConfiguredCache(dict[Any, UOp]):
     """tinygrad's schedule cache while rewrites are in force: entries belong to the configuration that made them."""
 
@@ -306,6 +305,19 @@ class _ConfiguredCache(dict[Any, UOp]):
 
 
 _configured_cache = _ConfiguredCache()
+
+
+@functools.cache
+def _pm_schedule() -> PatternMatcher:
+    """tinygrad's pm_schedule with the rewrites in it and a cache of its own.
+
+    A pattern's function runs on a copy of its globals made when it first matches, so replacing get_kernel_graph in
+    tinygrad.schedule would do nothing once a schedule was made, and could not be undone if it was there before.
+    """
+    def get_kernel_graph(sink: UOp) -> UOp: return rangeify.get_kernel_graph(rewritten(sink))
+    own = {**vars(schedule), "get_kernel_graph": get_kernel_graph, "schedule_cache": _configured_cache}
+    lower = types.FunctionType(schedule.lower_sink_to_linear.__code__, own)
+    return PatternMatcher([(UPat(Ops.SINK, name="function"), lower)])
 
 
 # **** around the compilation of a schedule ****

@@ -1,0 +1,243 @@
+"""A kernel of ours in tinygrad's graph: source text in, the UOps of its outputs out.
+
+Protocol. `program` builds CALL(PROGRAM, outputs..., inputs..., bound variables...) and returns one UOp for each
+output, that storage AFTER the call. The entry point takes one pointer for each output, then for each input, then
+one int for each variable, in these orders. It works in two places:
+
+* at tensor level (`Tensor(program(...)[0])`, also inside @function), where fresh outputs are `invalids`;
+* in a rewrite of hooks.py, where they are BUFFERs of the schedule. Slots from 1 << 20 keep clear of those that
+  tinygrad counts from 0 for copies, which would otherwise be the same UOp.
+
+What the compiler may not know but explain() must (`Note`) is part of the body, in its KernelInfo: the schedule
+keeps nothing else of a call. The PROGRAM has no ProgramInfo, so tinygrad derives one after it has put the caller's
+variables in place of the body's, and it has no BINARY unless one is given, so that tinygrad compiles it like any
+kernel: in parallel, once, cached. `settle`, a compile hook, does what that leaves undone.
+
+The stores and loads in the body's sink are never run. They say which arguments are written and read.
+"""
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from tinygrad.dtype import AddrSpace, DType, dtypes
+from tinygrad.helpers import prod
+from tinygrad.renderer import Estimates
+from tinygrad.uop.ops import (
+    KernelInfo,
+    Ops,
+    ParamArg,
+    PatternMatcher,
+    UOp,
+    UPat,
+    graph_rewrite,
+    resolve,
+    shape_to_shape_arg,
+    sint,
+)
+
+from tinygrad_nv import hooks
+
+_FIRST_SLOT = 1 << 20
+_slots = itertools.count(_FIRST_SLOT)
+
+
+@dataclass(frozen=True)
+class Output:
+    """A fresh output. A symbolic shape gets storage for its largest extent."""
+    shape: tuple[sint, ...]
+    dtype: DType
+
+
+@dataclass(frozen=True)
+class Note:
+    """What explain() tells of a kernel: the template it is of, why it was chosen, what it computes and how."""
+    template: str
+    reason: str = ""
+    spec: Hashable = None
+    schedule: Hashable = None
+
+
+@dataclass(frozen=True)
+class ProgramKernel(KernelInfo):
+    """KernelInfo of a kernel of ours. Its Estimates are an upper bound until `settle` has the variables' names."""
+    note: Note | None = None
+
+
+def program(entry: str, source: str, device: str | tuple[str, ...], outputs: Sequence[Output | UOp],
+            inputs: Sequence[UOp], *, grid: tuple[sint, ...] = (), block: tuple[int, ...] = (),
+            variables: Sequence[UOp] = (), flops: sint = 0, bytes: sint | None = None, note: Note | None = None,
+            binary: bytes | None = None, tensor_level: bool | None = None) -> tuple[UOp, ...]:
+    """Calls `entry` of `source` and returns its outputs, each a UOp of the shape that was asked for.
+
+    An output given as a UOp is storage to write into, which the kernel may also read. `grid` and `block` are x, y,
+    z. `variables` are bound variables at tensor level and ALU PARAMs in a rewrite; what `grid`, `flops` and `bytes`
+    depend on must be among them. `bytes` is by default the size of all arguments. `tensor_level` is found out.
+    """
+    if tensor_level is None: tensor_level = not hooks.rewriting()
+    stores = [_storage(out, device, tensor_level) for out in outputs]
+    arguments = [*stores, *(_contiguous(x) for x in inputs)]
+    params = [UOp.placeholder((x.max_numel(),), x.dtype, slot) for slot, x in enumerate(arguments)]
+    if bytes is None: bytes = sum(x.max_numel() * x.dtype.itemsize for x in arguments)
+    renamed = {_name(v): _in_body(v) for v in variables}
+    ops, mem, *sizes = (_with_variables(x, renamed) for x in (flops, bytes, *grid))
+    read = [not isinstance(out, Output) for out in outputs] + [True] * len(inputs)
+    sink = UOp.sink(*renamed.values(), *_dimensions("gidx", sizes), *_dimensions("lidx", block),
+                    *(p.index(0).store(UOp.const(0, p.dtype)) for p in params[:len(stores)]),
+                    *(p.index(0).load() for p, is_read in zip(params, read, strict=True) if is_read),
+                    ops, mem, arg=ProgramKernel(name=entry, estimates=_bound(ops, mem), note=note))
+    body = [sink, UOp(Ops.LINEAR, src=(*params, sink)), UOp(Ops.SOURCE, arg=source)]
+    if binary is not None: body.append(UOp(Ops.BINARY, arg=binary))
+    bound = [v for v in variables if v.is_bound_var]
+    call = UOp(Ops.PROGRAM, src=tuple(body)).call(*arguments, *bound)
+    return tuple(_shaped(store.after(call), out) for store, out in zip(stores, outputs, strict=True))
+
+
+def _storage(out: Output | UOp, device: str | tuple[str, ...], tensor_level: bool) -> UOp:
+    if isinstance(out, UOp): return out
+    shape = tuple(s.vmax if isinstance(s, UOp) else s for s in out.shape)
+    if tensor_level: return UOp.invalids(*shape, dtype=out.dtype, device=device)
+    arg = ParamArg(next(_slots), out.dtype, device=device, addrspace=AddrSpace.GLOBAL)
+    return UOp(Ops.BUFFER, src=(shape_to_shape_arg((prod(shape),)),), arg=arg).reshape(shape)
+
+
+def _contiguous(x: UOp) -> UOp:
+    """`x` as it lies in memory, from its first element on. The first rows of a buffer need no copy."""
+    lies = x
+    while lies.op is Ops.RESHAPE or (lies.op is Ops.SHRINK and _is_prefix(lies)): lies = lies.src[0]
+    return lies if lies.has_buffer_identity(after_ok=True) else x.contiguous()
+
+
+def _is_prefix(x: UOp) -> bool:
+    offsets, sizes = zip(*x.marg, strict=True)
+    return all(resolve(o == 0) for o in offsets) and sizes[1:] == x.src[0].shape[1:]
+
+
+def _shaped(done: UOp, out: Output | UOp) -> UOp: return done.shrink_to(out.shape)
+
+
+# **** variables ****
+
+def _name(variable: UOp) -> str: return (variable.src[0] if variable.is_bound_var else variable).expr
+
+
+def _in_body(variable: UOp) -> UOp:
+    """A variable as the body sees it. int32 as the kernel takes it; tinygrad renames, hence retypes, only `p{slot}`."""
+    v = variable.src[0] if variable.is_bound_var else variable
+    dtype = dtypes.int32 if v.dtype in dtypes.weaks else v.dtype
+    return UOp(Ops.PARAM, src=v.src, arg=replace(v.arg, slot=-1, dtype=dtype))
+
+
+def _with_variables(x: sint, renamed: dict[str, UOp]) -> UOp:
+    if not isinstance(x, UOp): return UOp.const(x, dtypes.weakint)
+    x = x.unbind_all()[0]
+    return x.substitute({v: renamed[v.expr].cast(v.dtype) for v in x.variables()})
+
+
+def _dimensions(name: str, sizes: Sequence[UOp | int]) -> list[UOp]:
+    return [UOp.special(size, f"{name}{axis}") for axis, size in enumerate(sizes)]
+
+
+def _bound(ops: UOp, mem: UOp) -> Estimates: return Estimates(ops=int(ops.vmax), lds=int(mem.vmax), mem=int(mem.vmax))
+
+
+# **** in a rewrite ****
+
+def write_through(sink: UOp) -> UOp:
+    """Lets kernels of ours write straight into the storage that their result would be copied to, where that is safe.
+
+    A rewrite ends with this. Who reads the old contents runs first, as tinygrad orders writes after reads; only a
+    kernel that itself reads the storage it would write has to keep its own.
+    """
+    moved: dict[UOp, UOp] = {}
+    for after in sink.toposort(enter_calls=False):
+        if (pair := _copied(after)) is not None and pair[0] not in moved: moved[pair[0]] = pair[1]
+    return graph_rewrite(sink.substitute(moved), _pm_stored_in_place) if moved else sink
+
+
+def _copied(after: UOp) -> tuple[UOp, UOp] | None:
+    """The schedule's BUFFER and the storage it is copied to, for AFTER(target, STORE(target, BUFFER after a call))."""
+    if after.op is not Ops.AFTER or len(after.src) != 2 or after.src[1].op is not Ops.STORE: return None
+    target, value = after.src[1].src
+    while target.op is value.op is Ops.SHRINK and target.src[1:] == value.src[1:]:
+        target, value = target.src[0], value.src[0]
+    target, value = target.base, value.base
+    if value.op is not Ops.AFTER or value.src[1].op is not Ops.CALL: return None
+    buffer, call = value.src[0].base, value.src[1]
+    if buffer.op is not Ops.BUFFER or buffer.arg.slot < _FIRST_SLOT: return None
+    if target.op not in (Ops.PARAM, Ops.BUFFER): return None
+    if (target.max_numel(), target.dtype, target.device) != (buffer.max_numel(), buffer.dtype, buffer.device): return None
+    if target in call.toposort(enter_calls=False): return None
+    return buffer, target.reshape(buffer.shape)
+
+
+def _stored_in_place(target: UOp, value: UOp) -> UOp | None:
+    done = value.base
+    written = done.op is Ops.AFTER and done.src[1].op is Ops.CALL and done.src[0].base is target.base
+    return value if written else None
+
+
+_pm_stored_in_place = PatternMatcher([
+    (UPat(Ops.AFTER, src=(UPat(), UPat(Ops.STORE, src=(UPat(name="target"), UPat(name="value"))))), _stored_in_place),
+])
+
+
+@dataclass(frozen=True)
+class Miss:
+    """A near miss: the template that nearly matched, why it did not, and how many elements the value has."""
+    template: str
+    reason: str
+    numel: int
+
+
+_heard: list[Miss] | None = None
+
+
+def miss(template: str, value: UOp, reason: str) -> None:
+    """For rewrites: why `value` is left to tinygrad after all. explain() shows it with the kernel that computes it."""
+    if _heard is not None: _heard.append(Miss(template, reason, value.max_numel()))
+
+
+@contextlib.contextmanager
+def hear_misses() -> Iterator[list[Miss]]:
+    """Collects what rewrites report with `miss` inside the block."""
+    global _heard
+    before, _heard = _heard, []
+    try: yield _heard
+    finally: _heard = before
+
+
+# **** before compilation ****
+
+def note_of(body: UOp) -> Note | None:
+    """The note in a call's body, None if the kernel is not ours."""
+    if body.op is not Ops.PROGRAM: return None
+    return body.src[0].arg.note if isinstance(body.src[0].arg, ProgramKernel) else None
+
+
+def estimates_of(body: UOp) -> Estimates:
+    """Operations and bytes of a kernel of ours in the variables its body has now."""
+    ops, mem = (x.ssimplify() for x in body.src[0].src[-2:])
+    return Estimates(ops=ops, lds=mem, mem=mem)
+
+
+def settle(linear: UOp, inner: hooks.Compile) -> UOp:
+    """A compile hook: puts the caller's variables into Estimates, and types them int32 as kernels take them.
+
+    In a schedule made from a rewrite the body's variables have become the user's own, whose type is usually weak;
+    tinygrad lowers that in the kernels it generates, and encodes arguments by it in the others.
+    """
+    bodies = {call.src[0] for call in linear.toposort() if call.op is Ops.CALL and _is_ours(call.src[0])}
+    return inner(linear.substitute({body: settled for body in bodies if (settled := _settled(body)) is not body}))
+
+
+def _is_ours(body: UOp) -> bool: return body.op is Ops.PROGRAM and isinstance(body.src[0].arg, ProgramKernel)
+
+
+def _settled(body: UOp) -> UOp:
+    body = body.substitute({v: _in_body(v).cast(v.dtype) for v in body.variables() if v.dtype in dtypes.weaks})
+    sink = body.src[0]
+    final = sink.replace(arg=replace(sink.arg, estimates=estimates_of(body)))
+    return body.substitute({sink: final})
