@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 from tinygrad import Device, Tensor, dtypes
 from tinygrad.device import Buffer
 
@@ -34,6 +35,12 @@ def write(tensor: Tensor, offset: int, data: memoryview) -> None:
         return
     buffer = allocate(tensor).view(len(data), dtypes.uint8, offset).ensure_allocated()
     buffer.allocator._copyin(buffer._buf, data)
+
+
+def read(tensor: Tensor, dtype: npt.DTypeLike) -> np.ndarray:
+    """The tensor's elements as a flat array of `dtype`: a view where the host can address it, else a copy."""
+    if (view := host_bytes(tensor)) is not None: return np.frombuffer(view, dtype)
+    return tensor.numpy().reshape(-1)
 
 
 def resident_bytes() -> int:

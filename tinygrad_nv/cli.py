@@ -1,0 +1,169 @@
+"""`tinygrad-nv`: generate, chat, doctor, explain.
+
+Protocol: text goes to stdout as it is made and nothing else does; progress, notes and errors go to stderr. A failure
+of ours prints its message and exits with 2, Ctrl-C ends with 130, a reader that went away ends quietly.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tinygrad_nv.errors import ModelError, NVError, RequestError
+
+DEFAULT_MODEL = Path(__file__).parent / "models" / "tales"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    _survive_any_terminal()
+    arguments = parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except NVError as error:
+        print(f"tinygrad-nv: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # what is still buffered has no reader: let the interpreter's last flush write to nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _survive_any_terminal() -> None:
+    """A character the terminal cannot show becomes an escape instead of an exception."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError): stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(prog="tinygrad-nv", description="Run transformers with tinygrad, fast on NVIDIA.")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    generate = commands.add_parser("generate", help="continue a prompt", usage="%(prog)s [options] [MODEL] PROMPT")
+    generate.add_argument("words", nargs="*", metavar="[MODEL] PROMPT", help="a model directory (default: the model in "
+                          "the box) and the text to continue")
+    generate.add_argument("--prompt-ids", type=_ids, metavar="1,2,3", help="token ids instead of a text")
+    generate.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    _add_model_options(generate)
+    _add_sampling_options(generate)
+    generate.set_defaults(run=_generate)
+    chat = commands.add_parser("chat", help="talk to a model", usage="%(prog)s [options] [MODEL]")
+    chat.add_argument("model", nargs="?", metavar="MODEL", help="a model directory (default: the model in the box)")
+    chat.add_argument("--system", metavar="TEXT", help="a system message")
+    _add_model_options(chat)
+    _add_sampling_options(chat)
+    chat.set_defaults(run=_chat)
+    doctor = commands.add_parser("doctor", help="what this machine has, what will be used, what is missing")
+    doctor.set_defaults(run=_doctor)
+    explain = commands.add_parser("explain", help="the kernels of a decode step, and who lowers each")
+    explain.add_argument("model", nargs="?", metavar="MODEL", help="a model directory (default: the model in the box)")
+    _add_model_options(explain)
+    explain.set_defaults(run=_explain)
+    return top
+
+
+def _add_model_options(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("model")
+    group.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, float16, bfloat16")
+    group.add_argument("--max-model-len", type=_size, metavar="N", help="context in tokens, such as 4096 or 32k")
+    group.add_argument("--device", help="tinygrad's device (default: its choice, or DEV)")
+
+
+def _add_sampling_options(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("sampling (defaults: the model's generation_config.json)")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="tokens to generate at most (default 256)")
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    group.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens that sum to P")
+    group.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens; 0 keeps all")
+    group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below P times the likeliest")
+    group.add_argument("--repetition-penalty", type=float, metavar="R", help="1 is none")
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+    group.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the model's end token")
+
+
+def _size(text: str) -> int:
+    """A number of tokens; k and m count in thousands as vLLM's do: 32k is 32000, 32K is 32768."""
+    units = {"k": 1000, "K": 1024, "m": 1000 ** 2, "M": 1024 ** 2}
+    factor = units.get(text[-1:], 1)
+    return int(float(text[:-1]) * factor) if factor != 1 else int(text)
+
+
+def _ids(text: str) -> list[int]:
+    return [int(word) for word in text.replace(",", " ").split()]
+
+
+def _split_words(words: list[str], with_ids: bool) -> tuple[Path, str]:
+    """MODEL and PROMPT from the positional arguments."""
+    most = 1 if with_ids else 2
+    if len(words) > most or (not words and not with_ids):
+        raise RequestError(f"{len(words)} words on the command line", "[MODEL] with --prompt-ids, else [MODEL] PROMPT",
+                           "put the prompt in quotes")
+    model = words[0] if len(words) == most else None
+    return _model(model), "" if with_ids else words[-1]
+
+
+def _model(name: str | None) -> Path:
+    if name is None and not (DEFAULT_MODEL / "config.json").is_file():
+        raise ModelError(f"the model in the box is not at {DEFAULT_MODEL}", "an installation with its model files",
+                         "reinstall tinygrad-nv, or name a model directory")
+    return DEFAULT_MODEL if name is None else Path(name)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from tinygrad_nv import console
+    directory, prompt = _split_words(arguments.words, arguments.prompt_ids is not None)
+    request = prompt if arguments.prompt_ids is None else arguments.prompt_ids
+    llm = console.load(directory, arguments)
+    params = console.sampling(arguments, llm)
+    llm.encode(request)  # a bad prompt is refused before the model starts to compile
+    if not arguments.json: console.say(prompt, end="")
+    with console.Compiling() as progress:
+        done = llm.complete(request, params, lambda piece: progress.piece(piece, quiet=arguments.json))
+    if arguments.json: print(json.dumps(console.report(done, llm)))
+    else: console.say("")
+    print(console.summary(done, llm), file=sys.stderr)
+    return 0
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    from tinygrad_nv import console
+    llm = console.load(_model(arguments.model), arguments)
+    params = console.sampling(arguments, llm)
+    messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    llm.require_tokenizer().render([{"role": "user", "content": "?"}])  # refuse before the first question
+    while (question := console.ask()) is not None:
+        if not question: continue
+        messages.append({"role": "user", "content": question})
+        with console.Compiling() as progress:
+            answer = llm.complete(llm.encode_chat(messages), params, progress.piece)
+        console.say("\n")
+        messages.append({"role": "assistant", "content": answer.text})
+    return 0
+
+
+def _doctor(_: argparse.Namespace) -> int:
+    from tinygrad_nv import doctor
+    findings = doctor.examine()
+    print(doctor.table(findings))
+    return 0 if doctor.usable(findings) else 1
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from tinygrad import Variable
+
+    from tinygrad_nv import console, explain
+    llm = console.load(_model(arguments.model), arguments)
+    position = Variable("position", 0, llm.decoder.capacity - 1).bind(min(128, llm.length - 1))
+    print(explain(llm.model.step(llm.decoder.token, position, llm.decoder.cache)))
+    return 0
+
+
+if __name__ == "__main__": sys.exit(main())

@@ -1,0 +1,106 @@
+"""The captured prefill and decode steps over one KV cache.
+
+Protocol: `prefill(ids)` runs the prompt in chunks and chooses the first token, `decode()` chooses the next one; both
+return it. The token stays on the device between steps: a step reads it from, and writes it to, the same buffer, so
+the host only looks on. Positions are bound variables and knobs are buffers, so one graph for each chunk size and one
+for each set of sampling filters serve every request.
+
+The cache remembers which tokens it holds: a prompt that continues the last one (a chat) is prefilled from where they
+part. Rows of a padded chunk past the prompt are written too; no later row may look at them before they are
+overwritten, since masks end at the writer's own position.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from tinygrad import Tensor, TinyJit, UOp, Variable, dtypes
+
+from tinygrad_nv.engine.sampling import Filters, Knobs, SamplingParams, next_token, request_numbers
+from tinygrad_nv.models.llama import KVCache, Llama
+from tinygrad_nv.runtime.memory import allocate, read, write
+
+# Tokens a prefill graph takes at once. 16 bounds the padding of a short prompt, 128 amortises a launch over rows.
+CHUNKS = (128, 16)
+
+
+class Decoder:
+    """One sequence of at most `length` tokens over `model`."""
+
+    def __init__(self, model: Llama, length: int) -> None:
+        self.model, self.length = model, length
+        self.capacity = length + CHUNKS[-1]  # a last chunk may be padded past the end
+        self.cache = KVCache.create(model.config, self.capacity, model.dtype, device=model.device)
+        self.knobs = Knobs.create(model.device)
+        self.token = Tensor.empty(1, 1, dtype=dtypes.int32, device=model.device)
+        self.logits = Tensor.empty(model.config.vocab_size, dtype=dtypes.float32, device=model.device)
+        self.seen = Tensor.empty(model.config.vocab_size, dtype=dtypes.bool, device=model.device)
+        for tensor in (self.token, self.logits, self.seen, self.knobs.values, self.knobs.seed): allocate(tensor)
+        self.held: list[int] = []  # tokens whose keys and values are in the cache
+        self.filters = Filters()
+        self.chunks = {T: TinyJit(self._chunk) for T in CHUNKS}
+        self.samples: dict[Filters, Callable[[UOp], None]] = {}
+        self.steps: dict[Filters, Callable[[UOp], None]] = {}
+
+    def start(self, params: SamplingParams, prompt: Sequence[int]) -> int:
+        """Sets the sampler for a new request; returns the seed in use."""
+        values, key, seed = request_numbers(params)
+        seen = np.zeros(self.model.config.vocab_size, np.bool_)
+        seen[list(prompt)] = True
+        write(self.knobs.values, 0, memoryview(np.array(values, np.float32)).cast("B"))
+        write(self.knobs.seed, 0, memoryview(np.array(key, np.uint32)).cast("B"))
+        write(self.seen, 0, memoryview(seen).cast("B"))
+        self.filters = params.filters
+        return seed
+
+    def prefill(self, prompt: Sequence[int]) -> int:
+        """Brings the cache to hold `prompt` and chooses the token after it."""
+        self.held = self.held[:common_prefix(self.held, prompt[:-1])]
+        while rest := prompt[len(self.held):]:
+            T = next((size for size in CHUNKS if size <= len(rest)), CHUNKS[-1])
+            part = rest[:T]
+            tokens = np.zeros((1, T), np.int32)
+            tokens[0, :len(part)] = part
+            start = Variable("start", 0, self.capacity - T).bind(len(self.held))
+            self.chunks[T](Tensor(tokens, device=self.model.device), start, Variable("last", 0, T - 1).bind(len(part) - 1))
+            self.held += part
+        return self._run(self.samples, self._sample, len(self.held))
+
+    def decode(self) -> int:
+        """Puts the last chosen token into the cache and chooses the one after it."""
+        token = self.peek()
+        chosen = self._run(self.steps, self._step, len(self.held))
+        self.held.append(token)
+        return chosen
+
+    def peek(self) -> int:
+        """The last chosen token."""
+        return int(read(self.token, np.int32)[0])
+
+    def _run(self, captured: dict[Filters, Callable[[UOp], None]], step: Callable[..., None], position: int) -> int:
+        if self.filters not in captured:
+            filters = self.filters
+            captured[filters] = TinyJit(lambda position: step(position, filters))
+        captured[self.filters](Variable("position", 0, self.capacity - 1).bind(position))
+        return self.peek()
+
+    def _chunk(self, tokens: Tensor, start: UOp, last: UOp) -> None:
+        self.logits.assign(self.model.step(tokens, start, self.cache, last)[0]).realize()
+
+    def _sample(self, position: UOp, filters: Filters) -> None:
+        self._choose(self.logits, position, filters)
+
+    def _step(self, position: UOp, filters: Filters) -> None:
+        self._choose(self.model.step(self.token, position, self.cache)[0].contiguous(), position + 1, filters)
+
+    def _choose(self, logits: Tensor, position: UOp, filters: Filters) -> None:
+        token = next_token(logits, filters, self.knobs, self.seen, Tensor(position).reshape(1))
+        changed = [self.token.assign(token.reshape(1, 1))]
+        if filters.penalty:
+            changed.append(self.seen.assign(self.seen | (Tensor.arange(self.seen.shape[0]) == token)))
+        Tensor.realize(*changed)
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading elements a and b share."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,0 +1,196 @@
+"""`LLM`: a model directory, ready to generate.
+
+Protocol: `LLM(directory)` loads everything and refuses what it cannot run. `stream(prompt, params)` yields `Piece`s of
+text as they are certain and ends with one that has a finish reason; `generate(prompts, params)` collects them into
+`Completion`s. One sequence runs at a time.
+"""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tinygrad import Device, dtypes
+from tinygrad.dtype import DType
+
+from tinygrad_nv.engine.decoder import Decoder
+from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.engine.text import Detokenizer, StopStrings
+from tinygrad_nv.engine.tokenizer import Message, Tokenizer
+from tinygrad_nv.errors import ModelError, RequestError, TokenizerError
+from tinygrad_nv.models import weights
+from tinygrad_nv.models.config import DTYPES, ModelConfig, read_config, read_json, token_ids
+from tinygrad_nv.models.llama import Llama
+
+Prompt = str | Sequence[int]
+CACHE_BYTES = 2 << 30  # without max_model_len, a context is as long as the model's or as this much cache holds
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that became certain, the tokens chosen since the last piece, and at the end why it ended."""
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole answer. `finish_reason` is "stop" (end token or stop string) or "length". Times in seconds."""
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    seed: int
+    ttft_s: float
+    decode_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Rate after the first token; 0 when there was only one."""
+        return (len(self.token_ids) - 1) / self.decode_s if self.decode_s > 0 else 0.0
+
+
+def resolve_dtype(name: str, config: ModelConfig) -> DType:
+    """tinygrad's dtype for "auto" (the checkpoint's) or one of `DTYPES`, short forms included."""
+    full = {"auto": config.dtype, "fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16",
+            "bf16": "bfloat16"}.get(name, name)
+    if full not in DTYPES:
+        raise ModelError(f"unknown dtype {name!r}", f"auto, {', '.join(DTYPES)}", "change --dtype")
+    return {"float32": dtypes.float32, "float16": dtypes.float16, "bfloat16": dtypes.bfloat16}[full]
+
+
+def context_length(config: ModelConfig, dtype: DType, asked: int | None) -> int:
+    """Tokens a sequence may have, prompt included."""
+    if asked is not None:
+        if not 2 <= asked <= config.max_positions:
+            raise ModelError(f"max_model_len is {asked}", f"2 to {config.max_positions}, the model's own length",
+                             "change --max-model-len")
+        return asked
+    token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return min(config.max_positions, max(CACHE_BYTES // token, 2048))
+
+
+class LLM:
+    """A loaded model. `directory` is a Hugging Face directory; `progress(done, total)` follows the weights' bytes."""
+
+    def __init__(self, directory: str | Path, dtype: str = "auto", max_model_len: int | None = None,
+                 device: str | None = None, progress: Callable[[int, int], None] | None = None) -> None:
+        self.directory, self.device = Path(directory), open_device(device)
+        self.config = read_config(self.directory)
+        self.dtype = resolve_dtype(dtype, self.config)
+        self.length = context_length(self.config, self.dtype, max_model_len)
+        self.defaults, self.eos = generation_defaults(self.directory, self.config)
+        self.tokenizer, self.tokenizer_error = optional_tokenizer(self.directory)
+        self.model = Llama(self.config, self.dtype, self.device, positions=self.length + 16)
+        self.weight_bytes = weights.load(self.model, self.directory, progress)
+        self.decoder = Decoder(self.model, self.length)
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes of weights a decode step reads: every parameter, of an untied embedding only one row."""
+        skipped = 0 if self.config.tied else self.config.vocab_size * self.config.hidden_size
+        return (self.config.parameters - skipped) * self.dtype.itemsize
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, checked against the vocabulary and the context."""
+        if isinstance(prompt, str):
+            if not prompt: raise RequestError("the prompt is empty", "at least one character", "write a prompt")
+            ids = self.require_tokenizer().encode(prompt)
+        else: ids = list(prompt)
+        if not ids: raise RequestError("the prompt has no tokens", "at least one token id", "pass a longer prompt")
+        if bad := [i for i in ids if not 0 <= i < self.config.vocab_size]:
+            raise RequestError(f"token id {bad[0]} is not in the vocabulary", f"0 to {self.config.vocab_size - 1}",
+                               "use ids of this model's tokenizer")
+        if len(ids) >= self.length:
+            raise RequestError(f"the prompt has {len(ids)} tokens, the context holds {self.length}",
+                               f"at most {self.length - 1}, so that one can be added",
+                               "shorten the prompt or raise --max-model-len")
+        return ids
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer, or the reason why there is none."""
+        if self.tokenizer is None: raise self.tokenizer_error or TokenizerError("no tokenizer")
+        return self.tokenizer
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation, through the model's chat template."""
+        return self.encode(self.require_tokenizer().encode_chat(messages))
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+        """Yields text as it becomes certain. Raises `RequestError` before the first piece for a bad prompt."""
+        params = self.defaults if params is None else params
+        ids = self.encode(prompt)
+        self.decoder.start(params, ids)
+        return self._pieces(ids, params)
+
+    def _pieces(self, ids: list[int], params: SamplingParams) -> Iterator[Piece]:
+        decode: Callable[[Sequence[int]], str] = self.tokenizer.decode if self.tokenizer else lambda _: ""
+        text, stops = Detokenizer(decode, ids), StopStrings(params.stop)
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.eos))
+        room = self.length - len(ids)
+        budget = room if params.max_tokens is None else min(params.max_tokens, room)
+        token, count, reason = self.decoder.prefill(ids), 1, None
+        while reason is None:
+            if token in ends: reason = "stop"
+            shown = "" if token in ends else stops.push(text.push(token))
+            if stops.found: reason = "stop"
+            elif reason is None and count == budget: reason = "length"
+            if reason is not None and not stops.found: shown += stops.push(text.flush()) + stops.flush()
+            yield Piece(shown, (token,), reason)
+            if reason is None: token, count = self.decoder.decode(), count + 1
+
+    def complete(self, prompt: Prompt, params: SamplingParams | None = None,
+                 on_piece: Callable[[Piece], None] = lambda _: None) -> Completion:
+        """One whole answer; `on_piece` sees it grow."""
+        begun = time.perf_counter()
+        params = self.defaults if params is None else params
+        ids = self.encode(prompt)
+        seed = self.decoder.start(params, ids)
+        tokens, text, reason, first = [], "", "length", 0.0
+        for piece in self._pieces(ids, params):
+            first = first or time.perf_counter()
+            on_piece(piece)
+            text, reason = text + piece.text, piece.finish_reason or reason
+            tokens += piece.token_ids
+        return Completion(tuple(ids), tuple(tokens), text, reason, seed, first - begun, time.perf_counter() - first)
+
+    def generate(self, prompts: Prompt | Sequence[str], params: SamplingParams | None = None) -> list[Completion]:
+        """Answers to one prompt or to a list of texts, in order."""
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            return [self.complete(prompts, params)]  # type: ignore[arg-type]
+        return [self.complete(prompt, params) for prompt in prompts]  # type: ignore[arg-type]
+
+
+def open_device(name: str | None) -> str:
+    """Opens tinygrad's device `name` (its default when None) and returns the canonical name."""
+    try: return Device[name or Device.DEFAULT].device
+    except ModuleNotFoundError as error:
+        raise RequestError(f"no such device: {name}", "CPU, CUDA or another device of tinygrad",
+                           "run `tinygrad-nv doctor` to see what this machine has") from error
+    except (RuntimeError, OSError, AssertionError, AttributeError) as error:
+        raise RequestError(f"device {name or 'default'} cannot be opened: {error}", "a device this machine has",
+                           "run `tinygrad-nv doctor` to see what is missing") from error
+
+
+def optional_tokenizer(directory: Path) -> tuple[Tokenizer | None, TokenizerError | None]:
+    """The tokenizer, or why it is not there: prompts given as ids do without."""
+    try: return Tokenizer.load(directory), None
+    except TokenizerError as error: return None, error
+
+
+def generation_defaults(directory: Path, config: ModelConfig) -> tuple[SamplingParams, tuple[int, ...]]:
+    """Sampling defaults and end tokens of generation_config.json, which rules over config.json.
+
+    As in transformers, a file that does not say do_sample asks for greedy decoding.
+    """
+    path = directory / "generation_config.json"
+    data: dict[str, Any] = read_json(path) if path.is_file() else {}
+    eos = token_ids(data.get("eos_token_id"), f"{path}: eos_token_id") or config.eos_token_ids
+    given = {name: data[name] for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+             if isinstance(data.get(name), int | float)}
+    if not data.get("do_sample"): given["temperature"] = 0.0
+    try: return replace(SamplingParams(), **given), eos
+    except RequestError as error: raise ModelError(f"{path}: {error.found}", error.expected, "correct the file") from error

@@ -1,0 +1,158 @@
+"""What a user may ask of the sampler, and the sampler as tensor code.
+
+Protocol: `SamplingParams` is checked when made. `next_token(logits, knobs, …)` runs on the device inside the captured
+step; the values are in a tensor (`Knobs`), so changing them replays the same graph, and only which filters are in use
+(`SamplingParams.filters`) selects another one.
+
+The order is that of transformers: repetition penalty, temperature, top-k, top-p, min-p, draw. The draw is the Gumbel
+maximum of the filtered logits with noise from Threefry on (seed, position, token): the same seed gives the same text
+whatever else the machine does (Salmon et al., SC 2011; Gumbel-max: Maddison et al., arXiv 1411.0030).
+"""
+from __future__ import annotations
+
+import math
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from tinygrad import Tensor, dtypes
+
+from tinygrad_nv.errors import RequestError
+
+KNOBS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Which parts of the sampler a request needs; equal filters share a captured graph."""
+    draw: bool = False
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+    penalty: bool = False
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. Names and meanings are vLLM's.
+
+    `temperature` 0 is greedy. `top_k` 0 or -1 keeps every token. `top_p` in (0, 1]; `min_p` in [0, 1], relative to
+    the likeliest token. `seed` None draws a fresh one. `stop` strings end the text and are not part of it; ids in
+    `stop_token_ids` end it like the model's own end tokens, which `ignore_eos` disables.
+    """
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = 256
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _range(self, "temperature", self.temperature >= 0, "a number ≥ 0 (0 is greedy)")
+        _range(self, "top_k", self.top_k >= -1, "a whole number ≥ 1, or 0 for every token")
+        _range(self, "top_p", 0 < self.top_p <= 1, "a number in (0, 1]")
+        _range(self, "min_p", 0 <= self.min_p <= 1, "a number in [0, 1]")
+        _range(self, "repetition_penalty", self.repetition_penalty > 0, "a number > 0 (1 is none)")
+        _range(self, "max_tokens", self.max_tokens is None or self.max_tokens >= 1, "a whole number ≥ 1")
+        _range(self, "seed", self.seed is None or 0 <= self.seed < 1 << 64, "a whole number in [0, 2^64)")
+        _range(self, "stop", all(self.stop), "non-empty strings")
+
+    @property
+    def filters(self) -> Filters:
+        """What the device has to compute."""
+        draw = self.temperature > 0
+        return Filters(draw, draw and self.top_k > 0, draw and self.top_p < 1, draw and self.min_p > 0,
+                       self.repetition_penalty != 1)
+
+
+def _range(params: SamplingParams, name: str, holds: bool, expected: str) -> None:
+    value: Any = getattr(params, name)
+    if not holds or (isinstance(value, float) and not math.isfinite(value)):
+        raise RequestError(f"{name} is {value!r}", expected, f"change {name}")
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """A request's numbers on the device: `values` float32 (5,) in the order of `KNOBS`, `seed` uint32 (2,)."""
+    values: Tensor
+    seed: Tensor
+
+    @staticmethod
+    def create(device: str | None) -> Knobs:
+        """Device buffers, to be set for each request."""
+        values = Tensor.empty(len(KNOBS), dtype=dtypes.float32, device=device)
+        return Knobs(values, Tensor.empty(2, dtype=dtypes.uint32, device=device))
+
+    def row(self, name: str) -> Tensor:
+        """The knob `name`, shape (1,)."""
+        i = KNOBS.index(name)
+        return self.values[i:i + 1]
+
+
+def request_numbers(params: SamplingParams) -> tuple[list[float], list[int], int]:
+    """Contents of `Knobs.values` and `Knobs.seed` for a request, and the seed that was taken."""
+    seed = secrets.randbits(32) if params.seed is None else params.seed
+    return [float(getattr(params, name)) for name in KNOBS], [seed & 0xFFFFFFFF, seed >> 32], seed
+
+
+def next_token(logits: Tensor, filters: Filters, knobs: Knobs, seen: Tensor, position: Tensor) -> Tensor:
+    """The next token, int32 (1,), from float32 logits (V,).
+
+    `seen` is bool (V,): tokens of prompt and text so far. `position` is the place the token will have, int (1,): with
+    the seed it selects the noise.
+    """
+    if filters.penalty:
+        penalty = knobs.row("repetition_penalty")
+        logits = seen.where((logits > 0).where(logits / penalty, logits * penalty), logits).contiguous()
+    if not filters.draw: return logits.argmax().cast(dtypes.int32).reshape(1)
+    logits = (logits / knobs.row("temperature")).contiguous()
+    keys = ordered_bits(logits) if filters.top_k or filters.top_p else logits
+    if filters.top_k:
+        floor = threshold(keys, Tensor.ones_like(logits), knobs.row("top_k"))
+        logits = (keys >= floor).where(logits, -float("inf")).contiguous()
+    if filters.top_p:
+        floor = threshold(keys, logits.softmax(-1).contiguous(), knobs.row("top_p"))
+        logits = (keys >= floor).where(logits, -float("inf")).contiguous()
+    if filters.min_p:
+        # p ≥ min_p · p_max, in logarithms
+        logits = (logits >= logits.max() + knobs.row("min_p").log()).where(logits, -float("inf"))
+    return (logits + gumbel(knobs.seed, position, int(logits.shape[0]))).argmax().cast(dtypes.int32).reshape(1)
+
+
+def ordered_bits(x: Tensor) -> Tensor:
+    """float32 as uint32 in the same order (IEEE 754: flip negatives, set the sign bit of the rest)."""
+    bits = x.bitcast(dtypes.uint32)
+    return (bits >= 1 << 31).where(bits ^ 0xFFFFFFFF, bits | (1 << 31)).contiguous()
+
+
+def threshold(keys: Tensor, weights: Tensor, target: Tensor) -> Tensor:
+    """The largest uint32 t with Σ weights[keys ≥ t] ≥ target, shape (1,): the k-th largest key when weights are 1 and
+    target is k, the nucleus' smallest key when weights are probabilities and target is top_p.
+
+    Radix selection, a byte a pass from the top: four passes over the vocabulary instead of a sort. Ties at the
+    threshold are all kept.
+    """
+    digits = Tensor.arange(256, dtype=dtypes.uint32).reshape(256, 1)
+    found = Tensor.zeros(1, dtype=dtypes.uint32)
+    for shift in (24, 16, 8, 0):
+        candidates = found.reshape(1, 1) + digits * (1 << shift)
+        mass = (keys.reshape(1, -1) >= candidates).where(weights.reshape(1, -1), 0).sum(-1).contiguous()
+        # mass falls with the digit, so the count of digits that reach the target is the digit sought, plus one;
+        # at least digit 0: rounding may leave the total just under a target of 1
+        reached = (mass >= target).cast(dtypes.uint32).sum().maximum(1).cast(dtypes.uint32) - 1
+        found = (found + reached * (1 << shift)).contiguous()
+    return found
+
+
+def gumbel(seed: Tensor, position: Tensor, size: int) -> Tensor:
+    """Standard Gumbel noise, float32 (size,), a function of seed, position and index alone."""
+    key = (seed[1:2].cast(dtypes.uint64) << 32) | seed[0:1].cast(dtypes.uint64)
+    counter = (position.cast(dtypes.uint64) << 32) | Tensor.arange(size, dtype=dtypes.uint32).cast(dtypes.uint64)
+    bits = counter.threefry(key.expand(size)).cast(dtypes.uint32)
+    uniform = ((bits >> 8).cast(dtypes.float32) + 0.5) * 2.0 ** -24  # never 0 or 1
+    return -(-uniform.log()).log()
+

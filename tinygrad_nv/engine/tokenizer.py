@@ -1,0 +1,126 @@
+"""Text to ids and back, and chat templates.
+
+Protocol: `Tokenizer.load(directory)` reads tokenizer.json (the `tokenizers` library does the work) and the special
+tokens and chat template of tokenizer_config.json or chat_template.jinja. Templates are code from a download: they run
+in jinja's immutable sandbox with the helpers transformers documents, and nothing else.
+"""
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import tokenizers
+
+from tinygrad_nv.errors import ModelError, TokenizerError
+
+Message = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer with its special tokens (name → text, such as "bos_token") and chat template."""
+    backend: tokenizers.Tokenizer
+    special: Mapping[str, str]
+    template: str | None
+
+    @staticmethod
+    def load(directory: Path) -> Tokenizer:
+        """Reads a Hugging Face directory. Raises `TokenizerError` when tokenizer.json is missing or damaged."""
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerError(f"{directory} has no tokenizer.json", "a fast tokenizer saved by transformers",
+                                 "download tokenizer.json, or pass token ids with --prompt-ids")
+        try: backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise TokenizerError(f"{path} cannot be read: {error}", "a tokenizer.json of the tokenizers library",
+                                 "download the file again") from error
+        backend.no_truncation()
+        backend.no_padding()
+        config = _optional_json(directory / "tokenizer_config.json")
+        special = {**_special_tokens(_optional_json(directory / "special_tokens_map.json")), **_special_tokens(config)}
+        return Tokenizer(backend, special, _template(directory, config))
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Ids of `text`, with the tokens the model expects around it unless `special` is False."""
+        return list(self.backend.encode(text, add_special_tokens=special).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens left out."""
+        return str(self.backend.decode(list(ids), skip_special_tokens=True))
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The prompt of a conversation, ready for the assistant's turn."""
+        if self.template is None:
+            raise TokenizerError("the model has no chat template", "chat_template.jinja, or chat_template in "
+                                 "tokenizer_config.json", "use `generate` with a plain prompt")
+        try:
+            compiled = _environment().from_string(self.template)
+            return compiled.render(messages=[dict(m) for m in messages], add_generation_prompt=True, tools=None,
+                                   documents=None, **self.special)
+        except jinja2.exceptions.SecurityError as error:
+            raise TokenizerError(f"the chat template tried to leave its sandbox: {error}", "a template that only "
+                                 "formats messages", "do not use this model's template; treat its files as hostile"
+                                 ) from error
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            raise TokenizerError(f"the chat template failed: {error}", "a template for messages with role and content",
+                                 "check chat_template.jinja or tokenizer_config.json") from error
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of a conversation. The template writes its own special tokens."""
+        return self.encode(self.render(messages), special=False)
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    if not path.is_file(): return {}
+    try: data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not JSON: {error}", "a JSON object", "download the file again") from error
+    return data if isinstance(data, dict) else {}
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Entries such as "bos_token", written as a string or as an object with its content."""
+    out = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str): out[name] = text
+    return out
+
+
+def _template(directory: Path, config: Mapping[str, Any]) -> str | None:
+    if (path := directory / "chat_template.jinja").is_file():
+        try: return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error: raise ModelError(f"{path} cannot be read: {error}") from error
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default", next(iter(named.values()), None))
+    return template if isinstance(template, str) else None
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """{% generation %} … {% endgeneration %} marks the assistant's words for training; here it is transparent."""
+    tags = {"generation"}  # noqa: RUF012 (jinja2 reads a plain class attribute)
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    def raise_exception(message: str) -> None: raise jinja2.TemplateError(message)
+    def to_json(value: Any, indent: int | None = None) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+    def strftime_now(pattern: str) -> str: return datetime.datetime.now().strftime(pattern)
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag])
+    environment.filters["tojson"] = to_json
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    return environment
