@@ -23,10 +23,12 @@ from tinygrad import (
 )
 
 from tinygrad_nv import config, hooks
+from tinygrad_nv.explain import KernelRecord, Lowering, explain
 from tinygrad_nv.hooks import disable, disabled, enable, enabled
+from tinygrad_nv.patterns import program
 
-__all__ = ["Context", "Device", "GlobalCounters", "Tensor", "TinyJit", "UOp", "Variable", "disable", "disabled",
-           "dtypes", "enable", "enabled", "function", "nn"]
+__all__ = ["Context", "Device", "GlobalCounters", "KernelRecord", "Lowering", "Tensor", "TinyJit", "UOp", "Variable",
+           "disable", "disabled", "dtypes", "enable", "enabled", "explain", "function", "nn"]
 
 
 def _find_models(package: Path) -> list[str]:
@@ -38,5 +40,6 @@ def _find_models(package: Path) -> list[str]:
 
 __path__.extend(_find_models(Path(__file__).resolve().parent))
 
+hooks.add_compile("program", program.settle)
 hooks.install_compiler()
 if config.get("NV"): enable()

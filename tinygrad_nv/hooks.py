@@ -143,11 +143,13 @@ def add_custom_function(name: str, execute: Callable[[realize.ExecContext, UOp, 
     if name in ("encdec", "graph", "hcq", "validate", "submit_cmdbuf") or ":" in name:
         raise HookError(f"custom function name {name!r}", "a name without ':' that tinygrad itself does not use")
     _add(_functions, "custom function", name, CustomFunction(execute, outs_ins))
+    if official(): realize.custom_functions[name] = (execute, outs_ins)
     _apply()
 
 
 def remove_custom_function(name: str) -> None:
     _remove(_functions, "custom function", name)
+    if official(): del realize.custom_functions[name]
     _apply()
 
 
@@ -338,6 +340,11 @@ def _function(ast: UOp) -> CustomFunction | None:
     return _functions.get(ast.arg.partition(":")[0]) if ast.op is Ops.CUSTOM_FUNCTION else None
 
 
+def is_custom_function(body: UOp) -> bool:
+    """Whether a call's body is a CUSTOM_FUNCTION that was registered here."""
+    return _function(body) is not None
+
+
 def _execute(ctx: realize.ExecContext, call: UOp, ast: UOp) -> list[float | None] | None:
     found = _function(ast)
     return None if found is None else found.execute(ctx, call, ast)
@@ -391,18 +398,16 @@ def _module_name(device: str) -> str: return f"tinygrad.runtime.ops_{device.lowe
 
 def _close(name: str) -> None:
     """Forgets the opened devices of a name. Their cache cannot drop one entry, so the others fill a fresh one."""
-    opened = {ix: Device[ix] for ix in Device._opened_devices}
+    for ix in [ix for ix in Device._opened_devices if ix.split(":")[0] == name]: Device[ix].finalize()
+    opened = {ix: Device[ix] for ix in Device._opened_devices if ix.split(":")[0] != name}
     type(Device)._Device__get_canonicalized_item.cache_clear()
     Device._opened_devices.clear()
     # while the cache fills, "opening" a device means handing out the one that is open
     Device.get_class = lambda ix: opened.__getitem__
     try:
         with Context(DEBUG=0):
-            for ix in opened:
-                if ix.split(":")[0] != name: Device[ix]
+            for ix in opened: Device[ix]
     finally: del Device.get_class
-    for ix, device in opened.items():
-        if ix.split(":")[0] == name: device.finalize()
     for key in [key for key in realize.runtime_cache if key[1].split(":")[0] == name]:
         del realize.runtime_cache[key]
 

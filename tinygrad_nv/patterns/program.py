@@ -186,9 +186,10 @@ _pm_stored_in_place = PatternMatcher([
 
 @dataclass(frozen=True)
 class Miss:
-    """A near miss: the template that nearly matched, why it did not, and how many elements the value has."""
+    """A near miss: the template that nearly matched, why it did not, and what is known of the value's kernel."""
     template: str
     reason: str
+    op: Ops
     numel: int
 
 
@@ -197,7 +198,7 @@ _heard: list[Miss] | None = None
 
 def miss(template: str, value: UOp, reason: str) -> None:
     """For rewrites: why `value` is left to tinygrad after all. explain() shows it with the kernel that computes it."""
-    if _heard is not None: _heard.append(Miss(template, reason, value.max_numel()))
+    if _heard is not None: _heard.append(Miss(template, reason, value.op, value.max_numel()))
 
 
 @contextlib.contextmanager
@@ -229,8 +230,9 @@ def settle(linear: UOp, inner: hooks.Compile) -> UOp:
     In a schedule made from a rewrite the body's variables have become the user's own, whose type is usually weak;
     tinygrad lowers that in the kernels it generates, and encodes arguments by it in the others.
     """
-    bodies = {call.src[0] for call in linear.toposort() if call.op is Ops.CALL and _is_ours(call.src[0])}
-    return inner(linear.substitute({body: settled for body in bodies if (settled := _settled(body)) is not body}))
+    calls = (call.replace(src=(_settled(call.src[0]), *call.src[1:])) if _is_ours(call.src[0]) else call
+             for call in linear.src)
+    return inner(linear.replace(src=tuple(calls)))
 
 
 def _is_ours(body: UOp) -> bool: return body.op is Ops.PROGRAM and isinstance(body.src[0].arg, ProgramKernel)

@@ -1,0 +1,144 @@
+"""Which kernel will run for what, and why: `explain(*tensors)`, without running anything.
+
+Protocol. `explain` schedules the tensors as `realize` would, on copies: the calls it makes return new graphs, and
+the map that would put buffers into the tensors is dropped. Both caches are left alone: the schedule cache because
+a hit would skip the rewrites, whose reports of near misses are wanted, and tinygrad's program cache because only
+names and counts of its kernels are wanted, for which its code generator runs as far as the last graph (nothing is
+rendered or compiled). Devices are opened, since generated code depends on them.
+
+One record is made for each call that `realize` would make: kernels, and copies too, as they take time and memory
+traffic. Operations and bytes are those tinygrad counts (GlobalCounters.global_ops and .global_mem after the run),
+with the values that variables are bound to. With BEAM set, the kernels of tinygrad that run may have other names.
+"""
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from tinygrad.codegen import (
+    full_rewrite_to_sink,
+    line_rewrite,
+    pm_linearize_cleanups,
+    to_program_cache,
+    to_program_key,
+)
+from tinygrad.codegen.late.linearizer import linearize
+from tinygrad.device import Device
+from tinygrad.engine import realize
+from tinygrad.engine.realize import estimate_uop, get_call_arg_uops
+from tinygrad.helpers import Context, ansistrip, to_tuple
+from tinygrad.renderer import Estimates
+from tinygrad.schedule import create_linear_with_vars
+from tinygrad.tensor import Tensor, transform_to_call
+from tinygrad.uop.ops import Ops, UOp, sym_infer
+
+from tinygrad_nv import hooks
+from tinygrad_nv.patterns import program
+
+
+@dataclass(frozen=True)
+class KernelRecord:
+    """One kernel or copy. `template` is None where tinygrad generates the kernel itself, and `reason` says why."""
+    name: str
+    template: str | None
+    reason: str
+    device: str
+    spec: Hashable
+    schedule: Hashable
+    flops: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """All kernels that some tensors will run, in order. `notes` are near misses that fit none of the kernels."""
+    kernels: tuple[KernelRecord, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def flops(self) -> int: return sum(kernel.flops for kernel in self.kernels)
+
+    @property
+    def bytes(self) -> int: return sum(kernel.bytes for kernel in self.kernels)
+
+    def __str__(self) -> str:
+        rows = [("kernel", "template", "device", "flops", "bytes", "why")]
+        rows += [(k.name, k.template or "-", k.device, f"{k.flops:,}", f"{k.bytes:,}", k.reason) for k in self.kernels]
+        ours = sum(kernel.template is not None for kernel in self.kernels)
+        rows.append((f"{len(self.kernels)} in all", f"{ours} ours", "", f"{self.flops:,}", f"{self.bytes:,}", ""))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(f"{cell:>{width}}" if column in (3, 4) else f"{cell:<{width}}"
+                           for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def explain(*tensors: Tensor) -> Lowering:
+    """The kernels that `Tensor.realize(*tensors)` would run now; none for tensors that are realized or constant."""
+    wanted = [t.uop for t in tensors if not t.uop.is_virtual and not t.uop.has_buffer_identity()]
+    if not wanted: return Lowering(())
+    with Context(SCACHE=0, CAPTURING=0, DEBUG=0), program.hear_misses() as misses:
+        linear, var_vals = create_linear_with_vars(transform_to_call(UOp.sink(*wanted))[0])
+        unused = list(dict.fromkeys(misses))
+        kernels = tuple(_record(call, device, var_vals, unused)
+                        for call in linear.src for device in to_tuple(call.src[1].device))
+    return Lowering(kernels, tuple(f"{m.template}: {m.reason}" for m in unused))
+
+
+def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[program.Miss]) -> KernelRecord:
+    body, note = call.src[0], program.note_of(call.src[0])
+    name, estimates = _counted(call, device)
+    if note is not None: template, reason = note.template, note.reason
+    else: template, reason = _unlowered(call, misses)
+    values = {**var_vals, "_device_num": to_tuple(call.src[1].device).index(device)}
+    flops, bytes = (int(sym_infer(x, values)) for x in (estimates.ops, estimates.mem))
+    return KernelRecord(name, template, reason, device, note and note.spec, note and note.schedule, flops, bytes)
+
+
+def _unlowered(call: UOp, misses: list[program.Miss]) -> tuple[str | None, str]:
+    """Template and reason of a call that no template of a rewrite made."""
+    body = call.src[0]
+    if body.op is Ops.COPY: return None, "copy"
+    if body.op is Ops.PROGRAM: return None, "a program of the user"
+    if body.op is Ops.CUSTOM_FUNCTION:
+        known = hooks.is_custom_function(body)
+        return (body.arg.partition(":")[0], "custom function") if known else (None, "tinygrad's own function")
+    if not hooks.enabled(): return None, "tinygrad_nv is disabled"
+    near = next((m for m in misses if _computes(call, m)), None)
+    if near is None: return None, "no pattern matched"
+    misses.remove(near)
+    return None, f"{near.template}: {near.reason}"
+
+
+def _computes(call: UOp, miss: program.Miss) -> bool:
+    """Whether a generated kernel may be where a near miss ended up: it has the operation, and as many results."""
+    nodes = call.src[0].toposort()
+    written = {u.src[0].buf_uop.arg.slot for u in nodes if u.op is Ops.STORE}
+    sizes = [arg.max_numel() for slot, arg in enumerate(get_call_arg_uops(call)) if slot in written]
+    return miss.numel in sizes and any(u.op is miss.op for u in nodes)
+
+
+# **** names and counts ****
+
+_generated: dict[tuple[Hashable, ...], tuple[str, Estimates]] = {}
+
+
+def _counted(call: UOp, device: str) -> tuple[str, Estimates]:
+    body = call.src[0]
+    if body.op is Ops.SINK: return _of_generated(body, device)
+    if body.op is Ops.PROGRAM:
+        known = program.estimates_of(body) if program.note_of(body) is not None else body.src[0].arg.estimates
+        return body.src[0].arg.name, known or Estimates()
+    return ansistrip(realize.get_call_name(call, get_call_arg_uops(call))), estimate_uop(call)
+
+
+def _of_generated(sink: UOp, device: str) -> tuple[str, Estimates]:
+    """Name and counts of a kernel that tinygrad generates, from the program it has or from the code it would render."""
+    renderer = Device[device].renderer
+    key = to_program_key(sink, renderer)
+    if (made := to_program_cache.get(key)) is not None: return ansistrip(made.src[0].arg.name), made.src[0].arg.estimates
+    if key not in _generated:
+        with Context(ALLOW_DEVICE_USAGE=0): final = full_rewrite_to_sink(sink, renderer, optimize=sink.tag is None)
+        lines = line_rewrite(linearize(final), pm_linearize_cleanups)
+        estimates = final.arg.estimates or Estimates.from_uops(tuple(lines), ignore_indexing=True)
+        _generated[key] = ansistrip(final.arg.name), estimates
+    return _generated[key]
