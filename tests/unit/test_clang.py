@@ -1,0 +1,207 @@
+"""The compiler of the CPU device: who is found, what it is given, and that no cache serves another's objects."""
+import functools
+import json
+import os
+import pickle
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tinygrad.helpers import Target
+from tinygrad.renderer import cstyle
+from tinygrad.runtime import ops_cpu
+from tinygrad.runtime.support import compiler_cpu
+
+from tinygrad_nv import Device, hooks
+from tinygrad_nv.errors import ToolchainError
+from tinygrad_nv.runtime.clang import ClangRenderer, ToolchainCompiler, clang_arguments
+from tinygrad_nv.toolchain import find_compiler
+
+ROOT = Path(__file__).resolve().parents[2]
+NO_ZIGLANG = "import sys; sys.modules['ziglang'] = None"
+TARGET = Target("CPU", "CLANG", arch="x86_64,native")
+
+
+def executable(path, script="exit 1"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    """A PATH with nothing in it, and no CC."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("CC", raising=False)
+    return tmp_path
+
+
+# **** who is found ****
+
+def test_CC_wins_over_clang_in_path_wins_over_ziglang(path, monkeypatch):
+    pytest.importorskip("ziglang")
+    assert find_compiler().origin == "ziglang"
+    clang = executable(path / "bin" / "clang")
+    assert find_compiler().command == (str(clang),)
+    assert find_compiler().origin == "PATH"
+    other = executable(path / "other compiler")
+    monkeypatch.setenv("CC", str(other))
+    assert (find_compiler().origin, find_compiler().command) == ("CC", (str(other),))
+
+
+def test_the_renderer_uses_what_is_found_and_keeps_it(path):
+    first = executable(path / "bin" / "clang")
+    renderer = ClangRenderer(TARGET)
+    assert renderer.compiler.found.command == (str(first),)
+    first.unlink()
+    assert renderer.compiler.found.command == (str(first),)
+
+
+def test_a_pickled_renderer_takes_its_compiler_along(path, monkeypatch):
+    executable(path / "bin" / "clang")
+    renderer = ClangRenderer(TARGET)
+    sent = pickle.dumps(renderer)
+    monkeypatch.setenv("PATH", "")
+    arrived = pickle.loads(sent)
+    assert type(arrived) is ClangRenderer
+    assert (arrived.target, arrived.compiler.found) == (renderer.target, renderer.compiler.found)
+    assert arrived.compiler.cachekey == renderer.compiler.cachekey
+
+
+# **** what the compiler is given ****
+
+@pytest.mark.parametrize("arch", ["x86_64,native", "x86_64,znver2,avx2,-sse4a", "arm64,native", "riscv64,native"])
+def test_arguments_are_those_of_tinygrads_own_compiler(arch, monkeypatch):
+    theirs = compiler_cpu.ClangCompiler(arch.split(","))
+    ran = []
+    monkeypatch.setattr(compiler_cpu.subprocess, "check_output", lambda command, input: ran.append((command, input)) or b"")
+    theirs.compile("int x;")
+    assert [(["clang", *clang_arguments(theirs)], b"int x;")] == [(["clang", *command[1:]], source) for command, source in ran]
+    assert f"--target={theirs.arch}-none-unknown-elf" in clang_arguments(theirs)
+
+
+def test_the_source_goes_through_the_found_compiler(path):
+    log = path / "log"
+    executable(path / "bin" / "clang", f'echo "$@" > {log}; /bin/cat >> {log}; printf "\\177ELF-object"')
+    compiler = ClangRenderer(TARGET).compiler
+    assert compiler.compile("int answer;") == b"\x7fELF-object"
+    arguments, source = log.read_text().split("\n", 1)
+    assert arguments == " ".join(compiler.arguments)
+    assert source == "int answer;"
+
+
+# **** caches ****
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    from tinygrad import helpers
+    monkeypatch.setattr(helpers, "CACHEDB", str(tmp_path / "cache.db"))
+    monkeypatch.setattr(helpers, "_db_connection", None)
+    monkeypatch.setattr(helpers, "_db_tables", set())
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_changed_compiler_never_serves_stale_objects(path):
+    clang = executable(path / "bin" / "clang", 'printf "\\177ELF-one"')
+    assert ClangRenderer(TARGET).compiler.compile_cached("int x;") == b"\x7fELF-one"
+    executable(clang, 'printf "\\177ELF-another"')
+    assert ClangRenderer(TARGET).compiler.compile_cached("int x;") == b"\x7fELF-another"
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_an_unchanged_compiler_is_not_asked_twice(path):
+    count = path / "count"
+    executable(path / "bin" / "clang", f'echo x >> {count}; printf "\\177ELF-one"')
+    for _ in range(2): assert ClangRenderer(TARGET).compiler.compile_cached("int x;") == b"\x7fELF-one"
+    assert count.read_text() == "x\n"
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_NV_PROGRAM_CACHE_0_compiles_afresh(path, monkeypatch):
+    monkeypatch.setenv("NV_PROGRAM_CACHE", "0")
+    count = path / "count"
+    executable(path / "bin" / "clang", f'echo x >> {count}; printf "\\177ELF-one"')
+    for _ in range(2): ClangRenderer(TARGET).compiler.compile_cached("int x;")
+    assert count.read_text() == "x\nx\n"
+
+
+def test_changed_arguments_change_the_cache_key(path, monkeypatch):
+    executable(path / "bin" / "clang")
+    before = ClangRenderer(TARGET).compiler.cachekey
+    monkeypatch.setattr("tinygrad_nv.runtime.clang.clang_arguments", lambda clang: ["-O3"])
+    assert ClangRenderer(TARGET).compiler.cachekey != before
+    assert find_compiler().identity in before
+
+
+# **** in tinygrad ****
+
+def test_the_cpu_device_compiles_with_it():
+    cpu = Device["CPU"]
+    assert type(cpu.renderer) is ClangRenderer
+    assert isinstance(cpu.compiler, ToolchainCompiler)
+    assert cpu._renderer_name(ClangRenderer) == "CLANG"
+
+
+def test_it_renders_nothing_differently():
+    own = {name for name in vars(ClangRenderer) if not name.startswith("__")}
+    assert own == {"compiler"}
+    assert ClangRenderer.__mro__[1] is cstyle.ClangRenderer
+
+
+def test_the_joint_can_be_put_back_and_stays_while_disabled():
+    with hooks.disabled(): assert ops_cpu.ClangRenderer is ClangRenderer
+    hooks.remove_compiler()
+    assert ops_cpu.ClangRenderer is cstyle.ClangRenderer
+    assert type(Device)._select_device.func.__module__ == "tinygrad.device"
+    hooks.install_compiler()
+    assert ops_cpu.ClangRenderer is ClangRenderer
+
+
+WORKERS = """
+from tinygrad_nv import Tensor
+from tinygrad.engine import worker
+x = Tensor([[1.0, 2.0], [3.0, 4.0]])
+print(((x * 3).sum(0).contiguous() + x.sum(1).contiguous().max() + x.exp().contiguous().min()).tolist())
+assert worker.worker_pool is not None, "nothing was compiled by a worker"
+"""
+
+
+def run(script, **env):
+    environment = {**{k: v for k, v in os.environ.items() if k not in ("CC", "DEV")}, "PYTHONPATH": str(ROOT), **env}
+    return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_spawned_compile_workers_use_it():
+    done = run(WORKERS, PARALLEL="2", CCACHE="0", CACHELEVEL="0")
+    assert done.returncode == 0, done.stderr
+    assert [round(v, 2) for v in json.loads(done.stdout)] == [21.72, 27.72]
+
+
+@pytest.mark.parametrize("env", [{}, {"NV": "0"}, {"DEV": "CPU"}, {"DEV": "CPU:LLVM"}])
+def test_a_missing_compiler_is_our_error_however_the_device_is_chosen(tmp_path, env):
+    """tinygrad's own device choice would say `no usable devices`, or list what each renderer lacks."""
+    done = run(f"{NO_ZIGLANG}; from tinygrad_nv import Tensor; Tensor([1.0]).tolist()", PATH=str(tmp_path), **env)
+    last = done.stderr.strip().splitlines()[-3:]
+    assert last[0] == "tinygrad_nv.errors.ToolchainError: no C compiler for the CPU device"
+    assert "pip install 'tinygrad-nv[cpu]'" in last[2]
+
+
+def test_importing_finds_no_compiler_and_opens_no_device(tmp_path):
+    done = run(f"{NO_ZIGLANG}; from tinygrad_nv import Tensor, Device; Tensor.empty(3) + 1; assert not Device._opened_devices",
+               PATH=str(tmp_path), DEV="CPU")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_compile_error_is_explained(path):
+    executable(path / "bin" / "clang", "echo 'unknown type name' >&2; exit 1")
+    with pytest.raises(ToolchainError, match="did not compile a kernel:\nunknown type name"):
+        ClangRenderer(TARGET).compiler.compile("nonsense")
+
+
+def test_compiler_property_is_lazy(path):
+    renderer = ClangRenderer(TARGET)
+    assert isinstance(vars(ClangRenderer)["compiler"], functools.cached_property)
+    assert renderer.found is None
