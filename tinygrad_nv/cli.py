@@ -123,12 +123,14 @@ def _generate(arguments: argparse.Namespace) -> int:
     request = prompt if arguments.prompt_ids is None else arguments.prompt_ids
     llm = console.load(directory, arguments)
     params = console.sampling(arguments, llm)
-    llm.encode(request)  # a bad prompt is refused before the model starts to compile
-    if not arguments.json: console.say(prompt, end="")
-    with console.Compiling() as progress:
-        done = llm.complete(request, params, lambda piece: progress.piece(piece, quiet=arguments.json))
-    if arguments.json: print(json.dumps(console.report(done, llm)))
-    else: console.say("")
+    ids = llm.encode(request)  # a bad prompt is refused before anything is compiled
+    console.compile_steps(llm, params, len(ids))
+    if arguments.json:
+        print(json.dumps(console.report(llm.complete(ids, params), llm)))
+        return 0
+    console.say(prompt, end="")
+    done = llm.complete(ids, params, lambda piece: console.say(piece.text, end=""))
+    console.say("")
     print(console.summary(done, llm), file=sys.stderr)
     return 0
 
@@ -138,12 +140,13 @@ def _chat(arguments: argparse.Namespace) -> int:
     llm = console.load(_model(arguments.model), arguments)
     params = console.sampling(arguments, llm)
     messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
-    llm.require_tokenizer().render([{"role": "user", "content": "?"}])  # refuse before the first question
+    llm.encode_chat([{"role": "user", "content": "?"}])  # refuse before the first question
+    console.compile_steps(llm, params, 1)
     while (question := console.ask()) is not None:
         if not question: continue
         messages.append({"role": "user", "content": question})
-        with console.Compiling() as progress:
-            answer = llm.complete(llm.encode_chat(messages), params, progress.piece)
+        ids = llm.encode_chat(messages)
+        answer = llm.complete(ids, params, lambda piece: console.say(piece.text, end=""))
         console.say("\n")
         messages.append({"role": "assistant", "content": answer.text})
     return 0

@@ -42,6 +42,15 @@ class Decoder:
         self.samples: dict[Filters, Callable[[UOp], None]] = {}
         self.steps: dict[Filters, Callable[[UOp], None]] = {}
 
+    def warm_up(self, params: SamplingParams, prompt_tokens: int) -> None:
+        """Compiles what a prompt of this length and these filters need, by running it on a made-up prompt."""
+        self.start(params, [])
+        self.held = []
+        sizes = {size for size in CHUNKS if prompt_tokens >= size} | ({CHUNKS[-1]} if prompt_tokens % CHUNKS[0] else set())
+        for size in sorted(sizes): self.prefill([0] * min(size, self.length - 1))
+        self.decode()
+        self.held = []
+
     def start(self, params: SamplingParams, prompt: Sequence[int]) -> int:
         """Sets the sampler for a new request; returns the seed in use."""
         values, key, seed = request_numbers(params)

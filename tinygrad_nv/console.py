@@ -1,0 +1,111 @@
+"""What the CLI shows: text on stdout, progress and notes on stderr, nothing that moves unless a person looks.
+
+Protocol: `load` brings a model up behind two bars (bytes read, kernels compiled), so that by the time the first word
+comes nothing but text moves on the terminal. `say` writes text at once. `report` and `summary` describe a finished
+answer, as JSON fields and as one line.
+"""
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
+from tinygrad import Device
+
+from tinygrad_nv.engine.llm import LLM, Completion
+from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.runtime.programs import programs_known
+
+
+class _Kernels(ProgressColumn):
+    """How many kernels have been compiled since the bar was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = programs_known()
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{programs_known() - self.before} kernels, {task.elapsed or 0:.1f} s")
+
+
+@contextmanager
+def _bar(*columns: ProgressColumn | str) -> Iterator[Progress]:
+    """A bar on stderr that vanishes when done, and is not there at all when stderr is no terminal."""
+    console = Console(stderr=True)
+    with Progress(TextColumn("{task.description}"), *columns, console=console, transient=True,
+                  disable=not console.is_terminal) as progress:
+        yield progress
+
+
+def load(directory: Path, arguments: argparse.Namespace) -> LLM:
+    """The model of the command line. `--device` becomes tinygrad's default for this process."""
+    from tinygrad.helpers import DEV
+    if arguments.device: DEV.value = arguments.device.upper()
+    with _bar(BarColumn(), DownloadColumn()) as progress:
+        task = progress.add_task(f"loading {directory.name}", total=None)
+        return LLM(directory, arguments.dtype, arguments.max_model_len, None,
+                   lambda done, total: progress.update(task, completed=done, total=total))
+
+
+def compile_steps(llm: LLM, params: SamplingParams, prompt_tokens: int) -> float:
+    """Compiles what an answer needs; returns seconds taken."""
+    begun = time.perf_counter()
+    with _bar(BarColumn(), _Kernels()) as progress:
+        progress.add_task("compiling", total=None)
+        llm.decoder.warm_up(params, prompt_tokens)
+    return time.perf_counter() - begun
+
+
+def sampling(arguments: argparse.Namespace, llm: LLM) -> SamplingParams:
+    """The model's defaults with what the command line says instead."""
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "ignore_eos")
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    if arguments.stop: given["stop"] = tuple(arguments.stop)
+    return replace(llm.defaults, **given)
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Text for the reader, at once."""
+    sys.stdout.write(text + end)
+    sys.stdout.flush()
+
+
+def ask() -> str | None:
+    """A line from the person, or None at the end of input. Ctrl-C at the prompt ends the chat too."""
+    try: return input("> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        if sys.stdin.isatty(): say("")
+        return None
+
+
+def device_name(llm: LLM) -> str:
+    """Device and, where it has one, the renderer's architecture: `CPU x86_64`."""
+    arch = getattr(Device[llm.device], "arch", None)
+    return f"{llm.device} {arch.split(',')[0]}" if arch else str(llm.device)
+
+
+def weight_rate(done: Completion, llm: LLM) -> float:
+    """GB of weights streamed a second while decoding."""
+    return done.tokens_per_s * llm.streamed_bytes / 1e9
+
+
+def report(done: Completion, llm: LLM) -> dict[str, Any]:
+    """The answer and its figures, for `--json`."""
+    return {"prompt_token_ids": list(done.prompt_token_ids), "token_ids": list(done.token_ids), "text": done.text,
+            "finish_reason": done.finish_reason, "seed": done.seed, "ttft_s": round(done.ttft_s, 6),
+            "tokens_per_s": round(done.tokens_per_s, 3), "weight_gb_per_s": round(weight_rate(done, llm), 4),
+            "device": device_name(llm)}
+
+
+def summary(done: Completion, llm: LLM) -> str:
+    """One line: time to first token, tokens/s, GB/s of weights."""
+    return (f"[{len(done.token_ids)} tokens · first after {done.ttft_s * 1e3:.0f} ms · {done.tokens_per_s:.1f} tokens/s"
+            f" · {weight_rate(done, llm):.2f} GB/s of weights · {device_name(llm)}]")

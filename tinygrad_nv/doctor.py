@@ -1,0 +1,150 @@
+"""`tinygrad-nv doctor`: what this machine has, what will be used, what is missing.
+
+Protocol: `examine()` looks at one thing a function and never raises; a `Finding` says what was found and, where
+something is missing, what would bring it. Looking changes nothing: no package is installed, no GPU is set up.
+"""
+from __future__ import annotations
+
+import ctypes.util
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from tinygrad_nv.errors import NVError
+from tinygrad_nv.toolchain import find_compiler
+
+State = Literal["ok", "missing", "broken"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `needed` marks what nothing runs without."""
+    subject: str
+    state: State
+    what: str
+    fix: str = ""
+    needed: bool = False
+
+
+def examine() -> list[Finding]:
+    """Everything worth knowing, in the order of the way down: packages, device, compilers, driver."""
+    looks: tuple[Callable[[], Finding], ...] = (_python, _tinygrad, _hooks, _device, _compiler, _ptxas, _nvrtc, _driver,
+                                                _cuda_python)
+    return [look() for look in looks]
+
+
+def usable(findings: list[Finding]) -> bool:
+    """Whether something can run here."""
+    return all(f.state == "ok" for f in findings if f.needed)
+
+
+def table(findings: list[Finding]) -> str:
+    """The report as aligned text."""
+    grid = Table(box=None, pad_edge=False, show_header=False)
+    for finding in findings:
+        grid.add_row(finding.state, finding.subject, finding.what + (f"\n→ {finding.fix}" if finding.fix else ""))
+    # piped, lines are as long as they are; markup off, or [cuda] in an advice would be taken for a style
+    width = max(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 1000
+    console = Console(width=width, no_color=True, markup=False, highlight=False)
+    with console.capture() as captured: console.print(grid)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+
+
+def _python() -> Finding:
+    return Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}, "
+                   f"{os.cpu_count()} cores", needed=True)
+
+
+def _tinygrad() -> Finding:
+    version = importlib.metadata.version("tinygrad")
+    return Finding("tinygrad", "ok", version, needed=True)
+
+
+def _hooks() -> Finding:
+    from tinygrad_nv import hooks
+    if not hooks.enabled(): return Finding("tinygrad_nv hooks", "missing", "switched off", "unset NV (NV=0 switches off)")
+    how = "tinygrad's plugin points" if hooks.official() else "installed over the released wheel"
+    return Finding("tinygrad_nv hooks", "ok", how)
+
+
+def _device() -> Finding:
+    from tinygrad import Device
+    try: device = Device[Device.DEFAULT]
+    except NVError as error: return Finding("device", "broken", error.found, error.fix, needed=True)
+    except Exception as error:  # whatever a driver can think of
+        return Finding("device", "broken", f"{type(error).__name__}: {error}", "set DEV to another device", needed=True)
+    return Finding("device", "ok", f"{device.device}, code by {type(device.renderer).__name__}; will be used "
+                   "(DEV=… or --device choose another)", needed=True)
+
+
+def _compiler() -> Finding:
+    try: compiler = find_compiler()
+    except NVError as error: return Finding("C compiler", "missing", error.found, error.fix)
+    return Finding("C compiler", "ok", f"{compiler.version()} from {compiler.origin}: {' '.join(compiler.command)}")
+
+
+def find_ptxas() -> Path | None:
+    """ptxas in PATH, under CUDA_HOME, or in the nvidia-cuda-nvcc wheel."""
+    if (found := shutil.which("ptxas")) is not None: return Path(found)
+    homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    wheels: list[Path] = []
+    if (spec := importlib.util.find_spec("nvidia")) is not None:
+        wheels = [Path(place) / part for place in spec.submodule_search_locations or () for part in ("cu13", "cuda_nvcc")]
+    return next((path for home in homes + wheels if (path := home / "bin" / "ptxas").is_file()), None)
+
+
+def _ptxas() -> Finding:
+    if (path := find_ptxas()) is None:
+        return Finding("ptxas", "missing", "not in PATH, CUDA_HOME or a wheel", "pip install 'tinygrad-nv[cuda]'")
+    out = subprocess.run([str(path), "--version"], capture_output=True, text=True, check=False).stdout.strip()
+    return Finding("ptxas", "ok", f"{out.splitlines()[-1] if out else 'unknown version'}: {path}")
+
+
+def _loads(names: tuple[str, ...]) -> str | None:
+    """The first of these shared libraries that can be loaded."""
+    for name in names:
+        try: ctypes.CDLL(name)
+        except OSError: continue
+        return name
+    return None
+
+
+def _nvrtc() -> Finding:
+    wheel: list[str] = []
+    if (spec := importlib.util.find_spec("nvidia")) is not None:
+        for place in spec.submodule_search_locations or ():
+            wheel += [str(path) for path in Path(place).glob("*/lib/libnvrtc.so.*") if "builtins" not in path.name]
+    names = (*wheel, "libnvrtc.so.13", "libnvrtc.so.12", ctypes.util.find_library("nvrtc") or "libnvrtc.so")
+    if (name := _loads(names)) is None:
+        return Finding("NVRTC", "missing", "libnvrtc cannot be loaded", "pip install 'tinygrad-nv[cuda]'")
+    return Finding("NVRTC", "ok", name)
+
+
+def _driver() -> Finding:
+    if (name := _loads(("libcuda.so.1", "nvcuda.dll"))) is None:
+        return Finding("NVIDIA driver", "missing", "libcuda cannot be loaded: no NVIDIA GPU here", "")
+    driver, version, count = ctypes.CDLL(name), ctypes.c_int(), ctypes.c_int()
+    if (code := driver.cuInit(0)) != 0:
+        return Finding("NVIDIA driver", "broken", f"{name} loads, cuInit fails with {code}",
+                       "check the GPU with nvidia-smi")
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    driver.cuDeviceGetCount(ctypes.byref(count))
+    return Finding("NVIDIA driver", "ok", f"CUDA {version.value // 1000}.{version.value % 1000 // 10}, {count.value} GPU(s)")
+
+
+def _cuda_python() -> Finding:
+    try: version = importlib.metadata.version("cuda-python")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("cuda-python", "missing", "not installed", "pip install 'tinygrad-nv[cuda]' on a machine with a GPU")
+    return Finding("cuda-python", "ok", version)

@@ -1,0 +1,61 @@
+"""Compiled programs kept from one process to the next.
+
+Protocol: tinygrad caches the compiler's output by source text, but rewrites every kernel from its graph to that text
+again in each process, some 50 ms a kernel. `cached` is a compile hook that stores whole programs on disk under the
+key tinygrad uses in memory (graph, renderer, settings that change code) together with tinygrad's version and the
+compiler's own cache key. NV_PROGRAM_CACHE=0 turns it off.
+
+Not stored: programs BEAM would choose anew (their graphs carry the beam width) and programs that were given, not made.
+"""
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from tinygrad import Device
+from tinygrad.codegen import to_program_cache, to_program_key
+from tinygrad.helpers import CCACHE, diskcache_get, diskcache_put
+from tinygrad.renderer import Renderer
+from tinygrad.uop.ops import Ops, UOp
+
+from tinygrad_nv import config
+from tinygrad_nv.hooks import TINYGRAD_VERSION, Compile
+
+TABLE = "nv_program_1"  # the number goes up when what is stored changes
+
+
+def programs_known() -> int:
+    """How many programs this process has, compiled or read."""
+    return len(to_program_cache)
+
+
+def cached(linear: UOp, inner: Compile) -> UOp:
+    """Fills tinygrad's program cache from disk before compiling, and the disk after."""
+    if inner.beam or not CCACHE or not config.get("NV_PROGRAM_CACHE"): return inner(linear)
+    made: dict[tuple[Any, ...], str] = {}
+    for call in linear.toposort():
+        if (found := _to_make(call)) is None: continue
+        key = to_program_key(*found)
+        if key in to_program_cache or key in made: continue
+        made[key] = disk_key(found[1], key)
+        if (program := diskcache_get(TABLE, made[key])) is not None:
+            to_program_cache[key] = program
+            del made[key]
+    result = inner(linear)
+    for key, name in made.items():
+        if key in to_program_cache: diskcache_put(TABLE, name, to_program_cache[key])
+    return result
+
+
+def _to_make(call: UOp) -> tuple[UOp, Renderer] | None:
+    """The kernel graph and the renderer of a call that has to be compiled."""
+    if call.op is not Ops.CALL or call.src[0].op is not Ops.SINK or getattr(call.src[0].arg, "beam", 0): return None
+    device = call.device if isinstance(call.device, str) else call.device[0]
+    return call.src[0], Device[device].renderer
+
+
+def disk_key(renderer: Renderer, key: tuple[Any, ...]) -> str:
+    """Name of a program on disk."""
+    parts = (TINYGRAD_VERSION, renderer.compiler.cachekey, type(renderer).__qualname__, *map(repr, key[:1]),
+             *map(str, key[2:]))
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
