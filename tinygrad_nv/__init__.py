@@ -27,8 +27,8 @@ from tinygrad_nv.explain import KernelRecord, Lowering, explain
 from tinygrad_nv.hooks import disable, disabled, enable, enabled
 from tinygrad_nv.patterns import program
 
-__all__ = ["Context", "Device", "GlobalCounters", "KernelRecord", "Lowering", "Tensor", "TinyJit", "UOp", "Variable",
-           "disable", "disabled", "dtypes", "enable", "enabled", "explain", "function", "nn"]
+__all__ = ["Context", "Device", "GlobalCounters", "KernelRecord", "Lowering", "Tensor", "TinyJit", "UOp",
+           "Variable", "disable", "disabled", "dtypes", "enable", "enabled", "explain", "function", "nn"]
 
 
 def _find_models(package: Path) -> list[str]:

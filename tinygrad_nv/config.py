@@ -24,13 +24,14 @@ class Setting:
 SETTINGS = (
     Setting("NV", 1, (0, 1), "0: importing tinygrad_nv changes no schedule; 1: enable() at import"),
     Setting("NV_SPEC", 0, (0, 1), "1: the graph is verified after every rewrite (slower; on in CI)"),
-    Setting("NV_PROGRAM_CACHE", 1, (0, 1), "0: compile C for the CPU afresh; 1: reuse objects from tinygrad's disk cache"),
+    Setting("NV_PROGRAM_CACHE", 1, (0, 1), "0: compile C for the CPU afresh; 1: take it from the disk cache"),
 )
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 
 def get(name: str) -> int:
-    """The value of a setting now. Raises `ConfigError` where the environment holds one that is not allowed."""
+    """The value of a setting now. Raises `ConfigError` where the environment holds one that is not allowed.
+    """
     setting = _BY_NAME[name]
     text = os.environ.get(name, "").strip()
     if not text: return setting.default

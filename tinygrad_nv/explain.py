@@ -1,14 +1,15 @@
 """Which kernel will run for what, and why: `explain(*tensors)`, without running anything.
 
-Protocol. `explain` schedules the tensors as `realize` would, on copies: the calls it makes return new graphs, and
-the map that would put buffers into the tensors is dropped. Both caches are left alone: the schedule cache because
-a hit would skip the rewrites, whose reports of near misses are wanted, and tinygrad's program cache because only
-names and counts of its kernels are wanted, for which its code generator runs as far as the last graph (nothing is
-rendered or compiled). Devices are opened, since generated code depends on them.
+Protocol. `explain` schedules the tensors as `realize` would, on copies: the calls it makes return new graphs,
+and the map that would put buffers into the tensors is dropped. Both caches are left alone: the schedule cache
+because a hit would skip the rewrites, whose reports of near misses are wanted, and tinygrad's program cache
+because only names and counts of its kernels are wanted, for which its code generator runs as far as the last
+graph (nothing is rendered or compiled). Devices are opened, since generated code depends on them.
 
-One record is made for each call that `realize` would make: kernels, and copies too, as they take time and memory
-traffic. Operations and bytes are those tinygrad counts (GlobalCounters.global_ops and .global_mem after the run),
-with the values that variables are bound to. With BEAM set, the kernels of tinygrad that run may have other names.
+One record is made for each call that `realize` would make: kernels, and copies too, as they take time and
+memory traffic. Operations and bytes are those tinygrad counts (GlobalCounters.global_ops and .global_mem
+after the run), with the values that variables are bound to. With BEAM set, the kernels of tinygrad that run
+may have other names.
 """
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ from tinygrad_nv.patterns import program
 
 @dataclass(frozen=True)
 class KernelRecord:
-    """One kernel or copy. `template` is None where tinygrad generates the kernel itself, and `reason` says why."""
+    """One kernel or copy. `template` is None where tinygrad generates the kernel itself, and `reason` says
+    why.
+    """
     name: str
     template: str | None
     reason: str
@@ -51,7 +54,8 @@ class KernelRecord:
 
 @dataclass(frozen=True)
 class Lowering:
-    """All kernels that some tensors will run, in order. `notes` are near misses that fit none of the kernels."""
+    """All kernels that some tensors will run, in order. `notes` are near misses that fit none of the kernels.
+    """
     kernels: tuple[KernelRecord, ...]
     notes: tuple[str, ...] = ()
 
@@ -63,17 +67,24 @@ class Lowering:
 
     def __str__(self) -> str:
         rows = [("kernel", "template", "device", "flops", "bytes", "why")]
-        rows += [(k.name, k.template or "-", k.device, f"{k.flops:,}", f"{k.bytes:,}", k.reason) for k in self.kernels]
+        rows += [(k.name, k.template or "-", k.device, f"{k.flops:,}", f"{k.bytes:,}", k.reason)
+                 for k in self.kernels]
         ours = sum(kernel.template is not None for kernel in self.kernels)
-        rows.append((f"{len(self.kernels)} in all", f"{ours} ours", "", f"{self.flops:,}", f"{self.bytes:,}", ""))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  ".join(f"{cell:>{width}}" if column in (3, 4) else f"{cell:<{width}}"
-                           for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        total = f"{len(self.kernels)} in all"
+        rows.append((total, f"{ours} ours", "", f"{self.flops:,}", f"{self.bytes:,}", ""))
+        return "\n".join([*_aligned(rows, numbers=(3, 4)), *(f"note: {note}" for note in self.notes)])
+
+
+def _aligned(rows: list[tuple[str, ...]], numbers: tuple[int, ...]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) if column in numbers else cell.ljust(width)
+                      for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
 
 
 def explain(*tensors: Tensor) -> Lowering:
-    """The kernels that `Tensor.realize(*tensors)` would run now; none for tensors that are realized or constant."""
+    """The kernels that `Tensor.realize(*tensors)` would run now; none for tensors that are realized or
+    constant.
+    """
     wanted = [t.uop for t in tensors if not t.uop.is_virtual and not t.uop.has_buffer_identity()]
     if not wanted: return Lowering(())
     with Context(SCACHE=0, CAPTURING=0, DEBUG=0), program.hear_misses() as misses:
@@ -85,13 +96,14 @@ def explain(*tensors: Tensor) -> Lowering:
 
 
 def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[program.Miss]) -> KernelRecord:
-    body, note = call.src[0], program.note_of(call.src[0])
+    note = program.note_of(call.src[0])
     name, estimates = _counted(call, device)
     if note is not None: template, reason = note.template, note.reason
     else: template, reason = _unlowered(call, misses)
     values = {**var_vals, "_device_num": to_tuple(call.src[1].device).index(device)}
     flops, bytes = (int(sym_infer(x, values)) for x in (estimates.ops, estimates.mem))
-    return KernelRecord(name, template, reason, device, note and note.spec, note and note.schedule, flops, bytes)
+    spec, schedule = (None, None) if note is None else (note.spec, note.schedule)
+    return KernelRecord(name, template, reason, device, spec, schedule, flops, bytes)
 
 
 def _unlowered(call: UOp, misses: list[program.Miss]) -> tuple[str | None, str]:
@@ -110,7 +122,9 @@ def _unlowered(call: UOp, misses: list[program.Miss]) -> tuple[str | None, str]:
 
 
 def _computes(call: UOp, miss: program.Miss) -> bool:
-    """Whether a generated kernel may be where a near miss ended up: it has the operation, and as many results."""
+    """Whether a generated kernel may be where a near miss ended up: it has the operation, and as many
+    results.
+    """
     nodes = call.src[0].toposort()
     written = {u.src[0].buf_uop.arg.slot for u in nodes if u.op is Ops.STORE}
     sizes = [arg.max_numel() for slot, arg in enumerate(get_call_arg_uops(call)) if slot in written]
@@ -132,12 +146,16 @@ def _counted(call: UOp, device: str) -> tuple[str, Estimates]:
 
 
 def _of_generated(sink: UOp, device: str) -> tuple[str, Estimates]:
-    """Name and counts of a kernel that tinygrad generates, from the program it has or from the code it would render."""
+    """Name and counts of a kernel that tinygrad generates, from the program it has or from the code it would
+    render.
+    """
     renderer = Device[device].renderer
     key = to_program_key(sink, renderer)
-    if (made := to_program_cache.get(key)) is not None: return ansistrip(made.src[0].arg.name), made.src[0].arg.estimates
+    if (made := to_program_cache.get(key)) is not None:
+        return ansistrip(made.src[0].arg.name), made.src[0].arg.estimates
     if key not in _generated:
-        with Context(ALLOW_DEVICE_USAGE=0): final = full_rewrite_to_sink(sink, renderer, optimize=sink.tag is None)
+        with Context(ALLOW_DEVICE_USAGE=0):
+            final = full_rewrite_to_sink(sink, renderer, optimize=sink.tag is None)
         lines = line_rewrite(linearize(final), pm_linearize_cleanups)
         estimates = final.arg.estimates or Estimates.from_uops(tuple(lines), ignore_indexing=True)
         _generated[key] = ansistrip(final.arg.name), estimates

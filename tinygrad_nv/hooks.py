@@ -73,7 +73,9 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class Compile:
-    """The rest of the compilation, as a compile hook gets it. `beam` is its BEAM: 0 while candidates are timed."""
+    """The rest of the compilation, as a compile hook gets it. `beam` is its BEAM: 0 while candidates are
+    timed.
+    """
     beam: int
     run: Callable[[UOp], UOp]
 
@@ -82,7 +84,8 @@ class Compile:
 
 @dataclass(frozen=True)
 class CustomFunction:
-    """Runs a CUSTOM_FUNCTION, called as tinygrad's executors are; says which arguments it writes and reads."""
+    """Runs a CUSTOM_FUNCTION, called as tinygrad's executors are; says which arguments it writes and reads.
+    """
     execute: Callable[[realize.ExecContext, UOp, UOp], list[float | None]]
     outs_ins: Callable[[UOp], OutsIns]
 
@@ -141,7 +144,7 @@ def add_custom_function(name: str, execute: Callable[[realize.ExecContext, UOp, 
                         outs_ins: Callable[[UOp], OutsIns]) -> None:
     """Registers the executor of CUSTOM_FUNCTION nodes whose arg is `name`, or starts with `name:`."""
     if name in ("encdec", "graph", "hcq", "validate", "submit_cmdbuf") or ":" in name:
-        raise HookError(f"custom function name {name!r}", "a name without ':' that tinygrad itself does not use")
+        raise HookError(f"custom function name {name!r}", "a name without ':' that tinygrad does not have")
     _add(_functions, "custom function", name, CustomFunction(execute, outs_ins))
     if official(): realize.custom_functions[name] = (execute, outs_ins)
     _apply()
@@ -194,7 +197,8 @@ def _check() -> None:
     _check_own("tinygrad.schedule.pm_schedule", lowered == [schedule.lower_sink_to_linear])
     for name in ("compile_linear", "get_call_outs_ins"):
         fn = _theirs(realize, name)
-        _check_own(f"tinygrad.engine.realize.{name}", fn is _theirs(jit, name) and fn.__module__ == realize.__name__)
+        own = fn is _theirs(jit, name) and fn.__module__ == realize.__name__
+        _check_own(f"tinygrad.engine.realize.{name}", own)
 
 
 def _check_version() -> None:
@@ -241,7 +245,8 @@ def _apply() -> None:
         return
     for wanted, attributes in (
         (_enabled and bool(_rewrites), [(schedule, "pm_schedule", _pm_schedule())]),
-        (_enabled and bool(_compiles), [(owner, "compile_linear", _compile_linear) for owner in (realize, jit)]),
+        (_enabled and bool(_compiles), [(realize, "compile_linear", _compile_linear),
+                                        (jit, "compile_linear", _compile_linear)]),
         (bool(_functions), [(realize, "pm_exec", _pm_exec()),
                             *((owner, "get_call_name", _get_call_name) for owner in (realize, hcq2)),
                             *((owner, "get_call_outs_ins", _outs_ins) for owner in (realize, jit, hcq2))]),
@@ -294,11 +299,13 @@ def _verify(sink: UOp, name: str) -> None:
     try: type_verify(sink, spec_tensor)
     except RuntimeError as error:
         raise HookError(f"rewrite {name!r} made a graph that tinygrad's verifier refuses: {error}",
-                        "a valid tensor graph", f"hooks.remove_rewrite({name!r}) runs the program without it") from error
+                        "a valid tensor graph", f"run without it: hooks.remove_rewrite({name!r})") from error
 
 
 class _ConfiguredCache(dict[Any, UOp]):
-    """tinygrad's schedule cache while rewrites are in force: entries belong to the configuration that made them."""
+    """tinygrad's schedule cache while rewrites are in force: entries belong to the configuration that made
+    them.
+    """
 
     def get(self, key: Any, default: UOp | None = None) -> UOp | None:
         return super().get((configuration(), key), default)
@@ -313,8 +320,8 @@ _configured_cache = _ConfiguredCache()
 def _pm_schedule() -> PatternMatcher:
     """tinygrad's pm_schedule with the rewrites in it and a cache of its own.
 
-    A pattern's function runs on a copy of its globals made when it first matches, so replacing get_kernel_graph in
-    tinygrad.schedule would do nothing once a schedule was made, and could not be undone if it was there before.
+    A pattern's function runs on a copy of its globals made when it first matches. So replacing get_kernel_graph
+    in tinygrad.schedule would do nothing once a schedule was made, and could not be undone if done before.
     """
     def get_kernel_graph(sink: UOp) -> UOp: return rangeify.get_kernel_graph(rewritten(sink))
     own = {**vars(schedule), "get_kernel_graph": get_kernel_graph, "schedule_cache": _configured_cache}
@@ -384,7 +391,9 @@ def add_device(name: str, cls: type) -> None:
 
 
 def remove_device(name: str) -> None:
-    """Undoes `add_device`. What was opened under the name is finalized: its buffers and programs are of no use."""
+    """Undoes `add_device`. What was opened under the name is finalized: its buffers and programs are of no
+    use.
+    """
     before = _remove(_devices, "device", name := name.upper())
     _close(name)
     if official(): Device.register(name, None)
@@ -397,7 +406,9 @@ def _module_name(device: str) -> str: return f"tinygrad.runtime.ops_{device.lowe
 
 
 def _close(name: str) -> None:
-    """Forgets the opened devices of a name. Their cache cannot drop one entry, so the others fill a fresh one."""
+    """Forgets the opened devices of a name. Their cache cannot drop one entry, so the others fill a fresh
+    one.
+    """
     for ix in [ix for ix in Device._opened_devices if ix.split(":")[0] == name]: Device[ix].finalize()
     opened = {ix: Device[ix] for ix in Device._opened_devices if ix.split(":")[0] != name}
     type(Device)._Device__get_canonicalized_item.cache_clear()
@@ -431,7 +442,9 @@ def remove_compiler() -> None:
 
 
 def _select_device(device: Any) -> str:
-    """tinygrad's automatic choice, which swallows why a device did not open: with none left, the CPU says why."""
+    """tinygrad's automatic choice, which swallows why a device did not open: with none left, the CPU says
+    why.
+    """
     try: return _theirs(type(Device), "_select_device").func(device)
     except RuntimeError as error:
         if isinstance(error.__cause__, StopIteration): device["CPU"]

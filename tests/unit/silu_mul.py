@@ -1,4 +1,4 @@
-"""A real rewrite, for tests of the joints: `x.silu() * y` in a float32 graph on the CPU becomes one C kernel."""
+"""A real rewrite, to test the joints with: `x.silu() * y` in float32 on the CPU becomes one C kernel."""
 from tinygrad.dtype import dtypes
 from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat, graph_rewrite
 
@@ -28,10 +28,12 @@ def lower(x: UOp, y: UOp, one: UOp, factor: UOp, whole: UOp) -> UOp | None:
     if len(variables) > 1: return miss("silu_mul", whole, "more than one symbolic extent")
     numel = whole.numel()
     if not variables: count, parameter = str(numel), ""
-    else: count, parameter = numel.substitute({variables[0]: UOp.variable("n", 0, 1 << 20)}).render(), ", int n"
+    else:
+        count, parameter = numel.substitute({variables[0]: UOp.variable("n", 0, 1 << 20)}).render(), ", int n"
     source = SOURCE.replace("ENTRY", "silu_mul").replace("COUNT", count).replace("PARAMETER", parameter)
-    return program("silu_mul", source, x.device, [Output(whole.shape, x.dtype)], [x, y], variables=variables, flops=6*numel,
-                   bytes=12*numel, note=Note("silu_mul", "x.silu() * y", ("float32", whole.max_shape), "one loop"))[0]
+    note = Note("silu_mul", "x.silu() * y", ("float32", whole.max_shape), "one loop")
+    return program("silu_mul", source, x.device, [Output(whole.shape, x.dtype)], [x, y], variables=variables,
+                   flops=6*numel, nbytes=12*numel, note=note)[0]
 
 
 _x, _y = UPat.var("x"), UPat.var("y")

@@ -1,4 +1,5 @@
-"""The joints with tinygrad. test_upstream_patch.py runs this file again on a tinygrad that has the plugin points."""
+"""The joints with tinygrad. test_upstream_patch.py runs this file again on a tinygrad that has the plugin
+points."""
 import json
 import os
 import subprocess
@@ -18,16 +19,17 @@ from tinygrad_nv.errors import HookError
 from tinygrad_nv.patterns import program
 
 ROOT = Path(__file__).resolve().parents[2]
-WHEEL_ONLY = pytest.mark.skipif(hooks.official(), reason="about replaced attributes; this tinygrad has plugin points")
+WHEEL_ONLY = pytest.mark.skipif(hooks.official(), reason="about replaced attributes")
 ROWS = Variable("rows", 1, 16)
 
 
 @pytest.fixture(autouse=True)
 def as_found():
     """Every test starts enabled with nothing of its own registered, and must leave it so."""
-    before = dict(hooks._rewrites), dict(hooks._compiles), dict(hooks._functions), dict(hooks._devices), hooks.enabled()
+    tables = hooks._rewrites, hooks._compiles, hooks._functions, hooks._devices
+    before = [dict(table) for table in tables], hooks.enabled()
     yield
-    assert (hooks._rewrites, hooks._compiles, hooks._functions, hooks._devices, hooks.enabled()) == before
+    assert ([dict(table) for table in tables], hooks.enabled()) == before
 
 
 @pytest.fixture
@@ -176,8 +178,9 @@ def test_another_rewrite_under_the_same_name_gets_no_cached_schedule():
 
 def test_rewrite_registered_after_the_same_program_was_scheduled_applies(data):
     x, y, _ = data
-    def scheduled(): return [u.arg.name for c in (x.silu() * y + 3).schedule_linear().src for u in c.toposort()
-                             if isinstance(u.arg, program.ProgramKernel)]
+    def scheduled():
+        calls = (x.silu() * y + 3).schedule_linear().src
+        return [u.arg.name for c in calls for u in c.toposort() if isinstance(u.arg, program.ProgramKernel)]
     assert scheduled() == []
     hooks.add_rewrite("silu_mul", silu_mul.rewrite)
     assert "silu_mul" in scheduled()
@@ -211,7 +214,8 @@ def test_invalid_graph_of_a_rewrite_is_blamed_on_it(monkeypatch):
     def break_it(sink): return sink.replace(src=(*sink.src, UOp(Ops.SOURCE, src=sink.src, arg="")))
     hooks.add_rewrite("breaks", break_it)
     try:
-        with pytest.raises(HookError, match="rewrite 'breaks' made a graph"): (Tensor.empty(2, 5) * 2).schedule_linear()
+        with pytest.raises(HookError, match="rewrite 'breaks' made a graph"):
+            (Tensor.empty(2, 5) * 2).schedule_linear()
     finally: hooks.remove_rewrite("breaks")
     assert not hooks.rewriting()
 
@@ -223,7 +227,8 @@ from tinygrad import Tensor, function
 import json
 def schedules():
     x, y, w = Tensor.empty(16, 8), Tensor.empty(16, 8), Tensor.empty(8, 8)
-    graphs = [lambda: x.silu() * y, lambda: (x @ w).softmax(), lambda: function(lambda a, b: a.silu() * b)(x, y) + 1,
+    graphs = [lambda: x.silu() * y, lambda: (x @ w).softmax(),
+              lambda: function(lambda a, b: a.silu() * b)(x, y) + 1,
               lambda: function(lambda a, b: a.silu() * b, precompile=True)(x, y) + 1,
               lambda: x.shard(("CPU:0", "CPU:1"), axis=0).sum()]
     return [[call.src[0].key.hex() for call in graph().schedule_linear().src] for graph in graphs]
@@ -231,9 +236,10 @@ def schedules():
 
 
 def child(script, **env):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]),
-                   "DEV": "CPU", **env}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    path = [p for p in (os.environ.get("PYTHONPATH"), str(ROOT)) if p]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "DEV": "CPU", **env}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, cwd=ROOT, capture_output=True, text=True,
+                          check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -241,7 +247,7 @@ def child(script, **env):
 @pytest.fixture(scope="module")
 def tinygrads_own():
     """Kernels as a process schedules them that never imported tinygrad_nv."""
-    return child(SCHEDULES + "import sys\nprint(json.dumps(schedules()))\nassert 'tinygrad_nv' not in sys.modules")
+    return child(f"{SCHEDULES}\nimport sys\nprint(json.dumps(schedules()))\nassert 'tinygrad_nv' not in sys.modules")
 
 
 def here():
@@ -279,10 +285,12 @@ def test_NV_0_does_not_enable(tinygrads_own):
 
 def test_disabled_nests_and_survives_exceptions():
     assert hooks.enabled()
-    with pytest.raises(ZeroDivisionError), hooks.disabled():
-        with hooks.disabled(): assert not hooks.enabled()
-        assert not hooks.enabled()
-        raise ZeroDivisionError
+    def fails():
+        with hooks.disabled():
+            with hooks.disabled(): assert not hooks.enabled()
+            assert not hooks.enabled()
+            raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError): fails()
     assert hooks.enabled()
 
 
@@ -295,15 +303,15 @@ def test_enable_inside_disabled_ends_with_it():
 
 @WHEEL_ONLY
 def test_every_attribute_is_put_back():
-    own = schedule.pm_schedule, realize.pm_exec, realize.get_call_name, realize.get_call_outs_ins, jit.get_call_outs_ins
+    def there(): return [schedule.pm_schedule, realize.pm_exec, realize.get_call_name, realize.get_call_outs_ins,
+                         jit.get_call_outs_ins]
+    own = there()
     hooks.add_rewrite("r", lambda sink: sink)
     hooks.add_custom_function("f", lambda ctx, call, ast: [], lambda call: ((0,), ()))
-    ours = schedule.pm_schedule, realize.pm_exec, realize.get_call_name, realize.get_call_outs_ins, jit.get_call_outs_ins
-    assert not any(a is b for a, b in zip(own, ours, strict=True))
+    assert not any(a is b for a, b in zip(own, there(), strict=True))
     hooks.remove_rewrite("r")
     hooks.remove_custom_function("f")
-    assert own == (schedule.pm_schedule, realize.pm_exec, realize.get_call_name, realize.get_call_outs_ins,
-                   jit.get_call_outs_ins)
+    assert all(a is b for a, b in zip(own, there(), strict=True))
     with hooks.disabled():
         assert realize.compile_linear is jit.compile_linear
         assert realize.compile_linear.__module__ == "tinygrad.engine.realize"
@@ -378,7 +386,8 @@ def test_device_by_name_opens_runs_and_goes():
         assert out.device == "TOY"
         assert out.tolist() == [3.0, 5.0, 7.0]
         run = TinyJit(lambda x: (x + 1).realize())
-        for value in (1.0, 2.0, 3.0): assert run(Tensor([value], device="TOY").realize()).tolist() == [value + 1]
+        for value in (1.0, 2.0, 3.0):
+            assert run(Tensor([value], device="TOY").realize()).tolist() == [value + 1]
         with pytest.raises(HookError, match="device TOY is open already"): hooks.add_device("toy", toy())
         del out, run
     finally: hooks.remove_device("TOY")
@@ -424,8 +433,8 @@ def test_custom_function_eager_and_disabled(data, filled):
     x, _, _ = data
     close(filled(x) + 1, x.numpy() * 3 + 1)
     with hooks.disabled(): close(filled(x) + 1, x.numpy() * 3 + 1)
-    records = explain(filled(x) + 1).kernels
-    assert [(k.name, k.template) for k in records][0] == ("test_fill:3", "test_fill")
+    record = explain(filled(x) + 1).kernels[0]
+    assert (record.name, record.template) == ("test_fill:3", "test_fill")
 
 
 @pytest.mark.parametrize("wrap", [lambda fn: fn, function, lambda fn: function(fn, precompile=True)])
@@ -469,21 +478,23 @@ def test_what_a_custom_function_writes_is_not_taken_for_an_input():
 ])
 def test_registering_twice_and_removing_nothing_are_errors(kind, add):
     remove = getattr(hooks, f"remove_{kind}")
-    with pytest.raises(HookError, match="no .* 'twice' is registered|no device 'TWICE' is registered"): remove("twice")
+    with pytest.raises(HookError, match=r"(?i)no .* 'twice' is registered"): remove("twice")
     add()
-    with pytest.raises(HookError, match=f"is registered already.*\n.*\n.*hooks.remove_{kind}"): add()
+    with pytest.raises(HookError, match=rf"is registered already\n.*\n.*hooks.remove_{kind}"): add()
     remove("twice")
 
 
 @pytest.mark.parametrize("name", ["graph", "encdec", "a:b"])
 def test_custom_function_names_of_tinygrad_are_refused(name):
-    with pytest.raises(HookError, match=f"custom function name '{name}'"): hooks.add_custom_function(name, None, None)
+    with pytest.raises(HookError, match=f"custom function name '{name}'"):
+        hooks.add_custom_function(name, None, None)
 
 
 def test_another_tinygrad_version_is_refused(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.15.0")
-    with pytest.raises(HookError, match="tinygrad 0.15.0 is installed\n.*tinygrad 0.14.0\n.*pip install tinygrad==0.14.0"):
-        hooks.enable()
+    with pytest.raises(HookError) as caught: hooks.enable()
+    assert str(caught.value).splitlines() == ["tinygrad 0.15.0 is installed", "  expected: tinygrad 0.14.0",
+                                              "  to fix:   pip install tinygrad==0.14.0"]
 
 
 @WHEEL_ONLY
@@ -491,10 +502,10 @@ def test_a_tinygrad_patched_by_others_is_refused(monkeypatch):
     with hooks.disabled():
         with monkeypatch.context() as patch:
             patch.setattr(schedule, "get_kernel_graph", lambda sink: sink)
-            with pytest.raises(HookError, match="tinygrad.schedule.get_kernel_graph has been replaced"): hooks.enable()
+            with pytest.raises(HookError, match=r"schedule\.get_kernel_graph has been replaced"): hooks.enable()
         with monkeypatch.context() as patch:
             patch.setattr(jit, "compile_linear", lambda linear: linear)
-            with pytest.raises(HookError, match="compile_linear has been replaced by another package"): hooks.enable()
+            with pytest.raises(HookError, match="compile_linear has been replaced by another"): hooks.enable()
 
 
 @WHEEL_ONLY

@@ -22,14 +22,16 @@ def patched(tmp_path_factory):
     there = tmp_path_factory.mktemp("patched")
     shutil.copytree(Path(tinygrad.__file__).parent, there / "tinygrad")
     for arguments in (["--check"], []):
-        done = subprocess.run(["git", "apply", *arguments, str(PATCH)], cwd=there, capture_output=True, text=True, check=False)
+        command = ["git", "apply", *arguments, str(PATCH)]
+        done = subprocess.run(command, cwd=there, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
     return there
 
 
 def run(there, *arguments, **env):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(there), str(ROOT)]), "DEV": "CPU", **env}
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True,
+                          check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     return done.stdout
 
@@ -37,7 +39,8 @@ def run(there, *arguments, **env):
 def test_patch_touches_tinygrad_alone_and_little_of_it():
     lines = PATCH.read_text().splitlines()
     files = [line.removeprefix("+++ b/") for line in lines if line.startswith("+++ ")]
-    assert files == [f"tinygrad/{f}.py" for f in ("device", "engine/realize", "runtime/ops_cuda", "schedule/__init__", "uop/ops")]
+    assert files == [f"tinygrad/{file}.py" for file in (
+        "device", "engine/realize", "runtime/ops_cuda", "schedule/__init__", "uop/ops")]
     assert sum(line.startswith("+") for line in lines) - len(files) < 70
 
 
@@ -69,7 +72,8 @@ from tinygrad import dtypes
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo, UOp
 p = UOp.placeholder((4,), dtypes.float, 0)
 n, p3 = UOp.variable("n", 1, 8, param=True), UOp.variable("p3", 1, 8, param=True)
-sink = UOp.sink(p3, UOp.special(p3 * 2, "gidx0"), p.index(0).store(UOp.const(0, dtypes.float)), arg=KernelInfo("k", smem=1000))
+sink = UOp.sink(p3, UOp.special(p3 * 2, "gidx0"), p.index(0).store(UOp.const(0, dtypes.float)),
+                arg=KernelInfo("k", smem=1000))
 info = ProgramInfo.from_sink(sink)
 assert info.smem == 1000
 body = (sink, UOp(Ops.LINEAR, src=(p, sink)), UOp(Ops.SOURCE, arg=""), UOp(Ops.BINARY, arg=b""))

@@ -1,17 +1,18 @@
 """A kernel of ours in tinygrad's graph: source text in, the UOps of its outputs out.
 
-Protocol. `program` builds CALL(PROGRAM, outputs..., inputs..., bound variables...) and returns one UOp for each
-output, that storage AFTER the call. The entry point takes one pointer for each output, then for each input, then
-one int for each variable, in these orders. It works in two places:
+Protocol. `program` builds CALL(PROGRAM, outputs..., inputs..., bound variables...) and returns one UOp for
+each output, that storage AFTER the call. The entry point takes one pointer for each output, then for each
+input, then one int for each variable, in these orders. It works in two places:
 
 * at tensor level (`Tensor(program(...)[0])`, also inside @function), where fresh outputs are `invalids`;
-* in a rewrite of hooks.py, where they are BUFFERs of the schedule. Slots from 1 << 20 keep clear of those that
-  tinygrad counts from 0 for copies, which would otherwise be the same UOp.
+* in a rewrite of hooks.py, where they are BUFFERs of the schedule. Slots from 1 << 20 keep clear of those
+  that tinygrad counts from 0 for copies, which would otherwise be the same UOp.
 
-What the compiler may not know but explain() must (`Note`) is part of the body, in its KernelInfo: the schedule
-keeps nothing else of a call. The PROGRAM has no ProgramInfo, so tinygrad derives one after it has put the caller's
-variables in place of the body's, and it has no BINARY unless one is given, so that tinygrad compiles it like any
-kernel: in parallel, once, cached. `settle`, a compile hook, does what that leaves undone.
+What the compiler may not know but explain() must (`Note`) is part of the body, in its KernelInfo: the
+schedule keeps nothing else of a call. The PROGRAM has no ProgramInfo, so tinygrad derives one after it has
+put the caller's variables in place of the body's, and it has no BINARY unless one is given, so that tinygrad
+compiles it like any kernel: in parallel, once, cached. `settle`, a compile hook, does what that leaves
+undone.
 
 The stores and loads in the body's sink are never run. They say which arguments are written and read.
 """
@@ -53,7 +54,8 @@ class Output:
 
 @dataclass(frozen=True)
 class Note:
-    """What explain() tells of a kernel: the template it is of, why it was chosen, what it computes and how."""
+    """What explain() tells of a kernel: the template it is of, why it was chosen, what it computes and how.
+    """
     template: str
     reason: str = ""
     spec: Hashable = None
@@ -62,27 +64,31 @@ class Note:
 
 @dataclass(frozen=True)
 class ProgramKernel(KernelInfo):
-    """KernelInfo of a kernel of ours. Its Estimates are an upper bound until `settle` has the variables' names."""
+    """KernelInfo of a kernel of ours. Its Estimates are an upper bound until `settle` has the variables'
+    names.
+    """
     note: Note | None = None
 
 
 def program(entry: str, source: str, device: str | tuple[str, ...], outputs: Sequence[Output | UOp],
             inputs: Sequence[UOp], *, grid: tuple[sint, ...] = (), block: tuple[int, ...] = (),
-            variables: Sequence[UOp] = (), flops: sint = 0, bytes: sint | None = None, note: Note | None = None,
-            binary: bytes | None = None, tensor_level: bool | None = None) -> tuple[UOp, ...]:
+            variables: Sequence[UOp] = (), flops: sint = 0, nbytes: sint | None = None,
+            note: Note | None = None, binary: bytes | None = None,
+            tensor_level: bool | None = None) -> tuple[UOp, ...]:
     """Calls `entry` of `source` and returns its outputs, each a UOp of the shape that was asked for.
 
-    An output given as a UOp is storage to write into, which the kernel may also read. `grid` and `block` are x, y,
-    z. `variables` are bound variables at tensor level and ALU PARAMs in a rewrite; what `grid`, `flops` and `bytes`
-    depend on must be among them. `bytes` is by default the size of all arguments. `tensor_level` is found out.
+    An output given as a UOp is storage to write into, which the kernel may also read. `grid` and `block` are
+    x, y, z. `variables` are bound variables at tensor level and ALU PARAMs in a rewrite; what `grid`, `flops`
+    and `nbytes` depend on must be among them. `nbytes` is by default the size of all arguments. `binary` is the
+    compiled source where the device's own compiler is not to do that. `tensor_level` is found out if not given.
     """
     if tensor_level is None: tensor_level = not hooks.rewriting()
     stores = [_storage(out, device, tensor_level) for out in outputs]
     arguments = [*stores, *(_contiguous(x) for x in inputs)]
     params = [UOp.placeholder((x.max_numel(),), x.dtype, slot) for slot, x in enumerate(arguments)]
-    if bytes is None: bytes = sum(x.max_numel() * x.dtype.itemsize for x in arguments)
+    if nbytes is None: nbytes = sum(x.max_numel() * x.dtype.itemsize for x in arguments)
     renamed = {_name(v): _in_body(v) for v in variables}
-    ops, mem, *sizes = (_with_variables(x, renamed) for x in (flops, bytes, *grid))
+    ops, mem, *sizes = (_with_variables(x, renamed) for x in (flops, nbytes, *grid))
     read = [not isinstance(out, Output) for out in outputs] + [True] * len(inputs)
     sink = UOp.sink(*renamed.values(), *_dimensions("gidx", sizes), *_dimensions("lidx", block),
                     *(p.index(0).store(UOp.const(0, p.dtype)) for p in params[:len(stores)]),
@@ -124,7 +130,9 @@ def _name(variable: UOp) -> str: return (variable.src[0] if variable.is_bound_va
 
 
 def _in_body(variable: UOp) -> UOp:
-    """A variable as the body sees it. int32 as the kernel takes it; tinygrad renames, hence retypes, only `p{slot}`."""
+    """A variable as the body sees it. int32 as the kernel takes it; tinygrad renames, hence retypes, only
+    `p{slot}`.
+    """
     v = variable.src[0] if variable.is_bound_var else variable
     dtype = dtypes.int32 if v.dtype in dtypes.weaks else v.dtype
     return UOp(Ops.PARAM, src=v.src, arg=replace(v.arg, slot=-1, dtype=dtype))
@@ -140,7 +148,8 @@ def _dimensions(name: str, sizes: Sequence[UOp | int]) -> list[UOp]:
     return [UOp.special(size, f"{name}{axis}") for axis, size in enumerate(sizes)]
 
 
-def _bound(ops: UOp, mem: UOp) -> Estimates: return Estimates(ops=int(ops.vmax), lds=int(mem.vmax), mem=int(mem.vmax))
+def _bound(ops: UOp, mem: UOp) -> Estimates:
+    return Estimates(ops=int(ops.vmax), lds=int(mem.vmax), mem=int(mem.vmax))
 
 
 # **** in a rewrite ****
@@ -148,8 +157,8 @@ def _bound(ops: UOp, mem: UOp) -> Estimates: return Estimates(ops=int(ops.vmax),
 def write_through(sink: UOp) -> UOp:
     """Lets kernels of ours write straight into the storage that their result would be copied to, where that is safe.
 
-    A rewrite ends with this. Who reads the old contents runs first, as tinygrad orders writes after reads; only a
-    kernel that itself reads the storage it would write has to keep its own.
+    A rewrite ends with this. Who reads the old contents runs first, as tinygrad orders writes after reads; only
+    a kernel that itself reads the storage it would write has to keep its own.
     """
     moved: dict[UOp, UOp] = {}
     for after in sink.toposort(enter_calls=False):
@@ -158,7 +167,9 @@ def write_through(sink: UOp) -> UOp:
 
 
 def _copied(after: UOp) -> tuple[UOp, UOp] | None:
-    """The schedule's BUFFER and the storage it is copied to, for AFTER(target, STORE(target, BUFFER after a call))."""
+    """The schedule's BUFFER and the storage it is copied to, for AFTER(target, STORE(target, BUFFER after a
+    call)).
+    """
     if after.op is not Ops.AFTER or len(after.src) != 2 or after.src[1].op is not Ops.STORE: return None
     target, value = after.src[1].src
     while target.op is value.op is Ops.SHRINK and target.src[1:] == value.src[1:]:
@@ -168,7 +179,8 @@ def _copied(after: UOp) -> tuple[UOp, UOp] | None:
     buffer, call = value.src[0].base, value.src[1]
     if buffer.op is not Ops.BUFFER or buffer.arg.slot < _FIRST_SLOT: return None
     if target.op not in (Ops.PARAM, Ops.BUFFER): return None
-    if (target.max_numel(), target.dtype, target.device) != (buffer.max_numel(), buffer.dtype, buffer.device): return None
+    if target.max_numel() != buffer.max_numel(): return None
+    if (target.dtype, target.device) != (buffer.dtype, buffer.device): return None
     if target in call.toposort(enter_calls=False): return None
     return buffer, target.reshape(buffer.shape)
 
@@ -179,14 +191,14 @@ def _stored_in_place(target: UOp, value: UOp) -> UOp | None:
     return value if written else None
 
 
-_pm_stored_in_place = PatternMatcher([
-    (UPat(Ops.AFTER, src=(UPat(), UPat(Ops.STORE, src=(UPat(name="target"), UPat(name="value"))))), _stored_in_place),
-])
+_store = UPat(Ops.STORE, src=(UPat(name="target"), UPat(name="value")))
+_pm_stored_in_place = PatternMatcher([(UPat(Ops.AFTER, src=(UPat(), _store)), _stored_in_place)])
 
 
 @dataclass(frozen=True)
 class Miss:
-    """A near miss: the template that nearly matched, why it did not, and what is known of the value's kernel."""
+    """A near miss: the template that nearly matched, why it did not, and what is known of the value's kernel.
+    """
     template: str
     reason: str
     op: Ops
@@ -197,7 +209,9 @@ _heard: list[Miss] | None = None
 
 
 def miss(template: str, value: UOp, reason: str) -> None:
-    """For rewrites: why `value` is left to tinygrad after all. explain() shows it with the kernel that computes it."""
+    """For rewrites: why `value` is left to tinygrad after all. explain() shows it with the kernel that
+    computes it.
+    """
     if _heard is not None: _heard.append(Miss(template, reason, value.op, value.max_numel()))
 
 
@@ -227,8 +241,8 @@ def estimates_of(body: UOp) -> Estimates:
 def settle(linear: UOp, inner: hooks.Compile) -> UOp:
     """A compile hook: puts the caller's variables into Estimates, and types them int32 as kernels take them.
 
-    In a schedule made from a rewrite the body's variables have become the user's own, whose type is usually weak;
-    tinygrad lowers that in the kernels it generates, and encodes arguments by it in the others.
+    In a schedule made from a rewrite the body's variables have become the user's own, whose type is usually
+    weak; tinygrad lowers that in the kernels it generates, and encodes arguments by it in the others.
     """
     calls = (call.replace(src=(_settled(call.src[0]), *call.src[1:])) if _is_ours(call.src[0]) else call
              for call in linear.src)
@@ -239,7 +253,8 @@ def _is_ours(body: UOp) -> bool: return body.op is Ops.PROGRAM and isinstance(bo
 
 
 def _settled(body: UOp) -> UOp:
-    body = body.substitute({v: _in_body(v).cast(v.dtype) for v in body.variables() if v.dtype in dtypes.weaks})
+    weak = [v for v in body.variables() if v.dtype in dtypes.weaks]
+    body = body.substitute({v: _in_body(v).cast(v.dtype) for v in weak})
     sink = body.src[0]
     final = sink.replace(arg=replace(sink.arg, estimates=estimates_of(body)))
     return body.substitute({sink: final})

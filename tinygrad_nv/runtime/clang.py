@@ -27,7 +27,9 @@ from tinygrad_nv.toolchain import CCompiler, compile_object, find_compiler
 
 
 def clang_arguments(clang: ClangCompiler) -> list[str]:
-    """What tinygrad's `ClangCompiler` passes to its executable: its `compile` runs on a `subprocess` that listens."""
+    """What tinygrad's `ClangCompiler` passes to its executable: its `compile` runs on a `subprocess` that
+    listens.
+    """
     heard: list[list[str]] = []
 
     def check_output(command: list[str], input: bytes) -> bytes:

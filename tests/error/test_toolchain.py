@@ -1,0 +1,69 @@
+"""What a user reads when the CPU device has no compiler, or one that does not work."""
+import stat
+
+import pytest
+from tinygrad.helpers import Target
+
+from tinygrad_nv import toolchain
+from tinygrad_nv.errors import ToolchainError
+from tinygrad_nv.runtime.clang import ClangRenderer
+
+
+@pytest.fixture
+def bare(tmp_path, monkeypatch):
+    """A machine without any compiler."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(toolchain, "zig_binary", lambda: None)
+    return tmp_path
+
+
+def compiled(source="int x;"):
+    with pytest.raises(ToolchainError) as caught:
+        ClangRenderer(Target("CPU", "CLANG", arch="x86_64,native")).compiler.compile(source)
+    return str(caught.value).splitlines()
+
+
+def script(path, text):
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_no_compiler_names_both_ways_out(bare):
+    assert compiled() == [
+        "no C compiler for the CPU device",
+        "  expected: a clang in PATH, or the ziglang wheel",
+        "  to fix:   install clang with the system's package manager, or run: pip install 'tinygrad-nv[cpu]'"]
+
+
+def test_CC_that_is_not_there(bare, monkeypatch):
+    monkeypatch.setenv("CC", "clang-99")
+    assert compiled() == [
+        "CC=clang-99: no such executable",
+        "  expected: a clang, by path or by a name in PATH",
+        "  to fix:   correct CC, or unset it to let tinygrad_nv look for clang and the ziglang wheel"]
+
+
+def test_a_compiler_that_refuses_says_why_and_who_it_is(bare, monkeypatch):
+    who, why = "gcc (Some) 13.2", "error: unknown attribute ext_vector_type"
+    text = f'[ "$1" = --version ] && echo "{who}" && exit 0; echo "{why}" >&2; exit 1'
+    monkeypatch.setenv("CC", script(bare / "gcc", text))
+    assert compiled() == [
+        "gcc (Some) 13.2 (from CC) did not compile a kernel:",
+        "error: unknown attribute ext_vector_type",
+        "  expected: clang or a compiler that takes its flags and extensions (gcc lacks ext_vector_type)",
+        "  to fix:   unset CC, or point it at a clang"]
+
+
+def test_a_compiler_that_writes_no_object(bare, monkeypatch):
+    monkeypatch.setenv("CC", script(bare / "cc", "echo hello"))
+    assert compiled()[0] == "hello (from CC) did not compile a kernel:"
+
+
+def test_a_compiler_that_cannot_be_started(bare, monkeypatch):
+    monkeypatch.setenv("CC", script(bare / "cc", ""))
+    renderer = ClangRenderer(Target("CPU", "CLANG", arch="x86_64,native"))
+    assert renderer.compiler.found.origin == "CC"
+    (bare / "cc").unlink()
+    with pytest.raises(ToolchainError, match="cc could not be started: "): renderer.compiler.compile("int x;")
