@@ -30,8 +30,7 @@ _BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 
 def get(name: str) -> int:
-    """The value of a setting now. Raises `ConfigError` where the environment holds one that is not allowed.
-    """
+    """The value of a setting now. Raises `ConfigError` for one that is not allowed."""
     setting = _BY_NAME[name]
     text = os.environ.get(name, "").strip()
     if not text: return setting.default

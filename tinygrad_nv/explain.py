@@ -13,7 +13,7 @@ may have other names.
 """
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from tinygrad.codegen import (
@@ -39,9 +39,7 @@ from tinygrad_nv.patterns import program
 
 @dataclass(frozen=True)
 class KernelRecord:
-    """One kernel or copy. `template` is None where tinygrad generates the kernel itself, and `reason` says
-    why.
-    """
+    """One kernel or copy. `template` is None where the kernel is not ours, and `reason` says why."""
     name: str
     template: str | None
     reason: str
@@ -54,8 +52,7 @@ class KernelRecord:
 
 @dataclass(frozen=True)
 class Lowering:
-    """All kernels that some tensors will run, in order. `notes` are near misses that fit none of the kernels.
-    """
+    """All kernels that some tensors will run, in order. `notes` are near misses that fit none of them."""
     kernels: tuple[KernelRecord, ...]
     notes: tuple[str, ...] = ()
 
@@ -75,16 +72,14 @@ class Lowering:
         return "\n".join([*_aligned(rows, numbers=(3, 4)), *(f"note: {note}" for note in self.notes)])
 
 
-def _aligned(rows: list[tuple[str, ...]], numbers: tuple[int, ...]) -> list[str]:
+def _aligned(rows: Sequence[tuple[str, ...]], numbers: tuple[int, ...]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) if column in numbers else cell.ljust(width)
-                      for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
+    return ["  ".join(row[i].rjust(width) if i in numbers else row[i].ljust(width)
+                      for i, width in enumerate(widths)).rstrip() for row in rows]
 
 
 def explain(*tensors: Tensor) -> Lowering:
-    """The kernels that `Tensor.realize(*tensors)` would run now; none for tensors that are realized or
-    constant.
-    """
+    """The kernels that `Tensor.realize(*tensors)` would run now: none for realized or constant tensors."""
     wanted = [t.uop for t in tensors if not t.uop.is_virtual and not t.uop.has_buffer_identity()]
     if not wanted: return Lowering(())
     with Context(SCACHE=0, CAPTURING=0, DEBUG=0), program.hear_misses() as misses:
@@ -98,8 +93,7 @@ def explain(*tensors: Tensor) -> Lowering:
 def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[program.Miss]) -> KernelRecord:
     note = program.note_of(call.src[0])
     name, estimates = _counted(call, device)
-    if note is not None: template, reason = note.template, note.reason
-    else: template, reason = _unlowered(call, misses)
+    template, reason = _unlowered(call, misses) if note is None else (note.template, note.reason)
     values = {**var_vals, "_device_num": to_tuple(call.src[1].device).index(device)}
     flops, bytes = (int(sym_infer(x, values)) for x in (estimates.ops, estimates.mem))
     spec, schedule = (None, None) if note is None else (note.spec, note.schedule)
@@ -112,8 +106,8 @@ def _unlowered(call: UOp, misses: list[program.Miss]) -> tuple[str | None, str]:
     if body.op is Ops.COPY: return None, "copy"
     if body.op is Ops.PROGRAM: return None, "a program of the user"
     if body.op is Ops.CUSTOM_FUNCTION:
-        known = hooks.is_custom_function(body)
-        return (body.arg.partition(":")[0], "custom function") if known else (None, "tinygrad's own function")
+        if hooks.custom_function(body) is None: return None, "tinygrad's own function"
+        return body.arg.partition(":")[0], "custom function"
     if not hooks.enabled(): return None, "tinygrad_nv is disabled"
     near = next((m for m in misses if _computes(call, m)), None)
     if near is None: return None, "no pattern matched"
@@ -122,9 +116,7 @@ def _unlowered(call: UOp, misses: list[program.Miss]) -> tuple[str | None, str]:
 
 
 def _computes(call: UOp, miss: program.Miss) -> bool:
-    """Whether a generated kernel may be where a near miss ended up: it has the operation, and as many
-    results.
-    """
+    """Whether a generated kernel may be where a near miss ended: same operation, as many results."""
     nodes = call.src[0].toposort()
     written = {u.src[0].buf_uop.arg.slot for u in nodes if u.op is Ops.STORE}
     sizes = [arg.max_numel() for slot, arg in enumerate(get_call_arg_uops(call)) if slot in written]
@@ -146,9 +138,7 @@ def _counted(call: UOp, device: str) -> tuple[str, Estimates]:
 
 
 def _of_generated(sink: UOp, device: str) -> tuple[str, Estimates]:
-    """Name and counts of a kernel that tinygrad generates, from the program it has or from the code it would
-    render.
-    """
+    """Name and counts of a kernel of tinygrad's, from its program or from the code it would render."""
     renderer = Device[device].renderer
     key = to_program_key(sink, renderer)
     if (made := to_program_cache.get(key)) is not None:

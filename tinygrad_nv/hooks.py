@@ -47,6 +47,7 @@ from tinygrad.uop.spec import spec_tensor, type_verify
 
 from tinygrad_nv import config
 from tinygrad_nv.errors import HookError
+from tinygrad_nv.runtime import clang
 
 TINYGRAD_VERSION = "0.14.0"
 OutsIns = tuple[tuple[int, ...], tuple[int, ...]]
@@ -73,9 +74,7 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class Compile:
-    """The rest of the compilation, as a compile hook gets it. `beam` is its BEAM: 0 while candidates are
-    timed.
-    """
+    """The rest of the compilation, as a compile hook gets it. `beam` is 0 while candidates are timed."""
     beam: int
     run: Callable[[UOp], UOp]
 
@@ -84,24 +83,16 @@ class Compile:
 
 @dataclass(frozen=True)
 class CustomFunction:
-    """Runs a CUSTOM_FUNCTION, called as tinygrad's executors are; says which arguments it writes and reads.
-    """
+    """Runs a CUSTOM_FUNCTION, as tinygrad's executors do; says which arguments it writes and reads."""
     execute: Callable[[realize.ExecContext, UOp, UOp], list[float | None]]
     outs_ins: Callable[[UOp], OutsIns]
-
-
-@dataclass(frozen=True)
-class _Replaced:
-    """An attribute of tinygrad that is ours for now: what was there, and what we put there."""
-    theirs: Any
-    ours: Any
 
 
 _rewrites: dict[str, Rewrite] = {}
 _compiles: dict[str, Callable[[UOp, Compile], UOp]] = {}
 _functions: dict[str, CustomFunction] = {}
 _devices: dict[str, types.ModuleType | None] = {}  # the module that was there before, if any
-_replaced: dict[tuple[Any, str], _Replaced] = {}
+_replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}  # tinygrad's attributes: (theirs, ours)
 _enabled = False
 
 
@@ -178,7 +169,7 @@ def disable() -> None:
 def disabled() -> Iterator[None]:
     """tinygrad's own lowering inside the block; afterwards, also after an exception, as it was before."""
     before = _enabled
-    _set_enabled(False)
+    disable()
     try: yield
     finally: _set_enabled(before)
 
@@ -219,22 +210,22 @@ def _check_own(name: str, own: bool) -> None:
 
 def _replace(owner: Any, attribute: str, ours: Any) -> None:
     if (owner, attribute) in _replaced: return
-    _replaced[owner, attribute] = _Replaced(getattr(owner, attribute), ours)
+    _replaced[owner, attribute] = getattr(owner, attribute), ours
     setattr(owner, attribute, ours)
 
 
 def _put_back(owner: Any, attribute: str) -> None:
-    if (done := _replaced.get((owner, attribute))) is None: return
-    if getattr(owner, attribute) is not done.ours:
+    if (owner, attribute) not in _replaced: return
+    theirs, ours = _replaced[owner, attribute]
+    if getattr(owner, attribute) is not ours:
         raise HookError(f"{owner.__name__}.{attribute} has been replaced after tinygrad_nv did",
                         "what tinygrad_nv put there", "undo the later replacement first")
-    setattr(owner, attribute, done.theirs)
+    setattr(owner, attribute, theirs)
     del _replaced[owner, attribute]
 
 
 def _theirs(owner: Any, attribute: str) -> Any:
-    done = _replaced.get((owner, attribute))
-    return getattr(owner, attribute) if done is None else done.theirs
+    return _replaced[owner, attribute][0] if (owner, attribute) in _replaced else getattr(owner, attribute)
 
 
 def _apply() -> None:
@@ -303,9 +294,7 @@ def _verify(sink: UOp, name: str) -> None:
 
 
 class _ConfiguredCache(dict[Any, UOp]):
-    """tinygrad's schedule cache while rewrites are in force: entries belong to the configuration that made
-    them.
-    """
+    """Schedules made while rewrites are in force: entries belong to the configuration that made them."""
 
     def get(self, key: Any, default: UOp | None = None) -> UOp | None:
         return super().get((configuration(), key), default)
@@ -320,8 +309,8 @@ _configured_cache = _ConfiguredCache()
 def _pm_schedule() -> PatternMatcher:
     """tinygrad's pm_schedule with the rewrites in it and a cache of its own.
 
-    A pattern's function runs on a copy of its globals made when it first matches. So replacing get_kernel_graph
-    in tinygrad.schedule would do nothing once a schedule was made, and could not be undone if done before.
+    A pattern's function runs on a copy of its globals made when it first matches: replacing get_kernel_graph
+    in tinygrad.schedule does nothing once a schedule was made, and done before that it cannot be undone.
     """
     def get_kernel_graph(sink: UOp) -> UOp: return rangeify.get_kernel_graph(rewritten(sink))
     own = {**vars(schedule), "get_kernel_graph": get_kernel_graph, "schedule_cache": _configured_cache}
@@ -332,8 +321,12 @@ def _pm_schedule() -> PatternMatcher:
 # **** around the compilation of a schedule ****
 
 def _compiled(linear: UOp, beam: int, inner: Callable[[UOp], UOp]) -> UOp:
-    for fn in reversed(tuple(_compiles.values())): inner = functools.partial(fn, inner=Compile(beam, inner))
+    for fn in reversed(tuple(_compiles.values())):
+        inner = functools.partial(_wrapped, fn, Compile(beam, inner))
     return inner(linear)
+
+
+def _wrapped(fn: Callable[[UOp, Compile], UOp], inner: Compile, linear: UOp) -> UOp: return fn(linear, inner)
 
 
 def _compile_linear(linear: UOp, beam: int | None = None, *args: Any, **kwargs: Any) -> UOp:
@@ -343,17 +336,13 @@ def _compile_linear(linear: UOp, beam: int | None = None, *args: Any, **kwargs: 
 
 # **** custom functions ****
 
-def _function(ast: UOp) -> CustomFunction | None:
-    return _functions.get(ast.arg.partition(":")[0]) if ast.op is Ops.CUSTOM_FUNCTION else None
-
-
-def is_custom_function(body: UOp) -> bool:
-    """Whether a call's body is a CUSTOM_FUNCTION that was registered here."""
-    return _function(body) is not None
+def custom_function(body: UOp) -> CustomFunction | None:
+    """What is registered for a call's body, if that is a CUSTOM_FUNCTION."""
+    return _functions.get(body.arg.partition(":")[0]) if body.op is Ops.CUSTOM_FUNCTION else None
 
 
 def _execute(ctx: realize.ExecContext, call: UOp, ast: UOp) -> list[float | None] | None:
-    found = _function(ast)
+    found = custom_function(ast)
     return None if found is None else found.execute(ctx, call, ast)
 
 
@@ -365,12 +354,12 @@ def _pm_exec() -> PatternMatcher:
 
 
 def _outs_ins(call: UOp) -> OutsIns:
-    if (found := _function(call.src[0])) is not None: return found.outs_ins(call)
+    if (found := custom_function(call.src[0])) is not None: return found.outs_ins(call)
     return _theirs(realize, "get_call_outs_ins")(call)
 
 
 def _get_call_name(call: UOp, *args: Any, **kwargs: Any) -> str:
-    if _function(call.src[0]) is not None: return colored(call.src[0].arg, "yellow")
+    if custom_function(call.src[0]) is not None: return colored(call.src[0].arg, "yellow")
     return _theirs(realize, "get_call_name")(call, *args, **kwargs)
 
 
@@ -391,9 +380,7 @@ def add_device(name: str, cls: type) -> None:
 
 
 def remove_device(name: str) -> None:
-    """Undoes `add_device`. What was opened under the name is finalized: its buffers and programs are of no
-    use.
-    """
+    """Undoes `add_device`. What was opened under the name is finalized; its buffers are of no use then."""
     before = _remove(_devices, "device", name := name.upper())
     _close(name)
     if official(): Device.register(name, None)
@@ -406,9 +393,7 @@ def _module_name(device: str) -> str: return f"tinygrad.runtime.ops_{device.lowe
 
 
 def _close(name: str) -> None:
-    """Forgets the opened devices of a name. Their cache cannot drop one entry, so the others fill a fresh
-    one.
-    """
+    """Forgets the opened devices of a name. Their cache drops all or none, so the others fill it again."""
     for ix in [ix for ix in Device._opened_devices if ix.split(":")[0] == name]: Device[ix].finalize()
     opened = {ix: Device[ix] for ix in Device._opened_devices if ix.split(":")[0] != name}
     type(Device)._Device__get_canonicalized_item.cache_clear()
@@ -428,24 +413,11 @@ def _close(name: str) -> None:
 def install_compiler() -> None:
     """Lets CPU devices opened from now on compile with what `toolchain.find_compiler` finds as they open."""
     _check_version()
-    from tinygrad_nv.runtime.clang import ClangRenderer
-    _replace(ops_cpu, "ClangRenderer", ClangRenderer)
-    chosen = functools.cached_property(_select_device)
-    chosen.__set_name__(type(Device), "_select_device")
-    _replace(type(Device), "_select_device", chosen)
+    _replace(ops_cpu, "ClangRenderer", clang.ClangRenderer)
+    _replace(type(Device), "_select_device", clang.explained(_theirs(type(Device), "_select_device")))
 
 
 def remove_compiler() -> None:
     """Undoes `install_compiler`. An open CPU device keeps the compiler it has."""
     _put_back(ops_cpu, "ClangRenderer")
     _put_back(type(Device), "_select_device")
-
-
-def _select_device(device: Any) -> str:
-    """tinygrad's automatic choice, which swallows why a device did not open: with none left, the CPU says
-    why.
-    """
-    try: return _theirs(type(Device), "_select_device").func(device)
-    except RuntimeError as error:
-        if isinstance(error.__cause__, StopIteration): device["CPU"]
-        raise

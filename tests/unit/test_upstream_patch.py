@@ -30,8 +30,8 @@ def patched(tmp_path_factory):
 
 def run(there, *arguments, **env):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(there), str(ROOT)]), "DEV": "CPU", **env}
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True,
-                          check=False)
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True,
+                          text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     return done.stdout
 
@@ -45,7 +45,8 @@ def test_patch_touches_tinygrad_alone_and_little_of_it():
 
 
 def test_all_joints_pass_their_tests_through_the_plugin_points(patched):
-    out = run(patched, "-m", "pytest", "-q", "tests/unit/test_hooks.py", EXPECT_OFFICIAL="1")
+    out = run(patched, "-m", "pytest", "-q", "tests/unit/test_hooks.py", "tests/unit/test_hooks_by_name.py",
+              EXPECT_OFFICIAL="1")
     assert " failed" not in out
 
 

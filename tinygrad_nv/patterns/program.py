@@ -24,7 +24,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tinygrad.dtype import AddrSpace, DType, dtypes
-from tinygrad.helpers import prod
+from tinygrad.helpers import all_int, prod
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import (
     KernelInfo,
@@ -54,8 +54,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Note:
-    """What explain() tells of a kernel: the template it is of, why it was chosen, what it computes and how.
-    """
+    """What explain() tells of a kernel: whose it is, why it was chosen, what it computes and how."""
     template: str
     reason: str = ""
     spec: Hashable = None
@@ -64,9 +63,7 @@ class Note:
 
 @dataclass(frozen=True)
 class ProgramKernel(KernelInfo):
-    """KernelInfo of a kernel of ours. Its Estimates are an upper bound until `settle` has the variables'
-    names.
-    """
+    """KernelInfo of a kernel of ours. Its Estimates are upper bounds until `settle` makes them exact."""
     note: Note | None = None
 
 
@@ -79,12 +76,12 @@ def program(entry: str, source: str, device: str | tuple[str, ...], outputs: Seq
 
     An output given as a UOp is storage to write into, which the kernel may also read. `grid` and `block` are
     x, y, z. `variables` are bound variables at tensor level and ALU PARAMs in a rewrite; what `grid`, `flops`
-    and `nbytes` depend on must be among them. `nbytes` is by default the size of all arguments. `binary` is the
-    compiled source where the device's own compiler is not to do that. `tensor_level` is found out if not given.
+    and `nbytes` depend on must be among them. `nbytes` is by default the size of all arguments. `binary` is
+    the compiled source, if the device's compiler is not to make it. `tensor_level` is found out by default.
     """
     if tensor_level is None: tensor_level = not hooks.rewriting()
     stores = [_storage(out, device, tensor_level) for out in outputs]
-    arguments = [*stores, *(_contiguous(x) for x in inputs)]
+    arguments = [*stores, *(_contiguous(x if tensor_level else _in_memory(x)) for x in inputs)]
     params = [UOp.placeholder((x.max_numel(),), x.dtype, slot) for slot, x in enumerate(arguments)]
     if nbytes is None: nbytes = sum(x.max_numel() * x.dtype.itemsize for x in arguments)
     renamed = {_name(v): _in_body(v) for v in variables}
@@ -110,10 +107,18 @@ def _storage(out: Output | UOp, device: str | tuple[str, ...], tensor_level: boo
 
 
 def _contiguous(x: UOp) -> UOp:
-    """`x` as it lies in memory, from its first element on. The first rows of a buffer need no copy."""
+    # tinygrad realizes what a call takes. CONTIGUOUS saves that where there is a view, but doubles it if symbolic.
+    return x if x.has_buffer_identity(after_ok=True) or not all_int(x.shape) else x.contiguous()
+
+
+def _in_memory(x: UOp) -> UOp:
+    """The storage that starts with `x`, where there is one: the first rows of a buffer need no copy.
+
+    Not at tensor level, where @function must find the very UOp that it was given.
+    """
     lies = x
     while lies.op is Ops.RESHAPE or (lies.op is Ops.SHRINK and _is_prefix(lies)): lies = lies.src[0]
-    return lies if lies.has_buffer_identity(after_ok=True) else x.contiguous()
+    return lies if lies.has_buffer_identity(after_ok=True) else x
 
 
 def _is_prefix(x: UOp) -> bool:
@@ -130,9 +135,7 @@ def _name(variable: UOp) -> str: return (variable.src[0] if variable.is_bound_va
 
 
 def _in_body(variable: UOp) -> UOp:
-    """A variable as the body sees it. int32 as the kernel takes it; tinygrad renames, hence retypes, only
-    `p{slot}`.
-    """
+    """A variable as the body sees it: int32, as the kernel takes it. Only `p{slot}` is replaced later."""
     v = variable.src[0] if variable.is_bound_var else variable
     dtype = dtypes.int32 if v.dtype in dtypes.weaks else v.dtype
     return UOp(Ops.PARAM, src=v.src, arg=replace(v.arg, slot=-1, dtype=dtype))
@@ -155,10 +158,10 @@ def _bound(ops: UOp, mem: UOp) -> Estimates:
 # **** in a rewrite ****
 
 def write_through(sink: UOp) -> UOp:
-    """Lets kernels of ours write straight into the storage that their result would be copied to, where that is safe.
+    """Lets kernels of ours write straight into the storage their result would be copied to, where safe.
 
-    A rewrite ends with this. Who reads the old contents runs first, as tinygrad orders writes after reads; only
-    a kernel that itself reads the storage it would write has to keep its own.
+    A rewrite ends with this. Who reads the old contents runs first, as tinygrad orders writes after reads;
+    only a kernel that reads the storage itself has to keep its own.
     """
     moved: dict[UOp, UOp] = {}
     for after in sink.toposort(enter_calls=False):
@@ -167,9 +170,7 @@ def write_through(sink: UOp) -> UOp:
 
 
 def _copied(after: UOp) -> tuple[UOp, UOp] | None:
-    """The schedule's BUFFER and the storage it is copied to, for AFTER(target, STORE(target, BUFFER after a
-    call)).
-    """
+    """Of AFTER(target, STORE(target, BUFFER after a call)): the BUFFER, and target's storage."""
     if after.op is not Ops.AFTER or len(after.src) != 2 or after.src[1].op is not Ops.STORE: return None
     target, value = after.src[1].src
     while target.op is value.op is Ops.SHRINK and target.src[1:] == value.src[1:]:
@@ -197,8 +198,7 @@ _pm_stored_in_place = PatternMatcher([(UPat(Ops.AFTER, src=(UPat(), _store)), _s
 
 @dataclass(frozen=True)
 class Miss:
-    """A near miss: the template that nearly matched, why it did not, and what is known of the value's kernel.
-    """
+    """A near miss: what nearly matched, why it did not, and what its kernel can be recognised by."""
     template: str
     reason: str
     op: Ops
@@ -209,9 +209,7 @@ _heard: list[Miss] | None = None
 
 
 def miss(template: str, value: UOp, reason: str) -> None:
-    """For rewrites: why `value` is left to tinygrad after all. explain() shows it with the kernel that
-    computes it.
-    """
+    """For rewrites: why `value` is left to tinygrad. explain() shows it with the value's kernel."""
     if _heard is not None: _heard.append(Miss(template, reason, value.op, value.max_numel()))
 
 

@@ -17,7 +17,9 @@ import functools
 import hashlib
 import types
 from collections.abc import Callable
+from typing import Any
 
+from tinygrad.device import _Device
 from tinygrad.helpers import Target
 from tinygrad.renderer import cstyle
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
@@ -27,9 +29,7 @@ from tinygrad_nv.toolchain import CCompiler, compile_object, find_compiler
 
 
 def clang_arguments(clang: ClangCompiler) -> list[str]:
-    """What tinygrad's `ClangCompiler` passes to its executable: its `compile` runs on a `subprocess` that
-    listens.
-    """
+    """What tinygrad's `ClangCompiler` gives its executable, heard by running its `compile`."""
     heard: list[list[str]] = []
 
     def check_output(command: list[str], input: bytes) -> bytes:
@@ -40,6 +40,19 @@ def clang_arguments(clang: ClangCompiler) -> list[str]:
     scope = {**compile.__globals__, "subprocess": types.SimpleNamespace(check_output=check_output)}
     types.FunctionType(compile.__code__, scope)(clang, "")
     return heard[0][1:]
+
+
+def explained(theirs: functools.cached_property[str]) -> functools.cached_property[str]:
+    """tinygrad's choice of a device. It hides why each does not open: with none left, the CPU says why."""
+    def _select_device(device: Any) -> str:
+        try: return theirs.func(device)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, StopIteration): device["CPU"]
+            raise
+
+    ours = functools.cached_property(_select_device)
+    ours.__set_name__(_Device, "_select_device")
+    return ours
 
 
 class ToolchainCompiler(ClangCompiler):
