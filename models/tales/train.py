@@ -5,8 +5,8 @@ trained from `SEED` with tinygrad; loss on `stories.corpus("held-out")` is print
 command on the same machine gives the same model; another machine's compiler may round differently. What it took is
 written to training.json beside the weights.
 
-Recipe: rows of consecutive stories, each row beginning with one, so that no story is seen without its opening; Muon
-(Jordan et al. 2024) for the matrices of the blocks, AdamW for embedding and norms; linear warm-up, cosine decay.
+Recipe: rows of consecutive stories, each row beginning with one, so that no story is seen without its opening; AdamW
+(arXiv 1711.05101) with the gradient's norm clipped; linear warm-up, cosine decay.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 from tinygrad import Context, Tensor, TinyJit, dtypes
-from tinygrad.nn.optim import AdamW, Muon, Optimizer, OptimizerGroup
+from tinygrad.nn.optim import AdamW
 from tokenizers import Tokenizer
 
 from ..config import parse_config
@@ -46,19 +46,20 @@ GENERATION = {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "bos_token_i
 
 @dataclass(frozen=True)
 class Recipe:
-    """Hyperparameters. Rows of `length` tokens, `batch` of them a step; learning rates are peaks."""
+    """Hyperparameters. Rows of `length` tokens, `batch` of them a step; `lr` is the peak."""
     steps: int = 3000
     batch: int = 16
     length: int = 160
-    matrix_lr: float = 0.02
-    other_lr: float = 0.004
-    warm_up: int = 50
+    lr: float = 0.004
+    warm_up: int = 100
     final: float = 0.02
+    weight_decay: float = 0.1
+    clip: float = 1.0
 
-    def scale(self, step: int) -> float:
-        """Fraction of the peak learning rates at `step`."""
+    def lr_at(self, step: int) -> float:
+        """Learning rate of `step`: up in a line, down along a cosine to `final` of the peak."""
         cosine = 0.5 * (1 + math.cos(math.pi * step / self.steps))
-        return min(1.0, (step + 1) / self.warm_up) * (self.final + (1 - self.final) * cosine)
+        return self.lr * min(1.0, (step + 1) / self.warm_up) * (self.final + (1 - self.final) * cosine)
 
 
 def rows(tokenizer: Tokenizer, split: str, length: int) -> Iterator[list[int]]:
@@ -84,13 +85,12 @@ def initialise(model: Llama, rng: np.random.Generator) -> list[Tensor]:
     return out
 
 
-def make_optimizer(model: Llama, parameters: list[Tensor], recipe: Recipe) -> tuple[OptimizerGroup, list[tuple[Optimizer, float]]]:
-    """Muon for the blocks' matrices, AdamW for the rest; with each, its peak learning rate."""
-    matrices = [p for p in parameters if p.ndim == 2 and p is not model.embedding]
-    others = [p for p in parameters if not any(p is m for m in matrices)]
-    muon = Muon(matrices, lr=recipe.matrix_lr, momentum=0.95, weight_decay=0.01)
-    adam = AdamW(others, lr=recipe.other_lr, b1=0.9, b2=0.95, weight_decay=0.0)
-    return OptimizerGroup(muon, adam), [(muon, recipe.matrix_lr), (adam, recipe.other_lr)]
+def clip_gradients(parameters: list[Tensor], most: float) -> None:
+    """Scales all gradients so that their joint norm is at most `most`."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = sum((g.square().sum() for g in gradients), start=Tensor(0.0)).sqrt()
+    scale = (most / (norm + 1e-6)).minimum(1.0)
+    for p, g in zip(parameters, gradients, strict=True): p.grad = g * scale
 
 
 def batches(source: Iterator[list[int]], size: int) -> Iterator[Tensor]:
@@ -105,14 +105,16 @@ def loss_of(model: Llama, batch: Tensor) -> Tensor:
 
 def train(model: Llama, tokenizer: Tokenizer, recipe: Recipe) -> list[dict[str, float]]:
     """Trains in place; returns the printed curve: step, train (mean since the last line), held_out, seconds."""
-    group, peaks = make_optimizer(model, initialise(model, np.random.default_rng(SEED)), recipe)
+    parameters = initialise(model, np.random.default_rng(SEED))
+    optimizer = AdamW(parameters, lr=recipe.lr, b1=0.9, b2=0.95, weight_decay=recipe.weight_decay)
 
     @TinyJit
     @Context(TRAINING=1)
     def step(batch: Tensor) -> Tensor:
-        group.zero_grad()
+        optimizer.zero_grad()
         loss = loss_of(model, batch).backward()
-        return loss.realize(*group.schedule_step())
+        clip_gradients(parameters, recipe.clip)
+        return loss.realize(*optimizer.schedule_step())
 
     evaluate = TinyJit(lambda batch: loss_of(model, batch).realize())
     source = batches(rows(tokenizer, "train", recipe.length), recipe.batch)
@@ -120,8 +122,7 @@ def train(model: Llama, tokenizer: Tokenizer, recipe: Recipe) -> list[dict[str, 
     exam = [next(held_out) for _ in range(8)]
     curve, losses, begun = [], [], time.perf_counter()
     for i in range(recipe.steps):
-        for optimizer, peak in peaks:
-            optimizer.lr.assign(Tensor([peak * recipe.scale(i)], dtype=dtypes.float32, device=optimizer.lr.device)).realize()
+        optimizer.lr.assign(Tensor([recipe.lr_at(i)], dtype=dtypes.float32, device=optimizer.lr.device)).realize()
         losses.append(float(step(next(source)).item()))
         if i % 100 == 99 or i == recipe.steps - 1:
             measured = float(np.mean([evaluate(batch).item() for batch in exam]))
