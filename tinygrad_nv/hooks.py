@@ -38,8 +38,6 @@ import tinygrad.schedule as schedule
 from tinygrad.device import Device
 from tinygrad.engine import jit, realize
 from tinygrad.helpers import BEAM, Context, colored
-from tinygrad.runtime import ops_cpu
-from tinygrad.runtime.support import hcq2
 from tinygrad.schedule import rangeify
 from tinygrad.schedule.multi import multi_pm
 from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat, graph_rewrite
@@ -234,13 +232,15 @@ def _apply() -> None:
         _list(schedule.pre_schedule, (rewritten, configuration), _enabled and bool(_rewrites))
         _list(realize.pre_compile, _compiled, _enabled and bool(_compiles))
         return
+    # hcq2 is imported by the first device that uses it, and takes what is in realize then
+    users = [realize, jit, *filter(None, [sys.modules.get("tinygrad.runtime.support.hcq2")])]
     for wanted, attributes in (
         (_enabled and bool(_rewrites), [(schedule, "pm_schedule", _pm_schedule())]),
         (_enabled and bool(_compiles), [(realize, "compile_linear", _compile_linear),
                                         (jit, "compile_linear", _compile_linear)]),
         (bool(_functions), [(realize, "pm_exec", _pm_exec()),
-                            *((owner, "get_call_name", _get_call_name) for owner in (realize, hcq2)),
-                            *((owner, "get_call_outs_ins", _outs_ins) for owner in (realize, jit, hcq2))]),
+                            *((owner, "get_call_name", _call_name) for owner in users if owner is not jit),
+                            *((owner, "get_call_outs_ins", _outs_ins) for owner in users)]),
     ):
         for owner, attribute, ours in attributes:
             if wanted: _replace(owner, attribute, ours)
@@ -358,7 +358,7 @@ def _outs_ins(call: UOp) -> OutsIns:
     return _theirs(realize, "get_call_outs_ins")(call)
 
 
-def _get_call_name(call: UOp, *args: Any, **kwargs: Any) -> str:
+def _call_name(call: UOp, *args: Any, **kwargs: Any) -> str:
     if custom_function(call.src[0]) is not None: return colored(call.src[0].arg, "yellow")
     return _theirs(realize, "get_call_name")(call, *args, **kwargs)
 
@@ -413,11 +413,11 @@ def _close(name: str) -> None:
 def install_compiler() -> None:
     """Lets CPU devices opened from now on compile with what `toolchain.find_compiler` finds as they open."""
     _check_version()
-    _replace(ops_cpu, "ClangRenderer", clang.ClangRenderer)
+    clang.wait_for_cpu(lambda ops_cpu: _replace(ops_cpu, "ClangRenderer", clang.ClangRenderer))
     _replace(type(Device), "_select_device", clang.explained(_theirs(type(Device), "_select_device")))
 
 
 def remove_compiler() -> None:
     """Undoes `install_compiler`. An open CPU device keeps the compiler it has."""
-    _put_back(ops_cpu, "ClangRenderer")
+    if (ops_cpu := clang.stop_waiting()) is not None: _put_back(ops_cpu, "ClangRenderer")
     _put_back(type(Device), "_select_device")

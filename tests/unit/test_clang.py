@@ -62,13 +62,11 @@ def test_the_renderer_uses_what_is_found_and_keeps_it(path):
 
 def test_a_pickled_renderer_takes_its_compiler_along(path, monkeypatch):
     executable(path / "bin" / "clang")
-    renderer = ClangRenderer(TARGET)
-    sent = pickle.dumps(renderer)
+    sent, key = pickle.dumps(ClangRenderer(TARGET)), ClangRenderer(TARGET).compiler.cachekey
     monkeypatch.setenv("PATH", "")
     arrived = pickle.loads(sent)
     assert type(arrived) is ClangRenderer
-    assert (arrived.target, arrived.compiler.found) == (renderer.target, renderer.compiler.found)
-    assert arrived.compiler.cachekey == renderer.compiler.cachekey
+    assert (arrived.target, arrived.compiler.found.origin, arrived.compiler.cachekey) == (TARGET, "PATH", key)
 
 
 # **** what the compiler is given ****
@@ -190,6 +188,33 @@ def test_a_missing_compiler_is_our_error_however_the_device_is_chosen(tmp_path, 
     last = done.stderr.strip().splitlines()[-3:]
     assert last[0] == "tinygrad_nv.errors.ToolchainError: no C compiler for the CPU device"
     assert "pip install 'tinygrad-nv[cpu]'" in last[2]
+
+
+@pytest.mark.parametrize("first", ["", "import tinygrad.runtime.ops_cpu;"])
+def test_it_does_not_matter_when_the_cpu_device_is_imported(first):
+    done = run(f"""{first}
+import sys, tinygrad_nv
+from tinygrad_nv import hooks
+assert ("tinygrad.runtime.ops_cpu" in sys.modules) is bool({first!r})
+hooks.remove_compiler(); hooks.install_compiler(); hooks.install_compiler()
+from tinygrad.runtime import ops_cpu
+from tinygrad_nv.runtime import clang
+assert ops_cpu.ClangRenderer is clang.ClangRenderer
+assert not any(isinstance(finder, clang._CPUFinder) for finder in sys.meta_path)
+hooks.remove_compiler()
+assert ops_cpu.ClangRenderer.__module__ == "tinygrad.renderer.cstyle"
+""")
+    assert done.returncode == 0, done.stderr
+
+
+def test_taken_back_before_the_cpu_device_is_imported_nothing_is_replaced():
+    done = run("""
+from tinygrad_nv import hooks
+hooks.remove_compiler()
+from tinygrad.runtime import ops_cpu
+assert ops_cpu.ClangRenderer.__module__ == "tinygrad.renderer.cstyle"
+""")
+    assert done.returncode == 0, done.stderr
 
 
 def test_importing_finds_no_compiler_and_opens_no_device(tmp_path):

@@ -107,7 +107,7 @@ def _storage(out: Output | UOp, device: str | tuple[str, ...], tensor_level: boo
 
 
 def _contiguous(x: UOp) -> UOp:
-    # tinygrad realizes what a call takes. CONTIGUOUS saves that where there is a view, but doubles it if symbolic.
+    # tinygrad realizes what a call takes. CONTIGUOUS saves that for a view, and doubles it if symbolic.
     return x if x.has_buffer_identity(after_ok=True) or not all_int(x.shape) else x.contiguous()
 
 
