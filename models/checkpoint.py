@@ -1,8 +1,9 @@
 """The weight files of a Hugging Face directory: model.safetensors, its sharded index, or pytorch_model.bin.
 
-Protocol: `open_checkpoint(directory)` reads headers only and lists every tensor as an `Entry`; `read_into` moves one
-tensor's bytes from its file to a device tensor. A safetensors file is checked whole when opened (header inside the
-file, offsets inside the data, sizes equal to dtype × shape), so a truncated download is refused before anything runs.
+Protocol: `open_checkpoint(directory)` reads headers only and lists every tensor as an `Entry`; `read_into` moves a run
+of its elements from the file to a device tensor, several at once from different threads where `parallel`. A
+safetensors file is checked whole when opened (header inside the file, offsets inside the data, sizes equal to
+dtype × shape), so a truncated download is refused before anything runs.
 
 Format: https://github.com/huggingface/safetensors (8-byte little-endian header length, JSON, data).
 """
@@ -10,12 +11,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from tinygrad import Tensor
@@ -26,7 +25,6 @@ from tinygrad_nv.runtime.memory import host_bytes, write
 
 from .config import read_json
 
-CHUNK = 16 << 20  # bytes of conversion buffer
 MAX_HEADER = 100 << 20  # the format's own limit
 SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -47,64 +45,62 @@ class Entry:
 
 
 class Checkpoint(Protocol):
-    """An open checkpoint."""
+    """A checkpoint whose headers have been read."""
     entries: dict[str, Entry]
+    parallel: bool
 
-    def read_into(self, entry: Entry, tensor: Tensor, offset: int) -> None:
-        """Writes the entry's elements, in the tensor's dtype, at byte `offset` of the tensor's memory."""
+    def read_into(self, entry: Entry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
+        """Writes elements [begin, end) of the entry, in the tensor's dtype, from byte `offset` of its memory on."""
 
 
 @dataclass
 class Safetensors:
     """Tensors of one or more safetensors files."""
-    files: dict[str, BinaryIO] = field(default_factory=dict)
     entries: dict[str, Entry] = field(default_factory=dict)
+    parallel: bool = True
 
-    def add(self, path: Path, file: BinaryIO, only: set[str] | None = None) -> None:
-        """Lists the tensors of `path`; with `only`, exactly these must be there."""
-        self.files[str(path)] = file
-        found = {entry.name: entry for entry in read_header(path, file)}
+    def add(self, path: Path, only: set[str] | None = None) -> None:
+        """Lists the tensors of `path`; with `only`, at least these must be there."""
+        found = {entry.name: entry for entry in read_header(path)}
         if only is not None and (absent := sorted(only - set(found))):
             raise WeightError(f"{path} lacks tensors its index promises: {', '.join(absent[:8])}",
                               "the shards the index was written with", "download the directory again")
         self.entries |= found
 
-    def read_into(self, entry: Entry, tensor: Tensor, offset: int) -> None:
-        path, position = entry.place
-        file = self.files[path]
-        file.seek(position)
+    def read_into(self, entry: Entry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
+        item, (path, position) = ITEM_BYTES[entry.dtype], entry.place
         target = host_bytes(tensor)
-        if target is not None and named(entry.dtype) == tensor.dtype:
-            _fill(file, target[offset:offset + entry.nbytes], path)
-            return
-        item = ITEM_BYTES[entry.dtype]
-        buffer = memoryview(bytearray(min(CHUNK, entry.nbytes)))
-        for start in range(0, entry.nbytes, CHUNK):
-            part = buffer[:min(CHUNK, entry.nbytes - start)]
-            _fill(file, part, path)
-            converted = convert(part, entry.dtype, tensor.dtype)
-            write(tensor, offset + start // item * tensor.dtype.itemsize, converted)
+        with open(path, "rb", buffering=0) as file:
+            file.seek(position + begin * item)
+            if target is not None and named(entry.dtype) == tensor.dtype:
+                _fill(file, target[offset:offset + (end - begin) * item], path)
+                return
+            data = memoryview(bytearray((end - begin) * item))
+            _fill(file, data, path)
+        write(tensor, offset, convert(data, entry.dtype, tensor.dtype))
 
 
-def _fill(file: BinaryIO, target: memoryview, path: str) -> None:
+def _fill(file: FileIO, target: memoryview, path: str) -> None:
     done = 0
     while done < len(target):
-        # at most 1 GiB a call: Linux reads 0x7ffff000 bytes at the most
-        if not (count := file.readinto(target[done:done + (1 << 30)])):  # type: ignore[attr-defined]
+        if not (count := file.readinto(target[done:])):
             raise WeightError(f"{path} ended {len(target) - done} bytes early", "the file its header describes",
                               "download the file again")
         done += count
 
 
-def read_header(path: Path, file: BinaryIO) -> list[Entry]:
+def read_header(path: Path) -> list[Entry]:
     """The tensors a safetensors file describes, checked against its size."""
     def damaged(what: str) -> WeightError:
         return WeightError(f"{path} is damaged: {what}", "a complete safetensors file", "download the file again")
-    size = os.fstat(file.fileno()).st_size
+    size = path.stat().st_size
     if size < 8: raise damaged(f"{size} bytes long")
-    length = int.from_bytes(file.read(8), "little")
-    if length > min(size - 8, MAX_HEADER): raise damaged(f"its header of {length} bytes does not fit in {size} bytes")
-    try: header = json.loads(file.read(length))
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(size - 8, MAX_HEADER):
+            raise damaged(f"its header of {length} bytes does not fit in {size} bytes")
+        text = file.read(length)
+    try: header = json.loads(text)
     except ValueError as error: raise damaged(f"its header is not JSON ({error})") from error
     if not isinstance(header, dict): raise damaged("its header is not an object")
     out = []
@@ -155,6 +151,7 @@ class PyTorchFiles:
     """Tensors of pytorch_model.bin files, unpickled by tinygrad (which runs no code from the pickle)."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     entries: dict[str, Entry] = field(default_factory=dict)
+    parallel: bool = False  # tinygrad's scheduler is not for several threads
 
     def add(self, path: Path) -> None:
         """Lists the tensors of one file."""
@@ -172,40 +169,33 @@ class PyTorchFiles:
             self.entries[name] = Entry(name, dtype, tuple(int(s) for s in tensor.shape),
                                        (str(path), len(self.entries)))
 
-    def read_into(self, entry: Entry, tensor: Tensor, offset: int) -> None:
-        host = self.tensors[entry.name].to("CPU").contiguous().realize()
-        data = host_bytes(host)
+    def read_into(self, entry: Entry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
+        data = host_bytes(self.tensors[entry.name].flatten()[begin:end].to("CPU").contiguous().realize())
         assert data is not None, "the CPU device is addressable"
         write(tensor, offset, convert(data, entry.dtype, tensor.dtype))
 
 
-@contextmanager
-def open_checkpoint(directory: Path) -> Iterator[Checkpoint]:
+def open_checkpoint(directory: Path) -> Checkpoint:
     """The checkpoint of `directory`, safetensors before pickles, a single file before shards.
 
     Raises `WeightError` when there is none, a shard is missing, or a file is damaged.
     """
-    with ExitStack() as stack:
-        if (single := directory / "model.safetensors").is_file():
-            checkpoint = Safetensors()
-            checkpoint.add(single, stack.enter_context(single.open("rb", buffering=0)))  # type: ignore[arg-type]
-            yield checkpoint
-        elif (index := directory / "model.safetensors.index.json").is_file():
-            checkpoint = Safetensors()
-            for path, names in _shards(index).items():
-                checkpoint.add(path, stack.enter_context(path.open("rb", buffering=0)), names)  # type: ignore[arg-type]
-            yield checkpoint
-        elif (single := directory / "pytorch_model.bin").is_file():
-            pickles = PyTorchFiles()
-            pickles.add(single)
-            yield pickles
-        elif (index := directory / "pytorch_model.bin.index.json").is_file():
-            pickles = PyTorchFiles()
-            for path in _shards(index): pickles.add(path)
-            yield pickles
-        else:
-            raise WeightError(f"{directory} holds no weights", "model.safetensors, model.safetensors.index.json with its "
-                              "shards, or pytorch_model.bin", "download the weight files into the directory")
+    if (single := directory / "model.safetensors").is_file():
+        tensors = Safetensors()
+        tensors.add(single)
+        return tensors
+    if (index := directory / "model.safetensors.index.json").is_file():
+        tensors = Safetensors()
+        for path, names in _shards(index).items(): tensors.add(path, names)
+        return tensors
+    pickles = PyTorchFiles()
+    if (single := directory / "pytorch_model.bin").is_file(): pickles.add(single)
+    elif (index := directory / "pytorch_model.bin.index.json").is_file():
+        for path in _shards(index): pickles.add(path)
+    else:
+        raise WeightError(f"{directory} holds no weights", "model.safetensors, or model.safetensors.index.json with its "
+                          "shards, or pytorch_model.bin", "download the weight files into the directory")
+    return pickles
 
 
 def _shards(index: Path) -> dict[Path, set[str]]:

@@ -7,6 +7,8 @@ refused by name: a silently ignored field is a silently wrong model.
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,10 +77,11 @@ class ModelConfig:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from `path`; `ModelError` names the file and the place when it is none."""
     try: data = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ModelError(f"{path} is not JSON: {error}", "a JSON object", "download the file again") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} cannot be read: {error}", "a readable UTF-8 text file") from error
+        raise ModelError(f"{path} cannot be read: {error}", "a readable UTF-8 text file",
+                         "check its permissions, or download the file again") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not JSON: {error}", "a JSON object", "download the file again") from error
     if not isinstance(data, dict):
         raise ModelError(f"{path} holds a {type(data).__name__}", "a JSON object", "download the file again")
     return data
@@ -86,7 +89,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_config(directory: Path) -> ModelConfig:
     """The configuration of the model in `directory`. Raises `ModelError` naming what is missing or not supported."""
-    if not directory.exists():
+    if not os.path.exists(directory):  # unlike Path.exists, False for a name too long for the system
         raise ModelError(f"no such directory: {directory}", "a Hugging Face model directory (config.json, weights)",
                          "check the path; models are not downloaded")
     path = directory / "config.json"
@@ -100,8 +103,8 @@ def parse_config(data: Mapping[str, Any], name: str = "config.json") -> ModelCon
     """`read_config` for an object already read; `name` is used in messages."""
     architecture = _architecture(data, name)
     raw = {**ARCHITECTURES[architecture], **data}
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
+    if quantised := raw.get("quantization_config"):
+        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
         raise ModelError(f"{name}: weights are quantised ({method})", "float32, float16 or bfloat16 weights",
                          "use the unquantised checkpoint")
     hidden, heads = _positive(raw, "hidden_size", name), _positive(raw, "num_attention_heads", name)
@@ -109,20 +112,20 @@ def parse_config(data: Mapping[str, Any], name: str = "config.json") -> ModelCon
         raise ModelError(f"{name}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}",
                          "a multiple, or an explicit head_dim")
     head_dim = _positive(raw, "head_dim", name) if raw.get("head_dim") is not None else hidden // heads
-    kv_heads = _positive({"num_key_value_heads": heads, **raw}, "num_key_value_heads", name)
+    kv_heads = heads if raw.get("num_key_value_heads") is None else _positive(raw, "num_key_value_heads", name)
     if heads % kv_heads:
         raise ModelError(f"{name}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}",
                          "each key/value head shared by the same number of query heads")
     layers, positions = _positive(raw, "num_hidden_layers", name), _positive(raw, "max_position_embeddings", name)
-    bias = bool(raw.get("attention_bias", False))
+    bias, own = bool(raw.get("attention_bias", False)), ARCHITECTURES[architecture]
     return ModelConfig(
         architecture=architecture, vocab_size=_positive(raw, "vocab_size", name), hidden_size=hidden,
         intermediate_size=_positive(raw, "intermediate_size", name), num_layers=layers, num_heads=heads,
         num_kv_heads=kv_heads, head_dim=head_dim, max_positions=positions, rope=_rope(raw, head_dim, positions, name),
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)), norm_offset=raw.get("norm_offset", 0.0),
-        activation=_activation(raw, name), tied=bool(raw.get("tie_word_embeddings", False)), qkv_bias=bias,
+        norm_eps=_number({"rms_norm_eps": 1e-6, **raw}, "rms_norm_eps", name), norm_offset=own.get("norm_offset", 0.0),
+        activation=_activation(raw, architecture, name), tied=bool(raw.get("tie_word_embeddings", False)), qkv_bias=bias,
         output_bias=bias and architecture != "Qwen2ForCausalLM", mlp_bias=bool(raw.get("mlp_bias", False)),
-        qk_norm=raw.get("qk_norm", False),
+        qk_norm=own.get("qk_norm", False),
         embedding_scale=hidden ** 0.5 if architecture == "GemmaForCausalLM" else 1.0,
         windows=_windows(raw, architecture, layers, name), dtype=_dtype(raw, name), eos_token_ids=token_ids(
             raw.get("eos_token_id"), f"{name}: eos_token_id"))
@@ -132,7 +135,7 @@ def token_ids(value: Any, name: str) -> tuple[int, ...]:
     """An id, a list of ids or null, as a tuple."""
     values = () if value is None else tuple(value) if isinstance(value, list) else (value,)
     if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values):
-        raise ModelError(f"{name} is {value!r}", "a token id, a list of them, or null")
+        raise ModelError(f"{name} is {value!r}", "a token id, a list of them, or null", "correct the file")
     return values
 
 
@@ -142,7 +145,7 @@ def _architecture(data: Mapping[str, Any], name: str) -> str:
     if not isinstance(listed, list) or not listed:
         raise ModelError(f"{name} names no architectures", f"a list with one of: {have}",
                          "use a causal language model saved by transformers")
-    if (known := next((a for a in listed if a in ARCHITECTURES), None)) is None:
+    if (known := next((a for a in listed if isinstance(a, str) and a in ARCHITECTURES), None)) is None:
         raise ModelError(f"{name}: architecture {', '.join(map(str, listed))} is not supported", f"one of: {have}",
                          "convert the model to one of these, or add it (see CONTRIBUTING.md)")
     return known
@@ -150,8 +153,16 @@ def _architecture(data: Mapping[str, Any], name: str) -> str:
 
 def _positive(raw: Mapping[str, Any], key: str, name: str) -> int:
     if not isinstance(value := raw.get(key), int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"{name}: {key} is {value!r}", "a positive integer")
+        raise ModelError(f"{name}: {key} is {value!r}", "a positive integer", "correct the file, or download it again")
     return value
+
+
+def _number(raw: Mapping[str, Any], key: str, name: str, least: float = 0.0) -> float:
+    value = raw.get(key)
+    # the comparison refuses NaN, infinity, and integers that no float holds
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least < value <= sys.float_info.max:
+        raise ModelError(f"{name}: {key} is {value!r}", f"a number > {least:g}", "correct the file, or download it again")
+    return float(value)
 
 
 def _rope(raw: Mapping[str, Any], head_dim: int, positions: int, name: str) -> RopeConfig:
@@ -161,43 +172,50 @@ def _rope(raw: Mapping[str, Any], head_dim: int, positions: int, name: str) -> R
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise ModelError(f"{name}: rope type {kind!r} is not supported", f"one of: {', '.join(ROPE_TYPES)}")
-    theta = given.get("rope_theta", raw.get("rope_theta", 10000.0))
-    partial = given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-    if (rotary := int(head_dim * partial)) % 2 or rotary < 2:
-        raise ModelError(f"{name}: {rotary} rotary dimensions", "an even number of them, at least 2")
+    both = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, "original_max_position_embeddings": None, **raw, **given}
+    rotary = int(head_dim * _number(both, "partial_rotary_factor", name))
+    if rotary % 2 or not 2 <= rotary <= head_dim:
+        raise ModelError(f"{name}: {rotary} rotary dimensions", f"an even number of them, 2 to {head_dim}")
     names = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
              "mscale_all_dim")
-    numbers = {key: float(given[key]) for key in names if given.get(key) is not None}
+    numbers = {key: _number(given, key, name, -1.0 if key.startswith("mscale") else 0.0)
+               for key in names if given.get(key) is not None}
     needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
               "yarn": ("factor",)}.get(kind, ())
     if missing := [key for key in needed if key not in numbers]:
         raise ModelError(f"{name}: rope type {kind} lacks {', '.join(missing)}", f"{', '.join(needed)}")
-    original = given.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
-    return RopeConfig(kind=kind, theta=float(theta), dim=rotary, original_positions=original or positions,
+    if kind == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
+        raise ModelError(f"{name}: low_freq_factor {numbers['low_freq_factor']:g} is not below high_freq_factor "
+                         f"{numbers['high_freq_factor']:g}", "a smaller and a larger number of turns")
+    original = "original_max_position_embeddings"
+    # at 1 every frequency is 1, and YaRN divides by its logarithm
+    theta = _number(both, "rope_theta", name, 1.0)
+    return RopeConfig(kind=kind, theta=theta, dim=rotary,
+                      original_positions=positions if both[original] is None else _positive(both, original, name),
                       truncate=bool(given.get("truncate", True)), **numbers)
 
 
-def _activation(raw: Mapping[str, Any], name: str) -> str:
+def _activation(raw: Mapping[str, Any], architecture: str, name: str) -> str:
     act = raw.get("hidden_activation") or raw.get("hidden_act", "silu")
     # Gemma's published configs say "gelu" and mean the tanh form: transformers has read them so since 4.38
-    if raw.get("norm_offset") and act == "gelu": act = "gelu_pytorch_tanh"
-    if act not in ACTIVATIONS:
+    if architecture == "GemmaForCausalLM" and act == "gelu": act = "gelu_pytorch_tanh"
+    if not isinstance(act, str) or act not in ACTIVATIONS:
         raise ModelError(f"{name}: hidden_act {act!r} is not supported", f"one of: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[act]
 
 
 def _windows(raw: Mapping[str, Any], architecture: str, layers: int, name: str) -> tuple[int | None, ...]:
     window = raw.get("sliding_window")
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise ModelError(f"{name}: sliding_window is {window!r}", "a positive number of tokens, or null")
+    if window is not None: window = _positive(raw, "sliding_window", name)
     if architecture == "MistralForCausalLM": return (window,) * layers
     if architecture not in ("Qwen2ForCausalLM", "Qwen3ForCausalLM") or not raw.get("use_sliding_window"):
         return (None,) * layers
     if (types := raw.get("layer_types")) is None:
         first = raw.get("max_window_layers", 28)
+        if not isinstance(first, int): raise ModelError(f"{name}: max_window_layers is {first!r}", "a number of layers")
         return tuple(window if i >= first else None for i in range(layers))
-    if len(types) != layers:
-        raise ModelError(f"{name}: {len(types)} layer_types for {layers} layers", "one entry for each layer")
+    if not isinstance(types, list) or len(types) != layers:
+        raise ModelError(f"{name}: layer_types is {types!r}", f"a list of {layers}, one entry for each layer")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 

@@ -1,11 +1,16 @@
 """Bytes into device tensors without a second copy of them.
 
-Protocol: `allocate(tensor)` gives an empty tensor its memory; `host_bytes(tensor)` is a writable view of that memory
-where the host can address it (the CPU device), so that files are read straight into place; `write(tensor, offset,
-data)` puts bytes at an offset on any device. Nothing here schedules a kernel.
+Protocol: `allocate(tensor)` gives an empty tensor its memory, `allocate_arena(tensors)` gives many of them one mapping;
+`host_bytes(tensor)` is a writable view of that memory where the host can address it (the CPU device), so that files
+are read straight into place; `write(tensor, offset, data)` puts bytes at an offset on any device. Nothing here
+schedules a kernel.
 """
 from __future__ import annotations
 
+import contextlib
+import mmap
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import cast
 
 import numpy as np
@@ -14,9 +19,31 @@ from tinygrad import Device, Tensor, dtypes
 from tinygrad.device import Buffer
 
 
+ALIGNMENT = 256  # bytes: what tinygrad's own arenas use; a vector load needs 64
+
+
 def allocate(tensor: Tensor) -> Buffer:
     """The memory of a tensor made by `Tensor.empty`, allocated now."""
     return cast(Buffer, tensor.uop.buffer).ensure_allocated()
+
+
+def allocate_arena(tensors: Sequence[Tensor]) -> None:
+    """Memory for empty tensors of one device. On the CPU it is one private mapping of huge pages, where the system
+    has them: filling it then takes a page fault each 2 MiB instead of each 4 KiB (half of the time to load a model).
+    """
+    if not tensors or not str(tensors[0].device).startswith("CPU") or not hasattr(mmap, "MADV_HUGEPAGE"):
+        for tensor in tensors: allocate(tensor)
+        return
+    offsets = list(accumulate((-(-int(t.nbytes()) // ALIGNMENT) * ALIGNMENT for t in tensors), initial=0))
+    mapping = mmap.mmap(-1, max(offsets[-1], 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # not every kernel has transparent huge pages
+    with contextlib.suppress(OSError): mapping.madvise(mmap.MADV_HUGEPAGE)
+    arena = np.frombuffer(mapping, np.uint8)
+    for tensor, offset in zip(tensors, offsets, strict=False):
+        buffer = cast(Buffer, tensor.uop.buffer)
+        assert not buffer.is_allocated(), "an arena is for empty tensors"
+        buffer.allocate(external_ptr=arena.ctypes.data + offset)
+        buffer.arena = arena  # type: ignore[attr-defined]  # the mapping lives as long as any tensor in it
 
 
 def host_bytes(tensor: Tensor) -> memoryview | None:

@@ -1,0 +1,44 @@
+"""What benches share: the spread of repeats, an aligned table, and where results go."""
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def spread(values: Sequence[float]) -> str:
+    """Smallest to largest."""
+    return f"{min(values):.2f} … {max(values):.2f}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned, the first to the left, the others to the right."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    return "\n".join("  ".join(cell.ljust(w) if i == 0 else cell.rjust(w)
+                               for i, (cell, w) in enumerate(zip(line, widths, strict=True))).rstrip() for line in lines)
+
+
+def processor() -> str:
+    """The processor's name, where the system tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{name or platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def save(name: str, record: dict[str, Any]) -> Path:
+    """Writes a result with the machine and the commit it was measured on."""
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False,
+                          cwd=RESULTS.parent).stdout.strip()
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": processor(), "commit": head, **record}, indent=1) + "\n")
+    print(f"written to {path.relative_to(RESULTS.parent.parent)}")
+    return path

@@ -1,0 +1,117 @@
+"""pytorch_model.bin: which tensors it holds and where their bytes lie, without running what is pickled in it.
+
+Protocol: `read_entries(path, file)` gives (name, dtype, shape, position) of every tensor. A pickle is a program that
+calls functions by name, so `_Unpickler` knows the few names a state dict is made of and refuses every other one; its
+own versions of them only note what was asked for.
+
+Format: a zip of torch.save since 1.6, members stored without compression. `*/data.pkl` is the state dict, in which a
+storage is the persistent id ("storage", type, key, place, elements); `*/data/<key>` are its bytes.
+"""
+from __future__ import annotations
+
+import collections
+import pickle
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tinygrad_nv.errors import WeightError
+
+STORAGES = {"FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16"}
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+CONVERT = "convert it to safetensors"
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """`dtype` is a key of `ITEM_BYTES`, or torch's name of a storage that no weight of ours has."""
+    dtype: str
+    key: str
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    storage: _Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements lie in the order of the indices."""
+        step = 1
+        for extent, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if extent != 1 and stride != step: return False
+            step *= extent
+        return True
+
+    @property
+    def elements(self) -> int:
+        count = 1
+        for extent in self.shape: count *= extent
+        return count
+
+
+def _tensor(storage: _Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any) -> _Tensor:
+    if not all(isinstance(n, int) and n >= 0 for n in (offset, *shape, *strides)) or len(shape) != len(strides):
+        raise pickle.UnpicklingError(f"a tensor has offset {offset}, shape {shape} and strides {strides}")
+    return _Tensor(storage, offset, tuple(shape), tuple(strides))
+
+
+def _parameter(data: _Tensor, *_: Any) -> _Tensor: return data
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("torch", "torch.storage") and name.endswith("Storage"): return STORAGES.get(name, name)
+        known = {("collections", "OrderedDict"): collections.OrderedDict, ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+                 ("torch._utils", "_rebuild_parameter"): _parameter}
+        if (module, name) not in known: raise pickle.UnpicklingError(f"it calls {module}.{name}")
+        return known[module, name]
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        _, dtype, key, *_ = pid
+        return _Storage(str(dtype), str(key))
+
+
+def read_entries(path: Path, file: BinaryIO) -> list[tuple[str, str, tuple[int, ...], int]]:
+    """Name, dtype, shape and byte position of every tensor. Raises `WeightError`."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            state = _Unpickler(archive.open(members["data.pkl"])).load()
+            return _listed(path, file, state, members)
+    except WeightError: raise
+    except Exception as error:  # a damaged pickle can fail in any way
+        raise WeightError(f"{path} cannot be unpickled: {error!r}", "a state dict written by torch.save since torch 1.6",
+                          f"download the file again, or {CONVERT}") from error
+
+
+def _listed(path: Path, file: BinaryIO, state: Any,
+            members: Mapping[str, zipfile.ZipInfo]) -> list[tuple[str, str, tuple[int, ...], int]]:
+    if not isinstance(state, dict):
+        raise WeightError(f"{path} holds a {type(state).__name__}", "a state dict, tensors by name", CONVERT)
+    out = []
+    for name, tensor in state.items():
+        if not isinstance(tensor, _Tensor) or tensor.storage.dtype not in ITEM_BYTES:
+            raise WeightError(f"{path}: {name} is not a float32, float16 or bfloat16 tensor",
+                              "a state dict of such tensors", CONVERT)
+        if not tensor.contiguous:
+            raise WeightError(f"{path}: {name} has shape {tensor.shape} and strides {tensor.strides}",
+                              "elements in the order of their indices", CONVERT)
+        member, item = members[f"data/{tensor.storage.key}"], ITEM_BYTES[tensor.storage.dtype]
+        if member.compress_type != zipfile.ZIP_STORED or (tensor.offset + tensor.elements) * item > member.file_size:
+            raise WeightError(f"{path} is damaged: {name} needs {tensor.elements * item} bytes at {tensor.offset * item} of "
+                              f"{member.filename}, which has {member.file_size}", "a complete state dict",
+                              "download the file again")
+        out.append((str(name), tensor.storage.dtype, tensor.shape, _data_position(file, member) + tensor.offset * item))
+    return out
+
+
+def _data_position(file: BinaryIO, member: zipfile.ZipInfo) -> int:
+    """Where a member's bytes begin: after a header of 30 bytes, its name, and padding only this header tells."""
+    file.seek(member.header_offset)
+    header = file.read(30)
+    return member.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
