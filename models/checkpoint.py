@@ -1,7 +1,7 @@
 """The weight files of a Hugging Face directory: model.safetensors, its sharded index, or pytorch_model.bin.
 
 Protocol: `open_checkpoint(directory)` reads headers only and lists every tensor as an `Entry`; `read_into` moves a run
-of its elements from the file to a device tensor, several at once from different threads where `parallel`. A
+of its elements from the file to a device tensor, from several threads at once if asked. A
 safetensors file is checked whole when opened (header inside the file, offsets inside the data, sizes equal to
 dtype × shape), so a truncated download is refused before anything runs.
 
@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from tinygrad import Tensor
@@ -24,10 +25,10 @@ from tinygrad_nv.errors import WeightError
 from tinygrad_nv.runtime.memory import host_bytes, write
 
 from .config import read_json
+from .pickles import ITEM_BYTES, read_entries
 
 MAX_HEADER = 100 << 20  # the format's own limit
 SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,6 @@ class Entry:
 class Checkpoint(Protocol):
     """A checkpoint whose headers have been read."""
     entries: dict[str, Entry]
-    parallel: bool
 
     def read_into(self, entry: Entry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
         """Writes elements [begin, end) of the entry, in the tensor's dtype, from byte `offset` of its memory on."""
@@ -57,15 +57,21 @@ class Checkpoint(Protocol):
 class Safetensors:
     """Tensors of one or more safetensors files."""
     entries: dict[str, Entry] = field(default_factory=dict)
-    parallel: bool = True
 
     def add(self, path: Path, only: set[str] | None = None) -> None:
         """Lists the tensors of `path`; with `only`, at least these must be there."""
-        found = {entry.name: entry for entry in read_header(path)}
+        try: found = {entry.name: entry for entry in self.list_file(path)}
+        except OSError as error:
+            raise WeightError(f"{path} cannot be read: {error.strerror}", "a readable file", "check its permissions"
+                              ) from error
         if only is not None and (absent := sorted(only - set(found))):
             raise WeightError(f"{path} lacks tensors its index promises: {', '.join(absent[:8])}",
                               "the shards the index was written with", "download the directory again")
         self.entries |= found
+
+    def list_file(self, path: Path) -> list[Entry]:
+        """The tensors of one file."""
+        return read_header(path)
 
     def read_into(self, entry: Entry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
         item, (path, position) = ITEM_BYTES[entry.dtype], entry.place
@@ -101,13 +107,15 @@ def read_header(path: Path) -> list[Entry]:
             raise damaged(f"its header of {length} bytes does not fit in {size} bytes")
         text = file.read(length)
     try: header = json.loads(text)
-    except ValueError as error: raise damaged(f"its header is not JSON ({error})") from error
+    except (ValueError, RecursionError) as error: raise damaged(f"its header is not JSON ({error})") from error
     if not isinstance(header, dict): raise damaged("its header is not an object")
     out = []
     for name, info in header.items():
         if name == "__metadata__": continue
         try: dtype, shape, (begin, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
         except (KeyError, TypeError, ValueError) as error: raise damaged(f"tensor {name} has no layout") from error
+        if not isinstance(dtype, str) or any(type(n) is not int or n < 0 for n in (*shape, begin, end)):
+            raise damaged(f"tensor {name} has dtype {dtype!r}, shape {list(shape)} and offsets {[begin, end]}")
         if dtype not in SAFETENSORS_DTYPES:
             raise WeightError(f"{path}: tensor {name} has dtype {dtype}", f"one of {', '.join(SAFETENSORS_DTYPES)}",
                               "convert the weights to one of these")
@@ -146,33 +154,12 @@ def narrow_bfloat16(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
 
 
-@dataclass
-class PyTorchFiles:
-    """Tensors of pytorch_model.bin files, unpickled by tinygrad (which runs no code from the pickle)."""
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    entries: dict[str, Entry] = field(default_factory=dict)
-    parallel: bool = False  # tinygrad's scheduler is not for several threads
+class PyTorchFiles(Safetensors):
+    """Tensors of pytorch_model.bin files, which differ in how they are listed."""
 
-    def add(self, path: Path) -> None:
-        """Lists the tensors of one file."""
-        from tinygrad.nn.state import torch_load
-        try: loaded: dict[str, Any] = torch_load(path)
-        except Exception as error:
-            raise WeightError(f"{path} cannot be unpickled: {error}", "a state dict written by torch.save",
-                              "download the file again, or convert it to safetensors") from error
-        for name, tensor in loaded.items():
-            dtype = next((n for n in ITEM_BYTES if isinstance(tensor, Tensor) and named(n) == tensor.dtype), None)
-            if dtype is None:
-                raise WeightError(f"{path}: {name} is not a float32, float16 or bfloat16 tensor",
-                                  "a state dict of such tensors", "convert it to safetensors")
-            self.tensors[name] = tensor
-            self.entries[name] = Entry(name, dtype, tuple(int(s) for s in tensor.shape),
-                                       (str(path), len(self.entries)))
-
-    def read_into(self, entry: Entry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
-        data = host_bytes(self.tensors[entry.name].flatten()[begin:end].to("CPU").contiguous().realize())
-        assert data is not None, "the CPU device is addressable"
-        write(tensor, offset, convert(data, entry.dtype, tensor.dtype))
+    def list_file(self, path: Path) -> list[Entry]:
+        """The tensors of one file."""
+        return [Entry(name, dtype, shape, (str(path), position)) for name, dtype, shape, position in read_entries(path)]
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
@@ -180,22 +167,16 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 
     Raises `WeightError` when there is none, a shard is missing, or a file is damaged.
     """
-    if (single := directory / "model.safetensors").is_file():
-        tensors = Safetensors()
-        tensors.add(single)
-        return tensors
-    if (index := directory / "model.safetensors.index.json").is_file():
-        tensors = Safetensors()
-        for path, names in _shards(index).items(): tensors.add(path, names)
-        return tensors
-    pickles = PyTorchFiles()
-    if (single := directory / "pytorch_model.bin").is_file(): pickles.add(single)
-    elif (index := directory / "pytorch_model.bin.index.json").is_file():
-        for path in _shards(index): pickles.add(path)
-    else:
-        raise WeightError(f"{directory} holds no weights", "model.safetensors, or model.safetensors.index.json with its "
-                          "shards, or pytorch_model.bin", "download the weight files into the directory")
-    return pickles
+    for kind, single in ((Safetensors, "model.safetensors"), (PyTorchFiles, "pytorch_model.bin")):
+        path, index = directory / single, directory / f"{single}.index.json"
+        checkpoint = kind()
+        if path.is_file(): checkpoint.add(path)
+        elif index.is_file():
+            for shard, names in _shards(index).items(): checkpoint.add(shard, names)
+        else: continue
+        return checkpoint
+    raise WeightError(f"{directory} holds no weights", "model.safetensors, or model.safetensors.index.json with its "
+                      "shards, or pytorch_model.bin", "download the weight files into the directory")
 
 
 def _shards(index: Path) -> dict[Path, set[str]]:
@@ -205,8 +186,12 @@ def _shards(index: Path) -> dict[Path, set[str]]:
         raise WeightError(f"{index} has no weight_map", "an object that maps tensor names to files",
                           "download the file again")
     shards: dict[Path, set[str]] = {}
-    for name, file in weight_map.items(): shards.setdefault(index.parent / str(file), set()).add(name)
-    if missing := sorted(path.name for path in shards if not path.is_file()):
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise WeightError(f"{index}: {name} is in {file!r}", "the name of a file beside the index",
+                              "download the file again")
+        shards.setdefault(index.parent / file, set()).add(name)
+    if missing := sorted(path.name for path in shards if not os.path.isfile(path)):
         raise WeightError(f"{index.parent} lacks {len(missing)} of {len(shards)} shards: {', '.join(missing[:8])}",
                           "every file the index names", "download the missing shards")
     return shards

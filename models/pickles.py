@@ -1,6 +1,6 @@
 """pytorch_model.bin: which tensors it holds and where their bytes lie, without running what is pickled in it.
 
-Protocol: `read_entries(path, file)` gives (name, dtype, shape, position) of every tensor. A pickle is a program that
+Protocol: `read_entries(path)` gives (name, dtype, shape, position) of every tensor. A pickle is a program that
 calls functions by name, so `_Unpickler` knows the few names a state dict is made of and refuses every other one; its
 own versions of them only note what was asked for.
 
@@ -76,14 +76,14 @@ class _Unpickler(pickle.Unpickler):
         return _Storage(str(dtype), str(key))
 
 
-def read_entries(path: Path, file: BinaryIO) -> list[tuple[str, str, tuple[int, ...], int]]:
+def read_entries(path: Path) -> list[tuple[str, str, tuple[int, ...], int]]:
     """Name, dtype, shape and byte position of every tensor. Raises `WeightError`."""
     try:
-        with zipfile.ZipFile(file) as archive:
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             state = _Unpickler(archive.open(members["data.pkl"])).load()
             return _listed(path, file, state, members)
-    except WeightError: raise
+    except (WeightError, OSError): raise
     except Exception as error:  # a damaged pickle can fail in any way
         raise WeightError(f"{path} cannot be unpickled: {error!r}", "a state dict written by torch.save since torch 1.6",
                           f"download the file again, or {CONVERT}") from error

@@ -108,7 +108,7 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
     check(wanted, checkpoint.entries, model.config.tied, directory)
     allocate_arena(list({id(slot.tensor): slot.tensor for slot in wanted.values()}.values()))
     total, done = sum(checkpoint.entries[name].nbytes for name in wanted), 0
-    with ThreadPoolExecutor(READERS if checkpoint.parallel else 1) as readers:
+    with ThreadPoolExecutor(READERS) as readers:
         reading = [readers.submit(_read, checkpoint, *piece) for piece in _pieces(wanted, checkpoint.entries)]
         try:
             for future in as_completed(reading):
