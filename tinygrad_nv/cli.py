@@ -21,25 +21,46 @@ DEFAULT_MODEL = Path(__file__).parent / "models" / "tales"
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     _survive_any_terminal()
-    arguments = parser().parse_args(argv)
     try:
-        return int(arguments.run(arguments))
-    except NVError as error:
-        print(f"tinygrad-nv: {error}", file=sys.stderr)
-        return error.exit_code
+        try:
+            arguments = parser().parse_args(argv)
+            return int(arguments.run(arguments))
+        finally: sys.stdout.flush()  # here, where it can be said what went wrong with it
+    except NVError as error: return _say_error(error)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # what is still buffered has no reader: let the interpreter's last flush write to nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
+    except OSError as error:
+        _drop_output()
+        return _say_error(NVError(f"the system refused: {error}", "files that can be read, output that can be written",
+                                  "check permissions and free space"))
+    except MemoryError:
+        return _say_error(NVError("out of memory", "room for the weights and for the cache of the whole context",
+                                  "lower --max-model-len, or use --dtype bfloat16"))
+
+
+def _say_error(error: NVError) -> int:
+    print(f"tinygrad-nv: {error}", file=sys.stderr)
+    return error.exit_code
+
+
+def _drop_output() -> None:
+    """What is still buffered has no reader: lets the interpreter's last flush write to nowhere."""
+    with contextlib.suppress(OSError): os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _survive_any_terminal() -> None:
-    """A character the terminal cannot show becomes an escape instead of an exception."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, ValueError): stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    """A character the terminal cannot show becomes an escape, and bytes that are no character become U+FFFD, instead
+    of an exception. A stream that was closed before we began reads, and writes to, nothing.
+    """
+    sys.stdin, sys.stdout, sys.stderr = (
+        open(os.devnull, mode) if stream is None else stream  # noqa: SIM115 (for as long as the process lives)
+        for stream, mode in ((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w")))
+    for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace")):
+        with contextlib.suppress(AttributeError, ValueError): stream.reconfigure(errors=errors)  # type: ignore[union-attr]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -93,11 +114,15 @@ def _size(text: str) -> int:
     """A number of tokens; k and m count in thousands as vLLM's do: 32k is 32000, 32K is 32768."""
     units = {"k": 1000, "K": 1024, "m": 1000 ** 2, "M": 1024 ** 2}
     factor = units.get(text[-1:], 1)
-    return int(float(text[:-1]) * factor) if factor != 1 else int(text)
+    try: return int(float(text[:-1]) * factor) if factor != 1 else int(text)
+    except (ValueError, OverflowError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens; write 4096, 32k or 32K") from error
 
 
 def _ids(text: str) -> list[int]:
-    return [int(word) for word in text.replace(",", " ").split()]
+    try: return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids; write 1,2,3") from error
 
 
 def _split_words(words: list[str], with_ids: bool) -> tuple[Path, str]:
@@ -106,6 +131,9 @@ def _split_words(words: list[str], with_ids: bool) -> tuple[Path, str]:
     if len(words) > most or (not words and not with_ids):
         raise RequestError(f"{len(words)} words on the command line", "[MODEL] with --prompt-ids, else [MODEL] PROMPT",
                            "put the prompt in quotes")
+    if not with_ids and len(words) == 1 and os.path.isfile(os.path.join(words[0], "config.json")):
+        raise RequestError(f"{words[0]} is a model directory, and no prompt follows it", "[MODEL] PROMPT",
+                           "add the text to continue, in quotes")
     model = words[0] if len(words) == most else None
     return _model(model), "" if with_ids else words[-1]
 

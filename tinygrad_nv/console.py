@@ -19,9 +19,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 from tinygrad import Device
+from tinygrad.helpers import DEV
 
 from tinygrad_nv.engine.llm import LLM, Completion
 from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.errors import RequestError
 from tinygrad_nv.runtime.programs import programs_known
 
 
@@ -47,8 +49,11 @@ def _bar(*columns: ProgressColumn | str) -> Iterator[Progress]:
 
 def load(directory: Path, arguments: argparse.Namespace) -> LLM:
     """The model of the command line. `--device` becomes tinygrad's default for this process."""
-    from tinygrad.helpers import DEV
-    if arguments.device: DEV.value = arguments.device.upper()
+    if arguments.device:
+        try: DEV.value = arguments.device
+        except RuntimeError as error:
+            raise RequestError(f"--device {arguments.device}: {error}", "a device of tinygrad, such as CPU or CUDA",
+                               "run `tinygrad-nv doctor` to see what this machine has") from error
     with _bar(BarColumn(), DownloadColumn()) as progress:
         task = progress.add_task(f"loading {directory.name}", total=None)
         return LLM(directory, arguments.dtype, arguments.max_model_len, None,

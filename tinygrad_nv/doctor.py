@@ -39,9 +39,16 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Everything worth knowing, in the order of the way down: packages, device, compilers, driver."""
-    looks: tuple[Callable[[], Finding], ...] = (_python, _tinygrad, _hooks, _device, _compiler, _ptxas, _nvrtc, _driver,
-                                                _cuda_python)
-    return [look() for look in looks]
+    looks: dict[str, Callable[[], Finding]] = {
+        "python": _python, "tinygrad": _tinygrad, "tinygrad_nv hooks": _hooks, "device": _device, "C compiler": _compiler,
+        "ptxas": _ptxas, "NVRTC": _nvrtc, "NVIDIA driver": _driver, "cuda-python": _cuda_python}
+    return [_safely(subject, look) for subject, look in looks.items()]
+
+
+def _safely(subject: str, look: Callable[[], Finding]) -> Finding:
+    try: return look()
+    except Exception as error:  # the report is for machines on which things are broken
+        return Finding(subject, "broken", f"{type(error).__name__}: {error}", needed=subject == "tinygrad")
 
 
 def usable(findings: list[Finding]) -> bool:

@@ -14,12 +14,13 @@ from typing import Any
 
 from tinygrad import Device, dtypes
 from tinygrad.dtype import DType
+from tinygrad.helpers import DEV
 
 from tinygrad_nv.engine.decoder import Decoder
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.text import Detokenizer, StopStrings
 from tinygrad_nv.engine.tokenizer import Message, Tokenizer
-from tinygrad_nv.errors import ModelError, RequestError, TokenizerError
+from tinygrad_nv.errors import ModelError, NVError, RequestError, TokenizerError
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import DTYPES, ModelConfig, read_config, read_json, token_ids
 from tinygrad_nv.models.llama import Llama
@@ -134,6 +135,7 @@ class LLM:
         budget = room if params.max_tokens is None else min(params.max_tokens, room)
         token, count, reason = self.decoder.prefill(ids), 1, None
         while reason is None:
+            self._require_token(token)
             if token in ends: reason = "stop"
             shown = "" if token in ends else stops.push(text.push(token))
             if stops.found: reason = "stop"
@@ -141,6 +143,13 @@ class LLM:
             if reason is not None and not stops.found: shown += stops.push(text.flush()) + stops.flush()
             yield Piece(shown, (token,), reason)
             if reason is None: token, count = self.decoder.decode(), count + 1
+
+    def _require_token(self, token: int) -> None:
+        # the maximum of logits that are not numbers is at no place, and argmax says so with one past the last
+        if token >= self.config.vocab_size:
+            raise ModelError("the model computed NaN, so there is no likeliest token", "weights that are finite, and a "
+                             "dtype that holds what is computed with them", "try --dtype bfloat16 or float32; if that "
+                             "does not help, the weights are damaged: download them again")
 
     def complete(self, prompt: Prompt, params: SamplingParams | None = None,
                  on_piece: Callable[[Piece], None] = lambda _: None) -> Completion:
@@ -166,12 +175,18 @@ class LLM:
 
 def open_device(name: str | None) -> str:
     """Opens tinygrad's device `name` (its default when None) and returns the canonical name."""
-    try: return Device[name or Device.DEFAULT].device
+    asked = name or repr(DEV) or "default"
+    try:
+        device = Device[name or Device.DEFAULT]
+        if device.device.partition(":")[0] in ("DISK", "NPY", "TINYFS"): raise RuntimeError("it stores, and does not compute")
+        assert device.renderer is not None  # made when first looked at, and may be one the device does not have
+        return str(device.device)
+    except NVError: raise
     except ModuleNotFoundError as error:
-        raise RequestError(f"no such device: {name}", "CPU, CUDA or another device of tinygrad",
+        raise RequestError(f"no such device: {asked}", "CPU, CUDA or another device of tinygrad",
                            "run `tinygrad-nv doctor` to see what this machine has") from error
-    except (RuntimeError, OSError, AssertionError, AttributeError) as error:
-        raise RequestError(f"device {name or 'default'} cannot be opened: {error}", "a device this machine has",
+    except Exception as error:  # whatever a driver can think of
+        raise RequestError(f"device {asked} cannot be opened: {error}", "a device this machine has",
                            "run `tinygrad-nv doctor` to see what is missing") from error
 
 
@@ -190,7 +205,10 @@ def generation_defaults(directory: Path, config: ModelConfig) -> tuple[SamplingP
     data: dict[str, Any] = read_json(path) if path.is_file() else {}
     eos = token_ids(data.get("eos_token_id"), f"{path}: eos_token_id") or config.eos_token_ids
     given = {name: data[name] for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-             if isinstance(data.get(name), int | float)}
+             if data.get(name) is not None}
+    for name, value in given.items():
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ModelError(f"{path}: {name} is {value!r}", "a number", "correct the file")
     if not data.get("do_sample"): given["temperature"] = 0.0
     try: return replace(SamplingParams(), **given), eos
     except RequestError as error: raise ModelError(f"{path}: {error.found}", error.expected, "correct the file") from error

@@ -10,15 +10,16 @@ whatever else the machine does (Salmon et al., SC 2011; Gumbel-max: Maddison et 
 """
 from __future__ import annotations
 
-import math
 import secrets
+import sys
 from dataclasses import dataclass
-from typing import Any
 
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import RequestError
 
+FLOAT32_MIN, FLOAT32_MAX = 2.0 ** -126, (2 - 2.0 ** -23) * 2.0 ** 127  # the smallest and largest normal numbers
+GREEDY_BELOW = 1e-5  # logits divided by less than this overflow float32 in effect, and the likeliest token wins anyway
 KNOBS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -36,7 +37,7 @@ class Filters:
 class SamplingParams:
     """How to choose tokens and when to stop. Names and meanings are vLLM's.
 
-    `temperature` 0 is greedy. `top_k` 0 or -1 keeps every token. `top_p` in (0, 1]; `min_p` in [0, 1], relative to
+    `temperature` 0 is greedy (as is anything below `GREEDY_BELOW`). `top_k` 0 or -1 keeps every token. `top_p` in (0, 1]; `min_p` in [0, 1], relative to
     the likeliest token. `seed` None draws a fresh one. `stop` strings end the text and are not part of it; ids in
     `stop_token_ids` end it like the model's own end tokens, which `ignore_eos` disables.
     """
@@ -52,11 +53,12 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _range(self, "temperature", self.temperature >= 0, "a number ≥ 0 (0 is greedy)")
-        _range(self, "top_k", self.top_k >= -1, "a whole number ≥ 1, or 0 for every token")
+        _range(self, "temperature", 0 <= self.temperature <= FLOAT32_MAX, "a number ≥ 0 (0 is greedy)")
+        _range(self, "top_k", isinstance(self.top_k, int) and -1 <= self.top_k <= sys.maxsize,
+               "a whole number ≥ 1, or 0 for every token")
         _range(self, "top_p", 0 < self.top_p <= 1, "a number in (0, 1]")
         _range(self, "min_p", 0 <= self.min_p <= 1, "a number in [0, 1]")
-        _range(self, "repetition_penalty", self.repetition_penalty > 0, "a number > 0 (1 is none)")
+        _range(self, "repetition_penalty", 0 < self.repetition_penalty <= FLOAT32_MAX, "a number > 0 (1 is none)")
         _range(self, "max_tokens", self.max_tokens is None or self.max_tokens >= 1, "a whole number ≥ 1")
         _range(self, "seed", self.seed is None or 0 <= self.seed < 1 << 64, "a whole number in [0, 2^64)")
         _range(self, "stop", all(self.stop), "non-empty strings")
@@ -64,15 +66,13 @@ class SamplingParams:
     @property
     def filters(self) -> Filters:
         """What the device has to compute."""
-        draw = self.temperature > 0
+        draw = self.temperature >= GREEDY_BELOW
         return Filters(draw, draw and self.top_k > 0, draw and self.top_p < 1, draw and self.min_p > 0,
                        self.repetition_penalty != 1)
 
 
 def _range(params: SamplingParams, name: str, holds: bool, expected: str) -> None:
-    value: Any = getattr(params, name)
-    if not holds or (isinstance(value, float) and not math.isfinite(value)):
-        raise RequestError(f"{name} is {value!r}", expected, f"change {name}")
+    if not holds: raise RequestError(f"{name} is {getattr(params, name)!r}", expected, f"change {name}")
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,8 @@ class Knobs:
 def request_numbers(params: SamplingParams) -> tuple[list[float], list[int], int]:
     """Contents of `Knobs.values` and `Knobs.seed` for a request, and the seed that was taken."""
     seed = secrets.randbits(32) if params.seed is None else params.seed
-    return [float(getattr(params, name)) for name in KNOBS], [seed & 0xFFFFFFFF, seed >> 32], seed
+    # a number that float32 rounds to 0 would divide by it, or put a threshold above every token
+    return [max(float(getattr(params, name)), FLOAT32_MIN) for name in KNOBS], [seed & 0xFFFFFFFF, seed >> 32], seed
 
 
 def next_token(logits: Tensor, filters: Filters, knobs: Knobs, seen: Tensor, position: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import jinja2.ext
 import jinja2.sandbox
 import tokenizers
 
-from tinygrad_nv.errors import ModelError, TokenizerError
+from tinygrad_nv.errors import RequestError, TokenizerError
 
 Message = Mapping[str, str]
 
@@ -49,6 +49,10 @@ class Tokenizer:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Ids of `text`, with the tokens the model expects around it unless `special` is False."""
+        try: text.encode()
+        except UnicodeEncodeError as error:  # what Python makes of bytes on a command line that are not UTF-8
+            raise RequestError(f"the prompt is not UTF-8: {text[error.start]!r} at character {error.start}", "UTF-8 text",
+                               "correct the prompt's encoding, or pass token ids with --prompt-ids") from error
         return list(self.backend.encode(text, add_special_tokens=special).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -68,8 +72,8 @@ class Tokenizer:
             raise TokenizerError(f"the chat template tried to leave its sandbox: {error}", "a template that only "
                                  "formats messages", "do not use this model's template; treat its files as hostile"
                                  ) from error
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            raise TokenizerError(f"the chat template failed: {error}", "a template for messages with role and content",
+        except Exception as error:  # a template is a program, and can fail in any way
+            raise TokenizerError(f"the chat template failed: {error or type(error).__name__}", "a template for messages with role and content",
                                  "check chat_template.jinja or tokenizer_config.json") from error
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
@@ -80,9 +84,11 @@ class Tokenizer:
 def _optional_json(path: Path) -> dict[str, Any]:
     if not path.is_file(): return {}
     try: data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TokenizerError(f"{path} is not JSON: {error}", "a JSON object", "download the file again") from error
-    return data if isinstance(data, dict) else {}
+    if not isinstance(data, dict):
+        raise TokenizerError(f"{path} holds a {type(data).__name__}", "a JSON object", "download the file again")
+    return data
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -97,7 +103,9 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _template(directory: Path, config: Mapping[str, Any]) -> str | None:
     if (path := directory / "chat_template.jinja").is_file():
         try: return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error: raise ModelError(f"{path} cannot be read: {error}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise TokenizerError(f"{path} cannot be read: {error}", "a readable UTF-8 text file",
+                                 "download the file again") from error
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
