@@ -26,6 +26,7 @@ from tinygrad_nv import config, hooks
 from tinygrad_nv.explain import KernelRecord, Lowering, explain
 from tinygrad_nv.hooks import disable, disabled, enable, enabled
 from tinygrad_nv.patterns import program
+from tinygrad_nv.runtime import programs
 
 __all__ = ["Context", "Device", "GlobalCounters", "KernelRecord", "Lowering", "Tensor", "TinyJit", "UOp",
            "Variable", "disable", "disabled", "dtypes", "enable", "enabled", "explain", "function", "nn"]
@@ -40,6 +41,7 @@ def _find_models(package: Path) -> list[str]:
 
 __path__.extend(_find_models(Path(__file__).resolve().parent))
 
+hooks.add_compile("programs", programs.cached)
 hooks.add_compile("program", program.settle)
-hooks.install_compiler()
+hooks.install_cpu()
 if config.get("NV"): enable()

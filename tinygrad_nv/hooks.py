@@ -6,7 +6,7 @@ Protocol. Things are registered by name and removed by name:
     add_compile(name, fn)                 fn(linear, inner) -> linear, around tinygrad's compile_linear
     add_custom_function(name, execute, outs_ins)  runs CUSTOM_FUNCTION nodes called `name` or `name:anything`
     add_device(name, cls)                 Device[name] opens cls(name)
-    install_compiler()                    the CPU device compiles with what `toolchain` finds
+    install_cpu()                         the CPU device compiles with what `toolchain` finds, and has graphs
 
 `enable()` and `disable()` govern the first two, which decide how a program is lowered; with none of a kind
 registered, or while disabled, tinygrad runs its own functions and its own caches. The other three answer only
@@ -408,16 +408,36 @@ def _close(name: str) -> None:
         del realize.runtime_cache[key]
 
 
-# **** the compiler of the CPU device ****
+# **** the CPU device ****
 
-def install_compiler() -> None:
-    """Lets CPU devices opened from now on compile with what `toolchain.find_compiler` finds as they open."""
+def install_cpu() -> None:
+    """Lets CPU devices opened from now on compile with what `toolchain.find_compiler` finds as they open, and
+    replay what a TinyJit captured through `runtime.cpu_graph`."""
     _check_version()
-    clang.wait_for_cpu(lambda ops_cpu: _replace(ops_cpu, "ClangRenderer", clang.ClangRenderer))
+    clang.wait_for_cpu(_join_cpu)
     _replace(type(Device), "_select_device", clang.explained(_theirs(type(Device), "_select_device")))
 
 
-def remove_compiler() -> None:
-    """Undoes `install_compiler`. An open CPU device keeps the compiler it has."""
-    if (ops_cpu := clang.stop_waiting()) is not None: _put_back(ops_cpu, "ClangRenderer")
+def remove_cpu() -> None:
+    """Undoes `install_cpu`. An open CPU device keeps the compiler it has."""
+    if (ops_cpu := clang.stop_waiting()) is not None:
+        _put_back(ops_cpu, "ClangRenderer")
+        if "graph" in vars(ops_cpu.CPUDevice): del ops_cpu.CPUDevice.graph
     _put_back(type(Device), "_select_device")
+
+
+def _join_cpu(ops_cpu: Any) -> None:
+    _replace(ops_cpu, "ClangRenderer", clang.ClangRenderer)
+    ops_cpu.CPUDevice.graph = _CPUGraph()
+
+
+class _CPUGraph:
+    """CPUDevice.graph, which tinygrad sets to None on each device: ours while enabled."""
+
+    def __get__(self, device: Any, owner: type | None = None) -> Any:
+        if not _enabled or not config.get("NV_CPU_GRAPH") or sys.platform != "linux":
+            return vars(device).get("graph")
+        from tinygrad_nv.runtime.cpu_graph import CPUGraph
+        return CPUGraph
+
+    def __set__(self, device: Any, value: Any) -> None: vars(device)["graph"] = value

@@ -152,10 +152,10 @@ def test_it_renders_nothing_differently():
 
 def test_the_joint_can_be_put_back_and_stays_while_disabled():
     with hooks.disabled(): assert ops_cpu.ClangRenderer is ClangRenderer
-    hooks.remove_compiler()
+    hooks.remove_cpu()
     assert ops_cpu.ClangRenderer is cstyle.ClangRenderer
     assert type(Device)._select_device.func.__module__ == "tinygrad.device"
-    hooks.install_compiler()
+    hooks.install_cpu()
     assert ops_cpu.ClangRenderer is ClangRenderer
 
 
@@ -196,12 +196,12 @@ def test_it_does_not_matter_when_the_cpu_device_is_imported(first):
 import sys, tinygrad_nv
 from tinygrad_nv import hooks
 assert ("tinygrad.runtime.ops_cpu" in sys.modules) is bool({first!r})
-hooks.remove_compiler(); hooks.install_compiler(); hooks.install_compiler()
+hooks.remove_cpu(); hooks.install_cpu(); hooks.install_cpu()
 from tinygrad.runtime import ops_cpu
 from tinygrad_nv.runtime import clang
 assert ops_cpu.ClangRenderer is clang.ClangRenderer
 assert not any(isinstance(finder, clang._CPUFinder) for finder in sys.meta_path)
-hooks.remove_compiler()
+hooks.remove_cpu()
 assert ops_cpu.ClangRenderer.__module__ == "tinygrad.renderer.cstyle"
 """)
     assert done.returncode == 0, done.stderr
@@ -210,7 +210,7 @@ assert ops_cpu.ClangRenderer.__module__ == "tinygrad.renderer.cstyle"
 def test_taken_back_before_the_cpu_device_is_imported_nothing_is_replaced():
     done = run("""
 from tinygrad_nv import hooks
-hooks.remove_compiler()
+hooks.remove_cpu()
 from tinygrad.runtime import ops_cpu
 assert ops_cpu.ClangRenderer.__module__ == "tinygrad.renderer.cstyle"
 """)

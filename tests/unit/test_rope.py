@@ -4,11 +4,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
 from tinygrad_nv.models.config import parse_config
 from tinygrad_nv.models.rope import tables
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 KINDS = {
     "default": {"rope_type": "default"},

@@ -1,7 +1,7 @@
 """tinygrad's renderer for the CPU with a compiler that is looked for: explicit CC, clang in PATH, the
 `ziglang` wheel.
 
-Protocol: `hooks.install_compiler` puts this `ClangRenderer` where `tinygrad.runtime.ops_cpu` sees tinygrad's
+Protocol: `hooks.install_cpu` puts this `ClangRenderer` where `tinygrad.runtime.ops_cpu` sees tinygrad's
 own. It keeps that name because the device derives the renderer's ("CLANG" in `DEV=CPU:CLANG`) from it. It
 renders nothing differently: only who compiles changes. The arguments are those of tinygrad's
 `ClangCompiler.compile`, captured by running it.

@@ -18,7 +18,6 @@ import numpy.typing as npt
 from tinygrad import Device, Tensor, dtypes
 from tinygrad.device import Buffer
 
-
 ALIGNMENT = 256  # bytes: what tinygrad's own arenas use; a vector load needs 64
 
 

@@ -1,0 +1,57 @@
+"""Programs are made once for all processes, and made again when anything they depend on changes."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import tinygrad_nv
+from tinygrad import Tensor
+from tinygrad.engine import realize
+made = []
+own = realize.to_program
+def counted(*args): made.append(args[0].arg.name); return own(*args)
+realize.to_program = counted
+print((Tensor([1.0, 2, 3], device="CPU") * 3).tolist(), end=" ")
+print((Tensor.ones(33, 7, device="CPU").contiguous() @ Tensor.ones(7, 5, device="CPU").contiguous()).sum().item(), len(made))
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    """Runs the script with a disk cache of its own; returns its answer and how many programs it made."""
+    def once(**environment: str) -> tuple[str, int]:
+        env = {**os.environ, "CACHEDB": str(tmp_path / "cache.db"), "PARALLEL": "0", "DEV": "CPU", **environment}
+        done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, check=True)
+        answer, _, made = done.stdout.strip().rpartition(" ")
+        return answer, int(made)
+    return once
+
+
+def test_a_second_process_makes_no_program(run):
+    first, second = run(), run()
+    assert first[0] == second[0] == "[3.0, 6.0, 9.0] 1155.0"
+    assert first[1] > 0
+    assert second[1] == 0
+
+
+@pytest.mark.parametrize("change", [{"NOOPT": "1"}, {"NV_PROGRAM_CACHE": "0"}, {"CCACHE": "0"}, {"NV": "0"}],
+                         ids=lambda c: "-".join(c))
+def test_what_changes_programs_or_forbids_the_cache_makes_them_anew(run, change):
+    assert run()[1] > 0
+    answer, made = run(**change)
+    assert answer == "[3.0, 6.0, 9.0] 1155.0"
+    assert made > 0
+
+
+def test_another_compiler_makes_programs_anew(run, tmp_path: Path):
+    assert run()[1] > 0
+    wrapper = tmp_path / "other-cc"
+    wrapper.write_text(f"#!{sys.executable}\nimport sys\nfrom tinygrad_nv.toolchain import main\nsys.exit(main())\n")
+    wrapper.chmod(0o755)
+    assert run(CC=str(wrapper))[1] > 0
+    assert run(CC=str(wrapper))[1] == 0
