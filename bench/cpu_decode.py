@@ -2,11 +2,11 @@
 
     python bench/cpu_decode.py [MODEL ...] [--tokens 128] [--repeat 7] [--dtype float32] [--plot]
 
-Without MODEL: the model in the box and a random Llama of 60M parameters made on the spot. Each engine is a process
-that loads, warms up, and then answers "go" with one repetition, so that only one of them computes at a time and each
-has its own peak memory. Greedy, end tokens ignored; both use as many threads as the machine has cores. Times: first
-token from the prompt's submission; tokens/s over the tokens after the first. "start" is from process start to ready:
-imports, loading, and whatever each engine compiles.
+Without MODEL: the model in the box and a random Llama of 60M parameters made on the spot. Each engine is a
+process that loads, warms up, and then answers "go" with one repetition, so that only one of them computes
+at a time and each has its own peak memory. Greedy, end tokens ignored; both use as many threads as the
+machine has cores. Times: first token from the prompt's submission; tokens/s over the tokens after the
+first. "start" is from process start to ready: imports, loading, and whatever each engine compiles.
 """
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""How fast a checkpoint loads: a sharded directory against a plain read of the same files, in one interleaved run.
+"""How fast a checkpoint loads: a sharded directory against a plain read of the same files, in one
+interleaved run.
 
     python bench/load.py [--gb 2] [--repeat 5] [--dtype float32]
 
-Each measurement is a process of its own, so that its peak memory is its own. "read" reads every shard whole into
-fresh memory and drops it; "load" brings the same bytes into the parameters of the model. With --cold the files are
-dropped from the page cache before each measurement (the ratio then says how well a disk is kept busy).
+Each measurement is a process of its own, so that its peak memory is its own. "read" reads every shard whole
+into fresh memory and drops it; "load" brings the same bytes into the parameters of the model. With --cold
+the files are dropped from the page cache before each measurement (the ratio then says how well a disk is
+kept busy).
 """
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The weight files of a Hugging Face directory: model.safetensors, its sharded index, or pytorch_model.bin.
 
-Protocol: `open_checkpoint(directory)` reads headers only and lists every tensor as an `Entry`; `read_into` moves a run
-of its elements from the file to a device tensor, from several threads at once if asked. A
-safetensors file is checked whole when opened (header inside the file, offsets inside the data, sizes equal to
-dtype × shape), so a truncated download is refused before anything runs.
+Protocol: `open_checkpoint(directory)` reads headers only and lists every tensor as an `Entry`; `read_into`
+moves a run of its elements from the file to a device tensor, from several threads at once if asked. A
+safetensors file is checked whole when opened (header inside the file, offsets inside the data, sizes equal
+to dtype × shape), so a truncated download is refused before anything runs.
 
 Format: https://github.com/huggingface/safetensors (8-byte little-endian header length, JSON, data).
 """
@@ -33,7 +33,8 @@ SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a checkpoint. `place` orders tensors as they lie on disk; `dtype` is a name in `ITEM_BYTES`."""
+    """One tensor of a checkpoint. `place` orders tensors as they lie on disk; `dtype` is a name in
+    `ITEM_BYTES`."""
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -50,7 +51,8 @@ class Checkpoint(Protocol):
     entries: dict[str, Entry]
 
     def read_into(self, entry: Entry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
-        """Writes elements [begin, end) of the entry, in the tensor's dtype, from byte `offset` of its memory on."""
+        """Writes elements [begin, end) of the entry, in the tensor's dtype, from byte `offset` of its
+        memory on."""
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """config.json of a Hugging Face directory, checked, as one frozen `ModelConfig`.
 
-Protocol: `read_config(directory)` reads the file; everything the network needs is a field here, resolved (defaults
-of the architecture filled in, both spellings of rope parameters and dtype understood). What we do not implement is
-refused by name: a silently ignored field is a silently wrong model.
+Protocol: `read_config(directory)` reads the file; everything the network needs is a field here, resolved
+(defaults of the architecture filled in, both spellings of rope parameters and dtype understood). What we do
+not implement is refused by name: a silently ignored field is a silently wrong model.
 """
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 class ModelConfig:
     """A decoder of the LLaMA family.
 
-    Sizes: `D` = `head_dim`, `H` = `num_heads`, `H_kv` = `num_kv_heads`. `windows[i]` is the sliding window of layer i
-    in tokens, None for full attention. `norm_offset` is added to RMSNorm weights (1 for Gemma). `output_bias` is the
-    bias of the attention's output projection.
+    Sizes: `D` = `head_dim`, `H` = `num_heads`, `H_kv` = `num_kv_heads`. `windows[i]` is the sliding window
+    of layer i in tokens, None for full attention. `norm_offset` is added to RMSNorm weights (1 for Gemma).
+    `output_bias` is the bias of the attention's output projection.
     """
     architecture: str
     vocab_size: int
@@ -88,7 +88,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """The configuration of the model in `directory`. Raises `ModelError` naming what is missing or not supported."""
+    """The configuration of the model in `directory`. Raises `ModelError` naming what is missing or not
+    supported."""
     if not os.path.exists(directory):  # unlike Path.exists, False for a name too long for the system
         raise ModelError(f"no such directory: {directory}", "a Hugging Face model directory (config.json, weights)",
                          "check the path; models are not downloaded")
@@ -166,7 +167,8 @@ def _number(raw: Mapping[str, Any], key: str, name: str, least: float = 0.0) -> 
 
 
 def _rope(raw: Mapping[str, Any], head_dim: int, positions: int, name: str) -> RopeConfig:
-    # transformers 5 writes rope_parameters (theta inside); before that rope_theta and rope_scaling stood apart
+    # transformers 5 writes rope_parameters (theta inside); before that rope_theta and rope_scaling stood
+    # apart
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(given, dict): raise ModelError(f"{name}: rope parameters are {given!r}", "an object")
     kind = given.get("rope_type", given.get("type", "default"))

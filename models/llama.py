@@ -1,11 +1,14 @@
-"""The LLaMA family as one network: Llama 2 / 3.x, Mistral, Qwen2, Qwen3, Gemma, told apart by `ModelConfig`.
+"""The LLaMA family as one network: Llama 2 / 3.x, Mistral, Qwen2, Qwen3, Gemma, told apart by
+`ModelConfig`.
 
-Protocol: `Llama(config)` owns its parameters as tensors, q|k|v and gate|up each stored as one matrix so that a layer
-needs four weight kernels. `model(tokens)` gives the logits of every position (training, scoring). `model.step(tokens,
-start, cache, last)` appends tokens at `start` to a `KVCache` and gives the logits of one row (decoding); `start` may
-be a bound variable, so that one captured graph serves every position.
+Protocol: `Llama(config)` owns its parameters as tensors, q|k|v and gate|up each stored as one matrix so
+that a layer needs four weight kernels. `model(tokens)` gives the logits of every position (training,
+scoring). `model.step(tokens, start, cache, last)` appends tokens at `start` to a `KVCache` and gives the
+logits of one row (decoding); `start` may be a bound variable, so that one captured graph serves every
+position.
 
-Numerics are those of transformers: RMSNorm and softmax in float32, everything else in the parameters' dtype.
+Numerics are those of transformers: RMSNorm and softmax in float32, everything else in the parameters'
+dtype.
 """
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ Position = int | UOp
 class KVCache:
     """Keys and values of every layer: tensors of shape (2, B, H_kv, capacity, D).
 
-    Uninitialised: attention reads [0, end) only, and everything before `end` has been written. A CPU therefore holds
-    pages in memory as they are used.
+    Uninitialised: attention reads [0, end) only, and everything before `end` has been written. A CPU
+    therefore holds pages in memory as they are used.
     """
     layers: tuple[Tensor, ...]
 
@@ -43,7 +46,8 @@ class KVCache:
 
 
 class Linear:
-    """y = x Wᵀ + b with W of shape (out, in), as PyTorch stores it. `out` may be several projections stacked."""
+    """y = x Wᵀ + b with W of shape (out, in), as PyTorch stores it. `out` may be several projections
+    stacked."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, dtype: DType, device: str | None) -> None:
         self.weight = Tensor.empty(outputs, inputs, dtype=dtype, device=device)
@@ -95,7 +99,8 @@ class Attention:
         return rotate(q, cos, sin).contiguous(), rotate(k, cos, sin).contiguous(), v.contiguous()
 
     def mask(self, T: int, start: Position) -> Tensor | None:
-        """True where the row at start + i may look at column j of [0, start + T); None where it may look at all."""
+        """True where the row at start + i may look at column j of [0, start + T); None where it may look at
+        all."""
         if T == 1 and self.window is None: return None
         rows = Tensor.arange(T).reshape(T, 1) + start
         columns = Tensor.arange(start + T).reshape(1, start + T)
@@ -133,7 +138,8 @@ class FeedForward:
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).contiguous_backward().split([self.width, self.width], dim=-1)
-        # realised: fused into `down` it would be computed again for every output row (212 µs against 13 + 3 on a CPU)
+        # realised: fused into `down` it would be computed again for every output row (212 µs against 13 + 3
+        # on a CPU)
         return self.down((self.act(gate) * up).contiguous())
 
     def act(self, x: Tensor) -> Tensor:
@@ -181,7 +187,8 @@ class Llama:
         return self.rope_tables[0][start:start + T], self.rope_tables[1][start:start + T]
 
     def hidden(self, tokens: Tensor, start: Position = 0, cache: KVCache | None = None) -> Tensor:
-        """The last layer's normalised output, (B, T, hidden), for tokens (B, T) at positions start, start + 1, …"""
+        """The last layer's normalised output, (B, T, hidden), for tokens (B, T) at positions start, start +
+        1, …"""
         x = self.embedding[tokens]
         if self.config.embedding_scale != 1.0:
             x = x * Tensor(self.config.embedding_scale, dtype=self.dtype, device=self.device)

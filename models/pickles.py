@@ -1,11 +1,13 @@
-"""pytorch_model.bin: which tensors it holds and where their bytes lie, without running what is pickled in it.
+"""pytorch_model.bin: which tensors it holds and where their bytes lie, without running what is pickled in
+it.
 
-Protocol: `read_entries(path)` gives (name, dtype, shape, position) of every tensor. A pickle is a program that
-calls functions by name, so `_Unpickler` knows the few names a state dict is made of and refuses every other one; its
-own versions of them only note what was asked for.
+Protocol: `read_entries(path)` gives (name, dtype, shape, position) of every tensor. A pickle is a program
+that calls functions by name, so `_Unpickler` knows the few names a state dict is made of and refuses every
+other one; its own versions of them only note what was asked for.
 
-Format: a zip of torch.save since 1.6, members stored without compression. `*/data.pkl` is the state dict, in which a
-storage is the persistent id ("storage", type, key, place, elements); `*/data/<key>` are its bytes.
+Format: a zip of torch.save since 1.6, members stored without compression. `*/data.pkl` is the state dict,
+in which a storage is the persistent id ("storage", type, key, place, elements); `*/data/<key>` are its
+bytes.
 """
 from __future__ import annotations
 
@@ -111,7 +113,8 @@ def _listed(path: Path, file: BinaryIO, state: Any,
 
 
 def _data_position(file: BinaryIO, member: zipfile.ZipInfo) -> int:
-    """Where a member's bytes begin: after a header of 30 bytes, its name, and padding only this header tells."""
+    """Where a member's bytes begin: after a header of 30 bytes, its name, and padding only this header
+    tells."""
     file.seek(member.header_offset)
     header = file.read(30)
     return member.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")

@@ -1,11 +1,12 @@
 """Rotary position embedding: frequencies and tables.
 
-Protocol: `inverse_frequencies(rope)` gives the angular step of each pair of dimensions, `tables(rope, n)` the cosines
-and sines of n positions, computed in float32 as transformers does (so that logits agree to float32 rounding). The
-rotation pairs dimension i with i + dim/2 (the Hugging Face layout of weights), see `llama.rotate`.
+Protocol: `inverse_frequencies(rope)` gives the angular step of each pair of dimensions, `tables(rope, n)`
+the cosines and sines of n positions, computed in float32 as transformers does (so that logits agree to
+float32 rounding). The rotation pairs dimension i with i + dim/2 (the Hugging Face layout of weights), see
+`llama.rotate`.
 
-Sources: RoFormer (arXiv 2104.09864), linear interpolation (arXiv 2306.15595), YaRN (arXiv 2309.00071), and the
-frequency bands of Llama 3.1 as published with its weights.
+Sources: RoFormer (arXiv 2104.09864), linear interpolation (arXiv 2306.15595), YaRN (arXiv 2309.00071), and
+the frequency bands of Llama 3.1 as published with its weights.
 """
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Which tensors a model directory must hold, and where in the network each belongs.
 
-Protocol: `slots(model)` maps every Hugging Face name to a `Slot`: rows [first, first + count) of one parameter.
-`load(model, directory)` checks names and shapes of the whole checkpoint before it reads a byte, refuses on any gap,
-and then reads straight into the rows, in pieces of `PIECE` bytes on `READERS` threads: one copy from file to device,
-and a piece's worth of conversion buffer for each thread where the file's dtype is not the model's.
+Protocol: `slots(model)` maps every Hugging Face name to a `Slot`: rows [first, first + count) of one
+parameter. `load(model, directory)` checks names and shapes of the whole checkpoint before it reads a byte,
+refuses on any gap, and then reads straight into the rows, in pieces of `PIECE` bytes on `READERS` threads:
+one copy from file to device, and a piece's worth of conversion buffer for each thread where the file's
+dtype is not the model's.
 """
 from __future__ import annotations
 
@@ -101,8 +102,8 @@ def _some(names: list[str], most: int = 8) -> str:
 def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | None = None) -> int:
     """Fills every parameter of `model` from `directory`; returns bytes read.
 
-    `progress(done, total)` is called with bytes. Raises `WeightError` before anything is read when the checkpoint
-    has gaps, and while reading when a file is shorter than its header says.
+    `progress(done, total)` is called with bytes. Raises `WeightError` before anything is read when the
+    checkpoint has gaps, and while reading when a file is shorter than its header says.
     """
     checkpoint, wanted = open_checkpoint(directory), slots(model)
     check(wanted, checkpoint.entries, model.config.tied, directory)

@@ -1,7 +1,8 @@
 """`tinygrad-nv`: generate, chat, doctor, explain.
 
-Protocol: text goes to stdout as it is made and nothing else does; progress, notes and errors go to stderr. A failure
-of ours prints its message and exits with 2, Ctrl-C ends with 130, a reader that went away ends quietly.
+Protocol: text goes to stdout as it is made and nothing else does; progress, notes and errors go to stderr.
+A failure of ours prints its message and exits with 2, Ctrl-C ends with 130, a reader that went away ends
+quietly.
 """
 from __future__ import annotations
 
@@ -53,8 +54,8 @@ def _drop_output() -> None:
 
 
 def _survive_any_terminal() -> None:
-    """A character the terminal cannot show becomes an escape, and bytes that are no character become U+FFFD, instead
-    of an exception. A stream that was closed before we began reads, and writes to, nothing.
+    """A character the terminal cannot show becomes an escape, and bytes that are no character become
+    U+FFFD, instead of an exception. A stream that was closed before we began reads, and writes to, nothing.
     """
     sys.stdin, sys.stdout, sys.stderr = (
         open(os.devnull, mode) if stream is None else stream  # noqa: SIM115 (for as long as the process lives)

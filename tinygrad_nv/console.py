@@ -1,8 +1,9 @@
-"""What the CLI shows: text on stdout, progress and notes on stderr, nothing that moves unless a person looks.
+"""What the CLI shows: text on stdout, progress and notes on stderr, nothing that moves unless a person
+looks.
 
-Protocol: `load` brings a model up behind two bars (bytes read, kernels compiled), so that by the time the first word
-comes nothing but text moves on the terminal. `say` writes text at once. `report` and `summary` describe a finished
-answer, as JSON fields and as one line.
+Protocol: `load` brings a model up behind two bars (bytes read, kernels compiled), so that by the time the
+first word comes nothing but text moves on the terminal. `say` writes text at once. `report` and `summary`
+describe a finished answer, as JSON fields and as one line.
 """
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """`tinygrad-nv doctor`: what this machine has, what will be used, what is missing.
 
-Protocol: `examine()` looks at one thing a function and never raises; a `Finding` says what was found and, where
-something is missing, what would bring it. Looking changes nothing: no package is installed, no GPU is set up.
+Protocol: `examine()` looks at one thing a function and never raises; a `Finding` says what was found and,
+where something is missing, what would bring it. Looking changes nothing: no package is installed, no GPU is
+set up.
 """
 from __future__ import annotations
 

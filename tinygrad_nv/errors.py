@@ -1,13 +1,14 @@
 """The errors a user can meet. Each message says what was found, what was expected, and what to do.
 
-Errors of our own invariants are asserts; everything that input, files or the machine can cause is one of these.
-The CLI prints the message alone and exits with `exit_code`; libraries catch `NVError`.
+Errors of our own invariants are asserts; everything that input, files or the machine can cause is one of
+these. The CLI prints the message alone and exits with `exit_code`; libraries catch `NVError`.
 """
 from __future__ import annotations
 
 
 class NVError(Exception):
-    """Base of every user-facing error: `found` went wrong, `expected` would have been right, `fix` is the way out."""
+    """Base of every user-facing error: `found` went wrong, `expected` would have been right, `fix` is the
+    way out."""
     exit_code = 2
 
     def __init__(self, found: str, expected: str = "", fix: str = "") -> None:

@@ -1,12 +1,13 @@
 """The C compiler of the CPU device: which one, how it is called, and how its objects are keyed in caches.
 
-Protocol: tinygrad calls one executable (environment variable CC, else `clang`) as `CC -c -x c ... - -o -`: C on
-stdin, an ELF object on stdout. The search order is an explicit CC, then a clang in PATH, then the clang inside the
-`ziglang` wheel. The last one needs other flags, so `zig_arguments` rewrites the command; the console script
-`tinygrad-nv-cc` is that rewrite as an executable, for use as CC by anything else that wants the same compiler.
+Protocol: tinygrad calls one executable (environment variable CC, else `clang`) as `CC -c -x c ... - -o -`:
+C on stdin, an ELF object on stdout. The search order is an explicit CC, then a clang in PATH, then the
+clang inside the `ziglang` wheel. The last one needs other flags, so `zig_arguments` rewrites the command;
+the console script `tinygrad-nv-cc` is that rewrite as an executable, for use as CC by anything else that
+wants the same compiler.
 
-`CCompiler.identity` names binary, size, modification time and flags: it is part of the compile-cache key, so objects
-of one compiler are never served to another.
+`CCompiler.identity` names binary, size, modification time and flags: it is part of the compile-cache key,
+so objects of one compiler are never served to another.
 """
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ from tinygrad_nv.errors import ToolchainError
 
 Origin = Literal["CC", "PATH", "ziglang"]
 
-# -g0: zig adds debug sections whose relocations tinygrad's loader does not know. -fno-sanitize=all: zig turns UBSan
-# traps on by default. -fno-asynchronous-unwind-tables: .eh_frame would again bring relocations nobody resolves.
+# -g0: zig adds debug sections whose relocations tinygrad's loader does not know. -fno-sanitize=all: zig
+# turns UBSan traps on by default. -fno-asynchronous-unwind-tables: .eh_frame would again bring relocations
+# nobody resolves.
 ZIG_FLAGS = ("-g0", "-fno-sanitize=all", "-fno-asynchronous-unwind-tables")
 
 
@@ -99,7 +101,8 @@ def find_compiler() -> CCompiler:
     """
     command: tuple[str, ...]
     if cc := os.environ.get("CC", "").strip():
-        # tinygrad itself runs CC as one file name, so a path with spaces comes first and a command line second
+        # tinygrad itself runs CC as one file name, so a path with spaces comes first and a command line
+        # second
         command = (cc,) if shutil.which(cc) else tuple(shlex.split(cc))
         if (found := shutil.which(command[0])) is None:
             raise ToolchainError(f"CC={cc}: no such executable", "a clang, by path or by a name in PATH",
@@ -116,7 +119,8 @@ def _made(command: tuple[str, ...], origin: Origin) -> CCompiler:
 
 
 def compile_object(compiler: CCompiler, arguments: list[str], source: str) -> bytes:
-    """Runs the compiler on C `source` and returns the object it writes. Raises `ToolchainError` with its words."""
+    """Runs the compiler on C `source` and returns the object it writes. Raises `ToolchainError` with its
+    words."""
     command = compiler.arguments(arguments)
     try:
         done = subprocess.run(command, input=source.encode(), capture_output=True, env=compiler.environment(), check=False)

@@ -54,7 +54,8 @@ def test_32_greedy_tokens_are_identical(hf_model: Callable[[str], Path], case: s
 
 @pytest.mark.parametrize("case", ["llama", "qwen3", "gemma"])
 def test_bfloat16_is_as_close_to_float32_as_transformers_bfloat16(hf_model: Callable[[str], Path], case: str):
-    """Bound: 1.5 × the root mean square error of transformers' own bfloat16 run, both against its float32 run."""
+    """Bound: 1.5 × the root mean square error of transformers' own bfloat16 run, both against its float32
+    run."""
     exact = their_logits(hf_model(case), PROMPT[:60])
     def error(logits: np.ndarray) -> float: return float(np.sqrt(np.square(logits - exact).mean()))
     own = error(their_logits(hf_model(case), PROMPT[:60], torch.bfloat16))

@@ -42,7 +42,8 @@ def test_a_chain_of_kernels_is_one_launch_and_exact():
 
 
 def test_parallel_launches_give_the_bits_of_serial_ones():
-    """A matmul of 512³ is split for core_id; the second product reads what both threads of the first wrote."""
+    """A matmul of 512³ is split for core_id; the second product reads what both threads of the first
+    wrote."""
     a, b = np.random.default_rng(0).standard_normal((2, 512, 512)).astype(np.float32)
 
     def product(x: Tensor, y: Tensor) -> Tensor: return ((x @ y).contiguous() @ y).contiguous().realize()
@@ -55,7 +56,8 @@ def test_parallel_launches_give_the_bits_of_serial_ones():
 
 
 def test_parallel_launches_reach_every_part():
-    """Row r of the table says how many parts; each must run exactly once, also with more parts than threads."""
+    """Row r of the table says how many parts; each must run exactly once, also with more parts than
+    threads."""
     x = on_cpu(np.zeros((8, 1 << 18), np.float32))
 
     @TinyJit

@@ -1,4 +1,5 @@
-"""The sampler against plain NumPy and transformers' logits processors; a seed decides the draw, nothing else does."""
+"""The sampler against plain NumPy and transformers' logits processors; a seed decides the draw, nothing
+else does."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -71,8 +72,8 @@ CASES = [SamplingParams(temperature=0.7, top_k=20), SamplingParams(temperature=1
 
 @pytest.mark.parametrize("params", CASES, ids=lambda p: "-".join(k for k, v in vars(p.filters).items() if v))
 def test_the_distribution_is_that_of_transformers(params: SamplingParams):
-    """20,000 draws against the exact distribution: every token within 5 standard errors; the sampler's own choice is
-    the maximum of transformers' filtered logits and our noise."""
+    """20,000 draws against the exact distribution: every token within 5 standard errors; the sampler's own
+    choice is the maximum of transformers' filtered logits and our noise."""
     params, x, seen, draws = replace(params, seed=11), logits_of(3), (1, 5, 9), 20_000
     ids, scores = torch.tensor([seen]), torch.tensor(x)[None]
     if params.repetition_penalty != 1:
@@ -95,7 +96,8 @@ def test_the_distribution_is_that_of_transformers(params: SamplingParams):
 
 
 def gumbel_block(seed: Tensor, draws: int) -> np.ndarray:
-    """Noise of positions 0 … draws − 1, (draws, V), in one kernel: position and index are one 64-bit counter."""
+    """Noise of positions 0 … draws − 1, (draws, V), in one kernel: position and index are one 64-bit
+    counter."""
     positions = Tensor.arange(draws, dtype=dtypes.uint32).reshape(draws, 1).expand(draws, V).cast(dtypes.uint64)
     counter = (positions << 32) | Tensor.arange(V, dtype=dtypes.uint32).reshape(1, V).cast(dtypes.uint64)
     key = (seed[1:2].cast(dtypes.uint64) << 32) | seed[0:1].cast(dtypes.uint64)

@@ -1,13 +1,13 @@
 """The captured prefill and decode steps over one KV cache.
 
-Protocol: `prefill(ids)` runs the prompt in chunks and chooses the first token, `decode()` chooses the next one; both
-return it. The token stays on the device between steps: a step reads it from, and writes it to, the same buffer, so
-the host only looks on. Positions are bound variables and knobs are buffers, so one graph for each chunk size and one
-for each set of sampling filters serve every request.
+Protocol: `prefill(ids)` runs the prompt in chunks and chooses the first token, `decode()` chooses the next
+one; both return it. The token stays on the device between steps: a step reads it from, and writes it to,
+the same buffer, so the host only looks on. Positions are bound variables and knobs are buffers, so one
+graph for each chunk size and one for each set of sampling filters serve every request.
 
-The cache remembers which tokens it holds: a prompt that continues the last one (a chat) is prefilled from where they
-part. Rows of a padded chunk past the prompt are written too; no later row may look at them before they are
-overwritten, since masks end at the writer's own position.
+The cache remembers which tokens it holds: a prompt that continues the last one (a chat) is prefilled from
+where they part. Rows of a padded chunk past the prompt are written too; no later row may look at them
+before they are overwritten, since masks end at the writer's own position.
 """
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tinygrad_nv.engine.sampling import Filters, Knobs, SamplingParams, next_tok
 from tinygrad_nv.models.llama import KVCache, Llama
 from tinygrad_nv.runtime.memory import allocate, read, write
 
-# Tokens a prefill graph takes at once. 16 bounds the padding of a short prompt, 128 amortises a launch over rows.
+# Tokens a prefill graph takes at once. 16 bounds the padding of a short prompt, 128 amortises a launch over
+# rows.
 CHUNKS = (128, 16)
 
 

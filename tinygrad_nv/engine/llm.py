@@ -1,8 +1,8 @@
 """`LLM`: a model directory, ready to generate.
 
-Protocol: `LLM(directory)` loads everything and refuses what it cannot run. `stream(prompt, params)` yields `Piece`s of
-text as they are certain and ends with one that has a finish reason; `generate(prompts, params)` collects them into
-`Completion`s. One sequence runs at a time.
+Protocol: `LLM(directory)` loads everything and refuses what it cannot run. `stream(prompt, params)` yields
+`Piece`s of text as they are certain and ends with one that has a finish reason; `generate(prompts, params)`
+collects them into `Completion`s. One sequence runs at a time.
 """
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def context_length(config: ModelConfig, dtype: DType, asked: int | None) -> int:
 
 
 class LLM:
-    """A loaded model. `directory` is a Hugging Face directory; `progress(done, total)` follows the weights' bytes."""
+    """A loaded model. `directory` is a Hugging Face directory; `progress(done, total)` follows the weights'
+    bytes."""
 
     def __init__(self, directory: str | Path, dtype: str = "auto", max_model_len: int | None = None,
                  device: str | None = None, progress: Callable[[int, int], None] | None = None) -> None:
@@ -121,7 +122,8 @@ class LLM:
         return self.encode(self.require_tokenizer().encode_chat(messages))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
-        """Yields text as it becomes certain. Raises `RequestError` before the first piece for a bad prompt."""
+        """Yields text as it becomes certain. Raises `RequestError` before the first piece for a bad
+        prompt."""
         params = self.defaults if params is None else params
         ids = self.encode(prompt)
         self.decoder.start(params, ids)

@@ -1,12 +1,13 @@
 """What a user may ask of the sampler, and the sampler as tensor code.
 
-Protocol: `SamplingParams` is checked when made. `next_token(logits, knobs, …)` runs on the device inside the captured
-step; the values are in a tensor (`Knobs`), so changing them replays the same graph, and only which filters are in use
-(`SamplingParams.filters`) selects another one.
+Protocol: `SamplingParams` is checked when made. `next_token(logits, knobs, …)` runs on the device inside
+the captured step; the values are in a tensor (`Knobs`), so changing them replays the same graph, and only
+which filters are in use (`SamplingParams.filters`) selects another one.
 
-The order is that of transformers: repetition penalty, temperature, top-k, top-p, min-p, draw. The draw is the Gumbel
-maximum of the filtered logits with noise from Threefry on (seed, position, token): the same seed gives the same text
-whatever else the machine does (Salmon et al., SC 2011; Gumbel-max: Maddison et al., arXiv 1411.0030).
+The order is that of transformers: repetition penalty, temperature, top-k, top-p, min-p, draw. The draw is
+the Gumbel maximum of the filtered logits with noise from Threefry on (seed, position, token): the same seed
+gives the same text whatever else the machine does (Salmon et al., SC 2011; Gumbel-max: Maddison et al.,
+arXiv 1411.0030).
 """
 from __future__ import annotations
 
@@ -37,9 +38,10 @@ class Filters:
 class SamplingParams:
     """How to choose tokens and when to stop. Names and meanings are vLLM's.
 
-    `temperature` 0 is greedy (as is anything below `GREEDY_BELOW`). `top_k` 0 or -1 keeps every token. `top_p` in (0, 1]; `min_p` in [0, 1], relative to
-    the likeliest token. `seed` None draws a fresh one. `stop` strings end the text and are not part of it; ids in
-    `stop_token_ids` end it like the model's own end tokens, which `ignore_eos` disables.
+    `temperature` 0 is greedy (as is anything below `GREEDY_BELOW`). `top_k` 0 or -1 keeps every token.
+    `top_p` in (0, 1]; `min_p` in [0, 1], relative to the likeliest token. `seed` None draws a fresh one.
+    `stop` strings end the text and are not part of it; ids in `stop_token_ids` end it like the model's own
+    end tokens, which `ignore_eos` disables.
     """
     temperature: float = 1.0
     top_k: int = 0
@@ -77,7 +79,8 @@ def _range(params: SamplingParams, name: str, holds: bool, expected: str) -> Non
 
 @dataclass(frozen=True)
 class Knobs:
-    """A request's numbers on the device: `values` float32 (5,) in the order of `KNOBS`, `seed` uint32 (2,)."""
+    """A request's numbers on the device: `values` float32 (5,) in the order of `KNOBS`, `seed` uint32
+    (2,)."""
     values: Tensor
     seed: Tensor
 
@@ -103,8 +106,8 @@ def request_numbers(params: SamplingParams) -> tuple[list[float], list[int], int
 def next_token(logits: Tensor, filters: Filters, knobs: Knobs, seen: Tensor, position: Tensor) -> Tensor:
     """The next token, int32 (1,), from float32 logits (V,).
 
-    `seen` is bool (V,): tokens of prompt and text so far. `position` is the place the token will have, int (1,): with
-    the seed it selects the noise.
+    `seen` is bool (V,): tokens of prompt and text so far. `position` is the place the token will have, int
+    (1,): with the seed it selects the noise.
     """
     if filters.penalty:
         penalty = knobs.row("repetition_penalty")
@@ -131,19 +134,19 @@ def ordered_bits(x: Tensor) -> Tensor:
 
 
 def threshold(keys: Tensor, weights: Tensor, target: Tensor) -> Tensor:
-    """The largest uint32 t with Σ weights[keys ≥ t] ≥ target, shape (1,): the k-th largest key when weights are 1 and
-    target is k, the nucleus' smallest key when weights are probabilities and target is top_p.
+    """The largest uint32 t with Σ weights[keys ≥ t] ≥ target, shape (1,): the k-th largest key when weights
+    are 1 and target is k, the nucleus' smallest key when weights are probabilities and target is top_p.
 
-    Radix selection, a byte a pass from the top: four passes over the vocabulary instead of a sort. Ties at the
-    threshold are all kept.
+    Radix selection, a byte a pass from the top: four passes over the vocabulary instead of a sort. Ties at
+    the threshold are all kept.
     """
     digits = Tensor.arange(256, dtype=dtypes.uint32).reshape(256, 1)
     found = Tensor.zeros(1, dtype=dtypes.uint32)
     for shift in (24, 16, 8, 0):
         candidates = found.reshape(1, 1) + digits * (1 << shift)
         mass = (keys.reshape(1, -1) >= candidates).where(weights.reshape(1, -1), 0).sum(-1).contiguous()
-        # mass falls with the digit, so the count of digits that reach the target is the digit sought, plus one;
-        # at least digit 0: rounding may leave the total just under a target of 1
+        # mass falls with the digit, so the count of digits that reach the target is the digit sought, plus
+        # one; at least digit 0: rounding may leave the total just under a target of 1
         reached = (mass >= target).cast(dtypes.uint32).sum().maximum(1).cast(dtypes.uint32) - 1
         found = (found + reached * (1 << shift)).contiguous()
     return found

@@ -1,9 +1,10 @@
 """Token ids to text while they arrive.
 
-Protocol: a `Detokenizer` is fed one id at a time and gives the text that id completed, possibly none; `flush` gives
-what was held back when the sequence ends. All pieces joined are exactly decode(prompt + ids) without decode(prompt):
-bytes of an unfinished character are held until the character is complete, and the first word keeps the space that
-decoders strip at the start of a text. `StopStrings` holds back what may become a stop string.
+Protocol: a `Detokenizer` is fed one id at a time and gives the text that id completed, possibly none;
+`flush` gives what was held back when the sequence ends. All pieces joined are exactly decode(prompt + ids)
+without decode(prompt): bytes of an unfinished character are held until the character is complete, and the
+first word keeps the space that decoders strip at the start of a text. `StopStrings` holds back what may
+become a stop string.
 
 Technique: decode a short window twice, with and without the new ids, and emit the difference (as vLLM and
 transformers' streamers do): the cost is that of the window, not of the text.

@@ -1,8 +1,8 @@
 """Text to ids and back, and chat templates.
 
-Protocol: `Tokenizer.load(directory)` reads tokenizer.json (the `tokenizers` library does the work) and the special
-tokens and chat template of tokenizer_config.json or chat_template.jinja. Templates are code from a download: they run
-in jinja's immutable sandbox with the helpers transformers documents, and nothing else.
+Protocol: `Tokenizer.load(directory)` reads tokenizer.json (the `tokenizers` library does the work) and the
+special tokens and chat template of tokenizer_config.json or chat_template.jinja. Templates are code from a
+download: they run in jinja's immutable sandbox with the helpers transformers documents, and nothing else.
 """
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Tokenizer:
 
     @staticmethod
     def load(directory: Path) -> Tokenizer:
-        """Reads a Hugging Face directory. Raises `TokenizerError` when tokenizer.json is missing or damaged."""
+        """Reads a Hugging Face directory. Raises `TokenizerError` when tokenizer.json is missing or
+        damaged."""
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise TokenizerError(f"{directory} has no tokenizer.json", "a fast tokenizer saved by transformers",
@@ -114,7 +115,8 @@ def _template(directory: Path, config: Mapping[str, Any]) -> str | None:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %} … {% endgeneration %} marks the assistant's words for training; here it is transparent."""
+    """{% generation %} … {% endgeneration %} marks the assistant's words for training; here it is
+    transparent."""
     tags = {"generation"}  # noqa: RUF012 (jinja2 reads a plain class attribute)
 
     def parse(self, parser: Any) -> Any:

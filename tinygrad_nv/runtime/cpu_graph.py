@@ -1,17 +1,20 @@
-"""A captured graph on the CPU: all launches of a TinyJit batch in one call into C, parallel ones on every core.
+"""A captured graph on the CPU: all launches of a TinyJit batch in one call into C, parallel ones on every
+core.
 
-Protocol: tinygrad's graph interface (`GraphRunner`). Building the graph writes one row of words a launch; a replay
-patches the words that changed (inputs, variables) and calls `walk` once. tinygrad 0.14 launches each CPU kernel from
-Python (about 40 µs) and runs the parts it splits for `core_id` one after the other; here a launch costs well under a
-microsecond and the parts run on a pool of threads.
+Protocol: tinygrad's graph interface (`GraphRunner`). Building the graph writes one row of words a launch; a
+replay patches the words that changed (inputs, variables) and calls `walk` once. tinygrad 0.14 launches each
+CPU kernel from Python (about 40 µs) and runs the parts it splits for `core_id` one after the other; here a
+launch costs well under a microsecond and the parts run on a pool of threads.
 
-Pool: thread 0 is the caller. Workers sleep on a semaphore between replays and are woken only for graphs with parallel
-launches. Serial launches run on thread 0 alone; a parallel one is fenced by a barrier on both sides (sense reversing,
-spinning, then yielding, so that a core taken by somebody else delays but does not hang it).
+Pool: thread 0 is the caller. Workers sleep on a semaphore between replays and are woken only for graphs
+with parallel launches. Serial launches run on thread 0 alone; a parallel one is fenced by a barrier on both
+sides (sense reversing, spinning, then yielding, so that a core taken by somebody else delays but does not
+hang it).
 
-Row, in 64-bit words: function, parts, position of core_id among the arguments (-1: none), argument count, arguments.
-Every CPU kernel takes its arguments as 64-bit words in registers and on the stack, so calling one with more words
-than it reads is harmless in the C conventions of x86-64 and arm64; rows are called at one of four lengths.
+Row, in 64-bit words: function, parts, position of core_id among the arguments (-1: none), argument count,
+arguments. Every CPU kernel takes its arguments as 64-bit words in registers and on the stack, so calling
+one with more words than it reads is harmless in the C conventions of x86-64 and arm64; rows are called at
+one of four lengths.
 """
 from __future__ import annotations
 
@@ -123,7 +126,8 @@ def pool(device: str, threads: int) -> Pool:
 
 
 class CPUGraph(GraphRunner):
-    """A batch of CPU launches. Buffers outside the batch and variables may change between replays, nothing else."""
+    """A batch of CPU launches. Buffers outside the batch and variables may change between replays, nothing
+    else."""
 
     def __init__(self, linear: UOp, input_uops: tuple[UOp, ...] = ()) -> None:
         super().__init__(linear, input_uops)

@@ -1,9 +1,9 @@
 """Bytes into device tensors without a second copy of them.
 
-Protocol: `allocate(tensor)` gives an empty tensor its memory, `allocate_arena(tensors)` gives many of them one mapping;
-`host_bytes(tensor)` is a writable view of that memory where the host can address it (the CPU device), so that files
-are read straight into place; `write(tensor, offset, data)` puts bytes at an offset on any device. Nothing here
-schedules a kernel.
+Protocol: `allocate(tensor)` gives an empty tensor its memory, `allocate_arena(tensors)` gives many of them
+one mapping; `host_bytes(tensor)` is a writable view of that memory where the host can address it (the CPU
+device), so that files are read straight into place; `write(tensor, offset, data)` puts bytes at an offset
+on any device. Nothing here schedules a kernel.
 """
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def allocate(tensor: Tensor) -> Buffer:
 
 
 def allocate_arena(tensors: Sequence[Tensor]) -> None:
-    """Memory for empty tensors of one device. On the CPU it is one private mapping of huge pages, where the system
-    has them: filling it then takes a page fault each 2 MiB instead of each 4 KiB (half of the time to load a model).
+    """Memory for empty tensors of one device. On the CPU it is one private mapping of huge pages, where the
+    system has them: filling it then takes a page fault each 2 MiB instead of each 4 KiB (half of the time
+    to load a model).
     """
     if not tensors or not str(tensors[0].device).startswith("CPU") or not hasattr(mmap, "MADV_HUGEPAGE"):
         for tensor in tensors: allocate(tensor)

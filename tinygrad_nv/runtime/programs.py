@@ -1,11 +1,12 @@
 """Compiled programs kept from one process to the next.
 
-Protocol: tinygrad caches the compiler's output by source text, but rewrites every kernel from its graph to that text
-again in each process, some 50 ms a kernel. `cached` is a compile hook that stores whole programs on disk under the
-key tinygrad uses in memory (graph, renderer, settings that change code) together with tinygrad's version and the
-compiler's own cache key. NV_PROGRAM_CACHE=0 turns it off.
+Protocol: tinygrad caches the compiler's output by source text, but rewrites every kernel from its graph to
+that text again in each process, some 50 ms a kernel. `cached` is a compile hook that stores whole programs
+on disk under the key tinygrad uses in memory (graph, renderer, settings that change code) together with
+tinygrad's version and the compiler's own cache key. NV_PROGRAM_CACHE=0 turns it off.
 
-Not stored: programs BEAM would choose anew (their graphs carry the beam width) and programs that were given, not made.
+Not stored: programs BEAM would choose anew (their graphs carry the beam width) and programs that were
+given, not made.
 """
 from __future__ import annotations
 
