@@ -189,7 +189,7 @@ def _shards(index: Path) -> dict[Path, set[str]]:
                           "download the file again")
     shards: dict[Path, set[str]] = {}
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or not file or Path(file).name != file:
             raise WeightError(f"{index}: {name} is in {file!r}", "the name of a file beside the index",
                               "download the file again")
         shards.setdefault(index.parent / file, set()).add(name)
