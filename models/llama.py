@@ -7,6 +7,10 @@ scoring). `model.step(tokens, start, cache, last)` appends tokens at `start` to 
 logits of one row (decoding); `start` may be a bound variable, so that one captured graph serves every
 position.
 
+`contiguous()` marks what is computed once: tinygrad fuses everything else into its consumer, where a value that
+feeds a matmul is computed again for every output row. `contiguous_backward()` does the same for gradients. Both
+were placed by measuring decode and training steps on a CPU (training: 5.0 s a step without, 1.1 s with).
+
 Numerics are those of transformers: RMSNorm and softmax in float32, everything else in the parameters'
 dtype.
 """
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
@@ -21,7 +26,7 @@ from tinygrad.dtype import DType
 from .config import ModelConfig
 from .rope import tables
 
-Position = int | UOp
+Position: TypeAlias = int | UOp
 
 
 @dataclass(frozen=True)
@@ -34,10 +39,12 @@ class KVCache:
     layers: tuple[Tensor, ...]
 
     @staticmethod
-    def create(config: ModelConfig, capacity: int, dtype: DType, batch: int = 1, device: str | None = None) -> KVCache:
+    def create(config: ModelConfig, capacity: int, dtype: DType, batch: int = 1,
+               device: str | None = None) -> KVCache:
         """A cache for `capacity` tokens in each of `batch` sequences."""
         shape = (2, batch, config.num_kv_heads, capacity, config.head_dim)
-        return KVCache(tuple(Tensor.empty(*shape, dtype=dtype, device=device) for _ in range(config.num_layers)))
+        layers = (Tensor.empty(*shape, dtype=dtype, device=device) for _ in range(config.num_layers))
+        return KVCache(tuple(layers))
 
     @property
     def nbytes(self) -> int:
@@ -61,7 +68,8 @@ class RMSNorm:
     """x / rms(x) · (w + offset): statistics in float32 (arXiv 1910.07467)."""
 
     def __init__(self, size: int, config: ModelConfig, dtype: DType, device: str | None) -> None:
-        self.weight, self.eps, self.offset = Tensor.empty(size, dtype=dtype, device=device), config.norm_eps, config.norm_offset
+        self.weight = Tensor.empty(size, dtype=dtype, device=device)
+        self.eps, self.offset = config.norm_eps, config.norm_offset
 
     def __call__(self, x: Tensor) -> Tensor:
         f = x.float()
@@ -93,10 +101,11 @@ class Attention:
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, hidden) to rotated q (B, H, T, D) and k, v (B, H_kv, T, D)."""
         c, (B, T, _) = self.config, x.shape
-        heads = self.qkv(x).contiguous_backward().reshape(B, T, c.num_heads + 2 * c.num_kv_heads, c.head_dim).transpose(1, 2)
+        heads = self.qkv(x).contiguous_backward()
+        heads = heads.reshape(B, T, c.num_heads + 2 * c.num_kv_heads, c.head_dim).transpose(1, 2)
         q, k, v = heads.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None: q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, cos, sin).contiguous(), rotate(k, cos, sin).contiguous(), v.contiguous()
+        return rotate(q, cos, sin).contiguous(), rotate(k, cos, sin), v
 
     def mask(self, T: int, start: Position) -> Tensor | None:
         """True where the row at start + i may look at column j of [0, start + T); None where it may look at
@@ -115,12 +124,14 @@ class Attention:
         scores = scores.contiguous_backward()
         if (mask := self.mask(T, start)) is not None: scores = mask.where(scores, -float("inf"))
         weights = scores.softmax(-1).cast(v.dtype).contiguous().contiguous_backward()
-        out = weights @ v.unsqueeze(2)
-        return out.reshape(B, c.num_heads, T, c.head_dim).transpose(1, 2).reshape(B, T, c.num_heads * c.head_dim).contiguous()
+        out = (weights @ v.unsqueeze(2)).reshape(B, c.num_heads, T, c.head_dim).transpose(1, 2)
+        return out.reshape(B, T, c.num_heads * c.head_dim).contiguous()
 
-    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], start: Position, cache: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], start: Position,
+                 cache: Tensor | None) -> Tensor:
         q, k, v = self.project(x, *rope)
-        if cache is not None:
+        if cache is None: k, v = k.contiguous(), v.contiguous()
+        else:
             end = start + x.shape[1]
             written = cache.uop.after(cache[:, :, :, start:end].uop.store(Tensor.stack(k, v).uop))
             both = Tensor(written)[:, :, :, 0:end]
@@ -157,7 +168,8 @@ class Block:
         self.attention_norm = RMSNorm(config.hidden_size, config, dtype, device)
         self.feed_forward_norm = RMSNorm(config.hidden_size, config, dtype, device)
 
-    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], start: Position, cache: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], start: Position,
+                 cache: Tensor | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope, start, cache)
         return (x + self.feed_forward(self.feed_forward_norm(x))).contiguous()
 
@@ -172,7 +184,8 @@ class Llama:
         self.embedding = Tensor.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.blocks = [Block(config, window, dtype, device) for window in config.windows]
         self.norm = RMSNorm(config.hidden_size, config, dtype, device)
-        self.head = self.embedding if config.tied else Tensor.empty(*self.embedding.shape, dtype=dtype, device=device)
+        self.head = self.embedding
+        if not config.tied: self.head = Tensor.empty(*self.embedding.shape, dtype=dtype, device=device)
 
     @cached_property
     def rope_tables(self) -> tuple[Tensor, Tensor]:

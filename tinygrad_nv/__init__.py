@@ -28,8 +28,8 @@ from tinygrad_nv.hooks import disable, disabled, enable, enabled
 from tinygrad_nv.patterns import program
 from tinygrad_nv.runtime import programs
 
-__all__ = ["Context", "Device", "GlobalCounters", "KernelRecord", "Lowering", "Tensor", "TinyJit", "UOp",
-           "Variable", "disable", "disabled", "dtypes", "enable", "enabled", "explain", "function", "nn"]
+__all__ = ["Context", "Device", "GlobalCounters", "KernelRecord", "LLM", "Lowering", "SamplingParams", "Tensor",
+           "TinyJit", "UOp", "Variable", "disable", "disabled", "dtypes", "enable", "enabled", "explain", "function", "nn"]
 
 
 def _find_models(package: Path) -> list[str]:
@@ -37,6 +37,17 @@ def _find_models(package: Path) -> list[str]:
     checkout = package.parent
     if (package / "models").exists() or not (checkout / "models").is_dir(): return []
     return [str(checkout)] if (checkout / "pyproject.toml").is_file() else []
+
+
+def __getattr__(name: str) -> object:
+    """`LLM` and `SamplingParams`, loaded when asked for: importing tinygrad_nv stays as fast as tinygrad."""
+    if name == "LLM":
+        from tinygrad_nv.engine.llm import LLM
+        return LLM
+    if name == "SamplingParams":
+        from tinygrad_nv.engine.sampling import SamplingParams
+        return SamplingParams
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __path__.extend(_find_models(Path(__file__).resolve().parent))
