@@ -32,9 +32,10 @@ def make_random(directory: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(vocab_size=32000, hidden_size=512, intermediate_size=1536, num_hidden_layers=14,
-                                 num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=1024,
-                                 tie_word_embeddings=True)).save_pretrained(directory)
+    config = LlamaConfig(vocab_size=32000, hidden_size=512, intermediate_size=1536, num_hidden_layers=14,
+                         num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=1024,
+                         tie_word_embeddings=True)
+    LlamaForCausalLM(config).save_pretrained(directory)
 
 
 def work_ours(directory: str, tokens: int, dtype: str) -> None:
@@ -60,8 +61,9 @@ def work_theirs(directory: str, tokens: int, dtype: str) -> None:
 
     def run(count: int) -> tuple[list[int], float]:
         begun = time.perf_counter()
-        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count, min_new_tokens=count,
-                             do_sample=False, temperature=None, top_p=None, top_k=None, pad_token_id=0)
+        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count,
+                             min_new_tokens=count, do_sample=False, temperature=None, top_p=None, top_k=None,
+                             pad_token_id=0)
         return out[0, len(PROMPT):].tolist(), time.perf_counter() - begun
 
     def once() -> dict[str, Any]:
@@ -82,8 +84,8 @@ class Worker:
     """One engine's process."""
 
     def __init__(self, engine: str, directory: Path, arguments: argparse.Namespace) -> None:
-        command = [sys.executable, __file__, "--work", engine, str(directory), "--tokens", str(arguments.tokens),
-                   "--dtype", arguments.dtype]
+        command = [sys.executable, __file__, "--work", engine, str(directory),
+                   "--tokens", str(arguments.tokens), "--dtype", arguments.dtype]
         begun = time.perf_counter()
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.answer()
@@ -92,7 +94,8 @@ class Worker:
     def answer(self) -> dict[str, Any]:
         """The process's next line."""
         assert self.process.stdout is not None
-        if not (line := self.process.stdout.readline()): raise SystemExit(f"{self.process.args} ended early")
+        line = self.process.stdout.readline()
+        if not line: raise SystemExit(f"{self.process.args!r} ended early")
         return dict(json.loads(line))
 
     def once(self) -> dict[str, Any]:
@@ -119,12 +122,14 @@ def compare(name: str, directory: Path, arguments: argparse.Namespace) -> dict[s
     for engine, done in runs.items():
         for run in done: run.pop("token_ids", None)
         rates = [run["tokens_per_s"] for run in done]
-        rows.append([engine, f"{median(rates):.1f}", spread(rates), f"{median(r['ttft_s'] for r in done) * 1e3:.1f}",
+        first_ms = median(run["ttft_s"] for run in done) * 1e3
+        rows.append([engine, f"{median(rates):.1f}", spread(rates), f"{first_ms:.1f}",
                      f"{max(r['rss_peak'] for r in done) / 1e6:.0f}", f"{workers[engine].start_s:.1f}"])
     ratios = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(*runs.values(), strict=True)]
     print(f"\n{name}, {arguments.dtype}, prompt {len(PROMPT)}, {arguments.tokens} tokens")
     print(table(["", "tokens/s", "spread", "first ms", "peak MB", "start s"], rows))
-    print(f"tinygrad_nv / transformers = {median(ratios):.2f} ({spread(ratios)}); first {same} tokens identical")
+    print(f"tinygrad_nv / transformers = {median(ratios):.2f} ({spread(ratios)}); "
+          f"first {same} tokens identical")
     return {"name": name, "ratio": median(ratios), "identical_tokens": same, "runs": runs,
             "start_s": {engine: worker.start_s for engine, worker in workers.items()}}
 

@@ -44,7 +44,8 @@ def make_directory(directory: Path, gigabytes: float) -> None:
     for shard in range(SHARDS):
         file = f"model-{shard + 1:05d}-of-{SHARDS:05d}.safetensors"
         part = names[shard * len(names) // SHARDS:(shard + 1) * len(names) // SHARDS]
-        save_file({name: rng.standard_normal(wanted[name].shape, np.float32) for name in part}, directory / file)
+        tensors = {name: rng.standard_normal(wanted[name].shape, np.float32) for name in part}
+        save_file(tensors, directory / file)
         weight_map |= dict.fromkeys(part, file)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (directory / "config.json").write_text(json.dumps(config))
@@ -66,8 +67,9 @@ def work(kind: str, directory: Path, dtype: str) -> dict[str, float]:
             with file.open("rb", buffering=0) as opened: opened.readall()
     else: weights.load(Llama(config, resolve_dtype(dtype, config), device), directory)
     seconds = time.perf_counter() - begun
+    model_bytes = config.parameters * resolve_dtype(dtype, config).itemsize
     return {"seconds": seconds, "bytes": sum(f.stat().st_size for f in files), "rss_before": before,
-            "rss_peak": resident_bytes(), "model_bytes": config.parameters * resolve_dtype(dtype, config).itemsize}
+            "rss_peak": resident_bytes(), "model_bytes": model_bytes}
 
 
 def forget(directory: Path) -> None:
@@ -81,7 +83,8 @@ def forget(directory: Path) -> None:
 def measure(kind: str, directory: Path, arguments: argparse.Namespace) -> dict[str, float]:
     """`work` in a process of its own."""
     if arguments.cold: forget(directory)
-    command = [sys.executable, __file__, "--work", kind, "--directory", str(directory), "--dtype", arguments.dtype]
+    command = [sys.executable, __file__, "--work", kind, "--directory", str(directory),
+               "--dtype", arguments.dtype]
     return dict(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
 
 

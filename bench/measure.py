@@ -21,8 +21,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns aligned, the first to the left, the others to the right."""
     lines = [list(header), *map(list, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    return "\n".join("  ".join(cell.ljust(w) if i == 0 else cell.rjust(w)
-                               for i, (cell, w) in enumerate(zip(line, widths, strict=True))).rstrip() for line in lines)
+    def aligned(line: list[str]) -> str:
+        cells = zip(line, widths, strict=True)
+        return "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(cells)).rstrip()
+    return "\n".join(map(aligned, lines))
 
 
 def processor() -> str:
@@ -35,8 +37,8 @@ def processor() -> str:
 
 def save(name: str, record: dict[str, Any]) -> Path:
     """Writes a result with the machine and the commit it was measured on."""
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False,
-                          cwd=RESULTS.parent).stdout.strip()
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
+                          check=False, cwd=RESULTS.parent).stdout.strip()
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"machine": processor(), "commit": head, **record}, indent=1) + "\n")
