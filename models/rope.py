@@ -60,7 +60,8 @@ def _llama3(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
 def _yarn(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
     """YaRN's ramp by dimension between interpolated and unchanged frequencies (paper §3.2)."""
     def dimension(turns: float) -> float:
-        return rope.dim * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        period = rope.original_positions / (turns * 2 * math.pi)  # positions a radian
+        return rope.dim * math.log(period) / (2 * math.log(rope.theta))
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate: low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.dim - 1)

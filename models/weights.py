@@ -22,7 +22,8 @@ from tinygrad_nv.runtime.memory import allocate_arena
 from .checkpoint import Checkpoint, Entry, open_checkpoint
 from .llama import Linear, Llama
 
-READERS = 4  # a second thread doubles the rate of one core's page faults and copies; disks like a queue of a few
+# A second thread doubles the rate of one core's page faults and copies; disks like a queue of a few.
+READERS = 4
 PIECE = 16 << 20
 
 # Older checkpoints carry buffers that are recomputed; their presence means nothing.
@@ -62,7 +63,8 @@ def _stacked(linear: Linear, names: Mapping[str, int], prefix: str) -> dict[str,
 def slots(model: Llama) -> dict[str, Slot]:
     """Every tensor the checkpoint must hold, by its Hugging Face name."""
     c = model.config
-    out = {"model.embed_tokens.weight": _whole(model.embedding), "model.norm.weight": _whole(model.norm.weight)}
+    out = {"model.embed_tokens.weight": _whole(model.embedding),
+           "model.norm.weight": _whole(model.norm.weight)}
     if not c.tied: out["lm_head.weight"] = _whole(model.head)
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     for i, block in enumerate(model.blocks):
@@ -84,14 +86,16 @@ def check(wanted: Mapping[str, Slot], entries: Mapping[str, Entry], tied: bool, 
     # a tied model may still store its head; it is the embedding again
     surplus = {"lm_head.weight"} if tied else set()
     missing = [n for n in wanted if n not in entries]
-    unexpected = [n for n in entries if n not in wanted and n not in surplus and not n.endswith(IGNORED_SUFFIXES)]
+    unexpected = [n for n in entries
+                  if n not in wanted and n not in surplus and not n.endswith(IGNORED_SUFFIXES)]
     shapes = [f"{n}: {list(entries[n].shape)}, expected {list(slot.shape)}" for n, slot in wanted.items()
               if n in entries and entries[n].shape != slot.shape]
     if not (missing or unexpected or shapes): return
     lines = [f"the weights in {directory} do not fit the model of its config.json"]
     for title, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape", shapes)):
         if names: lines.append(f"  {title} ({len(names)}): " + _some(names))
-    raise WeightError("\n".join(lines), "every tensor of the architecture, once, in the shape config.json implies",
+    raise WeightError("\n".join(lines),
+                      "every tensor of the architecture, once, in the shape config.json implies",
                       "use the config.json that belongs to these weights, or download the directory again")
 
 
@@ -121,7 +125,8 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
     return total
 
 
-def _pieces(wanted: Mapping[str, Slot], entries: Mapping[str, Entry]) -> Iterator[tuple[Entry, int, int, Slot]]:
+def _pieces(wanted: Mapping[str, Slot],
+            entries: Mapping[str, Entry]) -> Iterator[tuple[Entry, int, int, Slot]]:
     """Runs of at most `PIECE` bytes, in file order, so that a disk reads forward."""
     for name in sorted(wanted, key=lambda name: entries[name].place):
         entry, count = entries[name], math.prod(entries[name].shape)

@@ -1,12 +1,12 @@
 """Trains the model in the box: `python -m tinygrad_nv.models.tales.train --out models/tales`.
 
-Protocol: text from `stories.corpus("train")`, a tokenizer trained on it, and a LLaMA of about a million parameters
-trained from `SEED` with tinygrad; loss on `stories.corpus("held-out")` is printed beside the training loss. The same
-command on the same machine gives the same model; another machine's compiler may round differently. What it took is
-written to training.json beside the weights.
+Protocol: text from `stories.corpus("train")`, a tokenizer trained on it, and a LLaMA of about a million
+parameters trained from `SEED` with tinygrad; loss on `stories.corpus("held-out")` is printed beside the
+training loss. The same command on the same machine gives the same model; another machine's compiler may
+round differently. What it took is written to training.json beside the weights.
 
-Recipe: rows of consecutive stories, each row beginning with one, so that no story is seen without its opening; AdamW
-(arXiv 1711.05101) with the gradient's norm clipped; linear warm-up, cosine decay.
+Recipe: rows of consecutive stories, each row beginning with one, so that no story is seen without its
+opening; AdamW (arXiv 1711.05101) with the gradient's norm clipped; linear warm-up, cosine decay.
 """
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -34,14 +35,16 @@ from .tokenizer import EOS, save, train_tokenizer
 SEED = 1
 TOKENIZER_STORIES = 20_000
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "vocab_size": 2048,
     "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "hidden_act": "silu", "attention_bias": False,
-    "mlp_bias": False, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "hidden_act": "silu",
+    "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True, "bos_token_id": 0,
+    "eos_token_id": 1, "pad_token_id": 2,
 }
-GENERATION = {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "bos_token_id": 0, "eos_token_id": [1], "pad_token_id": 2}
+GENERATION = {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "bos_token_id": 0, "eos_token_id": [1],
+              "pad_token_id": 2}
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,10 @@ class Recipe:
 
 
 def rows(tokenizer: Tokenizer, split: str, length: int) -> Iterator[list[int]]:
-    """Rows of `length` + 1 ids: whole stories, each <|bos|> … <|eos|>, the last one cut. Every row starts a story."""
+    """Rows of `length` + 1 ids: whole stories, each <|bos|> … <|eos|>, the last one cut. Every row starts a
+    story."""
     texts, eos = corpus(split, 1 << 30), tokenizer.token_to_id(EOS)
+    assert eos is not None, "train_tokenizer adds it"
     while True:
         row: list[int] = []
         while len(row) <= length: row += [*tokenizer.encode(next(texts)).ids, eos]
@@ -72,7 +77,8 @@ def rows(tokenizer: Tokenizer, split: str, length: int) -> Iterator[list[int]]:
 
 
 def initialise(model: Llama, rng: np.random.Generator) -> list[Tensor]:
-    """Sets every parameter (normal 0.02, residual projections smaller by √(2·layers), norms 1) and returns them."""
+    """Sets every parameter (normal 0.02, residual projections smaller by √(2·layers), norms 1) and returns
+    them."""
     parameters = {id(slot.tensor): (name, slot.tensor) for name, slot in slots(model).items()}
     residual = 0.02 / math.sqrt(2 * model.config.num_layers)
     out = []
@@ -104,7 +110,8 @@ def loss_of(model: Llama, batch: Tensor) -> Tensor:
 
 
 def train(model: Llama, tokenizer: Tokenizer, recipe: Recipe) -> list[dict[str, float]]:
-    """Trains in place; returns the printed curve: step, train (mean since the last line), held_out, seconds."""
+    """Trains in place; returns the printed curve: step, train (mean since the last line), held_out,
+    seconds."""
     parameters = initialise(model, np.random.default_rng(SEED))
     optimizer = AdamW(parameters, lr=recipe.lr, b1=0.9, b2=0.95, weight_decay=recipe.weight_decay)
 
@@ -122,14 +129,15 @@ def train(model: Llama, tokenizer: Tokenizer, recipe: Recipe) -> list[dict[str, 
     exam = [next(held_out) for _ in range(8)]
     curve, losses, begun = [], [], time.perf_counter()
     for i in range(recipe.steps):
-        optimizer.lr.assign(Tensor([recipe.lr_at(i)], dtype=dtypes.float32, device=optimizer.lr.device)).realize()
+        rate = Tensor([recipe.lr_at(i)], dtype=dtypes.float32, device=optimizer.lr.device)
+        optimizer.lr.assign(rate).realize()
         losses.append(float(step(next(source)).item()))
         if i % 100 == 99 or i == recipe.steps - 1:
             measured = float(np.mean([evaluate(batch).item() for batch in exam]))
-            curve.append({"step": i + 1, "train": round(float(np.mean(losses)), 4), "held_out": round(measured, 4),
-                          "seconds": round(time.perf_counter() - begun, 1)})
-            print("step {step:5d}  train {train:.4f}  held-out {held_out:.4f}  {seconds:7.1f} s".format(**curve[-1]),
-                  flush=True)
+            curve.append({"step": i + 1, "train": round(float(np.mean(losses)), 4),
+                          "held_out": round(measured, 4), "seconds": round(time.perf_counter() - begun, 1)})
+            line = "step {step:5.0f}  train {train:.4f}  held-out {held_out:.4f}  {seconds:7.1f} s"
+            print(line.format(**curve[-1]), flush=True)
             losses = []
     return curve
 
@@ -143,11 +151,12 @@ def main() -> None:
     recipe = Recipe(steps=arguments.steps)
     tokenizer = train_tokenizer(corpus("train", TOKENIZER_STORIES), CONFIG["vocab_size"])
     model = Llama(parse_config(CONFIG))
-    print(f"{model.config.parameters:,} parameters, {recipe.steps * recipe.batch * recipe.length:,} tokens", flush=True)
+    tokens = recipe.steps * recipe.batch * recipe.length
+    print(f"{model.config.parameters:,} parameters, {tokens:,} tokens", flush=True)
     curve = train(model, tokenizer, recipe)
     write(model, tokenizer, arguments.out)
-    record = {"seed": SEED, "recipe": vars(recipe), "device": model.embedding.device, "machine": platform.machine(),
-              "curve": curve}
+    record = {"seed": SEED, "recipe": vars(recipe), "device": model.embedding.device,
+              "machine": platform.machine(), "curve": curve}
     (arguments.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
