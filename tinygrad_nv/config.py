@@ -24,8 +24,10 @@ class Setting:
 SETTINGS = (
     Setting("NV", 1, (0, 1), "0: importing tinygrad_nv changes no schedule; 1: enable() at import"),
     Setting("NV_SPEC", 0, (0, 1), "1: the graph is verified after every rewrite (slower; on in CI)"),
-    Setting("NV_PROGRAM_CACHE", 1, (0, 1), "0: make and compile every kernel afresh; 1: take it from the disk cache"),
-    Setting("NV_CPU_GRAPH", 1, (0, 1), "0: launch captured CPU kernels one by one; 1: as a graph, on all cores (Linux)"),
+    Setting("NV_PROGRAM_CACHE", 1, (0, 1),
+            "0: make and compile every kernel afresh; 1: take it from the disk cache"),
+    Setting("NV_CPU_GRAPH", 1, (0, 1),
+            "0: launch captured CPU kernels one by one; 1: as a graph, on all cores (Linux)"),
 )
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 

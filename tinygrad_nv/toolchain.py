@@ -51,8 +51,8 @@ class CCompiler:
 
     def version(self) -> str:
         """First line of `--version`, for reports."""
-        out = subprocess.run([*self.command, "--version"], capture_output=True, text=True, env=self.environment(),
-                             check=False)
+        out = subprocess.run([*self.command, "--version"], capture_output=True, text=True, check=False,
+                             env=self.environment())
         return (out.stdout or out.stderr).partition("\n")[0].strip()
 
 
@@ -106,12 +106,14 @@ def find_compiler() -> CCompiler:
         command = (cc,) if shutil.which(cc) else tuple(shlex.split(cc))
         if (found := shutil.which(command[0])) is None:
             raise ToolchainError(f"CC={cc}: no such executable", "a clang, by path or by a name in PATH",
-                                 "correct CC, or unset it to let tinygrad_nv look for clang and the ziglang wheel")
+                                 "correct CC, or unset it to let tinygrad_nv look for clang and the ziglang "
+                                 "wheel")
         return _made((found, *command[1:]), "CC")
     if (clang := shutil.which("clang")) is not None: return _made((clang,), "PATH")
     if (zig := zig_binary()) is not None: return _made((str(zig), "cc"), "ziglang")
     raise ToolchainError("no C compiler for the CPU device", "a clang in PATH, or the ziglang wheel",
-                         "install clang with the system's package manager, or run: pip install 'tinygrad-nv[cpu]'")
+                         "install clang with the system's package manager, or run: "
+                         "pip install 'tinygrad-nv[cpu]'")
 
 
 def _made(command: tuple[str, ...], origin: Origin) -> CCompiler:
@@ -123,13 +125,16 @@ def compile_object(compiler: CCompiler, arguments: list[str], source: str) -> by
     words."""
     command = compiler.arguments(arguments)
     try:
-        done = subprocess.run(command, input=source.encode(), capture_output=True, env=compiler.environment(), check=False)
+        done = subprocess.run(command, input=source.encode(), capture_output=True, check=False,
+                              env=compiler.environment())
     except OSError as error:
-        raise ToolchainError(f"{command[0]} could not be started: {error}", "an executable compiler") from error
+        raise ToolchainError(f"{command[0]} could not be started: {error}",
+                             "an executable compiler") from error
     if done.returncode != 0 or not done.stdout.startswith(b"\x7fELF"):
         words = done.stderr.decode(errors="replace").strip()
+        name = compiler.version() or command[0]
         raise ToolchainError(
-            f"{compiler.version() or command[0]} (from {compiler.origin}) did not compile a kernel:\n{words[-2000:]}",
+            f"{name} (from {compiler.origin}) did not compile a kernel:\n{words[-2000:]}",
             "clang or a compiler that takes its flags and extensions (gcc lacks ext_vector_type)",
             "unset CC, or point it at a clang")
     return done.stdout
@@ -138,6 +143,8 @@ def compile_object(compiler: CCompiler, arguments: list[str], source: str) -> by
 def main() -> int:
     """`tinygrad-nv-cc`: clang from the ziglang wheel under clang's own command line."""
     if (zig := zig_binary()) is None:
-        print("tinygrad-nv-cc: the ziglang wheel is not installed (pip install 'tinygrad-nv[cpu]')", file=sys.stderr)
+        print("tinygrad-nv-cc: the ziglang wheel is not installed (pip install 'tinygrad-nv[cpu]')",
+              file=sys.stderr)
         return 1
-    return subprocess.run([str(zig), "cc", *zig_arguments(sys.argv[1:])], env=zig_environment(), check=False).returncode
+    command = [str(zig), "cc", *zig_arguments(sys.argv[1:])]
+    return subprocess.run(command, env=zig_environment(), check=False).returncode

@@ -95,16 +95,21 @@ class Pool:
 
     def __init__(self, device: Any, threads: int) -> None:
         compiler = device.renderer.compiler
-        self.program = device.runtime(TinyELF(compiler.compile_cached(_source()), "walk", device.renderer.target, ()))
+        binary = compiler.compile_cached(_source())
+        self.program = device.runtime(TinyELF(binary, "walk", device.renderer.target, ()))
         self.memory = np.zeros(SEMAPHORES + (threads + 1) * SEMAPHORE_WORDS + 8, np.uint64)
         skew = -self.memory.ctypes.data % 64 // 8
         self.control = self.memory[skew:]
         self.address = self.control.ctypes.data
         for word, name in ((YIELD, "sched_yield"), (WAIT, "sem_wait"), (POST, "sem_post")):
-            self.control[word] = ctypes.cast(getattr(libc.dll, name), ctypes.c_void_p).value
+            function = ctypes.cast(getattr(libc.dll, name), ctypes.c_void_p).value
+            assert function is not None
+            self.control[word] = function
         self.threads, self.lock = threads, threading.Lock()
         for t in range(1, threads):
-            assert libc.dll.sem_init(ctypes.c_void_p(self.address + 8 * (SEMAPHORES + t * SEMAPHORE_WORDS)), 0, 0) == 0
+            semaphore = self.address + 8 * (SEMAPHORES + t * SEMAPHORE_WORDS)
+            failed = libc.dll.sem_init(ctypes.c_void_p(semaphore), 0, 0)  # made under `python -O` too
+            assert not failed
             threading.Thread(target=self.walk, args=(t,), daemon=True, name=f"cpu-graph-{t}").start()
 
     def walk(self, me: int) -> None:
@@ -151,7 +156,8 @@ class CPUGraph(GraphRunner):
         self.places = np.array(places, np.intp).reshape(-1, 3).T
         self.pool = pool(self.device, int(NUM_CPU_THREADS.value))
 
-    def __call__(self, input_uops: tuple[UOp, ...], var_vals: dict[str, int], wait: bool = False) -> float | None:
+    def __call__(self, input_uops: tuple[UOp, ...], var_vals: dict[str, int],
+                 wait: bool = False) -> float | None:
         for row, word, slot in self.inputs:
             buffer = input_uops[slot].buffer
             assert not isinstance(buffer, MultiBuffer), "the CPU graph is of one device"

@@ -43,7 +43,7 @@ def allocate_arena(tensors: Sequence[Tensor]) -> None:
         buffer = cast(Buffer, tensor.uop.buffer)
         assert not buffer.is_allocated(), "an arena is for empty tensors"
         buffer.allocate(external_ptr=arena.ctypes.data + offset)
-        buffer.arena = arena  # type: ignore[attr-defined]  # the mapping lives as long as any tensor in it
+        buffer.arena = arena  # the mapping lives as long as any tensor in it
 
 
 def host_bytes(tensor: Tensor) -> memoryview | None:
@@ -52,7 +52,7 @@ def host_bytes(tensor: Tensor) -> memoryview | None:
     if not hasattr(buffer.allocator, "_as_buffer"): return None
     Device[buffer.device].synchronize()
     # through numpy: ctypes views have format "<B", which memoryview assignment does not take for "B"
-    return memoryview(np.frombuffer(buffer.as_memoryview(force_zero_copy=True), np.uint8))
+    return np.frombuffer(buffer.as_memoryview(force_zero_copy=True), np.uint8).data
 
 
 def write(tensor: Tensor, offset: int, data: memoryview) -> None:
@@ -72,6 +72,7 @@ def read(tensor: Tensor, dtype: npt.DTypeLike) -> np.ndarray:
 
 def resident_bytes() -> int:
     """Peak resident set of this process so far, in bytes; 0 where the system does not say."""
-    try: import resource
-    except ImportError: return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    with contextlib.suppress(ImportError):
+        import resource
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return 0

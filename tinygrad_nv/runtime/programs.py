@@ -50,7 +50,8 @@ def cached(linear: UOp, inner: Compile) -> UOp:
 
 def _to_make(call: UOp) -> tuple[UOp, Renderer] | None:
     """The kernel graph and the renderer of a call that has to be compiled."""
-    if call.op is not Ops.CALL or call.src[0].op is not Ops.SINK or getattr(call.src[0].arg, "beam", 0): return None
+    if call.op is not Ops.CALL or call.src[0].op is not Ops.SINK: return None
+    if getattr(call.src[0].arg, "beam", 0): return None
     device = call.device if isinstance(call.device, str) else call.device[0]
     return call.src[0], Device[device].renderer
 
