@@ -51,7 +51,8 @@ def hf_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             model = getattr(transformers, f"{case.family}ForCausalLM")(config)
             for parameter_name, parameter in model.named_parameters():
                 # biases and norms are born 0 and 1, which would hide a bias or a norm that is not applied
-                if parameter.ndim == 1: torch.nn.init.normal_(parameter, 1.0 if "norm" in parameter_name else 0.0, 0.3)
+                mean = 1.0 if "norm" in parameter_name else 0.0
+                if parameter.ndim == 1: torch.nn.init.normal_(parameter, mean, 0.3)
             made[name] = tmp_path_factory.mktemp(name)
             model.save_pretrained(made[name], **case.save)
         return made[name]

@@ -17,7 +17,8 @@ own = realize.to_program
 def counted(*args): made.append(args[0].arg.name); return own(*args)
 realize.to_program = counted
 print((Tensor([1.0, 2, 3], device="CPU") * 3).tolist(), end=" ")
-print((Tensor.ones(33, 7, device="CPU").contiguous() @ Tensor.ones(7, 5, device="CPU").contiguous()).sum().item(), len(made))
+product = Tensor.ones(33, 7, device="CPU").contiguous() @ Tensor.ones(7, 5, device="CPU").contiguous()
+print(product.sum().item(), len(made))
 """
 
 
@@ -25,8 +26,9 @@ print((Tensor.ones(33, 7, device="CPU").contiguous() @ Tensor.ones(7, 5, device=
 def run(tmp_path: Path):
     """Runs the script with a disk cache of its own; returns its answer and how many programs it made."""
     def once(**environment: str) -> tuple[str, int]:
-        env = {**os.environ, "CACHEDB": str(tmp_path / "cache.db"), "PARALLEL": "0", "DEV": "CPU", **environment}
-        done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, check=True)
+        own = {"CACHEDB": str(tmp_path / "cache.db"), "PARALLEL": "0", "DEV": "CPU"}
+        done = subprocess.run([sys.executable, "-c", SCRIPT], env={**os.environ, **own, **environment},
+                              capture_output=True, text=True, check=True)
         answer, _, made = done.stdout.strip().rpartition(" ")
         return answer, int(made)
     return once
@@ -51,7 +53,8 @@ def test_what_changes_programs_or_forbids_the_cache_makes_them_anew(run, change)
 def test_another_compiler_makes_programs_anew(run, tmp_path: Path):
     assert run()[1] > 0
     wrapper = tmp_path / "other-cc"
-    wrapper.write_text(f"#!{sys.executable}\nimport sys\nfrom tinygrad_nv.toolchain import main\nsys.exit(main())\n")
+    wrapper.write_text(f"#!{sys.executable}\nimport sys\nfrom tinygrad_nv.toolchain import main\n"
+                       "sys.exit(main())\n")
     wrapper.chmod(0o755)
     assert run(CC=str(wrapper))[1] > 0
     assert run(CC=str(wrapper))[1] == 0

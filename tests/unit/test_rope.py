@@ -25,8 +25,8 @@ KINDS = {
 
 def parameters(kind: str, theta: float) -> dict[str, object]:
     return {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
-            "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256,
-            "rope_parameters": {"rope_theta": theta, **KINDS[kind]}}
+            "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32,
+            "max_position_embeddings": 256, "rope_parameters": {"rope_theta": theta, **KINDS[kind]}}
 
 
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])

@@ -38,7 +38,8 @@ def knobs_for(params: SamplingParams) -> Knobs:
 def draw(logits: np.ndarray, params: SamplingParams, position: int = 0, seen: tuple[int, ...] = ()) -> int:
     mask = np.zeros(len(logits), np.bool_)
     mask[list(seen)] = True
-    return int(next_token(Tensor(logits), params.filters, knobs_for(params), Tensor(mask), Tensor([position])).item())
+    knobs = knobs_for(params)
+    return int(next_token(Tensor(logits), params.filters, knobs, Tensor(mask), Tensor([position])).item())
 
 
 @settings(max_examples=30, deadline=None)
@@ -51,7 +52,8 @@ def test_ordered_bits_keep_the_order_of_floats(pair: list[float]):
 @pytest.mark.parametrize("k", [1, 2, 50, V])
 def test_threshold_keeps_exactly_the_k_largest(k: int):
     x = logits_of(1)
-    kept = (ordered_bits(Tensor(x)) >= threshold(ordered_bits(Tensor(x)), Tensor.ones(V), Tensor([float(k)]))).numpy()
+    keys = ordered_bits(Tensor(x))
+    kept = (keys >= threshold(keys, Tensor.ones(V), Tensor([float(k)]))).numpy()
     assert set(np.flatnonzero(kept)) == set(np.argsort(-x)[:k])
 
 
@@ -92,13 +94,15 @@ def test_the_distribution_is_that_of_transformers(params: SamplingParams):
     assert singles == [int(np.argmax(kept + n)) for n in noise]
     many = gumbel_block(knobs.seed, draws)
     counts = np.bincount(np.argmax(kept + many, -1), minlength=V) / draws
-    assert (np.abs(counts - exact) <= 5 * np.sqrt(exact * (1 - exact) / draws) + 5 / draws).all()  # 5 / draws: tokens too rare for a normal law
+    # 5 / draws: tokens too rare for a normal law
+    assert (np.abs(counts - exact) <= 5 * np.sqrt(exact * (1 - exact) / draws) + 5 / draws).all()
 
 
 def gumbel_block(seed: Tensor, draws: int) -> np.ndarray:
     """Noise of positions 0 … draws − 1, (draws, V), in one kernel: position and index are one 64-bit
     counter."""
-    positions = Tensor.arange(draws, dtype=dtypes.uint32).reshape(draws, 1).expand(draws, V).cast(dtypes.uint64)
+    positions = Tensor.arange(draws, dtype=dtypes.uint32).reshape(draws, 1)
+    positions = positions.expand(draws, V).cast(dtypes.uint64)
     counter = (positions << 32) | Tensor.arange(V, dtype=dtypes.uint32).reshape(1, V).cast(dtypes.uint64)
     key = (seed[1:2].cast(dtypes.uint64) << 32) | seed[0:1].cast(dtypes.uint64)
     bits = counter.threefry(key.reshape(1, 1).expand(draws, V)).cast(dtypes.uint32)
@@ -107,7 +111,8 @@ def gumbel_block(seed: Tensor, draws: int) -> np.ndarray:
 
 def test_greedy_takes_the_largest_logit_and_no_noise():
     x = logits_of(4)
-    assert {draw(x, SamplingParams(temperature=0, seed=s, top_k=3, top_p=0.5)) for s in range(3)} == {int(x.argmax())}
+    params = [SamplingParams(temperature=0, seed=s, top_k=3, top_p=0.5) for s in range(3)]
+    assert {draw(x, p) for p in params} == {int(x.argmax())}
     assert SamplingParams(temperature=0, top_k=3, top_p=0.5).filters == Filters()
 
 

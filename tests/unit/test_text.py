@@ -13,7 +13,8 @@ SAMPLE = ["Once upon a time, Zoë met a dog 🐕 and a 猫. “Hooray!” cried 
 
 def byte_level() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(SAMPLE, trainers.BpeTrainer(
         vocab_size=330, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False))
     return tokenizer
@@ -26,8 +27,8 @@ def sentencepiece_like() -> Tokenizer:
     vocabulary = {piece: i for i, piece in enumerate([p for p, _ in pieces] + words)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-                                           decoders.Strip(" ", 1, 0)])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(),
+                                           decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     return tokenizer
 
 
@@ -52,7 +53,8 @@ def test_pieces_joined_are_the_whole_text(kind: str, data: st.DataObject):
 
 def test_half_a_character_is_held_back():
     tokenizer = TOKENIZERS["byte-level"]
-    ids = [tokenizer.token_to_id(t) for t in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("🐙")[0][0]]
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("🐙")
+    ids = [tokenizer.token_to_id(t) for t in split[0][0]]
     text = Detokenizer(tokenizer.decode)
     assert [text.push(i) for i in ids] == ["", "", "", "🐙"]
     assert text.push(ids[0]) == ""
