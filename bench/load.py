@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from measure import save, spread, table
 
-LAYERS, HIDDEN, SHARDS = 16, 1024, 4
+HIDDEN, SHARDS = 1024, 4
 
 
 def make_directory(directory: Path, gigabytes: float) -> None:
@@ -33,11 +33,12 @@ def make_directory(directory: Path, gigabytes: float) -> None:
     from tinygrad_nv.models.config import parse_config
     from tinygrad_nv.models.llama import Llama
     from tinygrad_nv.models.weights import slots
-    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": HIDDEN, "num_hidden_layers": LAYERS,
+    layers = max(2, round(8 * gigabytes))
+    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": HIDDEN, "num_hidden_layers": layers,
               "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000, "dtype": "float32",
               "max_position_embeddings": 2048, "tie_word_embeddings": False}
-    rest = gigabytes * 1e9 / 4 - 2 * 32000 * HIDDEN - LAYERS * 3 * HIDDEN * HIDDEN
-    config["intermediate_size"] = int(rest / (3 * LAYERS * HIDDEN)) // 64 * 64
+    rest = gigabytes * 1e9 / 4 - 2 * 32000 * HIDDEN - layers * 3 * HIDDEN * HIDDEN
+    config["intermediate_size"] = int(rest / (3 * layers * HIDDEN)) // 64 * 64
     wanted = slots(Llama(parse_config(config), device="CPU"))
     names, rng = list(wanted), np.random.default_rng(0)
     weight_map: dict[str, str] = {}

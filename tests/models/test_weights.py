@@ -1,0 +1,136 @@
+"""Every way a checkpoint can lie on disk gives the same parameters; conversions are torch's, bit for bit."""
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tinygrad import Device, Tensor, dtypes
+
+from tinygrad_nv.models import weights
+from tinygrad_nv.models.checkpoint import convert, narrow_bfloat16, widen_bfloat16
+from tinygrad_nv.models.config import read_config
+from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.runtime.memory import allocate_arena, host_bytes, read, write
+
+DTYPES = {"float32": (dtypes.float32, torch.float32), "float16": (dtypes.float16, torch.float16),
+          "bfloat16": (dtypes.bfloat16, torch.bfloat16)}
+EDGES = [0.0, -0.0, 1.0, -1.5, 65504.0, 65520.0, 1e-8, 3e38, float("inf"), -float("inf"), 1.00390625, 1.01171875,
+         0.333251953125, 5.9604645e-08, 2.0 ** -130]
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def parameters(directory: Path, dtype: str) -> dict[str, np.ndarray]:
+    """Bytes of every tensor of the checkpoint as the model holds it."""
+    model = Llama(read_config(directory), DTYPES[dtype][0], "CPU")
+    weights.load(model, directory)
+    out = {}
+    for name, slot in weights.slots(model).items():
+        count = int(np.prod(slot.shape)) * slot.tensor.dtype.itemsize
+        out[name] = read(slot.tensor, np.uint8)[slot.offset:slot.offset + count].copy()
+    return out
+
+
+@pytest.mark.parametrize("target", DTYPES)
+@pytest.mark.parametrize("source", DTYPES)
+def test_conversions_are_torchs_bit_for_bit(source: str, target: str):
+    values = torch.tensor(EDGES + list(np.random.default_rng(0).standard_normal(4096) * 100), dtype=torch.float32)
+    given = values.to(DTYPES[source][1])
+    converted = convert(memoryview(bits(given)), source, DTYPES[target][0])
+    np.testing.assert_array_equal(np.frombuffer(converted, np.uint8), bits(given.to(DTYPES[target][1])))
+
+
+def test_bfloat16_round_trip_and_nan():
+    patterns = np.arange(1 << 16, dtype=np.uint16)
+    wide = widen_bfloat16(patterns)
+    number = ~np.isnan(wide)
+    np.testing.assert_array_equal(narrow_bfloat16(wide)[number], patterns[number])
+    assert np.isnan(widen_bfloat16(narrow_bfloat16(wide[~number]))).all()
+
+
+@pytest.mark.parametrize("stored", DTYPES)
+@pytest.mark.parametrize("wanted", DTYPES)
+def test_any_stored_dtype_loads_as_any_other(hf_model: Callable[[str], Path], tmp_path: Path, stored: str, wanted: str):
+    source = hf_model("llama-biases")
+    given = {k: v.to(DTYPES[stored][1]) for k, v in load_file(source / "model.safetensors").items()}
+    save_file(given, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    loaded = parameters(tmp_path, wanted)
+    assert set(loaded) == set(given)
+    for name, value in given.items(): np.testing.assert_array_equal(loaded[name], bits(value.to(DTYPES[wanted][1])))
+
+
+def test_shards_pickles_and_one_file_are_the_same_model(hf_model: Callable[[str], Path], tmp_path: Path):
+    shards = hf_model("llama-sharded")
+    index = json.loads((shards / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    state: dict[str, torch.Tensor] = {}
+    for file in set(index["weight_map"].values()): state |= load_file(shards / file)
+    single, pickled, pickled_shards = tmp_path / "single", tmp_path / "pickled", tmp_path / "pickled-shards"
+    for directory in (single, pickled, pickled_shards):
+        directory.mkdir()
+        (directory / "config.json").write_text((shards / "config.json").read_text())
+    save_file(state, single / "model.safetensors")
+    torch.save(state, pickled / "pytorch_model.bin")
+    names = sorted(state)
+    weight_map = {name: f"pytorch_model-{i % 2 + 1:05d}-of-00002.bin" for i, name in enumerate(names)}
+    for file in set(weight_map.values()):
+        torch.save({n: state[n] for n in names if weight_map[n] == file}, pickled_shards / file)
+    (pickled_shards / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    expected = parameters(shards, "float32")
+    for directory in (single, pickled, pickled_shards):
+        loaded = parameters(directory, "float32")
+        for name, value in expected.items(): np.testing.assert_array_equal(loaded[name], value, err_msg=name)
+
+
+def test_progress_counts_every_byte_once(hf_model: Callable[[str], Path]):
+    seen: list[tuple[int, int]] = []
+    model = Llama(read_config(hf_model("llama")), device="CPU")
+    total = weights.load(model, hf_model("llama"), lambda done, total: seen.append((done, total)))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1] == (total, total)
+    assert total == model.config.parameters * 4
+
+
+def test_memory_is_that_of_the_model(tmp_path: Path):
+    """Peak resident memory while loading ≤ 1.2 × the model over what the process had before (200 MB, in shards)."""
+    script = f"""
+import sys; sys.argv = ["load.py"]; sys.path.insert(0, {str(Path(__file__).parents[2] / "bench")!r})
+from pathlib import Path
+import load
+directory = Path({str(tmp_path)!r})
+load.make_directory(directory, 0.4)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+    work = f"""
+import sys; sys.argv = ["load.py"]; sys.path.insert(0, {str(Path(__file__).parents[2] / "bench")!r})
+from pathlib import Path
+import json, load
+print(json.dumps(load.work("load", Path({str(tmp_path)!r}), "float32")))
+"""
+    done = json.loads(subprocess.run([sys.executable, "-c", work], capture_output=True, text=True, check=True).stdout)
+    assert done["rss_peak"] - done["rss_before"] <= 1.2 * done["model_bytes"]
+    assert done["rss_peak"] - done["rss_before"] >= 0.9 * done["model_bytes"], "else this measures nothing"
+
+
+def test_an_arena_lives_as_long_as_its_tensors():
+    tensors = [Tensor.empty(1 << 20, device="CPU") for _ in range(3)]
+    allocate_arena(tensors)
+    for i, tensor in enumerate(tensors):
+        assert read(tensor, np.float32).ctypes.data % 256 == 0
+        write(tensor, 0, memoryview(np.full(1 << 20, i + 1, np.float32)).cast("B"))
+    last = tensors[2]
+    del tensors, tensor
+    Tensor.ones(1 << 20, device="CPU").contiguous().realize()  # would take freed memory
+    Device["CPU"].synchronize()
+    assert host_bytes(last) is not None
+    assert (last * 2).sum().item() == 6 * (1 << 20)
