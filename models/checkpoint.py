@@ -64,8 +64,8 @@ class Safetensors:
         """Lists the tensors of `path`; with `only`, at least these must be there."""
         try: found = {entry.name: entry for entry in self.list_file(path)}
         except OSError as error:
-            raise WeightError(f"{path} cannot be read: {error.strerror}", "a readable file", "check its permissions"
-                              ) from error
+            raise WeightError(f"{path} cannot be read: {error.strerror}", "a readable file",
+                              "check its permissions") from error
         if only is not None and (absent := sorted(only - set(found))):
             raise WeightError(f"{path} lacks tensors its index promises: {', '.join(absent[:8])}",
                               "the shards the index was written with", "download the directory again")
@@ -92,7 +92,8 @@ def _fill(file: FileIO, target: memoryview, path: str) -> None:
     done = 0
     while done < len(target):
         if not (count := file.readinto(target[done:])):
-            raise WeightError(f"{path} ended {len(target) - done} bytes early", "the file its header describes",
+            raise WeightError(f"{path} ended {len(target) - done} bytes early",
+                              "the file its header describes",
                               "download the file again")
         done += count
 
@@ -100,7 +101,8 @@ def _fill(file: FileIO, target: memoryview, path: str) -> None:
 def read_header(path: Path) -> list[Entry]:
     """The tensors a safetensors file describes, checked against its size."""
     def damaged(what: str) -> WeightError:
-        return WeightError(f"{path} is damaged: {what}", "a complete safetensors file", "download the file again")
+        return WeightError(f"{path} is damaged: {what}", "a complete safetensors file",
+                           "download the file again")
     size = path.stat().st_size
     if size < 8: raise damaged(f"{size} bytes long")
     with path.open("rb") as file:
@@ -109,20 +111,25 @@ def read_header(path: Path) -> list[Entry]:
             raise damaged(f"its header of {length} bytes does not fit in {size} bytes")
         text = file.read(length)
     try: header = json.loads(text)
-    except (ValueError, RecursionError) as error: raise damaged(f"its header is not JSON ({error})") from error
+    except (ValueError, RecursionError) as error:
+        raise damaged(f"its header is not JSON ({error})") from error
     if not isinstance(header, dict): raise damaged("its header is not an object")
     out = []
     for name, info in header.items():
         if name == "__metadata__": continue
         try: dtype, shape, (begin, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
-        except (KeyError, TypeError, ValueError) as error: raise damaged(f"tensor {name} has no layout") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise damaged(f"tensor {name} has no layout") from error
         if not isinstance(dtype, str) or any(type(n) is not int or n < 0 for n in (*shape, begin, end)):
-            raise damaged(f"tensor {name} has dtype {dtype!r}, shape {list(shape)} and offsets {[begin, end]}")
+            raise damaged(f"tensor {name} has dtype {dtype!r}, shape {list(shape)} and "
+                          f"offsets {[begin, end]}")
         if dtype not in SAFETENSORS_DTYPES:
-            raise WeightError(f"{path}: tensor {name} has dtype {dtype}", f"one of {', '.join(SAFETENSORS_DTYPES)}",
+            raise WeightError(f"{path}: tensor {name} has dtype {dtype}",
+                              f"one of {', '.join(SAFETENSORS_DTYPES)}",
                               "convert the weights to one of these")
         entry = Entry(name, SAFETENSORS_DTYPES[dtype], shape, (str(path), 8 + length + begin))
-        if end - begin != entry.nbytes: raise damaged(f"tensor {name} has {end - begin} bytes, needs {entry.nbytes}")
+        if end - begin != entry.nbytes:
+            raise damaged(f"tensor {name} has {end - begin} bytes, needs {entry.nbytes}")
         if 8 + length + end > size:
             raise damaged(f"tensor {name} ends at byte {8 + length + end}, the file at {size} (truncated?)")
         out.append(entry)
@@ -139,9 +146,9 @@ def convert(data: memoryview, source: str, target: DType) -> memoryview:
     if named(source) == target: return data
     values = (widen_bfloat16(np.frombuffer(data, np.uint16)) if source == "bfloat16"
               else np.frombuffer(data, source).astype(np.float32))
-    if target == dtypes.bfloat16: return memoryview(narrow_bfloat16(values)).cast("B")
+    if target == dtypes.bfloat16: return narrow_bfloat16(values).data.cast("B")
     with np.errstate(over="ignore"):  # float16 overflows to inf, as torch's cast does
-        return memoryview(values.astype(np.float16 if target == dtypes.float16 else np.float32)).cast("B")
+        return values.astype(np.float16 if target == dtypes.float16 else np.float32).data.cast("B")
 
 
 def widen_bfloat16(bits: np.ndarray) -> np.ndarray:
@@ -161,7 +168,8 @@ class PyTorchFiles(Safetensors):
 
     def list_file(self, path: Path) -> list[Entry]:
         """The tensors of one file."""
-        return [Entry(name, dtype, shape, (str(path), position)) for name, dtype, shape, position in read_entries(path)]
+        return [Entry(name, dtype, shape, (str(path), position))
+                for name, dtype, shape, position in read_entries(path)]
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
@@ -177,8 +185,10 @@ def open_checkpoint(directory: Path) -> Checkpoint:
             for shard, names in _shards(index).items(): checkpoint.add(shard, names)
         else: continue
         return checkpoint
-    raise WeightError(f"{directory} holds no weights", "model.safetensors, or model.safetensors.index.json with its "
-                      "shards, or pytorch_model.bin", "download the weight files into the directory")
+    raise WeightError(f"{directory} holds no weights",
+                      "model.safetensors, or model.safetensors.index.json with its shards, or "
+                      "pytorch_model.bin",
+                      "download the weight files into the directory")
 
 
 def _shards(index: Path) -> dict[Path, set[str]]:
@@ -194,6 +204,7 @@ def _shards(index: Path) -> dict[Path, set[str]]:
                               "download the file again")
         shards.setdefault(index.parent / file, set()).add(name)
     if missing := sorted(path.name for path in shards if not os.path.isfile(path)):
-        raise WeightError(f"{index.parent} lacks {len(missing)} of {len(shards)} shards: {', '.join(missing[:8])}",
+        listed = ", ".join(missing[:8])
+        raise WeightError(f"{index.parent} lacks {len(missing)} of {len(shards)} shards: {listed}",
                           "every file the index names", "download the missing shards")
     return shards

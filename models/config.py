@@ -70,7 +70,8 @@ class ModelConfig:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         layer = self.hidden_size * (2 * q + 2 * kv + 3 * self.intermediate_size + 2)
         layer += (q + 2 * kv) * self.qkv_bias + self.hidden_size * self.output_bias
-        layer += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias + 2 * self.head_dim * self.qk_norm
+        layer += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
+        layer += 2 * self.head_dim * self.qk_norm
         return self.num_layers * layer + self.hidden_size * (self.vocab_size * (2 - self.tied) + 1)
 
 
@@ -81,7 +82,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} cannot be read: {error}", "a readable UTF-8 text file",
                          "check its permissions, or download the file again") from error
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not JSON: {error}", "a JSON object", "download the file again") from error
+        raise ModelError(f"{path} is not JSON: {error}", "a JSON object",
+                         "download the file again") from error
     if not isinstance(data, dict):
         raise ModelError(f"{path} holds a {type(data).__name__}", "a JSON object", "download the file again")
     return data
@@ -91,7 +93,8 @@ def read_config(directory: Path) -> ModelConfig:
     """The configuration of the model in `directory`. Raises `ModelError` naming what is missing or not
     supported."""
     if not os.path.exists(directory):  # unlike Path.exists, False for a name too long for the system
-        raise ModelError(f"no such directory: {directory}", "a Hugging Face model directory (config.json, weights)",
+        raise ModelError(f"no such directory: {directory}",
+                         "a Hugging Face model directory (config.json, weights)",
                          "check the path; models are not downloaded")
     path = directory / "config.json"
     if not path.is_file():
@@ -113,18 +116,23 @@ def parse_config(data: Mapping[str, Any], name: str = "config.json") -> ModelCon
         raise ModelError(f"{name}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}",
                          "a multiple, or an explicit head_dim")
     head_dim = _positive(raw, "head_dim", name) if raw.get("head_dim") is not None else hidden // heads
-    kv_heads = heads if raw.get("num_key_value_heads") is None else _positive(raw, "num_key_value_heads", name)
+    kv_heads = heads
+    if raw.get("num_key_value_heads") is not None: kv_heads = _positive(raw, "num_key_value_heads", name)
     if heads % kv_heads:
-        raise ModelError(f"{name}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}",
+        raise ModelError(f"{name}: num_attention_heads {heads} is not a multiple of "
+                         f"num_key_value_heads {kv_heads}",
                          "each key/value head shared by the same number of query heads")
-    layers, positions = _positive(raw, "num_hidden_layers", name), _positive(raw, "max_position_embeddings", name)
+    layers = _positive(raw, "num_hidden_layers", name)
+    positions = _positive(raw, "max_position_embeddings", name)
     bias, own = bool(raw.get("attention_bias", False)), ARCHITECTURES[architecture]
     return ModelConfig(
         architecture=architecture, vocab_size=_positive(raw, "vocab_size", name), hidden_size=hidden,
         intermediate_size=_positive(raw, "intermediate_size", name), num_layers=layers, num_heads=heads,
-        num_kv_heads=kv_heads, head_dim=head_dim, max_positions=positions, rope=_rope(raw, head_dim, positions, name),
-        norm_eps=_number({"rms_norm_eps": 1e-6, **raw}, "rms_norm_eps", name), norm_offset=own.get("norm_offset", 0.0),
-        activation=_activation(raw, architecture, name), tied=bool(raw.get("tie_word_embeddings", False)), qkv_bias=bias,
+        num_kv_heads=kv_heads, head_dim=head_dim, max_positions=positions,
+        rope=_rope(raw, head_dim, positions, name),
+        norm_eps=_number({"rms_norm_eps": 1e-6, **raw}, "rms_norm_eps", name),
+        norm_offset=own.get("norm_offset", 0.0), activation=_activation(raw, architecture, name),
+        tied=bool(raw.get("tie_word_embeddings", False)), qkv_bias=bias,
         output_bias=bias and architecture != "Qwen2ForCausalLM", mlp_bias=bool(raw.get("mlp_bias", False)),
         qk_norm=own.get("qk_norm", False),
         embedding_scale=hidden ** 0.5 if architecture == "GemmaForCausalLM" else 1.0,
@@ -147,22 +155,26 @@ def _architecture(data: Mapping[str, Any], name: str) -> str:
         raise ModelError(f"{name} names no architectures", f"a list with one of: {have}",
                          "use a causal language model saved by transformers")
     if (known := next((a for a in listed if isinstance(a, str) and a in ARCHITECTURES), None)) is None:
-        raise ModelError(f"{name}: architecture {', '.join(map(str, listed))} is not supported", f"one of: {have}",
+        raise ModelError(f"{name}: architecture {', '.join(map(str, listed))} is not supported",
+                         f"one of: {have}",
                          "convert the model to one of these, or add it (see CONTRIBUTING.md)")
     return known
 
 
 def _positive(raw: Mapping[str, Any], key: str, name: str) -> int:
     if not isinstance(value := raw.get(key), int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"{name}: {key} is {value!r}", "a positive integer", "correct the file, or download it again")
+        raise ModelError(f"{name}: {key} is {value!r}", "a positive integer",
+                         "correct the file, or download it again")
     return value
 
 
 def _number(raw: Mapping[str, Any], key: str, name: str, least: float = 0.0) -> float:
     value = raw.get(key)
     # the comparison refuses NaN, infinity, and integers that no float holds
-    if not isinstance(value, int | float) or isinstance(value, bool) or not least < value <= sys.float_info.max:
-        raise ModelError(f"{name}: {key} is {value!r}", f"a number > {least:g}", "correct the file, or download it again")
+    if (not isinstance(value, int | float) or isinstance(value, bool)
+            or not least < value <= sys.float_info.max):
+        raise ModelError(f"{name}: {key} is {value!r}", f"a number > {least:g}",
+                         "correct the file, or download it again")
     return float(value)
 
 
@@ -174,12 +186,13 @@ def _rope(raw: Mapping[str, Any], head_dim: int, positions: int, name: str) -> R
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise ModelError(f"{name}: rope type {kind!r} is not supported", f"one of: {', '.join(ROPE_TYPES)}")
-    both = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, "original_max_position_embeddings": None, **raw, **given}
+    both = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, "original_max_position_embeddings": None,
+            **raw, **given}
     rotary = int(head_dim * _number(both, "partial_rotary_factor", name))
     if rotary % 2 or not 2 <= rotary <= head_dim:
         raise ModelError(f"{name}: {rotary} rotary dimensions", f"an even number of them, 2 to {head_dim}")
-    names = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
-             "mscale_all_dim")
+    names = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor",
+             "mscale", "mscale_all_dim")
     numbers = {key: _number(given, key, name, -1.0 if key.startswith("mscale") else 0.0)
                for key in names if given.get(key) is not None}
     needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -187,13 +200,14 @@ def _rope(raw: Mapping[str, Any], head_dim: int, positions: int, name: str) -> R
     if missing := [key for key in needed if key not in numbers]:
         raise ModelError(f"{name}: rope type {kind} lacks {', '.join(missing)}", f"{', '.join(needed)}")
     if kind == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
-        raise ModelError(f"{name}: low_freq_factor {numbers['low_freq_factor']:g} is not below high_freq_factor "
-                         f"{numbers['high_freq_factor']:g}", "a smaller and a larger number of turns")
+        raise ModelError(f"{name}: low_freq_factor {numbers['low_freq_factor']:g} is not below "
+                         f"high_freq_factor {numbers['high_freq_factor']:g}",
+                         "a smaller and a larger number of turns")
     original = "original_max_position_embeddings"
     # at 1 every frequency is 1, and YaRN divides by its logarithm
     theta = _number(both, "rope_theta", name, 1.0)
-    return RopeConfig(kind=kind, theta=theta, dim=rotary,
-                      original_positions=positions if both[original] is None else _positive(both, original, name),
+    if both[original] is not None: positions = _positive(both, original, name)
+    return RopeConfig(kind=kind, theta=theta, dim=rotary, original_positions=positions,
                       truncate=bool(given.get("truncate", True)), **numbers)
 
 
@@ -214,7 +228,8 @@ def _windows(raw: Mapping[str, Any], architecture: str, layers: int, name: str) 
         return (None,) * layers
     if (types := raw.get("layer_types")) is None:
         first = raw.get("max_window_layers", 28)
-        if not isinstance(first, int): raise ModelError(f"{name}: max_window_layers is {first!r}", "a number of layers")
+        if not isinstance(first, int):
+            raise ModelError(f"{name}: max_window_layers is {first!r}", "a number of layers")
         return tuple(window if i >= first else None for i in range(layers))
     if not isinstance(types, list) or len(types) != layers:
         raise ModelError(f"{name}: layer_types is {types!r}", f"a list of {layers}, one entry for each layer")

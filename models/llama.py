@@ -7,9 +7,10 @@ scoring). `model.step(tokens, start, cache, last)` appends tokens at `start` to 
 logits of one row (decoding); `start` may be a bound variable, so that one captured graph serves every
 position.
 
-`contiguous()` marks what is computed once: tinygrad fuses everything else into its consumer, where a value that
-feeds a matmul is computed again for every output row. `contiguous_backward()` does the same for gradients. Both
-were placed by measuring decode and training steps on a CPU (training: 5.0 s a step without, 1.1 s with).
+`contiguous()` marks what is computed once: tinygrad fuses everything else into its consumer, where a value
+that feeds a matmul is computed again for every output row. `contiguous_backward()` does the same for
+gradients. Both were placed by measuring decode and training steps on a CPU (training: 5.0 s a step without,
+1.1 s with).
 
 Numerics are those of transformers: RMSNorm and softmax in float32, everything else in the parameters'
 dtype.

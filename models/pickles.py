@@ -56,8 +56,10 @@ class _Tensor:
         return count
 
 
-def _tensor(storage: _Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any) -> _Tensor:
-    if not all(isinstance(n, int) and n >= 0 for n in (offset, *shape, *strides)) or len(shape) != len(strides):
+def _tensor(storage: _Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...],
+            *_: Any) -> _Tensor:
+    numbers = (offset, *shape, *strides)
+    if not all(isinstance(n, int) and n >= 0 for n in numbers) or len(shape) != len(strides):
         raise pickle.UnpicklingError(f"a tensor has offset {offset}, shape {shape} and strides {strides}")
     return _Tensor(storage, offset, tuple(shape), tuple(strides))
 
@@ -68,7 +70,8 @@ def _parameter(data: _Tensor, *_: Any) -> _Tensor: return data
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module in ("torch", "torch.storage") and name.endswith("Storage"): return STORAGES.get(name, name)
-        known = {("collections", "OrderedDict"): collections.OrderedDict, ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+        known = {("collections", "OrderedDict"): collections.OrderedDict,
+                 ("torch._utils", "_rebuild_tensor_v2"): _tensor,
                  ("torch._utils", "_rebuild_parameter"): _parameter}
         if (module, name) not in known: raise pickle.UnpicklingError(f"it calls {module}.{name}")
         return known[module, name]
@@ -87,7 +90,8 @@ def read_entries(path: Path) -> list[tuple[str, str, tuple[int, ...], int]]:
             return _listed(path, file, state, members)
     except (WeightError, OSError): raise
     except Exception as error:  # a damaged pickle can fail in any way
-        raise WeightError(f"{path} cannot be unpickled: {error!r}", "a state dict written by torch.save since torch 1.6",
+        raise WeightError(f"{path} cannot be unpickled: {error!r}",
+                          "a state dict written by torch.save since torch 1.6",
                           f"download the file again, or {CONVERT}") from error
 
 
@@ -104,11 +108,13 @@ def _listed(path: Path, file: BinaryIO, state: Any,
             raise WeightError(f"{path}: {name} has shape {tensor.shape} and strides {tensor.strides}",
                               "elements in the order of their indices", CONVERT)
         member, item = members[f"data/{tensor.storage.key}"], ITEM_BYTES[tensor.storage.dtype]
-        if member.compress_type != zipfile.ZIP_STORED or (tensor.offset + tensor.elements) * item > member.file_size:
-            raise WeightError(f"{path} is damaged: {name} needs {tensor.elements * item} bytes at {tensor.offset * item} of "
+        begin, nbytes = tensor.offset * item, tensor.elements * item
+        if member.compress_type != zipfile.ZIP_STORED or begin + nbytes > member.file_size:
+            raise WeightError(f"{path} is damaged: {name} needs {nbytes} bytes at {begin} of "
                               f"{member.filename}, which has {member.file_size}", "a complete state dict",
                               "download the file again")
-        out.append((str(name), tensor.storage.dtype, tensor.shape, _data_position(file, member) + tensor.offset * item))
+        position = _data_position(file, member) + begin
+        out.append((str(name), tensor.storage.dtype, tensor.shape, position))
     return out
 
 
@@ -117,4 +123,5 @@ def _data_position(file: BinaryIO, member: zipfile.ZipInfo) -> int:
     tells."""
     file.seek(member.header_offset)
     header = file.read(30)
-    return member.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    name, padding = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
+    return member.header_offset + 30 + name + padding
