@@ -36,7 +36,8 @@ class Decoder:
         self.token = Tensor.empty(1, 1, dtype=dtypes.int32, device=model.device)
         self.logits = Tensor.empty(model.config.vocab_size, dtype=dtypes.float32, device=model.device)
         self.seen = Tensor.empty(model.config.vocab_size, dtype=dtypes.bool, device=model.device)
-        for tensor in (self.token, self.logits, self.seen, self.knobs.values, self.knobs.seed): allocate(tensor)
+        buffers = (self.token, self.logits, self.seen, self.knobs.values, self.knobs.seed)
+        for tensor in buffers: allocate(tensor)
         self.held: list[int] = []  # tokens whose keys and values are in the cache
         self.filters = Filters()
         self.chunks = {T: capturing(self._chunk) for T in CHUNKS}
@@ -48,7 +49,8 @@ class Decoder:
         """Compiles what a prompt of this length and these filters need, by running it on a made-up prompt."""
         self.start(params, [])
         self.held = []
-        sizes = {size for size in CHUNKS if prompt_tokens >= size} | ({CHUNKS[-1]} if prompt_tokens % CHUNKS[0] else set())
+        sizes = {size for size in CHUNKS if prompt_tokens >= size}
+        if prompt_tokens % CHUNKS[0]: sizes.add(CHUNKS[-1])
         for size in sorted(sizes): self.prefill([0] * min(size, self.length - 1))
         self.decode()
         self.held = []
@@ -58,9 +60,9 @@ class Decoder:
         values, key, seed = request_numbers(params)
         seen = np.zeros(self.model.config.vocab_size, np.bool_)
         seen[list(prompt)] = True
-        write(self.knobs.values, 0, memoryview(np.array(values, np.float32)).cast("B"))
-        write(self.knobs.seed, 0, memoryview(np.array(key, np.uint32)).cast("B"))
-        write(self.seen, 0, memoryview(seen).cast("B"))
+        write(self.knobs.values, 0, np.array(values, np.float32).data.cast("B"))
+        write(self.knobs.seed, 0, np.array(key, np.uint32).data.cast("B"))
+        write(self.seen, 0, seen.data.cast("B"))
         self.filters = params.filters
         return seed
 
@@ -73,7 +75,8 @@ class Decoder:
             tokens = np.zeros((1, T), np.int32)
             tokens[0, :len(part)] = part
             start = Variable("start", 0, self.capacity - T).bind(len(self.held))
-            self.chunks[T](Tensor(tokens, device=self.model.device), start, Variable("last", 0, T - 1).bind(len(part) - 1))
+            last = Variable("last", 0, T - 1).bind(len(part) - 1)
+            self.chunks[T](Tensor(tokens, device=self.model.device), start, last)
             self.held += part
         return self._run(self.samples, self._sample, len(self.held))
 
@@ -88,7 +91,8 @@ class Decoder:
         """The last chosen token."""
         return int(read(self.token, np.int32)[0])
 
-    def _run(self, captured: dict[Filters, Callable[[UOp], None]], step: Callable[..., None], position: int) -> int:
+    def _run(self, captured: dict[Filters, Callable[[UOp], None]], step: Callable[..., None],
+             position: int) -> int:
         if self.filters not in captured:
             filters = self.filters
             captured[filters] = capturing(lambda position: step(position, filters))
@@ -115,8 +119,8 @@ class Decoder:
 def capturing(step: Callable[..., None]) -> Callable[..., None]:
     """A TinyJit that captures on its first call.
 
-    TinyJit runs its first call eagerly, for functions that set something up; these set up nothing, and that run
-    would schedule every kernel a second time (1.5 s of a 4 s start for the model in the box).
+    TinyJit runs its first call eagerly, for functions that set something up; these set up nothing, and that
+    run would schedule every kernel a second time (1.5 s of a 4 s start for the model in the box).
     """
     jit = TinyJit(step)
     jit.cnt = 1

@@ -26,7 +26,8 @@ from tinygrad_nv.models.config import DTYPES, ModelConfig, read_config, read_jso
 from tinygrad_nv.models.llama import Llama
 
 Prompt = str | Sequence[int]
-CACHE_BYTES = 2 << 30  # without max_model_len, a context is as long as the model's or as this much cache holds
+# without max_model_len, a context is as long as the model's or as this much cache holds
+CACHE_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ def context_length(config: ModelConfig, dtype: DType, asked: int | None) -> int:
     """Tokens a sequence may have, prompt included."""
     if asked is not None:
         if not 2 <= asked <= config.max_positions:
-            raise ModelError(f"max_model_len is {asked}", f"2 to {config.max_positions}, the model's own length",
-                             "change --max-model-len")
+            raise ModelError(f"max_model_len is {asked}",
+                             f"2 to {config.max_positions}, the model's own length", "change --max-model-len")
         return asked
     token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
     return min(config.max_positions, max(CACHE_BYTES // token, 2048))
@@ -99,13 +100,15 @@ class LLM:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, checked against the vocabulary and the context."""
         if isinstance(prompt, str):
-            if not prompt: raise RequestError("the prompt is empty", "at least one character", "write a prompt")
+            if not prompt:
+                raise RequestError("the prompt is empty", "at least one character", "write a prompt")
             ids = self.require_tokenizer().encode(prompt)
         else: ids = list(prompt)
-        if not ids: raise RequestError("the prompt has no tokens", "at least one token id", "pass a longer prompt")
+        if not ids:
+            raise RequestError("the prompt has no tokens", "at least one token id", "pass a longer prompt")
         if bad := [i for i in ids if not 0 <= i < self.config.vocab_size]:
-            raise RequestError(f"token id {bad[0]} is not in the vocabulary", f"0 to {self.config.vocab_size - 1}",
-                               "use ids of this model's tokenizer")
+            raise RequestError(f"token id {bad[0]} is not in the vocabulary",
+                               f"0 to {self.config.vocab_size - 1}", "use ids of this model's tokenizer")
         if len(ids) >= self.length:
             raise RequestError(f"the prompt has {len(ids)} tokens, the context holds {self.length}",
                                f"at most {self.length - 1}, so that one can be added",
@@ -149,9 +152,10 @@ class LLM:
     def _require_token(self, token: int) -> None:
         # the maximum of logits that are not numbers is at no place, and argmax says so with one past the last
         if token >= self.config.vocab_size:
-            raise ModelError("the model computed NaN, so there is no likeliest token", "weights that are finite, and a "
-                             "dtype that holds what is computed with them", "try --dtype bfloat16 or float32; if that "
-                             "does not help, the weights are damaged: download them again")
+            raise ModelError("the model computed NaN, so there is no likeliest token",
+                             "weights that are finite, and a dtype that holds what is computed with them",
+                             "try --dtype bfloat16 or float32; if that does not help, the weights are "
+                             "damaged: download them again")
 
     def complete(self, prompt: Prompt, params: SamplingParams | None = None,
                  on_piece: Callable[[Piece], None] = lambda _: None) -> Completion:
@@ -160,15 +164,18 @@ class LLM:
         params = self.defaults if params is None else params
         ids = self.encode(prompt)
         seed = self.decoder.start(params, ids)
-        tokens, text, reason, first = [], "", "length", 0.0
+        tokens: list[int] = []
+        text, reason, first = "", "length", 0.0
         for piece in self._pieces(ids, params):
             first = first or time.perf_counter()
             on_piece(piece)
             text, reason = text + piece.text, piece.finish_reason or reason
             tokens += piece.token_ids
-        return Completion(tuple(ids), tuple(tokens), text, reason, seed, first - begun, time.perf_counter() - first)
+        return Completion(tuple(ids), tuple(tokens), text, reason, seed, first - begun,
+                          time.perf_counter() - first)
 
-    def generate(self, prompts: Prompt | Sequence[str], params: SamplingParams | None = None) -> list[Completion]:
+    def generate(self, prompts: Prompt | Sequence[str],
+                 params: SamplingParams | None = None) -> list[Completion]:
         """Answers to one prompt or to a list of texts, in order."""
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             return [self.complete(prompts, params)]  # type: ignore[arg-type]
@@ -180,8 +187,10 @@ def open_device(name: str | None) -> str:
     asked = name or repr(DEV) or "default"
     try:
         device = Device[name or Device.DEFAULT]
-        if device.device.partition(":")[0] in ("DISK", "NPY", "TINYFS"): raise RuntimeError("it stores, and does not compute")
-        assert device.renderer is not None  # made when first looked at, and may be one the device does not have
+        if device.device.partition(":")[0] in ("DISK", "NPY", "TINYFS"):
+            raise RuntimeError("it stores, and does not compute")
+        # made when first looked at, and may be one the device does not have
+        assert device.renderer is not None
         return str(device.device)
     except NVError: raise
     except ModuleNotFoundError as error:
@@ -213,4 +222,5 @@ def generation_defaults(directory: Path, config: ModelConfig) -> tuple[SamplingP
             raise ModelError(f"{path}: {name} is {value!r}", "a number", "correct the file")
     if not data.get("do_sample"): given["temperature"] = 0.0
     try: return replace(SamplingParams(), **given), eos
-    except RequestError as error: raise ModelError(f"{path}: {error.found}", error.expected, "correct the file") from error
+    except RequestError as error:
+        raise ModelError(f"{path}: {error.found}", error.expected, "correct the file") from error

@@ -19,8 +19,10 @@ from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import RequestError
 
-FLOAT32_MIN, FLOAT32_MAX = 2.0 ** -126, (2 - 2.0 ** -23) * 2.0 ** 127  # the smallest and largest normal numbers
-GREEDY_BELOW = 1e-5  # logits divided by less than this overflow float32 in effect, and the likeliest token wins anyway
+# the smallest and largest normal numbers
+FLOAT32_MIN, FLOAT32_MAX = 2.0 ** -126, (2 - 2.0 ** -23) * 2.0 ** 127
+# logits divided by less than this overflow float32 in effect, and the likeliest token wins anyway
+GREEDY_BELOW = 1e-5
 KNOBS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -60,7 +62,8 @@ class SamplingParams:
                "a whole number ≥ 1, or 0 for every token")
         _range(self, "top_p", 0 < self.top_p <= 1, "a number in (0, 1]")
         _range(self, "min_p", 0 <= self.min_p <= 1, "a number in [0, 1]")
-        _range(self, "repetition_penalty", 0 < self.repetition_penalty <= FLOAT32_MAX, "a number > 0 (1 is none)")
+        _range(self, "repetition_penalty", 0 < self.repetition_penalty <= FLOAT32_MAX,
+               "a number > 0 (1 is none)")
         _range(self, "max_tokens", self.max_tokens is None or self.max_tokens >= 1, "a whole number ≥ 1")
         _range(self, "seed", self.seed is None or 0 <= self.seed < 1 << 64, "a whole number in [0, 2^64)")
         _range(self, "stop", all(self.stop), "non-empty strings")
@@ -100,7 +103,8 @@ def request_numbers(params: SamplingParams) -> tuple[list[float], list[int], int
     """Contents of `Knobs.values` and `Knobs.seed` for a request, and the seed that was taken."""
     seed = secrets.randbits(32) if params.seed is None else params.seed
     # a number that float32 rounds to 0 would divide by it, or put a threshold above every token
-    return [max(float(getattr(params, name)), FLOAT32_MIN) for name in KNOBS], [seed & 0xFFFFFFFF, seed >> 32], seed
+    values = [max(float(getattr(params, name)), FLOAT32_MIN) for name in KNOBS]
+    return values, [seed & 0xFFFFFFFF, seed >> 32], seed
 
 
 def next_token(logits: Tensor, filters: Filters, knobs: Knobs, seen: Tensor, position: Tensor) -> Tensor:
@@ -124,7 +128,8 @@ def next_token(logits: Tensor, filters: Filters, knobs: Knobs, seen: Tensor, pos
     if filters.min_p:
         # p ≥ min_p · p_max, in logarithms
         logits = (logits >= logits.max() + knobs.row("min_p").log()).where(logits, -float("inf"))
-    return (logits + gumbel(knobs.seed, position, int(logits.shape[0]))).argmax().cast(dtypes.int32).reshape(1)
+    noise = gumbel(knobs.seed, position, int(logits.shape[0]))
+    return (logits + noise).argmax().cast(dtypes.int32).reshape(1)
 
 
 def ordered_bits(x: Tensor) -> Tensor:
@@ -155,7 +160,8 @@ def threshold(keys: Tensor, weights: Tensor, target: Tensor) -> Tensor:
 def gumbel(seed: Tensor, position: Tensor, size: int) -> Tensor:
     """Standard Gumbel noise, float32 (size,), a function of seed, position and index alone."""
     key = (seed[1:2].cast(dtypes.uint64) << 32) | seed[0:1].cast(dtypes.uint64)
-    counter = (position.cast(dtypes.uint64) << 32) | Tensor.arange(size, dtype=dtypes.uint32).cast(dtypes.uint64)
+    index = Tensor.arange(size, dtype=dtypes.uint32).cast(dtypes.uint64)
+    counter = (position.cast(dtypes.uint64) << 32) | index
     bits = counter.threefry(key.expand(size)).cast(dtypes.uint32)
     uniform = ((bits >> 8).cast(dtypes.float32) + 0.5) * 2.0 ** -24  # never 0 or 1
     return -(-uniform.log()).log()

@@ -36,24 +36,28 @@ class Tokenizer:
         damaged."""
         path = directory / "tokenizer.json"
         if not path.is_file():
-            raise TokenizerError(f"{directory} has no tokenizer.json", "a fast tokenizer saved by transformers",
+            raise TokenizerError(f"{directory} has no tokenizer.json",
+                                 "a fast tokenizer saved by transformers",
                                  "download tokenizer.json, or pass token ids with --prompt-ids")
         try: backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
-            raise TokenizerError(f"{path} cannot be read: {error}", "a tokenizer.json of the tokenizers library",
+            raise TokenizerError(f"{path} cannot be read: {error}",
+                                 "a tokenizer.json of the tokenizers library",
                                  "download the file again") from error
         backend.no_truncation()
         backend.no_padding()
         config = _optional_json(directory / "tokenizer_config.json")
-        special = {**_special_tokens(_optional_json(directory / "special_tokens_map.json")), **_special_tokens(config)}
+        older = _optional_json(directory / "special_tokens_map.json")
+        special = {**_special_tokens(older), **_special_tokens(config)}
         return Tokenizer(backend, special, _template(directory, config))
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Ids of `text`, with the tokens the model expects around it unless `special` is False."""
         try: text.encode()
         except UnicodeEncodeError as error:  # what Python makes of bytes on a command line that are not UTF-8
-            raise RequestError(f"the prompt is not UTF-8: {text[error.start]!r} at character {error.start}", "UTF-8 text",
-                               "correct the prompt's encoding, or pass token ids with --prompt-ids") from error
+            raise RequestError(f"the prompt is not UTF-8: {text[error.start]!r} at character {error.start}",
+                               "UTF-8 text", "correct the prompt's encoding, or pass token ids with "
+                               "--prompt-ids") from error
         return list(self.backend.encode(text, add_special_tokens=special).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -67,14 +71,15 @@ class Tokenizer:
                                  "tokenizer_config.json", "use `generate` with a plain prompt")
         try:
             compiled = _environment().from_string(self.template)
-            return compiled.render(messages=[dict(m) for m in messages], add_generation_prompt=True, tools=None,
-                                   documents=None, **self.special)
+            return compiled.render(messages=[dict(m) for m in messages], add_generation_prompt=True,
+                                   tools=None, documents=None, **self.special)
         except jinja2.exceptions.SecurityError as error:
-            raise TokenizerError(f"the chat template tried to leave its sandbox: {error}", "a template that only "
-                                 "formats messages", "do not use this model's template; treat its files as hostile"
-                                 ) from error
+            raise TokenizerError(f"the chat template tried to leave its sandbox: {error}",
+                                 "a template that only formats messages", "do not use this model's template; "
+                                 "treat its files as hostile") from error
         except Exception as error:  # a template is a program, and can fail in any way
-            raise TokenizerError(f"the chat template failed: {error or type(error).__name__}", "a template for messages with role and content",
+            raise TokenizerError(f"the chat template failed: {error or type(error).__name__}",
+                                 "a template for messages with role and content",
                                  "check chat_template.jinja or tokenizer_config.json") from error
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
@@ -86,9 +91,11 @@ def _optional_json(path: Path) -> dict[str, Any]:
     if not path.is_file(): return {}
     try: data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path} is not JSON: {error}", "a JSON object", "download the file again") from error
+        raise TokenizerError(f"{path} is not JSON: {error}", "a JSON object",
+                             "download the file again") from error
     if not isinstance(data, dict):
-        raise TokenizerError(f"{path} holds a {type(data).__name__}", "a JSON object", "download the file again")
+        raise TokenizerError(f"{path} holds a {type(data).__name__}", "a JSON object",
+                             "download the file again")
     return data
 
 
