@@ -28,8 +28,9 @@ from tinygrad_nv.hooks import disable, disabled, enable, enabled
 from tinygrad_nv.patterns import program
 from tinygrad_nv.runtime import programs
 
-__all__ = ["Context", "Device", "GlobalCounters", "KernelRecord", "LLM", "Lowering", "SamplingParams", "Tensor",
-           "TinyJit", "UOp", "Variable", "disable", "disabled", "dtypes", "enable", "enabled", "explain", "function", "nn"]
+__all__ = ["LLM", "Context", "Device", "GlobalCounters", "KernelRecord", "Lowering", "SamplingParams",
+           "Tensor", "TinyJit", "UOp", "Variable", "disable", "disabled", "dtypes", "enable", "enabled",
+           "explain", "function", "nn"]
 
 
 def _find_models(package: Path) -> list[str]:

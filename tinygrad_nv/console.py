@@ -53,7 +53,8 @@ def load(directory: Path, arguments: argparse.Namespace) -> LLM:
     if arguments.device:
         try: DEV.value = arguments.device
         except RuntimeError as error:
-            raise RequestError(f"--device {arguments.device}: {error}", "a device of tinygrad, such as CPU or CUDA",
+            raise RequestError(f"--device {arguments.device}: {error}",
+                               "a device of tinygrad, such as CPU or CUDA",
                                "run `tinygrad-nv doctor` to see what this machine has") from error
     with _bar(BarColumn(), DownloadColumn()) as progress:
         task = progress.add_task(f"loading {directory.name}", total=None)
@@ -72,7 +73,8 @@ def compile_steps(llm: LLM, params: SamplingParams, prompt_tokens: int) -> float
 
 def sampling(arguments: argparse.Namespace, llm: LLM) -> SamplingParams:
     """The model's defaults with what the command line says instead."""
-    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "ignore_eos")
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed",
+             "ignore_eos")
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     if arguments.stop: given["stop"] = tuple(arguments.stop)
     return replace(llm.defaults, **given)
@@ -105,13 +107,15 @@ def weight_rate(done: Completion, llm: LLM) -> float:
 
 def report(done: Completion, llm: LLM) -> dict[str, Any]:
     """The answer and its figures, for `--json`."""
-    return {"prompt_token_ids": list(done.prompt_token_ids), "token_ids": list(done.token_ids), "text": done.text,
-            "finish_reason": done.finish_reason, "seed": done.seed, "ttft_s": round(done.ttft_s, 6),
+    return {"prompt_token_ids": list(done.prompt_token_ids), "token_ids": list(done.token_ids),
+            "text": done.text, "finish_reason": done.finish_reason, "seed": done.seed,
+            "ttft_s": round(done.ttft_s, 6),
             "tokens_per_s": round(done.tokens_per_s, 3), "weight_gb_per_s": round(weight_rate(done, llm), 4),
             "device": device_name(llm)}
 
 
 def summary(done: Completion, llm: LLM) -> str:
     """One line: time to first token, tokens/s, GB/s of weights."""
-    return (f"[{len(done.token_ids)} tokens · first after {done.ttft_s * 1e3:.0f} ms · {done.tokens_per_s:.1f} tokens/s"
+    return (f"[{len(done.token_ids)} tokens · first after {done.ttft_s * 1e3:.0f} ms"
+            f" · {done.tokens_per_s:.1f} tokens/s"
             f" · {weight_rate(done, llm):.2f} GB/s of weights · {device_name(llm)}]")

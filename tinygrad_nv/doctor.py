@@ -41,8 +41,9 @@ class Finding:
 def examine() -> list[Finding]:
     """Everything worth knowing, in the order of the way down: packages, device, compilers, driver."""
     looks: dict[str, Callable[[], Finding]] = {
-        "python": _python, "tinygrad": _tinygrad, "tinygrad_nv hooks": _hooks, "device": _device, "C compiler": _compiler,
-        "ptxas": _ptxas, "NVRTC": _nvrtc, "NVIDIA driver": _driver, "cuda-python": _cuda_python}
+        "python": _python, "tinygrad": _tinygrad, "tinygrad_nv hooks": _hooks, "device": _device,
+        "C compiler": _compiler, "ptxas": _ptxas, "NVRTC": _nvrtc, "NVIDIA driver": _driver,
+        "cuda-python": _cuda_python}
     return [_safely(subject, look) for subject, look in looks.items()]
 
 
@@ -61,7 +62,8 @@ def table(findings: list[Finding]) -> str:
     """The report as aligned text."""
     grid = Table(box=None, pad_edge=False, show_header=False)
     for finding in findings:
-        grid.add_row(finding.state, finding.subject, finding.what + (f"\n→ {finding.fix}" if finding.fix else ""))
+        advice = f"\n→ {finding.fix}" if finding.fix else ""
+        grid.add_row(finding.state, finding.subject, finding.what + advice)
     # piped, lines are as long as they are; markup off, or [cuda] in an advice would be taken for a style
     width = max(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 1000
     console = Console(width=width, no_color=True, markup=False, highlight=False)
@@ -70,8 +72,8 @@ def table(findings: list[Finding]) -> str:
 
 
 def _python() -> Finding:
-    return Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}, "
-                   f"{os.cpu_count()} cores", needed=True)
+    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    return Finding("python", "ok", f"{platform.python_version()} on {machine}", needed=True)
 
 
 def _tinygrad() -> Finding:
@@ -81,7 +83,8 @@ def _tinygrad() -> Finding:
 
 def _hooks() -> Finding:
     from tinygrad_nv import hooks
-    if not hooks.enabled(): return Finding("tinygrad_nv hooks", "missing", "switched off", "unset NV (NV=0 switches off)")
+    if not hooks.enabled():
+        return Finding("tinygrad_nv hooks", "missing", "switched off", "unset NV (NV=0 switches off)")
     how = "tinygrad's plugin points" if hooks.official() else "installed over the released wheel"
     return Finding("tinygrad_nv hooks", "ok", how)
 
@@ -91,7 +94,8 @@ def _device() -> Finding:
     try: device = Device[Device.DEFAULT]
     except NVError as error: return Finding("device", "broken", error.found, error.fix, needed=True)
     except Exception as error:  # whatever a driver can think of
-        return Finding("device", "broken", f"{type(error).__name__}: {error}", "set DEV to another device", needed=True)
+        return Finding("device", "broken", f"{type(error).__name__}: {error}",
+                       "set DEV to another device", needed=True)
     return Finding("device", "ok", f"{device.device}, code by {type(device.renderer).__name__}; will be used "
                    "(DEV=… or --device choose another)", needed=True)
 
@@ -99,7 +103,8 @@ def _device() -> Finding:
 def _compiler() -> Finding:
     try: compiler = find_compiler()
     except NVError as error: return Finding("C compiler", "missing", error.found, error.fix)
-    return Finding("C compiler", "ok", f"{compiler.version()} from {compiler.origin}: {' '.join(compiler.command)}")
+    command = " ".join(compiler.command)
+    return Finding("C compiler", "ok", f"{compiler.version()} from {compiler.origin}: {command}")
 
 
 def find_ptxas() -> Path | None:
@@ -108,13 +113,15 @@ def find_ptxas() -> Path | None:
     homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     wheels: list[Path] = []
     if (spec := importlib.util.find_spec("nvidia")) is not None:
-        wheels = [Path(place) / part for place in spec.submodule_search_locations or () for part in ("cu13", "cuda_nvcc")]
+        wheels = [Path(place) / part for place in spec.submodule_search_locations or ()
+                  for part in ("cu13", "cuda_nvcc")]
     return next((path for home in homes + wheels if (path := home / "bin" / "ptxas").is_file()), None)
 
 
 def _ptxas() -> Finding:
     if (path := find_ptxas()) is None:
-        return Finding("ptxas", "missing", "not in PATH, CUDA_HOME or a wheel", "pip install 'tinygrad-nv[cuda]'")
+        return Finding("ptxas", "missing", "not in PATH, CUDA_HOME or a wheel",
+                       "pip install 'tinygrad-nv[cuda]'")
     out = subprocess.run([str(path), "--version"], capture_output=True, text=True, check=False).stdout.strip()
     return Finding("ptxas", "ok", f"{out.splitlines()[-1] if out else 'unknown version'}: {path}")
 
@@ -132,7 +139,8 @@ def _nvrtc() -> Finding:
     wheel: list[str] = []
     if (spec := importlib.util.find_spec("nvidia")) is not None:
         for place in spec.submodule_search_locations or ():
-            wheel += [str(path) for path in Path(place).glob("*/lib/libnvrtc.so.*") if "builtins" not in path.name]
+            wheel += [str(path) for path in Path(place).glob("*/lib/libnvrtc.so.*")
+                      if "builtins" not in path.name]
     names = (*wheel, "libnvrtc.so.13", "libnvrtc.so.12", ctypes.util.find_library("nvrtc") or "libnvrtc.so")
     if (name := _loads(names)) is None:
         return Finding("NVRTC", "missing", "libnvrtc cannot be loaded", "pip install 'tinygrad-nv[cuda]'")
@@ -148,11 +156,13 @@ def _driver() -> Finding:
                        "check the GPU with nvidia-smi")
     driver.cuDriverGetVersion(ctypes.byref(version))
     driver.cuDeviceGetCount(ctypes.byref(count))
-    return Finding("NVIDIA driver", "ok", f"CUDA {version.value // 1000}.{version.value % 1000 // 10}, {count.value} GPU(s)")
+    release = f"{version.value // 1000}.{version.value % 1000 // 10}"
+    return Finding("NVIDIA driver", "ok", f"CUDA {release}, {count.value} GPU(s)")
 
 
 def _cuda_python() -> Finding:
     try: version = importlib.metadata.version("cuda-python")
     except importlib.metadata.PackageNotFoundError:
-        return Finding("cuda-python", "missing", "not installed", "pip install 'tinygrad-nv[cuda]' on a machine with a GPU")
+        return Finding("cuda-python", "missing", "not installed",
+                       "pip install 'tinygrad-nv[cuda]' on a machine with a GPU")
     return Finding("cuda-python", "ok", version)
