@@ -12,17 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tinygrad import Device, Tensor, dtypes
-
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.checkpoint import convert, narrow_bfloat16, widen_bfloat16
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
+
 from tinygrad_nv.runtime.memory import allocate_arena, host_bytes, read, write
 
 DTYPES = {"float32": (dtypes.float32, torch.float32), "float16": (dtypes.float16, torch.float16),
           "bfloat16": (dtypes.bfloat16, torch.bfloat16)}
-EDGES = [0.0, -0.0, 1.0, -1.5, 65504.0, 65520.0, 1e-8, 3e38, float("inf"), -float("inf"), 1.00390625, 1.01171875,
-         0.333251953125, 5.9604645e-08, 2.0 ** -130]
+EDGES = [0.0, -0.0, 1.0, -1.5, 65504.0, 65520.0, 1e-8, 3e38, float("inf"), -float("inf"), 1.00390625,
+         1.01171875, 0.333251953125, 5.9604645e-08, 2.0 ** -130]
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
@@ -43,7 +43,8 @@ def parameters(directory: Path, dtype: str) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("target", DTYPES)
 @pytest.mark.parametrize("source", DTYPES)
 def test_conversions_are_torchs_bit_for_bit(source: str, target: str):
-    values = torch.tensor(EDGES + list(np.random.default_rng(0).standard_normal(4096) * 100), dtype=torch.float32)
+    drawn = np.random.default_rng(0).standard_normal(4096) * 100
+    values = torch.tensor(EDGES + list(drawn), dtype=torch.float32)
     given = values.to(DTYPES[source][1])
     converted = convert(memoryview(bits(given)), source, DTYPES[target][0])
     np.testing.assert_array_equal(np.frombuffer(converted, np.uint8), bits(given.to(DTYPES[target][1])))
@@ -59,14 +60,16 @@ def test_bfloat16_round_trip_and_nan():
 
 @pytest.mark.parametrize("stored", DTYPES)
 @pytest.mark.parametrize("wanted", DTYPES)
-def test_any_stored_dtype_loads_as_any_other(hf_model: Callable[[str], Path], tmp_path: Path, stored: str, wanted: str):
+def test_any_stored_dtype_loads_as_any_other(hf_model: Callable[[str], Path], tmp_path: Path, stored: str,
+                                             wanted: str):
     source = hf_model("llama-biases")
     given = {k: v.to(DTYPES[stored][1]) for k, v in load_file(source / "model.safetensors").items()}
     save_file(given, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((source / "config.json").read_text())
     loaded = parameters(tmp_path, wanted)
     assert set(loaded) == set(given)
-    for name, value in given.items(): np.testing.assert_array_equal(loaded[name], bits(value.to(DTYPES[wanted][1])))
+    for name, value in given.items():
+        np.testing.assert_array_equal(loaded[name], bits(value.to(DTYPES[wanted][1])))
 
 
 def test_shards_pickles_and_one_file_are_the_same_model(hf_model: Callable[[str], Path], tmp_path: Path):
@@ -102,7 +105,8 @@ def test_progress_counts_every_byte_once(hf_model: Callable[[str], Path]):
 
 
 def test_memory_is_that_of_the_model(tmp_path: Path):
-    """Peak resident memory while loading ≤ 1.2 × the model over what the process had before (200 MB, in shards)."""
+    """Peak resident memory while loading ≤ 1.2 × the model over what the process had before (200 MB, in
+    shards)."""
     script = f"""
 import sys; sys.argv = ["load.py"]; sys.path.insert(0, {str(Path(__file__).parents[2] / "bench")!r})
 from pathlib import Path
@@ -117,7 +121,8 @@ from pathlib import Path
 import json, load
 print(json.dumps(load.work("load", Path({str(tmp_path)!r}), "float32")))
 """
-    done = json.loads(subprocess.run([sys.executable, "-c", work], capture_output=True, text=True, check=True).stdout)
+    ended = subprocess.run([sys.executable, "-c", work], capture_output=True, text=True, check=True)
+    done = json.loads(ended.stdout)
     assert done["rss_peak"] - done["rss_before"] <= 1.2 * done["model_bytes"]
     assert done["rss_peak"] - done["rss_before"] >= 0.9 * done["model_bytes"], "else this measures nothing"
 

@@ -76,8 +76,9 @@ def resident_bytes() -> int:
     """Peak resident set of this process so far, in bytes; 0 where the system does not say."""
     status = Path("/proc/self/status")
     if status.exists():  # not ru_maxrss: a process begins with that of the one that started it
-        line = next((line for line in status.read_text().splitlines() if line.startswith("VmHWM:")), "VmHWM: 0 kB")
-        return int(line.split()[1]) * 1024
-    try: import resource
-    except ImportError: return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        lines = status.read_text().splitlines()
+        return next((int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0) * 1024
+    with contextlib.suppress(ImportError):
+        import resource
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return 0
