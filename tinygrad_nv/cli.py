@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _survive_any_terminal()
     try:
         try:
-            arguments = parser().parse_args(argv)
+            arguments = _parse(argv)
             return int(arguments.run(arguments))
         finally: sys.stdout.flush()  # here, where it can be said what went wrong with it
     except NVError as error: return _say_error(error)
@@ -41,6 +41,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError:
         return _say_error(NVError("out of memory", "room for the weights and for the cache of the whole context",
                                   "lower --max-model-len, or use --dtype bfloat16"))
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """argparse takes all positional arguments from one place; here PROMPT may also follow options that
+    follow MODEL."""
+    top = parser()
+    arguments, rest = top.parse_known_args(argv)
+    options_end = rest.index("--") if "--" in rest else len(rest)
+    if rest and (not hasattr(arguments, "words") or any(word.startswith("-") for word in rest[:options_end])):
+        top.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest: arguments.words += rest[:options_end] + rest[options_end + 1:]
+    return arguments
 
 
 def _say_error(error: NVError) -> int:
