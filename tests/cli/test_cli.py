@@ -1,0 +1,271 @@
+"""What the commands do when all is well, and how they end when a terminal, a pipe or a person interferes."""
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from tinygrad_nv.engine.llm import LLM
+from tinygrad_nv.engine.sampling import SamplingParams
+
+REPORT = {"prompt_token_ids", "token_ids", "text", "finish_reason", "seed", "ttft_s", "tokens_per_s",
+          "weight_gb_per_s", "device"}
+IDS = ("--prompt-ids", "5,6,7")
+GREEDY = ("--temperature", 0)
+MODULE = (sys.executable, "-m", "tinygrad_nv")
+DRAWN = ("--temperature", 1, "--top-p", 0.95)
+
+
+def report(command, directory: Path, *arguments: object) -> dict:
+    """The one object that --json prints."""
+    lines = command("generate", directory, "--json", *arguments).succeeded().out.splitlines()
+    assert len(lines) == 1
+    return json.loads(lines[0])
+
+
+@pytest.fixture(scope="module")
+def greedy_ids(tiny: Path) -> list[int]:
+    """Eight greedy tokens after `IDS`, end tokens ignored."""
+    done = LLM(tiny).complete([5, 6, 7], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    return list(done.token_ids)
+
+
+# **** generate ****
+
+def test_json_is_one_object_with_the_answer_and_its_figures(command, tiny: Path):
+    made = report(command, tiny, "Once upon a time", "--max-tokens", 6, "--seed", 7, "--ignore-eos")
+    assert set(made) == REPORT
+    assert made["prompt_token_ids"][0] == 0, "the tokenizer puts <|bos|> first"
+    assert len(made["token_ids"]) == 6
+    assert made["finish_reason"] == "length"
+    assert made["seed"] == 7
+    assert made["device"].startswith("CPU")
+    assert min(made["ttft_s"], made["tokens_per_s"], made["weight_gb_per_s"]) > 0
+
+
+def test_text_is_the_prompt_and_its_continuation_and_figures_go_to_stderr(command, tiny: Path):
+    """Options may stand between the model and the prompt, and a prompt may begin with a dash after --."""
+    request = (tiny, *GREEDY, "--max-tokens", 6, "--ignore-eos")
+    expected = json.loads(command("generate", *request, "--json", "--", "-5 foxes").succeeded().out)
+    outcome = command("generate", *request, "--", "-5 foxes").succeeded()
+    assert outcome.out == f"-5 foxes{expected['text']}\n"
+    assert outcome.err.startswith("[6 tokens · first after ")
+    assert "tokens/s" in outcome.err
+    assert "GB/s of weights" in outcome.err
+
+
+def test_the_same_seed_gives_the_same_text_and_another_one_another(command, tiny: Path):
+    def draw(*seed: object) -> dict: return report(command, tiny, *IDS, *DRAWN, "--max-tokens", 12, *seed)
+    first = draw()
+    assert draw("--seed", first["seed"])["token_ids"] == first["token_ids"], "the seed taken is reported"
+    assert draw("--seed", first["seed"] + 1)["token_ids"] != first["token_ids"]
+
+
+def test_a_temperature_float32_cannot_divide_by_is_greedy(command, tiny: Path, greedy_ids: list[int]):
+    made = report(command, tiny, *IDS, "--temperature", "1e-46", "--max-tokens", 8, "--ignore-eos")
+    assert made["token_ids"] == greedy_ids
+
+
+def test_a_stop_string_ends_the_text_before_itself(command, tiny: Path):
+    request = ("Once upon", *GREEDY, "--max-tokens", 24, "--ignore-eos")
+    text = report(command, tiny, *request)["text"]
+    stop = text[5:7]
+    made = report(command, tiny, *request, "--stop", "never said", "--stop", stop)
+    assert made["finish_reason"] == "stop"
+    assert made["text"] == text[:text.index(stop)]
+
+
+def test_end_tokens_of_generation_config_stop_and_can_be_ignored(command, spoil, greedy_ids: list[int]):
+    end = greedy_ids[3]
+    directory = spoil("generation_config.json", eos_token_id=[299, end])
+    made = report(command, directory, *IDS, "--max-tokens", 8)
+    assert made["token_ids"] == greedy_ids[:greedy_ids.index(end) + 1]
+    assert made["finish_reason"] == "stop"
+    assert report(command, directory, *IDS, "--max-tokens", 8, "--ignore-eos")["token_ids"] == greedy_ids
+
+
+def test_sampling_defaults_are_those_of_generation_config(command, tiny: Path, spoil):
+    request = (*IDS, "--seed", 3, "--max-tokens", 8)
+    directory = spoil("generation_config.json", do_sample=True, temperature=1.0, top_p=0.95)
+    made = report(command, directory, *request)
+    assert made["token_ids"] == report(command, tiny, *request, *DRAWN)["token_ids"]
+
+
+def test_the_answer_fills_the_context_and_ends(command, tiny: Path):
+    made = report(command, tiny, *IDS, *GREEDY, "--max-model-len", 8, "--ignore-eos", "--max-tokens", 100)
+    assert len(made["token_ids"]) == 5
+    assert made["finish_reason"] == "length"
+
+
+def test_a_pickled_checkpoint_gives_the_same_answer(command, copy: Path, greedy_ids: list[int]):
+    arrays = load_file(copy / "model.safetensors")
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    tensors["model.norm.weight"] = torch.nn.Parameter(tensors["model.norm.weight"])
+    (copy / "model.safetensors").unlink()
+    torch.save(tensors, copy / "pytorch_model.bin")
+    assert report(command, copy, *IDS, "--max-tokens", 8, "--ignore-eos")["token_ids"] == greedy_ids
+
+
+# **** chat, doctor, explain ****
+
+def test_chat_answers_every_line_until_the_input_ends(command, tiny: Path):
+    outcome = command("chat", tiny, "--max-tokens", 3, *GREEDY, "--system", "Be kind.",
+                      stdin="hello\n\n  \nagain\n").succeeded()
+    assert outcome.out.count("\n\n") == 2, "empty lines are no questions"
+    assert outcome.err == ""
+
+
+def test_doctor_lists_what_there_is(command):
+    outcome = command("doctor").succeeded()
+    states = {line.split("  ")[0]: line for line in outcome.out.splitlines() if not line.startswith(" ")}
+    assert set(states) <= {"ok", "missing", "broken"}
+    for subject in ("python", "tinygrad", "device", "C compiler", "ptxas", "NVRTC", "NVIDIA driver"):
+        assert any(subject in line for line in outcome.out.splitlines()), subject
+
+
+def test_doctor_reports_what_it_could_not_look_at(command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ptxas").write_text("not a program")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CC", '"')
+    outcome = command("doctor").succeeded()
+    broken = [line for line in outcome.out.splitlines() if line.startswith("broken")]
+    assert [line for line in broken if "ptxas" in line and "PermissionError" in line]
+    assert [line for line in broken if "C compiler" in line and "No closing quotation" in line]
+
+
+def test_explain_prints_a_table_of_kernels(command, tiny: Path):
+    lines = command("explain", tiny).succeeded().out.splitlines()
+    assert lines[0].split() == ["kernel", "template", "device", "flops", "bytes", "why"]
+    assert len(lines) > 10
+    assert lines[-1].split()[1:3] == ["in", "all"]
+    assert int(lines[-1].split()[0]) == len(lines) - 2
+
+
+# **** as a process: encodings, pipes, interrupts ****
+
+def environment(**changes: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONUNBUFFERED": "1", **changes}
+
+
+def test_characters_latin_1_lacks_are_escaped(tiny: Path):
+    done = subprocess.run([*MODULE, "generate", str(tiny), "é→", "--max-tokens", "1"], capture_output=True,
+                          env=environment(PYTHONIOENCODING="latin-1"), check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(b"\xe9\\u2192")
+    assert b"Traceback" not in done.stderr
+
+
+def test_characters_ascii_lacks_are_escaped_in_messages(tmp_path: Path):
+    done = subprocess.run([*MODULE, "generate", f"{tmp_path}/é→", "hello"], capture_output=True,
+                          env=environment(PYTHONIOENCODING="ascii"), check=False)
+    assert done.returncode == 2
+    assert b"no such directory: " in done.stderr
+    assert b"/\\xe9\\u2192\n" in done.stderr
+
+
+@pytest.mark.parametrize(("redirection", "code", "said"), [
+    ("| head -c 1", 0, b"h"), ("<&- >&-", 0, b""), ("--json | true", 0, b""), (">/dev/full", 2, b"")])
+def test_an_output_that_goes_away_ends_quietly(tiny: Path, redirection: str, code: int, said: bytes):
+    line = f'set -o pipefail; "$0" -m tinygrad_nv generate "$1" hello --max-tokens 3 {redirection}'
+    done = subprocess.run(["bash", "-c", line, sys.executable, str(tiny)], capture_output=True,
+                          env=environment(), check=False)
+    assert done.returncode == code, done.stderr
+    assert done.stdout == said
+    for word in (b"Traceback", b"Exception ignored", b"BrokenPipe"): assert word not in done.stderr
+    assert (b"the system refused: [Errno 28]" in done.stderr) == (code == 2)
+
+
+@pytest.mark.parametrize("arguments", [["generate", "/nowhere", "hello"], ["chat", "/nowhere"]])
+def test_an_error_in_a_process_is_its_message_and_code(arguments: list[str]):
+    done = subprocess.run([*MODULE, *arguments], capture_output=True, text=True, stdin=subprocess.DEVNULL,
+                          check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("tinygrad-nv: no such directory: /nowhere\n  expected: ")
+    assert len(done.stderr.splitlines()) == 3
+
+
+class Chat:
+    """`chat` under a pseudo-terminal."""
+
+    def __init__(self, process: subprocess.Popen[bytes], terminal: int) -> None:
+        self.process, self.terminal, self.seen = process, terminal, b""
+
+    def read_until(self, condition, seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition(self.seen):
+            ready, _, _ = select.select([self.terminal], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"nothing more within {seconds} s: {self.seen!r}"
+            assert self.read(), f"ended: {self.seen!r}"
+
+    def write(self, text: bytes) -> None: os.write(self.terminal, text)
+
+    def interrupt(self, seconds: float = 60) -> int:
+        """Ctrl-C, then reads what is left; the exit code."""
+        time.sleep(0.3)  # a signal between printing a prompt and reading the answer would interrupt neither
+        self.process.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + seconds
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, f"still running after {seconds} s: {self.seen!r}"
+            if select.select([self.terminal], [], [], 0.1)[0]: self.read()
+        while select.select([self.terminal], [], [], 0)[0] and self.read(): pass
+        return self.process.returncode
+
+    def read(self) -> bool:
+        """Whether there was something to read."""
+        try: more = os.read(self.terminal, 4096)
+        except OSError: return False  # Linux says EIO when the other side has closed
+        self.seen += more
+        return more != b""
+
+
+@contextmanager
+def chat(directory: Path, *options: str) -> Iterator[Chat]:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([*MODULE, "chat", str(directory), *options], stdin=theirs, stdout=theirs,
+                               stderr=theirs, start_new_session=True, env=environment(TERM="dumb"))
+    os.close(theirs)
+    try: yield Chat(process, ours)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def test_interrupt_at_the_prompt_ends_the_chat(tiny: Path):
+    with chat(tiny, "--max-tokens", "2") as talk:
+        talk.read_until(lambda seen: seen.endswith(b"> "))
+        assert talk.interrupt() in (0, 130)
+        assert b"Traceback" not in talk.seen
+
+
+def test_interrupt_while_it_answers_ends_the_chat(tiny: Path):
+    """The answer is far from its end, some 240 tokens of which the first few have come."""
+    with chat(tiny, "--max-tokens", "240", "--ignore-eos") as talk:
+        talk.read_until(lambda seen: seen.endswith(b"> "))
+        begun = len(talk.seen)
+        talk.write(b"hello\n")
+        talk.read_until(lambda seen: len(seen) > begun + 12)
+        assert talk.interrupt() in (0, 130)
+        assert b"Traceback" not in talk.seen
+
+
+def test_chat_survives_bytes_that_are_no_text(tiny: Path):
+    done = subprocess.run([*MODULE, "chat", str(tiny), "--max-tokens", "2"], input=b"\xff\xfe hi\n",
+                          capture_output=True, env=environment(PYTHONUTF8="1"), check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"Traceback" not in done.stderr
+

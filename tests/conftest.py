@@ -1,0 +1,115 @@
+"""Fixtures for every test: tiny random models on disk, and the command line called in this process."""
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tinygrad.helpers import DEV
+from tinygrad_nv.models.tales import tokenizer as tales
+
+from tinygrad_nv import cli
+
+VOCAB = 300
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+                         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB,
+                         "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1,
+                         # wide enough that greedy answers do not repeat one token from the start
+                         "initializer_range": 0.2}
+TEXTS = ("Once upon a time there was a little fox who lived in a wood. ",
+         "One day the fox met a small bear, and they played until the sun went down. ") * 8
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command line came to."""
+    code: int
+    out: str
+    err: str
+
+    def refused(self, *words: str, code: int = 2) -> None:
+        """An explained error: nothing on stdout, no traceback, and all of `words` in the message."""
+        assert self.code == code, self
+        assert self.out == "", self.out
+        assert "Traceback" not in self.err, self.err
+        assert [word for word in words if word not in self.err] == [], self.err
+
+    def succeeded(self) -> Outcome:
+        """No error at all."""
+        assert self.code == 0, self.err
+        assert "Traceback" not in self.err, self.err
+        return self
+
+
+Command = Callable[..., Outcome]
+MakeModel = Callable[..., Path]
+Spoil = Callable[..., Path]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
+    """`tinygrad-nv` with these arguments, in this process; `stdin` is what it can read."""
+    device = DEV.value
+
+    def run(*arguments: object, stdin: str = "") -> Outcome:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        capsys.readouterr()
+        try: code = cli.main([os.fspath(a) if isinstance(a, Path) else str(a) for a in arguments])
+        except SystemExit as end: code = int(end.code or 0)
+        return Outcome(code, *capsys.readouterr())
+
+    yield run
+    DEV.value = device
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
+    """`make_model(cls_name, **config)`: a directory that transformers wrote for a random model of the class,
+    with a tokenizer of `VOCAB` tokens. Equal arguments give the same directory: do not write into it.
+    """
+    made: dict[str, Path] = {}
+
+    def make(cls_name: str = "LlamaForCausalLM", **config: Any) -> Path:
+        key = json.dumps([cls_name, config], sort_keys=True)
+        if key not in made:
+            torch.manual_seed(0)
+            cls = getattr(transformers, cls_name)
+            made[key] = tmp_path_factory.mktemp(cls_name)
+            cls(cls.config_class(**{**SIZES, **config})).save_pretrained(made[key])
+            tales.save(tales.train_tokenizer(TEXTS, VOCAB), made[key])
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny(make_model: MakeModel) -> Path:
+    """The model that most tests share, so that its kernels are compiled once."""
+    return make_model()
+
+
+@pytest.fixture
+def copy(tiny: Path, tmp_path: Path) -> Path:
+    """A copy of `tiny` that a test may damage."""
+    return Path(shutil.copytree(tiny, tmp_path / "model"))
+
+
+@pytest.fixture
+def spoil(copy: Path) -> Spoil:
+    """`spoil("config.json", key=value)`: changes keys of a JSON file of the copy; `...` removes the key."""
+    def change(file: str = "config.json", **changes: Any) -> Path:
+        path = copy / file
+        data = {**(json.loads(path.read_text()) if path.exists() else {}), **changes}
+        path.write_text(json.dumps({key: value for key, value in data.items() if value is not ...}))
+        return copy
+
+    return change

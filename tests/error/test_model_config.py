@@ -1,0 +1,114 @@
+"""config.json or generation_config.json asks for what is not implemented, or for nonsense."""
+from __future__ import annotations
+
+import pytest
+from tinygrad_nv.models.config import ARCHITECTURES
+
+HAVE = ", ".join(ARCHITECTURES)
+ROPES = "expected: one of: default, linear, dynamic, llama3, yarn"
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+NUMBER = "expected: a number > 0"
+INTEGER = "expected: a positive integer"
+
+
+def rope(**fields):
+    return {"rope_parameters": {"rope_theta": 10000.0, **fields}}
+
+
+@pytest.mark.parametrize("listed", [..., None, [], "LlamaForCausalLM"])
+def test_no_architectures(command, spoil, listed):
+    command("generate", spoil(architectures=listed), "hello").refused(
+        "config.json names no architectures", f"expected: a list with one of: {HAVE}",
+        "to fix:   use a causal language model saved by transformers")
+
+
+@pytest.mark.parametrize("listed", [["T5ForConditionalGeneration"], [["LlamaForCausalLM"]], [None]])
+def test_an_architecture_we_lack_lists_those_we_have(command, spoil, listed):
+    command("generate", spoil(architectures=listed), "hello").refused(
+        f"config.json: architecture {listed[0]} is not supported", f"expected: one of: {HAVE}",
+        "to fix:   convert the model to one of these")
+
+
+@pytest.mark.parametrize(("quantised", "method"), [
+    ({"quant_method": "awq", "bits": 4}, "awq"), ({"bits": 4}, "unknown"), ("gptq", "gptq")])
+def test_quantised_weights(command, spoil, quantised, method: str):
+    command("generate", spoil(quantization_config=quantised), "hello").refused(
+        f"config.json: weights are quantised ({method})", "expected: float32, float16 or bfloat16 weights",
+        "to fix:   use the unquantised checkpoint")
+
+
+ROPE_CASES = [
+    (rope(rope_type="longrope"), "rope type 'longrope' is not supported", ROPES),
+    ({"rope_parameters": None, "rope_scaling": {"type": "su"}}, "rope type 'su' is not supported", ROPES),
+    (rope(rope_type=["yarn"]), "rope type ['yarn'] is not supported", ROPES),
+    ({"rope_parameters": [1]}, "rope parameters are [1]", "expected: an object"),
+    (rope(rope_type="linear"), "rope type linear lacks factor", "expected: factor"),
+    (rope(rope_type="llama3", factor=8.0), "lacks low_freq_factor, high_freq_factor", "low_freq_factor"),
+    (rope(**{**LLAMA3, "low_freq_factor": 4.0}), "factor 4 is not below high_freq_factor 4", "turns"),
+    (rope(rope_type="linear", factor=0), "factor is 0", NUMBER),
+    (rope(rope_type="linear", factor="two"), "factor is 'two'", NUMBER),
+    (rope(rope_type="yarn", factor=2.0, beta_fast=0), "beta_fast is 0", NUMBER),
+    (rope(rope_type="yarn", factor=2.0, original_max_position_embeddings="x"), "embeddings is 'x'", INTEGER),
+    (rope(rope_theta="x"), "rope_theta is 'x'", "expected: a number > 1"),
+    (rope(rope_theta=-1.0), "rope_theta is -1.0", "expected: a number > 1"),
+    (rope(rope_theta=float("inf")), "rope_theta is inf", "expected: a number > 1"),
+    (rope(partial_rotary_factor="x"), "partial_rotary_factor is 'x'", NUMBER),
+    (rope(partial_rotary_factor=4.0), "64 rotary dimensions", "expected: an even number of them, 2 to 16"),
+]
+
+
+@pytest.mark.parametrize(("fields", "found", "expected"), ROPE_CASES, ids=[case[1] for case in ROPE_CASES])
+def test_rope_that_is_not_supported(command, spoil, fields, found: str, expected: str):
+    command("generate", spoil(**fields), "hello").refused("config.json: ", found, expected)
+
+
+QWEN = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 4}
+FIELD_CASES = [
+    ({"hidden_size": ...}, "hidden_size is None", INTEGER),
+    ({"hidden_size": 66, "head_dim": None}, "size 66 is not a multiple of num_attention_heads 4", "head_dim"),
+    ({"head_dim": "16"}, "head_dim is '16'", INTEGER),
+    ({"head_dim": 1}, "1 rotary dimensions", "expected: an even number of them, 2 to 1"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers is 0", INTEGER),
+    ({"num_hidden_layers": True}, "num_hidden_layers is True", INTEGER),
+    ({"vocab_size": 300.0}, "vocab_size is 300.0", INTEGER),
+    ({"num_key_value_heads": 3}, "heads 4 is not a multiple of num_key_value_heads 3", "each key/value head"),
+    ({"rms_norm_eps": None}, "rms_norm_eps is None", NUMBER),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan", NUMBER),
+    ({"rms_norm_eps": 10 ** 400}, "rms_norm_eps is 1000", NUMBER),
+    ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported", "expected: one of: silu, swish, gelu"),
+    ({"hidden_act": {}}, "hidden_act {} is not supported", "expected: one of: silu"),
+    ({"dtype": "int8"}, "dtype 'int8' is not supported", "expected: one of: float32, float16, bfloat16"),
+    ({"sliding_window": "x"}, "sliding_window is 'x'", INTEGER),
+    ({"sliding_window": True}, "sliding_window is True", INTEGER),
+    ({**QWEN, "layer_types": 3}, "layer_types is 3", "expected: a list of 2"),
+    ({**QWEN, "layer_types": ["full_attention"]}, "layer_types is ['full_", "expected: a list of 2"),
+    ({**QWEN, "layer_types": None, "max_window_layers": "x"}, "window_layers is 'x'", "a number of layers"),
+]
+
+
+@pytest.mark.parametrize("case", FIELD_CASES, ids=[case[1] for case in FIELD_CASES])
+def test_a_field_that_makes_no_sense(command, spoil, case):
+    fields, found, expected = case
+    command("generate", spoil(**fields), "hello").refused("config.json: ", found, expected)
+
+
+@pytest.mark.parametrize(("file", "value"), [
+    ("config.json", "</s>"), ("config.json", -1), ("config.json", [1, 1.5]),
+    ("generation_config.json", ["</s>"]), ("generation_config.json", True)])
+def test_an_end_token_that_is_no_id(command, spoil, file: str, value):
+    command("generate", spoil(file, eos_token_id=value), "hello").refused(
+        f"{file}: eos_token_id is {value!r}", "expected: a token id, a list of them, or null",
+        "to fix:   correct the file")
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), [
+    ("top_p", 1.5, "a number in (0, 1]"), ("top_p", "0.9", "a number"), ("temperature", -1, "a number ≥ 0"),
+    ("temperature", float("nan"), "a number ≥ 0"), ("temperature", [1], "a number"),
+    ("min_p", True, "a number"),
+    ("top_k", 2.5, "a whole number"), ("top_k", 10 ** 400, "a whole number"),
+    ("repetition_penalty", 0, "a number > 0"),
+])
+def test_a_sampling_default_out_of_range(command, spoil, name: str, value, expected: str):
+    directory = spoil("generation_config.json", do_sample=True, **{name: value})
+    command("generate", directory, "hello").refused(
+        f"generation_config.json: {name} is {value!r}", f"expected: {expected}", "to fix:   correct the file")

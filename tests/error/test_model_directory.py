@@ -1,0 +1,76 @@
+"""MODEL is not a directory with a model in it."""
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from tinygrad_nv import cli
+
+
+@pytest.mark.parametrize("name", ["nowhere", "no/where", "x" * 5000, "a\0b"], ids=["a", "b", "long", "nul"])
+@pytest.mark.parametrize("subcommand", ["generate", "chat", "explain"])
+def test_no_such_directory(command, tmp_path: Path, subcommand: str, name: str):
+    directory = f"{tmp_path}/{name}"
+    command(subcommand, directory, *["hello"] * (subcommand == "generate")).refused(
+        f"tinygrad-nv: no such directory: {directory}",
+        "expected: a Hugging Face model directory (config.json, weights)",
+        "to fix:   check the path; models are not downloaded")
+
+
+def test_config_json_is_missing(command, copy: Path):
+    (copy / "config.json").unlink()
+    command("generate", copy, "hello").refused(
+        f"tinygrad-nv: {copy} has no config.json", "expected: a Hugging Face model directory",
+        "to fix:   point MODEL at the folder that holds config.json")
+
+
+def test_a_file_is_not_a_directory(command, tiny: Path):
+    command("generate", tiny / "config.json", "hello").refused(
+        "config.json has no config.json", "expected: a Hugging Face model directory")
+
+
+def test_config_json_is_a_directory(command, copy: Path):
+    (copy / "config.json").unlink()
+    (copy / "config.json").mkdir()
+    command("generate", copy, "hello").refused(f"{copy} has no config.json")
+
+
+@pytest.mark.parametrize(("content", "found"), [
+    (b"{", "is not JSON: Expecting property name enclosed in double quotes: line 1 column 2"),
+    (b"", "is not JSON: Expecting value: line 1 column 1"),
+    (b"[]", "holds a list"),
+    (b"[" * 200_000, "is not JSON: maximum recursion depth exceeded"),
+    (b'{"vocab_size": ' + b"9" * 5000 + b"}", "is not JSON: Exceeds the limit"),
+], ids=["cut", "empty", "list", "deep", "huge-number"])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_json_that_is_none(command, copy: Path, file: str, content: bytes, found: str):
+    (copy / file).write_bytes(content)
+    command("generate", copy, "hello").refused(f"{copy / file} {found}", "expected: a JSON object",
+                                               "to fix:   download the file again")
+
+
+def test_config_json_is_not_text(command, copy: Path):
+    (copy / "config.json").write_bytes(b"\xff\xfe{}")
+    command("generate", copy, "hello").refused(
+        f"{copy / 'config.json'} cannot be read: 'utf-8' codec can't decode byte 0xff",
+        "expected: a readable UTF-8 text file", "to fix:   check its permissions, or download the file again")
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_a_file_without_permission(command, tiny: Path, file: str, monkeypatch: pytest.MonkeyPatch):
+    opened = Path.open
+    def refuse(path: Path, *arguments, **options):
+        if path.name == file: raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *arguments, **options)
+    monkeypatch.setattr(Path, "open", refuse)
+    command("generate", tiny, "hello").refused(
+        f"{tiny / file} cannot be read", "Permission denied", "expected: a readable", "check its permissions")
+
+
+def test_the_model_in_the_box_is_not_there(command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cli, "DEFAULT_MODEL", tmp_path / "tales")
+    command("generate", "hello").refused(
+        f"the model in the box is not at {tmp_path / 'tales'}", "expected: an installation with its model",
+        "to fix:   reinstall tinygrad-nv, or name a model directory")

@@ -1,0 +1,74 @@
+"""Prompts that are empty, too long, not text, or not tokens."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+def test_an_empty_prompt(command, tiny: Path):
+    command("generate", tiny, "").refused(
+        "the prompt is empty", "expected: at least one character", "to fix:   write a prompt")
+
+
+def test_no_token_ids(command, tiny: Path):
+    command("generate", tiny, "--prompt-ids", "").refused(
+        "the prompt has no tokens", "expected: at least one token id", "to fix:   pass a longer prompt")
+
+
+@pytest.mark.parametrize(("ids", "bad"), [("300", 300), ("5,-1", -1), ("9" * 30, int("9" * 30))])
+def test_a_token_id_out_of_the_vocabulary(command, tiny: Path, ids: str, bad: int):
+    command("generate", tiny, "--prompt-ids", ids).refused(
+        f"token id {bad} is not in the vocabulary", "expected: 0 to 299",
+        "to fix:   use ids of this model's tokenizer")
+
+
+@pytest.mark.parametrize("count", [256, 257, 1000])
+def test_a_prompt_longer_than_the_context(command, tiny: Path, count: int):
+    command("generate", tiny, "--prompt-ids", "5," * count).refused(
+        f"the prompt has {count} tokens, the context holds 256",
+        "expected: at most 255, so that one can be added",
+        "to fix:   shorten the prompt or raise --max-model-len")
+
+
+def test_a_prompt_longer_than_the_context_that_was_asked_for(command, tiny: Path):
+    command("generate", tiny, "--prompt-ids", "5," * 8, "--max-model-len", 8).refused(
+        "the prompt has 8 tokens, the context holds 8", "at most 7")
+
+
+def test_a_conversation_that_outgrows_the_context_keeps_what_was_said(command, tiny: Path):
+    outcome = command("chat", tiny, "--max-tokens", 2, stdin="hello\n" + "hello " * 400 + "\n")
+    assert outcome.code == 2
+    assert outcome.out != ""
+    assert "the context holds 256" in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+@pytest.mark.parametrize("text", ["1,x", "1;2", "1.5", "[1,2]", "0x10", "9" * 5000])
+def test_token_ids_that_are_not_numbers(command, tiny: Path, text: str):
+    command("generate", tiny, "--prompt-ids", text).refused(
+        "argument --prompt-ids: ", f"{text!r} is not a list of token ids; write 1,2,3")
+
+
+def test_a_prompt_that_is_not_utf8(command, tiny: Path):
+    """Python hands bytes that are not UTF-8 over as lone surrogates."""
+    command("generate", tiny, "caf\udce9").refused(
+        "the prompt is not UTF-8: '\\udce9' at character 3", "expected: UTF-8 text", "--prompt-ids")
+
+
+@pytest.mark.parametrize("words", [[], ["a", "b", "c"]])
+def test_too_few_or_too_many_words(command, words: list[str]):
+    command("generate", *words).refused(
+        f"{len(words)} words on the command line", "expected: [MODEL] with --prompt-ids, else [MODEL] PROMPT",
+        "to fix:   put the prompt in quotes")
+
+
+def test_a_prompt_beside_token_ids(command, tiny: Path):
+    command("generate", tiny, "hello", "--prompt-ids", "5").refused(
+        "2 words on the command line", "expected: [MODEL] with --prompt-ids", "put the prompt in quotes")
+
+
+def test_a_model_without_a_prompt(command, tiny: Path):
+    command("generate", tiny).refused(
+        f"{tiny} is a model directory, and no prompt follows it", "expected: [MODEL] PROMPT",
+        "to fix:   add the text to continue, in quotes")
