@@ -140,11 +140,9 @@ def test_doctor_reports_what_it_could_not_look_at(command, tmp_path: Path, monke
     (tmp_path / "bin" / "ptxas").write_text("not a program")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setenv("CC", '"')
     outcome = command("doctor").succeeded()
     broken = [line for line in outcome.out.splitlines() if line.startswith("broken")]
     assert [line for line in broken if "ptxas" in line and "PermissionError" in line]
-    assert [line for line in broken if "C compiler" in line and "No closing quotation" in line]
 
 
 def test_explain_prints_a_table_of_kernels(command, tiny: Path):
