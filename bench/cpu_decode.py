@@ -28,7 +28,7 @@ PROMPT = [0, *range(20, 51)]  # 32 ids that every vocabulary has
 
 
 def make_random(directory: Path) -> None:
-    """A random Llama of 60M parameters: 12 layers of 512, vocabulary 32000 tied."""
+    """A random Llama of 60M parameters: 14 layers of 512, vocabulary 32000 tied."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     torch.manual_seed(0)

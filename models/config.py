@@ -26,8 +26,8 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gel
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "Qwen2ForCausalLM": {"attention_bias": True, "num_key_value_heads": 32},
-    "Qwen3ForCausalLM": {"head_dim": 128, "qk_norm": True, "num_key_value_heads": 32},
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "Qwen3ForCausalLM": {"head_dim": 128, "qk_norm": True, "num_key_value_heads": 32, "sliding_window": 4096},
     "GemmaForCausalLM": {"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True,
                          "norm_offset": 1.0, "num_key_value_heads": 16},
 }
@@ -124,7 +124,9 @@ def parse_config(data: Mapping[str, Any], name: str = "config.json") -> ModelCon
                          "each key/value head shared by the same number of query heads")
     layers = _positive(raw, "num_hidden_layers", name)
     positions = _positive(raw, "max_position_embeddings", name)
-    bias, own = bool(raw.get("attention_bias", False)), ARCHITECTURES[architecture]
+    own, asked = ARCHITECTURES[architecture], bool(raw.get("attention_bias", False))
+    # Qwen2 has biases on q, k and v, and Mistral none, whatever config.json says
+    bias = architecture == "Qwen2ForCausalLM" or (asked and architecture != "MistralForCausalLM")
     return ModelConfig(
         architecture=architecture, vocab_size=_positive(raw, "vocab_size", name), hidden_size=hidden,
         intermediate_size=_positive(raw, "intermediate_size", name), num_layers=layers, num_heads=heads,
@@ -133,7 +135,7 @@ def parse_config(data: Mapping[str, Any], name: str = "config.json") -> ModelCon
         norm_eps=_number({"rms_norm_eps": 1e-6, **raw}, "rms_norm_eps", name),
         norm_offset=own.get("norm_offset", 0.0), activation=_activation(raw, architecture, name),
         tied=bool(raw.get("tie_word_embeddings", False)), qkv_bias=bias,
-        output_bias=bias and architecture != "Qwen2ForCausalLM", mlp_bias=bool(raw.get("mlp_bias", False)),
+        output_bias=bias and architecture != "Qwen2ForCausalLM", mlp_bias=bool(architecture == "LlamaForCausalLM" and raw.get("mlp_bias", False)),
         qk_norm=own.get("qk_norm", False),
         embedding_scale=hidden ** 0.5 if architecture == "GemmaForCausalLM" else 1.0,
         windows=_windows(raw, architecture, layers, name), dtype=_dtype(raw, name), eos_token_ids=token_ids(

@@ -36,10 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:
         _drop_output()
-        return _say_error(NVError(f"the system refused: {error}", "files that can be read, output that can be written",
+        return _say_error(NVError(f"the system refused: {error}",
+                                  "files that can be read, output that can be written",
                                   "check permissions and free space"))
     except MemoryError:
-        return _say_error(NVError("out of memory", "room for the weights and for the cache of the whole context",
+        return _say_error(NVError("out of memory",
+                                  "room for the weights and for the cache of the whole context",
                                   "lower --max-model-len, or use --dtype bfloat16"))
 
 
@@ -72,24 +74,28 @@ def _survive_any_terminal() -> None:
     sys.stdin, sys.stdout, sys.stderr = (
         open(os.devnull, mode) if stream is None else stream  # noqa: SIM115 (for as long as the process lives)
         for stream, mode in ((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w")))
-    for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace")):
+    for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace"),
+                           (sys.stderr, "backslashreplace")):
         with contextlib.suppress(AttributeError, ValueError): stream.reconfigure(errors=errors)  # type: ignore[union-attr]
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = argparse.ArgumentParser(prog="tinygrad-nv", description="Run transformers with tinygrad, fast on NVIDIA.")
+    directory = "a model directory (default: the model in the box)"
+    top = argparse.ArgumentParser(prog="tinygrad-nv",
+                                  description="Run transformers with tinygrad, fast on NVIDIA.")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    generate = commands.add_parser("generate", help="continue a prompt", usage="%(prog)s [options] [MODEL] PROMPT")
-    generate.add_argument("words", nargs="*", metavar="[MODEL] PROMPT", help="a model directory (default: the model in "
-                          "the box) and the text to continue")
+    generate = commands.add_parser("generate", help="continue a prompt",
+                                   usage="%(prog)s [options] [MODEL] PROMPT")
+    generate.add_argument("words", nargs="*", metavar="[MODEL] PROMPT",
+                          help=f"{directory} and the text to continue")
     generate.add_argument("--prompt-ids", type=_ids, metavar="1,2,3", help="token ids instead of a text")
     generate.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     _add_model_options(generate)
     _add_sampling_options(generate)
     generate.set_defaults(run=_generate)
     chat = commands.add_parser("chat", help="talk to a model", usage="%(prog)s [options] [MODEL]")
-    chat.add_argument("model", nargs="?", metavar="MODEL", help="a model directory (default: the model in the box)")
+    chat.add_argument("model", nargs="?", metavar="MODEL", help=directory)
     chat.add_argument("--system", metavar="TEXT", help="a system message")
     _add_model_options(chat)
     _add_sampling_options(chat)
@@ -97,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what this machine has, what will be used, what is missing")
     doctor.set_defaults(run=_doctor)
     explain = commands.add_parser("explain", help="the kernels of a decode step, and who lowers each")
-    explain.add_argument("model", nargs="?", metavar="MODEL", help="a model directory (default: the model in the box)")
+    explain.add_argument("model", nargs="?", metavar="MODEL", help=directory)
     _add_model_options(explain)
     explain.set_defaults(run=_explain)
     return top
@@ -106,7 +112,8 @@ def parser() -> argparse.ArgumentParser:
 def _add_model_options(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("model")
     group.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, float16, bfloat16")
-    group.add_argument("--max-model-len", type=_size, metavar="N", help="context in tokens, such as 4096 or 32k")
+    group.add_argument("--max-model-len", type=_size, metavar="N",
+                       help="context in tokens, such as 4096 or 32k")
     group.add_argument("--device", help="tinygrad's device (default: its choice, or DEV)")
 
 
@@ -119,8 +126,10 @@ def _add_sampling_options(command: argparse.ArgumentParser) -> None:
     group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below P times the likeliest")
     group.add_argument("--repetition-penalty", type=float, metavar="R", help="1 is none")
     group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
-    group.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the model's end token")
+    group.add_argument("--stop", action="append", metavar="TEXT",
+                       help="end before this text; may be repeated")
+    group.add_argument("--ignore-eos", action="store_true", default=None,
+                       help="go on past the model's end token")
 
 
 def _size(text: str) -> int:
@@ -129,7 +138,8 @@ def _size(text: str) -> int:
     factor = units.get(text[-1:], 1)
     try: return int(float(text[:-1]) * factor) if factor != 1 else int(text)
     except (ValueError, OverflowError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens; write 4096, 32k or 32K") from error
+        message = f"{text!r} is not a number of tokens; write 4096, 32k or 32K"
+        raise argparse.ArgumentTypeError(message) from error
 
 
 def _ids(text: str) -> list[int]:
@@ -142,7 +152,8 @@ def _split_words(words: list[str], with_ids: bool) -> tuple[Path, str]:
     """MODEL and PROMPT from the positional arguments."""
     most = 1 if with_ids else 2
     if len(words) > most or (not words and not with_ids):
-        raise RequestError(f"{len(words)} words on the command line", "[MODEL] with --prompt-ids, else [MODEL] PROMPT",
+        raise RequestError(f"{len(words)} words on the command line",
+                           "[MODEL] with --prompt-ids, else [MODEL] PROMPT",
                            "put the prompt in quotes")
     if not with_ids and len(words) == 1 and os.path.isfile(os.path.join(words[0], "config.json")):
         raise RequestError(f"{words[0]} is a model directory, and no prompt follows it", "[MODEL] PROMPT",
@@ -153,7 +164,8 @@ def _split_words(words: list[str], with_ids: bool) -> tuple[Path, str]:
 
 def _model(name: str | None) -> Path:
     if name is None and not (DEFAULT_MODEL / "config.json").is_file():
-        raise ModelError(f"the model in the box is not at {DEFAULT_MODEL}", "an installation with its model files",
+        raise ModelError(f"the model in the box is not at {DEFAULT_MODEL}",
+                         "an installation with its model files",
                          "reinstall tinygrad-nv, or name a model directory")
     return DEFAULT_MODEL if name is None else Path(name)
 

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tinygrad_nv.errors import NVError
+from tinygrad_nv.ptx.assemble import find_program
 from tinygrad_nv.toolchain import find_compiler
 
 State = Literal["ok", "missing", "broken"]
@@ -107,19 +108,8 @@ def _compiler() -> Finding:
     return Finding("C compiler", "ok", f"{compiler.version()} from {compiler.origin}: {command}")
 
 
-def find_ptxas() -> Path | None:
-    """ptxas in PATH, under CUDA_HOME, or in the nvidia-cuda-nvcc wheel."""
-    if (found := shutil.which("ptxas")) is not None: return Path(found)
-    homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    wheels: list[Path] = []
-    if (spec := importlib.util.find_spec("nvidia")) is not None:
-        wheels = [Path(place) / part for place in spec.submodule_search_locations or ()
-                  for part in ("cu13", "cuda_nvcc")]
-    return next((path for home in homes + wheels if (path := home / "bin" / "ptxas").is_file()), None)
-
-
 def _ptxas() -> Finding:
-    if (path := find_ptxas()) is None:
+    if (path := find_program("ptxas")) is None:
         return Finding("ptxas", "missing", "not in PATH, CUDA_HOME or a wheel",
                        "pip install 'tinygrad-nv[cuda]'")
     out = subprocess.run([str(path), "--version"], capture_output=True, text=True, check=False).stdout.strip()

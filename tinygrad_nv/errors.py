@@ -45,3 +45,11 @@ class TokenizerError(NVError):
 
 class RequestError(NVError):
     """A prompt or a sampling parameter is out of range."""
+
+
+class PTXError(NVError):
+    """PTX text that is not understood, or not allowed where it stands. `line` counts from 1."""
+
+    def __init__(self, found: str, line: int = 0, expected: str = "", fix: str = "") -> None:
+        super().__init__(found, expected, fix)
+        self.line = line

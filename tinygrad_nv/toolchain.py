@@ -11,7 +11,6 @@ so objects of one compiler are never served to another.
 """
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.util
 import os
@@ -67,7 +66,6 @@ def zig_arguments(arguments: list[str]) -> list[str]:
     return out
 
 
-@functools.cache
 def zig_environment() -> dict[str, str]:
     """Zig insists on a writable cache directory, also where HOME is read-only."""
     environment = dict(os.environ)
@@ -103,7 +101,8 @@ def find_compiler() -> CCompiler:
     if cc := os.environ.get("CC", "").strip():
         # tinygrad itself runs CC as one file name, so a path with spaces comes first and a command line
         # second
-        command = (cc,) if shutil.which(cc) else tuple(shlex.split(cc))
+        try: command = (cc,) if shutil.which(cc) else tuple(shlex.split(cc))
+        except ValueError: command = (cc,)  # an open quote
         if (found := shutil.which(command[0])) is None:
             raise ToolchainError(f"CC={cc}: no such executable", "a clang, by path or by a name in PATH",
                                  "correct CC, or unset it to let tinygrad_nv look for clang and the ziglang "

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from tinygrad_nv.engine.decoder import CHUNKS
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.errors import RequestError
 
 PROMPT = [int(i) for i in np.random.default_rng(0).integers(3, 320, 150)]
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
@@ -87,3 +88,19 @@ def test_a_context_filled_to_the_brim_ends_with_length(hf_model: Callable[[str],
     made = theirs(hf_model("mistral")).generate(torch.tensor([PROMPT[:90]]), max_new_tokens=10,
                                                 min_new_tokens=10, do_sample=False)
     assert list(done.token_ids) == made[0, 90:].tolist()
+
+
+def test_an_older_stream_does_not_read_on_in_another_requests_cache(hf_model: Callable[[str], Path]):
+    llm = LLM(hf_model("llama"), device="CPU")
+    first = llm.stream(PROMPT[:20], GREEDY)
+    next(first)
+    second = llm.stream(PROMPT[20:40], GREEDY)
+    with pytest.raises(RequestError, match="another request has taken the model"): next(first)
+    assert sum(len(piece.token_ids) for piece in second) == 32
+
+
+def test_warming_up_captures_all_that_a_long_prompt_needs(hf_model: Callable[[str], Path]):
+    decoder = LLM(hf_model("llama"), device="CPU").decoder
+    decoder.warm_up(GREEDY, len(PROMPT))
+    assert all(jit.captured is not None for jit in decoder.chunks.values())
+    assert decoder.held == []

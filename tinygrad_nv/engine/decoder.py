@@ -39,9 +39,9 @@ class Decoder:
         buffers = (self.token, self.logits, self.seen, self.knobs.values, self.knobs.seed)
         for tensor in buffers: allocate(tensor)
         self.held: list[int] = []  # tokens whose keys and values are in the cache
-        self.filters = Filters()
+        self.filters, self.requests = Filters(), 0
         self.chunks = {T: capturing(self._chunk) for T in CHUNKS}
-        assert model.rope_tables, "made here: inside a captured step they would be computed at every replay"
+        _ = model.rope_tables  # made here: inside a captured step they would be computed at every replay
         self.samples: dict[Filters, Callable[[UOp], None]] = {}
         self.steps: dict[Filters, Callable[[UOp], None]] = {}
 
@@ -51,7 +51,9 @@ class Decoder:
         self.held = []
         sizes = {size for size in CHUNKS if prompt_tokens >= size}
         if prompt_tokens % CHUNKS[0]: sizes.add(CHUNKS[-1])
-        for size in sorted(sizes): self.prefill([0] * min(size, self.length - 1))
+        for size in sizes:
+            self.held = []  # or what the last one left would be reused, and another graph run
+            self.prefill([0] * min(size, self.length - 1))
         self.decode()
         self.held = []
 
@@ -63,7 +65,7 @@ class Decoder:
         write(self.knobs.values, 0, np.array(values, np.float32).data.cast("B"))
         write(self.knobs.seed, 0, np.array(key, np.uint32).data.cast("B"))
         write(self.seen, 0, seen.data.cast("B"))
-        self.filters = params.filters
+        self.filters, self.requests = params.filters, self.requests + 1
         return seed
 
     def prefill(self, prompt: Sequence[int]) -> int:

@@ -16,7 +16,7 @@ from tinygrad import Device, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import DEV
 
-from tinygrad_nv.engine.decoder import Decoder
+from tinygrad_nv.engine.decoder import CHUNKS, Decoder
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.text import Detokenizer, StopStrings
 from tinygrad_nv.engine.tokenizer import Message, Tokenizer
@@ -87,7 +87,7 @@ class LLM:
         self.length = context_length(self.config, self.dtype, max_model_len)
         self.defaults, self.eos = generation_defaults(self.directory, self.config)
         self.tokenizer, self.tokenizer_error = optional_tokenizer(self.directory)
-        self.model = Llama(self.config, self.dtype, self.device, positions=self.length + 16)
+        self.model = Llama(self.config, self.dtype, self.device, positions=self.length + CHUNKS[-1])
         self.weight_bytes = weights.load(self.model, self.directory, progress)
         self.decoder = Decoder(self.model, self.length)
 
@@ -125,19 +125,21 @@ class LLM:
         return self.encode(self.require_tokenizer().encode_chat(messages))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
-        """Yields text as it becomes certain. Raises `RequestError` before the first piece for a bad
-        prompt."""
+        """Yields text as it becomes certain. Raises `RequestError` at once for a bad prompt, and from an older
+        stream that is read on after another request has begun: there is one KV cache.
+        """
         params = self.defaults if params is None else params
         ids = self.encode(prompt)
         self.decoder.start(params, ids)
-        return self._pieces(ids, params)
+        return self._pieces(ids, params, self.decoder.requests)
 
-    def _pieces(self, ids: list[int], params: SamplingParams) -> Iterator[Piece]:
+    def _pieces(self, ids: list[int], params: SamplingParams, request: int) -> Iterator[Piece]:
         decode: Callable[[Sequence[int]], str] = self.tokenizer.decode if self.tokenizer else lambda _: ""
         text, stops = Detokenizer(decode, ids), StopStrings(params.stop)
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.eos))
         room = self.length - len(ids)
         budget = room if params.max_tokens is None else min(params.max_tokens, room)
+        self._require_turn(request)
         token, count, reason = self.decoder.prefill(ids), 1, None
         while reason is None:
             self._require_token(token)
@@ -147,7 +149,14 @@ class LLM:
             elif reason is None and count == budget: reason = "length"
             if reason is not None and not stops.found: shown += stops.push(text.flush()) + stops.flush()
             yield Piece(shown, (token,), reason)
-            if reason is None: token, count = self.decoder.decode(), count + 1
+            if reason is None:
+                self._require_turn(request)
+                token, count = self.decoder.decode(), count + 1
+
+    def _require_turn(self, request: int) -> None:
+        if self.decoder.requests != request:
+            raise RequestError("another request has taken the model", "one stream at a time",
+                               "read a stream to its end before the next request")
 
     def _require_token(self, token: int) -> None:
         # the maximum of logits that are not numbers is at no place, and argmax says so with one past the last
@@ -166,7 +175,7 @@ class LLM:
         seed = self.decoder.start(params, ids)
         tokens: list[int] = []
         text, reason, first = "", "length", 0.0
-        for piece in self._pieces(ids, params):
+        for piece in self._pieces(ids, params, self.decoder.requests):
             first = first or time.perf_counter()
             on_piece(piece)
             text, reason = text + piece.text, piece.finish_reason or reason
@@ -190,7 +199,7 @@ def open_device(name: str | None) -> str:
         if device.device.partition(":")[0] in ("DISK", "NPY", "TINYFS"):
             raise RuntimeError("it stores, and does not compute")
         # made when first looked at, and may be one the device does not have
-        assert device.renderer is not None
+        _ = device.renderer
         return str(device.device)
     except NVError: raise
     except ModuleNotFoundError as error:

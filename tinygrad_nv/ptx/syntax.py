@@ -1,0 +1,113 @@
+"""What `parser.py` makes of PTX text: modules, functions, instructions and their operands.
+
+Frozen where they are values; `Module` and `Function` are filled while parsing and read only afterwards.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Register:
+    """A virtual register, `kind` its declared type ("special" for %tid and its like). `negated` stands for
+    !%p."""
+    name: str
+    kind: str
+    negated: bool = False
+
+
+@dataclass(frozen=True)
+class Immediate:
+    """A constant: its value, and for hexadecimal floats the bits and width they were written with (0 for
+    integers)."""
+    value: int | float
+    float_bits: int = 0
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A variable's address plus `offset` bytes, or a label."""
+    name: str
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Address:
+    """`[base + offset]`; with `coordinates` it is the place in a tensor map."""
+    base: Register | Symbol | Immediate
+    offset: int = 0
+    coordinates: Vector | None = None
+
+
+@dataclass(frozen=True)
+class Vector:
+    """`{a, b, …}`."""
+    items: tuple[Operand, ...]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """`%p|%q`: two destinations."""
+    first: Register
+    second: Register | Sink
+
+
+@dataclass(frozen=True)
+class Sink:
+    """`_`: a destination nobody reads."""
+
+
+Operand = Register | Immediate | Symbol | Address | Vector | Pair | Sink
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """`@guard mnemonic.modifiers operands` at a line of the text."""
+    mnemonic: str
+    modifiers: tuple[str, ...]
+    guard: Register | None
+    negated: bool
+    operands: tuple[Operand, ...]
+    line: int
+
+    @property
+    def opcode(self) -> str:
+        """Mnemonic and modifiers as written."""
+        return ".".join((self.mnemonic, *self.modifiers))
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable or parameter of `nbytes` bytes (0: `name[]`, sized at launch); `offset` is a parameter's
+    place."""
+    name: str
+    space: str
+    kind: str
+    align: int
+    nbytes: int
+    data: bytes
+    line: int
+    offset: int = 0
+
+
+@dataclass
+class Function:
+    """An entry point. `labels` are positions in `body`."""
+    name: str
+    line: int
+    parameters: dict[str, Variable] = field(default_factory=dict)
+    parameter_bytes: int = 0
+    directives: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    variables: dict[str, Variable] = field(default_factory=dict)
+    body: list[Instruction] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Module:
+    """A PTX module."""
+    version: tuple[int, int] = (0, 0)
+    target: str = ""
+    address_size: int = 64
+    variables: dict[str, Variable] = field(default_factory=dict)
+    functions: dict[str, Function] = field(default_factory=dict)
