@@ -135,7 +135,8 @@ def parse_config(data: Mapping[str, Any], name: str = "config.json") -> ModelCon
         norm_eps=_number({"rms_norm_eps": 1e-6, **raw}, "rms_norm_eps", name),
         norm_offset=own.get("norm_offset", 0.0), activation=_activation(raw, architecture, name),
         tied=bool(raw.get("tie_word_embeddings", False)), qkv_bias=bias,
-        output_bias=bias and architecture != "Qwen2ForCausalLM", mlp_bias=bool(architecture == "LlamaForCausalLM" and raw.get("mlp_bias", False)),
+        output_bias=bias and architecture != "Qwen2ForCausalLM",
+        mlp_bias=bool(architecture == "LlamaForCausalLM" and raw.get("mlp_bias", False)),
         qk_norm=own.get("qk_norm", False),
         embedding_scale=hidden ** 0.5 if architecture == "GemmaForCausalLM" else 1.0,
         windows=_windows(raw, architecture, layers, name), dtype=_dtype(raw, name), eos_token_ids=token_ids(

@@ -197,11 +197,14 @@ def _chat(arguments: argparse.Namespace) -> int:
     console.compile_steps(llm, params, 1)
     while (question := console.ask()) is not None:
         if not question: continue
-        messages.append({"role": "user", "content": question})
-        ids = llm.encode_chat(messages)
+        asked = [*messages, {"role": "user", "content": question}]
+        try: asked, ids = console.fit(llm, asked)
+        except RequestError as error:  # the question is not asked, the conversation goes on
+            _say_error(error)
+            continue
         answer = llm.complete(ids, params, lambda piece: console.say(piece.text, end=""))
         console.say("\n")
-        messages.append({"role": "assistant", "content": answer.text})
+        messages = [*asked, {"role": "assistant", "content": answer.text}]
     return 0
 
 

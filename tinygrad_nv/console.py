@@ -94,6 +94,20 @@ def ask() -> str | None:
         return None
 
 
+def fit(llm: LLM, messages: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int]]:
+    """The conversation without as many of its oldest exchanges as the context has no room for, and its ids.
+
+    A system message stays. A last question that is too long by itself is refused as any prompt is.
+    """
+    first = 1 if messages[0]["role"] == "system" else 0
+    kept = messages
+    while len(llm.require_tokenizer().encode_chat(kept)) >= llm.length and len(kept) > first + 1:
+        kept = kept[:first] + kept[first + 2:]
+    if forgotten := (len(messages) - len(kept)) // 2:
+        print(f"[the context is full: forgot the oldest {forgotten} exchange(s)]", file=sys.stderr)
+    return kept, llm.encode_chat(kept)
+
+
 def device_name(llm: LLM) -> str:
     """Device and, where it has one, the renderer's architecture: `CPU x86_64`."""
     arch = getattr(Device[llm.device], "arch", None)

@@ -127,6 +127,14 @@ def test_chat_answers_every_line_until_the_input_ends(command, tiny: Path):
     assert outcome.err == ""
 
 
+def test_chat_forgets_its_oldest_exchanges_when_the_context_is_full(command, tiny: Path):
+    question = "hello " * 25
+    outcome = command("chat", tiny, "--max-tokens", 3, *GREEDY, "--system", "Be kind.", "--ignore-eos",
+                      stdin=f"{question}\n" * 6).succeeded()
+    assert outcome.out.count("\n\n") == 6
+    assert "forgot the oldest 1 exchange(s)" in outcome.err
+
+
 def test_doctor_lists_what_there_is(command):
     outcome = command("doctor").succeeded()
     states = {line.split("  ")[0]: line for line in outcome.out.splitlines() if not line.startswith(" ")}

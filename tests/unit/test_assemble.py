@@ -54,7 +54,8 @@ def test_spills_are_seen():
     """64 values alive at once under a limit of 24 registers."""
     loads = "\n".join(f"ld.global.f32 %f{i}, [%rd1+{4 * i}];" for i in range(64))
     stores = "\n".join(f"st.global.f32 [%rd1+{4 * i}], %f{63 - i};" for i in range(64))
-    body = f".reg .b64 %rd<2>; .reg .f32 %f<64>; ld.param.u64 %rd1, [p];\n{loads}\nbar.sync 0;\n{stores}\nret;"
+    head = ".reg .b64 %rd<2>; .reg .f32 %f<64>; ld.param.u64 %rd1, [p];"
+    body = f"{head}\n{loads}\nbar.sync 0;\n{stores}\nret;"
     text = f"{HEAD.format('sm_80')}.visible .entry k(.param .u64 p)\n.maxnreg 24\n{{\n{body}\n}}\n"
     kernel = assemble(text, "sm_80").kernels["k"]
     assert kernel.spill_store_bytes > 0
@@ -64,7 +65,8 @@ def test_spills_are_seen():
 @needs_ptxas
 def test_a_refusal_names_the_line():
     text = HEAD.format("sm_80") + KERNEL.replace("mul.f32 %f2", "mull.f32 %f2")
-    with pytest.raises(PTXError, match="ptxas refuses the kernel for sm_80") as caught: assemble(text, "sm_80")
+    with pytest.raises(PTXError, match="ptxas refuses the kernel for sm_80") as caught:
+        assemble(text, "sm_80")
     assert caught.value.line == text.splitlines().index("  mull.f32 %f2, %f2, %f1;") + 1
     assert "mull.f32 %f2, %f2, %f1;" in str(caught.value)
 
@@ -93,7 +95,8 @@ def test_an_unknown_architecture_is_refused():
 
 def test_without_ptxas_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "find_program", lambda name: None)
-    with pytest.raises(ToolchainError, match="nvidia-cuda-nvcc") as caught: assemble(HEAD.format("sm_80") + KERNEL)
+    with pytest.raises(ToolchainError, match="nvidia-cuda-nvcc") as caught:
+        assemble(HEAD.format("sm_80") + KERNEL)
     assert "pip install 'tinygrad-nv[cuda]'" in str(caught.value)
 
 
@@ -111,7 +114,7 @@ def test_programs_are_found_in_path_then_under_cuda_home(tmp_path: Path, monkeyp
 
 
 @needs_ptxas
-@pytest.mark.skipif(not (find_program("nvdisasm") or find_program("cuobjdump")), reason="no disassembler here")
+@pytest.mark.skipif(not (find_program("nvdisasm") or find_program("cuobjdump")), reason="no disassembler")
 def test_sass_counts_instructions():
     counted = sass(assemble(HEAD.format("sm_80") + KERNEL, "sm_80"))
     assert counted is not None

@@ -125,8 +125,8 @@ class LLM:
         return self.encode(self.require_tokenizer().encode_chat(messages))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
-        """Yields text as it becomes certain. Raises `RequestError` at once for a bad prompt, and from an older
-        stream that is read on after another request has begun: there is one KV cache.
+        """Yields text as it becomes certain. Raises `RequestError` at once for a bad prompt, and from an
+        older stream that is read on after another request has begun: there is one KV cache.
         """
         params = self.defaults if params is None else params
         ids = self.encode(prompt)

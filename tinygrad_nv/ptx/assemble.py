@@ -1,10 +1,10 @@
 """PTX to cubin with ptxas, and what ptxas and the disassembler say of the result.
 
-Protocol: `assemble(text, arch)` runs ptxas and returns an `Assembly`: the cubin and, for each kernel, its registers,
-spills, stack and shared memory. What ptxas merely notes but means that a kernel is not what its author wrote is an
-error here: C7508 (setmaxnreg ignored) and C75xx (wgmma serialised or waits injected, PTX.md §10). Results are cached
-by content: text, architecture, flags and the assembler's version. `sass(assembly)` counts instructions with
-cuobjdump or nvdisasm.
+Protocol: `assemble(text, arch)` runs ptxas and returns an `Assembly`: the cubin and, for each kernel, its
+registers, spills, stack and shared memory. What ptxas merely notes but means that a kernel is not what its
+author wrote is an error here: C7508 (setmaxnreg ignored) and C75xx (wgmma serialised or waits injected).
+Results are cached by content: text, architecture, flags and the assembler's version. `sass(assembly)`
+counts instructions with cuobjdump or nvdisasm.
 
 Programs are looked for in PATH, under CUDA_HOME or CUDA_PATH, and in NVIDIA's wheels.
 """
@@ -74,15 +74,18 @@ def _version(program: Path) -> str:
 def require_ptxas() -> Path:
     """ptxas, or a `ToolchainError` that says where it was looked for."""
     if (found := find_program("ptxas")) is None:
-        raise ToolchainError("ptxas is not there", "ptxas in PATH, under CUDA_HOME, or in the nvidia-cuda-nvcc wheel",
+        raise ToolchainError("ptxas is not there",
+                             "ptxas in PATH, under CUDA_HOME, or in the nvidia-cuda-nvcc wheel",
                              "pip install 'tinygrad-nv[cuda]'")
     return found
 
 
 def assemble(text: str, arch: str = "sm_90a", flags: tuple[str, ...] = ()) -> Assembly:
-    """Compiles PTX for one of `ARCHITECTURES`. Raises `PTXError` with ptxas's words and the line they mean."""
+    """Compiles PTX for one of `ARCHITECTURES`. Raises `PTXError` with ptxas's words and the line they
+    mean."""
     if arch not in ARCHITECTURES:
-        raise PTXError(f"unknown architecture {arch!r}", 0, f"one of {', '.join(ARCHITECTURES)}", "change the target")
+        raise PTXError(f"unknown architecture {arch!r}", 0, f"one of {', '.join(ARCHITECTURES)}",
+                       "change the target")
     ptxas = require_ptxas()
     key = hashlib.sha256("\0".join((text, arch, *flags, _version(ptxas), "1")).encode()).hexdigest()
     cached = _cache_directory() / f"{key}.json"
@@ -124,7 +127,8 @@ def _refused(text: str, arch: str, words: str) -> PTXError:
     number = int(found.group(1)) if (found := re.search(r"line (\d+)", errors[0])) else 0
     lines = text.splitlines()
     where = f"\n    {number}: {lines[number - 1].strip()}" if 0 < number <= len(lines) else ""
-    return PTXError("ptxas refuses the kernel for {}: {}{}".format(arch, "; ".join(errors[:3]), where), number,
+    said = "; ".join(errors[:3])
+    return PTXError(f"ptxas refuses the kernel for {arch}: {said}{where}", number,
                     "PTX that ptxas assembles", "correct the line, or choose another architecture")
 
 
@@ -134,7 +138,8 @@ def _checked(text: str, arch: str, cubin: bytes, words: str) -> Assembly:
     lines += [line for line in words.splitlines() if line.startswith("ptxas warning")]
     if changed := [line for line in words.splitlines() if SERIALISED.search(line)]:
         raise PTXError(f"ptxas changed the kernel: {changed[0].partition(':')[2].strip()}", 0,
-                       "wgmma and setmaxnreg as written", "see the serialisation notes in PTX.md §10")
+                       "wgmma and setmaxnreg as written",
+                       "fence, wait and bound registers so that ptxas need not")
     return Assembly(arch, cubin, _resources(words), tuple(line for line in lines if not ROUTINE.match(line)))
 
 

@@ -4,7 +4,7 @@ Protocol: `parse(text)` gives the module's targets, variables and entry function
 flat: blocks in braces are scopes for registers and labels, so names declared inside one are made unique
 (`name@2`), and instructions and labels are what is left. Labels become positions in the instruction list.
 Instructions keep their opcode as a mnemonic and a tuple of modifiers, whose order after the mnemonic means
-nothing in PTX (PTX.md §9), and operands as the small classes of `syntax.py`.
+nothing in PTX, and operands as the small classes of `syntax.py`.
 
 Not interpreted: debug directives (.loc, .file, .section), linking (.visible, .weak) and pragmas. A
 construct that is not known is a `PTXError` with line and text.
