@@ -53,7 +53,7 @@ class KernelRecord:
 @dataclass(frozen=True)
 class Lowering:
     """All kernels that some tensors will run, in order. `notes` are near misses that fit none of them."""
-    kernels: tuple[KernelRecord, ...]
+    kernels: list[KernelRecord]
     notes: tuple[str, ...] = ()
 
     @property
@@ -81,12 +81,12 @@ def _aligned(rows: Sequence[tuple[str, ...]], numbers: tuple[int, ...]) -> list[
 def explain(*tensors: Tensor) -> Lowering:
     """The kernels that `Tensor.realize(*tensors)` would run now: none for realized or constant tensors."""
     wanted = [t.uop for t in tensors if not t.uop.is_virtual and not t.uop.has_buffer_identity()]
-    if not wanted: return Lowering(())
+    if not wanted: return Lowering([])
     with Context(SCACHE=0, CAPTURING=0, DEBUG=0), program.hear_misses() as misses:
         linear, var_vals = create_linear_with_vars(transform_to_call(UOp.sink(*wanted))[0])
         unused = list(dict.fromkeys(misses))
-        kernels = tuple(_record(call, device, var_vals, unused)
-                        for call in linear.src for device in to_tuple(call.src[1].device))
+        kernels = [_record(call, device, var_vals, unused)
+                   for call in linear.src for device in to_tuple(call.src[1].device)]
     return Lowering(kernels, tuple(f"{m.template}: {m.reason}" for m in unused))
 
 
