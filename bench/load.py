@@ -66,9 +66,9 @@ def work(kind: str, directory: Path, dtype: str) -> dict[str, float]:
     if kind == "read":
         for file in files:
             with file.open("rb", buffering=0) as opened: opened.readall()
-    else: weights.load(Llama(config, resolve_dtype(dtype, config), device), directory)
+    else: weights.load(Llama(config, resolve_dtype(dtype, config, directory), device), directory)
     seconds = time.perf_counter() - begun
-    model_bytes = config.parameters * resolve_dtype(dtype, config).itemsize
+    model_bytes = config.parameters * resolve_dtype(dtype, config, directory).itemsize
     return {"seconds": seconds, "bytes": sum(f.stat().st_size for f in files), "rss_before": before,
             "rss_peak": resident_bytes(), "model_bytes": model_bytes}
 

@@ -27,6 +27,8 @@ from tinygrad_nv.runtime.memory import host_bytes, write
 from .config import read_json
 from .pickles import ITEM_BYTES, read_entries
 
+# Older checkpoints carry buffers that are recomputed, some of them masks of bool; they mean nothing.
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 MAX_HEADER = 100 << 20  # the format's own limit
 SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -34,11 +36,13 @@ SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 @dataclass(frozen=True)
 class Entry:
     """One tensor of a checkpoint. `place` orders tensors as they lie on disk; `dtype` is a name in
-    `ITEM_BYTES`."""
+    `ITEM_BYTES`. `strides`, in elements, are given where the elements do not lie in the order of the
+    indices."""
     name: str
     dtype: str
     shape: tuple[int, ...]
     place: tuple[str, int]
+    strides: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +70,8 @@ class Safetensors:
         except OSError as error:
             raise WeightError(f"{path} cannot be read: {error.strerror}", "a readable file",
                               "check its permissions") from error
-        if only is not None and (absent := sorted(only - set(found))):
+        absent = [n for n in sorted((only or set()) - set(found)) if not n.endswith(IGNORED_SUFFIXES)]
+        if absent:
             raise WeightError(f"{path} lacks tensors its index promises: {', '.join(absent[:8])}",
                               "the shards the index was written with", "download the directory again")
         self.entries |= found
@@ -116,7 +121,7 @@ def read_header(path: Path) -> list[Entry]:
     if not isinstance(header, dict): raise damaged("its header is not an object")
     out = []
     for name, info in header.items():
-        if name == "__metadata__": continue
+        if name == "__metadata__" or name.endswith(IGNORED_SUFFIXES): continue
         try: dtype, shape, (begin, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
         except (KeyError, TypeError, ValueError) as error:
             raise damaged(f"tensor {name} has no layout") from error
@@ -145,10 +150,19 @@ def convert(data: memoryview, source: str, target: DType) -> memoryview:
     """Elements of dtype name `source` as elements of `target`, rounded to nearest even."""
     if named(source) == target: return data
     values = (widen_bfloat16(np.frombuffer(data, np.uint16)) if source == "bfloat16"
-              else np.frombuffer(data, source).astype(np.float32))
+              else np.frombuffer(data, source).astype(np.float32, copy=False))
     if target == dtypes.bfloat16: return narrow_bfloat16(values).data.cast("B")
     with np.errstate(over="ignore"):  # float16 overflows to inf, as torch's cast does
         return values.astype(np.float16 if target == dtypes.float16 else np.float32).data.cast("B")
+
+
+def in_order(data: memoryview, entry: Entry) -> memoryview:
+    """The elements of a view in another order, in the order of its indices."""
+    item = ITEM_BYTES[entry.dtype]
+    raw = np.frombuffer(data, np.dtype(f"u{item}"))
+    assert entry.strides is not None, "only such entries"
+    view = np.lib.stride_tricks.as_strided(raw, entry.shape, tuple(stride * item for stride in entry.strides))
+    return np.ascontiguousarray(view).reshape(-1).data.cast("B")
 
 
 def widen_bfloat16(bits: np.ndarray) -> np.ndarray:
@@ -164,12 +178,23 @@ def narrow_bfloat16(values: np.ndarray) -> np.ndarray:
 
 
 class PyTorchFiles(Safetensors):
-    """Tensors of pytorch_model.bin files, which differ in how they are listed."""
+    """Tensors of pytorch_model.bin files, which differ in how they are listed, and may be transposed."""
 
     def list_file(self, path: Path) -> list[Entry]:
         """The tensors of one file."""
-        return [Entry(name, dtype, shape, (str(path), position))
-                for name, dtype, shape, position in read_entries(path)]
+        return [Entry(name, dtype, shape, (str(path), position), strides)
+                for name, dtype, shape, position, strides in read_entries(path, IGNORED_SUFFIXES)]
+
+    def read_into(self, entry: Entry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
+        if entry.strides is None: return super().read_into(entry, begin, end, tensor, offset)
+        assert (begin, end) == (0, math.prod(entry.shape)), "such a tensor is one piece"
+        steps = zip(entry.shape, entry.strides, strict=True)
+        span = 1 + sum((extent - 1) * stride for extent, stride in steps)
+        data = memoryview(bytearray(span * ITEM_BYTES[entry.dtype]))
+        with open(entry.place[0], "rb", buffering=0) as file:
+            file.seek(entry.place[1])
+            _fill(file, data, entry.place[0])
+        return write(tensor, offset, convert(in_order(data, entry), entry.dtype, tensor.dtype))
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:

@@ -31,6 +31,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "GemmaForCausalLM": {"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True,
                          "norm_offset": 1.0, "num_key_value_heads": 16},
 }
+# Fields of related families that change what is computed.
+UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "num_experts",
+               "num_local_experts", "attention_multiplier", "logits_scaling", "residual_multiplier",
+               "use_bidirectional_attention")
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class ModelConfig:
     qk_norm: bool = False
     embedding_scale: float = 1.0
     windows: tuple[int | None, ...] = ()
-    dtype: str = "float32"
+    dtype: str | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     @property
@@ -107,6 +111,9 @@ def parse_config(data: Mapping[str, Any], name: str = "config.json") -> ModelCon
     """`read_config` for an object already read; `name` is used in messages."""
     architecture = _architecture(data, name)
     raw = {**ARCHITECTURES[architecture], **data}
+    if found := [key for key in UNSUPPORTED if raw.get(key)]:
+        raise ModelError(f"{name}: {found[0]} is {raw[found[0]]!r}, which is not implemented",
+                         "a model without it", "use a model of a supported family as it was published")
     if quantised := raw.get("quantization_config"):
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
         raise ModelError(f"{name}: weights are quantised ({method})", "float32, float16 or bfloat16 weights",
@@ -185,7 +192,9 @@ def _rope(raw: Mapping[str, Any], head_dim: int, positions: int, name: str) -> R
     # transformers 5 writes rope_parameters (theta inside); before that rope_theta and rope_scaling stood
     # apart
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(given, dict): raise ModelError(f"{name}: rope parameters are {given!r}", "an object")
+    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+        raise ModelError(f"{name}: rope parameters are {given!r}",
+                         "an object of numbers, the same for all layers")
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise ModelError(f"{name}: rope type {kind!r} is not supported", f"one of: {', '.join(ROPE_TYPES)}")
@@ -236,11 +245,15 @@ def _windows(raw: Mapping[str, Any], architecture: str, layers: int, name: str) 
         return tuple(window if i >= first else None for i in range(layers))
     if not isinstance(types, list) or len(types) != layers:
         raise ModelError(f"{name}: layer_types is {types!r}", f"a list of {layers}, one entry for each layer")
+    if unknown := [kind for kind in types if kind not in ("full_attention", "sliding_attention")]:
+        raise ModelError(f"{name}: layer type {unknown[0]!r} is not supported",
+                         "full_attention or sliding_attention")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def _dtype(raw: Mapping[str, Any], name: str) -> str:
-    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+def _dtype(raw: Mapping[str, Any], name: str) -> str | None:
+    if not (given := raw.get("dtype") or raw.get("torch_dtype")): return None
+    dtype = str(given).removeprefix("torch.")
     if dtype not in DTYPES:
         raise ModelError(f"{name}: dtype {dtype!r} is not supported", f"one of: {', '.join(DTYPES)}")
     return dtype

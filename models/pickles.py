@@ -1,7 +1,8 @@
 """pytorch_model.bin: which tensors it holds and where their bytes lie, without running what is pickled in
 it.
 
-Protocol: `read_entries(path)` gives (name, dtype, shape, position) of every tensor. A pickle is a program
+Protocol: `read_entries(path)` gives name, dtype, shape, byte position and, of a tensor that is a view in
+another order (a transpose), strides of every tensor. A pickle is a program
 that calls functions by name, so `_Unpickler` knows the few names a state dict is made of and refuses every
 other one; its own versions of them only note what was asked for.
 
@@ -50,10 +51,10 @@ class _Tensor:
         return True
 
     @property
-    def elements(self) -> int:
-        count = 1
-        for extent in self.shape: count *= extent
-        return count
+    def span(self) -> int:
+        """Elements from the first to the last one, both counted."""
+        if 0 in self.shape: return 0
+        return 1 + sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True))
 
 
 def _tensor(storage: _Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...],
@@ -81,13 +82,16 @@ class _Unpickler(pickle.Unpickler):
         return _Storage(str(dtype), str(key))
 
 
-def read_entries(path: Path) -> list[tuple[str, str, tuple[int, ...], int]]:
-    """Name, dtype, shape and byte position of every tensor. Raises `WeightError`."""
+Listed = tuple[str, str, tuple[int, ...], int, tuple[int, ...] | None]
+
+
+def read_entries(path: Path, ignored: tuple[str, ...]) -> list[Listed]:
+    """Every tensor whose name does not end in one of `ignored`. Raises `WeightError`."""
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             state = _Unpickler(archive.open(members["data.pkl"])).load()
-            return _listed(path, file, state, members)
+            return _listed(path, file, state, members, ignored)
     except (WeightError, OSError): raise
     except Exception as error:  # a damaged pickle can fail in any way
         raise WeightError(f"{path} cannot be unpickled: {error!r}",
@@ -95,26 +99,25 @@ def read_entries(path: Path) -> list[tuple[str, str, tuple[int, ...], int]]:
                           f"download the file again, or {CONVERT}") from error
 
 
-def _listed(path: Path, file: BinaryIO, state: Any,
-            members: Mapping[str, zipfile.ZipInfo]) -> list[tuple[str, str, tuple[int, ...], int]]:
+def _listed(path: Path, file: BinaryIO, state: Any, members: Mapping[str, zipfile.ZipInfo],
+            ignored: tuple[str, ...]) -> list[Listed]:
     if not isinstance(state, dict):
         raise WeightError(f"{path} holds a {type(state).__name__}", "a state dict, tensors by name", CONVERT)
     out = []
     for name, tensor in state.items():
+        if str(name).endswith(ignored): continue
         if not isinstance(tensor, _Tensor) or tensor.storage.dtype not in ITEM_BYTES:
             raise WeightError(f"{path}: {name} is not a float32, float16 or bfloat16 tensor",
                               "a state dict of such tensors", CONVERT)
-        if not tensor.contiguous:
-            raise WeightError(f"{path}: {name} has shape {tensor.shape} and strides {tensor.strides}",
-                              "elements in the order of their indices", CONVERT)
         member, item = members[f"data/{tensor.storage.key}"], ITEM_BYTES[tensor.storage.dtype]
-        begin, nbytes = tensor.offset * item, tensor.elements * item
+        begin, nbytes = tensor.offset * item, tensor.span * item
         if member.compress_type != zipfile.ZIP_STORED or begin + nbytes > member.file_size:
             raise WeightError(f"{path} is damaged: {name} needs {nbytes} bytes at {begin} of "
                               f"{member.filename}, which has {member.file_size}", "a complete state dict",
                               "download the file again")
         position = _data_position(file, member) + begin
-        out.append((str(name), tensor.storage.dtype, tensor.shape, position))
+        strides = None if tensor.contiguous else tensor.strides
+        out.append((str(name), tensor.storage.dtype, tensor.shape, position, strides))
     return out
 
 

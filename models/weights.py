@@ -3,12 +3,14 @@
 Protocol: `slots(model)` maps every Hugging Face name to a `Slot`: rows [first, first + count) of one
 parameter. `load(model, directory)` checks names and shapes of the whole checkpoint before it reads a byte,
 refuses on any gap, and then reads straight into the rows, in pieces of `PIECE` bytes on `READERS` threads:
-one copy from file to device, and a piece's worth of conversion buffer for each thread where the file's
-dtype is not the model's.
+one copy from file to device. Where the file's dtype is not the model's, pieces are of `CONVERTED_PIECE`
+bytes and take some six times that while they are converted, on each thread.
 """
 from __future__ import annotations
 
 import math
+import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -19,15 +21,13 @@ from tinygrad import Tensor
 from tinygrad_nv.errors import WeightError
 from tinygrad_nv.runtime.memory import allocate_arena
 
-from .checkpoint import Checkpoint, Entry, open_checkpoint
+from .checkpoint import ITEM_BYTES, Checkpoint, Entry, named, open_checkpoint
 from .llama import Linear, Llama
 
 # A second thread doubles the rate of one core's page faults and copies; disks like a queue of a few.
-READERS = 4
+READERS = min(4, os.cpu_count() or 1)
 PIECE = 16 << 20
-
-# Older checkpoints carry buffers that are recomputed; their presence means nothing.
-IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
+CONVERTED_PIECE = 1 << 20  # NumPy makes some five temporaries of the piece's size while it converts
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,7 @@ def check(wanted: Mapping[str, Slot], entries: Mapping[str, Entry], tied: bool, 
     # a tied model may still store its head; it is the embedding again
     surplus = {"lm_head.weight"} if tied else set()
     missing = [n for n in wanted if n not in entries]
-    unexpected = [n for n in entries
-                  if n not in wanted and n not in surplus and not n.endswith(IGNORED_SUFFIXES)]
+    unexpected = [n for n in entries if n not in wanted and n not in surplus]
     shapes = [f"{n}: {list(entries[n].shape)}, expected {list(slot.shape)}" for n, slot in wanted.items()
               if n in entries and entries[n].shape != slot.shape]
     if not (missing or unexpected or shapes): return
@@ -101,6 +100,13 @@ def check(wanted: Mapping[str, Slot], entries: Mapping[str, Entry], tied: bool, 
 
 def _some(names: list[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
+
+
+def stored_dtype(directory: Path) -> str:
+    """The dtype of most of a checkpoint's bytes, for a config.json that does not name one."""
+    weight: Counter[str] = Counter()
+    for entry in open_checkpoint(directory).entries.values(): weight[entry.dtype] += entry.nbytes
+    return weight.most_common(1)[0][0] if weight else "float32"
 
 
 def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | None = None) -> int:
@@ -127,10 +133,13 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
 
 def _pieces(wanted: Mapping[str, Slot],
             entries: Mapping[str, Entry]) -> Iterator[tuple[Entry, int, int, Slot]]:
-    """Runs of at most `PIECE` bytes, in file order, so that a disk reads forward."""
+    """Runs of at most `PIECE` bytes, `CONVERTED_PIECE` where the dtype changes, in file order, so that a
+    disk reads forward."""
     for name in sorted(wanted, key=lambda name: entries[name].place):
         entry, count = entries[name], math.prod(entries[name].shape)
-        step = PIECE * count // max(entry.nbytes, 1) or 1
+        same = named(entry.dtype) == wanted[name].tensor.dtype
+        step = (PIECE if same else CONVERTED_PIECE) // ITEM_BYTES[entry.dtype]
+        if entry.strides is not None: step = max(count, 1)  # no run of its elements is a run of the file
         for begin in range(0, count, step): yield entry, begin, min(begin + step, count), wanted[name]
 
 

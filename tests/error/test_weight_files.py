@@ -256,8 +256,7 @@ def test_a_pickle_without_the_bytes_of_a_tensor(command, copy: Path):
     ({"epoch": 3}, "epoch is not a float32, float16 or bfloat16 tensor", "a state dict of such tensors"),
     ({"model": {"a": torch.ones(1)}}, "model is not a float32, float16 or bfloat16 tensor", "a state dict"),
     ({"a": torch.ones(2, dtype=torch.int64)}, "a is not a float32, float16 or bfloat16", "a state dict"),
-    ({"a": torch.ones(2, 3).T}, "a has shape (3, 2) and strides (1, 3)", "elements in the order of"),
-], ids=["list", "number", "nested", "integers", "transposed"])
+], ids=["list", "number", "nested", "integers"])
 def test_a_pickle_of_something_else(command, copy: Path, state, found: str, expected: str):
     path = save_pickle(copy, state)
     command("generate", copy, "hello").refused(

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from tinygrad_nv.models.checkpoint import convert, narrow_bfloat16, widen_bfloat
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
 
+from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.runtime.memory import allocate_arena, host_bytes, read, write
 
 DTYPES = {"float32": (dtypes.float32, torch.float32), "float16": (dtypes.float16, torch.float16),
@@ -104,27 +106,64 @@ def test_progress_counts_every_byte_once(hf_model: Callable[[str], Path]):
     assert total == model.config.parameters * 4
 
 
+def loaded_in_a_process(directory: Path, dtype: str) -> dict[str, float]:
+    """Makes 0.4 GB of shards and loads them, each in a process of its own: bench/load.py's measurement."""
+    bench = str(Path(__file__).parents[2] / "bench")
+    head = f"import json, sys; sys.path.insert(0, {bench!r}); import load; from pathlib import Path\n"
+    head += f"directory = Path({str(directory)!r})\n"
+    subprocess.run([sys.executable, "-c", head + "load.make_directory(directory, 0.4)"], check=True)
+    script = head + f"print(json.dumps(load.work('load', directory, {dtype!r})))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return dict(json.loads(done.stdout))
+
+
 def test_memory_is_that_of_the_model(tmp_path: Path):
-    """Peak resident memory while loading ≤ 1.2 × the model over what the process had before (200 MB, in
-    shards)."""
-    script = f"""
-import sys; sys.argv = ["load.py"]; sys.path.insert(0, {str(Path(__file__).parents[2] / "bench")!r})
-from pathlib import Path
-import load
-directory = Path({str(tmp_path)!r})
-load.make_directory(directory, 0.4)
-"""
-    subprocess.run([sys.executable, "-c", script], check=True)
-    work = f"""
-import sys; sys.argv = ["load.py"]; sys.path.insert(0, {str(Path(__file__).parents[2] / "bench")!r})
-from pathlib import Path
-import json, load
-print(json.dumps(load.work("load", Path({str(tmp_path)!r}), "float32")))
-"""
-    ended = subprocess.run([sys.executable, "-c", work], capture_output=True, text=True, check=True)
-    done = json.loads(ended.stdout)
+    """Peak resident memory while loading ≤ 1.2 × the model over what the process had before."""
+    done = loaded_in_a_process(tmp_path, "float32")
     assert done["rss_peak"] - done["rss_before"] <= 1.2 * done["model_bytes"]
     assert done["rss_peak"] - done["rss_before"] >= 0.9 * done["model_bytes"], "else this measures nothing"
+
+
+def test_memory_is_that_of_the_model_when_the_dtype_changes_too(tmp_path: Path):
+    """float32 files into a bfloat16 model, which is half as large as what is read."""
+    done = loaded_in_a_process(tmp_path, "bfloat16")
+    assert done["rss_peak"] - done["rss_before"] <= 1.2 * done["model_bytes"]
+
+
+def test_a_pickled_weight_is_read_in_another_process(hf_model: Callable[[str], Path], tmp_path: Path):
+    """Its bytes travel, not its address."""
+    model = Llama(read_config(hf_model("llama")), device="CPU")
+    weights.load(model, hf_model("llama"))
+    (tmp_path / "weight.pickle").write_bytes(pickle.dumps(model.embedding))
+    path = str(tmp_path / "weight.pickle")
+    script = f"import pickle; print(pickle.load(open({path!r}, 'rb')).numpy().tobytes().hex())"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert bytes.fromhex(done.stdout.strip()) == model.embedding.numpy().tobytes()
+
+
+def test_transposed_tensors_and_masks_in_a_pickle(hf_model: Callable[[str], Path], tmp_path: Path):
+    """A weight saved as a view in another order, and a boolean buffer that older checkpoints carry."""
+    source = hf_model("llama-biases")
+    given = load_file(source / "model.safetensors")
+    turned = {name: value.T.contiguous().T if value.ndim == 2 else value for name, value in given.items()}
+    assert not turned["lm_head.weight"].is_contiguous()
+    turned["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    turned["model.layers.0.attn.bias"] = torch.ones(4, 4, dtype=torch.bool)
+    torch.save(turned, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    loaded = parameters(tmp_path, "float32")
+    for name, value in given.items(): np.testing.assert_array_equal(loaded[name], bits(value), err_msg=name)
+
+
+def test_a_config_without_dtype_takes_that_of_the_weights(hf_model: Callable[[str], Path], tmp_path: Path):
+    source = hf_model("llama-biases")
+    config = json.loads((source / "config.json").read_text())
+    del config["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = {k: v.to(torch.bfloat16) for k, v in load_file(source / "model.safetensors").items()}
+    save_file(given, tmp_path / "model.safetensors")
+    assert LLM(tmp_path, device="CPU").dtype == dtypes.bfloat16
+    assert LLM(tmp_path, "float32", device="CPU").dtype == dtypes.float32
 
 
 def test_an_arena_lives_as_long_as_its_tensors():

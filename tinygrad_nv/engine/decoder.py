@@ -12,6 +12,7 @@ before they are overwritten, since masks end at the writer's own position.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from tinygrad import Tensor, TinyJit, UOp, Variable, dtypes
@@ -42,8 +43,8 @@ class Decoder:
         self.filters, self.requests = Filters(), 0
         self.chunks = {T: capturing(self._chunk) for T in CHUNKS}
         _ = model.rope_tables  # made here: inside a captured step they would be computed at every replay
-        self.samples: dict[Filters, Callable[[UOp], None]] = {}
-        self.steps: dict[Filters, Callable[[UOp], None]] = {}
+        self.samples: dict[Filters, Any] = {}
+        self.steps: dict[Filters, Any] = {}
 
     def warm_up(self, params: SamplingParams, prompt_tokens: int) -> None:
         """Compiles what a prompt of this length and these filters need, by running it on a made-up prompt."""
@@ -78,14 +79,14 @@ class Decoder:
             tokens[0, :len(part)] = part
             start = Variable("start", 0, self.capacity - T).bind(len(self.held))
             last = Variable("last", 0, T - 1).bind(len(part) - 1)
-            self.chunks[T](Tensor(tokens, device=self.model.device), start, last)
+            self._replay(self.chunks[T], Tensor(tokens, device=self.model.device), start, last)
             self.held += part
-        return self._run(self.samples, self._sample, len(self.held))
+        return self._choose_with(self.samples, self._sample, len(self.held))
 
     def decode(self) -> int:
         """Puts the last chosen token into the cache and chooses the one after it."""
         token = self.peek()
-        chosen = self._run(self.steps, self._step, len(self.held))
+        chosen = self._choose_with(self.steps, self._step, len(self.held))
         self.held.append(token)
         return chosen
 
@@ -93,12 +94,23 @@ class Decoder:
         """The last chosen token."""
         return int(read(self.token, np.int32)[0])
 
-    def _run(self, captured: dict[Filters, Callable[[UOp], None]], step: Callable[..., None],
-             position: int) -> int:
+    def _replay(self, jit: Any, *arguments: Any) -> None:
+        """One call of a captured step. After an exception, also Ctrl-C, the decoder is as if new."""
+        before = [(tensor, tensor.uop) for tensor in (self.token, self.logits, self.seen)]
+        try: jit(*arguments)
+        except BaseException:
+            # an assignment that was written down but not run would get into the next capture
+            for tensor, uop in before: tensor.uop = uop
+            if jit.captured is None: recapture(jit)
+            self.held = []
+            raise
+
+    def _choose_with(self, captured: dict[Filters, Any], step: Callable[..., None], position: int) -> int:
         if self.filters not in captured:
             filters = self.filters
             captured[filters] = capturing(lambda position: step(position, filters))
-        captured[self.filters](Variable("position", 0, self.capacity - 1).bind(position))
+        bound = Variable("position", 0, self.capacity - 1).bind(position)
+        self._replay(captured[self.filters], bound)
         return self.peek()
 
     def _chunk(self, tokens: Tensor, start: UOp, last: UOp) -> None:
@@ -118,13 +130,18 @@ class Decoder:
         Tensor.realize(*changed)
 
 
-def capturing(step: Callable[..., None]) -> Callable[..., None]:
+def capturing(step: Callable[..., None]) -> Any:
     """A TinyJit that captures on its first call.
 
     TinyJit runs its first call eagerly, for functions that set something up; these set up nothing, and that
     run would schedule every kernel a second time (1.5 s of a 4 s start for the model in the box).
     """
-    jit = TinyJit(step)
+    return recapture(TinyJit(step))
+
+
+def recapture(jit: Any) -> Any:
+    """The TinyJit, to capture on its next call."""
+    jit.reset()
     jit.cnt = 1
     return jit
 

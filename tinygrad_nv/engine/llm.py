@@ -55,9 +55,11 @@ class Completion:
         return (len(self.token_ids) - 1) / self.decode_s if self.decode_s > 0 else 0.0
 
 
-def resolve_dtype(name: str, config: ModelConfig) -> DType:
-    """tinygrad's dtype for "auto" (the checkpoint's) or one of `DTYPES`, short forms included."""
-    full = {"auto": config.dtype, "fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16",
+def resolve_dtype(name: str, config: ModelConfig, directory: Path) -> DType:
+    """tinygrad's dtype for "auto" (what config.json says, else the checkpoint's) or one of `DTYPES`, short
+    forms included."""
+    if name == "auto": name = config.dtype or weights.stored_dtype(directory)
+    full = {"fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16",
             "bf16": "bfloat16"}.get(name, name)
     if full not in DTYPES:
         raise ModelError(f"unknown dtype {name!r}", f"auto, {', '.join(DTYPES)}", "change --dtype")
@@ -83,7 +85,7 @@ class LLM:
                  device: str | None = None, progress: Callable[[int, int], None] | None = None) -> None:
         self.directory, self.device = Path(directory), open_device(device)
         self.config = read_config(self.directory)
-        self.dtype = resolve_dtype(dtype, self.config)
+        self.dtype = resolve_dtype(dtype, self.config, self.directory)
         self.length = context_length(self.config, self.dtype, max_model_len)
         self.defaults, self.eos = generation_defaults(self.directory, self.config)
         self.tokenizer, self.tokenizer_error = optional_tokenizer(self.directory)

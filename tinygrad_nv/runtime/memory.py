@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
+import threading
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -19,7 +20,9 @@ import numpy as np
 import numpy.typing as npt
 from tinygrad import Device, Tensor, dtypes
 from tinygrad.device import Buffer
+from tinygrad.runtime.support.hcq import HCQBuffer, MMIOInterface
 
+_copying = threading.Lock()  # tinygrad's allocators are not for several threads
 ALIGNMENT = 256  # bytes: what tinygrad's own arenas use; a vector load needs 64
 
 
@@ -44,8 +47,10 @@ def allocate_arena(tensors: Sequence[Tensor]) -> None:
     for tensor, offset in zip(tensors, offsets, strict=False):
         buffer = cast(Buffer, tensor.uop.buffer)
         assert not buffer.is_allocated(), "an arena is for empty tensors"
-        buffer.allocate(external_ptr=arena.ctypes.data + offset)
-        buffer.arena = arena  # the mapping lives as long as any tensor in it
+        address, size = arena.ctypes.data + offset, buffer.nbytes
+        # meta keeps the mapping: it lives as long as any buffer in it, tinygrad's cache of freed ones included
+        buffer.allocate(opaque=HCQBuffer(address, size, meta=arena, view=MMIOInterface(address, size, fmt="B"),
+                                         owner=Device[buffer.device]))
 
 
 def host_bytes(tensor: Tensor) -> memoryview | None:
@@ -62,8 +67,10 @@ def write(tensor: Tensor, offset: int, data: memoryview) -> None:
     if (view := host_bytes(tensor)) is not None:
         view[offset:offset + len(data)] = data
         return
-    buffer = allocate(tensor).view(len(data), dtypes.uint8, offset).ensure_allocated()
-    buffer.allocator._copyin(buffer._buf, data)
+    with _copying:
+        buffer = allocate(tensor).view(len(data), dtypes.uint8, offset).ensure_allocated()
+        buffer.allocator._copyin(buffer._buf, data)
+        Device[buffer.device].synchronize()  # devices keep a pinned copy of `data` until then
 
 
 def read(tensor: Tensor, dtype: npt.DTypeLike) -> np.ndarray:
