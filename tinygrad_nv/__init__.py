@@ -7,6 +7,10 @@ the environment leaves it off. `explain(tensor)` says which kernel will run for 
 Reading order: `hooks` (where tinygrad is joined), `patterns/program` (a kernel of ours in the graph),
 `explain`.
 """
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 
 from tinygrad import (
@@ -33,11 +37,16 @@ __all__ = ["LLM", "Context", "Device", "GlobalCounters", "KernelRecord", "Loweri
            "explain", "function", "nn"]
 
 
-def _find_models(package: Path) -> list[str]:
-    """Where models/ is in a checkout: beside the package. Installed it is inside, as tinygrad_nv.models."""
-    checkout = package.parent
-    if (package / "models").exists() or not (checkout / "models").is_dir(): return []
-    return [str(checkout)] if (checkout / "pyproject.toml").is_file() else []
+class _ModelsFinder(MetaPathFinder):
+    """Finds tinygrad_nv.models in a checkout, where models/ stands beside the package. Installed, it is
+    inside, and found before this finder is asked."""
+
+    def __init__(self, package: Path) -> None: self.package = package
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        models = self.package.parent / "models"
+        if name != "tinygrad_nv.models" or not (models.parent / "pyproject.toml").is_file(): return None
+        return spec_from_file_location(name, models / "__init__.py", submodule_search_locations=[str(models)])
 
 
 def __getattr__(name: str) -> object:
@@ -51,7 +60,7 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__path__.extend(_find_models(Path(__file__).resolve().parent))
+sys.meta_path.append(_ModelsFinder(Path(__file__).resolve().parent))
 
 hooks.add_compile("programs", programs.cached)
 hooks.add_compile("program", program.settle)

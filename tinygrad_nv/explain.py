@@ -34,6 +34,7 @@ from tinygrad.tensor import Tensor, transform_to_call
 from tinygrad.uop.ops import Ops, UOp, sym_infer
 
 from tinygrad_nv import hooks
+from tinygrad_nv.errors import NVError
 from tinygrad_nv.patterns import program
 
 
@@ -80,6 +81,9 @@ def _aligned(rows: Sequence[tuple[str, ...]], numbers: tuple[int, ...]) -> list[
 
 def explain(*tensors: Tensor) -> Lowering:
     """The kernels that `Tensor.realize(*tensors)` would run now: none for realized or constant tensors."""
+    if others := [t for t in tensors if not isinstance(t, Tensor)]:
+        raise NVError(f"explain() was given a {type(others[0]).__name__}",
+                      "tensors, each an argument of its own", "call explain(a, b)")
     wanted = [t.uop for t in tensors if not t.uop.is_virtual and not t.uop.has_buffer_identity()]
     if not wanted: return Lowering([])
     with Context(SCACHE=0, CAPTURING=0, DEBUG=0), program.hear_misses() as misses:
@@ -95,7 +99,10 @@ def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[progr
     name, estimates = _counted(call, device)
     template, reason = _unlowered(call, misses) if note is None else (note.template, note.reason)
     values = {**var_vals, "_device_num": to_tuple(call.src[1].device).index(device)}
-    flops, bytes = (int(sym_infer(x, values)) for x in (estimates.ops, estimates.mem))
+    try: flops, bytes = (int(sym_infer(x, values)) for x in (estimates.ops, estimates.mem))
+    except TypeError as error:
+        raise NVError(f"kernel {name} depends on a variable without a value", "variables bound to values",
+                      "bind it: Variable('n', 1, 8).bind(5)") from error
     spec, schedule = (None, None) if note is None else (note.spec, note.schedule)
     return KernelRecord(name, template, reason, device, spec, schedule, flops, bytes)
 

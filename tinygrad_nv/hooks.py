@@ -174,8 +174,11 @@ def disabled() -> Iterator[None]:
 
 def _set_enabled(on: bool) -> None:
     global _enabled
-    _enabled = on
-    _apply()
+    before, _enabled = _enabled, on
+    try: _apply()
+    except HookError:  # somebody stands in the way: nothing has changed
+        _enabled = before
+        raise
 
 
 def _check() -> None:
@@ -435,6 +438,7 @@ class _CPUGraph:
     """CPUDevice.graph, which tinygrad sets to None on each device: ours while enabled."""
 
     def __get__(self, device: Any, owner: type | None = None) -> Any:
+        if device is None: return self
         if not _enabled or not config.get("NV_CPU_GRAPH") or sys.platform != "linux":
             return vars(device).get("graph")
         from tinygrad_nv.runtime.cpu_graph import CPUGraph

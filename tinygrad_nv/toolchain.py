@@ -6,11 +6,13 @@ clang inside the `ziglang` wheel. The last one needs other flags, so `zig_argume
 the console script `tinygrad-nv-cc` is that rewrite as an executable, for use as CC by anything else that
 wants the same compiler.
 
-`CCompiler.identity` names binary, size, modification time and flags: it is part of the compile-cache key,
-so objects of one compiler are never served to another.
+`CCompiler.identity` names binary, size, modification time and, of an explicit CC, its version: it is part of
+the compile-cache key together with the whole command line, so objects of one compiler are never served to
+another.
 """
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import os
@@ -84,11 +86,18 @@ def zig_binary() -> Path | None:
     return binary if binary.is_file() else None
 
 
+@functools.cache
+def _version(command: tuple[str, ...], _changed: int) -> str:
+    try: return subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
+    except OSError: return ""  # compiling with it will say why
+
+
 def _identity(command: tuple[str, ...], origin: Origin) -> str:
     binary = Path(command[0]).resolve()
     stat = binary.stat()
-    flags = ZIG_FLAGS if origin == "ziglang" else ()
-    text = "\0".join((origin, str(binary), str(stat.st_size), str(stat.st_mtime_ns), *command[1:], *flags))
+    # what CC names may be a script around the real compiler, which only its version then tells
+    version = _version(command, stat.st_mtime_ns) if origin == "CC" else ""
+    text = "\0".join((origin, str(binary), str(stat.st_size), str(stat.st_mtime_ns), *command[1:], version))
     return f"{origin}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 

@@ -1,4 +1,4 @@
-"""A request that was interrupted, at whatever point of its first run, leaves nothing behind in the next ones."""
+"""A request interrupted at whatever point of its first run leaves nothing behind in the next ones."""
 from __future__ import annotations
 
 from collections.abc import Callable

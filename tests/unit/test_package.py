@@ -35,12 +35,13 @@ def test_models_of_a_checkout_are_importable():
 
 
 def test_models_beside_the_package_count_only_in_a_checkout(tmp_path):
-    package = tmp_path / "tinygrad_nv"
-    package.mkdir()
-    assert tinygrad_nv._find_models(package) == []
+    find = tinygrad_nv._ModelsFinder(tmp_path / "tinygrad_nv").find_spec
     (tmp_path / "models").mkdir()
-    assert tinygrad_nv._find_models(package) == []
+    assert find("tinygrad_nv.models") is None
     (tmp_path / "pyproject.toml").touch()
-    assert tinygrad_nv._find_models(package) == [str(tmp_path)]
-    (package / "models").mkdir()
-    assert tinygrad_nv._find_models(package) == []
+    assert find("tinygrad_nv.models").submodule_search_locations == [str(tmp_path / "models")]
+
+
+def test_nothing_else_of_a_checkout_is_in_the_package():
+    assert run("import tinygrad_nv.tests").returncode != 0
+    assert run("import tinygrad_nv.models.llama").stderr == ""

@@ -1,1 +1,8 @@
+"""What stands between tinygrad and a device.
 
+Read in this order:
+  clang.py      the CPU device's renderer with the compiler that toolchain.py finds
+  programs.py   compiled programs kept from one process to the next
+  cpu_graph.py  captured graphs on the CPU: one call, all cores
+  memory.py     bytes into device tensors without a second copy
+"""

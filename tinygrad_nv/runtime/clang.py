@@ -103,7 +103,7 @@ class ToolchainCompiler(ClangCompiler):
     def __init__(self, arch: list[str], found: CCompiler) -> None:
         super().__init__(arch)
         self.found, self.arguments = found, clang_arguments(self)
-        digest = hashlib.sha256("\0".join(self.arguments).encode()).hexdigest()[:8]
+        digest = hashlib.sha256("\0".join(found.arguments(self.arguments)).encode()).hexdigest()[:8]
         table: str | None = self.cachekey  # None where CCACHE=0
         keep = table is not None and config.get("NV_PROGRAM_CACHE")
         self.cachekey: str | None = f"{table}_{found.identity}_{digest}" if keep else None

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import threading
 import time
 from typing import Any
@@ -130,6 +131,10 @@ def pool(device: str, threads: int) -> Pool:
     return Pool(Device[device], threads)
 
 
+# a child of fork has none of the threads: it makes a pool of its own
+os.register_at_fork(after_in_child=pool.cache_clear)
+
+
 class CPUGraph(GraphRunner):
     """A batch of CPU launches. Buffers outside the batch and variables may change between replays, nothing
     else."""
@@ -142,7 +147,7 @@ class CPUGraph(GraphRunner):
         for j, (_, ast, buffers, fixed) in enumerate(self.calls):
             program, words = self.runtimes[j], ast.arg.globals
             arguments = [buffers[i].get_buf(self.device).va_addr for i in words]
-            arguments += [fixed.get(v.expr, 0) for v in ast.arg.vars]
+            arguments += [fixed.get(v.expr, 0) % (1 << 64) for v in ast.arg.vars]
             core = ast.arg.runtimevars.get("core_id")
             head = [program.addr, 1 if core is None else ast.arg.global_size[0],
                     (1 << 64) - 1 if core is None else len(words) + core, len(arguments)]
@@ -154,7 +159,7 @@ class CPUGraph(GraphRunner):
         places = [(j, HEAD + len(self.calls[j][1].arg.globals) + i, v)
                   for j, pairs in self.var_vals_replace.items() for i, v in pairs]
         self.places = np.array(places, np.intp).reshape(-1, 3).T
-        self.pool = pool(self.device, int(NUM_CPU_THREADS.value))
+        self.threads = int(NUM_CPU_THREADS.value)
 
     def __call__(self, input_uops: tuple[UOp, ...], var_vals: dict[str, int],
                  wait: bool = False) -> float | None:
@@ -166,7 +171,7 @@ class CPUGraph(GraphRunner):
             values = np.array([var_vals[name] for name in self.vars], np.int64).astype(np.uint64)
             self.table[self.places[0], self.places[1]] = values[self.places[2]]
         begun = time.perf_counter()
-        self.pool.run(self.table, self.parallel)
+        pool(self.device, self.threads).run(self.table, self.parallel)
         return time.perf_counter() - begun if wait else None
 
     @staticmethod

@@ -48,9 +48,9 @@ def allocate_arena(tensors: Sequence[Tensor]) -> None:
         buffer = cast(Buffer, tensor.uop.buffer)
         assert not buffer.is_allocated(), "an arena is for empty tensors"
         address, size = arena.ctypes.data + offset, buffer.nbytes
-        # meta keeps the mapping: it lives as long as any buffer in it, tinygrad's cache of freed ones included
-        buffer.allocate(opaque=HCQBuffer(address, size, meta=arena, view=MMIOInterface(address, size, fmt="B"),
-                                         owner=Device[buffer.device]))
+        # meta keeps the mapping: it lives as long as any buffer in it, also in tinygrad's cache of freed ones
+        view = MMIOInterface(address, size, fmt="B")
+        buffer.allocate(opaque=HCQBuffer(address, size, meta=arena, view=view, owner=Device[buffer.device]))
 
 
 def host_bytes(tensor: Tensor) -> memoryview | None:
