@@ -14,9 +14,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tinygrad_nv import models
 from tinygrad_nv.errors import ModelError, NVError, RequestError
 
-DEFAULT_MODEL = Path(__file__).parent / "models" / "tales"
+DEFAULT_MODEL = Path(models.__file__).parent / "tales"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -166,6 +166,7 @@ def write(model: Llama, tokenizer: Tokenizer, directory: Path) -> None:
     tensors = {name: np.ascontiguousarray(slot.tensor.numpy()[slot.first:slot.first + slot.shape[0]])
                for name, slot in slots(model).items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "model.safetensors").chmod(0o644)  # the library writes files only their owner may read
     for name, content in (("config.json", CONFIG), ("generation_config.json", GENERATION)):
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
 
