@@ -43,8 +43,8 @@ class Decoder:
         self.filters, self.requests = Filters(), 0
         self.chunks = {T: capturing(self._chunk) for T in CHUNKS}
         _ = model.rope_tables  # made here: inside a captured step they would be computed at every replay
+        self.step = capturing(self._step)
         self.samples: dict[Filters, Any] = {}
-        self.steps: dict[Filters, Any] = {}
 
     def warm_up(self, params: SamplingParams, prompt_tokens: int) -> None:
         """Compiles what a prompt of this length and these filters need, by running it on a made-up prompt."""
@@ -81,14 +81,14 @@ class Decoder:
             last = Variable("last", 0, T - 1).bind(len(part) - 1)
             self._replay(self.chunks[T], Tensor(tokens, device=self.model.device), start, last)
             self.held += part
-        return self._choose_with(self.samples, self._sample, len(self.held))
+        return self._choose()
 
     def decode(self) -> int:
         """Puts the last chosen token into the cache and chooses the one after it."""
         token = self.peek()
-        chosen = self._choose_with(self.steps, self._step, len(self.held))
+        self._replay(self.step, Variable("position", 0, self.capacity - 1).bind(len(self.held)))
         self.held.append(token)
-        return chosen
+        return self._choose()
 
     def peek(self) -> int:
         """The last chosen token."""
@@ -105,25 +105,23 @@ class Decoder:
             self.held = []
             raise
 
-    def _choose_with(self, captured: dict[Filters, Any], step: Callable[..., None], position: int) -> int:
-        if self.filters not in captured:
+    def _choose(self) -> int:
+        """Chooses a token by the logits; it will have the place after what is held."""
+        if self.filters not in self.samples:
             filters = self.filters
-            captured[filters] = capturing(lambda position: step(position, filters))
-        bound = Variable("position", 0, self.capacity - 1).bind(position)
-        self._replay(captured[self.filters], bound)
+            self.samples[filters] = capturing(lambda position: self._sample(position, filters))
+        bound = Variable("position", 0, self.capacity - 1).bind(len(self.held))
+        self._replay(self.samples[self.filters], bound)
         return self.peek()
 
     def _chunk(self, tokens: Tensor, start: UOp, last: UOp) -> None:
         self.logits.assign(self.model.step(tokens, start, self.cache, last)[0]).realize()
 
+    def _step(self, position: UOp) -> None:
+        self.logits.assign(self.model.step(self.token, position, self.cache)[0]).realize()
+
     def _sample(self, position: UOp, filters: Filters) -> None:
-        self._choose(self.logits, position, filters)
-
-    def _step(self, position: UOp, filters: Filters) -> None:
-        self._choose(self.model.step(self.token, position, self.cache)[0].contiguous(), position + 1, filters)
-
-    def _choose(self, logits: Tensor, position: UOp, filters: Filters) -> None:
-        token = next_token(logits, filters, self.knobs, self.seen, Tensor(position).reshape(1))
+        token = next_token(self.logits, filters, self.knobs, self.seen, Tensor(position).reshape(1))
         changed = [self.token.assign(token.reshape(1, 1))]
         if filters.penalty:
             changed.append(self.seen.assign(self.seen | (Tensor.arange(self.seen.shape[0]) == token)))
