@@ -1,5 +1,5 @@
-"""The sampler against plain NumPy and transformers' logits processors; a seed decides the draw, nothing
-else does."""
+"""The sampler's filters against transformers' logits processors, its draws against the exact distribution;
+seed and position decide the draw."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -9,14 +9,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinygrad import Tensor, dtypes
+from tinygrad import Tensor, TinyJit, UOp, Variable, dtypes
 from transformers import generation
 
+import tinygrad_nv
 from tinygrad_nv.engine.sampling import (
     Filters,
     Knobs,
     SamplingParams,
+    filtered,
     gumbel,
+    gumbel_of,
     next_token,
     ordered_bits,
     request_numbers,
@@ -26,8 +29,8 @@ from tinygrad_nv.engine.sampling import (
 V = 300
 
 
-def logits_of(seed: int, scale: float = 3.0) -> np.ndarray:
-    return (np.random.default_rng(seed).standard_normal(V) * scale).astype(np.float32)
+def logits_of(seed: int, scale: float = 3.0, size: int = V) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal(size) * scale).astype(np.float32)
 
 
 def knobs_for(params: SamplingParams) -> Knobs:
@@ -57,6 +60,13 @@ def test_threshold_keeps_exactly_the_k_largest(k: int):
     assert set(np.flatnonzero(kept)) == set(np.argsort(-x)[:k])
 
 
+@pytest.mark.parametrize("low", [0, 1 << 31, (1 << 32) - 300])
+def test_threshold_resolves_the_last_bit(low: int):
+    keys = low + np.random.default_rng(0).permutation(300).astype(np.uint32)
+    for k in (1, 5, 100, 299):
+        assert threshold(Tensor(keys), Tensor.ones(300), Tensor([float(k)])).item() == low + 300 - k
+
+
 @pytest.mark.parametrize("p", [0.01, 0.3, 0.9, 0.999])
 def test_threshold_keeps_the_smallest_nucleus(p: float):
     x = logits_of(2)
@@ -69,44 +79,90 @@ def test_threshold_keeps_the_smallest_nucleus(p: float):
 
 CASES = [SamplingParams(temperature=0.7, top_k=20), SamplingParams(temperature=1.3, top_p=0.8),
          SamplingParams(min_p=0.05), SamplingParams(temperature=0.9, top_k=40, top_p=0.9, min_p=0.02),
-         SamplingParams(repetition_penalty=1.5, top_k=5), SamplingParams()]
+         SamplingParams(repetition_penalty=1.5, top_k=5), SamplingParams(),
+         SamplingParams(temperature=0.6, top_p=0.95, repetition_penalty=0.8)]
+SIZES = (7, 128, 129, 1001, 2048)
 
 
-@pytest.mark.parametrize("params", CASES, ids=lambda p: "-".join(k for k, v in vars(p.filters).items() if v))
-def test_the_distribution_is_that_of_transformers(params: SamplingParams):
-    """20,000 draws against the exact distribution: every token within 5 standard errors; the sampler's own
-    choice is the maximum of transformers' filtered logits and our noise."""
-    params, x, seen, draws = replace(params, seed=11), logits_of(3), (1, 5, 9), 20_000
-    ids, scores = torch.tensor([seen]), torch.tensor(x)[None]
+def filters_of(params: SamplingParams) -> str:
+    return "-".join(name for name, used in vars(params.filters).items() if used)
+
+
+def their_filtered(logits: np.ndarray, params: SamplingParams, seen: tuple[int, ...]) -> np.ndarray:
+    """transformers' logits after its processors, in the order of its `generate`."""
+    ids, scores = torch.tensor([seen]), torch.tensor(logits)[None]
+    steps: list[generation.LogitsProcessor] = [generation.TemperatureLogitsWarper(params.temperature)]
     if params.repetition_penalty != 1:
-        scores = generation.RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(ids, scores)
-    scores = generation.TemperatureLogitsWarper(params.temperature)(ids, scores)
-    if params.top_k: scores = generation.TopKLogitsWarper(params.top_k)(ids, scores)
-    if params.top_p < 1: scores = generation.TopPLogitsWarper(params.top_p)(ids, scores)
-    if params.min_p: scores = generation.MinPLogitsWarper(params.min_p)(ids, scores)
-    exact = scores.double().softmax(-1)[0].numpy()
-    # the sampler's own filtered logits, then its own noise for many positions at once
-    knobs, mask = knobs_for(params), np.zeros(V, np.bool_)
+        steps.insert(0, generation.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    if params.top_k: steps.append(generation.TopKLogitsWarper(params.top_k))
+    if params.top_p < 1: steps.append(generation.TopPLogitsWarper(params.top_p))
+    if params.min_p: steps.append(generation.MinPLogitsWarper(params.min_p))
+    for step in steps: scores = step(ids, scores)
+    return scores[0].numpy()
+
+
+@pytest.mark.parametrize("params", CASES, ids=filters_of)
+def test_the_filtered_logits_are_those_of_transformers(params: SamplingParams):
+    """30 random vectors of 5 sizes: the same tokens are left, with the same values. No sum of probabilities
+    is within 1e-5 of top_p, and no probability of min_p, so rounding decides nothing."""
+    knobs = knobs_for(params)
+    for size in SIZES:
+        run = TinyJit(lambda x, mask: filtered(x, params.filters, knobs, mask).realize())
+        mask = np.zeros(size, np.bool_)
+        seen = (0, size // 2, size - 1)
+        mask[list(seen)] = True
+        for seed in range(6):
+            x = logits_of(seed, size=size)
+            ours = run(Tensor(x).realize(), Tensor(mask).realize()).numpy()
+            np.testing.assert_allclose(ours, their_filtered(x, params, seen), rtol=1e-6)
+
+
+@pytest.mark.parametrize("params", CASES, ids=filters_of)
+def test_draws_have_the_distribution_of_the_filtered_logits(params: SamplingParams):
+    """3,000 positions: every token within 5 standard errors, and none that is filtered out."""
+    x, seen, draws = logits_of(3, 1.5, 40), (1, 5, 9), 3000
+    mask = np.zeros(len(x), np.bool_)
     mask[list(seen)] = True
-    noise = np.stack([gumbel(knobs.seed, Tensor([i]), V).numpy() for i in range(3)])
-    singles = [draw(x, params, i, seen) for i in range(3)]
-    kept = np.where(exact > 0, np.log(np.maximum(exact, 1e-300)), -np.inf)
-    assert singles == [int(np.argmax(kept + n)) for n in noise]
-    many = gumbel_block(knobs.seed, draws)
-    counts = np.bincount(np.argmax(kept + many, -1), minlength=V) / draws
+    logits, knobs, marks = Tensor(x).realize(), knobs_for(replace(params, seed=11)), Tensor(mask).realize()
+
+    @TinyJit
+    def step(position: UOp) -> Tensor:
+        return next_token(logits, params.filters, knobs, marks, Tensor(position).reshape(1)).realize()
+    position = Variable("position", 0, draws)
+    drawn = [step(position.bind(i)).item() for i in range(draws)]
+    exact = torch.tensor(their_filtered(x, params, seen)).double().softmax(-1).numpy()
+    counts = np.bincount(drawn, minlength=len(x)) / draws
+    assert not counts[exact == 0].any()
     # 5 / draws: tokens too rare for a normal law
     assert (np.abs(counts - exact) <= 5 * np.sqrt(exact * (1 - exact) / draws) + 5 / draws).all()
 
 
-def gumbel_block(seed: Tensor, draws: int) -> np.ndarray:
-    """Noise of positions 0 … draws − 1, (draws, V), in one kernel: position and index are one 64-bit
-    counter."""
-    positions = Tensor.arange(draws, dtype=dtypes.uint32).reshape(draws, 1)
-    positions = positions.expand(draws, V).cast(dtypes.uint64)
-    counter = (positions << 32) | Tensor.arange(V, dtype=dtypes.uint32).reshape(1, V).cast(dtypes.uint64)
-    key = (seed[1:2].cast(dtypes.uint64) << 32) | seed[0:1].cast(dtypes.uint64)
-    bits = counter.threefry(key.reshape(1, 1).expand(draws, V)).cast(dtypes.uint32)
-    return -np.log(-np.log((bits.numpy() >> 8).astype(np.float64) * 2.0 ** -24 + 2.0 ** -25))
+def test_no_noise_is_infinite_and_its_law_is_gumbels():
+    """An infinite noise would choose a token whatever its probability."""
+    ends = gumbel_of(Tensor([0, 0x1FF, 0xFFFFFE00, 0xFFFFFFFF], dtype=dtypes.uint32)).numpy()
+    exact = -np.log(-np.log(np.array([2.0 ** -24, 1 - 2.0 ** -24])))
+    np.testing.assert_allclose(ends, exact.repeat(2), rtol=1e-5)
+    noise = np.sort(gumbel(Tensor([3, 4], dtype=dtypes.uint32), Tensor([5]), 1 << 16).numpy().astype(float))
+    law = np.exp(-np.exp(-noise))
+    # Kolmogorov-Smirnov, beyond which 1 in 10⁶ samples would be
+    assert np.abs(law - (np.arange(len(law)) + 0.5) / len(law)).max() < 2.7 / np.sqrt(len(law))
+
+
+@pytest.mark.parametrize("target", [1.0, 1.5])
+def test_a_target_that_rounding_leaves_out_of_reach_keeps_every_token(target: float):
+    keys = ordered_bits(Tensor(logits_of(5)))
+    assert threshold(keys, Tensor.full((V,), 0.999 / V), Tensor([target])).item() == 0
+
+
+def test_ties_at_the_threshold_are_all_kept():
+    keys = ordered_bits(Tensor([1.0, 2, 2, 2, -1]))
+    kept = keys >= threshold(keys, Tensor.ones(5), Tensor([2.0]))
+    assert kept.tolist() == [False, True, True, True, False]
+
+
+def test_a_nucleus_takes_few_kernels():
+    keys, weights = Tensor.empty(128_256, dtype=dtypes.uint32), Tensor.empty(128_256)
+    assert len(tinygrad_nv.explain(threshold(keys, weights, Tensor.empty(1))).kernels) <= 20
 
 
 def test_greedy_takes_the_largest_logit_and_no_noise():
