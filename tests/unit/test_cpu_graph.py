@@ -55,6 +55,25 @@ def test_parallel_launches_give_the_bits_of_serial_ones():
     assert [graph.parallel for graph in graphs] == [True]
 
 
+def test_parallel_launches_are_fenced_on_both_sides():
+    """A slow serial sum, a parallel addition that reads it, a serial sum of samples of all parts.
+
+    Without the barrier before the addition, or without the one after it, 20 to 29 of 30 replays are wrong,
+    since what a thread finds too early is the value of the replay before.
+    """
+    zeros = on_cpu(np.zeros((8, 1 << 18), np.float32))
+    totals = [on_cpu(np.full(1 << 20, i * 2.0 ** -20, np.float32)) for i in range(4)]  # summing to i
+    with Context(NUM_CPU_THREADS=2, SPLIT_REDUCEOP=0):  # a sum split in two would be parallel
+
+        @TinyJit
+        def fenced(x: Tensor, y: Tensor) -> Tensor:
+            return (y + x.sum().contiguous()).contiguous()[:, ::4096].sum().realize()
+        results = [fenced(totals[i % 4], zeros).item() for i in range(30)]
+    assert results == [8 * 64 * (i % 4) for i in range(30)]
+    graph, = (get_graph_runtime(call.src[0]) for call in fenced.captured.linear.src)
+    assert graph.table[:, 1].tolist() == [1, 2, 1], "parts of each launch"
+
+
 def test_parallel_launches_reach_every_part():
     """Row r of the table says how many parts; each must run exactly once, also with more parts than
     threads."""
