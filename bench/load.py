@@ -125,7 +125,7 @@ def report(runs: dict[str, list[dict[str, float]]], arguments: argparse.Namespac
     print(f"load / read = {ratio:.2f} (wanted ≥ 0.70); peak memory / model = {memory:.3f} (wanted ≤ 1.2)")
     record: dict[str, Any] = {"ratio": ratio, "peak_over_model": memory, "runs": runs, "cold": arguments.cold,
                               "gb": arguments.gb, "dtype": arguments.dtype}
-    save("load", record)
+    save("load" if arguments.dtype == "float32" else f"load_{arguments.dtype}", record)
 
 
 if __name__ == "__main__": main()
