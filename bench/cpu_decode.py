@@ -3,10 +3,11 @@
     python bench/cpu_decode.py [MODEL ...] [--tokens 128] [--repeat 7] [--dtype float32] [--plot]
 
 Without MODEL: the model in the box and a random Llama of 60M parameters made on the spot. Each engine is a
-process that loads, warms up, and then answers "go" with one repetition, so that only one of them computes
-at a time and each has its own peak memory. Greedy, end tokens ignored; both use as many threads as the
-machine has cores. Times: first token from the prompt's submission; tokens/s over the tokens after the
-first. "start" is from process start to ready: imports, loading, and whatever each engine compiles.
+process that loads, warms up, and then answers "greedy" or "sampled" (temperature 0.7, top_p 0.95; its texts
+are not compared) with one repetition, so that only one of them computes at a time and each has its own peak
+memory. Neither stops at an end token; both use as many threads as the machine has cores. Times: first token
+from the prompt's submission; tokens/s over the tokens after the first. "start" is from process start to
+ready for greedy text: imports, loading, and whatever each engine compiles.
 """
 from __future__ import annotations
 
@@ -16,12 +17,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from measure import save, spread, table
 
+MODES = ("greedy", "sampled")
+SAMPLED: dict[str, Any] = {"temperature": 0.7, "top_p": 0.95}
 ENGINES = ("tinygrad_nv", "transformers")
 BOX = Path(__file__).parent.parent / "models" / "tales"
 PROMPT = [0, *range(20, 51)]  # 32 ids that every vocabulary has
@@ -43,11 +48,12 @@ def work_ours(directory: str, tokens: int, dtype: str) -> None:
     from tinygrad_nv.engine.llm import LLM
     from tinygrad_nv.engine.sampling import SamplingParams
     llm = LLM(directory, dtype, device="CPU")
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    common = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    params = {"greedy": replace(common, temperature=0), "sampled": replace(common, **SAMPLED)}
 
-    def once() -> dict[str, Any]:
+    def once(mode: str) -> dict[str, Any]:
         llm.decoder.held = []  # the prompt is computed, not remembered
-        done = llm.complete(PROMPT, params)
+        done = llm.complete(PROMPT, params[mode])
         return {"ttft_s": done.ttft_s, "tokens_per_s": done.tokens_per_s, "token_ids": list(done.token_ids)}
     _serve(once)
 
@@ -55,29 +61,32 @@ def work_ours(directory: str, tokens: int, dtype: str) -> None:
 def work_theirs(directory: str, tokens: int, dtype: str) -> None:
     """The transformers process."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
+    # nothing of the directory's own: no end token, which would be forbidden or stop the text, and no filters
+    model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
+    modes: dict[str, dict[str, Any]] = {"greedy": {"do_sample": False},
+                                        "sampled": {"do_sample": True, "top_k": 0, **SAMPLED}}
     prompt = torch.tensor([PROMPT])
 
-    def run(count: int) -> tuple[list[int], float]:
+    def run(count: int, mode: str) -> tuple[list[int], float]:
         begun = time.perf_counter()
         out = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count,
-                             min_new_tokens=count, do_sample=False, temperature=None, top_p=None, top_k=None,
-                             pad_token_id=0)
+                             **modes[mode])
         return out[0, len(PROMPT):].tolist(), time.perf_counter() - begun
 
-    def once() -> dict[str, Any]:
-        first = run(1)[1]
-        ids, whole = run(tokens)
+    def once(mode: str) -> dict[str, Any]:
+        first = run(1, mode)[1]
+        ids, whole = run(tokens, mode)
         return {"ttft_s": first, "tokens_per_s": (tokens - 1) / (whole - first), "token_ids": ids}
     _serve(once)
 
 
-def _serve(once: Any) -> None:
+def _serve(once: Callable[[str], dict[str, Any]]) -> None:
     from tinygrad_nv.runtime.memory import resident_bytes
-    for _ in range(3): once()
+    for _ in range(3): once("greedy")
     print(json.dumps({"ready": True}), flush=True)
-    for _ in sys.stdin: print(json.dumps({**once(), "rss_peak": resident_bytes()}), flush=True)
+    for line in sys.stdin: print(json.dumps({**once(line.strip()), "rss_peak": resident_bytes()}), flush=True)
 
 
 class Worker:
@@ -98,50 +107,70 @@ class Worker:
         if not line: raise SystemExit(f"{self.process.args!r} ended early")
         return dict(json.loads(line))
 
-    def once(self) -> dict[str, Any]:
+    def once(self, mode: str) -> dict[str, Any]:
         """One repetition."""
         assert self.process.stdin is not None
-        self.process.stdin.write("go\n")
+        self.process.stdin.write(f"{mode}\n")
         self.process.stdin.flush()
         return self.answer()
+
+
+Runs = dict[str, list[dict[str, Any]]]  # an engine's repetitions
 
 
 def compare(name: str, directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Both engines on one directory, repetitions in turn."""
     workers = {engine: Worker(engine, directory, arguments) for engine in ENGINES}
-    runs: dict[str, list[dict[str, Any]]] = {engine: [] for engine in ENGINES}
+    for _ in range(3):
+        for worker in workers.values(): worker.once("sampled")
+    runs: dict[str, Runs] = {mode: {engine: [] for engine in ENGINES} for mode in MODES}
     for _ in range(arguments.repeat):
-        for engine, worker in workers.items(): runs[engine].append(worker.once())
+        for mode in MODES:
+            for engine, worker in workers.items(): runs[mode][engine].append(worker.once(mode))
     for worker in workers.values():
         assert worker.process.stdin is not None
         worker.process.stdin.close()
         worker.process.wait()
-    ids = {engine: done[0].pop("token_ids") for engine, done in runs.items()}
-    same = next((i for i, (a, b) in enumerate(zip(*ids.values(), strict=True)) if a != b), arguments.tokens)
-    rows = []
-    for engine, done in runs.items():
-        for run in done: run.pop("token_ids", None)
+    start_s = {engine: worker.start_s for engine, worker in workers.items()}
+    same = identical(runs["greedy"])
+    for done in [done for mode in MODES for done in runs[mode].values()]:
+        for run in done: del run["token_ids"]
+    ratios = {mode: [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(*runs[mode].values(), strict=True)]
+              for mode in MODES}
+    print(f"\n{name}, {arguments.dtype}, prompt {len(PROMPT)}, {arguments.tokens} tokens")
+    print(table(["", "tokens/s", "spread", "first ms", "peak MB", "start s"], rows(runs, start_s)))
+    each = ", ".join(f"{mode} {median(ratios[mode]):.2f} ({spread(ratios[mode])})" for mode in MODES)
+    print(f"tinygrad_nv / transformers: {each}; first {same} greedy tokens identical")
+    return {"name": name, "ratio": {mode: median(ratios[mode]) for mode in MODES}, "identical_tokens": same,
+            "runs": runs, "start_s": start_s}
+
+
+def identical(runs: Runs) -> int:
+    """How many tokens both engines' first texts share from the start."""
+    texts = [done[0]["token_ids"] for done in runs.values()]
+    return next((i for i, (a, b) in enumerate(zip(*texts, strict=True)) if a != b), len(texts[0]))
+
+
+def rows(runs: dict[str, Runs], start_s: dict[str, float]) -> list[list[str]]:
+    """A row of the table for each mode and engine."""
+    made = []
+    for mode, engine in ((mode, engine) for mode in MODES for engine in ENGINES):
+        done = runs[mode][engine]
         rates = [run["tokens_per_s"] for run in done]
         first_ms = median(run["ttft_s"] for run in done) * 1e3
-        rows.append([engine, f"{median(rates):.1f}", spread(rates), f"{first_ms:.1f}",
-                     f"{max(r['rss_peak'] for r in done) / 1e6:.0f}", f"{workers[engine].start_s:.1f}"])
-    ratios = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(*runs.values(), strict=True)]
-    print(f"\n{name}, {arguments.dtype}, prompt {len(PROMPT)}, {arguments.tokens} tokens")
-    print(table(["", "tokens/s", "spread", "first ms", "peak MB", "start s"], rows))
-    print(f"tinygrad_nv / transformers = {median(ratios):.2f} ({spread(ratios)}); "
-          f"first {same} tokens identical")
-    return {"name": name, "ratio": median(ratios), "identical_tokens": same, "runs": runs,
-            "start_s": {engine: worker.start_s for engine, worker in workers.items()}}
+        made.append([f"{engine}, {mode}", f"{median(rates):.1f}", spread(rates), f"{first_ms:.1f}",
+                     f"{max(run['rss_peak'] for run in done) / 1e6:.0f}", f"{start_s[engine]:.1f}"])
+    return made
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
-    """Tokens/s of both engines, a pair of bars a model."""
+    """Tokens/s of both engines, greedy, a pair of bars a model."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(1, len(results), figsize=(3.2 * len(results), 3), layout="constrained")
     for ax, result in zip([axes] if len(results) == 1 else axes, results, strict=True):
-        rates = [[run["tokens_per_s"] for run in result["runs"][engine]] for engine in ENGINES]
+        rates = [[run["tokens_per_s"] for run in result["runs"]["greedy"][engine]] for engine in ENGINES]
         middle = [median(r) for r in rates]
         error = [[m - min(r) for m, r in zip(middle, rates, strict=True)],
                  [max(r) - m for m, r in zip(middle, rates, strict=True)]]
