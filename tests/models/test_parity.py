@@ -24,7 +24,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 
 
 def theirs(directory: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+    """The reference. It knows no end token, so that it neither stops at one nor forbids it."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+    model.generation_config.eos_token_id = None
+    return model
 
 
 def their_logits(directory: Path, ids: list[int], dtype: torch.dtype = torch.float32) -> np.ndarray:
@@ -48,8 +51,7 @@ def test_float32_logits_agree(hf_model: Callable[[str], Path], case: str):
 def test_32_greedy_tokens_are_identical(hf_model: Callable[[str], Path], case: str):
     """Through prefill in a full and a padded chunk, and the captured decode step."""
     assert len(PROMPT) % CHUNKS[0] % CHUNKS[-1], "the last chunk is padded"
-    made = theirs(hf_model(case)).generate(torch.tensor([PROMPT]), max_new_tokens=32, min_new_tokens=32,
-                                           do_sample=False)
+    made = theirs(hf_model(case)).generate(torch.tensor([PROMPT]), max_new_tokens=32, do_sample=False)
     llm = LLM(hf_model(case), device="CPU")
     assert list(llm.complete(PROMPT, GREEDY).token_ids) == made[0, len(PROMPT):].tolist()
 
@@ -86,7 +88,7 @@ def test_a_context_filled_to_the_brim_ends_with_length(hf_model: Callable[[str],
     done = llm.complete(PROMPT[:90], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))
     assert (len(done.token_ids), done.finish_reason) == (10, "length")
     made = theirs(hf_model("mistral")).generate(torch.tensor([PROMPT[:90]]), max_new_tokens=10,
-                                                min_new_tokens=10, do_sample=False)
+                                                do_sample=False)
     assert list(done.token_ids) == made[0, 90:].tolist()
 
 
