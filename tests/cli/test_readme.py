@@ -1,0 +1,46 @@
+"""What the README says is executed: every tinygrad-nv command and every block of Python in it."""
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", TEXT, re.M | re.S)
+COMMANDS = [line for kind, block in BLOCKS if kind == "sh" for line in block.splitlines()
+            if line.startswith("tinygrad-nv ")]
+SCRIPTS = [block for kind, block in BLOCKS if kind == "python"]
+
+
+def test_the_readme_has_what_is_tested_here():
+    assert len(COMMANDS) >= 5
+    assert len(SCRIPTS) >= 2
+    assert "STORY" not in TEXT
+    assert "BENCH" not in TEXT
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_run(command: str):
+    line = command.replace("tinygrad-nv", f'"{sys.executable}" -m tinygrad_nv', 1)
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=["llm", "explain"])
+def test_scripts_run(script: str):
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_links_to_files_are_not_broken():
+    for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
+        assert target.startswith("https://") or (ROOT / target).exists(), target
+    for name in re.findall(r"`((?:bench|models|tests|tinygrad_nv)/[\w./]+)`", TEXT):
+        assert (ROOT / name).exists(), name
