@@ -27,6 +27,7 @@ from tinygrad import (
 )
 
 from tinygrad_nv import config, hooks
+from tinygrad_nv.errors import NVError
 from tinygrad_nv.explain import KernelRecord, Lowering, explain
 from tinygrad_nv.hooks import disable, disabled, enable, enabled
 from tinygrad_nv.patterns import program
@@ -65,4 +66,10 @@ sys.meta_path.append(_ModelsFinder(Path(__file__).resolve().parent))
 hooks.add_compile("programs", programs.cached)
 hooks.add_compile("program", program.settle)
 hooks.install_cpu()
-if config.get("NV"): enable()
+try:
+    if config.get("NV"): enable()
+except NVError as error:
+    # the command line cannot catch what happens before it is imported
+    if Path(sys.argv[0]).stem not in ("tinygrad-nv", "-m"): raise
+    print(f"tinygrad-nv: {error}", file=sys.stderr)
+    raise SystemExit(error.exit_code) from error

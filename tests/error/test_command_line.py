@@ -1,6 +1,9 @@
 """Command lines that argparse refuses, and a system that refuses us."""
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,3 +37,13 @@ def test_an_error_of_the_system_is_told_in_its_words(command, tiny: Path, monkey
     command("generate", tiny, "hello").refused(
         "the system refused: [Errno 28] No space left on device", "expected: files that can be read",
         "to fix:   check permissions and free space")
+
+
+@pytest.mark.parametrize("how", [["-m", "tinygrad_nv"], [str(Path(sys.executable).parent / "tinygrad-nv")]],
+                         ids=["module", "script"])
+def test_a_setting_that_is_none(how: list[str]):
+    """Read when the package is imported, before there is a command line to catch anything."""
+    command, settings = [sys.executable, *how, "doctor"], {**os.environ, "NV": "yes"}
+    done = subprocess.run(command, capture_output=True, text=True, env=settings, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("tinygrad-nv: NV=yes\n  expected: one of 0, 1")
