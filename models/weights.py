@@ -40,9 +40,7 @@ class Slot:
     @property
     def offset(self) -> int:
         """Byte offset of the first row in the parameter's memory."""
-        row = 1
-        for extent in self.shape[1:]: row *= extent
-        return self.first * row * self.tensor.dtype.itemsize
+        return self.first * math.prod(self.shape[1:]) * self.tensor.dtype.itemsize
 
 
 def _whole(tensor: Tensor) -> Slot:

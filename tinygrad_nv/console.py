@@ -1,15 +1,14 @@
 """What the CLI shows: text on stdout, progress and notes on stderr, nothing that moves unless a person
 looks.
 
-Protocol: `load` brings a model up behind two bars (bytes read, kernels compiled), so that by the time the
-first word comes nothing but text moves on the terminal. `say` writes text at once. `report` and `summary`
-describe a finished answer, as JSON fields and as one line.
+Protocol: `load` and `compile_steps` each show a bar (bytes read, kernels compiled) and take it away again,
+so that by the time the first word comes nothing but text moves on the terminal. `say` writes text at once.
+`report` and `summary` describe a finished answer, as JSON fields and as one line.
 """
 from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -62,13 +61,11 @@ def load(directory: Path, arguments: argparse.Namespace) -> LLM:
                    lambda done, total: progress.update(task, completed=done, total=total))
 
 
-def compile_steps(llm: LLM, params: SamplingParams, prompt_tokens: int) -> float:
-    """Compiles what an answer needs; returns seconds taken."""
-    begun = time.perf_counter()
+def compile_steps(llm: LLM, params: SamplingParams, prompt_tokens: int) -> None:
+    """Compiles what an answer to a prompt of this length needs."""
     with _bar(BarColumn(), _Kernels()) as progress:
         progress.add_task("compiling", total=None)
         llm.decoder.warm_up(params, prompt_tokens)
-    return time.perf_counter() - begun
 
 
 def sampling(arguments: argparse.Namespace, llm: LLM) -> SamplingParams:

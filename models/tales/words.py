@@ -159,7 +159,6 @@ WEATHERS = (
     Weather("cold", ("winter",), ("The ground was white with snow.", "The puddles had turned to ice.")),
     Weather("snowy", ("winter",), ("Soft snow covered the trees.", "Snow was falling without a sound.")),
 )
-SEASONS = ("spring", "summer", "autumn", "winter")
 DISTRACTIONS = {"spring": ("chase a butterfly", "pick some flowers", "look at a frog", "watch the bees"),
                 "summer": ("chase a butterfly", "pick some flowers", "watch the ants", "rest in the shade"),
                 "autumn": ("jump in the leaves", "watch a snail", "look for nuts"),

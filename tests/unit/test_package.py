@@ -2,6 +2,7 @@
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import tinygrad
@@ -45,3 +46,11 @@ def test_models_beside_the_package_count_only_in_a_checkout(tmp_path):
 def test_nothing_else_of_a_checkout_is_in_the_package():
     assert run("import tinygrad_nv.tests").returncode != 0
     assert run("import tinygrad_nv.models.llama").stderr == ""
+
+
+def test_every_folder_with_modules_is_in_the_wheel():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = [*(ROOT / "tinygrad_nv").rglob("__init__.py"), *(ROOT / "models").rglob("__init__.py")]
+    names = {".".join(folder.parent.relative_to(ROOT).parts) for folder in folders}
+    named = {name if name.startswith("tinygrad_nv") else f"tinygrad_nv.{name}" for name in names}
+    assert set(listed) == named

@@ -3,7 +3,7 @@
 Protocol: `prefill(ids)` runs the prompt in chunks and chooses the first token, `decode()` chooses the next
 one; both return it. The token stays on the device between steps: a step reads it from, and writes it to,
 the same buffer, so the host only looks on. Positions are bound variables and knobs are buffers, so one
-graph for each chunk size and one for each set of sampling filters serve every request.
+graph for each chunk size, one for the step and one for each set of sampling filters serve every request.
 
 The cache remembers which tokens it holds: a prompt that continues the last one (a chat) is prefilled from
 where they part. Rows of a padded chunk past the prompt are written too; no later row may look at them

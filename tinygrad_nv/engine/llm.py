@@ -90,7 +90,7 @@ class LLM:
         self.defaults, self.eos = generation_defaults(self.directory, self.config)
         self.tokenizer, self.tokenizer_error = optional_tokenizer(self.directory)
         self.model = Llama(self.config, self.dtype, self.device, positions=self.length + CHUNKS[-1])
-        self.weight_bytes = weights.load(self.model, self.directory, progress)
+        weights.load(self.model, self.directory, progress)
         self.decoder = Decoder(self.model, self.length)
 
     @property

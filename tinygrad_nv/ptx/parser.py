@@ -333,7 +333,8 @@ class Parser(Cursor):
         line, self.at = self.line, found.end()
         mnemonic, *modifiers = found.group().split(".")
         operands = tuple(self.operands(mnemonic))
-        self.expect(";")
+        # the line that lacks it, not the one where something else was found
+        if not self.take(";"): raise self.fail(f"';' expected, {self.peek().text!r} found", line)
         return Instruction(mnemonic, tuple(modifiers), guard, negated, operands, line)
 
     def operands(self, mnemonic: str) -> Iterator[Operand]:
