@@ -60,6 +60,21 @@ def test_device_by_name_opens_runs_and_goes():
     with pytest.raises(ModuleNotFoundError, match="ops_toy"): Device["TOY"]
 
 
+@pytest.mark.parametrize("wrap", [lambda fn: fn, function, lambda fn: function(fn, precompile=True)])
+def test_device_by_name_in_functions_under_jit_and_with_variables(wrap):
+    hooks.add_device("toy", toy())
+    try:
+        rows = np.arange(128, dtype=np.float32).reshape(16, 8)
+        x, fn = Tensor(rows, device="TOY").realize(), wrap(lambda x: x.sum(0) * 2)
+        close(fn(x) + 1, rows.sum(0) * 2 + 1)
+        close(fn(x[:ROWS.bind(3)]) + 1, rows[:3].sum(0) * 2 + 1)
+        run = TinyJit(lambda x: (fn(x) + 1).realize())
+        for n in (4, 5, 6, 7): close(run(x[:ROWS.bind(n)]), rows[:n].sum(0) * 2 + 1)
+        assert {kernel.device for kernel in explain(fn(x) + 1).kernels} == {"TOY"}
+        del x, run
+    finally: hooks.remove_device("TOY")
+
+
 def test_device_name_can_be_given_to_another_class():
     for factor in (1, 2):
         hooks.add_device("toy", toy(factor))
