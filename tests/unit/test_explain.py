@@ -1,4 +1,6 @@
 """explain(): says what will run, and leaves everything as it was."""
+import gc
+
 import numpy as np
 import pytest
 import silu_mul
