@@ -1,0 +1,39 @@
+"""Branches, exits, and instructions that mean nothing here."""
+from __future__ import annotations
+
+from tinygrad_nv.ptx.emulator.lowering import Lowering, lowers
+from tinygrad_nv.ptx.syntax import Instruction, Register, Symbol, Vector
+
+
+@lowers("bra")
+def branch(low: Lowering, instruction: Instruction) -> None:
+    """`bra{.uni} label;`."""
+    (label,) = instruction.operands
+    if not isinstance(label, Symbol): raise low.fail("a label is expected")
+    low.emit("bra", target=label.name)
+
+
+@lowers("brx.idx")
+def indexed_branch(low: Lowering, instruction: Instruction) -> None:
+    """`brx.idx{.uni} index, table;` with the table of a .branchtargets directive."""
+    index, table = instruction.operands
+    if not isinstance(index, Register) or not isinstance(table, Vector): raise low.fail("an index and a table are expected")
+    low.emit("brx", a=low.source(index, "u32"), labels=tuple(t.name for t in table.items if isinstance(t, Symbol)))
+
+
+@lowers("exit", "ret")
+def leave(low: Lowering, instruction: Instruction) -> None:
+    """The thread is done."""
+    low.emit("exit")
+
+
+@lowers("trap")
+def trap(low: Lowering, instruction: Instruction) -> None:
+    """Ends the launch."""
+    low.emit("trap")
+
+
+@lowers("brkpt", "pmevent", "nop")
+def nothing(low: Lowering, instruction: Instruction) -> None:
+    """For debuggers."""
+    low.emit("nop")

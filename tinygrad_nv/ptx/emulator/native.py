@@ -1,0 +1,120 @@
+"""The interpreter of csrc/ as a shared library: compiled once, kept by content, called through ctypes.
+
+Protocol: `library()` gives the loaded library, compiled with the C compiler of `toolchain.py` when its sources,
+the compiler or the processor are new. `Library.handler(name)` is the address of `op_<name>`.
+"""
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import subprocess
+import tempfile
+from pathlib import Path
+
+from tinygrad_nv.errors import ToolchainError
+from tinygrad_nv.toolchain import find_compiler
+
+SOURCES = Path(__file__).parent / "csrc"
+# no fast-math and no contraction: PTX says how each instruction rounds
+FLAGS = ("-O2", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno",
+         "-fno-strict-aliasing", "-fno-sanitize=all", "-g0")
+TRACE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32)
+u8, u32, i32, u64, i64 = ctypes.c_uint8, ctypes.c_uint32, ctypes.c_int32, ctypes.c_uint64, ctypes.c_int64
+
+
+class Region(ctypes.Structure):
+    """core.h: Region."""
+    _fields_ = (("base", u64), ("size", u64), ("data", ctypes.c_void_p), ("valid", ctypes.c_void_p),
+                ("pages", ctypes.c_void_p), ("cta", ctypes.c_void_p))
+
+
+class Counters(ctypes.Structure):
+    """core.h: Counter."""
+    _fields_ = tuple((name, u64) for name in ("warps", "threads", "conflicts", "passes", "sectors", "requests",
+                                              "flops"))
+
+
+class Totals(ctypes.Structure):
+    """core.h: Totals."""
+    _fields_ = tuple((name, u64) for name in ("global_read", "global_written", "l2", "shared", "asynchronous"))
+
+
+class FoundHere(ctypes.Structure):
+    """core.h: Finding."""
+    _fields_ = (*((name, i32) for name in ("kind", "line", "other", "cta", "other_cta", "thread", "other_thread",
+                                           "count")), ("text", ctypes.c_char * 256))
+
+
+class Launch(ctypes.Structure):
+    """core.h: Launch."""
+    _fields_ = (("ops", ctypes.c_char_p), ("lists", ctypes.c_void_p), ("constants", ctypes.c_char_p),
+                ("parameters", ctypes.c_char_p), ("regions", ctypes.POINTER(Region)),
+                ("counters", ctypes.POINTER(Counters)), ("op_count", i32), ("source_count", i32),
+                ("constant_bytes", i32), ("register_bytes", i32), ("parameter_bytes", i32), ("region_count", i32),
+                ("specials", i32 * 32), ("grid", u32 * 3), ("block", u32 * 3), ("cluster", u32 * 3),
+                ("shared_bytes", u32), ("static_bytes", u32), ("local_bytes", u32), ("arch", i32), ("check", i32),
+                ("exact", i32), ("uses_wgmma", i32), ("registers", i32), ("resident", i32), ("seed", u64),
+                ("step_limit", u64), ("trace", TRACE), ("trace_cta", i64), ("trace_warps", u64))
+
+
+class Library:
+    """The loaded library, and addresses of its handlers."""
+
+    def __init__(self, path: Path) -> None:
+        self.c = ctypes.CDLL(str(path))
+        for name, result in (("machine_new", ctypes.c_void_p), ("machine_run", ctypes.c_int), ("machine_free", None),
+                             ("machine_report_running", None), ("machine_findings", ctypes.POINTER(FoundHere)),
+                             ("machine_finding_count", i32), ("machine_totals", ctypes.POINTER(Totals)),
+                             ("machine_steps", u64), ("warp_registers", ctypes.c_void_p), ("warp_id", i32),
+                             ("warp_number", i32)):
+            getattr(self.c, name).restype = result
+        self.handlers: dict[str, int] = {}
+
+    def handler(self, name: str) -> int:
+        """The address of a handler. A name that no C function has is our own mistake."""
+        if name not in self.handlers:
+            address = ctypes.cast(getattr(self.c, f"op_{name}"), ctypes.c_void_p).value
+            assert address is not None
+            self.handlers[name] = address
+        return self.handlers[name]
+
+
+def _directory() -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tinygrad_nv" / "emulator"
+    try: base.mkdir(parents=True, exist_ok=True)
+    except OSError: return Path(tempfile.mkdtemp())
+    return base
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try: text = Path("/proc/cpuinfo").read_text()
+    except OSError: return platform.machine() + platform.processor()
+    return platform.machine() + next((line for line in text.splitlines() if line.startswith("flags")), "")
+
+
+@functools.cache
+def library() -> Library:
+    """The interpreter, compiled when it has to be (about 20 s with the ziglang wheel). Raises
+    `ToolchainError` when there is no compiler or it fails."""
+    compiler = find_compiler()
+    sources = b"".join(path.name.encode() + path.read_bytes() for path in sorted(SOURCES.iterdir()))
+    key = hashlib.sha256(b"\0".join((sources, compiler.identity.encode(), _processor().encode(),
+                                     " ".join(FLAGS).encode()))).hexdigest()
+    path = _directory() / f"{key[:32]}.so"
+    if not path.is_file(): _compile(compiler.command, compiler.environment(), path)
+    return Library(path)
+
+
+def _compile(command: tuple[str, ...], environment: dict[str, str] | None, path: Path) -> None:
+    """Compiled beside and renamed, so that a reader sees all of it or nothing."""
+    part = path.with_suffix(f".{os.getpid()}")
+    done = subprocess.run([*command, *FLAGS, str(SOURCES / "emulator.c"), "-o", str(part), "-lm"],
+                          capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise ToolchainError(f"{command[0]} did not compile the emulator:\n{done.stderr[-2000:]}",
+                             "clang, or a compiler that takes its flags", "unset CC, or point it at a clang")
+    os.replace(part, path)

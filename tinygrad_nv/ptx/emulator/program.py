@@ -1,0 +1,233 @@
+"""A PTX entry function as what csrc/ runs: ops, constants, lists, and where each register lives.
+
+Protocol: `lower(module, entry, addresses)` gives a `Program`. Control flow is made of positions in the op
+list; each conditional branch carries its immediate post-dominator, the place where lanes that part there meet
+again. `Program.pack(handlers)` turns the ops into bytes once handlers have addresses.
+"""
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tinygrad_nv.errors import PTXError
+from tinygrad_nv.ptx.emulator import (  # noqa: F401  (they register themselves)
+    lower_async,
+    lower_barriers,
+    lower_control,
+    lower_convert,
+    lower_float,
+    lower_integer,
+    lower_lanes,
+    lower_memory,
+    lower_tensor,
+    lower_wgmma,
+)
+from tinygrad_nv.ptx.emulator.lowering import SPECIALS, Lowering, OpRecord, lowering_of
+from tinygrad_nv.ptx.syntax import Function, Module, Variable
+
+OP = struct.Struct("<Qq14iI4BHHi")
+RELATIVE = 1 << 24  # places above it are relative to the end of the constants
+FIELDS = ("a", "b", "c", "e")
+# warps must be whole at these: what PTX calls .aligned, and instructions that imply it
+ALIGNED = ("aligned",)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A lowered function. Sizes in bytes; `lines` and `opcodes` are by number of the PTX instruction."""
+    name: str
+    function: Function
+    ops: list[OpRecord]
+    constants: bytes
+    register_bytes: int
+    registers: dict[str, int]
+    local_bytes: int
+    static_bytes: int
+    dynamic_align: int
+    opcodes: list[str]
+    lines: list[int]
+    uses_wgmma: bool
+
+    def specials(self) -> list[int]:
+        """Places of special registers in the order of core.h, -1 where unused."""
+        return [self.registers.get("%" + name, -1) for name in SPECIALS]
+
+    def pack(self, handler: Callable[[str], int]) -> tuple[bytes, list[int]]:
+        """The ops as an array of core.h's `Op`, and the lists they refer to."""
+        lists: list[int] = []
+        packed = bytearray()
+        for record in self.ops:
+            places = []
+            for values in (record.list, (len(record.reads), *record.reads), (len(record.writes), *record.writes)):
+                places.append(len(lists))
+                lists += values
+            aligned = record.aligned | record.counts << 1
+            packed += OP.pack(handler(record.handler), record.imm, record.d, record.a, record.b, record.c, record.e,
+                              record.guard, places[0], len(record.list), record.target, record.join, record.line,
+                              record.source, places[1], places[2], record.flags, record.guard_negated, aligned,
+                              record.space, record.wide, record.width, record.vector, record.more)
+        return bytes(packed), lists
+
+
+def lower(module: Module, function: Function, addresses: dict[str, int]) -> Program:
+    """Lowers one entry function. `addresses` are those of the module's global and constant variables. Raises
+    `PTXError` with the line of an instruction that is not emulated."""
+    shared, static_bytes, align = shared_layout(module, function)
+    local, local_bytes = layout(v for v in function.variables.values() if v.space == "local")
+    low = Lowering(function, module.target, addresses, shared, local, {**module.variables, **function.variables})
+    starts = []
+    for number, instruction in enumerate(function.body):
+        starts.append(len(low.ops))
+        low.current, low.source_number = instruction, number
+        if (made := lowering_of(instruction)) is None:
+            raise PTXError(f"PTX line {instruction.line}: {instruction.opcode} is not emulated", instruction.line,
+                           "an instruction of sm_80 … sm_90a that the emulator knows",
+                           "see tinygrad_nv/ptx/emulator/lower_*.py for how to add it")
+        try: made(low, instruction)
+        except (IndexError, ValueError, KeyError, StopIteration) as error:
+            raise low.fail(f"operands that do not fit ({error})", "the operands of the PTX manual") from error
+        if len(low.ops) == starts[-1]: low.emit("nop")
+        low.ops[-1].counts = True
+        for op in low.ops[starts[-1]:]: op.aligned |= "aligned" in instruction.modifiers
+    end = len(low.ops)
+    if function.body: low.emit("exit")  # a body that runs off its end returns
+    starts.append(end)
+    resolve(low, {name: starts[at] for name, at in function.labels.items()})
+    relocate(low)
+    return Program(function.name, function, low.ops, bytes(low.constants), len(low.constants) + low.register_bytes,
+                   low.registers, local_bytes, static_bytes, align, [i.opcode for i in function.body],
+                   [i.line for i in function.body], any(i.mnemonic == "wgmma" for i in function.body))
+
+
+def layout(variables: object) -> tuple[dict[str, int], int]:
+    """Offsets of variables one after the other, aligned, and the size of all."""
+    places, at = {}, 0
+    for variable in variables:  # type: ignore[attr-defined]
+        assert isinstance(variable, Variable)
+        at = -(-at // variable.align) * variable.align
+        places[variable.name] = at
+        at += variable.nbytes
+    return places, -(-at // 16) * 16
+
+
+def shared_layout(module: Module, function: Function) -> tuple[dict[str, int], int, int]:
+    """Addresses of shared variables (the first at 0x400, as on hardware), bytes of the static ones, and the
+    alignment of the dynamic one, which begins after them."""
+    variables = [v for v in (*module.variables.values(), *function.variables.values()) if v.space == "shared"]
+    used = {symbol for symbol in names_in(function)}
+    static = [v for v in variables if v.nbytes and v.name in used]
+    dynamic = [v for v in variables if not v.nbytes]
+    places, at = {}, 0x400
+    for variable in static:
+        at = -(-at // variable.align) * variable.align
+        places[variable.name] = at
+        at += variable.nbytes
+    align = max((v.align for v in dynamic), default=1)
+    if dynamic and static: at = -(-at // align) * align
+    for variable in dynamic: places[variable.name] = at
+    return places, at - 0x400, align
+
+
+def names_in(function: Function) -> set[str]:
+    """Symbols that instructions mention."""
+    from tinygrad_nv.ptx.syntax import Address, Symbol, Vector
+    found = set()
+    def visit(operand: object) -> None:
+        if isinstance(operand, Symbol): found.add(operand.name)
+        elif isinstance(operand, Address): visit(operand.base)
+        elif isinstance(operand, Vector):
+            for item in operand.items: visit(item)
+    for instruction in function.body:
+        for operand in instruction.operands: visit(operand)
+    return found
+
+
+# **** positions ****
+
+def resolve(low: Lowering, labels: dict[str, int]) -> None:
+    """Labels become positions, and branches learn where their ways meet."""
+    for op in low.ops:
+        if isinstance(op.target, str): op.target = labels[op.target]
+        if op.labels: op.list = tuple(labels[label] for label in op.labels)
+    meet = post_dominators(low.ops)
+    for at, op in enumerate(low.ops):
+        if op.handler in ("bra", "brx"): op.join = meet[at]
+
+
+def successors(ops: list[OpRecord], at: int) -> tuple[int, ...]:
+    """Positions that may follow; len(ops) is the exit."""
+    op = ops[at]
+    if op.handler == "exit": return (len(ops),) if op.guard < 0 else (at + 1, len(ops))
+    if op.handler == "brx": return op.list if op.guard < 0 else (at + 1, *op.list)
+    if op.handler != "bra": return (at + 1,)
+    assert isinstance(op.target, int)
+    return (op.target,) if op.guard < 0 else (at + 1, op.target)
+
+
+def post_dominators(ops: list[OpRecord]) -> dict[int, int]:
+    """For each branch the position of its immediate post-dominator, -1 when that is the exit. Cooper, Harvey
+    and Kennedy, "A Simple, Fast Dominance Algorithm", on the reversed graph of basic blocks."""
+    exit_ = len(ops)
+    leaders = {0, exit_}
+    for at, op in enumerate(ops):
+        if op.handler in ("bra", "brx", "exit"): leaders |= {*successors(ops, at), at + 1}
+    starts = sorted(leader for leader in leaders if leader <= exit_)
+    block_of = {start: number for number, start in enumerate(starts)}
+    last = [end - 1 for end in starts[1:]]
+    after = [tuple(block_of[s] for s in successors(ops, at)) for at in last] + [()]
+    before: list[list[int]] = [[] for _ in starts]
+    for number, following in enumerate(after):
+        for other in following: before[other].append(number)
+    order = reverse_postorder(before, len(starts) - 1)
+    rank = {number: at for at, number in enumerate(order)}
+    meet: dict[int, int] = {len(starts) - 1: len(starts) - 1}
+
+    def common(a: int, b: int) -> int:
+        while a != b:
+            while rank[a] > rank[b]: a = meet[a]
+            while rank[b] > rank[a]: b = meet[b]
+        return a
+
+    changed = True
+    while changed:
+        changed = False
+        for number in order[1:]:
+            known = [s for s in after[number] if s in meet]
+            new = known[0]
+            for other in known[1:]: new = common(other, new)
+            if meet.get(number) != new: meet[number], changed = new, True
+    found = {last[number]: starts[meet[number]] for number in range(len(last)) if number in meet}
+    return {at: (p if p < exit_ else -1) for at in range(exit_)
+            for p in (found.get(at, exit_),) if ops[at].handler in ("bra", "brx")}
+
+
+def reverse_postorder(edges: list[list[int]], root: int) -> list[int]:
+    """Depth-first order without recursion."""
+    seen, out, stack = {root}, [], [(root, iter(edges[root]))]
+    while stack:
+        node, rest = stack[-1]
+        for other in rest:
+            if other not in seen:
+                seen.add(other)
+                stack.append((other, iter(edges[other])))
+                break
+        else:
+            out.append(node)
+            stack.pop()
+    return out[::-1]
+
+
+# **** places ****
+
+def relocate(low: Lowering) -> None:
+    """Registers follow the constants, now that all of those are known; reads and writes are collected."""
+    low.constants += bytes(-len(low.constants) % 128)
+    base = len(low.constants)
+    def place(at: int) -> int: return at - RELATIVE + base if at >= RELATIVE else at
+    low.registers = {name: place(at) for name, at in low.registers.items()}
+    for op in low.ops:
+        reads = op.reads or tuple(getattr(op, f) for f in FIELDS if getattr(op, f) >= 0)
+        writes = op.writes or ((op.d,) if op.d >= 0 else ())
+        op.list, op.reads, op.writes = (tuple(map(place, places)) for places in (op.list, reads, writes))
+        op.d, op.a, op.b, op.c, op.e, op.guard = (place(x) for x in (op.d, op.a, op.b, op.c, op.e, op.guard))
