@@ -239,6 +239,9 @@ struct Machine {
     i32 actors;               /* of a cluster: length of its clocks */
     struct Shadow *shadow;
     Warp *running;
+    const Op *current;        /* the op being executed */
+    const u8 *storing;        /* while touch() is asked for WRITE by an ordinary store: the bytes it will write (so that
+                                 replicated stores of one value are no race); NULL otherwise */
     u64 stuck_events, last_exit;
     i32 stuck;                /* rounds in which nothing could be done but to force */
     bool stopped;

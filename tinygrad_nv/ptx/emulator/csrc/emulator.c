@@ -1,6 +1,6 @@
 /* One translation unit, so that everything is inlined where it is used. Read core.h first. */
 #include "machine.c"
-#include "shadow.c"
+#include "shadow.c"  /* and clocks.c */
 #if __has_include("integer.c")
 #include "integer.c"
 #endif

@@ -374,6 +374,7 @@ static int execute(Machine *m, Warp *w) {
     if (m->launch.trace_warps >> w->id & 1 && (m->launch.trace_cta < 0 || m->launch.trace_cta == cta_number(m, w->cta)))
         m->launch.trace(w, op, mask);
     u32 gathered = w->gathered;
+    m->current = op;
     int result = op->handler(m, w, op, mask);
     if (result == BLOCKED) return BLOCKED;
     if (op->aligned & 2) {
@@ -570,7 +571,7 @@ const Totals *machine_totals(const Machine *m) { return &m->totals; }
 u64 machine_steps(const Machine *m) { return m->steps; }
 const u8 *warp_registers(const Warp *w) { return w->regs; }
 i32 warp_id(const Warp *w) { return w->id; }
-i32 warp_cta(const Machine *m, const Warp *w) { return cta_number(m, w->cta); }
+i32 warp_number(const Machine *m, const Warp *w) { return cta_number(m, w->cta); }
 
 /* **** control flow **** */
 

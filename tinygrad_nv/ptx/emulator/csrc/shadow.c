@@ -1,0 +1,267 @@
+/* Races: for each word of memory who wrote it last, and who has read it since.
+ *
+ * An access conflicts with an earlier one to the same bytes when one of them writes, they are not both atomic, and the
+ * earlier one is not known (clocks.c) to have happened before. That is decided from the order that synchronisation makes, not
+ * from the order in which things happened to run, so one run finds what any schedule could show. After FastTrack (Flanagan and
+ * Freund, 2009), with readers kept as a list. A word that is accessed in parts is split into a cell for each byte.
+ *
+ * Within a warp, lanes are ordered by bar.warp.sync and whatever includes it. Writes of one value by one instruction within a
+ * CTA are not reported: compilers replicate stores.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "core.h"
+#include "clocks.c"
+
+enum { PAGE_WORDS = 1024, MAX_READERS = 32, MAX_GLOBAL_READERS = 4 };
+
+/* Who, in 64 bits: cluster 20, actor 12, lane 5, several lanes 1, async 2, strong 1, op 22; 0: nobody. */
+typedef u64 Id;
+typedef struct Reader { Id id; u32 clock, next; } Reader;
+typedef struct Cell { Id writer, reader; u32 written, read, more, split; } Cell;  /* more, split: pool indices, 0: none */
+typedef struct Page { Cell cells[PAGE_WORDS]; } Page;
+
+static Id id_of(const Machine *m, const Who *who, bool strong) {
+    return (u64)who->warp->cta->cluster->sequence << 44 | (u64)(who->actor & 0xfff) << 32 | (u64)(who->lane & 31) << 27
+        | (u64)(who->async & 3) << 24 | (u64)strong << 23 | (u64)((who->op - m->launch.ops) & 0x3fffff);
+}
+static u32 id_cluster(Id id) { return (u32)(id >> 44); }
+static u32 id_actor(Id id) { return id >> 32 & 0xfff; }
+static i32 id_lane(Id id) { return id >> 27 & 31; }
+static bool id_many(Id id) { return id >> 26 & 1; }
+static u32 id_async(Id id) { return id >> 24 & 3; }
+static bool id_strong(Id id) { return id >> 23 & 1; }
+#define MANY_LANES (1ull << 26)
+
+/* **** pools **** */
+
+static u32 new_split(struct Shadow *s, const Cell *from) {
+    u32 at = s->cell_free;
+    if (at) s->cell_free = s->cells[at].more;
+    else {
+        if (s->cell_count + 4 > s->cell_room)
+            s->cells = realloc(s->cells, sizeof *s->cells * (s->cell_room = s->cell_room * 2 + 4096));
+        if (!s->cell_count) s->cell_count = 4;  /* index 0 means none */
+        at = s->cell_count;
+        s->cell_count += 4;
+    }
+    for (u32 i = 0; i < 4; i++) s->cells[at + i] = *from, s->cells[at + i].more = s->cells[at + i].split = 0;
+    s->cells[at].more = from->more;  /* further readers stay with the first byte: enough to find a conflict */
+    return at;
+}
+
+static void free_readers(struct Shadow *s, u32 first) {
+    while (first) {
+        u32 next = s->readers[first].next;
+        s->readers[first].next = s->reader_free;
+        s->reader_free = first;
+        first = next;
+    }
+}
+
+static void free_split(struct Shadow *s, u32 at) {
+    for (u32 i = 0; i < 4; i++) free_readers(s, s->cells[at + i].more);
+    s->cells[at].more = s->cell_free;
+    s->cell_free = at;
+}
+
+static void add_reader(struct Shadow *s, Cell *c, u32 most) {
+    u32 length = 0;
+    for (u32 i = c->more; i; i = s->readers[i].next) length++;
+    if (length >= most) return;
+    u32 at = s->reader_free;
+    if (at) s->reader_free = s->readers[at].next;
+    else {
+        if (s->reader_count + 1 >= s->reader_room)
+            s->readers = realloc(s->readers, sizeof *s->readers * (s->reader_room = s->reader_room * 2 + 4096));
+        at = ++s->reader_count;
+    }
+    s->readers[at] = (Reader){c->reader, c->read, c->more};
+    c->more = at;
+}
+
+/* **** conflicts **** */
+
+/* Whether what `id` did at `clock` is ordered before `who`. */
+static bool ordered(const Who *who, Id id, u32 clock) {
+    const Warp *w = who->warp;
+    u32 cluster = id_cluster(id), actor = id_actor(id);
+    bool same_warp = cluster == w->cta->cluster->sequence && actor == actor_of(w, 0);
+    if (!same_warp) return knows(w, cluster, actor, clock, KNOWN);
+    if (id_lane(id) == who->lane && !id_many(id)) return true;
+    return clock < w->lane_sync[who->lane];
+}
+
+static const char *deed(Id id, bool wrote) {
+    u32 family = id_actor(id) % ACTORS;
+    if (family >= ACTOR_MBARRIER) return wrote ? "an asynchronous copy's write" : "an asynchronous copy's read";
+    if (family >= ACTOR_COPY) return wrote ? "a cp.async's write" : "a cp.async's read";
+    if (family >= ACTOR_BULK) return wrote ? "a bulk copy's write" : "a bulk copy's read";
+    if (family >= ACTOR_WGMMA) return "a wgmma's read";
+    return id_strong(id) ? "an atomic access" : wrote ? "a write" : "a read";
+}
+
+static int kind_of(Id a, Id b) {
+    u32 x = id_actor(a) % ACTORS, y = id_actor(b) % ACTORS;
+    if ((x >= ACTOR_WGMMA && x < ACTOR_BULK) || (y >= ACTOR_WGMMA && y < ACTOR_BULK)) return WGMMA_HAZARD;
+    return id_async(a) || id_async(b) ? ASYNC_HAZARD : RACE;
+}
+
+/* The CTA of an id, as a number in the grid. */
+static i32 id_cta(const Machine *m, Id id) {
+    const Launch *a = &m->launch;
+    u32 number = id_cluster(id) - 1, rank = id_actor(id) / ACTORS;
+    u32 nx = a->grid[0] / a->cluster[0], ny = a->grid[1] / a->cluster[1];
+    u32 x = number % nx * a->cluster[0] + rank % a->cluster[0];
+    u32 y = number / nx % ny * a->cluster[1] + rank / a->cluster[0] % a->cluster[1];
+    u32 z = number / nx / ny * a->cluster[2] + rank / a->cluster[0] / a->cluster[1];
+    return (i32)(x + a->grid[0] * (y + a->grid[1] * z));
+}
+
+static void conflict(Machine *m, const Who *who, Id me, Id other, bool wrote, bool write, const Region *r, u64 offset,
+                     int kind) {
+    char text[256];
+    u32 family = id_actor(other) % ACTORS;
+    const Op *op = &m->launch.ops[other & 0x3fffff];
+    i32 thread = family < ACTOR_MBARRIER ? (i32)(family % 32) * LANES + id_lane(other) : -1;
+    const char *why = kind == PROXY_FENCE ? "has not passed a fence.proxy.async" : "is not ordered before";
+    snprintf(text, sizeof text, "%s of %s memory at %#llx: %s (line %d, CTA %d) %s", deed(me, write),
+             r->cta ? "shared" : "global", (unsigned long long)(r->base + offset), deed(other, wrote), op->line,
+             id_cta(m, other), why);
+    report_pair(m, kind, who->op, who->warp, who->lane, op->line, id_cta(m, other), thread, text);
+}
+
+/* Whether two writes of the same value by the same instruction of the same CTA: a replicated store. */
+static bool replicated(const Machine *m, Id me, Id other, const Region *r, u64 offset, u32 bytes, u64 from) {
+    if (!m->storing || (me & 0x3fffff) != (other & 0x3fffff) || id_cta(m, me) != id_cta(m, other)) return false;
+    return memcmp(r->data + offset, m->storing + (offset - from), bytes) == 0;
+}
+
+typedef struct {
+    Machine *m;
+    const Who *who;
+    Region *r;
+    Id me;
+    u64 from;      /* where the whole access begins */
+    bool write, strong;
+} Access;
+
+static bool excused(const Access *a, Id other) { return a->strong && id_strong(other); }
+
+static void check_writer(const Access *a, const Cell *c, u64 offset, u32 bytes) {
+    if (!c->writer || excused(a, c->writer)) return;
+    if (!ordered(a->who, c->writer, c->written)) {
+        if (!(a->write && replicated(a->m, a->me, c->writer, a->r, offset, bytes, a->from)))
+            conflict(a->m, a->who, a->me, c->writer, true, a->write, a->r, offset, kind_of(a->me, c->writer));
+        return;
+    }
+    if (a->who->async != 2 || a->write || id_async(c->writer) == 2) return;
+    int which = a->r->cta ? FENCED_SHARED : FENCED_GLOBAL;
+    if (!knows(a->who->warp, id_cluster(c->writer), id_actor(c->writer), c->written, which))
+        conflict(a->m, a->who, a->me, c->writer, true, false, a->r, offset, PROXY_FENCE);
+}
+
+static void check_reader(const Access *a, Id reader, u32 clock, u64 offset) {
+    if (reader && !excused(a, reader) && !ordered(a->who, reader, clock))
+        conflict(a->m, a->who, a->me, reader, false, true, a->r, offset, kind_of(a->me, reader));
+}
+
+static void write_cell(const Access *a, Cell *c, u64 offset, u32 bytes) {
+    struct Shadow *s = a->m->shadow;
+    check_writer(a, c, offset, bytes);
+    check_reader(a, c->reader, c->read, offset);
+    for (u32 i = c->more; i; i = s->readers[i].next) check_reader(a, s->readers[i].id, s->readers[i].clock, offset);
+    if (c->more) free_readers(s, c->more);
+    c->writer = a->me, c->written = a->who->clock;
+    c->reader = 0, c->more = 0;
+}
+
+static void read_cell(const Access *a, Cell *c, u64 offset, u32 bytes) {
+    check_writer(a, c, offset, bytes);
+    Id before = c->reader;
+    if (before && before >> 32 == a->me >> 32 && c->read == a->who->clock) {
+        if (id_lane(before) != a->who->lane) c->reader |= MANY_LANES;
+        return;
+    }
+    if (before && !ordered(a->who, before, c->read)) add_reader(a->m->shadow, c, a->r->cta ? MAX_READERS : MAX_GLOBAL_READERS);
+    c->reader = a->me, c->read = a->who->clock;
+}
+
+/* One word, or the part of it that [offset, offset + bytes) covers. */
+static void access_word(const Access *a, Cell *c, u64 offset, u32 bytes) {
+    struct Shadow *s = a->m->shadow;
+    if (!c->split && bytes == 4) {
+        if (a->write) write_cell(a, c, offset, 4); else read_cell(a, c, offset, 4);
+        return;
+    }
+    if (!c->split) {
+        u32 at = new_split(s, c);
+        *c = (Cell){.split = at};
+    }
+    for (u32 i = 0; i < bytes; i++) {
+        Cell *part_ = &s->cells[c->split + ((offset + i) & 3)];
+        if (a->write) write_cell(a, part_, offset + i, 1); else read_cell(a, part_, offset + i, 1);
+    }
+    if (a->write && bytes == 4) {
+        free_split(s, c->split);
+        *c = (Cell){.writer = a->me, .written = a->who->clock};
+    }
+}
+
+void shadow_access(Machine *m, const Who *who, Region *r, u64 offset, u64 bytes, int kind) {
+    if (!m->launch.check || !bytes) return;
+    bool strong = who->strong || kind == ATOMIC;
+    Access a = {m, who, r, id_of(m, who, strong), offset, kind != READ, strong};
+    if (!r->pages) r->pages = calloc(r->size / 4 / PAGE_WORDS + 2, sizeof *r->pages);
+    /* cells are for words of host memory, whose alignment is that of the address */
+    for (u64 at = offset, end = offset + bytes; at < end;) {
+        u64 word = at >> 2, next = (word + 1) << 2;
+        u32 some = (u32)((next < end ? next : end) - at);
+        Page **page = &r->pages[word / PAGE_WORDS];
+        if (!*page) *page = calloc(1, sizeof **page);
+        access_word(&a, &(*page)->cells[word % PAGE_WORDS], at, some);
+        at += some;
+    }
+}
+
+/* **** lifetimes **** */
+
+void shadow_start(Machine *m) {
+    m->shadow = calloc(1, sizeof *m->shadow);
+}
+
+void shadow_region_free(Machine *m, Region *r) {
+    if (r->pages) for (u64 i = 0; i <= r->size / 4 / PAGE_WORDS; i++) free(r->pages[i]);
+    free(r->pages);
+    r->pages = NULL;
+    /* locations are known by host address, which may be used again */
+    for (i32 i = 0; r->cta && i < m->shadow->location_room; i++) {
+        Location *at = &m->shadow->locations[i];
+        if (at->key >= (u64)r->data && at->key < (u64)(r->data + r->size)) at->clock.count = 0;
+    }
+}
+
+void shadow_finish(Machine *m) {
+    struct Shadow *s = m->shadow;
+    for (i32 i = 0; i < m->launch.region_count; i++) shadow_region_free(m, &m->launch.regions[i]);
+    for (i32 i = 0; i < s->location_room; i++) free(s->locations[i].clock.items);
+    free(s->locations), free(s->cells), free(s->readers), free(s);
+}
+
+/* A CTA is gone. Others of its cluster that touched its shared memory must be known, by one of its warps, to be done. */
+void shadow_exit(Machine *m, Cta *c) {
+    if (!m->launch.check || c->cluster->size == 1) return;
+    for (i32 a = 0; a < m->actors; a++) {
+        if (!c->remote[a] || a / ACTORS == c->rank) continue;
+        u32 most = 0;
+        for (i32 i = 0; i < c->warp_count; i++) {
+            u32 known = part(c->warps[i].clock, KNOWN)[a];
+            if (known > most) most = known;
+        }
+        if (most >= c->remote[a]) continue;
+        report(m, RACE, m->current, &c->warps[0], 0, "the CTA (rank %d of its cluster) exits while CTA rank %d may still access "
+               "its shared memory: wait for it, or end with barrier.cluster", c->rank, a / ACTORS);
+        return;
+    }
+}

@@ -1,0 +1,19 @@
+"""A machine that runs PTX on a CPU, with Hopper's semantics, and says what is wrong with it.
+
+Read in this order:
+  emulator.py   the public face: `Emulator.alloc`, `Emulator.launch`
+  tensormap.py  `TensorMap`: what TMA reads and writes through
+  report.py     findings and counters
+  lowering.py   from PTX instructions to ops: the registry; lower_*.py are the families
+  program.py    a function as ops, with registers placed and branches joined
+  native.py     the interpreter, compiled from csrc/
+  csrc/         core.h first: objects and protocol; then machine.c, shadow.c (happens-before), and the families
+
+The interpreter is C because checks cost some hundred operations for each access: in NumPy, vectorised over
+a CTA, an instruction takes about 20 µs; here one of a warp takes about 0.05.
+"""
+from tinygrad_nv.ptx.emulator.emulator import Buffer, Emulator, Trace
+from tinygrad_nv.ptx.emulator.report import Finding, Report, Site, Stats
+from tinygrad_nv.ptx.emulator.tensormap import TensorMap
+
+__all__ = ["Buffer", "Emulator", "Finding", "Report", "Site", "Stats", "TensorMap", "Trace"]

@@ -1,0 +1,233 @@
+"""The emulated GPU: memory, and launches of PTX text.
+
+Protocol: `emu.alloc` gives device memory at 64-bit addresses, with gaps between allocations so that what runs
+past one is found. `emu.launch` parses and lowers the text (once for each text), runs the grid to its end and
+returns a `Report`. A kernel that is wrong gives findings, never an exception; text that cannot be run, and
+arguments that do not fit, are `PTXError`s before anything runs. Memory keeps what a launch wrote.
+
+`seed` chooses the order of warps and when asynchronous work completes: seeds divisible by four leave all of it
+as late as the ISA allows. A correct kernel gives the same answer under every seed (but for the order of floating-point atomics).
+"""
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+import numpy as np
+
+from tinygrad_nv.errors import PTXError
+from tinygrad_nv.ptx.emulator.arguments import check_launch, pack_arguments, resident_clusters, triple
+from tinygrad_nv.ptx.emulator.native import TRACE, Counters, Launch, Library, Region, library
+from tinygrad_nv.ptx.emulator.program import Program, lower
+from tinygrad_nv.ptx.emulator.report import KINDS, Finding, Report, Site, Stats
+from tinygrad_nv.ptx.emulator.trace import Tracer
+from tinygrad_nv.ptx.parser import parse
+from tinygrad_nv.ptx.syntax import Function, Module
+
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a")
+FIRST_ADDRESS = 0x7_0000_0000
+GAP = 1 << 16        # bytes between allocations at least: what runs past one meets nothing
+SLICE = 4_000_000    # warp-instructions between looks at the keyboard: about half a second
+MORE, DONE, STUCK, LIMIT = range(4)
+
+
+@dataclass(eq=False)
+class Buffer:
+    """Device memory: `ptr` its address, `nbytes` its size. `numpy()` gives a copy in the shape and dtype
+    it was made with (uint8 when it was made by size)."""
+    ptr: int
+    data: np.ndarray                # uint8, the memory itself
+    valid: np.ndarray | None        # 1 for bytes that were written; None: all
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int: return self.data.nbytes
+
+    def numpy(self) -> np.ndarray: return self.data.copy().view(self.dtype).reshape(self.shape)
+
+    def write(self, array: np.ndarray) -> None:
+        """Copies an array of `nbytes` into it."""
+        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        if raw.nbytes != self.nbytes:
+            raise PTXError(f"{raw.nbytes} bytes written to a buffer of {self.nbytes}", 0, "an array of the same size",
+                           "allocate another buffer")
+        self.data[:] = raw
+        if self.valid is not None: self.valid[:] = 1
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What `launch(trace=…)` prints: instructions of `warps` of CTA number `cta` (None: all CTAs), to `file`
+    (None: standard error)."""
+    cta: int | None = 0
+    warps: Sequence[int] = (0,)
+    file: TextIO | None = None
+
+
+@dataclass
+class Loaded:
+    """A module in this emulator: its text parsed, its variables in memory, its functions lowered."""
+    module: Module
+    addresses: dict[str, int]
+    programs: dict[str, Program] = field(default_factory=dict)
+    packed: dict[str, tuple[bytes, Any]] = field(default_factory=dict)
+
+
+class Emulator:
+    """An emulated GPU of architecture `arch` (sm_80, sm_86, sm_89, sm_90, sm_90a). `check` switches the race
+    detector and its kin (bounds and alignment are always checked); `exact` makes tensor cores sum exactly
+    instead of truncating as hardware does; a launch ends with a finding after `step_limit`
+    warp-instructions. Raises `PTXError` for an unknown architecture."""
+
+    def __init__(self, arch: str = "sm_90a", check: bool = True, seed: int = 0, exact: bool = False,
+                 step_limit: int = 1_000_000_000) -> None:
+        if arch not in ARCHITECTURES:
+            raise PTXError(f"unknown architecture {arch!r}", 0, f"one of {', '.join(ARCHITECTURES)}")
+        self.arch, self.check, self.seed, self.exact, self.step_limit = arch, check, seed, exact, step_limit
+        self.buffers: dict[int, Buffer] = {}
+        self.modules: dict[bytes, Loaded] = {}
+        self.next_address = FIRST_ADDRESS
+
+    # **** memory ****
+
+    def alloc(self, what: np.ndarray | int) -> Buffer:
+        """Device memory holding a copy of an array, or of so many bytes that nothing has been written to."""
+        if isinstance(what, int | np.integer):
+            if what < 0: raise PTXError(f"an allocation of {what} bytes", 0, "a size ≥ 0")
+            data, valid = np.full(int(what), 0xff, np.uint8), np.zeros(int(what), np.uint8)
+            return self._place(data, valid, (int(what),), np.dtype(np.uint8))
+        if not isinstance(what, np.ndarray | np.generic):
+            raise PTXError(f"an allocation of a {type(what).__name__}", 0, "a numpy array, or a number of bytes")
+        array = np.ascontiguousarray(what)
+        return self._place(array.reshape(-1).view(np.uint8).copy(), None, np.shape(what), array.dtype)
+
+    def _place(self, data: np.ndarray, valid: np.ndarray | None, shape: tuple[int, ...], dtype: np.dtype) -> Buffer:
+        buffer = Buffer(self.next_address, data, valid, shape, dtype)
+        self.buffers[buffer.ptr] = buffer
+        self.next_address += -(-(data.nbytes + GAP) // GAP) * GAP
+        return buffer
+
+    def free(self, buffer: Buffer) -> None:
+        """Gives memory back; its addresses are not used again."""
+        if self.buffers.pop(buffer.ptr, None) is None:
+            raise PTXError(f"address {buffer.ptr:#x} is freed twice, or was never allocated", 0,
+                           "a buffer of this emulator")
+
+    # **** launches ****
+
+    def launch(self, ptx_text: str, grid: int | Sequence[int], block: int | Sequence[int], args: Sequence[object] = (),
+               entry: str | None = None, cluster: int | Sequence[int] = (1, 1, 1), dynamic_smem: int = 0,
+               trace: Trace | bool | None = None) -> Report:
+        """Runs an entry function (the only one, when `entry` is None) over a grid and returns what was found
+        and counted. `args` are buffers, addresses and other integers, floats, `TensorMap`s or bytes, one for
+        each parameter. Raises `PTXError` naming the line or the argument that cannot be."""
+        loaded = self._load(ptx_text)
+        function = self._entry(loaded.module, entry)
+        program = self._program(loaded, function)
+        shape = triple(grid, "grid"), triple(block, "block"), triple(cluster, "cluster")
+        shared = program.static_bytes + dynamic_smem
+        shape = check_launch(self.arch, loaded.module, program, *shape, shared, dynamic_smem)
+        parameters = pack_arguments(function, args)
+        began = time.perf_counter()
+        run = _Run(self, loaded, program, shape, shared, parameters, trace, ptx_text)
+        findings = run.run()
+        return Report(findings, run.stats(), time.perf_counter() - began)
+
+    def _load(self, text: str) -> Loaded:
+        if not isinstance(text, str): raise PTXError(f"PTX text is expected, not {type(text).__name__}")
+        key = hashlib.sha256(text.encode()).digest()
+        if key not in self.modules:
+            module = parse(text)
+            addresses = {}
+            for variable in module.variables.values():
+                if variable.space not in ("global", "const"): continue
+                # variables without an initial value are zero
+                data = np.frombuffer(variable.data.ljust(max(variable.nbytes, 1), b"\0"), np.uint8)
+                addresses[variable.name] = self.alloc(data).ptr
+            self.modules[key] = Loaded(module, addresses)
+        return self.modules[key]
+
+    def _entry(self, module: Module, entry: str | None) -> Function:
+        names = ", ".join(module.functions) or "none"
+        if entry is None:
+            if len(module.functions) != 1:
+                raise PTXError(f"the module has {len(module.functions)} entry functions: {names}", 0,
+                               "one, or its name", "pass entry=…")
+            return next(iter(module.functions.values()))
+        if entry not in module.functions:
+            raise PTXError(f"no entry function {entry!r}", 0, f"one of: {names}", "correct entry=…")
+        return module.functions[entry]
+
+    def _program(self, loaded: Loaded, function: Function) -> Program:
+        if function.name not in loaded.programs:
+            loaded.programs[function.name] = lower(loaded.module, function, loaded.addresses)
+        return loaded.programs[function.name]
+
+
+class _Run:
+    """One launch: what C reads and writes, kept alive."""
+
+    def __init__(self, emu: Emulator, loaded: Loaded, program: Program, shape: tuple[tuple[int, ...], ...], shared: int,
+                 parameters: bytes, trace: Trace | bool | None, text: str) -> None:
+        self.library: Library = library()
+        self.program = program
+        if program.name not in loaded.packed:
+            ops, lists = program.pack(self.library.handler)
+            loaded.packed[program.name] = ops, np.array([*lists, 0], np.int32)
+        self.ops, self.lists = loaded.packed[program.name]
+        self.buffers = sorted((b for b in emu.buffers.values() if b.nbytes), key=lambda b: b.ptr)
+        self.regions = (Region * (len(self.buffers) + 1))(*(
+            Region(b.ptr, b.nbytes, b.data.ctypes.data, None if b.valid is None else b.valid.ctypes.data)
+            for b in self.buffers))
+        self.counters = (Counters * (len(program.opcodes) + 1))()
+        self.tracer = Tracer(program, self.ops, self.library, text, trace)
+        grid, block, cluster = shape
+        self.launch = Launch(
+            self.ops, self.lists.ctypes.data, program.constants, parameters, self.regions, self.counters,
+            len(program.ops), len(program.opcodes), len(program.constants), program.register_bytes, len(parameters),
+            len(self.buffers), (ctypes.c_int32 * 32)(*program.specials()), (ctypes.c_uint32 * 3)(*grid),
+            (ctypes.c_uint32 * 3)(*block), (ctypes.c_uint32 * 3)(*cluster), shared, program.static_bytes,
+            program.local_bytes, int(emu.arch[3:5]), emu.check, emu.exact, program.uses_wgmma,
+            program.function.directives.get("maxnreg", (0,))[0],
+            resident_clusters(emu.arch, block, cluster, shared), emu.seed & (1 << 64) - 1, emu.step_limit,
+            TRACE(self.tracer.call), self.tracer.cta, self.tracer.warps)
+        self.totals: Any = None
+        self.steps = 0
+
+    def run(self) -> list[Finding]:
+        """Runs to the end, looking up now and then so that Ctrl-C works."""
+        c = self.library.c
+        machine = ctypes.c_void_p(c.machine_new(ctypes.byref(self.launch)))
+        self.tracer.machine = machine
+        try:
+            while (state := c.machine_run(machine, ctypes.c_uint64(SLICE))) == MORE: pass
+            if state == LIMIT: c.machine_report_running(machine)
+            found = c.machine_findings(machine)
+            findings = [self.finding(found[i]) for i in range(c.machine_finding_count(machine))]
+            totals = c.machine_totals(machine).contents
+            self.totals = (totals.global_read, totals.global_written, totals.l2, totals.shared, totals.asynchronous)
+            self.steps = c.machine_steps(machine)
+        finally: c.machine_free(machine)
+        self.tracer.finish()
+        return findings
+
+    @staticmethod
+    def finding(found: Any) -> Finding:
+        """From C's words to a `Finding`."""
+        pairs = [(found.cta, found.thread), (found.other_cta, found.other_thread)]
+        known = [pair for pair in pairs if pair[0] >= 0]
+        return Finding(KINDS[found.kind], found.text.decode(errors="replace"), found.line,
+                       tuple(dict.fromkeys(cta for cta, _ in known)), tuple(dict.fromkeys(t for _, t in known)),
+                       found.count)
+
+    def stats(self) -> Stats:
+        """The counters."""
+        program = self.program
+        sites = tuple(Site(program.opcodes[i], program.lines[i], c.warps, c.threads, c.passes, c.conflicts, c.sectors,
+                           c.requests, c.flops) for i, c in enumerate(self.counters[:len(program.opcodes)]) if c.warps)
+        return Stats(sites, self.steps, *self.totals)
