@@ -143,8 +143,9 @@ def lock_kernel(x, total, lock, n, BLOCK: tl.constexpr):
 def lock(rng: Rng) -> Problem:
     """Plain loads and stores under a spin lock, by six CTAs."""
     x = whole(rng, 6, 200)
-    return Problem({"x": x, "total": torch.zeros(200, dtype=I32), "lock": torch.zeros(1, dtype=I32), "n": 200},
-                   {"total": exact(x.sum(0)), "lock": exact(torch.zeros(1))}, (6,), {"BLOCK": N})
+    return Problem({"x": x, "total": torch.zeros(200, dtype=I32), "lock": torch.zeros(1, dtype=I32),
+                    "n": 200}, {"total": exact(x.sum(0)), "lock": exact(torch.zeros(1))}, (6,),
+                   {"BLOCK": N})
 
 
 @triton.jit
@@ -189,7 +190,8 @@ def lookback(rng: Rng) -> Problem:
     x = whole(rng, 5 * N)
     return Problem({"x": x, "out": torch.zeros(5 * N, dtype=I32), "prefix": torch.zeros(5, dtype=I32),
                     "ready": torch.zeros(5, dtype=I32)},
-                   {"out": exact(x.cumsum(0)), "prefix": exact(x.view(5, N).sum(1).cumsum(0))}, (5,), {"BLOCK": N})
+                   {"out": exact(x.cumsum(0)), "prefix": exact(x.view(5, N).sum(1).cumsum(0))}, (5,),
+                   {"BLOCK": N})
 
 
 @triton.jit

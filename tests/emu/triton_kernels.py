@@ -19,7 +19,8 @@ import triton_reductions
 import triton_tma
 from triton_case import Case, Compiled, Descriptor, Outcome, Problem, Wanted, compile, launch, run
 
-__all__ = ["CASES", "Case", "Compiled", "Descriptor", "Outcome", "Problem", "Wanted", "compile", "launch", "run"]
+__all__ = ["CASES", "Case", "Compiled", "Descriptor", "Outcome", "Problem", "Wanted", "compile", "launch",
+           "run"]
 
 CASES: list[Case] = [
     *triton_pointwise.CASES,

@@ -2,7 +2,8 @@
 
 Integer-valued operands are exact in every type here as long as sums stay below 2**24. Real operands are held
 to K · 2**-22 · (|A| @ |B|): a tensor core truncates the aligned products of an instruction to about 24 bits,
-an addition loses at most as much, and there are fewer than K of both; rounding to the output type comes on top.
+an addition loses at most as much, and there are fewer than K of both; rounding to the output type comes on
+top.
 """
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from triton_case import Case, Problem, Wanted, cases, exact, values
 from triton_pointwise import Rng, real, whole
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BF16, F16, F32, I8 = torch.bfloat16, torch.float16, torch.float32, torch.int8
 
 
 @triton.jit
@@ -65,9 +67,9 @@ def product(a: torch.Tensor, b: torch.Tensor, out: torch.dtype, whole_numbers: b
     return Wanted(want, scale * (a.shape[1] * 2**-22 + loss) + np.abs(want) * last)
 
 
-def gemm(m: int, n: int, k: int, block: tuple[int, int, int], dtype: torch.dtype, out: torch.dtype | None = None,
-         whole_numbers: bool = True, trans: str = "NN", acc: Any = tl.float32, precision: str = "tf32",
-         loss: float = 0.0) -> Any:
+def gemm(m: int, n: int, k: int, block: tuple[int, int, int], dtype: torch.dtype,
+         out: torch.dtype | None = None, whole_numbers: bool = True, trans: str = "NN", acc: Any = tl.float32,
+         precision: str = "tf32", loss: float = 0.0) -> Any:
     """C = A @ B in blocks; `trans` says which operand lies transposed in memory."""
     kind = out or dtype
 
@@ -102,7 +104,7 @@ def batched_kernel(a, b, c, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, B
 
 def batched(rng: Rng) -> Problem:
     """Three products of 32 x 96 by 96 x 32."""
-    a, b = whole(rng, 3, 32, 96, dtype=torch.float16), whole(rng, 3, 96, 32, low=-2, high=3, dtype=torch.float16)
+    a, b = whole(rng, 3, 32, 96, dtype=F16), whole(rng, 3, 96, 32, low=-2, high=3, dtype=F16)
     return Problem({"a": a, "b": b, "c": torch.zeros(3, 32, 32, dtype=torch.float16)},
                    {"c": Wanted(values(a) @ values(b))}, (3,), {"M": 32, "N": 32, "K": 96, "BK": 16})
 
@@ -201,11 +203,12 @@ def int4_gemm(rng: Rng) -> Problem:
     """bfloat16 by int4 weights, eight to a word along K, a power-of-two scale for each group of 32."""
     a = whole(rng, 32, 160, dtype=torch.bfloat16)
     nibbles = rng.integers(0, 16, (160, 64))
-    words = (nibbles.reshape(20, 8, 64) << (4 * np.arange(8)[:, None])).sum(1).astype(np.uint32).view(np.int32)
+    words = (nibbles.reshape(20, 8, 64) << (4 * np.arange(8)[:, None])).sum(1)
     scale = torch.exp2(whole(rng, 5, 64, low=-2, high=3, dtype=torch.float32))
     weights = (nibbles - 8) * np.repeat(values(scale), 32, 0)
-    return Problem({"a": a, "packed": torch.from_numpy(words), "scale": scale, "c": torch.zeros(32, 64),
-                    "M": 32, "N": 64, "K": 160}, {"c": Wanted(values(a) @ weights)}, (2, 2),
+    packed = torch.from_numpy(words.astype(np.uint32).view(np.int32))
+    return Problem({"a": a, "packed": packed, "scale": scale, "c": torch.zeros(32, 64), "M": 32, "N": 64,
+                    "K": 160}, {"c": Wanted(values(a) @ weights)}, (2, 2),
                    {"BM": 16, "BN": 32, "BK": 32})
 
 
@@ -245,14 +248,13 @@ def mixture(rng: Rng) -> Problem:
                    {"BM": 16, "BN": 32, "BK": 32})
 
 
-BF16, F16, F32, I8 = torch.bfloat16, torch.float16, torch.float32, torch.int8
 SQUARE, SMALL = (64, 64, 32), (32, 32, 32)
 CASES: list[Case] = [
     *cases("gemm-bf16-1stage", gemm_kernel, gemm(64, 64, 128, SQUARE, BF16, F32), num_stages=1),
     *cases("gemm-bf16-2stages", gemm_kernel, gemm(64, 64, 128, SQUARE, BF16, F32), num_stages=2),
     *cases("gemm-bf16-3stages", gemm_kernel, gemm(128, 64, 160, SQUARE, BF16, F32), num_stages=3),
-    *cases("gemm-bf16-4stages-8warps", gemm_kernel, gemm(128, 128, 192, (128, 128, 32), BF16, F32), num_stages=4,
-           num_warps=8),
+    *cases("gemm-bf16-4stages-8warps", gemm_kernel, gemm(128, 128, 192, (128, 128, 32), BF16, F32),
+           num_stages=4, num_warps=8),
     *cases("gemm-bf16-1warp", gemm_kernel, gemm(32, 32, 160, SMALL, BF16, F32), num_warps=1),
     *cases("gemm-bf16-2warps", gemm_kernel, gemm(64, 32, 160, SMALL, BF16, F32), num_warps=2),
     *cases("gemm-bf16-masked", gemm_kernel, gemm(72, 88, 168, SQUARE, BF16, F32)),
@@ -273,7 +275,8 @@ CASES: list[Case] = [
                                               precision="ieee")),
     *cases("gemm-f64", gemm_kernel, gemm(32, 32, 80, (32, 32, 16), torch.float64, acc=tl.float64)),
     *cases("gemm-i8", gemm_kernel, gemm(64, 64, 320, (64, 64, 64), I8, torch.int32, acc=tl.int32)),
-    *cases("gemm-i8-nt", gemm_kernel, gemm(64, 64, 320, (64, 64, 64), I8, torch.int32, acc=tl.int32, trans="NT")),
+    *cases("gemm-i8-nt", gemm_kernel, gemm(64, 64, 320, (64, 64, 64), I8, torch.int32, acc=tl.int32,
+                                           trans="NT")),
     *cases("gemm-e4m3", gemm_kernel, gemm(64, 64, 320, (64, 64, 64), E4M3, F32, trans="NT"), archs=(90,)),
     *cases("gemm-e5m2", gemm_kernel, gemm(64, 64, 320, (64, 64, 64), E5M2, F32, trans="NT")),
     *cases("batched", batched_kernel, batched),

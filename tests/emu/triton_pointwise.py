@@ -105,7 +105,8 @@ def integer_kernel(x, y, out, n, BLOCK: tl.constexpr):
     tl.store(out + at, a // b)
     tl.store(out + n + at, a % b)
     tl.store(out + 2 * n + at, (a << (b & 7)) ^ (a >> 3))
-    tl.store(out + 3 * n + at, tl.umulhi(a.to(tl.uint32, bitcast=True), 0x9E3779B9).to(tl.int32, bitcast=True))
+    high = tl.umulhi(a.to(tl.uint32, bitcast=True), 0x9E3779B9)
+    tl.store(out + 3 * n + at, high.to(tl.int32, bitcast=True))
     tl.store(out + 4 * n + at, tl.minimum(tl.maximum(a, -b), b))
     tl.store(out + 5 * n + at, (a.to(tl.int64) * b.to(tl.int64) // 1000).to(tl.int32))
     tl.store(out + 6 * n + at, libdevice.popc(a) * 100 + libdevice.clz(b))
@@ -121,7 +122,7 @@ def integers(rng: Rng) -> Problem:
     quotient = np.sign(a) * (np.abs(a) // b)
     product = a * b
     high = (unsigned.astype(np.uint64) * np.uint64(0x9E3779B9)) >> np.uint64(32)
-    ones = np.array([bin(v).count("1") for v in unsigned]) * 100 + np.array([32 - int(v).bit_length() for v in b])
+    ones = np.array([bin(v).count("1") * 100 for v in unsigned]) + [32 - int(v).bit_length() for v in b]
     want = np.stack([quotient, a - quotient * b, wrap(a << (b & 7)) ^ (a >> 3), wrap(high),
                      np.minimum(np.maximum(a, -b), b), wrap(np.sign(product) * (np.abs(product) // 1000)),
                      ones, np.where(a > b, wrap(a - b), a.astype(np.int16))])
@@ -218,7 +219,8 @@ def gather_kernel(table, index, out, WIDTH: tl.constexpr, ROWS: tl.constexpr):
 def gather(rng: Rng) -> Problem:
     """Rows of a table by index (a negative one gives -1), then each row turned by its number."""
     table, index = whole(rng, 50, 32, dtype=torch.bfloat16), whole(rng, 64, low=-3, high=50)
-    rows = torch.where(index[:, None] >= 0, table[index.clamp(min=0)], torch.tensor(-1.0, dtype=torch.bfloat16))
+    rows = table[index.clamp(min=0)]
+    rows[index < 0] = -1
     want = torch.stack([row.roll(-(i % 32)) for i, row in enumerate(rows)])
     return Problem({"table": table, "index": index, "out": torch.zeros(64, 32, dtype=torch.bfloat16)},
                    {"out": exact(want)}, (4,), {"WIDTH": 32, "ROWS": 16})

@@ -1,4 +1,4 @@
-"""Kernels that reduce, scan or sort: softmax and norms, sums along either axis, argmax, scans, sort, histogram."""
+"""Kernels that reduce, scan or sort: softmax and norms, sums along both axes, scans, sort, histogram."""
 from __future__ import annotations
 
 from typing import Any
@@ -205,7 +205,8 @@ def sums(dtype: torch.dtype, m: int, n: int) -> Any:
         total = torch.int32 if dtype in (torch.int8, torch.int32) else dtype
         a = values(x)
         return Problem({"x": x, "rows": torch.zeros(m, dtype=total), "columns": torch.zeros(n, dtype=total),
-                        "best": torch.zeros(m, dtype=torch.int32), "least": torch.zeros(n, dtype=torch.int32)},
+                        "best": torch.zeros(m, dtype=torch.int32),
+                        "least": torch.zeros(n, dtype=torch.int32)},
                        {"rows": Wanted(a.sum(1)), "columns": Wanted(a.sum(0)),
                         "best": Wanted(a.argmax(1)), "least": Wanted(a.argmin(0))}, (1,), {"M": m, "N": n})
     return make
@@ -236,7 +237,8 @@ def scans_kernel(x, sums, products, pairs, reverse, moments, M: tl.constexpr, N:
     tl.store(pairs + at, state[1])
     tl.store(reverse + at, tl.cumsum(a, axis=1, reverse=True))
     real = a.to(tl.float32)
-    mean, square, count = tl.reduce((real, tl.zeros_like(real), tl.full(real.shape, 1.0, tl.float32)), 1, welford)
+    one = tl.full(real.shape, 1.0, tl.float32)
+    mean, square, count = tl.reduce((real, tl.zeros_like(real), one), 1, welford)
     tl.store(moments + i, mean)
     tl.store(moments + M + i, square / count)
 
@@ -249,7 +251,8 @@ def scans(rng: Rng) -> Problem:
     pairs = np.zeros_like(a)
     h = np.zeros(16, np.int64)
     for j in range(128): pairs[:, j] = h = sign[:, j] * h + a[:, j]
-    ints = {name: torch.zeros(16, 128, dtype=torch.int32) for name in ("sums", "products", "pairs", "reverse")}
+    names = ("sums", "products", "pairs", "reverse")
+    ints = {name: torch.zeros(16, 128, dtype=torch.int32) for name in names}
     return Problem({"x": x, **ints, "moments": torch.zeros(2, 16)},
                    {"sums": Wanted(a.cumsum(1)), "products": Wanted(sign.cumprod(0)), "pairs": Wanted(pairs),
                     "reverse": Wanted(a[:, ::-1].cumsum(1)[:, ::-1]),

@@ -101,8 +101,8 @@ def partitioned_kernel(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK:
             tl.store(c + i[:, None] * N + j[None, :], acc.to(c.dtype.element_ty))
 
 
-def gemm(m: int, n: int, k: int, block: tuple[int, int, int], dtype: torch.dtype, out: torch.dtype, trans: str,
-         host: bool, whole_numbers: bool = True) -> Any:
+def gemm(m: int, n: int, k: int, block: tuple[int, int, int], dtype: torch.dtype, out: torch.dtype,
+         trans: str, host: bool, whole_numbers: bool = True) -> Any:
     """C = A @ B with descriptors made in the kernel, or by the host; "NT" gives B as [N, K]."""
     bm, bn, bk = block
 
@@ -114,20 +114,22 @@ def gemm(m: int, n: int, k: int, block: tuple[int, int, int], dtype: torch.dtype
         tensors = dict(zip("abc", (lay_a, lay_b, c), strict=True))
         arguments: dict[str, Any] = {**tensors, "M": m, "N": n, "K": k}
         if host:
-            arguments = {name: Descriptor(t, size) for (name, t), size in zip(tensors.items(), blocks, strict=True)}
-            arguments["K"] = k
+            arguments = {"K": k}
+            for name, size in zip("abc", blocks, strict=True):
+                arguments[name] = Descriptor(tensors[name], size)
         return Problem(arguments, {"c": product(a, b, out, whole_numbers)}, (-(-m // bm), -(-n // bn)),
                        {"BM": bm, "BN": bn, "BK": bk, "B_IS_NK": transposed})
     return make
 
 
-def looped(m: int, n: int, k: int, block: tuple[int, int, int], ctas: int, host: str, **constants: Any) -> Any:
+def looped(m: int, n: int, k: int, block: tuple[int, int, int], ctas: int, host: str,
+           **constants: Any) -> Any:
     """Tiles in turn on a fixed number of CTAs; `host` names the operands whose descriptors the host makes."""
     bm, bn, bk = block
 
     def make(rng: Rng) -> Problem:
         a, b, lay_a, lay_b = operands(rng, m, n, k, BF16, True, "NT")
-        tensors = {"a": (lay_a, (bm, bk)), "b": (lay_b, (bn, bk)), "c": (torch.zeros(m, n, dtype=F32), (bm, bn))}
+        tensors = {"a": (lay_a, (bm, bk)), "b": (lay_b, (bn, bk)), "c": (torch.zeros(m, n), (bm, bn))}
         arguments = {name: Descriptor(t, size) if name in host else t for name, (t, size) in tensors.items()}
         return Problem({**arguments, "M": m, "N": n, "K": k}, {"c": product(a, b, F32, True)}, (ctas,),
                        {"BM": bm, "BN": bn, "BK": bk, "CTAS": ctas, **constants})
@@ -149,7 +151,8 @@ def reduce(rng: Rng) -> Problem:
     x = whole(rng, 64, 64, low=-500, high=500)
     return Problem({"x": x, "total": torch.zeros(16, 64, dtype=torch.int32),
                     "most": torch.full((16, 64), -1000, dtype=torch.int32), "M": 64, "N": 64},
-                   {"total": exact(x.view(4, 16, 64).sum(0)), "most": exact(x.view(4, 16, 64).amax(0))}, (4, 2),
+                   {"total": exact(x.view(4, 16, 64).sum(0)), "most": exact(x.view(4, 16, 64).amax(0))},
+                   (4, 2),
                    {"BM": 16, "BN": 32})
 
 
@@ -190,15 +193,18 @@ def pad(rng: Rng) -> Problem:
 MEDIUM = (64, 64, 64)
 CASES: list[Case] = [
     *cases("tma-device-bf16-nt", device_kernel, gemm(128, 64, 320, MEDIUM, BF16, BF16, "NT", host=False)),
-    *cases("tma-device-bf16-nn", device_kernel, gemm(64, 128, 320, (64, 128, 64), BF16, F32, "NN", host=False)),
-    *cases("tma-device-f16-edges", device_kernel, gemm(80, 72, 168, (64, 64, 32), F16, F16, "NN", host=False)),
+    *cases("tma-device-bf16-nn", device_kernel, gemm(64, 128, 320, (64, 128, 64), BF16, F32, "NN",
+                                                     host=False)),
+    *cases("tma-device-f16-edges", device_kernel, gemm(80, 72, 168, (64, 64, 32), F16, F16, "NN",
+                                                       host=False)),
     *cases("tma-device-real", device_kernel, gemm(64, 64, 320, MEDIUM, BF16, BF16, "NT", host=False,
                                                   whole_numbers=False), num_stages=4),
     *cases("tma-host-bf16-nt", host_kernel, gemm(128, 64, 320, MEDIUM, BF16, BF16, "NT", host=True)),
     *cases("tma-host-bf16-nn", host_kernel, gemm(64, 128, 160, (64, 128, 32), BF16, F32, "NN", host=True)),
     *cases("tma-host-8warps", host_kernel, gemm(128, 128, 384, (128, 128, 64), BF16, BF16, "NT", host=True),
            num_warps=8, num_stages=4),
-    *cases("tma-host-e4m3", host_kernel, gemm(64, 64, 640, (64, 64, 128), E4M3, F32, "NT", host=True), archs=(90,)),
+    *cases("tma-host-e4m3", host_kernel, gemm(64, 64, 640, (64, 64, 128), E4M3, F32, "NT", host=True),
+           archs=(90,)),
     *cases("tma-host-tf32", host_kernel, gemm(64, 64, 160, (64, 64, 32), F32, F32, "NT", host=True)),
     *cases("tma-host-edges-2stages", host_kernel, gemm(72, 96, 168, MEDIUM, BF16, BF16, "NN", host=True),
            num_stages=2),
@@ -212,8 +218,8 @@ CASES: list[Case] = [
            archs=(90,), num_stages=4),
     *cases("partitioned", partitioned_kernel, looped(384, 64, 320, (128, 64, 64), 2, "", STORE="pointer"),
            archs=(90,)),
-    *cases("partitioned-tma-store", partitioned_kernel, looped(256, 128, 256, (128, 64, 64), 2, "", STORE="tma"),
-           archs=(90,), num_stages=2),
+    *cases("partitioned-tma-store", partitioned_kernel, looped(256, 128, 256, (128, 64, 64), 2, "",
+                                                               STORE="tma"), archs=(90,), num_stages=2),
     *cases("tma-reduce", reduce_kernel, reduce),
     *cases("tma-3d-f16", copy_kernel, copy(F16)),
     *cases("tma-3d-i32", copy_kernel, copy(torch.int32)),
