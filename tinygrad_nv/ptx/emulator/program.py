@@ -6,25 +6,20 @@ again. `Program.pack(handlers)` turns the ops into bytes once handlers have addr
 """
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from tinygrad_nv.errors import PTXError
-from tinygrad_nv.ptx.emulator import (  # noqa: F401  (they register themselves)
-    lower_async,
-    lower_barriers,
-    lower_control,
-    lower_convert,
-    lower_float,
-    lower_integer,
-    lower_lanes,
-    lower_memory,
-    lower_tensor,
-    lower_wgmma,
-)
 from tinygrad_nv.ptx.emulator.lowering import SPECIALS, Lowering, OpRecord, lowering_of
-from tinygrad_nv.ptx.syntax import Function, Module, Variable
+from tinygrad_nv.ptx.syntax import Address, Function, Module, Symbol, Variable, Vector
+
+# the families register themselves
+for _family in pkgutil.iter_modules([str(Path(__file__).parent)]):
+    if _family.name.startswith("lower_"): importlib.import_module(f"tinygrad_nv.ptx.emulator.{_family.name}")
 
 OP = struct.Struct("<Qq14iI4BHHi")
 RELATIVE = 1 << 24  # places above it are relative to the end of the constants
@@ -131,7 +126,6 @@ def shared_layout(module: Module, function: Function) -> tuple[dict[str, int], i
 
 def names_in(function: Function) -> set[str]:
     """Symbols that instructions mention."""
-    from tinygrad_nv.ptx.syntax import Address, Symbol, Vector
     found = set()
     def visit(operand: object) -> None:
         if isinstance(operand, Symbol): found.add(operand.name)
