@@ -248,13 +248,22 @@ class Parser(Cursor):
         elif token.text in SPACES:
             self.next()
             self.variable(token.text[1:], out.variables)
-        elif token.text in (".pragma", ".branchtargets", ".callprototype"): self.skip_to_semicolon()
+        elif token.text == ".branchtargets": self.branch_targets(out, labels[-1][0] if labels else "")
+        elif token.text in (".pragma", ".callprototype"): self.skip_to_semicolon()
         elif token.kind == "directive" and token.text in LINKAGE: self.next()
         elif token.kind == "name" and self.is_label():
             self.next()
             self.expect(":")
             labels.append((self.label(token.text), len(out.body)))
         else: out.body.append(self.instruction())
+
+    def branch_targets(self, out: Function, name: str) -> None:
+        """`.branchtargets a, b, c;` after its label: where brx.idx may go."""
+        self.next()
+        targets = [self.label(self.next().text)]
+        while self.take(","): targets.append(self.label(self.next().text))
+        self.expect(";")
+        out.tables[name] = tuple(targets)
 
     def is_label(self) -> bool:
         """Whether the name ahead is followed by a colon (and not by ::)."""
@@ -341,7 +350,7 @@ class Parser(Cursor):
         """Operands up to the semicolon."""
         if self.peek().text == ";": return
         while True:
-            yield self.operand(mnemonic in ("bra", "call"))
+            yield self.operand(mnemonic in ("bra", "brx"))
             if not self.take(","): return
 
     def operand(self, target: bool = False) -> Operand:
@@ -364,7 +373,7 @@ class Parser(Cursor):
 
     def named(self, token: Token, target: bool) -> Operand:
         """A register (perhaps `%p|%q`), a special register, a label, or a variable with an offset."""
-        if target: return Symbol(self.label(token.text))
+        if target and not token.text.startswith("%"): return Symbol(self.label(token.text))
         if (found := self.register(token.text)) is not None:
             if not self.take("|"): return found
             second = self.operand()

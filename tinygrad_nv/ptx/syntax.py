@@ -92,7 +92,7 @@ class Variable:
 
 @dataclass
 class Function:
-    """An entry point. `labels` are positions in `body`."""
+    """An entry point. `labels` are positions in `body`; `tables` the targets of brx.idx, by label."""
     name: str
     line: int
     parameters: dict[str, Variable] = field(default_factory=dict)
@@ -101,6 +101,7 @@ class Function:
     variables: dict[str, Variable] = field(default_factory=dict)
     body: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
+    tables: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass

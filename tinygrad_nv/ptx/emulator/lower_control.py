@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from tinygrad_nv.ptx.emulator.lowering import Lowering, lowers
-from tinygrad_nv.ptx.syntax import Instruction, Register, Symbol, Vector
+from tinygrad_nv.ptx.syntax import Instruction, Register, Symbol
 
 
 @lowers("bra")
@@ -17,8 +17,9 @@ def branch(low: Lowering, instruction: Instruction) -> None:
 def indexed_branch(low: Lowering, instruction: Instruction) -> None:
     """`brx.idx{.uni} index, table;` with the table of a .branchtargets directive."""
     index, table = instruction.operands
-    if not isinstance(index, Register) or not isinstance(table, Vector): raise low.fail("an index and a table are expected")
-    low.emit("brx", a=low.source(index, "u32"), labels=tuple(t.name for t in table.items if isinstance(t, Symbol)))
+    if not isinstance(index, Register) or not isinstance(table, Symbol) or table.name not in low.function.tables:
+        raise low.fail("an index register and the label of a .branchtargets table are expected")
+    low.emit("brx", a=low.source(index, "u32"), labels=low.function.tables[table.name])
 
 
 @lowers("exit", "ret")
