@@ -1,0 +1,308 @@
+/* Addresses to memory: state spaces, bounds, alignment, initialisation and races, and what accesses cost.
+ *
+ * An access that fails is reported once for its place in the program, gives zeros or is dropped, and the launch goes on.
+ */
+#include "core.h"
+
+enum { FOUND, OUTSIDE, REPORTED };
+
+static u8 memory_zeros[64];
+
+/* Where bytes lie. `region` is NULL for local memory and parameters, which are neither shared nor tracked. */
+typedef struct {
+    Region *region;
+    u64 offset;
+    u8 *host;
+} Place;
+
+/* The same for the lanes of a warp: `good` have a place; lanes outside it point to zeros. */
+typedef struct {
+    u32 good;
+    Region *region[LANES];
+    u64 offset[LANES];
+    u8 *host[LANES];
+} Reach;
+
+static const char *space_name(int space) {
+    static const char *names[] = {"generic", "global", "shared", "shared::cluster", "local", "const", "param"};
+    return names[space];
+}
+
+/* The last global allocation that begins at or below an address, -1: none. */
+static i32 region_below(const Machine *m, u64 address) {
+    i32 low = 0, high = m->launch.region_count;
+    while (low < high) {
+        i32 middle = (low + high) / 2;
+        if (m->launch.regions[middle].base <= address) low = middle + 1;
+        else high = middle;
+    }
+    return low - 1;
+}
+
+static bool within(u64 offset, u64 bytes, u64 size) { return offset <= size && bytes <= size - offset; }
+
+static bool in_window(u64 address, u64 window) { return address - window < WINDOW_BYTES; }
+
+Cta *shared_owner(Machine *m, Warp *w, const Op *op, int lane, u64 address) {
+    i32 rank = (i32)((u32)address >> RANK_SHIFT);
+    Cluster *cluster = w->cta->cluster;
+    if (rank >= cluster->size) {
+        report(m, OUT_OF_BOUNDS, op, w, lane, "shared address 0x%x names the CTA of rank %d, the cluster has %d",
+               (u32)address, rank, cluster->size);
+        return NULL;
+    }
+    Cta *cta = &cluster->ctas[rank];
+    if (cta == w->cta) return cta;
+    if (cta->gone) {
+        report(m, OUT_OF_BOUNDS, op, w, lane, "shared address 0x%x lies in the CTA of rank %d, which has exited",
+               (u32)address, rank);
+        return NULL;
+    }
+    if (cta->remote) cta->remote[actor_of(w, 0)] = w->now;
+    return cta;
+}
+
+/* A place in the shared memory of the warp's CTA, or with `cluster` of any of its cluster. */
+static int find_shared(Machine *m, Warp *w, const Op *op, int lane, u32 address, u64 bytes, bool cluster, Place *p) {
+    Cta *cta = w->cta;
+    if (cluster && (cta = shared_owner(m, w, op, lane, address)) == NULL) return REPORTED;
+    p->region = &cta->shared;
+    p->offset = address - (u32)cta->shared.base;
+    p->host = cta->shared.data + p->offset;
+    return address >= cta->shared.base && within(p->offset, bytes, cta->shared.size) ? FOUND : OUTSIDE;
+}
+
+/* A place in a lane's local memory or in the parameters. */
+static int find_private(Machine *m, Warp *w, int lane, bool local, u64 offset, u64 bytes, Place *p) {
+    u64 size = local ? m->launch.local_bytes : (u64)m->launch.parameter_bytes;
+    u8 *base = local ? w->local + (size_t)lane * m->launch.local_bytes : (u8 *)m->launch.parameters;
+    *p = (Place){NULL, offset, base + offset};
+    return within(offset, bytes, size) ? FOUND : OUTSIDE;
+}
+
+static int find_global(Machine *m, u64 address, u64 bytes, Place *p) {
+    i32 i = region_below(m, address);
+    if (i < 0) return OUTSIDE;
+    Region *r = &m->launch.regions[i];
+    *p = (Place){r, address - r->base, r->data + (address - r->base)};
+    return within(p->offset, bytes, r->size) ? FOUND : OUTSIDE;
+}
+
+/* Resolves an address of a state space. A generic one lies in the window of another space, or is a global one. */
+static int find_place(Machine *m, Warp *w, const Op *op, int lane, int space, u64 address, u64 bytes, Place *p) {
+    switch (space) {
+    case GENERIC:
+        if (in_window(address, SHARED_WINDOW)) return find_shared(m, w, op, lane, (u32)address, bytes, true, p);
+        if (in_window(address, LOCAL_WINDOW)) return find_private(m, w, lane, true, (u32)address, bytes, p);
+        if (in_window(address, PARAM_WINDOW)) return find_private(m, w, lane, false, (u32)address, bytes, p);
+        return find_global(m, address, bytes, p);
+    case SHARED: return address >> 32 ? OUTSIDE : find_shared(m, w, op, lane, (u32)address, bytes, false, p);
+    case SHARED_CLUSTER: return address >> 32 ? OUTSIDE : find_shared(m, w, op, lane, (u32)address, bytes, true, p);
+    case LOCAL: return find_private(m, w, lane, true, address, bytes, p);
+    case PARAM: return find_private(m, w, lane, false, address, bytes, p);
+    default: return find_global(m, address, bytes, p);
+    }
+}
+
+static const char *kind_name(int kind) { return kind == READ ? "read" : kind == WRITE ? "write" : "atomic access"; }
+
+/* Reports a global address in no allocation, with the nearest one. */
+static void report_global(Machine *m, Warp *w, const Op *op, int lane, u64 address, u64 bytes, const char *what) {
+    i32 i = region_below(m, address);
+    const Region *below = i < 0 ? NULL : &m->launch.regions[i];
+    const Region *above = i + 1 < m->launch.region_count ? &m->launch.regions[i + 1] : NULL;
+    u64 past = below ? address - below->base - below->size : ~0ull;  /* wraps when it begins inside */
+    if (below && address - below->base < below->size) past = 0;
+    if (above && above->base - address < past && past != 0)
+        report(m, OUT_OF_BOUNDS, op, w, lane, "%s of %llu bytes at 0x%llx, %llu bytes before the allocation of %llu bytes "
+               "at 0x%llx", what, (unsigned long long)bytes, (unsigned long long)address,
+               (unsigned long long)(above->base - address), (unsigned long long)above->size, (unsigned long long)above->base);
+    else if (below)
+        report(m, OUT_OF_BOUNDS, op, w, lane, "%s of %llu bytes at 0x%llx, %s%llu bytes past the allocation of %llu bytes "
+               "at 0x%llx", what, (unsigned long long)bytes, (unsigned long long)address, past ? "" : "its end ",
+               (unsigned long long)(past ? past : address + bytes - below->base - below->size),
+               (unsigned long long)below->size, (unsigned long long)below->base);
+    else
+        report(m, OUT_OF_BOUNDS, op, w, lane, "%s of %llu bytes at 0x%llx, and nothing is allocated", what,
+               (unsigned long long)bytes, (unsigned long long)address);
+}
+
+static void report_outside(Machine *m, Warp *w, const Op *op, int lane, int space, u64 address, u64 bytes, int kind) {
+    const char *what = kind_name(kind);
+    u64 size = m->launch.shared_bytes;
+    if (space == GENERIC) {
+        space = in_window(address, SHARED_WINDOW) ? SHARED_CLUSTER : in_window(address, LOCAL_WINDOW) ? LOCAL
+              : in_window(address, PARAM_WINDOW) ? PARAM : GLOBAL;
+        if (space != GLOBAL) address = (u32)address;
+    }
+    if (space == GLOBAL || space == CONST) return report_global(m, w, op, lane, address, bytes, what);
+    if (space == LOCAL || space == PARAM) {
+        size = space == LOCAL ? m->launch.local_bytes : (u64)m->launch.parameter_bytes;
+        report(m, OUT_OF_BOUNDS, op, w, lane, "%s of %llu bytes at offset 0x%llx of the %llu bytes of %s memory", what,
+               (unsigned long long)bytes, (unsigned long long)address, (unsigned long long)size, space_name(space));
+        return;
+    }
+    u64 base = w->cta->shared.base;
+    if (space == SHARED && address >> RANK_SHIFT != (u64)w->cta->rank)
+        report(m, OUT_OF_BOUNDS, op, w, lane, "%s of %llu bytes at shared address 0x%llx, which is not in this CTA's shared "
+               "memory (0x%llx, %llu bytes)%s", what, (unsigned long long)bytes, (unsigned long long)address,
+               (unsigned long long)base, (unsigned long long)size,
+               address >> RANK_SHIFT < (u64)w->cta->cluster->size ? "; .shared::cluster reaches other CTAs" : "");
+    else {
+        if (space == SHARED_CLUSTER) base = (base & 0xffffff) | (address >> RANK_SHIFT << RANK_SHIFT);
+        bool before = address < base;
+        report(m, OUT_OF_BOUNDS, op, w, lane, "%s of %llu bytes at shared address 0x%llx, %llu bytes %s the %llu bytes at "
+               "0x%llx", what, (unsigned long long)bytes, (unsigned long long)address,
+               (unsigned long long)(before ? base - address : address + bytes - base - size),
+               before ? "before" : "past", (unsigned long long)size, (unsigned long long)base);
+    }
+}
+
+/* One lane's place after checking bounds and alignment, with a finding and false when they fail. */
+static bool reach_lane(Machine *m, Warp *w, const Op *op, int lane, int space, u64 address, u64 bytes, u32 align, int kind,
+                       Place *p) {
+    int found = find_place(m, w, op, lane, space, address, bytes, p);
+    if (found == FOUND && (address & (align - 1))) {
+        report(m, MISALIGNED, op, w, lane, "%s of %llu bytes at %s address 0x%llx, which is not a multiple of %u",
+               kind_name(kind), (unsigned long long)bytes, space_name(space), (unsigned long long)address, align);
+        return false;
+    }
+    if (found == FOUND && kind != READ && p->region == NULL && p->host >= m->launch.parameters
+        && p->host < m->launch.parameters + m->launch.parameter_bytes) {
+        report(m, OUT_OF_BOUNDS, op, w, lane, "%s at offset 0x%llx of the parameters, which can only be read",
+               kind_name(kind), (unsigned long long)p->offset);
+        return false;
+    }
+    if (found == OUTSIDE) report_outside(m, w, op, lane, space, address, bytes, kind);
+    return found == FOUND;
+}
+
+u8 *locate(Machine *m, Warp *w, const Op *op, int lane, int space, u64 address, u32 bytes, u32 align, Region **region,
+           u64 *offset) {
+    Place p;
+    if (!reach_lane(m, w, op, lane, space, address, bytes, align, READ, &p)) return NULL;
+    *region = p.region;
+    *offset = p.offset;
+    return p.host;
+}
+
+/* Initialisation and races of one lane's access; it may have no region. */
+static void enter_access(Machine *m, Who *who, Region *r, u64 offset, u32 bytes, int kind) {
+    if (!m->launch.check || r == NULL) return;
+    if (r->valid) {
+        u8 *valid = r->valid + offset, *first;
+        if (kind != WRITE && (first = memchr(valid, 0, bytes)) != NULL)
+            report(m, UNINITIALIZED, who->op, who->warp, who->lane, "%s of %u bytes at %s 0x%llx: byte %d of them was never "
+                   "written", kind_name(kind), bytes, r->cta ? "shared address" : "global address",
+                   (unsigned long long)(r->base + offset), (int)(first - valid));
+        if (kind != READ) memset(valid, 1, bytes);
+    }
+    shadow_access(m, who, r, offset, bytes, kind);
+}
+
+static Who thread_of(Warp *w, const Op *op, int lane) {
+    return (Who){.warp = w, .op = op, .lane = lane, .actor = actor_of(w, 0), .clock = w->now};
+}
+
+u8 *touch(Machine *m, Warp *w, const Op *op, int lane, int space, u64 address, u32 bytes, u32 align, int kind) {
+    Place p;
+    if (!reach_lane(m, w, op, lane, space, address, bytes, align, kind, &p)) return NULL;
+    Who who = thread_of(w, op, lane);
+    enter_access(m, &who, p.region, p.offset, bytes, kind);
+    return p.host;
+}
+
+/* Places of all lanes. Whole warps mostly stay within the region of their first lane: one comparison each then. */
+static void reach_warp(Machine *m, Warp *w, const Op *op, const u64 *address, u32 mask, u32 bytes, u32 align, int kind,
+                       Reach *out) {
+    Place p;
+    out->good = 0;
+    EACH out->host[l] = memory_zeros;
+    if (!mask) return;
+    int lead = lowest(mask);
+    if (!reach_lane(m, w, op, lead, op->space, address[lead], bytes, align, kind, &p)) p.region = NULL;
+    if (p.region) {
+        u64 origin = address[lead] - p.offset, limit = p.region->size - bytes, low = align - 1;
+        u32 bad = 0;
+        EACH bad |= (u32)((address[l] - origin > limit) | ((address[l] & low) != 0)) << l;
+        if (!(bad & mask)) {
+            u8 *data = p.region->data;
+            EACH out->region[l] = p.region;
+            EACH out->offset[l] = address[l] - origin;
+            ACTIVE out->host[l] = data + out->offset[l];
+            out->good = mask;
+            return;
+        }
+    }
+    ACTIVE {
+        if (!reach_lane(m, w, op, l, op->space, address[l], bytes, align, kind, &p)) continue;
+        out->good |= 1u << l;
+        out->region[l] = p.region;
+        out->offset[l] = p.offset;
+        out->host[l] = p.host;
+    }
+}
+
+/* **** counters **** */
+
+/* Passes through the 32 banks of 4 bytes that shared memory needs for an access of `bytes` a lane: 8-byte accesses go in
+ * two half warps, 16-byte ones in four quarters; in each, a bank gives one word a pass. Returns the passes beyond the
+ * least, and counts them. */
+u32 count_bank_conflicts(Machine *m, const Op *op, const u64 *addresses, u32 mask, u32 bytes) {
+    u32 words = bytes < 4 ? 1 : bytes / 4, step = LANES / words, passes = 0, least = 0;
+    u32 word[LANES][LANES];
+    for (u32 start = 0; start < LANES; start += step) {
+        u8 depth[LANES] = {0};
+        u32 most = 0;
+        for (u32 l = start; l < start + step; l++) {
+            if (!(mask >> l & 1)) continue;
+            for (u32 k = 0; k < words; k++) {
+                u32 at = (u32)(addresses[l] >> 2) + k, bank = at % LANES, i = 0;
+                while (i < depth[bank] && word[bank][i] != at) i++;
+                if (i < depth[bank]) continue;
+                word[bank][i] = at;
+                depth[bank] = (u8)(i + 1);
+                if (i + 1 > most) most = i + 1;
+            }
+        }
+        passes += most;
+        least += most > 0;
+    }
+    Counter *counter = &m->launch.counters[op->source];
+    counter->passes += passes;
+    counter->conflicts += passes - least;
+    m->totals.shared += (u64)popcount(mask) * bytes;
+    return passes - least;
+}
+
+/* 32-byte sectors a warp's request touches. */
+static u32 count_sectors(const u64 *addresses, u32 mask, u32 bytes) {
+    u64 seen[2 * LANES];
+    u32 count = 0;
+    ACTIVE for (u64 s = addresses[l] >> 5; s <= (addresses[l] + bytes - 1) >> 5; s++) {
+        u32 i = count;
+        while (i > 0 && seen[i - 1] != s) i--;
+        if (i == 0) seen[count++] = s;
+    }
+    return count;
+}
+
+/* Counts a warp's access to shared memory, and to global memory, by what its lanes reached. */
+static void count_access(Machine *m, const Op *op, const u64 *addresses, const Reach *reach, u32 bytes, int kind) {
+    u32 shared = 0, global = 0, mask = reach->good;
+    ACTIVE {
+        if (reach->region[l] == NULL) continue;
+        if (reach->region[l]->cta) shared |= 1u << l;
+        else global |= 1u << l;
+    }
+    if (shared) count_bank_conflicts(m, op, addresses, shared, bytes);
+    if (!global) return;
+    u32 sectors = count_sectors(addresses, global, bytes);
+    Counter *counter = &m->launch.counters[op->source];
+    counter->sectors += sectors;
+    counter->requests++;
+    m->totals.l2 += 32ull * sectors;
+    u64 asked = (u64)popcount(global) * bytes;
+    if (kind != WRITE) m->totals.global_read += asked;
+    if (kind != READ) m->totals.global_written += asked;
+}

@@ -1,0 +1,113 @@
+"""ld, st, their kin, and hints to caches. Handlers: csrc/access.c."""
+from __future__ import annotations
+
+from tinygrad_nv.ptx.emulator.lowering import SPACES, WIDTHS, Lowering, lowers
+from tinygrad_nv.ptx.syntax import Address, Immediate, Instruction, Operand, Register, Sink, Vector
+
+SIGNED, STRONG, ACQUIRE, RELEASE = 1, 2, 4, 8
+ORDERS = {"volatile": STRONG, "mmio": STRONG, "relaxed": STRONG, "acquire": STRONG | ACQUIRE,
+          "release": STRONG | RELEASE, "acq_rel": STRONG | ACQUIRE | RELEASE}
+
+
+def order_flags(low: Lowering) -> int:
+    """STRONG, ACQUIRE and RELEASE as the modifiers say."""
+    return ORDERS.get(low.one_of(*ORDERS), 0)
+
+
+def memory_space(low: Lowering) -> int:
+    """The state space; .param::entry and .param::func are .param."""
+    return SPACES["param"] if low.one_of("param::entry", "param::func") else low.space()
+
+
+def element(low: Lowering) -> tuple[str, int]:
+    """Type and bytes of an element in memory."""
+    types = low.types()
+    if not types or WIDTHS[types[-1]] == 0: raise low.fail("no type", ".b8 … .b128, .u8 …, .s8 …, .f32, .f64")
+    return types[-1], WIDTHS[types[-1]]
+
+
+def items_of(low: Lowering, operand: Operand) -> tuple[Operand, ...]:
+    """The operands of a vector, as many as .v2, .v4 or .v8 says; or the one operand."""
+    items = operand.items if isinstance(operand, Vector) else (operand,)
+    wanted = int(low.one_of("v2", "v4", "v8", default="v1")[1:])
+    if len(items) != wanted: raise low.fail(f"{len(items)} registers", f"{wanted}, as the opcode says")
+    return items
+
+
+def register_bytes(low: Lowering, items: tuple[Operand, ...], least: int) -> int:
+    """Bytes of the registers of a vector, which are all of a size: 2 (and less), 4, 8 or 16, but `least` for
+    immediates."""
+    sizes = {max(WIDTHS[i.kind], 2) for i in items if isinstance(i, Register) and i.kind != "special"}
+    if len(sizes) > 1: raise low.fail("registers of different sizes", "registers of one size")
+    size = max(sizes, default=max(least, 4))
+    if size < least or 0 in (WIDTHS.get(i.kind, 4) for i in items if isinstance(i, Register)):
+        raise low.fail(f"a register of {size} bytes for a type of {least}", f"at least {8 * least} bits")
+    return size
+
+
+def destinations(low: Lowering, items: tuple[Operand, ...]) -> tuple[int, ...]:
+    """Places of destinations, -1 for `_`."""
+    return tuple(-1 if isinstance(item, Sink) else low.dest(item) for item in items)
+
+
+def places(low: Lowering, where: dict[str, int | bool]) -> tuple[int, ...]:
+    """The address register of an op, when it has one."""
+    return (int(where["a"]),) if int(where["a"]) >= 0 else ()
+
+
+@lowers("ld", "ldu")
+def load(low: Lowering, instruction: Instruction) -> None:
+    """`ld{.order}{.space}{.hints}{.vec}.type d, [a]{, policy};`."""
+    kind, width = element(low)
+    items = items_of(low, instruction.operands[0])
+    where = low.address(instruction.operands[1])
+    space = memory_space(low)
+    out = destinations(low, items)
+    flags = order_flags(low) | (SIGNED if kind.startswith("s") else 0)
+    handler = "ld_param" if space == SPACES["param"] and where["a"] == -1 else "ld"
+    low.emit(handler, list=out, space=space, width=width, vector=len(items), flags=flags, **where,
+             more=register_bytes(low, items, width), reads=places(low, where),
+             writes=tuple(place for place in out if place >= 0))
+
+
+@lowers("st")
+def store(low: Lowering, instruction: Instruction) -> None:
+    """`st{.order}{.space}{.hints}{.vec}.type [a], b{, policy};`."""
+    space = memory_space(low)
+    if space in (SPACES["const"], SPACES["param"]):
+        raise low.fail("memory that cannot be written", "another state space")
+    kind, width = element(low)
+    items = items_of(low, instruction.operands[1])
+    size = register_bytes(low, items, width)
+    # special registers and immediates get places of the size of the registers beside them
+    values = tuple(low.source(item, kind if size < 8 or width >= 8 else "b64") for item in items)
+    where = low.address(instruction.operands[0])
+    low.emit("st", list=values, space=space, width=width, vector=len(items), flags=order_flags(low),
+             more=size, reads=(*places(low, where), *values), **where)
+
+
+@lowers("prefetch", "prefetchu")
+def prefetch(low: Lowering, instruction: Instruction) -> None:
+    """`prefetch.space.level [a];`: a hint, which may be wrong."""
+    if not isinstance(instruction.operands[0], Address): raise low.fail("an address in brackets is expected")
+    low.emit("nop")
+
+
+@lowers("applypriority")
+def apply_priority(low: Lowering, instruction: Instruction) -> None:
+    """`applypriority{.global}.L2::evict_normal [a], 128;`: a hint."""
+    check_line(low, instruction)
+    low.emit("nop")
+
+
+@lowers("discard")
+def discard(low: Lowering, instruction: Instruction) -> None:
+    """`discard{.global}.L2 [a], 128;`."""
+    check_line(low, instruction)
+    low.emit("discard", space=low.space(), **low.address(instruction.operands[0]))
+
+
+def check_line(low: Lowering, instruction: Instruction) -> None:
+    """These work on lines of 128 bytes."""
+    size = instruction.operands[1]
+    if not isinstance(size, Immediate) or size.value != 128: raise low.fail("a size that is not 128", "128")
