@@ -33,6 +33,7 @@ void tensor_complete(Machine *m, Warp *w, u32 g) {}
 #endif
 #if __has_include("memory.c")
 #include "memory.c"
+#include "access.c"
 #endif
 #if __has_include("atomics.c")
 #include "atomics.c"
