@@ -1,4 +1,4 @@
-"""`tinygrad-nv`: generate, chat, doctor, explain.
+"""`tinygrad-nv`: generate, chat, doctor, explain, ptx.
 
 Protocol: text goes to stdout as it is made and nothing else does; progress, notes and errors go to stderr.
 A failure of ours prints its message and exits with 2, Ctrl-C ends with 130, a reader that went away ends
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tinygrad_nv import models
 from tinygrad_nv.errors import ModelError, NVError, RequestError
+from tinygrad_nv.ptx import command as ptx
 
 DEFAULT_MODEL = Path(models.__file__).parent / "tales"
 
@@ -107,6 +108,7 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("model", nargs="?", metavar="MODEL", help=directory)
     _add_model_options(explain)
     explain.set_defaults(run=_explain)
+    ptx.add_commands(commands)
     return top
 
 

@@ -20,7 +20,13 @@ from typing import Any, TextIO
 import numpy as np
 
 from tinygrad_nv.errors import PTXError
-from tinygrad_nv.ptx.emulator.arguments import check_launch, pack_arguments, resident_clusters, triple
+from tinygrad_nv.ptx.emulator.arguments import (
+    Triple,
+    check_launch,
+    pack_arguments,
+    resident_clusters,
+    triple,
+)
 from tinygrad_nv.ptx.emulator.native import TRACE, Counters, Launch, Library, Region, library
 from tinygrad_nv.ptx.emulator.program import Program, lower
 from tinygrad_nv.ptx.emulator.report import KINDS, Finding, Report, Site, Stats
@@ -172,7 +178,7 @@ class Emulator:
 class _Run:
     """One launch: what C reads and writes, kept alive."""
 
-    def __init__(self, emu: Emulator, loaded: Loaded, program: Program, shape: tuple[tuple[int, ...], ...], shared: int,
+    def __init__(self, emu: Emulator, loaded: Loaded, program: Program, shape: tuple[Triple, Triple, Triple], shared: int,
                  parameters: bytes, trace: Trace | bool | None, text: str) -> None:
         self.library: Library = library()
         self.program = program

@@ -40,7 +40,8 @@ class Tracer:
         if not record.counts: return
         instruction = self.program.function.body[record.source]
         lane = (mask & -mask).bit_length() - 1
-        written, read = [], []
+        written: list[Register] = []
+        read: list[Register] = []
         for number, operand in enumerate(instruction.operands):
             (written if number == 0 and not isinstance(operand, Address) else read).extend(registers(operand))
         cta = self.library.c.warp_number(self.machine, ctypes.c_void_p(warp))

@@ -1,0 +1,214 @@
+"""`tinygrad-nv ptx check` and `ptx stats`: a PTX file on the emulator, and what ptxas says of it.
+
+Protocol: an argument of the kernel is written as
+
+    5  -3  0x10            an integer              1.5  nan            a float
+    zeros:f32:64x64        a buffer of zeros; also ones, arange, random (seeded), integers (random, -4 … 4)
+    empty:1024             1024 bytes nobody has written
+    file.npy               a buffer with an array from a file
+    map:BOX:SWIZZLE:ARRAY  a tensor map over one of the arrays above: map:64x64:128B:random:f16:256x256
+
+Types are f16 bf16 f32 f64 and s8 … u64. The exit code is 1 when there are findings.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+
+from tinygrad_nv.errors import PTXError
+from tinygrad_nv.ptx.assemble import ARCHITECTURES, Resources, assemble, sass
+from tinygrad_nv.ptx.emulator import Emulator, Report, TensorMap, Trace
+from tinygrad_nv.ptx.parser import parse
+
+DTYPES = {"f16": np.float16, "bf16": np.uint16, "f32": np.float32, "f64": np.float64,
+          "s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64,
+          "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64}
+FILLS = ("zeros", "ones", "arange", "random", "integers", "empty")
+
+
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `ptx` and what it can do."""
+    ptx = commands.add_parser("ptx", help="run PTX on the emulated GPU, or ask ptxas about it")
+    kinds = ptx.add_subparsers(required=True, metavar="COMMAND")
+    check = kinds.add_parser("check", help="run a kernel and print findings and counters",
+                             epilog="arguments: 5, 1.5, zeros:f32:64x64, ones:…, arange:…, random:…, integers:…, empty:1024, file.npy, "
+                                    "map:64x64:128B:random:f16:256x256")
+    check.add_argument("file", metavar="FILE.ptx")
+    check.add_argument("--grid", type=_extents, default=(1, 1, 1), metavar="X[,Y,Z]", help="CTAs (default 1)")
+    check.add_argument("--block", type=_extents, metavar="X[,Y,Z]", help="threads (default .reqntid, else 128)")
+    check.add_argument("--cluster", type=_extents, default=(1, 1, 1), metavar="X[,Y,Z]", help="CTAs of a cluster")
+    check.add_argument("--arg", action="append", default=[], metavar="VALUE", help="one for each parameter, in order")
+    check.add_argument("--entry", metavar="NAME", help="which entry function, when there are several")
+    check.add_argument("--dynamic-smem", type=int, default=0, metavar="BYTES", help="dynamic shared memory")
+    check.add_argument("--arch", help="sm_80, sm_86, sm_89, sm_90 or sm_90a (default: the file's target)")
+    check.add_argument("--seed", type=int, default=0, metavar="N", help="order of warps and of asynchronous work")
+    check.add_argument("--no-check", action="store_true", help="run without the checks")
+    check.add_argument("--trace", type=_trace, metavar="CTA:WARP", help="print this warp's instructions to stderr")
+    check.add_argument("--save", action="append", default=[], type=_save, metavar="N=FILE.npy",
+                       help="write the buffer of argument N, from 0, to a file when done")
+    check.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    check.set_defaults(run=run_check)
+    stats = kinds.add_parser("stats", help="what ptxas and the disassembler say of a kernel")
+    stats.add_argument("file", metavar="FILE.ptx")
+    stats.add_argument("--arch", choices=ARCHITECTURES, help="default: the file's target")
+    stats.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    stats.set_defaults(run=run_stats)
+
+
+# **** what the command line says ****
+
+def _extents(text: str) -> tuple[int, ...]:
+    try: made = tuple(int(word) for word in re.split("[,x]", text))
+    except ValueError: made = ()
+    if not 1 <= len(made) <= 3 or min(made) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one to three integers ≥ 1; write 4 or 4,2,1")
+    return (*made, 1, 1)[:3]
+
+
+def _trace(text: str) -> Trace:
+    if (found := re.fullmatch(r"(\d+):(\d+)", text)) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not CTA:WARP, such as 0:3")
+    return Trace(int(found[1]), (int(found[2]),))
+
+
+def _save(text: str) -> tuple[int, str]:
+    number, equals, name = text.partition("=")
+    if not equals or not number.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not N=FILE.npy, such as 2=out.npy")
+    return int(number), name
+
+
+def _read(name: str) -> str:
+    try: return Path(name).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PTXError(f"{name} cannot be read: {error}", 0, "a text file of PTX") from error
+
+
+def argument(emu: Emulator, text: str) -> object:
+    """What an `--arg` stands for; see the module's protocol. Raises `PTXError` with the word that is wrong."""
+    if text.startswith("map:"):
+        _, box, swizzle, *rest = (*text.split(":", 3), "", "")[:4]
+        array, dtype = _array(rest[0])
+        return TensorMap.tiled(emu.alloc(array), box=_shape(box, text), swizzle=swizzle, dtype=dtype)
+    if text.endswith(".npy") or text.partition(":")[0] in FILLS: return emu.alloc(_array(text)[0])
+    try: return int(text, 0)
+    except ValueError: pass
+    try: return float(text)
+    except ValueError:
+        raise PTXError(f"--arg {text}", 0, "an integer, a float, zeros:f32:64x64 and its kind, a .npy file, or map:…",
+                       "see tinygrad-nv ptx check --help") from None
+
+
+def _shape(words: str, text: str) -> tuple[int, ...]:
+    try: return tuple(int(word) for word in words.split("x"))
+    except ValueError: raise PTXError(f"--arg {text}: {words!r} is not a shape", 0, "extents such as 64x64") from None
+
+
+def _array(text: str) -> tuple[np.ndarray | int, str | None]:
+    """The array (or number of bytes) of `random:f16:64x64`, and its type's name when NumPy lacks it."""
+    if text.endswith(".npy"):
+        try: return np.load(text, allow_pickle=False), None
+        except (OSError, ValueError) as error: raise PTXError(f"--arg {text}: {error}", 0, "a NumPy file") from error
+    fill, *rest = text.split(":")
+    if fill == "empty" and len(rest) == 1: return math.prod(_shape(rest[0], text)), None
+    if fill not in FILLS or len(rest) != 2 or rest[0] not in DTYPES:
+        raise PTXError(f"--arg {text}", 0, f"FILL:TYPE:SHAPE, FILL one of {', '.join(FILLS[:-1])} and TYPE of "
+                       f"{', '.join(DTYPES)}", "for example zeros:f32:64x64")
+    values = _values(fill, _shape(rest[1], text))
+    if rest[0] != "bf16": return values.astype(DTYPES[rest[0]]), None
+    bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7fff + (bits >> 16 & 1)) >> 16).astype(np.uint16), "bf16"
+
+
+def _values(fill: str, shape: tuple[int, ...]) -> np.ndarray:
+    random = np.random.default_rng(0)
+    if fill == "random": return random.standard_normal(shape)
+    if fill == "integers": return random.integers(-4, 5, shape)
+    if fill == "arange": return np.arange(math.prod(shape)).reshape(shape)
+    return np.full(shape, 1.0 if fill == "ones" else 0.0)
+
+
+# **** ptx check ****
+
+def run_check(arguments: argparse.Namespace) -> int:
+    """Runs the kernel; 1 when there are findings."""
+    text = _read(arguments.file)
+    module = parse(text)
+    emu = Emulator(arguments.arch or module.target, check=not arguments.no_check, seed=arguments.seed)
+    args = [argument(emu, word) for word in arguments.arg]
+    block = arguments.block or _block(module.functions, arguments.entry)
+    for number, _ in arguments.save:
+        if number >= len(args) or not hasattr(args[number], "numpy"):
+            raise PTXError(f"--save {number}: argument {number} is no buffer", 0, "the number of a buffer, from 0")
+    report = emu.launch(text, arguments.grid, block, args, arguments.entry, arguments.cluster, arguments.dynamic_smem,
+                        arguments.trace)
+    for number, name in arguments.save: np.save(name, args[number].numpy())
+    print(json.dumps(as_json(report)) if arguments.json else as_text(report))
+    return 1 if report.findings else 0
+
+
+def _block(functions: object, entry: str | None) -> tuple[int, ...]:
+    found = [f for name, f in functions.items() if entry in (None, name)]  # type: ignore[attr-defined]
+    return found[0].directives.get("reqntid", (128,)) if found else (128,)
+
+
+def as_json(report: Report) -> dict[str, object]:
+    """Findings and counters as JSON has them."""
+    stats = report.stats
+    return {"findings": [vars(finding) for finding in report.findings],
+            "counters": {"warp_instructions": stats.warp_instructions, "global_read_bytes": stats.global_read_bytes,
+                         "global_written_bytes": stats.global_written_bytes, "l2_bytes": stats.l2_bytes,
+                         "shared_bytes": stats.shared_bytes, "asynchronous_bytes": stats.asynchronous_bytes,
+                         "tensor_flops": stats.tensor_flops, "bank_conflicts": stats.bank_conflicts,
+                         "sectors_per_request": stats.sectors_per_request, "instructions": dict(stats.instructions)},
+            "seconds": report.seconds}
+
+
+def as_text(report: Report, most: int = 12) -> str:
+    """Findings, totals, and the lines that cost most."""
+    stats = report.stats
+    lines = [str(finding) for finding in report.findings] or ["no findings"]
+    lines += ["", *(f"{name:<24}{value:>16,}" for name, value in (
+        ("warp instructions", stats.warp_instructions), ("global bytes read", stats.global_read_bytes),
+        ("global bytes written", stats.global_written_bytes), ("L2 bytes", stats.l2_bytes),
+        ("shared bytes", stats.shared_bytes), ("asynchronous bytes", stats.asynchronous_bytes),
+        ("tensor-core flops", stats.tensor_flops)))]
+    busy = sorted(stats.sites, key=lambda site: (-site.conflicts, -site.warps))[:most]
+    lines += ["", f"{'line':>6} {'warps':>10} {'conflicts':>10} {'sectors/request':>16}  opcode"]
+    for site in busy:
+        sectors = f"{site.sectors / site.requests:.2f}" if site.requests else "-"
+        lines.append(f"{site.line:>6} {site.warps:>10,} {site.conflicts:>10,} {sectors:>16}  {site.opcode}")
+    return "\n".join(lines)
+
+
+# **** ptx stats ****
+
+def run_stats(arguments: argparse.Namespace) -> int:
+    """Assembles the file and prints its resources and SASS instructions."""
+    text = _read(arguments.file)
+    target = arguments.arch or parse(text).target
+    # any architecture of ours that can run the target will do when it is none itself
+    arch = target if target in ARCHITECTURES else {"sm_86": "sm_89", "sm_90": "sm_90a"}.get(target, target)
+    made = assemble(text, arch)
+    counts = sass(made)
+    if arguments.json:
+        print(json.dumps({"arch": arch, "kernels": {name: vars(r) for name, r in made.kernels.items()},
+                          "notes": made.notes, "sass": None if counts is None else dict(counts.most_common())}))
+        return 0
+    print(f"{'kernel':<32} {'registers':>9} {'spills':>8} {'stack':>6} {'shared':>8} {'barriers':>8}   ({arch})")
+    for name, r in made.kernels.items(): print(_row(name, r))
+    for note in made.notes: print(f"ptxas: {note}")
+    if counts is None: print("no disassembler: SASS is not counted (nvdisasm or cuobjdump would do)")
+    else:
+        for opcode, count in counts.most_common(): print(f"{opcode:<16}{count:>8,}")
+    return 0
+
+
+def _row(name: str, r: Resources) -> str:
+    spills = r.spill_store_bytes + r.spill_load_bytes
+    return f"{name:<32} {r.registers:>9} {spills:>8} {r.stack_bytes:>6} {r.shared_bytes:>8} {r.barriers:>8}"
