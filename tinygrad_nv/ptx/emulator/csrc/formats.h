@@ -1,9 +1,11 @@
-/* Floating-point formats: f16, bf16, tf32, e4m3 and e5m2 to and from f32 and f64, every rounding, each result rounded once.
+/* Floating-point formats: f16, bf16, tf32, e4m3 and e5m2 to and from f32 and f64, every rounding, each
+ * result rounded once.
  *
- * Protocol: codes are the low bits of a u32. NaNs come out as PTX's canonical ones: 0x7fffffff (f32), 0x7fff (f16, bf16),
- * 0x7f (e4m3, e5m2). What is rounded twice is rounded to odd the first time (Boldo and Melquiond), in f64, which has at
- * least two bits more than any format here: then the second rounding is that of the exact value.
- * All functions are free of branches, so that loops over lanes become vector code.
+ * Protocol: codes are the low bits of a u32. NaNs come out as PTX's canonical ones: 0x7fffffff (f32), 0x7fff
+ * (f16, bf16), 0x7f (e4m3, e5m2). What is rounded twice is rounded to odd the first time (Boldo and
+ * Melquiond), in f64, which has at least two bits more than any format here: then the second rounding is
+ * that of the exact value. All functions are free of branches, so that loops over lanes become vector code.
+ * /
  */
 #ifndef EMULATOR_FORMATS_H
 #define EMULATOR_FORMATS_H
@@ -12,8 +14,8 @@
 #include <math.h>
 
 enum { RN, RZ, RM, RP, RNA };   /* to nearest even, to zero, down, up, to nearest with ties away from zero */
-enum { NAN_F32 = 0x7fffffff, NAN_F16 = 0x7fff, NAN_F8 = 0x7f, MAX_F16 = 0x7bff, MAX_BF16 = 0x7f7f, MAX_E4M3 = 0x7e,
-    MAX_E5M2 = 0x7b };
+enum { NAN_F32 = 0x7fffffff, NAN_F16 = 0x7fff, NAN_F8 = 0x7f };
+enum { MAX_F16 = 0x7bff, MAX_BF16 = 0x7f7f, MAX_TF32 = 0x3fbff, MAX_E4M3 = 0x7e, MAX_E5M2 = 0x7b };
 
 static inline u32 as_u32(f32 x) { u32 y; memcpy(&y, &x, 4); return y; }
 static inline f32 as_f32(u32 x) { f32 y; memcpy(&y, &x, 4); return y; }
@@ -57,11 +59,12 @@ static inline u32 f32_to_f16(f32 x) {
 
 /* **** from f64, every rounding **** */
 
-/* The code of `x`, not NaN, in a format of `exponent` and `mantissa` bits with subnormals, whose highest finite code is
- * `largest`. What is too large becomes the code above it, or stays at it where the rounding says so. */
+/* The code of `x`, not NaN, in a format of `exponent` and `mantissa` bits with subnormals, whose highest
+ * finite code is `largest`. What is too large becomes the code above it, or stays at it where the rounding
+ * says so. */
 static inline u32 encode(f64 x, int exponent, int mantissa, u32 largest, int mode) {
     u64 bits = as_u64(x), fraction = bits & 0xfffffffffffffull, field = bits >> 52 & 0x7ff, sign = bits >> 63;
-    u64 significand = field ? fraction | 1ull << 52 : fraction != 0;   /* f64 subnormals: nothing but not zero */
+    u64 significand = field ? fraction | 1ull << 52 : fraction != 0;   /* f64 subnormals: not zero */
     i64 e = (i64)field - 1023 + (1 << (exponent - 1)) - 1;
     u64 low = (u64)(52 - mantissa) + (u64)(e < 1 ? 1 - e : 0), shift = low > 60 ? 60 : low;
     u64 q = significand >> shift, rest = significand & ((1ull << shift) - 1), half = 1ull << (shift - 1);
@@ -78,20 +81,24 @@ static inline u32 f64_to_bf16(f64 x, int mode) { return x == x ? encode(x, 8, 7,
 static inline u32 f64_to_e5m2(f64 x, int mode) { return x == x ? encode(x, 5, 2, MAX_E5M2, mode) : NAN_F8; }
 static inline u32 f64_to_e4m3(f64 x, int mode) { return x == x ? encode(x, 4, 3, MAX_E4M3, mode) : NAN_F8; }
 /* tf32 as a word of f32 whose low 13 bits are zero */
-static inline u32 f64_to_tf32(f64 x, int mode) { return x == x ? encode(x, 8, 10, 0x3fbff, mode) << 13 : NAN_F32; }
+static inline u32 f64_to_tf32(f64 x, int mode) {
+    return x == x ? encode(x, 8, 10, MAX_TF32, mode) << 13 : (u32)NAN_F32;
+}
 
 /* f64 to f32; NaNs stay what the host makes of them. */
 static inline f32 f64_to_f32(f64 x, int mode) {
     f32 y = (f32)x;
     u32 bits = as_u32(y), outward = bits >> 31 ? ~0u : 1;   /* +outward: the next value up */
     u32 above = (f64)y > x, below = (f64)y < x, larger = bits >> 31 ? below : above;
-    u32 out = mode == RZ ? bits - larger : mode == RM ? bits - above * outward : mode == RP ? bits + below * outward : bits;
+    u32 down = bits - above * outward, up = bits + below * outward;
+    u32 out = mode == RZ ? bits - larger : mode == RM ? down : mode == RP ? up : bits;
     return as_f32(out);
 }
 
 /* **** f64 operations rounded to odd (finite results; others are as the host makes them) **** */
 
-/* `x`, the nearest to a value that differs from it by something of the sign of `error` (0: by nothing), to odd. */
+/* `x`, the nearest to a value that differs from it by something of the sign of `error` (0: by nothing), to
+ * odd. */
 static inline f64 to_odd(f64 x, f64 error) {
     u64 bits = as_u64(x);
     u64 inexact = (error > 0 || error < 0) & !(bits & 1) & (fabs(x) < INFINITY);
