@@ -81,7 +81,8 @@ struct __align__(64) Map { char bytes[128]; };
 
 __device__ void fetch(const Map *map, void *tile, int column, uint64_t *barrier) {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, 0}], [%3];"
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, 0}], [%3];"
         ::"r"(shared_address(tile)), "l"(map), "r"(column), "r"(shared_address(barrier)) : "memory");
 }
 
