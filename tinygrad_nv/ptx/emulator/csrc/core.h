@@ -1,13 +1,15 @@
 /* The emulated GPU's objects, and the few functions its parts share.
  *
- * Protocol: Python lowers PTX to an array of `Op`s, each with the address of its handler (`op_<name>`), fills a `Launch`
- * and calls `machine_run` until it says that the grid is done. A handler executes one instruction for the lanes in `mask` of
- * one warp and says what follows: NEXT, JUMPED (it set the groups' positions), BLOCKED (try again when
- * something happened), or YIELD (NEXT, but let others run first).
+ * Protocol: Python lowers PTX to an array of `Op`s, each with the address of its handler (`op_<name>`),
+ * fills a `Launch` and calls `machine_run` until it says that the grid is done. A handler executes one
+ * instruction for the lanes in `mask` of one warp and says what follows: NEXT, JUMPED (it set the groups'
+ * positions), BLOCKED (try again when something happened), or YIELD (NEXT, but let others run first).
  *
- * Registers: a warp has a file of bytes. 32-bit registers (and all narrower ones, kept zero-extended) are u32[32], one for
- * each lane; 64-bit ones u64[32]; 128-bit ones two u64[32], low half first; predicates one u32 with a bit for each lane.
- * Operands are byte offsets into the file, -1 when absent; immediates and special registers have places in it too.
+ * Registers: a warp has a file of bytes. 32-bit registers (and all narrower ones, kept zero-extended) are
+ * u32[32], one for each lane; 64-bit ones u64[32]; 128-bit ones two u64[32], low half first; predicates one
+ * u32 with a bit for each lane. Operands are byte offsets into the file, -1 when absent; immediates and
+ * special registers have places in it too.
+ *
  */
 #ifndef EMULATOR_CORE_H
 #define EMULATOR_CORE_H
@@ -32,7 +34,8 @@ enum { LANES = 32, MAX_WARPS = 32, NAMED_BARRIERS = 16, SHARED_BASE = 0x400, RAN
 enum { NEXT, JUMPED, BLOCKED, YIELD };
 enum { READ, WRITE, ATOMIC };
 enum { GENERIC, GLOBAL, SHARED, SHARED_CLUSTER, LOCAL, CONST, PARAM };
-enum { RACE, PROXY_FENCE, UNINITIALIZED, OUT_OF_BOUNDS, MISALIGNED, BARRIER, DEADLOCK, WGMMA_HAZARD, ASYNC_HAZARD };
+enum { RACE, PROXY_FENCE, UNINITIALIZED, OUT_OF_BOUNDS, MISALIGNED, BARRIER, DEADLOCK, WGMMA_HAZARD,
+      ASYNC_HAZARD };
 
 /* Generic addresses of windows. Global allocations lie below, from 0x700000000 up. */
 #define LOCAL_WINDOW 0x7e0000000000ull
@@ -75,7 +78,8 @@ struct Op {
     i32 more;           /* a small number the handler's family defines */
 };
 
-/* Memory that has bounds: an allocation, or the shared memory of a CTA (base is then SHARED_BASE | rank << 24). */
+/* Memory that has bounds: an allocation, or the shared memory of a CTA (base is then SHARED_BASE | rank <<
+ * 24). */
 struct Region {
     u64 base, size;
     u8 *data;
@@ -114,14 +118,18 @@ struct Warp {
     i32 tried_pc;       /* the try_wait that last failed, and on what */
     u64 tried;
     u64 executed;       /* instructions */
-    u32 gathered;       /* lanes of all groups that the instruction being executed advances; 0: the current one */
+    /* lanes of all groups that the instruction being executed advances; 0: the current one */
+    u32 gathered;
     u64 waiting;        /* turns in which lanes waited at a join */
+    u32 cluster_arrived, cluster_pending;  /* barrier.cluster: lanes arrived in this phase; lanes that have yet to wait */
+    i32 registers;      /* a thread's, after setmaxnreg; 0: Launch.registers */
     /* checks */
     u32 now;            /* own clock */
     Clock *clock;       /* what this warp knows to have happened */
     u32 lane_sync[LANES];  /* other lanes' accesses before this clock are ordered before this lane's */
     u32 fence_epoch;    /* wgmma.fence count */
-    u32 *stamps;        /* per 128 bytes of registers: fence_epoch when last written by an ordinary instruction */
+    /* per 128 bytes of registers: fence_epoch when last written by an ordinary instruction */
+    u32 *stamps;
     /* asynchronous work of this warp */
     u32 copy_groups[LANES], copy_done[LANES];  /* cp.async groups committed, known complete */
     u32 bulk_groups[LANES], bulk_done[LANES], bulk_read[LANES];
@@ -136,7 +144,9 @@ typedef struct {
     u32 phase;
     u32 reduction[3];       /* popc, and, or of this phase */
     u32 result[3];
-    Clock *clock[2];        /* of phases, by parity */
+    u32 lanes[MAX_WARPS], waiting;  /* lanes of each warp that have arrived; warps that wait */
+    bool open;              /* somebody arrived without a count: all threads of the CTA that have not exited must */
+    Clock *clock[2];        /* of the phase under way; [1] is not used */
 } Named;
 
 struct Cta {
@@ -148,7 +158,8 @@ struct Cta {
     Named named[NAMED_BARRIERS];
     Mbarrier *mbarriers;
     i32 mbarrier_count, mbarrier_room;
-    u32 *remote;        /* for each actor of the cluster: its clock when it last touched this CTA's shared memory */
+    /* for each actor of the cluster: its clock when it last touched this CTA's shared memory */
+    u32 *remote;
     i32 register_pool;  /* setmaxnreg: registers free, in units of one a thread of a warp */
     bool gone;
 };
@@ -221,7 +232,8 @@ typedef struct {
     u64 trace_warps;       /* mask; 0: no trace */
 } Launch;
 
-enum Special { TID_X, TID_Y, TID_Z, CTAID_X, CTAID_Y, CTAID_Z, LANEID, WARPID, CLUSTERID_X, CLUSTERID_Y, CLUSTERID_Z,
+enum Special { TID_X, TID_Y, TID_Z, CTAID_X, CTAID_Y, CTAID_Z, LANEID, WARPID, CLUSTERID_X, CLUSTERID_Y,
+              CLUSTERID_Z,
     CLUSTER_CTAID_X, CLUSTER_CTAID_Y, CLUSTER_CTAID_Z, CLUSTER_CTARANK, SMID, LANEMASK_EQ, LANEMASK_LT, LANEMASK_LE,
     LANEMASK_GT, LANEMASK_GE, SHARED_ORIGIN };
 
@@ -288,33 +300,42 @@ static inline void addresses(const Warp *w, const Op *op, u64 *out) {
 
 /* **** machine.c **** */
 
-u64 random_u64(Machine *m);                 /* seeded; not for anything that changes results of a correct program */
-/* Enters a finding (the same kind at the same lines is counted once). `other_*`: 0 / -1 when there is none. */
+/* seeded; not for anything that changes results of a correct program */
+u64 random_u64(Machine *m);
+/* Enters a finding (the same kind at the same lines is counted once). `other_*`: 0 / -1 when there is none.
+ */
 void report(Machine *m, int kind, const Op *op, const Warp *w, int lane, const char *format, ...)
     __attribute__((format(printf, 6, 7)));
 void report_pair(Machine *m, int kind, const Op *op, const Warp *w, int lane, int other_line, int other_cta,
                  int other_thread, const char *text);
 i32 cta_number(const Machine *m, const Cta *c);   /* linear number in the grid */
 void split_group(Machine *m, Warp *w, u32 taken, i32 target, i32 join);
-/* Warp collectives. The lanes at this op (their guards true), when all of `wanted` that are alive are there: the
- * handler then works for all of them at once. 0: some are missing, return BLOCKED. `gather_any` takes lanes at other ops
- * of the same handler too (bar.warp.sync). When the machine is stuck they report BARRIER and give who is there. */
+/* Warp collectives. The lanes at this op (their guards true), when all of `wanted` that are alive are there:
+ * the handler then works for all of them at once. 0: some are missing, return BLOCKED. `gather_any` takes
+ * lanes at other ops of the same handler too (bar.warp.sync). When the machine is stuck they report BARRIER
+ * and give who is there. */
 u32 gather(Machine *m, Warp *w, const Op *op, u32 wanted);
 u32 gather_any(Machine *m, Warp *w, const Op *op, u32 wanted);
 void warp_exit(Machine *m, Warp *w, u32 lanes);
-/* Async operations. `async_add` takes a zeroed `Async` by value and queues it; complete_* run those that match now. */
+/* Async operations. `async_add` takes a zeroed `Async` by value and queues it; complete_* run those that
+ * match now. */
 Async *async_add(Machine *m, Async a);
 void async_complete_groups(Machine *m, Warp *w, int family, int lane, u32 up_to, bool reads_only);
 
 /* **** memory.c **** */
 
-/* Host pointer to `bytes` at an address for one lane after checking bounds, alignment to `align`, initialisation and races;
- * NULL when it is not there (reported). kind: READ, WRITE, ATOMIC. space as in Op. */
-u8 *touch(Machine *m, Warp *w, const Op *op, int lane, int space, u64 address, u32 bytes, u32 align, int kind);
-/* The same without entering the access in the shadow: bounds and alignment alone. Gives region and offset when not NULL. */
-u8 *locate(Machine *m, Warp *w, const Op *op, int lane, int space, u64 address, u32 bytes, u32 align, Region **region,
+/* Host pointer to `bytes` at an address for one lane after checking bounds, alignment to `align`,
+ * initialisation and races; NULL when it is not there (reported). kind: READ, WRITE, ATOMIC. space as in Op.
+ */
+u8 *touch(Machine *m, Warp *w, const Op *op, int lane, int space, u64 address, u32 bytes, u32 align,
+          int kind);
+/* The same without entering the access in the shadow: bounds and alignment alone. Gives region and offset
+ * when not NULL. */
+u8 *locate(Machine *m, Warp *w, const Op *op, int lane, int space, u64 address, u32 bytes, u32 align,
+           Region **region,
            u64 *offset);
-/* The CTA of a shared-window address (rank in bits 24+), NULL when there is none or it has exited (reported). */
+/* The CTA of a shared-window address (rank in bits 24+), NULL when there is none or it has exited
+ * (reported). */
 Cta *shared_owner(Machine *m, Warp *w, const Op *op, int lane, u64 address);
 
 /* **** shadow.c: happens-before. All of it does nothing when checks are off. **** */
@@ -329,9 +350,11 @@ typedef struct {
     u8 strong;    /* acquire/release/relaxed/volatile: atomic accesses do not race with one another */
 } Who;
 
-/* Numbers of actors in a cluster: of each CTA, 32 warps, their wgmmas, bulk groups, cp.async groups, and its mbarriers. */
+/* Numbers of actors in a cluster: of each CTA, 32 warps, their wgmmas, bulk groups, cp.async groups, and its
+ * mbarriers. */
 enum { ACTORS = 256, ACTOR_WGMMA = 32, ACTOR_BULK = 64, ACTOR_COPY = 96, ACTOR_MBARRIER = 128 };
-static inline u32 actor_of(const Warp *w, int family) { return (u32)(w->cta->rank * ACTORS + family + w->id); }
+static inline u32 actor_of(const Warp *w,
+                           int family) { return (u32)(w->cta->rank * ACTORS + family + w->id); }
 
 void shadow_access(Machine *m, const Who *who, Region *r, u64 offset, u64 bytes, int kind);
 Clock *clock_new(Machine *m);
@@ -340,11 +363,13 @@ void clock_clear(Machine *m, Clock *c);
 void clock_release(Machine *m, Warp *w, Clock *into);        /* what w knows, into a synchronisation object */
 void clock_acquire(Machine *m, Warp *w, const Clock *from);  /* and out of it */
 void clock_observe(Machine *m, Warp *w, u32 actor, u32 clock);  /* w waited until `actor` reached `clock` */
-void clock_fence(Machine *m, Warp *w, bool acquire, bool release);  /* fence.acq_rel, for relaxed accesses around it */
+/* fence.acq_rel, for relaxed accesses around it */
+void clock_fence(Machine *m, Warp *w, bool acquire, bool release);
 void clock_proxy_fence(Machine *m, Warp *w, bool shared, bool global);
 void lanes_sync(Machine *m, Warp *w, u32 mask);              /* bar.warp.sync and all that includes it */
 /* A release / acquire / relaxed access to one location (atomics, ld.acquire, st.release, volatile). */
-void clock_location(Machine *m, Warp *w, Region *r, u64 offset, bool reads, bool writes, bool acquire, bool release);
+void clock_location(Machine *m, Warp *w, Region *r, u64 offset, bool reads, bool writes, bool acquire,
+                    bool release);
 
 /* **** async.c **** */
 
@@ -354,13 +379,15 @@ struct Mbarrier {
     u32 phase;
     i32 expected, pending;
     i64 tx;
-    u32 actor, epoch;   /* phases since the machine started, for clocks (an mbarrier may be initialised again) */
+    /* phases since the machine started, for clocks (an mbarrier may be initialised again) */
+    u32 actor, epoch;
     Clock *clock[2];
     bool live;
 };
 /* complete_tx on a barrier of a CTA (no-op with a finding when there is none). */
 void mbarrier_complete_tx(Machine *m, Warp *w, const Op *op, int lane, Cta *cta, u64 offset, i64 bytes);
-Mbarrier *mbarrier_at(Machine *m, Warp *w, const Op *op, int lane, Cta *cta, u64 offset);  /* NULL: reported */
+/* NULL: reported */
+Mbarrier *mbarrier_at(Machine *m, Warp *w, const Op *op, int lane, Cta *cta, u64 offset);
 
 /* **** lifetimes: each part makes and frees what it keeps in a warp or a CTA **** */
 void tensor_free(Machine *m, Warp *w);
@@ -368,12 +395,15 @@ void barriers_free(Machine *m, Cta *c);
 void shadow_start(Machine *m);
 void shadow_finish(Machine *m);
 void shadow_region_free(Machine *m, Region *r);
-void shadow_exit(Machine *m, Cta *c);   /* a CTA is gone: who of its cluster may still touch its shared memory? */
+/* a CTA is gone: who of its cluster may still touch its shared memory? */
+void shadow_exit(Machine *m, Cta *c);
 void tensor_exit(Machine *m, Warp *w);  /* wgmmas not waited for are reported */
 
-void describe_wait(Machine *m, Warp *w, Group *g, char *out, size_t size);  /* barriers.c: what a group waits for */
+/* barriers.c: what a group waits for */
+void describe_wait(Machine *m, Warp *w, Group *g, char *out, size_t size);
 
-/* Tensor-core work in flight, for the main loop: an ordinary instruction that touches its registers is a hazard. */
+/* Tensor-core work in flight, for the main loop: an ordinary instruction that touches its registers is a
+ * hazard. */
 void tensor_check_registers(Machine *m, Warp *w, const Op *op);
 void tensor_complete(Machine *m, Warp *w, u32 up_to_group);   /* wgmma groups <= up_to_group, or all: ~0u */
 

@@ -111,17 +111,17 @@ static void report_global(Machine *m, Warp *w, const Op *op, int lane, u64 addre
     i32 i = region_below(m, address);
     const Region *below = i < 0 ? NULL : &m->launch.regions[i];
     const Region *above = i + 1 < m->launch.region_count ? &m->launch.regions[i + 1] : NULL;
-    u64 past = below ? address - below->base - below->size : ~0ull;  /* wraps when it begins inside */
-    if (below && address - below->base < below->size) past = 0;
-    if (above && above->base - address < past && past != 0)
+    bool inside = below && address - below->base < below->size;
+    u64 past = !below ? ~0ull : inside ? address + bytes - below->base - below->size : address - below->base - below->size;
+    if (above && !inside && above->base - address < past)
         report(m, OUT_OF_BOUNDS, op, w, lane, "%s of %llu bytes at 0x%llx, %llu bytes before the allocation of %llu bytes "
                "at 0x%llx", what, (unsigned long long)bytes, (unsigned long long)address,
                (unsigned long long)(above->base - address), (unsigned long long)above->size, (unsigned long long)above->base);
     else if (below)
-        report(m, OUT_OF_BOUNDS, op, w, lane, "%s of %llu bytes at 0x%llx, %s%llu bytes past the allocation of %llu bytes "
-               "at 0x%llx", what, (unsigned long long)bytes, (unsigned long long)address, past ? "" : "its end ",
-               (unsigned long long)(past ? past : address + bytes - below->base - below->size),
-               (unsigned long long)below->size, (unsigned long long)below->base);
+        report(m, OUT_OF_BOUNDS, op, w, lane, "%s of %llu bytes at 0x%llx, %s %llu bytes past the end of the allocation of "
+               "%llu bytes at 0x%llx", what, (unsigned long long)bytes, (unsigned long long)address,
+               inside ? "which ends" : "which begins", (unsigned long long)past, (unsigned long long)below->size,
+               (unsigned long long)below->base);
     else
         report(m, OUT_OF_BOUNDS, op, w, lane, "%s of %llu bytes at 0x%llx, and nothing is allocated", what,
                (unsigned long long)bytes, (unsigned long long)address);
@@ -220,8 +220,8 @@ static void reach_warp(Machine *m, Warp *w, const Op *op, const u64 *address, u3
     EACH out->host[l] = memory_zeros;
     if (!mask) return;
     int lead = lowest(mask);
-    if (!reach_lane(m, w, op, lead, op->space, address[lead], bytes, align, kind, &p)) p.region = NULL;
-    if (p.region) {
+    if (!reach_lane(m, w, op, lead, op->space, address[lead], bytes, align, kind, &p)) mask &= ~(1u << lead);
+    else if (p.region) {
         u64 origin = address[lead] - p.offset, limit = p.region->size - bytes, low = align - 1;
         u32 bad = 0;
         EACH bad |= (u32)((address[l] - origin > limit) | ((address[l] & low) != 0)) << l;
