@@ -37,8 +37,8 @@ def run(emu: Emulator, name: str, entry: str, grid: Sequence[int], block: Sequen
     """Launches with arrays copied to the machine; gives each argument back, arrays as the kernel left them.
     Any finding fails."""
     passed = [emu.alloc(arg) if isinstance(arg, np.ndarray) else arg for arg in args]
-    report = emu.launch(text(name), grid=(*grid, 1, 1)[:3], block=(*block, 1, 1)[:3], args=passed, entry=entry,
-                        **options)
+    shape = {"grid": (*grid, 1, 1)[:3], "block": (*block, 1, 1)[:3]}
+    report = emu.launch(text(name), **shape, args=passed, entry=entry, **options)
     assert not report.findings, "\n".join(map(str, report.findings))
     return [p.numpy() if isinstance(arg, np.ndarray) else arg for p, arg in zip(passed, args, strict=True)]
 
@@ -127,7 +127,8 @@ def test_doubles(emu: Emulator) -> None:
 def test_floats(emu: Emulator) -> None:
     """CUDA's own functions within the errors its guide states, and directed roundings."""
     x = reals(4, N)
-    out = run(emu, "basic", "floats", (2,), (128,), [x, np.zeros((7, N), np.float32), N])[1].astype(np.float64)
+    out = run(emu, "basic", "floats", (2,), (128,), [x, np.zeros((7, N), np.float32), N])[1]
+    out = out.astype(np.float64)
     v = x.astype(np.float64)
     size = np.abs(v) + 1
     np.testing.assert_allclose(out[0], np.exp(v), rtol=2 * ULP)

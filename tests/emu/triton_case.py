@@ -196,7 +196,11 @@ class Outcome:
 
 def run(emulator: Any, case: Case, seed: int = 0) -> Outcome:
     """Compiles and launches a case on `emulator` with the problem that `seed` gives."""
-    problem = case.make(np.random.default_rng(seed))
+    return solve(emulator, case, case.make(np.random.default_rng(seed)))
+
+
+def solve(emulator: Any, case: Case, problem: Problem) -> Outcome:
+    """Compiles a case's kernel for a problem (once in a process) and launches it on `emulator`."""
     compiled = compile_for(case, problem)
     buffers, args = {}, []
     for name in case.kernel.arg_names:
