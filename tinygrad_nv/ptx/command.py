@@ -36,19 +36,25 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     ptx = commands.add_parser("ptx", help="run PTX on the emulated GPU, or ask ptxas about it")
     kinds = ptx.add_subparsers(required=True, metavar="COMMAND")
     check = kinds.add_parser("check", help="run a kernel and print findings and counters",
-                             epilog="arguments: 5, 1.5, zeros:f32:64x64, ones:…, arange:…, random:…, integers:…, empty:1024, file.npy, "
+                             epilog="arguments: 5, 1.5, zeros:f32:64x64, ones:…, arange:…, random:…, "
+                                    "integers:…, empty:1024, file.npy, "
                                     "map:64x64:128B:random:f16:256x256")
     check.add_argument("file", metavar="FILE.ptx")
     check.add_argument("--grid", type=_extents, default=(1, 1, 1), metavar="X[,Y,Z]", help="CTAs (default 1)")
-    check.add_argument("--block", type=_extents, metavar="X[,Y,Z]", help="threads (default .reqntid, else 128)")
-    check.add_argument("--cluster", type=_extents, default=(1, 1, 1), metavar="X[,Y,Z]", help="CTAs of a cluster")
-    check.add_argument("--arg", action="append", default=[], metavar="VALUE", help="one for each parameter, in order")
+    check.add_argument("--block", type=_extents, metavar="X[,Y,Z]",
+                       help="threads (default .reqntid, else 128)")
+    check.add_argument("--cluster", type=_extents, default=(1, 1, 1), metavar="X[,Y,Z]",
+                       help="CTAs of a cluster")
+    check.add_argument("--arg", action="append", default=[], metavar="VALUE",
+                       help="one for each parameter, in order")
     check.add_argument("--entry", metavar="NAME", help="which entry function, when there are several")
     check.add_argument("--dynamic-smem", type=int, default=0, metavar="BYTES", help="dynamic shared memory")
     check.add_argument("--arch", help="sm_80, sm_86, sm_89, sm_90 or sm_90a (default: the file's target)")
-    check.add_argument("--seed", type=int, default=0, metavar="N", help="order of warps and of asynchronous work")
+    check.add_argument("--seed", type=int, default=0, metavar="N",
+                       help="order of warps and of asynchronous work")
     check.add_argument("--no-check", action="store_true", help="run without the checks")
-    check.add_argument("--trace", type=_trace, metavar="CTA:WARP", help="print this warp's instructions to stderr")
+    check.add_argument("--trace", type=_trace, metavar="CTA:WARP",
+                       help="print this warp's instructions to stderr")
     check.add_argument("--save", action="append", default=[], type=_save, metavar="N=FILE.npy",
                        help="write the buffer of argument N, from 0, to a file when done")
     check.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
@@ -90,7 +96,8 @@ def _read(name: str) -> str:
 
 
 def argument(emu: Emulator, text: str) -> object:
-    """What an `--arg` stands for; see the module's protocol. Raises `PTXError` with the word that is wrong."""
+    """What an `--arg` stands for; see the module's protocol. Raises `PTXError` with the word that is
+    wrong."""
     if text.startswith("map:"):
         _, box, swizzle, *rest = (*text.split(":", 3), "", "")[:4]
         array, dtype = _array(rest[0])
@@ -100,24 +107,28 @@ def argument(emu: Emulator, text: str) -> object:
     except ValueError: pass
     try: return float(text)
     except ValueError:
-        raise PTXError(f"--arg {text}", 0, "an integer, a float, zeros:f32:64x64 and its kind, a .npy file, or map:…",
+        raise PTXError(f"--arg {text}", 0,
+                       "an integer, a float, zeros:f32:64x64 and its kind, a .npy file, or map:…",
                        "see tinygrad-nv ptx check --help") from None
 
 
 def _shape(words: str, text: str) -> tuple[int, ...]:
     try: return tuple(int(word) for word in words.split("x"))
-    except ValueError: raise PTXError(f"--arg {text}: {words!r} is not a shape", 0, "extents such as 64x64") from None
+    except ValueError: raise PTXError(f"--arg {text}: {words!r} is not a shape", 0,
+                                      "extents such as 64x64") from None
 
 
 def _array(text: str) -> tuple[np.ndarray | int, str | None]:
     """The array (or number of bytes) of `random:f16:64x64`, and its type's name when NumPy lacks it."""
     if text.endswith(".npy"):
         try: return np.load(text, allow_pickle=False), None
-        except (OSError, ValueError) as error: raise PTXError(f"--arg {text}: {error}", 0, "a NumPy file") from error
+        except (OSError, ValueError) as error: raise PTXError(f"--arg {text}: {error}", 0,
+                                                              "a NumPy file") from error
     fill, *rest = text.split(":")
     if fill == "empty" and len(rest) == 1: return math.prod(_shape(rest[0], text)), None
     if fill not in FILLS or len(rest) != 2 or rest[0] not in DTYPES:
-        raise PTXError(f"--arg {text}", 0, f"FILL:TYPE:SHAPE, FILL one of {', '.join(FILLS[:-1])} and TYPE of "
+        raise PTXError(f"--arg {text}", 0,
+                       f"FILL:TYPE:SHAPE, FILL one of {', '.join(FILLS[:-1])} and TYPE of "
                        f"{', '.join(DTYPES)}", "for example zeros:f32:64x64")
     values = _values(fill, _shape(rest[1], text))
     if rest[0] != "bf16": return values.astype(DTYPES[rest[0]]), None
@@ -144,8 +155,10 @@ def run_check(arguments: argparse.Namespace) -> int:
     block = arguments.block or _block(module.functions, arguments.entry)
     for number, _ in arguments.save:
         if number >= len(args) or not hasattr(args[number], "numpy"):
-            raise PTXError(f"--save {number}: argument {number} is no buffer", 0, "the number of a buffer, from 0")
-    report = emu.launch(text, arguments.grid, block, args, arguments.entry, arguments.cluster, arguments.dynamic_smem,
+            raise PTXError(f"--save {number}: argument {number} is no buffer", 0,
+                           "the number of a buffer, from 0")
+    report = emu.launch(text, arguments.grid, block, args, arguments.entry, arguments.cluster,
+                        arguments.dynamic_smem,
                         arguments.trace)
     for number, name in arguments.save: np.save(name, args[number].numpy())
     print(json.dumps(as_json(report)) if arguments.json else as_text(report))
@@ -161,11 +174,13 @@ def as_json(report: Report) -> dict[str, object]:
     """Findings and counters as JSON has them."""
     stats = report.stats
     return {"findings": [vars(finding) for finding in report.findings],
-            "counters": {"warp_instructions": stats.warp_instructions, "global_read_bytes": stats.global_read_bytes,
+            "counters": {"warp_instructions": stats.warp_instructions,
+                         "global_read_bytes": stats.global_read_bytes,
                          "global_written_bytes": stats.global_written_bytes, "l2_bytes": stats.l2_bytes,
                          "shared_bytes": stats.shared_bytes, "asynchronous_bytes": stats.asynchronous_bytes,
                          "tensor_flops": stats.tensor_flops, "bank_conflicts": stats.bank_conflicts,
-                         "sectors_per_request": stats.sectors_per_request, "instructions": dict(stats.instructions)},
+                         "sectors_per_request": stats.sectors_per_request,
+                         "instructions": dict(stats.instructions)},
             "seconds": report.seconds}
 
 
@@ -198,9 +213,11 @@ def run_stats(arguments: argparse.Namespace) -> int:
     counts = sass(made)
     if arguments.json:
         print(json.dumps({"arch": arch, "kernels": {name: vars(r) for name, r in made.kernels.items()},
-                          "notes": made.notes, "sass": None if counts is None else dict(counts.most_common())}))
+                          "notes": made.notes,
+                          "sass": None if counts is None else dict(counts.most_common())}))
         return 0
-    print(f"{'kernel':<32} {'registers':>9} {'spills':>8} {'stack':>6} {'shared':>8} {'barriers':>8}   ({arch})")
+    print(f"{'kernel':<32} {'registers':>9} {'spills':>8} {'stack':>6} {'shared':>8} {'barriers':>8}   "
+          f"({arch})")
     for name, r in made.kernels.items(): print(_row(name, r))
     for note in made.notes: print(f"ptxas: {note}")
     if counts is None: print("no disassembler: SASS is not counted (nvdisasm or cuobjdump would do)")

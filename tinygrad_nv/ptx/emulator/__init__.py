@@ -7,7 +7,7 @@ Read in this order:
   lowering.py   from PTX instructions to ops: the registry; lower_*.py are the families
   program.py    a function as ops, with registers placed and branches joined
   native.py     the interpreter, compiled from csrc/
-  csrc/         core.h first: objects and protocol; then machine.c, shadow.c (happens-before), and the families
+  csrc/         core.h first: objects and protocol; then machine.c, shadow.c (happens-before), the families
 
 The interpreter is C because checks cost some hundred operations for each access: in NumPy, vectorised over
 a CTA, an instruction takes about 20 µs; here one of a warp takes about 0.05.

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -21,6 +21,7 @@ THREADS_OF_SM = {80: 2048, 86: 1536, 89: 1536, 90: 2048}
 GRID_LIMIT = (2**31 - 1, 65535, 65535)
 BLOCK_LIMIT = (1024, 1024, 64)
 Triple = tuple[int, int, int]
+Wrong = Callable[[str], PTXError]  # an argument's error, given what was expected
 
 
 def triple(value: int | Sequence[int], what: str) -> Triple:
@@ -32,8 +33,8 @@ def triple(value: int | Sequence[int], what: str) -> Triple:
     return x, y, z
 
 
-def check_launch(arch: str, module: Module, program: Program, grid: Triple, block: Triple, cluster: Triple, shared: int,
-                 dynamic: int) -> tuple[Triple, Triple, Triple]:
+def check_launch(arch: str, module: Module, program: Program, grid: Triple, block: Triple, cluster: Triple,
+                 shared: int, dynamic: int) -> tuple[Triple, Triple, Triple]:
     """Grid, block and cluster as they will be; `PTXError` when the kernel or the architecture cannot have
     them."""
     number = int(arch[3:5])
@@ -80,7 +81,8 @@ def check_directives(function: Function, block: Triple, threads: int) -> None:
     if (most := function.directives.get("maxntid")) is not None:
         limit = int(np.prod(most))
         if threads > limit:
-            raise PTXError(f"a block of {threads} threads", function.line, f".maxntid {limit} of {function.name}")
+            raise PTXError(f"a block of {threads} threads", function.line,
+                           f".maxntid {limit} of {function.name}")
 
 
 def resident_clusters(arch: str, block: Triple, cluster: Triple, shared: int) -> int:
@@ -96,9 +98,10 @@ def pack_arguments(function: Function, args: Sequence[object]) -> bytes:
     """The parameter block: each argument at its parameter's place."""
     parameters = list(function.parameters.values())
     if len(args) != len(parameters):
-        names = ", ".join(f"{p.name} (.{p.kind}{f'[{p.nbytes}]' if p.kind == 'b8' else ''})" for p in parameters)
-        raise PTXError(f"{len(args)} arguments for the {len(parameters)} parameters of {function.name}", function.line,
-                       f"one for each of: {names or 'none'}")
+        sizes = (f"[{p.nbytes}]" if p.kind == "b8" else "" for p in parameters)
+        names = ", ".join(f"{p.name} (.{p.kind}{size})" for p, size in zip(parameters, sizes, strict=True))
+        raise PTXError(f"{len(args)} arguments for the {len(parameters)} parameters of {function.name}",
+                       function.line, f"one for each of: {names or 'none'}")
     block = bytearray(-(-function.parameter_bytes // 64) * 64)
     for number, (parameter, value) in enumerate(zip(parameters, args, strict=True)):
         data = pack_argument(number, parameter, value)
@@ -123,7 +126,8 @@ def pack_argument(number: int, parameter: Variable, value: object) -> bytes:
     if (pointer := getattr(value, "ptr", None)) is not None:
         if size != 8: raise wrong(f"a .{parameter.kind}; an address takes 8 bytes")
         return struct.pack("<Q", pointer)
-    if size not in (1, 2, 4, 8) or parameter.kind == "b8" and size > 1: raise wrong(f"{size} bytes, or a TensorMap")
+    if size not in (1, 2, 4, 8) or (parameter.kind == "b8" and size > 1):
+        raise wrong(f"{size} bytes, or a TensorMap")
     if isinstance(value, bool | np.bool_): return int(value).to_bytes(size, "little")
     if isinstance(value, int | np.integer): return pack_integer(int(value), parameter, wrong)
     if isinstance(value, float | np.floating): return pack_float(value, parameter, wrong)
@@ -131,7 +135,7 @@ def pack_argument(number: int, parameter: Variable, value: object) -> bytes:
                 + ("; copy arrays with emu.alloc" if isinstance(value, np.ndarray) else ""))
 
 
-def pack_integer(value: int, parameter: Variable, wrong) -> bytes:  # type: ignore[no-untyped-def]
+def pack_integer(value: int, parameter: Variable, wrong: Wrong) -> bytes:
     """An integer of the parameter's width, signed or not; a float when the parameter is one."""
     if parameter.kind.startswith("f"): return pack_float(float(value), parameter, wrong)
     bits = 8 * parameter.nbytes
@@ -139,7 +143,7 @@ def pack_integer(value: int, parameter: Variable, wrong) -> bytes:  # type: igno
     return (value & (1 << bits) - 1).to_bytes(parameter.nbytes, "little")
 
 
-def pack_float(value: float | np.floating, parameter: Variable, wrong) -> bytes:  # type: ignore[no-untyped-def]
+def pack_float(value: float | np.floating, parameter: Variable, wrong: Wrong) -> bytes:
     """A float as .f16, .f32 or .f64; into untyped parameters by their width."""
     form = {2: "<e", 4: "<f", 8: "<d"}.get(parameter.nbytes)
     if form is None or parameter.kind[0] in "us": raise wrong(f"a .{parameter.kind}")

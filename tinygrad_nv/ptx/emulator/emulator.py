@@ -1,12 +1,13 @@
 """The emulated GPU: memory, and launches of PTX text.
 
-Protocol: `emu.alloc` gives device memory at 64-bit addresses, with gaps between allocations so that what runs
-past one is found. `emu.launch` parses and lowers the text (once for each text), runs the grid to its end and
-returns a `Report`. A kernel that is wrong gives findings, never an exception; text that cannot be run, and
-arguments that do not fit, are `PTXError`s before anything runs. Memory keeps what a launch wrote.
+Protocol: `emu.alloc` gives device memory at 64-bit addresses, with gaps between allocations so that what
+runs past one is found. `emu.launch` parses and lowers the text (once for each text), runs the grid to its
+end and returns a `Report`. A kernel that is wrong gives findings, never an exception; text that cannot be
+run, and arguments that do not fit, are `PTXError`s before anything runs. Memory keeps what a launch wrote.
 
-`seed` chooses the order of warps and when asynchronous work completes: seeds divisible by four leave all of it
-as late as the ISA allows. A correct kernel gives the same answer under every seed (but for the order of floating-point atomics).
+`seed` chooses the order of warps and when asynchronous work completes: seeds divisible by four leave all of
+it as late as the ISA allows. A correct kernel gives the same answer under every seed (but for the order of
+floating-point atomics).
 """
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ class Buffer:
         """Copies an array of `nbytes` into it."""
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         if raw.nbytes != self.nbytes:
-            raise PTXError(f"{raw.nbytes} bytes written to a buffer of {self.nbytes}", 0, "an array of the same size",
+            raise PTXError(f"{raw.nbytes} bytes written to a buffer of {self.nbytes}", 0,
+                           "an array of the same size",
                            "allocate another buffer")
         self.data[:] = raw
         if self.valid is not None: self.valid[:] = 1
@@ -108,11 +110,13 @@ class Emulator:
             data, valid = np.full(int(what), 0xff, np.uint8), np.zeros(int(what), np.uint8)
             return self._place(data, valid, (int(what),), np.dtype(np.uint8))
         if not isinstance(what, np.ndarray | np.generic):
-            raise PTXError(f"an allocation of a {type(what).__name__}", 0, "a numpy array, or a number of bytes")
+            raise PTXError(f"an allocation of a {type(what).__name__}", 0,
+                           "a numpy array, or a number of bytes")
         array = np.ascontiguousarray(what)
         return self._place(array.reshape(-1).view(np.uint8).copy(), None, np.shape(what), array.dtype)
 
-    def _place(self, data: np.ndarray, valid: np.ndarray | None, shape: tuple[int, ...], dtype: np.dtype) -> Buffer:
+    def _place(self, data: np.ndarray, valid: np.ndarray | None, shape: tuple[int, ...],
+               dtype: np.dtype) -> Buffer:
         buffer = Buffer(self.next_address, data, valid, shape, dtype)
         self.buffers[buffer.ptr] = buffer
         self.next_address += -(-(data.nbytes + GAP) // GAP) * GAP
@@ -126,7 +130,8 @@ class Emulator:
 
     # **** launches ****
 
-    def launch(self, ptx_text: str, grid: int | Sequence[int], block: int | Sequence[int], args: Sequence[object] = (),
+    def launch(self, ptx_text: str, grid: int | Sequence[int], block: int | Sequence[int],
+               args: Sequence[object] = (),
                entry: str | None = None, cluster: int | Sequence[int] = (1, 1, 1), dynamic_smem: int = 0,
                trace: Trace | bool | None = None) -> Report:
         """Runs an entry function (the only one, when `entry` is None) over a grid and returns what was found
@@ -178,7 +183,8 @@ class Emulator:
 class _Run:
     """One launch: what C reads and writes, kept alive."""
 
-    def __init__(self, emu: Emulator, loaded: Loaded, program: Program, shape: tuple[Triple, Triple, Triple], shared: int,
+    def __init__(self, emu: Emulator, loaded: Loaded, program: Program, shape: tuple[Triple, Triple, Triple],
+                 shared: int,
                  parameters: bytes, trace: Trace | bool | None, text: str) -> None:
         self.library: Library = library()
         self.program = program
@@ -195,7 +201,8 @@ class _Run:
         grid, block, cluster = shape
         self.launch = Launch(
             self.ops, self.lists.ctypes.data, program.constants, parameters, self.regions, self.counters,
-            len(program.ops), len(program.opcodes), len(program.constants), program.register_bytes, len(parameters),
+            len(program.ops), len(program.opcodes), len(program.constants), program.register_bytes,
+            len(parameters),
             len(self.buffers), (ctypes.c_int32 * 32)(*program.specials()), (ctypes.c_uint32 * 3)(*grid),
             (ctypes.c_uint32 * 3)(*block), (ctypes.c_uint32 * 3)(*cluster), shared, program.static_bytes,
             program.local_bytes, int(emu.arch[3:5]), emu.check, emu.exact, program.uses_wgmma,
@@ -216,7 +223,8 @@ class _Run:
             found = c.machine_findings(machine)
             findings = [self.finding(found[i]) for i in range(c.machine_finding_count(machine))]
             totals = c.machine_totals(machine).contents
-            self.totals = (totals.global_read, totals.global_written, totals.l2, totals.shared, totals.asynchronous)
+            self.totals = (totals.global_read, totals.global_written, totals.l2, totals.shared,
+                           totals.asynchronous)
             self.steps = c.machine_steps(machine)
         finally: c.machine_free(machine)
         self.tracer.finish()
@@ -228,12 +236,13 @@ class _Run:
         pairs = [(found.cta, found.thread), (found.other_cta, found.other_thread)]
         known = [pair for pair in pairs if pair[0] >= 0]
         return Finding(KINDS[found.kind], found.text.decode(errors="replace"), found.line,
-                       tuple(dict.fromkeys(cta for cta, _ in known)), tuple(dict.fromkeys(t for _, t in known)),
-                       found.count)
+                       tuple(dict.fromkeys(cta for cta, _ in known)),
+                       tuple(dict.fromkeys(thread for _, thread in known)), found.count)
 
     def stats(self) -> Stats:
         """The counters."""
         program = self.program
-        sites = tuple(Site(program.opcodes[i], program.lines[i], c.warps, c.threads, c.passes, c.conflicts, c.sectors,
-                           c.requests, c.flops) for i, c in enumerate(self.counters[:len(program.opcodes)]) if c.warps)
+        counted = zip(program.opcodes, program.lines, self.counters, strict=False)
+        sites = tuple(Site(opcode, line, c.warps, c.threads, c.passes, c.conflicts, c.sectors, c.requests,
+                           c.flops) for opcode, line, c in counted if c.warps)
         return Stats(sites, self.steps, *self.totals)

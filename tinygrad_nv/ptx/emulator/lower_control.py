@@ -17,7 +17,7 @@ def branch(low: Lowering, instruction: Instruction) -> None:
 def indexed_branch(low: Lowering, instruction: Instruction) -> None:
     """`brx.idx{.uni} index, table;` with the table of a .branchtargets directive."""
     index, table = instruction.operands
-    if not isinstance(index, Register) or not isinstance(table, Symbol) or table.name not in low.function.tables:
+    if not (isinstance(index, Register) and isinstance(table, Symbol) and table.name in low.function.tables):
         raise low.fail("an index register and the label of a .branchtargets table are expected")
     low.emit("brx", a=low.source(index, "u32"), labels=low.function.tables[table.name])
 

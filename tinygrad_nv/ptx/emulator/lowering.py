@@ -27,16 +27,16 @@ from tinygrad_nv.ptx.syntax import (
     Vector,
 )
 
-SPACES = {"generic": 0, "global": 1, "shared": 2, "shared::cta": 2, "shared::cluster": 3, "local": 4, "const": 5,
-          "param": 6}
+SPACES = {"generic": 0, "global": 1, "shared": 2, "shared::cta": 2, "shared::cluster": 3, "local": 4,
+          "const": 5, "param": 6}
 WIDTHS = {"pred": 0, "b128": 16, "f16x2": 4, "bf16x2": 4, "tf32": 4, "bf16": 2, "e4m3x2": 2, "e5m2x2": 2,
           "s16x2": 4, "u16x2": 4, "e4m3": 1, "e5m2": 1,
           **{f"{kind}{bits}": bits // 8 for kind in "bus" for bits in (8, 16, 32, 64)},
           **{f"f{bits}": bits // 8 for bits in (16, 32, 64)}}
 SPECIALS = ("tid.x", "tid.y", "tid.z", "ctaid.x", "ctaid.y", "ctaid.z", "laneid", "warpid", "clusterid.x",
             "clusterid.y", "clusterid.z", "cluster_ctaid.x", "cluster_ctaid.y", "cluster_ctaid.z",
-            "cluster_ctarank", "smid", "lanemask_eq", "lanemask_lt", "lanemask_le", "lanemask_gt", "lanemask_ge",
-            "shared_origin")
+            "cluster_ctarank", "smid", "lanemask_eq", "lanemask_lt", "lanemask_le", "lanemask_gt",
+            "lanemask_ge", "shared_origin")
 Lower = Callable[["Lowering", Instruction], None]
 REGISTRY: dict[str, Lower] = {}
 
@@ -221,8 +221,10 @@ class Lowering:
         base = operand.base
         if isinstance(base, Register):
             if base.kind == "special": raise self.fail(f"{base.name} as an address")
-            return {"a": self.register(base.name, base.kind), "imm": operand.offset, "wide": WIDTHS[base.kind] == 8}
-        if isinstance(base, Immediate): return {"a": -1, "imm": int(base.value) + operand.offset, "wide": True}
+            return {"a": self.register(base.name, base.kind), "imm": operand.offset,
+                    "wide": WIDTHS[base.kind] == 8}
+        if isinstance(base, Immediate):
+            return {"a": -1, "imm": int(base.value) + operand.offset, "wide": True}
         space, value = self.symbol(base)
         if space != SPACES["shared"]: return {"a": -1, "imm": value + operand.offset, "wide": True}
         # the rank's bits alone: one place serves all symbols
@@ -273,11 +275,9 @@ class Lowering:
 def immediate_bits(operand: Immediate, kind: str) -> int:
     """An immediate as bits of a type: floats are rounded to it, integers cut to it."""
     width = WIDTHS[kind]
-    if kind.startswith(("f", "bf", "tf")) and isinstance(operand.value, float):
-        if operand.float_bits == 0 or operand.float_bits == 8 * width or width in (4, 8):
-            if width == 8: return int.from_bytes(struct.pack("<d", operand.value), "little")
-            if kind == "f32" or kind == "tf32": return int.from_bytes(struct.pack("<f", operand.value), "little")
-            if kind == "f16": return int.from_bytes(struct.pack("<e", operand.value), "little")
+    form = {"f64": "<d", "f32": "<f", "tf32": "<f", "f16": "<e"}.get(kind)
+    if form is not None and isinstance(operand.value, float):
+        return int.from_bytes(struct.pack(form, operand.value), "little")
     if isinstance(operand.value, float):  # 0f… where bits are meant: mov.b32, and.b32
         form = "<f" if operand.float_bits == 32 or width == 4 else "<d"
         return int.from_bytes(struct.pack(form, operand.value), "little")
@@ -285,12 +285,12 @@ def immediate_bits(operand: Immediate, kind: str) -> int:
     return int(operand.value) & ((1 << 8 * width) - 1)
 
 
-READ_AT_RUN = ("clock", "clock64", "clock_hi", "globaltimer", "globaltimer_lo", "globaltimer_hi", "ntid.x", "ntid.y",
-               "ntid.z", "nctaid.x", "nctaid.y", "nctaid.z", "nclusterid.x", "nclusterid.y", "nclusterid.z",
-               "cluster_nctaid.x", "cluster_nctaid.y", "cluster_nctaid.z", "cluster_nctarank", "nwarpid", "nsmid",
-               "gridid", "is_explicit_cluster", "total_smem_size", "dynamic_smem_size", "aggr_smem_size",
-               "reserved_smem_offset_begin", "reserved_smem_offset_end", "reserved_smem_offset_cap",
-               "lanemask_unused")
+READ_AT_RUN = ("clock", "clock64", "clock_hi", "globaltimer", "globaltimer_lo", "globaltimer_hi", "ntid.x",
+               "ntid.y", "ntid.z", "nctaid.x", "nctaid.y", "nctaid.z", "nclusterid.x", "nclusterid.y",
+               "nclusterid.z", "cluster_nctaid.x", "cluster_nctaid.y", "cluster_nctaid.z", "cluster_nctarank",
+               "nwarpid", "nsmid", "gridid", "is_explicit_cluster", "total_smem_size", "dynamic_smem_size",
+               "aggr_smem_size", "reserved_smem_offset_begin", "reserved_smem_offset_end",
+               "reserved_smem_offset_cap", "lanemask_unused")
 
 
 def special_number(name: str, low: Lowering) -> int:

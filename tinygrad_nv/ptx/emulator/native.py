@@ -1,7 +1,7 @@
 """The interpreter of csrc/ as a shared library: compiled once, kept by content, called through ctypes.
 
-Protocol: `library()` gives the loaded library, compiled with the C compiler of `toolchain.py` when its sources,
-the compiler or the processor are new. `Library.handler(name)` is the address of `op_<name>`.
+Protocol: `library()` gives the loaded library, compiled with the C compiler of `toolchain.py` when its
+sources, the compiler or the processor are new. `Library.handler(name)` is the address of `op_<name>`.
 """
 from __future__ import annotations
 
@@ -33,31 +33,40 @@ class Region(ctypes.Structure):
 
 class Counters(ctypes.Structure):
     """core.h: Counter."""
-    _fields_ = tuple((name, u64) for name in ("warps", "threads", "conflicts", "passes", "sectors", "requests",
-                                              "flops"))
+    _fields_ = tuple((name, u64) for name in
+                     ("warps", "threads", "conflicts", "passes", "sectors", "requests", "flops"))
 
 
 class Totals(ctypes.Structure):
     """core.h: Totals."""
-    _fields_ = tuple((name, u64) for name in ("global_read", "global_written", "l2", "shared", "asynchronous"))
+    _fields_ = tuple((name, u64) for name in
+                     ("global_read", "global_written", "l2", "shared", "asynchronous"))
 
 
 class FoundHere(ctypes.Structure):
     """core.h: Finding."""
-    _fields_ = (*((name, i32) for name in ("kind", "line", "other", "cta", "other_cta", "thread", "other_thread",
-                                           "count")), ("text", ctypes.c_char * 256))
+    _fields_ = (*((name, i32) for name in
+                  ("kind", "line", "other", "cta", "other_cta", "thread", "other_thread", "count")),
+                ("text", ctypes.c_char * 256))
 
 
 class Launch(ctypes.Structure):
     """core.h: Launch."""
-    _fields_ = (("ops", ctypes.c_char_p), ("lists", ctypes.c_void_p), ("constants", ctypes.c_char_p),
-                ("parameters", ctypes.c_char_p), ("regions", ctypes.POINTER(Region)),
-                ("counters", ctypes.POINTER(Counters)), ("op_count", i32), ("source_count", i32),
-                ("constant_bytes", i32), ("register_bytes", i32), ("parameter_bytes", i32), ("region_count", i32),
-                ("specials", i32 * 32), ("grid", u32 * 3), ("block", u32 * 3), ("cluster", u32 * 3),
-                ("shared_bytes", u32), ("static_bytes", u32), ("local_bytes", u32), ("arch", i32), ("check", i32),
-                ("exact", i32), ("uses_wgmma", i32), ("registers", i32), ("resident", i32), ("seed", u64),
-                ("step_limit", u64), ("trace", TRACE), ("trace_cta", i64), ("trace_warps", u64))
+    _fields_ = (
+        ("ops", ctypes.c_char_p), ("lists", ctypes.c_void_p), ("constants", ctypes.c_char_p),
+        ("parameters", ctypes.c_char_p), ("regions", ctypes.POINTER(Region)),
+        ("counters", ctypes.POINTER(Counters)), ("op_count", i32), ("source_count", i32),
+        ("constant_bytes", i32), ("register_bytes", i32), ("parameter_bytes", i32), ("region_count", i32),
+        ("specials", i32 * 32), ("grid", u32 * 3), ("block", u32 * 3), ("cluster", u32 * 3),
+        ("shared_bytes", u32), ("static_bytes", u32), ("local_bytes", u32), ("arch", i32), ("check", i32),
+        ("exact", i32), ("uses_wgmma", i32), ("registers", i32), ("resident", i32), ("seed", u64),
+        ("step_limit", u64), ("trace", TRACE), ("trace_cta", i64), ("trace_warps", u64))
+
+
+RESULTS = {"machine_new": ctypes.c_void_p, "machine_run": ctypes.c_int, "machine_free": None,
+           "machine_report_running": None, "machine_findings": ctypes.POINTER(FoundHere),
+           "machine_finding_count": i32, "machine_totals": ctypes.POINTER(Totals), "machine_steps": u64,
+           "warp_registers": ctypes.c_void_p, "warp_id": i32, "warp_number": i32}
 
 
 class Library:
@@ -65,12 +74,7 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self.c = ctypes.CDLL(str(path))
-        for name, result in (("machine_new", ctypes.c_void_p), ("machine_run", ctypes.c_int), ("machine_free", None),
-                             ("machine_report_running", None), ("machine_findings", ctypes.POINTER(FoundHere)),
-                             ("machine_finding_count", i32), ("machine_totals", ctypes.POINTER(Totals)),
-                             ("machine_steps", u64), ("warp_registers", ctypes.c_void_p), ("warp_id", i32),
-                             ("warp_number", i32)):
-            getattr(self.c, name).restype = result
+        for name, result in RESULTS.items(): getattr(self.c, name).restype = result
         self.handlers: dict[str, int] = {}
 
     def handler(self, name: str) -> int:

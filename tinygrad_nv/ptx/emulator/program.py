@@ -54,14 +54,16 @@ class Program:
         packed = bytearray()
         for record in self.ops:
             places = []
-            for values in (record.list, (len(record.reads), *record.reads), (len(record.writes), *record.writes)):
+            for values in (record.list, (len(record.reads), *record.reads),
+                           (len(record.writes), *record.writes)):
                 places.append(len(lists))
                 lists += values
             aligned = record.aligned | record.counts << 1
-            packed += OP.pack(handler(record.handler), record.imm, record.d, record.a, record.b, record.c, record.e,
-                              record.guard, places[0], len(record.list), record.target, record.join, record.line,
-                              record.source, places[1], places[2], record.flags, record.guard_negated, aligned,
-                              record.space, record.wide, record.width, record.vector, record.more)
+            packed += OP.pack(
+                handler(record.handler), record.imm, record.d, record.a, record.b, record.c, record.e,
+                record.guard, places[0], len(record.list), record.target, record.join, record.line,
+                record.source, places[1], places[2], record.flags, record.guard_negated, aligned,
+                record.space, record.wide, record.width, record.vector, record.more)
         return bytes(packed), lists
 
 
@@ -70,13 +72,15 @@ def lower(module: Module, function: Function, addresses: dict[str, int]) -> Prog
     `PTXError` with the line of an instruction that is not emulated."""
     shared, static_bytes, align = shared_layout(module, function)
     local, local_bytes = layout(v for v in function.variables.values() if v.space == "local")
-    low = Lowering(function, module.target, addresses, shared, local, {**module.variables, **function.variables})
+    low = Lowering(function, module.target, addresses, shared, local,
+                   {**module.variables, **function.variables})
     starts = []
     for number, instruction in enumerate(function.body):
         starts.append(len(low.ops))
         low.current, low.source_number = instruction, number
         if (made := lowering_of(instruction)) is None:
-            raise PTXError(f"PTX line {instruction.line}: {instruction.opcode} is not emulated", instruction.line,
+            raise PTXError(f"PTX line {instruction.line}: {instruction.opcode} is not emulated",
+                           instruction.line,
                            "an instruction of sm_80 … sm_90a that the emulator knows",
                            "see tinygrad_nv/ptx/emulator/lower_*.py for how to add it")
         try: made(low, instruction)
@@ -90,7 +94,8 @@ def lower(module: Module, function: Function, addresses: dict[str, int]) -> Prog
     starts.append(end)
     resolve(low, {name: starts[at] for name, at in function.labels.items()})
     relocate(low)
-    return Program(function.name, function, low.ops, bytes(low.constants), len(low.constants) + low.register_bytes,
+    return Program(function.name, function, low.ops, bytes(low.constants),
+                   len(low.constants) + low.register_bytes,
                    low.registers, local_bytes, static_bytes, align, [i.opcode for i in function.body],
                    [i.line for i in function.body], any(i.mnemonic == "wgmma" for i in function.body))
 
@@ -110,7 +115,7 @@ def shared_layout(module: Module, function: Function) -> tuple[dict[str, int], i
     """Addresses of shared variables (the first at 0x400, as on hardware), bytes of the static ones, and the
     alignment of the dynamic one, which begins after them."""
     variables = [v for v in (*module.variables.values(), *function.variables.values()) if v.space == "shared"]
-    used = {symbol for symbol in names_in(function)}
+    used = names_in(function)
     static = [v for v in variables if v.nbytes and v.name in used]
     dynamic = [v for v in variables if not v.nbytes]
     places, at = {}, 0x400

@@ -1,4 +1,5 @@
-"""Chosen warps' instructions as they are executed, with the values of their operands in the first active lane.
+"""Chosen warps' instructions as they are executed, with the values of their operands in the first active
+lane.
 
 Protocol: C calls `Tracer.call` before an instruction runs; what it wrote is shown at the warp's next call.
 """
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 class Tracer:
     """Prints what a `Trace` asks for. `warps` is a mask, 0 when nothing is traced."""
 
-    def __init__(self, program: Program, ops: bytes, library: Library, text: str, trace: Trace | bool | None) -> None:
+    def __init__(self, program: Program, ops: bytes, library: Library, text: str,
+                 trace: Trace | bool | None) -> None:
         from tinygrad_nv.ptx.emulator.emulator import Trace
         chosen = Trace() if trace is True else trace or None
         self.program, self.ops, self.library = program, ops, library
@@ -31,7 +33,8 @@ class Tracer:
         self.file = (chosen.file if chosen else None) or sys.stderr
         self.machine: Any = None
         self.base = ctypes.cast(ctypes.c_char_p(ops), ctypes.c_void_p).value or 0
-        self.after: dict[int, tuple[list[Register], int]] = {}  # what a warp's last instruction wrote, and its lane
+        # what a warp's last instruction wrote, and its lane
+        self.after: dict[int, tuple[list[Register], int]] = {}
 
     def call(self, warp: int, op: int, mask: int) -> None:
         """Before `op` runs for the lanes of `mask`."""
@@ -54,7 +57,8 @@ class Tracer:
     def results(self, warp: int) -> None:
         """What the warp's last instruction wrote."""
         written, lane = self.after.pop(warp, ([], 0))
-        if written: print(f"{'':24}→ " + ", ".join(f"{r.name}={self.value(warp, r, lane)}" for r in written), file=self.file)
+        if written: print(f"{'':24}→ " + ", ".join(f"{r.name}={self.value(warp, r, lane)}" for r in written),
+                          file=self.file)
 
     def finish(self) -> None:
         """At the end of a launch: registers are gone."""
@@ -62,7 +66,8 @@ class Tracer:
 
     def value(self, warp: int, register: Register, lane: int) -> str:
         """A register of one lane, in hexadecimal and as a float where it is one."""
-        place = self.program.registers.get(register.name, self.program.registers.get(register.name.removeprefix("%")))
+        place = self.program.registers.get(register.name,
+                                           self.program.registers.get(register.name.removeprefix("%")))
         if place is None: return "?"
         at = self.library.c.warp_registers(ctypes.c_void_p(warp)) + place
         kind = "u32" if register.kind == "special" else register.kind

@@ -1,9 +1,11 @@
 /* Vector clocks: what each warp knows to have happened.
  *
- * An actor is a warp, or its wgmmas, bulk groups or cp.async groups, or an mbarrier's phases. An access carries its actor's
- * clock; it happened before what a warp does now when the warp's clock has reached it. Besides what is `known`, a clock keeps
- * what is known to have passed a proxy fence (for shared and for global memory), since the async proxy sees only that.
- * Actors of the own cluster are in a dense vector, those of other clusters in a sorted list, which is nearly always empty.
+ * An actor is a warp, or its wgmmas, bulk groups or cp.async groups, or an mbarrier's phases. An access
+ * carries its actor's clock; it happened before what a warp does now when the warp's clock has reached it.
+ * Besides what is `known`, a clock keeps what is known to have passed a proxy fence (for shared and for
+ * global memory), since the async proxy sees only that. Actors of the own cluster are in a dense vector,
+ * those of other clusters in a sorted list, which is nearly always empty.
+ *
  */
 #include <stdlib.h>
 
@@ -16,7 +18,8 @@ typedef struct { u64 key; Sparse clock; } Location;   /* key: host address of th
 struct Clock {
     i32 actors;
     Sparse foreign;
-    Sparse *published;  /* a warp's: what it knew at its last fence, for relaxed writes after it; NULL: none */
+    /* a warp's: what it knew at its last fence, for relaxed writes after it; NULL: none */
+    Sparse *published;
     Sparse *pending;    /* a warp's: what relaxed reads saw, for the fence after them */
     u32 v[];            /* known, fenced for shared memory, fenced for global memory: `actors` each */
 };
@@ -77,7 +80,8 @@ static void sparse_raise(Sparse *s, Foreign f) {
         if (s->items[at].fenced < f.fenced) s->items[at].fenced = f.fenced;
         return;
     }
-    if (s->count == s->room) s->items = realloc(s->items, sizeof *s->items * (size_t)(s->room = s->room * 2 + 8));
+    if (s->count == s->room) s->items = realloc(s->items,
+                                                sizeof *s->items * (size_t)(s->room = s->room * 2 + 8));
     memmove(s->items + at + 1, s->items + at, sizeof *s->items * (size_t)(s->count - at));
     s->items[at] = f;
     s->count++;
@@ -100,7 +104,8 @@ static void sparse_into(Warp *w, const Sparse *from) {
     u32 *known = part(w->clock, KNOWN), *fenced = part(w->clock, FENCED_GLOBAL);
     for (i32 i = 0; i < from->count; i++) {
         Foreign f = from->items[i];
-        if (f.key >> ACTOR_BITS != w->cta->cluster->sequence) { sparse_raise(&w->clock->foreign, f); continue; }
+        if (f.key >> ACTOR_BITS != w->cta->cluster->sequence) { sparse_raise(&w->clock->foreign,
+                                                                             f); continue; }
         u32 at = f.key & ((1u << ACTOR_BITS) - 1);
         if (known[at] < f.known) known[at] = f.known;
         if (fenced[at] < f.fenced) fenced[at] = f.fenced;
@@ -163,8 +168,8 @@ void clock_fence(Machine *m, Warp *w, bool acquire, bool release) {
     sparse_from(w, w->clock->published);
 }
 
-/* Barriers end here too. They also take in what relaxed reads saw: CUDA's own pattern of the last block (atomicInc by
- * one thread, then __syncthreads) has no fence between the two. */
+/* Barriers end here too. They also take in what relaxed reads saw: CUDA's own pattern of the last block
+ * (atomicInc by one thread, then __syncthreads) has no fence between the two. */
 void lanes_sync(Machine *m, Warp *w, u32 mask) {
     if (!m->launch.check) return;
     take_pending(w);
@@ -195,7 +200,8 @@ static Location *location_at(struct Shadow *s, u64 key) {
     }
 }
 
-void clock_location(Machine *m, Warp *w, Region *r, u64 offset, bool reads, bool writes, bool acquire, bool release) {
+void clock_location(Machine *m, Warp *w, Region *r, u64 offset, bool reads, bool writes, bool acquire,
+                    bool release) {
     if (!m->launch.check) return;
     Location *at = location_at(m->shadow, (u64)(r->data + offset) & ~3ull);
     if (reads && acquire) sparse_into(w, &at->clock);
@@ -210,7 +216,8 @@ void clock_location(Machine *m, Warp *w, Region *r, u64 offset, bool reads, bool
     } else if (w->clock->published) sparse_join(&at->clock, w->clock->published);
 }
 
-/* Whether the warp knows that `actor` of `cluster` has reached `clock` (which: KNOWN, or past a proxy fence). */
+/* Whether the warp knows that `actor` of `cluster` has reached `clock` (which: KNOWN, or past a proxy
+ * fence). */
 static bool knows(const Warp *w, u32 cluster, u32 actor, u32 clock, int which) {
     if (cluster == w->cta->cluster->sequence) return part(w->clock, which)[actor] >= clock;
     u32 key = cluster << ACTOR_BITS | actor;

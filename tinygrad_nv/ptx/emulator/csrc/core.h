@@ -9,7 +9,6 @@
  * u32[32], one for each lane; 64-bit ones u64[32]; 128-bit ones two u64[32], low half first; predicates one
  * u32 with a bit for each lane. Operands are byte offsets into the file, -1 when absent; immediates and
  * special registers have places in it too.
- *
  */
 #ifndef EMULATOR_CORE_H
 #define EMULATOR_CORE_H
@@ -234,8 +233,8 @@ typedef struct {
 
 enum Special { TID_X, TID_Y, TID_Z, CTAID_X, CTAID_Y, CTAID_Z, LANEID, WARPID, CLUSTERID_X, CLUSTERID_Y,
               CLUSTERID_Z,
-    CLUSTER_CTAID_X, CLUSTER_CTAID_Y, CLUSTER_CTAID_Z, CLUSTER_CTARANK, SMID, LANEMASK_EQ, LANEMASK_LT, LANEMASK_LE,
-    LANEMASK_GT, LANEMASK_GE, SHARED_ORIGIN };
+    CLUSTER_CTAID_X, CLUSTER_CTAID_Y, CLUSTER_CTAID_Z, CLUSTER_CTARANK, SMID, LANEMASK_EQ, LANEMASK_LT,
+    LANEMASK_LE, LANEMASK_GT, LANEMASK_GE, SHARED_ORIGIN };
 
 struct Machine {
     Launch launch;
@@ -252,8 +251,9 @@ struct Machine {
     struct Shadow *shadow;
     Warp *running;
     const Op *current;        /* the op being executed */
-    const u8 *storing;        /* while touch() is asked for WRITE by an ordinary store: the bytes it will write (so that
-                                 replicated stores of one value are no race); NULL otherwise */
+    /* while touch() is asked for WRITE by an ordinary store: the bytes it will write (so that replicated stores
+     * of one value are no race); NULL otherwise */
+    const u8 *storing;
     u64 stuck_events, last_exit;
     i32 stuck;                /* rounds in which nothing could be done but to force */
     bool stopped;

@@ -1,4 +1,5 @@
-/* Randomness of a seed, and findings: each kind at a line (or a pair of lines) is entered once, and counted. */
+/* Randomness of a seed, and findings: each kind at a line (or a pair of lines) is entered once, and counted.
+ */
 #include <stdarg.h>
 #include <stdio.h>
 
@@ -21,7 +22,8 @@ i32 cta_number(const Machine *m, const Cta *c) {
 
 void report_pair(Machine *m, int kind, const Op *op, const Warp *w, int lane, int other_line, int other_cta,
                  int other_thread, const char *text) {
-    if (!m->launch.check && kind != OUT_OF_BOUNDS && kind != MISALIGNED && kind != DEADLOCK && kind != BARRIER) return;
+    if (!m->launch.check && kind != OUT_OF_BOUNDS && kind != MISALIGNED && kind != DEADLOCK
+        && kind != BARRIER) return;
     i32 line = op ? op->line : 0;
     for (i32 i = 0; i < m->finding_count; i++) {
         Finding *f = &m->findings[i];

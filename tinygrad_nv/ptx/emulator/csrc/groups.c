@@ -1,8 +1,10 @@
-/* Lanes of a warp: groups at one place, joins where groups meet, collectives that need several, and control flow.
+/* Lanes of a warp: groups at one place, joins where groups meet, collectives that need several, and control
+ * flow.
  *
- * A branch that not all lanes take splits the group; the parts meet at the branch's immediate post-dominator (Op.join),
- * where ptxas would put its convergence barrier. Lanes that wait there are let go when nothing else helps, so that code
- * in which lanes wait for one another goes on, as hardware promises since sm_70.
+ * A branch that not all lanes take splits the group; the parts meet at the branch's immediate post-dominator
+ * (Op.join), where ptxas would put its convergence barrier. Lanes that wait there are let go when nothing
+ * else helps, so that code in which lanes wait for one another goes on, as hardware promises since sm_70.
+ *
  */
 #include "core.h"
 
@@ -84,7 +86,8 @@ static u32 gather_where(Machine *m, Warp *w, const Op *op, u32 wanted, bool any_
     Group *g = group_of(w);
     if ((lanes & wanted) != wanted) {
         if (!g->forced) { g->partial = 1; return 0; }
-        report(m, BARRIER, op, w, lowest(g->mask), "lanes %08x of the warp never come here: the instruction names lanes %08x, "
+        report(m, BARRIER, op, w, lowest(g->mask),
+               "lanes %08x of the warp never come here: the instruction names lanes %08x, "
                "%08x are here", wanted & ~lanes, wanted, lanes);
     }
     w->gathered = all;
@@ -105,7 +108,8 @@ HANDLER(bra) {
     return JUMPED;
 }
 
-/* brx.idx: each lane goes to the op named by its index (lists[list + index]); beyond the table, undefined: the last. */
+/* brx.idx: each lane goes to the op named by its index (lists[list + index]); beyond the table, undefined:
+ * the last. */
 HANDLER(brx) {
     u32 left = mask;
     while (left) {

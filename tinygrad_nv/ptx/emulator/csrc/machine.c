@@ -1,8 +1,9 @@
 /* The machine: clusters come and go, warps take turns, asynchronous work completes.
  *
- * A handler that must wait returns BLOCKED and is called again when Machine.events has changed. When nothing can run,
- * an asynchronous operation completes; with none left, more clusters start; then joins break; then partial collectives
- * and failed try_waits are forced; then it is a deadlock.
+ * A handler that must wait returns BLOCKED and is called again when Machine.events has changed. When nothing
+ * can run, an asynchronous operation completes; with none left, more clusters start; then joins break; then
+ * partial collectives and failed try_waits are forced; then it is a deadlock.
+ *
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -56,11 +57,13 @@ static int execute(Machine *m, Warp *w) {
     if ((op->aligned & 1) && g->mask != w->alive) {
         if (!(mask = aligned_lanes(m, w, op))) return BLOCKED;
     } else if ((op->aligned & 1) && mask != g->mask) {
-        report(m, BARRIER, op, w, lowest(mask), "an .aligned instruction is executed by lanes %08x of %08x: its guard differs within "
+        report(m, BARRIER, op, w, lowest(mask),
+               "an .aligned instruction is executed by lanes %08x of %08x: its guard differs within "
                "the warp", mask, w->alive);
     }
     if (w->in_flight && m->launch.check) tensor_check_registers(m, w, op);
-    if (m->launch.trace_warps >> w->id & 1 && (m->launch.trace_cta < 0 || m->launch.trace_cta == cta_number(m, w->cta)))
+    if (m->launch.trace_warps >> w->id & 1
+        && (m->launch.trace_cta < 0 || m->launch.trace_cta == cta_number(m, w->cta)))
         m->launch.trace(w, op, mask);
     u32 gathered = w->gathered;
     m->current = op;
@@ -95,7 +98,8 @@ static bool run_warp(Machine *m, Warp *w, u32 quantum) {
     while (quantum-- && w->group_count && choose_group(m, w, another)) {
         Group *g = group_of(w);
         another = false;
-        if (g->join >= 0 && w->joins[g->join].pc == g->pc) { arrive_join(w, w->current); any = true; continue; }
+        if (g->join >= 0 && w->joins[g->join].pc == g->pc) { arrive_join(w,
+                                                                         w->current); any = true; continue; }
         int result = execute(m, w);
         if (result == BLOCKED) {
             g = group_of(w);
@@ -166,7 +170,8 @@ static void report_deadlock(Machine *m) {
     FOR_GROUPS(m, if (said < 32) {
         char what[200] = "";
         describe_wait(m, w, g, what, sizeof what);
-        report(m, DEADLOCK, &m->launch.ops[g->pc], w, lowest(g->mask), "warp %d of CTA %d waits for ever: %s", w->id,
+        report(m, DEADLOCK, &m->launch.ops[g->pc], w, lowest(g->mask),
+               "warp %d of CTA %d waits for ever: %s", w->id,
                cta_number(m, w->cta), what);
         said++;
     })
@@ -201,7 +206,8 @@ static void retire(Machine *m) {
         m->clusters[i--] = m->clusters[--m->cluster_count];
         m->last_exit = m->steps;
     }
-    if (m->steps - m->last_exit > 1 << 20 && m->window < m->launch.resident) m->window++, m->last_exit = m->steps;
+    if (m->steps - m->last_exit > 1 << 20
+        && m->window < m->launch.resident) m->window++, m->last_exit = m->steps;
     fill_window(m);
 }
 
@@ -243,7 +249,8 @@ int machine_run(Machine *m, u64 slice) {
 void machine_report_running(Machine *m) {
     i32 said = 0;
     FOR_GROUPS(m, if (said++ < 32) report(m, DEADLOCK, &m->launch.ops[g->pc], w, lowest(g->mask),
-        "warp %d of CTA %d still runs here after %llu warp-instructions (the step limit)", w->id, cta_number(m, w->cta),
+        "warp %d of CTA %d still runs here after %llu warp-instructions (the step limit)", w->id,
+        cta_number(m, w->cta),
         (unsigned long long)m->steps);)
 }
 

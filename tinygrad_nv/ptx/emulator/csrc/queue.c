@@ -1,5 +1,5 @@
-/* Asynchronous operations that have been issued and are not complete. Any may be next, but those of one queue, which keep
- * their order. */
+/* Asynchronous operations that have been issued and are not complete. Any may be next, but those of one
+ * queue, which keep their order. */
 #include <stdlib.h>
 
 #include "core.h"
@@ -39,7 +39,8 @@ static bool complete_any(Machine *m, const Cluster *cluster) {
     u64 count = 0;
     Async **chosen = NULL;
     for (Async **link = &m->async; *link; link = &(*link)->next)
-        if ((!cluster || (*link)->warp->cta->cluster == cluster) && is_first(m, *link) && random_u64(m) % ++count == 0)
+        if ((!cluster || (*link)->warp->cta->cluster == cluster) && is_first(m, *link)
+            && random_u64(m) % ++count == 0)
             chosen = link;
     if (chosen) complete_at(m, chosen);
     return chosen != NULL;

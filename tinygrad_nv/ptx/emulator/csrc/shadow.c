@@ -1,12 +1,14 @@
 /* Races: for each word of memory who wrote it last, and who has read it since.
  *
- * An access conflicts with an earlier one to the same bytes when one of them writes, they are not both atomic, and the
- * earlier one is not known (clocks.c) to have happened before. That is decided from the order that synchronisation makes, not
- * from the order in which things happened to run, so one run finds what any schedule could show. After FastTrack (Flanagan and
- * Freund, 2009), with readers kept as a list. A word that is accessed in parts is split into a cell for each byte.
+ * An access conflicts with an earlier one to the same bytes when one of them writes, they are not both
+ * atomic, and the earlier one is not known (clocks.c) to have happened before. That is decided from the
+ * order that synchronisation makes, not from the order in which things happened to run, so one run finds
+ * what any schedule could show. After FastTrack (Flanagan and Freund, 2009), with readers kept as a list. A
+ * word that is accessed in parts is split into a cell for each byte.
  *
- * Within a warp, lanes are ordered by bar.warp.sync and whatever includes it. Writes of one value by one instruction within a
- * CTA are not reported: compilers replicate stores.
+ * Within a warp, lanes are ordered by bar.warp.sync and whatever includes it. Writes of one value by one
+ * instruction within a CTA are not reported: compilers replicate stores.
+ *
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,12 +21,13 @@ enum { PAGE_WORDS = 1024, MAX_READERS = 32, MAX_GLOBAL_READERS = 4 };
 /* Who, in 64 bits: cluster 20, actor 12, lane 5, several lanes 1, async 2, strong 1, op 22; 0: nobody. */
 typedef u64 Id;
 typedef struct Reader { Id id; u32 clock, next; } Reader;
-typedef struct Cell { Id writer, reader; u32 written, read, more, split; } Cell;  /* more, split: pool indices, 0: none */
+/* more, split: pool indices, 0: none */
+typedef struct Cell { Id writer, reader; u32 written, read, more, split; } Cell;
 typedef struct Page { Cell cells[PAGE_WORDS]; } Page;
 
 static Id id_of(const Machine *m, const Who *who, bool strong) {
-    return (u64)who->warp->cta->cluster->sequence << 44 | (u64)(who->actor & 0xfff) << 32 | (u64)(who->lane & 31) << 27
-        | (u64)(who->async & 3) << 24 | (u64)strong << 23 | (u64)((who->op - m->launch.ops) & 0x3fffff);
+    return (u64)who->warp->cta->cluster->sequence << 44 | (u64)(who->actor & 0xfff) << 32
+        | (u64)(who->lane & 31) << 27 | (u64)(who->async & 3) << 24 | (u64)strong << 23 | (u64)((who->op - m->launch.ops) & 0x3fffff);
 }
 static u32 id_cluster(Id id) { return (u32)(id >> 44); }
 static u32 id_actor(Id id) { return id >> 32 & 0xfff; }
@@ -74,7 +77,8 @@ static void add_reader(struct Shadow *s, Cell *c, u32 most) {
     if (at) s->reader_free = s->readers[at].next;
     else {
         if (s->reader_count + 1 >= s->reader_room)
-            s->readers = realloc(s->readers, sizeof *s->readers * (s->reader_room = s->reader_room * 2 + 4096));
+            s->readers = realloc(s->readers,
+                                 sizeof *s->readers * (s->reader_room = s->reader_room * 2 + 4096));
         at = ++s->reader_count;
     }
     s->readers[at] = (Reader){c->reader, c->read, c->more};
@@ -95,7 +99,7 @@ static bool ordered(const Who *who, Id id, u32 clock) {
 
 static const char *deed(Id id, bool wrote) {
     u32 family = id_actor(id) % ACTORS;
-    if (family >= ACTOR_MBARRIER) return wrote ? "an asynchronous copy's write" : "an asynchronous copy's read";
+    if (family >= ACTOR_MBARRIER) return wrote ? "an asynchronous copy's write" : "an asynchronous read";
     if (family >= ACTOR_COPY) return wrote ? "a cp.async's write" : "a cp.async's read";
     if (family >= ACTOR_BULK) return wrote ? "a bulk copy's write" : "a bulk copy's read";
     if (family >= ACTOR_WGMMA) return "a wgmma's read";
@@ -119,7 +123,8 @@ static i32 id_cta(const Machine *m, Id id) {
     return (i32)(x + a->grid[0] * (y + a->grid[1] * z));
 }
 
-static void conflict(Machine *m, const Who *who, Id me, Id other, bool wrote, bool write, const Region *r, u64 offset,
+static void conflict(Machine *m, const Who *who, Id me, Id other, bool wrote, bool write, const Region *r,
+                     u64 offset,
                      int kind) {
     char text[256];
     u32 family = id_actor(other) % ACTORS;
@@ -127,14 +132,16 @@ static void conflict(Machine *m, const Who *who, Id me, Id other, bool wrote, bo
     i32 thread = family < ACTOR_MBARRIER ? (i32)(family % 32) * LANES + id_lane(other) : -1;
     const char *why = kind == PROXY_FENCE ? "has not passed a fence.proxy.async" : "is not ordered before";
     snprintf(text, sizeof text, "%s of %s memory at %#llx: %s (line %d, CTA %d) %s", deed(me, write),
-             r->cta ? "shared" : "global", (unsigned long long)(r->base + offset), deed(other, wrote), op->line,
+             r->cta ? "shared" : "global", (unsigned long long)(r->base + offset), deed(other,
+                                                                                        wrote), op->line,
              id_cta(m, other), why);
     report_pair(m, kind, who->op, who->warp, who->lane, op->line, id_cta(m, other), thread, text);
 }
 
 /* Whether two writes of the same value by the same instruction of the same CTA: a replicated store. */
 static bool replicated(const Machine *m, Id me, Id other, const Region *r, u64 offset, u32 bytes, u64 from) {
-    if (!m->storing || (me & 0x3fffff) != (other & 0x3fffff) || id_cta(m, me) != id_cta(m, other)) return false;
+    if (!m->storing || (me & 0x3fffff) != (other & 0x3fffff)
+        || id_cta(m, me) != id_cta(m, other)) return false;
     return memcmp(r->data + offset, m->storing + (offset - from), bytes) == 0;
 }
 
@@ -171,7 +178,8 @@ static void write_cell(const Access *a, Cell *c, u64 offset, u32 bytes) {
     struct Shadow *s = a->m->shadow;
     check_writer(a, c, offset, bytes);
     check_reader(a, c->reader, c->read, offset);
-    for (u32 i = c->more; i; i = s->readers[i].next) check_reader(a, s->readers[i].id, s->readers[i].clock, offset);
+    for (u32 i = c->more; i; i = s->readers[i].next) check_reader(a, s->readers[i].id, s->readers[i].clock,
+                                                                  offset);
     if (c->more) free_readers(s, c->more);
     c->writer = a->me, c->written = a->who->clock;
     c->reader = 0, c->more = 0;
@@ -184,7 +192,8 @@ static void read_cell(const Access *a, Cell *c, u64 offset, u32 bytes) {
         if (id_lane(before) != a->who->lane) c->reader |= MANY_LANES;
         return;
     }
-    if (before && !ordered(a->who, before, c->read)) add_reader(a->m->shadow, c, a->r->cta ? MAX_READERS : MAX_GLOBAL_READERS);
+    if (before && !ordered(a->who, before, c->read)) add_reader(a->m->shadow, c,
+                                                                a->r->cta ? MAX_READERS : MAX_GLOBAL_READERS);
     c->reader = a->me, c->read = a->who->clock;
 }
 
@@ -249,7 +258,8 @@ void shadow_finish(Machine *m) {
     free(s->locations), free(s->cells), free(s->readers), free(s);
 }
 
-/* A CTA is gone. Others of its cluster that touched its shared memory must be known, by one of its warps, to be done. */
+/* A CTA is gone. Others of its cluster that touched its shared memory must be known, by one of its warps, to
+ * be done. */
 void shadow_exit(Machine *m, Cta *c) {
     if (!m->launch.check || c->cluster->size == 1) return;
     for (i32 a = 0; a < m->actors; a++) {
@@ -260,7 +270,8 @@ void shadow_exit(Machine *m, Cta *c) {
             if (known > most) most = known;
         }
         if (most >= c->remote[a]) continue;
-        report(m, RACE, m->current, &c->warps[0], 0, "the CTA (rank %d of its cluster) exits while CTA rank %d may still access "
+        report(m, RACE, m->current, &c->warps[0], 0,
+               "the CTA (rank %d of its cluster) exits while CTA rank %d may still access "
                "its shared memory: wait for it, or end with barrier.cluster", c->rank, a / ACTORS);
         return;
     }
