@@ -249,6 +249,30 @@ def mixture(rng: Rng) -> Problem:
 
 
 SQUARE, SMALL = (64, 64, 32), (32, 32, 32)
+@triton.jit
+def scaled_kernel(a, scale_a, b, scale_b, c, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    m = tl.arange(0, M)
+    n = tl.arange(0, N)
+    k = tl.arange(0, K)
+    group = tl.arange(0, K // 32)
+    left = tl.load(a + m[:, None] * K + k[None, :])
+    right = tl.load(b + k[:, None] * N + n[None, :])
+    left_scale = tl.load(scale_a + m[:, None] * (K // 32) + group[None, :])
+    right_scale = tl.load(scale_b + n[:, None] * (K // 32) + group[None, :])
+    tl.store(c + m[:, None] * N + n[None, :],
+             tl.dot_scaled(left, left_scale, "e4m3", right, right_scale, "e5m2"))
+
+
+def scaled(rng: Rng) -> Problem:
+    """Blocks of 32 along K share a power-of-two scale (microscaling)."""
+    a, b, *_ = operands(rng, 64, 64, 128, torch.float32, whole_numbers=True)
+    scale_a, scale_b = (whole(rng, 64, 4, low=125, high=130, dtype=torch.uint8) for _ in range(2))
+    left = values(a) * np.repeat(2.0 ** (values(scale_a) - 127), 32, 1)
+    right = values(b) * np.repeat(2.0 ** (values(scale_b) - 127), 32, 1).T
+    return Problem({"a": a.to(E4M3), "scale_a": scale_a, "b": b.to(E5M2), "scale_b": scale_b,
+                    "c": torch.zeros(64, 64)}, {"c": Wanted(left @ right)}, (1,), {"M": 64, "N": 64, "K": 128})
+
+
 CASES: list[Case] = [
     *cases("gemm-bf16-1stage", gemm_kernel, gemm(64, 64, 128, SQUARE, BF16, F32), num_stages=1),
     *cases("gemm-bf16-2stages", gemm_kernel, gemm(64, 64, 128, SQUARE, BF16, F32), num_stages=2),
@@ -279,6 +303,10 @@ CASES: list[Case] = [
                                            trans="NT")),
     *cases("gemm-e4m3", gemm_kernel, gemm(64, 64, 320, (64, 64, 64), E4M3, F32, trans="NT"), archs=(90,)),
     *cases("gemm-e5m2", gemm_kernel, gemm(64, 64, 320, (64, 64, 64), E5M2, F32, trans="NT")),
+    *cases("gemm-bf16-2ctas", gemm_kernel, gemm(128, 128, 160, (128, 128, 32), BF16, F32), archs=(90,),
+           num_ctas=2),
+    *cases("gemm-f16-maxnreg", gemm_kernel, gemm(64, 64, 160, SQUARE, F16, F32), maxnreg=128),
+    *cases("gemm-scaled", scaled_kernel, scaled, archs=(90,)),
     *cases("batched", batched_kernel, batched),
     *cases("batched-dot", batched_dot_kernel, batched_dot),
     *cases("split-k-f32", split_k_kernel, split_k(F32)),

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import libdevice
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice
 from triton_case import Case, Problem, Wanted, cases, exact, values
 
 N = 1000  # no multiple of a block: the last block is masked
@@ -316,11 +316,30 @@ def adamw(rng: Rng) -> Problem:
                     "m": Wanted(mean, 1e-6), "v": Wanted(square, 1e-6 * (1 + square))}, (4,), {"BLOCK": 256})
 
 
+@triton.jit
+def dependent_kernel(x, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    gdc_wait()
+    a = tl.load(x + at, mask=at < n)
+    gdc_launch_dependents()
+    mixed = tl.inline_asm_elementwise("{ .reg .b32 t; shl.b32 t, $1, 3; lop3.b32 $0, t, $2, $1, 0x96; }",
+                                      "=r,r,r", [a, a + 1], dtype=tl.int32, is_pure=True, pack=1)
+    tl.store(out + at, mixed, mask=at < n)
+
+
+def dependent(rng: Rng) -> Problem:
+    """A kernel that waits for the one before it (there is none), with assembly of its own."""
+    x = whole(rng, N, low=0, high=2**20)
+    return Problem({"x": x, "out": torch.zeros(N, dtype=torch.int32), "n": N},
+                   {"out": exact((x << 3) ^ (x + 1) ^ x)}, (4,), {"BLOCK": 256})
+
+
 CASES: list[Case] = [
     *cases("add-f32", add_kernel, add(torch.float32)),
     *cases("add-bf16", add_kernel, add(torch.bfloat16, whole_numbers=False)),
     *cases("add-f16-8warps", add_kernel, add(torch.float16), num_warps=8),
     *cases("add-i8-1warp", add_kernel, add(torch.int8), num_warps=1),
+    *cases("add-f32-2ctas", add_kernel, add(torch.float32), archs=(90,), num_ctas=2),
     *cases("add-f64", add_kernel, add(torch.float64, whole_numbers=False)),
     *cases("fused", fused_kernel, fused),
     *cases("libdevice", libdevice_kernel, library),
@@ -335,5 +354,6 @@ CASES: list[Case] = [
     *cases("unpack-int4", unpack_kernel, unpack),
     *cases("transpose-f16", transpose_kernel, transpose(torch.float16)),
     *cases("transpose-f32", transpose_kernel, transpose(torch.float32)),
+    *cases("dependent-launch", dependent_kernel, dependent, archs=(90,), launch_pdl=True),
     *cases("adamw", adamw_kernel, adamw),
 ]

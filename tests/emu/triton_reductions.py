@@ -332,6 +332,7 @@ def cross_entropy(rng: Rng) -> Problem:
 CASES: list[Case] = [
     *cases("softmax-f32", softmax_kernel, softmax(torch.float32, 200, 256)),
     *cases("softmax-bf16-8warps", softmax_kernel, softmax(torch.bfloat16, 700, 1024), num_warps=8),
+    *cases("softmax-2ctas", softmax_kernel, softmax(torch.float32, 700, 1024), archs=(90,), num_ctas=2),
     *cases("softmax-online", online_softmax_kernel, softmax(torch.float32, 600, 128)),
     *cases("layer-norm-f32", layer_norm_kernel, layer_norm(torch.float32)),
     *cases("layer-norm-f16", layer_norm_kernel, layer_norm(torch.float16), num_warps=2),
@@ -342,6 +343,7 @@ CASES: list[Case] = [
     *cases("sums-f16-1warp", sums_kernel, sums(torch.float16, 16, 16), num_warps=1),
     *cases("sums-f32-8warps", sums_kernel, sums(torch.float32, 64, 128), num_warps=8),
     *cases("scans", scans_kernel, scans),
+    *cases("sums-f32-2ctas", sums_kernel, sums(torch.float32, 64, 128), archs=(90,), num_ctas=2),
     *cases("sort-i32", sort_kernel, sort(torch.int32)),
     *cases("sort-f32-2warps", sort_kernel, sort(torch.float32), num_warps=2),
     *cases("histogram", histogram_kernel, histogram),

@@ -208,6 +208,8 @@ CASES: list[Case] = [
     *cases("tma-host-tf32", host_kernel, gemm(64, 64, 160, (64, 64, 32), F32, F32, "NT", host=True)),
     *cases("tma-host-edges-2stages", host_kernel, gemm(72, 96, 168, MEDIUM, BF16, BF16, "NN", host=True),
            num_stages=2),
+    *cases("tma-host-2ctas", host_kernel, gemm(128, 128, 320, (128, 128, 64), BF16, BF16, "NT", host=True),
+           archs=(90,), num_ctas=2),
     *cases("tma-persistent", persistent_kernel, looped(192, 128, 320, MEDIUM, 2, "abc", FLATTEN=False)),
     *cases("tma-persistent-flat", persistent_kernel, looped(192, 128, 320, MEDIUM, 2, "abc", FLATTEN=True)),
     *cases("specialised-outer", specialised_kernel, looped(192, 64, 320, MEDIUM, 2, "ab", SPLIT="outer"),
