@@ -270,7 +270,8 @@ def scaled(rng: Rng) -> Problem:
     left = values(a) * np.repeat(2.0 ** (values(scale_a) - 127), 32, 1)
     right = values(b) * np.repeat(2.0 ** (values(scale_b) - 127), 32, 1).T
     return Problem({"a": a.to(E4M3), "scale_a": scale_a, "b": b.to(E5M2), "scale_b": scale_b,
-                    "c": torch.zeros(64, 64)}, {"c": Wanted(left @ right)}, (1,), {"M": 64, "N": 64, "K": 128})
+                    "c": torch.zeros(64, 64)}, {"c": Wanted(left @ right)}, (1,),
+                   {"M": 64, "N": 64, "K": 128})
 
 
 CASES: list[Case] = [
