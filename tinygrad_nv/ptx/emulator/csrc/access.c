@@ -1,9 +1,9 @@
 /* ld, st, prefetch, discard: elements between memory and registers.
  *
- * Ops: `a`, `imm`, `wide`, `space` the address; `width` bytes of an element, `vector` elements, whose places are the list
- * (one: d for loads, b for stores; -1: nobody wants it). `more`: bytes of the registers (2, 4, 8 or 16). Strong accesses
- * (.relaxed, .acquire, .release, .volatile) order threads through the location's clock, and yield, so that a thread which spins
- * lets the others go on.
+ * Ops: `a`, `imm`, `wide`, `space` the address; `width` bytes of an element, `vector` elements, whose
+ * places are the list (one: d for loads, b for stores; -1: nobody wants it). `more`: bytes of the
+ * registers (2, 4, 8 or 16). Strong accesses (.relaxed, .acquire, .release, .volatile) order threads
+ * through the location's clock, and yield, so that a thread which spins lets the others go on.
  */
 #include "core.h"
 
@@ -13,8 +13,8 @@ static const i32 *items_of(const Machine *m, const Op *op, const i32 *single) {
     return op->count ? m->launch.lists + op->list : single;
 }
 
-/* The synchronisation of a strong access: reads before it acquire, writes after it release. Lanes in a row at the same
- * location do it once. */
+/* The synchronisation of a strong access: reads before it acquire, writes after it release. Lanes in a row
+ * at the same location do it once. */
 static void synchronise(Machine *m, Warp *w, const Op *op, const Reach *reach, bool reads, bool writes) {
     Region *last = NULL;
     u64 at = 0;
@@ -22,7 +22,8 @@ static void synchronise(Machine *m, Warp *w, const Op *op, const Reach *reach, b
         if (!(reach->good >> l & 1) || !reach->region[l]) continue;
         if (reach->region[l] == last && reach->offset[l] == at) continue;
         last = reach->region[l], at = reach->offset[l];
-        clock_location(m, w, last, at, reads, writes, !writes && op->flags & ACQUIRE, writes && op->flags & RELEASE);
+        clock_location(m, w, last, at, reads, writes, !writes && op->flags & ACQUIRE, writes && op->flags
+                       & RELEASE);
     }
 }
 
@@ -63,7 +64,8 @@ HANDLER(ld) {
         Who who = thread_of(w, op, 0);
         who.strong = strong;
         u32 tracked = reach.good;
-        EACH if (tracked >> l & 1) who.lane = l, enter_access(m, &who, reach.region[l], reach.offset[l], bytes, READ);
+        EACH if (tracked >> l & 1) who.lane = l, enter_access(m, &who, reach.region[l], reach.offset[l],
+                                                              bytes, READ);
     }
     for (int i = 0; i < op->vector; i++)
         if (items[i] >= 0) load_element(w, op, items[i], reach.host, (u32)i * op->width, mask);
@@ -74,7 +76,8 @@ HANDLER(ld) {
 /* ld.param at a constant offset: the same for all lanes. */
 HANDLER(ld_param) {
     u32 bytes = (u32)op->width * op->vector;
-    if ((u64)op->imm + bytes > (u64)m->launch.parameter_bytes || (u64)op->imm % bytes) return op_ld(m, w, op, mask);
+    if ((u64)op->imm + bytes > (u64)m->launch.parameter_bytes || (u64)op->imm % bytes) return op_ld(m, w, op,
+                                                                                                    mask);
     const i32 *items = items_of(m, op, &op->d);
     u8 *host[LANES];
     EACH host[l] = (u8 *)m->launch.parameters + op->imm;
@@ -96,7 +99,8 @@ static void gather_element(const Warp *w, const Op *op, i32 place, u8 rows[LANES
         }
     }
     const u64 *y = r64(w, place);
-    if (op->width <= 8) EACH memcpy(rows[l] + at, &y[l], 8);  /* rows have room, and later elements come after */
+    /* rows have room, and later elements come after */
+    if (op->width <= 8) EACH memcpy(rows[l] + at, &y[l], 8);
     else EACH memcpy(rows[l] + at, &y[l], 8), memcpy(rows[l] + at + 8, &y[l + LANES], 8);
 }
 
@@ -153,7 +157,8 @@ HANDLER(discard) {
         u8 *host = touch(m, w, op, l, op->space, address[l], 128, 128, WRITE);
         if (!host) continue;
         memset(host, 0xff, 128);
-        if (m->launch.check && locate(m, w, op, l, op->space, address[l], 128, 128, &r, &offset) && r && r->valid)
+        if (m->launch.check && locate(m, w, op, l, op->space, address[l], 128, 128, &r, &offset) && r
+            && r->valid)
             memset(r->valid + offset, 0, 128);
     }
     return NEXT;

@@ -18,6 +18,9 @@ void tensor_complete(Machine *m, Warp *w, u32 g) {}
 #endif
 #if __has_include("integer.c")
 #include "integer.c"
+#include "bits.c"
+#include "move.c"
+#include "compare.c"
 #endif
 #if __has_include("float.c")
 #include "float.c"
@@ -39,6 +42,7 @@ void tensor_complete(Machine *m, Warp *w, u32 g) {}
 #include "atomics.c"
 #endif
 #if __has_include("barriers.c")
+#include "mbarrier.c"
 #include "barriers.c"
 #endif
 #if __has_include("async.c")

@@ -1,6 +1,7 @@
 /* Addresses to memory: state spaces, bounds, alignment, initialisation and races, and what accesses cost.
  *
- * An access that fails is reported once for its place in the program, gives zeros or is dropped, and the launch goes on.
+ * An access that fails is reported once for its place in the program, gives zeros or is dropped, and the
+ * launch goes on.
  */
 #include "core.h"
 
@@ -24,7 +25,8 @@ typedef struct {
 } Reach;
 
 static const char *space_name(int space) {
-    static const char *names[] = {"generic", "global", "shared", "shared::cluster", "local", "const", "param"};
+    static const char *names[] = {"generic", "global", "shared", "shared::cluster", "local", "const",
+        "param"};
     return names[space];
 }
 
@@ -47,14 +49,16 @@ Cta *shared_owner(Machine *m, Warp *w, const Op *op, int lane, u64 address) {
     i32 rank = (i32)((u32)address >> RANK_SHIFT);
     Cluster *cluster = w->cta->cluster;
     if (rank >= cluster->size) {
-        report(m, OUT_OF_BOUNDS, op, w, lane, "shared address 0x%x names the CTA of rank %d, the cluster has %d",
+        report(m, OUT_OF_BOUNDS, op, w, lane, "shared address 0x%x names the CTA of rank %d, the cluster "
+               "has %d",
                (u32)address, rank, cluster->size);
         return NULL;
     }
     Cta *cta = &cluster->ctas[rank];
     if (cta == w->cta) return cta;
     if (cta->gone) {
-        report(m, OUT_OF_BOUNDS, op, w, lane, "shared address 0x%x lies in the CTA of rank %d, which has exited",
+        report(m, OUT_OF_BOUNDS, op, w, lane, "shared address 0x%x lies in the CTA of rank %d, which has "
+               "exited",
                (u32)address, rank);
         return NULL;
     }
@@ -63,7 +67,8 @@ Cta *shared_owner(Machine *m, Warp *w, const Op *op, int lane, u64 address) {
 }
 
 /* A place in the shared memory of the warp's CTA, or with `cluster` of any of its cluster. */
-static int find_shared(Machine *m, Warp *w, const Op *op, int lane, u32 address, u64 bytes, bool cluster, Place *p) {
+static int find_shared(Machine *m, Warp *w, const Op *op, int lane, u32 address, u64 bytes, bool cluster,
+                       Place *p) {
     Cta *cta = w->cta;
     if (cluster && (cta = shared_owner(m, w, op, lane, address)) == NULL) return REPORTED;
     p->region = &cta->shared;
@@ -88,46 +93,58 @@ static int find_global(Machine *m, u64 address, u64 bytes, Place *p) {
     return within(p->offset, bytes, r->size) ? FOUND : OUTSIDE;
 }
 
-/* Resolves an address of a state space. A generic one lies in the window of another space, or is a global one. */
-static int find_place(Machine *m, Warp *w, const Op *op, int lane, int space, u64 address, u64 bytes, Place *p) {
+/* Resolves an address of a state space. A generic one lies in the window of another space, or is a global
+ * one. */
+static int find_place(Machine *m, Warp *w, const Op *op, int lane, int space, u64 address, u64 bytes,
+                      Place *p) {
     switch (space) {
     case GENERIC:
-        if (in_window(address, SHARED_WINDOW)) return find_shared(m, w, op, lane, (u32)address, bytes, true, p);
+        if (in_window(address, SHARED_WINDOW)) return find_shared(m, w, op, lane, (u32)address, bytes, true,
+                                                                  p);
         if (in_window(address, LOCAL_WINDOW)) return find_private(m, w, lane, true, (u32)address, bytes, p);
         if (in_window(address, PARAM_WINDOW)) return find_private(m, w, lane, false, (u32)address, bytes, p);
         return find_global(m, address, bytes, p);
     case SHARED: return address >> 32 ? OUTSIDE : find_shared(m, w, op, lane, (u32)address, bytes, false, p);
-    case SHARED_CLUSTER: return address >> 32 ? OUTSIDE : find_shared(m, w, op, lane, (u32)address, bytes, true, p);
+    case SHARED_CLUSTER: return address >> 32 ? OUTSIDE : find_shared(m, w, op, lane, (u32)address, bytes,
+                                                                      true, p);
     case LOCAL: return find_private(m, w, lane, true, address, bytes, p);
     case PARAM: return find_private(m, w, lane, false, address, bytes, p);
     default: return find_global(m, address, bytes, p);
     }
 }
 
-static const char *kind_name(int kind) { return kind == READ ? "read" : kind == WRITE ? "write" : "atomic access"; }
+static const char *kind_name(int kind) { return kind == READ ? "read" : kind == WRITE ? "write" : "atomic "
+                                        "access"; }
 
 /* Reports a global address in no allocation, with the nearest one. */
-static void report_global(Machine *m, Warp *w, const Op *op, int lane, u64 address, u64 bytes, const char *what) {
+static void report_global(Machine *m, Warp *w, const Op *op, int lane, u64 address, u64 bytes,
+                          const char *what) {
     i32 i = region_below(m, address);
     const Region *below = i < 0 ? NULL : &m->launch.regions[i];
     const Region *above = i + 1 < m->launch.region_count ? &m->launch.regions[i + 1] : NULL;
     bool inside = below && address - below->base < below->size;
-    u64 past = !below ? ~0ull : inside ? address + bytes - below->base - below->size : address - below->base - below->size;
+    u64 past = !below ? ~0ull : inside ? address + bytes - below->base - below->size
+        : address - below->base - below->size;
     if (above && !inside && above->base - address < past)
-        report(m, OUT_OF_BOUNDS, op, w, lane, "%s of %llu bytes at 0x%llx, %llu bytes before the allocation of %llu bytes "
+        report(m, OUT_OF_BOUNDS, op, w, lane, "%s of %llu bytes at 0x%llx, %llu bytes before the allocation "
+               "of %llu bytes "
                "at 0x%llx", what, (unsigned long long)bytes, (unsigned long long)address,
-               (unsigned long long)(above->base - address), (unsigned long long)above->size, (unsigned long long)above->base);
+               (unsigned long long)(above->base - address), (unsigned long long)above->size,
+                   (unsigned long long)above->base);
     else if (below)
-        report(m, OUT_OF_BOUNDS, op, w, lane, "%s of %llu bytes at 0x%llx, %s %llu bytes past the end of the allocation of "
+        report(m, OUT_OF_BOUNDS, op, w, lane, "%s of %llu bytes at 0x%llx, %s %llu bytes past the end of "
+               "the allocation of "
                "%llu bytes at 0x%llx", what, (unsigned long long)bytes, (unsigned long long)address,
-               inside ? "which ends" : "which begins", (unsigned long long)past, (unsigned long long)below->size,
+               inside ? "which ends" : "which begins", (unsigned long long)past,
+                   (unsigned long long)below->size,
                (unsigned long long)below->base);
     else
         report(m, OUT_OF_BOUNDS, op, w, lane, "%s of %llu bytes at 0x%llx, and nothing is allocated", what,
                (unsigned long long)bytes, (unsigned long long)address);
 }
 
-static void report_outside(Machine *m, Warp *w, const Op *op, int lane, int space, u64 address, u64 bytes, int kind) {
+static void report_outside(Machine *m, Warp *w, const Op *op, int lane, int space, u64 address, u64 bytes,
+                           int kind) {
     const char *what = kind_name(kind);
     u64 size = m->launch.shared_bytes;
     if (space == GENERIC) {
@@ -138,20 +155,25 @@ static void report_outside(Machine *m, Warp *w, const Op *op, int lane, int spac
     if (space == GLOBAL || space == CONST) return report_global(m, w, op, lane, address, bytes, what);
     if (space == LOCAL || space == PARAM) {
         size = space == LOCAL ? m->launch.local_bytes : (u64)m->launch.parameter_bytes;
-        report(m, OUT_OF_BOUNDS, op, w, lane, "%s of %llu bytes at offset 0x%llx of the %llu bytes of %s memory", what,
-               (unsigned long long)bytes, (unsigned long long)address, (unsigned long long)size, space_name(space));
+        report(m, OUT_OF_BOUNDS, op, w, lane, "%s of %llu bytes at offset 0x%llx of the %llu bytes of %s "
+               "memory", what,
+               (unsigned long long)bytes, (unsigned long long)address, (unsigned long long)size,
+                   space_name(space));
         return;
     }
     u64 base = w->cta->shared.base;
     if (space == SHARED && address >> RANK_SHIFT != (u64)w->cta->rank)
-        report(m, OUT_OF_BOUNDS, op, w, lane, "%s of %llu bytes at shared address 0x%llx, which is not in this CTA's shared "
+        report(m, OUT_OF_BOUNDS, op, w, lane, "%s of %llu bytes at shared address 0x%llx, which is not in "
+               "this CTA's shared "
                "memory (0x%llx, %llu bytes)%s", what, (unsigned long long)bytes, (unsigned long long)address,
                (unsigned long long)base, (unsigned long long)size,
-               address >> RANK_SHIFT < (u64)w->cta->cluster->size ? "; .shared::cluster reaches other CTAs" : "");
+               address >> RANK_SHIFT < (u64)w->cta->cluster->size ? "; .shared::cluster reaches other CTAs"
+                   : "");
     else {
         if (space == SHARED_CLUSTER) base = (base & 0xffffff) | (address >> RANK_SHIFT << RANK_SHIFT);
         bool before = address < base;
-        report(m, OUT_OF_BOUNDS, op, w, lane, "%s of %llu bytes at shared address 0x%llx, %llu bytes %s the %llu bytes at "
+        report(m, OUT_OF_BOUNDS, op, w, lane, "%s of %llu bytes at shared address 0x%llx, %llu bytes %s the "
+               "%llu bytes at "
                "0x%llx", what, (unsigned long long)bytes, (unsigned long long)address,
                (unsigned long long)(before ? base - address : address + bytes - base - size),
                before ? "before" : "past", (unsigned long long)size, (unsigned long long)base);
@@ -159,12 +181,15 @@ static void report_outside(Machine *m, Warp *w, const Op *op, int lane, int spac
 }
 
 /* One lane's place after checking bounds and alignment, with a finding and false when they fail. */
-static bool reach_lane(Machine *m, Warp *w, const Op *op, int lane, int space, u64 address, u64 bytes, u32 align, int kind,
+static bool reach_lane(Machine *m, Warp *w, const Op *op, int lane, int space, u64 address, u64 bytes,
+                       u32 align, int kind,
                        Place *p) {
     int found = find_place(m, w, op, lane, space, address, bytes, p);
     if (found == FOUND && (address & (align - 1))) {
-        report(m, MISALIGNED, op, w, lane, "%s of %llu bytes at %s address 0x%llx, which is not a multiple of %u",
-               kind_name(kind), (unsigned long long)bytes, space_name(space), (unsigned long long)address, align);
+        report(m, MISALIGNED, op, w, lane, "%s of %llu bytes at %s address 0x%llx, which is not a multiple "
+               "of %u",
+               kind_name(kind), (unsigned long long)bytes, space_name(space), (unsigned long long)address,
+                   align);
         return false;
     }
     if (found == FOUND && kind != READ && p->region == NULL && p->host >= m->launch.parameters
@@ -177,7 +202,8 @@ static bool reach_lane(Machine *m, Warp *w, const Op *op, int lane, int space, u
     return found == FOUND;
 }
 
-u8 *locate(Machine *m, Warp *w, const Op *op, int lane, int space, u64 address, u32 bytes, u32 align, Region **region,
+u8 *locate(Machine *m, Warp *w, const Op *op, int lane, int space, u64 address, u32 bytes, u32 align,
+           Region **region,
            u64 *offset) {
     Place p;
     if (!reach_lane(m, w, op, lane, space, address, bytes, align, READ, &p)) return NULL;
@@ -192,7 +218,8 @@ static void enter_access(Machine *m, Who *who, Region *r, u64 offset, u32 bytes,
     if (r->valid) {
         u8 *valid = r->valid + offset, *first;
         if (kind != WRITE && (first = memchr(valid, 0, bytes)) != NULL)
-            report(m, UNINITIALIZED, who->op, who->warp, who->lane, "%s of %u bytes at %s 0x%llx: byte %d of them was never "
+            report(m, UNINITIALIZED, who->op, who->warp, who->lane, "%s of %u bytes at %s 0x%llx: byte %d "
+                   "of them was never "
                    "written", kind_name(kind), bytes, r->cta ? "shared address" : "global address",
                    (unsigned long long)(r->base + offset), (int)(first - valid));
         if (kind != READ) memset(valid, 1, bytes);
@@ -204,7 +231,8 @@ static Who thread_of(Warp *w, const Op *op, int lane) {
     return (Who){.warp = w, .op = op, .lane = lane, .actor = actor_of(w, 0), .clock = w->now};
 }
 
-u8 *touch(Machine *m, Warp *w, const Op *op, int lane, int space, u64 address, u32 bytes, u32 align, int kind) {
+u8 *touch(Machine *m, Warp *w, const Op *op, int lane, int space, u64 address, u32 bytes, u32 align,
+          int kind) {
     Place p;
     if (!reach_lane(m, w, op, lane, space, address, bytes, align, kind, &p)) return NULL;
     Who who = thread_of(w, op, lane);
@@ -212,8 +240,10 @@ u8 *touch(Machine *m, Warp *w, const Op *op, int lane, int space, u64 address, u
     return p.host;
 }
 
-/* Places of all lanes. Whole warps mostly stay within the region of their first lane: one comparison each then. */
-static void reach_warp(Machine *m, Warp *w, const Op *op, const u64 *address, u32 mask, u32 bytes, u32 align, int kind,
+/* Places of all lanes. Whole warps mostly stay within the region of their first lane: one comparison each
+ * then. */
+static void reach_warp(Machine *m, Warp *w, const Op *op, const u64 *address, u32 mask, u32 bytes, u32 align,
+                       int kind,
                        Reach *out) {
     Place p;
     out->good = 0;
@@ -245,9 +275,9 @@ static void reach_warp(Machine *m, Warp *w, const Op *op, const u64 *address, u3
 
 /* **** counters **** */
 
-/* Passes through the 32 banks of 4 bytes that shared memory needs for an access of `bytes` a lane: 8-byte accesses go in
- * two half warps, 16-byte ones in four quarters; in each, a bank gives one word a pass. Returns the passes beyond the
- * least, and counts them. */
+/* Passes through the 32 banks of 4 bytes that shared memory needs for an access of `bytes` a lane: 8-byte
+ * accesses go in two half warps, 16-byte ones in four quarters; in each, a bank gives one word a pass.
+ * Returns the passes beyond the least, and counts them. */
 u32 count_bank_conflicts(Machine *m, const Op *op, const u64 *addresses, u32 mask, u32 bytes) {
     u32 words = bytes < 4 ? 1 : bytes / 4, step = LANES / words, passes = 0, least = 0;
     u32 word[LANES][LANES];
@@ -288,7 +318,8 @@ static u32 count_sectors(const u64 *addresses, u32 mask, u32 bytes) {
 }
 
 /* Counts a warp's access to shared memory, and to global memory, by what its lanes reached. */
-static void count_access(Machine *m, const Op *op, const u64 *addresses, const Reach *reach, u32 bytes, int kind) {
+static void count_access(Machine *m, const Op *op, const u64 *addresses, const Reach *reach, u32 bytes,
+                         int kind) {
     u32 shared = 0, global = 0, mask = reach->good;
     ACTIVE {
         if (reach->region[l] == NULL) continue;

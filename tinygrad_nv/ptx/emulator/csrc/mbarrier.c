@@ -1,0 +1,303 @@
+/* mbarriers: phases that end when all arrivals have come and all bytes they announced have.
+ *
+ * The state is kept beside the memory (struct Mbarrier); the 8 bytes hold it in the encoding ptxas uses:
+ * 2^20 minus the expected count in bits 1-20, the bytes outstanding in 21-41, 2^20 minus the pending count
+ * in 43-62, the phase's parity in 63. When the bytes are not those any more, something wrote over the
+ * mbarrier.
+ *
+ * Clocks: an arrival releases into the clock of its phase; a wait that succeeds acquires that of the phase
+ * which ended, in which all earlier ones are contained. Asynchronous operations that report to an mbarrier
+ * carry its actor and `epoch` + 1, so that whoever waits for their phase knows them to be done.
+ */
+#include <stdlib.h>
+
+#include "core.h"
+
+#define MBARRIER_LIMIT ((1 << 20) - 1)
+enum { NO_COMPLETE = 16, EXPECT = 32, DROP = 64, PARITY = 128, RELAXED = 256 };
+
+static u64 mbarrier_word(const Mbarrier *b) {
+    u64 limit = MBARRIER_LIMIT + 1;
+    return ((limit - (u64)b->expected) & MBARRIER_LIMIT) << 1 | ((u64)b->tx & 0x1fffff) << 21
+        | ((limit - (u64)b->pending) & MBARRIER_LIMIT) << 43 | (u64)(b->phase & 1) << 63;
+}
+
+static void mbarrier_store(Cta *cta, const Mbarrier *b) {
+    u64 word = mbarrier_word(b);
+    memcpy(cta->shared.data + b->offset, &word, 8);
+    memset(cta->shared.valid + b->offset, 1, 8);
+}
+
+/* The entry of an offset, live or not; NULL: never was one. */
+static Mbarrier *mbarrier_find(const Cta *cta, u64 offset) {
+    for (i32 i = 0; i < cta->mbarrier_count; i++) if (cta->mbarriers[i].offset ==
+                                                      offset) return &cta->mbarriers[i];
+    return NULL;
+}
+
+Mbarrier *mbarrier_at(Machine *m, Warp *w, const Op *op, int lane, Cta *cta, u64 offset) {
+    Mbarrier *b = mbarrier_find(cta, offset);
+    unsigned long long address = cta->shared.base + offset;
+    if (!b || !b->live) {
+        report(m, BARRIER, op, w, lane, "no mbarrier is initialised at shared address 0x%llx", address);
+        return NULL;
+    }
+    u64 word = mbarrier_word(b);
+    if (memcmp(cta->shared.data + offset, &word, 8)) {
+        report(m, BARRIER, op, w, lane, "the mbarrier at shared address 0x%llx was written over", address);
+        mbarrier_store(cta, b);
+    }
+    return b;
+}
+
+/* Enters an mbarrier's new state; its phase ends when nothing is outstanding. */
+static void mbarrier_changed(Machine *m, Cta *cta, Mbarrier *b) {
+    if (b->pending == 0 && b->tx == 0) {
+        Clock *done = b->clock[b->phase & 1], *next = b->clock[~b->phase & 1];
+        b->phase++, b->epoch++;
+        b->pending = b->expected;
+        if (done) join_dense(next, done);
+        m->events++;
+    }
+    mbarrier_store(cta, b);
+}
+
+/* `count` arrivals of the phase under way. */
+static void mbarrier_arrive_count(Machine *m, Warp *w, const Op *op, int lane, Cta *cta, Mbarrier *b,
+                                  i64 count) {
+    if (count < 1 || count > b->pending) {
+        report(m, BARRIER, op, w, lane, "%lld arrivals at the mbarrier at 0x%llx, which expects %d and has "
+               "%d pending in "
+               "phase %u", (long long)count, (unsigned long long)(cta->shared.base + b->offset), b->expected,
+                   b->pending,
+               b->phase);
+        count = count < 1 ? 0 : b->pending;
+    }
+    b->pending -= (i32)count;
+    mbarrier_changed(m, cta, b);
+}
+
+/* Adds to the bytes outstanding (complete_tx: takes away). */
+static void mbarrier_add_tx(Machine *m, Warp *w, const Op *op, int lane, Cta *cta, Mbarrier *b, i64 bytes) {
+    b->tx += bytes;
+    if (b->tx > MBARRIER_LIMIT || b->tx < -MBARRIER_LIMIT) {
+        report(m, BARRIER, op, w, lane, "%lld bytes outstanding at the mbarrier at 0x%llx: at most 2^20 - 1 "
+               "can be",
+               (long long)b->tx, (unsigned long long)(cta->shared.base + b->offset));
+        b->tx -= bytes;
+    }
+    mbarrier_changed(m, cta, b);
+}
+
+void mbarrier_complete_tx(Machine *m, Warp *w, const Op *op, int lane, Cta *cta, u64 offset, i64 bytes) {
+    Mbarrier *b = mbarrier_at(m, w, op, lane, cta, offset);
+    if (b) mbarrier_add_tx(m, w, op, lane, cta, b, -bytes);
+}
+
+/* The shared memory an mbarrier operation of a lane addresses, entered in the shadow; false: reported. */
+static bool mbarrier_reach(Machine *m, Warp *w, const Op *op, int lane, u64 address, int kind, Cta **cta,
+                           u64 *offset) {
+    Region *r;
+    if (!locate(m, w, op, lane, op->space, address, 8, 8, &r, offset)) return false;
+    if (!r || !r->cta) {
+        report(m, BARRIER, op, w, lane, "an mbarrier at 0x%llx, which is not shared memory",
+               (unsigned long long)address);
+        return false;
+    }
+    *cta = r->cta;
+    Who who = thread_of(w, op, lane);
+    who.strong = kind != WRITE;
+    shadow_access(m, &who, r, *offset, 8, kind);
+    return true;
+}
+
+/* The same for an operation on a live mbarrier. */
+static Mbarrier *mbarrier_of(Machine *m, Warp *w, const Op *op, int lane, u64 address, int kind, Cta **cta) {
+    u64 offset;
+    if (!mbarrier_reach(m, w, op, lane, address, kind, cta, &offset)) return NULL;
+    return mbarrier_at(m, w, op, lane, *cta, offset);
+}
+
+/* **** clocks **** */
+
+/* A relaxed arrival: what the last fence published goes along. */
+static void release_published(Machine *m, const Warp *w, Clock *into) {
+    if (!m->launch.check || !w->clock->published) return;
+    const Sparse *s = w->clock->published;
+    u32 *known = part(into, KNOWN), *fenced = part(into, FENCED_GLOBAL);
+    for (i32 i = 0; i < s->count; i++) {
+        Foreign f = s->items[i];
+        if (f.key >> ACTOR_BITS != w->cta->cluster->sequence) { sparse_raise(&into->foreign, f); continue; }
+        u32 at = f.key & ((1u << ACTOR_BITS) - 1);
+        if (known[at] < f.known) known[at] = f.known;
+        if (fenced[at] < f.fenced) fenced[at] = f.fenced;
+    }
+}
+
+/* The lanes in mask acquire; what other lanes of the warp released into `from` is before them too. */
+static void acquire_lanes(Machine *m, Warp *w, u32 mask, Clock *from) {
+    if (!m->launch.check) return;
+    clock_acquire(m, w, from);
+    u32 since = part(from, KNOWN)[own(w)] + 1;
+    ACTIVE if (w->lane_sync[l] < since) w->lane_sync[l] = since;
+}
+
+static void mbarrier_release(Machine *m, Warp *w, const Op *op, Mbarrier *b) {
+    if (op->flags & RELAXED) release_published(m, w, b->clock[b->phase & 1]);
+    else clock_release(m, w, b->clock[b->phase & 1]);
+}
+
+/* **** instructions **** */
+
+static Mbarrier *mbarrier_new(Machine *m, Cta *cta, u64 offset) {
+    if (cta->mbarrier_count == cta->mbarrier_room) {
+        cta->mbarrier_room = 2 * cta->mbarrier_room + 16;
+        cta->mbarriers = realloc(cta->mbarriers, sizeof *cta->mbarriers * (size_t)cta->mbarrier_room);
+    }
+    u32 number = (u32)cta->mbarrier_count++;
+    Mbarrier *b = &cta->mbarriers[number];
+    /* beyond 128 mbarriers, actors are shared: their clocks only grow, which may hide a race but makes
+     * none up */
+    *b = (Mbarrier){.offset = offset, .actor = (u32)cta->rank * ACTORS + ACTOR_MBARRIER + number % 128,
+                    .clock = {clock_new(m), clock_new(m)}};
+    return b;
+}
+
+/* mbarrier.init [a], count. One that is live may be initialised again. */
+HANDLER(mbarrier_init) {
+    u64 address[LANES];
+    addresses(w, op, address);
+    ACTIVE {
+        Cta *cta;
+        u64 offset;
+        i32 count = s32(w, op->b)[l];
+        if (!mbarrier_reach(m, w, op, l, address[l], WRITE, &cta, &offset)) continue;
+        if (count < 1 || count > MBARRIER_LIMIT) {
+            report(m, BARRIER, op, w, l, "an mbarrier for %d arrivals: 1 to 2^20 - 1 can be", count);
+            count = 1;
+        }
+        Mbarrier *b = mbarrier_find(cta, offset);
+        if (!b) b = mbarrier_new(m, cta, offset);
+        b->live = true;
+        b->phase = 0, b->tx = 0;
+        b->expected = b->pending = count;
+        for (int i = 0; i < 2; i++) clock_clear(m, b->clock[i]);
+        mbarrier_store(cta, b);
+        m->events++;
+    }
+    return NEXT;
+}
+
+/* mbarrier.inval [a]. */
+HANDLER(mbarrier_inval) {
+    u64 address[LANES];
+    addresses(w, op, address);
+    ACTIVE {
+        Cta *cta;
+        Mbarrier *b = mbarrier_of(m, w, op, l, address[l], WRITE, &cta);
+        if (!b) continue;
+        b->live = false;
+        memset(cta->shared.data + b->offset, 0xff, 8);
+        if (m->launch.check) memset(cta->shared.valid + b->offset, 0, 8);
+    }
+    return NEXT;
+}
+
+/* mbarrier.expect_tx [a], bytes. */
+HANDLER(mbarrier_expect_tx) {
+    u64 address[LANES];
+    addresses(w, op, address);
+    ACTIVE {
+        Cta *cta;
+        Mbarrier *b = mbarrier_of(m, w, op, l, address[l], ATOMIC, &cta);
+        if (b) mbarrier_add_tx(m, w, op, l, cta, b, r32(w, op->b)[l]);
+    }
+    return NEXT;
+}
+
+/* mbarrier.complete_tx [a], bytes: as if an asynchronous operation had ended. */
+HANDLER(mbarrier_complete_tx) {
+    u64 address[LANES];
+    addresses(w, op, address);
+    ACTIVE {
+        Cta *cta;
+        Mbarrier *b = mbarrier_of(m, w, op, l, address[l], ATOMIC, &cta);
+        if (b) mbarrier_add_tx(m, w, op, l, cta, b, -(i64)r32(w, op->b)[l]);
+    }
+    return NEXT;
+}
+
+/* mbarrier.arrive and .arrive_drop: `b` the count or, with EXPECT, the bytes; -1: one arrival. `d`: the
+ * state before it, or -1. */
+HANDLER(mbarrier_arrive) {
+    u64 address[LANES], state[LANES] = {0};
+    addresses(w, op, address);
+    ACTIVE {
+        Cta *cta;
+        Mbarrier *b = mbarrier_of(m, w, op, l, address[l], ATOMIC, &cta);
+        if (!b) continue;
+        u32 operand = op->b < 0 ? 1 : r32(w, op->b)[l];
+        i64 count = op->flags & EXPECT ? 1 : operand;
+        state[l] = mbarrier_word(b);
+        mbarrier_release(m, w, op, b);
+        if (op->flags & EXPECT) mbarrier_add_tx(m, w, op, l, cta, b, operand);
+        if (op->flags & NO_COMPLETE && count >= b->pending) {
+            report(m, BARRIER, op, w, l, ".noComplete, but with its %lld arrivals none is pending at the "
+                   "mbarrier at 0x%llx",
+                   (long long)count, (unsigned long long)(cta->shared.base + b->offset));
+        }
+        if (op->flags & DROP) b->expected -= (i32)(count > b->expected ? b->expected : count);
+        mbarrier_arrive_count(m, w, op, l, cta, b, count);
+    }
+    if (op->d >= 0) put64(w, op->d, state, mask);
+    return NEXT;
+}
+
+/* Whether the phase that a wait names has ended: the one of the parity, or of the state, in `b`. */
+static bool mbarrier_ended(const Warp *w, const Op *op, int lane, const Mbarrier *b) {
+    u32 parity = op->flags & PARITY ? r32(w, op->b)[lane] & 1 : (u32)(r64(w, op->b)[lane] >> 63);
+    return (b->phase & 1) != parity;
+}
+
+/* mbarrier.try_wait and .test_wait: `d` says whether the phase has ended. The first failure at a place is
+ * told to the program; when it comes again, and nothing else has changed, it waits until the phase ends. */
+HANDLER(mbarrier_wait) {
+    u64 address[LANES];
+    u32 ended = 0;
+    addresses(w, op, address);
+    Group *g = group_of(w);
+    ACTIVE {
+        Cta *cta;
+        u64 offset;
+        if (g->ticket) {  /* again: entered, and found sound, before */
+            Region *r;
+            if (!locate(m, w, op, l, op->space, address[l], 8, 8, &r, &offset)) continue;
+            cta = r->cta;
+        } else if (!mbarrier_reach(m, w, op, l, address[l], READ, &cta, &offset)) { ended |= 1u << l;
+            continue; }
+        Mbarrier *b = mbarrier_at(m, w, op, l, cta, offset);
+        if (!b) { ended |= 1u << l; continue; }  /* reported; waiting would never end */
+        if (!mbarrier_ended(w, op, l, b)) continue;
+        ended |= 1u << l;
+        acquire_lanes(m, w, 1u << l, b->clock[~b->phase & 1]);
+        clock_observe(m, w, b->actor, b->epoch);
+    }
+    u64 missing = ended == mask ? 0 : address[lowest(mask & ~ended)];
+    if (missing && w->tried_pc == g->pc && w->tried == missing && !g->forced) {
+        g->ticket = 1;
+        return BLOCKED;
+    }
+    w->tried_pc = missing ? g->pc : -1;
+    w->tried = missing;
+    put_pred(w, op->d, ended, mask);
+    return missing ? YIELD : NEXT;
+}
+
+/* mbarrier.pending_count n, state. */
+HANDLER(mbarrier_pending_count) {
+    u32 n[LANES];
+    (void)m;
+    EACH n[l] = (u32)((MBARRIER_LIMIT + 1 - (r64(w, op->a)[l] >> 43 & MBARRIER_LIMIT)) & MBARRIER_LIMIT);
+    put32(w, op->d, n, mask);
+    return NEXT;
+}

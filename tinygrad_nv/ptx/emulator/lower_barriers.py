@@ -1,0 +1,169 @@
+"""Barriers of a CTA and of a cluster, mbarriers, fences, setmaxnreg, griddepcontrol. Handlers:
+csrc/barriers.c, csrc/mbarrier.c."""
+from __future__ import annotations
+
+from tinygrad_nv.ptx.emulator.lowering import SPACES, Lowering, lowers
+from tinygrad_nv.ptx.syntax import Immediate, Instruction, Operand, Register, Sink
+
+WAITS, REDUCES, UNALIGNED = 16, 32, 64            # barriers.c
+NO_COMPLETE, EXPECT, DROP, PARITY, RELAXED = 16, 32, 64, 128, 256  # mbarrier.c
+REDUCTIONS = {"popc": 0, "and": 1, "or": 2}
+SHARED, GLOBAL = 1, 2                             # fence_proxy
+ACQUIRES, RELEASES = 1, 2                         # fence
+
+
+# **** named barriers ****
+
+@lowers("bar", "bar.sync", "bar.arrive", "bar.red", "barrier", "barrier.sync", "barrier.arrive", "barrier.red")
+def named(low: Lowering, instruction: Instruction) -> None:
+    """`bar{.cta}.{sync, arrive, red.op.type} …` and `barrier{.cta}…{.aligned}`; bar is always aligned."""
+    kind = low.one_of("sync", "arrive", "red")
+    operands = list(instruction.operands)
+    out = operands.pop(0) if kind == "red" else None
+    predicate = operands.pop() if kind == "red" else None
+    if not kind or not 1 <= len(operands) <= 2: raise low.fail("operands that do not fit", "a barrier and a count")
+    if kind == "arrive" and len(operands) != 2: raise low.fail("no count of threads", "bar.arrive barrier, count")
+    check_named(low, operands)
+    aligned = instruction.mnemonic == "bar" or low.has("aligned")
+    flags = (0 if kind == "arrive" else WAITS) | (REDUCES if kind == "red" else 0) | (0 if aligned else UNALIGNED)
+    fields = {"a": low.source(operands[0], "u32"), "flags": flags, "aligned": aligned}
+    if len(operands) == 2: fields["b"] = low.source(operands[1], "u32")
+    if out is not None and predicate is not None:
+        operation = low.one_of(*REDUCTIONS)
+        fields["more"] = REDUCTIONS[operation]
+        fields["c"] = low.source(predicate, "pred")
+        fields["d"] = low.dest(out, "u32" if operation == "popc" else "pred")
+    low.emit("bar", **fields)
+
+
+def check_named(low: Lowering, operands: list[Operand]) -> None:
+    """Immediates in their ranges."""
+    if isinstance(operands[0], Immediate) and not 0 <= operands[0].value <= 15:
+        raise low.fail(f"barrier {operands[0].value}", "0 to 15")
+    if len(operands) == 2 and isinstance(operands[1], Immediate):
+        count = operands[1].value
+        if count % 32 or count <= 0: raise low.fail(f"a count of {count} threads", "a multiple of 32")
+
+
+@lowers("barrier.cluster.arrive")
+def cluster_arrive(low: Lowering, instruction: Instruction) -> None:
+    """`barrier.cluster.arrive{.release, .relaxed}{.aligned};`."""
+    low.emit("cluster_arrive", flags=RELAXED if low.has("relaxed") else 0)
+
+
+@lowers("barrier.cluster.wait")
+def cluster_wait(low: Lowering, instruction: Instruction) -> None:
+    """`barrier.cluster.wait{.acquire}{.aligned};`."""
+    low.emit("cluster_wait")
+
+
+# **** mbarriers ****
+
+def place(low: Lowering, operand: Operand) -> dict[str, int | bool]:
+    """Address and state space of an mbarrier."""
+    space = low.space()
+    if space not in (SPACES["generic"], SPACES["shared"], SPACES["shared::cluster"]):
+        raise low.fail("an mbarrier outside shared memory", ".shared::cta, .shared::cluster or a generic address")
+    return {**low.address(operand), "space": space}
+
+
+@lowers("mbarrier.init")
+def mbarrier_init(low: Lowering, instruction: Instruction) -> None:
+    """`mbarrier.init{.shared{::cta}}.b64 [a], count;`."""
+    address, count = instruction.operands
+    if isinstance(count, Immediate) and not 1 <= count.value < 1 << 20:
+        raise low.fail(f"{count.value} arrivals", "1 to 2^20 - 1")
+    low.emit("mbarrier_init", b=low.source(count, "u32"), **place(low, address))
+
+
+@lowers("mbarrier.inval")
+def mbarrier_inval(low: Lowering, instruction: Instruction) -> None:
+    """`mbarrier.inval{.shared{::cta}}.b64 [a];`."""
+    (address,) = instruction.operands
+    low.emit("mbarrier_inval", **place(low, address))
+
+
+@lowers("mbarrier.expect_tx", "mbarrier.complete_tx")
+def mbarrier_tx(low: Lowering, instruction: Instruction) -> None:
+    """`mbarrier.{expect_tx, complete_tx}{.relaxed}{.scope}{.space}.b64 [a], bytes;`."""
+    address, count = instruction.operands
+    low.emit("mbarrier_expect_tx" if low.has("expect_tx") else "mbarrier_complete_tx",
+             b=low.source(count, "u32"), **place(low, address))
+
+
+@lowers("mbarrier.arrive", "mbarrier.arrive_drop")
+def mbarrier_arrive(low: Lowering, instruction: Instruction) -> None:
+    """`mbarrier.arrive{_drop}{.noComplete}{.expect_tx}{.sem}{.scope}{.space}.b64 {state,} [a]{, count};`."""
+    operands = list(instruction.operands)
+    # the state may be left out
+    state = operands.pop(0) if isinstance(operands[0], Register | Sink) else None
+    address, *count = operands
+    flags = NO_COMPLETE if low.has("noComplete") else 0
+    if low.has("expect_tx"): flags |= EXPECT
+    if low.has("arrive_drop"): flags |= DROP
+    if low.has("relaxed"): flags |= RELAXED
+    if flags & (EXPECT | NO_COMPLETE) and not count:
+        raise low.fail("no count", "bytes" if flags & EXPECT else "arrivals")
+    fields = place(low, address)
+    if fields["space"] == SPACES["shared::cluster"] and isinstance(state, Register):
+        raise low.fail("the state of a remote mbarrier", "_ as destination")
+    if count: fields["b"] = low.source(count[0], "u32")
+    if isinstance(state, Register): fields["d"] = low.dest(state, "b64")
+    low.emit("mbarrier_arrive", flags=flags, **fields)
+
+
+@lowers("mbarrier.test_wait", "mbarrier.try_wait")
+def mbarrier_wait(low: Lowering, instruction: Instruction) -> None:
+    """`mbarrier.{test_wait, try_wait}{.parity}{.sem}{.scope}{.space}.b64 p, [a], {state, parity}{, ns};`. How
+    long try_wait may take is up to the machine."""
+    ended, address, which = instruction.operands[:3]
+    flags = PARITY if low.has("parity") else 0
+    low.emit("mbarrier_wait", d=low.dest(ended, "pred"), b=low.source(which, "u32" if flags else "b64"), flags=flags,
+             **place(low, address))
+
+
+@lowers("mbarrier.pending_count")
+def mbarrier_pending_count(low: Lowering, instruction: Instruction) -> None:
+    """`mbarrier.pending_count.b64 n, state;`."""
+    count, state = instruction.operands
+    low.emit("mbarrier_pending_count", d=low.dest(count), a=low.source(state, "b64"))
+
+
+# **** fences ****
+
+@lowers("fence", "membar", "fence.mbarrier_init", "fence.proxy.tensormap::generic")
+def fence(low: Lowering, instruction: Instruction) -> None:
+    """`fence{.sc, .acq_rel, .acquire, .release}.scope;`, `membar.level;`, `fence.mbarrier_init.release.cluster;`
+    and `fence.proxy.tensormap::generic.{acquire, release}.scope …;`."""
+    flags = {"acquire": ACQUIRES, "release": RELEASES}.get(low.one_of("acquire", "release"), ACQUIRES | RELEASES)
+    low.emit("fence", flags=flags)
+
+
+@lowers("fence.proxy.async", "fence.proxy.async::generic", "membar.proxy.async")
+def fence_proxy_async(low: Lowering, instruction: Instruction) -> None:
+    """`fence.proxy.async{.global, .shared::cta, .shared::cluster};`: both spaces without one."""
+    space = low.space()
+    low.emit("fence_proxy", flags=GLOBAL if space == SPACES["global"] else SHARED if space else SHARED | GLOBAL)
+
+
+@lowers("fence.proxy.alias", "membar.proxy.alias")
+def fence_proxy_alias(low: Lowering, instruction: Instruction) -> None:
+    """Virtual addresses have no aliases here."""
+    low.emit("nop")
+
+
+# **** registers, grids ****
+
+@lowers("setmaxnreg")
+def setmaxnreg(low: Lowering, instruction: Instruction) -> None:
+    """`setmaxnreg.{inc, dec}.sync.aligned.u32 count;`."""
+    (count,) = instruction.operands
+    if not isinstance(count, Immediate) or not 24 <= count.value <= 256 or count.value % 8:
+        raise low.fail("a count of registers that cannot be", "24 to 256, a multiple of 8")
+    low.emit("setmaxnreg", imm=int(count.value), flags=int(low.has("inc")))
+
+
+@lowers("griddepcontrol")
+def griddepcontrol(low: Lowering, instruction: Instruction) -> None:
+    """Grids run one after the other, so that the one before has always ended."""
+    low.emit("nop")
