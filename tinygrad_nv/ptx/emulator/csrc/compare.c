@@ -3,7 +3,7 @@
  *
  * Protocol: `more` is the comparison, d = (a cmp b) op c and e = !(a cmp b) op c, with the Boolean operation
  * in bits 0-1 of flags and flushing (ftz) in bit 2; d or e may be absent. set, and comparisons that the
- * manual has besides these, are lowered to these. /
+ * manual has besides these, are lowered to these.
  */
 #include "formats.h"
 

@@ -3,7 +3,7 @@
  * Protocol: `more` is destination type | source type << 8 (enum Type, as in lower_convert.py); `vector` the
  * rounding, from `formats.h`; `width` the bytes of the destination register, `wide` says that the source's
  * is 64 bits wide. Values pass through u64 (integers, extended by sign or zero) or f64 (floats, exactly or
- * rounded to odd), and are rounded once. /
+ * rounded to odd), and are rounded once.
  */
 #include "formats.h"
 
@@ -133,7 +133,8 @@ static inline f64 integer_to_f64(u64 size, bool negative, int mode) {
     int shift = size >> 53 ? 11 - __builtin_clzll(size) : 0;
     u64 kept = size >> shift, lost = size & ((1ull << shift) - 1), half = (1ull << shift) >> 1;
     bool nearest = lost > half || (lost && lost == half && kept & 1);
-    bool directed = lost && (mode == RM ? negative : mode == RP && !negative), up = mode == RN ? nearest : directed;
+    bool directed = lost && (mode == RM ? negative : mode == RP && !negative);
+    bool up = mode == RN ? nearest : directed;
     f64 x = (f64)(i64)(kept + up) * (f64)(1ull << shift);
     return negative ? -x : x;
 }
@@ -226,14 +227,10 @@ static inline u32 packed_field(i32 x, u32 bits, bool is_signed) {
     i32 high = (i32)((1u << (bits - is_signed)) - 1), low = is_signed ? -high - 1 : 0;
     return (u32)(x > high ? high : x < low ? low : x) & ((1u << bits) - 1);
 }
-/* .u32 sources above the signed range clamp as its highest */
-static inline i32 from_word(u32 x, bool is_signed) {
-    return is_signed || x <= INT32_MAX ? (i32)x : INT32_MAX;
-}
 HANDLER(cvt_pack) {
     u32 bits = op->width;
-    bool to_signed = op->flags & 1, from_signed = op->flags & 2;
-    DIRECT_LOOP(packed_field(from_word(a, from_signed), bits, to_signed) << bits |
-                packed_field(from_word(r32(w, op->b)[l], from_signed), bits, to_signed) |
+    bool is_signed = op->flags;
+    DIRECT_LOOP(packed_field((i32)a, bits, is_signed) << bits |
+                packed_field(s32(w, op->b)[l], bits, is_signed) |
                 (op->c < 0 ? 0 : r32(w, op->c)[l] << 2 * bits))
 }

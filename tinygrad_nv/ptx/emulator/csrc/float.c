@@ -4,7 +4,7 @@
  * sign), SAT (results within [0, 1], NaN gives +0), RELU, NANS (min and max give NaN when an operand is NaN)
  * and XOR_SIGN (of min and max of absolute values). `more` is the rounding. f32 results that are NaN are
  * 0x7fffffff; f64 NaNs are the host's. Functions that PTX calls approximate are f64's of the C library,
- * rounded: within the manual's bounds. /
+ * rounded: within the manual's bounds.
  */
 #include "formats.h"
 
@@ -133,7 +133,7 @@ SIGNS_F32(copysign_f32, (a & 0x80000000) | (r32(w, op->b)[l] & 0x7fffffff))
 
 enum { F64_ADD, F64_MUL, F64_FMA, F64_DIV, F64_SQRT };
 
-/* One operation under the host's rounding mode: the volatile values keep it between the two changes of mode. */
+/* One operation under another rounding mode: the volatile values keep it between the two changes of mode. */
 static f64 directed_f64(int what, f64 a, f64 b, f64 c, int mode) {
     static const int modes[] = {FE_TONEAREST, FE_TOWARDZERO, FE_DOWNWARD, FE_UPWARD};
     volatile f64 x = a, y = b, z = c, out;

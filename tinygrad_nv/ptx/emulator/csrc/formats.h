@@ -5,7 +5,6 @@
  * (f16, bf16), 0x7f (e4m3, e5m2). What is rounded twice is rounded to odd the first time (Boldo and
  * Melquiond), in f64, which has at least two bits more than any format here: then the second rounding is
  * that of the exact value. All functions are free of branches, so that loops over lanes become vector code.
- * /
  */
 #ifndef EMULATOR_FORMATS_H
 #define EMULATOR_FORMATS_H

@@ -1,7 +1,7 @@
 /* Arithmetic of f16 and bf16, one or two in a word: PTX ISA "Half Precision Floating Point Instructions".
  *
  * Protocol: `vector` is the number of values in a word; flags are those of float.c. Values are computed in
- * f64, exactly or rounded to odd, and rounded once to nearest even. NaN results are 0x7fff. /
+ * f64, exactly or rounded to odd, and rounded once to nearest even. NaN results are 0x7fff.
  */
 #include "formats.h"
 

@@ -2,7 +2,7 @@
  * Instructions" and "Logic and Shift Instructions". Sixteen-bit results are kept zero-extended.
  *
  * Protocol: op->d, a, b, c are operands as the manual orders them; suffixes say type or width where it
- * matters. /
+ * matters.
  */
 #include "core.h"
 
@@ -135,7 +135,7 @@ static inline i64 product24_u(u32 a, u32 b) { return (i64)((u64)(a & 0xffffff) *
 MUL24(s) MUL24(u)
 TERNARY(mad24_hi_sat_s32, U32, clamp_s32((product24_s(a, b) >> 16) + (i32)c))
 
-/* **** div, rem: the manual leaves division by zero open; as hardware has it, all ones and the dividend **** */
+/* **** div, rem: division by zero, left open by the manual, gives all ones and the dividend **** */
 
 #define SIGNED_DIVISION(suffix, types, type, unsigned_type) \
     BINARY(div_##suffix, types, b == 0 ? (type)-1 : b == -1 ? (type)(0 - (unsigned_type)a) : (type)(a / b)) \

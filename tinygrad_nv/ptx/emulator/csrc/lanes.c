@@ -3,7 +3,7 @@
  *
  * Each names the lanes that take part; those that are alive must all come, perhaps from elsewhere in the
  * program, before any goes on (machine.c: gather). Lanes of one instruction may name different sets, which
- * then act apart. /
+ * then act apart.
  */
 #include "core.h"
 

@@ -1,5 +1,5 @@
 /* Data that only moves: mov with packing and unpacking, selp and slct, addresses and windows, special
- * registers. PTX ISA "Data Movement and Conversion Instructions"; the macros are those of integer.c. /
+ * registers. PTX ISA "Data Movement and Conversion Instructions"; the macros are those of integer.c.
  */
 #include "formats.h"
 
@@ -187,8 +187,8 @@ HANDLER(isspacep) {
 
 enum { CLOCK, CLOCK64, CLOCK_HI, GLOBALTIMER, GLOBALTIMER_LO, GLOBALTIMER_HI, NTID, NCTAID = NTID + 3,
     NCLUSTERID = NCTAID + 3, CLUSTER_NCTAID = NCLUSTERID + 3, CLUSTER_NCTARANK = CLUSTER_NCTAID + 3, NWARPID,
-    NSMID, GRIDID, IS_EXPLICIT_CLUSTER, TOTAL_SMEM_SIZE, DYNAMIC_SMEM_SIZE, AGGR_SMEM_SIZE, RESERVED_SMEM_BEGIN,
-    RESERVED_SMEM_END, RESERVED_SMEM_CAP };
+    NSMID, GRIDID, IS_EXPLICIT_CLUSTER, TOTAL_SMEM_SIZE, DYNAMIC_SMEM_SIZE, AGGR_SMEM_SIZE,
+    RESERVED_SMEM_BEGIN, RESERVED_SMEM_END, RESERVED_SMEM_CAP };
 
 static u64 special_value(const Machine *m, const Warp *w, i32 which) {
     const Launch *a = &m->launch;
