@@ -4,7 +4,7 @@
 
 The kernels are Triton's, from the emulator's tests, at sizes of their own; Triton's compilation is not part
 of any time. A launch is timed end to end on a new machine: memory allocated and copied, PTX parsed and
-lowered, the grid run, results copied back. The interpreter itself is compiled once, before. "M/s" are millions
+lowered, the grid run, results copied back. The interpreter itself is compiled once, before. "M/s": millions
 of warp-instructions a second of running alone. Checks on and off take turns. Results are compared with the
 reference in every repetition.
 """
