@@ -1,0 +1,277 @@
+"""Operands of an instruction form: what may stand there, whether a given operand may, and a sample.
+
+A slot is written, in the tables, as
+
+  T U V W    register or constant of the form's 1st, 2nd, … type; wT is T at twice the width; b32, u64, … fixed
+  =T         destination;  =T_ may be `_`;  =T/q may be, =T|q must be, a pair `d|p` whose second is a predicate
+  >T         registers may be wider than the type, as ld, st and cvt allow
+  4:T n:T    a vector; n is the .vN of the opcode; acc is a wgmma accumulator of N columns
+  pred on    a predicate, perhaps negated, or 0 or 1
+  [a] [g] [s] [map]   address in the space the opcode names, global, shared, and a place in a tensor map
+  #0..7 #4|8 #24..256/8   constant: a range, a list, a range with a step;  id, threads, bytes, sign: such or register
+  hint mask  present exactly when .L2::cache_hint, .multicast::cluster is;  offsets of im2col
+  any label _ A   source of mov, place in the code, sink, wgmma's A (registers or descriptor)
+  x? x@90    may be left out; needs, as the tables write them
+
+Types: a register fits when it has the width and is bits, or of the same family (integers of either sign).
+"""
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+
+from tinygrad_nv.ptx.parser import WIDTHS
+from tinygrad_nv.ptx.syntax import Address, Immediate, Operand, Pair, Register, Sink, Symbol, Vector
+
+SLOT = re.compile(r"(?P<dest>=?)(?:(?P<count>\d+|n|acc):)?(?P<wide>>?)(?P<name>\[?\w*\]?)(?P<values>#[-\d./|]+)?"
+                  r"(?P<pair>[/|]pred)?(?P<optional>\??)(?:@(?P<need>[\da:.]+))?")
+PACKED = {"f16x2": 32, "bf16x2": 32, "u16x2": 32, "s16x2": 32, "e4m3x2": 16, "e5m2x2": 16, "tf32": 32, "bf16": 16}
+ALIASES = {"id": "u32#0..15", "threads": "u32#32..1024/32", "bytes": "u32#16..1048560/16", "sign": "#-1|1",
+           "DESC": "b64", "hint": "b64", "mask": "b16"}
+PRESENT = {"hint": "L2::cache_hint", "mask": "multicast::cluster"}
+SPACES32 = ("shared", "shared::cta", "shared::cluster", "local", "param", "const")
+
+
+Need = tuple[tuple[tuple[int, str], tuple[int, int]], ...]  # ((90, "a"), (8, 0)): from sm_90a, .version 8.0
+
+
+def rank(arch: str) -> tuple[int, str]:
+    """sm_90a → (90, "a"), in the order of capability."""
+    found = re.fullmatch(r"(?:sm_)?(\d+)(a?)", arch)
+    assert found is not None, arch
+    return int(found.group(1)), found.group(2)
+
+
+@functools.cache
+def need(text: str) -> Need:
+    """`89:8.1 90`: targets and the lowest .version of each."""
+    out = []
+    for each in text.split():
+        arch, _, version = each.partition(":")
+        major, minor = map(int, (version or "0.0").split("."))
+        out.append((rank(arch), (major, minor)))
+    return tuple(out)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place for an operand. `values` are the constants allowed, None for any; `when` is the modifier it comes
+    with."""
+    name: str
+    text: str
+    dest: bool = False
+    wide: bool = False
+    count: str = ""
+    pair: str = ""
+    sink: bool = False
+    optional: bool = False
+    values: tuple[tuple[int, int, int], ...] | None = None
+    when: str = ""
+    need: Need = ()
+
+
+@dataclass(frozen=True)
+class Use:
+    """The opcode a slot stands in: its types, the N of .vN, a shape or a dimension, and its modifiers."""
+    types: tuple[str, ...]
+    count: int
+    modifiers: tuple[str, ...]
+
+
+@functools.cache
+def slot(text: str) -> Slot:
+    """A slot from its text."""
+    stem = re.split(r"[?@]", text)[0]
+    found = SLOT.fullmatch(ALIASES.get(stem, stem) + text[len(stem):])
+    assert found is not None, text
+    name, sink = found["name"], found["name"].endswith("_") and found["name"] != "_"
+    values = None if found["values"] is None else tuple(_range(each) for each in found["values"][1:].split("|"))
+    return Slot(name.rstrip("_") or ("_" if name else "#"), text, bool(found["dest"]), bool(found["wide"]),
+                found["count"] or "", (found["pair"] or "")[:1], sink, bool(found["optional"]), values, PRESENT.get(stem, ""), need(found["need"] or ""))
+
+
+def _range(text: str) -> tuple[int, int, int]:
+    bounds, _, step = text.partition("/")
+    low, _, high = bounds.partition("..")
+    return int(low), int(high or low), int(step or 1)
+
+
+# **** types ****
+
+def type_of(slot: Slot, use: Use) -> str:
+    """The PTX type that a value slot has in an opcode."""
+    if slot.name in ("T", "U", "V", "W"): return use.types["TUVW".index(slot.name)]
+    if slot.name == "wT": return f"{use.types[0][0]}{2 * int(use.types[0][1:])}"
+    return slot.name
+
+
+def count_of(slot: Slot, use: Use) -> int:
+    """Registers of a vector slot; 0 for a scalar."""
+    if slot.count == "n": return use.count if use.count > 1 else 0
+    if slot.count == "acc": return use.count // (4 if type_of(slot, use) == "f16" else 2)
+    return int(slot.count or 0)
+
+
+def width(kind: str) -> int:
+    """Bits of a register of a type; predicates have 1."""
+    return PACKED.get(kind) or WIDTHS[kind]
+
+
+def family(kind: str) -> str:
+    """"b", "i" of integers, "f", "f16" or "pred"."""
+    if kind == "pred": return "pred"
+    if kind in ("f16", "f16x2"): return "f16"
+    if kind in PACKED: return "i" if "16x2" in kind and kind[0] in "us" else "packed"
+    return {"b": "b", "u": "i", "s": "i", "f": "f"}[kind[0]]
+
+
+def fits(declared: str, wanted: str, wide: bool = False) -> bool:
+    """Whether ptxas takes a register declared so where an operand of the type is wanted."""
+    if "pred" in (declared, wanted): return declared == wanted
+    have, want = width(declared), width(wanted)
+    if have != want and not (wide and have > want): return False
+    if family(declared) == "b" or family(wanted) == "b": return family(wanted) != "packed" or have == want
+    if declared == "f16x2" and family(wanted) == "i": return True
+    return family(declared) == family(wanted)
+
+
+# **** checks: each gives what is wrong, or "" ****
+
+def problem(slot: Slot, operand: Operand, use: Use) -> str:
+    """What is wrong with an operand in a slot, "" if nothing."""
+    if slot.name.startswith("["): return _address(slot, operand, use)
+    if slot.name == "label": return "" if isinstance(operand, Symbol) else "a label is expected"
+    if slot.name == "_": return "" if isinstance(operand, Sink) else "the sink _ is expected"
+    if slot.name == "any": return _moved(operand, use)
+    if slot.name == "offsets": return _vector(operand, "u16", use.count - 2, use)
+    if slot.name == "A" and isinstance(operand, Vector): return _vector(operand, "b32", 4, use)
+    if slot.name == "A": return _value(slot, operand, "b64")
+    if slot.name == "on": return _value(slot, operand, "pred")
+    if slot.pair and isinstance(operand, Pair): return _pair(slot, operand, use)
+    if slot.pair == "|": return "a pair d|p is expected"
+    if slot.name == "#": return _constant(slot, operand)
+    if count := count_of(slot, use): return _vector(operand, type_of(slot, use), count, use, slot)
+    return _value(slot, operand, type_of(slot, use))
+
+
+def _pair(slot: Slot, operand: Pair, use: Use) -> str:
+    if isinstance(operand.second, Register) and operand.second.kind != "pred": return "p of d|p must be a predicate"
+    return _value(slot, operand.first, type_of(slot, use))
+
+
+def _value(slot: Slot, operand: Operand, kind: str) -> str:
+    if isinstance(operand, Sink): return "" if slot.sink else "the sink _ is not allowed here"
+    if isinstance(operand, Register):
+        if operand.negated and kind != "pred": return f"{operand.name} must not be negated"
+        if operand.kind == "special" and not (slot.wide and not slot.dest): return f"{operand.name} must be moved to a register first"
+        if operand.kind == "special" or fits(operand.kind, kind, slot.wide): return ""
+        return f"{operand.name} is .{operand.kind}, .{kind} is expected"
+    if slot.dest: return "a destination must be a register"
+    if isinstance(operand, Immediate): return _immediate(slot, operand, kind)
+    if isinstance(operand, Symbol): return f"{operand.name} is an address, .{kind} is expected: move it first"
+    return f"a register or constant of .{kind} is expected"
+
+
+def _immediate(slot: Slot, operand: Immediate, kind: str) -> str:
+    """Constants: floats for floats, integers within the width for integers, none for halves and predicates."""
+    value, group = operand.value, family(kind)
+    if group == "pred" and value in (0, 1): return ""
+    if group in ("f16", "packed", "pred"): return f"a constant cannot be .{kind}: move its bits to a register"
+    if group == "f": return "" if isinstance(value, float) else f"{value} is an integer, .{kind} needs {value}.0"
+    if isinstance(value, float):
+        return "" if group == "b" and operand.float_bits else f"{value} is no integer, .{kind} is expected"
+    if not -(1 << width(kind) - 1) <= value < 1 << width(kind): return f"{value} does not fit in .{kind}"
+    return _constant(slot, operand) if slot.values is not None else ""
+
+
+def _constant(slot: Slot, operand: Operand) -> str:
+    if not isinstance(operand, Immediate) or isinstance(operand.value, float): return "a constant integer is expected"
+    assert slot.values is not None
+    value = operand.value
+    if any(low <= value <= high and (value - low) % step == 0 for low, high, step in slot.values): return ""
+    return f"{value} is not one of {allowed(slot)}"
+
+
+def allowed(slot: Slot) -> str:
+    """The constants of a slot, in words."""
+    assert slot.values is not None
+    return ", ".join(f"{low}" if low == high else f"{low}..{high}" + (f" in steps of {step}" if step > 1 else "")
+                     for low, high, step in slot.values)
+
+
+def _vector(operand: Operand, kind: str, count: int, use: Use, slot: Slot | None = None) -> str:
+    """`count` operands in braces; one may also stand alone."""
+    slot = slot or Slot(kind, kind)
+    if count == 1 and not isinstance(operand, Vector): return _value(slot, operand, kind)
+    if not isinstance(operand, Vector): return f"a vector of {count} .{kind} is expected"
+    if len(operand.items) != count: return f"{len(operand.items)} elements, {count} are expected"
+    loaded = slot.dest and slot.count == "n"
+    return next((wrong for item in operand.items if not (loaded and isinstance(item, Sink))
+                 and (wrong := _value(slot, item, _fragment(kind, slot)))), "")
+
+
+def _fragment(kind: str, slot: Slot) -> str:
+    """Halves of a wgmma accumulator come in pairs."""
+    return "b32" if slot.count == "acc" and kind == "f16" else kind
+
+
+def _moved(operand: Operand, use: Use) -> str:
+    """mov, cvta and mapa take registers, special registers, symbols and constants; mov also packs and unpacks."""
+    kind = use.types[-1]
+    if isinstance(operand, Symbol | Sink): return ""
+    if isinstance(operand, Vector):
+        bits = sum(width(item.kind) for item in operand.items if isinstance(item, Register))
+        whole = not any(isinstance(item, Sink) for item in operand.items)
+        return f"{bits} bits in braces, .{kind} is expected" if whole and bits != width(kind) else ""
+    if isinstance(operand, Register) and operand.kind == "special": return ""
+    return _value(Slot(kind, kind), operand, kind)
+
+
+def _address(slot: Slot, operand: Operand, use: Use) -> str:
+    if not isinstance(operand, Address): return "an address in brackets is expected"
+    if slot.name == "[map]":
+        if operand.coordinates is None: return "a tensor map and coordinates [map, {…}] are expected"
+        if len(operand.coordinates.items) != use.count:
+            return f"{len(operand.coordinates.items)} coordinates, {use.count} are expected"
+        wrong = _vector(operand.coordinates, "s32", use.count, use)
+        if wrong: return wrong
+    elif operand.coordinates is not None: return "coordinates belong to tensor maps only"
+    base = operand.base
+    if not isinstance(base, Register): return ""
+    short = slot.name == "[s]" or (slot.name == "[a]" and any(m in SPACES32 for m in use.modifiers))
+    if base.kind == "special" or family(base.kind) not in ("b", "i"): return f"{base.name} is no address"
+    if width(base.kind) == 64 or (short and width(base.kind) == 32): return ""
+    return f"{base.name} is .{base.kind}, an address of {'32 or ' if short else ''}64 bits is expected"
+
+
+# **** samples ****
+
+def sample(slot: Slot, use: Use, position: int) -> str:
+    """An operand that fits, in the registers of `REGISTERS`."""
+    if slot.name == "[map]": return f"[%b64_1, {_listed('s32', use.count)}]"
+    if slot.name.startswith("["): return "[%b64_1]"
+    if slot.name == "label": return "LABEL"
+    if slot.name == "_": return "_"
+    if slot.name == "any": return f"%{_register(use.types[-1])}_{position}"
+    if slot.name == "offsets": return _listed("u16", use.count - 2)
+    if slot.name == "A": return "%b64_2"
+    if slot.name == "on": return "%pred_1"
+    if slot.values is not None: return str(slot.values[0][0])
+    kind = type_of(slot, use)
+    if count := count_of(slot, use): return _listed(_fragment(kind, slot), count, 16 if slot.dest else 0)
+    return f"%{_register(kind)}_{position}" + ("|%pred_2" if slot.pair == "|" else "")
+
+
+REGISTERS = "".join(f".reg .{kind} %{kind}_<160>;\n" for kind in
+                    ("pred", "b8", "b16", "b32", "b64", "b128", "f16", "f32", "f64", "s16", "s32", "s64",
+                     "u8", "s8", "u16", "u32", "u64"))
+
+
+def _register(kind: str) -> str:
+    """The declared type used in samples for a type: bits where there is no register type."""
+    return f"b{width(kind)}" if kind in PACKED else kind
+
+
+def _listed(kind: str, count: int, first: int = 0) -> str:
+    return "{" + ", ".join(f"%{_register(kind)}_{first + i}" for i in range(count)) + "}"
