@@ -14,18 +14,21 @@ ACQUIRES, RELEASES = 1, 2                         # fence
 
 # **** named barriers ****
 
-@lowers("bar", "bar.sync", "bar.arrive", "bar.red", "barrier", "barrier.sync", "barrier.arrive", "barrier.red")
+@lowers("bar", "bar.sync", "bar.arrive", "bar.red", "barrier", "barrier.sync", "barrier.arrive",
+        "barrier.red")
 def named(low: Lowering, instruction: Instruction) -> None:
     """`bar{.cta}.{sync, arrive, red.op.type} …` and `barrier{.cta}…{.aligned}`; bar is always aligned."""
     kind = low.one_of("sync", "arrive", "red")
     operands = list(instruction.operands)
     out = operands.pop(0) if kind == "red" else None
     predicate = operands.pop() if kind == "red" else None
-    if not kind or not 1 <= len(operands) <= 2: raise low.fail("operands that do not fit", "a barrier and a count")
-    if kind == "arrive" and len(operands) != 2: raise low.fail("no count of threads", "bar.arrive barrier, count")
+    if not kind or not 1 <= len(operands) <= 2:
+        raise low.fail("operands that do not fit", "a barrier and a count")
+    if kind == "arrive" and len(operands) != 2:
+        raise low.fail("no count of threads", "bar.arrive barrier, count")
     check_named(low, operands)
     aligned = instruction.mnemonic == "bar" or low.has("aligned")
-    flags = (0 if kind == "arrive" else WAITS) | (REDUCES if kind == "red" else 0) | (0 if aligned else UNALIGNED)
+    flags = {"sync": WAITS, "arrive": 0, "red": WAITS | REDUCES}[kind] | (0 if aligned else UNALIGNED)
     fields = {"a": low.source(operands[0], "u32"), "flags": flags, "aligned": aligned}
     if len(operands) == 2: fields["b"] = low.source(operands[1], "u32")
     if out is not None and predicate is not None:
@@ -63,7 +66,8 @@ def place(low: Lowering, operand: Operand) -> dict[str, int | bool]:
     """Address and state space of an mbarrier."""
     space = low.space()
     if space not in (SPACES["generic"], SPACES["shared"], SPACES["shared::cluster"]):
-        raise low.fail("an mbarrier outside shared memory", ".shared::cta, .shared::cluster or a generic address")
+        raise low.fail("an mbarrier outside shared memory",
+                       ".shared::cta, .shared::cluster or a generic address")
     return {**low.address(operand), "space": space}
 
 
@@ -118,7 +122,8 @@ def mbarrier_wait(low: Lowering, instruction: Instruction) -> None:
     long try_wait may take is up to the machine."""
     ended, address, which = instruction.operands[:3]
     flags = PARITY if low.has("parity") else 0
-    low.emit("mbarrier_wait", d=low.dest(ended, "pred"), b=low.source(which, "u32" if flags else "b64"), flags=flags,
+    low.emit("mbarrier_wait", d=low.dest(ended, "pred"), b=low.source(which, "u32" if flags else "b64"),
+             flags=flags,
              **place(low, address))
 
 
@@ -133,17 +138,19 @@ def mbarrier_pending_count(low: Lowering, instruction: Instruction) -> None:
 
 @lowers("fence", "membar", "fence.mbarrier_init", "fence.proxy.tensormap::generic")
 def fence(low: Lowering, instruction: Instruction) -> None:
-    """`fence{.sc, .acq_rel, .acquire, .release}.scope;`, `membar.level;`, `fence.mbarrier_init.release.cluster;`
-    and `fence.proxy.tensormap::generic.{acquire, release}.scope …;`."""
-    flags = {"acquire": ACQUIRES, "release": RELEASES}.get(low.one_of("acquire", "release"), ACQUIRES | RELEASES)
-    low.emit("fence", flags=flags)
+    """`fence{.sc, .acq_rel, .acquire, .release}.scope;`, `membar.level;`,
+    `fence.mbarrier_init.release.cluster;` and `fence.proxy.tensormap::generic.{acquire, release}.scope
+    …;`."""
+    one = {"acquire": ACQUIRES, "release": RELEASES}
+    low.emit("fence", flags=one.get(low.one_of(*one), ACQUIRES | RELEASES))
 
 
 @lowers("fence.proxy.async", "fence.proxy.async::generic", "membar.proxy.async")
 def fence_proxy_async(low: Lowering, instruction: Instruction) -> None:
     """`fence.proxy.async{.global, .shared::cta, .shared::cluster};`: both spaces without one."""
     space = low.space()
-    low.emit("fence_proxy", flags=GLOBAL if space == SPACES["global"] else SHARED if space else SHARED | GLOBAL)
+    one = GLOBAL if space == SPACES["global"] else SHARED
+    low.emit("fence_proxy", flags=one if space else SHARED | GLOBAL)
 
 
 @lowers("fence.proxy.alias", "membar.proxy.alias")
