@@ -360,7 +360,7 @@ class Parser(Cursor):
         if token.text == "[": return self.address()
         if token.text == "_":
             self.next()
-            return Sink()
+            return self.after_bar(Sink()) if self.take("|") else Sink()
         if token.text == "!" and self.text[token.at + 1:].lstrip()[:1] == "%":
             self.next()
             made = self.operand()
@@ -375,12 +375,15 @@ class Parser(Cursor):
         """A register (perhaps `%p|%q`), a special register, a label, or a variable with an offset."""
         if target and not token.text.startswith("%"): return Symbol(self.label(token.text))
         if (found := self.register(token.text)) is not None:
-            if not self.take("|"): return found
-            second = self.operand()
-            if not isinstance(second, Register | Sink): raise self.fail("a predicate is expected after |")
-            return Pair(found, second)
+            return self.after_bar(found) if self.take("|") else found
         if token.text.startswith("%"): return Register(token.text, "special")
         return Symbol(self.renamed(token.text), self.offset())
+
+    def after_bar(self, first: Register | Sink) -> Pair:
+        """The second destination of `%p|%q`."""
+        second = self.operand()
+        if not isinstance(second, Register | Sink): raise self.fail("a predicate is expected after |")
+        return Pair(first, second)
 
     def vector(self) -> Vector:
         """`{a, b, c, d}`."""

@@ -48,7 +48,7 @@ class Vector:
 @dataclass(frozen=True)
 class Pair:
     """`%p|%q`: two destinations."""
-    first: Register
+    first: Register | Sink
     second: Register | Sink
 
 
