@@ -32,6 +32,7 @@ from tinygrad_nv.explain import KernelRecord, Lowering, explain
 from tinygrad_nv.hooks import disable, disabled, enable, enabled
 from tinygrad_nv.patterns import program
 from tinygrad_nv.runtime import programs
+from tinygrad_nv.runtime.device import EMUDevice
 
 __all__ = ["LLM", "Context", "Device", "GlobalCounters", "KernelRecord", "Lowering", "SamplingParams",
            "Tensor", "TinyJit", "UOp", "Variable", "disable", "disabled", "dtypes", "enable", "enabled",
@@ -66,6 +67,7 @@ sys.meta_path.append(_ModelsFinder(Path(__file__).resolve().parent))
 hooks.add_compile("programs", programs.cached)
 hooks.add_compile("program", program.settle)
 hooks.install_cpu()
+hooks.add_device("EMU", EMUDevice)
 try:
     if config.get("NV"): enable()
 except NVError as error:

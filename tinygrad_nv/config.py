@@ -16,8 +16,8 @@ from tinygrad_nv.errors import ConfigError
 class Setting:
     """One variable: its name, what it is when unset, the values it may have, and what they mean."""
     name: str
-    default: int
-    allowed: tuple[int, ...]
+    default: int | str
+    allowed: tuple[int | str, ...]
     meaning: str
 
 
@@ -28,16 +28,20 @@ SETTINGS = (
             "0: make and compile every kernel afresh; 1: take it from the disk cache"),
     Setting("NV_CPU_GRAPH", 1, (0, 1),
             "0: launch captured CPU kernels one by one; 1: as a graph, on all cores (Linux)"),
+    Setting("EMU_ARCH", "sm_90a", ("sm_80", "sm_89", "sm_90a"),
+            "the GPU that DEV=EMU emulates. sm_80: an A100; sm_89: an L40; sm_90a: an H100"),
+    Setting("EMU_CHECK", 1, (0, 1),
+            "0: DEV=EMU runs without race and initialisation checks; 1: what they find is an error"),
 )
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 
-def get(name: str) -> int:
-    """The value of a setting now. Raises `ConfigError` for one that is not allowed."""
+def get(name: str) -> int | str:
+    """The value of a setting now, of its default's type. Raises `ConfigError` for one that is not allowed."""
     setting = _BY_NAME[name]
     text = os.environ.get(name, "").strip()
     if not text: return setting.default
     if text not in (allowed := [str(value) for value in setting.allowed]):
         raise ConfigError(f"{name}={text}", f"one of {', '.join(allowed)} ({setting.meaning})",
                           f"unset {name} for its default, {setting.default}")
-    return int(text)
+    return type(setting.default)(text)

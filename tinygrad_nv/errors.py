@@ -53,3 +53,7 @@ class PTXError(NVError):
     def __init__(self, found: str, line: int = 0, expected: str = "", fix: str = "") -> None:
         super().__init__(found, expected, fix)
         self.line = line
+
+
+class DriverError(NVError):
+    """A device was asked for what it cannot do, or a kernel on it went wrong."""

@@ -42,6 +42,6 @@ def test_a_setting_without_a_row_is_our_mistake():
 
 def test_every_setting_is_read_somewhere_and_nothing_is_read_without_a_row():
     sources = [path.read_text() for path in PACKAGE.rglob("*.py") if path.name != "config.py"]
-    read = {name for source in sources for name in re.findall(r'config\.get\("(NV\w*)"\)', source)}
+    read = {name for source in sources for name in re.findall(r'config\.get\("((?:NV|EMU)\w*)"\)', source)}
     assert read == {setting.name for setting in config.SETTINGS}
-    assert not [name for source in sources for name in re.findall(r'environ(?:\.get\(|\[)"(NV\w*)"', source)]
+    assert not [name for source in sources for name in re.findall(r'environ(?:\.get\(|\[)"((?:NV|EMU)\w*)"', source)]

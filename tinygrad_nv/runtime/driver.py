@@ -1,0 +1,274 @@
+"""What a GPU driver must do for us: memory, modules, launches, streams, events, graphs, tensor maps.
+
+Protocol. `Driver` is one device. Addresses are integers, device-wide, and may point inside an allocation.
+Work (`Launch`, `Copy`, `Fill`) goes to a `Stream`: what is submitted to one runs in that order; nothing
+orders two streams but an event that one records and the other waits for. Stream 0 is there from the start
+and orders with no other. `submit` returns before the work is done; `copy_in` has taken its bytes, and
+`copy_out` has delivered them, when it returns.
+
+Arguments of a kernel are bytes, one entry for each parameter, as the kernel's parameter block holds them
+(`pointer`, `integer` and `real` make them; a tensor map is its 128 bytes). `pack` lays them out.
+
+Between `begin_capture` and `end_capture` a stream records instead of running. A stream that waits for an
+event of a capture joins it, and must be waited for by the first stream before the capture ends. Graphs can
+also be built from explicit nodes. An instantiated graph's nodes take new arguments and extents, never another
+function or other edges.
+
+What is wrong with a request is a `DriverError` at once. What a kernel did wrong is a `DriverError` at the
+next call that waits for its stream: `synchronize`, `copy_out`, `wait_for`.
+"""
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Triple = tuple[int, int, int]
+Swizzle = Literal["none", "32B", "64B", "128B"]
+TENSOR_MAP_BYTES, TENSOR_MAP_ALIGN = 128, 64
+
+
+# **** what is asked for ****
+
+@dataclass(frozen=True)
+class Properties:
+    """A device: its compute capability as ptxas writes it, and its limits. Bytes and counts."""
+    name: str
+    arch: str                   # sm_90a
+    sm_count: int
+    shared_static_limit: int    # of a CTA without asking
+    shared_limit: int           # of a CTA that asks
+    shared_of_sm: int
+    l2_bytes: int
+    memory_bytes: int
+    threads_of_sm: int = 2048
+    threads_of_cta: int = 1024
+    warp_size: int = 32
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """A loaded function: static shared and local bytes, registers a thread, the largest block. `registers` is
+    0 where the driver does not compile to registers."""
+    static_smem: int
+    local_bytes: int
+    registers: int
+    max_threads: int
+
+
+@dataclass(frozen=True)
+class Function:
+    """A kernel of a loaded module. `handle` is the driver's own."""
+    name: str
+    attributes: Attributes
+    handle: object = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch. `grid` and `cluster` are in CTAs, `block` in threads. With `pdl` the kernel may begin
+    before the one ahead of it in the stream has ended; it waits with griddepcontrol.wait."""
+    function: Function
+    grid: Triple
+    block: Triple
+    args: tuple[bytes, ...] = ()
+    dynamic_smem: int = 0
+    cluster: Triple = (1, 1, 1)
+    pdl: bool = False
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Bytes from one place of the device to another; the two do not overlap."""
+    target: int
+    source: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Sets `nbytes` bytes to `value` (0 … 255)."""
+    target: int
+    value: int
+    nbytes: int
+
+
+Work = Launch | Copy | Fill
+
+
+@dataclass(frozen=True)
+class TensorMapSpec:
+    """The parameters of cuTensorMapEncodeTiled, innermost dimension first. `dtype` is a PTX element type (u8,
+    u16, u32, s32, u64, s64, f16, bf16, f32, f64, tf32); `strides` are bytes, without the innermost one."""
+    dtype: str
+    address: int
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    element_strides: tuple[int, ...] = ()   # empty: all 1
+    interleave: Literal["none", "16B", "32B"] = "none"
+    swizzle: Swizzle = "none"
+    l2_promotion: Literal["none", "64B", "128B", "256B"] = "none"
+    fill: Literal["zero", "nan"] = "zero"
+
+
+# **** arguments ****
+
+def pointer(address: int) -> bytes:
+    """A .u64 parameter that holds an address."""
+    return struct.pack("<Q", address)
+
+
+def integer(value: int, nbytes: int = 4) -> bytes:
+    """An integer parameter of `nbytes`; negative ones in two's complement, wider ones wrapped."""
+    return (value % (1 << 8 * nbytes)).to_bytes(nbytes, "little")
+
+
+def real(value: float, nbytes: int = 4) -> bytes:
+    """A floating-point parameter of 2, 4 or 8 bytes."""
+    return struct.pack({2: "<e", 4: "<f", 8: "<d"}[nbytes], value)
+
+
+def pack(args: Sequence[bytes]) -> bytes:
+    """The parameter block: each argument aligned to its size, tensor maps to 64 bytes."""
+    block = bytearray()
+    for argument in args:
+        align = min(len(argument), TENSOR_MAP_ALIGN)
+        block += bytes(-len(block) % align)
+        block += argument
+    return bytes(block)
+
+
+# **** handles ****
+
+class Module(ABC):
+    """Code on the device."""
+
+    @abstractmethod
+    def function(self, name: str) -> Function:
+        """An entry function. Raises `DriverError` naming those there are."""
+
+    @abstractmethod
+    def unload(self) -> None: ...
+
+
+class Stream:
+    """A queue of work. Opaque to callers."""
+
+
+class Event:
+    """A point in a stream. Opaque to callers."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of a graph, by its number in order of addition."""
+    number: int
+
+
+class Executable(ABC):
+    """An instantiated graph."""
+
+    @abstractmethod
+    def update(self, node: Node, work: Work) -> None:
+        """What the node does from the next launch on: the same function, or a copy or a fill again."""
+
+    @abstractmethod
+    def launch(self, stream: Stream | None = None) -> None:
+        """Puts one run of the graph into a stream."""
+
+
+class Graph(ABC):
+    """Work with the edges between its pieces."""
+
+    @abstractmethod
+    def add(self, work: Work, after: Sequence[Node] = ()) -> Node:
+        """A node that runs when those in `after` have ended."""
+
+    @abstractmethod
+    def instantiate(self) -> Executable: ...
+
+
+class Driver(ABC):
+    """One device. `stream=None` is stream 0."""
+    properties: Properties
+
+    # memory
+
+    @abstractmethod
+    def alloc(self, nbytes: int) -> int:
+        """Address of new memory, 256-byte aligned, contents undefined. Raises MemoryError when it is full."""
+
+    @abstractmethod
+    def free(self, address: int) -> None:
+        """Gives back what `alloc` returned, once the work issued before this call is done."""
+
+    @abstractmethod
+    def copy_in(self, address: int, source: memoryview, stream: Stream | None = None) -> None: ...
+
+    @abstractmethod
+    def copy_out(self, target: memoryview, address: int, stream: Stream | None = None) -> None:
+        """Waits for the stream, then copies."""
+
+    @abstractmethod
+    def copy_peer(self, work: Copy, source: Driver, stream: Stream | None = None) -> None:
+        """Copies from another device of the same kind, after all that stream 0 there holds."""
+
+    # code
+
+    @abstractmethod
+    def load(self, image: bytes) -> Module:
+        """A module from PTX text or a cubin."""
+
+    @abstractmethod
+    def submit(self, work: Work, stream: Stream | None = None) -> None:
+        """Puts work into a stream; into its graph while the stream is captured."""
+
+    # order
+
+    @abstractmethod
+    def stream(self) -> Stream: ...
+
+    @abstractmethod
+    def event(self) -> Event: ...
+
+    @abstractmethod
+    def record(self, event: Event, stream: Stream | None = None) -> None:
+        """The event stands for all that the stream holds now."""
+
+    @abstractmethod
+    def wait(self, event: Event, stream: Stream | None = None) -> None:
+        """What is issued to the stream from now on runs after the event. One never recorded is an error
+        here, though CUDA takes it for done: it is always a mistake."""
+
+    @abstractmethod
+    def wait_for(self, event: Event) -> None:
+        """Returns when the event has come to pass."""
+
+    @abstractmethod
+    def elapsed_ms(self, start: Event, end: Event) -> float:
+        """Milliseconds from one event to another; both have come to pass."""
+
+    @abstractmethod
+    def synchronize(self, stream: Stream | None = None) -> None:
+        """Returns when the stream, or with None the device, has nothing left to do."""
+
+    # graphs
+
+    @abstractmethod
+    def graph(self) -> Graph:
+        """A graph without nodes."""
+
+    @abstractmethod
+    def begin_capture(self, stream: Stream) -> None: ...
+
+    @abstractmethod
+    def end_capture(self, stream: Stream) -> Graph: ...
+
+    # tensor maps
+
+    @abstractmethod
+    def tensor_map(self, spec: TensorMapSpec) -> bytes:
+        """The 128 bytes of a tensor map, for an argument of a launch."""

@@ -1,0 +1,391 @@
+"""The driver interface with the emulator as the device.
+
+Protocol: `EmulatedDriver(arch, check)` is a `driver.Driver`. Work runs when it is submitted, which is an
+order that streams allow; a graph runs its nodes in an unkind order that its edges allow (of those that are
+ready, the latest added), so that a missing edge shows. Findings wait in their stream for the next call that
+synchronises with it, and are gone once raised. Times are of the emulation.
+
+`check=False` leaves out the detection of races, missing fences and uninitialised reads; bounds and alignment
+are checked always. Device 0 and device 1 are two drivers with memories of their own.
+"""
+from __future__ import annotations
+
+import time
+from bisect import bisect_right, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import numpy as np
+
+from tinygrad_nv.errors import DriverError
+from tinygrad_nv.ptx.emulator import Buffer, Emulator, Finding
+from tinygrad_nv.ptx.emulator.arguments import SHARED_LIMIT, SHARED_OF_SM, SM_COUNT, THREADS_OF_SM
+from tinygrad_nv.ptx.emulator.program import layout, shared_layout
+from tinygrad_nv.ptx.parser import parse
+from tinygrad_nv.runtime import driver
+from tinygrad_nv.runtime.driver import (
+    Attributes,
+    Copy,
+    Fill,
+    Function,
+    Launch,
+    Node,
+    Properties,
+    TensorMapSpec,
+    Work,
+)
+
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
+STATIC_SHARED_LIMIT = 48 << 10
+L2_BYTES = {80: 40 << 20, 89: 96 << 20, 90: 50 << 20}          # A100, L40, H100
+MEMORY_BYTES = {80: 80 << 30, 89: 48 << 30, 90: 80 << 30}
+SHOWN = 3                                                       # findings in an error's text
+
+
+def properties(arch: str) -> Properties:
+    """The device that `arch` stands for: A100, L40 or H100."""
+    number = int(arch[3:5])
+    return Properties(f"emulated {arch}", arch, SM_COUNT[number], STATIC_SHARED_LIMIT, SHARED_LIMIT[number],
+                      SHARED_OF_SM[number], L2_BYTES[number], MEMORY_BYTES[number], THREADS_OF_SM[number])
+
+
+class EmulatedModule(driver.Module):
+    """PTX text, parsed."""
+
+    def __init__(self, image: bytes) -> None:
+        if image[:4] == b"\x7fELF":
+            raise DriverError("the module is a cubin", "PTX text: the emulator runs no machine code",
+                              "load the PTX the cubin was made from")
+        self.text = image.rstrip(b"\0").decode()
+        self.module = parse(self.text)
+        self.loaded = True
+
+    def function(self, name: str) -> Function:
+        if (found := self.module.functions.get(name)) is None:
+            raise DriverError(f"the module has no kernel {name!r}",
+                              f"one of: {', '.join(self.module.functions) or 'none'}")
+        _, static, _ = shared_layout(self.module, found)
+        _, local = layout(v for v in found.variables.values() if v.space == "local")
+        bound = found.directives.get("reqntid") or found.directives.get("maxntid") or (1024,)
+        return Function(name, Attributes(static, local, 0, int(np.prod(bound))), self)
+
+    def unload(self) -> None: self.loaded = False
+
+
+# **** streams and graphs ****
+
+@dataclass(eq=False)
+class _Capture:
+    """What streams record since `begin_capture`: a graph, and the last nodes of each stream in it."""
+    origin: EmulatedStream
+    graph: EmulatedGraph
+    tails: dict[EmulatedStream, tuple[Node, ...]] = field(default_factory=dict)
+    ended: bool = False
+
+
+@dataclass(eq=False)
+class EmulatedStream(driver.Stream):
+    """Its findings not yet told, and the capture it is in."""
+    number: int
+    findings: list[str] = field(default_factory=list)
+    capture: _Capture | None = None
+
+
+@dataclass(eq=False)
+class EmulatedEvent(driver.Event):
+    """Where and when it was recorded; in a capture, after which nodes."""
+    stream: EmulatedStream | None = None
+    seconds: float = 0.0
+    capture: _Capture | None = None
+    nodes: tuple[Node, ...] = ()
+
+
+class EmulatedGraph(driver.Graph):
+    """Nodes in order of addition, each with the numbers of those it follows."""
+
+    def __init__(self, device: EmulatedDriver) -> None:
+        self.device = device
+        self.works: list[Work] = []
+        self.after: list[tuple[int, ...]] = []
+
+    def add(self, work: Work, after: Sequence[Node] = ()) -> Node:
+        for node in after:
+            if not 0 <= node.number < len(self.works):
+                raise DriverError(f"an edge from node {node.number}", f"a node of this graph: it has "
+                                  f"{len(self.works)}", "add a node before those that follow it")
+        self.works.append(work)
+        self.after.append(tuple(sorted({node.number for node in after})))
+        return Node(len(self.works) - 1)
+
+    def ancestors(self, nodes: Sequence[Node]) -> set[int]:
+        """Numbers of these nodes and of all that run before them."""
+        seen: set[int] = set()
+        left = [node.number for node in nodes]
+        while left:
+            if (number := left.pop()) in seen: continue
+            seen.add(number)
+            left += self.after[number]
+        return seen
+
+    def order(self) -> list[int]:
+        """The order of execution: of the nodes that are ready, the latest added."""
+        waits = [len(after) for after in self.after]
+        followers: list[list[int]] = [[] for _ in waits]
+        for number, after in enumerate(self.after):
+            for before in after: followers[before].append(number)
+        ready = [number for number, count in enumerate(waits) if not count]
+        out = []
+        while ready:
+            out.append(number := ready.pop())
+            for follower in followers[number]:
+                waits[follower] -= 1
+                if not waits[follower]: insort(ready, follower)
+        return out
+
+    def instantiate(self) -> EmulatedExecutable: return EmulatedExecutable(self)
+
+
+class EmulatedExecutable(driver.Executable):
+    """The graph's work as it was at instantiation, then as updated."""
+
+    def __init__(self, graph: EmulatedGraph) -> None:
+        self.device, self.works, self.order = graph.device, list(graph.works), graph.order()
+        self.launches = 0
+
+    def update(self, node: Node, work: Work) -> None:
+        if not 0 <= node.number < len(self.works):
+            raise DriverError(f"no node {node.number} in the graph", f"one of 0 … {len(self.works) - 1}")
+        before = self.works[node.number]
+        if type(before) is not type(work):
+            raise DriverError(f"node {node.number} is updated with a {type(work).__name__}",
+                              f"a {type(before).__name__}, as it is", "instantiate another graph")
+        if isinstance(before, Launch) and isinstance(work, Launch) and before.function != work.function:
+            raise DriverError(f"node {node.number} is updated with kernel {work.function.name}",
+                              f"{before.function.name}, as it is", "instantiate another graph")
+        self.works[node.number] = work
+
+    def launch(self, stream: driver.Stream | None = None) -> None:
+        into = self.device._stream(stream)
+        if into.capture is not None:
+            raise DriverError("a graph is launched into a stream that is captured", "a stream that runs",
+                              "capture the graph's work itself")
+        self.launches += 1
+        for number in self.order: self.device._run(self.works[number], into)
+
+
+# **** the device ****
+
+class EmulatedDriver(driver.Driver):
+    """An emulated GPU of architecture sm_80, sm_89 or sm_90a."""
+
+    def __init__(self, arch: str = "sm_90a", check: bool = True, seed: int = 0) -> None:
+        if arch not in ARCHITECTURES:
+            raise DriverError(f"no emulated device {arch!r}", f"one of {', '.join(ARCHITECTURES)}")
+        self.properties = properties(arch)
+        self.emulator = Emulator(arch=arch, check=check, seed=seed)
+        self.buffers: dict[int, Buffer] = {}
+        self.addresses: list[int] = []  # sorted
+        self.used_bytes = 0
+        self.streams = [EmulatedStream(0)]
+
+    # memory
+
+    def alloc(self, nbytes: int) -> int:
+        if nbytes <= 0: raise DriverError(f"an allocation of {nbytes} bytes", "a size above 0")
+        if self.used_bytes + nbytes > self.properties.memory_bytes:
+            raise MemoryError(f"{nbytes} bytes asked for, {self.used_bytes} in use of the "
+                              f"{self.properties.memory_bytes} that the {self.properties.name} device has")
+        buffer = self.emulator.alloc(nbytes)
+        self.buffers[buffer.ptr] = buffer
+        insort(self.addresses, buffer.ptr)
+        self.used_bytes += nbytes
+        return buffer.ptr
+
+    def free(self, address: int) -> None:
+        if (buffer := self.buffers.pop(address, None)) is None:
+            raise DriverError(f"address {address:#x} is freed", "what alloc returned and is not freed yet")
+        self.addresses.remove(address)
+        self.used_bytes -= buffer.nbytes
+        self.emulator.free(buffer)
+
+    def _place(self, address: int, nbytes: int, what: str) -> tuple[Buffer, slice]:
+        """The allocation that holds these bytes, and where in it."""
+        at = bisect_right(self.addresses, address) - 1
+        if at >= 0:
+            buffer = self.buffers[self.addresses[at]]
+            first = address - buffer.ptr
+            if first + nbytes <= buffer.nbytes: return buffer, slice(first, first + nbytes)
+        raise DriverError(f"{what} of {nbytes} bytes at {address:#x}", "bytes inside one allocation")
+
+    def _write(self, address: int, data: np.ndarray | int, valid: np.ndarray | int, nbytes: int,
+               what: str) -> None:
+        buffer, where = self._place(address, nbytes, what)
+        buffer.data[where] = data
+        if buffer.valid is not None: buffer.valid[where] = valid
+
+    def copy_in(self, address: int, source: memoryview, stream: driver.Stream | None = None) -> None:
+        self._not_captured(self._stream(stream), "a copy from the host")
+        self._write(address, np.frombuffer(source, np.uint8), 1, source.nbytes, "a copy from the host")
+
+    def copy_out(self, target: memoryview, address: int, stream: driver.Stream | None = None) -> None:
+        self.synchronize(self._stream(stream))
+        buffer, where = self._place(address, target.nbytes, "a copy to the host")
+        np.frombuffer(target, np.uint8)[:] = buffer.data[where]
+
+    def copy_peer(self, work: Copy, source: driver.Driver, stream: driver.Stream | None = None) -> None:
+        if not isinstance(source, EmulatedDriver):
+            raise DriverError(f"a copy from a {type(source).__name__}", "another emulated device")
+        self._not_captured(self._stream(stream), "a copy from another device")
+        self._copy(work, source)
+
+    def _copy(self, work: Copy, source: EmulatedDriver) -> None:
+        buffer, where = source._place(work.source, work.nbytes, "a copy")
+        valid = 1 if buffer.valid is None else buffer.valid[where]
+        self._write(work.target, buffer.data[where], valid, work.nbytes, "a copy")
+
+    # code
+
+    def load(self, image: bytes) -> driver.Module: return EmulatedModule(image)
+
+    def submit(self, work: Work, stream: driver.Stream | None = None) -> None:
+        into = self._stream(stream)
+        if (capture := into.capture) is None: self._run(work, into)
+        else: capture.tails[into] = (capture.graph.add(work, capture.tails[into]),)
+
+    def _run(self, work: Work, stream: EmulatedStream) -> None:
+        if isinstance(work, Copy): self._copy(work, self)
+        elif isinstance(work, Fill): self._write(work.target, work.value, 1, work.nbytes, "a fill")
+        else: self._launch(work, stream)
+
+    def _launch(self, work: Launch, stream: EmulatedStream) -> None:
+        module = work.function.handle
+        if not isinstance(module, EmulatedModule) or not module.loaded:
+            raise DriverError(f"kernel {work.function.name} is launched",
+                              "a function of a module that is loaded on this device")
+        if work.pdl and int(self.properties.arch[3:5]) < 90:
+            raise DriverError(f"programmatic dependent launch on {self.properties.arch}", "sm_90 or later",
+                              "launch without pdl")
+        report = self.emulator.launch(module.text, work.grid, work.block, work.args, entry=work.function.name,
+                                      cluster=work.cluster, dynamic_smem=work.dynamic_smem)
+        stream.findings += [_described(work, module, finding) for finding in report.findings]
+
+    # order
+
+    def _stream(self, stream: driver.Stream | None) -> EmulatedStream:
+        if stream is None: return self.streams[0]
+        assert isinstance(stream, EmulatedStream)
+        if self.streams[stream.number] is not stream:
+            raise DriverError("a stream of another device", f"one of the {self.properties.name} device")
+        return stream
+
+    def _not_captured(self, stream: EmulatedStream, what: str) -> None:
+        if stream.capture is not None:
+            raise DriverError(f"{what} in stream {stream.number}, which is captured",
+                              "launches, copies within the device and fills", "do it before begin_capture")
+
+    def stream(self) -> EmulatedStream:
+        self.streams.append(EmulatedStream(len(self.streams)))
+        return self.streams[-1]
+
+    def event(self) -> EmulatedEvent: return EmulatedEvent()
+
+    def record(self, event: driver.Event, stream: driver.Stream | None = None) -> None:
+        assert isinstance(event, EmulatedEvent)
+        event.stream = into = self._stream(stream)
+        event.capture, event.seconds = into.capture, time.perf_counter()
+        event.nodes = into.capture.tails[into] if into.capture is not None else ()
+
+    def wait(self, event: driver.Event, stream: driver.Stream | None = None) -> None:
+        assert isinstance(event, EmulatedEvent)
+        into, capture = self._stream(stream), event.capture
+        if event.stream is None: _never_recorded("a stream waits for")
+        if capture is None and into.capture is None: return  # what was submitted before has run
+        if capture is None:
+            raise DriverError(f"captured stream {into.number} waits for an event from outside the capture",
+                              "an event recorded in the same capture", "record it after begin_capture")
+        if capture.ended:
+            raise DriverError("a stream waits for an event of a capture that has ended",
+                              "an event recorded since", "record the event again")
+        if into.capture not in (None, capture):
+            raise DriverError(f"stream {into.number} of one capture waits for an event of another",
+                              "one capture", "end one before")
+        if into.number == 0: _stream_zero()
+        into.capture = capture
+        capture.tails[into] = tuple(dict.fromkeys((*capture.tails.get(into, ()), *event.nodes)))
+
+    def wait_for(self, event: driver.Event) -> None:
+        assert isinstance(event, EmulatedEvent)
+        if event.stream is None: _never_recorded("the host waits for")
+        if event.capture is not None:
+            raise DriverError("the host waits for an event of a capture", "an event that runs",
+                              "launch the graph and synchronize with its stream")
+        self.synchronize(event.stream)
+
+    def elapsed_ms(self, start: driver.Event, end: driver.Event) -> float:
+        assert isinstance(start, EmulatedEvent)
+        assert isinstance(end, EmulatedEvent)
+        for event in (start, end):
+            if event.stream is None: _never_recorded("time is taken from")
+            if event.capture is not None:
+                raise DriverError("time is taken from an event of a capture", "events that ran")
+        return (end.seconds - start.seconds) * 1e3
+
+    def synchronize(self, stream: driver.Stream | None = None) -> None:
+        streams = self.streams if stream is None else [self._stream(stream)]
+        for each in streams: self._not_captured(each, "synchronisation")
+        found = [text for each in streams for text in each.findings]
+        for each in streams: each.findings.clear()
+        if found: _raise(found)
+
+    # graphs
+
+    def graph(self) -> EmulatedGraph: return EmulatedGraph(self)
+
+    def begin_capture(self, stream: driver.Stream) -> None:
+        into = self._stream(stream)
+        if into.number == 0: _stream_zero()
+        if into.capture is not None:
+            raise DriverError(f"capture of stream {into.number} begins twice", "end_capture in between")
+        into.capture = _Capture(into, self.graph(), {into: ()})
+
+    def end_capture(self, stream: driver.Stream) -> EmulatedGraph:
+        into = self._stream(stream)
+        if (capture := into.capture) is None or capture.origin is not into:
+            raise DriverError(f"capture ends in stream {into.number}", "the stream it began in")
+        capture.ended = True
+        for each in capture.tails: each.capture = None
+        joined = capture.graph.ancestors(capture.tails[into])
+        for each, tail in capture.tails.items():
+            if {node.number for node in tail} <= joined: continue
+            raise DriverError(f"the capture ends with work in stream {each.number} that nothing waits for",
+                              f"stream {into.number} waits for all streams of the capture",
+                              f"record an event in stream {each.number} and wait for it in {into.number}")
+        return capture.graph
+
+    # tensor maps
+
+    def tensor_map(self, spec: TensorMapSpec) -> bytes:
+        raise NotImplementedError
+
+
+def _described(work: Launch, module: EmulatedModule, finding: Finding) -> str:
+    """A finding with the kernel's name and the line of PTX it means."""
+    lines = module.text.splitlines()
+    line = finding.ptx_line
+    quoted = f"\n    {line}: {lines[line - 1].strip()}" if 0 < line <= len(lines) else ""
+    return f"kernel {work.function.name}: {finding}{quoted}"
+
+
+def _raise(found: list[str]) -> NoReturn:
+    more = f"\nand {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    raise DriverError("\n".join(found[:SHOWN]) + more, "kernels that the emulator's checks pass",
+                      "correct the lines named; EMU_CHECK=0 runs without race and initialisation checks")
+
+
+def _never_recorded(what: str) -> NoReturn:
+    raise DriverError(f"{what} an event that was never recorded", "an event that record() was called with")
+
+
+def _stream_zero() -> NoReturn:
+    raise DriverError("stream 0 is captured", "a stream made by stream()", "give the work a stream")
