@@ -136,7 +136,7 @@ extern "C" __global__ void atomics(const int *x, int *cells, unsigned long long 
     atomicAdd(&real[c], (float)v);
     atomicAdd(&exact[c], (double)v);
     // a maximum by compare and swap
-    float old = real[4 + c], seen;
+    float old = *(volatile float *)&real[4 + c], seen;
     do {
         seen = old;
         if (seen >= (float)v) break;
