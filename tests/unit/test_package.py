@@ -27,7 +27,10 @@ def test_tinygrads_names_are_tinygrads_own_objects():
 def test_import_loads_no_device_and_no_numpy():
     done = run("import sys, tinygrad_nv\n"
                "print(*[m for m in sys.modules if m.startswith(('tinygrad.runtime.ops_', 'numpy'))])")
-    assert (done.stdout, done.stderr) == ("\n", "")
+    # what EMU opens is registered; the emulator is not loaded
+    assert (done.stdout, done.stderr) == ("tinygrad.runtime.ops_emu\n", "")
+    done = run("import sys, tinygrad_nv\nprint('tinygrad_nv.ptx.emulator' in sys.modules)")
+    assert (done.stdout, done.stderr) == ("False\n", "")
 
 
 def test_models_of_a_checkout_are_importable():
