@@ -1,9 +1,9 @@
 """The instructions that are emitted and emulated: one table, and checks against it.
 
 Protocol: `FORMS` are the rows, `find` the row of an opcode, `key_of` the name of what it does (the emulator
-dispatches on it), `check` the whole of an instruction: operands, their number, types and ranges, and whether an
-architecture and a .version have it. `example` writes an instance. Lowest versions are those that ptxas 13.0
-enforces. What is wrong is a `PTXError` with the instruction's line.
+dispatches on it), `check` the whole of an instruction: operands, their number, types and ranges, and whether
+an architecture and a .version have it. `example` writes an instance. Lowest versions are those that ptxas
+13.0 enforces. What is wrong is a `PTXError` with the instruction's line.
 
 The rows are in isa_arithmetic.py, isa_memory.py and isa_tensor.py; isa_forms.py reads them, isa_operands.py
 knows operands.
@@ -49,7 +49,8 @@ def _likeness(form: Form, modifiers: tuple[str, ...]) -> int:
     """Modifiers that a form knows, less those it lacks."""
     known = set(form.words).union(*(group.alternatives for group in form.groups))
     missing = sum(group.required and not set(group.alternatives) & set(modifiers) for group in form.groups)
-    return 2 * sum(word in known for word in modifiers) - missing - 3 * sum(w not in modifiers for w in form.words)
+    missing += 3 * sum(word not in modifiers for word in form.words)
+    return 2 * sum(word in known for word in modifiers) - missing
 
 
 def key_of(mnemonic: str, modifiers: tuple[str, ...]) -> str:
@@ -62,7 +63,8 @@ def _expected(slots: tuple[Slot, ...], modifiers: tuple[str, ...]) -> tuple[Slot
     return tuple(slot for slot in slots if not slot.when or slot.when in modifiers)
 
 
-def operands_of(form: Form, modifiers: tuple[str, ...], operands: tuple[Operand, ...]) -> tuple[Slot, ...] | str:
+def operands_of(form: Form, modifiers: tuple[str, ...],
+                operands: tuple[Operand, ...]) -> tuple[Slot, ...] | str:
     """The slots that operands fill, or what is wrong with them."""
     use, wrongs = form.use(modifiers), []
     for slots in form.operands:
@@ -83,8 +85,8 @@ def operands_of(form: Form, modifiers: tuple[str, ...], operands: tuple[Operand,
 
 
 def check(instruction: Instruction, arch: str, version: tuple[int, int]) -> Form:
-    """The form of an instruction that an architecture and a .version have. Raises `PTXError` where an operand, the
-    architecture or the version is wrong."""
+    """The form of an instruction that an architecture and a .version have. Raises `PTXError` where an
+    operand, the architecture or the version is wrong."""
     line, opcode = instruction.line, instruction.opcode
     form = find(instruction.mnemonic, instruction.modifiers, line)
     if arch not in ARCH_VERSIONS:
@@ -92,7 +94,8 @@ def check(instruction: Instruction, arch: str, version: tuple[int, int]) -> Form
                        "change .target")
     guard = instruction.guard
     if guard is not None and guard.kind != "pred":
-        raise PTXError(f"line {line}: guard {guard.name} is .{guard.kind}", line, "a predicate", "compare with setp")
+        raise PTXError(f"line {line}: guard {guard.name} is .{guard.kind}", line, "a predicate",
+                       "compare with setp")
     filled = operands_of(form, instruction.modifiers, instruction.operands)
     if isinstance(filled, str):
         raise PTXError(f"line {line}: {opcode}: {filled}", line, form_text(form), "correct the operand")
@@ -103,14 +106,15 @@ def check(instruction: Instruction, arch: str, version: tuple[int, int]) -> Form
 def _targeted(form: Form, instruction: Instruction, slots: tuple[Slot, ...], arch: str,
               version: tuple[int, int]) -> None:
     """Whether the architecture and the version have it."""
-    line, opcode, lowest = instruction.line, instruction.opcode, form.lowest(instruction.modifiers, arch, slots)
+    line, opcode = instruction.line, instruction.opcode
+    lowest = form.lowest(instruction.modifiers, arch, slots)
     if lowest is None:
         needs = form.target(instruction.modifiers, slots)
-        raise PTXError(f"line {line}: {opcode} needs {needs}, the target is {arch}", line, f"a target from {needs} on",
-                       f"write it for {needs}, or use what {arch} has")
+        raise PTXError(f"line {line}: {opcode} needs {needs}, the target is {arch}", line,
+                       f"a target from {needs} on", f"write it for {needs}, or use what {arch} has")
     if version < lowest:
-        raise PTXError(f"line {line}: {opcode} needs .version {lowest[0]}.{lowest[1]} on {arch}, the text has "
-                       f"{version[0]}.{version[1]}", line, f".version {lowest[0]}.{lowest[1]} or later",
+        raise PTXError(f"line {line}: {opcode} needs .version {lowest[0]}.{lowest[1]} on {arch}, the text "
+                       f"has {version[0]}.{version[1]}", line, f".version {lowest[0]}.{lowest[1]} or later",
                        "raise .version")
 
 
@@ -120,16 +124,20 @@ def form_text(form: Form) -> str:
     return f"{form.text.replace(' ', '')} {lists}".rstrip()
 
 
-def slots_of(form: Form, modifiers: tuple[str, ...], operands: int = 0, optional: bool = True) -> tuple[Slot, ...]:
+def slots_of(form: Form, modifiers: tuple[str, ...], operands: int = 0,
+             optional: bool = True) -> tuple[Slot, ...]:
     """The slots of one of a form's operand lists under given modifiers."""
-    return tuple(slot for slot in _expected(form.operands[operands], modifiers) if optional or not slot.optional)
+    slots = _expected(form.operands[operands], modifiers)
+    return tuple(slot for slot in slots if optional or not slot.optional)
 
 
-def example(form: Form, modifiers: tuple[str, ...] | None = None, operands: int = 0, optional: bool = True) -> str:
-    """An instance of a row, in the registers of `REGISTERS`: with given modifiers, with the operands of one of its
-    lists, with or without the optional ones."""
+def example(form: Form, modifiers: tuple[str, ...] | None = None, operands: int = 0,
+            optional: bool = True) -> str:
+    """An instance of a row, in the registers of `REGISTERS`: with given modifiers, with the operands of one
+    of its lists, with or without the optional ones."""
     chosen = next(iter(form.opcodes())) if modifiers is None else modifiers
     use = form.use(chosen)
-    listed = ", ".join(sample(slot, use, i) for i, slot in enumerate(slots_of(form, chosen, operands, optional)))
+    slots = slots_of(form, chosen, operands, optional)
+    listed = ", ".join(sample(slot, use, i) for i, slot in enumerate(slots))
     return ".".join((form.mnemonic, *chosen)) + (f" {listed};" if listed else ";")
 

@@ -3,7 +3,8 @@
 A row is `key pattern; operands; needs`, and a line that begins with a blank continues the row above.
   key       the fixed leading words of the opcode: the name of what the instruction does
   pattern   the modifiers after them: `.x` as it stands, `(.a|.b)` one of them, `{.a|.b}` one or none;
-            `[…]` all of it or nothing: two rows; `<name>` stands for the alternatives of `SETS`, and for one of them outside brackets
+            `[…]` all of it or nothing, which makes two rows; `<name>` stands for the alternatives of
+            `SETS`, and for one of them outside brackets
   operands  slots as `isa_operands.py` writes them, `-` for none; ` | ` between alternative lists
   needs     lowest targets, `80` if empty: `90`, or with the lowest .version `90:8.1`; `89:8.1 90` says that
             from sm_90 on the version of the target itself is enough. `.x@90:8.1` says so of a modifier.
@@ -19,7 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tinygrad_nv.ptx import isa_arithmetic, isa_memory, isa_tensor
-from tinygrad_nv.ptx.isa_operands import Need, Slot, Use, family, need, rank, slot, width
+from tinygrad_nv.ptx.isa_operands import PACKED, Need, Slot, Use, family, need, rank, slot, width
+from tinygrad_nv.ptx.parser import WIDTHS
 
 ARCH_VERSIONS = {"sm_80": (7, 0), "sm_86": (7, 1), "sm_87": (7, 4), "sm_89": (7, 8), "sm_90": (7, 8),
                  "sm_90a": (8, 0)}
@@ -40,11 +42,12 @@ def _sets() -> dict[str, str]:
         "round": each("rn rz rm rp"), "rint": each("rni rzi rmi rpi"), "fp8": each("e4m3 e5m2"),
         "compare": each("eq ne lt le gt ge"), "boolean": each("and or xor"),
         "fcompare": each("eq ne lt le gt ge equ neu ltu leu gtu geu num nan"),
-        "vec": each("v2 v4"), "shared": shared, "space": f".global|.local|{shared}", "fspace": ".global|.shared|.shared::cta@80:7.8",
+        "vec": each("v2 v4"), "shared": shared, "space": f".global|.local|{shared}",
+        "fspace": ".global|.shared|.shared::cta@80:7.8",
         "cta": ".shared|.shared::cta@80:7.8", "scope": ".cta|.gpu|.sys|.cluster@90", "near": ".cta|.cluster",
         "sem": each("relaxed acquire release acq_rel"), "hint": ".L2::cache_hint@80:7.4",
         "L1": "|".join(f".L1::{word}@80:7.4" for word in
-                       "evict_normal evict_unchanged evict_first evict_last no_allocate".split()),
+                       ("evict_normal", "evict_unchanged", "evict_first", "evict_last", "no_allocate")),
         "prefetch": "|".join(f".L2::{size}@80:7.4" for size in ("64B", "128B", "256B")),
         "evict": "|".join(f".L2::evict_{word}" for word in ("last", "normal", "first", "unchanged")),
         "dim": each("1d 2d 3d 4d 5d"), "dim3": each("3d 4d 5d"), "layout": each("row col"),
@@ -52,8 +55,7 @@ def _sets() -> dict[str, str]:
 
 
 SETS = _sets()
-TYPES = frozenset("pred b1 u2 s2 u4 s4 b8 b16 b32 b64 b128 u8 u16 u32 u64 s8 s16 s32 s64 f16 f16x2 bf16 bf16x2 tf32 "
-                  "f32 f64 e4m3 e5m2 e4m3x2 e5m2x2 u16x2 s16x2".split())
+TYPES = frozenset({*WIDTHS, *PACKED, "b1", "u2", "s2", "u4", "s4", "e4m3", "e5m2"})
 PART = re.compile(r"\((?P<one>[^)]+)\)|\{(?P<optional>[^}]+)\}|(?P<set><\w+>)|(?P<fixed>\.[\w:]+)")
 OPTIONAL = re.compile(r"\[([^]]+)\]")
 COUNTED = re.compile(r"v(\d)|(\d)d|m64n(\d+)k\d+")
@@ -79,7 +81,7 @@ class Form:
     text: str
 
     def match(self, modifiers: tuple[str, ...]) -> tuple[str | None, ...] | None:
-        """The alternative each group has in an opcode, or None where the opcode is no instance of the form."""
+        """The alternative each group has in an opcode, None where the opcode is no instance of the form."""
         rest = list(modifiers)
         for word in self.words:
             if word not in rest: return None
@@ -92,8 +94,8 @@ class Form:
                                 and word in group.alternatives), None)
             if place is None or word not in self.groups[place].alternatives: return None
             taken[place] = word
-        if any(group.required and word is None for group, word in zip(self.groups, taken, strict=True)): return None
-        return tuple(taken) if self.combine(tuple(rest)) else None
+        missing = any(group.required and word is None for group, word in zip(self.groups, taken, strict=True))
+        return tuple(taken) if not missing and self.combine(tuple(rest)) else None
 
     def use(self, modifiers: tuple[str, ...]) -> Use:
         """What the slots need to know of an opcode."""
@@ -104,17 +106,19 @@ class Form:
         return Use(tuple(word for word in rest if word in TYPES), count, modifiers)
 
     def combine(self, rest: tuple[str, ...]) -> bool:
-        """Vectors in memory have at most 16 bytes, L2 qualifiers are for global memory, and integers saturate where
-        the destination lacks values of the source."""
+        """Vectors in memory have at most 16 bytes, L2 qualifiers are for global memory, and integers saturate
+        where the destination lacks values of the source."""
         types = [word for word in rest if word in TYPES]
         if self.mnemonic in ("ld", "ldu", "st", "atom", "red"):
             vector = next((int(word[1]) for word in rest if word in ("v2", "v4", "v8")), 1)
             if vector > 1 and vector * width(types[-1]) > 128: return False
-            return not any(word[:4] == "L2::" for word in rest) or not any(word[:6] == "shared" for word in rest)
+            return not any(word[:4] == "L2::" for word in rest) or all(word[:6] != "shared" for word in rest)
         return self.key != "cvt" or "sat" not in rest or not _holds(types[0], types[1])
 
-    def lowest(self, modifiers: tuple[str, ...], arch: str, slots: tuple[Slot, ...] = ()) -> tuple[int, int] | None:
-        """The lowest .version that has an opcode with these operands on an architecture; None where none has."""
+    def lowest(self, modifiers: tuple[str, ...], arch: str,
+               slots: tuple[Slot, ...] = ()) -> tuple[int, int] | None:
+        """The lowest .version that has an opcode with these operands on an architecture, None where none has.
+        """
         taken = self.match(modifiers)
         assert taken is not None, f"{modifiers} is no instance of {self.text}"
         needs = [self.need, *(group.alternatives[word] for group, word in zip(self.groups, taken, strict=True)
@@ -145,7 +149,7 @@ class Form:
 
     def _around(self, first: list[str | None], place: int, word: str) -> Iterator[tuple[str, ...]]:
         """The first alternatives but for one group, then with any types."""
-        kinds = [list(group.alternatives) if group.is_type and i != place else [first[i] if i != place else word]
+        kinds = [[word] if i == place else list(group.alternatives) if group.is_type else [first[i]]
                  for i, group in enumerate(self.groups)]
         for words in itertools.product(*kinds):
             yield (*self.words, *(each for each in words if each is not None))
@@ -188,7 +192,8 @@ def _form(row: str) -> Form:
 
 
 def _rows() -> Iterator[str]:
-    tables = [value for module in (isa_arithmetic, isa_memory, isa_tensor) for name, value in vars(module).items()
+    modules = (isa_arithmetic, isa_memory, isa_tensor)
+    tables = [value for module in modules for name, value in vars(module).items()
               if name.isupper() and name != "SPARSE"]
     for table in tables:
         for row in re.sub(r"\n +", " ", table).strip().splitlines():

@@ -20,7 +20,8 @@ st {.weak}{.global}{.wb|.cg|.cs|.wt}{<hint>}{<vec>}<mem>;    [a] n:>T hint
 st .volatile{.global|<shared>}{<vec>}<mem>;                  [a] n:>T
 st (.relaxed|.release)<scope>{<shared>|.global}{<vec>}<mem>; [a] n:>T
 st (.relaxed|.release)<scope>{.global}{<L1>}{<hint>}{<vec>}<mem>; [a] n:>T hint
-st.async {.weak}{.shared::cluster}.mbarrier::complete_tx::bytes{<vec>}(.b32|.b64|.u32|.u64|.s32|.s64|.f32|.f64);
+st.async {.weak}{.shared::cluster}.mbarrier::complete_tx::bytes{<vec>}
+        (.b32|.b64|.u32|.u64|.s32|.s64|.f32|.f64);
         [s] n:T [s]; 90:8.1
 red.async .relaxed.cluster{.shared::cluster}.mbarrier::complete_tx::bytes(.inc|.dec).u32; [s] T [s]; 90:8.1
 red.async .relaxed.cluster{.shared::cluster}.mbarrier::complete_tx::bytes(.min|.max)(.u32|.s32);
@@ -92,11 +93,13 @@ cp.async.bulk .global.shared::cta.bulk_group{<hint>};        [g] [s] bytes hint;
 cp.async.bulk.prefetch .L2.global{<hint>};                   [g] bytes hint;                         90
 cp.async.bulk.commit_group;                                  -;                                      90
 cp.async.bulk.wait_group {.read};                            #0..4294967295;                         90
-cp.async.bulk.tensor <dim>.shared::cluster.global{.tile}.mbarrier::complete_tx::bytes{.multicast::cluster}{<hint>};
+cp.async.bulk.tensor <dim>.shared::cluster.global{.tile}.mbarrier::complete_tx::bytes
+        {.multicast::cluster}{<hint>};
         [s] [map] [s] mask hint; 90
 cp.async.bulk.tensor <dim>.shared::cta.global{.tile}.mbarrier::complete_tx::bytes{<hint>};
         [s] [map] [s] hint; 90:8.6
-cp.async.bulk.tensor <dim3>.shared::cluster.global.im2col.mbarrier::complete_tx::bytes{.multicast::cluster}{<hint>};
+cp.async.bulk.tensor <dim3>.shared::cluster.global.im2col.mbarrier::complete_tx::bytes
+        {.multicast::cluster}{<hint>};
         [s] [map] [s] offsets mask hint; 90
 cp.async.bulk.tensor <dim3>.shared::cta.global.im2col.mbarrier::complete_tx::bytes{<hint>};
         [s] [map] [s] offsets hint; 90:8.6
@@ -119,9 +122,11 @@ cp.reduce.async.bulk .global.shared::cta.bulk_group{<hint>}.add.noftz(.f16|.bf16
 cp.reduce.async.bulk .global.shared::cta.bulk_group{<hint>}(.min|.max)(.u32|.s32|.u64|.s64|.f16|.bf16);
         [g] [s] bytes hint; 90
 cp.reduce.async.bulk .global.shared::cta.bulk_group{<hint>}(.inc|.dec).u32; [g] [s] bytes hint;      90
-cp.reduce.async.bulk.tensor <dim>.global.shared::cta(.add|.min|.max|.inc|.dec|.and|.or|.xor){.tile}.bulk_group{<hint>};
+cp.reduce.async.bulk.tensor <dim>.global.shared::cta(.add|.min|.max|.inc|.dec|.and|.or|.xor){.tile}
+        .bulk_group{<hint>};
         [map] [s] hint; 90
-cp.reduce.async.bulk.tensor <dim3>.global.shared::cta(.add|.min|.max|.inc|.dec|.and|.or|.xor).im2col_no_offs.bulk_group{<hint>};
+cp.reduce.async.bulk.tensor <dim3>.global.shared::cta(.add|.min|.max|.inc|.dec|.and|.or|.xor)
+        .im2col_no_offs.bulk_group{<hint>};
         [map] [s] hint; 90
 tensormap.replace .tile.global_address{.global|.shared::cta}.b1024.b64; [a] b64;                     90a:8.3
 tensormap.replace .tile.rank{.global|.shared::cta}.b1024.b32; [a] b32;                               90a:8.3

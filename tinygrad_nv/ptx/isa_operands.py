@@ -2,13 +2,14 @@
 
 A slot is written, in the tables, as
 
-  T U V W    register or constant of the form's 1st, 2nd, … type; wT is T at twice the width; b32, u64, … fixed
-  =T         destination;  =T_ may be `_`;  =T/q may be, =T|q must be, a pair `d|p` whose second is a predicate
+  T U V W    register or constant of the form's 1st, 2nd, … type; wT is T at twice the width; b32, u64, …
+  =T         destination;  =T_ may be `_`;  =T/pred may be, =T|pred must be, a pair `d|p` with a predicate
   >T         registers may be wider than the type, as ld, st and cvt allow
   4:T n:T    a vector; n is the .vN of the opcode; acc is a wgmma accumulator of N columns
   pred on    a predicate, perhaps negated, or 0 or 1
   [a] [g] [s] [map]   address in the space the opcode names, global, shared, and a place in a tensor map
-  #0..7 #4|8 #24..256/8   constant: a range, a list, a range with a step;  id, threads, bytes, sign: such or register
+  #0..7 #4|8 #24..256/8   constant: a range, a list, a range with a step;  u32#0..15 that or a register:
+             id, threads, bytes;  sign is #-1|1
   hint mask  present exactly when .L2::cache_hint, .multicast::cluster is;  offsets of im2col
   any label _ A   source of mov, place in the code, sink, wgmma's A (registers or descriptor)
   x? x@90    may be left out; needs, as the tables write them
@@ -24,9 +25,10 @@ from dataclasses import dataclass
 from tinygrad_nv.ptx.parser import WIDTHS
 from tinygrad_nv.ptx.syntax import Address, Immediate, Operand, Pair, Register, Sink, Symbol, Vector
 
-SLOT = re.compile(r"(?P<dest>=?)(?:(?P<count>\d+|n|acc):)?(?P<wide>>?)(?P<name>\[?\w*\]?)(?P<values>#[-\d./|]+)?"
-                  r"(?P<pair>[/|]pred)?(?P<optional>\??)(?:@(?P<need>[\da:.]+))?")
-PACKED = {"f16x2": 32, "bf16x2": 32, "u16x2": 32, "s16x2": 32, "e4m3x2": 16, "e5m2x2": 16, "tf32": 32, "bf16": 16}
+SLOT = re.compile(r"(?P<dest>=?)(?:(?P<count>\d+|n|acc):)?(?P<wide>>?)(?P<name>\[?\w*\]?)"
+                  r"(?P<values>#[-\d./|]+)?(?P<pair>[/|]pred)?(?P<optional>\??)(?:@(?P<need>[\da:.]+))?")
+PACKED = {"f16x2": 32, "bf16x2": 32, "u16x2": 32, "s16x2": 32, "tf32": 32, "bf16": 16, "e4m3x2": 16,
+          "e5m2x2": 16}
 ALIASES = {"id": "u32#0..15", "threads": "u32#32..1024/32", "bytes": "u32#16..1048560/16", "sign": "#-1|1",
            "DESC": "b64", "hint": "b64", "mask": "b16"}
 PRESENT = {"hint": "L2::cache_hint", "mask": "multicast::cluster"}
@@ -56,8 +58,8 @@ def need(text: str) -> Need:
 
 @dataclass(frozen=True)
 class Slot:
-    """A place for an operand. `values` are the constants allowed, None for any; `when` is the modifier it comes
-    with."""
+    """A place for an operand. `values` are the constants allowed, None for any; `when` is the modifier it
+    comes with."""
     name: str
     text: str
     dest: bool = False
@@ -86,9 +88,11 @@ def slot(text: str) -> Slot:
     found = SLOT.fullmatch(ALIASES.get(stem, stem) + text[len(stem):])
     assert found is not None, text
     name, sink = found["name"], found["name"].endswith("_") and found["name"] != "_"
-    values = None if found["values"] is None else tuple(_range(each) for each in found["values"][1:].split("|"))
+    words = (found["values"] or "")[1:]
+    values = tuple(_range(each) for each in words.split("|")) if words else None
     return Slot(name.rstrip("_") or ("_" if name else "#"), text, bool(found["dest"]), bool(found["wide"]),
-                found["count"] or "", (found["pair"] or "")[:1], sink, bool(found["optional"]), values, PRESENT.get(stem, ""), need(found["need"] or ""))
+                found["count"] or "", (found["pair"] or "")[:1], sink, bool(found["optional"]), values,
+                PRESENT.get(stem, ""), need(found["need"] or ""))
 
 
 def _range(text: str) -> tuple[int, int, int]:
@@ -156,7 +160,8 @@ def problem(slot: Slot, operand: Operand, use: Use) -> str:
 
 
 def _pair(slot: Slot, operand: Pair, use: Use) -> str:
-    if isinstance(operand.second, Register) and operand.second.kind != "pred": return "p of d|p must be a predicate"
+    second = operand.second
+    if isinstance(second, Register) and second.kind != "pred": return "p of d|p must be a predicate"
     return _value(slot, operand.first, type_of(slot, use))
 
 
@@ -164,7 +169,8 @@ def _value(slot: Slot, operand: Operand, kind: str) -> str:
     if isinstance(operand, Sink): return "" if slot.sink else "the sink _ is not allowed here"
     if isinstance(operand, Register):
         if operand.negated and kind != "pred": return f"{operand.name} must not be negated"
-        if operand.kind == "special" and not (slot.wide and not slot.dest): return f"{operand.name} must be moved to a register first"
+        if operand.kind == "special" and (slot.dest or not slot.wide):
+            return f"{operand.name} must be moved to a register first"
         if operand.kind == "special" or fits(operand.kind, kind, slot.wide): return ""
         return f"{operand.name} is .{operand.kind}, .{kind} is expected"
     if slot.dest: return "a destination must be a register"
@@ -174,11 +180,12 @@ def _value(slot: Slot, operand: Operand, kind: str) -> str:
 
 
 def _immediate(slot: Slot, operand: Immediate, kind: str) -> str:
-    """Constants: floats for floats, integers within the width for integers, none for halves and predicates."""
+    """Constants: floats for floats, integers within the width for integers, none for halves."""
     value, group = operand.value, family(kind)
     if group == "pred" and value in (0, 1): return ""
     if group in ("f16", "packed", "pred"): return f"a constant cannot be .{kind}: move its bits to a register"
-    if group == "f": return "" if isinstance(value, float) else f"{value} is an integer, .{kind} needs {value}.0"
+    if group == "f" and isinstance(value, int): return f"{value} is an integer, .{kind} needs {value}.0"
+    if group == "f": return ""
     if isinstance(value, float):
         return "" if group == "b" and operand.float_bits else f"{value} is no integer, .{kind} is expected"
     if not -(1 << width(kind) - 1) <= value < 1 << width(kind): return f"{value} does not fit in .{kind}"
@@ -186,7 +193,8 @@ def _immediate(slot: Slot, operand: Immediate, kind: str) -> str:
 
 
 def _constant(slot: Slot, operand: Operand) -> str:
-    if not isinstance(operand, Immediate) or isinstance(operand.value, float): return "a constant integer is expected"
+    if not isinstance(operand, Immediate) or isinstance(operand.value, float):
+        return "a constant integer is expected"
     assert slot.values is not None
     value = operand.value
     if any(low <= value <= high and (value - low) % step == 0 for low, high, step in slot.values): return ""
@@ -196,8 +204,9 @@ def _constant(slot: Slot, operand: Operand) -> str:
 def allowed(slot: Slot) -> str:
     """The constants of a slot, in words."""
     assert slot.values is not None
-    return ", ".join(f"{low}" if low == high else f"{low}..{high}" + (f" in steps of {step}" if step > 1 else "")
-                     for low, high, step in slot.values)
+    def words(low: int, high: int, step: int) -> str:
+        return f"{low}" if low == high else f"{low}..{high}" + (f" in steps of {step}" if step > 1 else "")
+    return ", ".join(words(*bounds) for bounds in slot.values)
 
 
 def _vector(operand: Operand, kind: str, count: int, use: Use, slot: Slot | None = None) -> str:
@@ -217,7 +226,7 @@ def _fragment(kind: str, slot: Slot) -> str:
 
 
 def _moved(operand: Operand, use: Use) -> str:
-    """mov, cvta and mapa take registers, special registers, symbols and constants; mov also packs and unpacks."""
+    """mov, cvta and mapa take registers, special ones too, symbols and constants; mov packs and unpacks."""
     kind = use.types[-1]
     if isinstance(operand, Symbol | Sink): return ""
     if isinstance(operand, Vector):
