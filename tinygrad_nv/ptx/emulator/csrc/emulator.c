@@ -45,10 +45,9 @@ void tensor_complete(Machine *m, Warp *w, u32 g) {}
 #include "mbarrier.c"
 #include "barriers.c"
 #endif
-#if __has_include("async.c")
-#include "async.c"
-#endif
 #if __has_include("tma.c")
+#include "async.c"
+#include "bulk.c"
 #include "tma.c"
 #endif
 #if __has_include("dot.c")

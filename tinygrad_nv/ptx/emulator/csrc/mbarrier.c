@@ -156,9 +156,9 @@ static Mbarrier *mbarrier_new(Machine *m, Cta *cta, u64 offset) {
     }
     u32 number = (u32)cta->mbarrier_count++;
     Mbarrier *b = &cta->mbarriers[number];
-    /* beyond 128 mbarriers, actors are shared: their clocks only grow, which may hide a race but makes
+    /* beyond MBARRIER_ACTORS, actors are shared: their clocks only grow, which may hide a race but makes
      * none up */
-    *b = (Mbarrier){.offset = offset, .actor = (u32)cta->rank * ACTORS + ACTOR_MBARRIER + number % 128,
+    *b = (Mbarrier){.offset = offset, .actor = (u32)cta->rank * ACTORS + ACTOR_MBARRIER + number % MBARRIER_ACTORS,
                     .clock = {clock_new(m), clock_new(m)}};
     return b;
 }

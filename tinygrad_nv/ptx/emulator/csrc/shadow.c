@@ -92,6 +92,9 @@ static bool ordered(const Who *who, Id id, u32 clock) {
     const Warp *w = who->warp;
     u32 cluster = id_cluster(id), actor = id_actor(id);
     bool same_warp = cluster == w->cta->cluster->sequence && actor == actor_of(w, 0);
+    /* a thread's own cp.asyncs: those it waited for, whatever the other lanes of the warp did */
+    bool own_copy = cluster == w->cta->cluster->sequence && actor == actor_of(w, ACTOR_COPY) && id_lane(id) == who->lane;
+    if (own_copy && clock <= w->copy_done[who->lane] + w->copy_arrivals) return true;
     if (!same_warp) return knows(w, cluster, actor, clock, KNOWN);
     if (id_lane(id) == who->lane && !id_many(id)) return true;
     return clock < w->lane_sync[who->lane];
@@ -266,13 +269,19 @@ void shadow_finish(Machine *m) {
 void shadow_exit(Machine *m, Cta *c) {
     if (!m->launch.check || c->cluster->size == 1) return;
     for (i32 a = 0; a < m->actors; a++) {
-        if (!c->remote[a] || a / ACTORS == c->rank) continue;
+        bool copies = a / ACTORS == c->rank && a % ACTORS >= ACTOR_MBARRIER;  /* what others copy into it */
+        if (!c->remote[a] || (a / ACTORS == c->rank && !copies)) continue;
         u32 most = 0;
         for (i32 i = 0; i < c->warp_count; i++) {
             u32 known = part(c->warps[i].clock, KNOWN)[a];
             if (known > most) most = known;
         }
         if (most >= c->remote[a]) continue;
+        if (copies) {
+            report(m, ASYNC_HAZARD, m->current, &c->warps[0], 0, "the CTA (rank %d of its cluster) exits without having "
+                   "waited on an mbarrier for what another CTA copies into its shared memory", c->rank);
+            return;
+        }
         report(m, RACE, m->current, &c->warps[0], 0,
                "the CTA (rank %d of its cluster) exits while CTA rank %d may still access "
                "its shared memory: wait for it, or end with barrier.cluster", c->rank, a / ACTORS);

@@ -1,0 +1,253 @@
+/* Tensor copies: boxes between global memory and shared memory through a tensor map.
+ *
+ * A box lies in shared memory densely, dimension 0 fastest, in rows of `pitch` bytes (dimension 0); then the swizzle is
+ * applied to absolute shared addresses, 16 bytes at a time. Elements outside the tensor are filled in by loads and
+ * dropped by stores; an mbarrier always gets the bytes of the whole box.
+ *
+ * Ops: the shared address in `a` (destination of loads, source of stores), b the map's address (u64), c the mbarrier's
+ * (u64), e the multicast mask or -1; the list: `vector` coordinates, then im2col offsets. flags: reduction, IM2COL.
+ */
+#include <stdlib.h>
+
+#include "tensormap.c"
+
+/* Part of a row that lies in the tensor, in global memory; region NULL: none does. */
+typedef struct {
+    Region *region;
+    u64 offset;
+} BoxRow;
+
+/* One box on its way: bytes low to high of each row are in the tensor. */
+typedef struct {
+    Map map;
+    i32 at[5], shift[3];   /* coordinates; im2col offsets */
+    u32 rows, low, high;
+    Region *shared;
+    u64 offset;            /* of the box in it */
+    Signal signal;
+    u8 *dense;             /* stores: the box as it was read */
+    BoxRow row[];
+} Box;
+
+static size_t box_size(const Box *b) { return sizeof *b + b->rows * sizeof *b->row; }
+
+/* **** where a box lies **** */
+
+/* Coordinates of row `r` in dimensions 1 and up. */
+static void row_tiled(const Box *b, u32 r, i64 *at) {
+    for (u32 i = 1; i < b->map.rank; i++) {
+        at[i] = (i64)b->at[i] + (i64)(r % b->map.count[i]) * b->map.step[i];
+        r /= b->map.count[i];
+    }
+}
+
+/* im2col: row r is pixel r from the starting coordinates, walking through the bounding box of base pixels, moved by the
+ * offsets; the last dimension (images) follows when the box is full. */
+static void row_im2col(const Box *b, u32 r, i64 *at) {
+    const Map *map = &b->map;
+    u32 spatial = map->rank - 2;
+    i64 carry = r;
+    for (u32 i = 0; i < spatial; i++) {
+        i64 first = map->lower[i], span = (i64)map->dim[i + 1] + map->upper[i] - first, step = map->step[i + 1];
+        i64 places = (span + step - 1) / step, place = (b->at[i + 1] - first) / step + carry;
+        places = places < 1 ? 1 : places;
+        carry = place / places;
+        at[i + 1] = first + place % places * step + b->shift[i];
+    }
+    at[map->rank - 1] = b->at[map->rank - 1] + carry;
+}
+
+/* Finds the row's part in global memory; its findings are the map's fault. */
+static void find_row(Machine *m, Warp *w, const Op *op, int lane, Box *b, u32 r, int kind) {
+    i64 at[5];
+    const Map *map = &b->map;
+    BoxRow *row = &b->row[r];
+    row->region = NULL;
+    if (map->im2col) row_im2col(b, r, at);
+    else row_tiled(b, r, at);
+    if (b->low >= b->high) return;
+    u64 address = map->address + (u64)((i64)b->at[0] * (i64)map->width + (i64)b->low);
+    for (u32 i = 1; i < map->rank; i++) {
+        if (at[i] < 0 || at[i] >= (i64)map->dim[i]) return;
+        address += (u64)at[i] * map->stride[i];
+    }
+    Place p;
+    if (!async_place(m, w, op, lane, GLOBAL, address, b->high - b->low, 1, kind, &p)) return;
+    row->region = p.region, row->offset = p.offset;
+}
+
+static Box *find_box(Machine *m, Warp *w, const Op *op, int lane, const Map *map, int kind) {
+    const i32 *list = m->launch.lists + op->list;
+    Box *b = malloc(sizeof *b + map->rows * sizeof *b->row);
+    b->map = *map, b->rows = map->rows, b->dense = NULL, b->signal.cta = NULL;
+    for (u32 i = 0; i < map->rank; i++) b->at[i] = s32(w, list[i])[lane];
+    for (i32 i = 0; i < 3; i++) b->shift[i] = op->vector + i < op->count ? (i32)(r32(w, list[op->vector + i])[lane] & 0xffff) : 0;
+    i64 width = map->width, begin = -(i64)b->at[0] * width, end = ((i64)map->dim[0] - b->at[0]) * width;
+    b->low = (u32)(begin < 0 ? 0 : begin > map->pitch ? map->pitch : begin);
+    b->high = (u32)(end < 0 ? 0 : end > map->pitch ? map->pitch : end);
+    for (u32 r = 0; r < b->rows; r++) find_row(m, w, op, lane, b, r, kind);
+    return b;
+}
+
+/* Offset in shared memory of 16 bytes that are `at` bytes into the box. */
+static u64 box_chunk(const Box *b, u64 at) {
+    u64 address = b->offset + at + SHARED_BASE;
+    return (address ^ ((address >> 7 & b->map.swizzle) << 4)) - SHARED_BASE;
+}
+
+/* The box's place in shared memory; a swizzle may use all of its last 128 bytes. */
+static bool place_box(Machine *m, Warp *w, const Op *op, int lane, u64 address, int kind, const Map *map, Place *p) {
+    u64 bytes = map->swizzle ? (map->bytes + 127) & ~127ull : map->bytes;
+    return async_place(m, w, op, lane, kind == WRITE ? SHARED_CLUSTER : SHARED, address, bytes, 128, kind, p);
+}
+
+static void enter_rows(Machine *m, Who *who, const Box *b, int kind) {
+    for (u32 r = 0; r < b->rows; r++) {
+        const BoxRow *row = &b->row[r];
+        if (!row->region) continue;
+        Place p = {row->region, row->offset, row->region->data + row->offset};
+        if (kind == WRITE) async_write(m, who, &p, b->high - b->low);
+        else enter_access(m, who, p.region, p.offset, b->high - b->low, kind);
+    }
+}
+
+/* Enters what is touched in shared memory: all of the box by loads, the rows in the tensor by stores. */
+static void enter_shared(Machine *m, Who *who, const Box *b, int kind) {
+    u32 pitch = b->map.pitch;
+    Place all = {b->shared, b->offset, b->shared->data + b->offset};
+    if (kind == WRITE && !(b->map.swizzle && b->map.bytes % 128)) { async_write(m, who, &all, (u32)b->map.bytes); return; }
+    for (u32 r = 0; r < b->rows; r++)
+        for (u32 at = 0; at < pitch; at += 16) {
+            u64 chunk = box_chunk(b, (u64)r * pitch + at);
+            Place p = {b->shared, chunk, b->shared->data + chunk};
+            if (kind == WRITE) { async_write(m, who, &p, 16); continue; }
+            u32 low = b->low > at ? b->low - at : 0, high = b->high < at + 16 ? b->high > at ? b->high - at : 0 : 16;
+            if (b->row[r].region && low < high) enter_access(m, who, p.region, p.offset + low, high - low, kind);
+        }
+}
+
+/* **** loads **** */
+
+/* What elements outside the tensor become, `pitch` bytes of it. */
+static void fill_row(const Map *map, u8 *row) {
+    u64 nan = map->width == 8 ? 0x7fffffffffffffff : map->width == 4 ? 0x7fffffff : 0x7fff;
+    memset(row, 0, map->pitch);
+    if (map->fill) for (u32 i = 0; i < map->pitch; i += map->width) memcpy(row + i, &nan, map->width);
+}
+
+static void flush_row(u8 *row, u32 bytes) {
+    for (u32 i = 0; i < bytes; i += 4) {
+        f32 x;
+        memcpy(&x, row + i, 4);
+        x = flush(x);
+        memcpy(row + i, &x, 4);
+    }
+}
+
+static void complete_load(Machine *m, Async *a) {
+    Box *b = (Box *)a->bytes;
+    const Map *map = &b->map;
+    u8 row[MAX_PITCH];
+    for (u32 r = 0; r < b->rows; r++) {
+        const BoxRow *from = &b->row[r];
+        fill_row(map, row);
+        if (from->region) memcpy(row + b->low, from->region->data + from->offset, b->high - b->low);
+        if (map->type == MAP_F32_FTZ || map->type == MAP_TF32_FTZ) flush_row(row, map->pitch);
+        for (u32 at = 0; at < map->pitch; at += 16) {
+            u64 chunk = box_chunk(b, (u64)r * map->pitch + at);
+            memcpy(b->shared->data + chunk, row + at, 16);
+            async_written(m, b->shared, chunk, 16);
+        }
+    }
+    send_signal(m, a, &b->signal, map->bytes);
+}
+
+/* A box to one CTA. */
+static void load_box(Machine *m, Warp *w, const Op *op, int lane, const Box *box, u64 to, u64 barrier) {
+    Place p;
+    Signal signal;
+    if (!place_box(m, w, op, lane, to, WRITE, &box->map, &p)) return;
+    if (!find_signal(m, w, op, lane, barrier, p.region->cta, &signal)) return;
+    Box *b = malloc(box_size(box));
+    memcpy(b, box, box_size(box));
+    b->shared = p.region, b->offset = p.offset, b->signal = signal;
+    Who who = {w, op, lane, signal.actor, signal.epoch + 1, 2, 0};
+    if (m->launch.check) enter_rows(m, &who, b, READ);
+    enter_shared(m, &who, b, WRITE);
+    async_add(m, (Async){.complete = complete_load, .warp = w, .op = op, .lane = lane, .bytes = (u8 *)b});
+}
+
+/* cp.async.bulk.tensor to shared memory. */
+HANDLER(tma_load) {
+    u64 to[LANES];
+    addresses(w, op, to);
+    ACTIVE {
+        Map map;
+        u64 barrier = r64(w, op->c)[l];
+        if (!read_map(m, w, op, l, r64(w, op->b)[l], &map)) continue;
+        Box *box = find_box(m, w, op, l, &map, READ);
+        count_bulk(m, GLOBAL, SHARED, map.bytes);
+        if (op->e < 0) load_box(m, w, op, l, box, to[l], barrier);
+        else for (u32 left = target_ctas(m, w, op, l, op->e); left; left &= left - 1)
+            load_box(m, w, op, l, box, in_cta(to[l], (u32)lowest(left)), in_cta(barrier, (u32)lowest(left)));
+        free(box);
+    }
+    return NEXT;
+}
+
+/* **** stores and reductions **** */
+
+static void complete_store(Machine *m, Async *a) {
+    Box *b = (Box *)a->bytes;
+    for (u32 r = 0; r < b->rows; r++) {
+        const BoxRow *to = &b->row[r];
+        if (!to->region) continue;
+        reduce_bytes(reduction_of(a->op), (int)b->map.type, to->region->data + to->offset,
+                     b->dense + (u64)r * b->map.pitch + b->low, b->high - b->low);
+        async_written(m, to->region, to->offset, b->high - b->low);
+    }
+    free(b->dense);
+}
+
+/* The box is read; what is written comes later. */
+static void complete_store_read(Machine *m, Async *a) {
+    Box *b = (Box *)a->bytes;
+    b->dense = malloc(b->map.bytes);
+    for (u64 at = 0; at < b->map.bytes; at += 16) memcpy(b->dense + at, b->shared->data + box_chunk(b, at), 16);
+    Async next = *a;
+    a->bytes = NULL;
+    next.reading = 0, next.complete = complete_store;
+    async_add(m, next);
+}
+
+/* cp{.reduce}.async.bulk.tensor to global memory. */
+HANDLER(tma_store) {
+    u64 from[LANES];
+    addresses(w, op, from);
+    ACTIVE {
+        Map map;
+        Place p;
+        u32 group = w->bulk_groups[l] + 1;
+        if (!read_map(m, w, op, l, r64(w, op->b)[l], &map)) continue;
+        if (!place_box(m, w, op, l, from[l], READ, &map, &p)) continue;
+        Box *b = find_box(m, w, op, l, &map, WRITE);
+        b->shared = p.region, b->offset = p.offset;
+        Who reads = {w, op, l, actor_of(w, ACTOR_BULK_READ), group, 2, 0};
+        Who writes = {w, op, l, actor_of(w, ACTOR_BULK), group, 2, 0};
+        enter_shared(m, &reads, b, READ);
+        enter_rows(m, &writes, b, reduction_of(op) ? ATOMIC : WRITE);
+        count_bulk(m, SHARED, GLOBAL, map.bytes);
+        async_add(m, (Async){.complete = complete_store_read, .warp = w, .op = op, .lane = l, .group = group,
+                             .family = BULK, .reading = 1, .bytes = (u8 *)b});
+    }
+    return NEXT;
+}
+
+/* cp.async.bulk.prefetch.tensor: a hint, but the map must be one, and what it names must be there. */
+HANDLER(tma_prefetch) {
+    ACTIVE {
+        Map map;
+        if (read_map(m, w, op, l, r64(w, op->b)[l], &map)) free(find_box(m, w, op, l, &map, READ));
+    }
+    return NEXT;
+}
