@@ -139,6 +139,14 @@ def test_every_kind_of_operand():
     assert bulk.modifiers == ("async", "bulk", "tensor", "2d", "global", "shared::cta", "bulk_group")
 
 
+def test_an_element_of_a_variable_is_its_bytes_from_the_start():
+    function = kernel(".shared .align 4 .b32 a[8];\n.reg .b64 %r<2>;\n"
+                      "mov.u64 %r1, a[3];\nmov.u64 %r1, a[0];\n"
+                      "mov.u64 %r1, a[2] + 1;\nmov.u64 %r1, a + 3;")
+    assert [i.operands[1] for i in function.body[:4]] == [Symbol("a", 12), Symbol("a"), Symbol("a", 9),
+                                                          Symbol("a", 3)]
+
+
 def test_variables_and_parameters():
     text = (".version 8.7\n.target sm_80\n.address_size 64\n.extern .shared .align 16 .b8 smem[];\n"
             ".const .align 4 .u32 c[3] = {1, 0x10};\n.global .align 1 .b8 s[4] = {97, 98};\n"

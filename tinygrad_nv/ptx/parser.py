@@ -65,6 +65,7 @@ class Parser(Cursor):
         super().__init__(text)
         self.out = Module()
         self.scopes: list[Scope] = []
+        self.elements: dict[str, int] = {}  # bytes of an element of each variable
         self.unique = 0
 
     # **** module ****
@@ -138,6 +139,7 @@ class Parser(Cursor):
             if extents == [0]: count = len(data) // size
             nbytes, unique = 0 if unsized else size * count, self.declare_variable(name)
             into[unique] = Variable(unique, space, kind, align or size, nbytes, data, token.line)
+            self.elements[unique] = size
             if not self.take(","): break
             token = self.next()
         self.expect(";")
@@ -377,7 +379,15 @@ class Parser(Cursor):
         if (found := self.register(token.text)) is not None:
             return self.after_bar(found) if self.take("|") else found
         if token.text.startswith("%"): return Register(token.text, "special")
-        return Symbol(self.renamed(token.text), self.offset())
+        name = self.renamed(token.text)
+        return Symbol(name, self.index(name) + self.offset())
+
+    def index(self, name: str) -> int:
+        """The bytes that `[3]` after a variable's name stands for; 0 for nothing."""
+        if name not in self.elements or not self.take("["): return 0
+        before = int(self.constant()) * self.elements[name]
+        self.expect("]")
+        return before
 
     def after_bar(self, first: Register | Sink) -> Pair:
         """The second destination of `%p|%q`."""
