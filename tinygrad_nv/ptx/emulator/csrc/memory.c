@@ -24,9 +24,11 @@ typedef struct {
     u8 *host[LANES];
 } Reach;
 
+typedef unsigned long long ull;   /* for printf */
+
 static const char *space_name(int space) {
     static const char *names[] = {"generic", "global", "shared", "shared::cluster", "local", "const",
-        "param"};
+                                  "param"};
     return names[space];
 }
 
@@ -49,17 +51,16 @@ Cta *shared_owner(Machine *m, Warp *w, const Op *op, int lane, u64 address) {
     i32 rank = (i32)((u32)address >> RANK_SHIFT);
     Cluster *cluster = w->cta->cluster;
     if (rank >= cluster->size) {
-        report(m, OUT_OF_BOUNDS, op, w, lane, "shared address 0x%x names the CTA of rank %d, the cluster "
-               "has %d",
-               (u32)address, rank, cluster->size);
+        report(m, OUT_OF_BOUNDS, op, w, lane,
+               "shared address 0x%x names the CTA of rank %d, the cluster has %d", (u32)address, rank,
+               cluster->size);
         return NULL;
     }
     Cta *cta = &cluster->ctas[rank];
     if (cta == w->cta) return cta;
     if (cta->gone) {
-        report(m, OUT_OF_BOUNDS, op, w, lane, "shared address 0x%x lies in the CTA of rank %d, which has "
-               "exited",
-               (u32)address, rank);
+        report(m, OUT_OF_BOUNDS, op, w, lane,
+               "shared address 0x%x lies in the CTA of rank %d, which has exited", (u32)address, rank);
         return NULL;
     }
     if (cta->remote) cta->remote[actor_of(w, 0)] = w->now;
@@ -93,28 +94,29 @@ static int find_global(Machine *m, u64 address, u64 bytes, Place *p) {
     return within(p->offset, bytes, r->size) ? FOUND : OUTSIDE;
 }
 
-/* Resolves an address of a state space. A generic one lies in the window of another space, or is a global
- * one. */
+/* Resolves an address of a state space. A generic one lies in the window of another space, or is global. */
 static int find_place(Machine *m, Warp *w, const Op *op, int lane, int space, u64 address, u64 bytes,
                       Place *p) {
+    u32 low = (u32)address;
     switch (space) {
     case GENERIC:
-        if (in_window(address, SHARED_WINDOW)) return find_shared(m, w, op, lane, (u32)address, bytes, true,
-                                                                  p);
-        if (in_window(address, LOCAL_WINDOW)) return find_private(m, w, lane, true, (u32)address, bytes, p);
-        if (in_window(address, PARAM_WINDOW)) return find_private(m, w, lane, false, (u32)address, bytes, p);
+        if (in_window(address, SHARED_WINDOW)) return find_shared(m, w, op, lane, low, bytes, true, p);
+        if (in_window(address, LOCAL_WINDOW)) return find_private(m, w, lane, true, low, bytes, p);
+        if (in_window(address, PARAM_WINDOW)) return find_private(m, w, lane, false, low, bytes, p);
         return find_global(m, address, bytes, p);
-    case SHARED: return address >> 32 ? OUTSIDE : find_shared(m, w, op, lane, (u32)address, bytes, false, p);
-    case SHARED_CLUSTER: return address >> 32 ? OUTSIDE : find_shared(m, w, op, lane, (u32)address, bytes,
-                                                                      true, p);
+    case SHARED:
+    case SHARED_CLUSTER:
+        return address >> 32 ? OUTSIDE : find_shared(m, w, op, lane, low, bytes, space == SHARED_CLUSTER, p);
     case LOCAL: return find_private(m, w, lane, true, address, bytes, p);
     case PARAM: return find_private(m, w, lane, false, address, bytes, p);
     default: return find_global(m, address, bytes, p);
     }
 }
 
-static const char *kind_name(int kind) { return kind == READ ? "read" : kind == WRITE ? "write" : "atomic "
-                                        "access"; }
+static const char *kind_name(int kind) {
+    static const char *names[] = {"read", "write", "atomic access"};
+    return names[kind];
+}
 
 /* Reports a global address in no allocation, with the nearest one. */
 static void report_global(Machine *m, Warp *w, const Op *op, int lane, u64 address, u64 bytes,
@@ -123,88 +125,82 @@ static void report_global(Machine *m, Warp *w, const Op *op, int lane, u64 addre
     const Region *below = i < 0 ? NULL : &m->launch.regions[i];
     const Region *above = i + 1 < m->launch.region_count ? &m->launch.regions[i + 1] : NULL;
     bool inside = below && address - below->base < below->size;
-    u64 past = !below ? ~0ull : inside ? address + bytes - below->base - below->size
-        : address - below->base - below->size;
+    u64 past = below ? address + (inside ? bytes : 0) - below->base - below->size : ~0ull;
     if (above && !inside && above->base - address < past)
-        report(m, OUT_OF_BOUNDS, op, w, lane, "%s of %llu bytes at 0x%llx, %llu bytes before the allocation "
-               "of %llu bytes "
-               "at 0x%llx", what, (unsigned long long)bytes, (unsigned long long)address,
-               (unsigned long long)(above->base - address), (unsigned long long)above->size,
-                   (unsigned long long)above->base);
+        report(m, OUT_OF_BOUNDS, op, w, lane,
+               "%s of %llu bytes at 0x%llx, %llu bytes before the allocation of %llu bytes at 0x%llx", what,
+               (ull)bytes, (ull)address, (ull)(above->base - address), (ull)above->size, (ull)above->base);
     else if (below)
-        report(m, OUT_OF_BOUNDS, op, w, lane, "%s of %llu bytes at 0x%llx, %s %llu bytes past the end of "
-               "the allocation of "
-               "%llu bytes at 0x%llx", what, (unsigned long long)bytes, (unsigned long long)address,
-               inside ? "which ends" : "which begins", (unsigned long long)past,
-                   (unsigned long long)below->size,
-               (unsigned long long)below->base);
+        report(m, OUT_OF_BOUNDS, op, w, lane,
+               "%s of %llu bytes at 0x%llx, which %s %llu bytes past the end of the allocation of %llu bytes "
+               "at 0x%llx", what, (ull)bytes, (ull)address, inside ? "ends" : "begins", (ull)past,
+               (ull)below->size, (ull)below->base);
     else
         report(m, OUT_OF_BOUNDS, op, w, lane, "%s of %llu bytes at 0x%llx, and nothing is allocated", what,
-               (unsigned long long)bytes, (unsigned long long)address);
+               (ull)bytes, (ull)address);
+}
+
+/* Reports a shared address outside the memory of the CTA it names. */
+static void report_shared(Machine *m, Warp *w, const Op *op, int lane, bool cluster, u64 address, u64 bytes,
+                          const char *what) {
+    u64 base = w->cta->shared.base, size = m->launch.shared_bytes, rank = address >> RANK_SHIFT;
+    if (!cluster && rank != (u64)w->cta->rank) {
+        bool reachable = rank < (u64)w->cta->cluster->size;
+        report(m, OUT_OF_BOUNDS, op, w, lane,
+               "%s of %llu bytes at shared address 0x%llx, outside this CTA's %llu bytes at 0x%llx%s", what,
+               (ull)bytes, (ull)address, (ull)size, (ull)base,
+               reachable ? "; .shared::cluster reaches other CTAs" : "");
+        return;
+    }
+    base = SHARED_BASE | rank << RANK_SHIFT;
+    bool before = address < base;
+    report(m, OUT_OF_BOUNDS, op, w, lane,
+           "%s of %llu bytes at shared address 0x%llx, %llu bytes %s the %llu bytes of shared memory at 0x%llx",
+           what, (ull)bytes, (ull)address, (ull)(before ? base - address : address + bytes - base - size),
+           before ? "before" : "past", (ull)size, (ull)base);
 }
 
 static void report_outside(Machine *m, Warp *w, const Op *op, int lane, int space, u64 address, u64 bytes,
                            int kind) {
     const char *what = kind_name(kind);
-    u64 size = m->launch.shared_bytes;
     if (space == GENERIC) {
         space = in_window(address, SHARED_WINDOW) ? SHARED_CLUSTER : in_window(address, LOCAL_WINDOW) ? LOCAL
               : in_window(address, PARAM_WINDOW) ? PARAM : GLOBAL;
         if (space != GLOBAL) address = (u32)address;
     }
-    if (space == GLOBAL || space == CONST) return report_global(m, w, op, lane, address, bytes, what);
-    if (space == LOCAL || space == PARAM) {
-        size = space == LOCAL ? m->launch.local_bytes : (u64)m->launch.parameter_bytes;
-        report(m, OUT_OF_BOUNDS, op, w, lane, "%s of %llu bytes at offset 0x%llx of the %llu bytes of %s "
-               "memory", what,
-               (unsigned long long)bytes, (unsigned long long)address, (unsigned long long)size,
-                   space_name(space));
+    if (space == GLOBAL || space == CONST) { report_global(m, w, op, lane, address, bytes, what); return; }
+    if (space == SHARED || space == SHARED_CLUSTER) {
+        report_shared(m, w, op, lane, space == SHARED_CLUSTER, address, bytes, what);
         return;
     }
-    u64 base = w->cta->shared.base;
-    if (space == SHARED && address >> RANK_SHIFT != (u64)w->cta->rank)
-        report(m, OUT_OF_BOUNDS, op, w, lane, "%s of %llu bytes at shared address 0x%llx, which is not in "
-               "this CTA's shared "
-               "memory (0x%llx, %llu bytes)%s", what, (unsigned long long)bytes, (unsigned long long)address,
-               (unsigned long long)base, (unsigned long long)size,
-               address >> RANK_SHIFT < (u64)w->cta->cluster->size ? "; .shared::cluster reaches other CTAs"
-                   : "");
-    else {
-        if (space == SHARED_CLUSTER) base = (base & 0xffffff) | (address >> RANK_SHIFT << RANK_SHIFT);
-        bool before = address < base;
-        report(m, OUT_OF_BOUNDS, op, w, lane, "%s of %llu bytes at shared address 0x%llx, %llu bytes %s the "
-               "%llu bytes at "
-               "0x%llx", what, (unsigned long long)bytes, (unsigned long long)address,
-               (unsigned long long)(before ? base - address : address + bytes - base - size),
-               before ? "before" : "past", (unsigned long long)size, (unsigned long long)base);
-    }
+    u64 size = space == LOCAL ? m->launch.local_bytes : (u64)m->launch.parameter_bytes;
+    report(m, OUT_OF_BOUNDS, op, w, lane,
+           "%s of %llu bytes at offset 0x%llx of the %llu bytes of %s memory", what, (ull)bytes, (ull)address, (ull)size, space_name(space));
 }
 
 /* One lane's place after checking bounds and alignment, with a finding and false when they fail. */
 static bool reach_lane(Machine *m, Warp *w, const Op *op, int lane, int space, u64 address, u64 bytes,
-                       u32 align, int kind,
-                       Place *p) {
+                       u32 align, int kind, Place *p) {
     int found = find_place(m, w, op, lane, space, address, bytes, p);
-    if (found == FOUND && (address & (align - 1))) {
-        report(m, MISALIGNED, op, w, lane, "%s of %llu bytes at %s address 0x%llx, which is not a multiple "
-               "of %u",
-               kind_name(kind), (unsigned long long)bytes, space_name(space), (unsigned long long)address,
-                   align);
-        return false;
-    }
-    if (found == FOUND && kind != READ && p->region == NULL && p->host >= m->launch.parameters
-        && p->host < m->launch.parameters + m->launch.parameter_bytes) {
-        report(m, OUT_OF_BOUNDS, op, w, lane, "%s at offset 0x%llx of the parameters, which can only be read",
-               kind_name(kind), (unsigned long long)p->offset);
-        return false;
-    }
     if (found == OUTSIDE) report_outside(m, w, op, lane, space, address, bytes, kind);
-    return found == FOUND;
+    if (found != FOUND) return false;
+    u64 parameter = (u64)(p->host - m->launch.parameters);
+    if (address & (align - 1)) {
+        report(m, MISALIGNED, op, w, lane,
+               "%s of %llu bytes at %s address 0x%llx, which is not a multiple of %u", kind_name(kind),
+               (ull)bytes, space_name(space), (ull)address, align);
+        return false;
+    }
+    if (kind != READ && !p->region && parameter < (u64)m->launch.parameter_bytes) {
+        report(m, OUT_OF_BOUNDS, op, w, lane, "%s at offset 0x%llx of the parameters, which can only be read",
+               kind_name(kind), (ull)p->offset);
+        return false;
+    }
+    return true;
 }
 
 u8 *locate(Machine *m, Warp *w, const Op *op, int lane, int space, u64 address, u32 bytes, u32 align,
-           Region **region,
-           u64 *offset) {
+           Region **region, u64 *offset) {
     Place p;
     if (!reach_lane(m, w, op, lane, space, address, bytes, align, READ, &p)) return NULL;
     *region = p.region;
@@ -218,10 +214,9 @@ static void enter_access(Machine *m, Who *who, Region *r, u64 offset, u32 bytes,
     if (r->valid) {
         u8 *valid = r->valid + offset, *first;
         if (kind != WRITE && (first = memchr(valid, 0, bytes)) != NULL)
-            report(m, UNINITIALIZED, who->op, who->warp, who->lane, "%s of %u bytes at %s 0x%llx: byte %d "
-                   "of them was never "
-                   "written", kind_name(kind), bytes, r->cta ? "shared address" : "global address",
-                   (unsigned long long)(r->base + offset), (int)(first - valid));
+            report(m, UNINITIALIZED, who->op, who->warp, who->lane,
+                   "%s of %u bytes at %s address 0x%llx: byte %d of them was never written", kind_name(kind),
+                   bytes, r->cta ? "shared" : "global", (ull)(r->base + offset), (int)(first - valid));
         if (kind != READ) memset(valid, 1, bytes);
     }
     shadow_access(m, who, r, offset, bytes, kind);
@@ -240,11 +235,9 @@ u8 *touch(Machine *m, Warp *w, const Op *op, int lane, int space, u64 address, u
     return p.host;
 }
 
-/* Places of all lanes. Whole warps mostly stay within the region of their first lane: one comparison each
- * then. */
+/* Places of all lanes. Whole warps mostly stay within the region of their first lane: one comparison each. */
 static void reach_warp(Machine *m, Warp *w, const Op *op, const u64 *address, u32 mask, u32 bytes, u32 align,
-                       int kind,
-                       Reach *out) {
+                       int kind, Reach *out) {
     Place p;
     out->good = 0;
     EACH out->host[l] = memory_zeros;
