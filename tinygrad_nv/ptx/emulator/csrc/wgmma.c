@@ -1,0 +1,432 @@
+/* wgmma: asynchronous matrix products of a warpgroup, and what can go wrong with them.
+ *
+ * Protocol: each warp p of a warpgroup computes its rows 16p .. 16p+15. Issue queues the product in the warp's own FIFO and
+ * moves the accumulators from the registers to a matrix on the side; with checks on the registers hold NaNs meanwhile. The
+ * arithmetic, which reads A's registers and shared memory, happens when wait_group (or the machine, earlier) asks for it.
+ * wgmma is one operation of four warps: whoever waits, waits for the parts of all of them. Accumulators return to the
+ * registers at the warp's own wait_group, when nothing that is still in flight adds to them.
+ *
+ * Op: more, width, vector as in mma.c; a, b = places of the descriptors (a < 0: A is in registers); c = predicate scale-d;
+ * e = metadata; list = D, then A's registers. The op has no reads and writes but those of its ordinary operands.
+ */
+#include <stdlib.h>
+
+#include "core.h"
+
+enum { WGMMA_NEGATE_A = 1 << 8, WGMMA_NEGATE_B = 1 << 9, WGMMA_MN_A = 1 << 10, WGMMA_MN_B = 1 << 11 };
+enum { POISON = 0x7fffffff };
+
+/* The accumulators of products in flight: `matrix` is f32 or s32 [16][ldc]. */
+typedef struct Accumulator {
+    struct Accumulator *next;
+    const i32 *places;
+    i32 count, n, ldc, result, pending;
+    u32 *matrix;
+} Accumulator;
+
+typedef struct {
+    const Op *op;
+    u64 a, b;
+    u64 metadata[DOT_ROWS];
+    Accumulator *accumulator;
+    u32 group;
+    bool scale, done;
+} Product;
+
+/* What a warp has in flight. `held`: for each 128 bytes of registers, products that use it: low half as D, high half as A. */
+typedef struct {
+    Product *queue;
+    i32 first, count, room;
+    Accumulator *live, *spare;
+    u32 *held;
+} Tensor;
+
+static Tensor *tensor_of(Machine *m, Warp *w) {
+    if (!w->tensor) {
+        Tensor *t = w->tensor = calloc(1, sizeof *t);
+        t->held = calloc((size_t)m->launch.register_bytes / 128 + 1, sizeof *t->held);
+    }
+    return w->tensor;
+}
+
+static int wgmma_result_words(const Op *op) { return mma_n(op) / ((op->flags & MMA_RESULT) == RESULT_F16 ? 4 : 2); }
+
+static const char *wgmma_name(const Op *op) {
+    return op->flags & MMA_SPARSE ? "wgmma.mma_async.sp" : "wgmma.mma_async";
+}
+
+/* **** descriptors **** */
+
+/* A matrix in shared memory: 16-byte chunks of `per` elements along the major dimension. */
+typedef struct {
+    u32 start, lbo, sbo, span, mask, phase;   /* span: bytes of the swizzle, 0 for none; mask: of row bits in the XOR */
+    int size, per;
+    bool mn;
+} Matrix;
+
+static Matrix matrix_of(u64 descriptor, int element, bool mn) {
+    static const u8 masks[] = {0, 7, 3, 1};
+    static const u8 spans[] = {0, 128, 64, 32};
+    int mode = (int)(descriptor >> 62), size = element == B1 ? 1 : element_bits[element] / 8;
+    return (Matrix){(u32)(descriptor & 0x3fff) << 4, (u32)(descriptor >> 16 & 0x3fff) << 4, (u32)(descriptor >> 32 & 0x3fff) << 4,
+                    spans[mode], masks[mode], (u32)(descriptor >> 49 & 7), size, 16 / size, mn};
+}
+
+/* The shared-window address of the chunk of element (mn, k). For single bits, k counts bytes. */
+static inline u32 chunk_address(const Matrix *x, u32 mn, u32 k) {
+    u32 size = (u32)x->size, per = (u32)x->per, span = x->span, offset;
+    if (!x->mn && !span) offset = mn / 8 * x->sbo + mn % 8 * 16 + k / per * x->lbo;
+    else if (!x->mn) offset = mn / 8 * x->sbo + mn % 8 * span + k * size / span * x->lbo + k * size % span;
+    else if (!span) offset = mn / per * x->sbo + k % 8 * 16 + k / 8 * x->lbo;
+    else offset = mn * size % span + mn * size / span * x->lbo + k % 8 * span + k / 8 * x->sbo;
+    u32 address = x->start + offset;
+    return address ^ (((address >> 7) - x->phase) & x->mask) << 4;
+}
+
+/* Runs a block for each chunk: it sees the `address`, and `mn` and `k` of the first element. */
+#define EACH_CHUNK(x, first, count, extent, ...) \
+    if ((x)->mn) { \
+        for (u32 k = 0; k < (u32)(extent); k++) \
+            for (u32 mn = (u32)(first); mn < (u32)((first) + (count)); mn += (u32)(x)->per) { \
+                u32 address = chunk_address(x, mn, k); __VA_ARGS__ } \
+    } else { \
+        for (u32 mn = (u32)(first); mn < (u32)((first) + (count)); mn++) \
+            for (u32 k = 0; k < (u32)(extent); k += (u32)(x)->per) { \
+                u32 address = chunk_address(x, mn, k); __VA_ARGS__ } \
+    }
+
+/* Codes of rows first .. first + count, `extent` elements along k, to out[(mn - first) * mn_step + k * k_step]. Single
+ * bits become words. What lies outside shared memory is zero. */
+static void read_matrix(const Warp *w, const Matrix *x, int first, int count, int extent, u32 *out, int mn_step, int k_step) {
+    const Region *r = &w->cta->shared;
+    u32 base = (u32)r->base & ((1u << RANK_SHIFT) - 1);
+    static const u8 zeros[16];
+    int step = x->mn ? mn_step : k_step;
+    EACH_CHUNK(x, first, count, extent, {
+        u64 offset = (u64)address - base;
+        const u8 *from = address >= base && offset + 16 <= r->size ? r->data + offset : zeros;
+        u32 *to = out + ((int)mn - first) * mn_step + (int)k * k_step;
+        if (x->size == 1) for (int j = 0; j < 16; j++) to[j * step] = from[j];
+        else if (x->size == 2) for (int j = 0; j < 8; j++) to[j * step] = (u32)from[2 * j] | (u32)from[2 * j + 1] << 8;
+        else for (int j = 0; j < 4; j++) memcpy(to + j * step, from + 4 * j, 4);
+    })
+}
+
+/* Bytes of single-bit rows become the words of dot_bits. */
+static void join_bytes(u32 *out, int words, int rows, int row_step, int k_step) {
+    for (int i = 0; i < rows; i++)
+        for (int k = 0; k < words; k++) {
+            u32 word = 0;
+            for (int j = 0; j < 4; j++) word |= out[i * row_step + (4 * k + j) * k_step] << (8 * j);
+            out[i * row_step + k * k_step] = word;
+        }
+}
+
+/* **** execution **** */
+
+static void load_operand(const Warp *w, const Product *p, bool is_b) {
+    const Op *op = p->op;
+    int n = mma_n(op), k = mma_k(op), bits = element_bits[op->width], ld = dot_ld(n);
+    int extent = !is_b && op->flags & MMA_SPARSE ? k / 2 : k;
+    if (bits == 1) extent /= 8;
+    if (is_b) {
+        Matrix x = matrix_of(p->b, op->vector, op->flags & WGMMA_MN_B);
+        read_matrix(w, &x, 0, n, extent, dot_tile.raw_b, 1, ld);
+        if (bits == 1) join_bytes(dot_tile.raw_b, k / 32, n, 1, ld);
+    } else {
+        Matrix x = matrix_of(p->a, op->width, op->flags & WGMMA_MN_A);
+        read_matrix(w, &x, 16 * (w->id & 3), 16, extent, dot_tile.raw_a[0], DOT_K, 1);
+        if (bits == 1) join_bytes(dot_tile.raw_a[0], k / 32, 16, DOT_K, 1);
+    }
+}
+
+/* Does the arithmetic of a product, reading its operands now. */
+static void product_run(Machine *m, Warp *w, Product *p) {
+    const Op *op = p->op;
+    Accumulator *c = p->accumulator;
+    bool sparse = op->flags & MMA_SPARSE, eight = op->width == E4M3 || op->width == E5M2;
+    int k = mma_k(op);
+    if (!p->scale) memset(c->matrix, 0, sizeof(u32) * DOT_ROWS * (size_t)c->ldc);
+    if (op->a < 0) mma_load_a(w, m->launch.lists + op->list + wgmma_result_words(op), 4, op->width, 16);
+    else load_operand(w, p, false);
+    if (sparse) sparse_expand(op->width, p->metadata, k);
+    load_operand(w, p, true);
+    Dot d = {.a = op->width, .b = op->vector, .result = c->result, .rows = 16, .n = c->n, .k = k, .step = k,
+             .bits = eight ? 13 : 25, .keep = eight ? 0xfffffc00 : ~0u, .exact = m->launch.exact,
+             .saturate = op->flags & MMA_SATURATE, .negate_a = op->flags & WGMMA_NEGATE_A,
+             .negate_b = op->flags & WGMMA_NEGATE_B, .c = c->matrix, .ldc = c->ldc};
+    if (d.a == B1) dot_bits(&d, false);
+    else dot(&d, sparse);
+    p->done = true;
+}
+
+void tensor_complete(Machine *m, Warp *w, u32 up_to_group) {
+    Tensor *t = w->tensor;
+    if (!t) return;
+    for (i32 i = 0; i < t->count; i++) {
+        Product *p = &t->queue[(t->first + i) % t->room];
+        if (p->group > up_to_group) return;
+        if (!p->done) product_run(m, w, p);
+    }
+}
+
+/* **** registers in flight **** */
+
+/* A product takes hold of its registers, or lets go of them. */
+static void hold(Machine *m, Tensor *t, const Op *op, int by) {
+    const i32 *places = m->launch.lists + op->list;
+    int words = wgmma_result_words(op);
+    for (int i = 0; i < op->count; i++) t->held[places[i] >> 7] += (u32)(i < words ? by : by * 65536);
+}
+
+static bool same_places(const Accumulator *c, const i32 *places, i32 count) {
+    return c->count == count && !memcmp(c->places, places, sizeof *places * (size_t)count);
+}
+
+static bool overlaps(const Accumulator *c, const i32 *places, i32 count) {
+    for (i32 i = 0; i < count; i++)
+        for (i32 j = 0; j < c->count; j++) if (c->places[j] == places[i]) return true;
+    return false;
+}
+
+static void accumulator_release(Warp *w, Tensor *t, Accumulator *c) {
+    store_accumulators(w, c->places, 16, c->n, c->result, c->matrix, c->ldc, ~0u);
+    for (Accumulator **link = &t->live; *link; link = &(*link)->next)
+        if (*link == c) { *link = c->next; break; }
+    c->next = t->spare;
+    t->spare = c;
+}
+
+/* Takes finished products off the queue, and gives the registers back. */
+static void tensor_retire(Machine *m, Warp *w, u32 up_to_group) {
+    Tensor *t = w->tensor;
+    tensor_complete(m, w, up_to_group);
+    while (t->count && t->queue[t->first].group <= up_to_group) {
+        Product *p = &t->queue[t->first];
+        hold(m, t, p->op, -1);
+        if (!--p->accumulator->pending) accumulator_release(w, t, p->accumulator);
+        t->first = (t->first + 1) % t->room;
+        w->in_flight = --t->count;
+    }
+}
+
+/* The accumulators an op adds to: those in flight, or out of the registers. */
+static Accumulator *accumulator_take(Machine *m, Warp *w, Tensor *t, const Op *op) {
+    const i32 *places = m->launch.lists + op->list;
+    i32 count = wgmma_result_words(op), result = (i32)(op->flags & MMA_RESULT);
+    for (Accumulator *c = t->live; c; c = c->next) {
+        if (same_places(c, places, count) && c->result == result && c->n == mma_n(op)) return c;
+        if (!overlaps(c, places, count)) continue;
+        report(m, WGMMA_HAZARD, op, w, 0, "accumulators of a wgmma of another shape or type are still in flight in the same "
+               "registers: wgmma.wait_group is missing between them");
+        tensor_retire(m, w, ~0u);
+        break;
+    }
+    Accumulator *c = t->spare;
+    if (c) t->spare = c->next;
+    else {
+        c = malloc(sizeof *c);
+        c->matrix = aligned_alloc(64, sizeof(u32) * DOT_ROWS * DOT_N);
+    }
+    *c = (Accumulator){t->live, places, count, mma_n(op), (mma_n(op) + 15) / 16 * 16, result, 0, c->matrix};
+    t->live = c;
+    memset(c->matrix, 0, sizeof(u32) * DOT_ROWS * (size_t)c->ldc);
+    load_accumulators(w, places, 16, c->n, result, c->matrix, c->ldc);
+    if (m->launch.check) for (i32 i = 0; i < count; i++) EACH r32(w, places[i])[l] = POISON;
+    return c;
+}
+
+void tensor_check_registers(Machine *m, Warp *w, const Op *op) {
+    const Tensor *t = w->tensor;
+    const i32 *reads = op->reads < 0 ? NULL : m->launch.lists + op->reads;
+    const i32 *writes = op->writes < 0 ? NULL : m->launch.lists + op->writes;
+    if (reads) for (i32 i = 1; i <= reads[0]; i++)
+        if (t->held[reads[i] >> 7] & 0xffff) {
+            report(m, WGMMA_HAZARD, op, w, 0, "an accumulator is read while a wgmma that writes it is in flight: "
+                   "wgmma.wait_group (of all groups that use it) comes first");
+            break;
+        }
+    if (writes) for (i32 i = 1; i <= writes[0]; i++)
+        if (t->held[writes[i] >> 7]) {
+            report(m, WGMMA_HAZARD, op, w, 0, "a register that is %s of a wgmma in flight is written: wgmma.wait_group comes first",
+                   t->held[writes[i] >> 7] & 0xffff ? "an accumulator" : "part of A");
+            break;
+        }
+}
+
+/* **** checks at issue **** */
+
+/* Registers of a product may not have been written since the last wgmma.fence. */
+static void check_fence(Machine *m, Warp *w, const Op *op) {
+    const i32 *places = m->launch.lists + op->list;
+    if (w->fence_epoch == 1) {
+        report(m, WGMMA_HAZARD, op, w, 0, "%s without a wgmma.fence before it", wgmma_name(op));
+        return;
+    }
+    for (i32 i = 0; i < op->count; i++)
+        if (w->stamps[places[i] >> 7] == w->fence_epoch) {
+            report(m, WGMMA_HAZARD, op, w, 0, "%s were written by an ordinary instruction since the last wgmma.fence",
+                   i < wgmma_result_words(op) ? "accumulators" : "registers of A");
+            return;
+        }
+}
+
+/* Enters 16-byte chunks that were collected into one range, as read by the warpgroup. */
+static void enter_range(Machine *m, Warp *w, const Op *op, u32 from, u32 bytes, const char *which) {
+    Region *r = &w->cta->shared;
+    u64 offset = from - ((u32)r->base & ((1u << RANK_SHIFT) - 1));
+    const u8 *invalid = r->valid ? memchr(r->valid + offset, 0, bytes) : NULL;
+    if (invalid)
+        report(m, UNINITIALIZED, op, w, 0, "%s reads shared memory at 0x%x as %s, and nothing has been written there",
+               wgmma_name(op), (u32)(invalid - r->valid) + ((u32)r->base & ((1u << RANK_SHIFT) - 1)), which);
+    u32 leader = (u32)(w->cta->rank * ACTORS + ACTOR_WGMMA + (w->id & ~3));
+    Who who = {.warp = w, .op = op, .lane = 0, .actor = leader, .clock = w->wgmma_groups + 1, .async = 2};
+    shadow_access(m, &who, r, offset, bytes, READ);
+}
+
+/* Enters what this warp answers for: its rows of A, or a quarter of B's, which all four read. */
+static void enter_matrix(Machine *m, Warp *w, const Op *op, const Matrix *x, int first, int count, int extent,
+                         const char *which) {
+    const Region *r = &w->cta->shared;
+    u32 base = (u32)r->base & ((1u << RANK_SHIFT) - 1), end = base + (u32)r->size, from = 0, bytes = 0;
+    EACH_CHUNK(x, first, count, extent, {
+        if (address < base || address + 16 > end) {
+            report(m, OUT_OF_BOUNDS, op, w, 0, "%s: row %u, column %u of %s is at shared address 0x%x, outside the CTA's "
+                   "0x%x .. 0x%x", wgmma_name(op), x->mn ? k : mn, x->mn ? mn : k, which, address, base, end);
+            return;
+        }
+        if (!m->launch.check) continue;
+        if (bytes && address == from + bytes) bytes += 16;
+        else if (bytes && address + 16 == from) from = address, bytes += 16;
+        else {
+            if (bytes) enter_range(m, w, op, from, bytes, which);
+            from = address, bytes = 16;
+        }
+    })
+    if (bytes) enter_range(m, w, op, from, bytes, which);
+}
+
+/* A swizzled tile's pattern must begin where the descriptor says: rows of the pattern are numbered by address. */
+static void check_base(Machine *m, Warp *w, const Op *op, const Matrix *x, const char *which) {
+    u32 row = x->start >> 7 & x->mask;
+    if (!row || x->phase) return;
+    report(m, MISALIGNED, op, w, 0, "%s: %s is swizzled over %u bytes and starts at shared address 0x%x, in the middle of the "
+           "%u-byte pattern: align the tile to it", wgmma_name(op), which, x->span, x->start, (x->mask + 1) * 128);
+}
+
+static void check_matrix(Machine *m, Warp *w, const Op *op, u64 descriptor, bool is_b) {
+    const char *which = is_b ? "B" : "A";
+    int element = is_b ? op->vector : op->width, k = mma_k(op);
+    Matrix x = matrix_of(descriptor, element, op->flags & (is_b ? WGMMA_MN_B : WGMMA_MN_A));
+    int extent = (is_b || !(op->flags & MMA_SPARSE) ? k : k / 2) / (element == B1 ? 8 : 1), p = w->id & 3;
+    check_base(m, w, op, &x, which);
+    if (!is_b) enter_matrix(m, w, op, &x, 16 * p, 16, extent, which);
+    else if (x.mn) {  /* a quarter of the rows of 8 elements */
+        int blocks = mma_n(op) / 8, from = blocks * p / 4, to = blocks * (p + 1) / 4;
+        enter_matrix(m, w, op, &x, 8 * from, 8 * (to - from), extent, which);
+    } else {
+        int quarter = mma_n(op) / 4;
+        enter_matrix(m, w, op, &x, quarter * p, quarter, extent, which);
+    }
+}
+
+static void check_group(Machine *m, Warp *w, const Op *op) {
+    if ((w->id | 3) >= w->cta->warp_count)
+        report(m, WGMMA_HAZARD, op, w, 0, "%s takes four warps, the last warpgroup of the CTA has %d", wgmma_name(op),
+               w->cta->warp_count & 3);
+}
+
+/* **** instructions **** */
+
+static Product *queue_push(Tensor *t) {
+    if (t->count == t->room) {
+        i32 room = t->room ? 2 * t->room : 16;
+        Product *bigger = malloc(sizeof *bigger * (size_t)room);
+        for (i32 i = 0; i < t->count; i++) bigger[i] = t->queue[(t->first + i) % t->room];
+        free(t->queue);
+        t->queue = bigger, t->first = 0, t->room = room;
+    }
+    return &t->queue[(t->first + t->count++) % t->room];
+}
+
+/* wgmma.mma_async{.sp}: queued; the registers are not the program's until wait_group. */
+HANDLER(wgmma) {
+    Tensor *t = tensor_of(m, w);
+    int lane = lowest(mask);
+    u64 a = op->a < 0 ? 0 : r64(w, op->a)[lane], b = r64(w, op->b)[lane];
+    check_group(m, w, op);
+    if (m->launch.check) check_fence(m, w, op);
+    if (op->a >= 0) check_matrix(m, w, op, a, false);
+    check_matrix(m, w, op, b, true);
+    Accumulator *c = accumulator_take(m, w, t, op);
+    Product *p = queue_push(t);
+    *p = (Product){.op = op, .a = a, .b = b, .accumulator = c, .group = w->wgmma_groups + 1,
+                   .scale = pred(w, op->c) >> lane & 1};
+    if (op->flags & MMA_SPARSE)
+        sparse_metadata(op->width, mma_k(op), r32(w, op->e), op->flags >> MMA_SELECTOR_SHIFT & 3, p->metadata);
+    c->pending++;
+    hold(m, t, op, 1);
+    w->in_flight = t->count;
+    m->launch.counters[op->source].flops += 2ull * DOT_ROWS * (u64)mma_n(op) * (u64)mma_k(op);
+    return NEXT;
+}
+
+HANDLER(wgmma_fence) {
+    (void)m, (void)op, (void)mask;
+    w->fence_epoch++;
+    return NEXT;
+}
+
+HANDLER(wgmma_commit) {
+    (void)op, (void)mask;
+    w->wgmma_groups++;
+    m->events++;
+    return NEXT;
+}
+
+/* wgmma.wait_group N: until at most the N latest groups are pending, for all four warps of the warpgroup. */
+HANDLER(wgmma_wait) {
+    (void)mask;
+    u32 pending = (u32)op->imm, target = w->wgmma_groups > pending ? w->wgmma_groups - pending : 0;
+    if (target <= w->wgmma_done) return NEXT;
+    i32 leader = w->id & ~3;
+    for (i32 i = leader; i < leader + 4 && i < w->cta->warp_count; i++) {
+        const Warp *other = &w->cta->warps[i];
+        if (other->wgmma_groups >= target) continue;
+        if (!group_of(w)->forced) return BLOCKED;
+        report(m, WGMMA_HAZARD, op, w, 0, "warp %d has committed %u wgmma groups, warp %d of the same warpgroup %u: all four warps "
+               "must execute the same wgmma instructions", w->id, w->wgmma_groups, other->id, other->wgmma_groups);
+    }
+    for (i32 i = leader; i < leader + 4 && i < w->cta->warp_count; i++) tensor_complete(m, &w->cta->warps[i], target);
+    if (w->tensor) tensor_retire(m, w, target);
+    w->wgmma_done = target;
+    clock_observe(m, w, (u32)(w->cta->rank * ACTORS + ACTOR_WGMMA + leader), target);
+    return NEXT;
+}
+
+/* **** lifetimes **** */
+
+void tensor_exit(Machine *m, Warp *w) {
+    Tensor *t = w->tensor;
+    if (!t || !t->count) return;
+    const Product *p = &t->queue[t->first];
+    report(m, WGMMA_HAZARD, p->op, w, 0, "the warp exits with this wgmma in flight: %s", p->group > w->wgmma_groups
+           ? "wgmma.commit_group and wgmma.wait_group are missing" : "wgmma.wait_group is missing");
+}
+
+static void accumulators_free(Accumulator *c) {
+    while (c) {
+        Accumulator *next = c->next;
+        free(c->matrix), free(c);
+        c = next;
+    }
+}
+
+void tensor_free(Machine *m, Warp *w) {
+    Tensor *t = w->tensor;
+    (void)m;
+    if (!t) return;
+    accumulators_free(t->live), accumulators_free(t->spare);
+    free(t->queue), free(t->held), free(t);
+    w->tensor = NULL;
+}
