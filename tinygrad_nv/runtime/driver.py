@@ -271,4 +271,5 @@ class Driver(ABC):
 
     @abstractmethod
     def tensor_map(self, spec: TensorMapSpec) -> bytes:
-        """The 128 bytes of a tensor map, for an argument of a launch."""
+        """The 128 bytes of a tensor map, for an argument of a launch. What cuTensorMapEncodeTiled refuses is
+        an `NVError` that names the limit."""

@@ -19,7 +19,7 @@ from typing import NoReturn
 import numpy as np
 
 from tinygrad_nv.errors import DriverError
-from tinygrad_nv.ptx.emulator import Buffer, Emulator, Finding
+from tinygrad_nv.ptx.emulator import Buffer, Emulator, Finding, TensorMap
 from tinygrad_nv.ptx.emulator.arguments import SHARED_LIMIT, SHARED_OF_SM, SM_COUNT, THREADS_OF_SM
 from tinygrad_nv.ptx.emulator.program import layout, shared_layout
 from tinygrad_nv.ptx.parser import parse
@@ -366,7 +366,10 @@ class EmulatedDriver(driver.Driver):
     # tensor maps
 
     def tensor_map(self, spec: TensorMapSpec) -> bytes:
-        raise NotImplementedError
+        dims, strides, box = spec.dims[::-1], spec.strides[::-1], spec.box[::-1]
+        steps = spec.element_strides[::-1] or (1,) * len(dims)
+        return TensorMap.tiled(spec.address, box, spec.swizzle, dims, strides, spec.dtype, steps,
+                               spec.interleave, spec.l2_promotion, spec.fill).encode()
 
 
 def _described(work: Launch, module: EmulatedModule, finding: Finding) -> str:
