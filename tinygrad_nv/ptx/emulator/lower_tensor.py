@@ -1,6 +1,6 @@
 """mma.sync, mma.sp, ldmatrix, stmatrix, movmatrix, wmma. Handlers: csrc/mma.c, csrc/matrix.c.
 
-Protocol: shapes are packed as m | n << 8 | k << 16; element types are numbered as in csrc/dot.c.
+Protocol: shapes are packed as m | n << 8 | k << 18; element types are numbered as in csrc/dot.c.
 """
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def shape(low: Lowering) -> tuple[int, int, int]:
 
 def packed(m: int, n: int, k: int) -> int:
     """A shape for Op.more."""
-    return m | n << 8 | k << 16
+    return m | n << 8 | k << 18
 
 
 def matrix_types(low: Lowering) -> tuple[str, str, str, str]:

@@ -4,15 +4,15 @@
  * g + 8 * (r % (m / 8)), k = E * q + j + 4 * E * (r / (m / 8)); of B's register r at k = E * q + j + 4 * E * r, column g;
  * C's register i at row g + 8 * (i / 2), column 2 * q + i % 2, two of them in a register for f16.
  *
- * Op: more = m | n << 8 | k << 16; width, vector = elements of A and B; flags below; list = D, A, B, C, metadata.
+ * Op: more = m | n << 8 | k << 18; width, vector = elements of A and B; flags below; list = D, A, B, C, metadata.
  */
 #include "core.h"
 
 enum { MMA_RESULT = 3, MMA_SATURATE = 4, MMA_XOR = 8, MMA_SPARSE = 16, MMA_SELECTOR_SHIFT = 5 };
 
 static inline int mma_m(const Op *op) { return op->more & 0xff; }
-static inline int mma_n(const Op *op) { return op->more >> 8 & 0xff; }
-static inline int mma_k(const Op *op) { return op->more >> 16; }
+static inline int mma_n(const Op *op) { return op->more >> 8 & 0x3ff; }
+static inline int mma_k(const Op *op) { return op->more >> 18; }
 
 /* The arithmetic of an architecture's mma.sync. Hopper has no 8-bit floats there: ptxas makes two f16 steps of them. */
 static void mma_arithmetic(const Machine *m, Dot *d, bool sparse) {
