@@ -155,8 +155,8 @@ static void report_shared(Machine *m, Warp *w, const Op *op, int lane, bool clus
     base = SHARED_BASE | rank << RANK_SHIFT;
     bool before = address < base;
     report(m, OUT_OF_BOUNDS, op, w, lane,
-           "%s of %llu bytes at shared address 0x%llx, %llu bytes %s the %llu bytes of shared memory at 0x%llx",
-           what, (ull)bytes, (ull)address, (ull)(before ? base - address : address + bytes - base - size),
+           "%s of %llu bytes at shared address 0x%llx, %llu bytes %s the %llu bytes of shared memory at "
+           "0x%llx", what, (ull)bytes, (ull)address, (ull)(before ? base - address : address + bytes - base - size),
            before ? "before" : "past", (ull)size, (ull)base);
 }
 
@@ -175,7 +175,8 @@ static void report_outside(Machine *m, Warp *w, const Op *op, int lane, int spac
     }
     u64 size = space == LOCAL ? m->launch.local_bytes : (u64)m->launch.parameter_bytes;
     report(m, OUT_OF_BOUNDS, op, w, lane,
-           "%s of %llu bytes at offset 0x%llx of the %llu bytes of %s memory", what, (ull)bytes, (ull)address, (ull)size, space_name(space));
+           "%s of %llu bytes at offset 0x%llx of the %llu bytes of %s memory", what, (ull)bytes, (ull)address,
+           (ull)size, space_name(space));
 }
 
 /* One lane's place after checking bounds and alignment, with a finding and false when they fail. */
