@@ -1,5 +1,5 @@
-"""Asynchronous copies: cp.async, bulk and tensor copies and their groups, st.async, red.async, tensor maps edited
-in place. Handlers: csrc/async.c, csrc/bulk.c, csrc/tma.c, csrc/tensormap.c.
+"""Asynchronous copies: cp.async, bulk and tensor copies and their groups, st.async, red.async, tensor maps
+edited in place; addresses in other CTAs. Handlers: csrc/async.c, csrc/bulk.c, csrc/tma.c, csrc/tensormap.c.
 
 Addresses beyond an op's own are made 64-bit values first (`async_address`), whatever they were written as.
 """
@@ -10,8 +10,8 @@ from tinygrad_nv.ptx.syntax import Address, Immediate, Instruction, Operand, Reg
 
 REDUCTIONS = {"add": 1, "min": 2, "max": 3, "inc": 4, "dec": 5, "and": 6, "or": 7, "xor": 8}
 TYPES = {"u32": 2, "b32": 2, "s32": 3, "u64": 4, "b64": 4, "s64": 5, "f16": 6, "f32": 7, "f64": 9, "bf16": 10}
-FIELDS = {"global_address": 0, "rank": 1, "elemtype": 2, "interleave_layout": 3, "swizzle_mode": 4, "fill_mode": 5,
-          "global_dim": 6, "global_stride": 7, "element_stride": 8, "box_dim": 9}
+FIELDS = {"global_address": 0, "rank": 1, "elemtype": 2, "interleave_layout": 3, "swizzle_mode": 4,
+          "fill_mode": 5, "global_dim": 6, "global_stride": 7, "element_stride": 8, "box_dim": 9}
 ORDINALS = {"global_dim": 5, "global_stride": 4, "element_stride": 5, "box_dim": 5}
 LIMITS = {"rank": 4, "elemtype": 12, "interleave_layout": 2, "swizzle_mode": 3, "fill_mode": 1}
 WAIT_ALL = NOINC = WAIT_READ = 1
@@ -30,9 +30,9 @@ def address_of(low: Lowering, operand: Operand) -> int:
     return place
 
 
-def spaces_of(low: Lowering, instruction: Instruction, default: tuple[str, ...] = ()) -> list[str]:
+def spaces_of(instruction: Instruction) -> list[str]:
     """The state spaces of an opcode in order: destination, source."""
-    return [m for m in instruction.modifiers if m in SPACES] or list(default)
+    return [m for m in instruction.modifiers if m in SPACES]
 
 
 def without_policy(low: Lowering, instruction: Instruction) -> list[Operand]:
@@ -61,11 +61,31 @@ def places(*candidates: int | bool) -> tuple[int, ...]:
     return tuple(int(place) for place in candidates if int(place) >= 0)
 
 
+# **** other CTAs' shared memory ****
+
+@lowers("mapa")
+def mapa(low: Lowering, instruction: Instruction) -> None:
+    """`mapa{.shared::cluster}.{u32, u64} d, a, rank;`."""
+    to, address, rank = instruction.operands
+    kind = low.types()[-1]
+    low.emit("mapa", d=low.dest(to, kind), a=low.source(address, kind), b=low.source(rank, "u32"),
+             width=WIDTHS[kind])
+
+
+@lowers("getctarank")
+def getctarank(low: Lowering, instruction: Instruction) -> None:
+    """`getctarank{.shared::cluster}.{u32, u64} d, a;`."""
+    to, address = instruction.operands
+    kind = low.types()[-1]
+    low.emit("getctarank", d=low.dest(to), a=low.source(address, kind), width=WIDTHS[kind])
+
+
 # **** cp.async ****
 
 @lowers("cp.async")
 def cp_async(low: Lowering, instruction: Instruction) -> None:
-    """`cp.async.{ca, cg}.shared{::cta}.global{.hints} [dst], [src], size{, src-size | ignore-src}{, policy};`."""
+    """`cp.async.{ca, cg}.shared{::cta}.global{.hints} [dst], [src], size{, src-size | ignore-src}
+    {, policy};`."""
     to, source, size, *rest = without_policy(low, instruction)
     if not isinstance(size, Immediate) or size.value not in ((16,) if low.has("cg") else (4, 8, 16)):
         raise low.fail("a copy of that size", "16 bytes with .cg; 4, 8 or 16 with .ca")
@@ -73,8 +93,8 @@ def cp_async(low: Lowering, instruction: Instruction) -> None:
     if rest:
         is_predicate = isinstance(rest[0], Register) and rest[0].kind == "pred"
         fields["e" if is_predicate else "c"] = low.source(rest[0], "pred" if is_predicate else "u32")
-    low.emit("cp_async", b=address_of(low, source), width=int(size.value), space=SPACES["shared"], **low.address(to),
-             **fields)
+    low.emit("cp_async", b=address_of(low, source), width=int(size.value), space=SPACES["shared"],
+             **low.address(to), **fields)
 
 
 @lowers("cp.async.commit_group")
@@ -86,8 +106,8 @@ def cp_commit(low: Lowering, instruction: Instruction) -> None:
 @lowers("cp.async.wait_group", "cp.async.wait_all")
 def cp_wait(low: Lowering, instruction: Instruction) -> None:
     """`cp.async.wait_group n;` and `cp.async.wait_all;`."""
-    all_ = low.has("wait_all")
-    low.emit("cp_wait", imm=0 if all_ else count_of(low, instruction.operands[0]), flags=WAIT_ALL if all_ else 0)
+    if low.has("wait_all"): low.emit("cp_wait", flags=WAIT_ALL)
+    else: low.emit("cp_wait", imm=count_of(low, instruction.operands[0]))
 
 
 @lowers("cp.async.mbarrier.arrive")
@@ -108,23 +128,26 @@ def bulk_commit(low: Lowering, instruction: Instruction) -> None:
 @lowers("cp.async.bulk.wait_group")
 def bulk_wait(low: Lowering, instruction: Instruction) -> None:
     """`cp.async.bulk.wait_group{.read} n;`."""
-    low.emit("bulk_wait", imm=count_of(low, instruction.operands[0]), flags=WAIT_READ if low.has("read") else 0)
+    flags = WAIT_READ if low.has("read") else 0
+    low.emit("bulk_wait", imm=count_of(low, instruction.operands[0]), flags=flags)
 
 
 @lowers("cp.async.bulk", "cp.reduce.async.bulk")
 def bulk(low: Lowering, instruction: Instruction) -> None:
     """`cp{.reduce}.async.bulk.dst.src.completion… [dst], [src], size{, [mbarrier]}{, mask}{, policy};`."""
     to, source, size, *rest = without_policy(low, instruction)
-    spaces = spaces_of(low, instruction)
+    spaces = spaces_of(instruction)
     if len(spaces) != 2: raise low.fail(f"{len(spaces)} state spaces", "those of destination and source")
-    if isinstance(size, Immediate) and size.value % 16: raise low.fail(f"{size.value} bytes", "a multiple of 16")
-    flags = reduction(low) if instruction.mnemonic == "cp" and low.has("reduce") else 0
+    if isinstance(size, Immediate) and size.value % 16:
+        raise low.fail(f"{size.value} bytes", "a multiple of 16")
+    flags = reduction(low) if low.has("reduce") else 0
     from_, bytes_ = address_of(low, source), low.source(size, "u32")
     barrier = address_of(low, rest.pop(0)) if spaces[0] in SHARED else -1
     ctas = (low.source(rest.pop(0), "u16"),) if low.has("multicast::cluster") else ()
     where = low.address(to)
     if spaces[0] in SHARED:
-        low.emit("bulk_load", b=from_, c=barrier, e=bytes_, list=ctas, flags=flags, space=SPACES["shared::cluster"],
+        low.emit("bulk_load", b=from_, c=barrier, e=bytes_, list=ctas, flags=flags,
+                 space=SPACES["shared::cluster"],
                  more=SPACES["shared" if spaces[1] in SHARED else "global"],
                  reads=places(where["a"], from_, barrier, bytes_, *ctas), **where)
     else: low.emit("bulk_store", b=from_, e=bytes_, flags=flags, space=SPACES["global"], **where)
@@ -145,46 +168,48 @@ def st_async(low: Lowering, instruction: Instruction) -> None:
     kind = low.types()[-1]
     values = low.sources(value, kind)
     if len(values) != int(low.one_of("v2", "v4", default="v1")[1:]) or WIDTHS[kind] not in (4, 8):
-        raise low.fail(f"{len(values)} values of type .{kind}", "as many as .v2 or .v4 says, of 32 or 64 bits")
+        raise low.fail(f"{len(values)} values of type .{kind}",
+                       "as many as .v2 or .v4 says, of 32 or 64 bits")
     where, signal = low.address(to), address_of(low, barrier)
-    low.emit("st_async", c=signal, list=values, width=WIDTHS[kind], vector=len(values), space=SPACES["shared::cluster"],
-             flags=reduction(low) if instruction.mnemonic == "red" else 0,
+    low.emit("st_async", c=signal, list=values, width=WIDTHS[kind], vector=len(values),
+             space=SPACES["shared::cluster"], flags=reduction(low) if instruction.mnemonic == "red" else 0,
              reads=places(where["a"], signal, *values), **where)
 
 
 # **** tensors ****
 
-def tensor(low: Lowering, instruction: Instruction, operand: Operand) -> tuple[int, tuple[int, ...]]:
+def tensor(low: Lowering, operand: Operand) -> tuple[int, tuple[int, ...]]:
     """The place of the map's address and those of the coordinates of `[map, {c0, …}]`."""
     if not isinstance(operand, Address) or operand.coordinates is None:
         raise low.fail("a tensor's place is expected", "[map, {c0, c1, …}]")
     coordinates = low.sources(operand.coordinates, "s32")
     rank = int(low.one_of("1d", "2d", "3d", "4d", "5d", default="0d")[0])
-    if len(coordinates) != rank: raise low.fail(f"{len(coordinates)} coordinates", f"{rank}, as the opcode says")
+    if len(coordinates) != rank:
+        raise low.fail(f"{len(coordinates)} coordinates", f"{rank}, as the opcode says")
     return address_of(low, Address(operand.base, operand.offset)), coordinates
 
 
 def mode(low: Lowering) -> int:
     """The flag of im2col modes. Modes of later architectures are errors."""
-    other = [m for m in low.current.modifiers if m.startswith("tile::")] if low.current else []
-    if other or low.one_of("im2col::w", "im2col::w::128"): raise low.fail("a mode of sm_100", ".tile or .im2col")
+    if low.one_of("tile::gather4", "tile::scatter4", "im2col::w", "im2col::w::128"):
+        raise low.fail("a mode of sm_100", ".tile or .im2col")
     return IM2COL if low.one_of("im2col", "im2col_no_offs") else 0
 
 
 @lowers("cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor")
 def bulk_tensor(low: Lowering, instruction: Instruction) -> None:
-    """`cp{.reduce}.async.bulk.tensor.dim.dst.src…`: to shared memory `[dst], [map, {c}], [mbarrier]{, {offsets}}
-    {, mask}{, policy};`, to global memory `[map, {c}], [src]{, policy};`."""
+    """`cp{.reduce}.async.bulk.tensor.dim.dst.src…`: to shared memory `[dst], [map, {c}], [mbarrier]
+    {, {offsets}}{, mask}{, policy};`, to global memory `[map, {c}], [src]{, policy};`."""
     operands = without_policy(low, instruction)
-    spaces = spaces_of(low, instruction)
+    spaces = spaces_of(instruction)
     load = bool(spaces) and spaces[0] in SHARED
     flags = mode(low)
-    map_, coordinates = tensor(low, instruction, operands.pop(1 if load else 0))
+    map_, coordinates = tensor(low, operands.pop(1 if load else 0))
     where = low.address(operands.pop(0))
     if not load:
         if low.has("reduce"): flags |= REDUCTIONS[low.one_of(*REDUCTIONS)]
-        low.emit("tma_store", b=map_, list=coordinates, vector=len(coordinates), flags=flags, space=SPACES["shared"],
-                 reads=places(where["a"], map_, *coordinates), **where)
+        low.emit("tma_store", b=map_, list=coordinates, vector=len(coordinates), flags=flags,
+                 space=SPACES["shared"], reads=places(where["a"], map_, *coordinates), **where)
         return
     barrier = address_of(low, operands.pop(0))
     offsets: tuple[int, ...] = ()
@@ -192,16 +217,16 @@ def bulk_tensor(low: Lowering, instruction: Instruction) -> None:
     if flags and len(offsets) != len(coordinates) - 2:
         raise low.fail(f"{len(offsets)} im2col offsets", "one for each spatial dimension")
     ctas = low.source(operands.pop(0), "u16") if low.has("multicast::cluster") else -1
-    low.emit("tma_load", b=map_, c=barrier, e=ctas, list=(*coordinates, *offsets), vector=len(coordinates), flags=flags,
-             space=SPACES["shared::cluster"], reads=places(where["a"], map_, barrier, ctas, *coordinates, *offsets),
-             **where)
+    low.emit("tma_load", b=map_, c=barrier, e=ctas, list=(*coordinates, *offsets), vector=len(coordinates),
+             flags=flags, space=SPACES["shared::cluster"],
+             reads=places(where["a"], map_, barrier, ctas, *coordinates, *offsets), **where)
 
 
 @lowers("cp.async.bulk.prefetch.tensor")
 def prefetch_tensor(low: Lowering, instruction: Instruction) -> None:
     """`cp.async.bulk.prefetch.tensor.dim.L2.global{.mode} [map, {c}]{, {offsets}}{, policy};`."""
     place, *offsets = without_policy(low, instruction)
-    map_, coordinates = tensor(low, instruction, place)
+    map_, coordinates = tensor(low, place)
     shifts = low.sources(offsets[0], "u16") if offsets else ()
     low.emit("tma_prefetch", b=map_, list=(*coordinates, *shifts), vector=len(coordinates), flags=mode(low),
              reads=places(map_, *coordinates, *shifts))
@@ -215,7 +240,8 @@ def tensormap_replace(low: Lowering, instruction: Instruction) -> None:
     address, *ordinals, value = instruction.operands
     name = low.one_of(*FIELDS)
     if not name: raise low.fail("no field", f"one of {', '.join(FIELDS)}")
-    if len(ordinals) != (name in ORDINALS): raise low.fail("operands that do not fit", "an ordinal for dimensions alone")
+    if len(ordinals) != (name in ORDINALS):
+        raise low.fail("operands that do not fit", "an ordinal for dimensions alone")
     ordinal = count_of(low, ordinals[0]) if ordinals else 0
     if ordinal >= ORDINALS.get(name, 1): raise low.fail(f"ordinal {ordinal}", f"less than {ORDINALS[name]}")
     if name in LIMITS and isinstance(value, Immediate) and not 0 <= value.value <= LIMITS[name]:
@@ -224,12 +250,14 @@ def tensormap_replace(low: Lowering, instruction: Instruction) -> None:
     if isinstance(value, Register) and low.width_of(value) != 8:
         narrow, place = low.source(value, "b32"), low.scratch("b64")
         low.emit("widen_u32", d=place, a=narrow)
-    low.emit("tensormap_replace", b=place, more=FIELDS[name], flags=ordinal, space=low.space(), **low.address(address))
+    low.emit("tensormap_replace", b=place, more=FIELDS[name], flags=ordinal, space=low.space(),
+             **low.address(address))
 
 
 @lowers("tensormap.cp_fenceproxy")
 def tensormap_copy(low: Lowering, instruction: Instruction) -> None:
-    """`tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.scope.sync.aligned [dst], [src], 128;`."""
+    """`tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.scope.sync.aligned
+    [dst], [src], 128;`."""
     to, source, size = instruction.operands
     if not isinstance(size, Immediate) or size.value != 128: raise low.fail("a size that is not 128", "128")
     low.emit("tensormap_copy", b=address_of(low, source), space=SPACES["global"], **low.address(to))

@@ -50,7 +50,8 @@ static bool find_signal(Machine *m, Warp *w, const Op *op, int lane, u64 address
     Place p;
     if (!async_place(m, w, op, lane, SHARED_CLUSTER, address, 8, 8, ATOMIC, &p)) return false;
     if (p.region->cta != owner) {
-        report(m, BARRIER, op, w, lane, "the mbarrier at 0x%llx is in CTA rank %d, the destination in rank %d",
+        report(m, BARRIER, op, w, lane,
+               "the mbarrier at 0x%llx is in CTA rank %d, the destination in rank %d",
                (unsigned long long)address, p.region->cta->rank, owner->rank);
         return false;
     }
@@ -65,8 +66,8 @@ static bool find_signal(Machine *m, Warp *w, const Op *op, int lane, u64 address
 static void send_signal(Machine *m, const Async *a, const Signal *s, u64 bytes) {
     if (!s->cta) return;
     if (s->cta->gone) {
-        report(m, ASYNC_HAZARD, a->op, a->warp, a->lane, "the copy was not complete when the CTA whose shared "
-               "memory it writes (rank %d) exited: wait on its mbarrier first", s->cta->rank);
+        report(m, ASYNC_HAZARD, a->op, a->warp, a->lane, "the copy was not complete when the CTA whose "
+               "shared memory it writes (rank %d) exited: wait on its mbarrier first", s->cta->rank);
         return;
     }
     Mbarrier *b = mbarrier_at(m, a->warp, a->op, a->lane, s->cta, s->offset);
@@ -84,6 +85,32 @@ HANDLER(async_address) {
     addresses(w, op, out);
     put64(w, op->d, out, mask);
     (void)m;
+    return NEXT;
+}
+
+/* **** other CTAs' shared memory **** */
+
+/* mapa: the address (width 4 or 8 bytes) as it is in the CTA of rank b of the cluster. */
+HANDLER(mapa) {
+    u32 narrow[LANES];
+    u64 wide[LANES];
+    (void)m;
+    if (op->width == 4) {
+        EACH narrow[l] = (r32(w, op->a)[l] & ((1u << RANK_SHIFT) - 1)) | r32(w, op->b)[l] << RANK_SHIFT;
+        put32(w, op->d, narrow, mask);
+        return NEXT;
+    }
+    EACH wide[l] = (r64(w, op->a)[l] & ~0xff000000ull) | (u64)(r32(w, op->b)[l] & 255) << RANK_SHIFT;
+    put64(w, op->d, wide, mask);
+    return NEXT;
+}
+
+/* getctarank: the rank of the CTA in whose shared memory an address (width 4 or 8 bytes) is. */
+HANDLER(getctarank) {
+    u32 rank[LANES];
+    (void)m;
+    EACH rank[l] = (op->width == 4 ? r32(w, op->a)[l] : (u32)r64(w, op->a)[l]) >> RANK_SHIFT;
+    put32(w, op->d, rank, mask);
     return NEXT;
 }
 
@@ -112,11 +139,13 @@ static u32 copied_bytes(Machine *m, Warp *w, const Op *op, int lane) {
     u32 bytes = op->c < 0 ? op->width : r32(w, op->c)[lane];
     if (op->e >= 0 && pred(w, op->e) >> lane & 1) return 0;
     if (bytes <= op->width) return bytes;
-    report(m, OUT_OF_BOUNDS, op, w, lane, "src-size is %u, more than the %u bytes of the copy", bytes, op->width);
+    report(m, OUT_OF_BOUNDS, op, w, lane, "src-size is %u, more than the %u bytes of the copy", bytes,
+           op->width);
     return op->width;
 }
 
-static void count_copies(Machine *m, const Op *op, const u64 *to, const u64 *from, u32 written, u32 read) {
+static void count_copies(Machine *m, const Op *op, const u64 *to, const u64 *from, u32 written,
+                         u32 read) {
     if (written) count_bank_conflicts(m, op, to, written, op->width);
     u64 bytes = (u64)popcount(read) * op->width;
     m->totals.async += bytes;
@@ -147,8 +176,8 @@ HANDLER(cp_async) {
         group = mine < group ? mine : group;
     }
     count_copies(m, op, to, from, written, read);
-    Async a = {.complete = complete_copies, .warp = w, .op = op, .lane = lowest(mask), .group = group, .family = COPY,
-               .args = {(u64)(next - pieces)}, .bytes = (u8 *)pieces};
+    Async a = {.complete = complete_copies, .warp = w, .op = op, .lane = lowest(mask), .group = group,
+               .family = COPY, .args = {(u64)(next - pieces)}, .bytes = (u8 *)pieces};
     if (written) async_add(m, a);
     else free(pieces);
     return NEXT;
@@ -184,7 +213,8 @@ HANDLER(cp_wait) {
     return NEXT;
 }
 
-/* cp.async.mbarrier.arrive when the copies before it are complete; args: CTA, offset, arrivals, group, clock. */
+/* cp.async.mbarrier.arrive when the copies before it are complete; args: CTA, offset, arrivals, group,
+ * clock. */
 static void complete_arrival(Machine *m, Async *a) {
     Cta *cta = (Cta *)a->args[0];
     async_complete_groups(m, a->warp, COPY, -1, (u32)a->args[3], false);
@@ -210,15 +240,21 @@ HANDLER(cp_arrive) {
         EACH if ((left >> l & 1) && address[l] == address[lane]) same |= 1u << l;
         left &= ~same;
         Place p;
-        if (!reach_lane(m, w, op, lane, op->space, address[lane], 8, 8, ATOMIC, &p) || !p.region || !p.region->cta) continue;
+        if (!reach_lane(m, w, op, lane, op->space, address[lane], 8, 8, ATOMIC, &p)) continue;
+        if (!p.region || !p.region->cta) {
+            report(m, BARRIER, op, w, lane, "an mbarrier at 0x%llx, which is not shared memory",
+                   (unsigned long long)address[lane]);
+            continue;
+        }
         Mbarrier *b = mbarrier_at(m, w, op, lane, p.region->cta, p.offset);
         if (!b) continue;
         if (!(op->flags & CP_NOINC)) {
             b->pending += popcount(same);
             mbarrier_changed(m, p.region->cta, b);
         }
-        async_add(m, (Async){.complete = complete_arrival, .warp = w, .op = op, .lane = lane, .args = {
-            (u64)p.region->cta, p.offset, (u64)popcount(same), group, group + w->copy_arrivals}});
+        async_add(m, (Async){.complete = complete_arrival, .warp = w, .op = op, .lane = lane,
+                             .args = {(u64)p.region->cta, p.offset, (u64)popcount(same), group,
+                                      group + w->copy_arrivals}});
     }
     w->copy_arrivals++;
     return NEXT;

@@ -1,14 +1,16 @@
 /* Bulk copies and reductions without a tensor map, and st.async and red.async.
  *
- * Ops: `a`, `imm`, `wide`, `space` the destination, b the source's address (u64) in space `more`, e the bytes,
- * c the mbarrier's address (u64) or -1, the list the mask of CTAs that a multicast goes to. flags: reduction | type << 4,
- * types by their numbers in tensor maps. */
+ * Ops: `a`, `imm`, `wide`, `space` the destination, b the source's address (u64) in space `more`, e the
+ * bytes, c the mbarrier's address (u64) or -1, the list the mask of CTAs that a multicast goes to. flags:
+ * reduction | type << 4, types by their numbers in tensor maps.
+ */
 #include <stdlib.h>
 
 #include "core.h"
 #include "formats.h"
 
-enum { REDUCE_NONE, REDUCE_ADD, REDUCE_MIN, REDUCE_MAX, REDUCE_INC, REDUCE_DEC, REDUCE_AND, REDUCE_OR, REDUCE_XOR };
+enum { REDUCE_NONE, REDUCE_ADD, REDUCE_MIN, REDUCE_MAX, REDUCE_INC, REDUCE_DEC, REDUCE_AND, REDUCE_OR,
+       REDUCE_XOR };
 enum { MAP_U8, MAP_U16, MAP_U32, MAP_S32, MAP_U64, MAP_S64, MAP_F16, MAP_F32, MAP_F32_FTZ, MAP_F64, MAP_BF16,
        MAP_TF32, MAP_TF32_FTZ, MAP_TYPES };
 static const u8 map_width[MAP_TYPES] = {1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2, 4, 4};
@@ -115,11 +117,14 @@ static bool bulk_size(Machine *m, Warp *w, const Op *op, int lane, u32 bytes) {
 static u32 target_ctas(Machine *m, Warp *w, const Op *op, int lane, i32 place) {
     u32 ctas = r32(w, place)[lane] & 0xffff, size = (u32)w->cta->cluster->size;
     if (ctas >> size)
-        report(m, OUT_OF_BOUNDS, op, w, lane, "multicast to CTA mask 0x%04x, the cluster has %u CTAs", ctas, size);
+        report(m, OUT_OF_BOUNDS, op, w, lane, "multicast to CTA mask 0x%04x, the cluster has %u CTAs", ctas,
+               size);
     return ctas & ((1u << size) - 1);
 }
 
-static u64 in_cta(u64 address, u32 rank) { return (address & ((1u << RANK_SHIFT) - 1)) | (u64)rank << RANK_SHIFT; }
+static u64 in_cta(u64 address, u32 rank) {
+    return (address & ((1u << RANK_SHIFT) - 1)) | (u64)rank << RANK_SHIFT;
+}
 
 static void count_bulk(Machine *m, int from, int to, u64 bytes) {
     m->totals.async += bytes;
@@ -129,7 +134,8 @@ static void count_bulk(Machine *m, int from, int to, u64 bytes) {
 }
 
 /* One destination CTA of a copy to shared memory. */
-static void load_to(Machine *m, Warp *w, const Op *op, int lane, u64 to, u64 barrier, const Place *source, u32 bytes) {
+static void load_to(Machine *m, Warp *w, const Op *op, int lane, u64 to, u64 barrier, const Place *source,
+                    u32 bytes) {
     Place p;
     Transfer t;
     if (!async_place(m, w, op, lane, SHARED_CLUSTER, to, bytes, 16, WRITE, &p)) return;
@@ -193,7 +199,8 @@ HANDLER(bulk_prefetch) {
     ACTIVE {
         Place p;
         u32 bytes = r32(w, op->e)[l];
-        if (bulk_size(m, w, op, l, bytes)) async_place(m, w, op, l, GLOBAL, r64(w, op->b)[l], bytes, 16, READ, &p);
+        if (!bulk_size(m, w, op, l, bytes)) continue;
+        async_place(m, w, op, l, GLOBAL, r64(w, op->b)[l], bytes, 16, READ, &p);
     }
     return NEXT;
 }

@@ -131,7 +131,7 @@ struct Warp {
     u32 *stamps;
     /* asynchronous work of this warp */
     u32 copy_groups[LANES], copy_done[LANES];  /* cp.async groups committed, known complete */
-    u32 copy_arrivals;  /* cp.async.mbarrier.arrives: they too tell copies before them from those after */
+    u32 copy_arrivals;  /* cp.async.mbarrier.arrives: they tell copies before them from those after */
     u32 bulk_groups[LANES], bulk_done[LANES], bulk_read[LANES];
     u32 wgmma_groups, wgmma_done;
     i32 in_flight;      /* wgmmas not complete */
@@ -353,8 +353,8 @@ typedef struct {
 
 /* Numbers of actors in a cluster: of each CTA, 32 warps, their wgmmas, bulk groups, cp.async groups, and its
  * mbarriers; then what bulk groups read, which wait_group.read waits for alone. */
-enum { ACTORS = 256, ACTOR_WGMMA = 32, ACTOR_BULK = 64, ACTOR_COPY = 96, ACTOR_MBARRIER = 128, MBARRIER_ACTORS = 96,
-       ACTOR_BULK_READ = ACTOR_MBARRIER + MBARRIER_ACTORS };
+enum { ACTORS = 256, ACTOR_WGMMA = 32, ACTOR_BULK = 64, ACTOR_COPY = 96, ACTOR_MBARRIER = 128,
+       MBARRIER_ACTORS = 96, ACTOR_BULK_READ = ACTOR_MBARRIER + MBARRIER_ACTORS };
 static inline u32 actor_of(const Warp *w,
                            int family) { return (u32)(w->cta->rank * ACTORS + family + w->id); }
 

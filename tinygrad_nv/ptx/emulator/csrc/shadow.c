@@ -93,8 +93,9 @@ static bool ordered(const Who *who, Id id, u32 clock) {
     u32 cluster = id_cluster(id), actor = id_actor(id);
     bool same_warp = cluster == w->cta->cluster->sequence && actor == actor_of(w, 0);
     /* a thread's own cp.asyncs: those it waited for, whatever the other lanes of the warp did */
-    bool own_copy = cluster == w->cta->cluster->sequence && actor == actor_of(w, ACTOR_COPY) && id_lane(id) == who->lane;
-    if (own_copy && clock <= w->copy_done[who->lane] + w->copy_arrivals) return true;
+    bool own_copy = actor == actor_of(w, ACTOR_COPY) && id_lane(id) == who->lane;
+    if (own_copy && cluster == w->cta->cluster->sequence && clock <= w->copy_done[who->lane]
+        + w->copy_arrivals) return true;
     if (!same_warp) return knows(w, cluster, actor, clock, KNOWN);
     if (id_lane(id) == who->lane && !id_many(id)) return true;
     return clock < w->lane_sync[who->lane];
@@ -278,8 +279,9 @@ void shadow_exit(Machine *m, Cta *c) {
         }
         if (most >= c->remote[a]) continue;
         if (copies) {
-            report(m, ASYNC_HAZARD, m->current, &c->warps[0], 0, "the CTA (rank %d of its cluster) exits without having "
-                   "waited on an mbarrier for what another CTA copies into its shared memory", c->rank);
+            report(m, ASYNC_HAZARD, m->current, &c->warps[0], 0, "the CTA (rank %d of its cluster) exits "
+                   "without having waited on an mbarrier for what another CTA copies into its shared memory",
+                   c->rank);
             return;
         }
         report(m, RACE, m->current, &c->warps[0], 0,

@@ -1,16 +1,17 @@
 /* Tensor maps: the 128 bytes decoded when an instruction uses them, and the instructions that edit them.
  *
- * Layout, as ptxas writes it for tensormap.replace (little-endian): 0x00 address; 0x08 bits 4-6 rank - 1, 7-10 element
- * type, 11-12 interleave, 13-14 swizzle, 15 fill; 0x0c + 4i stride i >> 4, its upper 4 bits in nibble i of 0x1c; 0x20 + 4i
- * dimension i - 1; 0x34 bits 3i element stride i - 1, bits 24-31 box 0 - 1; 0x38 + i - 1 box i - 1.
- * How hardware keeps the fields of im2col maps is not known. Here, in 16 bits each: 0x40 1, 0x42 channels, 0x44 pixels,
- * 0x48 and 0x50 the corners for W, H, D.
+ * Layout, as ptxas writes it for tensormap.replace (little-endian): 0x00 address; 0x08 bits 4-6 rank - 1,
+ * 7-10 element type, 11-12 interleave, 13-14 swizzle, 15 fill; 0x0c + 4i stride of dimension i + 1 >> 4, its
+ * upper 4 bits in nibble i of 0x1c; 0x20 + 4i dimension i - 1; 0x34 bits 3i element stride i - 1, bits 24-31
+ * box 0 - 1; 0x38 + i - 1 box i - 1.
+ * How hardware keeps the fields of im2col maps is not known. Here, in 16 bits each: 0x40 1, 0x42 channels,
+ * 0x44 pixels, 0x48 and 0x50 the corners for W, H, D.
  */
 #include "core.h"
 
 enum { MAP_BYTES = 128, IM2COL = 16, MAX_PITCH = 256 * 8 };
-enum { FIELD_ADDRESS, FIELD_RANK, FIELD_TYPE, FIELD_INTERLEAVE, FIELD_SWIZZLE, FIELD_FILL, FIELD_DIM, FIELD_STRIDE,
-       FIELD_STEP, FIELD_BOX };
+enum { FIELD_ADDRESS, FIELD_RANK, FIELD_TYPE, FIELD_INTERLEAVE, FIELD_SWIZZLE, FIELD_FILL, FIELD_DIM,
+       FIELD_STRIDE, FIELD_STEP, FIELD_BOX };
 
 /* Dimension 0 is the innermost; strides are bytes. */
 typedef struct {
@@ -37,12 +38,16 @@ static void decode_im2col(const u8 *raw, Map *map) {
 
 /* Decodes; `wrong` names the first field that cannot be. */
 static void decode_map(const u8 *raw, Map *map) {
-    u32 head = map_word(raw, 8), steps = map_word(raw, 0x34), swizzle = head >> 13 & 3, interleave = head >> 11 & 3;
+    u32 head = map_word(raw, 8), steps = map_word(raw, 0x34);
+    u32 swizzle = head >> 13 & 3, interleave = head >> 11 & 3;
     *map = (Map){.rank = (head >> 4 & 7) + 1, .type = head >> 7 & 15, .swizzle = (1u << swizzle) - 1,
                  .fill = head >> 15 & 1, .rows = 1, .im2col = raw[0x40] == 1};
     memcpy(&map->address, raw, 8);
     if (map->rank > 5) { snprintf(map->wrong, sizeof map->wrong, "rank %u", map->rank); return; }
-    if (map->type >= MAP_TYPES) { snprintf(map->wrong, sizeof map->wrong, "element type %u", map->type); return; }
+    if (map->type >= MAP_TYPES) {
+        snprintf(map->wrong, sizeof map->wrong, "element type %u", map->type);
+        return;
+    }
     map->width = map_width[map->type];
     for (u32 i = 0; i < map->rank; i++) {
         u64 high = i ? map_word(raw, 0x1c) >> 4 * (i - 1) & 15 : 0;
@@ -56,7 +61,8 @@ static void decode_map(const u8 *raw, Map *map) {
     if (map->im2col) decode_im2col(raw, map);
     map->pitch = map->box[0] * map->width;
     map->bytes = (u64)map->rows * map->pitch;
-    const char *wrong = !map->address ? "a global address of 0" : map->address % 16 ? "a global address that is not a multiple of 16"
+    const char *wrong = !map->address ? "a global address of 0"
+        : map->address % 16 ? "a global address that is not a multiple of 16"
         : interleave ? "an interleaved layout, which is not emulated"
         : map->pitch % 16 ? "an inner box dimension that is not a multiple of 16 bytes"
         : swizzle && map->pitch > 16u << swizzle ? "an inner box dimension wider than the swizzle"
@@ -66,8 +72,8 @@ static void decode_map(const u8 *raw, Map *map) {
     snprintf(map->wrong, sizeof map->wrong, "%s", wrong);
 }
 
-/* The map at a generic address, for an instruction on a tensor of `vector` dimensions; false: reported. It is read
- * past the generic proxy, so that who writes one in global memory must pass a fence.proxy.tensormap. */
+/* The map at a generic address, for an instruction on a tensor of `vector` dimensions; false: reported. It is
+ * read past the generic proxy, so that who writes one in global memory must pass a fence.proxy.tensormap. */
 static bool read_map(Machine *m, Warp *w, const Op *op, int lane, u64 address, Map *map) {
     Place p;
     if (!async_place(m, w, op, lane, GENERIC, address, MAP_BYTES, 64, READ, &p)) return false;
@@ -77,12 +83,14 @@ static bool read_map(Machine *m, Warp *w, const Op *op, int lane, u64 address, M
     decode_map(p.host, map);
     bool im2col = op->flags & IM2COL;
     if (!map->wrong[0] && map->rank != op->vector)
-        snprintf(map->wrong, sizeof map->wrong, "rank %u for an instruction of %u dimensions", map->rank, op->vector);
+        snprintf(map->wrong, sizeof map->wrong, "rank %u for an instruction of %u dimensions", map->rank,
+                 op->vector);
     else if (!map->wrong[0] && map->im2col != im2col)
-        snprintf(map->wrong, sizeof map->wrong, "%s mode for an instruction of %s mode", map->im2col ? "im2col" : "tiled",
-                 im2col ? "im2col" : "tiled");
+        snprintf(map->wrong, sizeof map->wrong, "%s mode for an instruction of %s mode",
+                 map->im2col ? "im2col" : "tiled", im2col ? "im2col" : "tiled");
     if (!map->wrong[0]) return true;
-    report(m, OUT_OF_BOUNDS, op, w, lane, "the tensor map at 0x%llx has %s", (unsigned long long)address, map->wrong);
+    report(m, OUT_OF_BOUNDS, op, w, lane, "the tensor map at 0x%llx has %s", (unsigned long long)address,
+           map->wrong);
     return false;
 }
 
@@ -90,8 +98,9 @@ static bool read_map(Machine *m, Warp *w, const Op *op, int lane, u64 address, M
 
 /* Where a field lies: byte offset of its 32-bit word, first bit, bits. */
 static void map_field(int field, u32 ordinal, u32 *at, u32 *bit, u32 *bits) {
-    static const u8 in_head[][2] = {[FIELD_RANK] = {4, 3}, [FIELD_TYPE] = {7, 4}, [FIELD_INTERLEAVE] = {11, 2},
-                                    [FIELD_SWIZZLE] = {13, 2}, [FIELD_FILL] = {15, 1}};
+    static const u8 in_head[][2] = {[FIELD_RANK] = {4, 3}, [FIELD_TYPE] = {7, 4},
+                                    [FIELD_INTERLEAVE] = {11, 2}, [FIELD_SWIZZLE] = {13, 2},
+                                    [FIELD_FILL] = {15, 1}};
     *bit = 0, *bits = 32;
     switch (field) {
     case FIELD_DIM: *at = 0x20 + 4 * ordinal; return;
@@ -105,7 +114,8 @@ static void map_field(int field, u32 ordinal, u32 *at, u32 *bit, u32 *bits) {
 }
 
 /* Replaces bits of a word of the map, as ordinary loads and stores. */
-static void replace_bits(Machine *m, Warp *w, const Op *op, int lane, u64 address, u32 bit, u32 bits, u32 value) {
+static void replace_bits(Machine *m, Warp *w, const Op *op, int lane, u64 address, u32 bit, u32 bits,
+                         u32 value) {
     u32 mask = (bits == 32 ? ~0u : (1u << bits) - 1) << bit, word = 0;
     u8 *host;
     if (bits < 32) {
@@ -118,7 +128,8 @@ static void replace_bits(Machine *m, Warp *w, const Op *op, int lane, u64 addres
 }
 
 static void replace_field(Machine *m, Warp *w, const Op *op, int lane, u64 map, u64 value) {
-    u32 at, bit, bits, ordinal = (u32)op->flags, minus = op->more == FIELD_DIM || op->more == FIELD_STEP || op->more == FIELD_BOX;
+    u32 at, bit, bits, ordinal = op->flags;
+    bool less_one = op->more == FIELD_DIM || op->more == FIELD_STEP || op->more == FIELD_BOX;
     if (op->more == FIELD_ADDRESS) {
         replace_bits(m, w, op, lane, map, 0, 32, (u32)value);
         replace_bits(m, w, op, lane, map + 4, 0, 32, (u32)(value >> 32));
@@ -129,12 +140,12 @@ static void replace_field(Machine *m, Warp *w, const Op *op, int lane, u64 map, 
         value >>= 4;
         replace_bits(m, w, op, lane, map + 0x1c, 4 * ordinal, 4, (u32)(value >> 32));
     }
-    replace_bits(m, w, op, lane, map + at, bit, bits, (u32)(value - minus));
+    replace_bits(m, w, op, lane, map + at, bit, bits, (u32)(value - less_one));
     if (op->more == FIELD_SWIZZLE && value) replace_bits(m, w, op, lane, map + 8, 22, 1, 0);
 }
 
-/* tensormap.replace: `a` the map, b the value (u64), more the field, flags the ordinal. Lanes that name the same map do
- * the same, so that one is enough. */
+/* tensormap.replace: `a` the map, b the value (u64), more the field, flags the ordinal. Lanes that name the
+ * same map do the same, so that one is enough. */
 HANDLER(tensormap_replace) {
     u64 address[LANES];
     u32 left = mask;
@@ -157,21 +168,21 @@ HANDLER(tensormap_copy) {
     Region *r;
     addresses(w, op, to);
     lanes_sync(m, w, mask);
-    const u8 *from = touch(m, w, op, lane, SHARED, r64(w, op->b)[lane], MAP_BYTES, MAP_BYTES, READ);
+    const u8 *from = touch(m, w, op, lane, SHARED, r64(w, op->b)[lane], MAP_BYTES, 64, READ);
     m->storing = from;
-    u8 *host = touch(m, w, op, lane, GLOBAL, to[lane], MAP_BYTES, MAP_BYTES, WRITE);
+    u8 *host = touch(m, w, op, lane, GLOBAL, to[lane], MAP_BYTES, 64, WRITE);
     m->storing = NULL;
     if (!from || !host) return NEXT;
     memcpy(host, from, MAP_BYTES);
-    if (locate(m, w, op, lane, GLOBAL, to[lane], MAP_BYTES, MAP_BYTES, &r, &offset))
+    if (locate(m, w, op, lane, GLOBAL, to[lane], MAP_BYTES, 64, &r, &offset))
         clock_location(m, w, r, offset, false, true, false, true);
     lanes_sync(m, w, mask);
     m->events++;
     return NEXT;
 }
 
-/* fence.proxy.tensormap::generic.acquire [a], 128: what was released with the map is known, and the map's reader sees
- * what this warp knows of global memory. */
+/* fence.proxy.tensormap::generic.acquire [a], 128: what was released with the map is known, and the map's
+ * reader sees what this warp knows of global memory. */
 HANDLER(tensormap_acquire) {
     u64 address[LANES], offset;
     Region *r;

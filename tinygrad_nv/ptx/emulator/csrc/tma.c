@@ -1,11 +1,12 @@
 /* Tensor copies: boxes between global memory and shared memory through a tensor map.
  *
- * A box lies in shared memory densely, dimension 0 fastest, in rows of `pitch` bytes (dimension 0); then the swizzle is
- * applied to absolute shared addresses, 16 bytes at a time. Elements outside the tensor are filled in by loads and
- * dropped by stores; an mbarrier always gets the bytes of the whole box.
+ * A box lies in shared memory densely, dimension 0 fastest, in rows of `pitch` bytes (dimension 0); then the
+ * swizzle is applied to absolute shared addresses, 16 bytes at a time. Elements outside the tensor are filled
+ * in by loads and dropped by stores; an mbarrier always gets the bytes of the whole box.
  *
- * Ops: the shared address in `a` (destination of loads, source of stores), b the map's address (u64), c the mbarrier's
- * (u64), e the multicast mask or -1; the list: `vector` coordinates, then im2col offsets. flags: reduction, IM2COL.
+ * Ops: the shared address in `a` (destination of loads, source of stores), b the map's address (u64), c the
+ * mbarrier's (u64), e the multicast mask or -1; the list: `vector` coordinates, then im2col offsets. flags:
+ * reduction, IM2COL.
  */
 #include <stdlib.h>
 
@@ -41,14 +42,15 @@ static void row_tiled(const Box *b, u32 r, i64 *at) {
     }
 }
 
-/* im2col: row r is pixel r from the starting coordinates, walking through the bounding box of base pixels, moved by the
- * offsets; the last dimension (images) follows when the box is full. */
+/* im2col: row r is pixel r from the starting coordinates, walking through the bounding box of base pixels,
+ * moved by the offsets; the last dimension (images) follows when the box is full. */
 static void row_im2col(const Box *b, u32 r, i64 *at) {
     const Map *map = &b->map;
     u32 spatial = map->rank - 2;
     i64 carry = r;
     for (u32 i = 0; i < spatial; i++) {
-        i64 first = map->lower[i], span = (i64)map->dim[i + 1] + map->upper[i] - first, step = map->step[i + 1];
+        i64 first = map->lower[i], span = (i64)map->dim[i + 1] + map->upper[i] - first;
+        i64 step = map->step[i + 1];
         i64 places = (span + step - 1) / step, place = (b->at[i + 1] - first) / step + carry;
         places = places < 1 ? 1 : places;
         carry = place / places;
@@ -81,7 +83,10 @@ static Box *find_box(Machine *m, Warp *w, const Op *op, int lane, const Map *map
     Box *b = malloc(sizeof *b + map->rows * sizeof *b->row);
     b->map = *map, b->rows = map->rows, b->dense = NULL, b->signal.cta = NULL;
     for (u32 i = 0; i < map->rank; i++) b->at[i] = s32(w, list[i])[lane];
-    for (i32 i = 0; i < 3; i++) b->shift[i] = op->vector + i < op->count ? (i32)(r32(w, list[op->vector + i])[lane] & 0xffff) : 0;
+    for (i32 i = 0; i < 3; i++) {
+        i32 at = op->vector + i;
+        b->shift[i] = at < op->count ? (i32)(r32(w, list[at])[lane] & 0xffff) : 0;
+    }
     i64 width = map->width, begin = -(i64)b->at[0] * width, end = ((i64)map->dim[0] - b->at[0]) * width;
     b->low = (u32)(begin < 0 ? 0 : begin > map->pitch ? map->pitch : begin);
     b->high = (u32)(end < 0 ? 0 : end > map->pitch ? map->pitch : end);
@@ -96,7 +101,8 @@ static u64 box_chunk(const Box *b, u64 at) {
 }
 
 /* The box's place in shared memory; a swizzle may use all of its last 128 bytes. */
-static bool place_box(Machine *m, Warp *w, const Op *op, int lane, u64 address, int kind, const Map *map, Place *p) {
+static bool place_box(Machine *m, Warp *w, const Op *op, int lane, u64 address, int kind, const Map *map,
+                      Place *p) {
     u64 bytes = map->swizzle ? (map->bytes + 127) & ~127ull : map->bytes;
     return async_place(m, w, op, lane, kind == WRITE ? SHARED_CLUSTER : SHARED, address, bytes, 128, kind, p);
 }
@@ -115,14 +121,18 @@ static void enter_rows(Machine *m, Who *who, const Box *b, int kind) {
 static void enter_shared(Machine *m, Who *who, const Box *b, int kind) {
     u32 pitch = b->map.pitch;
     Place all = {b->shared, b->offset, b->shared->data + b->offset};
-    if (kind == WRITE && !(b->map.swizzle && b->map.bytes % 128)) { async_write(m, who, &all, (u32)b->map.bytes); return; }
+    if (kind == WRITE && !(b->map.swizzle && b->map.bytes % 128)) {
+        async_write(m, who, &all, (u32)b->map.bytes);
+        return;
+    }
     for (u32 r = 0; r < b->rows; r++)
         for (u32 at = 0; at < pitch; at += 16) {
             u64 chunk = box_chunk(b, (u64)r * pitch + at);
             Place p = {b->shared, chunk, b->shared->data + chunk};
             if (kind == WRITE) { async_write(m, who, &p, 16); continue; }
-            u32 low = b->low > at ? b->low - at : 0, high = b->high < at + 16 ? b->high > at ? b->high - at : 0 : 16;
-            if (b->row[r].region && low < high) enter_access(m, who, p.region, p.offset + low, high - low, kind);
+            u32 low = b->low > at ? b->low : at, high = b->high < at + 16 ? b->high : at + 16;
+            if (!b->row[r].region || low >= high) continue;
+            enter_access(m, who, p.region, p.offset + low - at, high - low, kind);
         }
 }
 
@@ -189,7 +199,8 @@ HANDLER(tma_load) {
         count_bulk(m, GLOBAL, SHARED, map.bytes);
         if (op->e < 0) load_box(m, w, op, l, box, to[l], barrier);
         else for (u32 left = target_ctas(m, w, op, l, op->e); left; left &= left - 1)
-            load_box(m, w, op, l, box, in_cta(to[l], (u32)lowest(left)), in_cta(barrier, (u32)lowest(left)));
+            load_box(m, w, op, l, box, in_cta(to[l], (u32)lowest(left)),
+                     in_cta(barrier, (u32)lowest(left)));
         free(box);
     }
     return NEXT;
@@ -213,7 +224,8 @@ static void complete_store(Machine *m, Async *a) {
 static void complete_store_read(Machine *m, Async *a) {
     Box *b = (Box *)a->bytes;
     b->dense = malloc(b->map.bytes);
-    for (u64 at = 0; at < b->map.bytes; at += 16) memcpy(b->dense + at, b->shared->data + box_chunk(b, at), 16);
+    for (u64 at = 0; at < b->map.bytes; at += 16)
+        memcpy(b->dense + at, b->shared->data + box_chunk(b, at), 16);
     Async next = *a;
     a->bytes = NULL;
     next.reading = 0, next.complete = complete_store;
@@ -247,7 +259,8 @@ HANDLER(tma_store) {
 HANDLER(tma_prefetch) {
     ACTIVE {
         Map map;
-        if (read_map(m, w, op, l, r64(w, op->b)[l], &map)) free(find_box(m, w, op, l, &map, READ));
+        if (!read_map(m, w, op, l, r64(w, op->b)[l], &map)) continue;
+        free(find_box(m, w, op, l, &map, READ));
     }
     return NEXT;
 }
