@@ -15,7 +15,7 @@ ARCHS = {80: "sm_80", 90: "sm_90a"}
 BY_NAME = {case.name: case for case in CASES}
 SEEDED = ("softmax-f32-sm80", "gemm-bf16-3stages-sm80", "gemm-bf16-real-sm90", "tma-host-bf16-nt-sm90",
           "tma-device-real-sm90", "attention-tma-sm90", "specialised-outer-sm90",
-          "partitioned-tma-store-sm90", "lookback-sm90")
+          "partitioned-sm90", "lookback-sm90")
 
 
 def outcome(case: Case, seed: int) -> Outcome:

@@ -58,10 +58,11 @@ def operands(rng: Rng, m: int, n: int, k: int, dtype: torch.dtype, whole_numbers
 
 def product(a: torch.Tensor, b: torch.Tensor, out: torch.dtype, whole_numbers: bool,
             loss: float = 0.0) -> Wanted:
-    """a @ b exactly, or within the bound above plus `loss` (a relative loss of each product)."""
+    """a @ b, exact but for the rounding to `out`; or within the bound above plus `loss`, a relative loss of
+    each product."""
     left, right = (values(t).astype(np.float64) for t in (a, b))
     want = left @ right
-    if whole_numbers: return Wanted(want.astype(np.int64) if out is torch.int32 else want)
+    if whole_numbers: return exact(torch.from_numpy(want).to(out))
     scale = np.abs(left) @ np.abs(right)
     last = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}[out]
     return Wanted(want, scale * (a.shape[1] * 2**-22 + loss) + np.abs(want) * last)
@@ -285,7 +286,9 @@ CASES: list[Case] = [
     *cases("gemm-bf16-masked", gemm_kernel, gemm(72, 88, 168, SQUARE, BF16, F32)),
     *cases("gemm-bf16-odd", gemm_kernel, gemm(50, 37, 75, SMALL, BF16, F32), num_stages=2),
     *cases("gemm-bf16-real", gemm_kernel, gemm(64, 64, 160, SQUARE, BF16, whole_numbers=False)),
-    *cases("gemm-f16-f16-accumulator", gemm_kernel, gemm(64, 64, 160, SQUARE, F16, acc=tl.float16)),
+    # for sm_90 this kernel reads accumulators before wgmma.wait_group; ptxas says so too (C7517)
+    *cases("gemm-f16-f16-accumulator", gemm_kernel, gemm(64, 64, 160, SQUARE, F16, acc=tl.float16),
+           archs=(80,)),
     *cases("gemm-f16-real", gemm_kernel, gemm(64, 64, 160, SQUARE, F16, whole_numbers=False)),
     *cases("gemm-f16-nt", gemm_kernel, gemm(64, 64, 160, SQUARE, F16, F32, trans="NT")),
     *cases("gemm-f16-tn", gemm_kernel, gemm(64, 64, 160, SQUARE, F16, F32, trans="TN")),
