@@ -5,7 +5,7 @@ Rows as `isa.py` reads them: `key pattern; operands; needs`.
 from __future__ import annotations
 
 INTEGER = """
-add (<int>|.u16x2@90|.s16x2@90);                             =T T T
+add (<int>|.u16x2@90:8.0|.s16x2@90:8.0);                     =T T T
 add .sat.s32;                                                =T T T
 add .cc<int32>;                                              =T T T
 addc {.cc}<int32>;                                           =T T T
@@ -28,10 +28,10 @@ div <int>;                                                   =T T T
 rem <int>;                                                   =T T T
 abs (.s16|.s32|.s64);                                        =T T
 neg (.s16|.s32|.s64);                                        =T T
-min (<int>|.u16x2@90|.s16x2@90);                             =T T T
-min .relu(.s32|.s16x2);                                      =T T T;                                 90
-max (<int>|.u16x2@90|.s16x2@90);                             =T T T
-max .relu(.s32|.s16x2);                                      =T T T;                                 90
+min (<int>|.u16x2@90:8.0|.s16x2@90:8.0);                     =T T T
+min .relu(.s32|.s16x2);                                      =T T T;                                 90:8.0
+max (<int>|.u16x2@90:8.0|.s16x2@90:8.0);                     =T T T
+max .relu(.s32|.s16x2);                                      =T T T;                                 90:8.0
 popc (.b32|.b64);                                            =u32 T
 clz (.b32|.b64);                                             =u32 T
 bfind {.shiftamt}<int32>;                                    =u32 T

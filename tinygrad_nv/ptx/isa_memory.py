@@ -32,7 +32,7 @@ red.async .relaxed.cluster{.shared::cluster}.mbarrier::complete_tx::bytes.add(.u
         [s] T [s]; 90:8.1
 prefetch {.global|.local}(.L1|.L2);                          [a]
 prefetch .global(.L2::evict_last|.L2::evict_normal);         [a];                                    80:7.4
-prefetch.tensormap {.const|.param};                          [a];                                    90
+prefetch.tensormap {.const|.param};                          [a];                                    90:8.0
 prefetchu .L1;                                               [a]
 applypriority {.global}.L2::evict_normal;                    [a] #128;                               80:7.4
 discard {.global}.L2;                                        [a] #128;                               80:7.4
@@ -86,48 +86,49 @@ cp.async.wait_group;                                         #0..4294967295
 cp.async.wait_all;                                           -
 cp.async.mbarrier.arrive {.noinc}{.shared|.shared::cta@80:7.8}.b64; [s]
 cp.async.bulk .shared::cluster.global.mbarrier::complete_tx::bytes{.multicast::cluster}{<hint>};
-        [s] [g] bytes [s] mask hint; 90
+        [s] [g] bytes [s] mask hint; 90:8.0
 cp.async.bulk .shared::cta.global.mbarrier::complete_tx::bytes{<hint>}; [s] [g] bytes [s] hint;      90:8.6
-cp.async.bulk .shared::cluster.shared::cta.mbarrier::complete_tx::bytes; [s] [s] bytes [s];          90
-cp.async.bulk .global.shared::cta.bulk_group{<hint>};        [g] [s] bytes hint;                     90
-cp.async.bulk.prefetch .L2.global{<hint>};                   [g] bytes hint;                         90
-cp.async.bulk.commit_group;                                  -;                                      90
-cp.async.bulk.wait_group {.read};                            #0..4294967295;                         90
+cp.async.bulk .shared::cluster.shared::cta.mbarrier::complete_tx::bytes; [s] [s] bytes [s];          90:8.0
+cp.async.bulk .global.shared::cta.bulk_group{<hint>};        [g] [s] bytes hint;                     90:8.0
+cp.async.bulk.prefetch .L2.global{<hint>};                   [g] bytes hint;                         90:8.0
+cp.async.bulk.commit_group;                                  -;                                      90:8.0
+cp.async.bulk.wait_group {.read};                            #0..4294967295;                         90:8.0
 cp.async.bulk.tensor <dim>.shared::cluster.global{.tile}.mbarrier::complete_tx::bytes
         {.multicast::cluster}{<hint>};
-        [s] [map] [s] mask hint; 90
+        [s] [map] [s] mask hint; 90:8.0
 cp.async.bulk.tensor <dim>.shared::cta.global{.tile}.mbarrier::complete_tx::bytes{<hint>};
         [s] [map] [s] hint; 90:8.6
 cp.async.bulk.tensor <dim3>.shared::cluster.global.im2col.mbarrier::complete_tx::bytes
         {.multicast::cluster}{<hint>};
-        [s] [map] [s] offsets mask hint; 90
+        [s] [map] [s] offsets mask hint; 90:8.0
 cp.async.bulk.tensor <dim3>.shared::cta.global.im2col.mbarrier::complete_tx::bytes{<hint>};
         [s] [map] [s] offsets hint; 90:8.6
-cp.async.bulk.tensor <dim>.global.shared::cta{.tile}.bulk_group{<hint>}; [map] [s] hint;             90
-cp.async.bulk.tensor <dim3>.global.shared::cta.im2col_no_offs.bulk_group{<hint>}; [map] [s] hint;    90
-cp.async.bulk.prefetch.tensor <dim>.L2.global{.tile}{<hint>}; [map] hint;                            90
-cp.async.bulk.prefetch.tensor <dim3>.L2.global.im2col{<hint>}; [map] offsets hint;                   90
+cp.async.bulk.tensor <dim>.global.shared::cta{.tile}.bulk_group{<hint>}; [map] [s] hint;             90:8.0
+cp.async.bulk.tensor <dim3>.global.shared::cta.im2col_no_offs.bulk_group{<hint>}; [map] [s] hint;    90:8.0
+cp.async.bulk.prefetch.tensor <dim>.L2.global{.tile}{<hint>}; [map] hint;                            90:8.0
+cp.async.bulk.prefetch.tensor <dim3>.L2.global.im2col{<hint>}; [map] offsets hint;                   90:8.0
 cp.reduce.async.bulk .shared::cluster.shared::cta.mbarrier::complete_tx::bytes(.and|.or|.xor).b32;
-        [s] [s] bytes [s]; 90
+        [s] [s] bytes [s]; 90:8.0
 cp.reduce.async.bulk .shared::cluster.shared::cta.mbarrier::complete_tx::bytes.add(.u32|.s32|.u64);
-        [s] [s] bytes [s]; 90
+        [s] [s] bytes [s]; 90:8.0
 cp.reduce.async.bulk .shared::cluster.shared::cta.mbarrier::complete_tx::bytes(.min|.max)(.u32|.s32);
-        [s] [s] bytes [s]; 90
+        [s] [s] bytes [s]; 90:8.0
 cp.reduce.async.bulk .shared::cluster.shared::cta.mbarrier::complete_tx::bytes(.inc|.dec).u32;
-        [s] [s] bytes [s]; 90
-cp.reduce.async.bulk .global.shared::cta.bulk_group{<hint>}(.and|.or|.xor)(.b32|.b64); [g] [s] bytes hint; 90
+        [s] [s] bytes [s]; 90:8.0
+cp.reduce.async.bulk .global.shared::cta.bulk_group{<hint>}(.and|.or|.xor)(.b32|.b64);
+        [g] [s] bytes hint; 90:8.0
 cp.reduce.async.bulk .global.shared::cta.bulk_group{<hint>}.add(.u32|.s32|.u64|.f32|.f64);
-        [g] [s] bytes hint; 90
-cp.reduce.async.bulk .global.shared::cta.bulk_group{<hint>}.add.noftz(.f16|.bf16); [g] [s] bytes hint; 90
+        [g] [s] bytes hint; 90:8.0
+cp.reduce.async.bulk .global.shared::cta.bulk_group{<hint>}.add.noftz(.f16|.bf16); [g] [s] bytes hint; 90:8.0
 cp.reduce.async.bulk .global.shared::cta.bulk_group{<hint>}(.min|.max)(.u32|.s32|.u64|.s64|.f16|.bf16);
-        [g] [s] bytes hint; 90
-cp.reduce.async.bulk .global.shared::cta.bulk_group{<hint>}(.inc|.dec).u32; [g] [s] bytes hint;      90
+        [g] [s] bytes hint; 90:8.0
+cp.reduce.async.bulk .global.shared::cta.bulk_group{<hint>}(.inc|.dec).u32; [g] [s] bytes hint;      90:8.0
 cp.reduce.async.bulk.tensor <dim>.global.shared::cta(.add|.min|.max|.inc|.dec|.and|.or|.xor){.tile}
         .bulk_group{<hint>};
-        [map] [s] hint; 90
+        [map] [s] hint; 90:8.0
 cp.reduce.async.bulk.tensor <dim3>.global.shared::cta(.add|.min|.max|.inc|.dec|.and|.or|.xor)
         .im2col_no_offs.bulk_group{<hint>};
-        [map] [s] hint; 90
+        [map] [s] hint; 90:8.0
 tensormap.replace .tile.global_address{.global|.shared::cta}.b1024.b64; [a] b64;                     90a:8.3
 tensormap.replace .tile.rank{.global|.shared::cta}.b1024.b32; [a] b32;                               90a:8.3
 tensormap.replace .tile(.box_dim|.global_dim|.element_stride){.global|.shared::cta}.b1024.b32;
@@ -151,38 +152,38 @@ barrier {.cta@80:7.8}.sync{.aligned};                        id threads?
 barrier {.cta@80:7.8}.arrive{.aligned};                      id threads
 barrier {.cta@80:7.8}.red{.aligned}.popc.u32;                =u32 id pred | =u32 id threads pred
 barrier {.cta@80:7.8}.red{.aligned}(.and|.or).pred;          =pred id pred | =pred id threads pred
-barrier.cluster.arrive {.release|.relaxed}{.aligned};        -;                                      90
-barrier.cluster.wait {.acquire}{.aligned};                   -;                                      90
+barrier.cluster.arrive {.release@90:8.0|.relaxed@90:8.0}{.aligned}; -;                               90
+barrier.cluster.wait {.acquire@90:8.0}{.aligned};            -;                                      90
 mbarrier.init {<cta>}.b64;                                   [s] b32
 mbarrier.inval {<cta>}.b64;                                  [s]
-mbarrier.expect_tx [.relaxed<near>]{<cta>|.shared::cluster}.b64; [s] b32;                            90
-mbarrier.complete_tx [.relaxed<near>]{<cta>|.shared::cluster}.b64; [s] b32;                          90
+mbarrier.expect_tx [.relaxed<near>]{<cta>|.shared::cluster}.b64; [s] b32;                            90:8.0
+mbarrier.complete_tx [.relaxed<near>]{<cta>|.shared::cluster}.b64; [s] b32;                          90:8.0
 mbarrier.arrive {<cta>}.b64;                                 =b64_ [s] b32?@90
 mbarrier.arrive (.release@80:8.0|.relaxed@90:8.6)(.cta|.cluster@90){<cta>}.b64; =b64_ [s] b32?@90
-mbarrier.arrive [(.release|.relaxed@90:8.6)<near>].shared::cluster.b64; _ [s] b32?;                  90
-mbarrier.arrive .expect_tx[(.release|.relaxed@90:8.6)<near>]{<cta>}.b64; =b64_ [s] b32;              90
-mbarrier.arrive .expect_tx[(.release|.relaxed@90:8.6)<near>].shared::cluster.b64; _ [s] b32;         90
+mbarrier.arrive [(.release|.relaxed@90:8.6)<near>].shared::cluster.b64; _ [s] b32?;                  90:8.0
+mbarrier.arrive .expect_tx[(.release|.relaxed@90:8.6)<near>]{<cta>}.b64; =b64_ [s] b32;              90:8.0
+mbarrier.arrive .expect_tx[(.release|.relaxed@90:8.6)<near>].shared::cluster.b64; _ [s] b32;         90:8.0
 mbarrier.arrive .noComplete[(.release@80:8.0).cta]{<cta>}.b64; =b64_ [s] b32
 mbarrier.arrive_drop {<cta>}.b64;                            =b64_ [s] b32?@90
 mbarrier.arrive_drop (.release@80:8.0|.relaxed@90:8.6)(.cta|.cluster@90){<cta>}.b64; =b64_ [s] b32?@90
-mbarrier.arrive_drop [(.release|.relaxed@90:8.6)<near>].shared::cluster.b64; _ [s] b32?;             90
-mbarrier.arrive_drop .expect_tx[(.release|.relaxed@90:8.6)<near>]{<cta>}.b64; =b64_ [s] b32;         90
-mbarrier.arrive_drop .expect_tx[(.release|.relaxed@90:8.6)<near>].shared::cluster.b64; _ [s] b32;    90
+mbarrier.arrive_drop [(.release|.relaxed@90:8.6)<near>].shared::cluster.b64; _ [s] b32?;             90:8.0
+mbarrier.arrive_drop .expect_tx[(.release|.relaxed@90:8.6)<near>]{<cta>}.b64; =b64_ [s] b32;         90:8.0
+mbarrier.arrive_drop .expect_tx[(.release|.relaxed@90:8.6)<near>].shared::cluster.b64; _ [s] b32;    90:8.0
 mbarrier.arrive_drop .noComplete[(.release@80:8.0).cta]{<cta>}.b64; =b64_ [s] b32
 mbarrier.test_wait [(.acquire@80:8.0|.relaxed@90:8.6)(.cta|.cluster@90)]{<cta>}.b64; =pred [s] b64
 mbarrier.test_wait .parity[(.acquire@80:8.0|.relaxed@90:8.6)(.cta|.cluster@90)]{<cta>}.b64;
         =pred [s] b32; 80:7.1
-mbarrier.try_wait [(.acquire|.relaxed@90:8.6)<near>]{<cta>}.b64; =pred [s] b64 b32?;                 90
-mbarrier.try_wait .parity[(.acquire|.relaxed@90:8.6)<near>]{<cta>}.b64; =pred [s] b32 b32?;          90
+mbarrier.try_wait [(.acquire@90:8.0|.relaxed@90:8.6)<near>]{<cta>}.b64; =pred [s] b64 b32?;          90
+mbarrier.try_wait .parity[(.acquire@90:8.0|.relaxed@90:8.6)<near>]{<cta>}.b64; =pred [s] b32 b32?;   90
 mbarrier.pending_count .b64;                                 =b32 b64
 membar (.cta|.gl|.sys);                                      -
 fence (.sc|.acq_rel)<scope>;                                 -
 fence (.acquire|.release)<scope>;                            -
 fence .acquire.sync_restrict::shared::cluster.cluster;       -;                                      90:8.6
 fence .release.sync_restrict::shared::cta.cluster;           -;                                      90:8.6
-fence.mbarrier_init .release.cluster;                        -;                                      90
+fence.mbarrier_init .release.cluster;                        -;                                      90:8.0
 fence.proxy.alias;                                           -;                                      80:7.5
-fence.proxy.async {.global|.shared::cta|.shared::cluster};   -;                                      90
+fence.proxy.async {.global@90:8.0|.shared::cta@90:8.0|.shared::cluster@90:8.0}; -;                   90
 fence.proxy.async::generic .acquire.sync_restrict::shared::cluster.cluster; -;                       90:8.6
 fence.proxy.async::generic .release.sync_restrict::shared::cta.cluster; -;                           90:8.6
 fence.proxy.tensormap::generic .release<scope>;              -;                                      90:8.3
@@ -197,12 +198,13 @@ match.any.sync (.b32|.b64);                                  =b32 T b32
 match.all.sync (.b32|.b64);                                  =b32/pred T b32
 redux.sync (.add|.min|.max)(.u32|.s32);                      =T T b32
 redux.sync (.and|.or|.xor).b32;                              =T T b32
-elect.sync;                                                  =b32_|pred b32;                         90
+elect.sync;                                                  =b32_|pred b32;                         90:8.0
 setmaxnreg (.inc|.dec).sync.aligned.u32;                     #24..256/8;                             90a
 griddepcontrol.wait;                                         -;                                      90
 griddepcontrol.launch_dependents;                            -;                                      90
 nanosleep .u32;                                              u32
 bra {.uni};                                                  label
+brx.idx {.uni};                                              u32 table
 ret {.uni};                                                  -
 exit;                                                        -
 trap;                                                        -

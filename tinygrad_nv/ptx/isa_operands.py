@@ -11,7 +11,7 @@ A slot is written, in the tables, as
   #0..7 #4|8 #24..256/8   constant: a range, a list, a range with a step;  u32#0..15 that or a register:
              id, threads, bytes;  sign is #-1|1
   hint mask  present exactly when .L2::cache_hint, .multicast::cluster is;  offsets of im2col
-  any label _ A   source of mov, place in the code, sink, wgmma's A (registers or descriptor)
+  any label table _ A   source of mov, place in the code, .branchtargets, sink, wgmma's A
   x? x@90    may be left out; needs, as the tables write them
 
 Types: a register fits when it has the width and is bits, or of the same family (integers of either sign).
@@ -145,7 +145,7 @@ def fits(declared: str, wanted: str, wide: bool = False) -> bool:
 def problem(slot: Slot, operand: Operand, use: Use) -> str:
     """What is wrong with an operand in a slot, "" if nothing."""
     if slot.name.startswith("["): return _address(slot, operand, use)
-    if slot.name == "label": return "" if isinstance(operand, Symbol) else "a label is expected"
+    if slot.name in ("label", "table"): return "" if isinstance(operand, Symbol) else "a label is expected"
     if slot.name == "_": return "" if isinstance(operand, Sink) else "the sink _ is expected"
     if slot.name == "any": return _moved(operand, use)
     if slot.name == "offsets": return _vector(operand, "u16", use.count - 2, use)
@@ -260,7 +260,7 @@ def sample(slot: Slot, use: Use, position: int) -> str:
     """An operand that fits, in the registers of `REGISTERS`."""
     if slot.name == "[map]": return f"[%b64_1, {_listed('s32', use.count)}]"
     if slot.name.startswith("["): return "[%b64_1]"
-    if slot.name == "label": return "LABEL"
+    if slot.name in ("label", "table"): return slot.name.upper()
     if slot.name == "_": return "_"
     if slot.name == "any": return f"%{_register(use.types[-1])}_{position}"
     if slot.name == "offsets": return _listed("u16", use.count - 2)
