@@ -142,13 +142,13 @@ static void conflict(Machine *m, const Who *who, Id me, Id other, bool wrote, bo
     report_pair(m, kind, who->op, who->warp, who->lane, op->line, id_cta(m, other), thread, text);
 }
 
-/* Whether two writes by the same instruction of the same CTA are one replicated store: of the same value, or
-   by lanes of one warp, where PTX stores the value of one of them, whichever it may be. (Triton stores sums
-   that lanes have added up in different orders.) */
+/* Whether it does not matter which of two ordinary writes of one CTA comes last: they are of the same value
+   (Triton's warpgroups may store a tile that each of them computed), or of lanes of one warp in one
+   instruction, where PTX stores the value of one of them (Triton stores sums that lanes have added up in
+   different orders). */
 static bool replicated(const Machine *m, Id me, Id other, const Region *r, u64 offset, u32 bytes, u64 from) {
-    if (!m->storing || (me & 0x3fffff) != (other & 0x3fffff)
-        || id_cta(m, me) != id_cta(m, other)) return false;
-    if (id_actor(me) == id_actor(other)) return true;
+    if (!m->storing || id_async(other) || id_cta(m, me) != id_cta(m, other)) return false;
+    if ((me & 0x3fffff) == (other & 0x3fffff) && id_actor(me) == id_actor(other)) return true;
     return memcmp(r->data + offset, m->storing + (offset - from), bytes) == 0;
 }
 
