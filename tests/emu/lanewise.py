@@ -1,8 +1,10 @@
 """PTX instructions applied element by element: arrays in, arrays out, one thread for each element.
 
-Protocol: `apply(body, sources, results)` makes a kernel around `body`, in which %s0, %s1, … are registers with
+Protocol: `apply(body, sources, results)` makes a kernel around `body`, in which %s0, %s1, … are registers
+with
 this thread's elements of the sources, and %d0, %d1, … are stored. Registers have the width of the NumPy types
-(bool: predicates). `%t<8>`, `%w<8>` and `%q<8>` are 32-bit, 64-bit and predicate registers for the body's use.
+(bool: predicates). `%t<8>`, `%w<8>` and `%q<8>` are 32-bit, 64-bit and predicate registers for the body's
+use.
 """
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ def kernel(body: str, sources: list[np.dtype], results: list[np.dtype]) -> str:
              ".reg .b64 %base, %w<8>;", ".reg .pred %beyond, %q<8>;"]
     lines += [declare(name, kind) for name, kind in zip(names, (*sources, *results), strict=True)]
     lines += ["mov.u32 %index, %ctaid.x;", f"mul.lo.u32 %index, %index, {THREADS};", "mov.u32 %byte, %tid.x;",
-              "add.u32 %index, %index, %byte;", "ld.param.b32 %count, [n];", "setp.ge.u32 %beyond, %index, %count;",
+              "add.u32 %index, %index, %byte;", "ld.param.b32 %count, [n];",
+              "setp.ge.u32 %beyond, %index, %count;",
               "@%beyond bra DONE;"]
     for number, kind in enumerate(sources): lines += load(number, kind)
     lines.append(body)
@@ -55,7 +58,8 @@ def kernel(body: str, sources: list[np.dtype], results: list[np.dtype]) -> str:
     return HEADER + "\n".join([*lines, "DONE:", "ret;", "}"]) + "\n"
 
 
-def apply(body: str, sources: list[np.ndarray], results: list[type], arch: str = "sm_90a") -> list[np.ndarray]:
+def apply(body: str, sources: list[np.ndarray], results: list[type],
+          arch: str = "sm_90a") -> list[np.ndarray]:
     """What the body makes of each element. The emulator must have nothing to find fault with."""
     kinds = [np.dtype(kind) for kind in results]
     count = len(sources[0])
@@ -63,7 +67,8 @@ def apply(body: str, sources: list[np.ndarray], results: list[type], arch: str =
     args = [emu.alloc(np.ascontiguousarray(source)) for source in sources]
     out = [emu.alloc(np.zeros(count, kind)) for kind in kinds]
     text = kernel(body, [source.dtype for source in sources], kinds)
-    report = emu.launch(text, grid=(-(-count // THREADS), 1, 1), block=(THREADS, 1, 1), args=[*args, *out, count])
+    report = emu.launch(text, grid=(-(-count // THREADS), 1, 1), block=(THREADS, 1, 1),
+                        args=[*args, *out, count])
     assert not report.findings, report.findings
     return [buffer.numpy() for buffer in out]
 
@@ -81,8 +86,10 @@ UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 def integers(bits: int, count: int, seed: int) -> np.ndarray:
     """Random integers of all sizes, and the edges, as unsigned ones."""
     random = np.random.default_rng(seed)
-    values = [int(random.integers(0, 1 << 63, dtype=np.uint64)) * 2 + int(random.integers(2)) for _ in range(count)]
-    edges = [0, 1, 2, (1 << bits) - 1, (1 << bits) - 2, 1 << (bits - 1), (1 << (bits - 1)) - 1, (1 << (bits - 1)) + 1]
+    values = [int(random.integers(0, 1 << 63, dtype=np.uint64)) * 2 + int(random.integers(2))
+              for _ in range(count)]
+    edges = [0, 1, 2, (1 << bits) - 1, (1 << bits) - 2, 1 << (bits - 1), (1 << (bits - 1)) - 1,
+             (1 << (bits - 1)) + 1]
     sized = [value >> int(random.integers(64 - bits, 64)) for value in values]
     flipped = [value if random.integers(2) else ~value for value in sized]
     every = [value & ((1 << bits) - 1) for value in (*edges, *flipped)]
@@ -94,9 +101,17 @@ def signed(value: int, bits: int) -> int:
     return value - (1 << bits) if value >> (bits - 1) & 1 else value
 
 
-F32_EDGES = np.array([0, 0x80000000, 1, 0x80000001, 0x007fffff, 0x807fffff, 0x00800000, 0x80800000, 0x3f800000,
-                      0xbf800000, 0x3f800001, 0x3f7fffff, 0x7f7fffff, 0xff7fffff, 0x7f800000, 0xff800000, 0x7fc00000,
-                      0x7f800001, 0xffc00001, 0x40490fdb, 0x4b000000, 0x4b7fffff, 0x4f000000, 0x5f000000], np.uint32)
+def typed(x: int, kind: str) -> int:
+    """An unsigned integer read as a type such as "s16" says."""
+    return signed(x, int(kind[1:])) if kind[0] == "s" else x
+
+
+F32_EDGES = np.array([0, 0x80000000, 1, 0x80000001, 0x007fffff, 0x807fffff, 0x00800000, 0x80800000,
+                      0x3f800000,
+                      0xbf800000, 0x3f800001, 0x3f7fffff, 0x7f7fffff, 0xff7fffff, 0x7f800000, 0xff800000,
+                      0x7fc00000,
+                      0x7f800001, 0xffc00001, 0x40490fdb, 0x4b000000, 0x4b7fffff, 0x4f000000, 0x5f000000],
+                     np.uint32)
 
 
 def floats(count: int, seed: int) -> np.ndarray:

@@ -1,15 +1,11 @@
 """Integer arithmetic, logic, shifts and bit fields of the emulator against Python's integers, bit for bit."""
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
-from lanewise import UNSIGNED, apply, apply1, integers, signed
-
-from tinygrad_nv.errors import PTXError
+from lanewise import UNSIGNED, apply, apply1, integers, signed, typed
 
 COUNT = 640
 
@@ -19,23 +15,20 @@ def widths(kind: str) -> int:
     return int(kind[1:])
 
 
-def value(x: int, kind: str) -> int:
-    """An unsigned element read as its type says."""
-    return signed(x, widths(kind)) if kind[0] == "s" else x
-
-
 def check(opcode: str, kinds: str, expected: Callable[..., int], count: int = COUNT, tail: str = "") -> None:
-    """Applies `opcode d, a, …` to random operands of `kinds` (the destination's type first), and compares with
+    """Applies `opcode d, a, …` to random operands of `kinds` (the destination's type first), and compares
+    with
     `expected` of Python integers, cut to the destination's width."""
     to, *sources = kinds.split()
     given = [integers(widths(kind), count, seed) for seed, kind in enumerate(sources)]
     operands = ", ".join(["%d0", *(f"%s{i}" for i in range(len(sources)))])
     got = apply1(f"{opcode} {operands}{tail};", *given, result=UNSIGNED[widths(to) // 8])
     ones = (1 << widths(to)) - 1
-    columns = zip(*([value(int(x), kind) for x in array] for array, kind in zip(given, sources, strict=True)),
+    columns = zip(*([typed(int(x), kind) for x in array] for array, kind in zip(given, sources, strict=True)),
                   strict=True)
     for i, row in enumerate(columns):
-        assert int(got[i]) == expected(*row) & ones, (opcode, row, hex(int(got[i])), hex(expected(*row) & ones))
+        assert int(got[i]) == expected(*row) & ones, (opcode, row, hex(int(got[i])),
+                                                      hex(expected(*row) & ones))
 
 
 def clamp(x: int, bits: int) -> int:
@@ -90,7 +83,8 @@ for kind in ALL:
             lambda a, n=n: n - (a if a >= 0 else ~a).bit_length() if a not in (0, -1) else -1)
 for n in (16, 32, 64):
     kind = f"b{n}"
-    for name, function in (("and", lambda a, b: a & b), ("or", lambda a, b: a | b), ("xor", lambda a, b: a ^ b)):
+    for name, function in (("and", lambda a, b: a & b), ("or", lambda a, b: a | b),
+                           ("xor", lambda a, b: a ^ b)):
         add(f"{name}.{kind}", f"{kind} {kind} {kind}", function)
     add(f"not.{kind}", f"{kind} {kind}", lambda a: ~a)
     add(f"cnot.{kind}", f"{kind} {kind}", lambda a: int(a == 0))
@@ -110,16 +104,18 @@ add("max.relu.s32", "s32 s32 s32", lambda a, b: max(a, b, 0))
 
 def low24(x: int, kind: str) -> int:
     """The low 24 bits."""
-    return value(x & 0xffffff, f"{kind[0]}24")
+    return typed(x & 0xffffff, f"{kind[0]}24")
 
 
 for kind in ("s32", "u32"):
     add(f"mul24.lo.{kind}", f"{kind} {kind} {kind}", lambda a, b, k=kind: low24(a, k) * low24(b, k))
     add(f"mul24.hi.{kind}", f"{kind} {kind} {kind}", lambda a, b, k=kind: low24(a, k) * low24(b, k) >> 16)
-    add(f"mad24.lo.{kind}", f"{kind} {kind} {kind} {kind}", lambda a, b, c, k=kind: low24(a, k) * low24(b, k) + c)
+    add(f"mad24.lo.{kind}", f"{kind} {kind} {kind} {kind}", lambda a, b, c,
+        k=kind: low24(a, k) * low24(b, k) + c)
     add(f"mad24.hi.{kind}", f"{kind} {kind} {kind} {kind}",
         lambda a, b, c, k=kind: (low24(a, k) * low24(b, k) >> 16) + c)
-add("mad24.hi.sat.s32", "s32 s32 s32 s32", lambda a, b, c: clamp((low24(a, "s") * low24(b, "s") >> 16) + c, 32))
+add("mad24.hi.sat.s32", "s32 s32 s32 s32", lambda a,
+    b, c: clamp((low24(a, "s") * low24(b, "s") >> 16) + c, 32))
 
 
 @pytest.mark.parametrize(("opcode", "kinds", "expected"), CASES, ids=[case[0] for case in CASES])
@@ -147,7 +143,7 @@ def test_shifts_clamp(kind: str) -> None:
     left = apply1(f"shl.b{n} %d0, %s0, %s1;", a, b, result=UNSIGNED[n // 8])
     for x, by, r, q in zip(a, b, right, left, strict=True):
         x, by, ones = int(x), min(int(by), 64), (1 << n) - 1
-        assert int(r) == (value(x, kind) >> by) & ones
+        assert int(r) == (typed(x, kind) >> by) & ones
         assert int(q) == (x << by) & ones
 
 
@@ -155,7 +151,8 @@ def test_shifts_clamp(kind: str) -> None:
 def test_funnel_shifts(mode: str) -> None:
     """Of the 64 bits b:a."""
     a, b, c = integers(32, COUNT, 1), integers(32, COUNT, 2), small(COUNT, 3, 40)
-    left, right = apply(f"shf.l.{mode}.b32 %d0, %s0, %s1, %s2; shf.r.{mode}.b32 %d1, %s0, %s1, %s2;", [a, b, c],
+    left, right = apply(f"shf.l.{mode}.b32 %d0, %s0, %s1, %s2; shf.r.{mode}.b32 %d1, %s0, %s1, %s2;",
+                        [a, b, c],
                         [np.uint32, np.uint32])
     for x, y, by, q, r in zip(a, b, c, left, right, strict=True):
         by = int(by) & 31 if mode == "wrap" else min(int(by), 32)
@@ -222,7 +219,8 @@ def test_find_nth_set() -> None:
     a, b = integers(32, COUNT, 1), np.arange(COUNT, dtype=np.uint32) % 32
     c = np.random.default_rng(3).integers(-6, 7, COUNT).astype(np.int32).view(np.uint32)
     got = apply1("fns.b32 %d0, %s0, %s1, %s2;", a, b, c, result=np.uint32)
-    assert [int(x) for x in got] == [nth(int(x), int(y), signed(int(z), 32)) for x, y, z in zip(a, b, c, strict=True)]
+    assert [int(x) for x in got] == [nth(int(x), int(y), signed(int(z), 32)) for x, y,
+                                     z in zip(a, b, c, strict=True)]
 
 
 # **** bytes ****
@@ -259,7 +257,7 @@ def test_permute_modes(mode: str) -> None:
 
 def parts(x: int, bits: int, kind: str) -> list[int]:
     """A word in equal parts, read as signed or not."""
-    return [value(x >> at & ((1 << bits) - 1), f"{kind[0]}{bits}") for at in range(0, 32, bits)]
+    return [typed(x >> at & ((1 << bits) - 1), f"{kind[0]}{bits}") for at in range(0, 32, bits)]
 
 
 @pytest.mark.parametrize("first", ["s32", "u32"])
@@ -268,12 +266,14 @@ def test_dot_products(first: str, other: str) -> None:
     """dp4a and dp2a of every pair of types."""
     a, b, c = (integers(32, COUNT, seed) for seed in (1, 2, 3))
     kinds = f"{first}.{other}"
-    body = f"dp4a.{kinds} %d0, %s0, %s1, %s2; dp2a.lo.{kinds} %d1, %s0, %s1, %s2; dp2a.hi.{kinds} %d2, %s0, %s1, %s2;"
+    body = (f"dp4a.{kinds} %d0, %s0, %s1, %s2; dp2a.lo.{kinds} %d1, %s0, %s1, %s2;"
+            f"dp2a.hi.{kinds} %d2, %s0, %s1, %s2;")
     for x, y, z, four, low, high in zip(a, b, c, *apply(body, [a, b, c], [np.uint32] * 3), strict=True):
         bytes_, ours, halves = parts(int(y), 8, other), parts(int(x), 8, first), parts(int(x), 16, first)
         def dot(p: list[int], q: list[int], z: int = int(z)) -> int:
             return z + sum(i * j for i, j in zip(p, q, strict=True)) & 0xffffffff
-        assert (int(four), int(low), int(high)) == (dot(ours, bytes_), dot(halves, bytes_[:2]), dot(halves, bytes_[2:]))
+        assert (int(four), int(low), int(high)) == (dot(ours, bytes_), dot(halves, bytes_[:2]),
+                                                    dot(halves, bytes_[2:]))
 
 
 @pytest.mark.parametrize("kind", ["s16x2", "u16x2"])
@@ -285,10 +285,12 @@ def test_packed_halves(kind: str) -> None:
     got = apply(body + relu, [a, b], [np.uint32] * (5 if relu else 3))
     for i, (x, y) in enumerate(zip(a, b, strict=True)):
         pairs = list(zip(parts(int(x), 16, kind), parts(int(y), 16, kind), strict=True))
-        functions: list[Callable[[int, int], int]] = [lambda p, q: p + q, min, max, lambda p, q: max(min(p, q), 0),
+        functions: list[Callable[[int, int], int]] = [lambda p, q: p + q, min, max, lambda p,
+                                                      q: max(min(p, q), 0),
                                                       lambda p, q: max(p, q, 0)]
         for result, function in zip(got, functions, strict=False):
-            assert int(result[i]) == sum((function(p, q) & 0xffff) << 16 * j for j, (p, q) in enumerate(pairs))
+            assert int(result[i]) == sum((function(p, q) & 0xffff) << 16 * j for j,
+                                         (p, q) in enumerate(pairs))
 
 
 # **** logic of three, predicates, carries ****
@@ -325,10 +327,12 @@ def test_carry_chains(bits: int) -> None:
     words = [integers(bits, COUNT, seed) for seed in range(6)]
     kind = f"u{bits}"
     for name in ("add", "sub"):
-        body = (f"{name}.cc.{kind} %d0, %s0, %s3; {name}c.cc.{kind} %d1, %s1, %s4; {name}c.{kind} %d2, %s2, %s5;")
+        body = (f"{name}.cc.{kind} %d0, %s0, %s3; {name}c.cc.{kind} %d1, %s1, %s4;"
+                f"{name}c.{kind} %d2, %s2, %s5;")
         got = apply(body, words, [UNSIGNED[bits // 8]] * 3)
         for i in range(COUNT):
-            a, b, r = (sum(int(group[j][i]) << bits * j for j in range(3)) for group in (words[:3], words[3:], got))
+            a, b, r = (sum(int(group[j][i]) << bits * j for j in range(3))
+                       for group in (words[:3], words[3:], got))
             assert r == (a + b if name == "add" else a - b) & ((1 << 3 * bits) - 1)
 
 
@@ -337,12 +341,14 @@ def test_carries_of_products(kind: str) -> None:
     """mad.cc and madc: c + a * b over two words, then a third that takes the carry of the high product."""
     bits = widths(kind)
     a, b, low, high = (integers(bits, COUNT, seed) for seed in range(4))
-    body = (f"mad.lo.cc.{kind} %d0, %s0, %s1, %s2; madc.hi.cc.{kind} %d1, %s0, %s1, %s3; addc.{kind} %d2, 0, 0;"
-            f"mad.hi.cc.{kind} %d3, %s0, %s1, %s3; madc.lo.cc.{kind} %d4, %s0, %s1, %s2; addc.{kind} %d5, 0, 0;")
+    body = (f"mad.lo.cc.{kind} %d0, %s0, %s1, %s2; madc.hi.cc.{kind} %d1, %s0, %s1, %s3;"
+            f"addc.{kind} %d2, 0, 0;"
+            f"mad.hi.cc.{kind} %d3, %s0, %s1, %s3; madc.lo.cc.{kind} %d4, %s0, %s1, %s2;"
+            f"addc.{kind} %d5, 0, 0;")
     got = apply(body, [a, b, low, high], [UNSIGNED[bits // 8]] * 6)
     ones = (1 << bits) - 1
     for i in range(COUNT):
-        product = value(int(a[i]), kind) * value(int(b[i]), kind)
+        product = typed(int(a[i]), kind) * typed(int(b[i]), kind)
         bottom, top = product & ones, product >> bits & ones
         first = bottom + int(low[i])
         second = top + int(high[i]) + (first >> bits)
@@ -350,79 +356,3 @@ def test_carries_of_products(kind: str) -> None:
         first = top + int(high[i])
         second = bottom + int(low[i]) + (first >> bits)
         assert [int(got[j][i]) for j in range(3, 6)] == [first & ones, second & ones, second >> bits]
-
-
-# **** comparisons and selections ****
-
-COMPARISONS: dict[str, Callable[[int, int], bool]] = {
-    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lt": lambda a, b: a < b, "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b, "lo": lambda a, b: a < b, "ls": lambda a, b: a <= b,
-    "hi": lambda a, b: a > b, "hs": lambda a, b: a >= b}
-
-
-def comparisons(kind: str) -> list[str]:
-    """Those the type has."""
-    if kind[0] == "b": return ["eq", "ne"]
-    return [*list(COMPARISONS)[:6], *(list(COMPARISONS)[6:] if kind[0] == "u" else [])]
-
-
-@pytest.mark.parametrize("kind", [*ALL, "b16", "b32", "b64"])
-def test_comparisons(kind: str) -> None:
-    """setp and set of integers, each comparison, with Boolean operations and both destinations."""
-    n = widths(kind)
-    a, b = integers(n, 256, 1), integers(n, 256, 2)
-    b[::3] = a[::3]
-    c = np.arange(256) % 2 == 0
-    for name in comparisons(kind):
-        want = np.array([COMPARISONS[name](value(int(x), kind), value(int(y), kind)) for x, y in zip(a, b, strict=True)])
-        body = (f"setp.{name}.{kind} %d0, %s0, %s1; setp.{name}.and.{kind} %d1|%d2, %s0, %s1, %s2;"
-                f"setp.{name}.or.{kind} %d3, %s0, %s1, !%s2; setp.{name}.xor.{kind} _|%d4, %s0, %s1, %s2;"
-                f"set.{name}.u32.{kind} %d5, %s0, %s1; set.{name}.and.f32.{kind} %d6, %s0, %s1, %s2;")
-        got = apply(body, [a, b, c], [np.bool_] * 5 + [np.uint32] * 2)
-        wanted = (want, want & c, ~want & c, want | ~c, ~want ^ c)
-        for result, expected in zip(got, wanted, strict=False):
-            assert np.array_equal(result.astype(np.bool_), expected), name
-        assert np.array_equal(got[5], np.where(want, 0xffffffff, 0))
-        assert np.array_equal(got[6], np.where(want & c, 0x3f800000, 0))
-
-
-@pytest.mark.parametrize("kind", ["b16", "s32", "u64", "f32", "f64"])
-def test_selections(kind: str) -> None:
-    """selp by a predicate, slct by a sign; -0 counts as positive, NaN as negative."""
-    n = widths(kind)
-    a, b, p = integers(n, 256, 1), integers(n, 256, 2), np.arange(256) % 3 == 0
-    by = integers(32, 256, 3)
-    by[:4] = (0x80000000, 0x7fc00000, 0x80000001, 0)
-    body = (f"selp.{kind} %d0, %s0, %s1, %s2; slct.{kind}.s32 %d1, %s0, %s1, %s3; slct.{kind}.f32 %d2, %s0, %s1, %s3;"
-            f"slct.ftz.{kind}.f32 %d3, %s0, %s1, %s3;")
-    got = apply(body, [a, b, p, by], [UNSIGNED[n // 8]] * 4)
-    numbers, ints = by.view(np.float32), by.view(np.int32)
-    flushed = np.where(np.abs(numbers) < 2.0**-126, np.float32(0), numbers)
-    for result, choice in zip(got, (p, ints >= 0, numbers >= 0, flushed >= 0), strict=True):
-        assert np.array_equal(result, np.where(choice, a, b))
-
-
-# **** errors, and nothing forgotten ****
-
-@pytest.mark.parametrize("line", ["add.f32x2 %d0, %s0, %s0", "mul.s32 %d0, %s0, %s0", "add.s64 %d0, %s0, %s0",
-                                  "add.rn.s32 %d0, %s0, %s0", "add.s32 %d0, %s0", "bfe.b32 %d0, %s0, %s0, %s0",
-                                  "setp.num.s32 %q0, %s0, %s0", "setp.s32 %q0, %s0, %s0", "add.s32 5, %s0, %s0",
-                                  "redux.sync.min.b32 %d0, %s0, -1", "cvt.f32.e4m3 %d0, %s0", "mov.b64 %w0, {%s0}",
-                                  "frobnicate.b32 %d0, %s0"])
-def test_what_does_not_exist(line: str) -> None:
-    """Forms and operands that PTX does not have are refused with their line."""
-    with pytest.raises(PTXError) as error: apply1(f"{line};", np.zeros(1, np.uint32), result=np.uint32)
-    assert error.value.line > 0
-    assert line.split()[0] in str(error.value)
-
-
-def test_every_lowering_is_exercised() -> None:
-    """Each key that the arithmetic's lowerings register stands in a test."""
-    here = Path(__file__).parent
-    names = ("integer", "float", "select", "convert", "lanes")
-    tests = "".join((here / f"test_{name}.py").read_text() for name in ("integer", "float", "convert", "lanes"))
-    source = here.parents[1] / "tinygrad_nv" / "ptx" / "emulator"
-    for name in names:
-        for keys in re.findall(r"@lowers\(([^)]*)\)", (source / f"lower_{name}.py").read_text()):
-            for key in re.findall(r'"([^"]+)"', keys):
-                assert re.search(rf'[\s"(;]{re.escape(key)}[."]', tests), key

@@ -130,7 +130,10 @@ def move(low: Lowering, instruction: Instruction) -> None:
 def move_special(low: Lowering, d: int, name: str, kind: str) -> None:
     """A special register, cut or widened to the type."""
     wide = WIDTHS[kind] == 8
-    if name not in SPECIALS: low.emit("special", d=d, more=special_number(name, low), flags=int(wide))
+    if kind == "pred":
+        low.emit("special", d=(number := low.scratch("b32")), more=special_number(name, low))
+        low.emit("setp_u32", d=d, a=number, b=low.constant(0, 4), more=1)
+    elif name not in SPECIALS: low.emit("special", d=d, more=special_number(name, low), flags=int(wide))
     else:
         handler = "widen_u32" if wide else "mov_b16" if WIDTHS[kind] == 2 else "mov_b32"
         low.emit(handler, d=d, a=low.special(name))

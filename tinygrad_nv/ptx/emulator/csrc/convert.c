@@ -42,7 +42,7 @@ static inline u64 lowest_of(int type) {
 static inline u64 highest_of(int type) {
     return is_signed_type(type) ? (1ull << (bits_of_type(type) - 1)) - 1 : ~0ull >> (64 - bits_of_type(type));
 }
-static inline u64 saturated(u64 x, int from, int to) {
+static inline u64 saturate_integer(u64 x, int from, int to) {
     bool negative = is_signed_type(from) && (i64)x < 0;
     if (negative) return is_signed_type(to) && (i64)x >= (i64)lowest_of(to) ? x : lowest_of(to);
     return x > highest_of(to) ? highest_of(to) : x;
@@ -51,7 +51,7 @@ HANDLER(cvt_integer) {
     u64 x[LANES];
     int to = op->more & 255, from = op->more >> 8;
     load_integers(w, op, from, x);
-    if (op->flags & SAT) EACH x[l] = saturated(x[l], from, to);
+    if (op->flags & SAT) EACH x[l] = saturate_integer(x[l], from, to);
     return store_integers(w, op, to, x, mask);
 }
 HANDLER(widen_s32) {

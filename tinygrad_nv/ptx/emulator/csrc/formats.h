@@ -70,7 +70,7 @@ static inline u32 encode(f64 x, int exponent, int mantissa, u32 largest, int mod
     u64 nearest = mode == RNA ? rest >= half : (rest > half) | ((rest == half) & (q & 1));
     u64 directed = (rest != 0) & (mode == RM ? sign : mode == RP ? !sign : 0);
     u64 code = q + (mode == RN || mode == RNA ? nearest : directed) + ((u64)(e < 1 ? 0 : e - 1) << mantissa);
-    u64 stays = mode == RZ || (mode == RM && !sign) || (mode == RP && sign);
+    u64 stays = field != 0x7ff && (mode == RZ || (mode == RM && !sign) || (mode == RP && sign));
     u64 top = (u64)largest + !stays;
     return (u32)((code > largest ? top : code) | sign << (exponent + mantissa));
 }
