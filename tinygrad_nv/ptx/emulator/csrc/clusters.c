@@ -98,6 +98,7 @@ static void cta_exit(Machine *m, Cta *c) {
 }
 
 void warp_exit(Machine *m, Warp *w, u32 lanes) {
+    check_passed(m, w, lanes);
     w->alive &= ~lanes;
     for (i32 i = w->group_count - 1; i >= 0; i--)
         if (!(w->groups[i].mask &= ~lanes)) remove_group(w, i);

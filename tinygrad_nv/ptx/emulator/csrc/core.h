@@ -120,6 +120,7 @@ struct Warp {
     /* lanes of all groups that the instruction being executed advances; 0: the current one */
     u32 gathered;
     u64 waiting;        /* turns in which lanes waited at a join */
+    u32 passed;         /* lanes that left a join before the others came */
     u32 cluster_arrived, cluster_pending;  /* barrier.cluster: lanes arrived in this phase; lanes that have yet to wait */
     i32 registers;      /* a thread's, after setmaxnreg; 0: Launch.registers */
     /* checks */

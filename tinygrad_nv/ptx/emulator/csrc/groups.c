@@ -40,6 +40,8 @@ static bool release_join(Warp *w, i32 at, bool anyway) {
     Join *j = &w->joins[at];
     if (!j->mask || !j->arrived || (j->arrived != j->mask && !anyway)) return false;
     add_group(w, j->arrived, j->pc, j->parent);
+    if (j->arrived != j->mask) w->passed |= j->arrived;
+    else if (j->arrived == w->alive) w->passed = 0;
     j->mask &= ~j->arrived;
     j->arrived = 0;
     return true;
@@ -91,11 +93,25 @@ static u32 gather_where(Machine *m, Warp *w, const Op *op, u32 wanted, bool any_
                "%08x are here", wanted & ~lanes, wanted, lanes);
     }
     w->gathered = all;
+    if (lanes == w->alive) w->passed = 0;
     return lanes;
 }
 
 u32 gather(Machine *m, Warp *w, const Op *op, u32 wanted) { return gather_where(m, w, op, wanted, false); }
 u32 gather_any(Machine *m, Warp *w, const Op *op, u32 wanted) { return gather_where(m, w, op, wanted, true); }
+
+/* Lanes exit. Where an .aligned instruction waits for them they should have come: not when they branched
+ * to the exit, which is as if they had never been, but when they met the others' way again behind it. */
+static void check_passed(Machine *m, Warp *w, u32 lanes) {
+    for (i32 i = 0; (lanes & w->passed) && i < w->group_count; i++) {
+        const Group *g = &w->groups[i];
+        const Op *op = &m->launch.ops[g->pc];
+        if (g->partial && op->aligned & 1 && !(g->mask & lanes))
+            report(m, BARRIER, op, w, lowest(g->mask),
+                   "lanes %08x wait here for the whole warp: lanes %08x went another way", g->mask, lanes
+                       & w->passed);
+    }
+}
 
 /* **** control flow **** */
 
