@@ -57,3 +57,7 @@ class PTXError(NVError):
 
 class DriverError(NVError):
     """A device was asked for what it cannot do, or a kernel on it went wrong."""
+
+
+class KernelError(DriverError, RuntimeError):
+    """A kernel that ran did what it must not. A RuntimeError, as BEAM expects of candidates that fail."""

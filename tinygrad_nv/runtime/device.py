@@ -14,17 +14,18 @@ at once with DEBUG=2.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tinygrad.device import BufferSpec, Compiled, LRUAllocator, Program, TinyELF
 from tinygrad.engine.jit import GraphRunner
-from tinygrad.helpers import suppress_finalizing
+from tinygrad.helpers import BEAM, getenv, suppress_finalizing
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import config
 from tinygrad_nv.errors import DriverError
-from tinygrad_nv.runtime.driver import Copy, Driver, Launch, Node, Triple, integer, pointer
+from tinygrad_nv.runtime.driver import Copy, Driver, Fill, Launch, Node, Triple, integer, pointer
 from tinygrad_nv.runtime.ptx_renderer import PTXRenderer
 
 if TYPE_CHECKING:
@@ -66,7 +67,11 @@ class NVAllocator(LRUAllocator["NVDevice"]):
     """Buffers are addresses; a view is an address too."""
 
     def _alloc(self, size: int, options: BufferSpec) -> int:
-        return options.external_ptr or self.dev.driver.alloc(size)
+        if options.external_ptr: return options.external_ptr
+        address = self.dev.driver.alloc(size)
+        # BEAM times its candidates on memory that nobody wrote
+        if options.zero or BEAM or getenv("JITBEAM"): self.dev.driver.submit(Fill(address, 0, size))
+        return address
 
     @suppress_finalizing
     def _free(self, opaque: int, options: BufferSpec) -> None:
@@ -183,9 +188,11 @@ class NVDevice(Compiled):
 
     def synchronize(self) -> None: self.driver.synchronize()
 
-    def timed(self, submit: Any, wait: bool) -> float | None:
+    def timed(self, submit: Callable[[], None], wait: bool) -> float | None:
         """Submits; with `wait`, returns the seconds it took on the device."""
-        if not wait: return submit()
+        if not wait:
+            submit()
+            return None
         start, end = self.driver.event(), self.driver.event()
         self.driver.record(start)
         submit()

@@ -14,7 +14,7 @@ event of a capture joins it, and must be waited for by the first stream before t
 also be built from explicit nodes. An instantiated graph's nodes take new arguments and extents, never another
 function or other edges.
 
-What is wrong with a request is a `DriverError` at once. What a kernel did wrong is a `DriverError` at the
+What is wrong with a request is a `DriverError` at once. What a kernel did wrong is a `KernelError` at the
 next call that waits for its stream: `synchronize`, `copy_out`, `wait_for`.
 """
 from __future__ import annotations

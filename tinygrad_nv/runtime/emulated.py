@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from tinygrad_nv.errors import DriverError
+from tinygrad_nv.errors import DriverError, KernelError
 from tinygrad_nv.ptx.emulator import Buffer, Emulator, Finding, TensorMap
 from tinygrad_nv.ptx.emulator.arguments import SHARED_LIMIT, SHARED_OF_SM, SM_COUNT, THREADS_OF_SM
 from tinygrad_nv.ptx.emulator.program import layout, shared_layout
@@ -334,7 +334,7 @@ class EmulatedDriver(driver.Driver):
     def synchronize(self, stream: driver.Stream | None = None) -> None:
         streams = self.streams if stream is None else [self._stream(stream)]
         for each in streams: self._not_captured(each, "synchronisation")
-        found = [text for each in streams for text in each.findings]
+        found = [one for each in streams for one in each.findings]
         for each in streams: each.findings.clear()
         if found: _raise(found)
 
@@ -382,7 +382,7 @@ def _described(work: Launch, module: EmulatedModule, finding: Finding) -> str:
 
 def _raise(found: list[str]) -> NoReturn:
     more = f"\nand {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    raise DriverError("\n".join(found[:SHOWN]) + more, "kernels that the emulator's checks pass",
+    raise KernelError("\n".join(found[:SHOWN]) + more, "kernels in which the emulator finds nothing",
                       "correct the lines named; EMU_CHECK=0 runs without race and initialisation checks")
 
 

@@ -5,20 +5,26 @@ Protocol: a `Renderer` of tinygrad. It differs from tinygrad's in what depends o
 ALLOW_TF32 is set. Text whose header does not ask for TARGET and VERSION is left as it is, so that kernels
 given as PTX pass through the same compiler.
 
-It also wraps bytes: PTX has no 8-bit arithmetic, so tinygrad computes them in 16-bit registers and would
-compare, shift, divide or widen 127 + 1 as 128.
+Two types are mended. Bytes wrap: PTX has no 8-bit arithmetic, so tinygrad computes them in 16-bit registers
+and would compare, shift, divide or widen 127 + 1 as 128. And bfloat16 is a type of its own, kept in .b16
+registers and computed in float32, where tinygrad's stand-in for types a renderer lacks rounds only at stores,
+and fails on some reductions.
 """
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from typing import Any, ClassVar
 
 from tinygrad.codegen.opt.tc import TensorCore
 from tinygrad.device import Compiler
-from tinygrad.dtype import dtypes
+from tinygrad.dtype import DType, dtypes
 from tinygrad.helpers import ALLOW_TF32, Target
 from tinygrad.renderer import ptx
+from tinygrad.renderer.cstyle import create_non_native_float_pats
 from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat
 
+REVISION = 3  # goes up when the renderer writes other text: programs are kept on disk
 HEADER = ".version VERSION\n.target TARGET\n"
 
 
@@ -35,13 +41,29 @@ def _wrapped(x: UOp) -> UOp:
 
 _pm_bytes = PatternMatcher([(UPat(OVERFLOWING, dtype=tuple(WIDER), name="x"), _wrapped)])
 
+# PTX converts from bf16 on sm_90 only; its bits are the upper half of a float's on all
+_pm_bf16 = create_non_native_float_pats((dtypes.bfloat16,)) + PatternMatcher([
+    (UPat(Ops.CAST, dtypes.float32, (UPat.var("x", dtypes.bfloat16),)),
+     lambda x: (x.bitcast(dtypes.uint16).cast(dtypes.uint32) << 16).bitcast(dtypes.float32)),
+])
+BF16_CONSTANT = re.compile(r"^(mov\.b16 \S+, )0f([0-9A-F]{8});")
+
+
+def _constant(line: str) -> str:
+    """A move of a bf16 constant, which tinygrad's renderer spells as a float's 32 bits, with its own 16."""
+    def rounded(found: re.Match[str]) -> str:
+        bits = int(found[2], 16)
+        if bits & 0x7fffffff <= 0x7f800000: bits += 0x7fff + (bits >> 16 & 1)
+        return f"{found[1]}0x{bits >> 16:04X};"
+    return BF16_CONSTANT.sub(rounded, line)
+
 
 class PTXText(Compiler):
     """Fills in the header that tinygrad's renderer leaves open. `arch` is sm_80 … sm_90."""
 
     def __init__(self, arch: str) -> None:
         self.arch = arch
-        super().__init__(f"compile_tinygrad_nv_ptx_{arch}")
+        super().__init__(f"compile_tinygrad_nv_ptx_{REVISION}_{arch}")
 
     def compile(self, src: str) -> bytes:
         version = "7.8" if int(self.arch[3:]) >= 89 else "7.5"
@@ -50,7 +72,10 @@ class PTXText(Compiler):
 
 class PTXRenderer(ptx.PTXRenderer):
     """PTX for `target.arch`, sm_80 … sm_90."""
-    extra_matcher = _pm_bytes + ptx.ptx_matcher
+    extra_matcher = _pm_bytes + _pm_bf16 + ptx.ptx_matcher
+    types: ClassVar = {**ptx.PTXRenderer.types, dtypes.bfloat16: "b16"}
+    mem_types: ClassVar = {**ptx.PTXRenderer.mem_types, dtypes.bfloat16: "b16"}
+    cast_types: ClassVar = {**ptx.PTXRenderer.cast_types, dtypes.bfloat16: "bf16"}
 
     def __init__(self, target: Target) -> None:
         # under this name tinygrad takes the compiler that needs no library
@@ -58,3 +83,8 @@ class PTXRenderer(ptx.PTXRenderer):
         self.target, self.compiler = target, PTXText(target.arch)
         cores: list[TensorCore] = ptx.PTXRenderer.tc_sm80
         self.tensor_cores = [core for core in cores if ALLOW_TF32 or core.dtype_in != dtypes.float]
+
+    def render_kernel(self, kernel: list[str], *args: Any) -> str:
+        return super().render_kernel([_constant(line) for line in kernel], *args)
+
+    def supported_dtypes(self) -> set[DType]: return super().supported_dtypes() | {dtypes.bfloat16}
