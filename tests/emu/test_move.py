@@ -39,9 +39,10 @@ def test_vectors() -> None:
 def test_special_registers() -> None:
     """Each special register that a kernel can read, in 16, 32 and 64 bits."""
     names = ["%tid.x", "%tid.y", "%tid.z", "%ntid.x", "%ntid.y", "%ntid.z", "%ctaid.x", "%ctaid.y",
-             "%nctaid.x", "%nctaid.y", "%nctaid.z", "%laneid", "%warpid", "%lanemask_eq", "%lanemask_lt", "%lanemask_le",
-             "%lanemask_gt", "%lanemask_ge", "%clusterid.x", "%nclusterid.x", "%cluster_ctaid.x",
-             "%cluster_nctaid.x", "%cluster_ctarank", "%cluster_nctarank", "%dynamic_smem_size", "%is_explicit_cluster"]
+             "%nctaid.x", "%nctaid.y", "%nctaid.z", "%laneid", "%warpid", "%lanemask_eq", "%lanemask_lt",
+             "%lanemask_le", "%lanemask_gt", "%lanemask_ge", "%clusterid.x", "%nclusterid.x",
+             "%cluster_ctaid.x", "%cluster_nctaid.x", "%cluster_ctarank", "%cluster_nctarank",
+             "%dynamic_smem_size", "%is_explicit_cluster"]
     count = len(names)
     reads = [f"mov.u32 %r1, {name}; st.global.u32 [%rd1+{4 * i}], %r1;" for i, name in enumerate(names)]
     reads[-1] = f"mov.pred %p1, {names[-1]}; selp.u32 %r1, 1, 0, %p1;"
