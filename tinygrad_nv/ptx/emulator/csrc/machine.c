@@ -131,7 +131,7 @@ static bool run_cluster(Machine *m, Cluster *k) {
         for (i32 j = 0; j < c->warp_count; j++) {
             Warp *w = &c->warps[(turn + j) % c->warp_count];
             if (!w->alive) continue;
-            any |= run_warp(m, w, 64 + (u32)(random_u64(m) % 448));
+            any |= run_warp(m, w, 8 + (u32)(random_u64(m) % 56));
             if (m->async || w->in_flight) some_asynchrony(m, w);
         }
     }
