@@ -18,8 +18,10 @@
 
 enum { PAGE_WORDS = 1024, MAX_READERS = 32, MAX_GLOBAL_READERS = 4 };
 
-/* Who, in 64 bits: cluster 20, actor 12, lane 5, several lanes 1, async 2, strong 1, op 22; 0: nobody. */
+/* Who, in 64 bits: cluster 20, actor 12, lane 5, several lanes 1, async 2, strong 1, wrote 1, op 22; 0: nobody. */
 typedef u64 Id;
+/* A list of readers also has ordinary writers that atomic writes came after, marked WROTE: an atomic access
+ * conflicts with them, and not with the atomic one that is in Cell.writer. */
 typedef struct Reader { Id id; u32 clock, next; } Reader;
 /* more, split: pool indices, 0: none */
 typedef struct Cell { Id writer, reader; u32 written, read, more, split; } Cell;
@@ -36,6 +38,7 @@ static bool id_many(Id id) { return id >> 26 & 1; }
 static u32 id_async(Id id) { return id >> 24 & 3; }
 static bool id_strong(Id id) { return id >> 23 & 1; }
 #define MANY_LANES (1ull << 26)
+#define WROTE (1ull << 22)
 
 /* **** pools **** */
 
@@ -69,10 +72,7 @@ static void free_split(struct Shadow *s, u32 at) {
     s->cell_free = at;
 }
 
-static void add_reader(struct Shadow *s, Cell *c, u32 most) {
-    u32 length = 0;
-    for (u32 i = c->more; i; i = s->readers[i].next) length++;
-    if (length >= most) return;
+static void push_reader(struct Shadow *s, Cell *c, Id id, u32 clock) {
     u32 at = s->reader_free;
     if (at) s->reader_free = s->readers[at].next;
     else {
@@ -81,8 +81,31 @@ static void add_reader(struct Shadow *s, Cell *c, u32 most) {
                                  sizeof *s->readers * (s->reader_room = s->reader_room * 2 + 4096));
         at = ++s->reader_count;
     }
-    s->readers[at] = (Reader){c->reader, c->read, c->more};
+    s->readers[at] = (Reader){id, clock, c->more};
     c->more = at;
+}
+
+/* Makes room for another reader in the cell; beyond `most` the one before is forgotten. */
+static void add_reader(struct Shadow *s, Cell *c, u32 most) {
+    u32 length = 0;
+    for (u32 i = c->more; i; i = s->readers[i].next) length++;
+    if (length < most) push_reader(s, c, c->reader, c->read);
+}
+
+/* Empties the list, of all but the ordinary writers when the write that follows is atomic. */
+static void clear_readers(struct Shadow *s, Cell *c, bool strong) {
+    u32 *link = &c->more;
+    while (strong && *link) {
+        Reader *r = &s->readers[*link];
+        if (r->id & WROTE) { link = &r->next; continue; }
+        u32 next = r->next;
+        r->next = s->reader_free;
+        s->reader_free = *link;
+        *link = next;
+    }
+    if (!strong && c->more) free_readers(s, c->more), c->more = 0;
+    if (strong && c->writer && !id_strong(c->writer) && !id_async(c->writer))
+        push_reader(s, c, c->writer | WROTE, c->written);
 }
 
 /* **** conflicts **** */
@@ -177,8 +200,8 @@ static void check_writer(const Access *a, const Cell *c, u64 offset, u32 bytes) 
 }
 
 static void check_reader(const Access *a, Id reader, u32 clock, u64 offset) {
-    if (reader && !excused(a, reader) && !ordered(a->who, reader, clock))
-        conflict(a->m, a->who, a->me, reader, false, true, a->r, offset, kind_of(a->me, reader));
+    if (!reader || excused(a, reader) || ordered(a->who, reader, clock)) return;
+    conflict(a->m, a->who, a->me, reader, reader & WROTE, a->write, a->r, offset, kind_of(a->me, reader));
 }
 
 static void write_cell(const Access *a, Cell *c, u64 offset, u32 bytes) {
@@ -187,13 +210,21 @@ static void write_cell(const Access *a, Cell *c, u64 offset, u32 bytes) {
     check_reader(a, c->reader, c->read, offset);
     for (u32 i = c->more; i; i = s->readers[i].next) check_reader(a, s->readers[i].id, s->readers[i].clock,
                                                                   offset);
-    if (c->more) free_readers(s, c->more);
+    if (c->more || a->strong) clear_readers(s, c, a->strong);
     c->writer = a->me, c->written = a->who->clock;
-    c->reader = 0, c->more = 0;
+    c->reader = 0;
+}
+
+/* An atomic read, of what an atomic write left, against ordinary writes before that. */
+static void check_covered(const Access *a, const Cell *c, u64 offset) {
+    const Reader *readers = a->m->shadow->readers;
+    for (u32 i = c->more; i; i = readers[i].next)
+        if (readers[i].id & WROTE) check_reader(a, readers[i].id, readers[i].clock, offset);
 }
 
 static void read_cell(const Access *a, Cell *c, u64 offset, u32 bytes) {
     check_writer(a, c, offset, bytes);
+    if (a->strong && c->more) check_covered(a, c, offset);
     Id before = c->reader;
     if (before && before >> 32 == a->me >> 32 && c->read == a->who->clock) {
         if (id_lane(before) != a->who->lane) c->reader |= MANY_LANES;
