@@ -5,8 +5,14 @@ asynchronous work completes and warps take turns, and must not change a bit of t
 """
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
+import triton_matmul
+from triton_case import compile_for, solve
 from triton_kernels import CASES, Case, Outcome, run
 
 from tinygrad_nv.ptx.emulator import Emulator
@@ -44,6 +50,36 @@ def test_seeds(name: str) -> None:
     for other in others:
         for output, tensor in first.items():
             assert torch.equal(tensor.view(torch.uint8), other[output].view(torch.uint8)), output
+
+
+@pytest.mark.parametrize(("name", "instruction", "which", "kinds"), [
+    ("softmax-f32-sm80", r"bar\.sync", 0, {"race", "uninitialized"}),
+    ("transpose-f32-sm80", r"bar\.sync", -1, {"race", "uninitialized"}),
+    ("gemm-bf16-2stages-sm80", r"cp\.async\.wait_group", 0, {"async-hazard", "uninitialized"}),
+    ("tma-host-bf16-nt-sm90", r"@!complete bra\.uni", 0, {"async-hazard", "uninitialized"}),
+    ("tma-host-bf16-nt-sm90", r"wgmma\.wait_group", -1, {"wgmma-hazard"}),
+    ("tma-host-bf16-nt-sm90", r"fence\.proxy\.async", -1, {"proxy-fence"}),
+    ("specialised-outer-sm90", r"mbarrier\.arrive\.expect_tx", 0, {"deadlock"})])
+def test_a_kernel_without_one_instruction_is_found(name: str, instruction: str, which: int,
+                                                   kinds: set[str]) -> None:
+    """The same kernels, one line taken out of what Triton wrote."""
+    case = BY_NAME[name]
+    problem = case.make(np.random.default_rng(0))
+    compiled = compile_for(case, problem)
+    lines = compiled.ptx.split("\n")
+    at = [i for i, line in enumerate(lines) if re.search(instruction, line)][which]
+    broken = replace(compiled, ptx="\n".join([*lines[:at], "", *lines[at + 1:]]))
+    emulator = Emulator(arch=ARCHS[case.arch], step_limit=2_000_000)
+    found = {finding.kind for finding in solve(emulator, case, problem, broken).report.findings}
+    assert found & kinds, found
+
+
+def test_accumulators_read_too_early() -> None:
+    """With float16 accumulators Triton 3.9 unpacks them before wgmma.wait_group: ptxas reports C7517 and
+    waits by itself, the emulator reports the read."""
+    make = triton_matmul.gemm(64, 64, 160, (64, 64, 32), torch.float16, acc=triton_matmul.tl.float16)
+    done = run(Emulator(arch="sm_90a"), Case("early", triton_matmul.gemm_kernel, make, 90))
+    assert {finding.kind for finding in done.report.findings} == {"wgmma-hazard"}
 
 
 def test_wrong_outputs_are_reported() -> None:

@@ -199,9 +199,9 @@ def run(emulator: Any, case: Case, seed: int = 0) -> Outcome:
     return solve(emulator, case, case.make(np.random.default_rng(seed)))
 
 
-def solve(emulator: Any, case: Case, problem: Problem) -> Outcome:
+def solve(emulator: Any, case: Case, problem: Problem, compiled: Compiled | None = None) -> Outcome:
     """Compiles a case's kernel for a problem (once in a process) and launches it on `emulator`."""
-    compiled = compile_for(case, problem)
+    compiled = compiled or compile_for(case, problem)
     buffers, args = {}, []
     for name in case.kernel.arg_names:
         value = problem.arguments.get(name)
