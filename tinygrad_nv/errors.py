@@ -61,3 +61,7 @@ class DriverError(NVError):
 
 class KernelError(DriverError, RuntimeError):
     """A kernel that ran did what it must not. A RuntimeError, as BEAM expects of candidates that fail."""
+
+
+class TensorMapError(NVError):
+    """A tensor map that cuTensorMapEncodeTiled would refuse."""

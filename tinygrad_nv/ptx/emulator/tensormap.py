@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_nv.errors import NVError
+from tinygrad_nv.errors import TensorMapError
 
 # codes of the map (cuTensorMapEncodeTiled numbers them otherwise), and bytes of an element
 DTYPES = {"u8": (0, 1), "u16": (1, 2), "u32": (2, 4), "s32": (3, 4), "u64": (4, 8), "s64": (5, 8),
@@ -43,10 +43,6 @@ INTERLEAVES = ("none", "16B", "32B")
 FILLS = ("zero", "nan")
 L2_PROMOTIONS = ("none", "64B", "128B", "256B")
 MAP_BYTES = 128
-
-
-class TensorMapError(NVError):
-    """A tensor map that cuTensorMapEncodeTiled would refuse."""
 
 
 def dtype_name(dtype: Any) -> str:
