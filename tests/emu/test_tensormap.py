@@ -73,7 +73,8 @@ def test_every_type_swizzle_and_interleave() -> None:
 
 @pytest.mark.parametrize(("dtype", "expected"), [
     (np.float16, "f16"), (np.float32, "f32"), (np.int32, "s32"), (np.uint64, "u64"), (np.int8, "u8"),
-    (np.int16, "u16"), (np.bool_, "u8"), (np.float64, "f64"), ("bfloat16", "bf16"), ("e4m3", "u8"), ("tf32", "tf32")])
+    (np.int16, "u16"), (np.bool_, "u8"), (np.float64, "f64"), ("bfloat16", "bf16"), ("e4m3", "u8"),
+    ("tf32", "tf32")])
 def test_types_by_their_names(dtype: Any, expected: str) -> None:
     assert TensorMap.tiled(BASE, box=(16,), dims=(64,), dtype=dtype).dtype == expected
     if not isinstance(dtype, str):
@@ -119,8 +120,8 @@ def test_im2col_is_kept() -> None:
 GOOD = {"buffer": BASE, "box": (8, 64), "dims": (64, 64), "dtype": "f16"}
 LIMITS = {  # what is changed, and the words of the error
     "address": ({"buffer": BASE + 8}, "multiple of 16"),
-    "address for interleave": ({"buffer": BASE + 16, "dims": (4, 64, 64), "box": (1, 8, 64), "interleave": "32B",
-                                "swizzle": "32B"}, "multiple of 32"),
+    "address for interleave": ({"buffer": BASE + 16, "dims": (4, 64, 64), "box": (1, 8, 64),
+                                "interleave": "32B", "swizzle": "32B"}, "multiple of 32"),
     "no buffer": ({"buffer": np.zeros((4, 4), np.float16)}, "emu.alloc"),
     "no type": ({"dtype": None}, "without element type"),
     "no shape": ({"dims": None}, "dims="),

@@ -3,8 +3,8 @@
 Protocol: `TensorMap.tiled(buffer, box=(64, 64), swizzle="128B")` describes an array and the box one copy
 moves. Shapes, strides and boxes are in the array's own order, outermost dimension first, as numpy writes
 them; the coordinates of PTX instructions go the other way, innermost first. `encode()` gives the 128 bytes a
-kernel takes as `.param .align 64 .b8 map[128]`, `decode` reads them back. What cuTensorMapEncodeTiled refuses is a
-`TensorMapError` that names the limit.
+kernel takes as `.param .align 64 .b8 map[128]`, `decode` reads them back. What cuTensorMapEncodeTiled refuses
+is a `TensorMapError` that names the limit.
 
 The bytes, innermost dimension i = 0 (as ptxas writes them for `tensormap.replace`; words are little-endian):
   0x00        64 bits: global address

@@ -22,8 +22,8 @@ static void synchronise(Machine *m, Warp *w, const Op *op, const Reach *reach, b
         if (!(reach->good >> l & 1) || !reach->region[l]) continue;
         if (reach->region[l] == last && reach->offset[l] == at) continue;
         last = reach->region[l], at = reach->offset[l];
-        clock_location(m, w, last, at, reads, writes, !writes && op->flags & ACQUIRE, writes && op->flags
-                       & RELEASE);
+        bool acquire = !writes && op->flags & ACQUIRE, release = writes && op->flags & RELEASE;
+        clock_location(m, w, last, at, reads, writes, acquire, release);
     }
 }
 
@@ -63,9 +63,11 @@ HANDLER(ld) {
     if (m->launch.check) {
         Who who = thread_of(w, op, 0);
         who.strong = strong;
-        u32 tracked = reach.good;
-        EACH if (tracked >> l & 1) who.lane = l, enter_access(m, &who, reach.region[l], reach.offset[l],
-                                                              bytes, READ);
+        for (u32 l = 0; l < LANES; l++) {
+            if (!(reach.good >> l & 1)) continue;
+            who.lane = (i32)l;
+            enter_access(m, &who, reach.region[l], reach.offset[l], bytes, READ);
+        }
     }
     for (int i = 0; i < op->vector; i++)
         if (items[i] >= 0) load_element(w, op, items[i], reach.host, (u32)i * op->width, mask);
@@ -76,8 +78,8 @@ HANDLER(ld) {
 /* ld.param at a constant offset: the same for all lanes. */
 HANDLER(ld_param) {
     u32 bytes = (u32)op->width * op->vector;
-    if ((u64)op->imm + bytes > (u64)m->launch.parameter_bytes || (u64)op->imm % bytes) return op_ld(m, w, op,
-                                                                                                    mask);
+    bool fits = (u64)op->imm + bytes <= (u64)m->launch.parameter_bytes && (u64)op->imm % bytes == 0;
+    if (!fits) return op_ld(m, w, op, mask);
     const i32 *items = items_of(m, op, &op->d);
     u8 *host[LANES];
     EACH host[l] = (u8 *)m->launch.parameters + op->imm;
@@ -157,9 +159,8 @@ HANDLER(discard) {
         u8 *host = touch(m, w, op, l, op->space, address[l], 128, 128, WRITE);
         if (!host) continue;
         memset(host, 0xff, 128);
-        if (m->launch.check && locate(m, w, op, l, op->space, address[l], 128, 128, &r, &offset) && r
-            && r->valid)
-            memset(r->valid + offset, 0, 128);
+        bool there = locate(m, w, op, l, op->space, address[l], 128, 128, &r, &offset) && r;
+        if (there && m->launch.check && r->valid) memset(r->valid + offset, 0, 128);
     }
     return NEXT;
 }

@@ -47,9 +47,9 @@ static bool named_arrive(Machine *m, Warp *w, const Op *op, u32 mask, Named *n, 
     int lane = lowest(mask);
     i32 expected = op->b < 0 ? whole_warps((i32)cta_threads(m)) : s32(w, op->b)[lane];
     if (expected < LANES || expected % LANES || expected > whole_warps((i32)cta_threads(m))) {
-        report(m, BARRIER, op, w, lane, "barrier %u for %d threads: a multiple of 32 up to the CTA's %u is "
-               "expected", id,
-               expected, cta_threads(m));
+        report(m, BARRIER, op, w, lane,
+               "barrier %u for %d threads: a multiple of 32 up to the CTA's %u is expected", id, expected,
+               cta_threads(m));
         return false;
     }
     i32 threads = threads_of(w, op, mask);
@@ -58,14 +58,13 @@ static bool named_arrive(Machine *m, Warp *w, const Op *op, u32 mask, Named *n, 
         n->reduction[POPC] = n->reduction[ANY] = 0, n->reduction[ALL] = 1;
         if (!n->clock[0]) n->clock[0] = clock_new(m);
     } else if (n->expected != expected) {
-        report(m, BARRIER, op, w, lane, "barrier %u is used for %d threads here and for %d by the threads "
-               "that have arrived",
-               id, expected, n->expected);
+        report(m, BARRIER, op, w, lane,
+               "barrier %u is used for %d threads here and for %d by the threads that have arrived", id,
+               expected, n->expected);
     }
     if (n->arrived + threads > n->expected && !n->open && op->b >= 0)
-        report(m, BARRIER, op, w, lane, "%d threads arrive at barrier %u, which is for %d", n->arrived
-               + threads, id,
-               n->expected);
+        report(m, BARRIER, op, w, lane, "%d threads arrive at barrier %u, which is for %d",
+               n->arrived + threads, id, n->expected);
     n->arrived += threads;
     n->lanes[w->id] |= mask;
     n->open |= op->b < 0;
@@ -91,19 +90,21 @@ static void put_reduction(Warp *w, const Op *op, u32 mask, const Named *n) {
 HANDLER(bar) {
     Group *g = group_of(w);
     u32 id = r32(w, op->a)[lowest(mask)];
-    ACTIVE if (r32(w, op->a)[l] != id || id >= NAMED_BARRIERS) {
-        report(m, BARRIER, op, w, l, "barrier %u: %s", r32(w, op->a)[l], id >= NAMED_BARRIERS ? "there are "
-               "0 to 15"
-               : "the lanes of the warp name different ones");
-        if (id >= NAMED_BARRIERS) return NEXT;
+    if (id >= NAMED_BARRIERS) {
+        report(m, BARRIER, op, w, lowest(mask), "barrier %u: there are 0 to 15", id);
+        return NEXT;
     }
+    ACTIVE if (r32(w, op->a)[l] != id)
+        report(m, BARRIER, op, w, l, "the lanes of the warp name different ones: barriers %u and %u", id,
+               r32(w, op->a)[l]);
     Named *n = &w->cta->named[id];
     if (!g->ticket) {
         u32 phase = n->phase;
         if (!named_arrive(m, w, op, mask, n, id)) return NEXT;
-        for (i32 i = 0; i < w->group_count; i++)
-            if (w->groups[i].mask & mask && w->groups[i].pc == g->pc) w->groups[i].ticket = 1,
-                w->groups[i].value = phase;
+        for (i32 i = 0; i < w->group_count; i++) {
+            Group *other = &w->groups[i];
+            if (other->mask & mask && other->pc == g->pc) other->ticket = 1, other->value = phase;
+        }
         if (op->flags & WAITS) n->waiting |= 1u << w->id;
     }
     if (n->phase == (u32)g->value) named_check(m, w->cta, n);
@@ -187,8 +188,8 @@ HANDLER(setmaxnreg) {
     i32 now = w->registers ? w->registers : m->launch.registers, wanted = (i32)op->imm, more = wanted - now;
     if (!now) return NEXT;
     if (op->flags ? more < 0 : more > 0)
-        report(m, BARRIER, op, w, lowest(mask), "setmaxnreg.%s to %d registers from %d", op->flags ? "inc"
-               : "dec", wanted, now);
+        report(m, BARRIER, op, w, lowest(mask), "setmaxnreg.%s to %d registers from %d",
+               op->flags ? "inc" : "dec", wanted, now);
     if (more > w->cta->register_pool && more > 0) return BLOCKED;
     w->cta->register_pool -= more;
     w->registers = wanted;
@@ -204,12 +205,12 @@ static void describe_mbarrier(Machine *m, Warp *w, const Op *op, int lane, char 
     addresses(w, op, address);
     locate(m, w, op, lane, op->space, address[lane], 8, 8, &r, &offset);
     const Mbarrier *b = r && r->cta ? mbarrier_find(r->cta, offset) : NULL;
-    if (!b) { snprintf(out, n, "the mbarrier at 0x%llx", (unsigned long long)address[lane]); return; }
-    snprintf(out, n, "the mbarrier at shared address 0x%llx, phase %u (parity %u): %d of %d arrivals "
-             "pending, %lld bytes "
-             "%s", (unsigned long long)(r->base + offset), b->phase, b->phase & 1, b->pending, b->expected,
-             (long long)(b->tx < 0 ? -b->tx : b->tx), b->tx < 0 ? "more came than were expected"
-                 : "outstanding");
+    if (!b) { snprintf(out, n, "the mbarrier at 0x%llx", (ull)address[lane]); return; }
+    const char *bytes = b->tx < 0 ? "more came than were expected" : "outstanding";
+    snprintf(out, n,
+             "the mbarrier at shared address 0x%llx, phase %u (parity %u): %d of %d arrivals pending, "
+             "%lld bytes %s", (ull)(r->base + offset), b->phase, b->phase & 1, b->pending, b->expected,
+             (long long)(b->tx < 0 ? -b->tx : b->tx), bytes);
 }
 
 static void describe_cluster(const Warp *w, char *out, size_t n) {

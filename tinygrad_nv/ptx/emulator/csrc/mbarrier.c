@@ -30,14 +30,14 @@ static void mbarrier_store(Cta *cta, const Mbarrier *b) {
 
 /* The entry of an offset, live or not; NULL: never was one. */
 static Mbarrier *mbarrier_find(const Cta *cta, u64 offset) {
-    for (i32 i = 0; i < cta->mbarrier_count; i++) if (cta->mbarriers[i].offset ==
-                                                      offset) return &cta->mbarriers[i];
+    for (i32 i = 0; i < cta->mbarrier_count; i++)
+        if (cta->mbarriers[i].offset == offset) return &cta->mbarriers[i];
     return NULL;
 }
 
 Mbarrier *mbarrier_at(Machine *m, Warp *w, const Op *op, int lane, Cta *cta, u64 offset) {
     Mbarrier *b = mbarrier_find(cta, offset);
-    unsigned long long address = cta->shared.base + offset;
+    ull address = cta->shared.base + offset;
     if (!b || !b->live) {
         report(m, BARRIER, op, w, lane, "no mbarrier is initialised at shared address 0x%llx", address);
         return NULL;
@@ -66,11 +66,9 @@ static void mbarrier_changed(Machine *m, Cta *cta, Mbarrier *b) {
 static void mbarrier_arrive_count(Machine *m, Warp *w, const Op *op, int lane, Cta *cta, Mbarrier *b,
                                   i64 count) {
     if (count < 1 || count > b->pending) {
-        report(m, BARRIER, op, w, lane, "%lld arrivals at the mbarrier at 0x%llx, which expects %d and has "
-               "%d pending in "
-               "phase %u", (long long)count, (unsigned long long)(cta->shared.base + b->offset), b->expected,
-                   b->pending,
-               b->phase);
+        report(m, BARRIER, op, w, lane,
+               "%lld arrivals at the mbarrier at 0x%llx, which expects %d and has %d pending in phase %u",
+               (long long)count, (ull)(cta->shared.base + b->offset), b->expected, b->pending, b->phase);
         count = count < 1 ? 0 : b->pending;
     }
     b->pending -= (i32)count;
@@ -81,9 +79,9 @@ static void mbarrier_arrive_count(Machine *m, Warp *w, const Op *op, int lane, C
 static void mbarrier_add_tx(Machine *m, Warp *w, const Op *op, int lane, Cta *cta, Mbarrier *b, i64 bytes) {
     b->tx += bytes;
     if (b->tx > MBARRIER_LIMIT || b->tx < -MBARRIER_LIMIT) {
-        report(m, BARRIER, op, w, lane, "%lld bytes outstanding at the mbarrier at 0x%llx: at most 2^20 - 1 "
-               "can be",
-               (long long)b->tx, (unsigned long long)(cta->shared.base + b->offset));
+        report(m, BARRIER, op, w, lane,
+               "%lld bytes outstanding at the mbarrier at 0x%llx: at most 2^20 - 1 can be", (long long)b->tx,
+               (ull)(cta->shared.base + b->offset));
         b->tx -= bytes;
     }
     mbarrier_changed(m, cta, b);
@@ -101,7 +99,7 @@ static bool mbarrier_reach(Machine *m, Warp *w, const Op *op, int lane, u64 addr
     if (!locate(m, w, op, lane, op->space, address, 8, 8, &r, offset)) return false;
     if (!r || !r->cta) {
         report(m, BARRIER, op, w, lane, "an mbarrier at 0x%llx, which is not shared memory",
-               (unsigned long long)address);
+               (ull)address);
         return false;
     }
     *cta = r->cta;
@@ -156,9 +154,9 @@ static Mbarrier *mbarrier_new(Machine *m, Cta *cta, u64 offset) {
     }
     u32 number = (u32)cta->mbarrier_count++;
     Mbarrier *b = &cta->mbarriers[number];
-    /* beyond MBARRIER_ACTORS, actors are shared: their clocks only grow, which may hide a race but makes
-     * none up */
-    *b = (Mbarrier){.offset = offset, .actor = (u32)cta->rank * ACTORS + ACTOR_MBARRIER + number % MBARRIER_ACTORS,
+    /* beyond MBARRIER_ACTORS they share actors, whose clocks only grow: that may hide a race, but makes none */
+    u32 actor = ACTOR_MBARRIER + number % MBARRIER_ACTORS;
+    *b = (Mbarrier){.offset = offset, .actor = (u32)cta->rank * ACTORS + actor,
                     .clock = {clock_new(m), clock_new(m)}};
     return b;
 }
@@ -242,9 +240,9 @@ HANDLER(mbarrier_arrive) {
         mbarrier_release(m, w, op, b);
         if (op->flags & EXPECT) mbarrier_add_tx(m, w, op, l, cta, b, operand);
         if (op->flags & NO_COMPLETE && count >= b->pending) {
-            report(m, BARRIER, op, w, l, ".noComplete, but with its %lld arrivals none is pending at the "
-                   "mbarrier at 0x%llx",
-                   (long long)count, (unsigned long long)(cta->shared.base + b->offset));
+            report(m, BARRIER, op, w, l,
+                   ".noComplete, but with its %lld arrivals none is pending at the mbarrier at 0x%llx",
+                   (long long)count, (ull)(cta->shared.base + b->offset));
         }
         if (op->flags & DROP) b->expected -= (i32)(count > b->expected ? b->expected : count);
         mbarrier_arrive_count(m, w, op, l, cta, b, count);
@@ -273,8 +271,10 @@ HANDLER(mbarrier_wait) {
             Region *r;
             if (!locate(m, w, op, l, op->space, address[l], 8, 8, &r, &offset)) continue;
             cta = r->cta;
-        } else if (!mbarrier_reach(m, w, op, l, address[l], READ, &cta, &offset)) { ended |= 1u << l;
-            continue; }
+        } else if (!mbarrier_reach(m, w, op, l, address[l], READ, &cta, &offset)) {
+            ended |= 1u << l;
+            continue;
+        }
         Mbarrier *b = mbarrier_at(m, w, op, l, cta, offset);
         if (!b) { ended |= 1u << l; continue; }  /* reported; waiting would never end */
         if (!mbarrier_ended(w, op, l, b)) continue;

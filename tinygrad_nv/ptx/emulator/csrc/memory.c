@@ -154,9 +154,10 @@ static void report_shared(Machine *m, Warp *w, const Op *op, int lane, bool clus
     }
     base = SHARED_BASE | rank << RANK_SHIFT;
     bool before = address < base;
+    u64 distance = before ? base - address : address + bytes - base - size;
     report(m, OUT_OF_BOUNDS, op, w, lane,
            "%s of %llu bytes at shared address 0x%llx, %llu bytes %s the %llu bytes of shared memory at "
-           "0x%llx", what, (ull)bytes, (ull)address, (ull)(before ? base - address : address + bytes - base - size),
+           "0x%llx", what, (ull)bytes, (ull)address, (ull)distance,
            before ? "before" : "past", (ull)size, (ull)base);
 }
 
