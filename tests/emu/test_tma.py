@@ -191,9 +191,10 @@ def test_multicast(seed: int, mode: str) -> None:
 
 # **** im2col ****
 
-def columns(array: np.ndarray, at, lower, upper, pixels: int, channels: int, shift) -> np.ndarray:
+def columns(array: np.ndarray, at, lower, upper, pixels: int, channels: int, shift, steps) -> np.ndarray:
     """What an im2col load brings, from a list of all base pixels."""
-    spatial = [range(low, n + up) for low, up, n in zip(lower, upper, array.shape[1:-1], strict=True)]
+    spatial = [range(low, n + up, step)
+               for low, up, n, step in zip(lower, upper, array.shape[1:-1], steps, strict=True)]
     bases = [(n, *p) for n in range(-1, array.shape[0] + 4) for p in itertools.product(*spatial)]
     first = bases.index(tuple(at[:-1]))
     out = np.zeros((pixels, channels), array.dtype)
@@ -205,23 +206,26 @@ def columns(array: np.ndarray, at, lower, upper, pixels: int, channels: int, shi
     return out
 
 
+@pytest.mark.parametrize("step", [1, 2])
 @pytest.mark.parametrize(("shape", "lower", "upper", "at", "shift"), [
     ((3, 9, 16), (-1,), (-1,), (0, -1, 0), (2,)),
     ((2, 6, 7, 16), (-1, -1), (-1, -1), (0, 3, -1, 0), (2, 0)),
-    ((2, 6, 7, 16), (0, 0), (-2, -2), (1, 1, 2, 8), (1, 2)),
-    ((2, 3, 4, 5, 8), (0, -1, -1), (0, -1, -1), (0, 1, 0, 2, 0), (0, 1, 2))])
-def test_im2col(shape, lower, upper, at, shift) -> None:
+    ((2, 6, 7, 16), (0, 0), (-2, -2), (1, 2, 2, 8), (1, 2)),
+    ((2, 3, 4, 5, 8), (0, -1, -1), (0, -1, -1), (0, 2, 1, 1, 0), (0, 1, 2))])
+def test_im2col(shape, lower, upper, at, shift, step: int) -> None:
     emu = Emulator()
     array = counting(shape, np.uint32)
     rank = len(shape)
-    map_ = TensorMap.im2col(emu.alloc(array), lower=lower, upper=upper, channels=8, pixels=20)
+    steps = (step,) * (rank - 2)
+    map_ = TensorMap.im2col(emu.alloc(array), lower=lower, upper=upper, channels=8, pixels=20,
+                            element_strides=(1, *steps, 1))
     out = emu.alloc(np.zeros(640, np.uint8))
     text = load_text(at, 640).replace(".tile", ".im2col").replace(
         ", [%r4];", f", [%r4], {{{', '.join(map(str, shift[::-1]))}}};")
     body = INIT + text + WAIT + OUT.format(words=160)
     report = emu.launch(kernel(body), grid=1, block=32, args=[map_, out, out])
     assert not report.findings
-    want = columns(array, at, lower, upper, 20, 8, shift)
+    want = columns(array, at, lower, upper, 20, 8, shift, steps)
     assert (out.numpy().view(np.uint32).reshape(20, 8) == want).all()
     tiled = TensorMap.tiled(emu.alloc(array), box=(1,) * (rank - 1) + (8,))
     report = emu.launch(kernel(INIT + text + WAIT), grid=1, block=32, args=[tiled, out, out])

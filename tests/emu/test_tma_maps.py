@@ -209,7 +209,7 @@ def test_map_made_by_the_kernel(seed: int, mode: str) -> None:
 def test_large_strides() -> None:
     """The upper bits of a stride have a place of their own."""
     emu = Emulator()
-    strides = (5 << 36) + 16, 3 << 36
+    strides = (11 << 36) + 16, 13 << 36
     map_ = TensorMap.tiled(0x700000000, box=(1, 2, 4), dims=(3, 5, 1 << 31), strides=strides, dtype="u32")
     made = emu.alloc(np.zeros(128, np.uint8))
     report = emu.launch(kernel(replacing(map_)), grid=1, block=32, args=[map_, made, made])
