@@ -154,7 +154,7 @@ static Mbarrier *mbarrier_new(Machine *m, Cta *cta, u64 offset) {
     }
     u32 number = (u32)cta->mbarrier_count++;
     Mbarrier *b = &cta->mbarriers[number];
-    /* beyond MBARRIER_ACTORS they share actors, whose clocks only grow: that may hide a race, but makes none */
+    /* beyond MBARRIER_ACTORS they share actors, whose clocks only grow: that may hide a race, never make one */
     u32 actor = ACTOR_MBARRIER + number % MBARRIER_ACTORS;
     *b = (Mbarrier){.offset = offset, .actor = (u32)cta->rank * ACTORS + actor,
                     .clock = {clock_new(m), clock_new(m)}};
