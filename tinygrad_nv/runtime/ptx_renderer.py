@@ -5,17 +5,20 @@ Protocol: a `Renderer` of tinygrad. It differs from tinygrad's in what depends o
 ALLOW_TF32 is set. Text whose header does not ask for TARGET and VERSION is left as it is, so that kernels
 given as PTX pass through the same compiler.
 
-Two types are mended. Bytes wrap: PTX has no 8-bit arithmetic, so tinygrad computes them in 16-bit registers
+Three types are mended. Bytes wrap: PTX has no 8-bit arithmetic, so tinygrad computes them in 16-bit registers
 and would compare, shift, divide or widen 127 + 1 as 128. And bfloat16 is a type of its own, kept in .b16
 registers and computed in float32, where tinygrad's stand-in for types a renderer lacks rounds only at stores,
-and fails on some reductions.
+and fails on some reductions. Of float64 PTX has rcp and sqrt rounded to nearest, and no ex2, lg2 or sin:
+those are series.
 """
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from tinygrad.codegen.decomp.transcendental import xexp2, xlog2, xsin
 from tinygrad.codegen.opt.tc import TensorCore
 from tinygrad.device import Compiler
 from tinygrad.dtype import DType, dtypes
@@ -24,7 +27,7 @@ from tinygrad.renderer import ptx
 from tinygrad.renderer.cstyle import create_non_native_float_pats
 from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat
 
-REVISION = 3  # goes up when the renderer writes other text: programs are kept on disk
+REVISION = 4  # goes up when the renderer writes other text: programs are kept on disk
 HEADER = ".version VERSION\n.target TARGET\n"
 
 
@@ -58,6 +61,17 @@ def _constant(line: str) -> str:
     return BF16_CONSTANT.sub(rounded, line)
 
 
+_pm_double = PatternMatcher([(UPat(op, dtype=dtypes.double, src=(UPat.var("d"),)), series) for op, series in
+                             ((Ops.EXP2, xexp2), (Ops.LOG2, xlog2), (Ops.SIN, xsin))])
+
+
+def _nearest(op: Ops, name: str) -> Callable[..., str]:
+    """The instruction of an operation that PTX approximates in float32 only."""
+    def line(d: str, a: str, dtype: DType, kind: str) -> str:
+        return f"{name}.rn.f64 {d}, {a};" if dtype == dtypes.double else ptx.asm_for_op[op](d, a, dtype, kind)
+    return line
+
+
 class PTXText(Compiler):
     """Fills in the header that tinygrad's renderer leaves open. `arch` is sm_80 … sm_90."""
 
@@ -72,7 +86,9 @@ class PTXText(Compiler):
 
 class PTXRenderer(ptx.PTXRenderer):
     """PTX for `target.arch`, sm_80 … sm_90."""
-    extra_matcher = _pm_bytes + _pm_bf16 + ptx.ptx_matcher
+    extra_matcher = _pm_bytes + _pm_bf16 + _pm_double + ptx.ptx_matcher
+    code_for_op: ClassVar = {**ptx.asm_for_op, Ops.RECIPROCAL: _nearest(Ops.RECIPROCAL, "rcp"),
+                             Ops.SQRT: _nearest(Ops.SQRT, "sqrt")}
     types: ClassVar = {**ptx.PTXRenderer.types, dtypes.bfloat16: "b16"}
     mem_types: ClassVar = {**ptx.PTXRenderer.mem_types, dtypes.bfloat16: "b16"}
     cast_types: ClassVar = {**ptx.PTXRenderer.cast_types, dtypes.bfloat16: "bf16"}
