@@ -54,7 +54,7 @@ Mbarrier *mbarrier_at(Machine *m, Warp *w, const Op *op, int lane, Cta *cta, u64
 static void mbarrier_changed(Machine *m, Cta *cta, Mbarrier *b) {
     if (b->pending == 0 && b->tx == 0) {
         Clock *done = b->clock[b->phase & 1], *next = b->clock[~b->phase & 1];
-        b->phase++, b->epoch++;
+        b->phase++, b->epoch++, b->ended_by = 0;
         b->pending = b->expected;
         if (done) join_dense(next, done);
         m->events++;
@@ -62,17 +62,33 @@ static void mbarrier_changed(Machine *m, Cta *cta, Mbarrier *b) {
     mbarrier_store(cta, b);
 }
 
+static u32 thread_key(const Warp *w, int lane) { return (u32)w->cta->rank << 16 | (warp_thread(w, lane) + 1); }
+
+/* An arrival counts for the phase it was meant for only when something orders it after the end of the phase
+ * before: a wait, one's own or one that was told of. Otherwise it is one too many of that phase. */
+static void check_phase(Machine *m, Warp *w, const Op *op, int lane, const Cta *cta, const Mbarrier *b) {
+    if (!m->launch.check || b->epoch == b->first || b->ended_by == thread_key(w, lane)) return;
+    if (part(w->clock, KNOWN)[b->actor] >= b->epoch) return;
+    report(m, BARRIER, op, w, lane, "an arrival at the mbarrier at 0x%llx in phase %u by a thread that does not know "
+           "phase %u to have ended: it may come in that phase as well, beyond the %d arrivals it expects",
+           (unsigned long long)(cta->shared.base + b->offset), b->phase, b->phase - 1, b->expected);
+}
+
 /* `count` arrivals of the phase under way. */
 static void mbarrier_arrive_count(Machine *m, Warp *w, const Op *op, int lane, Cta *cta, Mbarrier *b,
                                   i64 count) {
+    u32 epoch = b->epoch;
     if (count < 1 || count > b->pending) {
-        report(m, BARRIER, op, w, lane,
-               "%lld arrivals at the mbarrier at 0x%llx, which expects %d and has %d pending in phase %u",
-               (long long)count, (ull)(cta->shared.base + b->offset), b->expected, b->pending, b->phase);
+        report(m, BARRIER, op, w, lane, "%lld arrivals at the mbarrier at 0x%llx, which expects %d and has "
+               "%d pending in "
+               "phase %u", (long long)count, (unsigned long long)(cta->shared.base + b->offset), b->expected,
+                   b->pending,
+               b->phase);
         count = count < 1 ? 0 : b->pending;
     }
     b->pending -= (i32)count;
     mbarrier_changed(m, cta, b);
+    if (b->epoch != epoch) b->ended_by = thread_key(w, lane);
 }
 
 /* Adds to the bytes outstanding (complete_tx: takes away). */
@@ -141,7 +157,7 @@ static void acquire_lanes(Machine *m, Warp *w, u32 mask, Clock *from) {
 }
 
 static void mbarrier_release(Machine *m, Warp *w, const Op *op, Mbarrier *b) {
-    if (op->flags & RELAXED) release_published(m, w, b->clock[b->phase & 1]);
+    if (op->flags & RELAXED) release_published(m, w, b->clock[b->phase & 1]), clock_phases(m, w, b->clock[b->phase & 1]);
     else clock_release(m, w, b->clock[b->phase & 1]);
 }
 
@@ -154,7 +170,7 @@ static Mbarrier *mbarrier_new(Machine *m, Cta *cta, u64 offset) {
     }
     u32 number = (u32)cta->mbarrier_count++;
     Mbarrier *b = &cta->mbarriers[number];
-    /* beyond MBARRIER_ACTORS they share actors, whose clocks only grow: that may hide a race, never make one */
+    /* beyond MBARRIER_ACTORS they share actors, whose clocks only grow: which may hide races, not make any */
     u32 actor = ACTOR_MBARRIER + number % MBARRIER_ACTORS;
     *b = (Mbarrier){.offset = offset, .actor = (u32)cta->rank * ACTORS + actor,
                     .clock = {clock_new(m), clock_new(m)}};
@@ -176,7 +192,7 @@ HANDLER(mbarrier_init) {
         }
         Mbarrier *b = mbarrier_find(cta, offset);
         if (!b) b = mbarrier_new(m, cta, offset);
-        b->live = true;
+        b->live = true, b->first = b->epoch, b->ended_by = 0;
         b->phase = 0, b->tx = 0;
         b->expected = b->pending = count;
         for (int i = 0; i < 2; i++) clock_clear(m, b->clock[i]);
@@ -236,6 +252,7 @@ HANDLER(mbarrier_arrive) {
         if (!b) continue;
         u32 operand = op->b < 0 ? 1 : r32(w, op->b)[l];
         i64 count = op->flags & EXPECT ? 1 : operand;
+        check_phase(m, w, op, l, cta, b);
         state[l] = mbarrier_word(b);
         mbarrier_release(m, w, op, b);
         if (op->flags & EXPECT) mbarrier_add_tx(m, w, op, l, cta, b, operand);
