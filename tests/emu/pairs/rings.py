@@ -69,7 +69,7 @@ LOAD:
 shl.b32 %r_x, %r_slot, 3; add.u32 %r_full, %r_x, %r_barriers;
 setp.eq.u32 %p_skip, %r_turn, {STAGES};                //: bug=producer-skips
 @%p_skip bra FILL;                                     //: bug=producer-skips
-{wait("%r_full+24", "%r_parity")}                      //: cure=empty-unawaited at=producer-parity,release-count-many,release-count-few,release-missing,init-missing
+{wait("%r_full+24", "%r_parity")}                      //: cure=empty-unawaited at=producer-parity,release-count-many,release-missing,init-missing
 FILL:
 mad.lo.u32 %r_a, %r_slot, {A_BYTES}, %r_tiles_a; mad.lo.u32 %r_b, %r_slot, {B_BYTES}, %r_tiles_b;
 add.u32 %r_b, %r_a, 0;                                 //: bug=same-slot
@@ -120,7 +120,7 @@ setp.eq.u32 %p_free, %r_turn, 0;                       //: cure=release-early
 setp.ne.u32 %p_free, %r_lane, 0;                       //: bug=release-early
 mov.u32 %r_last, %r_full;                              //: bug=release-early
 setp.ne.or.u32 %p_free, %r_lane, 0, %p_free;
-@!%p_free mbarrier.arrive.shared::cta.b64 _, [%r_last+24]; //: cure=release-missing at=init-missing,init-unseen
+@!%p_free mbarrier.arrive.shared::cta.b64 _, [%r_last+24]; //: cure=release-missing at=init-missing,init-unseen,release-count-few
 mov.u32 %r_last, %r_full;
 add.u32 %r_slot, %r_slot, 1;
 setp.eq.u32 %p_wrap, %r_slot, {STAGES};
@@ -146,7 +146,7 @@ RING = kernel(
         "release-early": "wgmma-hazard",
         "release-missing": "deadlock",
         "release-count-many": "deadlock",
-        "release-count-few": "deadlock",
+        "release-count-few": "barrier",
         "bytes-many": "deadlock",
         "bytes-few": "async-hazard|deadlock",
         "bytes-none": "async-hazard|wgmma-hazard",

@@ -58,6 +58,7 @@ static bool find_signal(Machine *m, Warp *w, const Op *op, int lane, u64 address
     Mbarrier *b = mbarrier_at(m, w, op, lane, owner, p.offset);
     if (!b) return false;
     *s = (Signal){owner, p.offset, b->actor, b->epoch};
+    clock_phases(m, w, b->clock[b->phase & 1]);
     if (m->launch.check && owner != w->cta) owner->remote[b->actor] = b->epoch + 1;
     return true;
 }
@@ -248,6 +249,7 @@ HANDLER(cp_arrive) {
         }
         Mbarrier *b = mbarrier_at(m, w, op, lane, p.region->cta, p.offset);
         if (!b) continue;
+        clock_phases(m, w, b->clock[b->phase & 1]);
         if (!(op->flags & CP_NOINC)) {
             b->pending += popcount(same);
             mbarrier_changed(m, p.region->cta, b);

@@ -134,6 +134,14 @@ void clock_acquire(Machine *m, Warp *w, const Clock *from) {
     if (m->launch.check) join_dense(w->clock, from);
 }
 
+void clock_phases(Machine *m, const Warp *w, Clock *into) {
+    if (!m->launch.check) return;
+    const u32 *known = part(w->clock, KNOWN);
+    u32 *to = part(into, KNOWN);
+    for (i32 i = ACTOR_MBARRIER; i < m->actors; i += ACTORS)
+        for (i32 j = i; j < i + MBARRIER_ACTORS; j++) to[j] = to[j] < known[j] ? known[j] : to[j];
+}
+
 void clock_observe(Machine *m, Warp *w, u32 actor, u32 clock) {
     if (!m->launch.check) return;
     u32 *known = part(w->clock, KNOWN);

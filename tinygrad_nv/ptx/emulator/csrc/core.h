@@ -365,6 +365,9 @@ void clock_free(Clock *c);
 void clock_clear(Machine *m, Clock *c);
 void clock_release(Machine *m, Warp *w, Clock *into);        /* what w knows, into a synchronisation object */
 void clock_acquire(Machine *m, Warp *w, const Clock *from);  /* and out of it */
+/* which phases of mbarriers w knows to have ended, into a synchronisation object: also what an asynchronous
+ * operation of w signals tells that much */
+void clock_phases(Machine *m, const Warp *w, Clock *into);
 void clock_observe(Machine *m, Warp *w, u32 actor, u32 clock);  /* w waited until `actor` reached `clock` */
 /* fence.acq_rel, for relaxed accesses around it */
 void clock_fence(Machine *m, Warp *w, bool acquire, bool release);
@@ -384,6 +387,8 @@ struct Mbarrier {
     i64 tx;
     /* phases since the machine started, for clocks (an mbarrier may be initialised again) */
     u32 actor, epoch;
+    u32 first;          /* epoch when it was initialised */
+    u32 ended_by;       /* thread (plus 1) whose arrival ended the last phase, 0: bytes did */
     Clock *clock[2];
     bool live;
 };
