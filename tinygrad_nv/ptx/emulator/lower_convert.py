@@ -91,9 +91,9 @@ def convert_pair(low: Lowering, to: str, kind: str, flags: int) -> None:
     fields = {"more": TYPES.index(PAIRS[to]) | TYPES.index(PAIRS.get(kind, kind)) << 8, "flags": flags,
               "vector": mode}
     if kind == "f32":
-        fast = not flags and not mode and to not in SMALL
+        fast = to in SMALL or (not flags and not mode)
         operate(low, f"cvt_{to}_f32" if fast else "cvt_pair", (to, kind, kind), **fields)
-    elif to in SMALL and kind == "f16x2": operate(low, "cvt_f8x2_f16x2", (to, kind), **fields)
+    elif to in SMALL and kind == "f16x2": operate(low, f"cvt_{to}_f16x2", (to, kind), **fields)
     elif to == "f16x2" and kind in SMALL: operate(low, "cvt_f16x2_f8x2", (to, kind), **fields)
     else: raise low.fail(f".{kind} to .{to} does not exist before sm_100")
 

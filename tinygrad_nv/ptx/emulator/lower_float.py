@@ -59,7 +59,9 @@ def quotient(low: Lowering, instruction: Instruction) -> None:
     only(low, *DIRECTED, "approx", "full", "ftz")
     kind = kind_of(low, "f32", "f64")
     sources = 2 if name == "div" else 1
-    if low.has("approx") and (kind, name) in (("f64", "rcp"), ("f32", "div")):
+    # rcp.approx of f64 without .ftz, which ptxas refuses, is taken for a full one
+    rough = (name, kind, low.has("ftz")) == ("rcp", "f64", True) or (name, kind) == ("div", "f32")
+    if low.has("approx") and rough:
         operate(low, f"{name}_approx_{kind}", (kind,) * (sources + 1), flags=flags_of(low))
     else: rounded(low, name, kind, sources)
     return None

@@ -90,8 +90,6 @@ static inline u32 float_code(f64 x, int type, int mode, u32 flags) {
         case TYPE_F16: return f64_to_f16(limited(x, flags, 65504), mode);
         case TYPE_BF16: return f64_to_bf16(limited(x, flags, 0x1.fep127), mode);
         case TYPE_TF32: return f64_to_tf32(limited(x, flags, 0x1.ffcp127), mode);
-        case TYPE_E4M3: return f64_to_e4m3(limited(x, flags, 448), mode);
-        case TYPE_E5M2: return f64_to_e5m2(limited(x, flags, 57344), mode);
         default: return f32_code(limited(x, flags, 0x1.fffffep127), mode, flags);
     }
 }
@@ -188,30 +186,32 @@ DIRECT(cvt_f16x2_f32, f32_to_f16(as_f32(a)) << 16 | f32_to_f16(rf32(w, op->b)[l]
 
 /* **** packed: the first source becomes the upper half **** */
 
-/* two f32 to two of a format of 16 or 8 bits */
+/* two f32 to two of a format of 16 bits */
 #define PAIR_AS(type) case type: \
-        EACH out[l] = float_code(rf32(w, op->a)[l], type, mode, flags) << bits | \
+        EACH out[l] = float_code(rf32(w, op->a)[l], type, mode, flags) << 16 | \
                       float_code(rf32(w, op->b)[l], type, mode, flags); \
         break
 HANDLER(cvt_pair) {
     u32 out[LANES], flags = op->flags;
-    int to = op->more & 255, mode = op->vector, bits = to == TYPE_E4M3 || to == TYPE_E5M2 ? 8 : 16;
-    switch (to) {
+    int mode = op->vector;
+    switch (op->more & 255) {
         PAIR_AS(TYPE_F16);
-        PAIR_AS(TYPE_BF16);
-        PAIR_AS(TYPE_E4M3);
-        default: PAIR_AS(TYPE_E5M2);
+        default: PAIR_AS(TYPE_BF16);
     }
     put32(w, op->d, out, mask);
     return NEXT;
 }
 #undef PAIR_AS
-/* f16x2 to e4m3x2 or e5m2x2, and back */
-HANDLER(cvt_f8x2_f16x2) {
-    int to = op->more & 255;
-    DIRECT_LOOP(float_code(f16_to_f32(a >> 16), to, op->vector, op->flags) << 8 |
-                float_code(f16_to_f32(a & 0xffff), to, op->vector, op->flags))
-}
+/* f32 or the halves of f16x2 to 8 bits: nearest even and saturated, PTX has nothing else */
+static inline f32 not_below_zero(f32 x, u32 flags) { return flags & RELU && x <= 0 ? 0 : x; }
+#define PAIR_F8(name, convert) \
+    DIRECT(cvt_##name##x2_f32, convert(not_below_zero(as_f32(a), op->flags)) << 8 | \
+           convert(not_below_zero(rf32(w, op->b)[l], op->flags))) \
+    DIRECT(cvt_##name##x2_f16x2, convert(not_below_zero(f16_to_f32(a >> 16), op->flags)) << 8 | \
+           convert(not_below_zero(f16_to_f32(a & 0xffff), op->flags)))
+PAIR_F8(e4m3, f32_to_e4m3)
+PAIR_F8(e5m2, f32_to_e5m2)
+/* and back to f16x2 */
 static inline u32 f16_of_f8(u32 code, int from, u32 flags) {
     f32 x = from == TYPE_E4M3 ? e4m3_to_f32(code) : e5m2_to_f32(code);
     return f64_to_f16(limited(x, flags, 65504), RN);

@@ -87,7 +87,7 @@ static inline f32 divide_approx(f32 a, f32 b) {
 }
 FLOAT2(div_approx_f32, divide_approx(a, b))
 FLOAT1(rsqrt_f32, 1.0 / sqrt((f64)a))
-FLOAT1(ex2_f32, exp2((f64)a))
+FLOAT1(ex2_f32, power_of_two(a))
 FLOAT1(lg2_f32, log2((f64)a))
 FLOAT1(sin_f32, sin((f64)a))
 FLOAT1(cos_f32, cos((f64)a))

@@ -25,16 +25,19 @@ static inline f64 as_f64(u64 x) { f64 y; memcpy(&y, &x, 8); return y; }
 
 static inline f32 bf16_to_f32(u32 x) { return as_f32(x << 16); }
 
-static inline f32 f16_to_f32(u32 x) {
-    u32 sign = (x & 0x8000) << 16, rest = (x & 0x7fff) << 13;
-    u32 finite = as_u32(as_f32(rest) * 0x1p112f);
-    return as_f32(((x & 0x7c00) == 0x7c00 ? rest | 0x7f800000 : finite) | sign);
+/* A code of `mantissa` and fewer than 8 exponent bits, without its sign, as if it were finite. Subnormals lack a
+ * leading one: it is put in and taken away again. */
+static inline f32 widened(u32 code, int exponent, int mantissa) {
+    u32 bits = code << (23 - mantissa), rebias = (u32)(128 - (1 << (exponent - 1))) << 23, one = 1u << 23;
+    return bits < one ? as_f32(bits + rebias + one) - as_f32(rebias + one) : as_f32(bits + rebias);
 }
-
+static inline f32 f16_to_f32(u32 x) {
+    u32 finite = as_u32(widened(x & 0x7fff, 5, 10)), rest = (x & 0x7fff) << 13;
+    return as_f32(((x & 0x7c00) == 0x7c00 ? rest | 0x7f800000 : finite) | (x & 0x8000) << 16);
+}
 static inline f32 e5m2_to_f32(u32 x) { return f16_to_f32(x << 8); }
-
 static inline f32 e4m3_to_f32(u32 x) {
-    u32 finite = as_u32(as_f32((x & 0x7f) << 20) * 0x1p120f);
+    u32 finite = as_u32(widened(x & 0x7f, 4, 3));
     return as_f32(((x & 0x7f) == 0x7f ? NAN_F32 : finite) | (x & 0x80) << 24);
 }
 
@@ -48,12 +51,30 @@ static inline u32 f32_to_bf16(f32 x) {
     return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : NAN_F16;
 }
 
+/* The code of |x| in a format of fewer than 8 exponent bits, as if its exponents went on: what is too large is
+ * left to the caller. Subnormals are rounded by an adder, whose last place is theirs. */
+static inline u32 narrowed(f32 x, int exponent, int mantissa) {
+    u32 size = as_u32(x) & 0x7fffffff, rebias = (u32)(128 - (1 << (exponent - 1))) << 23;
+    u32 lost = (u32)(23 - mantissa), magic = rebias + ((u32)(24 - mantissa) << 23);
+    u32 small = as_u32(as_f32(size) + as_f32(magic)) - magic;
+    u32 rounded = (size - rebias + (1u << (lost - 1)) - 1 + (size >> lost & 1)) >> lost;
+    return size < rebias + (1u << 23) ? small : rounded;
+}
 static inline u32 f32_to_f16(f32 x) {
-    u32 bits = as_u32(x), size = bits & 0x7fffffff;
-    u32 small = as_u32(as_f32(size) + 0.5f) - 0x3f000000;   /* the adder rounds at 2^-24 */
-    u32 code = size < 0x38800000 ? small : (size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13;
+    u32 code = narrowed(x, 5, 10);
     code = code > 0x7c00 ? 0x7c00 : code;
-    return size > 0x7f800000 ? NAN_F16 : code | (bits >> 16 & 0x8000);
+    return x == x ? code | (as_u32(x) >> 16 & 0x8000) : NAN_F16;
+}
+/* to 8 bits, where what is too large becomes the largest finite number (.satfinite) */
+static inline u32 f32_to_e4m3(f32 x) {
+    u32 code = narrowed(x, 4, 3);
+    code = code > MAX_E4M3 ? MAX_E4M3 : code;
+    return x == x ? code | (as_u32(x) >> 24 & 0x80) : NAN_F8;
+}
+static inline u32 f32_to_e5m2(f32 x) {
+    u32 code = narrowed(x, 5, 2);
+    code = code > MAX_E5M2 ? MAX_E5M2 : code;
+    return x == x ? code | (as_u32(x) >> 24 & 0x80) : NAN_F8;
 }
 
 /* **** from f64, every rounding **** */
@@ -77,8 +98,6 @@ static inline u32 encode(f64 x, int exponent, int mantissa, u32 largest, int mod
 
 static inline u32 f64_to_f16(f64 x, int mode) { return x == x ? encode(x, 5, 10, MAX_F16, mode) : NAN_F16; }
 static inline u32 f64_to_bf16(f64 x, int mode) { return x == x ? encode(x, 8, 7, MAX_BF16, mode) : NAN_F16; }
-static inline u32 f64_to_e5m2(f64 x, int mode) { return x == x ? encode(x, 5, 2, MAX_E5M2, mode) : NAN_F8; }
-static inline u32 f64_to_e4m3(f64 x, int mode) { return x == x ? encode(x, 4, 3, MAX_E4M3, mode) : NAN_F8; }
 /* tf32 as a word of f32 whose low 13 bits are zero */
 static inline u32 f64_to_tf32(f64 x, int mode) {
     return x == x ? encode(x, 8, 10, MAX_TF32, mode) << 13 : (u32)NAN_F32;
@@ -120,12 +139,31 @@ static inline f64 odd_root(f64 x) {
     return to_odd(s, fma(-s, s, x));
 }
 
+/* f64 to f32, to odd. */
+static inline f32 f64_to_f32_odd(f64 x) {
+    f32 y = (f32)x;
+    u32 bits = as_u32(y), even = ~bits & 1;
+    u32 short_of = fabs((f64)y) < fabs(x), beyond = fabs((f64)y) > fabs(x);
+    return as_f32(bits + (even & short_of) - (even & beyond));
+}
+
 /* An integer `size`, or minus that, as f64, to odd. */
 static inline f64 odd_integer(u64 size, bool negative) {
     int shift = size >> 53 ? 11 - __builtin_clzll(size) : 0;
     u64 kept = size >> shift, lost = size & ((1ull << shift) - 1);
     f64 x = (f64)(i64)(kept | (lost != 0)) * (f64)(1ull << shift);
     return negative ? -x : x;
+}
+
+/* 2^x for results in the range of f32, to about 50 bits: a series about the nearest integer. */
+static inline f64 power_of_two(f64 x) {
+    f64 clamped = x < -300 ? -300 : x > 300 ? 300 : x, shifted = clamped + 0x1.8p52;
+    f64 y = (clamped - (shifted - 0x1.8p52)) * 0x1.62e42fefa39efp-1, sum = 1.0 / 39916800;
+    sum = sum * y + 1.0 / 3628800, sum = sum * y + 1.0 / 362880, sum = sum * y + 1.0 / 40320;
+    sum = sum * y + 1.0 / 5040, sum = sum * y + 1.0 / 720, sum = sum * y + 1.0 / 120;
+    sum = sum * y + 1.0 / 24, sum = sum * y + 1.0 / 6, sum = sum * y + 1.0 / 2;
+    sum = sum * y + 1, sum = sum * y + 1;
+    return x == x ? as_f64(as_u64(sum) + (as_u64(shifted) << 52)) : x;   /* the integer is in the low bits */
 }
 
 /* **** flushes and canonical NaNs of f32 **** */

@@ -6,7 +6,7 @@
 #include "formats.h"
 
 /* A NaN that TMA fills places beyond a tensor with; fma.oob takes it for zero. */
-enum { OOB_NAN = 0xffff };
+enum { OOB_NAN = 0x7fff };
 
 static inline f64 load_half(u32 word, int half, u32 flags, bool brain) {
     u32 code = word >> 16 * half & 0xffff;
@@ -16,7 +16,8 @@ static inline f64 load_half(u32 word, int half, u32 flags, bool brain) {
 static inline u32 store_half(f64 x, int half, u32 flags, bool brain) {
     if (flags & SAT) x = x > 0 ? (x < 1 ? x : 1) : 0;
     if (flags & RELU) x = x > 0 || x != x ? x : 0;
-    u32 code = brain ? f64_to_bf16(x, RN) : f64_to_f16(x, RN), exponent = brain ? 0x7f80 : 0x7c00;
+    f32 y = f64_to_f32_odd(x);
+    u32 code = brain ? f32_to_bf16(y) : f32_to_f16(y), exponent = brain ? 0x7f80 : 0x7c00;
     if (flags & FTZ && !(code & exponent)) code &= 0x8000;
     return code << 16 * half;
 }
@@ -39,7 +40,7 @@ HALF_BOTH(mul, LOAD(a, a); LOAD(b, b), a * b)
 HALF_BOTH(fma, LOAD(a, a); LOAD(b, b); LOAD(c, c), odd_sum(a * b, c))
 HALF_BOTH(min, LOAD(a, a); LOAD(b, b), least_f32((f32)a, (f32)b, op->flags))
 HALF_BOTH(max, LOAD(a, a); LOAD(b, b), most_f32((f32)a, (f32)b, op->flags))
-HALF_BOTH(ex2, LOAD(a, a), exp2(a))
+HALF_BOTH(ex2, LOAD(a, a), power_of_two(a))
 HALF_BOTH(tanh, LOAD(a, a), tanh(a))
 
 /* fma.oob: zero where a factor is the NaN of places that do not exist. */

@@ -15,13 +15,12 @@ static bool assemble(Machine *m, Warp *w, const Op *op, u32 mask, bool any_place
     u32 wanted = 0, strangers = 0;
     p->members = r32(w, op->c);
     p->here = mask;
-    ACTIVE wanted |= p->members[l];
+    EACH wanted |= mask >> l & 1 ? p->members[l] : 0;
     if (wanted & w->alive & ~mask) {
         if (!(p->here = any_place ? gather_any(m, w, op, wanted) : gather(m, w, op, wanted))) return false;
     }
-    mask = p->here;
-    ACTIVE if (!(p->members[l] >> l & 1)) strangers |= 1u << l;
-    if (strangers)
+    EACH strangers |= (~p->members[l] >> l & 1) << l;
+    if (strangers &= p->here)
         report(m, BARRIER, op, w, lowest(strangers), "lanes %08x execute a warp collective whose member mask "
                "(%08x) does not name them", strangers, p->members[lowest(strangers)]);
     return true;
@@ -36,22 +35,25 @@ static inline u32 together(const Party *p, int l) { return p->members[l] & p->he
 
 enum { SHFL_UP, SHFL_DOWN, SHFL_BFLY, SHFL_IDX };
 
+#define SHUFFLE(source, valid) \
+    EACH { \
+        i32 lane = l, by = (i32)(b[l] & 31), segment = (i32)(c[l] >> 8 & 31), clamp = (i32)(c[l] & 31); \
+        i32 limit = (lane & segment) | (clamp & ~segment), from = source; \
+        bool ok = valid; \
+        out[l] = a[ok ? from : lane]; \
+        in_range |= (u32)ok << l; \
+    } \
+    break;
 HANDLER(shfl) {
     PARTY
     const u32 *a = r32(w, op->a), *b = r32(w, op->e), *c = r32(w, op->b);
     i32 also = op->count ? m->launch.lists[op->list] : -1;   /* the predicate: was the source lane in range */
     u32 out[LANES], in_range = 0;
-    EACH {
-        i32 lane = l, by = (i32)(b[l] & 31), segment = (i32)(c[l] >> 8 & 31), clamp = (i32)(c[l] & 31);
-        i32 limit = (lane & segment) | (clamp & ~segment), from = lane, ok = 0;
-        switch (op->more) {
-            case SHFL_UP: from = lane - by, ok = from >= limit; break;
-            case SHFL_DOWN: from = lane + by, ok = from <= limit; break;
-            case SHFL_BFLY: from = lane ^ by, ok = from <= limit; break;
-            default: from = (lane & segment) | (by & ~segment), ok = from <= limit;
-        }
-        out[l] = a[ok ? from : lane];
-        in_range |= (u32)ok << l;
+    switch (op->more) {
+        case SHFL_UP: SHUFFLE(lane - by, from >= limit)
+        case SHFL_DOWN: SHUFFLE(lane + by, from <= limit)
+        case SHFL_BFLY: SHUFFLE(lane ^ by, from <= limit)
+        default: SHUFFLE((lane & segment) | (by & ~segment), from <= limit)
     }
     put32(w, op->d, out, mask);
     if (also >= 0) put_pred(w, also, in_range, mask);
@@ -64,16 +66,18 @@ enum { VOTE_ALL, VOTE_ANY, VOTE_UNI, VOTE_BALLOT };
 
 HANDLER(vote) {
     PARTY
-    u32 a = pred(w, op->a), ballots[LANES] = {0}, bits = 0;
-    ACTIVE {
-        u32 who = together(&p, l), yes = a & who;
-        ballots[l] = yes;
-        bool all = yes == who, any = yes != 0;
-        bool says = op->more == VOTE_ALL ? all : op->more == VOTE_ANY ? any : all || !any;
-        bits |= (u32)says << l;
+    u32 a = pred(w, op->a), out[LANES], bits = 0;
+    if (op->more == VOTE_BALLOT) {
+        EACH out[l] = a & together(&p, l);
+        put32(w, op->d, out, mask);
+        return NEXT;
     }
-    if (op->more == VOTE_BALLOT) put32(w, op->d, ballots, mask);
-    else put_pred(w, op->d, bits, mask);
+    EACH {
+        u32 who = together(&p, l), yes = a & who;
+        bool all = yes == who, any = yes != 0;
+        bits |= (u32)(op->more == VOTE_ALL ? all : op->more == VOTE_ANY ? any : all || !any) << l;
+    }
+    put_pred(w, op->d, bits, mask);
     return NEXT;
 }
 
