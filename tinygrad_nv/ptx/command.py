@@ -193,7 +193,7 @@ def as_text(report: Report, most: int = 12) -> str:
         ("global bytes written", stats.global_written_bytes), ("L2 bytes", stats.l2_bytes),
         ("shared bytes", stats.shared_bytes), ("asynchronous bytes", stats.asynchronous_bytes),
         ("tensor-core flops", stats.tensor_flops)))]
-    busy = sorted(stats.sites, key=lambda site: (-site.conflicts, -site.warps))[:most]
+    busy = sorted(stats.sites, key=lambda site: (-site.conflicts, -site.sectors, -site.warps))[:most]
     lines += ["", f"{'line':>6} {'warps':>10} {'conflicts':>10} {'sectors/request':>16}  opcode"]
     for site in busy:
         sectors = f"{site.sectors / site.requests:.2f}" if site.requests else "-"

@@ -26,7 +26,7 @@ Wrong = Callable[[str], PTXError]  # an argument's error, given what was expecte
 
 def triple(value: int | Sequence[int], what: str) -> Triple:
     """One to three extents as three."""
-    items = (value,) if isinstance(value, int | np.integer) else tuple(value)
+    items = tuple(value) if isinstance(value, Sequence) else (value,)
     if not 1 <= len(items) <= 3 or not all(isinstance(x, int | np.integer) and x >= 1 for x in items):
         raise PTXError(f"{what}={value!r}", 0, "one to three integers ≥ 1")
     x, y, z = (*map(int, items), 1, 1)[:3]

@@ -1,0 +1,158 @@
+"""The public face: memory, arguments, module variables, shapes, traces and counters."""
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from bodies import kernel, run, sound, words
+
+from tinygrad_nv.ptx.emulator import Emulator, Finding, TensorMap, Trace
+
+HEAD = ".version 8.7\n.target sm_90a\n.address_size 64\n"
+COPY = """mad.wide.u32 %d1, %t, 4, %a0; ld.global.b32 %r1, [%d1];
+mad.wide.u32 %d2, %t, 4, %a1; st.global.b32 [%d2], %r1;"""
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "float16", "int32", "float32", "float64", "int64",
+                                   "bool"])
+def test_memory_keeps_shape_type_and_values(dtype: str):
+    array = (np.arange(24) % 2).reshape(2, 3, 4).astype(dtype)
+    buffer = Emulator().alloc(array.transpose(2, 0, 1))  # not contiguous
+    got = buffer.numpy()
+    assert (got.dtype, got.shape) == (array.dtype, (4, 2, 3))
+    np.testing.assert_array_equal(got, array.transpose(2, 0, 1))
+
+
+def test_memory_is_a_copy_both_ways():
+    array = np.zeros(4, np.int32)
+    buffer = Emulator().alloc(array)
+    array[0] = 7
+    buffer.numpy()[1] = 7
+    assert buffer.numpy().tolist() == [0, 0, 0, 0]
+
+
+def test_allocations_lie_apart_and_are_aligned():
+    emu = Emulator()
+    buffers = [emu.alloc(size) for size in (1, 100, 1 << 17, 3)]
+    assert all(b.ptr % 512 == 0 for b in buffers)
+    assert all(b.ptr - (a.ptr + a.nbytes) >= 1 << 15 for a, b in zip(buffers, buffers[1:], strict=False))
+
+
+def test_each_kind_of_argument_arrives():
+    text = HEAD + """.visible .entry k(.param .u64 out, .param .u32 a, .param .s64 b, .param .f32 c, .param .f64 d,
+ .param .u16 e, .param .u8 f, .param .align 8 .b8 g[12]) {
+ .reg .b64 %o, %x; .reg .b32 %r; .reg .b16 %h;
+ ld.param.u64 %o, [out];
+ ld.param.u32 %r, [a]; st.global.u32 [%o], %r;
+ ld.param.u64 %x, [b]; st.global.u64 [%o+8], %x;
+ ld.param.b32 %r, [c]; st.global.b32 [%o+4], %r;
+ ld.param.b64 %x, [d]; st.global.b64 [%o+16], %x;
+ ld.param.u16 %h, [e]; st.global.u16 [%o+24], %h;
+ ld.param.u8 %h, [f]; st.global.u16 [%o+26], %h;
+ ld.param.b32 %r, [g+8]; st.global.b32 [%o+28], %r;
+ ret; }"""
+    emu = Emulator()
+    out = emu.alloc(32)
+    sound(emu.launch(text, 1, 1, [out.ptr, 7, -2, 1.5, np.float64(0.1), 65535, True, b"abcdefghijkl"]))
+    raw = out.numpy().tobytes()
+    assert np.frombuffer(raw, "<u4", 1)[0] == 7
+    assert np.frombuffer(raw, "<f4", 1, 4)[0] == 1.5
+    assert np.frombuffer(raw, "<i8", 1, 8)[0] == -2
+    assert np.frombuffer(raw, "<f8", 1, 16)[0] == 0.1
+    assert np.frombuffer(raw, "<u2", 2, 24).tolist() == [65535, 1]
+    assert raw[28:] == b"ijkl"
+
+
+def test_module_variables_keep_what_launches_wrote():
+    text = HEAD + """.global .align 4 .u32 calls = 40; .const .align 4 .u32 table[2] = {1, 2};
+.visible .entry k(.param .u64 out) { .reg .b64 %o; .reg .b32 %r<3>; ld.param.u64 %o, [out];
+ ld.global.u32 %r0, [calls]; ld.const.u32 %r1, [table+4]; add.u32 %r0, %r0, %r1; st.global.u32 [calls], %r0;
+ st.global.u32 [%o], %r0; ret; }"""
+    emu = Emulator()
+    out = emu.alloc(4)
+    for want in (42, 44):
+        sound(emu.launch(text, 1, 1, [out]))
+        assert words(out)[0] == want
+    other = Emulator()
+    out = other.alloc(4)
+    sound(other.launch(text, 1, 1, [out]))
+    assert words(out)[0] == 42
+
+
+def test_grids_in_three_dimensions():
+    """Each thread writes its place: every CTA and thread is there once."""
+    body = """mov.u32 %r1, %ctaid.z; mov.u32 %r2, %nctaid.y; mov.u32 %r3, %ctaid.y; mad.lo.u32 %r1, %r1, %r2, %r3;
+mov.u32 %r2, %nctaid.x; mad.lo.u32 %r1, %r1, %r2, %c;
+mov.u32 %r2, %ntid.z; mov.u32 %r3, %tid.z; mad.lo.u32 %r1, %r1, %r2, %r3;
+mov.u32 %r2, %ntid.y; mov.u32 %r3, %tid.y; mad.lo.u32 %r1, %r1, %r2, %r3;
+mov.u32 %r2, %ntid.x; mad.lo.u32 %r1, %r1, %r2, %t;
+mad.wide.u32 %d1, %r1, 4, %a0; atom.global.add.u32 %r4, [%d1], %r1;"""
+    emu = Emulator()
+    count = 2 * 3 * 4 * 5 * 3 * 2
+    out = emu.alloc(np.ones(count, np.int32))
+    sound(emu.launch(kernel(body, (out,)), (4, 3, 2), (5, 3, 2), [out]))
+    assert words(out).tolist() == list(range(1, count + 1))
+
+
+def test_more_clusters_than_the_device_holds_run_in_turn():
+    emu = Emulator()
+    out = emu.alloc(np.zeros(3000, np.int32))
+    body = "mad.wide.u32 %d1, %c, 4, %a0; st.global.u32 [%d1], %c;"
+    sound(run(body, out, emu=emu, grid=3000, block=1, dynamic=200_000))
+    assert words(out).tolist() == list(range(3000))
+
+
+def test_ctas_wait_for_ctas_that_come_later():
+    """CTA 0 spins on a flag of the last: all that fit on the device are started."""
+    emu = Emulator()
+    flag = emu.alloc(np.zeros(1, np.int32))
+    body = """setp.eq.u32 %p1, %c, 99; @!%p1 bra WAIT; mov.u32 %r1, 1; st.release.gpu.global.u32 [%a0], %r1; bra END;
+WAIT: ld.acquire.gpu.global.u32 %r1, [%a0]; setp.eq.u32 %p2, %r1, 0; @%p2 bra WAIT;
+END: nanosleep.u32 1;"""
+    sound(run(body, flag, emu=emu, grid=100, block=32))
+
+
+def test_counters():
+    emu = Emulator()
+    a, b = emu.alloc(np.arange(64, dtype=np.int32)), emu.alloc(256)
+    stats = run(COPY, a, b, emu=emu, block=64).stats
+    assert stats.instructions["ld.global.b32"] == 2
+    assert stats.warp_instructions == sum(stats.instructions.values())
+    assert (stats.global_read_bytes, stats.global_written_bytes, stats.l2_bytes) == (256, 256, 512)
+    assert set(stats.sectors_per_request.values()) == {4.0}
+
+
+def test_a_trace_names_lines_and_values():
+    emu = Emulator()
+    a, b = emu.alloc(np.arange(64, dtype=np.int32)), emu.alloc(256)
+    said = io.StringIO()
+    emu.launch(kernel(COPY, (a, b)), 1, 64, [a, b], trace=Trace(cta=0, warps=(1,), file=said))
+    text = said.getvalue()
+    assert "warp 1" in text
+    assert "warp 0" not in text
+    assert "ld.global.b32" in text
+    assert "%r1=0x20" in text  # thread 32 read element 32
+
+
+def test_a_finding_prints_itself():
+    text = str(Finding("race", "what happened", 12, (0, 3), (5, 7), 2))
+    assert text == "race: line 12: what happened [CTA 0, 3; thread 5, 7] (2 times)"
+
+
+def test_what_was_lowered_once_is_used_again():
+    emu = Emulator()
+    a, b = emu.alloc(np.arange(64, dtype=np.int32)), emu.alloc(256)
+    text = kernel(COPY, (a, b))
+    emu.launch(text, 1, 64, [a, b])
+    (loaded,) = emu.modules.values()
+    before = loaded.programs["test"]
+    emu.launch(text, 1, 64, [b, a])
+    assert loaded.programs["test"] is before
+
+
+def test_a_tensor_map_is_an_argument():
+    emu = Emulator()
+    buffer = emu.alloc(np.zeros((64, 64), np.float16))
+    text = HEAD + ".visible .entry k(.param .align 64 .b8 map[128]) { ret; }"
+    sound(emu.launch(text, 1, 1, [TensorMap.tiled(buffer, box=(64, 64), swizzle="128B")]))
