@@ -42,7 +42,8 @@ class Cursor:
     def fail(self, what: str, line: int | None = None) -> PTXError:
         """An error at a line, with the line."""
         number = self.line if line is None else line
-        words = (self.text.splitlines() or [""])[min(number, self.text.count("\n") + 1) - 1].strip()
+        lines = self.text.splitlines() or [""]
+        words = lines[min(number, len(lines)) - 1].strip()
         return PTXError(f"PTX line {number}: {what}\n    {words}", number)
 
     def skip_space(self) -> None:

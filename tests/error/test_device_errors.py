@@ -1,0 +1,176 @@
+"""What DEV=EMU says of settings, requests and kernels that are wrong."""
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tinygrad.helpers import Context
+
+from tinygrad_nv import Device, Tensor, dtypes
+from tinygrad_nv.errors import ConfigError, DriverError, KernelError, NVError, PTXError
+from tinygrad_nv.patterns.program import Output, program
+from tinygrad_nv.runtime.device import EMUDevice
+
+HEAD = ".version 7.8\n.target sm_80\n.address_size 64\n"
+# each thread writes out[tid + OFFSET]
+KERNEL = HEAD + """.visible .entry k(.param .u64 out)
+{
+.reg .u64 %a<3>;
+.reg .u32 %r<4>;
+ld.param.u64 %a1, [out];
+mov.u32 %r1, %tid.x;
+add.u32 %r2, %r1, OFFSET;
+mul.wide.u32 %a2, %r2, 4;
+add.u64 %a2, %a1, %a2;
+st.global.u32 [%a2], %r1;
+ret;
+}
+"""
+LINE = 13  # of the store
+
+
+@pytest.fixture(autouse=True)
+def emu() -> Iterator[None]:
+    with Context(DEV="EMU"):
+        yield
+        Device["EMU"].synchronize()  # an error is told once
+
+
+def run(source: str, entry: str = "k", device: str = "EMU", binary: bytes | None = None,
+        ctas: int = 1) -> Tensor:
+    """32 integers that `source` wrote."""
+    return Tensor(program(entry, source, device, [Output((32,), dtypes.int32)], [], grid=(ctas, 1, 1),
+                          block=(32, 1, 1), binary=binary)[0])
+
+
+def race(device: str = "EMU") -> Tensor:
+    """Two CTAs write the same places."""
+    return run(kernel(), device=device, ctas=2)
+
+
+def kernel(offset: int = 0) -> str: return KERNEL.replace("OFFSET", str(offset))
+
+
+def test_a_kernel_that_is_right():
+    np.testing.assert_array_equal(run(kernel()).numpy(), np.arange(32))
+
+
+# **** settings ****
+
+@pytest.mark.parametrize(("name", "value", "expected"), [
+    ("EMU_ARCH", "sm_75", "one of sm_80, sm_89, sm_90a"), ("EMU_ARCH", "90", "one of sm_80, sm_89, sm_90a"),
+    ("EMU_CHECK", "yes", "one of 0, 1")])
+def test_settings(name: str, value: str, expected: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as caught: EMUDevice("EMU:3")
+    assert caught.value.found == f"{name}={value}"
+    assert expected in caught.value.expected
+    assert caught.value.fix.startswith(f"unset {name} for its default")
+
+
+def test_settings_on_the_command_line(tiny: Path):
+    words = ["generate", str(tiny), "hello", "--device", "EMU"]
+    done = subprocess.run([sys.executable, "-m", "tinygrad_nv", *words], capture_output=True, text=True,
+                          env={**os.environ, "EMU_ARCH": "sm_100"}, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "EMU_ARCH=sm_100\n  expected: one of sm_80, sm_89, sm_90a" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# **** kernels ****
+
+def test_out_of_bounds():
+    out = run(kernel(offset=1))
+    with pytest.raises(KernelError) as caught: out.numpy()
+    assert f"kernel k: out-of-bounds: line {LINE}: write of 4 bytes at " in caught.value.found
+    assert f"\n    {LINE}: st.global.u32 [%a2], %r1;" in caught.value.found
+    assert caught.value.expected == "kernels in which the emulator finds nothing"
+    assert caught.value.fix.startswith("correct the lines named")
+
+
+def test_a_race():
+    out = race()
+    with pytest.raises(KernelError, match=f"kernel k: race: line {LINE}"): out.numpy()
+
+
+def test_a_kernel_that_went_wrong_is_told_at_the_next_synchronisation():
+    race().realize()
+    with pytest.raises(KernelError, match="race"): Device["EMU"].synchronize()
+    Device["EMU"].synchronize()
+
+
+def test_at_once_with_debug_2(capsys: pytest.CaptureFixture[str]):
+    out = race()
+    with Context(DEBUG=2), pytest.raises(KernelError, match="race"): out.realize()
+    capsys.readouterr()
+
+
+def test_only_the_first_findings_are_shown():
+    for _ in range(5): race().realize()
+    with pytest.raises(KernelError) as caught: Device["EMU"].synchronize()
+    assert caught.value.found.count("kernel k: race") == 3
+    assert re.search(r"\nand \d+ more$", caught.value.found)
+
+
+def test_memory_that_nobody_wrote():
+    out = Tensor.empty(8) + 1
+    with pytest.raises(KernelError, match=r"uninitialized: line \d+: read of .*never written"): out.numpy()
+
+
+def test_without_checks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("EMU_CHECK", "0")
+    assert race("EMU:4").numpy().shape == (32,)
+    assert (Tensor.empty(8, device="EMU:4") + 1).numpy().shape == (8,)
+    out = run(kernel(offset=1), device="EMU:4")
+    with pytest.raises(KernelError, match="out-of-bounds"): out.numpy()
+
+
+# **** requests ****
+
+@pytest.mark.parametrize(("source", "words"), [
+    (KERNEL, "OFFSET"), (kernel().replace("st.global.u32", "frobnicate.u32"), "PTX line 13: frobnicate.u32"),
+    (kernel().replace("out)", "out, .param .u32 n)"), "1 arguments for the 2 parameters"),
+    (kernel().replace("sm_80", "sm_100"), "the module is for sm_100"),
+    (kernel().replace("ret;\n}", "ret;\n"), "function k is not closed"),
+], ids=["constant", "opcode", "parameters", "target", "brace"])
+def test_ptx_that_cannot_run(source: str, words: str):
+    with pytest.raises(PTXError, match=words): run(source).realize()
+
+
+def test_an_entry_that_is_not_there():
+    with pytest.raises(DriverError, match="the module has no kernel 'other'"):
+        run(kernel(), "other").realize()
+
+
+def test_machine_code():
+    with pytest.raises(DriverError, match="the module is a cubin"):
+        run(kernel(), binary=b"\x7fELF\2\1\1").realize()
+
+
+@pytest.mark.parametrize("words", ["dynamic_smem=much", "cluster=2", "smem=5", "cluster=1,1,x", "pdl=-1"])
+def test_launch_options_that_cannot_be_read(words: str):
+    with pytest.raises(DriverError) as caught: run(f"// launch: {words}\n{kernel()}").realize()
+    assert caught.value.found == f"launch options '{words}'"
+    assert caught.value.expected == "dynamic_smem=BYTES cluster=X,Y,Z pdl=0|1"
+
+
+def test_more_shared_memory_than_there_is():
+    with pytest.raises(PTXError, match="300000 bytes of shared memory") as caught:
+        run(f"// launch: dynamic_smem=300000\n{kernel()}").realize()
+    assert "232448" in caught.value.expected
+
+
+def test_more_memory_than_there_is():
+    with pytest.raises(MemoryError, match="failed on EMU"):
+        Tensor.empty(1 << 37, dtype=dtypes.uint8).uop.buffer.ensure_allocated()
+
+
+def test_errors_are_of_one_family():
+    assert issubclass(KernelError, DriverError)
+    assert issubclass(DriverError, NVError)
