@@ -25,8 +25,8 @@ static inline f64 as_f64(u64 x) { f64 y; memcpy(&y, &x, 8); return y; }
 
 static inline f32 bf16_to_f32(u32 x) { return as_f32(x << 16); }
 
-/* A code of `mantissa` and fewer than 8 exponent bits, without its sign, as if it were finite. Subnormals lack a
- * leading one: it is put in and taken away again. */
+/* A code of `mantissa` and fewer than 8 exponent bits, without its sign, as if it were finite. Subnormals
+ * lack a leading one: it is put in and taken away again. */
 static inline f32 widened(u32 code, int exponent, int mantissa) {
     u32 bits = code << (23 - mantissa), rebias = (u32)(128 - (1 << (exponent - 1))) << 23, one = 1u << 23;
     return bits < one ? as_f32(bits + rebias + one) - as_f32(rebias + one) : as_f32(bits + rebias);
@@ -51,8 +51,8 @@ static inline u32 f32_to_bf16(f32 x) {
     return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : NAN_F16;
 }
 
-/* The code of |x| in a format of fewer than 8 exponent bits, as if its exponents went on: what is too large is
- * left to the caller. Subnormals are rounded by an adder, whose last place is theirs. */
+/* The code of |x| in a format of fewer than 8 exponent bits, as if its exponents went on: what is too large
+ * is left to the caller. Subnormals are rounded by an adder, whose last place is theirs. */
 static inline u32 narrowed(f32 x, int exponent, int mantissa) {
     u32 size = as_u32(x) & 0x7fffffff, rebias = (u32)(128 - (1 << (exponent - 1))) << 23;
     u32 lost = (u32)(23 - mantissa), magic = rebias + ((u32)(24 - mantissa) << 23);
