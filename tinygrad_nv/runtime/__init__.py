@@ -4,5 +4,9 @@ Read in this order:
   clang.py      the CPU device's renderer with the compiler that toolchain.py finds
   programs.py   compiled programs kept from one process to the next
   cpu_graph.py  captured graphs on the CPU: one call, all cores
+  driver.py     what a GPU driver must do for us
+  emulated.py   that, with the emulator as the device
+  ptx_renderer.py  PTX for such devices
+  device.py     one tinygrad device over the driver: DEV=EMU
   memory.py     bytes into device tensors without a second copy
 """
