@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import io
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -36,12 +37,12 @@ def test_allocations_lie_apart_and_are_aligned():
     emu = Emulator()
     buffers = [emu.alloc(size) for size in (1, 100, 1 << 17, 3)]
     assert all(b.ptr % 512 == 0 for b in buffers)
-    assert all(b.ptr - (a.ptr + a.nbytes) >= 1 << 15 for a, b in zip(buffers, buffers[1:], strict=False))
+    assert all(b.ptr - (a.ptr + a.nbytes) >= 1 << 15 for a, b in pairwise(buffers))
 
 
 def test_each_kind_of_argument_arrives():
-    text = HEAD + """.visible .entry k(.param .u64 out, .param .u32 a, .param .s64 b, .param .f32 c, .param .f64 d,
- .param .u16 e, .param .u8 f, .param .align 8 .b8 g[12]) {
+    text = HEAD + """.visible .entry k(.param .u64 out, .param .u32 a, .param .s64 b, .param .f32 c,
+ .param .f64 d, .param .u16 e, .param .u8 f, .param .align 8 .b8 g[12]) {
  .reg .b64 %o, %x; .reg .b32 %r; .reg .b16 %h;
  ld.param.u64 %o, [out];
  ld.param.u32 %r, [a]; st.global.u32 [%o], %r;
@@ -82,7 +83,8 @@ def test_module_variables_keep_what_launches_wrote():
 
 def test_grids_in_three_dimensions():
     """Each thread writes its place: every CTA and thread is there once."""
-    body = """mov.u32 %r1, %ctaid.z; mov.u32 %r2, %nctaid.y; mov.u32 %r3, %ctaid.y; mad.lo.u32 %r1, %r1, %r2, %r3;
+    body = """mov.u32 %r1, %ctaid.z; mov.u32 %r2, %nctaid.y; mov.u32 %r3, %ctaid.y;
+mad.lo.u32 %r1, %r1, %r2, %r3;
 mov.u32 %r2, %nctaid.x; mad.lo.u32 %r1, %r1, %r2, %c;
 mov.u32 %r2, %ntid.z; mov.u32 %r3, %tid.z; mad.lo.u32 %r1, %r1, %r2, %r3;
 mov.u32 %r2, %ntid.y; mov.u32 %r3, %tid.y; mad.lo.u32 %r1, %r1, %r2, %r3;
@@ -107,7 +109,8 @@ def test_ctas_wait_for_ctas_that_come_later():
     """CTA 0 spins on a flag of the last: all that fit on the device are started."""
     emu = Emulator()
     flag = emu.alloc(np.zeros(1, np.int32))
-    body = """setp.eq.u32 %p1, %c, 99; @!%p1 bra WAIT; mov.u32 %r1, 1; st.release.gpu.global.u32 [%a0], %r1; bra END;
+    body = """setp.eq.u32 %p1, %c, 99; @!%p1 bra WAIT; mov.u32 %r1, 1;
+st.release.gpu.global.u32 [%a0], %r1; bra END;
 WAIT: ld.acquire.gpu.global.u32 %r1, [%a0]; setp.eq.u32 %p2, %r1, 0; @%p2 bra WAIT;
 END: nanosleep.u32 1;"""
     sound(run(body, flag, emu=emu, grid=100, block=32))
