@@ -129,6 +129,9 @@ def test_cache_policies() -> None:
              "fractional.L2::evict_normal.b64 %d0, 1.0": 0x16f0000000000000,
              "fractional.L2::evict_unchanged.b64 %d0": 0x10f0000000000000,
              "fractional.L2::evict_last.L2::evict_first.b64 %d0, 0.25": 0x1530000000000000,
+             "fractional.L2::evict_first.b64 %d0, %s0": 0x1270000000000000,
+             "range.global.L2::evict_last.b64 %d0, [%base], 128, 256": 0x14f0000000000000,
              "cvt.L2.b64 %d0, 0x1122334455667788": 0x1122334455667788}
     for opcode, want in cases.items():
-        assert apply1(f"createpolicy.{opcode};", np.zeros(1, np.uint32), result=np.uint64).tolist() == [want]
+        got = apply1(f"createpolicy.{opcode};", np.array([0x3f000000], np.uint32), result=np.uint64)
+        assert got.tolist() == [want], opcode

@@ -190,16 +190,13 @@ def create_policy(low: Lowering, instruction: Instruction) -> None:
         return
     primary = low.one_of(*POLICIES)
     secondary = next((word for word in instruction.modifiers[::-1] if word in POLICIES), primary)
-    fraction = 1.0
-    if low.has("fractional") and len(instruction.operands) == 2:
-        value = instruction.operands[1]
-        if not isinstance(value, Immediate): raise low.fail("the fraction is not a constant")
-        fraction = float(value.value)
-    if not primary or not 0 < fraction <= 1: raise low.fail("no priority, or a fraction not in (0, 1]")
+    if not primary: raise low.fail("the priority is missing", ", ".join(f".{name}" for name in POLICIES))
+    to, *rest = instruction.operands
+    value: Operand = rest[0] if low.has("fractional") and rest else Immediate(1.0)
+    if isinstance(value, Immediate) and not 0 < value.value <= 1: raise low.fail("a fraction not in (0, 1]")
     both = primary == "L2::evict_last" and secondary == "L2::evict_first"
-    kind = 0x150 if both else POLICIES[primary]
-    value_bits = (kind | max(round(16 * fraction) - 1, 0)) << 52
-    low.emit("mov_b64", d=dest(low, instruction.operands[0], "b64"), a=low.constant(value_bits, 8))
+    low.emit("createpolicy", d=dest(low, to, "b64"), a=source(low, value, "f32"),
+             imm=0x150 if both else POLICIES[primary])
 
 
 @lowers("nanosleep")

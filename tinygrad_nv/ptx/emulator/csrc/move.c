@@ -221,6 +221,18 @@ HANDLER(special) {
     return NEXT;
 }
 
+/* createpolicy: the class `imm` and sixteenths of the fraction a, as ptxas makes them of constants. */
+HANDLER(createpolicy) {
+    u64 out[LANES];
+    EACH {
+        f32 sixteenths = rintf(rf32(w, op->a)[l] * 16);
+        u64 n = sixteenths >= 1 ? (sixteenths <= 16 ? (u64)sixteenths - 1 : 15) : 0;
+        out[l] = ((u64)op->imm | n) << 52;
+    }
+    put64(w, op->d, out, mask);
+    return NEXT;
+}
+
 /* nanosleep: others go first. */
 HANDLER(nanosleep) {
     (void)m, (void)w, (void)op, (void)mask;
