@@ -23,7 +23,7 @@ def module(lines: list[str], entry: str = "k") -> str:
     body = "\n".join(lines)
     registers = " ".join(isa.REGISTERS.split("\n"))
     return (f".version 8.8\n.target sm_90a\n.address_size 64\n.visible .entry {entry}(.param .u64 p)\n"
-            f".maxntid 128\n{{\n{registers}\n{body}\nLABEL: ret;\n}}\n")
+            f".maxntid 128\n{{\n{registers}\n{body}\nLABEL: ret;\nTABLE: .branchtargets LABEL, LABEL;\n}}\n")
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.text.replace(" ", ""))

@@ -256,7 +256,7 @@ struct Machine {
     /* while touch() is asked for WRITE by an ordinary store: the bytes it will write (so that replicated stores
      * of one value are no race); NULL otherwise */
     const u8 *storing;
-    u64 stuck_events, last_exit;
+    u64 stuck_events, last_exit, yields;
     i32 stuck;                /* rounds in which nothing could be done but to force */
     bool stopped;
 };

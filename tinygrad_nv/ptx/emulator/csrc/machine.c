@@ -15,7 +15,7 @@
 #include "clusters.c"
 
 enum { MORE, DONE, STUCK, LIMIT };
-enum { JOIN_PATIENCE = 4096, WINDOW = 4, FORCED_ROUNDS = 3 };
+enum { JOIN_PATIENCE = 4096, WINDOW = 4, FORCED_ROUNDS = 3, SPINNING = 1 << 13, LONG_RUN = 1 << 22 };
 
 /* **** turns **** */
 
@@ -108,7 +108,7 @@ static bool run_warp(Machine *m, Warp *w, u32 quantum) {
             continue;
         }
         any = true;
-        if (result == YIELD) { another = true; break; }
+        if (result == YIELD) { m->yields++; another = true; break; }
     }
     if (any && w->alive && lanes_wait(w) && ++w->waiting > JOIN_PATIENCE) break_joins(w);
     return any;
@@ -206,8 +206,11 @@ static void retire(Machine *m) {
         m->clusters[i--] = m->clusters[--m->cluster_count];
         m->last_exit = m->steps;
     }
-    if (m->steps - m->last_exit > 1 << 20
-        && m->window < m->launch.resident) m->window++, m->last_exit = m->steps;
+    /* CTAs that spin may wait for some that are not there yet */
+    if (m->yields > SPINNING || m->steps - m->last_exit > LONG_RUN) {
+        m->window = 2 * m->window < m->launch.resident ? 2 * m->window : m->launch.resident;
+        m->last_exit = m->steps, m->yields = 0;
+    }
     fill_window(m);
 }
 
