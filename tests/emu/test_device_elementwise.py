@@ -14,6 +14,7 @@ import torch
 from on_emu import emu, equal, floats, near, rng  # noqa: F401
 
 from tinygrad_nv import Tensor, dtypes
+from tinygrad_nv.runtime.ptx_renderer import bf16_constant
 
 SHAPE = (7, 33)
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[np.ndarray], np.ndarray], float]] = {
@@ -140,6 +141,23 @@ def test_rounding_to_sixteen_bits(target):
     values = values[~np.isnan(values)]
     found = Tensor(values).cast(target).contiguous().float().numpy()
     np.testing.assert_array_equal(found, torch.tensor(values).to(torch_of(target)).float().numpy())
+
+
+def test_constants_of_sixteen_bits():
+    x = torch.arange(-8, 8).reshape(1, 1, 4, 4).bfloat16()
+    t = Tensor(x.float().numpy()).cast(dtypes.bfloat16).contiguous().realize()
+    # pads with minus infinity
+    equal(t.max_pool2d(2, padding=1).float(), torch.max_pool2d(x.float(), 2, padding=1).numpy())
+    full = Tensor.full((3,), 1.3, dtype=dtypes.bfloat16).contiguous()
+    equal(full.float(), np.full(3, 1.296875, np.float32))
+
+
+@pytest.mark.parametrize(("bits", "wanted"), [
+    ("3FA66666", "3FA6"), ("3F808000", "3F80"), ("3F818000", "3F82"), ("3F808001", "3F81"),
+    ("FF800000", "FF80"), ("7FC00000", "7FC0"), ("7F7FFFFF", "7F80"), ("80000000", "8000")])
+def test_constants_round_to_nearest_even(bits: str, wanted: str):
+    assert bf16_constant(f"mov.b16 %cast_b16_0, 0f{bits};") == f"mov.b16 %cast_b16_0, 0x{wanted};"
+    assert bf16_constant(f"mov.b32 %cast_f32_0, 0f{bits};") == f"mov.b32 %cast_f32_0, 0f{bits};"
 
 
 @pytest.mark.parametrize("dtype", [dtypes.half, dtypes.bfloat16], ids=["half", "bfloat16"])

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tinygrad.device import BufferSpec, Compiled, LRUAllocator, Program, TinyELF
+from tinygrad.device import Allocator, BufferSpec, Compiled, LRUAllocator, Program, TinyELF
 from tinygrad.engine.jit import GraphRunner
 from tinygrad.helpers import BEAM, getenv, suppress_finalizing
 from tinygrad.uop.ops import Ops, UOp
@@ -79,9 +79,7 @@ class NVAllocator(LRUAllocator["NVDevice"]):
 
     def _copyin(self, dest: int, src: memoryview) -> None: self.dev.driver.copy_in(dest, src)
 
-    def _copyout(self, dest: memoryview, src: int) -> None:
-        self.dev.synchronize()
-        self.dev.driver.copy_out(dest, src)
+    def _copyout(self, dest: memoryview, src: int) -> None: self.dev.driver.copy_out(dest, src)
 
     def _transfer(self, dest: int, src: int, sz: int, src_dev: NVDevice, dest_dev: NVDevice) -> None:
         copy = Copy(dest, src, sz)
@@ -89,6 +87,17 @@ class NVAllocator(LRUAllocator["NVDevice"]):
         else: dest_dev.driver.copy_peer(copy, src_dev.driver)
 
     def _offset(self, buf: int, size: int, offset: int) -> int: return buf + offset
+
+
+class EMUAllocator(NVAllocator):
+    """Keeps nothing for later: reads of memory that was given back, and of new memory that nobody wrote, are
+    found."""
+
+    def alloc(self, size: int, options: BufferSpec | None = None) -> int:
+        return Allocator.alloc(self, size, options)
+
+    def free(self, opaque: int, size: int, options: BufferSpec | None = None) -> None:
+        Allocator.free(self, opaque, size, options)
 
 
 class NVProgram(Program["NVDevice"]):
@@ -181,9 +190,9 @@ def _at_least_one(extents: tuple[int, ...]) -> Triple:
 class NVDevice(Compiled):
     """A device of tinygrad over `driver`."""
 
-    def __init__(self, device: str, driver: Driver) -> None:
+    def __init__(self, device: str, driver: Driver, allocator: type[NVAllocator] = NVAllocator) -> None:
         self.driver = driver
-        super().__init__(device, NVAllocator(self), [PTXRenderer], NVProgram, NVGraph,
+        super().__init__(device, allocator(self), [PTXRenderer], NVProgram, NVGraph,
                          arch=driver.properties.arch.rstrip("a"))
 
     def synchronize(self) -> None: self.driver.synchronize()
@@ -208,4 +217,5 @@ class EMUDevice(NVDevice):
     def __init__(self, device: str) -> None:
         # numpy, the parser and the emulator are loaded by those who use it
         from tinygrad_nv.runtime.emulated import EmulatedDriver
-        super().__init__(device, EmulatedDriver(str(config.get("EMU_ARCH")), bool(config.get("EMU_CHECK"))))
+        driver = EmulatedDriver(str(config.get("EMU_ARCH")), bool(config.get("EMU_CHECK")))
+        super().__init__(device, driver, EMUAllocator)

@@ -52,7 +52,7 @@ _pm_bf16 = create_non_native_float_pats((dtypes.bfloat16,)) + PatternMatcher([
 BF16_CONSTANT = re.compile(r"^(mov\.b16 \S+, )0f([0-9A-F]{8});")
 
 
-def _constant(line: str) -> str:
+def bf16_constant(line: str) -> str:
     """A move of a bf16 constant, which tinygrad's renderer spells as a float's 32 bits, with its own 16."""
     def rounded(found: re.Match[str]) -> str:
         bits = int(found[2], 16)
@@ -101,6 +101,6 @@ class PTXRenderer(ptx.PTXRenderer):
         self.tensor_cores = [core for core in cores if ALLOW_TF32 or core.dtype_in != dtypes.float]
 
     def render_kernel(self, kernel: list[str], *args: Any) -> str:
-        return super().render_kernel([_constant(line) for line in kernel], *args)
+        return super().render_kernel([bf16_constant(line) for line in kernel], *args)
 
     def supported_dtypes(self) -> set[DType]: return super().supported_dtypes() | {dtypes.bfloat16}
