@@ -82,12 +82,12 @@ def test_loads_extend_to_the_register(kind: str) -> None:
 
 
 def test_a_16_bit_register_keeps_no_more_than_16_bits() -> None:
-    """-1 loaded as s8 into 16 bits, then widened as unsigned."""
+    """-1 loaded as s8 into 16 bits, then widened as unsigned, or beside zeros."""
     emu = Emulator()
-    a, b = emu.alloc(np.full(1, -1, np.int8)), emu.alloc(4)
-    sound(run("ld.global.s8 %h1, [%a0]; cvt.u32.u16 %r1, %h1; st.global.u32 [%a1], %r1;", a, b, emu=emu,
-              block=1))
-    assert words(b)[0] == 0xffff
+    a, b = emu.alloc(np.full(1, -1, np.int8)), emu.alloc(8)
+    sound(run("""mov.b16 %h2, 0; ld.global.s8 %h1, [%a0]; cvt.u32.u16 %r1, %h1; mov.b32 %r2, {%h1, %h2};
+                 st.global.v2.u32 [%a1], {%r1, %r2};""", a, b, emu=emu, block=1))
+    assert words(b).tolist() == [0xffff, 0xffff]
 
 
 def test_stores_take_the_low_bits_of_wider_registers() -> None:
@@ -213,6 +213,19 @@ def test_lanes_outside_do_not_hurt_the_others() -> None:
     assert words(b).tolist() == [*range(1, 21), *[0] * 12]
     assert words(a).tolist() == [3] * 20
     assert sorted(finding.count for finding in report.findings) == [12, 12]
+
+
+@pytest.mark.parametrize("lane", [0, 13, 31])
+def test_one_lane_is_enough(lane: int) -> None:
+    """One of 32 lanes reads at the end, half outside, outside, or at an address that is not aligned."""
+    for offset, size, kind in ((260, 4, ""), (264, 4, "out-of-bounds"), (256, 8, ""),
+                               (256, 16, "out-of-bounds"), (252, 8, "misaligned"), (2, 4, "misaligned")):
+        emu = Emulator()
+        a = emu.alloc(np.zeros(66, np.uint32))
+        report = run(f"""setp.eq.u32 %p1, %t, {lane}; mov.b64 %d1, %a0; @%p1 add.s64 %d1, %d1, {offset};
+                         ld.global.b{8 * size} %{REGISTER[size]}1, [%d1];""", a, emu=emu)
+        assert kinds(report) == ([kind] if kind else []), (offset, size)
+        assert not kind or (report.findings[0].count, report.findings[0].threads) == (1, (lane,))
 
 
 def test_the_nearest_allocation_is_named() -> None:

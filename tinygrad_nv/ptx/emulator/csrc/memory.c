@@ -73,9 +73,9 @@ static int find_shared(Machine *m, Warp *w, const Op *op, int lane, u32 address,
     Cta *cta = w->cta;
     if (cluster && (cta = shared_owner(m, w, op, lane, address)) == NULL) return REPORTED;
     p->region = &cta->shared;
-    p->offset = address - (u32)cta->shared.base;
+    p->offset = address - (u32)cta->shared.base;  /* a large one when the address is below */
     p->host = cta->shared.data + p->offset;
-    return address >= cta->shared.base && within(p->offset, bytes, cta->shared.size) ? FOUND : OUTSIDE;
+    return within(p->offset, bytes, cta->shared.size) ? FOUND : OUTSIDE;
 }
 
 /* A place in a lane's local memory or in the parameters. */
