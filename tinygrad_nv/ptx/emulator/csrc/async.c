@@ -58,6 +58,8 @@ static bool find_signal(Machine *m, Warp *w, const Op *op, int lane, u64 address
     Mbarrier *b = mbarrier_at(m, w, op, lane, owner, p.offset);
     if (!b) return false;
     *s = (Signal){owner, p.offset, b->actor, b->epoch};
+    Who who = {w, op, lane, b->actor, b->epoch + 1, 0, 1};
+    shadow_access(m, &who, p.region, p.offset, 8, ATOMIC);
     clock_phases(m, w, b->clock[b->phase & 1]);
     if (m->launch.check && owner != w->cta) owner->remote[b->actor] = b->epoch + 1;
     return true;

@@ -18,7 +18,8 @@ typedef struct { u64 key; Sparse clock; } Location;   /* key: host address of th
 struct Clock {
     i32 actors;
     Sparse foreign;
-    /* a warp's: what it knew at its last fence, for relaxed writes after it; NULL: none */
+    /* what was known at fences, for relaxed writes after them; NULL: none. Barriers hand it on: CUDA's threads
+     * call __threadfence, then __syncthreads, then one of them tells the other blocks. */
     Sparse *published;
     Sparse *pending;    /* a warp's: what relaxed reads saw, for the fence after them */
     u32 v[];            /* known, fenced for shared memory, fenced for global memory: `actors` each */
@@ -60,6 +61,8 @@ void clock_clear(Machine *m, Clock *c) {
     if (!c) return;
     memset(c->v, 0, 3 * sizeof(u32) * (size_t)m->actors);
     c->foreign.count = 0;
+    sparse_free(c->published);
+    c->published = NULL;
 }
 
 /* **** sorted lists **** */
@@ -117,6 +120,9 @@ static void sparse_into(Warp *w, const Sparse *from) {
 static void join_dense(Clock *into, const Clock *from) {
     for (i32 i = 0; i < 3 * into->actors; i++) into->v[i] = into->v[i] < from->v[i] ? from->v[i] : into->v[i];
     if (from->foreign.count) sparse_join(&into->foreign, &from->foreign);
+    if (!from->published) return;
+    if (!into->published) into->published = calloc(1, sizeof(Sparse));
+    sparse_join(into->published, from->published);
 }
 
 /* The warp's own entry is its clock; what it does from now on is later. */

@@ -126,6 +126,7 @@ static bool ordered(const Who *who, Id id, u32 clock) {
 
 static const char *deed(Id id, bool wrote) {
     u32 family = id_actor(id) % ACTORS;
+    if (family >= ACTOR_MBARRIER && id_strong(id) && !id_async(id)) return "an asynchronous copy's signal";
     if (family >= ACTOR_MBARRIER) return wrote ? "an asynchronous copy's write" : "an asynchronous read";
     if (family >= ACTOR_COPY) return wrote ? "a cp.async's write" : "a cp.async's read";
     if (family >= ACTOR_BULK) return wrote ? "a bulk copy's write" : "a bulk copy's read";
