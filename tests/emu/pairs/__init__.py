@@ -1,8 +1,11 @@
 """Kernels with bugs, each beside its cure: what the emulator's checks are measured by."""
 from __future__ import annotations
 
-from .rings import KERNELS as RINGS
-from .template import Kernel, Outcome, assembles, points, run
+from . import block, bulk, clusters, copies, grid, rings, staged
+from .table import SEEDS, rows, table
+from .template import Kernel, assembles, points, run
 
-ALL = [*RINGS]
-__all__ = ["ALL", "Kernel", "Outcome", "assembles", "points", "run"]
+PARTS = (rings, staged, bulk, copies, block, grid, clusters)
+ALL: list[Kernel] = [case for part in PARTS for case in part.KERNELS]
+PAIRS = [(case, bug) for case in ALL for bug in case.bugs]
+__all__ = ["ALL", "PAIRS", "SEEDS", "Kernel", "assembles", "points", "rows", "run", "table"]

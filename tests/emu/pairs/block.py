@@ -42,7 +42,8 @@ setp.ge.u32 %p_idle, %r_thread, %r_step;
 shl.b32 %r_y, %r_step, 2; add.u32 %r_y, %r_y, %r_at;
 add.u32 %r_y, %r_y, 4;                                 //: bug=past-end
 ld.shared.b32 %r_x, [%r_at];
-ld.shared.b32 %r_y, [%r_y];                            //: at=no-first-barrier,no-fold-barrier,unwritten,past-end
+//: at=no-first-barrier,no-fold-barrier,unwritten,past-end
+ld.shared.b32 %r_y, [%r_y];
 add.s32 %r_x, %r_x, %r_y;
 st.shared.b32 [%r_at], %r_x;                           //: at=no-fold-barrier
 bar.sync 0;                                            //: bug=divergent-barrier at=divergent-barrier
@@ -79,7 +80,8 @@ st.shared.v4.b32 [%r_to], {%r_a, %r_b, %r_c, %r_d};    //: at=one-buffer,store-m
 bar.sync 0;                                            //: cure=no-barrier
 add.u32 %r_from, %r_half, %r_near;
 ld.shared.v4.b32 {%r_a, %r_b, %r_c, %r_d}, [%r_from];  //: at=one-buffer,no-barrier
-add.s32 %r_s0, %r_s0, %r_a; add.s32 %r_s1, %r_s1, %r_b; add.s32 %r_s2, %r_s2, %r_c; add.s32 %r_s3, %r_s3, %r_d;
+add.s32 %r_s0, %r_s0, %r_a; add.s32 %r_s1, %r_s1, %r_b; add.s32 %r_s2, %r_s2, %r_c;
+add.s32 %r_s3, %r_s3, %r_d;
 add.s64 %d_x, %d_x, 2048;
 add.u32 %r_turn, %r_turn, 1;
 setp.lt.u32 %p_more, %r_turn, 8;
@@ -103,7 +105,9 @@ shl.b32 %r_half, %r_half, 8; add.u32 %r_to, %r_half, %r_buffers; add.u32 %r_to, 
 ld.global.b32 %r_x, [%d_x];
 setp.lt.u32 %p_early, %r_turn, 2;
 @%p_early bra GIVEN;
-bar.sync %r_empty, 128;                                //: cure=empty-unawaited,wrong-id at=taker-silent,full-64,empty-160
+//: cure=empty-unawaited,wrong-id
+//: at=taker-silent,full-64,empty-160
+bar.sync %r_empty, 128;
 bar.sync %r_full, 128;                                 //: bug=wrong-id at=wrong-id
 GIVEN:
 st.shared.b32 [%r_to], %r_x;                           //: at=empty-unawaited,full-unawaited,wrong-id
@@ -234,6 +238,7 @@ add.s64 %d_x, %d_x, 512; add.s64 %d_out, %d_out, 64;
 add.u32 %r_turn, %r_turn, 1;
 setp.lt.u32 %p_more, %r_turn, 2;
 @%p_more bra ROW;
-""", {"clear-races": "race|uninitialized", "plain-add": "race", "plain-read": "race"}, setup(HISTOGRAM, COUNTS))
+""", {"clear-races": "race|uninitialized", "plain-add": "race", "plain-read": "race"},
+      setup(HISTOGRAM, COUNTS))
 
 KERNELS = [TREE, DOUBLE, NAMED, WARP, LOCAL, PAGED, COUNT]

@@ -53,13 +53,16 @@ COPIED:
 cp.async.commit_group;                                 //: cure=tail-uncommitted
 bar.sync 0;                                            //: bug=barrier-late
 and.b32 %r_slot, %r_i, {STAGES - 1}; mad.lo.u32 %r_from, %r_slot, {TILE}, %r_near;
-ld.shared.v4.b32 {{%r_a, %r_b, %r_c, %r_d}}, [%r_from]; //: at=no-wait,wait-one-more,no-barrier,slot-in-use,tail-uncommitted,barrier-late
-add.s32 %r_s0, %r_s0, %r_a; add.s32 %r_s1, %r_s1, %r_b; add.s32 %r_s2, %r_s2, %r_c; add.s32 %r_s3, %r_s3, %r_d;
+//: at=no-wait,wait-one-more,no-barrier,slot-in-use,tail-uncommitted,barrier-late
+ld.shared.v4.b32 {{%r_a, %r_b, %r_c, %r_d}}, [%r_from];
+add.s32 %r_s0, %r_s0, %r_a; add.s32 %r_s1, %r_s1, %r_b; add.s32 %r_s2, %r_s2, %r_c;
+add.s32 %r_s3, %r_s3, %r_d;
 add.u32 %r_i, %r_i, 1;
 setp.lt.u32 %p_more, %r_i, {TILES};
 @%p_more bra TURN;
 st.global.v4.b32 [%d_out], {{%r_s0, %r_s1, %r_s2, %r_s3}};
-""", {"no-wait": "async-hazard|uninitialized", "wait-one-more": "async-hazard", "no-barrier": "async-hazard|uninitialized",
+""", {"no-wait": "async-hazard|uninitialized", "wait-one-more": "async-hazard",
+      "no-barrier": "async-hazard|uninitialized",
       "barrier-late": "async-hazard", "slot-in-use": "async-hazard", "tail-uncommitted": "async-hazard",
       "past-end": "out-of-bounds", "to-misaligned": "misaligned", "from-misaligned": "misaligned"},
                   setup(ROWS, SUM), arch="sm_80")
@@ -73,8 +76,10 @@ setp.ne.u32 %p_other, %r_thread, 0;
 @%p_other bra READY;
 mbarrier.init.shared::cta.b64 [full], 64; mbarrier.init.shared::cta.b64 [full+8], 64; //: cure=count-many
 mbarrier.init.shared::cta.b64 [full], 65; mbarrier.init.shared::cta.b64 [full+8], 65; //: bug=count-many
-mbarrier.init.shared::cta.b64 [empty], 64; mbarrier.init.shared::cta.b64 [empty+8], 64; //: cure=empty-count-few
-mbarrier.init.shared::cta.b64 [empty], 63; mbarrier.init.shared::cta.b64 [empty+8], 63; //: bug=empty-count-few
+//: cure=empty-count-few
+mbarrier.init.shared::cta.b64 [empty], 64; mbarrier.init.shared::cta.b64 [empty+8], 64;
+//: bug=empty-count-few
+mbarrier.init.shared::cta.b64 [empty], 63; mbarrier.init.shared::cta.b64 [empty+8], 63;
 READY:
 bar.sync 0;
 mov.u32 %r_i, 0; mov.u32 %r_phase, 0;
@@ -102,7 +107,8 @@ and.b32 %r_slot, %r_i, 1; shl.b32 %r_x, %r_slot, 3; add.u32 %r_y, %r_x, %r_full;
 shl.b32 %r_from, %r_slot, 10; add.u32 %r_from, %r_from, %r_ring; add.u32 %r_from, %r_from, %r_at;
 {wait("%r_y", "%r_phase")}                             //: at=count-many,with-increment
 ld.shared.v4.b32 {{%r_a, %r_b, %r_c, %r_d}}, [%r_from]; //: at=arrive-early,empty-unawaited
-add.s32 %r_s0, %r_s0, %r_a; add.s32 %r_s1, %r_s1, %r_b; add.s32 %r_s2, %r_s2, %r_c; add.s32 %r_s3, %r_s3, %r_d;
+add.s32 %r_s0, %r_s0, %r_a; add.s32 %r_s1, %r_s1, %r_b; add.s32 %r_s2, %r_s2, %r_c;
+add.s32 %r_s3, %r_s3, %r_d;
 mbarrier.arrive.shared::cta.b64 _, [%r_z];                     //: at=empty-count-few
 xor.b32 %r_phase, %r_phase, %r_slot;
 add.u32 %r_i, %r_i, 1;

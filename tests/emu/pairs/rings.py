@@ -1,7 +1,8 @@
 """A warp-specialised matrix product: TMA fills a ring of three stages, wgmma empties it.
 
-Warpgroup 0 loads, warpgroup 1 multiplies. Stage s has an mbarrier `full` (its bytes) and one `empty` (four warps have done
-with it). One wgmma group stays in flight, so a stage is given back one turn after it was read.
+Warpgroup 0 loads, warpgroup 1 multiplies. Stage s has an mbarrier `full` (its bytes) and one `empty` (four
+warps have done with it). One wgmma group stays in flight, so a stage is given back one turn after it was
+read.
 """
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from tinygrad_nv.ptx.emulator import Emulator, TensorMap
 
-from .template import arrive, kernel, registers, wait
+from .template import TENSOR, arrive, kernel, registers, wait
 
 STAGES, TURNS, COLUMNS = 3, 14, 32
 A_BYTES, B_BYTES = 64 * 128, COLUMNS * 128
@@ -26,18 +27,19 @@ def product(emu: Emulator) -> tuple[list[object], list[tuple[object, np.ndarray]
     return [*maps, out], [(out, expected.reshape(-1).view(np.uint8))]
 
 
-def wgmma(step: int, scale: str = "1", mark: str = "") -> str:
+def wgmma(step: int) -> str:
     """One product of 64 x 32 x 16, `step` of four along the 128 bytes of a row."""
     return (f"add.s64 %d_x, %d_a, {2 * step}; add.s64 %d_y, %d_b, {2 * step}; "
-            f"wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {{{registers('f_c', 16)}}}, %d_x, %d_y, {scale}, 1, 1, 0, 0;"
-            f" {mark}")
+            f"wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {{{registers('f_c', 16)}}}, %d_x, %d_y, "
+            "1, 1, 1, 0, 0;")
 
 
 CLEAR = " ".join(f"mov.f32 %f_c{i}, 0f00000000;" for i in range(16))
 
 # the fragment's rows 16 warp + lane / 4 and 8 below, columns 2 (lane % 4) and every 8th pair from there
 STORE = "\n".join([
-    "and.b32 %r_row, %r_warp, 3; shl.b32 %r_row, %r_row, 4; shr.u32 %r_x, %r_lane, 2; add.u32 %r_row, %r_row, %r_x;",
+    "and.b32 %r_row, %r_warp, 3; shl.b32 %r_row, %r_row, 4; shr.u32 %r_x, %r_lane, 2;",
+    "add.u32 %r_row, %r_row, %r_x;",
     "and.b32 %r_x, %r_lane, 3; shl.b32 %r_x, %r_x, 3; mad.lo.u32 %r_x, %r_row, 128, %r_x;",
     "cvt.u64.u32 %d_x, %r_x; add.s64 %d_x, %d_out, %d_x;",
     *(f"st.global.v2.f32 [%d_x+{32 * (i // 4) + 1024 * (i // 2 % 2)}], {{%f_c{i}, %f_c{i + 1}}};"
@@ -69,7 +71,9 @@ LOAD:
 shl.b32 %r_x, %r_slot, 3; add.u32 %r_full, %r_x, %r_barriers;
 setp.eq.u32 %p_skip, %r_turn, {STAGES};                //: bug=producer-skips
 @%p_skip bra FILL;                                     //: bug=producer-skips
-{wait("%r_full+24", "%r_parity")}                      //: cure=empty-unawaited at=producer-parity,release-count-many,release-missing,init-missing
+//: cure=empty-unawaited
+//: at=producer-parity,release-count-many,release-missing,init-missing
+{wait("%r_full+24", "%r_parity")}
 FILL:
 mad.lo.u32 %r_a, %r_slot, {A_BYTES}, %r_tiles_a; mad.lo.u32 %r_b, %r_slot, {B_BYTES}, %r_tiles_b;
 add.u32 %r_b, %r_a, 0;                                 //: bug=same-slot
@@ -80,8 +84,11 @@ mov.u32 %r_bytes, {A_BYTES + B_BYTES + 16};            //: bug=bytes-many
 mov.u32 %r_bytes, {A_BYTES};                           //: bug=bytes-few
 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r_full], %r_bytes; //: cure=bytes-none at=empty-unawaited
 {arrive("%r_full")}                                    //: bug=bytes-none
-cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r_a], [%d_map_a, {{%r_x, 0}}], [%r_full]; //: at=full-unawaited,release-early,producer-skips,same-slot,empty-unawaited,consumer-parity,try-once,bytes-few,bytes-none,init-missing,init-unseen
-cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r_b], [%d_map_b, {{%r_x, 0}}], [%r_full]; //: at=full-unawaited,same-slot,tile-misaligned,bytes-few,bytes-none
+//: at=full-unawaited,release-early,producer-skips,same-slot,empty-unawaited,consumer-parity,try-once
+//: at=bytes-few,bytes-none,init-missing,init-unseen
+{TENSOR} [%r_a], [%d_map_a, {{%r_x, 0}}], [%r_full];
+//: at=full-unawaited,same-slot,tile-misaligned,bytes-few,bytes-none
+{TENSOR} [%r_b], [%d_map_b, {{%r_x, 0}}], [%r_full];
 add.u32 %r_slot, %r_slot, 1;
 setp.eq.u32 %p_wrap, %r_slot, {STAGES};
 @%p_wrap mov.u32 %r_slot, 0;
@@ -101,7 +108,9 @@ mov.u32 %r_parity, 1;                                  //: bug=consumer-parity
 mov.u32 %r_last, 0;
 MULTIPLY:
 shl.b32 %r_x, %r_slot, 3; add.u32 %r_full, %r_x, %r_barriers;
-{wait("%r_full", "%r_parity")}                         //: cure=full-unawaited,try-once at=bytes-many,producer-never-flips,bytes-few,bytes-none,init-unseen,release-missing
+//: cure=full-unawaited,try-once
+//: at=bytes-many,producer-never-flips,bytes-few,bytes-none,init-unseen,release-missing
+{wait("%r_full", "%r_parity")}
 mbarrier.try_wait.parity.shared::cta.b64 %p_done, [%r_full], %r_parity; //: bug=try-once
 mad.lo.u32 %r_a, %r_slot, {A_BYTES}, %r_tiles_a; mad.lo.u32 %r_b, %r_slot, {B_BYTES}, %r_tiles_b;
 add.u32 %r_a, %r_a, 512;                               //: bug=descriptor-misaligned
@@ -110,7 +119,9 @@ shr.u32 %r_a, %r_a, 4; and.b32 %r_a, %r_a, 0x3fff; shr.u32 %r_b, %r_b, 4; and.b3
 cvt.u64.u32 %d_a, %r_a; or.b64 %d_a, %d_a, 0x4000004000010000;
 cvt.u64.u32 %d_b, %r_b; or.b64 %d_b, %d_b, 0x4000004000010000;
 wgmma.fence.sync.aligned;                              //: cure=no-wgmma-fence
-{wgmma(0, mark="//: at=full-unawaited,release-early,empty-unawaited,no-wgmma-fence,descriptor-misaligned,descriptor-outside,consumer-parity,try-once,same-slot,unwaited-exit")}
+//: at=full-unawaited,release-early,empty-unawaited,no-wgmma-fence,descriptor-misaligned,descriptor-outside
+//: at=consumer-parity,try-once,same-slot
+{wgmma(0)}
 {wgmma(1)}
 {wgmma(2)}
 {wgmma(3)}
@@ -120,7 +131,9 @@ setp.eq.u32 %p_free, %r_turn, 0;                       //: cure=release-early
 setp.ne.u32 %p_free, %r_lane, 0;                       //: bug=release-early
 mov.u32 %r_last, %r_full;                              //: bug=release-early
 setp.ne.or.u32 %p_free, %r_lane, 0, %p_free;
-@!%p_free mbarrier.arrive.shared::cta.b64 _, [%r_last+24]; //: cure=release-missing at=init-missing,init-unseen,release-count-few
+//: cure=release-missing
+//: at=init-missing,init-unseen,release-count-few
+@!%p_free mbarrier.arrive.shared::cta.b64 _, [%r_last+24];
 mov.u32 %r_last, %r_full;
 add.u32 %r_slot, %r_slot, 1;
 setp.eq.u32 %p_wrap, %r_slot, {STAGES};
@@ -135,7 +148,8 @@ END:
 """
 
 RING = kernel(
-    "ring", "map_a map_b d_out", f"tiles_a:{STAGES * A_BYTES}:1024 tiles_b:{STAGES * B_BYTES}:1024 barriers:48:8", BODY, {
+    "ring", "map_a map_b d_out",
+    f"tiles_a:{STAGES * A_BYTES}:1024 tiles_b:{STAGES * B_BYTES}:1024 barriers:48:8", BODY, {
         "full-unawaited": "wgmma-hazard|uninitialized",
         "consumer-parity": "wgmma-hazard|uninitialized",
         "try-once": "wgmma-hazard|uninitialized",

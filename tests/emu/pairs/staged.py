@@ -1,6 +1,7 @@
 """wgmma on operands that the threads themselves put into shared memory, or hold in registers.
 
-Operands are not swizzled: 8 rows of 16 bytes are together, 128 bytes on the next 8 columns, 256 on the next 8 rows.
+Operands are not swizzled: 8 rows of 16 bytes are together, the next 8 columns are 128 bytes
+on, the next 8 rows 256.
 """
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ DESCRIPTOR = 128 >> 4 << 16 | 256 >> 4 << 32
 
 
 def factors(twice: bool = False) -> Setup:
-    """A [64, 96] and B [32, 96] of small integers in f16 and their product in f32; `twice`: what was summed up is
-    doubled after every 16 columns."""
+    """A [64, 96] and B [32, 96] of small integers in f16 and their product in f32; `twice`: what was summed
+    up is doubled after every 16 columns."""
     random = np.random.default_rng(2)
     a = random.integers(-3, 4, (64, 16 * TURNS)).astype(np.float16)
     b = random.integers(-3, 4, (COLUMNS, 16 * TURNS)).astype(np.float16)
@@ -35,8 +36,8 @@ def factors(twice: bool = False) -> Setup:
 
 def multiply(a: str, majors: str) -> str:
     """One product of 64 x 32 x 16: A a descriptor or registers, `majors` both K-major."""
-    return (f"wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {{{registers('f_c', 16)}}}, {a}, %d_b, 1, 1, 1, "
-            f"{majors};")
+    return (f"wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {{{registers('f_c', 16)}}}, {a}, "
+            f"%d_b, 1, 1, 1, {majors};")
 
 
 def descriptor(name: str) -> str:
@@ -66,8 +67,10 @@ shl.b32 %r_a, %r_buffer, 11; add.u32 %r_a, %r_a, %r_tiles_a; add.u32 %r_to_a, %r
 shl.b32 %r_b, %r_buffer, 10; add.u32 %r_b, %r_b, %r_tiles_b; add.u32 %r_to_b, %r_b, %r_at;
 ld.global.v4.b32 {{%r_u0, %r_u1, %r_u2, %r_u3}}, [%d_from_a];
 @!%p_no_b ld.global.v4.b32 {{%r_v0, %r_v1, %r_v2, %r_v3}}, [%d_from_b];
-st.shared.v4.b32 [%r_to_a], {{%r_u0, %r_u1, %r_u2, %r_u3}}; //: at=no-proxy-fence,no-barrier,one-buffer,no-wait
-@!%p_no_b st.shared.v4.b32 [%r_to_b], {{%r_v0, %r_v1, %r_v2, %r_v3}}; //: at=no-proxy-fence,no-barrier,one-buffer,no-wait
+//: at=no-proxy-fence,no-barrier,one-buffer,no-wait
+st.shared.v4.b32 [%r_to_a], {{%r_u0, %r_u1, %r_u2, %r_u3}};
+//: at=no-proxy-fence,no-barrier,one-buffer,no-wait
+@!%p_no_b st.shared.v4.b32 [%r_to_b], {{%r_v0, %r_v1, %r_v2, %r_v3}};
 fence.proxy.async.shared::cta;                         //: cure=no-proxy-fence
 bar.sync 0;                                            //: cure=no-barrier
 {descriptor("a")}
@@ -105,7 +108,8 @@ cp.async.wait_group 0;                                 //: cure=no-copy-wait
 fence.proxy.async.shared::cta;                         //: cure=no-proxy-fence
 bar.sync 0;
 wgmma.fence.sync.aligned;                              //: cure=scaled-unfenced
-{multiply("%d_a", "0, 0")}                          //: at=no-proxy-fence,no-copy-wait,freed-early,scaled-unfenced
+//: at=no-proxy-fence,no-copy-wait,freed-early,scaled-unfenced
+{multiply("%d_a", "0, 0")}
 wgmma.commit_group.sync.aligned;
 wgmma.wait_group.sync.aligned 0;                       //: cure=freed-early,scaled-early
 {" ".join(f"add.f32 %f_c{i}, %f_c{i}, %f_c{i};" for i in range(16))} //: cure=freed-early at=scaled-early
@@ -116,7 +120,8 @@ setp.lt.u32 %p_more, %r_turn, {TURNS};
 @%p_more bra TURN;
 wgmma.wait_group.sync.aligned 0;
 {STORE}
-""", {"no-proxy-fence": "proxy-fence", "no-copy-wait": "async-hazard|wgmma-hazard|uninitialized", "freed-early": "wgmma-hazard",
+""", {"no-proxy-fence": "proxy-fence", "no-copy-wait": "async-hazard|wgmma-hazard|uninitialized",
+      "freed-early": "wgmma-hazard",
       "scaled-unfenced": "wgmma-hazard", "scaled-early": "wgmma-hazard"},
                 factors(twice=True), refused="scaled-unfenced scaled-early")
 

@@ -1,17 +1,18 @@
 """Kernels that hold their own bugs, and what running one comes to.
 
-Protocol: a `Kernel`'s text is the right kernel plus marks at the ends of lines: `//: cure=a,b` (the line is missing
-in the variants with bug a or b), `//: bug=a` (it is there in the variant with bug a alone), `//: at=a` (a finding of
-bug a points here). `source(None)` is the cured kernel, `source("a")` the one with bug a; the two have the same lines
-otherwise, at the same numbers. Registers need no declarations: the first letter of a name tells its type
-(`%p_…` predicate, `%d_…` 64 bits, `%f_…` f32, `%h_…` 16 bits, `%r_…` 32 bits); parameters `d_…` and `r_…` and the
-addresses of tensor maps `map_…` and of shared variables (`%r_…`) are in registers of their names when the text
-begins, and so are the thread, lane, warp and CTA number (`%r_thread`, `%r_lane`, `%r_warp`, `%r_cta`).
+Protocol: a `Kernel`'s text is the right kernel plus marks at the ends of lines, or on lines above them:
+`//: cure=a,b` (the line is missing in the variants with bug a or b), `//: bug=a` (it is there in the
+variant with bug a alone), `//: at=a` (a finding of bug a points here). `source(None)` is the cured kernel,
+`source("a")` the one with bug a; the two have the same lines otherwise, at the same numbers. Registers need
+no declarations: the first letter of a name tells its type (`%p_…` predicate, `%d_…` 64 bits, `%f_…` f32,
+`%h_…` 16 bits, `%r_…` 32 bits); parameters `d_…` and `r_…` and the addresses of tensor maps `map_…` and of
+shared variables (`%r_…`) are in registers of their names when the text begins, and so are the thread, lane,
+warp and CTA number (`%r_thread`, `%r_lane`, `%r_warp`, `%r_cta`).
 """
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -22,7 +23,6 @@ from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.emulator import Emulator, Finding
 
 TYPES = {"p": "pred", "d": "b64", "f": "f32", "h": "b16", "r": "b32"}
-MARK = re.compile(r"\s*//:(.*)$")
 NAME = re.compile(r"%([pdfhr]_\w+)")
 
 # arguments, and what each output buffer holds when the kernel is right
@@ -31,8 +31,8 @@ Setup = Callable[[Emulator], tuple[list[object], list[tuple[object, np.ndarray]]
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A kernel, its bugs (name: kinds of finding, any of which will do) and its launch. `refused` are bugs that ptxas
-    objects to as well."""
+    """A kernel, its bugs (name: kinds of finding, any of which will do) and its launch. `refused` are bugs
+    that ptxas objects to as well."""
     name: str
     text: str
     bugs: dict[str, tuple[str, ...]]
@@ -47,25 +47,34 @@ class Kernel:
     def source(self, bug: str | None) -> str:
         """PTX of the variant."""
         out = []
-        for line in self.text.splitlines():
-            found = MARK.search(line)
-            marks = dict(part.split("=") for part in found.group(1).split()) if found else {}
-            absent = bug is not None and bug in marks.get("cure", "").split(",")
-            if "bug" in marks: absent = bug not in marks["bug"].split(",")
-            out.append("" if absent else MARK.sub("", line))
+        for line, marks in marked(self.text):
+            absent = bug in marks["cure"] or (bool(marks["bug"]) and bug not in marks["bug"])
+            out.append("" if absent else line)
         return "\n".join(out) + "\n"
 
     def lines(self, bug: str) -> set[int]:
         """Numbers of the lines that findings of a bug point to; empty: any."""
-        return {number for number, line in enumerate(self.text.splitlines(), 1)
-                if (found := MARK.search(line)) and bug in "".join(
-                    part[3:] for part in found.group(1).split() if part.startswith("at=")).split(",")}
+        return {number for number, (_, marks) in enumerate(marked(self.text), 1) if bug in marks["at"]}
 
 
-def kernel(name: str, parameters: str, shared: str, body: str, bugs: dict[str, str], setup: Setup, *, block: int = 128,
-           directives: str = "", arch: str = "sm_90a", refused: str = "", **launch: int) -> Kernel:
-    """A `Kernel` from the names of its parameters, declarations of shared variables (`name:bytes:align`, …), its body, and
-    bugs with their kinds (`"race|async-hazard"`)."""
+def marked(text: str) -> Iterator[tuple[str, dict[str, set[str]]]]:
+    """The lines without their marks, and the bugs in these; a line of marks alone is empty."""
+    marks: dict[str, set[str]] = {"cure": set(), "bug": set(), "at": set()}
+    for line in text.splitlines():
+        body, _, mark = line.partition("//:")
+        for key, bugs in (part.split("=") for part in mark.split()): marks[key] |= set(bugs.split(","))
+        if mark and not body.strip():
+            yield "", {key: set() for key in marks}
+            continue
+        yield body.rstrip(), marks
+        marks = {key: set() for key in marks}
+
+
+def kernel(name: str, parameters: str, shared: str, body: str, bugs: dict[str, str], setup: Setup,
+           *, block: int = 128, directives: str = "", arch: str = "sm_90a", refused: str = "",
+           **launch: int) -> Kernel:
+    """A `Kernel` from the names of its parameters, declarations of shared variables (`name:bytes:align`, …),
+    its body, and bugs with their kinds (`"race|async-hazard"`)."""
     names = parameters.split()
     declared = [f".param .align 64 .b8 {n}[128]" if n.startswith("map_")
                 else f".param .{TYPES[n[0]]} {n}" for n in names]
@@ -77,20 +86,25 @@ def kernel(name: str, parameters: str, shared: str, body: str, bugs: dict[str, s
     registers = [f".reg .{kind} {', '.join('%' + n for n in sorted(found) if n[0] == letter)};"
                  for letter, kind in TYPES.items() if any(n[0] == letter for n in found)]
     head = [".version 8.6", f".target {arch}", ".address_size 64",
-            f".visible .entry {name}({', '.join(declared)})", f".reqntid {block} {directives}", "{", *registers,
-            *variables, "mov.u32 %r_thread, %tid.x;", "and.b32 %r_lane, %r_thread, 31;",
+            f".visible .entry {name}({', '.join(declared)})", f".reqntid {block} {directives}", "{",
+            *registers, *variables, "mov.u32 %r_thread, %tid.x;", "and.b32 %r_lane, %r_thread, 31;",
             "shr.u32 %r_warp, %r_thread, 5;", "mov.u32 %r_cta, %ctaid.x;", *loads]
     text = "\n".join([*head, body.strip("\n"), "ret;", "}"])
     kinds = {bug: tuple(kind.split("|")) for bug, kind in bugs.items()}
-    return Kernel(name, text, kinds, setup, block=block, arch=arch, refused=frozenset(refused.split()), **launch)
+    return Kernel(name, text, kinds, setup, block=block, arch=arch, refused=frozenset(refused.split()),
+                  **launch)
 
 
 # **** PTX that repeats ****
 
+TENSOR = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+
+
 def wait(barrier: str, parity: str) -> str:
     """Waits for the phase of a parity of an mbarrier, in one line."""
-    return (f"{{ .reg .pred %done; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 %done, [{barrier}], {parity}; "
-            "@!%done bra AGAIN; }")
+    return (f"{{ .reg .pred %done; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 %done, [{barrier}], "
+            f"{parity}; @!%done bra AGAIN; }}")
 
 
 def arrive(barrier: str) -> str:
@@ -123,7 +137,8 @@ def run(case: Kernel, bug: str | None, seed: int) -> Outcome:
     emu.seed = seed
     before = set(emu.buffers)
     arguments, outputs = case.setup(emu)
-    report = emu.launch(case.source(bug), grid=case.grid, block=case.block, cluster=case.cluster, args=arguments)
+    report = emu.launch(case.source(bug), grid=case.grid, block=case.block, cluster=case.cluster,
+                        args=arguments)
     exact = all(np.array_equal(buffer.numpy(), expected) for buffer, expected in outputs)
     for address in set(emu.buffers) - before:
         if all(address not in loaded.addresses.values() for loaded in emu.modules.values()):
@@ -141,7 +156,8 @@ def assembles(case: Kernel, bug: str | None) -> bool:
 
 
 def points(case: Kernel, bug: str, finding: Finding) -> bool:
-    """Whether a finding is of an expected kind and at a line that the bug is about: its own or the other access's."""
+    """Whether a finding is of an expected kind and at a line that the bug is about: its own or that of the
+    other access."""
     lines = case.lines(bug)
     other = {int(number) for number in re.findall(r"\(line (\d+)", finding.message)}
     return finding.kind in case.bugs[bug] and (not lines or bool(lines & {finding.ptx_line, *other}))
