@@ -62,16 +62,19 @@ static void mbarrier_changed(Machine *m, Cta *cta, Mbarrier *b) {
     mbarrier_store(cta, b);
 }
 
-static u32 thread_key(const Warp *w, int lane) { return (u32)w->cta->rank << 16 | (warp_thread(w, lane) + 1); }
+static u32 thread_key(const Warp *w, int lane) {
+    return (u32)w->cta->rank << 16 | (warp_thread(w, lane) + 1);
+}
 
 /* An arrival counts for the phase it was meant for only when something orders it after the end of the phase
  * before: a wait, one's own or one that was told of. Otherwise it is one too many of that phase. */
 static void check_phase(Machine *m, Warp *w, const Op *op, int lane, const Cta *cta, const Mbarrier *b) {
     if (!m->launch.check || b->epoch == b->first || b->ended_by == thread_key(w, lane)) return;
     if (part(w->clock, KNOWN)[b->actor] >= b->epoch) return;
-    report(m, BARRIER, op, w, lane, "an arrival at the mbarrier at 0x%llx in phase %u by a thread that does not know "
-           "phase %u to have ended: it may come in that phase as well, beyond the %d arrivals it expects",
-           (unsigned long long)(cta->shared.base + b->offset), b->phase, b->phase - 1, b->expected);
+    report(m, BARRIER, op, w, lane,
+           "an arrival at the mbarrier at 0x%llx in phase %u by a thread that does not know phase %u to have "
+           "ended: it may come in that phase as well, beyond the %d arrivals it expects",
+           (ull)(cta->shared.base + b->offset), b->phase, b->phase - 1, b->expected);
 }
 
 /* `count` arrivals of the phase under way. */
@@ -79,11 +82,9 @@ static void mbarrier_arrive_count(Machine *m, Warp *w, const Op *op, int lane, C
                                   i64 count) {
     u32 epoch = b->epoch;
     if (count < 1 || count > b->pending) {
-        report(m, BARRIER, op, w, lane, "%lld arrivals at the mbarrier at 0x%llx, which expects %d and has "
-               "%d pending in "
-               "phase %u", (long long)count, (unsigned long long)(cta->shared.base + b->offset), b->expected,
-                   b->pending,
-               b->phase);
+        report(m, BARRIER, op, w, lane,
+               "%lld arrivals at the mbarrier at 0x%llx, which expects %d and has %d pending in phase %u",
+               (long long)count, (ull)(cta->shared.base + b->offset), b->expected, b->pending, b->phase);
         count = count < 1 ? 0 : b->pending;
     }
     b->pending -= (i32)count;
@@ -157,8 +158,10 @@ static void acquire_lanes(Machine *m, Warp *w, u32 mask, Clock *from) {
 }
 
 static void mbarrier_release(Machine *m, Warp *w, const Op *op, Mbarrier *b) {
-    if (op->flags & RELAXED) release_published(m, w, b->clock[b->phase & 1]), clock_phases(m, w, b->clock[b->phase & 1]);
-    else clock_release(m, w, b->clock[b->phase & 1]);
+    Clock *into = b->clock[b->phase & 1];
+    if (!(op->flags & RELAXED)) { clock_release(m, w, into); return; }
+    release_published(m, w, into);
+    clock_phases(m, w, into);
 }
 
 /* **** instructions **** */
