@@ -270,28 +270,47 @@ static void reach_warp(Machine *m, Warp *w, const Op *op, const u64 *address, u3
 
 /* **** counters **** */
 
+/* The words that the busiest bank gives lanes [start, stop) of `words` words each. */
+static u32 busiest_bank(const u64 *addresses, u32 mask, u32 start, u32 stop, u32 words) {
+    u32 word[LANES][LANES], most = 0;
+    u8 depth[LANES] = {0};
+    for (u32 l = start; l < stop; l++) {
+        if (!(mask >> l & 1)) continue;
+        for (u32 k = 0; k < words; k++) {
+            u32 at = (u32)(addresses[l] >> 2) + k, bank = at % LANES, i = 0;
+            while (i < depth[bank] && word[bank][i] != at) i++;
+            if (i < depth[bank]) continue;
+            word[bank][i] = at;
+            depth[bank] = (u8)(i + 1);
+            if (i + 1 > most) most = i + 1;
+        }
+    }
+    return most;
+}
+
+/* Whether no bank is asked twice by lanes [start, stop): most accesses, and quick to see. */
+static bool banks_differ(const u64 *addresses, u32 mask, u32 start, u32 stop, u32 words) {
+    u64 seen = 0, run = (1ull << words) - 1;
+    for (u32 l = start; l < stop; l++) {
+        u64 wanted = mask >> l & 1 ? run << (addresses[l] >> 2) % LANES : 0;
+        wanted |= wanted >> LANES;
+        if (seen & wanted & ~0u) return false;
+        seen |= wanted;
+    }
+    return true;
+}
+
 /* Passes through the 32 banks of 4 bytes that shared memory needs for an access of `bytes` a lane: 8-byte
  * accesses go in two half warps, 16-byte ones in four quarters; in each, a bank gives one word a pass.
  * Returns the passes beyond the least, and counts them. */
 u32 count_bank_conflicts(Machine *m, const Op *op, const u64 *addresses, u32 mask, u32 bytes) {
     u32 words = bytes < 4 ? 1 : bytes / 4, step = LANES / words, passes = 0, least = 0;
-    u32 word[LANES][LANES];
     for (u32 start = 0; start < LANES; start += step) {
-        u8 depth[LANES] = {0};
-        u32 most = 0;
-        for (u32 l = start; l < start + step; l++) {
-            if (!(mask >> l & 1)) continue;
-            for (u32 k = 0; k < words; k++) {
-                u32 at = (u32)(addresses[l] >> 2) + k, bank = at % LANES, i = 0;
-                while (i < depth[bank] && word[bank][i] != at) i++;
-                if (i < depth[bank]) continue;
-                word[bank][i] = at;
-                depth[bank] = (u8)(i + 1);
-                if (i + 1 > most) most = i + 1;
-            }
-        }
-        passes += most;
-        least += most > 0;
+        u32 stop = start + step;
+        if (!(mask >> start & (u32)((1ull << step) - 1))) continue;
+        least++;
+        passes += banks_differ(addresses, mask, start, stop, words)
+                ? 1 : busiest_bank(addresses, mask, start, stop, words);
     }
     Counter *counter = &m->launch.counters[op->source];
     counter->passes += passes;
@@ -300,10 +319,20 @@ u32 count_bank_conflicts(Machine *m, const Op *op, const u64 *addresses, u32 mas
     return passes - least;
 }
 
-/* 32-byte sectors a warp's request touches. */
+/* 32-byte sectors a warp's request touches. Addresses are multiples of `bytes`, so that a lane of up to 32
+ * bytes has one; mostly they ascend, and only neighbours share. */
 static u32 count_sectors(const u64 *addresses, u32 mask, u32 bytes) {
-    u64 seen[2 * LANES];
+    u64 seen[2 * LANES], before = 0;
     u32 count = 0;
+    bool ascends = bytes <= 32;
+    ACTIVE {
+        u64 sector = addresses[l] >> 5;
+        ascends &= sector >= before;
+        count += sector != before;
+        before = sector;
+    }
+    if (ascends) return count;
+    count = 0;
     ACTIVE for (u64 s = addresses[l] >> 5; s <= (addresses[l] + bytes - 1) >> 5; s++) {
         u32 i = count;
         while (i > 0 && seen[i - 1] != s) i--;
