@@ -52,7 +52,8 @@ mbarrier.arrive.expect_tx.shared::cta.b64 _, [barrier], 516; //: bug=bytes-many
 mbarrier.arrive.expect_tx.shared::cta.b64 _, [barrier], 384; //: bug=bytes-few
 fence.mbarrier_init.release.cluster;                   //: cure=init-relaxed
 READY:
-barrier.cluster.arrive.relaxed.aligned;                //: cure=init-unseen,init-fenced
+bar.sync 0;
+barrier.cluster.arrive.relaxed.aligned;                //: cure=init-unseen
 barrier.cluster.wait.acquire.aligned;                  //: cure=init-unseen
 mov.u32 %r_rank, %cluster_ctarank; xor.b32 %r_peer, %r_rank, 1;
 shl.b32 %r_at, %r_thread, 2; add.u32 %r_at, %r_at, %r_line;

@@ -98,6 +98,8 @@ HANDLER(match_any) {
     u32 out[LANES] = {0};
     ACTIVE out[l] = equals(w, op, together(&p, l), l);
     put32(w, op->d, out, mask);
+    /* libcu++ elects with it the thread that ends a pipeline's barriers, after all uses by the others */
+    lanes_sync(m, w, p.here);
     return NEXT;
 }
 /* match.all: everybody and true where all agree, 0 and false elsewhere. */
