@@ -1,10 +1,10 @@
 """PTX text to a `Module`: any PTX, ours, Triton's or nvcc's.
 
-Protocol: `parse(text)` gives the module's targets, variables and entry functions. A function's body is
-flat: blocks in braces are scopes for registers and labels, so names declared inside one are made unique
-(`name@2`), and instructions and labels are what is left. Labels become positions in the instruction list.
-Instructions keep their opcode as a mnemonic and a tuple of modifiers, whose order after the mnemonic means
-nothing in PTX, and operands as the small classes of `syntax.py`.
+Protocol: `parse(text)` gives the module's targets, variables and functions. A function's body is flat: blocks
+in braces are scopes for registers and labels, so names declared inside one are made unique (`name@2`), and
+instructions and labels are what is left. Labels become positions in the instruction list. Instructions keep
+their opcode as a mnemonic and a tuple of modifiers, whose order after the mnemonic means nothing in PTX, and
+operands as the small classes of `syntax.py`.
 
 Not interpreted: debug directives (.loc, .file, .section), linking (.visible, .weak) and pragmas. A
 construct that is not known is a `PTXError` with line and text.
@@ -12,45 +12,18 @@ construct that is not known is a `PTXError` with line and text.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from tinygrad_nv.ptx.expressions import Constants, is_constant
-from tinygrad_nv.ptx.syntax import (
-    Address,
-    Function,
-    Immediate,
-    Instruction,
-    Module,
-    Operand,
-    Pair,
-    Register,
-    Sink,
-    Symbol,
-    Variable,
-    Vector,
-)
-from tinygrad_nv.ptx.tokens import SPACE, Cursor, Token
+from tinygrad_nv.ptx.operands import Operands, Scope
+from tinygrad_nv.ptx.syntax import Function, Module, Register, Variable
+from tinygrad_nv.ptx.tokens import SPACE, Token
 
-OPCODE = re.compile(r"[a-z][a-z0-9_]*(?:(?:\.|::)[a-zA-Z0-9_]+)*")
 WIDTHS = {"pred": 1, "tf32": 32, "f16x2": 32, "bf16x2": 32, "bf16": 16, "b128": 128,
           **{f"{kind}{bits}": bits for kind in "bus" for bits in (8, 16, 32, 64)},
           **{f"f{bits}": bits for bits in (16, 32, 64)}}
-# comments and strings are matched so as to be passed over
-LABEL = re.compile(r"""//[^\n]*|"[^"\n]*"|[{}]|(?<![\w$%.:])([$_a-zA-Z][\w$]*)\s*:(?!:)""")
 LINKAGE = {".visible", ".extern", ".weak", ".common"}
 SPACES = {".global", ".const", ".shared", ".local", ".param"}
 IGNORED_LINES = {".loc", ".file", ".section"}
-
-
-@dataclass
-class Scope:
-    """Names declared between two braces, and what they are called outside; `suffix` makes them unique."""
-    suffix: str = ""
-    registers: dict[str, Register] = field(default_factory=dict)
-    ranges: dict[str, tuple[str, int]] = field(default_factory=dict)  # %r<301>: prefix → type, count
-    labels: dict[str, str] = field(default_factory=dict)
-    variables: dict[str, str] = field(default_factory=dict)
 
 
 def parse(text: str) -> Module:
@@ -58,14 +31,12 @@ def parse(text: str) -> Module:
     return Parser(text).module()
 
 
-class Parser(Cursor):
-    """Opcodes are read from the text, all else from tokens."""
+class Parser(Operands):
+    """Directives: modules, functions and what they declare."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.out = Module()
-        self.scopes: list[Scope] = []
-        self.elements: dict[str, int] = {}  # bytes of an element of each variable
         self.unique = 0
 
     # **** module ****
@@ -172,41 +143,43 @@ class Parser(Cursor):
     # **** functions ****
 
     def function(self, entry: bool) -> None:
-        """`.entry name(params) directives { body }`, or a declaration ended by a semicolon."""
-        if not entry and self.peek().text == "(": self.skip_parentheses()
+        """`.entry name(params) directives { body }`, `.func (results) name (params) { body }`, or a
+        declaration ended by a semicolon."""
+        results: dict[str, Variable] = {}
+        if not entry and self.take("("): self.parameters(results)
         name = self.next()
-        out = Function(name.text, name.line)
+        out = Function(name.text, name.line, results=results)
         self.scopes = [Scope()]
-        if self.take("("):
-            while not self.take(")"):
-                self.parameter(out)
-                self.take(",")
+        if self.take("("): out.parameter_bytes = self.parameters(out.parameters)
         while (token := self.next()).text != "{":
             if token.text == ";": return
             self.directive(token, out)
-        if not entry: raise self.fail(f"function {name.text}: only .entry functions are run", name.line)
+        for variable in (*results.values(), *out.parameters.values()):
+            if variable.space != "reg": continue
+            self.scopes[0].registers[variable.name] = Register(variable.name, variable.kind)
         self.body(out)
-        self.out.functions[out.name] = out
+        (self.out.functions if entry else self.out.callees)[out.name] = out
 
-    def skip_parentheses(self) -> None:
-        """Moves past a return parameter list."""
-        while self.next().text != ")": pass
-
-    def parameter(self, out: Function) -> None:
-        """`.param .align 64 .b8 name[128]` or `.param .u64 .ptr .global .align 16 name`."""
-        self.expect(".param")
-        kind, align = "", 0
-        while (token := self.next()).kind == "directive":
-            if token.text == ".align":
-                value = int(self.constant())
-                if not kind: align = value  # after .ptr it is the pointee's
-            elif token.text[1:] in WIDTHS: kind = token.text[1:]
-        size = WIDTHS[kind] // 8
-        for extent in self.extents(): size *= extent
-        align = align or WIDTHS[kind] // 8
-        offset = -(-out.parameter_bytes // align) * align
-        out.parameters[token.text] = Variable(token.text, "param", kind, align, size, b"", token.line, offset)
-        out.parameter_bytes = offset + size
+    def parameters(self, into: dict[str, Variable]) -> int:
+        """`.param .align 64 .b8 name[128]`, `.param .u64 .ptr .global .align 16 name` or `.reg .b32 %r`, up
+        to the closing parenthesis; gives the bytes of all."""
+        end = 0
+        while not self.take(")"):
+            space, kind, align = self.next().text[1:], "", 0
+            if space not in ("param", "reg"): raise self.fail(f"parameters in state space .{space}")
+            while (token := self.next()).kind == "directive":
+                if token.text == ".align":
+                    value = int(self.constant())
+                    if not kind: align = value  # after .ptr it is the pointee's
+                elif token.text[1:] in WIDTHS: kind = token.text[1:]
+            size = WIDTHS[kind] // 8
+            for extent in self.extents(): size *= extent
+            align = align or WIDTHS[kind] // 8
+            offset = -(-end // max(align, 1)) * align
+            into[token.text] = Variable(token.text, space, kind, align, size, b"", token.line, offset)
+            end = offset + size
+            self.take(",")
+        return end
 
     def directive(self, token: Token, out: Function) -> None:
         """`.reqntid 128, 1, 1` and its kind."""
@@ -274,35 +247,6 @@ class Parser(Cursor):
         at = rest.end() if rest else end
         return self.text[at:at + 1] == ":" and self.text[at:at + 2] != "::"
 
-    # **** names ****
-
-    def declare_labels(self) -> None:
-        """Finds the labels of the block that begins here, since branches may come before them."""
-        depth = 0
-        for found in LABEL.finditer(self.text, self.at):
-            if found.group() == "{": depth += 1
-            elif found.group() == "}":
-                depth -= 1
-                if depth < 0: return
-            elif depth == 0 and (name := found.group(1)):
-                self.scopes[-1].labels[name] = name + self.scopes[-1].suffix
-
-    def label(self, name: str) -> str:
-        """The unique name of a label seen from here."""
-        for scope in reversed(self.scopes):
-            if name in scope.labels: return scope.labels[name]
-        raise self.fail(f"label {name} is not defined")
-
-    def declare_variable(self, name: str) -> str:
-        """Enters a variable in the scope that declares it."""
-        if not self.scopes: return name
-        self.scopes[-1].variables[name] = name + self.scopes[-1].suffix
-        return self.scopes[-1].variables[name]
-
-    def renamed(self, name: str) -> str:
-        """The unique name of a variable seen from here."""
-        return next((s.variables[name] for s in reversed(self.scopes) if name in s.variables), name)
-
     def register_declaration(self) -> None:
         """`.reg .b32 %r<301>, %x;`."""
         self.expect(".reg")
@@ -317,112 +261,3 @@ class Parser(Cursor):
             else: self.scopes[-1].registers[name] = Register(name + self.scopes[-1].suffix, kind)
             if not self.take(","): break
         self.expect(";")
-
-    def register(self, name: str) -> Register | None:
-        """The register of a name seen from here."""
-        stem = name.rstrip("0123456789")
-        for scope in reversed(self.scopes):
-            if name in scope.registers: return scope.registers[name]
-            if stem in scope.ranges and stem != name and int(name[len(stem):]) < scope.ranges[stem][1]:
-                scope.registers[name] = Register(name + scope.suffix, scope.ranges[stem][0])
-                return scope.registers[name]
-        return None
-
-    # **** instructions ****
-
-    def instruction(self) -> Instruction:
-        """`@!%p opcode.modifiers operands;`."""
-        guard, negated = None, False
-        if self.take("@"):
-            negated = self.take("!")
-            token = self.next()
-            guard = self.register(token.text)
-            if guard is None: raise self.fail(f"guard {token.text} is not declared", token.line)
-        self.ahead = None
-        self.skip_space()
-        if (found := OPCODE.match(self.text, self.at)) is None: raise self.fail("an instruction is expected")
-        line, self.at = self.line, found.end()
-        mnemonic, *modifiers = found.group().split(".")
-        operands = tuple(self.operands(mnemonic))
-        # the line that lacks it, not the one where something else was found
-        if not self.take(";"): raise self.fail(f"';' expected, {self.peek().text!r} found", line)
-        return Instruction(mnemonic, tuple(modifiers), guard, negated, operands, line)
-
-    def operands(self, mnemonic: str) -> Iterator[Operand]:
-        """Operands up to the semicolon."""
-        if self.peek().text == ";": return
-        while True:
-            yield self.operand(mnemonic in ("bra", "brx"))
-            if not self.take(","): return
-
-    def operand(self, target: bool = False) -> Operand:
-        """One operand; `target` says that a bare name is a label."""
-        token = self.peek()
-        if token.text == "{": return self.vector()
-        if token.text == "[": return self.address()
-        if token.text == "_":
-            self.next()
-            return self.after_bar(Sink()) if self.take("|") else Sink()
-        if token.text == "!" and self.text[token.at + 1:].lstrip()[:1] == "%":
-            self.next()
-            made = self.operand()
-            if not isinstance(made, Register): raise self.fail("! needs a predicate")
-            return Register(made.name, made.kind, negated=True)
-        if token.kind == "name" and not is_constant(token.text):
-            self.next()
-            return self.named(token, target)
-        return Constants(self).immediate()
-
-    def named(self, token: Token, target: bool) -> Operand:
-        """A register (perhaps `%p|%q`), a special register, a label, or a variable with an offset."""
-        if target and not token.text.startswith("%"): return Symbol(self.label(token.text))
-        if (found := self.register(token.text)) is not None:
-            return self.after_bar(found) if self.take("|") else found
-        if token.text.startswith("%"): return Register(token.text, "special")
-        name = self.renamed(token.text)
-        return Symbol(name, self.index(name) + self.offset())
-
-    def index(self, name: str) -> int:
-        """The bytes that `[3]` after a variable's name stands for; 0 for nothing."""
-        if name not in self.elements or not self.take("["): return 0
-        before = int(self.constant()) * self.elements[name]
-        self.expect("]")
-        return before
-
-    def after_bar(self, first: Register | Sink) -> Pair:
-        """The second destination of `%p|%q`."""
-        second = self.operand()
-        if not isinstance(second, Register | Sink): raise self.fail("a predicate is expected after |")
-        return Pair(first, second)
-
-    def vector(self) -> Vector:
-        """`{a, b, c, d}`."""
-        self.expect("{")
-        items: list[Operand] = []
-        while not self.take("}"):
-            items.append(self.operand())
-            self.take(",")
-        return Vector(tuple(items))
-
-    def offset(self) -> int:
-        """`+ 16`, `+-4`, or nothing."""
-        return int(self.constant()) if self.take("+") else 0
-
-    def address(self) -> Address:
-        """`[%rd1 + 16]`, `[symbol]`, `[64]`, `[%tmap, {%x, %y}]`."""
-        self.expect("[")
-        token = self.peek()
-        base: Register | Symbol | Immediate
-        if token.kind == "name" and not is_constant(token.text):
-            made = self.named(self.next(), False)
-            if not isinstance(made, Register | Symbol): raise self.fail("an address is expected", token.line)
-            base = made
-        else: base = Constants(self).immediate()
-        offset = self.offset()
-        coordinates = self.vector() if self.take(",") else None
-        self.expect("]")
-        return Address(base, offset, coordinates)
-
-    def constant(self) -> int | float:
-        """A constant expression."""
-        return Constants(self).value()

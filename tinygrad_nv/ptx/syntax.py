@@ -92,7 +92,8 @@ class Variable:
 
 @dataclass
 class Function:
-    """An entry point. `labels` are positions in `body`; `tables` the targets of brx.idx, by label."""
+    """An entry point, or a function that is called. `labels` are positions in `body`; `tables` the targets of
+    brx.idx, by label; `results` what a call gives back."""
     name: str
     line: int
     parameters: dict[str, Variable] = field(default_factory=dict)
@@ -102,13 +103,15 @@ class Function:
     body: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
     tables: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    results: dict[str, Variable] = field(default_factory=dict)
 
 
 @dataclass
 class Module:
-    """A PTX module."""
+    """A PTX module: `functions` are its entry points, `callees` those that are called."""
     version: tuple[int, int] = (0, 0)
     target: str = ""
     address_size: int = 64
     variables: dict[str, Variable] = field(default_factory=dict)
     functions: dict[str, Function] = field(default_factory=dict)
+    callees: dict[str, Function] = field(default_factory=dict)

@@ -28,6 +28,7 @@ from tinygrad_nv.ptx.emulator.arguments import (
     resident_clusters,
     triple,
 )
+from tinygrad_nv.ptx.emulator.calls import expanded
 from tinygrad_nv.ptx.emulator.native import TRACE, Counters, Launch, Library, Region, library
 from tinygrad_nv.ptx.emulator.program import Program, lower
 from tinygrad_nv.ptx.emulator.report import KINDS, Finding, Report, Site, Stats
@@ -176,6 +177,7 @@ class Emulator:
 
     def _program(self, loaded: Loaded, function: Function) -> Program:
         if function.name not in loaded.programs:
+            function = expanded(loaded.module, function)
             loaded.programs[function.name] = lower(loaded.module, function, loaded.addresses)
         return loaded.programs[function.name]
 

@@ -34,6 +34,16 @@ def trap(low: Lowering, instruction: Instruction) -> None:
     low.emit("trap")
 
 
+@lowers("call")
+def assertion(low: Lowering, instruction: Instruction) -> None:
+    """`call __assertfail, (message, file, line, function, size);`: ends the launch. Other calls are expanded
+    before (calls.py)."""
+    arguments = instruction.operands[-1]
+    places = [low.symbol(x)[1] for x in getattr(arguments, "items", ()) if isinstance(x, Symbol)]
+    if len(places) != 5: raise low.fail(f"{len(places)} parameters", "the five of __assertfail")
+    low.emit("assertfail", list=tuple(places))
+
+
 @lowers("brkpt", "pmevent", "nop")
 def nothing(low: Lowering, instruction: Instruction) -> None:
     """For debuggers."""

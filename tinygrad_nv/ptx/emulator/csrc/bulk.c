@@ -170,12 +170,31 @@ HANDLER(bulk_load) {
     return NEXT;
 }
 
+/* Lanes whose store is that of `lane`, in the same group. The same bytes written twice are written once: a warp
+ * whose operands are uniform issues one copy on hardware, and CUTLASS's epilogues store from whole warps.
+ * Reductions are done for each. */
+static u32 twins(const Machine *m, const Warp *w, const Op *op, u32 mask, int lane, const u64 *address) {
+    u32 same = 0;
+    const i32 *list = m->launch.lists + op->list;
+    if (reduction_of(op)) return 1u << lane;
+    EACH {
+        bool as = address[l] == address[lane] && r64(w, op->b)[l] == r64(w, op->b)[lane]
+            && w->bulk_groups[l] == w->bulk_groups[lane];
+        if (op->e >= 0) as &= r32(w, op->e)[l] == r32(w, op->e)[lane];
+        for (i32 i = 0; i < op->count; i++) as &= r32(w, list[i])[l] == r32(w, list[i])[lane];
+        same |= (u32)as << l;
+    }
+    return same & mask;
+}
+
 /* cp{.reduce}.async.bulk from shared to global memory, in a bulk group. */
 HANDLER(bulk_store) {
     u64 to[LANES];
+    u32 done = 0, same;
     addresses(w, op, to);
-    ACTIVE {
+    ACTIVE if (!(done >> l & 1)) {
         Place source, p;
+        done |= same = twins(m, w, op, mask, l, to);
         u32 bytes = r32(w, op->e)[l], group = w->bulk_groups[l] + 1;
         if (!bulk_size(m, w, op, l, bytes)) continue;
         if (!async_place(m, w, op, l, SHARED, r64(w, op->b)[l], bytes, 16, READ, &source)) continue;
@@ -186,8 +205,8 @@ HANDLER(bulk_store) {
         transfer_write(m, &writes, &p, bytes);
         count_bulk(m, SHARED, GLOBAL, bytes);
         Transfer t = {p.region, p.offset, source.host, bytes, {0}};
-        Async a = {.complete = complete_read, .warp = w, .op = op, .lane = l, .group = group, .family = BULK,
-                   .reading = 1};
+        Async a = {.complete = complete_read, .warp = w, .op = op, .lane = l, .group = group, .twins = same,
+                   .family = BULK, .reading = 1};
         memcpy(a.args, &t, sizeof t);
         async_add(m, a);
     }

@@ -185,6 +185,7 @@ struct Async {
     i32 lane;
     u32 queue;        /* those of the same non-zero queue complete in order */
     u32 group;        /* which of the lane's groups it is in; 0: none (an mbarrier tells) */
+    u32 twins;        /* lanes whose groups it is in as well */
     u8 family;        /* COPY, BULK, WGMMA, OTHER */
     u8 reading;       /* its source is in shared memory and not yet read */
     u64 born;         /* Machine.steps at issue */

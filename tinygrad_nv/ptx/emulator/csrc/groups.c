@@ -162,3 +162,34 @@ HANDLER(trap) {
     m->stopped = true;
     return YIELD;
 }
+
+/* Text in device memory, for messages. */
+static void read_text(Machine *m, Warp *w, const Op *op, int lane, u64 address, char *out, size_t size) {
+    size_t n = 0;
+    Region *r;
+    u64 at;
+    for (const u8 *c; n + 1 < size; n++) {
+        if (!(c = locate(m, w, op, lane, GENERIC, address + n, 1, 1, &r, &at)) || !*c) break;
+        out[n] = (char)*c;
+    }
+    out[n] = 0;
+}
+
+/* __assertfail: the list has the places in local memory of its parameters: message, file, line, function, size
+ * of a character. */
+HANDLER(assertfail) {
+    const i32 *list = m->launch.lists + op->list;
+    char text[3][80];
+    int lane = lowest(mask);
+    const u8 *local = w->local + (size_t)lane * m->launch.local_bytes;
+    u32 line;
+    memcpy(&line, local + list[2], 4);
+    for (int i = 0; i < 3; i++) {
+        u64 address;
+        memcpy(&address, local + list[i == 2 ? 3 : i], 8);
+        read_text(m, w, op, lane, address, text[i], sizeof text[i]);
+    }
+    report(m, BARRIER, op, w, lane, "assertion failed: %s (%s:%u, %s)", text[0], text[1], line, text[2]);
+    m->stopped = true;
+    return YIELD;
+}

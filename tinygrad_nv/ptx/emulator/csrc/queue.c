@@ -49,7 +49,8 @@ static bool complete_any(Machine *m, const Cluster *cluster) {
 void async_complete_groups(Machine *m, Warp *w, int family, int lane, u32 up_to, bool reads_only) {
     for (Async **link = &m->async; *link;) {
         Async *a = *link;
-        bool ours = a->warp == w && a->family == family && (lane < 0 || a->lane == lane);
+        bool ours = a->warp == w && a->family == family
+            && (lane < 0 || a->lane == lane || a->twins >> lane & 1);
         if (ours && a->group && a->group <= up_to && (!reads_only || a->reading)) complete_at(m, link);
         else link = &a->next;
     }

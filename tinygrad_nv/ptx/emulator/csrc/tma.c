@@ -235,11 +235,13 @@ static void complete_store_read(Machine *m, Async *a) {
 /* cp{.reduce}.async.bulk.tensor to global memory. */
 HANDLER(tma_store) {
     u64 from[LANES];
+    u32 done = 0, same;
     addresses(w, op, from);
-    ACTIVE {
+    ACTIVE if (!(done >> l & 1)) {
         Map map;
         Place p;
         u32 group = w->bulk_groups[l] + 1;
+        done |= same = twins(m, w, op, mask, l, from);
         if (!read_map(m, w, op, l, r64(w, op->b)[l], &map)) continue;
         if (!place_box(m, w, op, l, from[l], READ, &map, &p)) continue;
         Box *b = find_box(m, w, op, l, &map, WRITE);
@@ -250,7 +252,7 @@ HANDLER(tma_store) {
         enter_rows(m, &writes, b, reduction_of(op) ? ATOMIC : WRITE);
         count_bulk(m, SHARED, GLOBAL, map.bytes);
         async_add(m, (Async){.complete = complete_store_read, .warp = w, .op = op, .lane = l, .group = group,
-                             .family = BULK, .reading = 1, .bytes = (u8 *)b});
+                             .twins = same, .family = BULK, .reading = 1, .bytes = (u8 *)b});
     }
     return NEXT;
 }

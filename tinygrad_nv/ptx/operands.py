@@ -1,0 +1,187 @@
+"""Instructions of PTX text, and the names their operands stand for.
+
+Protocol: `Operands.instruction` reads one statement up to its semicolon, in the scopes that the parser
+opened; names declared in a block in braces are unique outside it (`name@2`). Argument lists of calls are
+vectors.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tinygrad_nv.ptx.expressions import Constants, is_constant
+from tinygrad_nv.ptx.syntax import (
+    Address,
+    Immediate,
+    Instruction,
+    Operand,
+    Pair,
+    Register,
+    Sink,
+    Symbol,
+    Vector,
+)
+from tinygrad_nv.ptx.tokens import Cursor, Token
+
+OPCODE = re.compile(r"[a-z][a-z0-9_]*(?:(?:\.|::)[a-zA-Z0-9_]+)*")
+# comments and strings are matched so as to be passed over
+LABEL = re.compile(r"""//[^\n]*|"[^"\n]*"|[{}]|(?<![\w$%.:])([$_a-zA-Z][\w$]*)\s*:(?!:)""")
+
+
+@dataclass
+class Scope:
+    """Names declared between two braces, and what they are called outside; `suffix` makes them unique."""
+    suffix: str = ""
+    registers: dict[str, Register] = field(default_factory=dict)
+    ranges: dict[str, tuple[str, int]] = field(default_factory=dict)  # %r<301>: prefix → type, count
+    labels: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+class Operands(Cursor):
+    """Scopes, and what is read in them. Opcodes are read from the text, all else from tokens."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.scopes: list[Scope] = []
+        self.elements: dict[str, int] = {}  # bytes of an element of each variable
+
+    # **** names ****
+
+    def declare_labels(self) -> None:
+        """Finds the labels of the block that begins here, since branches may come before them."""
+        depth = 0
+        for found in LABEL.finditer(self.text, self.at):
+            if found.group() == "{": depth += 1
+            elif found.group() == "}":
+                depth -= 1
+                if depth < 0: return
+            elif depth == 0 and (name := found.group(1)):
+                self.scopes[-1].labels[name] = name + self.scopes[-1].suffix
+
+    def label(self, name: str) -> str:
+        """The unique name of a label seen from here."""
+        for scope in reversed(self.scopes):
+            if name in scope.labels: return scope.labels[name]
+        raise self.fail(f"label {name} is not defined")
+
+    def declare_variable(self, name: str) -> str:
+        """Enters a variable in the scope that declares it."""
+        if not self.scopes: return name
+        self.scopes[-1].variables[name] = name + self.scopes[-1].suffix
+        return self.scopes[-1].variables[name]
+
+    def renamed(self, name: str) -> str:
+        """The unique name of a variable seen from here."""
+        return next((s.variables[name] for s in reversed(self.scopes) if name in s.variables), name)
+
+    def register(self, name: str) -> Register | None:
+        """The register of a name seen from here."""
+        stem = name.rstrip("0123456789")
+        for scope in reversed(self.scopes):
+            if name in scope.registers: return scope.registers[name]
+            if stem in scope.ranges and stem != name and int(name[len(stem):]) < scope.ranges[stem][1]:
+                scope.registers[name] = Register(name + scope.suffix, scope.ranges[stem][0])
+                return scope.registers[name]
+        return None
+
+    # **** instructions ****
+
+    def instruction(self) -> Instruction:
+        """`@!%p opcode.modifiers operands;`."""
+        guard, negated = None, False
+        if self.take("@"):
+            negated = self.take("!")
+            token = self.next()
+            guard = self.register(token.text)
+            if guard is None: raise self.fail(f"guard {token.text} is not declared", token.line)
+        self.ahead = None
+        self.skip_space()
+        if (found := OPCODE.match(self.text, self.at)) is None: raise self.fail("an instruction is expected")
+        line, self.at = self.line, found.end()
+        mnemonic, *modifiers = found.group().split(".")
+        operands = tuple(self.operands(mnemonic))
+        # the line that lacks it, not the one where something else was found
+        if not self.take(";"): raise self.fail(f"';' expected, {self.peek().text!r} found", line)
+        return Instruction(mnemonic, tuple(modifiers), guard, negated, operands, line)
+
+    def operands(self, mnemonic: str) -> Iterator[Operand]:
+        """Operands up to the semicolon."""
+        if self.peek().text == ";": return
+        while True:
+            if mnemonic == "call" and self.peek().text == "(": yield self.vector("(", ")")
+            else: yield self.operand(mnemonic in ("bra", "brx"))
+            if not self.take(","): return
+
+    def operand(self, target: bool = False) -> Operand:
+        """One operand; `target` says that a bare name is a label."""
+        token = self.peek()
+        if token.text == "{": return self.vector()
+        if token.text == "[": return self.address()
+        if token.text == "_":
+            self.next()
+            return self.after_bar(Sink()) if self.take("|") else Sink()
+        if token.text == "!" and self.text[token.at + 1:].lstrip()[:1] == "%":
+            self.next()
+            made = self.operand()
+            if not isinstance(made, Register): raise self.fail("! needs a predicate")
+            return Register(made.name, made.kind, negated=True)
+        if token.kind == "name" and not is_constant(token.text):
+            self.next()
+            return self.named(token, target)
+        return Constants(self).immediate()
+
+    def named(self, token: Token, target: bool) -> Operand:
+        """A register (perhaps `%p|%q`), a special register, a label, or a variable with an offset."""
+        if target and not token.text.startswith("%"): return Symbol(self.label(token.text))
+        if (found := self.register(token.text)) is not None:
+            return self.after_bar(found) if self.take("|") else found
+        if token.text.startswith("%"): return Register(token.text, "special")
+        name = self.renamed(token.text)
+        return Symbol(name, self.index(name) + self.offset())
+
+    def index(self, name: str) -> int:
+        """The bytes that `[3]` after a variable's name stands for; 0 for nothing."""
+        if name not in self.elements or not self.take("["): return 0
+        before = int(self.constant()) * self.elements[name]
+        self.expect("]")
+        return before
+
+    def after_bar(self, first: Register | Sink) -> Pair:
+        """The second destination of `%p|%q`."""
+        second = self.operand()
+        if not isinstance(second, Register | Sink): raise self.fail("a predicate is expected after |")
+        return Pair(first, second)
+
+    def vector(self, opening: str = "{", closing: str = "}") -> Vector:
+        """`{a, b, c, d}`, or the arguments of a call."""
+        self.expect(opening)
+        items: list[Operand] = []
+        while not self.take(closing):
+            items.append(self.operand())
+            self.take(",")
+        return Vector(tuple(items))
+
+    def offset(self) -> int:
+        """`+ 16`, `+-4`, or nothing."""
+        return int(self.constant()) if self.take("+") else 0
+
+    def address(self) -> Address:
+        """`[%rd1 + 16]`, `[symbol]`, `[64]`, `[%tmap, {%x, %y}]`."""
+        self.expect("[")
+        token = self.peek()
+        base: Register | Symbol | Immediate
+        if token.kind == "name" and not is_constant(token.text):
+            made = self.named(self.next(), False)
+            if not isinstance(made, Register | Symbol): raise self.fail("an address is expected", token.line)
+            base = made
+        else: base = Constants(self).immediate()
+        offset = self.offset()
+        coordinates = self.vector() if self.take(",") else None
+        self.expect("]")
+        return Address(base, offset, coordinates)
+
+    def constant(self) -> int | float:
+        """A constant expression."""
+        return Constants(self).value()
