@@ -19,7 +19,8 @@ DTYPES = {"u": np.uint32, "s": np.int32, "b": np.uint32}
 INTEGERS: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
     "xor": np.bitwise_xor}
-CASES = [(op, kind) for op in ("add", "min", "max") for kind in ("u32", "s32", "u64", "s64")]
+CASES = [(op, kind) for op in ("min", "max") for kind in ("u32", "s32", "u64", "s64")]
+CASES += [("add", kind) for kind in ("u32", "s32", "u64")]
 CASES += [(op, kind) for op in ("and", "or", "xor") for kind in ("b32", "b64")]
 
 
@@ -73,6 +74,19 @@ def test_red_changes_memory_alone() -> None:
     sound(run("""red.global.add.u32 [%a0], %t; red.relaxed.gpu.global.max.s32 [%a0+4], %t;
                  atom.global.or.b32 _, [%a0+4], 64;""", a, emu=emu))
     assert words(a).tolist() == [496, 95]
+
+
+def test_shared_memory_of_another_cta() -> None:
+    """All threads of a cluster of two add to a word of rank 0's shared memory."""
+    emu = Emulator()
+    a = emu.alloc(np.zeros(1, np.uint32))
+    meet = "barrier.cluster.arrive; barrier.cluster.wait;"
+    sound(run(f"""or.b32 %r3, %t, %c; setp.eq.u32 %p1, %r3, 0; @%p1 st.shared.u32 [cell], 1000; {meet}
+        mov.u32 %r1, cell; and.b32 %r1, %r1, 0xffffff; mad.lo.u32 %r2, %c, 100, %t;
+        red.shared::cluster.add.u32 [%r1], %r2; {meet}
+        @%p1 ld.shared.u32 %r4, [cell]; @%p1 st.global.u32 [%a0], %r4;""", a, emu=emu, grid=2, cluster=2,
+              variables=SHARED))
+    assert words(a)[0] == 1000 + 2 * 496 + 3200
 
 
 def test_exchange_and_compare_and_swap() -> None:
@@ -290,11 +304,12 @@ def test_findings() -> None:
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("atom.global.add.b32 %r1, [%a0], 1;", r"\.add of \.b32"), ("atom.global.min.f32 %r1, [%a0], %r2;",
-                                                                r"\.min of \.f32"),
-    ("atom.global.u32 %r1, [%a0], 1;", "no operation"), ("atom.local.add.u32 %r1, [%a0], 1;", "one thread"),
-    ("atom.global.cas.b32 %r1, [%a0], 1;", "no new value"), ("red.global.add.v4.f32 [%a0], {%r1, %r2};",
-                                                             "2 registers")])
+    ("atom.global.add.b32 %r1, [%a0], 1;", "no instruction"),
+    ("atom.global.min.f32 %r1, [%a0], %r2;", "no instruction"),
+    ("atom.global.u32 %r1, [%a0], 1;", "no instruction"),
+    ("atom.local.add.u32 %r1, [%a0], 1;", "no instruction"),
+    ("atom.global.cas.b32 %r1, [%a0], 1;", "no new value"),
+    ("red.global.add.v4.f32 [%a0], {%r1, %r2};", "2 registers")])
 def test_what_ptx_does_not_allow(text: str, message: str) -> None:
     emu = Emulator()
     with pytest.raises(PTXError, match=message): run(text, emu.alloc(16), emu=emu, block=1)

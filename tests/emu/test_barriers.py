@@ -260,8 +260,7 @@ def test_forms_that_do_nothing_here() -> None:
     sound(run("""fence.proxy.alias; fence.proxy.async.global; fence.proxy.async.shared::cta;
         fence.proxy.async.shared::cluster; fence.mbarrier_init.release.cluster; griddepcontrol.wait;
         griddepcontrol.launch_dependents; fence.proxy.tensormap::generic.release.gpu;
-        fence.proxy.tensormap::generic.acquire.gpu [%a0], 128; membar.cta; membar.proxy.alias;""", a,
-              emu=emu))
+        fence.proxy.tensormap::generic.acquire.gpu [%a0], 128; membar.cta;""", a, emu=emu))
 
 
 # **** setmaxnreg ****

@@ -279,8 +279,8 @@ def test_discarded_lines_hold_nothing() -> None:
 @pytest.mark.parametrize(("body", "message"), [
     ("ld.global.v4.b32 {%r1, %r2}, [%a0];", "2 registers"), ("ld.global.b64 %r1, [%a0];",
                                                              "a register of 4 bytes"),
-    ("st.const.b32 [%a0], %r1;", "cannot be written"), ("st.param.b32 [p0], %r1;", "cannot be written"),
-    ("ld.global %r1, [%a0];", "no type"), ("ld.global.b32 %r1, %a0;", "an address in brackets"),
+    ("st.const.b32 [%a0], %r1;", "no instruction"), ("st.param.b32 [p0], %r1;", "no instruction"),
+    ("ld.global %r1, [%a0];", "no instruction"), ("ld.global.b32 %r1, %a0;", "an address in brackets"),
     ("ld.global.v2.b32 {%r1, %d1}, [%a0];", "different sizes"), ("ld.global.b32 %p1, [%a0];",
                                                                  "a register of"),
     ("discard.global.L2 [%a0], 64;", "128"), ("ld.global.b32 %r1, [nowhere];", "nowhere is not declared")])

@@ -64,11 +64,7 @@ def cluster_wait(low: Lowering, instruction: Instruction) -> None:
 
 def place(low: Lowering, operand: Operand) -> dict[str, int | bool]:
     """Address and state space of an mbarrier."""
-    space = low.space()
-    if space not in (SPACES["generic"], SPACES["shared"], SPACES["shared::cluster"]):
-        raise low.fail("an mbarrier outside shared memory",
-                       ".shared::cta, .shared::cluster or a generic address")
-    return {**low.address(operand), "space": space}
+    return {**low.address(operand), "space": low.space()}
 
 
 @lowers("mbarrier.init")
@@ -145,7 +141,7 @@ def fence(low: Lowering, instruction: Instruction) -> None:
     low.emit("fence", flags=one.get(low.one_of(*one), ACQUIRES | RELEASES))
 
 
-@lowers("fence.proxy.async", "fence.proxy.async::generic", "membar.proxy.async")
+@lowers("fence.proxy.async", "fence.proxy.async::generic")
 def fence_proxy_async(low: Lowering, instruction: Instruction) -> None:
     """`fence.proxy.async{.global, .shared::cta, .shared::cluster};`: both spaces without one."""
     space = low.space()
@@ -153,7 +149,7 @@ def fence_proxy_async(low: Lowering, instruction: Instruction) -> None:
     low.emit("fence_proxy", flags=one if space else SHARED | GLOBAL)
 
 
-@lowers("fence.proxy.alias", "membar.proxy.alias")
+@lowers("fence.proxy.alias")
 def fence_proxy_alias(low: Lowering, instruction: Instruction) -> None:
     """Virtual addresses have no aliases here."""
     low.emit("nop")

@@ -21,9 +21,8 @@ def memory_space(low: Lowering) -> int:
 
 def element(low: Lowering) -> tuple[str, int]:
     """Type and bytes of an element in memory."""
-    types = low.types()
-    if not types or WIDTHS[types[-1]] == 0: raise low.fail("no type", ".b8 … .b128, .u8 …, .s8 …, .f32, .f64")
-    return types[-1], WIDTHS[types[-1]]
+    kind = low.types()[-1]
+    return kind, WIDTHS[kind]
 
 
 def items_of(low: Lowering, operand: Operand) -> tuple[Operand, ...]:
@@ -73,17 +72,14 @@ def load(low: Lowering, instruction: Instruction) -> None:
 @lowers("st")
 def store(low: Lowering, instruction: Instruction) -> None:
     """`st{.order}{.space}{.hints}{.vec}.type [a], b{, policy};`."""
-    space = memory_space(low)
-    if space in (SPACES["const"], SPACES["param"]):
-        raise low.fail("memory that cannot be written", "another state space")
     kind, width = element(low)
     items = items_of(low, instruction.operands[1])
     size = register_bytes(low, items, width)
     # special registers and immediates get places of the size of the registers beside them
     values = tuple(low.source(item, kind if size < 8 or width >= 8 else "b64") for item in items)
     where = low.address(instruction.operands[0])
-    low.emit("st", list=values, space=space, width=width, vector=len(items), flags=order_flags(low),
-             more=size, reads=(*places(low, where), *values), **where)
+    low.emit("st", list=values, space=memory_space(low), width=width, vector=len(items), more=size,
+             flags=order_flags(low), reads=(*places(low, where), *values), **where)
 
 
 @lowers("prefetch", "prefetchu")

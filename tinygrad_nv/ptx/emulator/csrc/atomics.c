@@ -1,4 +1,4 @@
-/* atom and red, and the arithmetic they share with asynchronous reductions.
+/* atom and red.
  *
  * Ops: `more` is operation | type << 8; the list has `vector` destinations (-1: nobody wants it), `vector`
  * sources and, for cas, the new value. Each element is atomic by itself. Lanes take turns in an order that
@@ -52,7 +52,7 @@ static u64 combine_float(u32 width, u64 a, u64 b, bool flushes) {
 
 /* What `old` becomes: the operation on two elements of `width` bytes. `flushes`: f32 subnormals are zero
  * (global memory). cas is not one of these. */
-u64 combine(int operation, int type, u32 width, u64 old, u64 b, bool flushes) {
+static u64 combine(int operation, int type, u32 width, u64 old, u64 b, bool flushes) {
     switch (operation == EXCH ? BITS : type) {
     case FLOAT: return combine_float(width, old, b, flushes);
     case HALF: return combine_half(operation, false, (u32)old, (u32)b);
