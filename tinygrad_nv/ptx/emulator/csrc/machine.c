@@ -53,6 +53,7 @@ static int execute(Machine *m, Warp *w) {
     const Op *op = &m->launch.ops[g->pc];
     u32 mask = guarded(w, op, g->mask);
     w->gathered = 0;
+    g->partial = 0;  /* gather says so again; when it no longer does, forcing would change nothing */
     if (!mask) { advance(w, 1); return NEXT; }
     if ((op->aligned & 1) && g->mask != w->alive) {
         if (!(mask = aligned_lanes(m, w, op))) return BLOCKED;

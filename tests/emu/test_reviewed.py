@@ -1,0 +1,80 @@
+"""Programs that no other test resembles: found by running strange ones.
+
+Each case is a program that once hung the machine, ended it with a Python error, or was judged wrongly.
+"""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tinygrad_nv.errors import PTXError
+from tinygrad_nv.ptx.emulator import Emulator, Report
+
+
+def module(body: str, parameters: str = "", head: str = "", target: str = "sm_90a") -> str:
+    """A module with one entry function `k`; some registers are declared."""
+    return f"""
+.version 8.6
+.target {target}
+.address_size 64
+{head}
+.visible .entry k({parameters})
+{{
+.reg .pred %p<8>;
+.reg .b32 %r<32>;
+.reg .b64 %d<32>;
+{body}
+ret;
+}}
+"""
+
+
+def launch(text: str, *args: object, block: int = 32, grid: int = 1, seed: int = 0, **options: int) -> Report:
+    """One launch with a step limit that no case here comes near."""
+    emu = Emulator(arch="sm_90a", seed=seed, step_limit=200_000)
+    return emu.launch(text, grid=grid, block=block, args=args, **options)
+
+
+def kinds(report: Report) -> set[str]:
+    """The kinds of its findings."""
+    return {finding.kind for finding in report.findings}
+
+
+# **** lanes that part at barriers ****
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lane_left_alone_at_a_barrier(seed: int) -> None:
+    """Lane 0 waits with bar.sync while the rest of its warp exits and another warp waits at an mbarrier that
+    nothing completes: a deadlock, at both places."""
+    report = launch(module("""
+        .shared .align 8 .b8 bar[8];
+        mov.u32 %r0, %tid.x;
+        setp.ne.u32 %p0, %r0, 0;
+        @!%p0 mbarrier.init.shared::cta.b64 [bar], 1;
+        bar.sync 1;
+        setp.ge.u32 %p1, %r0, 32;
+        @%p1 bra OTHER;
+        @%p0 bra END;
+        bar.sync 0;
+        bra END;
+        OTHER: mbarrier.try_wait.parity.shared::cta.b64 %p2, [bar], 0;
+        @!%p2 bra OTHER;
+        END:"""), block=64, seed=seed)
+    assert "deadlock" in kinds(report)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_barrier_within_halves_of_a_warp(seed: int) -> None:
+    """Halves of each warp come to the same bar.sync a different number of times."""
+    report = launch(module("""
+        mov.u32 %r0, %tid.x;
+        and.b32 %r1, %r0, 1;
+        mov.u32 %r2, 0;
+        setp.ne.u32 %p0, %r1, 0;
+        @%p0 bra LATER;
+        AGAIN: bar.sync 0;
+        LATER: bar.sync 0;
+        add.u32 %r2, %r2, 1;
+        setp.lt.u32 %p1, %r2, 3;
+        @%p1 bra AGAIN;"""), block=64, seed=seed)
+    assert "barrier" in kinds(report)
