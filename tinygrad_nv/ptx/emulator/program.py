@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinygrad_nv.errors import PTXError
-from tinygrad_nv.ptx.emulator.lowering import SPECIALS, Lowering, OpRecord, lowering_of
-from tinygrad_nv.ptx.syntax import Address, Function, Module, Symbol, Variable, Vector
+from tinygrad_nv.ptx.emulator.lowering import SPECIALS, Lower, Lowering, OpRecord, lowering_of
+from tinygrad_nv.ptx.isa import find
+from tinygrad_nv.ptx.syntax import Address, Function, Instruction, Module, Symbol, Variable, Vector
 
 # the families register themselves
 for _family in pkgutil.iter_modules([str(Path(__file__).parent)]):
@@ -78,11 +79,7 @@ def lower(module: Module, function: Function, addresses: dict[str, int]) -> Prog
     for number, instruction in enumerate(function.body):
         starts.append(len(low.ops))
         low.current, low.source_number = instruction, number
-        if (made := lowering_of(instruction)) is None:
-            raise PTXError(f"PTX line {instruction.line}: {instruction.opcode} is not emulated",
-                           instruction.line,
-                           "an instruction of sm_80 … sm_90a that the emulator knows",
-                           "see tinygrad_nv/ptx/emulator/lower_*.py for how to add it")
+        made = known(instruction)
         try: made(low, instruction)
         except (IndexError, ValueError, KeyError, StopIteration) as error:
             raise low.fail(f"operands that do not fit ({error})", "the operands of the PTX manual") from error
@@ -98,6 +95,20 @@ def lower(module: Module, function: Function, addresses: dict[str, int]) -> Prog
                    len(low.constants) + low.register_bytes,
                    low.registers, local_bytes, static_bytes, align, [i.opcode for i in function.body],
                    [i.line for i in function.body], any(i.mnemonic == "wgmma" for i in function.body))
+
+
+def known(instruction: Instruction) -> Lower:
+    """The lowering of an instruction that the table has: a modifier that nobody knows is an error here, as it
+    is for ptxas."""
+    line, opcode = instruction.line, instruction.opcode
+    try: find(instruction.mnemonic, instruction.modifiers, line)
+    except PTXError as error:
+        raise PTXError(f"PTX line {line}: {opcode} is no instruction of sm_80 … sm_90a", line, error.expected,
+                       error.fix) from None
+    if (made := lowering_of(instruction)) is None:
+        raise PTXError(f"PTX line {line}: {opcode} is not emulated", line, "an instruction the emulator knows",
+                       "see tinygrad_nv/ptx/emulator/lower_*.py for how to add it")
+    return made
 
 
 def layout(variables: object) -> tuple[dict[str, int], int]:
