@@ -85,6 +85,17 @@ def check_directives(function: Function, block: Triple, threads: int) -> None:
                            f".maxntid {limit} of {function.name}")
 
 
+def entry_registers(function: Function) -> int:
+    """Registers a thread begins with, 0 when the text does not say: .maxnreg, or what ptxas gives a known number
+    of threads and CTAs an SM, min(255, ⌊512 / ⌈CTAs · threads / 128⌉⌋ to a multiple of 8)."""
+    directives = function.directives
+    if "maxnreg" in directives: return directives["maxnreg"][0]
+    extents = directives.get("reqntid") or directives.get("maxntid")
+    if extents is None or "minnctapersm" not in directives: return 0
+    warps = -(-directives["minnctapersm"][0] * int(np.prod(extents)) // 32)
+    return min(255, 512 // -(-warps // 4) // 8 * 8)
+
+
 def resident_clusters(arch: str, block: Triple, cluster: Triple, shared: int) -> int:
     """Clusters that fit on the device at once (registers are not known, so they do not count)."""
     number, threads = int(arch[3:5]), -(-(block[0] * block[1] * block[2]) // 32) * 32

@@ -24,6 +24,7 @@ from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.emulator.arguments import (
     Triple,
     check_launch,
+    entry_registers,
     pack_arguments,
     resident_clusters,
     triple,
@@ -208,7 +209,7 @@ class _Run:
             len(self.buffers), (ctypes.c_int32 * 32)(*program.specials()), (ctypes.c_uint32 * 3)(*grid),
             (ctypes.c_uint32 * 3)(*block), (ctypes.c_uint32 * 3)(*cluster), shared, program.static_bytes,
             program.local_bytes, int(emu.arch[3:5]), emu.check, emu.exact, program.uses_wgmma,
-            program.function.directives.get("maxnreg", (0,))[0],
+            entry_registers(program.function),
             resident_clusters(emu.arch, block, cluster, shared), emu.seed & (1 << 64) - 1, emu.step_limit,
             TRACE(self.tracer.call), self.tracer.cta, self.tracer.warps)
         self.totals: Any = None

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 
+from tinygrad_nv.ptx.emulator.lower_operate import ROUNDINGS
 from tinygrad_nv.ptx.emulator.lowering import Lowering, lowers
 from tinygrad_nv.ptx.syntax import Immediate, Instruction, Operand, Vector
 
@@ -105,6 +106,7 @@ def mma(low: Lowering, instruction: Instruction) -> None:
     """`mma{.sp{::ordered_metadata}}.sync.aligned.SHAPE.row.col{.satfinite}.D.A.B.C d, a, b, c{, e, sel};`."""
     m, n, k = shape(low)
     d, a, b, c = matrix_types(low)
+    if (m, n, k, a, b) == (8, 8, 4, "f16", "f16"): return quad(low, instruction, d, c)
     check_types(low, d, a, b, c)
     if d != c: raise low.fail(f".{d} from .{c}", "one type for C and D")
     sparse = low.one_of("sp", "sp::ordered_metadata") != ""
@@ -124,8 +126,9 @@ def mma(low: Lowering, instruction: Instruction) -> None:
                *registers(low, operands[2], counts[2], kind, "B"),
                *registers(low, operands[3], counts[0], kind, "C"))
     if d == "f64":
-        if low.one_of("rz", "rm", "rp"): raise low.fail("a rounding other than .rn is not emulated", ".rn")
-        low.emit("mma_f64", more=packed(m, n, k), list=out + sources, reads=sources, writes=out)
+        rounding = ROUNDINGS.index(low.one_of(*ROUNDINGS, default="rn"))
+        low.emit("mma_f64", more=packed(m, n, k), flags=rounding, list=out + sources, reads=sources,
+                 writes=out)
         return
     flags = RESULTS[d] | SATURATE * low.has("satfinite") | XOR * low.has("xor")
     if sparse:
@@ -133,6 +136,17 @@ def mma(low: Lowering, instruction: Instruction) -> None:
         flags |= SPARSE | selector(low, operands[5], most_selector(a, k)) << SELECTOR
     low.emit("mma", more=packed(m, n, k), width=ELEMENTS[a], vector=ELEMENTS[b], flags=flags,
              list=out + sources, reads=sources, writes=out)
+
+
+def quad(low: Lowering, instruction: Instruction, d: str, c: str) -> None:
+    """`mma.sync.aligned.m8n8k4.{row,col}.{row,col}.D.f16.f16.C`: Volta's, one for each pair of quads."""
+    majors = [modifier for modifier in instruction.modifiers if modifier in ("row", "col")]
+    flags = (majors[0] == "col") | (majors[1] == "row") << 1 | (d == "f32") << 2 | (c == "f32") << 3
+    operands, words = instruction.operands, {"f32": 8, "f16": 4}
+    out = registers(low, operands[0], words[d], "b32", "D", written=True)
+    sources = (*registers(low, operands[1], 2, "b32", "A"), *registers(low, operands[2], 2, "b32", "B"),
+               *registers(low, operands[3], words[c], "b32", "C"))
+    low.emit("mma_quad", flags=flags, list=out + sources, reads=sources, writes=out)
 
 
 # **** matrices of 8 by 8 ****
@@ -230,7 +244,7 @@ def wmma_store(low: Lowering, instruction: Instruction) -> None:
 
 @lowers("wmma.mma")
 def wmma_mma(low: Lowering, instruction: Instruction) -> None:
-    """`wmma.mma{.xor.popc|.and.popc}.sync.aligned.…SHAPE.D.A.B.C{.satfinite} d, a, b, c;`; f16 names the types
+    """`wmma.mma{.xor.popc|.and.popc}.sync.aligned.…SHAPE.D.A.B.C{.satfinite}`; f16 names the types
     of D and C alone."""
     kinds = [x for x in instruction.modifiers if x in BITS or x in RESULTS]
     if len(kinds) == 2: kinds = [kinds[0], "f16", "f16", kinds[1]]

@@ -19,5 +19,6 @@
 #include "tma.c"
 #include "dot.c"
 #include "mma.c"
+#include "quad.c"
 #include "wgmma.c"
 #include "matrix.c"

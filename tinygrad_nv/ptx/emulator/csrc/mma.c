@@ -98,7 +98,7 @@ HANDLER(mma) {
     return NEXT;
 }
 
-/* mma.sync of f64: fused multiply-adds in the order of k. */
+/* mma.sync of f64: fused multiply-adds in the order of k. flags: the rounding. */
 HANDLER(mma_f64) {
     int rows = mma_m(op), n = mma_n(op), k = mma_k(op), tall = rows / 8;
     const i32 *places = m->launch.lists + op->list;
@@ -109,7 +109,9 @@ HANDLER(mma_f64) {
     for (int i = 0; i < nd; i++) EACH c[(l >> 2) + 8 * (i / 2)][2 * (l & 3) + i % 2] = rf64(w, places[nd + na + nb + i])[l];
     for (int i = 0; i < rows; i++)
         for (int x = 0; x < k; x++)
-            for (int j = 0; j < n; j++) c[i][j] = fma(a[i][x], b[x][j], c[i][j]);
+            for (int j = 0; j < n; j++)
+                c[i][j] = op->flags == RN ? fma(a[i][x], b[x][j], c[i][j])
+                    : directed_f64(F64_FMA, a[i][x], b[x][j], c[i][j], (int)op->flags);
     for (int i = 0; i < nd; i++) {
         u64 words[LANES];
         EACH words[l] = as_u64(c[(l >> 2) + 8 * (i / 2)][2 * (l & 3) + i % 2]);
