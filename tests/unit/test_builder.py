@@ -162,6 +162,18 @@ def test_tma_and_wgmma_pipeline():
     assert len(parse(text).functions["gemm"].body) > 100
 
 
+def test_descriptor():
+    """Start address in units of 16 bytes, 14 bits; LBO from bit 16, SBO from bit 32, swizzle in bits 62, 63."""
+    assert descriptor_bits(0, 1024) == 0x4000004000000000
+    assert descriptor_bits(8192, 1024, "64B") == 0x8000004002000000
+    k = Kernel("describe", threads=128)
+    k.descriptor(k.param("tile", "u32"), descriptor_bits(0, 512, "32B"))
+    lines = [line.strip() for line in k.ptx().splitlines()]
+    at = lines.index("and.b32 %u0, %tile, 262143;")
+    assert lines[at + 1:at + 4] == ["shr.u32 %u1, %u0, 4;", "cvt.u64.u32 %ud0, %u1;",
+                                    f"or.b64 %ud0, %ud0, {0xC000002000000000 - (1 << 64)};"]
+
+
 def test_static_memory_up_to_48_kib():
     k = pipeline(stages=1)
     assert k.dynamic_smem == 0

@@ -1,6 +1,7 @@
 """The instruction table, held against ptxas: every row assembles where the table says, and nowhere below."""
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 from collections.abc import Iterator
@@ -118,6 +119,33 @@ def test_generated_opcodes_resolve(opcode: str):
     assert form.lowest(tuple(modifiers), "sm_90a") is not None
 
 
+@pytest.mark.parametrize("opcodes", [
+    "shf.{l,r}.{wrap,clamp}.b32", "{min,max}.{relu.s32,NaN.f32,NaN.bf16x2,f64,u64}",
+    "fma.rn.{relu.bf16x2,oob.f16x2,f64}",
+    "{addc,subc}.cc.u64", "{mad,madc}.{lo,hi}.cc.s32", "{mul24,mad24}.lo.u32", "{dp2a.lo,dp4a}.u32.s32",
+    "{clz,popc,brev}.b32", "bfind.shiftamt.s64", "bmsk.{clamp,wrap}.b32", "szext.{clamp,wrap}.{u32,s32}",
+    "testp.{normal,subnormal}.f64",
+    "cvt.rn.satfinite.{e4m3x2,e5m2x2}.{f32,f16x2}", "cvt.rna.tf32.f32", "cvt.pack.sat.s8.s32.b32",
+    "mma.{sp,sp::ordered_metadata}.sync.aligned.m16n8k32.row.col.f32.bf16.bf16.f32",
+    "mma.sync.aligned.m16n8k{16,32}.row.col.f16.{e4m3,e5m2}.e4m3.f16",
+    "wgmma.mma_async.sp.sync.aligned.m64n{8,256}k64.s32.{s8,u8}.{s8,u8}",
+    "cp.async.bulk.tensor.{1d,5d}.shared::cta.global.tile.mbarrier::complete_tx::bytes",
+    "cp.reduce.async.bulk.tensor.5d.global.shared::cta.{inc,dec,xor}.bulk_group",
+    "tensormap.replace.tile.{swizzle_mode,fill_mode,elemtype}.global.b1024.b32", "vote.sync.{uni,any}.pred",
+    "match.{any,all}.sync.b64", "redux.sync.{min.u32,and.b32}",
+    "red.async.relaxed.cluster.mbarrier::complete_tx::bytes.or.b32",
+    "mbarrier.{arrive_drop,arrive.noComplete}.shared.b64", "prefetch.global.{L1,L2,L2::evict_last}",
+    "ld.global.v2.b64", "createpolicy.{range.L2::evict_last,cvt.L2}.b64",
+    "{discard.global.L2,applypriority.global.L2::evict_normal}", "atom.{exch,cas}.b128",
+    "red.global.max.noftz.v4.bf16x2", "getctarank.shared::cluster.u32", "isspacep.shared::cluster"])
+def test_what_hopper_has_resolves(opcodes: str):
+    """Braces stand for alternatives; every one is an instruction of sm_90a."""
+    parts = [part.split(",") for part in re.split(r"[{}]", opcodes)]
+    for words in itertools.product(*parts):
+        mnemonic, *modifiers = "".join(words).split(".")
+        assert isa.find(mnemonic, tuple(modifiers)).lowest(tuple(modifiers), "sm_90a") is not None
+
+
 def test_order_of_modifiers_is_free_but_for_types():
     assert isa.find("ldmatrix", ("sync", "aligned", "x4", "m8n8", "shared", "b16")).key == "ldmatrix"
     assert isa.find("ld", ("b32", "global")) is isa.find("ld", ("global", "b32"))
@@ -152,7 +180,8 @@ def instruction(text: str) -> Instruction:
     "mov.pred %p1, !%p2;",
     "ld.global.v2.b16 {%r1, _}, [%rd1+4];", "st.shared.f32 [%r1], 0f3F800000;", "cvt.u64.u32 %rd1, %tid.x;",
     "cvt.rn.bf16x2.f32 %r1, %f1, %f2;", "bar.sync 3, 128;", "setp.lt.f32 %p1|%p2, %f1, 1.0;",
-    "elect.sync _|%p1, -1;", "mbarrier.arrive.shared::cta.b64 _, [%r1];", "add.f32 %r1, %r2, %r3;",
+    "elect.sync _|%p1, -1;", "ld.global.b16 {%h1}, [%rd1];", "mov.pred %p1, -1;",
+    "mbarrier.arrive.shared::cta.b64 _, [%r1];", "add.f32 %r1, %r2, %r3;",
     "cp.async.cg.shared.global [%r1], [%rd1], 16, %r2;", "cp.async.cg.shared.global [%r1], [%rd1], 16, !%p1;",
     "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
     ".L2::cache_hint [%r1], [%rd1, {%r2, 0}], [%r3], %h1, %rd2;",
@@ -191,6 +220,8 @@ def test_what_is_right_passes(text: str):
      "2 elements, 4 are expected"),
     ("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f1,%f2,%f3,%f4}, %rd2, %rd1, 0, 2, 1, 0, 0;",
      "2 is not one of -1, 1"),
+    ("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f1,%f2,%f3,%f4}, %rd2, %rd1, 2, 1, 1, 0, 0;",
+     "operand 4: not 0 or 1"),
     ("mbarrier.arrive.shared::cluster.b64 %rd1, [%r1];", "the sink _ is expected"),
     ("elect.sync %r1, -1;", "a pair")])
 def test_what_is_wrong_names_the_line(text: str, words: str):

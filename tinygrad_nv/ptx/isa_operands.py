@@ -6,7 +6,7 @@ A slot is written, in the tables, as
   =T         destination;  =T_ may be `_`;  =T/pred may be, =T|pred must be, a pair `d|p` with a predicate
   >T         registers may be wider than the type, as ld, st and cvt allow
   4:T n:T    a vector; n is the .vN of the opcode; acc is a wgmma accumulator of N columns
-  pred on    a predicate, perhaps negated, or 0 or 1
+  pred on    a predicate, perhaps negated, or a constant, of on 0 or 1
   [a] [g] [s] [map]   address in the space the opcode names, global, shared, and a place in a tensor map
   #0..7 #4|8 #24..256/8   constant: a range, a list, a range with a step;  u32#0..15 that or a register:
              id, threads, bytes;  sign is #-1|1
@@ -151,11 +151,14 @@ def problem(slot: Slot, operand: Operand, use: Use) -> str:
     if slot.name == "offsets": return _vector(operand, "u16", use.count - 2, use)
     if slot.name == "A" and isinstance(operand, Vector): return _vector(operand, "b32", 4, use)
     if slot.name == "A": return _value(slot, operand, "b64")
+    if slot.name == "on" and isinstance(operand, Immediate) and operand.value not in (0, 1):
+        return "not 0 or 1"
     if slot.name == "on": return _value(slot, operand, "pred")
     if slot.pair and isinstance(operand, Pair): return _pair(slot, operand, use)
     if slot.pair == "|": return "a pair d|p is expected"
     if slot.name == "#": return _constant(slot, operand)
     if count := count_of(slot, use): return _vector(operand, type_of(slot, use), count, use, slot)
+    if isinstance(operand, Vector) and len(operand.items) == 1 and slot.count: operand = operand.items[0]
     return _value(slot, operand, type_of(slot, use))
 
 
@@ -182,7 +185,7 @@ def _value(slot: Slot, operand: Operand, kind: str) -> str:
 def _immediate(slot: Slot, operand: Immediate, kind: str) -> str:
     """Constants: floats for floats, integers within the width for integers, none for halves."""
     value, group = operand.value, family(kind)
-    if group == "pred" and value in (0, 1): return ""
+    if group == "pred" and isinstance(value, int): return ""
     if group in ("f16", "packed", "pred"): return f"a constant cannot be .{kind}: move its bits to a register"
     if group == "f" and isinstance(value, int): return f"{value} is an integer, .{kind} needs {value}.0"
     if group == "f": return ""
