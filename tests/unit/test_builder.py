@@ -163,7 +163,7 @@ def test_tma_and_wgmma_pipeline():
 
 
 def test_descriptor():
-    """Start address in units of 16 bytes, 14 bits; LBO from bit 16, SBO from bit 32, swizzle in bits 62, 63."""
+    """Start address in units of 16 bytes, 14 bits; LBO from bit 16, SBO from bit 32, swizzle from bit 62."""
     assert descriptor_bits(0, 1024) == 0x4000004000000000
     assert descriptor_bits(8192, 1024, "64B") == 0x8000004002000000
     k = Kernel("describe", threads=128)
