@@ -65,3 +65,11 @@ class KernelError(DriverError, RuntimeError):
 
 class TensorMapError(NVError):
     """A tensor map that cuTensorMapEncodeTiled would refuse."""
+
+
+class SpecError(NVError):
+    """A computation that no spec can state."""
+
+
+class ScheduleError(NVError):
+    """A schedule that a kernel cannot have, with the arithmetic."""

@@ -86,8 +86,8 @@ def check_directives(function: Function, block: Triple, threads: int) -> None:
 
 
 def entry_registers(function: Function) -> int:
-    """Registers a thread begins with, 0 when the text does not say: .maxnreg, or what ptxas gives a known number
-    of threads and CTAs an SM, min(255, ⌊512 / ⌈CTAs · threads / 128⌉⌋ to a multiple of 8)."""
+    """Registers a thread begins with, 0 when the text does not say: .maxnreg, or what ptxas gives a known
+    number of threads and CTAs an SM, min(255, ⌊512 / ⌈CTAs · threads / 128⌉⌋ to a multiple of 8)."""
     directives = function.directives
     if "maxnreg" in directives: return directives["maxnreg"][0]
     extents = directives.get("reqntid") or directives.get("maxntid")

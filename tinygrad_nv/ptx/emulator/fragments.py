@@ -1,8 +1,8 @@
 """Where tensor-core instructions keep matrix elements: registers, shared memory, sparsity metadata.
 
-Every function gives index arrays, computed by formula; csrc/mma.c and csrc/wgmma.c use the same formulas. In all
-of them a lane of a warp is 4 * g + q (g < 8, q < 4), and a 32-bit register holds E = 32 / bits elements, the
-first in the low bits. Rows are those of the warp's part: of a wgmma, warp p has rows 16 p .. 16 p + 15.
+Every function gives index arrays, computed by formula; csrc/mma.c and csrc/wgmma.c use the same formulas. In
+all of them a lane of a warp is 4 * g + q (g < 8, q < 4), and a 32-bit register holds E = 32 / bits elements,
+the first in the low bits. Rows are those of the warp's part: of a wgmma, warp p has rows 16 p .. 16 p + 15.
 """
 from __future__ import annotations
 
@@ -53,22 +53,22 @@ def matrix_fragment(transposed: bool) -> tuple[np.ndarray, np.ndarray]:
 # **** shared memory ****
 
 def swizzle(address: np.ndarray | int, span: int) -> np.ndarray | int:
-    """The place of byte `address` of shared memory under a swizzle of `span` bytes (0, 32, 64, 128): bits 4 .. 6
-    are exchanged with bits 7 .. 9, as many as the span has."""
+    """The place of byte `address` of shared memory under a swizzle of `span` bytes (0, 32, 64, 128): bits
+    4 .. 6 are XORed with bits 7 .. 9, as many of them as the span has."""
     return address ^ (((address >> 7) & (max(span // 16, 1) - 1)) << 4)
 
 
 def descriptor(start: int, leading: int, stride: int, span: int, base_offset: int = 0) -> int:
-    """A wgmma matrix descriptor: start address and leading and stride offsets in bytes (18 bits each, multiples of
-    16), swizzle span in bytes."""
+    """A wgmma matrix descriptor: start address and leading and stride offsets in bytes (18 bits each,
+    multiples of 16), swizzle span in bytes."""
     fields = [(x & 0x3ffff) >> 4 for x in (start, leading, stride)]
     return fields[0] | fields[1] << 16 | fields[2] << 32 | base_offset << 49 | SPANS[span] << 62
 
 
 def matrix_offset(mn: np.ndarray, k: np.ndarray, major: Major, span: int, size: int, leading: int,
                   stride: int) -> np.ndarray:
-    """Bytes from a descriptor's start to element (mn, k), before the swizzle; elements of `size` bytes. `leading` and
-    `stride` are the descriptor's offsets."""
+    """Bytes from a descriptor's start to element (mn, k), before the swizzle; elements of `size` bytes.
+    `leading` and `stride` are the descriptor's offsets."""
     per = 16 // size
     if major == "k":
         if not span: return mn // 8 * stride + mn % 8 * 16 + k // per * leading + k % per * size
@@ -80,8 +80,8 @@ def matrix_offset(mn: np.ndarray, k: np.ndarray, major: Major, span: int, size: 
 # **** sparsity ****
 
 def metadata_place(bits: int, k: int, row: int, group: int, selector: int = 0) -> tuple[int, int]:
-    """The lane, and the lowest of the four bits of its metadata register, that describe group `group` of a row. A group
-    is 4 elements along k (2 for 32-bit elements, 8 for 4-bit ones)."""
+    """The lane, and the lowest of the four bits of its metadata register, that describe group `group` of a
+    row. A group is 4 elements along k (2 for 32-bit elements, 8 for 4-bit ones)."""
     groups = k // {32: 2, 4: 8}.get(bits, 4)
     lanes = groups // 4  # of each four
     if bits >= 16: return 4 * (row % 8) + lanes * selector + group // 4, 16 * (row // 8) + 4 * (group % 4)

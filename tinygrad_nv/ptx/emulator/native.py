@@ -116,7 +116,8 @@ def library() -> Library:
 def _compile(command: tuple[str, ...], environment: dict[str, str] | None, path: Path) -> None:
     """Compiled beside and renamed, so that a reader sees all of it or nothing."""
     part = path.with_suffix(f".{os.getpid()}")
-    # zig has a cache of its own, which a source changed during a compilation spoils: the key is part of the command
+    # zig has a cache of its own, which a source changed during a compilation spoils: the key is part of
+    # the command
     named = f"-DEMULATOR_KEY={path.stem}"
     done = subprocess.run([*command, *FLAGS, named, str(SOURCES / "emulator.c"), "-o", str(part), "-lm"],
                           capture_output=True, text=True, check=False, env=environment)

@@ -106,7 +106,8 @@ def known(instruction: Instruction) -> Lower:
         raise PTXError(f"PTX line {line}: {opcode} is no instruction of sm_80 … sm_90a", line, error.expected,
                        error.fix) from None
     if (made := lowering_of(instruction)) is None:
-        raise PTXError(f"PTX line {line}: {opcode} is not emulated", line, "an instruction the emulator knows",
+        raise PTXError(f"PTX line {line}: {opcode} is not emulated", line,
+                       "an instruction the emulator knows",
                        "see tinygrad_nv/ptx/emulator/lower_*.py for how to add it")
     return made
 

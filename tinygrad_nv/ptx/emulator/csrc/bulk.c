@@ -201,6 +201,7 @@ HANDLER(bulk_store) {
         if (!async_place(m, w, op, l, GLOBAL, to[l], bytes, 16, WRITE, &p)) continue;
         Who reads = {w, op, l, actor_of(w, ACTOR_BULK_READ), group, 2, 0};
         Who writes = {w, op, l, actor_of(w, ACTOR_BULK), group, 2, 0};
+        w->bulk_issued[l] = group, w->bulk_last = op;
         enter_access(m, &reads, source.region, source.offset, bytes, READ);
         transfer_write(m, &writes, &p, bytes);
         count_bulk(m, SHARED, GLOBAL, bytes);

@@ -110,11 +110,10 @@ void warp_exit(Machine *m, Warp *w, u32 lanes) {
     m->events++;
     if (w->alive) return;
     w->group_count = 0;
-    for (Async *a = m->async; a; a = a->next)
-        if (a->warp == w && a->family == BULK && a->reading)
-            report(m, ASYNC_HAZARD, a->op, w, a->lane,
-                   "the thread exits while its bulk copy may still read shared memory: "
-                   "cp.async.bulk.wait_group.read is missing");
+    EACH if (m->launch.check && w->bulk_issued[l] > w->bulk_read[l])
+        report(m, ASYNC_HAZARD, w->bulk_last, w, l,
+               "the thread exits while its bulk copy may still read shared memory: "
+               "cp.async.bulk.wait_group.read is missing");
     tensor_exit(m, w);
     if (++w->cta->exited == w->cta->warp_count) cta_exit(m, w->cta);
 }

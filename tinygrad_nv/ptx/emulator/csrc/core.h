@@ -134,6 +134,8 @@ struct Warp {
     u32 copy_groups[LANES], copy_done[LANES];  /* cp.async groups committed, known complete */
     u32 copy_arrivals;  /* cp.async.mbarrier.arrives: they tell copies before them from those after */
     u32 bulk_groups[LANES], bulk_done[LANES], bulk_read[LANES];
+    u32 bulk_issued[LANES];  /* the group of the last copy out of shared memory, and which that was */
+    const Op *bulk_last;
     u32 wgmma_groups, wgmma_done;
     i32 in_flight;      /* wgmmas not complete */
     void *tensor;       /* state of tensor.c */

@@ -1,7 +1,9 @@
-/* wgmma's operands in shared memory: matrix descriptors, reading what they describe, and what is checked at issue.
+/* wgmma's operands in shared memory: matrix descriptors, reading what they describe, and what is checked at
+ * issue.
  *
- * A matrix is read in chunks of 16 bytes along its major dimension. The address of a chunk is start + offset by the canonical
- * layouts, and the swizzle is an XOR of the absolute shared address: bits 4 .. 6 with bits 7 .. 9 less the base offset.
+ * A matrix is read in chunks of 16 bytes along its major dimension. The address of a chunk is start +
+ * offset by the canonical layouts, and the swizzle is an XOR of the absolute shared address: bits 4 .. 6
+ * with bits 7 .. 9 less the base offset.
  */
 #include "core.h"
 
@@ -13,7 +15,8 @@ static const char *wgmma_name(const Op *op) {
 
 /* A matrix in shared memory: 16-byte chunks of `per` elements along the major dimension. */
 typedef struct {
-    u32 start, lbo, sbo, span, mask, phase;   /* span: bytes of the swizzle, 0 for none; mask: of row bits in the XOR */
+    u32 start, lbo, sbo;
+    u32 span, mask, phase;   /* bytes of the swizzle, 0 for none; row bits in the XOR; base offset */
     int size, per;
     bool mn;
 } Matrix;
@@ -22,7 +25,8 @@ static Matrix matrix_of(u64 descriptor, int element, bool mn) {
     static const u8 masks[] = {0, 7, 3, 1};
     static const u8 spans[] = {0, 128, 64, 32};
     int mode = (int)(descriptor >> 62), size = element == B1 ? 1 : element_bits[element] / 8;
-    return (Matrix){(u32)(descriptor & 0x3fff) << 4, (u32)(descriptor >> 16 & 0x3fff) << 4, (u32)(descriptor >> 32 & 0x3fff) << 4,
+    return (Matrix){(u32)(descriptor & 0x3fff) << 4, (u32)(descriptor >> 16 & 0x3fff) << 4,
+                    (u32)(descriptor >> 32 & 0x3fff) << 4,
                     spans[mode], masks[mode], (u32)(descriptor >> 49 & 7), size, 16 / size, mn};
 }
 
@@ -49,9 +53,10 @@ static inline u32 chunk_address(const Matrix *x, u32 mn, u32 k) {
                 u32 address = chunk_address(x, mn, k); __VA_ARGS__ } \
     }
 
-/* Codes of rows first .. first + count, `extent` elements along k, to out[(mn - first) * mn_step + k * k_step]. Single
- * bits become words. What lies outside shared memory is zero. */
-static void read_matrix(const Warp *w, const Matrix *x, int first, int count, int extent, u32 *out, int mn_step, int k_step) {
+/* Codes of rows first .. first + count, `extent` elements along k, to out[(mn - first) * mn_step + k *
+ * k_step]. Single bits become words. What lies outside shared memory is zero. */
+static void read_matrix(const Warp *w, const Matrix *x, int first, int count, int extent, u32 *out,
+                        int mn_step, int k_step) {
     const Region *r = &w->cta->shared;
     u32 base = (u32)r->base & ((1u << RANK_SHIFT) - 1);
     static const u8 zeros[16];
@@ -61,7 +66,8 @@ static void read_matrix(const Warp *w, const Matrix *x, int first, int count, in
         const u8 *from = address >= base && offset + 16 <= r->size ? r->data + offset : zeros;
         u32 *to = out + ((int)mn - first) * mn_step + (int)k * k_step;
         if (x->size == 1) for (int j = 0; j < 16; j++) to[j * step] = from[j];
-        else if (x->size == 2) for (int j = 0; j < 8; j++) to[j * step] = (u32)from[2 * j] | (u32)from[2 * j + 1] << 8;
+        else if (x->size == 2)
+            for (int j = 0; j < 8; j++) to[j * step] = (u32)from[2 * j] | (u32)from[2 * j + 1] << 8;
         else for (int j = 0; j < 4; j++) memcpy(to + j * step, from + 4 * j, 4);
     })
 }
@@ -84,7 +90,8 @@ static void enter_range(Machine *m, Warp *w, const Op *op, u32 from, u32 bytes, 
     u64 offset = from - ((u32)r->base & ((1u << RANK_SHIFT) - 1));
     const u8 *invalid = r->valid ? memchr(r->valid + offset, 0, bytes) : NULL;
     if (invalid)
-        report(m, UNINITIALIZED, op, w, 0, "%s reads shared memory at 0x%x as %s, and nothing has been written there",
+        report(m, UNINITIALIZED, op, w, 0,
+               "%s reads shared memory at 0x%x as %s, and nothing has been written there",
                wgmma_name(op), (u32)(invalid - r->valid) + ((u32)r->base & ((1u << RANK_SHIFT) - 1)), which);
     u32 leader = (u32)(w->cta->rank * ACTORS + ACTOR_WGMMA + (w->id & ~3));
     Who who = {.warp = w, .op = op, .lane = 0, .actor = leader, .clock = w->wgmma_groups + 1, .async = 2};
@@ -98,7 +105,8 @@ static void enter_matrix(Machine *m, Warp *w, const Op *op, const Matrix *x, int
     u32 base = (u32)r->base & ((1u << RANK_SHIFT) - 1), end = base + (u32)r->size, from = 0, bytes = 0;
     EACH_CHUNK(x, first, count, extent, {
         if (address < base || address + 16 > end) {
-            report(m, OUT_OF_BOUNDS, op, w, 0, "%s: row %u, column %u of %s is at shared address 0x%x, outside the CTA's "
+            report(m, OUT_OF_BOUNDS, op, w, 0,
+                   "%s: row %u, column %u of %s is at shared address 0x%x, outside the CTA's "
                    "0x%x .. 0x%x", wgmma_name(op), x->mn ? k : mn, x->mn ? mn : k, which, address, base, end);
             return;
         }
@@ -113,12 +121,15 @@ static void enter_matrix(Machine *m, Warp *w, const Op *op, const Matrix *x, int
     if (bytes) enter_range(m, w, op, from, bytes, which);
 }
 
-/* A swizzled tile's pattern must begin where the descriptor says: rows of the pattern are numbered by address. */
+/* A swizzled tile's pattern must begin where the descriptor says: rows of the pattern are numbered by
+ * address. */
 static void check_base(Machine *m, Warp *w, const Op *op, const Matrix *x, const char *which) {
     u32 row = x->start >> 7 & x->mask;
     if (!row || x->phase) return;
-    report(m, MISALIGNED, op, w, 0, "%s: %s is swizzled over %u bytes and starts at shared address 0x%x, in the middle of the "
-           "%u-byte pattern: align the tile to it", wgmma_name(op), which, x->span, x->start, (x->mask + 1) * 128);
+    report(m, MISALIGNED, op, w, 0,
+           "%s: %s is swizzled over %u bytes and starts at shared address 0x%x, in the middle of the "
+           "%u-byte pattern: align the tile to it", wgmma_name(op), which, x->span, x->start,
+           (x->mask + 1) * 128);
 }
 
 static void check_matrix(Machine *m, Warp *w, const Op *op, u64 descriptor, bool is_b) {

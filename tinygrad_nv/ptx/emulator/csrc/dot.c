@@ -1,15 +1,16 @@
 /* Arithmetic of tensor cores: D = A * B + C for up to 16 rows, on decoded operands.
  *
- * Protocol: the caller fills the codes of `dot_tile` (raw_a, raw_b), describes the product in a `Dot` and calls `dot`,
- * which works on C in place. Everything is vector code over 16 columns.
+ * Protocol: the caller fills the codes of `dot_tile` (raw_a, raw_b), describes the product in a `Dot` and
+ * calls `dot`, which works on C in place. Everything is vector code over 16 columns.
  *
- * Floating point, after MMA-Sim (arXiv 2511.10909). A step takes C and the products of up to `step` elements; a product's
- * exponent is the sum of its factors' (not renormalised; subnormals have the least exponent of their type, zeros -126).
- * All terms are aligned to the largest exponent and truncated toward zero after `bits` fractional bits, summed exactly, and
- * the sum is rounded: to f32 toward zero (8-bit floats on Hopper's wgmma and on Ada: to 13 bits of mantissa), to f16 to
- * nearest even. NaN and infinity follow from the sum in the ordinary way; NaN is 0x7fffffff. With Launch.exact the
- * products, which are exact, are summed in f64, and that is rounded once, to nearest even.
- * Integers are exact; sums wrap, or saturate with .satfinite.
+ * Floating point, after MMA-Sim (arXiv 2511.10909). A step takes C and the products of up to `step`
+ * elements; a product's exponent is the sum of its factors' (not renormalised; subnormals have the least
+ * exponent of their type, zeros -126). All terms are aligned to the largest exponent and truncated toward
+ * zero after `bits` fractional bits, summed exactly, and the sum is rounded: to f32 toward zero (8-bit
+ * floats on Hopper's wgmma and on Ada: to 13 bits of mantissa), to f16 to nearest even. NaN and infinity
+ * follow from the sum in the ordinary way; NaN is 0x7fffffff. With Launch.exact the products, which are
+ * exact, are summed in f64, and that is rounded once, to nearest even. Integers are exact; sums wrap, or
+ * saturate with .satfinite.
  */
 #include "core.h"
 #include "formats.h"
@@ -36,7 +37,8 @@ typedef struct {
     int ldc;
 } Dot;
 
-/* Operands: codes, then values and exponents. raw_b and b have rows of `ld` words. `absent` marks what sparsity left out. */
+/* Operands: codes, then values and exponents. raw_b and b have rows of `ld` words. `absent` marks what
+ * sparsity left out. */
 static struct {
     u32 raw_a[DOT_ROWS][DOT_K], raw_b[DOT_K * DOT_LD];
     u8 absent[DOT_ROWS][DOT_K];
@@ -110,9 +112,11 @@ static inline VI larger_of(VI a, VI b) {
     return (a & m) | (b & ~m);
 }
 
-/* One step for 16 columns of a row, where all factors' exponents allow f32: products are exact (22 bits at most), aligned
- * ones fit 28 bits, so two sums of half the products each fit an i32. Below 2^-100 there is only C, which then is the result. */
-static inline void step_fast(const Dot *d, const f32 *a, const i32 *ea, const f32 *b, const i32 *eb, int ld, int k, f32 *c) {
+/* One step for 16 columns of a row, where all factors' exponents allow f32: products are exact (22 bits at
+ * most), aligned ones fit 28 bits, so two sums of half the products each fit an i32. Below 2^-100 there is
+ * only C, which then is the result. */
+static inline void step_fast(const Dot *d, const f32 *a, const i32 *ea, const f32 *b, const i32 *eb, int ld,
+                             int k, f32 *c) {
     VF cv = *(const VF *)c, scale;
     VI top = (VI)((((VI)cv) >> 23) & 0xff) - 127, sum[2] = {{0}, {0}};
     top = larger_of(top, top * 0 - 126);
@@ -141,7 +145,8 @@ static inline void step_fast(const Dot *d, const f32 *a, const i32 *ea, const f3
 }
 
 /* The same in f64, for any exponents. Lanes with NaN or infinity come out as anything. */
-static void step_wide(const Dot *d, const f32 *a, const i32 *ea, const f32 *b, const i32 *eb, int ld, int k, f32 *c) {
+static void step_wide(const Dot *d, const f32 *a, const i32 *ea, const f32 *b, const i32 *eb, int ld, int k,
+                      f32 *c) {
     i32 top[16];
     i64 sum[16];
     f64 scale[16], out[16];
@@ -171,8 +176,10 @@ static inline void plain_sums(const f32 *a, const f32 *b, int ld, int k, const f
         for (int j = 0; j < 16; j++) out[j] += (f64)b[i * ld + j] * (f64)a[i];
 }
 
-/* A row's result in 16 columns. `special`: NaN or infinity may be among the operands, and decide where the sum is not finite. */
-static void float_block(const Dot *d, const f32 *a, const i32 *ea, const f32 *b, const i32 *eb, int ld, bool fast,
+/* A row's result in 16 columns. `special`: NaN or infinity may be among the operands, and decide where the
+ * sum is not finite. */
+static void float_block(const Dot *d, const f32 *a, const i32 *ea, const f32 *b, const i32 *eb, int ld,
+                        bool fast,
                         bool special, f32 *c) {
     f64 plain[16];
     if (d->exact || special) plain_sums(a, b, ld, d->k, c, plain);
@@ -182,7 +189,8 @@ static void float_block(const Dot *d, const f32 *a, const i32 *ea, const f32 *b,
         memcpy(before, c, sizeof before);
         if (fast) step_fast(d, a + k, ea + k, b + k * ld, eb + k * ld, ld, d->step, c);
         else step_wide(d, a + k, ea + k, b + k * ld, eb + k * ld, ld, d->step, c);
-        if (k) for (int j = 0; j < 16; j++) c[j] = before[j] - before[j] == 0 ? c[j] : before[j];  /* a step overflowed */
+        /* once a step has overflowed, infinity it stays */
+        if (k) for (int j = 0; j < 16; j++) c[j] = before[j] - before[j] == 0 ? c[j] : before[j];
     }
     if (special) for (int j = 0; j < 16; j++) {
         if (plain[j] != plain[j]) c[j] = as_f32(NAN_F32);
@@ -235,8 +243,9 @@ static void dot_bits(const Dot *d, bool exclusive) {
 
 /* **** sparsity **** */
 
-/* Where element `stored` of a compressed row lies: `code` are the four bits of its group, two indices of two bits. Groups hold
- * 2 of 4 elements; tf32: 1 of 2, named by both its halves; 4-bit integers: 2 of 4 pairs. */
+/* Where element `stored` of a compressed row lies: `code` are the four bits of its group, two indices of
+ * two bits. Groups hold 2 of 4 elements; tf32: 1 of 2, named by both its halves; 4-bit integers: 2 of 4
+ * pairs. */
 static int sparse_place(int element, u32 code, int stored) {
     u32 low = code & 3, high = code >> 2 & 3;
     if (element == TF32) return 2 * stored + (int)(low >> 1);
@@ -261,8 +270,9 @@ static void sparse_expand(int element, const u64 *metadata, int k) {
     }
 }
 
-/* The metadata of 16 rows, four bits a group, from a register of each lane; `sel` says which lanes of four give it.
- * 8-bit and 4-bit elements: a lane has 8 groups of row g + 8 * (lane & 1). Others: 4 groups each of rows g and g + 8. */
+/* The metadata of 16 rows, four bits a group, from a register of each lane; `sel` says which lanes of four
+ * give it. 8-bit and 4-bit elements: a lane has 8 groups of row g + 8 * (lane & 1). Others: 4 groups each
+ * of rows g and g + 8. */
 static void sparse_metadata(int element, int k, const u32 *words, u32 sel, u64 *out) {
     int groups = element == TF32 ? k / 2 : element == S4 || element == U4 ? k / 8 : k / 4;
     memset(out, 0, DOT_ROWS * sizeof *out);

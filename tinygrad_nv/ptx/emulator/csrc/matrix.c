@@ -1,11 +1,13 @@
 /* ldmatrix, stmatrix, movmatrix, and the older wmma.load, wmma.store, wmma.mma.
  *
- * An 8 by 8 matrix of 16-bit elements in a register: lane 4g + q holds row g, columns 2q (low half) and 2q + 1; transposed:
- * rows 2q and 2q + 1, column g. Lane 8i + r gives the address of the 16 bytes of row r of matrix i.
+ * An 8 by 8 matrix of 16-bit elements in a register: lane 4g + q holds row g, columns 2q (low half) and 2q +
+ * 1; transposed: rows 2q and 2q + 1, column g. Lane 8i + r gives the address of the 16 bytes of row r of
+ * matrix i.
  *
- * Where wmma's fragments keep elements is not specified by PTX; load, mma and store must agree. Here a matrix of R rows and C
- * columns is cut into 32 equal runs of its row-major order, run l in lane l, elements packed into registers in order.
- * A and B of f16 have more registers than that takes: the others hold zeros.
+ * Where wmma's fragments keep elements is not specified by PTX; load, mma and store must agree. Here a
+ * matrix of R rows and C columns is cut into 32 equal runs of its row-major order, run l in lane l,
+ * elements packed into registers in order. A and B of f16 have more registers than that takes: the others
+ * hold zeros.
  */
 #include "core.h"
 
@@ -43,9 +45,14 @@ HANDLER(ldmatrix) {
     addresses(w, op, address);
     reach_warp(m, w, op, address, mask & row_lanes(op), 16, 16, READ, &reach);
     Who who = thread_of(w, op, 0);
-    EACH if (reach.good >> l & 1) who.lane = l, enter_access(m, &who, reach.region[l], reach.offset[l], 16, READ);
+    EACH {
+        if (!(reach.good >> l & 1)) continue;
+        who.lane = l;
+        enter_access(m, &who, reach.region[l], reach.offset[l], 16, READ);
+    }
     u32 words[4][LANES];
-    for (int i = 0; i < op->count; i++) matrix_words(reach.host + 8 * i, op->flags & MATRIX_TRANSPOSED, words[i]);
+    for (int i = 0; i < op->count; i++)
+        matrix_words(reach.host + 8 * i, op->flags & MATRIX_TRANSPOSED, words[i]);
     for (int i = 0; i < op->count; i++) put32(w, places[i], words[i], mask);
     count_access(m, op, address, &reach, 16, READ);
     return NEXT;
@@ -58,7 +65,8 @@ HANDLER(stmatrix) {
     u16 rows[LANES][8];
     addresses(w, op, address);
     reach_warp(m, w, op, address, mask & row_lanes(op), 16, 16, WRITE, &reach);
-    for (int i = 0; i < op->count; i++) matrix_rows(r32(w, places[i]), op->flags & MATRIX_TRANSPOSED, rows + 8 * i);
+    for (int i = 0; i < op->count; i++)
+        matrix_rows(r32(w, places[i]), op->flags & MATRIX_TRANSPOSED, rows + 8 * i);
     Who who = thread_of(w, op, 0);
     EACH {
         if (!(reach.good >> l & 1)) continue;
@@ -101,18 +109,20 @@ static void item_put(Warp *w, const i32 *places, int bits, int i, int l, u32 val
 
 /* Bytes from an address in memory to element (row, column), for a stride in elements. */
 static u64 element_bits_at(const Op *op, u64 stride, int row, int column, int bits) {
-    u64 index = op->flags & WMMA_COLUMN_MAJOR ? (u64)row + (u64)column * stride : (u64)row * stride + (u64)column;
-    return index * (u64)bits;
+    u64 i = (u64)row, j = (u64)column;
+    return (op->flags & WMMA_COLUMN_MAJOR ? i + j * stride : i * stride + j) * (u64)bits;
 }
 
-/* wmma.load / wmma.store: more = rows | columns << 16, width = bits of an element, b = place of the stride, list = registers. */
+/* wmma.load / wmma.store: more = rows | columns << 16, width = bits of an element, b = place of the
+ * stride, list = registers. */
 static int wmma_transfer(Machine *m, Warp *w, const Op *op, u32 mask, int kind) {
     int rows = op->more & 0xffff, columns = op->more >> 16, bits = op->width, run = rows * columns / LANES;
     const i32 *places = m->launch.lists + op->list;
     u64 address[LANES];
     addresses(w, op, address);
     u32 bytes = bits < 8 ? 1 : (u32)bits / 8;
-    if (kind == READ && bits < 64) for (int i = 0; i < op->count; i++) memset(r32(w, places[i]), 0, sizeof(u32) * LANES);
+    if (kind == READ && bits < 64)
+        for (int i = 0; i < op->count; i++) memset(r32(w, places[i]), 0, sizeof(u32) * LANES);
     ACTIVE for (int i = 0; i < run; i++) {
         int at = l * run + i;
         u64 bit = element_bits_at(op, r32(w, op->b)[l], at / columns, at % columns, bits);
@@ -140,19 +150,21 @@ HANDLER(wmma_load) { return wmma_transfer(m, w, op, mask, READ); }
 HANDLER(wmma_store) { return wmma_transfer(m, w, op, mask, WRITE); }
 
 /* Element (row, column) of an operand's fragment. */
-static u32 fragment_code(const Warp *w, const i32 *places, int bits, int rows, int columns, int row, int column) {
+static u32 fragment_code(const Warp *w, const i32 *places, int bits, int rows, int columns, int row,
+                         int column) {
     int run = rows * columns / LANES, at = row * columns + column;
     return item_get(w, places, bits, at % run, at / run);
 }
 
-/* wmma.mma: more, width, vector, flags as for mma; list = D, A, B, C; imm = registers of A | of B << 8 | C is f16 << 16. Done in
- * pieces of 16 rows, or 8, and 8 columns. */
+/* wmma.mma: more, width, vector, flags as for mma; list = D, A, B, C; imm = registers of A | of B << 8 | C
+ * is f16 << 16. Done in pieces of 16 rows, or 8, and 8 columns. */
 HANDLER(wmma_mma) {
     int rows = mma_m(op), n = mma_n(op), k = mma_k(op), result = (int)(op->flags & MMA_RESULT);
     const i32 *places = m->launch.lists + op->list;
     int na = (int)(op->imm & 0xff), nb = (int)(op->imm >> 8 & 0xff), half_c = (int)(op->imm >> 16 & 1);
     int out_bits = result == RESULT_F16 ? 16 : 32, in_bits = half_c ? 16 : 32, run = rows * n / LANES;
-    int nd = run * out_bits / 32, bits = op->width == B1 ? 32 : element_bits[op->width], words = op->width == B1 ? k / 32 : k;
+    int nd = run * out_bits / 32, bits = op->width == B1 ? 32 : element_bits[op->width],
+        words = op->width == B1 ? k / 32 : k;
     u32 c[32][32] __attribute__((aligned(64)));
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < n; j++) {
@@ -164,8 +176,8 @@ HANDLER(wmma_mma) {
         for (int i = 0; i < words; i++)  /* B's fragment is stored as its transpose, n by k */
             dot_tile.raw_b[i * ld + j] = fragment_code(w, places + nd + na, bits, n, words, j, i);
     for (int first = 0; first < rows; first += DOT_ROWS) {
-        Dot d = {.a = op->width, .b = op->vector, .result = result, .rows = rows - first < 16 ? rows - first : 16, .n = n,
-                 .k = k, .saturate = op->flags & MMA_SATURATE, .c = c[first], .ldc = 32};
+        Dot d = {.a = op->width, .b = op->vector, .result = result, .rows = rows - first < 16 ? rows : 16,
+                 .n = n, .k = k, .saturate = op->flags & MMA_SATURATE, .c = c[first], .ldc = 32};
         for (int i = 0; i < d.rows; i++)
             for (int j = 0; j < words; j++)
                 dot_tile.raw_a[i][j] = fragment_code(w, places + nd, bits, rows, words, first + i, j);
@@ -191,7 +203,8 @@ HANDLER(wmma_mma_f64) {
         for (int j = 0; j < 8; j++) {
             int at = i * 8 + j;
             f64 sum = rf64(w, places[4 + at % 2])[at / 2];
-            for (int k = 0; k < 4; k++) sum = fma(rf64(w, places[2])[i * 4 + k], rf64(w, places[3])[j * 4 + k], sum);
+            for (int k = 0; k < 4; k++)
+                sum = fma(rf64(w, places[2])[i * 4 + k], rf64(w, places[3])[j * 4 + k], sum);
             out[i][j] = sum;
         }
     for (int r = 0; r < 2; r++) {

@@ -1,10 +1,12 @@
 /* mma.sync and mma.sp: a warp's matrix product, operands and results in registers.
  *
- * Fragments, with g = lane / 4, q = lane % 4, E elements of a 32-bit register: element j of A's register r is at row
- * g + 8 * (r % (m / 8)), k = E * q + j + 4 * E * (r / (m / 8)); of B's register r at k = E * q + j + 4 * E * r, column g;
- * C's register i at row g + 8 * (i / 2), column 2 * q + i % 2, two of them in a register for f16.
+ * Fragments, with g = lane / 4, q = lane % 4, E elements of a 32-bit register: element j of A's register r is
+ * at row g + 8 * (r % (m / 8)), k = E * q + j + 4 * E * (r / (m / 8)); of B's register r at k = E * q + j + 4
+ * * E * r, column g; C's register i at row g + 8 * (i / 2), column 2 * q + i % 2, two of them in a register
+ * for f16.
  *
- * Op: more = m | n << 8 | k << 18; width, vector = elements of A and B; flags below; list = D, A, B, C, metadata.
+ * Op: more = m | n << 8 | k << 18; width, vector = elements of A and B; flags below; list = D, A, B, C,
+ * metadata.
  */
 #include "core.h"
 
@@ -14,7 +16,8 @@ static inline int mma_m(const Op *op) { return op->more & 0xff; }
 static inline int mma_n(const Op *op) { return op->more >> 8 & 0x3ff; }
 static inline int mma_k(const Op *op) { return op->more >> 18; }
 
-/* The arithmetic of an architecture's mma.sync. Hopper has no 8-bit floats there: ptxas makes two f16 steps of them. */
+/* The arithmetic of an architecture's mma.sync. Hopper has no 8-bit floats there: ptxas makes two f16
+ * steps of them. */
 static void mma_arithmetic(const Machine *m, Dot *d, bool sparse) {
     bool hopper = m->launch.arch >= 90, eight = d->a == E4M3 || d->a == E5M2;
     d->bits = hopper ? 25 : eight ? 13 : 24;
@@ -24,7 +27,9 @@ static void mma_arithmetic(const Machine *m, Dot *d, bool sparse) {
     d->exact = m->launch.exact;
 }
 
-static inline u32 code_of(u32 word, int bits, int j) { return bits == 32 ? word : word >> (bits * j) & ((1u << bits) - 1); }
+static inline u32 code_of(u32 word, int bits, int j) {
+    return bits == 32 ? word : word >> (bits * j) & ((1u << bits) - 1);
+}
 
 /* A's registers to raw_a; `m` rows. Bits come as words. */
 static void mma_load_a(const Warp *w, const i32 *places, int count, int element, int m) {
@@ -32,7 +37,8 @@ static void mma_load_a(const Warp *w, const i32 *places, int count, int element,
     for (int r = 0; r < count; r++) {
         const u32 *words = r32(w, places[r]);
         EACH for (int j = 0; j < per; j++)
-            dot_tile.raw_a[(l >> 2) + 8 * (r % tall)][per * (l & 3) + j + 4 * per * (r / tall)] = code_of(words[l], bits, j);
+            dot_tile.raw_a[(l >> 2) + 8 * (r % tall)][per * (l & 3) + j + 4 * per * (r / tall)] =
+                code_of(words[l], bits, j);
     }
 }
 
@@ -46,7 +52,8 @@ static void mma_load_b(const Warp *w, const i32 *places, int count, int element)
 }
 
 /* Accumulator registers of 8-column fragments side by side, to or from a matrix with rows of `ldc` words. */
-static void load_accumulators(const Warp *w, const i32 *places, int rows, int n, int result, u32 *c, int ldc) {
+static void load_accumulators(const Warp *w, const i32 *places, int rows, int n, int result, u32 *c,
+                              int ldc) {
     int tall = rows / 8, per = result == RESULT_F16 ? 1 : 2;
     for (int i = 0; i < n / 8 * tall * per; i++) {
         const u32 *words = r32(w, places[i]);
@@ -59,7 +66,8 @@ static void load_accumulators(const Warp *w, const i32 *places, int rows, int n,
     }
 }
 
-static void store_accumulators(Warp *w, const i32 *places, int rows, int n, int result, const u32 *c, int ldc, u32 mask) {
+static void store_accumulators(Warp *w, const i32 *places, int rows, int n, int result, const u32 *c,
+                               int ldc, u32 mask) {
     int tall = rows / 8, per = result == RESULT_F16 ? 1 : 2;
     for (int i = 0; i < n / 8 * tall * per; i++) {
         u32 words[LANES];
@@ -77,7 +85,8 @@ static void store_accumulators(Warp *w, const i32 *places, int rows, int n, int 
 HANDLER(mma) {
     u32 c[DOT_ROWS * 16] __attribute__((aligned(64))) = {0};
     bool sparse = op->flags & MMA_SPARSE;
-    Dot d = {.a = op->width, .b = op->vector, .result = (int)(op->flags & MMA_RESULT), .rows = mma_m(op), .n = mma_n(op),
+    Dot d = {.a = op->width, .b = op->vector, .result = (int)(op->flags & MMA_RESULT), .rows = mma_m(op),
+             .n = mma_n(op),
              .k = mma_k(op), .saturate = op->flags & MMA_SATURATE, .c = c, .ldc = 16};
     const i32 *places = m->launch.lists + op->list;
     int nd = d.rows * d.n / LANES / (d.result == RESULT_F16 ? 2 : 1), stored = sparse ? d.k / 2 : d.k;
@@ -87,7 +96,8 @@ HANDLER(mma) {
     load_accumulators(w, places + nd + na + nb, d.rows, d.n, d.result, c, 16);
     if (sparse) {
         u64 metadata[DOT_ROWS];
-        sparse_metadata(d.a, d.k, r32(w, places[2 * nd + na + nb]), op->flags >> MMA_SELECTOR_SHIFT & 3, metadata);
+        sparse_metadata(d.a, d.k, r32(w, places[2 * nd + na + nb]), op->flags >> MMA_SELECTOR_SHIFT & 3,
+                        metadata);
         sparse_expand(d.a, metadata, d.k);
     }
     mma_arithmetic(m, &d, sparse);
@@ -104,9 +114,11 @@ HANDLER(mma_f64) {
     const i32 *places = m->launch.lists + op->list;
     int nd = rows * n / LANES, na = rows * k / LANES, nb = n * k / LANES;
     f64 a[16][16], b[16][8], c[16][8];
-    for (int r = 0; r < na; r++) EACH a[(l >> 2) + 8 * (r % tall)][(l & 3) + 4 * (r / tall)] = rf64(w, places[nd + r])[l];
+    for (int r = 0; r < na; r++)
+        EACH a[(l >> 2) + 8 * (r % tall)][(l & 3) + 4 * (r / tall)] = rf64(w, places[nd + r])[l];
     for (int r = 0; r < nb; r++) EACH b[(l & 3) + 4 * r][l >> 2] = rf64(w, places[nd + na + r])[l];
-    for (int i = 0; i < nd; i++) EACH c[(l >> 2) + 8 * (i / 2)][2 * (l & 3) + i % 2] = rf64(w, places[nd + na + nb + i])[l];
+    for (int i = 0; i < nd; i++)
+        EACH c[(l >> 2) + 8 * (i / 2)][2 * (l & 3) + i % 2] = rf64(w, places[nd + na + nb + i])[l];
     for (int i = 0; i < rows; i++)
         for (int x = 0; x < k; x++)
             for (int j = 0; j < n; j++)

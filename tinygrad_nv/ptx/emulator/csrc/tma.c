@@ -248,6 +248,7 @@ HANDLER(tma_store) {
         b->shared = p.region, b->offset = p.offset;
         Who reads = {w, op, l, actor_of(w, ACTOR_BULK_READ), group, 2, 0};
         Who writes = {w, op, l, actor_of(w, ACTOR_BULK), group, 2, 0};
+        w->bulk_issued[l] = group, w->bulk_last = op;
         enter_shared(m, &reads, b, READ);
         enter_rows(m, &writes, b, reduction_of(op) ? ATOMIC : WRITE);
         count_bulk(m, SHARED, GLOBAL, map.bytes);

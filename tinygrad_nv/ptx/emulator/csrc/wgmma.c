@@ -1,13 +1,15 @@
 /* wgmma: asynchronous matrix products of a warpgroup, and what can go wrong with them.
  *
- * Protocol: each warp p of a warpgroup computes its rows 16p .. 16p+15. Issue queues the product in the warp's own FIFO and
- * moves the accumulators from the registers to a matrix on the side; with checks on the registers hold NaNs meanwhile. The
- * arithmetic, which reads A's registers and shared memory, happens when wait_group (or the machine, earlier) asks for it.
- * wgmma is one operation of four warps: whoever waits, waits for the parts of all of them. Accumulators return to the
- * registers at the warp's own wait_group, when nothing that is still in flight adds to them.
+ * Protocol: each warp p of a warpgroup computes its rows 16p .. 16p+15. Issue queues the product in the
+ * warp's own FIFO and moves the accumulators from the registers to a matrix on the side; with checks on the
+ * registers hold NaNs meanwhile. The arithmetic, which reads A's registers and shared memory, happens when
+ * wait_group (or the machine, earlier) asks for it. wgmma is one operation of four warps: whoever waits,
+ * waits for the parts of all of them. Accumulators return to the registers at the warp's own wait_group, when
+ * nothing that is still in flight adds to them.
  *
- * Op: more, width, vector as in mma.c; a, b = places of the descriptors (a < 0: A is in registers); c = predicate scale-d;
- * e = metadata; list = D, then A's registers. The op has no reads and writes but those of its ordinary operands.
+ * Op: more, width, vector as in mma.c; a, b = places of the descriptors (a < 0: A is in registers); c =
+ * predicate scale-d; e = metadata; list = D, then A's registers. The op has no reads and writes but those
+ * of its ordinary operands.
  */
 #include <stdlib.h>
 
@@ -33,7 +35,8 @@ typedef struct {
     bool scale, done;
 } Product;
 
-/* What a warp has in flight. `held`: for each 128 bytes of registers, products that use it: low half as D, high half as A. */
+/* What a warp has in flight. `held`: for each 128 bytes of registers, products that use it: low half as D,
+ * high half as A. */
 typedef struct {
     Product *queue;
     i32 first, count, room;
@@ -49,7 +52,9 @@ static Tensor *tensor_of(Machine *m, Warp *w) {
     return w->tensor;
 }
 
-static int wgmma_result_words(const Op *op) { return mma_n(op) / ((op->flags & MMA_RESULT) == RESULT_F16 ? 4 : 2); }
+static int wgmma_result_words(const Op *op) {
+    return mma_n(op) / ((op->flags & MMA_RESULT) == RESULT_F16 ? 4 : 2);
+}
 
 /* **** execution **** */
 
@@ -146,7 +151,8 @@ static Accumulator *accumulator_take(Machine *m, Warp *w, Tensor *t, const Op *o
     for (Accumulator *c = t->live; c; c = c->next) {
         if (same_places(c, places, count) && c->result == result && c->n == mma_n(op)) return c;
         if (!overlaps(c, places, count)) continue;
-        report(m, WGMMA_HAZARD, op, w, 0, "accumulators of a wgmma of another shape or type are still in flight in the same "
+        report(m, WGMMA_HAZARD, op, w, 0,
+               "accumulators of a wgmma of another shape or type are still in flight in the same "
                "registers: wgmma.wait_group is missing between them");
         tensor_retire(m, w, ~0u);
         break;
@@ -186,10 +192,12 @@ void tensor_check_registers(Machine *m, Warp *w, const Op *op) {
     const Tensor *t = w->tensor;
     i32 read = held_one(m, t, op->reads, 0xffff), written = held_one(m, t, op->writes, ~0u);
     if (read >= 0)
-        report_pair(m, WGMMA_HAZARD, op, w, 0, holder_line(m, t, read), -1, -1, "an accumulator is read while a wgmma that "
+        report_pair(m, WGMMA_HAZARD, op, w, 0, holder_line(m, t, read), -1, -1,
+                    "an accumulator is read while a wgmma that "
                     "writes it is in flight: wgmma.wait_group must cover it first");
     if (written >= 0)
-        report_pair(m, WGMMA_HAZARD, op, w, 0, holder_line(m, t, written), -1, -1, t->held[written >> 7] & 0xffff
+        report_pair(m, WGMMA_HAZARD, op, w, 0, holder_line(m, t, written), -1, -1,
+                    t->held[written >> 7] & 0xffff
                     ? "an accumulator of a wgmma in flight is written: wgmma.wait_group must come first"
                     : "a register that is part of A of a wgmma in flight is written: wgmma.wait_group must come first");
 }
@@ -205,7 +213,8 @@ static void check_fence(Machine *m, Warp *w, const Op *op) {
     }
     for (i32 i = 0; i < op->count; i++)
         if (w->stamps[places[i] >> 7] == w->fence_epoch) {
-            report(m, WGMMA_HAZARD, op, w, 0, "%s were written by an ordinary instruction since the last wgmma.fence",
+            report(m, WGMMA_HAZARD, op, w, 0,
+                   "%s were written by an ordinary instruction since the last wgmma.fence",
                    i < wgmma_result_words(op) ? "accumulators" : "registers of A");
             return;
         }
@@ -213,7 +222,8 @@ static void check_fence(Machine *m, Warp *w, const Op *op) {
 
 static void check_group(Machine *m, Warp *w, const Op *op) {
     if ((w->id | 3) >= w->cta->warp_count)
-        report(m, WGMMA_HAZARD, op, w, 0, "%s takes four warps, the last warpgroup of the CTA has %d", wgmma_name(op),
+        report(m, WGMMA_HAZARD, op, w, 0, "%s takes four warps, the last warpgroup of the CTA has %d",
+               wgmma_name(op),
                w->cta->warp_count & 3);
 }
 
@@ -244,7 +254,8 @@ HANDLER(wgmma) {
     *p = (Product){.op = op, .a = a, .b = b, .accumulator = c, .group = w->wgmma_groups + 1,
                    .scale = pred(w, op->c) >> lane & 1};
     if (op->flags & MMA_SPARSE)
-        sparse_metadata(op->width, mma_k(op), r32(w, op->e), op->flags >> MMA_SELECTOR_SHIFT & 3, p->metadata);
+        sparse_metadata(op->width, mma_k(op), r32(w, op->e), op->flags >> MMA_SELECTOR_SHIFT & 3,
+                        p->metadata);
     c->pending++;
     hold(m, t, op, 1);
     w->in_flight = t->count;
@@ -275,10 +286,13 @@ HANDLER(wgmma_wait) {
         const Warp *other = &w->cta->warps[i];
         if (other->wgmma_groups >= target) continue;
         if (!group_of(w)->forced) return BLOCKED;
-        report(m, WGMMA_HAZARD, op, w, 0, "warp %d has committed %u wgmma groups, warp %d of the same warpgroup %u: all four warps "
-               "must execute the same wgmma instructions", w->id, w->wgmma_groups, other->id, other->wgmma_groups);
+        report(m, WGMMA_HAZARD, op, w, 0,
+               "warp %d has committed %u wgmma groups, warp %d of the same warpgroup %u: all four warps "
+               "must execute the same wgmma instructions", w->id, w->wgmma_groups, other->id,
+               other->wgmma_groups);
     }
-    for (i32 i = leader; i < leader + 4 && i < w->cta->warp_count; i++) tensor_complete(m, &w->cta->warps[i], target);
+    for (i32 i = leader; i < leader + 4 && i < w->cta->warp_count; i++)
+        tensor_complete(m, &w->cta->warps[i], target);
     if (w->tensor) tensor_retire(m, w, target);
     w->wgmma_done = target;
     clock_observe(m, w, (u32)(w->cta->rank * ACTORS + ACTOR_WGMMA + leader), target);
@@ -291,7 +305,8 @@ void tensor_exit(Machine *m, Warp *w) {
     Tensor *t = w->tensor;
     if (!t || !t->count) return;
     const Product *p = &t->queue[t->first];
-    report(m, WGMMA_HAZARD, p->op, w, 0, "the warp exits with this wgmma in flight: %s", p->group > w->wgmma_groups
+    report(m, WGMMA_HAZARD, p->op, w, 0, "the warp exits with this wgmma in flight: %s",
+           p->group > w->wgmma_groups
            ? "wgmma.commit_group and wgmma.wait_group are missing" : "wgmma.wait_group is missing");
 }
 
