@@ -208,8 +208,8 @@ class _Run:
             len(parameters),
             len(self.buffers), (ctypes.c_int32 * 32)(*program.specials()), (ctypes.c_uint32 * 3)(*grid),
             (ctypes.c_uint32 * 3)(*block), (ctypes.c_uint32 * 3)(*cluster), shared, program.static_bytes,
-            program.local_bytes, int(emu.arch[3:5]), emu.check, emu.exact, program.uses_wgmma,
-            entry_registers(program.function),
+            program.dynamic_align, program.local_bytes, int(emu.arch[3:5]), emu.check, emu.exact,
+            program.uses_wgmma, entry_registers(program.function),
             resident_clusters(emu.arch, block, cluster, shared), emu.seed & (1 << 64) - 1, emu.step_limit,
             TRACE(self.tracer.call), self.tracer.cta, self.tracer.warps)
         self.totals: Any = None

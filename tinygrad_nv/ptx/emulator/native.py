@@ -58,9 +58,10 @@ class Launch(ctypes.Structure):
         ("counters", ctypes.POINTER(Counters)), ("op_count", i32), ("source_count", i32),
         ("constant_bytes", i32), ("register_bytes", i32), ("parameter_bytes", i32), ("region_count", i32),
         ("specials", i32 * 32), ("grid", u32 * 3), ("block", u32 * 3), ("cluster", u32 * 3),
-        ("shared_bytes", u32), ("static_bytes", u32), ("local_bytes", u32), ("arch", i32), ("check", i32),
-        ("exact", i32), ("uses_wgmma", i32), ("registers", i32), ("resident", i32), ("seed", u64),
-        ("step_limit", u64), ("trace", TRACE), ("trace_cta", i64), ("trace_warps", u64))
+        ("shared_bytes", u32), ("static_bytes", u32), ("dynamic_align", u32), ("local_bytes", u32),
+        ("arch", i32), ("check", i32), ("exact", i32), ("uses_wgmma", i32), ("registers", i32),
+        ("resident", i32), ("seed", u64), ("step_limit", u64), ("trace", TRACE), ("trace_cta", i64),
+        ("trace_warps", u64))
 
 
 RESULTS = {"machine_new": ctypes.c_void_p, "machine_run": ctypes.c_int, "machine_free": None,

@@ -224,8 +224,10 @@ static void complete_arrival(Machine *m, Async *a) {
     if (cta->gone) return;
     Mbarrier *b = mbarrier_at(m, a->warp, a->op, a->lane, cta, a->args[1]);
     if (!b) return;
-    if (m->launch.check) {
-        u32 *known = part(b->clock[b->phase & 1], KNOWN) + actor_of(a->warp, ACTOR_COPY);
+    /* The async proxy sees the copies too: the cp.async mainloops of CUTLASS and of FlashAttention-3
+     * go from this arrival to wgmma, and nobody could stand between them with a fence.proxy.async. */
+    for (int which = KNOWN; m->launch.check && which <= FENCED_SHARED; which++) {
+        u32 *known = part(b->clock[b->phase & 1], which) + actor_of(a->warp, ACTOR_COPY);
         if (*known < (u32)a->args[4]) *known = (u32)a->args[4];
     }
     mbarrier_arrive_count(m, a->warp, a->op, a->lane, cta, b, (i64)a->args[2]);

@@ -165,6 +165,7 @@ struct Cta {
     u32 *remote;
     i32 register_pool;  /* setmaxnreg: registers free, in units of one a thread of a warp */
     bool gone;
+    u8 phases;          /* rows of swizzle patterns (address >> 7) at which boxes of tensor copies began */
 };
 
 struct Cluster {
@@ -226,7 +227,7 @@ typedef struct {
     i32 op_count, source_count, constant_bytes, register_bytes, parameter_bytes, region_count;
     i32 specials[32];      /* register offsets of special registers, -1: unused (enum Special) */
     u32 grid[3], block[3], cluster[3];
-    u32 shared_bytes, static_bytes, local_bytes;
+    u32 shared_bytes, static_bytes, dynamic_align, local_bytes;
     i32 arch;              /* 80, 89, 90 */
     i32 check, exact;      /* checks on; tensor cores accumulate exactly in fp32 */
     i32 uses_wgmma, registers, resident;  /* resident: clusters that fit on the device at once */

@@ -122,10 +122,15 @@ static void enter_matrix(Machine *m, Warp *w, const Op *op, const Matrix *x, int
 }
 
 /* A swizzled tile's pattern must begin where the descriptor says: rows of the pattern are numbered by
- * address. */
+ * address. A tile in the midst of a pattern is right all the same when whoever wrote it numbered rows so too,
+ * as tensor copies and CuTe's layouts do. CUTLASS leaves tiles where its structures end, in dynamic shared
+ * memory that it does not align; elsewhere it is a mistake. */
 static void check_base(Machine *m, Warp *w, const Op *op, const Matrix *x, const char *which) {
     u32 row = x->start >> 7 & x->mask;
     if (!row || x->phase) return;
+    const Launch *a = &m->launch;
+    bool unaligned = a->dynamic_align < (x->mask + 1) * 128 && x->start >= SHARED_BASE + a->static_bytes;
+    if (unaligned && w->cta->phases >> row & 1) return;
     report(m, MISALIGNED, op, w, 0,
            "%s: %s is swizzled over %u bytes and starts at shared address 0x%x, in the middle of the "
            "%u-byte pattern: align the tile to it", wgmma_name(op), which, x->span, x->start,

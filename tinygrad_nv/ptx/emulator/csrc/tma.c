@@ -104,7 +104,10 @@ static u64 box_chunk(const Box *b, u64 at) {
 static bool place_box(Machine *m, Warp *w, const Op *op, int lane, u64 address, int kind, const Map *map,
                       Place *p) {
     u64 bytes = map->swizzle ? (map->bytes + 127) & ~127ull : map->bytes;
-    return async_place(m, w, op, lane, kind == WRITE ? SHARED_CLUSTER : SHARED, address, bytes, 128, kind, p);
+    int space = kind == WRITE ? SHARED_CLUSTER : SHARED;
+    if (!async_place(m, w, op, lane, space, address, bytes, 128, kind, p)) return false;
+    if (map->swizzle) p->region->cta->phases |= (u8)(1u << (address >> 7 & map->swizzle));
+    return true;
 }
 
 static void enter_rows(Machine *m, Who *who, const Box *b, int kind) {
