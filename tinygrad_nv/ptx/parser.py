@@ -47,7 +47,7 @@ class Parser(Operands):
             if token.text in IGNORED_LINES: self.skip_debug(token.text)
             elif token.text == ".version": self.out.version = self.version()
             elif token.text == ".target": self.out.target = self.target()
-            elif token.text == ".address_size": self.out.address_size = int(self.next().text)
+            elif token.text == ".address_size": self.out.address_size = self.size("an address size")
             elif token.text in LINKAGE: continue
             elif token.text in (".entry", ".func"): self.function(token.text == ".entry")
             elif token.text in SPACES: self.variable(token.text[1:], self.out.variables)
@@ -58,8 +58,23 @@ class Parser(Operands):
 
     def version(self) -> tuple[int, int]:
         """`.version 8.7`."""
-        major, _, minor = self.next().text.partition(".")
-        return int(major), int(minor or 0)
+        token = self.next()
+        if re.fullmatch(r"\d+\.\d+", token.text) is None:
+            raise self.fail(f"a version such as 8.7 is expected, {token.text!r} found", token.line)
+        major, _, minor = token.text.partition(".")
+        return int(major), int(minor)
+
+    def size(self, what: str) -> int:
+        """A constant that counts something: not negative."""
+        value = self.constant()
+        if not isinstance(value, int) or value < 0: raise self.fail(f"{what} of {value}")
+        return value
+
+    def alignment(self) -> int:
+        """What follows .align: a power of two."""
+        value = self.size("an alignment")
+        if value == 0 or value & (value - 1): raise self.fail(f"an alignment of {value}, no power of two")
+        return value
 
     def target(self) -> str:
         """`.target sm_90a, texmode_independent`: the architecture."""
@@ -94,12 +109,13 @@ class Parser(Operands):
         """`.align 16 .b8 name[256], other = {…};` after its state space."""
         align, kind, vector = 0, "", 1
         while (token := self.next()).kind == "directive":
-            if token.text == ".align": align = int(self.constant())
+            if token.text == ".align": align = self.alignment()
             elif token.text in (".v2", ".v4"): vector = int(token.text[2])
             elif token.text == ".ptr": pass
             elif token.text[1:] in WIDTHS: kind = token.text[1:]
             elif token.text not in (*LINKAGE, *SPACES, ".attribute", ".managed"):
                 raise self.fail(f"unknown directive {token.text} of a variable", token.line)
+        self.check_declared(token, kind)
         while True:
             name, size = token.text, max(WIDTHS[kind] // 8, 1) * vector
             extents = self.extents()
@@ -115,6 +131,11 @@ class Parser(Operands):
             token = self.next()
         self.expect(";")
 
+    def check_declared(self, token: Token, kind: str) -> None:
+        """A declaration needs a type before its name."""
+        if not kind: raise self.fail(f"{token.text or 'a variable'} is declared without a type", token.line)
+        if token.kind != "name": raise self.fail(f"a name is expected, {token.text!r} found", token.line)
+
     def extents(self) -> list[int]:
         """`[4][8]`; `[]` is [0]."""
         out = []
@@ -122,7 +143,7 @@ class Parser(Operands):
             if self.take("]"):
                 out.append(0)
                 continue
-            out.append(int(self.constant()))
+            out.append(self.size("an extent"))
             self.expect("]")
         return out
 
@@ -169,9 +190,10 @@ class Parser(Operands):
             if space not in ("param", "reg"): raise self.fail(f"parameters in state space .{space}")
             while (token := self.next()).kind == "directive":
                 if token.text == ".align":
-                    value = int(self.constant())
+                    value = self.alignment()
                     if not kind: align = value  # after .ptr it is the pointee's
                 elif token.text[1:] in WIDTHS: kind = token.text[1:]
+            self.check_declared(token, kind)
             size = WIDTHS[kind] // 8
             for extent in self.extents(): size *= extent
             align = align or WIDTHS[kind] // 8
@@ -256,7 +278,9 @@ class Parser(Operands):
         while True:
             name = self.next().text
             if self.take("<"):
-                self.scopes[-1].ranges[name] = (kind, int(self.next().text))
+                count = self.next()  # no expression: "<4>" has no comparison
+                if count.kind != "int": raise self.fail(f"a number is expected, {count.text!r} found")
+                self.scopes[-1].ranges[name] = (kind, int(count.text.rstrip("U"), 0))
                 self.expect(">")
             else: self.scopes[-1].registers[name] = Register(name + self.scopes[-1].suffix, kind)
             if not self.take(","): break
