@@ -1,8 +1,9 @@
 """Numbers, kernels and references for the tests of tensor-core instructions.
 
 Matrices of codes (unsigned ints, the bits of elements) are packed into registers with the index arrays of
-fragments.py, handed to a kernel of one instruction, and the accumulators come back as a matrix. `truncated` is the
-arithmetic of the hardware in Python integers, element by element.
+fragments.py, handed to a kernel of one instruction, and the accumulators come back as a matrix. `truncated`
+is the arithmetic of the hardware in Python integers, element by element.
+
 """
 from __future__ import annotations
 
@@ -37,18 +38,22 @@ def encode(values: np.ndarray, kind: str) -> np.ndarray:
 
 def decode(codes: np.ndarray, kind: str) -> np.ndarray:
     """Values (float64) of codes."""
-    if kind == "tf32": return (codes.astype(np.uint32) & np.uint32(0xffffe000)).view(np.float32).astype(np.float64)
+    if kind == "tf32":
+        return (codes.astype(np.uint32) & np.uint32(0xffffe000)).view(np.float32).astype(np.float64)
     if kind in TORCH:
         raw = codes.astype(np.uint8 if BITS[kind] == 8 else np.uint16)
-        return torch.from_numpy(raw.view(np.uint8 if BITS[kind] == 8 else np.int16)).view(TORCH[kind]).double().numpy()
+        signed = torch.from_numpy(raw.view(np.uint8 if BITS[kind] == 8 else np.int16))
+        return signed.view(TORCH[kind]).double().numpy()
     bits = BITS[kind]
     values = codes.astype(np.int64) & ((1 << bits) - 1)
-    return np.where((values >> (bits - 1) & 1) & (kind[0] == "s"), values - (1 << bits), values).astype(np.float64)
+    negative = (values >> (bits - 1) & 1) & (kind[0] == "s")
+    return np.where(negative, values - (1 << bits), values).astype(np.float64)
 
 
 def integers(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.ndarray:
     """Codes of random small integers that the type has exactly; all of its values for integer types."""
-    low, high = {"s8": (-128, 128), "u8": (0, 256), "s4": (-8, 8), "u4": (0, 16), "b1": (0, 2)}.get(kind, (-4, 5))
+    ranges = {"s8": (-128, 128), "u8": (0, 256), "s4": (-8, 8), "u4": (0, 16), "b1": (0, 2)}
+    low, high = ranges.get(kind, (-4, 5))
     return encode(rng.integers(low, high, shape), kind)
 
 
@@ -73,7 +78,8 @@ def numbers(raw: np.ndarray, kind: str) -> np.ndarray:
 
 def terms(codes: np.ndarray, kind: str) -> list[tuple[float, int]]:
     """Values and the exponents that alignment goes by."""
-    return [(float(x), max(math.frexp(x)[1] - 1, LEAST_EXPONENT[kind]) if x else -126) for x in decode(codes, kind)]
+    return [(float(x), max(math.frexp(x)[1] - 1, LEAST_EXPONENT[kind]) if x else -126)
+            for x in decode(codes, kind)]
 
 
 def rounded_to_zero(value: float, keep: int) -> float:
@@ -83,12 +89,14 @@ def rounded_to_zero(value: float, keep: int) -> float:
     return math.ldexp(math.trunc(math.ldexp(value, keep - exponent)), exponent - keep)
 
 
-def truncated(a: np.ndarray, b: np.ndarray, c: float, kinds: tuple[str, str], bits: int, step: int, keep: int = 23,
-              half: bool = False) -> float:
+def truncated(a: np.ndarray, b: np.ndarray, c: float, kinds: tuple[str, str], bits: int, step: int,
+              keep: int = 23, half: bool = False) -> float:
     """One element of A * B + C as tensor cores do it: a and b are codes of a row and a column."""
     left, right = terms(a, kinds[0]), terms(b, kinds[1])
     for k in range(0, len(left), step):
-        products = [(x * y, e + f) for (x, e), (y, f) in zip(left[k:k + step], right[k:k + step], strict=True)]
+        if math.isinf(c): return c  # a step has overflowed
+        pairs = zip(left[k:k + step], right[k:k + step], strict=True)
+        products = [(x * y, e + f) for (x, e), (y, f) in pairs]
         products.append((c, max(math.frexp(c)[1] - 1, -126) if c else -126))
         top = max(e for _, e in products)
         total = sum(math.trunc(math.ldexp(x, bits - top)) for x, _ in products)
@@ -162,7 +170,8 @@ def sparsify(rng: np.random.Generator, codes: np.ndarray, kind: str) -> Sparse:
 
 # **** kernels ****
 
-HEADER = ".version 9.0\n.target {arch}\n.address_size 64\n.visible .entry kernel(.param .u64 in, .param .u64 out)\n"
+HEADER = (".version 9.0\n.target {arch}\n.address_size 64\n"
+          ".visible .entry kernel(.param .u64 in, .param .u64 out)\n")
 
 
 def listed(name: str, count: int) -> str:
@@ -171,12 +180,13 @@ def listed(name: str, count: int) -> str:
 
 
 def warp_kernel(instruction: str, sources: dict[str, int], results: int, arch: str, kind: str = "b32") -> str:
-    """A kernel of one warp: registers %NAMEi of `sources` (name → count) come from `in` [register][lane], those
-    of %d go to `out`."""
+    """A kernel of one warp: registers %NAMEi of `sources` (name → count) come from `in` [register][lane],
+    those of %d go to `out`."""
     size = 8 if kind == "b64" else 4
     move = kind if kind == "b32" else "f64"
     lines = [HEADER.format(arch=arch), "{", ".reg .b64 %in, %out;", ".reg .b32 %t;", ".reg .b64 %o;",
-             f".reg .{move} %d<{results + 1}>;", *(f".reg .{move} %{name}<{n + 1}>;" for name, n in sources.items()),
+             f".reg .{move} %d<{results + 1}>;",
+             *(f".reg .{move} %{name}<{n + 1}>;" for name, n in sources.items()),
              "ld.param.u64 %in, [in];", "ld.param.u64 %out, [out];", "mov.u32 %t, %tid.x;",
              f"mul.wide.u32 %o, %t, {size};", "add.u64 %in, %in, %o;", "add.u64 %out, %out, %o;"]
     names = [f"%{name}{i}" for name, n in sources.items() for i in range(n)]
@@ -216,14 +226,15 @@ class Mma:
         sparse = f".{self.sparse}" if self.sparse else ""
         tail = self.modifiers if "popc" in self.modifiers else ""
         head = "" if tail else self.modifiers
-        return (f"mma{sparse}.sync.aligned.m{self.m}n{self.n}k{self.k}.row.col{head}.{self.d}.{self.a}.{self.b}.{self.d}"
-                f"{tail}")
+        return (f"mma{sparse}.sync.aligned.m{self.m}n{self.n}k{self.k}.row.col{head}"
+                f".{self.d}.{self.a}.{self.b}.{self.d}{tail}")
 
     def counts(self) -> tuple[int, int, int]:
         """Registers of D, A and B."""
         size = 64 if self.a == "f64" else 32
         stored = self.k // 2 if self.sparse else self.k
-        return (self.m * self.n // 32 // (2 if self.d == "f16" else 1), self.m * stored * BITS[self.a] // 32 // size,
+        return (self.m * self.n // 32 // (2 if self.d == "f16" else 1),
+                self.m * stored * BITS[self.a] // 32 // size,
                 self.k * self.n * BITS[self.b] // 32 // size)
 
     def ptx(self) -> str:
@@ -231,12 +242,15 @@ class Mma:
         sources = {"a": na, "b": nb, "c": nd, **({"e": 1} if self.sparse else {})}
         tail = f", %e0, {self.selector}" if self.sparse else ""
         operands = ", ".join(listed(x, y) for x, y in (("d", nd), ("a", na), ("b", nb), ("c", nd)))
-        return warp_kernel(f"{self.name} {operands}{tail};", sources, nd, self.arch, "b64" if self.a == "f64" else "b32")
+        kind = "b64" if self.a == "f64" else "b32"
+        return warp_kernel(f"{self.name} {operands}{tail};", sources, nd, self.arch, kind)
 
-    def run(self, a: np.ndarray, b: np.ndarray, c: np.ndarray, metadata: np.ndarray | None = None) -> np.ndarray:
+    def run(self, a: np.ndarray, b: np.ndarray, c: np.ndarray,
+            metadata: np.ndarray | None = None) -> np.ndarray:
         """D's words from codes of A (what is stored of it) and B, and C's words."""
         bits = BITS[self.a]
-        sources = [pack(a, a_fragment(bits, self.m, a.shape[1]), bits), pack(b, b_fragment(bits, self.k), bits),
+        sources = [pack(a, a_fragment(bits, self.m, a.shape[1]), bits),
+                   pack(b, b_fragment(bits, self.k), bits),
                    pack_accumulator(c, self.d)]
         if metadata is not None: sources.append(pack_metadata(metadata, bits, self.k, self.selector))
         got = run_warp(self.ptx(), sources, self.counts()[0], self.arch, self.exact)

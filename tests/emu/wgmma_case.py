@@ -1,7 +1,9 @@
 """Kernels of one warpgroup around wgmma, and shared-memory images laid out as descriptors say.
 
-A kernel copies an image from global to shared memory with ordinary stores, fences it for the async proxy, and runs
-one wgmma (or what `body` says) on it; accumulators come from and go to global memory as [register][thread].
+A kernel copies an image from global to shared memory with ordinary stores, fences it for the async proxy,
+and runs one wgmma (or what `body` says) on it; accumulators come from and go to global memory as
+[register][thread].
+
 """
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class Tile:
         mn, k = np.ogrid[:codes.shape[0], :codes.shape[1]]
         at = self.start + matrix_offset(mn, k, self.major, self.span, size, self.leading, self.stride)
         for byte in range(size):
-            image[swizzle(0x400 + at + byte, self.span) - 0x400] = codes >> np.uint32(8 * byte) & np.uint32(255)
+            where = swizzle(0x400 + at + byte, self.span) - 0x400
+            image[where] = codes >> np.uint32(8 * byte) & np.uint32(255)
 
 
 def tile(start: int, major: Major, span: int, size: int, mn: int, k: int) -> Tile:
@@ -69,8 +72,9 @@ class Wgmma:
 
     @property
     def name(self) -> str:
-        return (f"wgmma.mma_async{'.sp' if self.sparse else ''}.sync.aligned.m64n{self.n}k{self.k}.{self.d}.{self.a}."
-                f"{self.b}{'.and.popc' if self.a == 'b1' else ''}{'.satfinite' if self.satfinite else ''}")
+        tail = ".and.popc" * (self.a == "b1") + ".satfinite" * self.satfinite
+        return (f"wgmma.mma_async{'.sp' * self.sparse}.sync.aligned.m64n{self.n}k{self.k}"
+                f".{self.d}.{self.a}.{self.b}{tail}")
 
     @property
     def stored(self) -> int:
@@ -82,7 +86,7 @@ class Wgmma:
         return self.n // (4 if self.d == "f16" else 2)
 
     def instruction(self, a: str, b: str, d: str = "d") -> str:
-        """The instruction with its operands: `a`, `b` descriptors (or A's vector), %{d}0 … the accumulators."""
+        """The instruction with its operands: `a`, `b` descriptors (or A's vector), %{d}0 … accumulators."""
         words = [listed(d, self.results()), a, b]
         if self.sparse: words += ["%e0", str(self.selector)]
         words.append(self.scale)
@@ -201,8 +205,8 @@ def registers_of(case: Wgmma, x: Operands) -> np.ndarray:
     return np.concatenate(parts, axis=1)
 
 
-def launch(case: Wgmma, x: Operands, body: str | None = None, seed: int = 0, exact: bool = False, check: bool = True,
-           image: np.ndarray | None = None, tiles: tuple[Tile | None, Tile] | None = None,
+def launch(case: Wgmma, x: Operands, body: str | None = None, seed: int = 0, exact: bool = False,
+           check: bool = True, image: np.ndarray | None = None, tiles: tuple[Tile | None, Tile] | None = None,
            smem: int | None = None) -> tuple[np.ndarray, Report]:
     """D's words [64, n], and the report."""
     emu = Emulator(seed=seed, exact=exact, check=check)
@@ -210,8 +214,9 @@ def launch(case: Wgmma, x: Operands, body: str | None = None, seed: int = 0, exa
     left, right = tiles or case.tiles()
     out = emu.alloc(np.zeros((case.results(), THREADS), np.uint32))
     report = emu.launch(kernel(case, body), 1, THREADS,
-                        [emu.alloc(image), emu.alloc(registers_of(case, x)), out, left.descriptor if left else 0,
-                         right.descriptor, image.nbytes], dynamic_smem=image.nbytes if smem is None else smem)
+                        [emu.alloc(image), emu.alloc(registers_of(case, x)), out,
+                         left.descriptor if left else 0, right.descriptor, image.nbytes],
+                        dynamic_smem=image.nbytes if smem is None else smem)
     parts = out.numpy().reshape(case.results(), 4, 32)
     return np.concatenate([unpack_accumulator(parts[:, p], 16, case.n, case.d) for p in range(4)]), report
 

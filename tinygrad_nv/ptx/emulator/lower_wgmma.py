@@ -4,7 +4,6 @@ from __future__ import annotations
 from tinygrad_nv.ptx.emulator.lower_tensor import (
     BITS,
     ELEMENTS,
-    MIXES,
     RESULTS,
     SATURATE,
     SELECTOR,
@@ -18,9 +17,6 @@ from tinygrad_nv.ptx.emulator.lowering import Lowering, lowers
 from tinygrad_nv.ptx.syntax import Immediate, Instruction, Operand, Register, Vector
 
 NEGATE_A, NEGATE_B, MN_A, MN_B = 1 << 8, 1 << 9, 1 << 10, 1 << 11
-ACCUMULATORS = {"f16": ("f32", "f16"), "bf16": ("f32",), "tf32": ("f32",), "e4m3": ("f32", "f16"),
-                "e5m2": ("f32", "f16"), "s8": ("s32",), "u8": ("s32",), "b1": ("s32",)}
-INTEGER_N = (8, 16, 24, *range(32, 257, 16))
 
 
 def constant(low: Lowering, operand: Operand, what: str, allowed: tuple[int, ...]) -> int:
@@ -28,14 +24,6 @@ def constant(low: Lowering, operand: Operand, what: str, allowed: tuple[int, ...
     if not isinstance(operand, Immediate) or int(operand.value) not in allowed:
         raise low.fail(f"{what} must be a constant", " or ".join(map(str, allowed)))
     return int(operand.value)
-
-
-def check_shape(low: Lowering, element: str, m: int, n: int, k: int, sparse: bool) -> None:
-    """Legal shapes: m64, k 256 bits (512 when sparse), n a multiple of 8 (of 16 for most integer ones)."""
-    depth = 256 // BITS[element] * (2 if sparse else 1)
-    columns = INTEGER_N if ACCUMULATORS[element] == ("s32",) else tuple(range(8, 257, 8))
-    if m != 64 or k != depth or n not in columns:
-        raise low.fail(f"shape m{m}n{n}k{k} for .{element}", f"m64nNk{depth}, N a multiple of 8 up to 256")
 
 
 def descriptor(low: Lowering, operand: Operand, what: str) -> int:
@@ -63,14 +51,8 @@ def tail_flags(low: Lowering, tail: tuple[Operand, ...], element: str, from_regi
 def mma_async(low: Lowering, instruction: Instruction) -> None:
     """`wgmma.mma_async{.sp}.sync.aligned.SHAPE.D.A.B d, a, b-desc{, meta, sel}, scale-d{, …};`."""
     m, n, k = shape(low)
-    kinds = [x for x in instruction.modifiers if x in ELEMENTS or x in RESULTS]
-    if len(kinds) != 3: raise low.fail(f"{len(kinds)} types", "three: of D, A and B")
-    d, a, b = kinds
-    if a not in ACCUMULATORS or (a != b and not any({a, b} <= mix for mix in MIXES)):
-        raise low.fail(f".{a} times .{b}", "types that wgmma multiplies")
-    if d not in ACCUMULATORS[a]: raise low.fail(f"an accumulator of type .{d}", " or ".join(ACCUMULATORS[a]))
+    d, a, b = (x for x in instruction.modifiers if x in ELEMENTS or x in RESULTS)
     sparse = low.has("sp")
-    check_shape(low, a, m, n, k, sparse)
     out, left, right, *tail = instruction.operands
     places = registers(low, out, n // (4 if d == "f16" else 2), "b32", "D", written=True)
     from_registers = isinstance(left, Vector)

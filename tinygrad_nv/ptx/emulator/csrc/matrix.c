@@ -176,8 +176,8 @@ HANDLER(wmma_mma) {
         for (int i = 0; i < words; i++)  /* B's fragment is stored as its transpose, n by k */
             dot_tile.raw_b[i * ld + j] = fragment_code(w, places + nd + na, bits, n, words, j, i);
     for (int first = 0; first < rows; first += DOT_ROWS) {
-        Dot d = {.a = op->width, .b = op->vector, .result = result, .rows = rows - first < 16 ? rows : 16,
-                 .n = n, .k = k, .saturate = op->flags & MMA_SATURATE, .c = c[first], .ldc = 32};
+        Dot d = {.a = op->width, .b = op->vector, .result = result, .rows = rows < 16 ? rows : 16, .n = n,
+                 .k = k, .saturate = op->flags & MMA_SATURATE, .c = c[first], .ldc = 32};
         for (int i = 0; i < d.rows; i++)
             for (int j = 0; j < words; j++)
                 dot_tile.raw_a[i][j] = fragment_code(w, places + nd, bits, rows, words, first + i, j);

@@ -199,7 +199,8 @@ void tensor_check_registers(Machine *m, Warp *w, const Op *op) {
         report_pair(m, WGMMA_HAZARD, op, w, 0, holder_line(m, t, written), -1, -1,
                     t->held[written >> 7] & 0xffff
                     ? "an accumulator of a wgmma in flight is written: wgmma.wait_group must come first"
-                    : "a register that is part of A of a wgmma in flight is written: wgmma.wait_group must come first");
+                    : "a register that is part of A of a wgmma in flight is written: wgmma.wait_group must "
+                      "come first");
 }
 
 /* **** checks at issue **** */
