@@ -78,3 +78,28 @@ def test_barrier_within_halves_of_a_warp(seed: int) -> None:
         setp.lt.u32 %p1, %r2, 3;
         @%p1 bra AGAIN;"""), block=64, seed=seed)
     assert "barrier" in kinds(report)
+
+
+# **** the ends of bodies, and what no machine has ****
+
+@pytest.mark.parametrize("body", ["", "A:", ".reg .b32 %x;", "{ }"])
+def test_empty_body(body: str) -> None:
+    """It does nothing."""
+    text = f".version 8.0\n.target sm_90a\n.address_size 64\n.visible .entry k() {{ {body} }}\n"
+    assert launch(text, block=64, grid=3).findings == []
+
+
+@pytest.mark.parametrize("guard", ["@%p0", "@!%p0"])
+def test_body_that_ends_with_a_guarded_instruction(guard: str) -> None:
+    """Lanes for which the guard is false return as well."""
+    emu = Emulator()
+    out = emu.alloc(np.zeros(32, np.int32))
+    text = module(f"""
+        ld.param.b64 %d0, [out];
+        mov.u32 %r0, %tid.x;
+        setp.lt.u32 %p0, %r0, 10;
+        mad.wide.u32 %d0, %r0, 4, %d0;
+        {guard} st.global.b32 [%d0], %r0;""", ".param .b64 out").replace("ret;", "")
+    assert emu.launch(text, 1, 32, [out]).findings == []
+    lanes = np.arange(32)
+    assert (out.numpy() == np.where((lanes < 10) == (guard == "@%p0"), lanes, 0)).all()

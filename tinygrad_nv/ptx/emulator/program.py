@@ -87,7 +87,8 @@ def lower(module: Module, function: Function, addresses: dict[str, int]) -> Prog
         low.ops[-1].counts = True
         for op in low.ops[starts[-1]:]: op.aligned |= "aligned" in instruction.modifiers
     end = len(low.ops)
-    if function.body: low.emit("exit")  # a body that runs off its end returns
+    # a body that runs off its end returns, whatever the guard of its last instruction
+    low.ops.append(OpRecord("exit", line=low.current.line if low.current else function.line))
     starts.append(end)
     resolve(low, {name: starts[at] for name, at in function.labels.items()})
     relocate(low)
