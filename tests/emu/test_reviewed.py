@@ -103,3 +103,13 @@ def test_body_that_ends_with_a_guarded_instruction(guard: str) -> None:
     assert emu.launch(text, 1, 32, [out]).findings == []
     lanes = np.arange(32)
     assert (out.numpy() == np.where((lanes < 10) == (guard == "@%p0"), lanes, 0)).all()
+
+
+@pytest.mark.parametrize(("body", "parameters"), [
+    (".local .align 4 .b8 depot[2147483648];", ""), ("", ".param .align 8 .b8 p[40000]"),
+    (".local .align 4 .b8 depot[-16];", ""), (".shared .align 12 .b8 s[16];", ""),
+    (".shared .b8;", ""), (".shared s[4];", ""), (".reg .b32 %x<%y>;", "")])
+def test_declarations_that_cannot_be(body: str, parameters: str) -> None:
+    """An error before anything runs, that names the line."""
+    with pytest.raises(PTXError) as error: launch(module(body, parameters), bytes(40000))
+    assert error.value.line > 0

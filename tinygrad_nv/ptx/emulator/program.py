@@ -24,6 +24,7 @@ for _family in pkgutil.iter_modules([str(Path(__file__).parent)]):
 
 OP = struct.Struct("<Qq14iI4BHHi")
 RELATIVE = 1 << 24  # places above it are relative to the end of the constants
+LOCAL_LIMIT = 512 << 10  # bytes a thread (CUDA C++ Programming Guide, "Technical Specifications")
 FIELDS = ("a", "b", "c", "e")
 # warps must be whole at these: what PTX calls .aligned, and instructions that imply it
 ALIGNED = ("aligned",)
@@ -73,6 +74,7 @@ def lower(module: Module, function: Function, addresses: dict[str, int]) -> Prog
     `PTXError` with the line of an instruction that is not emulated."""
     shared, static_bytes, align = shared_layout(module, function)
     local, local_bytes = layout(v for v in function.variables.values() if v.space == "local")
+    check_sizes(module, function, local_bytes)
     low = Lowering(function, module.target, addresses, shared, local,
                    {**module.variables, **function.variables})
     starts = []
@@ -112,6 +114,17 @@ def known(instruction: Instruction) -> Lower:
                        "an instruction the emulator knows",
                        "see tinygrad_nv/ptx/emulator/lower_*.py for how to add it")
     return made
+
+
+def check_sizes(module: Module, function: Function, local_bytes: int) -> None:
+    """Local memory and parameters that no device has are `PTXError`s (shared memory: see check_launch)."""
+    if local_bytes > LOCAL_LIMIT:
+        raise PTXError(f"{local_bytes} bytes of local memory a thread in {function.name}", function.line,
+                       f"at most {LOCAL_LIMIT}")
+    limit = 4352 if module.version < (8, 1) else 32764
+    if function.parameter_bytes > limit:
+        raise PTXError(f"{function.parameter_bytes} bytes of parameters of {function.name}", function.line,
+                       f"at most {limit} in PTX {module.version[0]}.{module.version[1]}")
 
 
 def layout(variables: object) -> tuple[dict[str, int], int]:
