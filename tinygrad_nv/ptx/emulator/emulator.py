@@ -30,6 +30,7 @@ from tinygrad_nv.ptx.emulator.arguments import (
     triple,
 )
 from tinygrad_nv.ptx.emulator.calls import expanded
+from tinygrad_nv.ptx.emulator.lowering import WORKSPACE, WORKSPACE_BYTES
 from tinygrad_nv.ptx.emulator.native import TRACE, Counters, Launch, Library, Region, library
 from tinygrad_nv.ptx.emulator.program import Program, lower
 from tinygrad_nv.ptx.emulator.report import KINDS, Finding, Report, Site, Stats
@@ -162,6 +163,7 @@ class Emulator:
                 # variables without an initial value are zero
                 data = np.frombuffer(variable.data.ljust(max(variable.nbytes, 1), b"\0"), np.uint8)
                 addresses[variable.name] = self.alloc(data).ptr
+            if "%envreg" in text: addresses[WORKSPACE] = self.alloc(np.zeros(WORKSPACE_BYTES, np.uint8)).ptr
             self.modules[key] = Loaded(module, addresses)
         return self.modules[key]
 

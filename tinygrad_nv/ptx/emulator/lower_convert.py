@@ -16,7 +16,15 @@ from tinygrad_nv.ptx.emulator.lower_operate import (
     operate,
     source,
 )
-from tinygrad_nv.ptx.emulator.lowering import SPACES, SPECIALS, WIDTHS, Lowering, lowers, special_number
+from tinygrad_nv.ptx.emulator.lowering import (
+    GRID_WORKSPACE,
+    SPACES,
+    SPECIALS,
+    WIDTHS,
+    Lowering,
+    lowers,
+    special_number,
+)
 from tinygrad_nv.ptx.syntax import Immediate, Instruction, Operand, Register, Sink, Symbol, Vector
 
 TYPES = ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64", "f16", "bf16", "f32", "f64", "tf32", "e4m3",
@@ -121,7 +129,8 @@ def move(low: Lowering, instruction: Instruction) -> None:
     d = dest(low, to, kind)
     if isinstance(a, Vector): return pack(low, d, a, kind)
     if isinstance(a, Symbol): return low.symbol_address(a, d, WIDTHS[kind] == 8)
-    if isinstance(a, Register) and a.kind == "special": return move_special(low, d, a.name[1:], kind)
+    if isinstance(a, Register) and a.kind == "special" and a.name[1:] not in GRID_WORKSPACE:
+        return move_special(low, d, a.name[1:], kind)
     name = {0: "mov_pred", 8: "mov_b64", 16: "mov_b128"}.get(WIDTHS[kind], "mov_b32")
     low.emit(name, d=d, a=source(low, a, kind))
     return None

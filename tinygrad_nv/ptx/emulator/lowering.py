@@ -37,6 +37,10 @@ SPECIALS = ("tid.x", "tid.y", "tid.z", "ctaid.x", "ctaid.y", "ctaid.z", "laneid"
             "clusterid.y", "clusterid.z", "cluster_ctaid.x", "cluster_ctaid.y", "cluster_ctaid.z",
             "cluster_ctarank", "smid", "lanemask_eq", "lanemask_lt", "lanemask_le", "lanemask_gt",
             "lanemask_ge", "shared_origin")
+# where a grid's barrier is, which cooperative groups take from the driver: a variable that no module
+# declares, its address in two registers
+WORKSPACE, WORKSPACE_BYTES = "grid workspace", 8
+GRID_WORKSPACE = {"envreg1": 32, "envreg2": 0}
 Lower = Callable[["Lowering", Instruction], None]
 REGISTRY: dict[str, Lower] = {}
 
@@ -52,11 +56,12 @@ def lowers(*keys: str) -> Callable[[Lower], Lower]:
 
 
 def lowering_of(instruction: Instruction) -> Lower | None:
-    """The lowering whose key is the longest prefix of the opcode."""
+    """The lowering whose key is the longest prefix of the opcode, or whose words it has in another order."""
     words = (instruction.mnemonic, *instruction.modifiers)
     for length in range(len(words), 0, -1):
         if (found := REGISTRY.get(".".join(words[:length]))) is not None: return found
-    return None
+    fit = [key for key in REGISTRY if key.split(".")[0] == words[0] and set(key.split(".")) <= set(words)]
+    return REGISTRY[max(fit, key=lambda key: key.count("."))] if fit else None
 
 
 @dataclass
@@ -167,6 +172,8 @@ class Lowering:
         """A special register read as a source. 64-bit readers get it widened."""
         name = operand.name.removeprefix("%")
         if name in SPECIALS: place = self.special(name)
+        elif name in GRID_WORKSPACE:
+            return self.constant(self.addresses[WORKSPACE] >> GRID_WORKSPACE[name] & 0xffffffff, WIDTHS[kind])
         else:
             place = self.scratch("b64" if WIDTHS[kind] == 8 else "b32")
             self.emit("special", d=place, more=special_number(name, self), flags=int(WIDTHS[kind] == 8))
