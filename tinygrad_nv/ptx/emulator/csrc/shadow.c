@@ -134,10 +134,13 @@ static const char *deed(Id id, bool wrote) {
     return id_strong(id) ? "an atomic access" : wrote ? "a write" : "a read";
 }
 
-static int kind_of(Id a, Id b) {
-    u32 x = id_actor(a) % ACTORS, y = id_actor(b) % ACTORS;
-    if ((x >= ACTOR_WGMMA && x < ACTOR_BULK) || (y >= ACTOR_WGMMA && y < ACTOR_BULK)) return WGMMA_HAZARD;
-    return id_async(a) || id_async(b) ? ASYNC_HAZARD : RACE;
+/* A conflict is of the kind of what was not waited for: of a wgmma, of a copy, or of a thread. */
+static bool is_wgmma(Id id) { return id_actor(id) % ACTORS / 32 == ACTOR_WGMMA / 32; }
+
+static int kind_of(Id me, Id other) {
+    if (is_wgmma(other)) return WGMMA_HAZARD;
+    if (is_wgmma(me)) return id_async(other) ? ASYNC_HAZARD : RACE;
+    return id_async(me) || id_async(other) ? ASYNC_HAZARD : RACE;
 }
 
 /* The CTA of an id, as a number in the grid. */
