@@ -104,6 +104,7 @@ def test_memory():
     with pytest.raises(PTXError, match="an allocation of -1 bytes"): emu.alloc(-1)
     with pytest.raises(PTXError, match="an allocation of a list"): emu.alloc([1, 2])  # type: ignore[arg-type]
     buffer = emu.alloc(16)
-    with pytest.raises(PTXError, match="8 bytes written to a buffer of 16"): buffer.write(np.zeros(8, np.uint8))
+    with pytest.raises(PTXError, match="8 bytes written to a buffer of 16"):
+        buffer.write(np.zeros(8, np.uint8))
     emu.free(buffer)
     with pytest.raises(PTXError, match="freed twice"): emu.free(buffer)

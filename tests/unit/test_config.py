@@ -44,4 +44,5 @@ def test_every_setting_is_read_somewhere_and_nothing_is_read_without_a_row():
     sources = [path.read_text() for path in PACKAGE.rglob("*.py") if path.name != "config.py"]
     read = {name for source in sources for name in re.findall(r'config\.get\("((?:NV|EMU)\w*)"\)', source)}
     assert read == {setting.name for setting in config.SETTINGS}
-    assert not [name for source in sources for name in re.findall(r'environ(?:\.get\(|\[)"((?:NV|EMU)\w*)"', source)]
+    around = re.compile(r'environ(?:\.get\(|\[)"((?:NV|EMU)\w*)"')
+    assert not [name for source in sources for name in around.findall(source)]
