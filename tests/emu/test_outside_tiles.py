@@ -52,6 +52,32 @@ def test_a_store_by_all_lanes_is_one_store(copy: str, seed: int) -> None:
         assert out.tolist() == list(range(64))
 
 
+@pytest.mark.parametrize("copy", [TENSOR, PLAIN])
+def test_a_warp_that_parted_is_whole_after_a_barrier(copy: str) -> None:
+    """Thread 0 waits long for another block, as CUTLASS's stream-K does; the others have gone ahead to the
+    barrier, but the store after it is one."""
+    lone = """
+    .reg .b32 %cta, %spin; mov.u32 %cta, %ctaid.x; setp.ne.u32 %p, %cta, 0; @%p bra OTHER;
+    setp.ne.u32 %p, %t, 0; @%p bra TOGETHER;
+SPIN: ld.acquire.gpu.u32 %spin, [%d2+512]; setp.eq.u32 %p, %spin, 0; @%p bra SPIN;
+TOGETHER: bar.sync 1, 32;
+    """ + copy + """
+    cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; bra END;
+OTHER: mov.u32 %spin, 0;
+DELAY: add.u32 %spin, %spin, 1; setp.lt.u32 %p, %spin, 200000; @%p bra DELAY;
+    setp.eq.u32 %p, %t, 0; @%p st.release.gpu.u32 [%d2+512], 1; bra END;
+    """
+    for seed in range(4):
+        emu = Emulator(arch="sm_90a", seed=seed)
+        out = emu.alloc(np.zeros(256, np.uint32))
+        text = HEAD + STORE.replace("COPY", lone).replace("WAIT", "")
+        tile = TensorMap.tiled(out, box=(4, 16), dims=(4, 16), strides=(64, 4))
+        report = emu.launch(text, 2, 64, [tile, out], dynamic_smem=256)
+        assert not report.findings
+        assert report.stats.asynchronous_bytes == 256
+        assert out.numpy()[:64].tolist() == list(range(64))
+
+
 def test_stores_of_different_lanes_still_race() -> None:
     """Lanes that store different sources to one place."""
     copy = "and.b32 %a3, %t, 1; mad.lo.u32 %a1, %a3, 16, %a1;\n" + PLAIN.replace("256", "128")
@@ -154,3 +180,17 @@ def test_copies_that_arrive_at_an_mbarrier_need_no_fence(seed: int) -> None:
     """CUTLASS's cp.async mainloop goes from their arrival to wgmma; ordinary stores do need one."""
     assert not rows_summed(COPIED_TILE, 9216, 1024, seed)
     assert {f.kind for f in rows_summed(STORED_TILE, 9216, 1024, seed)} == {"proxy-fence"}
+
+
+def test_a_fence_for_no_map() -> None:
+    """CUTLASS's grouped kernels acquire a null map in warps that have none."""
+    text = """
+    .visible .entry k(.param .u64 out) {
+        .reg .b64 %d; mov.u64 %d, 0;
+        fence.proxy.tensormap::generic.acquire.gpu [%d], 128;
+        ld.param.u64 %d, [out]; st.global.u32 [%d], 7; ret; }
+    """
+    emu = Emulator(arch="sm_90a")
+    out = emu.alloc(np.zeros(1, np.uint32))
+    assert not emu.launch(HEAD + text, 1, 1, [out]).findings
+    assert out.numpy()[0] == 7

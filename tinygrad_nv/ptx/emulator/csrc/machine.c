@@ -26,13 +26,24 @@ static void stamp(Machine *m, Warp *w, const Op *op) {
     for (i32 i = 1; i <= list[0]; i++) w->stamps[list[i] >> 7] = w->fence_epoch;
 }
 
+/* All lanes of a warp that have come to one place go on together, wherever they parted. */
+static void regroup(Warp *w) {
+    for (i32 i = 1; i < w->group_count; i++) if (w->groups[i].pc != w->groups[0].pc) return;
+    w->groups[0].mask = w->alive, w->groups[0].join = -1;
+    w->group_count = 1, w->current = 0, w->waiting = 0;
+    for (i32 i = 0; i < 2 * LANES; i++) w->joins[i].mask = 0;
+}
+
 static void advance(Warp *w, i32 by) {
     if (w->gathered) {
+        u32 lanes = 0;
         for (i32 i = 0; i < w->group_count; i++)
             if (w->groups[i].mask & w->gathered) {
                 Group *g = &w->groups[i];
                 g->pc += by, g->blocked = g->forced = g->partial = g->ticket = 0;
+                lanes |= g->mask;
             }
+        if (lanes == w->alive && w->group_count > 1) regroup(w);
         w->gathered = 0;
         return;
     }

@@ -182,14 +182,19 @@ HANDLER(tensormap_copy) {
 }
 
 /* fence.proxy.tensormap::generic.acquire [a], 128: what was released with the map is known, and the map's
- * reader sees what this warp knows of global memory. */
+ * reader sees what this warp knows of global memory. Nothing is read: CUTLASS's warps that have no map name 0. */
 HANDLER(tensormap_acquire) {
     u64 address[LANES], offset;
     Region *r;
     addresses(w, op, address);
-    int lane = lowest(mask);
-    if (locate(m, w, op, lane, GENERIC, address[lane], MAP_BYTES, 1, &r, &offset) && r)
-        clock_location(m, w, r, offset, true, false, true, false);
+    u32 left = mask;
+    while (left) {
+        int lane = lowest(left);
+        EACH if (address[l] == address[lane]) left &= ~(1u << l);
+        if (!address[lane]) continue;
+        if (locate(m, w, op, lane, GENERIC, address[lane], MAP_BYTES, 1, &r, &offset) && r)
+            clock_location(m, w, r, offset, true, false, true, false);
+    }
     clock_fence(m, w, true, false);
     clock_proxy_fence(m, w, false, true);
     return NEXT;
