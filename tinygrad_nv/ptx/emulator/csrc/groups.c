@@ -175,8 +175,8 @@ static void read_text(Machine *m, Warp *w, const Op *op, int lane, u64 address, 
     out[n] = 0;
 }
 
-/* __assertfail: the list has the places in local memory of its parameters: message, file, line, function, size
- * of a character. */
+/* __assertfail: the list has the places in local memory of its parameters: message, file, line, function,
+ * size of a character. */
 HANDLER(assertfail) {
     const i32 *list = m->launch.lists + op->list;
     char text[3][80];
