@@ -113,3 +113,20 @@ def test_declarations_that_cannot_be(body: str, parameters: str) -> None:
     """An error before anything runs, that names the line."""
     with pytest.raises(PTXError) as error: launch(module(body, parameters), bytes(40000))
     assert error.value.line > 0
+
+
+# **** loops that never wait ****
+
+@pytest.mark.parametrize("body", [
+    "cp.async.ca.shared.global [s], [%d0], 16; cp.async.commit_group;",
+    "cp.async.bulk.prefetch.L2.global [%d0], 16; cp.async.ca.shared.global [s], [%d0], 4;",
+    "wgmma.fence.sync.aligned; wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 "
+    "{%r4, %r5, %r6, %r7}, %d1, %d1, 0, 1, 1, 0, 0;"])
+def test_work_in_flight_is_bounded(body: str) -> None:
+    """What a loop issues without ever waiting for it does not pile up: this took minutes."""
+    emu = Emulator(step_limit=100_000)
+    source = emu.alloc(np.zeros(16, np.uint8))
+    report = emu.launch(module(f".shared .align 16 .b8 s[1024]; mov.b64 %d1, 64; ld.param.b64 %d0, [a];\n"
+                               f"L: {body} bra L;", ".param .b64 a"), 1, 128, [source])
+    assert "deadlock" in kinds(report)
+    assert report.seconds < 60

@@ -253,6 +253,7 @@ struct Machine {
     i32 cluster_count, cluster_room, window;
     u32 next_cluster, cluster_total;
     Async *async, **async_end;
+    i32 async_count;
     i32 actors;               /* of a cluster: length of its clocks */
     struct Shadow *shadow;
     Warp *running;

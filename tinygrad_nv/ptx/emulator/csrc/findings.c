@@ -20,16 +20,24 @@ i32 cta_number(const Machine *m, const Cta *c) {
 
 /* **** findings **** */
 
+/* Counts a finding that has been entered; false: it is new. (Before words are made: a bug in a loop is reported
+ * again and again.) */
+static bool known_finding(Machine *m, int kind, i32 line, i32 other_line) {
+    for (i32 i = 0; i < m->finding_count; i++) {
+        Finding *f = &m->findings[i];
+        if (f->kind != kind || f->line != line || f->other != other_line) continue;
+        f->count += f->count < INT32_MAX;
+        return true;
+    }
+    return m->finding_count == MAX_FINDINGS;
+}
+
 void report_pair(Machine *m, int kind, const Op *op, const Warp *w, int lane, int other_line, int other_cta,
                  int other_thread, const char *text) {
     if (!m->launch.check && kind != OUT_OF_BOUNDS && kind != MISALIGNED && kind != DEADLOCK
         && kind != BARRIER) return;
     i32 line = op ? op->line : 0;
-    for (i32 i = 0; i < m->finding_count; i++) {
-        Finding *f = &m->findings[i];
-        if (f->kind == kind && f->line == line && f->other == other_line) { f->count++; return; }
-    }
-    if (m->finding_count == MAX_FINDINGS) return;
+    if (known_finding(m, kind, line, other_line)) return;
     Finding *f = &m->findings[m->finding_count++];
     *f = (Finding){kind, line, other_line, w ? cta_number(m, w->cta) : -1, other_cta,
                    w ? (i32)warp_thread(w, lane) : -1, other_thread, 1, ""};
@@ -39,6 +47,7 @@ void report_pair(Machine *m, int kind, const Op *op, const Warp *w, int lane, in
 void report(Machine *m, int kind, const Op *op, const Warp *w, int lane, const char *format, ...) {
     char text[256];
     va_list list;
+    if (known_finding(m, kind, op ? op->line : 0, 0)) return;
     va_start(list, format);
     vsnprintf(text, sizeof text, format, list);
     va_end(list);

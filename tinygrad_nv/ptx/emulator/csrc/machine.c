@@ -15,7 +15,8 @@
 #include "clusters.c"
 
 enum { MORE, DONE, STUCK, LIMIT };
-enum { JOIN_PATIENCE = 4096, WINDOW = 4, FORCED_ROUNDS = 3, SPINNING = 1 << 13, LONG_RUN = 1 << 22 };
+enum { JOIN_PATIENCE = 4096, WINDOW = 4, FORCED_ROUNDS = 3, SPINNING = 1 << 13, LONG_RUN = 1 << 22,
+       ASYNC_MOST = 4096 };
 
 /* **** turns **** */
 
@@ -128,6 +129,7 @@ static bool run_warp(Machine *m, Warp *w, u32 quantum) {
 
 /* Early completions, as the seed has it: seeds divisible by four leave everything as late as it can be. */
 static void some_asynchrony(Machine *m, Warp *w) {
+    while (m->async_count > ASYNC_MOST) complete_at(m, &m->async);  /* a loop that never waits */
     if (m->launch.seed % 4) {
         if (m->async && random_u64(m) % 8 == 0) complete_any(m, NULL);
         if (w->in_flight && random_u64(m) % 16 == 0) tensor_complete(m, w, w->wgmma_groups);

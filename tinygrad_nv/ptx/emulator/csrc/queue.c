@@ -11,6 +11,7 @@ Async *async_add(Machine *m, Async a) {
     made->born = m->steps;
     *m->async_end = made;
     m->async_end = &made->next;
+    m->async_count++;
     a.warp->cta->cluster->pending++;
     return made;
 }
@@ -19,6 +20,7 @@ Async *async_add(Machine *m, Async a) {
 static void complete_at(Machine *m, Async **link) {
     Async *a = *link;
     *link = a->next;
+    m->async_count--;
     if (m->async_end == &a->next) m->async_end = link;
     a->complete(m, a);
     a->warp->cta->cluster->pending--;

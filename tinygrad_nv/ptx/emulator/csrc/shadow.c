@@ -160,6 +160,7 @@ static void conflict(Machine *m, const Who *who, Id me, Id other, bool wrote, bo
     char text[256];
     u32 family = id_actor(other) % ACTORS;
     const Op *op = &m->launch.ops[other & 0x3fffff];
+    if (known_finding(m, kind, who->op->line, op->line)) return;
     i32 thread = family < ACTOR_MBARRIER ? (i32)(family % 32) * LANES + id_lane(other) : -1;
     const char *why = kind == PROXY_FENCE ? "has not passed a fence.proxy.async" : "is not ordered before";
     snprintf(text, sizeof text, "%s of %s memory at %#llx: %s (line %d, CTA %d) %s", deed(me, write),

@@ -16,7 +16,7 @@
 #include "core.h"
 #include "descriptor.c"
 
-enum { POISON = 0x7fffffff };
+enum { POISON = 0x7fffffff, PRODUCTS_MOST = 1024 };
 
 /* The accumulators of products in flight: `matrix` is f32 or s32 [16][ldc]. */
 typedef struct Accumulator {
@@ -250,6 +250,8 @@ HANDLER(wgmma) {
     if (m->launch.check) check_fence(m, w, op);
     if (op->a >= 0) check_matrix(m, w, op, a, false);
     check_matrix(m, w, op, b, true);
+    /* a loop that never waits */
+    if (t->count >= PRODUCTS_MOST) tensor_retire(m, w, t->queue[t->first].group);
     Accumulator *c = accumulator_take(m, w, t, op);
     Product *p = queue_push(t);
     *p = (Product){.op = op, .a = a, .b = b, .accumulator = c, .group = w->wgmma_groups + 1,
