@@ -171,8 +171,8 @@ HANDLER(bulk_load) {
 }
 
 /* Lanes whose store is that of `lane`, in the same group. The same bytes written twice are written once: a
- * warp whose operands are uniform issues one copy on hardware, and CUTLASS's epilogues store from whole warps.
- * Reductions are done for each. */
+ * warp whose operands are uniform issues one copy on hardware, and CUTLASS's epilogues store from whole
+ * warps. Reductions are done for each. */
 static u32 twins(const Machine *m, const Warp *w, const Op *op, u32 mask, int lane, const u64 *address) {
     u32 same = 0;
     const i32 *list = m->launch.lists + op->list;

@@ -182,7 +182,7 @@ HANDLER(tensormap_copy) {
 }
 
 /* fence.proxy.tensormap::generic.acquire [a], 128: what was released with the map is known, and the map's
- * reader sees what this warp knows of global memory. Nothing is read: CUTLASS's warps without a map name 0. */
+ * reader sees what this warp knows of global memory. Nothing is read: CUTLASS's warps with no map name 0. */
 HANDLER(tensormap_acquire) {
     u64 address[LANES], offset;
     Region *r;
