@@ -130,3 +130,46 @@ def test_work_in_flight_is_bounded(body: str) -> None:
                                f"L: {body} bra L;", ".param .b64 a"), 1, 128, [source])
     assert "deadlock" in kinds(report)
     assert report.seconds < 60
+
+
+# **** lanes of one warp ****
+
+COPY = """
+    .shared .align 16 .b8 s[512];
+    ld.param.b64 %d0, [a]; ld.param.b64 %d1, [out];
+    mov.u32 %r0, %tid.x; mov.u32 %r1, s;
+    mad.lo.u32 %r2, %r0, 16, %r1; mad.wide.u32 %d0, %r0, 16, %d0; mad.wide.u32 %d1, %r0, 4, %d1;
+    cp.async.cg.shared.global [%r2], [%d0], 16;
+    cp.async.wait_all;
+    SYNC
+    xor.b32 %r3, %r0, OTHER; mad.lo.u32 %r3, %r3, 16, %r1;
+    ld.shared.b32 %r4, [%r3+4];
+    st.global.b32 [%d1], %r4;"""
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("sync", "other", "found"), [
+    ("", 1, {"async-hazard"}), ("bar.warp.sync -1;", 1, set()), ("bar.sync 0;", 31, set()), ("", 0, set())])
+def test_copies_of_other_lanes(sync: str, other: int, found: set[str], seed: int) -> None:
+    """cp.async.wait_all waits for a thread's own copies: what other lanes of its warp copied takes a barrier."""
+    emu = Emulator(seed=seed)
+    values = np.arange(128, dtype=np.int32)
+    out = emu.alloc(np.zeros(32, np.int32))
+    text = module(COPY.replace("SYNC", sync).replace("OTHER", str(other)), ".param .b64 a, .param .b64 out")
+    assert kinds(emu.launch(text, 1, 32, [emu.alloc(values), out])) == found
+    assert (out.numpy() == values.reshape(32, 4)[np.arange(32) ^ other, 1]).all()
+
+
+@pytest.mark.parametrize(("collective", "found"), [
+    ("match.any.sync.b32 %r9, 5, -1;", set()), ("", {"race"}), ("shfl.sync.idx.b32 %r9, %r0, 0, 31, -1;", {"race"})])
+def test_elected_lane_invalidates_what_all_used(collective: str, found: set[str]) -> None:
+    """As libcu++'s pipelines end; a shuffle does not order memory."""
+    report = launch(module(f"""
+        .shared .align 8 .b8 bar[8];
+        mov.u32 %r0, %tid.x; setp.ne.u32 %p0, %r0, 0;
+        @!%p0 mbarrier.init.shared::cta.b64 [bar], 32;
+        bar.warp.sync -1;
+        mbarrier.arrive.shared::cta.b64 _, [bar];
+        {collective}
+        @!%p0 mbarrier.inval.shared::cta.b64 [bar];"""))
+    assert kinds(report) == found

@@ -182,6 +182,12 @@ void clock_fence(Machine *m, Warp *w, bool acquire, bool release) {
     sparse_from(w, w->clock->published);
 }
 
+/* cp.asyncs that the warp knows to be complete are so for the lanes in mask, whichever lane waited for them. */
+static void copies_become_seen(Warp *w, u32 mask) {
+    u32 complete = part(w->clock, KNOWN)[actor_of(w, ACTOR_COPY)];
+    ACTIVE w->copies_seen[l] = complete;
+}
+
 /* Barriers end here too. They also take in what relaxed reads saw: CUDA's own pattern of the last block
  * (atomicInc by one thread, then __syncthreads) has no fence between the two. */
 void lanes_sync(Machine *m, Warp *w, u32 mask) {
@@ -189,6 +195,7 @@ void lanes_sync(Machine *m, Warp *w, u32 mask) {
     take_pending(w);
     tick(w);
     ACTIVE w->lane_sync[l] = w->now;
+    copies_become_seen(w, mask);
 }
 
 /* **** locations: atomics, acquire loads, release stores **** */

@@ -126,6 +126,7 @@ struct Warp {
     /* checks */
     u32 now;            /* own clock */
     Clock *clock;       /* what this warp knows to have happened */
+    u32 copies_seen[LANES];  /* other lanes' cp.asyncs up to this clock are complete and ordered before this lane's */
     u32 lane_sync[LANES];  /* other lanes' accesses before this clock are ordered before this lane's */
     u32 fence_epoch;    /* wgmma.fence count */
     /* per 128 bytes of registers: fence_epoch when last written by an ordinary instruction */

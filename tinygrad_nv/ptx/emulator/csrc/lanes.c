@@ -81,7 +81,8 @@ HANDLER(vote) {
     return NEXT;
 }
 
-/* **** match **** */
+/* **** match: it orders memory among its lanes, as libcu++ has it (the lane that invalidates the barriers of a
+ * pipeline which all have used is elected so); PTX says nothing, and the other collectives do not **** */
 
 static inline u64 matched_value(const Warp *w, const Op *op, int l) {
     return op->wide ? r64(w, op->a)[l] : r32(w, op->a)[l];
@@ -98,6 +99,7 @@ HANDLER(match_any) {
     u32 out[LANES] = {0};
     ACTIVE out[l] = equals(w, op, together(&p, l), l);
     put32(w, op->d, out, mask);
+    lanes_sync(m, w, mask);
     /* libcu++ elects with it the thread that ends a pipeline's barriers, after all uses by the others */
     lanes_sync(m, w, p.here);
     return NEXT;
@@ -115,6 +117,7 @@ HANDLER(match_all) {
     }
     put32(w, op->d, out, mask);
     if (also >= 0) put_pred(w, also, agree, mask);
+    lanes_sync(m, w, mask);
     return NEXT;
 }
 

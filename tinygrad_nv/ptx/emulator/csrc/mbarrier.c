@@ -153,6 +153,7 @@ static void release_published(Machine *m, const Warp *w, Clock *into) {
 static void acquire_lanes(Machine *m, Warp *w, u32 mask, Clock *from) {
     if (!m->launch.check) return;
     clock_acquire(m, w, from);
+    copies_become_seen(w, mask);
     u32 since = part(from, KNOWN)[own(w)] + 1;
     ACTIVE if (w->lane_sync[l] < since) w->lane_sync[l] = since;
 }

@@ -115,10 +115,11 @@ static bool ordered(const Who *who, Id id, u32 clock) {
     const Warp *w = who->warp;
     u32 cluster = id_cluster(id), actor = id_actor(id);
     bool same_warp = cluster == w->cta->cluster->sequence && actor == actor_of(w, 0);
-    /* a thread's own cp.asyncs: those it waited for, whatever the other lanes of the warp did */
-    bool own_copy = actor == actor_of(w, ACTOR_COPY) && id_lane(id) == who->lane;
-    if (own_copy && cluster == w->cta->cluster->sequence && clock <= w->copy_done[who->lane]
-        + w->copy_arrivals) return true;
+    if (cluster == w->cta->cluster->sequence && actor == actor_of(w, ACTOR_COPY)) {
+        /* a thread's own cp.asyncs: those it waited for; other lanes' ones: those of before they synchronised */
+        bool waited = id_lane(id) == who->lane && clock <= w->copy_done[who->lane] + w->copy_arrivals;
+        return waited || clock <= w->copies_seen[who->lane];
+    }
     if (!same_warp) return knows(w, cluster, actor, clock, KNOWN);
     if (id_lane(id) == who->lane && !id_many(id)) return true;
     return clock < w->lane_sync[who->lane];
