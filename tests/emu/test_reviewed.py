@@ -151,7 +151,7 @@ COPY = """
 @pytest.mark.parametrize(("sync", "other", "found"), [
     ("", 1, {"async-hazard"}), ("bar.warp.sync -1;", 1, set()), ("bar.sync 0;", 31, set()), ("", 0, set())])
 def test_copies_of_other_lanes(sync: str, other: int, found: set[str], seed: int) -> None:
-    """cp.async.wait_all waits for a thread's own copies: what other lanes of its warp copied takes a barrier."""
+    """cp.async.wait_all waits for a thread's own copies: those of other lanes take a barrier."""
     emu = Emulator(seed=seed)
     values = np.arange(128, dtype=np.int32)
     out = emu.alloc(np.zeros(32, np.int32))
@@ -161,7 +161,8 @@ def test_copies_of_other_lanes(sync: str, other: int, found: set[str], seed: int
 
 
 @pytest.mark.parametrize(("collective", "found"), [
-    ("match.any.sync.b32 %r9, 5, -1;", set()), ("", {"race"}), ("shfl.sync.idx.b32 %r9, %r0, 0, 31, -1;", {"race"})])
+    ("match.any.sync.b32 %r9, 5, -1;", set()), ("", {"race"}),
+    ("shfl.sync.idx.b32 %r9, %r0, 0, 31, -1;", {"race"})])
 def test_elected_lane_invalidates_what_all_used(collective: str, found: set[str]) -> None:
     """As libcu++'s pipelines end; a shuffle does not order memory."""
     report = launch(module(f"""
