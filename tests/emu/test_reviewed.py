@@ -174,3 +174,31 @@ def test_elected_lane_invalidates_what_all_used(collective: str, found: set[str]
         {collective}
         @!%p0 mbarrier.inval.shared::cta.b64 [bar];"""))
     assert kinds(report) == found
+
+
+# **** large numbers ****
+
+def test_more_clusters_than_the_checker_tells_apart() -> None:
+    """A thread knows its own write also in CTA 2^20 and beyond."""
+    emu = Emulator()
+    out = emu.alloc(4 * 1_050_000)
+    report = emu.launch(module("""
+        ld.param.b64 %d0, [out]; mov.u32 %r0, %ctaid.x; mad.wide.u32 %d0, %r0, 4, %d0;
+        st.global.b32 [%d0], %r0; ld.global.b32 %r1, [%d0];""", ".param .b64 out"), 1_050_000, 1, [out])
+    assert report.findings == []
+    assert (out.numpy().view(np.int32) == np.arange(1_050_000)).all()
+
+
+@pytest.mark.parametrize("address", ["0xffffffffffffffff", "%d0+99999999999999999999",
+                                     "0x7fffffffffffffff+0x7fffffffffffffff"])
+def test_addresses_wrap(address: str) -> None:
+    """Constant addresses are taken modulo 2^64, and out of bounds there."""
+    report = launch(module(f"mov.b64 %d0, 0; ld.global.u8 %r0, [{address}];"))
+    assert kinds(report) == {"out-of-bounds"}
+
+
+@pytest.mark.parametrize("dynamic", [-1, 1.5, "1"])
+def test_dynamic_shared_memory_is_a_number_of_bytes(dynamic: object) -> None:
+    """Anything else is an error that names it."""
+    with pytest.raises(PTXError, match="dynamic_smem"):
+        Emulator().launch(module(""), 1, 32, dynamic_smem=dynamic)  # type: ignore[arg-type]

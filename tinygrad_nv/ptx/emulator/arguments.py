@@ -57,7 +57,6 @@ def check_launch(arch: str, module: Module, program: Program, grid: Triple, bloc
     if size > 1 and number < 90: raise PTXError(f"cluster={cluster} on {arch}", 0, "no cluster below sm_90")
     if any(g % c for g, c in zip(grid, cluster, strict=True)):
         raise PTXError(f"grid={grid} is not a multiple of cluster={cluster}", 0, "whole clusters")
-    if dynamic < 0: raise PTXError(f"dynamic_smem={dynamic}", 0, "a number of bytes ≥ 0")
     if shared > SHARED_LIMIT[number]:
         raise PTXError(f"{shared} bytes of shared memory ({shared - dynamic} static, {dynamic} dynamic)", 0,
                        f"at most {SHARED_LIMIT[number]} on {arch}", "use smaller tiles or fewer stages")

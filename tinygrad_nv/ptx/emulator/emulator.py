@@ -116,6 +116,7 @@ class Emulator:
             raise PTXError(f"an allocation of a {type(what).__name__}", 0,
                            "a numpy array, or a number of bytes")
         array = np.ascontiguousarray(what)
+        if array.dtype.hasobject: raise PTXError("an allocation of Python objects", 0, "an array of numbers")
         return self._place(array.reshape(-1).view(np.uint8).copy(), None, np.shape(what), array.dtype)
 
     def _place(self, data: np.ndarray, valid: np.ndarray | None, shape: tuple[int, ...],
@@ -144,7 +145,9 @@ class Emulator:
         function = self._entry(loaded.module, entry)
         program = self._program(loaded, function)
         shape = triple(grid, "grid"), triple(block, "block"), triple(cluster, "cluster")
-        shared = program.static_bytes + dynamic_smem
+        if not isinstance(dynamic_smem, int | np.integer) or dynamic_smem < 0:
+            raise PTXError(f"dynamic_smem={dynamic_smem!r}", 0, "a number of bytes ≥ 0")
+        shared = program.static_bytes + int(dynamic_smem)
         shape = check_launch(self.arch, loaded.module, program, *shape, shared, dynamic_smem)
         parameters = pack_arguments(function, args)
         began = time.perf_counter()

@@ -302,5 +302,6 @@ READ_AT_RUN = ("clock", "clock64", "clock_hi", "globaltimer", "globaltimer_lo", 
 
 def special_number(name: str, low: Lowering) -> int:
     """The number op_special knows a special register by."""
-    if name not in READ_AT_RUN: raise low.fail(f"special register %{name} is not emulated")
+    if name not in READ_AT_RUN:
+        raise low.fail(f"%{name} is not declared, and no special register that is emulated")
     return READ_AT_RUN.index(name)

@@ -62,11 +62,16 @@ class Program:
                 lists += values
             aligned = record.aligned | record.counts << 1
             packed += OP.pack(
-                handler(record.handler), record.imm, record.d, record.a, record.b, record.c, record.e,
-                record.guard, places[0], len(record.list), record.target, record.join, record.line,
+                handler(record.handler), signed64(record.imm), record.d, record.a, record.b, record.c,
+                record.e, record.guard, places[0], len(record.list), record.target, record.join, record.line,
                 record.source, places[1], places[2], record.flags, record.guard_negated, aligned,
                 record.space, record.wide, record.width, record.vector, record.more)
         return bytes(packed), lists
+
+
+def signed64(value: int) -> int:
+    """An integer as its 64 bits are read: addresses wrap."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def lower(module: Module, function: Function, addresses: dict[str, int]) -> Program:

@@ -77,7 +77,7 @@ static void start_cluster(Machine *m) {
     Cluster *k = calloc(1, sizeof *k);
     u32 number = m->next_cluster++, nx = a->grid[0] / a->cluster[0], ny = a->grid[1] / a->cluster[1];
     k->id[0] = number % nx, k->id[1] = number / nx % ny, k->id[2] = number / nx / ny;
-    k->sequence = number + 1;
+    k->sequence = 1 + number % CLUSTERS_TOLD_APART;
     k->size = k->live = (i32)(a->cluster[0] * a->cluster[1] * a->cluster[2]);
     k->ctas = calloc((size_t)k->size, sizeof *k->ctas);
     k->clock[0] = clock_new(m), k->clock[1] = clock_new(m);

@@ -29,7 +29,8 @@ typedef int64_t i64;
 typedef float f32;
 typedef double f64;
 
-enum { LANES = 32, MAX_WARPS = 32, NAMED_BARRIERS = 16, SHARED_BASE = 0x400, RANK_SHIFT = 24 };
+enum { LANES = 32, MAX_WARPS = 32, NAMED_BARRIERS = 16, SHARED_BASE = 0x400, RANK_SHIFT = 24,
+      CLUSTERS_TOLD_APART = (1 << 20) - 1 };
 enum { NEXT, JUMPED, BLOCKED, YIELD };
 enum { READ, WRITE, ATOMIC };
 enum { GENERIC, GLOBAL, SHARED, SHARED_CLUSTER, LOCAL, CONST, PARAM };
@@ -170,7 +171,7 @@ struct Cta {
 };
 
 struct Cluster {
-    u32 sequence;       /* number of the cluster in the order of launch, from 1 */
+    u32 sequence;       /* number of the cluster in the order of launch, from 1; a million on, it comes again */
     u32 id[3];
     i32 size;           /* CTAs */
     Cta *ctas;
