@@ -1,11 +1,15 @@
 """Tiles: what is computed, how, and the kernels that do it.
 
 Read in this order:
-  spec.py       `GemmSpec`: a matrix product and its epilogue, by extents, strides and dtypes
-  schedule.py   `Schedule`: tiles, warps and stages, and what makes one impossible
-  layout.py     where elements lie in shared memory
-  ops.py        what a CTA does with tiles: copy, load fragments, multiply, finish, store
-  templates/    one kernel family a file, written in these
+  spec.py        `GemmSpec`: a matrix product, by extents, strides and dtypes
+  expression.py  what happens to a sum before it is stored
+  schedule.py    `Schedule`: template, tiles, warps and stages
+  legality.py    what makes one impossible (legal_*.py: for each template)
+  kernel.py      `GemmKernel`: PTX and how it is launched
+  layout.py      where elements lie in shared memory
+  ops.py         what a CTA does with tiles: copy, load fragments
+  epilogue.py    expressions in instructions
+  templates/     one kernel family a file, written in these
 
 Nothing here knows of tinygrad's graphs. A template's kernel runs on the emulator as it runs on a GPU.
 """

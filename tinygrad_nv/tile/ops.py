@@ -14,7 +14,7 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Shared, Value
 from tinygrad_nv.tile.layout import MASKS, SharedTile
-from tinygrad_nv.tile.spec import Epilogue, Operand
+from tinygrad_nv.tile.spec import Operand
 
 CHUNK = 16  # bytes a thread copies at a time
 NAMES = {dtypes.bfloat16: "bf16", dtypes.float16: "f16"}
@@ -46,7 +46,7 @@ class TileCopy:
     operand: Operand
     pointer: Value
     first: Value
-    extent: int
+    extent: Value | int
     depth: int
     block_mn: int
     block_k: int
@@ -168,37 +168,6 @@ class Fragments:
         bits, plain = byte % span, byte // span * self.tile.rows * span + row * span
         if bits not in self.bases: self.bases[bits] = self.stage + (self.base ^ bits)
         return self.k.ldmatrix(self.bases[bits].at(plain), 4, trans=self.mn_major)
-
-
-# **** after the sum ****
-
-def activated(k: Kernel, x: Value, name: str) -> Value:
-    """An activation of a float32. exp(-x) is ex2(-x log2 e); tanh(y) = 1 - 2 / (1 + exp(2y))."""
-    if name == "relu":
-        made = k.reg("f32")
-        k.emit("max.f32", made, x, 0.0)
-        return made
-    if name in ("silu",
-                "quick_gelu"): return x / (exponential(k,
-                                                       x * (-1.702 if name == "quick_gelu" else -1.0)) + 1.0)
-    assert name == "gelu_tanh", name
-    inner = x * 0.7978845608028654 * (x * x * 0.044715 + 1.0)  # sqrt(2 / pi)
-    return x - x / (exponential(k, inner * 2.0) + 1.0)
-
-
-def exponential(k: Kernel, x: Value) -> Value:
-    """exp of a float32, by ex2.approx (2 ulp)."""
-    made = k.reg("f32")
-    k.emit("ex2.approx.f32", made, x * 1.4426950408889634)
-    return made
-
-
-def finished(k: Kernel, x: Value, epilogue: Epilogue, bias: Value | None, residual: Value | None) -> Value:
-    """The epilogue of one sum; bias and residual as float32."""
-    if epilogue.scale != 1.0: x = x * epilogue.scale
-    if bias is not None: x = x + bias
-    if epilogue.activation: x = activated(k, x, epilogue.activation)
-    return x if residual is None else x + residual
 
 
 def shared_ring(k: Kernel, name: str, tile: SharedTile, depth: int) -> Shared:

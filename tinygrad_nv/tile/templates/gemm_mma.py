@@ -9,27 +9,16 @@ for any extents, strides and alignment.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from tinygrad.dtype import dtypes
-
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.ops import NAMES, Fragments, TileCopy, finished, shared_ring
-from tinygrad_nv.tile.schedule import Schedule, require
+from tinygrad_nv.tile.epilogue import finished, loaded, stored
+from tinygrad_nv.tile.expression import Load
+from tinygrad_nv.tile.kernel import GemmKernel
+from tinygrad_nv.tile.legality import require
+from tinygrad_nv.tile.ops import NAMES, Fragments, TileCopy, shared_ring
+from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec
 
 DEFAULT = Schedule()
-
-
-@dataclass(frozen=True)
-class GemmKernel:
-    """A kernel and how it is launched. Parameters: out, a, b, then bias and residual where the epilogue has
-    them, all pointers to device memory aligned to 16 bytes."""
-    name: str
-    ptx: str
-    grid: tuple[int, int, int]
-    threads: int
-    dynamic_smem: int
 
 
 def gemm_mma(spec: GemmSpec, schedule: Schedule = DEFAULT, arch: str = "sm_80") -> GemmKernel:
@@ -37,8 +26,9 @@ def gemm_mma(spec: GemmSpec, schedule: Schedule = DEFAULT, arch: str = "sm_80") 
     require(schedule, spec, arch)
     k = Kernel("gemm_mma", arch=arch, threads=schedule.threads)
     _Writer(k, spec, schedule).write()
-    grid = (-(-spec.m // schedule.block_m), -(-spec.n // schedule.block_n), spec.batch)
-    return GemmKernel("gemm_mma", k.ptx(), grid, schedule.threads, k.dynamic_smem)
+    grid = (-(-spec.m // schedule.block_m), -(-spec.n // schedule.block_n), spec.matrices)
+    return GemmKernel("gemm_mma", k.ptx(), grid, schedule.threads, k.dynamic_smem,
+                      rows_of_cta=schedule.block_m if spec.symbolic else 0)
 
 
 class _Writer:
@@ -48,23 +38,34 @@ class _Writer:
         self.k, self.spec, self.schedule = k, spec, schedule
         self.warp_m, self.warp_n = schedule.block_m // schedule.warps_m, schedule.block_n // schedule.warps_n
         self.kind = NAMES[spec.a.dtype]
-        self.out, self.a, self.b = (self.batched(k.pointer(name), stride, size) for name, stride, size in (
-            ("out", spec.batch_stride, spec.out.itemsize), ("a", spec.a.batch, spec.a.dtype.itemsize),
-            ("b", spec.b.batch, spec.b.dtype.itemsize)))
-        self.bias = k.pointer("bias") if spec.epilogue.bias else None
-        self.residual = (self.batched(k.pointer("residual"), spec.batch_stride, spec.out.itemsize)
-                         if spec.epilogue.residual else None)
+        out, a, b = (k.pointer(name) for name in ("out", "a", "b"))
+        self.extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
+        self.rows = k.param("m", "u32") if spec.symbolic else k.reg("u32", spec.m)
+        self.batch = self.indices()
+        self.out, self.a, self.b = (
+            pointer + self.batched(place.batch, place.offset) * place.dtype.itemsize
+            for pointer, place in ((out, spec.out), (a, spec.a), (b, spec.b)))
 
-    def batched(self, pointer: Value, stride: int, size: int) -> Value:
-        """The pointer to this CTA's matrix of the batch."""
-        if self.spec.batch == 1 or stride == 0: return pointer
-        return pointer + self.k.ctaid.z.to("u64") * (stride * size)
+    def indices(self) -> list[Value]:
+        """This CTA's index along each dimension of the batch."""
+        made, rest = [], self.k.ctaid.z
+        for extent in reversed(self.spec.batch):
+            made.append(rest % extent)
+            rest = rest // extent
+        return made[::-1]
+
+    def batched(self, strides: tuple[int, ...], offset: int) -> Value:
+        """Elements before this CTA's matrix: u64."""
+        at = self.k.reg("u64", offset)
+        for index, stride in zip(self.batch, strides, strict=True):
+            if stride: at = at + index.to("u64") * stride
+        return at
 
     def write(self) -> None:
         """The whole kernel."""
         k, spec, s = self.k, self.spec, self.schedule
         first_m, first_n = k.ctaid.x * s.block_m, k.ctaid.y * s.block_n
-        copies = (TileCopy(k, spec.a, self.a, first_m, spec.m, spec.k, s.block_m, s.block_k),
+        copies = (TileCopy(k, spec.a, self.a, first_m, self.rows.to("s32"), spec.k, s.block_m, s.block_k),
                   TileCopy(k, spec.b, self.b, first_n, spec.n, spec.k, s.block_n, s.block_k))
         rings = [shared_ring(k, f"{name}_ring", copy.tile, s.depth) for name,
                  copy in zip("ab", copies, strict=True)]
@@ -116,42 +117,29 @@ class _Writer:
     def store(self, first_m: Value, first_n: Value, sums: list[list[list[Value]]]) -> None:
         """Registers 2h, 2h + 1 of a product are columns 2q, 2q + 1 of row g + 8h, g = lane / 4, q = lane %
         4."""
-        k, spec, lane = self.k, self.spec, self.k.special("laneid")
+        k, lane = self.k, self.k.special("laneid")
         column = first_n + lane % 4 * 2
         for i, row in enumerate(sums):
             for half in range(2):
                 m = first_m + lane // 4 + (16 * i + 8 * half)
-                with k.comment(f"rows {16 * i + 8 * half} and on of the warp's tile"), k.if_(m < spec.m):
-                    start = m.to("u64") * spec.rows + column.to("u64")
-                    row_bias = self.loaded(self.bias, m.to("u64")) if spec.epilogue.bias == "row" else None
+                with k.comment(f"rows {16 * i + 8 * half} and on of the warp's tile"), k.if_(m < self.rows):
                     for j, cell in enumerate(row):
-                        self.store_pair(start + 8 * j, column + 8 * j, cell[2 * half:2 * half + 2], row_bias)
+                        for one in range(2): self.store_one(m, column + (8 * j + one), cell[2 * half + one])
 
-    def store_pair(self, at: Value, column: Value, pair: list[Value], row_bias: Value | None) -> None:
-        """Two neighbours of a row, each when it is inside."""
+    def store_one(self, m: Value, n: Value, value: Value) -> None:
+        """One element, when it is inside."""
         k, spec = self.k, self.spec
-        for offset, value in enumerate(pair):
-            with k.if_(column + offset < spec.n):
-                bias = row_bias
-                if spec.epilogue.bias == "column": bias = self.loaded(self.bias, (column + offset).to("u64"))
-                residual = self.loaded(self.residual, at + offset) if self.residual is not None else None
-                done = finished(k, value, spec.epilogue, bias, residual)
-                self.store_one(self.out + (at + offset) * spec.out.itemsize, done)
+        with k.if_(n < spec.n):
+            done = finished(k, spec.epilogue, [value], lambda load: self.loaded(load, m, n),
+                            lambda axis: self.position(axis, m, n))
+            at = m.to("u64") * spec.out.m + n.to("u64") * spec.out.n
+            stored(k, self.out + at * spec.out.dtype.itemsize, done, spec.out.dtype)
 
-    def loaded(self, pointer: Value | None, index: Value) -> Value:
-        """An element of the result's dtype as float32."""
-        assert pointer is not None
-        k, dtype = self.k, self.spec.out
-        place = (pointer + index * dtype.itemsize).at()
-        if dtype == dtypes.float32: return k.ld("global", "f32", place)[0]
-        (half,), wide = k.ld("global", "b16", place), k.reg("f32")
-        k.emit(f"cvt.f32.{NAMES[dtype]}", wide, half)
-        return wide
+    def loaded(self, load: Load, m: Value, n: Value) -> Value:
+        """An element of a parameter of the epilogue."""
+        at = self.batched(load.batch, load.offset) + m.to("u64") * load.m + n.to("u64") * load.n
+        return loaded(self.k, self.extras[load.parameter], at, load.dtype)
 
-    def store_one(self, address: Value, value: Value) -> None:
-        """One element, rounded to the result's dtype."""
-        k, dtype = self.k, self.spec.out
-        if dtype == dtypes.float32: return k.st("global", "f32", address.at(), value)
-        half = k.reg("b16")
-        k.emit(f"cvt.rn.{NAMES[dtype]}.f32", half, value)
-        return k.st("global", "b16", address.at(), half)
+    def position(self, axis: str | int, m: Value, n: Value) -> Value:
+        """An index of the element, as s32."""
+        return (m if axis == "m" else n if axis == "n" else self.batch[int(axis)]).to("s32")

@@ -1,0 +1,194 @@
+"""What happens to a sum before it is stored: an expression over sums, loads and constants, element by
+element.
+
+Protocol: expressions are frozen trees, equal when they compute the same in the same way. Every node has the
+dtype the graph gave it and its value is rounded to that dtype, as tinygrad's own kernels do: a float16 `add`
+is a float32 addition of the two, rounded to float16 (which is the correctly rounded sum, as 24 ≥ 2 · 11 + 2
+bits). Booleans are results of `less` and `not_equal`. Positions are int32.
+
+`walk` visits each node once, arguments first. `loads` and `parameters` say what an expression reads.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from tinygrad.dtype import DType, dtypes
+
+from tinygrad_nv.errors import SpecError
+
+# operations and how many arguments they have
+ARITY = {"add": 2, "sub": 2, "mul": 2, "max": 2, "min": 2, "reciprocal": 1, "exp2": 1, "log2": 1, "sqrt": 1,
+         "sin": 1, "less": 2, "not_equal": 2, "and": 2, "or": 2, "xor": 2, "where": 3, "cast": 1}
+
+
+class Expression:
+    """A node. Operators make nodes of the left side's dtype; a Python number becomes a constant of it."""
+    dtype: DType
+
+    def _with(self, op: str, other: Expression | float, swap: bool = False) -> Apply:
+        right = other if isinstance(other, Expression) else Constant(other, self.dtype)
+        args = (right, self) if swap else (self, right)
+        return Apply(op, args, dtypes.bool if op in ("less", "not_equal") else self.dtype)
+
+    def __add__(self, other: Expression | float) -> Apply: return self._with("add", other)
+
+    def __sub__(self, other: Expression | float) -> Apply: return self._with("sub", other)
+
+    def __mul__(self, other: Expression | float) -> Apply: return self._with("mul", other)
+
+    def __lt__(self, other: Expression | float) -> Apply: return self._with("less", other)
+
+    def __gt__(self, other: Expression | float) -> Apply: return self._with("less", other, swap=True)
+
+    def maximum(self, other: Expression | float) -> Apply: return self._with("max", other)
+
+    def reciprocal(self) -> Apply: return Apply("reciprocal", (self,), self.dtype)
+
+    def exp2(self) -> Apply: return Apply("exp2", (self,), self.dtype)
+
+    def cast(self, dtype: DType) -> Expression:
+        return self if dtype == self.dtype else Apply("cast", (self,), dtype)
+
+
+@dataclass(frozen=True)
+class Sum(Expression):
+    """The sum of products of this element; of part `part` where the right operand has several."""
+    dtype: DType = dtypes.float32
+    part: int = 0
+
+
+@dataclass(frozen=True)
+class Load(Expression):
+    """An element of the further parameter number `parameter`, at `offset + m · row + n · column + batch`
+    strides, in elements: a bias has stride 0 along rows, a residual neither."""
+    parameter: int
+    dtype: DType
+    m: int
+    n: int
+    batch: tuple[int, ...] = ()
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Constant(Expression):
+    """A number of the dtype."""
+    value: float | int | bool
+    dtype: DType = dtypes.float32
+
+
+@dataclass(frozen=True)
+class Position(Expression):
+    """The index of this element along rows, columns, or a dimension of the batch."""
+    axis: Literal["m", "n"] | int
+    dtype: DType = dtypes.int32
+
+
+@dataclass(frozen=True)
+class Apply(Expression):
+    """An operation of `ARITY`. `where` takes a condition first."""
+    op: str
+    args: tuple[Expression, ...]
+    dtype: DType
+
+    def __post_init__(self) -> None:
+        if ARITY.get(self.op) != len(self.args):
+            raise SpecError(f"operation {self.op!r} with {len(self.args)} arguments",
+                            f"one of {', '.join(f'{op}/{n}' for op, n in ARITY.items())}")
+
+
+def walk(root: Expression, seen: set[Expression] | None = None) -> Iterator[Expression]:
+    """Every node once, arguments before those that use them."""
+    seen = set() if seen is None else seen
+    if root in seen: return
+    seen.add(root)
+    if isinstance(root, Apply):
+        for arg in root.args: yield from walk(arg, seen)
+    yield root
+
+
+def loads(root: Expression) -> tuple[Load, ...]:
+    """The loads of an expression, each once."""
+    return tuple(node for node in walk(root) if isinstance(node, Load))
+
+
+def parameters(root: Expression) -> tuple[DType, ...]:
+    """The dtypes of the further parameters, in their order. Raises `SpecError` for a gap or two dtypes."""
+    found: dict[int, DType] = {}
+    for load in loads(root):
+        if found.setdefault(load.parameter, load.dtype) != load.dtype:
+            raise SpecError(f"parameter {load.parameter} of {found[load.parameter]} and {load.dtype}",
+                            "one dtype for a parameter")
+    if sorted(found) != list(range(len(found))):
+        raise SpecError(f"parameters {sorted(found)}", "parameters counted from 0")
+    return tuple(found[i] for i in range(len(found)))
+
+
+def short(dtype: DType) -> str:
+    """A dtype's name as the field writes it: bf16, f32, e4m3, s8."""
+    if dtype in (dtypes.fp8e4m3, dtypes.fp8e5m2): return "e4m3" if dtype == dtypes.fp8e4m3 else "e5m2"
+    if dtype in (dtypes.bool, dtypes.bfloat16): return "bool" if dtype == dtypes.bool else "bf16"
+    kind = "f" if dtypes.is_float(dtype) else "u" if dtypes.is_unsigned(dtype) else "s"
+    return f"{kind}{8 * dtype.itemsize}"
+
+
+def show(node: Expression) -> str:
+    """An expression as text, for a reader."""
+    if isinstance(node, Sum): return f"sum{node.part or ''}"
+    if isinstance(node, Constant): return f"{node.value:g}"
+    if isinstance(node, Position): return node.axis if isinstance(node.axis, str) else f"batch{node.axis}"
+    if isinstance(node, Load):
+        strides = (("m", node.m), ("n", node.n), ("b", any(node.batch)))
+        where = "".join(axis for axis, stride in strides if stride)
+        return f"x{node.parameter}[{where}]"
+    assert isinstance(node, Apply)
+    if node.op == "cast": return f"{show(node.args[0])}.{short(node.dtype)}"
+    signs = {"add": "+", "sub": "-", "mul": "*", "less": "<", "not_equal": "!="}
+    if node.op in signs: return f"({show(node.args[0])} {signs[node.op]} {show(node.args[1])})"
+    return f"{node.op}({', '.join(map(show, node.args))})"
+
+
+# **** activations, as tinygrad spells them ****
+
+def relu(x: Expression) -> Expression:
+    """max(x, 0)."""
+    return x.maximum(0)
+
+
+def sigmoid(x: Expression) -> Expression:
+    """1 / (1 + exp(-x))."""
+    return ((x * -1.4426950408889634).exp2() + 1.0).reciprocal()
+
+
+def silu(x: Expression) -> Expression:
+    """x · sigmoid(x)."""
+    return x * sigmoid(x)
+
+
+def quick_gelu(x: Expression) -> Expression:
+    """x · sigmoid(1.702 x)."""
+    return x * sigmoid(x * 1.702)
+
+
+def tanh(x: Expression) -> Expression:
+    """2 sigmoid(2x) - 1."""
+    return sigmoid(x * 2.0) * 2.0 - 1.0
+
+
+def gelu_tanh(x: Expression) -> Expression:
+    """x / 2 · (1 + tanh(sqrt(2 / pi) (x + 0.044715 x³)))."""
+    return x * 0.5 * (tanh((x + x * x * x * 0.044715) * 0.7978845608028654) + 1.0)
+
+
+def gelu(x: Expression) -> Expression:
+    """x / 2 · (1 + erf(x / sqrt 2)); erf by Abramowitz and Stegun 7.1.26, good to 1.5e-7."""
+    y = x * 0.7071067811865476
+    size = y.maximum(y * -1.0)
+    t = (size * 0.3275911 + 1.0).reciprocal()
+    series: Expression = t * 1.061405429
+    for term in (-1.453152027, 1.421413741, -0.284496736, 0.254829592): series = (series + term) * t
+    tail = series * (size * size * -1.4426950408889634).exp2()
+    sign = Apply("where", (y < 0.0, Constant(-1.0, x.dtype), Constant(1.0, x.dtype)), x.dtype)
+    erf = sign * (tail * -1.0 + 1.0)
+    return x * 0.5 * (erf + 1.0)

@@ -1,0 +1,34 @@
+"""What schedule can be, for a spec and an architecture, and why not.
+
+Protocol: `problems` lists all that is wrong, with the arithmetic; templates refuse a schedule that has any
+with a `ScheduleError` (`require`). Nothing else decides this. What each template asks is in its own
+legal_*.py.
+"""
+from __future__ import annotations
+
+from tinygrad_nv.errors import ScheduleError
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.spec import GemmSpec
+
+SMEM_BYTES = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90a": 227 << 10}
+
+
+def problems(schedule: Schedule, spec: GemmSpec, arch: str) -> list[str]:
+    """Why the schedule's template cannot have it; empty when it can."""
+    from tinygrad_nv.tile import legal_gemv, legal_mma, legal_wgmma
+    s = schedule
+    if arch not in SMEM_BYTES: return [f"{arch} is not {', '.join(SMEM_BYTES)}"]
+    counts = (s.block_m, s.block_n, s.block_k, s.warps_m, s.warps_n, s.depth, s.cluster_m, s.cluster_n,
+              s.splits,
+              s.group)
+    if min(counts) < 1: return [f"{s}: extents below 1"]
+    own = {"mma": legal_mma, "wgmma": legal_wgmma, "gemv": legal_gemv}.get(s.template)
+    if own is None: return [f"template {s.template!r} is not mma, wgmma or gemv"]
+    return own.problems(schedule, spec, arch)
+
+
+def require(schedule: Schedule, spec: GemmSpec, arch: str) -> None:
+    """Raises `ScheduleError` with all that is wrong."""
+    if found := problems(schedule, spec, arch):
+        raise ScheduleError(f"{schedule} cannot be: " + "; ".join(found), "a schedule without these problems",
+                            "change the tile, the warps or the stages")
