@@ -62,7 +62,8 @@ def _applied(k: Kernel, node: Apply, args: list[Value]) -> Value:
         return made
     names = {"add": f"add.{kind}", "sub": f"sub.{kind}", "max": f"max.{kind}", "min": f"min.{kind}",
              "mul": "mul.f32" if kind == "f32" else "mul.lo.s32", "reciprocal": "rcp.rn.f32",
-             "exp2": "ex2.approx.f32", "log2": "lg2.approx.f32", "sin": "sin.approx.f32"}
+             "exp2": "ex2.approx.f32", "log2": "lg2.approx.f32", "sqrt": "sqrt.rn.f32",
+             "sin": "sin.approx.f32"}
     made = k.reg(kind)
     k.emit(names[node.op], made, *args)
     return made
