@@ -3,4 +3,26 @@
   gemm_mma.py    mma.sync with a ring of cp.async stages: sm_80 and later, any strides
   gemm_wgmma.py  wgmma with TMA and warp specialisation: sm_90a
   gemv.py        few rows: every byte of the weights once, at the speed of memory
+
+`build` chooses by the schedule's template. Templates are imported when they are asked for.
 """
+from __future__ import annotations
+
+from importlib import import_module
+
+from tinygrad_nv.errors import ScheduleError
+from tinygrad_nv.tile.kernel import GemmKernel
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.spec import GemmSpec
+
+FAMILIES = {"mma": "gemm_mma", "wgmma": "gemm_wgmma", "gemv": "gemv"}
+FILLING = ("wgmma", "gemv")  # their grids depend on how many multiprocessors there are
+
+
+def build(spec: GemmSpec, schedule: Schedule, arch: str, sm_count: int = 132) -> GemmKernel:
+    """The kernel of a product, by the schedule's template. Raises `ScheduleError` for an impossible one."""
+    family = FAMILIES.get(schedule.template)
+    if family is None: raise ScheduleError(f"template {schedule.template!r}", f"one of {', '.join(FAMILIES)}")
+    make = getattr(import_module(f"tinygrad_nv.tile.templates.{family}"), family)
+    made: GemmKernel = make(spec, schedule, arch, *([sm_count] if schedule.template in FILLING else []))
+    return made
