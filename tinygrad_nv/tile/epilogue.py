@@ -36,7 +36,8 @@ def _made(k: Kernel, node: Expression, value: Callable[[Expression], Value], sum
     if isinstance(node, Sum): return sums[node.part]
     if isinstance(node, Load): return load(node)
     if isinstance(node, Position): return position(node.axis)
-    if isinstance(node, Constant): return k.reg("f32" if dtypes.is_float(node.dtype) else "s32", node.value)
+    if isinstance(node, Constant):
+        return k.reg("f32", float(node.value)) if dtypes.is_float(node.dtype) else k.reg("s32", node.value)
     assert isinstance(node, Apply)
     args = [value(arg) for arg in node.args]
     if node.op == "cast": return converted(k, args[0], node.args[0].dtype, node.dtype)
