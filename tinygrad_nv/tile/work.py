@@ -1,0 +1,135 @@
+"""What one CTA has to do: cycles of each of its SM's resources, by schedule or from the emulator's counters.
+
+Protocol: `Work` counts for one `block_k` of the sum (a step) and for what follows the sum of a tile. The
+cycles are those that the resource is taken for; what overlaps is cost.py's matter. `planned` computes them
+from spec and schedule, `counted` from two runs on the emulator that differ in K alone: the difference is
+what steps cost, the rest what a tile costs beside them.
+
+Formulas. wgmma m64nNkK, K of 32 bytes: 64 · N · K multiply-adds at the SM's rate, and (64 + N) · 32 bytes
+read from shared memory at 128 bytes a cycle. mma.sync: the same multiply-adds; every warp reads its rows of
+A and of B, so that a tile's bytes are read once for each warp beside or below. Copies write a stage once.
+Four schedulers issue an instruction a cycle each.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tinygrad.dtype import DType
+
+from tinygrad_nv.tile.expression import Apply, Load, walk
+from tinygrad_nv.tile.machine import Machine
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.spec import GemmSpec, Operand
+
+if TYPE_CHECKING:
+    from tinygrad_nv.ptx.emulator.report import Site, Stats
+
+SMEM_BYTES_PER_CYCLE, SCHEDULERS, L2_BYTES_PER_CYCLE = 128, 4, 64
+INSTRUCTION_BYTES = 32              # of K that one tensor-core instruction takes, for every dtype
+SLOW = ("exp2", "log2", "reciprocal", "sqrt", "sin")
+STORE_OPS = {"wgmma": 4.0, "mma": 10.0, "gemv": 10.0}   # an element's address, rounding and store
+STORE_LATENCY = 400.0               # cycles until the first of a tile's sums is on its way
+
+
+@dataclass(frozen=True)
+class Work:
+    """Cycles: `tensor`, `shared` and `issue` for a step, `finish` for the end of a tile."""
+    tensor: float
+    shared: float
+    issue: float
+    finish: float
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What follows a sum, for each element: instructions, and bytes loaded and stored."""
+    operations: int
+    load_bytes: int
+    store_bytes: int
+
+
+def ending(spec: GemmSpec) -> Ending:
+    """Instructions and bytes of a spec's epilogue. A transcendental takes a quarter of the lanes, twice."""
+    operations, load_bytes = 0, 0
+    for node in walk(spec.epilogue):
+        if isinstance(node, Apply): operations += _operations(node)
+        elif isinstance(node, Load) and node.m and node.n: load_bytes += node.dtype.itemsize
+    return Ending(operations, load_bytes, spec.out.dtype.itemsize)
+
+
+def _operations(node: Apply) -> int:
+    """16-bit results are rounded by an instruction more."""
+    return (8 if node.op in SLOW else 1) + (node.dtype.itemsize == 2 and node.op != "cast")
+
+
+def planned(spec: GemmSpec, s: Schedule, machine: Machine, end: Ending) -> Work:
+    """The work of a schedule as its template does it."""
+    size = spec.a.dtype.itemsize
+    stage = (s.block_m + spec.parts * s.block_n) * s.block_k * size
+    steps_of_k = s.block_k * size / INSTRUCTION_BYTES
+    products = s.block_m * s.block_n * s.block_k * spec.parts
+    finish = _finish(spec, s, end)
+    if s.template == "gemv":
+        rows = min(spec.m, s.block_m)
+        # a weight is widened once and multiplied for each row, by lanes that also load, shift and add
+        lanes = s.block_n * s.block_k * spec.parts * (1.5 + 1.25 * rows)
+        return Work(0, 0, lanes / machine.fp32_fma, finish)
+    tensor = products / (machine.tensor_fma * machine.tensor_scale(spec.a.dtype, s.template)
+                         * machine.sustained)
+    if s.template == "wgmma":
+        rows_read = -(-s.block_m // 64) * spec.parts * (64 + s.block_n)
+        read = rows_read * steps_of_k * INSTRUCTION_BYTES
+        issue = -(-s.block_m // 64) * 4 * steps_of_k * spec.parts * 4 / SCHEDULERS
+        return Work(tensor, (read + stage) / SMEM_BYTES_PER_CYCLE, issue, finish)
+    read = (s.block_m * s.warps_n + spec.parts * s.block_n * s.warps_m) * s.block_k * size
+    issued = products / (16 * 8) / (INSTRUCTION_BYTES / size) + read / 512 + _copies(spec, s)
+    return Work(tensor, (read + stage) / SMEM_BYTES_PER_CYCLE, issued / SCHEDULERS, finish)
+
+
+def _copies(spec: GemmSpec, s: Schedule) -> float:
+    """Instructions of warps that bring a stage: five for each chunk of a lane."""
+    elements = ((spec.a, s.block_m * s.block_k), (spec.b, spec.parts * s.block_n * s.block_k))
+    return sum(5 * count * operand.dtype.itemsize / chunk_bytes(operand) / 32 for operand, count in elements)
+
+
+def chunk_bytes(operand: Operand) -> int:
+    """Bytes that cp.async may take at once; an element, through a register, where it cannot be used."""
+    aligned = operand.aligned_bytes if operand.major else 0
+    return aligned if aligned >= 4 else operand.dtype.itemsize
+
+
+def _finish(spec: GemmSpec, s: Schedule, end: Ending) -> float:
+    elements = s.block_m * s.block_n
+    issue = elements * (STORE_OPS[s.template] + end.operations) / (32 * SCHEDULERS)
+    return STORE_LATENCY + max(issue, elements * (end.load_bytes + end.store_bytes) / L2_BYTES_PER_CYCLE)
+
+
+# **** from counters ****
+
+def counted(short: Stats, long: Stats, steps: tuple[int, int], tiles: int, spec: GemmSpec, s: Schedule,
+            machine: Machine, end: Ending) -> Work:
+    """The work of a CTA by the counters of two launches of `tiles` tiles each, whose sums take `steps[0]` and
+    `steps[1]` steps."""
+    few, many = (_cycles(stats, spec.a.dtype, s, machine) for stats in (short, long))
+    more = tiles * (steps[1] - steps[0])
+    tensor, shared, issue = ((b - a) / more for a, b in zip(few, many, strict=True))
+    busy = max((a / tiles - steps[0] * step for a, step in zip(few[1:], (shared, issue), strict=True)))
+    bytes_of_tile = s.block_m * s.block_n * (end.load_bytes + end.store_bytes)
+    return Work(tensor, shared, issue, STORE_LATENCY + max(busy, bytes_of_tile / L2_BYTES_PER_CYCLE))
+
+
+def _cycles(stats: Stats, dtype: DType, s: Schedule, machine: Machine) -> tuple[float, float, float]:
+    """Cycles of a whole launch on one SM: tensor cores, shared memory, schedulers."""
+    rate = machine.tensor_fma * machine.tensor_scale(dtype, s.template) * machine.sustained
+    read = sum(map(_operand_bytes, stats.sites)) + stats.asynchronous_bytes
+    passes = sum(site.passes for site in stats.sites)
+    return (stats.tensor_flops / 2 / rate, passes + read / SMEM_BYTES_PER_CYCLE,
+            stats.warp_instructions / SCHEDULERS)
+
+
+def _operand_bytes(site: Site) -> int:
+    """Bytes that a wgmma reads from shared memory: both operands, for each warpgroup."""
+    if not site.opcode.startswith("wgmma.mma_async"): return 0
+    columns = next(int(word[4:].partition("k")[0]) for word in site.opcode.split(".") if word[:4] == "m64n")
+    return site.warps // 4 * (64 + columns) * INSTRUCTION_BYTES
