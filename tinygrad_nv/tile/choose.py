@@ -1,37 +1,73 @@
 """Which schedule a product gets, or why none.
 
-Protocol: `choose` is a function of spec and architecture alone: the same schedule in every process. None
-means that no template takes the product, and `why_not` says why in words for a reader.
+Protocol: `choose` asks the cost model: the best of the legal tiles of defaults.py, then the best of their
+variants (clusters, splits, stream-K). The answer is a function of spec, architecture and number of SMs alone,
+the same in every process. None means that no template takes the product, and `why_not` says why in words
+for a reader.
 """
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Sequence
 
-from tinygrad_nv.tile.legality import problems
+from tinygrad_nv.tile.cost import Model, Prediction
+from tinygrad_nv.tile.defaults import TIE, tiles
+from tinygrad_nv.tile.legality import SMEM_BYTES, problems
+from tinygrad_nv.tile.machine import machine_for
 from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.space import around, worthwhile
 from tinygrad_nv.tile.spec import GemmSpec
 
-CANDIDATES = (
-    Schedule().using("wgmma").block(128, 256), Schedule().using("wgmma").block(128, 128),
-    Schedule().using("wgmma").block(64, 64).warps(8),
-    Schedule().block(128, 128).k(32).warps(2, 2).stages(3), Schedule().block(64, 64).k(32).warps(2, 2),
-    Schedule().block(32, 64).k(32).warps(1, 2), Schedule().block(16, 64).k(32).warps(1, 2),
-    Schedule().block(32, 32).k(32).warps(1, 1), Schedule().using("gemv"))
+KEPT = 6                            # tiles whose variants are looked at
+
+
+def choose(spec: GemmSpec, arch: str, sm_count: int = 0) -> Schedule | None:
+    """The schedule for a product on a GPU with `sm_count` SMs (0: as the architecture's first has); None
+    when there is none."""
+    return analytic(spec, arch, sm_count)
 
 
 @functools.lru_cache(4096)
-def choose(spec: GemmSpec, arch: str, sm_count: int = 132) -> Schedule | None:
-    """The schedule for a product on a GPU with `sm_count` SMs; None when there is none."""
-    legal = [s for s in CANDIDATES if not problems(s, spec, arch)]
-    return min(legal, key=lambda s: -(-spec.m // s.block_m) * s.block_m * -(-spec.n // s.block_n) * s.block_n,
-               default=None)
+def analytic(spec: GemmSpec, arch: str, sm_count: int = 0) -> Schedule | None:
+    """The cost model's choice."""
+    if arch not in SMEM_BYTES: return None
+    model = Model(spec, machine_for(arch, sm_count))
+    starts = [s for s in tiles(arch, spec.a.dtype.itemsize) if worthwhile(s, spec)]
+    kept = _legal(_ranked(starts, model), spec, arch, KEPT)
+    variants = [v for s, _ in kept for v in around(s, spec, model.machine.sm_count)]
+    best = _legal(_ranked(variants, model), spec, arch, KEPT)
+    if not best: return None
+    ties = [s for s, prediction in best if prediction.seconds <= TIE * best[0][1].seconds]
+    return min(ties, key=lambda s: _preference(s, starts))
+
+
+def _ranked(schedules: Iterable[Schedule], model: Model) -> list[tuple[Schedule, Prediction]]:
+    """The fastest first; as given where two are equal."""
+    predicted = [(s, model.predict(s)) for s in schedules]
+    return sorted(predicted, key=lambda pair: pair[1].seconds)
+
+
+def _legal(ranked: Iterable[tuple[Schedule, Prediction]], spec: GemmSpec, arch: str,
+           most: int) -> list[tuple[Schedule, Prediction]]:
+    """The first few that are legal."""
+    legal = (pair for pair in ranked if not problems(pair[0], spec, arch))
+    return [pair for pair, _ in zip(legal, range(most), strict=False)]
+
+
+def _preference(s: Schedule, starts: Sequence[Schedule]) -> int:
+    """Where the table of defaults has the tile."""
+    return next(i for i, start in enumerate(starts)
+                if (s.template, s.block_m, s.block_n, s.block_k, s.warps_m, s.warps_n, s.mode, s.swap) ==
+                (start.template, start.block_m, start.block_n, start.block_k, start.warps_m, start.warps_n,
+                 start.mode, start.swap))
 
 
 def why_not(spec: GemmSpec, arch: str) -> str:
     """Why `choose` finds nothing: what each template says of the schedule it likes best; "" when it does."""
     if choose(spec, arch) is not None: return ""
+    if arch not in SMEM_BYTES: return problems(Schedule(), spec, arch)[0]
     said: dict[str, list[str]] = {}
-    for s in CANDIDATES:
+    for s in tiles(arch, spec.a.dtype.itemsize):
         found = problems(s, spec, arch)
         if s.template not in said or len(found) < len(said[s.template]): said[s.template] = found
     return "; ".join(f"{template}: {', '.join(found)}" for template, found in said.items())

@@ -131,9 +131,8 @@ class Model:
         cluster = s.cluster_m * s.cluster_n
         usable = machine.sm_count // cluster * cluster
         if cluster > 2: usable = int(usable * LARGE_CLUSTERS) // cluster * cluster
-        resident = self._resident(s)
-        return _Tiles(rows, columns, rows * columns * spec.matrices,
-                      -(-(-(-spec.k // s.block_k)) // s.splits), usable, resident,
+        resident, steps = self._resident(s), -(-spec.k // s.block_k)
+        return _Tiles(rows, columns, rows * columns * spec.matrices, -(-steps // s.splits), usable, resident,
                       2 if s.mode == "pingpong" else resident)
 
     def _resident(self, s: Schedule) -> int:

@@ -1,0 +1,82 @@
+"""The schedules there are for a product: all that legality accepts, of what is worth writing down.
+
+Protocol: `space(spec, arch, sm_count)` yields legal schedules, each once, in a fixed order. `around(schedule,
+spec, sm_count)` is a tile's variants: clusters, splits, stream-K. What is left out on purpose: tiles more
+than twice as large as the product, splits that make more CTAs than two for each SM or sums of fewer than two
+steps, and rings of fewer stages than fit less two.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tinygrad_nv.tile.defaults import deepest, tiles
+from tinygrad_nv.tile.legality import problems
+from tinygrad_nv.tile.machine import machine_for
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.spec import GemmSpec
+
+MMA_EXTENTS = (16, 32, 64, 128, 256)
+MMA_WARPS = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 4), (4, 2), (4, 4))
+WGMMA_ROWS = ((64, 8), (128, 12), (256, 12), (192, 16))     # and how many warps share them
+WGMMA_COLUMNS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
+CLUSTERS = ((1, 1), (2, 1), (1, 2))
+SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+
+def space(spec: GemmSpec, arch: str, sm_count: int = 0) -> Iterator[Schedule]:
+    """Every legal schedule."""
+    size, seen = spec.a.dtype.itemsize, set()
+    sms = machine_for(arch, sm_count).sm_count
+    for tile in (*tiles(arch, size), *_all_tiles(spec, arch)):
+        if not worthwhile(tile, spec): continue
+        for deep in _rings(tile, arch, size):
+            for schedule in around(deep, spec, sms):
+                if schedule in seen: continue
+                seen.add(schedule)
+                if not problems(schedule, spec, arch): yield schedule
+
+
+def worthwhile(s: Schedule, spec: GemmSpec) -> bool:
+    """Whether the tile is at most twice as large as the product, or the smallest there is."""
+    m, n = (spec.n, spec.m) if s.swap else (spec.m, spec.n)
+    least_m, least_n = {"wgmma": (64, 8), "mma": (16, 16), "gemv": (1, 1)}[s.template]
+    return s.template == "gemv" or (s.block_m <= max(least_m, 2 * m - 1)
+                                    and s.block_n <= max(least_n, 2 * n - 1))
+
+
+def around(s: Schedule, spec: GemmSpec, sm_count: int) -> Iterator[Schedule]:
+    """A schedule, and the same with clusters, splits, or stream-K where tiles do not fill the SMs."""
+    m, n = (spec.n, spec.m) if s.swap else (spec.m, spec.n)
+    rows, columns = -(-m // s.block_m), -(-n // s.block_n)
+    tile_count, steps = rows * columns * spec.matrices, -(-spec.k // s.block_k)
+    for cluster in CLUSTERS if s.template == "wgmma" else CLUSTERS[:1]:
+        if cluster[0] <= rows and cluster[1] <= columns: yield s.cluster(*cluster)
+    if s.mode == "pingpong": return
+    for count in SPLITS:
+        if tile_count * count <= 2 * sm_count and 2 * count <= steps: yield s.split(count)
+    if s.template == "wgmma" and tile_count % sm_count and tile_count < 8 * sm_count and steps > 1:
+        yield s.streamed()
+
+
+def _all_tiles(spec: GemmSpec, arch: str) -> Iterator[Schedule]:
+    """Tiles, warps and modes of all templates."""
+    size = spec.a.dtype.itemsize
+    if arch == "sm_90a":
+        base = Schedule().using("wgmma").k(128 // size)
+        for rows, warps in WGMMA_ROWS:
+            for columns in WGMMA_COLUMNS:
+                wide = base.block(rows, columns).warps(warps)
+                yield wide
+                yield wide.swapped()
+                if rows <= 128: yield replace(wide, warps_m=12).pingpong()
+    for rows in MMA_EXTENTS:
+        for columns in MMA_EXTENTS:
+            for k_bytes in (32, 64, 128):
+                for warps in MMA_WARPS: yield Schedule().block(rows, columns).k(k_bytes // size).warps(*warps)
+
+
+def _rings(tile: Schedule, arch: str, itemsize: int) -> Iterator[Schedule]:
+    """The deepest ring, and those with one and two stages less."""
+    most = deepest(tile, arch, itemsize).depth
+    for depth in range(most, max(1, most - 3), -1): yield tile.stages(depth)
