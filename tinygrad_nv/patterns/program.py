@@ -40,6 +40,8 @@ from tinygrad.uop.ops import (
 )
 
 from tinygrad_nv import hooks
+from tinygrad_nv.runtime.launch_text import source
+from tinygrad_nv.tile.kernel import GemmKernel
 
 _FIRST_SLOT = 1 << 20
 _slots = itertools.count(_FIRST_SLOT)
@@ -67,12 +69,12 @@ class ProgramKernel(KernelInfo):
     note: Note | None = None
 
 
-def program(entry: str, source: str, device: str | tuple[str, ...], outputs: Sequence[Output | UOp],
+def program(entry: str, text: str, device: str | tuple[str, ...], outputs: Sequence[Output | UOp],
             inputs: Sequence[UOp], *, grid: tuple[sint, ...] = (), block: tuple[int, ...] = (),
             variables: Sequence[UOp] = (), flops: sint = 0, nbytes: sint | None = None,
             note: Note | None = None, binary: bytes | None = None,
             tensor_level: bool | None = None) -> tuple[UOp, ...]:
-    """Calls `entry` of `source` and returns its outputs, each a UOp of the shape that was asked for.
+    """Calls `entry` of `text` and returns its outputs, each a UOp of the shape that was asked for.
 
     An output given as a UOp is storage to write into, which the kernel may also read. `grid` and `block` are
     x, y, z. `variables` are bound variables at tensor level and ALU PARAMs in a rewrite; what `grid`, `flops`
@@ -91,11 +93,31 @@ def program(entry: str, source: str, device: str | tuple[str, ...], outputs: Seq
                     *(p.index(0).store(UOp.const(0, p.dtype)) for p in params[:len(stores)]),
                     *(p.index(0).load() for p, is_read in zip(params, read, strict=True) if is_read),
                     ops, mem, arg=ProgramKernel(name=entry, estimates=_bound(ops, mem), note=note))
-    body = [sink, UOp(Ops.LINEAR, src=(*params, sink)), UOp(Ops.SOURCE, arg=source)]
+    body = [sink, UOp(Ops.LINEAR, src=(*params, sink)), UOp(Ops.SOURCE, arg=text)]
     if binary is not None: body.append(UOp(Ops.BINARY, arg=binary))
     bound = [v for v in variables if v.is_bound_var]
     call = UOp(Ops.PROGRAM, src=tuple(body)).call(*arguments, *bound)
     return tuple(_shaped(store.after(call), out) for store, out in zip(stores, outputs, strict=True))
+
+
+def gemm(kernel: GemmKernel, device: str | tuple[str, ...], out: Output | UOp, inputs: Sequence[UOp], *,
+         m: UOp | None = None, flops: sint = 0, nbytes: sint | None = None, note: Note | None = None,
+         tensor_level: bool | None = None) -> UOp:
+    """Calls a kernel of a template and returns its result. `inputs` are a, b and the epilogue's parameters;
+    `m` is the variable that says how many rows there are, where the spec is symbolic. Workspace and flags are
+    outputs nobody reads; the device zeroes the flags before every launch, as the text of the kernel says."""
+    outputs: list[Output | UOp] = [out]
+    if kernel.workspace_bytes:
+        outputs += [Output((-(-kernel.workspace_bytes // 4),), dtypes.float32),
+                    Output((max(kernel.flags, 1),), dtypes.uint32)]
+    x, y, z = kernel.grid
+    rows: sint = x
+    if m is not None and kernel.rows_of_cta:
+        extent = m.src[0] if m.is_bound_var else m
+        rows = (extent + (kernel.rows_of_cta - 1)) // kernel.rows_of_cta * kernel.ctas_of_rows
+    return program(kernel.name, source(kernel), device, outputs, inputs, grid=(rows, y, z),
+                   block=(kernel.threads, 1, 1), variables=[] if m is None else [m], flops=flops,
+                   nbytes=nbytes, note=note, tensor_level=tensor_level)[0]
 
 
 def _storage(out: Output | UOp, device: str | tuple[str, ...], tensor_level: bool) -> UOp:

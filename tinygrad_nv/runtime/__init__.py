@@ -7,6 +7,7 @@ Read in this order:
   driver.py     what a GPU driver must do for us
   emulated.py   that, with the emulator as the device
   ptx_renderer.py  PTX for such devices
+  launch_text.py   what a launch has besides: comments at the head of PTX
   device.py     one tinygrad device over the driver: DEV=EMU
   memory.py     bytes into device tensors without a second copy
 """

@@ -4,19 +4,17 @@ Protocol: `NVDevice(name, driver)` is a `Compiled` of tinygrad: an allocator who
 program that launches, a graph that replays what TinyJit captured. `EMUDevice`, which `DEV=EMU` opens, is that
 over the emulator, for the architecture EMU_ARCH; EMU_CHECK=0 runs it without race and initialisation checks.
 
-A kernel given as PTX says in comments of its own before the first directive what tinygrad has no place for:
-
-    // launch: dynamic_smem=98304 cluster=2,1,1 pdl=1
+A kernel given as PTX says in comments before its first directive what tinygrad has no place for: shared
+memory, clusters, flags that are zero before a launch, tensor maps (launch_text.py).
 
 What a kernel did wrong is raised when something waits for it: when a tensor is read, at `synchronize()`, or
 at once with DEBUG=2.
 """
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from tinygrad.device import Allocator, BufferSpec, Compiled, LRUAllocator, Program, TinyELF
 from tinygrad.engine.jit import GraphRunner
@@ -25,42 +23,29 @@ from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import config
 from tinygrad_nv.errors import DriverError
-from tinygrad_nv.runtime.driver import Copy, Driver, Fill, Launch, Node, Triple, integer, pointer
+from tinygrad_nv.runtime.driver import (
+    Copy,
+    Driver,
+    Executable,
+    Fill,
+    Graph,
+    Launch,
+    Node,
+    Swizzle,
+    TensorMapSpec,
+    Triple,
+    Work,
+    integer,
+    pointer,
+)
+from tinygrad_nv.runtime.launch_text import Options, options
 from tinygrad_nv.runtime.ptx_renderer import PTXRenderer
+from tinygrad_nv.tile.kernel import MapArgument
 
 if TYPE_CHECKING:
     from tinygrad_nv.runtime.emulated import EmulatedDriver
 
-OPTIONS = re.compile(r"^// launch:(.*)$", re.MULTILINE)
-KEYS = ("dynamic_smem", "cluster", "pdl")
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a launch has besides grid and block: bytes, CTAs, and whether it may begin early."""
-    dynamic_smem: int = 0
-    cluster: Triple = (1, 1, 1)
-    pdl: bool = False
-
-    def comment(self) -> str:
-        """The line that `options` reads."""
-        cluster = ",".join(map(str, self.cluster))
-        return f"// launch: dynamic_smem={self.dynamic_smem} cluster={cluster} pdl={int(self.pdl)}\n"
-
-
-def options(text: str) -> Options:
-    """The launch options in the comments at the head of PTX text. Raises `DriverError` for words it cannot
-    read."""
-    head = text.partition("\n.")[0]
-    words = [word for line in OPTIONS.findall(head) for word in line.split()]
-    pairs = dict(word.partition("=")[::2] for word in words)
-    cluster = pairs.get("cluster", "1,1,1").split(",")
-    numbers = (pairs.get("dynamic_smem", "0"), pairs.get("pdl", "0"), *cluster)
-    if set(pairs) - set(KEYS) or len(cluster) != 3 or not all(number.isdecimal() for number in numbers):
-        raise DriverError(f"launch options {' '.join(words)!r}", "dynamic_smem=BYTES cluster=X,Y,Z pdl=0|1",
-                          "correct the comment at the head of the PTX")
-    x, y, z = map(int, cluster)
-    return Options(int(pairs.get("dynamic_smem", 0)), (x, y, z), pairs.get("pdl") == "1")
+MAPS_KEPT = 512  # encoded tensor maps of a program: buffers come and go
 
 
 class NVAllocator(LRUAllocator["NVDevice"]):
@@ -109,69 +94,116 @@ class NVProgram(Program["NVDevice"]):
         self.function = self.module.function(obj.name)
         self.options = options(obj.lib.decode()) if obj.lib[:4] != b"\x7fELF" else Options()
         self.signature = obj.signature
+        self.encoded = functools.lru_cache(MAPS_KEPT)(functools.partial(_encoded, dev.driver))
 
     @suppress_finalizing
     def __del__(self) -> None:
         if hasattr(self, "module"): self.module.unload()
 
-    def work(self, buffers: list[int], values: list[int], grid: Triple, block: Triple) -> Launch:
-        """One launch. `values` are integers, each as wide as its variable is."""
-        dtypes = [dtype for _, _, dtype, _ in self.signature[len(buffers):]]
-        args = [*map(pointer, buffers),
-                *(integer(value, dtype.itemsize) for value, dtype in zip(values, dtypes, strict=True))]
+    def works(self, buffers: Sequence[int], values: Sequence[int], grid: Triple, block: Triple) -> list[Work]:
+        """One launch, the last, after the fills that it needs. `values` are integers, each as wide as its
+        variable is."""
         o = self.options
-        return Launch(self.function, grid, block, tuple(args), o.dynamic_smem, o.cluster, o.pdl)
+        named = [*(each.pointer for each in o.zeroed), *(each.pointer for each in o.maps)]
+        if max(named, default=-1) >= len(buffers) or any(m.dynamic >= 0 for m in o.maps) > len(values):
+            raise DriverError(f"kernel {self.name} with {len(buffers)} pointers and {len(values)} integers",
+                              "those that the comments at the head of its PTX name", "correct the comments")
+        dtypes = [dtype for _, _, dtype, _ in self.signature[len(buffers):]]
+        # a graph is built before its variables have values, and no map can have 0 rows
+        rows = max(1, values[-1]) if values else 0
+        args = [*map(pointer, buffers),
+                *(integer(value, dtype.itemsize) for value, dtype in zip(values, dtypes, strict=True)),
+                *(self.encoded(m, buffers[m.pointer], rows if m.dynamic >= 0 else 0) for m in o.maps)]
+        return [*(Fill(buffers[each.pointer], 0, each.nbytes) for each in o.zeroed),
+                Launch(self.function, grid, block, tuple(args), o.dynamic_smem, o.cluster, o.pdl)]
 
     def __call__(self, *bufs: int, global_size: Triple = (1, 1, 1), local_size: Triple = (1, 1, 1),
                  vals: tuple[int, ...] = (), wait: bool = False, **kwargs: Any) -> float | None:
-        work = self.work(list(bufs), list(vals), global_size, local_size)
-        return self.dev.timed(lambda: self.dev.driver.submit(work), wait)
+        works = self.works(bufs, vals, global_size, local_size)
+        def submit() -> None:
+            for work in works: self.dev.driver.submit(work)
+        return self.dev.timed(submit, wait)
+
+
+def _encoded(driver: Driver, argument: MapArgument, address: int, rows: int) -> bytes:
+    """The 128 bytes of a tensor map over the buffer at `address`, with `rows` in its dynamic dimension."""
+    dims = tuple(rows if i == argument.dynamic else extent for i, extent in enumerate(argument.dims))
+    swizzle = cast(Swizzle, argument.swizzle)
+    return driver.tensor_map(TensorMapSpec(argument.dtype, address + argument.offset_bytes, dims,
+                                           argument.strides, argument.box, swizzle=swizzle))
+
+
+class _Call:
+    """A kernel of a graph: what it was last given, and the nodes that this reached."""
+
+    def __init__(self, program: NVProgram, words: Sequence[int], buffers: list[int], values: list[int],
+                 grid: Triple, block: Triple) -> None:
+        self.program, self.buffers, self.values = program, buffers, values
+        self.grid, self.block = grid, block
+        self.place = {word: k for k, word in enumerate(words)}  # which argument an argument of the call is
+        self.works = self.made()
+        self.nodes: list[Node] = []
+
+    def made(self) -> list[Work]:
+        """Fills, then the launch."""
+        return self.program.works(self.buffers, self.values, self.grid, self.block)
+
+    def update(self, executable: Executable) -> None:
+        """Brings the nodes up to date: those whose work is not what it was."""
+        works = self.made()
+        for node, before, work in zip(self.nodes, self.works, works, strict=True):
+            if work != before: executable.update(node, work)
+        self.works = works
 
 
 class NVGraph(GraphRunner):
     """A batch of a TinyJit as a graph of the driver. Inputs, variables and extents may change between
-    replays: the nodes they reach are updated, the others are left alone."""
+    replays: the nodes they reach are updated (and tensor maps over inputs made again), the others are left
+    alone."""
 
     def __init__(self, linear: UOp, input_uops: tuple[UOp, ...] = ()) -> None:
         super().__init__(linear, input_uops)
         self.dev = self.runtimes[0].dev
         graph = self.dev.driver.graph()
-        self.works: list[Launch] = []
-        self.nodes: list[Node] = []
-        self.places: list[dict[int, int]] = []  # of each launch: which argument an argument of the call is
+        self.works: list[_Call] = []
+        self.count = 0
         for (_, ast, buffers, fixed), program in zip(self.calls, self.runtimes, strict=True):
             grid, block = ast.arg.launch_dims(dict.fromkeys(self.vars, 0))
-            values = [fixed.get(v.expr, 0) for v in ast.arg.vars]
-            words = ast.arg.globals
+            words, used = ast.arg.globals, [buffers[i] for i in ast.arg.globals]
             # built with every variable 0, a symbolic extent may be 0 too, and is replaced before it runs
-            work = program.work([buffers[i]._buf for i in words], values, _at_least_one(grid),
-                                _at_least_one(block))
+            call = _Call(program, words, [buffer._buf for buffer in used],
+                         [fixed.get(v.expr, 0) for v in ast.arg.vars], _at_least_one(grid),
+                         _at_least_one(block))
             written = [k for k, i in enumerate(words) if i in ast.arg.outs]
-            after = self._access_resources([buffers[i] for i in words], written, Node(len(self.nodes)))
-            self.works.append(work)
-            self.nodes.append(graph.add(work, after))
-            self.places.append({i: k for k, i in enumerate(words)})
-        self.executable = graph.instantiate()
+            for work, zeroed in zip(call.works, program.options.zeroed, strict=False):
+                self._add(graph, call, work, [used[zeroed.pointer]], [0])
+            self._add(graph, call, call.works[-1], used, written)
+            self.works.append(call)
+        self.executable: Executable = graph.instantiate()
+
+    def _add(self, graph: Graph, call: _Call, work: Work, buffers: list[Any], written: list[int]) -> None:
+        """A node, after those that it must not overtake: a fill writes one buffer, so the launch follows
+        it."""
+        after = self._access_resources(buffers, written, Node(self.count))
+        call.nodes.append(graph.add(work, after))
+        self.count += 1
 
     def __call__(self, input_uops: tuple[UOp, ...], var_vals: dict[str, int],
                  wait: bool = False) -> float | None:
-        changed = {j: list(work.args) for j, work in enumerate(self.works) if self.uop_replace[j]}
-        for j, args in changed.items():
+        changed = {j for j, replaced in enumerate(self.uop_replace) if replaced}
+        for j in changed:
+            call = self.works[j]
             for position, slot in self.uop_replace[j]:
-                if position in self.places[j]:
-                    buffer: Any = input_uops[slot].buffer
-                    args[self.places[j][position]] = pointer(buffer.ensure_allocated()._buf)
+                if position not in call.place: continue
+                buffer: Any = input_uops[slot].buffer
+                call.buffers[call.place[position]] = buffer.ensure_allocated()._buf
         for j, i, value in self.updated_vars(var_vals):
-            args = changed.setdefault(j, list(self.works[j].args))
-            place = len(self.places[j]) + i
-            args[place] = integer(value, len(args[place]))
-        works = {j: replace(self.works[j], args=tuple(args)) for j, args in changed.items()}
+            self.works[j].values[i] = value
+            changed.add(j)
         for j, grid, block in self.updated_launch_dims(var_vals):
-            works[j] = replace(works.get(j, self.works[j]), grid=grid, block=block)
-        for j, work in works.items():
-            if work == self.works[j]: continue
-            self.executable.update(self.nodes[j], work)
-            self.works[j] = work
+            self.works[j].grid, self.works[j].block = grid, block
+            changed.add(j)
+        for j in changed: self.works[j].update(self.executable)
         return self.dev.timed(self.executable.launch, wait)
 
     @staticmethod

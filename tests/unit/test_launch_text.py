@@ -1,0 +1,64 @@
+"""Comments at the head of PTX: what is written is read back, what cannot be read is refused."""
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tinygrad_nv.errors import DriverError
+from tinygrad_nv.runtime.launch_text import Options, Zeroed, options, source
+from tinygrad_nv.tile.kernel import GemmKernel, MapArgument
+
+PTX = ".version 8.7\n.target sm_90a\n"
+MAP = "// tensormap: pointer=1 dtype=bf16 dims=64,128 strides=256 box=64,8 swizzle=128B offset=0 dynamic=1"
+
+
+@st.composite
+def map_arguments(draw: st.DrawFn) -> MapArgument:
+    rank = draw(st.integers(1, 5))
+    extents = st.lists(st.integers(1, 1 << 31), min_size=rank, max_size=rank).map(tuple)
+    strides = st.lists(st.integers(0, 1 << 40), min_size=rank - 1, max_size=rank - 1).map(tuple)
+    return MapArgument(draw(st.integers(0, 9)), draw(st.sampled_from(["u8", "bf16", "tf32"])), draw(extents),
+                       draw(strides), draw(extents), draw(st.sampled_from(["none", "32B", "64B", "128B"])),
+                       draw(st.integers(0, 1 << 40)), draw(st.integers(-1, rank - 1)))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.builds(Options, st.integers(0, 1 << 20), st.tuples(*[st.integers(1, 16)] * 3), st.booleans(),
+                 st.lists(st.builds(Zeroed, st.integers(0, 9), st.integers(1, 4096)), max_size=2).map(tuple),
+                 st.lists(map_arguments(), max_size=3).map(tuple)))
+def test_what_is_written_is_read(made: Options): assert options(made.comment() + PTX) == made
+
+
+def test_the_text_of_a_kernel():
+    argument = MapArgument(1, "bf16", (64, 128), (256,), (64, 8), "128B", 0, 1)
+    kernel = GemmKernel("k", PTX, (1, 1, 1), 128, 98304, (2, 1, 1), (argument,), 1024, 16)
+    assert source(kernel) == (f"// launch: dynamic_smem=98304 cluster=2,1,1 pdl=0\n"
+                              f"// zero: pointer=2 bytes=64\n{MAP}\n{PTX}")
+    assert options(source(kernel)) == Options(98304, (2, 1, 1), False, (Zeroed(2, 64),), (argument,))
+
+
+def test_only_the_head_is_read():
+    assert options(PTX + MAP + "\n// zero: pointer=2 bytes=x\n") == Options()
+    assert options("// nothing of ours\n" + MAP + "\n//\n" + PTX).maps[0].box == (64, 8)
+
+
+@pytest.mark.parametrize(("old", "new"), [
+    ("pointer=1", "pointer=-1"), ("pointer=1", "pointer=x"), ("pointer=1", "pointer=1,2"), ("pointer=1 ", ""),
+    ("dims=64,128", "dims=64,0"), ("dims=64,128", "dims=64"), ("dims=64,128", "dims="), ("strides=256", ""),
+    ("strides=256", "strides=-256"), ("strides=256", "strides=256,512"), ("box=64,8", "box=64"),
+    ("swizzle=128B", "swizzle=128"), ("offset=0", "offset=-16"), ("dynamic=1", "dynamic=2"),
+    ("dynamic=1", "dynamic=-2"), ("dynamic=1", "dynamic=1 dynamic=0"), ("dtype=bf16", "dtype="),
+    ("dynamic=1", "dynamic=1 l2=256B")])
+def test_a_tensor_map_that_cannot_be_read(old: str, new: str):
+    line = MAP.replace(old, new)
+    with pytest.raises(DriverError) as caught: options(f"{line}\n{PTX}")
+    assert caught.value.found == f"tensormap options {' '.join(line.split()[2:])!r}"
+    assert caught.value.expected.startswith("pointer=NUMBER dtype=NAME dims=")
+
+
+@pytest.mark.parametrize("words", ["pointer=2", "bytes=4", "pointer=2 bytes=-4", "pointer=2 bytes=4 bytes=8"])
+def test_flags_that_cannot_be_read(words: str):
+    with pytest.raises(DriverError) as caught: options(f"// zero: {words}\n{PTX}")
+    assert caught.value.found == f"zero options {words!r}"
+    assert caught.value.expected == "pointer=NUMBER bytes=BYTES"

@@ -1,0 +1,137 @@
+"""What a launch has besides grid, block and arguments, as comments at the head of PTX text.
+
+Protocol: tinygrad carries a kernel's text and nothing else of ours, so what it has no place for stands in
+comments before the first directive, one line for each thing:
+
+    // launch: dynamic_smem=98304 cluster=2,1,1 pdl=1
+    // zero: pointer=2 bytes=64
+    // tensormap: pointer=1 dtype=bf16 dims=64,128 strides=256 box=64,8 swizzle=128B offset=0 dynamic=1
+
+`zero`: so many bytes at the beginning of a pointer parameter's buffer are zero before every launch. Each
+`tensormap` is made for each launch over the buffer of a pointer parameter, and is an argument after pointers
+and integers, in the order of the lines; the extent of its dimension `dynamic` (-1 for none) is the last
+integer argument. Pointers count the kernel's pointer parameters from 0.
+
+`options` reads what `Options.comment` writes. `source` is a GEMM kernel's text with its comments.
+"""
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from tinygrad_nv.errors import DriverError
+from tinygrad_nv.runtime.driver import Triple
+from tinygrad_nv.tile.kernel import GemmKernel, MapArgument
+
+LINE = re.compile(r"^// (launch|zero|tensormap):(.*)$", re.MULTILINE)
+SWIZZLES = ("none", "32B", "64B", "128B")
+# the words of each kind of line, all of which there must be; of launch any may be left out
+EXPECTED = {"launch": "dynamic_smem=BYTES cluster=X,Y,Z pdl=0|1", "zero": "pointer=NUMBER bytes=BYTES",
+            "tensormap": "pointer=NUMBER dtype=NAME dims=D,… strides=BYTES,… box=D,… "
+                         "swizzle=none|32B|64B|128B offset=BYTES dynamic=DIMENSION"}
+KEYS = {kind: [word.partition("=")[0] for word in words.split()] for kind, words in EXPECTED.items()}
+NUMBERS = re.compile(r"-?\d+(,-?\d+)*|")
+MOST_DIMENSIONS = 5
+FLAGS = 2  # the pointer parameter of a kernel's flags: out, workspace, flags
+
+
+@dataclass(frozen=True)
+class Zeroed:
+    """Bytes at the beginning of a pointer parameter's buffer that are zero before every launch."""
+    pointer: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Options:
+    """Bytes of dynamic shared memory, CTAs of a cluster, whether a launch may begin early, what is zero
+    before it, and its tensor maps."""
+    dynamic_smem: int = 0
+    cluster: Triple = (1, 1, 1)
+    pdl: bool = False
+    zeroed: tuple[Zeroed, ...] = ()
+    maps: tuple[MapArgument, ...] = ()
+
+    def comment(self) -> str:
+        """The lines that `options` reads."""
+        lines = [f"// launch: dynamic_smem={self.dynamic_smem} cluster={_listed(self.cluster)} "
+                 f"pdl={int(self.pdl)}"]
+        lines += [f"// zero: pointer={each.pointer} bytes={each.nbytes}" for each in self.zeroed]
+        lines += [f"// tensormap: pointer={m.pointer} dtype={m.dtype} dims={_listed(m.dims)} "
+                  f"strides={_listed(m.strides)} box={_listed(m.box)} swizzle={m.swizzle} "
+                  f"offset={m.offset_bytes} dynamic={m.dynamic}" for m in self.maps]
+        return "\n".join(lines) + "\n"
+
+
+def source(kernel: GemmKernel) -> str:
+    """A kernel's PTX with the comments that say how it is launched."""
+    assert kernel.workspace_bytes or not kernel.flags, "flags come after a workspace"
+    zeroed = (Zeroed(FLAGS, 4 * kernel.flags),) if kernel.flags else ()
+    return Options(kernel.dynamic_smem, kernel.cluster, False, zeroed, kernel.maps).comment() + kernel.ptx
+
+
+def options(text: str) -> Options:
+    """What the comments at the head of PTX text say. Raises `DriverError` for words it cannot read."""
+    head = text.partition("\n.")[0]
+    lines = LINE.findall(head)
+    launch = _pairs("launch", " ".join(words for kind, words in lines if kind == "launch"))
+    cluster = launch.numbers("cluster", "1,1,1")
+    pdl = launch.numbers("pdl", "0")
+    if len(cluster) != 3 or len(pdl) != 1 or pdl[0] not in (0, 1) or min(cluster) < 0: launch.refuse()
+    x, y, z = cluster
+    return Options(launch.number("dynamic_smem", "0"), (x, y, z), bool(pdl[0]),
+                   tuple(_zeroed(words) for kind, words in lines if kind == "zero"),
+                   tuple(_map(words) for kind, words in lines if kind == "tensormap"))
+
+
+def _zeroed(words: str) -> Zeroed:
+    pairs = _pairs("zero", words)
+    return Zeroed(pairs.number("pointer"), pairs.number("bytes"))
+
+
+def _map(words: str) -> MapArgument:
+    pairs = _pairs("tensormap", words)
+    dims, strides, box = (pairs.numbers(name) for name in ("dims", "strides", "box"))
+    rank, dynamic = len(dims), pairs.numbers("dynamic")
+    if not (1 <= rank <= MOST_DIMENSIONS and len(strides) == rank - 1 and len(box) == rank): pairs.refuse()
+    if min(*dims, *box) < 1 or min(0, 0, *strides) < 0: pairs.refuse()
+    if len(dynamic) != 1 or not -1 <= dynamic[0] < rank: pairs.refuse()
+    if pairs.words["swizzle"] not in SWIZZLES or not pairs.words["dtype"]: pairs.refuse()
+    return MapArgument(pairs.number("pointer"), pairs.words["dtype"], dims, strides, box,
+                       pairs.words["swizzle"], pairs.number("offset"), dynamic[0])
+
+
+def _listed(numbers: tuple[int, ...]) -> str: return ",".join(map(str, numbers))
+
+
+def _pairs(kind: str, text: str) -> _Pairs:
+    words = text.split()
+    pairs = _Pairs(kind, " ".join(words), dict(word.partition("=")[::2] for word in words))
+    known = set(KEYS[kind])
+    given = set(pairs.words)
+    if len(given) < len(words) or given - known or (kind != "launch" and given != known): pairs.refuse()
+    return pairs
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """The words of a line, by their keys."""
+    kind: str
+    text: str
+    words: dict[str, Any]
+
+    def numbers(self, key: str, default: str = "") -> tuple[int, ...]:
+        text = self.words.get(key, default)
+        if not NUMBERS.fullmatch(text): self.refuse()
+        return tuple(map(int, text.split(","))) if text else ()
+
+    def number(self, key: str, default: str = "") -> int:
+        """A number that is not negative."""
+        found = self.numbers(key, default)
+        if len(found) != 1 or found[0] < 0: self.refuse()
+        return found[0]
+
+    def refuse(self) -> NoReturn:
+        raise DriverError(f"{self.kind} options {self.text!r}", EXPECTED[self.kind],
+                          "correct the comment at the head of the PTX")
