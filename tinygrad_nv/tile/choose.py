@@ -15,7 +15,7 @@ from tinygrad_nv.tile.defaults import TIE, tiles
 from tinygrad_nv.tile.legality import SMEM_BYTES, problems
 from tinygrad_nv.tile.machine import machine_for
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.space import around, worthwhile
+from tinygrad_nv.tile.space import around, rings, worthwhile
 from tinygrad_nv.tile.spec import GemmSpec
 
 KEPT = 6                            # tiles whose variants are looked at
@@ -32,13 +32,20 @@ def analytic(spec: GemmSpec, arch: str, sm_count: int = 0) -> Schedule | None:
     """The cost model's choice."""
     if arch not in SMEM_BYTES: return None
     model = Model(spec, machine_for(arch, sm_count))
-    starts = [s for s in tiles(arch, spec.a.dtype.itemsize) if worthwhile(s, spec)]
-    kept = _legal(_ranked(starts, model), spec, arch, KEPT)
-    variants = [v for s, _ in kept for v in around(s, spec, model.machine.sm_count)]
+    size, sms = spec.a.dtype.itemsize, model.machine.sm_count
+    starts = [s for s in tiles(arch, size) if worthwhile(s, spec)]
+    legal = (s for s, _ in _ranked(starts, model) if _some_ring(s, spec, arch))
+    kept = [s for s, _ in zip(legal, range(KEPT), strict=False)]
+    variants = [v for s in kept for ring in rings(s, arch, size) for v in around(ring, spec, sms)]
     best = _legal(_ranked(variants, model), spec, arch, KEPT)
     if not best: return None
     ties = [s for s, prediction in best if prediction.seconds <= TIE * best[0][1].seconds]
     return min(ties, key=lambda s: _preference(s, starts))
+
+
+def _some_ring(s: Schedule, spec: GemmSpec, arch: str) -> bool:
+    """Whether the tile is legal, with however many stages."""
+    return any(not problems(ring, spec, arch) for ring in rings(s, arch, spec.a.dtype.itemsize))
 
 
 def _ranked(schedules: Iterable[Schedule], model: Model) -> list[tuple[Schedule, Prediction]]:

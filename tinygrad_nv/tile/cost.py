@@ -6,8 +6,9 @@ orders candidates; its seconds are of a GPU that nobody has measured with these 
 The model is a roofline for each resource of the busiest SM and for the whole GPU (Williams et al. 2009), with
 tiles as the unit, as DeepGEMM and Stream-K (Osama et al. 2023) choose theirs:
 
-    step    = max of a step's cycles: tensor cores and shared memory, schedulers, L2 → SM, a load's latency
-              shared by the loads in flight (Little's law), and a tenth of the lesser of the first two
+    step    = max of a step's cycles: tensor cores or shared memory, schedulers, L2 → SM, a load's latency
+              shared by the loads in flight (Little's law); the lesser of the first two is not hidden to a
+              tenth (wgmma) or a fifth (mma.sync, whose warps issue both)
     tile    = steps · step + finish
     SM      = max(tiles · steps · step + finish, turns · (steps · step of one CTA alone + finish))
               turns: tiles by CTAs (or ping-pong consumers) that an SM holds at once
@@ -127,7 +128,7 @@ class Model:
         spec, machine = self.spec, self.machine
         m, n = (spec.n, spec.m) if s.swap else (spec.m, spec.n)
         rows = -(-m // (s.block_m * s.cluster_m)) * s.cluster_m
-        columns = -(-n // (s.block_n * s.cluster_n)) * s.cluster_n
+        columns = -(-n // (work.columns(spec, s) * s.cluster_n)) * s.cluster_n
         cluster = s.cluster_m * s.cluster_n
         usable = machine.sm_count // cluster * cluster
         if cluster > 2: usable = int(usable * LARGE_CLUSTERS) // cluster * cluster
@@ -139,8 +140,9 @@ class Model:
         """CTAs that an SM holds at once."""
         if s.template == "wgmma": return 1
         threads, machine = s.threads, self.machine
-        sums = s.block_m * s.block_n * self.spec.parts // threads
-        smem = 1024 if s.template == "gemv" else s.depth * s.stage_bytes(self.size) + 1024
+        wide = work.width(self.spec, s)
+        sums = s.block_m * wide // threads
+        smem = 1024 + (0 if s.template == "gemv" else s.depth * (s.block_m + wide) * s.block_k * self.size)
         registers = min(255, sums + REGISTERS_BESIDE) if s.template == "mma" else 64
         return max(1, min(machine.smem_of_sm // smem, machine.threads_of_sm // threads,
                           REGISTERS_OF_SM // (threads * registers)))
@@ -148,18 +150,16 @@ class Model:
     def _compute(self, s: Schedule, done: Work, ctas: int) -> float:
         """Cycles of a step in tensor cores and shared memory, with so many CTAs on the SM. mma.sync waits
         for its operands: with one warp a scheduler a quarter of the time, with two an eighth."""
-        tensor = done.tensor
+        tensor, lesser = done.tensor, 0.1
         if s.template == "mma":
-            warps = s.threads / 32 / work.SCHEDULERS * ctas
+            warps, lesser = s.threads / 32 / work.SCHEDULERS * ctas, 0.2
             tensor = tensor / (1 - 0.25 / warps if warps > 1 else 0.75 * warps)
-        return max(tensor, done.shared) + 0.1 * min(tensor, done.shared)
+            return max(tensor, done.shared) + lesser * min(tensor, done.shared)
 
     def _l2_cycles(self, s: Schedule, t: _Tiles, active: int) -> float:
         """Cycles in which L2 brings a step's operands to an SM while as many SMs as are active ask."""
-        m, n = (self.spec.n, self.spec.m) if s.swap else (self.spec.m, self.spec.n)
-        rows, columns = min(s.block_m, m) / s.cluster_n, min(s.block_n, n) / s.cluster_m
-        if s.swap: rows *= self.spec.parts
-        else: columns *= self.spec.parts
+        m, n = (self.spec.n, self.spec.m) if s.swap else (self.spec.m, self.spec.n * self.spec.parts)
+        rows, columns = min(s.block_m, m) / s.cluster_n, min(work.width(self.spec, s), n) / s.cluster_m
         rate = min(L2_BYTES_PER_CYCLE, self.machine.l2_bytes_per_s / self.machine.clock_hz / active)
         return (rows + columns) * s.block_k * self.size / rate
 
@@ -185,6 +185,6 @@ class Model:
             per_cta = -(-t.tiles * t.steps // t.usable)
             others = float(max(1, -(-t.steps // per_cta) - 1))
             if t.tiles % t.usable == 0: return self.machine.launch_s
-        tile_bytes = 4 * s.block_m * s.block_n * self.spec.parts
+        tile_bytes = 4 * s.block_m * work.width(self.spec, s)
         cycles = (1 + others) * tile_bytes / L2_BYTES_PER_CYCLE
         return self.machine.launch_s + JOIN_S + cycles / self.machine.clock_hz

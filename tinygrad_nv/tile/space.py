@@ -3,7 +3,7 @@
 Protocol: `space(spec, arch, sm_count)` yields legal schedules, each once, in a fixed order. `around(schedule,
 spec, sm_count)` is a tile's variants: clusters, splits, stream-K. What is left out on purpose: tiles more
 than twice as large as the product, splits that make more CTAs than two for each SM or sums of fewer than two
-steps, and rings of fewer stages than fit less two.
+steps, and rings other than those of `rings`.
 """
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tinygrad_nv.tile.legality import problems
 from tinygrad_nv.tile.machine import machine_for
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec
+from tinygrad_nv.tile.work import columns as columns_of_tile
 
 MMA_EXTENTS = (16, 32, 64, 128, 256)
 MMA_WARPS = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 4), (4, 2), (4, 4))
@@ -30,7 +31,7 @@ def space(spec: GemmSpec, arch: str, sm_count: int = 0) -> Iterator[Schedule]:
     sms = machine_for(arch, sm_count).sm_count
     for tile in (*tiles(arch, size), *_all_tiles(spec, arch)):
         if not worthwhile(tile, spec): continue
-        for deep in _rings(tile, arch, size):
+        for deep in rings(tile, arch, size):
             for schedule in around(deep, spec, sms):
                 if schedule in seen: continue
                 seen.add(schedule)
@@ -42,13 +43,13 @@ def worthwhile(s: Schedule, spec: GemmSpec) -> bool:
     m, n = (spec.n, spec.m) if s.swap else (spec.m, spec.n)
     least_m, least_n = {"wgmma": (64, 8), "mma": (16, 16), "gemv": (1, 1)}[s.template]
     return s.template == "gemv" or (s.block_m <= max(least_m, 2 * m - 1)
-                                    and s.block_n <= max(least_n, 2 * n - 1))
+                                    and columns_of_tile(spec, s) <= max(least_n, 2 * n - 1))
 
 
 def around(s: Schedule, spec: GemmSpec, sm_count: int) -> Iterator[Schedule]:
     """A schedule, and the same with clusters, splits, or stream-K where tiles do not fill the SMs."""
     m, n = (spec.n, spec.m) if s.swap else (spec.m, spec.n)
-    rows, columns = -(-m // s.block_m), -(-n // s.block_n)
+    rows, columns = -(-m // s.block_m), -(-n // columns_of_tile(spec, s))
     tile_count, steps = rows * columns * spec.matrices, -(-spec.k // s.block_k)
     for cluster in CLUSTERS if s.template == "wgmma" else CLUSTERS[:1]:
         if cluster[0] <= rows and cluster[1] <= columns: yield s.cluster(*cluster)
@@ -76,7 +77,9 @@ def _all_tiles(spec: GemmSpec, arch: str) -> Iterator[Schedule]:
                 for warps in MMA_WARPS: yield Schedule().block(rows, columns).k(k_bytes // size).warps(*warps)
 
 
-def _rings(tile: Schedule, arch: str, itemsize: int) -> Iterator[Schedule]:
-    """The deepest ring, and those with one and two stages less."""
+def rings(tile: Schedule, arch: str, itemsize: int) -> list[Schedule]:
+    """With the deepest ring, and those with one and two stages less; mma.sync, of which an SM may hold
+    several CTAs, also with four and three stages."""
     most = deepest(tile, arch, itemsize).depth
-    for depth in range(most, max(1, most - 3), -1): yield tile.stages(depth)
+    depths = dict.fromkeys((most, most - 1, most - 2, *((4, 3) if tile.template == "mma" else ())))
+    return [tile.stages(depth) for depth in depths if 2 <= depth <= most]

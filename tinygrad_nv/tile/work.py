@@ -63,33 +63,43 @@ def _operations(node: Apply) -> int:
     return (8 if node.op in SLOW else 1) + (node.dtype.itemsize == 2 and node.op != "cast")
 
 
+def width(spec: GemmSpec, s: Schedule) -> int:
+    """Columns of B that a tile needs. Of a product of several parts, block_n is all of them for wgmma, each
+    for the others."""
+    return s.block_n if s.template == "wgmma" else s.block_n * spec.parts
+
+
+def columns(spec: GemmSpec, s: Schedule) -> int:
+    """Columns of the result that a tile has."""
+    return s.block_n // spec.parts if s.template == "wgmma" else s.block_n
+
+
 def planned(spec: GemmSpec, s: Schedule, machine: Machine, end: Ending) -> Work:
     """The work of a schedule as its template does it."""
-    size = spec.a.dtype.itemsize
-    stage = (s.block_m + spec.parts * s.block_n) * s.block_k * size
+    size, wide = spec.a.dtype.itemsize, width(spec, s)
+    stage = (s.block_m + wide) * s.block_k * size
     steps_of_k = s.block_k * size / INSTRUCTION_BYTES
-    products = s.block_m * s.block_n * s.block_k * spec.parts
+    products = s.block_m * wide * s.block_k
     finish = _finish(spec, s, end)
     if s.template == "gemv":
-        rows = min(spec.m, s.block_m)
-        # a weight is widened once and multiplied for each row, by lanes that also load, shift and add
-        lanes = s.block_n * s.block_k * spec.parts * (1.5 + 1.25 * rows)
+        # a weight is widened and multiplied for each row, or, of several rows, goes to the tensor cores
+        rows = min(spec.m, spec.n)
+        lanes = wide * s.block_k * (1.0 if rows > 1 and size < 4 else 1.5 + 1.25 * rows)
         return Work(0, 0, lanes / machine.fp32_fma, finish)
     tensor = products / (machine.tensor_fma * machine.tensor_scale(spec.a.dtype, s.template)
                          * machine.sustained)
     if s.template == "wgmma":
-        rows_read = -(-s.block_m // 64) * spec.parts * (64 + s.block_n)
-        read = rows_read * steps_of_k * INSTRUCTION_BYTES
-        issue = -(-s.block_m // 64) * 4 * steps_of_k * spec.parts * 4 / SCHEDULERS
+        read = -(-s.block_m // 64) * (64 + wide) * steps_of_k * INSTRUCTION_BYTES
+        issue = -(-s.block_m // 64) * 4 * steps_of_k * 4 / SCHEDULERS
         return Work(tensor, (read + stage) / SMEM_BYTES_PER_CYCLE, issue, finish)
-    read = (s.block_m * s.warps_n + spec.parts * s.block_n * s.warps_m) * s.block_k * size
+    read = (s.block_m * s.warps_n + wide * s.warps_m) * s.block_k * size
     issued = products / (16 * 8) / (INSTRUCTION_BYTES / size) + read / 512 + _copies(spec, s)
     return Work(tensor, (read + stage) / SMEM_BYTES_PER_CYCLE, issued / SCHEDULERS, finish)
 
 
 def _copies(spec: GemmSpec, s: Schedule) -> float:
     """Instructions of warps that bring a stage: five for each chunk of a lane."""
-    elements = ((spec.a, s.block_m * s.block_k), (spec.b, spec.parts * s.block_n * s.block_k))
+    elements = ((spec.a, s.block_m * s.block_k), (spec.b, width(spec, s) * s.block_k))
     return sum(5 * count * operand.dtype.itemsize / chunk_bytes(operand) / 32 for operand, count in elements)
 
 
@@ -100,7 +110,7 @@ def chunk_bytes(operand: Operand) -> int:
 
 
 def _finish(spec: GemmSpec, s: Schedule, end: Ending) -> float:
-    elements = s.block_m * s.block_n
+    elements = s.block_m * columns(spec, s)
     issue = elements * (STORE_OPS[s.template] + end.operations) / (32 * SCHEDULERS)
     return STORE_LATENCY + max(issue, elements * (end.load_bytes + end.store_bytes) / L2_BYTES_PER_CYCLE)
 
@@ -115,7 +125,7 @@ def counted(short: Stats, long: Stats, steps: tuple[int, int], tiles: int, spec:
     more = tiles * (steps[1] - steps[0])
     tensor, shared, issue = ((b - a) / more for a, b in zip(few, many, strict=True))
     busy = max((a / tiles - steps[0] * step for a, step in zip(few[1:], (shared, issue), strict=True)))
-    bytes_of_tile = s.block_m * s.block_n * (end.load_bytes + end.store_bytes)
+    bytes_of_tile = s.block_m * columns(spec, s) * (end.load_bytes + end.store_bytes)
     return Work(tensor, shared, issue, STORE_LATENCY + max(busy, bytes_of_tile / L2_BYTES_PER_CYCLE))
 
 
