@@ -1,0 +1,109 @@
+"""A ring of stages between one producer thread and the warps that read.
+
+Protocol: a stage has two mbarriers. A phase of `full` is one round of its copies: the producer's arrival,
+which names the bytes, and the bytes. A phase of `empty` is one round of its readers: a lane of each warp that
+reads the stage arrives when its products are done. With clusters a copy goes to several CTAs, so `empty`
+counts the warps of all CTAs that the copies of this one reach, and each warp arrives at all CTAs whose copies
+reach it.
+
+    producer                                        readers
+        at = ring.cursor(producer=True)                 at = ring.cursor()
+        ring.acquire(at)   waits for empty, names       ring.wait(at)      waits for full
+                           the bytes                    … products …
+        … copies of `nbytes` bytes to full[at] …        ring.release(barrier of the stage)
+        at.advance()                                    at.advance()
+
+A cursor's parity is that of the phase to wait for: a producer begins with 1, which passes on fresh barriers.
+All arrival counts come from `Ring`'s own fields.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinygrad_nv.ptx.builder import SINK, Barriers, Kernel, Place, Value
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """A place in the ring: the stage, and the parity of its phase (u32 registers)."""
+    ring: Ring
+    stage: Value
+    parity: Value
+
+    def advance(self) -> None:
+        """The next stage."""
+        self.stage.__iadd__(1)
+        self._wrap()
+
+    def skip(self, count: int) -> None:
+        """`count` stages further: those that other readers have."""
+        rounds, rest = divmod(count, self.ring.depth)
+        self.stage.__iadd__(rest)
+        if rounds % 2: self.parity.__ixor__(1)
+        self._wrap()
+
+    def jump(self, count: Value) -> None:
+        """As `skip`, by a register."""
+        total = self.stage + count
+        self.stage.set(total % self.ring.depth)
+        self.parity.__ixor__(total // self.ring.depth & 1)
+
+    def _wrap(self) -> None:
+        k, depth = self.ring.k, self.ring.depth
+        wrapped = self.stage >= depth
+        k.emit("xor.b32", self.parity, self.parity, 1, guard=wrapped)
+        k.emit("sub.u32", self.stage, self.stage, depth, guard=wrapped)
+
+
+class Ring:
+    """`depth` stages of `nbytes` bytes. `warps` read a stage in each CTA; `peers` CTAs are reached by this
+    one's copies, itself among them, and as many CTAs' copies reach it."""
+
+    def __init__(self, k: Kernel, depth: int, nbytes: int, warps: int, peers: int = 1) -> None:
+        self.k, self.depth, self.nbytes, self.warps, self.peers = k, depth, nbytes, warps, peers
+        self.barriers: Barriers = k.mbarriers("full_and_empty", 2 * depth)
+        self.base = self.barriers.address()
+
+    @property
+    def full_arrivals(self) -> int:
+        """The producer's; bytes are counted apart."""
+        return 1
+
+    @property
+    def empty_arrivals(self) -> int:
+        """One for each warp that reads what this CTA's producer writes."""
+        return self.warps * self.peers
+
+    def init(self) -> None:
+        """Makes the barriers: one thread; a fence and a barrier of all follow."""
+        for stage in range(self.depth):
+            self.k.mbarrier_init(self.barriers[stage], self.full_arrivals)
+            self.k.mbarrier_init(self.barriers[self.depth + stage], self.empty_arrivals)
+
+    def cursor(self, producer: bool = False) -> Cursor:
+        """The first stage."""
+        return Cursor(self, self.k.reg("u32", 0), self.k.reg("u32", int(producer)))
+
+    def _full(self, at: Cursor) -> Value: return self.base + at.stage * 8
+
+    def acquire(self, at: Cursor) -> Place:
+        """Waits until the stage's readers are done, names the bytes to come; the barrier for the copies."""
+        full = self._full(at)
+        self.k.mbarrier_wait(full.at(8 * self.depth), at.parity)
+        self.k.mbarrier_expect(full.at(), self.nbytes)
+        return full.at()
+
+    def wait(self, at: Cursor) -> None:
+        """Waits until the stage's bytes are there."""
+        self.k.mbarrier_wait(self._full(at).at(), at.parity)
+
+    def doors(self, rank: Value | None = None) -> Value:
+        """The address (u32) of the `empty` barriers that this lane arrives at: its own CTA's, or those of
+        the CTA of a cluster rank."""
+        own = self.base + 8 * self.depth
+        return own if rank is None else self.k.mapa(own, rank)
+
+    def release(self, doors: Value, stage: Value, mine: Value) -> None:
+        """Arrives at the stage's barrier among `doors`, in lanes where `mine` holds."""
+        space = "cta" if self.peers == 1 else "cluster"
+        self.k.emit(f"mbarrier.arrive.shared::{space}.b64", SINK, (doors + stage * 8).at(), guard=mine)

@@ -1,0 +1,104 @@
+"""Matrix products with wgmma and TMA: one warpgroup loads, the others multiply. For sm_90a.
+
+    producer, one thread:                      consumers, a warpgroup each:
+        for each tile of this CTA:                 for each tile (or each of my turns):
+            for each stage of its K:                   for each stage of its K:
+                wait until the stage is read               wait until the stage is full
+                copies of A and B into it                  products of my rows of A with B
+                                                           the stage before is read
+                                                       finish the sums, store what lies inside
+
+CTAs are persistent: as many as there are multiprocessors, each with tiles far apart (wgmma_walk.py), so that
+the producer runs ahead into the next tile while the consumers store. The CTAs of a cluster bring each a part
+of what they share, to all of them (multicast). The ring is pipeline.py's.
+"""
+from __future__ import annotations
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.kernel import GemmKernel, MapArgument
+from tinygrad_nv.tile.legality import require
+from tinygrad_nv.tile.pipeline import Ring
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.spec import GemmSpec
+from tinygrad_nv.tile.templates.wgmma_load import Loads
+from tinygrad_nv.tile.templates.wgmma_multiply import Products
+from tinygrad_nv.tile.templates.wgmma_plan import REGISTERS, WARPGROUP, Plan
+from tinygrad_nv.tile.templates.wgmma_store import Finish
+from tinygrad_nv.tile.templates.wgmma_walk import Walk
+
+DEFAULT = Schedule().using("wgmma").block(128, 256)
+
+
+def gemm_wgmma(spec: GemmSpec, schedule: Schedule = DEFAULT, arch: str = "sm_90a",
+               sm_count: int = 132) -> GemmKernel:
+    """The kernel of a product on a GPU with `sm_count` multiprocessors. Raises `ScheduleError` for an
+    impossible schedule."""
+    require(schedule, spec, arch)
+    plan = Plan.of(spec, schedule)
+    k = Kernel("gemm_wgmma", arch=arch, threads=schedule.threads, min_ctas=1,
+               cluster=(plan.cluster, 1, 1) if plan.cluster > 1 else ())
+    writer = _Writer(k, plan)
+    writer.write()
+    tiles = plan.extents[0] * plan.extents[1] * spec.matrices
+    grid = min(tiles, max(1, sm_count // plan.cluster)) * plan.cluster
+    return GemmKernel("gemm_wgmma", k.ptx(), (grid, 1, 1), schedule.threads, k.dynamic_smem,
+                      cluster=(plan.cluster, 1, 1), maps=tuple(writer.maps))
+
+
+class _Writer:
+    """The kernel as it is written: parameters and shared memory, then the two roles."""
+
+    def __init__(self, k: Kernel, plan: Plan) -> None:
+        self.k, self.plan, spec = k, plan, plan.spec
+        out, _, _ = (k.pointer(name) for name in ("out", "a", "b"))
+        extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
+        rows: Value | int = k.param("m", "u32") if spec.symbolic else spec.m
+        self.walk = Walk(k, plan, rows)
+        self.loads = Loads(k, plan, 1)
+        self.maps: list[MapArgument] = self.loads.maps
+        self.ring = Ring(k, plan.schedule.depth, plan.stage_bytes, 4 * plan.readers, plan.peers)
+        self.products = Products(k, plan, self.ring, self.loads)
+        self.finish = Finish(k, plan, out, extras, rows)
+
+    def write(self) -> None:
+        """The whole kernel."""
+        k, plan = self.k, self.plan
+        with k.comment("one thread makes the barriers"):
+            with k.if_(k.tid.x == 0):
+                self.ring.init()
+                k.fence_mbarrier_init()
+            self.together()
+        producer = k.tid.x >= WARPGROUP * plan.consumers
+        fewer, more = REGISTERS[plan.consumers]
+        with k.if_(producer), k.comment("producer: one thread of the last warpgroup"):
+            if fewer: k.setmaxnreg(fewer, more=False)
+            with k.if_(k.tid.x < WARPGROUP * plan.consumers + 32), k.if_(k.elect()): self.produce()
+        with k.else_(), k.comment("consumers"):
+            if more: k.setmaxnreg(more, more=True)
+            self.products.begin()
+            self.consume()
+        if plan.cluster > 1:
+            with k.comment("nobody leaves while others may still write to its shared memory"): self.together()
+
+    def together(self) -> None:
+        """Everybody of the CTA, or of the cluster, is here."""
+        if self.plan.cluster == 1: return self.k.sync()
+        self.k.emit("barrier.cluster.arrive")
+        return self.k.emit("barrier.cluster.wait")
+
+    def produce(self) -> None:
+        """Fills stages, tile after tile."""
+        k, at = self.k, self.ring.cursor(producer=True)
+        with k.loop(self.walk.first, self.walk.total, self.walk.step) as number:
+            self.loads.begin(self.walk.corner(number))
+            with k.loop(0, self.plan.iterations):
+                full = self.ring.acquire(at)
+                self.loads.issue(at.stage, full)
+                at.advance()
+
+    def consume(self) -> None:
+        """Multiplies and stores, tile after tile."""
+        k, plan = self.k, self.plan
+        with k.loop(self.walk.first, self.walk.total, self.walk.step) as number:
+            sums = self.products.sum(plan.iterations)
+            self.finish.store(self.walk.corner(number), sums)
