@@ -1,120 +1,264 @@
-"""The epilogue in instructions: an expression of expression.py over values of one element.
+"""The epilogue in instructions: an expression of expression.py over elements whose sums are in registers.
 
-Protocol: `Finish` evaluates the expression for an element whose sums are in registers, given its row and
-column; each node once. Floats are computed in float32 and rounded to the node's dtype, unless that changes
-nothing; integers and booleans in 32-bit registers.
+Protocol: a `Finish` evaluates pairs, two elements that are neighbours in a row; a pair is named by two
+numbers of the caller's, one for its row and one for its columns. What does not depend on the row (or the
+columns) is computed once for all pairs of the same columns (or row), where it is first needed: all code of
+one `Finish` must be in one straight line. `finished` is the same for one element.
+
+Floats are computed in float32 and rounded to the node's dtype, unless that changes nothing: sums, products
+and choices of 16-bit floats are computed two at a time by instructions that round once, which gives the same
+bits. As in tinygrad's own kernels, products and sums of float32 may be contracted, `max` and `min` prefer a
+number to NaN, exp2, log2 and sin are the approximations of the hardware; reciprocals and square roots of
+float32 are rounded to nearest. Integers of 8 and 16 bits wrap.
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum
+from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, nearest, walk
+from tinygrad_nv.tile.lanes import (
+    FP8,
+    HALVES,
+    SUPPORTED,
+    Lanes,
+    Number,
+    converted,
+    kind_of,
+    rounded,
+    wrapped,
+)
 
-NAMES = {dtypes.bfloat16: "bf16", dtypes.float16: "f16"}
-# results that are among the arguments, or whose rounding cannot change them
+# operations whose results are among the arguments
 EXACT = ("max", "min", "where")
+LOGIC = {"and": "and", "or": "or", "xor": "xor", "not_equal": "xor", "add": "or", "mul": "and", "max": "or",
+         "min": "and"}
+UNARY = {"reciprocal": "rcp.rn.f32", "exp2": "ex2.approx.f32", "log2": "lg2.approx.f32",
+         "sqrt": "sqrt.rn.f32", "sin": "sin.approx.f32"}
+# of these the error, a unit of float32, is far below a rounding to 16 bits, and they are a fifth as long
+SHORT = {"reciprocal": "rcp.approx.f32", "sqrt": "sqrt.approx.f32"}
+# bfloat16 before sm_90: a fused multiply-add with 1, -1 or -0
+FUSED = {"add": 0x3F803F80, "sub": 0xBF80BF80, "mul": 0x80008000}
+
+
+def problems(root: Expression, arch: str) -> list[str]:
+    """Why an epilogue cannot be computed on an architecture; empty when it can."""
+    out = [f"an epilogue with {dtype.name}" for dtype in dict.fromkeys(node.dtype for node in walk(root))
+           if dtype not in SUPPORTED]
+    if arch < "sm_89" and any(node.dtype in FP8 for node in walk(root)):
+        out.append(f"8-bit floats in the epilogue: conversions begin with sm_89, this is {arch}")
+    return out
+
+
+class Sources(Protocol):
+    """What an epilogue reads. All take the numbers of the pair's row and columns."""
+
+    def sums(self, part: int, row: int, pair: int) -> Sequence[Value]:
+        """The sums of the elements."""
+
+    def load(self, load: Load, row: int, pair: int) -> Lanes:
+        """Elements of a further parameter; one where it is the same for both."""
+
+    def position(self, axis: str | int, row: int, pair: int) -> Sequence[Value]:
+        """Indices, as s32; one where it is the same for both."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A node, the numbers of its arguments' steps, and what it depends on."""
+    node: Expression
+    args: tuple[int, ...]
+    on_row: bool
+    on_columns: bool
+
+
+def steps(root: Expression) -> list[Step]:
+    """An expression in the order of its evaluation; the root comes last."""
+    out: list[Step] = []
+    number: dict[Expression, int] = {}
+    for node in walk(root):
+        args = tuple(number[arg] for arg in node.args) if isinstance(node, Apply) else ()
+        row, columns = isinstance(node, Sum), isinstance(node, Sum)
+        if isinstance(node, Load): row, columns = bool(node.m), bool(node.n)
+        if isinstance(node, Position): row, columns = node.axis == "m", node.axis == "n"
+        number[node] = len(out)
+        out.append(Step(node, args, row or any(out[i].on_row for i in args),
+                        columns or any(out[i].on_columns for i in args)))
+    return out
+
+
+@dataclass
+class Finish:
+    """Evaluates `root` for pairs of elements."""
+    k: Kernel
+    root: Expression
+    sources: Sources
+    width: int = 2
+    known: dict[tuple[int, int, int], Lanes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.steps = steps(self.root)
+
+    def at(self, row: int, pair: int) -> Lanes:
+        """The value of a pair: rounded to the root's dtype where that is a float of 16 bits or more."""
+        values: list[Lanes] = []
+        for number, step in enumerate(self.steps):
+            key = (number, row if step.on_row else -1, pair if step.on_columns else -1)
+            if key not in self.known:
+                self.known[key] = self._made(step, [values[i] for i in step.args], row, pair,
+                                             last=number == len(self.steps) - 1)
+            values.append(self.known[key])
+        return values[-1]
+
+    def _made(self, step: Step, args: list[Lanes], row: int, pair: int, last: bool) -> Lanes:
+        k, node = self.k, step.node
+        if isinstance(node, Sum): return Lanes(k, node.dtype, list(self.sources.sums(node.part, row, pair)))
+        if isinstance(node, Load): return self.sources.load(node, row, pair)
+        if isinstance(node, Position):
+            return Lanes(k, node.dtype, list(self.sources.position(node.axis, row, pair)))
+        if isinstance(node, Constant): return Lanes(k, node.dtype, [constant(k, node)])
+        assert isinstance(node, Apply)
+        if node.op == "cast":
+            # bytes of a result are made when they are stored
+            if last and node.dtype in FP8:
+                return Lanes(k, node.dtype, converted(args[0], dtypes.float32).each())
+            return converted(args[0], node.dtype)
+        two = step.on_columns and self.width == 2
+        if (relu := rectified(node)) is not None:
+            return self._float("max", node.dtype, [args[[*node.args].index(relu)], zero(k, node.dtype)], two)
+        if node.op in ("less", "not_equal") or dtypes.is_int(node.dtype) or node.dtype == dtypes.bool or \
+                node.op == "where": return self._plain(node, args, two)
+        return self._float(node.op, node.dtype, args, two)
+
+    # **** floats ****
+
+    def _float(self, op: str, dtype: DType, args: list[Lanes], two: bool) -> Lanes:
+        k = self.k
+        if two and dtype in HALVES and op in ("add", "sub", "mul", "max", "min"):
+            return Lanes(k, dtype, [], self._halves(op, HALVES[dtype], [arg.pair() for arg in args]))
+        if op in UNARY: opcode = SHORT.get(op, UNARY[op]) if dtype != dtypes.float32 else UNARY[op]
+        else: opcode = f"{op}.f32"
+        wide = each_lane(args, lambda *operands: self._emitted(opcode, "f32", *operands))
+        return Lanes(k, dtype, wide) if op in EXACT else rounded(k, wide, dtype)
+
+    def _halves(self, op: str, kind: str, args: list[Value]) -> Value:
+        """An operation of two 16-bit floats at a time."""
+        k = self.k
+        if op in EXACT: return self._emitted(f"{op}.{kind}x2", "b32", *args)
+        if kind == "f16" or k.arch >= "sm_90": return self._emitted(f"{op}.rn.{kind}x2", "b32", *args)
+        factor = k.reg("b32", FUSED[op])
+        a, b, c = {"add": (args[0], factor, args[1]), "sub": (args[1], factor, args[0]),
+                   "mul": (args[0], args[1], factor)}[op]
+        return self._emitted("fma.rn.bf16x2", "b32", a, b, c)
+
+    def _emitted(self, opcode: str, kind: str, *operands: Number) -> Value:
+        made = self.k.reg(kind)
+        self.k.emit(opcode, made, *operands)
+        return made
+
+    # **** integers, booleans, comparisons, choices ****
+
+    def _plain(self, node: Apply, args: list[Lanes], two: bool) -> Lanes:
+        k, op = self.k, node.op
+        if op == "where": return self._chosen(node.dtype, args, two)
+        kind = kind_of(args[-1].dtype)
+        if kind == "pred": return Lanes(k, node.dtype, each_lane(args, lambda a, b: self._logic(op, a, b)))
+        if op in ("less", "not_equal"):
+            # a NaN is not equal to anything, itself included
+            test = "lt" if op == "less" else "neu" if kind == "f32" else "ne"
+            return Lanes(k, node.dtype, each_lane(
+                args, lambda a, b: self._emitted(f"setp.{test}.{kind}", "pred", a, b)))
+        opcode = {"and": "and.b32", "or": "or.b32", "xor": "xor.b32",
+                  "mul": f"mul.lo.{kind}"}.get(op, f"{op}.{kind}")
+        made = each_lane(args, lambda a, b: self._emitted(opcode, kind, a, b))
+        closed = op in (*EXACT, "and", "or", "xor")
+        return Lanes(k, node.dtype, made if closed else [wrapped(k, each, node.dtype) for each in made])
+
+    def _logic(self, op: str, a: Number, b: Number) -> Value:
+        """Of predicates: a sum is either, a product both; less is false before true."""
+        if op == "less": return self._emitted("and.pred", "pred", _not(a), b)
+        return self._emitted(f"{LOGIC[op]}.pred", "pred", a, b)
+
+    def _chosen(self, dtype: DType, args: list[Lanes], two: bool) -> Lanes:
+        k, kind = self.k, kind_of(dtype)
+        if kind == "pred":
+            return Lanes(k, dtype, each_lane(args, lambda p, a, b: self._emitted(
+                "or.pred", "pred", self._emitted("and.pred", "pred", p, a),
+                self._emitted("and.pred", "pred", _not(p), b))))
+        if two and dtype in HALVES and len(args[0].each()) == 1:
+            return Lanes(k, dtype, [], k.select(args[0].register(), args[1].pair(), args[2].pair(), "b32"))
+        return Lanes(k, dtype, each_lane(args, lambda p, a, b: self._emitted(f"selp.{kind}", kind, a, b, p)))
+
+
+def _not(predicate: Number) -> Value:
+    assert isinstance(predicate, Value)
+    return ~predicate
+
+
+def each_lane(args: Sequence[Lanes], make: Callable[..., Value]) -> list[Number]:
+    """An operation for each element; once where no argument differs between them."""
+    count = max(len(arg.each()) for arg in args)
+    return [make(*(arg.at(i) for arg in args)) for i in range(count)]
+
+
+def rectified(node: Apply) -> Expression | None:
+    """x of `0 < x ? x : 0`, which is max(x, 0) also where x is NaN or -0."""
+    if node.op != "where" or not dtypes.is_float(node.dtype): return None
+    test, x, otherwise = node.args
+    nothing = Constant(0.0, node.dtype)
+    if otherwise == nothing and test == Apply("less", (nothing, x), dtypes.bool): return x
+    return None
+
+
+def zero(k: Kernel, dtype: DType) -> Lanes:
+    """The number 0."""
+    return Lanes(k, dtype, [0.0])
+
+
+def constant(k: Kernel, node: Constant) -> Number:
+    """A constant as an operand: a predicate must be in a register."""
+    if node.dtype == dtypes.bool: return k.reg("pred", int(node.value))
+    if dtypes.is_float(node.dtype): return nearest(float(node.value), node.dtype)
+    return wrapped(k, int(node.value), node.dtype)
+
+
+# **** one element ****
+
+@dataclass
+class _Single:
+    """The sources of one element, from functions."""
+    k: Kernel
+    values: Sequence[Value]
+    loader: Callable[[Load], Value]
+    index: Callable[[str | int], Value]
+
+    def sums(self, part: int, row: int, pair: int) -> Sequence[Value]: return [self.values[part]]
+
+    def load(self, load: Load, row: int, pair: int) -> Lanes:
+        return Lanes(self.k, load.dtype, [self.loader(load)])
+
+    def position(self, axis: str | int, row: int, pair: int) -> Sequence[Value]: return [self.index(axis)]
 
 
 def finished(k: Kernel, root: Expression, sums: Sequence[Value], load: Callable[[Load], Value],
              position: Callable[[str | int], Value]) -> Value:
-    """The value of `root`: f32 for floats (already rounded to its dtype), s32 for integers, a predicate for
-    booleans. `load` gives a load's element in the same form, `position` an index as s32."""
-    known: dict[Expression, Value] = {}
-
-    def value(node: Expression) -> Value:
-        if node not in known: known[node] = _made(k, node, value, sums, load, position)
-        return known[node]
-
-    return value(root)
-
-
-def _made(k: Kernel, node: Expression, value: Callable[[Expression], Value], sums: Sequence[Value],
-          load: Callable[[Load], Value], position: Callable[[str | int], Value]) -> Value:
-    if isinstance(node, Sum): return sums[node.part]
-    if isinstance(node, Load): return load(node)
-    if isinstance(node, Position): return position(node.axis)
-    if isinstance(node, Constant):
-        return k.reg("f32", float(node.value)) if dtypes.is_float(node.dtype) else k.reg("s32", node.value)
-    assert isinstance(node, Apply)
-    args = [value(arg) for arg in node.args]
-    if node.op == "cast": return converted(k, args[0], node.args[0].dtype, node.dtype)
-    made = _applied(k, node, args)
-    return made if node.op in EXACT else rounded(k, made, node.dtype)
-
-
-def _applied(k: Kernel, node: Apply, args: list[Value]) -> Value:
-    """An operation before rounding."""
-    compared = node.args[-1].dtype
-    kind = "f32" if dtypes.is_float(compared) else "s32"
-    if node.op in ("less", "not_equal"):
-        made = k.reg("pred")
-        # a NaN is not equal to anything, itself included
-        test = "lt" if node.op == "less" else "neu" if kind == "f32" else "ne"
-        k.emit(f"setp.{test}.{kind}", made, *args)
-        return made
-    if node.op == "where": return k.select(args[0], args[1], args[2], kind)
-    if node.op in ("and", "or", "xor"):
-        width = "pred" if node.dtype == dtypes.bool else "b32"
-        made = k.reg(width)
-        k.emit(f"{node.op}.{width}", made, *args)
-        return made
-    names = {"add": f"add.{kind}", "sub": f"sub.{kind}", "max": f"max.{kind}", "min": f"min.{kind}",
-             "mul": "mul.f32" if kind == "f32" else "mul.lo.s32", "reciprocal": "rcp.rn.f32",
-             "exp2": "ex2.approx.f32", "log2": "lg2.approx.f32", "sqrt": "sqrt.rn.f32",
-             "sin": "sin.approx.f32"}
-    made = k.reg(kind)
-    k.emit(names[node.op], made, *args)
-    return made
-
-
-def rounded(k: Kernel, value: Value, dtype: DType) -> Value:
-    """A float32 rounded to `dtype` and widened again; other values as they are."""
-    if dtype not in NAMES: return value
-    return widened(k, narrowed(k, value, dtype), dtype)
-
-
-def narrowed(k: Kernel, value: Value, dtype: DType) -> Value:
-    """A float32 as the b16 of `dtype`."""
-    half = k.reg("b16")
-    k.emit(f"cvt.rn.{NAMES[dtype]}.f32", half, value)
-    return half
-
-
-def widened(k: Kernel, half: Value, dtype: DType) -> Value:
-    """A b16 of `dtype` as float32."""
-    made = k.reg("f32")
-    k.emit(f"cvt.f32.{NAMES[dtype]}", made, half)
-    return made
-
-
-def converted(k: Kernel, value: Value, source: DType, target: DType) -> Value:
-    """A value of `source` as one of `target`."""
-    if dtypes.is_float(target):
-        if dtypes.is_float(source): return rounded(k, value, target)
-        made = k.reg("f32")
-        if source == dtypes.bool: made.set(k.select(value, 1.0, 0.0, "f32"))
-        else: k.emit("cvt.rn.f32.s32", made, value)
-        return rounded(k, made, target)
-    made = k.reg("s32")
-    if dtypes.is_float(source): k.emit("cvt.rzi.s32.f32", made, value)
-    elif source == dtypes.bool: made.set(k.select(value, 1, 0, "s32"))
-    else: made.set(value)
-    return made
+    """The value of `root` for one element: f32 for floats (rounded to its dtype, but for 8-bit floats),
+    s32 or u32 for integers, a predicate for booleans. `load` gives a load's element in the same form,
+    `position` an index as s32."""
+    return Finish(k, root, _Single(k, sums, load, position), width=1).at(0, 0).register()
 
 
 def loaded(k: Kernel, pointer: Value, index: Value, dtype: DType) -> Value:
     """Element `index` (u64) of `dtype` in the form `finished` wants."""
-    place = (pointer + index * dtype.itemsize).at()
-    if dtype == dtypes.float32: return k.ld("global", "f32", place)[0]
-    if dtype == dtypes.int32: return k.ld("global", "s32", place)[0]
-    return widened(k, k.ld("global", "b16", place)[0], dtype)
+    from tinygrad_nv.tile.access import read
+    return read(k, pointer + index * dtype.itemsize, 0, dtype, 1).register()
 
 
 def stored(k: Kernel, address: Value, value: Value, dtype: DType) -> None:
     """Stores a value of `finished` as one element of `dtype`."""
-    if dtype == dtypes.float32: return k.st("global", "f32", address.at(), value)
-    if dtype == dtypes.int32: return k.st("global", "s32", address.at(), value)
-    return k.st("global", "b16", address.at(), narrowed(k, value, dtype))
+    from tinygrad_nv.tile.access import write
+    write(k, address, 0, Lanes(k, dtype, [value]), 1)

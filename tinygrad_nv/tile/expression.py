@@ -10,6 +10,7 @@ bits). Booleans are results of `less` and `not_equal`. Positions are int32.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -123,6 +124,24 @@ def parameters(root: Expression) -> tuple[DType, ...]:
     if sorted(found) != list(range(len(found))):
         raise SpecError(f"parameters {sorted(found)}", "parameters counted from 0")
     return tuple(found[i] for i in range(len(found)))
+
+
+# bits of mantissa behind the first, exponent of the smallest normal number, largest finite number
+FLOATS = {dtypes.float16: (10, -14, 65504.0), dtypes.bfloat16: (7, -126, 255 * 2.0**120),
+          dtypes.float32: (23, -126, (2**24 - 1) * 2.0**104), dtypes.fp8e4m3: (3, -6, 448.0),
+          dtypes.fp8e5m2: (2, -14, 57344.0)}
+
+
+def nearest(value: float, dtype: DType) -> float:
+    """The number of a float dtype nearest to `value`, ties to even. Too large becomes infinite, in 8 bits
+    the largest finite number."""
+    mantissa, smallest, largest = FLOATS[dtype]
+    if math.isnan(value) or value == 0: return value
+    if math.isfinite(value):
+        step = max(math.frexp(value)[1] - 1, smallest) - mantissa
+        value = math.ldexp(round(math.ldexp(value, -step)), step) or math.copysign(0.0, value)
+    over = largest if dtype.itemsize == 1 else math.inf
+    return value if abs(value) <= largest else math.copysign(over, value)
 
 
 def short(dtype: DType) -> str:

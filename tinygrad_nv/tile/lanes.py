@@ -1,0 +1,181 @@
+"""Values of an epilogue in registers: an element, or two that are neighbours in a row.
+
+Protocol: a `Lanes` holds what one node is worth in one or two elements, in the forms that have been asked
+for so far. Wide: a register for each element (one for both where they are equal, or a Python number), f32 for
+floats, s32 or u32 for integers (of 8 or 16 bits: extended by their sign), a predicate for booleans. Packed:
+both elements of a 16-bit float dtype in one b32, the first in its lower half. Converting costs instructions,
+so nothing is converted that is not asked for. A value in either form is exactly a value of its dtype.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tinygrad.dtype import DType, dtypes
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.expression import nearest
+
+HALVES = {dtypes.bfloat16: "bf16", dtypes.float16: "f16"}
+FP8 = {dtypes.fp8e4m3: "e4m3x2", dtypes.fp8e5m2: "e5m2x2"}
+NARROW = {dtypes.int8: ("bfe.s32", 8), dtypes.uint8: ("bfe.u32", 8), dtypes.int16: ("bfe.s32", 16),
+          dtypes.uint16: ("bfe.u32", 16)}
+SUPPORTED = (dtypes.float32, *HALVES, *FP8, dtypes.int32, dtypes.uint32, *NARROW, dtypes.bool)
+Number = Value | int | float
+
+
+def kind_of(dtype: DType) -> str:
+    """The register of a wide value."""
+    if dtype == dtypes.bool: return "pred"
+    if dtypes.is_float(dtype): return "f32"
+    return "u32" if dtype == dtypes.uint32 else "s32"
+
+
+@dataclass
+class Lanes:
+    """A node's value. At least one of the forms is there."""
+    k: Kernel
+    dtype: DType
+    wide: list[Number] = field(default_factory=list)
+    packed: Value | None = None
+
+    def each(self) -> list[Number]:
+        """The wide form: one value where both elements have the same, else two."""
+        if not self.wide:
+            assert self.packed is not None
+            self.wide = list(unpacked(self.k, self.packed, self.dtype))
+        return self.wide
+
+    def at(self, i: int) -> Number:
+        """The wide value of element `i`."""
+        each = self.each()
+        return each[i if len(each) > 1 else 0]
+
+    def register(self, i: int = 0) -> Value:
+        """The same, in a register."""
+        value = self.at(i)
+        return value if isinstance(value, Value) else self.k.reg(kind_of(self.dtype), value)
+
+    def pair(self) -> Value:
+        """The packed form."""
+        if self.packed is None: self.packed = packed(self.k, self.wide, self.dtype)
+        return self.packed
+
+
+def packed(k: Kernel, wide: Sequence[Number], dtype: DType) -> Value:
+    """One or two floats, rounded to a 16-bit dtype, in a b32."""
+    made = k.reg("b32")
+    if all(not isinstance(value, Value) for value in wide):
+        low, high = (bits16(float(value), dtype) for value in (wide[0], wide[-1]))  # type: ignore[arg-type]
+        return made.set(high << 16 | low)
+    k.emit(f"cvt.rn.{HALVES[dtype]}x2.f32", made, wide[-1], wide[0])
+    return made
+
+
+def bits16(value: float, dtype: DType) -> int:
+    """The bits of a number rounded to a 16-bit float."""
+    import struct
+    exact = nearest(value, dtype)
+    if dtype == dtypes.float16: return int.from_bytes(struct.pack("<e", exact), "little")
+    return int.from_bytes(struct.pack("<f", exact), "little") >> 16
+
+
+def unpacked(k: Kernel, pair: Value, dtype: DType) -> tuple[Value, Value]:
+    """Both halves of a b32, as f32."""
+    low, high = k.reg("f32"), k.reg("f32")
+    if dtype == dtypes.bfloat16:  # a bf16 is the upper half of a float
+        k.emit("shl.b32", low, pair, 16)
+        k.emit("and.b32", high, pair, 0xFFFF0000)
+        return low, high
+    halves = k.regs("b16", 2)
+    k.emit("mov.b32", halves, pair)
+    for made, half in zip((low, high), halves, strict=True): k.emit("cvt.f32.f16", made, half)
+    return low, high
+
+
+def rounded(k: Kernel, wide: list[Number], dtype: DType) -> Lanes:
+    """Floats as float32 computed them, rounded to `dtype`."""
+    if dtype in HALVES: return Lanes(k, dtype, [], packed(k, wide, dtype)) if len(wide) > 1 else \
+        Lanes(k, dtype, [_rounded_one(k, wide[0], dtype)])
+    if dtype in FP8: return Lanes(k, dtype, from_fp8(k, to_fp8(k, wide, dtype), dtype)[:len(wide)])
+    return Lanes(k, dtype, wide)
+
+
+def _rounded_one(k: Kernel, value: Number, dtype: DType) -> Number:
+    if not isinstance(value, Value): return nearest(value, dtype)
+    half, made = k.reg("b16"), k.reg("f32")
+    k.emit(f"cvt.rn.{HALVES[dtype]}.f32", half, value)
+    k.emit(f"cvt.f32.{HALVES[dtype]}", made, half)
+    return made
+
+
+def to_fp8(k: Kernel, wide: Sequence[Number], dtype: DType) -> Value:
+    """One or two floats as bytes of a b16, what is too large as the largest finite number."""
+    made = k.reg("b16")
+    k.emit(f"cvt.rn.satfinite.{FP8[dtype]}.f32", made, wide[-1], wide[0])
+    return made
+
+
+def from_fp8(k: Kernel, pair: Value, dtype: DType) -> list[Number]:
+    """Both bytes of a b16, as f32."""
+    halves = k.reg("b32")
+    k.emit(f"cvt.rn.f16x2.{FP8[dtype]}", halves, pair)
+    return list(unpacked(k, halves, dtypes.float16))
+
+
+def wrapped(k: Kernel, value: Number, dtype: DType) -> Number:
+    """An integer cut to the width of a dtype of 8 or 16 bits."""
+    if dtype not in NARROW: return value
+    opcode, width = NARROW[dtype]
+    if not isinstance(value, Value):
+        value &= (1 << width) - 1  # type: ignore[operator]
+        return value - (value >> width - 1 << width) * (opcode == "bfe.s32")  # type: ignore[operator]
+    made = k.reg("s32")
+    k.emit(opcode, made, value, 0, width)
+    return made
+
+
+def converted(value: Lanes, target: DType) -> Lanes:
+    """A value cast to another dtype. Floats become integers towards zero; booleans are what is not 0."""
+    k, source = value.k, value.dtype
+    if source == target: return value
+    if target == dtypes.bool: return Lanes(k, target, [_not_zero(k, each, source) for each in value.each()])
+    if dtypes.is_float(target):
+        wide = [_as_float(k, each, source) for each in value.each()]
+        return Lanes(k, target, wide) if exact(source, target) else rounded(k, wide, target)
+    return Lanes(k, target, [wrapped(k, _as_integer(k, each, source, target), target)
+                             for each in value.each()])
+
+
+def exact(source: DType, target: DType) -> bool:
+    """Whether every value of `source` is one of the float dtype `target`."""
+    if target == dtypes.float32 or source == dtypes.bool: return True
+    if source == dtypes.fp8e5m2 and target in HALVES: return True
+    if source == dtypes.fp8e4m3 and target in HALVES: return True
+    return source in (dtypes.int8, dtypes.uint8) and target in HALVES  # 8 bits of mantissa hold them
+
+
+def _not_zero(k: Kernel, value: Number, source: DType) -> Number:
+    if not isinstance(value, Value): return k.reg("pred", int(value != 0))
+    made, kind = k.reg("pred"), kind_of(source)
+    k.emit("setp.neu.f32" if kind == "f32" else f"setp.ne.{kind}", made, value, 0.0 if kind == "f32" else 0)
+    return made
+
+
+def _as_float(k: Kernel, value: Number, source: DType) -> Number:
+    if not isinstance(value, Value): return nearest(float(value), dtypes.float32)
+    if dtypes.is_float(source): return value
+    if source == dtypes.bool: return k.select(value, 1.0, 0.0, "f32")
+    made = k.reg("f32")
+    k.emit(f"cvt.rn.f32.{kind_of(source)}", made, value)
+    return made
+
+
+def _as_integer(k: Kernel, value: Number, source: DType, target: DType) -> Number:
+    if not isinstance(value, Value): return int(value)
+    kind = kind_of(target)
+    if source == dtypes.bool: return k.select(value, 1, 0, kind)
+    made = k.reg(kind)
+    if dtypes.is_float(source): k.emit(f"cvt.rzi.{kind}.f32", made, value)
+    else: k.emit("mov.b32", made, value)
+    return made
