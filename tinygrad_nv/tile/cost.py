@@ -154,7 +154,7 @@ class Model:
         if s.template == "mma":
             warps, lesser = s.threads / 32 / work.SCHEDULERS * ctas, 0.2
             tensor = tensor / (1 - 0.25 / warps if warps > 1 else 0.75 * warps)
-            return max(tensor, done.shared) + lesser * min(tensor, done.shared)
+        return max(tensor, done.shared) + lesser * min(tensor, done.shared)
 
     def _l2_cycles(self, s: Schedule, t: _Tiles, active: int) -> float:
         """Cycles in which L2 brings a step's operands to an SM while as many SMs as are active ask."""
