@@ -130,7 +130,8 @@ def evaluate(spec: GemmSpec, node: Expression, sums: list[torch.Tensor],
     """A node of an epilogue in float64, rounded to the node's dtype."""
     if isinstance(node, Sum): return sums[node.part]
     extents = (*spec.batch, spec.m, spec.n)
-    if isinstance(node, Constant): return torch.full(extents, float(node.value), dtype=torch.float64)
+    if isinstance(node, Constant):
+        return torch.full(extents, float(node.value), dtype=torch.float64).to(TORCH[node.dtype]).double()
     if isinstance(node, Position):
         axis = {"m": len(extents) - 2, "n": len(extents) - 1}.get(str(node.axis), node.axis)
         shape = [1] * len(extents)

@@ -59,7 +59,8 @@ class _Outer:
             at = [(16 * i, 8 * j) for i in range(warp_m // 16) for j in range(warp_n // 8)]
         first_m, first_n = m + row, n + column
         parts = range(self.spec.parts)
-        cells = [Cell(r, c, [self.sums(first_m, first_n, batch, r, c, part) for part in parts]) for r, c in at]
+        cells = [Cell(r, c, [self.sums(first_m, first_n, batch, r, c, part) for part in parts])
+                 for r, c in at]
         self.store.tile(first_m, first_n, batch, cells)
 
     def sums(self, first_m: Value, first_n: Value, batch: list[Value], r: int, c: int,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import add, mul, sub
 from typing import Protocol
 
 from tinygrad.dtype import DType, dtypes
@@ -39,6 +40,8 @@ LOGIC = {"and": "and", "or": "or", "xor": "xor", "not_equal": "xor", "add": "or"
          "min": "and"}
 UNARY = {"reciprocal": "rcp.rn.f32", "exp2": "ex2.approx.f32", "log2": "lg2.approx.f32",
          "sqrt": "sqrt.rn.f32", "sin": "sin.approx.f32"}
+FOLDED: dict[str, Callable[..., float]] = {"add": add, "sub": sub, "mul": mul,
+                                           "reciprocal": lambda x: 1.0 / x}
 # of these the error, a unit of float32, is far below a rounding to 16 bits, and they are a fifth as long
 SHORT = {"reciprocal": "rcp.approx.f32", "sqrt": "sqrt.approx.f32"}
 # bfloat16 before sm_90: a fused multiply-add with 1, -1 or -0
@@ -127,9 +130,9 @@ class Finish:
             if last and node.dtype in FP8:
                 return Lanes(k, node.dtype, converted(args[0], dtypes.float32).each())
             return converted(args[0], node.dtype)
+        if (folded := of_constants(k, node, args)) is not None: return folded
         two = step.on_columns and self.width == 2
-        if (relu := rectified(node)) is not None:
-            return self._float("max", node.dtype, [args[[*node.args].index(relu)], zero(k, node.dtype)], two)
+        if rectified(node): return self._float("max", node.dtype, args[1:], two)
         if node.op in ("less", "not_equal") or dtypes.is_int(node.dtype) or node.dtype == dtypes.bool or \
                 node.op == "where": return self._plain(node, args, two)
         return self._float(node.op, node.dtype, args, two)
@@ -205,18 +208,20 @@ def each_lane(args: Sequence[Lanes], make: Callable[..., Value]) -> list[Number]
     return [make(*(arg.at(i) for arg in args)) for i in range(count)]
 
 
-def rectified(node: Apply) -> Expression | None:
-    """x of `0 < x ? x : 0`, which is max(x, 0) also where x is NaN or -0."""
-    if node.op != "where" or not dtypes.is_float(node.dtype): return None
+def rectified(node: Apply) -> bool:
+    """Whether a node is `0 < x ? x : 0`, which is max(x, 0) also where x is NaN or -0."""
+    if node.op != "where" or not dtypes.is_float(node.dtype): return False
     test, x, otherwise = node.args
     nothing = Constant(0.0, node.dtype)
-    if otherwise == nothing and test == Apply("less", (nothing, x), dtypes.bool): return x
-    return None
+    return otherwise == nothing and test == Apply("less", (nothing, x), dtypes.bool)
 
 
-def zero(k: Kernel, dtype: DType) -> Lanes:
-    """The number 0."""
-    return Lanes(k, dtype, [0.0])
+def of_constants(k: Kernel, node: Apply, args: Sequence[Lanes]) -> Lanes | None:
+    """What constants alone make, where they are floats and the operation is arithmetic."""
+    numbers = [arg.wide[0] for arg in args if arg.wide and not isinstance(arg.wide[0], Value)]
+    if node.op not in FOLDED or len(numbers) < len(args) or not dtypes.is_float(node.dtype): return None
+    if node.op == "reciprocal" and numbers[0] == 0: return None
+    return Lanes(k, node.dtype, [nearest(FOLDED[node.op](*map(float, numbers)), node.dtype)])
 
 
 def constant(k: Kernel, node: Constant) -> Number:

@@ -11,7 +11,7 @@ bits). Booleans are results of `less` and `not_equal`. Positions are int32.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,9 +35,13 @@ class Expression:
 
     def __add__(self, other: Expression | float) -> Apply: return self._with("add", other)
 
+    def __radd__(self, other: float) -> Apply: return self._with("add", other, swap=True)
+
     def __sub__(self, other: Expression | float) -> Apply: return self._with("sub", other)
 
     def __mul__(self, other: Expression | float) -> Apply: return self._with("mul", other)
+
+    def __rmul__(self, other: float) -> Apply: return self._with("mul", other, swap=True)
 
     def __lt__(self, other: Expression | float) -> Apply: return self._with("less", other)
 
@@ -152,8 +156,10 @@ def short(dtype: DType) -> str:
     return f"{kind}{8 * dtype.itemsize}"
 
 
-def show(node: Expression) -> str:
-    """An expression as text, for a reader."""
+def show(node: Expression, names: Mapping[Expression, str] | None = None) -> str:
+    """An expression as text, for a reader; nodes in `names` by their names."""
+    names = names or {}
+    if node in names: return names[node]
     if isinstance(node, Sum): return f"sum{node.part or ''}"
     if isinstance(node, Constant): return f"{node.value:g}"
     if isinstance(node, Position): return node.axis if isinstance(node.axis, str) else f"batch{node.axis}"
@@ -162,22 +168,22 @@ def show(node: Expression) -> str:
         where = "".join(axis for axis, stride in strides if stride)
         return f"x{node.parameter}[{where}]"
     assert isinstance(node, Apply)
-    if node.op == "cast": return f"{show(node.args[0])}.{short(node.dtype)}"
+    if node.op == "cast": return f"{show(node.args[0], names)}.{short(node.dtype)}"
     signs = {"add": "+", "sub": "-", "mul": "*", "less": "<", "not_equal": "!="}
-    if node.op in signs: return f"({show(node.args[0])} {signs[node.op]} {show(node.args[1])})"
-    return f"{node.op}({', '.join(map(show, node.args))})"
+    if node.op in signs: return f"({show(node.args[0], names)} {signs[node.op]} {show(node.args[1], names)})"
+    return f"{node.op}({', '.join(show(arg, names) for arg in node.args)})"
 
 
 # **** activations, as tinygrad spells them ****
 
 def relu(x: Expression) -> Expression:
-    """max(x, 0)."""
-    return x.maximum(0)
+    """x where it is above 0, else 0: also of NaN."""
+    return where(x > 0.0, x, 0.0)
 
 
 def sigmoid(x: Expression) -> Expression:
     """1 / (1 + exp(-x))."""
-    return ((x * -1.4426950408889634).exp2() + 1.0).reciprocal()
+    return (1.0 + (x * -1.4426950408889634).exp2()).reciprocal()
 
 
 def silu(x: Expression) -> Expression:
@@ -192,22 +198,35 @@ def quick_gelu(x: Expression) -> Expression:
 
 def tanh(x: Expression) -> Expression:
     """2 sigmoid(2x) - 1."""
-    return sigmoid(x * 2.0) * 2.0 - 1.0
+    return 2.0 * sigmoid(2.0 * x) + -1.0
 
 
 def gelu_tanh(x: Expression) -> Expression:
     """x / 2 · (1 + tanh(sqrt(2 / pi) (x + 0.044715 x³)))."""
-    return x * 0.5 * (tanh((x + x * x * x * 0.044715) * 0.7978845608028654) + 1.0)
+    return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * (x * (x * x)))))
 
 
 def gelu(x: Expression) -> Expression:
-    """x / 2 · (1 + erf(x / sqrt 2)); erf by Abramowitz and Stegun 7.1.26, good to 1.5e-7."""
-    y = x * 0.7071067811865476
-    size = y.maximum(y * -1.0)
-    t = (size * 0.3275911 + 1.0).reciprocal()
-    series: Expression = t * 1.061405429
-    for term in (-1.453152027, 1.421413741, -0.284496736, 0.254829592): series = (series + term) * t
-    tail = series * (size * size * -1.4426950408889634).exp2()
-    sign = Apply("where", (y < 0.0, Constant(-1.0, x.dtype), Constant(1.0, x.dtype)), x.dtype)
-    erf = sign * (tail * -1.0 + 1.0)
-    return x * 0.5 * (erf + 1.0)
+    """x / 2 · (1 + erf(x / sqrt 2))."""
+    return x * 0.5 * (1.0 + erf(x * Constant(1.4142135623730951, x.dtype).reciprocal()))
+
+
+def erf(x: Expression) -> Expression:
+    """The error function by Abramowitz and Stegun 7.1.26, good to 1.5e-7."""
+    sign = where(Apply("not_equal", (x, Constant(0.0, x.dtype)), dtypes.bool),
+                 where(x < 0.0, Constant(-1.0, x.dtype), 1.0), 0.0)
+    t = (1.0 + 0.3275911 * (x * sign)).reciprocal()
+    series: Expression = Constant(1.061405429, x.dtype)
+    for term in (-1.453152027, 1.421413741, -0.284496736, 0.254829592): series = series * t + term
+    return sign * (1.0 + t * series * exp(x * x * -1.0) * -1.0)
+
+
+def exp(x: Expression) -> Expression:
+    """exp(x), of 16-bit floats in float32."""
+    return (x.cast(dtypes.float32) * 1.4426950408889634).exp2().cast(x.dtype)
+
+
+def where(condition: Expression, yes: Expression, no: Expression | float) -> Apply:
+    """`yes` where the condition holds, else `no`."""
+    other = no if isinstance(no, Expression) else Constant(no, yes.dtype)
+    return Apply("where", (condition, yes, other), yes.dtype)

@@ -129,7 +129,7 @@ def wrapped(k: Kernel, value: Number, dtype: DType) -> Number:
     opcode, width = NARROW[dtype]
     if not isinstance(value, Value):
         value &= (1 << width) - 1  # type: ignore[operator]
-        return value - (value >> width - 1 << width) * (opcode == "bfe.s32")  # type: ignore[operator]
+        return value - (value >> width - 1 << width) * (opcode == "bfe.s32")
     made = k.reg("s32")
     k.emit(opcode, made, value, 0, width)
     return made
