@@ -107,3 +107,33 @@ class Ring:
         """Arrives at the stage's barrier among `doors`, in lanes where `mine` holds."""
         space = "cta" if self.peers == 1 else "cluster"
         self.k.emit(f"mbarrier.arrive.shared::{space}.b64", SINK, (doors + stage * 8).at(), guard=mine)
+
+
+class Turns:
+    """Readers that take turns at whole tiles: while one multiplies, the others finish theirs. A phase of a
+    reader's barrier is one turn given to it; the first reader's first turn is there from the beginning."""
+
+    def __init__(self, k: Kernel, readers: int, warps: int) -> None:
+        self.k, self.readers, self.warps = k, readers, warps
+        self.barriers: Barriers = k.mbarriers("turns", readers)
+
+    def init(self) -> None:
+        """Makes the barriers: every warp of the reader before gives the turn."""
+        for reader in range(self.readers): self.k.mbarrier_init(self.barriers[reader], self.warps)
+
+    def begin(self, reader: Value, mine: Value) -> None:
+        """As reader number `reader`; lanes where `mine` holds, one of each warp, give the turn."""
+        self.mine = mine
+        self.own = self.barriers.address() + reader * 8
+        following = self.k.select(reader == self.readers - 1, 0, reader + 1, "u32")
+        self.next = self.barriers.address() + following * 8
+        self.parity = self.k.select(reader == 0, 1, 0, "u32")
+
+    def take(self) -> None:
+        """Waits for the turn."""
+        self.k.mbarrier_wait(self.own.at(), self.parity)
+        self.parity ^= 1
+
+    def give(self) -> None:
+        """Gives it to the next reader."""
+        self.k.emit("mbarrier.arrive.shared::cta.b64", SINK, self.next.at(), guard=self.mine)

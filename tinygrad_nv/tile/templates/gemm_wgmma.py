@@ -8,7 +8,8 @@
                                                            the stage before is read
                                                        finish the sums, store what lies inside
 
-CTAs are persistent: as many as there are multiprocessors, each with tiles far apart (wgmma_walk.py), so that
+Consumers share each tile's rows, or take turns at whole tiles (ping-pong), so that one multiplies while the
+other stores. CTAs are persistent: as many as there are multiprocessors, each with tiles far apart (wgmma_walk.py), so that
 the producer runs ahead into the next tile while the consumers store. The CTAs of a cluster bring each a part
 of what they share, to all of them (multicast). The ring is pipeline.py's.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.kernel import GemmKernel, MapArgument
 from tinygrad_nv.tile.legality import require
-from tinygrad_nv.tile.pipeline import Ring
+from tinygrad_nv.tile.pipeline import Ring, Turns
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec
 from tinygrad_nv.tile.templates.wgmma_load import Loads
@@ -56,8 +57,10 @@ class _Writer:
         self.walk = Walk(k, plan, rows)
         self.loads = Loads(k, plan, 1)
         self.maps: list[MapArgument] = self.loads.maps
-        self.ring = Ring(k, plan.schedule.depth, plan.stage_bytes, 4 * plan.readers, plan.peers)
-        self.products = Products(k, plan, self.ring, self.loads)
+        self.ring = Ring(k, plan.schedule.depth, plan.stage_bytes, WARPGROUP // 32 * plan.readers,
+                         plan.peers)
+        self.turns = Turns(k, plan.consumers, WARPGROUP // 32) if plan.pingpong else None
+        self.products = Products(k, plan, self.ring, self.turns, self.loads)
         self.finish = Finish(k, plan, out, extras, rows)
 
     def write(self) -> None:
@@ -66,6 +69,7 @@ class _Writer:
         with k.comment("one thread makes the barriers"):
             with k.if_(k.tid.x == 0):
                 self.ring.init()
+                if self.turns is not None: self.turns.init()
                 k.fence_mbarrier_init()
             self.together()
         producer = k.tid.x >= WARPGROUP * plan.consumers
@@ -97,8 +101,11 @@ class _Writer:
                 at.advance()
 
     def consume(self) -> None:
-        """Multiplies and stores, tile after tile."""
+        """Multiplies and stores, tile after tile; in ping-pong every second (or third) one."""
         k, plan = self.k, self.plan
-        with k.loop(self.walk.first, self.walk.total, self.walk.step) as number:
+        first, step, others = self.walk.first, self.walk.step, plan.consumers - plan.readers
+        if plan.pingpong: first, step = first + self.products.consumer * step, step * plan.consumers
+        with k.loop(first, self.walk.total, step) as number:
             sums = self.products.sum(plan.iterations)
             self.finish.store(self.walk.corner(number), sums)
+            if others: self.products.at.skip(others * plan.iterations)

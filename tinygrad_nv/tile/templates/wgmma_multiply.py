@@ -1,6 +1,6 @@
 """The consumers' main loop: wgmmas of a warpgroup's rows of A with all of B, stage after stage.
 
-Protocol: `sum(iterations)` gives the sums of the next tile. At any time one stage's wgmmas are in flight and
+Protocol: `sum(iterations)` gives the sums of the next tile, in ping-pong when it is this consumer's turn. At any time one stage's wgmmas are in flight and
 the next stage's are being issued, so a stage is given back when the one after it has been issued
 (`wait_group 1`). fp8 sums are kept to about 14 bits by the tensor core: each stage, or 128 of K, has its own,
 which are waited for and added to others in float32.
@@ -15,7 +15,7 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.ptx.builder_values import Number
-from tinygrad_nv.tile.pipeline import Ring
+from tinygrad_nv.tile.pipeline import Ring, Turns
 from tinygrad_nv.tile.templates.wgmma_load import Loads
 from tinygrad_nv.tile.templates.wgmma_plan import PROMOTED_K, WARPGROUP, Plan
 from tinygrad_nv.tile.templates.wgmma_tiles import K_BYTES, OperandTile
@@ -54,8 +54,8 @@ class Descriptors:
 class Products:
     """The main loop of one consumer warpgroup."""
 
-    def __init__(self, k: Kernel, plan: Plan, ring: Ring, loads: Loads) -> None:
-        self.k, self.plan, self.ring = k, plan, ring
+    def __init__(self, k: Kernel, plan: Plan, ring: Ring, turns: Turns | None, loads: Loads) -> None:
+        self.k, self.plan, self.ring, self.turns = k, plan, ring, turns
         self.kind = "s32" if plan.spec.accumulate == dtypes.int32 else "f32"
         self.loads = loads
 
@@ -64,13 +64,18 @@ class Products:
         k, plan, ring = self.k, self.plan, self.ring
         self.at = ring.cursor()
         self.last = k.reg("u32", 0)  # the stage whose products are in flight
-        self.consumer = k.tid.x // WARPGROUP
+        # the same in all lanes; ptxas keeps what comes from redux, and all made of it, in uniform registers
+        self.consumer = k.reg("u32")
+        k.emit("redux.sync.min.u32", self.consumer, k.tid.x // WARPGROUP, -1)
         a = self.loads.a.ring
         if plan.readers > 1: a = a + self.consumer * plan.a.at_mn(plan.rows)
         self.a, self.b = Descriptors.of(k, plan.a, a), Descriptors.of(k, plan.b, self.loads.b.ring)
         lane = k.special("laneid")
         self.mine = lane < plan.peers
         self.doors = ring.doors(self._peer(lane) if plan.peers > 1 else None)
+        if self.turns is not None:
+            self.turns.begin(self.consumer, lane == 0)
+            self.at.jump(self.consumer * plan.iterations)
         self.sums: Sums = [k.regs(self.kind, plan.schedule.block_n // 2) for _ in range(plan.subtiles)]
         self.partial: Sums = [k.regs("f32", plan.schedule.block_n // 2)
                               for _ in range(plan.subtiles)] if plan.promoted else self.sums
@@ -85,9 +90,17 @@ class Products:
         return k.select(lane < s.cluster_m, column * s.cluster_m + lane, row + others * s.cluster_m, "u32")
 
     def sum(self, iterations: Number) -> Sums:
-        """The sums of the next `iterations` stages (at least one)."""
+        """The sums of the next `iterations` stages (at least one), when it is this consumer's turn."""
+        if self.turns is not None: self.turns.take()
+        if self.plan.promoted: self._promoted(iterations)
+        else: self._summed(iterations)
+        return self.sums
+
+    def _issued(self) -> None:
+        if self.turns is not None: self.turns.give()
+
+    def _summed(self, iterations: Number) -> None:
         k = self.k
-        if self.plan.promoted: return self._promoted(iterations)
         with k.loop(0, iterations, kind="u32") as i:
             further = i > 0
             self.ring.wait(self.at)
@@ -96,17 +109,14 @@ class Products:
             k.wgmma_commit()
             k.wgmma_wait(1)
             self.ring.release(self.doors, self.last, self.mine & further)
-            self._advance()
+            self.last.set(self.at.stage)
+            self.at.advance()
+        self._issued()
         k.wgmma_wait(0)
         self.ring.release(self.doors, self.last, self.mine)
-        return self.sums
 
-    def _advance(self) -> None:
-        self.last.set(self.at.stage)
-        self.at.advance()
-
-    def _promoted(self, iterations: Number) -> Sums:
-        """As `sum`, each 128 of K apart."""
+    def _promoted(self, iterations: Number) -> None:
+        """Each 128 of K apart."""
         k, steps = self.k, self.plan.steps
         for row in self.sums:
             for each in row: each.set(0.0)
@@ -122,7 +132,7 @@ class Products:
                 for row, part in zip(self.sums, self.partial, strict=True):
                     for each, more in zip(row, part, strict=True): each += more
             self.at.advance()
-        return self.sums
+        self._issued()
 
     def _stage(self, further: Value | bool, first: int, end: int) -> None:
         """wgmmas `first` … `end` of the stage; whether the first adds to what was there before."""
