@@ -30,7 +30,7 @@ from tinygrad_nv import config, hooks
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.explain import KernelRecord, Lowering, explain
 from tinygrad_nv.hooks import disable, disabled, enable, enabled
-from tinygrad_nv.patterns import program
+from tinygrad_nv.patterns import gemm, program
 from tinygrad_nv.runtime import programs
 from tinygrad_nv.runtime.device import EMUDevice
 
@@ -64,6 +64,7 @@ def __getattr__(name: str) -> object:
 
 sys.meta_path.append(_ModelsFinder(Path(__file__).resolve().parent))
 
+hooks.add_rewrite("gemm", gemm.rewrite, gemm.configuration)
 hooks.add_compile("programs", programs.cached)
 hooks.add_compile("program", program.settle)
 hooks.install_cpu()

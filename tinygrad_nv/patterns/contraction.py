@@ -1,0 +1,292 @@
+"""Contractions: sums of products, found by their indices.
+
+Protocol. `product` recognises REDUCE(ADD) of a MUL, through movement and casts. A `Side` is an operand as an
+index into storage; `sides` makes both from the indices of the sum's element. `contracted` reads strides off
+them: a range in the left operand only is M, in the right only is N, in both and summed is K, in both and kept
+is batch. Ranges that lie as one in all of the operands, the result and the epilogue's loads become one; M and
+N keep their largest, and what is left of them is batch, with stride 0 in the other operand.
+
+An operand that cannot be read where it lies (K in two strides, padding, no strides at all) is copied by a
+kernel of tinygrad's, if that makes a product and is cheap beside it. `NotOurs` says why there is none.
+
+Casts that lose nothing (halves and fp8 to float32, int8 to int32) are left out, so that the operands have the
+dtype they have in memory. Products of halves that are cast to float32 before the sum are taken unrounded, as
+tensor cores make them.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from tinygrad.dtype import DType, dtypes
+from tinygrad.helpers import prod
+from tinygrad.uop.ops import GroupOp, Ops, UOp, sint
+
+from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
+from tinygrad_nv.tile.spec import BYTES, FP8, HALVES, MOST_BATCH_DIMENSIONS
+
+COPY_REUSED = 16  # an operand whose elements are used so often may be copied first
+Order = Sequence[int]
+
+
+class NotOurs(Exception):
+    """Why a contraction is left to tinygrad; without text, there is nothing to tell. `final`: whatever the
+    epilogue."""
+
+    def __init__(self, reason: str, final: bool = False) -> None:
+        super().__init__(reason)
+        self.final = final
+
+
+# **** the product ****
+
+@dataclass(frozen=True)
+class Product:
+    """REDUCE(ADD) of the product of two tensors. `chain` leads from the sum's input to `mul`; with `strip`,
+    exact casts of the operands are left out."""
+    total: UOp
+    chain: tuple[UOp, ...]
+    mul: UOp
+    strip: bool
+
+    def indices(self, space: Space, at: Indices) -> Indices:
+        """The indices of a product, from those of the sum's input."""
+        for node in self.chain:
+            if node.op in GroupOp.Movement: at = space.through(node, at)
+        return at
+
+
+def product(total: UOp) -> Product | None:
+    """The product that a REDUCE sums, if it is one of two tensors."""
+    if total.arg[0] is not Ops.ADD or not total.arg[1] or 0 in total.src[0].shape: return None
+    chain, node = [], total.src[0]
+    while node.op in GroupOp.Movement or node.op is Ops.CAST:
+        chain.append(node)
+        node = node.src[0]
+    if node.op is not Ops.MUL or node.src[0] is node.src[1]: return None
+    if any(s.op is Ops.CONST or s.dtype in dtypes.weaks or not s._shape for s in node.src): return None
+    known = [_lossless(s, node.dtype) for s in node.src]
+    return Product(total, tuple(chain), node, known[0] == known[1] or any(
+        known[0] in kind and known[1] in kind for kind in (FP8, BYTES)))
+
+
+def _lossless(node: UOp, dtype: DType) -> DType:
+    """The dtype in memory of an operand that is multiplied in `dtype`, without casts that lose nothing."""
+    while node.op in GroupOp.Movement: node = node.src[0]
+    return node.src[0].dtype if node.op is Ops.CAST and is_exact(node.src[0].dtype, dtype) else node.dtype
+
+
+def is_exact(source: DType, target: DType) -> bool:
+    """Whether a cast is one that operands do without."""
+    wide = {dtypes.float32: (*HALVES, *FP8), dtypes.int32: BYTES}
+    return source in wide.get(target, ())
+
+
+def arithmetic(found: Product, a: DType, b: DType) -> str:
+    """What is in the way of the arithmetic; "" when nothing is."""
+    total, mul = found.total.dtype, found.mul.dtype
+    if total in HALVES: return f"the sum is accumulated in {total.name}"
+    if mul in BYTES: return f"products of {mul.name} wrap around before the sum; cast operands to int32"
+    if a in BYTES and b in BYTES and (mul, total) == (dtypes.int32, dtypes.int32): return ""
+    casts = [node.dtype for node in found.chain if node.op is Ops.CAST]
+    if total != dtypes.float32 or mul not in (total, *HALVES, *FP8): return f"{mul.name} summed in {total.name}"
+    if casts != [dtypes.float32] * (mul != total): return f"products of {mul.name} are rounded before the sum"
+    if a != b and not (a in FP8 and b in FP8): return f"{a.name} times {b.name}"
+    return ""
+
+
+# **** operands ****
+
+@dataclass(frozen=True)
+class Side:
+    """An operand: an element of `storage`, whose first dimension begins at a buffer. `source` and `at` are
+    the tensor that was multiplied and its indices, which a copy is made from. `copied` elements are written
+    by a kernel made for this alone."""
+    storage: UOp
+    lies: Affine
+    source: UOp
+    at: Indices
+    copied: int = 0
+
+    @property
+    def dtype(self) -> DType: return self.storage.dtype
+
+    def resolved(self, space: Space) -> Side:
+        """The same operand over ranges that are not divided."""
+        return replace(self, lies=space.resolve(self.lies))
+
+
+def side(space: Space, source: UOp, at: Indices, strip: bool, memory: Callable[[UOp], bool]) -> Side:
+    """An operand, at the indices of one of its elements."""
+    node, where, dtype = source, at, source.dtype
+    while not memory(node):
+        if node.op is Ops.CAST and strip and is_exact(node.src[0].dtype, dtype):
+            node, strip = node.src[0], False
+        elif node.op in GroupOp.Movement:
+            try: where = space.through(node, where)
+            except NotAffine: return _realized(space, node, where, source, at, strip)
+            node = node.src[0]
+        else: return _realized(space, node, where, source, at, strip)
+    return Side(node, space.lies(node.shape, where), source, at)
+
+
+def _realized(space: Space, node: UOp, where: Indices, source: UOp, at: Indices, strip: bool) -> Side:
+    """An operand that tinygrad stores first, from `node` on."""
+    made = node.cast(_lossless(node, node.dtype)) if strip else node
+    # what tinygrad takes for storage may be a part of it
+    stored = made.contiguous() if made.op in GroupOp.Movement or made.op is Ops.AFTER else made
+    return Side(stored, space.lies(node.shape, where), source, at, prod(node.max_shape))
+
+
+def packed(space: Space, one: Side, order: Order) -> Side | None:
+    """An operand copied so that its ranges lie in `order`, the last side by side; None if it is not made of
+    whole ranges, or repeats elements."""
+    ranges: list[int] = []
+    for extent, index in zip(one.source.shape, map(space.resolve, one.at), strict=True):
+        inner = sorted(index.strides, key=index.strides.__getitem__)
+        pitches = [prod(largest(space.extents[r]) for r in inner[:i]) for i in range(len(inner))]
+        whole = prod(largest(space.extents[r]) for r in inner) == largest(extent)
+        if index.offset or not whole or [index.strides[r] for r in inner] != pitches: return None
+        ranges += inner[::-1]
+    if len(set(ranges)) != len(ranges) or any(not one.lies.strides.get(r) for r in ranges): return None
+    wanted = [r for r in order if r in ranges]
+    node = one.source.reshape(tuple(space.extents[r] for r in ranges))
+    if node.dtype != one.dtype: node = node.cast(one.dtype)
+    copy = node.permute(tuple(ranges.index(r) for r in wanted)).contiguous()
+    lies = space.lies(copy.shape, tuple(Affine(0, {r: 1}) for r in wanted))
+    return replace(one, storage=copy, lies=lies, copied=prod(copy.max_shape))
+
+
+# **** dimensions ****
+
+@dataclass(frozen=True)
+class Dim:
+    """A dimension: its extent, and its stride in each thing that is indexed: left, right, result, loads."""
+    extent: sint
+    strides: tuple[int, ...]
+
+    def around(self, inner: Dim) -> Dim | None:
+        """This dimension and one inside it as one, if they lie so everywhere."""
+        if isinstance(self.extent, UOp) or isinstance(inner.extent, UOp): return None
+        if any(o != inner.extent * i for o, i in zip(self.strides, inner.strides, strict=True)): return None
+        return Dim(self.extent * inner.extent, inner.strides)
+
+
+A, B, OUT, LOADS = 0, 1, 2, 3
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """A product in dimensions. Strides of every dimension: left, right, result, loads."""
+    a: Side
+    b: Side
+    m: Dim
+    n: Dim
+    k: Dim
+    batch: tuple[Dim, ...]
+
+
+def merged(dims: list[Dim], by: tuple[int, ...]) -> list[Dim]:
+    """Dimensions, outermost first as `by` says, with those that lie as one made one."""
+    made: list[Dim] = []
+    for dim in sorted(dims, key=lambda dim: tuple(-dim.strides[i] for i in by)):
+        one = made[-1].around(dim) if made else None
+        if one is None: made.append(dim)
+        else: made[-1] = one
+    return made
+
+
+def contracted(space: Space, a: Side, b: Side, out: Affine, loads: list[Affine], parts: bool) -> Contraction:
+    """The contraction of two operands, which may have to be copied. With `parts` the right one is the right
+    operand whatever the result's order. Raises `NotOurs`."""
+    kinds = _kinds(space, a, b, out)
+    if not parts and _turns(space, kinds, out):
+        a, b = b, a
+        kinds = {r: {"m": "n", "n": "m"}.get(kind, kind) for r, kind in kinds.items()}
+    reason = ""
+    for copies in ((), (A,), (B,), (A, B)):
+        if parts and B in copies: continue
+        made = _with_copies(space, a, b, out, kinds, copies)
+        if made is None or not _cheap(space, *made, kinds): continue
+        try: return _grouped(space, *made, out, loads, kinds)
+        except NotOurs as no: reason = reason or str(no)
+    raise NotOurs(reason or "an operand is not in memory and used too little to be copied")
+
+
+def _kinds(space: Space, a: Side, b: Side, out: Affine) -> dict[int, str]:
+    """Of each range, outermost of the result first: m, n, k or batch."""
+    kept = sorted(out.strides, key=out.strides.__getitem__, reverse=True)
+    summed = [r for r in range(len(space.extents)) if r not in space.divided and r not in out.strides]
+    made: dict[int, str] = {}
+    for r in (*kept, *summed):
+        in_a, in_b = bool(a.lies.strides.get(r)), bool(b.lies.strides.get(r))
+        if r in out.strides: made[r] = "batch" if in_a and in_b else "m" if in_a else "n" if in_b else ""
+        else: made[r] = "k" if in_a and in_b else ""
+    symbols = [r for r in made if isinstance(space.extents[r], UOp)]
+    present = set(made.values())
+    if "k" not in present or not {"m", "n"} & present: raise NotOurs("", final=True)
+    if "" in present: raise NotOurs("a dimension is in neither operand, or summed of one alone")
+    if any(made[r] == "k" for r in symbols): raise NotOurs("symbolic K")
+    if any(made[r] == "batch" for r in symbols): raise NotOurs("a symbolic batch")
+    if len(symbols) > 1: raise NotOurs("more than one symbolic dimension")
+    extents = [space.extents[r] for r in symbols]
+    if any(isinstance(extent, UOp) and extent.op is not Ops.PARAM for extent in extents):
+        raise NotOurs("the number of rows is an expression, not a variable")
+    return made
+
+
+def _turns(space: Space, kinds: dict[int, str], out: Affine) -> bool:
+    """Whether the operands change places: rows may be symbolic, columns lie side by side."""
+    symbols = [kind for r, kind in kinds.items() if isinstance(space.extents[r], UOp)]
+    if symbols: return symbols[0] == "n"
+    sides = [r for r, kind in kinds.items() if kind in ("m", "n")]
+    return kinds[min(sides, key=out.strides.__getitem__)] == "m"
+
+
+def _with_copies(space: Space, a: Side, b: Side, out: Affine, kinds: dict[int, str],
+                 copies: tuple[int, ...]) -> tuple[Side, Side] | None:
+    """The operands after copying some of them, with K in the order of what was not copied."""
+    model = b if A in copies else a
+    kept = [r for r in kinds if kinds[r] != "k"]
+    order = kept + sorted((r for r in kinds if kinds[r] == "k"), key=lambda r: -model.lies.strides[r])
+    made: list[Side] = []
+    for number, one in enumerate((a, b)):
+        copy = packed(space, one, order) if number in copies else one
+        if copy is None: return None
+        made.append(copy)
+    return made[0], made[1]
+
+
+def _cheap(space: Space, a: Side, b: Side, kinds: dict[int, str]) -> bool:
+    """Whether copies cost little: each element is used often, or the other operand is no smaller."""
+    numels = [_elements(space, one) for one in (a, b)]
+    for one, other, free in ((a, numels[1], "n"), (b, numels[0], "m")):
+        used = prod(largest(space.extents[r]) for r, kind in kinds.items() if kind == free)
+        if one.copied and used < COPY_REUSED and one.copied > other: return False
+    return True
+
+
+def _elements(space: Space, one: Side) -> int:
+    return prod(largest(space.extents[r]) for r, stride in one.lies.strides.items() if stride)
+
+
+def _grouped(space: Space, a: Side, b: Side, out: Affine, loads: list[Affine],
+             kinds: dict[int, str]) -> Contraction:
+    indexed = (a.lies, b.lies, out, *loads)
+    dims: dict[str, list[Dim]] = {"m": [], "n": [], "k": [], "batch": []}
+    for r, kind in kinds.items():
+        dims[kind].append(Dim(space.extents[r], tuple(index.strides.get(r, 0) for index in indexed)))
+    if any(stride < 0 for group in dims.values() for dim in group for stride in dim.strides):
+        raise NotOurs("a flipped dimension")
+    m, n, batch = (merged(dims[kind], (OUT,)) for kind in ("m", "n", "batch"))
+    if len(k := merged(dims["k"], (A, B))) > 1: raise NotOurs(f"K lies in {len(k)} dimensions, not one")
+    none = Dim(1, (0,) * len(indexed))
+    m, n = m or [none], n or [none]
+    # the symbolic one, the largest, of these the innermost
+    rows, columns = (max(reversed(group), key=lambda d: (isinstance(d.extent, UOp), largest(d.extent)))
+                     for group in (m, n))
+    batch = merged(batch + [d for d in (*m, *n) if d is not rows and d is not columns], (OUT,))
+    if len(batch) > MOST_BATCH_DIMENSIONS:
+        raise NotOurs(f"{len(batch)} dimensions of batch, at most {MOST_BATCH_DIMENSIONS}")
+    return Contraction(a, b, rows, columns, k[0], tuple(batch))
+

@@ -1,0 +1,295 @@
+"""Matrix products: every contraction of a graph to a kernel of ours, where a template takes it.
+
+Protocol. `rewrite` is a rewrite of hooks.py. It visits the graph once, sums first, and makes a `Match` of
+each contraction: the region of its epilogue, a `GemmSpec`, a schedule and the parameters. Then the graph is
+built anew with a call in place of each region's end. The result is dense in the order of that node's
+dimensions.
+
+A kernel is made once for a spec, a schedule and a device's architecture. A contraction that no template takes
+is left as it is, and `program.miss` says why. Devices are ours when their driver is; NV_GEMM=0 leaves all to
+tinygrad.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+
+from tinygrad.device import Device
+from tinygrad.dtype import AddrSpace, DType, dtypes
+from tinygrad.helpers import ALLOW_TF32, prod, to_tuple
+from tinygrad.uop.ops import Ops, UOp, sint
+
+from tinygrad_nv import config
+from tinygrad_nv.errors import SpecError
+from tinygrad_nv.patterns import program
+from tinygrad_nv.patterns.contraction import (
+    LOADS,
+    OUT,
+    A,
+    B,
+    Contraction,
+    Dim,
+    NotOurs,
+    Product,
+    Side,
+    arithmetic,
+    contracted,
+    product,
+    side,
+)
+from tinygrad_nv.patterns.epilogue import Epilogue, Unfused, ends, usable
+from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
+from tinygrad_nv.runtime.launch_text import source
+from tinygrad_nv.tile.choose import choose, why_not
+from tinygrad_nv.tile.expression import Apply, Expression, Load, Sum, loads
+from tinygrad_nv.tile.kernel import GemmKernel
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.spec import GemmSpec, Operand, Result
+from tinygrad_nv.tile.templates import build
+
+TEMPLATE = "gemm"
+DEVICES = ("EMU", "CUDA")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a kernel is made for."""
+    arch: str
+    sm_count: int
+
+
+@dataclass(frozen=True)
+class Match:
+    """A contraction and its epilogue, ready to be called. `rows` is the symbolic number of rows."""
+    end: UOp
+    region: frozenset[UOp]
+    spec: GemmSpec
+    schedule: Schedule
+    machine: Machine
+    inputs: tuple[UOp, ...]
+    rows: UOp | None
+
+
+def configuration() -> Hashable:
+    """What the rewrite depends on besides the graph."""
+    return (config.get("NV_GEMM"), config.get("EMU_ARCH"), ALLOW_TF32.value)
+
+
+def rewrite(sink: UOp) -> UOp:
+    """The graph with calls for its matrix products."""
+    if not config.get("NV_GEMM"): return sink
+    matcher = _Matcher(sink)
+    matches = matcher.matches()
+    return program.write_through(_rebuilt(sink, matcher.nodes, matches)) if matches else sink
+
+
+def machine_of(device: str | tuple[str, ...] | None) -> Machine | None:
+    """What runs a device's kernels, None if its driver is not ours."""
+    names = to_tuple(device) if device is not None else ()
+    if any(name.split(":")[0] not in DEVICES for name in names): return None
+    drivers = [getattr(Device[name], "driver", None) for name in names]
+    found = {Machine(d.properties.arch, d.properties.sm_count) if d is not None else None for d in drivers}
+    return found.pop() if len(found) == 1 else None
+
+
+# **** matching ****
+
+class _Matcher:
+    """One graph: who uses what, and which nodes are parts of matches."""
+
+    def __init__(self, sink: UOp) -> None:
+        self.nodes = tuple(sink.toposort(enter_calls=False))
+        self.ends: dict[UOp, Match] = {}
+        self.inside: set[UOp] = set()
+
+    def matches(self) -> dict[UOp, Match]:
+        """The matches, by their ends."""
+        sums = [node for node in self.nodes if node.op is Ops.REDUCE]
+        products = [found for node in sums if (found := product(node)) is not None]
+        if not products: return {}
+        self.place = {node: i for i, node in enumerate(self.nodes)}
+        self.consumers: dict[UOp, list[UOp]] = {node: [] for node in self.nodes}
+        for node in self.nodes:
+            for one in dict.fromkeys(node.src):
+                if one in self.consumers: self.consumers[one].append(node)
+        for found in products: self.match(found)
+        return self.ends
+
+    def is_memory(self, node: UOp) -> bool:
+        """Whether a node is storage from its beginning, or will be the result of a kernel of ours."""
+        if node in self.ends: return True
+        if node.op in (Ops.PARAM, Ops.BUFFER): return node.arg.addrspace is AddrSpace.GLOBAL
+        if node.op is Ops.CONTIGUOUS: return True
+        return node.op is Ops.AFTER and node.has_buffer_identity(after_ok=True)
+
+    def match(self, found: Product) -> None:
+        """Takes in a contraction, with as much after it as can be, or says why not."""
+        reason = ""
+        if (machine := machine_of(found.total.device)) is None or found.total in self.inside: return
+        closed = ends(found.total, self.consumers, self.place, self.inside.__contains__)
+        regions = usable(closed, self.consumers)
+        for end, region in regions or [(found.total, frozenset((found.total,)))]:
+            try: made = _matched(found, end, region, machine, self.is_memory)
+            except (Unfused, NotAffine, SpecError): continue
+            except NotOurs as no:
+                reason = str(no)
+                if no.final: break
+                continue
+            self.ends[end] = made
+            self.inside |= region
+            return
+        if reason: program.miss(TEMPLATE, found.total, reason)
+
+
+def _matched(found: Product, end: UOp, region: frozenset[UOp], machine: Machine,
+             memory: Callable[[UOp], bool]) -> Match:
+    """The match of a region. Raises `NotOurs`, `Unfused` or `NotAffine` where there is none."""
+    space = Space()
+    kept = space.ranges(end.shape)
+    tail = Epilogue(space, found.total, end, region, kept, memory)
+    summed = space.ranges(found.total.src[0].shape[:found.total.arg[1]])
+    places = [_sides(found, space, summed + at, memory) for at in tail.paths]
+    a, b, numbers, part = _parts(space, places)
+    entries = [(node, space.resolve(lies)) for node, lies in tail.loads]
+    out = space.lies(end.shape, kept)
+    dims = contracted(space, a, b, out, [lies for _, lies in entries], bool(part))
+    if words := arithmetic(found, dims.a.dtype, dims.b.dtype): raise NotOurs(words, final=True)
+    extras = list(dict.fromkeys(node for node, _ in entries))
+    loads = [_load(dims, i, extras.index(node), node, lies) for i, (node, lies) in enumerate(entries)]
+    spec = _spec(dims, out, end, _finished(tail.expression, loads, numbers), part, len(numbers))
+    return Match(end, region, spec, _schedule(spec, machine), machine,
+                 (dims.a.storage, dims.b.storage, *extras),
+                 dims.m.extent if isinstance(dims.m.extent, UOp) else None)
+
+
+def _sides(found: Product, space: Space, at: Indices, memory: Callable[[UOp], bool]) -> tuple[Side, Side]:
+    at = found.indices(space, at)
+    a, b = (side(space, one, space.over(found.mul.shape, one.shape, at), found.strip, memory)
+            for one in found.mul.src)
+    return a, b
+
+
+def _parts(space: Space, places: list[tuple[Side, Side]]) -> tuple[Side, Side, list[int], int]:
+    """The operands, which part of the second each path is, and how far the parts are apart. Paths differ in
+    one operand only, by the same number of elements each."""
+    places = [(a.resolved(space), b.resolved(space)) for a, b in places]
+    if len(places) == 1: return *places[0], [0], 0
+    first = places[0]
+    if any(one.storage is not mine.storage or one.lies.strides != mine.lies.strides
+           for place in places for one, mine in zip(place, first, strict=True)):
+        raise Unfused("sums of different operands")
+    offsets = [[place[number].lies.offset for place in places] for number in (0, 1)]
+    moving = next((number for number in (0, 1) if len(set(offsets[1 - number])) == 1), None)
+    if moving is None: raise Unfused("parts of both operands")
+    steps = sorted(offsets[moving])
+    part = steps[1] - steps[0]
+    if steps != [steps[0] + i * part for i in range(len(steps))]: raise Unfused("parts at uneven distances")
+    base = places[offsets[moving].index(steps[0])]
+    return base[1 - moving], base[moving], [steps.index(offset) for offset in offsets[moving]], part
+
+
+def _schedule(spec: GemmSpec, machine: Machine) -> Schedule:
+    if (schedule := choose(spec, machine.arch, machine.sm_count)) is not None: return schedule
+    if spec.a.dtype == dtypes.float32 and not spec.tf32: raise NotOurs("float32 without ALLOW_TF32", True)
+    raise NotOurs(why_not(spec, machine.arch))
+
+
+# **** specs ****
+
+def _spec(dims: Contraction, out: Affine, end: UOp, epilogue: Expression, part: int, parts: int) -> GemmSpec:
+    m, n = largest(dims.m.extent), largest(dims.n.extent)
+    row, column = dims.m.strides[OUT], dims.n.strides[OUT]
+    result = Result(end.dtype, row if m > 1 else _rounded(n) * column, column if n > 1 else 1,
+                    tuple(d.strides[OUT] for d in dims.batch), out.offset)
+    a, b = _operand(dims, dims.a, A, dims.m), _operand(dims, dims.b, B, dims.n)
+    batch, tf32 = tuple(largest(d.extent) for d in dims.batch), a.dtype == dtypes.float32 and bool(ALLOW_TF32)
+    return GemmSpec(m, n, largest(dims.k.extent), a, b, result, batch, epilogue, parts, part,
+                    isinstance(dims.m.extent, UOp), tf32)
+
+
+def _operand(dims: Contraction, one: Side, number: int, mn: Dim) -> Operand:
+    k = dims.k.strides[number]
+    # the stride of a single row is free: one that is aligned
+    row = mn.strides[number] if mn.extent != 1 else _rounded(largest(dims.k.extent)) * k
+    return Operand(one.dtype, row, k, tuple(d.strides[number] for d in dims.batch), one.lies.offset)
+
+
+def _rounded(extent: int) -> int: return -(-extent // 16) * 16
+
+
+def _load(dims: Contraction, number: int, parameter: int, node: UOp, lies: Affine) -> Load:
+    i = LOADS + number
+    return Load(parameter, node.dtype, dims.m.strides[i], dims.n.strides[i],
+                tuple(d.strides[i] for d in dims.batch), lies.offset)
+
+
+def _finished(root: Expression, loads: list[Load], parts: list[int]) -> Expression:
+    """An expression with its loads and parts in place of their numbers."""
+    known: dict[int, Expression] = {}
+
+    def made(node: Expression) -> Expression:
+        if isinstance(node, Sum): return replace(node, part=parts[node.part])
+        if isinstance(node, Load): return loads[node.parameter]
+        if not isinstance(node, Apply): return node
+        if id(node) not in known: known[id(node)] = replace(node, args=tuple(map(made, node.args)))
+        return known[id(node)]
+    return made(root)
+
+
+# **** calls ****
+
+@functools.lru_cache(1024)
+def kernel(spec: GemmSpec, schedule: Schedule, machine: Machine) -> tuple[GemmKernel, str]:
+    """The kernel of a product, and its text with how it is launched."""
+    made = build(spec, schedule, machine.arch, machine.sm_count)
+    return made, source(made)
+
+
+def _rebuilt(sink: UOp, nodes: tuple[UOp, ...], matches: dict[UOp, Match]) -> UOp:
+    """The graph with a call in place of each match."""
+    new: dict[UOp, UOp] = {}
+
+    def renewed(node: UOp) -> UOp:
+        """A node that may be of the matcher's making, over the new graph."""
+        if node not in new: new[node] = node.replace(src=tuple(map(renewed, node.src)))
+        return new[node]
+
+    for node in nodes:
+        if (match := matches.get(node)) is not None:
+            new[node] = _called(match, [renewed(x) for x in match.inputs])
+        elif any(new[s] is not s for s in node.src if s in new):
+            new[node] = node.replace(src=tuple(new.get(s, s) for s in node.src))
+        else: new[node] = node
+    return new[sink]
+
+
+def _called(match: Match, inputs: list[UOp]) -> UOp:
+    spec, rows, end = match.spec, match.rows, match.end
+    made, text = kernel(spec, match.schedule, match.machine)
+    assert end.device is not None
+    outputs = [program.Output(end.shape, end.dtype)]
+    if made.workspace_bytes:
+        outputs += [program.Output((-(-made.workspace_bytes // 4),), dtypes.float32),
+                    program.Output((max(made.flags, 1),), dtypes.uint32)]
+    m: sint = spec.m if rows is None else rows
+    grid: tuple[sint, ...] = made.grid
+    if rows is not None and made.rows_of_cta:
+        ctas = (rows + (made.rows_of_cta - 1)) // made.rows_of_cta * made.ctas_of_rows
+        grid = (ctas.maximum(1), *made.grid[1:])
+    note = program.Note(match.schedule.template, f"{spec}: {match.schedule}", spec, match.schedule)
+    return program.program(made.name, text, end.device, outputs, inputs, grid=grid,
+                           block=(made.threads, 1, 1), variables=[] if rows is None else [rows],
+                           flops=spec.flops // spec.m * m, nbytes=_bytes(spec, m), note=note)[0]
+
+
+def _bytes(spec: GemmSpec, m: sint) -> sint:
+    """What a kernel reads and writes if it reads nothing twice."""
+    def read(dtype: DType, m_stride: int, n_stride: int, batch: tuple[int, ...]) -> sint:
+        fixed = prod(e for e, s in zip(spec.batch, batch, strict=True) if s) * (spec.n if n_stride else 1)
+        return m * (fixed * dtype.itemsize) if m_stride else fixed * dtype.itemsize
+    total = read(spec.out.dtype, 1, 1, spec.batch)
+    total += read(spec.a.dtype, 1, 0, spec.a.batch) * spec.k
+    total += read(spec.b.dtype, 0, 1, spec.b.batch) * (spec.k * spec.parts)
+    for each in loads(spec.epilogue): total += read(each.dtype, each.m, each.n, each.batch)
+    return total
