@@ -14,16 +14,20 @@ from tinygrad_nv.errors import ConfigError
 
 @dataclass(frozen=True)
 class Setting:
-    """One variable: its name, what it is when unset, the values it may have, and what they mean."""
+    """One variable: its name, what it is when unset, the values it may have (of a `path`, any), and what they
+    mean."""
     name: str
     default: int | str
     allowed: tuple[int | str, ...]
     meaning: str
+    path: bool = False
 
 
 SETTINGS = (
     Setting("NV", 1, (0, 1), "0: importing tinygrad_nv changes no schedule; 1: enable() at import"),
     Setting("NV_SPEC", 0, (0, 1), "1: the graph is verified after every rewrite (slower; on in CI)"),
+    Setting("NV_GEMM", 1, (0, 1),
+            "0: matrix products are left to tinygrad's own kernels; 1: templates take them"),
     Setting("NV_PROGRAM_CACHE", 1, (0, 1),
             "0: make and compile every kernel afresh; 1: take it from the disk cache"),
     Setting("NV_CPU_GRAPH", 1, (0, 1),
@@ -32,6 +36,9 @@ SETTINGS = (
             "the GPU that DEV=EMU emulates. sm_80: an A100; sm_89: an L40; sm_90a: an H100"),
     Setting("EMU_CHECK", 1, (0, 1),
             "0: DEV=EMU runs without race and initialisation checks; 1: what they find is an error"),
+    Setting("NV_SCHEDULES", "", ("",),
+            "the file of tuned schedules; unset: tinygrad_nv/schedules.json in the cache directory",
+            path=True),
 )
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 
@@ -41,6 +48,7 @@ def get(name: str) -> int | str:
     setting = _BY_NAME[name]
     text = os.environ.get(name, "").strip()
     if not text: return setting.default
+    if setting.path: return text
     if text not in (allowed := [str(value) for value in setting.allowed]):
         raise ConfigError(f"{name}={text}", f"one of {', '.join(allowed)} ({setting.meaning})",
                           f"unset {name} for its default, {setting.default}")

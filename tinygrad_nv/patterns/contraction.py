@@ -89,7 +89,8 @@ def arithmetic(found: Product, a: DType, b: DType) -> str:
     if mul in BYTES: return f"products of {mul.name} wrap around before the sum; cast operands to int32"
     if a in BYTES and b in BYTES and (mul, total) == (dtypes.int32, dtypes.int32): return ""
     casts = [node.dtype for node in found.chain if node.op is Ops.CAST]
-    if total != dtypes.float32 or mul not in (total, *HALVES, *FP8): return f"{mul.name} summed in {total.name}"
+    if total != dtypes.float32 or mul not in (total, *HALVES, *FP8):
+        return f"{mul.name} summed in {total.name}"
     if casts != [dtypes.float32] * (mul != total): return f"products of {mul.name} are rounded before the sum"
     if a != b and not (a in FP8 and b in FP8): return f"{a.name} times {b.name}"
     return ""
