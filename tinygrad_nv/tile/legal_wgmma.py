@@ -7,6 +7,7 @@ from tinygrad_nv.tile import legality
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import BYTES, GemmSpec, Operand
 from tinygrad_nv.tile.templates.wgmma_plan import MOST_SUMS, Plan
+from tinygrad_nv.tile.templates.wgmma_store import planned
 from tinygrad_nv.tile.templates.wgmma_tiles import (
     K_BYTES,
     MOST_BOX,
@@ -100,10 +101,13 @@ def _tile(name: str, tile: OperandTile, s: Schedule) -> list[str]:
 def _room(plan: Plan) -> list[str]:
     """Shared memory and registers."""
     out, s = [], plan.schedule
-    needed, most = s.depth * (plan.stage_bytes + 16), legality.SMEM_BYTES["sm_90a"]
+    staging, most = planned(plan).smem_bytes, legality.SMEM_BYTES["sm_90a"]
+    needed = s.depth * plan.stage_bytes + -(-staging // 1024) * 1024 + plan.barrier_bytes
     if needed > most:
-        stage = f"({plan.a.nbytes} B of A + {plan.b.nbytes} B of B + 16 B of barriers)"
-        out.append(f"{s.depth} stages × {stage} = {needed} B of shared memory, sm_90a has {most}")
+        stage = f"({plan.a.nbytes} B of A + {plan.b.nbytes} B of B)"
+        staged = f" + {staging} B to store from" if staging else ""
+        out.append(f"{s.depth} stages × {stage}{staged} + {plan.barrier_bytes} B of barriers = {needed} B of "
+                   f"shared memory, sm_90a has {most}")
     if plan.sums > (limit := MOST_SUMS[plan.consumers]):
         twice = " × 2 (fp8 is summed twice)" if plan.promoted else ""
         out.append(f"{plan.rows} × {s.block_n} / 128 threads{twice} = {plan.sums} sums a thread, at most "

@@ -9,14 +9,14 @@
                                                        finish the sums, store what lies inside
 
 Consumers share each tile's rows, or take turns at whole tiles (ping-pong), so that one multiplies while the
-other stores. CTAs are persistent: as many as there are multiprocessors, each with tiles far apart (wgmma_walk.py), so that
-the producer runs ahead into the next tile while the consumers store. The CTAs of a cluster bring each a part
-of what they share, to all of them (multicast). The ring is pipeline.py's.
+other stores. CTAs are persistent: as many as there are multiprocessors, each with tiles far apart
+(wgmma_walk.py), so that the producer runs ahead into the next tile while the consumers store. The CTAs of a
+cluster bring each a part of what they share, to all of them (multicast). The ring is pipeline.py's.
 """
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.kernel import GemmKernel, MapArgument
+from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.legality import require
 from tinygrad_nv.tile.pipeline import Ring, Turns
 from tinygrad_nv.tile.schedule import Schedule
@@ -43,7 +43,7 @@ def gemm_wgmma(spec: GemmSpec, schedule: Schedule = DEFAULT, arch: str = "sm_90a
     tiles = plan.extents[0] * plan.extents[1] * spec.matrices
     grid = min(tiles, max(1, sm_count // plan.cluster)) * plan.cluster
     return GemmKernel("gemm_wgmma", k.ptx(), (grid, 1, 1), schedule.threads, k.dynamic_smem,
-                      cluster=(plan.cluster, 1, 1), maps=tuple(writer.maps))
+                      cluster=(plan.cluster, 1, 1), maps=writer.maps)
 
 
 class _Writer:
@@ -56,12 +56,12 @@ class _Writer:
         rows: Value | int = k.param("m", "u32") if spec.symbolic else spec.m
         self.walk = Walk(k, plan, rows)
         self.loads = Loads(k, plan, 1)
-        self.maps: list[MapArgument] = self.loads.maps
         self.ring = Ring(k, plan.schedule.depth, plan.stage_bytes, WARPGROUP // 32 * plan.readers,
                          plan.peers)
         self.turns = Turns(k, plan.consumers, WARPGROUP // 32) if plan.pingpong else None
         self.products = Products(k, plan, self.ring, self.turns, self.loads)
         self.finish = Finish(k, plan, out, extras, rows)
+        self.maps = (*self.loads.maps, *self.finish.maps)
 
     def write(self) -> None:
         """The whole kernel."""
@@ -107,5 +107,6 @@ class _Writer:
         if plan.pingpong: first, step = first + self.products.consumer * step, step * plan.consumers
         with k.loop(first, self.walk.total, step) as number:
             sums = self.products.sum(plan.iterations)
-            self.finish.store(self.walk.corner(number), sums)
+            self.finish.store(self.walk.corner(number), self.products.consumer, sums)
             if others: self.products.at.skip(others * plan.iterations)
+        self.finish.to.finish()

@@ -1,9 +1,9 @@
 """The consumers' main loop: wgmmas of a warpgroup's rows of A with all of B, stage after stage.
 
-Protocol: `sum(iterations)` gives the sums of the next tile, in ping-pong when it is this consumer's turn. At any time one stage's wgmmas are in flight and
-the next stage's are being issued, so a stage is given back when the one after it has been issued
-(`wait_group 1`). fp8 sums are kept to about 14 bits by the tensor core: each stage, or 128 of K, has its own,
-which are waited for and added to others in float32.
+Protocol: `sum(iterations)` gives the sums of the next tile, in ping-pong when it is this consumer's turn. At
+any time one stage's wgmmas are in flight and the next stage's are being issued, so a stage is given back when
+the one after it has been issued (`wait_group 1`). fp8 sums are kept to about 14 bits by the tensor core: each
+stage, or 128 of K, has its own, which are waited for and added to others in float32.
 
 Descriptors are built of a low word, which is all that moves, and a constant high word.
 """

@@ -84,6 +84,11 @@ class Plan:
     def stage_bytes(self) -> int: return self.a.nbytes + self.b.nbytes
 
     @property
+    def barrier_bytes(self) -> int:
+        """Two mbarriers a stage, and one for each consumer's turn."""
+        return 8 * (2 * self.schedule.depth + (self.consumers if self.pingpong else 0))
+
+    @property
     def promoted(self) -> bool: return self.spec.a.dtype in FP8
 
     @property
