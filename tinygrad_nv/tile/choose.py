@@ -1,15 +1,16 @@
 """Which schedule a product gets, or why none.
 
-Protocol: `choose` asks the cost model: the best of the legal tiles of defaults.py, then the best of their
-variants (clusters, splits, stream-K). The answer is a function of spec, architecture and number of SMs alone,
-the same in every process. None means that no template takes the product, and `why_not` says why in words
-for a reader.
+Protocol: `choose` takes the winner that the schedule database has, else what the cost model says: the best of
+the legal tiles of defaults.py, then of their variants (stages, clusters, splits, stream-K). The model's
+answer is a function of spec, architecture and number of SMs alone, the same in every process. None means that
+no template takes the product, and `why_not` says why in words for a reader.
 """
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
 
+from tinygrad_nv.tile import database
 from tinygrad_nv.tile.cost import Model, Prediction
 from tinygrad_nv.tile.defaults import TIE, tiles
 from tinygrad_nv.tile.legality import SMEM_BYTES, problems
@@ -24,7 +25,7 @@ KEPT = 6                            # tiles whose variants are looked at
 def choose(spec: GemmSpec, arch: str, sm_count: int = 0) -> Schedule | None:
     """The schedule for a product on a GPU with `sm_count` SMs (0: as the architecture's first has); None
     when there is none."""
-    return analytic(spec, arch, sm_count)
+    return database.lookup(spec, arch) or analytic(spec, arch, sm_count)
 
 
 @functools.lru_cache(4096)

@@ -1,0 +1,224 @@
+"""Schedules that were found by trying: a file that outlives the process.
+
+Protocol: an `Entry` is keyed by spec, architecture and toolchain version (`toolchain()`): another ptxas makes
+other code. The file is JSON (`FORMAT`), at NV_SCHEDULES, or schedules.json in the cache directory. It is
+read again whenever it changed, and replaced as a whole under a lock, merged with what others wrote since, so
+that several processes may tune. A file that cannot be read is renamed to *.corrupt-N with a warning and an
+empty one takes its place; an entry that cannot be read, or that legality no longer accepts, is ignored with
+a note.
+"""
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tinygrad_nv import config
+from tinygrad_nv.errors import NVError, ScheduleError
+from tinygrad_nv.ptx.assemble import find_program
+from tinygrad_nv.tile.legality import SMEM_BYTES, problems
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.spec import GemmSpec
+from tinygrad_nv.tile.spec_json import spec_from_json, spec_to_json
+
+FORMAT = "tinygrad_nv schedules 1"
+Key = tuple[str, str, str]           # a spec's JSON, architecture, toolchain
+
+
+class ScheduleWarning(UserWarning):
+    """A schedule database, or an entry of one, that is not used."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A winner. `seconds` are `how` says: "measured" on a device, or "counted" by the emulator."""
+    spec: GemmSpec
+    arch: str
+    toolchain: str
+    schedule: Schedule
+    seconds: float
+    how: str = "counted"
+
+    @property
+    def key(self) -> Key: return _text(self.spec), self.arch, self.toolchain
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {"spec": spec_to_json(self.spec), "arch": self.arch, "toolchain": self.toolchain,
+                "schedule": self.schedule.to_json(), "seconds": self.seconds, "how": self.how}
+
+    @staticmethod
+    def from_json(data: Any) -> Entry:
+        """An entry of plain data. Raises an `NVError` for what is none."""
+        try: arch, toolchain, seconds, how = (data[x] for x in ("arch", "toolchain", "seconds", "how"))
+        except (KeyError, TypeError) as error:
+            raise ScheduleError(f"{str(data)[:200]} is no entry: {error} is missing",
+                                "an entry that --export wrote") from error
+        if arch not in SMEM_BYTES or type(toolchain) is not str or type(seconds) not in (int, float) \
+                or not 0 < seconds < 1e9 or how not in ("measured", "counted"):
+            raise ScheduleError(f"an entry of {arch!r}, {toolchain!r}, {seconds!r}, {how!r}",
+                                f"one of {', '.join(SMEM_BYTES)}, a version, seconds, measured or counted")
+        return Entry(spec_from_json(data.get("spec")), arch, toolchain,
+                     Schedule.from_json(data.get("schedule")), float(seconds), how)
+
+
+@functools.cache
+def toolchain() -> str:
+    """The version of ptxas, "driver" where there is none and the driver compiles."""
+    if (program := find_program("ptxas")) is None: return "driver"
+    done = subprocess.run([str(program), "--version"], capture_output=True, text=True, check=False)
+    words = done.stdout.rpartition("release")[2].split()
+    return f"ptxas {words[-1]}" if words else "ptxas"
+
+
+def path() -> Path:
+    """Where the database is now."""
+    if (named := str(config.get("NV_SCHEDULES"))): return Path(named).expanduser()
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "tinygrad_nv" / "schedules.json"
+
+
+def _text(spec: GemmSpec) -> str: return json.dumps(spec_to_json(spec), separators=(",", ":"))
+
+
+# **** reading ****
+
+def lookup(spec: GemmSpec, arch: str) -> Schedule | None:
+    """The winner for a product, where there is a legal one."""
+    found = _read(path())
+    if not found: return None
+    return _winner(found, _text(spec), spec, arch)
+
+
+def _winner(found: dict[Key, Entry], text: str, spec: GemmSpec, arch: str) -> Schedule | None:
+    entry = found.get((text, arch, toolchain()))
+    if entry is None: return None
+    if wrong := problems(entry.schedule, spec, arch):
+        _note(f"{entry.schedule} of {path()} is ignored for {spec}: {'; '.join(wrong)}")
+        return None
+    return entry.schedule
+
+
+def entries() -> list[Entry]:
+    """All there are, in the order of the file."""
+    return list(_read(path()).values())
+
+
+_known: dict[Path, tuple[tuple[int, ...], dict[Key, Entry]]] = {}
+_noted: set[str] = set()
+
+
+def _read(file: Path, locked: bool = False) -> dict[Key, Entry]:
+    """The entries of a file, from memory while it is unchanged. `locked`: by the caller."""
+    if (mark := _mark(file)) is None: return {}
+    if file in _known and _known[file][0] == mark: return _known[file][1]
+    try: made = {entry.key: entry for entry in parse(file.read_text(), file)}
+    except OSError as error:
+        _note(f"the schedule database cannot be read: {error}")
+        return {}
+    except (NVError, UnicodeDecodeError) as error:
+        _set_aside(file, mark, f"{file} is no schedule database ({str(error).partition(chr(10))[0]})", locked)
+        return {}
+    _known[file] = mark, made
+    return made
+
+
+def _mark(file: Path) -> tuple[int, ...] | None:
+    """What changes when a file does; None when there is none."""
+    try: stat = file.stat()
+    except OSError: return None
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+
+def parse(text: str, source: Path) -> list[Entry]:
+    """The entries of a file's text, less those that cannot be read. Raises `ScheduleError` when all of it is
+    something else."""
+    try: data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ScheduleError(f"{source} is no JSON: {error}", "a file that --export wrote") from error
+    fits = isinstance(data, dict) and data.get("format") == FORMAT
+    if not fits or not isinstance(data.get("entries"), list):
+        raise ScheduleError(f"{source} is no schedule database", f"an object with format {FORMAT!r}",
+                            "name a file that --export wrote")
+    made = []
+    for number, one in enumerate(data["entries"]):
+        try: made.append(Entry.from_json(one))
+        except NVError as error: _note(f"entry {number} of {source} is ignored: {error.found}")
+    return made
+
+
+def _note(words: str) -> None:
+    """Once for each text."""
+    if words in _noted: return
+    _noted.add(words)
+    warnings.warn(words, ScheduleWarning, stacklevel=2)
+
+
+def _set_aside(file: Path, mark: tuple[int, ...], why: str, locked: bool) -> None:
+    """Renames a file that cannot be read, so that it is neither lost nor read again; not one that another
+    process put in its place meanwhile."""
+    try:
+        with contextlib.nullcontext() if locked else _locked(file):
+            if _mark(file) != mark: return
+            number = 1
+            while (aside := file.with_name(f"{file.name}.corrupt-{number}")).exists(): number += 1
+            os.rename(file, aside)
+    except OSError as error: _note(f"{why}, and cannot be renamed: {error}")
+    else: warnings.warn(f"{why}; it is set aside as {aside.name}", ScheduleWarning, stacklevel=2)
+
+
+# **** writing ****
+
+def store(new: Iterable[Entry]) -> None:
+    """Adds entries, in place of those with the same key. Raises OSError where the file cannot be written."""
+    file = path()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(file):
+        _write(file, {**_read(file, locked=True), **{entry.key: entry for entry in new}}.values())
+
+
+def clear() -> int:
+    """Takes all entries out; how many there were."""
+    file = path()
+    if not file.exists(): return 0
+    with _locked(file):
+        count = len(_read(file, locked=True))
+        with contextlib.suppress(FileNotFoundError): file.unlink()
+    return count
+
+
+def dumped(which: Iterable[Entry]) -> str:
+    """The text of a file with these entries."""
+    return json.dumps({"format": FORMAT, "entries": [entry.to_json() for entry in which]}, indent=1) + "\n"
+
+
+def _write(file: Path, which: Iterable[Entry]) -> None:
+    """Beside it, then renamed: a reader sees all of it or nothing."""
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=f"{file.name}.", delete=False) as beside:
+        beside.write(dumped(which))
+    os.replace(beside.name, file)
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """One writer at a time, where the system has file locks."""
+    try: import fcntl  # noqa: I001 (absent on Windows)
+    except ImportError:
+        yield
+        return
+    with open(file.with_name(f"{file.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def summary(entry: Entry) -> dict[str, Any]:
+    """An entry for a reader: words instead of structures."""
+    return {**asdict(entry), "spec": str(entry.spec), "schedule": str(entry.schedule)}

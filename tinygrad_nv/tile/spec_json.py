@@ -1,0 +1,123 @@
+"""Specs as plain data and back.
+
+Protocol: `spec_to_json(spec)` is JSON's dicts, lists, strings and numbers, and `spec_from_json` gives an
+equal spec or raises `SpecError`. An epilogue is a list of nodes, arguments before those that use them and
+named by their numbers, the last one the whole: a node used twice is written once. Numbers that JSON lacks
+(inf, nan) are strings.
+"""
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tinygrad.dtype import DType, dtypes
+
+from tinygrad_nv.errors import SpecError
+from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, short, walk
+from tinygrad_nv.tile.spec import GemmSpec, Operand, Result
+
+DTYPES = {short(dtype): dtype for dtype in (
+    dtypes.bool, dtypes.int8, dtypes.uint8, dtypes.int16, dtypes.uint16, dtypes.int32, dtypes.uint32,
+    dtypes.int64, dtypes.uint64, dtypes.fp8e4m3, dtypes.fp8e5m2, dtypes.float16, dtypes.bfloat16,
+    dtypes.float32, dtypes.float64)}
+EXTENTS = ("m", "n", "k", "parts", "part")
+
+
+def spec_to_json(spec: GemmSpec) -> dict[str, Any]:
+    """A spec as plain data."""
+    def operand(place: Operand) -> dict[str, Any]:
+        return {"dtype": short(place.dtype), "mn": place.mn, "k": place.k, "batch": list(place.batch),
+                "offset": place.offset}
+    out = {"dtype": short(spec.out.dtype), "m": spec.out.m, "n": spec.out.n, "batch": list(spec.out.batch),
+           "offset": spec.out.offset}
+    return {**{name: getattr(spec, name) for name in EXTENTS}, "a": operand(spec.a), "b": operand(spec.b),
+            "out": out, "batch": list(spec.batch), "epilogue": _nodes(spec.epilogue),
+            "symbolic": spec.symbolic, "tf32": spec.tf32}
+
+
+def _nodes(root: Expression) -> list[dict[str, Any]]:
+    numbers: dict[Expression, int] = {}
+    made = []
+    for node in walk(root):
+        numbers[node] = len(made)
+        made.append({"dtype": short(node.dtype), **_node(node, numbers)})
+    return made
+
+
+def _node(node: Expression, numbers: dict[Expression, int]) -> dict[str, Any]:
+    if isinstance(node, Sum): return {"kind": "sum", "part": node.part}
+    if isinstance(node, Constant):
+        finite = not isinstance(node.value, float) or math.isfinite(node.value)
+        return {"kind": "constant", "value": node.value if finite else str(node.value)}
+    if isinstance(node, Position): return {"kind": "position", "axis": node.axis}
+    if isinstance(node, Load):
+        return {"kind": "load", "parameter": node.parameter, "m": node.m, "n": node.n,
+                "batch": list(node.batch), "offset": node.offset}
+    assert isinstance(node, Apply)
+    return {"kind": node.op, "args": [numbers[arg] for arg in node.args]}
+
+
+def spec_from_json(data: Any) -> GemmSpec:
+    """The spec of plain data. Raises `SpecError` for what is none."""
+    try: return _spec(data)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise SpecError(f"{str(data)[:200]} is no spec: {type(error).__name__} {error}",
+                        "what spec_to_json makes", "export it again") from error
+
+
+def _spec(data: Any) -> GemmSpec:
+    a, b = (Operand(_dtype(data[x]["dtype"]), _int(data[x]["mn"]), _int(data[x]["k"]),
+                    _ints(data[x]["batch"]), _int(data[x]["offset"])) for x in "ab")
+    o = data["out"]
+    out = Result(_dtype(o["dtype"]), _int(o["m"]), _int(o["n"]), _ints(o["batch"]), _int(o["offset"]))
+    extents = {name: _int(data[name]) for name in EXTENTS}
+    return GemmSpec(a=a, b=b, out=out, batch=_ints(data["batch"]), epilogue=_expression(data["epilogue"]),
+                    symbolic=_bool(data["symbolic"]), tf32=_bool(data["tf32"]), **extents)
+
+
+def _expression(nodes: list[dict[str, Any]]) -> Expression:
+    made: list[Expression] = []
+    for node in nodes:
+        kind, dtype = node["kind"], _dtype(node["dtype"])
+        if kind == "sum": made.append(Sum(dtype, _int(node["part"])))
+        elif kind == "constant": made.append(Constant(_number(node["value"]), dtype))
+        elif kind == "position": made.append(Position(_axis(node["axis"]), dtype))
+        elif kind == "load":
+            made.append(Load(_int(node["parameter"]), dtype, _int(node["m"]), _int(node["n"]),
+                             _ints(node["batch"]), _int(node["offset"])))
+        else:
+            args = _ints(node["args"])
+            if any(not 0 <= arg < len(made) for arg in args): raise IndexError(f"arguments {args}")
+            made.append(Apply(kind, tuple(made[arg] for arg in args), dtype))
+    return made[-1]
+
+
+# **** values ****
+
+def _dtype(name: Any) -> DType: return DTYPES[name]
+
+
+def _int(value: Any) -> int:
+    if type(value) is not int: raise TypeError(f"{value!r} is not an integer")
+    return value
+
+
+def _bool(value: Any) -> bool:
+    if type(value) is not bool: raise TypeError(f"{value!r} is neither true nor false")
+    return value
+
+
+def _ints(values: Any) -> tuple[int, ...]:
+    if type(values) is not list: raise TypeError(f"{values!r} is not a list")
+    return tuple(map(_int, values))
+
+
+def _number(value: Any) -> float | int | bool:
+    if type(value) is str and value in ("inf", "-inf", "nan"): return float(value)
+    if type(value) not in (int, float, bool): raise TypeError(f"{value!r} is not a number")
+    return value  # type: ignore[no-any-return]
+
+
+def _axis(value: Any) -> Any:
+    if value not in ("m", "n") and type(value) is not int: raise TypeError(f"{value!r} is no axis")
+    return value
