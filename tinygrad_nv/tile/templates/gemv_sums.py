@@ -1,0 +1,267 @@
+"""What the lanes of a `gemv` kernel do with chunks: four ways to multiply, by where the chunks lie and who
+multiplies them.
+
+Protocol: `point(address)` says where the activations of the warp's iteration lie in shared memory. Then
+`take(step)` multiplies all chunks of one step, each of which it gives back (`again`) as soon as its registers
+are free. `results()` are the sums, with the row of activations and the column of the warp they belong to.
+
+mma.sync takes weights as its 16 × K operand and activations as the K × 8 one. Which K an operand's slots
+mean is free, as long as both say the same: a lane's 16 bytes of two rows are the fragments of two
+instructions for m16n8k16, whose slots 2q, 2q + 1, 2q + 8, 2q + 9 are the lane's elements 4j to 4j + 3.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.spec import BYTES, FP8
+from tinygrad_nv.tile.templates import gemv_words as w
+from tinygrad_nv.tile.templates.gemv_plan import Plan
+
+Slot = tuple[int, int, int, int]  # step, part, chunk along n, row of K
+# sum, part, row of activations, column of the warp, which lanes have it
+Sums = list[tuple[Value, int, Value | int, Value, Value | None]]
+
+
+class Lanes:
+    """A lane's place, its sums, and how it reads activations. `words_of(slot)` gives a chunk's words,
+    `again(slot)` loads the next one in its place."""
+
+    def __init__(self, k: Kernel, plan: Plan, words_of: Callable[[Slot], list[Value]],
+                 again: Callable[[Slot], None]) -> None:
+        self.k, self.plan, self.words_of, self.again = k, plan, words_of, again
+        self.m, self.parts, self.dtype = plan.spec.m, plan.spec.parts, plan.spec.b.dtype
+        self.kind = dtypes.float16 if self.dtype in FP8 else self.dtype
+        self.total = "s32" if self.dtype in BYTES else "f32"
+        lane = k.special("laneid")
+        self.lane_k, self.lane_n = lane % plan.lanes_k, lane // plan.lanes_k
+        each = plan.width if plan.along == "k" else plan.depth * plan.itemsize
+        self.x_offsets = [self.lane_k * each]  # of this lane's activations; mma.sync: for each 8 rows of them
+        self.xs: list[Value] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Makes the sums."""
+        raise NotImplementedError
+
+    def point(self, address: Value) -> None:
+        """Activations of the iteration begin at this shared address."""
+        if not self.xs: self.xs = self.k.regs("u32", len(self.x_offsets))
+        for x, offset in zip(self.xs, self.x_offsets, strict=True): self.k.emit("add.u32", x, address, offset)
+
+    def advance(self, nbytes: int) -> None:
+        """They begin so much further."""
+        for x in self.xs: x += nbytes
+
+    def zeros(self, count: int) -> list[Value]:
+        return self.k.regs(self.total, count, 0 if self.total == "s32" else 0.0)
+
+    def activations(self, x: Value, row: int, step: int) -> list[Value]:
+        """The words that belong to a step's chunks, `row` rows after the address `x`."""
+        plan = self.plan
+        nbytes = 16 if plan.along == "k" else plan.depth * plan.itemsize
+        width = min(plan.width, nbytes) if plan.along == "k" else nbytes
+        into = w.registers(self.k, nbytes, width)
+        start = row * plan.pitch_bytes + step * plan.step * plan.itemsize
+        for piece in range(nbytes // width):
+            w.load(self.k, "ld.shared", into, piece, width, x.at(start + piece * plan.lanes_k * width))
+        return w.spread(self.k, w.words(self.k, into, width), plan.spec.a.dtype)
+
+    def weights(self, slot: Slot) -> list[Value]:
+        """A chunk's words, fp8 as float16."""
+        return w.spread(self.k, self.words_of(slot), self.dtype)
+
+    def column(self, element: int) -> Value:
+        """The column of an element of a chunk that lies along n, from the chunk's first."""
+        plan = self.plan
+        return self.lane_n * plan.piece + (element // plan.piece * plan.lanes_n * plan.piece
+                                           + element % plan.piece)
+
+    def multiply_add(self, total: Value, a: Value, b: Value) -> None:
+        self.k.emit("mad.lo.s32" if self.total == "s32" else "fma.rn.f32", total, a, b, total)
+
+    def take(self, step: int) -> None:
+        """Multiplies the chunks of a step."""
+        raise NotImplementedError
+
+    def results(self) -> Sums:
+        """All sums of the warp."""
+        raise NotImplementedError
+
+    def over_lanes(self, total: Value) -> Value:
+        """The sum over lanes along K, in each of them."""
+        k, distance = self.k, 1
+        while distance < self.plan.lanes_k:
+            other, added = k.reg(total.kind), k.reg(total.kind)
+            k.emit("shfl.sync.bfly.b32", other, total, distance, 31, -1)
+            k.emit(f"add.{total.kind}", added, total, other)
+            total, distance = added, distance * 2
+        return total
+
+
+class RowsByLanes(Lanes):
+    """CUDA cores, chunks along K: each lane has its part of K of each row; shuffles add the parts. Bytes are
+    multiplied four at a time by dp4a."""
+
+    def begin(self) -> None:
+        self.sums = [[self.zeros(self.m) for _ in range(self.plan.rows)] for _ in range(self.parts)]
+
+    def take(self, step: int) -> None:
+        few = self.m * self.plan.vector <= 32
+        x = [self.numbers(self.activations(self.xs[0], i, step)) for i in range(self.m)] if few else []
+        slots = [(step, p, r, 0) for p in range(self.parts) for r in range(self.plan.rows)]
+        if few:  # activations in registers, one chunk after the other
+            for slot in slots:
+                weights = self.numbers(self.weights(slot))
+                for i in range(self.m): self.dot(self.sums[slot[1]][slot[2]], i, weights, x[i])
+                self.again(slot)
+            return
+        every = [self.numbers(self.weights(slot)) for slot in slots]
+        for i in range(self.m):
+            row = self.numbers(self.activations(self.xs[0], i, step))
+            for slot, weights in zip(slots, every, strict=True):
+                self.dot(self.sums[slot[1]][slot[2]], i, weights, row)
+        for slot in slots: self.again(slot)
+
+    def numbers(self, some: list[Value]) -> list[Value]:
+        """A chunk's, of bytes by fours."""
+        return some if self.total == "s32" else w.numbers(self.k, some, self.kind)
+
+    def dot(self, sums: list[Value], i: int, weights: list[Value], x: list[Value]) -> None:
+        signs = ["s32" if operand.dtype == dtypes.int8 else "u32"
+                 for operand in (self.plan.spec.b, self.plan.spec.a)]
+        for one, other in zip(weights, x, strict=True):
+            if self.total == "s32": self.k.emit(f"dp4a.{'.'.join(signs)}", sums[i], one, other, sums[i])
+            else: self.multiply_add(sums[i], one, other)
+
+    def results(self) -> Sums:
+        mine = self.lane_k == 0
+        return [(self.over_lanes(self.sums[p][r][i]), p, i, self.lane_n + r * self.plan.lanes_n, mine)
+                for p in range(self.parts) for r in range(self.plan.rows) for i in range(self.m)]
+
+
+class ColumnsByLanes(Lanes):
+    """CUDA cores, chunks along n: each lane has its columns and some rows of K, whose activations are the
+    same for all columns."""
+
+    def begin(self) -> None:
+        self.sums = [[[self.zeros(self.plan.vector) for _ in range(self.m)] for _ in range(self.plan.rows)]
+                     for _ in range(self.parts)]
+
+    def take(self, step: int) -> None:
+        x = [self.activations(self.xs[0], i, step) for i in range(self.m)]
+        for at in range(self.plan.depth):
+            now = [self.number(some, at) for some in x]
+            for p in range(self.parts):
+                for r in range(self.plan.rows):
+                    weights = w.numbers(self.k, self.weights((step, p, r, at)), self.kind)
+                    for i, each in enumerate(now):
+                        for total, weight in zip(self.sums[p][r][i], weights, strict=True):
+                            self.multiply_add(total, weight, each)
+                    self.again((step, p, r, at))
+
+    def number(self, some: list[Value], at: int) -> Value:
+        """One activation of a lane's."""
+        kind = dtypes.float16 if self.dtype in FP8 else self.plan.spec.a.dtype
+        a_word = 4 // kind.itemsize
+        return w.numbers(self.k, [some[at // a_word]], kind)[at % a_word]
+
+    def results(self) -> Sums:
+        mine, plan = self.lane_k == 0, self.plan
+        return [(self.over_lanes(self.sums[p][r][i][e]), p, i, self.column(e) + r * plan.granule, mine)
+                for p in range(self.parts) for r in range(plan.rows) for i in range(self.m)
+                for e in range(plan.vector)]
+
+
+class Tensor(Lanes):
+    """mma.sync: sums of 16 rows of weights × 8 of activations."""
+
+    def begin(self) -> None:
+        plan = self.plan
+        self.pairs = plan.rows // 2 if plan.along == "k" else plan.rows * plan.vector // 2
+        self.sums = [[[self.zeros(4) for _ in range(plan.tiles_m)] for _ in range(self.pairs)]
+                     for _ in range(self.parts)]
+        # lanes beyond the last row of activations read it again: their sums are not stored
+        rows = [at_most(self.k, self.lane_n, self.m - 1 - 8 * tile) for tile in range(plan.tiles_m)]
+        self.x_offsets = [row * plan.pitch_bytes + self.x_offsets[0] for row in rows]
+
+    def fragments(self, step: int) -> list[list[Value]]:
+        """Activations of a step, for each 8 rows of them."""
+        return [self.activations(x, 8 * tile, step) for tile, x in enumerate(self.xs)]
+
+    def multiply(self, p: int, pair: int, a: list[Value], fragments: list[list[Value]], at: int) -> None:
+        names = {dtypes.int8: "s8", dtypes.uint8: "u8", dtypes.bfloat16: "bf16", dtypes.float16: "f16"}
+        left, right = (names[dtypes.float16 if operand.dtype in FP8 else operand.dtype]
+                       for operand in (self.plan.spec.b, self.plan.spec.a))
+        shape = "m16n8k32" if self.total == "s32" else "m16n8k16"
+        for tile, b in enumerate(fragments):
+            c = self.sums[p][pair][tile]
+            self.k.mma(shape, f"{self.total}.{left}.{right}.{self.total}", c, a, b[2 * at:2 * at + 2], c)
+
+    def results(self) -> Sums:
+        made: Sums = []
+        for tile in range(self.plan.tiles_m):
+            rows = [self.lane_k * 2 + (8 * tile + odd) for odd in range(2)]
+            inside = [row < self.m if 8 * tile + 8 > self.m else None for row in rows]
+            for p in range(self.parts):
+                for pair in range(self.pairs):
+                    made += [(total, p, rows[i & 1], self.slot(pair, i >> 1), inside[i & 1])
+                             for i, total in enumerate(self.sums[p][pair][tile])]
+        return made
+
+    def slot(self, pair: int, high: int) -> Value:
+        """The column of the result that row lane / 4 + 8 `high` of an operand is."""
+        raise NotImplementedError
+
+
+class TensorRows(Tensor):
+    """Chunks along K: fragments as they are loaded."""
+
+    def take(self, step: int) -> None:
+        fragments = self.fragments(step)
+        for p in range(self.parts):
+            for pair in range(self.pairs):
+                slots = [(step, p, 2 * pair + half, 0) for half in range(2)]
+                low, high = (self.weights(slot) for slot in slots)
+                for at in range(len(low) // 2):
+                    a = [low[2 * at], high[2 * at], low[2 * at + 1], high[2 * at + 1]]
+                    self.multiply(p, pair, a, fragments, at)
+                for slot in slots: self.again(slot)
+
+    def slot(self, pair: int, high: int) -> Value: return self.lane_n + (16 * pair + 8 * high)
+
+
+class TensorColumns(Tensor):
+    """Chunks along n: 8 columns of 8 rows of K a lane, transposed two by two."""
+
+    def take(self, step: int) -> None:
+        fragments, plan = self.fragments(step), self.plan
+        for p in range(self.parts):
+            for r in range(plan.rows):
+                slots = [(step, p, r, at) for at in range(8)]
+                rows = [self.weights(slot) for slot in slots]
+                for half in range(2):
+                    for column in range(4):
+                        a = [w.permuted(self.k, rows[4 * half + at][column], rows[4 * half + at + 1][column],
+                                        0x7632 if high else 0x5410) for at in (0, 2) for high in (0, 1)]
+                        self.multiply(p, 4 * r + column, a, fragments, half)
+                    for slot in slots[4 * half:4 * half + 4]: self.again(slot)
+
+    def slot(self, pair: int, high: int) -> Value:
+        return self.column(2 * (pair % 4) + high) + pair // 4 * self.plan.granule
+
+
+def at_most(k: Kernel, value: Value, most: int) -> Value:
+    """The smaller of a lane's u32, which is below 8, and a number."""
+    if most >= 7: return value
+    made = k.reg("u32")
+    k.emit("min.u32", made, value, most)
+    return made
+
+
+def lanes_of(plan: Plan) -> type[Lanes]:
+    """How a plan multiplies."""
+    if plan.tensor: return TensorRows if plan.along == "k" else TensorColumns
+    return RowsByLanes if plan.along == "k" else ColumnsByLanes
