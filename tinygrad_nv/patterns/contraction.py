@@ -15,7 +15,7 @@ tensor cores make them.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from tinygrad.dtype import DType, dtypes
@@ -23,6 +23,7 @@ from tinygrad.helpers import prod
 from tinygrad.uop.ops import GroupOp, Ops, UOp, sint
 
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
+from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.spec import BYTES, FP8, HALVES, MOST_BATCH_DIMENSIONS
 
 COPY_REUSED = 16  # an operand whose elements are used so often may be copied first
@@ -72,8 +73,27 @@ def product(total: UOp) -> Product | None:
 
 def _lossless(node: UOp, dtype: DType) -> DType:
     """The dtype in memory of an operand that is multiplied in `dtype`, without casts that lose nothing."""
-    while node.op in GroupOp.Movement: node = node.src[0]
-    return node.src[0].dtype if node.op is Ops.CAST and is_exact(node.src[0].dtype, dtype) else node.dtype
+    return _path(*_descended(node), dtype)[-1]
+
+
+def _descended(node: UOp) -> tuple[UOp, list[DType]]:
+    """What a tensor is a view and cast of, and the dtypes it is cast to, the last first."""
+    casts = []
+    while node.op in GroupOp.Movement or node.op is Ops.CAST:
+        if node.op is Ops.CAST: casts.append(node.dtype)
+        node = node.src[0]
+    return node, casts
+
+
+def _path(node: UOp, casts: list[DType], multiplied: DType | None) -> list[DType]:
+    """The dtypes that a value goes through, without detours to a wider one and without the last step to the
+    one it is multiplied in, if that loses nothing."""
+    path = [node.dtype]
+    for dtype in reversed(casts):
+        if len(path) > 1 and path[-2] == dtype and is_exact(dtype, path[-1]): path.pop()
+        elif path[-1] != dtype: path.append(dtype)
+    if multiplied is not None and len(path) > 1 and is_exact(path[-2], multiplied): path.pop()
+    return path
 
 
 def is_exact(source: DType, target: DType) -> bool:
@@ -85,14 +105,15 @@ def is_exact(source: DType, target: DType) -> bool:
 def arithmetic(found: Product, a: DType, b: DType) -> str:
     """What is in the way of the arithmetic; "" when nothing is."""
     total, mul = found.total.dtype, found.mul.dtype
-    if total in HALVES: return f"the sum is accumulated in {total.name}"
-    if mul in BYTES: return f"products of {mul.name} wrap around before the sum; cast operands to int32"
+    if total in HALVES: return f"the sum is accumulated in {short(total)}"
+    if mul in BYTES: return f"products of {short(mul)} wrap around before the sum; cast operands to int32"
     if a in BYTES and b in BYTES and (mul, total) == (dtypes.int32, dtypes.int32): return ""
     casts = [node.dtype for node in found.chain if node.op is Ops.CAST]
     if total != dtypes.float32 or mul not in (total, *HALVES, *FP8):
-        return f"{mul.name} summed in {total.name}"
-    if casts != [dtypes.float32] * (mul != total): return f"products of {mul.name} are rounded before the sum"
-    if a != b and not (a in FP8 and b in FP8): return f"{a.name} times {b.name}"
+        return f"{short(mul)} summed in {short(total)}"
+    if casts != [dtypes.float32] * (mul != total):
+        return f"products of {short(mul)} are rounded before the sum"
+    if a != b and not (a in FP8 and b in FP8): return f"{short(a)} times {short(b)}"
     return ""
 
 
@@ -112,36 +133,48 @@ class Side:
     @property
     def dtype(self) -> DType: return self.storage.dtype
 
+    @property
+    def held(self) -> int:
+        """How many elements there are in what the operand is a view of."""
+        return _numel(_descended(self.source)[0])
+
     def resolved(self, space: Space) -> Side:
         """The same operand over ranges that are not divided."""
         return replace(self, lies=space.resolve(self.lies))
 
 
 def side(space: Space, source: UOp, at: Indices, strip: bool, memory: Callable[[UOp], bool]) -> Side:
-    """An operand, at the indices of one of its elements."""
-    node, where, dtype = source, at, source.dtype
-    while not memory(node):
-        if node.op is Ops.CAST and strip and is_exact(node.src[0].dtype, dtype):
-            node, strip = node.src[0], False
+    """An operand, at the indices of one of its elements. Casts move to the storage, or into the kernel."""
+    node, where, casts = source, at, list[DType]()
+    level: tuple[UOp, Indices] | None = None
+    stuck = False
+    while not memory(node) and not stuck:
+        if node.op is Ops.CAST:
+            level = level or (node, where)
+            casts.append(node.dtype)
         elif node.op in GroupOp.Movement:
             try: where = space.through(node, where)
-            except NotAffine: return _realized(space, node, where, source, at, strip)
-            node = node.src[0]
-        else: return _realized(space, node, where, source, at, strip)
-    return Side(node, space.lies(node.shape, where), source, at)
-
-
-def _realized(space: Space, node: UOp, where: Indices, source: UOp, at: Indices, strip: bool) -> Side:
-    """An operand that tinygrad stores first, from `node` on."""
-    made = node.cast(_lossless(node, node.dtype)) if strip else node
+            except NotAffine:
+                stuck = True
+                continue
+        else: break
+        node = node.src[0]
+    path = _path(node, casts, source.dtype if strip else None)
+    if len(path) == 1 and memory(node): return Side(node, space.lies(node.shape, where), source, at)
+    # a cast of a part of something large is made of that part
+    if level is not None and len(path) > 1 and _numel(level[0]) < _numel(node): node, where = level
+    for dtype in path[1:]: node = node.cast(dtype)
     # what tinygrad takes for storage may be a part of it
-    stored = made.contiguous() if made.op in GroupOp.Movement or made.op is Ops.AFTER else made
-    return Side(stored, space.lies(node.shape, where), source, at, prod(node.max_shape))
+    stored = node.contiguous() if node.op in GroupOp.Movement or node.op is Ops.AFTER else node
+    return Side(stored, space.lies(node.shape, where), source, at, _numel(node))
+
+
+def _numel(node: UOp) -> int: return prod(node.max_shape)
 
 
 def packed(space: Space, one: Side, order: Order) -> Side | None:
     """An operand copied so that its ranges lie in `order`, the last side by side; None if it is not made of
-    whole ranges, or repeats elements."""
+    whole ranges, or repeats elements of its storage."""
     ranges: list[int] = []
     for extent, index in zip(one.source.shape, map(space.resolve, one.at), strict=True):
         inner = sorted(index.strides, key=index.strides.__getitem__)
@@ -149,13 +182,20 @@ def packed(space: Space, one: Side, order: Order) -> Side | None:
         whole = prod(largest(space.extents[r]) for r in inner) == largest(extent)
         if index.offset or not whole or [index.strides[r] for r in inner] != pitches: return None
         ranges += inner[::-1]
-    if len(set(ranges)) != len(ranges) or any(not one.lies.strides.get(r) for r in ranges): return None
-    wanted = [r for r in order if r in ranges]
+    wanted = [r for r in order if r in ranges and one.lies.strides.get(r)]
+    if len(set(ranges)) != len(ranges) or _count(space, wanted) > 2 * one.held: return None
     node = one.source.reshape(tuple(space.extents[r] for r in ranges))
     if node.dtype != one.dtype: node = node.cast(one.dtype)
-    copy = node.permute(tuple(ranges.index(r) for r in wanted)).contiguous()
+    # one of each element along dimensions that repeat it
+    node = node.shrink_to(tuple(space.extents[r] if r in wanted else 1 for r in ranges))
+    kept = [r for r in ranges if r in wanted]
+    node = node.reshape(tuple(space.extents[r] for r in kept))
+    copy = node.permute(tuple(kept.index(r) for r in wanted)).contiguous()
     lies = space.lies(copy.shape, tuple(Affine(0, {r: 1}) for r in wanted))
-    return replace(one, storage=copy, lies=lies, copied=prod(copy.max_shape))
+    return replace(one, storage=copy, lies=lies, copied=_count(space, wanted))
+
+
+def _count(space: Space, ranges: Iterable[int]) -> int: return prod(largest(space.extents[r]) for r in ranges)
 
 
 # **** dimensions ****
@@ -208,10 +248,12 @@ def contracted(space: Space, a: Side, b: Side, out: Affine, loads: list[Affine],
     for copies in ((), (A,), (B,), (A, B)):
         if parts and B in copies: continue
         made = _with_copies(space, a, b, out, kinds, copies)
-        if made is None or not _cheap(space, *made, kinds): continue
-        try: return _grouped(space, *made, out, loads, kinds)
+        if made is None: continue
+        try:
+            _check_copies(space, *made, kinds)
+            return _grouped(space, *made, out, loads, kinds)
         except NotOurs as no: reason = reason or str(no)
-    raise NotOurs(reason or "an operand is not in memory and used too little to be copied")
+    raise NotOurs(reason)
 
 
 def _kinds(space: Space, a: Side, b: Side, out: Affine) -> dict[int, str]:
@@ -258,17 +300,16 @@ def _with_copies(space: Space, a: Side, b: Side, out: Affine, kinds: dict[int, s
     return made[0], made[1]
 
 
-def _cheap(space: Space, a: Side, b: Side, kinds: dict[int, str]) -> bool:
-    """Whether copies cost little: each element is used often, or the other operand is no smaller."""
-    numels = [_elements(space, one) for one in (a, b)]
+def _check_copies(space: Space, a: Side, b: Side, kinds: dict[int, str]) -> None:
+    """Copies must cost little: each element is used often, or the other operand is no smaller."""
+    numels = [_count(space, (r for r, stride in one.lies.strides.items() if stride)) for one in (a, b)]
     for one, other, free in ((a, numels[1], "n"), (b, numels[0], "m")):
-        used = prod(largest(space.extents[r]) for r, kind in kinds.items() if kind == free)
-        if one.copied and used < COPY_REUSED and one.copied > other: return False
-    return True
-
-
-def _elements(space: Space, one: Side) -> int:
-    return prod(largest(space.extents[r]) for r, stride in one.lies.strides.items() if stride)
+        used = _count(space, (r for r, kind in kinds.items() if kind == free))
+        if one.copied > 2 * one.held: raise NotOurs(f"a copy of an operand would be {one.copied} elements of "
+                                                    f"{one.held}")
+        if one.copied > other and used < COPY_REUSED:
+            raise NotOurs(f"an operand would be copied, and each element of it is used {used} times, "
+                          f"not {COPY_REUSED}")
 
 
 def _grouped(space: Space, a: Side, b: Side, out: Affine, loads: list[Affine],

@@ -22,6 +22,7 @@ from tinygrad.uop.ops import GroupOp, Ops, UOp
 
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Sum
+from tinygrad_nv.tile.spec import HALVES
 
 NODES = (dtypes.float32, dtypes.float16, dtypes.bfloat16, dtypes.int32, dtypes.bool)
 STORED = NODES[:-1]
@@ -79,12 +80,14 @@ def _numel(node: UOp) -> int: return prod(node.max_shape)
 
 def usable(found: list[tuple[UOp, frozenset[UOp]]],
            consumers: Consumers) -> list[tuple[UOp, frozenset[UOp]]]:
-    """The ends worth trying, best first. Movement at the end is taken in only where the result is stored."""
+    """The ends worth trying, best first. Movement and casts that lose nothing, which whoever reads the result
+    has for nothing, are taken in only where it is stored."""
     best = []
     for end, region in reversed(found):
         if end.dtype not in STORED: continue
         stored = all(user.op in (Ops.STORE, Ops.CONTIGUOUS) for user in consumers[end])
-        if end.op not in MOVED or (stored and end.op is not Ops.RESHAPE): best.append((end, region))
+        widened = end.op is Ops.CAST and end.dtype == dtypes.float32 and end.src[0].dtype in HALVES
+        if stored or not (end.op in MOVED or (widened and len(region) > 1)): best.append((end, region))
     return best
 
 

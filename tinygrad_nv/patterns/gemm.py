@@ -211,7 +211,7 @@ def _spec(dims: Contraction, out: Affine, end: UOp, epilogue: Expression, part: 
 def _operand(dims: Contraction, one: Side, number: int, mn: Dim) -> Operand:
     k = dims.k.strides[number]
     # the stride of a single row is free: one that is aligned
-    row = mn.strides[number] if mn.extent != 1 else _rounded(largest(dims.k.extent)) * k
+    row = mn.strides[number] if largest(mn.extent) > 1 else _rounded(largest(dims.k.extent)) * k
     return Operand(one.dtype, row, k, tuple(d.strides[number] for d in dims.batch), one.lies.offset)
 
 
