@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from tinygrad_nv.tile import database
 from tinygrad_nv.tile.cost import Model, Prediction
-from tinygrad_nv.tile.defaults import TIE, tiles
+from tinygrad_nv.tile.defaults import TIE, starts
 from tinygrad_nv.tile.legality import SMEM_BYTES, problems
 from tinygrad_nv.tile.machine import machine_for
 from tinygrad_nv.tile.schedule import Schedule
@@ -34,14 +34,14 @@ def analytic(spec: GemmSpec, arch: str, sm_count: int = 0) -> Schedule | None:
     if arch not in SMEM_BYTES: return None
     model = Model(spec, machine_for(arch, sm_count))
     size, sms = spec.a.dtype.itemsize, model.machine.sm_count
-    starts = [s for s in tiles(arch, size) if worthwhile(s, spec)]
-    legal = (s for s, _ in _ranked(starts, model) if _some_ring(s, spec, arch))
+    first = [s for s in starts(spec, arch) if worthwhile(s, spec)]
+    legal = (s for s, _ in _ranked(first, model) if _some_ring(s, spec, arch))
     kept = [s for s, _ in zip(legal, range(KEPT), strict=False)]
     variants = [v for s in kept for ring in rings(s, arch, size) for v in around(ring, spec, sms)]
     best = _legal(_ranked(variants, model), spec, arch, KEPT)
     if not best: return None
     ties = [s for s, prediction in best if prediction.seconds <= TIE * best[0][1].seconds]
-    return min(ties, key=lambda s: _preference(s, starts))
+    return min(ties, key=lambda s: _preference(s, first))
 
 
 def _some_ring(s: Schedule, spec: GemmSpec, arch: str) -> bool:
@@ -62,9 +62,9 @@ def _legal(ranked: Iterable[tuple[Schedule, Prediction]], spec: GemmSpec, arch: 
     return [pair for pair, _ in zip(legal, range(most), strict=False)]
 
 
-def _preference(s: Schedule, starts: Sequence[Schedule]) -> int:
+def _preference(s: Schedule, first: Sequence[Schedule]) -> int:
     """Where the table of defaults has the tile."""
-    return next(i for i, start in enumerate(starts)
+    return next(i for i, start in enumerate(first)
                 if (s.template, s.block_m, s.block_n, s.block_k, s.warps_m, s.warps_n, s.mode, s.swap) ==
                 (start.template, start.block_m, start.block_n, start.block_k, start.warps_m, start.warps_n,
                  start.mode, start.swap))
@@ -75,7 +75,7 @@ def why_not(spec: GemmSpec, arch: str) -> str:
     if choose(spec, arch) is not None: return ""
     if arch not in SMEM_BYTES: return problems(Schedule(), spec, arch)[0]
     said: dict[str, list[str]] = {}
-    for s in tiles(arch, spec.a.dtype.itemsize):
+    for s in starts(spec, arch):
         found = problems(s, spec, arch)
         if s.template not in said or len(found) < len(said[s.template]): said[s.template] = found
     return "; ".join(f"{template}: {', '.join(found)}" for template, found in said.items())

@@ -106,10 +106,10 @@ class Model:
             turns, ends = float(ceil(per_sm / t.lanes)), 1
         l2 = self._l2_cycles(s, t, active)
         fetch = machine.load_s * machine.clock_hz
-        wait = fetch / max(s.depth - 1, 1)
+        wait = fetch / max(done.ahead, 1)
         step = max(self._compute(s, done, at_once), done.issue, l2, wait / at_once)
         alone = max(self._compute(s, done, 1), done.issue, l2, wait)
-        first = fetch if s.template == "mma" else 0.0        # CTAs that stay load ahead
+        first = 0.0 if s.template == "wgmma" else fetch      # CTAs that stay load ahead
         busy = max(per_sm * t.steps * step + ends * done.finish,
                    turns * (t.steps * alone + first) - first + ceil(turns) * done.finish)
         sm_s = busy / machine.clock_hz
@@ -142,7 +142,8 @@ class Model:
         threads, machine = s.threads, self.machine
         wide = work.width(self.spec, s)
         sums = s.block_m * wide // threads
-        smem = 1024 + (0 if s.template == "gemv" else s.depth * (s.block_m + wide) * s.block_k * self.size)
+        smem = 1024 + self.size * (min(self.spec.m, self.spec.n) * self.spec.k // s.splits
+                                   if s.template == "gemv" else s.depth * (s.block_m + wide) * s.block_k)
         registers = min(255, sums + REGISTERS_BESIDE) if s.template == "mma" else 64
         return max(1, min(machine.smem_of_sm // smem, machine.threads_of_sm // threads,
                           REGISTERS_OF_SM // (threads * registers)))
@@ -180,6 +181,8 @@ class Model:
     def _joining_s(self, s: Schedule, t: _Tiles) -> float:
         """What it costs to join partial sums: zero flags, write a tile's, wait, read those of the others."""
         if s.splits == 1 and not s.stream: return 0.0
+        # splits of a gemv are a cluster where there are any
+        if s.template == "gemv" and s.splits <= 8 and self.machine.arch == "sm_90a": return JOIN_S
         others = float(s.splits - 1)
         if s.stream:
             per_cta = -(-t.tiles * t.steps // t.usable)

@@ -1,6 +1,6 @@
 """Tiles worth trying first, by architecture, the better known ones before the others.
 
-Protocol: `tiles(arch, itemsize)` gives schedules with the deepest ring that fits, for operands of that size.
+Protocol: `starts(spec, arch)` gives them, those of rings (`tiles`) with the deepest that fits.
 `choose` starts from them, and where the cost model sees no difference (`TIE`) the earlier one is taken.
 128×256 and 256×128 with two consumers, and 128×128 in turns, are what CUTLASS, DeepGEMM and FlashAttention's
 products use on Hopper; 128×256 and 256×128 with eight warps, 128×128 with four, what CUTLASS uses on Ampere.
@@ -11,9 +11,11 @@ import functools
 
 from tinygrad_nv.tile.legality import SMEM_BYTES
 from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.spec import GemmSpec
+from tinygrad_nv.tile.templates.gemv_plan import MOST_ROWS, Plan, turned, turns
 
 TIE = 1.02                          # predictions as near as this are the same
-MOST_STAGES = {"wgmma": 7, "mma": 6, "gemv": 4}
+MOST_STAGES = {"wgmma": 7, "mma": 6}
 BARRIER_BYTES = 1024                # of the ring: barriers, and alignment
 
 # rows, columns, warps, ping-pong, swapped; 128 bytes of K
@@ -42,15 +44,36 @@ def deepest(schedule: Schedule, arch: str, itemsize: int) -> Schedule:
     return schedule.stages(max(2, min(MOST_STAGES[schedule.template], fit)))
 
 
+def starts(spec: GemmSpec, arch: str) -> list[Schedule]:
+    """Schedules to start from for a product, in the order of preference."""
+    return [*few_rows(spec, arch), *tiles(arch, spec.a.dtype.itemsize)]
+
+
 @functools.cache
 def tiles(arch: str, itemsize: int) -> tuple[Schedule, ...]:
-    """Schedules to start from, in the order of preference."""
+    """Those of wgmma and mma.sync."""
     made = []
-    for m, n, warps, turns, swap in WGMMA if arch == "sm_90a" else ():
+    for m, n, warps, pingpong, swap in WGMMA if arch == "sm_90a" else ():
         schedule = Schedule().using("wgmma").block(m, n).k(128 // itemsize).warps(warps)
-        if turns: schedule = schedule.pingpong()
+        if pingpong: schedule = schedule.pingpong()
         made.append(schedule.swapped() if swap else schedule)
     for m, n, k_bytes, warps_m, warps_n in MMA:
         made.append(Schedule().block(m, n).k(k_bytes // itemsize).warps(warps_m, warps_n))
-    made.append(Schedule().using("gemv"))
     return tuple(deepest(schedule, arch, itemsize) for schedule in made)
+
+
+def few_rows(spec: GemmSpec, arch: str) -> list[Schedule]:
+    """gemv's schedules to start from: warps with some columns and steps each, beside each other or along K;
+    split where the activations do not fit in half of the shared memory."""
+    made = []
+    base = Schedule().using("gemv").block(MOST_ROWS, 64)
+    if turns(spec): base = base.swapped()
+    elif spec.m > MOST_ROWS: return []
+    plan = Plan.of(turned(spec, base), base)
+    nbytes = plan.spec.m * spec.k * spec.a.dtype.itemsize
+    base = base.split(-(-nbytes * 2 // SMEM_BYTES[arch]))
+    for warps in (4, 8):
+        for granules in (1, 2, 4, 8, 16, 32):
+            for steps in (1, 2, 4):
+                made.append(base.block(MOST_ROWS, granules * plan.granule).k(steps * plan.step).warps(warps))
+    return made

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tinygrad_nv.tile.defaults import deepest, tiles
+from tinygrad_nv.tile.defaults import deepest, starts
 from tinygrad_nv.tile.legality import problems
 from tinygrad_nv.tile.machine import machine_for
 from tinygrad_nv.tile.schedule import Schedule
@@ -29,7 +29,7 @@ def space(spec: GemmSpec, arch: str, sm_count: int = 0) -> Iterator[Schedule]:
     """Every legal schedule."""
     size, seen = spec.a.dtype.itemsize, set()
     sms = machine_for(arch, sm_count).sm_count
-    for tile in (*tiles(arch, size), *_all_tiles(spec, arch)):
+    for tile in (*starts(spec, arch), *_all_tiles(spec, arch)):
         if not worthwhile(tile, spec): continue
         for deep in rings(tile, arch, size):
             for schedule in around(deep, spec, sms):
@@ -54,8 +54,8 @@ def around(s: Schedule, spec: GemmSpec, sm_count: int) -> Iterator[Schedule]:
     for cluster in CLUSTERS if s.template == "wgmma" else CLUSTERS[:1]:
         if cluster[0] <= rows and cluster[1] <= columns: yield s.cluster(*cluster)
     if s.mode == "pingpong": return
-    for count in SPLITS:
-        if tile_count * count <= 2 * sm_count and 2 * count <= steps: yield s.split(count)
+    most = min(2 * sm_count // tile_count, steps // 2)
+    yield from (s.split(count) for count in SPLITS if s.splits < count <= most)
     if s.template == "wgmma" and tile_count % sm_count and tile_count < 8 * sm_count and steps > 1:
         yield s.streamed()
 
@@ -74,12 +74,14 @@ def _all_tiles(spec: GemmSpec, arch: str) -> Iterator[Schedule]:
     for rows in MMA_EXTENTS:
         for columns in MMA_EXTENTS:
             for k_bytes in (32, 64, 128):
-                for warps in MMA_WARPS: yield Schedule().block(rows, columns).k(k_bytes // size).warps(*warps)
+                base = Schedule().block(rows, columns).k(k_bytes // size)
+                yield from (base.warps(along_m, along_n) for along_m, along_n in MMA_WARPS)
 
 
 def rings(tile: Schedule, arch: str, itemsize: int) -> list[Schedule]:
-    """With the deepest ring, and those with one and two stages less; mma.sync, of which an SM may hold
-    several CTAs, also with four and three stages."""
+    """With the deepest ring (gemv has none), and those with one and two stages less; mma.sync, of which an SM
+    may hold several CTAs, also with four and three stages."""
+    if tile.template == "gemv": return [tile]
     most = deepest(tile, arch, itemsize).depth
     depths = dict.fromkeys((most, most - 1, most - 2, *((4, 3) if tile.template == "mma" else ())))
     return [tile.stages(depth) for depth in depths if 2 <= depth <= most]

@@ -37,7 +37,7 @@ def spec_to_json(spec: GemmSpec) -> dict[str, Any]:
 
 def _nodes(root: Expression) -> list[dict[str, Any]]:
     numbers: dict[Expression, int] = {}
-    made = []
+    made: list[dict[str, Any]] = []
     for node in walk(root):
         numbers[node] = len(made)
         made.append({"dtype": short(node.dtype), **_node(node, numbers)})
@@ -115,7 +115,8 @@ def _ints(values: Any) -> tuple[int, ...]:
 def _number(value: Any) -> float | int | bool:
     if type(value) is str and value in ("inf", "-inf", "nan"): return float(value)
     if type(value) not in (int, float, bool): raise TypeError(f"{value!r} is not a number")
-    return value  # type: ignore[no-any-return]
+    number: float | int | bool = value
+    return number
 
 
 def _axis(value: Any) -> Any:

@@ -21,6 +21,7 @@ from tinygrad_nv.tile.expression import Apply, Load, walk
 from tinygrad_nv.tile.machine import Machine
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec, Operand
+from tinygrad_nv.tile.templates.gemv_plan import Plan, turned
 
 if TYPE_CHECKING:
     from tinygrad_nv.ptx.emulator.report import Site, Stats
@@ -34,11 +35,13 @@ STORE_LATENCY = 400.0               # cycles until the first of a tile's sums is
 
 @dataclass(frozen=True)
 class Work:
-    """Cycles: `tensor`, `shared` and `issue` for a step, `finish` for the end of a tile."""
+    """Cycles: `tensor`, `shared` and `issue` for a step, `finish` for the end of a tile. `ahead`: steps that
+    are being loaded while one is worked on."""
     tensor: float
     shared: float
     issue: float
     finish: float
+    ahead: int = 1
 
 
 @dataclass(frozen=True)
@@ -64,14 +67,13 @@ def _operations(node: Apply) -> int:
 
 
 def width(spec: GemmSpec, s: Schedule) -> int:
-    """Columns of B that a tile needs. Of a product of several parts, block_n is all of them for wgmma, each
-    for the others."""
-    return s.block_n if s.template == "wgmma" else s.block_n * spec.parts
+    """Columns of B that a tile needs. Of a product of several parts block_n is all of them, for gemv each."""
+    return s.block_n * spec.parts if s.template == "gemv" else s.block_n
 
 
 def columns(spec: GemmSpec, s: Schedule) -> int:
     """Columns of the result that a tile has."""
-    return s.block_n // spec.parts if s.template == "wgmma" else s.block_n
+    return s.block_n if s.template == "gemv" else max(1, s.block_n // spec.parts)
 
 
 def planned(spec: GemmSpec, s: Schedule, machine: Machine, end: Ending) -> Work:
@@ -82,19 +84,19 @@ def planned(spec: GemmSpec, s: Schedule, machine: Machine, end: Ending) -> Work:
     products = s.block_m * wide * s.block_k
     finish = _finish(spec, s, end)
     if s.template == "gemv":
-        # a weight is widened and multiplied for each row, or, of several rows, goes to the tensor cores
-        rows = min(spec.m, spec.n)
-        lanes = wide * s.block_k * (1.0 if rows > 1 and size < 4 else 1.5 + 1.25 * rows)
-        return Work(0, 0, lanes / machine.fp32_fma, finish)
+        plan = Plan.of(turned(spec, s), s)
+        # a weight goes to the tensor cores, or is widened and multiplied for each row
+        lanes = wide * s.block_k * (1.0 if plan.tensor else 1.5 + 1.25 * plan.spec.m)
+        return Work(0, 0, lanes / machine.fp32_fma, finish, plan.warps_k)
     tensor = products / (machine.tensor_fma * machine.tensor_scale(spec.a.dtype, s.template)
                          * machine.sustained)
     if s.template == "wgmma":
         read = -(-s.block_m // 64) * (64 + wide) * steps_of_k * INSTRUCTION_BYTES
         issue = -(-s.block_m // 64) * 4 * steps_of_k * 4 / SCHEDULERS
-        return Work(tensor, (read + stage) / SMEM_BYTES_PER_CYCLE, issue, finish)
+        return Work(tensor, (read + stage) / SMEM_BYTES_PER_CYCLE, issue, finish, s.depth - 1)
     read = (s.block_m * s.warps_n + wide * s.warps_m) * s.block_k * size
     issued = products / (16 * 8) / (INSTRUCTION_BYTES / size) + read / 512 + _copies(spec, s)
-    return Work(tensor, (read + stage) / SMEM_BYTES_PER_CYCLE, issued / SCHEDULERS, finish)
+    return Work(tensor, (read + stage) / SMEM_BYTES_PER_CYCLE, issued / SCHEDULERS, finish, s.depth - 1)
 
 
 def _copies(spec: GemmSpec, s: Schedule) -> float:
@@ -110,7 +112,7 @@ def chunk_bytes(operand: Operand) -> int:
 
 
 def _finish(spec: GemmSpec, s: Schedule, end: Ending) -> float:
-    elements = s.block_m * columns(spec, s)
+    elements = (min(spec.m, spec.n) if s.template == "gemv" else s.block_m) * columns(spec, s)
     issue = elements * (STORE_OPS[s.template] + end.operations) / (32 * SCHEDULERS)
     return STORE_LATENCY + max(issue, elements * (end.load_bytes + end.store_bytes) / L2_BYTES_PER_CYCLE)
 
@@ -126,7 +128,8 @@ def counted(short: Stats, long: Stats, steps: tuple[int, int], tiles: int, spec:
     tensor, shared, issue = ((b - a) / more for a, b in zip(few, many, strict=True))
     busy = max((a / tiles - steps[0] * step for a, step in zip(few[1:], (shared, issue), strict=True)))
     bytes_of_tile = s.block_m * columns(spec, s) * (end.load_bytes + end.store_bytes)
-    return Work(tensor, shared, issue, STORE_LATENCY + max(busy, bytes_of_tile / L2_BYTES_PER_CYCLE))
+    return Work(tensor, shared, issue, STORE_LATENCY + max(busy, bytes_of_tile / L2_BYTES_PER_CYCLE),
+                planned(spec, s, machine, end).ahead)
 
 
 def _cycles(stats: Stats, dtype: DType, s: Schedule, machine: Machine) -> tuple[float, float, float]:
