@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tinygrad_nv import models
+from tinygrad_nv import explain_command, models
 from tinygrad_nv.errors import ModelError, NVError, RequestError
 from tinygrad_nv.ptx import command as ptx
 
@@ -104,10 +104,7 @@ def parser() -> argparse.ArgumentParser:
     chat.set_defaults(run=_chat)
     doctor = commands.add_parser("doctor", help="what this machine has, what will be used, what is missing")
     doctor.set_defaults(run=_doctor)
-    explain = commands.add_parser("explain", help="the kernels of a decode step, and who lowers each")
-    explain.add_argument("model", nargs="?", metavar="MODEL", help=directory)
-    _add_model_options(explain)
-    explain.set_defaults(run=_explain)
+    explain_command.add_command(commands, directory, _add_model_options, _model)
     ptx.add_commands(commands)
     return top
 
@@ -216,16 +213,6 @@ def _doctor(_: argparse.Namespace) -> int:
     findings = doctor.examine()
     print(doctor.table(findings))
     return 0 if doctor.usable(findings) else 1
-
-
-def _explain(arguments: argparse.Namespace) -> int:
-    from tinygrad import Variable
-
-    from tinygrad_nv import console, explain
-    llm = console.load(_model(arguments.model), arguments)
-    position = Variable("position", 0, llm.decoder.capacity - 1).bind(min(128, llm.length - 1))
-    print(explain(llm.model.step(llm.decoder.token, position, llm.decoder.cache)))
-    return 0
 
 
 if __name__ == "__main__": sys.exit(main())

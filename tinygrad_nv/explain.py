@@ -10,11 +10,16 @@ One record is made for each call that `realize` would make: kernels, and copies 
 memory traffic. Operations and bytes are those tinygrad counts (GlobalCounters.global_ops and .global_mem
 after the run), with the values that variables are bound to. With BEAM set, the kernels of tinygrad that run
 may have other names.
+
+Kernels of ours have text, and products (those whose note holds a spec and a schedule) can be shown at four
+levels: `Lowering.show("tile")`, see levels.py.
 """
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tinygrad.codegen import (
     full_rewrite_to_sink,
@@ -34,13 +39,20 @@ from tinygrad.tensor import Tensor, transform_to_call
 from tinygrad.uop.ops import Ops, UOp, sym_infer
 
 from tinygrad_nv import hooks
-from tinygrad_nv.errors import NVError
+from tinygrad_nv.errors import NVError, RequestError
 from tinygrad_nv.patterns import program
+from tinygrad_nv.runtime.driver import Driver
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.spec import GemmSpec
+
+if TYPE_CHECKING:
+    from tinygrad_nv.levels import Product
 
 
 @dataclass(frozen=True)
 class KernelRecord:
-    """One kernel or copy. `template` is None where the kernel is not ours, and `reason` says why."""
+    """One kernel or copy. `template` is None where the kernel is not ours, and `reason` says why. Of ours
+    there is `source`, the text, and on a device of ours `arch` and how many multiprocessors it has."""
     name: str
     template: str | None
     reason: str
@@ -49,6 +61,29 @@ class KernelRecord:
     schedule: Hashable
     flops: int
     bytes: int
+    source: str = field(default="", repr=False, compare=False)
+    arch: str = ""
+    sm_count: int = 0
+
+    @property
+    def product(self) -> Product | None:
+        """Spec, schedule and GPU of a product, from which its kernel can be built again."""
+        from tinygrad_nv.levels import Product
+        if not isinstance(self.spec, GemmSpec) or not isinstance(self.schedule, Schedule): return None
+        return Product(self.spec, self.schedule, self.arch, self.sm_count) if self.arch else None
+
+    def show(self, level: str) -> str:
+        """A kernel of ours at a level: spec, tile, ptx or sass. Raises `RequestError` for a level there is
+        not, `ToolchainError` where sass lacks a program."""
+        from tinygrad_nv import levels
+        if self.product is not None: return levels.show(self.product, level)
+        levels.check(level)
+        if level == "spec": return str(self.spec)
+        if level == "tile": return str(self.schedule)
+        if level == "ptx": return self.source.rstrip()
+        if self.arch: return levels.sass_of(self.source, self.name, self.arch)
+        raise RequestError(f"SASS of {self.name} on {self.device}", "a kernel for an NVIDIA GPU",
+                           "run with DEV=EMU")
 
 
 @dataclass(frozen=True)
@@ -63,20 +98,61 @@ class Lowering:
     @property
     def bytes(self) -> int: return sum(kernel.bytes for kernel in self.kernels)
 
+    @property
+    def distinct(self) -> list[tuple[KernelRecord, int]]:
+        """The kernels of ours that differ in more than the buffers they are given, and how often each
+        runs."""
+        ours = [k for k in self.kernels if k.template is not None]
+        times = Counter(map(_identity, ours))
+        first = {_identity(k): k for k in reversed(ours)}
+        return [(first[key], count) for key, count in times.items()]
+
+    def show(self, level: str, kernel: str | int | None = None) -> str:
+        """Each distinct kernel of ours at a level: spec, tile, ptx or sass. `kernel` selects by number, from
+        1, or by name. Raises `RequestError` for a level or kernel there is not."""
+        from tinygrad_nv.levels import check
+        check(level)
+        found = self._selected(kernel)
+        sections = []
+        for number, record, times in found:
+            often = f", {times} times" if times > 1 else ""
+            head = f"// kernel {number} of {len(self.distinct)}: {record.name} on {record.device}{often}"
+            sections.append(f"{head}\n{record.show(level).rstrip()}")
+        return "\n\n".join(sections) or "no kernel of ours"
+
+    def _selected(self, kernel: str | int | None) -> list[tuple[int, KernelRecord, int]]:
+        every = [(i, record, times) for i, (record, times) in enumerate(self.distinct, 1)]
+        if kernel is None: return every
+        found = [each for each in every if str(kernel) in (str(each[0]), each[1].name)]
+        if not found:
+            there = ", ".join(f"{i} ({record.name})" for i, record, _ in every) or "none: no kernel is ours"
+            raise RequestError(f"no kernel {kernel!r} of ours", there, "choose one by number or by name")
+        return found
+
     def __str__(self) -> str:
+        from tinygrad_nv.levels import aligned
         rows = [("kernel", "template", "device", "flops", "bytes", "why")]
         rows += [(k.name, k.template or "-", k.device, f"{k.flops:,}", f"{k.bytes:,}", k.reason)
                  for k in self.kernels]
         ours = sum(kernel.template is not None for kernel in self.kernels)
         total = f"{len(self.kernels)} in all"
         rows.append((total, f"{ours} ours", "", f"{self.flops:,}", f"{self.bytes:,}", ""))
-        return "\n".join([*_aligned(rows, numbers=(3, 4)), *(f"note: {note}" for note in self.notes)])
+        return "\n".join([*aligned(rows, numbers=(3, 4)), *(f"note: {note}" for note in self.notes),
+                          *self._products()])
+
+    def _products(self) -> list[str]:
+        """A table of the products, numbered as `show` numbers kernels."""
+        found = [(f"{i} {record.name}" + (f" × {times}" if times > 1 else ""), record.product)
+                 for i, (record, times) in enumerate(self.distinct, 1)]
+        products = [(words, product) for words, product in found if product is not None]
+        if not products: return []
+        from tinygrad_nv.levels import table
+        return ["", *table(products)]
 
 
-def _aligned(rows: Sequence[tuple[str, ...]], numbers: tuple[int, ...]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(row[i].rjust(width) if i in numbers else row[i].ljust(width)
-                      for i, width in enumerate(widths)).rstrip() for row in rows]
+def _identity(kernel: KernelRecord) -> Hashable:
+    """What kernels have in common that differ in their buffers alone."""
+    return kernel.name, kernel.source, kernel.spec, kernel.schedule, kernel.arch
 
 
 def explain(*tensors: Tensor) -> Lowering:
@@ -103,8 +179,12 @@ def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[progr
     except TypeError as error:
         raise NVError(f"kernel {name} depends on a variable without a value", "variables bound to values",
                       "bind it: Variable('n', 1, 8).bind(5)") from error
-    spec, schedule = (None, None) if note is None else (note.spec, note.schedule)
-    return KernelRecord(name, template, reason, device, spec, schedule, flops, bytes)
+    if note is None: return KernelRecord(name, template, reason, device, None, None, flops, bytes)
+    driver = getattr(Device[device], "driver", None)
+    gpu = driver.properties if isinstance(driver, Driver) else None
+    arch, sm_count = ("", 0) if gpu is None else (gpu.arch, gpu.sm_count)
+    return KernelRecord(name, template, reason, device, note.spec, note.schedule, flops, bytes,
+                        call.src[0].src[2].arg, arch, sm_count)
 
 
 def _unlowered(call: UOp, misses: list[program.Miss]) -> tuple[str | None, str]:

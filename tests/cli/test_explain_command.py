@@ -1,0 +1,125 @@
+"""`tinygrad-nv explain`: a product by itself at every level, and the kernels of a model."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tinygrad_nv.ptx import assemble
+from tinygrad_nv.ptx.assemble import find_program
+from tinygrad_nv.ptx.emulator import Emulator
+from tinygrad_nv.runtime.launch_text import options
+from tinygrad_nv.tile.legality import SMEM_BYTES
+
+EXTENTS = "256x384x512"
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
+
+
+def gemm(command, *more: str) -> str: return command("explain", "--gemm", EXTENTS, *more).succeeded().out
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_product_as_a_table(command, arch: str):
+    head, line = gemm(command, "--arch", arch).splitlines()
+    assert head.split() == ["schedule", "predicted", "bound", "registers", "shared", "product"]
+    assert line.startswith("gemm_wgmma" if arch == "sm_90a" else "gemm_mma")
+    assert "µs" in line
+    assert line.endswith("256x384x512 bf16 NT → bf16")
+
+
+def test_the_spec_of_a_product(command):
+    lines = gemm(command, "--level", "spec", "--dtype", "f16", "--majors", "NN", "--epilogue",
+                 "bias+relu").splitlines()
+    assert lines[0].startswith("256x384x512 f16 NN → f16, ")
+    rows = {line[:8].strip(): line[10:] for line in lines[2:]}
+    assert rows["extents"] == "m 256, n 384, k 512"
+    assert rows["a"] == "f16, K-major, strides m 512, k 1; rows aligned to 16 B"
+    assert rows["b"] == "f16, N-major, strides n 1, k 384; rows aligned to 16 B"
+    assert rows["x0"] == "f16, strides m 0, n 1"
+    assert rows["epilogue"] == "t0 = (sum + x0[n].f32)"
+    assert lines[-1].strip() == "out = where((0 < t0), t0, 0).f16"
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_how_a_product_is_computed(command, arch: str):
+    text = gemm(command, "--level", "tile", "--arch", arch)
+    rows = {line[:10].strip(): line[11:] for line in text.splitlines()[2:] if line[:1] != " "}
+    needed = {"tiles", "steps", "stages", "grid", "predicted", "shared", "registers", "outline"}
+    assert needed <= set(rows)
+    assert ("maps" in rows) == (arch == "sm_90a")
+    assert "waves" in rows["grid"]
+    assert "bound: " in rows["predicted"]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_text_of_a_product_says_how_it_is_launched(command, arch: str):
+    text = gemm(command, "--level", "ptx", "--arch", arch)
+    assert options(text).dynamic_smem <= SMEM_BYTES[arch]
+    assert bool(options(text).maps) == (arch == "sm_90a")
+    assert f".target {arch}" in text
+
+
+@pytest.mark.skipif(find_program("ptxas") is None, reason="ptxas is not installed")
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_what_ptxas_makes_of_a_product(command, arch: str):
+    # 8192 along k: ptxas unrolls short loops away
+    text = command("explain", "--gemm", "256x384x8192", "--level", "sass", "--arch", arch).succeeded().out
+    head, loop, *code = text.splitlines()
+    assert head.endswith(" 0 bytes spilled")
+    assert f"// {len(code)} instructions" in head
+    assert int(loop.split()[-4]) > 0
+    assert any(("HGMMA" if arch == "sm_90a" else "HMMA") in line for line in code)
+
+
+def test_without_ptxas_all_but_sass_is_there(command, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(assemble, "find_program", lambda name: None)
+    monkeypatch.setattr("tinygrad_nv.levels.find_program", lambda name: None)
+    assert "  -  " in gemm(command).splitlines()[1]
+    assert "registers  - (no ptxas)" in gemm(command, "--level", "tile")
+    command("explain", "--gemm", EXTENTS, "--level", "sass").refused(
+        "ptxas is not there", "pip install 'tinygrad-nv[cuda]'")
+
+
+def test_the_text_runs_on_the_emulator(command):
+    """What is printed is the kernel: assembled by hand into a launch, it computes."""
+    text = gemm(command, "--level", "ptx", "--arch", "sm_80", "--dtype", "f16")
+    emu = Emulator("sm_80", check=False)
+    out, a, b = emu.alloc(2 * 256 * 384), emu.alloc(2 * 256 * 512), emu.alloc(2 * 384 * 512)
+    table = command("explain", "--gemm", EXTENTS, "--level", "tile", "--arch", "sm_80", "--dtype", "f16").out
+    grid = next(line for line in table.splitlines() if line.startswith("grid")).split()
+    extents = tuple(int(extent) for extent in grid[1].split("x"))
+    report = emu.launch(text, extents, int(grid[4]), [out, a, b], dynamic_smem=options(text).dynamic_smem)
+    assert report.findings == []
+    assert report.stats.tensor_flops == 2 * 256 * 384 * 512
+
+
+# **** what cannot be ****
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--gemm", EXTENTS, "--dtype", "int4"], ["'int4'", "one of bf16, f16"]),
+    (["--gemm", EXTENTS, "--majors", "NX"], ["'NX'", "one of NN, NT, TN, TT"]),
+    (["--gemm", EXTENTS, "--epilogue", "bias+swish"], ["'swish'", "relu"]),
+    (["--gemm", EXTENTS, "--dtype", "f32"], ["no template takes 256x384x512 f32", "tf32"]),
+    (["--gemm", EXTENTS, "--sms", "-1"], ["--sms -1"]),
+    (["--gemm", EXTENTS, "somewhere"], ["a model (somewhere) and --gemm", "one of them"]),
+    (["--gemm", "0x4x4"], ["m=0", "an extent ≥ 1"]),
+    (["--kernel", "1"], ["--kernel without --level", "--level spec|tile|ptx|sass"]),
+])
+def test_what_cannot_be_explained(command, words: list[str], said: list[str]):
+    command("explain", *words).refused(*said)
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--gemm", "4096"], "'4096' is not [BATCHx]MxNxK; write 4096x4096x4096"),
+    (["--level", "cubin"], "invalid choice: 'cubin'"), (["--arch", "sm_70"], "invalid choice: 'sm_70'")])
+def test_words_that_are_refused_by_the_parser(command, words: list[str], said: str):
+    command("explain", *words).refused(said)
+
+
+# **** models ****
+
+def test_a_model_without_kernels_of_ours(command, tiny: Path):
+    assert command("explain", tiny, "--level", "tile", "--device", "CPU").succeeded().out == (
+        "no kernel of ours\n")
+    command("explain", tiny, "--level", "tile", "--kernel", "3", "--device", "CPU").refused(
+        "no kernel '3' of ours", "none: no kernel is ours")

@@ -1,0 +1,90 @@
+"""`tinygrad-nv explain`: the kernels of a model's decode step, or of one product, at four levels.
+
+Protocol: without --level a table, and of products a line each with schedule, predicted time and registers.
+With one of spec, tile, ptx, sass the text of each distinct kernel of ours, or of the one that --kernel names.
+`--gemm [BATCHx]MxNxK` explains a product by itself, for a GPU that need not be there.
+"""
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from tinygrad_nv.errors import RequestError, ScheduleError
+
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
+LEVELS = ("spec", "tile", "ptx", "sass")
+SHORT = {"auto": "bf16", "bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+Find = Callable[[str | None], Path]
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], directory: str,
+                add_model_options: Callable[[argparse.ArgumentParser], None], find: Find) -> None:
+    """Adds `explain`. `find` gives the directory of a model's name."""
+    explain = commands.add_parser("explain", help="the kernels of a decode step, and who lowers each")
+    explain.add_argument("model", nargs="?", metavar="MODEL", help=directory)
+    explain.add_argument("--level", choices=LEVELS, help="print each kernel of ours at this level")
+    explain.add_argument("--kernel", metavar="N|NAME", help="only this kernel")
+    add_model_options(explain)
+    product = explain.add_argument_group("a product by itself")
+    product.add_argument("--gemm", type=_extents, metavar="[BATCHx]MxNxK",
+                         help="explain this product instead of a model; --dtype is then one of bf16 "
+                              "(default), f16, f32, tf32, e4m3, e5m2, s8, u8")
+    product.add_argument("--majors", default="NT", help="NN, NT, TN or TT as in BLAS (default NT: x @ w.T)")
+    product.add_argument("--epilogue", default="", metavar="WORDS", help="such as bias+gelu or gate")
+    product.add_argument("--out", default="", metavar="TYPE", help="the result's type")
+    product.add_argument("--arch", choices=ARCHITECTURES, default="sm_90a",
+                         help="the GPU's architecture (default sm_90a)")
+    product.add_argument("--sms", type=int, default=0, metavar="N",
+                         help="multiprocessors of the GPU (default: those of H100, A100 or L40S)")
+    explain.set_defaults(run=lambda arguments: run(arguments, find))
+
+
+def _extents(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d+(x\d+){2,5}", text):
+        message = f"{text!r} is not [BATCHx]MxNxK; write 4096x4096x4096 or 32x128x128x64"
+        raise argparse.ArgumentTypeError(message)
+    return tuple(map(int, text.split("x")))
+
+
+def run(arguments: argparse.Namespace, find: Find) -> int:
+    """Prints what was asked for."""
+    print(_gemm(arguments) if arguments.gemm else _model(arguments, find))
+    return 0
+
+
+def _gemm(arguments: argparse.Namespace) -> str:
+    from tinygrad_nv import levels
+    from tinygrad_nv.tile.choose import choose, why_not
+    from tinygrad_nv.tile.dense import dense
+    from tinygrad_nv.tile.machine import machine_for
+    if arguments.model is not None:
+        raise RequestError(f"a model ({arguments.model}) and --gemm", "one of them", "leave one out")
+    if arguments.sms < 0: raise RequestError(f"--sms {arguments.sms}", "a number of multiprocessors")
+    *batch, m, n, k = arguments.gemm
+    spec = dense(m, n, k, SHORT.get(arguments.dtype, arguments.dtype), arguments.out, arguments.majors,
+                 tuple(batch), arguments.epilogue)
+    machine = machine_for(arguments.arch, arguments.sms)
+    schedule = choose(spec, arguments.arch, machine.sm_count)
+    if schedule is None:
+        raise ScheduleError(f"no template takes {spec} on {arguments.arch}: {why_not(spec, arguments.arch)}",
+                            "a product that one of them takes",
+                            "allow tf32 (--dtype tf32)" if arguments.dtype in ("f32", "float32") else
+                            "change what the reasons name")
+    product = levels.Product(spec, schedule, arguments.arch, machine.sm_count)
+    if arguments.level is None: return "\n".join(levels.table([(product.kernel.name, product)]))
+    return levels.show(product, arguments.level).rstrip()
+
+
+def _model(arguments: argparse.Namespace, find: Find) -> str:
+    from tinygrad import Variable
+
+    from tinygrad_nv import console, explain
+    if arguments.kernel is not None and arguments.level is None:
+        raise RequestError("--kernel without --level", f"--level {'|'.join(LEVELS)}",
+                           "say what to show of it")
+    llm = console.load(find(arguments.model), arguments)
+    position = Variable("position", 0, llm.decoder.capacity - 1).bind(min(128, llm.length - 1))
+    lowering = explain(llm.model.step(llm.decoder.token, position, llm.decoder.cache))
+    return str(lowering) if arguments.level is None else lowering.show(arguments.level, arguments.kernel)
