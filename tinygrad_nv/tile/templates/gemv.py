@@ -60,11 +60,20 @@ class _Writer:
             for pointer, place in ((out, spec.out), (a, spec.a), (b, spec.b)))
         self.smem = k.shared("activations", plan.smem_bytes, align=128)
         self.lanes = lanes_of(plan)(k, plan, self.words_of, self.again)
-        warp = k.tid.x >> 5
-        self.warp_n, self.warp_k = warp % plan.warps_n * plan.warp_n, warp // plan.warps_n
+        self.warp_n, self.warp_k = self.warps()
         self.ring: dict[Slot, list[Value]] = {}
         self.policy = self.created_policy()
         self.more: Value | None = None  # whether the warp has an iteration after this one
+
+    def warps(self) -> tuple[Value, Value]:
+        """The first column of this warp, and its number along K. From lane 0, so that ptxas knows that loops
+        over them are the same in all lanes."""
+        k, plan = self.k, self.plan
+        warp = k.reg("u32")
+        k.emit("shfl.sync.idx.b32", warp, k.tid.x >> 5, 0, 31, -1)
+        if plan.warps_k == 1: return warp * plan.warp_n, k.reg("u32", 0)
+        if plan.warps_n == 1: return k.reg("u32", 0), warp
+        return warp % plan.warps_n * plan.warp_n, warp // plan.warps_n
 
     def indices(self) -> list[Value]:
         """This CTA's index along each dimension of the batch."""
