@@ -16,7 +16,10 @@ from tinygrad_nv.ptx.builder import Kernel
 from tinygrad_nv.runtime.driver import Fill, Launch
 from tinygrad_nv.runtime.emulated import EmulatedDriver, EmulatedGraph
 from tinygrad_nv.runtime.launch_text import source
+from tinygrad_nv.tile.dense import dense
 from tinygrad_nv.tile.kernel import GemmKernel, MapArgument
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.templates import build
 
 BOX, COLUMNS, MOST = 8, 64, 40
 BOX_BYTES = 2 * BOX * COLUMNS
@@ -230,6 +233,42 @@ def test_without_the_fill_a_replay_would_be_wrong(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(EmulatedDriver, "_run", lambda self, work, stream:
                         None if isinstance(work, Fill) else run(self, work, stream))
     with pytest.raises(RuntimeError, match="uninitialized"): counted(Tensor(floats(32)).realize()).numpy()
+
+
+# **** products ****
+
+WGMMA = Schedule().using("wgmma").block(64, 64).warps(8).stages(3)
+PRODUCTS = {"wgmma": WGMMA, "cluster": WGMMA.cluster(2), "mma": Schedule().block(32, 64).k(32).stages(3)}
+
+
+def small(rows: int, columns: int, seed: int) -> np.ndarray:
+    """Integers in float16, whose products and sums are exact."""
+    return np.random.default_rng(seed).integers(-3, 4, (rows, columns)).astype(np.float16)
+
+
+def multiplied(x: Tensor, w: Tensor, schedule: Schedule, m: Variable | None = None) -> Tensor:
+    """x @ w.T by a template; of the first m rows."""
+    spec = dense(x.shape[0], w.shape[0], x.shape[1], "f16", symbolic=m is not None)
+    return Tensor(gemm(build(spec, schedule, "sm_90a"), "EMU", Output((spec.m, spec.n), dtypes.half),
+                       [x.uop, w.uop], m=m))
+
+
+@pytest.mark.parametrize("schedule", PRODUCTS.values(), ids=PRODUCTS)
+def test_products_in_replays(schedule: Schedule):
+    jit = TinyJit(lambda x, w: (multiplied((x + 1).contiguous(), w, schedule) + 1).contiguous().realize())
+    for seed in range(4):
+        x, w = small(MOST, 320, seed), small(72, 320, seed + 9)
+        equal(jit(Tensor(x).realize(), Tensor(w).realize()), (x + 1) @ w.T + 1)
+    assert graphs(jit)
+
+
+@pytest.mark.parametrize("schedule", PRODUCTS.values(), ids=PRODUCTS)
+def test_products_of_as_many_rows_as_a_variable_says(schedule: Schedule):
+    jit = TinyJit(lambda x, w, rows: (multiplied(x, w, schedule, rows)[:rows] + 1).contiguous().realize())
+    for seed, rows in enumerate((40, 1, 17, 33, 8)):
+        x, w = small(MOST, 320, seed), small(72, 320, seed + 9)
+        found = jit(Tensor(x).realize(), Tensor(w).realize(), ROWS.bind(rows))
+        equal(found[:rows], x[:rows] @ w.T + 1)
 
 
 # **** in a rewrite ****
