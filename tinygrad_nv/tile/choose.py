@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from tinygrad.helpers import BEAM
 
 from tinygrad_nv.tile import database
 from tinygrad_nv.tile.cost import Model, Prediction
@@ -19,13 +22,21 @@ from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.space import around, rings, worthwhile
 from tinygrad_nv.tile.spec import GemmSpec
 
+if TYPE_CHECKING:
+    from tinygrad_nv.runtime.driver import Driver
+
 KEPT = 6                            # tiles whose variants are looked at
 
 
-def choose(spec: GemmSpec, arch: str, sm_count: int = 0) -> Schedule | None:
+def choose(spec: GemmSpec, arch: str, sm_count: int = 0, driver: Driver | None = None) -> Schedule | None:
     """The schedule for a product on a GPU with `sm_count` SMs (0: as the architecture's first has); None
-    when there is none."""
-    return database.lookup(spec, arch) or analytic(spec, arch, sm_count)
+    when there is none. With BEAM=N candidates are tried, on the GPU that `driver` drives, or counted by the
+    emulator."""
+    if (known := database.lookup(spec, arch)) is not None: return known
+    chosen = analytic(spec, arch, sm_count)
+    if chosen is None or BEAM.value < 1: return chosen
+    from tinygrad_nv.tile.tune import search  # the emulator is loaded by those who try
+    return search(spec, arch, BEAM.value, sm_count, driver) or chosen
 
 
 @functools.lru_cache(4096)

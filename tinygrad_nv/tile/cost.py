@@ -93,9 +93,9 @@ class Model:
         """What a schedule takes."""
         return self.timed(s, work.planned(self.spec, s, self.machine, self.ending))
 
-    def timed(self, s: Schedule, done: Work) -> Prediction:
-        """What a schedule takes whose CTAs do this work."""
-        machine, t = self.machine, self._tiles(s)
+    def timed(self, s: Schedule, done: Work, registers: int = 0) -> Prediction:
+        """What a schedule takes whose CTAs do this work, with so many registers a thread (0: an estimate)."""
+        machine, t = self.machine, self._tiles(s, registers)
         units = t.tiles * s.splits
         active, at_once = min(units, t.usable), min(t.resident, ceil(units / t.usable))
         if s.stream:
@@ -124,7 +124,7 @@ class Model:
         return Prediction(seconds, max(parts, key=lambda name: parts[name]), parts,
                           t.tiles * s.splits / (t.usable * t.lanes))
 
-    def _tiles(self, s: Schedule) -> _Tiles:
+    def _tiles(self, s: Schedule, registers: int) -> _Tiles:
         spec, machine = self.spec, self.machine
         m, n = (spec.n, spec.m) if s.swap else (spec.m, spec.n)
         rows = -(-m // (s.block_m * s.cluster_m)) * s.cluster_m
@@ -132,11 +132,11 @@ class Model:
         cluster = s.cluster_m * s.cluster_n
         usable = machine.sm_count // cluster * cluster
         if cluster > 2: usable = int(usable * LARGE_CLUSTERS) // cluster * cluster
-        resident, steps = self._resident(s), -(-spec.k // s.block_k)
+        resident, steps = self._resident(s, registers), -(-spec.k // s.block_k)
         return _Tiles(rows, columns, rows * columns * spec.matrices, -(-steps // s.splits), usable, resident,
                       2 if s.mode == "pingpong" else resident)
 
-    def _resident(self, s: Schedule) -> int:
+    def _resident(self, s: Schedule, registers: int) -> int:
         """CTAs that an SM holds at once."""
         if s.template == "wgmma": return 1
         threads, machine = s.threads, self.machine
@@ -144,7 +144,7 @@ class Model:
         sums = s.block_m * wide // threads
         smem = 1024 + self.size * (min(self.spec.m, self.spec.n) * self.spec.k // s.splits
                                    if s.template == "gemv" else s.depth * (s.block_m + wide) * s.block_k)
-        registers = min(255, sums + REGISTERS_BESIDE) if s.template == "mma" else 64
+        registers = registers or (min(255, sums + REGISTERS_BESIDE) if s.template == "mma" else 64)
         return max(1, min(machine.smem_of_sm // smem, machine.threads_of_sm // threads,
                           REGISTERS_OF_SM // (threads * registers)))
 

@@ -102,7 +102,7 @@ def _winner(found: dict[Key, Entry], text: str, spec: GemmSpec, arch: str) -> Sc
     entry = found.get((text, arch, toolchain()))
     if entry is None: return None
     if wrong := problems(entry.schedule, spec, arch):
-        _note(f"{entry.schedule} of {path()} is ignored for {spec}: {'; '.join(wrong)}")
+        note(f"{entry.schedule} of {path()} is ignored for {spec}: {'; '.join(wrong)}")
         return None
     return entry.schedule
 
@@ -122,7 +122,7 @@ def _read(file: Path, locked: bool = False) -> dict[Key, Entry]:
     if file in _known and _known[file][0] == mark: return _known[file][1]
     try: made = {entry.key: entry for entry in parse(file.read_text(), file)}
     except OSError as error:
-        _note(f"the schedule database cannot be read: {error}")
+        note(f"the schedule database cannot be read: {error}")
         return {}
     except (NVError, UnicodeDecodeError) as error:
         _set_aside(file, mark, f"{file} is no schedule database ({str(error).partition(chr(10))[0]})", locked)
@@ -151,11 +151,11 @@ def parse(text: str, source: Path) -> list[Entry]:
     made = []
     for number, one in enumerate(data["entries"]):
         try: made.append(Entry.from_json(one))
-        except NVError as error: _note(f"entry {number} of {source} is ignored: {error.found}")
+        except NVError as error: note(f"entry {number} of {source} is ignored: {error.found}")
     return made
 
 
-def _note(words: str) -> None:
+def note(words: str) -> None:
     """Once for each text."""
     if words in _noted: return
     _noted.add(words)
@@ -171,7 +171,7 @@ def _set_aside(file: Path, mark: tuple[int, ...], why: str, locked: bool) -> Non
             number = 1
             while (aside := file.with_name(f"{file.name}.corrupt-{number}")).exists(): number += 1
             os.rename(file, aside)
-    except OSError as error: _note(f"{why}, and cannot be renamed: {error}")
+    except OSError as error: note(f"{why}, and cannot be renamed: {error}")
     else: warnings.warn(f"{why}; it is set aside as {aside.name}", ScheduleWarning, stacklevel=2)
 
 

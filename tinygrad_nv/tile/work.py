@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 SMEM_BYTES_PER_CYCLE, SCHEDULERS, L2_BYTES_PER_CYCLE = 128, 4, 64
 INSTRUCTION_BYTES = 32              # of K that one tensor-core instruction takes, for every dtype
 SLOW = ("exp2", "log2", "reciprocal", "sqrt", "sin")
-STORE_OPS = {"wgmma": 4.0, "mma": 10.0, "gemv": 10.0}   # an element's address, rounding and store
+STORE_OPS = {"wgmma": 4.0, "mma": 4.0, "gemv": 10.0}   # an element's address, rounding and store
+WARP_STEP = 45                      # instructions of a consumer's warp for a stage: wait, wgmmas, release
 STORE_LATENCY = 400.0               # cycles until the first of a tile's sums is on its way
 
 
@@ -92,7 +93,7 @@ def planned(spec: GemmSpec, s: Schedule, machine: Machine, end: Ending) -> Work:
                          * machine.sustained)
     if s.template == "wgmma":
         read = -(-s.block_m // 64) * (64 + wide) * steps_of_k * INSTRUCTION_BYTES
-        issue = -(-s.block_m // 64) * 4 * steps_of_k * 4 / SCHEDULERS
+        issue = WARP_STEP * 4 * (1 if s.mode == "pingpong" else s.consumers) / SCHEDULERS
         return Work(tensor, (read + stage) / SMEM_BYTES_PER_CYCLE, issue, finish, s.depth - 1)
     read = (s.block_m * s.warps_n + wide * s.warps_m) * s.block_k * size
     issued = products / (16 * 8) / (INSTRUCTION_BYTES / size) + read / 512 + _copies(spec, s)
@@ -135,7 +136,8 @@ def counted(short: Stats, long: Stats, steps: tuple[int, int], tiles: int, spec:
 def _cycles(stats: Stats, dtype: DType, s: Schedule, machine: Machine) -> tuple[float, float, float]:
     """Cycles of a whole launch on one SM: tensor cores, shared memory, schedulers."""
     rate = machine.tensor_fma * machine.tensor_scale(dtype, s.template) * machine.sustained
-    read = sum(map(_operand_bytes, stats.sites)) + stats.asynchronous_bytes
+    # a cp.async has passes of its own, TMA has none
+    read = sum(map(_operand_bytes, stats.sites)) + stats.asynchronous_bytes * (s.template == "wgmma")
     passes = sum(site.passes for site in stats.sites)
     return (stats.tensor_flops / 2 / rate, passes + read / SMEM_BYTES_PER_CYCLE,
             stats.warp_instructions / SCHEDULERS)
