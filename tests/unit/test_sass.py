@@ -146,7 +146,8 @@ def test_operations_of_a_warp_follow_from_the_shape(text: str, flops: int):
 def test_guards_are_no_part_of_the_opcode():
     """Predicates of a thread, of a warp, and the one that is always true."""
     code = listing("@!P0 BRA 0x0", "@UP2 UMOV UR4, URZ", "@!PT LDS RZ, [RZ]", "PRMT R1, R2, 0x10, R3")
-    assert [(each.guard, each.opcode) for each in code] == [("@!P0", "BRA"), ("@UP2", "UMOV"), ("@!PT", "LDS"), ("", "PRMT")]
+    found = [(each.guard, each.opcode) for each in code]
+    assert found == [("@!P0", "BRA"), ("@UP2", "UMOV"), ("@!PT", "LDS"), ("", "PRMT")]
 
 
 def test_a_loop_of_the_builder_is_found_in_its_cubin():
