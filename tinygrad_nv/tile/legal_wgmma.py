@@ -29,7 +29,7 @@ def problems(schedule: Schedule, spec: GemmSpec, arch: str) -> list[str]:
         return [f"swapped: {'several parts' if spec.parts > 1 else 'rows known at launch'} cannot be columns"]
     computed = spec.swapped() if schedule.swap else spec
     out = _operands(computed)
-    if found := [*_warps(schedule), *_extents(schedule, computed)]: return out + found
+    if found := _warps(schedule) or _extents(schedule, computed): return out + found
     plan = Plan.of(spec, schedule)
     return [*out, *_tile("block_m", plan.a, schedule), *_tile("block_n", plan.b, schedule), *_room(plan),
             *_cluster(plan)]
