@@ -1,0 +1,91 @@
+"""How much longer a decode step's graph takes to schedule with the search for matrix products in it.
+
+    python bench/match_time.py [--layers 32] [--repeat 9]
+
+A LLaMA of small dimensions and real depth on DEV=EMU; nothing runs. Each repetition schedules the same graph
+anew (no schedule cache) by tinygrad alone and with the rewrite, one after the other. Three times: tinygrad's
+scheduling without the rewrite, with it, and the rewrite alone. Kernels are made once, before: making one
+belongs to compiling. Reported are the ratios to the first, which a slower or busy machine does not change.
+"""
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import time
+from collections.abc import Callable
+from statistics import median
+
+from measure import save, spread, table
+from tinygrad import Tensor, UOp, Variable, dtypes
+from tinygrad.helpers import Context
+from tinygrad.schedule import create_linear_with_vars
+from tinygrad.tensor import transform_to_call
+
+from tinygrad_nv import hooks
+from tinygrad_nv.models.config import ModelConfig, RopeConfig
+from tinygrad_nv.models.llama import KVCache, Llama
+from tinygrad_nv.patterns import gemm, program
+
+
+def decode(layers: int) -> Tensor:
+    """The logits of one token at a bound position."""
+    config = ModelConfig("LlamaForCausalLM", 256, 64, 128, layers, 4, 2, 16, 128, RopeConfig("default", 10000.0, 16, 128),
+                         windows=(None,) * layers)
+    model = Llama(config, dtypes.bfloat16, "EMU")
+    cache = KVCache.create(config, 128, dtypes.bfloat16, device="EMU")
+    token = Tensor.empty(1, 1, dtype=dtypes.int32, device="EMU")
+    return model.step(token, Variable("position", 0, 127).bind(5), cache)[0]
+
+
+def scheduled(tensor: Tensor) -> tuple[float, UOp]:
+    """Seconds to schedule, and the schedule."""
+    call = transform_to_call(UOp.sink(tensor.uop))[0]
+    gc.collect()
+    begun = time.perf_counter()
+    linear, _ = create_linear_with_vars(call)
+    return time.perf_counter() - begun, linear
+
+
+def timed(rewrite: Callable[[UOp], UOp], seconds: list[float]) -> Callable[[UOp], UOp]:
+    """A rewrite that notes how long it took."""
+    def fn(sink: UOp) -> UOp:
+        begun = time.perf_counter()
+        made = rewrite(sink)
+        seconds.append(time.perf_counter() - begun)
+        return made
+    return fn
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--repeat", type=int, default=9)
+    args = parser.parse_args()
+    os.environ["NV_GEMM"] = "1"
+    matching: list[float] = []
+    hooks.remove_rewrite("gemm")
+    hooks.add_rewrite("gemm", timed(gemm.rewrite, matching), gemm.configuration)
+    tensor, alone, joined = decode(args.layers), list[float](), list[float]()
+    with Context(SCACHE=0, CAPTURING=0, DEBUG=0):
+        with hooks.disabled(): kernels = len(scheduled(tensor)[1].src)
+        _, linear = scheduled(tensor)
+        ours = sum(program.note_of(call.src[0]) is not None for call in linear.src)
+        matching.clear()
+        for _ in range(args.repeat):
+            with hooks.disabled(): alone.append(scheduled(tensor)[0])
+            joined.append(scheduled(tensor)[0])
+    share = [one / other for one, other in zip(matching, alone, strict=True)]
+    whole = [one / other for one, other in zip(joined, alone, strict=True)]
+    rows = [("tinygrad alone, s", f"{median(alone):.2f}", spread(alone), str(kernels)),
+            ("with the rewrite, s", f"{median(joined):.2f}", spread(joined), f"{len(linear.src)}, {ours} ours"),
+            ("the rewrite, s", f"{median(matching):.2f}", spread(matching), ""),
+            ("the rewrite / tinygrad alone", f"{median(share):.3f}", spread(share), ""),
+            ("with / tinygrad alone", f"{median(whole):.3f}", spread(whole), "")]
+    print(table((f"{args.layers} layers", "median", "spread", "kernels"), rows))
+    save("match_time", {"layers": args.layers, "repeat": args.repeat, "kernels": kernels,
+                        "kernels_with": len(linear.src), "ours": ours, "alone_s": alone, "with_s": joined,
+                        "rewrite_s": matching, "rewrite_share": median(share), "with_ratio": median(whole)})
+
+
+if __name__ == "__main__": main()
