@@ -198,7 +198,8 @@ def run(made: GemmKernel, spec: GemmSpec, given: dict[str, torch.Tensor], arch: 
     extents, strides = (*spec.batch, rows, spec.n), (*out.batch, out.m, out.n)
     got = view(storage, extents, strides, out.offset).double()
     view(storage, extents, strides, out.offset).fill_(GUARD)
-    assert (storage.double() == GUARD).all(), "elements beside the result were written"
+    guard = torch.tensor(GUARD).to(storage.dtype).double()
+    assert (storage.double() == guard).all(), "elements beside the result were written"
     return got
 
 

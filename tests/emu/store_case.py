@@ -7,6 +7,8 @@ warpgroup does: 64 rows each, all its columns. With `ctas` a CTA takes one tile 
 """
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
@@ -28,33 +30,38 @@ class _Outer:
         staging = k.shared("staging", self.plan.smem_bytes, align=1024) if self.plan.smem_bytes else None
         out_map = k.tensor_map("out_map") if self.plan.map else None
         self.store = Store(k, spec, self.plan, out, extras, self.rows, staging, out_map)
-        self.tiles_m, self.tiles_n = -(-spec.m // schedule.block_m), -(-spec.n // schedule.block_n)
+        self.columns = schedule.block_n // spec.parts
+        self.tiles_m, self.tiles_n = -(-spec.m // schedule.block_m), -(-spec.n // self.columns)
         self.tiles = self.tiles_m * self.tiles_n * spec.matrices
 
     def write(self) -> GemmKernel:
         k, s = self.k, self.s
-        if self.ctas:
-            with k.loop(k.ctaid.x, k.reg("u32", self.tiles), self.ctas) as tile: self.tile(tile)
-        else: self.tile(k.ctaid.x)
-        self.store.finish()
+        # the last warpgroup of a wgmma schedule only loads
+        some = k.if_(k.tid.x < 128 * s.consumers) if s.template == "wgmma" else nullcontext()
+        with some:
+            if self.ctas:
+                with k.loop(k.ctaid.x, k.reg("u32", self.tiles), self.ctas) as tile: self.tile(tile)
+            else: self.tile(k.ctaid.x)
+            self.store.finish()
         maps = (self.plan.map,) if self.plan.map else ()
         grid = (self.ctas or self.tiles, 1, 1)
         return GemmKernel("outer", k.ptx(), grid, s.threads, k.dynamic_smem, maps=maps)
 
     def tile(self, number: Value) -> None:
         k, s, warp = self.k, self.s, self.k.tid.x >> 5
-        m, n = number % self.tiles_m * s.block_m, number // self.tiles_m % self.tiles_n * s.block_n
+        m, n = number % self.tiles_m * s.block_m, number // self.tiles_m % self.tiles_n * self.columns
         rest, batch = number // (self.tiles_m * self.tiles_n), []
         for extent in reversed(self.spec.batch):
             batch.append(rest % extent)
             rest = rest // extent
         batch = batch[::-1]
-        if s.template == "wgmma":  # as many rounds of 64 rows a warpgroup as the tile has
-            groups = s.warps_m // 4
-            row, column = (warp >> 2) * (s.block_m // groups) + (warp & 3) * 16, k.reg("u32", 0)
-            at = [(64 * i, 8 * j) for i in range(s.block_m // 64 // groups) for j in range(s.block_n // 8)]
+        columns = self.columns
+        if s.template == "wgmma":  # as many rounds of 64 rows a consumer as the tile has
+            rows = s.block_m // s.consumers
+            row, column = (warp >> 2) * rows + (warp & 3) * 16, k.reg("u32", 0)
+            at = [(64 * i, 8 * j) for i in range(rows // 64) for j in range(columns // 8)]
         else:
-            warp_m, warp_n = s.block_m // s.warps_m, s.block_n // s.warps_n
+            warp_m, warp_n = s.block_m // s.warps_m, columns // s.warps_n
             row, column = warp % s.warps_m * warp_m, warp // s.warps_m * warp_n
             at = [(16 * i, 8 * j) for i in range(warp_m // 16) for j in range(warp_n // 8)]
         first_m, first_n = m + row, n + column
