@@ -146,8 +146,12 @@ def test_a_tile_is_a_permutation_in_which_eight_rows_have_eight_places(rows: int
     (Schedule().warps(8, 8), ["2048 threads"]), (Schedule().warps(0, 2), ["extents below 1"]),
     (Schedule().block(192, 128).warps(4, 2), ["block_m=192 / 4 warps × 2 B = 96 B neither divide 128"]),
     (Schedule().block(256, 256), ["256 × 256 / 128 threads = 512 sums a thread"]),
+    (Schedule().block(96, 96).warps(3, 1), ["3x1 warps are 96 threads, not a power of 2"]),
+    (Schedule().split(3), ["3 splits of 64 / 32 = 2 steps"]),
+    (Schedule().cluster(2), ["cluster 2x1 is of other templates"]),
+    (Schedule().streamed(), ["stream-K is of other templates"]),
     (Schedule().k(128).stages(4), ["4 stages × (128 + 128) × 128 × 2 B = 262144 B", "166912"]),
 ])
 def test_impossible_schedules_are_refused_with_the_arithmetic(schedule: Schedule, words: list[str]):
-    with pytest.raises(ScheduleError) as error: gemm_mma(product(64, 64, 64, F16), schedule)
+    with pytest.raises(ScheduleError) as error: gemm_mma(product(64, 64, 64, F16, majors="MK"), schedule)
     assert [word for word in words if word not in str(error.value)] == []

@@ -2,15 +2,25 @@
 width.
 
 Protocol: a tile of `rows` × `row_bytes` is stored as columns of `span` bytes (at most 128), each a block of
-`rows` rows one under the other; then bits 4 to 6 of the offset are XORed with bits 7 to 9, as TMA and wgmma
-have it. Eight rows at the same 16 bytes of a column then lie in different banks. The tile begins at a
-multiple of 1024.
+`rows` rows one under the other; then some bits of the offset within a row are XORed with some of the row's
+number. Which ones depends on how the tile is `read`:
+
+    matrices  ldmatrix, TMA, wgmma: bits 4 to 6 with 7 to 9. Eight rows at the same 16 bytes of a column then
+              lie in different banks
+    words     4 bytes of each of four rows, from eight columns: bits 5 and 6 with the row's lowest two
+    bytes     one byte of every fourth row, from eight columns: bits 4 to 6 with the row's number / 4
+
+The tile begins at a multiple of 1024. The swizzle is linear over XOR: for `x` and `y` without common bits
+`swizzled(x + y) = swizzled(x) ^ swizzled(y)`, so that of many places of a thread all but a few are
+constants away from others.
 """
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 MASKS = {128: 7, 64: 3, 32: 1}
+Read = Literal["matrices", "words", "bytes"]
 
 
 @dataclass(frozen=True)
@@ -18,6 +28,7 @@ class SharedTile:
     """A tile's extents; offsets are bytes from its beginning."""
     rows: int
     row_bytes: int
+    read: Read = "matrices"
 
     @property
     def span(self) -> int: return min(self.row_bytes, 128)
@@ -25,7 +36,22 @@ class SharedTile:
     @property
     def nbytes(self) -> int: return self.rows * self.row_bytes
 
+    @property
+    def bits(self) -> tuple[int, int, int]:
+        """(from, mask, to): bits `from` and on under the mask are XORed into bits `to` and on."""
+        if self.read == "words": return 7, MASKS[self.span] >> 1, 5
+        if self.read == "bytes": return self.span.bit_length() + 1, MASKS[self.span], 4
+        return 7, MASKS[self.span], 4
+
+    def plain(self, row: int, byte: int) -> int:
+        """The place of a byte of a row before the swizzle."""
+        return byte // self.span * self.rows * self.span + row * self.span + byte % self.span
+
+    def swizzled(self, plain: int) -> int:
+        """The swizzle of an offset."""
+        start, mask, to = self.bits
+        return plain ^ (plain >> start & mask) << to
+
     def offset(self, row: int, byte: int) -> int:
         """The place of a byte of a row."""
-        plain = byte // self.span * self.rows * self.span + row * self.span + byte % self.span
-        return plain ^ (plain >> 7 & MASKS[self.span]) << 4
+        return self.swizzled(self.plain(row, byte))

@@ -1,175 +1,234 @@
-"""What a CTA does with tiles: copy them from global memory, read fragments, multiply, finish and store.
+"""How a CTA of mma.sync kernels brings tiles to shared memory.
 
-Protocol: a `TileCopy` belongs to one operand and moves one tile of it a call, the next along K each time,
-with cp.async where rows are aligned to 4 bytes and through registers where not; what lies outside the
-matrix becomes zero, so that nothing after it has edges to mind but the store. `Fragments` reads the tile as
-operands of mma.m16n8k16. Formulas of lanes are those of the PTX manual, "Matrix Fragments for
-mma.m16n8k16".
+Protocol: a `TileCopy` belongs to one operand and moves one tile of it a call, the next along K each time. A
+thread copies 16 bytes a pass, in the order of shared memory, so that its places of all passes are constants
+away from the first (`Places`), in global memory too: a tile costs one pointer and no arithmetic a pass.
+Copies are cp.async of 4 to 16 bytes, or loads where rows have odd bytes or gaps between elements.
+
+The width of a copy divides what there is of K in the first tile and, for MN-major operands, the extent:
+every copy is inside the matrix or outside it as a whole. Outside ones are filled with zeros. Only the first
+tile along K is ever partial, so that the others ask nothing about K.
 """
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tinygrad.dtype import dtypes
-
-from tinygrad_nv.ptx.builder import Kernel, Shared, Value
-from tinygrad_nv.tile.layout import MASKS, SharedTile
+from tinygrad_nv.ptx.builder import Kernel, Place, Value
+from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.spec import Operand
 
-CHUNK = 16  # bytes a thread copies at a time
-NAMES = {dtypes.bfloat16: "bf16", dtypes.float16: "f16"}
+CHUNK = 16                   # bytes a thread copies in a pass
+MOST_OFFSET = (1 << 31) - 1  # bytes that an instruction of PTX takes
+
+
+@dataclass
+class Places:
+    """Places of a tile whose plain offsets are `own` + constants without bits in common with it. `own` (u32)
+    is swizzled already. Call with a plain offset; `at_stage` says where the tile is from now on."""
+    k: Kernel
+    tile: SharedTile
+    own: Value
+    variants: dict[int, Value] = field(default_factory=dict)
+    sums: dict[int, Value] = field(default_factory=dict)
+    stage: Value | None = None
+
+    def prepare(self, plains: list[int]) -> None:
+        """Makes the registers that these offsets need, ahead of a loop."""
+        for plain in plains: self._variant(self._bits(plain))
+
+    def at_stage(self, stage: Value) -> None:
+        """The tile lies at the shared address `stage` (u32)."""
+        self.stage, self.sums = stage, {}
+
+    def move(self, stage: Value) -> None:
+        """The same, in registers that stay the same from call to call: for loops that read a tile's first
+        part at the end of the round before."""
+        self.stage = stage
+        for bits, variant in self.variants.items():
+            if bits not in self.sums: self.sums[bits] = self.k.reg("u32")
+            self.k.emit("add.u32", self.sums[bits], stage, variant)
+
+    def __call__(self, plain: int, more: int = 0) -> Place:
+        """The place of a plain offset, `more` bytes on."""
+        assert self.stage is not None
+        bits = self._bits(plain)
+        if bits not in self.sums: self.sums[bits] = self.stage + self._variant(bits)
+        return self.sums[bits].at(plain - plain % self.tile.span + more)
+
+    def _bits(self, plain: int) -> int: return self.tile.swizzled(plain) % self.tile.span
+
+    def _variant(self, bits: int) -> Value:
+        if bits not in self.variants: self.variants[bits] = self.own ^ bits if bits else self.own
+        return self.variants[bits]
 
 
 def swizzled(k: Kernel, tile: SharedTile, row: Value, byte: Value) -> Value:
     """`SharedTile.offset` of values: u32."""
     plain = row * tile.span + (byte & tile.span - 1)
-    if tile.row_bytes > tile.span: plain = plain + byte // tile.span * (tile.rows * tile.span)
-    return plain ^ ((plain >> 7) & MASKS[tile.span]) << 4
+    if tile.row_bytes > tile.span: plain = plain + (byte // tile.span) * (tile.rows * tile.span)
+    return swizzled_plain(plain, tile)
 
 
-@dataclass
-class Chunk:
-    """16 bytes of a tile that one thread copies: their place in a stage, their place in memory, and in bytes
-    (or, for MN-major operands, rows of K) how much of the matrix is left there."""
-    place: Value
-    source: Value
-    left: Value
-    width: Value | None
-    guard: Value | None
+def swizzled_plain(plain: Value, tile: SharedTile) -> Value:
+    """`SharedTile.swizzled` of a value."""
+    start, mask, to = tile.bits
+    return plain ^ ((plain >> start) & mask) << to if mask else plain
+
+
+def width_of(operand: Operand, extent: int, residue: int) -> int:
+    """Bytes of one copy: what rows are aligned to and what divides the extent and the first tile's part of
+    K; an element where elements do not lie side by side."""
+    size = operand.dtype.itemsize
+    if not operand.major: return size
+    inner = (residue if operand.major == "K" else extent) * size
+    return min(operand.aligned_bytes, inner & -inner)
+
+
+def tile_of(operand: Operand, block_mn: int, block_k: int) -> SharedTile:
+    """The tile of an operand. Operands without a major dimension are stored as K-major ones."""
+    size = operand.dtype.itemsize
+    if operand.major != "MN": return SharedTile(block_mn, block_k * size)
+    return SharedTile(block_k, block_mn * size, {1: "bytes", 2: "matrices", 4: "words"}[size])  # type: ignore[arg-type]
 
 
 @dataclass
 class TileCopy:
-    """Copies tiles of `operand`, whose rows along MN begin at `first` of `extent`, K at 0 of `depth`. A tile
-    has `block_mn` × `block_k` elements."""
+    """Copies tiles of `block_mn` × `block_k` elements of `operand`, at `pointer` (u64). Rows along MN begin
+    at `first` of `extent`; the first tile has `residue` of K. `start` is where the tile lies in a stage."""
     k: Kernel
     operand: Operand
     pointer: Value
     first: Value
     extent: Value | int
-    depth: int
+    residue: Value | int
+    width: int
     block_mn: int
     block_k: int
-    chunks: list[Chunk] = field(default_factory=list)
+    start: int
 
     def __post_init__(self) -> None:
-        size = self.operand.dtype.itemsize
-        self.mn_major = self.operand.major == "MN"
-        rows, columns = (self.block_k, self.block_mn) if self.mn_major else (self.block_mn, self.block_k)
-        self.tile = SharedTile(rows, columns * size)
-        threads = 1
-        for extent in self.k.threads: threads *= extent
-        a_row = self.tile.row_bytes // CHUNK
-        total = rows * a_row
-        with self.k.comment(f"where this thread copies its {-(-total // threads)} chunks of 16 bytes"):
-            for start in range(0, total, threads):
-                self.chunks.append(self._chunk(start, total - start, a_row))
+        k, operand, self.size = self.k, self.operand, self.operand.dtype.itemsize
+        self.mn_major = operand.major == "MN"
+        self.tile = tile = tile_of(operand, self.block_mn, self.block_k)
+        self.threads, a_row = k.threads[0], tile.span // CHUNK
+        lane = k.tid.x
+        self.places = Places(k, tile, swizzled_plain(lane * CHUNK, tile))
+        byte, row = lane % a_row * CHUNK, lane // a_row
+        if self.threads > a_row * tile.rows:
+            byte, row = byte + row // tile.rows * tile.span, row % tile.rows
+        self.row, self.byte = row, byte
+        element = byte // self.size if self.size > 1 else byte
+        mn, along_k = (element, row) if self.mn_major else (row, element)
+        self.source = self.pointer + (self.first + mn).to("u64") * (operand.mn * self.size)
+        self.source += along_k.to("u64") * (operand.k * self.size)
+        whole = isinstance(self.extent, int) and self.extent % self.block_mn == 0
+        self.edge = None if whole else self._edge()
 
-    def _chunk(self, start: int, remaining: int, a_row: int) -> Chunk:
-        k, size, operand = self.k, self.operand.dtype.itemsize, self.operand
-        number = k.tid.x + start
-        row, byte = number // a_row, number % a_row * CHUNK
-        guard = None
-        if remaining < k.threads[0]: guard = k.tid.x < remaining
-        place, element = swizzled(k, self.tile, row, byte), byte // size
-        along_mn, along_k = (element, row) if self.mn_major else (row, element)
-        mn = self.first + along_mn
-        source = self.pointer + mn.to("u64") * (operand.mn * size) + along_k.to("u64") * (operand.k * size)
-        inside = k.reg("s32")
-        k.emit("sub.s32", inside, self.extent, mn.to("s32"))
-        if self.mn_major:  # rows of K are left; the columns' bytes are the same for every tile
-            width = clamped(k, inside * size, CHUNK)
-            left = k.reg("s32")
-            k.emit("sub.s32", left, self.depth, along_k.to("s32"))
-            return Chunk(place, source, left, width, guard)
-        left = k.reg("s32")
-        k.emit("sub.s32", left, self.depth * size, byte.to("s32"))
-        return Chunk(place, source, k.select(inside > 0, left, 0), None, guard)
+    def _edge(self) -> Value:
+        """How many rows, or bytes of rows, there are from this thread's own on: s32."""
+        k, left = self.k, self.k.reg("s32")
+        k.emit("sub.s32", left, self.extent, self.first)
+        if not self.mn_major: return left - self.row.to("s32")
+        return left * self.size - self.byte.to("s32")
 
-    def next(self, stage: Value) -> None:
-        """Copies the next tile along K to the shared address `stage` (u32)."""
-        k, size = self.k, self.operand.dtype.itemsize
-        for chunk in self.chunks:
-            if chunk.guard is None: self._copy(chunk, stage)
-            else:
-                with k.if_(chunk.guard): self._copy(chunk, stage)
-            chunk.source += self.block_k * self.operand.k * size
-            chunk.left -= self.block_k if self.mn_major else self.block_k * size
+    @property
+    def passes(self) -> int:
+        """How many copies a thread makes."""
+        return -(-self.tile.nbytes // (self.threads * CHUNK))
 
-    def _copy(self, chunk: Chunk, stage: Value) -> None:
-        k, width = self.k, self.operand.aligned_bytes if self.operand.major else 2
-        inside = clamped(k, chunk.left, CHUNK) if chunk.width is None else \
-            k.select(chunk.left > 0, chunk.width, 0)
-        place = stage + chunk.place
-        if width < 4: return self._copy_elements(chunk, place, inside)
-        cache = "cg" if width == 16 else "ca"
-        for at in range(0, CHUNK, width):
-            some = inside if width == CHUNK else clamped(k, inside - at, width)
-            # a copy of no bytes reads nothing, wherever it points
-            k.emit(f"cp.async.{cache}.shared.global", place.at(at), chunk.source.at(at), width, some)
-        return None
+    def where(self, i: int) -> tuple[int, int]:
+        """Rows and bytes of a row between a thread's first copy and its copy of pass `i`."""
+        tile = self.tile
+        rows = i * self.threads * CHUNK // tile.span
+        return (rows % tile.rows, rows // tile.rows * tile.span)
 
-    def _copy_elements(self, chunk: Chunk, place: Value, inside: Value) -> None:
-        """Eight elements of two bytes, each alone: for rows of odd alignment, or with gaps."""
-        k, size = self.k, self.operand.dtype.itemsize
-        step = (self.operand.mn if self.mn_major else self.operand.k) * size
+    def next(self, stage: Value, when: Value | None = None, first: bool = False) -> None:
+        """Copies the next tile along K to the stage at a shared address (u32), where the predicate holds."""
+        k = self.k
+        self.places.at_stage(stage)
+        masked = first and not (isinstance(self.residue, int) and self.residue == self.block_k)
+        for i in range(self.passes):
+            left = self.tile.nbytes // CHUNK - i * self.threads
+            guard = when
+            if left < self.threads:
+                guard = k.tid.x < left
+                if when is not None: guard = guard & when
+            plain = i * self.threads * CHUNK
+            if self.width < 4:
+                self._elements(i, plain, guard, masked)
+            else: self._asynchronous(i, plain, guard, masked)
+        self._advance(self.residue if first else self.block_k)
+
+    def _advance(self, elements: Value | int) -> None:
+        step = self.operand.k * self.size
+        if isinstance(elements, int): self.source += elements * step
+        else: self.source += elements.to("u64") * step
+
+    def _asynchronous(self, i: int, plain: int, guard: Value | None, masked: bool) -> None:
+        k, (row, column) = self.k, self.where(i)
+        cache = "cg" if self.width == CHUNK else "ca"
+        for at in range(0, CHUNK, self.width):
+            outside = self._outside(row, column + at, masked)
+            k.emit(f"cp.async.{cache}.shared.global.L2::128B", self.places(plain, self.start + at),
+                   self._at(row, column + at), self.width, *([] if outside is None else [outside]),
+                   guard=guard)
+
+    def _outside(self, row: int, column: int, masked: bool) -> Value | None:
+        """Whether a copy lies outside the matrix; None where it cannot."""
+        found = None
+        if self.edge is not None: found = self.edge <= (column if self.mn_major else row)
+        if not masked: return found
+        if self.mn_major: beyond = self.row + row >= self.residue
+        else:
+            limit = self.residue * self.size
+            beyond = self.byte + column >= limit
+        return beyond if found is None else found | beyond
+
+    def _at(self, row: int, column: int) -> Place:
+        """The place in memory `row` rows and `column` bytes of a row after the thread's first."""
+        o, elements = self.operand, column // self.size
+        mn, along_k = (elements, row) if self.mn_major else (row, elements)
+        nbytes = (mn * o.mn + along_k * o.k) * self.size
+        return self.source.at(nbytes) if nbytes <= MOST_OFFSET else (self.source + nbytes).at()
+
+    def _elements(self, i: int, plain: int, guard: Value | None, masked: bool) -> None:
+        """16 bytes, each element alone."""
+        k, (row, column) = self.k, self.where(i)
         words = []
-        for pair in range(0, CHUNK // size, 2):
-            halves = []
-            for element in (pair, pair + 1):
-                half = k.reg("b16", 0)
-                k.emit("ld.global.b16", half, chunk.source.at(element * step), guard=inside > element * size)
-                halves.append(half)
-            word = k.reg("b32")
-            k.emit("mov.b32", word, halves)
-            words.append(word)
-        k.st("shared", "b32", place.at(), words)
+        for word in range(0, CHUNK, 4):
+            parts = [self._element(row, column + at, guard, masked)
+                     for at in range(word, word + 4, self.size)]
+            words.append(joined(k, parts))
+        k.emit("st.shared.v4.b32", self.places(plain, self.start), words, guard=guard)
+
+    def _element(self, row: int, column: int, guard: Value | None, masked: bool) -> Value:
+        k, outside = self.k, self._outside(row, column, masked)
+        made = k.reg("b16" if self.size == 2 else "b32", 0)
+        inside = None if outside is None else ~outside
+        if guard is not None: inside = guard if inside is None else _both(k, guard, inside)
+        k.emit(f"ld.global.{'u8' if self.size == 1 else f'b{8 * self.size}'}", made, self._at(row, column),
+               guard=inside)
+        return made
 
 
-def clamped(k: Kernel, value: Value, most: int) -> Value:
-    """`value` (s32) within 0 … most."""
-    low, high = k.reg("s32"), k.reg("s32")
-    k.emit("max.s32", low, value, 0)
-    k.emit("min.s32", high, low, most)
-    return high
+def _both(k: Kernel, guard: Value, inside: Value) -> Value:
+    """guard and inside, which may be negated."""
+    made = k.reg("pred")
+    if inside.negated:
+        k.emit("not.pred", made, ~inside)
+        return guard & made
+    return guard & inside
 
 
-@dataclass
-class Fragments:
-    """Reads a warp's `extent` rows (A) or columns (B) of a tile, from `first` (u32) on, as operands of
-    mma.m16n8k16. Places differ between steps of K and of MN by constants, but for bits that the swizzle XORs:
-    one register for each value of those."""
-    k: Kernel
-    tile: SharedTile
-    mn_major: bool
-    is_b: bool
-    first: Value
-    block_k: int
-    bases: dict[int, Value] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        k, lane = self.k, self.k.special("laneid")
-        low, mid, high = lane & 7, (lane >> 3) & 1, lane >> 4
-        # matrices 0, 1 of an x4 differ in MN and 2, 3 in K for A; the other way round for B
-        along_mn, along_k = (high, mid) if self.is_b else (mid, high)
-        if self.mn_major: row, column = low + along_k * 8, self.first + along_mn * 8
-        else: row, column = self.first + low + along_mn * 8, along_k * 8
-        self.base = swizzled(k, self.tile, row, column * 2)
-
-    def at_stage(self, stage: Value) -> None:
-        """Reads from the tile at the shared address `stage` (u32) from now on."""
-        self.bases = {0: stage + self.base}
-        self.stage = stage
-
-    def load(self, mn: int, step: int) -> list[Value]:
-        """Four registers: 16 × 16 elements, `mn` rows or columns further, at K = 16 `step`."""
-        byte, row = (mn * 2, step * 16) if self.mn_major else (step * 32, mn)
-        span = self.tile.span
-        bits, plain = byte % span, byte // span * self.tile.rows * span + row * span
-        if bits not in self.bases: self.bases[bits] = self.stage + (self.base ^ bits)
-        return self.k.ldmatrix(self.bases[bits].at(plain), 4, trans=self.mn_major)
-
-
-def shared_ring(k: Kernel, name: str, tile: SharedTile, depth: int) -> Shared:
-    """Shared memory for `depth` tiles."""
-    return k.shared(name, tile.nbytes * depth, align=1024)
+def joined(k: Kernel, parts: list[Value]) -> Value:
+    """A b32 of one element, two of 16 bits, or four of 8 bits in b32 registers."""
+    if len(parts) == 1: return parts[0]
+    made = k.reg("b32")
+    if len(parts) == 2:
+        k.emit("mov.b32", made, parts)
+        return made
+    low, high = k.regs("b32", 2)
+    k.emit("prmt.b32", low, parts[0], parts[1], 0x0040)
+    k.emit("prmt.b32", high, parts[2], parts[3], 0x0040)
+    k.emit("prmt.b32", made, low, high, 0x5410)
+    return made

@@ -1,145 +1,209 @@
-"""Matrix products with mma.sync: a ring of cp.async stages, ldmatrix, m16n8k16. For sm_80 and later, and
+"""Matrix products with mma.sync: a ring of cp.async stages, fragments by ldmatrix. For sm_80 and later, and
 for any extents, strides and alignment.
 
+    the first `depth - 1` tiles along K are on their way; fragments of the first step are read
     for each tile along K:
-        wait until its copies are in; everybody is done with the tile before
         start the copies of the tile `depth - 1` further on, into the place of the tile before
-        for each 16 of K: fragments of A and B from shared memory, all products of the warp's tile
-    scale, bias, activation, residual; round; store what lies inside
+        for each step of 32 bytes:
+            at the last: wait until the next tile is in and everybody has read the last of this one
+            read the fragments of the step after, of the next tile if need be
+            all products of the warp's tile
+    with splits: leave the sums in the workspace; the CTA that comes last adds them all up
+    the epilogue; store what lies inside
+
+CTAs walk the tiles of the result in groups of rows, so that those at work together share operands in L2.
 """
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.epilogue import finished, loaded, stored
-from tinygrad_nv.tile.expression import Load
+from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.legality import require
-from tinygrad_nv.tile.ops import NAMES, Fragments, TileCopy, shared_ring
+from tinygrad_nv.tile.ops import TileCopy, width_of
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.spec import GemmSpec
+from tinygrad_nv.tile.spec import GemmSpec, Operand
+from tinygrad_nv.tile.splits import Splits
+from tinygrad_nv.tile.store import Cell, Store, store_plan
+from tinygrad_nv.tile.walk import Walk
 
 DEFAULT = Schedule()
+REGISTERS = 210  # sums and fragments that leave room for addresses among 255
+
+Sums = list[list[list[Value]]]  # by 16 rows, by 8 columns: four registers
 
 
 def gemm_mma(spec: GemmSpec, schedule: Schedule = DEFAULT, arch: str = "sm_80") -> GemmKernel:
-    """The kernel of a product of 16-bit floats. Raises `ScheduleError` for an impossible schedule."""
+    """The kernel of a product. Raises `ScheduleError` for an impossible schedule."""
     require(schedule, spec, arch)
+    if schedule.swap: spec = spec.swapped()
     k = Kernel("gemm_mma", arch=arch, threads=schedule.threads)
-    _Writer(k, spec, schedule).write()
-    grid = (-(-spec.m // schedule.block_m), -(-spec.n // schedule.block_n), spec.matrices)
-    return GemmKernel("gemm_mma", k.ptx(), grid, schedule.threads, k.dynamic_smem,
-                      rows_of_cta=schedule.block_m if spec.symbolic else 0)
+    writer = _Writer(k, spec, schedule)
+    writer.write()
+    walk, splits = writer.walk, writer.splits
+    return GemmKernel("gemm_mma", k.ptx(), walk.grid, schedule.threads, k.dynamic_smem,
+                      workspace_bytes=splits.workspace_bytes, flags=splits.flags,
+                      rows_of_cta=schedule.block_m if spec.symbolic else 0, ctas_of_rows=walk.ctas_of_rows)
 
 
 class _Writer:
     """The kernel as it is written: the parameters, then the stages of the protocol above."""
 
     def __init__(self, k: Kernel, spec: GemmSpec, schedule: Schedule) -> None:
-        self.k, self.spec, self.schedule = k, spec, schedule
-        self.warp_m, self.warp_n = schedule.block_m // schedule.warps_m, schedule.block_n // schedule.warps_n
-        self.kind = NAMES[spec.a.dtype]
-        out, a, b = (k.pointer(name) for name in ("out", "a", "b"))
-        self.extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
-        self.rows = k.param("m", "u32") if spec.symbolic else k.reg("u32", spec.m)
-        self.batch = self.indices()
-        self.out, self.a, self.b = (
-            pointer + self.batched(place.batch, place.offset) * place.dtype.itemsize
-            for pointer, place in ((out, spec.out), (a, spec.a), (b, spec.b)))
+        self.k, self.spec, self.schedule, s = k, spec, schedule, schedule
+        self.columns = s.block_n // spec.parts
+        self.warp_m, self.warp_n = s.block_m // s.warps_m, self.columns // s.warps_n
+        self.splits = Splits(k, spec, s, self.warp_m // 16 * self.warp_n // 8 * spec.parts)
+        out, plan = k.pointer("out"), store_plan(spec, schedule, k.arch)
+        self.splits.declare()
+        a, b = k.pointer("a"), k.pointer("b")
+        extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
+        self.rows: Value | int = k.param("m", "u32") if spec.symbolic else spec.m
+        rows = self.rows if isinstance(self.rows, Value) else k.reg("u32", self.rows)
+        self.finish = Store(k, spec, plan, out, extras, rows)
+        self.walk = Walk(k, spec, s, self.rows)
+        self.splits.begin(self.walk)
+        self.first_m, self.first_n = self.walk.m * s.block_m, self.walk.n * self.columns
+        self.copies = self._copies(a, b)
+        warp = k.tid.x >> 5
+        self.row, self.column = warp % s.warps_m * self.warp_m, warp // s.warps_m * self.warp_n
+        self.fragments = [
+            Fragments(k, copy.operand.dtype, copy.tile, copy.mn_major, i > 0, self.column if i else self.row,
+                      self.warp_n if i else self.warp_m, self.steps, copy.start)
+            for i, copy in enumerate(self.copies)]
 
-    def indices(self) -> list[Value]:
-        """This CTA's index along each dimension of the batch."""
-        made, rest = [], self.k.ctaid.z
-        for extent in reversed(self.spec.batch):
-            made.append(rest % extent)
-            rest = rest // extent
-        return made[::-1]
+    @property
+    def steps(self) -> int:
+        """Steps of a tile."""
+        return self.schedule.block_k * self.spec.a.dtype.itemsize // STEP_BYTES
 
     def batched(self, strides: tuple[int, ...], offset: int) -> Value:
         """Elements before this CTA's matrix: u64."""
         at = self.k.reg("u64", offset)
-        for index, stride in zip(self.batch, strides, strict=True):
+        for index, stride in zip(self.walk.batch, strides, strict=True):
             if stride: at = at + index.to("u64") * stride
         return at
 
+    def _copies(self, a: Value, b: Value) -> list[TileCopy]:
+        """Those of A, then of each part of B, which follow each other in a stage."""
+        k, spec, s = self.k, self.spec, self.schedule
+        made: list[TileCopy] = []
+        residue = spec.k % s.block_k or s.block_k
+        rest = [(spec.b, b, self.first_n, spec.n, self.columns, part * spec.part)
+                for part in range(spec.parts)]
+        start = 0
+        for operand, pointer, first, extent, block, offset in (
+                (spec.a, a, self.first_m, spec.m, s.block_m, 0), *rest):
+            runtime = spec.symbolic and not made
+            place = self._place(operand, pointer, offset)
+            width = width_of(operand, 1 if runtime else extent, residue)
+            made.append(TileCopy(k, operand, place, first, self.rows if runtime else extent,
+                                 self.splits.residue, width, block, s.block_k, start))
+            start += made[-1].tile.nbytes
+        self.stage_bytes = start
+        return made
+
+    def _place(self, operand: Operand, pointer: Value, offset: int) -> Value:
+        """Where an operand of this CTA's matrix begins, at its first element of K."""
+        at = self.batched(operand.batch, operand.offset + offset)
+        if self.splits.first_k is not None: at = at + self.splits.first_k.to("u64") * operand.k
+        return pointer + at * operand.dtype.itemsize
+
+    # **** the loop ****
+
     def write(self) -> None:
         """The whole kernel."""
-        k, spec, s = self.k, self.spec, self.schedule
-        first_m, first_n = k.ctaid.x * s.block_m, k.ctaid.y * s.block_n
-        copies = (TileCopy(k, spec.a, self.a, first_m, self.rows.to("s32"), spec.k, s.block_m, s.block_k),
-                  TileCopy(k, spec.b, self.b, first_n, spec.n, spec.k, s.block_n, s.block_k))
-        rings = [shared_ring(k, f"{name}_ring", copy.tile, s.depth) for name,
-                 copy in zip("ab", copies, strict=True)]
-        warp = k.tid.x >> 5
-        row, column = warp % s.warps_m * self.warp_m, warp // s.warps_m * self.warp_n
-        fragments = (Fragments(k, copies[0].tile, copies[0].mn_major, False, row, s.block_k),
-                     Fragments(k, copies[1].tile, copies[1].mn_major, True, column, s.block_k))
-        sums = [[k.regs("f32", 4, 0.0) for _ in range(self.warp_n // 8)] for _ in range(self.warp_m // 16)]
-        starts = [ring.address() for ring in rings]
-        with k.comment(f"the first {s.depth - 1} tiles"):
-            for stage in range(s.depth - 1):
-                for copy, start in zip(copies, starts,
-                                       strict=True): copy.next(start + stage * copy.tile.nbytes)
-                k.cp_async_commit()
-        reading, writing = k.reg("u32", 0), k.reg("u32", s.depth - 1)
-        with k.loop(0, -(-spec.k // s.block_k)):
-            with k.comment("this tile is in; everybody is done with the one before"):
-                k.cp_async_wait(s.depth - 2)
-                k.sync()
-            with k.comment("the tile that takes its place"):
-                for copy, start in zip(copies, starts,
-                                       strict=True): copy.next(start + writing * copy.tile.nbytes)
-                k.cp_async_commit()
-            with k.comment("products"):
-                for each, copy, start in zip(fragments, copies, starts, strict=True):
-                    each.at_stage(start + reading * copy.tile.nbytes)
-                for step in range(s.block_k // 16): self.products(fragments, sums, step)
-            self.advance(reading)
-            self.advance(writing)
-        k.cp_async_wait(0)
-        self.store(first_m + row, first_n + column, sums)
-
-    def advance(self, stage: Value) -> None:
-        """The next stage of the ring."""
-        stage += 1
-        stage.set(self.k.select(stage == self.schedule.depth, 0, stage, "u32"))
-
-    def products(self, fragments: tuple[Fragments, Fragments], sums: list[list[list[Value]]],
-                 step: int) -> None:
-        """All products of the warp's tile for 16 of K."""
-        a = [fragments[0].load(16 * i, step) for i in range(self.warp_m // 16)]
-        b = [fragments[1].load(16 * j, step) for j in range(self.warp_n // 16)]
-        for i, row in enumerate(sums):
-            for j, cell in enumerate(row):
-                half = 2 * (j % 2)
-                self.k.mma("m16n8k16", f"f32.{self.kind}.{self.kind}.f32", cell, a[i],
-                           b[j // 2][half:half + 2], cell)
-
-    def store(self, first_m: Value, first_n: Value, sums: list[list[list[Value]]]) -> None:
-        """Registers 2h, 2h + 1 of a product are columns 2q, 2q + 1 of row g + 8h, g = lane / 4, q = lane %
-        4."""
-        k, lane = self.k, self.k.special("laneid")
-        column = first_n + lane % 4 * 2
-        for i, row in enumerate(sums):
-            for half in range(2):
-                m = first_m + lane // 4 + (16 * i + 8 * half)
-                with k.comment(f"rows {16 * i + 8 * half} and on of the warp's tile"), k.if_(m < self.rows):
-                    for j, cell in enumerate(row):
-                        for one in range(2): self.store_one(m, column + (8 * j + one), cell[2 * half + one])
-
-    def store_one(self, m: Value, n: Value, value: Value) -> None:
-        """One element, when it is inside."""
         k, spec = self.k, self.spec
-        with k.if_(n < spec.n):
-            done = finished(k, spec.epilogue, [value], lambda load: self.loaded(load, m, n),
-                            lambda axis: self.position(axis, m, n))
-            at = m.to("u64") * spec.out.m + n.to("u64") * spec.out.n
-            stored(k, self.out + at * spec.out.dtype.itemsize, done, spec.out.dtype)
+        kind = "f32" if instruction(spec.a.dtype, spec.b.dtype)[1].startswith("f32") else "s32"
+        zero = 0.0 if kind == "f32" else 0
+        self.sums: list[Sums] = [[[k.regs(kind, 4, zero) for _ in range(self.warp_n // 8)]
+                                  for _ in range(self.warp_m // 16)] for _ in range(spec.parts)]
+        depth = min(self.schedule.depth, self.splits.least_tiles)
+        ring = k.shared("ring", self.stage_bytes * depth, align=1024)
+        self.start, self.depth = ring.address(), depth
+        self._fill()
+        self._multiply()
+        with self.splits.finished_last([cell for part in self.sums for row in part for cell in row]):
+            self.store()
 
-    def loaded(self, load: Load, m: Value, n: Value) -> Value:
-        """An element of a parameter of the epilogue."""
-        at = self.batched(load.batch, load.offset) + m.to("u64") * load.m + n.to("u64") * load.n
-        return loaded(self.k, self.extras[load.parameter], at, load.dtype)
+    def _fill(self) -> None:
+        """Starts the copies of the first tiles."""
+        k, ahead = self.k, max(self.depth - 1, 1)
+        with k.comment(f"the first {ahead} tiles"):
+            for stage in range(ahead):
+                for copy in self.copies: copy.next(self.start + stage * self.stage_bytes, first=stage == 0)
+                k.cp_async_commit()
 
-    def position(self, axis: str | int, m: Value, n: Value) -> Value:
-        """An index of the element, as s32."""
-        return (m if axis == "m" else n if axis == "n" else self.batch[int(axis)]).to("s32")
+    def _multiply(self) -> None:
+        k, ahead = self.k, self.depth - 1
+        self.reading = k.reg("u32", name="reading").set(self.start)
+        self.writing = k.reg("u32", name="writing").set(self.start + ahead * self.stage_bytes)
+        self.end = self.start + self.depth * self.stage_bytes
+        left = k.reg("s32", name="left").set(self.splits.tiles)
+        sets = [[f.registers() for f in self.fragments] for _ in range(2)]
+        double = self.double_buffered()
+        if double:
+            self._arrived(max(ahead - 1, 0))
+            self._load(0, sets[0])
+        _, begin = k._label("tiles")
+        k._mark(begin)
+        if not double: self._arrived(max(ahead - 1, 0))
+        if ahead: self._copy(left > ahead)
+        for step in range(self.steps):
+            mine, after = sets[step % 2], sets[(step + 1) % 2]
+            if not double: self._load(step, mine)
+            elif step < self.steps - 1: self._load(step + 1, after)
+            else:
+                self._next_stage()
+                self._arrived(max(ahead - 1, 0))
+                self._load(0, after)
+            self._products(mine)
+        if not double: self._next_stage()
+        left -= 1
+        k.emit("bra", begin, guard=left > 0)
+        k.cp_async_wait(0)
+
+    def double_buffered(self) -> bool:
+        """Whether there are registers for fragments of two steps; they take turns, so steps are even."""
+        sums = self.warp_m * self.warp_n * self.spec.parts // 32
+        fragments = (self.warp_m + self.warp_n * self.spec.parts) // 4
+        return self.steps % 2 == 0 and sums + 2 * fragments <= REGISTERS
+
+    def _arrived(self, pending: int) -> None:
+        """The tile that is read next is in; everybody has read what is written next."""
+        self.k.cp_async_wait(pending)
+        self.k.sync()
+
+    def _copy(self, when: Value) -> None:
+        """The tile that takes the place of the one before, if there is one left."""
+        for copy in self.copies: copy.next(self.writing, when)
+        self.k.cp_async_commit()
+
+    def _next_stage(self) -> None:
+        self.writing.set(self.reading)
+        self.reading += self.stage_bytes
+        self.reading.set(self.k.select(self.reading == self.end, self.start, self.reading))
+
+    def _load(self, step: int, into: list[list[list[Value]]]) -> None:
+        """Fragments of a step of the tile at `reading`."""
+        if step == 0:
+            for fragments in self.fragments: fragments.move(self.reading)
+        for fragments, registers in zip(self.fragments, into, strict=True): fragments.load(step, registers)
+
+    def _products(self, operands: list[list[list[Value]]]) -> None:
+        """All products of the warp's tile for one step."""
+        shape, types = instruction(self.spec.a.dtype, self.spec.b.dtype)
+        a, *parts = operands
+        for b, sums in zip(parts, self.sums, strict=True):
+            for i, row in enumerate(sums):
+                for j, cell in enumerate(row):
+                    half = 2 * (j % 2)
+                    self.k.mma(shape, types, cell, a[i], b[j // 2][half:half + 2], cell)
+
+    # **** the result ****
+
+    def store(self) -> None:
+        """The epilogue of the warp's share of the tile."""
+        cells = [Cell(16 * i, 8 * j, [part[i][j] for part in self.sums])
+                 for i in range(self.warp_m // 16) for j in range(self.warp_n // 8)]
+        self.finish.tile(self.first_m + self.row, self.first_n + self.column, self.walk.batch, cells)
+        self.finish.finish()
