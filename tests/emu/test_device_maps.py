@@ -3,6 +3,8 @@ before each. The kernels are small and written here: one copies through a tensor
 """
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from on_emu import emu, equal, floats  # noqa: F401
@@ -180,6 +182,17 @@ def test_extents_change_while_buffers_stay():
     assert graphs(jit)
 
 
+def test_an_extent_reaches_a_kernel_between_others():
+    """Neither its buffers nor its grid change, only m and the map."""
+    kernel = replace(copying(symbolic=True), rows_of_cta=0)
+    jit = TinyJit(lambda x, rows: (copied((x * 2).contiguous(), kernel, rows) + 1).contiguous().realize())
+    x = halves(MOST, COLUMNS)
+    for rows in (40, 3, 12, 25):
+        found = jit(Tensor(x).realize(), ROWS.bind(rows))
+        equal(found, np.where(np.arange(MOST)[:, None] < rows, x * 2, 0) + 1)
+    assert graphs(jit)
+
+
 def test_several_variables_the_last_is_the_extent():
     """`program` by itself: a kernel may have integers before m."""
     other, kernel = Variable("other", 1, 9), copying(symbolic=True)
@@ -226,6 +239,23 @@ def test_a_fill_waits_for_readers_and_the_kernel_for_its_fill(monkeypatch: pytes
     kinds = [type(work) for work in graph.works]
     assert kinds == [Fill, Launch, Launch]
     assert graph.after == [(), (0,), (1,)]
+
+
+def test_a_fill_follows_those_who_read_its_buffer():
+    """Flags in storage that is also an input, and read before: it takes turns, so the fill is updated."""
+    def step(flags: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        before = (flags + 1).contiguous().realize()
+        outputs = program("counting", source(counting()), "EMU", [
+            Output((32,), dtypes.float), Output((64,), dtypes.float), flags.uop], [x.uop], block=(32, 1, 1))
+        return before, Tensor(outputs[0]).realize()
+    jit, x = TinyJit(step), Tensor(floats(32)).realize()
+    two = [Tensor.full((32,), 10 * i, dtype=dtypes.uint32).contiguous().realize() for i in (1, 2)]
+    wanted = [11, 21, *[2] * 6]
+    for i, value in enumerate(wanted):
+        before, found = jit(two[i % 2], x)
+        assert before.tolist() == [value] * 32
+        equal(found, floats(32))
+    assert [len(call.nodes) for call in graphs(jit)[0].works] == [1, 2]
 
 
 def test_without_the_fill_a_replay_would_be_wrong(monkeypatch: pytest.MonkeyPatch):
