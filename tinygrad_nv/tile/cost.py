@@ -8,7 +8,7 @@ tiles as the unit, as DeepGEMM and Stream-K (Osama et al. 2023) choose theirs:
 
     step    = max of a step's cycles: tensor cores or shared memory, schedulers, L2 → SM, a load's latency
               shared by the loads in flight (Little's law); the lesser of the first two is not hidden to a
-              tenth (wgmma) or a fifth (mma.sync, whose warps issue both)
+              tenth (wgmma) or a fifth (mma.sync, whose warps issue both); and the barrier of a step
     tile    = steps · step + finish
     SM      = max(tiles · steps · step + finish, turns · (steps · step of one CTA alone + finish))
               turns: tiles by CTAs (or ping-pong consumers) that an SM holds at once
@@ -34,6 +34,7 @@ Bound = Literal["tensor core", "shared memory", "issue", "L2", "HBM", "launch"]
 HBM_SHARE = {"mma": 0.88, "wgmma": 0.90, "gemv": 0.92}     # of peak, that streaming reaches
 L2_KEEPS = 0.5                       # of L2, for what is read again
 JOIN_S = 1e-6                        # a flag from one SM to another, twice
+MEETING = {"mma": 40, "wgmma": 10, "gemv": 0}   # cycles of a step in which a CTA's warps wait for each other
 LARGE_CLUSTERS = 0.96                # of the SMs: GPCs of 16 or 18 SMs hold no whole number of them
 REGISTERS_OF_SM, REGISTERS_BESIDE = 65536, 56
 
@@ -107,8 +108,9 @@ class Model:
         l2 = self._l2_cycles(s, t, active)
         fetch = machine.load_s * machine.clock_hz
         wait = fetch / max(done.ahead, 1)
-        step = max(self._compute(s, done, at_once), done.issue, l2, wait / at_once)
-        alone = max(self._compute(s, done, 1), done.issue, l2, wait)
+        meet = MEETING[s.template]
+        step = max(self._compute(s, done, at_once), done.issue, l2, wait / at_once) + meet / at_once
+        alone = max(self._compute(s, done, 1), done.issue, l2, wait) + meet
         first = 0.0 if s.template == "wgmma" else fetch      # CTAs that stay load ahead
         busy = max(per_sm * t.steps * step + ends * done.finish,
                    turns * (t.steps * alone + first) - first + ceil(turns) * done.finish)

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import subprocess
 import tempfile
 import warnings
@@ -75,8 +76,8 @@ def toolchain() -> str:
     """The version of ptxas, "driver" where there is none and the driver compiles."""
     if (program := find_program("ptxas")) is None: return "driver"
     done = subprocess.run([str(program), "--version"], capture_output=True, text=True, check=False)
-    words = done.stdout.rpartition("release")[2].split()
-    return f"ptxas {words[-1]}" if words else "ptxas"
+    found = re.search(r"V(\d[\d.]*)", done.stdout)
+    return f"ptxas {found[1]}" if found else f"ptxas {done.stdout.strip()[-40:]}"
 
 
 def path() -> Path:

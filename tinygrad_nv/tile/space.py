@@ -53,7 +53,8 @@ def around(s: Schedule, spec: GemmSpec, sm_count: int) -> Iterator[Schedule]:
     tile_count, steps = rows * columns * spec.matrices, -(-spec.k // s.block_k)
     for cluster in CLUSTERS if s.template == "wgmma" else CLUSTERS[:1]:
         if cluster[0] <= rows and cluster[1] <= columns: yield s.cluster(*cluster)
-    if s.mode == "pingpong": return
+    # in mma.sync with 128 sums a thread, what a split needs beside them spills
+    if s.mode == "pingpong" or (s.template == "mma" and s.block_m * s.block_n >= 128 * s.threads): return
     most = min(2 * sm_count // tile_count, steps // 2)
     yield from (s.split(count) for count in SPLITS if s.splits < count <= most)
     if s.template == "wgmma" and tile_count % sm_count and tile_count < 8 * sm_count and steps > 1:
