@@ -79,7 +79,7 @@ def places(spec: GemmSpec) -> dict[str, tuple[DType, list[Place]]]:
         "a": (a.dtype, [(a.offset, (*spec.batch, spec.m, spec.k), (*a.batch, a.mn, a.k))]),
         "b": (b.dtype, [(b.offset + p * spec.part, (*spec.batch, spec.n, spec.k), (*b.batch, b.mn, b.k))
                         for p in range(spec.parts)])}
-    for load in loads(spec.epilogue):
+    for load in sorted(loads(spec.epilogue), key=lambda load: load.parameter):
         entry = made.setdefault(f"x{load.parameter}", (load.dtype, []))
         batch = load.batch or (0,) * len(spec.batch)
         entry[1].append((load.offset, (*spec.batch, spec.m, spec.n), (*batch, load.m, load.n)))
