@@ -81,7 +81,12 @@ def rewrite(sink: UOp) -> UOp:
     if not config.get("NV_GEMM"): return sink
     matcher = _Matcher(sink)
     matches = matcher.matches()
-    return program.write_through(_rebuilt(sink, matcher.nodes, matches)) if matches else sink
+    if not matches: return sink
+
+    def change(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
+        found = matches.get(node)
+        return None if found is None else _called(found, [new(x) for x in found.inputs])
+    return program.write_through(program.rebuilt(matcher.nodes, change))
 
 
 def machine_of(device: str | tuple[str, ...] | None) -> Machine | None:
@@ -244,24 +249,6 @@ def kernel(spec: GemmSpec, schedule: Schedule, machine: Machine) -> tuple[GemmKe
     """The kernel of a product, and its text with how it is launched."""
     made = build(spec, schedule, machine.arch, machine.sm_count)
     return made, source(made)
-
-
-def _rebuilt(sink: UOp, nodes: tuple[UOp, ...], matches: dict[UOp, Match]) -> UOp:
-    """The graph with a call in place of each match."""
-    new: dict[UOp, UOp] = {}
-
-    def renewed(node: UOp) -> UOp:
-        """A node that may be of the matcher's making, over the new graph."""
-        if node not in new: new[node] = node.replace(src=tuple(map(renewed, node.src)))
-        return new[node]
-
-    for node in nodes:
-        if (match := matches.get(node)) is not None:
-            new[node] = _called(match, [renewed(x) for x in match.inputs])
-        elif any(new[s] is not s for s in node.src if s in new):
-            new[node] = node.replace(src=tuple(new.get(s, s) for s in node.src))
-        else: new[node] = node
-    return new[sink]
 
 
 def _called(match: Match, inputs: list[UOp]) -> UOp:

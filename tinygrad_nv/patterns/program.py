@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tinygrad.dtype import AddrSpace, DType, dtypes
@@ -30,10 +30,7 @@ from tinygrad.uop.ops import (
     KernelInfo,
     Ops,
     ParamArg,
-    PatternMatcher,
     UOp,
-    UPat,
-    graph_rewrite,
     resolve,
     shape_to_shape_arg,
     sint,
@@ -185,10 +182,46 @@ def write_through(sink: UOp) -> UOp:
     A rewrite ends with this. Who reads the old contents runs first, as tinygrad orders writes after reads;
     only a kernel that reads the storage itself has to keep its own.
     """
+    nodes = sink.toposort(enter_calls=False)
     moved: dict[UOp, UOp] = {}
-    for after in sink.toposort(enter_calls=False):
+    for after in nodes:
         if (pair := _copied(after)) is not None and pair[0] not in moved: moved[pair[0]] = pair[1]
-    return graph_rewrite(sink.substitute(moved), _pm_stored_in_place) if moved else sink
+    return rebuilt(nodes, lambda node, new: _moved(node, new, moved)) if moved else sink
+
+
+def rebuilt(nodes: Iterable[UOp], change: Callable[[UOp, Callable[[UOp], UOp]], UOp | None]) -> UOp:
+    """The graph of `nodes`, which are in topological order with its sink last, in one pass: `change(node,
+    new)` gives what takes a node's place, None to keep it over its new sources; `new` gives those, and does
+    the same for nodes beside the graph that are made of it."""
+    made: dict[UOp, UOp] = {}
+
+    def new(node: UOp) -> UOp:
+        if (known := made.get(node)) is None: known = made[node] = _over(node, tuple(map(new, node.src)))
+        return known
+
+    for node in nodes:
+        if (changed := change(node, new)) is None:
+            # the body of a call is no part of the graph
+            changed = _over(node, tuple(made.get(s, s) for s in node.src))
+        made[node] = changed
+    return changed
+
+
+_SHAPE: str = vars(UOp)["_shape"].nm  # where a node keeps its shape once it is known
+
+
+def _over(node: UOp, src: tuple[UOp, ...]) -> UOp:
+    if src == node.src: return node
+    made = node.replace(src=src)
+    # the sources have kept their shapes: finding this one's again would be a third of a rewrite's time
+    if _SHAPE in node.__dict__: made.__dict__.setdefault(_SHAPE, node.__dict__[_SHAPE])
+    return made
+
+
+def _moved(node: UOp, new: Callable[[UOp], UOp], moved: dict[UOp, UOp]) -> UOp | None:
+    if node.op is Ops.BUFFER: return moved.get(node)
+    if node.op is not Ops.AFTER or len(node.src) != 2 or node.src[1].op is not Ops.STORE: return None
+    return _stored_in_place(*map(new, node.src[1].src))
 
 
 def _copied(after: UOp) -> tuple[UOp, UOp] | None:
@@ -212,10 +245,6 @@ def _stored_in_place(target: UOp, value: UOp) -> UOp | None:
     done = value.base
     written = done.op is Ops.AFTER and done.src[1].op is Ops.CALL and done.src[0].base is target.base
     return value if written else None
-
-
-_store = UPat(Ops.STORE, src=(UPat(name="target"), UPat(name="value")))
-_pm_stored_in_place = PatternMatcher([(UPat(Ops.AFTER, src=(UPat(), _store)), _stored_in_place)])
 
 
 @dataclass(frozen=True)
