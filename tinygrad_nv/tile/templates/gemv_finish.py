@@ -54,18 +54,11 @@ class Finish:
         """Sums of lanes to shared memory."""
         k, plan = self.k, self.plan
         start = self.base + self.warp_k * (self.spec.parts * self.part_bytes) + self.warp_n * 4
-        groups: dict[Value | None, list[tuple[Value, Value, int]]] = {}
-        bases: dict[tuple[object, Value], Value] = {}
-        for total, part, row, column, has in self.lanes.results():
-            key = (row if isinstance(row, Value) else None, column)
-            if key not in bases:
-                bases[key] = start + column * 4
-                if isinstance(row, Value): bases[key] = bases[key] + row * (4 * plan.sums_pitch)
-            offset = part * self.part_bytes + (0 if isinstance(row, Value) else row * 4 * plan.sums_pitch)
-            groups.setdefault(has, []).append((total, bases[key], offset))
-        for has, stores in groups.items():
-            for total, base, offset in stores:
-                k.emit("st.shared.b32", base.at(offset), total, guard=has)
+        row, column = self.lanes.corner()
+        start = start + (column * 4 + row * (4 * plan.sums_pitch) if isinstance(row, Value) else column * 4)
+        for total, part, down, right, has in self.lanes.results():
+            offset = part * self.part_bytes + 4 * (down * plan.sums_pitch + right)
+            k.emit("st.shared.b32", start.at(offset), total, guard=has)
 
     # **** elements ****
 

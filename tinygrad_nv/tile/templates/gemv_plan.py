@@ -13,8 +13,8 @@ A warp's iteration is `steps` steps, block_k of K; `warps_k` warps take turns at
 stand beside each other along N. Iteration i belongs to split i // `blocks_a_split`, warp i % `warps_k` of it.
 What is left of K, less than an iteration, is one more.
 
-`tensor`: mma.sync multiplies, with the weights as its 16-row operand: 16-bit floats of two rows and more,
-fp8 (as float16, which holds it exactly), bytes of two rows and more along k. CUDA cores do the rest.
+`tensor`: mma.sync multiplies, with the weights as its 16-row operand: 16-bit floats and bytes of two rows
+and more, and fp8 (as float16, which holds it exactly). CUDA cores do the rest.
 """
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Plan:
         """The plan of a turned product."""
         along, size = _along(spec), spec.b.dtype.itemsize
         kind = spec.b.dtype
-        kinds, rows = ((*FP8, *BYTES, *HALVES), 1 if kind in FP8 else 2) if along == "k" else (HALVES, 2)
-        tensor, chunk = kind in kinds and spec.m >= rows, CHUNK
+        tensor = kind in FP8 or (kind in (*HALVES, *BYTES) and spec.m > 1)
+        chunk = CHUNK
         # on CUDA cores each column of a chunk has a sum for each row of activations
         while along == "n" and not tensor and chunk > 4 and chunk // size * spec.m * spec.parts > MOST_SUMS:
             chunk //= 2

@@ -3,7 +3,8 @@ multiplies them.
 
 Protocol: `point(address)` says where the activations of the warp's iteration lie in shared memory. Then
 `take(step)` multiplies all chunks of one step, each of which it gives back (`again`) as soon as its registers
-are free. `results()` are the sums, with the row of activations and the column of the warp they belong to.
+are free. `results()` are the sums, with the row of activations and the column of the warp they belong to,
+from this lane's `corner` on.
 
 mma.sync takes weights as its 16 × K operand and activations as the K × 8 one. Which K an operand's slots
 mean is free, as long as both say the same: a lane's 16 bytes of two rows are the fragments of two
@@ -21,8 +22,8 @@ from tinygrad_nv.tile.templates import gemv_words as w
 from tinygrad_nv.tile.templates.gemv_plan import Plan
 
 Slot = tuple[int, int, int, int]  # step, part, chunk along n, row of K
-# sum, part, row of activations, column of the warp, which lanes have it
-Sums = list[tuple[Value, int, Value | int, Value, Value | None]]
+# sum, part, row and column from the lane's corner on, which lanes have it
+Sums = list[tuple[Value, int, int, int, Value | None]]
 
 
 class Lanes:
@@ -33,7 +34,6 @@ class Lanes:
                  again: Callable[[Slot], None]) -> None:
         self.k, self.plan, self.words_of, self.again = k, plan, words_of, again
         self.m, self.parts, self.dtype = plan.spec.m, plan.spec.parts, plan.spec.b.dtype
-        self.kind = dtypes.float16 if self.dtype in FP8 else self.dtype
         self.total = "s32" if self.dtype in BYTES else "f32"
         lane = k.special("laneid")
         self.lane_k, self.lane_n = lane % plan.lanes_k, lane // plan.lanes_k
@@ -73,11 +73,14 @@ class Lanes:
         """A chunk's words, fp8 as float16."""
         return w.spread(self.k, self.words_of(slot), self.dtype)
 
-    def column(self, element: int) -> Value:
-        """The column of an element of a chunk that lies along n, from the chunk's first."""
+    def column(self, element: int) -> int:
+        """The column of an element of a chunk that lies along n, from the lane's first."""
         plan = self.plan
-        return self.lane_n * plan.piece + (element // plan.piece * plan.lanes_n * plan.piece
-                                           + element % plan.piece)
+        return element // plan.piece * plan.lanes_n * plan.piece + element % plan.piece
+
+    def corner(self) -> tuple[Value | int, Value]:
+        """The lane's first row of activations, and its first column of the warp."""
+        return 0, self.lane_n * (1 if self.plan.along == "k" else self.plan.piece)
 
     def multiply_add(self, total: Value, a: Value, b: Value) -> None:
         self.k.emit("mad.lo.s32" if self.total == "s32" else "fma.rn.f32", total, a, b, total)
@@ -90,14 +93,16 @@ class Lanes:
         """All sums of the warp."""
         raise NotImplementedError
 
-    def over_lanes(self, total: Value) -> Value:
-        """The sum over lanes along K, in each of them."""
-        k, distance = self.k, 1
-        while distance < self.plan.lanes_k:
-            other, added = k.reg(total.kind), k.reg(total.kind)
-            k.emit("shfl.sync.bfly.b32", other, total, distance, 31, -1)
-            k.emit(f"add.{total.kind}", added, total, other)
-            total, distance = added, distance * 2
+    def from_lane(self, value: Value, distance: int) -> Value:
+        """The value of another lane along K."""
+        made = self.k.reg(value.kind)
+        self.k.emit("shfl.sync.bfly.b32", made, value, distance, 31, -1)
+        return made
+
+    def over_lanes(self, total: Value, distance: int) -> Value:
+        """The sum over lanes along K that are up to `distance` apart, in each of them."""
+        while distance:
+            total, distance = total + self.from_lane(total, distance), distance // 2
         return total
 
 
@@ -114,11 +119,11 @@ class RowsByLanes(Lanes):
         slots = [(step, p, r, 0) for p in range(self.parts) for r in range(self.plan.rows)]
         if few:  # activations in registers, one chunk after the other
             for slot in slots:
-                weights = self.numbers(self.weights(slot))
+                weights = self.numbers(self.words_of(slot))
                 for i in range(self.m): self.dot(self.sums[slot[1]][slot[2]], i, weights, x[i])
                 self.again(slot)
             return
-        every = [self.numbers(self.weights(slot)) for slot in slots]
+        every = [self.numbers(self.words_of(slot)) for slot in slots]
         for i in range(self.m):
             row = self.numbers(self.activations(self.xs[0], i, step))
             for slot, weights in zip(slots, every, strict=True):
@@ -127,7 +132,7 @@ class RowsByLanes(Lanes):
 
     def numbers(self, some: list[Value]) -> list[Value]:
         """A chunk's, of bytes by fours."""
-        return some if self.total == "s32" else w.numbers(self.k, some, self.kind)
+        return some if self.total == "s32" else w.numbers(self.k, some, self.dtype)
 
     def dot(self, sums: list[Value], i: int, weights: list[Value], x: list[Value]) -> None:
         signs = ["s32" if operand.dtype == dtypes.int8 else "u32"
@@ -137,9 +142,45 @@ class RowsByLanes(Lanes):
             else: self.multiply_add(sums[i], one, other)
 
     def results(self) -> Sums:
-        mine = self.lane_k == 0
-        return [(self.over_lanes(self.sums[p][r][i]), p, i, self.lane_n + r * self.plan.lanes_n, mine)
-                for p in range(self.parts) for r in range(self.plan.rows) for i in range(self.m)]
+        """Lanes are added two by two, from the furthest. While a lane has several rows, each of two keeps
+        half of them: 18 instructions for 4 rows over 32 lanes instead of 40."""
+        plan = self.plan
+        made: Sums = []
+        left = plan.lanes_k >> len(self.halves)  # lanes that have the same rows still
+        mine = (self.lane_k & left - 1) == 0
+        bits = [(self.lane_k & distance) != 0 for distance, _ in self.halves]
+        for p in range(self.parts):
+            for i in range(self.m):
+                values = [row[i] for row in self.sums[p]]
+                for bit, (distance, half) in zip(bits, self.halves, strict=True):
+                    values = [self.exchanged(low, high, bit, distance)
+                              for low, high in zip(values[:half], values[half:], strict=True)]
+                made += [(self.over_lanes(value, left // 2), p, i, r * plan.lanes_n, mine)
+                         for r, value in enumerate(values)]
+        return made
+
+    @property
+    def halves(self) -> list[tuple[int, int]]:
+        """Distances between lanes of which each keeps so many of twice as many rows."""
+        made, rows, distance = [], self.plan.rows, self.plan.lanes_k // 2
+        while rows % 2 == 0 and distance:
+            rows //= 2
+            made.append((distance, rows))
+            distance //= 2
+        return made
+
+    def corner(self) -> tuple[Value | int, Value]:
+        column = self.lane_n
+        for distance, half in self.halves:
+            first = self.k.select((self.lane_k & distance) != 0, half * self.plan.lanes_n, 0, "u32")
+            column = column + first
+        return 0, column
+
+    def exchanged(self, low: Value, high: Value, bit: Value, distance: int) -> Value:
+        """Of two sums the one this lane keeps, with what the other lane had of it."""
+        k = self.k
+        keep, give = k.select(bit, high, low, self.total), k.select(bit, low, high, self.total)
+        return keep + self.from_lane(give, distance)
 
 
 class ColumnsByLanes(Lanes):
@@ -156,7 +197,7 @@ class ColumnsByLanes(Lanes):
             now = [self.number(some, at) for some in x]
             for p in range(self.parts):
                 for r in range(self.plan.rows):
-                    weights = w.numbers(self.k, self.weights((step, p, r, at)), self.kind)
+                    weights = w.numbers(self.k, self.words_of((step, p, r, at)), self.dtype)
                     for i, each in enumerate(now):
                         for total, weight in zip(self.sums[p][r][i], weights, strict=True):
                             self.multiply_add(total, weight, each)
@@ -164,15 +205,15 @@ class ColumnsByLanes(Lanes):
 
     def number(self, some: list[Value], at: int) -> Value:
         """One activation of a lane's."""
-        kind = dtypes.float16 if self.dtype in FP8 else self.plan.spec.a.dtype
+        kind = self.plan.spec.a.dtype
         a_word = 4 // kind.itemsize
         return w.numbers(self.k, [some[at // a_word]], kind)[at % a_word]
 
     def results(self) -> Sums:
         mine, plan = self.lane_k == 0, self.plan
-        return [(self.over_lanes(self.sums[p][r][i][e]), p, i, self.column(e) + r * plan.granule, mine)
+        return [(self.over_lanes(total, plan.lanes_k // 2), p, i, self.column(e) + r * plan.granule, mine)
                 for p in range(self.parts) for r in range(plan.rows) for i in range(self.m)
-                for e in range(plan.vector)]
+                for e, total in enumerate(self.sums[p][r][i])]
 
 
 class Tensor(Lanes):
@@ -203,16 +244,18 @@ class Tensor(Lanes):
     def results(self) -> Sums:
         made: Sums = []
         for tile in range(self.plan.tiles_m):
-            rows = [self.lane_k * 2 + (8 * tile + odd) for odd in range(2)]
-            inside = [row < self.m if 8 * tile + 8 > self.m else None for row in rows]
+            inside = [self.lane_k * 2 + (8 * tile + odd) < self.m if 8 * tile + 8 > self.m else None
+                      for odd in range(2)]
             for p in range(self.parts):
                 for pair in range(self.pairs):
-                    made += [(total, p, rows[i & 1], self.slot(pair, i >> 1), inside[i & 1])
+                    made += [(total, p, 8 * tile + (i & 1), self.slot(pair, i >> 1), inside[i & 1])
                              for i, total in enumerate(self.sums[p][pair][tile])]
         return made
 
-    def slot(self, pair: int, high: int) -> Value:
-        """The column of the result that row lane / 4 + 8 `high` of an operand is."""
+    def corner(self) -> tuple[Value | int, Value]: return self.lane_k * 2, super().corner()[1]
+
+    def slot(self, pair: int, high: int) -> int:
+        """The column that row lane / 4 + 8 `high` of an operand is, from the lane's corner."""
         raise NotImplementedError
 
 
@@ -230,27 +273,43 @@ class TensorRows(Tensor):
                     self.multiply(p, pair, a, fragments, at)
                 for slot in slots: self.again(slot)
 
-    def slot(self, pair: int, high: int) -> Value: return self.lane_n + (16 * pair + 8 * high)
+    def slot(self, pair: int, high: int) -> int: return 16 * pair + 8 * high
 
 
 class TensorColumns(Tensor):
-    """Chunks along n: 8 columns of 8 rows of K a lane, transposed two by two."""
+    """Chunks along n: 8 rows of K a lane, transposed by prmt so that a word has one column."""
 
     def take(self, step: int) -> None:
-        fragments, plan = self.fragments(step), self.plan
+        fragments = self.fragments(step)
         for p in range(self.parts):
-            for r in range(plan.rows):
+            for r in range(self.plan.rows):
                 slots = [(step, p, r, at) for at in range(8)]
-                rows = [self.weights(slot) for slot in slots]
-                for half in range(2):
-                    for column in range(4):
-                        a = [w.permuted(self.k, rows[4 * half + at][column], rows[4 * half + at + 1][column],
-                                        0x7632 if high else 0x5410) for at in (0, 2) for high in (0, 1)]
-                        self.multiply(p, 4 * r + column, a, fragments, half)
-                    for slot in slots[4 * half:4 * half + 4]: self.again(slot)
+                columns = self.transposed([self.words_of(slot) for slot in slots])
+                for slot in slots: self.again(slot)
+                for number in range(0, len(columns), 2):
+                    low, high = columns[number:number + 2]
+                    for at in range(len(low) // 2):
+                        a = [low[2 * at], high[2 * at], low[2 * at + 1], high[2 * at + 1]]
+                        self.multiply(p, (r * self.plan.vector + number) // 2, a, fragments, at)
 
-    def slot(self, pair: int, high: int) -> Value:
-        return self.column(2 * (pair % 4) + high) + pair // 4 * self.plan.granule
+    def transposed(self, rows: list[list[Value]]) -> list[list[Value]]:
+        """Each column of 8 rows: 16-bit numbers by pairs, one prmt each; bytes by fours, two."""
+        k, columns = self.k, []
+        for word in range(len(rows[0])):
+            these = [row[word] for row in rows]
+            if self.plan.itemsize == 2:
+                columns += [[w.permuted(k, these[at], these[at + 1], both) for at in range(0, 8, 2)]
+                            for both in (0x5410, 0x7632)]
+                continue
+            halves = [[w.permuted(k, these[at], these[at + 1], both) for at in range(0, 8, 2)]
+                      for both in (0x5140, 0x7362)]  # columns 0 and 1, 2 and 3
+            columns += [[w.permuted(k, half[at], half[at + 1], both) for at in (0, 2)]
+                        for half in halves for both in (0x5410, 0x7632)]
+        return [w.spread(k, column, self.dtype) for column in columns]
+
+    def slot(self, pair: int, high: int) -> int:
+        chunk, element = divmod(2 * pair + high, self.plan.vector)
+        return self.column(element) + chunk * self.plan.granule
 
 
 def at_most(k: Kernel, value: Value, most: int) -> Value:
