@@ -132,8 +132,10 @@ class Lowering:
     def __str__(self) -> str:
         from tinygrad_nv.levels import aligned
         rows = [("kernel", "template", "device", "flops", "bytes", "why")]
-        rows += [(k.name, k.template or "-", k.device, f"{k.flops:,}", f"{k.bytes:,}", k.reason)
-                 for k in self.kernels]
+        numbers = {_identity(record): i for i, (record, _) in enumerate(self.distinct, 1)}
+        for k in self.kernels:
+            why = k.reason if k.product is None else f"product {numbers[_identity(k)]}"
+            rows.append((k.name, k.template or "-", k.device, f"{k.flops:,}", f"{k.bytes:,}", why))
         ours = sum(kernel.template is not None for kernel in self.kernels)
         total = f"{len(self.kernels)} in all"
         rows.append((total, f"{ours} ours", "", f"{self.flops:,}", f"{self.bytes:,}", ""))
@@ -142,7 +144,7 @@ class Lowering:
 
     def _products(self) -> list[str]:
         """A table of the products, numbered as `show` numbers kernels."""
-        found = [(f"{i} {record.name}" + (f" × {times}" if times > 1 else ""), record.product)
+        found = [(f"product {i}" + (f", {times} times" if times > 1 else ""), record.product)
                  for i, (record, times) in enumerate(self.distinct, 1)]
         products = [(words, product) for words, product in found if product is not None]
         if not products: return []

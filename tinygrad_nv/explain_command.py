@@ -1,4 +1,4 @@
-"""`tinygrad-nv explain`: the kernels of a model's decode step, or of one product, at four levels.
+"""`tinygrad-nv explain`: the kernels of a model's step, or of one product, at four levels.
 
 Protocol: without --level a table, and of products a line each with schedule, predicted time and registers.
 With one of spec, tile, ptx, sass the text of each distinct kernel of ours, or of the one that --kernel names.
@@ -26,6 +26,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     explain.add_argument("model", nargs="?", metavar="MODEL", help=directory)
     explain.add_argument("--level", choices=LEVELS, help="print each kernel of ours at this level")
     explain.add_argument("--kernel", metavar="N|NAME", help="only this kernel")
+    explain.add_argument("--prefill", type=int, default=0, metavar="N",
+                         help="of a step that takes N tokens of a prompt (default: a decode step)")
     add_model_options(explain)
     product = explain.add_argument_group("a product by itself")
     product.add_argument("--gemm", type=_extents, metavar="[BATCHx]MxNxK",
@@ -78,13 +80,23 @@ def _gemm(arguments: argparse.Namespace) -> str:
 
 
 def _model(arguments: argparse.Namespace, find: Find) -> str:
-    from tinygrad import Variable
+    from tinygrad import Tensor, Variable, dtypes
 
     from tinygrad_nv import console, explain
     if arguments.kernel is not None and arguments.level is None:
         raise RequestError("--kernel without --level", f"--level {'|'.join(LEVELS)}",
                            "say what to show of it")
     llm = console.load(find(arguments.model), arguments)
-    position = Variable("position", 0, llm.decoder.capacity - 1).bind(min(128, llm.length - 1))
-    lowering = explain(llm.model.step(llm.decoder.token, position, llm.decoder.cache))
+    taken = arguments.prefill or 1
+    if not 1 <= taken <= llm.length:
+        raise RequestError(f"--prefill {taken}", f"1 to {llm.length} tokens", "take fewer")
+    tokens = Tensor.empty(1, taken, dtype=dtypes.int32, device=llm.model.device)
+    capacity = llm.decoder.capacity
+    if arguments.prefill:
+        at = Variable("start", 0, capacity - taken).bind(0), Variable("last", 0, taken - 1).bind(taken - 1)
+        step = llm.model.step(tokens, at[0], llm.decoder.cache, at[1])
+    else:
+        position = Variable("position", 0, capacity - 1).bind(min(128, llm.length - 1))
+        step = llm.model.step(tokens, position, llm.decoder.cache)
+    lowering = explain(step)
     return str(lowering) if arguments.level is None else lowering.show(arguments.level, arguments.kernel)

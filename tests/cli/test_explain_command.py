@@ -103,6 +103,8 @@ def test_the_text_runs_on_the_emulator(command):
     (["--gemm", EXTENTS, "--sms", "-1"], ["--sms -1"]),
     (["--gemm", EXTENTS, "somewhere"], ["a model (somewhere) and --gemm", "one of them"]),
     (["--gemm", "0x4x4"], ["m=0", "an extent ≥ 1"]),
+    (["--prefill", "100000"], ["--prefill 100000", "1 to 512 tokens"]),
+    (["--prefill", "-1"], ["--prefill -1", "1 to 512 tokens"]),
     (["--kernel", "1"], ["--kernel without --level", "--level spec|tile|ptx|sass"]),
 ])
 def test_what_cannot_be_explained(command, words: list[str], said: list[str]):
@@ -123,3 +125,19 @@ def test_a_model_without_kernels_of_ours(command, tiny: Path):
         "no kernel of ours\n")
     command("explain", tiny, "--level", "tile", "--kernel", "3", "--device", "CPU").refused(
         "no kernel '3' of ours", "none: no kernel is ours")
+
+
+def test_products_of_a_model(command, tiny: Path):
+    """A decode step and a prefill on the emulated GPU: rows of the table lead to lines of products."""
+    options = (tiny, "--device", "EMU", "--dtype", "bfloat16")
+    for words, rows in (((), 1), (("--prefill", 24), 24)):
+        table, products = command("explain", *options, *words).succeeded().out.split("\n\n")
+        numbers = {line.split()[-1] for line in table.splitlines() if line.split()[-2:-1] == ["product"]}
+        listed = products.splitlines()[1:]
+        assert numbers == {line.split()[1].strip(",") for line in listed}
+        assert len(numbers) >= 5
+        # the last one makes the logits of one token
+        assert all(f"  {rows}x" in line for line in listed[:-1])
+    first = command("explain", *options, "--level", "spec", "--kernel", 1).succeeded().out
+    assert first.startswith("// kernel 1 of ")
+    assert f"k {listed[0].rpartition('x')[2].split()[0]}" in first
