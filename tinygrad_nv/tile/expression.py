@@ -101,6 +101,15 @@ class Apply(Expression):
         if ARITY.get(self.op) != len(self.args):
             raise SpecError(f"operation {self.op!r} with {len(self.args)} arguments",
                             f"one of {', '.join(f'{op}/{n}' for op, n in ARITY.items())}")
+        # once: a node used twice would otherwise be walked twice, and so on down
+        object.__setattr__(self, "_hash", hash((self.op, self.args, self.dtype)))
+
+    def __hash__(self) -> int:
+        made: int = self.__dict__["_hash"]
+        return made
+
+    def __reduce__(self) -> tuple[type[Apply], tuple[str, tuple[Expression, ...], DType]]:
+        return Apply, (self.op, self.args, self.dtype)  # another process hashes otherwise
 
 
 def walk(root: Expression, seen: set[Expression] | None = None) -> Iterator[Expression]:
@@ -174,7 +183,7 @@ def show(node: Expression, names: Mapping[Expression, str] | None = None) -> str
     return f"{node.op}({', '.join(show(arg, names) for arg in node.args)})"
 
 
-# **** activations, as tinygrad spells them ****
+# **** activations, node by node as tinygrad spells them ****
 
 def relu(x: Expression) -> Expression:
     """x where it is above 0, else 0: also of NaN."""
@@ -198,12 +207,12 @@ def quick_gelu(x: Expression) -> Expression:
 
 def tanh(x: Expression) -> Expression:
     """2 sigmoid(2x) - 1."""
-    return 2.0 * sigmoid(2.0 * x) + -1.0
+    return 2.0 * sigmoid(2.0 * x) + Constant(1.0, x.dtype) * -1.0
 
 
 def gelu_tanh(x: Expression) -> Expression:
     """x / 2 · (1 + tanh(sqrt(2 / pi) (x + 0.044715 x³)))."""
-    return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * (x * (x * x)))))
+    return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * (x * x * x))))
 
 
 def gelu(x: Expression) -> Expression:
@@ -215,9 +224,9 @@ def erf(x: Expression) -> Expression:
     """The error function by Abramowitz and Stegun 7.1.26, good to 1.5e-7."""
     sign = where(Apply("not_equal", (x, Constant(0.0, x.dtype)), dtypes.bool),
                  where(x < 0.0, Constant(-1.0, x.dtype), 1.0), 0.0)
-    t = (1.0 + 0.3275911 * (x * sign)).reciprocal()
-    series: Expression = Constant(1.061405429, x.dtype)
-    for term in (-1.453152027, 1.421413741, -0.284496736, 0.254829592): series = series * t + term
+    t = 1.0 * (1.0 + 0.3275911 * (x * sign)).reciprocal()
+    series: Expression = Constant(0.0, x.dtype)
+    for term in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592): series = series * t + term
     return sign * (1.0 + t * series * exp(x * x * -1.0) * -1.0)
 
 

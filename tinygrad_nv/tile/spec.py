@@ -12,6 +12,7 @@ into one; an operand that is the same for all of a dimension has stride 0 there.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
 from typing import Literal
 
@@ -166,9 +167,7 @@ class GemmSpec:
         """The same product by (b aᵀ)ᵀ: operands change places, rows of the result become columns. Only of
         one part and of fixed extents."""
         assert (self.parts, self.symbolic) == (1, False)
-        out = replace(self.out, m=self.out.n, n=self.out.m)
-        return replace(self, m=self.n, n=self.m, a=self.b, b=self.a, out=out,
-                       epilogue=transposed(self.epilogue))
+        return _swapped(self)
 
     def __str__(self) -> str:
         rows = f"{'≤' if self.symbolic else ''}{self.m}"
@@ -181,10 +180,19 @@ class GemmSpec:
         return f"{extents} {kinds}{tf32} {majors} → {short(self.out.dtype)}{gate}{ends}"
 
 
-def transposed(node: Expression) -> Expression:
-    """An epilogue whose rows and columns have changed places."""
-    if isinstance(node, Apply): return replace(node, args=tuple(map(transposed, node.args)))
-    if isinstance(node, Load): return replace(node, m=node.n, n=node.m)
-    if isinstance(node, Position) and node.axis in ("m",
-                                                    "n"): return Position("n" if node.axis == "m" else "m")
-    return node
+@lru_cache(1024)
+def _swapped(spec: GemmSpec) -> GemmSpec:
+    out = replace(spec.out, m=spec.out.n, n=spec.out.m)
+    return replace(spec, m=spec.n, n=spec.m, a=spec.b, b=spec.a, out=out, epilogue=transposed(spec.epilogue))
+
+
+def transposed(root: Expression) -> Expression:
+    """An epilogue whose rows and columns have changed places. A node used twice stays one."""
+    made: dict[Expression, Expression] = {}
+    for node in walk(root):
+        if isinstance(node, Apply): made[node] = replace(node, args=tuple(made[arg] for arg in node.args))
+        elif isinstance(node, Load): made[node] = replace(node, m=node.n, n=node.m)
+        elif isinstance(node, Position) and node.axis == "m": made[node] = Position("n")
+        elif isinstance(node, Position) and node.axis == "n": made[node] = Position("m")
+        else: made[node] = node
+    return made[root]
