@@ -55,7 +55,8 @@ class _Writer:
         self.splits = Splits(k, spec, s, self.warp_m // 16 * self.warp_n // 8 * spec.parts)
         out, plan = k.pointer("out"), store_plan(spec, schedule, k.arch)
         self.splits.declare()
-        a, b = k.pointer("a"), k.pointer("b")
+        a, b = (k.pointer(name) for name in "ab")
+        if s.swap: a, b = b, a
         extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
         self.rows: Value | int = k.param("m", "u32") if spec.symbolic else spec.m
         rows = self.rows if isinstance(self.rows, Value) else k.reg("u32", self.rows)
@@ -163,7 +164,9 @@ class _Writer:
         k.cp_async_wait(0)
 
     def double_buffered(self) -> bool:
-        """Whether there are registers for fragments of two steps; they take turns, so steps are even."""
+        """Whether there are registers for fragments of two steps; they take turns, so steps are even. Single
+        bytes are four registers and more each while they are read."""
+        if any(f.mn_major and f.dtype.itemsize == 1 for f in self.fragments): return False
         sums = self.warp_m * self.warp_n * self.spec.parts // 32
         fragments = (self.warp_m + self.warp_n * self.spec.parts) // 4
         return self.steps % 2 == 0 and sums + 2 * fragments <= REGISTERS
