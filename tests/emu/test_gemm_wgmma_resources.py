@@ -46,13 +46,15 @@ def test_main_loops_are_short_and_nothing_spills(name: str):
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_no_bank_conflicts(name: str):
+def test_no_bank_conflicts_and_all_of_memory_by_tma(name: str):
+    """No request of a warp to global memory at all: TMA moves whole sectors."""
     schedule, dtype, majors, _ = DEFAULTS[name]
     out = dtypes.int32 if dtype == S8 else F32 if dtype == E4M3 else dtype
     spec = product(2 * schedule.block_m, 256, 6 * schedule.block_k, dtype, out, majors)
     _, report = launched(gemm_wgmma(spec, schedule, "sm_90a", 4), spec, arguments(spec), "sm_90a")
     assert report.findings == []
     assert report.stats.bank_conflicts == {}
+    assert report.stats.sectors_per_request == {}
 
 
 def test_registers_are_within_the_pool():

@@ -6,8 +6,6 @@ elements.
 """
 from __future__ import annotations
 
-from dataclasses import replace
-
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.kernel import MapArgument
 from tinygrad_nv.tile.store import Cell, Store, StorePlan, store_plan
@@ -17,12 +15,8 @@ from tinygrad_nv.tile.templates.wgmma_walk import Corner
 
 
 def planned(plan: Plan) -> StorePlan:
-    """How the result is stored: its tiles are a part's columns wide, and those of a cluster side by side may
-    lie outside as a whole."""
-    spec, s = plan.spec, plan.schedule
-    return replace(store_plan(spec, s, "sm_90a"),
-                   edges_m=spec.symbolic or spec.m % (s.block_m * s.cluster_m) != 0,
-                   edges_n=spec.n % (plan.columns * s.cluster_n) != 0)
+    """How the result is stored."""
+    return store_plan(plan.spec, plan.schedule, "sm_90a")
 
 
 class Finish:
@@ -30,10 +24,10 @@ class Finish:
 
     def __init__(self, k: Kernel, plan: Plan, out: Value, extras: list[Value], rows: Value | int) -> None:
         self.k, self.plan = k, plan
-        count, how = rows if isinstance(rows, Value) else k.reg("u32", rows), planned(plan)
+        how = planned(plan)
         staging = k.shared("staging", how.smem_bytes, align=1024) if how.smem_bytes else None
         self.maps: tuple[MapArgument, ...] = (how.map,) if how.map else ()
-        self.to = Store(k, plan.spec, how, out, extras, count, staging,
+        self.to = Store(k, plan.spec, how, out, extras, rows, staging,
                         k.tensor_map("map_out") if how.map else None)
 
     def store(self, corner: Corner, consumer: Value, sums: Sums) -> None:
