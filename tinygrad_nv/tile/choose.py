@@ -19,13 +19,13 @@ from tinygrad_nv.tile.defaults import TIE, starts
 from tinygrad_nv.tile.legality import SMEM_BYTES, problems
 from tinygrad_nv.tile.machine import machine_for
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.space import around, rings, worthwhile
+from tinygrad_nv.tile.space import around, filling, rings, worthwhile
 from tinygrad_nv.tile.spec import GemmSpec
 
 if TYPE_CHECKING:
     from tinygrad_nv.runtime.driver import Driver
 
-KEPT = 6                            # tiles whose variants are looked at
+KEPT = 5                            # tiles whose variants are looked at
 
 
 def choose(spec: GemmSpec, arch: str, sm_count: int = 0, driver: Driver | None = None) -> Schedule | None:
@@ -46,8 +46,7 @@ def analytic(spec: GemmSpec, arch: str, sm_count: int = 0) -> Schedule | None:
     model = Model(spec, machine_for(arch, sm_count))
     size, sms = spec.a.dtype.itemsize, model.machine.sm_count
     first = [s for s in starts(spec, arch) if worthwhile(s, spec)]
-    legal = (s for s, _ in _ranked(first, model) if _some_ring(s, spec, arch))
-    kept = [s for s, _ in zip(legal, range(KEPT), strict=False)]
+    kept = _tiles(_ranked([v for s in first for v in filling(s, spec, sms)], model), spec, arch)
     variants = [v for s in kept for ring in rings(s, arch, size) for v in around(ring, spec, sms)]
     best = _legal(_ranked(variants, model), spec, arch, KEPT)
     if not best: return None
@@ -55,9 +54,16 @@ def analytic(spec: GemmSpec, arch: str, sm_count: int = 0) -> Schedule | None:
     return min(ties, key=lambda s: _preference(s, first))
 
 
-def _some_ring(s: Schedule, spec: GemmSpec, arch: str) -> bool:
-    """Whether the tile is legal, with however many stages."""
-    return any(not problems(ring, spec, arch) for ring in rings(s, arch, spec.a.dtype.itemsize))
+def _tiles(ranked: Iterable[tuple[Schedule, Prediction]], spec: GemmSpec, arch: str) -> list[Schedule]:
+    """The first few tiles that are legal, with however many stages, each once and without splits of ours."""
+    made: dict[Schedule, Schedule] = {}
+    for s, _ in ranked:
+        bare = s if s.template == "gemv" else s.split(1)
+        if len(made) == KEPT: break
+        if bare in made: continue
+        if any(not problems(ring, spec, arch) for ring in rings(s, arch, spec.a.dtype.itemsize)):
+            made[bare] = bare
+    return list(made)
 
 
 def _ranked(schedules: Iterable[Schedule], model: Model) -> list[tuple[Schedule, Prediction]]:

@@ -48,17 +48,33 @@ def worthwhile(s: Schedule, spec: GemmSpec) -> bool:
 
 def around(s: Schedule, spec: GemmSpec, sm_count: int) -> Iterator[Schedule]:
     """A schedule, and the same with clusters, splits, or stream-K where tiles do not fill the SMs."""
-    m, n = (spec.n, spec.m) if s.swap else (spec.m, spec.n)
-    rows, columns = -(-m // s.block_m), -(-n // columns_of_tile(spec, s))
-    tile_count, steps = rows * columns * spec.matrices, -(-spec.k // s.block_k)
+    rows, columns = _tiles(s, spec)
     for cluster in CLUSTERS if s.template == "wgmma" else CLUSTERS[:1]:
         if cluster[0] <= rows and cluster[1] <= columns: yield s.cluster(*cluster)
-    # in mma.sync with 128 sums a thread, what a split needs beside them spills
-    if s.mode == "pingpong" or (s.template == "mma" and s.block_m * s.block_n >= 128 * s.threads): return
-    most = min(2 * sm_count // tile_count, steps // 2)
-    yield from (s.split(count) for count in SPLITS if s.splits < count <= most)
-    if s.template == "wgmma" and tile_count % sm_count and tile_count < 8 * sm_count and steps > 1:
+    count, most = rows * columns * spec.matrices, _most_splits(s, spec, 2 * sm_count)
+    yield from (s.split(splits) for splits in SPLITS if s.splits < splits <= most)
+    if s.template == "wgmma" and s.mode == "cooperative" and count % sm_count and count < 8 * sm_count:
         yield s.streamed()
+
+
+def filling(s: Schedule, spec: GemmSpec, sm_count: int) -> Iterator[Schedule]:
+    """A schedule, and the same with as many splits as fill the SMs once."""
+    yield s
+    most = _most_splits(s, spec, sm_count)
+    if splits := [splits for splits in SPLITS if s.splits < splits <= most]: yield s.split(splits[-1])
+
+
+def _tiles(s: Schedule, spec: GemmSpec) -> tuple[int, int]:
+    m, n = (spec.n, spec.m) if s.swap else (spec.m, spec.n)
+    return -(-m // s.block_m), -(-n // columns_of_tile(spec, s))
+
+
+def _most_splits(s: Schedule, spec: GemmSpec, ctas: int) -> int:
+    """Of a tile's sum, so that CTAs are at most so many and sums of two steps at least. None in ping-pong;
+    none of mma.sync with 128 sums a thread, where what a split needs beside them spills."""
+    if s.mode == "pingpong" or (s.template == "mma" and s.block_m * s.block_n >= 128 * s.threads): return 1
+    rows, columns = _tiles(s, spec)
+    return min(ctas // (rows * columns * spec.matrices), -(-spec.k // s.block_k) // 2)
 
 
 def _all_tiles(spec: GemmSpec, arch: str) -> Iterator[Schedule]:
@@ -81,8 +97,8 @@ def _all_tiles(spec: GemmSpec, arch: str) -> Iterator[Schedule]:
 
 def rings(tile: Schedule, arch: str, itemsize: int) -> list[Schedule]:
     """With the deepest ring (gemv has none), and those with one and two stages less; mma.sync, of which an SM
-    may hold several CTAs, also with four and three stages."""
+    may hold several CTAs, with four and three instead."""
     if tile.template == "gemv": return [tile]
     most = deepest(tile, arch, itemsize).depth
-    depths = dict.fromkeys((most, most - 1, most - 2, *((4, 3) if tile.template == "mma" else ())))
+    depths = dict.fromkeys((most, 4, 3) if tile.template == "mma" else (most, most - 1, most - 2))
     return [tile.stages(depth) for depth in depths if 2 <= depth <= most]
