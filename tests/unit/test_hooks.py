@@ -15,15 +15,23 @@ from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import Context, Tensor, TinyJit, Variable, explain, function, hooks
 from tinygrad_nv.errors import HookError
-from tinygrad_nv.patterns import program
+from tinygrad_nv.patterns import gemm, program
 
 ROOT = Path(__file__).resolve().parents[2]
 WHEEL_ONLY = pytest.mark.skipif(hooks.official(), reason="about replaced attributes")
 ROWS = Variable("rows", 1, 16)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def without_ours():
+    """These tests are about what they register themselves."""
+    hooks.remove_rewrite("gemm")
+    yield
+    hooks.add_rewrite("gemm", gemm.rewrite, gemm.configuration)
+
+
 @pytest.fixture(autouse=True)
-def as_found():
+def as_found(without_ours):
     """Every test starts enabled with nothing of its own registered, and must leave it so."""
     tables = hooks._rewrites, hooks._compiles, hooks._functions, hooks._devices
     before = [dict(table) for table in tables], hooks.enabled()
