@@ -38,7 +38,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     product.add_argument("--out", default="", metavar="TYPE", help="the result's type")
     product.add_argument("--arch", choices=ARCHITECTURES, default="sm_90a",
                          help="the GPU's architecture (default sm_90a)")
-    product.add_argument("--sms", type=int, default=0, metavar="N",
+    product.add_argument("--sm-count", type=int, default=0, metavar="N",
                          help="multiprocessors of the GPU (default: those of H100, A100 or L40S)")
     explain.set_defaults(run=lambda arguments: run(arguments, find))
 
@@ -63,11 +63,12 @@ def _gemm(arguments: argparse.Namespace) -> str:
     from tinygrad_nv.tile.machine import machine_for
     if arguments.model is not None:
         raise RequestError(f"a model ({arguments.model}) and --gemm", "one of them", "leave one out")
-    if arguments.sms < 0: raise RequestError(f"--sms {arguments.sms}", "a number of multiprocessors")
+    if arguments.sm_count < 0:
+        raise RequestError(f"--sm-count {arguments.sm_count}", "how many multiprocessors the GPU has")
     *batch, m, n, k = arguments.gemm
     spec = dense(m, n, k, SHORT.get(arguments.dtype, arguments.dtype), arguments.out, arguments.majors,
                  tuple(batch), arguments.epilogue)
-    machine = machine_for(arguments.arch, arguments.sms)
+    machine = machine_for(arguments.arch, arguments.sm_count)
     schedule = choose(spec, arguments.arch, machine.sm_count)
     if schedule is None:
         raise ScheduleError(f"no template takes {spec} on {arguments.arch}: {why_not(spec, arguments.arch)}",

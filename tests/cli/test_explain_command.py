@@ -100,7 +100,7 @@ def test_the_text_runs_on_the_emulator(command):
     (["--gemm", EXTENTS, "--majors", "NX"], ["'NX'", "one of NN, NT, TN, TT"]),
     (["--gemm", EXTENTS, "--epilogue", "bias+swish"], ["'swish'", "relu"]),
     (["--gemm", EXTENTS, "--dtype", "f32"], ["no template takes 256x384x512 f32", "tf32"]),
-    (["--gemm", EXTENTS, "--sms", "-1"], ["--sms -1"]),
+    (["--gemm", EXTENTS, "--sm-count", "-1"], ["--sm-count -1"]),
     (["--gemm", EXTENTS, "somewhere"], ["a model (somewhere) and --gemm", "one of them"]),
     (["--gemm", "0x4x4"], ["m=0", "an extent ≥ 1"]),
     (["--prefill", "100000"], ["--prefill 100000", "1 to 512 tokens"]),
