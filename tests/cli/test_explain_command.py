@@ -63,7 +63,7 @@ def test_the_text_of_a_product_says_how_it_is_launched(command, arch: str):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_what_ptxas_makes_of_a_product(command, arch: str):
     # 8192 along k: ptxas unrolls short loops away
-    text = command("explain", "--gemm", "256x384x8192", "--level", "sass", "--arch", arch).succeeded().out
+    text = command("explain", "--gemm", "2048x2048x8192", "--level", "sass", "--arch", arch).succeeded().out
     head, loop, *code = text.splitlines()
     assert head.endswith(" 0 bytes spilled")
     assert f"// {len(code)} instructions" in head
