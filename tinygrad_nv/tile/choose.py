@@ -92,7 +92,7 @@ def why_not(spec: GemmSpec, arch: str) -> str:
     if choose(spec, arch) is not None: return ""
     if arch not in SMEM_BYTES: return problems(Schedule(), spec, arch)[0]
     said: dict[str, list[str]] = {}
-    for s in starts(spec, arch):
+    for s in (*starts(spec, arch), Schedule().using("gemv")):
         found = problems(s, spec, arch)
         if s.template not in said or len(found) < len(said[s.template]): said[s.template] = found
     return "; ".join(f"{template}: {', '.join(found)}" for template, found in said.items())
