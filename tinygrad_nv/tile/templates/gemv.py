@@ -31,7 +31,8 @@ def gemv(spec: GemmSpec, schedule: Schedule, arch: str, sm_count: int = 132) -> 
     plan = Plan.of(turned(spec, schedule), schedule)
     spec = plan.spec
     cluster = (1, plan.splits, 1) if clustered(plan, arch) else ()
-    k = Kernel("gemv", arch=arch, threads=schedule.threads, cluster=cluster)
+    k = Kernel("gemv", arch=arch, threads=schedule.threads, cluster=cluster,
+               min_ctas=plan.ctas_an_sm)
     _Writer(k, plan, swapped=schedule.swap).write()
     shared = plan.splits > 1 and not cluster
     tiles = plan.blocks_n * spec.matrices

@@ -151,6 +151,13 @@ class Plan:
         pairs = self.rows // 2 if self.along == "k" else self.rows * self.vector // 2
         return 4 * pairs * self.tiles_m * self.spec.parts
 
+    @property
+    def ctas_an_sm(self) -> int:
+        """How many ptxas is to leave registers for: 512 threads with 128 each, when loads and sums are not
+        so many that others would be spilled."""
+        most = 96 if self.tensor else 80
+        return max(512 // self.schedule.threads, 1) if self.sums + self.loaded <= most else 1
+
     # **** a CTA ****
 
     @property
@@ -177,11 +184,16 @@ class Plan:
         return self.blocks_a_split * self.schedule.block_k
 
     @property
+    def x_width(self) -> int:
+        """Bytes of activations that a lane reads from shared memory at a time."""
+        return self.width if self.along == "k" else self.depth * self.itemsize
+
+    @property
     def pitch_bytes(self) -> int:
-        """Bytes of a row of activations in shared memory. Lanes of mma.sync read 64 bytes of each of two rows
-        in one pass, which are to lie in different banks."""
+        """Bytes of a row of activations in shared memory. The 4 lanes along K of an mma.sync read side by
+        side, those of the next row are to be in the banks after theirs."""
         nbytes = self.span * self.itemsize
-        return -(-nbytes // 128) * 128 + 64 if self.tensor else -(-nbytes // 16) * 16
+        return -(-nbytes // 128) * 128 + max(4 * self.x_width, 16) if self.tensor else -(-nbytes // 16) * 16
 
     @property
     def x_bytes(self) -> int: return self.spec.m * self.pitch_bytes

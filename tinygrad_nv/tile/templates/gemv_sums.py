@@ -37,8 +37,8 @@ class Lanes:
         self.total = "s32" if self.dtype in BYTES else "f32"
         lane = k.special("laneid")
         self.lane_k, self.lane_n = lane % plan.lanes_k, lane // plan.lanes_k
-        each = plan.width if plan.along == "k" else plan.depth * plan.itemsize
-        self.x_offsets = [self.lane_k * each]  # of this lane's activations; mma.sync: for each 8 rows of them
+        # where this lane's activations begin; mma.sync: for each 8 rows of them
+        self.x_offsets = [self.lane_k * plan.x_width]
         self.xs: list[Value] = []
         self.begin()
 
@@ -61,8 +61,8 @@ class Lanes:
     def activations(self, x: Value, row: int, step: int) -> list[Value]:
         """The words that belong to a step's chunks, `row` rows after the address `x`."""
         plan = self.plan
-        nbytes = 16 if plan.along == "k" else plan.depth * plan.itemsize
-        width = min(plan.width, nbytes) if plan.along == "k" else nbytes
+        width = plan.x_width
+        nbytes = plan.chunk if plan.along == "k" else width
         into = w.registers(self.k, nbytes, width)
         start = row * plan.pitch_bytes + step * plan.step * plan.itemsize
         for piece in range(nbytes // width):
@@ -284,28 +284,25 @@ class TensorColumns(Tensor):
         for p in range(self.parts):
             for r in range(self.plan.rows):
                 slots = [(step, p, r, at) for at in range(8)]
-                columns = self.transposed([self.words_of(slot) for slot in slots])
+                rows = [self.words_of(slot) for slot in slots]
+                for word in range(len(rows[0])):
+                    columns = self.transposed([row[word] for row in rows])
+                    for number in range(0, len(columns), 2):
+                        low, high = columns[number:number + 2]
+                        pair = (r * self.plan.vector + word * len(columns) + number) // 2
+                        for at in range(len(low) // 2):
+                            a = [low[2 * at], high[2 * at], low[2 * at + 1], high[2 * at + 1]]
+                            self.multiply(p, pair, a, fragments, at)
                 for slot in slots: self.again(slot)
-                for number in range(0, len(columns), 2):
-                    low, high = columns[number:number + 2]
-                    for at in range(len(low) // 2):
-                        a = [low[2 * at], high[2 * at], low[2 * at + 1], high[2 * at + 1]]
-                        self.multiply(p, (r * self.plan.vector + number) // 2, a, fragments, at)
 
-    def transposed(self, rows: list[list[Value]]) -> list[list[Value]]:
-        """Each column of 8 rows: 16-bit numbers by pairs, one prmt each; bytes by fours, two."""
-        k, columns = self.k, []
-        for word in range(len(rows[0])):
-            these = [row[word] for row in rows]
-            if self.plan.itemsize == 2:
-                columns += [[w.permuted(k, these[at], these[at + 1], both) for at in range(0, 8, 2)]
-                            for both in (0x5410, 0x7632)]
-                continue
-            halves = [[w.permuted(k, these[at], these[at + 1], both) for at in range(0, 8, 2)]
-                      for both in (0x5140, 0x7362)]  # columns 0 and 1, 2 and 3
-            columns += [[w.permuted(k, half[at], half[at + 1], both) for at in (0, 2)]
-                        for half in halves for both in (0x5410, 0x7632)]
-        return [w.spread(k, column, self.dtype) for column in columns]
+    def transposed(self, rows: list[Value]) -> list[list[Value]]:
+        """Each column of a word of 8 rows: 16-bit numbers by pairs, one prmt each; bytes by fours, two."""
+        def paired(words: list[Value], selector: int) -> list[Value]:
+            return [w.permuted(self.k, words[at], words[at + 1], selector) for at in range(0, len(words), 2)]
+
+        columns = [rows] if self.plan.itemsize == 2 else [paired(rows, 0x5140), paired(rows, 0x7362)]
+        return [w.spread(self.k, paired(words, both), self.dtype)
+                for words in columns for both in (0x5410, 0x7632)]
 
     def slot(self, pair: int, high: int) -> int:
         chunk, element = divmod(2 * pair + high, self.plan.vector)
