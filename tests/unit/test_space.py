@@ -21,7 +21,8 @@ from tinygrad_nv.tile.space import around, rings, space, worthwhile
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
 SPECS = (dense(4096, 4096, 4096), dense(512, 512, 16384), dense(1, 4096, 4096),
-         dense(9, 300, 700, majors="NN"), dense(4096, 11008, 4096, epilogue="gate"), dense(256, 256, 256, "s8", batch=(4,)),
+         dense(9, 300, 700, majors="NN"), dense(4096, 11008, 4096, epilogue="gate"),
+         dense(256, 256, 256, "s8", batch=(4,)),
          dense(1000, 40, 64, "f16", epilogue="bias+gelu", symbolic=True))
 
 

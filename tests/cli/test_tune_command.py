@@ -1,0 +1,158 @@
+"""`tinygrad-nv tune`: what it prints, what it keeps, what it refuses."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tinygrad_nv.cli import main
+from tinygrad_nv.tile import database, tune
+from tinygrad_nv.tile.choose import choose
+from tinygrad_nv.tile.database import Entry
+from tinygrad_nv.tile.dense import dense
+from tinygrad_nv.tile.schedule import Schedule
+
+WORDS = ["tune", "96", "80", "512", "--arch", "sm_80", "--beam", "1"]
+SPEC = dense(96, 80, 512)
+
+
+@pytest.fixture(autouse=True)
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NV_SCHEDULES", str(tmp_path / "schedules.json"))
+    monkeypatch.setattr(database, "_noted", set())
+    monkeypatch.setattr(tune, "PER_BEAM", 2)
+    return tmp_path / "schedules.json"
+
+
+def entry(spec=SPEC, schedule: Schedule = Schedule().block(64, 64)) -> Entry:  # noqa: B008 (frozen)
+    return Entry(spec, "sm_80", database.toolchain(), schedule, 1e-5)
+
+
+# **** a product ****
+
+def test_the_winner_is_first_and_kept(file: Path, command):
+    done = command(*WORDS).succeeded()
+    lines = done.out.splitlines()
+    winner = database.entries()[0]
+    assert lines[0].split("  ")[0] == "schedule"
+    assert "predicted us  counted us" in lines[0]
+    assert len(lines) == 1 + 3 + 3
+    assert lines[1].startswith(str(winner.schedule))
+    assert f"96x80x512 bf16 NT → bf16 on sm_80: {winner.schedule}" in lines
+    assert lines[-1].endswith(f"kept in {file}")
+    assert "by the cost model" in lines[-1]
+    assert choose(SPEC, "sm_80") == winner.schedule
+    assert done.err == ""
+    assert command(*WORDS).out == done.out
+
+
+def test_columns_end_below_each_other(command):
+    rows = command(*WORDS).out.splitlines()[:4]
+    ends = {line.index("us", line.index("predicted")) + 2 for line in rows[:1]}
+    assert {line.rindex(".", 0, max(ends)) for line in rows[1:]} == {max(ends) - 3}
+
+
+def test_words_make_the_product(command):
+    done = command(*WORDS, "--dtype", "f16", "--out", "f32", "--majors", "TN", "--batch", "2x3", "--epilogue",
+                   "bias+gelu", "--json").succeeded()
+    said = json.loads(done.out)
+    assert said["spec"] == "2x3x96x80x512 f16 TN → f32, bias+gelu"
+    assert (said["arch"], said["flops"]) == ("sm_80", 2 * 6 * 96 * 80 * 512)
+    spec = dense(96, 80, 512, "f16", "f32", "TN", (2, 3), "bias+gelu")
+    assert database.lookup(spec, "sm_80") == Schedule.from_json(said["candidates"][0]["schedule"])
+    best = said["candidates"][0]
+    assert best["counted_s"] > 0
+    assert best["predicted_s"] > 0
+    assert best["bound"]
+    assert best["registers"] > 0
+    assert best["smem_bytes"] > 0
+
+
+def test_a_symbolic_product_of_two_parts(command):
+    done = command("tune", "64", "64", "256", "--epilogue", "gate", "--symbolic", "--sm-count", "16", "--beam",
+                   "1")
+    assert "≤64x64x256 bf16 NT → bf16, gate on sm_90a" in done.succeeded().out
+
+
+def test_candidates_that_are_out_say_why(command, monkeypatch):
+    from tinygrad_nv.ptx.assemble import Assembly, Resources
+    monkeypatch.setattr(tune, "assemble", lambda text, arch: Assembly(
+        arch, b"", {"gemm_mma": Resources(255, 16, 16, 0, 0, 1)}, ()))
+    done = command(*WORDS)
+    assert done.code == 2
+    assert "spills 32 B" in done.out
+    assert "no candidate can be used" in done.err
+    assert database.entries() == []
+
+
+# **** the database ****
+
+def test_list(file: Path, command):
+    assert command("tune", "--list").succeeded().out == f"no schedules in {file}\n"
+    database.store([entry(), entry(dense(64, 64, 64, epilogue="bias+gelu"))])
+    lines = command("tune", "--list").succeeded().out.splitlines()
+    assert lines[0].split() == ["product", "arch", "toolchain", "schedule", "us", "bound", "how"]
+    assert lines[1].startswith("96x80x512 bf16 NT → bf16 ")
+    assert "mma 64x64x32, 2x2 warps, 3 stages" in lines[1]
+    assert "…" in lines[2]
+    said = json.loads(command("tune", "--list", "--json").succeeded().out)
+    assert said["path"] == str(file)
+    assert [Entry.from_json(one) for one in said["entries"]] == database.entries()
+
+
+def test_export_clear_import(tmp_path: Path, command):
+    database.store([entry(), entry(dense(64, 64, 64))])
+    before, out = database.entries(), str(tmp_path / "out.json")
+    assert command("tune", "--export", out).succeeded().out == f"2 schedules written to {out}\n"
+    assert command("tune", "--clear").succeeded().out == "2 schedules forgotten\n"
+    assert database.entries() == []
+    database.store([entry(dense(32, 32, 32))])
+    assert command("tune", "--import", out).succeeded().out.startswith("2 schedules added to ")
+    assert database.entries() == [entry(dense(32, 32, 32)), *before]
+
+
+def test_what_cannot_be_is_not_imported(tmp_path: Path, command):
+    (tmp_path / "in.json").write_text(database.dumped([entry(), entry(schedule=Schedule().block(100, 64))]))
+    done = command("tune", "--import", str(tmp_path / "in.json")).succeeded()
+    assert done.out.startswith("1 schedules added")
+    assert done.err.startswith("note: mma 100x64x32, 2x2 warps, 3 stages is ignored for 96x80x512 bf16 NT → "
+                               "bf16: block_m=100")
+
+
+def test_a_corrupt_database_is_a_note(file: Path, command):
+    file.write_text("{")
+    done = command("tune", "--list").succeeded()
+    assert done.err.startswith("note: ")
+    assert "set aside as schedules.json.corrupt-1" in done.err
+
+
+# **** what is refused ****
+
+@pytest.mark.parametrize(("words", "said"), [
+    ([], "0 numbers"), (["1", "2"], "2 numbers"), (["1", "2", "3", "4"], "4 numbers"),
+    (["1", "2", "3", "--list"], "3 numbers"), (["8", "8", "8", "--epilogue", "bias+nonsense"], "'nonsense'"),
+    (["64", "64", "64", "--dtype", "f32"], "no template takes 64x64x64 f32 NT → f32 on sm_90a: "),
+    (["64", "64", "64", "--batch", "2x2x2x2"], "4 dimensions of batch"),
+    (["--import", "missing.json"], "missing.json cannot be read"),
+    (["--export", "/proc/nowhere/x.json"], "the system refused")])
+def test_refused(words: list[str], said: str, command):
+    command("tune", *words).refused(said)
+
+
+def test_a_file_that_is_no_export_is_refused(tmp_path: Path, command):
+    for content in ("{", "[]", '{"format": "other", "entries": []}'):
+        (tmp_path / "in.json").write_text(content)
+        done = command("tune", "--import", str(tmp_path / "in.json"))
+        done.refused("in.json is no ", "that --export wrote")
+    assert (tmp_path / "in.json").exists()
+
+
+@pytest.mark.parametrize("words", [["0", "1", "1"], ["a", "1", "1"], ["1", "1", "1", "--beam", "0"],
+                                   ["1", "1", "1", "--dtype", "f8"], ["1", "1", "1", "--majors", "XX"],
+                                   ["1", "1", "1", "--batch", "2xx"], ["1", "1", "1", "--arch", "sm_70"],
+                                   ["--list", "--clear"], ["1", "1", "1", "--what"]])
+def test_words_that_are_wrong(words: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as exit_: main(["tune", *words])
+    assert exit_.value.code == 2
+    assert "usage: tinygrad-nv" in capsys.readouterr().err
