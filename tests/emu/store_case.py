@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from tinygrad.dtype import dtypes
+from gemm_case import arguments, product, reference, run
+from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced, read
@@ -18,16 +19,23 @@ from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec
 from tinygrad_nv.tile.store import Cell, Store, store_plan
 
+SMALL = Schedule().block(32, 32).warps(2, 2)
+WARPS = Schedule().block(64, 128).warps(2, 2)
+GROUPS = Schedule().using("wgmma").block(128, 64).warps(12)
+HALF, SINGLE, BYTE = dtypes.bfloat16, dtypes.float32, dtypes.int8
+OUTS = [HALF, SINGLE, dtypes.int32, BYTE, dtypes.fp8e4m3]
+
 
 class _Outer:
-    def __init__(self, spec: GemmSpec, schedule: Schedule, arch: str, ctas: int) -> None:
+    def __init__(self, spec: GemmSpec, schedule: Schedule, arch: str, ctas: int, staged: bool) -> None:
         self.spec, self.s, self.ctas = spec, schedule, ctas
         self.plan = store_plan(spec, schedule, arch)
         self.k = k = Kernel("outer", arch=arch, threads=schedule.threads)
         out, self.a, self.b = (k.pointer(name) for name in ("out", "a", "b"))
         extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
         self.rows = k.param("m", "u32") if spec.symbolic else k.reg("u32", spec.m)
-        staging = k.shared("staging", self.plan.smem_bytes, align=1024) if self.plan.smem_bytes else None
+        nbytes = self.plan.smem_bytes if staged else 0
+        staging = k.shared("staging", nbytes, align=1024) if nbytes else None
         out_map = k.tensor_map("out_map") if self.plan.map else None
         self.store = Store(k, spec, self.plan, out, extras, self.rows, staging, out_map)
         self.columns = schedule.block_n // spec.parts
@@ -94,6 +102,17 @@ class _Outer:
         return made
 
 
-def outer(spec: GemmSpec, schedule: Schedule, arch: str, ctas: int = 0) -> GemmKernel:
+def outer(spec: GemmSpec, schedule: Schedule, arch: str, ctas: int = 0, staging: bool = True) -> GemmKernel:
     """The kernel. Of a symbolic spec it has CTAs for the most rows."""
-    return _Outer(spec, schedule, arch, ctas).write()
+    return _Outer(spec, schedule, arch, ctas, staging).write()
+
+
+def spec_of(out: DType, m: int, n: int, **more: object) -> GemmSpec:
+    """A product that integers hold, with a result of a dtype."""
+    return product(m, n, 1, BYTE if dtypes.is_int(out) else HALF, out=out, **more)  # type: ignore[arg-type]
+
+
+def exact(spec: GemmSpec, schedule: Schedule, arch: str, seed: int = 0, ctas: int = 0) -> None:
+    """Asserts the result, bit for bit."""
+    values = arguments(spec, spec.m + seed)
+    assert (run(outer(spec, schedule, arch, ctas), spec, values, arch, seed) == reference(spec, values)).all()

@@ -1,22 +1,99 @@
-"""Results in memory: every major, alignment, edge, dtype and batch, bit for bit, and nothing beside them."""
+"""Results in memory: every way, major, alignment, edge and dtype, bit for bit, and nothing beside them;
+staged ones without a bank conflict and in full sectors."""
 from __future__ import annotations
 
 from itertools import product as every
 
 import pytest
-from gemm_case import arguments, product, reference, run
-from store_case import outer
+from gemm_case import arguments, launched, product, reference, run
+from store_case import GROUPS, HALF, OUTS, SINGLE, SMALL, WARPS, exact, outer, spec_of
 from tinygrad.dtype import DType, dtypes
 
+from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.store import store_plan
 
-SMALL = Schedule().block(32, 32).warps(2, 2)
+WAYS = [(WARPS, "sm_80"), (WARPS, "sm_89"), (WARPS, "sm_90a"), (GROUPS, "sm_90a")]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("out", [dtypes.bfloat16, dtypes.float16, dtypes.float32])
+@pytest.mark.parametrize("out", [HALF, dtypes.float16, SINGLE])
 def test_every_major_edge_and_gap(arch: str, out: DType):
     for (m, n), gap, major, batch in every([(32, 32), (40, 50), (17, 33)], [0, 1, 8], "NM", [(), (2, 3)]):
-        spec = product(m, n, 1, dtypes.bfloat16, out=out, out_major=major, gap=gap, batch=batch)
-        given = arguments(spec, m)
-        assert (run(outer(spec, SMALL, arch), spec, given, arch) == reference(spec, given)).all(), str(spec)
+        exact(product(m, n, 1, HALF, out=out, out_major=major, gap=gap, batch=batch), SMALL, arch)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["sm_80", "sm_89", "sm_90a", "TMA"])
+@pytest.mark.parametrize("out", OUTS, ids=lambda dtype: dtype.name)
+def test_staged_results_of_every_dtype(out: DType, way: tuple[Schedule, str]):
+    """Full tiles: no access to shared memory waits for a bank, no store to global memory is of part of a
+    sector."""
+    schedule, arch = way
+    if out == dtypes.fp8e4m3 and arch == "sm_80": arch = "sm_89"
+    for major, batch in every("NM", [(), (2, 1, 2)]):
+        spec = spec_of(out, 128, 128, out_major=major, batch=batch)
+        assert store_plan(spec, schedule, arch).panel is not None
+        exact(spec, schedule, arch)
+        made, values = outer(spec, schedule, arch), arguments(spec)
+        stats = launched(made, spec, values, arch)[1].stats
+        assert stats.bank_conflicts == {}
+        stores = [site for site in stats.sites if site.requests and site.opcode.startswith("st.global")]
+        assert all(site.sectors == 16 * site.requests for site in stores)
+        assert bool(stores) == (schedule is WARPS)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["sm_80", "sm_89", "sm_90a", "TMA"])
+@pytest.mark.parametrize("out", OUTS, ids=lambda dtype: dtype.name)
+def test_edges_of_staged_results(out: DType, way: tuple[Schedule, str]):
+    schedule, arch = way
+    if out == dtypes.fp8e4m3 and arch == "sm_80": arch = "sm_89"
+    for (m, n), major in every([(136, 80), (16, 48)], "NM"):
+        exact(spec_of(out, m, n, out_major=major, batch=(2,)), schedule, arch)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_persistent_ctas_reuse_their_memory(seed: int):
+    """Tiles of one, two and three panels, one after the other: TMA reads late or early."""
+    for n, major in every([64, 128, 192], "NM"):
+        spec = spec_of(HALF, 256, 2 * n, out_major=major)
+        exact(spec, GROUPS.block(128, n), "sm_90a", seed, ctas=2)
+        exact(spec, WARPS.block(64, 128 if n == 128 else 64), "sm_90a", seed, ctas=2)
+    exact(spec_of(SINGLE, 200, 300), GROUPS.block(128, 96), "sm_90a", seed, ctas=1)
+
+
+def test_rows_that_are_known_at_launch():
+    for major, schedule in every("NM", (WARPS, GROUPS)):
+        spec = spec_of(HALF, 200, 136, out_major=major, symbolic=True)
+        values = arguments(spec)
+        for m in (1, 64, 131, 200):
+            got = run(outer(spec, schedule, "sm_90a"), spec, values, "sm_90a", m=m)
+            assert (got == reference(spec, values)[:m]).all()
+
+
+def test_what_rows_of_16_bytes_need():
+    """Which way a result goes."""
+    def way(schedule: Schedule = GROUPS, arch: str = "sm_90a", **more: object) -> str:
+        return str(store_plan(product(200, 136, 1, HALF, **more), schedule, arch))  # type: ignore[arg-type]
+    assert way() == "TMA, panels of 64 x 128 B"
+    assert way(WARPS, "sm_80") == "16 B a thread, panels of 16 x 128 B"
+    assert way(gap=8) == "TMA, panels of 64 x 128 B"
+    assert way(gap=1) == way(WARPS, gap=4) == "elements"
+    assert way(WARPS, out_major="M", symbolic=True) == "elements"
+    assert way(WARPS, out_major="M") == "16 B a thread, panels of 32 x 64 B"
+
+
+def test_a_plan_without_its_memory_stores_elements():
+    spec = spec_of(HALF, 128, 128)
+    assert store_plan(spec, WARPS, "sm_80").smem_bytes == 4 * 2 * 16 * 128
+    assert store_plan(spec, GROUPS, "sm_90a").smem_bytes == 2 * 2 * 64 * 128
+    assert "st.shared" not in outer(spec, WARPS, "sm_80", staging=False).ptx
+    values = arguments(spec)
+    assert (run(outer(spec, WARPS, "sm_80", staging=False), spec, values) == reference(spec, values)).all()
+
+
+def test_instructions_of_a_panel():
+    """64 × 128 bytes of bfloat16 for each warpgroup: 4 stmatrix of 4 matrices a warp, one TMA store."""
+    text = outer(spec_of(HALF, 128, 128), GROUPS, "sm_90a").ptx
+    assert text.count("stmatrix.sync.aligned.m8n8.x4") == 4
+    assert text.count("cp.async.bulk.tensor") == 1
+    assert assemble(text, "sm_90a").kernels["outer"].spill_store_bytes == 0

@@ -131,6 +131,7 @@ class Finish:
                 return Lanes(k, node.dtype, converted(args[0], dtypes.float32).each())
             return converted(args[0], node.dtype)
         if (folded := of_constants(k, node, args)) is not None: return folded
+        if (argument := unchanged(node)) is not None: return args[argument]
         two = step.on_columns and self.width == 2
         if rectified(node): return self._float("max", node.dtype, args[1:], two)
         if node.op in ("less", "not_equal") or dtypes.is_int(node.dtype) or node.dtype == dtypes.bool or \
@@ -222,6 +223,17 @@ def of_constants(k: Kernel, node: Apply, args: Sequence[Lanes]) -> Lanes | None:
     if node.op not in FOLDED or len(numbers) < len(args) or not dtypes.is_float(node.dtype): return None
     if node.op == "reciprocal" and numbers[0] == 0: return None
     return Lanes(k, node.dtype, [nearest(FOLDED[node.op](*map(float, numbers)), node.dtype)])
+
+
+def unchanged(node: Apply) -> int | None:
+    """The number of the argument that a node's value is, by the identities with which tinygrad simplifies its
+    own kernels: x + 0, x · 1, and x · 0 for finite x."""
+    if node.op not in ("add", "mul") or not dtypes.is_float(node.dtype): return None
+    for i, arg in enumerate(node.args):
+        value = arg.value if isinstance(arg, Constant) else None
+        if (node.op, value) == ("mul", 0): return i
+        if (node.op, value) in (("add", 0), ("mul", 1)): return 1 - i
+    return None
 
 
 def constant(k: Kernel, node: Constant) -> Number:

@@ -226,7 +226,8 @@ def erf(x: Expression) -> Expression:
                  where(x < 0.0, Constant(-1.0, x.dtype), 1.0), 0.0)
     t = 1.0 * (1.0 + 0.3275911 * (x * sign)).reciprocal()
     series: Expression = Constant(0.0, x.dtype)
-    for term in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592): series = series * t + term
+    for term in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592):
+        series = series * t + term
     return sign * (1.0 + t * series * exp(x * x * -1.0) * -1.0)
 
 
