@@ -61,6 +61,16 @@ def test_a_note_leads_to_the_kernel_that_runs(emu: None, schedule: Schedule):
     assert source(record.product.kernel) == record.source
 
 
+@pytest.mark.parametrize(("arch", "device"), [("sm_80", "EMU:80"), ("sm_90a", "EMU:90")])
+def test_the_kernel_of_a_product_that_a_pattern_found(arch: str, device: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("EMU_ARCH", arch)  # read when the device is opened, which nobody else does
+    x, w = (Tensor.empty(rows, 128, dtype=dtypes.half, device=device) for rows in (96, 64))
+    record, = explain((x @ w.T).relu()).kernels
+    assert record.product is not None
+    assert record.product.arch == arch
+    assert source(record.product.kernel) == record.source
+
+
 def test_records_of_others_are_no_products(lowering: Lowering):
     kinds = {record.name: record.product is not None for record in lowering.kernels}
     assert kinds.pop("nothing") is False
