@@ -62,7 +62,8 @@ def test_a_note_leads_to_the_kernel_that_runs(emu: None, schedule: Schedule):
 
 
 @pytest.mark.parametrize(("arch", "device"), [("sm_80", "EMU:80"), ("sm_90a", "EMU:90")])
-def test_the_kernel_of_a_product_that_a_pattern_found(arch: str, device: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_kernel_of_a_product_that_a_pattern_found(arch: str, device: str,
+                                                      monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("EMU_ARCH", arch)  # read when the device is opened, which nobody else does
     x, w = (Tensor.empty(rows, 128, dtype=dtypes.half, device=device) for rows in (96, 64))
     record, = explain((x @ w.T).relu()).kernels
