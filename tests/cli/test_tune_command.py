@@ -70,8 +70,8 @@ def test_words_make_the_product(command):
 
 
 def test_a_symbolic_product_of_two_parts(command):
-    done = command("tune", "64", "64", "256", "--epilogue", "gate", "--symbolic", "--sm-count", "16", "--beam",
-                   "1")
+    done = command("tune", "64", "64", "256", "--epilogue", "gate", "--symbolic", "--sm-count", "16",
+                   "--beam", "1")
     assert "≤64x64x256 bf16 NT → bf16, gate on sm_90a" in done.succeeded().out
 
 
