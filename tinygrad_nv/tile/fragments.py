@@ -62,17 +62,20 @@ class Fragments:
 
     def move(self, stage: Value) -> None:
         """Reads from the stage at a shared address (u32) from now on."""
-        self.places.move(stage)
+        self.places.at_stage(stage)
 
     def load(self, step: int, into: list[list[Value]]) -> None:
         """Reads a step of the tile."""
-        for i, four in enumerate(into):
-            if self.mn_major and self.dtype.itemsize != 2: self._load_elements(16 * i, step, four)
-            else:
-                k, trans = self.k, ".trans" if self.mn_major else ""
-                k.emit(f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16", four,
-                       self.places(self._plain(16 * i, step, 0), self.start))
-            if self.dtype == dtypes.float32: self._round(four)
+        for i, four in enumerate(into): self.load_one(i, step, four)
+
+    def load_one(self, i: int, step: int, four: list[Value]) -> None:
+        """Reads 16 rows or columns of a step, from 16 `i` on."""
+        if self.mn_major and self.dtype.itemsize != 2: self._load_elements(16 * i, step, four)
+        else:
+            trans = ".trans" if self.mn_major else ""
+            self.k.emit(f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16", four,
+                        self.places(self._plain(16 * i, step, 0), self.start))
+        if self.dtype == dtypes.float32: self._round(four)
 
     def _plain(self, mn: int, step: int, r: int) -> int:
         """The plain offset from a lane's own place to that of register `r`; ldmatrix has one for all four."""

@@ -40,14 +40,6 @@ class Places:
         """The tile lies at the shared address `stage` (u32)."""
         self.stage, self.sums = stage, {}
 
-    def move(self, stage: Value) -> None:
-        """The same, in registers that stay the same from call to call: for loops that read a tile's first
-        part at the end of the round before."""
-        self.stage = stage
-        for bits, variant in self.variants.items():
-            if bits not in self.sums: self.sums[bits] = self.k.reg("u32")
-            self.k.emit("add.u32", self.sums[bits], stage, variant)
-
     def __call__(self, plain: int, more: int = 0) -> Place:
         """The place of a plain offset, `more` bytes on."""
         assert self.stage is not None

@@ -53,14 +53,12 @@ class _Writer:
         self.columns = s.block_n // spec.parts
         self.warp_m, self.warp_n = s.block_m // s.warps_m, self.columns // s.warps_n
         self.splits = Splits(k, spec, s, self.warp_m // 16 * self.warp_n // 8 * spec.parts)
-        out, plan = k.pointer("out"), store_plan(spec, schedule, k.arch)
+        self.plan, self.out = store_plan(spec, schedule, k.arch), k.pointer("out")
         self.splits.declare()
         a, b = (k.pointer(name) for name in "ab")
         if s.swap: a, b = b, a
-        extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
+        self.extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
         self.rows: Value | int = k.param("m", "u32") if spec.symbolic else spec.m
-        rows = self.rows if isinstance(self.rows, Value) else k.reg("u32", self.rows)
-        self.finish = Store(k, spec, plan, out, extras, rows)
         self.walk = Walk(k, spec, s, self.rows)
         self.splits.begin(self.walk)
         self.first_m, self.first_n = self.walk.m * s.block_m, self.walk.n * self.columns
@@ -119,7 +117,7 @@ class _Writer:
         self.sums: list[Sums] = [[[k.regs(kind, 4, zero) for _ in range(self.warp_n // 8)]
                                   for _ in range(self.warp_m // 16)] for _ in range(spec.parts)]
         depth = min(self.schedule.depth, self.splits.least_tiles)
-        ring = k.shared("ring", self.stage_bytes * depth, align=1024)
+        ring = k.shared("ring", max(self.stage_bytes * depth, self.plan.smem_bytes), align=1024)
         self.start, self.depth = ring.address(), depth
         self._fill()
         self._multiply()
@@ -144,20 +142,24 @@ class _Writer:
         double = self.double_buffered()
         if double:
             self._arrived(max(ahead - 1, 0))
+            self._at_stage()
             self._load(0, sets[0])
         _, begin = k._label("tiles")
         k._mark(begin)
+        self._at_stage()  # again: what is added to a register of all threads costs nothing
         if not double: self._arrived(max(ahead - 1, 0))
         if ahead: self._copy(left > ahead)
         for step in range(self.steps):
             mine, after = sets[step % 2], sets[(step + 1) % 2]
-            if not double: self._load(step, mine)
-            elif step < self.steps - 1: self._load(step + 1, after)
-            else:
+            if not double:
+                self._load(step, mine)
+                self._products(mine)
+                continue
+            if step == self.steps - 1:
                 self._next_stage()
                 self._arrived(max(ahead - 1, 0))
-                self._load(0, after)
-            self._products(mine)
+                self._at_stage()
+            self._products(mine, (step + 1) % self.steps, after)
         if not double: self._next_stage()
         left -= 1
         k.emit("bra", begin, guard=left > 0)
@@ -186,27 +188,38 @@ class _Writer:
         self.reading += self.stage_bytes
         self.reading.set(self.k.select(self.reading == self.end, self.start, self.reading))
 
+    def _at_stage(self) -> None:
+        """Fragments are read from the tile at `reading` from now on."""
+        for fragments in self.fragments: fragments.move(self.reading)
+
     def _load(self, step: int, into: list[list[list[Value]]]) -> None:
         """Fragments of a step of the tile at `reading`."""
-        if step == 0:
-            for fragments in self.fragments: fragments.move(self.reading)
         for fragments, registers in zip(self.fragments, into, strict=True): fragments.load(step, registers)
 
-    def _products(self, operands: list[list[list[Value]]]) -> None:
-        """All products of the warp's tile for one step."""
+    def _products(self, operands: list[list[list[Value]]], step: int = 0,
+                  after: list[list[list[Value]]] | None = None) -> None:
+        """All products of the warp's tile for one step; between them, the fragments of the step `after`."""
         shape, types = instruction(self.spec.a.dtype, self.spec.b.dtype)
         a, *parts = operands
-        for b, sums in zip(parts, self.sums, strict=True):
-            for i, row in enumerate(sums):
-                for j, cell in enumerate(row):
+        if after:
+            for fragments, registers in zip(self.fragments[1:], after[1:], strict=True):
+                fragments.load(step, registers)
+        for i, left in enumerate(a):
+            for b, sums in zip(parts, self.sums, strict=True):
+                for j, cell in enumerate(sums[i]):
                     half = 2 * (j % 2)
-                    self.k.mma(shape, types, cell, a[i], b[j // 2][half:half + 2], cell)
+                    self.k.mma(shape, types, cell, left, b[j // 2][half:half + 2], cell)
+            if after: self.fragments[0].load_one(i, step, after[0][i])
 
     # **** the result ****
 
     def store(self) -> None:
-        """The epilogue of the warp's share of the tile."""
+        """The epilogue of the warp's share of the tile, by way of the ring, that nobody needs any more."""
+        k = self.k
+        if self.plan.smem_bytes: k.sync()
+        rows = self.rows if isinstance(self.rows, Value) else k.reg("u32", self.rows)
+        store = Store(k, self.spec, self.plan, self.out, self.extras, rows, self.start)
         cells = [Cell(16 * i, 8 * j, [part[i][j] for part in self.sums])
                  for i in range(self.warp_m // 16) for j in range(self.warp_n // 8)]
-        self.finish.tile(self.first_m + self.row, self.first_n + self.column, self.walk.batch, cells)
-        self.finish.finish()
+        store.tile(self.first_m + self.row, self.first_n + self.column, self.walk.batch, cells)
+        store.finish()
