@@ -111,7 +111,8 @@ def gemm(kernel: GemmKernel, device: str | tuple[str, ...], out: Output | UOp, i
     rows: sint = x
     if m is not None and kernel.rows_of_cta:
         extent = m.src[0] if m.is_bound_var else m
-        rows = (extent + (kernel.rows_of_cta - 1)) // kernel.rows_of_cta * kernel.ctas_of_rows
+        ctas = (extent + (kernel.rows_of_cta - 1)) // kernel.rows_of_cta * kernel.ctas_of_rows
+        rows = ctas.maximum(1)  # a graph is built before its variables have values
     return program(kernel.name, source(kernel), device, outputs, inputs, grid=(rows, y, z),
                    block=(kernel.threads, 1, 1), variables=[] if m is None else [m], flops=flops,
                    nbytes=nbytes, note=note, tensor_level=tensor_level)[0]

@@ -16,6 +16,7 @@ integer argument. Pointers count the kernel's pointer parameters from 0.
 """
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -64,8 +65,9 @@ class Options:
         return "\n".join(lines) + "\n"
 
 
+@functools.lru_cache(1024)
 def source(kernel: GemmKernel) -> str:
-    """A kernel's PTX with the comments that say how it is launched."""
+    """A kernel's PTX with the comments that say how it is launched; of equal kernels one and the same."""
     assert kernel.workspace_bytes or not kernel.flags, "flags come after a workspace"
     zeroed = (Zeroed(FLAGS, 4 * kernel.flags),) if kernel.flags else ()
     return Options(kernel.dynamic_smem, kernel.cluster, False, zeroed, kernel.maps).comment() + kernel.ptx
