@@ -76,12 +76,17 @@ def specs(draw: st.DrawFn) -> GemmSpec:
 def schedules(draw: st.DrawFn, spec: GemmSpec) -> Schedule:
     """Tiles, roles, rings and clusters; whatever is legal for the spec."""
     consumers, size = draw(st.sampled_from([1, 2, 2, 2, 3])), spec.a.dtype.itemsize
-    pingpong = consumers > 1 and draw(st.booleans())
+    pingpong = consumers > 1 and draw(st.integers(0, 2)) == 0
     rows = 64 * (1 if pingpong else consumers) * draw(st.sampled_from([1, 1, 2]))
     columns = 8 * draw(st.one_of(st.sampled_from([1, 2, 4, 8, 12, 16]), st.integers(1, 20)))
     s = Schedule().using("wgmma").block(rows, columns).k(draw(st.sampled_from([32, 64, 128])) // size)
     s = s.warps(4 + 4 * consumers).stages(draw(st.integers(2, 5))).grouped(draw(st.integers(1, 3)))
-    s = s.cluster(draw(st.sampled_from([1, 1, 2])), draw(st.sampled_from([1, 1, 2])))
+    kind = draw(st.sampled_from(["", "", "cluster", "cluster", "split", "stream"]))
+    if kind == "cluster": s = s.cluster(draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2])))
+    elif kind == "stream": s = s.streamed()
+    elif kind == "split":
+        most = -(-spec.k // s.block_k)
+        s = s.split(draw(st.sampled_from([count for count in (2, 4, 8) if count <= max(most, 2)])))
     s = s.swizzle(draw(st.sampled_from(["", "", "", "32B", "64B"])))
     if draw(st.integers(0, 5)) == 0: s = s.swapped()
     return s.pingpong() if pingpong else s

@@ -66,6 +66,41 @@ def test_clusters_share_operands(cluster_m: int, cluster_n: int, pingpong: bool,
     exactly(spec, s.pingpong() if pingpong else s, 8, seed)
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("splits", [2, 4, 8])
+def test_clusters_share_sums(splits: int, seed: int):
+    """Parts of unequal length, each longer than the ring; 8 splits have fewer panels of columns than CTAs."""
+    spec = product(200, 200, 64 * (5 * splits + 3), BF16, F32)
+    exactly(spec, W.block(128, 128).stages(3).split(splits), seed=seed)
+
+
+@pytest.mark.parametrize("m", [1, 128, 200])
+def test_clusters_that_share_sums_are_as_many_as_tiles(m: int):
+    exactly(product(200, 72, 64 * 9, BF16, F32, batch=(2,), symbolic=True), SMALL.split(2), m=m)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("sm_count", [1, 2, 5, 9, 16])
+def test_persistent_ctas_share_all_stages(sm_count: int, seed: int):
+    """4 tiles of 11 stages: CTAs with several tiles, with the end of one and the beginning of another, and
+    tiles of five CTAs."""
+    exactly(product(200, 130, 64 * 11, BF16, F32), W.block(128, 72).stages(3).streamed(), sm_count, seed)
+
+
+@pytest.mark.parametrize("m", [1, 128, 300])
+def test_stages_to_share_are_known_at_launch(m: int):
+    exactly(product(300, 72, 64 * 7, BF16, F32, batch=(2,), symbolic=True), SMALL.streamed(), 5, m=m)
+
+
+@pytest.mark.parametrize("schedule", [W.block(128, 128).split(4), SMALL.streamed()])
+def test_shared_sums_are_the_same_every_time(schedule: Schedule):
+    """Bit for bit, whatever order CTAs come in."""
+    spec = product(128, 128, 64 * 21, BF16, F32)
+    given, made = arguments(spec, integers=False), gemm_wgmma(spec, schedule, "sm_90a", 7)
+    first, *others = (run(made, spec, given, "sm_90a", seed) for seed in range(6))
+    assert all(torch.equal(first, other) for other in others)
+
+
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("m", [640, 600, 60])
 def test_every_tile_is_walked_once(m: int, group: int):

@@ -32,7 +32,7 @@ def problems(schedule: Schedule, spec: GemmSpec, arch: str) -> list[str]:
     if found := _warps(schedule) or _extents(schedule, computed): return out + found
     plan = Plan.of(spec, schedule)
     return [*out, *_tile("block_m", plan.a, schedule), *_tile("block_n", plan.b, schedule), *_room(plan),
-            *_cluster(plan)]
+            *_cluster(plan), *_shared_sums(plan)]
 
 
 def _operands(spec: GemmSpec) -> list[str]:
@@ -81,7 +81,6 @@ def _extents(s: Schedule, spec: GemmSpec) -> list[str]:
     if not 2 <= s.depth <= 8: out.append(f"{s.depth} stages are not 2 to 8")
     if s.swizzle_width not in ("", "32B", "64B", "128B"):
         out.append(f"swizzle {s.swizzle_width!r} is not {', '.join(f'{span}B' for span in SPANS)}")
-    if s.splits > 1 or s.stream: out.append("sums shared among CTAs are not in this template")
     return out
 
 
@@ -126,4 +125,22 @@ def _cluster(plan: Plan) -> list[str]:
         if rows % (8 * count):
             out.append(f"cluster {s.cluster_m}x{s.cluster_n}: {rows} rows of {name} / {count} CTAs are no "
                        "multiple of 8")
+    return out
+
+
+def _shared_sums(plan: Plan) -> list[str]:
+    """Splits and stream-K: CTAs that have parts of one tile's K."""
+    s, out = plan.schedule, []
+    if s.splits == 1 and not s.stream: return []
+    what = f"{s.splits} splits" if s.splits > 1 else "stream-K"
+    if s.splits > 1 and s.stream: out.append(f"{s.splits} splits and stream-K: one of them")
+    if s.mode == "pingpong": out.append(f"{what} in ping-pong: consumers share the tile's rows instead")
+    if s.cluster_m * s.cluster_n > 1: out.append(f"{what} with a cluster of {s.cluster_m}x{s.cluster_n}: 1x1")
+    if s.splits == 1: return out
+    if s.splits not in (2, 4, 8): out.append(f"{s.splits} splits: a cluster of 2, 4 or 8 CTAs shares a tile")
+    if s.splits > plan.iterations:
+        out.append(f"{s.splits} splits of K={plan.spec.k} / block_k={s.block_k} = {plan.iterations} stages")
+    if plan.tile_bytes > (ring := s.depth * plan.stage_bytes):
+        out.append(f"{s.splits} splits: {s.block_m} × {s.block_n} sums × 4 B = {plan.tile_bytes} B do not fit "
+                   f"in the ring's {s.depth} × {plan.stage_bytes} = {ring} B, where they meet")
     return out

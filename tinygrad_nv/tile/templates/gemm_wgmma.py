@@ -11,7 +11,8 @@
 Consumers share each tile's rows, or take turns at whole tiles (ping-pong), so that one multiplies while the
 other stores. CTAs are persistent: as many as there are multiprocessors, each with tiles far apart
 (wgmma_walk.py), so that the producer runs ahead into the next tile while the consumers store. The CTAs of a
-cluster bring each a part of what they share, to all of them (multicast). The ring is pipeline.py's.
+cluster bring each a part of what they share, to all of them (multicast). The ring is pipeline.py's. Where
+several CTAs have parts of one tile's K, their sums meet before they are stored (wgmma_meet.py).
 """
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from tinygrad_nv.tile.pipeline import Ring, Turns
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec
 from tinygrad_nv.tile.templates.wgmma_load import Loads
+from tinygrad_nv.tile.templates.wgmma_meet import Meeting, Split, Stream, cluster_together
 from tinygrad_nv.tile.templates.wgmma_multiply import Products
 from tinygrad_nv.tile.templates.wgmma_plan import REGISTERS, WARPGROUP, Plan
 from tinygrad_nv.tile.templates.wgmma_store import Finish
@@ -38,30 +40,36 @@ def gemm_wgmma(spec: GemmSpec, schedule: Schedule = DEFAULT, arch: str = "sm_90a
     plan = Plan.of(spec, schedule)
     k = Kernel("gemm_wgmma", arch=arch, threads=schedule.threads, min_ctas=1,
                cluster=(plan.cluster, 1, 1) if plan.cluster > 1 else ())
-    writer = _Writer(k, plan)
+    writer = _Writer(k, plan, plan.ctas(sm_count))
     writer.write()
-    tiles = plan.extents[0] * plan.extents[1] * spec.matrices
-    grid = min(tiles, max(1, sm_count // plan.cluster)) * plan.cluster
-    return GemmKernel("gemm_wgmma", k.ptx(), (grid, 1, 1), schedule.threads, k.dynamic_smem,
-                      cluster=(plan.cluster, 1, 1), maps=writer.maps)
+    # a symbolic grid is that of the most rows, unless each cluster has one tile, which it must have
+    each = plan.ctas(sm_count) // plan.extents[0] if spec.symbolic and schedule.splits > 1 else 0
+    return GemmKernel("gemm_wgmma", k.ptx(), (plan.ctas(sm_count), 1, 1), schedule.threads, k.dynamic_smem,
+                      cluster=(plan.cluster, 1, 1), maps=writer.maps,
+                      workspace_bytes=writer.meeting.workspace_bytes, flags=writer.meeting.flags,
+                      rows_of_cta=schedule.block_m if each else 0, ctas_of_rows=each or 1)
 
 
 class _Writer:
     """The kernel as it is written: parameters and shared memory, then the two roles."""
 
-    def __init__(self, k: Kernel, plan: Plan) -> None:
+    def __init__(self, k: Kernel, plan: Plan, ctas: int) -> None:
         self.k, self.plan, spec = k, plan, plan.spec
-        out, _, _ = (k.pointer(name) for name in ("out", "a", "b"))
+        out = k.pointer("out")
+        shared = [k.pointer(name) for name in ("workspace", "flags")] if plan.schedule.stream else []
+        for name in ("a", "b"): k.pointer(name)  # the tensor maps'
         extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
         rows: Value | int = k.param("m", "u32") if spec.symbolic else spec.m
-        self.walk = Walk(k, plan, rows)
-        self.loads = Loads(k, plan, 1)
+        self.walk = Walk(k, plan, rows, ctas)
+        self.loads = Loads(k, plan, 1 + len(shared))
         self.ring = Ring(k, plan.schedule.depth, plan.stage_bytes, WARPGROUP // 32 * plan.readers,
                          plan.peers)
         self.turns = Turns(k, plan.consumers, WARPGROUP // 32) if plan.pingpong else None
         self.products = Products(k, plan, self.ring, self.turns, self.loads)
         self.finish = Finish(k, plan, out, extras, rows)
         self.maps = (*self.loads.maps, *self.finish.maps)
+        self.meeting: Meeting = Stream(self.products, self.walk, self.finish, shared) if shared else \
+            (Split if plan.schedule.splits > 1 else Meeting)(self.products, self.walk, self.finish)
 
     def write(self) -> None:
         """The whole kernel."""
@@ -77,6 +85,7 @@ class _Writer:
         with k.if_(producer), k.comment("producer: one thread of the last warpgroup"):
             if fewer: k.setmaxnreg(fewer, more=False)
             with k.if_(k.tid.x < WARPGROUP * plan.consumers + 32), k.if_(k.elect()): self.produce()
+            if plan.schedule.splits > 1: cluster_together(k)
         with k.else_(), k.comment("consumers"):
             if more: k.setmaxnreg(more, more=True)
             self.products.begin()
@@ -86,27 +95,23 @@ class _Writer:
 
     def together(self) -> None:
         """Everybody of the CTA, or of the cluster, is here."""
-        if self.plan.cluster == 1: return self.k.sync()
-        self.k.emit("barrier.cluster.arrive")
-        return self.k.emit("barrier.cluster.wait")
+        if self.plan.cluster == 1: self.k.sync()
+        else: cluster_together(self.k)
 
     def produce(self) -> None:
         """Fills stages, tile after tile."""
         k, at = self.k, self.ring.cursor(producer=True)
-        with k.loop(self.walk.first, self.walk.total, self.walk.step) as number:
-            self.loads.begin(self.walk.corner(number))
-            with k.loop(0, self.plan.iterations):
+        with self.walk.pieces() as piece:
+            self.loads.begin(self.walk.corner(piece.number), piece.first)
+            with k.loop(0, piece.count):
                 full = self.ring.acquire(at)
                 self.loads.issue(at.stage, full)
                 at.advance()
 
     def consume(self) -> None:
         """Multiplies and stores, tile after tile; in ping-pong every second (or third) one."""
-        k, plan = self.k, self.plan
-        first, step, others = self.walk.first, self.walk.step, plan.consumers - plan.readers
-        if plan.pingpong: first, step = first + self.products.consumer * step, step * plan.consumers
-        with k.loop(first, self.walk.total, step) as number:
-            sums = self.products.sum(plan.iterations)
-            self.finish.store(self.walk.corner(number), self.products.consumer, sums)
-            if others: self.products.at.skip(others * plan.iterations)
+        plan, products = self.plan, self.products
+        with self.walk.pieces(products.consumer if plan.pingpong else None) as piece:
+            self.meeting.settle(piece, products.sum(piece.count))
+            if plan.pingpong: products.at.skip((plan.consumers - 1) * plan.iterations)
         self.finish.to.finish()

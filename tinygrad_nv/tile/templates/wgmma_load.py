@@ -1,7 +1,7 @@
 """The producer's copies: tensor maps, and the boxes of one stage.
 
-Protocol: `begin(corner)` at each tile, then `issue(stage, full)` for each stage of its K in turn. Boxes reach
-beyond the matrix where the tile does; TMA brings zeros for what lies outside, and counts them.
+Protocol: `begin(corner, first)` at each tile, then `issue(stage, full)` for each stage of its K in turn. Boxes
+reach beyond the matrix where the tile does; TMA brings zeros for what lies outside, and counts them.
 """
 from __future__ import annotations
 
@@ -41,18 +41,20 @@ class Loads:
         self.maps: list[MapArgument] = []
         spec, s = plan.spec, plan.schedule
         a, b = (first_pointer + which for which in plan.pointers)
-        self.a = self._side("a", spec.a, plan.a, a, spec.m, plan.a_rows, s.cluster_n, spec.symbolic)
-        self.b = self._side("b", spec.b, plan.b, b, spec.n, plan.b_rows, s.cluster_m)
+        a_bytes = -(-plan.a.nbytes * s.depth // 1024) * 1024
+        self.ring = k.shared("ring", a_bytes + plan.b.nbytes * s.depth, align=1024)
+        self.a = self._side("a", 0, spec.a, plan.a, a, spec.m, plan.a_rows, s.cluster_n, spec.symbolic)
+        self.b = self._side("b", a_bytes, spec.b, plan.b, b, spec.n, plan.b_rows, s.cluster_m)
 
-    def _side(self, name: str, operand: Operand, tile: OperandTile, pointer: int, extent: int, rows: int,
-              peers: int, symbolic: bool = False) -> Side:
+    def _side(self, name: str, start: int, operand: Operand, tile: OperandTile, pointer: int, extent: int,
+              rows: int, peers: int, symbolic: bool = False) -> Side:
         k, spec = self.k, self.plan.spec
         maps = []
         for part in range(tile.parts):
             self.maps.append(map_argument(operand, tile, pointer, extent, spec.k, spec.batch, rows,
                                           part * spec.part, symbolic))
             maps.append(k.tensor_map(f"map_{name}{part or ''}"))
-        ring = k.shared(f"{name}_ring", tile.nbytes * self.plan.schedule.depth, align=1024).address()
+        ring = self.ring.address(start)
         number, mask = self._among(name) if peers > 1 else (None, None)
         target = ring if number is None else ring + number * (rows * tile.span)
         return Side(operand, tile, ring, target, maps, rows, number, mask, k.reg("s32"), k.reg("s32"))
@@ -72,11 +74,12 @@ class Loads:
         k.emit("cvt.u16.u32", mask, bits)
         return number, mask
 
-    def begin(self, corner: Corner) -> None:
-        """The next stages are of the tile at `corner`, from K = 0."""
+    def begin(self, corner: Corner, first: Value | int = 0) -> None:
+        """The next stages are of the tile at `corner`, from the K of its stage number `first` on."""
+        start = first * self.plan.schedule.block_k
         for side, mn in ((self.a, corner.m), (self.b, corner.n)):
             side.mn.set(_signed(self.k, mn))
-            side.at_k.set(0)
+            side.at_k.set(start if isinstance(start, int) else _signed(self.k, start))
             if side.number is not None:  # this CTA's rows of the boxes
                 along = side.mn if side.tile.major == "K" else side.at_k
                 along += _signed(self.k, side.number * side.rows)

@@ -102,7 +102,19 @@ class Plan:
         return self.schedule.cluster_m + self.schedule.cluster_n - 1
 
     @property
-    def cluster(self) -> int: return self.schedule.cluster_m * self.schedule.cluster_n
+    def cluster(self) -> int:
+        """CTAs of a cluster: those that share operands, or one tile's sum."""
+        return self.schedule.cluster_m * self.schedule.cluster_n * self.schedule.splits
+
+    @property
+    def threads(self) -> int:
+        """Threads of all consumers."""
+        return WARPGROUP * self.consumers
+
+    @property
+    def tile_bytes(self) -> int:
+        """A tile's sums, 4 bytes each."""
+        return self.schedule.block_m * self.schedule.block_n * 4
 
     @property
     def a_rows(self) -> int:
@@ -126,6 +138,17 @@ class Plan:
         kinds = [short(operand.dtype) for operand in (self.spec.a, self.spec.b)]
         if self.spec.a.dtype == dtypes.float32: kinds = ["tf32", "tf32"]
         return ".".join(["s32" if self.spec.accumulate == dtypes.int32 else "f32", *kinds])
+
+    @property
+    def tiles(self) -> int:
+        """Tiles in all (at most), in clusters."""
+        return self.extents[0] * self.extents[1] * self.spec.matrices
+
+    def ctas(self, sm_count: int) -> int:
+        """CTAs of the grid: persistent, but for clusters that share a sum, which have one tile each."""
+        if self.schedule.stream: return min(self.tiles * self.iterations, sm_count)
+        clusters = self.tiles if self.schedule.splits > 1 else max(1, sm_count // self.cluster)
+        return min(self.tiles, clusters) * self.cluster
 
     @property
     def extents(self) -> tuple[int, int]:

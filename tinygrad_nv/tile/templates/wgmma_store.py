@@ -30,15 +30,21 @@ class Finish:
         self.to = Store(k, plan.spec, how, out, extras, rows, staging,
                         k.tensor_map("map_out") if how.map else None)
 
-    def store(self, corner: Corner, consumer: Value, sums: Sums) -> None:
-        """Stores the sums of a tile, or of a consumer's rows of it."""
+    def store(self, corner: Corner, consumer: Value, sums: Sums, columns: range | None = None) -> None:
+        """Stores the sums of a tile, or of a consumer's rows of it; of some columns only, whole `unit`s."""
         k, plan = self.k, self.plan
         m = corner.m + (k.tid.x % WARPGROUP >> 5) * 16
         if plan.readers > 1: m = m + consumer * plan.rows
-        self.to.tile(m, corner.n, corner.batch, self.cells(sums))
+        self.to.tile(m, corner.n, corner.batch, self.cells(sums, columns or range(plan.columns)))
 
-    def cells(self, sums: Sums) -> list[Cell]:
-        """What a warp holds."""
+    @property
+    def unit(self) -> int:
+        """Columns that are stored together."""
+        panel = self.to.plan.panel
+        return 8 if panel is None else panel.extents(self.plan.spec.out.dtype.itemsize)[1]
+
+    def cells(self, sums: Sums, columns: range) -> list[Cell]:
+        """What a warp holds of some columns."""
         part, parts = self.plan.columns // 2, range(self.plan.spec.parts)
         return [Cell(64 * i, 8 * j, [row[part * p + 4 * j:part * p + 4 * j + 4] for p in parts])
-                for i, row in enumerate(sums) for j in range(self.plan.columns // 8)]
+                for i, row in enumerate(sums) for j in range(columns.start // 8, columns.stop // 8)]

@@ -4,9 +4,16 @@ Protocol: tiles are numbered, and a cluster takes every number that is its own p
 clusters there are. `group` rows of tiles are walked together, columns outermost, so that what the CTAs of
 one moment read is about as many rows as columns, and stays in L2. A cluster's CTAs have neighbouring tiles:
 one number is `cluster_m` × `cluster_n` of them.
+
+What a CTA does at once is a `Piece`: a tile, or some of its stages. With splits each CTA of a cluster has an
+equal part (but for one stage) of the one tile of the cluster. With stream-K (Osama et al. 2023) all stages of
+all tiles are one row, of which every CTA has an equal part: at most the end of one tile, then whole tiles,
+then the beginning of another.
 """
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
@@ -22,18 +29,62 @@ class Corner:
     batch: tuple[Value, ...]
 
 
-class Walk:
-    """The walk over the tiles of a plan whose result has `rows` rows."""
+@dataclass(frozen=True)
+class Piece:
+    """Of tile `number`, `count` stages from `first` on."""
+    number: Value
+    first: Value | int
+    count: Value | int
 
-    def __init__(self, k: Kernel, plan: Plan, rows: Value | int) -> None:
-        self.k, self.plan, s = k, plan, plan.schedule
+
+class Walk:
+    """The walk over the tiles of a plan whose result has `rows` rows, of one of `ctas` CTAs."""
+
+    def __init__(self, k: Kernel, plan: Plan, rows: Value | int, ctas: int) -> None:
+        self.k, self.plan, self.ctas, s = k, plan, ctas, plan.schedule
         rows_of_tile = s.block_m * s.cluster_m
         self.tiles_n = plan.extents[1]
-        self.tiles_m: Number = plan.extents[0] if isinstance(rows, int) else \
+        self.tiles_m: Value | int = plan.extents[0] if isinstance(rows, int) else \
             (rows + (rows_of_tile - 1)) // rows_of_tile
-        self.total: Number = self.tiles_m * (self.tiles_n * plan.spec.matrices)
+        self.total: Value | int = self.tiles_m * (self.tiles_n * plan.spec.matrices)
         self.first, self.step = k.ctaid.x, k.nctaid.x
         if plan.cluster > 1: self.first, self.step = self.first // plan.cluster, self.step // plan.cluster
+
+    @contextmanager
+    def pieces(self, turn: Value | None = None) -> Iterator[Piece]:
+        """What is written inside is done for each piece of this CTA; for those of one of the consumers where
+        these take turns."""
+        k, plan = self.k, self.plan
+        if plan.schedule.stream:
+            with self._streamed() as piece: yield piece
+        elif (splits := plan.schedule.splits) > 1:
+            rank = k.special("cluster_ctarank")
+            first = rank * plan.iterations // splits
+            yield Piece(self.first, first, (rank + 1) * plan.iterations // splits - first)
+        else:
+            first, step = self.first, self.step
+            if turn is not None: first, step = first + turn * step, step * plan.consumers
+            with k.loop(first, self.total, step) as number: yield Piece(number, 0, plan.iterations)
+
+    @contextmanager
+    def _streamed(self) -> Iterator[Piece]:
+        k, iterations = self.k, self.plan.iterations
+        at, end = k.reg("u32", self.stage_of(k.ctaid.x)), self.stage_of(k.ctaid.x + 1)
+        with k.while_(lambda: at < end):
+            number = at // iterations
+            first = at - number * iterations
+            count = k.reg("u32")
+            k.emit("min.u32", count, end - at, k.reg("u32", iterations) - first)
+            yield Piece(number, first, count)
+            at += count
+
+    def stage_of(self, cta: Value) -> Value:
+        """The first of all stages that a CTA has: the first ones have one more where they do not divide."""
+        total = self.total * self.plan.iterations
+        each = total // self.ctas
+        least = self.k.reg("u32")
+        self.k.emit("min.u32", least, cta, total - each * self.ctas)
+        return cta * each + least
 
     def corner(self, number: Value) -> Corner:
         """Where this CTA's tile of a number begins."""
