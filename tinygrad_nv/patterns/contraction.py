@@ -105,6 +105,7 @@ def is_exact(source: DType, target: DType) -> bool:
 def arithmetic(found: Product, a: DType, b: DType) -> str:
     """What is in the way of the arithmetic; "" when nothing is."""
     total, mul = found.total.dtype, found.mul.dtype
+    if any(_descended(s)[0].dtype == dtypes.bool for s in found.mul.src): return "an operand is a condition"
     if total in HALVES: return f"the sum is accumulated in {short(total)}"
     if mul in BYTES: return f"products of {short(mul)} wrap around before the sum; cast operands to int32"
     if a in BYTES and b in BYTES and (mul, total) == (dtypes.int32, dtypes.int32): return ""
@@ -113,7 +114,6 @@ def arithmetic(found: Product, a: DType, b: DType) -> str:
         return f"{short(mul)} summed in {short(total)}"
     if casts != [dtypes.float32] * (mul != total):
         return f"products of {short(mul)} are rounded before the sum"
-    if a != b and not (a in FP8 and b in FP8): return f"{short(a)} times {short(b)}"
     return ""
 
 

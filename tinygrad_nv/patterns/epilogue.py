@@ -31,7 +31,7 @@ NAMES = {Ops.ADD: "add", Ops.SUB: "sub", Ops.MUL: "mul", Ops.MAX: "max", Ops.REC
          Ops.CMPNE: "not_equal", Ops.AND: "and", Ops.OR: "or", Ops.XOR: "xor", Ops.WHERE: "where",
          Ops.CAST: "cast"}
 ELEMENTWISE = {*NAMES, Ops.POW, Ops.CMPEQ}
-MOVED = {Ops.PERMUTE, Ops.RESHAPE, Ops.SHRINK}
+MOVED = {Ops.PERMUTE, Ops.RESHAPE, Ops.SHRINK, Ops.PAD}  # of a pad, no element may be read
 MOST_BESIDE = 32  # nodes beside a region that are translated with it
 MOST_INSIDE = 128
 MOST_POWER = 8

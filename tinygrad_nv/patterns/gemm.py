@@ -118,6 +118,7 @@ class _Matcher:
         for node in self.nodes:
             for one in dict.fromkeys(node.src):
                 if one in self.consumers: self.consumers[one].append(node)
+        self.multiplied = {node for found in products for node in (found.mul, *found.chain)}
         for found in products: self.match(found)
         return self.ends
 
@@ -128,11 +129,15 @@ class _Matcher:
         if node.op is Ops.CONTIGUOUS: return True
         return node.op is Ops.AFTER and node.has_buffer_identity(after_ok=True)
 
+    def is_taken(self, node: UOp) -> bool:
+        """Whether a node belongs to a match, or to a product that may become one."""
+        return node in self.inside or node in self.multiplied
+
     def match(self, found: Product) -> None:
         """Takes in a contraction, with as much after it as can be, or says why not."""
         reason = ""
         if (machine := machine_of(found.total.device)) is None or found.total in self.inside: return
-        closed = ends(found.total, self.consumers, self.place, self.inside.__contains__)
+        closed = ends(found.total, self.consumers, self.place, self.is_taken)
         regions = usable(closed, self.consumers)
         for end, region in regions or [(found.total, frozenset((found.total,)))]:
             try: made = _matched(found, end, region, machine, self.is_memory)

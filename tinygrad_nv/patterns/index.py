@@ -166,10 +166,12 @@ class Space:
         while True:
             index = self.resolve(index)
             rest = {r: s for r, s in index.strides.items() if s % by}
-            least, most = self.bounds(digit := Affine(index.offset % by, rest))
-            if least >= 0 and most < by:
-                whole = {r: s // by for r, s in index.strides.items() if not s % by}
-                return Affine(index.offset // by, whole), digit
+            # windows have strides such as by + 1: their steps are one in the quotient and one in the rest
+            for part in (rest, {r: s % by for r, s in rest.items()}):
+                least, most = self.bounds(digit := Affine(index.offset % by, part))
+                if least >= 0 and most < by:
+                    whole = {r: (s - part.get(r, 0)) // by for r, s in index.strides.items()}
+                    return Affine(index.offset // by, {r: s for r, s in whole.items() if s}), digit
             for number, stride in rest.items():
                 extent = self.extents[number]
                 if isinstance(extent, int) and stride > 0 and by % stride == 0 and by < stride * extent \

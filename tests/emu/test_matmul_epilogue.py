@@ -1,0 +1,156 @@
+"""DEV=EMU: what follows a product is computed by its kernel: exact for integers, near for activations."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from matmul_case import BF16, check, extents, rounded, stored, taken, whole
+from on_emu import emu, near  # noqa: F401
+
+from tinygrad_nv import Tensor, dtypes, explain
+from tinygrad_nv.tile.expression import Load, loads, show
+
+A, B = whole(24, 48), whole(48, 40)
+SUM = A @ B
+CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., np.ndarray], tuple[tuple[int, ...], ...]]] = {
+    "bias": (lambda y, b: y + b, lambda y, b: y + b, ((40,),)),
+    "row scale": (lambda y, s: y * s, lambda y, s: y * s, ((24, 1),)),
+    "residual": (lambda y, r: y + r, lambda y, r: y + r, ((24, 40),)),
+    "transposed residual": (lambda y, r: y + r.T, lambda y, r: y + r.T, ((40, 24),)),
+    "scalar": (lambda y, s: y * s, lambda y, s: y * s, ((1, 1),)),
+    "constant": (lambda y: y * 0.5 - 3, lambda y: y * 0.5 - 3, ()),
+    "relu": (lambda y: y.relu(), lambda y: np.maximum(y, 0), ()),
+    "bias, relu, residual": (lambda y, b, r: (y + b).relu() + r, lambda y, b, r: np.maximum(y + b, 0) + r,
+                             ((40,), (24, 40))),
+    "clipped": (lambda y: y.clip(-8, 8), lambda y: y.clip(-8, 8), ()),
+    "chosen": (lambda y, c: (c < 0).where(y, -y), lambda y, c: np.where(c < 0, y, -y), ((24, 40),)),
+    "not chosen": (lambda y, c: ((y < 0) | (c != 1)).logical_not().where(y, 0.0),
+                   lambda y, c: np.where((y < 0) | (c != 1), 0, y), ((24, 40),)),
+    "squared": (lambda y: y.square() * 0.25, lambda y: y * y * 0.25, ()),
+    "computed beside": (lambda y, p, q: y + p * q, lambda y, p, q: y + p * q, ((24, 40), (24, 40))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exact_epilogues(name: str):
+    ours, theirs, shapes = CASES[name]
+    values = [whole(*shape, seed=i + 1) for i, shape in enumerate(shapes)]
+    y = ours(stored(A, dtypes.half) @ stored(B, dtypes.half), *(stored(v, dtypes.half) for v in values))
+    (spec,) = check(y, theirs(SUM, *values), (24, 40, 48))
+    assert len(spec.parameters) == len(values)
+
+
+def test_strides_of_what_is_loaded():
+    y = stored(A) @ stored(B) + stored(whole(40)) + stored(whole(24, 1)) + stored(whole(30, 50))[3:27, 5:45]
+    (spec,) = taken(y)
+    found = {(load.m, load.n, load.offset) for load in loads(spec.epilogue)}
+    assert found == {(0, 1, 0), (1, 0, 0), (50, 1, 155)}
+
+
+def test_a_bias_of_each_batch():
+    a, b, bias = whole(3, 8, 16), whole(3, 16, 24), whole(3, 1, 24)
+    (spec,) = check(stored(a) @ stored(b) + stored(bias), a @ b + bias, (3, 8, 24, 16))
+    assert loads(spec.epilogue) == (Load(0, BF16, 0, 1, (24,)),)
+
+
+def test_linear_layers():
+    x, w, bias = whole(2, 12, 48), whole(40, 48), whole(40)
+    check(stored(x).linear(stored(w).T, stored(bias)), x @ w.T + bias, (24, 40, 48))
+
+
+def test_every_node_is_rounded_to_its_dtype():
+    """half((half(sum) + half) * half) differs from one rounding of the whole."""
+    a, b = whole(16, 64, most=20), whole(64, 16, most=20)
+    r = whole(16, 16, seed=5, most=300)
+    def in_half(v: np.ndarray) -> np.ndarray: return v.astype(np.float16).astype(np.float64)
+    wanted = in_half(in_half(in_half(a @ b) + r) * in_half(np.float64(1.1)))
+    once = in_half((a @ b + r) * 1.1)
+    assert (wanted != once).any()
+    y = (stored(a, dtypes.half) @ stored(b, dtypes.half) + stored(r, dtypes.half)) * 1.1
+    check(y, wanted, (16, 16, 64))
+
+
+@pytest.mark.parametrize(("name", "error"), [("silu", 2e-2), ("gelu", 4e-2), ("sigmoid", 1e-2),
+                                             ("tanh", 2e-2), ("erf", 3e-2), ("exp", 2e-2)])
+def test_activations(name: str, error: float):
+    """Within what rounding each node to bfloat16 costs: some 2^-8 for each of up to ten nodes."""
+    a, b = whole(24, 48) / 4, whole(48, 40) / 16
+    y = getattr(stored(a) @ stored(b), name)()
+    (spec,) = taken(y)
+    assert (extents(spec), len(explain(y).kernels)) == ((24, 40, 48), 1)
+    reference = getattr(Tensor(rounded(a @ b)).float(), name)()
+    near(y, reference.numpy(), error)
+
+
+# **** gates ****
+
+def gated(shape: tuple[int, int, int], split: Callable[[Tensor], tuple[Tensor, Tensor]]):
+    m, n, k = shape
+    a, w = whole(m, k), whole(2 * n, k, most=1)
+    return a @ w.T, (lambda g, u: g.relu() * u)(*split(stored(a) @ stored(w).T))
+
+
+def test_a_gate_of_one_weight():
+    total, y = gated((24, 32, 16), lambda y: (y[:, :32], y[:, 32:]))
+    (spec,) = check(y, np.maximum(total[:, :32], 0) * total[:, 32:], (24, 32, 16))
+    assert (spec.parts, spec.part) == (2, 32 * 16)
+
+
+def test_the_gate_may_come_second():
+    total, y = gated((24, 32, 16), lambda y: (y[:, 32:], y[:, :32]))
+    (spec,) = check(y, np.maximum(total[:, 32:], 0) * total[:, :32], (24, 32, 16))
+    assert show(spec.epilogue).startswith("(where((0 < sum1")
+
+
+def test_gates_column_by_column():
+    total, y = gated((24, 32, 16), lambda y: (y[:, ::2], y[:, 1::2]))
+    (spec,) = check(y, np.maximum(total[:, ::2], 0) * total[:, 1::2], (24, 32, 16))
+    assert (spec.part, spec.b.mn) == (16, 32)
+
+
+def test_parts_that_go_separate_ways_are_one_product():
+    a, w = whole(24, 16), whole(48, 16)
+    y = stored(a) @ stored(w).T
+    q, k = y[:, :16].contiguous(), y[:, 16:].relu().contiguous()
+    assert [extents(spec) for spec in taken(q, k)] == [(24, 48, 16)]
+    Tensor.realize(q, k)
+    np.testing.assert_array_equal(q.float().numpy(), (a @ w.T)[:, :16])
+    np.testing.assert_array_equal(k.float().numpy(), np.maximum(a @ w.T, 0)[:, 16:])
+
+
+def test_only_the_columns_that_are_used():
+    y = (stored(A) @ stored(B))[:, 8:24] + 1
+    check(y, SUM[:, 8:24] + 1, (24, 16, 48))
+
+
+# **** where a region ends ****
+
+def test_a_sum_that_is_used_elsewhere_is_stored():
+    y = stored(A, dtypes.half) @ stored(B, dtypes.half)
+    z = y.relu() + y.sum(1, keepdim=True)
+    found = taken(z)
+    assert [extents(spec) for spec in found] == [(24, 40, 48)]
+    assert found[0].plain
+    np.testing.assert_array_equal(z.numpy(), np.maximum(SUM, 0) + SUM.sum(1, keepdims=True))
+
+
+def test_both_results_of_a_residual_stream():
+    """The sum with its residual is what the next layer and the norm read."""
+    a, b, r = stored(A), stored(B), stored(whole(24, 40, seed=3))
+    h = a @ b + r
+    z = h * h.float().square().mean(1, keepdim=True).cast(BF16)
+    (spec,) = taken(z)
+    assert show(spec.epilogue) == "(sum.bf16 + x0[mn])"
+
+
+def test_a_permutation_is_taken_in_where_the_result_is_stored():
+    y = (stored(A) @ stored(B)).reshape(2, 12, 5, 8).transpose(1, 2).contiguous()
+    check(y, SUM.reshape(2, 12, 5, 8).swapaxes(1, 2), (2, 5, 12, 8, 48))
+
+
+def test_broadcasting_the_result_ends_the_region():
+    r = whole(3, 24, 40)
+    y = (stored(A) @ stored(B)).unsqueeze(0) + stored(r)
+    (spec,) = check(y, SUM + r, (24, 40, 48), kernels=2)
+    assert spec.plain

@@ -1,0 +1,121 @@
+"""Contractions that are left to tinygrad say why in explain(), in these words."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from tinygrad.dtype import DType
+
+from tinygrad_nv import Context, Tensor, Variable, dtypes, explain
+
+ROWS = Variable("rows", 1, 32)
+
+
+@pytest.fixture(autouse=True)
+def emu() -> Iterator[None]:
+    with Context(DEV="EMU"): yield
+
+
+def of(*shape: int, dtype: DType = dtypes.bfloat16) -> Tensor: return Tensor.empty(*shape, dtype=dtype)
+
+
+def left(y: Tensor) -> list[str]:
+    """Why each kernel is not ours; it must be none."""
+    kernels = explain(y).kernels
+    assert all(kernel.template is None for kernel in kernels)
+    return [kernel.reason for kernel in kernels]
+
+
+def test_float32():
+    assert left(of(24, 48, dtype=dtypes.float) @ of(48, 40, dtype=dtypes.float)) == [
+        "gemm: float32 without ALLOW_TF32"]
+
+
+def test_float64():
+    assert left(of(24, 48, dtype=dtypes.double) @ of(48, 40, dtype=dtypes.double)) == [
+        "gemm: f64 summed in f64"]
+
+
+def test_bytes_that_wrap():
+    assert left(of(24, 48, dtype=dtypes.int8) @ of(48, 40, dtype=dtypes.int8)) == [
+        "gemm: products of s8 wrap around before the sum; cast operands to int32"]
+
+
+def test_integers():
+    assert left(of(24, 48, dtype=dtypes.int) @ of(48, 40, dtype=dtypes.int)) == ["gemm: s32 summed in s32"]
+
+
+def test_accumulation_in_half():
+    a, b = of(24, 48, dtype=dtypes.half), of(48, 40, dtype=dtypes.half)
+    assert left(a.matmul(b, dtype=dtypes.half)) == ["gemm: the sum is accumulated in f16"]
+
+
+def test_products_that_are_rounded():
+    a, b = of(24, 1, 48), of(1, 40, 48)
+    y = (a.float() * b.float()).half().float().sum(2)
+    assert left(y) == ["gemm: products of f32 are rounded before the sum"]
+
+
+def test_two_dtypes():
+    y = of(24, 48).float() @ of(48, 40, dtype=dtypes.half).float()
+    assert left(y) == ["gemm: float32 without ALLOW_TF32"]
+
+
+def test_a_condition():
+    y = (of(24, 64, dtype=dtypes.float) > 0).cast(dtypes.bfloat16) @ of(64, 32)
+    assert left(y) == ["gemm: an operand is a condition"]
+
+
+def test_a_sum_of_one_operand_alone():
+    y = Tensor.einsum("abc,cd,de->abe", of(2, 3, 5), of(5, 8), of(8, 9))
+    assert left(y) == ["gemm: a dimension is in neither operand, or summed of one alone"]
+
+
+def test_symbolic_sums():
+    n = ROWS.bind(5)
+    assert left(of(24, 32)[:, :n] @ of(32, 40)[:n]) == ["gemm: symbolic K"]
+
+
+def test_symbolic_batches():
+    n = ROWS.bind(5)
+    assert left(of(32, 8, 16)[:n] @ of(32, 16, 24)[:n]) == ["gemm: a symbolic batch"]
+
+
+def test_symbolic_rows_and_columns():
+    x, n = of(32, 48), ROWS.bind(5)
+    assert left(x[:n] @ x[:n].T) == ["gemm: more than one symbolic dimension"]
+
+
+def test_rows_that_are_an_expression():
+    n = ROWS.bind(5)
+    assert left(of(33, 48)[:n + 1] @ of(48, 40)) == [
+        "gemm: the number of rows is an expression, not a variable"]
+
+
+def test_windows_that_overlap():
+    y = of(1, 3, 6, 6).conv2d(of(24, 3, 3, 3), padding=1)
+    assert left(y) == ["gemm: K lies in 3 dimensions, not one"]
+
+
+def test_an_operand_without_strides_that_a_copy_would_multiply():
+    y = of(6).expand(4, 6).reshape(3, 8) @ of(8, 40)
+    assert left(y) == ["gemm: a copy of an operand would be 24 elements of 6"]
+
+
+def test_an_operand_that_is_used_too_little_to_be_copied():
+    y = of(2, 64) @ (of(64, 512) * 2 + 1)
+    assert left(y) == ["gemm: an operand would be copied, and each element of it is used 2 times, not 16"]
+
+
+def test_sums_that_are_no_product_of_matrices():
+    """Nothing is said of these: they are not nearly a matrix product."""
+    a, b = of(24, 48), of(24, 48)
+    for y in ((a * b).sum(1), (a * a).sum(1), a.sum(1), (a * 2).sum(1), of(24, 1) @ of(1, 48), a.softmax()):
+        assert not any("gemm" in reason for reason in left(y))
+
+
+def test_empty_products_are_zeros():
+    y = of(4, 0) @ of(0, 5)
+    assert not any(kernel.template for kernel in explain(y).kernels)
+    np.testing.assert_array_equal(y.float().numpy(), np.zeros((4, 5)))
