@@ -4,6 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gemm_case import arguments, near, operand, product, reference, result, run
+from gemv_case import GEMV, best, scheduled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinygrad.dtype import DType, dtypes
@@ -14,24 +15,15 @@ from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec, Operand
 from tinygrad_nv.tile.templates import build
 from tinygrad_nv.tile.templates.gemv import gemv
-from tinygrad_nv.tile.templates.gemv_default import default
 from tinygrad_nv.tile.templates.gemv_plan import Plan
 
 ARCHES = ["sm_80", "sm_89", "sm_90a"]
 DTYPES = [dtypes.bfloat16, dtypes.float16, dtypes.float32, dtypes.fp8e4m3, dtypes.fp8e5m2, dtypes.int8,
           dtypes.uint8]
-GEMV = Schedule().using("gemv")
-
 
 def exact(dtype: DType) -> DType:
     """A result that holds sums of integers."""
     return dtypes.int32 if dtypes.is_int(dtype) else dtypes.float32
-
-
-def scheduled(spec: GemmSpec, granules: int, steps: int, warps: int, splits: int) -> Schedule:
-    """A schedule in units of what the product's plan has."""
-    plan = Plan.of(spec, GEMV)
-    return GEMV.block(spec.m, plan.granule * granules).k(plan.step * steps).warps(warps).split(splits)
 
 
 def check(spec: GemmSpec, schedule: Schedule, arch: str, seed: int = 0, m: int | None = None) -> None:
@@ -86,7 +78,7 @@ def test_random_values_are_as_near_as_a_float32_sum(dtype: DType, majors: str, m
     for out in (dtype, dtypes.float32):
         spec = product(m, 72, 1032, dtype, out, majors)
         given_ = arguments(spec, integers=False)
-        near(spec, given_, run(gemv(spec, default(spec, "sm_80") or GEMV, "sm_80"), spec, given_))
+        near(spec, given_, run(gemv(spec, best(spec, "sm_80"), "sm_80"), spec, given_))
 
 
 def test_float32_is_multiplied_in_float32():
@@ -96,7 +88,7 @@ def test_float32_is_multiplied_in_float32():
     given_["a"].fill_(1 + 2**-20)
     given_["b"].fill_(0)
     given_["b"][::128] = 1
-    assert (run(gemv(spec, default(spec, "sm_80") or GEMV, "sm_80"), spec, given_) == 1 + 2**-20).all()
+    assert (run(gemv(spec, best(spec, "sm_80"), "sm_80"), spec, given_) == 1 + 2**-20).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES[3:5])
@@ -150,8 +142,7 @@ def test_epilogues_read_rows_columns_and_matrices(m: int):
 @pytest.mark.parametrize("dtype", [dtypes.bfloat16, dtypes.int8])
 def test_few_columns_are_the_transposed_product(out_major: str, majors: str, dtype: DType):
     spec = product(50, 5, 200, dtype, exact(dtype), majors, out_major=out_major, batch=(2,))
-    schedule = default(spec, "sm_80")
-    assert schedule is not None
+    schedule = best(spec, "sm_80")
     assert schedule.swap
     check(spec, schedule, "sm_80")
 
@@ -178,10 +169,9 @@ def test_weights_that_matrices_share():
 @pytest.mark.parametrize("m", [1, 2, 8, 16])
 @pytest.mark.parametrize(("n", "k"), [(96, 128), (32, 128), (224, 64), (64, 448), (501, 64)])
 def test_shapes_of_llama_8b_by_64(m: int, n: int, k: int):
-    """Query and output, key and value, gate or up, down, and the vocabulary: the default schedules."""
+    """Query and output, key and value, gate or up, down, and the vocabulary."""
     for arch in ARCHES:
         spec = product(m, n, k, out=dtypes.float32)
-        schedule = default(spec, arch)
-        assert schedule is not None
         given_ = arguments(spec)
-        assert torch.equal(run(build(spec, schedule, arch), spec, given_, arch), reference(spec, given_))
+        got = run(build(spec, best(spec, arch), arch), spec, given_, arch)
+        assert torch.equal(got, reference(spec, given_))

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from gemm_case import arguments, launched, operand, product, result
+from gemv_case import GEMV, best
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import ScheduleError
@@ -17,17 +18,15 @@ from tinygrad_nv.tile.legality import SMEM_BYTES, problems
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec
 from tinygrad_nv.tile.templates.gemv import gemv
-from tinygrad_nv.tile.templates.gemv_default import default
+from tinygrad_nv.tile.templates.gemv_plan import Plan, turned
 
 WEIGHTS = ".nc.L1::no_allocate"
 KINDS = [dtypes.bfloat16, dtypes.float32, dtypes.fp8e4m3, dtypes.int8]
 
 
-def made(spec: GemmSpec, arch: str, sm_count: int = 132) -> GemmKernel:
-    """The kernel of the default schedule."""
-    schedule = default(spec, arch, sm_count)
-    assert schedule is not None
-    return gemv(spec, schedule, arch, sm_count)
+def made(spec: GemmSpec, arch: str, sm_count: int = 0) -> GemmKernel:
+    """The kernel of the schedule that the cost model likes best."""
+    return gemv(spec, best(spec, arch, sm_count), arch)
 
 
 def decode(m: int, n: int, k: int, dtype: DType, majors: str) -> GemmSpec:
@@ -39,12 +38,15 @@ def decode(m: int, n: int, k: int, dtype: DType, majors: str) -> GemmSpec:
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("m", [1, 5, 16])
 @pytest.mark.parametrize("majors", ["KK", "KM"])
-def test_default_schedules_do_not_spill(arch: str, dtype: DType, m: int, majors: str):
-    """Two CTAs of 256 threads fit an SM's 65536 registers with 128 each; 16 rows of float32 take more."""
-    kernel = made(decode(m, 4096, 4096, dtype, majors), arch)
+def test_schedules_that_are_chosen_do_not_spill(arch: str, dtype: DType, m: int, majors: str):
+    """And as many CTAs have room on an SM as the plan says."""
+    spec = decode(m, 4096, 4096, dtype, majors)
+    schedule = best(spec, arch)
+    kernel = gemv(spec, schedule, arch)
     resources = assemble(kernel.ptx, arch).kernels[kernel.name]
     assert (resources.spill_store_bytes, resources.spill_load_bytes, resources.stack_bytes) == (0, 0, 0)
-    assert resources.registers <= (168 if dtype == dtypes.float32 and m == 16 else 128)
+    ctas = Plan.of(turned(spec, schedule), schedule).ctas_an_sm
+    assert ctas * -(-resources.registers // 8) * 8 * kernel.threads <= 65536
     assert max(resources.shared_bytes, kernel.dynamic_smem) <= SMEM_BYTES[arch]
 
 
@@ -109,24 +111,27 @@ def test_instructions_of_the_loop(dtype: DType, m: int, majors: str, most: int):
 
 
 @pytest.mark.parametrize(("schedule", "m", "words"), [
-    (Schedule().block(1, 32).k(512), 17, ["m=17 is above 16"]),
-    (Schedule().block(1, 40).k(128), 4, ["block_n=40 is not a multiple of the 16 columns"]),
-    (Schedule().block(1, 32).k(100), 4, ["block_k=100 is not a multiple of the 32"]),
-    (Schedule().block(1, 64).k(1024), 4, ["32 steps × 2 chunks × 1 parts × 4 = 256 registers"]),
-    (Schedule().block(1, 4096).k(32), 16, ["512 columns of a warp × 16 rows × 1 parts = 256 sums"]),
-    (Schedule().block(1, 64).k(128), 16, ["16 rows × 16384 of K × 2 B = 525312 B of shared", "166912"]),
-    (Schedule().block(1, 64).k(256).cluster(2), 1, ["clusters are made of splits"]),
+    (GEMV.block(1, 32).k(512), 17, ["m=17 is above 16"]),
+    (GEMV.block(1, 40).k(128), 4, ["block_n=40 is not a multiple of the 16 columns"]),
+    (GEMV.block(1, 32).k(100), 4, ["block_k=100 is not a multiple of the 32"]),
+    (GEMV.block(1, 64).k(1024), 4, ["32 steps × 2 chunks × 1 parts × 4 = 256 registers"]),
+    (GEMV.block(1, 4096).k(32), 16, ["512 columns of a warp × 16 rows × 1 parts = 256 sums"]),
+    (GEMV.block(1, 64).k(128), 16, ["16 rows × 16384 of K × 2 B = 525312 B of shared", "166912"]),
+    (GEMV.block(1, 1024).k(64).warps(32), 16,
+     ["16 sums + 32 of loads + 8 of activations + 28 = 84 registers, 1024 threads have 64 each"]),
+    (GEMV.block(1, 64).k(256).split(65), 1, ["65 splits of 16384 / 256 = 64 iterations"]),
+    (GEMV.block(1, 64).k(256).warps(33), 1, ["33x1 warps are 1056 threads"]),
+    (GEMV.block(1, 64).k(256).cluster(2).streamed().pingpong(), 1,
+     ["cluster 2x1 is of other templates", "stream-K is of", "ping-pong is of"]),
 ])
 def test_impossible_schedules_are_refused_with_the_arithmetic(schedule: Schedule, m: int, words: list[str]):
-    spec = product(m, 4096, 16384)
-    gemv_schedule = Schedule(**{**schedule.to_json(), "template": "gemv", "warps_m": 8, "warps_n": 1})
-    with pytest.raises(ScheduleError) as error: gemv(spec, gemv_schedule, "sm_80")
+    with pytest.raises(ScheduleError) as error: gemv(product(m, 4096, 16384), schedule, "sm_80")
     assert [word for word in words if word not in str(error.value)] == []
 
 
 def test_a_swap_has_its_conditions():
-    swap = Schedule().using("gemv").swapped()
-    plain = problems(Schedule().using("gemv"), product(50, 4, 64), "sm_80")
+    swap = GEMV.swapped()
+    plain = problems(GEMV, product(50, 4, 64), "sm_80")
     assert plain == ["m=50 is above 16; n is not: swapped()"]
     assert problems(swap, product(50, 40, 64), "sm_80") == ["n=40 is above 16"]
     symbolic = product(50, 4, 64, symbolic=True)
@@ -135,4 +140,3 @@ def test_a_swap_has_its_conditions():
                      result(dtypes.bfloat16, 50, 4), parts=2, part=256,
                      epilogue=(Sum() + Sum(part=1)).cast(dtypes.bfloat16))
     assert problems(swap, gated, "sm_80") == ["the transposed product of 2 parts"]
-    assert default(product(50, 40, 64), "sm_80") is None

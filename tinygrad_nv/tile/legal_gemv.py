@@ -4,7 +4,15 @@ from __future__ import annotations
 from tinygrad_nv.tile import legality
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec
-from tinygrad_nv.tile.templates.gemv_plan import MOST_LOADED, MOST_ROWS, MOST_SUMS, Plan, turned
+from tinygrad_nv.tile.templates.gemv_plan import (
+    MOST_LOADED,
+    MOST_ROWS,
+    MOST_SUMS,
+    OTHER_REGISTERS,
+    REGISTERS,
+    Plan,
+    turned,
+)
 
 MOST_GRID = 65535  # CTAs along y and z
 
@@ -20,7 +28,11 @@ def problems(schedule: Schedule, spec: GemmSpec, arch: str) -> list[str]:
         return [f"{'n' if s.swap else 'm'}={turned_spec.m} is above {MOST_ROWS}{hint}"]
     if s.threads > 1024: return [f"{s.warps_m}x{s.warps_n} warps are {s.threads} threads, at most 1024"]
     plan = Plan.of(turned_spec, s)
-    return _block_problems(plan) or _extent_problems(plan, arch)
+    out = [f"{word} is of other templates" for word, on in (
+        ("stream-K", s.stream), ("ping-pong", s.mode == "pingpong"),
+        (f"swizzle {s.swizzle_width}", s.swizzle_width),
+        (f"cluster {s.cluster_m}x{s.cluster_n}", s.cluster_m * s.cluster_n > 1)) if on]
+    return out + (_block_problems(plan) or _extent_problems(plan, arch))
 
 
 def _block_problems(plan: Plan) -> list[str]:
@@ -41,13 +53,19 @@ def _extent_problems(plan: Plan, arch: str) -> list[str]:
     if plan.sums > MOST_SUMS:
         out.append(f"{plan.warp_n} columns of a warp × {spec.m} rows × {spec.parts} parts = {plan.sums} sums "
                    f"a lane, at most {MOST_SUMS}")
+    most = min(255, REGISTERS // s.threads // 8 * 8)
+    if plan.registers > most:
+        out.append(f"{plan.sums} sums + {plan.loaded} of loads + {plan.x_registers} of activations + "
+                   f"{OTHER_REGISTERS} = {plan.registers} registers, {s.threads} threads have {most} each")
     if plan.smem_bytes > legality.SMEM_BYTES[arch]:
         needed = f"{spec.m} rows × {plan.span} of K × {plan.itemsize} B = {plan.x_bytes} B" \
             if plan.x_bytes >= plan.sums_bytes else f"sums of {plan.warps_k} warps = {plan.sums_bytes} B"
         out.append(f"{needed} of shared memory, {arch} has {legality.SMEM_BYTES[arch]}")
+    iterations = plan.full + (plan.tail > 0)
+    if s.splits > iterations:
+        out.append(f"{s.splits} splits of {spec.k} / {s.block_k} = {iterations} iterations")
     for name, count in (("splits", plan.splits), ("matrices", spec.matrices)):
         if count > MOST_GRID: out.append(f"{count} {name} are above {MOST_GRID}")
     if plan.reach_bytes >= 1 << 31:
         out.append(f"loads of an iteration are {plan.reach_bytes} B apart, at most {(1 << 31) - 1}")
-    if (s.cluster_m, s.cluster_n) != (1, 1): out.append("clusters are made of splits")
     return out

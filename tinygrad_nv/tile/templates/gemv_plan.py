@@ -28,8 +28,9 @@ from tinygrad_nv.tile.spec import BYTES, FP8, HALVES, GemmSpec
 MOST_ROWS = 16
 CHUNK = 16  # bytes
 MOST_SUMS = 128  # registers of a lane
-MOST_LOADED = 128
-LOADED = 8  # chunks in flight a lane that the default schedule asks for
+MOST_LOADED = 64  # 256 bytes a lane, 64 KiB in flight of 8 warps: an H100 needs 18 KiB an SM
+OTHER_REGISTERS = 28  # addresses, predicates, converted weights
+REGISTERS = 65536  # of an SM
 
 
 def turned(spec: GemmSpec, schedule: Schedule) -> GemmSpec:
@@ -152,11 +153,28 @@ class Plan:
         return 4 * pairs * self.tiles_m * self.spec.parts
 
     @property
+    def x_registers(self) -> int:
+        """Registers of a lane that hold activations of a step: fp8 as float16."""
+        twice, words = self.spec.a.dtype in FP8, max(self.x_chunk // 4, 1)
+        if self.tensor: return self.tiles_m * words * (2 if twice else 1)
+        if self.along == "n": return self.spec.m * words
+        return min(self.spec.m, self.few) * (words if self.itemsize == 1 else self.vector)
+
+    @property
+    def few(self) -> int:
+        """Rows of activations of which a lane holds a chunk at once, on CUDA cores along k."""
+        return self.spec.m if self.spec.m * self.vector <= 32 else 1
+
+    @property
+    def registers(self) -> int:
+        """What a thread needs at most: sums, loads, activations, and what ptxas was seen to take besides."""
+        return self.sums + self.loaded + self.x_registers + OTHER_REGISTERS
+
+    @property
     def ctas_an_sm(self) -> int:
-        """How many ptxas is to leave registers for: 512 threads with 128 each, when loads and sums are not
-        so many that others would be spilled."""
-        most = 96 if self.tensor else 80
-        return max(512 // self.schedule.threads, 1) if self.sums + self.loaded <= most else 1
+        """For how many ptxas is to leave registers: up to 1024 threads that have what they need."""
+        threads = self.schedule.threads
+        return max(min(REGISTERS // (-(-self.registers // 8) * 8), 1024) // threads, 1)
 
     # **** a CTA ****
 
@@ -184,9 +202,14 @@ class Plan:
         return self.blocks_a_split * self.schedule.block_k
 
     @property
+    def x_chunk(self) -> int:
+        """Bytes of a row of activations that a lane multiplies in a step."""
+        return self.chunk if self.along == "k" else self.depth * self.itemsize
+
+    @property
     def x_width(self) -> int:
         """Bytes of activations that a lane reads from shared memory at a time."""
-        return self.width if self.along == "k" else self.depth * self.itemsize
+        return self.width if self.along == "k" else self.x_chunk
 
     @property
     def pitch_bytes(self) -> int:

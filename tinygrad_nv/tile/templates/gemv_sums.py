@@ -61,8 +61,7 @@ class Lanes:
     def activations(self, x: Value, row: int, step: int) -> list[Value]:
         """The words that belong to a step's chunks, `row` rows after the address `x`."""
         plan = self.plan
-        width = plan.x_width
-        nbytes = plan.chunk if plan.along == "k" else width
+        width, nbytes = plan.x_width, plan.x_chunk
         into = w.registers(self.k, nbytes, width)
         start = row * plan.pitch_bytes + step * plan.step * plan.itemsize
         for piece in range(nbytes // width):
@@ -114,7 +113,7 @@ class RowsByLanes(Lanes):
         self.sums = [[self.zeros(self.m) for _ in range(self.plan.rows)] for _ in range(self.parts)]
 
     def take(self, step: int) -> None:
-        few = self.m * self.plan.vector <= 32
+        few = self.plan.few == self.m
         x = [self.numbers(self.activations(self.xs[0], i, step)) for i in range(self.m)] if few else []
         slots = [(step, p, r, 0) for p in range(self.parts) for r in range(self.plan.rows)]
         if few:  # activations in registers, one chunk after the other
