@@ -40,7 +40,6 @@ from tinygrad_nv.patterns.contraction import (
 )
 from tinygrad_nv.patterns.epilogue import Epilogue, Unfused, ends, usable
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
-from tinygrad_nv.runtime.launch_text import source
 from tinygrad_nv.tile.choose import choose, why_not
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Sum, loads
 from tinygrad_nv.tile.kernel import GemmKernel
@@ -250,29 +249,19 @@ def _finished(root: Expression, loads: list[Load], parts: list[int]) -> Expressi
 # **** calls ****
 
 @functools.lru_cache(1024)
-def kernel(spec: GemmSpec, schedule: Schedule, machine: Machine) -> tuple[GemmKernel, str]:
-    """The kernel of a product, and its text with how it is launched."""
-    made = build(spec, schedule, machine.arch, machine.sm_count)
-    return made, source(made)
+def kernel(spec: GemmSpec, schedule: Schedule, machine: Machine) -> GemmKernel:
+    """The kernel of a product."""
+    return build(spec, schedule, machine.arch, machine.sm_count)
 
 
 def _called(match: Match, inputs: list[UOp]) -> UOp:
     spec, rows, end = match.spec, match.rows, match.end
-    made, text = kernel(spec, match.schedule, match.machine)
     assert end.device is not None
-    outputs = [program.Output(end.shape, end.dtype)]
-    if made.workspace_bytes:
-        outputs += [program.Output((-(-made.workspace_bytes // 4),), dtypes.float32),
-                    program.Output((max(made.flags, 1),), dtypes.uint32)]
     m: sint = spec.m if rows is None else rows
-    grid: tuple[sint, ...] = made.grid
-    if rows is not None and made.rows_of_cta:
-        ctas = (rows + (made.rows_of_cta - 1)) // made.rows_of_cta * made.ctas_of_rows
-        grid = (ctas.maximum(1), *made.grid[1:])
     note = program.Note(match.schedule.template, f"{spec}: {match.schedule}", spec, match.schedule)
-    return program.program(made.name, text, end.device, outputs, inputs, grid=grid,
-                           block=(made.threads, 1, 1), variables=[] if rows is None else [rows],
-                           flops=spec.flops // spec.m * m, nbytes=_bytes(spec, m), note=note)[0]
+    return program.gemm(kernel(spec, match.schedule, match.machine), end.device,
+                        program.Output(end.shape, end.dtype), inputs, m=rows, flops=spec.flops // spec.m * m,
+                        nbytes=_bytes(spec, m), note=note)
 
 
 def _bytes(spec: GemmSpec, m: sint) -> sint:
