@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tinygrad_nv.tile import work
 from tinygrad_nv.tile.machine import Machine, machine_for
@@ -54,8 +54,7 @@ def predict(spec: GemmSpec, schedule: Schedule, machine: Machine | str) -> Predi
     return Model(spec, machine_for(machine) if isinstance(machine, str) else machine).predict(schedule)
 
 
-@dataclass(frozen=True)
-class _Tiles:
+class _Tiles(NamedTuple):
     """A schedule laid over a product, whose rows and columns have changed places if it is swapped."""
     rows: int
     columns: int
@@ -131,7 +130,7 @@ class Model:
         m, n = (spec.n, spec.m) if s.swap else (spec.m, spec.n)
         rows = -(-m // (s.block_m * s.cluster_m)) * s.cluster_m
         columns = -(-n // (work.columns(spec, s) * s.cluster_n)) * s.cluster_n
-        cluster = s.cluster_m * s.cluster_n
+        cluster = s.cluster_m * s.cluster_n * (s.splits if s.template == "wgmma" else 1)
         usable = machine.sm_count // cluster * cluster
         if cluster > 2: usable = int(usable * LARGE_CLUSTERS) // cluster * cluster
         resident, steps = self._resident(s, registers), -(-spec.k // s.block_k)
@@ -181,15 +180,14 @@ class Model:
         return a * a_times * self.a_matrices + b * b_times * self.b_matrices + self.result_bytes
 
     def _joining_s(self, s: Schedule, t: _Tiles) -> float:
-        """What it costs to join partial sums: zero flags, write a tile's, wait, read those of the others."""
+        """What it costs to join partial sums. In a cluster: each CTA leaves a tile's and reads a share of the
+        others'. Beyond: zero flags, write a tile's, wait, read those of the others."""
         if s.splits == 1 and not s.stream: return 0.0
-        # splits of a gemv are a cluster where there are any
+        tile_s = 4 * s.block_m * work.width(self.spec, s) / L2_BYTES_PER_CYCLE / self.machine.clock_hz
         if s.template == "gemv" and s.splits <= 8 and self.machine.arch == "sm_90a": return JOIN_S
-        others = float(s.splits - 1)
-        if s.stream:
-            per_cta = -(-t.tiles * t.steps // t.usable)
-            others = float(max(1, -(-t.steps // per_cta) - 1))
-            if t.tiles % t.usable == 0: return self.machine.launch_s
-        tile_bytes = 4 * s.block_m * work.width(self.spec, s)
-        cycles = (1 + others) * tile_bytes / L2_BYTES_PER_CYCLE
-        return self.machine.launch_s + JOIN_S + cycles / self.machine.clock_hz
+        if not s.stream:
+            return JOIN_S + 2 * tile_s if s.template == "wgmma" else \
+                self.machine.launch_s + JOIN_S + s.splits * tile_s
+        if t.tiles % t.usable == 0: return self.machine.launch_s
+        per_cta = -(-t.tiles * t.steps // t.usable)
+        return self.machine.launch_s + JOIN_S + (1 + max(1, -(-t.steps // per_cta) - 1)) * tile_s

@@ -23,6 +23,7 @@ WGMMA_ROWS = ((64, 8), (128, 12), (256, 12), (192, 16))     # and how many warps
 WGMMA_COLUMNS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+CLUSTERED_SPLITS = (2, 4, 8)        # of wgmma: they meet in a cluster
 
 
 def space(spec: GemmSpec, arch: str, sm_count: int = 0) -> Iterator[Schedule]:
@@ -51,17 +52,25 @@ def around(s: Schedule, spec: GemmSpec, sm_count: int) -> Iterator[Schedule]:
     rows, columns = _tiles(s, spec)
     for cluster in CLUSTERS if s.template == "wgmma" else CLUSTERS[:1]:
         if cluster[0] <= rows and cluster[1] <= columns: yield s.cluster(*cluster)
-    count, most = rows * columns * spec.matrices, _most_splits(s, spec, 2 * sm_count)
-    yield from (s.split(splits) for splits in SPLITS if s.splits < splits <= most)
+    count = rows * columns * spec.matrices
+    yield from _split(s, spec, 2 * sm_count)
     if s.template == "wgmma" and s.mode == "cooperative" and count % sm_count and count < 8 * sm_count:
         yield s.streamed()
 
 
 def filling(s: Schedule, spec: GemmSpec, sm_count: int) -> Iterator[Schedule]:
-    """A schedule, and the same with as many splits as fill the SMs once."""
+    """A schedule, the same in a cluster, and with as many splits as fill the SMs once."""
     yield s
-    most = _most_splits(s, spec, sm_count)
-    if splits := [splits for splits in SPLITS if s.splits < splits <= most]: yield s.split(splits[-1])
+    if s.template == "wgmma" and max(_tiles(s, spec)) > 1:
+        yield s.cluster(2) if _tiles(s, spec)[0] > 1 else s.cluster(1, 2)
+    if most := list(_split(s, spec, sm_count)): yield most[-1]
+
+
+def beside(s: Schedule, spec: GemmSpec) -> list[Schedule]:
+    """wgmma tiles of other widths, of which one may leave fewer SMs idle in the last wave."""
+    if s.template != "wgmma" or s.block_n < 96: return []
+    made = (s.block(s.block_m, columns) for columns in WGMMA_COLUMNS if columns >= 96)
+    return [tile for tile in made if worthwhile(tile, spec)]
 
 
 def _tiles(s: Schedule, spec: GemmSpec) -> tuple[int, int]:
@@ -69,12 +78,14 @@ def _tiles(s: Schedule, spec: GemmSpec) -> tuple[int, int]:
     return -(-m // s.block_m), -(-n // columns_of_tile(spec, s))
 
 
-def _most_splits(s: Schedule, spec: GemmSpec, ctas: int) -> int:
-    """Of a tile's sum, so that CTAs are at most so many and sums of two steps at least. None in ping-pong;
+def _split(s: Schedule, spec: GemmSpec, ctas: int) -> Iterator[Schedule]:
+    """With more splits, so that CTAs are at most so many and sums of two steps at least. None in ping-pong;
     none of mma.sync with 128 sums a thread, where what a split needs beside them spills."""
-    if s.mode == "pingpong" or (s.template == "mma" and s.block_m * s.block_n >= 128 * s.threads): return 1
+    if s.mode == "pingpong" or (s.template == "mma" and s.block_m * s.block_n >= 128 * s.threads): return
     rows, columns = _tiles(s, spec)
-    return min(ctas // (rows * columns * spec.matrices), -(-spec.k // s.block_k) // 2)
+    most = min(ctas // (rows * columns * spec.matrices), -(-spec.k // s.block_k) // 2)
+    for splits in CLUSTERED_SPLITS if s.template == "wgmma" else SPLITS:
+        if s.splits < splits <= most: yield s.split(splits)
 
 
 def _all_tiles(spec: GemmSpec, arch: str) -> Iterator[Schedule]:

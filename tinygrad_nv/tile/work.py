@@ -13,7 +13,7 @@ Four schedulers issue an instruction a cycle each.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tinygrad.dtype import DType
 
@@ -34,8 +34,7 @@ WARP_STEP = 45                      # instructions of a consumer's warp for a st
 STORE_LATENCY = 400.0               # cycles until the first of a tile's sums is on its way
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """Cycles: `tensor`, `shared` and `issue` for a step, `finish` for the end of a tile. `ahead`: steps that
     are being loaded while one is worked on."""
     tensor: float
