@@ -10,10 +10,11 @@ from store_case import GROUPS, HALF, OUTS, SINGLE, SMALL, WARPS, exact, outer, s
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.assemble import assemble
+from tinygrad_nv.tile.expression import Load, Sum
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.store import store_plan
 
-WAYS = [(WARPS, "sm_80"), (WARPS, "sm_89"), (WARPS, "sm_90a"), (GROUPS, "sm_90a")]
+WAYS = [(WARPS, "sm_80"), (WARPS, "sm_90a"), (GROUPS, "sm_90a")]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
@@ -23,7 +24,7 @@ def test_every_major_edge_and_gap(arch: str, out: DType):
         exact(product(m, n, 1, HALF, out=out, out_major=major, gap=gap, batch=batch), SMALL, arch)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=["sm_80", "sm_89", "sm_90a", "TMA"])
+@pytest.mark.parametrize("way", WAYS, ids=["sm_80", "sm_90a", "TMA"])
 @pytest.mark.parametrize("out", OUTS, ids=lambda dtype: dtype.name)
 def test_staged_results_of_every_dtype(out: DType, way: tuple[Schedule, str]):
     """Full tiles: no access to shared memory waits for a bank, no store to global memory is of part of a
@@ -42,7 +43,7 @@ def test_staged_results_of_every_dtype(out: DType, way: tuple[Schedule, str]):
         assert bool(stores) == (schedule is WARPS)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=["sm_80", "sm_89", "sm_90a", "TMA"])
+@pytest.mark.parametrize("way", WAYS, ids=["sm_80", "sm_90a", "TMA"])
 @pytest.mark.parametrize("out", OUTS, ids=lambda dtype: dtype.name)
 def test_edges_of_staged_results(out: DType, way: tuple[Schedule, str]):
     schedule, arch = way
@@ -89,6 +90,23 @@ def test_a_plan_without_its_memory_stores_elements():
     assert "st.shared" not in outer(spec, WARPS, "sm_80", staging=False).ptx
     values = arguments(spec)
     assert (run(outer(spec, WARPS, "sm_80", staging=False), spec, values) == reference(spec, values)).all()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["sm_80", "sm_90a", "TMA"])
+def test_residuals_are_read_in_full_sectors(way: tuple[Schedule, str]):
+    """By way of the panel the result will have; not where their rows are no multiples of 16 bytes."""
+    schedule, arch = way
+    for major, (m, n, gap) in every("NM", [(64, 128, 0), (64, 128, 4), (136, 72, 0)]):
+        pitch = gap + (n if major == "N" else m)
+        residual = Load(0, HALF, *((pitch, 1) if major == "N" else (1, pitch)))
+        epilogue = Sum().cast(HALF) * Load(1, HALF, 0, 1) + residual
+        spec = spec_of(HALF, m, n, out_major=major, epilogue=epilogue)
+        exact(spec, schedule, arch)
+        stats = launched(outer(spec, schedule, arch), spec, arguments(spec), arch)[1].stats
+        wide = [site for site in stats.sites if site.requests and site.opcode == "ld.global.v4.b32"]
+        assert stats.bank_conflicts == {}
+        assert bool(wide) == (gap == 0)
+        assert m % 64 or all(site.sectors == 16 * site.requests for site in wide)
 
 
 def test_instructions_of_a_panel():

@@ -38,12 +38,12 @@ from tinygrad_nv.tile.lanes import (
 EXACT = ("max", "min", "where")
 LOGIC = {"and": "and", "or": "or", "xor": "xor", "not_equal": "xor", "add": "or", "mul": "and", "max": "or",
          "min": "and"}
-UNARY = {"reciprocal": "rcp.rn.f32", "exp2": "ex2.approx.f32", "log2": "lg2.approx.f32",
+UNARY = {"reciprocal": "rcp.approx.f32", "exp2": "ex2.approx.f32", "log2": "lg2.approx.f32",
          "sqrt": "sqrt.rn.f32", "sin": "sin.approx.f32"}
 FOLDED: dict[str, Callable[..., float]] = {"add": add, "sub": sub, "mul": mul,
                                            "reciprocal": lambda x: 1.0 / x}
-# of these the error, a unit of float32, is far below a rounding to 16 bits, and they are a fifth as long
-SHORT = {"reciprocal": "rcp.approx.f32", "sqrt": "sqrt.approx.f32"}
+# of these (and of rcp.approx) the error, a unit of float32, is far below a rounding to 16 bits
+SHORT = {"sqrt": "sqrt.approx.f32"}
 # bfloat16 before sm_90: a fused multiply-add with 1, -1 or -0
 FUSED = {"add": 0x3F803F80, "sub": 0xBF80BF80, "mul": 0x80008000}
 
@@ -144,10 +144,21 @@ class Finish:
         k = self.k
         if two and dtype in HALVES and op in ("add", "sub", "mul", "max", "min"):
             return Lanes(k, dtype, [], self._halves(op, HALVES[dtype], [arg.pair() for arg in args]))
+        if op == "reciprocal" and dtype == dtypes.float32:
+            return Lanes(k, dtype, each_lane(args, self._reciprocal))
         if op in UNARY: opcode = SHORT.get(op, UNARY[op]) if dtype != dtypes.float32 else UNARY[op]
         else: opcode = f"{op}.f32"
         wide = each_lane(args, lambda *operands: self._emitted(opcode, "f32", *operands))
         return Lanes(k, dtype, wide) if op in EXACT else rounded(k, wide, dtype)
+
+    def _reciprocal(self, x: Number) -> Value:
+        """1 / x to nearest: Newton's step, which is the fast path of rcp.rn, without a branch to its slow
+        one. Where the step makes no sense (0, infinity, NaN) the approximation is exact."""
+        short = self._emitted("rcp.approx.f32", "f32", x)
+        error = self._emitted("fma.rn.f32", "f32", self._emitted("neg.f32", "f32", x), short, 1.0)
+        made = self._emitted("fma.rn.f32", "f32", short, error, short)
+        small = self._emitted("setp.lt.f32", "pred", self._emitted("abs.f32", "f32", error), 0.5)
+        return self.k.select(small, made, short)
 
     def _halves(self, op: str, kind: str, args: list[Value]) -> Value:
         """An operation of two 16-bit floats at a time."""

@@ -7,6 +7,7 @@ one after the other; each is swizzled as TMA does it with boxes of that width (o
 swizzles). For each panel of the group's tile, in turn, into two panels' worth of memory:
 
     wait until what was in this half of the memory has been read
+    a residual goes the other way first: 16 bytes a thread (loaded a panel ahead) to the panel, ldmatrix
     finish the sums, write them (stmatrix, of 16-bit elements on sm_90)
     everybody of the group has written
     one thread starts a TMA store of each column of 128 bytes; or all read 16 bytes at a time and store them
@@ -16,17 +17,19 @@ whole lines.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tinygrad_nv.ptx.builder import Kernel, Place, Value
 from tinygrad_nv.tile.access import place, stored_form
+from tinygrad_nv.tile.expression import Load, loads
 from tinygrad_nv.tile.lanes import HALVES, Lanes
+from tinygrad_nv.tile.spec import GemmSpec, Result
 
 if TYPE_CHECKING:
-    from tinygrad_nv.tile.store import Share
+    from tinygrad_nv.tile.store import Share, StorePlan
 
 SPANS = (128, 64, 32)
 Values = dict[tuple[int, int], Lanes]  # by row and column
@@ -120,8 +123,11 @@ class Staged:
         self.base = self.start + self.number * (2 * panel.nbytes)
         self.first_m = share.m0 - self.inner if panel.group > 1 else share.m0
         self.first_n = share.n0
+        self.tma = store.out_map is not None
+        self.load = staged_load(self.spec, store.plan)
         self.kinds: dict[str, Lines] = {}
         self.made: dict[tuple[str, ...], Value] = {}
+        self.chunk: tuple[Value, Value] | tuple[()] = ()
 
     def run(self) -> None:
         """All panels of the tile."""
@@ -129,24 +135,31 @@ class Staged:
         held: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for row, column in sorted(self.share.halves, key=lambda at: (at[1], at[0])):
             held.setdefault((column // columns, row // rows), []).append((row, column))
-        for turn, (across, down) in enumerate(sorted(held)):
-            self._panel(turn, len(held), down * rows, across * columns, held[across, down])
-
-    def _panel(self, turn: int, turns: int, row: int, column: int, halves: Sequence[tuple[int, int]]) -> None:
-        k, start = self.k, turn % 2 * self.panel.nbytes
-        tma = self.share.store.out_map is not None
-        with k.comment(f"rows {row} and on, columns {column} and on of the group's tile"):
-            values = {at: self.share.finish.at(*at) for at in halves}
-            if tma:
-                # what is pending may be in the other half; the first panel of a tile cannot tell
-                k.tma_wait(1 if turn or turns % 2 == 0 else 0, read=True)
+        panels = [(down * rows, across * columns, held[across, down]) for across, down in sorted(held)]
+        fetched = self._fetch(*panels[0][:2])
+        for turn, (row, column, halves) in enumerate(panels):
+            start = turn % 2 * self.panel.nbytes
+            with self.k.comment(f"rows {row} and on, columns {column} and on of the group's tile"):
+                if not self.load: values = {at: self.share.finish.at(*at) for at in halves}
+                self._free(turn, len(panels))
+                if self.load:
+                    self._hand_out(start, row, column, halves, fetched)
+                    if turn + 1 < len(panels): fetched = self._fetch(*panels[turn + 1][:2])
+                    values = {at: self.share.finish.at(*at) for at in halves}
+                    self.k.emit("bar.warp.sync", -1)  # a warp writes where it has read
+                self._write(start, row, column, values)
+                if self.tma: self.k.fence_proxy_async()
                 self._together()
-            elif turn == 0: self._together()
-            self._write(start, row, column, values)
-            if tma: k.fence_proxy_async()
+                if self.tma: self._store_boxes(start, row, column)
+                else: self._store_chunks(start, row, column)
+
+    def _free(self, turn: int, turns: int) -> None:
+        """Waits until the memory of this turn may be written."""
+        if self.tma:
+            # what is pending may be in the other half; the first panel of a tile cannot tell
+            self.k.tma_wait(1 if turn or turns % 2 == 0 else 0, read=True)
             self._together()
-            if tma: self._store_boxes(start, row, column)
-            else: self._store_chunks(start, row, column)
+        elif turn == 0: self._together()
 
     def _together(self) -> None:
         """Everybody of the group is here."""
@@ -176,35 +189,40 @@ class Staged:
     def _write_halves(self, start: int, row: int, column: int, values: Values) -> None:
         """16-bit elements, as matrices of 8 × 8: four at a time where there is stmatrix."""
         k, along_m = self.k, self.panel.major == "M"
-        if k.arch < "sm_90":
-            def own(lane: Value) -> tuple[Value, Value]:
-                g, q = lane >> 2, (lane & 3) * 4
-                return (g, self.inner * 2 + q) if along_m else (self.inner + g, q)
-            lines = self._lines("matrix", own)
-            for (r, c), value in values.items():
-                pair = value.pair()
-                if along_m:
-                    turned = k.reg("b32")
-                    k.emit("movmatrix.sync.aligned.m8n8.trans.b16", turned, pair)
-                    k.st("shared", "b32", lines.at(c - column, (r - row) * 2, start), turned)
-                else: k.st("shared", "b32", lines.at(r - row, (c - column) * 2, start), pair)
+        if k.arch >= "sm_90":
+            for at, matrices in self._matrices(start, row, column, list(values)):
+                k.stmatrix(at, [values[each].pair() for each in matrices], trans=along_m)
             return
+        def own(lane: Value) -> tuple[Value, Value]:
+            g, q = lane >> 2, (lane & 3) * 4
+            return (g, self.inner * 2 + q) if along_m else (self.inner + g, q)
+        lines = self._lines("pairs", own)
+        for (r, c), value in values.items():
+            pair = value.pair()
+            if along_m:
+                turned = k.reg("b32")
+                k.emit("movmatrix.sync.aligned.m8n8.trans.b16", turned, pair)
+                k.st("shared", "b32", lines.at(c - column, (r - row) * 2, start), turned)
+            else: k.st("shared", "b32", lines.at(r - row, (c - column) * 2, start), pair)
+
+    def _matrices(self, start: int, row: int, column: int,
+                  halves: Sequence[tuple[int, int]]) -> Iterator[tuple[Place, list[tuple[int, int]]]]:
+        """Matrices of 8 × 8 in fours (or twos), for ldmatrix and stmatrix: where, and which."""
+        along_m = self.panel.major == "M"
         def spread(lane: Value) -> tuple[Value, Value]:
             # matrices 0 and 1 differ in rows, 2 and 3 in columns
             low, h, j = lane & 7, (lane >> 3) & 1, lane >> 4
             if along_m: return low + j * 8, self.inner * 2 + h * 16
             return self.inner + low + h * 8, j * 16
-        lines = self._lines("matrix", spread)
-        cells = sorted({(c, r // 16 * 16) for r, c in values})
+        lines = self._lines("matrices", spread)
         by_row: dict[int, list[int]] = {}
-        for c, r in cells: by_row.setdefault(r, []).append(c)
+        for r, c in halves:
+            if (r - row) % 16 == 0: by_row.setdefault(r, []).append(c)
         for r, columns in by_row.items():
             for i in range(0, len(columns), 2):
-                some = columns[i:i + 2]
-                matrices = [values[r + 8 * h, c].pair() for c in some for h in range(2)]
                 along, across = r - row, columns[i] - column
                 at = lines.at(across, along * 2, start) if along_m else lines.at(along, across * 2, start)
-                k.stmatrix(at, matrices, trans=along_m)
+                yield at, [(r + 8 * h, c) for c in columns[i:i + 2] for h in range(2)]
 
     def _write_words(self, start: int, row: int, column: int, values: Values) -> None:
         """Pairs of 32-bit elements along rows. Half a warp's eight bytes a lane would meet in the banks of
@@ -264,31 +282,77 @@ class Staged:
                             place(self.base, start + part * panel.lines * panel.span))
             k.tma_commit()
 
-    def _store_chunks(self, start: int, row: int, column: int) -> None:
-        """All threads store 16 bytes of lines at a time."""
-        k, panel, out, size = self.k, self.panel, self.spec.out, self.size
-        share, a_line, threads = self.share, panel.span // 16, 32 * panel.group
+    def _chunks(self, start: int, row: int, column: int) -> Iterator[tuple[int, int, Place, Value | None]]:
+        """A panel by 16 bytes a thread: their row and column, from this thread's first; where in shared
+        memory; whether they are inside."""
+        k, panel, size, share = self.k, self.panel, self.size, self.share
+        a_line, threads, along_m = panel.span // 16, 32 * panel.group, panel.major == "M"
         thread = k.tid.x % threads
         lines = self._lines("chunks", lambda _: (thread // a_line, thread % a_line * 16))
-        along_m = panel.major == "M"
-        if ("address",) not in self.made:
-            line, inner = lines.line, lines.byte // size
-            m, n = (inner, line) if along_m else (line, inner)
-            self.chunk_m, self.chunk_n = self.first_m + m, self.first_n + n
-            self.made["address",] = share.base_at(share.store.out, out, self.chunk_m, self.chunk_n)
-        base, step = self.made["address",], threads // a_line
+        if not self.chunk:
+            inner = lines.byte // size
+            m, n = (inner, lines.line) if along_m else (lines.line, inner)
+            self.chunk = (self.first_m + m, self.first_n + n)
+        fewer = lines.line < panel.lines if panel.lines % (threads // a_line) else None
         for byte in range(0, panel.line_bytes, panel.span):
-            for down in range(0, panel.lines, step):
-                r, c = (row + byte // size, column + down) if along_m else (row + down, column + byte // size)
-                guard = share.guard_at(self.chunk_m, r, self.chunk_n, c)
-                if panel.lines % step: # a panel of fewer lines than threads
-                    assert panel.lines < step
-                    fewer = lines.line < panel.lines
-                    guard = fewer if guard is None else guard & fewer
-                words = k.regs("b32", 4)
-                if guard is not None and panel.lines % step:
-                    for word in words: word.set(0)
-                    k.emit("ld.shared.v4.b32", words, lines.at(down, byte, start), guard=guard)
-                else: k.emit("ld.shared.v4.b32", words, lines.at(down, byte, start))
-                at = (r * out.m + c * out.n) * size
-                k.emit("st.global.v4.b32", place(base, at), words, guard=guard)
+            for down in range(0, panel.lines, threads // a_line):
+                on = byte // size
+                r, c = (row + on, column + down) if along_m else (row + down, column + on)
+                guard = share.guard_at(self.chunk[0], r, self.chunk[1], c)
+                if fewer is not None: guard = fewer if guard is None else guard & fewer
+                yield r, c, lines.at(down, byte, start), guard
+
+    def _address(self, pointer: Value, tensor: Load | Result) -> Value:
+        """Where this thread's first chunk of a tensor lies."""
+        key = (pointer.name, str(tensor))
+        if key not in self.made: self.made[key] = self.share.base_at(pointer, tensor, *self.chunk)
+        return self.made[key]
+
+    def _store_chunks(self, start: int, row: int, column: int) -> None:
+        """All threads store 16 bytes of lines at a time."""
+        k, out = self.k, self.spec.out
+        for r, c, at, guard in self._chunks(start, row, column):
+            words = k.regs("b32", 4) if guard is None else k.regs("b32", 4, 0)
+            k.emit("ld.shared.v4.b32", words, at, guard=guard)
+            to = place(self._address(self.share.store.out, out), (r * out.m + c * out.n) * self.size)
+            k.emit("st.global.v4.b32", to, words, guard=guard)
+
+    # **** a further parameter by way of shared memory ****
+
+    def _fetch(self, row: int, column: int) -> list[list[Value]]:
+        """The load's elements of a panel, 16 bytes at a time."""
+        k, load, made = self.k, self.load, []
+        if load is None: return []
+        for r, c, _, guard in self._chunks(0, row, column):
+            words = k.regs("b32", 4) if guard is None else k.regs("b32", 4, 0)
+            base = self._address(self.share.store.extras[load.parameter], load)
+            k.emit("ld.global.v4.b32", words, place(base, (r * load.m + c * load.n) * self.size), guard=guard)
+            made.append(words)
+        return made
+
+    def _hand_out(self, start: int, row: int, column: int, halves: Sequence[tuple[int, int]],
+                  fetched: list[list[Value]]) -> None:
+        """What has been fetched, to the lanes that have the elements."""
+        k, load, panel = self.k, self.load, self.panel
+        fewer = panel.lines < 32 * panel.group // (panel.span // 16)
+        assert load is not None
+        for words, (_, _, at, guard) in zip(fetched, self._chunks(start, row, column), strict=True):
+            k.emit("st.shared.v4.b32", at, words, guard=guard if fewer else None)
+        self._together()
+        for at, matrices in self._matrices(start, row, column, halves):
+            for each, word in zip(matrices, k.ldmatrix(at, len(matrices), trans=self.panel.major == "M"),
+                                  strict=True):
+                self.share.handed[load, *each] = Lanes(k, load.dtype, [], word)
+
+
+def staged_load(spec: GemmSpec, plan: StorePlan) -> Load | None:
+    """A load that a panel can hold before the result does: 16-bit elements of every row and column, side by
+    side as the result's, their lines aligned to 16 bytes."""
+    out, along_n = spec.out, spec.out.major == "N"
+    extent, edges = (spec.n, plan.edges_n) if along_n else (spec.m, plan.edges_m)
+    if out.dtype not in HALVES or (edges and (extent % 8 or (spec.symbolic and not along_n))): return None
+    for load in loads(spec.epilogue):
+        inner, pitch = (load.n, load.m) if along_n else (load.m, load.n)
+        if load.dtype in HALVES and inner == 1 and pitch > 0 and \
+                not any(stride % 8 for stride in (pitch, load.offset, *load.batch)): return load
+    return None

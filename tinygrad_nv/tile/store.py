@@ -153,6 +153,7 @@ class Share:
         self.m, self.n = first_m + (lane >> 2), first_n + ((lane & 3) << 1)
         self.halves = {(cell.row + 8 * h, cell.column): [part[2 * h:2 * h + 2] for part in cell.sums]
                        for cell in cells for h in range(2)}
+        self.handed: dict[tuple[Load, int, int], Lanes] = {}  # what staging has read
         self.bases: dict[Load | None, Value] = {}
         self.inside: dict[tuple[str, ...], Value] = {}
 
@@ -194,6 +195,7 @@ class Share:
         return [self.batch[int(axis)].to("s32")]
 
     def load(self, load: Load, row: int, pair: int) -> Lanes:
+        if (load, row, pair) in self.handed: return self.handed[load, row, pair]
         size, k = load.dtype.itemsize, self.k
         if load not in self.bases:
             self.bases[load] = self.base_at(self.store.extras[load.parameter], load, self.m, self.n)
