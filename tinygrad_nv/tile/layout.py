@@ -1,5 +1,5 @@
 """Where elements of a tile lie in shared memory: rows of 32, 64 or 128 bytes with the swizzle of that
-width.
+width, or of 16 bytes without one.
 
 Protocol: a tile of `rows` × `row_bytes` is stored as columns of `span` bytes (at most 128), each a block of
 `rows` rows one under the other; then some bits of the offset within a row are XORed with some of the row's
@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-MASKS = {128: 7, 64: 3, 32: 1}
+MASKS = {128: 7, 64: 3, 32: 1, 16: 0}
 Read = Literal["matrices", "words", "bytes"]
 
 

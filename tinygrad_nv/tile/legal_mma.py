@@ -57,9 +57,9 @@ def _extent_problems(name: str, extent: int, warps: int, parts: int, operand: Op
     if operand.major != "MN": return out
     size, extent = operand.dtype.itemsize, extent // parts
     row, share = extent * size, extent // warps * size
-    # the swizzle knows rows of 32 and 64 bytes and of columns of 128; a warp's share may not straddle columns
-    if row not in (32, 64) and row % 128:
-        out.append(f"{name}={extent}: {extent} × {size} B = {row} B are not 32, 64 or a multiple of 128")
+    # tiles have rows of 16, 32 and 64 bytes and of columns of 128; a warp's share may not straddle columns
+    if row not in (16, 32, 64) and row % 128:
+        out.append(f"{name}={extent}: {extent} × {size} B = {row} B are not 16, 32, 64 or a multiple of 128")
     elif share % 128 and 128 % max(share, 1):
         out.append(f"{name}={extent} / {warps} warps × {size} B = {share} B neither divide 128 nor are a "
                    "multiple of it")

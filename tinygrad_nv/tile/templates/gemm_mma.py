@@ -36,7 +36,8 @@ def gemm_mma(spec: GemmSpec, schedule: Schedule = DEFAULT, arch: str = "sm_80") 
     """The kernel of a product. Raises `ScheduleError` for an impossible schedule."""
     require(schedule, spec, arch)
     if schedule.swap: spec = spec.swapped()
-    k = Kernel("gemm_mma", arch=arch, threads=schedule.threads)
+    # min_ctas: else ptxas spills a word here and there for one CTA more on a multiprocessor
+    k = Kernel("gemm_mma", arch=arch, threads=schedule.threads, min_ctas=1)
     writer = _Writer(k, spec, schedule)
     writer.write()
     walk, splits = writer.walk, writer.splits
