@@ -1,6 +1,8 @@
 """DEV=EMU: products inside programs: training, TinyJit, functions, symbolic rows, assignments, switches."""
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -183,15 +185,22 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch):
     check(stored(a) @ stored(b), a @ b, (24, 40, 48))
 
 
-@pytest.mark.parametrize("change", ["NV_GEMM", "EMU_ARCH", "ALLOW_TF32"])
-def test_schedules_belong_to_their_configuration(change: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("change", [{"ALLOW_TF32": 1}, {"BEAM": 1}, "NV_GEMM=0", "EMU_ARCH=sm_89",
+                                    "NV_SCHEDULES"], ids=str)
+def test_schedules_belong_to_their_configuration(change: str | dict[str, int], tmp_path: Path):
     before = gemm.configuration()
-    if change == "ALLOW_TF32":
-        with Context(ALLOW_TF32=1): assert gemm.configuration() != before
+    if isinstance(change, dict):
+        with Context(**change): assert gemm.configuration() != before
+    elif change == "NV_SCHEDULES":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(change, str(tmp_path / "schedules.json"))
+            without = gemm.configuration()
+            (tmp_path / "schedules.json").write_text("{}")
+            assert len({before, without, gemm.configuration()}) == 3
     else:
-        monkeypatch.setenv(change, {"NV_GEMM": "0", "EMU_ARCH": "sm_80"}[change])
-        assert gemm.configuration() != before
-        monkeypatch.delenv(change)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(*change.split("="))
+            assert gemm.configuration() != before
     assert gemm.configuration() == before
 
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tinygrad.device import Device
 from tinygrad.dtype import AddrSpace, DType, dtypes
-from tinygrad.helpers import ALLOW_TF32, prod, to_tuple
+from tinygrad.helpers import ALLOW_TF32, BEAM, prod, to_tuple
 from tinygrad.uop.ops import Ops, UOp, sint
 
 from tinygrad_nv import config
@@ -40,6 +40,8 @@ from tinygrad_nv.patterns.contraction import (
 )
 from tinygrad_nv.patterns.epilogue import Epilogue, Unfused, ends, usable
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
+from tinygrad_nv.runtime.driver import Driver
+from tinygrad_nv.tile import database
 from tinygrad_nv.tile.choose import choose, why_not
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Sum, loads
 from tinygrad_nv.tile.kernel import GemmKernel
@@ -53,9 +55,10 @@ DEVICES = ("EMU", "CUDA")
 
 @dataclass(frozen=True)
 class Machine:
-    """What a kernel is made for."""
+    """What a kernel is made for. `driver` times candidates; without one the emulator counts them."""
     arch: str
     sm_count: int
+    driver: Driver | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class Match:
 
 def configuration() -> Hashable:
     """What the rewrite depends on besides the graph."""
-    return (config.get("NV_GEMM"), config.get("EMU_ARCH"), ALLOW_TF32.value)
+    return config.get("NV_GEMM"), config.get("EMU_ARCH"), ALLOW_TF32.value, BEAM.value, database.state()
 
 
 def rewrite(sink: UOp) -> UOp:
@@ -92,9 +95,15 @@ def machine_of(device: str | tuple[str, ...] | None) -> Machine | None:
     """What runs a device's kernels, None if its driver is not ours."""
     names = to_tuple(device) if device is not None else ()
     if any(name.split(":")[0] not in DEVICES for name in names): return None
-    drivers = [getattr(Device[name], "driver", None) for name in names]
-    found = {Machine(d.properties.arch, d.properties.sm_count) if d is not None else None for d in drivers}
+    found = {_machine(name) for name in names}
     return found.pop() if len(found) == 1 else None
+
+
+def _machine(name: str) -> Machine | None:
+    driver: Driver | None = getattr(Device[name], "driver", None)
+    if driver is None: return None
+    emulated = name.split(":")[0] == "EMU"
+    return Machine(driver.properties.arch, driver.properties.sm_count, None if emulated else driver)
 
 
 # **** matching ****
@@ -199,7 +208,7 @@ def _parts(space: Space, places: list[tuple[Side, Side]]) -> tuple[Side, Side, l
 
 
 def _schedule(spec: GemmSpec, machine: Machine) -> Schedule:
-    if (schedule := choose(spec, machine.arch, machine.sm_count)) is not None: return schedule
+    if (schedule := choose(spec, machine.arch, machine.sm_count, machine.driver)) is not None: return schedule
     if spec.a.dtype == dtypes.float32 and not spec.tf32: raise NotOurs("float32 without ALLOW_TF32", True)
     raise NotOurs(why_not(spec, machine.arch))
 

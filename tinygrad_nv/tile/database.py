@@ -87,6 +87,11 @@ def path() -> Path:
     return base / "tinygrad_nv" / "schedules.json"
 
 
+def state() -> tuple[str, tuple[int, ...] | None]:
+    """What changes whenever `lookup` may answer otherwise."""
+    return str(path()), _mark(path())
+
+
 def _text(spec: GemmSpec) -> str: return json.dumps(spec_to_json(spec), separators=(",", ":"))
 
 
