@@ -10,6 +10,10 @@ Read in this order:
   ops.py         what a CTA does with tiles: copy, load fragments
   epilogue.py    expressions in instructions
   templates/     one kernel family a file, written in these
+  choose.py      which schedule a product gets: machine.py has GPUs' figures, work.py what a CTA does, cost.py
+                 how long it takes, defaults.py where to begin, space.py what else there is
+  tune.py        the best by trying (trial.py), kept in database.py as spec_json.py writes it
+  dense.py       products by a few words, for commands, benchmarks and tests
 
 Nothing here knows of tinygrad's graphs. A template's kernel runs on the emulator as it runs on a GPU.
 """

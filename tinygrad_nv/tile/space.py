@@ -2,8 +2,8 @@
 
 Protocol: `space(spec, arch, sm_count)` yields legal schedules, each once, in a fixed order. `around(schedule,
 spec, sm_count)` is a tile's variants: clusters, splits, stream-K. What is left out on purpose: tiles more
-than twice as large as the product, splits that make more CTAs than two for each SM or sums of fewer than two
-steps, and rings other than those of `rings`.
+than twice as large as the product, sums beside which ptxas spills a long epilogue, splits that make more CTAs
+than two for each SM or sums of fewer than two steps, and rings other than those of `rings`.
 """
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ from tinygrad_nv.tile.machine import machine_for
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec
 from tinygrad_nv.tile.work import columns as columns_of_tile
+from tinygrad_nv.tile.work import ending
 
 MMA_EXTENTS = (16, 32, 64, 128, 256)
 MMA_WARPS = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 4), (4, 2), (4, 4))
 WGMMA_ROWS = ((64, 8), (128, 12), (256, 12), (192, 16))     # and how many warps share them
 WGMMA_COLUMNS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
+LEAST = {"wgmma": (64, 8), "mma": (16, 16)}
+# sums of a thread: beside an epilogue of more operations than that; of three consumers, whose 512 threads are
+# assembled for 128 registers; and of others
+SHORT_ENDING, MOST_SUMS_THEN, MOST_SUMS_OF_THREE, MOST_SUMS = 12, 160, 96, 200
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 CLUSTERED_SPLITS = (2, 4, 8)        # of wgmma: they meet in a cluster
@@ -40,11 +45,20 @@ def space(spec: GemmSpec, arch: str, sm_count: int = 0) -> Iterator[Schedule]:
 
 
 def worthwhile(s: Schedule, spec: GemmSpec) -> bool:
-    """Whether the tile is at most twice as large as the product, or the smallest there is."""
+    """Whether the tile is at most twice as large as the product, or the smallest there is, and its sums leave
+    registers for the epilogue."""
+    if s.template == "gemv": return True
     m, n = (spec.n, spec.m) if s.swap else (spec.m, spec.n)
-    least_m, least_n = {"wgmma": (64, 8), "mma": (16, 16), "gemv": (1, 1)}[s.template]
-    return s.template == "gemv" or (s.block_m <= max(least_m, 2 * m - 1)
-                                    and columns_of_tile(spec, s) <= max(least_n, 2 * n - 1))
+    least_m, least_n = LEAST[s.template]
+    return s.block_m <= max(least_m, 2 * m - 1) and columns_of_tile(spec, s) <= max(least_n, 2 * n - 1) \
+        and (s.template != "wgmma" or _roomy(s, spec))
+
+
+def _roomy(s: Schedule, spec: GemmSpec) -> bool:
+    """Whether a consumer's threads have registers beside their sums."""
+    sums = s.block_m * s.block_n // (128 if s.mode == "pingpong" else 128 * s.consumers)
+    if s.consumers == 3: return sums <= MOST_SUMS_OF_THREE
+    return sums <= (MOST_SUMS_THEN if ending(spec).operations > SHORT_ENDING else MOST_SUMS)
 
 
 def around(s: Schedule, spec: GemmSpec, sm_count: int) -> Iterator[Schedule]:

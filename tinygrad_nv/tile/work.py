@@ -13,6 +13,7 @@ Four schedulers issue an instruction a cycle each.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from tinygrad.dtype import DType
@@ -52,6 +53,7 @@ class Ending:
     store_bytes: int
 
 
+@lru_cache(4096)
 def ending(spec: GemmSpec) -> Ending:
     """Instructions and bytes of a spec's epilogue. A transcendental takes a quarter of the lanes, twice."""
     operations, load_bytes = 0, 0
