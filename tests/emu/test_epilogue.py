@@ -11,6 +11,7 @@ from gemm_case import TORCH, arguments, launched, product
 from store_case import outer
 from tinygrad.dtype import DType, dtypes
 
+from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.epilogue import problems
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, nearest, where
 from tinygrad_nv.tile.schedule import Schedule
@@ -169,6 +170,7 @@ def test_8_bit_floats_are_refused_before_sm_89():
     assert problems(node, "sm_89") == []
     assert "begin with sm_89" in problems(node, "sm_80")[0]
     assert problems(Sum().cast(dtypes.float64), "sm_90a") == ["an epilogue with double"]
+    with pytest.raises(SpecError, match="conversions begin with sm_89, this is sm_80"): text_of(node, "sm_80")
 
 
 def test_positions_mask():

@@ -20,7 +20,9 @@ from typing import Protocol
 
 from tinygrad.dtype import DType, dtypes
 
+from tinygrad_nv.errors import SpecError
 from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.access import read, write
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, nearest, walk
 from tinygrad_nv.tile.lanes import (
     FP8,
@@ -104,6 +106,9 @@ class Finish:
     known: dict[tuple[int, int, int], Lanes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if found := problems(self.root, self.k.arch):
+            raise SpecError("; ".join(found), "dtypes that kernels of this architecture compute",
+                            "leave the operation to tinygrad")
         self.steps = steps(self.root)
 
     def at(self, row: int, pair: int) -> Lanes:
@@ -282,11 +287,9 @@ def finished(k: Kernel, root: Expression, sums: Sequence[Value], load: Callable[
 
 def loaded(k: Kernel, pointer: Value, index: Value, dtype: DType) -> Value:
     """Element `index` (u64) of `dtype` in the form `finished` wants."""
-    from tinygrad_nv.tile.access import read
     return read(k, pointer + index * dtype.itemsize, 0, dtype, 1).register()
 
 
 def stored(k: Kernel, address: Value, value: Value, dtype: DType) -> None:
     """Stores a value of `finished` as one element of `dtype`."""
-    from tinygrad_nv.tile.access import write
     write(k, address, 0, Lanes(k, dtype, [value]), 1)

@@ -8,6 +8,7 @@ so nothing is converted that is not asked for. A value in either form is exactly
 """
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -74,7 +75,6 @@ def packed(k: Kernel, wide: Sequence[Number], dtype: DType) -> Value:
 
 def bits16(value: float, dtype: DType) -> int:
     """The bits of a number rounded to a 16-bit float."""
-    import struct
     exact = nearest(value, dtype)
     if dtype == dtypes.float16: return int.from_bytes(struct.pack("<e", exact), "little")
     return int.from_bytes(struct.pack("<f", exact), "little") >> 16
