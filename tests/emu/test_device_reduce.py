@@ -100,7 +100,9 @@ def test_matrix_products(dtype, error: float):
     near((x.transpose(1, 2).contiguous().transpose(1, 2) @ y), double, error)
 
 
-def test_a_half_product_runs_on_tensor_cores():
+def test_a_half_product_runs_on_tensor_cores(monkeypatch: pytest.MonkeyPatch):
+    """Of tinygrad's own lowering."""
+    monkeypatch.setenv("NV_GEMM", "0")
     from tinygrad_nv import Device
     x = Tensor(floats(64, 64)).half().contiguous().realize()
     seen: list[str] = []
