@@ -129,7 +129,7 @@ def test_two_parts_meet_in_the_epilogue(m: int, majors: str, dtype: DType, split
 
 @pytest.mark.parametrize("m", [1, 5])
 def test_epilogues_read_rows_columns_and_matrices(m: int):
-    n, k = 30, 96
+    n, k = 30, 296
     bias, residual = Load(0, dtypes.float32, 0, 1), Load(1, dtypes.float32, n, 1, (m * n,))
     ends = ((Sum() + bias).maximum(Constant(0.0)) + residual + Position("m").cast(dtypes.float32)
             + Position(0).cast(dtypes.float32))
