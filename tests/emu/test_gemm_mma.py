@@ -118,6 +118,7 @@ def test_the_default_schedule_neither_spills_nor_meets_bank_conflicts(arch: str,
     storage, report = launched(made, spec, given, arch)
     assert report.findings == []
     assert report.stats.bank_conflicts == {}
+    assert set(report.stats.sectors_per_request.values()) == {16.0}  # 16 bytes a thread, all of each sector
     assert report.stats.tensor_flops == spec.flops
     assert torch.equal(storage.double().view(256, 256), reference(spec, given))
 

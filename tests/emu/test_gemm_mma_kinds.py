@@ -12,6 +12,7 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.assemble import assemble
+from tinygrad_nv.tile import walk
 from tinygrad_nv.tile.expression import Load, Sum, relu, silu
 from tinygrad_nv.tile.legality import problems
 from tinygrad_nv.tile.schedule import Schedule
@@ -184,6 +185,15 @@ def test_groups_of_rows_known_at_launch():
     made = gemm_mma(spec, Schedule().block(32, 32).warps(2, 2).grouped(3))
     for rows in (33, 200, 320):
         assert torch.equal(run(made, spec, given, m=rows), reference(spec, given)[:rows])
+
+
+@pytest.mark.parametrize("matrices", [4, 5, 7, 12])
+def test_more_matrices_than_a_grid_is_high(matrices: int, monkeypatch: pytest.MonkeyPatch):
+    """With a limit of 4 in place of 32768: three layers of three for seven, two CTAs of which leave."""
+    monkeypatch.setattr(walk, "MOST_GRID_Y", 4)
+    spec, schedule = product(20, 20, 40, F16, F32, batch=(matrices,)), Schedule().block(32, 32).warps(1, 1)
+    assert gemm_mma(spec, schedule).grid[1] <= 4
+    exactly(spec, schedule)
 
 
 def test_swapped_products():

@@ -7,8 +7,10 @@ Read in this order:
   legality.py    what makes one impossible (legal_*.py: for each template)
   kernel.py      `GemmKernel`: PTX and how it is launched
   layout.py      where elements lie in shared memory
-  ops.py         what a CTA does with tiles: copy, load fragments
-  epilogue.py    expressions in instructions
+  ops.py         how a CTA copies tiles to shared memory (fragments.py: how a warp reads them for mma.sync)
+  walk.py        which tile a CTA makes; splits.py: how the sums of several CTAs of a tile meet
+  epilogue.py    expressions in instructions (lanes.py: values of one or two elements; access.py: in memory)
+  store.py       from sums to the result in memory (staging.py: by way of shared memory)
   templates/     one kernel family a file, written in these
   choose.py      which schedule a product gets: machine.py has GPUs' figures, work.py what a CTA does, cost.py
                  how long it takes, defaults.py where to begin, space.py what else there is
