@@ -104,6 +104,7 @@ class Finish:
     sources: Sources
     width: int = 2
     known: dict[tuple[int, int, int], Lanes] = field(default_factory=dict)
+    factors: dict[str, Value] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if found := problems(self.root, self.k.arch):
@@ -170,7 +171,8 @@ class Finish:
         k = self.k
         if op in EXACT: return self._emitted(f"{op}.{kind}x2", "b32", *args)
         if kind == "f16" or k.arch >= "sm_90": return self._emitted(f"{op}.rn.{kind}x2", "b32", *args)
-        factor = k.reg("b32", FUSED[op])
+        if op not in self.factors: self.factors[op] = k.reg("b32", FUSED[op])
+        factor = self.factors[op]
         a, b, c = {"add": (args[0], factor, args[1]), "sub": (args[1], factor, args[0]),
                    "mul": (args[0], args[1], factor)}[op]
         return self._emitted("fma.rn.bf16x2", "b32", a, b, c)
