@@ -139,6 +139,16 @@ def test_each_part_has_its_own_sum(parts: int):
     exactly(spec, Schedule().block(32, 16 * parts).warps(2, 1))
 
 
+@pytest.mark.parametrize("between", [1, 2, 8])
+def test_parts_that_are_aligned_as_the_first_is_not(between: int):
+    """64 columns of each part in rows of 256, the second part's 64 and some columns after the first's."""
+    spec = gate(64, 64, 96, dtype=F16)
+    weight = replace(operand(F16, 256, 96, "MN"), offset=8)
+    spec = replace(spec, b=weight, part=64 + between, out=replace(spec.out, dtype=F32),
+                   epilogue=Sum() - Sum(part=1) * 2.0)
+    exactly(spec, Schedule().block(64, 128).warps(2, 2))
+
+
 def test_parts_of_bytes_in_splits():
     ends = (Sum(dtypes.int32) - Sum(dtypes.int32, part=1)).cast(dtypes.int32)
     spec = replace(product(40, 24, 512, S8), b=operand(S8, 48, 512), parts=2, part=24 * 512, epilogue=ends)

@@ -15,6 +15,8 @@ CTAs walk the tiles of the result in groups of rows, so that those at work toget
 """
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
 from tinygrad_nv.tile.kernel import GemmKernel
@@ -88,23 +90,23 @@ class _Writer:
         k, spec, s = self.k, self.spec, self.schedule
         made: list[TileCopy] = []
         residue = spec.k % s.block_k or s.block_k
-        rest = [(spec.b, b, self.first_n, spec.n, self.columns, part * spec.part)
-                for part in range(spec.parts)]
+        parts = [replace(spec.b, offset=spec.b.offset + part * spec.part) for part in range(spec.parts)]
         start = 0
-        for operand, pointer, first, extent, block, offset in (
-                (spec.a, a, self.first_m, spec.m, s.block_m, 0), *rest):
+        for operand, pointer, first, extent, block in (
+                (spec.a, a, self.first_m, spec.m, s.block_m),
+                *((part, b, self.first_n, spec.n, self.columns) for part in parts)):
             runtime = spec.symbolic and not made
-            place = self._place(operand, pointer, offset)
             width = width_of(operand, 1 if runtime else extent, residue)
-            made.append(TileCopy(k, operand, place, first, self.rows if runtime else extent,
+            made.append(TileCopy(k, operand, self._place(operand, pointer), first,
+                                 self.rows if runtime else extent,
                                  self.splits.residue, width, block, s.block_k, start))
             start += made[-1].tile.nbytes
         self.stage_bytes = start
         return made
 
-    def _place(self, operand: Operand, pointer: Value, offset: int) -> Value:
+    def _place(self, operand: Operand, pointer: Value) -> Value:
         """Where an operand of this CTA's matrix begins, at its first element of K."""
-        at = self.batched(operand.batch, operand.offset + offset)
+        at = self.batched(operand.batch, operand.offset)
         if self.splits.first_k is not None: at = at + self.splits.first_k.to("u64") * operand.k
         return pointer + at * operand.dtype.itemsize
 
