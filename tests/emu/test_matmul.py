@@ -3,14 +3,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from matmul_case import BF16, check, stored, taken, whole
+from matmul_case import BF16, check, extents, stored, taken, whole
 from on_emu import emu  # noqa: F401
 from tinygrad.dtype import DType
 
 from tinygrad_nv import Context, Tensor, dtypes, explain
+from tinygrad_nv.tile.expression import show
 
 
-@pytest.mark.parametrize(("a", "b", "extents"), [
+@pytest.mark.parametrize(("a", "b", "wanted"), [
     ((24, 48), (48, 40), (24, 40, 48)),
     ((3, 24, 48), (3, 48, 40), (3, 24, 40, 48)),
     ((3, 24, 48), (48, 40), (72, 40, 48)),          # rows of the batch are rows
@@ -23,9 +24,9 @@ from tinygrad_nv import Context, Tensor, dtypes, explain
     ((17, 13), (13, 5), (17, 5, 13)),
     ((2, 3), (3, 2), (2, 2, 3)),
 ])
-def test_shapes(a: tuple[int, ...], b: tuple[int, ...], extents: tuple[int, ...]):
+def test_shapes(a: tuple[int, ...], b: tuple[int, ...], wanted: tuple[int, ...]):
     x, w = whole(*a), whole(*b)
-    check(stored(x) @ stored(w), x @ w, extents)
+    check(stored(x) @ stored(w), x @ w, wanted)
 
 
 @pytest.mark.parametrize("majors", ["KK", "KN", "MK", "MN"])
@@ -61,6 +62,19 @@ def test_bytes_in_int32():
     y = x.cast(dtypes.int) @ w.cast(dtypes.int).T
     (spec,) = check(y, a @ b.T, (24, 40, 48))
     assert (spec.a.dtype, spec.out.dtype) == (dtypes.int8, dtypes.int)
+
+
+def test_bytes_are_scaled_by_rows_and_columns():
+    a, b, rows, columns = whole(24, 48), whole(40, 48), whole(24, 1), whole(40)
+    x, w = stored(a, dtypes.int8).cast(dtypes.int), stored(b, dtypes.int8).cast(dtypes.int)
+    y = (x @ w.T).float() * stored(rows, dtypes.float) * stored(columns, dtypes.float)
+    (spec,) = check(y, (a @ b.T) * rows * columns, (24, 40, 48))
+    assert show(spec.epilogue) == "((sum.f32 * x0[m]) * x1[n])"
+
+
+def test_long_sums_are_seen_before_tinygrad_splits_them():
+    y = Tensor.empty(32, 40000, dtype=BF16) @ Tensor.empty(40000, 24, dtype=BF16)
+    assert [extents(spec) for spec in taken(y)] == [(32, 24, 40000)]
 
 
 def test_fp8():
@@ -123,18 +137,18 @@ def test_rows_of_two_dimensions_that_are_not_one():
 
 # **** einsum ****
 
-@pytest.mark.parametrize(("formula", "extents"), [
+@pytest.mark.parametrize(("formula", "wanted"), [
     ("ij,jk->ik", (6, 4, 10)), ("ij,jk->ki", (6, 4, 10)), ("ji,jk->ik", (6, 4, 10)),
     ("ij,kj->ki", (6, 4, 10)), ("bij,bjk->bik", (3, 6, 4, 10)), ("bij,bjk->ikb", (3, 6, 4, 10)),
     ("ijk,kjl->il", (6, 7, 40)), ("ijk,ijl->kl", (4, 7, 60)), ("bhid,bhjd->bhij", (6, 6, 10, 8)),
     ("ij,j->i", (1, 6, 10)), ("ijk,jk->i", (1, 6, 40)),
 ])
-def test_einsum(formula: str, extents: tuple[int, ...]):
+def test_einsum(formula: str, wanted: tuple[int, ...]):
     sizes = {"b": 3, "i": 6, "j": 10, "k": 4, "l": 7, "h": 2, "d": 8}
     a, b = (whole(*(sizes[c] for c in letters), seed=i)
             for i, letters in enumerate(formula.split("->")[0].split(",")))
     y = Tensor.einsum(formula, stored(a), stored(b))
-    check(y, np.einsum(formula, a, b), extents, kernels=2 if formula == "ijk,kjl->il" else 1)
+    check(y, np.einsum(formula, a, b), wanted, kernels=2 if formula == "ijk,kjl->il" else 1)
 
 
 # **** convolutions ****

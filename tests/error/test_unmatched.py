@@ -62,6 +62,11 @@ def test_two_dtypes():
     assert left(y) == ["gemm: float32 without ALLOW_TF32"]
 
 
+def test_products_that_are_padded():
+    y = (of(24, 1, 48).float() * of(1, 40, 48).float()).pad(((0, 0), (0, 0), (0, 16))).sum(2)
+    assert left(y) == ["gemm: padding"]
+
+
 def test_a_condition():
     y = (of(24, 64, dtype=dtypes.float) > 0).cast(dtypes.bfloat16) @ of(64, 32)
     assert left(y) == ["gemm: an operand is a condition"]

@@ -1,5 +1,11 @@
-"""Subgraphs to kernels of ours.
+"""Subgraphs to kernels of ours, in the rewrites that hooks.py calls before kernels are split.
 
-program.py puts a kernel into tinygrad's graph, with the facts that explain() tells of it; patterns use it in
-the rewrites that hooks.py calls before kernels are split.
+  index.py        where an element of a tensor lies in the memory it is a view of
+  contraction.py  sums of products, found by their indices: M, N, K, batch; operands, copied where that pays
+  epilogue.py     what follows a sum, as an expression that its kernel computes
+  gemm.py         the rewrite "gemm": a contraction and its epilogue to a spec, a schedule and a call
+  program.py      a kernel in tinygrad's graph, with the facts that explain() tells of it
+
+Read in that order. What a pattern does not take stays as tinygrad would have run it, and `program.miss` says
+why.
 """

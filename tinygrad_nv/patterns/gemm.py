@@ -149,14 +149,15 @@ class _Matcher:
         regions = usable(closed, self.consumers)
         for end, region in regions or [(found.total, frozenset((found.total,)))]:
             try: made = _matched(found, end, region, machine, self.is_memory)
-            except (Unfused, NotAffine, SpecError): continue
+            except (Unfused, NotAffine) as no: reason = reason or str(no)
+            except SpecError as error: reason = reason or error.found
             except NotOurs as no:
                 reason = str(no)
                 if no.final: break
-                continue
-            self.ends[end] = made
-            self.inside |= region
-            return
+            else:
+                self.ends[end] = made
+                self.inside |= region
+                return
         if reason: program.miss(TEMPLATE, found.total, reason)
 
 
