@@ -5,12 +5,13 @@ from __future__ import annotations
 from itertools import product as every
 
 import pytest
+import torch
 from gemm_case import arguments, launched, product, reference, run
 from store_case import GROUPS, HALF, OUTS, SINGLE, SMALL, WARPS, exact, outer, spec_of
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.assemble import assemble
-from tinygrad_nv.tile.expression import Load, Sum
+from tinygrad_nv.tile.expression import Constant, Load, Sum
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.store import store_plan
 
@@ -60,6 +61,22 @@ def test_persistent_ctas_reuse_their_memory(seed: int):
         exact(spec, GROUPS.block(128, n), "sm_90a", seed, ctas=2)
         exact(spec, WARPS.block(64, 128 if n == 128 else 64), "sm_90a", seed, ctas=2)
     exact(spec_of(SINGLE, 200, 300), GROUPS.block(128, 96), "sm_90a", seed, ctas=1)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["sm_80", "sm_90a", "TMA"])
+def test_results_of_bytes_and_booleans_and_halves_of_words(way: tuple[Schedule, str]):
+    schedule, arch = way
+    for major in "NM":
+        exact(spec_of(dtypes.int16, 136, 80, out_major=major,
+                      epilogue=Sum(dtypes.int32).cast(dtypes.int16)), schedule, arch)
+    products = Sum(dtypes.int32)
+    for node, out in ((products.cast(dtypes.uint8), torch.uint8),
+                      (products < Constant(1, dtypes.int32), torch.bool)):
+        spec = product(64, 128, 1, dtypes.int8, out=node.dtype, epilogue=node)
+        values = arguments(spec)
+        exactly = values["a"].int()[:, None] * values["b"].int()[None, :]
+        want = exactly < 1 if out == torch.bool else exactly.to(out)
+        assert (launched(outer(spec, schedule, arch), spec, values, arch)[0].view(64, 128) == want).all()
 
 
 def test_rows_that_are_known_at_launch():

@@ -173,10 +173,10 @@ class Staged:
         if self.spec.out.dtype in HALVES: return self._write_halves(start, row, column, values)
         if self.panel.major == "M": return self._write_elements(start, row, column, values)
         if self.size == 4: return self._write_words(start, row, column, values)
-        lines = self._lines("rows", lambda lane: (self.inner + (lane >> 2), (lane & 3) << 1))
+        lines = self._lines("rows", lambda lane: (self.inner + (lane >> 2), (lane & 3) * (2 * self.size)))
         for (r, c), value in values.items():
             kind, words = stored_form(self.k, value, 2)
-            self.k.st("shared", kind, lines.at(r - row, c - column, start), words[0])
+            self.k.st("shared", kind, lines.at(r - row, (c - column) * self.size, start), words[0])
         return None
 
     def _lines(self, name: str, at: Callable[[Value], tuple[Value, Value]]) -> Lines:
