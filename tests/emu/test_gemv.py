@@ -157,6 +157,20 @@ def test_strides_of_any_kind(m: int, mn: int, k: int):
     check(spec, scheduled(spec, 1, 1, 4, 1), "sm_80")
 
 
+@pytest.mark.parametrize("m", [1, 4])
+@pytest.mark.parametrize("majors", ["KK", "KM"])
+def test_infinity_stays_infinity(m: int, majors: str):
+    """What is left of K meets registers that had weights before: infinity times nothing would be NaN."""
+    n, step = 40, Plan.of(product(m, 40, 2048, majors=majors), GEMV).step
+    spec = product(m, n, 3 * step + 8, majors=majors, out=dtypes.float32)
+    given_ = arguments(spec)
+    given_["a"].fill_(1)
+    weights = given_["b"].view(n, spec.k).T if majors == "KK" else given_["b"].view(spec.k, n)
+    weights[2 * step:3 * step, 3] = torch.inf
+    got = run(gemv(spec, scheduled(spec, 1, 1, 1, 1), "sm_80"), spec, given_)
+    assert torch.equal(got, reference(spec, given_))
+
+
 def test_weights_that_matrices_share():
     for strides in ((0,), (0, 600)):
         batch = (3,) if len(strides) == 1 else (3, 2)

@@ -131,7 +131,9 @@ class Finish:
             k.cluster_wait()
 
     def last_one(self) -> None:
-        """Through memory: [tile][split][part][element] of the workspace, one flag a tile."""
+        """Through memory: [tile][split][part][element] of the workspace, one flag a tile. The barriers on
+        both sides of thread 0's atomic, which releases and acquires, order everybody's stores before
+        everybody's loads."""
         k, plan, s = self.k, self.plan, self.plan.splits
         workspace, flags = self.shared
         tile = k.ctaid.z * plan.blocks_n + k.ctaid.x
@@ -155,7 +157,6 @@ class Finish:
 
         with k.comment("sums of this CTA, for the last one"):
             self.each(keep, self.threads, k.tid.x)
-            k.emit("fence.acq_rel.gpu")
             k.sync()
             slot = self.base + (plan.smem_bytes - 16)
             with k.if_(k.tid.x == 0):
@@ -165,7 +166,6 @@ class Finish:
             k.sync()
         before = k.ld("shared", "u32", slot.at())[0]
         with k.comment("the last one"), k.if_(before == s - 1):
-            k.emit("fence.acq_rel.gpu")
             self.each(collect, self.threads, k.tid.x)
 
     # **** the epilogue ****
