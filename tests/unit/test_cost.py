@@ -135,6 +135,14 @@ def test_turns_hide_the_end_of_a_tile():
     assert turns < 0.85 * cooperative
 
 
+def test_loads_in_flight_hide_their_latency():
+    spec, s = dense(16 * 108, 16, 8192), Schedule().block(16, 16).warps(1, 1)
+    few, many = seconds(spec, s.stages(2), s.stages(5), arch="sm_80")
+    assert many < 0.4 * few
+    eight, = seconds(dense(16 * 108, 16 * 8, 8192), s.stages(2), arch="sm_80")
+    assert eight < 1.5 * few                                     # eight CTAs of an SM wait at once
+
+
 def test_what_takes_longest_is_named():
     assert predict(dense(8192, 8192, 8192), COOPERATIVE.cluster(2), "sm_90a").bound == "tensor core"
     assert predict(dense(1, 8192, 8192), GEMV, "sm_90a").bound == "HBM"

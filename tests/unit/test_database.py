@@ -16,7 +16,7 @@ from tinygrad_nv.errors import NVError, SpecError
 from tinygrad_nv.tile import database
 from tinygrad_nv.tile.database import Entry
 from tinygrad_nv.tile.dense import MAJORS, TYPES, WORDS, dense
-from tinygrad_nv.tile.expression import Apply, Constant, Load, Position, Sum, gelu, gelu_tanh, silu
+from tinygrad_nv.tile.expression import Apply, Constant, Load, Position, Sum, gelu, gelu_tanh, silu, walk
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec
 from tinygrad_nv.tile.spec_json import spec_from_json, spec_to_json
@@ -61,6 +61,13 @@ def test_any_spec_survives_json(dtype, extents, majors, batch, words, symbolic):
     out = "f32" if words else ""
     spec = dense(*extents, dtype, out, majors, batch, "+".join(words), symbolic)
     assert spec_from_json(json.loads(json.dumps(spec_to_json(spec)))) == spec
+
+
+def test_parts_survive_json():
+    spec = dense(16, 24, 32, epilogue="gate")
+    again = spec_from_json(spec_to_json(spec))
+    assert again == spec
+    assert sorted(node.part for node in walk(again.epilogue) if isinstance(node, Sum)) == [0, 1]
 
 
 def test_a_node_used_twice_is_written_once():

@@ -25,7 +25,7 @@ WGMMA_COLUMNS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 20
 LEAST = {"wgmma": (64, 8), "mma": (16, 16)}
 # sums of a thread: beside an epilogue of more operations than that; of three consumers, whose 512 threads are
 # assembled for 128 registers; and of others
-SHORT_ENDING, MOST_SUMS_THEN, MOST_SUMS_OF_THREE, MOST_SUMS = 12, 160, 96, 200
+SHORT_ENDING, MOST_SUMS_THEN, MOST_SUMS_OF_THREE, MOST_SUMS = 12, 128, 96, 200
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 CLUSTERED_SPLITS = (2, 4, 8)        # of wgmma: they meet in a cluster

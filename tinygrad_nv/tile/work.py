@@ -137,8 +137,10 @@ def counted(short: Stats, long: Stats, steps: tuple[int, int], tiles: int, spec:
 def _cycles(stats: Stats, dtype: DType, s: Schedule, machine: Machine) -> tuple[float, float, float]:
     """Cycles of a whole launch on one SM: tensor cores, shared memory, schedulers."""
     rate = machine.tensor_fma * machine.tensor_scale(dtype, s.template) * machine.sustained
-    # a cp.async has passes of its own, TMA has none
-    read = sum(map(_operand_bytes, stats.sites)) + stats.asynchronous_bytes * (s.template == "wgmma")
+    read = float(sum(map(_operand_bytes, stats.sites)))
+    if s.template == "wgmma":  # TMA has no passes, as cp.async has; what is multicast is counted once
+        asked = s.block_m / s.cluster_n + s.block_n / s.cluster_m
+        read += stats.asynchronous_bytes * (s.block_m + s.block_n) / asked
     passes = sum(site.passes for site in stats.sites)
     return (stats.tensor_flops / 2 / rate, passes + read / SMEM_BYTES_PER_CYCLE,
             stats.warp_instructions / SCHEDULERS)
