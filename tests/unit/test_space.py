@@ -104,7 +104,8 @@ def test_the_choice_is_near_the_best_of_the_whole_space(spec, arch):
 
 @pytest.mark.parametrize(("extents", "words", "arch"), [
     ((3350, 280, 7552), "", "sm_80"), ((1530, 2159, 3992), "", "sm_90a"), ((144, 8, 4408), "gate", "sm_90a"),
-    ((4848, 5360, 64), "", "sm_90a"), ((17, 240, 3856), "", "sm_80"), ((2000, 3000, 100), "bias+gelu", "sm_89")])
+    ((4848, 5360, 64), "", "sm_90a"), ((17, 240, 3856), "", "sm_80"),
+    ((2000, 3000, 100), "bias+gelu", "sm_89")])
 def test_the_choice_is_near_the_best_for_odd_extents(extents, words, arch):
     spec = dense(*extents, epilogue=words)
     model = Model(spec, machine_for(arch))
