@@ -1,5 +1,10 @@
-"""Schedules for tests of gemv: what the cost model likes best of them, and any that a plan allows."""
+"""For tests of gemv: schedules, what the cost model likes best of them and any that a plan allows, and a
+check that integers come out exactly."""
 from __future__ import annotations
+
+import torch
+from gemm_case import arguments, reference, run
+from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.tile.cost import Model
 from tinygrad_nv.tile.defaults import few_rows
@@ -8,8 +13,12 @@ from tinygrad_nv.tile.machine import machine_for
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.space import filling
 from tinygrad_nv.tile.spec import GemmSpec
+from tinygrad_nv.tile.templates.gemv import gemv
 from tinygrad_nv.tile.templates.gemv_plan import Plan
 
+ARCHES = ["sm_80", "sm_89", "sm_90a"]
+DTYPES = [dtypes.bfloat16, dtypes.float16, dtypes.float32, dtypes.fp8e4m3, dtypes.fp8e5m2, dtypes.int8,
+          dtypes.uint8]
 GEMV = Schedule().using("gemv")
 
 
@@ -25,3 +34,15 @@ def scheduled(spec: GemmSpec, granules: int, steps: int, warps: int, splits: int
     """A schedule in units of what the product's plan has."""
     plan = Plan.of(spec, GEMV)
     return GEMV.block(spec.m, plan.granule * granules).k(plan.step * steps).warps(warps).split(splits)
+
+
+def exact(dtype: DType) -> DType:
+    """A result that holds sums of integers."""
+    return dtypes.int32 if dtypes.is_int(dtype) else dtypes.float32
+
+
+def check(spec: GemmSpec, schedule: Schedule, arch: str, seed: int = 0, m: int | None = None) -> None:
+    """Integers come out exactly."""
+    given_ = arguments(spec, seed)
+    got = run(gemv(spec, schedule, arch), spec, given_, arch, seed, m)
+    assert torch.equal(got, reference(spec, given_)[..., :m or spec.m, :])

@@ -1,53 +1,18 @@
-"""Products with few rows on the emulator: any extents, majors, strides, dtypes, batches and schedules."""
+"""Products with few rows on the emulator: what each path of a kernel does. test_gemv_generated.py has the
+extents, majors, dtypes, batches and schedules."""
 from __future__ import annotations
 
 import pytest
 import torch
 from gemm_case import arguments, near, operand, product, reference, result, run
-from gemv_case import GEMV, best, scheduled
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from gemv_case import ARCHES, DTYPES, GEMV, best, check, exact, scheduled
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.tile.expression import Constant, Load, Position, Sum
-from tinygrad_nv.tile.legality import problems
-from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec, Operand
 from tinygrad_nv.tile.templates import build
 from tinygrad_nv.tile.templates.gemv import gemv
 from tinygrad_nv.tile.templates.gemv_plan import Plan
-
-ARCHES = ["sm_80", "sm_89", "sm_90a"]
-DTYPES = [dtypes.bfloat16, dtypes.float16, dtypes.float32, dtypes.fp8e4m3, dtypes.fp8e5m2, dtypes.int8,
-          dtypes.uint8]
-
-def exact(dtype: DType) -> DType:
-    """A result that holds sums of integers."""
-    return dtypes.int32 if dtypes.is_int(dtype) else dtypes.float32
-
-
-def check(spec: GemmSpec, schedule: Schedule, arch: str, seed: int = 0, m: int | None = None) -> None:
-    """Integers come out exactly."""
-    given_ = arguments(spec, seed)
-    got = run(gemv(spec, schedule, arch), spec, given_, arch, seed, m)
-    assert torch.equal(got, reference(spec, given_)[..., :m or spec.m, :])
-
-
-FEW = st.integers(1, 3)
-@settings(max_examples=110, deadline=None, derandomize=True)
-@given(st.integers(1, 16), st.one_of(st.integers(1, 100), st.sampled_from([64, 128])),
-       st.one_of(st.integers(1, 500), st.sampled_from([64, 256, 512])), st.sampled_from(DTYPES),
-       st.sampled_from(["KK", "KM", "MK", "MM"]), st.sampled_from([0, 0, 1, 8, 16]),
-       st.sampled_from([(), (), (2,), (2, 3)]), st.booleans(),
-       st.tuples(FEW, FEW, st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 1, 2, 3, 9])),
-       st.sampled_from(ARCHES), st.integers(0, 3))
-def test_integers_come_out_exactly(m: int, n: int, k: int, dtype: DType, majors: str, gap: int,
-                                   batch: tuple[int, ...], symbolic: bool, sizes: tuple[int, int, int, int],
-                                   arch: str, seed: int):
-    spec = product(m, n, k, dtype, exact(dtype), majors, gap, batch, symbolic=symbolic)
-    schedule = scheduled(spec, *sizes)
-    if problems(schedule, spec, arch): schedule = scheduled(spec, 1, 1, 4, 1)
-    check(spec, schedule, arch, seed, -(-m // 2) if symbolic else None)
 
 
 @pytest.mark.parametrize("arch", ARCHES)
