@@ -6,7 +6,7 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.tile import legality
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import BYTES, GemmSpec, Operand
-from tinygrad_nv.tile.templates.wgmma_plan import MOST_SUMS, Plan
+from tinygrad_nv.tile.templates.wgmma_plan import Plan
 from tinygrad_nv.tile.templates.wgmma_store import planned
 from tinygrad_nv.tile.templates.wgmma_tiles import (
     K_BYTES,
@@ -107,10 +107,11 @@ def _room(plan: Plan) -> list[str]:
         staged = f" + {staging} B to store from" if staging else ""
         out.append(f"{s.depth} stages × {stage}{staged} + {plan.barrier_bytes} B of barriers = {needed} B of "
                    f"shared memory, sm_90a has {most}")
-    if plan.sums > (limit := MOST_SUMS[plan.consumers]):
+    if plan.sums > plan.most_sums:
         twice = " × 2 (fp8 is summed twice)" if plan.promoted else ""
+        beside = " and those of other CTAs" if s.splits > 1 or s.stream else ""
         out.append(f"{plan.rows} × {s.block_n} / 128 threads{twice} = {plan.sums} sums a thread, at most "
-                   f"{limit} with {plan.consumers} consumers")
+                   f"{plan.most_sums} with {plan.consumers} consumers{beside}")
     return out
 
 
@@ -141,6 +142,6 @@ def _shared_sums(plan: Plan) -> list[str]:
     if s.splits > plan.iterations:
         out.append(f"{s.splits} splits of K={plan.spec.k} / block_k={s.block_k} = {plan.iterations} stages")
     if plan.tile_bytes > (ring := s.depth * plan.stage_bytes):
-        out.append(f"{s.splits} splits: {s.block_m} × {s.block_n} sums × 4 B = {plan.tile_bytes} B do not fit "
-                   f"in the ring's {s.depth} × {plan.stage_bytes} = {ring} B, where they meet")
+        out.append(f"{s.splits} splits: {s.block_m} × {s.block_n} sums × 4 B = {plan.tile_bytes} B do not "
+                   f"fit in the ring's {s.depth} × {plan.stage_bytes} = {ring} B, where they meet")
     return out

@@ -1,7 +1,7 @@
 """The producer's copies: tensor maps, and the boxes of one stage.
 
-Protocol: `begin(corner, first)` at each tile, then `issue(stage, full)` for each stage of its K in turn. Boxes
-reach beyond the matrix where the tile does; TMA brings zeros for what lies outside, and counts them.
+Protocol: `begin(corner, first)` at each tile, then `issue(stage, full)` for each stage of its K in turn.
+Boxes reach beyond the matrix where the tile does; TMA brings zeros for what lies outside, and counts them.
 """
 from __future__ import annotations
 

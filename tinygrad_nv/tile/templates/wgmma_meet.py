@@ -3,8 +3,8 @@
 Protocol: `settle(piece, sums)` ends each piece. `Meeting` is that of whole tiles: it stores them.
 
 `Split`: the CTAs of a cluster have parts of the K of the cluster's one tile. Each leaves its sums in its own
-shared memory, where the ring was; when all have, each CTA adds up some of the columns, its own first and then
-the others' by rank, and stores these.
+shared memory, where the ring was; when all have, each CTA adds up some of the columns, its own sums first and
+then those of the ranks after it, and stores these.
 
 `Stream`: a CTA that has a tile's first stage has the tile. Those that have later stages leave their sums in
 their slot of the workspace, and each of their warps says so by a flag; the tile's CTA adds them in the order
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.ptx.builder import Kernel, Label, Value
 from tinygrad_nv.tile.templates.wgmma_multiply import Products, Sums
 from tinygrad_nv.tile.templates.wgmma_store import Finish
 from tinygrad_nv.tile.templates.wgmma_walk import Piece, Walk
@@ -72,14 +72,16 @@ class Split(Meeting):
             for at, four in self.fours(sums): k.st("shared", self.kind, own.at(at), four)
             cluster_together(k)
         corner, units = self.walk.corner(piece.number), plan.columns // self.finish.unit
-        for rank in range(splits):
-            first, end = (units * r // splits * self.finish.unit for r in (rank, rank + 1))
-            if first == end: continue
-            with k.if_(k.special("cluster_ctarank") == rank), k.comment(f"columns {first} to {end - 1}"):
-                for other in range(splits):
-                    if other != rank:
-                        self.add("shared::cluster", k.mapa(own, other), sums, range(first, end))
-                self.finish.store(corner, self.products.consumer, sums, range(first, end))
+        rank, ctas = k.special("cluster_ctarank"), k.reg("u32")
+        k.emit("mov.u32", ctas, Label("%cluster_nctarank"))
+        for number in range(splits):
+            columns = range(*(units * r // splits * self.finish.unit for r in (number, number + 1)))
+            if not columns: continue
+            with k.if_(rank == number), k.comment(f"columns {columns.start} to {columns.stop - 1}"):
+                # a count that ptxas does not know: it would unroll the loop, and spill
+                with k.loop(1, ctas) as step:
+                    self.add("shared::cluster", k.mapa(own, (rank + step) % splits), sums, columns)
+                self.finish.store(corner, self.products.consumer, sums, columns)
 
 
 class Stream(Meeting):

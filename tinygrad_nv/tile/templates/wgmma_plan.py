@@ -18,7 +18,9 @@ WARPGROUP = 128  # threads
 # registers a thread of the producer and of a consumer, by the number of consumers: together at most 512 for
 # the warpgroups' 65536 / 128; one consumer keeps what the compiler gives it
 REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160)}
-MOST_SUMS = {1: 200, 2: 200, 3: 128}
+# sums a thread that ptxas was seen to keep without spilling, beside long epilogues; with the second set of
+# fp8, which epilogues do not see; and where sums from other CTAs are added
+MOST_SUMS, MOST_TWICE, MOST_SHARED = {1: 200, 2: 200, 3: 100}, {1: 200, 2: 200, 3: 128}, 160
 PROMOTED_K = 128  # fp8 sums are kept to about 14 bits; after so much of K they go to float32
 
 
@@ -95,6 +97,12 @@ class Plan:
     def sums(self) -> int:
         """Sums a thread holds; fp8 has a second set."""
         return self.subtiles * self.schedule.block_n // 2 * (1 + self.promoted)
+
+    @property
+    def most_sums(self) -> int:
+        """So many it can hold."""
+        shared = MOST_SHARED if self.schedule.splits > 1 or self.schedule.stream else MOST_SUMS[1]
+        return min(shared, (MOST_TWICE if self.promoted else MOST_SUMS)[self.consumers])
 
     @property
     def peers(self) -> int:
