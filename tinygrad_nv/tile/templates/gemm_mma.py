@@ -31,7 +31,8 @@ from tinygrad_nv.tile.walk import Walk
 DEFAULT = Schedule()
 REGISTERS = 210  # sums and fragments that leave room for addresses among 255
 
-Sums = list[list[list[Value]]]  # by 16 rows, by 8 columns: four registers
+Sums = list[list[list[Value]]]      # by 16 rows, by 8 columns: four registers
+Operands = list[list[list[Value]]]  # of A and each part of B, by 16 rows or columns: four registers
 
 
 def gemm_mma(spec: GemmSpec, schedule: Schedule = DEFAULT, arch: str = "sm_80") -> GemmKernel:
@@ -136,37 +137,40 @@ class _Writer:
                 k.cp_async_commit()
 
     def _multiply(self) -> None:
-        k, ahead = self.k, self.depth - 1
+        k, ahead, tiles = self.k, self.depth - 1, self.splits.tiles
         self.reading = k.reg("u32", name="reading").set(self.start)
         self.writing = k.reg("u32", name="writing").set(self.start + ahead * self.stage_bytes)
         self.end = self.start + self.depth * self.stage_bytes
-        left = k.reg("s32", name="left").set(self.splits.tiles)
-        sets = [[f.registers() for f in self.fragments] for _ in range(2)]
         double = self.double_buffered()
+        sets = [[f.registers() for f in self.fragments] for _ in range(1 + double)]
         if double:
-            self._arrived(max(ahead - 1, 0))
-            self._at_stage()
+            self._arrived()
             self._load(0, sets[0])
-        _, begin = k._label("tiles")
-        k._mark(begin)
-        self._at_stage()  # again: what is added to a register of all threads costs nothing
-        if not double: self._arrived(max(ahead - 1, 0))
-        if ahead: self._copy(left > ahead)
-        for step in range(self.steps):
-            mine, after = sets[step % 2], sets[(step + 1) % 2]
-            if not double:
-                self._load(step, mine)
-                self._products(mine)
-                continue
-            if step == self.steps - 1:
-                self._next_stage()
-                self._arrived(max(ahead - 1, 0))
-                self._at_stage()
-            self._products(mine, (step + 1) % self.steps, after)
-        if not double: self._next_stage()
-        left -= 1
-        k.emit("bra", begin, guard=left > 0)
+        with k.loop(0, tiles, name="tile") as tile:
+            if not double: self._arrived()
+            else: self._at_stage()  # once more: a sum with what all threads share costs nothing
+            if ahead: self._copy(tile < tiles - ahead)
+            if double: self._steps_in_turns(sets)
+            else: self._steps(sets[0])
         k.cp_async_wait(0)
+
+    def _steps(self, registers: Operands) -> None:
+        """A tile's steps, one after the other."""
+        for step in range(self.steps):
+            with self.k.comment(f"step {step}"):
+                self._load(step, registers)
+                self._products(registers)
+        self._next_stage()
+
+    def _steps_in_turns(self, sets: list[Operands]) -> None:
+        """A tile's steps; the fragments of each are read while the one before multiplies."""
+        for step in range(self.steps):
+            if step == self.steps - 1:
+                with self.k.comment("the next tile"):
+                    self._next_stage()
+                    self._arrived()
+            with self.k.comment(f"step {step}"):
+                self._products(sets[step % 2], (step + 1) % self.steps, sets[(step + 1) % 2])
 
     def double_buffered(self) -> bool:
         """Whether there are registers for fragments of two steps; they take turns, so steps are even. Single
@@ -176,15 +180,17 @@ class _Writer:
         fragments = (self.warp_m + self.warp_n * self.spec.parts) // 4
         return self.steps % 2 == 0 and sums + 2 * fragments <= REGISTERS
 
-    def _arrived(self, pending: int) -> None:
-        """The tile that is read next is in; everybody has read what is written next."""
-        self.k.cp_async_wait(pending)
+    def _arrived(self) -> None:
+        """The tile that is read next is in; everybody has read the one whose place is taken next."""
+        self.k.cp_async_wait(max(self.depth - 2, 0))
         self.k.sync()
+        self._at_stage()
 
     def _copy(self, when: Value) -> None:
         """The tile that takes the place of the one before, if there is one left."""
-        for copy in self.copies: copy.next(self.writing, when)
-        self.k.cp_async_commit()
+        with self.k.comment(f"the tile {self.depth - 1} further on"):
+            for copy in self.copies: copy.next(self.writing, when)
+            self.k.cp_async_commit()
 
     def _next_stage(self) -> None:
         self.writing.set(self.reading)
@@ -195,12 +201,11 @@ class _Writer:
         """Fragments are read from the tile at `reading` from now on."""
         for fragments in self.fragments: fragments.move(self.reading)
 
-    def _load(self, step: int, into: list[list[list[Value]]]) -> None:
+    def _load(self, step: int, into: Operands) -> None:
         """Fragments of a step of the tile at `reading`."""
         for fragments, registers in zip(self.fragments, into, strict=True): fragments.load(step, registers)
 
-    def _products(self, operands: list[list[list[Value]]], step: int = 0,
-                  after: list[list[list[Value]]] | None = None) -> None:
+    def _products(self, operands: Operands, step: int = 0, after: Operands | None = None) -> None:
         """All products of the warp's tile for one step; between them, the fragments of the step `after`."""
         shape, types = instruction(self.spec.a.dtype, self.spec.b.dtype)
         a, *parts = operands
