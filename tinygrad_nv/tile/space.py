@@ -51,14 +51,16 @@ def worthwhile(s: Schedule, spec: GemmSpec) -> bool:
     m, n = (spec.n, spec.m) if s.swap else (spec.m, spec.n)
     least_m, least_n = LEAST[s.template]
     return s.block_m <= max(least_m, 2 * m - 1) and columns_of_tile(spec, s) <= max(least_n, 2 * n - 1) \
-        and (s.template != "wgmma" or _roomy(s, spec))
+        and _roomy(s, spec)
 
 
 def _roomy(s: Schedule, spec: GemmSpec) -> bool:
-    """Whether a consumer's threads have registers beside their sums."""
+    """Whether threads have registers beside their sums. With 128 of them, mma.sync's loop takes all."""
+    long = ending(spec).operations > SHORT_ENDING
+    if s.template == "mma": return not long or s.block_m * s.block_n < 128 * s.threads
     sums = s.block_m * s.block_n // (128 if s.mode == "pingpong" else 128 * s.consumers)
     if s.consumers == 3: return sums <= MOST_SUMS_OF_THREE
-    return sums <= (MOST_SUMS_THEN if ending(spec).operations > SHORT_ENDING else MOST_SUMS)
+    return sums <= (MOST_SUMS_THEN if long else MOST_SUMS)
 
 
 def around(s: Schedule, spec: GemmSpec, sm_count: int) -> Iterator[Schedule]:
