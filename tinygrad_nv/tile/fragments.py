@@ -100,5 +100,6 @@ class Fragments:
 
     def _round(self, four: list[Value]) -> None:
         """To nearest, 10 bits of mantissa. The instruction would cut the rest off, which is twice the error
-        and always towards zero; rounding is one instruction for each of the products', beside them."""
+        and always towards zero. In SASS of sm_80 that is 2.5 instructions for each product of m16n8k8, which
+        keeps the tensor core busy for 8 cycles."""
         for register in four: self.k.emit("cvt.rna.tf32.f32", register, register)
