@@ -215,34 +215,32 @@ class Core:
         self._append(self.current, opcode, operands, guard)
 
     def _append(self, block: Block, opcode: str, operands: tuple[Any, ...], guard: Value | None) -> None:
+        kinds = (opcode, self.arch, self.version, _kind(guard), *map(_kind, operands))
+        if kinds not in CHECKED: CHECKED[kinds] = self._checked(opcode, operands, guard)
+        if self.current is not self.head:
+            for place in CHECKED[kinds]: _written(operands[place])
+        self.open_if = None
+        block.lines.append((f"@{guard} {opcode}" if guard is not None else opcode, operands))
+
+    def _checked(self, opcode: str, operands: tuple[Any, ...], guard: Value | None) -> tuple[int, ...]:
+        """Checks an instruction against the table; the places of the operands it writes."""
         mnemonic, *modifiers = opcode.split(".")
         made = [self._operand(each, mnemonic) for each in operands]
-        line = self._writer()[1]
         by = None if guard is None else syntax.Register(guard.name, guard.kind)
-        instruction = syntax.Instruction(mnemonic, tuple(modifiers), by, False, tuple(made), line)
+        instruction = syntax.Instruction(mnemonic, tuple(modifiers), by, False, tuple(made),
+                                         self._writer()[1])
         try: form = isa.check(instruction, self.arch, self.version)
         except PTXError as error:
             raise self._located(error) from None
-        self._check_written(form, instruction, operands)
-        self.open_if = None
-        block.lines.append((f"@{guard} {opcode}" if guard is not None else opcode, operands))
+        slots = isa.operands_of(form, instruction.modifiers, instruction.operands)
+        assert not isinstance(slots, str)
+        return tuple(place for place, slot in enumerate(slots) if slot.dest)
 
     def _located(self, error: PTXError) -> PTXError:
         """The error with the writer's file in place of a line of text."""
         file, line = self._writer()
         words = error.found.removeprefix(f"line {line}: ")
         return PTXError(f"{os.path.basename(file)}:{line}: {words}", line, error.expected, error.fix)
-
-    def _check_written(self, form: isa.Form, instruction: syntax.Instruction,
-                       operands: tuple[Any, ...]) -> None:
-        """Registers of a kernel's inputs are not written."""
-        slots = isa.operands_of(form, instruction.modifiers, instruction.operands)
-        assert not isinstance(slots, str)
-        if self.current is self.head: return
-        for slot, operand in zip(slots, operands, strict=True):
-            written = operand if isinstance(operand, list | tuple) else [operand]
-            for each in written:
-                if slot.dest and isinstance(each, Value): each.writable()
 
     def _at_head(self, opcode: str, *operands: Any) -> None:
         """An instruction at the kernel's beginning."""
@@ -278,3 +276,25 @@ class Core:
         else: base = syntax.Register(value.base.name, value.base.kind)
         items = tuple(self._operand(each, mnemonic) for each in value.coordinates)
         return syntax.Address(base, value.offset, syntax.Vector(items) if items else None)
+
+
+# **** what was checked before ****
+
+CHECKED: dict[tuple[Any, ...], tuple[int, ...]] = {}  # instructions by `_kind`: a check takes 80 µs, this 4
+
+
+def _kind(value: Any) -> Any:
+    """What of an operand the instruction table looks at: types, not names; the values of integers alone."""
+    if isinstance(value, Value): return (value.kind, value.negated)
+    if isinstance(value, int): return int(value)
+    if isinstance(value, list | tuple): return tuple(map(_kind, value))
+    if isinstance(value, Place): return (Place, _kind(value.base), *map(_kind, value.coordinates))
+    if isinstance(value, Pair): return (Pair, _kind(value.first), _kind(value.second))
+    if isinstance(value, Label): return (Label, value.name[0])
+    return type(value)
+
+
+def _written(operand: Any) -> None:
+    """Registers of a kernel's inputs are not written."""
+    for each in operand if isinstance(operand, list | tuple) else [operand]:
+        if isinstance(each, Value): each.writable()
