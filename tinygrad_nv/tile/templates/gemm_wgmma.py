@@ -74,8 +74,10 @@ class _Writer:
     def write(self) -> None:
         """The whole kernel."""
         k, plan = self.k, self.plan
-        with k.comment("one thread makes the barriers"):
+        with k.comment("one thread makes the barriers, and has the tensor maps fetched"):
             with k.if_(k.tid.x == 0):
+                for each in (*self.loads.tensor_maps, *self.finish.tensor_maps):
+                    k.emit("prefetch.tensormap", each.at())
                 self.ring.init()
                 if self.turns is not None: self.turns.init()
                 k.fence_mbarrier_init()

@@ -46,6 +46,11 @@ class Loads:
         self.a = self._side("a", 0, spec.a, plan.a, a, spec.m, plan.a_rows, s.cluster_n, spec.symbolic)
         self.b = self._side("b", a_bytes, spec.b, plan.b, b, spec.n, plan.b_rows, s.cluster_m)
 
+    @property
+    def tensor_maps(self) -> list[Value]:
+        """All of them."""
+        return [*self.a.maps, *self.b.maps]
+
     def _side(self, name: str, start: int, operand: Operand, tile: OperandTile, pointer: int, extent: int,
               rows: int, peers: int, symbolic: bool = False) -> Side:
         k, spec = self.k, self.plan.spec

@@ -27,8 +27,9 @@ class Finish:
         how = planned(plan)
         staging = k.shared("staging", how.smem_bytes, align=1024) if how.smem_bytes else None
         self.maps: tuple[MapArgument, ...] = (how.map,) if how.map else ()
+        self.tensor_maps = [k.tensor_map("map_out")] if how.map else []
         self.to = Store(k, plan.spec, how, out, extras, rows, staging,
-                        k.tensor_map("map_out") if how.map else None)
+                        self.tensor_maps[0] if how.map else None)
 
     def store(self, corner: Corner, consumer: Value, sums: Sums, columns: range | None = None) -> None:
         """Stores the sums of a tile, or of a consumer's rows of it; of some columns only, whole `unit`s."""
