@@ -15,16 +15,15 @@ SMEM_BYTES = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90a": 227 << 10}
 
 def problems(schedule: Schedule, spec: GemmSpec, arch: str) -> list[str]:
     """Why the schedule's template cannot have it; empty when it can."""
-    from tinygrad_nv.tile import legal_gemv, legal_mma, legal_wgmma
+    from tinygrad_nv.tile import epilogue, legal_gemv, legal_mma, legal_wgmma
     s = schedule
     if arch not in SMEM_BYTES: return [f"{arch} is not {', '.join(SMEM_BYTES)}"]
     counts = (s.block_m, s.block_n, s.block_k, s.warps_m, s.warps_n, s.depth, s.cluster_m, s.cluster_n,
-              s.splits,
-              s.group)
+              s.splits, s.group)
     if min(counts) < 1: return [f"{s}: extents below 1"]
     own = {"mma": legal_mma, "wgmma": legal_wgmma, "gemv": legal_gemv}.get(s.template)
     if own is None: return [f"template {s.template!r} is not mma, wgmma or gemv"]
-    return own.problems(schedule, spec, arch)
+    return [*own.problems(schedule, spec, arch), *epilogue.problems(spec.epilogue, arch)]
 
 
 def require(schedule: Schedule, spec: GemmSpec, arch: str) -> None:
