@@ -81,17 +81,16 @@ class Splits:
         return slot.at(cell * CELL_BYTES * self.schedule.threads)
 
     def _is_last(self) -> Value:
-        """Counts this CTA in; whether all others were before."""
+        """Counts this CTA in; whether all others were before. One thread releases and acquires for all: what
+        the barriers order before its atomic, and after, is ordered too."""
         k = self.k
         told = k.shared("arrived", 4)
-        k.emit("fence.acq_rel.gpu")
         k.sync()
         with k.if_(k.tid.x == 0):
             before, flag = k.reg("u32"), self.flag + self.number.to("u64") * 4
             k.emit("atom.acq_rel.gpu.global.add.u32", before, flag.at(), 1)
             k.st("shared", "u32", told.at(), before)
         k.sync()
-        k.emit("fence.acq_rel.gpu")
         return k.ld("shared", "u32", told.at())[0] == self.count - 1
 
     def _gather(self, cells: Sequence[Sequence[Value]]) -> None:
