@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,6 +35,7 @@ from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.templates import build
 
 WANTED = 1 / 3
+FRESH = count(4096, 64)  # extents along K
 TRITON_FLAGS = ("-lineinfo", "--regAllocOptLevel=2")
 
 
@@ -74,9 +76,9 @@ def empty_caches() -> Iterator[None]:
                 else: os.environ[name] = value
 
 
-def ours(case: Case, turn: int) -> dict[str, float]:
-    """Seconds of each step, for a K that no turn had before."""
-    spec = sass_gemm.spec(case.peer.b_major, case.peer.dtype, k=4096 + 64 * turn)
+def ours(case: Case) -> dict[str, float]:
+    """Seconds of each step, for a K that none had before."""
+    spec = sass_gemm.spec(case.peer.b_major, case.peer.dtype, k=next(FRESH))
     begun = time.perf_counter()
     choose(spec, case.arch)
     chosen = time.perf_counter()
@@ -119,7 +121,7 @@ def measured(case: Case, repeat: int) -> dict[str, Any]:
     done: dict[str, list[dict[str, float]]] = {"ours": [], "triton": []}
     for turn in range(repeat + 1):
         with empty_caches():
-            pair = ours(case, turn), theirs(case)
+            pair = ours(case), theirs(case)
         if turn:
             for side, seconds in zip(done.values(), pair, strict=True): side.append(seconds)
     columns = {side: {name: [run[name] for run in runs] for name in runs[0]} for side, runs in done.items()}
