@@ -5,7 +5,8 @@
 A LLaMA of small dimensions and real depth on DEV=EMU; nothing runs. Each repetition schedules the same graph
 anew (no schedule cache) by tinygrad alone and with the rewrite, one after the other. Three times: tinygrad's
 scheduling without the rewrite, with it, and the rewrite alone. Kernels are made once, before: making one
-belongs to compiling. Seconds are those of the processor. Reported are the ratios to the first, which a slower or busy machine does not change.
+belongs to compiling. Seconds are those of the processor; the ratios to the first do not change with a slower
+machine.
 """
 from __future__ import annotations
 
@@ -21,16 +22,17 @@ from tinygrad import Tensor, UOp, Variable, dtypes
 from tinygrad.helpers import Context
 from tinygrad.schedule import create_linear_with_vars
 from tinygrad.tensor import transform_to_call
-
-from tinygrad_nv import hooks
 from tinygrad_nv.models.config import ModelConfig, RopeConfig
 from tinygrad_nv.models.llama import KVCache, Llama
+
+from tinygrad_nv import hooks
 from tinygrad_nv.patterns import gemm, program
 
 
 def decode(layers: int) -> Tensor:
     """The logits of one token at a bound position."""
-    config = ModelConfig("LlamaForCausalLM", 256, 64, 128, layers, 4, 2, 16, 128, RopeConfig("default", 10000.0, 16, 128),
+    rope = RopeConfig("default", 10000.0, 16, 128)
+    config = ModelConfig("LlamaForCausalLM", 256, 64, 128, layers, 4, 2, 16, 128, rope,
                          windows=(None,) * layers)
     model = Llama(config, dtypes.bfloat16, "EMU")
     cache = KVCache.create(config, 128, dtypes.bfloat16, device="EMU")
@@ -78,7 +80,8 @@ def main() -> None:
     share = [one / other for one, other in zip(matching, alone, strict=True)]
     whole = [one / other for one, other in zip(joined, alone, strict=True)]
     rows = [("tinygrad alone, s", f"{median(alone):.2f}", spread(alone), str(kernels)),
-            ("with the rewrite, s", f"{median(joined):.2f}", spread(joined), f"{len(linear.src)}, {ours} ours"),
+            ("with the rewrite, s", f"{median(joined):.2f}", spread(joined),
+             f"{len(linear.src)}, {ours} ours"),
             ("the rewrite, s", f"{median(matching):.2f}", spread(matching), ""),
             ("the rewrite / tinygrad alone", f"{median(share):.3f}", spread(share), ""),
             ("with / tinygrad alone", f"{median(whole):.3f}", spread(whole), "")]

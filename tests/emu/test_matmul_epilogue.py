@@ -144,6 +144,13 @@ def test_both_results_of_a_residual_stream():
     assert show(spec.epilogue) == "(sum.bf16 + x0[mn])"
 
 
+def test_a_product_with_a_vector_is_no_epilogue():
+    """Its multiplication has as many elements as the sum before it, but belongs to the next one."""
+    a, b, v = whole(24, 32, most=1), whole(32, 16, most=1), whole(16, most=1)
+    y = (stored(a, dtypes.half) @ stored(b, dtypes.half)).relu() @ stored(v, dtypes.half)
+    check(y, np.maximum(a @ b, 0) @ v, (24, 16, 32), (1, 24, 16))
+
+
 def test_a_permutation_is_taken_in_where_the_result_is_stored():
     y = (stored(A) @ stored(B)).reshape(2, 12, 5, 8).transpose(1, 2).contiguous()
     check(y, SUM.reshape(2, 12, 5, 8).swapaxes(1, 2), (2, 5, 12, 8, 48))

@@ -28,7 +28,7 @@ ONE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 TWO: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": lambda x, y: x + y, "difference": lambda x, y: x - y, "larger": lambda x, y: x.maximum(y),
-    "chosen": lambda x, y: (x < y).where(x, y + 1), "clipped product": lambda x, y: x.clip(-9, 9) * y.clip(-9, 9),
+    "chosen": lambda x, y: (x < y).where(x, y + 1), "times": lambda x, y: x.clip(-9, 9) * y.clip(-9, 9),
     "bias": lambda x, y: x + y[0], "column": lambda x, y: x - y[:, :1],
 }
 STEPS = st.lists(st.one_of(st.tuples(st.sampled_from(sorted(ONE)), st.integers(0, 99), st.just(0)),
