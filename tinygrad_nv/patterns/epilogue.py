@@ -7,8 +7,9 @@ that keeps or cuts the sum's elements; what is broadcast, padded or reduced afte
 `Epilogue` translates a region from its end, whose elements are counted by ranges of a `Space`: paths to the
 sum (two for `silu(g) * u` of one sum) and loads are affine indices over these. Each op becomes one node of
 the graph's dtype, and constants are rounded to theirs. Elementwise ops beside the region are translated too
-where they read memory and have as many elements; other values beside it are loaded from storage that tinygrad
-makes for them, if that is at most half as large as the result. `Unfused` says why a region cannot be so.
+where they read memory and have as many elements, or are made of constants; other values beside it are loaded
+from storage that tinygrad makes for them, if that is at most half as large as the result. `Unfused` says why
+a region cannot be so.
 """
 from __future__ import annotations
 
@@ -163,7 +164,9 @@ class Epilogue:
         if node.op in GroupOp.Movement:
             try: return self.value(node.src[0], self.space.through(node, indices), want)
             except NotAffine: return self._load_small(node, indices)
-        if node.op in ELEMENTWISE and (node.op is Ops.CAST or _numel(node) == _numel(self.end)) \
+        # constants have no device, and no storage: what is made of them alone is computed
+        if node.op in ELEMENTWISE \
+                and (node.op is Ops.CAST or node.device is None or _numel(node) == _numel(self.end)) \
                 and node.dtype in (*NODES, *dtypes.weaks) and self.beside < MOST_BESIDE:
             self.beside += 1
             return self._applied(node, indices, want)
@@ -175,6 +178,7 @@ class Epilogue:
 
     def _load(self, node: UOp, indices: Indices) -> Expression:
         if node.dtype not in STORED: raise Unfused(f"a parameter of {node.dtype.name}")
+        if node.device is None: raise Unfused("a value beside it that is made of constants")
         lies = self.space.lies(node.shape, indices)
         number = self.numbers.setdefault((node, lies.key()), len(self.loads))
         if number == len(self.loads): self.loads.append((node, lies))

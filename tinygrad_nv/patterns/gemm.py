@@ -134,7 +134,7 @@ class _Matcher:
         """Whether a node is storage from its beginning, or will be the result of a kernel of ours."""
         if node in self.ends: return True
         if node.op in (Ops.PARAM, Ops.BUFFER): return node.arg.addrspace is AddrSpace.GLOBAL
-        if node.op is Ops.CONTIGUOUS: return True
+        if node.op is Ops.CONTIGUOUS: return node.device is not None  # of a constant, tinygrad stores none
         return node.op is Ops.AFTER and node.has_buffer_identity(after_ok=True)
 
     def is_taken(self, node: UOp) -> bool:

@@ -1,0 +1,50 @@
+"""DEV=EMU: products beside values that have no storage: constants, and what is made of them alone."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from matmul_case import BF16, extents, rounded, stored, taken, whole
+from on_emu import emu  # noqa: F401
+
+from tinygrad_nv import Tensor
+
+A, B = whole(24, 48), whole(48, 40)
+SUM = A @ B
+
+
+def constant(value: float) -> Tensor: return Tensor(value, dtype=BF16)
+
+
+def test_the_gradient_of_a_mean_square():
+    """1 / N is a constant that tinygrad casts and multiplies: it is computed, there is nothing to load."""
+    x, w = stored(A), stored(B)
+    (dx,) = (x @ w).float().square().mean().gradient(x)
+    found = taken(dx)
+    assert [extents(spec) for spec in found] == [(24, 40, 48), (24, 48, 40)]
+    assert found[0].parameters == ()
+    factor = rounded(2 * rounded(SUM) * np.float32(1 / SUM.size))
+    np.testing.assert_array_equal(dx.float().numpy(), rounded(factor @ B.T))
+
+
+CONSTANTS: dict[str, tuple[Callable[[], Tensor], float]] = {
+    "product": (lambda: constant(3) * constant(2), 6),
+    "stored": (lambda: (constant(3) * constant(2)).contiguous(), 6),
+    "sum": (lambda: constant(3).reshape(1).expand(20).sum(), 60),
+    "largest": (lambda: constant(3).reshape(1).expand(20).max(), 3),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constants_beside_a_sum(name: str):
+    make, value = CONSTANTS[name]
+    y = stored(A) @ stored(B) * make()
+    assert [extents(spec) for spec in taken(y)] == [(24, 40, 48)]
+    np.testing.assert_array_equal(y.float().numpy(), rounded(rounded(SUM) * value))
+
+
+def test_an_operand_of_constants_is_left_to_tinygrad():
+    y = stored(A) @ (constant(3).reshape(1, 1).expand(48, 40) * constant(2))
+    assert taken(y) == []
+    np.testing.assert_array_equal(y.float().numpy(), rounded(A @ np.full((48, 40), 6)))
