@@ -53,8 +53,9 @@ class Fragments:
             if self.mn_major: row, byte = low + along_k * 8, (self.first + along_mn * 8) * size
             else: row, byte = self.first + low + along_mn * 8, along_k * 16
         self.places = Places(k, self.tile, swizzled(k, self.tile, row, byte))
-        self.places.prepare([self._plain(mn, step, r) for mn in range(0, self.extent, 16)
-                             for step in range(self.steps) for r in range(4)])
+        self.places.prepare([self._plain(mn, step, r) + j * self.tile.span
+                             for mn in range(0, self.extent, 16) for step in range(self.steps)
+                             for r in range(4) for j in range(4 if size == 1 and self.mn_major else 1)])
 
     def registers(self) -> list[list[Value]]:
         """Registers for a step: four for each 16 rows or columns."""
@@ -95,7 +96,7 @@ class Fragments:
                 continue
             parts = k.regs("b32", 4)
             for j, part in enumerate(parts):
-                k.emit("ld.shared.u8", part, self.places(plain, self.start + j * tile.span))
+                k.emit("ld.shared.u8", part, self.places(plain + j * tile.span, self.start))
             register.set(joined(k, parts))
 
     def _round(self, four: list[Value]) -> None:

@@ -8,7 +8,8 @@ number. Which ones depends on how the tile is `read`:
     matrices  ldmatrix, TMA, wgmma: bits 4 to 6 with 7 to 9. Eight rows at the same 16 bytes of a column then
               lie in different banks
     words     4 bytes of each of four rows, from eight columns: bits 5 and 6 with the row's lowest two
-    bytes     one byte of every fourth row, from eight columns: bits 4 to 6 with the row's number / 4
+    bytes     one byte of every fourth row, from eight columns: bits 4 to 6 with the row's number / 4, in rows
+              below 128 bytes bits 5 and 6, which are of the row's own number
 
 The tile begins at a multiple of 1024. The swizzle is linear over XOR: for `x` and `y` without common bits
 `swizzled(x + y) = swizzled(x) ^ swizzled(y)`, so that of many places of a thread all but a few are
@@ -40,8 +41,15 @@ class SharedTile:
     def bits(self) -> tuple[int, int, int]:
         """(from, mask, to): bits `from` and on under the mask are XORed into bits `to` and on."""
         if self.read == "words": return 7, MASKS[self.span] >> 1, 5
-        if self.read == "bytes": return self.span.bit_length() + 1, MASKS[self.span], 4
+        if self.read == "bytes":
+            start = self.span.bit_length() + 1
+            return (start, 7, 4) if self.span == 128 else (start, 3, 5)
         return 7, MASKS[self.span], 4
+
+    @property
+    def window(self) -> int:
+        """Bytes within which the swizzle moves."""
+        return 128 if self.read == "bytes" else self.span
 
     def plain(self, row: int, byte: int) -> int:
         """The place of a byte of a row before the swizzle."""

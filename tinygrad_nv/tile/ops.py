@@ -45,9 +45,9 @@ class Places:
         assert self.stage is not None
         bits = self._bits(plain)
         if bits not in self.sums: self.sums[bits] = self.stage + self._variant(bits)
-        return self.sums[bits].at(plain - plain % self.tile.span + more)
+        return self.sums[bits].at(plain - plain % self.tile.window + more)
 
-    def _bits(self, plain: int) -> int: return self.tile.swizzled(plain) % self.tile.span
+    def _bits(self, plain: int) -> int: return self.tile.swizzled(plain) % self.tile.window
 
     def _variant(self, bits: int) -> Value:
         if bits not in self.variants: self.variants[bits] = self.own ^ bits if bits else self.own
