@@ -1,4 +1,4 @@
-"""DEV=EMU: products beside values that have no storage: constants, and what is made of them alone."""
+"""DEV=EMU: products in graphs that were once in the way: beside constants, and in functions of symbolic rows."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import pytest
 from matmul_case import BF16, extents, rounded, stored, taken, whole
 from on_emu import emu  # noqa: F401
 
-from tinygrad_nv import Tensor
+from tinygrad_nv import Tensor, Variable, function
 
 A, B = whole(24, 48), whole(48, 40)
 SUM = A @ B
@@ -48,3 +48,20 @@ def test_an_operand_of_constants_is_left_to_tinygrad():
     y = stored(A) @ (constant(3).reshape(1, 1).expand(48, 40) * constant(2))
     assert taken(y) == []
     np.testing.assert_array_equal(y.float().numpy(), rounded(A @ np.full((48, 40), 6)))
+
+
+# **** functions ****
+
+@pytest.mark.parametrize("stored_again", [False, True])
+def test_functions_of_symbolic_rows(stored_again: bool):
+    """A precompiled function stores its result in storage of a symbolic shape."""
+    @function(precompile=True)
+    def layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor: return (x @ w + b).relu()
+    bias = whole(40)
+    x, w, b = stored(A), stored(B), stored(bias)
+    for count in (1, 7, 24):
+        y = layer(x[:Variable("rows", 1, 24).bind(count)], w, b)
+        if stored_again: y = y.contiguous()
+        (spec,) = taken(y)
+        assert (spec.symbolic, *extents(spec)) == (True, 24, 40, 48)
+        np.testing.assert_array_equal(y[:count].float().numpy(), np.maximum(SUM + bias, 0)[:count])

@@ -236,7 +236,8 @@ def _copied(after: UOp) -> tuple[UOp, UOp] | None:
     buffer, call = value.src[0].base, value.src[1]
     if buffer.op is not Ops.BUFFER or buffer.arg.slot < _FIRST_SLOT: return None
     if target.op not in (Ops.PARAM, Ops.BUFFER): return None
-    if target.max_numel() != buffer.max_numel(): return None
+    # a function's result of symbolic shape is storage of that shape: a call writes the largest
+    if not all_int(target.shape) or target.max_numel() != buffer.max_numel(): return None
     if (target.dtype, target.device) != (buffer.dtype, buffer.device): return None
     if target in call.toposort(enter_calls=False): return None
     return buffer, target.reshape(buffer.shape)
