@@ -1,4 +1,4 @@
-"""DEV=EMU: products in graphs that were once in the way: beside constants, and in functions of symbolic rows."""
+"""DEV=EMU: products in graphs that were once in the way: beside constants, in functions of symbolic rows."""
 from __future__ import annotations
 
 from collections.abc import Callable
