@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING
 
 from tinygrad.codegen import (
@@ -166,10 +167,10 @@ def explain(*tensors: Tensor) -> Lowering:
     if not wanted: return Lowering([])
     with Context(SCACHE=0, CAPTURING=0, DEBUG=0), program.hear_misses() as misses:
         linear, var_vals = create_linear_with_vars(transform_to_call(UOp.sink(*wanted))[0])
-        unused = list(dict.fromkeys(misses))
+        unused = list(misses)
         kernels = [_record(call, device, var_vals, unused)
                    for call in linear.src for device in to_tuple(call.src[1].device)]
-    return Lowering(kernels, tuple(f"{m.template}: {m.reason}" for m in unused))
+    return Lowering(kernels, tuple(dict.fromkeys(f"{m.template}: {m.reason}" for m in unused)))
 
 
 def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[program.Miss]) -> KernelRecord:
@@ -205,11 +206,18 @@ def _unlowered(call: UOp, misses: list[program.Miss]) -> tuple[str | None, str]:
 
 
 def _computes(call: UOp, miss: program.Miss) -> bool:
-    """Whether a generated kernel may be where a near miss ended: same operation, as many results."""
+    """Whether a generated kernel may be where a near miss ended: same operation, as many results, each of as
+    many values."""
     nodes = call.src[0].toposort()
     written = {u.src[0].buf_uop.arg.slot for u in nodes if u.op is Ops.STORE}
     sizes = [arg.max_numel() for slot, arg in enumerate(get_call_arg_uops(call)) if slot in written]
-    return miss.numel in sizes and any(u.op is miss.op for u in nodes)
+    return miss.numel in sizes and any(u.op is miss.op and _reduced(u) == miss.reduced for u in nodes)
+
+
+def _reduced(node: UOp) -> int:
+    """How many values a REDUCE of a kernel makes one of; 1 for other operations."""
+    if node.op is not Ops.REDUCE: return 1
+    return prod(int(r.vmax) + 1 for r in node.src[1:])
 
 
 # **** names and counts ****

@@ -124,3 +124,14 @@ def test_empty_products_are_zeros():
     y = of(4, 0) @ of(0, 5)
     assert not any(kernel.template for kernel in explain(y).kernels)
     np.testing.assert_array_equal(y.float().numpy(), np.zeros((4, 5)))
+
+
+def test_each_of_several_alike_says_why_and_a_sum_of_as_many_does_not():
+    n = ROWS.bind(5)
+    products = [of(24, 32)[:, :n] @ of(32, 40)[:n] for _ in range(2)]
+    other = of(24, 40, 7, dtype=dtypes.float).sum(2)
+    kernels = explain(other, *products).kernels
+    told = {kernel.name: kernel.reason for kernel in kernels}
+    assert len(kernels) == 3
+    assert told.pop(explain(other).kernels[0].name) == "no pattern matched"
+    assert set(told.values()) == {"gemm: symbolic K"}

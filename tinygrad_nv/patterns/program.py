@@ -251,11 +251,13 @@ def _stored_in_place(target: UOp, value: UOp) -> UOp | None:
 
 @dataclass(frozen=True)
 class Miss:
-    """A near miss: what nearly matched, why it did not, and what its kernel can be recognised by."""
+    """A near miss: what nearly matched, why it did not, and what its kernel can be recognised by: operation,
+    elements, and how many values a REDUCE makes each of (1 for other operations)."""
     template: str
     reason: str
     op: Ops
     numel: int
+    reduced: int = 1
 
 
 _heard: list[Miss] | None = None
@@ -263,7 +265,10 @@ _heard: list[Miss] | None = None
 
 def miss(template: str, value: UOp, reason: str) -> None:
     """For rewrites: why `value` is left to tinygrad. explain() shows it with the value's kernel."""
-    if _heard is not None: _heard.append(Miss(template, reason, value.op, value.max_numel()))
+    if _heard is None: return
+    numel = value.max_numel()
+    reduced = value.src[0].max_numel() // max(numel, 1) if value.op is Ops.REDUCE else 1
+    _heard.append(Miss(template, reason, value.op, numel, reduced))
 
 
 @contextlib.contextmanager
