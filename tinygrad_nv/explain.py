@@ -126,8 +126,9 @@ class Lowering:
         if kernel is None: return every
         found = [each for each in every if str(kernel) in (str(each[0]), each[1].name)]
         if not found:
-            there = ", ".join(f"{i} ({record.name})" for i, record, _ in every) or "none: no kernel is ours"
-            raise RequestError(f"no kernel {kernel!r} of ours", there, "choose one by number or by name")
+            there = ", ".join(f"{i} ({record.name})" for i, record, _ in every)
+            raise RequestError(f"no kernel {kernel!r} of ours", there or "none: no kernel is ours",
+                               "choose one by number or by name" if there else "run with DEV=EMU")
         return found
 
     def __str__(self) -> str:

@@ -2,19 +2,23 @@
 
 Protocol: without --level a table, and of products a line each with schedule, predicted time and registers.
 With one of spec, tile, ptx, sass the text of each distinct kernel of ours, or of the one that --kernel names.
-`--gemm [BATCHx]MxNxK` explains a product by itself, for a GPU that need not be there.
+`--gemm [BATCHx]MxNxK` explains a product by itself, for a GPU that need not be there. An option that would
+have no effect is refused.
 """
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tinygrad_nv.errors import RequestError, ScheduleError
+from tinygrad_nv.levels import LEVELS
+from tinygrad_nv.ptx.assemble import ARCHITECTURES
+from tinygrad_nv.tile.dense import MAJORS, RESULTS, TYPES, WORDS
 
-ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
-LEVELS = ("spec", "tile", "ptx", "sass")
+OF_MODELS = ("kernel", "prefill", "max_model_len", "device")
+OF_PRODUCTS = {"majors": "NT", "epilogue": "", "out": "", "arch": "sm_90a", "sm_count": 0}
 SHORT = {"auto": "bf16", "bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 Find = Callable[[str | None], Path]
 
@@ -26,19 +30,21 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     explain.add_argument("model", nargs="?", metavar="MODEL", help=directory)
     explain.add_argument("--level", choices=LEVELS, help="print each kernel of ours at this level")
     explain.add_argument("--kernel", metavar="N|NAME", help="only this kernel")
-    explain.add_argument("--prefill", type=int, default=0, metavar="N",
+    explain.add_argument("--prefill", type=int, metavar="N",
                          help="of a step that takes N tokens of a prompt (default: a decode step)")
     add_model_options(explain)
     product = explain.add_argument_group("a product by itself")
     product.add_argument("--gemm", type=_extents, metavar="[BATCHx]MxNxK",
-                         help="explain this product instead of a model; --dtype is then one of bf16 "
-                              "(default), f16, f32, tf32, e4m3, e5m2, s8, u8")
-    product.add_argument("--majors", default="NT", help="NN, NT, TN or TT as in BLAS (default NT: x @ w.T)")
-    product.add_argument("--epilogue", default="", metavar="WORDS", help="such as bias+gelu or gate")
-    product.add_argument("--out", default="", metavar="TYPE", help="the result's type")
-    product.add_argument("--arch", choices=ARCHITECTURES, default="sm_90a",
-                         help="the GPU's architecture (default sm_90a)")
-    product.add_argument("--sm-count", type=int, default=0, metavar="N",
+                         help="explain this product instead of a model; --dtype is then one of "
+                              f"{', '.join(TYPES)} (default bf16)")
+    product.add_argument("--majors", metavar="XY",
+                         help=f"{', '.join(MAJORS[:-1])} or {MAJORS[-1]} as in BLAS (default NT: x @ w.T)")
+    product.add_argument("--epilogue", metavar="WORD+…", help=f"what follows the sum: {', '.join(WORDS)}")
+    product.add_argument("--out", metavar="TYPE",
+                         help=f"of the result: {', '.join(RESULTS)} (default: as the operands; bf16 for fp8, "
+                              "s32 for bytes)")
+    product.add_argument("--arch", choices=ARCHITECTURES, help="the GPU's architecture (default sm_90a)")
+    product.add_argument("--sm-count", type=int, metavar="N",
                          help="multiprocessors of the GPU (default: those of H100, A100 or L40S)")
     explain.set_defaults(run=lambda arguments: run(arguments, find))
 
@@ -52,8 +58,29 @@ def _extents(text: str) -> tuple[int, ...]:
 
 def run(arguments: argparse.Namespace, find: Find) -> int:
     """Prints what was asked for."""
+    _check(arguments)
+    for name, value in OF_PRODUCTS.items():
+        if getattr(arguments, name) is None: setattr(arguments, name, value)
     print(_gemm(arguments) if arguments.gemm else _model(arguments, find))
     return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises `RequestError` for an option that would have no effect."""
+    if arguments.gemm and arguments.model is not None:
+        raise RequestError(f"a model ({arguments.model}) and --gemm", "one of them", "leave one out")
+    if (words := _given(arguments, OF_MODELS)) and arguments.gemm:
+        raise RequestError(f"{words} with --gemm", "options of a product by itself", "leave it out")
+    if (words := _given(arguments, OF_PRODUCTS)) and not arguments.gemm:
+        raise RequestError(f"{words} without --gemm", "a product by itself", "add --gemm 4096x4096x4096")
+    if arguments.kernel is not None and arguments.level is None:
+        raise RequestError("--kernel without --level", f"--level {'|'.join(LEVELS)}",
+                           "say what to show of it")
+
+
+def _given(arguments: argparse.Namespace, names: Iterable[str]) -> str:
+    """Those of some options that are on the command line."""
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is not None)
 
 
 def _gemm(arguments: argparse.Namespace) -> str:
@@ -61,8 +88,6 @@ def _gemm(arguments: argparse.Namespace) -> str:
     from tinygrad_nv.tile.choose import choose, why_not
     from tinygrad_nv.tile.dense import dense
     from tinygrad_nv.tile.machine import machine_for
-    if arguments.model is not None:
-        raise RequestError(f"a model ({arguments.model}) and --gemm", "one of them", "leave one out")
     if arguments.sm_count < 0:
         raise RequestError(f"--sm-count {arguments.sm_count}", "how many multiprocessors the GPU has")
     *batch, m, n, k = arguments.gemm
@@ -84,16 +109,13 @@ def _model(arguments: argparse.Namespace, find: Find) -> str:
     from tinygrad import Tensor, Variable, dtypes
 
     from tinygrad_nv import console, explain
-    if arguments.kernel is not None and arguments.level is None:
-        raise RequestError("--kernel without --level", f"--level {'|'.join(LEVELS)}",
-                           "say what to show of it")
     llm = console.load(find(arguments.model), arguments)
-    taken = arguments.prefill or 1
+    taken = 1 if arguments.prefill is None else arguments.prefill
     if not 1 <= taken <= llm.length:
         raise RequestError(f"--prefill {taken}", f"1 to {llm.length} tokens", "take fewer")
     tokens = Tensor.empty(1, taken, dtype=dtypes.int32, device=llm.model.device)
     capacity = llm.decoder.capacity
-    if arguments.prefill:
+    if arguments.prefill is not None:
         at = Variable("start", 0, capacity - taken).bind(0), Variable("last", 0, taken - 1).bind(taken - 1)
         step = llm.model.step(tokens, at[0], llm.decoder.cache, at[1])
     else:

@@ -38,7 +38,8 @@ STATIC = re.compile(r"^\s*\.shared \.align \d+ \.b8 (\w+)\[(\d+)\];", re.MULTILI
 DYNAMIC = re.compile(r"^\s*// \w+\+(\d+): (\w+)\[(\d+)\]$", re.MULTILINE)
 MAP = re.compile(r"\.param \.align 64 \.b8 (\w+)\[128\]")
 REMARK = re.compile(r"^( +)// (.*)$", re.MULTILINE)
-WIDEST = 72  # characters of a product in a table
+WIDEST = 72   # characters of a product in a table
+LONGEST = 60  # characters of an expression without a name
 
 
 @dataclass(frozen=True)
@@ -86,14 +87,19 @@ def aligned(rows: Sequence[Sequence[str]], numbers: tuple[int, ...] = ()) -> lis
                       for i, width in enumerate(widths)).rstrip() for row in rows]
 
 
+def shortened(text: str, most: int) -> str:
+    """At most so many characters of a text; where some are left out, the last is …"""
+    return text if len(text) <= most else f"{text[:most - 1]}…"
+
+
 def table(products: Sequence[tuple[str, Product]]) -> list[str]:
     """A line for each of several products, each with the words before it."""
     rows = [("", "schedule", "predicted", "bound", "registers", "shared", "product")]
     for words, product in products:
-        prediction, product_text = product.prediction, str(product.spec)
+        prediction = product.prediction
         rows.append((words, str(product.schedule), seconds(prediction.seconds), prediction.bound,
                      _registers(product), nbytes(shared_bytes(product)),
-                     product_text if len(product_text) <= WIDEST else product_text[:WIDEST - 1] + "…"))
+                     shortened(str(product.spec), WIDEST)))
     return aligned(rows, numbers=(2, 4, 5))
 
 
@@ -129,7 +135,7 @@ def spec_text(product: Product) -> str:
         rows.append((f"x{load.parameter}", f"{short(load.dtype)}, {strides}"))
     steps = _steps(spec.epilogue)
     rows += [("epilogue" if i == 0 else "", line) for i, line in enumerate(steps)]
-    return "\n".join([str(spec) if len(str(spec)) <= 110 else f"{str(spec)[:109]}…", "", *aligned(rows)])
+    return "\n".join([shortened(str(spec), 110), "", *aligned(rows)])
 
 
 def _operand(operand: Operand, rows: str) -> str:
@@ -154,13 +160,15 @@ def _strides(axes: Sequence[tuple[str, int]], batch: Sequence[int], offset: int)
 
 
 def _steps(root: Expression) -> list[str]:
-    """An epilogue as steps: what is used more than once has a name and a line."""
+    """An epilogue as steps: what is used more than once, or is long, has a name and a line."""
     uses = Counter(arg for node in walk(root) if isinstance(node, Apply) for arg in node.args)
     names: dict[Expression, str] = {}
     lines = []
     for node in walk(root):
-        if not isinstance(node, Apply) or uses[node] < 2: continue
-        lines.append(f"t{len(names)} = {written(node, names)}")
+        if not isinstance(node, Apply) or node is root: continue
+        text = written(node, names)
+        if uses[node] < 2 and len(text) <= LONGEST: continue
+        lines.append(f"t{len(names)} = {text}")
         names[node] = f"t{len(names)}"
     return [*lines, f"out = {written(root, names)}"]
 

@@ -11,11 +11,12 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tinygrad_nv.errors import RequestError, SpecError
+from tinygrad_nv.levels import aligned, shortened
 from tinygrad_nv.ptx.assemble import ARCHITECTURES
 from tinygrad_nv.tile import database
 from tinygrad_nv.tile.choose import why_not
@@ -36,7 +37,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     product = tune.add_argument_group("product")
     product.add_argument("--dtype", default="bf16", choices=TYPES, help="of the operands (default bf16)")
     product.add_argument("--out", default="", choices=RESULTS,
-                         help="of the result (default: as the operands)")
+                         help="of the result (default: as the operands; bf16 for fp8, s32 for bytes)")
     product.add_argument("--majors", default="NT", choices=MAJORS, help="BLAS's letters; NT is x @ w.T")
     product.add_argument("--batch", type=_batch, default=(), metavar="B[xB…]", help="so many products")
     product.add_argument("--epilogue", default="", metavar="WORD+…",
@@ -108,7 +109,7 @@ def _tune(arguments: argparse.Namespace) -> None:
         return
 
     def row(one: Candidate) -> tuple[str, ...]:
-        counted = one.why if one.seconds is None else f"{one.seconds * 1e6:.2f}"
+        counted = shortened(one.why, 32) if one.seconds is None else f"{one.seconds * 1e6:.2f}"
         return (str(one.schedule), f"{one.predicted.seconds * 1e6:.2f}", counted, one.predicted.bound,
                 str(one.registers or "-"), f"{one.smem_bytes:,}")
     print("\n".join(aligned([HEAD, *map(row, tried)], (1, 2, 4, 5))))
@@ -143,14 +144,6 @@ def _bar() -> Iterator[Callable[[int, int], None]]:
         yield lambda done, count: progress.update(task, completed=done, total=count)
 
 
-def aligned(rows: Sequence[tuple[str, ...]], numbers: tuple[int, ...]) -> list[str]:
-    """Rows as lines of a table; columns of numbers end below each other."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) if i in numbers else cell.ljust(width)
-                      for i, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
-            for row in rows]
-
-
 # **** the database ****
 
 def _list(arguments: argparse.Namespace) -> None:
@@ -163,8 +156,7 @@ def _list(arguments: argparse.Namespace) -> None:
         return
     rows = [("product", "arch", "toolchain", "schedule", "us", "bound", "how")]
     for entry in entries:
-        spec = str(entry.spec)
-        rows.append((spec if len(spec) <= 60 else f"{spec[:59]}…", entry.arch, entry.toolchain,
+        rows.append((shortened(str(entry.spec), 60), entry.arch, entry.toolchain,
                      str(entry.schedule), f"{entry.seconds * 1e6:.2f}",
                      predict(entry.spec, entry.schedule, entry.arch).bound, entry.how))
     print("\n".join(aligned(rows, (4,))))

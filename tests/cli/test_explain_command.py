@@ -47,6 +47,18 @@ def test_the_spec_of_a_product(command):
     assert lines[-1].strip() == "out = where((0 < t0), t0, 0).f16"
 
 
+def test_a_long_epilogue_is_told_in_steps(command):
+    """Of a row of a table, or a first line, as much as there is room for; the steps are whole."""
+    lines = gemm(command, "--level", "spec", "--epilogue", "bias+gelu+residual").splitlines()
+    assert len(lines[0]) == 110
+    assert lines[0].endswith("…")
+    assert max(map(len, lines[1:])) <= 110
+    steps = [line.strip().removeprefix("epilogue").strip() for line in lines if " = " in line]
+    assert [step.split(" = ")[0] for step in steps] == [*(f"t{i}" for i in range(len(steps) - 1)), "out"]
+    assert all(f"t{i}" in "".join(steps[i + 1:]) for i in range(len(steps) - 1))
+    assert gemm(command, "--epilogue", "bias+gelu+residual").splitlines()[1].endswith("…")
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_how_a_product_is_computed(command, arch: str):
     text = gemm(command, "--level", "tile", "--arch", arch)
@@ -103,13 +115,17 @@ def test_the_text_runs_on_the_emulator(command):
 # **** what cannot be ****
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["--gemm", EXTENTS, "--dtype", "int4"], ["'int4'", "one of bf16, f16"]),
-    (["--gemm", EXTENTS, "--majors", "NX"], ["'NX'", "one of NN, NT, TN, TT"]),
+    (["--gemm", EXTENTS, "--dtype", "int4"], ["operands of dtype 'int4'", "one of bf16, f16"]),
+    (["--gemm", EXTENTS, "--out", "int4"], ["a result of dtype 'int4'", "one of bf16, f16"]),
+    (["--gemm", EXTENTS, "--majors", "NX"], ["majors 'NX'", "one of NN, NT, TN, TT"]),
     (["--gemm", EXTENTS, "--epilogue", "bias+swish"], ["'swish'", "relu"]),
     (["--gemm", EXTENTS, "--dtype", "f32"], ["no template takes 256x384x512 f32", "tf32"]),
     (["--gemm", EXTENTS, "--sm-count", "-1"], ["--sm-count -1"]),
     (["--gemm", EXTENTS, "somewhere"], ["a model (somewhere) and --gemm", "one of them"]),
     (["--gemm", "0x4x4"], ["m=0", "an extent ≥ 1"]),
+    (["--gemm", EXTENTS, "--kernel", "1", "--device", "EMU"], ["--kernel, --device with --gemm", "leave it"]),
+    (["--arch", "sm_80", "--sm-count", "9"], ["--arch, --sm-count without --gemm", "add --gemm"]),
+    (["--prefill", "0"], ["--prefill 0", "1 to 512 tokens"]),
     (["--prefill", "100000"], ["--prefill 100000", "1 to 512 tokens"]),
     (["--prefill", "-1"], ["--prefill -1", "1 to 512 tokens"]),
     (["--kernel", "1"], ["--kernel without --level", "--level spec|tile|ptx|sass"]),
@@ -131,7 +147,7 @@ def test_a_model_without_kernels_of_ours(command, tiny: Path):
     assert command("explain", tiny, "--level", "tile", "--device", "CPU").succeeded().out == (
         "no kernel of ours\n")
     command("explain", tiny, "--level", "tile", "--kernel", "3", "--device", "CPU").refused(
-        "no kernel '3' of ours", "none: no kernel is ours")
+        "no kernel '3' of ours", "none: no kernel is ours", "run with DEV=EMU")
 
 
 def test_products_of_a_model(command, tiny: Path):

@@ -41,8 +41,9 @@ def dense(m: int, n: int, k: int, dtype: str = "bf16", out: str = "", majors: st
           batch: tuple[int, ...] = (), epilogue: str = "", symbolic: bool = False) -> GemmSpec:
     """A product of matrices without gaps, one after the other. Without `out`: the operands' type, float32 for
     tf32, bf16 for fp8, int32 for bytes. Raises `SpecError` for words it does not know."""
-    for word, known in ((dtype, TYPES), (out or "bf16", RESULTS), (majors, MAJORS)):
-        if word not in known: raise SpecError(f"{word!r}", f"one of {', '.join(known)}")
+    for what, word, known in (("operands of dtype", dtype, TYPES), ("a result of dtype", out, ("", *RESULTS)),
+                              ("majors", majors, MAJORS)):
+        if word not in known: raise SpecError(f"{what} {word!r}", f"one of {', '.join(filter(None, known))}")
     kind, words = TYPES[dtype], [word for word in epilogue.split("+") if word]
     parts = 2 if "gate" in words else 1
     a = Operand(kind, *((k, 1) if majors[0] == "N" else (1, m)), _strides(batch, m * k))

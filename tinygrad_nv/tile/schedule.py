@@ -127,10 +127,11 @@ class Schedule:
 
     def __str__(self) -> str:
         warps = f"{self.warps_m}x{self.warps_n}" if self.warps_n > 1 else f"{self.warps_m}"
-        words = [f"{self.template} {self.block_m}x{self.block_n}x{self.block_k}", f"{warps} warps",
-                 f"{self.depth} stages"]
-        if (self.cluster_m, self.cluster_n) != (1,
-                                                1): words.append(f"cluster {self.cluster_m}x{self.cluster_n}")
+        words = [f"{self.template} {self.block_m}x{self.block_n}x{self.block_k}",
+                 f"{warps} warp{'s' if warps != '1' else ''}",
+                 f"{self.depth} stage{'s' if self.depth != 1 else ''}"]
+        if (self.cluster_m, self.cluster_n) != (1, 1):
+            words.append(f"cluster {self.cluster_m}x{self.cluster_n}")
         if self.splits > 1: words.append(f"split {self.splits}")
         words += [word for word, on in (("stream-K", self.stream), ("ping-pong", self.mode == "pingpong"),
                                         ("swapped", self.swap), (f"swizzle {self.swizzle_width}",
