@@ -1,11 +1,11 @@
-"""DEV=EMU: products in graphs that were once in the way: beside constants, in functions of symbolic rows."""
+"""DEV=EMU: products in graphs that were once in the way: constants, conditions, functions of so many rows."""
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import numpy as np
 import pytest
-from matmul_case import BF16, extents, rounded, stored, taken, whole
+from matmul_case import BF16, check, extents, rounded, stored, taken, whole
 from on_emu import emu  # noqa: F401
 
 from tinygrad_nv import Tensor, Variable, function
@@ -65,3 +65,21 @@ def test_functions_of_symbolic_rows(stored_again: bool):
         (spec,) = taken(y)
         assert (spec.symbolic, *extents(spec)) == (True, 24, 40, 48)
         np.testing.assert_array_equal(y[:count].float().numpy(), np.maximum(SUM + bias, 0)[:count])
+
+
+# **** conditions ****
+
+def test_conditions_on_small_values_are_computed():
+    """A condition is no parameter: the row it is made of is."""
+    row, column = whole(40, seed=1), whole(24, 1, seed=2)
+    y = stored(A) @ stored(B) * (stored(row) > 0)
+    z = ((stored(column) > 1) | (stored(column) < -1)).where(stored(A) @ stored(B), 1)
+    check(y, SUM * (row > 0), (24, 40, 48))
+    check(z, np.where(abs(column) > 1, SUM, 1), (24, 40, 48))
+
+
+def test_a_target_whose_first_row_is_a_condition():
+    a, b, s = whole(16, 32), whole(32, 16), whole(16, 16, seed=3)
+    target = stored(s)
+    target.assign(stored(a) @ stored(b) * (target[0] > 0)).realize()
+    np.testing.assert_array_equal(target.float().numpy(), rounded(a @ b * (s[0] > 0)))

@@ -7,9 +7,9 @@ that keeps or cuts the sum's elements; what is broadcast, padded or reduced afte
 `Epilogue` translates a region from its end, whose elements are counted by ranges of a `Space`: paths to the
 sum (two for `silu(g) * u` of one sum) and loads are affine indices over these. Each op becomes one node of
 the graph's dtype, and constants are rounded to theirs. Elementwise ops beside the region are translated too
-where they read memory and have as many elements, or are made of constants; other values beside it are loaded
-from storage that tinygrad makes for them, if that is at most half as large as the result. `Unfused` says why
-a region cannot be so.
+where they read memory and have as many elements, and where they are conditions or made of constants; other
+values beside it are loaded from storage that tinygrad makes for them, if that is at most half as large as the
+result. `Unfused` says why a region cannot be so.
 """
 from __future__ import annotations
 
@@ -164,13 +164,17 @@ class Epilogue:
         if node.op in GroupOp.Movement:
             try: return self.value(node.src[0], self.space.through(node, indices), want)
             except NotAffine: return self._load_small(node, indices)
-        # constants have no device, and no storage: what is made of them alone is computed
-        if node.op in ELEMENTWISE \
-                and (node.op is Ops.CAST or node.device is None or _numel(node) == _numel(self.end)) \
+        if node.op in ELEMENTWISE and self._is_computed(node) \
                 and node.dtype in (*NODES, *dtypes.weaks) and self.beside < MOST_BESIDE:
             self.beside += 1
             return self._applied(node, indices, want)
         return self._load_small(node, indices)
+
+    def _is_computed(self, node: UOp) -> bool:
+        """Whether an elementwise op beside the region is translated: it is as large, or cannot be loaded.
+        Constants have no device, and no storage."""
+        if node.op is Ops.CAST or node.dtype not in STORED or node.device is None: return True
+        return _numel(node) == _numel(self.end)
 
     def _load_small(self, node: UOp, indices: Indices) -> Expression:
         if 2 * _numel(node) > _numel(self.end): raise Unfused("a large value beside it that is not in memory")
