@@ -153,3 +153,25 @@ def test_why_there_is_none():
     assert "wgmma: " in why_not(dense(64, 64, 64, "f32"), "sm_90a")
     assert why_not(dense(64, 64, 64), "sm_70") == "sm_70 is not sm_80, sm_89, sm_90a"
     assert choose(dense(64, 64, 64), "sm_70") is None
+
+
+# **** what 32 bits count ****
+
+@pytest.mark.parametrize("template", ["mma", "wgmma", "gemv"])
+@pytest.mark.parametrize("extents", [(1 << 31, 8, 64), (8, 1 << 31, 64), (8, 8, 1 << 31)])
+def test_an_extent_that_32_bits_do_not_count(template: str, extents: tuple[int, int, int]):
+    words = f"={1 << 31} is above {(1 << 31) - 1}"
+    schedule = Schedule().using(template)  # type: ignore[arg-type]
+    assert any(words in each for each in problems(schedule, dense(*extents), "sm_90a"))
+
+
+def test_tiles_that_32_bits_do_not_count():
+    schedule, most = Schedule().block(64, 64).k(32).warps(2, 2).stages(4), (1 << 31) - 1
+    rows, columns = 1 << 16, 1 << 15
+    assert not problems(schedule, dense(64 * rows - 64, 64 * columns, 64), "sm_80")
+    assert problems(schedule, dense(64 * rows, 64 * columns, 64), "sm_80") == [
+        f"{rows * columns} tiles of 64 x 64 are above {most}"]
+    assert problems(schedule.split(2), dense(64 * rows - 64, 64 * columns, 64), "sm_80") == [
+        f"{(rows - 1) * columns} tiles of 64 x 64 × 2 parts are above {most}"]
+    assert problems(schedule, dense(64 * rows, 64 * columns // 8, 64, batch=(8,)), "sm_80") == [
+        f"{rows * columns} tiles of 64 x 64 are above {most}"]

@@ -10,6 +10,7 @@ from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec
 
+MOST = (1 << 31) - 1            # a grid's x; a coordinate of TMA; what kernels count in 32 bits
 SMEM_BYTES = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90a": 227 << 10}
 
 
@@ -23,7 +24,21 @@ def problems(schedule: Schedule, spec: GemmSpec, arch: str) -> list[str]:
     if min(counts) < 1: return [f"{s}: extents below 1"]
     own = {"mma": legal_mma, "wgmma": legal_wgmma, "gemv": legal_gemv}.get(s.template)
     if own is None: return [f"template {s.template!r} is not mma, wgmma or gemv"]
-    return [*own.problems(schedule, spec, arch), *epilogue.problems(spec.epilogue, arch)]
+    return [*own.problems(schedule, spec, arch), *_count(schedule, spec),
+            *epilogue.problems(spec.epilogue, arch)]
+
+
+def _count(s: Schedule, spec: GemmSpec) -> list[str]:
+    """Of what is numbered: rows and columns, elements of a sum, tiles, their parts with splits, their steps
+    with stream-K."""
+    extents = (("m", spec.m), ("n", spec.n), ("k", spec.k))
+    if long := [f"{name}={extent} is above {MOST}" for name, extent in extents if extent > MOST]: return long
+    m, n = (spec.n, spec.m) if s.swap else (spec.m, spec.n * spec.parts)
+    tiles = -(-m // s.block_m) * -(-n // s.block_n) * spec.matrices
+    name, pieces = ("steps", -(-spec.k // s.block_k)) if s.stream else ("parts", s.splits)
+    if tiles * pieces <= MOST: return []
+    words = f" × {pieces} {name}" if pieces > 1 else ""
+    return [f"{tiles} tiles of {s.block_m} x {s.block_n}{words} are above {MOST}"]
 
 
 def require(schedule: Schedule, spec: GemmSpec, arch: str) -> None:
