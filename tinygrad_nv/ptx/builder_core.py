@@ -150,7 +150,8 @@ class Core:
         """A special register (`laneid`, `tid.x`, `cluster_ctarank`), read once at the kernel's beginning."""
         if name not in self.specials:
             kind = "u64" if name.endswith("64") else "u32"
-            made = self._own(kind, name.replace(".", "_"))
+            # never the special register's own name, which would hide it
+            made = self._own(kind, name.replace(".", "_") if "." in name else f"{name}_")
             self._at_head(f"mov.{kind}", made, Label(f"%{name}"))
             self.specials[name] = made
         return self.specials[name]

@@ -10,6 +10,7 @@ from tinygrad_nv.tile.store import store_plan
 
 K_BYTES = (32, 64, 128, 256)
 MOST_SUMS = 192
+MOST_SUMS_UNPACKED = 64  # they take 242 registers, 128 spill: ptxas makes two HMMA of one of 8-bit floats
 
 
 def problems(schedule: Schedule, spec: GemmSpec, arch: str) -> list[str]:
@@ -36,7 +37,7 @@ def problems(schedule: Schedule, spec: GemmSpec, arch: str) -> list[str]:
     if s.splits > steps: out.append(f"{s.splits} splits of {spec.k} / {s.block_k} = {steps} steps")
     if not out and (staged := store_plan(spec, s, arch).smem_bytes) > legality.SMEM_BYTES[arch]:
         out.append(f"{staged} B of shared memory to store from, {arch} has {legality.SMEM_BYTES[arch]}")
-    return out + _resource_problems(s, size, arch)
+    return out + _resource_problems(s, spec, arch)
 
 
 def _spec_problems(spec: GemmSpec, arch: str) -> list[str]:
@@ -79,13 +80,16 @@ def _copy_problems(s: Schedule, spec: GemmSpec) -> list[str]:
     return out
 
 
-def _resource_problems(s: Schedule, size: int, arch: str) -> list[str]:
+def _resource_problems(s: Schedule, spec: GemmSpec, arch: str) -> list[str]:
+    size = spec.a.dtype.itemsize
     out, needed, most = [], s.depth * s.stage_bytes(size), legality.SMEM_BYTES[arch]
     if needed > most:
         stage = f"({s.block_m} + {s.block_n}) × {s.block_k} × {size} B"
         out.append(f"{s.depth} stages × {stage} = {needed} B of shared memory, {arch} has {most}")
-    sums = s.block_m * s.block_n // s.threads
-    if sums > MOST_SUMS:
+    unpacked = spec.a.dtype in FP8 and arch == "sm_90a"
+    sums, allowed = s.block_m * s.block_n // s.threads, MOST_SUMS_UNPACKED if unpacked else MOST_SUMS
+    if sums > allowed:
+        beside = " beside 8-bit floats, which sm_90a unpacks to float16" if unpacked else ""
         out.append(f"{s.block_m} × {s.block_n} / {s.threads} threads = {sums} sums a thread, at most "
-                   f"{MOST_SUMS}")
+                   f"{allowed}{beside}")
     return out
