@@ -159,7 +159,7 @@ def side(space: Space, source: UOp, at: Indices, strip: bool, memory: Callable[[
                 continue
         else: break
         node = node.src[0]
-    if node.device is None: raise NotOurs("an operand is made of constants", final=True)
+    if node.device is None: raise NotOurs("", final=True)  # made of constants
     path = _path(node, casts, source.dtype if strip else None)
     if len(path) == 1 and memory(node): return Side(node, space.lies(node.shape, where), source, at)
     # a cast of a part of something large is made of that part
