@@ -26,7 +26,7 @@ import gemm_peers
 import sass_gemm
 import triton
 from gemm_peers import Peer
-from measure import save, spread, table
+from measure import each, save, spread, table
 from triton.backends.nvidia.compiler import get_ptxas
 
 from tinygrad_nv.ptx.assemble import assemble, require_ptxas
@@ -142,10 +142,10 @@ def row(title: str, result: dict[str, Any]) -> list[str]:
 def main() -> None:
     """Measures every case and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--repeat", type=int, default=9)
+    parser.add_argument("--repeat", type=int, default=9, help="compilations of each product (default 9)")
     parser.add_argument("--dry", action="store_true", help="print only")
     arguments = parser.parse_args()
-    results = {str(case): measured(case, arguments.repeat) for case in cases()}
+    results = {str(case): measured(case, arguments.repeat) for case in each(cases())}
     header = ["ms", "ours", "choice", "writing", "ptxas", "Triton", "its ptxas", "ratio", "spread",
               "one ptxas"]
     print(table(header, [row(title, result) for title, result in results.items()]))

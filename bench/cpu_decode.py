@@ -183,11 +183,12 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     """Runs the comparison, or one engine's side of it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("models", nargs="*", type=Path)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--plot", action="store_true")
+    parser.add_argument("models", nargs="*", type=Path, metavar="DIRECTORY",
+                        help="models (default: the one in the box, and a random one of 60M parameters)")
+    parser.add_argument("--tokens", type=int, default=128, help="to generate (default 128)")
+    parser.add_argument("--repeat", type=int, default=7, help="turns of each side (default 7)")
+    parser.add_argument("--dtype", default="float32", help="of both sides (default float32)")
+    parser.add_argument("--plot", action="store_true", help="draw the result as well")
     parser.add_argument("--work", choices=ENGINES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:

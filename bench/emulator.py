@@ -88,7 +88,7 @@ def row(title: str, result: dict[str, Any]) -> list[str]:
 def main() -> None:
     """Measures every workload and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--repeat", type=int, default=5, help="launches of each workload (default 5)")
     arguments = parser.parse_args()
     if hasattr(os, "sched_setaffinity"): os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     results = {title: measure(case, arguments.repeat) for title, case in workloads().items()}

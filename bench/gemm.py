@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 from gemm_cuda import NEEDED, architecture, missing
-from measure import RESULTS, save, spread, table
+from measure import RESULTS, each, save, spread, table
 from tinygrad.dtype import dtypes
 
+from tinygrad_nv.ptx.assemble import ARCHITECTURES
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.cost import predict
 from tinygrad_nv.tile.spec import GemmSpec, Operand, Result
@@ -46,6 +47,8 @@ class Shape:
     m: int
     n: int
     k: int
+
+    def __str__(self) -> str: return self.name
 
     @property
     def spec(self) -> GemmSpec:
@@ -229,7 +232,7 @@ def emulated(only: str, arch: str) -> Iterator[list[str]]:
     """What the emulator counts of each product scaled down, and what the cost model predicts of the whole."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "emu"))
     case = import_module("gemm_case")
-    for shape in shapes(only):
+    for shape in each(list(shapes(only))):
         small, whole = shape.scaled(), choose(shape.spec, arch)
         schedule = choose(small.spec, arch)
         assert schedule is not None
@@ -243,19 +246,21 @@ def emulated(only: str, arch: str) -> Iterator[list[str]]:
                f"{rates(shape, guess.seconds)[0]:.0f}", f"{rates(shape, guess.seconds)[1]:.0f}", guess.bound]
 
 
-EMULATED = ["", "scaled to", "its schedule", "warp instr", "flops / needed", "L2 / least bytes", "conflicts",
-            "schedule of the whole", "predicted µs", "TFLOP/s", "GB/s", "bound"]
+EMULATED = ["counted:", "scaled to", "its schedule", "warp instr", "tensor flops / needed",
+            "L2 / least bytes", "conflicts", "predicted: schedule of the whole", "µs", "TFLOP/s", "GB/s",
+            "bound"]
 
 
 def main() -> int:
     """Times on a GPU, or says what that needs."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="products whose name contains this")
-    parser.add_argument("--budget", type=float, default=4.0, help="seconds for a product")
-    parser.add_argument("--without-tinygrad", action="store_true")
+    parser.add_argument("--budget", type=float, default=4.0, help="seconds for a product (default 4)")
+    parser.add_argument("--without-tinygrad", action="store_true", help="leave out tinygrad's own kernels")
     parser.add_argument("--emulate", action="store_true", help="counters and predictions, without a GPU")
-    parser.add_argument("--arch", default="sm_90a", help="of --emulate")
+    parser.add_argument("--arch", default="sm_90a", choices=ARCHITECTURES, help="of --emulate")
     arguments = parser.parse_args()
+    if not list(shapes(arguments.only)): parser.error(f"no product's name contains {arguments.only!r}")
     if arguments.emulate:
         print(table(EMULATED, list(emulated(arguments.only, arguments.arch))))
         return 0

@@ -1,5 +1,4 @@
-"""How fast a checkpoint loads: a sharded directory against a plain read of the same files, in one
-interleaved run.
+"""How fast a checkpoint loads: a sharded directory against a plain read of the same files, interleaved.
 
     python bench/load.py [--gb 2] [--repeat 5] [--dtype float32]
 
@@ -92,10 +91,10 @@ def measure(kind: str, directory: Path, arguments: argparse.Namespace) -> dict[s
 def main() -> None:
     """Makes the directory, alternates the two kinds, prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--gb", type=float, default=2.0)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--gb", type=float, default=2.0, help="of weights that are made for it (default 2)")
+    parser.add_argument("--repeat", type=int, default=5, help="loads and reads (default 5)")
+    parser.add_argument("--dtype", default="float32", help="of the model (default float32, as the files)")
+    parser.add_argument("--cold", action="store_true", help="without the page cache")
     parser.add_argument("--work", choices=("read", "load"), help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,6 +1,6 @@
 """How much longer a decode step's graph takes to schedule with the search for matrix products in it.
 
-    python bench/match_time.py [--layers 32] [--repeat 9]
+    python bench/match_time.py [--layers 32] [--repeat 9] [--dry]
 
 A LLaMA of small dimensions and real depth on DEV=EMU; nothing runs. Each repetition schedules the same graph
 anew (no schedule cache) by tinygrad alone and with the rewrite, one after the other. Three times: tinygrad's
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from statistics import median
 
-from measure import save, spread, table
+from measure import each, save, spread, table
 from tinygrad import Tensor, UOp, Variable, dtypes
 from tinygrad.helpers import Context
 from tinygrad.schedule import create_linear_with_vars
@@ -60,9 +60,11 @@ def timed(rewrite: Callable[[UOp], UOp], seconds: list[float]) -> Callable[[UOp]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--repeat", type=int, default=9)
+    """Schedules the step again and again, and writes the result."""
+    parser = argparse.ArgumentParser(description=" ".join((__doc__ or "").split("\n\n")[0].split()))
+    parser.add_argument("--layers", type=int, default=32, help="of the model (default 32)")
+    parser.add_argument("--repeat", type=int, default=9, help="times each is scheduled (default 9)")
+    parser.add_argument("--dry", action="store_true", help="print only")
     args = parser.parse_args()
     os.environ["NV_GEMM"] = "1"
     matching: list[float] = []
@@ -74,7 +76,7 @@ def main() -> None:
         _, linear = scheduled(tensor)
         ours = sum(program.note_of(call.src[0]) is not None for call in linear.src)
         matching.clear()
-        for _ in range(args.repeat):
+        for _ in each(range(args.repeat)):
             with hooks.disabled(): alone.append(scheduled(tensor)[0])
             joined.append(scheduled(tensor)[0])
     share = [one / other for one, other in zip(matching, alone, strict=True)]
@@ -86,9 +88,10 @@ def main() -> None:
             ("the rewrite / tinygrad alone", f"{median(share):.3f}", spread(share), ""),
             ("with / tinygrad alone", f"{median(whole):.3f}", spread(whole), "")]
     print(table((f"{args.layers} layers", "median", "spread", "kernels"), rows))
-    save("match_time", {"layers": args.layers, "repeat": args.repeat, "kernels": kernels,
-                        "kernels_with": len(linear.src), "ours": ours, "alone_s": alone, "with_s": joined,
-                        "rewrite_s": matching, "rewrite_share": median(share), "with_ratio": median(whole)})
+    record = {"layers": args.layers, "repeat": args.repeat, "kernels": kernels,
+              "kernels_with": len(linear.src), "ours": ours, "alone_s": alone, "with_s": joined,
+              "rewrite_s": matching, "rewrite_share": median(share), "with_ratio": median(whole)}
+    if not args.dry: save("match_time", record)
 
 
 if __name__ == "__main__": main()

@@ -5,11 +5,13 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 RESULTS = Path(__file__).parent / "results"
+T = TypeVar("T")
 
 
 def spread(values: Sequence[float]) -> str:
@@ -25,6 +27,15 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         cells = zip(line, widths, strict=True)
         return "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(cells)).rstrip()
     return "\n".join(map(aligned, lines))
+
+
+def each(items: Sequence[T]) -> Iterator[T]:
+    """The items, one after the other, said on stderr where somebody looks."""
+    for number, item in enumerate(items, 1):
+        if sys.stderr.isatty():
+            print(f"\r{number} of {len(items)}: {item}\x1b[K", end="", file=sys.stderr, flush=True)
+        yield item
+    if sys.stderr.isatty(): print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def processor() -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import gemm_peers
 import triton
 from gemm_peers import Peer
-from measure import save, table
+from measure import each, save, table
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.assemble import Assembly, assemble
@@ -166,7 +166,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--dry", action="store_true", help="print only")
     arguments = parser.parse_args()
-    found = [row for arch, b_major in pairs(("sm_80", "sm_90a"), MAJORS) for row in rows(arch, b_major)]
+    found = [row for arch, b_major in each(list(pairs(("sm_80", "sm_90a"), MAJORS)))
+             for row in rows(arch, b_major)]
     print(report(found))
     record = {"triton": triton.__version__, "rows": [{**asdict(row), "each": row.each} for row in found]}
     if not arguments.dry: save("sass_gemm", record)
