@@ -22,7 +22,7 @@ from tinygrad_nv.errors import PTXError, RequestError
 from tinygrad_nv.ptx.assemble import Assembly, Resources, assemble, find_program
 from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
 from tinygrad_nv.runtime.launch_text import source
-from tinygrad_nv.tile.cost import Prediction, predict
+from tinygrad_nv.tile.cost import Model, Prediction, predict
 from tinygrad_nv.tile.expression import Apply, Expression, loads, short, walk
 from tinygrad_nv.tile.expression import show as written
 from tinygrad_nv.tile.kernel import GemmKernel
@@ -194,6 +194,7 @@ def tile_text(product: Product) -> str:
     rows = [*_tiles(product), *_launch(kernel, prediction),
             ("predicted", f"{seconds(prediction.seconds)}, {rate}, bound: {prediction.bound}"),
             ("", ", ".join(f"{name} {seconds(part)}" for name, part in prediction.parts.items())),
+            ("at best", f"{seconds(Model(spec, machine).roofline(s.template))}, by peak rates alone"),
             *_memory(kernel)]
     found = resources(product)
     rows.append(("registers", "- (no ptxas)" if found is None else

@@ -29,7 +29,7 @@ OUTS = [HALF, SINGLE, dtypes.int32, BYTE, dtypes.fp8e4m3]
 class _Outer:
     def __init__(self, spec: GemmSpec, schedule: Schedule, arch: str, ctas: int, staged: bool) -> None:
         self.spec, self.s, self.ctas = spec, schedule, ctas
-        self.plan = store_plan(spec, schedule, arch)
+        self.plan = store_plan(spec, schedule)
         self.k = k = Kernel("outer", arch=arch, threads=schedule.threads)
         out, self.a, self.b = (k.pointer(name) for name in ("out", "a", "b"))
         extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]

@@ -34,7 +34,7 @@ def test_staged_results_of_every_dtype(out: DType, way: tuple[Schedule, str]):
     if out == dtypes.fp8e4m3 and arch == "sm_80": arch = "sm_89"
     for major, batch in every("NM", [(), (2, 1, 2)]):
         spec = spec_of(out, 128, 128, out_major=major, batch=batch)
-        assert store_plan(spec, schedule, arch).panel is not None
+        assert store_plan(spec, schedule).panel is not None
         exact(spec, schedule, arch)
         made, values = outer(spec, schedule, arch), arguments(spec)
         stats = launched(made, spec, values, arch)[1].stats
@@ -90,10 +90,10 @@ def test_rows_that_are_known_at_launch():
 
 def test_what_rows_of_16_bytes_need():
     """Which way a result goes."""
-    def way(schedule: Schedule = GROUPS, arch: str = "sm_90a", **more: object) -> str:
-        return str(store_plan(product(200, 136, 1, HALF, **more), schedule, arch))  # type: ignore[arg-type]
+    def way(schedule: Schedule = GROUPS, **more: object) -> str:
+        return str(store_plan(product(200, 136, 1, HALF, **more), schedule))  # type: ignore[arg-type]
     assert way() == "TMA, panels of 64 x 128 B"
-    assert way(WARPS, "sm_80") == "16 B a thread, panels of 16 x 128 B"
+    assert way(WARPS) == "16 B a thread, panels of 16 x 128 B"
     assert way(gap=8) == "TMA, panels of 64 x 128 B"
     assert way(gap=1) == way(WARPS, gap=4) == "elements"
     assert way(WARPS, out_major="M", symbolic=True) == "elements"
@@ -102,8 +102,8 @@ def test_what_rows_of_16_bytes_need():
 
 def test_a_plan_without_its_memory_stores_elements():
     spec = spec_of(HALF, 128, 128)
-    assert store_plan(spec, WARPS, "sm_80").smem_bytes == 4 * 2 * 16 * 128
-    assert store_plan(spec, GROUPS, "sm_90a").smem_bytes == 2 * 2 * 64 * 128
+    assert store_plan(spec, WARPS).smem_bytes == 4 * 2 * 16 * 128
+    assert store_plan(spec, GROUPS).smem_bytes == 2 * 2 * 64 * 128
     assert "st.shared" not in outer(spec, WARPS, "sm_80", staging=False).ptx
     values = arguments(spec)
     assert (run(outer(spec, WARPS, "sm_80", staging=False), spec, values) == reference(spec, values)).all()

@@ -248,7 +248,7 @@ def contracted(space: Space, a: Side, b: Side, out: Affine, loads: list[Affine],
     reason = ""
     for copies in ((), (A,), (B,), (A, B)):
         if parts and B in copies: continue
-        made = _with_copies(space, a, b, out, kinds, copies)
+        made = _with_copies(space, a, b, kinds, copies)
         if made is None: continue
         try:
             _check_copies(space, *made, kinds)
@@ -287,7 +287,7 @@ def _turns(space: Space, kinds: dict[int, str], out: Affine) -> bool:
     return kinds[min(sides, key=out.strides.__getitem__)] == "m"
 
 
-def _with_copies(space: Space, a: Side, b: Side, out: Affine, kinds: dict[int, str],
+def _with_copies(space: Space, a: Side, b: Side, kinds: dict[int, str],
                  copies: tuple[int, ...]) -> tuple[Side, Side] | None:
     """The operands after copying some of them, with K in the order of what was not copied."""
     model = b if A in copies else a

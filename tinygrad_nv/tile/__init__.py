@@ -8,6 +8,7 @@ Read in this order:
   kernel.py      `GemmKernel`: PTX and how it is launched
   layout.py      where elements lie in shared memory
   ops.py         how a CTA copies tiles to shared memory (fragments.py: how a warp reads them for mma.sync)
+  pipeline.py    a ring of stages between a thread that starts copies of TMA and the warps that read
   walk.py        which tile a CTA makes; splits.py: how the sums of several CTAs of a tile meet
   epilogue.py    expressions in instructions (lanes.py: values of one or two elements; access.py: in memory)
   store.py       from sums to the result in memory (staging.py: by way of shared memory)

@@ -104,7 +104,7 @@ class Model:
         else:
             per_sm = ceil(units / t.usable)
             turns, ends = float(ceil(per_sm / t.lanes)), 1
-        l2 = self._l2_cycles(s, t, active)
+        l2 = self._l2_cycles(s, active)
         fetch = machine.load_s * machine.clock_hz
         wait = fetch / max(done.ahead, 1)
         meet = MEETING[s.template]
@@ -158,7 +158,7 @@ class Model:
             tensor = tensor / (1 - 0.25 / warps if warps > 1 else 0.75 * warps)
         return max(tensor, done.shared) + lesser * min(tensor, done.shared)
 
-    def _l2_cycles(self, s: Schedule, t: _Tiles, active: int) -> float:
+    def _l2_cycles(self, s: Schedule, active: int) -> float:
         """Cycles in which L2 brings a step's operands to an SM while as many SMs as are active ask."""
         m, n = (self.spec.n, self.spec.m) if s.swap else (self.spec.m, self.spec.n * self.spec.parts)
         rows, columns = min(s.block_m, m) / s.cluster_n, min(work.width(self.spec, s), n) / s.cluster_m

@@ -52,7 +52,7 @@ class Fragments:
             along_mn, along_k = (high, mid) if self.is_b else (mid, high)
             if self.mn_major: row, byte = low + along_k * 8, (self.first + along_mn * 8) * size
             else: row, byte = self.first + low + along_mn * 8, along_k * 16
-        self.places = Places(k, self.tile, swizzled(k, self.tile, row, byte))
+        self.places = Places(k, self.tile, swizzled(self.tile, row, byte))
         self.places.prepare([self._plain(mn, step, r) + j * self.tile.span
                              for mn in range(0, self.extent, 16) for step in range(self.steps)
                              for r in range(4) for j in range(4 if size == 1 and self.mn_major else 1)])

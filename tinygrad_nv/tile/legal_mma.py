@@ -35,7 +35,7 @@ def problems(schedule: Schedule, spec: GemmSpec, arch: str) -> list[str]:
     if not 2 <= s.depth <= 8: out.append(f"{s.depth} stages are not 2 to 8")
     steps = -(-spec.k // s.block_k)
     if s.splits > steps: out.append(f"{s.splits} splits of {spec.k} / {s.block_k} = {steps} steps")
-    if not out and (staged := store_plan(spec, s, arch).smem_bytes) > legality.SMEM_BYTES[arch]:
+    if not out and (staged := store_plan(spec, s).smem_bytes) > legality.SMEM_BYTES[arch]:
         out.append(f"{staged} B of shared memory to store from, {arch} has {legality.SMEM_BYTES[arch]}")
     return out + _resource_problems(s, spec, arch)
 

@@ -54,7 +54,7 @@ class Places:
         return self.variants[bits]
 
 
-def swizzled(k: Kernel, tile: SharedTile, row: Value, byte: Value) -> Value:
+def swizzled(tile: SharedTile, row: Value, byte: Value) -> Value:
     """`SharedTile.offset` of values: u32."""
     plain = row * tile.span + (byte & tile.span - 1)
     if tile.row_bytes > tile.span: plain = plain + (byte // tile.span) * (tile.rows * tile.span)

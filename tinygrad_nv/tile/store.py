@@ -5,7 +5,7 @@ and wgmma share: of a cell, registers 2h and 2h + 1 are row g + 8h, columns 2q a
 q = lane % 4. A wgmma of m64nN gives N / 8 cells to each warp: cell j has registers 4j … 4j + 3, and warp p of
 the warpgroup begins 16 p rows further down.
 
-    plan = store_plan(spec, schedule, arch)
+    plan = store_plan(spec, schedule)
     staging = k.shared("staging", plan.smem_bytes, align=1024) if plan.smem_bytes else None
     out_map = k.tensor_map("out_map") if plan.map else None     # with plan.map among the kernel's maps
     store = Store(k, spec, plan, out, extras, rows, staging, out_map)
@@ -60,8 +60,8 @@ class StorePlan:
         return f"{how}, panels of {self.panel.lines} x {self.panel.line_bytes} B"
 
 
-def store_plan(spec: GemmSpec, schedule: Schedule, arch: str) -> StorePlan:
-    """The plan for a product, a schedule's tile and an architecture."""
+def store_plan(spec: GemmSpec, schedule: Schedule) -> StorePlan:
+    """The plan for a product and a schedule's tile."""
     s, out = schedule, spec.out
     columns = s.block_n // spec.parts
     plan = StorePlan(spec.symbolic or spec.m % (s.block_m * s.cluster_m) != 0,

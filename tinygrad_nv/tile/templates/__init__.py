@@ -1,8 +1,19 @@
 """Kernel families: each makes PTX from a spec and a schedule, for the architectures it names.
 
-  gemm_mma.py    mma.sync with a ring of cp.async stages: sm_80 and later, any strides
-  gemm_wgmma.py  wgmma with TMA and warp specialisation: sm_90a
-  gemv.py        few rows: every byte of the weights once, at the speed of memory
+  gemm_mma.py        mma.sync with a ring of cp.async stages: sm_80 and later, any strides
+  gemm_wgmma.py      wgmma with TMA and warp specialisation: sm_90a
+    wgmma_plan.py      its tiles, instructions and counts
+    wgmma_tiles.py     its operands in shared memory, and their tensor maps
+    wgmma_walk.py      which tiles a CTA makes
+    wgmma_load.py      the producer's copies
+    wgmma_multiply.py  the consumers' main loop
+    wgmma_meet.py      sums of one tile from several CTAs
+    wgmma_store.py     from the sums to the result
+  gemv.py            few rows: every byte of the weights once, at the speed of memory
+    gemv_plan.py       who reads which bytes of the weights, and what that takes
+    gemv_words.py      chunks in registers
+    gemv_sums.py       four ways to multiply them
+    gemv_finish.py     from the sums of lanes to the result
 
 `build` chooses by the schedule's template. Templates are imported when they are asked for.
 """
@@ -16,7 +27,7 @@ from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec
 
 FAMILIES = {"mma": "gemm_mma", "wgmma": "gemm_wgmma", "gemv": "gemv"}
-FILLING = ("wgmma", "gemv")  # their grids depend on how many multiprocessors there are
+FILLING = ("wgmma",)  # their grids depend on how many multiprocessors there are
 
 
 def build(spec: GemmSpec, schedule: Schedule, arch: str, sm_count: int = 132) -> GemmKernel:

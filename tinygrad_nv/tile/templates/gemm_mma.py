@@ -57,7 +57,7 @@ class _Writer:
         self.columns = s.block_n // spec.parts
         self.warp_m, self.warp_n = s.block_m // s.warps_m, self.columns // s.warps_n
         self.splits = Splits(k, spec, s, self.warp_m // 16 * self.warp_n // 8 * spec.parts)
-        self.plan, self.out = store_plan(spec, schedule, k.arch), k.pointer("out")
+        self.plan, self.out = store_plan(spec, schedule), k.pointer("out")
         self.splits.declare()
         a, b = (k.pointer(name) for name in "ab")
         if s.swap: a, b = b, a

@@ -24,7 +24,7 @@ from tinygrad_nv.tile.templates.gemv_plan import Plan, turned
 from tinygrad_nv.tile.templates.gemv_sums import Slot, lanes_of
 
 
-def gemv(spec: GemmSpec, schedule: Schedule, arch: str, sm_count: int = 132) -> GemmKernel:
+def gemv(spec: GemmSpec, schedule: Schedule, arch: str) -> GemmKernel:
     """The kernel of a product with at most 16 rows (of operand a; of b, where the schedule swaps). Raises
     `ScheduleError` for an impossible schedule."""
     require(schedule, spec, arch)

@@ -16,7 +16,7 @@ from tinygrad_nv.tile.templates.wgmma_walk import Corner
 
 def planned(plan: Plan) -> StorePlan:
     """How the result is stored."""
-    return store_plan(plan.spec, plan.schedule, "sm_90a")
+    return store_plan(plan.spec, plan.schedule)
 
 
 class Finish:
