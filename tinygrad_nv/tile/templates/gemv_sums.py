@@ -231,14 +231,18 @@ class Tensor(Lanes):
         """Activations of a step, for each 8 rows of them."""
         return [self.activations(x, 8 * tile, step) for tile, x in enumerate(self.xs)]
 
-    def multiply(self, p: int, pair: int, a: list[Value], fragments: list[list[Value]], at: int) -> None:
+    def multiply(self, p: int, pair: int, low: list[Value], high: list[Value],
+                 fragments: list[list[Value]]) -> None:
+        """Adds products of 16 columns of weights: the words of column lane / 4, and of 8 columns further."""
         names = {dtypes.int8: "s8", dtypes.uint8: "u8", dtypes.bfloat16: "bf16", dtypes.float16: "f16"}
         left, right = (names[dtypes.float16 if operand.dtype in FP8 else operand.dtype]
                        for operand in (self.plan.spec.b, self.plan.spec.a))
         shape = "m16n8k32" if self.total == "s32" else "m16n8k16"
-        for tile, b in enumerate(fragments):
-            c = self.sums[p][pair][tile]
-            self.k.mma(shape, f"{self.total}.{left}.{right}.{self.total}", c, a, b[2 * at:2 * at + 2], c)
+        for at in range(0, len(low), 2):
+            a = [low[at], high[at], low[at + 1], high[at + 1]]
+            for tile, b in enumerate(fragments):
+                c = self.sums[p][pair][tile]
+                self.k.mma(shape, f"{self.total}.{left}.{right}.{self.total}", c, a, b[at:at + 2], c)
 
     def results(self) -> Sums:
         made: Sums = []
@@ -267,9 +271,7 @@ class TensorRows(Tensor):
             for pair in range(self.pairs):
                 slots = [(step, p, 2 * pair + half, 0) for half in range(2)]
                 low, high = (self.weights(slot) for slot in slots)
-                for at in range(len(low) // 2):
-                    a = [low[2 * at], high[2 * at], low[2 * at + 1], high[2 * at + 1]]
-                    self.multiply(p, pair, a, fragments, at)
+                self.multiply(p, pair, low, high, fragments)
                 for slot in slots: self.again(slot)
 
     def slot(self, pair: int, high: int) -> int: return 16 * pair + 8 * high
@@ -287,11 +289,9 @@ class TensorColumns(Tensor):
                 for word in range(len(rows[0])):
                     columns = self.transposed([row[word] for row in rows])
                     for number in range(0, len(columns), 2):
-                        low, high = columns[number:number + 2]
                         pair = (r * self.plan.vector + word * len(columns) + number) // 2
-                        for at in range(len(low) // 2):
-                            a = [low[2 * at], high[2 * at], low[2 * at + 1], high[2 * at + 1]]
-                            self.multiply(p, pair, a, fragments, at)
+                        low, high = columns[number:number + 2]
+                        self.multiply(p, pair, low, high, fragments)
                 for slot in slots: self.again(slot)
 
     def transposed(self, rows: list[Value]) -> list[list[Value]]:
