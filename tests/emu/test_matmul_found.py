@@ -83,3 +83,14 @@ def test_a_target_whose_first_row_is_a_condition():
     target = stored(s)
     target.assign(stored(a) @ stored(b) * (target[0] > 0)).realize()
     np.testing.assert_array_equal(target.float().numpy(), rounded(a @ b * (s[0] > 0)))
+
+
+@pytest.mark.parametrize("rows", [24, 3])
+def test_a_condition_in_memory_is_a_parameter(rows: int):
+    """By gemv and by tensor cores; of every element, of a column, and of both together."""
+    mask, columns = (whole(*shape, seed=4) > 0 for shape in ((rows, 40), (40,)))
+    m, c = Tensor(mask).realize(), Tensor(columns).realize()
+    x, w = stored(A[:rows]), stored(B)
+    check(m.where(x @ w, -1), np.where(mask, SUM[:rows], -1), (rows, 40, 48))
+    check((c & m).where(x @ w, 0), np.where(columns & mask, SUM[:rows], 0), (rows, 40, 48))
+    check(c.where(0, (x @ w) + m), np.where(columns, 0, SUM[:rows] + mask), (rows, 40, 48))

@@ -181,7 +181,7 @@ class Epilogue:
         return self._load(node, indices)
 
     def _load(self, node: UOp, indices: Indices) -> Expression:
-        if node.dtype not in STORED: raise Unfused(f"a parameter of {node.dtype.name}")
+        if node.dtype not in NODES: raise Unfused(f"a parameter of {node.dtype.name}")
         if node.device is None: raise Unfused("a value beside it that is made of constants")
         lies = self.space.lies(node.shape, indices)
         number = self.numbers.setdefault((node, lies.key()), len(self.loads))
