@@ -232,7 +232,8 @@ def _counted(call: UOp, device: str) -> tuple[str, Estimates]:
     if body.op is Ops.PROGRAM:
         known = program.estimates_of(body) if program.note_of(body) is not None else body.src[0].arg.estimates
         return body.src[0].arg.name, known or Estimates()
-    return ansistrip(realize.get_call_name(call, get_call_arg_uops(call))), estimate_uop(call)
+    padded = ansistrip(realize.get_call_name(call, get_call_arg_uops(call)))
+    return " ".join(padded.split()), estimate_uop(call)
 
 
 def _of_generated(sink: UOp, device: str) -> tuple[str, Estimates]:

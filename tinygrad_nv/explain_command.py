@@ -26,7 +26,7 @@ Find = Callable[[str | None], Path]
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], directory: str,
                 add_model_options: Callable[[argparse.ArgumentParser], None], find: Find) -> None:
     """Adds `explain`. `find` gives the directory of a model's name."""
-    explain = commands.add_parser("explain", help="the kernels of a decode step, and who lowers each")
+    explain = commands.add_parser("explain", help="the kernels of a model's step, or of a matrix product")
     explain.add_argument("model", nargs="?", metavar="MODEL", help=directory)
     explain.add_argument("--level", choices=LEVELS, help="print each kernel of ours at this level")
     explain.add_argument("--kernel", metavar="N|NAME", help="only this kernel")

@@ -128,6 +128,7 @@ def test_copies_are_records_too(data):
     copy = explain(Tensor([1.0, 2.0, 3.0]) + 1).kernels[0]
     assert (copy.template, copy.reason, copy.flops, copy.bytes) == (None, "copy", 0, 12)
     assert copy.name.startswith("copy")
+    assert "  " not in copy.name
     assert "PYTHON" in copy.name
 
 
