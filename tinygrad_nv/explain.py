@@ -137,7 +137,8 @@ class Lowering:
         numbers = {_identity(record): i for i, (record, _) in enumerate(self.distinct, 1)}
         for k in self.kernels:
             why = k.reason if k.product is None else f"product {numbers[_identity(k)]}"
-            rows.append((k.name, k.template or "-", k.device, f"{k.flops:,}", f"{k.bytes:,}", why))
+            name = " ".join(k.name.split())  # tinygrad pads the names of copies
+            rows.append((name, k.template or "-", k.device, f"{k.flops:,}", f"{k.bytes:,}", why))
         ours = sum(kernel.template is not None for kernel in self.kernels)
         total = f"{len(self.kernels)} in all"
         rows.append((total, f"{ours} ours", "", f"{self.flops:,}", f"{self.bytes:,}", ""))
@@ -232,8 +233,7 @@ def _counted(call: UOp, device: str) -> tuple[str, Estimates]:
     if body.op is Ops.PROGRAM:
         known = program.estimates_of(body) if program.note_of(body) is not None else body.src[0].arg.estimates
         return body.src[0].arg.name, known or Estimates()
-    padded = ansistrip(realize.get_call_name(call, get_call_arg_uops(call)))
-    return " ".join(padded.split()), estimate_uop(call)
+    return ansistrip(realize.get_call_name(call, get_call_arg_uops(call))), estimate_uop(call)
 
 
 def _of_generated(sink: UOp, device: str) -> tuple[str, Estimates]:
