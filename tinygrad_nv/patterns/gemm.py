@@ -118,7 +118,7 @@ class _Matcher:
 
     def matches(self) -> dict[UOp, Match]:
         """The matches, by their ends."""
-        sums = [node for node in self.nodes if node.op is Ops.REDUCE]
+        sums = [node for node in self.nodes if node.op is Ops.REDUCE and machine_of(node.device) is not None]
         products = [found for node in sums if (found := product(node)) is not None]
         if not products: return {}
         self.place = {node: i for i, node in enumerate(self.nodes)}
