@@ -73,6 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
     if len(arguments.extents) != (0 if about else 3):
         raise RequestError(f"{len(arguments.extents)} numbers", "none with --list, --export, --import or "
                            "--clear, else three: M N K", "tinygrad-nv tune 4096 4096 4096")
+    if (file := database.path()).is_dir():
+        raise RequestError(f"{file} is a directory", "a file for the schedule database",
+                           f"NV_SCHEDULES={file / 'schedules.json'}")
     with _notes():
         if arguments.list: _list(arguments)
         elif arguments.export: _export(Path(arguments.export))

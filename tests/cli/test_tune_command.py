@@ -156,3 +156,10 @@ def test_words_that_are_wrong(words: list[str], capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit) as exit_: main(["tune", *words])
     assert exit_.value.code == 2
     assert "usage: tinygrad-nv" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [WORDS, ["tune", "--list"], ["tune", "--clear"]])
+def test_a_directory_for_a_database_is_refused_before_anything_is_tried(
+        words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command):
+    monkeypatch.setenv("NV_SCHEDULES", str(tmp_path))
+    command(*words).refused(f"{tmp_path} is a directory", f"NV_SCHEDULES={tmp_path / 'schedules.json'}")
