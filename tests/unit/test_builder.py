@@ -339,3 +339,28 @@ def test_what_an_architecture_lacks(write):
     ({"version": (7, 8)}, "does not have sm_90a")])
 def test_errors_of_a_kernels_head(made: dict, words: str):
     with pytest.raises(PTXError, match=words): Kernel("k", **made)
+
+
+@pytest.mark.parametrize("name", ["laneid", "nwarpid", "cluster_ctarank", "cluster_nctarank", "tid.x"])
+def test_a_special_register_is_not_hidden_by_its_copy(name: str):
+    k = Kernel("copy", arch="sm_90a", threads=32)
+    out = k.pointer("out")
+    k.st("global", "u32", out.at(), k.special(name))
+    made = k.ptx()
+    assert f"mov.u32 {k.special(name)}, %{name};" in made
+    assert str(k.special(name)) != f"%{name}"
+    assemble(made, "sm_90a")
+
+
+def test_what_was_checked_once_is_checked_again_for_other_kinds():
+    """Instructions are remembered by the types of their operands, and by the values of integers."""
+    k = Kernel("kinds", arch="sm_90a", threads=128)
+    word, half, wide, flag = k.reg("u32"), k.reg("b16"), k.reg("f32"), k.reg("pred")
+    for _ in range(2):
+        k.emit("add.u32", word, word, 1)
+        for wrong in (half, wide, flag, 1.0, 1 << 32):
+            with pytest.raises(PTXError): k.emit("add.u32", word, word, wrong)
+        k.emit("setmaxnreg.dec.sync.aligned.u32", 40)
+        with pytest.raises(PTXError): k.emit("setmaxnreg.dec.sync.aligned.u32", 41)
+        with pytest.raises(PTXError): k.emit("add.u32", k.tid.x, word, 1)
+        with pytest.raises(PTXError): k.emit("add.u32", word, word, 1, guard=word)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tinygrad_nv.ptx.builder import Kernel, Label, Value
+from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.templates.wgmma_multiply import Products, Sums
 from tinygrad_nv.tile.templates.wgmma_store import Finish
 from tinygrad_nv.tile.templates.wgmma_walk import Piece, Walk
@@ -72,8 +72,7 @@ class Split(Meeting):
             for at, four in self.fours(sums): k.st("shared", self.kind, own.at(at), four)
             cluster_together(k)
         corner, units = self.walk.corner(piece.number), plan.columns // self.finish.unit
-        rank, ctas = k.special("cluster_ctarank"), k.reg("u32")
-        k.emit("mov.u32", ctas, Label("%cluster_nctarank"))
+        rank, ctas = k.special("cluster_ctarank"), k.special("cluster_nctarank")
         for number in range(splits):
             columns = range(*(units * r // splits * self.finish.unit for r in (number, number + 1)))
             if not columns: continue
