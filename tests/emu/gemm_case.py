@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.ptx.emulator import Emulator, TensorMap
+from tinygrad_nv.ptx.emulator import Buffer, Emulator, TensorMap
 from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, loads
 from tinygrad_nv.tile.kernel import GemmKernel, MapArgument
@@ -174,12 +174,26 @@ def launched(made: GemmKernel, spec: GemmSpec, given: dict[str, torch.Tensor], a
         order += [emu.alloc(made.workspace_bytes), emu.alloc(np.zeros(4 * max(made.flags, 1), np.uint8))]
     order += [pointers[name] for name in given if name != "out"]
     rows = spec.m if m is None else m
+    if rows < spec.m: forget_rows(spec, pointers, rows)
     maps = [tensor_map(order, argument, rows) for argument in made.maps]
     args = [*order, *([np.uint32(rows)] if spec.symbolic else []), *maps]
     report = emu.launch(made.ptx, made.grid_for(rows), made.threads, args, dynamic_smem=made.dynamic_smem,
                         cluster=made.cluster)
     raw = bytearray(pointers["out"].numpy().tobytes())
     return torch.frombuffer(raw, dtype=TORCH[spec.out.dtype]), report
+
+
+def forget_rows(spec: GemmSpec, pointers: dict[str, Buffer], rows: int) -> None:
+    """What belongs to rows from `rows` on alone becomes memory that nobody has written: reads are found."""
+    for name, (dtype, where) in places(spec).items():
+        if name in ("out", "b"): continue
+        written = torch.ones(pointers[name].data.nbytes // dtype.itemsize, dtype=torch.bool)
+        for value, here in ((False, slice(rows, None)), (True, slice(0, rows))):
+            for offset, extents, strides in where:
+                if not strides[row := len(spec.batch)] and not value: continue
+                once = tuple(e if stride else 1 for e, stride in zip(extents, strides, strict=True))
+                view(written, once, strides, offset)[(slice(None),) * row + (here,)] = value
+        pointers[name].valid = np.repeat(written.numpy(), dtype.itemsize).astype(np.uint8)
 
 
 def tensor_map(order: list, argument: MapArgument, rows: int) -> TensorMap:

@@ -164,7 +164,7 @@ def cases(draw: st.DrawFn, template: str, steps: tuple[str, ...]) -> Case:
 
 def launched(case: Case, values: dict[str, torch.Tensor], seed: int, rows: int,
              sm_count: int) -> torch.Tensor:
-    """The result; rows of A beyond those of the launch are NaN."""
+    """The result. Nobody has written the rows beyond those of the launch."""
     spec, schedule, arch = case
     made = build(spec, schedule, arch, sm_count)
     return run(made, spec, values, arch, seed, rows if spec.symbolic else None)
