@@ -12,7 +12,6 @@ from tinygrad_nv.errors import RequestError, ScheduleError, ToolchainError
 from tinygrad_nv.explain import KernelRecord, Lowering
 from tinygrad_nv.levels import Product, show
 from tinygrad_nv.patterns.program import Note, Output, gemm, program
-from tinygrad_nv.ptx.assemble import find_program
 from tinygrad_nv.runtime.launch_text import source
 from tinygrad_nv.tile.dense import dense
 from tinygrad_nv.tile.schedule import Schedule
@@ -129,7 +128,6 @@ def test_a_kernel_that_is_no_product_has_its_note_and_its_text(lowering: Lowerin
     assert other.show("ptx").startswith(".version 7.8")
 
 
-@pytest.mark.skipif(find_program("ptxas") is None, reason="ptxas is not installed")
 def test_machine_code_of_every_kernel_of_ours(lowering: Lowering):
     text = lowering.show("sass")
     assert text.count("EXIT") >= 3
@@ -199,7 +197,6 @@ def test_the_outline_is_the_remarks_of_the_kernel():
     assert levels.outline(text) == ["first", "  rows 0"]
 
 
-@pytest.mark.skipif(find_program("ptxas") is None, reason="ptxas is not installed")
 def test_registers_are_those_of_ptxas():
     product = Product(dense(96, 64, 256), MMA, "sm_80", 108)
     found = levels.resources(product)
