@@ -66,7 +66,8 @@ class Splits:
             return
         with self.k.comment(f"sums of {self.count} CTAs"): mine = self._slot(self.split)
         for i, cell in enumerate(cells): self.k.st("global", self._kind(cell), self._at(mine, i), cell)
-        with self.k.if_(self._is_last()):
+        told = self.k.shared("arrived", 4)
+        with self.k.if_(is_last(self.k, self.flag, self.number, told.at(), self.count)):
             self._gather(cells)
             yield
 
@@ -80,19 +81,6 @@ class Splits:
     def _at(self, slot: Value, cell: int) -> Place:
         return slot.at(cell * CELL_BYTES * self.schedule.threads)
 
-    def _is_last(self) -> Value:
-        """Counts this CTA in; whether all others were before. One thread releases and acquires for all: what
-        the barriers order before its atomic, and after, is ordered too."""
-        k = self.k
-        told = k.shared("arrived", 4)
-        k.sync()
-        with k.if_(k.tid.x == 0):
-            before, flag = k.reg("u32"), self.flag + self.number.to("u64") * 4
-            k.emit("atom.acq_rel.gpu.global.add.u32", before, flag.at(), 1)
-            k.st("shared", "u32", told.at(), before)
-        k.sync()
-        return k.ld("shared", "u32", told.at())[0] == self.count - 1
-
     def _gather(self, cells: Sequence[Sequence[Value]]) -> None:
         """The sums of all splits, in their order."""
         k, slot = self.k, self._slot(self.k.reg("u32", 0))
@@ -104,3 +92,16 @@ class Splits:
             for i, cell in enumerate(cells):
                 parts = k.ld("global", self._kind(cell), self._at(slot, i), 4)
                 for register, part in zip(cell, parts, strict=True): register += part
+
+
+def is_last(k: Kernel, flags: Value, tile: Value, told: Place, count: int) -> Value:
+    """Counts this CTA in at the flag of a tile; whether it is the last of `count`, which all threads learn by
+    the shared word `told`. One thread releases and acquires for all: what the barriers order before its
+    atomic, and after, is ordered too."""
+    k.sync()
+    with k.if_(k.tid.x == 0):
+        before, flag = k.reg("u32"), flags + tile.to("u64") * 4
+        k.emit("atom.acq_rel.gpu.global.add.u32", before, flag.at(), 1)
+        k.st("shared", "u32", told, before)
+    k.sync()
+    return k.ld("shared", "u32", told)[0] == count - 1

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from tinygrad_nv.ptx.builder import Kernel, Shared, Value
 from tinygrad_nv.tile.epilogue import finished, loaded, stored
 from tinygrad_nv.tile.expression import Load
+from tinygrad_nv.tile.splits import is_last
 from tinygrad_nv.tile.templates.gemv_plan import Plan
 from tinygrad_nv.tile.templates.gemv_sums import Lanes
 
@@ -131,9 +132,7 @@ class Finish:
             k.cluster_wait()
 
     def last_one(self) -> None:
-        """Through memory: [tile][split][part][element] of the workspace, one flag a tile. The barriers on
-        both sides of thread 0's atomic, which releases and acquires, order everybody's stores before
-        everybody's loads."""
+        """Through memory: [tile][split][part][element] of the workspace, one flag a tile."""
         k, plan, s = self.k, self.plan, self.plan.splits
         workspace, flags = self.shared
         tile = k.ctaid.z * plan.blocks_n + k.ctaid.x
@@ -157,15 +156,9 @@ class Finish:
 
         with k.comment("sums of this CTA, for the last one"):
             self.each(keep, self.threads, k.tid.x)
-            k.sync()
-            slot = self.base + (plan.smem_bytes - 16)
-            with k.if_(k.tid.x == 0):
-                before = k.reg("u32")
-                k.emit("atom.acq_rel.gpu.global.add.u32", before, (flags + tile.to("u64") * 4).at(), 1)
-                k.emit("st.shared.u32", slot.at(), before)
-            k.sync()
-        before = k.ld("shared", "u32", slot.at())[0]
-        with k.comment("the last one"), k.if_(before == s - 1):
+            told = (self.base + (plan.smem_bytes - 16)).at()
+            last = is_last(k, flags, tile, told, s)
+        with k.comment("the last one"), k.if_(last):
             self.each(collect, self.threads, k.tid.x)
 
     # **** the epilogue ****
