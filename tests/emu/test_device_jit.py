@@ -12,9 +12,12 @@ from tinygrad.uop.ops import Ops
 
 from tinygrad_nv import LLM, Context, Device, SamplingParams, Tensor, TinyJit, Variable, dtypes
 from tinygrad_nv.patterns.program import Output, program
-from tinygrad_nv.runtime.device import EMUDevice, NVDevice, NVGraph, Options, options
+from tinygrad_nv.runtime.device import EMUDevice, NVDevice
 from tinygrad_nv.runtime.driver import Launch
-from tinygrad_nv.runtime.emulated import EmulatedDriver, EmulatedGraph
+from tinygrad_nv.runtime.emulated import EmulatedDriver
+from tinygrad_nv.runtime.emulated_graph import EmulatedGraph
+from tinygrad_nv.runtime.graph import NVGraph
+from tinygrad_nv.runtime.launch_text import Options, options
 
 
 def graphs(jit: TinyJit) -> list[NVGraph]:

@@ -5,9 +5,9 @@ Read in this order:
   programs.py   compiled programs kept from one process to the next
   cpu_graph.py  captured graphs on the CPU: one call, all cores
   driver.py     what a GPU driver must do for us
-  emulated.py   that, with the emulator as the device
+  emulated.py   that, with the emulator as the device; emulated_graph.py: its streams and graphs
   ptx_renderer.py  PTX for such devices
   launch_text.py   what a launch has besides: comments at the head of PTX
-  device.py     one tinygrad device over the driver: DEV=EMU
+  device.py     one tinygrad device over the driver: DEV=EMU; its allocator.py, program.py, graph.py
   memory.py     bytes into device tensors without a second copy
 """

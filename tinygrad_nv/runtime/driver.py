@@ -1,10 +1,16 @@
 """What a GPU driver must do for us: memory, modules, launches, streams, events, graphs, tensor maps.
 
 Protocol. `Driver` is one device. Addresses are integers, device-wide, and may point inside an allocation.
-Work (`Launch`, `Copy`, `Fill`) goes to a `Stream`: what is submitted to one runs in that order; nothing
-orders two streams but an event that one records and the other waits for. Stream 0 is there from the start
-and orders with no other. `submit` returns before the work is done; `copy_in` has taken its bytes, and
-`copy_out` has delivered them, when it returns.
+Work (`Launch`, `Copy`, `Fill`, `Upload`, `Download`) goes to a `Stream`: what is submitted to one runs in
+that order; nothing orders two streams but an event that one records and the other waits for. Stream 0 is
+there from the start and orders with no other. `submit` returns before the work is done; `copy_in` has taken
+its bytes, and `copy_out` has delivered them, when it returns. The page-locked memory of an `Upload` or a
+`Download` belongs to the work until an event after it has come to pass.
+
+A launch with `pdl` may begin when the launch right before it in its stream lets it, or when that has ended;
+it waits for the end, and for the memory that was written, with griddepcontrol.wait, which every such kernel
+executes. In a graph that is an edge from the only node that it directly follows, if that is a launch;
+otherwise, and behind copies and fills, it begins when all is done.
 
 Arguments of a kernel are bytes, one entry for each parameter, as the kernel's parameter block holds them
 (`pointer`, `integer` and `real` make them; a tensor map is its 128 bytes). `pack` lays them out.
@@ -46,6 +52,8 @@ class Properties:
     threads_of_sm: int = 2048
     threads_of_cta: int = 1024
     warp_size: int = 32
+    persisting_l2_limit: int = 0    # of L2, what can be set aside
+    window_limit: int = 0           # of a `Window`
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,15 @@ class Function:
 
 
 @dataclass(frozen=True)
+class Window:
+    """Memory whose lines a launch keeps in the part of L2 that is set aside: `hit_ratio` of them, chosen at
+    random by the hardware; the others are treated as streaming."""
+    address: int
+    nbytes: int
+    hit_ratio: float = 1.0
+
+
+@dataclass(frozen=True)
 class Launch:
     """One launch. `grid` and `cluster` are in CTAs, `block` in threads. With `pdl` the kernel may begin
     before the one ahead of it in the stream has ended; it waits with griddepcontrol.wait."""
@@ -77,6 +94,7 @@ class Launch:
     dynamic_smem: int = 0
     cluster: Triple = (1, 1, 1)
     pdl: bool = False
+    window: Window | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +113,34 @@ class Fill:
     nbytes: int
 
 
-Work = Launch | Copy | Fill
+class HostMemory(ABC):
+    """Page-locked memory of the host."""
+    view: memoryview    # of bytes, writable
+
+    @abstractmethod
+    def free(self) -> None:
+        """Gives it back, once the work that was submitted with it is done."""
+
+
+@dataclass(frozen=True)
+class Upload:
+    """Bytes of page-locked memory to the device, read when the work runs."""
+    target: int
+    source: HostMemory
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Download:
+    """Bytes of the device to page-locked memory, there when the work has run."""
+    target: HostMemory
+    offset: int
+    source: int
+    nbytes: int
+
+
+Work = Launch | Copy | Fill | Upload | Download
 
 
 @dataclass(frozen=True)
@@ -206,6 +251,14 @@ class Driver(ABC):
         """Gives back what `alloc` returned, once the work issued before this call is done."""
 
     @abstractmethod
+    def memory(self) -> tuple[int, int]:
+        """Bytes free on the device now, whoever uses the rest, and bytes it has."""
+
+    @abstractmethod
+    def host(self, nbytes: int) -> HostMemory:
+        """Page-locked memory, contents undefined. Raises MemoryError when there is none."""
+
+    @abstractmethod
     def copy_in(self, address: int, source: memoryview, stream: Stream | None = None) -> None: ...
 
     @abstractmethod
@@ -215,6 +268,15 @@ class Driver(ABC):
     @abstractmethod
     def copy_peer(self, work: Copy, source: Driver, stream: Stream | None = None) -> None:
         """Copies from another device of the same kind, after all that stream 0 there holds."""
+
+    @abstractmethod
+    def reach(self, other: Driver) -> bool:
+        """Lets kernels here address memory of another device; False where the hardware cannot."""
+
+    @abstractmethod
+    def set_persisting_l2(self, nbytes: int) -> None:
+        """Sets so much of L2 aside for `Window`s, at most `properties.persisting_l2_limit`; 0 gives all back
+        and forgets what is kept there."""
 
     # code
 

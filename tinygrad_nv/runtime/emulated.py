@@ -1,9 +1,8 @@
 """The driver interface with the emulator as the device.
 
 Protocol: `EmulatedDriver(arch, check)` is a `driver.Driver`. Work runs when it is submitted, which is an
-order that streams allow; a graph runs its nodes in an unkind order that its edges allow (of those that are
-ready, the latest added), so that a missing edge shows. Findings wait in their stream for the next call that
-synchronises with it, and are gone once raised. Times are of the emulation.
+order that streams allow, and a graph's nodes in an unkind one (emulated_graph.py). Findings wait in their
+stream for the next call that synchronises with it, and are gone once raised. Times are of the emulation.
 
 `check=False` leaves out the detection of races, missing fences and uninitialised reads; bounds and alignment
 are checked always. Device 0 and device 1 are two drivers with memories of their own.
@@ -12,8 +11,6 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right, insort
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NoReturn
 
 import numpy as np
@@ -27,18 +24,25 @@ from tinygrad_nv.runtime import driver
 from tinygrad_nv.runtime.driver import (
     Attributes,
     Copy,
-    Fill,
+    Download,
     Function,
     Launch,
-    Node,
     Properties,
     TensorMapSpec,
+    Upload,
     Work,
+)
+from tinygrad_nv.runtime.emulated_graph import (
+    Capture,
+    EmulatedEvent,
+    EmulatedGraph,
+    EmulatedStream,
 )
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
 STATIC_SHARED_LIMIT = 48 << 10
 L2_BYTES = {80: 40 << 20, 89: 96 << 20, 90: 50 << 20}          # A100, L40, H100
+WINDOW_LIMIT = 128 << 20
 MEMORY_BYTES = {80: 80 << 30, 89: 48 << 30, 90: 80 << 30}
 SHOWN = 3                                                       # findings in an error's text
 
@@ -47,7 +51,8 @@ def properties(arch: str) -> Properties:
     """The device that `arch` stands for: A100, L40 or H100."""
     number = int(arch[3:5])
     return Properties(f"emulated {arch}", arch, SM_COUNT[number], STATIC_SHARED_LIMIT, SHARED_LIMIT[number],
-                      SHARED_OF_SM[number], L2_BYTES[number], MEMORY_BYTES[number], THREADS_OF_SM[number])
+                      SHARED_OF_SM[number], L2_BYTES[number], MEMORY_BYTES[number], THREADS_OF_SM[number],
+                      persisting_l2_limit=L2_BYTES[number] * 3 // 4, window_limit=WINDOW_LIMIT)
 
 
 class EmulatedModule(driver.Module):
@@ -73,105 +78,14 @@ class EmulatedModule(driver.Module):
     def unload(self) -> None: self.loaded = False
 
 
-# **** streams and graphs ****
+class EmulatedHostMemory(driver.HostMemory):
+    """Bytes of the host."""
 
-@dataclass(eq=False)
-class _Capture:
-    """What streams record since `begin_capture`: a graph, and the last nodes of each stream in it."""
-    origin: EmulatedStream
-    graph: EmulatedGraph
-    tails: dict[EmulatedStream, tuple[Node, ...]] = field(default_factory=dict)
-    ended: bool = False
+    def __init__(self, nbytes: int) -> None:
+        if nbytes <= 0: raise DriverError(f"an allocation of {nbytes} bytes", "a size above 0")
+        self.view = np.full(nbytes, 0xff, np.uint8).data
 
-
-@dataclass(eq=False)
-class EmulatedStream(driver.Stream):
-    """Its findings not yet told, and the capture it is in."""
-    number: int
-    findings: list[str] = field(default_factory=list)
-    capture: _Capture | None = None
-
-
-@dataclass(eq=False)
-class EmulatedEvent(driver.Event):
-    """Where and when it was recorded; in a capture, after which nodes."""
-    stream: EmulatedStream | None = None
-    seconds: float = 0.0
-    capture: _Capture | None = None
-    nodes: tuple[Node, ...] = ()
-
-
-class EmulatedGraph(driver.Graph):
-    """Nodes in order of addition, each with the numbers of those it follows."""
-
-    def __init__(self, device: EmulatedDriver) -> None:
-        self.device = device
-        self.works: list[Work] = []
-        self.after: list[tuple[int, ...]] = []
-
-    def add(self, work: Work, after: Sequence[Node] = ()) -> Node:
-        for node in after:
-            if not 0 <= node.number < len(self.works):
-                raise DriverError(f"an edge from node {node.number}", f"a node of this graph: it has "
-                                  f"{len(self.works)}", "add a node before those that follow it")
-        self.works.append(work)
-        self.after.append(tuple(sorted({node.number for node in after})))
-        return Node(len(self.works) - 1)
-
-    def ancestors(self, nodes: Sequence[Node]) -> set[int]:
-        """Numbers of these nodes and of all that run before them."""
-        seen: set[int] = set()
-        left = [node.number for node in nodes]
-        while left:
-            if (number := left.pop()) in seen: continue
-            seen.add(number)
-            left += self.after[number]
-        return seen
-
-    def order(self) -> list[int]:
-        """The order of execution: of the nodes that are ready, the latest added."""
-        waits = [len(after) for after in self.after]
-        followers: list[list[int]] = [[] for _ in waits]
-        for number, after in enumerate(self.after):
-            for before in after: followers[before].append(number)
-        ready = [number for number, count in enumerate(waits) if not count]
-        out = []
-        while ready:
-            out.append(number := ready.pop())
-            for follower in followers[number]:
-                waits[follower] -= 1
-                if not waits[follower]: insort(ready, follower)
-        return out
-
-    def instantiate(self) -> EmulatedExecutable: return EmulatedExecutable(self)
-
-
-class EmulatedExecutable(driver.Executable):
-    """The graph's work as it was at instantiation, then as updated."""
-
-    def __init__(self, graph: EmulatedGraph) -> None:
-        self.device, self.works, self.order = graph.device, list(graph.works), graph.order()
-        self.launches = 0
-
-    def update(self, node: Node, work: Work) -> None:
-        if not 0 <= node.number < len(self.works):
-            raise DriverError(f"no node {node.number} in the graph", f"one of 0 … {len(self.works) - 1}")
-        before = self.works[node.number]
-        if type(before) is not type(work):
-            raise DriverError(f"node {node.number} is updated with a {type(work).__name__}",
-                              f"a {type(before).__name__}, as it is", "instantiate another graph")
-        if isinstance(before, Launch) and isinstance(work, Launch) and before.function != work.function:
-            raise DriverError(f"node {node.number} is updated with kernel {work.function.name}",
-                              f"{before.function.name}, as it is", "instantiate another graph")
-        self.works[node.number] = work
-
-    def launch(self, stream: driver.Stream | None = None) -> None:
-        into = self.device._stream(stream)
-        if into.capture is not None:
-            raise DriverError("a graph is launched into a stream that is captured", "a stream that runs",
-                              "capture the graph's work itself")
-        self.launches += 1
-        for number in self.order: self.device._run(self.works[number], into)
+    def free(self) -> None: self.view = memoryview(b"")
 
 
 # **** the device ****
@@ -209,6 +123,11 @@ class EmulatedDriver(driver.Driver):
         self.used_bytes -= buffer.nbytes
         self.emulator.free(buffer)
 
+    def memory(self) -> tuple[int, int]:
+        return self.properties.memory_bytes - self.used_bytes, self.properties.memory_bytes
+
+    def host(self, nbytes: int) -> driver.HostMemory: return EmulatedHostMemory(nbytes)
+
     def _place(self, address: int, nbytes: int, what: str) -> tuple[Buffer, slice]:
         """The allocation that holds these bytes, and where in it."""
         at = bisect_right(self.addresses, address) - 1
@@ -225,19 +144,27 @@ class EmulatedDriver(driver.Driver):
         if buffer.valid is not None: buffer.valid[where] = valid
 
     def copy_in(self, address: int, source: memoryview, stream: driver.Stream | None = None) -> None:
-        self._not_captured(self._stream(stream), "a copy from the host")
+        self._not_captured(self.into(stream), "a copy from the host")
         self._write(address, np.frombuffer(source, np.uint8), 1, source.nbytes, "a copy from the host")
 
     def copy_out(self, target: memoryview, address: int, stream: driver.Stream | None = None) -> None:
-        self.synchronize(self._stream(stream))
+        self.synchronize(self.into(stream))
         buffer, where = self._place(address, target.nbytes, "a copy to the host")
         np.frombuffer(target, np.uint8)[:] = buffer.data[where]
 
     def copy_peer(self, work: Copy, source: driver.Driver, stream: driver.Stream | None = None) -> None:
         if not isinstance(source, EmulatedDriver):
             raise DriverError(f"a copy from a {type(source).__name__}", "another emulated device")
-        self._not_captured(self._stream(stream), "a copy from another device")
+        self._not_captured(self.into(stream), "a copy from another device")
         self._copy(work, source)
+
+    def reach(self, other: driver.Driver) -> bool:
+        """False: each emulated device has memory of its own, and kernels see no other."""
+        return other is self
+
+    def set_persisting_l2(self, nbytes: int) -> None:
+        if not 0 <= nbytes <= (limit := self.properties.persisting_l2_limit):
+            raise DriverError(f"{nbytes} bytes of L2 to set aside", f"0 to {limit} on this device")
 
     def _copy(self, work: Copy, source: EmulatedDriver) -> None:
         buffer, where = source._place(work.source, work.nbytes, "a copy")
@@ -249,13 +176,20 @@ class EmulatedDriver(driver.Driver):
     def load(self, image: bytes) -> driver.Module: return EmulatedModule(image)
 
     def submit(self, work: Work, stream: driver.Stream | None = None) -> None:
-        into = self._stream(stream)
-        if (capture := into.capture) is None: self._run(work, into)
+        into = self.into(stream)
+        if (capture := into.capture) is None: self.run(work, into)
         else: capture.tails[into] = (capture.graph.add(work, capture.tails[into]),)
 
-    def _run(self, work: Work, stream: EmulatedStream) -> None:
+    def run(self, work: Work, stream: EmulatedStream) -> None:
+        """Does it now; what a kernel does wrong is kept with the stream."""
         if isinstance(work, Copy): self._copy(work, self)
-        elif isinstance(work, Fill): self._write(work.target, work.value, 1, work.nbytes, "a fill")
+        elif isinstance(work, Upload):
+            data = np.frombuffer(work.source.view[work.offset:work.offset + work.nbytes], np.uint8)
+            self._write(work.target, data, 1, work.nbytes, "an upload")
+        elif isinstance(work, Download):
+            buffer, where = self._place(work.source, work.nbytes, "a download")
+            work.target.view[work.offset:work.offset + work.nbytes] = buffer.data[where].data
+        elif isinstance(work, driver.Fill): self._write(work.target, work.value, 1, work.nbytes, "a fill")
         else: self._launch(work, stream)
 
     def _launch(self, work: Launch, stream: EmulatedStream) -> None:
@@ -272,7 +206,8 @@ class EmulatedDriver(driver.Driver):
 
     # order
 
-    def _stream(self, stream: driver.Stream | None) -> EmulatedStream:
+    def into(self, stream: driver.Stream | None) -> EmulatedStream:
+        """The stream that is meant."""
         if stream is None: return self.streams[0]
         assert isinstance(stream, EmulatedStream)
         if self.streams[stream.number] is not stream:
@@ -292,13 +227,13 @@ class EmulatedDriver(driver.Driver):
 
     def record(self, event: driver.Event, stream: driver.Stream | None = None) -> None:
         assert isinstance(event, EmulatedEvent)
-        event.stream = into = self._stream(stream)
+        event.stream = into = self.into(stream)
         event.capture, event.seconds = into.capture, time.perf_counter()
         event.nodes = into.capture.tails[into] if into.capture is not None else ()
 
     def wait(self, event: driver.Event, stream: driver.Stream | None = None) -> None:
         assert isinstance(event, EmulatedEvent)
-        into, capture = self._stream(stream), event.capture
+        into, capture = self.into(stream), event.capture
         if event.stream is None: _never_recorded("a stream waits for")
         if capture is None and into.capture is None: return  # what was submitted before has run
         if capture is None:
@@ -332,7 +267,7 @@ class EmulatedDriver(driver.Driver):
         return (end.seconds - start.seconds) * 1e3
 
     def synchronize(self, stream: driver.Stream | None = None) -> None:
-        streams = self.streams if stream is None else [self._stream(stream)]
+        streams = self.streams if stream is None else [self.into(stream)]
         for each in streams: self._not_captured(each, "synchronisation")
         found = [one for each in streams for one in each.findings]
         for each in streams: each.findings.clear()
@@ -343,14 +278,14 @@ class EmulatedDriver(driver.Driver):
     def graph(self) -> EmulatedGraph: return EmulatedGraph(self)
 
     def begin_capture(self, stream: driver.Stream) -> None:
-        into = self._stream(stream)
+        into = self.into(stream)
         if into.number == 0: _stream_zero()
         if into.capture is not None:
             raise DriverError(f"capture of stream {into.number} begins twice", "end_capture in between")
-        into.capture = _Capture(into, self.graph(), {into: ()})
+        into.capture = Capture(into, self.graph(), {into: ()})
 
     def end_capture(self, stream: driver.Stream) -> EmulatedGraph:
-        into = self._stream(stream)
+        into = self.into(stream)
         if (capture := into.capture) is None or capture.origin is not into:
             raise DriverError(f"capture ends in stream {into.number}", "the stream it began in")
         capture.ended = True

@@ -1,0 +1,101 @@
+"""What TinyJit captured, as a graph of the driver.
+
+Protocol: tinygrad's graph interface (`GraphRunner`). Each kernel is its fills and its launch, each of them a
+node after those that it must not overtake; a replay updates the nodes whose work has changed, and launches.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tinygrad.engine.jit import GraphRunner
+from tinygrad.uop.ops import Ops, UOp
+
+from tinygrad_nv.runtime.driver import Executable, Graph, Node, Triple, Work
+from tinygrad_nv.runtime.program import NVProgram
+
+
+class _Call:
+    """A kernel of a graph: what it was last given, and the nodes that this reached."""
+
+    def __init__(self, program: NVProgram, words: Sequence[int], buffers: list[int], values: list[int],
+                 grid: Triple, block: Triple) -> None:
+        self.program, self.buffers, self.values = program, buffers, values
+        self.grid, self.block = grid, block
+        self.place = {word: k for k, word in enumerate(words)}  # which argument an argument of the call is
+        self.works = self.made()
+        self.nodes: list[Node] = []
+
+    def made(self) -> list[Work]:
+        """Fills, then the launch."""
+        return self.program.works(self.buffers, self.values, self.grid, self.block)
+
+    def update(self, executable: Executable) -> None:
+        """Brings the nodes up to date: those whose work is not what it was."""
+        works = self.made()
+        for node, before, work in zip(self.nodes, self.works, works, strict=True):
+            if work != before: executable.update(node, work)
+        self.works = works
+
+
+class NVGraph(GraphRunner):
+    """A batch of a TinyJit as a graph of the driver. Inputs, variables and extents may change between
+    replays: the nodes they reach are updated (and tensor maps over inputs made again), the others are left
+    alone."""
+
+    def __init__(self, linear: UOp, input_uops: tuple[UOp, ...] = ()) -> None:
+        super().__init__(linear, input_uops)
+        self.dev = self.runtimes[0].dev
+        graph = self.dev.driver.graph()
+        self.works: list[_Call] = []
+        self.count = 0
+        for (_, ast, buffers, fixed), program in zip(self.calls, self.runtimes, strict=True):
+            grid, block = ast.arg.launch_dims(dict.fromkeys(self.vars, 0))
+            words, used = ast.arg.globals, [buffers[i] for i in ast.arg.globals]
+            # built with every variable 0, a symbolic extent may be 0 too, and is replaced before it runs
+            call = _Call(program, words, [buffer._buf for buffer in used],
+                         [fixed.get(v.expr, 0) for v in ast.arg.vars], _at_least_one(grid),
+                         _at_least_one(block))
+            written = [k for k, i in enumerate(words) if i in ast.arg.outs]
+            for work, zeroed in zip(call.works, program.options.zeroed, strict=False):
+                self._add(graph, call, work, [used[zeroed.pointer]], [0])
+            self._add(graph, call, call.works[-1], used, written)
+            self.works.append(call)
+        self.executable: Executable = graph.instantiate()
+
+    def _add(self, graph: Graph, call: _Call, work: Work, buffers: list[Any], written: list[int]) -> None:
+        """A node, after those that it must not overtake: a fill writes one buffer, so the launch follows
+        it."""
+        after = self._access_resources(buffers, written, Node(self.count))
+        call.nodes.append(graph.add(work, after))
+        self.count += 1
+
+    def __call__(self, input_uops: tuple[UOp, ...], var_vals: dict[str, int],
+                 wait: bool = False) -> float | None:
+        changed = {j for j, replaced in enumerate(self.uop_replace) if replaced}
+        for j in changed:
+            call = self.works[j]
+            for position, slot in self.uop_replace[j]:
+                if position not in call.place: continue
+                buffer: Any = input_uops[slot].buffer
+                call.buffers[call.place[position]] = buffer.ensure_allocated()._buf
+        for j, i, value in self.updated_vars(var_vals):
+            self.works[j].values[i] = value
+            changed.add(j)
+        for j, grid, block in self.updated_launch_dims(var_vals):
+            self.works[j].grid, self.works[j].block = grid, block
+            changed.add(j)
+        for j in changed: self.works[j].update(self.executable)
+        return self.dev.timed(self.executable.launch, wait)
+
+    @staticmethod
+    def supports_uop(batch_devs: list[Any], new_call: UOp) -> bool:
+        """Kernels of one device; an input is an argument itself, not seen through a view."""
+        if not GraphRunner.supports_uop(batch_devs, new_call): return False
+        return not any(a.op is not Ops.PARAM and a.op_in_backward_slice_with_self(Ops.PARAM)
+                       for a in new_call.src[1:] if not a.is_bound_var)
+
+
+def _at_least_one(extents: tuple[int, ...]) -> Triple:
+    x, y, z = (max(1, int(extent)) for extent in extents)
+    return x, y, z

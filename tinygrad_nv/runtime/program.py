@@ -1,0 +1,82 @@
+"""A kernel of a device of tinygrad over the driver interface: loaded once, launched often.
+
+Protocol: a kernel given as PTX says in comments before its first directive what tinygrad has no place for:
+shared memory, clusters, flags that are zero before a launch, tensor maps (launch_text.py). `works` says what
+one launch is made of; calling the program submits that.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from tinygrad.device import Program, TinyELF
+from tinygrad.helpers import suppress_finalizing
+
+from tinygrad_nv.errors import DriverError
+from tinygrad_nv.runtime.driver import (
+    Driver,
+    Fill,
+    Launch,
+    Swizzle,
+    TensorMapSpec,
+    Triple,
+    Work,
+    integer,
+    pointer,
+)
+from tinygrad_nv.runtime.launch_text import Options, options
+from tinygrad_nv.tile.kernel import MapArgument
+
+if TYPE_CHECKING:
+    from tinygrad_nv.runtime.device import NVDevice
+
+MAPS_KEPT = 512  # encoded tensor maps of a program: buffers come and go
+
+
+class NVProgram(Program["NVDevice"]):
+    """A kernel that is loaded, with what each of its launches has in common."""
+
+    def __init__(self, dev: NVDevice, obj: TinyELF) -> None:
+        self.dev, self.name, self.profile_key = dev, obj.name, obj.profile_key
+        self.module = dev.driver.load(obj.lib)
+        self.function = self.module.function(obj.name)
+        self.options = options(obj.lib.decode()) if obj.lib[:4] != b"\x7fELF" else Options()
+        self.signature = obj.signature
+        self.encoded = functools.lru_cache(MAPS_KEPT)(functools.partial(_encoded, dev.driver))
+
+    @suppress_finalizing
+    def __del__(self) -> None:
+        if hasattr(self, "module"): self.module.unload()
+
+    def works(self, buffers: Sequence[int], values: Sequence[int], grid: Triple, block: Triple) -> list[Work]:
+        """One launch, the last, after the fills that it needs. `values` are integers, each as wide as its
+        variable is."""
+        o = self.options
+        named = [*(each.pointer for each in o.zeroed), *(each.pointer for each in o.maps)]
+        if max(named, default=-1) >= len(buffers) or any(m.dynamic >= 0 for m in o.maps) > len(values):
+            raise DriverError(f"kernel {self.name} with {len(buffers)} pointers and {len(values)} integers",
+                              "those that the comments at the head of its PTX name", "correct the comments")
+        dtypes = [dtype for _, _, dtype, _ in self.signature[len(buffers):]]
+        # a graph is built before its variables have values, and no map can have 0 rows
+        rows = max(1, values[-1]) if values else 0
+        args = [*map(pointer, buffers),
+                *(integer(value, dtype.itemsize) for value, dtype in zip(values, dtypes, strict=True)),
+                *(self.encoded(m, buffers[m.pointer], rows if m.dynamic >= 0 else 0) for m in o.maps)]
+        return [*(Fill(buffers[each.pointer], 0, each.nbytes) for each in o.zeroed),
+                Launch(self.function, grid, block, tuple(args), o.dynamic_smem, o.cluster, o.pdl)]
+
+    def __call__(self, *bufs: int, global_size: Triple = (1, 1, 1), local_size: Triple = (1, 1, 1),
+                 vals: tuple[int, ...] = (), wait: bool = False, **kwargs: Any) -> float | None:
+        works = self.works(bufs, vals, global_size, local_size)
+        def submit() -> None:
+            for work in works: self.dev.driver.submit(work)
+        return self.dev.timed(submit, wait)
+
+
+def _encoded(driver: Driver, argument: MapArgument, address: int, rows: int) -> bytes:
+    """The 128 bytes of a tensor map over the buffer at `address`, with `rows` in its dynamic dimension."""
+    dims = tuple(rows if i == argument.dynamic else extent for i, extent in enumerate(argument.dims))
+    swizzle = cast(Swizzle, argument.swizzle)
+    return driver.tensor_map(TensorMapSpec(argument.dtype, address + argument.offset_bytes, dims,
+                                           argument.strides, argument.box, swizzle=swizzle))
