@@ -14,7 +14,6 @@ from tinygrad_nv import LLM, Context, Device, SamplingParams, Tensor, TinyJit, V
 from tinygrad_nv.patterns.program import Output, program
 from tinygrad_nv.runtime.device import EMUDevice, NVDevice
 from tinygrad_nv.runtime.driver import Launch
-from tinygrad_nv.runtime.emulated import EmulatedDriver
 from tinygrad_nv.runtime.emulated_graph import EmulatedGraph
 from tinygrad_nv.runtime.graph import NVGraph
 from tinygrad_nv.runtime.launch_text import Options, options
@@ -240,17 +239,6 @@ def test_memory_is_given_back_at_once():
     assert driver.used_bytes == used + (4 << 20)
     buffer.deallocate()
     assert driver.used_bytes == used
-
-
-def test_devices_of_other_drivers_keep_memory_for_later():
-    device = NVDevice("EMU:8", EmulatedDriver())
-    address = device.allocator.alloc(64)
-    device.allocator.free(address, 64)
-    assert device.driver.used_bytes == 64
-    assert device.allocator.alloc(64) == address
-    device.allocator.free(address, 64)
-    device.allocator.free_cache()
-    assert device.driver.used_bytes == 0
 
 
 def test_variables_may_be_negative_and_wide():

@@ -1,12 +1,16 @@
 """Memory of a device of tinygrad over the driver interface.
 
-Protocol: allocators of tinygrad. A buffer is an address, a view is an address inside it.
+Protocol: tinygrad's allocator interface. A buffer is an address, a view is an address inside it. Memory comes
+from, and goes back to, the device's `MemoryPool` at once: tinygrad's list of freed buffers (LRU) is not used.
+It would hold memory back in pieces of sizes that may never be asked for again, and hand it on without asking
+which stream still works with it. On the emulator it would also hide reads of memory that was given back, and
+of new memory that nobody wrote.
 """
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tinygrad.device import Allocator, BufferSpec, LRUAllocator
+from tinygrad.device import Allocator, BufferSpec
 from tinygrad.helpers import BEAM, getenv, suppress_finalizing
 
 from tinygrad_nv.runtime.driver import Copy, Fill
@@ -15,19 +19,23 @@ if TYPE_CHECKING:
     from tinygrad_nv.runtime.device import NVDevice
 
 
-class NVAllocator(LRUAllocator["NVDevice"]):
+class NVAllocator(Allocator["NVDevice"]):
     """Buffers are addresses; a view is an address too."""
+
+    def alloc(self, size: int, options: BufferSpec | None = None) -> int:
+        # tinygrad's own would put its words in place of an OutOfMemoryError
+        return self._alloc(size, options or self.default_buffer_spec)
 
     def _alloc(self, size: int, options: BufferSpec) -> int:
         if options.external_ptr: return options.external_ptr
-        address = self.dev.driver.alloc(size)
+        address = self.dev.pool.alloc(size)
         # BEAM times its candidates on memory that nobody wrote
         if options.zero or BEAM or getenv("JITBEAM"): self.dev.driver.submit(Fill(address, 0, size))
         return address
 
     @suppress_finalizing
     def _free(self, opaque: int, options: BufferSpec) -> None:
-        if not options.external_ptr: self.dev.driver.free(opaque)
+        if not options.external_ptr: self.dev.pool.free(opaque)
 
     def _copyin(self, dest: int, src: memoryview) -> None: self.dev.driver.copy_in(dest, src)
 
@@ -39,14 +47,3 @@ class NVAllocator(LRUAllocator["NVDevice"]):
         else: dest_dev.driver.copy_peer(copy, src_dev.driver)
 
     def _offset(self, buf: int, size: int, offset: int) -> int: return buf + offset
-
-
-class EMUAllocator(NVAllocator):
-    """Keeps nothing for later: reads of memory that was given back, and of new memory that nobody wrote, are
-    found."""
-
-    def alloc(self, size: int, options: BufferSpec | None = None) -> int:
-        return Allocator.alloc(self, size, options)
-
-    def free(self, opaque: int, size: int, options: BufferSpec | None = None) -> None:
-        Allocator.free(self, opaque, size, options)

@@ -1,7 +1,8 @@
 """One tinygrad device over the driver interface.
 
 Protocol: `NVDevice(name, driver)` is a `Compiled` of tinygrad: an allocator whose buffers are addresses
-(allocator.py), a program that launches (program.py), a graph that replays what TinyJit captured (graph.py).
+(allocator.py) in its pool (memory_pool.py), a program that launches (program.py), a graph that replays what
+TinyJit captured (graph.py).
 `EMUDevice`, which `DEV=EMU` opens, is that over the emulator, for the architecture EMU_ARCH; EMU_CHECK=0 runs
 it without race and initialisation checks.
 
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING
 from tinygrad.device import Compiled
 
 from tinygrad_nv import config
-from tinygrad_nv.runtime.allocator import EMUAllocator, NVAllocator
+from tinygrad_nv.runtime.allocator import NVAllocator
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.runtime.graph import NVGraph
+from tinygrad_nv.runtime.memory_pool import MemoryPool
 from tinygrad_nv.runtime.program import NVProgram
 from tinygrad_nv.runtime.ptx_renderer import PTXRenderer
 
@@ -29,9 +31,9 @@ if TYPE_CHECKING:
 class NVDevice(Compiled):
     """A device of tinygrad over `driver`."""
 
-    def __init__(self, device: str, driver: Driver, allocator: type[NVAllocator] = NVAllocator) -> None:
-        self.driver = driver
-        super().__init__(device, allocator(self), [PTXRenderer], NVProgram, NVGraph,
+    def __init__(self, device: str, driver: Driver) -> None:
+        self.driver, self.pool = driver, MemoryPool(driver, name=device)
+        super().__init__(device, NVAllocator(self), [PTXRenderer], NVProgram, NVGraph,
                          arch=driver.properties.arch.rstrip("a"))
 
     def synchronize(self) -> None: self.driver.synchronize()
@@ -57,4 +59,4 @@ class EMUDevice(NVDevice):
         # numpy, the parser and the emulator are loaded by those who use it
         from tinygrad_nv.runtime.emulated import EmulatedDriver
         driver = EmulatedDriver(str(config.get("EMU_ARCH")), bool(config.get("EMU_CHECK")))
-        super().__init__(device, driver, EMUAllocator)
+        super().__init__(device, driver)

@@ -254,6 +254,15 @@ class Driver(ABC):
     def memory(self) -> tuple[int, int]:
         """Bytes free on the device now, whoever uses the rest, and bytes it has."""
 
+    def kept(self) -> int:
+        """Bytes that were given back and that the driver keeps for the next `alloc`."""
+        return 0
+
+    def trim(self) -> int:
+        """Gives what is kept back to the device, for other processes and for pieces of other sizes, when the
+        work that uses it is done; returns the bytes."""
+        return 0
+
     @abstractmethod
     def host(self, nbytes: int) -> HostMemory:
         """Page-locked memory, contents undefined. Raises MemoryError when there is none."""

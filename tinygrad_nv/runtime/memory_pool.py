@@ -1,0 +1,173 @@
+"""Who holds the memory of a device, and how much of it this process may hold.
+
+Protocol: `MemoryPool(driver)` is what an allocator of ours takes memory through. Each allocation has the
+label that `labelled` set around it, "tensors" without one; `report()` says what each label holds. Memory that
+is given back goes to the driver at once, which hands it on in the order of its streams (cuMemAllocAsync);
+nothing is kept above the driver.
+
+An allocation beyond `limit`, or one that the driver refuses, first gives back what nobody needs: garbage,
+what callbacks of `on_pressure` let go, what the driver keeps. Then it is an `OutOfMemoryError`: what was
+asked, what is held, what would help.
+
+One thread allocates at a time, as with tinygrad's allocators. `free` may be called by finalizers, in any
+thread and in the middle of `alloc`: no lock is held, and each counter changes by one `+=`.
+"""
+from __future__ import annotations
+
+import gc
+import heapq
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from tinygrad_nv.errors import OutOfMemoryError, RequestError
+from tinygrad_nv.runtime.driver import Driver, HostMemory
+from tinygrad_nv.runtime.memory_report import Holding, MemoryReport, Share, human, shortage
+
+UNLABELLED = "tensors"
+LARGEST = 5             # single allocations that a report names
+UTILIZATION = 0.9       # of the device's memory, what a language model may hold when nobody says
+
+_label: ContextVar[str] = ContextVar("label of allocations", default=UNLABELLED)
+
+
+@contextmanager
+def labelled(name: str) -> Iterator[None]:
+    """Allocations inside are `name`'s in reports, whatever is around it; also those that tinygrad makes."""
+    token = _label.set(name)
+    try: yield
+    finally: _label.reset(token)
+
+
+@dataclass(eq=False, slots=True)
+class _Tally:
+    """What a label holds: bytes and allocations now, and the most bytes it ever held."""
+    nbytes: int = 0
+    count: int = 0
+    peak: int = 0
+
+
+class MemoryPool:
+    """The memory of one device as this process uses it. `limit` is the most bytes it may hold, by default all
+    there are; `name` is the device's, for messages."""
+
+    def __init__(self, driver: Driver, limit_bytes: int | None = None, name: str = "") -> None:
+        self.driver, self.name = driver, name or driver.properties.name
+        self.total = driver.properties.memory_bytes
+        self.limit = self.total if limit_bytes is None else min(limit_bytes, self.total)
+        self.live_bytes = self.peak_bytes = 0
+        self._held: dict[int, Holding] = {}
+        self._tallies: dict[str, _Tally] = {}
+        self._made = 0
+        self._reclaimers: list[Callable[[int], object]] = []
+        self._remedies: dict[str, Callable[[int], str]] = {}
+
+    # **** memory ****
+
+    def alloc(self, nbytes: int) -> int:
+        """Address of new memory, as `Driver.alloc`. Raises `OutOfMemoryError`."""
+        try: address = self._take(nbytes)
+        except MemoryError: address = self._take_after_relief(nbytes)
+        name = _label.get()
+        if (tally := self._tallies.get(name)) is None: tally = self._tallies.setdefault(name, _Tally())
+        self._made += 1
+        self._held[address] = Holding(name, nbytes, self._made)
+        self.live_bytes += nbytes
+        tally.nbytes += nbytes
+        tally.count += 1
+        if tally.nbytes > tally.peak: tally.peak = tally.nbytes
+        if self.live_bytes > self.peak_bytes: self.peak_bytes = self.live_bytes
+        return address
+
+    def free(self, address: int) -> None:
+        """Gives back what `alloc` returned, as `Driver.free`."""
+        held = self._held.pop(address, None)  # before the address can be another's
+        self.driver.free(address)  # an address that was never ours is refused here
+        if held is None: return
+        tally = self._tallies[held.label]
+        self.live_bytes -= held.nbytes
+        tally.nbytes -= held.nbytes
+        tally.count -= 1
+
+    def host(self, nbytes: int) -> HostMemory:
+        """Page-locked memory, as `Driver.host`; it is no memory of the device, and in no report. Raises
+        `OutOfMemoryError`."""
+        try: return self.driver.host(nbytes)
+        except MemoryError as error:
+            name = _label.get()
+            raise OutOfMemoryError(f"out of page-locked memory: {human(nbytes)} asked for {name} ({error})",
+                                   "memory of the host that can be locked",
+                                   "end processes that use much of the host's memory, or raise what may be "
+                                   "locked (ulimit -l)", nbytes, name) from error
+
+    def _take(self, nbytes: int) -> int:
+        if self.live_bytes + nbytes > self.limit: raise MemoryError("beyond the limit")
+        return self.driver.alloc(nbytes)
+
+    def _take_after_relief(self, nbytes: int) -> int:
+        """Tries again after each thing that may give memory back."""
+        refused: MemoryError | None = None
+        for relieve in (_collect, *self._reclaimers):
+            relieve(nbytes)
+            self.driver.trim()
+            try: return self._take(nbytes)
+            except MemoryError as error: refused = error
+        raise self.out_of_memory(nbytes, _label.get(), str(refused)) from refused
+
+    # **** limit ****
+
+    def use_at_most(self, utilization: float) -> None:
+        """Sets the limit to this part of the device's memory, 0 < utilization <= 1: all that this process
+        may hold."""
+        self.limit = int(check_utilization(utilization) * self.total)
+
+    def require(self, sizes: dict[str, int]) -> None:
+        """Refuses, with the words of an allocation that fails, what will not fit: bytes by label that are
+        about to be allocated."""
+        asked = sum(sizes.values())
+        free, _ = self.driver.memory()
+        room = min(self.limit - self.live_bytes, free + self.driver.kept())
+        if asked > room: raise self.out_of_memory(asked, " and ".join(sizes), "", sizes)
+
+    def on_pressure(self, reclaim: Callable[[int], object]) -> Callable[[], None]:
+        """Has `reclaim(nbytes)` called before an allocation of `nbytes` fails, to free what it can do
+        without; returns a function that ends this."""
+        self._reclaimers.append(reclaim)
+        return lambda: self._reclaimers.remove(reclaim)
+
+    def remedy(self, label: str, advice: Callable[[int], str]) -> None:
+        """Has `advice(nbytes)` say how `label` could hold so many bytes fewer; "" where it cannot. The last
+        one for a label counts."""
+        self._remedies[label] = advice
+
+    # **** words ****
+
+    def report(self) -> MemoryReport:
+        """Who holds what now."""
+        shares = [Share(name, t.nbytes, t.count, t.peak) for name, t in list(self._tallies.items())]
+        largest = heapq.nsmallest(LARGEST, list(self._held.values()), lambda one: (-one.nbytes, one.number))
+        free, total = self.driver.memory()
+        kept = self.driver.kept()
+        shares.sort(key=lambda share: (-share.nbytes, -share.peak_bytes, share.label))
+        return MemoryReport(self.name, tuple(shares), tuple(largest), self.live_bytes,
+                            self.peak_bytes, kept, max(0, total - free - self.live_bytes - kept), free, total,
+                            self.limit)
+
+    def out_of_memory(self, nbytes: int, label: str, refusal: str = "",
+                      sizes: dict[str, int] | None = None) -> OutOfMemoryError:
+        """The error for `nbytes` that cannot be had; `refusal` is what the driver said, `sizes` what the
+        bytes are for where they are for several things."""
+        return shortage(self.report(), nbytes, label, refusal, sizes or {label: nbytes}, self._remedies)
+
+
+def check_utilization(value: float) -> float:
+    """`--gpu-memory-utilization`, or a `RequestError`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise RequestError(f"gpu_memory_utilization is {value}",
+                           "a part of the GPU's memory: above 0, at most 1",
+                           f"change --gpu-memory-utilization; {UTILIZATION} is the default")
+    return float(value)
+
+
+def _collect(_: int) -> None: gc.collect()
