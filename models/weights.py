@@ -20,6 +20,7 @@ from tinygrad import Tensor
 
 from tinygrad_nv.errors import WeightError
 from tinygrad_nv.runtime.memory import allocate_arena
+from tinygrad_nv.runtime.memory_pool import labelled
 
 from .checkpoint import ITEM_BYTES, Checkpoint, Entry, named, open_checkpoint
 from .llama import Linear, Llama
@@ -115,7 +116,8 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
     """
     checkpoint, wanted = open_checkpoint(directory), slots(model)
     check(wanted, checkpoint.entries, model.config.tied, directory)
-    allocate_arena(list({id(slot.tensor): slot.tensor for slot in wanted.values()}.values()))
+    with labelled("weights"):
+        allocate_arena(list({id(slot.tensor): slot.tensor for slot in wanted.values()}.values()))
     total, done = sum(checkpoint.entries[name].nbytes for name in wanted), 0
     with ThreadPoolExecutor(READERS) as readers:
         reading = [readers.submit(_read, checkpoint, *piece) for piece in _pieces(wanted, checkpoint.entries)]

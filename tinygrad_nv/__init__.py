@@ -33,10 +33,11 @@ from tinygrad_nv.hooks import disable, disabled, enable, enabled
 from tinygrad_nv.patterns import gemm, program
 from tinygrad_nv.runtime import programs
 from tinygrad_nv.runtime.device import EMUDevice
+from tinygrad_nv.runtime.memory_pool import memory_report
 
 __all__ = ["LLM", "Context", "Device", "GlobalCounters", "KernelRecord", "Lowering", "SamplingParams",
            "Tensor", "TinyJit", "UOp", "Variable", "disable", "disabled", "dtypes", "enable", "enabled",
-           "explain", "function", "nn"]
+           "explain", "function", "memory_report", "nn"]
 
 
 class _ModelsFinder(MetaPathFinder):

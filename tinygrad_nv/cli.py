@@ -17,6 +17,7 @@ from pathlib import Path
 from tinygrad_nv import explain_command, models, tune_command
 from tinygrad_nv.errors import ModelError, NVError, RequestError
 from tinygrad_nv.ptx import command as ptx
+from tinygrad_nv.runtime.memory_pool import UTILIZATION
 
 DEFAULT_MODEL = Path(models.__file__).parent / "tales"
 
@@ -115,6 +116,9 @@ def _add_model_options(command: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, float16, bfloat16")
     group.add_argument("--max-model-len", type=_size, metavar="N",
                        help="context in tokens, such as 4096 or 32k")
+    group.add_argument("--gpu-memory-utilization", type=float, metavar="X",
+                       help="the part of a GPU's memory that weights, cache and all else may take "
+                       f"(default {UTILIZATION}; no effect on a CPU)")
     group.add_argument("--device", help="tinygrad's device (default: its choice, or DEV)")
 
 

@@ -24,6 +24,7 @@ from tinygrad.helpers import DEV
 from tinygrad_nv.engine.llm import LLM, Completion
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.errors import RequestError
+from tinygrad_nv.runtime.memory_pool import UTILIZATION
 from tinygrad_nv.runtime.programs import programs_known
 
 
@@ -58,7 +59,8 @@ def load(directory: Path, arguments: argparse.Namespace) -> LLM:
     with _bar(BarColumn(), DownloadColumn()) as progress:
         task = progress.add_task(f"loading {directory.name}", total=None)
         return LLM(directory, arguments.dtype, arguments.max_model_len, None,
-                   lambda done, total: progress.update(task, completed=done, total=total))
+                   lambda done, total: progress.update(task, completed=done, total=total),
+                   UTILIZATION if (part := arguments.gpu_memory_utilization) is None else part)
 
 
 def compile_steps(llm: LLM, params: SamplingParams, prompt_tokens: int) -> None:

@@ -17,7 +17,7 @@ from tinygrad_nv.levels import LEVELS
 from tinygrad_nv.ptx.assemble import ARCHITECTURES
 from tinygrad_nv.tile.dense import MAJORS, RESULTS, TYPES, WORDS
 
-OF_MODELS = ("kernel", "prefill", "max_model_len", "device")
+OF_MODELS = ("kernel", "prefill", "max_model_len", "gpu_memory_utilization", "device")
 OF_PRODUCTS = {"majors": "NT", "epilogue": "", "out": "", "arch": "sm_90a", "sm_count": 0}
 SHORT = {"auto": "bf16", "bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 Find = Callable[[str | None], Path]

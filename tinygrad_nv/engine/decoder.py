@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 from tinygrad import Tensor, TinyJit, UOp, Variable, dtypes
 
+from tinygrad_nv.engine.fit import ACTIVATIONS, CACHE, WEIGHTS
 from tinygrad_nv.engine.sampling import Filters, Knobs, SamplingParams, next_token, request_numbers
 from tinygrad_nv.models.llama import KVCache, Llama
 from tinygrad_nv.runtime.memory import allocate, read, write
+from tinygrad_nv.runtime.memory_pool import labelled
 
 # Tokens a prefill graph takes at once. 16 bounds the padding of a short prompt, 128 amortises a launch over
 # rows.
@@ -38,11 +40,15 @@ class Decoder:
         self.logits = Tensor.empty(model.config.vocab_size, dtype=dtypes.float32, device=model.device)
         self.seen = Tensor.empty(model.config.vocab_size, dtype=dtypes.bool, device=model.device)
         buffers = (self.token, self.logits, self.seen, self.knobs.values, self.knobs.seed)
-        for tensor in buffers: allocate(tensor)
+        with labelled(CACHE):
+            for layer in self.cache.layers: allocate(layer)
+        with labelled(ACTIVATIONS):
+            for tensor in buffers: allocate(tensor)
         self.held: list[int] = []  # tokens whose keys and values are in the cache
         self.filters, self.requests = Filters(), 0
         self.chunks = {T: capturing(self._chunk) for T in CHUNKS}
-        _ = model.rope_tables  # made here: inside a captured step they would be computed at every replay
+        # made here: inside a captured step they would be computed at every replay
+        with labelled(WEIGHTS): _ = model.rope_tables
         self.step = capturing(self._step)
         self.samples: dict[Filters, Any] = {}
 
@@ -97,7 +103,8 @@ class Decoder:
     def _replay(self, jit: Any, *arguments: Any) -> None:
         """One call of a captured step. After an exception, also Ctrl-C, the decoder is as if new."""
         before = [(tensor, tensor.uop) for tensor in (self.token, self.logits, self.seen)]
-        try: jit(*arguments)
+        try:
+            with labelled(ACTIVATIONS): jit(*arguments)
         except BaseException:
             # an assignment that was written down but not run would get into the next capture
             for tensor, uop in before: tensor.uop = uop

@@ -17,6 +17,7 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import DEV
 
 from tinygrad_nv.engine.decoder import CHUNKS, Decoder
+from tinygrad_nv.engine.fit import require_room, token_bytes
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.text import Detokenizer, StopStrings
 from tinygrad_nv.engine.tokenizer import Message, Tokenizer
@@ -24,6 +25,7 @@ from tinygrad_nv.errors import ModelError, NVError, RequestError, TokenizerError
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import DTYPES, ModelConfig, read_config, read_json, token_ids
 from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.runtime.memory_pool import UTILIZATION
 
 Prompt = str | Sequence[int]
 # without max_model_len, a context is as long as the model's or as this much cache holds
@@ -73,23 +75,26 @@ def context_length(config: ModelConfig, dtype: DType, asked: int | None) -> int:
             raise ModelError(f"max_model_len is {asked}",
                              f"2 to {config.max_positions}, the model's own length", "change --max-model-len")
         return asked
-    token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
-    return min(config.max_positions, max(CACHE_BYTES // token, 2048))
+    return min(config.max_positions, max(CACHE_BYTES // token_bytes(config, dtype), 2048))
 
 
 class LLM:
     """A loaded model. `directory` is a Hugging Face directory; `progress(done, total)` follows the weights'
-    bytes."""
+    bytes. Of a GPU's memory this process holds at most `gpu_memory_utilization`, 0 < x <= 1; on a CPU that
+    has no effect."""
 
     def __init__(self, directory: str | Path, dtype: str = "auto", max_model_len: int | None = None,
-                 device: str | None = None, progress: Callable[[int, int], None] | None = None) -> None:
+                 device: str | None = None, progress: Callable[[int, int], None] | None = None,
+                 gpu_memory_utilization: float = UTILIZATION) -> None:
         self.directory, self.device = Path(directory), open_device(device)
         self.config = read_config(self.directory)
         self.dtype = resolve_dtype(dtype, self.config, self.directory)
         self.length = context_length(self.config, self.dtype, max_model_len)
         self.defaults, self.eos = generation_defaults(self.directory, self.config)
         self.tokenizer, self.tokenizer_error = optional_tokenizer(self.directory)
-        self.model = Llama(self.config, self.dtype, self.device, positions=self.length + CHUNKS[-1])
+        capacity = self.length + CHUNKS[-1]
+        require_room(self.device, self.config, self.dtype, self.length, capacity, gpu_memory_utilization)
+        self.model = Llama(self.config, self.dtype, self.device, positions=capacity)
         weights.load(self.model, self.directory, progress)
         self.decoder = Decoder(self.model, self.length)
 

@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from tinygrad import Device, GlobalCounters
+
 from tinygrad_nv.errors import OutOfMemoryError, RequestError
 from tinygrad_nv.runtime.driver import Driver, HostMemory
 from tinygrad_nv.runtime.memory_report import Holding, MemoryReport, Share, human, shortage
@@ -159,6 +161,14 @@ class MemoryPool:
         """The error for `nbytes` that cannot be had; `refusal` is what the driver said, `sizes` what the
         bytes are for where they are for several things."""
         return shortage(self.report(), nbytes, label, refusal, sizes or {label: nbytes}, self._remedies)
+
+
+def memory_report(device: str | None = None) -> MemoryReport:
+    """Who holds what of a device, tinygrad's default one when None."""
+    opened = Device[device or Device.DEFAULT]
+    if isinstance(pool := getattr(opened, "pool", None), MemoryPool): return pool.report()
+    held = GlobalCounters.mem_used_per_device[opened.device]
+    return MemoryReport(opened.device, (), (), held, held, 0, 0, 0, 0, 0)
 
 
 def check_utilization(value: float) -> float:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tinygrad_nv.errors import OutOfMemoryError
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(NamedTuple):
     """One allocation: the `number`-th that was made on its device."""
     label: str
     nbytes: int
@@ -36,7 +36,8 @@ class Share:
 class MemoryReport:
     """Bytes of one device. `labels` and `largest`, single allocations, begin with the most bytes. `kept` was
     freed and is with the driver for later; `outside` is in use by others: other processes, and the driver
-    itself (context, code, graphs). `free` is what the device has left, `limit` what this process may hold."""
+    itself (context, code, graphs). `free` is what the device has left, `limit` what this process may hold.
+    Of a device without a pool only `held` is known, and `total` is 0."""
     device: str
     labels: tuple[Share, ...]
     largest: tuple[Holding, ...]
@@ -53,6 +54,9 @@ class MemoryReport:
         return next((share for share in self.labels if share.label == label), Share(label, 0, 0, 0))
 
     def __str__(self) -> str:
+        if not self.total:
+            return (f"{self.device}: {human(self.held)} held by tensors; who holds what is known on devices "
+                    "of tinygrad_nv (CUDA, EMU)")
         rows = [(share.label, human(share.nbytes), f"{share.count}", human(share.peak_bytes))
                 for share in self.labels]
         rows += [("held", human(self.held), f"{sum(share.count for share in self.labels)}", human(self.peak)),
@@ -113,6 +117,7 @@ def _advice(report: MemoryReport, nbytes: int, room: int, sizes: Mapping[str, in
             remedies: Mapping[str, Callable[[int], str]]) -> list[str]:
     """What would help, of what the figures bear out."""
     short, out = nbytes - room, []
+    if nbytes > report.total: out.append(f"ask for less: the device has {human(report.total)} in all")
     limited = report.limit - report.held < nbytes
     if limited and nbytes <= report.free + report.kept and report.held + nbytes <= report.total:
         out.append(f"raise --gpu-memory-utilization to {_least(report.held + nbytes, report.total)}")
