@@ -11,14 +11,15 @@ at once with DEBUG=2.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from tinygrad.device import Compiled
+from tinygrad.renderer import Renderer
 
 from tinygrad_nv import config
 from tinygrad_nv.runtime.allocator import NVAllocator
-from tinygrad_nv.runtime.driver import Driver
+from tinygrad_nv.runtime.driver import Driver, Window
 from tinygrad_nv.runtime.graph import NVGraph
 from tinygrad_nv.runtime.memory_pool import MemoryPool
 from tinygrad_nv.runtime.program import NVProgram
@@ -29,11 +30,13 @@ if TYPE_CHECKING:
 
 
 class NVDevice(Compiled):
-    """A device of tinygrad over `driver`."""
+    """A device of tinygrad over `driver`. `window` is what launches keep in L2 (l2.py)."""
+    window: Window | None = None
 
-    def __init__(self, device: str, driver: Driver) -> None:
+    def __init__(self, device: str, driver: Driver,
+                 renderers: Sequence[type[Renderer]] = (PTXRenderer,)) -> None:
         self.driver, self.pool = driver, MemoryPool(driver, name=device)
-        super().__init__(device, NVAllocator(self), [PTXRenderer], NVProgram, NVGraph,
+        super().__init__(device, NVAllocator(self), list(renderers), NVProgram, NVGraph,
                          arch=driver.properties.arch.rstrip("a"))
 
     def synchronize(self) -> None: self.driver.synchronize()

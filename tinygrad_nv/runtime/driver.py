@@ -77,7 +77,8 @@ class Function:
 @dataclass(frozen=True)
 class Window:
     """Memory whose lines a launch keeps in the part of L2 that is set aside: `hit_ratio` of them, chosen at
-    random by the hardware; the others are treated as streaming."""
+    random by the hardware; the others are treated as streaming. A window while no L2 is set aside is an error
+    on the emulated device, and has no effect on a real one."""
     address: int
     nbytes: int
     hit_ratio: float = 1.0
@@ -218,7 +219,8 @@ class Executable(ABC):
 
     @abstractmethod
     def update(self, node: Node, work: Work) -> None:
-        """What the node does from the next launch on: the same function, or a copy or a fill again."""
+        """What the node does from the next launch on: the same function with the same window, or a copy or a
+        fill again."""
 
     @abstractmethod
     def launch(self, stream: Stream | None = None) -> None:

@@ -30,6 +30,7 @@ from tinygrad_nv.runtime.driver import (
     Properties,
     TensorMapSpec,
     Upload,
+    Window,
     Work,
 )
 from tinygrad_nv.runtime.emulated_graph import (
@@ -101,6 +102,7 @@ class EmulatedDriver(driver.Driver):
         self.buffers: dict[int, Buffer] = {}
         self.addresses: list[int] = []  # sorted
         self.used_bytes = 0
+        self.set_aside_bytes = 0        # of L2
         self.streams = [EmulatedStream(0)]
 
     # memory
@@ -165,6 +167,18 @@ class EmulatedDriver(driver.Driver):
     def set_persisting_l2(self, nbytes: int) -> None:
         if not 0 <= nbytes <= (limit := self.properties.persisting_l2_limit):
             raise DriverError(f"{nbytes} bytes of L2 to set aside", f"0 to {limit} on this device")
+        self.set_aside_bytes = nbytes
+
+    def _check_window(self, window: Window) -> None:
+        limit = self.properties.window_limit
+        if not 0 < window.nbytes <= limit:
+            raise DriverError(f"a window of {window.nbytes} bytes", f"1 to {limit} on this device")
+        if not 0 <= window.hit_ratio <= 1:
+            raise DriverError(f"a window with hit ratio {window.hit_ratio:g}", "0 to 1")
+        self._place(window.address, window.nbytes, "a window")
+        if not self.set_aside_bytes:
+            raise DriverError("a launch with a window, and no L2 is set aside for it",
+                              "set_persisting_l2 before the launch", "launch without a window")
 
     def _copy(self, work: Copy, source: EmulatedDriver) -> None:
         buffer, where = source._place(work.source, work.nbytes, "a copy")
@@ -200,6 +214,7 @@ class EmulatedDriver(driver.Driver):
         if work.pdl and int(self.properties.arch[3:5]) < 90:
             raise DriverError(f"programmatic dependent launch on {self.properties.arch}", "sm_90 or later",
                               "launch without pdl")
+        if work.window is not None: self._check_window(work.window)
         report = self.emulator.launch(module.text, work.grid, work.block, work.args, entry=work.function.name,
                                       cluster=work.cluster, dynamic_smem=work.dynamic_smem)
         stream.findings += [_described(work, module, finding) for finding in report.findings]

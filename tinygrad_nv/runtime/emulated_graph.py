@@ -106,6 +106,9 @@ class EmulatedExecutable(driver.Executable):
         if isinstance(before, Launch) and isinstance(work, Launch) and before.function != work.function:
             raise DriverError(f"node {node.number} is updated with kernel {work.function.name}",
                               f"{before.function.name}, as it is", "instantiate another graph")
+        if isinstance(before, Launch) and isinstance(work, Launch) and before.window != work.window:
+            raise DriverError(f"node {node.number} is updated with another window of L2", "the one it has",
+                              "instantiate another graph")
         self.works[node.number] = work
 
     def launch(self, stream: driver.Stream | None = None) -> None:

@@ -1,0 +1,143 @@
+"""Persistence in L2: which memory a step keeps in the cache, and how launches are told.
+
+Protocol: `plan` is a pure function of a device's limits and of what a step reads; `persisting` puts a plan in
+force on a device. Inside it every launch, eager or of a graph, carries the plan's window; a device has one
+plan at a time, and a launch one window, so what is to be kept should lie together. Kernels do not change, nor
+what they compute.
+
+The model is a step that repeats, reads t bytes in all, and each range r times, spread evenly, through a cache
+that drops what was used longest ago:
+
+* A range between whose reads no more passes than L2 holds (t / r) stays by itself, and needs no window.
+* Of the others nothing stays until it is read again. Of a window of w bytes, with s bytes set aside, the
+  share h = min(1, s / w) does (`hit_ratio`, CUDA's accessPolicyWindow.hitRatio). CUDA's programming guide
+  gives that ratio so that the lines which are to stay fit in what is set aside; more would push each other
+  out, which keeps none of them.
+* A plan saves h × the bytes of the others that are read in the window. Of all windows that begin and end with
+  a range, lie in one allocation and are not longer than the device's limit, the best is taken, of equals the
+  shortest.
+
+s is the window's length, but not more than the device sets aside at most. What is between the ranges of a
+window takes its share of it.
+"""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tinygrad_nv.errors import DriverError
+from tinygrad_nv.runtime.driver import Properties, Window
+
+if TYPE_CHECKING:
+    from tinygrad.tensor import Tensor
+
+    from tinygrad_nv.runtime.device import NVDevice
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Range:
+    """Memory that a step reads. Ranges with the same `allocation` (its address, or any number that stands
+    for it) may share a window; one without shares with none."""
+    address: int
+    nbytes: int
+    reads: float = 1.0              # a step
+    allocation: int | None = None
+
+    @property
+    def end(self) -> int:
+        """The first address behind it."""
+        return self.address + self.nbytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to set aside, the window of each launch, HBM bytes that a step then reads less (by the model), and
+    why. Without a window there is nothing to gain."""
+    set_aside_bytes: int
+    window: Window | None
+    saved_bytes: float
+    reason: str
+
+
+def plan(limits: Properties, ranges: Iterable[Range], step_bytes: int = 0) -> Plan:
+    """The best window for a step that reads these ranges, and `step_bytes` in all (at least the ranges')."""
+    found = sorted(ranges, key=lambda each: (each.address, each.end))
+    for each in found: _check(each)
+    if not found: return _nothing("there is nothing to keep")
+    if not limits.persisting_l2_limit or not limits.window_limit:
+        return _nothing(f"{limits.name} ({limits.arch}) sets no L2 aside")
+    step_bytes = max(step_bytes, int(sum(each.nbytes * each.reads for each in found)))
+    lost = [each for each in found if step_bytes > each.reads * limits.l2_bytes]
+    if not lost:
+        return _nothing(f"a step reads {_mib(step_bytes)}, and L2 ({_mib(limits.l2_bytes)}) keeps the ranges "
+                        "from one read to the next as it is")
+    saved, length, start = max(_windows(limits, lost), key=lambda each: (each[0], -each[1], -each[2]))
+    if not saved: return _nothing("nothing is read")
+    ratio = _ratio(limits, length)
+    aside = min(length, limits.persisting_l2_limit)
+    return Plan(aside, Window(start, length, ratio), saved,
+                f"{_mib(aside)} of L2 keep {ratio:.0%} of {_mib(length)}: {_mib(saved)} a step less from HBM")
+
+
+def _check(each: Range) -> None:
+    if each.nbytes > 0 and each.reads >= 0 and each.address >= 0: return
+    raise DriverError(f"{each.nbytes} bytes at {each.address:#x}, read {each.reads:g} times a step",
+                      "a range of at least one byte, read 0 times or more")
+
+
+def _nothing(reason: str) -> Plan: return Plan(0, None, 0.0, reason)
+
+
+def _mib(nbytes: float) -> str: return f"{nbytes / MIB:.4g} MiB"
+
+
+def _ratio(limits: Properties, length: int) -> float: return min(1.0, limits.persisting_l2_limit / length)
+
+
+def _windows(limits: Properties, ranges: list[Range]) -> Iterator[tuple[float, int, int]]:
+    """Bytes that each window saves, its length and its start."""
+    for at, first in enumerate(ranges):
+        read, end = 0.0, first.address
+        for each in ranges[at:]:
+            if each is not first and (each.allocation is None or each.allocation != first.allocation): break
+            # the last range of a window may be cut by the limit
+            most = first.address + limits.window_limit
+            inside = min(each.end, most) - each.address
+            if inside <= 0: break
+            read, end = read + each.reads * inside, max(end, min(each.end, most))
+            length = end - first.address
+            yield read * _ratio(limits, length), length, first.address
+
+
+def tensor_range(tensor: Tensor, reads: float = 1.0) -> Range:
+    """The memory of a tensor that lies in one piece on a device of ours. Raises `DriverError` for others."""
+    from tinygrad.device import Buffer
+    buffer = tensor.contiguous().realize().uop.buffer
+    if not isinstance(buffer, Buffer) or not isinstance(address := buffer.ensure_allocated()._buf, int):
+        raise DriverError(f"a tensor on {tensor.device}", "memory of one device, CUDA or EMU",
+                          "give each shard to the device that holds it")
+    return Range(address, buffer.nbytes, reads, buffer.base._buf)
+
+
+@contextlib.contextmanager
+def persisting(device: NVDevice, plan: Plan) -> Iterator[Plan]:
+    """Sets L2 aside and gives launches on `device` the plan's window; takes both back at the end, when what
+    was launched is done. Memory of the window must be there until then. Raises `DriverError` inside another
+    plan."""
+    if device.window is not None:
+        raise DriverError(f"a second plan for L2 on {device.device}", "one at a time",
+                          "plan for all ranges at once")
+    if plan.window is None:
+        yield plan
+        return
+    device.driver.set_persisting_l2(plan.set_aside_bytes)
+    device.window = plan.window
+    try: yield plan
+    finally:
+        device.window = None
+        try: device.synchronize()
+        finally: device.driver.set_persisting_l2(0)

@@ -1,0 +1,144 @@
+"""tinygrad's CUDA C renderer, compiled by NVRTC as cuda-python finds it (in a wheel or in a toolkit).
+
+Protocol: a `Renderer` of tinygrad, "CUDA" in `DEV=CUDA:CUDA`. What NVRTC makes must be something the driver
+takes (`image_for`): PTX where the driver is of NVRTC's release or a later one; machine code where it is of
+the same major release, which runs it but compiles no newer PTX; nothing where it is of an earlier one. Then
+the renderer raises, and the device takes its next one, PTX.
+
+The text is compiled for the GPU or, where NVRTC knows only earlier ones, for the latest of those as PTX.
+NVRTC's release is in the key of tinygrad's disk cache, with the options. A float32 matmul keeps its precision
+unless ALLOW_TF32 is set. Kernels that are given as PTX pass through unchanged.
+
+Spawned compile workers (BEAM) make what their parent makes: a pickled renderer carries the kind of image.
+"""
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+from tinygrad.codegen.opt import tc
+from tinygrad.device import CompileError, Compiler
+from tinygrad.dtype import dtypes
+from tinygrad.helpers import ALLOW_TF32, Target
+from tinygrad.renderer import cstyle
+
+from tinygrad_nv.errors import ToolchainError
+
+Image = Literal["ptx", "cubin"]
+Release = tuple[int, int]
+PTX = re.compile(r"^\s*\.version\s", re.MULTILINE)
+
+
+@functools.cache
+def _nvrtc() -> Any:
+    """cuda-python's binding. Raises `ToolchainError` where it or the library is missing."""
+    try:
+        from cuda.bindings import nvrtc
+        nvrtc.nvrtcVersion()  # the library is loaded by the first call
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ToolchainError(f"NVRTC cannot be loaded: {reason}", "cuda-python and libnvrtc",
+                             "pip install 'tinygrad-nv[cuda]'") from error
+    return nvrtc
+
+
+def _checked(result: tuple[Any, ...], what: str) -> Any:
+    """The value behind NVRTC's status, if that is success."""
+    status, *values = result
+    if int(status) != 0: raise CompileError(f"NVRTC: {what} fails with {status.name}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def version() -> Release:
+    """NVRTC's release of CUDA. Raises `ToolchainError` where there is none."""
+    major, minor = _checked(_nvrtc().nvrtcVersion(), "nvrtcVersion")
+    return major, minor
+
+
+def headers() -> str | None:
+    """The directory of cuda_fp16.h, cuda_bf16.h and cuda_fp8.h, None where there is none."""
+    from cuda import pathfinder
+    found = pathfinder.find_nvidia_header_directory("cudart")
+    return None if found is None else str(found)
+
+
+def image_for(nvrtc: Release, driver: Release) -> Image | None:
+    """What a driver of one release takes from NVRTC of another."""
+    if driver >= nvrtc: return "ptx"
+    return "cubin" if driver[0] == nvrtc[0] else None
+
+
+class NVRTC(Compiler):
+    """CUDA C to PTX text or to machine code, for sm_XY; PTX text as it is."""
+
+    def __init__(self, arch: str, image: Image = "ptx") -> None:
+        nvrtc = _nvrtc()
+        known = _checked(nvrtc.nvrtcGetSupportedArchs(), "nvrtcGetSupportedArchs")
+        usable = [number for number in known if number <= int(arch.removeprefix("sm_"))]
+        if not usable:
+            raise ToolchainError(f"NVRTC {_dotted(version())} does not compile for {arch}",
+                                 f"one of {', '.join(f'sm_{number}' for number in known)}")
+        if (include := headers()) is None:
+            raise ToolchainError("cuda_bf16.h is not found", "the headers of the CUDA runtime",
+                                 "pip install nvidia-cuda-runtime")
+        self.image = image
+        # PTX runs on later GPUs, machine code only on those of its major capability
+        self.options = [f"--gpu-architecture=sm_{max(usable)}", f"-I{include}"]
+        if version() >= (12, 4): self.options.append("--minimal")
+        digest = hashlib.sha256("\0".join(self.options).encode()).hexdigest()[:8]
+        super().__init__(f"compile_tinygrad_nv_nvrtc_{_dotted(version())}_{image}_{arch}_{digest}")
+
+    def compile(self, src: str) -> bytes:
+        if PTX.search(src): return src.encode()
+        nvrtc = _nvrtc()
+        program = _checked(nvrtc.nvrtcCreateProgram(src.encode(), b"kernel.cu", 0, [], []),
+                           "nvrtcCreateProgram")
+        try:
+            options = [option.encode() for option in self.options]
+            (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+            if int(status) != 0:
+                log = _read(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
+                raise CompileError(f"NVRTC: {status.name}\n{log.decode(errors='replace').strip()}")
+            if self.image == "cubin": return _read(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+            return _read(program, nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX).rstrip(b"\0")
+        finally: nvrtc.nvrtcDestroyProgram(program)
+
+
+def _read(program: Any, size: Callable[..., Any], fill: Callable[..., Any]) -> bytes:
+    """Bytes that NVRTC copies to where it is told."""
+    taken = bytes(_checked(size(program), size.__name__))
+    _checked(fill(program, taken), fill.__name__)
+    return taken
+
+
+def _dotted(release: Release) -> str: return f"{release[0]}.{release[1]}"
+
+
+def driver_release() -> Release:
+    """The latest CUDA that the driver of this machine knows."""
+    from cuda.bindings import driver
+    status, number = driver.cuDriverGetVersion()
+    if int(status) != 0: raise ToolchainError(f"cuDriverGetVersion fails with {status.name}")
+    return number // 1000, number % 1000 // 10
+
+
+class CUDARenderer(cstyle.CUDARenderer):
+    """CUDA C for `target.arch`. Raises `ToolchainError` where NVRTC cannot be used with this driver."""
+
+    def __init__(self, target: Target, image: Image | None = None) -> None:
+        # past tinygrad's CUDARenderer, which would load NVRTC from where it looks for it
+        super(cstyle.CUDARenderer, self).__init__(target)
+        if image is None and (image := image_for(version(), driver := driver_release())) is None:
+            raise ToolchainError(f"NVRTC {_dotted(version())} makes nothing that a driver for CUDA "
+                                 f"{_dotted(driver)} takes", f"NVRTC {driver[0]}",
+                                 f"pip install 'nvidia-cuda-nvrtc-cu{driver[0]}', or update the driver")
+        self.image: Image = image
+        self.compiler = NVRTC(target.arch, image)
+        cores = tc.get_cuda(target.arch)
+        self.tensor_cores = [core for core in cores if ALLOW_TF32 or core.dtype_in != dtypes.float]
+
+    def __reduce__(self) -> tuple[Callable[..., CUDARenderer], tuple[Target, Image]]:
+        return type(self), (self.target, self.image)
