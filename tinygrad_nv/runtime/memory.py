@@ -8,6 +8,7 @@ on any device. Nothing here schedules a kernel.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import sys
 import threading
@@ -27,8 +28,11 @@ ALIGNMENT = 256  # bytes: what tinygrad's own arenas use; a vector load needs 64
 
 
 def allocate(tensor: Tensor) -> Buffer:
-    """The memory of a tensor made by `Tensor.empty`, allocated now."""
-    return cast(Buffer, tensor.uop.buffer).ensure_allocated()
+    """The memory of a tensor made by `Tensor.empty`, allocated now. Raises MemoryError."""
+    try: return cast(Buffer, tensor.uop.buffer).ensure_allocated()
+    except OSError as error:  # what a mapping that is too large is to the system
+        if error.errno != errno.ENOMEM: raise
+        raise MemoryError(str(error)) from error
 
 
 def allocate_arena(tensors: Sequence[Tensor]) -> None:
