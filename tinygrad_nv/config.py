@@ -32,6 +32,8 @@ SETTINGS = (
             "0: make and compile every kernel afresh; 1: take it from the disk cache"),
     Setting("NV_CPU_GRAPH", 1, (0, 1),
             "0: launch captured CPU kernels one by one; 1: as a graph, on all cores (Linux)"),
+    Setting("NV_PDL", 1, (0, 1),
+            "0: a kernel begins when the one before it has ended; 1: earlier, where both can (Hopper)"),
     Setting("EMU_ARCH", "sm_90a", ("sm_80", "sm_89", "sm_90a"),
             "the GPU that DEV=EMU emulates. sm_80: an A100; sm_89: an L40; sm_90a: an H100"),
     Setting("EMU_CHECK", 1, (0, 1),

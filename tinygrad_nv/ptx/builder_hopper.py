@@ -23,6 +23,11 @@ def descriptor_bits(leading_bytes: int, stride_bytes: int, swizzle: str = "128B"
 class Hopper(Flow):
     """Conveniences over `Flow`."""
 
+    @property
+    def hopper(self) -> bool:
+        """Whether the target is sm_90 or later."""
+        return self.arch >= "sm_90"
+
     # **** memory ****
 
     def ld(self, space: str, kind: str, place: Place, count: int = 1, modifiers: str = "") -> list[Value]:

@@ -70,7 +70,8 @@ def source(kernel: GemmKernel) -> str:
     """A kernel's PTX with the comments that say how it is launched; of equal kernels one and the same."""
     assert kernel.workspace_bytes or not kernel.flags, "flags come after a workspace"
     zeroed = (Zeroed(FLAGS, 4 * kernel.flags),) if kernel.flags else ()
-    return Options(kernel.dynamic_smem, kernel.cluster, False, zeroed, kernel.maps).comment() + kernel.ptx
+    made = Options(kernel.dynamic_smem, kernel.cluster, kernel.pdl, zeroed, kernel.maps)
+    return made.comment() + kernel.ptx
 
 
 def options(text: str) -> Options:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from tinygrad.device import Program, TinyELF
 from tinygrad.helpers import suppress_finalizing
 
+from tinygrad_nv import config
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.runtime.driver import (
     Driver,
@@ -42,6 +43,7 @@ class NVProgram(Program["NVDevice"]):
         self.module = dev.driver.load(obj.lib)
         self.function = self.module.function(obj.name)
         self.options = options(obj.lib.decode()) if obj.lib[:4] != b"\x7fELF" else Options()
+        self.pdl = self.options.pdl and bool(config.get("NV_PDL"))
         self.signature = obj.signature
         self.encoded = functools.lru_cache(MAPS_KEPT)(functools.partial(_encoded, dev.driver))
 
@@ -64,7 +66,8 @@ class NVProgram(Program["NVDevice"]):
                 *(integer(value, dtype.itemsize) for value, dtype in zip(values, dtypes, strict=True)),
                 *(self.encoded(m, buffers[m.pointer], rows if m.dynamic >= 0 else 0) for m in o.maps)]
         return [*(Fill(buffers[each.pointer], 0, each.nbytes) for each in o.zeroed),
-                Launch(self.function, grid, block, tuple(args), o.dynamic_smem, o.cluster, o.pdl)]
+                Launch(self.function, grid, block, tuple(args), o.dynamic_smem, o.cluster, self.pdl,
+                       self.dev.window)]
 
     def __call__(self, *bufs: int, global_size: Triple = (1, 1, 1), local_size: Triple = (1, 1, 1),
                  vals: tuple[int, ...] = (), wait: bool = False, **kwargs: Any) -> float | None:

@@ -34,7 +34,8 @@ class MapArgument:
 @dataclass(frozen=True)
 class GemmKernel:
     """A kernel of a product. `grid` is that of the most rows; of a symbolic spec, where `rows_of_cta` is not
-    0, x is ceil(m / rows_of_cta) times `ctas_of_rows` instead."""
+    0, x is ceil(m / rows_of_cta) times `ctas_of_rows` instead. With `pdl` it may be launched before the
+    kernel ahead of it has ended, for which it waits itself (griddepcontrol)."""
     name: str
     ptx: str
     grid: tuple[int, int, int]
@@ -46,6 +47,7 @@ class GemmKernel:
     flags: int = 0
     rows_of_cta: int = 0
     ctas_of_rows: int = 1
+    pdl: bool = False
 
     def grid_for(self, m: int) -> tuple[int, int, int]:
         """The grid of a launch with `m` rows."""

@@ -12,6 +12,9 @@ for any extents, strides and alignment.
     the epilogue; store what lies inside
 
 CTAs walk the tiles of the result in groups of rows, so that those at work together share operands in L2.
+
+On Hopper it is launched early: all threads wait for the kernel before ahead of their first copies, and the
+kernel after may begin when all CTAs have come to the end of their sums.
 """
 from __future__ import annotations
 
@@ -46,7 +49,8 @@ def gemm_mma(spec: GemmSpec, schedule: Schedule = DEFAULT, arch: str = "sm_80") 
     walk, splits = writer.walk, writer.splits
     return GemmKernel("gemm_mma", k.ptx(), walk.grid, schedule.threads, k.dynamic_smem,
                       workspace_bytes=splits.workspace_bytes, flags=splits.flags,
-                      rows_of_cta=schedule.block_m if spec.symbolic else 0, ctas_of_rows=walk.ctas_of_rows)
+                      rows_of_cta=schedule.block_m if spec.symbolic else 0, ctas_of_rows=walk.ctas_of_rows,
+                      pdl=k.hopper)
 
 
 class _Writer:
@@ -123,8 +127,10 @@ class _Writer:
         depth = min(self.schedule.depth, self.splits.least_tiles)
         ring = k.shared("ring", max(self.stage_bytes * depth, self.plan.smem_bytes), align=1024)
         self.start, self.depth = ring.address(), depth
+        if k.hopper: k.wait_for_previous_grid()
         self._fill()
         self._multiply()
+        if k.hopper: k.launch_dependents()
         with self.splits.finished_last([cell for part in self.sums for row in part for cell in row]):
             self.store()
 

@@ -13,6 +13,10 @@ other stores. CTAs are persistent: as many as there are multiprocessors, each wi
 (wgmma_walk.py), so that the producer runs ahead into the next tile while the consumers store. The CTAs of a
 cluster bring each a part of what they share, to all of them (multicast). The ring is pipeline.py's. Where
 several CTAs have parts of one tile's K, their sums meet before they are stored (wgmma_meet.py).
+
+It is launched early: whoever touches global memory, the thread that loads and the consumers, waits for the
+kernel before once the barriers are made. The kernel after may begin once all CTAs' last copies are on their
+way.
 """
 from __future__ import annotations
 
@@ -47,7 +51,7 @@ def gemm_wgmma(spec: GemmSpec, schedule: Schedule = DEFAULT, arch: str = "sm_90a
     return GemmKernel("gemm_wgmma", k.ptx(), (plan.ctas(sm_count), 1, 1), schedule.threads, k.dynamic_smem,
                       cluster=(plan.cluster, 1, 1), maps=writer.maps,
                       workspace_bytes=writer.meeting.workspace_bytes, flags=writer.meeting.flags,
-                      rows_of_cta=schedule.block_m if each else 0, ctas_of_rows=each or 1)
+                      rows_of_cta=schedule.block_m if each else 0, ctas_of_rows=each or 1, pdl=True)
 
 
 class _Writer:
@@ -91,6 +95,7 @@ class _Writer:
         with k.else_(), k.comment("consumers"):
             if more: k.setmaxnreg(more, more=True)
             self.products.begin()
+            k.wait_for_previous_grid()
             self.consume()
         if plan.cluster > 1:
             with k.comment("nobody leaves while others may still write to its shared memory"): self.together()
@@ -103,12 +108,14 @@ class _Writer:
     def produce(self) -> None:
         """Fills stages, tile after tile."""
         k, at = self.k, self.ring.cursor(producer=True)
+        k.wait_for_previous_grid()
         with self.walk.pieces() as piece:
             self.loads.begin(self.walk.corner(piece.number), piece.first)
             with k.loop(0, piece.count):
                 full = self.ring.acquire(at)
                 self.loads.issue(at.stage, full)
                 at.advance()
+        k.launch_dependents()
 
     def consume(self) -> None:
         """Multiplies and stores, tile after tile; in ping-pong every second (or third) one."""

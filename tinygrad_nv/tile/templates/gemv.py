@@ -10,6 +10,9 @@ speed of memory. For sm_80 and later, and for any extents, strides and alignment
     epilogue, store
 
 See gemv_plan.py for who reads what, gemv_sums.py for how it is multiplied.
+
+On Hopper it is launched early: all threads wait for the kernel before ahead of their first loads, and the
+kernel after may begin when all CTAs have come to the end of their sums.
 """
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def gemv(spec: GemmSpec, schedule: Schedule, arch: str) -> GemmKernel:
     nbytes = 4 * tiles * plan.splits * spec.parts * spec.m * schedule.block_n if shared else 0
     return GemmKernel("gemv", k.ptx(), (plan.blocks_n, plan.splits, spec.matrices), schedule.threads,
                       k.dynamic_smem, cluster=cluster or (1, 1, 1), workspace_bytes=nbytes,
-                      flags=tiles if shared else 0)
+                      flags=tiles if shared else 0, pdl=k.hopper)
 
 
 class _Writer:
@@ -111,6 +114,7 @@ class _Writer:
             count = self.iterations(first_block)
             self.place(first_block, k.ctaid.x * s.block_n + self.warp_n)
             self.make_ring()
+            if k.hopper: k.wait_for_previous_grid()
             if plan.full: self.load_all(count > 0)
         with k.comment("activations"):
             self.stage(first_block)
@@ -123,6 +127,7 @@ class _Writer:
                 for step in range(plan.steps): self.lanes.take(step)
                 self.lanes.advance(a_round * plan.itemsize)
         if plan.tail: self.write_tail(start)
+        if k.hopper: k.launch_dependents()
         Finish(k, plan, self.lanes, self.smem, self.rows, self.batch, self.batched, self.warp_k, self.warp_n,
                self.out, self.extras, self.shared).write()
 
