@@ -83,3 +83,7 @@ class SpecError(NVError):
 
 class ScheduleError(NVError):
     """A schedule that a kernel cannot have, with the arithmetic."""
+
+
+class GraphError(NVError):
+    """A graph pool was made or called with what it cannot serve, or its step cannot be captured."""
