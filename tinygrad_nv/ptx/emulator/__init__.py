@@ -4,6 +4,7 @@ Read in this order:
   emulator.py   the public face: `Emulator.alloc`, `Emulator.launch`
   tensormap.py  `TensorMap`: what TMA reads and writes through
   report.py     findings and counters
+  footprint.py  the bytes of memory that a launch touches
   lowering.py   from PTX instructions to ops: the registry; lower_*.py are the families
   program.py    a function as ops, with registers placed and branches joined
   native.py     the interpreter, compiled from csrc/

@@ -30,6 +30,7 @@ from tinygrad_nv.ptx.emulator.arguments import (
     triple,
 )
 from tinygrad_nv.ptx.emulator.calls import expanded
+from tinygrad_nv.ptx.emulator.footprint import Footprint, Runs
 from tinygrad_nv.ptx.emulator.lowering import WORKSPACE, WORKSPACE_BYTES
 from tinygrad_nv.ptx.emulator.native import TRACE, Counters, Launch, Library, Region, library
 from tinygrad_nv.ptx.emulator.program import Program, lower
@@ -43,6 +44,7 @@ FIRST_ADDRESS = 0x7_0000_0000
 GAP = 1 << 16        # bytes between allocations at least: what runs past one meets nothing
 SLICE = 4_000_000    # warp-instructions between looks at the keyboard: about half a second
 MORE, DONE, STUCK, LIMIT = range(4)
+NAMES_BYTES = 100    # of the kernels ahead, in a finding's text
 
 
 @dataclass(eq=False)
@@ -137,10 +139,14 @@ class Emulator:
     def launch(self, ptx_text: str, grid: int | Sequence[int], block: int | Sequence[int],
                args: Sequence[object] = (),
                entry: str | None = None, cluster: int | Sequence[int] = (1, 1, 1), dynamic_smem: int = 0,
-               trace: Trace | bool | None = None) -> Report:
+               trace: Trace | bool | None = None, footprint: bool = False,
+               ahead: Sequence[Footprint] | None = None) -> Report:
         """Runs an entry function (the only one, when `entry` is None) over a grid and returns what was found
         and counted. `args` are buffers, addresses and other integers, floats, `TensorMap`s or bytes, one for
-        each parameter. Raises `PTXError` naming the line or the argument that cannot be."""
+        each parameter. With `footprint`, the report says which bytes of memory were touched. A launch with
+        `ahead` is a programmatic one (griddepcontrol): what the kernels ahead touched conflicts with what it
+        does before it has waited for them. Both need `check`. Raises `PTXError` naming the line or the
+        argument that cannot be."""
         loaded = self._load(ptx_text)
         function = self._entry(loaded.module, entry)
         program = self._program(loaded, function)
@@ -151,9 +157,10 @@ class Emulator:
         shape = check_launch(self.arch, loaded.module, program, *shape, shared, dynamic_smem)
         parameters = pack_arguments(function, args)
         began = time.perf_counter()
-        run = _Run(self, loaded, program, shape, shared, parameters, trace, ptx_text)
+        run = _Run(self, loaded, program, shape, shared, parameters, trace, ptx_text, footprint, ahead)
         findings = run.run()
-        return Report(findings, run.stats(), time.perf_counter() - began)
+        return Report(findings, run.stats(), time.perf_counter() - began, run.footprint,
+                      ahead is not None and not run.held)
 
     def _load(self, text: str) -> Loaded:
         if not isinstance(text, str): raise PTXError(f"PTX text is expected, not {type(text).__name__}")
@@ -192,8 +199,8 @@ class _Run:
     """One launch: what C reads and writes, kept alive."""
 
     def __init__(self, emu: Emulator, loaded: Loaded, program: Program, shape: tuple[Triple, Triple, Triple],
-                 shared: int,
-                 parameters: bytes, trace: Trace | bool | None, text: str) -> None:
+                 shared: int, parameters: bytes, trace: Trace | bool | None, text: str, footprint: bool,
+                 ahead: Sequence[Footprint] | None) -> None:
         self.library: Library = library()
         self.program = program
         if program.name not in loaded.packed:
@@ -204,6 +211,8 @@ class _Run:
         self.regions = (Region * (len(self.buffers) + 1))(*(
             Region(b.ptr, b.nbytes, b.data.ctypes.data, None if b.valid is None else b.valid.ctypes.data)
             for b in self.buffers))
+        self.flight = self._flight(ahead or ())
+        self.footprint = Footprint(f"kernel {program.name}") if footprint and emu.check else None
         self.counters = (Counters * (len(program.opcodes) + 1))()
         self.tracer = Tracer(program, self.ops, self.library, text, trace)
         grid, block, cluster = shape
@@ -216,9 +225,22 @@ class _Run:
             program.dynamic_align, program.local_bytes, int(emu.arch[3:5]), emu.check, emu.exact,
             program.uses_wgmma, entry_registers(program.function),
             resident_clusters(emu.arch, block, cluster, shared), emu.seed & (1 << 64) - 1, emu.step_limit,
-            TRACE(self.tracer.call), self.tracer.cta, self.tracer.warps)
+            TRACE(self.tracer.call), self.tracer.cta, self.tracer.warps, self.footprint is not None,
+            ahead is not None, _names(ahead or ()))
         self.totals: Any = None
         self.steps = 0
+        self.held = False
+
+    def _flight(self, ahead: Sequence[Footprint]) -> dict[object, np.ndarray]:
+        """For each buffer that the kernels ahead touch, the flags of its bytes; given to its region."""
+        flight: dict[object, np.ndarray] = {}
+        for each in ahead:
+            for memory, runs in each.runs.items():
+                if not isinstance(memory, Buffer): continue
+                runs.paint(flight.setdefault(memory, np.zeros(memory.nbytes, np.uint8)))
+        for buffer, region in zip(self.buffers, self.regions, strict=False):
+            if buffer in flight: region.flight = flight[buffer].ctypes.data
+        return flight
 
     def run(self) -> list[Finding]:
         """Runs to the end, looking up now and then so that Ctrl-C works."""
@@ -233,10 +255,22 @@ class _Run:
             totals = c.machine_totals(machine).contents
             self.totals = (totals.global_read, totals.global_written, totals.l2, totals.shared,
                            totals.asynchronous)
-            self.steps = c.machine_steps(machine)
+            self.steps, self.held = c.machine_steps(machine), c.machine_held(machine)
+            if self.footprint is not None: self._collect(self.footprint.runs)
         finally: c.machine_free(machine)
         self.tracer.finish()
         return findings
+
+    def _collect(self, into: dict[object, Runs]) -> None:
+        for buffer, region in zip(self.buffers, self.regions, strict=False):
+            if region.touched: into[buffer] = self._runs(region)
+
+    def _runs(self, region: Region, room: int = 64) -> Runs:
+        bounds, flags = np.empty(room + 1, np.int64), np.empty(room, np.uint8)
+        count = self.library.c.footprint_runs(ctypes.byref(region), bounds.ctypes, flags.ctypes,
+                                              ctypes.c_int64(room))
+        if count > room: return self._runs(region, count)
+        return Runs(bounds[:count + 1], flags[:count])
 
     @staticmethod
     def finding(found: Any) -> Finding:
@@ -254,3 +288,9 @@ class _Run:
         sites = tuple(Site(opcode, line, c.warps, c.threads, c.passes, c.conflicts, c.sectors, c.requests,
                            c.flops) for opcode, line, c in counted if c.warps)
         return Stats(sites, self.steps, *self.totals)
+
+
+def _names(ahead: Sequence[Footprint]) -> bytes:
+    """What the kernels ahead are called, for a finding's text."""
+    names = " or ".join(dict.fromkeys(each.what for each in ahead)).encode()
+    return names if len(names) <= NAMES_BYTES else names[:NAMES_BYTES] + b"..."

@@ -168,5 +168,5 @@ def setmaxnreg(low: Lowering, instruction: Instruction) -> None:
 
 @lowers("griddepcontrol")
 def griddepcontrol(low: Lowering, instruction: Instruction) -> None:
-    """Grids run one after the other, so that the one before has always ended."""
-    low.emit("nop")
+    """`griddepcontrol.{wait, launch_dependents};`."""
+    low.emit("grid_wait" if low.has("wait") else "grid_release")

@@ -28,7 +28,8 @@ u8, u32, i32, u64, i64 = ctypes.c_uint8, ctypes.c_uint32, ctypes.c_int32, ctypes
 class Region(ctypes.Structure):
     """core.h: Region."""
     _fields_ = (("base", u64), ("size", u64), ("data", ctypes.c_void_p), ("valid", ctypes.c_void_p),
-                ("pages", ctypes.c_void_p), ("cta", ctypes.c_void_p))
+                ("pages", ctypes.c_void_p), ("cta", ctypes.c_void_p), ("touched", ctypes.c_void_p),
+                ("low", u64), ("high", u64), ("flight", ctypes.c_void_p))
 
 
 class Counters(ctypes.Structure):
@@ -61,12 +62,13 @@ class Launch(ctypes.Structure):
         ("shared_bytes", u32), ("static_bytes", u32), ("dynamic_align", u32), ("local_bytes", u32),
         ("arch", i32), ("check", i32), ("exact", i32), ("uses_wgmma", i32), ("registers", i32),
         ("resident", i32), ("seed", u64), ("step_limit", u64), ("trace", TRACE), ("trace_cta", i64),
-        ("trace_warps", u64))
+        ("trace_warps", u64), ("footprint", i32), ("pdl", i32), ("ahead", ctypes.c_char_p))
 
 
 RESULTS = {"machine_new": ctypes.c_void_p, "machine_run": ctypes.c_int, "machine_free": None,
            "machine_report_running": None, "machine_findings": ctypes.POINTER(FoundHere),
            "machine_finding_count": i32, "machine_totals": ctypes.POINTER(Totals), "machine_steps": u64,
+           "machine_held": ctypes.c_bool, "footprint_runs": i64,
            "warp_registers": ctypes.c_void_p, "warp_id": i32, "warp_number": i32}
 
 

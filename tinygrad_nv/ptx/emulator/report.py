@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from tinygrad_nv.ptx.emulator.footprint import Footprint
+
 KINDS = ("race", "proxy-fence", "uninitialized", "out-of-bounds", "misaligned", "barrier", "deadlock",
          "wgmma-hazard", "async-hazard")
 
@@ -84,7 +86,10 @@ class Stats:
 
 @dataclass(frozen=True)
 class Report:
-    """The findings and counters of one launch; `seconds` is the time it took here."""
+    """The findings and counters of one launch; `seconds` is the time it took here. `footprint` is there when
+    it was asked for. `early`: a programmatic launch let the next one begin before it had itself waited."""
     findings: list[Finding] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     seconds: float = 0.0
+    footprint: Footprint | None = None
+    early: bool = False

@@ -4,8 +4,8 @@
  * carries its actor's clock; it happened before what a warp does now when the warp's clock has reached it.
  * Besides what is `known`, a clock keeps what is known to have passed a proxy fence (for shared and for
  * global memory), since the async proxy sees only that. Actors of the own cluster are in a dense vector,
- * those of other clusters in a sorted list, which is nearly always empty.
- *
+ * those of other clusters in a sorted list, which is nearly always empty. There is also the one event of
+ * cluster 0, which is none: that the kernels ahead have ended.
  */
 #include <stdlib.h>
 
@@ -35,6 +35,7 @@ struct Shadow {
 };
 
 enum { KNOWN, FENCED_SHARED, FENCED_GLOBAL };
+enum { AHEAD = 0 };  /* Foreign.key */
 #define ACTOR_BITS 12
 
 static u32 *part(Clock *c, int which) { return c->v + (size_t)which * (size_t)c->actors; }
@@ -103,7 +104,10 @@ static void sparse_from(const Warp *w, Sparse *into) {
     sparse_join(into, &w->clock->foreign);
 }
 
+static bool after_wait(const Sparse *s) { return s->count && s->items[0].key == AHEAD; }
+
 static void sparse_into(Warp *w, const Sparse *from) {
+    if (after_wait(from)) w->behind = 0;
     u32 *known = part(w->clock, KNOWN), *fenced = part(w->clock, FENCED_GLOBAL);
     for (i32 i = 0; i < from->count; i++) {
         Foreign f = from->items[i];
@@ -195,7 +199,20 @@ void lanes_sync(Machine *m, Warp *w, u32 mask) {
     take_pending(w);
     tick(w);
     ACTIVE w->lane_sync[l] = w->now;
+    w->behind &= ~mask;
     copies_become_seen(w, mask);
+}
+
+/* **** the kernels ahead **** */
+
+void clock_wait(Machine *m, Warp *w, u32 mask) {
+    if (!m->launch.check) return;
+    w->behind = ~mask & (after_wait(&w->clock->foreign) ? w->behind : ~0u);
+    sparse_raise(&w->clock->foreign, (Foreign){AHEAD, 1, 1});
+}
+
+bool clock_after_wait(const Warp *w, int lane) {
+    return after_wait(&w->clock->foreign) && !(w->behind >> lane & 1);
 }
 
 /* **** locations: atomics, acquire loads, release stores **** */

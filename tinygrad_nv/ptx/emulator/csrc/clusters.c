@@ -95,6 +95,7 @@ static void cta_exit(Machine *m, Cta *c) {
     c->gone = true;
     c->cluster->live--;
     shadow_exit(m, c);
+    grid_exit(m, c);
 }
 
 void warp_exit(Machine *m, Warp *w, u32 lanes) {

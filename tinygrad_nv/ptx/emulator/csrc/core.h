@@ -86,6 +86,11 @@ struct Region {
     u8 *valid;            /* 1 for each byte that was written; NULL: all of them were */
     struct Page **pages;  /* what was last done to each word (shadow.c), made when first touched */
     Cta *cta;             /* whose shared memory, or NULL */
+    /* footprint.c: what this launch touched, made when first touched, all within [low, high); and what kernels
+     * touch that may still run, NULL: nothing */
+    u8 *touched;
+    u64 low, high;
+    const u8 *flight;
 };
 
 /* Lanes of a warp that are at the same place. */
@@ -129,6 +134,7 @@ struct Warp {
     Clock *clock;       /* what this warp knows to have happened */
     u32 copies_seen[LANES];  /* other lanes' cp.asyncs up to this clock are complete and ordered before this lane's */
     u32 lane_sync[LANES];  /* other lanes' accesses before this clock are ordered before this lane's */
+    u32 behind;         /* lanes that have not learned from others that griddepcontrol.wait has ended */
     u32 fence_epoch;    /* wgmma.fence count */
     /* per 128 bytes of registers: fence_epoch when last written by an ordinary instruction */
     u32 *stamps;
@@ -167,6 +173,7 @@ struct Cta {
     u32 *remote;
     i32 register_pool;  /* setmaxnreg: registers free, in units of one a thread of a warp */
     bool gone;
+    bool waited, released;  /* griddepcontrol.wait, .launch_dependents were executed */
     u8 phases;          /* rows of swizzle patterns (address >> 7) at which boxes of tensor copies began */
 };
 
@@ -237,6 +244,8 @@ typedef struct {
     void (*trace)(const Warp *w, const Op *op, u32 mask);
     i64 trace_cta;         /* -1: all */
     u64 trace_warps;       /* mask; 0: no trace */
+    i32 footprint, pdl;    /* Region.touched is asked for; the launch is programmatic */
+    const char *ahead;     /* names of the kernels whose bytes Region.flight has */
 } Launch;
 
 enum Special { TID_X, TID_Y, TID_Z, CTAID_X, CTAID_Y, CTAID_Z, LANEID, WARPID, CLUSTERID_X, CLUSTERID_Y,
@@ -266,6 +275,7 @@ struct Machine {
     u64 stuck_events, last_exit, yields;
     i32 stuck;                /* rounds in which nothing could be done but to force */
     bool stopped;
+    bool held;                /* the next grid cannot begin before the kernels ahead have ended */
 };
 
 /* **** registers **** */
@@ -379,10 +389,18 @@ void clock_observe(Machine *m, Warp *w, u32 actor, u32 clock);  /* w waited unti
 /* fence.acq_rel, for relaxed accesses around it */
 void clock_fence(Machine *m, Warp *w, bool acquire, bool release);
 void clock_proxy_fence(Machine *m, Warp *w, bool shared, bool global);
+void clock_wait(Machine *m, Warp *w, u32 mask);              /* the lanes waited for the kernels ahead */
+bool clock_after_wait(const Warp *w, int lane);              /* this lane did, or learned that another has */
 void lanes_sync(Machine *m, Warp *w, u32 mask);              /* bar.warp.sync and all that includes it */
 /* A release / acquire / relaxed access to one location (atomics, ld.acquire, st.release, volatile). */
 void clock_location(Machine *m, Warp *w, Region *r, u64 offset, bool reads, bool writes, bool acquire,
                     bool release);
+
+/* **** footprint.c **** */
+
+void footprint_enter(Machine *m, const Who *who, Region *r, u64 offset, u32 bytes, int kind);
+void footprint_finish(Machine *m);
+void grid_exit(Machine *m, const Cta *c);
 
 /* **** async.c **** */
 

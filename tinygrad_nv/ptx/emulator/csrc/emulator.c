@@ -9,6 +9,7 @@
 #include "half.c"
 #include "convert.c"
 #include "lanes.c"
+#include "footprint.c"
 #include "memory.c"
 #include "access.c"
 #include "atomics.c"

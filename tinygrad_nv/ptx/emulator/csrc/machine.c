@@ -275,6 +275,7 @@ void machine_free(Machine *m) {
     while (complete_any(m, NULL)) {}
     while (m->cluster_count) free_cluster(m, m->clusters[--m->cluster_count]);
     shadow_finish(m);
+    footprint_finish(m);
     free(m->clusters), free(m->findings), free(m);
 }
 
@@ -282,6 +283,7 @@ const Finding *machine_findings(const Machine *m) { return m->findings; }
 i32 machine_finding_count(const Machine *m) { return m->finding_count; }
 const Totals *machine_totals(const Machine *m) { return &m->totals; }
 u64 machine_steps(const Machine *m) { return m->steps; }
+bool machine_held(const Machine *m) { return m->held; }
 const u8 *warp_registers(const Warp *w) { return w->regs; }
 i32 warp_id(const Warp *w) { return w->id; }
 i32 warp_number(const Machine *m, const Warp *w) { return cta_number(m, w->cta); }

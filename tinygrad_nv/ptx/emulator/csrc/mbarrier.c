@@ -154,6 +154,7 @@ static void acquire_lanes(Machine *m, Warp *w, u32 mask, Clock *from) {
     if (!m->launch.check) return;
     clock_acquire(m, w, from);
     copies_become_seen(w, mask);
+    if (after_wait(&from->foreign)) w->behind &= ~mask;
     u32 since = part(from, KNOWN)[own(w)] + 1;
     ACTIVE if (w->lane_sync[l] < since) w->lane_sync[l] = since;
 }

@@ -221,6 +221,7 @@ static void enter_access(Machine *m, Who *who, Region *r, u64 offset, u32 bytes,
                    bytes, r->cta ? "shared" : "global", (ull)(r->base + offset), (int)(first - valid));
         if (kind != READ) memset(valid, 1, bytes);
     }
+    if (!r->cta && (m->launch.footprint || r->flight)) footprint_enter(m, who, r, offset, bytes, kind);
     shadow_access(m, who, r, offset, bytes, kind);
 }
 
