@@ -52,7 +52,7 @@ class _Tally:
 
 class MemoryPool:
     """The memory of one device as this process uses it. `limit` is the most bytes it may hold, by default all
-    there are; `name` is the device's, for messages."""
+    there are, what the driver keeps for it included; `name` is the device's, for messages."""
 
     def __init__(self, driver: Driver, limit_bytes: int | None = None, name: str = "") -> None:
         self.driver, self.name = driver, name or driver.properties.name
@@ -61,7 +61,8 @@ class MemoryPool:
         self.live_bytes = self.peak_bytes = 0
         self._held: dict[int, Holding] = {}
         self._tallies: dict[str, _Tally] = {}
-        self._made = 0
+        self._made = 0      # allocations so far
+        self._taken = 0     # held, and at most what the driver keeps besides
         self._reclaimers: list[Callable[[int], object]] = []
         self._remedies: dict[str, Callable[[int], str]] = {}
 
@@ -105,7 +106,19 @@ class MemoryPool:
 
     def _take(self, nbytes: int) -> int:
         if self.live_bytes + nbytes > self.limit: raise MemoryError("beyond the limit")
-        return self.driver.alloc(nbytes)
+        if self._taken + nbytes > self.limit: self._look_at_kept(nbytes)
+        address = self.driver.alloc(nbytes)
+        self._taken += nbytes
+        return address
+
+    def _look_at_kept(self, nbytes: int) -> None:
+        """Counts what the driver keeps, and has it given back where that and what is held is over the limit.
+        Asked for as seldom as `_taken` allows: it is two calls of the driver. Where what is kept is of the
+        wrong sizes, this allocation may still go over the limit, and the next one finds that."""
+        if self.live_bytes + max(kept := self.driver.kept(), nbytes) > self.limit:
+            self.driver.trim()
+            kept = self.driver.kept()
+        self._taken = self.live_bytes + kept
 
     def _take_after_relief(self, nbytes: int) -> int:
         """Tries again after each thing that may give memory back."""
