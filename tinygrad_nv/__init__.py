@@ -32,6 +32,7 @@ from tinygrad_nv.explain import KernelRecord, Lowering, explain
 from tinygrad_nv.hooks import disable, disabled, enable, enabled
 from tinygrad_nv.patterns import gemm, program
 from tinygrad_nv.runtime import programs
+from tinygrad_nv.runtime.cuda_device import CUDADevice
 from tinygrad_nv.runtime.device import EMUDevice
 from tinygrad_nv.runtime.memory_pool import memory_report
 
@@ -71,7 +72,10 @@ hooks.add_compile("program", program.settle)
 hooks.install_cpu()
 hooks.add_device("EMU", EMUDevice)
 try:
-    if config.get("NV"): enable()
+    if config.get("NV"):
+        # NV=0 gives a program tinygrad as it is; EMU is no name of tinygrad's
+        hooks.add_device("CUDA", CUDADevice)
+        enable()
 except NVError as error:
     # the command line cannot catch what happens before it is imported
     if Path(sys.argv[0]).stem not in ("tinygrad-nv", "-m"): raise

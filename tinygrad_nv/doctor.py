@@ -27,6 +27,7 @@ from tinygrad_nv.ptx.assemble import find_program
 from tinygrad_nv.toolchain import find_compiler
 
 State = Literal["ok", "missing", "broken"]
+CUDA_EXTRA = "pip install 'tinygrad-nv[cuda]' on a machine with a GPU"
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def examine() -> list[Finding]:
     looks: dict[str, Callable[[], Finding]] = {
         "python": _python, "tinygrad": _tinygrad, "tinygrad_nv hooks": _hooks, "device": _device,
         "C compiler": _compiler, "ptxas": _ptxas, "NVRTC": _nvrtc, "NVIDIA driver": _driver,
-        "cuda-python": _cuda_python}
+        "cuda-python": _cuda_python, "DEV=CUDA": _cuda_device}
     return [_safely(subject, look) for subject, look in looks.items()]
 
 
@@ -153,6 +154,27 @@ def _driver() -> Finding:
 def _cuda_python() -> Finding:
     try: version = importlib.metadata.version("cuda-python")
     except importlib.metadata.PackageNotFoundError:
-        return Finding("cuda-python", "missing", "not installed",
-                       "pip install 'tinygrad-nv[cuda]' on a machine with a GPU")
+        return Finding("cuda-python", "missing", "not installed", CUDA_EXTRA)
     return Finding("cuda-python", "ok", version)
+
+
+def _cuda_device() -> Finding:
+    """What DEV=CUDA would open."""
+    from tinygrad_nv import config
+    from tinygrad_nv.runtime import cuda_device
+    if not config.get("NV"): return Finding("DEV=CUDA", "ok", "tinygrad's own device: NV=0")
+    try: instead = cuda_device.why_not("CUDA")
+    except NVError as error: return Finding("DEV=CUDA", "missing", error.found)
+    if instead: return Finding("DEV=CUDA", "missing", f"tinygrad's own device: {instead}", CUDA_EXTRA)
+    return Finding("DEV=CUDA", "ok", f"tinygrad_nv's device; other kernels are {_cuda_code()}")
+
+
+def _cuda_code() -> str:
+    """What the kernels that are tinygrad's are written in on DEV=CUDA."""
+    from tinygrad_nv.runtime import cuda_api, nvrtc
+    names = {"ptx": "PTX", "cubin": "machine code"}
+    cu = cuda_api.bindings()
+    arch = cuda_api.architecture(cuda_api.capability(cu, cu.cuDeviceGet(0)[1])).rstrip("a")
+    try: return (f"CUDA C, compiled to {names[nvrtc.image(arch)]} by NVRTC "
+                 f"{cuda_api.dotted(nvrtc.version())}")
+    except NVError as error: return f"PTX: {error.found}"

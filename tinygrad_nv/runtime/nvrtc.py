@@ -26,6 +26,7 @@ from tinygrad.helpers import ALLOW_TF32, Target
 from tinygrad.renderer import cstyle
 
 from tinygrad_nv.errors import ToolchainError
+from tinygrad_nv.runtime import cuda_api
 
 Image = Literal["ptx", "cubin"]
 Release = tuple[int, int]
@@ -65,10 +66,23 @@ def headers() -> str | None:
     return None if found is None else str(found)
 
 
-def image_for(nvrtc: Release, driver: Release) -> Image | None:
-    """What a driver of one release takes from NVRTC of another."""
+def image_for(nvrtc: Release, driver: Release, native: bool = True) -> Image | None:
+    """What a driver of one release takes from NVRTC of another. `native`: the GPU is of the generation that
+    is compiled for, so that it runs the machine code."""
     if driver >= nvrtc: return "ptx"
-    return "cubin" if driver[0] == nvrtc[0] else None
+    return "cubin" if native and driver[0] == nvrtc[0] else None
+
+
+def image(arch: str) -> Image:
+    """What NVRTC makes for the driver and the first GPU of this machine. Raises `ToolchainError`."""
+    cu = cuda_api.bindings()
+    driver = cuda_api.driver_version(cu)
+    status, device = cu.cuDeviceGet(0)
+    native = not status and cuda_api.capability(cu, device)[0] == int(arch.removeprefix("sm_")) // 10
+    if (found := image_for(version(), driver, native)) is not None: return found
+    raise ToolchainError(f"NVRTC {cuda_api.dotted(version())} makes nothing that a driver for CUDA "
+                         f"{cuda_api.dotted(driver)} takes", f"a driver for CUDA {version()[0]} or later",
+                         "update the NVIDIA driver, or render PTX (DEV=CUDA:PTX)")
 
 
 class NVRTC(Compiler):
@@ -79,7 +93,7 @@ class NVRTC(Compiler):
         known = _checked(nvrtc.nvrtcGetSupportedArchs(), "nvrtcGetSupportedArchs")
         usable = [number for number in known if number <= int(arch.removeprefix("sm_"))]
         if not usable:
-            raise ToolchainError(f"NVRTC {_dotted(version())} does not compile for {arch}",
+            raise ToolchainError(f"NVRTC {cuda_api.dotted(version())} does not compile for {arch}",
                                  f"one of {', '.join(f'sm_{number}' for number in known)}")
         if (include := headers()) is None:
             raise ToolchainError("cuda_bf16.h is not found", "the headers of the CUDA runtime",
@@ -89,7 +103,7 @@ class NVRTC(Compiler):
         self.options = [f"--gpu-architecture=sm_{max(usable)}", f"-I{include}"]
         if version() >= (12, 4): self.options.append("--minimal")
         digest = hashlib.sha256("\0".join(self.options).encode()).hexdigest()[:8]
-        super().__init__(f"compile_tinygrad_nv_nvrtc_{_dotted(version())}_{image}_{arch}_{digest}")
+        super().__init__(f"compile_tinygrad_nv_nvrtc_{cuda_api.dotted(version())}_{image}_{arch}_{digest}")
 
     def compile(self, src: str) -> bytes:
         if PTX.search(src): return src.encode()
@@ -109,34 +123,19 @@ class NVRTC(Compiler):
 
 def _read(program: Any, size: Callable[..., Any], fill: Callable[..., Any]) -> bytes:
     """Bytes that NVRTC copies to where it is told."""
-    taken = bytes(_checked(size(program), size.__name__))
+    taken = bytearray(_checked(size(program), size.__name__))
     _checked(fill(program, taken), fill.__name__)
-    return taken
-
-
-def _dotted(release: Release) -> str: return f"{release[0]}.{release[1]}"
-
-
-def driver_release() -> Release:
-    """The latest CUDA that the driver of this machine knows."""
-    from cuda.bindings import driver
-    status, number = driver.cuDriverGetVersion()
-    if int(status) != 0: raise ToolchainError(f"cuDriverGetVersion fails with {status.name}")
-    return number // 1000, number % 1000 // 10
+    return bytes(taken)
 
 
 class CUDARenderer(cstyle.CUDARenderer):
     """CUDA C for `target.arch`. Raises `ToolchainError` where NVRTC cannot be used with this driver."""
 
-    def __init__(self, target: Target, image: Image | None = None) -> None:
+    def __init__(self, target: Target, kind: Image | None = None) -> None:
         # past tinygrad's CUDARenderer, which would load NVRTC from where it looks for it
         super(cstyle.CUDARenderer, self).__init__(target)
-        if image is None and (image := image_for(version(), driver := driver_release())) is None:
-            raise ToolchainError(f"NVRTC {_dotted(version())} makes nothing that a driver for CUDA "
-                                 f"{_dotted(driver)} takes", f"NVRTC {driver[0]}",
-                                 f"pip install 'nvidia-cuda-nvrtc-cu{driver[0]}', or update the driver")
-        self.image: Image = image
-        self.compiler = NVRTC(target.arch, image)
+        self.image: Image = kind or image(target.arch)
+        self.compiler = NVRTC(target.arch, self.image)
         cores = tc.get_cuda(target.arch)
         self.tensor_cores = [core for core in cores if ALLOW_TF32 or core.dtype_in != dtypes.float]
 

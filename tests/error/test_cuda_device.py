@@ -1,0 +1,183 @@
+"""DEV=CUDA where something is missing: one line that says what, and what works without."""
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tinygrad_nv import Device, Tensor, doctor, hooks
+from tinygrad_nv.errors import DriverError
+from tinygrad_nv.runtime import cuda_api, cuda_device
+
+INSTEAD = "; DEV=EMU emulates a GPU, DEV=CPU needs none"
+
+
+class Status:
+    """A status of the CUDA driver: true when it is an error."""
+
+    def __init__(self, name: str = "CUDA_SUCCESS") -> None: self.name = name
+
+    def __bool__(self) -> bool: return self.name != "CUDA_SUCCESS"
+
+
+def machine(release: int = 13000, gpus: int = 1, capability: tuple[int, int] = (9, 0),
+            init: str = "CUDA_SUCCESS") -> Any:
+    """cuda.bindings.driver of a machine, as far as it is asked before a device opens."""
+    names = SimpleNamespace(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=0,
+                            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=1)
+    return SimpleNamespace(
+        CUdevice_attribute=names, cuInit=lambda flags: (Status(init),),
+        cuDriverGetVersion=lambda: (Status(), release), cuDeviceGetCount=lambda: (Status(), gpus),
+        cuDeviceGet=lambda n: (Status() if n < gpus else Status("CUDA_ERROR_INVALID_DEVICE"), n),
+        cuDeviceGetAttribute=lambda which, device: (Status(), capability[which]),
+        cuGetErrorString=lambda status: (Status(), b"words of the driver"))
+
+
+def no_library() -> Any:
+    """A machine without libcuda, as cuda-python tells it."""
+    def fails(*args: int) -> Any: raise RuntimeError("libcuda.so.1 cannot be found")
+    return SimpleNamespace(cuInit=fails, cuDeviceGet=fails)
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
+    """`on(machine(...))`: what cuda-python finds; `on(None)`: there is no cuda-python."""
+    monkeypatch.setattr(cuda_device, "has_library", lambda: True)
+
+    def put(found: Any) -> None:
+        monkeypatch.setattr(cuda_device, "has_bindings", lambda: found is not None)
+        monkeypatch.setattr(cuda_api, "bindings", lambda: found)
+
+    yield put
+    if "CUDA" not in hooks._devices: hooks.add_device("CUDA", cuda_device.CUDADevice)
+
+
+def message(device: str = "CUDA") -> str:
+    """What opening a device raises."""
+    with pytest.raises(DriverError) as caught: Device[device]
+    return str(caught.value)
+
+
+MISSING: dict[str, tuple[Any, str, str]] = {
+    "library": (no_library(), "CUDA", "no NVIDIA driver library (libcuda.so.1)"),
+    "gpu": (machine(init="CUDA_ERROR_NO_DEVICE"), "CUDA", "no NVIDIA GPU"),
+    "start": (machine(init="CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"), "CUDA", "the NVIDIA driver does not start: "
+              "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (words of the driver)"),
+    "ordinal": (machine(gpus=2), "CUDA:2", "no GPU 2: there are 2, counted from 0"),
+    "name": (machine(), "CUDA:X", "what follows the colon is the number of a GPU"),
+}
+
+
+@pytest.mark.parametrize(("found", "device", "reason"), MISSING.values(), ids=MISSING)
+def test_one_line_says_what_is_missing(on: Callable[[Any], None], found: Any, device: str, reason: str):
+    on(found)
+    assert message(device) == f"device {device} cannot be opened: {reason}{INSTEAD}"
+
+
+@pytest.mark.parametrize("missing", ["library", "gpu", "start"])
+def test_the_command_line_prints_that_line_alone(on: Callable[[Any], None], command: Any, missing: str):
+    found, device, reason = MISSING[missing]
+    on(found)
+    made = command("generate", "hello", "--device", device)
+    made.refused()
+    assert made.err == f"tinygrad-nv: device {device} cannot be opened: {reason}{INSTEAD}\n"
+
+
+def test_a_tensor_says_it_too(on: Callable[[Any], None]):
+    on(machine(init="CUDA_ERROR_NO_DEVICE"))
+    with pytest.raises(DriverError) as caught: Tensor([1.0], device="CUDA").realize()
+    assert str(caught.value) == f"device CUDA cannot be opened: no NVIDIA GPU{INSTEAD}"
+
+
+def test_a_driver_too_old_for_our_ptx(on: Callable[[Any], None]):
+    on(machine(release=12040))
+    found = message()
+    assert found.count("\n") == 0
+    assert found.endswith(INSTEAD)
+    ptx = cuda_api.dotted(cuda_api.PTX_VERSION)
+    needed = cuda_api.dotted(cuda_api.cuda_of_ptx(cuda_api.PTX_VERSION))
+    assert "supports CUDA 12.4 (PTX 8.4)" in found
+    assert f"PTX {ptx}, which needs a driver for CUDA {needed} or later" in found
+
+
+def test_doctor_shows_the_same_facts(on: Callable[[Any], None]):
+    for found, reason in ((machine(init="CUDA_ERROR_NO_DEVICE"), "no NVIDIA GPU"),
+                          (machine(release=12040), "supports CUDA 12.4")):
+        on(found)
+        (finding,) = (each for each in doctor.examine() if each.subject == "DEV=CUDA")
+        assert finding.state == "missing"
+        assert reason in finding.what
+        assert finding.what.endswith(INSTEAD)
+
+
+def test_doctor_says_what_other_kernels_are_written_in(on: Callable[[Any], None],
+                                                       monkeypatch: pytest.MonkeyPatch):
+    from tinygrad_nv.runtime import nvrtc
+    monkeypatch.setattr(nvrtc, "version", lambda: (13, 2))
+    for release, capability, words in (
+            (13020, (9, 0), "CUDA C, compiled to PTX by NVRTC 13.2"),
+            (13000, (9, 0), "CUDA C, compiled to machine code by NVRTC 13.2"),
+            (13000, (10, 0), "PTX: NVRTC 13.2 makes nothing that a driver for CUDA 13.0 takes"),
+            (12080, (9, 0), "PTX: NVRTC 13.2 makes nothing that a driver for CUDA 12.8 takes")):
+        on(machine(release, capability=capability))
+        (finding,) = (each for each in doctor.examine() if each.subject == "DEV=CUDA")
+        assert finding.state == "ok"
+        assert finding.what.startswith(f"tinygrad_nv's device; other kernels are {words}")
+
+
+# **** tinygrad's own device ****
+
+@pytest.fixture
+def theirs(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A stand-in for tinygrad's device, which opens."""
+    device = SimpleNamespace(device="CUDA", finalize=lambda: None)
+    monkeypatch.setattr(cuda_device, "_their_class", lambda: lambda name: device)
+    return device
+
+
+@pytest.mark.parametrize(("found", "reason"), [
+    (None, "cuda-python is not installed"),
+    (machine(capability=(7, 5)), "GPU 0 has compute capability 7.5; 8.0 (Ampere) or later is needed")],
+    ids=["cuda-python", "capability"])
+def test_a_line_says_that_it_is_tinygrads(on: Callable[[Any], None], theirs: SimpleNamespace,
+                                          capsys: pytest.CaptureFixture[str], found: Any, reason: str):
+    on(found)
+    assert cuda_device.CUDADevice("CUDA") is theirs
+    assert capsys.readouterr().err == f"tinygrad_nv: CUDA is tinygrad's own CUDA device: {reason}\n"
+    assert "CUDA" not in hooks._devices, "the name is tinygrad's from now on"
+
+
+def test_tinygrads_device_does_not_open_either(on: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch):
+    def fails(name: str) -> None: raise RuntimeError("CUDA Error 100,\nno device")
+    monkeypatch.setattr(cuda_device, "_their_class", lambda: fails)
+    on(None)
+    assert message() == ("device CUDA cannot be opened: cuda-python is not installed, and tinygrad's own "
+                         f"CUDA device does not open (CUDA Error 100, no device){INSTEAD}")
+    assert "CUDA" in hooks._devices, "the next try says the same"
+
+
+def test_without_cuda_python_and_without_a_driver(on: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch):
+    on(None)
+    monkeypatch.setattr(cuda_device, "has_library", lambda: False)
+    assert message() == f"device CUDA cannot be opened: no NVIDIA driver library (libcuda.so.1){INSTEAD}"
+
+
+def test_nv_0_leaves_the_name_to_tinygrad():
+    code = ("import sys, tinygrad_nv; from tinygrad_nv import Device, hooks; "
+            "print(sorted(hooks._devices), Device.get_class('CUDA').__module__)")
+    for nv, wanted in (("0", "['EMU'] tinygrad.runtime.ops_cuda"),
+                       ("1", "['CUDA', 'EMU'] tinygrad_nv.runtime.cuda_device")):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                              env={"NV": nv, "PATH": "/usr/bin", "HOME": str(Path.home())})
+        assert done.stdout.strip() == wanted
+
+
+def test_nothing_of_cuda_is_imported_before_a_device_opens():
+    code = "import sys, tinygrad_nv; print([m for m in sys.modules if m.partition('.')[0] == 'cuda'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
