@@ -4,16 +4,17 @@ Protocol. Things are registered by name and removed by name:
 
     add_rewrite(name, fn, key)            fn(sink) -> sink, on each call body before kernels are split
     add_compile(name, fn)                 fn(linear, inner) -> linear, around tinygrad's compile_linear
+    add_execute(name, fn)                 fn(call, ctx, run) -> seconds, around the execution of each call
     add_custom_function(name, execute, outs_ins)  runs CUSTOM_FUNCTION nodes called `name` or `name:anything`
     add_device(name, cls)                 Device[name] opens cls(name)
     install_cpu()                         the CPU device compiles with what `toolchain` finds, and has graphs
 
 `enable()` and `disable()` govern the first two, which decide how a program is lowered; with none of a kind
-registered, or while disabled, tinygrad runs its own functions and its own caches. The other three answer only
-to names, so they stay until removed: a captured TinyJit keeps the kernels and custom functions it captured,
-and replays them while disabled. Likewise a TinyJit captured before a rewrite was registered goes on without
-it; `.reset()` captures anew. The compiler stays with NV=0 too, as it changes no schedule and a machine
-without clang has no other.
+registered, or while disabled, tinygrad runs its own functions and its own caches. An `add_execute` looks on,
+and the last three answer only to names, so they stay until removed: a captured TinyJit keeps the kernels and
+custom functions it captured, and replays them while disabled. Likewise a TinyJit captured before a rewrite
+was registered goes on without it; `.reset()` captures anew. The compiler stays with NV=0 too, as it changes
+no schedule and a machine without clang has no other.
 
 A sink reaches the rewrites with shards resolved and functions inlined. Schedules made with rewrites are
 cached under `configuration()`: who is registered, and each rewrite's key() at that moment.
@@ -49,6 +50,8 @@ from tinygrad_nv.runtime import clang
 
 TINYGRAD_VERSION = "0.14.0"
 OutsIns = tuple[tuple[int, ...], tuple[int, ...]]
+Seconds = list[float | None]
+Run = Callable[[UOp, realize.ExecContext], Seconds]
 
 
 def official() -> bool:
@@ -88,6 +91,7 @@ class CustomFunction:
 
 _rewrites: dict[str, Rewrite] = {}
 _compiles: dict[str, Callable[[UOp, Compile], UOp]] = {}
+_executes: dict[str, Callable[[UOp, realize.ExecContext, Run], Seconds]] = {}
 _functions: dict[str, CustomFunction] = {}
 _devices: dict[str, types.ModuleType | None] = {}  # the module that was there before, if any
 _replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}  # tinygrad's attributes: (theirs, ours)
@@ -126,6 +130,18 @@ def add_compile(name: str, fn: Callable[[UOp, Compile], UOp]) -> None:
 
 def remove_compile(name: str) -> None:
     _remove(_compiles, "compile", name)
+    _apply()
+
+
+def add_execute(name: str, fn: Callable[[UOp, realize.ExecContext, Run], Seconds]) -> None:
+    """Registers a wrapper of the execution of each call, also of a replayed TinyJit; the first is the
+    outermost. `run(call, ctx)` is the rest; what it returns are seconds, where ctx.wait asks for them."""
+    _add(_executes, "execute", name, fn)
+    _apply()
+
+
+def remove_execute(name: str) -> None:
+    _remove(_executes, "execute", name)
     _apply()
 
 
@@ -231,6 +247,8 @@ def _theirs(owner: Any, attribute: str) -> Any:
 
 def _apply() -> None:
     """Makes tinygrad agree with what is registered and enabled; called after every change of either."""
+    if _executes or (_functions and not official()): _replace(realize, "pm_exec", _EXECUTOR)
+    else: _put_back(realize, "pm_exec")
     if official():
         _list(schedule.pre_schedule, (rewritten, configuration), _enabled and bool(_rewrites))
         _list(realize.pre_compile, _compiled, _enabled and bool(_compiles))
@@ -241,8 +259,7 @@ def _apply() -> None:
         (_enabled and bool(_rewrites), [(schedule, "pm_schedule", _pm_schedule())]),
         (_enabled and bool(_compiles), [(realize, "compile_linear", _compile_linear),
                                         (jit, "compile_linear", _compile_linear)]),
-        (bool(_functions), [(realize, "pm_exec", _pm_exec()),
-                            *((owner, "get_call_name", _call_name) for owner in users if owner is not jit),
+        (bool(_functions), [*((owner, "get_call_name", _call_name) for owner in users if owner is not jit),
                             *((owner, "get_call_outs_ins", _outs_ins) for owner in users)]),
     ):
         for owner, attribute, ours in attributes:
@@ -337,7 +354,7 @@ def _compile_linear(linear: UOp, beam: int | None = None, *args: Any, **kwargs: 
     return _compiled(linear, BEAM.value if beam is None else beam, inner)
 
 
-# **** custom functions ****
+# **** execution, and custom functions ****
 
 def custom_function(body: UOp) -> CustomFunction | None:
     """What is registered for a call's body, if that is a CUSTOM_FUNCTION."""
@@ -353,7 +370,20 @@ def _execute(ctx: realize.ExecContext, call: UOp, ast: UOp) -> list[float | None
 def _pm_exec() -> PatternMatcher:
     custom = UPat(Ops.CUSTOM_FUNCTION, name="ast")
     ours = PatternMatcher([(UPat(Ops.CALL, src=(custom,), name="call", allow_any_len=True), _execute)])
-    return ours + realize.pm_exec
+    return ours + _theirs(realize, "pm_exec")
+
+
+class _Executor:
+    """In the place of realize.pm_exec: what is registered around each call, and custom functions in it."""
+
+    def rewrite(self, call: UOp, ctx: realize.ExecContext) -> Seconds:
+        custom = _functions and not official()
+        run: Run = (_pm_exec() if custom else _theirs(realize, "pm_exec")).rewrite
+        for fn in reversed(tuple(_executes.values())): run = functools.partial(fn, run=run)
+        return run(call, ctx)
+
+
+_EXECUTOR = _Executor()
 
 
 def _outs_ins(call: UOp) -> OutsIns:

@@ -33,7 +33,7 @@ def without_ours():
 @pytest.fixture(autouse=True)
 def as_found(without_ours):
     """Every test starts enabled with nothing of its own registered, and must leave it so."""
-    tables = hooks._rewrites, hooks._compiles, hooks._functions, hooks._devices
+    tables = hooks._rewrites, hooks._compiles, hooks._executes, hooks._functions, hooks._devices
     before = [dict(table) for table in tables], hooks.enabled()
     yield
     assert ([dict(table) for table in tables], hooks.enabled()) == before
@@ -323,14 +323,46 @@ def test_every_attribute_is_put_back():
     own = there()
     hooks.add_rewrite("r", lambda sink: sink)
     hooks.add_custom_function("f", lambda ctx, call, ast: [], lambda call: ((0,), ()))
+    hooks.add_execute("e", lambda call, ctx, run: run(call, ctx))
     assert not any(a is b for a, b in zip(own, there(), strict=True))
     hooks.remove_rewrite("r")
     hooks.remove_custom_function("f")
+    assert realize.pm_exec is not own[1]
+    hooks.remove_execute("e")
     assert all(a is b for a, b in zip(own, there(), strict=True))
     with hooks.disabled():
         assert realize.compile_linear is jit.compile_linear
         assert realize.compile_linear.__module__ == "tinygrad.engine.realize"
     assert realize.compile_linear.__module__ == "tinygrad_nv.hooks"
+
+
+# **** around the execution of calls ****
+
+def test_an_execute_sees_eager_calls_and_replays_and_is_nested():
+    x, seen = Tensor([1.0, 2.0, 3.0]).realize(), []
+    def outer(call, ctx, run):
+        seen.append(("outer", call.src[0].op))
+        return run(call, ctx)
+    def inner(call, ctx, run):
+        seen.append(("inner", ctx.jit))
+        return run(call, ctx)
+    jitted = TinyJit(lambda x: ((x * 2).contiguous().realize() + 1).realize())
+    hooks.add_execute("outer", outer)
+    hooks.add_execute("inner", inner)
+    try:
+        with hooks.disabled(): assert (x + 5).tolist() == [6, 7, 8]
+        assert seen[:2] == [("outer", Ops.PROGRAM), ("inner", False)]
+        for _ in range(2): jitted(x)
+        seen.clear()
+        assert jitted(x).tolist() == [3, 5, 7]
+        assert seen[1] == ("inner", True)
+    finally:
+        hooks.remove_execute("outer")
+        hooks.remove_execute("inner")
+    seen.clear()
+    assert (x + 6).tolist() == [7, 8, 9]
+    assert not seen
+    with pytest.raises(HookError, match="no execute 'outer' is registered"): hooks.remove_execute("outer")
 
 
 # **** (b) around compile_linear ****
