@@ -19,7 +19,7 @@ from tinygrad.renderer import Renderer
 
 from tinygrad_nv import config
 from tinygrad_nv.runtime.allocator import NVAllocator
-from tinygrad_nv.runtime.driver import Driver, Window
+from tinygrad_nv.runtime.driver import Driver, Window, Work
 from tinygrad_nv.runtime.graph import NVGraph
 from tinygrad_nv.runtime.memory_pool import MemoryPool
 from tinygrad_nv.runtime.program import NVProgram
@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 
 
 class NVDevice(Compiled):
-    """A device of tinygrad over `driver`. `window` is what launches keep in L2 (l2.py)."""
+    """A device of tinygrad over `driver`. `window` is what launches keep in L2 (l2.py). An `observer` submits
+    eager launches in the device's place, and may return the seconds they took (timeline.py)."""
     window: Window | None = None
+    observer: Callable[[NVProgram, Sequence[Work]], float | None] | None = None
 
     def __init__(self, device: str, driver: Driver,
                  renderers: Sequence[type[Renderer]] = (PTXRenderer,)) -> None:

@@ -239,8 +239,9 @@ class Graph(ABC):
 
 
 class Driver(ABC):
-    """One device. `stream=None` is stream 0."""
+    """One device. `stream=None` is stream 0. Of one that is `emulated`, times are of the emulation."""
     properties: Properties
+    emulated = False
 
     # memory
 

@@ -93,6 +93,7 @@ class EmulatedHostMemory(driver.HostMemory):
 
 class EmulatedDriver(driver.Driver):
     """An emulated GPU of architecture sm_80, sm_89 or sm_90a."""
+    emulated = True
 
     def __init__(self, arch: str = "sm_90a", check: bool = True, seed: int = 0) -> None:
         if arch not in ARCHITECTURES:

@@ -72,6 +72,7 @@ class NVProgram(Program["NVDevice"]):
     def __call__(self, *bufs: int, global_size: Triple = (1, 1, 1), local_size: Triple = (1, 1, 1),
                  vals: tuple[int, ...] = (), wait: bool = False, **kwargs: Any) -> float | None:
         works = self.works(bufs, vals, global_size, local_size)
+        if self.dev.observer is not None: return self.dev.observer(self, works)
         def submit() -> None:
             for work in works: self.dev.driver.submit(work)
         return self.dev.timed(submit, wait)
