@@ -13,18 +13,19 @@ that drops what was used longest ago:
   share h = min(1, s / w) does (`hit_ratio`, CUDA's accessPolicyWindow.hitRatio). CUDA's programming guide
   gives that ratio so that the lines which are to stay fit in what is set aside; more would push each other
   out, which keeps none of them.
-* A plan saves h × the bytes of the others that are read in the window. Of all windows that begin and end with
-  a range, lie in one allocation and are not longer than the device's limit, the best is taken, of equals the
-  shortest.
+* A plan saves h × the bytes of the others that are read in the window. Of all windows inside one allocation
+  and not longer than the device's limit the best is taken, of equals the shortest. It begins or ends where a
+  range does: inside a range what it saves only rises, or only falls, but at s bytes.
 
 s is the window's length, but not more than the device sets aside at most. What is between the ranges of a
-window takes its share of it.
+window takes its share of it. Pages that touch and are read equally often are one range; of more than
+`MOST_RANGES` in an allocation, neighbours are taken for one, read as often as they are on average.
 """
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tinygrad_nv.errors import DriverError
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from tinygrad_nv.runtime.device import NVDevice
 
 MIB = 1 << 20
+MOST_RANGES = 128   # 9 × its square windows are compared
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def plan(limits: Properties, ranges: Iterable[Range], step_bytes: int = 0) -> Pl
     if not lost:
         return _nothing(f"a step reads {_mib(step_bytes)}, and L2 ({_mib(limits.l2_bytes)}) keeps the ranges "
                         "from one read to the next as it is")
-    saved, length, start = max(_windows(limits, lost), key=lambda each: (each[0], -each[1], -each[2]))
+    saved, length, start = max((_best(limits, each) for each in _allocations(lost)), key=_preference)
     if not saved: return _nothing("nothing is read")
     ratio = _ratio(limits, length)
     aside = min(length, limits.persisting_l2_limit)
@@ -98,19 +100,40 @@ def _mib(nbytes: float) -> str: return f"{nbytes / MIB:.4g} MiB"
 def _ratio(limits: Properties, length: int) -> float: return min(1.0, limits.persisting_l2_limit / length)
 
 
-def _windows(limits: Properties, ranges: list[Range]) -> Iterator[tuple[float, int, int]]:
-    """Bytes that each window saves, its length and its start."""
-    for at, first in enumerate(ranges):
-        read, end = 0.0, first.address
-        for each in ranges[at:]:
-            if each is not first and (each.allocation is None or each.allocation != first.allocation): break
-            # the last range of a window may be cut by the limit
-            most = first.address + limits.window_limit
-            inside = min(each.end, most) - each.address
-            if inside <= 0: break
-            read, end = read + each.reads * inside, max(end, min(each.end, most))
-            length = end - first.address
-            yield read * _ratio(limits, length), length, first.address
+def _allocations(ranges: list[Range]) -> list[list[Range]]:
+    """Sorted ranges, those that may share a window together, joined where they touch."""
+    found: dict[tuple[int | None, int], list[Range]] = {}
+    for number, each in enumerate(ranges):
+        group = found.setdefault((each.allocation, number if each.allocation is None else 0), [])
+        if group and group[-1].end == each.address and group[-1].reads == each.reads:
+            each = replace(each, address=group[-1].address, nbytes=group.pop().nbytes + each.nbytes)
+        group.append(each)
+    return [[_joined(group[at:at + step]) for at in range(0, len(group), step)] for group in found.values()
+            for step in [-(-len(group) // MOST_RANGES)]]
+
+
+def _joined(ranges: list[Range]) -> Range:
+    """Neighbours with what is between them, read as often as they are on average."""
+    first, nbytes = ranges[0], max(each.end for each in ranges) - ranges[0].address
+    return replace(first, nbytes=nbytes, reads=sum(each.reads * each.nbytes for each in ranges) / nbytes)
+
+
+def _best(limits: Properties, ranges: list[Range]) -> tuple[float, int, int]:
+    """The best window of an allocation: bytes that it saves, its length and its start."""
+    aside, most = limits.persisting_l2_limit, limits.window_limit
+    low, high = min(each.address for each in ranges), max(each.end for each in ranges)
+    starts = {x for each in ranges for x in (each.address, each.end - aside, each.end - most) if x >= low}
+    ends = {x for each in ranges for x in (each.end, each.address + aside, each.address + most) if x <= high}
+    read = {x: sum(each.reads * min(max(x - each.address, 0), each.nbytes) for each in ranges)
+            for x in starts | ends}
+    windows = ((_ratio(limits, end - start) * (read[end] - read[start]), end - start, start)
+               for start in starts for end in ends if 0 < end - start <= most)
+    return max(windows, key=_preference)
+
+
+def _preference(window: tuple[float, int, int]) -> tuple[float, int, int]:
+    saved, length, start = window
+    return saved, -length, -start
 
 
 def tensor_range(tensor: Tensor, reads: float = 1.0) -> Range:
