@@ -6,8 +6,8 @@ from itertools import combinations
 
 import pytest
 
-from tinygrad_nv.runtime.driver import Attributes, Copy, Fill, Function, Launch
-from tinygrad_nv.runtime.edges import early, reduced
+from tinygrad_nv.runtime.driver import Attributes, Copy, Fill, Function, Launch, Work
+from tinygrad_nv.runtime.edges import Chain, Counts, early, reduced
 
 FUNCTION = Function("k", Attributes(0, 0, 0, 1024), None)
 PLAIN, PDL = (Launch(FUNCTION, (1, 1, 1), (32, 1, 1), pdl=pdl) for pdl in (False, True))
@@ -51,3 +51,58 @@ def test_which_edges_are_programmatic():
     assert early(PDL, [PDL])
     assert not any(early(PDL, before) for before in ([], [copy], [fill], [PLAIN, PLAIN], [PLAIN, fill]))
     assert not any(early(work, [PLAIN]) for work in (PLAIN, copy, fill))
+
+
+def launch(ctas: int, pdl: bool = True) -> Launch: return Launch(FUNCTION, (ctas, 1, 1), (32, 1, 1), pdl=pdl)
+
+
+def chained(*nodes: tuple[Work, tuple[int, ...]], sm_count: int = 8) -> tuple[list[tuple[int, ...]], Chain]:
+    chain = Chain(sm_count)
+    return [chain.add(work, after) for work, after in nodes], chain
+
+
+def test_large_launches_are_a_chain():
+    """q, k and v after one norm, then what needs all three: without the chain one edge would be early."""
+    after, chain = chained((launch(8), ()), (launch(9), (0,)), (launch(9), (0,)), (launch(9), (0,)),
+                           (launch(8), (1, 2, 3)))
+    assert after == [(), (0,), (1,), (2,), (3,)]
+    assert chain.counts == Counts(launches=5, edges=4, programmatic=4, chained=2)
+
+
+def test_small_independent_launches_run_side_by_side():
+    after, chain = chained((launch(8), ()), (launch(3), (0,)), (launch(5), (0,)), (launch(1), (0,)),
+                           (launch(8), (1, 2, 3)))
+    assert after == [(), (0,), (0,), (0,), (1, 2, 3)]  # the fourth would be the ninth CTA; 1 and 2 are no one
+    assert chain.counts == Counts(launches=5, edges=6, programmatic=3, beside=1)
+
+
+def test_a_launch_is_not_beside_what_it_follows_by_way_of_a_fill():
+    after, chain = chained((launch(1), ()), (Fill(0, 0, 4), (0,)), (launch(1), (1,)), (launch(1), ()))
+    assert after == [(), (0,), (1,), (0,)]
+    assert chain.counts == Counts(launches=3, edges=3, programmatic=1, chained=1, beside=1)
+
+
+def test_a_grid_that_is_not_known_is_a_large_one():
+    chain = Chain(8)
+    assert [chain.add(launch(1), (), fills=True) for _ in range(3)] == [(), (0,), (1,)]
+
+
+def test_launches_without_pdl_follow_their_data_alone():
+    after, chain = chained((launch(9, pdl=False), ()), (launch(9, pdl=False), ()), (launch(9), ()))
+    assert after == [(), (), (1,)]
+    assert chain.counts == Counts(launches=3, edges=1, programmatic=1, chained=1)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_chain_keeps_the_order_that_data_asks_for(seed):
+    random.seed(seed)
+    chain, wanted = Chain(8), []
+    after = []
+    for i in range(20):
+        work = random.choice([launch(random.randrange(1, 12), random.random() < 0.9), Fill(0, 0, 4)])
+        wanted.append(tuple(n for n in range(i) if random.random() < 0.2))
+        after.append(chain.add(work, wanted[-1], random.random() < 0.1))
+    assert all(need <= have for need, have in zip(reach(wanted), reach(after), strict=True))
+    assert after == reduced(after)
+    early_ones = [early(chain.works[i], [chain.works[n] for n in numbers]) for i, numbers in enumerate(after)]
+    assert (chain.counts.edges, chain.counts.programmatic) == (sum(map(len, after)), sum(early_ones))

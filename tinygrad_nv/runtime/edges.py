@@ -7,10 +7,19 @@ driver.py has it: it is a launch with `pdl` whose only edge comes from a launch.
 
 Reduction stays right where edges are programmatic: a launch with `pdl` executes griddepcontrol.wait, so it
 ends after the launch before it has ended, and what follows it follows that one too.
+
+`Chain` decides between two things that exclude each other: a launch that begins early follows one node only,
+and launches that do not follow each other run side by side. Launches with `pdl` are in groups, in the order
+in which they come. One joins the group of the one before it if it follows none of the group and all CTAs of
+the group fit on the GPU at once, one on each multiprocessor; it gains more by the company than it can save in
+front. Otherwise, with the GPU full or its data not there before, it begins a group and follows the group
+before it, if that is a single launch, so that streams of large kernels are chains of programmatic edges.
 """
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
 
 from tinygrad_nv.runtime.driver import Launch, Work
 
@@ -39,3 +48,57 @@ def reduced(after: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
 def early(work: Work, before: Sequence[Work]) -> bool:
     """Whether `work`, which directly follows the nodes that do `before`, may begin before they have ended."""
     return isinstance(work, Launch) and work.pdl and len(before) == 1 and isinstance(before[0], Launch)
+
+
+@dataclass
+class Counts:
+    """What became of a graph's edges: `programmatic` ones of all, `chained` ones that no data asked for, and
+    launches that run `beside` the one before them."""
+    launches: int = 0
+    edges: int = 0
+    programmatic: int = 0
+    chained: int = 0
+    beside: int = 0
+
+
+class Chain:
+    """The edges of a graph of work that comes in an order in which it could run, on `sm_count`
+    multiprocessors."""
+
+    def __init__(self, sm_count: int) -> None:
+        self.sm_count = sm_count
+        self.works: list[Work] = []
+        self.reduction = Reduction()
+        self.group: list[int] = []      # launches side by side, the last of them the last launch
+        self.behind: list[int] = []     # the group before
+        self.counts = Counts()
+
+    def add(self, work: Work, after: Iterable[int], fills: bool = False) -> tuple[int, ...]:
+        """The next node, whose data needs the nodes in `after`: which nodes it is to follow. With `fills` its
+        grid is not known yet, and taken for a large one."""
+        wanted = set(after)
+        number, more = len(self.works), set[int]()
+        if isinstance(work, Launch): more = self._placed(work, number, wanted, fills)
+        self.works.append(work)
+        kept = self.reduction.add(wanted | more)
+        self.counts.edges += len(kept)
+        self.counts.chained += len(more & set(kept) - wanted)
+        self.counts.programmatic += early(work, [self.works[before] for before in kept])
+        return kept
+
+    def _placed(self, work: Launch, number: int, wanted: set[int], fills: bool) -> set[int]:
+        """Puts a launch into a group; the nodes it follows because of it."""
+        self.counts.launches += 1
+        if work.pdl and self.group and not fills and self._joins(work, wanted): self.counts.beside += 1
+        else: self.behind, self.group = self.group, []
+        self.group.append(number)
+        return set(self.behind) if work.pdl and len(self.behind) == 1 else set()
+
+    def _joins(self, work: Launch, wanted: set[int]) -> bool:
+        """Whether a launch can run beside the group."""
+        members = sum(1 << number for number in self.group)
+        if any(1 << before & members or self.reduction.before[before] & members for before in wanted):
+            return False
+        grids = [each.grid for each in (work, *(self.works[i] for i in self.group))
+                 if isinstance(each, Launch)]
+        return sum(map(prod, grids)) <= self.sm_count

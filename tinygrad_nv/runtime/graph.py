@@ -1,7 +1,8 @@
 """What TinyJit captured, as a graph of the driver.
 
 Protocol: tinygrad's graph interface (`GraphRunner`). Each kernel is its fills and its launch, each of them a
-node after those that it must not overtake; a replay updates the nodes whose work has changed, and launches.
+node after those that it must not overtake, and after those that edges.py's `Chain` puts it behind so that it
+can begin early; a replay updates the nodes whose work has changed, and launches.
 """
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from tinygrad.engine.jit import GraphRunner
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.runtime.driver import Executable, Graph, Node, Triple, Work
+from tinygrad_nv.runtime.edges import Chain
 from tinygrad_nv.runtime.program import NVProgram
 
 
@@ -41,14 +43,14 @@ class _Call:
 class NVGraph(GraphRunner):
     """A batch of a TinyJit as a graph of the driver. Inputs, variables and extents may change between
     replays: the nodes they reach are updated (and tensor maps over inputs made again), the others are left
-    alone."""
+    alone. `chain.counts` says which edges it got."""
 
     def __init__(self, linear: UOp, input_uops: tuple[UOp, ...] = ()) -> None:
         super().__init__(linear, input_uops)
         self.dev = self.runtimes[0].dev
         graph = self.dev.driver.graph()
         self.works: list[_Call] = []
-        self.count = 0
+        self.chain = Chain(self.dev.driver.properties.sm_count)
         for (_, ast, buffers, fixed), program in zip(self.calls, self.runtimes, strict=True):
             grid, block = ast.arg.launch_dims(dict.fromkeys(self.vars, 0))
             words, used = ast.arg.globals, [buffers[i] for i in ast.arg.globals]
@@ -59,16 +61,16 @@ class NVGraph(GraphRunner):
             written = [k for k, i in enumerate(words) if i in ast.arg.outs]
             for work, zeroed in zip(call.works, program.options.zeroed, strict=False):
                 self._add(graph, call, work, [used[zeroed.pointer]], [0])
-            self._add(graph, call, call.works[-1], used, written)
+            self._add(graph, call, call.works[-1], used, written, len(self.works) in self.launch_dims_replace)
             self.works.append(call)
         self.executable: Executable = graph.instantiate()
 
-    def _add(self, graph: Graph, call: _Call, work: Work, buffers: list[Any], written: list[int]) -> None:
+    def _add(self, graph: Graph, call: _Call, work: Work, buffers: list[Any], written: list[int],
+             symbolic: bool = False) -> None:
         """A node, after those that it must not overtake: a fill writes one buffer, so the launch follows
         it."""
-        after = self._access_resources(buffers, written, Node(self.count))
-        call.nodes.append(graph.add(work, after))
-        self.count += 1
+        after = self._access_resources(buffers, written, len(self.chain.works))
+        call.nodes.append(graph.add(work, [Node(before) for before in self.chain.add(work, after, symbolic)]))
 
     def __call__(self, input_uops: tuple[UOp, ...], var_vals: dict[str, int],
                  wait: bool = False) -> float | None:
