@@ -1,0 +1,28 @@
+"""A bar for graphs that are made ahead.
+
+Protocol: on stderr, only where that is a terminal, and gone when all is done.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from tinygrad_nv.runtime.memory_report import human
+
+
+@contextmanager
+def progress(sizes: Sequence[int], held: Callable[[], int]) -> Iterator[Callable[[int], None]]:
+    """Yields what is called with each size that is done; `held` gives the pool's bytes."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+               TextColumn("{task.fields[memory]}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        first = f"size {sizes[0]}" if sizes else ""
+        task = bar.add_task(f"graphs: {first}", total=len(sizes), memory="")
+        def done(size: int) -> None:
+            left = [other for other in sizes if other < size]
+            bar.update(task, advance=1, memory=f"{human(held())} held",
+                       description=f"graphs: size {left[0]}" if left else "graphs")
+        yield done

@@ -1,0 +1,102 @@
+"""What a pool did, and what it holds.
+
+Protocol: `PoolStats` is a picture of one moment; `print` shows it as a table, a line for each size.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tinygrad_nv.runtime.memory_report import human
+
+HEADER = ("size", "hits", "captures", "builds", "capture s", "rows", "padding", "updates", "evicted", "eager",
+          "arena", "outputs", "graph")
+
+
+@dataclass
+class Counts:
+    """What happened to one size so far."""
+    hits: int = 0           # calls that found the graph ready
+    captures: int = 0       # times the step was recorded and compiled
+    builds: int = 0         # times a graph was instantiated, after a capture, an eviction or a grown arena
+    capture_s: float = 0.0  # in captures and builds
+    rows: int = 0           # served
+    padding: int = 0        # rows that filled batches up
+    updates: int = 0        # nodes whose parameters were changed before a launch
+    evictions: int = 0
+    eager: int = 0          # calls that ran without a whole graph
+    reasons: list[str] = field(default_factory=list)    # for that, each once
+
+    def because(self, reason: str) -> None:
+        """Notes why a call ran without a whole graph."""
+        if reason not in self.reasons: self.reasons.append(reason)
+
+
+@dataclass(frozen=True)
+class BucketStats:
+    """One size: counts so far, and bytes. `arena_bytes` and `output_bytes` are what it needs of the regions
+    that all sizes share; `graph_bytes` what the driver took to instantiate it, 0 while it is not."""
+    size: int
+    hits: int
+    captures: int
+    builds: int
+    capture_s: float
+    rows: int
+    padding: int
+    updates: int
+    evictions: int
+    eager: int
+    reasons: tuple[str, ...]
+    arena_bytes: int
+    output_bytes: int
+    graph_bytes: int
+
+    @property
+    def padding_waste(self) -> float:
+        """Padding rows / rows run."""
+        return self.padding / run if (run := self.rows + self.padding) else 0.0
+
+    def cells(self) -> tuple[str, ...]:
+        """As a line of the table."""
+        counts = (self.updates, self.evictions, self.eager)
+        sizes = (self.arena_bytes, self.output_bytes, self.graph_bytes)
+        return (*map(str, (self.size, self.hits, self.captures, self.builds)), f"{self.capture_s:.2f}",
+                str(self.rows), f"{self.padding_waste:.0%}", *map(str, counts), *map(human, sizes))
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """A pool: its sizes, and the bytes it holds now. `limit_bytes` is what graphs, arena and outputs may
+    hold, None without a limit."""
+    device: str
+    buckets: tuple[BucketStats, ...]
+    arena_bytes: int
+    input_bytes: int
+    output_bytes: int
+    staging_bytes: int
+    limit_bytes: int | None
+
+    @property
+    def graph_bytes(self) -> int: return sum(bucket.graph_bytes for bucket in self.buckets)
+
+    @property
+    def hits(self) -> int: return sum(bucket.hits for bucket in self.buckets)
+
+    @property
+    def padding_waste(self) -> float:
+        """Padding rows / rows run, over all sizes."""
+        padding, rows = sum(b.padding for b in self.buckets), sum(b.rows for b in self.buckets)
+        return padding / (padding + rows) if padding + rows else 0.0
+
+    def __str__(self) -> str:
+        lines = [HEADER, *(bucket.cells() for bucket in self.buckets)]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
+        table = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+                 for line in lines]
+        limit = f" of {human(self.limit_bytes)}" if self.limit_bytes is not None else ""
+        held = self.arena_bytes + self.output_bytes + self.graph_bytes
+        table.append(f"{self.device}: {human(held)}{limit} in graphs ({human(self.graph_bytes)}), arena "
+                     f"({human(self.arena_bytes)}) and outputs ({human(self.output_bytes)}); inputs "
+                     f"{human(self.input_bytes)}, page-locked {human(self.staging_bytes)}")
+        table += [f"size {bucket.size} without a whole graph: {reason}"
+                  for bucket in self.buckets for reason in bucket.reasons]
+        return "\n".join(table)
