@@ -3,14 +3,18 @@
 Protocol: `EmulatedDriver(arch, check)` is a `driver.Driver`. Work runs when it is submitted, which is an
 order that streams allow, and a graph's nodes in an unkind one (emulated_graph.py). Findings wait in their
 stream for the next call that synchronises with it, and are gone once raised. Times are of the emulation.
+What work touches is kept, so that work which nothing orders is found (emulated_order.py); page-locked memory
+is poison until it is known to be written (emulated_host.py).
 
-`check=False` leaves out the detection of races, missing fences and uninitialised reads; bounds and alignment
-are checked always. Device 0 and device 1 are two drivers with memories of their own.
+`check=False` leaves out the detection of races, wrong order, missing fences and uninitialised reads, and the
+poison; bounds and alignment are checked always. Device 0 and device 1 are two drivers with memories of their
+own.
 """
 from __future__ import annotations
 
 import time
 from bisect import bisect_right, insort
+from collections.abc import Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -18,6 +22,7 @@ import numpy as np
 from tinygrad_nv.errors import DriverError, KernelError
 from tinygrad_nv.ptx.emulator import Buffer, Emulator, Finding, TensorMap
 from tinygrad_nv.ptx.emulator.arguments import SHARED_LIMIT, SHARED_OF_SM, SM_COUNT, THREADS_OF_SM
+from tinygrad_nv.ptx.emulator.footprint import READ, WRITE, Footprint
 from tinygrad_nv.ptx.emulator.program import layout, shared_layout
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.runtime import driver
@@ -39,6 +44,8 @@ from tinygrad_nv.runtime.emulated_graph import (
     EmulatedGraph,
     EmulatedStream,
 )
+from tinygrad_nv.runtime.emulated_host import EmulatedHostMemory, Owned, host_memory
+from tinygrad_nv.runtime.emulated_order import Clock, Done, Part, touched
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
 STATIC_SHARED_LIMIT = 48 << 10
@@ -79,16 +86,6 @@ class EmulatedModule(driver.Module):
     def unload(self) -> None: self.loaded = False
 
 
-class EmulatedHostMemory(driver.HostMemory):
-    """Bytes of the host."""
-
-    def __init__(self, nbytes: int) -> None:
-        if nbytes <= 0: raise DriverError(f"an allocation of {nbytes} bytes", "a size above 0")
-        self.view = np.full(nbytes, 0xff, np.uint8).data
-
-    def free(self) -> None: self.view = memoryview(b"")
-
-
 # **** the device ****
 
 class EmulatedDriver(driver.Driver):
@@ -104,7 +101,9 @@ class EmulatedDriver(driver.Driver):
         self.addresses: list[int] = []  # sorted
         self.used_bytes = 0
         self.set_aside_bytes = 0        # of L2
+        self.check = check
         self.streams = [EmulatedStream(0)]
+        self.linked = [self]            # devices that share work with this one
 
     # memory
 
@@ -125,6 +124,7 @@ class EmulatedDriver(driver.Driver):
         self.addresses.remove(address)
         self.used_bytes -= buffer.nbytes
         self.emulator.free(buffer)
+        for each in self.timelines(): each.log.pop(buffer, None)
 
     def memory(self) -> tuple[int, int]:
         return self.properties.memory_bytes - self.used_bytes, self.properties.memory_bytes
@@ -141,32 +141,47 @@ class EmulatedDriver(driver.Driver):
         raise DriverError(f"{what} of {nbytes} bytes at {address:#x}", "bytes inside one allocation")
 
     def _write(self, address: int, data: np.ndarray | int, valid: np.ndarray | int, nbytes: int,
-               what: str) -> None:
+               what: str) -> Part:
         buffer, where = self._place(address, nbytes, what)
         buffer.data[where] = data
         if buffer.valid is not None: buffer.valid[where] = valid
+        return buffer, where.start, where.stop, WRITE
 
     def copy_in(self, address: int, source: memoryview, stream: driver.Stream | None = None) -> None:
-        self._not_captured(self.into(stream), "a copy from the host")
-        self._write(address, np.frombuffer(source, np.uint8), 1, source.nbytes, "a copy from the host")
+        into, what = self.into(stream), "a copy from the host"
+        self._not_captured(into, what)
+        into.advance()
+        data = np.frombuffer(source, np.uint8)
+        self.enter(into, self._touched(what, self._write(address, data, 1, source.nbytes, what)))
 
     def copy_out(self, target: memoryview, address: int, stream: driver.Stream | None = None) -> None:
-        self.synchronize(self.into(stream))
-        buffer, where = self._place(address, target.nbytes, "a copy to the host")
+        into, what = self.into(stream), "a copy to the host"
+        self.synchronize(into)
+        into.advance()
+        buffer, where = self._place(address, target.nbytes, what)
         np.frombuffer(target, np.uint8)[:] = buffer.data[where]
+        self.enter(into, self._touched(what, (buffer, where.start, where.stop, READ)))
+        self.synchronize(into)
 
     def copy_peer(self, work: Copy, source: driver.Driver, stream: driver.Stream | None = None) -> None:
         if not isinstance(source, EmulatedDriver):
             raise DriverError(f"a copy from a {type(source).__name__}", "another emulated device")
-        self._not_captured(self.into(stream), "a copy from another device")
-        self._copy(work, source)
+        into, theirs, what = self.into(stream), source.streams[0], "a copy from another device"
+        self._not_captured(into, what)
+        if source not in self.linked: self.linked.append(source)
+        if self not in source.linked: source.linked.append(self)
+        into.join(theirs.now())
+        into.advance()
+        self.enter(into, self._copy(work, source, what))
+        theirs.join(into.now())
 
     def reach(self, other: driver.Driver) -> bool:
         """False: each emulated device has memory of its own, and kernels see no other."""
         return other is self
 
     def set_persisting_l2(self, nbytes: int) -> None:
-        if not 0 <= nbytes <= (limit := self.properties.persisting_l2_limit):
+        limit = self.properties.persisting_l2_limit
+        if not 0 <= nbytes <= limit:
             raise DriverError(f"{nbytes} bytes of L2 to set aside", f"0 to {limit} on this device")
         self.set_aside_bytes = nbytes
 
@@ -181,10 +196,31 @@ class EmulatedDriver(driver.Driver):
             raise DriverError("a launch with a window, and no L2 is set aside for it",
                               "set_persisting_l2 before the launch", "launch without a window")
 
-    def _copy(self, work: Copy, source: EmulatedDriver) -> None:
-        buffer, where = source._place(work.source, work.nbytes, "a copy")
+    def _copy(self, work: Copy, source: EmulatedDriver, what: str) -> Footprint:
+        buffer, where = source._place(work.source, work.nbytes, what)
         valid = 1 if buffer.valid is None else buffer.valid[where]
-        self._write(work.target, buffer.data[where], valid, work.nbytes, "a copy")
+        written = self._write(work.target, buffer.data[where], valid, work.nbytes, what)
+        return self._touched(what, (buffer, where.start, where.stop, READ), written)
+
+    def _upload(self, work: Upload, stream: EmulatedStream, what: str) -> Footprint:
+        memory, stop = host_memory(work.source), work.offset + work.nbytes
+        data = memory.bytes(work.offset, stop)
+        written = self._write(work.target, data, 1, work.nbytes, what)
+        self._lend(stream, Owned(memory, stream.position, work.offset, data, False,
+                                 f"{what} of {work.nbytes} bytes in stream {stream.number}"))
+        return self._touched(what, written, (memory, work.offset, stop, READ))
+
+    def _download(self, work: Download, stream: EmulatedStream, what: str) -> Footprint:
+        memory, stop = host_memory(work.target), work.offset + work.nbytes
+        buffer, where = self._place(work.source, work.nbytes, what)
+        memory.array(work.offset, stop)[:] = buffer.data[where]
+        self._lend(stream, Owned(memory, stream.position, work.offset, buffer.data[where].copy(), True, what))
+        return self._touched(what, (buffer, where.start, where.stop, READ), (memory, work.offset, stop, WRITE))
+
+    def _lend(self, stream: EmulatedStream, owned: Owned) -> None:
+        if not self.check: return
+        stream.findings += owned.memory.lend(owned)
+        stream.owned.append(owned)
 
     # code
 
@@ -192,22 +228,37 @@ class EmulatedDriver(driver.Driver):
 
     def submit(self, work: Work, stream: driver.Stream | None = None) -> None:
         into = self.into(stream)
-        if (capture := into.capture) is None: self.run(work, into)
-        else: capture.tails[into] = (capture.graph.add(work, capture.tails[into]),)
+        if (capture := into.capture) is not None:
+            capture.tails[into] = (capture.graph.add(work, capture.tails[into]),)
+            return
+        ahead = into.advance()
+        done = self.run(work, into, ahead)
+        if isinstance(work, Launch): into.ahead = done.beside(ahead)
+        self.enter(into, done.footprint)
 
-    def run(self, work: Work, stream: EmulatedStream) -> None:
-        """Does it now; what a kernel does wrong is kept with the stream."""
-        if isinstance(work, Copy): self._copy(work, self)
-        elif isinstance(work, Upload):
-            data = np.frombuffer(work.source.view[work.offset:work.offset + work.nbytes], np.uint8)
-            self._write(work.target, data, 1, work.nbytes, "an upload")
-        elif isinstance(work, Download):
-            buffer, where = self._place(work.source, work.nbytes, "a download")
-            work.target.view[work.offset:work.offset + work.nbytes] = buffer.data[where].data
-        elif isinstance(work, driver.Fill): self._write(work.target, work.value, 1, work.nbytes, "a fill")
-        else: self._launch(work, stream)
+    def run(self, work: Work, stream: EmulatedStream, ahead: tuple[Footprint, ...] = ()) -> Done:
+        """Does it now, a launch with pdl beside the kernels `ahead`; what a kernel does wrong is kept with the
+        stream."""
+        if isinstance(work, Launch): return self._launch(work, stream, ahead)
+        if isinstance(work, Copy): return Done(self._copy(work, self, "a copy"))
+        if isinstance(work, Upload): return Done(self._upload(work, stream, "an upload"))
+        if isinstance(work, Download): return Done(self._download(work, stream, "a download"))
+        return Done(self._touched("a fill", self._write(work.target, work.value, 1, work.nbytes, "a fill")))
 
-    def _launch(self, work: Launch, stream: EmulatedStream) -> None:
+    def _touched(self, what: str, *parts: Part) -> Footprint:
+        return touched(what, *parts) if self.check else Footprint(what)
+
+    def timelines(self) -> list[EmulatedStream]:
+        """All streams whose work may touch this device's memory."""
+        return [stream for device in self.linked for stream in device.streams]
+
+    def enter(self, stream: EmulatedStream, footprint: Footprint) -> None:
+        """The stream's last work touched these bytes: what that conflicts with is kept with the stream."""
+        if not self.check: return
+        found = stream.enter(footprint, self.timelines())
+        stream.findings += [one for one in found if one not in stream.findings]
+
+    def _launch(self, work: Launch, stream: EmulatedStream, ahead: tuple[Footprint, ...]) -> Done:
         module = work.function.handle
         if not isinstance(module, EmulatedModule) or not module.loaded:
             raise DriverError(f"kernel {work.function.name} is launched",
@@ -217,8 +268,10 @@ class EmulatedDriver(driver.Driver):
                               "launch without pdl")
         if work.window is not None: self._check_window(work.window)
         report = self.emulator.launch(module.text, work.grid, work.block, work.args, entry=work.function.name,
-                                      cluster=work.cluster, dynamic_smem=work.dynamic_smem)
+                                      cluster=work.cluster, dynamic_smem=work.dynamic_smem,
+                                      footprint=self.check, ahead=ahead if work.pdl else None)
         stream.findings += [_described(work, module, finding) for finding in report.findings]
+        return Done(report.footprint or Footprint(f"kernel {work.function.name}"), report.early)
 
     # order
 
@@ -246,12 +299,15 @@ class EmulatedDriver(driver.Driver):
         event.stream = into = self.into(stream)
         event.capture, event.seconds = into.capture, time.perf_counter()
         event.nodes = into.capture.tails[into] if into.capture is not None else ()
+        event.clock = into.now()
 
     def wait(self, event: driver.Event, stream: driver.Stream | None = None) -> None:
         assert isinstance(event, EmulatedEvent)
         into, capture = self.into(stream), event.capture
         if event.stream is None: _never_recorded("a stream waits for")
-        if capture is None and into.capture is None: return  # what was submitted before has run
+        if capture is None and into.capture is None:
+            into.join(event.clock)
+            return
         if capture is None:
             raise DriverError(f"captured stream {into.number} waits for an event from outside the capture",
                               "an event recorded in the same capture", "record it after begin_capture")
@@ -271,7 +327,8 @@ class EmulatedDriver(driver.Driver):
         if event.capture is not None:
             raise DriverError("the host waits for an event of a capture", "an event that runs",
                               "launch the graph and synchronize with its stream")
-        self.synchronize(event.stream)
+        self._not_captured(event.stream, "synchronisation")
+        self._told([event.stream], event.clock)
 
     def elapsed_ms(self, start: driver.Event, end: driver.Event) -> float:
         assert isinstance(start, EmulatedEvent)
@@ -285,7 +342,13 @@ class EmulatedDriver(driver.Driver):
     def synchronize(self, stream: driver.Stream | None = None) -> None:
         streams = self.streams if stream is None else [self.into(stream)]
         for each in streams: self._not_captured(each, "synchronisation")
-        found = [one for each in streams for one in each.findings]
+        self._told(streams, *(each.now() for each in streams))
+
+    @staticmethod
+    def _told(streams: Sequence[EmulatedStream], *clocks: Clock) -> None:
+        """The host knows these points to have come to pass; raises what these streams have found."""
+        settled = [one for clock in clocks for each, position in clock.items() for one in each.complete(position)]
+        found = [one for each in streams for one in each.findings] + settled
         for each in streams: each.findings.clear()
         if found: _raise(found)
 
@@ -334,7 +397,7 @@ def _described(work: Launch, module: EmulatedModule, finding: Finding) -> str:
 def _raise(found: list[str]) -> NoReturn:
     more = f"\nand {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     raise KernelError("\n".join(found[:SHOWN]) + more, "kernels in which the emulator finds nothing",
-                      "correct the lines named; EMU_CHECK=0 runs without race and initialisation checks")
+                      "correct what is named; EMU_CHECK=0 runs without checks of races, order and initialisation")
 
 
 def _never_recorded(what: str) -> NoReturn:

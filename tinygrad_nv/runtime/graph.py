@@ -43,13 +43,16 @@ class _Call:
 class NVGraph(GraphRunner):
     """A batch of a TinyJit as a graph of the driver. Inputs, variables and extents may change between
     replays: the nodes they reach are updated (and tensor maps over inputs made again), the others are left
-    alone. `chain.counts` says which edges it got."""
+    alone. `chain.counts` says which edges it got. With another window of L2 (l2.py) it is instantiated anew:
+    nodes cannot change theirs."""
 
     def __init__(self, linear: UOp, input_uops: tuple[UOp, ...] = ()) -> None:
         super().__init__(linear, input_uops)
         self.dev = self.runtimes[0].dev
         graph = self.dev.driver.graph()
         self.works: list[_Call] = []
+        self.after: list[list[Node]] = []
+        self.window = self.dev.window
         self.chain = Chain(self.dev.driver.properties.sm_count)
         for (_, ast, buffers, fixed), program in zip(self.calls, self.runtimes, strict=True):
             grid, block = ast.arg.launch_dims(dict.fromkeys(self.vars, 0))
@@ -70,7 +73,15 @@ class NVGraph(GraphRunner):
         """A node, after those that it must not overtake: a fill writes one buffer, so the launch follows
         it."""
         after = self._access_resources(buffers, written, len(self.chain.works))
-        call.nodes.append(graph.add(work, [Node(before) for before in self.chain.add(work, after, symbolic)]))
+        self.after.append([Node(before) for before in self.chain.add(work, after, symbolic)])
+        call.nodes.append(graph.add(work, self.after[-1]))
+
+    def _instantiate_again(self) -> None:
+        self.window, graph = self.dev.window, self.dev.driver.graph()
+        for call in self.works: call.works = call.made()
+        works = [work for call in self.works for work in call.works]
+        for work, after in zip(works, self.after, strict=True): graph.add(work, after)
+        self.executable = graph.instantiate()
 
     def __call__(self, input_uops: tuple[UOp, ...], var_vals: dict[str, int],
                  wait: bool = False) -> float | None:
@@ -87,7 +98,9 @@ class NVGraph(GraphRunner):
         for j, grid, block in self.updated_launch_dims(var_vals):
             self.works[j].grid, self.works[j].block = grid, block
             changed.add(j)
-        for j in changed: self.works[j].update(self.executable)
+        if self.dev.window != self.window: self._instantiate_again()
+        else:
+            for j in changed: self.works[j].update(self.executable)
         return self.dev.timed(self.executable.launch, wait)
 
     @staticmethod
