@@ -141,8 +141,7 @@ class MemoryPool:
         """Refuses, with the words of an allocation that fails, what will not fit: bytes by label that are
         about to be allocated."""
         asked = sum(sizes.values())
-        free, _ = self.driver.memory()
-        room = min(self.limit - self.live_bytes, free + self.driver.kept())
+        room = min(self.limit - self.live_bytes, self.driver.memory()[0])
         if asked > room: raise self.out_of_memory(asked, " and ".join(sizes), "", sizes)
 
     def on_pressure(self, reclaim: Callable[[int], object]) -> Callable[[], None]:
@@ -163,11 +162,10 @@ class MemoryPool:
         shares = [Share(name, t.nbytes, t.count, t.peak) for name, t in list(self._tallies.items())]
         largest = heapq.nsmallest(LARGEST, list(self._held.values()), lambda one: (-one.nbytes, one.number))
         free, total = self.driver.memory()
-        kept = self.driver.kept()
+        kept = min(self.driver.kept(), free)
         shares.sort(key=lambda share: (-share.nbytes, -share.peak_bytes, share.label))
-        return MemoryReport(self.name, tuple(shares), tuple(largest), self.live_bytes,
-                            self.peak_bytes, kept, max(0, total - free - self.live_bytes - kept), free, total,
-                            self.limit)
+        return MemoryReport(self.name, tuple(shares), tuple(largest), self.live_bytes, self.peak_bytes, kept,
+                            max(0, total - free - self.live_bytes), free - kept, total, self.limit)
 
     def out_of_memory(self, nbytes: int, label: str, refusal: str = "",
                       sizes: dict[str, int] | None = None) -> OutOfMemoryError:
