@@ -71,6 +71,13 @@ def _version(program: Path) -> str:
     return next((line for line in out.splitlines() if "release" in line), out).strip()
 
 
+def release() -> tuple[int, int] | None:
+    """The CUDA release that ptxas is of, None where there is no ptxas."""
+    if (program := find_program("ptxas")) is None: return None
+    found = re.search(r"release (\d+)\.(\d+)", _version(program))
+    return (int(found[1]), int(found[2])) if found else None
+
+
 def require_ptxas() -> Path:
     """ptxas, or a `ToolchainError` that says where it was looked for."""
     if (found := find_program("ptxas")) is None:
