@@ -15,9 +15,11 @@ from tinygrad_nv import Device, Tensor, TinyJit, Variable, dtypes, function, hoo
 from tinygrad_nv.errors import DriverError, TensorMapError
 from tinygrad_nv.patterns.program import Output, gemm, program
 from tinygrad_nv.ptx.builder import Kernel
+from tinygrad_nv.ptx.emulator.footprint import Footprint
 from tinygrad_nv.runtime.driver import Fill, Launch
 from tinygrad_nv.runtime.emulated import EmulatedDriver
 from tinygrad_nv.runtime.emulated_graph import EmulatedGraph
+from tinygrad_nv.runtime.emulated_order import Done
 from tinygrad_nv.runtime.launch_text import source
 from tinygrad_nv.tile.dense import dense
 from tinygrad_nv.tile.kernel import GemmKernel, MapArgument
@@ -261,8 +263,9 @@ def test_a_fill_follows_those_who_read_its_buffer():
 
 def test_without_the_fill_a_replay_would_be_wrong(monkeypatch: pytest.MonkeyPatch):
     run = EmulatedDriver.run
-    monkeypatch.setattr(EmulatedDriver, "run", lambda self, work, stream:
-                        None if isinstance(work, Fill) else run(self, work, stream))
+    nothing = Done(Footprint("a fill"))
+    monkeypatch.setattr(EmulatedDriver, "run", lambda self, work, *rest:
+                        nothing if isinstance(work, Fill) else run(self, work, *rest))
     with pytest.raises(RuntimeError, match="uninitialized"): counted(Tensor(floats(32)).realize()).numpy()
 
 

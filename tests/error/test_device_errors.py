@@ -91,7 +91,7 @@ def test_out_of_bounds():
     assert f"kernel k: out-of-bounds: line {LINE}: write of 4 bytes at " in caught.value.found
     assert f"\n    {LINE}: st.global.u32 [%a2], %r1;" in caught.value.found
     assert caught.value.expected == "kernels in which the emulator finds nothing"
-    assert caught.value.fix.startswith("correct the lines named")
+    assert caught.value.fix.startswith("correct what is named")
 
 
 def test_a_race():

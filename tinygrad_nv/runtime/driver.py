@@ -224,7 +224,7 @@ class Executable(ABC):
 
     @abstractmethod
     def launch(self, stream: Stream | None = None) -> None:
-        """Puts one run of the graph into a stream."""
+        """Puts one run of the graph into a stream; it comes after the runs that were launched before it."""
 
 
 class Graph(ABC):
@@ -255,7 +255,7 @@ class Driver(ABC):
 
     @abstractmethod
     def memory(self) -> tuple[int, int]:
-        """Bytes free on the device now, whoever uses the rest, and bytes it has."""
+        """Bytes free on the device now, `kept` ones included, whoever uses the rest; and bytes it has."""
 
     def kept(self) -> int:
         """Bytes that were given back and that the driver keeps for the next `alloc`."""
@@ -279,7 +279,8 @@ class Driver(ABC):
 
     @abstractmethod
     def copy_peer(self, work: Copy, source: Driver, stream: Stream | None = None) -> None:
-        """Copies from another device of the same kind, after all that stream 0 there holds."""
+        """Copies from another device of the same kind, after all that stream 0 there holds, and before what
+        comes to that later."""
 
     @abstractmethod
     def reach(self, other: Driver) -> bool:

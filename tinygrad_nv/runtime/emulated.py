@@ -20,17 +20,13 @@ from typing import NoReturn
 import numpy as np
 
 from tinygrad_nv.errors import DriverError, KernelError
-from tinygrad_nv.ptx.emulator import Buffer, Emulator, Finding, TensorMap
+from tinygrad_nv.ptx.emulator import Buffer, Emulator, TensorMap
 from tinygrad_nv.ptx.emulator.arguments import SHARED_LIMIT, SHARED_OF_SM, SM_COUNT, THREADS_OF_SM
 from tinygrad_nv.ptx.emulator.footprint import READ, WRITE, Footprint
-from tinygrad_nv.ptx.emulator.program import layout, shared_layout
-from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.runtime import driver
 from tinygrad_nv.runtime.driver import (
-    Attributes,
     Copy,
     Download,
-    Function,
     Launch,
     Properties,
     TensorMapSpec,
@@ -45,6 +41,7 @@ from tinygrad_nv.runtime.emulated_graph import (
     EmulatedStream,
 )
 from tinygrad_nv.runtime.emulated_host import EmulatedHostMemory, Owned, host_memory
+from tinygrad_nv.runtime.emulated_module import EmulatedModule, described
 from tinygrad_nv.runtime.emulated_order import Clock, Done, Part, touched
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
@@ -61,29 +58,6 @@ def properties(arch: str) -> Properties:
     return Properties(f"emulated {arch}", arch, SM_COUNT[number], STATIC_SHARED_LIMIT, SHARED_LIMIT[number],
                       SHARED_OF_SM[number], L2_BYTES[number], MEMORY_BYTES[number], THREADS_OF_SM[number],
                       persisting_l2_limit=L2_BYTES[number] * 3 // 4, window_limit=WINDOW_LIMIT)
-
-
-class EmulatedModule(driver.Module):
-    """PTX text, parsed."""
-
-    def __init__(self, image: bytes) -> None:
-        if image[:4] == b"\x7fELF":
-            raise DriverError("the module is a cubin", "PTX text: the emulator runs no machine code",
-                              "load the PTX the cubin was made from")
-        self.text = image.rstrip(b"\0").decode()
-        self.module = parse(self.text)
-        self.loaded = True
-
-    def function(self, name: str) -> Function:
-        if (found := self.module.functions.get(name)) is None:
-            raise DriverError(f"the module has no kernel {name!r}",
-                              f"one of: {', '.join(self.module.functions) or 'none'}")
-        _, static, _ = shared_layout(self.module, found)
-        _, local = layout(v for v in found.variables.values() if v.space == "local")
-        bound = found.directives.get("reqntid") or found.directives.get("maxntid") or (1024,)
-        return Function(name, Attributes(static, local, 0, int(np.prod(bound))), self)
-
-    def unload(self) -> None: self.loaded = False
 
 
 # **** the device ****
@@ -213,9 +187,11 @@ class EmulatedDriver(driver.Driver):
     def _download(self, work: Download, stream: EmulatedStream, what: str) -> Footprint:
         memory, stop = host_memory(work.target), work.offset + work.nbytes
         buffer, where = self._place(work.source, work.nbytes, what)
-        memory.array(work.offset, stop)[:] = buffer.data[where]
-        self._lend(stream, Owned(memory, stream.position, work.offset, buffer.data[where].copy(), True, what))
-        return self._touched(what, (buffer, where.start, where.stop, READ), (memory, work.offset, stop, WRITE))
+        data = buffer.data[where].copy()
+        memory.array(work.offset, stop)[:] = data
+        self._lend(stream, Owned(memory, stream.position, work.offset, data, True, what))
+        read = buffer, where.start, where.stop, READ
+        return self._touched(what, read, (memory, work.offset, stop, WRITE))
 
     def _lend(self, stream: EmulatedStream, owned: Owned) -> None:
         if not self.check: return
@@ -237,8 +213,8 @@ class EmulatedDriver(driver.Driver):
         self.enter(into, done.footprint)
 
     def run(self, work: Work, stream: EmulatedStream, ahead: tuple[Footprint, ...] = ()) -> Done:
-        """Does it now, a launch with pdl beside the kernels `ahead`; what a kernel does wrong is kept with the
-        stream."""
+        """Does it now, a launch with pdl beside the kernels `ahead`; what a kernel does wrong is kept with
+        the stream."""
         if isinstance(work, Launch): return self._launch(work, stream, ahead)
         if isinstance(work, Copy): return Done(self._copy(work, self, "a copy"))
         if isinstance(work, Upload): return Done(self._upload(work, stream, "an upload"))
@@ -270,7 +246,7 @@ class EmulatedDriver(driver.Driver):
         report = self.emulator.launch(module.text, work.grid, work.block, work.args, entry=work.function.name,
                                       cluster=work.cluster, dynamic_smem=work.dynamic_smem,
                                       footprint=self.check, ahead=ahead if work.pdl else None)
-        stream.findings += [_described(work, module, finding) for finding in report.findings]
+        stream.findings += [described(work, module, finding) for finding in report.findings]
         return Done(report.footprint or Footprint(f"kernel {work.function.name}"), report.early)
 
     # order
@@ -347,8 +323,9 @@ class EmulatedDriver(driver.Driver):
     @staticmethod
     def _told(streams: Sequence[EmulatedStream], *clocks: Clock) -> None:
         """The host knows these points to have come to pass; raises what these streams have found."""
-        settled = [one for clock in clocks for each, position in clock.items() for one in each.complete(position)]
-        found = [one for each in streams for one in each.findings] + settled
+        found = [one for each in streams for one in each.findings]
+        for clock in clocks:
+            for each, position in clock.items(): found += each.complete(position)
         for each in streams: each.findings.clear()
         if found: _raise(found)
 
@@ -386,18 +363,10 @@ class EmulatedDriver(driver.Driver):
                                spec.interleave, spec.l2_promotion, spec.fill).encode()
 
 
-def _described(work: Launch, module: EmulatedModule, finding: Finding) -> str:
-    """A finding with the kernel's name and the line of PTX it means."""
-    lines = module.text.splitlines()
-    line = finding.ptx_line
-    quoted = f"\n    {line}: {lines[line - 1].strip()}" if 0 < line <= len(lines) else ""
-    return f"kernel {work.function.name}: {finding}{quoted}"
-
-
 def _raise(found: list[str]) -> NoReturn:
     more = f"\nand {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     raise KernelError("\n".join(found[:SHOWN]) + more, "kernels in which the emulator finds nothing",
-                      "correct what is named; EMU_CHECK=0 runs without checks of races, order and initialisation")
+                      "correct what is named; EMU_CHECK=0 runs without race, order and initialisation checks")
 
 
 def _never_recorded(what: str) -> NoReturn:

@@ -1,7 +1,8 @@
 """Streams, events and graphs of the emulated driver.
 
 Protocol: a graph runs its nodes in an unkind order that its edges allow (of those that are ready, the latest
-added), so that a missing edge shows. A capture is a graph and the last nodes of each stream in it.
+added), so that a missing edge shows, and its nodes' footprints are compared. A capture is a graph and the
+last nodes of each stream in it.
 """
 from __future__ import annotations
 
@@ -11,8 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tinygrad_nv.errors import DriverError
+from tinygrad_nv.ptx.emulator.footprint import Footprint
 from tinygrad_nv.runtime import driver
 from tinygrad_nv.runtime.driver import Launch, Node, Work
+from tinygrad_nv.runtime.edges import early
+from tinygrad_nv.runtime.emulated_order import Clock, GraphOrder, Timeline
 
 if TYPE_CHECKING:
     from tinygrad_nv.runtime.emulated import EmulatedDriver
@@ -28,9 +32,8 @@ class Capture:
 
 
 @dataclass(eq=False)
-class EmulatedStream(driver.Stream):
+class EmulatedStream(Timeline, driver.Stream):
     """Its findings not yet told, and the capture it is in."""
-    number: int
     findings: list[str] = field(default_factory=list)
     capture: Capture | None = None
 
@@ -42,6 +45,7 @@ class EmulatedEvent(driver.Event):
     seconds: float = 0.0
     capture: Capture | None = None
     nodes: tuple[Node, ...] = ()
+    clock: Clock = field(default_factory=dict)
 
 
 class EmulatedGraph(driver.Graph):
@@ -94,7 +98,9 @@ class EmulatedExecutable(driver.Executable):
 
     def __init__(self, graph: EmulatedGraph) -> None:
         self.device, self.works, self.order = graph.device, list(graph.works), graph.order()
+        self.edges = GraphOrder(graph.after)
         self.launches = 0
+        self.last: Clock = {}           # where it was launched last
 
     def update(self, node: Node, work: Work) -> None:
         if not 0 <= node.number < len(self.works):
@@ -117,4 +123,23 @@ class EmulatedExecutable(driver.Executable):
             raise DriverError("a graph is launched into a stream that is captured", "a stream that runs",
                               "capture the graph's work itself")
         self.launches += 1
-        for number in self.order: self.device.run(self.works[number], into)
+        into.join(self.last)            # launches of one executable graph do not overlap
+        into.advance()
+        self.last = into.now()
+        if self.device.check: self._run_checked(into)
+        else:
+            for number in self.order: self.device.run(self.works[number], into)
+
+    def _run_checked(self, into: EmulatedStream) -> None:
+        footprints = [Footprint("")] * len(self.works)
+        # by node: what a programmatic launch right after it runs beside
+        beside: dict[int, tuple[Footprint, ...]] = {}
+        for number in self.order:
+            work, before = self.works[number], self.edges.direct[number]
+            ahead = beside[before[0]] if early(work, [self.works[each] for each in before]) else ()
+            done = self.device.run(work, into, ahead)
+            beside[number] = done.beside(ahead)
+            what, runs = f"{done.footprint.what} (node {number} of a graph)", done.footprint.runs
+            footprints[number] = Footprint(what, runs)
+        for footprint in footprints: self.device.enter(into, footprint)
+        into.findings += self.edges.compare(footprints)

@@ -57,15 +57,23 @@ class Runs:
         for start, stop, flags in zip(self.bounds[:-1], self.bounds[1:], self.flags, strict=True):
             into[start:stop] |= flags
 
+    def at(self, places: np.ndarray) -> np.ndarray:
+        """The flags of bytes at these places."""
+        padded = np.concatenate(([0], self.flags, [0])).astype(np.uint8)
+        return padded[np.searchsorted(self.bounds, places, "right")]
+
+    def merged(self, other: Runs) -> Runs:
+        """The bytes that either touches."""
+        bounds = np.union1d(self.bounds, other.bounds)
+        return Runs(bounds, self.at(bounds[:-1]) | other.at(bounds[:-1]))
+
     def conflict(self, other: Runs) -> Overlap | None:
         """The first bytes for which the two conflict."""
         low, high = max(self.bounds[0], other.bounds[0]), min(self.bounds[-1], other.bounds[-1])
         if low >= high or not CONFLICT[self.all, other.all]: return None
         cuts = np.union1d(self.bounds, other.bounds)
-        cuts = cuts[(cuts >= low) & (cuts <= high)]
-        mine, others = (runs.flags[np.searchsorted(runs.bounds, cuts[:-1], "right") - 1]
-                        for runs in (self, other))
-        bad = np.append(CONFLICT[mine, others], False)
+        mine, others = self.at(cuts), other.at(cuts)
+        bad = CONFLICT[mine, others]
         if not bad.any(): return None
         first = int(bad.argmax())
         last = first + int((~bad[first:]).argmax())
