@@ -39,7 +39,8 @@ def require_room(device: str, config: ModelConfig, dtype: DType, length: int, ca
     def smaller(short: int) -> str:
         if dtype.itemsize == 4 and short <= (weights + token * capacity) // 2:
             return f"use --dtype bfloat16: {human(weights // 2)} of weights"
-        return "" if shorter(short) else f"use a smaller model, or a GPU with more than {human(pool.total)}"
+        most = pool.live_bytes + pool.driver.memory()[0]  # with all of the device to be had
+        return "" if weights <= most else f"use a smaller model, or a GPU with more than {human(most)} free"
 
     pool.remedy(CACHE, shorter)
     pool.remedy(WEIGHTS, smaller)

@@ -98,7 +98,7 @@ def shortage(report: MemoryReport, nbytes: int, label: str, refusal: str, sizes:
     lines = [f"out of memory on {report.device}: {asked} asked, {human(room)} to be had",
              f"  held:     {_holders(report)}",
              f"  limit:    {human(report.limit)} of {human(report.total)}"
-             f" ({report.limit / report.total:.0%})",
+             f" ({100 * report.limit / report.total:.3g}%)",
              f"  outside:  {human(report.outside)} (other processes, the driver); free: {human(report.free)}"]
     if nbytes <= room and refusal: lines.append(f"  driver:   {refusal}")
     return OutOfMemoryError("\n".join(lines), f"at most {human(room)}",
@@ -117,7 +117,6 @@ def _advice(report: MemoryReport, nbytes: int, room: int, sizes: Mapping[str, in
             remedies: Mapping[str, Callable[[int], str]]) -> list[str]:
     """What would help, of what the figures bear out."""
     short, out = nbytes - room, []
-    if nbytes > report.total: out.append(f"ask for less: the device has {human(report.total)} in all")
     limited = report.limit - report.held < nbytes
     if limited and nbytes <= report.free + report.kept and report.held + nbytes <= report.total:
         out.append(f"raise --gpu-memory-utilization to {_least(report.held + nbytes, report.total)}")
@@ -133,7 +132,7 @@ def _advice(report: MemoryReport, nbytes: int, room: int, sizes: Mapping[str, in
         most = report.largest[0]
         out.append("let go of tensors that are not needed: the largest allocation is "
                    f"{human(most.nbytes)} of {most.label}")
-    return out or [f"ask for less, or use a device with more than {human(report.total)}"]
+    return out or [f"ask for less: the device has {human(report.total)} in all"]
 
 
 def _least(nbytes: int, total: int) -> str:
