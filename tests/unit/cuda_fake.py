@@ -61,11 +61,12 @@ class Fake:
         self.capturing: set[int] = set()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("cu") and name != "cuuint64_t" and name != "cuuint32_t":
+        real = getattr(cu, name)    # an AttributeError where cuda.bindings has no such thing
+        if callable(real) and not isinstance(real, type):
             if (function := getattr(type(self), f"_{name}", ORDER.get(name))) is None:
                 raise AssertionError(f"the fake has no {name}")
             return lambda *args: self._called(name, function, *args)
-        return getattr(cu, name)
+        return real
 
     def _called(self, name: str, function: Any, *args: Any) -> Any:
         self.calls[name] += 1

@@ -25,7 +25,7 @@ from typing import Any
 from tinygrad_nv.errors import DriverError, KernelError
 from tinygrad_nv.runtime import cuda_api, cuda_map, cuda_order, driver
 from tinygrad_nv.runtime.cuda_code import CUDAModule, Launcher
-from tinygrad_nv.runtime.cuda_graph import CUDAGraph, host_address
+from tinygrad_nv.runtime.cuda_graph import CUDAGraph, described, host_address
 from tinygrad_nv.runtime.cuda_memory import CUDAHostMemory, Pool, Staging
 from tinygrad_nv.runtime.cuda_order import CUDAEvent, CUDAStream
 from tinygrad_nv.runtime.driver import Copy, Download, Fill, Launch, Properties, TensorMapSpec, Upload, Work
@@ -226,18 +226,17 @@ class CUDADriver(driver.Driver):
         else: self._move(work, into)
 
     def _move(self, work: Copy | Fill | Upload | Download, into: CUDAStream) -> None:
-        handle, nbytes = into.handle, work.nbytes
-        what = f"a {type(work).__name__.lower()} of {nbytes} bytes"
         if isinstance(work, Fill):
-            self.call("cuMemsetD8Async", work.target, work.value, nbytes, handle, doing=what)
+            status, = self.status("cuMemsetD8Async", work.target, work.value, work.nbytes, into.handle)
         elif isinstance(work, Copy):
-            self.call("cuMemcpyDtoDAsync", work.target, work.source, nbytes, handle, doing=what)
+            status, = self.status("cuMemcpyDtoDAsync", work.target, work.source, work.nbytes, into.handle)
         elif isinstance(work, Upload):
-            self.call("cuMemcpyHtoDAsync", work.target, host_address(work.source, work), nbytes, handle,
-                      doing=what)
+            status, = self.status("cuMemcpyHtoDAsync", work.target, host_address(work.source, work),
+                                  work.nbytes, into.handle)
         else:
-            self.call("cuMemcpyDtoHAsync", host_address(work.target, work), work.source, nbytes, handle,
-                      doing=what)
+            status, = self.status("cuMemcpyDtoHAsync", host_address(work.target, work), work.source,
+                                  work.nbytes, into.handle)
+        if status: self.checked(status, doing=described(work))
         into.busy = True
 
     def launch_graph(self, executable: Any, into: CUDAStream) -> None:

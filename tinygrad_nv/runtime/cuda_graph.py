@@ -188,6 +188,12 @@ def copy_parameters(gpu: CUDADriver, work: Copy | Upload | Download) -> Any:
     return made
 
 
+def described(work: Copy | Fill | Upload | Download) -> str:
+    """Work in words, for the error of what the driver does not take."""
+    target = work.target.address if isinstance(work.target, CUDAHostMemory) else work.target
+    return f"a {type(work).__name__.lower()} of {work.nbytes} bytes at {target:#x}"
+
+
 def host_address(memory: driver.HostMemory, work: Upload | Download) -> int:
     """Where the page-locked bytes of a copy lie."""
     name = type(work).__name__.lower()
