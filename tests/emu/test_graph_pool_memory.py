@@ -311,7 +311,7 @@ def test_interrupted_anywhere(interrupted: NVDevice, error: type[BaseException])
 
 
 def test_interrupted_while_nodes_are_updated(interrupted: NVDevice, monkeypatch: pytest.MonkeyPatch):
-    def step(x: Tensor, n: Variable) -> Tensor: return ((x + n).contiguous() * n).contiguous() + n
+    def step(x: Tensor, n: Variable) -> Tensor: return ((x + n).realize() * n).realize() + n
     pool = GraphPool(step, {"x": Input((4,), dtypes.int32)}, (2,), interrupted.device)
     x, n = np.arange(8, dtype=np.int32).reshape(2, 4), Variable("n", 0, 99)
     def check_n(value: int) -> None:
