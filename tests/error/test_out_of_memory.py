@@ -152,8 +152,8 @@ def test_weights_that_do_not_fit(tiny: Path, device: NVDevice):
     device.pool.driver.others = GiB - 200 * 1024
     for dtype in (dtypes.float32, dtypes.float16):
         assert room(tiny, device, GiB, dtype) == (
-            "end other processes on this GPU (nvidia-smi lists them): 1023.80 MiB are held outside this one; or "
-            "use a smaller model, or a GPU with more than 200.00 KiB free")
+            "end other processes on this GPU (nvidia-smi lists them): 1023.80 MiB are held outside this one; "
+            "or use a smaller model, or a GPU with more than 200.00 KiB free")
 
 
 def test_advice_for_a_cache_after_loading(tiny: Path, device: NVDevice):
