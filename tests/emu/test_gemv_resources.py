@@ -20,7 +20,7 @@ from tinygrad_nv.tile.spec import GemmSpec
 from tinygrad_nv.tile.templates.gemv import gemv
 from tinygrad_nv.tile.templates.gemv_plan import Plan, turned
 
-WEIGHTS = ".nc.L1::no_allocate"
+WEIGHTS = ".L1::no_allocate"
 KINDS = [dtypes.bfloat16, dtypes.float32, dtypes.fp8e4m3, dtypes.int8]
 
 

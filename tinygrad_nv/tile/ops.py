@@ -134,11 +134,25 @@ class TileCopy:
         rows = i * self.threads * CHUNK // tile.span
         return (rows % tile.rows, rows // tile.rows * tile.span)
 
+    @property
+    def partial(self) -> bool:
+        """Whether the first tile may have less than `block_k` of K."""
+        return not (isinstance(self.residue, int) and self.residue == self.block_k)
+
+    def ask(self) -> None:
+        """Has L2 fetch the line of the thread's first chunk."""
+        k, outside, chunks = self.k, self._outside(0, 0, self.partial), self.tile.nbytes // CHUNK
+        guard = None if outside is None else ~outside
+        if chunks < self.threads:
+            mine = k.tid.x < chunks
+            guard = mine if guard is None else _both(k, mine, guard)
+        k.emit("prefetch.global.L2", self.source.at(), guard=guard)
+
     def next(self, stage: Value, when: Value | None = None, first: bool = False) -> None:
         """Copies the next tile along K to the stage at a shared address (u32), where the predicate holds."""
         k = self.k
         self.places.at_stage(stage)
-        masked = first and not (isinstance(self.residue, int) and self.residue == self.block_k)
+        masked = first and self.partial
         for i in range(self.passes):
             left = self.tile.nbytes // CHUNK - i * self.threads
             guard = when

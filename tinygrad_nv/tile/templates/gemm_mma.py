@@ -14,7 +14,8 @@ for any extents, strides and alignment.
 CTAs walk the tiles of the result in groups of rows, so that those at work together share operands in L2.
 
 On Hopper it is launched early: all threads wait for the kernel before ahead of their first copies, and the
-kernel after may begin when all CTAs have come to the end of their sums.
+kernel after may begin when all CTAs have come to the end of their sums. Before they wait they have L2 fetch
+what they copy first: a hint, which reads nothing, and without which ptxas leaves all arithmetic for later.
 """
 from __future__ import annotations
 
@@ -127,7 +128,9 @@ class _Writer:
         depth = min(self.schedule.depth, self.splits.least_tiles)
         ring = k.shared("ring", max(self.stage_bytes * depth, self.plan.smem_bytes), align=1024)
         self.start, self.depth = ring.address(), depth
-        if k.hopper: k.wait_for_previous_grid()
+        if k.hopper:
+            for copy in self.copies: copy.ask()
+            k.wait_for_previous_grid()
         self._fill()
         self._multiply()
         if k.hopper: k.launch_dependents()

@@ -12,7 +12,8 @@ speed of memory. For sm_80 and later, and for any extents, strides and alignment
 See gemv_plan.py for who reads what, gemv_sums.py for how it is multiplied.
 
 On Hopper it is launched early: all threads wait for the kernel before ahead of their first loads, and the
-kernel after may begin when all CTAs have come to the end of their sums.
+kernel after may begin when all CTAs have come to the end of their sums. Before they wait they have L2 fetch
+their first weights: a hint, which reads nothing, and without which ptxas leaves all arithmetic for later.
 """
 from __future__ import annotations
 
@@ -67,6 +68,8 @@ class _Writer:
         self.warp_n, self.warp_k = self.warps()
         self.ring: dict[Slot, list[Value]] = {}
         self.policy = self.created_policy()
+        # ptxas moves ld.global.nc to before griddepcontrol.wait: to it, nobody ever writes what that reads
+        self.read = "ld.global" if k.hopper else "ld.global.nc"
         self.more: Value | None = None  # whether the warp has an iteration after this one
 
     def warps(self) -> tuple[Value, Value]:
@@ -114,7 +117,9 @@ class _Writer:
             count = self.iterations(first_block)
             self.place(first_block, k.ctaid.x * s.block_n + self.warp_n)
             self.make_ring()
-            if k.hopper: k.wait_for_previous_grid()
+            if k.hopper:
+                for slot in self.slots(0): self.ask(slot, count > 0)
+                k.wait_for_previous_grid()
             if plan.full: self.load_all(count > 0)
         with k.comment("activations"):
             self.stage(first_block)
@@ -208,13 +213,21 @@ class _Writer:
         for piece in range(self.pieces):
             self.load_piece(slot, piece, guard, self.inside.get(self.columns(slot, piece)))
 
+    def ask(self, slot: Slot, guard: Value) -> None:
+        """Has L2 fetch the first line of a chunk."""
+        inside = self.inside.get(self.columns(slot, 0))
+        b = self.spec.b
+        offset = (self.columns(slot, 0) * b.mn + self.depths(slot, 0) * b.k) * self.plan.itemsize
+        self.k.emit("prefetch.global.L2", self.pointers[slot[1]].at(offset),
+                    guard=guard if inside is None else guard & inside)
+
     def load_piece(self, slot: Slot, piece: int, *guards: Value | None) -> None:
         """Past L1, which is left to what is read again."""
         k, b = self.k, self.spec.b
         said = [guard for guard in guards if guard is not None]
         guard = said[0] & said[1] if len(said) > 1 else said[0] if said else None
         offset = (self.columns(slot, piece) * b.mn + self.depths(slot, piece) * b.k) * self.plan.itemsize
-        opcode, policy = "ld.global.nc.L1::no_allocate", [self.policy] if self.policy is not None else []
+        opcode, policy = f"{self.read}.L1::no_allocate", [self.policy] if self.policy is not None else []
         if policy: opcode += ".L2::cache_hint"
         w.load(k, opcode, self.ring[slot], piece, self.plan.width, self.pointers[slot[1]].at(offset), *policy,
                guard=guard)
@@ -273,7 +286,7 @@ class _Writer:
             else:
                 bits = "b16" if width == 2 else "u8"
                 value = k.reg("b16" if width == 2 else "u32", 0)
-                k.emit(f"ld.global.nc.{bits}", value, source.at(), guard=inside)
+                k.emit(f"{self.read}.{bits}", value, source.at(), guard=inside)
                 k.emit(f"st.shared.{bits}", place.at(), value)
         if width >= 4: k.emit("cp.async.wait_all")
         k.sync()
