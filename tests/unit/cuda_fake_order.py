@@ -129,6 +129,7 @@ def _kernel(fake: Fake, params: Any) -> tuple[str, Launch | None]:
 
 
 def graph_kernel_node_set_attribute(fake: Fake, node: Any, which: Any, value: Any) -> Any:
+    assert isinstance(value, cu.CUkernelNodeAttrValue)
     made, given = fake.get(node, FakeNode), read(LaunchValue, value)
     assert isinstance(made.work, Launch)
     if int(which) == CLUSTER: made.work = replace(made.work, cluster=tuple(given.cluster))

@@ -15,7 +15,7 @@ import ctypes
 import re
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ BLOCK_BYTES = 64 << 10      # of one launch's arguments: twice what a kernel can
 MOST_PARAMETERS = 4096
 CONFIGS_KEPT = 4096
 LARGEST_CLUSTER = 16
+OVERLAP = "PROGRAMMATIC_STREAM_SERIALIZATION"
 
 
 # **** modules ****
@@ -233,26 +234,33 @@ class Launcher:
     def attributes(self, work: Launch) -> list[Any]:
         """What a launch says of cluster, overlap and L2, as CUlaunchAttributes."""
         cu, out = self.gpu.cu, []
-        if work.cluster != (1, 1, 1): out.append(self._attribute("CLUSTER_DIMENSION", self.cluster(work)))
+        for name, value in self.values(work, cu.CUlaunchAttributeValue):
+            out.append(cu.CUlaunchAttribute())
+            out[-1].id, out[-1].value = getattr(cu.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}"), value
+        return out
+
+    def values(self, work: Launch, kind: Any) -> Iterator[tuple[str, Any]]:
+        """Names of attributes and their values, of the union `kind`. Raises for those that this device cannot
+        have."""
+        if work.cluster != (1, 1, 1):
+            self.check_cluster(work)
+            value = kind()
+            value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = work.cluster
+            yield "CLUSTER_DIMENSION", value
         if work.pdl:
             if self.gpu.capability < (9, 0):
                 raise DriverError(f"programmatic dependent launch on {self.gpu.properties.arch}",
                                   "sm_90 or later", "launch without pdl")
-            value = cu.CUlaunchAttributeValue()
+            value = kind()
             value.programmaticStreamSerializationAllowed = 1
-            out.append(self._attribute("PROGRAMMATIC_STREAM_SERIALIZATION", value))
+            yield OVERLAP, value
         if work.window is not None:
-            out.append(self._attribute("ACCESS_POLICY_WINDOW", self.window(work.window)))
-        return out
+            value = kind()
+            value.accessPolicyWindow = self.window(work.window)
+            yield "ACCESS_POLICY_WINDOW", value
 
-    def _attribute(self, name: str, value: Any) -> Any:
-        made = self.gpu.cu.CUlaunchAttribute()
-        made.id = getattr(self.gpu.cu.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}")
-        made.value = value
-        return made
-
-    def cluster(self, work: Launch) -> Any:
-        """The value of the attribute."""
+    def check_cluster(self, work: Launch) -> None:
+        """Raises for a cluster that the device or the grid cannot have."""
         size = work.cluster[0] * work.cluster[1] * work.cluster[2]
         if self.gpu.capability < (9, 0):
             raise DriverError(f"cluster={work.cluster} on {self.gpu.properties.arch}",
@@ -262,25 +270,20 @@ class Launcher:
         if any(g % c for g, c in zip(work.grid, work.cluster, strict=True)):
             raise DriverError(f"grid={work.grid} is not a multiple of cluster={work.cluster}",
                               "whole clusters")
-        value = self.gpu.cu.CUlaunchAttributeValue()
-        value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = work.cluster
-        return value
 
     def window(self, given: Window) -> Any:
-        """The value of the attribute."""
+        """A CUaccessPolicyWindow."""
         cu, limit = self.gpu.cu, self.gpu.properties.window_limit
         if not 0 < given.nbytes <= limit:
             raise DriverError(f"a window of {given.nbytes} bytes", f"1 to {limit} on this device",
                               "a narrower window, with its hit_ratio")
         if not 0 <= given.hit_ratio <= 1:
             raise DriverError(f"hit_ratio={given.hit_ratio} of a window", "0 to 1")
-        window = cu.CUaccessPolicyWindow()
-        window.base_ptr, window.num_bytes, window.hitRatio = given.address, given.nbytes, given.hit_ratio
-        window.hitProp = cu.CUaccessProperty.CU_ACCESS_PROPERTY_PERSISTING
-        window.missProp = cu.CUaccessProperty.CU_ACCESS_PROPERTY_STREAMING
-        value = cu.CUlaunchAttributeValue()
-        value.accessPolicyWindow = window
-        return value
+        made = cu.CUaccessPolicyWindow()
+        made.base_ptr, made.num_bytes, made.hitRatio = given.address, given.nbytes, given.hit_ratio
+        made.hitProp = cu.CUaccessProperty.CU_ACCESS_PROPERTY_PERSISTING
+        made.missProp = cu.CUaccessProperty.CU_ACCESS_PROPERTY_STREAMING
+        return made
 
 
 def refused(work: Launch) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.runtime import driver
-from tinygrad_nv.runtime.cuda_code import refused
+from tinygrad_nv.runtime.cuda_code import OVERLAP, refused
 from tinygrad_nv.runtime.cuda_memory import CUDAHostMemory
 from tinygrad_nv.runtime.driver import Copy, Download, Fill, Launch, Node, Upload, Work
 from tinygrad_nv.runtime.edges import Reduction, early
@@ -56,13 +56,13 @@ class CUDAGraph(driver.Graph):
         """A node without edges."""
         gpu = self.gpu
         if isinstance(work, Launch):
-            attributes = gpu.launcher.attributes(work)
+            values = dict(gpu.launcher.values(work, gpu.cu.CUkernelNodeAttrValue))
+            values.pop(OVERLAP, None)  # an edge's, in a graph
             node = gpu.call("cuGraphAddKernelNode", self.handle, [], 0, kernel_parameters(gpu, work),
                             doing=refused(work))
-            names = gpu.cu.CUlaunchAttributeID
-            for each in attributes:  # an overlap is an edge's
-                if each.id != names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION:
-                    gpu.call("cuGraphKernelNodeSetAttribute", node, each.id, each.value, doing=refused(work))
+            for name, value in values.items():
+                which = getattr(gpu.cu.CUkernelNodeAttrID, f"CU_LAUNCH_ATTRIBUTE_{name}")
+                gpu.call("cuGraphKernelNodeSetAttribute", node, which, value, doing=refused(work))
             return node
         if isinstance(work, Fill):
             return gpu.call("cuGraphAddMemsetNode", self.handle, [], 0, fill_parameters(gpu, work),
