@@ -7,6 +7,8 @@ kernel's own. Integer-valued operands (`integers=True`) have sums that float32 h
 """
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from tinygrad.dtype import DType, dtypes
@@ -15,7 +17,7 @@ from tinygrad_nv.ptx.emulator import Buffer, Emulator, TensorMap
 from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, loads
 from tinygrad_nv.tile.kernel import GemmKernel, MapArgument
-from tinygrad_nv.tile.spec import GemmSpec, Operand, Result
+from tinygrad_nv.tile.spec import FP8, GemmSpec, Operand, Result
 
 TORCH = {dtypes.float16: torch.float16, dtypes.bfloat16: torch.bfloat16, dtypes.float32: torch.float32,
          dtypes.fp8e4m3: torch.float8_e4m3fn, dtypes.fp8e5m2: torch.float8_e5m2, dtypes.int8: torch.int8,
@@ -216,6 +218,35 @@ def run(made: GemmKernel, spec: GemmSpec, given: dict[str, torch.Tensor], arch: 
     guard = torch.tensor(GUARD).to(storage.dtype).double()
     assert (storage.double() == guard).all(), "elements beside the result were written"
     return got
+
+
+def bounds(spec: GemmSpec, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """[*batch, m, n]: what the result is exactly, and how far one may be from it: at most four times the
+    largest error of float32 sums, what tensor cores cut, what approximate exponentials and reciprocals lose
+    (2^-16 of the sum), and two roundings of the result. Tensor cores cut, of the sum of the products'
+    magnitudes: 2^-20, 2^-9 of tf32 (whose operands lose 2^-10 each), 2^-10 of 8-bit floats (13 bits until
+    sums are promoted). Activations steepen an error by at most 1.2."""
+    exact, plain = reference(spec, given), reference(spec, given, float32=True)
+    sums = replace(spec, out=replace(spec.out, dtype=dtypes.float32),
+                   epilogue=Sum(spec.accumulate).cast(dtypes.float32))
+    whole = reference(sums, {name: storage.double().abs() for name, storage in given.items()})
+    part = 2.0**-10 if spec.a.dtype in FP8 else 2.0**-9 if spec.a.dtype == dtypes.float32 else 2.0**-20
+    unit = {dtypes.float16: 2.0**-11, dtypes.bfloat16: 2.0**-8}.get(spec.out.dtype, 2.0**-24)
+    cut = part * whole + 2.0**-16 * (1 + reference(sums, given).abs())
+    return exact, 4 * (plain - exact).abs().max() + 1.2 * cut + 2 * unit * exact.abs()
+
+
+def stored(spec: GemmSpec, given: dict[str, torch.Tensor],
+           m: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """`bounds` as the result's storage holds them, with `m` rows; elements beside the result must stay."""
+    rows, out = slice(0, spec.m if m is None else m), spec.out
+    found = []
+    for values, beside in zip(bounds(spec, given), (given["out"].double(), torch.zeros(1)), strict=True):
+        storage = beside.expand_as(given["out"]).double().clone()
+        part = values[..., rows, :]
+        view(storage, tuple(part.shape), (*out.batch, out.m, out.n), out.offset).copy_(part)
+        found.append(storage.numpy())
+    return found[0], found[1]
 
 
 def near(spec: GemmSpec, given: dict[str, torch.Tensor], got: torch.Tensor, c: float = 3.0,

@@ -1,0 +1,299 @@
+"""Parts of bench/gpu.py: what a part is, how one joins, and how contenders are timed beside each other.
+
+Protocol. A `Part` has rows, found without a GPU, and `opened(options)`, which runs in a worker process and
+gives a function that measures a row and returns what JSON can hold. `status` in it is one of:
+
+    measured        all that was asked for
+    emulated        the same without a GPU, small and without times
+    disagrees       measured, and something came out otherwise than it must
+    failed, hung, died, not measured     said by gpu.py; `why` has the words
+
+A part of timings is a list of workloads and of contenders: `@workloads("attention")` gives the former,
+`@contender("attention", "ours")` makes a contender ready for one and returns what runs it, or raises
+`NotMeasured` with the reason. Registering is all that a new one takes.
+
+Timings follow NVIDIA's protocol: inputs in turns that together exceed twice the L2 cache, random values,
+warmed until power is steady (3 s at least), contenders in turns within one run, a burst each. Bursts are
+CUDA graphs of as many runs as take `BURST_S`, so that the host's launches are not what is timed.
+"""
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Protocol
+
+from measure import spread, table
+
+Options = argparse.Namespace
+Row = dict[str, Any]            # a row's result
+Measure = Callable[[str, float], Row]   # (name of the row, seconds that it may take)
+Run = Callable[[int], None]     # one run with the i-th set of inputs, into torch's current stream
+
+NO_TEMPLATE = "no template yet"
+OUT_OF_TIME = "out of time"
+BURST_S, WARM_S = 0.02, 3.0     # seconds of a burst; of warm-up at least
+STEADY = 0.02                   # the last five readings of power are as near as this
+LEAST_BURSTS, MOST_SETS = 5, 64
+
+
+class NotMeasured(Exception):
+    """A contender or a row that does not apply; the text says why."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part: `rows` lists the names of its rows, `opened` makes a worker ready, `shown` prints what there
+    is. `expected_s` is what a row usually takes: it is not begun with less time left; `limit_s` is when it
+    counts as hung. `absent` says why there is nothing to measure."""
+    name: str
+    about: str
+    rows: Callable[[Options], list[str]] = lambda options: []
+    opened: Callable[[Options], Measure] | None = None
+    shown: Callable[[Mapping[str, Row]], str] = lambda rows: ""
+    expected_s: float = 10.0
+    limit_s: float = 120.0
+    absent: str = ""
+
+
+PARTS: dict[str, Part] = {}
+
+
+def register(part: Part) -> Part:
+    """Adds a part, in the order in which parts run."""
+    assert part.name not in PARTS, part.name
+    PARTS[part.name] = part
+    return part
+
+
+# **** parts of timings ****
+
+class Workload(Protocol):
+    """What contenders are given. `work` and `nbytes` of one run: floating-point operations, or tokens, and
+    bytes that must move."""
+    name: str
+
+    @property
+    def work(self) -> float: ...
+
+    @property
+    def nbytes(self) -> float: ...
+
+    def given(self, device: str) -> Any:
+        """Inputs: as many sets as it takes, `len()` of them."""
+
+    def wrong(self, given: Any, run: Run) -> str:
+        """Runs once and compares; "" when the result is right."""
+
+
+Contender = Callable[[Any, Any, Options], Run]
+WORKLOADS: dict[str, list[Callable[[], Iterable[Workload]]]] = {}
+CONTENDERS: dict[str, dict[str, Contender]] = {}
+ALONE: dict[str, dict[str, Callable[[Any, float], list[float]]]] = {}
+EMULATED: dict[str, Callable[[Any, Options], Row]] = {}
+
+
+def workloads(part: str) -> Callable[[Callable[[], Iterable[Workload]]], Callable[[], Iterable[Workload]]]:
+    """The function's workloads are rows of the part."""
+    def add(made: Callable[[], Iterable[Workload]]) -> Callable[[], Iterable[Workload]]:
+        WORKLOADS.setdefault(part, []).append(made)
+        return made
+    return add
+
+
+def contender(part: str, name: str) -> Callable[[Contender], Contender]:
+    """The function makes a run of a workload ready: (workload, given, options). The one named "ours" is what
+    the others are held against."""
+    def add(made: Contender) -> Contender:
+        CONTENDERS.setdefault(part, {})[name] = made
+        return made
+    return add
+
+
+def alone(part: str, name: str) -> Callable[[Callable[[Any, float], list[float]]], Any]:
+    """A contender in a process of its own: (workload, seconds) gives seconds of runs. It takes no turns."""
+    def add(made: Callable[[Any, float], list[float]]) -> Any:
+        ALONE.setdefault(part, {})[name] = made
+        return made
+    return add
+
+
+def emulated(part: str) -> Callable[[Callable[[Any, Options], Row]], Any]:
+    """What --emulate does with a workload, scaled down: a row without times, `status` "emulated"."""
+    def add(made: Callable[[Any, Options], Row]) -> Any:
+        EMULATED[part] = made
+        return made
+    return add
+
+
+def all_workloads(part: str) -> dict[str, Workload]:
+    """Every registered workload, by its name."""
+    return {each.name: each for made in WORKLOADS.get(part, []) for each in made()}
+
+
+# **** what is timed ****
+
+@dataclass
+class Bursts:
+    """A contender's runs, `count` in a row. On a GPU a burst is the replay of a CUDA graph."""
+    run: Run
+    sets: int
+    count: int = 1
+    graph: Any = None
+    why_eager: str = ""
+
+    def sized(self, seconds: float) -> Bursts:
+        """So many runs that a burst takes `seconds`, and a graph of them."""
+        import torch
+        self.eager(3)
+        self.count = max(1, min(2000, round(seconds / max(self.eager(10) / 10, 1e-7))))
+        try:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for i in range(self.count): self.run(i % self.sets)
+            self.graph = graph
+        except Exception as error:  # whatever a contender does that cannot be captured
+            self.why_eager = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+            torch.cuda.synchronize()
+        return self
+
+    def eager(self, count: int) -> float:
+        """Seconds of `count` runs, launched one after the other."""
+        def work() -> None:
+            for i in range(count): self.run(i % self.sets)
+        return timed(work)
+
+    def seconds(self) -> float:
+        """Of one run, by one burst."""
+        if self.graph is None: return self.eager(self.count) / self.count
+        return timed(self.graph.replay) / self.count
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds on the device, by events around the work."""
+    import torch
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def compared(part: str, workload: Workload, options: Options, budget_s: float) -> Row:
+    """Every contender on one workload: first whether it is right, then times in turns."""
+    given = workload.given("cuda")
+    runs, notes, wrong = ready(part, workload, given, options)
+    row: Row = {"work": workload.work, "nbytes": workload.nbytes, "notes": notes, "sets": len(given),
+                "status": "disagrees" if wrong else "measured"}
+    if wrong: row["why"] = "; ".join(wrong)
+    if runs: row |= in_turns({name: Bursts(run, len(given)).sized(BURST_S) for name, run in runs.items()},
+                             budget_s)
+    for name, made in ALONE.get(part, {}).items():
+        if options.without_tinygrad: notes[name] = "left out: --without-tinygrad"
+        else:
+            try: row.setdefault("seconds", {})[name] = made(workload, min(budget_s / 2, 2.0))
+            except NotMeasured as why: notes[name] = str(why)
+    return row
+
+
+def ready(part: str, workload: Workload, given: Any,
+          options: Options) -> tuple[dict[str, Run], dict[str, str], list[str]]:
+    """Runs of those that apply and are right; why the others are not timed; what is wrong."""
+    runs: dict[str, Run] = {}
+    notes: dict[str, str] = {}
+    wrong: list[str] = []
+    for name, made in CONTENDERS.get(part, {}).items():
+        try:
+            run = made(workload, given, options)
+            found = workload.wrong(given, run)
+        except NotMeasured as why: notes[name] = str(why)
+        except Exception as error:
+            notes[name] = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+            if name == "ours": raise
+        else:
+            if not found: runs[name] = run
+            else:
+                notes[name] = f"wrong: {found}"
+                wrong.append(f"{name}: {found}")
+    return runs, notes, wrong
+
+
+def in_turns(bursts: dict[str, Bursts], budget_s: float) -> Row:
+    """Bursts of all contenders, one after the other, until time is up; clocks and power meanwhile."""
+    import time
+
+    from tinygrad_nv.runtime.telemetry import Telemetry
+    telemetry = Telemetry(0)
+    first = next(iter(bursts.values()))
+    begun, watts = time.perf_counter(), [0.0]
+    while (spent := time.perf_counter() - begun) < min(5 * WARM_S, budget_s):
+        first.seconds()
+        watts = [*watts[-4:], telemetry.now().watts or 0.0]
+        if spent > min(WARM_S, budget_s / 3) and max(watts) - min(watts) <= STEADY * max(watts): break
+    seconds: dict[str, list[float]] = {name: [] for name in bursts}
+    begun = time.perf_counter()
+    with telemetry.sampled() as samples:
+        while len(seconds[next(iter(bursts))]) < LEAST_BURSTS or time.perf_counter() - begun < budget_s:
+            for name, burst in bursts.items(): seconds[name].append(burst.seconds())
+    return {"seconds": {name: [float(f"{s:.5g}") for s in done] for name, done in seconds.items()},
+            "count": {name: burst.count for name, burst in bursts.items()},
+            "eager": {name: burst.why_eager for name, burst in bursts.items() if burst.why_eager},
+            "telemetry": samples.record()}
+
+
+# **** tables ****
+
+@dataclass(frozen=True)
+class Column:
+    """A rate: what a run's work or bytes are divided by its seconds and `scale`."""
+    title: str
+    of: str = "work"
+    scale: float = 1e12
+    form: str = ".1f"
+
+
+@dataclass(frozen=True)
+class Timings:
+    """The table of a part of timings: a rate for each contender, ours over the first of `others` that ran."""
+    rate: Column
+    also: Column = field(default_factory=lambda: Column("GB/s", "nbytes", 1e9, ".0f"))
+
+    def shown(self, part: str, rows: Mapping[str, Row]) -> str:
+        """Every row, in the order given; what is missing by its reason."""
+        names = list(dict.fromkeys(["ours", *CONTENDERS.get(part, {}), *ALONE.get(part, {})]))
+        others = [name for name in names if name != "ours"]
+        header = ["", f"ours {self.rate.title}", self.also.title, *others,
+                  f"ours / {others[0]}" if others else "", "spread", ""]
+        return table(header, [self.line(name, row, others) for name, row in rows.items()])
+
+    def line(self, name: str, row: Row, others: list[str]) -> list[str]:
+        """One row; times of bursts beside each other make the ratio."""
+        seconds = {who: done for who, done in row.get("seconds", {}).items() if done}
+        if not seconds: return [name, *[""] * (len(others) + 4), f"{row['status']}: {row.get('why', '')}"]
+        def rate(who: str, column: Column) -> str:
+            if who not in seconds: return "-"
+            return f"{row[column.of] / median(seconds[who]) / column.scale:{column.form}}"
+        ratios = ratios_of(seconds, "ours", others[0]) if others else []
+        last = [f"{median(ratios):.3f}", spread(ratios)] if ratios else ["", ""]
+        return [name, rate("ours", self.rate), rate("ours", self.also),
+                *(rate(who, self.rate) for who in others), *last, row.get("why", "")]
+
+
+def ratios_of(seconds: Mapping[str, list[float]], ours: str, theirs: str) -> list[float]:
+    """How many times as fast ours is, burst by burst."""
+    return [b / a for a, b in zip(seconds.get(ours, []), seconds.get(theirs, []), strict=False)]
+
+
+def timing_part(name: str, about: str, rate: Column, expected_s: float = 10.0) -> Part:
+    """Registers a part whose rows are the workloads registered for it."""
+    def rows(options: Options) -> list[str]: return list(all_workloads(name))
+
+    def opened(options: Options) -> Measure:
+        known = all_workloads(name)
+        if options.emulate: return lambda row, budget_s: EMULATED[name](known[row], options)
+        return lambda row, budget_s: compared(name, known[row], options, min(budget_s, options.seconds))
+
+    return register(Part(name, about, rows, opened, lambda rows: Timings(rate).shown(name, rows), expected_s,
+                         limit_s=30 * expected_s))

@@ -1,0 +1,253 @@
+"""Records what the emulator's tests launch, with its answers, for bench/gpu.py --part correctness.
+
+    python bench/gpu_record.py [--times 5] [--out FILE] [tests/emu/test_mma.py …]
+
+Runs tests/emu under pytest with this file as a plugin: every launch in which the emulator finds nothing is
+kept: hand-written PTX, the cured kernels of the pairs, what nvcc and Triton compiled, products that the
+templates made, and tinygrad's own kernels of DEV=EMU. Takes some minutes and no GPU. `--times` draws so many
+times as many products as the tests do; what is drawn is always the same.
+
+Left out: launches with findings, those of an emulator that sums exactly (no hardware does), im2col maps,
+modules whose variables an earlier launch changed, and more than `MOST` launches of a test (`MOST_DRAWN` of
+one that draws), `LARGE` bytes of the file each but for `MOST_LARGE`.
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gpu_cases import DEFAULT, Case, Cases, Judged, Memory
+
+from tinygrad_nv.ptx.emulator import Buffer, Emulator, TensorMap
+from tinygrad_nv.ptx.emulator.arguments import pack_argument, triple
+from tinygrad_nv.runtime.driver import TensorMapSpec
+
+ROOT = Path(__file__).parents[1]
+MOST, MOST_DRAWN, MOST_BYTES = 24, 300, 16 << 20
+LARGE, MOST_LARGE = 96 << 10, 2
+SCANNED = 1 << 16       # of larger memory nobody looks for addresses
+MAP_BYTES, MAP_ALIGN = 128, 64
+Wanted = dict[int, tuple[str, np.ndarray, np.ndarray]]  # by address: a torch dtype, exact values, bounds
+Given = tuple[list[bytes], dict[int, TensorMapSpec], dict[int, bytes]]  # arguments, maps, memory
+
+
+class Recorder:
+    """Stands in `Emulator.launch` and keeps what goes through it."""
+
+    def __init__(self, cases: Cases) -> None:
+        self.cases, self.test = cases, "by hand"
+        self.counts: Counter[str] = Counter()
+        self.large: Counter[str] = Counter()
+        self.wanted: Callable[[Emulator, list[bytes]], Wanted] | None = None
+        self.launch = Emulator.launch
+
+    def install(self) -> None:
+        """From now on."""
+        recorder = self
+
+        def launch(emu: Emulator, ptx_text: str, grid: Any, block: Any, args: Sequence[object] = (),
+                   entry: str | None = None, cluster: Any = (1, 1, 1), dynamic_smem: int = 0,
+                   **options: Any) -> Any:
+            before = recorder.before(emu, ptx_text, entry, args)
+            report = recorder.launch(emu, ptx_text, grid, block, args, entry, cluster, dynamic_smem,
+                                     **options)
+            if before is not None and not report.findings and not emu.exact:
+                recorder.keep(emu, ptx_text, entry, (grid, block, cluster), dynamic_smem, *before)
+            return report
+
+        setattr(Emulator, "launch", launch)  # noqa: B010 (not a method as mypy knows it)
+
+    def before(self, emu: Emulator, text: str, entry: str | None, args: Sequence[object]) -> Given | None:
+        """Arguments, tensor maps, and the memory that the launch can reach; None when it is not kept."""
+        drawn = "test_gemm" in self.test or "test_gemv" in self.test
+        if self.counts[self.test] >= (MOST_DRAWN if drawn else MOST) or "%envreg" in text: return None
+        try:
+            loaded = emu._load(text)
+            function = emu._entry(loaded.module, entry)
+            parameters = list(function.parameters.values())
+            if len(parameters) != len(args): return None
+            packed = [pack_argument(i, parameter, value)
+                      for i, (parameter, value) in enumerate(zip(parameters, args, strict=True))]
+            maps = {i: mapped(data) for i, (p, data) in enumerate(zip(parameters, packed, strict=True))
+                    if len(data) == MAP_BYTES and p.align >= MAP_ALIGN}
+            for variable in loaded.module.variables.values():
+                if variable.space not in ("global", "const"): continue
+                now = emu.buffers[loaded.addresses[variable.name]].data.tobytes()
+                if now != variable.data.ljust(max(variable.nbytes, 1), b"\0"): return None
+        except Exception: return None  # the launch itself will say what is wrong
+        reached = reachable(emu, [*packed, *(spec.address.to_bytes(8, "little") for spec in maps.values())],
+                            set(loaded.addresses.values()))
+        if sum(map(len, reached.values())) > MOST_BYTES: return None
+        return packed, maps, reached
+
+    def keep(self, emu: Emulator, text: str, entry: str | None, shape: tuple[Any, Any, Any], smem: int,
+             packed: list[bytes], maps: dict[int, TensorMapSpec], reached: dict[int, bytes]) -> None:
+        """Into the file."""
+        wanted = self.wanted(emu, packed) if self.wanted else {}
+        def named(address: int) -> str:
+            if address in wanted: return wanted[address][0]
+            name = emu.buffers[address].dtype.name
+            return "" if name == "uint8" else name
+        memory = tuple(Memory(address, data, emu.buffers[address].data.tobytes(), named(address))
+                       for address, data in reached.items())
+        judged = tuple(judged_by(i, each, *wanted[each.address]) for i, each in enumerate(memory)
+                       if each.address in wanted)
+        grid, block, cluster = (triple(each, "extents") for each in shape)
+        function = emu._entry(emu._load(text).module, entry)
+        case = Case("", emu.arch, text, function.name, grid, block, cluster, int(smem), tuple(packed), maps,
+                    memory, judged)
+        case = Case(**{**vars(case), "name": f"{self.test}#{case.digest}"})
+        if not self.cases.add(case, LARGE):
+            self.large[self.test] += 1
+            if self.large[self.test] > MOST_LARGE: return
+            self.cases.add(case)
+        self.counts[self.test] += 1
+
+
+def mapped(data: bytes) -> TensorMapSpec:
+    """A tensor map's bytes as the driver is asked for it. Raises for im2col."""
+    made = TensorMap.decode(data)
+    if made.lower: raise ValueError("im2col")
+    return TensorMapSpec(made.dtype, made.address, made.dims[::-1], made.strides[-2::-1], made.box[::-1],
+                         made.element_strides[::-1], made.interleave, made.swizzle,  # type: ignore[arg-type]
+                         "none", made.fill)  # type: ignore[arg-type]
+
+
+def judged_by(i: int, memory: Memory, dtype: str, exact: np.ndarray, bound: np.ndarray) -> Judged:
+    """Nothing but bits, where the emulator has the exact value of every element."""
+    values = torch.frombuffer(bytearray(memory.after), dtype=getattr(torch, dtype)).double().numpy()
+    if np.array_equal(values, exact, equal_nan=True): return Judged(i, np.zeros(0), np.zeros(0))
+    return Judged(i, exact, bound)
+
+
+def reachable(emu: Emulator, seeds: Sequence[bytes], own: set[int]) -> dict[int, bytes]:
+    """Memory that these words point into, and what words in there point into, without the module's own."""
+    buffers = sorted((b for b in emu.buffers.values() if b.nbytes and b.ptr not in own), key=lambda b: b.ptr)
+    starts = np.array([b.ptr for b in buffers], np.uint64)
+    found: dict[int, bytes] = {}
+    todo = list(seeds)
+    while todo and len(starts):
+        data = todo.pop()
+        words = np.frombuffer(data[:len(data) // 8 * 8], np.uint64)
+        for at in set((np.searchsorted(starts, words[words >= starts[0]], "right") - 1).tolist()):
+            buffer: Buffer = buffers[at]
+            inside = (words >= buffer.ptr) & (words < buffer.ptr + buffer.nbytes)
+            if buffer.ptr in found or not inside.any(): continue
+            found[buffer.ptr] = buffer.data.tobytes()
+            if buffer.nbytes <= SCANNED: todo.append(found[buffer.ptr])
+    return dict(sorted(found.items()))
+
+
+# **** what elements must be ****
+
+def judge_products(recorder: Recorder) -> None:
+    """Products: against float64, within the bound that the suite states."""
+    gemm_case = import_module("gemm_case")
+    inner = gemm_case.launched
+
+    def launched(made: Any, spec: Any, given: Any, arch: str, seed: int = 0, m: int | None = None,
+                 check: bool = True) -> Any:
+        def wanted(emu: Emulator, packed: list[bytes]) -> Wanted:
+            exact, bound = gemm_case.stored(spec, given, m)
+            kind = str(gemm_case.TORCH[spec.out.dtype]).removeprefix("torch.")
+            return {int.from_bytes(packed[0], "little"): (kind, exact, bound)}
+        recorder.wanted = wanted
+        try: return inner(made, spec, given, arch, seed, m, check)
+        finally: recorder.wanted = None
+
+    setattr(gemm_case, "launched", launched)  # noqa: B010
+
+
+def judge_triton(recorder: Recorder) -> None:
+    """Triton's kernels: against what each problem wants, within its bounds."""
+    triton_case = import_module("triton_case")
+    inner = triton_case.solve
+
+    def solve(emulator: Emulator, case: Any, problem: Any, compiled: Any = None) -> Any:
+        first = emulator.next_address
+        tensors = {name: getattr(value, "tensor", value) for name in case.kernel.arg_names
+                   if not isinstance(value := problem.arguments.get(name), int | float | None)}
+
+        def wanted(emu: Emulator, packed: list[bytes]) -> Wanted:
+            places = sorted(address for address in emu.buffers if address >= first)[:len(tensors)]
+            made: Wanted = {}
+            for (name, tensor), place in zip(tensors.items(), places, strict=True):
+                if (want := problem.wanted.get(name)) is None: continue
+                values = np.asarray(want.values, np.float64).reshape(-1)
+                bound = np.broadcast_to(np.asarray(want.bound, np.float64), np.shape(want.values))
+                made[place] = (str(tensor.dtype).removeprefix("torch."), values, bound.reshape(-1).copy())
+            return made
+        recorder.wanted = wanted
+        try: return inner(emulator, case, problem, compiled)
+        finally: recorder.wanted = None
+
+    setattr(triton_case, "solve", solve)  # noqa: B010
+
+
+# **** the plugin ****
+
+recorder: Recorder | None = None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Every process of pytest records into the same file."""
+    global recorder
+    recorder = Recorder(Cases(Path(os.environ["GPU_CASES"]), write=True))
+    recorder.install()
+    judge_products(recorder)
+    judge_triton(recorder)
+    test_gemm_generated = import_module("test_gemm_generated")
+    setattr(test_gemm_generated, "TIMES", int(os.environ["GPU_CASES_TIMES"]))  # noqa: B010
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Names what is recorded by its test, without parameters."""
+    assert recorder is not None
+    recorder.test = f"{Path(item.path).stem}::{getattr(item, 'originalname', item.name)}"
+    return (yield)
+
+
+def record(path: Path, times: int, tests: Sequence[str]) -> int:
+    """Runs the tests and records; pytest's exit code."""
+    begun = time.perf_counter()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
+                          check=False, cwd=ROOT).stdout.strip()
+    cases = Cases(path, write=True)
+    cases.note("commit", head)
+    where = os.pathsep.join([str(ROOT / "bench"), str(ROOT / "tests" / "emu"), str(ROOT),
+                             os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "pytest", "-p", "gpu_record", "-p", "no:cacheprovider", "-m",
+               "not slow and not gpu", "-q", *(tests or ["tests/emu"])]
+    done = subprocess.run(command, cwd=ROOT, check=False,
+                          env={**os.environ, "PYTHONPATH": where, "GPU_CASES": str(path.resolve()),
+                               "GPU_CASES_TIMES": str(times)})
+    print(f"{len(cases.names())} launches recorded in {time.perf_counter() - begun:.0f} s, "
+          f"{path.stat().st_size / 1e6:.1f} MB: {path}", file=sys.stderr)
+    return done.returncode
+
+
+def main() -> int:
+    """Records."""
+    made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    made.add_argument("tests", nargs="*", help="files of tests (default tests/emu)")
+    made.add_argument("--times", type=int, default=5, help="as many products as the tests draw (default 5)")
+    made.add_argument("--out", type=Path, default=DEFAULT, help=f"(default {DEFAULT.relative_to(ROOT)})")
+    options = made.parse_args()
+    return record(options.out, options.times, options.tests)
+
+
+if __name__ == "__main__": sys.exit(main())
