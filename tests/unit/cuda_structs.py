@@ -2,24 +2,25 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import Structure, c_float, c_int, c_size_t, c_uint, c_uint64, c_ushort, c_void_p
+from ctypes import Structure, c_float, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_ushort, c_void_p
 from typing import Any, ClassVar
 
 SHAPE = [(f"{what}Dim{axis}", c_uint) for what in ("grid", "block") for axis in "XYZ"]
 
 
 class LaunchConfig(Structure):
-    _fields_: ClassVar[Any] = [*SHAPE, ("sharedMemBytes", c_uint), ("hStream", c_uint64), ("attrs", c_uint64),
-                        ("numAttrs", c_uint)]
+    _fields_: ClassVar[Any] = [*SHAPE, ("sharedMemBytes", c_uint), ("hStream", c_uint64),
+                               ("attrs", c_uint64), ("numAttrs", c_uint)]
 
 
 class Window(Structure):
     _fields_: ClassVar[Any] = [("base_ptr", c_uint64), ("num_bytes", c_size_t), ("hitRatio", c_float),
-                        ("hitProp", c_int), ("missProp", c_int)]
+                               ("hitProp", c_int), ("missProp", c_int)]
 
 
 class LaunchValue(ctypes.Union):
-    _fields_: ClassVar[Any] = [("window", Window), ("cluster", c_uint * 3), ("number", c_int), ("pad", c_uint64 * 8)]
+    _fields_: ClassVar[Any] = [("window", Window), ("cluster", c_uint * 3), ("number", c_int),
+                               ("pad", c_uint64 * 8)]
 
 
 class LaunchAttribute(Structure):
@@ -27,13 +28,14 @@ class LaunchAttribute(Structure):
 
 
 class KernelNode(Structure):
-    _fields_: ClassVar[Any] = [("func", c_uint64), *SHAPE, ("sharedMemBytes", c_uint), ("kernelParams", c_uint64),
-                        ("extra", c_uint64), ("kern", c_uint64), ("ctx", c_uint64)]
+    _fields_: ClassVar[Any] = [("func", c_uint64), *SHAPE, ("sharedMemBytes", c_uint),
+                               ("kernelParams", c_uint64), ("extra", c_uint64), ("kern", c_uint64),
+                               ("ctx", c_uint64)]
 
 
 class MemsetNode(Structure):
-    _fields_: ClassVar[Any] = [("dst", c_uint64), ("pitch", c_size_t), ("value", c_uint), ("elementSize", c_uint),
-                        ("width", c_size_t), ("height", c_size_t)]
+    _fields_: ClassVar[Any] = [("dst", c_uint64), ("pitch", c_size_t), ("value", c_uint),
+                               ("elementSize", c_uint), ("width", c_size_t), ("height", c_size_t)]
 
 
 def _end(name: str) -> list[tuple[str, Any]]:
@@ -45,12 +47,12 @@ def _end(name: str) -> list[tuple[str, Any]]:
 
 class Memcpy3D(Structure):
     _fields_: ClassVar[Any] = [*_end("src"), *_end("dst"), ("WidthInBytes", c_size_t), ("Height", c_size_t),
-                        ("Depth", c_size_t)]
+                               ("Depth", c_size_t)]
 
 
 class EdgeData(Structure):
-    _fields_: ClassVar[Any] = [("from_port", ctypes.c_ubyte), ("to_port", ctypes.c_ubyte), ("type", ctypes.c_ubyte),
-                        ("reserved", ctypes.c_ubyte * 5)]
+    _fields_: ClassVar[Any] = [("from_port", c_ubyte), ("to_port", c_ubyte), ("type", c_ubyte),
+                               ("reserved", c_ubyte * 5)]
 
 
 class Location(Structure):
@@ -59,7 +61,7 @@ class Location(Structure):
 
 class PoolProps(Structure):
     _fields_: ClassVar[Any] = [("allocType", c_int), ("handleTypes", c_int), ("location", Location),
-                        ("win32", c_void_p), ("maxSize", c_size_t), ("usage", c_ushort)]
+                               ("win32", c_void_p), ("maxSize", c_size_t), ("usage", c_ushort)]
 
 
 class AccessDesc(Structure):

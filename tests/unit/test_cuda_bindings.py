@@ -1,0 +1,89 @@
+"""CUDADriver through the real cuda.bindings to the C functions of a driver library: a stub that says what it
+was asked. What the fake cannot find: a type that the bindings refuse, a struct that they lay out otherwise.
+"""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tinygrad_nv.toolchain import find_compiler
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The lines of a run: the stub's, and the script's own after '# '."""
+    directory, compiler = tmp_path_factory.mktemp("stub"), find_compiler()
+    subprocess.run([*compiler.command, "-shared", "-fPIC", "-O1", str(HERE / "libcuda_stub.c"), "-o",
+                    str(directory / "libcuda.so.1")], check=True, env=compiler.environment())
+    path = os.pathsep.join([str(directory), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
+    done = subprocess.run([sys.executable, str(HERE / "on_libcuda_stub.py")], capture_output=True, text=True,
+                          check=False, timeout=120, env={**os.environ, "LD_LIBRARY_PATH": path})
+    assert done.returncode == 0, done.stderr
+    return done.stderr.splitlines()
+
+
+def in_order(said: list[str], *wanted: str) -> None:
+    """These lines, one after the other, with nothing in between."""
+    at = said.index(wanted[0])
+    assert said[at:at + len(wanted)] == list(wanted)
+
+
+def test_the_device_and_its_pool(said: list[str]):
+    in_order(said, "# missing ''", "pool: type 1, handles 0, location 1, id 0",
+             f"pool attribute 4 = {2**64 - 1:x}", "pool attribute 3 = 0", "# stub sm_90a 232448")
+    assert "access: location 1, id 3, flags 3, count 1" in said
+    assert "limit 6 = 4096" in said
+    # 4096 bytes reserved, 1024 used
+    assert f"# ({2**20 + 3072}, {2**30}) 3072" in said
+
+
+def test_modules_and_functions(said: list[str]):
+    in_order(said, "function add", f"function attribute 8 = {232448 - 1}", "function attribute 14 = 1",
+             "# 4 1024 (8, 4)")
+    assert "# loading a module: line 1: it is broken: CUDA_ERROR_INVALID_PTX (words)" in said
+    assert "# the module has no kernel 'nope'" in said
+    loads = [line for line in said if line.startswith("load: ")]
+    assert len(loads) == 2
+    assert all(line.endswith("options 2 5 6, log 16384") for line in loads)
+
+
+def test_copies(said: list[str]):
+    in_order(said, "host 33554432, flags 1", "upload 64: 0 63", "download 4", "# 07070707")
+
+
+def test_launches(said: list[str]):
+    in_order(said, "launch: grid 3 2 1, block 64 2 1, shared 0, arguments 700000001000 5, extra (nil)",
+             "launch: grid 2 1 1, block 64 1 1, shared 60000, arguments 700000001000 5, extra (nil)",
+             "attribute 4: 2 1 1", "attribute 6: 1", "attribute 1: window of 4096, ratio 0.5, 2 1",
+             "fill 9, 30")
+
+
+def test_a_tensor_map(said: list[str]):
+    in_order(said, "map: at % 128 = 0, type 9, rank 2, dims 128 64, stride 256, box 64 32, steps 1 1, "
+             "0 3 0 0", "# abab")
+
+
+def test_events(said: list[str]): assert "# 1.5" in said
+
+
+def test_graphs(said: list[str]):
+    whole, early = "edge: port 0 to 0, type 0", "edge: port 1 to 0, type 1"
+    in_order(said, "memset node: value 1, element 1, width 64, height 1, context c0",
+             "kernel node: after 0, grid 3, block 64, shared 0, arguments 700000001000 5, extra 0", whole,
+             "kernel node: after 0, grid 2, block 64, shared 60000, arguments 700000001000 5, extra 0",
+             "node attribute 4: 2 1 1", "node attribute 1: window of 4096, ratio 0.5, 2 1", early,
+             "memcpy node: 2 - device to 2 - device, 32 x 1 x 1", whole,
+             "memcpy node: 1 host - to 2 - device, 8 x 1 x 1", whole,
+             "memcpy node: 2 - device to 1 host -, 9 x 1 x 1", whole, "instantiate 0", "set memset: 2",
+             "set kernel: arguments 1", "set kernel: arguments 700000001000", "set memcpy: 33")
+
+
+def test_nothing_is_left(said: list[str]):
+    assert said.count("host free") == 2
+    assert said[-1] == "# closed 0"
