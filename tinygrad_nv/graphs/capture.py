@@ -160,6 +160,7 @@ class Collected:
 def collect(step: Callable[..., Returned], size: int, inputs: Mapping[str, Tensor],
             variables: Mapping[str, UOp], device: str) -> tuple[Collected, Returned]:
     """Records one run of the step on `size` rows. Returns it with what the step returned."""
+    realize_assigned(tensor for _, tensor in _live())  # or every replay would assign that again
     given = {tensor.uop.base for tensor in inputs.values()}
     schedules, ran = _Schedules(), GlobalCounters.kernel_count
     known = set(buffers) | _storage_of(tensor.uop for _, tensor in _live())

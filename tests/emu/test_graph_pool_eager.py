@@ -1,0 +1,196 @@
+"""What a graph pool does with steps that are no graph, and with devices that have none: it says why, and the
+results are right. The ring of page-locked memory."""
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+from pool_case import Paged, batch, device, eager, pool_of, same
+from tinygrad.engine import realize
+from tinygrad.helpers import Context
+from tinygrad.uop.ops import Ops
+
+from tinygrad_nv import Tensor, UOp, dtypes, hooks
+from tinygrad_nv.errors import KernelError
+from tinygrad_nv.graphs import GraphPool, Input
+from tinygrad_nv.runtime.device import NVDevice
+
+ROWS = {"x": Input((4,), dtypes.float32)}
+X = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+@pytest.fixture(scope="module")
+def emu() -> NVDevice: return device()
+
+
+def calls(pool: GraphPool, wanted: Any, times: int = 3) -> None:
+    """Calls with other rows each time, checked against numpy."""
+    for k in range(times):
+        np.testing.assert_array_equal(pool(x=X + k).numpy(), wanted(X + k))
+        np.testing.assert_array_equal(pool(x=X[:1] + k).numpy(), wanted(X[:1] + k))
+
+
+def reasons(pool: GraphPool) -> set[str]:
+    assert all(bucket.eager for bucket in pool.stats().buckets)
+    return {reason for bucket in pool.stats().buckets for reason in bucket.reasons}
+
+
+# **** steps that are no graph ****
+
+def test_a_custom_function(emu: NVDevice):
+    def triple(ctx: Any, call: UOp, ast: UOp) -> list[Any]:
+        out, source = (u.buffer.ensure_allocated() for u in realize.resolve_params(call, ctx.input_uops))
+        values = np.frombuffer(source.as_memoryview(), np.float32) * 3
+        out.allocator._copyin(out._buf, memoryview(values).cast("B"))
+        return []
+    def step(x: Tensor) -> Tensor:
+        out = UOp.invalids(*x.shape, device=x.device, dtype=x.dtype)
+        body = UOp(Ops.CUSTOM_FUNCTION, arg="pool_triple:x")
+        source = (x + 1).realize().contiguous()
+        return Tensor(out.after(body.call(out, source.uop))) * 2 + x.sum(1, keepdim=True)
+    hooks.add_custom_function("pool_triple", triple, lambda call: ((0,), (1,)))
+    try:
+        pool = GraphPool(step, ROWS, (1, 4), emu.device)
+        calls(pool, lambda x: (x + 1) * 6 + x.sum(1, keepdims=True))
+    finally: hooks.remove_custom_function("pool_triple")
+    (reason,) = reasons(pool)
+    assert reason.startswith("a graph cannot hold the custom function pool_triple:x of ")
+    assert [(b.captures, b.builds) for b in pool.stats().buckets] == [(1, 1), (1, 1)]
+
+
+def test_a_copy_to_another_device(emu: NVDevice):
+    def step(x: Tensor) -> Tensor: return (x + 1).to("CPU").contiguous().to(x.device) * 2
+    pool = GraphPool(step, ROWS, (1, 4), emu.device)
+    calls(pool, lambda x: (x + 1) * 2)
+    (reason,) = reasons(pool)
+    assert f"a graph cannot hold a copy between CPU and {emu.device} and 1 more of " in reason
+
+
+def test_data_from_the_host(emu: NVDevice):
+    """What the step takes from numpy is copied at every call, as it is at the first."""
+    def step(x: Tensor) -> Tensor: return x + Tensor(np.arange(4, dtype=np.float32), device=x.device)
+    pool = GraphPool(step, ROWS, (1, 4), emu.device)
+    calls(pool, lambda x: x + np.arange(4))
+    (reason,) = reasons(pool)
+    assert "a graph cannot hold a copy between" in reason
+
+
+def test_a_step_that_reads_data(emu: NVDevice):
+    def step(x: Tensor) -> Tensor: return x * float(x.max().item())
+    pool = GraphPool(step, ROWS, (1, 4), emu.device)
+    calls(pool, lambda x: x * x.max())
+    (reason,) = reasons(pool)
+    assert reason.startswith("the step cannot be captured: cannot access tensor data during JIT capture")
+
+
+def test_state_that_is_bound_anew(emu: NVDevice):
+    """A replay would go on with the first one's: TinyJit does."""
+    class Step:
+        def __init__(self) -> None: self.total = Tensor.zeros(4, device=emu.device).contiguous().realize()
+
+        def __call__(self, x: Tensor) -> Tensor:
+            self.total = (self.total + x.sum(0)).contiguous().realize()
+            return x + self.total
+    step = Step()
+    pool = GraphPool(step, ROWS, (1, 4), emu.device)
+    total = np.zeros(4, np.float32)
+    for k in range(3):
+        for x in (X + k, X[:1] + k):
+            total += x.sum(0)
+            np.testing.assert_array_equal(pool(x=x).numpy(), x + total)
+    assert reasons(pool) == {"the step keeps a Tensor that it makes of its inputs, which a replay would not "
+                             "bind again"}
+    ahead = GraphPool(step := Step(), ROWS, (1, 4), emu.device)
+    ahead.capture()
+    np.testing.assert_array_equal(step.total.numpy(), np.zeros(4))  # it ran, with all rows masked
+    np.testing.assert_array_equal(ahead(x=X).numpy(), X + X.sum(0))
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_table_that_the_step_keeps(emu: NVDevice, early: bool):
+    """It is computed once, and is no part of the graph; sizes captured later read it."""
+    tables: dict[int, Tensor] = {}
+    weight = Tensor(np.arange(4, dtype=np.float32), device=emu.device).realize()
+    def step(x: Tensor) -> Tensor:
+        if not tables: tables[0] = ((Tensor.arange(4) + 1) * weight).realize()
+        return x * tables[0]
+    pool = GraphPool(step, ROWS, (1, 4), emu.device)
+    if early: pool.capture()
+    calls(pool, lambda x: x * (np.arange(4) + 1) * np.arange(4))
+    assert [bucket.reasons for bucket in pool.stats().buckets] == [(), ()]
+    assert [len(bucket.graph.calls) for bucket in pool.buckets.values()] == [1, 1]
+
+
+def test_an_assignment_that_the_step_does_not_realize(emu: NVDevice):
+    total = Tensor.zeros(4, device=emu.device).contiguous().realize()
+    def step(x: Tensor) -> Tensor:
+        total.assign(total + x.sum(0))
+        return x + 1
+    pool = GraphPool(step, ROWS, (4,), emu.device)
+    for k in (1, 2, 3):
+        pool(x=X)
+        np.testing.assert_array_equal(total.numpy(), X.sum(0) * k)
+
+
+def test_assigned_between_calls(emu: NVDevice):
+    """Weights that are assigned to stay the graph's, realized or not."""
+    weight = Tensor.ones(4, device=emu.device).contiguous().realize()
+    pool = GraphPool(lambda x: x * weight, ROWS, (4,), emu.device)
+    for k in (1, 2, 3):
+        weight.assign(Tensor.full((4,), k, dtype=dtypes.float32, device=emu.device).contiguous())
+        if k == 2: weight.realize()
+        np.testing.assert_array_equal(pool(x=X).numpy(), X * k)
+    assert pool.stats().buckets[0].captures == 1
+
+
+def test_debug_shows_the_graph(emu: NVDevice, capsys: pytest.CaptureFixture[str]):
+    pool = GraphPool(lambda x: ((x + 1).realize() * 2).realize() + x, ROWS, (4,), emu.device)
+    pool(x=X)
+    with Context(DEBUG=2): np.testing.assert_array_equal(pool(x=X).numpy(), (X + 1) * 2 + X)
+    assert "batched 3" in capsys.readouterr().out
+
+
+# **** devices ****
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_the_cpu(graphs: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NV_CPU_GRAPH", str(int(graphs)))
+    plain, pooled = Paged("CPU"), Paged("CPU")
+    pool = pool_of(pooled, device="CPU")
+    for rows in (1, 3, 2, 4, 3):
+        given = batch(rows, rows)
+        same(pool(**given), eager(plain, given, pool._size_of[rows], "CPU"))
+        there = {name: Tensor(value, device="CPU").realize() for name, value in given.items()}
+        same(pool(**there), eager(plain, given, pool._size_of[rows], "CPU"))
+    found = {reason for bucket in pool.stats().buckets for reason in bucket.reasons}
+    assert found == (set() if graphs and os.uname().sysname == "Linux" else {"CPU has no graphs"})
+
+
+# **** page-locked memory ****
+
+def test_page_locked_memory_is_written_when_the_device_has_read_it(emu: NVDevice,
+                                                                   monkeypatch: pytest.MonkeyPatch):
+    waits: list[Any] = []
+    wait_for = emu.driver.wait_for
+    monkeypatch.setattr(emu.driver, "wait_for", lambda event: (waits.append(event), wait_for(event)))
+    pool = GraphPool(lambda x: x * 2, ROWS, (4,), emu.device)
+    found = []
+    for k in range(6):
+        pool(x=X + k)
+        found.append(len(waits))
+    assert found == [0, 0, 1, 2, 3, 4]  # the third call needs the first one's
+    emu.synchronize()
+
+
+def test_a_ring_without_waits_is_found(emu: NVDevice, monkeypatch: pytest.MonkeyPatch):
+    pool = GraphPool(lambda x: x * 2, ROWS, (4,), emu.device)
+    for k in range(2): pool(x=X + k)
+    emu.synchronize()
+    monkeypatch.setattr(emu.driver, "wait_for", lambda event: None)
+    for k in range(3): pool(x=X + k + 5)
+    with pytest.raises(KernelError, match="page-locked memory was written"): emu.synchronize()
+    monkeypatch.undo()
+    emu.synchronize()
+    np.testing.assert_array_equal(pool(x=X).numpy(), X * 2)
