@@ -24,6 +24,8 @@ from typing import TypeAlias
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
+from tinygrad_nv.runtime.ranges import layer
+
 from .config import ModelConfig
 from .rope import tables
 
@@ -171,8 +173,8 @@ class Block:
 
     def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], start: Position,
                  cache: Tensor | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope, start, cache)
-        return (x + self.feed_forward(self.feed_forward_norm(x))).contiguous()
+        with layer("attention"): x = x + self.attention(self.attention_norm(x), rope, start, cache)
+        with layer("feed_forward"): return (x + self.feed_forward(self.feed_forward_norm(x))).contiguous()
 
 
 class Llama:
@@ -203,18 +205,22 @@ class Llama:
     def hidden(self, tokens: Tensor, start: Position = 0, cache: KVCache | None = None) -> Tensor:
         """The last layer's normalised output, (B, T, hidden), for tokens (B, T) at positions start, start +
         1, …"""
-        x = self.embedding[tokens]
-        if self.config.embedding_scale != 1.0:
-            x = x * Tensor(self.config.embedding_scale, dtype=self.dtype, device=self.device)
+        with layer("embedding"):
+            x = self.embedding[tokens]
+            if self.config.embedding_scale != 1.0:
+                x = x * Tensor(self.config.embedding_scale, dtype=self.dtype, device=self.device)
         rope = self.rope_rows(start, tokens.shape[1])
-        for i, block in enumerate(self.blocks): x = block(x, rope, start, cache.layers[i] if cache else None)
-        return self.norm(x)
+        for i, block in enumerate(self.blocks):
+            with layer(f"layers.{i}"): x = block(x, rope, start, cache.layers[i] if cache else None)
+        with layer("norm"): return self.norm(x)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Logits of every position, (B, T, vocab), for tokens (B, T)."""
-        return self.hidden(tokens) @ self.head.T
+        x = self.hidden(tokens)
+        with layer("head"): return x @ self.head.T
 
     def step(self, tokens: Tensor, start: Position, cache: KVCache, last: Position = 0) -> Tensor:
         """Appends tokens (B, T) to `cache` at `start`; float32 logits (B, vocab) of row `last` of these T."""
         row = self.hidden(tokens, start, cache)[:, last:last + 1]
-        return (row @ self.head.T).float().reshape(tokens.shape[0], self.config.vocab_size)
+        with layer("head"):
+            return (row @ self.head.T).float().reshape(tokens.shape[0], self.config.vocab_size)

@@ -31,14 +31,15 @@ from tinygrad_nv.errors import NVError
 from tinygrad_nv.explain import KernelRecord, Lowering, explain
 from tinygrad_nv.hooks import disable, disabled, enable, enabled
 from tinygrad_nv.patterns import gemm, program
-from tinygrad_nv.runtime import programs
+from tinygrad_nv.runtime import programs, ranges
 from tinygrad_nv.runtime.cuda_device import CUDADevice
 from tinygrad_nv.runtime.device import EMUDevice
 from tinygrad_nv.runtime.memory_pool import memory_report
+from tinygrad_nv.runtime.ranges import layer
 
 __all__ = ["LLM", "Context", "Device", "GlobalCounters", "KernelRecord", "Lowering", "SamplingParams",
            "Tensor", "TinyJit", "UOp", "Variable", "disable", "disabled", "dtypes", "enable", "enabled",
-           "explain", "function", "memory_report", "nn"]
+           "explain", "function", "layer", "memory_report", "nn", "timeline"]
 
 
 class _ModelsFinder(MetaPathFinder):
@@ -54,13 +55,17 @@ class _ModelsFinder(MetaPathFinder):
 
 
 def __getattr__(name: str) -> object:
-    """`LLM` and `SamplingParams`, loaded when asked for: importing tinygrad_nv stays as fast as tinygrad."""
+    """`LLM`, `SamplingParams` and `timeline`, loaded when asked for: importing tinygrad_nv stays as fast as
+    tinygrad."""
     if name == "LLM":
         from tinygrad_nv.engine.llm import LLM
         return LLM
     if name == "SamplingParams":
         from tinygrad_nv.engine.sampling import SamplingParams
         return SamplingParams
+    if name == "timeline":
+        from tinygrad_nv.runtime.timeline import timeline
+        return timeline
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -72,6 +77,7 @@ hooks.add_compile("program", program.settle)
 hooks.install_cpu()
 hooks.add_device("EMU", EMUDevice)
 try:
+    ranges.enable_nvtx()
     if config.get("NV"):
         # NV=0 gives a program tinygrad as it is; EMU is no name of tinygrad's
         hooks.add_device("CUDA", CUDADevice)

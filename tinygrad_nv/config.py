@@ -34,6 +34,8 @@ SETTINGS = (
             "0: launch captured CPU kernels one by one; 1: as a graph, on all cores (Linux)"),
     Setting("NV_PDL", 1, (0, 1),
             "0: a kernel begins when the one before it has ended; 1: earlier, where both can (Hopper)"),
+    Setting("NV_NVTX", 0, (0, 1),
+            "1: NVTX ranges by layer and kernel around launches, for Nsight Systems (needs nvtx)"),
     Setting("EMU_ARCH", "sm_90a", ("sm_80", "sm_89", "sm_90a"),
             "the GPU that DEV=EMU emulates. sm_80: an A100; sm_89: an L40; sm_90a: an H100"),
     Setting("EMU_CHECK", 1, (0, 1),

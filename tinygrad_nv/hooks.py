@@ -140,6 +140,11 @@ def add_execute(name: str, fn: Callable[[UOp, realize.ExecContext, Run], Seconds
     _apply()
 
 
+def watched() -> bool:
+    """Whether any `add_execute` is there: who launches without tinygrad then launches through it."""
+    return bool(_executes)
+
+
 def remove_execute(name: str) -> None:
     _remove(_executes, "execute", name)
     _apply()

@@ -22,6 +22,7 @@ from tinygrad_nv.engine.sampling import Filters, Knobs, SamplingParams, next_tok
 from tinygrad_nv.models.llama import KVCache, Llama
 from tinygrad_nv.runtime.memory import allocate, read, write
 from tinygrad_nv.runtime.memory_pool import labelled
+from tinygrad_nv.runtime.ranges import layer, span
 
 # Tokens a prefill graph takes at once. 16 bounds the padding of a short prompt, 128 amortises a launch over
 # rows.
@@ -85,14 +86,16 @@ class Decoder:
             tokens[0, :len(part)] = part
             start = Variable("start", 0, self.capacity - T).bind(len(self.held))
             last = Variable("last", 0, T - 1).bind(len(part) - 1)
-            self._replay(self.chunks[T], Tensor(tokens, device=self.model.device), start, last)
+            with span(f"prefill {len(part)}"):
+                self._replay(self.chunks[T], Tensor(tokens, device=self.model.device), start, last)
             self.held += part
         return self._choose()
 
     def decode(self) -> int:
         """Puts the last chosen token into the cache and chooses the one after it."""
         token = self.peek()
-        self._replay(self.step, Variable("position", 0, self.capacity - 1).bind(len(self.held)))
+        with span("decode"):
+            self._replay(self.step, Variable("position", 0, self.capacity - 1).bind(len(self.held)))
         self.held.append(token)
         return self._choose()
 
@@ -104,7 +107,8 @@ class Decoder:
         """One call of a captured step. After an exception, also Ctrl-C, the decoder is as if new."""
         before = [(tensor, tensor.uop) for tensor in (self.token, self.logits, self.seen)]
         try:
-            with labelled(ACTIVATIONS): jit(*arguments)
+            with labelled(ACTIVATIONS), span("capture" if jit.captured is None else "replay"):
+                jit(*arguments)
         except BaseException:
             # an assignment that was written down but not run would get into the next capture
             for tensor, uop in before: tensor.uop = uop
@@ -118,7 +122,7 @@ class Decoder:
             filters = self.filters
             self.samples[filters] = capturing(lambda position: self._sample(position, filters))
         bound = Variable("position", 0, self.capacity - 1).bind(len(self.held))
-        self._replay(self.samples[self.filters], bound)
+        with span("sample"): self._replay(self.samples[self.filters], bound)
         return self.peek()
 
     def _chunk(self, tokens: Tensor, start: UOp, last: UOp) -> None:
@@ -128,7 +132,8 @@ class Decoder:
         self.logits.assign(self.model.step(self.token, position, self.cache)[0]).realize()
 
     def _sample(self, position: UOp, filters: Filters) -> None:
-        token = next_token(self.logits, filters, self.knobs, self.seen, Tensor(position).reshape(1))
+        with layer("sampler"):
+            token = next_token(self.logits, filters, self.knobs, self.seen, Tensor(position).reshape(1))
         changed = [self.token.assign(token.reshape(1, 1))]
         if filters.penalty:
             changed.append(self.seen.assign(self.seen | (Tensor.arange(self.seen.shape[0]) == token)))

@@ -40,6 +40,7 @@ from tinygrad_nv.patterns.contraction import (
 )
 from tinygrad_nv.patterns.epilogue import Epilogue, Unfused, ends, usable
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
+from tinygrad_nv.runtime import ranges
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.tile import database
 from tinygrad_nv.tile.choose import choose, why_not
@@ -86,8 +87,10 @@ def rewrite(sink: UOp) -> UOp:
     if not matches: return sink
 
     def change(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
-        found = matches.get(node)
-        return None if found is None else _called(found, [new(x) for x in found.inputs])
+        if (found := matches.get(node)) is None: return None
+        result = _called(found, [new(x) for x in found.inputs])
+        ranges.carry_region(found.region, result)
+        return result
     return program.write_through(program.rebuilt(matcher.nodes, change))
 
 

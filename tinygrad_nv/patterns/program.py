@@ -37,6 +37,7 @@ from tinygrad.uop.ops import (
 )
 
 from tinygrad_nv import hooks
+from tinygrad_nv.runtime import ranges
 from tinygrad_nv.runtime.launch_text import source
 from tinygrad_nv.tile.kernel import GemmKernel
 
@@ -205,6 +206,7 @@ def rebuilt(nodes: Iterable[UOp], change: Callable[[UOp, Callable[[UOp], UOp]], 
             # the body of a call is no part of the graph
             changed = _over(node, tuple(made.get(s, s) for s in node.src))
         made[node] = changed
+    ranges.carry(made)
     return changed
 
 
