@@ -7,7 +7,8 @@ the renderer raises, and the device takes its next one, PTX.
 
 The text is compiled for the GPU or, where NVRTC knows only earlier ones, for the latest of those as PTX.
 NVRTC's release is in the key of tinygrad's disk cache, with the options. A float32 matmul keeps its precision
-unless ALLOW_TF32 is set. Kernels that are given as PTX pass through unchanged.
+unless ALLOW_TF32 is set. Kernels that are given as PTX pass through unchanged. Integers of 8 and 16 bits
+wrap, where C would compute them as int, and shift, divide or widen 127 + 1 as 128.
 
 Spawned compile workers (BEAM) make what their parent makes: a pickled renderer carries the kind of image.
 """
@@ -24,13 +25,17 @@ from tinygrad.device import CompileError, Compiler
 from tinygrad.dtype import dtypes
 from tinygrad.helpers import ALLOW_TF32, Target
 from tinygrad.renderer import cstyle
+from tinygrad.uop.ops import PatternMatcher, UOp, UPat
 
 from tinygrad_nv.errors import ToolchainError
 from tinygrad_nv.runtime import cuda_api
+from tinygrad_nv.runtime.ptx_renderer import OVERFLOWING
 
 Image = Literal["ptx", "cubin"]
 Release = tuple[int, int]
 PTX = re.compile(r"^\s*\.version\s", re.MULTILINE)
+WIDER = {dtypes.int8: dtypes.int32, dtypes.uint8: dtypes.uint32, dtypes.int16: dtypes.int32,
+         dtypes.uint16: dtypes.uint32}
 
 
 @functools.cache
@@ -128,8 +133,18 @@ def _read(program: Any, size: Callable[..., Any], fill: Callable[..., Any]) -> b
     return bytes(taken)
 
 
+def _wrapped(x: UOp) -> UOp:
+    """A narrow integer's arithmetic in 32 bits, then cut to its own."""
+    return UOp(x.op, src=tuple(s.cast(WIDER[x.dtype]) if s.dtype == x.dtype else s for s in x.src),
+               arg=x.arg).cast(x.dtype)
+
+
+_pm_narrow = PatternMatcher([(UPat(OVERFLOWING, dtype=tuple(WIDER), name="x"), _wrapped)])
+
+
 class CUDARenderer(cstyle.CUDARenderer):
     """CUDA C for `target.arch`. Raises `ToolchainError` where NVRTC cannot be used with this driver."""
+    extra_matcher = _pm_narrow + cstyle.CUDARenderer.extra_matcher
 
     def __init__(self, target: Target, kind: Image | None = None) -> None:
         # past tinygrad's CUDARenderer, which would load NVRTC from where it looks for it
