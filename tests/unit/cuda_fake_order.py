@@ -115,6 +115,12 @@ def _added(fake: Fake, graph: Any, before: list[Any], count: int, work: Work) ->
     return (*OK, fake.make(cu.CUgraphNode, made.nodes[-1]))
 
 
+def graph_destroy_node(fake: Fake, node: Any) -> Any:
+    made = fake.drop(node, FakeNode)
+    made.graph.nodes.remove(made)
+    return OK
+
+
 def graph_add_kernel_node(fake: Fake, graph: Any, before: list[Any], count: int, params: Any) -> Any:
     status, work = _kernel(fake, params)
     return (S[status],) if work is None else _added(fake, graph, before, count, work)

@@ -204,10 +204,10 @@ class Launcher:
 
     def launch(self, work: Launch, stream: CUDAStream) -> None:
         """Into a stream; the context is current."""
-        loaded = self.function(work)
+        loaded, array = self.function(work), self.arguments.put(work.args)
         key = (work.grid, work.block, work.dynamic_smem, work.cluster, work.pdl, work.window, stream)
         if (config := self.configs.get(key)) is None: config = self._config(work, stream.handle, key)
-        status, = self.gpu.launch_kernel(config, loaded.handle, self.arguments.put(work.args), 0)
+        status, = self.gpu.launch_kernel(config, loaded.handle, array, 0)
         if status: self.gpu.checked(status, doing=refused(work))
 
     def function(self, work: Launch) -> Loaded:

@@ -44,42 +44,57 @@ class CUDAGraph(driver.Graph):
                 raise DriverError(f"an edge from node {node.number}", f"a node of this graph: it has "
                                   f"{len(self.works)}", "add a node before those that follow it")
         given = tuple(sorted({node.number for node in after}))
-        self.nodes.append(self._node(work, kept := holds(self.gpu, work)))
+        kept, handle = holds(self.gpu, work), self._node(work)
         before = self.reduction.add(given)
+        try:
+            self._edges(work, handle, before)
+        except DriverError:
+            self.reduction.before.pop()
+            self.gpu.call("cuGraphDestroyNode", handle)
+            raise
+        self.nodes.append(handle)
         self.works.append(work)
         self.after.append(given)
         self.kept.append(kept)
-        self._edges(before)
         return Node(len(self.works) - 1)
 
-    def _node(self, work: Work, kept: object) -> Any:
+    def _node(self, work: Work) -> Any:
         """A node without edges."""
         gpu = self.gpu
-        if isinstance(work, Launch):
-            values = dict(gpu.launcher.values(work, gpu.cu.CUkernelNodeAttrValue))
-            values.pop(OVERLAP, None)  # an edge's, in a graph
-            node = gpu.call("cuGraphAddKernelNode", self.handle, [], 0, kernel_parameters(gpu, work),
-                            doing=refused(work))
+        if isinstance(work, Launch): return self._kernel_node(work)
+        if isinstance(work, Fill):
+            return gpu.call("cuGraphAddMemsetNode", self.handle, [], 0, fill_parameters(gpu, work),
+                            gpu.context, doing=described(work))
+        return gpu.call("cuGraphAddMemcpyNode", self.handle, [], 0, copy_parameters(gpu, work), gpu.context,
+                        doing=described(work))
+
+    def _kernel_node(self, work: Launch) -> Any:
+        gpu = self.gpu
+        values = dict(gpu.launcher.values(work, gpu.cu.CUkernelNodeAttrValue))
+        values.pop(OVERLAP, None)  # an edge's, in a graph
+        node = gpu.call("cuGraphAddKernelNode", self.handle, [], 0, kernel_parameters(gpu, work),
+                        doing=refused(work))
+        try:
             for name, value in values.items():
                 which = getattr(gpu.cu.CUkernelNodeAttrID, f"CU_LAUNCH_ATTRIBUTE_{name}")
                 gpu.call("cuGraphKernelNodeSetAttribute", node, which, value, doing=refused(work))
-            return node
-        if isinstance(work, Fill):
-            return gpu.call("cuGraphAddMemsetNode", self.handle, [], 0, fill_parameters(gpu, work),
-                            gpu.context)
-        return gpu.call("cuGraphAddMemcpyNode", self.handle, [], 0, copy_parameters(gpu, work), gpu.context)
+        except DriverError:
+            gpu.call("cuGraphDestroyNode", node)
+            raise
+        return node
 
-    def _edges(self, before: tuple[int, ...]) -> None:
-        """Those that end at the last node."""
+    def _edges(self, work: Work, handle: Any, before: tuple[int, ...]) -> None:
+        """Those that end at a new node."""
         if not before: return
         cu, gpu = self.gpu.cu, self.gpu
         data = cu.CUgraphEdgeData()
-        if early(self.works[-1], [self.works[number] for number in before]):
+        if early(work, [self.works[number] for number in before]):
             data.from_port = cu.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
             data.type = cu.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+        # cuda.bindings 12 calls by this name what takes edge data
         add = "cuGraphAddDependencies_v2" if hasattr(cu, "cuGraphAddDependencies_v2") else \
             "cuGraphAddDependencies"
-        gpu.call(add, self.handle, [self.nodes[number] for number in before], [self.nodes[-1]] * len(before),
+        gpu.call(add, self.handle, [self.nodes[number] for number in before], [handle] * len(before),
                  [data] * len(before), len(before))
 
     def ancestors(self, nodes: Sequence[Node]) -> set[int]:
@@ -165,6 +180,7 @@ def kernel_parameters(gpu: CUDADriver, work: Launch) -> Any:
 
 def fill_parameters(gpu: CUDADriver, work: Fill) -> Any:
     """CUDA_MEMSET_NODE_PARAMS: one row of bytes."""
+    if work.nbytes <= 0: raise DriverError(f"a fill of {work.nbytes} bytes in a graph", "1 or more")
     made = gpu.cu.CUDA_MEMSET_NODE_PARAMS()
     made.dst, made.value, made.elementSize = work.target, work.value, 1
     made.width, made.height, made.pitch = work.nbytes, 1, work.nbytes
