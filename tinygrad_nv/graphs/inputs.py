@@ -44,15 +44,15 @@ class Input:
 
     def numpy_dtype(self) -> np.dtype | None:
         """What an array of this input must have; None where numpy has no such type (bfloat16, fp8)."""
-        kind = _to_np_dtype(self.dtype)
-        return None if kind is None else np.dtype(kind)
+        kind = _to_np_dtype(self.dtype)  # for bfloat16 and fp8 a wider one
+        return None if kind is None or (made := np.dtype(kind)) != _storage(self) else made
 
     def check(self, name: str) -> None:
         """Raises `GraphError` for an input that cannot be."""
         if any(not isinstance(extent, int) or extent < 1 for extent in self.shape):
             raise GraphError(f"input {name!r} has rows of shape {self.shape}", "extents of 1 or more")
         whole = dtypes.is_int(self.dtype) or self.dtype is dtypes.bool
-        if whole and (self.pad != int(self.pad) or not self.dtype.min <= self.pad <= self.dtype.max):
+        if whole and (self.pad % 1 != 0 or not self.dtype.min <= self.pad <= self.dtype.max):
             raise GraphError(f"input {name!r} of {self.dtype} is padded with {self.pad}",
                              f"a value that {self.dtype} has")
 
@@ -86,16 +86,16 @@ class Feed:
     """The inputs of a pool, on the device and on their way there."""
 
     def __init__(self, device: str, inputs: Mapping[str, Input], sizes: Sequence[int], depth: int) -> None:
+        opened = Device[device]
+        self.driver = opened.driver if isinstance(opened, NVDevice) else None
+        self.slots: list[_Slot] = []    # there before anything can fail: __del__ looks at them
+        self.turn, self.usable = 0, True
         self.device, self.inputs = device, dict(inputs)
         self.places = {size: _layout(self.inputs, size) for size in sizes}
         self.pads = [np.array(to_storage_scalar(given.pad, given.dtype), _storage(given))
                      for given in inputs.values()]
         self.nbytes = max(map(_extent, self.places.values()))
         self.region = region(device, self.nbytes)
-        opened = Device[device]
-        self.driver = opened.driver if isinstance(opened, NVDevice) else None
-        self.slots: list[_Slot] = []
-        self.turn, self.usable = 0, True
         self.host = np.empty(0 if self.driver else self.nbytes, np.uint8)
         try:
             for _ in range(depth if isinstance(opened, NVDevice) else 0):

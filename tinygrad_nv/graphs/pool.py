@@ -276,7 +276,8 @@ class GraphPool:
         names = frozenset(variables)
         if self._variables is None: self._variables = names
         if names != self._variables:
-            raise GraphError(f"Variables {_listed(names)}", f"{_listed(self._variables)}, as before",
+            raise GraphError(f"Variables {_listed(sorted(names))}",
+                             f"{_listed(sorted(self._variables))}, as before",
                              "give all of them in every call")
 
     def _on_device(self, name: str, given: Input, tensor: Tensor) -> Buffer:

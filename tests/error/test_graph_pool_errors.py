@@ -1,0 +1,140 @@
+"""What a graph pool says of inputs, steps and settings that it cannot serve."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tinygrad.helpers import Context
+
+from tinygrad_nv import Tensor, TinyJit, Variable, dtypes
+from tinygrad_nv.errors import GraphError
+from tinygrad_nv.graphs import GraphPool, Input
+
+INPUTS = {"x": Input((4,), dtypes.float32), "lengths": Input((), dtypes.int32)}
+X, LENGTHS = np.ones((3, 4), np.float32), np.zeros(3, np.int32)
+N = Variable("n", 0, 9)
+
+
+@pytest.fixture(autouse=True)
+def emu() -> Iterator[None]:
+    with Context(DEV="EMU"): yield
+
+
+def pool_of(step: Any = None, inputs: dict[str, Input] = INPUTS, **more: Any) -> GraphPool:
+    return GraphPool(step or (lambda x, lengths: x * lengths.reshape(-1, 1)), inputs, (2, 4), "EMU", **more)
+
+
+def refused(*words: str) -> Any: return pytest.raises(GraphError, match="(?s)" + ".*".join(words))
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    ({"x": X}, ["input 'lengths' is missing", "expected: x, lengths"]),
+    ({}, ["input 'x' is missing"]),
+    ({"x": X, "lengths": LENGTHS, "tables": LENGTHS},
+     ["there is no input 'tables'", "x, lengths, and bound Variables by other names"]),
+    ({"x": X, "lengths": LENGTHS, "n": N}, ["there is no input 'n'"]),
+    ({"x": X[:, :3], "lengths": LENGTHS},
+     [r"input 'x' has shape \(3, 3\) and is float32", r"rows of shape \(4,\) and dtypes.float"]),
+    ({"x": X.astype(np.float64), "lengths": LENGTHS}, [r"input 'x' has shape \(3, 4\) and is float64"]),
+    ({"x": np.float32(1), "lengths": LENGTHS}, ["input 'x' has shape .* and is float32"]),
+    ({"x": X, "lengths": [0, 0, 0]}, ["input 'lengths' .* is list", "an array or a Tensor"]),
+    ({"x": X, "lengths": np.array(3, np.int32)}, [r"input 'lengths' has shape \(\) and is int32"]),
+    ({"x": X, "lengths": LENGTHS[:2]}, ["input 'lengths' has 2 rows, 'x' has 3", "as many rows"]),
+    ({"x": X[:0], "lengths": LENGTHS[:0]}, ["a batch of 0 rows", "1 to 4: sizes 2, 4"]),
+    ({"x": np.ones((5, 4), np.float32), "lengths": np.zeros(5, np.int32)},
+     ["a batch of 5 rows", "1 to 4: sizes 2, 4", "split the batch, or make the pool with a larger size"]),
+])
+def test_inputs_that_are_not_what_was_said(given: dict[str, Any], words: list[str]):
+    with refused(*words): pool_of()(**given)
+
+
+def test_tensors_that_are_not_what_was_said():
+    pool, there = pool_of(), Tensor(X).realize()
+    with refused(r"input 'x' has shape \(3, 4\) and is dtypes.int"):
+        pool(x=there.cast(dtypes.int32), lengths=LENGTHS)
+    with refused("input 'x' is on CPU", "an array, or a Tensor on EMU", r"fix:   .to\('EMU'\)"):
+        pool(x=Tensor(X, device="CPU"), lengths=LENGTHS)
+    with refused("input 'b' has shape .*a Tensor \\(numpy has no such type\\)"):
+        pool_of(lambda b: b + 1, {"b": Input((2,), dtypes.bfloat16)})(b=np.ones((1, 2), np.uint16))
+
+
+def test_variables_that_change_their_names():
+    pool = pool_of(lambda x, lengths, n: x + n)
+    pool(x=X, lengths=LENGTHS, n=N.bind(1))
+    with refused("Variables none", "expected: n, as before"): pool(x=X, lengths=LENGTHS)
+    with refused("Variables m, n", "expected: n, as before"):
+        pool(x=X, lengths=LENGTHS, n=N.bind(1), m=Variable("m", 0, 1).bind(1))
+    with refused("Variables none", "expected: n, as before"): pool.capture()
+
+
+@pytest.mark.parametrize(("step", "words"), [
+    (lambda x, lengths: x.sum(), [r"the step returns something of shape \(\) for a batch of 4",
+                                  "a row for each of the batch", "padding would be in the sum"]),
+    (lambda x, lengths: {"a": x, "b": x[:1]}, [r"returns output 'b' of shape \(1, 4\) for a batch of 4"]),
+    (lambda x, lengths: (x, x.to("CPU")), ["returns output 1 on CPU", "a Tensor on EMU"]),
+    (lambda x, lengths: [x, 3], ["returns output 1 of type int", "a tuple, list or dict of Tensors"]),
+    (lambda x, lengths: None, ["returns something of type NoneType"]),
+    (lambda x, lengths: (), ["the step returns nothing"]),
+])
+def test_results_that_are_no_rows(step: Any, words: list[str]):
+    with refused(*words): pool_of(step)(x=X, lengths=LENGTHS)
+
+
+def test_a_pool_inside_a_tinyjit():
+    pool = pool_of()
+    @TinyJit
+    def outer(x: Tensor) -> Tensor: return (pool(x=X, lengths=LENGTHS) + x.sum()).realize()
+    outer(Tensor(X).realize())
+    with refused("a GraphPool is called while a step is captured", "take the TinyJit off"):
+        outer(Tensor(X).realize())
+    np.testing.assert_array_equal(pool(x=X, lengths=LENGTHS + 2).numpy(), X * 2)
+
+
+def test_a_tinyjit_inside_a_pool():
+    inner = TinyJit(lambda x: (x + 1).realize())
+    for _ in range(2): inner(Tensor(np.zeros((4, 4), np.float32)).realize())
+    with refused("replays a TinyJit while it is captured", "the pool captures the whole step"):
+        pool_of(lambda x, lengths: inner(x) * 2)(x=X, lengths=LENGTHS)
+
+
+@pytest.mark.parametrize("how", ["bound", "replaced", "gone"])
+def test_weights_that_are_replaced(how: str):
+    held = {"w": Tensor(np.full(4, 3, np.float32)).realize()}
+    pool = pool_of(lambda x, lengths: x * held["w"])
+    np.testing.assert_array_equal(pool(x=X, lengths=LENGTHS).numpy(), X * 3)
+    other = Tensor(np.full(4, 5, np.float32)).realize()
+    if how == "bound": held["w"] = other
+    elif how == "replaced": held["w"].replace(other)
+    else: del held["w"]
+    with refused(r"a Tensor of shape \(4,\) that the step uses has been replaced since size 4 was captured",
+                 "weights and caches that stay", r"pool.reset\(\)"):
+        pool(x=X, lengths=LENGTHS)
+    if how == "gone": return
+    pool.reset()
+    np.testing.assert_array_equal(pool(x=X, lengths=LENGTHS).numpy(), X * 5)
+
+
+def test_a_pool_that_is_closed():
+    pool = pool_of()
+    pool(x=X, lengths=LENGTHS)
+    pool.close()
+    with refused(r"called after close\(\)"): pool(x=X, lengths=LENGTHS)
+
+
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda: pool_of(inputs={}), ["a pool without inputs"]),
+    (lambda: pool_of(inputs={"x": Input((4, 0))}), [r"input 'x' has rows of shape \(4, 0\)"]),
+    (lambda: pool_of(inputs={"x": Input((), dtypes.uint8, -1)}), ["'x' of dtypes.uchar is padded with -1"]),
+    (lambda: pool_of(inputs={"x": Input((), dtypes.int32, 0.5)}), ["is padded with 0.5", "a value that"]),
+    (lambda: pool_of(inputs={"x": Input((), dtypes.int32, float("nan"))}), ["is padded with nan"]),
+    (lambda: GraphPool(lambda x: x, INPUTS, ()), ["sizes none", "at least one"]),
+    (lambda: GraphPool(lambda x: x, INPUTS, (0, 2)), ["sizes 0, 2", "each 1 or more"]),
+    (lambda: pool_of(limit_bytes=0), ["a limit of 0 bytes"]),
+    (lambda: pool_of(staging=1), ["1 pieces of page-locked memory", "2 or more"]),
+    (lambda: pool_of().capture((3,)), ["no size 3", "of 2, 4"]),
+    (lambda: pool_of().capture(x=X), ["input 'x' for a capture", "Variables alone"]),
+])
+def test_pools_that_cannot_be(make: Any, words: list[str]):
+    with refused(*words): make()
