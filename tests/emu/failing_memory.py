@@ -8,6 +8,7 @@ before, and gives the right answer when it is run again.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -15,12 +16,15 @@ import numpy as np
 
 from tinygrad_nv import Device
 from tinygrad_nv.errors import OutOfMemoryError
-from tinygrad_nv.runtime.driver import Driver
+from tinygrad_nv.runtime.driver import Driver, HostMemory
 
 
 class Refusals:
-    """Allocations so far, and how many of them were refused."""
-    made = refused = 0
+    """Allocations so far, how many of them were refused, and the page-locked ones."""
+
+    def __init__(self) -> None:
+        self.made = self.refused = 0
+        self.hosts: list[HostMemory] = []
 
 
 @contextmanager
@@ -34,12 +38,23 @@ def failing(driver: Driver, n: int, lasting: bool = True) -> Iterator[Refusals]:
             if count.made == n or (lasting and count.made > n):
                 count.refused += 1
                 raise MemoryError(f"allocation {count.made} is refused")
-            return allocate(nbytes)
+            memory = allocate(nbytes)
+            if isinstance(memory, HostMemory): count.hosts.append(memory)
+            return memory
         return call
 
     driver.alloc, driver.host = guarded(driver.alloc), guarded(driver.host)
     try: yield count
     finally: del driver.alloc, driver.host
+
+
+@contextmanager
+def finalized() -> Iterator[list[str]]:
+    """What finalizers raise, which nobody else hears of."""
+    said: list[str] = []
+    before, sys.unraisablehook = sys.unraisablehook, lambda args: said.append(repr(args.exc_value))
+    try: yield said
+    finally: sys.unraisablehook = before
 
 
 def holdings(device: str) -> dict[str, tuple[int, int]]:
@@ -58,15 +73,18 @@ def every_allocation(program: Callable[[], np.ndarray], device: str = "EMU", ste
     wanted = program()  # kernels are compiled and loaded now: they stay
     before = holdings(device)
     for n in range(1, 1_000_000, step):
-        with failing(driver, n) as count:
-            try: found = program()
-            except OutOfMemoryError as error: found, words = None, str(error)
-        assert holdings(device) == before, f"allocation {n}"
+        with finalized() as said:
+            with failing(driver, n) as count:
+                try: found = program()
+                except OutOfMemoryError as error: found, words = None, str(error)
+            assert holdings(device) == before, f"allocation {n}"
+        assert not said, f"allocation {n}: {said[0]}"
         if found is not None:
             assert not count.refused, f"allocation {n} was refused, and nobody said so"
             np.testing.assert_array_equal(found, wanted)
             return (n - 1 + step - 1) // step
         assert "out of " in words
+        assert not any(memory.view.nbytes for memory in count.hosts), f"page-locked, allocation {n}"
         Device[device].synchronize()
         if again: np.testing.assert_array_equal(program(), wanted)
     raise AssertionError("a program without end")

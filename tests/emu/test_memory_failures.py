@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from failing_memory import every_allocation, failing, holdings
 from on_emu import emu  # noqa: F401
+from pool_case import INPUTS, Paged, batch
 
 from tinygrad_nv import LLM, Device, SamplingParams, Tensor, TinyJit, dtypes
 from tinygrad_nv.errors import OutOfMemoryError
+from tinygrad_nv.graphs import GraphPool
 from tinygrad_nv.patterns.program import Output, gemm
 from tinygrad_nv.runtime.memory_pool import labelled
 from tinygrad_nv.tile.dense import dense
@@ -52,9 +54,22 @@ def trained() -> np.ndarray:
     return w.numpy()
 
 
-@pytest.mark.parametrize(("program", "least"), [(eager, 6), (captured, 10), (split_product, 7), (trained, 4)])
+def pooled() -> np.ndarray:
+    """A step captured and replayed, with inputs in page-locked memory."""
+    pool = GraphPool(Paged("EMU"), INPUTS, (2,))
+    try: return np.concatenate([pool(**batch(rows, rows))["mixed"].numpy() for rows in (1, 2)])
+    finally: pool.close()
+
+
+@pytest.mark.parametrize(("program", "least"),
+                         [(eager, 6), (captured, 10), (split_product, 7), (trained, 4)])
 def test_every_allocation_of_a_program(program, least: int):
     assert every_allocation(program) >= least
+
+
+def test_every_allocation_of_a_graph_pool():
+    """On the device, and of page-locked memory."""
+    assert every_allocation(pooled, again=False) >= 7
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +130,14 @@ def test_a_leak_is_found():
             left.append(first)
             raise
     with pytest.raises(AssertionError, match="allocation 2"): every_allocation(leaky)
+
+
+def test_a_finalizer_that_raises_is_found():
+    class Half:
+        def __init__(self) -> None: self.tensor = Tensor(X).realize()
+        def __del__(self) -> None: del self.tensor
+    def halves() -> np.ndarray: return Half().tensor.numpy()
+    with pytest.raises(AssertionError, match="no attribute 'tensor'"): every_allocation(halves)
 
 
 def test_a_failure_that_nobody_tells_is_found():
