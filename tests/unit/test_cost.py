@@ -14,6 +14,7 @@ from tinygrad_nv.tile.cost import Model, predict
 from tinygrad_nv.tile.dense import dense
 from tinygrad_nv.tile.machine import A100, H100, L40S, MACHINES, RTX4090, machine_for
 from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.templates import build
 
 W = Schedule().using("wgmma")
 COOPERATIVE, TURNS = W.block(128, 256), W.block(128, 128).stages(6).pingpong()
@@ -37,8 +38,23 @@ def test_no_prediction_is_below_the_roofline(machine, extents, schedule, dtype, 
     model = Model(dense(*extents, dtype, batch=batch, epilogue=epilogue), machine)
     predicted = model.predict(schedule)
     assert predicted.seconds >= model.roofline(schedule.template)
-    assert predicted.seconds >= machine.launch_s
+    assert predicted.seconds >= (machine.early_launch_s or machine.launch_s) + machine.load_s
     assert predicted.parts[predicted.bound] == max(predicted.parts.values())
+
+
+@pytest.mark.parametrize(("schedule", "early"), [
+    (GEMV.k(128), True), (GEMV.k(128).split(8), True), (GEMV.k(128).split(9), False), (COOPERATIVE, True),
+    (W.block(128, 128).split(4), True), (COOPERATIVE.streamed(), False), (Schedule(), True),
+    (Schedule().split(3), False)])
+def test_what_has_flags_to_zero_is_not_launched_early(schedule, early):
+    """The templates say by `flags` what the model says here. 8 µs later everything is 8 µs later."""
+    spec, later = dense(8, 4096, 4096), 8e-6
+    slow, soon = (replace(H100, launch_s=H100.launch_s + later * (not name),
+                          early_launch_s=H100.early_launch_s + later * name) for name in (False, True))
+    usual = predict(spec, schedule, H100).seconds
+    assert predict(spec, schedule, soon).seconds == pytest.approx(usual + later * early)
+    assert (predict(spec, schedule, slow).seconds > usual + later / 2) is not early
+    assert bool(build(spec, schedule, "sm_90a").flags) is not early
 
 
 @given(extents=st.tuples(EXTENT, EXTENT, EXTENT), more=st.tuples(*[st.integers(0, 3000)] * 3),

@@ -14,6 +14,7 @@ tiles as the unit, as DeepGEMM and Stream-K (Osama et al. 2023) choose theirs:
               turns: tiles by CTAs (or ping-pong consumers) that an SM holds at once
     HBM     = bytes that must move once, and operands again for each pass in which L2 has lost them
     seconds = launch + first load + max(SM, HBM) + a 20th of the lesser + what joins split sums
+              launch: less where the kernel begins early (Hopper), which flags to be zeroed prevent
 
 L2 keeps what `group` rows of tiles walk over: A's rows of the group stay while B passes once for each group.
 """
@@ -28,6 +29,7 @@ from tinygrad_nv.tile import work
 from tinygrad_nv.tile.machine import Machine, machine_for
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec, Operand
+from tinygrad_nv.tile.templates.gemv_finish import MOST_CLUSTERED
 from tinygrad_nv.tile.work import L2_BYTES_PER_CYCLE, Work
 
 Bound = Literal["tensor core", "shared memory", "issue", "L2", "HBM", "launch"]
@@ -115,7 +117,9 @@ class Model:
                    turns * (t.steps * alone + first) - first + ceil(turns) * done.finish)
         sm_s = busy / machine.clock_hz
         hbm_s = self._hbm_bytes(s, t) / (machine.hbm_bytes_per_s * HBM_SHARE[s.template])
-        launch_s = machine.launch_s + machine.load_s + self._joining_s(s, t)
+        early = machine.early_launch_s and not self._flags(s)
+        launch_s = machine.early_launch_s if early else machine.launch_s
+        launch_s += machine.load_s + self._joining_s(s, t)
         cycles = per_sm * t.steps / machine.clock_hz
         parts: dict[Bound, float] = {
             "tensor core": cycles * done.tensor, "shared memory": cycles * done.shared,
@@ -179,15 +183,19 @@ class Model:
             a_times, b_times = (across_times, above_times) if s.swap else (above_times, across_times)
         return a * a_times * self.a_matrices + b * b_times * self.b_matrices + self.result_bytes
 
+    def _flags(self, s: Schedule) -> bool:
+        """Whether CTAs meet through memory: by flags that are zeroed before the launch."""
+        if s.stream: return True
+        if s.splits == 1 or s.template == "wgmma": return False
+        return not (s.template == "gemv" and s.splits <= MOST_CLUSTERED and self.machine.arch == "sm_90a")
+
     def _joining_s(self, s: Schedule, t: _Tiles) -> float:
         """What it costs to join partial sums. In a cluster: each CTA leaves a tile's and reads a share of the
         others'. Beyond: zero flags, write a tile's, wait, read those of the others."""
         if s.splits == 1 and not s.stream: return 0.0
         tile_s = 4 * s.block_m * work.width(self.spec, s) / L2_BYTES_PER_CYCLE / self.machine.clock_hz
-        if s.template == "gemv" and s.splits <= 8 and self.machine.arch == "sm_90a": return JOIN_S
-        if not s.stream:
-            return JOIN_S + 2 * tile_s if s.template == "wgmma" else \
-                self.machine.launch_s + JOIN_S + s.splits * tile_s
+        if not self._flags(s): return JOIN_S + (2 * tile_s if s.template == "wgmma" else 0)
+        if not s.stream: return self.machine.launch_s + JOIN_S + s.splits * tile_s
         if t.tiles % t.usable == 0: return self.machine.launch_s
         per_cta = -(-t.tiles * t.steps // t.usable)
         return self.machine.launch_s + JOIN_S + (1 + max(1, -(-t.steps // per_cta) - 1)) * tile_s

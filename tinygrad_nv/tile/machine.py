@@ -9,7 +9,8 @@ Architecture (2020), tables 4 and 5; NVIDIA Ada GPU Architecture (2022), appendi
 Multiply-adds a cycle and SM follow from them: 989.4 TFLOP/s = 2 · 132 SMs · 1.83 GHz · 2048. L2 bandwidth:
 DeepGEMM's model has 64 bytes a cycle and SM, at most 8 TB/s on Hopper; the others in proportion to SMs and
 clock. Sustained shares of tensor peak: the best published bf16 products reach 855 of 989 TFLOP/s on H100
-(power), 290 of 312 on A100. mma.sync on Hopper: 62 % of wgmma.
+(power), 290 of 312 on A100. mma.sync on Hopper: 62 % of wgmma. That an early launch saves half of the
+latency of one is a guess: the CTAs are placed, the last wait and the flush of memory remain.
 """
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ from tinygrad_nv.tile.spec import BYTES, FP8
 @dataclass(frozen=True)
 class Machine:
     """A GPU. `tensor_fma`: bf16 multiply-adds a cycle and SM at peak; `mma_share` of them by mma.sync;
-    `fp32_fma` without tensor cores. `launch_s` is a kernel's in a graph; `load_s` from asking HBM for a tile
-    until it is there, under load."""
+    `fp32_fma` without tensor cores. `launch_s` is a kernel's in a graph, `early_launch_s` what is left of it
+    where kernels begin before the one ahead has ended (0: they do not); `load_s` from asking HBM for a
+    tile until it is there, under load."""
     name: str
     arch: str
     sm_count: int
@@ -40,6 +42,7 @@ class Machine:
     sustained: float = 0.9
     threads_of_sm: int = 2048
     launch_s: float = 1.3e-6
+    early_launch_s: float = 0.0
     load_s: float = 0.7e-6
 
     @property
@@ -56,7 +59,7 @@ class Machine:
 
 
 H100 = Machine("H100 SXM", "sm_90a", 132, 1.83e9, 3.35e12, 8e12, 50 << 20, 228 << 10, 2048, mma_share=0.62,
-               sustained=0.87)
+               sustained=0.87, early_launch_s=0.7e-6)
 H100_PCIE = replace(H100, name="H100 PCIe", sm_count=114, clock_hz=1.62e9, hbm_bytes_per_s=2.04e12,
                     l2_bytes_per_s=5.5e12)
 A100 = Machine("A100 SXM 80GB", "sm_80", 108, 1.41e9, 2.04e12, 5e12, 40 << 20, 164 << 10, 1024, fp32_fma=64,
