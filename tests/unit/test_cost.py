@@ -43,7 +43,7 @@ def test_no_prediction_is_below_the_roofline(machine, extents, schedule, dtype, 
 
 
 @pytest.mark.parametrize(("schedule", "early"), [
-    (GEMV.k(128), True), (GEMV.k(128).split(8), True), (GEMV.k(128).split(9), False), (COOPERATIVE, True),
+    (GEMV.k(128), True), (GEMV.k(128).split(8), True), (GEMV.k(128).split(16), False), (COOPERATIVE, True),
     (W.block(128, 128).split(4), True), (COOPERATIVE.streamed(), False), (Schedule(), True),
     (Schedule().split(3), False)])
 def test_what_has_flags_to_zero_is_not_launched_early(schedule, early):
