@@ -1,77 +1,136 @@
-"""Who multiplies: ours, torch (cuBLAS), Triton, and tinygrad alone, over buffers that take turns.
+"""Who multiplies: ours, torch (cuBLAS), Triton, torch.compile, and tinygrad alone, over buffers in turns.
 
-Protocol: a contender is made for a spec and a list of buffer sets (torch storages by name) and gives
-`run(i)`, which puts one product on set `i` into torch's current stream. All compute x @ w.T of bfloat16 with
-sums in float32. tinygrad measures itself in a process of its own, in which this package is not imported
-(`tinygrad_alone`).
+Protocol: a contender is made for a shape and sets of torch storages by name, and gives `run(i)`, which puts
+one product on set `i` into torch's current stream. All compute in bfloat16 with sums in float32. tinygrad
+measures itself in a process of its own, in which this package is not imported (`tinygrad_alone`).
 """
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
-from gemm_cuda import Loaded
+from gpu_parts import NotMeasured, Options, Run, about, alone, contender
 
 from tinygrad_nv.tile.choose import choose
-from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.spec import GemmSpec
+from tinygrad_nv.tile.cost import predict
 from tinygrad_nv.tile.templates import build
 
-Buffers = Sequence[dict[str, torch.Tensor]]
-Run = Callable[[int], None]
+Buffers = Sequence[dict[str, Any]]
 TRITON_TILES = {"sm_90a": (("descriptors", (128, 256, 64), 8, 3), ("descriptors", (128, 128, 64), 8, 4),
                            ("pointers", (64, 64, 64), 4, 4), ("pointers", (16, 64, 128), 4, 4)),
                 "sm_80": (("pointers", (128, 256, 32), 8, 3), ("pointers", (128, 128, 32), 4, 4),
                           ("pointers", (64, 64, 64), 4, 4), ("pointers", (16, 64, 128), 4, 4))}
 
 
-def ours(spec: GemmSpec, buffers: Buffers, arch: str) -> tuple[Run, Schedule]:
+@functools.cache
+def device() -> Any:
+    """One driver in torch's context, for all of a process."""
+    import torch
+
+    from tinygrad_nv.runtime.cuda import CUDADriver
+    torch.cuda.init()
+    return CUDADriver(torch.cuda.current_device())
+
+
+@contender("gemm", "ours")
+def ours(shape: Any, buffers: Buffers, options: Options) -> Run:
     """Our kernel, by the cost model's schedule."""
-    sm_count = torch.cuda.get_device_properties(0).multi_processor_count
-    schedule = choose(spec, arch, sm_count)
-    assert schedule is not None
-    loaded = Loaded(build(spec, schedule, arch, sm_count), arch)
-    bound = [loaded.bound(spec, given) for given in buffers]
-    return lambda i: bound[i].launch(), schedule
+    import torch
+    from gemm_launch import Launcher
+    gpu, spec = device(), shape.spec
+    arch, sm_count = gpu.properties.arch, gpu.properties.sm_count
+    if (schedule := choose(spec, arch, sm_count)) is None: raise NotMeasured("no schedule of ours")
+    launcher = Launcher(gpu, build(spec, schedule, arch, sm_count), arch)
+    torch.cuda.synchronize()
+    bound = [launcher.bound(spec, {name: t.data_ptr() for name, t in each.items()}) for each in buffers]
+    gpu.synchronize()
 
-
-def cublas(spec: GemmSpec, buffers: Buffers) -> Run:
-    """torch's matmul into the same storage."""
-    sets = [(each["a"].view(spec.m, spec.k), each["b"].view(spec.n, spec.k).T,
-             each["out"].view(spec.m, spec.n)) for each in buffers]
-
-    def run(i: int) -> None:
-        a, b, out = sets[i]
-        torch.mm(a, b, out=out)
+    def run(i: int) -> None: bound[i](gpu.external_stream(torch.cuda.current_stream().cuda_stream))
 
     return run
 
 
-def triton_runs(spec: GemmSpec, buffers: Buffers, arch: str) -> dict[str, Run]:
-    """Triton's kernel with each of a few tiles, as its own tuner would try; by what the tile is."""
+@about("gemm")
+def chosen(shape: Any) -> dict[str, Any]:
+    """The schedule that `ours` takes, and the seconds that the cost model predicts."""
+    arch, sm_count = device().properties.arch, device().properties.sm_count
+    schedule = choose(shape.spec, arch, sm_count)
+    assert schedule is not None
+    return {"schedule": str(schedule), "predicted_s": predict(shape.spec, schedule, arch).seconds}
+
+
+def gated(a: Any, b: Any, n: int) -> Any:
+    """silu(a @ gate.T) * (a @ up.T), as a program of torch has it."""
+    import torch
+    both = a @ b
+    return torch.nn.functional.silu(both[:, :n]) * both[:, n:]
+
+
+@contender("gemm", "torch")
+def cublas(shape: Any, buffers: Buffers, options: Options) -> Run:
+    """torch's matmul into the same storage; what follows it as kernels of torch's own."""
+    import torch
+    sets = [(each["a"].view(shape.m, shape.k), each["b"].view(shape.columns, shape.k).T,
+             each["out"].view(shape.m, shape.n)) for each in buffers]
+
+    def run(i: int) -> None:
+        a, b, out = sets[i]
+        if shape.gated: out.copy_(gated(a, b, shape.n))
+        else: torch.mm(a, b, out=out)
+
+    return run
+
+
+@contender("gemm", "torch.compile")
+def compiled(shape: Any, buffers: Buffers, options: Options) -> Run:
+    """What torch's compiler makes of a product with what follows it."""
+    import torch
+    if not shape.gated: raise NotMeasured("a product alone is cuBLAS's there too")
+    sets = [(each["a"].view(shape.m, shape.k), each["b"].view(shape.columns, shape.k).T,
+             each["out"].view(shape.m, shape.n)) for each in buffers]
+
+    def step(a: Any, b: Any, out: Any) -> None: out.copy_(gated(a, b, shape.n))
+
+    made = torch.compile(step, dynamic=False)
+    made(*sets[0])
+    return lambda i: made(*sets[i])
+
+
+@contender("gemm", "Triton")
+def triton(shape: Any, buffers: Buffers, options: Options) -> Run:
+    """The quickest of a few tiles, as its own tuner would try."""
+    from gpu_parts import Bursts
+    if shape.gated: raise NotMeasured("its tutorial has no such product")
+    runs = triton_runs(shape, buffers, device().properties.arch)
+    if not runs: raise NotMeasured("no tile for this product")
+    trials = {name: min(Bursts(run, len(buffers)).eager(10) for _ in range(3)) for name, run in runs.items()}
+    return runs[min(trials, key=lambda name: trials[name])]
+
+
+def triton_runs(shape: Any, buffers: Buffers, arch: str) -> dict[str, Run]:
+    """Triton's kernel with each of a few tiles, by what the tile is."""
     from gemm_peers import KERNELS, Peer, blocks, constants
     from triton.tools.tensor_descriptor import TensorDescriptor
     runs: dict[str, Run] = {}
     for kind, tile, warps, stages in TRITON_TILES["sm_90a" if arch == "sm_90a" else "sm_80"]:
-        if tile[0] > 2 * max(spec.m, 16) or spec.k % tile[2]: continue
+        if tile[0] > 2 * max(shape.m, 16) or shape.k % tile[2]: continue
         peer = Peer(kind, tile, warps, stages, "K")
         kernel, fixed = KERNELS[kind], constants(peer)
-        grid = (-(-spec.m // tile[0]) * -(-spec.n // tile[1]),)
-        sets = [[each["a"].view(spec.m, spec.k), each["b"].view(spec.n, spec.k),
-                 each["out"].view(spec.m, spec.n)] for each in buffers]
+        grid = (-(-shape.m // tile[0]) * -(-shape.n // tile[1]),)
+        sets = [[each["a"].view(shape.m, shape.k), each["b"].view(shape.n, shape.k),
+                 each["out"].view(shape.m, shape.n)] for each in buffers]
         if peer.descriptors:
             sets = [[TensorDescriptor.from_tensor(tensor, list(box))
                      for tensor, box in zip(each, blocks(peer), strict=True)] for each in sets]
         else:
-            fixed |= {"stride_am": spec.k, "stride_bn": spec.k, "stride_cm": spec.n}
-
-        fixed |= {"M": spec.m, "N": spec.n, "K": spec.k, "num_warps": warps, "num_stages": stages}
+            fixed |= {"stride_am": shape.k, "stride_bn": shape.k, "stride_cm": shape.n}
+        fixed |= {"M": shape.m, "N": shape.n, "K": shape.k, "num_warps": warps, "num_stages": stages}
         runs[f"{peer}, {'x'.join(map(str, tile))}"] = partial(_launch_triton, kernel[grid], sets, fixed)
     return runs
 
@@ -84,10 +143,13 @@ def _launch_triton(kernel: Any, sets: Sequence[Sequence[Any]], fixed: dict[str, 
 ALONE = """
 import json, sys, time
 from tinygrad import Device, Tensor, TinyJit, dtypes
-m, n, k, seconds = *map(int, sys.argv[1:4]), float(sys.argv[4])
+m, n, k, gated, seconds = *map(int, sys.argv[1:5]), float(sys.argv[5])
 def uniform(*shape): return Tensor.uniform(*shape, low=-1, high=1).cast(dtypes.bfloat16).realize()
-sets = [(uniform(m, k), uniform(n, k)) for _ in range(2)]
-step = TinyJit(lambda a, b: (a @ b.T).realize())
+sets = [(uniform(m, k), uniform(n * (1 + gated), k)) for _ in range(2)]
+def product(a, b):
+    both = a @ b.T
+    return (both[:, :n].silu() * both[:, n:] if gated else both).realize()
+step = TinyJit(product)
 for i in range(6): step(*sets[i % 2])
 Device.default.synchronize()
 times = []
@@ -100,10 +162,18 @@ print(json.dumps([each / 10 for each in times]))
 """
 
 
-def tinygrad_alone(m: int, n: int, k: int, seconds: float) -> list[float]:
-    """Seconds of products by tinygrad's own kernels, in batches of ten, in a process of its own; empty where
-    it fails."""
-    command = [sys.executable, "-c", ALONE, str(m), str(n), str(k), str(seconds)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False,
-                          env={**os.environ, "DEV": "CUDA"})
-    return list(json.loads(done.stdout.splitlines()[-1])) if done.returncode == 0 else []
+@alone("gemm", "tinygrad")
+def tinygrad_alone(shape: Any, seconds: float) -> list[float]:
+    """Seconds of products by tinygrad's own kernels, in batches of ten, in a process of its own."""
+    sizes = map(str, (shape.m, shape.n, shape.k, int(shape.gated), seconds))
+    return measured_alone([sys.executable, "-c", ALONE, *sizes], 30 + 10 * seconds)
+
+
+def measured_alone(command: list[str], limit_s: float) -> list[float]:
+    """What a process prints last, on CUDA. Raises `NotMeasured` with its last words."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s,
+                              env={**os.environ, "DEV": "CUDA"})
+    except subprocess.TimeoutExpired: raise NotMeasured(f"no end in {limit_s:.0f} s") from None
+    if done.returncode: raise NotMeasured((done.stderr.strip().splitlines() or ["no word"])[-1][:200])
+    return [float(f"{each:.5g}") for each in json.loads(done.stdout.splitlines()[-1])]

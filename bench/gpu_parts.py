@@ -72,7 +72,8 @@ def register(part: Part) -> Part:
 class Workload(Protocol):
     """What contenders are given. `work` and `nbytes` of one run: floating-point operations, or tokens, and
     bytes that must move."""
-    name: str
+    @property
+    def name(self) -> str: ...
 
     @property
     def work(self) -> float: ...
@@ -92,6 +93,7 @@ WORKLOADS: dict[str, list[Callable[[], Iterable[Workload]]]] = {}
 CONTENDERS: dict[str, dict[str, Contender]] = {}
 ALONE: dict[str, dict[str, Callable[[Any, float], list[float]]]] = {}
 EMULATED: dict[str, Callable[[Any, Options], Row]] = {}
+ABOUT: dict[str, Callable[[Any], dict[str, Any]]] = {}
 
 
 def workloads(part: str) -> Callable[[Callable[[], Iterable[Workload]]], Callable[[], Iterable[Workload]]]:
@@ -123,6 +125,14 @@ def emulated(part: str) -> Callable[[Callable[[Any, Options], Row]], Any]:
     """What --emulate does with a workload, scaled down: a row without times, `status` "emulated"."""
     def add(made: Callable[[Any, Options], Row]) -> Any:
         EMULATED[part] = made
+        return made
+    return add
+
+
+def about(part: str) -> Callable[[Callable[[Any], dict[str, Any]]], Any]:
+    """What a row says of ours besides times: its schedule, what was predicted."""
+    def add(made: Callable[[Any], dict[str, Any]]) -> Any:
+        ABOUT[part] = made
         return made
     return add
 
@@ -188,6 +198,7 @@ def compared(part: str, workload: Workload, options: Options, budget_s: float) -
     row: Row = {"work": workload.work, "nbytes": workload.nbytes, "notes": notes, "sets": len(given),
                 "status": "disagrees" if wrong else "measured"}
     if wrong: row["why"] = "; ".join(wrong)
+    if part in ABOUT: row |= ABOUT[part](workload)
     if runs: row |= in_turns({name: Bursts(run, len(given)).sized(BURST_S) for name, run in runs.items()},
                              budget_s)
     for name, made in ALONE.get(part, {}).items():
@@ -261,24 +272,26 @@ class Timings:
     also: Column = field(default_factory=lambda: Column("GB/s", "nbytes", 1e9, ".0f"))
 
     def shown(self, part: str, rows: Mapping[str, Row]) -> str:
-        """Every row, in the order given; what is missing by its reason."""
+        """Every row, in the order given; below, in words, those without times and what is wrong."""
         names = list(dict.fromkeys(["ours", *CONTENDERS.get(part, {}), *ALONE.get(part, {})]))
         others = [name for name in names if name != "ours"]
-        header = ["", f"ours {self.rate.title}", self.also.title, *others,
-                  f"ours / {others[0]}" if others else "", "spread", ""]
-        return table(header, [self.line(name, row, others) for name, row in rows.items()])
+        header = ["", f"ours {self.rate.title}", self.also.title, *others, f"ours / {others[0]}", "spread"]
+        have = {name: {who: done for who, done in row.get("seconds", {}).items() if done}
+                for name, row in rows.items()}
+        lines = [self.line(name, row, have[name], others) for name, row in rows.items() if have[name]]
+        words = [f"  {name}: {row['status']}{': ' if row.get('why') else ''}{row.get('why', '')}"
+                 for name, row in rows.items() if row.get("why") or not have[name]]
+        return "\n".join([*([table(header, lines)] if lines else []), *words])
 
-    def line(self, name: str, row: Row, others: list[str]) -> list[str]:
+    def line(self, name: str, row: Row, seconds: Mapping[str, list[float]], others: list[str]) -> list[str]:
         """One row; times of bursts beside each other make the ratio."""
-        seconds = {who: done for who, done in row.get("seconds", {}).items() if done}
-        if not seconds: return [name, *[""] * (len(others) + 4), f"{row['status']}: {row.get('why', '')}"]
         def rate(who: str, column: Column) -> str:
             if who not in seconds: return "-"
             return f"{row[column.of] / median(seconds[who]) / column.scale:{column.form}}"
-        ratios = ratios_of(seconds, "ours", others[0]) if others else []
-        last = [f"{median(ratios):.3f}", spread(ratios)] if ratios else ["", ""]
+        ratios = ratios_of(seconds, "ours", others[0])
+        last = [f"{median(ratios):.3f}", spread(ratios)] if ratios else ["-", "-"]
         return [name, rate("ours", self.rate), rate("ours", self.also),
-                *(rate(who, self.rate) for who in others), *last, row.get("why", "")]
+                *(rate(who, self.rate) for who in others), *last]
 
 
 def ratios_of(seconds: Mapping[str, list[float]], ours: str, theirs: str) -> list[float]:
@@ -296,4 +309,4 @@ def timing_part(name: str, about: str, rate: Column, expected_s: float = 10.0) -
         return lambda row, budget_s: compared(name, known[row], options, min(budget_s, options.seconds))
 
     return register(Part(name, about, rows, opened, lambda rows: Timings(rate).shown(name, rows), expected_s,
-                         limit_s=30 * expected_s))
+                         limit_s=10 * expected_s))

@@ -1,22 +1,28 @@
 """Tests that need an NVIDIA GPU. Without one, or without what launches kernels on it, each file is skipped as
 it is collected, with the reason.
 
-The suites of the emulator run here: `on_device` puts the GPU in the emulator's place in gemm_case.py.
+The suites of the emulator and of the driver interface run here: `on_device` puts the GPU in the emulator's
+place in gemm_case.py.
 """
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "emu"))
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+sys.path.insert(0, str(ROOT / "tests" / "emu"))
+sys.path.insert(0, str(ROOT / "tests" / "unit"))
 import gemm_case
-import gemm_cuda
 import torch
+from gemm_launch import Launcher
 
 from tinygrad_nv.ptx.emulator.report import Report
+from tinygrad_nv.runtime import cuda
+from tinygrad_nv.runtime.cuda import CUDADriver
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.spec import GemmSpec
 
@@ -25,25 +31,44 @@ class LeftOut(pytest.File):
     """A file that cannot run here."""
 
     def collect(self):
-        pytest.skip(f"{self.path.name} needs {gemm_cuda.NEEDED}: {gemm_cuda.missing()}")
+        pytest.skip(f"{self.path.name} needs {cuda.NEEDED}: {cuda.missing()}")
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.File | None:
     """Nothing of a test file is imported without a GPU."""
-    return LeftOut.from_parent(parent, path=module_path) if gemm_cuda.missing() else None
+    return LeftOut.from_parent(parent, path=module_path) if cuda.missing() else None
 
 
-def on_gpu(made: GemmKernel, spec: GemmSpec, given: dict[str, torch.Tensor], arch: str, seed: int = 0,
-           m: int | None = None, check: bool = True) -> tuple[torch.Tensor, Report]:
-    """`gemm_case.launched` on the GPU: the storage of the result, and a report without findings."""
-    storages = {name: storage.cuda() for name, storage in given.items()}
-    gemm_cuda.Loaded(made, arch).bound(spec, storages, m).launch()
-    torch.cuda.synchronize()
-    return storages["out"].cpu(), Report()
+@pytest.fixture(scope="session")
+def device() -> Iterator[CUDADriver]:
+    """The GPU, for the whole run."""
+    device = CUDADriver()
+    yield device
+    device.close()
+
+
+def launched_on(device: CUDADriver, made: GemmKernel, spec: GemmSpec, given: dict[str, torch.Tensor],
+                arch: str, m: int | None) -> torch.Tensor:
+    """The storage of the result after a launch on a device."""
+    launcher = Launcher(device, made, arch)
+    addresses = {name: device.alloc(storage.nbytes) for name, storage in given.items()}
+    try:
+        for name, storage in given.items():
+            device.copy_in(addresses[name], memoryview(gemm_case.bits(storage)))
+        launcher.bound(spec, addresses, m)(None)
+        out = bytearray(given["out"].nbytes)
+        device.copy_out(memoryview(out), addresses["out"])
+    finally:
+        launcher.close()
+        for address in addresses.values(): device.free(address)
+    return torch.frombuffer(out, dtype=given["out"].dtype)
 
 
 @pytest.fixture
-def on_device(monkeypatch: pytest.MonkeyPatch) -> str:
+def on_device(device: CUDADriver, monkeypatch: pytest.MonkeyPatch) -> str:
     """Kernels run on the GPU; its architecture."""
+    def on_gpu(made: GemmKernel, spec: GemmSpec, given: dict[str, torch.Tensor], arch: str, seed: int = 0,
+               m: int | None = None, check: bool = True) -> tuple[torch.Tensor, Report]:
+        return launched_on(device, made, spec, given, arch, m), Report()
     monkeypatch.setattr(gemm_case, "launched", on_gpu)
-    return gemm_cuda.architecture()
+    return device.properties.arch

@@ -1,0 +1,76 @@
+"""Launches a product's kernel on memory and streams that somebody else has, such as torch's.
+
+Protocol: `Launcher(driver, made, arch)` has the module on a device. `bound(spec, addresses)` binds it to
+memory by name (`out`, `a`, `b`, `x0`, …) in the order that kernel.py states, makes tensor maps and the
+workspace, and gives what puts one launch into a stream: flags are zeroed before it where there are any. It
+keeps the workspace, not the memory that it is given.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from tinygrad_nv.ptx.assemble import assemble, find_program
+from tinygrad_nv.runtime.driver import (
+    Driver,
+    Fill,
+    Launch,
+    Stream,
+    Swizzle,
+    TensorMapSpec,
+    Work,
+    integer,
+    pointer,
+)
+from tinygrad_nv.tile.kernel import GemmKernel, MapArgument
+from tinygrad_nv.tile.spec import GemmSpec
+
+Submit = Callable[[Stream | None], None]
+
+
+class Launcher:
+    """A kernel on a device: from a cubin where there is a ptxas and the device is of that architecture, from
+    PTX otherwise."""
+
+    def __init__(self, driver: Driver, made: GemmKernel, arch: str) -> None:
+        self.driver, self.made = driver, made
+        own = driver.properties.arch[:4] == arch[:4] and not driver.properties.name.startswith("emulated")
+        image = assemble(made.ptx, arch).cubin if own and find_program("ptxas") else made.ptx.encode()
+        self.module = driver.load(image)
+        self.function = self.module.function(made.name)
+        self.workspaces: list[int] = []
+
+    def bound(self, spec: GemmSpec, addresses: Mapping[str, int], m: int | None = None) -> Submit:
+        """A launch on this memory, `m` rows of a symbolic spec. Results of several must not share time: each
+        has flags of its own."""
+        made, rows = self.made, spec.m if m is None else m
+        pointers = [addresses["out"]]
+        works: list[Work] = []
+        if made.workspace_bytes:
+            flags = 4 * max(made.flags, 1)
+            pointers += [self.driver.alloc(made.workspace_bytes), self.driver.alloc(flags)]
+            self.workspaces += pointers[1:]
+            works.append(Fill(pointers[2], 0, flags))
+        pointers += [addresses[name] for name in ("a", "b", *(f"x{i}" for i in range(len(spec.parameters))))]
+        args = [*map(pointer, pointers), *([integer(rows)] if spec.symbolic else []),
+                *(self.driver.tensor_map(_map(each, pointers[each.pointer], rows)) for each in made.maps)]
+        works.append(Launch(self.function, made.grid_for(rows), (made.threads, 1, 1), tuple(args),
+                            made.dynamic_smem, made.cluster, made.pdl))
+
+        def submit(stream: Stream | None = None) -> None:
+            for work in works: self.driver.submit(work, stream)
+
+        return submit
+
+    def close(self) -> None:
+        """Gives back the module and the workspaces, once the launches are done."""
+        self.driver.synchronize()
+        for address in self.workspaces: self.driver.free(address)
+        self.workspaces.clear()
+        self.module.unload()
+
+
+def _map(argument: MapArgument, address: int, rows: int) -> TensorMapSpec:
+    dims = tuple(rows if i == argument.dynamic else extent for i, extent in enumerate(argument.dims))
+    return TensorMapSpec(argument.dtype, address + argument.offset_bytes, dims, argument.strides,
+                         argument.box, swizzle=cast(Swizzle, argument.swizzle), l2_promotion="256B")

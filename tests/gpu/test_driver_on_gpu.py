@@ -1,0 +1,115 @@
+"""The tests of the driver interface on a GPU: those that are not about what only the emulator can find, then
+what only hardware has: streams side by side, programmatic launches, windows of L2, and a peer where there are
+two."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from test_driver import (  # noqa: F401
+    N,
+    Numbers,
+    test_a_capture_forks_and_joins,
+    test_a_capture_records_and_does_not_run,
+    test_a_stream_runs_in_order,
+    test_a_tensor_map_beyond_the_limits,
+    test_an_explicit_graph_obeys_its_edges,
+    test_an_unloaded_module_is_not_launched,
+    test_bytes_outside_an_allocation,
+    test_events_never_recorded,
+    test_memory_in_and_out_at_an_offset,
+    test_memory_is_freed_once,
+    test_no_such_function,
+    test_time_passes,
+    test_two_captures_do_not_meet,
+    test_updates_change_the_next_launch_only,
+    test_updates_that_are_none,
+    test_what_a_capture_refuses,
+)
+
+from tinygrad_nv.runtime.cuda import CUDADriver
+from tinygrad_nv.runtime.driver import Copy, Download, Launch, Upload, Window, integer, pointer
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def gpu() -> Iterator[CUDADriver]:
+    gpu = CUDADriver()
+    yield gpu
+    gpu.close()
+
+
+@pytest.fixture
+def numbers(gpu: CUDADriver) -> Numbers: return Numbers(gpu)
+
+
+def test_an_event_orders_two_streams(numbers: Numbers):
+    gpu, first, second = numbers.gpu, numbers.gpu.stream(), numbers.gpu.stream()
+    for i in range(200):
+        gpu.submit(numbers.add(1), first)
+        gpu.record(event := gpu.event(), first)
+        gpu.wait(event, second)
+        gpu.submit(numbers.twice() if i % 50 == 0 else numbers.add(-1), second)
+        gpu.record(event, second)
+        gpu.wait(event, first)
+    gpu.synchronize()
+    want = np.arange(N).astype(np.int64)
+    for i in range(200): want = (want + 1) * 2 if i % 50 == 0 else want
+    assert (numbers.read() == want.astype(np.uint32)).all()
+
+
+def test_torch_and_we_share_memory_and_a_stream(numbers: Numbers):
+    gpu, stream = numbers.gpu, torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        given = torch.arange(N, dtype=torch.int32, device="cuda")
+        given += 1
+        gpu.submit(numbers.add(5, given.data_ptr()), gpu.external_stream(stream.cuda_stream))
+        given *= 3
+        assert (given.cpu() == (torch.arange(N) + 6) * 3).all()
+
+
+def test_torch_captures_what_we_launch(numbers: Numbers):
+    given, graph = torch.zeros(N, dtype=torch.int32, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        stream = numbers.gpu.external_stream(torch.cuda.current_stream().cuda_stream)
+        numbers.gpu.submit(numbers.add(2, given.data_ptr()), stream)
+    for _ in range(3): graph.replay()
+    assert (given.cpu() == 6).all()
+
+
+def test_page_locked_memory_goes_both_ways(numbers: Numbers):
+    gpu = numbers.gpu
+    host = gpu.host(8 * N)
+    np.frombuffer(host.view, np.uint32)[:N] = np.arange(N) * 7
+    gpu.submit(Upload(numbers.address, host, 0, 4 * N))
+    gpu.submit(numbers.add(1))
+    gpu.submit(Download(host, 4 * N, numbers.address, 4 * N))
+    gpu.synchronize()
+    assert (np.frombuffer(host.view, np.uint32)[N:] == np.arange(N) * 7 + 1).all()
+    host.free()
+
+
+def test_a_window_changes_no_answer(numbers: Numbers):
+    gpu = numbers.gpu
+    gpu.set_persisting_l2(min(1 << 20, gpu.properties.persisting_l2_limit))
+    window = Window(numbers.address, 4 * N)
+    gpu.submit(Launch(numbers.kernels["add"], (1, 1, 1), (N, 1, 1), (pointer(numbers.address), integer(3)),
+                      window=window))
+    gpu.set_persisting_l2(0)
+    assert (numbers.read() == np.arange(N) + 3).all()
+
+
+def test_memory_of_a_peer():
+    if torch.cuda.device_count() < 2: pytest.skip("one GPU")
+    one, two = CUDADriver(0), CUDADriver(1)
+    source, target = two.alloc(64), one.alloc(64)
+    two.copy_in(source, memoryview(bytes(range(64))))
+    one.copy_peer(Copy(target, source, 64), two)
+    out = bytearray(64)
+    one.copy_out(memoryview(out), target)
+    assert out == bytes(range(64))
+    one.close()
+    two.close()
