@@ -19,7 +19,7 @@ that is launched, and one for each `span`, such as a decode step. Needs the pack
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -147,10 +147,11 @@ class _Carrying(ops.RewriteContext):
     """Rewrites, and carries notes along."""
 
     def walk_rewrite(self, root: UOp) -> UOp:
-        with _rewriting(self, root): return super().walk_rewrite(root)
+        with _rewriting(self, root): made = super().walk_rewrite(root)
+        return _tagged(made) if root.op is made.op is Ops.LINEAR else made
 
     def unified_rewrite(self, root: UOp) -> UOp:
-        with _rewriting(self, root): made: UOp = super().unified_rewrite(root)
+        with _rewriting(self, root): made = super().unified_rewrite(root)
         return _tagged(made) if root.op is made.op is Ops.LINEAR else made
 
 
@@ -170,19 +171,31 @@ def _rewriting(context: ops.RewriteContext, root: UOp) -> Iterator[None]:
 
 
 def _linear_with_vars(*tensors: Tensor) -> tuple[UOp, dict[str, int]]:
-    with scheduling():
+    with scheduling([tensor.uop for tensor in tensors]):
         made: tuple[UOp, dict[str, int]] = _kept["linear"](*tensors)
         return made
 
 
 @contextlib.contextmanager
-def scheduling() -> Iterator[None]:
-    """Around the scheduling of some tensors. The bodies of calls are the same nodes in equal layers, so notes
+def scheduling(wanted: Sequence[UOp]) -> Iterator[None]:
+    """Around the scheduling of some values. The bodies of calls are the same nodes in equal layers, so notes
     of one schedule are none of the next."""
     global _session
     before, _session = _session, _Session() if _depth else None
-    try: yield
+    try:
+        if _session is not None: _seed(_session, wanted)
+        yield
     finally: _session = before
+
+
+def _seed(session: _Session, wanted: Sequence[UOp]) -> None:
+    """tinygrad notes the last node that a method makes. The others were made for the first that uses them."""
+    used: dict[UOp, Notes] = {}
+    for node in reversed(UOp.sink(*wanted).toposort()):
+        if not (notes := all_metadata.get(node)):
+            if (notes := used.get(node)) is None: continue
+            session.notes[node] = notes
+        used.update(dict.fromkeys(node.src, notes))
 
 
 def carry(replaced: Mapping[UOp, UOp]) -> None:
@@ -194,9 +207,9 @@ def carry(replaced: Mapping[UOp, UOp]) -> None:
         if not (notes := _principal(old) if kernel else _notes(old)):
             if old.op is new.op and (back := found.get(new) or _notes(new)): found[old] = back
             continue
-        # a node that vanishes into its source has nothing to say of that
         if old.op is new.op or kernel: found[new] = notes
-        elif new.op not in _EDGE: found.setdefault(new, _notes(new) or notes)
+        # what vanishes into its source has nothing to say of that
+        elif old.op not in _PASSIVE and new.op not in _EDGE: found.setdefault(new, _notes(new) or notes)
     for node, notes in found.items(): _note(node, notes)
 
 
