@@ -18,6 +18,7 @@ from tinygrad_nv import LLM, Device, SamplingParams, Tensor, TinyJit, Variable, 
 from tinygrad_nv.runtime.cuda import CUDADriver
 from tinygrad_nv.runtime.cuda_device import CUDADevice
 from tinygrad_nv.runtime.cuda_graph import CUDAExecutable
+from tinygrad_nv.runtime.driver import Launch
 from tinygrad_nv.runtime.graph import NVGraph
 from tinygrad_nv.runtime.l2 import persisting, plan, tensor_range
 
@@ -119,6 +120,21 @@ def test_float32_products_keep_their_digits(fake: Fake, monkeypatch: pytest.Monk
     monkeypatch.setenv("NV_GEMM", "0")
     x = floats(64, 64)
     near(Tensor(x) @ Tensor(x), x.astype(np.float64) @ x, 5e-6)
+
+
+@pytest.mark.parametrize("renderer", ["CUDA", "PTX"])
+@pytest.mark.parametrize(("arch", "early"), [("sm_90a", True), ("sm_80", False)])
+def test_kernels_begin_early_where_the_gpu_can(renderer: str, arch: str, early: bool,
+                                               monkeypatch: pytest.MonkeyPatch):
+    launches: list[Launch] = []
+    submit = CUDADriver.submit
+    with cuda(renderer, arch=arch):
+        monkeypatch.setattr(CUDADriver, "submit", lambda self, work, *args: (
+            launches.append(work) if isinstance(work, Launch) else None, submit(self, work, *args)))
+        x = (Tensor(X).realize() + 1).realize()
+        near((x * 2).softmax(), np.exp(2 * X + 2) / np.exp(2 * X + 2).sum(-1, keepdims=True), 1e-6)
+    assert len(launches) >= 3
+    assert {launch.pdl for launch in launches} == {early}
 
 
 # **** products that are ours ****

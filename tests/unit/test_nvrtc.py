@@ -15,6 +15,7 @@ from tinygrad.helpers import Context, Target
 from tinygrad_nv.errors import ToolchainError
 from tinygrad_nv.runtime import nvrtc
 from tinygrad_nv.runtime.cuda_device import CUDADevice
+from tinygrad_nv.runtime.launch_text import Options, options
 from tinygrad_nv.runtime.nvrtc import NVRTC, CUDARenderer, image_for
 from tinygrad_nv.runtime.ptx_renderer import PTXRenderer
 
@@ -119,6 +120,13 @@ def test_headers_that_are_missing(monkeypatch: pytest.MonkeyPatch):
 def test_a_text_that_does_not_compile():
     with pytest.raises(CompileError, match=r'(?s)NVRTC_ERROR_COMPILATION.*identifier "oops" is undefined'):
         NVRTC("sm_90").compile(KERNEL.replace("int *out", "oops *out"))
+
+
+def test_how_a_kernel_is_launched_stands_before_its_ptx():
+    head = Options(pdl=True).comment()
+    assert options(NVRTC("sm_90").compile(head + KERNEL).decode()) == Options(pdl=True)
+    assert options(NVRTC("sm_90").compile(KERNEL).decode()) == Options()
+    assert NVRTC("sm_90", "cubin").compile(head + KERNEL)[:4] == b"\x7fELF"
 
 
 def test_kernels_given_as_ptx_pass_through():
