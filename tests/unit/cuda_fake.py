@@ -89,7 +89,7 @@ class Fake:
 
     def fail(self, name: str, status: str, log: bytes = b"", times: int = 1) -> None:
         """The next calls of a function return a status; `log` goes to the first buffer of its options."""
-        self.failures[name] += [(S[status], log)] * times
+        self.failures[name] += [(getattr(S, status), log)] * times
 
     def left(self) -> dict[str, int]:
         """What lives: handles, memory, references to contexts."""
@@ -375,7 +375,7 @@ class Fake:
         assert extra == 0
         status, work = found.launch(given, params, given.attrs, given.numAttrs)
         assert found.module.device is self.here(), "a function of another context"
-        return (S[status],) if work is None else self._put(work, given.hStream)
+        return (getattr(S, status),) if work is None else self._put(work, given.hStream)
 
     def _cuGetProcAddress(self, symbol: bytes, version: int, flags: int) -> Any:
         assert (symbol, version, flags) == (b"cuTensorMapEncodeTiled", 12000, 0)

@@ -123,7 +123,7 @@ def graph_destroy_node(fake: Fake, node: Any) -> Any:
 
 def graph_add_kernel_node(fake: Fake, graph: Any, before: list[Any], count: int, params: Any) -> Any:
     status, work = _kernel(fake, params)
-    return (S[status],) if work is None else _added(fake, graph, before, count, work)
+    return (getattr(S, status),) if work is None else _added(fake, graph, before, count, work)
 
 
 def _kernel(fake: Fake, params: Any) -> tuple[str, Launch | None]:
@@ -211,7 +211,7 @@ def _updated(fake: Fake, executable: Any, node: Any, work: Work) -> Any:
 
 def graph_exec_kernel_node_set_params(fake: Fake, executable: Any, node: Any, params: Any) -> Any:
     status, work = _kernel(fake, params)
-    return (S[status],) if work is None else _updated(fake, executable, node, work)
+    return (getattr(S, status),) if work is None else _updated(fake, executable, node, work)
 
 
 def graph_exec_memset_node_set_params(fake: Fake, executable: Any, node: Any, params: Any,
