@@ -11,6 +11,8 @@ from tinygrad.engine.realize import graph_cache
 from tinygrad.uop.ops import Ops
 
 from tinygrad_nv import Tensor, TinyJit
+from tinygrad_nv.ptx.assemble import assemble
+from tinygrad_nv.ptx.sass import disassembled, functions
 from tinygrad_nv.runtime.edges import Chain, Counts
 from tinygrad_nv.runtime.graph import NVGraph
 
@@ -100,3 +102,22 @@ def test_NV_PDL_0_has_none(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tinygrad.engine.realize.runtime_cache", {})  # programs read it when they are made
     graph_cache.clear()
     assert run_three() == Counts(launches=3, edges=2)
+
+
+def test_kernels_of_tinygrad_wait_before_all_else(monkeypatch: pytest.MonkeyPatch):
+    """In the text, and after ptxas."""
+    made: dict = {}
+    monkeypatch.setattr("tinygrad.engine.realize.runtime_cache", made)
+    x, _, _ = inputs(0)
+    equal((Tensor(x) * 2 + 1).contiguous(), x * 2 + 1)
+    equal(Tensor(x).softmax().argmax(axis=1).contiguous(), x.argmax(axis=1).astype(np.int32))
+    assert len(made) > 2
+    for program in made.values():
+        text = program.module.text
+        assert text.startswith("// launch: dynamic_smem=0 cluster=1,1,1 pdl=1\n.version")
+        assert program.pdl
+        text = text.replace(".version 7.8\n.target sm_90", ".version 8.0\n.target sm_90a")
+        (code,) = functions(disassembled(assemble(text).cubin)).values()
+        names = [each.opcode for each in code]
+        first = next(i for i, name in enumerate(names) if name in ("LDG", "STG"))
+        assert names.index("PREEXIT") < names.index("ACQBULK") < first
