@@ -2,12 +2,7 @@
 and that nothing is left when it is closed."""
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import cuda_fake
-import pytest
 from test_driver import (  # noqa: F401
-    Numbers,
     test_a_capture_forks_and_joins,
     test_a_capture_records_and_does_not_run,
     test_a_copy_of_what_was_never_written_stays_so,
@@ -29,22 +24,3 @@ from test_driver import (  # noqa: F401
     test_updates_that_are_none,
     test_what_a_capture_refuses,
 )
-
-from tinygrad_nv.runtime.cuda import CUDADriver
-
-
-@pytest.fixture
-def fake() -> Iterator[cuda_fake.Fake]:
-    with cuda_fake.installed() as fake: yield fake
-
-
-@pytest.fixture
-def gpu(fake: cuda_fake.Fake) -> Iterator[CUDADriver]:
-    gpu = CUDADriver()
-    yield gpu
-    gpu.close()
-    assert fake.left() == {}
-
-
-@pytest.fixture
-def numbers(gpu: CUDADriver) -> Numbers: return Numbers(gpu)
