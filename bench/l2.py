@@ -14,7 +14,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +31,7 @@ from tinygrad_nv.tile.machine import Machine, machine_for
 THREADS, CTAS_OF_SM, AT_ONCE, PIECE = 256, 8, 4, 16     # loads in flight of a thread; bytes of one
 CONTENDERS = ("none", "policy", "ratio 1")
 HELPS = 1.05            # times as fast at least, for a window to count as a gain
+EVER_MORE = 1 << 50     # bytes a step, so that nothing stays by itself
 WARM = 3                # repeats at the beginning of a block that are not counted
 
 
@@ -139,11 +140,11 @@ class Bench:
 
     def window(self, contender: str, nbytes: int) -> Window | None:
         """What a contender's launches carry."""
-        limits = self.gpu.properties
         if contender == "none": return None
-        length = min(nbytes, limits.window_limit)
-        ratio = min(1.0, limits.persisting_l2_limit / length) if contender == "policy" else 1.0
-        return Window(self.x, length, ratio)
+        # the policy's window, also where it says that there is nothing to gain
+        window = plan(self.gpu.properties, [Range(self.x, nbytes)], EVER_MORE).window
+        assert window is not None, "bytes to read, and L2 to set aside"
+        return window if contender == "policy" else replace(window, hit_ratio=1.0)
 
     @contextlib.contextmanager
     def kept(self, contender: str, nbytes: int) -> Iterator[Window | None]:
@@ -225,12 +226,15 @@ def curves_of(found: dict[int, dict[str, Any]]) -> Curves:
     return {name: (x, [one["ratios"][name] for one in found.values()]) for name in CONTENDERS[1:]}
 
 
-def on_gpu(arguments: argparse.Namespace) -> None:
+def on_gpu(arguments: argparse.Namespace) -> int:
     """Everything on the GPU, and the files."""
     from tinygrad_nv.runtime.cuda import CUDADriver
     from tinygrad_nv.runtime.telemetry import Telemetry
     gpu = CUDADriver(arguments.gpu)
     limits = gpu.properties
+    if not limits.persisting_l2_limit or not limits.window_limit:
+        print(f"nothing was measured: {limits.name} sets no L2 aside", file=sys.stderr)
+        return 2
     between = 2 * limits.l2_bytes if arguments.between is None else arguments.between
     chosen = sizes(limits, arguments.points)
     bench = Bench(gpu, max(chosen), between)
@@ -250,6 +254,7 @@ def on_gpu(arguments: argparse.Namespace) -> None:
                                "telemetry": samples.record(), "results": found})
     drawn(curves_of(found), f"{limits.name}, {between / MIB:.0f} MiB of other memory between reads",
           path.with_suffix(".png"))
+    return 0
 
 
 def _mebibytes(text: str) -> int:
@@ -279,8 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"nothing was measured, a GPU is needed: {reason}. --model shows what the policy predicts",
               file=sys.stderr)
         return 2
-    on_gpu(arguments)
-    return 0
+    return on_gpu(arguments)
 
 
 if __name__ == "__main__": sys.exit(main())

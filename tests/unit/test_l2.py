@@ -14,7 +14,7 @@ from tinygrad_nv.runtime.l2 import MIB, MOST_RANGES, Range, plan
 
 H100 = properties("sm_90a")     # 50 MiB of L2, 37.5 of them can be set aside, windows of at most 128
 ASIDE = H100.persisting_l2_limit
-# one byte each, so that every window there is can be tried
+# few bytes, so that every window there is can be tried; what is saved is compared in whole ones
 SMALL = replace(H100, l2_bytes=8, persisting_l2_limit=6, window_limit=20)
 
 
@@ -29,15 +29,14 @@ def test_a_range_that_fits_stays_whole():
 def test_of_a_longer_range_as_many_lines_as_fit():
     made = plan(H100, [Range(0, 100 * MIB, reads=2)], step_bytes=500 * MIB)
     assert made.set_aside_bytes == ASIDE
-    assert made.window is not None
-    assert made.window.hit_ratio * made.window.nbytes == pytest.approx(ASIDE)
+    assert made.window == Window(0, 100 * MIB, ASIDE / (100 * MIB))
     assert made.saved_bytes == pytest.approx(2 * ASIDE)
+    assert made.reason == "37.5 MiB of L2 keep 38% of 100 MiB: 75 MiB a step less from HBM"
 
 
 def test_no_window_is_longer_than_the_device_allows():
     made = plan(H100, [Range(0, 1000 * MIB)])
-    assert made.window is not None
-    assert made.window.nbytes <= H100.window_limit
+    assert made.window == Window(0, H100.window_limit, ASIDE / H100.window_limit)
     assert made.saved_bytes == pytest.approx(ASIDE)
 
 
@@ -108,9 +107,9 @@ def test_no_other_window_saves_more(pieces: list[tuple[int, int, int, int]]):
         return inside * min(1, SMALL.persisting_l2_limit / nbytes)
     best = max(saved(1000 * where + start, nbytes) for where in (0, 1) for start in range(52)
                for nbytes in range(1, SMALL.window_limit + 1))
-    assert made.saved_bytes == pytest.approx(best)
+    assert made.saved_bytes == pytest.approx(best, abs=0.5)
     if made.window is not None:
-        assert saved(made.window.address, made.window.nbytes) == pytest.approx(best)
+        assert saved(made.window.address, made.window.nbytes) == pytest.approx(best, abs=0.5)
         assert made.window.nbytes <= SMALL.window_limit
+        assert made.set_aside_bytes == min(made.window.nbytes, SMALL.persisting_l2_limit)
         assert made.window.hit_ratio * made.window.nbytes <= SMALL.persisting_l2_limit * (1 + 1e-9)
-        assert made.set_aside_bytes <= SMALL.persisting_l2_limit

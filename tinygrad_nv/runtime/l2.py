@@ -14,8 +14,9 @@ that drops what was used longest ago:
   gives that ratio so that the lines which are to stay fit in what is set aside; more would push each other
   out, which keeps none of them.
 * A plan saves h × the bytes of the others that are read in the window. Of all windows inside one allocation
-  and not longer than the device's limit the best is taken, of equals the shortest. It begins or ends where a
-  range does: inside a range what it saves only rises, or only falls, but at s bytes.
+  and not longer than the device's limit the best is taken. It begins or ends where a range does: inside a
+  range what it saves only rises, or only falls, but at s bytes. Of equals that which sets least aside, then
+  the longest: its other lines are streaming ones, which push nothing else out.
 
 s is the window's length, but not more than the device sets aside at most. What is between the ranges of a
 window takes its share of it. Pages that touch and are read equally often are one range; of more than
@@ -24,7 +25,7 @@ window takes its share of it. Pages that touch and are read equally often are on
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -77,7 +78,7 @@ def plan(limits: Properties, ranges: Iterable[Range], step_bytes: int = 0) -> Pl
     if not lost:
         return _nothing(f"a step reads {_mib(step_bytes)}, and L2 ({_mib(limits.l2_bytes)}) keeps the ranges "
                         "from one read to the next as it is")
-    saved, length, start = max((_best(limits, each) for each in _allocations(lost)), key=_preference)
+    saved, length, start = min((_best(limits, each) for each in _allocations(lost)), key=_order(limits))
     if not saved: return _nothing("nothing is read")
     ratio = _ratio(limits, length)
     aside = min(length, limits.persisting_l2_limit)
@@ -128,12 +129,15 @@ def _best(limits: Properties, ranges: list[Range]) -> tuple[float, int, int]:
             for x in starts | ends}
     windows = ((_ratio(limits, end - start) * (read[end] - read[start]), end - start, start)
                for start in starts for end in ends if 0 < end - start <= most)
-    return max(windows, key=_preference)
+    return min(windows, key=_order(limits))
 
 
-def _preference(window: tuple[float, int, int]) -> tuple[float, int, int]:
-    saved, length, start = window
-    return saved, -length, -start
+def _order(limits: Properties) -> Callable[[tuple[float, int, int]], tuple[int, int, int, int]]:
+    """The key that sorts windows, the best first: to whole bytes, as their shares are rounded."""
+    def key(window: tuple[float, int, int]) -> tuple[int, int, int, int]:
+        saved, length, start = window
+        return -round(saved), min(length, limits.persisting_l2_limit), -length, start
+    return key
 
 
 def tensor_range(tensor: Tensor, reads: float = 1.0) -> Range:
