@@ -63,9 +63,9 @@ class KernelError(DriverError, RuntimeError):
     """A kernel that ran did what it must not. A RuntimeError, as BEAM expects of candidates that fail."""
 
 
-class OutOfMemoryError(NVError, MemoryError):
-    """Memory of a device, or page-locked memory, that cannot be had: `asked` bytes for `label`. `report` is a
-    `MemoryReport` of that moment, None for page-locked memory."""
+class OutOfMemoryError(DriverError, MemoryError):
+    """Memory of a device, or page-locked memory, that cannot be had: `asked` bytes (0: nobody says) for
+    `label`. `report` is a `MemoryReport` of that moment, None for page-locked memory."""
 
     def __init__(self, found: str, expected: str = "", fix: str = "", asked: int = 0, label: str = "",
                  report: object = None) -> None:

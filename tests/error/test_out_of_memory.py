@@ -112,6 +112,20 @@ def test_page_locked_memory():
     assert caught.value.fix.endswith("raise what may be locked (ulimit -l)")
 
 
+def test_code_and_graphs():
+    small = pool(weights=1000 * MiB)
+    def load() -> None: raise MemoryError("no room for code")
+    with pytest.raises(OutOfMemoryError) as caught: small.relieved(load, "kernel r_64")
+    assert caught.value.found == """\
+out of memory on GPU: none for kernel r_64, 24.00 MiB to be had
+  held:     weights 1000.00 MiB in 1
+  limit:    1.00 GiB of 1.00 GiB (100%)
+  outside:  0 B (other processes, the driver); free: 24.00 MiB
+  driver:   no room for code"""
+    assert caught.value.fix == (
+        "hold less (a smaller --gpu-memory-utilization): code and graphs need memory, too")
+
+
 def test_a_tensor_that_is_too_large():
     with Context(DEV="EMU"), pytest.raises(MemoryError) as caught, labelled("pictures"):
         Tensor.empty(1 << 37, dtype=dtypes.uint8).uop.buffer.ensure_allocated()

@@ -1,10 +1,13 @@
 """The pool of a device's memory: labels, the report, the limit, what is given back under pressure."""
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import gc
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -208,14 +211,11 @@ def test_garbage_is_collected_first():
         def __init__(self) -> None: self.own, self.address = self, pool.alloc(700 * KiB)
         def __del__(self) -> None: pool.free(self.address)
     pool, _ = keeping()
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collection():
         gone = weakref.ref(Loop())
         assert gone() is not None
         pool.alloc(600 * KiB)
         assert gone() is None
-    finally: gc.enable()
 
 
 def test_those_who_can_do_without_are_asked():
@@ -245,6 +245,46 @@ def test_a_failure_leaves_all_as_it_was():
         with pytest.raises(OutOfMemoryError), labelled(label): pool.alloc(700 * KiB)
     assert pool.report() == before
     assert driver.used_bytes == 400 * KiB
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try: yield
+    finally: gc.enable()
+
+
+def test_a_failure_holds_nothing_once_it_is_dealt_with():
+    """What the frames on its way held goes at once, not when garbage is collected."""
+    pool, _ = keeping()
+    class Held: pass
+    def program() -> None:
+        held = Held()
+        seen.append(weakref.ref(held))
+        pool.alloc(2048 * KiB)
+    seen: list[weakref.ref] = []
+    with without_collection():
+        with contextlib.suppress(OutOfMemoryError): program()
+        assert seen[0]() is None
+
+
+def test_what_the_driver_takes_by_itself():
+    """Code and graphs: tried again when there is room, and no accounting of ours."""
+    pool, driver = keeping()
+    pool.free(pool.alloc(300 * KiB))
+    def load() -> str:
+        tried.append(driver.kept())
+        if driver.kept(): raise MemoryError("no room for code")
+        return "loaded"
+    tried: list[int] = []
+    assert pool.relieved(load, "kernel k") == "loaded"
+    assert tried == [300 * KiB, 0]
+    assert pool.live_bytes == 0
+    def never() -> None: raise MemoryError("no room for code")
+    with pytest.raises(OutOfMemoryError) as caught: pool.relieved(never, "kernel k")
+    assert (caught.value.asked, caught.value.label) == (0, "kernel k")
+    with pytest.raises(ZeroDivisionError): pool.relieved(lambda: 1 // 0, "kernel k")
 
 
 def test_other_errors_are_left_alone():

@@ -14,6 +14,7 @@ from tinygrad.device import Allocator, BufferSpec
 from tinygrad.helpers import BEAM, getenv, suppress_finalizing
 
 from tinygrad_nv.runtime.driver import Copy, Fill
+from tinygrad_nv.runtime.memory_pool import page_locking
 
 if TYPE_CHECKING:
     from tinygrad_nv.runtime.device import NVDevice
@@ -37,7 +38,8 @@ class NVAllocator(Allocator["NVDevice"]):
     def _free(self, opaque: int, options: BufferSpec) -> None:
         if not options.external_ptr: self.dev.pool.free(opaque)
 
-    def _copyin(self, dest: int, src: memoryview) -> None: self.dev.driver.copy_in(dest, src)
+    def _copyin(self, dest: int, src: memoryview) -> None:
+        with page_locking(len(src)): self.dev.driver.copy_in(dest, src)
 
     def _copyout(self, dest: memoryview, src: int) -> None: self.dev.driver.copy_out(dest, src)
 

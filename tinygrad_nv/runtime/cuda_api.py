@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from tinygrad_nv.errors import DriverError, KernelError
+from tinygrad_nv.errors import DriverError, KernelError, OutOfMemoryError
 
 PTX_VERSION = (8, 7)        # the .version of the templates' kernels; the renderer's are older
 LOWEST_CAPABILITY = (8, 0)
@@ -144,4 +144,5 @@ def failure(cu: Any, status: Any, doing: str) -> DriverError:
                            "every call after this one fails", "kernels that stay within their memory",
                            "end this process; then run the same with DEV=EMU, which names the line, or under "
                            "compute-sanitizer")
+    if status.name == "CUDA_ERROR_OUT_OF_MEMORY": return OutOfMemoryError(f"{doing}: {described(cu, status)}")
     return DriverError(f"{doing}: {described(cu, status)}")

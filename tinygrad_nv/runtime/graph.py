@@ -66,7 +66,7 @@ class NVGraph(GraphRunner):
                 self._add(graph, call, work, [used[zeroed.pointer]], [0])
             self._add(graph, call, call.works[-1], used, written, len(self.works) in self.launch_dims_replace)
             self.works.append(call)
-        self.executable: Executable = graph.instantiate()
+        self.executable: Executable = self.dev.pool.relieved(graph.instantiate, "a graph")
 
     def _add(self, graph: Graph, call: _Call, work: Work, buffers: list[Any], written: list[int],
              symbolic: bool = False) -> None:
@@ -81,7 +81,7 @@ class NVGraph(GraphRunner):
         for call in self.works: call.works = call.made()
         works = [work for call in self.works for work in call.works]
         for work, after in zip(works, self.after, strict=True): graph.add(work, after)
-        self.executable = graph.instantiate()
+        self.executable = self.dev.pool.relieved(graph.instantiate, "a graph")
 
     def __call__(self, input_uops: tuple[UOp, ...], var_vals: dict[str, int],
                  wait: bool = False) -> float | None:

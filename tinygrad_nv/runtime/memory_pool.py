@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tinygrad import Device, GlobalCounters
 
@@ -31,6 +32,7 @@ UNLABELLED = "tensors"
 LARGEST = 5             # single allocations that a report names
 UTILIZATION = 0.9       # of the device's memory, what a language model may hold when nobody says
 
+T = TypeVar("T")
 _label: ContextVar[str] = ContextVar("label of allocations", default=UNLABELLED)
 
 
@@ -71,7 +73,8 @@ class MemoryPool:
     def alloc(self, nbytes: int) -> int:
         """Address of new memory, as `Driver.alloc`. Raises `OutOfMemoryError`."""
         try: address = self._take(nbytes)
-        except MemoryError: address = self._take_after_relief(nbytes)
+        except MemoryError: address = 0
+        if not address: address = self._after_relief(lambda: self._take(nbytes), nbytes, _label.get())
         name = _label.get()
         if (tally := self._tallies.get(name)) is None: tally = self._tallies.setdefault(name, _Tally())
         self._made += 1
@@ -96,13 +99,14 @@ class MemoryPool:
     def host(self, nbytes: int) -> HostMemory:
         """Page-locked memory, as `Driver.host`; it is no memory of the device, and in no report. Raises
         `OutOfMemoryError`."""
-        try: return self.driver.host(nbytes)
-        except MemoryError as error:
-            name = _label.get()
-            raise OutOfMemoryError(f"out of page-locked memory: {human(nbytes)} asked for {name} ({error})",
-                                   "memory of the host that can be locked",
-                                   "end processes that use much of the host's memory, or raise what may be "
-                                   "locked (ulimit -l)", nbytes, name) from error
+        with page_locking(nbytes): return self.driver.host(nbytes)
+
+    def relieved(self, action: Callable[[], T], what: str) -> T:
+        """What `action` returns, for which the driver takes memory by itself: code, a graph. Where it has
+        none, what nobody needs is given back first, as for an allocation. Raises `OutOfMemoryError`."""
+        try: return action()
+        except MemoryError: pass
+        return self._after_relief(action, 0, what)
 
     def _take(self, nbytes: int) -> int:
         if self.live_bytes + nbytes > self.limit: raise MemoryError("beyond the limit")
@@ -120,15 +124,15 @@ class MemoryPool:
             kept = self.driver.kept()
         self._taken = self.live_bytes + kept
 
-    def _take_after_relief(self, nbytes: int) -> int:
-        """Tries again after each thing that may give memory back."""
-        refused: MemoryError | None = None
+    def _after_relief(self, action: Callable[[], T], nbytes: int, what: str) -> T:
+        """Tries again after each thing that may give memory back. The error has no other one behind it: that
+        one's frames would hold, until garbage is collected, what the caller lets go of."""
         for relieve in (_collect, *self._reclaimers):
             relieve(nbytes)
             self.driver.trim()
-            try: return self._take(nbytes)
-            except MemoryError as error: refused = error
-        raise self.out_of_memory(nbytes, _label.get(), str(refused)) from refused
+            try: return action()
+            except MemoryError as error: refusal = str(error)
+        raise self.out_of_memory(nbytes, what, refusal)
 
     # **** limit ****
 
@@ -180,6 +184,18 @@ def memory_report(device: str | None = None) -> MemoryReport:
     if isinstance(pool := getattr(opened, "pool", None), MemoryPool): return pool.report()
     held = GlobalCounters.mem_used_per_device[opened.device]
     return MemoryReport(opened.device, (), (), held, held, 0, 0, 0, 0, 0)
+
+
+@contextmanager
+def page_locking(nbytes: int) -> Iterator[None]:
+    """Inside, the host is asked for page-locked memory: a MemoryError is an `OutOfMemoryError`."""
+    try: yield
+    except MemoryError as error:
+        name = _label.get()
+        raise OutOfMemoryError(f"out of page-locked memory: {human(nbytes)} asked for {name} ({error})",
+                               "memory of the host that can be locked",
+                               "end processes that use much of the host's memory, or raise what may be "
+                               "locked (ulimit -l)", nbytes, name) from None
 
 
 def check_utilization(value: float) -> float:

@@ -92,10 +92,12 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def shortage(report: MemoryReport, nbytes: int, label: str, refusal: str, sizes: Mapping[str, int],
              remedies: Mapping[str, Callable[[int], str]]) -> OutOfMemoryError:
-    """The error for `nbytes`, of which `sizes` says what they are for, with all that is known at `report`."""
+    """The error for `nbytes` (0: nobody says how many), of which `sizes` says what they are for, with all
+    that is known at `report`."""
     room = max(0, min(report.limit - report.held, report.free + report.kept))
     asked = ", ".join(f"{human(size)} for {name}" for name, size in sizes.items())
-    lines = [f"out of memory on {report.device}: {asked} asked, {human(room)} to be had",
+    what = f"{asked} asked" if nbytes else f"none for {label}"
+    lines = [f"out of memory on {report.device}: {what}, {human(room)} to be had",
              f"  held:     {_holders(report)}",
              f"  limit:    {human(report.limit)} of {human(report.total)}"
              f" ({100 * report.limit / report.total:.3g}%)",
@@ -116,6 +118,7 @@ def _holders(report: MemoryReport) -> str:
 def _advice(report: MemoryReport, nbytes: int, room: int, sizes: Mapping[str, int],
             remedies: Mapping[str, Callable[[int], str]]) -> list[str]:
     """What would help, of what the figures bear out."""
+    if not nbytes: return ["hold less (a smaller --gpu-memory-utilization): code and graphs need memory, too"]
     short, out = nbytes - room, []
     limited = report.limit - report.held < nbytes
     if limited and nbytes <= report.free + report.kept and report.held + nbytes <= report.total:

@@ -40,7 +40,7 @@ class NVProgram(Program["NVDevice"]):
 
     def __init__(self, dev: NVDevice, obj: TinyELF) -> None:
         self.dev, self.name, self.profile_key = dev, obj.name, obj.profile_key
-        self.module = dev.driver.load(obj.lib)
+        self.module = dev.pool.relieved(lambda: dev.driver.load(obj.lib), f"kernel {obj.name}")
         self.function = self.module.function(obj.name)
         self.options = options(obj.lib.decode()) if obj.lib[:4] != b"\x7fELF" else Options()
         self.pdl = self.options.pdl and bool(config.get("NV_PDL"))
