@@ -132,7 +132,6 @@ class CUDADriver(driver.Driver):
         if int(self.cu.cuCtxGetCurrent()[1]) == self._context_number: self.cu.cuCtxSetCurrent(0)
         self.closed = True
         self.live.clear()
-        self.streams.clear()
         self.cu.cuDevicePrimaryCtxRelease(self.device)
 
     # memory
