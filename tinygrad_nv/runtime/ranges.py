@@ -42,6 +42,8 @@ _NOTHING = nullcontext()
 # what a kernel's own computation ends at, and what is no computation
 _EDGE = {Ops.AFTER, Ops.BUFFER, Ops.PARAM}
 _STORAGE = {*_EDGE, Ops.MSELECT, Ops.MSTACK}
+_VIEWS = {*GroupOp.Movement, Ops.CONTIGUOUS_BACKWARD, Ops.DETACH}
+_COMPUTED = {*GroupOp.ALU, Ops.REDUCE, Ops.CAST}
 _PASSIVE = {*GroupOp.Movement, Ops.CONTIGUOUS, Ops.STORE, Ops.END, Ops.INDEX, Ops.CAST, Ops.NOOP, Ops.CONST}
 
 
@@ -155,19 +157,24 @@ class _Carrying(ops.RewriteContext):
         return _tagged(made) if root.op is made.op is Ops.LINEAR else made
 
 
-_inside: list[list[Mapping[UOp, UOp]]] = []  # of each rewrite that runs: what its rules have rewritten
+_inside: list[list[tuple[UOp, Mapping[UOp, UOp]]]] = []  # of each rewrite that runs: what its rules rewrote
 
 
 @contextlib.contextmanager
 def _rewriting(context: ops.RewriteContext, root: UOp) -> Iterator[None]:
-    """Around a rewrite. A value that a rule rewrites (to other ranges) is nowhere else, and has no notes
-    until the whole is done: what it became tells, and then what was made of it is known too."""
+    """Around a rewrite. A value that a rule rewrites (to other ranges) may be on its way, without notes until
+    the whole is done: what it became tells, and then what was made of it is known too."""
     _inside.append([])
     try: yield
     finally: inside = _inside.pop()
     if isinstance(root.arg, KernelInfo) or root.dtype in dtypes.weaks: return  # code generation, and indices
-    for each in [context.replace, *inside, context.replace] if inside else [context.replace]: carry(each)
-    if _inside and root.dtype != dtypes.void: _inside[-1].append(context.replace)
+    if _inside and root.dtype != dtypes.void and not _notes(root):
+        _inside[-1].append((root, context.replace))
+        return
+    carry(context.replace)
+    # rules also rewrite values with placeholders in them, which are of no layer
+    if later := [replaced for value, replaced in inside if value in context.replace]:
+        for each in (*later, context.replace): carry(each)
 
 
 def _linear_with_vars(*tensors: Tensor) -> tuple[UOp, dict[str, int]]:
@@ -189,36 +196,48 @@ def scheduling(wanted: Sequence[UOp]) -> Iterator[None]:
 
 
 def _seed(session: _Session, wanted: Sequence[UOp]) -> None:
-    """tinygrad notes the last node that a method makes. The others were made for the first that uses them."""
+    """tinygrad notes the last node that a method makes. The others were made for the first that uses them;
+    and a view of what is computed gets the note of that, as views vanish."""
     used: dict[UOp, Notes] = {}
-    for node in reversed(UOp.sink(*wanted).toposort()):
+    nodes = [*UOp.sink(*wanted).toposort()]
+    for node in reversed(nodes):
         if not (notes := all_metadata.get(node)):
             if (notes := used.get(node)) is None: continue
             session.notes[node] = notes
         used.update(dict.fromkeys(node.src, notes))
+    computed: dict[UOp, Notes] = {}
+    for node in nodes:
+        if node.op in _COMPUTED: computed[node] = session.notes.get(node) or all_metadata.get(node, ())
+        elif node.op in _VIEWS and (notes := computed.get(node.src[0])):
+            session.notes[node] = computed[node] = notes
 
 
 def carry(replaced: Mapping[UOp, UOp]) -> None:
     """Carries notes from nodes to what took their places."""
     if not _depth: return
     found: dict[UOp, Notes] = {}
+    vanished: dict[UOp, Notes] = {}  # what a node that vanished into its source had: for want of a better
     for old, new in replaced.items():
         kernel = new.op is Ops.CALL and old.op in (Ops.END, Ops.STORE)
         if not (notes := _principal(old) if kernel else _notes(old)):
             if old.op is new.op and (back := found.get(new) or _notes(new)): found[old] = back
-            continue
-        if old.op is new.op or kernel: found[new] = notes
-        # what vanishes into its source has nothing to say of that
-        elif old.op not in _PASSIVE and new.op not in _EDGE: found.setdefault(new, _notes(new) or notes)
-    for node, notes in found.items(): _note(node, notes)
+        elif old.op is new.op or kernel: found[new] = notes
+        elif new.op not in _EDGE:
+            (vanished if old.op in _PASSIVE else found).setdefault(new, _notes(new) or notes)
+    for node, notes in {**vanished, **found}.items(): _note(node, notes)
 
 
 def carry_region(region: frozenset[UOp], result: UOp) -> None:
     """Gives a kernel of ours the notes of what it computes; `result` is its storage after its call."""
     if not _depth: return
     while result.op in GroupOp.Movement: result = result.src[0]
-    notes = _first(sorted(region, key=lambda node: node.op is not Ops.REDUCE))
-    if result.op is Ops.AFTER and notes: _note(result.src[1], notes)
+    noted = [notes for node in sorted(region, key=lambda node: node.op is not Ops.REDUCE)
+             if (notes := _notes(node))]
+    if result.op is not Ops.AFTER or not noted: return
+    for node in result.src[1:]:
+        _note(node, noted[0])
+        for copy in node.src:
+            if copy.op is Ops.CONTIGUOUS and not _notes(copy): _note(copy, noted[0])
 
 
 def _notes(node: UOp) -> Notes:
@@ -250,13 +269,17 @@ def _tagged(linear: UOp) -> UOp:
 
 
 def _principal(store: UOp) -> Notes:
-    """Of a kernel that is about to be cut out."""
-    nodes = [*store.toposort(gate=lambda node: node.op not in _EDGE)][::-1]
-    return (_first(node for node in nodes if node.op is Ops.REDUCE)
-            or _first(node for node in nodes if node.op not in _PASSIVE) or _first(nodes))
-
-
-def _first(nodes: Any) -> Notes: return next((notes for node in nodes if (notes := _notes(node))), ())
+    """Of a kernel that is about to be cut out. What a rule made beside what it put in a node's place is of
+    the node that uses it."""
+    used: dict[UOp, Notes] = {}
+    computed: Notes = ()
+    for node in reversed(store.toposort(gate=lambda node: node.op not in _EDGE)):
+        if node.dtype in dtypes.weaks: continue  # an index, the same node in many kernels
+        if not (notes := _notes(node) or used.get(node, ())): continue
+        if node.op is Ops.REDUCE: return notes
+        if node.op not in _PASSIVE: computed = computed or notes
+        used.update(dict.fromkeys(node.src, notes))
+    return computed or next(iter(used.values()), ())
 
 
 # **** NVTX ****
