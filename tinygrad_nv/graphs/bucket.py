@@ -15,6 +15,7 @@ from tinygrad.engine.jit import graph_split_rewrite
 from tinygrad.helpers import DEBUG, PROFILE, GlobalCounters
 from tinygrad.uop.ops import Ops, sym_infer
 
+from tinygrad_nv import hooks
 from tinygrad_nv.errors import GraphError
 from tinygrad_nv.graphs.capture import Recipe, realize_assigned
 from tinygrad_nv.graphs.inputs import region
@@ -134,7 +135,7 @@ class Bucket:
     def launch(self, values: dict[str, int]) -> None:
         """One run of the step, with these values of the variables."""
         assert self.replay is not None
-        if self.graph is None or DEBUG >= 2 or PROFILE:
+        if self.graph is None or DEBUG >= 2 or PROFILE or hooks.watched():
             realize.run_linear(self.replay, values, jit=True)
             return
         if values == self.values: self.graph.executable.launch()
