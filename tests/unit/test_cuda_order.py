@@ -305,6 +305,6 @@ def test_the_fake_finds_what_is_used_after_it_was_destroyed():
         fake.cuStreamDestroy(stream.handle)
         work = Launch(Numbers(gpu).kernels["twice"], ONE, ONE, (pointer(0),))
         with pytest.raises(AssertionError, match="used after it was destroyed"): gpu.submit(work, stream)
-        assert fake.complaints == [f"cuLaunchKernelEx: FakeStream {int(stream.handle):#x} is used after it was "
-                                   "destroyed"]
+        used = f"FakeStream {int(stream.handle):#x} is used after it was destroyed"
+        assert fake.complaints == [f"cuLaunchKernelEx: {used}"]
         fake.complaints.clear()
