@@ -9,6 +9,7 @@ Read in this order:
   ptx_renderer.py  PTX for such devices
   launch_text.py   what a launch has besides: comments at the head of PTX
   device.py     one tinygrad device over the driver: DEV=EMU; its allocator.py, program.py, graph.py
+  edges.py      which nodes of a graph another follows, and which it may overlap
   cuda_device.py   the same over NVIDIA's driver (cuda.py): DEV=CUDA; nvrtc.py: its CUDA C
   l2.py         what launches keep in L2
   memory_pool.py   who holds a device's memory, and the limit; memory_report.py: what is said of it
