@@ -230,11 +230,12 @@ class Fake:
         return OK
 
     def _cuMemPoolGetAttribute(self, pool: Any, which: Any) -> Any:
-        device = self.get(pool, Pool).device
-        return (*OK, cu.cuuint64_t(sum(device.memory.values())))
+        made = self.get(pool, Pool)
+        return (*OK, cu.cuuint64_t(made.reserved if "RESERVED" in which.name else made.used))
 
     def _cuMemPoolTrimTo(self, pool: Any, keep: int) -> Any:
-        self.get(pool, Pool)
+        made = self.get(pool, Pool)
+        made.reserved = made.used
         return OK
 
     def _cuMemPoolSetAccess(self, pool: Any, access: list[Any], count: int) -> Any:
@@ -251,6 +252,7 @@ class Fake:
         try: address = queue.device.alloc(nbytes, queue)
         except MemoryError: return (S.CUDA_ERROR_OUT_OF_MEMORY,)
         made.held += 1
+        made.reserved = max(made.reserved, made.used)
         queue.device.pools[address] = made
         return (*OK, cu.CUdeviceptr(address))
 
@@ -258,7 +260,11 @@ class Fake:
         (queue := self.queue(stream)).device.free(int(address), queue)
         return OK
 
-    def _cuMemGetInfo(self) -> Any: return (*OK, *self.here().emu.memory())
+    def _cuMemGetInfo(self) -> Any:
+        here = self.here()
+        pools = [each for each in self.handles.values() if isinstance(each, Pool) and each.device is here]
+        free, total = here.emu.memory()
+        return (*OK, free - sum(pool.reserved - pool.used for pool in pools), total)
 
     def _cuMemHostAlloc(self, nbytes: int, flags: int) -> Any:
         assert flags == cu.CU_MEMHOSTALLOC_PORTABLE

@@ -108,11 +108,16 @@ class FakeEvent:
 
 @dataclass(eq=False)
 class Pool:
-    """A memory pool, and how many pieces of it are held."""
+    """A memory pool, how many pieces of it are held, and the bytes that it has of the device: the most that
+    were held since it was trimmed."""
     device: Device
     attributes: dict[str, int] = field(default_factory=dict)
     shared: list[int] = field(default_factory=list)
     held: int = 0
+    reserved: int = 0
+
+    @property
+    def used(self) -> int: return sum(self.device.memory.values())
 
 
 class Module:

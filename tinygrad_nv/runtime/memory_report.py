@@ -103,7 +103,8 @@ def shortage(report: MemoryReport, nbytes: int, label: str, refusal: str, sizes:
              f" ({100 * report.limit / report.total:.3g}%)",
              f"  outside:  {human(report.outside)} (other processes, the driver); free: {human(report.free)}"]
     if nbytes <= room and refusal: lines.append(f"  driver:   {refusal}")
-    return OutOfMemoryError("\n".join(lines), f"at most {human(room)}",
+    expected = f"at most {human(room)}" if nbytes else "memory of the device that nobody holds"
+    return OutOfMemoryError("\n".join(lines), expected,
                             "; or ".join(_advice(report, nbytes, room, sizes, remedies)), nbytes, label,
                             report)
 
