@@ -94,6 +94,8 @@ def parser() -> argparse.ArgumentParser:
                           help=f"{directory} and the text to continue")
     generate.add_argument("--prompt-ids", type=_ids, metavar="1,2,3", help="token ids instead of a text")
     generate.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    generate.add_argument("--trace", type=Path, metavar="FILE", help="time every kernel on its own: a Chrome "
+                          "trace to FILE, a table to stderr (slower)")
     _add_model_options(generate)
     _add_sampling_options(generate)
     generate.set_defaults(run=_generate)
@@ -179,18 +181,20 @@ def _generate(arguments: argparse.Namespace) -> int:
     from tinygrad_nv import console
     directory, prompt = _split_words(arguments.words, arguments.prompt_ids is not None)
     request = prompt if arguments.prompt_ids is None else arguments.prompt_ids
-    llm = console.load(directory, arguments)
-    params = console.sampling(arguments, llm)
-    ids = llm.encode(request)  # a bad prompt is refused before anything is compiled
-    console.compile_steps(llm, params, len(ids))
-    if arguments.json:
-        print(json.dumps(console.report(llm.complete(ids, params), llm)))
+    with console.tracing(arguments.trace) as recorded:
+        llm = console.load(directory, arguments)
+        params = console.sampling(arguments, llm)
+        ids = llm.encode(request)  # a bad prompt is refused before anything is compiled
+        console.compile_steps(llm, params, len(ids))
+        if arguments.json:
+            with recorded(): done = llm.complete(ids, params)
+            print(json.dumps(console.report(done, llm)))
+            return 0
+        console.say(prompt, end="")
+        with recorded(): done = llm.complete(ids, params, lambda piece: console.say(piece.text, end=""))
+        console.say("")
+        print(console.summary(done, llm), file=sys.stderr)
         return 0
-    console.say(prompt, end="")
-    done = llm.complete(ids, params, lambda piece: console.say(piece.text, end=""))
-    console.say("")
-    print(console.summary(done, llm), file=sys.stderr)
-    return 0
 
 
 def _chat(arguments: argparse.Namespace) -> int:

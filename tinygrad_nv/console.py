@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,24 @@ def compile_steps(llm: LLM, params: SamplingParams, prompt_tokens: int) -> None:
     with _bar(BarColumn(), _Kernels()) as progress:
         progress.add_task("compiling", total=None)
         llm.decoder.warm_up(params, prompt_tokens)
+
+
+@contextmanager
+def tracing(path: Path | None) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Around all of a command, so that what is captured knows its layers. What it gives goes around what is
+    to be recorded, and writes a trace to `path`, if that is one, and its table to stderr."""
+    if path is None:
+        yield nullcontext
+        return
+    from tinygrad_nv.runtime import ranges, timeline
+    timeline.check(path)
+
+    @contextmanager
+    def recorded() -> Iterator[None]:
+        with timeline.timeline(path) as found: yield
+        print(found.table(), file=sys.stderr)
+
+    with ranges.tracked(): yield recorded
 
 
 def sampling(arguments: argparse.Namespace, llm: LLM) -> SamplingParams:

@@ -26,7 +26,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tinygrad import Device
 from tinygrad.engine import realize
@@ -44,10 +44,12 @@ from tinygrad_nv.runtime.driver import Event, Launch, Work, integer
 from tinygrad_nv.runtime.forecast import forecast
 from tinygrad_nv.runtime.program import NVProgram
 from tinygrad_nv.runtime.telemetry import Samples, Telemetry
+from tinygrad_nv.tile.machine import machine_for
 
 NAME = "timeline"                   # of the hook: one at a time
 EMULATED = "times are of the emulation, not of a GPU"
 HOLD_CYCLES = 50_000                # 27 µs at 1.83 GHz; an event and a launch from Python take some 10 µs
+HOST = ("PYTHON", "NPY", "DISK")    # not where a copy belongs
 PENDING = 512                       # pairs of events not read yet
 HOLD = """.version 7.8
 .target sm_80
@@ -86,22 +88,27 @@ class Timeline:
         import json
         Path(path).write_text(json.dumps(self.trace()) + "\n")
 
-    def table(self) -> str:
-        """A line for each kernel: how often, time in all, its share, and what was predicted."""
-        launches = sorted((k for k in self.kernels if not k.is_copy), key=_group)
-        groups = [list(group) for _, group in groupby(launches, key=_group)]
-        groups.sort(key=lambda group: -_seconds(group))
+    def table(self, by: Literal["kernel", "layer"] = "kernel") -> str:
+        """A line for each kernel, or layer: how often, time in all, its share, and what was predicted."""
+        name = _layer if by == "layer" else _kernel
+        launches = sorted((k for k in self.kernels if not k.is_copy), key=name)
+        groups = [(key, list(group)) for key, group in groupby(launches, key=name)]
+        groups.sort(key=lambda group: -_seconds(group[1]))
         total = _seconds(launches)
-        rows: list[tuple[str, ...]] = [("kernel", "template", "count", "measured us", "share", "predicted us",
-                                        "ratio", "bound")]
-        for group in groups: rows.append((group[0].name, group[0].template or "-", *_cells(group, total)))
-        rows.append(("all", "", *_cells(launches, total)[:-1], ""))
-        lines = aligned(rows, numbers=(2, 3, 4, 5, 6))
+        rows: list[tuple[str, ...]] = [("kernel", "template") if by == "kernel" else ("layer",)]
+        rows[0] += ("count", "measured us", "share", "predicted us", "ratio", "bound")
+        rows += [(*key, *_cells(group, total)) for key, group in groups]
+        words = len(rows[0]) - 6
+        rows.append((*("all", "")[:words], *_cells(launches, total)[:-1], ""))
+        lines = aligned(rows, numbers=tuple(range(words, words + 5)))
         note = self.notes.get("times")
         return "\n".join([*lines, note] if note else lines)
 
 
-def _group(k: Kernel) -> tuple[str, str]: return k.name, k.template
+def _kernel(k: Kernel) -> tuple[str, ...]: return k.name, k.template or "-"
+
+
+def _layer(k: Kernel) -> tuple[str, ...]: return (k.layer or "-",)
 
 
 def _seconds(kernels: Sequence[Kernel]) -> float: return sum(k.seconds for k in kernels)
@@ -113,7 +120,8 @@ def _cells(kernels: Sequence[Kernel], total: float) -> tuple[str, ...]:
     cells = (str(len(kernels)), f"{measured * 1e6:.1f}", share)
     if not known or len(known) < len(kernels): return *cells, "-", "-", "-"
     predicted = sum(f.seconds for f in known)
-    by = f"{known[0].bound}, {known[0].model}"
+    bounds = {f"{f.bound}, {f.model}" for f in known}
+    by = bounds.pop() if len(bounds) == 1 else "several"
     return *cells, f"{predicted * 1e6:.1f}", f"{measured / predicted:.2f}", by
 
 
@@ -121,7 +129,7 @@ def _cells(kernels: Sequence[Kernel], total: float) -> tuple[str, ...]:
 def timeline(path: str | Path | None = None, period_s: float = 0.02) -> Iterator[Timeline]:
     """Records the block's kernels; writes a Chrome trace to `path` at its end, also after an exception.
     Telemetry is read every `period_s` seconds. Raises `RequestError` for a path that cannot be written."""
-    if path is not None: _check(path)
+    if path is not None: check(path)
     recorder = _Recorder(Timeline(), period_s)
     with ExitStack() as stack:
         stack.enter_context(ranges.tracked())
@@ -131,7 +139,8 @@ def timeline(path: str | Path | None = None, period_s: float = 0.02) -> Iterator
     if path is not None: recorder.timeline.write(path)
 
 
-def _check(path: str | Path) -> None:
+def check(path: str | Path) -> None:
+    """Makes sure, before anything is measured, that a trace can be written. Raises `RequestError`."""
     try: Path(path).touch()
     except OSError as error:
         raise RequestError(f"a trace cannot be written to {path}: {error.strerror}",
@@ -241,7 +250,8 @@ class _Recorder:
         taken = time.perf_counter() - begin
         name = " ".join(ansistrip(realize.get_call_name(call, realize.get_call_arg_uops(call))).split())
         nbytes = int(sym_infer(realize.estimate_uop(call).mem, ctx.var_vals))
-        device = to_tuple(call.src[1].device)[0]
+        devices = [device for each in call.src[1:3] for device in to_tuple(each.device)]
+        device = next((d for d in devices if d.split(":")[0] not in HOST), devices[0])
         self.timeline.kernels.append(Kernel(name, device, begin - self.timeline.begun, taken, nbytes=nbytes,
                                             is_copy=True))
         return seconds
@@ -262,7 +272,9 @@ class _Recorder:
             ordinal = int(name.partition(":")[2] or 0)
             samples = self.stack.enter_context(Telemetry(ordinal).sampled(self.period_s))
             self.timeline.samples[name] = samples
-        self.timeline.notes.setdefault("devices", {})[name] = f"{driver.properties.name}"
+        gpu = driver.properties
+        self.timeline.notes.setdefault("devices", {})[name] = gpu.name
+        self.timeline.notes.setdefault("predicted_for", {})[name] = machine_for(gpu.arch, gpu.sm_count).name
         driver.record(lane.base)
         driver.wait_for(lane.base)
         lane.begin_s = time.perf_counter() - self.timeline.begun
