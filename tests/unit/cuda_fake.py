@@ -14,6 +14,7 @@ them at its end. `left()` counts what lives. `fail(name, status)` lets the next 
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import threading
 from collections import Counter, defaultdict
@@ -74,8 +75,8 @@ class Fake:
         if self.failures[name]:
             status, log = self.failures[name].pop(0)
             if log: args[3][0][:len(log)] = log
-            return (status,)
-        try: return function(self, *args)
+            return padded(name, (status,))
+        try: return padded(name, function(self, *args))
         except AssertionError as error:
             self.complaints.append(f"{name}: {error}")
             raise
@@ -83,7 +84,7 @@ class Fake:
             if "out-of-bounds" not in str(error): raise
             self.findings.append(str(error))
             self.here().lost = True
-            return (S.CUDA_ERROR_ILLEGAL_ADDRESS,)
+            return padded(name, (S.CUDA_ERROR_ILLEGAL_ADDRESS,))
 
     # for tests
 
@@ -406,6 +407,20 @@ class Fake:
         ctypes.memmove(place, made.encode(), 128)
         self.maps = made
         return 0
+
+
+@functools.cache
+def results(name: str) -> int:
+    """How many things a function of cuda.bindings returns beside its status: its documentation names each."""
+    said = getattr(cu, name).__doc__.partition("Returns\n")[2].partition("See Also")[0]
+    return sum(" : " in line for line in said.splitlines())
+
+
+def padded(name: str, answer: tuple[Any, ...]) -> tuple[Any, ...]:
+    """An answer as cuda.bindings give it: None for each result of a call that failed."""
+    count = results(name)
+    assert len(answer) == (1 if answer[0] else 1 + count), f"{name} answers {answer}"
+    return (*answer, *[None] * (1 + count - len(answer)))
 
 
 @contextmanager

@@ -48,13 +48,19 @@ class CUDADriver(driver.Driver):
         self._context_number = int(self.context)
         self.live: dict[int, tuple[str, Any, bool]] = {}
         self._keys = itertools.count()
-        self.properties = _properties(self)
         self.streams: list[CUDAStream] = []
         self._externals: dict[int, CUDAStream] = {}
         self._peers: dict[int, bool] = {}
         self._staging: Staging | None = None
         self._encode_tiled: Any = None
         self._lock = threading.Lock()
+        try: self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        self.properties = _properties(self)
         self.pool = Pool(self)
         self.launcher = Launcher(self)
         self.launch_kernel = self.cu.cuLaunchKernelEx
@@ -102,10 +108,15 @@ class CUDADriver(driver.Driver):
     def owned(self, thing: object, destroy: str, handle: Any, after_work: bool = False) -> Callable[[], Any]:
         """Destroys a handle when `thing` goes, at `close()`, or when the result is called; once. With
         `after_work`, when the streams have done what they hold."""
-        self.live[key := next(self._keys)] = (destroy, handle, after_work)
+        key = self.keep(destroy, handle, after_work)
         finalizer = weakref.finalize(thing, self._destroy, key)
         finalizer.atexit = False
         return finalizer
+
+    def keep(self, destroy: str, handle: Any, after_work: bool = False) -> int:
+        """Destroys a handle at `close()`, in reverse order. Returns the key it has in `live`."""
+        self.live[key := next(self._keys)] = (destroy, handle, after_work)
+        return key
 
     def _destroy(self, key: int) -> None:
         destroy, handle, after_work = self.live.pop(key, ("", None, False))
@@ -124,11 +135,8 @@ class CUDADriver(driver.Driver):
         if not self.lost:
             self.settle()
             if self._staging is not None: self._staging.close()
+            if hasattr(self, "pool"): self.pool.empty()
             for key in sorted(self.live, reverse=True): self._destroy(key)
-            self.pool.close()
-            for stream in self.streams:
-                self.call("cuEventDestroy", stream.mark)
-                if not stream.external: self.call("cuStreamDestroy", stream.handle)
         if int(self.cu.cuCtxGetCurrent()[1]) == self._context_number: self.cu.cuCtxSetCurrent(0)
         self.closed = True
         self.live.clear()
@@ -257,7 +265,7 @@ class CUDADriver(driver.Driver):
         return stream
 
     def stream(self) -> CUDAStream:
-        return self._stream(self.call("cuStreamCreate", self.cu.CUstream_flags.CU_STREAM_NON_BLOCKING), False)
+        return self._stream(self.new_stream(), False)
 
     def external_stream(self, handle: int) -> CUDAStream:
         """A stream that somebody else made in this device's primary context, such as torch's
@@ -269,8 +277,15 @@ class CUDADriver(driver.Driver):
 
     def _stream(self, handle: Any, external: bool) -> CUDAStream:
         made = CUDAStream(self, len(self.streams), handle, self.new_event(timing=False), external)
+        self.keep("cuEventDestroy", made.mark)
         self.streams.append(made)
         return made
+
+    def new_stream(self) -> Any:
+        """A CUstream that lives as long as the driver."""
+        handle = self.call("cuStreamCreate", self.cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        self.keep("cuStreamDestroy", handle)
+        return handle
 
     def capturing(self, stream: CUDAStream) -> bool:
         """Whether CUDA captures a stream: one that is not ours, as we let it capture none."""

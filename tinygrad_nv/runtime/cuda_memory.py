@@ -42,13 +42,13 @@ class Pool:
         props.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         props.location.id = gpu.ordinal
         self.handle = gpu.call("cuMemPoolCreate", props)
+        gpu.keep("cuMemPoolDestroy", self.handle)
         names = cu.CUmemPool_attribute
         gpu.call("cuMemPoolSetAttribute", self.handle, names.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
                  cu.cuuint64_t(KEEP_ALL))
         gpu.call("cuMemPoolSetAttribute", self.handle,
                  names.CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES, 0)
-        flags = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
-        self.allocations, self.frees = (gpu.call("cuStreamCreate", flags) for _ in range(2))
+        self.allocations, self.frees = gpu.new_stream(), gpu.new_stream()
 
     @property
     def used_bytes(self) -> int: return sum(tuple(self.sizes.values()))
@@ -110,13 +110,10 @@ class Pool:
         access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self.gpu.call("cuMemPoolSetAccess", self.handle, [access], 1)
 
-    def close(self) -> None:
-        """Gives back everything; nothing uses it any more."""
+    def empty(self) -> None:
+        """Gives back everything, and waits until it is."""
         for address in tuple(self.sizes): self.free(address)
-        for stream in (self.allocations, self.frees):
-            self.gpu.call("cuStreamSynchronize", stream)
-            self.gpu.call("cuStreamDestroy", stream)
-        self.gpu.call("cuMemPoolDestroy", self.handle)
+        self.gpu.call("cuStreamSynchronize", self.frees)
 
 
 class CUDAHostMemory(driver.HostMemory):
