@@ -31,8 +31,7 @@ from tinygrad_nv.errors import NVError
 from tinygrad_nv.explain import KernelRecord, Lowering, explain
 from tinygrad_nv.hooks import disable, disabled, enable, enabled
 from tinygrad_nv.patterns import gemm, program
-from tinygrad_nv.runtime import programs, ranges
-from tinygrad_nv.runtime.cuda_device import CUDADevice
+from tinygrad_nv.runtime import cuda_device, programs, ranges
 from tinygrad_nv.runtime.device import EMUDevice
 from tinygrad_nv.runtime.memory_pool import memory_report
 from tinygrad_nv.runtime.ranges import layer
@@ -80,7 +79,7 @@ try:
     ranges.enable_nvtx()
     if config.get("NV"):
         # NV=0 gives a program tinygrad as it is; EMU is no name of tinygrad's
-        hooks.add_device("CUDA", CUDADevice)
+        cuda_device.register()
         enable()
 except NVError as error:
     # the command line cannot catch what happens before it is imported

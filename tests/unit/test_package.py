@@ -27,10 +27,11 @@ def test_tinygrads_names_are_tinygrads_own_objects():
 def test_import_loads_no_device_and_no_numpy():
     done = run("import sys, tinygrad_nv\n"
                "print(*[m for m in sys.modules if m.startswith(('tinygrad.runtime.ops_', 'numpy'))])")
-    # what EMU opens is registered; the emulator is not loaded
-    assert (done.stdout, done.stderr) == ("tinygrad.runtime.ops_emu\n", "")
-    done = run("import sys, tinygrad_nv\nprint('tinygrad_nv.ptx.emulator' in sys.modules)")
-    assert (done.stdout, done.stderr) == ("False\n", "")
+    # what EMU and CUDA open is registered; neither the emulator nor cuda-python is loaded
+    assert (done.stdout, done.stderr) == ("tinygrad.runtime.ops_emu tinygrad.runtime.ops_cuda\n", "")
+    done = run("import sys, tinygrad_nv\n"
+               "print(*[m for m in sys.modules if m == 'tinygrad_nv.ptx.emulator' or m.startswith('cuda')])")
+    assert (done.stdout, done.stderr) == ("\n", "")
 
 
 def test_models_of_a_checkout_are_importable():

@@ -1,9 +1,11 @@
 """`DEV=CUDA`: a GPU as a device of tinygrad, through cuda-python.
 
-Protocol: importing tinygrad_nv registers `CUDADevice` under the name CUDA, where NV=0 does not leave that to
-tinygrad. Nothing of CUDA is imported before a device opens. "CUDA:1" is the second GPU. tinygrad's own device
-opens in its place, and a line on stderr says so, where cuda-python is not installed or the GPU is older than
-our kernels. What else is missing is a `DriverError` of one line that offers the devices every machine has.
+Protocol: importing tinygrad_nv calls `register`, which puts `CUDADevice` under the name CUDA, where NV=0 does
+not leave that to tinygrad. Nothing of CUDA is imported before a device opens. "CUDA:1" is the second GPU.
+
+tinygrad's own device opens in its place, and a line on stderr says so, where cuda-python is not installed or
+the GPU is older than our kernels; one that was open before stays. What else is missing is a `DriverError` of
+one line that offers the devices every machine has.
 
 Kernels that are tinygrad's are CUDA C compiled by NVRTC where that can be used (nvrtc.py), else PTX
 (ptx_renderer.py); DEV=CUDA:CUDA and DEV=CUDA:PTX ask for one of them.
@@ -25,6 +27,12 @@ from tinygrad_nv.runtime.device import NVDevice
 LIBRARY = "libcuda.so.1" if sys.platform != "win32" else "nvcuda.dll"
 INSTEAD = "DEV=EMU emulates a GPU, DEV=CPU needs none"
 TINYGRADS = "tinygrad.runtime.ops_cuda"
+
+
+def register() -> None:
+    """Makes `CUDADevice` what the name CUDA means, unless a device of that name is open."""
+    if _is_open(): _say("CUDA", "it was open before tinygrad_nv was imported")
+    else: hooks.add_device("CUDA", CUDADevice)
 
 
 class CUDADevice(NVDevice):
@@ -88,15 +96,22 @@ def has_library() -> bool:
 
 def _tinygrads(device: str, reason: str) -> Any:
     """tinygrad's own CUDA device, which the name means from now on."""
-    if any(opened.split(":")[0] == "CUDA" for opened in Device._opened_devices): raise refused(device, reason)
+    if _is_open(): raise refused(device, reason)
     hooks.remove_device("CUDA")
     try: opened = _their_class()(device)
     except Exception as error:  # whatever its driver can think of
         hooks.add_device("CUDA", CUDADevice)
         words = " ".join(str(error).split())
         raise refused(device, f"{reason}, and tinygrad's own CUDA device does not open ({words})") from error
-    print(f"tinygrad_nv: {device} is tinygrad's own CUDA device: {reason}", file=sys.stderr)
+    _say(device, reason)
     return opened
+
+
+def _is_open() -> bool: return any(opened.split(":")[0] == "CUDA" for opened in Device._opened_devices)
+
+
+def _say(device: str, reason: str) -> None:
+    print(f"tinygrad_nv: {device} is tinygrad's own CUDA device: {reason}", file=sys.stderr)
 
 
 def _their_class() -> Any: return importlib.import_module(TINYGRADS).CUDADevice
