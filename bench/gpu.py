@@ -107,10 +107,9 @@ class Worker:
     """A process that measures rows of a part: a name and the seconds it may take go in as a line of JSON, the
     row comes back as one. What a row prints goes to standard error."""
 
-    def __init__(self, part: Part, options: Options) -> None:
-        command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--work", part.name]
-        self.process = subprocess.Popen(options.command or command, stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, text=True)
+    def __init__(self, part: Part) -> None:
+        command = [sys.executable, *sys.argv, "--work", part.name]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.answers: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
         self.fresh = True
@@ -123,7 +122,7 @@ class Worker:
     def row(self, name: str, budget_s: float, limit_s: float) -> Row:
         """Measured; "hung" after `limit_s` without an answer, "died" when the process ended."""
         assert self.process.stdin is not None
-        limit_s, self.fresh = limit_s + START_S * self.fresh, False
+        self.fresh = False
         try:
             print(json.dumps([name, budget_s]), file=self.process.stdin, flush=True)
             line = self.answers.get(timeout=limit_s)
@@ -143,6 +142,7 @@ def work(part: Part, options: Options) -> int:
     """A worker: rows from standard input to standard output, until there are no more."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints is no answer
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     assert part.opened is not None
     measure = part.opened(options)
     for line in sys.stdin:
@@ -157,8 +157,13 @@ def work(part: Part, options: Options) -> int:
     return 0
 
 
-def measured(part: Part, names: list[str], options: Options, deadline: float,
-             results: Results) -> Iterator[Row]:
+def _end_with(parent: int) -> None:
+    """Ends this process when its parent has, whatever it is waiting for."""
+    while os.getppid() == parent: time.sleep(1)
+    os._exit(1)
+
+
+def measured(part: Part, names: list[str], deadline: float, results: Results) -> Iterator[Row]:
     """Rows of a part, each kept as it comes. After one that failed a new worker goes on."""
     worker: Worker | None = None
     for name in each(names):
@@ -166,9 +171,10 @@ def measured(part: Part, names: list[str], options: Options, deadline: float,
         start_s = part.expected_s if worker else 2 * part.expected_s
         if left < start_s: row: Row = {"status": "not measured", "why": OUT_OF_TIME}
         else:
-            worker = worker or Worker(part, options)
-            row = worker.row(name, left - part.expected_s / 2, min(part.limit_s, left))
-            if row["status"] == "hung" and left < part.limit_s:
+            worker = worker or Worker(part)
+            limit_s = part.limit_s + START_S * worker.fresh
+            row = worker.row(name, left - part.expected_s / 2, min(limit_s, left))
+            if row["status"] == "hung" and left < limit_s:
                 row = {"status": "not measured", "why": OUT_OF_TIME}
             if row["status"] in ("failed", "hung", "died") or row.get("why") == OUT_OF_TIME:
                 worker.end()
@@ -197,7 +203,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--without-tinygrad", action="store_true", help="leave out tinygrad's own kernels")
     made.add_argument("--commit", default="", help="what to call the code where there is no git")
     made.add_argument("--work", choices=list(PARTS), help=argparse.SUPPRESS)
-    made.set_defaults(command=None)
     return made
 
 
@@ -220,7 +225,7 @@ def run(options: Options) -> int:
             print(f"\n{part.name}: not measured: {why}")
             continue
         todo = [name for name in names if not (options.resume and results.known(part.name, name))]
-        for row in measured(part, todo, options, begun + 60 * options.minutes, results):
+        for row in measured(part, todo, begun + 60 * options.minutes, results):
             bad += row["status"] in BAD
         rows = results.rows(part.name)
         print(f"\n{part.name}: {part.about}\n{part.shown({name: rows[name] for name in names})}", flush=True)

@@ -1,0 +1,19 @@
+"""bench/gpu.py where there is no GPU: one line, exit code 2."""
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_without_a_gpu_one_line_says_what_is_missing():
+    code = ("import sys; sys.path.insert(0, 'bench'); import gpu; gpu.missing = lambda: 'no NVIDIA GPU'; "
+            "sys.exit(gpu.main())")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    line, = done.stderr.splitlines()
+    assert line.startswith("nothing to measure on: no NVIDIA GPU (needed: an NVIDIA GPU")
+    assert "--emulate" in line

@@ -1,0 +1,241 @@
+"""bench/gpu.py: rows in worker processes, what is kept, resumed and left out, contenders that are wrong."""
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+import gpu_parts
+from gpu_parts import Bursts, Column, NotMeasured, Timings
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+# a part whose rows do what their names say
+TOY = """
+import os, sys, threading
+sys.path.insert(0, {bench!r})
+import gpu, gpu_parts
+from gpu_parts import NotMeasured, Part
+
+def opened(options):
+    def measure(name, budget_s):
+        with open({log!r}, "a") as log: print(name, file=log)
+        word = name.split()[0]
+        if word == "hang" or (word == "block" and "FREE" not in os.environ): threading.Event().wait()
+        if word == "die": os._exit(3)
+        if word == "fail": raise ValueError("no such thing")
+        if word == "apart": raise NotMeasured("it does not apply")
+        print("what a library prints")
+        if word == "wrong": return {{"status": "disagrees", "why": "1 is not 2"}}
+        return {{"status": "emulated", "value": 1}}
+    return measure
+
+gpu_parts.PARTS.clear()
+gpu_parts.register(Part("toy", "a toy", lambda options: {rows!r}, opened,
+                        lambda rows: "TABLE " + str(len(rows)), expected_s={expected}, limit_s={limit}))
+gpu_parts.register(Part("later", "what comes later", absent="no template yet"))
+sys.exit(gpu.main())
+"""
+
+
+class Toy:
+    """The command with the toy part."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.out, self.log = folder, folder / "out.json", folder / "log"
+
+    def script(self, *rows: str, limit: float = 60, expected: float = 0.01) -> list[str]:
+        path = self.folder / "toy.py"
+        path.write_text(TOY.format(bench=str(BENCH), log=str(self.log), rows=list(rows), limit=limit,
+                                   expected=expected))
+        return [sys.executable, str(path), "--emulate", "--out", str(self.out)]
+
+    def run(self, *rows: str, options: tuple[str, ...] = (), limit: float = 60, expected: float = 0.01,
+            **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*self.script(*rows, limit=limit, expected=expected), *options],
+                              capture_output=True, text=True, check=False, timeout=120,
+                              env={**os.environ, **environment})
+
+    def rows(self) -> dict[str, Any]: return json.loads(self.out.read_text())["parts"]["toy"]
+
+    def statuses(self) -> dict[str, str]: return {name: row["status"] for name, row in self.rows().items()}
+
+    def done(self) -> list[str]: return self.log.read_text().splitlines()
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Toy: return Toy(tmp_path)
+
+
+def test_every_end_of_a_row_is_reported_and_the_rest_goes_on(toy: Toy):
+    done = toy.run("good 1", "hang", "good 2", "die", "fail", "apart", "wrong", "good 3", limit=2)
+    assert done.returncode == 1, done.stderr
+    assert toy.statuses() == {"good 1": "emulated", "hang": "hung", "good 2": "emulated", "die": "died",
+                              "fail": "failed", "apart": "not measured", "wrong": "disagrees",
+                              "good 3": "emulated"}
+    rows = toy.rows()
+    assert rows["die"]["why"] == "its process ended with exit code 3"
+    assert rows["fail"]["why"] == "ValueError: no such thing"
+    assert rows["apart"]["why"] == "it does not apply"
+    assert "2 s" in rows["hang"]["why"]
+    assert rows["good 1"]["value"] == 1
+    assert "TABLE 8" in done.stdout
+    assert "later: not measured: no template yet" in done.stdout
+    assert "what a library prints" not in done.stdout
+
+
+def test_good_rows_alone_exit_with_0_and_say_where_they_are_from(toy: Toy):
+    assert toy.run("good 1").returncode == 0
+    record = json.loads(toy.out.read_text())
+    assert record["gpu"] == "emulated sm_90a"
+    assert {"driver", "torch", "triton", "tinygrad", "machine", "seed", "dirty"} <= set(record)
+    row = record["parts"]["toy"]["good 1"]
+    assert row["commit"] == record["commit"]
+    assert row["took_s"] >= 0
+
+
+def test_a_run_that_was_killed_goes_on_where_it_was(toy: Toy):
+    process = subprocess.Popen(toy.script("good 1", "good 2", "block", "good 3"))
+    until(lambda: toy.log.exists() and "block" in toy.log.read_text())
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert toy.statuses() == {"good 1": "emulated", "good 2": "emulated"}
+    done = toy.run("good 1", "good 2", "block", "good 3", options=("--resume",), FREE="1")
+    assert done.returncode == 0, done.stderr
+    assert toy.done() == ["good 1", "good 2", "block", "block", "good 3"]
+    assert list(toy.statuses()) == ["good 1", "good 2", "block", "good 3"]
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Looks again and again, for a minute."""
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_rows_of_another_commit_are_measured_again(toy: Toy):
+    toy.run("good 1", "good 2")
+    record = json.loads(toy.out.read_text())
+    record["parts"]["toy"]["good 2"]["commit"] = "of yore"
+    toy.out.write_text(json.dumps(record))
+    toy.run("good 1", "good 2", options=("--resume",))
+    assert toy.done() == ["good 1", "good 2", "good 2"]
+
+
+def test_rows_that_do_not_fit_are_left_out(toy: Toy):
+    done = toy.run("good 1", "good 2", expected=40.0, options=("--minutes", "1"))
+    assert done.returncode == 0
+    assert toy.statuses() == {"good 1": "not measured", "good 2": "not measured"}
+    assert {row["why"] for row in toy.rows().values()} == {"out of time"}
+    assert not toy.log.exists()
+
+
+def test_the_minutes_are_kept_whatever_a_row_does(toy: Toy):
+    begun = time.monotonic()
+    done = toy.run("block", "good 1", options=("--minutes", "0.05"))
+    assert done.returncode == 0
+    assert toy.statuses() == {"block": "not measured", "good 1": "not measured"}
+    assert time.monotonic() - begun < 30
+
+
+def test_what_was_measured_is_not_replaced_by_what_was_not(toy: Toy):
+    toy.run("good 1")
+    toy.run("good 1", options=("--minutes", "0"))
+    assert toy.statuses() == {"good 1": "emulated"}
+
+
+def test_rows_by_name(toy: Toy):
+    toy.run("good 1", "good 2", options=("--only", "2"))
+    assert list(toy.statuses()) == ["good 2"]
+
+
+# **** contenders ****
+
+class Work:
+    """A workload whose right result is 3."""
+    name, work, nbytes = "three", 6.0, 30.0
+
+    def given(self, device: str) -> list[list[int]]: return [[0]]
+
+    def wrong(self, given: list[list[int]], run: Callable[[int], None]) -> str:
+        run(0)
+        return "" if given[0][0] == 3 else f"{given[0][0]}, exactly 3"
+
+
+def answers(value: int) -> Callable[..., Callable[[int], None]]:
+    return lambda workload, given, options: lambda i: given[0].__setitem__(0, value)
+
+
+def absent(workload: Any, given: Any, options: Any) -> Any: raise NotMeasured("it has no such thing")
+
+
+def broken(workload: Any, given: Any, options: Any) -> Any: raise RuntimeError("a library fails\nat length")
+
+
+@pytest.fixture
+def contenders(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    made: dict[str, Any] = {"ours": answers(3), "torch": answers(3), "Triton": absent, "other": broken}
+    monkeypatch.setitem(gpu_parts.CONTENDERS, "toy", made)
+    return made
+
+
+def test_contenders_that_do_not_apply_or_fail_are_named(contenders: dict[str, Any]):
+    runs, notes, wrong = gpu_parts.ready("toy", Work(), [[0]], Namespace())
+    assert list(runs) == ["ours", "torch"]
+    assert notes == {"Triton": "it has no such thing", "other": "RuntimeError: a library fails"}
+    assert wrong == []
+
+
+def test_a_contender_that_is_wrong_is_not_timed(contenders: dict[str, Any]):
+    contenders["torch"] = answers(4)
+    runs, notes, wrong = gpu_parts.ready("toy", Work(), [[0]], Namespace())
+    assert list(runs) == ["ours"]
+    assert wrong == ["torch: 4, exactly 3"]
+    assert notes["torch"] == "wrong: 4, exactly 3"
+
+
+def test_ours_that_fails_fails_the_row(contenders: dict[str, Any]):
+    contenders["ours"] = broken
+    with pytest.raises(RuntimeError, match="a library fails"):
+        gpu_parts.ready("toy", Work(), [[0]], Namespace())
+
+
+def test_bursts_take_turns(monkeypatch: pytest.MonkeyPatch):
+    order: list[str] = []
+
+    def burst(name: str, seconds: float) -> Bursts:
+        made = Bursts(lambda i: None, 1, 7)
+        def one() -> float:
+            order.append(name)
+            return seconds
+        made.seconds = one  # type: ignore[method-assign]
+        return made
+
+    row = gpu_parts.in_turns({"ours": burst("ours", 1.0), "torch": burst("torch", 2.0)}, 0.0)
+    turns = order[-2 * gpu_parts.LEAST_BURSTS:]
+    assert turns == ["ours", "torch"] * gpu_parts.LEAST_BURSTS
+    assert row["seconds"] == {"ours": [1.0] * 5, "torch": [2.0] * 5}
+    assert row["count"] == {"ours": 7, "torch": 7}
+    assert "sm_mhz" in row["telemetry"]
+
+
+def test_the_table_says_what_is_missing(contenders: dict[str, Any]):
+    rows = {"three": {"status": "measured", "work": 6e12, "nbytes": 3e9,
+                      "seconds": {"ours": [1.0, 1.0, 2.0], "torch": [2.0, 3.0, 2.0]}},
+            "four": {"status": "not measured", "why": "out of time"}}
+    said = Timings(Column("TFLOP/s")).shown("toy", rows)
+    first = said.splitlines()[1].split()
+    assert first[:6] == ["three", "6.0", "3", "3.0", "-", "-"]
+    assert first[6:] == ["2.000", "1.00", "…", "3.00"]
+    assert "four: not measured: out of time" in said
