@@ -12,10 +12,11 @@ from tinygrad.engine import realize
 from tinygrad.helpers import Context
 from tinygrad.uop.ops import Ops
 
-from tinygrad_nv import Tensor, UOp, dtypes, hooks
+from tinygrad_nv import Tensor, UOp, Variable, dtypes, hooks
 from tinygrad_nv.errors import KernelError
 from tinygrad_nv.graphs import GraphPool, Input
 from tinygrad_nv.runtime.device import NVDevice
+from tinygrad_nv.runtime.driver import Window
 
 ROWS = {"x": Input((4,), dtypes.float32)}
 X = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -150,6 +151,33 @@ def test_debug_shows_the_graph(emu: NVDevice, capsys: pytest.CaptureFixture[str]
     pool(x=X)
     with Context(DEBUG=2): np.testing.assert_array_equal(pool(x=X).numpy(), (X + 1) * 2 + X)
     assert "batched 3" in capsys.readouterr().out
+
+
+def test_values_that_a_debugged_call_gave_its_nodes_are_changed_back(emu: NVDevice):
+    pool = GraphPool(lambda x, n: (x + n).realize() * 2, ROWS, (4,), emu.device)
+    n = Variable("n", 0, 9)
+    for value, debug in ((3, 0), (5, 2), (3, 0), (3, 0)):
+        with Context(DEBUG=debug): found = pool(x=X, n=n.bind(value)).numpy()
+        np.testing.assert_array_equal(found, (X + value) * 2)
+
+
+def test_jit_2_turns_graphs_off(emu: NVDevice):
+    pool = GraphPool(lambda x: (x + 1).realize() * 2, ROWS, (1, 4), emu.device)
+    with Context(JIT=2): calls(pool, lambda x: (x + 1) * 2)
+    assert reasons(pool) == {"JIT=2 turns graphs off"}
+    assert [len(bucket.replay.src) for bucket in pool.buckets.values()] == [2, 2]
+
+
+def test_another_window_of_l2_means_another_graph(emu: NVDevice, monkeypatch: pytest.MonkeyPatch):
+    weight = Tensor.ones(4, device=emu.device).contiguous().realize()
+    pool = GraphPool(lambda x: (x * weight).realize() + 1, ROWS, (4,), emu.device)
+    pool(x=X)
+    emu.driver.set_persisting_l2(1 << 20)
+    monkeypatch.setattr(emu, "window", Window(weight.uop.buffer._buf, 16))
+    for _ in range(2): np.testing.assert_array_equal(pool(x=X).numpy(), X + 1)
+    graph = pool.buckets[4].graph
+    assert [work.window for work in graph.executable.executable.works] == [emu.window] * 2
+    assert pool.stats().buckets[0].builds == 2
 
 
 # **** devices ****

@@ -14,6 +14,7 @@ from pool_case import device
 
 from tinygrad_nv import Tensor, Variable, dtypes
 from tinygrad_nv.graphs import GraphPool, Input
+from tinygrad_nv.graphs.bucket import Bucket
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import HostMemory
 from tinygrad_nv.runtime.emulated import EmulatedDriver, EmulatedHostMemory
@@ -286,6 +287,22 @@ def test_no_memory_for_the_arena_means_eager(trapped: NVDevice):
         pool.capture((4,))  # tried again when asked
         check(pool, 4)
         assert pool.stats().buckets[1].hits == 1
+        del pool
+
+
+def test_memory_is_asked_for_again_now_and_then(trapped: NVDevice):
+    with nothing_left(trapped):
+        pool, tried = GraphPool(wide, WIDE, (1,), trapped.device), []
+        build = Bucket.build
+        def refuse(self: Bucket, arena: Any) -> None:
+            tried.append(self.counts.eager)
+            if self.counts.eager < 40: raise MemoryError("full")
+            build(self, arena)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Bucket, "build", refuse)
+            for _ in range(60): check(pool, 1)
+        assert tried == [0, 0, 16, 16, 48]
+        assert pool.stats().buckets[0].eager == 48
         del pool
 
 

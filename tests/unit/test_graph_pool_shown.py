@@ -12,7 +12,8 @@ from tinygrad_nv.graphs import BucketStats, GraphPool, Input, PoolStats
 
 
 def bucket(size: int, rows: int, padding: int, *reasons: str) -> BucketStats:
-    return BucketStats(size, 5, 1, 2, 0.25, rows, padding, 7, 1, len(reasons), reasons, 3 << 20, 1 << 10, 4096)
+    return BucketStats(size, 5, 1, 2, 0.25, rows, padding, 7, 1, len(reasons), reasons, 3 << 20, 1 << 10,
+                       4096)
 
 
 def test_statistics_are_an_aligned_table():

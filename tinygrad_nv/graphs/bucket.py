@@ -5,6 +5,7 @@ Protocol: a `Bucket` is empty, compiled (it has a recipe) or built (it has a gra
 """
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -12,7 +13,7 @@ from tinygrad import Device, Tensor, UOp
 from tinygrad.device import Buffer
 from tinygrad.engine import realize
 from tinygrad.engine.jit import graph_split_rewrite
-from tinygrad.helpers import DEBUG, PROFILE, GlobalCounters
+from tinygrad.helpers import DEBUG, JIT, PROFILE, GlobalCounters
 from tinygrad.uop.ops import Ops, sym_infer
 
 from tinygrad_nv import hooks
@@ -79,6 +80,7 @@ class Bucket:
         self.counts = Counts()
         self.recipe: Recipe | None = None
         self.given_up = ""          # why calls of this size run the step as it is written
+        self.again = math.inf       # number of eager calls at which that is tried again
         self.shape: Any = None      # what the step returned, for its containers
         self.used = 0               # when, in calls of the pool
         self.graph_bytes = 0        # as last measured
@@ -126,16 +128,21 @@ class Bucket:
         self.counts.builds += 1
         self.counts.capture_s += time.perf_counter() - begun
 
+    def stale(self) -> bool:
+        """Whether the graph keeps other memory in L2 than the device does now: nodes cannot change that."""
+        return self.graph is not None and self.graph.window != self.graph.dev.window
+
     def _graphed(self, linear: UOp) -> UOp:
         """All launches as one graph, or graphs with what they cannot hold between them."""
         assert self.recipe is not None
-        if self.recipe.obstacle: return graph_split_rewrite(linear)
+        if self.recipe.obstacle: return linear if JIT >= 2 else graph_split_rewrite(linear)
         return linear.replace(src=(UOp(Ops.CUSTOM_FUNCTION, src=(linear,), arg="graph").call(),))
 
     def launch(self, values: dict[str, int]) -> None:
         """One run of the step, with these values of the variables."""
         assert self.replay is not None
         if self.graph is None or DEBUG >= 2 or PROFILE or hooks.watched():
+            self.values = None  # nodes are updated there
             realize.run_linear(self.replay, values, jit=True)
             return
         if values == self.values: self.graph.executable.launch()

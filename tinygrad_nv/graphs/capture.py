@@ -30,7 +30,7 @@ from tinygrad import tensor as tensors
 from tinygrad.device import Buffer
 from tinygrad.engine import realize
 from tinygrad.engine.jit import GraphRunner, graph_class
-from tinygrad.helpers import BEAM, GlobalCounters, getenv
+from tinygrad.helpers import BEAM, JIT, GlobalCounters, getenv
 from tinygrad.schedule.memory import memory_plan_rewrite
 from tinygrad.uop.ops import Ops, buffers
 
@@ -262,6 +262,7 @@ def _output(name: str) -> str: return f"output {name}" if name else "something"
 def obstacle(linear: UOp, device: str) -> str:
     """Why a schedule cannot be one graph of the device; "" when it can."""
     opened = Device[device]
+    if JIT >= 2: return f"JIT={JIT.value} turns graphs off"
     if opened.graph is None: return f"{device} has no graphs"
     runner: type[GraphRunner] = graph_class(opened)
     wrong = [call for call in linear.src if not runner.supports_uop([opened], call)]

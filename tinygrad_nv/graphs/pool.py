@@ -20,9 +20,11 @@ graph in stream 0, and returns before the device has run it.
 """
 from __future__ import annotations
 
+import math
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,7 @@ from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.memory_report import human
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
+RETRY = 16      # eager calls after which a size that found no memory is tried again; then twice as many, …
 KEEPS = "the step keeps a Tensor that it makes of its inputs, which a replay would not bind again"
 
 
@@ -77,25 +80,31 @@ class GraphPool:
         rows, values, variables = self._understood(given)
         bucket = self.buckets[self._size_of[rows]]
         bucket.check_state()
-        if self._unsettled: self.feed.settle()
-        self._working = self._unsettled = True
-        try:
+        with self._at_work(bucket):
             self.feed.put(bucket.size, rows, values)
             returned = self._served(bucket, rows, variables)
+        bucket.counts.rows += rows
+        bucket.counts.padding += bucket.size - rows
+        return returned
+
+    @contextmanager
+    def _at_work(self, bucket: Bucket) -> Iterator[None]:
+        if self._unsettled: self.feed.settle()
+        self._working = self._unsettled = True
+        try: yield
         except BaseException:
             bucket.drop()  # nobody knows which of its nodes were updated
             raise
         finally: self._working = False
         self._unsettled = False
-        bucket.counts.rows += rows
-        bucket.counts.padding += bucket.size - rows
-        return returned
 
     def _served(self, bucket: Bucket, rows: int, variables: dict[str, UOp]) -> Returned:
         self._calls += 1
         bucket.used = self._calls
+        if bucket.stale(): bucket.drop()
         if bucket.replay is not None: bucket.counts.hits += 1
-        elif not bucket.given_up and (outputs := self._prepared(bucket, variables)) is not None:
+        elif ((not bucket.given_up or bucket.counts.eager >= bucket.again)
+              and (outputs := self._prepared(bucket, variables)) is not None):
             return rebuilt(bucket.shape, _first(outputs, rows))
         if bucket.replay is None: return self._eager(bucket, rows, variables)
         if bucket.recipe and bucket.recipe.obstacle:
@@ -128,15 +137,10 @@ class GraphPool:
                 bucket = self.buckets[size]
                 bucket.check_state()
                 bucket.given_up = ""
-                self._working = True
-                try:
-                    if bucket.replay is None:
+                if bucket.replay is None:
+                    with self._at_work(bucket):
                         self.feed.put(size, 0, ())  # a step that has to run has all rows masked
                         self._prepared(bucket, variables)
-                except BaseException:
-                    bucket.drop()
-                    raise
-                finally: self._working = False
                 done(size)
 
     def reset(self) -> None:
@@ -159,6 +163,7 @@ class GraphPool:
 
     def _prepared(self, bucket: Bucket, variables: dict[str, UOp]) -> list[Tensor] | None:
         """Brings a graph about, or the reason why there is none; the results, if the step has run."""
+        bucket.again = math.inf
         for _ in range(2):
             try:
                 if bucket.recipe is None and (outputs := self._captured(bucket, variables)) is not None:
@@ -170,6 +175,7 @@ class GraphPool:
                 return None
             except MemoryError as error: bucket.given_up = f"out of memory: {str(error).splitlines()[0]}"
             self._evict_all()  # here, where the error no longer holds what was half made
+        bucket.again = 2 * bucket.counts.eager + RETRY
         return None
 
     def _captured(self, bucket: Bucket, variables: dict[str, UOp]) -> list[Tensor] | None:
@@ -253,8 +259,8 @@ class GraphPool:
                 count = value.shape[0]
                 values.append(value)
             elif isinstance(value, Tensor):
-                count = value.shape[0] if value.ndim else 0
                 values.append(self._on_device(name, spec, value))
+                count = int(value.shape[0])
             elif value is None: raise GraphError(f"input {name!r} is missing", f"{_listed(self.inputs)}")
             else: raise _wrong(name, spec, (), type(value).__name__)
             if rows not in (-1, count):
@@ -282,8 +288,10 @@ class GraphPool:
 
     def _on_device(self, name: str, given: Input, tensor: Tensor) -> Buffer:
         """The memory of a Tensor's rows, which are computed if they are not yet."""
-        if tensor.dtype != given.dtype or tuple(tensor.shape[1:]) != given.shape or not tensor.ndim:
-            raise _wrong(name, given, tuple(tensor.shape), str(tensor.dtype))
+        shape = tuple(tensor.shape)
+        known = bool(shape) and isinstance(shape[0], int)
+        if not known or shape[1:] != given.shape or tensor.dtype != given.dtype:
+            raise _wrong(name, given, shape, str(tensor.dtype))
         if tensor.device != self.device:
             raise GraphError(f"input {name!r} is on {tensor.device}",
                              f"an array, or a Tensor on {self.device}", f".to({self.device!r})")
