@@ -5,7 +5,7 @@ import types
 
 import pynvml
 import pytest
-from nvml_case import FakeNVML
+from nvml_fake import FakeNVML
 
 from tinygrad_nv.runtime import telemetry
 from tinygrad_nv.runtime.telemetry import Reading, Samples, Spread, Telemetry
