@@ -122,20 +122,23 @@ class Collected:
     known: set[UOp]
     inputs: set[UOp]
     device: str
+    kept: set[UOp] | None = None
 
     def run(self) -> None:
         """Executes the step as it was recorded, kernel by kernel."""
         realize.run_linear(self.linear, self.values, jit=True)
 
     def left_behind(self) -> bool:
-        """Computes what the step keeps and did not need its inputs for; whether it keeps anything else."""
-        returned = {tensor.uop.base for _, tensor in self.results}
-        kept = _kept(self.linear, self.known) - returned
-        if kept:
-            gc.collect()  # what is only in cycles is not kept
-            kept &= _kept(self.linear, self.known)
-        self.linear, kept = _computed(self.linear, kept, self.known, self.inputs)
-        return bool(kept)
+        """Computes what the step keeps and did not need its inputs for; whether it keeps anything else. After
+        an exception what it keeps is not there yet: it must be called again."""
+        if self.kept is None:
+            returned = {tensor.uop.base for _, tensor in self.results}
+            if (kept := _kept(self.linear, self.known) - returned):
+                gc.collect()  # what is only in cycles is not kept
+                kept &= _kept(self.linear, self.known)
+            self.kept = kept
+        self.linear, left = _computed(self.linear, self.kept, self.known, self.inputs)
+        return bool(left)
 
     def recipe(self) -> Recipe:
         """Lays out its memory. Call after `left_behind` has said no."""

@@ -36,7 +36,7 @@ from tinygrad.uop.ops import buffers
 
 from tinygrad_nv.errors import GraphError
 from tinygrad_nv.graphs.bucket import Arena, Bucket
-from tinygrad_nv.graphs.capture import Returned, collect, rebuilt, restoring, run
+from tinygrad_nv.graphs.capture import Collected, Returned, collect, rebuilt, restoring, run
 from tinygrad_nv.graphs.inputs import LABEL, Feed, Input
 from tinygrad_nv.graphs.progress import progress
 from tinygrad_nv.graphs.stats import PoolStats
@@ -67,6 +67,7 @@ class GraphPool:
                          for rows in range(self.sizes[-1] + 1)]
         self._expected = [(name, given, given.numpy_dtype(), given.shape) for name, given in inputs.items()]
         self._variables: frozenset[str] | None = None
+        self._collected: Collected | None = None
         self._calls = 0
         self._working = self._unsettled = False
         self._let_go = _reclaims(self)
@@ -91,7 +92,9 @@ class GraphPool:
     def _at_work(self, bucket: Bucket) -> Iterator[None]:
         if self._unsettled: self.feed.settle()
         self._working = self._unsettled = True
-        try: yield
+        try:
+            self._settle_kept()
+            yield
         except BaseException:
             bucket.drop()  # nobody knows which of its nodes were updated
             raise
@@ -180,12 +183,16 @@ class GraphPool:
 
     def _captured(self, bucket: Bucket, variables: dict[str, UOp]) -> list[Tensor] | None:
         """Records and compiles the step; its results, if it had to run."""
+        self._settle_kept()
         begun = time.perf_counter()
         inputs = self.feed.tensors(bucket.size)
         collected, returned = collect(self.step, bucket.size, inputs, variables, self.device)
         bucket.shape = rebuilt(returned, [None] * len(collected.results))
         bucket.counts.captures += 1
-        if collected.left_behind():
+        self._collected = collected
+        kept = collected.left_behind()
+        self._collected = None
+        if kept:
             bucket.given_up = KEEPS
             bucket.counts.because(KEEPS)
             bucket.counts.eager += 1
@@ -194,6 +201,11 @@ class GraphPool:
         bucket.recipe = collected.recipe()
         bucket.counts.capture_s += time.perf_counter() - begun
         return None
+
+    def _settle_kept(self) -> None:
+        """Computes what a step kept, where an exception came in between: it is state by now."""
+        if self._collected is not None: self._collected.left_behind()
+        self._collected = None
 
     # **** memory ****
 
