@@ -13,33 +13,40 @@ them at its end. `left()` counts what lives. `fail(name, status)` lets the next 
 """
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import cuda.bindings.driver as cu
+import cuda_fake_code
 import cuda_fake_order
 import pytest
-from cuda_fake_parts import Device, FakeStream, Function, Module, Pool
-from cuda_structs import AccessDesc, LaunchConfig, PoolProps, read
+from cuda_fake_parts import Device, FakeStream, Pool
+from cuda_structs import AccessDesc, PoolProps, read
 
 from tinygrad_nv.errors import KernelError, NVError
 from tinygrad_nv.ptx.assemble import assemble
-from tinygrad_nv.ptx.emulator import TensorMap
-from tinygrad_nv.runtime import cuda_api, cuda_code, cuda_map
+from tinygrad_nv.runtime import cuda_api, cuda_code
 from tinygrad_nv.runtime.driver import Copy, Download, Fill, Upload, Work
 
 S = cu.CUresult
 A = cu.CUdevice_attribute
 OK = (S.CUDA_SUCCESS,)
-ORDER = cuda_fake_order.named()
-TYPES = {code: name for name, code in (("u8", 0), ("u16", 1), ("u32", 2), ("s32", 3), ("u64", 4), ("s64", 5),
-                                       ("f16", 6), ("f32", 7), ("f64", 8), ("bf16", 9), ("tf32", 11))}
+
+
+def named(module: ModuleType) -> dict[str, Any]:
+    """The functions of a part of the fake by the names cuda.bindings has for them."""
+    return {"cu" + "".join(word.title() for word in name.split("_")): value
+            for name, value in vars(module).items()
+            if name[0] != "_" and getattr(value, "__module__", "") == module.__name__}
+
+
+FUNCTIONS = {**named(cuda_fake_code), **named(cuda_fake_order)}
 
 
 class Fake:
@@ -64,7 +71,7 @@ class Fake:
     def __getattr__(self, name: str) -> Any:
         real = getattr(cu, name)    # an AttributeError where cuda.bindings has no such thing
         if callable(real) and not isinstance(real, type):
-            if (function := getattr(type(self), f"_{name}", ORDER.get(name))) is None:
+            if (function := getattr(type(self), f"_{name}", FUNCTIONS.get(name))) is None:
                 raise AssertionError(f"the fake has no {name}")
             return lambda *args: self._called(name, function, *args)
         return real
@@ -277,7 +284,7 @@ class Fake:
 
     # work
 
-    def _put(self, work: Work, stream: Any) -> Any:
+    def put(self, work: Work, stream: Any) -> Any:
         queue = self.queue(stream)
         if queue.device.lost: return (S.CUDA_ERROR_ILLEGAL_ADDRESS,)
         try: queue.submit(work)
@@ -288,19 +295,19 @@ class Fake:
         return OK
 
     def _cuMemsetD8Async(self, target: Any, value: int, nbytes: int, stream: Any) -> Any:
-        return self._put(Fill(int(target), value, nbytes), stream)
+        return self.put(Fill(int(target), value, nbytes), stream)
 
     def _cuMemcpyDtoDAsync(self, target: Any, source: Any, nbytes: int, stream: Any) -> Any:
-        return self._put(Copy(int(target), int(source), nbytes), stream)
+        return self.put(Copy(int(target), int(source), nbytes), stream)
 
     def _cuMemcpyHtoDAsync(self, target: Any, source: Any, nbytes: int, stream: Any) -> Any:
         memory, offset = self.here().at(source, nbytes)
-        return self._put(Upload(int(target), memory, offset, nbytes), stream)
+        return self.put(Upload(int(target), memory, offset, nbytes), stream)
 
     def _cuMemcpyDtoHAsync(self, target: Any, source: Any, nbytes: int, stream: Any) -> Any:
         if isinstance(target, int):
             memory, offset = self.here().at(target, nbytes)
-            return self._put(Download(memory, offset, int(source), nbytes), stream)
+            return self.put(Download(memory, offset, int(source), nbytes), stream)
         (queue := self.queue(stream)).device.emu.copy_out(memoryview(target)[:nbytes], int(source), queue.emu)
         return OK
 
@@ -313,100 +320,6 @@ class Fake:
         queue.device.emu.copy_peer(Copy(int(target), int(source), nbytes), other.emu, queue.emu)
         queue.issued += 1
         return OK
-
-    # code
-
-    def _cuModuleLoadDataEx(self, image: bytes, count: int, options: list[Any], values: list[Any]) -> Any:
-        assert count == len(options) == len(values)
-        assert [each.name for each in options] == ["CU_JIT_ERROR_LOG_BUFFER",
-                                                   "CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES"]
-        assert isinstance(values[0], bytearray), "the log cannot be written"
-        assert len(values[0]) == values[1]
-        if image[:4] == b"\x7fELF":
-            if image not in self.sources: return (S.CUDA_ERROR_INVALID_IMAGE,)
-            image = self.sources[image].encode()
-        else:
-            assert image[-1:] == b"\0", "PTX text ends with a null"
-        try: return (*OK, self.make(cu.CUmodule, Module(self.here(), image)))
-        except NVError as error:
-            words = str(error).encode()[:values[1] - 1]
-            values[0][:len(words)] = words
-            return (S.CUDA_ERROR_INVALID_PTX,)
-
-    def _cuModuleUnload(self, module: Any) -> Any:
-        made = self.drop(module, Module)
-        assert made.device is self.here(), "a module of another context"
-        for number, each in tuple(self.handles.items()):
-            if isinstance(each, Function) and each.module is made: self.drop(number, Function)
-        made.emu.unload()
-        return OK
-
-    def _cuModuleGetFunction(self, module: Any, name: bytes) -> Any:
-        made = self.get(module, Module)
-        if (found := made.function(name.decode())) is None: return (S.CUDA_ERROR_NOT_FOUND,)
-        if found not in self.handles.values(): found.handle = self.make(cu.CUfunction, found)
-        return (*OK, found.handle)
-
-    def _cuModuleGetFunctionCount(self, module: Any) -> Any:
-        return (*OK, len(self.get(module, Module).names))
-
-    def _cuModuleEnumerateFunctions(self, count: int, module: Any) -> Any:
-        names = self.get(module, Module).names[:count]
-        return (*OK, [self._cuModuleGetFunction(module, name.encode())[1] for name in names])
-
-    def _cuFuncGetName(self, function: Any) -> Any:
-        return (*OK, self.get(function, Function).emu.name.encode())
-
-    def _cuFuncGetAttribute(self, which: Any, function: Any) -> Any:
-        a = self.get(function, Function).emu.attributes
-        name = which.name.removeprefix("CU_FUNC_ATTRIBUTE_")
-        return (*OK, {"SHARED_SIZE_BYTES": a.static_smem, "LOCAL_SIZE_BYTES": a.local_bytes,
-                      "NUM_REGS": a.registers, "MAX_THREADS_PER_BLOCK": a.max_threads}[name])
-
-    def _cuFuncSetAttribute(self, function: Any, which: Any, value: int) -> Any:
-        found = self.get(function, Function)
-        limit = found.module.device.emu.properties.shared_limit - found.emu.attributes.static_smem
-        name = which.name.removeprefix("CU_FUNC_ATTRIBUTE_")
-        if name == "MAX_DYNAMIC_SHARED_SIZE_BYTES" and not 0 <= value <= limit:
-            return (S.CUDA_ERROR_INVALID_VALUE,)
-        found.set[name] = value
-        return OK
-
-    def _cuFuncGetParamInfo(self, function: Any, index: int) -> Any:
-        found = self.get(function, Function).parameters
-        if index >= len(found): return (S.CUDA_ERROR_INVALID_VALUE,)
-        return (*OK, found[index].offset, found[index].nbytes)
-
-    def _cuLaunchKernelEx(self, config: Any, function: Any, params: int, extra: int) -> Any:
-        given, found = read(LaunchConfig, config), self.get(function, Function)
-        assert extra == 0
-        status, work = found.launch(given, params, given.attrs, given.numAttrs)
-        assert found.module.device is self.here(), "a function of another context"
-        return (getattr(S, status),) if work is None else self._put(work, given.hStream)
-
-    def _cuGetProcAddress(self, symbol: bytes, version: int, flags: int) -> Any:
-        assert (symbol, version, flags) == (b"cuTensorMapEncodeTiled", 12000, 0)
-        self.encode = cuda_map.SIGNATURE(self._encode)
-        address = ctypes.cast(self.encode, ctypes.c_void_p).value
-        return (*OK, address, cu.CUdriverProcAddressQueryResult.CU_GET_PROC_ADDRESS_SUCCESS)
-
-    def _encode(self, place: int, dtype: int, rank: int, address: int, dims: Any, strides: Any, box: Any,
-                steps: Any, interleave: int, swizzle: int, promotion: int, fill: int) -> int:
-        """cuTensorMapEncodeTiled, called as C."""
-        self.calls["cuTensorMapEncodeTiled"] += 1
-        if place % 128 or not 1 <= rank <= 5:
-            self.complaints.append(f"cuTensorMapEncodeTiled at {place:#x}, rank {rank}")
-            return int(S.CUDA_ERROR_INVALID_VALUE)
-        try:
-            made = TensorMap.tiled(
-                address or 0, box[:rank][::-1], ("none", "32B", "64B", "128B")[swizzle], dims[:rank][::-1],
-                strides[:rank - 1][::-1], TYPES[dtype], steps[:rank][::-1],
-                ("none", "16B", "32B")[interleave], ("none", "64B", "128B", "256B")[promotion],
-                ("zero", "nan")[fill])
-        except NVError: return int(S.CUDA_ERROR_INVALID_VALUE)
-        ctypes.memmove(place, made.encode(), 128)
-        self.maps = made
-        return 0
 
 
 @functools.cache

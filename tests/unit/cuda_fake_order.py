@@ -238,10 +238,3 @@ def graph_launch(fake: Fake, executable: Any, stream: Any) -> Any:
         return (S.CUDA_ERROR_INVALID_VALUE,)
     queue.issued += 1
     return OK
-
-
-def named() -> dict[str, Any]:
-    """These functions by the names cuda.bindings has for them."""
-    own = {name: value for name, value in globals().items() if name[0] != "_" and callable(value)
-           and getattr(value, "__module__", "") == __name__ and name != "named"}
-    return {"cu" + "".join(word.title() for word in name.split("_")): value for name, value in own.items()}

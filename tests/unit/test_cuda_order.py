@@ -123,6 +123,19 @@ def test_every_kind_of_node_runs_and_is_updated(numbers: Numbers):
     assert bytes(host.view[:8]) == bytes([9, 9, 9, 9, 3, 1, 2, 3])
 
 
+def test_an_executable_holds_what_it_uses(fake: Fake, numbers: Numbers):
+    gpu, graph = numbers.gpu, numbers.gpu.graph()
+    first, second = gpu.host(8), gpu.host(8)
+    node = graph.add(Upload(numbers.address, first, 0, 8))
+    ready = graph.instantiate()
+    del graph
+    ready.update(node, Upload(numbers.address, second, 0, 8))
+    del first, second
+    assert fake.calls["cuMemFreeHost"] == 0  # the graph's own node has the first
+    del ready
+    assert fake.calls["cuMemFreeHost"] == 2
+
+
 def test_what_an_executable_cannot_change(numbers: Numbers):
     graph, plain = numbers.gpu.graph(), replace(numbers.twice(), grid=(2, 1, 1))
     node = graph.add(plain)

@@ -50,7 +50,7 @@ class CUDADriver(driver.Driver):
         self._keys = itertools.count()
         self.streams: list[CUDAStream] = []
         self._externals: dict[int, CUDAStream] = {}
-        self._peers: dict[int, bool] = {}
+        self._peers: weakref.WeakKeyDictionary[CUDADriver, bool] = weakref.WeakKeyDictionary()
         self._staging: Staging | None = None
         self._encode_tiled: Any = None
         self._lock = threading.Lock()
@@ -187,7 +187,9 @@ class CUDADriver(driver.Driver):
             raise DriverError(f"a copy from a {type(source).__name__}", "another CUDA device")
         into, behind = self.into(stream), source.streams[0]
         cuda_order.not_captured(into, "a copy from another device")
+        # whichever of the two does the copying: without, it goes through the host
         self.reach(source)
+        source.reach(self)
         source.call("cuEventRecord", behind.mark, behind.handle)
         self.call("cuStreamWaitEvent", into.handle, behind.mark, 0)
         self.call("cuMemcpyPeerAsync", work.target, self.context, work.source, source.context, work.nbytes,
@@ -200,13 +202,13 @@ class CUDADriver(driver.Driver):
     def reach(self, other: driver.Driver) -> bool:
         if not isinstance(other, CUDADriver): return False
         if other.ordinal == self.ordinal: return True
-        if (known := self._peers.get(id(other))) is not None: return known
+        if (known := self._peers.get(other)) is not None: return known
         if can := bool(self.call("cuDeviceCanAccessPeer", self.device, other.device)):
             status, = self.status("cuCtxEnablePeerAccess", other.context, 0)
             if status.name != "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED":
                 self.checked(status, doing="giving access to another device")
             other.pool.share(self.ordinal)
-        self._peers[id(other)] = can
+        self._peers[other] = can
         return can
 
     def set_persisting_l2(self, nbytes: int) -> None:
@@ -265,6 +267,7 @@ class CUDADriver(driver.Driver):
         return stream
 
     def stream(self) -> CUDAStream:
+        """Lives as long as the driver."""
         return self._stream(self.new_stream(), False)
 
     def external_stream(self, handle: int) -> CUDAStream:
