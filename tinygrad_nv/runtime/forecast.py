@@ -15,7 +15,7 @@ from tinygrad.uop.ops import UOp
 from tinygrad_nv.patterns import program
 from tinygrad_nv.runtime.driver import Properties
 from tinygrad_nv.tile.cost import HBM_SHARE, predict
-from tinygrad_nv.tile.machine import Machine, machine_for
+from tinygrad_nv.tile.machine import MACHINES, Machine, machine_for
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec
 
@@ -28,9 +28,16 @@ class Forecast:
     model: str
 
 
-def forecast(body: UOp, flops: int, nbytes: int, gpu: Properties) -> Forecast:
-    """Of a kernel that does `flops` operations and moves `nbytes` bytes."""
-    machine, note = machine_for(gpu.arch, gpu.sm_count), program.note_of(body)
+def machine_of(gpu: Properties) -> Machine | None:
+    """The figures of a GPU, None where there are none of its architecture."""
+    known = gpu.arch in {machine.arch for machine in MACHINES}
+    return machine_for(gpu.arch, gpu.sm_count) if known else None
+
+
+def forecast(body: UOp, flops: int, nbytes: int, gpu: Properties) -> Forecast | None:
+    """Of a kernel that does `flops` operations and moves `nbytes` bytes; None of a GPU without figures."""
+    machine, note = machine_of(gpu), program.note_of(body)
+    if machine is None: return None
     if note is None or not isinstance(note.spec, GemmSpec) or not isinstance(note.schedule, Schedule):
         return roofline(flops, nbytes, machine)
     spec = note.spec

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -34,17 +34,16 @@ from tinygrad.helpers import ansistrip, to_tuple
 from tinygrad.uop.ops import Ops, UOp, sym_infer
 
 from tinygrad_nv import hooks
-from tinygrad_nv.errors import RequestError
+from tinygrad_nv.errors import DriverError, RequestError
 from tinygrad_nv.levels import aligned
 from tinygrad_nv.patterns import program
 from tinygrad_nv.runtime import ranges
 from tinygrad_nv.runtime.chrome import Kernel, trace
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Event, Launch, Work, integer
-from tinygrad_nv.runtime.forecast import forecast
+from tinygrad_nv.runtime.forecast import forecast, machine_of
 from tinygrad_nv.runtime.program import NVProgram
 from tinygrad_nv.runtime.telemetry import Samples, Telemetry
-from tinygrad_nv.tile.machine import machine_for
 
 NAME = "timeline"                   # of the hook: one at a time
 EMULATED = "times are of the emulation, not of a GPU"
@@ -131,12 +130,12 @@ def timeline(path: str | Path | None = None, period_s: float = 0.02) -> Iterator
     Telemetry is read every `period_s` seconds. Raises `RequestError` for a path that cannot be written."""
     if path is not None: check(path)
     recorder = _Recorder(Timeline(), period_s)
-    with ExitStack() as stack:
-        stack.enter_context(ranges.tracked())
-        hooks.add_execute(NAME, recorder.execute)
-        stack.callback(hooks.remove_execute, NAME)
-        with recorder: yield recorder.timeline
-    if path is not None: recorder.timeline.write(path)
+    hooks.add_execute(NAME, recorder.execute)
+    try:
+        with ranges.tracked(), recorder: yield recorder.timeline
+    finally:
+        hooks.remove_execute(NAME)
+        if path is not None: recorder.timeline.write(path)
 
 
 def check(path: str | Path) -> None:
@@ -248,10 +247,11 @@ class _Recorder:
         begin = time.perf_counter()
         seconds = run(call, ctx)
         taken = time.perf_counter() - begin
-        name = " ".join(ansistrip(realize.get_call_name(call, realize.get_call_arg_uops(call))).split())
+        arguments = realize.get_call_arg_uops(call)
+        name = " ".join(ansistrip(realize.get_call_name(call, arguments)).split())
         nbytes = int(sym_infer(realize.estimate_uop(call).mem, ctx.var_vals))
-        devices = [device for each in call.src[1:3] for device in to_tuple(each.device)]
-        device = next((d for d in devices if d.split(":")[0] not in HOST), devices[0])
+        devices = [d for each in arguments if each.device for d in to_tuple(each.device)]
+        device = next((d for d in devices if d.split(":")[0] not in HOST), "host")
         self.timeline.kernels.append(Kernel(name, device, begin - self.timeline.begun, taken, nbytes=nbytes,
                                             is_copy=True))
         return seconds
@@ -269,12 +269,14 @@ class _Recorder:
         else:
             lane.hold = _hold(device)
             self.timeline.notes.setdefault("empty_pair_us", {})[name] = _empty_pair(lane) * 1e6
-            ordinal = int(name.partition(":")[2] or 0)
-            samples = self.stack.enter_context(Telemetry(ordinal).sampled(self.period_s))
-            self.timeline.samples[name] = samples
+            with suppress(DriverError):  # of a GPU that NVML does not have there is nothing to read
+                telemetry = Telemetry(int(name.partition(":")[2] or 0))
+                samples = self.stack.enter_context(telemetry.sampled(self.period_s))
+                self.timeline.samples[name] = samples
         gpu = driver.properties
         self.timeline.notes.setdefault("devices", {})[name] = gpu.name
-        self.timeline.notes.setdefault("predicted_for", {})[name] = machine_for(gpu.arch, gpu.sm_count).name
+        if (machine := machine_of(gpu)) is not None:
+            self.timeline.notes.setdefault("predicted_for", {})[name] = machine.name
         driver.record(lane.base)
         driver.wait_for(lane.base)
         lane.begin_s = time.perf_counter() - self.timeline.begun
