@@ -41,16 +41,25 @@ class _Graph(EmulatedGraph):
 
 
 class Trapped(EmulatedDriver):
-    """Graphs take memory, and the `left`-th call from now on of those that can fail raises `error`."""
+    """Graphs take memory, and after `left` calls of those that can fail the next `times` raise `error`."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.left, self.error, self.hosts = -1, RuntimeError, 0
+        self.left, self.times, self.error, self.hosts = 1 << 60, 1, RuntimeError, 0
+
+    def arm(self, left: int, error: type[BaseException], times: int = 1) -> None:
+        """Sets the trap."""
+        self.left, self.times, self.error = left, times, error
+
+    def disarm(self) -> bool:
+        """Takes it away; whether it was never reached."""
+        untouched, self.left = self.left >= 0, 1 << 60
+        return untouched
 
     def trip(self) -> None:
         """Counts; raises when it is time."""
         self.left -= 1
-        if self.left == -1: raise self.error("injected")
+        if -self.times <= self.left < 0: raise self.error("injected")
 
     def alloc(self, nbytes: int) -> int:
         self.trip()
@@ -106,7 +115,7 @@ def nothing_left(opened: NVDevice) -> Iterator[None]:
     before = opened.driver.used_bytes, opened.driver.hosts
     yield
     gc.collect()
-    opened.driver.left = -1
+    opened.driver.disarm()
     opened.driver.synchronize()
     assert (opened.driver.used_bytes, opened.driver.hosts) == before
 
@@ -245,26 +254,29 @@ def check_total(pool: GraphPool, total: int, given: np.ndarray = GIVEN) -> None:
     np.testing.assert_array_equal(times.numpy(), given * [1, 2, 3, 4])
 
 
-def test_memory_that_is_refused_at_every_allocation(trapped: NVDevice):
+@pytest.mark.parametrize(("times", "outcomes"), [(1, {"graph", "refused"}), (1 << 30, {"graph", "refused"}),
+                                                 (4, {"graph", "refused", "eager"})])
+def test_memory_that_is_refused_at_every_allocation(trapped: NVDevice, times: int, outcomes: set[str]):
+    """Once, for good, and for long enough that there is no graph."""
     driver, kinds = trapped.driver, set[str]()
     for k in range(200):
         with nothing_left(trapped):
             step, pool, calls = Counting(trapped.device), None, 0
-            driver.left, driver.error = k, MemoryError
+            driver.arm(k, MemoryError, times)
             try:
                 pool = GraphPool(step, ROWS, (1, 4), trapped.device)
                 check_total(pool, 0)
                 calls = 1
                 kinds.add("eager" if pool.stats().buckets[1].eager else "graph")
             except MemoryError: kinds.add("refused")
-            done, driver.left = driver.left >= 0, -1
+            done = driver.disarm()
             if pool is None: pool = GraphPool(step, ROWS, (1, 4), trapped.device)
             check_total(pool, calls)
             check_total(pool, calls + 1, GIVEN[:1])
             del pool, step
         if done: break
     assert k > 5
-    assert kinds >= {"refused", "graph"}
+    assert kinds == outcomes
 
 
 def test_no_memory_for_the_arena_means_eager(trapped: NVDevice):
@@ -318,12 +330,12 @@ def test_interrupted_anywhere(interrupted: NVDevice):
         with nothing_left(interrupted):
             step = Counting(interrupted.device)
             pool = GraphPool(step, ROWS, (4,), interrupted.device)
-            driver.left, driver.error = k, error
+            driver.arm(k, error)
             raised = False
             try:
                 for _ in range(3): pool(x=GIVEN)
             except error: raised = True
-            driver.left = -1
+            driver.disarm()
             step.total.assign(Tensor.zeros(4, dtype=dtypes.int32, device=interrupted.device)).realize()
             for calls in range(2): check_total(pool, calls)
             del pool, step
