@@ -132,14 +132,14 @@ class GraphOrder:
         reduction = Reduction()
         self.direct = [reduction.add(numbers) for numbers in after]
         self.before = reduction.before
-        self.footprints: list[Footprint | None] = [None] * len(after)
+        self.compared: list[dict[int, bytes]] = [{}] * len(after)
 
     def compare(self, footprints: Sequence[Footprint]) -> list[str]:
         """Conflicts of nodes that no path of edges orders, where one is not what it was."""
-        changed = {number for number, (old, new) in enumerate(zip(self.footprints, footprints, strict=True))
-                   if old is None or not old.equals(new)}
+        signatures = [footprint.signature() for footprint in footprints]
+        changed = {number for number, each in enumerate(signatures) if each != self.compared[number]}
         if not changed: return []
-        self.footprints = list(footprints)
+        self.compared = signatures
         users: dict[object, list[tuple[int, Runs]]] = {}
         for number, footprint in enumerate(footprints):
             for memory, runs in footprint.runs.items(): users.setdefault(memory, []).append((number, runs))
