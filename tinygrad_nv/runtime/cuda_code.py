@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.ptx.assemble import assemble, release
 from tinygrad_nv.runtime import driver
-from tinygrad_nv.runtime.cuda_api import too_old
+from tinygrad_nv.runtime.cuda_api import cuda_of_ptx, too_old
 from tinygrad_nv.runtime.driver import TENSOR_MAP_ALIGN, Attributes, Function, Launch, Window
 
 if TYPE_CHECKING:
@@ -74,8 +74,9 @@ class CUDAModule(driver.Module):
         if version is None or target is None:
             raise DriverError("a module without .version or .target", "PTX text, or a cubin")
         _check_target(self.gpu, int(target[1]), target[2])
-        if arch := _assembled_for(self.gpu, int(target[1])): return assemble(self.text, arch).cubin
-        if words := too_old(self.gpu.version, (int(version[1]), int(version[2]))):
+        ptx = int(version[1]), int(version[2])
+        if arch := _assembled_for(self.gpu, int(target[1]), ptx): return assemble(self.text, arch).cubin
+        if words := too_old(self.gpu.version, ptx):
             raise DriverError(words, fix="update the NVIDIA driver, or install ptxas of CUDA "
                               f"{self.gpu.version[0]}, which makes cubins")
         return self.text.encode() + b"\0"
@@ -105,11 +106,13 @@ def _check_target(gpu: CUDADriver, number: int, special: str) -> None:
                       f"PTX for sm_{own} or an earlier architecture without 'a'")
 
 
-def _assembled_for(gpu: CUDADriver, target: int) -> str:
-    """The architecture that ptxas can assemble PTX of a target for, to run here; "" where there is none."""
+def _assembled_for(gpu: CUDADriver, target: int, ptx: tuple[int, int]) -> str:
+    """The architecture that ptxas can assemble PTX of a target and a version for, to run here; "" where there
+    is none, as where NVRTC is newer than ptxas."""
     arch = gpu.properties.arch
     if gpu.capability >= (9, 1) or target > int(arch[3:5]): return ""
-    return arch if (found := release()) is not None and found[0] <= gpu.version[0] else ""
+    found = release()
+    return arch if found is not None and found[0] <= gpu.version[0] and found >= cuda_of_ptx(ptx) else ""
 
 
 def _load(gpu: CUDADriver, code: bytes) -> Any:
@@ -171,11 +174,10 @@ class Arguments(threading.local):
         self.start = -ctypes.addressof(self.memory) % TENSOR_MAP_ALIGN
         self.layouts: dict[tuple[int, ...], Layout] = {}
 
-    def put(self, args: Sequence[bytes]) -> int:
-        """Lays arguments out; the address of the array of pointers to them, 0 for none. Good until the next
-        call in this thread."""
+    def put(self, args: Sequence[bytes], sizes: tuple[int, ...]) -> int:
+        """Lays arguments of these sizes out; the address of the array of pointers to them, 0 for none. Good
+        until the next call in this thread."""
         if not args: return 0
-        sizes = tuple(map(len, args))
         if (layout := self.layouts.get(sizes)) is None: layout = self.layouts[sizes] = self._layout(sizes)
         layout.packer.pack_into(self.memory, self.start, *args)
         return layout.address
@@ -204,21 +206,21 @@ class Launcher:
 
     def launch(self, work: Launch, stream: CUDAStream) -> None:
         """Into a stream; the context is current."""
-        loaded, array = self.function(work), self.arguments.put(work.args)
+        loaded, array = self.prepared(work)
         key = (work.grid, work.block, work.dynamic_smem, work.cluster, work.pdl, work.window, stream)
         if (config := self.configs.get(key)) is None: config = self._config(work, stream.handle, key)
         status, = self.gpu.launch_kernel(config, loaded.handle, array, 0)
         if status: self.gpu.checked(status, doing=refused(work))
 
-    def function(self, work: Launch) -> Loaded:
-        """The function of a launch, which must be of this device, loaded, and take these arguments."""
-        loaded = work.function.handle
+    def prepared(self, work: Launch) -> tuple[Loaded, int]:
+        """The function of a launch, which must be of this device, loaded, and take these arguments; and the
+        array of pointers to them."""
+        loaded, sizes = work.function.handle, tuple(map(len, work.args))
         if not isinstance(loaded, Loaded) or loaded.module.gpu is not self.gpu or loaded.module.image is None:
             raise DriverError(f"kernel {work.function.name} is launched",
                               "a function of a module that is loaded on this device")
-        if loaded.sizes is not None and loaded.sizes != tuple(map(len, work.args)):
-            raise _misfit(work, loaded.sizes)
-        return loaded
+        if loaded.sizes != sizes and loaded.sizes is not None: raise _misfit(work, loaded.sizes)
+        return loaded, self.arguments.put(work.args, sizes)
 
     def _config(self, work: Launch, stream: Any, key: tuple[Any, ...]) -> Any:
         made = self.gpu.cu.CUlaunchConfig()

@@ -160,7 +160,7 @@ def changeable(node: Node, before: Work, work: Work) -> None:
 
 def holds(gpu: CUDADriver, work: Work) -> object:
     """What must live as long as a node that does `work`."""
-    if isinstance(work, Launch): return gpu.launcher.function(work).module.image
+    if isinstance(work, Launch): return gpu.launcher.prepared(work)[0].module.image
     if isinstance(work, Upload): return work.source
     return work.target if isinstance(work, Download) else None
 
@@ -169,12 +169,12 @@ def holds(gpu: CUDADriver, work: Work) -> object:
 
 def kernel_parameters(gpu: CUDADriver, work: Launch) -> Any:
     """CUDA_KERNEL_NODE_PARAMS, with arguments in the thread's block."""
-    made = gpu.cu.CUDA_KERNEL_NODE_PARAMS()
-    made.func = work.function.handle.handle  # type: ignore[attr-defined]
+    made, (loaded, array) = gpu.cu.CUDA_KERNEL_NODE_PARAMS(), gpu.launcher.prepared(work)
+    made.func = loaded.handle
     made.gridDimX, made.gridDimY, made.gridDimZ = work.grid
     made.blockDimX, made.blockDimY, made.blockDimZ = work.block
     made.sharedMemBytes = work.dynamic_smem
-    made.kernelParams, made.extra = gpu.launcher.arguments.put(work.args), 0
+    made.kernelParams, made.extra = array, 0
     return made
 
 
