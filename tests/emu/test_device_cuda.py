@@ -15,6 +15,7 @@ from tinygrad.engine.realize import graph_cache
 from tinygrad.uop.ops import Ops
 
 from tinygrad_nv import LLM, Device, SamplingParams, Tensor, TinyJit, Variable, dtypes, explain
+from tinygrad_nv.runtime import cuda_code
 from tinygrad_nv.runtime.cuda import CUDADriver
 from tinygrad_nv.runtime.cuda_device import CUDADevice
 from tinygrad_nv.runtime.cuda_graph import CUDAExecutable
@@ -135,6 +136,15 @@ def test_kernels_begin_early_where_the_gpu_can(renderer: str, arch: str, early: 
         near((x * 2).softmax(), np.exp(2 * X + 2) / np.exp(2 * X + 2).sum(-1, keepdims=True), 1e-6)
     assert len(launches) >= 3
     assert {launch.pdl for launch in launches} == {early}
+
+
+@pytest.mark.parametrize(("renderer", "assembled"), [("CUDA", False), ("PTX", True)])
+def test_what_ptxas_is_too_old_for_goes_to_the_driver(renderer: str, assembled: bool,
+                                                      monkeypatch: pytest.MonkeyPatch):
+    with cuda(renderer, ptxas=True) as fake:
+        monkeypatch.setattr(cuda_code, "release", lambda: (12, 8))  # NVRTC is of 13.0 at least
+        equal(Tensor(X).realize() + 1, X + 1)
+        assert bool(fake.sources) == assembled
 
 
 # **** products that are ours ****
