@@ -150,9 +150,13 @@ class MemoryPool:
 
     def on_pressure(self, reclaim: Callable[[int], object]) -> Callable[[], None]:
         """Has `reclaim(nbytes)` called before an allocation of `nbytes` fails, to free what it can do
-        without; returns a function that ends this."""
-        self._reclaimers.append(reclaim)
-        return lambda: self._reclaimers.remove(reclaim)
+        without; returns a function that ends this, also when it is called again."""
+        self._reclaimers.append(own := lambda nbytes: reclaim(nbytes))
+
+        def stop() -> None:
+            if own in self._reclaimers: self._reclaimers.remove(own)
+
+        return stop
 
     def remedy(self, label: str, advice: Callable[[int], str]) -> None:
         """Has `advice(nbytes)` say how `label` could hold so many bytes fewer; "" where it cannot. The last
