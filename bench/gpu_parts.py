@@ -270,10 +270,11 @@ class Timings:
     """The table of a part of timings: a rate for each contender, ours over the first of `others` that ran."""
     rate: Column
     also: Column = field(default_factory=lambda: Column("GB/s", "nbytes", 1e9, ".0f"))
+    names: tuple[str, ...] = ()     # of contenders; empty: those registered
 
     def shown(self, part: str, rows: Mapping[str, Row]) -> str:
         """Every row, in the order given; below, in words, those without times and what is wrong."""
-        names = list(dict.fromkeys(["ours", *CONTENDERS.get(part, {}), *ALONE.get(part, {})]))
+        names = self.names or (*CONTENDERS.get(part, {}), *ALONE.get(part, {}))
         others = [name for name in names if name != "ours"]
         header = ["", f"ours {self.rate.title}", self.also.title, *others, f"ours / {others[0]}", "spread"]
         have = {name: {who: done for who, done in row.get("seconds", {}).items() if done}

@@ -1,0 +1,186 @@
+"""One side of bench/gpu.py --part decode: decode steps of a LLaMA, weights by a formula, a process of its own.
+
+    python bench/decode_side.py tinygrad|torch '{"hidden_size": …}' BATCH CONTEXT DEVICE
+
+Protocol: the first line of standard output says what the step gives: {"logits": {name: […]}} of the first
+sequence, some of them, and {"notes": {name: why it is not there}}. Then each line of standard input, a
+number of steps, is answered by {"seconds": {name: seconds of one step}}. A step takes a token of each
+sequence at position CONTEXT, appends to the cache, gives logits and the greedy next token, which the next
+step takes; the position stays, so that every step does the same work.
+
+`tinygrad` is models/llama.py, with tinygrad_nv or, with NV=0, without. `torch` is the same network in torch:
+"torch" replays a CUDA graph of eager kernels, "torch.compile" one of compiled ones.
+
+Weights are the same numbers everywhere: element i of parameter number p is
+(((i + 7919·p)·2654435761 mod 2^32) >> 16) / 65536 - 1/2, times `SCALE`; weights of norms are 1.
+"""
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tinygrad_nv.models.config import ModelConfig, parse_config
+
+FACTOR, STRIDE, SCALE = 2654435761, 7919, 0.05
+SHOWN = 32      # logits that are compared
+Steps = dict[str, Callable[[int], None]]  # name: runs so many steps and waits for them
+Said = dict[str, Any]
+CACHE_SEED = 1000   # parameter number of the first layer's cache
+
+
+# **** tinygrad ****
+
+def tinygrad_steps(config: ModelConfig, batch: int, context: int, device: str) -> tuple[Steps, Said]:
+    """models/llama.py on a device."""
+    from tinygrad import Device, Tensor, TinyJit, Variable, dtypes
+    from tinygrad_nv.models.llama import KVCache, Llama
+    from tinygrad_nv.models.weights import slots
+
+    def filled(shape: tuple[int, ...], number: int) -> Tensor:
+        count = 1
+        for extent in shape: count *= extent
+        i = Tensor.arange(count, dtype=dtypes.uint32).to(device) + STRIDE * number
+        values = ((i * FACTOR).rshift(16).cast(dtypes.float32) / 65536 - 0.5) * SCALE
+        return values.cast(dtypes.bfloat16).reshape(shape)
+
+    capacity = context + 1
+    model = Llama(config, dtypes.bfloat16, device, capacity)
+    seen: dict[int, Tensor] = {id(slot.tensor): slot.tensor for slot in slots(model).values()}
+    for number, tensor in enumerate(seen.values()):
+        shape = tuple(int(s) for s in tensor.shape)
+        made = Tensor.ones(*shape, dtype=dtypes.bfloat16, device=device) if len(shape) == 1 else \
+            filled(shape, number)
+        tensor.assign(made).realize()
+    cache = KVCache.create(config, capacity, dtypes.bfloat16, batch, device)
+    for number, layer in enumerate(cache.layers):
+        layer.assign(filled(tuple(int(s) for s in layer.shape), CACHE_SEED + number)).realize()
+    token = Tensor([[7 + b] for b in range(batch)], dtype=dtypes.int32, device=device).contiguous().realize()
+    logits = Tensor.zeros(batch, config.vocab_size, device=device).contiguous().realize()
+    position = Variable("position", 0, capacity - 1).bind(context)
+
+    @TinyJit
+    def step(position: Any) -> None:
+        found = model.step(token, position, cache)
+        Tensor.realize(logits.assign(found),
+                       token.assign(found.argmax(-1, keepdim=True).cast(dtypes.int32)))
+
+    step(position)
+    first = logits[0, :SHOWN].tolist()
+
+    def steps(count: int) -> None:
+        for _ in range(count): step(position)
+        Device[device].synchronize()
+
+    return {"tinygrad": steps}, {"logits": {"tinygrad": first}, "notes": {}}
+
+
+# **** torch ****
+
+def torch_steps(config: ModelConfig, batch: int, context: int, device: str) -> tuple[Steps, Said]:
+    """The same network in torch."""
+    import torch
+    from tinygrad_nv.models.rope import tables
+    c, kind, F = config, torch.bfloat16, torch.nn.functional
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    shapes: list[tuple[int, ...]] = [(c.vocab_size, c.hidden_size), (c.hidden_size,)]
+    if not c.tied: shapes.append((c.vocab_size, c.hidden_size))
+    for _ in range(c.num_layers):
+        shapes += [(c.hidden_size,), (c.hidden_size,), (q + 2 * kv, c.hidden_size), (c.hidden_size, q),
+                   (2 * c.intermediate_size, c.hidden_size), (c.hidden_size, c.intermediate_size)]
+
+    def filled(shape: tuple[int, ...], number: int) -> torch.Tensor:
+        if len(shape) == 1: return torch.ones(shape, dtype=kind, device=device)
+        i = torch.arange(torch.Size(shape).numel(), device=device) + STRIDE * number
+        values = (((i * FACTOR) & 0xffffffff) >> 16).float() / 65536 - 0.5
+        return (values * SCALE).to(kind).view(shape)
+
+    weights = [filled(shape, number) for number, shape in enumerate(shapes)]
+    embedding, norm, *rest = weights
+    head = embedding if c.tied else rest.pop(0)
+    layers = [rest[i:i + 6] for i in range(0, len(rest), 6)]
+    caches = [filled((2, batch, c.num_kv_heads, context + 1, c.head_dim), CACHE_SEED + i)
+              for i in range(c.num_layers)]
+    cos, sin = (torch.tensor(t[context], device=device).to(kind) for t in tables(c.rope, context + 1))
+    token = torch.tensor([[7 + b] for b in range(batch)], device=device)
+    logits = torch.zeros(batch, c.vocab_size, device=device)
+
+    def normed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        f = x.float()
+        return (f * torch.rsqrt(f.square().mean(-1, keepdim=True) + c.norm_eps)).to(kind) * w
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def step() -> None:
+        x = embedding[token[:, 0]]
+        for (attention_norm, ff_norm, qkv, o, gate_up, down), cache in zip(layers, caches, strict=True):
+            heads = normed(x, attention_norm) @ qkv.T
+            heads = heads.view(batch, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+            a, k, v = heads.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], 1)
+            cache[0, :, :, context], cache[1, :, :, context] = rotated(k), v
+            seen = F.scaled_dot_product_attention(rotated(a).unsqueeze(2), cache[0], cache[1],
+                                                  enable_gqa=True)
+            x = x + seen.reshape(batch, q) @ o.T
+            gate, up = (normed(x, ff_norm) @ gate_up.T).chunk(2, -1)
+            x = x + (F.silu(gate) * up) @ down.T
+        logits.copy_((normed(x, norm) @ head.T).float())
+        token.copy_(logits.argmax(-1, keepdim=True))
+
+    made: Steps = {}
+    said: Said = {"logits": {}, "notes": {}}
+    start = token.clone()
+    if device != "cpu": torch.cuda.empty_cache()  # other sides need the memory
+    for name in ("torch",) if device == "cpu" else ("torch", "torch.compile"):
+        token.copy_(start)
+        try:
+            run = step if name == "torch" else torch.compile(step, dynamic=False)
+            with torch.no_grad(): run()
+            said["logits"][name] = logits[0, :SHOWN].tolist()
+            made[name] = _replays(run, device)
+        except Exception as error:  # of the compiler: the other goes on
+            if name == "torch": raise
+            said["logits"].pop(name, None)
+            said["notes"][name] = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+    return made, said
+
+
+def _replays(run: Callable[[], None], device: str) -> Callable[[int], None]:
+    """So many steps, as replays of a CUDA graph where there is a GPU."""
+    import torch
+    if device == "cpu":
+        def eager(count: int) -> None:
+            with torch.no_grad():
+                for _ in range(count): run()
+        return eager
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        run()
+        with torch.cuda.graph(graph): run()
+
+    def replays(count: int) -> None:
+        for _ in range(count): graph.replay()
+        torch.cuda.synchronize()
+    return replays
+
+
+def main() -> None:
+    """Says the first logits, then times steps as it is asked."""
+    who, raw, batch, context, device = sys.argv[1:]
+    made = tinygrad_steps if who == "tinygrad" else torch_steps
+    steps, said = made(parse_config(json.loads(raw)), int(batch), int(context), device)
+    for run in steps.values(): run(3)
+    print(json.dumps(said), flush=True)
+    for line in sys.stdin:
+        seconds = {}
+        for name, run in steps.items():
+            begun = time.perf_counter()
+            run(int(line))
+            seconds[name] = (time.perf_counter() - begun) / int(line)
+        print(json.dumps({"seconds": seconds}), flush=True)
+
+
+if __name__ == "__main__": main()
