@@ -34,7 +34,7 @@ from tinygrad.helpers import ansistrip, to_tuple
 from tinygrad.uop.ops import Ops, UOp, sym_infer
 
 from tinygrad_nv import hooks
-from tinygrad_nv.errors import DriverError, RequestError
+from tinygrad_nv.errors import DriverError, HookError, RequestError
 from tinygrad_nv.levels import aligned
 from tinygrad_nv.patterns import program
 from tinygrad_nv.runtime import ranges
@@ -130,7 +130,9 @@ def timeline(path: str | Path | None = None, period_s: float = 0.02) -> Iterator
     Telemetry is read every `period_s` seconds. Raises `RequestError` for a path that cannot be written."""
     if path is not None: check(path)
     recorder = _Recorder(Timeline(), period_s)
-    hooks.add_execute(NAME, recorder.execute)
+    try: hooks.add_execute(NAME, recorder.execute)
+    except HookError as error:
+        raise RequestError("a timeline inside a timeline", "one at a time", "end the other first") from error
     try:
         with ranges.tracked(), recorder: yield recorder.timeline
     finally:
