@@ -3,13 +3,15 @@ what it reads, and ahead of kernels that write over it, on an emulated device th
 for; and in the code that ptxas makes of them."""
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from gemm_case import TORCH, arguments, bits, places, product, reference, view
+from gemm_case import TORCH, arguments, bits, places, product, reference, run, view
 from gemv_case import best, exact, scheduled
 from tinygrad.device import TinyELF
 from tinygrad.dtype import dtypes
@@ -185,6 +187,21 @@ def test_before_hopper_there_is_none(name: str, arch: str):
     assert not made.pdl
     assert "griddepcontrol" not in made.ptx
     assert "pdl=0" in source(made)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "wgmma" not in name])
+@pytest.mark.parametrize("cut", [False, True])
+def test_what_is_fetched_ahead_is_inside(name: str, cut: bool):
+    """A prefetch is a hint, which may be wrong: here loads take their places, which may not."""
+    spec = CASES[name].spec
+    rows = spec.m - 15 * (cut and spec.symbolic)
+    if cut and not spec.symbolic: spec = product(rows, spec.n - 5, spec.k - 24, spec.a.dtype, spec.out.dtype)
+    made, given = build(spec, CASES[name].schedule, "sm_90a"), arguments(spec)
+    probed, count = re.subn(r"prefetch\.global\.L2 ", "ld.global.u8 %probe, ", made.ptx)
+    assert count
+    made = replace(made, ptx=probed.replace("{", "{ .reg .b32 %probe;", 1))
+    got = run(made, spec, given, "sm_90a", m=rows if spec.symbolic else None)
+    assert torch.equal(got, reference(spec, given)[..., :rows, :])
 
 
 # **** what ptxas makes of it ****
