@@ -47,6 +47,16 @@ def test_memory_that_is_not_there(fake: Fake, gpu: CUDADriver):
     assert (gpu.used_bytes, gpu.memory()) == (0, (80 << 30, 80 << 30))
 
 
+def test_what_the_pool_keeps(gpu: CUDADriver):
+    total = 80 << 30
+    first, second = gpu.alloc(3000), gpu.alloc(500)
+    gpu.free(first)
+    assert (gpu.used_bytes, gpu.kept(), gpu.memory()) == (500, 3000, (total - 500, total))
+    assert gpu.trim() == 3000
+    assert (gpu.used_bytes, gpu.kept(), gpu.memory()) == (500, 0, (total - 500, total))
+    gpu.free(second)
+
+
 def test_memory_fails_otherwise(fake: Fake, gpu: CUDADriver):
     fake.fail("cuMemAllocFromPoolAsync", "CUDA_ERROR_NOT_SUPPORTED")
     with pytest.raises(DriverError, match="allocating 8 bytes: CUDA_ERROR_NOT_SUPPORTED"): gpu.alloc(8)
@@ -142,6 +152,17 @@ def test_a_copy_waits_for_the_ring_alone(ring: None, fake: Fake, gpu: CUDADriver
     assert fake.calls["cuStreamSynchronize"] == before
     gpu.synchronize()
     assert read(gpu, address, 8000) == b"".join(bytes([i]) * 200 for i in range(40))
+
+
+def test_a_round_that_ends_before_the_last_one_did(ring: None, gpu: CUDADriver):
+    """The fifth piece of the first round, at 800, is in flight when the second round ends at 790: it is
+    waited for, and with it all that comes before the third round."""
+    address, at = gpu.alloc(2 * RING + 256), 0
+    for i, size in enumerate((200, 200, 200, 200, 200, 200, 200, 200, 190, 256)):
+        gpu.copy_in(address + at, memoryview(bytes([i]) * size))
+        at += size
+    gpu.synchronize()
+    assert read(gpu, address + 1000, 200) == bytes([5]) * 200
 
 
 def test_pieces_in_flight_are_counted(fake: Fake, gpu: CUDADriver, monkeypatch: pytest.MonkeyPatch):

@@ -144,6 +144,11 @@ def test_what_an_executable_cannot_change(numbers: Numbers):
                          "window": {"window": Window(numbers.address, 256)}}.items():
         with pytest.raises(DriverError, match=f"node 0 is updated with {what}="):
             ready.update(node, replace(plain, **change))
+    two = replace(plain, cluster=(2, 1, 1))
+    pair = numbers.gpu.graph()
+    pair.add(two)
+    with pytest.raises(DriverError, match=r"grid=\(3, 1, 1\) is not a multiple of cluster=\(2, 1, 1\)"):
+        pair.instantiate().update(node, replace(two, grid=(3, 1, 1)))
     ready.update(node, replace(plain, grid=ONE, block=(N // 2, 1, 1)))
     ready.launch()
     assert (numbers.read() == np.arange(N) * np.where(np.arange(N) < N // 2, 2, 1)).all()

@@ -7,8 +7,8 @@ Read in this order:
   driver.py     what a GPU driver must do for us
   emulated.py   that, with the emulator as the device; emulated_graph.py: its streams and graphs;
                 emulated_order.py: what is ordered, emulated_host.py: page-locked memory
-  cuda.py       that, on cuda-python; cuda_api.py (versions, errors), cuda_memory.py, cuda_code.py, cuda_order.py,
-                cuda_graph.py, cuda_map.py: its parts
+  cuda.py       that, on cuda-python; its parts: cuda_api.py (versions, errors), cuda_memory.py, cuda_code.py,
+                cuda_order.py, cuda_graph.py, cuda_map.py
   ptx_renderer.py  PTX for such devices
   launch_text.py   what a launch has besides: comments at the head of PTX
   device.py     one tinygrad device over the driver: DEV=EMU; its allocator.py, program.py, graph.py

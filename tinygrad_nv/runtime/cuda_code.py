@@ -244,8 +244,8 @@ class Launcher:
     def values(self, work: Launch, kind: Any) -> Iterator[tuple[str, Any]]:
         """Names of attributes and their values, of the union `kind`. Raises for those that this device cannot
         have."""
+        self.check_cluster(work)
         if work.cluster != (1, 1, 1):
-            self.check_cluster(work)
             value = kind()
             value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = work.cluster
             yield "CLUSTER_DIMENSION", value
@@ -263,6 +263,7 @@ class Launcher:
 
     def check_cluster(self, work: Launch) -> None:
         """Raises for a cluster that the device or the grid cannot have."""
+        if work.cluster == (1, 1, 1): return
         size = work.cluster[0] * work.cluster[1] * work.cluster[2]
         if self.gpu.capability < (9, 0):
             raise DriverError(f"cluster={work.cluster} on {self.gpu.properties.arch}",

@@ -125,6 +125,7 @@ class CUDAExecutable(driver.Executable):
         changeable(node, before, work)
         kept, doing = holds(gpu, work), f"updating node {node.number}"
         if isinstance(work, Launch):
+            gpu.launcher.check_cluster(work)
             gpu.call("cuGraphExecKernelNodeSetParams", self.handle, at, kernel_parameters(gpu, work),
                      doing=f"{doing}: {refused(work)}")
         elif isinstance(work, Fill):
