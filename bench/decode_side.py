@@ -1,4 +1,4 @@
-"""One side of bench/gpu.py --part decode: decode steps of a LLaMA, weights by a formula, a process of its own.
+"""One side of bench/gpu.py --part decode: decode steps of a LLaMA, in a process of its own.
 
     python bench/decode_side.py tinygrad|torch '{"hidden_size": …}' BATCH CONTEXT DEVICE
 

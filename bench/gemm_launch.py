@@ -1,6 +1,6 @@
 """Launches a product's kernel on memory and streams that somebody else has, such as torch's.
 
-Protocol: `Launcher(driver, made, arch)` has the module on a device. `bound(spec, addresses)` binds it to
+Protocol: `Launcher(driver, made)` has the module on a device. `bound(spec, addresses)` binds it to
 memory by name (`out`, `a`, `b`, `x0`, …) in the order that kernel.py states, makes tensor maps and the
 workspace, and gives what puts one launch into a stream: flags are zeroed before it where there are any. It
 keeps the workspace, not the memory that it is given.
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import cast
 
-from tinygrad_nv.ptx.assemble import assemble, find_program
 from tinygrad_nv.runtime.driver import (
     Driver,
     Fill,
@@ -29,14 +28,11 @@ Submit = Callable[[Stream | None], None]
 
 
 class Launcher:
-    """A kernel on a device: from a cubin where there is a ptxas and the device is of that architecture, from
-    PTX otherwise."""
+    """A kernel on a device."""
 
-    def __init__(self, driver: Driver, made: GemmKernel, arch: str) -> None:
+    def __init__(self, driver: Driver, made: GemmKernel) -> None:
         self.driver, self.made = driver, made
-        own = driver.properties.arch[:4] == arch[:4] and not driver.properties.name.startswith("emulated")
-        image = assemble(made.ptx, arch).cubin if own and find_program("ptxas") else made.ptx.encode()
-        self.module = driver.load(image)
+        self.module = driver.load(made.ptx.encode())
         self.function = self.module.function(made.name)
         self.workspaces: list[int] = []
 

@@ -191,7 +191,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     made.add_argument("--part", default="all", choices=[*PARTS, "all"], help="what to measure (default all)")
     made.add_argument("--minutes", type=float, default=9.5, help="at most, for all of it (default 9.5)")
-    made.add_argument("--seconds", type=float, default=4.0, help="of turns for a row of timings (default 4)")
+    made.add_argument("--seconds", type=float, default=2.5, help="of a row of timings (default 2.5)")
     made.add_argument("--resume", action="store_true", help="leave out rows that the result file has")
     made.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains this")
     made.add_argument("--out", type=Path, metavar="FILE", help="(default bench/results/gpu_NAME.json)")

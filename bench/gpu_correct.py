@@ -14,9 +14,12 @@ disagreement prints it, runs that one alone.
 """
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +28,8 @@ from gpu_cases import DEFAULT, Case, Cases, Judged, moved
 from gpu_parts import Measure, NotMeasured, Options, Part, Row, register
 from measure import table
 
+from tinygrad_nv.errors import NVError
+from tinygrad_nv.ptx.assemble import assemble, find_program
 from tinygrad_nv.runtime.driver import Driver, Launch
 
 KINDS = ("same", "close", "order", "open", "disagrees")
@@ -158,6 +163,14 @@ def _disagrees(case: Case, i: int, got: bytes, emulated: bytes, at: int, judged:
 
 # **** the part ****
 
+def assembled(ptx: Iterable[str], arch: str) -> None:
+    """Fills the cache of cubins, on all cores: where there is a ptxas, a device takes modules from there."""
+    if find_program("ptxas") is None: return
+    def one(text: str) -> None:
+        with contextlib.suppress(NVError): assemble(readable(text), arch)  # the launch will say it
+    with ThreadPoolExecutor(os.cpu_count()) as pool: list(pool.map(one, set(ptx)))
+
+
 def _path(options: Options) -> Path: return options.cases or DEFAULT
 
 
@@ -185,6 +198,8 @@ def opened(options: Options) -> Measure:
         counts: Counter[str] = Counter()
         texts: list[str] = []
         names = [row] if "#" in row else launches[row]
+        if device: assembled((case.ptx for case in map(cases.get, names)
+                              if runnable(case, device.properties.arch)), device.properties.arch)
         for number, name in enumerate(names, 1):
             case = cases.get(name)
             on = device or emulator(case, options.seed + 1, True)

@@ -1,5 +1,5 @@
-"""The part "decode" of bench/gpu.py: whole decode steps of Llama-3.2-1B and Llama-3.1-8B, bfloat16, weights by
-a formula, beside torch (a CUDA graph), torch.compile (another) and tinygrad without us.
+"""The part "decode" of bench/gpu.py: whole decode steps of Llama-3.2-1B and Llama-3.1-8B, bfloat16,
+weights by a formula, beside torch (a CUDA graph), torch.compile (another) and tinygrad without us.
 
 Each side is a process (decode_side.py); they take turns, some steps each. Seconds are the host's, of some
 steps and one wait. The first step's logits must agree. A run's work is the tokens it makes; `nbytes` are the

@@ -133,7 +133,7 @@ def counted(shape: Any, options: Options) -> Row:
     given = small.given("cpu")[0]
     addresses = {name: driver.alloc(tensor.nbytes) for name, tensor in given.items()}
     for name in ("a", "b"): driver.copy_in(addresses[name], memoryview(_bytes(given[name])))
-    Launcher(driver, build(small.spec, schedule, arch), arch).bound(small.spec, addresses)(None)
+    Launcher(driver, build(small.spec, schedule, arch)).bound(small.spec, addresses)(None)
     out = bytearray(given["out"].nbytes)
     driver.copy_out(memoryview(out), addresses["out"])
     given["out"].view(-1).copy_(_tensor(out))
@@ -153,4 +153,4 @@ def _tensor(data: bytearray) -> Any:
     return torch.frombuffer(data, dtype=torch.bfloat16)
 
 
-timing_part("gemm", "matrix products, bfloat16, x @ w.T", Column("TFLOP/s"), expected_s=14.0)
+timing_part("gemm", "matrix products, bfloat16, x @ w.T", Column("TFLOP/s"), expected_s=12.0)

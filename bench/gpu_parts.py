@@ -13,18 +13,21 @@ A part of timings is a list of workloads and of contenders: `@workloads("attenti
 `NotMeasured` with the reason. Registering is all that a new one takes.
 
 Timings follow NVIDIA's protocol: inputs in turns that together exceed twice the L2 cache, random values,
-warmed until power is steady (3 s at least), contenders in turns within one run, a burst each. Bursts are
-CUDA graphs of as many runs as take `BURST_S`, so that the host's launches are not what is timed.
+warmed until power is steady (3 s at least, at first), contenders in turns within one run, a burst each.
+Bursts are CUDA graphs of as many runs as take `BURST_S`, so that the host's launches are not what is timed.
 """
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol
 
 from measure import spread, table
+
+from tinygrad_nv.runtime.telemetry import Telemetry
 
 Options = argparse.Namespace
 Row = dict[str, Any]            # a row's result
@@ -34,8 +37,9 @@ Run = Callable[[int], None]     # one run with the i-th set of inputs, into torc
 NO_TEMPLATE = "no template yet"
 OUT_OF_TIME = "out of time"
 BURST_S, WARM_S = 0.02, 3.0     # seconds of a burst; of warm-up at least
+AGAIN_S = 0.5                   # of warm-up when the GPU has just been timed
 STEADY = 0.02                   # the last five readings of power are as near as this
-LEAST_BURSTS, MOST_SETS = 5, 64
+LEAST_BURSTS, MOST_SETS, MOST_RUNS = 5, 64, 2000
 
 
 class NotMeasured(Exception):
@@ -144,6 +148,8 @@ def all_workloads(part: str) -> dict[str, Workload]:
 
 # **** what is timed ****
 
+warm = False    # whether something was timed in this process
+
 @dataclass
 class Bursts:
     """A contender's runs, `count` in a row. On a GPU a burst is the replay of a CUDA graph."""
@@ -151,18 +157,21 @@ class Bursts:
     sets: int
     count: int = 1
     graph: Any = None
+    stream: Any = None
     why_eager: str = ""
 
     def sized(self, seconds: float) -> Bursts:
         """So many runs that a burst takes `seconds`, and a graph of them."""
         import torch
         self.eager(3)
-        self.count = max(1, min(2000, round(seconds / max(self.eager(10) / 10, 1e-7))))
+        self.count = max(1, min(MOST_RUNS, round(seconds / max(self.eager(10) / 10, 1e-7))))
         try:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            with torch.cuda.stream(stream): self.run(0)  # what a library makes for a stream is made before
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
                 for i in range(self.count): self.run(i % self.sets)
-            self.graph = graph
+            self.graph, self.stream = graph, stream
         except Exception as error:  # whatever a contender does that cannot be captured
             self.why_eager = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
             torch.cuda.synchronize()
@@ -193,14 +202,17 @@ def timed(work: Callable[[], Any]) -> float:
 
 def compared(part: str, workload: Workload, options: Options, budget_s: float) -> Row:
     """Every contender on one workload: first whether it is right, then times in turns."""
+    import torch
+    torch.manual_seed(options.seed)
     given = workload.given("cuda")
     runs, notes, wrong = ready(part, workload, given, options)
     row: Row = {"work": workload.work, "nbytes": workload.nbytes, "notes": notes, "sets": len(given),
                 "status": "disagrees" if wrong else "measured"}
     if wrong: row["why"] = "; ".join(wrong)
     if part in ABOUT: row |= ABOUT[part](workload)
-    if runs: row |= in_turns({name: Bursts(run, len(given)).sized(BURST_S) for name, run in runs.items()},
-                             budget_s)
+    if runs:
+        bursts = {name: Bursts(run, len(given)).sized(BURST_S) for name, run in runs.items()}
+        row |= in_turns(bursts, budget_s)
     for name, made in ALONE.get(part, {}).items():
         if options.without_tinygrad: notes[name] = "left out: --without-tinygrad"
         else:
@@ -231,18 +243,21 @@ def ready(part: str, workload: Workload, given: Any,
     return runs, notes, wrong
 
 
+def warmed(burst: Bursts, telemetry: Telemetry, most_s: float) -> None:
+    """Bursts until power is steady: after WARM_S at the soonest, AGAIN_S where others were timed before."""
+    global warm
+    begun, watts, least_s = time.perf_counter(), [0.0], AGAIN_S if warm else WARM_S
+    while (spent := time.perf_counter() - begun) < most_s:
+        burst.seconds()
+        watts = [*watts[-4:], telemetry.now().watts or 0.0]
+        if spent > least_s and max(watts) - min(watts) <= STEADY * max(watts): break
+    warm = True
+
+
 def in_turns(bursts: dict[str, Bursts], budget_s: float) -> Row:
     """Bursts of all contenders, one after the other, until time is up; clocks and power meanwhile."""
-    import time
-
-    from tinygrad_nv.runtime.telemetry import Telemetry
     telemetry = Telemetry(0)
-    first = next(iter(bursts.values()))
-    begun, watts = time.perf_counter(), [0.0]
-    while (spent := time.perf_counter() - begun) < min(5 * WARM_S, budget_s):
-        first.seconds()
-        watts = [*watts[-4:], telemetry.now().watts or 0.0]
-        if spent > min(WARM_S, budget_s / 3) and max(watts) - min(watts) <= STEADY * max(watts): break
+    warmed(next(iter(bursts.values())), telemetry, min(2 * WARM_S, 2 * budget_s))
     seconds: dict[str, list[float]] = {name: [] for name in bursts}
     begun = time.perf_counter()
     with telemetry.sampled() as samples:

@@ -47,9 +47,9 @@ def device() -> Iterator[CUDADriver]:
 
 
 def launched_on(device: CUDADriver, made: GemmKernel, spec: GemmSpec, given: dict[str, torch.Tensor],
-                arch: str, m: int | None) -> torch.Tensor:
+                m: int | None) -> torch.Tensor:
     """The storage of the result after a launch on a device."""
-    launcher = Launcher(device, made, arch)
+    launcher = Launcher(device, made)
     addresses = {name: device.alloc(storage.nbytes) for name, storage in given.items()}
     try:
         for name, storage in given.items():
@@ -68,6 +68,6 @@ def on_device(device: CUDADriver, monkeypatch: pytest.MonkeyPatch) -> str:
     """Kernels run on the GPU; its architecture."""
     def on_gpu(made: GemmKernel, spec: GemmSpec, given: dict[str, torch.Tensor], arch: str, seed: int = 0,
                m: int | None = None, check: bool = True) -> tuple[torch.Tensor, Report]:
-        return launched_on(device, made, spec, given, arch, m), Report()
+        return launched_on(device, made, spec, given, m), Report()
     monkeypatch.setattr(gemm_case, "launched", on_gpu)
     return device.properties.arch

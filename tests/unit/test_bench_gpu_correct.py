@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+import cuda_fake
 import gpu_correct
 import gpu_gemm
 import gpu_record
@@ -269,6 +270,17 @@ def test_without_recorded_launches_the_part_says_how_to_make_them(tmp_path: Path
     done = command(tmp_path / "none.sqlite")
     assert "bench/gpu_record.py makes them" in done.stdout
     assert done.returncode == 0
+
+
+def test_a_gpu_in_the_emulators_place(recorder: object, cases: Cases, tmp_path: Path):
+    """The same worker over cuda.bindings, of which there is a fake."""
+    recorded(cases)
+    recorded(cases, EXP, np.linspace(0, 1, N, dtype=np.float32))
+    options = Namespace(cases=tmp_path / "cases.sqlite", emulate=False, seed=0, only="")
+    with cuda_fake.installed():
+        row = gpu_correct.opened(options)("test_here::test_it", 10.0)
+    assert row["status"] == "measured", row
+    assert (row["launches"], row["same"]) == (2, 2)
 
 
 # **** products ****
