@@ -42,6 +42,7 @@ from tinygrad.uop.ops import Ops, UOp, sym_infer
 from tinygrad_nv import hooks
 from tinygrad_nv.errors import NVError, RequestError
 from tinygrad_nv.patterns import program
+from tinygrad_nv.runtime import ranges
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec
@@ -53,7 +54,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class KernelRecord:
     """One kernel or copy. `template` is None where the kernel is not ours, and `reason` says why. Of ours
-    there is `source`, the text, and on a device of ours `arch` and how many multiprocessors it has."""
+    there is `source`, the text, and on a device of ours `arch` and how many multiprocessors it has. `layer`
+    is known while layers are tracked (runtime/ranges.py)."""
     name: str
     template: str | None
     reason: str
@@ -65,6 +67,7 @@ class KernelRecord:
     source: str = field(default="", repr=False, compare=False)
     arch: str = ""
     sm_count: int = 0
+    layer: str = ""
 
     @property
     def product(self) -> Product | None:
@@ -133,15 +136,16 @@ class Lowering:
 
     def __str__(self) -> str:
         from tinygrad_nv.levels import aligned
-        rows = [("kernel", "template", "device", "flops", "bytes", "why")]
+        rows: list[tuple[str, ...]] = [("kernel", "template", "device", "flops", "bytes", "layer", "why")]
         numbers = {_identity(record): i for i, (record, _) in enumerate(self.distinct, 1)}
         for k in self.kernels:
             why = k.reason if k.product is None else f"product {numbers[_identity(k)]}"
             name = " ".join(k.name.split())  # tinygrad pads the names of copies
-            rows.append((name, k.template or "-", k.device, f"{k.flops:,}", f"{k.bytes:,}", why))
+            rows.append((name, k.template or "-", k.device, f"{k.flops:,}", f"{k.bytes:,}", k.layer, why))
         ours = sum(kernel.template is not None for kernel in self.kernels)
         total = f"{len(self.kernels)} in all"
-        rows.append((total, f"{ours} ours", "", f"{self.flops:,}", f"{self.bytes:,}", ""))
+        rows.append((total, f"{ours} ours", "", f"{self.flops:,}", f"{self.bytes:,}", "", ""))
+        if not any(k.layer for k in self.kernels): rows = [(*row[:5], row[6]) for row in rows]
         return "\n".join([*aligned(rows, numbers=(3, 4)), *(f"note: {note}" for note in self.notes),
                           *self._products()])
 
@@ -167,7 +171,8 @@ def explain(*tensors: Tensor) -> Lowering:
                       "tensors, each an argument of its own", "call explain(a, b)")
     wanted = [t.uop for t in tensors if not t.uop.is_virtual and not t.uop.has_buffer_identity()]
     if not wanted: return Lowering([])
-    with Context(SCACHE=0, CAPTURING=0, DEBUG=0), program.hear_misses() as misses:
+    quiet = Context(SCACHE=0, CAPTURING=0, DEBUG=0)
+    with quiet, ranges.scheduling(wanted), program.hear_misses() as misses:
         linear, var_vals = create_linear_with_vars(transform_to_call(UOp.sink(*wanted))[0])
         unused = list(misses)
         kernels = [_record(call, device, var_vals, unused)
@@ -184,12 +189,14 @@ def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[progr
     except TypeError as error:
         raise NVError(f"kernel {name} depends on a variable without a value", "variables bound to values",
                       "bind it: Variable('n', 1, 8).bind(5)") from error
-    if note is None: return KernelRecord(name, template, reason, device, None, None, flops, bytes)
+    layer = ranges.origin(call).layer
+    if note is None:
+        return KernelRecord(name, template, reason, device, None, None, flops, bytes, layer=layer)
     driver = getattr(Device[device], "driver", None)
     gpu = driver.properties if isinstance(driver, Driver) else None
     arch, sm_count = ("", 0) if gpu is None else (gpu.arch, gpu.sm_count)
     return KernelRecord(name, template, reason, device, note.spec, note.schedule, flops, bytes,
-                        call.src[0].src[2].arg, arch, sm_count)
+                        call.src[0].src[2].arg, arch, sm_count, layer)
 
 
 def _unlowered(call: UOp, misses: list[program.Miss]) -> tuple[str | None, str]:

@@ -13,7 +13,7 @@ from tinygrad.helpers import SCACHE
 from tinygrad.uop import ops
 from tinygrad.uop.ops import Ops, all_metadata
 
-from tinygrad_nv import Context, Tensor, TinyJit, Variable, function, hooks, layer
+from tinygrad_nv import Context, Tensor, TinyJit, Variable, explain, function, hooks, layer
 from tinygrad_nv.patterns.program import Output, program
 from tinygrad_nv.runtime import ranges
 from tinygrad_nv.runtime.ranges import LayerMetadata, Origin, origin, span, tracked
@@ -177,6 +177,16 @@ def test_a_program_of_the_user(executed):
         y = Tensor(program("twice", text, "CPU", [Output((4,), x.dtype)], [(x + 1).contiguous().uop])[0])
         assert y.tolist() == [4, 6, 8, 10]
     assert executed[0] == Origin("mine", "__add__")
+
+
+def test_explain_has_a_column_while_layers_are_tracked(on):
+    x, w = normal(16, 64), weights()
+    with tracked(): lowering = explain(model(x, w))
+    assert {k.layer for k in lowering.kernels} == PARTS
+    table = str(lowering).splitlines()
+    assert "layer" in table[0].split()
+    assert "layers.2.mlp" in table[len(lowering.kernels)]
+    assert "layer" not in str(explain(model(x, w))).splitlines()[0].split()
 
 
 # **** what must not change ****
