@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ CONTENDERS = ("none", "policy", "ratio 1")
 HELPS = 1.05            # times as fast at least, for a window to count as a gain
 EVER_MORE = 1 << 50     # bytes a step, so that nothing stays by itself
 WARM = 3                # repeats at the beginning of a block that are not counted
+WARM_S = 3.0            # seconds of reads before the first block
 
 
 def reader(arch: str) -> str:
@@ -172,6 +174,12 @@ class Bench:
         return seconds[WARM:]
 
 
+def warmed(bench: Bench, nbytes: int, seconds: float) -> None:
+    """Reads until clocks are those of a busy GPU."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end: bench.block("none", nbytes, 20)
+
+
 def measured(bench: Bench, nbytes: int, rounds: int, repeats: int) -> dict[str, Any]:
     """Contenders in turn, `rounds` blocks of each."""
     seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
@@ -239,6 +247,7 @@ def on_gpu(arguments: argparse.Namespace) -> int:
     chosen = sizes(limits, arguments.points)
     bench = Bench(gpu, max(chosen), between)
     with Telemetry(arguments.gpu).sampled() as samples:
+        warmed(bench, max(chosen), WARM_S)
         empty = median(bench.block("none", 0, arguments.repeats))
         found = {nbytes: measured(bench, nbytes, arguments.rounds, arguments.repeats)
                  for nbytes in each(chosen)}
@@ -268,8 +277,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--between", type=_mebibytes, metavar="MIB",
                         help="other memory read between two reads (default: twice L2)")
     parser.add_argument("--points", type=int, default=16, help="values of X (default 16)")
-    parser.add_argument("--rounds", type=int, default=5, help="blocks of each contender (default 5)")
-    parser.add_argument("--repeats", type=int, default=20, help="reads in a block (default 20)")
+    parser.add_argument("--rounds", type=int, default=20, help="blocks of each contender (default 20)")
+    parser.add_argument("--repeats", type=int, default=30, help="reads in a block (default 30)")
     parser.add_argument("--gpu", type=int, default=0, help="number of the GPU (default 0)")
     parser.add_argument("--model", action="store_true", help="what the policy predicts; no GPU is needed")
     parser.add_argument("--arch", default="sm_90a", choices=("sm_80", "sm_89", "sm_90a"),

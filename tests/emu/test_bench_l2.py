@@ -3,15 +3,19 @@ GPU it says so."""
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+from cuda_fake import installed
 
 from tinygrad_nv.ptx.emulator import Emulator
-from tinygrad_nv.runtime import cuda_api
+from tinygrad_nv.runtime import cuda, cuda_api
+from tinygrad_nv.runtime.cuda import CUDADriver
 from tinygrad_nv.runtime.driver import Launch, Window
 from tinygrad_nv.runtime.emulated import EmulatedDriver
 
@@ -106,3 +110,31 @@ def test_without_a_gpu_nothing_is_measured(l2: ModuleType, capsys: pytest.Captur
     assert captured.out == ""
     assert captured.err == ("nothing was measured, a GPU is needed: no NVIDIA GPU. --model shows what the "
                             "policy predicts\n")
+
+
+def test_all_of_a_gpu_run_but_the_times(l2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                        capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(sys.modules["measure"], "RESULTS", tmp_path / "bench" / "results")
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    monkeypatch.setattr(l2, "CTAS_OF_SM", 1)
+    monkeypatch.setattr(l2, "WARM_S", 0.0)
+    monkeypatch.setattr(l2, "sizes", lambda limits, points: [4 * KIB, 16 * KIB][:points])
+    with installed():
+        assert l2.main(["--between", "0", "--points", "2", "--rounds", "1", "--repeats", "1"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].split()[:2] == ["X", "MiB"]
+    (record,) = (json.loads(path.read_text()) for path in (tmp_path / "bench" / "results").glob("*.json"))
+    assert record["gpu"] == "emulated sm_90a"
+    assert record["between_bytes"] == 0
+    assert set(record["results"]) == {"4096", "16384"}
+    assert set(record["results"]["4096"]["seconds"]) == set(l2.CONTENDERS)
+    assert list((tmp_path / "bench" / "results").glob("*.png"))
+
+
+def test_a_gpu_that_sets_nothing_aside(l2: ModuleType, capsys: pytest.CaptureFixture[str],
+                                       monkeypatch: pytest.MonkeyPatch):
+    with installed():
+        made = replace(CUDADriver().properties, persisting_l2_limit=0)
+        monkeypatch.setattr(cuda, "_properties", lambda gpu: made)
+        assert l2.main([]) == 2
+    assert capsys.readouterr().err == "nothing was measured: emulated sm_90a sets no L2 aside\n"

@@ -1,0 +1,22 @@
+"""DEV=CUDA on a GPU, with both renderers: the programs of tests/emu/test_device_cuda.py that ask nothing of
+the fake."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from test_device_cuda import (  # noqa: F401
+    test_float32_products_keep_their_digits,
+    test_floats,
+    test_integers_are_exact,
+    test_narrow_floats_round_as_they_must,
+    test_narrow_integers_wrap,
+    test_random_numbers_are_those_of_the_cpu,
+)
+from tinygrad.helpers import Context
+
+
+@pytest.fixture(params=["CUDA", "PTX"])
+def fake(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In place of the fake, GPU 0."""
+    with Context(DEV=f"CUDA:{request.param}"): yield
