@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ from tinygrad.helpers import Target
 from tinygrad_nv.errors import KernelError
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.sass import disassembled, functions
+from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Fill, Launch, integer, pointer
 from tinygrad_nv.runtime.emulated import EmulatedDriver
 from tinygrad_nv.runtime.launch_text import source
@@ -121,7 +121,7 @@ class Device:
         values = [case.spec.m] if case.spec.symbolic else []
         signature = tuple((None, i, dtypes.uint64, ()) for i in range(len(places))) + \
             tuple((None, len(places), dtypes.int32, ()) for _ in values)
-        program = NVProgram(SimpleNamespace(driver=self.driver, window=None),
+        program = NVProgram(NVDevice("EMU", self.driver),
                             TinyELF(text.encode(), made.name, Target("EMU"), signature))
         works = program.works(places, values, made.grid_for(case.spec.m), (made.threads, 1, 1))
         for work in works: self.driver.submit(work)
