@@ -16,7 +16,7 @@ from tinygrad_nv import Tensor, UOp, Variable, dtypes, hooks
 from tinygrad_nv.errors import KernelError
 from tinygrad_nv.graphs import GraphPool, Input
 from tinygrad_nv.runtime.device import NVDevice
-from tinygrad_nv.runtime.driver import Window
+from tinygrad_nv.runtime.driver import Fill, Window
 
 ROWS = {"x": Input((4,), dtypes.float32)}
 X = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -122,6 +122,28 @@ def test_a_table_that_the_step_keeps(emu: NVDevice, early: bool):
     calls(pool, lambda x: x * (np.arange(4) + 1) * np.arange(4))
     assert [bucket.reasons for bucket in pool.stats().buckets] == [(), ()]
     assert [len(bucket.graph.calls) for bucket in pool.buckets.values()] == [1, 1]
+
+
+def test_weights_that_are_not_computed_yet(emu: NVDevice):
+    """They are computed at the capture, and are no part of the graph."""
+    weight = Tensor(np.arange(4, dtype=np.float32), device=emu.device).realize() * 3
+    pool = GraphPool(lambda x: x * weight, ROWS, (1, 4), emu.device)
+    calls(pool, lambda x: x * np.arange(4) * 3)
+    assert [len(bucket.graph.calls) for bucket in pool.buckets.values()] == [1, 1]
+
+
+def test_a_cache_that_nothing_was_written_to(emu: NVDevice):
+    """Its memory is its own, though it was not allocated when the step was captured."""
+    last = Tensor.empty(4, device=emu.device)
+    def step(x: Tensor) -> Tensor:
+        last.assign(x.sum(0)).realize()
+        return ((x + 1).realize() * 2).realize() + 1
+    pool = GraphPool(step, ROWS, (1, 4), emu.device)
+    for k in range(3):
+        pool(x=X + k)
+        memory = pool.arena.intermediates
+        emu.driver.submit(Fill(memory._buf, 0xff, memory.nbytes))
+        np.testing.assert_array_equal(last.numpy(), (X + k).sum(0))
 
 
 def test_an_assignment_that_the_step_does_not_realize(emu: NVDevice):
