@@ -27,6 +27,7 @@ NOT_MEASURED = "not measured"
 WIDTH = 118
 PARTS = {"correctness": "recorded launches against the emulator's answers", "gemm": "matrix products",
          "attention": "attention", "decode": "whole decode steps", "memory": "memory-bound kernels"}
+L2 = "windows of L2 (`bench/l2.py`)"
 FEW = ("M=1", "M=2", "M=4", "M=8", "M=16", "M=32", "M=64")
 Record = dict[str, Any]
 
@@ -55,7 +56,7 @@ def on_a_gpu(folder: Path) -> str:
     """What was measured on each GPU; in words where that is nothing."""
     found = gpus(folder)
     if not found:
-        rows = [[about, NOT_MEASURED] for about in PARTS.values()]
+        rows = [*([about, NOT_MEASURED] for about in PARTS.values()), [L2, NOT_MEASURED]]
         return ("On a GPU (`bench/gpu.py`, [how to run it](bench/README.md)): nothing has been measured yet."
                 "\n\n" + markdown(["on a GPU, beside torch, torch.compile, Triton and tinygrad", ""], rows))
     return "\n\n".join(one_gpu(each, folder) for each in found)
@@ -71,6 +72,7 @@ def one_gpu(record: Record, folder: Path) -> str:
             f"Triton {record['triton']}, commit {', '.join(commits)}{dirty}{clocks(parts)} (`bench/gpu.py`, "
             f"[how to run it](bench/README.md)):")
     lines = [[about, state(name, parts.get(name, {}))] for name, about in PARTS.items()]
+    lines.append([L2, windows(read(folder, "l2-" + slug(record).removeprefix("gpu_")))])
     made = [head, markdown([record["gpu"], ""], lines)]
     if table := kinds("gemm", parts.get("gemm", {}), products): made.append(table)
     if table := kinds("decode", parts.get("decode", {}), lambda rows: {name: [name] for name in rows}):
@@ -106,6 +108,14 @@ def state(part: str, rows: Mapping[str, Record]) -> str:
     return (f"{len(rows)} tests: {said}; {total('launches')} launches: {total('same')} bit for bit, "
             f"{total('close')} within their bounds, {total('order')} up to the order of warps, "
             f"{total('open')} in what PTX leaves open, **{total('disagrees')} disagree**")
+
+
+def windows(record: Record | None) -> str:
+    """Where windows of L2 help."""
+    if record is None: return NOT_MEASURED
+    if not record["gains_bytes"]: return "gain nowhere"
+    low, high = (size / 2**20 for size in record["gains_bytes"])
+    return f"gain from {low:.1f} to {high:.1f} MiB read again and again"
 
 
 def products(rows: Mapping[str, Record]) -> dict[str, list[str]]:
@@ -235,11 +245,25 @@ def matching(record: Record | None) -> str:
             f"{record['kernels']}).")
 
 
+def host(record: Record | None) -> str:
+    """What a replayed step costs the CPU."""
+    if record is None: return f"A replayed step on the host (`bench/host_overhead.py`): {NOT_MEASURED}."
+    us = record["us"]
+    def told(name: str) -> str:
+        return f"{us[name]['median']:.0f} µs ({us[name]['p10']:.0f} … {us[name]['p90']:.0f})"
+    names = {"pool": "a graph pool", "TinyJit, Tensors that are there": "TinyJit with us",
+             "NULL, TinyJit, Tensors that are there": "TinyJit alone, on a device that launches nothing"}
+    said = ", ".join(f"{words} {told(name)}" for name, words in names.items() if name in us)
+    return (f"What a replayed step of {record['kernels']} kernels costs the CPU, launches stubbed out "
+            f"(`bench/host_overhead.py`, median, in brackets the 10th and 90th of a hundred): {said}.")
+
+
 def section(folder: Path) -> str:
     """The README's section, markers included."""
     parts = [on_a_gpu(folder), "Without a GPU:", cpu_decode(read(folder, "cpu_decode")),
              loading(read(folder, "load")), emulator(read(folder, "emulator-x86_64")),
-             producing(read(folder, "compile_time")), matching(read(folder, "match_time"))]
+             producing(read(folder, "compile_time")), matching(read(folder, "match_time")),
+             host(read(folder, "host_overhead"))]
     return "\n\n".join([BEGIN, *(wrapped(text) for part in parts for text in part.split("\n\n")), END])
 
 

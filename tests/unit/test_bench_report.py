@@ -52,6 +52,12 @@ def test_parts_and_what_became_of_them(folder: Path):
         assert f"| {about} | not measured |" in said
 
 
+def test_windows_of_l2_of_the_same_gpu(folder: Path):
+    assert f"| {report.L2} | not measured |" in report.section(folder)
+    (folder / "l2-h100-80gb-hbm3.json").write_text(json.dumps({"gains_bytes": [3 << 19, 40 << 20]}))
+    assert f"| {report.L2} | gain from 1.5 to 40.0 MiB read again and again |" in report.section(folder)
+
+
 def test_products_by_kind(folder: Path):
     lines = report.section(folder).splitlines()
     assert "| products | ours, best row | times as fast as torch | times as fast as Triton |" in lines
@@ -62,7 +68,7 @@ def test_products_by_kind(folder: Path):
 
 def test_without_results_everything_is_not_measured(tmp_path: Path):
     said = report.section(tmp_path)
-    assert said.count("not measured") == len(report.PARTS) + 5
+    assert said.count("not measured") == len(report.PARTS) + 7
     assert "nothing has been measured yet" in said
 
 
