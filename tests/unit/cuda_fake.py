@@ -37,6 +37,7 @@ from tinygrad_nv.runtime.driver import Copy, Download, Fill, Upload, Work
 S = cu.CUresult
 A = cu.CUdevice_attribute
 OK = (S.CUDA_SUCCESS,)
+OUTSIDE = ("cuInit", "cuD", "cuGet", "cuCtxGetCurrent", "cuCtxSetCurrent")   # what a lost context still does
 
 
 def named(module: ModuleType) -> dict[str, Any]:
@@ -83,6 +84,9 @@ class Fake:
             status, log = self.failures[name].pop(0)
             if log: args[3][0][:len(log)] = log
             return padded(name, (status,))
+        device = getattr(self.current, "device", None)
+        if device is not None and device.lost and not name.startswith(OUTSIDE):
+            return padded(name, (S.CUDA_ERROR_ILLEGAL_ADDRESS,))
         try: return padded(name, function(self, *args))
         except AssertionError as error:
             self.complaints.append(f"{name}: {error}")

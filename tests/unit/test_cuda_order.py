@@ -216,10 +216,12 @@ def test_a_kernel_out_of_bounds_loses_the_context(fake: Fake, numbers: Numbers):
     for again in (lambda: gpu.submit(numbers.twice()), numbers.read, lambda: gpu.alloc(8)):
         with pytest.raises(KernelError, match="CUDA_ERROR_ILLEGAL_ADDRESS"): again()
     # what Python lets go of now is not given back, and makes no noise
+    before = fake.calls.total()
     host.free()
     gpu.free(numbers.address)
     del event
     gc.collect()
+    assert fake.calls.total() == before
     gpu.close()
     fake.handles.clear()
     fake.devices[0].memory.clear()
