@@ -62,6 +62,7 @@ def test_tensors_that_are_not_what_was_said():
 
 def test_variables_that_change_their_names():
     pool = pool_of(lambda x, lengths, n: x + n)
+    with pytest.raises(TypeError, match="'m'"): pool(x=X, lengths=LENGTHS, m=Variable("m", 0, 1).bind(1))
     pool(x=X, lengths=LENGTHS, n=N.bind(1))
     with refused("Variables none", "expected: n, as before"): pool(x=X, lengths=LENGTHS)
     with refused("Variables m, n", "expected: n, as before"):

@@ -26,7 +26,7 @@ from tinygrad_nv.runtime.driver import Executable, Node, Stream, Work
 from tinygrad_nv.runtime.graph import NVGraph
 
 # A Tensor made of another one's method takes 2 µs; the constructor, which looks at what it is given, 7.
-_BLANK = Tensor(0.0)
+_BLANK = Tensor(0.0, device="CPU")
 
 
 class Arena:

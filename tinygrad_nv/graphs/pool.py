@@ -189,6 +189,7 @@ class GraphPool:
         collected, returned = collect(self.step, bucket.size, inputs, variables, self.device)
         bucket.shape = rebuilt(returned, [None] * len(collected.results))
         bucket.counts.captures += 1
+        self._variables = frozenset(variables)  # with others the step is another one
         self._collected = collected
         kept = collected.left_behind()
         self._collected = None
@@ -292,8 +293,7 @@ class GraphPool:
             raise GraphError(f"there is no input {name!r}",
                              f"{_listed(self.inputs)}, and bound Variables by other names")
         names = frozenset(variables)
-        if self._variables is None: self._variables = names
-        if names != self._variables:
+        if self._variables is not None and names != self._variables:
             raise GraphError(f"Variables {_listed(sorted(names))}",
                              f"{_listed(sorted(self._variables))}, as before",
                              "give all of them in every call")

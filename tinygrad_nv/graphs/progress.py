@@ -23,6 +23,6 @@ def progress(sizes: Sequence[int], held: Callable[[], int]) -> Iterator[Callable
         task = bar.add_task(f"graphs: {first}", total=len(sizes), memory="")
         def done(size: int) -> None:
             left = [other for other in sizes if other < size]
-            bar.update(task, advance=1, memory=f"{human(held())} held",
+            bar.update(task, advance=1, refresh=True, memory=f"{human(held())} held",
                        description=f"graphs: size {left[0]}" if left else "graphs")
         yield done
