@@ -8,7 +8,8 @@ CUDA runtime use too, so that their addresses and streams are good here (`extern
 Every call makes the context current in its thread if another is, and puts that one back: several devices in
 one process, and torch beside them, do not notice each other. What is made here is destroyed when Python lets
 go of it, and by `close()`. A failure of a kernel loses the context: after it nothing is destroyed or freed,
-and every call fails.
+and every call fails. Addresses are not looked at: a copy or a fill that leaves an allocation is found by the
+hardware, as an error of a kernel is, or writes what lies beside it.
 
 Stream 0 is a stream of ours, not CUDA's default stream. What torch puts into a stream of its own is ordered
 with ours by events on `external_stream(handle)`; memory given back while such work still uses it must be
