@@ -78,6 +78,26 @@ def test_memory_is_freed_after_the_work_of_every_stream(fake: Fake, numbers: Num
     gpu.pool.sizes[second] = 8
 
 
+@pytest.mark.parametrize("kind", ["launch", "fill", "upload", "bytes", "graph", "peer"])
+def test_every_kind_of_work_is_waited_for(fake: Fake, numbers: Numbers, kind: str):
+    """The fake finds memory that is freed before work of some stream is done."""
+    gpu, stream, host = numbers.gpu, numbers.gpu.stream(), numbers.gpu.host(8)
+    graph, other, address = gpu.graph(), CUDADriver(1), gpu.alloc(8)
+    graph.add(Fill(address, 0, 8))
+    ready, theirs = graph.instantiate(), other.alloc(8)
+    other.copy_in(theirs, memoryview(bytes(8)))
+    gpu.synchronize()
+    if kind == "launch": gpu.submit(numbers.twice(), stream)
+    elif kind == "fill": gpu.submit(Fill(address, 0, 8), stream)
+    elif kind == "upload": gpu.submit(Upload(address, host, 0, 8), stream)
+    elif kind == "bytes": gpu.copy_in(address, memoryview(bytes(8)), stream)
+    elif kind == "graph": ready.launch(stream)
+    else: gpu.copy_peer(Copy(address, theirs, 8), other, stream)
+    other.free(theirs)
+    gpu.free(address)
+    other.close()
+
+
 def test_a_stream_that_somebody_captures_is_left_alone(fake: Fake, gpu: CUDADriver):
     """An event recorded there would take our stream of frees into their capture."""
     handle = int(gpu.stream().handle)

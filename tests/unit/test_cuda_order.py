@@ -202,6 +202,20 @@ def test_a_graph_that_cannot_be_instantiated(fake: Fake, gpu: CUDADriver):
     assert not any(isinstance(each, FakeExec) for each in fake.handles.values())
 
 
+def test_work_that_the_driver_refuses(fake: Fake, numbers: Numbers):
+    gpu, ready = numbers.gpu, numbers.gpu.graph().instantiate()
+    for function, words, use in (
+            ("cuGraphLaunch", "launching a graph", ready.launch),
+            ("cuLaunchKernelEx", "launching kernel twice", lambda: gpu.submit(numbers.twice())),
+            ("cuMemsetD8Async", "a fill of 4 bytes at 0x100", lambda: gpu.submit(Fill(256, 0, 4))),
+            ("cuMemcpyDtoDAsync", "a copy of 4 bytes at 0x100", lambda: gpu.submit(Copy(256, 512, 4))),
+            ("cuStreamCreate", "cuStreamCreate", gpu.stream), ("cuEventCreate", "cuEventCreate", gpu.event),
+            ("cuGraphCreate", "cuGraphCreate", gpu.graph)):
+        fake.fail(function, "CUDA_ERROR_NOT_PERMITTED")
+        with pytest.raises(DriverError, match=f"^{words}.*: CUDA_ERROR_NOT_PERMITTED"): use()
+    gpu.synchronize()
+
+
 # **** what goes wrong on the device ****
 
 def test_a_kernel_out_of_bounds_loses_the_context(fake: Fake, numbers: Numbers):
