@@ -68,6 +68,7 @@ out of memory on GPU: 150.00 MiB for graphs asked, 100.00 MiB to be had
 def test_a_limit_is_not_raised_where_others_hold_the_rest():
     error = refused(pool(900 * MiB, 100 * MiB, weights=800 * MiB), 150 * MiB)
     assert "--gpu-memory-utilization" not in error.fix
+    assert "end other processes" not in error.fix, "the limit stops this first"
     assert "100.00 MiB to be had" in error.found
 
 

@@ -122,7 +122,7 @@ def _advice(report: MemoryReport, nbytes: int, room: int, sizes: Mapping[str, in
     if not nbytes: return ["hold less (a smaller --gpu-memory-utilization): code and graphs need memory, too"]
     short, out = nbytes - room, []
     limited = report.limit - report.held < nbytes
-    if limited and nbytes <= report.free + report.kept and report.held + nbytes <= report.total:
+    if limited and nbytes <= report.free + report.kept:
         out.append(f"raise --gpu-memory-utilization to {_least(report.held + nbytes, report.total)}")
     if not limited and report.outside >= short > 0:
         out.append("end other processes on this GPU (nvidia-smi lists them): "
