@@ -89,7 +89,7 @@ class Feed:
         opened = Device[device]
         self.driver = opened.driver if isinstance(opened, NVDevice) else None
         self.slots: list[_Slot] = []    # there before anything can fail: __del__ looks at them
-        self.turn, self.usable = 0, True
+        self.turn, self.usable = 0, True  # until it is freed
         self.device, self.inputs = device, dict(inputs)
         self.places = {size: _layout(self.inputs, size) for size in sizes}
         self.pads = [np.array(to_storage_scalar(given.pad, given.dtype), _storage(given))
@@ -109,19 +109,17 @@ class Feed:
     def staging_bytes(self) -> int: return self.nbytes * max(1, len(self.slots))
 
     def free(self) -> None:
-        """Waits for what is on its way, and gives the page-locked memory back."""
+        """Gives the page-locked memory back; the driver does so when what is on its way has been read."""
         slots, self.slots, self.usable = self.slots, [], False
-        try: self.settle(slots)
-        finally:
-            for slot in slots: slot.host.free()
+        for slot in slots: slot.host.free()
 
     @suppress_finalizing
     def __del__(self) -> None: self.free()
 
-    def settle(self, slots: Sequence[_Slot] | None = None) -> None:
+    def settle(self) -> None:
         """Waits for all uploads: after an exception nobody knows which events stand for what."""
-        if self.driver is not None and (slots or self.slots): self.driver.synchronize()
-        for slot in slots or self.slots: slot.busy = False
+        if self.driver is not None: self.driver.synchronize()
+        for slot in self.slots: slot.busy = False
 
     def tensors(self, size: int) -> dict[str, Tensor]:
         """The inputs of a batch of `size`, as the step gets them."""

@@ -148,8 +148,10 @@ class GraphPool:
 
     def reset(self) -> None:
         """Forgets what was captured, and gives back graphs, arena and outputs; inputs stay."""
-        self._evict_all()
-        for bucket in self.buckets.values(): bucket.recipe, bucket.given_up = None, ""
+        for bucket in self.buckets.values():
+            bucket.drop()
+            bucket.recipe, bucket.given_up = None, ""
+        self.arena.resize(0, 0)
         self._variables = None
 
     def close(self) -> None:
