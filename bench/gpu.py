@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from measure import RESULTS, each, processor
 
 from tinygrad_nv.runtime import telemetry
 
+PATIENCE = 5                            # times as long may a row take when a GPU is emulated
 BAD = ("disagrees", "failed", "hung", "died")
 DONE = ("measured", "emulated", *BAD)   # what --resume does not do again
 START_S = 90.0                          # a worker imports torch, makes a context, reads recorded launches
@@ -220,6 +222,7 @@ def run(options: Options) -> int:
     chosen = list(PARTS) if options.part == "all" else [options.part]
     bad = 0
     for part in map(PARTS.__getitem__, chosen):
+        if options.emulate: part = replace(part, limit_s=PATIENCE * part.limit_s)
         try: names = listed(part, options)
         except NotMeasured as why:
             print(f"\n{part.name}: not measured: {why}")

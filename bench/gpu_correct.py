@@ -35,6 +35,7 @@ from tinygrad_nv.runtime.driver import Driver, Launch
 KINDS = ("same", "close", "order", "open", "disagrees")
 OPEN = 2.0**-6
 SHOWN = 5           # disagreements of a row
+FIRST = ("test_gem", "test_pairs", "test_triton", "test_nvcc")  # whatever the time: templates, whole kernels
 ORDERS = range(5)  # seeds of the emulator
 # what PTX does not define to the last bit, or at all
 UNDEFINED = re.compile(r"\.approx|\b(?:tanh|ex2|lg2|sin|cos)\.|\b(?:wg?mma|mma)\S*\.(?:b?f\d+|tf32|e\dm\d)"
@@ -181,7 +182,8 @@ def rows(options: Options) -> list[str]:
                           "without a GPU")
     names = Cases(_path(options)).names()
     if "#" in options.only: return [name for name in names if options.only in name]
-    return list(dict.fromkeys(name.partition("#")[0] for name in names))
+    tests = dict.fromkeys(name.partition("#")[0] for name in names)
+    return sorted(tests, key=lambda name: not name.startswith(FIRST))
 
 
 def opened(options: Options) -> Measure:

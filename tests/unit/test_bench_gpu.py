@@ -78,7 +78,7 @@ def toy(tmp_path: Path) -> Toy: return Toy(tmp_path)
 
 
 def test_every_end_of_a_row_is_reported_and_the_rest_goes_on(toy: Toy):
-    done = toy.run("good 1", "hang", "good 2", "die", "fail", "apart", "wrong", "good 3", limit=2)
+    done = toy.run("good 1", "hang", "good 2", "die", "fail", "apart", "wrong", "good 3", limit=0.4)
     assert done.returncode == 1, done.stderr
     assert toy.statuses() == {"good 1": "emulated", "hang": "hung", "good 2": "emulated", "die": "died",
                               "fail": "failed", "apart": "not measured", "wrong": "disagrees",
