@@ -8,7 +8,8 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import gpu_parts
+import torch
 from gpu_parts import Bursts, Column, NotMeasured, Timings
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -177,7 +179,7 @@ def answers(value: int) -> Callable[..., Callable[[int], None]]:
     return lambda workload, given, options: lambda i: given[0].__setitem__(0, value)
 
 
-def absent(workload: Any, given: Any, options: Any) -> Any: raise NotMeasured("it has no such thing")
+def absent(*arguments: Any) -> Any: raise NotMeasured("it has no such thing")
 
 
 def broken(workload: Any, given: Any, options: Any) -> Any: raise RuntimeError("a library fails\nat length")
@@ -239,3 +241,74 @@ def test_the_table_says_what_is_missing(contenders: dict[str, Any]):
     assert first[:6] == ["three", "6.0", "3", "3.0", "-", "-"]
     assert first[6:] == ["2.000", "1.00", "…", "3.00"]
     assert "four: not measured: out of time" in said
+
+
+# **** bursts ****
+
+class Clock:
+    """In place of torch.cuda: `now` is the time of its events, in ms, and goes on when work says so."""
+    now, capturing = 0.0, False
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None: assert enable_timing
+            def record(self) -> None: self.at = clock.now
+            def synchronize(self) -> None: pass
+            def elapsed_time(self, other: Any) -> float: return other.at - self.at
+
+        class Graph:
+            def replay(self) -> None: clock.now += self.took
+
+        @contextmanager
+        def graph(made: Graph, stream: object) -> Iterator[None]:
+            begun, clock.capturing = clock.now, True
+            try: yield
+            finally: clock.capturing = False
+            made.took = clock.now - begun
+            clock.now = begun
+
+        for name, value in {"Event": Event, "CUDAGraph": Graph, "graph": graph, "Stream": object,
+                            "stream": lambda stream: nullcontext(), "synchronize": lambda: None}.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+
+def test_a_burst_is_a_graph_of_runs_on_all_sets(monkeypatch: pytest.MonkeyPatch):
+    clock, runs = Clock(monkeypatch), list[int]()
+
+    def run(i: int) -> None:
+        clock.now += 2.0  # ms
+        if clock.capturing: runs.append(i)
+
+    burst = Bursts(run, 3).sized(0.02)
+    assert burst.count == 10
+    assert runs == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
+    assert burst.seconds() == pytest.approx(2e-3)
+    assert burst.why_eager == ""
+
+
+def test_what_cannot_be_captured_is_launched_and_said(monkeypatch: pytest.MonkeyPatch):
+    clock = Clock(monkeypatch)
+
+    def run(i: int) -> None:
+        clock.now += 4.0
+        if clock.capturing: raise RuntimeError("not while a stream is captured")
+
+    burst = Bursts(run, 1).sized(0.02)
+    assert (burst.count, burst.graph) == (5, None)
+    assert burst.seconds() == pytest.approx(4e-3)
+    assert burst.why_eager == "RuntimeError: not while a stream is captured"
+
+
+def test_a_row_of_timings_from_beginning_to_end(contenders: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    Clock(monkeypatch)
+    monkeypatch.setitem(gpu_parts.ABOUT, "toy", lambda workload: {"schedule": "the best"})
+    monkeypatch.setitem(gpu_parts.ALONE, "toy", {"tinygrad": absent, "plain": lambda *arguments: [0.5]})
+    contenders["other"] = answers(4)
+    row = gpu_parts.compared("toy", Work(), Namespace(seed=0, without_tinygrad=False), 0.0)
+    assert (row["status"], row["why"]) == ("disagrees", "other: 4, exactly 3")
+    assert row["schedule"] == "the best"
+    assert row["notes"]["tinygrad"] == row["notes"]["Triton"] == "it has no such thing"
+    assert set(row["seconds"]) == {"ours", "torch", "plain"}
+    assert json.loads(json.dumps(row)) == row

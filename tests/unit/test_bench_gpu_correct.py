@@ -15,13 +15,16 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import cuda_fake
+import gemm_contenders
 import gpu_correct
 import gpu_gemm
 import gpu_record
+import torch
 from gpu_cases import Case, Cases, Judged, moved
 from gpu_correct import replayed, verdict
 
 from tinygrad_nv.ptx.emulator import Emulator, TensorMap
+from tinygrad_nv.runtime.cuda import CUDADriver
 from tinygrad_nv.runtime.emulated import EmulatedDriver
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -304,3 +307,43 @@ def test_a_kernel_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch):
     row = gpu_gemm.counted(shape, OPTIONS)
     assert row["status"] == "disagrees"
     assert "exactly" in row["why"]
+
+
+class OnDevice:
+    """What a launch needs of a tensor of torch's."""
+
+    def __init__(self, address: int) -> None: self.address = address
+
+    def data_ptr(self) -> int: return self.address
+
+
+class TorchStream:
+    """What a launch needs of a stream of torch's."""
+    cuda_stream = 0
+
+
+@pytest.mark.parametrize("name", ["Llama 8B o M=16", "Llama 8B gate_up silu M=1"])
+def test_ours_runs_in_the_stream_of_torch(monkeypatch: pytest.MonkeyPatch, name: str):
+    """On the fake of cuda.bindings: two sets of inputs, each with its own result."""
+    shape = next(each for each in gpu_gemm.shapes() if each.name == name).scaled()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", TorchStream)
+    with cuda_fake.installed():
+        gpu = CUDADriver()
+        monkeypatch.setattr(gemm_contenders, "device", lambda: gpu)
+        sets = shape.given("cpu")
+        placed = [{name: OnDevice(gpu.alloc(t.nbytes)) for name, t in each.items()} for each in sets]
+        for tensors, places in zip(sets, placed, strict=True):
+            for key in ("a", "b"): gpu.copy_in(places[key].address, memoryview(gpu_gemm._bytes(tensors[key])))
+        run = gemm_contenders.ours(shape, placed, OPTIONS)
+        for i in range(len(sets)): run(i)
+        gpu.synchronize()
+        for tensors, places in zip(sets, placed, strict=True):
+            out = bytearray(tensors["out"].nbytes)
+            gpu.copy_out(memoryview(out), places["out"].address)
+            tensors["out"].view(-1).copy_(gpu_gemm._tensor(out))
+            assert shape.unlike(tensors) == ""
+        assert not torch.equal(sets[0]["out"], sets[1]["out"])
+        assert gemm_contenders.chosen(shape)["predicted_s"] > 0
+        del run
+        gpu.close()
