@@ -118,6 +118,8 @@ def test_an_eager_model(on, executed):
     attentions = {f"layers.{i}.attention" for i in range(3)}
     for part in ("mean", "softmax", "__matmul__"):
         assert {each.layer for each in executed if each.op == part} >= attentions
+    if on == "EMU":  # the sum that both the product and the result take; a CPU's kernels make it anew
+        assert {each.layer for each in executed if each.op == "__add__"} >= attentions
     np.testing.assert_array_equal(found.numpy(), wanted)
 
 
