@@ -246,7 +246,7 @@ def test_unchecked_devices_still_want_the_wait():
 def test_who_is_ahead_in_a_stream(bench: Bench, between: str):
     gpu, s, t = bench.gpu, bench.s, bench.t
     gpu.submit(bench.move(bench.b, bench.a), s)
-    if between == "fill": gpu.submit(Fill(gpu.alloc(4), 0, 4), s)
+    if between == "fill": gpu.submit(Fill(bench.b, 0, NBYTES), s)
     elif between == "graph": gpu.graph().instantiate().launch(s)
     elif between == "synchronize": gpu.synchronize(s)
     elif between == "event of the other stream": bench.then(t, s)

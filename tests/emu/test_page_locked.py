@@ -70,6 +70,15 @@ def test_what_comes_after_a_download_sees_it(bench: Bench, host: HostMemory):
     assert (np.frombuffer(host.view, "<u4") == np.arange(N) + 1).all()
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_a_download_over_an_upload(bench: Bench, host: HostMemory, written: bool):
+    bench.gpu.submit(Upload(bench.b, host, 0, NBYTES), bench.s)
+    if written: host.view[0] = 77
+    bench.gpu.submit(Download(host, 0, bench.a, NBYTES), bench.s)
+    assert ("byte 0 of page-locked memory was written" in bench.said()) is written
+    assert (np.frombuffer(host.view, "<u4") == np.arange(N)).all()
+
+
 def test_the_later_of_two_downloads_is_poison_still(bench: Bench, host: HostMemory):
     bench.gpu.submit(Download(host, 0, bench.a, 8), bench.s)
     first = bench.event(bench.s)

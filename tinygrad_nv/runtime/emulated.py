@@ -180,21 +180,20 @@ class EmulatedDriver(driver.Driver):
         memory, stop = host_memory(work.source), work.offset + work.nbytes
         data = memory.bytes(work.offset, stop)
         written = self._write(work.target, data, 1, work.nbytes, what)
-        self._lend(stream, Owned(memory, stream.position, work.offset, data, False,
-                                 f"{what} of {work.nbytes} bytes in stream {stream.number}"))
+        told = f"{what} of {work.nbytes} bytes in stream {stream.number}"
+        if self.check: self._lend(stream, Owned(memory, stream.position, work.offset, data, False, told))
         return self._touched(what, written, (memory, work.offset, stop, READ))
 
     def _download(self, work: Download, stream: EmulatedStream, what: str) -> Footprint:
         memory, stop = host_memory(work.target), work.offset + work.nbytes
         buffer, where = self._place(work.source, work.nbytes, what)
         data = buffer.data[where].copy()
-        memory.array(work.offset, stop)[:] = data
-        self._lend(stream, Owned(memory, stream.position, work.offset, data, True, what))
+        if self.check: self._lend(stream, Owned(memory, stream.position, work.offset, data, True, what))
+        else: memory.array(work.offset, stop)[:] = data
         read = buffer, where.start, where.stop, READ
         return self._touched(what, read, (memory, work.offset, stop, WRITE))
 
     def _lend(self, stream: EmulatedStream, owned: Owned) -> None:
-        if not self.check: return
         stream.findings += owned.memory.lend(owned)
         stream.owned.append(owned)
 
