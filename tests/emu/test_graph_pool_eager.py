@@ -168,6 +168,18 @@ def test_assigned_between_calls(emu: NVDevice):
     assert pool.stats().buckets[0].captures == 1
 
 
+def test_views_of_weights_come_and_go(emu: NVDevice):
+    weight = Tensor(np.arange(4, dtype=np.float32), device=emu.device).realize()
+    view = weight.reshape(2, 2)
+    pool = GraphPool(lambda x: x * weight, ROWS, (4,), emu.device)
+    pool(x=X)
+    assert len(pool.buckets[4].recipe.state) == 2
+    del view
+    for _ in range(2): np.testing.assert_array_equal(pool(x=X).numpy(), X * np.arange(4))
+    assert len(pool.buckets[4].recipe.state) == 1
+    assert pool.buckets[4].recipe.unchanged()
+
+
 def test_debug_shows_the_graph(emu: NVDevice, capsys: pytest.CaptureFixture[str]):
     pool = GraphPool(lambda x: ((x + 1).realize() * 2).realize() + x, ROWS, (4,), emu.device)
     pool(x=X)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 from tinygrad import Device, Tensor, UOp
@@ -164,15 +165,21 @@ class Bucket:
 
     def check_state(self) -> None:
         """Raises `GraphError` where a Tensor that the graph uses is not what it was. One that has been
-        assigned to, and not yet realized, is realized."""
+        assigned to, and not yet realized, is realized; one that is gone was a passing view, if another one
+        has its memory."""
         if self.recipe is None or self.recipe.unchanged(): return
         realize_assigned(tensor for ref, _ in self.recipe.state if (tensor := ref()) is not None)
-        for ref, uop in self.recipe.state:
-            if (tensor := ref()) is not None and tensor.uop.base is uop.base: continue
+        now = [(ref, uop, ref()) for ref, uop in self.recipe.state]
+        there = {tensor.uop.base for _, _, tensor in now if tensor is not None}
+        for _, uop, tensor in now:
+            if tensor is None and uop.base in there: continue
+            if tensor is not None and tensor.uop.base is uop.base: continue
             raise GraphError(
                 f"a Tensor of shape {tuple(uop.shape)} that the step uses has been replaced since size "
                 f"{self.size} was captured", "weights and caches that stay, or are assigned to in place",
                 "use .assign(), or have the step captured again: pool.reset()")
+        left = tuple((ref, tensor.uop) for ref, _, tensor in now if tensor is not None)
+        self.recipe = replace(self.recipe, state=left)
 
     def stats(self) -> BucketStats:
         """What happened, and what it needs."""
