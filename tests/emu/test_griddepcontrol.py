@@ -65,6 +65,11 @@ def one_waits_for_its_warp(k: Kernel, out: Value, source: Value) -> None:
     store(k, out, load(k, source))
 
 
+def first_lanes_wait(k: Kernel, out: Value, source: Value) -> None:
+    with k.if_((k.tid.x & 31) == 0): k.wait_for_previous_grid()
+    store(k, out, load(k, source))
+
+
 def one_waits_then_its_warp_alone(k: Kernel, out: Value, source: Value) -> None:
     """The other warp has met nobody who has waited."""
     with k.if_(k.tid.x == 0): k.wait_for_previous_grid()
@@ -123,7 +128,8 @@ def copies_early(k: Kernel, out: Value, source: Value) -> None:
 
 
 CLEAN = (waits_first, one_waits_for_all, one_waits_for_its_warp, one_arrives, one_publishes)
-FOUND = (reads_early, one_waits, one_waits_then_its_warp_alone, one_arrives_early, copies_early)
+FOUND = (reads_early, one_waits, first_lanes_wait, one_waits_then_its_warp_alone, one_arrives_early,
+         copies_early)
 
 
 def name(value: object) -> str: return getattr(value, "__name__", str(value))
