@@ -191,6 +191,7 @@ def opened(options: Options) -> Measure:
     cases = Cases(_path(options))
     launches: dict[str, list[str]] = defaultdict(list)
     for name in cases.names(): launches[name.partition("#")[0]].append(name)
+    recorded_at = cases.about().get("commit", "")
     device: Driver | None = None
     if not options.emulate:
         from tinygrad_nv.runtime.cuda import CUDADriver
@@ -216,7 +217,7 @@ def opened(options: Options) -> Measure:
             if said.text: texts.append(said.text)
         if counts["elsewhere"] == len(names): raise NotMeasured("its kernels are for another architecture")
         row_: Row = {"status": "disagrees" if texts else "emulated" if options.emulate else "measured",
-                     "launches": len(names), **counts, "texts": texts[:SHOWN]}
+                     "launches": len(names), **counts, "texts": texts[:SHOWN], "recorded_at": recorded_at}
         if texts: row_["why"] = texts[0]
         return row_
 

@@ -1,11 +1,11 @@
 """Records what the emulator's tests launch, with its answers, for bench/gpu.py --part correctness.
 
-    python bench/gpu_record.py [--times 5] [--out FILE] [tests/emu/test_mma.py …]
+    python bench/gpu_record.py [--times 3] [--out FILE] [tests/emu/test_mma.py …]
 
 Runs tests/emu under pytest with this file as a plugin: every launch in which the emulator finds nothing is
 kept: hand-written PTX, the cured kernels of the pairs, what nvcc and Triton compiled, products that the
-templates made, and tinygrad's own kernels of DEV=EMU. Takes some minutes and no GPU. `--times` draws so many
-times as many products as the tests do; what is drawn is always the same.
+templates made, and tinygrad's own kernels of DEV=EMU. Takes ten minutes and more on two cores, and no GPU.
+`--times` draws so many times as many products as the tests do; what is drawn is always the same.
 
 Left out: launches with findings, those of an emulator that sums exactly (no hardware does), im2col maps,
 modules whose variables an earlier launch changed, and more than `MOST` launches of a test (`MOST_DRAWN` of
@@ -34,8 +34,8 @@ from tinygrad_nv.ptx.emulator.arguments import pack_argument, triple
 from tinygrad_nv.runtime.driver import TensorMapSpec
 
 ROOT = Path(__file__).parents[1]
-MOST, MOST_DRAWN, MOST_BYTES = 24, 300, 16 << 20
-LARGE, MOST_LARGE = 96 << 10, 2
+MOST, MOST_DRAWN, MOST_BYTES = 24, 200, 16 << 20
+LARGE, MOST_LARGE = 32 << 10, 1
 SCANNED = 1 << 16       # of larger memory nobody looks for addresses
 MAP_BYTES, MAP_ALIGN = 128, 64
 Wanted = dict[int, tuple[str, np.ndarray, np.ndarray]]  # by address: a torch dtype, exact values, bounds
@@ -244,7 +244,7 @@ def main() -> int:
     """Records."""
     made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     made.add_argument("tests", nargs="*", help="files of tests (default tests/emu)")
-    made.add_argument("--times", type=int, default=5, help="as many products as the tests draw (default 5)")
+    made.add_argument("--times", type=int, default=3, help="as many products as the tests draw (default 3)")
     made.add_argument("--out", type=Path, default=DEFAULT, help=f"(default {DEFAULT.relative_to(ROOT)})")
     options = made.parse_args()
     return record(options.out, options.times, options.tests)

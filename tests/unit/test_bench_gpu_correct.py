@@ -237,6 +237,18 @@ def test_judged_values_may_be_as_far_off_as_their_bound(recorder: object, cases:
     assert "exactly" in verdict(case, found, addresses).text
 
 
+def test_where_nan_is_wanted_a_number_is_wrong(recorder: object, cases: Cases):
+    given = np.where(np.arange(N) == 3, np.nan, 1).astype(np.float32)
+    case = recorded(cases, kernel("mul.f32 %v, %v, %v;"), given)
+    exact = given.astype(np.float64)
+    case = replace(case, judged=(Judged(0, exact, np.full(N, 2.0**-20)),))
+    addresses = [each.address for each in case.memory]
+    other_nan = np.where(np.isnan(given), np.array([0x7fc12345], np.uint32).view(np.float32), given)
+    for values, kind in ((other_nan, "close"), (np.ones(N, np.float32), "disagrees")):
+        found = [values.astype(np.float32).tobytes(), case.memory[1].after]
+        assert verdict(case, found, addresses).kind == kind
+
+
 def test_exact_sums_must_be_the_same_whatever_the_instruction(recorder: object, cases: Cases):
     case = recorded(cases, EXP, np.zeros(N, np.float32))
     case = replace(case, judged=(Judged(0, np.zeros(0), np.zeros(0)),))
