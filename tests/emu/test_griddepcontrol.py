@@ -270,6 +270,12 @@ def releases_early(k: Kernel, out: Value, source: Value) -> None:
     waits_first(k, out, source)
 
 
+def releases_twice(k: Kernel, out: Value, source: Value) -> None:
+    """The first counts."""
+    releases_early(k, out, source)
+    k.launch_dependents()
+
+
 def releases_late(k: Kernel, out: Value, source: Value) -> None:
     waits_first(k, out, source)
     k.launch_dependents()
@@ -296,8 +302,8 @@ def releases_in_some(k: Kernel, out: Value, source: Value) -> None:
     with k.if_(k.ctaid.x == 1): store(k, out, load(k, source))
 
 
-CHAINS = {releases_early: True, releases_late: False, waits_first: False, releases_in_another_thread: True,
-          releases_after_meeting: False, releases_in_some: False}
+CHAINS = {releases_early: True, releases_twice: True, releases_late: False, waits_first: False,
+          releases_in_another_thread: True, releases_after_meeting: False, releases_in_some: False}
 
 
 @pytest.mark.parametrize("graph", [False, True])
