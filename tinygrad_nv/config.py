@@ -25,7 +25,7 @@ class Setting:
 
 SETTINGS = (
     Setting("NV", 1, (0, 1),
-            "0: importing tinygrad_nv changes no schedule, DEV=CUDA is tinygrad's own; 1: enable() at import"),
+            "0: importing tinygrad_nv changes no schedule, DEV=CUDA is tinygrad's own; 1: enable()"),
     Setting("NV_SPEC", 0, (0, 1), "1: the graph is verified after every rewrite (slower; on in CI)"),
     Setting("NV_GEMM", 1, (0, 1),
             "0: matrix products are left to tinygrad's own kernels; 1: templates take them"),

@@ -1,4 +1,5 @@
-"""The joints with tinygrad: the only file that changes anything inside it, and all it changes it puts back.
+"""The joints with tinygrad: with hook_devices.py the only file that changes anything inside it, and all they
+change they put back (replaced.py).
 
 Protocol. Things are registered by name and removed by name:
 
@@ -6,7 +7,7 @@ Protocol. Things are registered by name and removed by name:
     add_compile(name, fn)                 fn(linear, inner) -> linear, around tinygrad's compile_linear
     add_execute(name, fn)                 fn(call, ctx, run) -> seconds, around the execution of each call
     add_custom_function(name, execute, outs_ins)  runs CUSTOM_FUNCTION nodes called `name` or `name:anything`
-    add_device(name, cls)                 Device[name] opens cls(name)
+    add_device(name, cls, preferred)      Device[name] opens cls(name); where `preferred()`, it is the default
     install_cpu()                         the CPU device compiles with what `toolchain` finds, and has graphs
 
 `enable()` and `disable()` govern the first two, which decide how a program is lowered; with none of a kind
@@ -27,7 +28,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import itertools
 import sys
 import types
@@ -36,27 +36,34 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tinygrad.schedule as schedule
-from tinygrad.device import Device
 from tinygrad.engine import jit, realize
-from tinygrad.helpers import BEAM, Context, colored
+from tinygrad.helpers import BEAM, colored
 from tinygrad.schedule import rangeify
 from tinygrad.schedule.multi import multi_pm
 from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat, graph_rewrite
 from tinygrad.uop.spec import spec_tensor, type_verify
 
-from tinygrad_nv import config
+from tinygrad_nv import config, hook_devices
 from tinygrad_nv.errors import HookError
-from tinygrad_nv.runtime import clang
+from tinygrad_nv.hook_devices import add_device, remove_cpu, remove_device
+from tinygrad_nv.replaced import (
+    TINYGRAD_VERSION,
+    add,
+    check_own,
+    check_version,
+    official,
+    put_back,
+    remove,
+    replace,
+    theirs,
+)
 
-TINYGRAD_VERSION = "0.14.0"
+__all__ = ["TINYGRAD_VERSION", "add_device", "official", "remove_cpu", "remove_device"]
+
+
 OutsIns = tuple[tuple[int, ...], tuple[int, ...]]
 Seconds = list[float | None]
 Run = Callable[[UOp, realize.ExecContext], Seconds]
-
-
-def official() -> bool:
-    """Whether this tinygrad has the plugin points of upstream.patch."""
-    return hasattr(schedule, "pre_schedule")
 
 
 # **** what is registered ****
@@ -93,50 +100,36 @@ _rewrites: dict[str, Rewrite] = {}
 _compiles: dict[str, Callable[[UOp, Compile], UOp]] = {}
 _executes: dict[str, Callable[[UOp, realize.ExecContext, Run], Seconds]] = {}
 _functions: dict[str, CustomFunction] = {}
-_devices: dict[str, types.ModuleType | None] = {}  # the module that was there before, if any
-_replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}  # tinygrad's attributes: (theirs, ours)
 _enabled = False
-
-
-def _add(table: dict[str, Any], kind: str, name: str, value: Any) -> None:
-    if name in table:
-        raise HookError(f"{kind} {name!r} is registered already", "one registration for each name",
-                        f"call hooks.remove_{kind.replace(' ', '_')}({name!r}) first")
-    table[name] = value
-
-
-def _remove(table: dict[str, Any], kind: str, name: str) -> Any:
-    if name not in table: raise HookError(f"no {kind} {name!r} is registered", f"one of {sorted(table)}")
-    return table.pop(name)
 
 
 def add_rewrite(name: str, fn: Callable[[UOp], UOp], key: Callable[[], Hashable] = tuple) -> None:
     """Registers a rewrite of call bodies. Whatever it depends on besides the sink must be in `key()`."""
-    _add(_rewrites, "rewrite", name, Rewrite(name, fn, key))
+    add(_rewrites, "rewrite", name, Rewrite(name, fn, key))
     _apply()
 
 
 def remove_rewrite(name: str) -> None:
-    _remove(_rewrites, "rewrite", name)
+    remove(_rewrites, "rewrite", name)
     _configured_cache.clear()
     _apply()
 
 
 def add_compile(name: str, fn: Callable[[UOp, Compile], UOp]) -> None:
     """Registers a wrapper of compile_linear; the first is the outermost. TinyJit calls it at capture only."""
-    _add(_compiles, "compile", name, fn)
+    add(_compiles, "compile", name, fn)
     _apply()
 
 
 def remove_compile(name: str) -> None:
-    _remove(_compiles, "compile", name)
+    remove(_compiles, "compile", name)
     _apply()
 
 
 def add_execute(name: str, fn: Callable[[UOp, realize.ExecContext, Run], Seconds]) -> None:
     """Registers a wrapper of the execution of each call, also of a replayed TinyJit; the first is the
     outermost. `run(call, ctx)` is the rest; what it returns are seconds, where ctx.wait asks for them."""
-    _add(_executes, "execute", name, fn)
+    add(_executes, "execute", name, fn)
     _apply()
 
 
@@ -146,7 +139,7 @@ def watched() -> bool:
 
 
 def remove_execute(name: str) -> None:
-    _remove(_executes, "execute", name)
+    remove(_executes, "execute", name)
     _apply()
 
 
@@ -155,13 +148,13 @@ def add_custom_function(name: str, execute: Callable[[realize.ExecContext, UOp, 
     """Registers the executor of CUSTOM_FUNCTION nodes whose arg is `name`, or starts with `name:`."""
     if name in ("encdec", "graph", "hcq", "validate", "submit_cmdbuf") or ":" in name:
         raise HookError(f"custom function name {name!r}", "a name without ':' that tinygrad does not have")
-    _add(_functions, "custom function", name, CustomFunction(execute, outs_ins))
+    add(_functions, "custom function", name, CustomFunction(execute, outs_ins))
     if official(): realize.custom_functions[name] = (execute, outs_ins)
     _apply()
 
 
 def remove_custom_function(name: str) -> None:
-    _remove(_functions, "custom function", name)
+    remove(_functions, "custom function", name)
     if official(): del realize.custom_functions[name]
     _apply()
 
@@ -203,57 +196,23 @@ def _set_enabled(on: bool) -> None:
 
 
 def _check() -> None:
-    _check_version()
+    check_version()
     if official(): return
-    lowered = [fn for _, fn in _theirs(schedule, "pm_schedule").patterns]
-    _check_own("tinygrad.schedule.get_kernel_graph", schedule.get_kernel_graph is rangeify.get_kernel_graph)
-    _check_own("tinygrad.schedule.pm_schedule", lowered == [schedule.lower_sink_to_linear])
+    lowered = [fn for _, fn in theirs(schedule, "pm_schedule").patterns]
+    check_own("tinygrad.schedule.get_kernel_graph", schedule.get_kernel_graph is rangeify.get_kernel_graph)
+    check_own("tinygrad.schedule.pm_schedule", lowered == [schedule.lower_sink_to_linear])
     for name in ("compile_linear", "get_call_outs_ins"):
-        fn = _theirs(realize, name)
-        own = fn is _theirs(jit, name) and fn.__module__ == realize.__name__
-        _check_own(f"tinygrad.engine.realize.{name}", own)
-
-
-def _check_version() -> None:
-    try: version = importlib.metadata.version("tinygrad")
-    except importlib.metadata.PackageNotFoundError: version = "of no known version"
-    if version != TINYGRAD_VERSION:
-        raise HookError(f"tinygrad {version} is installed", f"tinygrad {TINYGRAD_VERSION}",
-                        f"pip install tinygrad=={TINYGRAD_VERSION}")
-
-
-def _check_own(name: str, own: bool) -> None:
-    if own: return
-    raise HookError(f"{name} has been replaced by another package", "tinygrad's own",
-                    "import tinygrad_nv before that package, or do without one of them")
+        fn = theirs(realize, name)
+        own = fn is theirs(jit, name) and fn.__module__ == realize.__name__
+        check_own(f"tinygrad.engine.realize.{name}", own)
 
 
 # **** tinygrad's attributes: replaced, and put back ****
 
-def _replace(owner: Any, attribute: str, ours: Any) -> None:
-    if (owner, attribute) in _replaced: return
-    _replaced[owner, attribute] = getattr(owner, attribute), ours
-    setattr(owner, attribute, ours)
-
-
-def _put_back(owner: Any, attribute: str) -> None:
-    if (owner, attribute) not in _replaced: return
-    theirs, ours = _replaced[owner, attribute]
-    if getattr(owner, attribute) is not ours:
-        raise HookError(f"{owner.__name__}.{attribute} has been replaced after tinygrad_nv did",
-                        "what tinygrad_nv put there", "undo the later replacement first")
-    setattr(owner, attribute, theirs)
-    del _replaced[owner, attribute]
-
-
-def _theirs(owner: Any, attribute: str) -> Any:
-    return _replaced[owner, attribute][0] if (owner, attribute) in _replaced else getattr(owner, attribute)
-
-
 def _apply() -> None:
     """Makes tinygrad agree with what is registered and enabled; called after every change of either."""
-    if _executes or (_functions and not official()): _replace(realize, "pm_exec", _EXECUTOR)
-    else: _put_back(realize, "pm_exec")
+    if _executes or (_functions and not official()): replace(realize, "pm_exec", _EXECUTOR)
+    else: put_back(realize, "pm_exec")
     if official():
         _list(schedule.pre_schedule, (rewritten, configuration), _enabled and bool(_rewrites))
         _list(realize.pre_compile, _compiled, _enabled and bool(_compiles))
@@ -268,8 +227,8 @@ def _apply() -> None:
                             *((owner, "get_call_outs_ins", _outs_ins) for owner in users)]),
     ):
         for owner, attribute, ours in attributes:
-            if wanted: _replace(owner, attribute, ours)
-            else: _put_back(owner, attribute)
+            if wanted: replace(owner, attribute, ours)
+            else: put_back(owner, attribute)
 
 
 def _list(point: list[Any], entry: Any, wanted: bool) -> None:
@@ -355,7 +314,7 @@ def _wrapped(fn: Callable[[UOp, Compile], UOp], inner: Compile, linear: UOp) -> 
 
 
 def _compile_linear(linear: UOp, beam: int | None = None, *args: Any, **kwargs: Any) -> UOp:
-    def inner(linear: UOp) -> UOp: return _theirs(realize, "compile_linear")(linear, beam, *args, **kwargs)
+    def inner(linear: UOp) -> UOp: return theirs(realize, "compile_linear")(linear, beam, *args, **kwargs)
     return _compiled(linear, BEAM.value if beam is None else beam, inner)
 
 
@@ -375,7 +334,7 @@ def _execute(ctx: realize.ExecContext, call: UOp, ast: UOp) -> list[float | None
 def _pm_exec() -> PatternMatcher:
     custom = UPat(Ops.CUSTOM_FUNCTION, name="ast")
     ours = PatternMatcher([(UPat(Ops.CALL, src=(custom,), name="call", allow_any_len=True), _execute)])
-    return ours + _theirs(realize, "pm_exec")
+    return ours + theirs(realize, "pm_exec")
 
 
 class _Executor:
@@ -383,7 +342,7 @@ class _Executor:
 
     def rewrite(self, call: UOp, ctx: realize.ExecContext) -> Seconds:
         custom = _functions and not official()
-        run: Run = (_pm_exec() if custom else _theirs(realize, "pm_exec")).rewrite
+        run: Run = (_pm_exec() if custom else theirs(realize, "pm_exec")).rewrite
         for fn in reversed(tuple(_executes.values())): run = functools.partial(fn, run=run)
         return run(call, ctx)
 
@@ -393,90 +352,17 @@ _EXECUTOR = _Executor()
 
 def _outs_ins(call: UOp) -> OutsIns:
     if (found := custom_function(call.src[0])) is not None: return found.outs_ins(call)
-    return _theirs(realize, "get_call_outs_ins")(call)
+    return theirs(realize, "get_call_outs_ins")(call)
 
 
 def _call_name(call: UOp, *args: Any, **kwargs: Any) -> str:
     if custom_function(call.src[0]) is not None: return colored(call.src[0].arg, "yellow")
-    return _theirs(realize, "get_call_name")(call, *args, **kwargs)
-
-
-# **** devices ****
-
-def add_device(name: str, cls: type) -> None:
-    """Makes `Device[name]` open `cls(name)`, in place of tinygrad's device of that name if it has one."""
-    name = name.upper()
-    if any(opened.split(":")[0] == name for opened in Device._opened_devices):
-        raise HookError(f"device {name} is open already", "registration before the first use",
-                        "import tinygrad_nv before anything runs on that device")
-    module = types.ModuleType(_module_name(name))
-    setattr(module, f"{name}Device", cls)
-    _add(_devices, "device", name, sys.modules.get(module.__name__))
-    if official(): Device.register(name, cls)
-    else: sys.modules[module.__name__] = module
-    type(Device).get_class.cache_clear()
-
-
-def remove_device(name: str) -> None:
-    """Undoes `add_device`. What was opened under the name is finalized; its buffers are of no use then."""
-    before = _remove(_devices, "device", name := name.upper())
-    _close(name)
-    if official(): Device.register(name, None)
-    elif before is not None: sys.modules[_module_name(name)] = before
-    else: del sys.modules[_module_name(name)]
-    type(Device).get_class.cache_clear()
-
-
-def _module_name(device: str) -> str: return f"tinygrad.runtime.ops_{device.lower()}"
-
-
-def _close(name: str) -> None:
-    """Forgets the opened devices of a name. Their cache drops all or none, so the others fill it again."""
-    for ix in [ix for ix in Device._opened_devices if ix.split(":")[0] == name]: Device[ix].finalize()
-    opened = {ix: Device[ix] for ix in Device._opened_devices if ix.split(":")[0] != name}
-    type(Device)._Device__get_canonicalized_item.cache_clear()
-    Device._opened_devices.clear()
-    # while the cache fills, "opening" a device means handing out the one that is open
-    Device.get_class = lambda ix: opened.__getitem__
-    try:
-        with Context(DEBUG=0):
-            for ix in opened: Device[ix]
-    finally: del Device.get_class
-    for key in [key for key in realize.runtime_cache if key[1].split(":")[0] == name]:
-        del realize.runtime_cache[key]
+    return theirs(realize, "get_call_name")(call, *args, **kwargs)
 
 
 # **** the CPU device ****
 
 def install_cpu() -> None:
     """Lets CPU devices opened from now on compile with what `toolchain.find_compiler` finds as they open, and
-    replay what a TinyJit captured through `runtime.cpu_graph`."""
-    _check_version()
-    clang.wait_for_cpu(_join_cpu)
-    _replace(type(Device), "_select_device", clang.explained(_theirs(type(Device), "_select_device")))
-
-
-def remove_cpu() -> None:
-    """Undoes `install_cpu`. An open CPU device keeps the compiler it has."""
-    if (ops_cpu := clang.stop_waiting()) is not None:
-        _put_back(ops_cpu, "ClangRenderer")
-        if "graph" in vars(ops_cpu.CPUDevice): del ops_cpu.CPUDevice.graph
-    _put_back(type(Device), "_select_device")
-
-
-def _join_cpu(ops_cpu: Any) -> None:
-    _replace(ops_cpu, "ClangRenderer", clang.ClangRenderer)
-    ops_cpu.CPUDevice.graph = _CPUGraph()
-
-
-class _CPUGraph:
-    """CPUDevice.graph, which tinygrad sets to None on each device: ours while enabled."""
-
-    def __get__(self, device: Any, owner: type | None = None) -> Any:
-        if device is None: return self
-        if not _enabled or not config.get("NV_CPU_GRAPH") or sys.platform != "linux":
-            return vars(device).get("graph")
-        from tinygrad_nv.runtime.cpu_graph import CPUGraph
-        return CPUGraph
-
-    def __set__(self, device: Any, value: Any) -> None: vars(device)["graph"] = value
+    replay what a TinyJit captured through `runtime.cpu_graph`, while enabled."""
+    hook_devices.install_cpu(enabled)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tinygrad_nv import Device, Tensor, doctor, hooks
+from tinygrad_nv import Device, Tensor, doctor, hook_devices, hooks
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.runtime import cuda_api, cuda_device
 
@@ -54,7 +54,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
         monkeypatch.setattr(cuda_api, "bindings", lambda: found)
 
     yield put
-    if "CUDA" not in hooks._devices: hooks.add_device("CUDA", cuda_device.CUDADevice)
+    if "CUDA" not in hook_devices._devices: hooks.add_device("CUDA", cuda_device.CUDADevice)
 
 
 def message(device: str = "CUDA") -> str:
@@ -149,7 +149,7 @@ def test_a_line_says_that_it_is_tinygrads(on: Callable[[Any], None], theirs: Sim
     on(found)
     assert cuda_device.CUDADevice("CUDA") is theirs
     assert capsys.readouterr().err == f"tinygrad_nv: CUDA is tinygrad's own CUDA device: {reason}\n"
-    assert "CUDA" not in hooks._devices, "the name is tinygrad's from now on"
+    assert "CUDA" not in hook_devices._devices, "the name is tinygrad's from now on"
 
 
 def test_tinygrads_device_does_not_open_either(on: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch):
@@ -158,7 +158,7 @@ def test_tinygrads_device_does_not_open_either(on: Callable[[Any], None], monkey
     on(None)
     assert message() == ("device CUDA cannot be opened: cuda-python is not installed, and tinygrad's own "
                          f"CUDA device does not open (CUDA Error 100, no device){INSTEAD}")
-    assert "CUDA" in hooks._devices, "the next try says the same"
+    assert "CUDA" in hook_devices._devices, "the next try says the same"
 
 
 def test_without_cuda_python_and_without_a_driver(on: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch):
@@ -176,10 +176,10 @@ def test_tinygrads_class_is_found_under_the_name():
 
 def test_a_device_that_was_open_before_stays(capsys: pytest.CaptureFixture[str],
                                             monkeypatch: pytest.MonkeyPatch):
-    registered = dict(hooks._devices)
+    registered = dict(hook_devices._devices)
     monkeypatch.setattr(Device, "_opened_devices", {"CUDA:1"})
     cuda_device.register()
-    assert hooks._devices == registered
+    assert hook_devices._devices == registered
     assert capsys.readouterr().err == ("tinygrad_nv: CUDA is tinygrad's own CUDA device: it was open before "
                                        "tinygrad_nv was imported\n")
 
@@ -192,8 +192,8 @@ def test_a_second_gpu_that_is_too_old(on: Callable[[Any], None], monkeypatch: py
 
 
 def test_nv_0_leaves_the_name_to_tinygrad():
-    code = ("import sys, tinygrad_nv; from tinygrad_nv import Device, hooks; "
-            "print(sorted(hooks._devices), Device.get_class('CUDA').__module__)")
+    code = ("import sys, tinygrad_nv; from tinygrad_nv import Device, hook_devices; "
+            "print(sorted(hook_devices._devices), Device.get_class('CUDA').__module__)")
     for nv, wanted in (("0", "['EMU'] tinygrad.runtime.ops_cuda"),
                        ("1", "['CUDA', 'EMU'] tinygrad_nv.runtime.cuda_device")):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,

@@ -118,6 +118,26 @@ def test_a_run_that_was_killed_goes_on_where_it_was(toy: Toy):
     assert list(toy.statuses()) == ["good 1", "good 2", "block", "good 3"]
 
 
+def test_a_worker_ends_with_its_parent(toy: Toy):
+    process = subprocess.Popen(toy.script("block"))
+    until(lambda: toy.log.exists() and "block" in toy.log.read_text())
+    worker, = children(process.pid)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    until(lambda: not alive(worker))
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try: return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError: return False
+
+
+def children(pid: int) -> list[int]:
+    """Of a process."""
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def until(holds: Callable[[], bool]) -> None:
     """Looks again and again, for a minute."""
     end = time.monotonic() + 60

@@ -13,7 +13,7 @@ from tinygrad import schedule
 from tinygrad.engine import jit, realize
 from tinygrad.uop.ops import Ops, UOp
 
-from tinygrad_nv import Context, Tensor, TinyJit, Variable, explain, function, hooks
+from tinygrad_nv import Context, Tensor, TinyJit, Variable, explain, function, hook_devices, hooks
 from tinygrad_nv.errors import HookError
 from tinygrad_nv.patterns import gemm, program
 
@@ -33,7 +33,7 @@ def without_ours():
 @pytest.fixture(autouse=True)
 def as_found(without_ours):
     """Every test starts enabled with nothing of its own registered, and must leave it so."""
-    tables = hooks._rewrites, hooks._compiles, hooks._executes, hooks._functions, hooks._devices
+    tables = hooks._rewrites, hooks._compiles, hooks._executes, hooks._functions, hook_devices._devices
     before = [dict(table) for table in tables], hooks.enabled()
     yield
     assert ([dict(table) for table in tables], hooks.enabled()) == before

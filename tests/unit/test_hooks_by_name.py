@@ -6,7 +6,7 @@ import pytest
 from tinygrad.engine import jit, realize
 from tinygrad.uop.ops import Ops, UOp
 
-from tinygrad_nv import Context, Device, Tensor, TinyJit, Variable, explain, function, hooks
+from tinygrad_nv import Context, Device, Tensor, TinyJit, Variable, explain, function, hook_devices, hooks
 from tinygrad_nv.errors import HookError
 
 ROWS = Variable("rows", 1, 16)
@@ -15,7 +15,7 @@ ROWS = Variable("rows", 1, 16)
 @pytest.fixture(autouse=True)
 def as_found():
     """Every test starts with nothing of its own registered, and must leave it so."""
-    tables = hooks._compiles, hooks._functions, hooks._devices
+    tables = hooks._compiles, hooks._functions, hook_devices._devices
     before = [dict(table) for table in tables]
     yield
     assert [dict(table) for table in tables] == before

@@ -55,13 +55,13 @@ def test_nothing_of_a_patched_tinygrad_is_replaced(patched):
 import sys; sys.path.insert(0, {str(ROOT / "tests" / "unit")!r})
 from tinygrad import schedule
 from tinygrad.engine import realize
-from tinygrad_nv import hooks
+from tinygrad_nv import hooks, replaced
 import silu_mul
 hooks.add_rewrite("silu_mul", silu_mul.rewrite)
 hooks.add_custom_function("f", lambda ctx, call, ast: [], lambda call: ((), ()))
 assert schedule.pre_schedule == [(hooks.rewritten, hooks.configuration)]
 assert len(realize.pre_compile) == 1 and list(realize.custom_functions) == ["f"]
-assert {{attribute for _, attribute in hooks._replaced}} == {{"_select_device"}}
+assert {{attribute for _, attribute in replaced._replaced}} == {{"_select_device"}}
 hooks.disable(); hooks.remove_custom_function("f")
 assert (schedule.pre_schedule, realize.pre_compile, realize.custom_functions) == ([], [], {{}})
 """)

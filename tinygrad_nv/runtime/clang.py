@@ -21,9 +21,7 @@ import sys
 import types
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
-from typing import Any
 
-from tinygrad.device import _Device
 from tinygrad.helpers import Target
 from tinygrad.renderer import cstyle
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
@@ -82,19 +80,6 @@ def stop_waiting() -> types.ModuleType | None:
     """Takes `wait_for_cpu` back if the module is not imported yet, and returns it if it is."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _CPUFinder)]
     return sys.modules.get(OPS_CPU)
-
-
-def explained(theirs: functools.cached_property[str]) -> functools.cached_property[str]:
-    """tinygrad's choice of a device. It hides why each does not open: with none left, the CPU says why."""
-    def _select_device(device: Any) -> str:
-        try: return theirs.func(device)
-        except RuntimeError as error:
-            if isinstance(error.__cause__, StopIteration): device["CPU"]
-            raise
-
-    ours = functools.cached_property(_select_device)
-    ours.__set_name__(_Device, "_select_device")
-    return ours
 
 
 class ToolchainCompiler(ClangCompiler):

@@ -32,7 +32,7 @@ TINYGRADS = "tinygrad.runtime.ops_cuda"
 def register() -> None:
     """Makes `CUDADevice` what the name CUDA means, unless a device of that name is open."""
     if _is_open(): _say("CUDA", "it was open before tinygrad_nv was imported")
-    else: hooks.add_device("CUDA", CUDADevice)
+    else: hooks.add_device("CUDA", CUDADevice, is_served)
 
 
 class CUDADevice(NVDevice):
@@ -72,6 +72,14 @@ def why_not(device: str) -> str:
     raise refused(device, reason)
 
 
+def is_served() -> bool:
+    """Whether this machine has what `CUDADevice` needs. A program that names no device uses it then: tinygrad
+    would choose its NV device, on which no kernel of ours runs."""
+    if not has_bindings() or not has_library(): return False
+    from tinygrad_nv.runtime import cuda_api
+    return not cuda_api.missing()
+
+
 def _capability(ordinal: int) -> tuple[int, int] | None:
     """Compute capability of a GPU, None where there is none."""
     from tinygrad_nv.runtime import cuda_api
@@ -100,7 +108,7 @@ def _tinygrads(device: str, reason: str) -> Any:
     hooks.remove_device("CUDA")
     try: opened = _their_class()(device)
     except Exception as error:  # whatever its driver can think of
-        hooks.add_device("CUDA", CUDADevice)
+        hooks.add_device("CUDA", CUDADevice, is_served)
         words = " ".join(str(error).split())
         raise refused(device, f"{reason}, and tinygrad's own CUDA device does not open ({words})") from error
     _say(device, reason)
