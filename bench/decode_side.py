@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from measure import end_with_parent
 from tinygrad_nv.models.config import ModelConfig, parse_config
 
 FACTOR, STRIDE, SCALE = 2654435761, 7919, 0.05
@@ -169,6 +170,7 @@ def _replays(run: Callable[[], None], device: str) -> Callable[[int], None]:
 
 def main() -> None:
     """Says the first logits, then times steps as it is asked."""
+    end_with_parent()
     who, raw, batch, context, device = sys.argv[1:]
     made = tinygrad_steps if who == "tinygrad" else torch_steps
     steps, said = made(parse_config(json.loads(raw)), int(batch), int(context), device)

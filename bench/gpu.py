@@ -30,7 +30,7 @@ from typing import Any
 
 import gpu_all  # noqa: F401 (registers the parts)
 from gpu_parts import OUT_OF_TIME, PARTS, NotMeasured, Options, Part, Row
-from measure import RESULTS, each, processor
+from measure import RESULTS, each, end_with_parent, processor
 
 from tinygrad_nv.runtime import telemetry
 
@@ -144,7 +144,7 @@ def work(part: Part, options: Options) -> int:
     """A worker: rows from standard input to standard output, until there are no more."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints is no answer
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    end_with_parent()
     assert part.opened is not None
     measure = part.opened(options)
     for line in sys.stdin:
@@ -157,12 +157,6 @@ def work(part: Part, options: Options) -> int:
         row["took_s"] = round(time.perf_counter() - begun, 3)
         print(json.dumps(row), file=answers, flush=True)
     return 0
-
-
-def _end_with(parent: int) -> None:
-    """Ends this process when its parent has, whatever it is waiting for."""
-    while os.getppid() == parent: time.sleep(1)
-    os._exit(1)
 
 
 def measured(part: Part, names: list[str], deadline: float, results: Results) -> Iterator[Row]:

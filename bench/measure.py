@@ -6,6 +6,8 @@ import os
 import platform
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,6 +38,15 @@ def each(items: Sequence[T]) -> Iterator[T]:
             print(f"\r{number} of {len(items)}: {item}\x1b[K", end="", file=sys.stderr, flush=True)
         yield item
     if sys.stderr.isatty(): print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def end_with_parent() -> None:
+    """From now on this process ends when its parent has, whatever it is waiting for."""
+    parent = os.getppid()
+    def watch() -> None:
+        while os.getppid() == parent: time.sleep(1)
+        os._exit(1)
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def processor() -> str:
