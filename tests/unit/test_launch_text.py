@@ -10,7 +10,8 @@ from tinygrad_nv.runtime.launch_text import Options, Zeroed, options, source
 from tinygrad_nv.tile.kernel import GemmKernel, MapArgument
 
 PTX = ".version 8.7\n.target sm_90a\n"
-MAP = "// tensormap: pointer=1 dtype=bf16 dims=64,128 strides=256 box=64,8 swizzle=128B offset=0 dynamic=1"
+MAP = ("// tensormap: pointer=1 dtype=bf16 dims=64,128 strides=256 box=64,8 swizzle=128B offset=0 dynamic=1 "
+       "integer=0")
 
 
 @st.composite
@@ -20,7 +21,8 @@ def map_arguments(draw: st.DrawFn) -> MapArgument:
     strides = st.lists(st.integers(0, 1 << 40), min_size=rank - 1, max_size=rank - 1).map(tuple)
     return MapArgument(draw(st.integers(0, 9)), draw(st.sampled_from(["u8", "bf16", "tf32"])), draw(extents),
                        draw(strides), draw(extents), draw(st.sampled_from(["none", "32B", "64B", "128B"])),
-                       draw(st.integers(0, 1 << 40)), draw(st.integers(-1, rank - 1)))
+                       draw(st.integers(0, 1 << 40)), draw(st.integers(-1, rank - 1)),
+                       draw(st.integers(-1, 3)))
 
 
 @settings(deadline=None, max_examples=60)
@@ -31,7 +33,7 @@ def test_what_is_written_is_read(made: Options): assert options(made.comment() +
 
 
 def test_the_text_of_a_kernel():
-    argument = MapArgument(1, "bf16", (64, 128), (256,), (64, 8), "128B", 0, 1)
+    argument = MapArgument(1, "bf16", (64, 128), (256,), (64, 8), "128B", 0, 1, 0)
     kernel = GemmKernel("k", PTX, (1, 1, 1), 128, 98304, (2, 1, 1), (argument,), 1024, 16)
     assert source(kernel) == (f"// launch: dynamic_smem=98304 cluster=2,1,1 pdl=0\n"
                               f"// zero: pointer=2 bytes=64\n{MAP}\n{PTX}")
@@ -49,7 +51,7 @@ def test_only_the_head_is_read():
     ("strides=256", "strides=-256"), ("strides=256", "strides=256,512"), ("box=64,8", "box=64"),
     ("swizzle=128B", "swizzle=128"), ("offset=0", "offset=-16"), ("dynamic=1", "dynamic=2"),
     ("dynamic=1", "dynamic=-2"), ("dynamic=1", "dynamic=1 dynamic=0"), ("dtype=bf16", "dtype="),
-    ("dynamic=1", "dynamic=1 l2=256B")])
+    ("dynamic=1", "dynamic=1 l2=256B"), ("integer=0", "integer=-2"), ("integer=0", "")])
 def test_a_tensor_map_that_cannot_be_read(old: str, new: str):
     line = MAP.replace(old, new)
     with pytest.raises(DriverError) as caught: options(f"{line}\n{PTX}")

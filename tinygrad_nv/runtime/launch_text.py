@@ -5,12 +5,13 @@ comments before the first directive, one line for each thing:
 
     // launch: dynamic_smem=98304 cluster=2,1,1 pdl=1
     // zero: pointer=2 bytes=64
-    // tensormap: pointer=1 dtype=bf16 dims=64,128 strides=256 box=64,8 swizzle=128B offset=0 dynamic=1
+    // tensormap: pointer=1 dtype=bf16 dims=64,128 strides=256 box=64,8 swizzle=128B offset=0 dynamic=1 integer=-1
 
 `zero`: so many bytes at the beginning of a pointer parameter's buffer are zero before every launch. Each
 `tensormap` is made for each launch over the buffer of a pointer parameter, and is an argument after pointers
-and integers, in the order of the lines; the extent of its dimension `dynamic` (-1 for none) is the last
-integer argument. Pointers count the kernel's pointer parameters from 0.
+and integers, in the order of the lines; the extent of its dimension `dynamic` (-1 for none) is the integer
+argument of number `integer` (-1: the last). Pointers count the kernel's pointer parameters from 0, integers
+the others.
 
 `options` reads what `Options.comment` writes. `source` is a GEMM kernel's text with its comments.
 """
@@ -30,7 +31,7 @@ SWIZZLES = ("none", "32B", "64B", "128B")
 # the words of each kind of line, all of which there must be; of launch any may be left out
 EXPECTED = {"launch": "dynamic_smem=BYTES cluster=X,Y,Z pdl=0|1", "zero": "pointer=NUMBER bytes=BYTES",
             "tensormap": "pointer=NUMBER dtype=NAME dims=D,… strides=BYTES,… box=D,… "
-                         "swizzle=none|32B|64B|128B offset=BYTES dynamic=DIMENSION"}
+                         "swizzle=none|32B|64B|128B offset=BYTES dynamic=DIMENSION integer=NUMBER"}
 KEYS = {kind: [word.partition("=")[0] for word in words.split()] for kind, words in EXPECTED.items()}
 NUMBERS = re.compile(r"-?\d+(,-?\d+)*|")
 MOST_DIMENSIONS = 5
@@ -61,7 +62,7 @@ class Options:
         lines += [f"// zero: pointer={each.pointer} bytes={each.nbytes}" for each in self.zeroed]
         lines += [f"// tensormap: pointer={m.pointer} dtype={m.dtype} dims={_listed(m.dims)} "
                   f"strides={_listed(m.strides)} box={_listed(m.box)} swizzle={m.swizzle} "
-                  f"offset={m.offset_bytes} dynamic={m.dynamic}" for m in self.maps]
+                  f"offset={m.offset_bytes} dynamic={m.dynamic} integer={m.integer}" for m in self.maps]
         return "\n".join(lines) + "\n"
 
 
@@ -96,13 +97,14 @@ def _zeroed(words: str) -> Zeroed:
 def _map(words: str) -> MapArgument:
     pairs = _pairs("tensormap", words)
     dims, strides, box = (pairs.numbers(name) for name in ("dims", "strides", "box"))
-    rank, dynamic = len(dims), pairs.numbers("dynamic")
+    rank, dynamic, integer = len(dims), pairs.numbers("dynamic"), pairs.numbers("integer")
     if not (1 <= rank <= MOST_DIMENSIONS and len(strides) == rank - 1 and len(box) == rank): pairs.refuse()
     if min(*dims, *box) < 1 or min(0, 0, *strides) < 0: pairs.refuse()
     if len(dynamic) != 1 or not -1 <= dynamic[0] < rank: pairs.refuse()
+    if len(integer) != 1 or integer[0] < -1: pairs.refuse()
     if pairs.words["swizzle"] not in SWIZZLES or not pairs.words["dtype"]: pairs.refuse()
     return MapArgument(pairs.number("pointer"), pairs.words["dtype"], dims, strides, box,
-                       pairs.words["swizzle"], pairs.number("offset"), dynamic[0])
+                       pairs.words["swizzle"], pairs.number("offset"), dynamic[0], integer[0])
 
 
 def _listed(numbers: tuple[int, ...]) -> str: return ",".join(map(str, numbers))

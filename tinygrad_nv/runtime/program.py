@@ -56,15 +56,14 @@ class NVProgram(Program["NVDevice"]):
         variable is."""
         o = self.options
         named = [*(each.pointer for each in o.zeroed), *(each.pointer for each in o.maps)]
-        if max(named, default=-1) >= len(buffers) or any(m.dynamic >= 0 for m in o.maps) > len(values):
+        counted = [max(0, m.integer) for m in o.maps if m.dynamic >= 0]
+        if max(named, default=-1) >= len(buffers) or max(counted, default=-1) >= len(values):
             raise DriverError(f"kernel {self.name} with {len(buffers)} pointers and {len(values)} integers",
                               "those that the comments at the head of its PTX name", "correct the comments")
         dtypes = [dtype for _, _, dtype, _ in self.signature[len(buffers):]]
-        # a graph is built before its variables have values, and no map can have 0 rows
-        rows = max(1, values[-1]) if values else 0
         args = [*map(pointer, buffers),
                 *(integer(value, dtype.itemsize) for value, dtype in zip(values, dtypes, strict=True)),
-                *(self.encoded(m, buffers[m.pointer], rows if m.dynamic >= 0 else 0) for m in o.maps)]
+                *(self.encoded(m, buffers[m.pointer], _rows(m, values)) for m in o.maps)]
         return [*(Fill(buffers[each.pointer], 0, each.nbytes) for each in o.zeroed),
                 Launch(self.function, grid, block, tuple(args), o.dynamic_smem, o.cluster, self.pdl,
                        self.dev.window)]
@@ -76,6 +75,12 @@ class NVProgram(Program["NVDevice"]):
         def submit() -> None:
             for work in works: self.dev.driver.submit(work)
         return self.dev.timed(submit, wait)
+
+
+def _rows(argument: MapArgument, values: Sequence[int]) -> int:
+    """The extent of a map's dynamic dimension: a graph is built before its variables have values, and no map
+    can have 0 rows."""
+    return max(1, values[argument.integer]) if argument.dynamic >= 0 else 0
 
 
 def _encoded(driver: Driver, argument: MapArgument, address: int, rows: int) -> bytes:

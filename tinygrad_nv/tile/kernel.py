@@ -20,7 +20,8 @@ from dataclasses import dataclass
 class MapArgument:
     """A tensor map over the buffer of pointer parameter `pointer`, innermost dimension first, to be made for
     each launch: `dims` in elements, `strides` in bytes (without the innermost), `box` in elements. `dynamic`
-    is the dimension whose extent is the launch's `m`, -1 for none."""
+    is the dimension, -1 for none, whose extent is an integer argument of the launch: that number `integer`,
+    -1 for the last, which is a product's `m`."""
     pointer: int
     dtype: str
     dims: tuple[int, ...]
@@ -29,6 +30,7 @@ class MapArgument:
     swizzle: str = "128B"
     offset_bytes: int = 0
     dynamic: int = -1
+    integer: int = -1
 
 
 @dataclass(frozen=True)
@@ -53,3 +55,28 @@ class GemmKernel:
         """The grid of a launch with `m` rows."""
         if not self.rows_of_cta: return self.grid
         return (-(-m // self.rows_of_cta) * self.ctas_of_rows, *self.grid[1:])
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """A kernel of an attention. Parameters in this order: out; l, where the spec has `log_sum`; q, k, v; x0,
+    x1, … of the score; u32 s_q, s_kv, start, those of them that are symbolic; tensor maps, whose dynamic
+    dimension is an integer by its number.
+
+    `grid` is that of the most rows: x counts blocks of rows, times `ctas_of_rows`. With s_q symbolic, x is
+    ceil(s_q / rows_of_cta) · ctas_of_rows of a launch."""
+    name: str
+    ptx: str
+    grid: tuple[int, int, int]
+    threads: int
+    dynamic_smem: int = 0
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    maps: tuple[MapArgument, ...] = ()
+    rows_of_cta: int = 0
+    ctas_of_rows: int = 1
+    pdl: bool = False
+
+    def grid_for(self, s_q: int) -> tuple[int, int, int]:
+        """The grid of a launch with so many rows."""
+        if not self.rows_of_cta: return self.grid
+        return (-(-s_q // self.rows_of_cta) * self.ctas_of_rows, *self.grid[1:])
