@@ -43,9 +43,9 @@ def rows(dtype: DType, extents: tuple[int, int, int, int], d: int, order: str = 
 
 
 def attention(s_q: int, s_kv: int, d: int = 64, dtype: DType = dtypes.bfloat16, batch: int = 1,
-              heads: int = 1, group: int = 1, band: Band = FULL, score: Expression | None = None, start: int = 0,
-              d_v: int | None = None, out: DType | None = None, order: str = "bhr", gap: int = 0,
-              symbolic: tuple[str, ...] = (), log_sum: bool = False) -> AttentionSpec:
+              heads: int = 1, group: int = 1, band: Band = FULL, score: Expression | None = None,
+              start: int = 0, d_v: int | None = None, out: DType | None = None, order: str = "bhr",
+              gap: int = 0, symbolic: tuple[str, ...] = (), log_sum: bool = False) -> AttentionSpec:
     """An attention of dense operands, scaled by 1/√d where no score is given."""
     d_v = d if d_v is None else d_v
     if score is None: score = Sum() * (1 / math.sqrt(d))
