@@ -8,8 +8,9 @@ Outputs and arena are stand-ins in the compiled schedule until `Recipe.placed` p
 
 A Tensor that the step makes and leaves behind, other than by returning it, belongs to none of them. If it
 depends on neither inputs nor anything the step writes (a table kept for later), it is computed at once and
-is state from then on. Otherwise the step cannot be a graph, since a replay would not rebind it, and what was
-collected is run as it stands: that is what the step asked for.
+is state from then on. Otherwise, or if the step writes to it again (a counter made when it is first needed),
+the step cannot be a graph, since a replay would not rebind it, and what was collected is run as it stands:
+that is what the step asked for. The next time such a counter is there already.
 
 What a step assigns without realizing it is realized with its results.
 """
@@ -317,7 +318,7 @@ def _kept(linear: UOp, known: set[UOp]) -> set[UOp]:
 
 def _computed(linear: UOp, kept: set[UOp], known: set[UOp], inputs: set[UOp]) -> tuple[UOp, set[UOp]]:
     """Runs what the kept buffers come from, for those that depend neither on inputs nor on what the schedule
-    writes; returns the rest of the schedule, and the kept buffers that do."""
+    writes, and are written once; returns the rest of the schedule, and the kept buffers that are not so."""
     if not kept: return linear, kept
     calls = [(call, *_accesses(call)) for call in linear.src]
     moving = inputs | {b for _, writes, _ in calls for b in writes if b in known}
@@ -331,7 +332,8 @@ def _computed(linear: UOp, kept: set[UOp], known: set[UOp], inputs: set[UOp]) ->
             mine.add(k)
             needed |= writes | reads
             if call.src[0].op is Ops.PROGRAM and call.src[0].arg.vars: needed |= inputs
-        if not mine or needed & moving: left.add(buffer)
+        changed = sum(buffer in writes for _, writes, _ in calls) > 1
+        if not mine or changed or needed & moving: left.add(buffer)
         else: once |= mine
     chosen = tuple(call for k, (call, _, _) in enumerate(calls) if k in once)
     realize.run_linear(linear.replace(src=chosen), jit=True, update_stats=False)

@@ -45,7 +45,8 @@ from tinygrad_nv.runtime.memory_report import human
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 RETRY = 16      # eager calls after which a size that found no memory is tried again; then twice as many, …
-KEEPS = "the step keeps a Tensor that it makes of its inputs, which a replay would not bind again"
+KEEPS = ("the step keeps a Tensor that it makes of its inputs, or makes and then changes, which a "
+         "replay would not bind again")
 
 
 class GraphPool:
@@ -143,7 +144,8 @@ class GraphPool:
                 if bucket.replay is None:
                     with self._at_work(bucket):
                         self.feed.put(size, 0, ())  # a step that has to run has all rows masked
-                        self._prepared(bucket, variables)
+                        ran = self._prepared(bucket, variables) is not None
+                        if ran and bucket.again < math.inf: self._prepared(bucket, variables)
                 done(size)
 
     def reset(self) -> None:
@@ -196,9 +198,11 @@ class GraphPool:
         kept = collected.left_behind()
         self._collected = None
         if kept:
-            bucket.given_up = KEEPS
             bucket.counts.because(KEEPS)
             bucket.counts.eager += 1
+            # what a step makes when it first runs is there the second time
+            if bucket.given_up != KEEPS: bucket.again = bucket.counts.eager
+            bucket.given_up = KEEPS
             collected.run()
             return [tensor for _, tensor in collected.results]
         bucket.recipe = collected.recipe()
