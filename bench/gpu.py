@@ -30,7 +30,7 @@ from typing import Any
 
 import gpu_all  # noqa: F401 (registers the parts)
 from gpu_parts import OUT_OF_TIME, PARTS, NotMeasured, Options, Part, Row
-from measure import RESULTS, each, end_with_parent, processor
+from measure import RESULTS, each, end_with_parent, git, processor
 
 from tinygrad_nv.runtime import telemetry
 
@@ -74,9 +74,6 @@ class Results:
 
 def facts(options: Options) -> dict[str, Any]:
     """The machine and what runs on it; makes no context on the GPU."""
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], capture_output=True, text=True, check=False,
-                              cwd=RESULTS.parent).stdout.strip()
     gpu = telemetry.Telemetry(0) if not options.emulate else None
     commit = git("rev-parse", "--short", "HEAD") or options.commit
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ":!bench/results", ":!README.md")

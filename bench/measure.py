@@ -57,10 +57,18 @@ def processor() -> str:
     return f"{name or platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
+def git(*words: str) -> str:
+    """What git says of this checkout; "" where there is no git, as on a machine that was sent the files."""
+    try:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, check=False,
+                              cwd=RESULTS.parent)
+    except OSError: return ""
+    return done.stdout.strip()
+
+
 def save(name: str, record: dict[str, Any]) -> Path:
     """Writes a result with the machine and the commit it was measured on."""
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
-                          check=False, cwd=RESULTS.parent).stdout.strip()
+    head = git("rev-parse", "--short", "HEAD")
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"machine": processor(), "commit": head, **record}, indent=1) + "\n")

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+import gpu
 import gpu_parts
+import measure
 import torch
 from gpu_parts import Bursts, Column, NotMeasured, Timings
 
@@ -332,3 +334,11 @@ def test_a_row_of_timings_from_beginning_to_end(contenders: dict[str, Any], monk
     assert row["notes"]["tinygrad"] == row["notes"]["Triton"] == "it has no such thing"
     assert set(row["seconds"]) == {"ours", "torch", "plain"}
     assert json.loads(json.dumps(row)) == row
+
+
+def test_facts_where_there_is_no_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    options = Namespace(emulate=True, arch="sm_90a", commit="given", seed=0)
+    assert gpu.facts(options)["commit"] not in ("", "given")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu.facts(options)["commit"] == "given"
+    assert measure.git("status") == ""
