@@ -4,8 +4,10 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from cuda import pathfinder
 from cuda_fake import installed
 from tinygrad.dtype import dtypes
 from tinygrad.helpers import Context, Target
@@ -97,6 +99,26 @@ def test_a_gpu_that_nvrtc_does_not_know_yet_gets_ptx_of_the_latest_before():
 def test_headers_of_every_narrow_type_are_found():
     headers = "".join(f"#include <cuda_{name}.h>\n" for name in ("fp16", "bf16", "fp8"))
     assert NVRTC("sm_90").compile(headers + KERNEL)
+
+
+def unknown(name: str) -> str: raise RuntimeError(f"UNKNOWN libname={name!r}")
+
+
+@pytest.mark.parametrize("find", [None, unknown, lambda name: None])
+def test_headers_beside_nvcc_where_pathfinder_knows_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                         find: Callable[[str], None] | None):
+    if find is None: monkeypatch.delattr(pathfinder, "find_nvidia_header_directory")
+    else: monkeypatch.setattr(pathfinder, "find_nvidia_header_directory", find)
+    nvcc, header = tmp_path / "cuda" / "bin" / "nvcc", tmp_path / "cuda" / "include" / "cuda_bf16.h"
+    nvcc.parent.mkdir(parents=True)
+    header.parent.mkdir()
+    nvcc.touch()
+    monkeypatch.setattr(nvrtc, "find_program", lambda name: nvcc)
+    assert nvrtc.headers() is None
+    header.touch()
+    assert nvrtc.headers() == str(header.parent)
+    monkeypatch.setattr(nvrtc, "find_program", lambda name: None)
+    assert nvrtc.headers() is None
 
 
 def test_how_a_kernel_is_launched_stands_before_its_ptx():

@@ -32,6 +32,7 @@ from tinygrad.renderer import cstyle
 from tinygrad.uop.ops import PatternMatcher, UOp, UPat
 
 from tinygrad_nv.errors import ToolchainError
+from tinygrad_nv.ptx.assemble import find_program
 from tinygrad_nv.runtime import cuda_api
 from tinygrad_nv.runtime.launch_text import Options
 from tinygrad_nv.runtime.ptx_renderer import OVERFLOWING
@@ -74,8 +75,12 @@ def version() -> Release:
 def headers() -> str | None:
     """The directory of cuda_fp16.h, cuda_bf16.h and cuda_fp8.h, None where there is none."""
     from cuda import pathfinder
-    found = pathfinder.find_nvidia_header_directory("cudart")
-    return None if found is None else str(found)
+    # before 1.3 it has no such function, or knows nothing of the toolkit's headers
+    try: found = pathfinder.find_nvidia_header_directory("cudart")
+    except (AttributeError, RuntimeError): found = None
+    if found is not None: return str(found)
+    beside = nvcc.resolve().parents[1] / "include" if (nvcc := find_program("nvcc")) is not None else None
+    return str(beside) if beside is not None and (beside / "cuda_bf16.h").is_file() else None
 
 
 def image_for(nvrtc: Release, driver: Release, native: bool = True) -> Image | None:
