@@ -58,11 +58,12 @@ class Cursor:
 
 class Ring:
     """`depth` stages of `nbytes` bytes. `warps` read a stage in each CTA; `peers` CTAs are reached by this
-    one's copies, itself among them, and as many CTAs' copies reach it."""
+    one's copies, itself among them, and as many CTAs' copies reach it. `name` is that of the barriers."""
 
-    def __init__(self, k: Kernel, depth: int, nbytes: int, warps: int, peers: int = 1) -> None:
+    def __init__(self, k: Kernel, depth: int, nbytes: int, warps: int, peers: int = 1,
+                 name: str = "full_and_empty") -> None:
         self.k, self.depth, self.nbytes, self.warps, self.peers = k, depth, nbytes, warps, peers
-        self.barriers: Barriers = k.mbarriers("full_and_empty", 2 * depth)
+        self.barriers: Barriers = k.mbarriers(name, 2 * depth)
         self.base = self.barriers.address()
 
     @property
