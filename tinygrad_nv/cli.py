@@ -191,8 +191,9 @@ def _generate(arguments: argparse.Namespace) -> int:
             print(json.dumps(console.report(done, llm)))
             return 0
         console.say(prompt, end="")
-        with recorded(): done = llm.complete(ids, params, lambda piece: console.say(piece.text, end=""))
-        console.say("")
+        with recorded():
+            done = llm.complete(ids, params, lambda piece: console.say(piece.text, end=""))
+            console.say("")
         print(console.summary(done, llm), file=sys.stderr)
         return 0
 

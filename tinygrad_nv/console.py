@@ -83,7 +83,7 @@ def tracing(path: Path | None) -> Iterator[Callable[[], AbstractContextManager[N
     @contextmanager
     def recorded() -> Iterator[None]:
         with timeline.timeline(path) as found: yield
-        print(found.table(), file=sys.stderr)
+        print(f"{found.table()}\ntrace: {path} (to look at: https://ui.perfetto.dev)", file=sys.stderr)
 
     with ranges.tracked(): yield recorded
 

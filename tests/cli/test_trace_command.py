@@ -21,6 +21,7 @@ def test_a_trace_of_an_answer(command, tiny: Path, tmp_path: Path):
     assert traced.out == plain.out
     lines = [line.split() for line in traced.err.splitlines()]
     assert ["kernel", "template", "count", "measured", "us"] in [line[:5] for line in lines]
+    assert f"trace: {path} (to look at: https://ui.perfetto.dev)" in traced.err
     kernels = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "kernel"]
     layers = {event["args"]["layer"] for event in kernels}
     parts = {f"layers.{i}.{part}" for i in range(2) for part in ("attention", "feed_forward")}

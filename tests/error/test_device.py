@@ -13,7 +13,7 @@ DOCTOR = "to fix:   run `tinygrad-nv doctor` to see what"
 def test_no_such_device(command, tiny: Path, subcommand: str, name: str):
     words = ["hello"] * (subcommand == "generate")
     command(subcommand, tiny, *words, "--device", name).refused(
-        f"no such device: {name.upper()}", "expected: CPU, CUDA or another device of tinygrad", DOCTOR)
+        f"no such device: {name.upper()}", "expected: CPU, CUDA, EMU or another device of tinygrad", DOCTOR)
 
 
 @pytest.mark.parametrize("name", ["DISK", "NPY"])

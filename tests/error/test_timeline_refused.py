@@ -17,6 +17,11 @@ def test_a_directory_that_does_not_exist(tmp_path):
     assert not ranges.tracking()
 
 
+def test_a_directory_in_place_of_a_file(tmp_path):
+    with pytest.raises(RequestError) as caught, timeline(tmp_path): raise AssertionError("not reached")
+    assert caught.value.found == f"a trace cannot be written to {tmp_path}: Is a directory"
+
+
 def test_the_command_line_says_so_before_anything_is_loaded(command, tmp_path):
     command("generate", "--trace", tmp_path / "none" / "t.json", "Once").refused(
         "a trace cannot be written to", "No such file or directory", "to fix:   name another file")

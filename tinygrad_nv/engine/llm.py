@@ -210,7 +210,7 @@ def open_device(name: str | None) -> str:
         return str(device.device)
     except NVError: raise
     except ModuleNotFoundError as error:
-        raise RequestError(f"no such device: {asked}", "CPU, CUDA or another device of tinygrad",
+        raise RequestError(f"no such device: {asked}", "CPU, CUDA, EMU or another device of tinygrad",
                            "run `tinygrad-nv doctor` to see what this machine has") from error
     except Exception as error:  # whatever a driver can think of
         raise RequestError(f"device {asked} cannot be opened: {error}", "a device this machine has",

@@ -142,7 +142,7 @@ def timeline(path: str | Path | None = None, period_s: float = 0.02) -> Iterator
 
 def check(path: str | Path) -> None:
     """Makes sure, before anything is measured, that a trace can be written. Raises `RequestError`."""
-    try: Path(path).touch()
+    try: open(path, "a").close()
     except OSError as error:
         raise RequestError(f"a trace cannot be written to {path}: {error.strerror}",
                            "a file in a directory that exists and can be written",
