@@ -109,6 +109,30 @@ def test_state_that_is_bound_anew(emu: NVDevice):
     np.testing.assert_array_equal(ahead(x=X).numpy(), X + X.sum(0))
 
 
+@pytest.mark.parametrize("keep", [lambda x: x, lambda x: x.reshape(-1), lambda x: x[:, 1:3], lambda x: x * 2,
+                                  lambda x: (x * 2).realize()])
+def test_what_is_kept_of_inputs_is_not_overwritten(emu: NVDevice, keep: Any):
+    """The next call's rows come where these were."""
+    class Step:
+        kept: Tensor | None = None
+
+        def __call__(self, x: Tensor) -> Tensor:
+            self.kept = keep(x)
+            return x + 1
+    step, without = Step(), Step()
+    pool = GraphPool(step, ROWS, (1, 3), emu.device)
+    for k in range(4):
+        without(Tensor(X + k, device=emu.device).realize())
+        pool(x=X + k)
+        kept, wanted = step.kept, without.kept
+        assert kept is not None
+        assert wanted is not None
+        for other in (X, X[:1]): np.testing.assert_array_equal(pool(x=other).numpy(), other + 1)
+        np.testing.assert_array_equal(kept.numpy(), wanted.numpy())
+    (reason,) = reasons(pool)
+    assert reason.startswith("the step keeps a Tensor that it makes of its inputs")
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_a_table_that_the_step_keeps(emu: NVDevice, early: bool):
     """It is computed once, and is no part of the graph; sizes captured later read it."""

@@ -215,11 +215,12 @@ def run(step: Callable[..., Returned], size: int, inputs: Mapping[str, Tensor], 
     """Calls the step and realizes what it returns and what it assigned. Each result has storage of its own:
     not of `known`, which was there before, nor of another result."""
     before = [ref for ref, _ in _live()]
-    returned = step(**inputs, **variables)
+    returned = step(**{name: Tensor(tensor.uop) for name, tensor in inputs.items()}, **variables)
     items = named(returned)
     for name, tensor in items: _check(name, tensor, size, device)
     Tensor.realize(*(tensor for _, tensor in items))
     realize_assigned(tensor for ref in before if (tensor := ref()) is not None)
+    _detach(inputs.values())
     return returned, list(_owned(items, known))
 
 
@@ -240,6 +241,19 @@ def realize_assigned(candidates: Iterable[Tensor]) -> None:
     pending = [tensor for tensor in candidates if not tensor.uop.has_buffer_identity()
                and tensor.uop.has_buffer_identity(after_ok=True)]
     if pending: Tensor.realize(*pending)
+
+
+def _detach(inputs: Iterable[Tensor]) -> None:
+    """What a step leaves behind over its inputs, or not computed of them yet, gets memory of its own: other
+    rows are there in the next call."""
+    own = {id(tensor) for tensor in inputs}
+    storage = {tensor.uop.base for tensor in inputs}
+    def leaning() -> list[Tensor]:
+        return [tensor for _, tensor in _live() if id(tensor) not in own
+                and not storage.isdisjoint(_storage_of([tensor.uop]))]
+    if not leaning(): return
+    gc.collect()  # what is only in cycles is not kept
+    for tensor in leaning(): tensor.replace(tensor.clone().realize())
 
 
 def _owned(items: Sequence[tuple[str, Tensor]], known: set[UOp]) -> Iterator[tuple[str, Tensor]]:
