@@ -101,8 +101,9 @@ def _identity(command: tuple[str, ...], origin: Origin) -> str:
     return f"{origin}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def find_compiler() -> CCompiler:
-    """The compiler to use now: explicit CC, then clang in PATH, then the `ziglang` wheel.
+def find_compiler(any_c: bool = False) -> CCompiler:
+    """The compiler to use now: explicit CC, then clang in PATH, then the `ziglang` wheel; for plain C, with
+    `any_c`, then gcc, as a machine that has nvcc has it.
 
     Raises `ToolchainError` when CC names nothing that can be run, or when there is no compiler at all.
     """
@@ -119,6 +120,7 @@ def find_compiler() -> CCompiler:
         return _made((found, *command[1:]), "CC")
     if (clang := shutil.which("clang")) is not None: return _made((clang,), "PATH")
     if (zig := zig_binary()) is not None: return _made((str(zig), "cc"), "ziglang")
+    if any_c and (gcc := shutil.which("gcc")) is not None: return _made((gcc,), "PATH")
     raise ToolchainError("no C compiler for the CPU device", "a clang in PATH, or the ziglang wheel",
                          "install clang with the system's package manager, or run: "
                          "pip install 'tinygrad-nv[cpu]'")

@@ -14,7 +14,7 @@ from tinygrad.renderer import cstyle
 from tinygrad.runtime import ops_cpu
 from tinygrad.runtime.support import compiler_cpu
 
-from tinygrad_nv import Device, hooks
+from tinygrad_nv import Device, hooks, toolchain
 from tinygrad_nv.errors import ToolchainError
 from tinygrad_nv.runtime.clang import ClangRenderer, ToolchainCompiler, clang_arguments
 from tinygrad_nv.toolchain import find_compiler
@@ -50,6 +50,15 @@ def test_CC_wins_over_clang_in_path_wins_over_ziglang(path, monkeypatch):
     other = executable(path / "other compiler")
     monkeypatch.setenv("CC", str(other))
     assert (find_compiler().origin, find_compiler().command) == ("CC", (str(other),))
+
+
+def test_plain_c_is_left_to_gcc_where_there_is_nothing_else(path, monkeypatch):
+    monkeypatch.setattr(toolchain, "zig_binary", lambda: None)
+    gcc = executable(path / "bin" / "gcc")
+    assert find_compiler(any_c=True).command == (str(gcc),)
+    with pytest.raises(ToolchainError): find_compiler()
+    clang = executable(path / "bin" / "clang")
+    assert find_compiler(any_c=True).command == (str(clang),)
 
 
 def test_the_renderer_uses_what_is_found_and_keeps_it(path):

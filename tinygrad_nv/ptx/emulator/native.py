@@ -107,7 +107,7 @@ def _processor() -> str:
 def library() -> Library:
     """The interpreter, compiled when it has to be (about 20 s with the ziglang wheel). Raises
     `ToolchainError` when there is no compiler or it fails."""
-    compiler = find_compiler()
+    compiler = find_compiler(any_c=True)
     sources = b"".join(path.name.encode() + path.read_bytes() for path in sorted(SOURCES.iterdir()))
     key = hashlib.sha256(b"\0".join((sources, compiler.identity.encode(), _processor().encode(),
                                      " ".join(FLAGS).encode()))).hexdigest()
