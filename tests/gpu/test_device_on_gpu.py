@@ -1,10 +1,14 @@
 """DEV=CUDA on a GPU, with both renderers: the programs of tests/emu/test_device_cuda.py that ask nothing of
-the fake."""
+the fake. Two devices are compared on PYTHON, tinygrad's interpreter: a machine with a GPU need not have the
+clang of the CPU device."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
+import test_device_cuda
+from on_cuda import on_both
 from test_device_cuda import (  # noqa: F401
     test_float32_products_keep_their_digits,
     test_floats,
@@ -20,3 +24,8 @@ from tinygrad.helpers import Context
 def fake(request: pytest.FixtureRequest) -> Iterator[None]:
     """In place of the fake, GPU 0."""
     with Context(DEV=f"CUDA:{request.param}"): yield
+
+
+@pytest.fixture(autouse=True)
+def without_clang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_device_cuda, "on_both", partial(on_both, device="PYTHON"))
