@@ -1,9 +1,9 @@
 """Where elements of a tile lie in shared memory: rows of 32, 64 or 128 bytes with the swizzle of that
 width, or of 16 bytes without one.
 
-Protocol: a tile of `rows` × `row_bytes` is stored as columns of `span` bytes (at most 128), each a block of
-`rows` rows one under the other; then some bits of the offset within a row are XORed with some of the row's
-number. Which ones depends on how the tile is `read`:
+Protocol: a tile of `rows` × `row_bytes` is stored as columns of `span` bytes (the widest of 128, 64, 32 and
+16 that divides a row), each a block of `rows` rows one under the other; then some bits of the offset within a
+row are XORed with some of the row's number. Which ones depends on how the tile is `read`:
 
     matrices  ldmatrix, TMA, wgmma: bits 4 to 6 with 7 to 9. Eight rows at the same 16 bytes of a column then
               lie in different banks
@@ -32,7 +32,7 @@ class SharedTile:
     read: Read = "matrices"
 
     @property
-    def span(self) -> int: return min(self.row_bytes, 128)
+    def span(self) -> int: return next(span for span in MASKS if self.row_bytes % span == 0)
 
     @property
     def nbytes(self) -> int: return self.rows * self.row_bytes

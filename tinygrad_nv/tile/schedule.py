@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from tinygrad_nv.errors import ScheduleError
 
-Template = Literal["mma", "wgmma", "gemv", "flash_wgmma"]
+Template = Literal["mma", "wgmma", "gemv", "flash_mma", "flash_wgmma"]
 Mode = Literal["cooperative", "pingpong"]
 Swizzle = Literal["", "32B", "64B", "128B"]
 
@@ -23,10 +23,10 @@ class Schedule:
 
     mma: `warps_m` × `warps_n` warps, each with its share of the tile. wgmma: `warps_m` warps in all (with
     warps_n = 1), four of them the producer; `mode` says whether consumers share a tile or take turns.
-    gemv: `warps_m` warps. flash_wgmma: `block_m` rows of queries, `block_n` columns of keys at a time; warps as
-    of wgmma, `depth` stages of keys and as many of values; in ping-pong a consumer multiplies while another
-    has its softmax. `cluster_m` × `cluster_n` CTAs share operands by multicast. `splits` CTAs share the
-    sum of one tile; `stream` divides all sums evenly among persistent CTAs instead. `group` rows of tiles
+    gemv: `warps_m` warps. flash_wgmma: `block_m` rows of queries, `block_n` columns of keys at a time; warps
+    as of wgmma, `depth` stages of keys and as many of values; in ping-pong a consumer multiplies while
+    another has its softmax. `cluster_m` × `cluster_n` CTAs share operands by multicast. `splits` CTAs share
+    the sum of one tile; `stream` divides all sums evenly among persistent CTAs instead. `group` rows of tiles
     are walked together, for L2. `swap` computes the transposed product, for few rows. `swizzle` "" is the
     widest that the tile allows."""
     template: Template = "mma"

@@ -1,0 +1,261 @@
+"""Flash attention with mma.sync: keys and values in a ring of cp.async stages, sums and probabilities in
+registers (FlashAttention-2). For sm_80 and later.
+
+    q of the CTA's rows, and the last `depth - 1` blocks of columns that they see, are on their way
+    for each block of columns, from the last to the first:
+        wait until the block is in and everybody has read the one after
+        start the copies of the block `depth - 1` before, into the place of the one after
+        sums = q kᵀ
+        the score; where some row does not see all of the block, −inf
+        a row's top, 2^(score − top), its sum so far; what has been summed of v shrinks
+        out += p v, with p from registers: the fragment of two products' sums is that of a left operand
+    out / total, by way of the ring, and l
+
+A warp has 16 rows, or a multiple of it, of all columns: rows never meet across warps. From the last block to
+the first, since the partial one is then the first, and no other asks how many rows there are. Fragments of q
+stay in registers where there is room (`held`), else q stays in shared memory. Blocks of rows that see most
+come first, so that the last CTAs to start are short.
+
+On Hopper it is launched early, as gemm_mma is.
+"""
+from __future__ import annotations
+
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.attention import AttentionSpec, Rows
+from tinygrad_nv.tile.expression import loads
+from tinygrad_nv.tile.flash_score import Cells, Columns, Extents, Scores, Softmax, signed
+from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
+from tinygrad_nv.tile.kernel import AttentionKernel
+from tinygrad_nv.tile.layout import SharedTile
+from tinygrad_nv.tile.legal_flash_mma import held, padded, require, stage_bytes
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.spec import GemmSpec, Operand, Result
+from tinygrad_nv.tile.store import Cell, Store, store_plan
+from tinygrad_nv.tile.templates.flash_mma_copy import RowCopy
+
+
+def flash_mma(spec: AttentionSpec, schedule: Schedule, arch: str = "sm_80") -> AttentionKernel:
+    """The kernel of an attention. Raises `ScheduleError` for an impossible schedule."""
+    require(schedule, spec, arch)
+    # min_ctas: else ptxas may spill for one CTA more on a multiprocessor
+    k = Kernel("flash_mma", arch=arch, threads=schedule.threads, min_ctas=1)
+    _Writer(k, spec, schedule).write()
+    batch, heads, group = spec.batch
+    grid = (-(-spec.s_q // schedule.block_m), heads * group, batch)
+    return AttentionKernel("flash_mma", k.ptx(), grid, schedule.threads, k.dynamic_smem,
+                           rows_of_cta=schedule.block_m if "s_q" in spec.symbolic else 0, pdl=k.hopper)
+
+
+def stored_as(spec: AttentionSpec) -> GemmSpec:
+    """The product whose result lies where the attention's does, for its store."""
+    operand = Operand(dtypes.bfloat16, spec.d, 1, (0, 0, 0))
+    out = Result(spec.out.dtype, spec.out.row, 1, spec.out.batch, spec.out.offset)
+    return GemmSpec(spec.s_q, spec.d_v, spec.d, operand, operand, out, spec.batch,
+                    symbolic="s_q" in spec.symbolic)
+
+
+class _Writer:
+    """The kernel as it is written: the parameters, then the stages of the protocol above."""
+
+    def __init__(self, k: Kernel, spec: AttentionSpec, schedule: Schedule) -> None:
+        self.k, self.spec, self.schedule, s = k, spec, schedule, schedule
+        self.d, self.d_v = padded(spec.d), padded(spec.d_v)
+        self.warp_m = s.block_m // s.warps_m
+        self.out = k.pointer("out")
+        self.log = k.pointer("l") if spec.log_sum else None
+        self.q, self.keys, self.values = (k.pointer(name) for name in "qkv")
+        self.extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
+        self.extents = Extents.declared(k, spec)
+        self._own_place()
+        self.columns = Columns(k, spec, self.extents, self.first, s.block_m, s.block_n)
+        self.scores = Scores(k, spec, self.extents, self.extras, self.batch, self.first + self.row,
+                             s.block_m, s.block_n)
+        self.gemm = stored_as(spec)
+        self.plan = store_plan(self.gemm, Schedule().block(s.block_m, self.d_v).warps(s.warps_m))
+
+    def _own_place(self) -> None:
+        """The CTA's rows and head, the warp's rows."""
+        k, s, group = self.k, self.schedule, self.spec.batch[2]
+        block, head = k.ctaid.x, k.ctaid.y
+        if self.spec.band.last is not None: block = k.nctaid.x - 1 - block
+        self.first = block * s.block_m
+        self.batch = [k.ctaid.z, head // group, head % group] if group > 1 else \
+            [k.ctaid.z, head, k.reg("u32", 0)]
+        self.row = (k.tid.x >> 5) * self.warp_m
+
+    def _matrix(self, pointer: Value, rows: Rows, first: Value) -> Value:
+        """Where row `first` (u32) of the CTA's head begins."""
+        at = self.k.reg("u64", rows.offset)
+        for index, stride in zip((*self.batch, first), (*rows.batch, rows.row), strict=True):
+            if stride: at = at + index.to("u64") * stride
+        return pointer + at * rows.dtype.itemsize
+
+    def write(self) -> None:
+        """The whole kernel."""
+        k, spec, s = self.k, self.spec, self.schedule
+        stage, q_bytes = stage_bytes(s, spec), s.block_m * self.d * 2
+        self.held = held(s, spec)
+        ring = k.shared("ring", max(stage * s.depth, self.plan.smem_bytes), align=1024)
+        self.start, self.stage_bytes = ring.address(), stage
+        # fragments are read before the last stage is needed
+        spare = self.held and q_bytes <= stage
+        self.q_start = self.start + (s.depth - 1) * stage if spare else k.shared("q", q_bytes, 1024).address()
+        if k.hopper: k.wait_for_previous_grid()
+        self._copies()
+        self._fragments()
+        self.scores.prepare(loads(spec.score))
+        self.softmax = Softmax(k, self.warp_m // 16, self.scores.factor)
+        self.sums: Cells = self._cells(self.d_v)
+        self._loop()
+        if k.hopper: k.launch_dependents()
+        self._store()
+
+    def _cells(self, columns: int) -> Cells:
+        return [[self.k.regs("f32", 4, 0.0) for _ in range(columns // 8)] for _ in range(self.warp_m // 16)]
+
+    # **** copies ****
+
+    def _copies(self) -> None:
+        """Starts those of q and of the first blocks."""
+        k, spec, s = self.k, self.spec, self.schedule
+        last = (self.columns.high.to("u32") - 1) * s.block_n
+        self.base = last.to("s32")
+        self.bring: list[RowCopy] = []
+        q_tile = SharedTile(s.block_m, self.d * 2)
+        q = RowCopy(k, spec.q, self._matrix(self.q, spec.q, self.first), spec.d, q_tile)
+        whole = isinstance(self.extents.s_q, int) and self.extents.s_q % s.block_m == 0
+        q.to(self.q_start, None, None if whole else
+             q.left(signed(k, self.extents.s_q) - self.first.to("s32")))
+        k.cp_async_commit()
+        start = 0
+        for pointer, rows, d in ((self.keys, spec.k, spec.d), (self.values, spec.v, spec.d_v)):
+            tile = SharedTile(s.block_n, padded(d) * 2)
+            self.bring.append(RowCopy(k, rows, self._matrix(pointer, rows, last), d, tile, start))
+            start += tile.nbytes
+        whole = isinstance(self.extents.s_kv, int) and self.extents.s_kv % s.block_n == 0
+        for stage in range(s.depth - 1):
+            left = None if stage or whole else signed(k, self.extents.s_kv) - self.base
+            self._bring(self.start + stage * self.stage_bytes, self.columns.count > stage, left)
+
+    def _bring(self, stage: Value, when: Value, left: Value | None = None) -> None:
+        """The next block of columns, where the predicate holds; `left` rows of it."""
+        for copy in self.bring:
+            copy.to(stage, when, None if left is None else copy.left(left))
+            copy.back()
+        self.k.cp_async_commit()
+
+    def _fragments(self) -> None:
+        """Those of q, and how those of keys and values are read."""
+        k, spec, s = self.k, self.spec, self.schedule
+        keys, values = (copy.tile for copy in self.bring)
+        zero = k.reg("u32", 0)
+        self.left = Fragments(k, spec.q.dtype, SharedTile(s.block_m, self.d * 2), False, False, self.row,
+                              self.warp_m, self.d * 2 // STEP_BYTES, 0)
+        self.right = Fragments(k, spec.k.dtype, keys, False, True, zero, s.block_n, self.d * 2 // STEP_BYTES,
+                               0)
+        self.third = Fragments(k, spec.v.dtype, values, True, True, zero, self.d_v, s.block_n // 16,
+                               keys.nbytes)
+        self.left.move(self.q_start)
+        self.rows: list[list[list[Value]]] = []
+        if not self.held: return
+        k.cp_async_wait(s.depth - 1)
+        k.sync()
+        for step in range(self.left.steps):
+            self.rows.append(self.left.registers())
+            self.left.load(step, self.rows[-1])
+
+    # **** the loop ****
+
+    def _loop(self) -> None:
+        k, s, count = self.k, self.schedule, self.columns.count
+        ahead = s.depth - 1
+        self.reading = k.reg("u32", name="reading").set(self.start)
+        self.writing = k.reg("u32", name="writing").set(self.start + ahead * self.stage_bytes)
+        self.end = self.start + s.depth * self.stage_bytes
+        with k.loop(0, count, name="block") as block:
+            k.cp_async_wait(ahead - 1)
+            k.sync()
+            self._bring(self.writing, block < count - ahead)
+            for fragments in (self.right, self.third): fragments.move(self.reading)
+            cells = self.scores.of(self._scores(), self.base)
+            if not self.columns.always_full:
+                with k.if_(self.columns.partly(self.base)): self.scores.mask(cells, self.base)
+            self._shrink(self.softmax.step(cells))
+            self._sum(cells)
+            self.base -= s.block_n
+            self.writing.set(self.reading)
+            self.reading += self.stage_bytes
+            self.reading.set(k.select(self.reading == self.end, self.start, self.reading))
+        k.cp_async_wait(0)
+
+    def _scores(self) -> Cells:
+        """Products of q and the block's keys."""
+        k, made = self.k, self._cells(self.schedule.block_n)
+        shape, types = instruction(self.spec.q.dtype, self.spec.k.dtype)
+        for step in range(self.left.steps):
+            if self.held: rows = self.rows[step]
+            else: self.left.load(step, rows := self.left.registers())
+            for j in range(self.schedule.block_n // 16):
+                self.right.load_one(j, step, keys := k.regs("b32", 4))
+                self._products(shape, types, made, j, rows, keys)
+        return made
+
+    def _products(self, shape: str, types: str, cells: Cells, j: int, left: list[list[Value]],
+                  right: list[Value]) -> None:
+        """Those of 16 columns."""
+        for row, four in zip(cells, left, strict=True):
+            for half in range(2):
+                cell = row[2 * j + half]
+                self.k.mma(shape, types, cell, four, right[2 * half:2 * half + 2], cell)
+
+    def _shrink(self, factors: list[Value]) -> None:
+        """What has been summed, to the new tops."""
+        for i, row in enumerate(self.sums):
+            for cell in row:
+                for r, register in enumerate(cell): register *= factors[2 * i + r // 2]
+
+    def _sum(self, cells: Cells) -> None:
+        """Products of probabilities and the block's values."""
+        k, dtype = self.k, self.spec.v.dtype
+        shape, types = instruction(dtype, dtype)
+        name = "bf16" if dtype == dtypes.bfloat16 else "f16"
+        for step in range(self.third.steps):
+            rows = []
+            for row in cells:
+                rows.append(k.regs("b32", 4))
+                for r, register in enumerate(rows[-1]):
+                    low, high = row[2 * step + r // 2][2 * (r % 2):2 * (r % 2) + 2]
+                    k.emit(f"cvt.rn.{name}x2.f32", register, high, low)
+            for j in range(self.d_v // 16):
+                self.third.load_one(j, step, values := k.regs("b32", 4))
+                self._products(shape, types, self.sums, j, rows, values)
+
+    # **** the result ****
+
+    def _store(self) -> None:
+        """Divides by the totals and stores, by way of the ring, that nobody needs any more."""
+        k, extents = self.k, self.extents
+        inverses, logs = self.softmax.finish()
+        self._shrink(inverses)
+        rows = extents.s_q if isinstance(extents.s_q, Value) else k.reg("u32", extents.s_q)
+        if self.log is not None: self._store_logs(self.log, logs, rows)
+        if self.plan.smem_bytes: k.sync()
+        store = Store(k, self.gemm, self.plan, self.out, [], rows, self.start)
+        cells = [Cell(16 * i, 8 * j, [cell]) for i, row in enumerate(self.sums) for j, cell in enumerate(row)]
+        store.tile(self.first + self.row, k.reg("u32", 0), self.batch, cells)
+        store.finish()
+
+    def _store_logs(self, pointer: Value, logs: list[Value], rows: Value) -> None:
+        """l of every row, from the first of the four lanes that have it."""
+        k, (_, heads, group) = self.k, self.spec.batch
+        batch, head, query = self.batch
+        matrix = (batch * heads + head) * group + query
+        lane = k.special("laneid")
+        row = self.first + self.row + (lane >> 2)
+        at = pointer + (matrix.to("u64") * self.spec.s_q + row.to("u64")) * 4
+        mine = (lane & 3) == 0
+        for number, log in enumerate(logs):
+            down = number // 2 * 16 + number % 2 * 8
+            k.emit("st.global.f32", at.at(4 * down), log, guard=mine & (row + down < rows))

@@ -1,0 +1,90 @@
+"""How a CTA brings rows of q, keys or values to shared memory.
+
+Protocol: a `RowCopy` moves tiles of `tile.rows` rows of one matrix. A thread copies 16 bytes a pass, in the
+order of shared memory, so that its places of all passes are constants away from the first, in global memory
+too. Rows at and beyond an edge, and elements between the head's and the tile's width, become zeros: memory
+there is not read. Copies are cp.async of what rows are aligned to, 4 to 16 bytes.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tinygrad_nv.ptx.builder import Kernel, Place, Value
+from tinygrad_nv.tile.attention import Rows
+from tinygrad_nv.tile.layout import SharedTile
+from tinygrad_nv.tile.ops import CHUNK, MOST_OFFSET, Places, swizzled_plain
+
+LEAST_BYTES = 4  # of a cp.async
+
+
+@dataclass
+class RowCopy:
+    """Copies rows of `rows`, of which `first` (u64) is where the first tile begins, `d` elements of each, to
+    `tile`, that lies `start` bytes after a stage's beginning."""
+    k: Kernel
+    rows: Rows
+    first: Value
+    d: int
+    tile: SharedTile
+    start: int = 0
+    outside: dict[int, Value] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        k, tile, self.size = self.k, self.tile, self.rows.dtype.itemsize
+        self.threads, a_row, thread = k.threads[0], tile.span // CHUNK, k.tid.x
+        self.places = Places(k, tile, swizzled_plain(thread * CHUNK, tile))
+        self.byte, self.row = thread % a_row * CHUNK, thread // a_row
+        if self.threads > a_row * tile.rows:
+            self.byte, self.row = self.byte + self.row // tile.rows * tile.span, self.row % tile.rows
+        self.source = self.first + self.row.to("u64") * (self.rows.row * self.size) + self.byte.to("u64")
+        self.width = min(self.rows.aligned_bytes, self.d * self.size & -(self.d * self.size))
+
+    @property
+    def passes(self) -> int:
+        """How many copies a thread makes of a tile."""
+        return -(-self.tile.nbytes // (self.threads * CHUNK))
+
+    def where(self, i: int) -> tuple[int, int]:
+        """Rows and bytes of a row between a thread's first copy and its copy of pass `i`."""
+        tile = self.tile
+        rows = i * self.threads * CHUNK // tile.span
+        return rows % tile.rows, rows // tile.rows * tile.span
+
+    def left(self, rows: Value) -> Value:
+        """Of `rows` (s32) that a tile has, those from this thread's own on."""
+        return rows - self.row.to("s32")
+
+    def to(self, stage: Value, when: Value | None = None, left: Value | None = None) -> None:
+        """Copies the tile to the stage at a shared address (u32), where the predicate holds. `left` is
+        `left()` of the rows there are; None where there are all."""
+        k = self.k
+        self.places.at_stage(stage)
+        inside = {row: left <= row for row, _ in map(self.where, range(self.passes))} \
+            if left is not None else {}
+        for i in range(self.passes):
+            fewer, guard, (row, column) = self.tile.nbytes // CHUNK - i * self.threads, when, self.where(i)
+            if fewer < self.threads:
+                guard = k.tid.x < fewer
+                if when is not None: guard = guard & when
+            for at in range(0, CHUNK, self.width):
+                beyond = self._beyond(column + at)
+                if (edge := inside.get(row)) is not None: beyond = edge if beyond is None else beyond | edge
+                k.emit(f"cp.async.{'cg' if self.width == CHUNK else 'ca'}.shared.global.L2::128B",
+                       self.places(i * self.threads * CHUNK, self.start + at),
+                       self._place(row, column + at), self.width, *([] if beyond is None else [beyond]),
+                       guard=guard)
+
+    def _place(self, row: int, byte: int) -> Place:
+        nbytes = row * self.rows.row * self.size + byte
+        return self.source.at(nbytes) if nbytes <= MOST_OFFSET else (self.source + nbytes).at()
+
+    def _beyond(self, column: int) -> Value | None:
+        """Whether `column` bytes after this thread's first are beyond the head; None where they cannot be."""
+        nbytes = self.d * self.size
+        if self.tile.row_bytes == nbytes: return None
+        if column not in self.outside: self.outside[column] = self.byte + column >= nbytes
+        return self.outside[column]
+
+    def back(self) -> None:
+        """The tile before in memory comes next."""
+        self.source -= self.tile.rows * self.rows.row * self.size
