@@ -9,7 +9,8 @@ and a new worker goes on with the next. Every finished row is in the result file
 out what the file has for the same commit. A row that would not fit into the minutes left stays "not measured:
 out of time".
 
-Exit code: 0, 1 when a row disagrees, failed, hung or died, 2 when there is nothing to measure on.
+Exit code: 0, 1 when a row disagrees, failed, hung or died, 2 when there is nothing to measure, or nothing to
+measure it on.
 `--emulate` runs the same without a GPU, on small shapes, and claims no times.
 """
 from __future__ import annotations
@@ -211,18 +212,24 @@ def run(options: Options) -> int:
     slug = known["gpu"].lower().replace("nvidia ", "").replace(" ", "-") or "unknown"
     results = Results(options.out or RESULTS / f"gpu_{slug}.json", known)
     chosen = list(PARTS) if options.part == "all" else [options.part]
-    bad = 0
+    bad = found = 0
     for part in map(PARTS.__getitem__, chosen):
         if options.emulate: part = replace(part, limit_s=PATIENCE * part.limit_s)
         try: names = listed(part, options)
         except NotMeasured as why:
             print(f"\n{part.name}: not measured: {why}")
             continue
+        if not names: continue
+        found += len(names)
         todo = [name for name in names if not (options.resume and results.known(part.name, name))]
         for row in measured(part, todo, begun + 60 * options.minutes, results):
             bad += row["status"] in BAD
         rows = results.rows(part.name)
         print(f"\n{part.name}: {part.about}\n{part.shown({name: rows[name] for name in names})}", flush=True)
+    if not found:
+        print(f"nothing was measured{f': no row has {options.only!r} in its name' if options.only else ''}; "
+              "--list shows the parts", file=sys.stderr)
+        return 2
     print(f"\n{time.perf_counter() - begun:.0f} s; written to {results.path}")
     return 1 if bad else 0
 

@@ -25,13 +25,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
-import torch
 from gpu_cases import DEFAULT, Case, Cases, Judged, Memory
 
 from tinygrad_nv.ptx.emulator import Buffer, Emulator, TensorMap
 from tinygrad_nv.ptx.emulator.arguments import pack_argument, triple
 from tinygrad_nv.runtime.driver import TensorMapSpec
+
+try:
+    import pytest
+    import torch
+except ImportError as error: sys.exit(f"{error.name} is not installed, and the tests need it: "
+                                      "pip install -e '.[cpu,test]'")
 
 ROOT = Path(__file__).parents[1]
 MOST, MOST_DRAWN, MOST_BYTES = 24, 200, 16 << 20

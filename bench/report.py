@@ -297,6 +297,7 @@ def main() -> int:
         print(f"{arguments.readme}: not what bench/report.py makes of the results", file=sys.stderr)
         return 1
     arguments.readme.write_text(made)
+    print(f"{arguments.readme}: {'as it was' if made == text else 'written'}")
     return 0
 
 

@@ -184,6 +184,16 @@ def test_rows_by_name(toy: Toy):
     assert list(toy.statuses()) == ["good 2"]
 
 
+def test_nothing_to_measure_is_said_and_nothing_is_written(toy: Toy):
+    done = toy.run("good 1", options=("--only", "best"))
+    assert (done.returncode, toy.out.exists()) == (2, False)
+    assert done.stderr == "nothing was measured: no row has 'best' in its name; --list shows the parts\n"
+    absent = toy.run("good 1", options=("--part", "later"))
+    assert (absent.returncode, toy.out.exists()) == (2, False)
+    assert "later: not measured: no template yet" in absent.stdout
+    assert absent.stderr == "nothing was measured; --list shows the parts\n"
+
+
 # **** contenders ****
 
 class Work:

@@ -359,3 +359,10 @@ def test_ours_runs_in_the_stream_of_torch(monkeypatch: pytest.MonkeyPatch, name:
         assert gemm_contenders.chosen(shape)["predicted_s"] > 0
         del run
         gpu.close()
+
+
+def test_recording_without_pytest_says_what_to_do():
+    code = f"import sys; sys.modules['pytest'] = None; sys.path.insert(0, {str(BENCH)!r}); import gpu_record"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "pytest is not installed, and the tests need it: pip install -e '.[cpu,test]'\n"

@@ -98,7 +98,9 @@ def test_the_command_writes_and_compares(folder: Path, tmp_path: Path):
     readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
     line = [sys.executable, report.__file__, "--results", str(folder), "--readme", str(readme)]
     assert subprocess.run([*line, "--check"], check=False, capture_output=True).returncode == 1
-    assert subprocess.run(line, check=False).returncode == 0
+    for said in ("written", "as it was"):
+        done = subprocess.run(line, check=True, capture_output=True, text=True)
+        assert done.stdout == f"{readme}: {said}\n"
     assert subprocess.run([*line, "--check"], check=False).returncode == 0
     text = readme.read_text()
     assert text.startswith("before\n")
