@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from tinygrad_nv.errors import ScheduleError
 
-Template = Literal["mma", "wgmma", "gemv", "flash_mma", "flash_wgmma"]
+Template = Literal["mma", "wgmma", "gemv", "flash_mma", "flash_wgmma", "decode"]
 Mode = Literal["cooperative", "pingpong"]
 Swizzle = Literal["", "32B", "64B", "128B"]
 

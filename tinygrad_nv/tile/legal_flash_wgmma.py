@@ -1,0 +1,82 @@
+"""What `flash_wgmma` kernels ask of a schedule."""
+from __future__ import annotations
+
+from tinygrad_nv.tile import epilogue
+from tinygrad_nv.tile.attention import AttentionSpec, Rows
+from tinygrad_nv.tile.legality import MOST, SMEM_BYTES
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.templates.flash_wgmma_plan import ROWS, STEP, Plan
+
+MOST_GRID = 65535  # of a grid's y and z
+MOST_COLUMNS = 256
+# registers a thread that ptxas was seen to keep without spilling: scores, their 16-bit form and the result
+MOST_HELD = {1: 216, 2: 216, 3: 136}
+
+
+def problems(schedule: Schedule, spec: AttentionSpec, arch: str) -> list[str]:
+    """Why the template cannot have this schedule; empty when it can."""
+    if arch != "sm_90a": return [f"wgmma needs sm_90a, the target is {arch}"]
+    if schedule.template != "flash_wgmma": return [f"template {schedule.template!r} is not flash_wgmma"]
+    out = [*_operands(spec), *_counts(schedule, spec), *epilogue.problems(spec.score, arch)]
+    if found := _extents(schedule): return out + found
+    return [*out, *_room(Plan.of(spec, schedule))]
+
+
+def _operands(spec: AttentionSpec) -> list[str]:
+    """What TMA asks of strides and beginnings."""
+    out = []
+    sides: tuple[tuple[str, Rows, int], ...] = (("q", spec.q, spec.s_q), ("k", spec.k, spec.s_kv),
+                                                ("v", spec.v, spec.s_kv))
+    for name, rows, count in sides:
+        size = rows.dtype.itemsize
+        strides = [("row", rows.row, count)]
+        strides += [(f"batch[{i}]", rows.batch[i], spec.batch[i]) for i in range(3)]
+        out += [f"{name}: {what} stride {stride * size} B is not a multiple of 16 B: no TMA"
+                for what, stride, extent in strides if extent > 1 and stride * size % 16]
+        if rows.offset * size % 16:
+            out.append(f"{name}: offset {rows.offset * size} B is not a multiple of 16 B: no TMA")
+    return out
+
+
+def _counts(s: Schedule, spec: AttentionSpec) -> list[str]:
+    """Of what is numbered, and of features that other templates have."""
+    batch, heads, group = spec.batch
+    grid = (("heads", heads * group), ("elements of the batch", batch))
+    out = [f"{count} {what} are above {MOST_GRID}, a grid's" for what, count in grid if count > MOST_GRID]
+    far = max(spec.s_q, spec.s_kv, spec.s_q + spec.start) + 2 * (s.block_m + s.block_n)
+    if far > MOST: out.append(f"places up to {far} are above {MOST}")
+    if s.splits > 1 or s.stream or s.cluster_m * s.cluster_n > 1 or s.swap:
+        out.append("splits, stream-K, clusters and swapped operands: CTAs share nothing here")
+    return out
+
+
+def _extents(s: Schedule) -> list[str]:
+    """Warpgroups and the tile."""
+    if s.warps_n != 1 or s.warps_m not in (8, 12, 16):
+        return [f"{s.warps_m * s.warps_n} warps: a producer and 1 to 3 consumers of 4 warps each are 8, 12 "
+                "or 16, along the rows"]
+    out = []
+    if s.mode == "pingpong" and s.consumers < 2:
+        out.append(f"ping-pong with {s.consumers} consumer: {s.warps_m} warps - 4 of the producer, at least "
+                   "8")
+    if s.block_m != ROWS * s.consumers:
+        rows = ROWS * s.consumers
+        out.append(f"block_m={s.block_m} is not {s.consumers} consumers × {ROWS} = {rows} rows")
+    if s.block_n % STEP or not STEP <= s.block_n <= MOST_COLUMNS:
+        out.append(f"block_n={s.block_n} is not a multiple of {STEP} up to {MOST_COLUMNS}: no such wgmma")
+    if not 2 <= s.depth <= 8: out.append(f"{s.depth} stages are not 2 to 8")
+    return out
+
+
+def _room(plan: Plan) -> list[str]:
+    """Shared memory and registers."""
+    out, s, most = [], plan.schedule, SMEM_BYTES["sm_90a"]
+    if plan.smem_bytes > most:
+        staged = f" + {plan.staging_bytes} B of the result" if plan.staging_bytes else ""
+        out.append(f"{plan.q.nbytes} B of queries + {s.depth} stages × ({plan.k.nbytes} B of keys + "
+                   f"{plan.v.nbytes} B of values){staged} + {plan.barrier_bytes} B of barriers = "
+                   f"{plan.smem_bytes} B of shared memory, sm_90a has {most}")
+    if plan.held > (held := MOST_HELD[plan.consumers]):
+        out.append(f"{plan.scores} scores + {plan.scores // 2} pairs of weights + {plan.sums} sums = "
+                   f"{plan.held} registers a thread, at most {held} with {plan.consumers} consumers")
+    return out

@@ -1,0 +1,125 @@
+"""Attention with wgmma and TMA (FlashAttention-3, Shah et al. 2024): one warpgroup loads, the others
+multiply. For sm_90a.
+
+    producer, one thread:                      consumers, 64 rows each:
+        copy of the queries                        wait for the queries
+        for each block of columns, downwards:      for each block of columns, downwards:
+            copy of its keys                           scores of this block, sums of the one before
+            copy of the values of the one before       softmax under those sums
+        copy of the last values                    sums of the last block
+                                                   divide by the total, store
+
+A CTA has `block_m` rows of one head. Blocks of columns that none of its rows see are skipped, only those at
+the edges of the band, or of the keys, are masked (flash_wgmma_blocks.py). With a band blocks of rows are
+taken from the last on, which have the most to do. Query heads of one key head read the same keys.
+
+It is launched early: whoever touches global memory, the thread that loads and the consumers, waits for the
+kernel before once the barriers are made. The kernel after may begin once all CTAs' last copies are on their
+way.
+"""
+from __future__ import annotations
+
+from tinygrad_nv.errors import ScheduleError
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile import legal_flash_wgmma
+from tinygrad_nv.tile.attention import AttentionSpec
+from tinygrad_nv.tile.kernel import AttentionKernel
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.templates.flash_wgmma_blocks import Blocks, Extent
+from tinygrad_nv.tile.templates.flash_wgmma_load import Loads
+from tinygrad_nv.tile.templates.flash_wgmma_multiply import Products
+from tinygrad_nv.tile.templates.flash_wgmma_plan import REGISTERS, ROWS, WARPGROUP, Plan
+from tinygrad_nv.tile.templates.flash_wgmma_score import Scores
+from tinygrad_nv.tile.templates.flash_wgmma_store import Finish
+
+DEFAULT = Schedule().using("flash_wgmma").block(128, 128)
+
+
+def flash_wgmma(spec: AttentionSpec, schedule: Schedule = DEFAULT, arch: str = "sm_90a",
+                sm_count: int = 132) -> AttentionKernel:
+    """The kernel of an attention; it is the same for any number of multiprocessors. Raises `ScheduleError`
+    for an impossible schedule."""
+    if found := legal_flash_wgmma.problems(schedule, spec, arch):
+        raise ScheduleError(f"{schedule} cannot be: " + "; ".join(found), "a schedule without these problems",
+                            "change the tile, the warps or the stages")
+    plan = Plan.of(spec, schedule)
+    k = Kernel("flash_wgmma", arch=arch, threads=schedule.threads, min_ctas=1)
+    writer = _Writer(k, plan)
+    writer.write()
+    return AttentionKernel("flash_wgmma", k.ptx(), plan.grid, schedule.threads, k.dynamic_smem,
+                           maps=(*writer.loads.maps, *writer.finish.maps),
+                           rows_of_cta=schedule.block_m if "s_q" in spec.symbolic else 0, pdl=True)
+
+
+class _Writer:
+    """The kernel as it is written: parameters and shared memory, then the two roles."""
+
+    def __init__(self, k: Kernel, plan: Plan) -> None:
+        self.k, self.plan, spec = k, plan, plan.spec
+        out = k.pointer("out")
+        log_sum = k.pointer("l") if spec.log_sum else None
+        for name in "qkv": k.pointer(name)  # the tensor maps'
+        self.extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
+        self.s_q, self.s_kv, self.start = (self._extent(name) for name in ("s_q", "s_kv", "start"))
+        self.loads = Loads(k, plan, 1 + spec.log_sum)
+        self.finish = Finish(k, plan, out, log_sum, self.loads.q)
+
+    def _extent(self, name: str) -> Extent:
+        """A number, or this launch's."""
+        if name not in self.plan.spec.symbolic: return int(getattr(self.plan.spec, name))
+        return self.k.param(name, "u32").to("s32")
+
+    def write(self) -> None:
+        """The whole kernel."""
+        k, plan = self.k, self.plan
+        with k.comment("one thread makes the barriers, and has the tensor maps fetched"):
+            with k.if_(k.tid.x == 0):
+                for each in (*self.loads.tensor_maps, *self.finish.tensor_maps):
+                    k.emit("prefetch.tensormap", each.at())
+                self.loads.init()
+                k.fence_mbarrier_init()
+            k.sync()
+        self.batch = self._head()
+        number = k.ctaid.x if plan.spec.band.full else k.nctaid.x - 1 - k.ctaid.x
+        self.row = (number * plan.schedule.block_m).to("s32")
+        self.blocks = Blocks(k, plan, self.row, self.s_kv, self.start)
+        producer = k.tid.x >= WARPGROUP * plan.consumers
+        fewer, more = REGISTERS[plan.consumers]
+        with k.if_(producer), k.comment("producer: one thread of the last warpgroup"):
+            if fewer: k.setmaxnreg(fewer, more=False)
+            with k.if_(k.tid.x < WARPGROUP * plan.consumers + 32), k.if_(k.elect()): self.produce()
+        with k.else_(), k.comment("consumers"):
+            if more: k.setmaxnreg(more, more=True)
+            self.consume()
+
+    def _head(self) -> tuple[Value, Value, Value]:
+        """Indices of this CTA's head: batch, key head, query head of the key head."""
+        k, group = self.k, self.plan.spec.batch[2]
+        head = k.ctaid.y // group
+        return k.ctaid.z.to("s32"), head.to("s32"), (k.ctaid.y - head * group).to("s32")
+
+    def produce(self) -> None:
+        """Fills the rings."""
+        k = self.k
+        k.wait_for_previous_grid()
+        with self.blocks.any(): self.loads.produce(self.row, self.batch, self.blocks)
+        k.launch_dependents()
+
+    def consume(self) -> None:
+        """Multiplies and stores."""
+        k, plan = self.k, self.plan
+        # the same in all lanes; ptxas keeps what comes from redux, and all made of it, in uniform registers
+        warp = k.reg("u32")
+        k.emit("redux.sync.min.u32", warp, k.tid.x // 32, -1)
+        consumer = warp >> 2
+        k.wait_for_previous_grid()
+        row = self.row + (warp * 16).to("s32")
+        own = row + (k.special("laneid") >> 2).to("s32")
+        scores = Scores(k, plan.spec.score, self.blocks, own, self.s_q, self.batch, self.extras, self.start)
+        products = Products(k, plan, self.loads, scores, consumer)
+        with self.blocks.any(): products.attend(self.blocks)
+        inverse, logs = products.softmax.finish()
+        self.finish.store(products.out, inverse, logs, row, warp * 16, self.s_q, self.batch)
+
+
+assert ROWS == 4 * 16  # a consumer's rows: 16 of each of its warps

@@ -1,0 +1,71 @@
+"""Which blocks of columns a CTA's rows see, and which of them need no mask.
+
+Protocol: `Blocks` is of the rows from `row` on. Blocks are walked downwards from `end` - 1 to `first`, in at
+most three runs:
+
+    masked      from the last block down to `plain_end`: the band ends in them, or the keys
+    plain       down to `plain_first`: all rows see all of their columns
+    masked      down to `first`: the band begins in them
+
+Extents are numbers or registers (s32); what is known is computed here, not in the kernel.
+"""
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.templates.flash_wgmma_plan import Plan
+
+Extent = Value | int
+
+
+class Blocks:
+    """The blocks of a CTA, and the columns that a row sees."""
+
+    def __init__(self, k: Kernel, plan: Plan, row: Value, s_kv: Extent, start: Extent) -> None:
+        self.k, self.plan, self.s_kv = k, plan, s_kv
+        band, n, m = plan.spec.band, plan.schedule.block_n, plan.schedule.block_m
+        self.at = row + start if not isinstance(start, int) or start else row
+        self.masks_left, self.masks_right = band.first is not None, band.last is not None or plan.ragged
+        end: Extent = s_kv
+        plain_end: Extent = s_kv // n
+        if band.last is not None:
+            end = self._clamped(self.at + (m + band.last), s_kv)
+            plain_end = self._clamped(self.at + (band.last + 1), s_kv) // n
+        first: Extent = 0
+        plain_first: Extent = 0
+        if band.first is not None:
+            first = self._clamped(self.at + band.first) // n
+            plain_first = (self._clamped(self.at + (m - 1 + band.first)) + (n - 1)) // n
+        self.first, self.end = first, (end + (n - 1)) // n
+        self.plain_end, self.plain_first = plain_end, plain_first
+
+    def _clamped(self, column: Value, most: Extent | None = None) -> Value:
+        """At least 0, at most `most`."""
+        made = self.k.reg("s32")
+        self.k.emit("max.s32", made, column, 0)
+        if most is not None: self.k.emit("min.s32", made, made, most)
+        return made
+
+    @property
+    def masked(self) -> bool:
+        """Whether any block may need a mask."""
+        return self.masks_left or self.masks_right
+
+    def any(self) -> AbstractContextManager[None]:
+        """What is written inside is for CTAs that have blocks."""
+        if isinstance(self.end, int) and isinstance(self.first, int): return nullcontext()
+        return self.k.if_(self.k.reg("s32", self.end) > self.first)
+
+    def runs(self) -> list[tuple[Extent, bool]]:
+        """After the last block: the block with which each run ends, and whether it is masked."""
+        made: list[tuple[Extent, bool]] = []
+        if self.plan.spec.band.last is not None:
+            end = self.plain_end
+            if self.masks_left:
+                end = self.k.reg("s32")
+                self.k.emit("max.s32", end, self.plain_end, self.first)
+            made.append((end, True))
+        made.append((self.plain_first, False))
+        if self.masks_left: made.append((self.first, True))
+        return made

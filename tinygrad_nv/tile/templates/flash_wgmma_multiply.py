@@ -1,0 +1,121 @@
+"""A consumer warpgroup: 64 rows against block after block of columns.
+
+Protocol: with S the scores, P their weights in 16 bits, O the result so far,
+
+    S = Q K₀ᵀ;  P = softmax of S
+    for each further block j:
+        issue S = Q Kⱼᵀ
+        issue O += P Vⱼ₋₁
+        wait for S, give Kⱼ back
+        softmax of S, while the tensor core is at O
+        wait for O, give Vⱼ₋₁ back
+        O ×= the factor of what came before;  P = S in 16 bits
+    O += P V of the last block
+
+The fragment of S in 16 bits is the fragment of a left operand in registers: registers 8c … 8c + 7 are the
+four of wgmma c.
+"""
+from __future__ import annotations
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.lanes import HALVES
+from tinygrad_nv.tile.templates.flash_wgmma_blocks import Blocks
+from tinygrad_nv.tile.templates.flash_wgmma_load import Loads
+from tinygrad_nv.tile.templates.flash_wgmma_plan import ROWS, STEP, Plan
+from tinygrad_nv.tile.templates.flash_wgmma_score import Scores
+from tinygrad_nv.tile.templates.flash_wgmma_softmax import Softmax
+from tinygrad_nv.tile.templates.wgmma_multiply import Descriptors
+
+
+class Products:
+    """One consumer's main loop; `consumer` is its number, the same in all its lanes."""
+
+    def __init__(self, k: Kernel, plan: Plan, loads: Loads, scores: Scores, consumer: Value) -> None:
+        self.k, self.plan, self.loads, self.scores, self.consumer = k, plan, loads, scores, consumer
+        self.q = Descriptors.of(k, plan.q, loads.q.address() + consumer * plan.q.at_mn(ROWS))
+        self.keys = Descriptors.of(k, plan.k, loads.keys.address())
+        self.values = Descriptors.of(k, plan.v, loads.values.address())
+        self.at_k, self.at_v = loads.k_ring.cursor(), loads.v_ring.cursor()
+        self.doors_k, self.doors_v = loads.k_ring.doors(), loads.v_ring.doors()
+        self.mine = k.special("laneid") == 0
+        self.s = k.regs("f32", plan.scores)
+        self.p = k.regs("b32", plan.scores // 2)
+        self.out = k.regs("f32", plan.sums, 0.0)
+        self.softmax = Softmax(k, scores.scale)
+
+    def attend(self, blocks: Blocks) -> None:
+        """All blocks, of which there is at least one."""
+        k, n = self.k, self.plan.schedule.block_n
+        block = k.reg("s32", blocks.end - 1)
+        self._first(block * n, blocks.masked)
+        for end, masked in blocks.runs():
+            with k.loop(0, block - end):
+                block -= 1
+                self._further(block * n, masked)
+        self._last()
+
+    def _first(self, column: Value, masked: bool) -> None:
+        k, loads = self.k, self.loads
+        k.mbarrier_wait(loads.q_full[0], 0)
+        loads.k_ring.wait(self.at_k)
+        self._issue_scores()
+        k.wgmma_wait(0)
+        self._give_back_keys()
+        self._absorb(column, masked)
+        self._pack()
+
+    def _further(self, column: Value, masked: bool) -> None:
+        k, loads = self.k, self.loads
+        loads.k_ring.wait(self.at_k)
+        self._issue_scores()
+        loads.v_ring.wait(self.at_v)
+        self._issue_sums()
+        k.wgmma_wait(1)
+        self._give_back_keys()
+        factors = self._absorb(column, masked)
+        k.wgmma_wait(0)
+        self._give_back_values()
+        for i, each in enumerate(self.out): each *= factors[i >> 1 & 1]
+        self._pack()
+
+    def _last(self) -> None:
+        self.loads.v_ring.wait(self.at_v)
+        self._issue_sums()
+        self.k.wgmma_wait(0)
+
+    def _absorb(self, column: Value, masked: bool) -> list[Value]:
+        self.scores.finish(self.s, column, masked)
+        return self.softmax.absorb(self.s)
+
+    def _pack(self) -> None:
+        kind = HALVES[self.plan.spec.v.dtype]
+        for i, each in enumerate(self.p):
+            self.k.emit(f"cvt.rn.{kind}x2.f32", each, self.s[2 * i + 1], self.s[2 * i])
+
+    def _issue_scores(self) -> None:
+        k, plan = self.k, self.plan
+        k.wgmma_fence()
+        low = self.keys.stage(self.at_k.stage)
+        for step in range(plan.q.k // STEP):
+            k.wgmma(f"m64n{plan.schedule.block_n}k16", f"f32.{plan.kind}.{plan.kind}", self.s,
+                    self.q.at(self.q.base, plan.q.at_step(step)), self.keys.at(low, plan.k.at_step(step)),
+                    step > 0)
+        k.wgmma_commit()
+
+    def _issue_sums(self) -> None:
+        k, plan = self.k, self.plan
+        k.wgmma_fence()
+        low = self.values.stage(self.at_v.stage)
+        for step in range(plan.schedule.block_n // STEP):
+            k.wgmma(f"m64n{plan.v.mn}k16", f"f32.{plan.kind}.{plan.kind}", self.out,
+                    self.p[4 * step:4 * step + 4], self.values.at(low, plan.v.at_step(step)),
+                    trans=(False, True))
+        k.wgmma_commit()
+
+    def _give_back_keys(self) -> None:
+        self.loads.k_ring.release(self.doors_k, self.at_k.stage, self.mine)
+        self.at_k.advance()
+
+    def _give_back_values(self) -> None:
+        self.loads.v_ring.release(self.doors_v, self.at_v.stage, self.mine)
+        self.at_v.advance()

@@ -1,0 +1,133 @@
+"""What follows from a spec and a schedule of `flash_wgmma`: tiles, instructions, bytes. Numbers only.
+
+Protocol: `Plan.of` computes, and refuses nothing. Both legal_flash_wgmma.py and the kernel take their
+arithmetic from here. Heads are padded to whole wgmmas, 16 elements; TMA brings zeros for what is not there
+and stores nothing of it.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinygrad_nv.tile.attention import AttentionSpec, Rows
+from tinygrad_nv.tile.expression import short
+from tinygrad_nv.tile.kernel import MapArgument
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.templates.wgmma_tiles import OperandTile, natural_span
+
+WARPGROUP = 128      # threads
+ROWS = 64            # of a consumer: those of a wgmma
+STEP = 16            # of the sum, of a wgmma of 16-bit elements
+# registers a thread of the producer and of a consumer, by the number of consumers: together at most 512 for
+# the warpgroups' 65536 / 128; one consumer keeps what the compiler gives it
+REGISTERS = {1: (0, 0), 2: (24, 240), 3: (32, 160)}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An attention by a schedule. `q`, `k`, `v` are tiles in shared memory, `out` that of a result which goes
+    by TMA."""
+    spec: AttentionSpec
+    schedule: Schedule
+    q: OperandTile
+    k: OperandTile
+    v: OperandTile
+    out: OperandTile | None
+
+    @staticmethod
+    def of(spec: AttentionSpec, schedule: Schedule) -> Plan:
+        """The plan."""
+        dtype, d, d_v = spec.q.dtype, padded(spec.d), padded(spec.d_v)
+        span, span_v = natural_span(d * 2), natural_span(d_v * 2)
+        q = OperandTile(dtype, "K", schedule.block_m, d, span)
+        k = OperandTile(dtype, "K", schedule.block_n, d, span)
+        v = OperandTile(dtype, "MN", d_v, schedule.block_n, span_v)
+        whole = spec.out.dtype.itemsize == 2 and spec.out.aligned_bytes == 16
+        out = OperandTile(spec.out.dtype, "K", schedule.block_m, d_v, span_v) if whole else None
+        return Plan(spec, schedule, q, k, v, out)
+
+    @property
+    def consumers(self) -> int: return self.schedule.consumers
+
+    @property
+    def pingpong(self) -> bool: return self.schedule.mode == "pingpong" and self.consumers > 1
+
+    @property
+    def overlaid(self) -> bool:
+        """Whether a consumer's result has room where its queries were: columns of the same rows."""
+        return self.out is not None and self.out.span == self.q.span and self.out.columns <= self.q.columns
+
+    @property
+    def staging_bytes(self) -> int:
+        """Shared memory for the result alone."""
+        return 0 if self.out is None or self.overlaid else self.out.nbytes
+
+    @property
+    def barrier_bytes(self) -> int:
+        """A full and an empty one for each stage of keys and of values, and that of the queries."""
+        return 8 * (4 * self.schedule.depth + 1)
+
+    @property
+    def smem_bytes(self) -> int:
+        """All of shared memory; tiles begin at multiples of 1024."""
+        tiles = (self.q.nbytes, self.k.nbytes * self.schedule.depth, self.v.nbytes * self.schedule.depth,
+                 self.staging_bytes)
+        return sum(-(-nbytes // 1024) * 1024 for nbytes in tiles) + self.barrier_bytes
+
+    @property
+    def scores(self) -> int:
+        """Scores of a block that a thread holds."""
+        return self.schedule.block_n // 2
+
+    @property
+    def sums(self) -> int:
+        """Elements of the result that a thread holds."""
+        return self.v.mn // 2
+
+    @property
+    def held(self) -> int:
+        """Registers of the three: scores of the next block, those of this one in 16 bits, the result."""
+        return self.scores + self.scores // 2 + self.sums
+
+    @property
+    def kind(self) -> str:
+        """The operands' dtype as PTX has it."""
+        return short(self.spec.q.dtype)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the last block of columns may reach beyond the keys."""
+        return "s_kv" in self.spec.symbolic or self.spec.s_kv % self.schedule.block_n != 0
+
+    @property
+    def blocks_of_rows(self) -> int:
+        """CTAs along the rows, at most."""
+        return -(-self.spec.s_q // self.schedule.block_m)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Blocks of rows, heads, batch."""
+        batch, heads, group = self.spec.batch
+        return self.blocks_of_rows, heads * group, batch
+
+
+def padded(d: int) -> int:
+    """A head in whole wgmmas."""
+    return -(-d // STEP) * STEP
+
+
+def walked(rows: Rows, batch: tuple[int, int, int]) -> tuple[int, ...]:
+    """The dimensions of the batch that a map has, innermost first: those that the matrix differs along."""
+    return tuple(i for i in (2, 1, 0) if rows.batch[i] and batch[i] > 1)
+
+
+def map_argument(plan: Plan, rows: Rows, pointer: int, count: int, d: int, tile: OperandTile, box: int,
+                 symbol: str) -> MapArgument:
+    """The tensor map of a matrix of `count` rows (the extent `symbol`): boxes of `box` rows."""
+    spec, axes = plan.spec, walked(rows, plan.spec.batch)
+    size = rows.dtype.itemsize
+    pitch = rows.row * size if count > 1 else -(-d * size // 16) * 16  # of one row never used, but needed
+    symbolic = symbol in spec.symbolic
+    return MapArgument(pointer, short(rows.dtype), (d, count, *(spec.batch[i] for i in axes)),
+                       (pitch, *(rows.batch[i] * size for i in axes)), (tile.inner, box, *(1 for _ in axes)),
+                       f"{tile.span}B", rows.offset * size, 1 if symbolic else -1,
+                       spec.symbolic.index(symbol) if symbolic else -1)
