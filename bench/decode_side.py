@@ -4,9 +4,10 @@
 
 Protocol: the first line of standard output says what the step gives: {"logits": {name: […]}} of the first
 sequence, some of them, and {"notes": {name: why it is not there}}. Then each line of standard input, a
-number of steps, is answered by {"seconds": {name: seconds of one step}}. A step takes a token of each
-sequence at position CONTEXT, appends to the cache, gives logits and the greedy next token, which the next
-step takes; the position stays, so that every step does the same work.
+number of steps, is answered by {"seconds": {name: of one step}, "joules": {name: of one step}}; joules are of
+the whole board, None where NVML does not tell. A step takes a token of each sequence at position CONTEXT,
+appends to the cache, gives logits and the greedy next token, which the next step takes; the position stays, so
+that every step does the same work.
 
 `tinygrad` is models/llama.py, with tinygrad_nv or, with NV=0, without. `torch` is the same network in torch:
 "torch" replays a CUDA graph of eager kernels, "torch.compile" one of compiled ones.
@@ -20,10 +21,13 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from measure import end_with_parent
 from tinygrad_nv.models.config import ModelConfig, parse_config
+
+from tinygrad_nv.runtime.telemetry import Telemetry
 
 FACTOR, STRIDE, SCALE = 2654435761, 7919, 0.05
 SHOWN = 32      # logits that are compared
@@ -176,13 +180,21 @@ def main() -> None:
     steps, said = made(parse_config(json.loads(raw)), int(batch), int(context), device)
     for run in steps.values(): run(3)
     print(json.dumps(said), flush=True)
+    gpu = Telemetry(0) if device.lower().startswith("cuda") else None
     for line in sys.stdin:
-        seconds = {}
-        for name, run in steps.items():
-            begun = time.perf_counter()
-            run(int(line))
-            seconds[name] = (time.perf_counter() - begun) / int(line)
-        print(json.dumps({"seconds": seconds}), flush=True)
+        found = {name: measured(run, int(line), gpu) for name, run in steps.items()}
+        print(json.dumps({"seconds": {name: seconds for name, (seconds, _) in found.items()},
+                          "joules": {name: joules for name, (_, joules) in found.items()}}), flush=True)
+
+
+def measured(run: Callable[[int], None], count: int, gpu: Telemetry | None) -> tuple[float, float | None]:
+    """Seconds and joules of a step, of `count` in a row."""
+    with gpu.sampled() if gpu is not None else nullcontext() as samples:
+        begun = time.perf_counter()
+        run(count)
+        seconds = time.perf_counter() - begun
+    joules = samples.joules if samples is not None else None
+    return seconds / count, None if joules is None else joules / count
 
 
 if __name__ == "__main__": main()

@@ -16,12 +16,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from gpu_parts import LEAST_BURSTS, Column, Measure, NotMeasured, Options, Part, Row, Timings, register
+from measure import table
 from tinygrad_nv.models.config import ModelConfig, parse_config
 
 from tinygrad_nv.runtime.telemetry import Telemetry
@@ -104,11 +107,12 @@ class Side:
                 raise NotMeasured("; ".join(words[-LAST_WORDS:])[-400:] or "its process ended without a word")
             if line.startswith("{"): return dict(json.loads(line))
 
-    def steps(self, count: int, limit_s: float = 60.0) -> dict[str, float]:
-        """Seconds of a step, by name."""
+    def steps(self, count: int, limit_s: float = 60.0) -> tuple[dict[str, float], dict[str, float | None]]:
+        """Seconds and joules of a step, by name."""
         assert self.process.stdin is not None
         print(count, file=self.process.stdin, flush=True)
-        return dict(self.answer(limit_s)["seconds"])
+        said = self.answer(limit_s)
+        return dict(said["seconds"]), dict(said["joules"])
 
     def end(self) -> None:
         """Of the process."""
@@ -164,17 +168,28 @@ def _status(wrong: str, right: str) -> Row:
 
 def in_turns(sides: dict[str, Side], budget_s: float) -> Row:
     """Some steps of each side, until time is up."""
-    counts = {who: max(1, round(TURN_S / max(side.steps(3).values()))) for who, side in sides.items()}
-    seconds: dict[str, list[float]] = {}
+    counts = {who: max(1, round(TURN_S / max(side.steps(3)[0].values()))) for who, side in sides.items()}
+    seconds, joules = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     begun = time.perf_counter()
     with Telemetry(0).sampled() as samples:
         turns = 0
         while turns < LEAST_BURSTS or time.perf_counter() - begun < budget_s:
             for who, side in sides.items():
-                for name, found in side.steps(counts[who]).items():
-                    seconds.setdefault(who if name == "tinygrad" else name, []).append(float(f"{found:.5g}"))
+                took, energy = side.steps(counts[who])
+                for name, found in took.items():
+                    mine = who if name == "tinygrad" else name
+                    seconds[mine].append(float(f"{found:.5g}"))
+                    if (each := energy[name]) is not None: joules[mine].append(float(f"{each:.5g}"))
             turns += 1
-    return {"seconds": seconds, "count": counts, "telemetry": samples.record()}
+    return {"seconds": seconds, "joules": joules, "count": counts, "telemetry": samples.record()}
+
+
+def per_joule(rows: Mapping[str, Row]) -> str:
+    """The table of tokens for each joule of the board; "" where no joules were read."""
+    known = {name: row for name, row in rows.items() if row.get("joules")}
+    lines = [[name, *(f"{row['work'] / mean(done):.3g}" if (done := row["joules"].get(who)) else "-"
+                      for who in NAMES)] for name, row in known.items()]
+    return "\n\n" + table(["tokens/J", *NAMES], lines) if lines else ""
 
 
 def emulated(decode: Decode, options: Options) -> Row:
@@ -202,5 +217,6 @@ def opened(options: Options) -> Measure:
 
 register(Part("decode", "whole decode steps, bfloat16, weights by a formula",
               lambda options: [each.name for each in decodes()], opened,
-              lambda rows: Timings(Column("tokens/s", scale=1.0), names=NAMES).shown("decode", rows),
+              lambda rows: Timings(Column("tokens/s", scale=1.0), names=NAMES).shown("decode", rows)
+              + per_joule(rows),
               expected_s=60.0, limit_s=420.0))

@@ -26,9 +26,29 @@ def test_a_step_on_the_emulated_device_gives_the_logits_of_torch(batch: int):
 def test_sides_answer_with_seconds_of_a_step_and_give_the_same_work_each_time():
     side = Side("torch", TINY, 1, 5, "cpu")
     assert list(side.answer(100)["logits"]) == ["torch"]
-    found = [side.steps(2)["torch"] for _ in range(3)]
+    found = [side.steps(2) for _ in range(3)]
     side.end()
-    assert all(0 < seconds < 5 for seconds in found)
+    assert all(0 < seconds["torch"] < 5 for seconds, _ in found)
+    assert all(joules == {"torch": None} for _, joules in found)  # no GPU, no joules
+
+
+class Metered:
+    """A side that says what it took."""
+
+    def __init__(self, name: str, seconds: float, joules: float | None) -> None:
+        self.took = {name: seconds}, {name: joules}
+
+    def steps(self, count: int) -> tuple[dict[str, float], dict[str, float | None]]: return self.took
+
+
+def test_tokens_for_each_joule():
+    row = gpu_decode.in_turns({"ours": Metered("tinygrad", 0.01, 4.0), "torch": Metered("torch", 0.02, 8.0),
+                               "tinygrad": Metered("tinygrad", 0.1, None)}, 0.0)
+    assert row["joules"] == {"ours": [4.0] * len(row["seconds"]["ours"]),
+                             "torch": [8.0] * len(row["seconds"]["torch"])}
+    shown = gpu_decode.per_joule({"a step": {"work": 8, **row}, "another": {"why": "no time"}})
+    assert shown.split("\n")[-1].split() == ["a", "step", "2", "1", "-", "-"]
+    assert gpu_decode.per_joule({"another": {"why": "no time"}}) == ""
 
 
 def test_a_side_that_fails_says_its_last_words():
