@@ -6,8 +6,8 @@ Protocol: the first line of standard output says what the step gives: {"logits":
 sequence, some of them, and {"notes": {name: why it is not there}}. Then each line of standard input, a
 number of steps, is answered by {"seconds": {name: of one step}, "joules": {name: of one step}}; joules are of
 the whole board, None where NVML does not tell. A step takes a token of each sequence at position CONTEXT,
-appends to the cache, gives logits and the greedy next token, which the next step takes; the position stays, so
-that every step does the same work.
+appends to the cache, gives logits and the greedy next token, which the next step takes; the position stays,
+so that every step does the same work.
 
 `tinygrad` is models/llama.py, with tinygrad_nv or, with NV=0, without. `torch` is the same network in torch:
 "torch" replays a CUDA graph of eager kernels, "torch.compile" one of compiled ones.
