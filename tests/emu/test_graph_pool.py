@@ -223,17 +223,17 @@ def test_variables_are_extents(hopper: NVDevice):
 
 
 def test_results_of_every_kind(hopper: NVDevice):
-    """Inputs, state, views, one Tensor twice: each result has memory of its own."""
+    """Inputs, state, views, one Tensor twice, constants: each result has memory of its own."""
     state = Tensor(np.arange(4, dtype=np.float32).reshape(2, 2), device=hopper.device).realize()
     def step(x: Tensor) -> tuple[Tensor, ...]:
         y = (x + 1).contiguous()
-        return x, state, y, y, y[:, :1], y.permute(0, 1)
+        return x, state, y, y, y[:, :1], y.permute(0, 1), Tensor.arange(2)
     pool = GraphPool(step, {"x": Input((2,), dtypes.float32)}, (2,), hopper.device)
     for k in range(3):
         x = np.full((2, 2), k, np.float32)
         found = [out.numpy() for out in pool(x=x)]
-        for out, wanted in zip(found, (x, state.numpy(), x + 1, x + 1, (x + 1)[:, :1], x + 1), strict=True):
-            np.testing.assert_array_equal(out, wanted)
+        wanted = (x, state.numpy(), x + 1, x + 1, (x + 1)[:, :1], x + 1, np.arange(2))
+        for out, each in zip(found, wanted, strict=True): np.testing.assert_array_equal(out, each)
     with pytest.raises(AssertionError): np.testing.assert_array_equal(found[0], x + 5)
 
 

@@ -93,10 +93,22 @@ def test_a_pool_inside_a_tinyjit():
     np.testing.assert_array_equal(pool(x=X, lengths=LENGTHS + 2).numpy(), X * 2)
 
 
-def test_a_tinyjit_inside_a_pool():
+def test_extents_that_a_variable_has_are_named():
+    pool = pool_of(lambda x, lengths, n: x.reshape(-1, 4, 1).expand(x.shape[0], 4, n + 1))
+    with refused(r"something of shape \(4, 4, \(n\+1\)\) for a batch of 4"):
+        pool(x=X, lengths=LENGTHS, n=N.bind(1))
+
+
+def test_a_variable_that_the_step_binds():
+    with refused("the step binds Variable n itself", "given in every call", r"pool\(…, n=Variable"):
+        pool_of(lambda x, lengths: x + N.bind(1))(x=X, lengths=LENGTHS)
+
+
+@pytest.mark.parametrize(("calls", "does"), [(1, "captures"), (2, "replays")])
+def test_a_tinyjit_inside_a_pool(calls: int, does: str):
     inner = TinyJit(lambda x: (x + 1).realize())
-    for _ in range(2): inner(Tensor(np.zeros((4, 4), np.float32)).realize())
-    with refused("replays a TinyJit while it is captured", "the pool captures the whole step"):
+    for _ in range(calls): inner(Tensor(np.zeros((4, 4), np.float32)).realize())
+    with refused(f"{does} a TinyJit while it is captured", "the pool captures the whole step"):
         pool_of(lambda x, lengths: inner(x) * 2)(x=X, lengths=LENGTHS)
 
 

@@ -171,10 +171,16 @@ def collect(step: Callable[..., Returned], size: int, inputs: Mapping[str, Tenso
     try:
         with restoring():
             with _capturing(schedules):
-                returned, results = run(step, size, inputs, variables, device, known)
-            if GlobalCounters.kernel_count != ran:
-                raise GraphError("a step replays a TinyJit while it is captured", "a step of plain tinygrad",
-                                 "take the TinyJit off: the pool captures the whole step")
+                try: returned, results = run(step, size, inputs, variables, device, known)
+                except RuntimeError as error:
+                    if "TinyJit inside another TinyJit" in str(error): raise _jitted("captures") from error
+                    raise
+            if GlobalCounters.kernel_count != ran: raise _jitted("replays")
+            bound = {variable.unbind()[0].expr for variable in variables.values()}
+            if own := sorted(schedules.values.keys() - bound):
+                raise GraphError(f"the step binds Variable {own[0]} itself",
+                                 "Variables that are given in every call: a replay may need another value",
+                                 f"pool(…, {own[0]}=Variable(…).bind(…)), and an argument of the step")
             linear = _compiled(schedules.joined())
             if not linear.src: raise GraphError("a step that computes nothing", "at least one kernel")
     except BaseException:
@@ -184,6 +190,11 @@ def collect(step: Callable[..., Returned], size: int, inputs: Mapping[str, Tenso
                 _computed(_compiled(schedules.joined()), kept, known, given)
         raise
     return Collected(linear, schedules.values, results, known, given, device), returned
+
+
+def _jitted(does: str) -> GraphError:
+    return GraphError(f"a step {does} a TinyJit while it is captured", "a step of plain tinygrad",
+                      "take the TinyJit off: the pool captures the whole step")
 
 
 def _compiled(linear: UOp) -> UOp: return realize.compile_linear(linear, beam=getenv("JITBEAM", BEAM.value))
@@ -216,7 +227,7 @@ def run(step: Callable[..., Returned], size: int, inputs: Mapping[str, Tensor], 
     not of `known`, which was there before, nor of another result."""
     before = [ref for ref, _ in _live()]
     returned = step(**{name: Tensor(tensor.uop) for name, tensor in inputs.items()}, **variables)
-    items = named(returned)
+    items = [(name, _placed(tensor, device)) for name, tensor in named(returned)]
     for name, tensor in items: _check(name, tensor, size, device)
     Tensor.realize(*(tensor for _, tensor in items))
     realize_assigned(tensor for ref in before if (tensor := ref()) is not None)
@@ -264,10 +275,18 @@ def _owned(items: Sequence[tuple[str, Tensor]], known: set[UOp]) -> Iterator[tup
         yield name, tensor
 
 
+def _placed(tensor: Tensor, device: str) -> Tensor:
+    """A Tensor on a device, if it is of no device: `Tensor.arange` and constants are not."""
+    if tensor.device is not None or not all(isinstance(extent, int) for extent in tensor.shape): return tensor
+    return Tensor.empty(*tensor.shape, dtype=tensor.dtype, device=device).assign(tensor)
+
+
 def _check(name: str, tensor: Tensor, size: int, device: str) -> None:
     shape = tuple(tensor.shape)
     if not shape or shape[0] != size or not all(isinstance(extent, int) and extent for extent in shape):
-        raise GraphError(f"the step returns {_output(name)} of shape {shape} for a batch of {size}",
+        told = ", ".join(str(extent) if isinstance(extent, int) else extent.unbind_all()[0].render()
+                         for extent in shape)
+        raise GraphError(f"the step returns {_output(name)} of shape ({told}) for a batch of {size}",
                          f"a row for each of the batch: ({size}, …), extents known and not 0",
                          "reduce over rows outside the step: padding would be in the sum")
     if tensor.device != device:
