@@ -46,6 +46,7 @@ def numbers(gpu: CUDADriver) -> Numbers: return Numbers(gpu)
 
 def test_an_event_orders_two_streams(numbers: Numbers):
     gpu, first, second = numbers.gpu, numbers.gpu.stream(), numbers.gpu.stream()
+    gpu.synchronize()  # the numbers came by stream 0
     for i in range(200):
         gpu.submit(numbers.add(1), first)
         gpu.record(event := gpu.event(), first)
@@ -98,6 +99,52 @@ def test_a_window_changes_no_answer(numbers: Numbers):
                       window=window))
     gpu.set_persisting_l2(0)
     assert (numbers.read() == np.arange(N) + 3).all()
+
+
+# lets the next kernel begin at once, and is slow between its wait and its addition
+SLOW = """.version 7.8
+.target sm_90
+.address_size 64
+.visible .entry slow(.param .u64 p, .param .u32 value)
+{
+.reg .u64 %a<4>;
+.reg .u32 %r<6>;
+.reg .pred %q;
+griddepcontrol.launch_dependents;
+ld.param.u64 %a1, [p];
+ld.param.u32 %r1, [value];
+mov.u32 %r2, %tid.x;
+mul.wide.u32 %a2, %r2, 4;
+add.u64 %a3, %a1, %a2;
+griddepcontrol.wait;
+mov.u32 %r4, 0;
+again:
+add.u32 %r4, %r4, 1;
+ld.volatile.global.u32 %r3, [%a3];
+setp.lt.u32 %q, %r4, 50;
+@%q bra again;
+add.u32 %r3, %r3, %r1;
+st.global.u32 [%a3], %r3;
+ret;
+}
+"""
+
+
+@pytest.mark.parametrize("how", ["stream", "graph"])
+def test_kernels_that_begin_early_wait_for_each_other(numbers: Numbers, how: str):
+    """Each adds to what the one before has written, which is on its way while they begin."""
+    gpu = numbers.gpu
+    if gpu.properties.arch != "sm_90a": pytest.skip("programmatic launches need sm_90")
+    slow, count = gpu.load(SLOW.encode()).function("slow"), 100
+    works = [Launch(slow, (1, 1, 1), (N, 1, 1), (pointer(numbers.address), integer(i)), pdl=True)
+             for i in range(count)]
+    if how == "stream":
+        for work in works: gpu.submit(work)
+    else:
+        graph, after = gpu.graph(), []
+        for work in works: after = [graph.add(work, after)]
+        graph.instantiate().launch()
+    assert (numbers.read() == np.arange(N) + count * (count - 1) // 2).all()
 
 
 def test_memory_of_a_peer():
