@@ -160,6 +160,12 @@ def test_ties_at_the_threshold_are_all_kept():
     assert kept.tolist() == [False, True, True, True, False]
 
 
+def test_a_threshold_is_found_where_the_keys_are():
+    keys = Tensor(np.arange(40, dtype=np.uint32), device="PYTHON")
+    found = threshold(keys, Tensor.ones_like(keys).cast(dtypes.float32), Tensor([3.0], device="PYTHON"))
+    assert (found.device, found.item()) == ("PYTHON", 37)
+
+
 def test_a_nucleus_takes_few_kernels():
     keys, weights = Tensor.empty(128_256, dtype=dtypes.uint32), Tensor.empty(128_256)
     assert len(tinygrad_nv.explain(threshold(keys, weights, Tensor.empty(1))).kernels) <= 20

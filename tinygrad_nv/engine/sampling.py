@@ -166,7 +166,7 @@ def threshold(keys: Tensor, weights: Tensor, target: Tensor) -> Tensor:
     keys, weights = (x.pad((0, rows * LANES - int(x.shape[0]))).reshape(LANES, rows, 1).contiguous()
                      for x in (keys, weights))
     digits = Tensor.arange(16, dtype=dtypes.uint32)
-    found = Tensor.zeros(1, dtype=dtypes.uint32)
+    found = Tensor.zeros(1, dtype=dtypes.uint32, device=keys.device)
     for shift in range(28, -4, -4):
         mass = (keys >= found + digits * (1 << shift)).where(weights, 0).sum(1).contiguous().sum(0)
         # mass falls with the digit, so the count of digits that reach the target is the digit sought, plus
