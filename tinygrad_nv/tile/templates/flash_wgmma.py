@@ -23,13 +23,13 @@ from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile import legal_flash_wgmma
 from tinygrad_nv.tile.attention import AttentionSpec
+from tinygrad_nv.tile.flash_score import Extents, Scores
 from tinygrad_nv.tile.kernel import AttentionKernel
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.templates.flash_wgmma_blocks import Blocks, Extent
+from tinygrad_nv.tile.templates.flash_wgmma_blocks import Blocks
 from tinygrad_nv.tile.templates.flash_wgmma_load import Loads
 from tinygrad_nv.tile.templates.flash_wgmma_multiply import Products
 from tinygrad_nv.tile.templates.flash_wgmma_plan import REGISTERS, ROWS, WARPGROUP, Plan
-from tinygrad_nv.tile.templates.flash_wgmma_score import Scores
 from tinygrad_nv.tile.templates.flash_wgmma_store import Finish
 
 DEFAULT = Schedule().using("flash_wgmma").block(128, 128)
@@ -60,14 +60,9 @@ class _Writer:
         log_sum = k.pointer("l") if spec.log_sum else None
         for name in "qkv": k.pointer(name)  # the tensor maps'
         self.extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
-        self.s_q, self.s_kv, self.start = (self._extent(name) for name in ("s_q", "s_kv", "start"))
+        self.extents = Extents.declared(k, spec)
         self.loads = Loads(k, plan, 1 + spec.log_sum)
         self.finish = Finish(k, plan, out, log_sum, self.loads.q)
-
-    def _extent(self, name: str) -> Extent:
-        """A number, or this launch's."""
-        if name not in self.plan.spec.symbolic: return int(getattr(self.plan.spec, name))
-        return self.k.param(name, "u32").to("s32")
 
     def write(self) -> None:
         """The whole kernel."""
@@ -81,8 +76,8 @@ class _Writer:
             k.sync()
         self.batch = self._head()
         number = k.ctaid.x if plan.spec.band.full else k.nctaid.x - 1 - k.ctaid.x
-        self.row = (number * plan.schedule.block_m).to("s32")
-        self.blocks = Blocks(k, plan, self.row, self.s_kv, self.start)
+        self.row = number * plan.schedule.block_m
+        self.blocks = Blocks(k, plan, self.row.to("s32"), self.extents)
         producer = k.tid.x >= WARPGROUP * plan.consumers
         fewer, more = REGISTERS[plan.consumers]
         with k.if_(producer), k.comment("producer: one thread of the last warpgroup"):
@@ -96,7 +91,7 @@ class _Writer:
         """Indices of this CTA's head: batch, key head, query head of the key head."""
         k, group = self.k, self.plan.spec.batch[2]
         head = k.ctaid.y // group
-        return k.ctaid.z.to("s32"), head.to("s32"), (k.ctaid.y - head * group).to("s32")
+        return k.ctaid.z, head, k.ctaid.y - head * group
 
     def produce(self) -> None:
         """Fills the rings."""
@@ -113,13 +108,13 @@ class _Writer:
         k.emit("redux.sync.min.u32", warp, k.tid.x // 32, -1)
         consumer = warp >> 2
         k.wait_for_previous_grid()
-        row = self.row + (warp * 16).to("s32")
-        own = row + (k.special("laneid") >> 2).to("s32")
-        scores = Scores(k, plan.spec.score, self.blocks, own, self.s_q, self.batch, self.extras, self.start)
+        row = self.row + warp * 16
+        scores = Scores(k, plan.spec, self.extents, self.extras, self.batch, row, plan.schedule.block_m,
+                        plan.schedule.block_n)
         products = Products(k, plan, self.loads, scores, consumer)
         with self.blocks.any(): products.attend(self.blocks)
         inverse, logs = products.softmax.finish()
-        self.finish.store(products.out, inverse, logs, row, warp * 16, self.s_q, self.batch)
+        self.finish.store(products.out, inverse, logs, row, warp * 16, self.extents.s_q, self.batch)
 
 
 assert ROWS == 4 * 16  # a consumer's rows: 16 of each of its warps

@@ -14,18 +14,21 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.flash_score import Extents
 from tinygrad_nv.tile.templates.flash_wgmma_plan import Plan
 
 Extent = Value | int
 
 
 class Blocks:
-    """The blocks of a CTA, and the columns that a row sees."""
+    """The blocks of a CTA, downwards."""
 
-    def __init__(self, k: Kernel, plan: Plan, row: Value, s_kv: Extent, start: Extent) -> None:
-        self.k, self.plan, self.s_kv = k, plan, s_kv
+    def __init__(self, k: Kernel, plan: Plan, row: Value, extents: Extents) -> None:
+        self.k, self.plan = k, plan
+        s_kv, start = (each.to("s32") if isinstance(each, Value) else each
+                       for each in (extents.s_kv, extents.start))
         band, n, m = plan.spec.band, plan.schedule.block_n, plan.schedule.block_m
-        self.at = row + start if not isinstance(start, int) or start else row
+        self.at = row + start
         self.masks_left, self.masks_right = band.first is not None, band.last is not None or plan.ragged
         end: Extent = s_kv
         plain_end: Extent = s_kv // n

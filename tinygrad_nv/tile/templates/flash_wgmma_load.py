@@ -60,7 +60,7 @@ class Loads:
             at_v.advance()
 
         k.mbarrier_expect(self.q_full[0], plan.q.nbytes)
-        copy(0, row, self.q.address(), self.q_full[0])
+        copy(0, row.to("s32"), self.q.address(), self.q_full[0])
         column = k.reg("s32", (blocks.end - 1) * n)
         first = blocks.first * n
         copy_keys(column)
@@ -74,7 +74,7 @@ class Loads:
     def _boxes(self, tile: OperandTile, rows: Rows, tensor_map: Value, target: Value, at: Value,
                batch: tuple[Value, Value, Value], full: Place) -> None:
         """The columns of a tile."""
-        outer = [batch[i] for i in walked(rows, self.plan.spec.batch)]
+        outer = [batch[i].to("s32") for i in walked(rows, self.plan.spec.batch)]
         for column in range(tile.columns):
             self.k.tma_load(target.at(column * tile.column_bytes), tensor_map,
                             [column * tile.inner, at, *outer], full)

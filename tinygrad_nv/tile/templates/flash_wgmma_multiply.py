@@ -18,12 +18,11 @@ four of wgmma c.
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.flash_score import Cells, Scores, Softmax
 from tinygrad_nv.tile.lanes import HALVES
 from tinygrad_nv.tile.templates.flash_wgmma_blocks import Blocks
 from tinygrad_nv.tile.templates.flash_wgmma_load import Loads
 from tinygrad_nv.tile.templates.flash_wgmma_plan import ROWS, STEP, Plan
-from tinygrad_nv.tile.templates.flash_wgmma_score import Scores
-from tinygrad_nv.tile.templates.flash_wgmma_softmax import Softmax
 from tinygrad_nv.tile.templates.wgmma_multiply import Descriptors
 
 
@@ -41,7 +40,7 @@ class Products:
         self.s = k.regs("f32", plan.scores)
         self.p = k.regs("b32", plan.scores // 2)
         self.out = k.regs("f32", plan.sums, 0.0)
-        self.softmax = Softmax(k, scores.scale)
+        self.softmax = Softmax(k, 1, scores.factor)
 
     def attend(self, blocks: Blocks) -> None:
         """All blocks, of which there is at least one."""
@@ -84,13 +83,18 @@ class Products:
         self.k.wgmma_wait(0)
 
     def _absorb(self, column: Value, masked: bool) -> list[Value]:
-        self.scores.finish(self.s, column, masked)
-        return self.softmax.absorb(self.s)
+        """Sums of the block that begins at `column` become weights; the factors of what was before."""
+        cells: Cells = [[self.s[i:i + 4] for i in range(0, len(self.s), 4)]]
+        cells = self.scores.of(cells, column)
+        if masked: self.scores.mask(cells, column)
+        factors = self.softmax.step(cells)
+        self.weights = [each for cell in cells[0] for each in cell]
+        return factors
 
     def _pack(self) -> None:
         kind = HALVES[self.plan.spec.v.dtype]
         for i, each in enumerate(self.p):
-            self.k.emit(f"cvt.rn.{kind}x2.f32", each, self.s[2 * i + 1], self.s[2 * i])
+            self.k.emit(f"cvt.rn.{kind}x2.f32", each, self.weights[2 * i + 1], self.weights[2 * i])
 
     def _issue_scores(self) -> None:
         k, plan = self.k, self.plan

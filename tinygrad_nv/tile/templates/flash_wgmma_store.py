@@ -15,7 +15,6 @@ from tinygrad_nv.ptx.builder import Kernel, Shared, Value
 from tinygrad_nv.tile.access import advanced, write
 from tinygrad_nv.tile.kernel import MapArgument
 from tinygrad_nv.tile.lanes import Lanes, packed
-from tinygrad_nv.tile.templates.flash_wgmma_blocks import Extent
 from tinygrad_nv.tile.templates.flash_wgmma_plan import Plan, map_argument, walked
 from tinygrad_nv.tile.templates.wgmma_tiles import OperandTile
 
@@ -36,8 +35,8 @@ class Finish:
         self.staging = queries if plan.overlaid else k.shared("staging", plan.staging_bytes, align=1024)
 
     def store(self, sums: Sequence[Value], inverse: Sequence[Value], logs: Sequence[Value], row: Value,
-              tile_row: Value, rows: Extent, batch: Sequence[Value]) -> None:
-        """Stores a warp's rows, which begin at `row` of the matrix and `tile_row` of the CTA (s32, u32);
+              tile_row: Value, rows: Value | int, batch: Sequence[Value]) -> None:
+        """Stores a warp's rows, which begin at `row` of the matrix and `tile_row` of the CTA (u32);
         `batch` are the indices of the head."""
         for i, each in enumerate(sums): each *= inverse[i >> 1 & 1]
         if self.plan.out is not None: self._by_tma(self.plan.out, sums, row, tile_row, batch)
@@ -59,19 +58,19 @@ class Finish:
         k.fence_proxy_async()
         k.emit("bar.warp.sync", -1)
         with k.if_(k.elect()):
-            outer = [batch[i] for i in walked(self.plan.spec.out, self.plan.spec.batch)]
+            outer = [batch[i].to("s32") for i in walked(self.plan.spec.out, self.plan.spec.batch)]
             for column in range(tile.columns):
-                k.tma_store(self.tensor_maps[0], [column * tile.inner, row, *outer],
+                k.tma_store(self.tensor_maps[0], [column * tile.inner, row.to("s32"), *outer],
                             base.at(column * tile.column_bytes))
             k.tma_commit()
             k.tma_wait(0, read=True)
 
-    def _plain(self, sums: Sequence[Value], row: Value, rows: Extent, batch: Sequence[Value]) -> None:
+    def _plain(self, sums: Sequence[Value], row: Value, rows: Value | int, batch: Sequence[Value]) -> None:
         k, lane, out, d = self.k, self.k.special("laneid"), self.plan.spec.out, self.plan.spec.d_v
-        size, own, column = out.dtype.itemsize, row + (lane >> 2).to("s32"), (lane & 3) << 1
+        size, own, column = out.dtype.itemsize, row + (lane >> 2), (lane & 3) << 1
         base = self.out + out.offset * size if out.offset else self.out
         for index, stride in zip((*batch, own), (*out.batch, out.row), strict=True):
-            base = advanced(k, base, index.to("u32"), stride * size)
+            base = advanced(k, base, index, stride * size)
         base = advanced(k, base, column, size)
         pairs = d % 2 == 0 and out.aligned_bytes >= 2 * size
         for half in range(2):
@@ -83,14 +82,14 @@ class Finish:
                     at = (8 * half * out.row + 8 * j + i) * size
                     write(k, base, at, value, 2 if pairs else 1, guard, first=i)
 
-    def _logs(self, to: Value, logs: Sequence[Value], row: Value, rows: Extent,
+    def _logs(self, to: Value, logs: Sequence[Value], row: Value, rows: Value | int,
               batch: Sequence[Value]) -> None:
         """One lane of the four that share a row."""
         k, spec, lane = self.k, self.plan.spec, self.k.special("laneid")
-        own = row + (lane >> 2).to("s32")
+        own = row + (lane >> 2)
         head = k.reg("u32", 0)
-        for index, extent in zip(batch, spec.batch, strict=True): head = head * extent + index.to("u32")
-        at = advanced(k, advanced(k, to, head, spec.s_q * 4), own.to("u32"), 4)
+        for index, extent in zip(batch, spec.batch, strict=True): head = head * extent + index
+        at = advanced(k, advanced(k, to, head, spec.s_q * 4), own, 4)
         first = (lane & 3) == 0
         for half in range(2):
             value = Lanes(k, dtypes.float32, [logs[half]])
