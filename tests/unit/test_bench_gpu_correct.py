@@ -23,6 +23,7 @@ import torch
 from gpu_cases import Case, Cases, Judged, moved
 from gpu_correct import replayed, verdict
 
+from tinygrad_nv.ptx.assemble import assemble, sass
 from tinygrad_nv.ptx.emulator import Emulator, TensorMap
 from tinygrad_nv.runtime.cuda import CUDADriver
 from tinygrad_nv.runtime.emulated import EmulatedDriver
@@ -184,6 +185,36 @@ def test_nothing_stays_on_the_device(recorder: object, cases: Cases):
 def test_ptx_is_given_in_a_version_that_drivers_know():
     assert gpu_correct.readable(HEAD).startswith(".version 9.0\n")
     assert gpu_correct.readable(HEAD.replace("9.4", "8.7")).startswith(".version 8.7\n")
+
+
+FUSED = kernel("mul.f32 %v, %v, %v;\nadd.f32 %v, %v, 0f3DCCCCCD;\nred.global.add.f32 [%o], %v;")
+
+
+def test_no_mul_and_add_are_fused(recorder: object, cases: Cases):
+    """ptxas makes an fma of them, which rounds once, where no rounding is named."""
+    def counts(text: str) -> list[int]:
+        found = sass(assemble(text.replace("9.4", "8.0"), "sm_90a"))
+        assert found is not None
+        return [found[name] for name in ("FFMA", "FMUL", "FADD")]
+    assert counts(FUSED) == [1, 0, 0]
+    text = gpu_correct.readable(FUSED)
+    assert "mul.rn.f32 %v, %v, %v;\nadd.rn.f32 %v, %v, 0f3DCCCCCD;\nred.global.add.f32 [%o], %v;" in text
+    assert counts(text) == [0, 1, 1]
+    case = recorded(cases, FUSED, np.linspace(0, 1, N, dtype=np.float32))
+    assert verdict(case, *replayed(EmulatedDriver(), case)).kind == "same"
+
+
+IGNORED = kernel("setmaxnreg.inc.sync.aligned.u32 64;").replace("sm_80", "sm_90a")
+
+
+def test_a_kernel_that_ptxas_does_not_follow_is_left_out(recorder: object, cases: Cases, tmp_path: Path):
+    recorded(cases)
+    good = cases.get(cases.names()[0])
+    cases.add(replace(good, name="test_here::test_it#ignored", ptx=IGNORED))
+    options = Namespace(cases=tmp_path / "cases.sqlite", emulate=False, seed=0, only="")
+    with cuda_fake.installed(ptxas=True):
+        row = gpu_correct.opened(options)("test_here::test_it", 10.0)
+    assert (row["status"], row["same"], row["elsewhere"]) == ("measured", 1, 1)
 
 
 @pytest.mark.parametrize(("target", "arch", "runs"), [("sm_80", "sm_90a", True), ("sm_90", "sm_80", False),
