@@ -8,9 +8,9 @@ columns, in any order:
     scores.mask(cells, base)             −inf outside the band; where `columns.partly(base)` alone
     shrink = softmax.step(cells)         cells become exp2(factor · (cell − top)); by which sums so far shrink
 
-    top    = max(top, cells)             of a row: its four lanes have the same
-    shrink = 2^(factor · (old top − top))
-    p      = 2^(factor · cell − factor · top)
+    top    = max(top, factor · cells)    of a row: its four lanes have the same
+    shrink = 2^(old top − top)           exactly 1 where top stays
+    p      = 2^(factor · cell − top)
     total  = total · shrink + Σ p        of a lane's own columns; `softmax.finish` adds those of the row
 
 The online softmax of Milakov and Gimelshein (2018), in base 2. A score that is a positive multiple of the
@@ -102,10 +102,15 @@ class Columns:
         self.count = self.high if low is None else least(k, self.high - low, 0, "max")
 
     @property
+    def whole_blocks(self) -> bool:
+        """Whether `end` (s32, the first column that is seen by no row for being too late) ends a block."""
+        s_kv = self.extents.s_kv
+        return self.spec.band.last is None and isinstance(s_kv, int) and s_kv % self.block_n == 0
+
+    @property
     def always_full(self) -> bool:
         """Whether no block needs a mask."""
-        s_kv = self.extents.s_kv
-        return self.spec.band.full and isinstance(s_kv, int) and s_kv % self.block_n == 0
+        return self.spec.band.full and self.whole_blocks
 
     def partly(self, base: Value) -> Value:
         """Whether some row does not see all columns of the block that begins at `base` (s32)."""
@@ -224,10 +229,13 @@ class Scores:
 
 @dataclass
 class Softmax:
-    """Of a lane's rows, two for each 16 of the warp: the largest score so far, and the sum."""
+    """Of a lane's rows, two for each 16 of the warp: the largest score so far, times `factor`, and the sum.
+    With `slack`, the top moves only when it is exceeded by more: weights are up to 2^slack then, and shrinks
+    are rarely other than 1."""
     k: Kernel
     tiles: int
     factor: float
+    slack: float = 0.0
 
     def __post_init__(self) -> None:
         self.top = self.k.regs("f32", 2 * self.tiles, -math.inf)
@@ -238,10 +246,11 @@ class Softmax:
         k, shrinks = self.k, []
         for number, top in enumerate(self.top):
             row = [cell[2 * (number % 2) + e] for cell in cells[number // 2] for e in range(2)]
-            new = self._most(row, top)
-            minus = self._minus(new)
-            shrink = self._power(top, minus)
+            new = self._moved(row, top)
+            safe, shrink = k.select(new == -math.inf, 0.0, new), k.reg("f32")
+            k.emit("ex2.approx.ftz.f32", shrink, top - safe)
             top.set(new)
+            minus = -safe
             for value in row: value.set(self._power(value, minus))
             total = self.total[number]
             k.emit("fma.rn.f32", total, total, shrink, row[0])
@@ -249,17 +258,14 @@ class Softmax:
             shrinks.append(shrink)
         return shrinks
 
-    def _most(self, row: Sequence[Value], top: Value) -> Value:
-        """The largest of a row, in all four lanes that have it."""
-        k, made = self.k, self.k.reg("f32", top)
-        for value in row: k.emit("max.f32", made, made, value)
-        return across(k, made, "max.f32")
-
-    def _minus(self, top: Value) -> Value:
-        """−factor · top, 0 for −inf."""
-        k, made = self.k, self.k.reg("f32")
-        k.emit("mul.f32", made, k.select(top == -math.inf, 0.0, top), -self.factor)
-        return made
+    def _moved(self, row: Sequence[Value], top: Value) -> Value:
+        """The new top of a row, in all four lanes that have it."""
+        k, made = self.k, self.k.reg("f32", row[0])
+        for value in row[1:]: k.emit("max.f32", made, made, value)
+        most = across(k, made, "max.f32") * self.factor
+        if self.slack: return k.select(most - top > self.slack, most, top)
+        k.emit("max.f32", most, most, top)
+        return most
 
     def _power(self, value: Value, minus: Value) -> Value:
         k, made = self.k, self.k.reg("f32")
@@ -277,8 +283,7 @@ class Softmax:
             k.emit("rcp.approx.ftz.f32", inverse, whole)
             inverses.append(k.select(whole == 0.0, 0.0, inverse))
             k.emit("lg2.approx.f32", log, whole)
-            k.emit("fma.rn.f32", log, top, self.factor, log)
-            logs.append(log * LN2)
+            logs.append((log + top) * LN2)
         return inverses, logs
 
 

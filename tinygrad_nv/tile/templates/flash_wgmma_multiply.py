@@ -25,6 +25,8 @@ from tinygrad_nv.tile.templates.flash_wgmma_load import Loads
 from tinygrad_nv.tile.templates.flash_wgmma_plan import ROWS, STEP, Plan
 from tinygrad_nv.tile.templates.wgmma_multiply import Descriptors
 
+SLACK = 8.0  # in base 2: weights up to 256 are as exact in 16-bit floats as those up to 1
+
 
 class Products:
     """One consumer's main loop; `consumer` is its number, the same in all its lanes."""
@@ -40,7 +42,7 @@ class Products:
         self.s = k.regs("f32", plan.scores)
         self.p = k.regs("b32", plan.scores // 2)
         self.out = k.regs("f32", plan.sums, 0.0)
-        self.softmax = Softmax(k, 1, scores.factor)
+        self.softmax = Softmax(k, 1, scores.factor, SLACK)
 
     def attend(self, blocks: Blocks) -> None:
         """All blocks, of which there is at least one."""
@@ -74,8 +76,15 @@ class Products:
         factors = self._absorb(column, masked)
         k.wgmma_wait(0)
         self._give_back_values()
-        for i, each in enumerate(self.out): each *= factors[i >> 1 & 1]
+        self._shrink(factors)
         self._pack()
+
+    def _shrink(self, factors: list[Value]) -> None:
+        """Most blocks leave the tops of all of a warp's rows, and the result, as they are."""
+        k, some = self.k, self.k.reg("pred")
+        k.emit("vote.sync.any.pred", some, (factors[0] != 1.0) | (factors[1] != 1.0), -1)
+        with k.if_(some):
+            for i, each in enumerate(self.out): each *= factors[i >> 1 & 1]
 
     def _last(self) -> None:
         self.loads.v_ring.wait(self.at_v)
