@@ -29,6 +29,8 @@ SETTINGS = (
     Setting("NV_SPEC", 0, (0, 1), "1: the graph is verified after every rewrite (slower; on in CI)"),
     Setting("NV_GEMM", 1, (0, 1),
             "0: matrix products are left to tinygrad's own kernels; 1: templates take them"),
+    Setting("NV_ATTENTION", 1, (0, 1),
+            "0: attention is left to matrix products and tinygrad's own kernels; 1: templates take it"),
     Setting("NV_PROGRAM_CACHE", 1, (0, 1),
             "0: make and compile every kernel afresh; 1: take it from the disk cache"),
     Setting("NV_CPU_GRAPH", 1, (0, 1),

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from tinygrad.dtype import DType, dtypes
+from tinygrad.dtype import AddrSpace, DType, dtypes
 from tinygrad.helpers import prod
 from tinygrad.uop.ops import GroupOp, Ops, UOp, sint
 
@@ -171,6 +171,13 @@ def side(space: Space, source: UOp, at: Indices, strip: bool, memory: Callable[[
 
 
 def _numel(node: UOp) -> int: return prod(node.max_shape)
+
+
+def is_storage(node: UOp) -> bool:
+    """Whether a node is storage from its beginning."""
+    if node.op in (Ops.PARAM, Ops.BUFFER): return node.arg.addrspace is AddrSpace.GLOBAL
+    if node.op is Ops.CONTIGUOUS: return node.device is not None  # of a constant, tinygrad stores none
+    return node.op is Ops.AFTER and node.has_buffer_identity(after_ok=True)
 
 
 def packed(space: Space, one: Side, order: Order) -> Side | None:

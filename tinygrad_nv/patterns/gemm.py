@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
 from tinygrad.device import Device
-from tinygrad.dtype import AddrSpace, DType, dtypes
+from tinygrad.dtype import DType, dtypes
 from tinygrad.helpers import ALLOW_TF32, BEAM, prod, to_tuple
 from tinygrad.uop.ops import Ops, UOp, sint
 
@@ -35,6 +35,7 @@ from tinygrad_nv.patterns.contraction import (
     Side,
     arithmetic,
     contracted,
+    is_storage,
     product,
     side,
 )
@@ -135,10 +136,7 @@ class _Matcher:
 
     def is_memory(self, node: UOp) -> bool:
         """Whether a node is storage from its beginning, or will be the result of a kernel of ours."""
-        if node in self.ends: return True
-        if node.op in (Ops.PARAM, Ops.BUFFER): return node.arg.addrspace is AddrSpace.GLOBAL
-        if node.op is Ops.CONTIGUOUS: return node.device is not None  # of a constant, tinygrad stores none
-        return node.op is Ops.AFTER and node.has_buffer_identity(after_ok=True)
+        return node in self.ends or is_storage(node)
 
     def is_taken(self, node: UOp) -> bool:
         """Whether a node belongs to a match, or to a product that may become one."""

@@ -38,8 +38,8 @@ from tinygrad.uop.ops import (
 
 from tinygrad_nv import hooks
 from tinygrad_nv.runtime import ranges
-from tinygrad_nv.runtime.launch_text import source
-from tinygrad_nv.tile.kernel import GemmKernel
+from tinygrad_nv.runtime.launch_text import Integer, source
+from tinygrad_nv.tile.kernel import AttentionKernel, GemmKernel
 
 _FIRST_SLOT = 1 << 20
 _slots = itertools.count(_FIRST_SLOT)
@@ -117,6 +117,24 @@ def gemm(kernel: GemmKernel, device: str | tuple[str, ...], out: Output | UOp, i
     return program(kernel.name, source(kernel), device, outputs, inputs, grid=(rows, y, z),
                    block=(kernel.threads, 1, 1), variables=[] if m is None else [m], flops=flops,
                    nbytes=nbytes, note=note, tensor_level=tensor_level)[0]
+
+
+def attention(kernel: AttentionKernel, device: str | tuple[str, ...], out: Output | UOp,
+              inputs: Sequence[UOp], *, rows: sint, integers: Sequence[Integer] = (),
+              variables: Sequence[UOp] = (), flops: sint = 0, nbytes: sint | None = None,
+              note: Note | None = None, tensor_level: bool | None = None) -> UOp:
+    """Calls an attention's kernel and returns its result. `inputs` are q, k, v and the score's parameters.
+    `integers` are what the kernel takes after them, computed at each launch from `variables`; `rows` is s_q,
+    of which the grid depends."""
+    x, y, z = kernel.grid
+    blocks: sint = x
+    if isinstance(rows, UOp) and kernel.rows_of_cta:
+        extent = rows.unbind_all()[0]
+        ctas = (extent + (kernel.rows_of_cta - 1)) // kernel.rows_of_cta * kernel.ctas_of_rows
+        blocks = ctas.maximum(1)  # a graph is built before its variables have values
+    return program(kernel.name, source(kernel, tuple(integers)), device, [out], inputs, grid=(blocks, y, z),
+                   block=(kernel.threads, 1, 1), variables=variables, flops=flops, nbytes=nbytes, note=note,
+                   tensor_level=tensor_level)[0]
 
 
 def _storage(out: Output | UOp, device: str | tuple[str, ...], tensor_level: bool) -> UOp:

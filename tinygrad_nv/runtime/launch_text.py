@@ -5,31 +5,36 @@ comments before the first directive, one line for each thing:
 
     // launch: dynamic_smem=98304 cluster=2,1,1 pdl=1
     // zero: pointer=2 bytes=64
-    // tensormap: pointer=1 dtype=bf16 dims=64,128 strides=256 box=64,8 swizzle=128B offset=0 dynamic=1 integer=-1
+    // integer: offset=16 factors=1,0
+    // tensormap: pointer=1 dtype=u8 dims=64,128 strides=64 box=64,8 swizzle=128B offset=0 dynamic=1 integer=0
 
 `zero`: so many bytes at the beginning of a pointer parameter's buffer are zero before every launch. Each
+`integer`, where there are any, is an integer argument of the kernel: an offset and multiples of the launch's
+variables, all of them u32; without such lines the variables are the arguments. Each
 `tensormap` is made for each launch over the buffer of a pointer parameter, and is an argument after pointers
 and integers, in the order of the lines; the extent of its dimension `dynamic` (-1 for none) is the integer
 argument of number `integer` (-1: the last). Pointers count the kernel's pointer parameters from 0, integers
 the others.
 
-`options` reads what `Options.comment` writes. `source` is a GEMM kernel's text with its comments.
+`options` reads what `Options.comment` writes. `source` is a kernel's text with its comments.
 """
 from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.runtime.driver import Triple
-from tinygrad_nv.tile.kernel import GemmKernel, MapArgument
+from tinygrad_nv.tile.kernel import AttentionKernel, GemmKernel, MapArgument
 
-LINE = re.compile(r"^// (launch|zero|tensormap):(.*)$", re.MULTILINE)
+LINE = re.compile(r"^// (launch|zero|integer|tensormap):(.*)$", re.MULTILINE)
 SWIZZLES = ("none", "32B", "64B", "128B")
 # the words of each kind of line, all of which there must be; of launch any may be left out
 EXPECTED = {"launch": "dynamic_smem=BYTES cluster=X,Y,Z pdl=0|1", "zero": "pointer=NUMBER bytes=BYTES",
+            "integer": "offset=NUMBER factors=NUMBER,…",
             "tensormap": "pointer=NUMBER dtype=NAME dims=D,… strides=BYTES,… box=D,… "
                          "swizzle=none|32B|64B|128B offset=BYTES dynamic=DIMENSION integer=NUMBER"}
 KEYS = {kind: [word.partition("=")[0] for word in words.split()] for kind, words in EXPECTED.items()}
@@ -46,20 +51,33 @@ class Zeroed:
 
 
 @dataclass(frozen=True)
+class Integer:
+    """An integer argument of a kernel: `offset + Σ factors · variables of the launch`."""
+    offset: int
+    factors: tuple[int, ...]
+
+    def of(self, values: Sequence[int]) -> int:
+        """Its value. Before variables have values they are 0, and what would be negative is 0 too."""
+        return max(0, self.offset + sum(f * v for f, v in zip(self.factors, values, strict=True)))
+
+
+@dataclass(frozen=True)
 class Options:
     """Bytes of dynamic shared memory, CTAs of a cluster, whether a launch may begin early, what is zero
-    before it, and its tensor maps."""
+    before it, its tensor maps, and its integers where these are not the launch's variables."""
     dynamic_smem: int = 0
     cluster: Triple = (1, 1, 1)
     pdl: bool = False
     zeroed: tuple[Zeroed, ...] = ()
     maps: tuple[MapArgument, ...] = ()
+    integers: tuple[Integer, ...] = ()
 
     def comment(self) -> str:
         """The lines that `options` reads."""
         lines = [f"// launch: dynamic_smem={self.dynamic_smem} cluster={_listed(self.cluster)} "
                  f"pdl={int(self.pdl)}"]
         lines += [f"// zero: pointer={each.pointer} bytes={each.nbytes}" for each in self.zeroed]
+        lines += [f"// integer: offset={i.offset} factors={_listed(i.factors)}" for i in self.integers]
         lines += [f"// tensormap: pointer={m.pointer} dtype={m.dtype} dims={_listed(m.dims)} "
                   f"strides={_listed(m.strides)} box={_listed(m.box)} swizzle={m.swizzle} "
                   f"offset={m.offset_bytes} dynamic={m.dynamic} integer={m.integer}" for m in self.maps]
@@ -67,11 +85,13 @@ class Options:
 
 
 @functools.lru_cache(1024)
-def source(kernel: GemmKernel) -> str:
+def source(kernel: GemmKernel | AttentionKernel, integers: tuple[Integer, ...] = ()) -> str:
     """A kernel's PTX with the comments that say how it is launched; of equal kernels one and the same."""
-    assert kernel.workspace_bytes or not kernel.flags, "flags come after a workspace"
-    zeroed = (Zeroed(FLAGS, 4 * kernel.flags),) if kernel.flags else ()
-    made = Options(kernel.dynamic_smem, kernel.cluster, kernel.pdl, zeroed, kernel.maps)
+    zeroed: tuple[Zeroed, ...] = ()
+    if isinstance(kernel, GemmKernel) and kernel.flags:
+        assert kernel.workspace_bytes, "flags come after a workspace"
+        zeroed = (Zeroed(FLAGS, 4 * kernel.flags),)
+    made = Options(kernel.dynamic_smem, kernel.cluster, kernel.pdl, zeroed, kernel.maps, integers)
     return made.comment() + kernel.ptx
 
 
@@ -86,12 +106,19 @@ def options(text: str) -> Options:
     x, y, z = cluster
     return Options(launch.number("dynamic_smem", "0"), (x, y, z), bool(pdl[0]),
                    tuple(_zeroed(words) for kind, words in lines if kind == "zero"),
-                   tuple(_map(words) for kind, words in lines if kind == "tensormap"))
+                   tuple(_map(words) for kind, words in lines if kind == "tensormap"),
+                   tuple(_integer(words) for kind, words in lines if kind == "integer"))
 
 
 def _zeroed(words: str) -> Zeroed:
     pairs = _pairs("zero", words)
     return Zeroed(pairs.number("pointer"), pairs.number("bytes"))
+
+
+def _integer(words: str) -> Integer:
+    pairs = _pairs("integer", words)
+    if len(offset := pairs.numbers("offset")) != 1: pairs.refuse()
+    return Integer(offset[0], pairs.numbers("factors"))
 
 
 def _map(words: str) -> MapArgument:

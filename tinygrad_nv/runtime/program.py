@@ -53,20 +53,29 @@ class NVProgram(Program["NVDevice"]):
 
     def works(self, buffers: Sequence[int], values: Sequence[int], grid: Triple, block: Triple) -> list[Work]:
         """One launch, the last, after the fills that it needs. `values` are integers, each as wide as its
-        variable is."""
+        variable is; where the kernel takes others they are computed of these."""
         o = self.options
+        widths = [dtype.itemsize for _, _, dtype, _ in self.signature[len(buffers):]]
+        if o.integers: values, widths = self._computed(values), [4] * len(o.integers)
         named = [*(each.pointer for each in o.zeroed), *(each.pointer for each in o.maps)]
         counted = [max(0, m.integer) for m in o.maps if m.dynamic >= 0]
         if max(named, default=-1) >= len(buffers) or max(counted, default=-1) >= len(values):
             raise DriverError(f"kernel {self.name} with {len(buffers)} pointers and {len(values)} integers",
                               "those that the comments at the head of its PTX name", "correct the comments")
-        dtypes = [dtype for _, _, dtype, _ in self.signature[len(buffers):]]
         args = [*map(pointer, buffers),
-                *(integer(value, dtype.itemsize) for value, dtype in zip(values, dtypes, strict=True)),
+                *(integer(value, width) for value, width in zip(values, widths, strict=True)),
                 *(self.encoded(m, buffers[m.pointer], _rows(m, values)) for m in o.maps)]
         return [*(Fill(buffers[each.pointer], 0, each.nbytes) for each in o.zeroed),
                 Launch(self.function, grid, block, tuple(args), o.dynamic_smem, o.cluster, self.pdl,
                        self.dev.window)]
+
+    def _computed(self, values: Sequence[int]) -> list[int]:
+        wanted = {len(each.factors) for each in self.options.integers}
+        if wanted != {len(values)}:
+            raise DriverError(f"kernel {self.name} with {len(values)} variables",
+                              f"{' or '.join(map(str, sorted(wanted)))}, as the comments at the head of its "
+                              "PTX say", "give each variable of a call once")
+        return [each.of(values) for each in self.options.integers]
 
     def __call__(self, *bufs: int, global_size: Triple = (1, 1, 1), local_size: Triple = (1, 1, 1),
                  vals: tuple[int, ...] = (), wait: bool = False, **kwargs: Any) -> float | None:

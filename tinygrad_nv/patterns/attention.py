@@ -1,0 +1,343 @@
+"""Attention: softmax(score(q kᵀ)) v in a graph, however it is written, to one kernel of ours.
+
+Protocol. `rewrite` is a rewrite of hooks.py, before that of matrix products. It looks at every product one
+side of which is, through movement, casts and CONTIGUOUS, an exponential, normalised before the product
+(e · 1/Σe @ v) or after it ((e @ v) · 1/Σe):
+
+    end ← … ← REDUCE(ADD) of weights · v           the second product
+    weights = EXP2(exponent) · RECIPROCAL(Σ)       Σ over the keys of the same exponential, by its indices
+    exponent → … → REDUCE(ADD) of q · k            the first product, through the score: attention_score.py
+
+All indices are taken in one `Space` (index.py), from the end's to those of q, k and v; attention_dims.py
+reads strides off them, attention_mask.py finds bands. A softmax does not change by what is added to a row, so
+the maximum may be any, or none. Nothing between the products may be used elsewhere: who asks for the weights
+gets them from tinygrad's kernels.
+
+Numerics: sums, scores and softmax are float32, and weights are rounded to v's dtype, whatever 16-bit casts
+the graph has between them; rows that see nothing are 0 (in tinygrad's they are NaN).
+
+Extents that are not numbers are arguments of the launch: s_q, s_kv and start, each a constant and whole
+multiples of variables (launch_text.py: `Integer`). What no template takes is left as it is, for products and
+tinygrad, and `program.miss` says why. NV_ATTENTION=0 leaves all.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from importlib import import_module
+
+from tinygrad.dtype import dtypes
+from tinygrad.uop.ops import GroupOp, Ops, UOp, sint
+
+from tinygrad_nv import config
+from tinygrad_nv.errors import SpecError
+from tinygrad_nv.patterns import program
+from tinygrad_nv.patterns.attention_dims import Ranges
+from tinygrad_nv.patterns.attention_score import FLOATS, PASSED, Score
+from tinygrad_nv.patterns.attention_spec import Found, Reading, found, nbytes
+from tinygrad_nv.patterns.contraction import NotOurs, Product, Side, arithmetic, is_storage, product, side
+from tinygrad_nv.patterns.epilogue import Unfused
+from tinygrad_nv.patterns.gemm import Machine, machine_of
+from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, same
+from tinygrad_nv.runtime import ranges
+from tinygrad_nv.tile.attention import AttentionSpec
+from tinygrad_nv.tile.expression import short
+from tinygrad_nv.tile.flash_defaults import default
+from tinygrad_nv.tile.kernel import AttentionKernel
+from tinygrad_nv.tile.schedule import Schedule
+
+TEMPLATE = "attention"
+FILLING = ("flash_wgmma",)  # their grids depend on how many multiprocessors there are
+
+
+def configuration() -> Hashable:
+    """What the rewrite depends on besides the graph."""
+    return config.get("NV_ATTENTION"), config.get("EMU_ARCH")
+
+
+def rewrite(sink: UOp) -> UOp:
+    """The graph with calls for its attentions."""
+    if not config.get("NV_ATTENTION"): return sink
+    matcher = _Matcher(sink)
+    matches = matcher.matches()
+    if not matches: return sink
+
+    def change(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
+        if (match := matches.get(node)) is None: return None
+        result = _called(node, match, [new(x) for x in match.found.inputs])
+        ranges.carry_region(match.region, result)
+        return result
+    return program.write_through(program.rebuilt(matcher.nodes, change))
+
+
+@dataclass(frozen=True)
+class Match:
+    """An attention, ready to be called: what lies inside, what it is, and how it is made."""
+    region: frozenset[UOp]
+    found: Found
+    schedule: Schedule
+    machine: Machine
+
+
+# **** matching ****
+
+class _Matcher:
+    """One graph: who uses what, and which nodes end attentions."""
+
+    def __init__(self, sink: UOp) -> None:
+        self.nodes = tuple(sink.toposort(enter_calls=False))
+        self.ends: dict[UOp, Match] = {}
+
+    def matches(self) -> dict[UOp, Match]:
+        """The matches, by their ends."""
+        if not any(node.op is Ops.EXP2 for node in self.nodes): return {}
+        products = [(one, weights) for node in self.nodes if node.op is Ops.REDUCE
+                 and (one := product(node)) is not None and (weights := weighted(one)) is not None
+                 and machine_of(node.device) is not None]
+        if not products: return {}
+        self.place = {node: i for i, node in enumerate(self.nodes)}
+        self.consumers: dict[UOp, list[UOp]] = {node: [] for node in self.nodes}
+        for node in self.nodes:
+            for one in dict.fromkeys(node.src):
+                if one in self.consumers: self.consumers[one].append(node)
+        for one, number in products: self.match(one, number)
+        return self.ends
+
+    def is_memory(self, node: UOp) -> bool: return node in self.ends or is_storage(node)
+
+    def match(self, second: Product, number: int) -> None:
+        """Takes in an attention that ends in a product, or says why not."""
+        reason = ""
+        machine = machine_of(second.total.device)
+        assert machine is not None
+        for end in self.candidates(second.total):
+            for rows in (True, False):
+                try: self.ends[end] = self.matched(second, number, end, machine, rows)
+                except (Unfused, NotAffine) as no: reason = reason or str(no)
+                except SpecError as error: reason = reason or f"{error.found}, not {error.expected}"
+                except NotOurs as no:
+                    reason = reason or str(no)
+                    if no.final: break
+                else: return
+        if reason: program.miss(TEMPLATE, second.total, reason)
+
+    def candidates(self, total: UOp) -> list[UOp]:
+        """Where an attention may end, best first: where its result is stored, else after the last arithmetic;
+        movement costs its reader nothing."""
+        found, node = [total], total
+        while len(users := self.consumers[node]) == 1 and _is_tail(users[0], node):
+            node = users[0]
+            found.append(node)
+        stored = all(user.op in (Ops.STORE, Ops.CONTIGUOUS) for user in self.consumers[node])
+        worked = [one for one in found if one.op not in GroupOp.Movement and one.dtype in FLOATS]
+        narrow = next((one for one in worked if one.dtype != dtypes.float32), worked[-1])
+        return list(dict.fromkeys([*([node] if stored else []), worked[-1], narrow, total]))
+
+    def inside(self, root: UOp, end: UOp) -> frozenset[UOp]:
+        """What lies between a product and the end. Raises `NotOurs` where something outside uses it."""
+        after = {root}
+        for node in self.nodes[self.place[root] + 1:self.place[end] + 1]:
+            if any(s in after for s in node.src): after.add(node)
+        kept, waiting = {end}, [end]
+        while waiting:
+            for s in waiting.pop().src:
+                if s in after and s not in kept:
+                    kept.add(s)
+                    waiting.append(s)
+        for node in kept - {end}:
+            if any(user not in kept for user in self.consumers[node]):
+                what = "q kᵀ is" if node is root else f"a {node.op.name} between q kᵀ and the result is"
+                raise NotOurs(f"{what} used elsewhere too", final=False)
+        return frozenset(kept)
+
+    def matched(self, second: Product, number: int, end: UOp, machine: Machine, rows: bool) -> Match:
+        """The match of one end. Raises `NotOurs`, `Unfused` or `NotAffine` where there is none."""
+        space = Space()
+        kept = space.ranges(end.shape)
+        out = space.lies(end.shape, kept)
+        columns = space.ranges(second.total.src[0].shape[:second.total.arg[1]])
+        at, divided = _tail(space, second.total, end, kept)
+        at = second.indices(space, columns + at)
+        w, v = second.mul.src[number], second.mul.src[1 - number]
+        weights = _weights(space, w, space.over(second.mul.shape, w.shape, at), columns, divided)
+        numbers = frozenset(r for index in columns for r in index.strides)
+        first = _first_product(weights[0])
+        region = self.inside(first.total, end)
+        score = Score(space, first.total, weights[0].src[0], region, weights[1], self.is_memory, numbers)
+        if len(score.paths) != 1: raise Unfused(f"scores of {len(score.paths)} elements of q kᵀ")
+        sides = _sides(space, first, score.paths[0], numbers, self.is_memory)
+        value = side(space, v, space.over(second.mul.shape, v.shape, at), second.strip, self.is_memory)
+        _check(first, second, (*sides[:2], value))
+        counted = Ranges(tuple(numbers), sides[2], frozenset(), _ordered(space, weights[1], numbers))
+        made = found(Reading(space, end, score, (*sides[:2], value), out, counted), rows)
+        return Match(region, made, schedule_of(made.spec, machine), machine)
+
+
+def _is_tail(user: UOp, node: UOp) -> bool:
+    """Whether a kernel can do what follows a result: a cast, movement that keeps its elements, a division by
+    the sum of its weights."""
+    if user.op in (Ops.PERMUTE, Ops.RESHAPE): return True
+    if user.op is Ops.CAST: return user.dtype in FLOATS
+    return user.op is Ops.MUL and any(_bare(s).op is Ops.RECIPROCAL for s in user.src if s is not node)
+
+
+def _bare(node: UOp) -> UOp:
+    """What a value is a view and cast of."""
+    while node.op in GroupOp.Movement or node.op in PASSED or (node.op is Ops.CAST and node.dtype in FLOATS
+                                                               and node.src[0].dtype in FLOATS):
+        node = node.src[0]
+    return node
+
+
+def weighted(second: Product) -> int | None:
+    """Which operand of a product is made of exponentials, as the weights of an attention are."""
+    for number, source in enumerate(second.mul.src):
+        node = _bare(source)
+        if node.op is Ops.EXP2: return number
+        if node.op is Ops.MUL and {_bare(s).op for s in node.src} == {Ops.EXP2, Ops.RECIPROCAL}: return number
+    return None
+
+
+# **** weights ****
+
+def _descended(space: Space, node: UOp, at: Indices) -> tuple[UOp, Indices]:
+    bare = _bare(node)
+    while node is not bare:
+        if node.op in GroupOp.Movement: at = space.through(node, at)
+        node = node.src[0]
+    return node, at
+
+
+def _tail(space: Space, total: UOp, end: UOp, at: Indices) -> tuple[Indices, tuple[UOp, Indices] | None]:
+    """The indices of the product from those of the end, and what it is divided by on the way."""
+    divided: tuple[UOp, Indices] | None = None
+    node, narrowed = end, 0
+    while node is not total:
+        if node.op is Ops.CAST:
+            narrowed += divided is None and node.dtype != node.src[0].dtype
+            if narrowed > 1: raise Unfused("a result that is rounded twice")
+            if narrowed and node.dtype == dtypes.float32: raise Unfused("a result that is rounded on the way")
+            node = node.src[0]
+        elif node.op is Ops.MUL:
+            if divided is not None: raise Unfused("a result that is divided twice")
+            left = _leads_to(node.src[0], total)
+            by = node.src[int(left)]
+            divided = by, space.over(node.shape, by.shape, at)
+            own = node.src[1 - int(left)]
+            node, at = own, space.over(node.shape, own.shape, at)
+        else: node, at = node.src[0], space.through(node, at)
+    return at, divided
+
+
+def _leads_to(node: UOp, total: UOp) -> bool:
+    while node is not total and (node.op in GroupOp.Movement or node.op in (Ops.CAST, Ops.MUL)):
+        if node.op is Ops.MUL: return any(_leads_to(s, total) for s in node.src)
+        node = node.src[0]
+    return node is total
+
+
+def _weights(space: Space, node: UOp, at: Indices, columns: Indices,
+             divided: tuple[UOp, Indices] | None) -> tuple[UOp, Indices]:
+    """The exponential, and its indices. Raises `Unfused` unless its sum over the keys divides it."""
+    node, at = _descended(space, node, at)
+    if node.op is Ops.MUL:
+        if divided is not None: raise Unfused("weights that are divided before and after the product")
+        operands = [_descended(space, s, space.over(node.shape, s.shape, at)) for s in node.src]
+        exponential, reciprocal = sorted(operands, key=lambda pair: pair[0].op is not Ops.EXP2)
+        node, at = exponential
+    elif divided is None: raise Unfused("weights that are not normalised")
+    else: reciprocal = _descended(space, *divided)
+    total, where = _descended(space, reciprocal[0].src[0], reciprocal[1])
+    if total.op is not Ops.REDUCE or total.arg[0] is not Ops.ADD or total.arg[1] != len(columns):
+        raise Unfused("weights that are not divided by their sum")
+    extents = total.src[0].shape[:total.arg[1]]
+    if not all(map(same, extents, (_extent(space, c) for c in columns))):
+        raise Unfused("weights that are divided by a sum over other keys")
+    inner, inside = _descended(space, total.src[0], columns + where)
+    if inner is not node or any(space.resolve(x).key() != space.resolve(y).key()
+                                for x, y in zip(at, inside, strict=True)):
+        raise Unfused("weights that are divided by the sum of others")
+    return node, at
+
+
+def _extent(space: Space, index: Affine) -> sint:
+    return space.extents[next(iter(index.strides))] if index.strides else 1
+
+
+def _first_product(exponential: UOp) -> Product:
+    """The product that an exponential is made of. What is stored with CONTIGUOUS is looked into last."""
+    for stops in ({Ops.CONTIGUOUS}, set[Ops]()):
+        waiting, seen, found = [exponential.src[0]], set[UOp](), list[Product]()
+        while waiting:
+            node = waiting.pop()
+            if node in seen or node.op in stops or node.op is Ops.CALL or _is_buffer(node): continue
+            seen.add(node)
+            if node.op is Ops.REDUCE and node.device is not None and (one := product(node)) is not None:
+                found.append(one)
+            else: waiting += node.src
+        if len(found) > 1: raise NotOurs(f"scores of {len(found)} products", final=True)
+        if found: return found[0]
+    raise NotOurs("", final=True)
+
+
+def _is_buffer(node: UOp) -> bool: return node.op is not Ops.CONTIGUOUS and is_storage(node)
+
+
+# **** operands ****
+
+def _sides(space: Space, first: Product, at: Indices, columns: frozenset[int],
+           memory: Callable[[UOp], bool]) -> tuple[Side, Side, tuple[int, ...]]:
+    """q, k, and the ranges that are summed."""
+    summed = space.ranges(first.total.src[0].shape[:first.total.arg[1]])
+    at = first.indices(space, summed + at)
+    both = [side(space, s, space.over(first.mul.shape, s.shape, at), first.strip, memory)
+            for s in first.mul.src]
+    keys = {leaf for r in columns for leaf in space.leaves(r)}
+    has = [bool(keys & one.resolved(space).lies.strides.keys()) for one in both]
+    if has[0] == has[1]: raise NotOurs("keys in both operands of q kᵀ, or in neither")
+    k, q = both if has[0] else both[::-1]
+    return q, k, tuple(r for index in summed for r in index.strides)
+
+
+def _ordered(space: Space, at: Indices, columns: frozenset[int]) -> tuple[int, ...]:
+    """Ranges as the scores have them, without those of keys."""
+    return tuple(r for index in map(space.resolve, at)
+                 for r in sorted(index.strides, key=index.strides.__getitem__, reverse=True)
+                 if r not in columns)
+
+
+def _check(first: Product, second: Product, sides: tuple[Side, Side, Side]) -> None:
+    kinds = [one.dtype for one in sides]
+    if dtypes.float32 in kinds:
+        names = [name for name, kind in zip("qkv", kinds, strict=True) if kind == dtypes.float32]
+        raise NotOurs(f"{' and '.join(names)} in float32", final=True)
+    for words in (arithmetic(first, *kinds[:2]), arithmetic(second, kinds[2], kinds[2])):
+        if words: raise NotOurs(words, final=True)
+
+
+# **** calls ****
+
+def schedule_of(spec: AttentionSpec, machine: Machine) -> Schedule:
+    """How a kernel is made. Raises `NotOurs` where no template makes one."""
+    if (found := default(spec, machine.arch)) is not None: return found
+    raise NotOurs(f"no template for {short(spec.q.dtype)} attention of d {spec.d} on {machine.arch}")
+
+
+@functools.lru_cache(1024)
+def kernel(spec: AttentionSpec, schedule: Schedule, machine: Machine) -> AttentionKernel:
+    """The kernel of an attention."""
+    make = getattr(import_module(f"tinygrad_nv.tile.templates.{schedule.template}"), schedule.template)
+    filling = [machine.sm_count] if schedule.template in FILLING else []
+    made: AttentionKernel = make(spec, schedule, machine.arch, *filling)
+    return made
+
+
+def _called(end: UOp, match: Match, inputs: list[UOp]) -> UOp:
+    made, spec = match.found, match.found.spec
+    assert end.device is not None
+    note = program.Note(match.schedule.template, f"{spec}: {match.schedule}", spec, match.schedule)
+    return program.attention(kernel(spec, match.schedule, match.machine), end.device,
+                             program.Output(end.shape, end.dtype), inputs, rows=made.rows,
+                             integers=made.integers, variables=made.variables, flops=spec.flops,
+                             nbytes=nbytes(spec), note=note)
