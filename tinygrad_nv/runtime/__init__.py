@@ -4,7 +4,7 @@ Read in this order:
   clang.py      the CPU device's renderer with the compiler that toolchain.py finds
   programs.py   compiled programs kept from one process to the next
   cpu_graph.py  captured graphs on the CPU: one call, all cores
-  driver.py     what a GPU driver must do for us
+  driver.py     what a GPU driver must do for us; capture.py: streams that record graphs
   emulated.py   that, with the emulator as the device; emulated_graph.py: its streams and graphs;
                 emulated_order.py: what is ordered, emulated_host.py: page-locked memory
   cuda.py       that, on cuda-python; its parts: cuda_api.py (versions, errors), cuda_memory.py, cuda_code.py,

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tinygrad_nv.errors import DriverError, KernelError
-from tinygrad_nv.runtime import cuda_api, cuda_map, cuda_order, driver
+from tinygrad_nv.runtime import capture, cuda_api, cuda_map, driver
 from tinygrad_nv.runtime.cuda_code import CUDAModule, Launcher
 from tinygrad_nv.runtime.cuda_graph import CUDAGraph, described, host_address
 from tinygrad_nv.runtime.cuda_memory import CUDAHostMemory, Pool, Staging
@@ -169,7 +169,7 @@ class CUDADriver(driver.Driver):
 
     def copy_in(self, address: int, source: memoryview, stream: driver.Stream | None = None) -> None:
         into = self.into(stream)
-        cuda_order.not_captured(into, "a copy from the host")
+        capture.not_captured(into, "a copy from the host")
         if not source.nbytes: return
         with self._lock:
             if self._staging is None: self._staging = Staging(self)
@@ -187,7 +187,7 @@ class CUDADriver(driver.Driver):
         if not isinstance(source, CUDADriver):
             raise DriverError(f"a copy from a {type(source).__name__}", "another CUDA device")
         into, behind = self.into(stream), source.streams[0]
-        cuda_order.not_captured(into, "a copy from another device")
+        capture.not_captured(into, "a copy from another device")
         # whichever of the two does the copying: without, it goes through the host
         self.reach(source)
         source.reach(self)
@@ -225,8 +225,8 @@ class CUDADriver(driver.Driver):
 
     def submit(self, work: Work, stream: driver.Stream | None = None) -> None:
         into = self.into(stream)
-        if (capture := into.capture) is not None:
-            capture.tails[into] = (capture.graph.add(work, capture.tails[into]),)
+        if (recorded := into.capture) is not None:
+            recorded.tails[into] = (recorded.graph.add(work, recorded.tails[into]),)
         elif isinstance(work, Launch):
             before = self.enter()
             try: self.launcher.launch(work, into)
@@ -317,21 +317,21 @@ class CUDADriver(driver.Driver):
     def wait(self, event: driver.Event, stream: driver.Stream | None = None) -> None:
         assert isinstance(event, CUDAEvent)
         into = self.into(stream)
-        if event.stream is None: cuda_order.never_recorded("a stream waits for")
-        if event.capture is not None or into.capture is not None: cuda_order.join_capture(event, into)
+        capture.recorded(event, "a stream waits for")
+        if event.capture is not None or into.capture is not None: capture.join(event, into)
         else:
             self.call("cuStreamWaitEvent", into.handle, event.handle, 0)
             into.busy = True
 
     def wait_for(self, event: driver.Event) -> None:
         assert isinstance(event, CUDAEvent)
-        cuda_order.ran(event, "the host waits for")
+        capture.ran(event, "the host waits for")
         self.call("cuEventSynchronize", event.handle, doing="waiting for an event")
 
     def elapsed_ms(self, start: driver.Event, end: driver.Event) -> float:
         assert isinstance(start, CUDAEvent)
         assert isinstance(end, CUDAEvent)
-        for event in (start, end): cuda_order.ran(event, "time is taken from")
+        for event in (start, end): capture.ran(event, "time is taken from")
         status, *found = self.status("cuEventElapsedTime", start.handle, end.handle)
         if status.name == "CUDA_ERROR_NOT_READY":
             raise DriverError("time is taken from an event that has not come to pass", "wait_for() before")
@@ -339,7 +339,7 @@ class CUDADriver(driver.Driver):
 
     def synchronize(self, stream: driver.Stream | None = None) -> None:
         streams = tuple(self.streams) if stream is None else (self.into(stream),)
-        for each in streams: cuda_order.not_captured(each, "synchronisation")
+        for each in streams: capture.not_captured(each, "synchronisation")
         if stream is None: self.call("cuCtxSynchronize", doing="waiting for the device")
         else: self.call("cuStreamSynchronize", streams[0].handle, doing="waiting for a stream")
 
@@ -347,9 +347,9 @@ class CUDADriver(driver.Driver):
 
     def graph(self) -> CUDAGraph: return CUDAGraph(self)
 
-    def begin_capture(self, stream: driver.Stream) -> None: cuda_order.begin(self.into(stream), self.graph())
+    def begin_capture(self, stream: driver.Stream) -> None: capture.begin(self.into(stream), self.graph())
 
-    def end_capture(self, stream: driver.Stream) -> CUDAGraph: return cuda_order.end(self.into(stream))
+    def end_capture(self, stream: driver.Stream) -> CUDAGraph: return capture.end(self.into(stream))
 
     # tensor maps
 

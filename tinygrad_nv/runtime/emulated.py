@@ -23,7 +23,7 @@ from tinygrad_nv.errors import DriverError, KernelError
 from tinygrad_nv.ptx.emulator import Buffer, Emulator, TensorMap
 from tinygrad_nv.ptx.emulator.arguments import SHARED_LIMIT, SHARED_OF_SM, SM_COUNT, THREADS_OF_SM
 from tinygrad_nv.ptx.emulator.footprint import READ, WRITE, Footprint
-from tinygrad_nv.runtime import driver
+from tinygrad_nv.runtime import capture, driver
 from tinygrad_nv.runtime.driver import (
     Copy,
     Download,
@@ -34,12 +34,7 @@ from tinygrad_nv.runtime.driver import (
     Window,
     Work,
 )
-from tinygrad_nv.runtime.emulated_graph import (
-    Capture,
-    EmulatedEvent,
-    EmulatedGraph,
-    EmulatedStream,
-)
+from tinygrad_nv.runtime.emulated_graph import EmulatedEvent, EmulatedGraph, EmulatedStream
 from tinygrad_nv.runtime.emulated_host import EmulatedHostMemory, Owned, host_memory
 from tinygrad_nv.runtime.emulated_module import EmulatedModule, described
 from tinygrad_nv.runtime.emulated_order import Clock, Done, Part, touched
@@ -123,7 +118,7 @@ class EmulatedDriver(driver.Driver):
 
     def copy_in(self, address: int, source: memoryview, stream: driver.Stream | None = None) -> None:
         into, what = self.into(stream), "a copy from the host"
-        self._not_captured(into, what)
+        capture.not_captured(into, what)
         into.advance()
         data = np.frombuffer(source, np.uint8)
         self.enter(into, self._touched(what, self._write(address, data, 1, source.nbytes, what)))
@@ -141,7 +136,7 @@ class EmulatedDriver(driver.Driver):
         if not isinstance(source, EmulatedDriver):
             raise DriverError(f"a copy from a {type(source).__name__}", "another emulated device")
         into, theirs, what = self.into(stream), source.streams[0], "a copy from another device"
-        self._not_captured(into, what)
+        capture.not_captured(into, what)
         if source not in self.linked: self.linked.append(source)
         if self not in source.linked: source.linked.append(self)
         into.join(theirs.now())
@@ -203,8 +198,8 @@ class EmulatedDriver(driver.Driver):
 
     def submit(self, work: Work, stream: driver.Stream | None = None) -> None:
         into = self.into(stream)
-        if (capture := into.capture) is not None:
-            capture.tails[into] = (capture.graph.add(work, capture.tails[into]),)
+        if (recorded := into.capture) is not None:
+            recorded.tails[into] = (recorded.graph.add(work, recorded.tails[into]),)
             return
         ahead = into.advance()
         done = self.run(work, into, ahead)
@@ -258,11 +253,6 @@ class EmulatedDriver(driver.Driver):
             raise DriverError("a stream of another device", f"one of the {self.properties.name} device")
         return stream
 
-    def _not_captured(self, stream: EmulatedStream, what: str) -> None:
-        if stream.capture is not None:
-            raise DriverError(f"{what} in stream {stream.number}, which is captured",
-                              "launches, copies within the device and fills", "do it before begin_capture")
-
     def stream(self) -> EmulatedStream:
         self.streams.append(EmulatedStream(len(self.streams)))
         return self.streams[-1]
@@ -278,45 +268,27 @@ class EmulatedDriver(driver.Driver):
 
     def wait(self, event: driver.Event, stream: driver.Stream | None = None) -> None:
         assert isinstance(event, EmulatedEvent)
-        into, capture = self.into(stream), event.capture
-        if event.stream is None: _never_recorded("a stream waits for")
-        if capture is None and into.capture is None:
-            into.join(event.clock)
-            return
-        if capture is None:
-            raise DriverError(f"captured stream {into.number} waits for an event from outside the capture",
-                              "an event recorded in the same capture", "record it after begin_capture")
-        if capture.ended:
-            raise DriverError("a stream waits for an event of a capture that has ended",
-                              "an event recorded since", "record the event again")
-        if into.capture not in (None, capture):
-            raise DriverError(f"stream {into.number} of one capture waits for an event of another",
-                              "one capture", "end one before")
-        if into.number == 0: _stream_zero()
-        into.capture = capture
-        capture.tails[into] = tuple(dict.fromkeys((*capture.tails.get(into, ()), *event.nodes)))
+        into = self.into(stream)
+        capture.recorded(event, "a stream waits for")
+        if event.capture is not None or into.capture is not None: capture.join(event, into)
+        else: into.join(event.clock)
 
     def wait_for(self, event: driver.Event) -> None:
         assert isinstance(event, EmulatedEvent)
-        if event.stream is None: _never_recorded("the host waits for")
-        if event.capture is not None:
-            raise DriverError("the host waits for an event of a capture", "an event that runs",
-                              "launch the graph and synchronize with its stream")
-        self._not_captured(event.stream, "synchronisation")
+        capture.ran(event, "the host waits for")
+        assert event.stream is not None
+        capture.not_captured(event.stream, "synchronisation")
         self._told([event.stream], event.clock)
 
     def elapsed_ms(self, start: driver.Event, end: driver.Event) -> float:
         assert isinstance(start, EmulatedEvent)
         assert isinstance(end, EmulatedEvent)
-        for event in (start, end):
-            if event.stream is None: _never_recorded("time is taken from")
-            if event.capture is not None:
-                raise DriverError("time is taken from an event of a capture", "events that ran")
+        for event in (start, end): capture.ran(event, "time is taken from")
         return (end.seconds - start.seconds) * 1e3
 
     def synchronize(self, stream: driver.Stream | None = None) -> None:
         streams = self.streams if stream is None else [self.into(stream)]
-        for each in streams: self._not_captured(each, "synchronisation")
+        for each in streams: capture.not_captured(each, "synchronisation")
         self._told(streams, *(each.now() for each in streams))
 
     @staticmethod
@@ -332,26 +304,9 @@ class EmulatedDriver(driver.Driver):
 
     def graph(self) -> EmulatedGraph: return EmulatedGraph(self)
 
-    def begin_capture(self, stream: driver.Stream) -> None:
-        into = self.into(stream)
-        if into.number == 0: _stream_zero()
-        if into.capture is not None:
-            raise DriverError(f"capture of stream {into.number} begins twice", "end_capture in between")
-        into.capture = Capture(into, self.graph(), {into: ()})
+    def begin_capture(self, stream: driver.Stream) -> None: capture.begin(self.into(stream), self.graph())
 
-    def end_capture(self, stream: driver.Stream) -> EmulatedGraph:
-        into = self.into(stream)
-        if (capture := into.capture) is None or capture.origin is not into:
-            raise DriverError(f"capture ends in stream {into.number}", "the stream it began in")
-        capture.ended = True
-        for each in capture.tails: each.capture = None
-        joined = capture.graph.ancestors(capture.tails[into])
-        for each, tail in capture.tails.items():
-            if {node.number for node in tail} <= joined: continue
-            raise DriverError(f"the capture ends with work in stream {each.number} that nothing waits for",
-                              f"stream {into.number} waits for all streams of the capture",
-                              f"record an event in stream {each.number} and wait for it in {into.number}")
-        return capture.graph
+    def end_capture(self, stream: driver.Stream) -> EmulatedGraph: return capture.end(self.into(stream))
 
     # tensor maps
 
@@ -366,11 +321,3 @@ def _raise(found: list[str]) -> NoReturn:
     more = f"\nand {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     raise KernelError("\n".join(found[:SHOWN]) + more, "kernels in which the emulator finds nothing",
                       "correct what is named; EMU_CHECK=0 runs without race, order and initialisation checks")
-
-
-def _never_recorded(what: str) -> NoReturn:
-    raise DriverError(f"{what} an event that was never recorded", "an event that record() was called with")
-
-
-def _stream_zero() -> NoReturn:
-    raise DriverError("stream 0 is captured", "a stream made by stream()", "give the work a stream")

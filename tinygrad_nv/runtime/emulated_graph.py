@@ -1,8 +1,7 @@
 """Streams, events and graphs of the emulated driver.
 
 Protocol: a graph runs its nodes in an unkind order that its edges allow (of those that are ready, the latest
-added), so that a missing edge shows, and its nodes' footprints are compared. A capture is a graph and the
-last nodes of each stream in it.
+added), so that a missing edge shows, and its nodes' footprints are compared.
 """
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.ptx.emulator.footprint import Footprint
 from tinygrad_nv.runtime import driver
+from tinygrad_nv.runtime.capture import Capture
 from tinygrad_nv.runtime.driver import Launch, Node, Work
 from tinygrad_nv.runtime.edges import early
 from tinygrad_nv.runtime.emulated_order import Clock, GraphOrder, Timeline
@@ -23,19 +23,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Capture:
-    """What streams record since `begin_capture`: a graph, and the last nodes of each stream in it."""
-    origin: EmulatedStream
-    graph: EmulatedGraph
-    tails: dict[EmulatedStream, tuple[Node, ...]] = field(default_factory=dict)
-    ended: bool = False
-
-
-@dataclass(eq=False)
 class EmulatedStream(Timeline, driver.Stream):
     """Its findings not yet told, and the capture it is in."""
     findings: list[str] = field(default_factory=list)
-    capture: Capture | None = None
+    capture: Capture[EmulatedGraph] | None = None
 
 
 @dataclass(eq=False)
@@ -43,7 +34,7 @@ class EmulatedEvent(driver.Event):
     """Where and when it was recorded; in a capture, after which nodes."""
     stream: EmulatedStream | None = None
     seconds: float = 0.0
-    capture: Capture | None = None
+    capture: Capture[EmulatedGraph] | None = None
     nodes: tuple[Node, ...] = ()
     clock: Clock = field(default_factory=dict)
 
