@@ -80,3 +80,13 @@ class AttentionKernel:
         """The grid of a launch with so many rows."""
         if not self.rows_of_cta: return self.grid
         return (-(-s_q // self.rows_of_cta) * self.ctas_of_rows, *self.grid[1:])
+
+
+@dataclass(frozen=True)
+class DecodeKernel:
+    """The kernels of a decode attention, launched one after the other, all with the same parameters: out;
+    workspace, `workspace_bytes` of float32 that nobody initialises, where that is not 0; q; pages of k and
+    of v; table; lengths; scales of k and of v, where the spec has them. Grids are those of the most requests
+    and tokens: z counts requests."""
+    kernels: tuple[AttentionKernel, ...]
+    workspace_bytes: int = 0
