@@ -4,12 +4,14 @@ from __future__ import annotations
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile import epilogue, legality
 from tinygrad_nv.tile.attention import AttentionSpec
+from tinygrad_nv.tile.flash_score import multiple
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.templates.flash_mma_copy import LEAST_BYTES
 
 BLOCKS_N = (16, 32, 64, 128)
 MOST_GRID = 65535    # of y and z
-HELD = 180           # registers for sums, probabilities and q that leave room for addresses and fragments
+HELD = 180           # registers for sums, scores and q that leave room for addresses and fragments
+HELD_BESIDE = 150    # the same, where scores are more than multiples of sums
 MOST_SUMS = 192      # registers for sums and probabilities, with fragments of q read each time
 
 
@@ -30,7 +32,8 @@ def sums(s: Schedule, spec: AttentionSpec) -> int:
 
 def held(s: Schedule, spec: AttentionSpec) -> bool:
     """Whether fragments of q stay in registers."""
-    return sums(s, spec) + s.block_m // s.warps_m * padded(spec.d) // 64 <= HELD
+    most = HELD_BESIDE if multiple(spec.score) is None else HELD
+    return sums(s, spec) + s.block_m // s.warps_m * padded(spec.d) // 64 <= most
 
 
 def smem_bytes(s: Schedule, spec: AttentionSpec) -> int:

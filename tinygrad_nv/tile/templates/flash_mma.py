@@ -12,9 +12,10 @@ registers (FlashAttention-2). For sm_80 and later.
     out / total, by way of the ring, and l
 
 A warp has 16 rows, or a multiple of it, of all columns: rows never meet across warps. From the last block to
-the first, since the partial one is then the first, and no other asks how many rows there are. Fragments of q
-stay in registers where there is room (`held`), else q stays in shared memory. Blocks of rows that see most
-come first, so that the last CTAs to start are short.
+the first, since the partial one is then the first, and no other asks how many keys there are; keys that come
+too late for all of the CTA's rows are never read. Fragments of q stay in registers where there is room
+(`held`), else q stays in shared memory. Blocks of rows that see most come first, so that the last CTAs to
+start are short.
 
 On Hopper it is launched early, as gemm_mma is.
 """
@@ -101,7 +102,7 @@ class _Writer:
         self.start, self.stage_bytes = ring.address(), stage
         # fragments are read before the last stage is needed
         spare = self.held and q_bytes <= stage
-        self.q_start = self.start + (s.depth - 1) * stage if spare else k.shared("q", q_bytes, 1024).address()
+        self.q_start = self.start + (s.depth - 1) * stage if spare else k.shared("q_rows", q_bytes, 1024).address()
         if k.hopper: k.wait_for_previous_grid()
         self._copies()
         self._fragments()
@@ -134,9 +135,8 @@ class _Writer:
             tile = SharedTile(s.block_n, padded(d) * 2)
             self.bring.append(RowCopy(k, rows, self._matrix(pointer, rows, last), d, tile, start))
             start += tile.nbytes
-        whole = isinstance(self.extents.s_kv, int) and self.extents.s_kv % s.block_n == 0
         for stage in range(s.depth - 1):
-            left = None if stage or whole else signed(k, self.extents.s_kv) - self.base
+            left = None if stage or self.columns.whole_blocks else self.columns.end - self.base
             self._bring(self.start + stage * self.stage_bytes, self.columns.count > stage, left)
 
     def _bring(self, stage: Value, when: Value, left: Value | None = None) -> None:
