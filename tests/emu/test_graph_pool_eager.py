@@ -251,10 +251,11 @@ def test_values_that_a_debugged_call_gave_its_nodes_are_changed_back(emu: NVDevi
         np.testing.assert_array_equal(found, (X + value) * 2)
 
 
-def test_jit_2_turns_graphs_off(emu: NVDevice):
+@pytest.mark.parametrize("value", [0, 2])
+def test_jit_turns_graphs_off(emu: NVDevice, value: int):
     pool = GraphPool(lambda x: (x + 1).realize() * 2, ROWS, (1, 4), emu.device)
-    with Context(JIT=2): calls(pool, lambda x: (x + 1) * 2)
-    assert reasons(pool) == {"JIT=2 turns graphs off"}
+    with Context(JIT=value): calls(pool, lambda x: (x + 1) * 2)
+    assert reasons(pool) == {f"JIT={value} turns graphs off"}
     assert [len(bucket.replay.src) for bucket in pool.buckets.values()] == [2, 2]
 
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,23 @@ def test_a_pool_inside_a_tinyjit():
     with refused("a GraphPool is called while a step is captured", "take the TinyJit off"):
         outer(Tensor(X).realize())
     np.testing.assert_array_equal(pool(x=X, lengths=LENGTHS + 2).numpy(), X * 2)
+
+
+def test_a_pool_in_the_middle_of_its_own_call():
+    """Of another thread, in fact: here while the step reads a number, and so runs as it is written."""
+    found: list[GraphError] = []
+    def other() -> None:
+        try: pool(x=X, lengths=LENGTHS)
+        except GraphError as error: found.append(error)
+    def step(x: Tensor, lengths: Tensor) -> Tensor:
+        biggest = x.max().item()
+        (thread := Thread(target=other)).start()
+        thread.join()
+        return x + biggest
+    pool = pool_of(step)
+    for _ in range(2): np.testing.assert_array_equal(pool(x=X, lengths=LENGTHS).numpy(), X + X.max())
+    with refused("in the middle of its own call", "one call at a time", "take turns"): raise found[0]
+    assert len(found) == 2
 
 
 def test_extents_that_a_variable_has_are_named():

@@ -136,7 +136,7 @@ class Bucket:
     def _graphed(self, linear: UOp) -> UOp:
         """All launches as one graph, or graphs with what they cannot hold between them."""
         assert self.recipe is not None
-        if self.recipe.obstacle: return linear if JIT >= 2 else graph_split_rewrite(linear)
+        if self.recipe.obstacle: return linear if JIT != 1 else graph_split_rewrite(linear)
         return linear.replace(src=(UOp(Ops.CUSTOM_FUNCTION, src=(linear,), arg="graph").call(),))
 
     def launch(self, values: dict[str, int]) -> None:

@@ -14,6 +14,7 @@ graph in stream 0, and returns before the device has run it.
    next used; nothing is compiled again.
  * Beyond `limit_bytes` of graphs, arena and outputs the graphs least recently used go. They too come back
    without compilation.
+ * One call at a time: threads take turns.
  * A step that cannot be one graph still runs, launch by launch or as it is written, and `stats()` says why.
  * After an exception, also Ctrl-C, pool and state can be used. What the interrupted step had written of its
    state may be there or not.
@@ -91,9 +92,12 @@ class GraphPool:
 
     @contextmanager
     def _at_work(self, bucket: Bucket) -> Iterator[None]:
+        if self._working:
+            raise GraphError("a GraphPool is called in the middle of its own call", "one call at a time",
+                             "take turns with a lock, or use a pool for each thread; a step calls no pool")
         if self._unsettled: self.feed.settle()
-        self._working = self._unsettled = True
         try:
+            self._working = self._unsettled = True
             self._settle_kept()
             yield
         except BaseException:
