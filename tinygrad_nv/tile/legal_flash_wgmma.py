@@ -3,14 +3,17 @@ from __future__ import annotations
 
 from tinygrad_nv.tile import epilogue
 from tinygrad_nv.tile.attention import AttentionSpec, Rows
+from tinygrad_nv.tile.expression import show
+from tinygrad_nv.tile.flash_score import multiple
 from tinygrad_nv.tile.legality import MOST, SMEM_BYTES
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.templates.flash_wgmma_plan import ROWS, STEP, Plan
 
 MOST_GRID = 65535  # of a grid's y and z
 MOST_COLUMNS = 256
-# registers a thread that ptxas was seen to keep without spilling: scores, their 16-bit form and the result
-MOST_HELD = {1: 216, 2: 216, 3: 136}
+# by consumers, registers a thread that ptxas was seen to keep without spilling: scores, their 16-bit form and
+# the result; and columns beside a score that is more than a multiple of the sum
+MOST_HELD, MOST_EVALUATED = {1: 224, 2: 212, 3: 128}, {1: 112, 2: 112, 3: 96}
 
 
 def problems(schedule: Schedule, spec: AttentionSpec, arch: str) -> list[str]:
@@ -79,4 +82,7 @@ def _room(plan: Plan) -> list[str]:
     if plan.held > (held := MOST_HELD[plan.consumers]):
         out.append(f"{plan.scores} scores + {plan.scores // 2} pairs of weights + {plan.sums} sums = "
                    f"{plan.held} registers a thread, at most {held} with {plan.consumers} consumers")
+    if multiple(plan.spec.score) is None and s.block_n > (columns := MOST_EVALUATED[plan.consumers]):
+        out.append(f"block_n={s.block_n} beside {show(plan.spec.score)}, which is evaluated in registers: at "
+                   f"most {columns} with {plan.consumers} consumers")
     return out

@@ -13,7 +13,8 @@ Protocol: with S the scores, P their weights in 16 bits, O the result so far,
     O += P V of the last block
 
 The fragment of S in 16 bits is the fragment of a left operand in registers: registers 8c … 8c + 7 are the
-four of wgmma c.
+four of wgmma c. In ping-pong (FlashAttention-3) a consumer issues a block's wgmmas when the one before it has
+issued its own, so that the softmax of each falls under the products of the others (`Turns`).
 """
 from __future__ import annotations
 
@@ -22,10 +23,37 @@ from tinygrad_nv.tile.flash_score import Cells, Scores, Softmax
 from tinygrad_nv.tile.lanes import HALVES
 from tinygrad_nv.tile.templates.flash_wgmma_blocks import Blocks
 from tinygrad_nv.tile.templates.flash_wgmma_load import Loads
-from tinygrad_nv.tile.templates.flash_wgmma_plan import ROWS, STEP, Plan
+from tinygrad_nv.tile.templates.flash_wgmma_plan import ROWS, STEP, WARPGROUP, Plan
 from tinygrad_nv.tile.templates.wgmma_multiply import Descriptors
 
 SLACK = 8.0  # in base 2: weights up to 256 are as exact in 16-bit floats as those up to 1
+
+
+class Turns:
+    """Consumers that issue in turn: consumer i waits at named barrier 1 + i for the one before it, the first
+    one for the last one's turn before. All have as many turns; the last one's start gives the first turn, and
+    the first one takes what the last one's last turn gives."""
+
+    def __init__(self, k: Kernel, plan: Plan, consumer: Value) -> None:
+        self.k, self.first = k, consumer == 0
+        self.own = consumer + 1
+        self.next = k.select(consumer == plan.consumers - 1, 1, consumer + 2, "u32")
+
+    def begin(self) -> None:
+        """Before all turns."""
+        with self.k.if_(self.next == 1): self.give()
+
+    def take(self) -> None:
+        """Waits for the turn."""
+        self.k.sync(self.own, 2 * WARPGROUP)
+
+    def give(self) -> None:
+        """Gives it to the next consumer."""
+        self.k.arrive(self.next, 2 * WARPGROUP)
+
+    def end(self) -> None:
+        """After all turns."""
+        with self.k.if_(self.first): self.take()
 
 
 class Products:
@@ -42,18 +70,21 @@ class Products:
         self.s = k.regs("f32", plan.scores)
         self.p = k.regs("b32", plan.scores // 2)
         self.out = k.regs("f32", plan.sums, 0.0)
+        self.turns = Turns(k, plan, consumer) if plan.pingpong else None
         self.softmax = Softmax(k, 1, scores.factor, SLACK)
 
     def attend(self, blocks: Blocks) -> None:
         """All blocks, of which there is at least one."""
         k, n = self.k, self.plan.schedule.block_n
         block = k.reg("s32", blocks.end - 1)
+        if self.turns is not None: self.turns.begin()
         self._first(block * n, blocks.masked)
         for end, masked in blocks.runs():
             with k.loop(0, block - end):
                 block -= 1
                 self._further(block * n, masked)
         self._last()
+        if self.turns is not None: self.turns.end()
 
     def _first(self, column: Value, masked: bool) -> None:
         k, loads = self.k, self.loads
@@ -68,9 +99,11 @@ class Products:
     def _further(self, column: Value, masked: bool) -> None:
         k, loads = self.k, self.loads
         loads.k_ring.wait(self.at_k)
+        if self.turns is not None: self.turns.take()
         self._issue_scores()
         loads.v_ring.wait(self.at_v)
         self._issue_sums()
+        if self.turns is not None: self.turns.give()
         k.wgmma_wait(1)
         self._give_back_keys()
         factors = self._absorb(column, masked)
