@@ -33,7 +33,7 @@ def test_the_switch_of_this_package_is_no_device(nv: str):
 
 
 def test_a_device_by_another_old_name_is_still_refused():
-    code = ("from tinygrad_nv import Device\ntry: Device.DEFAULT\nexcept AssertionError as error: print(error)")
+    code = "from tinygrad_nv import Device\ntry: Device.DEFAULT\nexcept AssertionError as error: print(error)"
     assert run(code, METAL="1") == "METAL=1 is deprecated, use DEV=METAL instead"
 
 
