@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 from tinygrad import Device, Tensor, UOp
 from tinygrad.device import Buffer
+from tinygrad.dtype import DType
 from tinygrad.engine import realize
 from tinygrad.engine.jit import JitError
 from tinygrad.uop.ops import buffers
@@ -313,7 +314,7 @@ class GraphPool:
         shape = tuple(tensor.shape)
         known = bool(shape) and isinstance(shape[0], int)
         if not known or shape[1:] != given.shape or tensor.dtype != given.dtype:
-            raise _wrong(name, given, shape, str(tensor.dtype))
+            raise _wrong(name, given, shape, _called(tensor.dtype))
         if tensor.device != self.device:
             raise GraphError(f"input {name!r} is on {tensor.device}",
                              f"an array, or a Tensor on {self.device}", f".to({self.device!r})")
@@ -340,7 +341,12 @@ def _checked(inputs: Mapping[str, Input], sizes: Sequence[int], limit_bytes: int
 def _wrong(name: str, given: Input, shape: tuple[Any, ...], kind: str) -> GraphError:
     what = "a Tensor (numpy has no such type)" if given.numpy_dtype() is None else "an array or a Tensor"
     return GraphError(f"input {name!r} has shape {shape} and is {kind}",
-                      f"{what}, rows of shape {given.shape} and {given.dtype}")
+                      f"{what}, rows of shape {given.shape} and {_called(given.dtype)}")
+
+
+def _called(dtype: DType) -> str:
+    """numpy's name, of what numpy has: tinygrad writes dtypes.float for float32."""
+    return str(Input((), dtype).numpy_dtype() or dtype)
 
 
 def _first(outputs: Sequence[Tensor], rows: int) -> list[Tensor]:
