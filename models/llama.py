@@ -24,7 +24,10 @@ from typing import TypeAlias
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
+from tinygrad_nv.hooks import enabled
+from tinygrad_nv.patterns.gemm import DEVICES
 from tinygrad_nv.runtime.ranges import layer
+from tinygrad_nv.tile.spec import HALVES
 
 from .config import ModelConfig
 from .rope import tables
@@ -90,6 +93,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return parts[0].cat(*parts[1:], *([rest] if rest.shape[-1] else []), dim=-1)
 
 
+def takes_products(x: Tensor) -> bool:
+    """Whether products of x are for kernels of ours, which take an attention whole, and store what they read.
+    tinygrad's own compute x again for each element of the result, unless it is contiguous."""
+    device = x.device if isinstance(x.device, str) else x.device[0]
+    return enabled() and device.split(":")[0] in DEVICES and x.dtype in HALVES
+
+
 class Attention:
     """Grouped-query attention with rotary positions, an optional sliding window and optional q/k norms."""
 
@@ -126,8 +136,9 @@ class Attention:
         scores = q.matmul(k.unsqueeze(2).transpose(-1, -2), dtype=dtypes.float32) * c.head_dim ** -0.5
         scores = scores.contiguous_backward()
         if (mask := self.mask(T, start)) is not None: scores = mask.where(scores, -float("inf"))
-        weights = scores.softmax(-1).cast(v.dtype).contiguous().contiguous_backward()
-        out = (weights @ v.unsqueeze(2)).reshape(B, c.num_heads, T, c.head_dim).transpose(1, 2)
+        weights = scores.softmax(-1).cast(v.dtype)
+        if not takes_products(weights): weights = weights.contiguous()
+        out = (weights.contiguous_backward() @ v.unsqueeze(2)).reshape(B, c.num_heads, T, c.head_dim).transpose(1, 2)
         return out.reshape(B, T, c.num_heads * c.head_dim).contiguous()
 
     def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], start: Position,

@@ -28,6 +28,15 @@ def test_the_gradient_of_a_mean_square():
     np.testing.assert_array_equal(dx.float().numpy(), rounded(factor @ B.T))
 
 
+def test_a_product_that_is_stored_transposed_and_used_elsewhere():
+    """What is stored is a copy: the product lies the other way."""
+    y = stored(A) @ stored(B)
+    turned, total = y.T.contiguous(), y.float().sum()
+    Tensor.realize(turned, total)
+    np.testing.assert_array_equal(turned.float().numpy(), rounded(SUM).T)
+    assert total.item() == rounded(SUM).sum()
+
+
 CONSTANTS: dict[str, tuple[Callable[[], Tensor], float]] = {
     "product": (lambda: constant(3) * constant(2), 6),
     "stored": (lambda: (constant(3) * constant(2)).contiguous(), 6),

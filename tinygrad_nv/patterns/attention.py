@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 
 from tinygrad.dtype import dtypes
@@ -33,8 +33,8 @@ from tinygrad.uop.ops import GroupOp, Ops, UOp, sint
 from tinygrad_nv import config
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
-from tinygrad_nv.patterns.attention_dims import Ranges
-from tinygrad_nv.patterns.attention_score import FLOATS, PASSED, Score
+from tinygrad_nv.patterns.attention_dims import Ranges, Sideways
+from tinygrad_nv.patterns.attention_score import FLOATS, PASSED, Score, filled
 from tinygrad_nv.patterns.attention_spec import Found, Reading, found, nbytes
 from tinygrad_nv.patterns.contraction import NotOurs, Product, Side, arithmetic, is_storage, product, side
 from tinygrad_nv.patterns.epilogue import Unfused
@@ -65,15 +65,32 @@ def rewrite(sink: UOp) -> UOp:
 
     def change(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
         if (match := matches.get(node)) is None: return None
-        result = _called(node, match, [new(x) for x in match.found.inputs])
+        result = _called(match, [new(x) for x in match.found.inputs])
         ranges.carry_region(match.region, result)
         return result
     return program.write_through(program.rebuilt(matcher.nodes, change))
 
 
 @dataclass(frozen=True)
+class Attempt:
+    """Where an attention may end, whether it has rows, and which axis of the result lies last in memory if
+    that is not the last one (-1): it is turned by a kernel of tinygrad's then."""
+    end: UOp
+    rows: bool
+    last: int = -1
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The axes of the end as they lie in memory."""
+        axes = list(range(len(self.end.shape)))
+        if self.last >= 0: axes.append(axes.pop(self.last))
+        return tuple(axes)
+
+
+@dataclass(frozen=True)
 class Match:
     """An attention, ready to be called: what lies inside, what it is, and how it is made."""
+    attempt: Attempt
     region: frozenset[UOp]
     found: Found
     schedule: Schedule
@@ -92,9 +109,9 @@ class _Matcher:
     def matches(self) -> dict[UOp, Match]:
         """The matches, by their ends."""
         if not any(node.op is Ops.EXP2 for node in self.nodes): return {}
-        products = [(one, weights) for node in self.nodes if node.op is Ops.REDUCE
-                 and (one := product(node)) is not None and (weights := weighted(one)) is not None
-                 and machine_of(node.device) is not None]
+        products = [(one, number) for node in self.nodes if node.op is Ops.REDUCE
+                    and (one := product(node)) is not None and (number := weighted(one)) is not None
+                    and machine_of(node.device) is not None]
         if not products: return {}
         self.place = {node: i for i, node in enumerate(self.nodes)}
         self.consumers: dict[UOp, list[UOp]] = {node: [] for node in self.nodes}
@@ -111,15 +128,18 @@ class _Matcher:
         reason = ""
         machine = machine_of(second.total.device)
         assert machine is not None
-        for end in self.candidates(second.total):
-            for rows in (True, False):
-                try: self.ends[end] = self.matched(second, number, end, machine, rows)
-                except (Unfused, NotAffine) as no: reason = reason or str(no)
-                except SpecError as error: reason = reason or f"{error.found}, not {error.expected}"
-                except NotOurs as no:
-                    reason = reason or str(no)
-                    if no.final: break
-                else: return
+        attempts = [Attempt(end, rows) for end in self.candidates(second.total) for rows in (True, False)]
+        while attempts:
+            one = attempts.pop(0)
+            try: self.ends[one.end] = self.matched(second, number, one, machine)
+            except (Unfused, NotAffine) as no: reason = reason or str(no)
+            except SpecError as error: reason = reason or f"{error.found}, not {error.expected}"
+            except NotOurs as no:
+                reason = reason or str(no)
+                if no.final: break
+                if isinstance(no, Sideways) and one.rows and one.last < 0:
+                    attempts += [replace(one, last=axis) for axis in range(len(one.end.shape) - 1)]
+            else: return
         if reason: program.miss(TEMPLATE, second.total, reason)
 
     def candidates(self, total: UOp) -> list[UOp]:
@@ -151,11 +171,11 @@ class _Matcher:
                 raise NotOurs(f"{what} used elsewhere too", final=False)
         return frozenset(kept)
 
-    def matched(self, second: Product, number: int, end: UOp, machine: Machine, rows: bool) -> Match:
-        """The match of one end. Raises `NotOurs`, `Unfused` or `NotAffine` where there is none."""
-        space = Space()
+    def matched(self, second: Product, number: int, attempt: Attempt, machine: Machine) -> Match:
+        """The match of an attempt. Raises `NotOurs`, `Unfused` or `NotAffine` where there is none."""
+        space, end = Space(), attempt.end
         kept = space.ranges(end.shape)
-        out = space.lies(end.shape, kept)
+        out = space.lies([end.shape[i] for i in attempt.order], tuple(kept[i] for i in attempt.order))
         columns = space.ranges(second.total.src[0].shape[:second.total.arg[1]])
         at, divided = _tail(space, second.total, end, kept)
         at = second.indices(space, columns + at)
@@ -170,8 +190,8 @@ class _Matcher:
         value = side(space, v, space.over(second.mul.shape, v.shape, at), second.strip, self.is_memory)
         _check(first, second, (*sides[:2], value))
         counted = Ranges(tuple(numbers), sides[2], frozenset(), _ordered(space, weights[1], numbers))
-        made = found(Reading(space, end, score, (*sides[:2], value), out, counted), rows)
-        return Match(region, made, schedule_of(made.spec, machine), machine)
+        made = found(Reading(space, end, score, (*sides[:2], value), out, counted), attempt.rows)
+        return Match(attempt, region, made, schedule_of(made.spec, machine), machine)
 
 
 def _is_tail(user: UOp, node: UOp) -> bool:
@@ -191,12 +211,18 @@ def _bare(node: UOp) -> UOp:
 
 
 def weighted(second: Product) -> int | None:
-    """Which operand of a product is made of exponentials, as the weights of an attention are."""
+    """Which operand of a product is made of exponentials, as the weights of an attention are. Weights that
+    are stored, since a Tensor holds them, are reported."""
     for number, source in enumerate(second.mul.src):
-        node = _bare(source)
-        if node.op is Ops.EXP2: return number
-        if node.op is Ops.MUL and {_bare(s).op for s in node.src} == {Ops.EXP2, Ops.RECIPROCAL}: return number
+        if (value := filled(node := _bare(source))) is not node and _exponential(_bare(value)):
+            program.miss(TEMPLATE, second.total, "the weights are used elsewhere too: a tensor holds them")
+        elif _exponential(node): return number
     return None
+
+
+def _exponential(node: UOp) -> bool:
+    if node.op is Ops.EXP2: return True
+    return node.op is Ops.MUL and {_bare(s).op for s in node.src} == {Ops.EXP2, Ops.RECIPROCAL}
 
 
 # **** weights ****
@@ -333,11 +359,12 @@ def kernel(spec: AttentionSpec, schedule: Schedule, machine: Machine) -> Attenti
     return made
 
 
-def _called(end: UOp, match: Match, inputs: list[UOp]) -> UOp:
-    made, spec = match.found, match.found.spec
+def _called(match: Match, inputs: list[UOp]) -> UOp:
+    made, spec, end, order = match.found, match.found.spec, match.attempt.end, match.attempt.order
     assert end.device is not None
     note = program.Note(match.schedule.template, f"{spec}: {match.schedule}", spec, match.schedule)
-    return program.attention(kernel(spec, match.schedule, match.machine), end.device,
-                             program.Output(end.shape, end.dtype), inputs, rows=made.rows,
-                             integers=made.integers, variables=made.variables, flops=spec.flops,
-                             nbytes=nbytes(spec), note=note)
+    out = program.Output(tuple(end.shape[i] for i in order), end.dtype)
+    done = program.attention(kernel(spec, match.schedule, match.machine), end.device, out, inputs,
+                             rows=made.rows, integers=made.integers, variables=made.variables,
+                             flops=spec.flops, nbytes=nbytes(spec), note=note)
+    return done if match.attempt.last < 0 else done.permute(tuple(map(order.index, range(len(order)))))

@@ -22,6 +22,10 @@ from tinygrad_nv.patterns.index import Affine, Space, largest
 Q, K, V, OUT, MORE = 0, 1, 2, 3, 4
 
 
+class Sideways(NotOurs):
+    """The elements of a head of the result do not lie side by side."""
+
+
 @dataclass(frozen=True)
 class Ranges:
     """Ranges by what they count. `compared` are those that a mask compares with keys, `ordered` the rows'
@@ -80,7 +84,7 @@ def _kinds(space: Space, sides: tuple[Side, ...], out: Affine, more: Sequence[Af
     for r in wide:
         if out.strides.get(r, 0) != pitch: made[r] = "batch"
         else: pitch *= largest(space.extents[r])
-    if "d_v" not in made.values(): raise NotOurs("elements of the result do not lie side by side")
+    if "d_v" not in made.values(): raise Sideways("elements of the result do not lie side by side")
     for r, kind in made.items():
         if isinstance(space.extents[r], UOp) and kind not in ("rows", "keys"):
             raise NotOurs(f"a symbolic {'batch' if kind in ('batch', 'group') else 'head'}")

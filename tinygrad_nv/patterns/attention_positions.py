@@ -47,7 +47,7 @@ class NotFitted(Exception):
 
 def is_variable(node: UOp) -> bool:
     """Whether a node is a variable of a launch."""
-    return node.op is Ops.PARAM and node.arg.addrspace is AddrSpace.ALU
+    return node.op in (Ops.PARAM, Ops.BUFFER) and node.arg.addrspace is AddrSpace.ALU
 
 
 def linear(value: sint) -> Form | None:

@@ -123,7 +123,7 @@ class Score(Epilogue):
         return made(name, args, dtypes.bool if node.op in GroupOp.Comparison else own)
 
     def _leaf(self, node: UOp, indices: Indices, want: DType) -> Expression:
-        if (value := number(node)) is not None:
+        if (value := number(filled(node))) is not None:
             dtype = kind(node.dtype, want)
             if dtypes.is_int(dtype) and value != int(value): raise Unfused("a fraction among integers")
             return Constant(truncate[dtype](value) if dtype == dtypes.float32 else value, dtype)
@@ -169,6 +169,12 @@ def kind(dtype: DType, want: DType = dtypes.void) -> DType:
     if dtype == dtypes.bool: return dtype
     if dtypes.is_int(dtype) or dtype == dtypes.weakint: return dtypes.int32
     raise Unfused(f"scores of {dtype.name}")
+
+
+def filled(node: UOp) -> UOp:
+    """The value of which a tensor is full, as `Tensor.full` stores it; of others, the node."""
+    whole = node.op is Ops.AFTER and len(node.src) == 2 and node.src[1].op is Ops.STORE
+    return node.src[1].src[1] if whole and node.src[1].src[0] is node.src[0] else node
 
 
 def _is_one(extent: object) -> bool: return isinstance(extent, int) and extent == 1

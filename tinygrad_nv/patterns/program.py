@@ -251,7 +251,7 @@ def _copied(after: UOp) -> tuple[UOp, UOp] | None:
     target, value = after.src[1].src
     while target.op is value.op is Ops.SHRINK and target.src[1:] == value.src[1:]:
         target, value = target.src[0], value.src[0]
-    target, value = target.base, value.base
+    target, value = _dense(target), _dense(value)
     if value.op is not Ops.AFTER or value.src[1].op is not Ops.CALL: return None
     buffer, call = value.src[0].base, value.src[1]
     if buffer.op is not Ops.BUFFER or buffer.arg.slot < _FIRST_SLOT: return None
@@ -261,6 +261,12 @@ def _copied(after: UOp) -> tuple[UOp, UOp] | None:
     if (target.dtype, target.device) != (buffer.dtype, buffer.device): return None
     if target in call.toposort(enter_calls=False): return None
     return buffer, target.reshape(buffer.shape)
+
+
+def _dense(x: UOp) -> UOp:
+    """What a reshape is of: the same elements in the same order."""
+    while x.op is Ops.RESHAPE: x = x.src[0]
+    return x
 
 
 def _stored_in_place(target: UOp, value: UOp) -> UOp | None:
