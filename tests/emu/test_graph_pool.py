@@ -212,6 +212,18 @@ def test_variables_are_parameters(hopper: NVDevice):
     assert pool.stats().buckets[1].updates == 3  # for 3, which the graph was not built with, for 4 and for 9
 
 
+def test_variables_in_what_is_returned(hopper: NVDevice):
+    """tinygrad leaves such a Tensor as it is when it is realized, so that it seemed to be kept."""
+    def step(x: Tensor, n: Variable) -> Tensor: return (x * 2).contiguous() + n
+    pool = GraphPool(step, {"x": Input((8,), dtypes.float32)}, (2,), hopper.device)
+    x = np.arange(16, dtype=np.float32).reshape(2, 8)
+    for value in (3, 4):
+        found = pool(x=x, n=Variable("n", 0, 9).bind(value)).numpy()
+        np.testing.assert_array_equal(found, x * 2 + value)
+    assert pool.stats().buckets[0].reasons == ()
+    assert len(pool.buckets[2].graph.calls) == 2
+
+
 def test_variables_are_extents(hopper: NVDevice):
     def step(x: Tensor, n: Variable) -> Tensor: return x[:, :n].sum(1).contiguous()
     pool = GraphPool(step, {"x": Input((8,), dtypes.float32)}, (2,), hopper.device)

@@ -133,6 +133,19 @@ def test_what_is_kept_of_inputs_is_not_overwritten(emu: NVDevice, keep: Any):
     assert reason.startswith("the step keeps a Tensor that it makes of its inputs")
 
 
+def test_a_step_that_keeps_what_it_returns(emu: NVDevice):
+    kept: list[Tensor] = []
+    def step(x: Tensor) -> Tensor:
+        kept[:] = [x * 2]
+        return kept[0]
+    pool = GraphPool(step, ROWS, (1, 3), emu.device)
+    for k in range(3):
+        np.testing.assert_array_equal(pool(x=X + k).numpy(), (X + k) * 2)
+        last = kept[0]
+        pool(x=X[:1])
+        np.testing.assert_array_equal(last.numpy(), (X + k) * 2)
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_a_table_that_the_step_keeps(emu: NVDevice, early: bool):
     """It is computed once, and is no part of the graph; sizes captured later read it."""

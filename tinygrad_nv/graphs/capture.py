@@ -133,10 +133,10 @@ class Collected:
         """Computes what the step keeps and did not need its inputs for; whether it keeps anything else. After
         an exception what it keeps is not there yet: it must be called again."""
         if self.kept is None:
-            returned = {tensor.uop.base for _, tensor in self.results}
-            if (kept := _kept(self.linear, self.known) - returned):
+            results = [tensor for _, tensor in self.results]
+            if kept := _kept(self.linear, self.known, results):
                 gc.collect()  # what is only in cycles is not kept
-                kept &= _kept(self.linear, self.known)
+                kept &= _kept(self.linear, self.known, results)
             self.kept = kept
         self.linear, left = _computed(self.linear, self.kept, self.known, self.inputs)
         return bool(left)
@@ -223,15 +223,17 @@ def rebuilt(returned: Returned, outputs: Sequence[Tensor | None]) -> Returned:
 
 def run(step: Callable[..., Returned], size: int, inputs: Mapping[str, Tensor], variables: Mapping[str, UOp],
         device: str, known: set[UOp]) -> tuple[Returned, list[tuple[str, Tensor]]]:
-    """Calls the step and realizes what it returns and what it assigned. Each result has storage of its own:
-    not of `known`, which was there before, nor of another result."""
+    """Calls the step and realizes what it returns and what it assigned. Returns the containers, with None in
+    the place of Tensors, and the results. Each has storage of its own: not of `known`, which was there
+    before, nor of another result; and is a Tensor that the step does not have."""
     before = [ref for ref, _ in _live()]
     returned = step(**{name: Tensor(tensor.uop) for name, tensor in inputs.items()}, **variables)
-    items = [(name, _placed(tensor, device)) for name, tensor in named(returned)]
+    items = [(name, _result(tensor, device)) for name, tensor in named(returned)]
+    returned = rebuilt(returned, [None] * len(items))
     for name, tensor in items: _check(name, tensor, size, device)
     Tensor.realize(*(tensor for _, tensor in items))
     realize_assigned(tensor for ref in before if (tensor := ref()) is not None)
-    _detach(inputs.values())
+    _detach(inputs.values(), [tensor for _, tensor in items])
     return returned, list(_owned(items, known))
 
 
@@ -254,10 +256,10 @@ def realize_assigned(candidates: Iterable[Tensor]) -> None:
     if pending: Tensor.realize(*pending)
 
 
-def _detach(inputs: Iterable[Tensor]) -> None:
+def _detach(inputs: Iterable[Tensor], results: Iterable[Tensor]) -> None:
     """What a step leaves behind over its inputs, or not computed of them yet, gets memory of its own: other
     rows are there in the next call."""
-    own = {id(tensor) for tensor in inputs}
+    own = {id(tensor) for tensor in (*inputs, *results)}
     storage = {tensor.uop.base for tensor in inputs}
     def leaning() -> list[Tensor]:
         return [tensor for _, tensor in _live() if id(tensor) not in own
@@ -275,10 +277,13 @@ def _owned(items: Sequence[tuple[str, Tensor]], known: set[UOp]) -> Iterator[tup
         yield name, tensor
 
 
-def _placed(tensor: Tensor, device: str) -> Tensor:
-    """A Tensor on a device, if it is of no device: `Tensor.arange` and constants are not."""
-    if tensor.device is not None or not all(isinstance(extent, int) for extent in tensor.shape): return tensor
-    return Tensor.empty(*tensor.shape, dtype=tensor.dtype, device=device).assign(tensor)
+def _result(tensor: Tensor, device: str) -> Tensor:
+    """Another Tensor of the same values. What is computed is contiguous, or tinygrad may leave a Tensor with
+    a Variable in it as it is; what is of no device, as `Tensor.arange`, is placed on this one."""
+    if tensor.uop.has_buffer_identity(after_ok=True): return Tensor(tensor.uop)
+    if tensor.device is None and all(isinstance(extent, int) for extent in tensor.shape):
+        return Tensor.empty(*tensor.shape, dtype=tensor.dtype, device=device).assign(tensor)
+    return tensor.contiguous()
 
 
 def _check(name: str, tensor: Tensor, size: int, device: str) -> None:
@@ -343,10 +348,10 @@ def _storage(linear: UOp) -> set[UOp]:
     return {u for a in arguments for u in a.toposort() if u.op is Ops.BUFFER}
 
 
-def _kept(linear: UOp, known: set[UOp]) -> set[UOp]:
-    """New storage of a schedule that Tensors refer to."""
-    fresh = _storage(linear) - known - set(buffers)
-    return fresh & _storage_of(tensor.uop for _, tensor in _live())
+def _kept(linear: UOp, known: set[UOp], results: Iterable[Tensor] = ()) -> set[UOp]:
+    """New storage of a schedule that Tensors refer to, other than the results."""
+    fresh, own = _storage(linear) - known - set(buffers), {id(tensor) for tensor in results}
+    return fresh & _storage_of(tensor.uop for _, tensor in _live() if id(tensor) not in own)
 
 
 def _computed(linear: UOp, kept: set[UOp], known: set[UOp], inputs: set[UOp]) -> tuple[UOp, set[UOp]]:

@@ -196,7 +196,7 @@ class GraphPool:
         begun = time.perf_counter()
         inputs = self.feed.tensors(bucket.size)
         collected, returned = collect(self.step, bucket.size, inputs, variables, self.device)
-        bucket.shape = rebuilt(returned, [None] * len(collected.results))
+        bucket.shape = returned
         bucket.counts.captures += 1
         self._variables = frozenset(variables)  # with others the step is another one
         self._collected = collected
