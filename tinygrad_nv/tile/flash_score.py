@@ -230,12 +230,11 @@ class Scores:
 @dataclass
 class Softmax:
     """Of a lane's rows, two for each 16 of the warp: the largest score so far, times `factor`, and the sum.
-    With `slack`, the top moves only when it is exceeded by more: weights are up to 2^slack then, and shrinks
-    are rarely other than 1."""
+    The top is the largest itself, not one a little below that would move less often: its weight is 1, which
+    nothing rounds, and rows of few large weights are the more exact for it."""
     k: Kernel
     tiles: int
     factor: float
-    slack: float = 0.0
 
     def __post_init__(self) -> None:
         self.top = self.k.regs("f32", 2 * self.tiles, -math.inf)
@@ -262,8 +261,9 @@ class Softmax:
         """The new top of a row, in all four lanes that have it."""
         k, made = self.k, self.k.reg("f32", row[0])
         for value in row[1:]: k.emit("max.f32", made, made, value)
-        most = across(k, made, "max.f32") * self.factor
-        if self.slack: return k.select(most - top > self.slack, most, top)
+        most = across(k, made, "max.f32")
+        # rounded up, so that no exponent is above 0, of however large scores
+        k.emit("mul.rp.f32", most, most, self.factor)
         k.emit("max.f32", most, most, top)
         return most
 

@@ -25,21 +25,24 @@ class Blocks:
 
     def __init__(self, k: Kernel, plan: Plan, row: Value, extents: Extents) -> None:
         self.k, self.plan = k, plan
-        s_kv, start = (each.to("s32") if isinstance(each, Value) else each
-                       for each in (extents.s_kv, extents.start))
+        s_q, s_kv, start = (each.to("s32") if isinstance(each, Value) else each
+                            for each in (extents.s_q, extents.s_kv, extents.start))
         band, n, m = plan.spec.band, plan.schedule.block_n, plan.schedule.block_m
-        self.at = row + start
+        at = row + start
         self.masks_left, self.masks_right = band.first is not None, band.last is not None or plan.ragged
         end: Extent = s_kv
         plain_end: Extent = s_kv // n
         if band.last is not None:
-            end = self._clamped(self.at + (m + band.last), s_kv)
-            plain_end = self._clamped(self.at + (band.last + 1), s_kv) // n
+            bottom = row + m  # rows beyond the last one see nothing
+            if not isinstance(s_q, int) or s_q % m: k.emit("min.s32", bottom, bottom, s_q)
+            end = self._clamped(bottom + start + band.last, s_kv)
+            plain_end = self._clamped(at + (band.last + 1), s_kv) // n
         first: Extent = 0
         plain_first: Extent = 0
         if band.first is not None:
-            first = self._clamped(self.at + band.first) // n
-            plain_first = (self._clamped(self.at + (m - 1 + band.first)) + (n - 1)) // n
+            first = self._clamped(at + band.first) // n
+            plain_first = (self._clamped(at + (m - 1 + band.first)) + (n - 1)) // n
+        self.columns = end  # those before it: no row sees one further on
         self.first, self.end = first, (end + (n - 1)) // n
         self.plain_end, self.plain_first = plain_end, plain_first
 

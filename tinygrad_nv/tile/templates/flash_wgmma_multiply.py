@@ -26,7 +26,7 @@ from tinygrad_nv.tile.templates.flash_wgmma_load import Loads
 from tinygrad_nv.tile.templates.flash_wgmma_plan import ROWS, STEP, WARPGROUP, Plan
 from tinygrad_nv.tile.templates.wgmma_multiply import Descriptors
 
-SLACK = 8.0  # in base 2: weights up to 256 are as exact in 16-bit floats as those up to 1
+CLEARED = 4  # a named barrier, after those of turns
 
 
 class Turns:
@@ -71,14 +71,14 @@ class Products:
         self.p = k.regs("b32", plan.scores // 2)
         self.out = k.regs("f32", plan.sums, 0.0)
         self.turns = Turns(k, plan, consumer) if plan.pingpong else None
-        self.softmax = Softmax(k, 1, scores.factor, SLACK)
+        self.softmax = Softmax(k, 1, scores.factor)
 
     def attend(self, blocks: Blocks) -> None:
         """All blocks, of which there is at least one."""
         k, n = self.k, self.plan.schedule.block_n
         block = k.reg("s32", blocks.end - 1)
         if self.turns is not None: self.turns.begin()
-        self._first(block * n, blocks.masked)
+        self._first(block * n, blocks)
         for end, masked in blocks.runs():
             with k.loop(0, block - end):
                 block -= 1
@@ -86,15 +86,31 @@ class Products:
         self._last()
         if self.turns is not None: self.turns.end()
 
-    def _first(self, column: Value, masked: bool) -> None:
+    def _first(self, column: Value, blocks: Blocks) -> None:
         k, loads = self.k, self.loads
         k.mbarrier_wait(loads.q_full[0], 0)
         loads.k_ring.wait(self.at_k)
         self._issue_scores()
         k.wgmma_wait(0)
         self._give_back_keys()
-        self._absorb(column, masked)
+        if isinstance(blocks.columns, Value): self._clear(blocks.columns - column)
+        self._absorb(column, blocks.masked)
         self._pack()
+
+    def _clear(self, seen: Value) -> None:
+        """Values of columns that exist but that no row sees may be anything, NaN too: of the first block only
+        the first `seen` (s32) are kept, and zeros have weight 0."""
+        k, plan, tile = self.k, self.plan, self.plan.v
+        threads = WARPGROUP * plan.consumers
+        with k.if_(seen < tile.rows):
+            self.loads.v_ring.wait(self.at_v)
+            values = self.loads.values.address()
+            with k.loop(values + (seen.to("u32") * tile.span + k.tid.x * 16),
+                        values + tile.rows * tile.span, threads * 16) as place:
+                for column in range(tile.columns):
+                    k.st("shared", "b32", place.at(column * tile.column_bytes), [0] * 4)
+            k.fence_proxy_async()
+            k.sync(CLEARED, threads)
 
     def _further(self, column: Value, masked: bool) -> None:
         k, loads = self.k, self.loads
@@ -113,7 +129,8 @@ class Products:
         self._pack()
 
     def _shrink(self, factors: list[Value]) -> None:
-        """Most blocks leave the tops of all of a warp's rows, and the result, as they are."""
+        """The further on, the more blocks leave the tops of all of a warp's rows, and the result, as they
+        are."""
         k, some = self.k, self.k.reg("pred")
         k.emit("vote.sync.any.pred", some, (factors[0] != 1.0) | (factors[1] != 1.0), -1)
         with k.if_(some):
