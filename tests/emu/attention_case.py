@@ -6,8 +6,9 @@ between elements is NaN), `reference(spec, given)` the result and l in float64, 
 kernel's own. Extents below the spec's, of a symbolic one, are given by name: `run(…, s_q=5, s_kv=70)`.
 
 `near` holds a result against float64 by the error of `plain`, an attention with scores and softmax in float32
-and p rounded to v's dtype: an element may be off by twice the largest such error of all elements, and by the
-rounding of the result.
+and p rounded to v's dtype: an element may be off by twice the largest such error of all elements, by the
+rounding of the result, and by 2⁻²³ of the largest l. That is for rows of one column in float32: the exponent
+of their p is score · c − top, with top = score · c rounded, not quite 0; p is rounded to 1, its sum is not.
 """
 from __future__ import annotations
 
@@ -212,11 +213,12 @@ UNIT = {dtypes.float32: 2.0**-24, dtypes.float16: 2.0**-11, dtypes.bfloat16: 2.0
 
 def near(spec: AttentionSpec, given: dict[str, torch.Tensor], got: tuple[torch.Tensor, torch.Tensor | None],
          c: float = C, **extents: int) -> None:
-    """Asserts |got − exact| ≤ c × the largest error of `plain` + the rounding of the result; of l, by 2⁻²⁰ of
-    the largest score and of itself."""
+    """Asserts |got − exact| ≤ c × the largest error of `plain` + the roundings of the result and of an
+    exponent; of l, by 2⁻²⁰ of the largest score and of itself."""
     exact, l = reference(spec, given, **extents)
     usual, _ = plain(spec, given, **extents)
-    bound = c * (usual - exact).abs().max() + UNIT[spec.out.dtype] * exact.abs() + 1e-30
+    top = torch.where(l == -torch.inf, 0, l.abs()).max()
+    bound = c * (usual - exact).abs().max() + (UNIT[spec.out.dtype] + 2.0**-23 * top) * exact.abs() + 1e-30
     worst = ((got[0] - exact).abs() - bound).max()
     assert worst <= 0, f"an error {worst:g} above the bound, a plain one is {(usual - exact).abs().max():g}"
     if got[1] is None: return
