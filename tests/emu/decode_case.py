@@ -145,35 +145,36 @@ def attended(spec: DecodeSpec, given: Given, wide: torch.dtype,
     for b, length in enumerate(given.lengths):
         keys = torch.tensor(list(seen(spec, length)), dtype=torch.long)
         if not len(keys): continue
-        k, v = (gathered(spec, given, name, b, keys).to(wide) for name in "kv")  # [heads, keys, d]
+        (k, k_scale), (v, v_scale) = (gathered(spec, given, name, b, keys, wide) for name in "kv")
         places = length - spec.s_q + torch.arange(spec.s_q)
         visible = keys[None, :] <= places[:, None]
         if spec.window is not None: visible &= keys[None, :] > places[:, None] - spec.window
-        sums = q[b] @ k.transpose(-1, -2)[:, None]
+        sums = q[b] @ (k * k_scale).transpose(-1, -2)[:, None]
         scores = scored(spec, sums.double(), b, places, keys).to(wide)
         scores = torch.where(visible, scores, -torch.inf)
         top = scores.amax(-1, keepdim=True)
         weights = torch.exp(scores - torch.where(top == -torch.inf, 0.0, top))
         total = weights.sum(-1, keepdim=True)
+        weights = weights * v_scale.transpose(-1, -2)[:, None]
         if rounded is not None: weights = weights.to(rounded).to(wide)
         made[b] = (weights @ v[:, None] / torch.where(total == 0, torch.ones_like(total), total)).double()
     return made
 
 
-def gathered(spec: DecodeSpec, given: Given, name: str, b: int, keys: torch.Tensor) -> torch.Tensor:
-    """A request's keys or values in float64: [heads, keys, d]."""
+def gathered(spec: DecodeSpec, given: Given, name: str, b: int, keys: torch.Tensor,
+             wide: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A request's keys or values as they are stored, [heads, keys, d], and their scales [heads, keys, 1]."""
     pages, d = (spec.k, spec.d) if name == "k" else (spec.v, spec.d_v)
     storage = given.storages["k" if given.together else name]
-    count = given.storages["table"].shape[0] and (storage.numel() + pages.page - 1) // pages.page
+    count = -(-storage.numel() // pages.page)
     lies = view(storage, (count, spec.page_size, spec.heads, d), (pages.page, pages.token, pages.head, 1),
                 pages.offset)
     page = given.storages["table"][b][keys // spec.page_size].long()
     found = torch.stack([lies[p, t] for p, t in zip(page.tolist(), (keys % spec.page_size).tolist(),
-                                                    strict=True)]).double()
-    if spec.quantised:
-        scales = given.storages[f"{name}_scale"].reshape(-1, spec.heads)[page].double()
-        found = found * scales[:, :, None]
-    return found.transpose(0, 1)
+                                                    strict=True)]).to(wide)
+    scales = torch.ones(len(keys), spec.heads, dtype=wide)
+    if spec.quantised: scales = given.storages[f"{name}_scale"].reshape(-1, spec.heads)[page].to(wide)
+    return found.transpose(0, 1), scales.transpose(0, 1)[:, :, None]
 
 
 def scored(spec: DecodeSpec, sums: torch.Tensor, b: int, places: torch.Tensor,
@@ -203,7 +204,8 @@ def reference(spec: DecodeSpec, given: Given) -> torch.Tensor:
 
 
 def plain(spec: DecodeSpec, given: Given) -> torch.Tensor:
-    """The result with scores and softmax in float32."""
+    """The result with scores and softmax in float32, and p times the scale of its value rounded to q's dtype.
+    """
     return attended(spec, given, torch.float32, TORCH[spec.q.dtype])
 
 
@@ -224,8 +226,11 @@ def launched(made: DecodeKernel, spec: DecodeSpec, given: Given, arch: str = "sm
         if name in given.written:
             there = given.written[name].reshape(-1).numpy()
             order[-1].valid = np.repeat(there, storage.element_size()).astype(np.uint8)
-    reports = [emu.launch(each.ptx, each.grid, each.threads, order, dynamic_smem=each.dynamic_smem)
-               for each in made.kernels]
+    reports: list[Report] = []
+    for each in made.kernels:  # each may begin before the one ahead has ended, where it says so
+        ahead = [report.footprint for report in reports] if each.pdl and check else None
+        reports.append(emu.launch(each.ptx, each.grid, each.threads, order, dynamic_smem=each.dynamic_smem,
+                                  footprint=each.pdl and check, ahead=ahead))
     return torch.frombuffer(bytearray(out.numpy().tobytes()), dtype=TORCH[spec.out.dtype]), reports
 
 

@@ -14,6 +14,13 @@
     gemv_words.py      chunks in registers
     gemv_sums.py       four ways to multiply them
     gemv_finish.py     from the sums of lanes to the result
+  decode.py          attention of few new rows over keys and values in pages: split-KV, and a combine step
+    decode_plan.py     who reads which keys, and what lies where
+    decode_split.py    the first kernel: one split
+    decode_copy.py     pages to shared memory
+    decode_operands.py fragments, also of keys and values of 8 bits
+    decode_rows.py     rows, scores, softmax
+    decode_merge.py    warps of a CTA, splits of a request: the second kernel
 
 `build` chooses by the schedule's template. Templates are imported when they are asked for.
 """

@@ -1,0 +1,38 @@
+"""The schedule of a decode attention, from its spec and the architecture alone.
+
+Protocol: `default(spec, arch)` is a schedule that the template takes, or None where it takes none. Its block
+of keys, its splits and with them the bits of the result do not depend on the number of requests.
+
+    rows      16 for each warp along them, up to 64; the rest of four warps divides the keys
+    keys      a step of about 32 KiB
+    stages    as many as leave room for two CTAs, at least 2 and at most 4
+    splits    of at least 128 KiB for each 16 rows: what a split leaves in the workspace is then below a
+              tenth of what it reads
+"""
+from __future__ import annotations
+
+from tinygrad_nv.tile import legality
+from tinygrad_nv.tile.decode import DecodeSpec
+from tinygrad_nv.tile.legal_decode import problems
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.templates.decode_merge import MOST_SPLITS
+from tinygrad_nv.tile.templates.decode_plan import Plan
+
+STEP_BYTES, SPLIT_BYTES = 32 << 10, 128 << 10
+
+
+def default(spec: DecodeSpec, arch: str) -> Schedule | None:
+    """A schedule, or None."""
+    key_bytes = (spec.d + spec.d_v) * spec.k.dtype.itemsize
+    rows = 1 if spec.rows <= 16 else 2 if spec.rows <= 32 else 4
+    groups = 4 // rows
+    keys = 16
+    while keys < 64 and 2 * keys * groups * key_bytes <= STEP_BYTES: keys *= 2
+    least = 128
+    while 2 * least * key_bytes <= SPLIT_BYTES * rows: least *= 2
+    made = Schedule(template="decode").block(16 * rows, keys * groups).k(least).warps(rows, groups) \
+        .split(MOST_SPLITS).stages(2)
+    room = legality.SMEM_BYTES.get(arch, 0) // 2
+    while made.depth < 4 and Plan(spec, made.stages(made.depth + 1)).smem_bytes <= room:
+        made = made.stages(made.depth + 1)
+    return None if problems(made, spec, arch) else made
