@@ -1,10 +1,10 @@
-"""How much longer a decode step's graph takes to schedule with the search for matrix products in it.
+"""How much longer a decode step's graph takes to schedule with the search for attention and matrix products.
 
     python bench/match_time.py [--layers 32] [--repeat 9] [--dry]
 
 A LLaMA of small dimensions and real depth on DEV=EMU; nothing runs. Each repetition schedules the same graph
-anew (no schedule cache) by tinygrad alone and with the rewrite, one after the other. Three times: tinygrad's
-scheduling without the rewrite, with it, and the rewrite alone. Kernels are made once, before: making one
+anew (no schedule cache) by tinygrad alone and with the rewrites, one after the other. Three times: tinygrad's
+scheduling without the rewrites, with them, and the rewrites alone. Kernels are made once, before: making one
 belongs to compiling. Seconds are those of the processor; the ratios to the first do not change with a slower
 machine.
 """
@@ -26,7 +26,7 @@ from tinygrad_nv.models.config import ModelConfig, RopeConfig
 from tinygrad_nv.models.llama import KVCache, Llama
 
 from tinygrad_nv import hooks
-from tinygrad_nv.patterns import gemm, program
+from tinygrad_nv.patterns import attention, gemm, program
 
 
 def decode(layers: int) -> Tensor:
@@ -66,31 +66,36 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=9, help="times each is scheduled (default 9)")
     parser.add_argument("--dry", action="store_true", help="print only")
     args = parser.parse_args()
-    os.environ["NV_GEMM"] = "1"
-    matching: list[float] = []
-    hooks.remove_rewrite("gemm")
-    hooks.add_rewrite("gemm", timed(gemm.rewrite, matching), gemm.configuration)
+    os.environ["NV_GEMM"] = os.environ["NV_ATTENTION"] = "1"
+    attending, multiplying = list[float](), list[float]()
+    for name, module, seconds in (("attention", attention, attending), ("gemm", gemm, multiplying)):
+        hooks.remove_rewrite(name)
+        hooks.add_rewrite(name, timed(module.rewrite, seconds), module.configuration)
     tensor, alone, joined = decode(args.layers), list[float](), list[float]()
     with Context(SCACHE=0, CAPTURING=0, DEBUG=0):
         with hooks.disabled(): kernels = len(scheduled(tensor)[1].src)
         _, linear = scheduled(tensor)
         ours = sum(program.note_of(call.src[0]) is not None for call in linear.src)
-        matching.clear()
+        attending.clear()
+        multiplying.clear()
         for _ in each(range(args.repeat)):
             with hooks.disabled(): alone.append(scheduled(tensor)[0])
             joined.append(scheduled(tensor)[0])
+    matching = [one + other for one, other in zip(attending, multiplying, strict=True)]
     share = [one / other for one, other in zip(matching, alone, strict=True)]
     whole = [one / other for one, other in zip(joined, alone, strict=True)]
     rows = [("tinygrad alone, s", f"{median(alone):.2f}", spread(alone), str(kernels)),
-            ("with the rewrite, s", f"{median(joined):.2f}", spread(joined),
+            ("with the rewrites, s", f"{median(joined):.2f}", spread(joined),
              f"{len(linear.src)}, {ours} ours"),
-            ("the rewrite, s", f"{median(matching):.2f}", spread(matching), ""),
-            ("the rewrite / tinygrad alone", f"{median(share):.3f}", spread(share), ""),
+            ("the rewrites, s", f"{median(matching):.2f}", spread(matching), ""),
+            ("of these attention, s", f"{median(attending):.2f}", spread(attending), ""),
+            ("the rewrites / tinygrad alone", f"{median(share):.3f}", spread(share), ""),
             ("with / tinygrad alone", f"{median(whole):.3f}", spread(whole), "")]
     print(table((f"{args.layers} layers", "median", "spread", "kernels"), rows))
     record = {"layers": args.layers, "repeat": args.repeat, "kernels": kernels,
               "kernels_with": len(linear.src), "ours": ours, "alone_s": alone, "with_s": joined,
-              "rewrite_s": matching, "rewrite_share": median(share), "with_ratio": median(whole)}
+              "rewrite_s": matching,
+              "attention_s": attending, "rewrite_share": median(share), "with_ratio": median(whole)}
     if not args.dry: save("match_time", record)
 
 

@@ -138,7 +138,8 @@ class Attention:
         if (mask := self.mask(T, start)) is not None: scores = mask.where(scores, -float("inf"))
         weights = scores.softmax(-1).cast(v.dtype)
         if not takes_products(weights): weights = weights.contiguous()
-        out = (weights.contiguous_backward() @ v.unsqueeze(2)).reshape(B, c.num_heads, T, c.head_dim).transpose(1, 2)
+        out = weights.contiguous_backward() @ v.unsqueeze(2)
+        out = out.reshape(B, c.num_heads, T, c.head_dim).transpose(1, 2)
         return out.reshape(B, T, c.num_heads * c.head_dim).contiguous()
 
     def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], start: Position,

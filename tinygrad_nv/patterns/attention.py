@@ -34,8 +34,9 @@ from tinygrad_nv import config
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.attention_dims import Ranges, Sideways
+from tinygrad_nv.patterns.attention_positions import is_variable
 from tinygrad_nv.patterns.attention_score import FLOATS, PASSED, Score, filled
-from tinygrad_nv.patterns.attention_spec import Found, Reading, found, nbytes
+from tinygrad_nv.patterns.attention_spec import Found, Reading, flops, found, nbytes
 from tinygrad_nv.patterns.contraction import NotOurs, Product, Side, arithmetic, is_storage, product, side
 from tinygrad_nv.patterns.epilogue import Unfused
 from tinygrad_nv.patterns.gemm import Machine, machine_of
@@ -113,6 +114,7 @@ class _Matcher:
                     and (one := product(node)) is not None and (number := weighted(one)) is not None
                     and machine_of(node.device) is not None]
         if not products: return {}
+        self.variables = {node.expr: node for node in self.nodes if is_variable(node)}
         self.place = {node: i for i, node in enumerate(self.nodes)}
         self.consumers: dict[UOp, list[UOp]] = {node: [] for node in self.nodes}
         for node in self.nodes:
@@ -190,7 +192,8 @@ class _Matcher:
         value = side(space, v, space.over(second.mul.shape, v.shape, at), second.strip, self.is_memory)
         _check(first, second, (*sides[:2], value))
         counted = Ranges(tuple(numbers), sides[2], frozenset(), _ordered(space, weights[1], numbers))
-        made = found(Reading(space, end, score, (*sides[:2], value), out, counted), attempt.rows)
+        made = found(Reading(space, end, score, (*sides[:2], value), out, counted, self.variables),
+                     attempt.rows)
         return Match(attempt, region, made, schedule_of(made.spec, machine), machine)
 
 
@@ -366,5 +369,5 @@ def _called(match: Match, inputs: list[UOp]) -> UOp:
     out = program.Output(tuple(end.shape[i] for i in order), end.dtype)
     done = program.attention(kernel(spec, match.schedule, match.machine), end.device, out, inputs,
                              rows=made.rows, integers=made.integers, variables=made.variables,
-                             flops=spec.flops, nbytes=nbytes(spec), note=note)
+                             flops=flops(made), nbytes=nbytes(spec), note=note)
     return done if match.attempt.last < 0 else done.permute(tuple(map(order.index, range(len(order)))))

@@ -9,7 +9,8 @@ Protocol. `Score` translates the exponent of an attention's weights, from the in
   does not change by what is added to a whole row.
 * Positions are `Place`s: affine in the ranges of the space and in a launch's variables. What becomes of them
   (Position, a band) is for attention_mask.py, which knows the dimensions.
-* A value beside the scores that is no arithmetic of what is in memory is loaded, however large.
+* A value beside the scores that is no arithmetic of what is in memory is loaded, however large; one of
+  positions that is none (a quotient) from storage made for it.
 
 Constants are folded as they come, and stand on the right of what they are added to or multiplied with.
 """
@@ -20,8 +21,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tinygrad.dtype import DType, dtypes, truncate
+from tinygrad.helpers import all_int
 from tinygrad.uop.ops import GroupOp, Ops, UOp
 
+from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.attention_positions import fitted, linear
 from tinygrad_nv.patterns.epilogue import ELEMENTWISE, NAMES, Epilogue, Unfused, number
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space
@@ -154,7 +157,16 @@ class Score(Epilogue):
             return self.value(node.src[0], self.space.through(node, indices), want)
         if node.op in PASSED: return self.value(node.src[0], indices, want)
         if node.op in ELEMENTWISE: return self._applied(node, indices, want)
-        raise Unfused("a value made of constants that is no arithmetic of positions")
+        return self._stored(node, indices, want)
+
+    def _stored(self, node: UOp, indices: Indices, want: DType) -> Expression:
+        """A value made of constants that is no arithmetic here, in storage: of its own it has none."""
+        if not all_int(node.shape): raise Unfused(f"a {node.op.name} of positions, of symbolic extent")
+        dtype, device = kind(node.dtype, want), self.root.device
+        assert device is not None
+        room = program.storage(program.Output(node.shape, dtype), device)
+        value = node if node.dtype == dtype else node.cast(dtype)
+        return super()._load(room.after(room.store(value)), indices)
 
     def _load(self, node: UOp, indices: Indices) -> Expression:
         if node in self.region: raise Unfused("scores are stored before the softmax")
@@ -309,6 +321,7 @@ def _without_top(x: Expression) -> Expression | None:
     """x without terms that are multiples of a row's maximum; None where nothing else is there."""
     if isinstance(x, Top): return None
     if not isinstance(x, Apply): return x
+    if _is_row(x): return None
     if x.op in ("add", "sub"):
         left, right = map(_without_top, x.args)
         if left is None: return right if right is None or x.op == "add" else _times(right, -1.0)
@@ -318,6 +331,11 @@ def _without_top(x: Expression) -> Expression | None:
         return None if inner is None else made("mul", [inner, x.args[1]], x.dtype)
     if _has_top(x): raise Unfused("a row's maximum that is not subtracted")
     return x
+
+
+def _is_row(x: Expression) -> bool:
+    """Whether a value is made of a row's maximum alone, as one that guards against rows of -inf."""
+    return _has_top(x) and all(isinstance(node, (Top, Constant, Apply)) for node in walk(x))
 
 
 def _has_top(x: Expression) -> bool:

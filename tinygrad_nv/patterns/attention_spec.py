@@ -6,6 +6,7 @@ storages in the kernel's order. `NotOurs`, `Unfused` and `SpecError` say why the
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tinygrad.dtype import DType
@@ -14,7 +15,7 @@ from tinygrad.uop.ops import UOp, sint
 
 from tinygrad_nv.patterns.attention_dims import MORE, OUT, Dims, K, Q, Ranges, V, arranged
 from tinygrad_nv.patterns.attention_mask import Along, Mask, compared, finished, masks, places
-from tinygrad_nv.patterns.attention_positions import Form, is_variable, linear, summed
+from tinygrad_nv.patterns.attention_positions import Form, linear, summed
 from tinygrad_nv.patterns.attention_score import Score, shifted
 from tinygrad_nv.patterns.contraction import Dim, NotOurs, Side
 from tinygrad_nv.patterns.epilogue import Unfused
@@ -26,24 +27,27 @@ from tinygrad_nv.tile.expression import Load, loads
 
 @dataclass(frozen=True)
 class Reading:
-    """An attention as a graph has it: score, q, k and v, where the result lies, which ranges count what."""
+    """An attention as a graph has it: score, q, k and v, where the result lies, which ranges count what, and
+    the graph's variables by name."""
     space: Space
     end: UOp
     score: Score
     sides: tuple[Side, Side, Side]
     out: Affine
     counted: Ranges
+    variables: Mapping[str, UOp]
 
 
 @dataclass(frozen=True)
 class Found:
     """A spec with its operands. `integers` are those of the launch, in the spec's order, of `variables`;
-    `rows` is s_q."""
+    `rows` and `keys` are s_q and s_kv."""
     spec: AttentionSpec
     inputs: tuple[UOp, ...]
     integers: tuple[Integer, ...]
     variables: tuple[UOp, ...]
     rows: sint
+    keys: sint
 
 
 def found(read: Reading, rows: bool) -> Found:
@@ -63,18 +67,18 @@ def found(read: Reading, rows: bool) -> Found:
               for i, (node, _) in enumerate(score.loads)]
     along = {p: _along(dims, i, more[i - MORE].offset) for i, p in enumerate(stood, MORE + len(entries))}
     mask = finished(shown, conditions, along, listed, largest(dims.rows.extent))
-    forms, names = _extents(dims, mask, read.end)
+    names = read.variables
+    forms = _extents(dims, mask, names)
     spec = _spec(dims, mask, read.end, out.offset, forms, names)
     used = sorted({name for form in forms.values() for name, _ in form.factors})
     integers = (Integer(forms[name].offset, tuple(dict(forms[name].factors).get(each, 0) for each in used))
                 for name in spec.symbolic)
     return Found(spec, (dims.q.storage, dims.k.storage, dims.v.storage, *extras), tuple(integers),
-                 tuple(names[name] for name in used), dims.rows.extent)
+                 tuple(names[name] for name in used), dims.rows.extent, _extent(forms["s_kv"], names))
 
 
-def _extents(dims: Dims, mask: Mask, end: UOp) -> tuple[dict[str, Form], dict[str, UOp]]:
-    """s_q, s_kv and start, and variables by their names."""
-    names = {v.expr: v for v in end.toposort(enter_calls=False) if is_variable(v)}
+def _extents(dims: Dims, mask: Mask, names: Mapping[str, UOp]) -> dict[str, Form]:
+    """s_q, s_kv and start."""
     def form(extent: sint, what: str) -> Form:
         if (made := linear(extent)) is None: raise NotOurs(f"{what} is no sum of variables", final=True)
         return made
@@ -86,19 +90,19 @@ def _extents(dims: Dims, mask: Mask, end: UOp) -> tuple[dict[str, Form], dict[st
     made = {"s_q": form(dims.rows.extent, "the number of rows"), "s_kv": keys, "start": mask.start}
     for name, least in (("s_kv", 0), ("start", 0)):
         if _most(_less(Form(least, ()), made[name]), names) > 0: raise Unfused(f"{name} may be below {least}")
-    return made, names
+    return made
 
 
 def _less(x: Form, y: Form) -> Form: return summed(x, y, -1)
 
 
-def _most(form: Form, names: dict[str, UOp]) -> int:
+def _most(form: Form, names: Mapping[str, UOp]) -> int:
     """The most that a form can be."""
     return form.offset + sum(f * int(names[n].vmax if f > 0 else names[n].vmin) for n, f in form.factors)
 
 
 def _spec(dims: Dims, mask: Mask, end: UOp, offset: int, forms: dict[str, Form],
-          names: dict[str, UOp]) -> AttentionSpec:
+          names: Mapping[str, UOp]) -> AttentionSpec:
     most = {name: _most(form, names) for name, form in forms.items()}
     symbolic = tuple(name for name in ("s_q", "s_kv", "start") if forms[name].factors)
     d, d_v = largest(dims.d.extent), largest(dims.d_v.extent)
@@ -128,6 +132,22 @@ def _load(dims: Dims, i: int, parameter: int, node: UOp, offset: int) -> Load:
 
 def _along(dims: Dims, i: int, offset: int) -> Along:
     return Along(dims.rows.strides[i], dims.keys.strides[i], _strides(dims, i), offset)
+
+
+def _extent(form: Form, names: Mapping[str, UOp]) -> sint:
+    made: sint = form.offset
+    for name, factor in form.factors: made = names[name] * factor + made
+    return made
+
+
+def flops(made: Found) -> sint:
+    """Operations of a launch. A band of varying extents has the share of the pairs that its largest has."""
+    spec = made.spec
+    if not spec.symbolic: return spec.flops
+    most = spec.s_q * spec.s_kv
+    pairs = made.rows * made.keys
+    share = pairs if spec.pairs == most else pairs * spec.pairs // most
+    return share * (spec.flops // max(spec.pairs, 1))
 
 
 def nbytes(spec: AttentionSpec) -> int:

@@ -80,7 +80,7 @@ def program(entry: str, text: str, device: str | tuple[str, ...], outputs: Seque
     the compiled source, if the device's compiler is not to make it. `tensor_level` is found out by default.
     """
     if tensor_level is None: tensor_level = not hooks.rewriting()
-    stores = [_storage(out, device, tensor_level) for out in outputs]
+    stores = [storage(out, device, tensor_level) for out in outputs]
     arguments = [*stores, *(_contiguous(x if tensor_level else _in_memory(x)) for x in inputs)]
     params = [UOp.placeholder((x.max_numel(),), x.dtype, slot) for slot, x in enumerate(arguments)]
     if nbytes is None: nbytes = sum(x.max_numel() * x.dtype.itemsize for x in arguments)
@@ -137,7 +137,8 @@ def attention(kernel: AttentionKernel, device: str | tuple[str, ...], out: Outpu
                    tensor_level=tensor_level)[0]
 
 
-def _storage(out: Output | UOp, device: str | tuple[str, ...], tensor_level: bool) -> UOp:
+def storage(out: Output | UOp, device: str | tuple[str, ...], tensor_level: bool = False) -> UOp:
+    """Where an output goes: fresh storage, or what was given."""
     if isinstance(out, UOp): return out
     shape = tuple(s.vmax if isinstance(s, UOp) else s for s in out.shape)
     if tensor_level: return UOp.invalids(*shape, dtype=out.dtype, device=device)
