@@ -5,7 +5,8 @@ Protocol: expressions are frozen trees, equal when they compute the same in the 
 dtype the graph gave it and its value is rounded to that dtype, as tinygrad's own kernels do: a float16 `add`
 is a float32 addition of the two, rounded to float16 (which is the correctly rounded sum, as 24 ≥ 2 · 11 + 2
 bits). On a GPU ptxas may leave a float32 product unrounded for an addition after it (fused multiply-add), in
-these kernels as in tinygrad's; the emulator rounds it. Booleans are results of `less` and `not_equal`. Positions are int32.
+these kernels as in tinygrad's; the emulator rounds it. Booleans are results of `less` and `not_equal`.
+Positions are int32.
 
 `walk` visits each node once, arguments first. `loads` and `parameters` say what an expression reads.
 """
