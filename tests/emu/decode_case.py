@@ -24,6 +24,7 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.emulator.report import Report
+from tinygrad_nv.tile.attention import Rows
 from tinygrad_nv.tile.decode import DecodeSpec, Pages, Scales
 from tinygrad_nv.tile.expression import Apply, Expression, Position, Sum
 from tinygrad_nv.tile.kernel import DecodeKernel
@@ -36,23 +37,26 @@ SMALL = Schedule(template="decode").block(16, 64).k(128).warps(1, 4).stages(2).s
 
 # **** specs ****
 
-def pages_of(dtype: DType, count: int, size: int, heads: int, d: int, order: str) -> Pages:
-    """Dense pages: "ths" is [pages, page_size, heads, d], "hts" [pages, heads, page_size, d]; "both" as
-    "ths" with keys and values of a token beside each other."""
-    if order == "hts": return Pages(dtype, heads * size * d, d, size * d)
+def pages_of(dtype: DType, size: int, heads: int, d: int, order: str, gap: int = 0) -> Pages:
+    """Pages with `gap` elements before all and after each token of a head: "ths" is [pages, page_size, heads,
+    d], "hts" [pages, heads, page_size, d]; "both" as "ths" with keys and values of a token side by side."""
+    d += gap
+    if order == "hts": return Pages(dtype, heads * size * d, d, size * d, gap)
     wide = 2 if order == "both" else 1
-    return Pages(dtype, wide * size * heads * d, wide * heads * d, d)
+    return Pages(dtype, wide * size * heads * d, wide * heads * d, d, gap)
 
 
 def decode(batch: int = 1, heads: int = 1, group: int = 1, s_q: int = 1, d: int = 64, page_size: int = 16,
            pages: int = 8, dtype: DType = dtypes.bfloat16, kv: DType | None = None, d_v: int | None = None,
            window: int | None = None, score: Expression | None = None, order: str = "ths",
-           rows_order: str = "brh") -> DecodeSpec:
-    """A decode attention of dense operands, scaled by 1/√d where no score is given."""
+           rows_order: str = "brh", gap: int = 0) -> DecodeSpec:
+    """A decode attention, scaled by 1/√d where no score is given. `gap` elements follow each row of q and of
+    the result, and 16 · gap each token; all but q begin after one gap."""
     d_v, kv = d if d_v is None else d_v, kv or dtype
     if score is None: score = Sum() * (1 / math.sqrt(d))
-    q, out = (rows(dtype, (batch, heads, group, s_q), width, rows_order) for width in (d, d_v))
-    keys, values = (pages_of(kv, pages, page_size, heads, width, order) for width in (d, d_v))
+    q, out = (rows(dtype, (batch, heads, group, s_q), width, rows_order, gap, offset)
+              for width, offset in ((d, 0), (d_v, gap)))
+    keys, values = (pages_of(kv, page_size, heads, width, order, 16 * gap) for width in (d, d_v))
     if order == "both": values = replace(values, offset=heads * d)
     scale = Scales(heads, 1) if kv.itemsize == 1 else None
     return DecodeSpec(batch, heads, group, s_q, d, d_v, page_size, pages, q, keys, values, out, scale, scale,
@@ -89,9 +93,10 @@ def requests(spec: DecodeSpec, lengths: list[int], seed: int = 0, spare: int = 3
     for b, (count, length) in enumerate(zip(needed, lengths, strict=True)):
         mine = [order.pop() for _ in range(count)]
         table[b, :count] = torch.tensor(mine, dtype=torch.int32)
-        for place in {key // spec.page_size for key in seen(spec, length)}: known[b, place] = True
-    storages = {"q": torch.randn(q_size(spec), generator=random, dtype=torch.float64).mul(scale)
-                .to(TORCH[spec.q.dtype])}
+        for number in {key // spec.page_size for key in seen(spec, length)}: known[b, number] = True
+    storages = {"q": garbage(size_of(spec, spec.q, spec.d), spec.q.dtype)}
+    lies = view(storages["q"], *place(spec, spec.q, spec.d))
+    lies.copy_(values(random, lies.shape, spec.q.dtype, scale))
     written: dict[str, torch.Tensor] = {"table": known}
     for name, pages, d in (("k", spec.k, spec.d), ("v", spec.v, spec.d_v)):
         shape, strides = (total, spec.page_size, spec.heads, d), (pages.page, pages.token, pages.head, 1)
@@ -104,9 +109,9 @@ def requests(spec: DecodeSpec, lengths: list[int], seed: int = 0, spare: int = 3
         lies, valid = (view(each, shape, strides, pages.offset) for each in (storage, there))
         for b, length in enumerate(lengths):
             for key in seen(spec, length):
-                place = int(table[b, key // spec.page_size]), key % spec.page_size
-                lies[place] = values(random, (spec.heads, d), pages.dtype, scale)
-                valid[place] = True
+                token = int(table[b, key // spec.page_size]), key % spec.page_size
+                lies[token] = values(random, (spec.heads, d), pages.dtype, scale)
+                valid[token] = True
         if spec.quantised:
             scales = torch.rand(total, spec.heads, generator=random) * 0.05 + 0.01
             exists = torch.zeros(total, spec.heads, dtype=torch.bool)
@@ -117,7 +122,15 @@ def requests(spec: DecodeSpec, lengths: list[int], seed: int = 0, spare: int = 3
     return Given(storages, written, lengths, together)
 
 
-def q_size(spec: DecodeSpec) -> int: return spec.batch * spec.heads * spec.rows * spec.d
+def place(spec: DecodeSpec, one: Rows, d: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Extents, strides and offset of q or of the result."""
+    return (spec.batch, spec.heads, spec.group, spec.s_q, d), (*one.batch, one.row, 1), one.offset
+
+
+def size_of(spec: DecodeSpec, one: Rows, d: int) -> int:
+    """Elements of its storage."""
+    extents, strides, offset = place(spec, one, d)
+    return offset + sum((e - 1) * s for e, s in zip(extents, strides, strict=True)) + 1
 
 
 def garbage(size: int, dtype: DType) -> torch.Tensor:
@@ -140,8 +153,7 @@ def attended(spec: DecodeSpec, given: Given, wide: torch.dtype,
              rounded: torch.dtype | None = None) -> torch.Tensor:
     """The result [batch, heads, group, s_q, d_v], computed in `wide`, with p rounded to `rounded`."""
     made = torch.zeros(spec.batch, spec.heads, spec.group, spec.s_q, spec.d_v, dtype=torch.float64)
-    q = view(given.storages["q"], (spec.batch, spec.heads, spec.group, spec.s_q, spec.d),
-             (*spec.q.batch, spec.q.row, 1), spec.q.offset).to(wide)
+    q = view(given.storages["q"], *place(spec, spec.q, spec.d)).to(wide)
     for b, length in enumerate(given.lengths):
         keys = torch.tensor(list(seen(spec, length)), dtype=torch.long)
         if not len(keys): continue
@@ -215,7 +227,7 @@ def launched(made: DecodeKernel, spec: DecodeSpec, given: Given, arch: str = "sm
              check: bool = True) -> tuple[torch.Tensor, list[Report]]:
     """The result's storage after the launches, and their reports."""
     emu = Emulator(arch, seed=seed, check=check)
-    size = q_size(spec) // spec.d * spec.d_v
+    size = size_of(spec, spec.out, spec.d_v)
     out = emu.alloc(bits(torch.full((size,), GUARD, dtype=TORCH[spec.out.dtype])))
     order = [out, *([emu.alloc(made.workspace_bytes)] if made.workspace_bytes else [])]
     for name in ("q", "k", "v", "table", "lengths", "k_scale", "v_scale"):
@@ -236,11 +248,15 @@ def launched(made: DecodeKernel, spec: DecodeSpec, given: Given, arch: str = "sm
 
 def run(spec: DecodeSpec, given: Given, schedule: Schedule = SMALL, arch: str = "sm_80",
         seed: int = 0) -> torch.Tensor:
-    """The result [batch, heads, group, s_q, d_v], in its dtype. Nothing may be found."""
+    """The result [batch, heads, group, s_q, d_v], in its dtype. Nothing may be found, and nothing beside it
+    written."""
     storage, reports = launched(decode_attention(spec, schedule, arch), spec, given, arch, seed)
     for report in reports: assert report.findings == [], "\n".join(map(str, report.findings))
-    shape = spec.batch, spec.heads, spec.group, spec.s_q, spec.d_v
-    return view(storage, shape, (*spec.out.batch, spec.out.row, 1), spec.out.offset)
+    lies = view(storage, *place(spec, spec.out, spec.d_v))
+    got = lies.clone()
+    lies.fill_(GUARD)
+    assert (storage == GUARD).all(), "elements beside the result were written"
+    return got
 
 
 def near(spec: DecodeSpec, given: Given, got: torch.Tensor, c: float = C) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from decode_case import SMALL, checked, decode, requests, run
-from tinygrad.dtype import dtypes
+from tinygrad.dtype import DType, dtypes
 
 # pages of 16, splits of 128 keys at least, 64 keys at a time
 EDGES = [[0, 1, 15, 16, 17], [63, 64, 65, 127, 128], [129, 255, 256, 257, 383], [511, 512, 513, 639, 640]]
@@ -57,6 +57,15 @@ def test_values_of_another_width(d: int, d_v: int):
 def test_sliding_windows(window: int, s_q: int):
     """Pages that have left the window are not read, nor their entries in the table."""
     checked(decode(batch=4, group=2, s_q=s_q, pages=40, window=window), [2, 65, 300, 639])
+
+
+@pytest.mark.parametrize("gap", [2, 4, 6, 8])
+@pytest.mark.parametrize("kv", [None, dtypes.int8])
+@pytest.mark.parametrize("order", ["ths", "hts"])
+def test_elements_between_rows(gap: int, kv: DType | None, order: str):
+    """Results that begin at multiples of 4 bytes and more; they are left alone."""
+    if kv is not None: gap *= 2
+    checked(decode(batch=2, heads=2, group=3, s_q=2, pages=20, kv=kv, gap=gap, order=order), [33, 300])
 
 
 @pytest.mark.parametrize("keys", [16, 32, 64])
