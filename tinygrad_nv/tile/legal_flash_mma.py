@@ -1,11 +1,15 @@
 """What `flash_mma` asks of a schedule, and how much a schedule takes."""
 from __future__ import annotations
 
+from tinygrad.dtype import dtypes
+
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile import epilogue, legality
 from tinygrad_nv.tile.attention import AttentionSpec
 from tinygrad_nv.tile.flash_score import multiple
 from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.spec import GemmSpec, Operand, Result
+from tinygrad_nv.tile.store import StorePlan, store_plan
 from tinygrad_nv.tile.templates.flash_mma_copy import LEAST_BYTES
 
 BLOCKS_N = (16, 32, 64, 128)
@@ -36,10 +40,24 @@ def held(s: Schedule, spec: AttentionSpec) -> bool:
     return sums(s, spec) + s.block_m // s.warps_m * padded(spec.d) // 64 <= most
 
 
+def stored_as(spec: AttentionSpec) -> GemmSpec:
+    """The product whose result lies where the attention's does, for its store."""
+    operand = Operand(dtypes.bfloat16, spec.d, 1, (0, 0, 0))
+    out = Result(spec.out.dtype, spec.out.row, 1, spec.out.batch, spec.out.offset)
+    return GemmSpec(spec.s_q, spec.d_v, spec.d, operand, operand, out, spec.batch,
+                    symbolic="s_q" in spec.symbolic)
+
+
+def plan_of(s: Schedule, spec: AttentionSpec) -> StorePlan:
+    """How the result is stored."""
+    return store_plan(stored_as(spec), Schedule().block(s.block_m, padded(spec.d_v)).warps(s.warps_m))
+
+
 def smem_bytes(s: Schedule, spec: AttentionSpec) -> int:
-    """Shared memory: the ring, and q where it does not fit in the ring's last stage for a while."""
+    """Shared memory: the ring, which is where the result is stored from, and q where it does not fit in the
+    ring's last stage for a while."""
     q, stage = s.block_m * padded(spec.d) * 2, stage_bytes(s, spec)
-    return s.depth * stage + (0 if held(s, spec) and q <= stage else q)
+    return max(s.depth * stage, plan_of(s, spec).smem_bytes) + (0 if held(s, spec) and q <= stage else q)
 
 
 def problems(schedule: Schedule, spec: AttentionSpec, arch: str) -> list[str]:
@@ -76,7 +94,7 @@ def _spec_problems(spec: AttentionSpec) -> list[str]:
 def _resource_problems(s: Schedule, spec: AttentionSpec, arch: str) -> list[str]:
     out, most = [], legality.SMEM_BYTES[arch]
     if (needed := smem_bytes(s, spec)) > most:
-        out.append(f"{s.depth} stages × {stage_bytes(s, spec)} B, and q, are {needed} B of shared memory, "
+        out.append(f"{s.depth} stages × {stage_bytes(s, spec)} B and q are {needed} B of shared memory, "
                    f"{arch} has {most}")
     if (count := sums(s, spec)) > MOST_SUMS:
         out.append(f"{s.block_m // s.warps_m} rows of a warp × ({padded(spec.d_v)} + {s.block_n}) / 32 lanes "

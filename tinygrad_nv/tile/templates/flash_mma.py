@@ -30,10 +30,9 @@ from tinygrad_nv.tile.flash_score import Cells, Columns, Extents, Scores, Softma
 from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
 from tinygrad_nv.tile.kernel import AttentionKernel
 from tinygrad_nv.tile.layout import SharedTile
-from tinygrad_nv.tile.legal_flash_mma import held, padded, require, stage_bytes
+from tinygrad_nv.tile.legal_flash_mma import held, padded, plan_of, require, stage_bytes, stored_as
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.spec import GemmSpec, Operand, Result
-from tinygrad_nv.tile.store import Cell, Store, store_plan
+from tinygrad_nv.tile.store import Cell, Store
 from tinygrad_nv.tile.templates.flash_mma_copy import RowCopy
 
 
@@ -47,14 +46,6 @@ def flash_mma(spec: AttentionSpec, schedule: Schedule, arch: str = "sm_80") -> A
     grid = (-(-spec.s_q // schedule.block_m), heads * group, batch)
     return AttentionKernel("flash_mma", k.ptx(), grid, schedule.threads, k.dynamic_smem,
                            rows_of_cta=schedule.block_m if "s_q" in spec.symbolic else 0, pdl=k.hopper)
-
-
-def stored_as(spec: AttentionSpec) -> GemmSpec:
-    """The product whose result lies where the attention's does, for its store."""
-    operand = Operand(dtypes.bfloat16, spec.d, 1, (0, 0, 0))
-    out = Result(spec.out.dtype, spec.out.row, 1, spec.out.batch, spec.out.offset)
-    return GemmSpec(spec.s_q, spec.d_v, spec.d, operand, operand, out, spec.batch,
-                    symbolic="s_q" in spec.symbolic)
 
 
 class _Writer:
@@ -73,8 +64,7 @@ class _Writer:
         self.columns = Columns(k, spec, self.extents, self.first, s.block_m, s.block_n)
         self.scores = Scores(k, spec, self.extents, self.extras, self.batch, self.first + self.row,
                              s.block_m, s.block_n)
-        self.gemm = stored_as(spec)
-        self.plan = store_plan(self.gemm, Schedule().block(s.block_m, self.d_v).warps(s.warps_m))
+        self.gemm, self.plan = stored_as(spec), plan_of(s, spec)
 
     def _own_place(self) -> None:
         """The CTA's rows and head, the warp's rows."""
@@ -100,9 +90,9 @@ class _Writer:
         self.held = held(s, spec)
         ring = k.shared("ring", max(stage * s.depth, self.plan.smem_bytes), align=1024)
         self.start, self.stage_bytes = ring.address(), stage
-        # fragments are read before the last stage is needed
-        spare = self.held and q_bytes <= stage
-        self.q_start = self.start + (s.depth - 1) * stage if spare else k.shared("q_rows", q_bytes, 1024).address()
+        if self.held and q_bytes <= stage:  # fragments are read before the last stage is needed
+            self.q_start = self.start + (s.depth - 1) * stage
+        else: self.q_start = k.shared("q_rows", q_bytes, align=1024).address()
         if k.hopper: k.wait_for_previous_grid()
         self._copies()
         self._fragments()
