@@ -5,16 +5,16 @@ softmax are float32 and whose weights are rounded to v's dtype, and by the round
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
 from gemm_case import TORCH
-from on_emu import emu  # noqa: F401
 from tinygrad.dtype import DType
 
-from tinygrad_nv import Tensor, TinyJit, Variable, disabled, dtypes, explain
+from tinygrad_nv import Device, Tensor, TinyJit, Variable, disabled, dtypes, explain
 from tinygrad_nv.tile.attention import AttentionSpec
 
 BF16, F16, F32 = dtypes.bfloat16, dtypes.float16, dtypes.float32
@@ -23,8 +23,20 @@ HIDDEN = -torch.inf
 Scores = Callable[[torch.Tensor], torch.Tensor]
 
 
+DEVICES = {"sm_80": "EMU:80", "sm_90a": "EMU:90"}
+DEVICE = DEVICES["sm_80"]
+BOTH = pytest.mark.parametrize("gpu", DEVICES, indirect=True)
+
+
 @pytest.fixture(autouse=True)
-def ampere(monkeypatch: pytest.MonkeyPatch) -> None: monkeypatch.setenv("EMU_ARCH", "sm_80")
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The device of a test's tensors: an A100, or what it is parametrized with."""
+    arch = getattr(request, "param", "sm_80")
+    monkeypatch.setenv("EMU_ARCH", arch)  # read when the device is opened
+    monkeypatch.setattr(sys.modules[__name__], "DEVICE", DEVICES[arch])
+    assert Device[DEVICE].driver.properties.arch == arch
+    yield
+    Device[DEVICE].synchronize()
 
 
 # **** operands and answers ****
@@ -37,7 +49,7 @@ def normal(*shape: int, seed: int = 0, dtype: DType = BF16) -> torch.Tensor:
 
 def stored(x: torch.Tensor, dtype: DType = BF16) -> Tensor:
     """A tensor in memory."""
-    return Tensor(x.float().numpy()).cast(dtype).contiguous().realize()
+    return Tensor(x.float().numpy(), device=DEVICE).cast(dtype).contiguous().realize()
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores, wide: torch.dtype,
@@ -94,6 +106,7 @@ def seen(rows: int, keys: int, condition: Callable[[torch.Tensor, torch.Tensor],
 def causal(rows: int, keys: int) -> Scores: return seen(rows, keys, lambda r, c: c <= r)
 
 
+@BOTH
 # **** the library's own ****
 
 @pytest.mark.parametrize("seed", range(4))
@@ -105,6 +118,7 @@ def test_the_library_s_attention(dtype: DType, seed: int):
     assert near(y, operands, scaled).batch[2] == 2
 
 
+@BOTH
 @pytest.mark.parametrize(("rows", "keys"), [(20, 20), (150, 150), (1, 33), (70, 40), (33, 129)])
 def test_causal(rows: int, keys: int):
     operands = made(b=2, rows=rows, keys=keys)
@@ -132,7 +146,7 @@ def test_masks_in_memory(kind: str):
     q, k, v = of(operands)
     values = normal(20, 150, seed=9)
     if kind == "bool":
-        mask = Tensor((values > 0).numpy()).contiguous().realize()
+        mask = Tensor((values > 0).numpy(), device=DEVICE).contiguous().realize()
         near(q.scaled_dot_product_attention(k, v, attn_mask=mask), operands,
              lambda x: torch.where(values > 0, x * 0.125, HIDDEN))
     else:
@@ -157,6 +171,7 @@ CONDITIONS: dict[str, Callable] = {
 }
 
 
+@BOTH
 @pytest.mark.parametrize("name", CONDITIONS)
 def test_conditions_of_positions(name: str):
     operands, condition = made(), CONDITIONS[name]
@@ -186,6 +201,7 @@ def test_a_maximum_that_is_guarded():
     near((e / e.sum(-1, keepdim=True)).cast(BF16) @ v, operands, seen(20, 150, lambda r, c: c < r - 3))
 
 
+@BOTH
 def test_a_score_with_everything():
     """ALiBi, a soft-cap, a bias in memory, a causal mask."""
     operands, slopes, bias = made(), torch.tensor([0.5, 0.25]), normal(20, 150, seed=5)
@@ -259,12 +275,13 @@ def step(q: Tensor, cache: Tensor, start: object, window: int | None = None) -> 
     return mask.where(x, -float("inf")).softmax(-1) @ v.unsqueeze(2)
 
 
+@BOTH
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("rows", [1, 6])
 def test_a_captured_step_serves_every_start(rows: int, window: int | None):
     """Beyond what is written the cache is uninitialised: reading it would be found."""
     k, v = made(kv=2, keys=120)[1:]
-    cache = Tensor.empty(2, 1, 2, 200, 64, dtype=BF16).contiguous()
+    cache = Tensor.empty(2, 1, 2, 200, 64, dtype=BF16, device=DEVICE).contiguous()
     cache[:, :, :, :120].assign(stored(torch.stack([k, v]))).realize()
     @TinyJit
     def run(q: Tensor, start: object) -> Tensor: return step(q, cache, start, window).realize()
@@ -278,6 +295,7 @@ def test_a_captured_step_serves_every_start(rows: int, window: int | None):
               (q, k[:, :, :end], v[:, :, :end]), bounds, BF16)
 
 
+@BOTH
 def test_rows_and_start_that_vary():
     """Prefill in pieces: s_q, s_kv and start are all arguments."""
     q, k, v = made(heads=4, kv=2, rows=48, keys=120)

@@ -2,13 +2,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import UOp
 
-from tinygrad_nv import Context, Tensor, Variable, disabled, dtypes, explain
+from tinygrad_nv import Device, Tensor, Variable, disabled, dtypes, explain
 from tinygrad_nv.patterns.attention_positions import Form, fitted, linear
 from tinygrad_nv.tile.attention import FULL, AttentionSpec, Band
 from tinygrad_nv.tile.expression import Sum, loads, show
@@ -20,13 +20,17 @@ CAUSAL = Band(last=0)
 SCALED = Sum() * 0.125
 
 
+DEVICE = "EMU:80"
+
+
 @pytest.fixture(autouse=True)
-def emu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("EMU_ARCH", "sm_80")
-    with Context(DEV="EMU"): yield
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMU_ARCH", "sm_80")  # read when the device is opened
+    assert Device[DEVICE].driver.properties.arch == "sm_80"
 
 
-def of(*shape: int, dtype: DType = BF16) -> Tensor: return Tensor.empty(*shape, dtype=dtype)
+def of(*shape: int, dtype: DType = BF16, device: str | None = None) -> Tensor:
+    return Tensor.empty(*shape, dtype=dtype, device=device or DEVICE)
 
 
 def operands(heads: int = H, dtype: DType = BF16, rows: int = T) -> tuple[Tensor, Tensor, Tensor]:
@@ -487,8 +491,8 @@ def test_what_is_refused_is_as_without_us(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_other_devices_are_left():
-    with Context(DEV="CPU"):
-        assert all(kernel.template is None for kernel in explain(by_hand(*operands())).kernels)
+    q, k, v = (of(1, 2, 16, D, device="CPU") for _ in range(3))
+    assert all(kernel.template is None for kernel in explain(by_hand(q, k, v)).kernels)
     with disabled():
         assert all(kernel.template is None for kernel in explain(by_hand(*operands())).kernels)
 
