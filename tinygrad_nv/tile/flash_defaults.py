@@ -5,10 +5,13 @@ Protocol: `default(spec, arch)` is the first that is legal.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeVar
 
-from tinygrad_nv.tile import legal_flash_mma
+from tinygrad_nv.tile import legal_flash_mma, legal_flash_wgmma
 from tinygrad_nv.tile.attention import AttentionSpec
 from tinygrad_nv.tile.schedule import Schedule
+
+Tile = TypeVar("Tile")
 
 # of heads up to so many elements: rows, columns, warps, stages
 MMA = {64: ((128, 64, 4, 2), (64, 64, 4, 2)),
@@ -17,15 +20,36 @@ MMA = {64: ((128, 64, 4, 2), (64, 64, 4, 2)),
        256: ((64, 64, 4, 2), (64, 32, 4, 2))}
 FEW = ((64, 32, 4, 2), (32, 32, 2, 2), (16, 32, 1, 2))
 
+# rows, columns: 64 rows for each consumer. FlashAttention-3's tiles as far as registers go; more than 112
+# (96) columns are for scores that cost nothing, more than 128 without a mask alone, as no block
+# is half empty then
+WGMMA = {64: ((192, 128), (192, 96), (128, 128), (128, 112)),
+         96: ((128, 128), (128, 112)),
+         128: ((128, 176), (128, 128), (128, 112)),
+         192: ((128, 112), (128, 96), (128, 64)),
+         256: ((128, 80), (128, 48))}
+FEW_WGMMA = ((64, 128), (64, 112), (64, 80), (64, 48))
+PROBLEMS = {"flash_mma": legal_flash_mma.problems, "flash_wgmma": legal_flash_wgmma.problems}
+
 
 def starts(spec: AttentionSpec, arch: str) -> Iterator[Schedule]:
-    """Those to choose from, in the order of preference: no more rows than there are, in blocks of 16."""
-    mine = next(rows for d, rows in MMA.items() if max(spec.d, spec.d_v) <= d)
-    for m, n, warps, stages in (*mine, *FEW):
+    """Those to choose from, in the order of preference: no more rows than there are, in blocks of 16 (64)."""
+    d = max(spec.d, spec.d_v)
+    if arch == "sm_90a":
+        for m, n in (*_upto(WGMMA, d), *FEW_WGMMA):
+            if m >= 64 + spec.s_q or (n > 128 and not spec.band.full): continue
+            schedule = Schedule().using("flash_wgmma").block(m, n).warps(m // 16 + 4)
+            yield schedule.pingpong() if m > 64 else schedule
+    for m, n, warps, stages in (*_upto(MMA, d), *FEW):
         if m < 2 * spec.s_q or m == 16:
             yield Schedule(template="flash_mma").block(m, n).warps(warps).stages(stages)
 
 
+def _upto(table: dict[int, tuple[Tile, ...]], d: int) -> tuple[Tile, ...]:
+    """The entry of the narrowest heads that have `d` elements."""
+    return next(tiles for most, tiles in table.items() if d <= most)
+
+
 def default(spec: AttentionSpec, arch: str) -> Schedule | None:
     """The schedule for an attention; None where no template has it."""
-    return next((s for s in starts(spec, arch) if not legal_flash_mma.problems(s, spec, arch)), None)
+    return next((s for s in starts(spec, arch) if not PROBLEMS[s.template](s, spec, arch)), None)

@@ -8,9 +8,9 @@ columns, in any order:
     scores.mask(cells, base)             −inf outside the band; where `columns.partly(base)` alone
     shrink = softmax.step(cells)         cells become exp2(factor · (cell − top)); by which sums so far shrink
 
-    top    = max(top, factor · cells)    of a row: its four lanes have the same
-    shrink = 2^(old top − top)           exactly 1 where top stays
-    p      = 2^(factor · cell − top)
+    top    = max(top, cells)             of a row: its four lanes have the same
+    shrink = 2^(factor · old top − factor · top)     exactly 1 where top stays
+    p      = 2^(factor · cell − factor · top)
     total  = total · shrink + Σ p        of a lane's own columns; `softmax.finish` adds those of the row
 
 The online softmax of Milakov and Gimelshein (2018), in base 2. A score that is a positive multiple of the
@@ -31,6 +31,7 @@ from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Sum
 from tinygrad_nv.tile.lanes import Lanes
 
 LOG2E, LN2 = math.log2(math.e), math.log(2)
+LARGE = 2.0**28  # half a unit of such a product is 8: weights that should be 1 are up to 2^8, as f16 can be
 Cells = list[list[list[Value]]]  # by 16 rows, by 8 columns: four registers
 
 
@@ -229,9 +230,9 @@ class Scores:
 
 @dataclass
 class Softmax:
-    """Of a lane's rows, two for each 16 of the warp: the largest score so far, times `factor`, and the sum.
-    The top is the largest itself, not one a little below that would move less often: its weight is 1, which
-    nothing rounds, and rows of few large weights are the more exact for it."""
+    """Of a lane's rows, two for each 16 of the warp: the largest score so far, and the sum. The top is the
+    largest itself, not one a little below that would move less often: its weight is 1, which nothing rounds,
+    and rows of few large weights are the more exact for it."""
     k: Kernel
     tiles: int
     factor: float
@@ -247,10 +248,12 @@ class Softmax:
             row = [cell[2 * (number % 2) + e] for cell in cells[number // 2] for e in range(2)]
             new = self._moved(row, top)
             safe, shrink = k.select(new == -math.inf, 0.0, new), k.reg("f32")
-            k.emit("ex2.approx.ftz.f32", shrink, top - safe)
+            factor = self._factor(safe)
+            scaled = safe * factor
+            k.emit("ex2.approx.ftz.f32", shrink, top * factor - scaled)
             top.set(new)
-            minus = -safe
-            for value in row: value.set(self._power(value, minus))
+            minus = -scaled
+            for value in row: value.set(self._power(value, factor, minus))
             total = self.total[number]
             k.emit("fma.rn.f32", total, total, shrink, row[0])
             for value in row[1:]: total += value
@@ -262,14 +265,20 @@ class Softmax:
         k, made = self.k, self.k.reg("f32", row[0])
         for value in row[1:]: k.emit("max.f32", made, made, value)
         most = across(k, made, "max.f32")
-        # rounded up, so that no exponent is above 0, of however large scores
-        k.emit("mul.rp.f32", most, most, self.factor)
         k.emit("max.f32", most, most, top)
         return most
 
-    def _power(self, value: Value, minus: Value) -> Value:
+    def _factor(self, top: Value) -> Value:
+        """The factor; for tops beyond LARGE the power of two next to it, whose product with the top is exact:
+        other products would be rounded by more than weights can bear. Scores below such a top are so far
+        below that their weights are as good as 0 with either."""
+        k, size = self.k, self.k.reg("f32")
+        k.emit("abs.f32", size, top)
+        return k.select(size > LARGE / self.factor, 2.0**round(math.log2(self.factor)), self.factor, "f32")
+
+    def _power(self, value: Value, factor: Value, minus: Value) -> Value:
         k, made = self.k, self.k.reg("f32")
-        k.emit("fma.rn.f32", made, value, self.factor, minus)
+        k.emit("fma.rn.f32", made, value, factor, minus)
         # without ftz three instructions more, for results below 2^-126
         k.emit("ex2.approx.ftz.f32", made, made)
         return made
@@ -283,7 +292,9 @@ class Softmax:
             k.emit("rcp.approx.ftz.f32", inverse, whole)
             inverses.append(k.select(whole == 0.0, 0.0, inverse))
             k.emit("lg2.approx.f32", log, whole)
-            logs.append((log + top) * LN2)
+            # not factor · top first, which may be too large where l is not
+            k.emit("fma.rn.f32", log, top, self.factor * LN2, log * LN2)
+            logs.append(log)
         return inverses, logs
 
 
