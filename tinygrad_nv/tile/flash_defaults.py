@@ -20,10 +20,10 @@ MMA = {64: ((128, 64, 4, 2), (64, 64, 4, 2)),
        256: ((64, 64, 4, 2), (64, 32, 4, 2))}
 FEW = ((64, 32, 4, 2), (32, 32, 2, 2), (16, 32, 1, 2))
 
-# rows, columns: 64 rows for each consumer. FlashAttention-3's tiles as far as registers go; more than 112
-# (96) columns are for scores that cost nothing, more than 128 without a mask alone, as no block
-# is half empty then
-WGMMA = {64: ((192, 128), (192, 96), (128, 128), (128, 112)),
+# rows, columns: 64 rows for each consumer. FlashAttention-3's tiles as far as registers go; those after
+# the first are for scores that are evaluated. More than 128 columns are for what has no mask, where no block is half
+# empty
+WGMMA = {64: ((192, 128), (192, 80), (128, 128), (128, 112)),
          96: ((128, 128), (128, 112)),
          128: ((128, 176), (128, 128), (128, 112)),
          192: ((128, 112), (128, 96), (128, 64)),

@@ -12,8 +12,8 @@ from tinygrad_nv.tile.templates.flash_wgmma_plan import ROWS, STEP, Plan
 MOST_GRID = 65535  # of a grid's y and z
 MOST_COLUMNS = 256
 # by consumers, registers a thread that ptxas was seen to keep without spilling: scores, their 16-bit form and
-# the result; and columns beside a score that is more than a multiple of the sum
-MOST_HELD, MOST_EVALUATED = {1: 224, 2: 212, 3: 128}, {1: 112, 2: 112, 3: 96}
+# the result; and beside the evaluation of a score that is more than a multiple of the sum, with its columns
+MOST_HELD, MOST_BESIDE, MOST_EVALUATED = {1: 224, 2: 212, 3: 128}, {1: 188, 2: 168, 3: 92}, 112
 
 
 def problems(schedule: Schedule, spec: AttentionSpec, arch: str) -> list[str]:
@@ -79,10 +79,12 @@ def _room(plan: Plan) -> list[str]:
         out.append(f"{plan.q.nbytes} B of queries + {s.depth} stages × ({plan.k.nbytes} B of keys + "
                    f"{plan.v.nbytes} B of values){staged} + {plan.barrier_bytes} B of barriers = "
                    f"{plan.smem_bytes} B of shared memory, sm_90a has {most}")
-    if plan.held > (held := MOST_HELD[plan.consumers]):
+    evaluated = multiple(plan.spec.score) is None
+    if plan.held > (held := (MOST_BESIDE if evaluated else MOST_HELD)[plan.consumers]):
+        beside = f" beside {show(plan.spec.score)}" if evaluated else ""
         out.append(f"{plan.scores} scores + {plan.scores // 2} pairs of weights + {plan.sums} sums = "
-                   f"{plan.held} registers a thread, at most {held} with {plan.consumers} consumers")
-    if multiple(plan.spec.score) is None and s.block_n > (columns := MOST_EVALUATED[plan.consumers]):
+                   f"{plan.held} registers a thread, at most {held} with {plan.consumers} consumers{beside}")
+    if evaluated and s.block_n > MOST_EVALUATED:
         out.append(f"block_n={s.block_n} beside {show(plan.spec.score)}, which is evaluated in registers: at "
-                   f"most {columns} with {plan.consumers} consumers")
+                   f"most {MOST_EVALUATED}")
     return out
