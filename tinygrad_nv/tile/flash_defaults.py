@@ -20,9 +20,9 @@ MMA = {64: ((128, 64, 4, 2), (64, 64, 4, 2)),
        256: ((64, 64, 4, 2), (64, 32, 4, 2))}
 FEW = ((64, 32, 4, 2), (32, 32, 2, 2), (16, 32, 1, 2))
 
-# rows, columns: 64 rows for each consumer. FlashAttention-3's tiles as far as registers go; those after
-# the first are for scores that are evaluated. More than 128 columns are for what has no mask, where no block is half
-# empty
+# rows, columns: 64 rows for each consumer. FlashAttention-3's tiles as far as registers go; those after the
+# first are for scores that are evaluated. More than 128 columns are for what has no mask, where no block is
+# half empty
 WGMMA = {64: ((192, 128), (192, 80), (128, 128), (128, 112)),
          96: ((128, 128), (128, 112)),
          128: ((128, 176), (128, 128), (128, 112)),
