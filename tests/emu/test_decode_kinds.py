@@ -71,7 +71,7 @@ def soft_cap(cap: float) -> Expression: return tanh(Sum() * (1 / (8 * cap))) * c
 
 def alibi() -> Expression:
     """A slope of 2^−(1 + head), of the distance."""
-    head = (Position(1) * 3 + Position(2) + 1).cast(dtypes.float32)
+    head = (Position(1) * 6 + Position(2) + 1).cast(dtypes.float32)
     distance = (Position("n") - Position("m")).cast(dtypes.float32)
     return Sum() * 0.125 + distance * (head * -1.0).exp2()
 
@@ -87,5 +87,5 @@ def prefix() -> Expression:
 @pytest.mark.parametrize("kv", [None, dtypes.int8])
 @pytest.mark.parametrize("window", [None, 90])
 def test_scores(score: Expression, kv: DType | None, window: int | None):
-    spec = decode(batch=3, heads=2, group=3, s_q=2, pages=20, kv=kv, score=score, window=window)
+    spec = decode(batch=3, heads=2, group=6, s_q=2, pages=20, kv=kv, score=score, window=window)
     checked(spec, [5, 290, 64], scale=0.3)

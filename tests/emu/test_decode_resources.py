@@ -26,7 +26,7 @@ SHAPES = [{"d": 128, "group": 4}, {"d": 64, "group": 8}, {"d": 96, "group": 1}, 
           {"d": 128, "group": 4, "window": 4096}]
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 @pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_defaults_do_not_spill(arch: str, kv: DType | None, shape: dict):
@@ -38,7 +38,8 @@ def test_defaults_do_not_spill(arch: str, kv: DType | None, shape: dict):
         resources = assemble(kernel.ptx, arch).kernels[kernel.name]
         assert (resources.spill_store_bytes, resources.spill_load_bytes, resources.stack_bytes) == (0, 0, 0)
         assert max(resources.shared_bytes, kernel.dynamic_smem) <= SMEM_BYTES[arch]
-        assert kernel.pdl == (arch == "sm_90a")
+        early = [word in kernel.ptx for word in ("griddepcontrol.wait", "griddepcontrol.launch_dependents")]
+        assert [kernel.pdl, *early] == [arch == "sm_90a"] * 3
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(None, 20), (dtypes.int8, 75), (dtypes.fp8e4m3, 99)])

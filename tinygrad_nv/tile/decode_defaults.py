@@ -3,7 +3,8 @@
 Protocol: `default(spec, arch)` is a schedule that the template takes, or None where it takes none. Its block
 of keys, its splits and with them the bits of the result do not depend on the number of requests.
 
-    rows      16 for each warp along them, up to 64; the rest of four warps divides the keys
+    rows      16 for each warp along them, up to 64
+    warps     four in all, those left over divide the keys; fewer where shared memory is too small
     keys      a step of about 32 KiB
     stages    as many as leave room for two CTAs, at least 2 and at most 4
     splits    of at least 128 KiB for each 16 rows: what a split leaves in the workspace is then below a
@@ -23,9 +24,18 @@ STEP_BYTES, SPLIT_BYTES = 32 << 10, 128 << 10
 
 def default(spec: DecodeSpec, arch: str) -> Schedule | None:
     """A schedule, or None."""
+    wanted = 1 if spec.rows <= 16 else 2 if spec.rows <= 32 else 4
+    for rows in (4, 2, 1):
+        for groups in (4, 2, 1):
+            if rows > wanted or rows * groups > 4: continue
+            made = _with(spec, arch, rows, groups)
+            if not problems(made, spec, arch): return made
+    return None
+
+
+def _with(spec: DecodeSpec, arch: str, rows: int, groups: int) -> Schedule:
+    """That of so many warps along rows and keys."""
     key_bytes = (spec.d + spec.d_v) * spec.k.dtype.itemsize
-    rows = 1 if spec.rows <= 16 else 2 if spec.rows <= 32 else 4
-    groups = 4 // rows
     keys = 16
     while keys < 64 and 2 * keys * groups * key_bytes <= STEP_BYTES: keys *= 2
     least = 128
@@ -35,4 +45,4 @@ def default(spec: DecodeSpec, arch: str) -> Schedule | None:
     room = legality.SMEM_BYTES.get(arch, 0) // 2
     while made.depth < 4 and Plan(spec, made.stages(made.depth + 1)).smem_bytes <= room:
         made = made.stages(made.depth + 1)
-    return None if problems(made, spec, arch) else made
+    return made
