@@ -162,6 +162,8 @@ def test_a_pool_that_is_closed():
     (lambda: pool_of(inputs={"x": Input((), dtypes.int32, float("nan"))}), ["is padded with nan"]),
     (lambda: GraphPool(lambda x: x, INPUTS, ()), ["sizes none", "at least one"]),
     (lambda: GraphPool(lambda x: x, INPUTS, (0, 2)), ["sizes 0, 2", "each 1 or more"]),
+    (lambda: GraphPool(lambda x: x, INPUTS, 4), ["sizes 4", "a list of Python's integers"]),
+    (lambda: GraphPool(lambda x: x, INPUTS, (True, 2)), ["sizes True, 2", "Python's integers"]),
     (lambda: pool_of(limit_bytes=0), ["a limit of 0 bytes"]),
     (lambda: pool_of(staging=1), ["1 pieces of page-locked memory", "2 or more"]),
     (lambda: pool_of().capture((3,)), ["no size 3", "of 2, 4"]),

@@ -330,8 +330,10 @@ def _checked(inputs: Mapping[str, Input], sizes: Sequence[int], limit_bytes: int
     """The sizes in order. Raises `GraphError` for what no pool can have."""
     if not inputs: raise GraphError("a pool without inputs", "at least one Input")
     for name, given in inputs.items(): given.check(name)
-    if not sizes or any(not isinstance(size, int) or size < 1 for size in sizes):
-        raise GraphError(f"sizes {_listed(sizes)}", "at least one, each 1 or more")
+    listed = list(sizes) if isinstance(sizes, Sequence) else []
+    if not listed or any(type(size) is not int or size < 1 for size in listed):
+        raise GraphError(f"sizes {_listed(listed) if isinstance(sizes, Sequence) else sizes}",
+                         "a list of Python's integers, at least one, each 1 or more")
     if limit_bytes is not None and limit_bytes < 1:
         raise GraphError(f"a limit of {limit_bytes} bytes", "1 or more")
     if staging < 2: raise GraphError(f"{staging} pieces of page-locked memory", "2 or more")
