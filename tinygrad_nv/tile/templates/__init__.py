@@ -14,6 +14,8 @@
     gemv_words.py      chunks in registers
     gemv_sums.py       four ways to multiply them
     gemv_finish.py     from the sums of lanes to the result
+  flash_mma.py       attention with mma.sync (FlashAttention-2): sm_80 and later
+    flash_mma_copy.py  rows of q, keys and values to shared memory
   decode.py          attention of few new rows over keys and values in pages: split-KV, and a combine step
     decode_plan.py     who reads which keys, and what lies where
     decode_split.py    the first kernel: one split
