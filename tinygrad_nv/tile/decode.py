@@ -18,8 +18,8 @@ Keys and values of 8 bits (e4m3, s8) stand for their number times a scale, float
 page and key head: p is then rounded after it has been multiplied by the scale of its value. NaN of e4m3
 counts as 480.
 
-Lengths (int32 [batch]) and the table (int32 [batch, pages], dense) are read from memory by each launch.
-Nothing is read of pages, entries of the table and tokens that no row sees.
+Lengths (int32 [batch], at most pages · page_size) and the table (int32 [batch, pages], dense) are read from
+memory by each launch. Nothing is read of pages, entries of the table and tokens that no row sees.
 
 Strides are in elements; along d elements lie side by side.
 """
