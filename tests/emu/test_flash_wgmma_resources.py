@@ -22,7 +22,8 @@ from tinygrad_nv.tile.templates.flash_wgmma import flash_wgmma
 from tinygrad_nv.tile.templates.flash_wgmma_plan import REGISTERS, Plan
 
 LONG = 7392  # rows and keys
-# by heads, the most SASS instructions for an HGMMA of the loop without a mask
+# by heads, the most SASS instructions for an HGMMA of the loop without a mask; triton_attention.py's kernels
+# of 128 rows and 8 warps, by Triton 3.9, have 44 of 64, 36 (32 with 64 columns) of 128, 24 of 256
 LOOPS = {64: 34, 96: 30, 128: 29, 192: 22, 256: 17}
 SCALED = Sum() * 0.125
 SCORES = {

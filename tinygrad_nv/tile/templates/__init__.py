@@ -16,6 +16,12 @@
     gemv_finish.py     from the sums of lanes to the result
   flash_mma.py       attention with mma.sync (FlashAttention-2): sm_80 and later
     flash_mma_copy.py  rows of q, keys and values to shared memory
+  flash_wgmma.py     attention with wgmma and TMA (FlashAttention-3): sm_90a
+    flash_wgmma_plan.py      its tiles, registers and bytes
+    flash_wgmma_blocks.py    which blocks of columns its rows see
+    flash_wgmma_load.py      the producer's copies
+    flash_wgmma_multiply.py  the consumers' main loop
+    flash_wgmma_store.py     the result, and l
   decode.py          attention of few new rows over keys and values in pages: split-KV, and a combine step
     decode_plan.py     who reads which keys, and what lies where
     decode_split.py    the first kernel: one split
