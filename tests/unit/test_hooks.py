@@ -15,7 +15,7 @@ from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import Context, Tensor, TinyJit, Variable, explain, function, hook_devices, hooks
 from tinygrad_nv.errors import HookError
-from tinygrad_nv.patterns import gemm, program
+from tinygrad_nv.patterns import attention, gemm, program
 
 ROOT = Path(__file__).resolve().parents[2]
 WHEEL_ONLY = pytest.mark.skipif(hooks.official(), reason="about replaced attributes")
@@ -25,8 +25,10 @@ ROWS = Variable("rows", 1, 16)
 @pytest.fixture(autouse=True, scope="module")
 def without_ours():
     """These tests are about what they register themselves."""
+    hooks.remove_rewrite("attention")
     hooks.remove_rewrite("gemm")
     yield
+    hooks.add_rewrite("attention", attention.rewrite, attention.configuration)
     hooks.add_rewrite("gemm", gemm.rewrite, gemm.configuration)
 
 

@@ -265,8 +265,8 @@ def _copied(after: UOp) -> tuple[UOp, UOp] | None:
 
 
 def _dense(x: UOp) -> UOp:
-    """What a reshape is of: the same elements in the same order."""
-    while x.op is Ops.RESHAPE: x = x.src[0]
+    """What a reshape, or a shrink that cuts nothing, is of: the same elements in the same order."""
+    while x.op is Ops.RESHAPE or (x.op is Ops.SHRINK and x.shape == x.src[0].shape): x = x.src[0]
     return x
 
 
