@@ -108,13 +108,11 @@ class _Writer:
         k.emit("redux.sync.min.u32", warp, k.tid.x // 32, -1)
         consumer = warp >> 2
         k.wait_for_previous_grid()
-        row = self.row + warp * 16
+        first = warp * (ROWS // 4)  # of a consumer's rows, a warp's
+        row = self.row + first
         scores = Scores(k, plan.spec, self.extents, self.extras, self.batch, row, plan.schedule.block_m,
                         plan.schedule.block_n)
         products = Products(k, plan, self.loads, scores, consumer)
         with self.blocks.any(): products.attend(self.blocks)
         inverse, logs = products.softmax.finish()
-        self.finish.store(products.out, inverse, logs, row, warp * 16, self.extents.s_q, self.batch)
-
-
-assert ROWS == 4 * 16  # a consumer's rows: 16 of each of its warps
+        self.finish.store(products.out, inverse, logs, row, first, self.extents.s_q, self.batch)
