@@ -318,6 +318,8 @@ def test_errors_name_the_writers_line():
     (lambda k: k.ld("global", "f32", k.reg("u32").at()), "an address of 64 bits"),
     (lambda k: k.param("x", "pred"), "a parameter of type pred"),
     (lambda k: (k.param("x", "u32"), k.param("x", "u64")), "two parameters x"),
+    (lambda k: (k.pointer("x"), k.shared("x", 16)), "a parameter and a tile x"),
+    (lambda k: (k.mbarriers("x"), k.param("x", "u32")), "a parameter and a tile x"),
     (lambda k: k.emit("mov.u32", k.reg("u32"), "text"), "is no operand"),
     (lambda k: k.emit("frob.u32"), "no instruction frob")])
 def test_errors(write, words: str):

@@ -121,9 +121,13 @@ class Core:
     def _declare_parameter(self, name: str, text: str, kind: str) -> None:
         if kind in ("pred", "b128") or kind not in ("b8", "u8", "s8", *PREFIXES):
             self.fail(f"a parameter of type {kind}", "an integer or float type", "pass it as bits")
-        if any(text.split()[-1] == name or text.endswith(f"{name}[128]") for text in self.parameters):
-            self.fail(f"two parameters {name}", "names that differ", "rename one")
+        if self._is_parameter(name): self.fail(f"two parameters {name}", "names that differ", "rename one")
+        if any(tile.name == name for tile in self.tiles):
+            self.fail(f"a parameter and a tile {name}", "names that differ", "rename one")
         self.parameters.append(text)
+
+    def _is_parameter(self, name: str) -> bool:
+        return any(text.split()[-1] in (name, f"{name}[128]") for text in self.parameters)
 
     def _own(self, kind: str, name: str) -> Value:
         """A fixed register of a name."""
@@ -193,6 +197,9 @@ class Core:
             self.fail(f"alignment {made.align} of {made.name}", "a power of two", "round it up")
         if any(tile.name == made.name for tile in self.tiles):
             self.fail(f"two tiles {made.name}", "names that differ", "rename one")
+        # in a function the nearer name counts: ld.param would read shared memory
+        if self._is_parameter(made.name):
+            self.fail(f"a parameter and a tile {made.name}", "names that differ", "rename one")
         if made.start + made.nbytes > SMEM_BYTES[self.arch]:
             self.fail(f"{made.name} ends at {made.start + made.nbytes} bytes of shared memory",
                       f"at most {SMEM_BYTES[self.arch]} on {self.arch}", "use smaller tiles or fewer stages")
