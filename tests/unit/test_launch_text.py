@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinygrad_nv.errors import DriverError
-from tinygrad_nv.runtime.launch_text import Options, Zeroed, options, source
+from tinygrad_nv.runtime.launch_text import Integer, Options, Zeroed, options, source
 from tinygrad_nv.tile.kernel import GemmKernel, MapArgument
 
 PTX = ".version 8.7\n.target sm_90a\n"
@@ -28,7 +28,9 @@ def map_arguments(draw: st.DrawFn) -> MapArgument:
 @settings(deadline=None, max_examples=60)
 @given(st.builds(Options, st.integers(0, 1 << 20), st.tuples(*[st.integers(1, 16)] * 3), st.booleans(),
                  st.lists(st.builds(Zeroed, st.integers(0, 9), st.integers(1, 4096)), max_size=2).map(tuple),
-                 st.lists(map_arguments(), max_size=3).map(tuple)))
+                 st.lists(map_arguments(), max_size=3).map(tuple),
+                 st.lists(st.builds(Integer, st.integers(-99, 99), st.lists(st.integers(-9, 9), max_size=3)
+                                    .map(tuple)), max_size=3).map(tuple)))
 def test_what_is_written_is_read(made: Options): assert options(made.comment() + PTX) == made
 
 
@@ -64,3 +66,18 @@ def test_flags_that_cannot_be_read(words: str):
     with pytest.raises(DriverError) as caught: options(f"// zero: {words}\n{PTX}")
     assert caught.value.found == f"zero options {words!r}"
     assert caught.value.expected == "pointer=NUMBER bytes=BYTES"
+
+
+def test_integers_of_variables():
+    """s_kv = start + 16, start; before a launch has values nothing is below 0."""
+    text = "// integer: offset=16 factors=1,0\n// integer: offset=-3 factors=0,2\n" + PTX
+    found = options(text).integers
+    assert found == (Integer(16, (1, 0)), Integer(-3, (0, 2)))
+    assert [each.of((5, 4)) for each in found] == [21, 5]
+    assert [each.of((0, 0)) for each in found] == [16, 0]
+
+
+@pytest.mark.parametrize("words", ["offset=1", "offset=1,2 factors=1", "offset=x factors=1", "factors=1"])
+def test_an_integer_that_cannot_be_read(words: str):
+    with pytest.raises(DriverError) as caught: options(f"// integer: {words}\n{PTX}")
+    assert caught.value.found == f"integer options {words!r}"
