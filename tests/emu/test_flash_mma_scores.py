@@ -16,7 +16,8 @@ from tinygrad_nv.tile.templates.flash_mma import flash_mma
 NOTHING = Constant(-math.inf)
 SCALED = Sum() * 0.1
 SCORES: dict[str, Expression] = {
-    "the sum": Sum(), "negative": SCALED * -1.0, "nothing": Sum() * 0.0, "twice scaled": 0.5 * SCALED,
+    "the sum": Sum(), "negative": SCALED * -1.0, "nothing": Sum() * 0.0,
+    "twice scaled": 0.5 * SCALED, "hardly": Sum() * 1e-36,
     "bias": SCALED + Load(0, F32, 199, 1, (0, 2 * 40 * 199, 40 * 199)),
     "bias of columns": SCALED + Load(0, BF16, 0, 1, (0, 199, 0), 3).cast(F32),
     "aligned pairs": SCALED + Load(0, F16, 256, 1).cast(F32),

@@ -108,7 +108,8 @@ def test_parameters_are_in_order():
 
 @pytest.mark.parametrize(("score", "expected"), [
     (Sum(), 1.0), (Sum() * 0.5, 0.5), (0.5 * Sum(), 0.5), (2.0 * (Sum() * 0.25), 0.5), (Sum() * -1.0, None),
-    (Sum() * 0.0, None), (Sum() + 1.0, None), (tanh(Sum()), None), (Sum() * Sum(), None)], ids=str)
+    (Sum() * 0.0, None), (Sum() * 1e-30, None), (Sum() * 1e30, None),
+    (Sum() + 1.0, None), (tanh(Sum()), None), (Sum() * Sum(), None)], ids=str)
 def test_multiples_of_the_sum(score: Expression, expected: float | None):
     assert multiple(score) == expected
 
