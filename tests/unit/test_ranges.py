@@ -96,6 +96,21 @@ def test_tracking_nests_and_ends_with_an_exception():
     with pytest.raises(ZeroDivisionError): fails()
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_method_that_raised_is_not_noted_for_ever(executed, inside):
+    """tinygrad keeps the name of a Tensor method that raises, and then notes no other."""
+    def fails():
+        with pytest.raises(ZeroDivisionError): tensors._metadata_wrapper(lambda: 1 / 0)()
+        assert tensors._METADATA.get() is not None
+    try:
+        if not inside: fails()
+        with tracked():
+            if inside: fails()
+            with layer("a"): (normal(4, 4) + 1).realize()
+    finally: tensors._METADATA.set(None)
+    assert (executed[-1].layer, executed[-1].op) == ("a", "__add__")
+
+
 def test_a_layer_ends_with_an_exception(executed):
     def fails():
         with layer("a"): raise ZeroDivisionError

@@ -88,6 +88,7 @@ def layer(name: str) -> AbstractContextManager[None]:
 def _named(name: str) -> Iterator[None]:
     global _scope
     before, _scope = _scope, f"{_scope}.{name}" if _scope else name
+    tensors._METADATA.set(None)
     try: yield
     finally: _scope = before
 
@@ -118,7 +119,8 @@ def start() -> None:
     _kept.update(scache=SCACHE.value, metadata=tensors._METADATA, context=ops.RewriteContext,
                  linear=Tensor.linear_with_vars)
     SCACHE.value = 0
-    tensors._METADATA = _Noting(tensors._METADATA.get())
+    # a Tensor method that raises leaves its name there, and tinygrad then notes no other
+    tensors._METADATA = _Noting(None)
     ops.RewriteContext = _Carrying
     Tensor.linear_with_vars = _linear_with_vars
 
@@ -129,7 +131,6 @@ def stop() -> None:
     _depth -= 1
     if _depth: return
     SCACHE.value = _kept["scache"]
-    _kept["metadata"].set(tensors._METADATA.get())
     tensors._METADATA, ops.RewriteContext = _kept["metadata"], _kept["context"]
     Tensor.linear_with_vars = _kept["linear"]
 
