@@ -77,6 +77,12 @@ def places(spec: AttentionSpec) -> dict[str, tuple[DType, Place]]:
     return made
 
 
+def matrix(spec: AttentionSpec, given: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """An operand as [batch, heads, group, rows, d], to be read or written."""
+    offset, shape, strides = places(spec)[name][1]
+    return view(given[name], shape, strides, offset)
+
+
 def arguments(spec: AttentionSpec, seed: int = 0, scale: float = 1.0) -> dict[str, torch.Tensor]:
     """Storages of every parameter, normal numbers times `scale` (conditions: half of them hold); those of
     results hold GUARD throughout."""
@@ -119,14 +125,12 @@ def attended(spec: AttentionSpec, given: dict[str, torch.Tensor], wide: torch.dt
              rounded: torch.dtype | None = None, **extents: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The result [*batch, s_q, d_v] and l [*batch, s_q] of a launch, computed in `wide`, with p rounded to
     `rounded`."""
-    at, where = actual(spec, extents), places(spec)
+    at = actual(spec, extents)
     s_q, s_kv = at["s_q"], at["s_kv"]
 
-    def matrix(name: str, count: int) -> torch.Tensor:
-        offset, shape, strides = where[name][1]
-        return view(given[name], shape, strides, offset)[..., :count, :].to(wide)
-
-    sums = matrix("q", s_q) @ matrix("k", s_kv).transpose(-1, -2)
+    q, k, v = (matrix(spec, given, name)[..., :count, :].to(wide)
+               for name, count in (("q", s_q), ("k", s_kv), ("v", s_kv)))
+    sums = q @ k.transpose(-1, -2)
     small = SimpleNamespace(batch=spec.batch, m=s_q, n=s_kv)
     scores = evaluate(small, spec.score, [sums.double()], given).to(wide)
     scores = torch.where(seen(spec, extents), scores, -torch.inf)
@@ -135,7 +139,7 @@ def attended(spec: AttentionSpec, given: dict[str, torch.Tensor], wide: torch.dt
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True)
     if rounded is not None: weights = weights.to(rounded).to(wide)
-    out = weights @ matrix("v", s_kv) / torch.where(total == 0, torch.ones_like(total), total)
+    out = weights @ v / torch.where(total == 0, torch.ones_like(total), total)
     return out.double(), (top + torch.log(total)).double().squeeze(-1)
 
 

@@ -2,8 +2,7 @@
 from __future__ import annotations
 
 import torch
-from attention_case import arguments, near, places, run
-from gemm_case import view
+from attention_case import arguments, near, run
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile.attention import AttentionSpec, Band
@@ -28,9 +27,3 @@ def close(spec: AttentionSpec, schedule: Schedule = SMALL, arch: str = "sm_80", 
     """Asserts that a random attention is near the exact one."""
     given = arguments(spec, seed, scale)
     near(spec, given, run(flash_mma(spec, schedule, arch), spec, given, arch, seed, **extents), **extents)
-
-
-def matrix(spec: AttentionSpec, given: Given, name: str) -> torch.Tensor:
-    """An operand as [batch, heads, group, rows, d], to be written."""
-    offset, shape, strides = places(spec)[name][1]
-    return view(given[name], shape, strides, offset)

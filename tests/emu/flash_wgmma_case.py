@@ -2,8 +2,7 @@
 from __future__ import annotations
 
 import torch
-from attention_case import arguments, near, places, run
-from gemm_case import view
+from attention_case import arguments, near, run
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile.attention import AttentionSpec, Band
@@ -22,9 +21,3 @@ def close(spec: AttentionSpec, schedule: Schedule = SMALL, seed: int = 0, scale:
     """Asserts that a random attention is near the exact one."""
     given = arguments(spec, seed, scale)
     near(spec, given, run(flash_wgmma(spec, schedule), spec, given, "sm_90a", seed, **extents), **extents)
-
-
-def matrix(spec: AttentionSpec, given: Given, name: str) -> torch.Tensor:
-    """An operand as [batch, heads, group, rows, d], to be written."""
-    offset, shape, strides = places(spec)[name][1]
-    return view(given[name], shape, strides, offset)

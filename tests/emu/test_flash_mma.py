@@ -2,14 +2,14 @@
 comes out bit for bit."""
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import replace
 
 import pytest
 import torch
-from attention_case import arguments, attention, launched, near, run
-from flash_mma_case import BF16, CAUSAL, F16, F32, SMALL, close, matrix, scheduled
+from attention_case import arguments, attention, launched, matrix, near, run
+from attention_exact import equal_scores_are_a_mean, one_column_is_its_value
+from flash_mma_case import BF16, CAUSAL, F16, F32, SMALL, close, scheduled
 from tinygrad.dtype import DType
 
 from tinygrad_nv.tile.attention import FULL, Band
@@ -72,26 +72,12 @@ def test_blocks_that_no_row_sees_are_skipped():
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
 def test_a_row_that_sees_one_column_is_its_value(dtype: DType):
-    spec = attention(70, 170, 64, dtype, band=Band(0, 0), start=60, heads=2)
-    given = arguments(spec)
-    out, _ = run(flash_mma(spec, SMALL), spec, given)
-    assert torch.equal(out, matrix(spec, given, "v")[..., 60:130, :].double())
+    one_column_is_its_value(lambda spec: flash_mma(spec, SMALL), "sm_80", dtype)
 
 
 @pytest.mark.parametrize("band", [FULL, Band(-63, 0)], ids=["full", "window"])
 def test_equal_scores_are_a_mean(band: Band):
-    """Of 256 or 64 small integers: nothing is rounded."""
-    spec = attention(64, 256, 48, out=F32, band=band, start=63, log_sum=True)
-    given = arguments(spec)
-    given["q"].zero_()
-    given["v"].copy_(torch.randint(-8, 9, given["v"].shape, generator=torch.Generator().manual_seed(1)))
-    out, log = run(flash_mma(spec, SMALL), spec, given)
-    v, count = matrix(spec, given, "v").double(), 256 if band.full else 64
-    firsts = [0 if band.full else row for row in range(64)]
-    mean = [v[..., first:first + count, :].sum(-2) / count for first in firsts]
-    assert torch.equal(out, torch.stack(mean, -2))
-    assert log is not None
-    assert (log - math.log(count)).abs().max() < 1e-6
+    equal_scores_are_a_mean(lambda spec: flash_mma(spec, SMALL), "sm_80", band)
 
 
 def test_a_rows_bits_do_not_depend_on_other_rows():

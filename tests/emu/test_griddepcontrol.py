@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from order_case import NBYTES, Bench, N, kernel, mine
 
-from tinygrad_nv.ptx.builder import Kernel
+from tinygrad_nv.ptx.builder import Barriers, Kernel
 from tinygrad_nv.ptx.builder_values import Value
 from tinygrad_nv.runtime.driver import Copy, Executable, Fill, Launch, TensorMapSpec, pointer
 
@@ -77,12 +77,18 @@ def one_waits_then_its_warp_alone(k: Kernel, out: Value, source: Value) -> None:
     store(k, out, load(k, source))
 
 
-def one_arrives(k: Kernel, out: Value, source: Value) -> None:
+def ended(k: Kernel) -> Barriers:
+    """A barrier that one thread arrives at, made."""
     barriers = k.mbarriers("ended", 1)
     with k.if_(k.tid.x == 0):
         k.mbarrier_init(barriers[0], 1)
         k.fence_mbarrier_init()
     k.sync()
+    return barriers
+
+
+def one_arrives(k: Kernel, out: Value, source: Value) -> None:
+    barriers = ended(k)
     with k.if_(k.tid.x == 0):
         k.wait_for_previous_grid()
         k.mbarrier_arrive(barriers[0])
@@ -91,11 +97,7 @@ def one_arrives(k: Kernel, out: Value, source: Value) -> None:
 
 
 def one_arrives_early(k: Kernel, out: Value, source: Value) -> None:
-    barriers = k.mbarriers("ended", 1)
-    with k.if_(k.tid.x == 0):
-        k.mbarrier_init(barriers[0], 1)
-        k.fence_mbarrier_init()
-    k.sync()
+    barriers = ended(k)
     with k.if_(k.tid.x == 0):
         k.mbarrier_arrive(barriers[0])
         k.wait_for_previous_grid()

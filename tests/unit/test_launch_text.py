@@ -36,7 +36,8 @@ def test_what_is_written_is_read(made: Options): assert options(made.comment() +
 
 def test_the_text_of_a_kernel():
     argument = MapArgument(1, "bf16", (64, 128), (256,), (64, 8), "128B", 0, 1, 0)
-    kernel = GemmKernel("k", PTX, (1, 1, 1), 128, 98304, (2, 1, 1), (argument,), 1024, 16)
+    kernel = GemmKernel("k", PTX, (1, 1, 1), 128, 98304, (2, 1, 1), (argument,), workspace_bytes=1024,
+                        flags=16)
     assert source(kernel) == (f"// launch: dynamic_smem=98304 cluster=2,1,1 pdl=0\n"
                               f"// zero: pointer=2 bytes=64\n{MAP}\n{PTX}")
     assert options(source(kernel)) == Options(98304, (2, 1, 1), False, (Zeroed(2, 64),), (argument,))

@@ -34,10 +34,10 @@ class MapArgument:
 
 
 @dataclass(frozen=True)
-class GemmKernel:
-    """A kernel of a product. `grid` is that of the most rows; of a symbolic spec, where `rows_of_cta` is not
-    0, x is ceil(m / rows_of_cta) times `ctas_of_rows` instead. With `pdl` it may be launched before the
-    kernel ahead of it has ended, for which it waits itself (griddepcontrol)."""
+class TileKernel:
+    """What kernels of all templates have. `grid` is that of the most rows; where `rows_of_cta` is not 0, x is
+    ceil(rows / rows_of_cta) times `ctas_of_rows` of a launch instead. With `pdl` it may be launched before
+    the kernel ahead of it has ended, for which it waits itself (griddepcontrol)."""
     name: str
     ptx: str
     grid: tuple[int, int, int]
@@ -45,41 +45,28 @@ class GemmKernel:
     dynamic_smem: int = 0
     cluster: tuple[int, int, int] = (1, 1, 1)
     maps: tuple[MapArgument, ...] = ()
-    workspace_bytes: int = 0
-    flags: int = 0
     rows_of_cta: int = 0
     ctas_of_rows: int = 1
     pdl: bool = False
 
-    def grid_for(self, m: int) -> tuple[int, int, int]:
-        """The grid of a launch with `m` rows."""
+    def grid_for(self, rows: int) -> tuple[int, int, int]:
+        """The grid of a launch with so many rows."""
         if not self.rows_of_cta: return self.grid
-        return (-(-m // self.rows_of_cta) * self.ctas_of_rows, *self.grid[1:])
+        return (-(-rows // self.rows_of_cta) * self.ctas_of_rows, *self.grid[1:])
 
 
 @dataclass(frozen=True)
-class AttentionKernel:
+class GemmKernel(TileKernel):
+    """A kernel of a product. Its rows are a symbolic spec's `m`."""
+    workspace_bytes: int = 0
+    flags: int = 0
+
+
+@dataclass(frozen=True)
+class AttentionKernel(TileKernel):
     """A kernel of an attention. Parameters in this order: out; l, where the spec has `log_sum`; q, k, v; x0,
     x1, … of the score; u32 s_q, s_kv, start, those of them that are symbolic; tensor maps, whose dynamic
-    dimension is an integer by its number.
-
-    `grid` is that of the most rows: x counts blocks of rows, times `ctas_of_rows`. With s_q symbolic, x is
-    ceil(s_q / rows_of_cta) · ctas_of_rows of a launch."""
-    name: str
-    ptx: str
-    grid: tuple[int, int, int]
-    threads: int
-    dynamic_smem: int = 0
-    cluster: tuple[int, int, int] = (1, 1, 1)
-    maps: tuple[MapArgument, ...] = ()
-    rows_of_cta: int = 0
-    ctas_of_rows: int = 1
-    pdl: bool = False
-
-    def grid_for(self, s_q: int) -> tuple[int, int, int]:
-        """The grid of a launch with so many rows."""
-        if not self.rows_of_cta: return self.grid
-        return (-(-s_q // self.rows_of_cta) * self.ctas_of_rows, *self.grid[1:])
+    dimension is an integer by its number. Its rows are s_q."""
 
 
 @dataclass(frozen=True)

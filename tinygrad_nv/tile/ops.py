@@ -83,8 +83,24 @@ def tile_of(operand: Operand, block_mn: int, block_k: int) -> SharedTile:
     return SharedTile(block_k, block_mn * size, {1: "bytes", 2: "matrices", 4: "words"}[size])  # type: ignore[arg-type]
 
 
+class Passes:
+    """Chunks of a tile that a CTA's `threads` copy, one each and pass after pass."""
+    tile: SharedTile
+    threads: int
+
+    @property
+    def passes(self) -> int:
+        """How many copies a thread makes of a tile."""
+        return -(-self.tile.nbytes // (self.threads * CHUNK))
+
+    def where(self, i: int) -> tuple[int, int]:
+        """Rows and bytes of a row between a thread's first copy and its copy of pass `i`."""
+        rows = i * self.threads * CHUNK // self.tile.span
+        return rows % self.tile.rows, rows // self.tile.rows * self.tile.span
+
+
 @dataclass
-class TileCopy:
+class TileCopy(Passes):
     """Copies tiles of `block_mn` × `block_k` elements of `operand`, at `pointer` (u64). Rows along MN begin
     at `first` of `extent`; the first tile has `residue` of K. `start` is where the tile lies in a stage."""
     k: Kernel
@@ -122,17 +138,6 @@ class TileCopy:
         k.emit("sub.s32", left, self.extent, self.first)
         if not self.mn_major: return left - self.row.to("s32")
         return left * self.size - self.byte.to("s32")
-
-    @property
-    def passes(self) -> int:
-        """How many copies a thread makes."""
-        return -(-self.tile.nbytes // (self.threads * CHUNK))
-
-    def where(self, i: int) -> tuple[int, int]:
-        """Rows and bytes of a row between a thread's first copy and its copy of pass `i`."""
-        tile = self.tile
-        rows = i * self.threads * CHUNK // tile.span
-        return (rows % tile.rows, rows // tile.rows * tile.span)
 
     @property
     def partial(self) -> bool:

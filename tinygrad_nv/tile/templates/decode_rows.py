@@ -23,6 +23,7 @@ from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.decode import DecodeSpec
 from tinygrad_nv.tile.epilogue import Finish
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Sum
+from tinygrad_nv.tile.flash_score import across
 from tinygrad_nv.tile.lanes import Lanes
 
 LOG2E = math.log2(math.e)
@@ -37,16 +38,6 @@ def multiple(score: Expression) -> float | None:
         if isinstance(one, Constant) and (inner := multiple(other)) is not None:
             return inner * float(one.value)
     return None
-
-
-def across(k: Kernel, value: Value, opcode: str) -> Value:
-    """An operation over the four lanes of a row."""
-    for distance in (1, 2):
-        other, made = k.regs("f32", 2)
-        k.emit("shfl.sync.bfly.b32", other, value, distance, 31, -1)
-        k.emit(opcode, made, value, other)
-        value = made
-    return value
 
 
 def base_of(k: Kernel, top: Value) -> Value:

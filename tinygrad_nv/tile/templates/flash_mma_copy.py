@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from tinygrad_nv.ptx.builder import Kernel, Place, Value
 from tinygrad_nv.tile.attention import Rows
 from tinygrad_nv.tile.layout import SharedTile
-from tinygrad_nv.tile.ops import CHUNK, MOST_OFFSET, Places, swizzled_plain
+from tinygrad_nv.tile.ops import CHUNK, MOST_OFFSET, Passes, Places, swizzled_plain
 
 LEAST_BYTES = 4  # of a cp.async
 
 
 @dataclass
-class RowCopy:
+class RowCopy(Passes):
     """Copies rows of `rows`, of which `first` (u64) is where the first tile begins, `d` elements of each, to
     `tile`, that lies `start` bytes after a stage's beginning."""
     k: Kernel
@@ -38,17 +38,6 @@ class RowCopy:
             self.byte, self.row = self.byte + self.row // tile.rows * tile.span, self.row % tile.rows
         self.source = self.first + self.row.to("u64") * (self.rows.row * self.size) + self.byte.to("u64")
         self.width = min(self.rows.aligned_bytes, self.d * self.size & -(self.d * self.size))
-
-    @property
-    def passes(self) -> int:
-        """How many copies a thread makes of a tile."""
-        return -(-self.tile.nbytes // (self.threads * CHUNK))
-
-    def where(self, i: int) -> tuple[int, int]:
-        """Rows and bytes of a row between a thread's first copy and its copy of pass `i`."""
-        tile = self.tile
-        rows = i * self.threads * CHUNK // tile.span
-        return rows % tile.rows, rows // tile.rows * tile.span
 
     def left(self, rows: Value) -> Value:
         """Of `rows` (s32) that a tile has, those from this thread's own on."""
