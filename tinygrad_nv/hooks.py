@@ -4,6 +4,7 @@ change they put back (replaced.py).
 Protocol. Things are registered by name and removed by name:
 
     add_rewrite(name, fn, key)            fn(sink) -> sink, on each call body before kernels are split
+    keep_functions(kind)                  FUNCTIONs with an aux of this type reach the rewrites as they are
     add_compile(name, fn)                 fn(linear, inner) -> linear, around tinygrad's compile_linear
     add_execute(name, fn)                 fn(call, ctx, run) -> seconds, around the execution of each call
     add_custom_function(name, execute, outs_ins)  runs CUSTOM_FUNCTION nodes called `name` or `name:anything`
@@ -17,8 +18,8 @@ custom functions it captured, and replays them while disabled. Likewise a TinyJi
 was registered goes on without it; `.reset()` captures anew. The compiler stays with NV=0 too, as it changes
 no schedule and a machine without clang has no other.
 
-A sink reaches the rewrites with shards resolved and functions inlined. Schedules made with rewrites are
-cached under `configuration()`: who is registered, and each rewrite's key() at that moment.
+A sink reaches the rewrites with shards resolved and functions inlined, but for those kept. Schedules made
+with rewrites are cached under `configuration()`: who is registered, and each rewrite's key() at that moment.
 
 Where tinygrad has the plugin points of upstream.patch they are used; the 0.14.0 wheel gets attributes
 replaced instead. All of this is state of the process, like tinygrad's scheduler, and no more thread-safe than
@@ -238,8 +239,22 @@ def _list(point: list[Any], entry: Any, wanted: bool) -> None:
 
 # **** rewrites before kernels are split ****
 
+_kept: set[type] = set()
+
+
+def keep_functions(kind: type) -> None:
+    """Keeps FUNCTIONs whose call has an aux of this type from being inlined before the rewrites: one of those
+    has to lower or inline them."""
+    _kept.add(kind)
+
+
+def inlined(function: UOp) -> UOp | None:
+    """The body of a FUNCTION over its arguments."""
+    return rangeify.resolve_function(function)
+
+
 _inline = PatternMatcher([
-    (UPat(Ops.FUNCTION, name="c"), rangeify.resolve_function),
+    (UPat(Ops.FUNCTION, name="c"), lambda c: None if type(c.arg.aux) in _kept else inlined(c)),
     (UPat(Ops.GETTUPLE, src=(UPat(Ops.TUPLE, name="t"),), name="g"), lambda g, t: t.src[g.arg]),
     (UPat((Ops.DETACH, Ops.CONTIGUOUS_BACKWARD), name="x"), lambda x: x.src[0]),
 ])

@@ -15,7 +15,7 @@ from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import Context, Tensor, TinyJit, Variable, explain, function, hook_devices, hooks
 from tinygrad_nv.errors import HookError
-from tinygrad_nv.patterns import attention, gemm, program
+from tinygrad_nv.patterns import attention, gemm, named, program
 
 ROOT = Path(__file__).resolve().parents[2]
 WHEEL_ONLY = pytest.mark.skipif(hooks.official(), reason="about replaced attributes")
@@ -25,9 +25,9 @@ ROWS = Variable("rows", 1, 16)
 @pytest.fixture(autouse=True, scope="module")
 def without_ours():
     """These tests are about what they register themselves."""
-    hooks.remove_rewrite("attention")
-    hooks.remove_rewrite("gemm")
+    for name in ("named", "attention", "gemm"): hooks.remove_rewrite(name)
     yield
+    hooks.add_rewrite("named", named.rewrite)
     hooks.add_rewrite("attention", attention.rewrite, attention.configuration)
     hooks.add_rewrite("gemm", gemm.rewrite, gemm.configuration)
 

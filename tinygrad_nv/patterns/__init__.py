@@ -4,6 +4,7 @@
   contraction.py  sums of products, found by their indices: M, N, K, batch; operands, copied where that pays
   epilogue.py     what follows a sum, as an expression that its kernel computes
   gemm.py         the rewrite "gemm": a contraction and its epilogue to a spec, a schedule and a call
+  named.py        functions known by name, whose bodies are their references
   program.py      a kernel in tinygrad's graph, with the facts that explain() tells of it
 
 Read in that order. What a pattern does not take stays as tinygrad would have run it, and `program.miss` says

@@ -70,6 +70,15 @@ class AttentionKernel(TileKernel):
 
 
 @dataclass(frozen=True)
+class BackwardKernel(TileKernel):
+    """A kernel of an attention's backward pass. Parameters in this order: dq, float32 [*batch, s_q, d], zero
+    before every launch; turns, u32, `flags` of them, zero before every launch, where that is not 0; dk; dv;
+    q; k; v; grad; l; delta; x0, x1, … of the score; u32 s_q, s_kv, start, those of them that are symbolic;
+    tensor maps."""
+    flags: int = 0
+
+
+@dataclass(frozen=True)
 class DecodeKernel:
     """The kernels of a decode attention, launched one after the other, all with the same parameters: out;
     workspace, `workspace_bytes` of float32 that nobody initialises, where that is not 0; q; pages of k and

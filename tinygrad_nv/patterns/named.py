@@ -1,0 +1,84 @@
+"""Functions that are known by name: what they compute is said twice, once for kernels and once for tinygrad.
+
+Protocol. `call(what, body, *tensors)` puts a FUNCTION into the graph. `what`, a frozen dataclass, says what
+is computed as far as the tensors do not; `body(what, *tensors)` computes it in plain tinygrad: it is the
+reference, and what runs wherever no kernel of ours does. `lower(kind, fn)` registers for the type of `what`:
+
+    fn(what, function, *arguments) -> the results, of the shapes and dtypes of the body's; or None
+
+in a rewrite, with arguments rewritten already. `Refused` from it is a near miss, as None is without a reason.
+Who is lowered has no body any more; a body may not call named functions.
+
+A gradient, `grad(*gradients, call)` as tinygrad asks of a FUNCTION, finds `what` in `call.arg.aux`, the
+arguments in `call.src[1:]` and the results as `call.gettuple(i)`. Results nobody derives have no gradient.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tinygrad import Tensor
+from tinygrad.uop.ops import Ops, UOp
+
+from tinygrad_nv import hooks
+from tinygrad_nv.patterns import program
+from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.runtime import ranges
+
+Lower = Callable[..., tuple[UOp, ...] | None]
+
+
+@dataclass(frozen=True)
+class _Lowering:
+    template: str
+    fn: Lower
+
+
+_lowerings: dict[type, _Lowering] = {}
+
+
+def lower(kind: type, template: str, fn: Lower) -> None:
+    """Registers how calls of a kind become kernels; `template` is the name under which misses are told."""
+    _lowerings[kind] = _Lowering(template, fn)
+    hooks.keep_functions(kind)
+
+
+def call(what: Any, body: Callable[..., tuple[Tensor, ...]], *tensors: Tensor,
+         grad: Callable[..., tuple[UOp | None, ...]] | None = None) -> tuple[Tensor, ...]:
+    """Calls a named function. Raises what `body` raises of tensors that do not fit each other."""
+    given = [tensor.uop for tensor in tensors]
+    results = body(what, *(Tensor(one.param_like(i)) for i, one in enumerate(given)))
+    made = UOp.maketuple(*(result.uop for result in results)).call(*given, grad_fxn=grad,
+                                                                   name=type(what).__name__, aux=what)
+    return tuple(Tensor(made.gettuple(i)) for i in range(len(results)))
+
+
+def rewrite(sink: UOp) -> UOp:
+    """The graph with kernels, or bodies, for its named functions. The first of the rewrites."""
+    nodes = tuple(sink.toposort(enter_calls=False))
+    if not any(node.op is Ops.FUNCTION and type(node.arg.aux) in _lowerings for node in nodes): return sink
+    results: dict[UOp, tuple[UOp, ...]] = {}
+
+    def change(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
+        if node.op is not Ops.GETTUPLE or node.src[0].op is not Ops.FUNCTION: return None
+        function = node.src[0]
+        if type(function.arg.aux) not in _lowerings: return None
+        if function not in results:
+            made = results[function] = _made(function, tuple(map(new, function.src[1:])))
+            ranges.carry_region(frozenset({function, node}), made[0])
+        return results[function][node.arg]
+    return program.write_through(program.rebuilt(nodes, change))
+
+
+def _made(function: UOp, arguments: tuple[UOp, ...]) -> tuple[UOp, ...]:
+    """The results of a call."""
+    what = function.arg.aux
+    lowering = _lowerings[type(what)]
+    try:
+        if (made := lowering.fn(what, function, *arguments)) is not None: return made
+    except NotOurs as no:
+        program.miss(lowering.template, function.src[0].src[0], str(no))
+    body = hooks.inlined(function.replace(src=(function.src[0], *arguments)))
+    assert body is not None
+    return body.src
