@@ -64,8 +64,9 @@ class GemmKernel(TileKernel):
 
 @dataclass(frozen=True)
 class AttentionKernel(TileKernel):
-    """A kernel of an attention. Parameters in this order: out; l, where the spec has `log_sum`; q, k, v; x0,
-    x1, … of the score; u32 s_q, s_kv, start, those of them that are symbolic; tensor maps, whose dynamic
+    """A kernel of an attention. Parameters in this order: out; l, where the spec has `log_sum`; q, k, v;
+    cu_q, cu_k, s32, of a ragged batch; seed, two u32, lower half first, of dropout; x0, x1, … of the score;
+    u32 s_q, s_kv, start, those of them that are symbolic; tensor maps, whose dynamic
     dimension is an integer by its number. Its rows are s_q."""
 
 
@@ -74,7 +75,7 @@ class BackwardKernel(TileKernel):
     """A kernel of an attention's backward pass. Parameters in this order: dq, float32 [*batch, s_q, d], zero
     before every launch; turns, u32, `flags` of them, zero before every launch, where that is not 0; dk; dv;
     q; k; v; grad; l; delta; x0, x1, … of the score; u32 s_q, s_kv, start, those of them that are symbolic;
-    tensor maps."""
+    tensor maps. Its rows are s_kv."""
     flags: int = 0
 
 
