@@ -48,8 +48,9 @@ class Launcher:
             self.workspaces += pointers[1:]
             works.append(Fill(pointers[2], 0, flags))
         pointers += [addresses[name] for name in ("a", "b", *(f"x{i}" for i in range(len(spec.parameters))))]
+        maps = [tensor_map_spec(each, pointers[each.pointer], rows) for each in made.maps]
         args = [*map(pointer, pointers), *([integer(rows)] if spec.symbolic else []),
-                *(self.driver.tensor_map(_map(each, pointers[each.pointer], rows)) for each in made.maps)]
+                *map(self.driver.tensor_map, maps)]
         works.append(Launch(self.function, made.grid_for(rows), (made.threads, 1, 1), tuple(args),
                             made.dynamic_smem, made.cluster, made.pdl))
 
@@ -66,7 +67,8 @@ class Launcher:
         self.module.unload()
 
 
-def _map(argument: MapArgument, address: int, rows: int) -> TensorMapSpec:
+def tensor_map_spec(argument: MapArgument, address: int, rows: int) -> TensorMapSpec:
+    """A kernel's tensor map over the buffer that begins at an address."""
     dims = tuple(rows if i == argument.dynamic else extent for i, extent in enumerate(argument.dims))
     return TensorMapSpec(argument.dtype, address + argument.offset_bytes, dims, argument.strides,
                          argument.box, swizzle=cast(Swizzle, argument.swizzle), l2_promotion="256B")

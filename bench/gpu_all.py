@@ -1,9 +1,8 @@
 """Imports every part of bench/gpu.py, which registers them, in the order in which they run."""
-import gpu_correct  # noqa: F401
-import gpu_gemm  # noqa: F401
+from importlib import import_module
+
 from gpu_parts import NO_CONTENDERS, Part, register
 
-register(Part("attention", "prefill and decode attention", absent=NO_CONTENDERS))
+for each in ("gpu_correct", "gpu_gemm", "gpu_attention", "gpu_paged"): import_module(each)
 register(Part("memory", "norms, rotary positions, activations, quantisation", absent=NO_CONTENDERS))
-
-import gpu_decode  # noqa: E402, F401 (runs last: a row takes minutes)
+import_module("gpu_decode")  # last: a row takes minutes

@@ -315,8 +315,11 @@ def ratios_of(seconds: Mapping[str, list[float]], ours: str, theirs: str) -> lis
     return [b / a for a, b in zip(seconds.get(ours, []), seconds.get(theirs, []), strict=False)]
 
 
-def timing_part(name: str, about: str, rate: Column, expected_s: float = 10.0) -> Part:
+def timing_part(name: str, about: str, rate: Column, expected_s: float = 10.0,
+                also: Column | None = None) -> Part:
     """Registers a part whose rows are the workloads registered for it."""
+    shown = Timings(rate) if also is None else Timings(rate, also)
+
     def rows(options: Options) -> list[str]: return list(all_workloads(name))
 
     def opened(options: Options) -> Measure:
@@ -324,5 +327,5 @@ def timing_part(name: str, about: str, rate: Column, expected_s: float = 10.0) -
         if options.emulate: return lambda row, budget_s: EMULATED[name](known[row], options)
         return lambda row, budget_s: compared(name, known[row], options, min(budget_s, options.seconds))
 
-    return register(Part(name, about, rows, opened, lambda rows: Timings(rate).shown(name, rows), expected_s,
+    return register(Part(name, about, rows, opened, lambda rows: shown.shown(name, rows), expected_s,
                          limit_s=10 * expected_s))

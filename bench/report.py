@@ -26,7 +26,11 @@ END = "<!-- performance: end -->"
 NOT_MEASURED = "not measured"
 WIDTH = 118
 PARTS = {"correctness": "recorded launches against the emulator's answers", "gemm": "matrix products",
-         "attention": "attention", "decode": "whole decode steps", "memory": "memory-bound kernels"}
+         "attention": "attention, forward", "backward": "attention, backward",
+         "paged": "decode attention over pages", "decode": "whole decode steps",
+         "memory": "memory-bound kernels"}
+KINDS = {"gemm": "products", "attention": "attention, forward", "backward": "attention, backward",
+         "paged": "decode attention over pages", "decode": "decode"}    # parts whose kinds have a table
 L2 = "windows of L2 (`bench/l2.py`)"
 FEW = ("M=1", "M=2", "M=4", "M=8", "M=16", "M=32", "M=64")
 Record = dict[str, Any]
@@ -74,9 +78,8 @@ def one_gpu(record: Record, folder: Path) -> str:
     lines = [[about, state(name, parts.get(name, {}))] for name, about in PARTS.items()]
     lines.append([L2, windows(read(folder, "l2-" + slug(record).removeprefix("gpu_")))])
     made = [head, markdown([record["gpu"], ""], lines)]
-    if table := kinds("gemm", parts.get("gemm", {}), products): made.append(table)
-    if table := kinds("decode", parts.get("decode", {}), lambda rows: {name: [name] for name in rows}):
-        made.append(table)
+    for part in KINDS:
+        if table := kinds(part, parts.get(part, {}), GROUPS[part]): made.append(table)
     plot = folder / f"{slug(record)}_gemm.png"
     if plot.exists(): made.append(f"![products beside cuBLAS](bench/results/{plot.name})")
     return "\n\n".join(made)
@@ -127,6 +130,28 @@ def products(rows: Mapping[str, Record]) -> dict[str, list[str]]:
             "gate and up with silu": [name for name in rows if "silu" in name]}
 
 
+def heads(rows: Mapping[str, Record]) -> dict[str, list[str]]:
+    """Names of attentions by the width of a head and the mask: what stands before the number of tokens."""
+    made: dict[str, list[str]] = {}
+    for name in rows: made.setdefault(" ".join(name.split()[:3]), []).append(name)
+    return made
+
+
+def lengths(rows: Mapping[str, Record]) -> dict[str, list[str]]:
+    """Names of decode attentions by the number of tokens."""
+    made: dict[str, list[str]] = {}
+    for name in rows: made.setdefault(name.partition(", ")[2], []).append(name)
+    return made
+
+
+def alone(rows: Mapping[str, Record]) -> dict[str, list[str]]:
+    """Every row for itself."""
+    return {name: [name] for name in rows}
+
+
+GROUPS = {"gemm": products, "attention": heads, "backward": heads, "paged": lengths, "decode": alone}
+
+
 def kinds(part: str, rows: Mapping[str, Record], groups: Any) -> str:
     """Speed relative to each contender: the median over the rows of a kind, and the range of rows."""
     everybody = dict.fromkeys(who for row in rows.values() for who in row.get("seconds", {}))
@@ -138,7 +163,7 @@ def kinds(part: str, rows: Mapping[str, Record], groups: Any) -> str:
         if not have: lines.append([kind, *[NOT_MEASURED] * (1 + len(others))])
         else: lines.append([kind, best(part, have), *(relative(have, who) for who in others)])
     if not lines: return ""
-    return markdown([{"gemm": "products", "decode": "decode"}[part], "ours, best row",
+    return markdown([KINDS[part], "ours, best row",
                      *(f"times as fast as {who}" for who in others)], lines)
 
 

@@ -48,7 +48,8 @@ def test_parts_and_what_became_of_them(folder: Path):
     assert ("2 tests: 1 measured, 1 hung; 40 launches: 30 bit for bit, 5 within their bounds, 1 up to the "
             "order of warps, 3 in what PTX leaves open, **1 disagree**") in said
     assert "| matrix products | 3 rows: 2 measured, 1 not measured |" in said
-    for about in ("attention", "whole decode steps", "memory-bound kernels"):
+    for about in ("attention, forward", "attention, backward", "decode attention over pages",
+                  "whole decode steps", "memory-bound kernels"):
         assert f"| {about} | not measured |" in said
 
 
@@ -64,6 +65,18 @@ def test_products_by_kind(folder: Path):
     # medians: 3 ms of 3 ms, 2 ms of 1 ms; 5 ms of 3 ms
     assert "| cubes | 500 TFLOP/s, 500 GB/s | 0.75 (0.50 … 1.00) | 1.67 (1.67 … 1.67) |" in lines
     assert "| layers, M = 1 … 8 | not measured | not measured | not measured |" in lines
+
+
+def test_attentions_by_kind():
+    rows = {name: product([0.002, 0.002], cuDNN=[0.003, 0.003]) for name in
+            ("d 64 causal 512 tokens, 32 heads x 32", "d 64 causal 1024 tokens, 32 heads x 16",
+             "d 64 full 512 tokens, 32 heads x 32")}
+    assert [len(names) for names in report.heads(rows).values()] == [2, 1]
+    lines = report.kinds("attention", rows, report.GROUPS["attention"]).splitlines()
+    assert lines[0] == "| attention, forward | ours, best row | times as fast as cuDNN |"
+    assert "| d 64 causal | 500 TFLOP/s, 500 GB/s | 1.50 (1.50 … 1.50) |" in lines
+    paged = {"batch 1, 512 tokens": {}, "batch 4, 512 tokens": {}, "batch 1, 2048 tokens": {}}
+    assert list(map(len, report.lengths(paged).values())) == [2, 1]
 
 
 def test_without_results_everything_is_not_measured(tmp_path: Path):

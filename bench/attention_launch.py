@@ -1,0 +1,35 @@
+"""Launches kernels of attentions on memory and streams that somebody else has, such as torch's.
+
+Protocol: `submitted(driver, kernels, pointers, ...)` loads the kernels, which all take these pointers in
+their order (kernel.py), makes tensor maps, and gives what puts one launch of each into a stream, after
+filling with zeros what is zero before every launch. Modules stay loaded as long as the process.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from gemm_launch import tensor_map_spec
+
+from tinygrad_nv.runtime.driver import Driver, Fill, Launch, Stream, Work, integer, pointer
+from tinygrad_nv.tile.kernel import TileKernel
+
+Submit = Callable[[Stream | None], None]
+
+
+def submitted(driver: Driver, kernels: Sequence[TileKernel], pointers: Sequence[int],
+              integers: Sequence[int] = (), rows: int = 0,
+              zeroed: Sequence[tuple[int, int]] = ()) -> Submit:
+    """A launch on this memory; `zeroed` are addresses and bytes, `rows` those of a symbolic extent."""
+    works: list[Work] = [Fill(address, 0, nbytes) for address, nbytes in zeroed]
+    for made in kernels:
+        function = driver.load(made.ptx.encode()).function(made.name)
+        maps = [tensor_map_spec(each, pointers[each.pointer], integers[each.integer] if integers else 0)
+                for each in made.maps]
+        args = [*map(pointer, pointers), *map(integer, integers), *map(driver.tensor_map, maps)]
+        works.append(Launch(function, made.grid_for(rows), (made.threads, 1, 1), tuple(args),
+                            made.dynamic_smem, made.cluster, made.pdl))
+
+    def submit(stream: Stream | None = None) -> None:
+        for work in works: driver.submit(work, stream)
+
+    return submit

@@ -1,0 +1,260 @@
+"""The part "attention" of bench/gpu.py: TFLOP/s of the forward pass beside torch (cuDNN, FlashAttention) and
+Triton.
+
+FlashAttention's protocol (arXiv 2205.14135): bfloat16, 16384 tokens and 2048 elements of width in all, heads
+of 64, 128 and 256, sequences of 512 to 32768 tokens (one at least), causal or full, normal values; the work
+of a causal pass is half of a full one's. A grouped one, as in Llama 3 8B, has 32 heads of 8.
+
+With --emulate: two heads of at most 200 tokens on the emulator, whose result must be right.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from attention_launch import submitted
+from gpu_parts import (
+    MOST_SETS,
+    Column,
+    NotMeasured,
+    Options,
+    Row,
+    Run,
+    about,
+    contender,
+    emulated,
+    timing_part,
+    workloads,
+)
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.patterns.attention import kernel
+from tinygrad_nv.patterns.gemm import Machine
+from tinygrad_nv.runtime.driver import Driver
+from tinygrad_nv.tile.attention import FULL, AttentionSpec, Band, Rows
+from tinygrad_nv.tile.expression import Sum
+from tinygrad_nv.tile.flash_defaults import default
+from tinygrad_nv.tile.schedule import Schedule
+
+TOKENS, WIDTH = 16384, 2048
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+CHECKED = 32        # rows of a few heads that are compared with float64
+EMULATED_TOKENS = 200
+TRITON_TILES = {64: ((128, 128), 4, 3), 128: ((128, 128), 8, 2), 256: ((128, 64), 8, 2)}
+Sets = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """softmax(q kᵀ / √d) v of `batch` sequences with `heads` heads, `kv_heads` of keys."""
+    batch: int
+    heads: int
+    tokens: int
+    d: int
+    causal: bool
+    kv_heads: int = 0
+
+    @property
+    def keys(self) -> int:
+        """Heads of keys."""
+        return self.kv_heads or self.heads
+
+    @property
+    def name(self) -> str:
+        """Of the row."""
+        grouped = f" of {self.kv_heads}" if self.kv_heads else ""
+        return (f"d {self.d} {'causal' if self.causal else 'full'} {self.tokens} tokens, "
+                f"{self.heads}{grouped} heads x {self.batch}")
+
+    @property
+    def work(self) -> float:
+        """Floating-point operations of both products."""
+        return 4.0 * self.batch * self.heads * self.tokens**2 * self.d / (2 if self.causal else 1)
+
+    @property
+    def nbytes(self) -> float:
+        """q, k, v and the result once."""
+        return 4.0 * self.batch * self.tokens * self.d * (self.heads + self.keys)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """Of dense [batch, heads, tokens, d]."""
+        group = self.heads // self.keys
+        head = self.tokens * self.d
+        q = Rows(dtypes.bfloat16, self.d, (self.heads * head, group * head, head))
+        k = Rows(dtypes.bfloat16, self.d, (self.keys * head, head, 0))
+        return AttentionSpec(self.tokens, self.tokens, self.d, self.d, q, k, k, q,
+                             (self.batch, self.keys, group), Sum() * (1 / math.sqrt(self.d)),
+                             Band(last=0) if self.causal else FULL)
+
+    def scaled(self) -> Forward:
+        """Smaller, for the emulator."""
+        return replace(self, batch=1, heads=2, kv_heads=1 if self.kv_heads else 0,
+                       tokens=min(self.tokens, EMULATED_TOKENS))
+
+    def given(self, device: str) -> list[dict[str, Any]]:
+        """q, k, v and out by name, as many sets as exceed twice the L2 cache."""
+        import torch
+        l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
+        def normal(heads: int) -> torch.Tensor:
+            return torch.randn(self.batch, heads, self.tokens, self.d, device=device).bfloat16()
+        return [{"q": normal(self.heads), "k": normal(self.keys), "v": normal(self.keys),
+                 "out": normal(self.heads)}
+                for _ in range(min(MOST_SETS, max(2, int(2 * l2 // self.nbytes) + 1)))]
+
+    def wrong(self, given: Sets, run: Run) -> str:
+        """Set 0 against float64, on the last rows of a few heads; every element written."""
+        import torch
+        given[0]["out"].fill_(torch.nan)
+        run(0)
+        return self.unlike(given[0])
+
+    def unlike(self, one: dict[str, Any]) -> str:
+        """How the result in these storages is not the attention; "" when it is."""
+        import torch
+        if bool(one["out"].isnan().any()): return "elements of the result were not written"
+        group, first = self.heads // self.keys, max(0, self.tokens - CHECKED)
+        for head in {0, self.heads // 2, self.heads - 1}:
+            q, k, v = (one[name][-1, at].double() for name, at in
+                       (("q", head), ("k", head // group), ("v", head // group)))
+            scores = q[first:] @ k.T / math.sqrt(self.d)
+            if self.causal:
+                hidden = torch.ones_like(scores, dtype=torch.bool).triu(first + 1)
+                scores = scores.masked_fill(hidden, -math.inf)
+            p = scores.softmax(-1)
+            # p and the result are rounded to 2⁻⁹ of themselves, sums of p |v| bound the rest
+            bound = 2.0**-7 * (p @ v.abs()) + 1e-6
+            off = (one["out"][-1, head, first:].double() - p @ v).abs()
+            if not bool((off <= bound).all()):
+                return f"head {head}: off by {(off - bound).max().item():g} more than allowed"
+        return ""
+
+
+@workloads("attention")
+def shapes() -> Iterator[Forward]:
+    """All rows."""
+    for d in (128, 64, 256):
+        for causal in (True, False):
+            for tokens in LENGTHS:
+                yield Forward(max(1, TOKENS // tokens), WIDTH // d, tokens, d, causal)
+    for tokens in (2048, 8192): yield Forward(TOKENS // tokens, 32, tokens, 128, True, 8)
+
+
+# **** ours ****
+
+def scheduled(spec: AttentionSpec, arch: str) -> Schedule:
+    """The schedule that a graph would get."""
+    if (schedule := default(spec, arch)) is None: raise NotMeasured("no schedule of ours")
+    return schedule
+
+
+def bound(driver: Driver, workload: Forward, addresses: Sequence[int]) -> Any:
+    """A launch of ours on out, q, k and v."""
+    gpu, spec = driver.properties, workload.spec
+    machine = Machine(gpu.arch, gpu.sm_count)
+    made = kernel(spec, scheduled(spec, gpu.arch), machine)
+    return submitted(driver, [made], addresses, rows=spec.s_q)
+
+
+@contender("attention", "ours")
+def ours(workload: Forward, given: Sets, options: Options) -> Run:
+    """Our kernel, by the default schedule."""
+    import torch
+    from gemm_contenders import device
+    gpu = device()
+    torch.cuda.synchronize()
+    kept = [[each[name] for name in ("out", "q", "k", "v")] for each in given]
+    runs = [(bound(gpu, workload, [tensor.data_ptr() for tensor in each]), each) for each in kept]
+    gpu.synchronize()
+    return lambda i: runs[i][0](gpu.external_stream(torch.cuda.current_stream().cuda_stream))
+
+
+@about("attention")
+def chosen(workload: Forward) -> dict[str, Any]:
+    """The schedule that `ours` takes."""
+    from gemm_contenders import device
+    return {"schedule": str(scheduled(workload.spec, device().properties.arch))}
+
+
+@emulated("attention")
+def counted(workload: Any, options: Options) -> Row:
+    """The attention scaled down, on the emulated driver."""
+    import torch
+
+    from tinygrad_nv.runtime.emulated import EmulatedDriver
+    small, driver = workload.scaled(), EmulatedDriver(options.arch, seed=options.seed)
+    one = small.given("cpu")[0]
+    addresses = {name: driver.alloc(tensor.nbytes) for name, tensor in one.items()}
+    for name in ("q", "k", "v"):
+        driver.copy_in(addresses[name], memoryview(one[name].view(torch.uint8).numpy().tobytes()))
+    bound(driver, small, [addresses[name] for name in ("out", "q", "k", "v")])(None)
+    out = bytearray(one["out"].nbytes)
+    driver.copy_out(memoryview(out), addresses["out"])
+    one["out"] = torch.frombuffer(out, dtype=torch.bfloat16).view(one["out"].shape)
+    wrong, schedule = small.unlike(one), str(scheduled(workload.spec, options.arch))
+    return {"status": "disagrees" if wrong else "emulated", "schedule": schedule,
+            "why": f"ours: {wrong}" if wrong else schedule}
+
+
+# **** the others ****
+
+def sdpa(backend: str, workload: Forward, given: Sets) -> Run:
+    """torch's scaled_dot_product_attention with one backend. It makes its result: that of its set from then
+    on, while ours goes on writing its own."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention as attend
+
+    def run(i: int) -> None:
+        one = given[i]
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            one["out"] = attend(one["q"], one["k"], one["v"], is_causal=workload.causal,
+                                enable_gqa=bool(workload.kv_heads))
+
+    torch.cuda.synchronize()
+    return run
+
+
+@contender("attention", "cuDNN")
+def cudnn(workload: Forward, given: Sets, options: Options) -> Run:
+    """torch with cuDNN's attention."""
+    return sdpa("CUDNN_ATTENTION", workload, given)
+
+
+@contender("attention", "FlashAttention")
+def flash(workload: Forward, given: Sets, options: Options) -> Run:
+    """torch with its FlashAttention."""
+    return sdpa("FLASH_ATTENTION", workload, given)
+
+
+@contender("attention", "Triton")
+def triton(workload: Forward, given: Sets, options: Options) -> Run:
+    """The tutorial's kernel, with descriptors on Hopper."""
+    import torch
+    from attention_peers import Flash, forward_kernel
+    from gemm_contenders import device
+    from triton.tools.tensor_descriptor import TensorDescriptor
+    if workload.kv_heads: raise NotMeasured("its tutorial has as many heads of keys")
+    hopper = device().properties.arch == "sm_90a"
+    block, warps, stages = TRITON_TILES[workload.d] if hopper else ((128, 64), 4 + 4 * (workload.d > 64), 2)
+    one = Flash("forward", workload.d, block, warps, stages, workload.causal, hopper)
+    logs = torch.empty(workload.batch * workload.heads * workload.tokens, device="cuda")
+
+    def operand(name: str, tensor: Any) -> Any:
+        flat = tensor.view(-1, workload.d)
+        return TensorDescriptor.from_tensor(flat, list(one.box(name))) if hopper else flat
+    sets = [{name: operand(name, each[name]) for name in ("q", "k", "v", "out")} for each in given]
+    grid = (workload.tokens // block[0], workload.batch * workload.heads)
+    fixed = {"log": logs, "S": workload.tokens, "scale": math.log2(math.e) / math.sqrt(workload.d),
+             **one.constants, "num_warps": warps, "num_stages": stages}
+    return partial(_launch_triton, forward_kernel[grid], sets, fixed)
+
+
+def _launch_triton(made: Any, sets: Sequence[dict[str, Any]], fixed: dict[str, Any], i: int) -> None:
+    made(**sets[i], **fixed)
+
+
+timing_part("attention", "flash attention, forward, bfloat16", Column("TFLOP/s"), expected_s=8.0)

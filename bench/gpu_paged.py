@@ -1,0 +1,227 @@
+"""The part "paged" of bench/gpu.py: decode attention over pages, GB/s beside what a copy moves.
+
+Llama 3 8B's layer, bfloat16: 32 query heads of 8 of keys, d 128, one new row for each request, pages of 16
+tokens in random order, every request as long as the row says. GB/s count keys and values once. "copy" moves
+as many bytes in all, half of them read and half written: ours over it is the share of the bandwidth that a
+copy reaches. torch attends over keys and values in one piece each, no pages.
+
+With --emulate: at most two requests of 200 tokens, whose result must be right.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from attention_launch import submitted
+from gpu_parts import (
+    MOST_SETS,
+    Column,
+    NotMeasured,
+    Options,
+    Row,
+    Run,
+    about,
+    contender,
+    emulated,
+    timing_part,
+    workloads,
+)
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.runtime.driver import Driver
+from tinygrad_nv.tile.attention import Rows
+from tinygrad_nv.tile.decode import DecodeSpec, Pages
+from tinygrad_nv.tile.decode_defaults import default
+from tinygrad_nv.tile.expression import Sum
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.templates.decode import decode_attention
+
+HEADS, KV_HEADS, D, PAGE = 32, 8, 128, 16
+MOST_BYTES = 16 << 30
+CHECKED = 4         # requests that are compared with float64
+NAMES = ("out", "q", "k", "v", "table", "lengths")
+Sets = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Paged:
+    """One step of `batch` requests of `tokens` tokens."""
+    batch: int
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        """Of the row."""
+        return f"batch {self.batch}, {self.tokens} tokens"
+
+    @property
+    def pages(self) -> int:
+        """Of a request."""
+        return -(-self.tokens // PAGE)
+
+    @property
+    def work(self) -> float:
+        """Floating-point operations of both products."""
+        return 4.0 * self.batch * HEADS * self.tokens * D
+
+    @property
+    def nbytes(self) -> float:
+        """Keys and values."""
+        return 4.0 * self.batch * self.tokens * KV_HEADS * D
+
+    @property
+    def spec(self) -> DecodeSpec:
+        """Pages [pages, page size, heads, d], q and out [batch, heads, d]."""
+        group, kind = HEADS // KV_HEADS, dtypes.bfloat16
+        q = Rows(kind, HEADS * D, (HEADS * D, group * D, D))
+        k = Pages(kind, PAGE * KV_HEADS * D, KV_HEADS * D, D)
+        return DecodeSpec(self.batch, KV_HEADS, group, 1, D, D, PAGE, self.pages, q, k, k, q,
+                          score=Sum() * (1 / math.sqrt(D)))
+
+    def scaled(self) -> Paged:
+        """Smaller, for the emulator."""
+        return replace(self, batch=min(self.batch, 2), tokens=min(self.tokens, 200))
+
+    def given(self, device: str) -> list[dict[str, Any]]:
+        """Storages by name, as many sets as exceed twice the L2 cache."""
+        import torch
+        l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
+        every = self.batch * self.pages
+
+        def one() -> dict[str, Any]:
+            k, v = (torch.randn(every, PAGE, KV_HEADS, D, device=device, dtype=torch.bfloat16)
+                    for _ in range(2))
+            q = torch.randn(self.batch, HEADS, D, device=device, dtype=torch.bfloat16)
+            table = torch.randperm(every, device=device).int().view(self.batch, self.pages)
+            lengths = torch.full((self.batch,), self.tokens, dtype=torch.int32, device=device)
+            return {"out": torch.empty_like(q), "q": q, "k": k, "v": v, "table": table, "lengths": lengths}
+        return [one() for _ in range(min(MOST_SETS, max(2, int(2 * l2 // self.nbytes) + 1)))]
+
+    def wrong(self, given: Sets, run: Run) -> str:
+        """Set 0 against float64, for a few requests; every element written."""
+        import torch
+        if isinstance(run, Copy): return ""
+        given[0]["out"].fill_(torch.nan)
+        run(0)
+        return self.unlike(given[0])
+
+    def unlike(self, one: dict[str, Any]) -> str:
+        """How the result in these storages is not the attention; "" when it is."""
+        import torch
+        if bool(one["out"].isnan().any()): return "elements of the result were not written"
+        for b in range(0, self.batch, max(1, self.batch // CHECKED)):
+            k, v = (one[name][one["table"][b].long()].view(-1, KV_HEADS, D)[:self.tokens].double()
+                    for name in "kv")
+            q = one["q"][b].view(KV_HEADS, -1, D).double()
+            p = (torch.einsum("hgd,thd->hgt", q, k) / math.sqrt(D)).softmax(-1)
+            exact, bound = (torch.einsum("hgt,thd->hgd", p, x) for x in (v, v.abs()))
+            off = (one["out"][b].view(exact.shape).double() - exact).abs()
+            if not bool((off <= 2.0**-7 * bound + 1e-6).all()):
+                return f"request {b}: off by {off.max().item():g}"
+        return ""
+
+
+@workloads("paged")
+def shapes() -> Iterator[Paged]:
+    """All rows, of at most 16 GiB of keys and values."""
+    for tokens in (512, 2048, 8192, 32768, 131072):
+        for batch in (1, 4, 16, 64, 256):
+            if (row := Paged(batch, tokens)).nbytes <= MOST_BYTES: yield row
+
+
+# **** ours ****
+
+def scheduled(spec: DecodeSpec, arch: str) -> Schedule:
+    """The default schedule."""
+    if (schedule := default(spec, arch)) is None: raise NotMeasured("no schedule of ours")
+    return schedule
+
+
+def bound(driver: Driver, workload: Paged, addresses: dict[str, int]) -> Any:
+    """A launch of ours on memory by name, and on a workspace of its own."""
+    spec, arch = workload.spec, driver.properties.arch
+    made = decode_attention(spec, scheduled(spec, arch), arch)
+    space = [driver.alloc(made.workspace_bytes)] if made.workspace_bytes else []
+    return submitted(driver, made.kernels, [addresses["out"], *space, *(addresses[n] for n in NAMES[1:])])
+
+
+@contender("paged", "ours")
+def ours(workload: Paged, given: Sets, options: Options) -> Run:
+    """Our kernels, by the default schedule."""
+    import torch
+    from gemm_contenders import device
+    gpu = device()
+    torch.cuda.synchronize()
+    runs = [bound(gpu, workload, {name: each[name].data_ptr() for name in NAMES}) for each in given]
+    gpu.synchronize()
+    return lambda i: runs[i](gpu.external_stream(torch.cuda.current_stream().cuda_stream))
+
+
+@about("paged")
+def chosen(workload: Paged) -> dict[str, Any]:
+    """The schedule that `ours` takes."""
+    from gemm_contenders import device
+    return {"schedule": str(scheduled(workload.spec, device().properties.arch))}
+
+
+@emulated("paged")
+def counted(workload: Any, options: Options) -> Row:
+    """The step scaled down, on the emulated driver."""
+    import torch
+
+    from tinygrad_nv.runtime.emulated import EmulatedDriver
+    small, driver = workload.scaled(), EmulatedDriver(options.arch, seed=options.seed)
+    one = small.given("cpu")[0]
+    addresses = {name: driver.alloc(tensor.nbytes) for name, tensor in one.items()}
+    for name in NAMES[1:]:
+        raw = one[name].contiguous().view(-1).view(torch.uint8)
+        driver.copy_in(addresses[name], memoryview(raw.numpy().tobytes()))
+    bound(driver, small, addresses)(None)
+    out = bytearray(one["out"].nbytes)
+    driver.copy_out(memoryview(out), addresses["out"])
+    one["out"] = torch.frombuffer(out, dtype=torch.bfloat16).view(one["out"].shape)
+    wrong, schedule = small.unlike(one), str(scheduled(workload.spec, options.arch))
+    return {"status": "disagrees" if wrong else "emulated", "schedule": schedule,
+            "why": f"ours: {wrong}" if wrong else schedule}
+
+
+# **** the others ****
+
+@dataclass(frozen=True)
+class Copy:
+    """Keys to memory in turns: as many bytes read and written as ours reads. It attends to nothing."""
+    given: Sets
+    targets: Sequence[Any]
+
+    def __call__(self, i: int) -> None: self.targets[i % len(self.targets)].copy_(self.given[i]["k"])
+
+
+@contender("paged", "copy")
+def copy(workload: Paged, given: Sets, options: Options) -> Run:
+    """What the memory's bandwidth is worth."""
+    import torch
+    return Copy(given, [torch.empty_like(each["k"]) for each in given[:2]])
+
+
+@contender("paged", "torch")
+def torch_sdpa(workload: Paged, given: Sets, options: Options) -> Run:
+    """torch's scaled_dot_product_attention over keys and values [batch, heads, tokens, d]."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention as attend
+    shape = (workload.batch, -1, KV_HEADS, D)
+    sets = [[each["q"].view(workload.batch, HEADS, 1, D),
+             *(each[name][each["table"].flatten().long()].view(shape)[:, :workload.tokens].transpose(1, 2)
+               .contiguous() for name in "kv")] for each in given[:2]]
+
+    def run(i: int) -> None:
+        q, k, v = sets[i % 2]
+        given[i % 2]["out"] = attend(q, k, v, enable_gqa=True).view(workload.batch, HEADS, D)
+
+    torch.cuda.synchronize()
+    return run
+
+
+timing_part("paged", "decode attention over pages, bfloat16", Column("GB/s", "nbytes", 1e9, ".0f"),
+            expected_s=8.0, also=Column("TFLOP/s"))
