@@ -33,7 +33,7 @@ MAJORS = {"K": "x @ w.T", "MN": "x @ w"}
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel's main loop and resources."""
+    """One kernel's main loop and resources. `b_major` is what is computed, where that is no product."""
     arch: str
     b_major: str
     block: str
@@ -154,7 +154,8 @@ def report(found: list[Row]) -> str:
     for case in dict.fromkeys(row.case for row in found):
         mine = [row for row in found if row.case == case]
         arch, dtype, b_major, block = case
-        lines += [f"{arch} {dtype} {MAJORS[b_major]} {block}", table(HEADER, [shown(row) for row in mine])]
+        what = MAJORS.get(b_major, b_major)
+        lines += [f"{arch} {dtype} {what} {block}", table(HEADER, [shown(row) for row in mine])]
         for ours in (False, True):
             if (one := best(mine, ours)) is not None: lines.append(f"  {one.kernel}: {overhead(one)}")
         lines.append("")

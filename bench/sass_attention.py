@@ -1,0 +1,89 @@
+"""What a loop of SASS spends on its tensor-core instructions: our attentions beside Triton's.
+
+Nothing runs on a GPU. Triton's kernels are those of attention_peers.py, in tiles and options as its tuner
+would try them; ours have the default schedule. Numbers are those of sass_gemm.py; tiles differ, so that "a
+unit", instructions for the same work, is what compares. Triton's own cubin is read: it may have used what our
+assembler does not.
+"""
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from dataclasses import asdict
+from itertools import product as pairs
+
+import triton
+from attention_peers import Flash, compiled
+from measure import each, save
+from sass_gemm import Row, measured, report
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.errors import PTXError
+from tinygrad_nv.patterns.attention import kernel
+from tinygrad_nv.patterns.gemm import Machine
+from tinygrad_nv.ptx.assemble import assemble
+from tinygrad_nv.tile.attention import FULL, AttentionSpec, Band, Rows
+from tinygrad_nv.tile.expression import Sum
+from tinygrad_nv.tile.flash_defaults import default
+
+TOKENS, SM_COUNT = 4096, 132
+OURS_PTX = "9.0"    # what our assembler reads; Triton writes newer and uses nothing newer
+TILES = {"sm_80": ((128, 64), (128, 32), (64, 64)), "sm_90a": ((128, 128), (128, 64))}
+OPTIONS = {"sm_80": ((4, 2), (8, 2), (4, 3), (8, 3)), "sm_90a": ((8, 2), (8, 3), (4, 2))}
+
+
+def spec(d: int, causal: bool) -> AttentionSpec:
+    """One head of dense rows."""
+    rows = Rows(dtypes.bfloat16, d, (0, TOKENS * d, 0))
+    return AttentionSpec(TOKENS, TOKENS, d, d, rows, rows, rows, rows, (1, 16, 1), Sum() * (1 / math.sqrt(d)),
+                         Band(last=0) if causal else FULL)
+
+
+def title(causal: bool) -> str:
+    """Of a row."""
+    return f"forward {'causal' if causal else 'full'}"
+
+
+def of_ours(d: int, causal: bool, arch: str) -> Row:
+    """Our kernel, by the default schedule."""
+    schedule = default(spec(d, causal), arch)
+    assert schedule is not None
+    made = kernel(spec(d, causal), schedule, Machine(arch, SM_COUNT))
+    return measured(assemble(made.ptx, arch), made.name, made.dynamic_smem, arch=arch, b_major=title(causal),
+                    block=f"d {d}", kernel=f"ours, {schedule}", ours=True)
+
+
+def of_triton(flash: Flash, arch: str, what: str) -> Row | None:
+    """Triton's kernel; None where it takes more shared memory than there is, or its wgmma are serialised."""
+    made = compiled(flash, arch)
+    if made.metadata.shared > (163 if arch == "sm_80" else 227) * 1024: return None
+    text = re.sub(r"\.version \d+\.\d+", f".version {OURS_PTX}", made.asm["ptx"])
+    try: assembly = assemble(text, arch)
+    except PTXError: return None
+    return measured(assembly, made.metadata.name, made.metadata.shared, arch=arch, b_major=what,
+                    block=f"d {flash.d}", kernel=str(flash))
+
+
+def rows(d: int, causal: bool, arch: str) -> list[Row]:
+    """Triton's, then ours."""
+    peers = [Flash("forward", d, tile, warps, stages, causal, arch == "sm_90a")
+             for tile, (warps, stages) in pairs(TILES[arch], OPTIONS[arch])]
+    found = [of_triton(peer, arch, title(causal)) for peer in peers]
+    return [*(row for row in found if row is not None), of_ours(d, causal, arch)]
+
+
+def main() -> None:
+    """Compiles everything and writes the result."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--dry", action="store_true", help="print only")
+    parser.add_argument("--d", type=int, nargs="+", default=[64, 128, 256], help="(default 64 128 256)")
+    arguments = parser.parse_args()
+    found = [row for d, causal, arch in each(list(pairs(arguments.d, (False, True), ("sm_80", "sm_90a"))))
+             for row in rows(d, causal, arch)]
+    print(report(found))
+    record = {"triton": triton.__version__, "rows": [{**asdict(row), "each": row.each} for row in found]}
+    if not arguments.dry: save("sass_attention", record)
+
+
+if __name__ == "__main__": main()
