@@ -1,0 +1,40 @@
+"""What tests/gpu/test_attention_on_gpu.py puts in the emulator's place, with the emulated driver."""
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+import attention_case
+import decode_case
+import on_driver
+
+from tinygrad_nv.patterns.attention import kernel
+from tinygrad_nv.patterns.gemm import Machine
+from tinygrad_nv.runtime.emulated import EmulatedDriver
+from tinygrad_nv.tile.attention import Band
+from tinygrad_nv.tile.flash_defaults import default
+
+
+@pytest.fixture(params=["sm_80", "sm_90a"])
+def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    on_driver.put(monkeypatch, EmulatedDriver(request.param))
+    return request.param
+
+
+@pytest.mark.parametrize("extents", [{}, {"s_q": 3, "s_kv": 70}], ids=["whole", "symbolic"])
+def test_attention(arch: str, extents: dict[str, int]):
+    spec = attention_case.attention(40, 100, heads=2, group=2, band=Band(last=60), log_sum=True,
+                                    symbolic=tuple(extents))
+    schedule = default(spec, arch)
+    assert schedule is not None
+    given = attention_case.arguments(spec)
+    got = attention_case.run(kernel(spec, schedule, Machine(arch, 4)), spec, given, arch, **extents)
+    attention_case.near(spec, given, got, **extents)
+    with pytest.raises(AssertionError): attention_case.near(spec, given, (got[0] * 1.1, got[1]), **extents)
+
+
+def test_decode(arch: str):
+    decode_case.checked(decode_case.decode(batch=3, heads=2, group=2, pages=20), [0, 17, 300], arch=arch)
