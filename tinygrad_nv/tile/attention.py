@@ -19,6 +19,19 @@ rows see are not masked. `start` is where row 0 stands in the sequence of keys.
 
 Extents named in `symbolic`, some of s_q, s_kv and start, are arguments of a launch, at most the spec's; the
 others are fixed. Strides are in elements; along d elements lie side by side.
+
+`total`, rows of q and of k, makes a ragged batch: sequences lie one after the other, and two arrays in
+memory, s32 [batch[0] + 1], say where: sequence b has rows cu_q[b] … cu_q[b + 1] − 1 of q and of the result,
+cu_k[b] … cu_k[b + 1] − 1 of k and v. Strides along the batch are 0. s_q and s_kv are the most rows that a
+sequence has, 0 the fewest; r and c count from the sequence's first, and start is its s_kv − s_q, so that the
+last row sees the last column of a causal band (as in FlashAttention 2.1); rows that stand before the first
+column see nothing of it. l is [*batch, s_q] still; rows that a sequence lacks are not written.
+
+`kept` below 256 is dropout, of p alone: l and the sum by which p is divided are those without it.
+
+    p[r, c]    = keep[r, c] · 256 / kept · exp(s[r, c] − l[r])
+
+keep is 1 for kept of 256 elements, else 0, by a seed in memory (dropout.py).
 """
 from __future__ import annotations
 
@@ -34,6 +47,7 @@ OPERANDS = (dtypes.bfloat16, dtypes.float16)
 RESULTS = (dtypes.bfloat16, dtypes.float16, dtypes.float32)
 SYMBOLS = ("s_q", "s_kv", "start")
 MOST_HEAD = 256     # d and d_v
+EVERY = 256         # `kept` of 256: no dropout
 
 
 @dataclass(frozen=True)
@@ -94,6 +108,8 @@ class AttentionSpec:
     start: int = 0
     symbolic: tuple[str, ...] = ()
     log_sum: bool = False
+    total: tuple[int, int] | None = None
+    kept: int = EVERY
 
     def __post_init__(self) -> None:
         extents = (("s_q", self.s_q), ("s_kv", self.s_kv), ("d", self.d), ("d_v", self.d_v),
@@ -105,7 +121,18 @@ class AttentionSpec:
             raise SpecError(f"heads of {self.d} and {self.d_v} elements", f"at most {MOST_HEAD}")
         if list(self.symbolic) != [name for name in SYMBOLS if name in self.symbolic]:
             raise SpecError(f"symbolic {self.symbolic}", f"some of {', '.join(SYMBOLS)}, in this order")
+        if not 1 <= self.kept <= EVERY: raise SpecError(f"kept={self.kept}", f"1 to {EVERY} of {EVERY}")
+        if self.total is not None: self._check_ragged(self.total)
         self._check_dtypes()
+
+    def _check_ragged(self, total: tuple[int, int]) -> None:
+        for name, count in zip(("q", "k"), total, strict=True):
+            if count < 1: raise SpecError(f"{count} rows of {name} in all", "at least 1")
+        if self.start or self.symbolic:
+            raise SpecError(f"start={self.start} and symbolic {self.symbolic} of a ragged batch",
+                            "neither: a sequence's extents are in memory")
+        if any(rows.batch[0] for rows in (self.q, self.k, self.v, self.out)):
+            raise SpecError("a stride along the sequences of a ragged batch", "0: first rows are in memory")
 
     def _check_dtypes(self) -> None:
         if self.q.dtype not in OPERANDS or {self.k.dtype, self.v.dtype} != {self.q.dtype}:
@@ -128,15 +155,22 @@ class AttentionSpec:
         return parameters(self.score)
 
     @property
+    def ragged(self) -> bool:
+        """Whether sequences lie one after the other."""
+        return self.total is not None
+
+    @property
     def matrices(self) -> int:
         """Query heads of the whole batch."""
         return prod(self.batch)
 
     @property
     def pairs(self) -> int:
-        """How many (row, column) pairs the band lets see each other, in one head."""
+        """How many (row, column) pairs the band lets see each other, in one head; of a ragged batch, in one
+        of a longest sequence."""
         total, end = 0, self.s_kv - 1
-        for at in range(self.start, self.start + self.s_q):
+        start = self.s_kv - self.s_q if self.ragged else self.start
+        for at in range(start, start + self.s_q):
             first = 0 if self.band.first is None else max(0, at + self.band.first)
             last = end if self.band.last is None else min(end, at + self.band.last)
             total += max(0, last - first + 1)
@@ -154,6 +188,8 @@ class AttentionSpec:
         d = str(self.d) if self.d == self.d_v else f"{self.d}/{self.d_v}"
         words = [f"{b}x{extent('s_q')}x{extent('s_kv')}", heads, f"d {d}", short(self.q.dtype),
                  str(self.band)]
+        if self.total is not None: words[0] = f"{b} of {self.total[0]}x{self.total[1]}"
+        if self.kept < EVERY: words.append(f"{self.kept}/{EVERY} kept")
         if self.start or "start" in self.symbolic: words.append(f"from {extent('start')}")
         if self.score != Sum(): words.append(show(self.score))
         return ", ".join(words)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.tile.attention import RESULTS, AttentionSpec, Rows
+from tinygrad_nv.tile.attention import EVERY, RESULTS, AttentionSpec, Rows
 from tinygrad_nv.tile.expression import short
 
 
@@ -40,6 +40,8 @@ class BackwardSpec:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
+        if self.forward.ragged or self.forward.kept < EVERY:
+            raise SpecError("the backward pass of a ragged batch, or of dropout", "of neither")
         if self.grad.dtype != self.forward.v.dtype:
             raise SpecError(f"a gradient of {short(self.grad.dtype)}",
                             f"that of v: {short(self.forward.v.dtype)}")

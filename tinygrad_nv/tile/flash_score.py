@@ -50,10 +50,12 @@ def multiple(score: Expression) -> float | None:
 
 @dataclass
 class Extents:
-    """s_q, s_kv (u32) and start (s32) of a launch: parameters of the kernel, or constants."""
+    """s_q, s_kv (u32) and start (s32) of a launch: parameters of the kernel, or constants; of a sequence of a
+    ragged batch, with its first rows (u32) of q and of k."""
     s_q: Value | int
     s_kv: Value | int
     start: Value | int
+    first: tuple[Value, Value] | None = None
 
     @staticmethod
     def declared(k: Kernel, spec: AttentionSpec) -> Extents:
@@ -61,6 +63,20 @@ class Extents:
         s_q, s_kv, start = (k.param(name, "u32") if name in spec.symbolic else getattr(spec, name)
                             for name in ("s_q", "s_kv", "start"))
         return Extents(s_q, s_kv, start)
+
+    @staticmethod
+    def read(k: Kernel, spec: AttentionSpec, cu: tuple[Value, Value], sequence: Value) -> Extents:
+        """Reads those of a sequence (u32), where the arrays `cu` point. No more rows than the spec's, which
+        the results have room for, and no fewer than 0: what is too long is cut off at its end."""
+        firsts, counts = [], []
+        for pointer, most in zip(cu, (spec.s_q, spec.s_kv), strict=True):
+            at, (first, end) = advanced(k, pointer, sequence, 4), k.regs("s32", 2)
+            k.emit("ld.global.s32", first, at.at())
+            k.emit("ld.global.s32", end, at.at(4))
+            counts.append(least(k, least(k, end - first, most), 0, "max"))
+            firsts.append(first.to("u32"))
+        s_q, s_kv = counts
+        return Extents(s_q.to("u32"), s_kv.to("u32"), s_kv - s_q, (firsts[0], firsts[1]))
 
 
 def signed(k: Kernel, value: Value | int) -> Value:

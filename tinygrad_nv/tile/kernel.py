@@ -66,8 +66,8 @@ class GemmKernel(TileKernel):
 class AttentionKernel(TileKernel):
     """A kernel of an attention. Parameters in this order: out; l, where the spec has `log_sum`; q, k, v;
     cu_q, cu_k, s32, of a ragged batch; seed, two u32, lower half first, of dropout; x0, x1, … of the score;
-    u32 s_q, s_kv, start, those of them that are symbolic; tensor maps, whose dynamic
-    dimension is an integer by its number. Its rows are s_q."""
+    u32 s_q, s_kv, start, those of them that are symbolic; tensor maps, whose dynamic dimension is an integer
+    by its number. Its rows are s_q."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class BackwardKernel(TileKernel):
 class DecodeKernel:
     """The kernels of a decode attention, launched one after the other, all with the same parameters: out;
     workspace, `workspace_bytes` of float32 that nobody initialises, where that is not 0; q; pages of k and
-    of v; table; lengths; scales of k and of v, where the spec has them. Grids are those of the most requests
-    and tokens: z counts requests."""
+    of v; table; lengths, in memory; scales of k and of v; x0, x1, … of the score; u32 length, an argument:
+    those of them that the spec has. Grids are those of the most requests and tokens: z counts requests."""
     kernels: tuple[AttentionKernel, ...]
     workspace_bytes: int = 0

@@ -44,8 +44,9 @@ def stored_as(spec: AttentionSpec) -> GemmSpec:
     """The product whose result lies where the attention's does, for its store."""
     operand = Operand(dtypes.bfloat16, spec.d, 1, (0, 0, 0))
     out = Result(spec.out.dtype, spec.out.row, 1, spec.out.batch, spec.out.offset)
-    return GemmSpec(spec.s_q, spec.d_v, spec.d, operand, operand, out, spec.batch,
-                    symbolic="s_q" in spec.symbolic)
+    batch = (1, *spec.batch[1:]) if spec.ragged else spec.batch  # one sequence's
+    return GemmSpec(spec.s_q, spec.d_v, spec.d, operand, operand, out, batch,
+                    symbolic=spec.ragged or "s_q" in spec.symbolic)
 
 
 def plan_of(s: Schedule, spec: AttentionSpec) -> StorePlan:

@@ -24,6 +24,7 @@ from __future__ import annotations
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.access import advanced
 from tinygrad_nv.tile.attention import AttentionSpec, Rows
 from tinygrad_nv.tile.expression import loads
 from tinygrad_nv.tile.flash_score import Cells, Columns, Extents, Scores, Softmax, signed
@@ -58,9 +59,10 @@ class _Writer:
         self.out = k.pointer("out")
         self.log = k.pointer("l") if spec.log_sum else None
         self.q, self.keys, self.values = (k.pointer(name) for name in "qkv")
+        cu = (k.pointer("cu_q"), k.pointer("cu_k")) if spec.ragged else None
         self.extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
-        self.extents = Extents.declared(k, spec)
         self._own_place()
+        self.extents = Extents.declared(k, spec) if cu is None else self._sequence(*cu)
         self.columns = Columns(k, spec, self.extents, self.first, s.block_m, s.block_n)
         self.scores = Scores(k, spec, self.extents, self.extras, self.batch, self.first + self.row,
                              s.block_m, s.block_n)
@@ -75,6 +77,21 @@ class _Writer:
         self.batch = [k.ctaid.z, head // group, head % group] if group > 1 else \
             [k.ctaid.z, head, k.reg("u32", 0)]
         self.row = (k.tid.x >> 5) * self.warp_m
+
+    def _sequence(self, cu_q: Value, cu_k: Value) -> Extents:
+        """Extents of the CTA's sequence, whose rows the pointers point to from now on. Blocks that it lacks
+        end here."""
+        k, spec = self.k, self.spec
+        if k.hopper: k.wait_for_previous_grid()
+        made = Extents.read(k, spec, (cu_q, cu_k), self.batch[0])
+        k.emit("exit", guard=self.first >= made.s_q)
+        assert made.first is not None
+        q, keys = made.first
+        self.out, self.q, self.keys, self.values = (
+            advanced(k, pointer, first, rows.row * rows.dtype.itemsize) for pointer, first, rows in
+            ((self.out, q, spec.out), (self.q, q, spec.q), (self.keys, keys, spec.k),
+             (self.values, keys, spec.v)))
+        return made
 
     def _matrix(self, pointer: Value, rows: Rows, first: Value) -> Value:
         """Where row `first` (u32) of the CTA's head begins."""
@@ -93,7 +110,7 @@ class _Writer:
         if self.held and q_bytes <= stage:  # fragments are read before the last stage is needed
             self.q_start = self.start + (s.depth - 1) * stage
         else: self.q_start = k.shared("q_rows", q_bytes, align=1024).address()
-        if k.hopper: k.wait_for_previous_grid()
+        if k.hopper and not spec.ragged: k.wait_for_previous_grid()
         self._copies()
         self._fragments()
         self.scores.prepare(loads(spec.score))
