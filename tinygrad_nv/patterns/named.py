@@ -6,8 +6,9 @@ reference, and what runs wherever no kernel of ours does. `lower(kind, fn)` regi
 
     fn(what, function, *arguments) -> the results, of the shapes and dtypes of the body's; or None
 
-in a rewrite, with arguments rewritten already. `Refused` from it is a near miss, as None is without a reason.
-Who is lowered has no body any more; a body may not call named functions.
+in a rewrite, with arguments rewritten already. `NotOurs` from it is a near miss, None one without a reason.
+Who is lowered has no body any more; a body may not call named functions. A kind may be lowered `only_for` one
+of its results: where nobody uses that, the body is inlined, for the rewrites that follow.
 
 A gradient, `grad(*gradients, call)` as tinygrad asks of a FUNCTION, finds `what` in `call.arg.aux`, the
 arguments in `call.src[1:]` and the results as `call.gettuple(i)`. Results nobody derives have no gradient.
@@ -33,14 +34,15 @@ Lower = Callable[..., tuple[UOp, ...] | None]
 class _Lowering:
     template: str
     fn: Lower
+    only_for: int | None
 
 
 _lowerings: dict[type, _Lowering] = {}
 
 
-def lower(kind: type, template: str, fn: Lower) -> None:
+def lower(kind: type, template: str, fn: Lower, only_for: int | None = None) -> None:
     """Registers how calls of a kind become kernels; `template` is the name under which misses are told."""
-    _lowerings[kind] = _Lowering(template, fn)
+    _lowerings[kind] = _Lowering(template, fn, only_for)
     hooks.keep_functions(kind)
 
 
@@ -49,8 +51,10 @@ def call(what: Any, body: Callable[..., tuple[Tensor, ...]], *tensors: Tensor,
     """Calls a named function. Raises what `body` raises of tensors that do not fit each other."""
     given = [tensor.uop for tensor in tensors]
     results = body(what, *(Tensor(one.param_like(i)) for i, one in enumerate(given)))
-    made = UOp.maketuple(*(result.uop for result in results)).call(*given, grad_fxn=grad,
-                                                                   name=type(what).__name__, aux=what)
+    for result in results: _ = result.shape  # tinygrad finds what does not fit when it is asked for a shape
+    # tinygrad's key of a call knows its name, and nothing of its aux
+    made = UOp.maketuple(*(result.uop for result in results)).call(*given, grad_fxn=grad, name=repr(what),
+                                                                   aux=what)
     return tuple(Tensor(made.gettuple(i)) for i in range(len(results)))
 
 
@@ -59,24 +63,27 @@ def rewrite(sink: UOp) -> UOp:
     nodes = tuple(sink.toposort(enter_calls=False))
     if not any(node.op is Ops.FUNCTION and type(node.arg.aux) in _lowerings for node in nodes): return sink
     results: dict[UOp, tuple[UOp, ...]] = {}
+    used = {(node.src[0], node.arg) for node in nodes if node.op is Ops.GETTUPLE}
 
     def change(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
         if node.op is not Ops.GETTUPLE or node.src[0].op is not Ops.FUNCTION: return None
         function = node.src[0]
         if type(function.arg.aux) not in _lowerings: return None
         if function not in results:
-            made = results[function] = _made(function, tuple(map(new, function.src[1:])))
+            only = _lowerings[type(function.arg.aux)].only_for
+            wanted = only is None or (function, only) in used
+            made = results[function] = _made(function, tuple(map(new, function.src[1:])), wanted)
             ranges.carry_region(frozenset({function, node}), made[0])
         return results[function][node.arg]
     return program.write_through(program.rebuilt(nodes, change))
 
 
-def _made(function: UOp, arguments: tuple[UOp, ...]) -> tuple[UOp, ...]:
-    """The results of a call."""
+def _made(function: UOp, arguments: tuple[UOp, ...], wanted: bool) -> tuple[UOp, ...]:
+    """The results of a call: of kernels, where these are wanted and there are any, else of its body."""
     what = function.arg.aux
     lowering = _lowerings[type(what)]
     try:
-        if (made := lowering.fn(what, function, *arguments)) is not None: return made
+        if wanted and (made := lowering.fn(what, function, *arguments)) is not None: return made
     except NotOurs as no:
         program.miss(lowering.template, function.src[0].src[0], str(no))
     body = hooks.inlined(function.replace(src=(function.src[0], *arguments)))
