@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,8 +26,8 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.tile.attention import Rows
-from tinygrad_nv.tile.decode import DecodeSpec, Pages, Scales
-from tinygrad_nv.tile.expression import Apply, Expression, Position, Sum
+from tinygrad_nv.tile.decode import DecodeSpec, Length, Pages, Scales
+from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, Sum, loads
 from tinygrad_nv.tile.kernel import DecodeKernel
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.templates.decode import decode_attention
@@ -49,7 +50,7 @@ def pages_of(dtype: DType, size: int, heads: int, d: int, order: str, gap: int =
 def decode(batch: int = 1, heads: int = 1, group: int = 1, s_q: int = 1, d: int = 64, page_size: int = 16,
            pages: int = 8, dtype: DType = dtypes.bfloat16, kv: DType | None = None, d_v: int | None = None,
            window: int | None = None, score: Expression | None = None, order: str = "ths",
-           rows_order: str = "brh", gap: int = 0) -> DecodeSpec:
+           rows_order: str = "brh", gap: int = 0, **more: Any) -> DecodeSpec:
     """A decode attention, scaled by 1/√d where no score is given. `gap` elements follow each row of q and of
     the result, and 16 · gap each token; all but q begin after one gap."""
     d_v, kv = d if d_v is None else d_v, kv or dtype
@@ -60,7 +61,12 @@ def decode(batch: int = 1, heads: int = 1, group: int = 1, s_q: int = 1, d: int 
     if order == "both": values = replace(values, offset=heads * d)
     scale = Scales(heads, 1) if kv.itemsize == 1 else None
     return DecodeSpec(batch, heads, group, s_q, d, d_v, page_size, pages, q, keys, values, out, scale, scale,
-                      window, score)
+                      window, score, **more)
+
+
+def contiguous(longest: int, length: Length = "argument", **more: Any) -> DecodeSpec:
+    """One of a contiguous cache, of at most so many tokens."""
+    return decode(pages=1, page_size=longest, table=False, length=length, **more)
 
 
 # **** memory ****
@@ -85,9 +91,9 @@ def requests(spec: DecodeSpec, lengths: list[int], seed: int = 0, spare: int = 3
              scale: float = 1.0) -> Given:
     """Requests of these lengths, whose pages lie anywhere among all of them and `spare` more."""
     random = torch.Generator().manual_seed(seed)
-    needed = [-(-length // spec.page_size) for length in lengths]
+    needed = [-(-length // spec.page_size) if spec.table else 1 for length in lengths]
     total = sum(needed) + spare
-    order = torch.randperm(total, generator=random).tolist()
+    order = torch.randperm(total, generator=random).tolist() if spec.table else list(range(total))[::-1]
     table = torch.full((spec.batch, spec.pages), 1 << 30, dtype=torch.int32)
     known = torch.zeros(spec.batch, spec.pages, dtype=torch.bool)
     for b, (count, length) in enumerate(zip(needed, lengths, strict=True)):
@@ -118,6 +124,11 @@ def requests(spec: DecodeSpec, lengths: list[int], seed: int = 0, spare: int = 3
             exists[table[known].long()] = True
             storages[f"{name}_scale"] = torch.where(exists, scales, torch.nan).reshape(-1)
             written[f"{name}_scale"] = exists.reshape(-1)
+    for i, dtype in enumerate(spec.parameters):
+        one, sizes = next(load for load in loads(spec.score) if load.parameter == i), extents_of(spec)
+        size = one.offset + sum((e - 1) * s for e, s in zip(sizes, strides_of(one), strict=True)) + 1
+        storages[f"x{i}"] = (torch.rand(size, generator=random) < 0.7) if dtype == dtypes.bool else \
+            torch.randn(size, generator=random).to(TORCH[dtype])
     storages |= {"table": table, "lengths": torch.tensor(lengths, dtype=torch.int32)}
     return Given(storages, written, lengths, together)
 
@@ -125,6 +136,14 @@ def requests(spec: DecodeSpec, lengths: list[int], seed: int = 0, spare: int = 3
 def place(spec: DecodeSpec, one: Rows, d: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Extents, strides and offset of q or of the result."""
     return (spec.batch, spec.heads, spec.group, spec.s_q, d), (*one.batch, one.row, 1), one.offset
+
+
+def extents_of(spec: DecodeSpec) -> tuple[int, ...]:
+    """What a parameter of the score may have a stride of: batch, rows, keys."""
+    return spec.batch, spec.heads, spec.group, spec.s_q, spec.longest
+
+
+def strides_of(load: Load) -> tuple[int, ...]: return *(load.batch or (0, 0, 0)), load.m, load.n
 
 
 def size_of(spec: DecodeSpec, one: Rows, d: int) -> int:
@@ -159,10 +178,11 @@ def attended(spec: DecodeSpec, given: Given, wide: torch.dtype,
         if not len(keys): continue
         (k, k_scale), (v, v_scale) = (gathered(spec, given, name, b, keys, wide) for name in "kv")
         places = length - spec.s_q + torch.arange(spec.s_q)
+        if not spec.causal: places = torch.full((spec.s_q,), length - 1)
         visible = keys[None, :] <= places[:, None]
         if spec.window is not None: visible &= keys[None, :] > places[:, None] - spec.window
         sums = q[b] @ (k * k_scale).transpose(-1, -2)[:, None]
-        scores = scored(spec, sums.double(), b, places, keys).to(wide)
+        scores = scored(spec, given, sums.double(), b, places, keys).to(wide)
         scores = torch.where(visible, scores, -torch.inf)
         top = scores.amax(-1, keepdim=True)
         weights = torch.exp(scores - torch.where(top == -torch.inf, 0.0, top))
@@ -189,23 +209,26 @@ def gathered(spec: DecodeSpec, given: Given, name: str, b: int, keys: torch.Tens
     return found.transpose(0, 1), scales.transpose(0, 1)[:, :, None]
 
 
-def scored(spec: DecodeSpec, sums: torch.Tensor, b: int, places: torch.Tensor,
+def scored(spec: DecodeSpec, given: Given, sums: torch.Tensor, b: int, places: torch.Tensor,
            keys: torch.Tensor) -> torch.Tensor:
     """Scores of one request's sums [heads, group, s_q, keys]: positions count from the first place and the
-    first key, of which the expression is told by what is added."""
+    first key, of which the expression is told by what is added, and loads by their offset."""
     shifted = _Shifted(spec, b, int(places[0]), int(keys[0]))
     small = SimpleNamespace(batch=(1, spec.heads, spec.group), m=spec.s_q, n=len(keys))
-    return evaluate(small, shifted.of(spec.score), [sums[None]], {})[0]
+    return evaluate(small, shifted.of(spec.score), [sums[None]], given.storages)[0]
 
 
 class _Shifted:
     """An expression whose positions begin at other numbers than 0."""
 
     def __init__(self, spec: DecodeSpec, b: int, place: int, key: int) -> None:
-        self.starts = {0: b, "m": place, "n": key}
+        self.starts: dict[str | int, int] = {0: b, "m": place, "n": key}
 
     def of(self, node: Expression) -> Expression:
         if isinstance(node, Position): return node + self.starts.get(node.axis, 0)
+        if isinstance(node, Load):
+            request = node.batch[0] if node.batch else 0
+            return replace(node, offset=node.offset + self.starts["n"] * node.n + self.starts[0] * request)
         if isinstance(node, Apply): return replace(node, args=tuple(map(self.of, node.args)))
         return node
 
@@ -230,7 +253,7 @@ def launched(made: DecodeKernel, spec: DecodeSpec, given: Given, arch: str = "sm
     size = size_of(spec, spec.out, spec.d_v)
     out = emu.alloc(bits(torch.full((size,), GUARD, dtype=TORCH[spec.out.dtype])))
     order = [out, *([emu.alloc(made.workspace_bytes)] if made.workspace_bytes else [])]
-    for name in ("q", "k", "v", "table", "lengths", "k_scale", "v_scale"):
+    for name in named(spec):
         if name == "v" and given.together: order.append(order[-1])
         if name not in given.storages: continue
         storage = given.storages[name]
@@ -238,12 +261,20 @@ def launched(made: DecodeKernel, spec: DecodeSpec, given: Given, arch: str = "sm
         if name in given.written:
             there = given.written[name].reshape(-1).numpy()
             order[-1].valid = np.repeat(there, storage.element_size()).astype(np.uint8)
+    if spec.length == "argument": order.append(given.lengths[0])
     reports: list[Report] = []
     for each in made.kernels:  # each may begin before the one ahead has ended, where it says so
         ahead = [report.footprint for report in reports] if each.pdl and check else None
         reports.append(emu.launch(each.ptx, each.grid, each.threads, order, dynamic_smem=each.dynamic_smem,
                                   footprint=each.pdl and check, ahead=ahead))
     return torch.frombuffer(bytearray(out.numpy().tobytes()), dtype=TORCH[spec.out.dtype]), reports
+
+
+def named(spec: DecodeSpec) -> tuple[str, ...]:
+    """The inputs that a spec may have."""
+    there = {"table": spec.table, "lengths": spec.length == "memory"}
+    known = ("q", "k", "v", "table", "lengths", "k_scale", "v_scale")
+    return *(name for name in known if there.get(name, True)), *(f"x{i}" for i in range(len(spec.parameters)))
 
 
 def run(spec: DecodeSpec, given: Given, schedule: Schedule = SMALL, arch: str = "sm_80",

@@ -1,8 +1,10 @@
-"""What a decode attention computes: a few new rows of each request over its keys and values in pages.
+"""What a decode attention computes: a few new rows of each request over its keys and values.
 
 Protocol. Request b has `length[b]` tokens; the last `s_q` of them are its rows: row i stands at place
-t = length[b] − s_q + i. Key c of the request lies in page `table[b, c // page_size]`, as token c % page_size
-of it. For each request b, key head h and query head g of that key head:
+t = length[b] − s_q + i; all of them at the last, length[b] − 1, where `causal` is not set. Key c of the
+request lies in page `table[b, c // page_size]`, as token c % page_size of it; without a table, in a
+contiguous cache, page b is all of request b. For each request b, key head h and query head g of that key
+head:
 
     sum[i, c]  = Σ_d q[i, d] k[c, d]                                      float32
     s[i, c]    = score(sum[i, c])     for c ≤ t, and c > t − window; else −inf
@@ -10,32 +12,37 @@ of it. For each request b, key head h and query head g of that key head:
     p[i, c]    = exp(s[i, c] − l[i])                                      rounded to q's dtype
     out[i, d]  = Σ_c p[i, c] v[c, d]                                      float32, then rounded to out's dtype
 
-`score` is an expression (expression.py) of the sum in float32, without loads: `Position("m")` is the row's
-place t, `Position("n")` the key c, `Position(0)` the request, 1 the key head, 2 the query head of it. Rows
-that see nothing, as all of a request of length 0, give zeros.
+`score` is an expression (expression.py) of the sum in float32: `Position("m")` is the row's place t,
+`Position("n")` the key c, `Position(0)` the request, 1 the key head, 2 the query head of it. Loads have the
+strides of row i, key c, and the three of the batch; with a table there are none. Rows that see nothing, as
+all of a request of length 0, give zeros.
 
 Keys and values of 8 bits (e4m3, s8) stand for their number times a scale, float32 in memory, one for each
 page and key head: p is then rounded after it has been multiplied by the scale of its value. NaN of e4m3
 counts as 480.
 
-Lengths (int32 [batch], at most pages · page_size) and the table (int32 [batch, pages], dense) are read from
-memory by each launch. Nothing is read of pages, entries of the table and tokens that no row sees.
+The table (int32 [batch, pages], dense) is read from memory by each launch, and so are the lengths (int32
+[batch], at most pages · page_size) where `length` is "memory". "argument" is one length of all requests, an
+integer of the launch; "most" is the longest. Nothing is read of pages, entries of the table, tokens and
+parameters of the score that no row sees.
 
 Strides are in elements; along d elements lie side by side.
 """
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.attention import MOST_HEAD, OPERANDS, Rows
-from tinygrad_nv.tile.expression import Expression, Position, Sum, loads, short, show, walk
+from tinygrad_nv.tile.expression import Expression, Position, Sum, loads, parameters, short, show, walk
 
 BYTES = (dtypes.fp8e4m3, dtypes.int8)    # keys and values that have scales
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 MOST_ROWS = 8
+Length = Literal["memory", "argument", "most"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ class Scales:
 class DecodeSpec:
     """A decode attention of `batch` requests at most, `heads` key heads with `group` query heads each. The
     three strides of q's and out's batch are those of request, key head and query head. `window` counts the
-    row's own key."""
+    row's own key. A contiguous cache (without `table`) has one page for each request, of any size."""
     batch: int
     heads: int
     group: int
@@ -87,6 +94,9 @@ class DecodeSpec:
     v_scale: Scales | None = None
     window: int | None = None
     score: Expression = field(default_factory=Sum)
+    table: bool = True
+    length: Length = "memory"
+    causal: bool = True
 
     def __post_init__(self) -> None:
         for name in ("batch", "heads", "group", "s_q", "d", "d_v", "pages"):
@@ -96,10 +106,22 @@ class DecodeSpec:
         if self.s_q > MOST_ROWS: raise SpecError(f"s_q={self.s_q}", f"at most {MOST_ROWS}")
         if max(self.d, self.d_v) > MOST_HEAD:
             raise SpecError(f"heads of {self.d} and {self.d_v} elements", f"at most {MOST_HEAD}")
-        if self.page_size not in PAGE_SIZES:
-            raise SpecError(f"pages of {self.page_size} tokens", f"one of {', '.join(map(str, PAGE_SIZES))}")
+        if self.window is not None and not self.causal and self.s_q > 1:
+            raise SpecError(f"a window of {self.s_q} rows at one place", "rows at places of their own")
+        self._check_pages()
         self._check_dtypes()
         self._check_score()
+
+    def _check_pages(self) -> None:
+        if self.table:
+            if self.page_size not in PAGE_SIZES:
+                raise SpecError(f"pages of {self.page_size} tokens",
+                                f"one of {', '.join(map(str, PAGE_SIZES))}")
+            if loads(self.score): raise SpecError("a score that reads memory, of pages with a table",
+                                                  "sums, constants and positions")
+        elif self.pages != 1 or self.page_size < 1:
+            raise SpecError(f"{self.pages} pages of {self.page_size} tokens without a table",
+                            "one page for each request")
 
     def _check_dtypes(self) -> None:
         if self.q.dtype not in OPERANDS or self.out.dtype != self.q.dtype:
@@ -109,13 +131,13 @@ class DecodeSpec:
             raise SpecError(f"keys of {short(self.k.dtype)}, values of {short(self.v.dtype)}",
                             f"for both q's {short(self.q.dtype)}, or one of {', '.join(map(short, BYTES))}")
         for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
-            if (scale is None) == self.quantised:
+            if (scale is None) == self.quantised or (scale is not None and not self.table):
                 raise SpecError(f"{'no ' if scale is None else ''}{name} with {short(self.k.dtype)}",
-                                "scales with keys and values of 8 bits, and only then")
+                                "scales with keys and values of 8 bits in pages, and only then")
 
     def _check_score(self) -> None:
         if self.score.dtype != dtypes.float32: raise SpecError(f"scores of {self.score.dtype}", "float32")
-        if loads(self.score): raise SpecError("a score that reads memory", "sums, constants and positions")
+        parameters(self.score)
         for node in walk(self.score):
             if isinstance(node, Sum) and node != Sum(): raise SpecError(f"{node} in a score", f"{Sum()}")
             if isinstance(node, Position) and isinstance(node.axis, int) and not 0 <= node.axis < 3:
@@ -125,6 +147,11 @@ class DecodeSpec:
     def quantised(self) -> bool:
         """Whether keys and values have scales."""
         return self.k.dtype in BYTES
+
+    @property
+    def parameters(self) -> tuple[DType, ...]:
+        """The dtypes of the score's parameters."""
+        return parameters(self.score)
 
     @property
     def rows(self) -> int:
@@ -140,8 +167,11 @@ class DecodeSpec:
         heads = f"{self.heads * self.group} heads" + (f" of {self.heads}" if self.group > 1 else "")
         d = str(self.d) if self.d == self.d_v else f"{self.d}/{self.d_v}"
         kv = f" of {short(self.k.dtype)}" if self.quantised else ""
-        words = [f"decode {self.batch}x{self.s_q}x≤{self.longest}", heads, f"d {d}", short(self.q.dtype) + kv,
-                 f"pages of {self.page_size}"]
+        most = "" if self.length == "most" else "≤"
+        words = [f"decode {self.batch}x{self.s_q}x{most}{self.longest}", heads, f"d {d}",
+                 short(self.q.dtype) + kv]
+        if self.table: words.append(f"pages of {self.page_size}")
+        if self.s_q > 1 and not self.causal: words.append("full")
         if self.window is not None: words.append(f"window {self.window}")
         if self.score != Sum(): words.append(show(self.score))
         return ", ".join(words)

@@ -10,6 +10,7 @@ from tinygrad_nv.tile.templates.decode_plan import Plan
 
 MOST_STRIDE = (1 << 31) - 1  # bytes that an instruction takes
 MOST_GRID = 65535            # of y and z
+MOST_TILE = 256              # keys of a block, of which addresses are constants away from the first
 
 
 def problems(schedule: Schedule, spec: DecodeSpec, arch: str) -> list[str]:
@@ -49,8 +50,10 @@ def _spec_problems(spec: DecodeSpec) -> list[str]:
     for name, pages in (("keys", spec.k), ("values", spec.v)):
         if pages.aligned_bytes < 16:
             out.append(f"{name} begin at multiples of {pages.aligned_bytes} B, copies at multiples of 16")
-        if (stride := pages.page * pages.dtype.itemsize) > MOST_STRIDE:
-            out.append(f"pages of {name} {stride} B apart, at most {MOST_STRIDE}")
+        far = [("pages", pages.page)] if spec.table else [(f"{MOST_TILE} tokens", MOST_TILE * pages.token)]
+        for what, stride in far:
+            if (stride := stride * pages.dtype.itemsize) > MOST_STRIDE:
+                out.append(f"{what} of {name} {stride} B apart, at most {MOST_STRIDE}")
     least = 8 if spec.quantised else 4
     if spec.q.aligned_bytes < least: out.append(f"rows of q begin at multiples of {spec.q.aligned_bytes} B, "
                                                 f"loads at multiples of {least}")

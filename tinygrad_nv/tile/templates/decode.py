@@ -1,7 +1,8 @@
-"""Decode attention over pages: split-KV with a combine step, on mma.sync. For sm_80 and later.
+"""Decode attention over pages or a contiguous cache: split-KV with a combine step, on mma.sync. For sm_80 and
+later.
 
     split: for each request, key head (16 · warps_m rows of it) and split of the keys, in one CTA
-        wait for the kernel before; read the request's length; nothing to do beyond it
+        wait for the kernel before; the request's length, read or given; nothing to do beyond it
         the split's pages, and scales, to shared memory; q's fragments to registers
         each group of warps, on keys of its own, from a ring of its own:
             the first `depth - 1` tiles of keys and values are on their way

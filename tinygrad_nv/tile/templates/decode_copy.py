@@ -5,6 +5,8 @@ thread and pass, in the order of shared memory, so that its places are constants
 whose keys lie in the same page for sure share one look-up: of pages with 16 tokens or more and tiles of 16
 keys there is one for the whole tile.
 
+Keys of a contiguous cache lie `token` apart, which needs no look-up.
+
 Keys outside low … high − 1 are not read: their places become zeros. L2 is asked to drop first what nobody
 will read again in this step.
 """
@@ -37,7 +39,8 @@ class Bounds:
 class PageCopy:
     """Copies tiles of `tile.rows` keys, `width` bytes of each, from `pointer` (u64), the key head's first
     element of page 0. `thread` (u32) is the thread's number among `threads`; `table` the shared address (u32)
-    of the split's pages; `start` is where the tile lies in a stage."""
+    of the split's pages, None for a contiguous cache, where `pointer` is the request's first element; `start`
+    is where the tile lies in a stage."""
     k: Kernel
     pages: Pages
     page_size: int
@@ -46,7 +49,7 @@ class PageCopy:
     width: int
     thread: Value
     threads: int
-    table: Value
+    table: Value | None
     start: int
     policy: Value
 
@@ -74,7 +77,8 @@ class PageCopy:
         """The tile of keys from `first` (s32) on, to the stage at a shared address (u32)."""
         k = self.k
         self.places.at_stage(stage)
-        key, run = first + self.row, max(self.page_size, self.at_once)
+        key = first + self.row
+        run = self.tile.rows if self.table is None else max(self.page_size, self.at_once)
         inside = key - bounds.low
         extent = bounds.high - bounds.low
         for row, column in self._passes():
@@ -90,6 +94,10 @@ class PageCopy:
     def _look_up(self, key: Value, bounds: Bounds) -> Value:
         """Where the thread's bytes of a key lie: u64."""
         k, size = self.k, self.pages.dtype.itemsize
+        if self.table is None:
+            made = k.reg("u64")
+            k.emit("mad.wide.u32", made, key.to("u32"), self.pages.token * size, self.source)
+            return made
         slot = (key - bounds.begin).to("u32") // self.page_size
         page = k.ld("shared", "u32", (self.table + slot * 4).at())[0]
         made = k.reg("u64")

@@ -8,6 +8,8 @@ Splits depend on the request's own length alone, and on what the spec and the sc
     low    = first key that a row sees, rounded down to a multiple of `unit`
     keys   = max(least, ⌈(length − low) / splits⌉), rounded up to a multiple of `unit`
     split s has keys low + s · keys … low + (s + 1) · keys − 1
+
+A contiguous cache has no pages to look up: `unit` is the block of keys alone.
 """
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ class Plan:
     @property
     def unit(self) -> int:
         """Splits begin at multiples of it: both powers of two."""
-        return max(self.schedule.block_n, self.spec.page_size)
+        return max(self.schedule.block_n, self.spec.page_size if self.spec.table else 1)
 
     # **** rows ****
 
@@ -81,8 +83,8 @@ class Plan:
 
     @property
     def most_pages(self) -> int:
-        """Of a split."""
-        return self.most_keys // self.spec.page_size
+        """Of a split, of those that are looked up."""
+        return self.most_keys // self.spec.page_size if self.spec.table else 0
 
     # **** shared memory ****
 
@@ -154,12 +156,18 @@ class Parameters:
     def __init__(self, k: Kernel, plan: Plan) -> None:
         self.k, self.out = k, k.pointer("out")
         if plan.workspace_bytes: self.workspace = k.pointer("workspace")
+        self.spec = spec = plan.spec
         self.q, self.keys, self.values = (k.pointer(name) for name in ("q", "keys", "values"))
-        self.table, self.lengths = k.pointer("table"), k.pointer("lengths")
-        if plan.spec.quantised: self.scales = [k.pointer(name) for name in ("k_scale", "v_scale")]
+        if spec.table: self.table = k.pointer("table")
+        if spec.length == "memory": self.lengths = k.pointer("lengths")
+        if spec.quantised: self.scales = [k.pointer(name) for name in ("k_scale", "v_scale")]
+        self.extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
+        if spec.length == "argument": self.argument = k.param("length", "u32")
 
     def length(self, request: Value) -> Value:
         """Tokens of a request: s32."""
+        if self.spec.length == "argument": return self.argument.to("s32")
+        if self.spec.length == "most": return self.k.reg("s32", self.spec.longest, name="length")
         made = self.k.reg("s32", name="length")
         self.k.emit("ld.global.s32", made, (self.lengths + request.to("u64") * 4).at())
         return made

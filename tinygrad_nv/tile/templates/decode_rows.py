@@ -16,13 +16,14 @@ place of its top, −inf.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.access import advanced, read
 from tinygrad_nv.tile.decode import DecodeSpec
 from tinygrad_nv.tile.epilogue import Finish
-from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Sum
+from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Sum, loads
 from tinygrad_nv.tile.flash_score import across
 from tinygrad_nv.tile.lanes import Lanes
 
@@ -70,7 +71,8 @@ class Rows:
         self.head = [number % spec.group for number in self.number]
         self.row = [number // spec.group for number in self.number]
         # how many keys the row sees: its own place, and 1; 0 for rows beyond the last
-        places = [self.length + (row.to("s32") - (spec.s_q - 1)) for row in self.row]
+        places = [self.length + (row.to("s32") - (spec.s_q - 1)) if spec.causal else self.length
+                  for row in self.row]
         self.seen = [k.select(there, place, 0, "s32")
                      for there, place in zip(self.there, places, strict=True)]
 
@@ -102,9 +104,11 @@ class Rows:
 class Softmax:
     """Scores and weights of a lane's rows."""
 
-    def __init__(self, k: Kernel, spec: DecodeSpec, rows: Rows) -> None:
+    def __init__(self, k: Kernel, spec: DecodeSpec, rows: Rows, extras: Sequence[Value]) -> None:
         self.k, self.spec, self.rows = k, spec, rows
         self.scale = multiple(spec.score)
+        self.loaded = {load: [_Loaded(k, spec, load, extras[load.parameter], rows, h) for h in range(2)]
+                       for load in loads(spec.score)}
         self.top, self.total = k.regs("f32", 2, -math.inf), k.regs("f32", 2, 0.0)
 
     def step(self, sums: Cells, first: Value) -> list[Value]:
@@ -143,7 +147,7 @@ class Softmax:
     def _scores(self, sums: Cells, column: Value) -> Cells:
         """Scores times log2 e, of which the lane's first column is that of key `column`."""
         if self.scale is not None: return [[value * (self.scale * LOG2E) for value in cell] for cell in sums]
-        sources = _Pairs(self.k, sums, lambda axis, h: self._position(axis, h, column))
+        sources = _Pairs(self.k, sums, lambda axis, h: self._position(axis, h, column), self.loaded, column)
         # one for each row: they differ in query heads, which it takes to be the same for all
         finishes = [Finish(self.k, self.spec.score, sources) for _ in range(2)]
         return [[finish.at(h, j).register(e) * LOG2E for h, finish in enumerate(finishes) for e in range(2)]
@@ -156,16 +160,44 @@ class Softmax:
         return (self.rows.head[h] if axis == 2 else self.rows.batch[int(axis)]).to("s32")
 
 
+class _Loaded:
+    """A parameter of the score, as the lane's row `h` has it."""
+
+    def __init__(self, k: Kernel, spec: DecodeSpec, load: Load, pointer: Value, rows: Rows, h: int) -> None:
+        self.k, self.load, self.seen, size = k, load, rows.seen[h], load.dtype.itemsize
+        base = pointer + load.offset * size if load.offset else pointer
+        indices, strides = (*rows.batch, rows.head[h], rows.row[h]), (*(load.batch or (0, 0, 0)), load.m)
+        for index, stride in zip(indices, strides, strict=True):
+            base = advanced(k, base, index, stride * size)
+        self.base = base
+        # pairs begin at even keys; the last one has two where all keys that there are do
+        even = not any(x % 2 for x in (spec.longest, load.m, load.offset, *load.batch))
+        self.pairs = load.n == 1 and spec.length == "most" and even
+        self.fixed = None if load.n else read(k, base, 0, load.dtype, 1, rows.there[h])
+
+    def at(self, column: Value, pair: int) -> Lanes:
+        """Of a pair of keys, the lane's first of which is `column` (s32); 0 where the row does not see it."""
+        if self.fixed is not None: return self.fixed
+        k, load, size = self.k, self.load, self.load.dtype.itemsize
+        base, after = advanced(k, self.base, column.to("u32"), load.n * size), self.seen - column
+        if self.pairs: return read(k, base, 8 * pair * size, load.dtype, 2, after > 8 * pair)
+        return Lanes(k, load.dtype, [read(k, base, (8 * pair + e) * load.n * size, load.dtype, 1,
+                                          after > 8 * pair + e).at(0) for e in range(2)])
+
+
 @dataclass
 class _Pairs:
     """What a score reads, for pairs of columns: `row` 0 or 1 is the lane's row, `pair` counts 8 columns."""
     k: Kernel
     cells: Cells
     index: Callable[[str | int, int], Value]
+    loaded: Mapping[Load, Sequence[_Loaded]]
+    column: Value
 
     def sums(self, part: int, row: int, pair: int) -> Sequence[Value]: return self.cells[pair][2 * row:][:2]
 
-    def load(self, load: Load, row: int, pair: int) -> Lanes: raise AssertionError(load)
+    def load(self, load: Load, row: int, pair: int) -> Lanes:
+        return self.loaded[load][row].at(self.column, pair)
 
     def position(self, axis: str | int, row: int, pair: int) -> Sequence[Value]:
         made = self.index(axis, row)

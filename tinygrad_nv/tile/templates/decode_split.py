@@ -27,7 +27,7 @@ class Split:
         self.warp_m, self.warp_n = warp % s.warps_m, warp // s.warps_m
         self.ring = k.shared("ring", plan.ring_bytes, align=1024).address()
         if plan.q_bytes: self.stash = k.shared("queries", plan.q_bytes).address()
-        self.table = k.shared("split_pages", plan.table_bytes)
+        if plan.table_bytes: self.table = k.shared("split_pages", plan.table_bytes)
 
     def write(self) -> None:
         """The whole kernel."""
@@ -39,7 +39,7 @@ class Split:
             self.bounds = bounds = Bounds(begin, k.reg("s32"), k.reg("s32"))
             k.emit("max.s32", bounds.low, begin, span.first)
             k.emit("min.s32", bounds.high, begin + span.keys, span.high)
-            self._tables()
+            if self.spec.table: self._tables()
             first = self.block * plan.block_rows + self.warp_m * 16 + k.special("laneid") // 4
             self.rows = Rows(k, self.spec, first, span.high, [self.request, self.head])
             self._queries()
@@ -129,15 +129,17 @@ class Split:
         def copy(pages: Pages, pointer: Value, width: int, start: int) -> PageCopy:
             size = pages.dtype.itemsize
             at = pointer + (self.head.to("u64") * pages.head + pages.offset) * size
+            if not spec.table: at = at + self.request.to("u64") * (pages.page * size)
+            table = self.table.address() if spec.table else None
             return PageCopy(k, pages, spec.page_size, at, plan.tile(width), width * size, thread,
-                            plan.group_threads, self.table.address(), start, policy)
+                            plan.group_threads, table, start, policy)
 
         values = plan.k_tile.nbytes
         self.copies = [copy(spec.k, self.given.keys, spec.d, 0),
                        copy(spec.v, self.given.values, spec.d_v, values)]
         self.keys = Keys(k, spec.k.dtype, spec.q.dtype, plan.k_tile, spec.d, 0)
         self.values = Values(k, spec.v.dtype, spec.q.dtype, plan.v_tile, spec.d_v, values)
-        self.softmax = Softmax(k, spec, self.rows)
+        self.softmax = Softmax(k, spec, self.rows, self.given.extras)
         self.out: Cells = [k.regs("f32", 4, 0.0) for _ in range(0, spec.d_v, 8)]
         if spec.quantised: self._largest_scale()
 
