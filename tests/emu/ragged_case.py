@@ -148,6 +148,9 @@ def results(case: Case, storages: Given) -> Answer:
             log = logs[number:number + 1, ..., :rows].double()
             logs[number, ..., :rows] = GUARD
         found.append((out, log))
+    rest = dense.matrix(case.whole(), storages, "out")[..., case.begins[0][-1]:, :]
+    assert (rest == 0).all(), "rows after the last sequence are not zeros"
+    rest.fill_(GUARD)
     for name, storage in storages.items():
         guard = torch.tensor(GUARD).to(storage.dtype).double()
         assert (storage.double() == guard).all(), f"elements beside {name} were written"

@@ -89,7 +89,7 @@ def _spec_problems(spec: AttentionSpec) -> list[str]:
             if rows.aligned_bytes < LEAST_BYTES]
     heads = spec.batch[1] * spec.batch[2]
     return out + [f"{count} {name} are above {MOST_GRID}, a grid's" for name, count in
-                  (("heads", heads), ("batches", spec.batch[0])) if count > MOST_GRID]
+                  (("heads", heads), ("batches", spec.batch[0] + spec.ragged)) if count > MOST_GRID]
 
 
 def _resource_problems(s: Schedule, spec: AttentionSpec, arch: str) -> list[str]:

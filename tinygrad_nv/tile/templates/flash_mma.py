@@ -35,6 +35,7 @@ from tinygrad_nv.tile.legal_flash_mma import held, padded, plan_of, require, sta
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.store import Cell, Store
 from tinygrad_nv.tile.templates.flash_mma_copy import RowCopy
+from tinygrad_nv.tile.templates.flash_rest import clear
 
 
 def flash_mma(spec: AttentionSpec, schedule: Schedule, arch: str = "sm_80") -> AttentionKernel:
@@ -44,7 +45,7 @@ def flash_mma(spec: AttentionSpec, schedule: Schedule, arch: str = "sm_80") -> A
     k = Kernel("flash_mma", arch=arch, threads=schedule.threads, min_ctas=1)
     _Writer(k, spec, schedule).write()
     batch, heads, group = spec.batch
-    grid = (-(-spec.s_q // schedule.block_m), heads * group, batch)
+    grid = (-(-spec.s_q // schedule.block_m), heads * group, batch + spec.ragged)
     return AttentionKernel("flash_mma", k.ptx(), grid, schedule.threads, k.dynamic_smem,
                            rows_of_cta=schedule.block_m if "s_q" in spec.symbolic else 0, pdl=k.hopper)
 
@@ -83,6 +84,7 @@ class _Writer:
         end here."""
         k, spec = self.k, self.spec
         if k.hopper: k.wait_for_previous_grid()
+        clear(k, spec, self.out, cu_q, self.batch, k.ctaid.x, self.schedule.block_m)
         made = Extents.read(k, spec, (cu_q, cu_k), self.batch[0])
         k.emit("exit", guard=self.first >= made.s_q)
         assert made.first is not None
