@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from tinygrad_nv.errors import ScheduleError
 
-Template = Literal["mma", "wgmma", "gemv", "flash_mma", "flash_wgmma", "decode"]
+Template = Literal["mma", "wgmma", "gemv", "flash_mma", "flash_wgmma", "flash_fma", "decode",
+                   "flash_backward_mma", "flash_backward_wgmma"]
 Mode = Literal["cooperative", "pingpong"]
 Swizzle = Literal["", "32B", "64B", "128B"]
 
@@ -25,10 +26,10 @@ class Schedule:
     warps_n = 1), four of them the producer; `mode` says whether consumers share a tile or take turns.
     gemv: `warps_m` warps. flash_wgmma: `block_m` rows of queries, `block_n` columns of keys at a time; warps
     as of wgmma, `depth` stages of keys and as many of values; in ping-pong a consumer multiplies while
-    another has its softmax. `cluster_m` × `cluster_n` CTAs share operands by multicast. `splits` CTAs share
-    the sum of one tile; `stream` divides all sums evenly among persistent CTAs instead. `group` rows of tiles
-    are walked together, for L2. `swap` computes the transposed product, for few rows. `swizzle` "" is the
-    widest that the tile allows."""
+    another has its softmax. flash_fma: such blocks, whose columns `warps_n` warps share. `cluster_m` ×
+    `cluster_n` CTAs share operands by multicast. `splits` CTAs share the sum of one tile; `stream` divides
+    all sums evenly among persistent CTAs instead. `group` rows of tiles are walked together, for L2. `swap`
+    computes the transposed product, for few rows. `swizzle` "" is the widest that the tile allows."""
     template: Template = "mma"
     block_m: int = 128
     block_n: int = 128
@@ -49,7 +50,8 @@ class Schedule:
         """Another template, with its own default for the warps."""
         if template == "wgmma": return replace(self, template=template, block_k=64, warps_m=12, warps_n=1,
                                                depth=4)
-        if template == "flash_wgmma": return replace(self, template=template, warps_m=12, warps_n=1, depth=2)
+        if template in ("flash_wgmma", "flash_backward_wgmma"):
+            return replace(self, template=template, warps_m=12, warps_n=1, depth=2)
         if template == "gemv": return replace(self, template=template, warps_m=8, warps_n=1)
         return replace(self, template=template)
 

@@ -1,0 +1,120 @@
+"""What `flash_backward_mma` asks of a schedule, and how much a schedule takes."""
+from __future__ import annotations
+
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.errors import ScheduleError
+from tinygrad_nv.tile import legality
+from tinygrad_nv.tile.attention import AttentionSpec, Rows
+from tinygrad_nv.tile.attention_backward import BackwardSpec
+from tinygrad_nv.tile.legal_flash_mma import MOST_GRID, padded
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.spec import GemmSpec, Operand, Result
+from tinygrad_nv.tile.store import StorePlan, store_plan
+from tinygrad_nv.tile.templates.flash_mma_copy import LEAST_BYTES
+
+BLOCKS = (32, 64, 128)
+MOST_SUMS = 208  # registers for dk, dv, and for p and ds of a block
+
+
+def stage_bytes(s: Schedule, spec: AttentionSpec) -> int:
+    """A block of rows of q and of the gradient, with −l · log2 e and −delta of each; of 1024 bytes."""
+    return -(-s.block_m * ((padded(spec.d) + padded(spec.d_v)) * 2 + 8) // 1024) * 1024
+
+
+def key_bytes(s: Schedule, spec: AttentionSpec) -> int:
+    """The CTA's keys and values."""
+    return s.block_n * (padded(spec.d) + padded(spec.d_v)) * 2
+
+
+def weight_bytes(s: Schedule) -> int:
+    """ds of a block."""
+    return s.block_n * s.block_m * 2
+
+
+def shares(s: Schedule, d: int) -> tuple[int, int] | None:
+    """Warps along the rows and along d of a block of dq, of which a warp has as little as possible to read:
+    16 rows and 16 elements or multiples of them. None where warps cannot share it."""
+    warps, wide = s.warps_m * s.warps_n, padded(d)
+    found = [(s.block_m // rows + wide // (warps // rows), rows, warps // rows) for rows in (1, 2, 4, 8, 16)
+             if warps % rows == 0 and s.block_m % (16 * rows) == 0 and wide % (16 * (warps // rows)) == 0]
+    return min(found)[1:] if found else None
+
+
+def sums(s: Schedule, spec: AttentionSpec) -> int:
+    """Registers a thread that hold dk and dv, and sums and products with v of a block."""
+    keys = s.block_n // s.warps_m
+    return keys * (padded(spec.d) + padded(spec.d_v) + 2 * s.block_m) // 32
+
+
+def stored_as(spec: BackwardSpec, rows: Rows, d: int) -> GemmSpec:
+    """The product whose result lies where dk or dv does, for its store."""
+    one, operand = spec.forward, Operand(dtypes.bfloat16, d, 1, (0, 0, 0))
+    out = Result(rows.dtype, rows.row, 1, rows.batch, rows.offset)
+    return GemmSpec(one.s_kv, d, d, operand, operand, out, one.batch, symbolic="s_kv" in one.symbolic)
+
+
+def plan_of(s: Schedule, spec: BackwardSpec, rows: Rows, d: int) -> StorePlan:
+    """How dk or dv is stored."""
+    return store_plan(stored_as(spec, rows, d), Schedule().block(s.block_n, padded(d)).warps(s.warps_m))
+
+
+def smem_bytes(s: Schedule, spec: BackwardSpec) -> int:
+    """Shared memory: the keys, the ring, ds; dk and dv are stored from where all this was."""
+    one = spec.forward
+    loop = key_bytes(s, one) + s.depth * stage_bytes(s, one) + weight_bytes(s)
+    return max(loop, sum(plan_of(s, spec, rows, d).smem_bytes for rows, d in ((spec.dk, one.d),
+                                                                              (spec.dv, one.d_v))))
+
+
+def problems(schedule: Schedule, spec: BackwardSpec, arch: str) -> list[str]:
+    """Why `flash_backward_mma` cannot have this schedule; empty when it can."""
+    s = schedule
+    if arch not in legality.SMEM_BYTES: return [f"{arch} is not {', '.join(legality.SMEM_BYTES)}"]
+    if min(s.block_m, s.block_n, s.warps_m, s.warps_n, s.depth) < 1: return [f"{s}: extents below 1"]
+    out = _spec_problems(spec)
+    out += [f"{word} is of other templates" for word, on in (
+        (f"template {s.template}", s.template != "flash_backward_mma"), ("stream-K", s.stream),
+        ("ping-pong", s.mode == "pingpong"), ("swap", s.swap), (f"split {s.splits}", s.splits > 1),
+        (f"{s.warps_n} warps along rows", s.warps_n > 1),
+        (f"cluster {s.cluster_m}x{s.cluster_n}", s.cluster_m * s.cluster_n > 1)) if on]
+    if s.block_n % (16 * s.warps_m):
+        out.append(f"block_n={s.block_n} is not a multiple of {s.warps_m} warps × 16 = {16 * s.warps_m}")
+    out += [f"{name}={block} is not {', '.join(map(str, BLOCKS))}"
+            for name, block in (("block_m", s.block_m), ("block_n", s.block_n)) if block not in BLOCKS]
+    if s.warps_m not in (1, 2, 4, 8): out.append(f"{s.warps_m} warps are not 1, 2, 4 or 8")
+    if s.threads < s.block_m:
+        out.append(f"block_m={s.block_m} is above {s.threads} threads, one for each row")
+    if not 2 <= s.depth <= 8: out.append(f"{s.depth} stages are not 2 to 8")
+    return out or _resource_problems(s, spec, arch)
+
+
+def _spec_problems(spec: BackwardSpec) -> list[str]:
+    """Of the operands, whatever the schedule."""
+    one = spec.forward
+    out = [f"{name}={d} is not a multiple of 8" for name, d in (("d", one.d), ("d_v", one.d_v)) if d % 8]
+    out += [f"rows of {name} are aligned to {rows.aligned_bytes} B, cp.async copies {LEAST_BYTES} and more"
+            for name, rows in (("q", one.q), ("k", one.k), ("v", one.v), ("grad", spec.grad))
+            if rows.aligned_bytes < LEAST_BYTES]
+    return out + [f"{count} {name} are above {MOST_GRID}, a grid's" for name, count in
+                  (("key heads", one.batch[1]), ("batches", one.batch[0])) if count > MOST_GRID]
+
+
+def _resource_problems(s: Schedule, spec: BackwardSpec, arch: str) -> list[str]:
+    out, most, one = [], legality.SMEM_BYTES[arch], spec.forward
+    if (needed := smem_bytes(s, spec)) > most:
+        out.append(f"keys of {key_bytes(s, one)} B, {s.depth} stages × {stage_bytes(s, one)} B and ds are "
+                   f"{needed} B of shared memory, {arch} has {most}")
+    if (count := sums(s, one)) > MOST_SUMS:
+        out.append(f"{s.block_n // s.warps_m} keys of a warp × ({padded(one.d)} + {padded(one.d_v)} + 2 × "
+                   f"{s.block_m}) / 32 lanes = {count} sums a thread, at most {MOST_SUMS}")
+    if shares(s, one.d) is None:
+        out.append(f"{s.warps_m} warps cannot share {s.block_m} rows x {padded(one.d)} of dq by 16 x 16")
+    return out
+
+
+def require(schedule: Schedule, spec: BackwardSpec, arch: str) -> None:
+    """Raises `ScheduleError` with all that is wrong."""
+    if found := problems(schedule, spec, arch):
+        raise ScheduleError(f"{schedule} cannot be: " + "; ".join(found), "a schedule without these problems",
+                            "change the blocks, the warps or the stages")

@@ -1,0 +1,290 @@
+"""The backward pass of flash attention with mma.sync: a CTA has a block of keys, and dk and dv of it in
+registers (FlashAttention-2, arXiv 2307.08691, algorithm 2). For sm_80 and later.
+
+    the CTA's keys and values, and the first `depth - 1` blocks of rows that see them, are on their way
+    for each query head of the key head, for each block of rows:
+        wait until the block is in and everybody has read the one before
+        start the copies of the block `depth - 1` after, into the place of the one before
+        sums = k qᵀ, transposed: a warp has 16 keys, or a multiple of it, of all rows
+        p = 2^(score − l), where some row does not see all keys, 0
+        ds = p (v gradᵀ − delta), the sums of which begin with −delta
+        ds, in 16 bits, to shared memory
+        dv += p grad, dk += ds q, with p and ds from registers: as in the forward pass
+        wait until everybody's ds is there
+        dq block = dsᵀ k, each warp with its share of rows and d, added to memory
+    dv and dk, by way of shared memory
+
+Products of the score with a constant are made of exponents, and of dk and dq at their ends. The query heads
+of a key head follow one another in the CTA: dk and dv need no meeting. dq is summed by red.global.add.f32;
+`deterministic`, by turns (flash_backward_turns.py). Key blocks from the first to the last: with a causal
+band the first are seen by the most rows.
+
+On Hopper it is launched early, as gemm_mma is.
+"""
+from __future__ import annotations
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.attention import Rows
+from tinygrad_nv.tile.attention_backward import BackwardSpec
+from tinygrad_nv.tile.flash_score import LOG2E, Cells, Extents, multiple, signed
+from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
+from tinygrad_nv.tile.kernel import BackwardKernel
+from tinygrad_nv.tile.lanes import HALVES
+from tinygrad_nv.tile.layout import SharedTile
+from tinygrad_nv.tile.legal_flash_backward_mma import (
+    padded,
+    plan_of,
+    require,
+    smem_bytes,
+    stage_bytes,
+    stored_as,
+)
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.store import Cell, Store
+from tinygrad_nv.tile.templates.flash_backward_add import QueryGradient
+from tinygrad_nv.tile.templates.flash_backward_rows import RowBlocks, RowRing, Walk
+from tinygrad_nv.tile.templates.flash_mma_copy import RowCopy
+
+Four = list[Value]  # registers of a fragment
+
+
+def flash_backward_mma(spec: BackwardSpec, schedule: Schedule, arch: str = "sm_80") -> BackwardKernel:
+    """The kernel of a backward pass. Raises `ScheduleError` for an impossible schedule."""
+    require(schedule, spec, arch)
+    # min_ctas: else ptxas may spill for one CTA more on a multiprocessor
+    k = Kernel("flash_backward_mma", arch=arch, threads=schedule.threads, min_ctas=1)
+    _Writer(k, spec, schedule).write()
+    one = spec.forward
+    grid = (-(-one.s_kv // schedule.block_n), one.batch[1], one.batch[0])
+    return BackwardKernel("flash_backward_mma", k.ptx(), grid, schedule.threads, k.dynamic_smem,
+                          rows_of_cta=schedule.block_n if "s_kv" in one.symbolic else 0, pdl=k.hopper)
+
+
+class _Writer:
+    """The kernel as it is written: the parameters, then the stages of the protocol above."""
+
+    def __init__(self, k: Kernel, spec: BackwardSpec, schedule: Schedule) -> None:
+        self.k, self.spec, self.one, self.schedule = k, spec, spec.forward, schedule
+        one, s = spec.forward, schedule
+        self.d, self.d_v = padded(one.d), padded(one.d_v)
+        self.warp_keys = s.block_n // s.warps_m
+        self.dq, self.dk, self.dv = (k.pointer(name) for name in ("dq", "dk", "dv"))
+        self.q, self.keys, self.values, self.grad = (k.pointer(name) for name in ("q", "k", "v", "grad"))
+        self.log, self.delta = k.pointer("l"), k.pointer("delta")
+        self.extras = [k.pointer(f"x{i}") for i in range(len(one.parameters))]
+        self.extents = Extents.declared(k, one)
+        self.first = k.ctaid.x * s.block_n
+        self.batch = [k.ctaid.z, k.ctaid.y, k.reg("u32", 0)]
+        self.key = (k.tid.x >> 5) * self.warp_keys
+        self.blocks = RowBlocks(k, one, self.extents, self.first, s.block_n, s.block_m)
+        scale = multiple(one.score)
+        assert scale is not None
+        self.factor, self.slope = LOG2E * scale, scale
+
+    def write(self) -> None:
+        """The whole kernel."""
+        k, s = self.k, self.schedule
+        self.memory = k.shared("memory", smem_bytes(s, self.spec), align=1024).address()
+        if k.hopper: k.wait_for_previous_grid()
+        self._copies()
+        self._fragments()
+        self.sums_k, self.sums_v = self._cells(self.d), self._cells(self.d_v)
+        self._loop()
+        if k.hopper: k.launch_dependents()
+        self._store()
+
+    def _cells(self, columns: int) -> Cells:
+        return [[self.k.regs("f32", 4, 0.0) for _ in range(columns // 8)]
+                for _ in range(self.warp_keys // 16)]
+
+    def _matrix(self, pointer: Value, rows: Rows, first: Value) -> Value:
+        """Where row `first` (u32) begins, of the CTA's key head and its first query head."""
+        at = self.k.reg("u64", rows.offset)
+        for index, stride in zip((*self.batch[:2], first), (*rows.batch[:2], rows.row), strict=True):
+            if stride: at = at + index.to("u64") * stride
+        return pointer + at * rows.dtype.itemsize
+
+    def _per_row(self, pointer: Value, row: Value, width: int = 1) -> Value:
+        """Where row `row` (u32) begins of float32 [*batch, s_q, width], of the first query head."""
+        _, heads, group = self.one.batch
+        matrix = (self.batch[0] * heads + self.batch[1]) * group
+        return pointer + (matrix.to("u64") * self.one.s_q + row.to("u64")) * (4 * width)
+
+    # **** copies ****
+
+    def _copies(self) -> None:
+        """Starts those of the keys and of the first blocks of rows."""
+        k, one, s = self.k, self.one, self.schedule
+        self.key_copies, start = [], 0
+        for pointer, rows, d in ((self.keys, one.k, one.d), (self.values, one.v, one.d_v)):
+            tile = SharedTile(s.block_n, padded(d) * 2)
+            copy = RowCopy(k, rows, self._matrix(pointer, rows, self.first), d, tile, start)
+            all_seen = self.blocks.whole_keys and one.band.last is None
+            copy.to(self.memory, None, None if all_seen else
+                    copy.left(self.blocks.key_end - self.first.to("s32")))
+            start += tile.nbytes
+            self.key_copies.append(copy)
+        k.cp_async_commit()
+        self.start = self.memory + start
+        self.stage_bytes = stage_bytes(s, one)
+        self.weights = self.start + s.depth * self.stage_bytes
+        low, tiles = self.blocks.low.to("u32"), [SharedTile(s.block_m, d * 2) for d in (self.d, self.d_v)]
+        q = RowCopy(k, one.q, self._matrix(self.q, one.q, low), one.d, tiles[0])
+        grad = RowCopy(k, self.spec.grad, self._matrix(self.grad, self.spec.grad, low), one.d_v, tiles[1],
+                       tiles[0].nbytes)
+        self.values_of_rows = tiles[0].nbytes + tiles[1].nbytes
+        self.ring = RowRing(Walk(self.blocks), q, grad, self._per_row(self.log, low),
+                            self._per_row(self.delta, low), self.values_of_rows)
+        for stage in range(s.depth - 1):
+            at = self.start + stage * self.stage_bytes
+            self.ring.bring(at, self.blocks.count > stage)
+            self.ring.finish(at)
+
+    def _fragments(self) -> None:
+        """How operands are read: of the sums, of dk and dv."""
+        k, one, s = self.k, self.one, self.schedule
+        zero, dtype = k.reg("u32", 0), one.q.dtype
+        def steps(d: int) -> int: return padded(d) * 2 // STEP_BYTES
+        self.left, self.right, self.third = [], [], []
+        for key, row, d in zip(self.key_copies, (self.ring.q, self.ring.grad), (one.d, one.d_v), strict=True):
+            left = Fragments(k, dtype, key.tile, False, False, self.key, self.warp_keys, steps(d), key.start)
+            left.move(self.memory)
+            self.left.append(left)
+            self.right.append(Fragments(k, dtype, row.tile, False, True, zero, s.block_m, steps(d),
+                                        row.start))
+            self.third.append(Fragments(k, dtype, row.tile, True, True, zero, padded(d), s.block_m // 16,
+                                        row.start))
+        low = self.blocks.low.to("u32")
+        self.adding = QueryGradient(k, self.spec, s, self.key_copies[0].tile, self.memory, self.weights,
+                                    self._per_row(self.dq, low, one.d), self.blocks, self.slope)
+
+    # **** the loop ****
+
+    def _loop(self) -> None:
+        k, s, count = self.k, self.schedule, self.blocks.count
+        ahead = s.depth - 1
+        self.reading = k.reg("u32", name="reading").set(self.start)
+        self.writing = k.reg("u32", name="writing").set(self.start + ahead * self.stage_bytes)
+        end = self.start + s.depth * self.stage_bytes
+        with k.loop(0, count, name="block") as block:
+            k.cp_async_wait(ahead - 1)
+            k.sync()
+            self.ring.bring(self.writing, block < count - ahead)
+            for fragments in (*self.right, *self.third): fragments.move(self.reading)
+            weights = self._weights()
+            slopes = self._slopes(weights)
+            packed = self._packed(slopes)
+            self.adding.keep(packed, self.key)
+            self._sum(self.sums_v, self._packed(weights), self.third[1])
+            self._sum(self.sums_k, packed, self.third[0])
+            self.ring.finish(self.writing)
+            k.sync()
+            self.adding.add()
+            self.writing.set(self.reading)
+            self.reading += self.stage_bytes
+            self.reading.set(k.select(self.reading == end, self.start, self.reading))
+        k.cp_async_wait(0)
+
+    def _multiplied(self, which: int, cells: Cells) -> Cells:
+        """Cells of keys by rows, and the products of keys (0) or values (1) and the block's rows."""
+        k, left, right = self.k, self.left[which], self.right[which]
+        for step in range(left.steps):
+            left.load(step, keys := left.registers())
+            for j in range(self.schedule.block_m // 16):
+                right.load_one(j, step, rows := k.regs("b32", 4))
+                self._products(cells, j, keys, rows)
+        return cells
+
+    def _products(self, cells: Cells, j: int, left: list[Four], right: Four) -> None:
+        """Those of 16 columns."""
+        shape, types = instruction(self.one.q.dtype, self.one.q.dtype)
+        for row, four in zip(cells, left, strict=True):
+            for half in range(2):
+                cell = row[2 * j + half]
+                self.k.mma(shape, types, cell, four, right[2 * half:2 * half + 2], cell)
+
+    def _of_rows(self, start: int) -> list[list[Value]]:
+        """What a stage has of the lane's two rows of each cell."""
+        k, lane = self.k, self.k.special("laneid")
+        at = self.reading + (lane & 3) * 8
+        return [k.ld("shared", "f32", at.at(self.values_of_rows + start + 32 * j), 2)
+                for j in range(self.schedule.block_m // 8)]
+
+    def _weights(self) -> Cells:
+        """p of the block, float32."""
+        k, cells = self.k, self._multiplied(0, self._cells(self.schedule.block_m))
+        logs = self._of_rows(0)
+        for row in cells:
+            for cell, two in zip(row, logs, strict=True):
+                for r, value in enumerate(cell):
+                    k.emit("fma.rn.f32", value, value, self.factor, two[r % 2])
+                    k.emit("ex2.approx.ftz.f32", value, value)
+        if (partly := self.blocks.partly(self.adding.walk.row)) is not None:
+            with k.if_(partly): self._mask(cells)
+        return cells
+
+    def _mask(self, cells: Cells) -> None:
+        """0 where a row does not see a key. From the lane's first row on, rows from `low` to `high` see."""
+        k, band, lane = self.k, self.one.band, self.k.special("laneid")
+        key = (self.first + self.key + (lane >> 2)).to("s32")
+        row = self.adding.walk.row + ((lane & 3) << 1).to("s32")
+        there = key - row - signed(k, self.extents.start)
+        s_kv = signed(k, self.extents.s_kv)
+        for i, cells_of_row in enumerate(cells):
+            for h in range(2):
+                down = 16 * i + 8 * h
+                low = k.reg("s32", 0) if band.last is None else there + (down - band.last)
+                if not self.blocks.whole_keys:
+                    low = k.select(key + down < s_kv, low, self.schedule.block_m)
+                high = None if band.first is None else there + (down - band.first)
+                for j, cell in enumerate(cells_of_row):
+                    for e in range(2):
+                        sees = low <= 8 * j + e
+                        if high is not None: sees = sees & (high >= 8 * j + e)
+                        value = cell[2 * h + e]
+                        k.emit("selp.f32", value, value, 0.0, sees)
+
+    def _slopes(self, weights: Cells) -> Cells:
+        """ds of the block, without the score's constant, float32."""
+        minus = 4 * self.schedule.block_m
+        cells = [[[*first, *second] for first, second in zip(self._of_rows(minus), self._of_rows(minus),
+                                                             strict=True)] for _ in weights]
+        for row, own in zip(self._multiplied(1, cells), weights, strict=True):
+            for cell, weight in zip(row, own, strict=True):
+                for value, factor in zip(cell, weight, strict=True): value *= factor
+        return cells
+
+    def _packed(self, cells: Cells) -> list[list[Four]]:
+        """Weights in 16 bits, as fragments of left operands: by 16 keys, by 16 rows."""
+        made = [[self.k.regs("b32", 4) for _ in range(len(row) // 2)] for row in cells]
+        for row, fours in zip(cells, made, strict=True):
+            for step, four in enumerate(fours):
+                for r, register in enumerate(four):
+                    low, high = row[2 * step + r // 2][2 * (r % 2):2 * (r % 2) + 2]
+                    self.k.emit(f"cvt.rn.{HALVES[self.one.q.dtype]}x2.f32", register, high, low)
+        return made
+
+    def _sum(self, sums: Cells, weights: list[list[Four]], third: Fragments) -> None:
+        """Adds products of weights and the block's rows."""
+        for step in range(third.steps):
+            for j in range(third.extent // 16):
+                third.load_one(j, step, rows := self.k.regs("b32", 4))
+                self._products(sums, j, [row[step] for row in weights], rows)
+
+    def _store(self) -> None:
+        """dk and dv."""
+        k, one, s = self.k, self.one, self.schedule
+        rows = self.extents.s_kv if isinstance(self.extents.s_kv, Value) else k.reg("u32", self.extents.s_kv)
+        k.sync()
+        for row in self.sums_k:
+            for cell in row:
+                for value in cell: value *= self.slope
+        start = self.memory
+        for pointer, where, d, sums in ((self.dv, self.spec.dv, one.d_v, self.sums_v),
+                                        (self.dk, self.spec.dk, one.d, self.sums_k)):
+            plan = plan_of(s, self.spec, where, d)
+            store = Store(k, stored_as(self.spec, where, d), plan, pointer, [], rows, start)
+            cells = [Cell(16 * i, 8 * j, [cell]) for i, row in enumerate(sums) for j, cell in enumerate(row)]
+            store.tile(self.first + self.key, k.reg("u32", 0), self.batch, cells)
+            store.finish()
+            start = start + plan.smem_bytes

@@ -1,0 +1,155 @@
+"""The blocks of rows that see a block of keys, and how they come to shared memory.
+
+Protocol: `RowBlocks` says which blocks of `block_m` rows have a row that sees one of the CTA's keys, of each
+query head of its key head: the same of each. A `Walk` goes through them, head after head, and tells by how
+much addresses advance. A `RowRing` brings them: tiles of q and of the gradient by cp.async, and for each row
+−l · log2 e and −delta, by way of registers, since they change on the way:
+
+    ring.bring(stage, when)    starts the copies of the next block, and the loads of its l and delta
+    …                          work that does not need them
+    ring.finish(stage)         l and delta to the stage, before the barrier after which it is read
+
+Rows beyond s_q, and rows with l = −inf (that see nothing), have −inf in the place of −l · log2 e, which makes
+all their p 0.
+"""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.attention import AttentionSpec
+from tinygrad_nv.tile.flash_score import LOG2E, Extents, least, signed
+from tinygrad_nv.tile.templates.flash_mma_copy import RowCopy
+
+
+@dataclass
+class RowBlocks:
+    """Those that see keys from `first` (u32) on, `keys` of them. `low` (s32) is the first row of the first
+    block, `end` (s32) where the last one ends, `count` (s32) how many there are, of all query heads."""
+    k: Kernel
+    spec: AttentionSpec
+    extents: Extents
+    first: Value
+    keys: int
+    block_m: int
+
+    def __post_init__(self) -> None:
+        k, band, first = self.k, self.spec.band, self.first.to("s32")
+        s_q, s_kv, start = (signed(k, each) for each in (self.extents.s_q, self.extents.s_kv,
+                                                         self.extents.start))
+        last = least(k, first + self.keys, s_kv)
+        self.low, end, self.key_end = k.reg("s32", 0), s_q, s_kv
+        self.full_low: Value | None = None
+        self.full_end: Value | None = None
+        if band.last is not None:
+            self.low = least(k, first - start - band.last, 0, "max") // self.block_m * self.block_m
+            self.full_low = last - 1 - start - band.last
+            self.key_end = least(k, s_kv, s_q + start + band.last)
+        if band.first is not None:
+            end = least(k, s_q, last - start - band.first)
+            self.full_end = first - start - band.first + 1
+        blocks = (least(k, end - self.low, 0, "max") + self.block_m - 1) // self.block_m
+        self.end = self.low + blocks * self.block_m
+        self.count = blocks * self.spec.batch[2]
+        self.beyond = None if self.whole_keys else first + self.keys > s_kv
+
+    @property
+    def whole_keys(self) -> bool:
+        """Whether every block of keys is full."""
+        s_kv = self.extents.s_kv
+        return isinstance(s_kv, int) and s_kv % self.keys == 0
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether every block of rows is full."""
+        s_q = self.extents.s_q
+        return isinstance(s_q, int) and s_q % self.block_m == 0
+
+    def partly(self, base: Value) -> Value | None:
+        """Whether some row of the block from `base` (s32) on does not see all keys; None where all do."""
+        made = self.beyond
+        if self.full_low is not None:
+            early = base < self.full_low
+            made = early if made is None else made | early
+        if self.full_end is not None:
+            late = base + self.block_m > self.full_end
+            made = late if made is None else made | late
+        return made
+
+
+@dataclass
+class Walk:
+    """A place in the blocks of rows, head after head: `row` (s32) is the block's first."""
+    blocks: RowBlocks
+
+    def __post_init__(self) -> None:
+        self.k, self.group = self.blocks.k, self.blocks.spec.batch[2]
+        self.row = self.k.reg("s32", self.blocks.low)
+        self.addresses: list[tuple[Value, int, Value | None]] = []
+
+    def follow(self, address: Value, row_bytes: int, head_bytes: int) -> None:
+        """An address (u64) that moves along: of row `low` of the first head."""
+        k, back = self.k, None
+        if self.group > 1:
+            back = k.reg("s64", head_bytes + self.blocks.block_m * row_bytes)
+            back -= (self.blocks.end - self.blocks.low).to("s64") * row_bytes
+        self.addresses.append((address, self.blocks.block_m * row_bytes, back))
+
+    def advance(self) -> Value | None:
+        """The next block; whether it is of the next head, None where there is only one."""
+        k, step = self.k, self.blocks.block_m
+        self.row += step
+        if self.group == 1:
+            for address, nbytes, _ in self.addresses: address += nbytes
+            return None
+        wrapped = self.row >= self.blocks.end
+        self.row.set(k.select(wrapped, self.blocks.low, self.row))
+        for address, nbytes, back in self.addresses:
+            assert back is not None
+            address += k.select(wrapped, back, nbytes, "s64").to("u64")
+        return wrapped
+
+
+@dataclass
+class RowRing:
+    """Brings blocks of rows. `q` and `grad` copy from row `low` of the first head on; `log` and `delta` are
+    where that row's lie. The values of a row lie `place` bytes after a stage's beginning."""
+    walk: Walk
+    q: RowCopy
+    grad: RowCopy
+    log: Value
+    delta: Value
+    place: int
+    pending: list[Value] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        blocks, spec = self.walk.blocks, self.walk.blocks.spec
+        self.k, self.block_m = blocks.k, blocks.block_m
+        for copy in (self.q, self.grad):
+            size = copy.rows.dtype.itemsize
+            self.walk.follow(copy.source, copy.rows.row * size, copy.rows.batch[2] * size)
+        thread = self.k.tid.x.to("u64") * 4
+        self.log, self.delta = self.log + thread, self.delta + thread
+        for address in (self.log, self.delta): self.walk.follow(address, 4, spec.s_q * 4)
+
+    def bring(self, stage: Value, when: Value) -> None:
+        """Starts the copies of the next block to a stage (u32), where the predicate holds."""
+        k, blocks = self.k, self.walk.blocks
+        left = None if blocks.whole_rows else signed(k, blocks.extents.s_q) - self.walk.row
+        for copy in (self.q, self.grad): copy.to(stage, when, None if left is None else copy.left(left))
+        k.cp_async_commit()
+        mine = (k.tid.x < self.block_m) & when
+        if left is not None: mine = mine & (k.tid.x.to("s32") < left)
+        self.pending = [k.reg("f32", -math.inf), k.reg("f32", 0.0)]
+        for made, address in zip(self.pending, (self.log, self.delta), strict=True):
+            k.emit("ld.global.f32", made, address.at(), guard=mine)
+        self.walk.advance()
+
+    def finish(self, stage: Value) -> None:
+        """Writes −l · log2 e and −delta."""
+        k, (log, delta) = self.k, self.pending
+        scaled = k.select(log == -math.inf, -math.inf, log * -LOG2E)
+        at = stage + k.tid.x * 4
+        for value, start in ((scaled, self.place), (-delta, self.place + 4 * self.block_m)):
+            k.emit("st.shared.f32", at.at(start), value, guard=k.tid.x < self.block_m)
