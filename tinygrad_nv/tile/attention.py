@@ -25,7 +25,8 @@ memory, s32 [batch[0] + 1], say where: sequence b has rows cu_q[b] … cu_q[b + 
 cu_k[b] … cu_k[b + 1] − 1 of k and v. Strides along the batch are 0. s_q and s_kv are the most rows that a
 sequence has, 0 the fewest; r and c count from the sequence's first, and start is its s_kv − s_q, so that the
 last row sees the last column of a causal band (as in FlashAttention 2.1); rows that stand before the first
-column see nothing of it. l is [*batch, s_q] still; rows that a sequence lacks are not written.
+column see nothing of it. Rows of the result after those of the last sequence are zeros. l is [*batch, s_q]
+still; rows that a sequence lacks are not written.
 
 `kept` below 256 is dropout, of p alone: l and the sum by which p is divided are those without it.
 
@@ -43,7 +44,8 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.expression import Expression, Position, Sum, parameters, short, show, walk
 
-OPERANDS = (dtypes.bfloat16, dtypes.float16)
+OPERANDS = (dtypes.bfloat16, dtypes.float16)  # of tensor cores
+KINDS = (*OPERANDS, dtypes.float32)            # of q, k and v
 RESULTS = (dtypes.bfloat16, dtypes.float16, dtypes.float32)
 SYMBOLS = ("s_q", "s_kv", "start")
 MOST_HEAD = 256     # d and d_v
@@ -135,9 +137,9 @@ class AttentionSpec:
             raise SpecError("a stride along the sequences of a ragged batch", "0: first rows are in memory")
 
     def _check_dtypes(self) -> None:
-        if self.q.dtype not in OPERANDS or {self.k.dtype, self.v.dtype} != {self.q.dtype}:
+        if self.q.dtype not in KINDS or {self.k.dtype, self.v.dtype} != {self.q.dtype}:
             raise SpecError(f"attention of {', '.join(short(x.dtype) for x in (self.q, self.k, self.v))}",
-                            f"one of {', '.join(map(short, OPERANDS))} for q, k and v")
+                            f"one of {', '.join(map(short, KINDS))} for q, k and v")
         if self.out.dtype not in RESULTS:
             raise SpecError(f"a result of {self.out.dtype}", "a float of 16 or 32 bits")
         if self.score.dtype != dtypes.float32: raise SpecError(f"scores of {self.score.dtype}", "float32")

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.tile.attention import EVERY, RESULTS, AttentionSpec, Rows
+from tinygrad_nv.tile.attention import EVERY, OPERANDS, RESULTS, AttentionSpec, Rows
 from tinygrad_nv.tile.expression import short
 
 
@@ -42,6 +42,9 @@ class BackwardSpec:
     def __post_init__(self) -> None:
         if self.forward.ragged or self.forward.kept < EVERY:
             raise SpecError("the backward pass of a ragged batch, or of dropout", "of neither")
+        if self.forward.q.dtype not in OPERANDS:
+            raise SpecError(f"the backward pass of {short(self.forward.q.dtype)}",
+                            f"of {' or '.join(map(short, OPERANDS))}")
         if self.grad.dtype != self.forward.v.dtype:
             raise SpecError(f"a gradient of {short(self.grad.dtype)}",
                             f"that of v: {short(self.forward.v.dtype)}")

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeVar
 
-from tinygrad_nv.tile import legal_flash_mma, legal_flash_wgmma
-from tinygrad_nv.tile.attention import AttentionSpec
+from tinygrad_nv.tile import legal_flash_fma, legal_flash_mma, legal_flash_wgmma
+from tinygrad_nv.tile.attention import OPERANDS, AttentionSpec
 from tinygrad_nv.tile.schedule import Schedule
 
 Tile = TypeVar("Tile")
@@ -29,12 +29,24 @@ WGMMA = {64: ((192, 128), (192, 80), (128, 128), (128, 112)),
          192: ((128, 112), (128, 96), (128, 64)),
          256: ((128, 80), (128, 48))}
 FEW_WGMMA = ((64, 128), (64, 112), (64, 80), (64, 48))
-PROBLEMS = {"flash_mma": legal_flash_mma.problems, "flash_wgmma": legal_flash_wgmma.problems}
+# float32. Rows, columns, warps along rows and along columns: 32 rows of a warp as far as registers go
+FMA = {64: ((128, 32, 4, 1),),
+       128: ((128, 32, 4, 1), (64, 16, 2, 1)),
+       256: ((64, 32, 4, 1), (64, 16, 4, 1))}
+FEW_FMA = ((64, 64, 2, 2), (32, 64, 1, 4), (32, 32, 2, 2), (32, 16, 2, 1), (16, 64, 1, 4), (16, 32, 1, 4),
+           (16, 16, 1, 2))
+PROBLEMS = {"flash_mma": legal_flash_mma.problems, "flash_wgmma": legal_flash_wgmma.problems,
+            "flash_fma": legal_flash_fma.problems}
 
 
 def starts(spec: AttentionSpec, arch: str) -> Iterator[Schedule]:
     """Those to choose from, in the order of preference: no more rows than there are, in blocks of 16 (64)."""
     d = max(spec.d, spec.d_v)
+    if spec.q.dtype not in OPERANDS:
+        for m, n, along_m, along_n in (*_upto(FMA, d), *FEW_FMA):
+            if m < 2 * spec.s_q or m == 16:
+                yield Schedule(template="flash_fma").block(m, n).warps(along_m, along_n).stages(2)
+        return
     if arch == "sm_90a":
         for m, n in (*_upto(WGMMA, d), *FEW_WGMMA):
             if m >= 64 + spec.s_q or (n > 128 and not spec.band.full): continue

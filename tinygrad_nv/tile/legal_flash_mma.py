@@ -5,7 +5,8 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile import epilogue, legality
-from tinygrad_nv.tile.attention import AttentionSpec
+from tinygrad_nv.tile.attention import OPERANDS, AttentionSpec
+from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.flash_score import multiple
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec, Operand, Result
@@ -83,6 +84,7 @@ def problems(schedule: Schedule, spec: AttentionSpec, arch: str) -> list[str]:
 
 def _spec_problems(spec: AttentionSpec) -> list[str]:
     """Of the operands, whatever the schedule."""
+    if spec.q.dtype not in OPERANDS: return [f"operands of {short(spec.q.dtype)} are of flash_fma"]
     out = [f"{name}={d} is not a multiple of 8" for name, d in (("d", spec.d), ("d_v", spec.d_v)) if d % 8]
     out += [f"rows of {name} are aligned to {rows.aligned_bytes} B, cp.async copies {LEAST_BYTES} and more"
             for name, rows in (("q", spec.q), ("k", spec.k), ("v", spec.v))

@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 from tinygrad_nv.tile import epilogue
-from tinygrad_nv.tile.attention import EVERY, AttentionSpec, Rows
-from tinygrad_nv.tile.expression import show
+from tinygrad_nv.tile.attention import EVERY, OPERANDS, AttentionSpec, Rows
+from tinygrad_nv.tile.expression import short, show
 from tinygrad_nv.tile.flash_score import multiple
 from tinygrad_nv.tile.legality import MOST, SMEM_BYTES
 from tinygrad_nv.tile.schedule import Schedule
@@ -20,6 +20,7 @@ def problems(schedule: Schedule, spec: AttentionSpec, arch: str) -> list[str]:
     """Why the template cannot have this schedule; empty when it can."""
     if arch != "sm_90a": return [f"wgmma needs sm_90a, the target is {arch}"]
     if schedule.template != "flash_wgmma": return [f"template {schedule.template!r} is not flash_wgmma"]
+    if spec.q.dtype not in OPERANDS: return [f"operands of {short(spec.q.dtype)} are of flash_fma"]
     if spec.ragged or spec.kept < EVERY: return ["ragged batches and dropout are of flash_mma"]
     out = [*_operands(spec), *_counts(schedule, spec), *epilogue.problems(spec.score, arch)]
     if found := _extents(schedule): return out + found

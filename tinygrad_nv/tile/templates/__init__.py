@@ -16,8 +16,12 @@
     gemv_finish.py     from the sums of lanes to the result
   flash_mma.py       attention with mma.sync (FlashAttention-2): sm_80 and later
     flash_mma_copy.py  rows of q, keys and values to shared memory
+  flash_fma.py       attention in float32, without tensor cores: sm_80 and later
+    flash_fma_products.py    what a lane multiplies
+    flash_fma_store.py       warps that share rows; the result, and l
   flash_wgmma.py     attention with wgmma and TMA (FlashAttention-3): sm_90a
     flash_wgmma_plan.py      its tiles, registers and bytes
+    flash_wgmma_walk.py      which tiles a CTA makes
     flash_wgmma_blocks.py    which blocks of columns its rows see
     flash_wgmma_load.py      the producer's copies
     flash_wgmma_multiply.py  the consumers' main loop
