@@ -105,7 +105,7 @@ REFUSED = {
     "block_n=72 is not a multiple of 16 up to 256": (W.block(128, 72), {}, "sm_90a"),
     "1 stages are not 2 to 8": (SMALL.stages(1), {}, "sm_90a"),
     "32768 B of queries + 4 stages × (16384 B of keys + 32768 B of values) + 65536 B of the result + "
-    "136 B of barriers = 295048 B of shared memory": (SMALL.stages(4), {"d": 128, "d_v": 256}, "sm_90a"),
+    "144 B of barriers = 295056 B of shared memory": (SMALL.stages(4), {"d": 128, "d_v": 256}, "sm_90a"),
     "80 scores + 40 pairs of weights + 32 sums = 152 registers a thread, at most 128 with 3 consumers": (
         W.block(192, 160).warps(16), {}, "sm_90a"),
     "block_n=128 beside (sum * -1), which is evaluated in registers: at most 112": (

@@ -18,6 +18,7 @@
     flash_mma_copy.py  rows of q, keys and values to shared memory
   flash_fma.py       attention in float32, without tensor cores: sm_80 and later
     flash_fma_products.py    what a lane multiplies
+    flash_fma_softmax.py     exponents of differences
     flash_fma_store.py       warps that share rows; the result, and l
   flash_wgmma.py     attention with wgmma and TMA (FlashAttention-3): sm_90a
     flash_wgmma_plan.py      its tiles, registers and bytes

@@ -2,25 +2,28 @@
 multiply. For sm_90a.
 
     producer, one thread:                      consumers, 64 rows each:
-        copy of the queries                        wait for the queries
-        for each block of columns, downwards:      for each block of columns, downwards:
-            copy of its keys                           scores of this block, sums of the one before
-            copy of the values of the one before       softmax under those sums
-        copy of the last values                    sums of the last block
-                                                   divide by the total, store
+        for each tile of this CTA:                 for each tile of this CTA:
+            for each block of columns, downwards:      wait for the queries
+                copy of its keys                       for each block of columns, downwards:
+                copy of the values of the one before       scores of this block, sums of the one before
+            copy of the last values                        softmax under those sums
+    another:                                           sums of the last block
+        for each tile of this CTA:                     divide by the total, store
+            copy of the queries
 
-A CTA has `block_m` rows of one head. Blocks of columns that none of its rows see are skipped, only those at
-the edges of the band, or of the keys, are masked (flash_wgmma_blocks.py). With a band blocks of rows are
-taken from the last on, which have the most to do. Query heads of one key head read the same keys.
+A tile is `block_m` rows of one head. Blocks of columns that none of its rows see are skipped, only those at
+the edges of the band, or of the keys, are masked (flash_wgmma_blocks.py). A CTA has one tile, or, where there
+are more tiles than multiprocessors, many, in an order by length and for L2 (flash_wgmma_walk.py): copies for
+the next one are made under the end of this one. Query heads of one key head read the same keys.
 
-It is launched early: whoever touches global memory, the thread that loads and the consumers, waits for the
+It is launched early: whoever touches global memory, the threads that load and the consumers, waits for the
 kernel before once the barriers are made. The kernel after may begin once all CTAs' last copies are on their
 way.
 """
 from __future__ import annotations
 
 from tinygrad_nv.errors import ScheduleError
-from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.ptx.builder import Kernel
 from tinygrad_nv.tile import legal_flash_wgmma
 from tinygrad_nv.tile.attention import AttentionSpec
 from tinygrad_nv.tile.flash_score import Extents, Scores
@@ -31,24 +34,26 @@ from tinygrad_nv.tile.templates.flash_wgmma_load import Loads
 from tinygrad_nv.tile.templates.flash_wgmma_multiply import Products
 from tinygrad_nv.tile.templates.flash_wgmma_plan import REGISTERS, ROWS, WARPGROUP, Plan
 from tinygrad_nv.tile.templates.flash_wgmma_store import Finish
+from tinygrad_nv.tile.templates.flash_wgmma_walk import Tile, Walk
 
 DEFAULT = Schedule().using("flash_wgmma").block(128, 128)
 
 
 def flash_wgmma(spec: AttentionSpec, schedule: Schedule = DEFAULT, arch: str = "sm_90a",
                 sm_count: int = 132) -> AttentionKernel:
-    """The kernel of an attention; it is the same for any number of multiprocessors. Raises `ScheduleError`
-    for an impossible schedule."""
+    """The kernel of an attention on a GPU with `sm_count` multiprocessors. Raises `ScheduleError` for an
+    impossible schedule."""
     if found := legal_flash_wgmma.problems(schedule, spec, arch):
         raise ScheduleError(f"{schedule} cannot be: " + "; ".join(found), "a schedule without these problems",
                             "change the tile, the warps or the stages")
-    plan = Plan.of(spec, schedule)
+    plan = Plan.of(spec, schedule, sm_count)
     k = Kernel("flash_wgmma", arch=arch, threads=schedule.threads, min_ctas=1)
     writer = _Writer(k, plan)
     writer.write()
     return AttentionKernel("flash_wgmma", k.ptx(), plan.grid, schedule.threads, k.dynamic_smem,
                            maps=(*writer.loads.maps, *writer.finish.maps),
-                           rows_of_cta=schedule.block_m if "s_q" in spec.symbolic else 0, pdl=True)
+                           rows_of_cta=schedule.block_m if "s_q" in spec.symbolic and not plan.ctas else 0,
+                           pdl=True)
 
 
 class _Writer:
@@ -63,6 +68,7 @@ class _Writer:
         self.extents = Extents.declared(k, spec)
         self.loads = Loads(k, plan, 1 + spec.log_sum)
         self.finish = Finish(k, plan, out, log_sum, self.loads.q)
+        self.walk = Walk(k, plan, self.extents.s_q)
 
     def write(self) -> None:
         """The whole kernel."""
@@ -74,30 +80,26 @@ class _Writer:
                 self.loads.init()
                 k.fence_mbarrier_init()
             k.sync()
-        self.batch = self._head()
-        number = k.ctaid.x if plan.spec.band.full else k.nctaid.x - 1 - k.ctaid.x
-        self.row = number * plan.schedule.block_m
-        self.blocks = Blocks(k, plan, self.row.to("s32"), self.extents)
         producer = k.tid.x >= WARPGROUP * plan.consumers
         fewer, more = REGISTERS[plan.consumers]
-        with k.if_(producer), k.comment("producer: one thread of the last warpgroup"):
+        with k.if_(producer), k.comment("producer: a thread of each of two warps of the last warpgroup"):
             if fewer: k.setmaxnreg(fewer, more=False)
-            with k.if_(k.tid.x < WARPGROUP * plan.consumers + 32), k.if_(k.elect()): self.produce()
+            with k.if_(k.tid.x < WARPGROUP * plan.consumers + 64), k.if_(k.elect()): self.produce()
         with k.else_(), k.comment("consumers"):
             if more: k.setmaxnreg(more, more=True)
             self.consume()
 
-    def _head(self) -> tuple[Value, Value, Value]:
-        """Indices of this CTA's head: batch, key head, query head of the key head."""
-        k, group = self.k, self.plan.spec.batch[2]
-        head = k.ctaid.y // group
-        return k.ctaid.z, head, k.ctaid.y - head * group
+    def blocks(self, tile: Tile) -> Blocks:
+        """The blocks of columns of a tile."""
+        return Blocks(self.k, self.plan, tile.row.to("s32"), self.extents)
 
     def produce(self) -> None:
         """Fills the rings."""
         k = self.k
         k.wait_for_previous_grid()
-        with self.blocks.any(): self.loads.produce(self.row, self.batch, self.blocks)
+        with k.if_(k.tid.x < WARPGROUP * self.plan.consumers + 32):
+            self.loads.keys_and_values(self.walk, self.blocks)
+        with k.else_(): self.loads.queries(self.walk)
         k.launch_dependents()
 
     def consume(self) -> None:
@@ -106,13 +108,16 @@ class _Writer:
         # the same in all lanes; ptxas keeps what comes from redux, and all made of it, in uniform registers
         warp = k.reg("u32")
         k.emit("redux.sync.min.u32", warp, k.tid.x // 32, -1)
-        consumer = warp >> 2
         k.wait_for_previous_grid()
         first = warp * (ROWS // 4)  # of a consumer's rows, a warp's
-        row = self.row + first
-        scores = Scores(k, plan.spec, self.extents, self.extras, self.batch, row, plan.schedule.block_m,
-                        plan.schedule.block_n)
-        products = Products(k, plan, self.loads, scores, consumer)
-        with self.blocks.any(): products.attend(self.blocks)
-        inverse, logs = products.softmax.finish()
-        self.finish.store(products.out, inverse, logs, row, first, self.extents.s_q, self.batch)
+        products = Products(k, plan, self.loads, warp >> 2)
+        products.begin()
+        with self.walk.tiles() as tile:
+            row = tile.row + first
+            products.tile(self.blocks(tile), Scores(k, plan.spec, self.extents, self.extras, tile.batch, row,
+                                                    plan.schedule.block_m, plan.schedule.block_n))
+            inverse, logs = products.softmax.finish()
+            self.finish.store(products.out, inverse, logs, row, first, self.extents.s_q, tile.batch)
+            if plan.overlaid: products.give_back_queries()
+        products.end()
+        self.finish.finish()

@@ -58,9 +58,14 @@ class Blocks:
         """Whether any block may need a mask."""
         return self.masks_left or self.masks_right
 
+    @property
+    def always(self) -> bool:
+        """Whether every CTA has blocks."""
+        return isinstance(self.end, int) and isinstance(self.first, int)
+
     def any(self) -> AbstractContextManager[None]:
         """What is written inside is for CTAs that have blocks."""
-        if isinstance(self.end, int) and isinstance(self.first, int): return nullcontext()
+        if self.always: return nullcontext()
         return self.k.if_(self.k.reg("s32", self.end) > self.first)
 
     def runs(self) -> list[tuple[Extent, bool]]:

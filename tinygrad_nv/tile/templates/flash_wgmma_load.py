@@ -1,18 +1,20 @@
-"""The producer's copies: the queries once, blocks of keys and values by turns.
+"""The producer's copies: queries, and blocks of keys and values by turns.
 
-Protocol: one thread. K of a block comes before V of the block before it, in the order in which the consumers
-ask for them: K₀, K₁, V₀, K₂, V₁, … Boxes reach beyond the matrices where blocks do; TMA brings zeros for what
-lies outside, and counts them.
+Protocol: a thread for each of the two. Queries have a ring of one stage, keys and values one each. K of a
+block comes before V of the block before it, in the order in which the consumers ask for them: K₀, K₁, V₀, K₂,
+V₁, … Boxes reach beyond the matrices where blocks do; TMA brings zeros for what lies outside, and counts
+them.
 """
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tinygrad_nv.ptx.builder import Kernel, Place, Value
-from tinygrad_nv.tile.attention import Rows
 from tinygrad_nv.tile.kernel import MapArgument
-from tinygrad_nv.tile.pipeline import Ring
+from tinygrad_nv.tile.pipeline import Cursor, Ring
 from tinygrad_nv.tile.templates.flash_wgmma_blocks import Blocks
 from tinygrad_nv.tile.templates.flash_wgmma_plan import WARPGROUP, Plan, map_argument, walked
-from tinygrad_nv.tile.templates.wgmma_tiles import OperandTile
+from tinygrad_nv.tile.templates.flash_wgmma_walk import Tile, Walk
 
 
 class Loads:
@@ -31,36 +33,42 @@ class Loads:
         self.values = k.shared("values", plan.v.nbytes * depth, align=1024)
         self.k_ring = Ring(k, depth, plan.k.nbytes, warps, name="full_and_empty_keys")
         self.v_ring = Ring(k, depth, plan.v.nbytes, warps, name="full_and_empty_values")
-        self.q_full = k.mbarriers("queries_full")
+        self.q_ring = Ring(k, 1, plan.q.nbytes, warps, name="full_and_empty_queries")
+        self.rings = self.q_ring, self.k_ring, self.v_ring
 
     def init(self) -> None:
         """Makes the barriers: one thread."""
-        self.k_ring.init()
-        self.v_ring.init()
-        self.k.mbarrier_init(self.q_full[0], 1)
+        for ring in self.rings: ring.init()
 
-    def produce(self, row: Value, batch: tuple[Value, Value, Value], blocks: Blocks) -> None:
-        """All copies of a CTA, whose rows begin at `row`; it has at least one block."""
-        k, plan, spec, n = self.k, self.plan, self.plan.spec, self.plan.schedule.block_n
-        at_k, at_v = self.k_ring.cursor(producer=True), self.v_ring.cursor(producer=True)
+    def queries(self, walk: Walk) -> None:
+        """The queries of all tiles."""
+        at = self.q_ring.cursor(producer=True)
+        with walk.tiles() as tile:
+            full = self.q_ring.acquire(at)
+            self._copy(0, tile, tile.row.to("s32"), self.q.address(), full)
+            at.advance()
+
+    def keys_and_values(self, walk: Walk, blocks: Callable[[Tile], Blocks]) -> None:
+        """The keys and values of all tiles that have `blocks`."""
+        at = self.k_ring.cursor(producer=True), self.v_ring.cursor(producer=True)
+        with walk.tiles() as tile:
+            seen = blocks(tile)
+            with seen.any(): self._of_tile(tile, seen, *at)
+
+    def _of_tile(self, tile: Tile, blocks: Blocks, at_k: Cursor, at_v: Cursor) -> None:
+        k, plan, n = self.k, self.plan, self.plan.schedule.block_n
         keys, values = self.keys.address(), self.values.address()
-
-        def copy(which: int, at: Value, target: Value, full: Place) -> None:
-            tile, rows = ((plan.q, spec.q), (plan.k, spec.k), (plan.v, spec.v))[which]
-            self._boxes(tile, rows, self.tensor_maps[which], target, at, batch, full)
 
         def copy_keys(column: Value) -> None:
             full = self.k_ring.acquire(at_k)
-            copy(1, column, keys + at_k.stage * plan.k.nbytes, full)
+            self._copy(1, tile, column, keys + at_k.stage * plan.k.nbytes, full)
             at_k.advance()
 
         def copy_values(column: Value) -> None:
             full = self.v_ring.acquire(at_v)
-            copy(2, column, values + at_v.stage * plan.v.nbytes, full)
+            self._copy(2, tile, column, values + at_v.stage * plan.v.nbytes, full)
             at_v.advance()
 
-        k.mbarrier_expect(self.q_full[0], plan.q.nbytes)
-        copy(0, row.to("s32"), self.q.address(), self.q_full[0])
         column = k.reg("s32", (blocks.end - 1) * n)
         first = blocks.first * n
         copy_keys(column)
@@ -71,10 +79,11 @@ class Loads:
             column.set(following)
         copy_values(column)
 
-    def _boxes(self, tile: OperandTile, rows: Rows, tensor_map: Value, target: Value, at: Value,
-               batch: tuple[Value, Value, Value], full: Place) -> None:
-        """The columns of a tile."""
-        outer = [batch[i].to("s32") for i in walked(rows, self.plan.spec.batch)]
-        for column in range(tile.columns):
-            self.k.tma_load(target.at(column * tile.column_bytes), tensor_map,
-                            [column * tile.inner, at, *outer], full)
+    def _copy(self, which: int, tile: Tile, at: Value, target: Value, full: Place) -> None:
+        """The boxes of a tile of q, k or v, from row `at` (s32) on."""
+        plan, spec = self.plan, self.plan.spec
+        operand, rows = ((plan.q, spec.q), (plan.k, spec.k), (plan.v, spec.v))[which]
+        outer = [tile.batch[i].to("s32") for i in walked(rows, spec.batch)]
+        for column in range(operand.columns):
+            self.k.tma_load(target.at(column * operand.column_bytes), self.tensor_maps[which],
+                            [column * operand.inner, at, *outer], full)

@@ -10,6 +10,7 @@ Protocol: with S the scores, P their weights in 16 bits, O the result so far,
         softmax of S, while the tensor core is at O
         wait for O, give Vⱼ₋₁ back
         O ×= the factor of what came before;  P = S in 16 bits
+    give Q back, for the next tile's
     O += P V of the last block
 
 The fragment of S in 16 bits is the fragment of a left operand in registers: registers 8c … 8c + 7 are the
@@ -59,36 +60,51 @@ class Turns:
 class Products:
     """One consumer's main loop; `consumer` is its number, the same in all its lanes."""
 
-    def __init__(self, k: Kernel, plan: Plan, loads: Loads, scores: Scores, consumer: Value) -> None:
-        self.k, self.plan, self.loads, self.scores, self.consumer = k, plan, loads, scores, consumer
+    def __init__(self, k: Kernel, plan: Plan, loads: Loads, consumer: Value) -> None:
+        self.k, self.plan, self.loads, self.consumer = k, plan, loads, consumer
         self.q = Descriptors.of(k, plan.q, loads.q.address() + consumer * plan.q.at_mn(ROWS))
         self.keys = Descriptors.of(k, plan.k, loads.keys.address())
         self.values = Descriptors.of(k, plan.v, loads.values.address())
-        self.at_k, self.at_v = loads.k_ring.cursor(), loads.v_ring.cursor()
-        self.doors_k, self.doors_v = loads.k_ring.doors(), loads.v_ring.doors()
+        self.at_q, self.at_k, self.at_v = (ring.cursor() for ring in loads.rings)
+        self.doors_q, self.doors_k, self.doors_v = (ring.doors() for ring in loads.rings)
         self.mine = k.special("laneid") == 0
         self.s = k.regs("f32", plan.scores)
         self.p = k.regs("b32", plan.scores // 2)
-        self.out = k.regs("f32", plan.sums, 0.0)
+        self.out = k.regs("f32", plan.sums)
         self.turns = Turns(k, plan, consumer) if plan.pingpong else None
-        self.softmax = Softmax(k, 1, scores.factor)
 
-    def attend(self, blocks: Blocks) -> None:
+    def begin(self) -> None:
+        """Before all tiles."""
+        if self.turns is not None: self.turns.begin()
+
+    def end(self) -> None:
+        """After all tiles."""
+        if self.turns is not None: self.turns.end()
+
+    def tile(self, blocks: Blocks, scores: Scores) -> None:
+        """A tile. Queries are given back unless the result will lie where they do."""
+        self.scores, self.softmax = scores, Softmax(self.k, 1, scores.factor)
+        for each in self.out: each.set(0.0)
+        self.loads.q_ring.wait(self.at_q)
+        with blocks.any(): self._attend(blocks)
+        if not blocks.always and not self.plan.overlaid:
+            with self.k.else_(): self.give_back_queries()
+        self.at_q.advance()
+
+    def _attend(self, blocks: Blocks) -> None:
         """All blocks, of which there is at least one."""
         k, n = self.k, self.plan.schedule.block_n
         block = k.reg("s32", blocks.end - 1)
-        if self.turns is not None: self.turns.begin()
         self._first(block * n, blocks)
         for end, masked in blocks.runs():
             with k.loop(0, block - end):
                 block -= 1
                 self._further(block * n, masked)
+        if not self.plan.overlaid: self.give_back_queries()
         self._last()
-        if self.turns is not None: self.turns.end()
 
     def _first(self, column: Value, blocks: Blocks) -> None:
         k, loads = self.k, self.loads
-        k.mbarrier_wait(loads.q_full[0], 0)
         loads.k_ring.wait(self.at_k)
         self._issue_scores()
         k.wgmma_wait(0)
@@ -104,7 +120,7 @@ class Products:
         threads = WARPGROUP * plan.consumers
         with k.if_(seen < tile.rows):
             self.loads.v_ring.wait(self.at_v)
-            values = self.loads.values.address()
+            values = self.loads.values.address() + self.at_v.stage * tile.nbytes
             with k.loop(values + (seen.to("u32") * tile.span + k.tid.x * 16),
                         values + tile.rows * tile.span, threads * 16) as place:
                 for column in range(tile.columns):
@@ -140,6 +156,7 @@ class Products:
         self.loads.v_ring.wait(self.at_v)
         self._issue_sums()
         self.k.wgmma_wait(0)
+        self._give_back_values()
 
     def _absorb(self, column: Value, masked: bool) -> list[Value]:
         """Sums of the block that begins at `column` become weights; the factors of what was before."""
@@ -174,6 +191,10 @@ class Products:
                     self.p[4 * step:4 * step + 4], self.values.at(low, plan.v.at_step(step)),
                     trans=(False, True))
         k.wgmma_commit()
+
+    def give_back_queries(self) -> None:
+        """Nobody of this warp reads them any more, nor what lies there instead."""
+        self.loads.q_ring.release(self.doors_q, self.at_q.stage, self.mine)
 
     def _give_back_keys(self) -> None:
         self.loads.k_ring.release(self.doors_k, self.at_k.stage, self.mine)

@@ -3,7 +3,8 @@
 Protocol: registers 4j … 4j + 3 of the fragment are columns 8j … 8j + 7 of a warp's 16 rows. A result of 16
 bits with aligned rows goes by stmatrix into shared memory, where the queries were (all of the warpgroup's
 products are done with these rows), and from there by TMA, each warp its own 16 rows; what lies outside the
-result is cut off by the map. Another goes by itself, two elements at a time.
+result is cut off by the map. What has room of its own is read there while the next tile is on its way, until
+the next store. Another result goes by itself, two elements at a time.
 """
 from __future__ import annotations
 
@@ -46,6 +47,7 @@ class Finish:
     def _by_tma(self, tile: OperandTile, sums: Sequence[Value], row: Value, tile_row: Value,
                 batch: Sequence[Value]) -> None:
         k, lane, dtype = self.k, self.k.special("laneid"), self.plan.spec.out.dtype
+        if not self.plan.overlaid: self._settle()
         base = self.staging.address() + tile_row * tile.span
         plain = (lane & 15) * tile.span + (lane >> 4) * 16
         mask = tile.span // 16 - 1
@@ -63,7 +65,16 @@ class Finish:
                 k.tma_store(self.tensor_maps[0], [column * tile.inner, row.to("s32"), *outer],
                             base.at(column * tile.column_bytes))
             k.tma_commit()
-            k.tma_wait(0, read=True)
+        if self.plan.overlaid: self._settle()
+
+    def _settle(self) -> None:
+        """Until the last result has been read from shared memory."""
+        with self.k.if_(self.k.elect()): self.k.tma_wait(0, read=True)
+        self.k.emit("bar.warp.sync", -1)
+
+    def finish(self) -> None:
+        """After all tiles."""
+        if self.plan.out is not None and not self.plan.overlaid: self._settle()
 
     def _plain(self, sums: Sequence[Value], row: Value, rows: Value | int, batch: Sequence[Value]) -> None:
         k, lane, out, d = self.k, self.k.special("laneid"), self.plan.spec.out, self.plan.spec.d_v
