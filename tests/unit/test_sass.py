@@ -105,6 +105,16 @@ def test_between_several_the_one_with_more_work_is_main():
     assert (loop.instructions[0].modifiers, loop.units) == (".16816.F32", 1.0)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_of_loops_that_multiply_as_much_the_shorter_is_the_main_one(first: bool):
+    """The other masks what it adds up."""
+    plain = (".L_x_0:", "HMMA.16816.F32 R8, R4, R6, R8", "@P0 BRA `(.L_x_0)")
+    masked = (".L_x_1:", "FSEL R6, R6, RZ, P1", "HMMA.16816.F32 R8, R4, R6, R8", "@P0 BRA `(.L_x_1)")
+    loop = main_loop(listing(*(plain + masked if first else masked + plain), "EXIT"))
+    assert loop is not None
+    assert loop.around == 2
+
+
 def test_code_without_products_has_no_main_loop():
     assert main_loop(listing(".L_x_0:", "NOP", "@P0 BRA `(.L_x_0)", "EXIT")) is None
     assert main_loop(listing("HMMA.16816.F32 R8, R4, R6, R8", "EXIT")) is None
