@@ -247,8 +247,8 @@ def _around(blocks: Sequence[list[Instruction]], follow: Sequence[Sequence[int]]
 
 
 def main_loop(code: Sequence[Instruction]) -> Loop | None:
-    """The innermost loop with tensor-core instructions that does the most, of equals the one that does it with
-    fewest others (the rest treat edges); None without one."""
+    """The innermost loop with tensor-core instructions that does the most, of equals the one with the fewest
+    others (the rest treat edges); None without one."""
     working = [loop for loop in loops(code) if loop.tensor]
     places = [{each.address for each in loop.instructions} for loop in working]
     inner = [loop for loop, own in zip(working, places, strict=True)
