@@ -1,5 +1,5 @@
-"""The joints with tinygrad: with hook_devices.py the only file that changes anything inside it, and all they
-change they put back (replaced.py).
+"""The joints with tinygrad: with hook_devices.py and hook_methods.py the only file that changes anything
+inside it, and all they change they put back (replaced.py).
 
 Protocol. Things are registered by name and removed by name:
 
@@ -8,15 +8,16 @@ Protocol. Things are registered by name and removed by name:
     add_compile(name, fn)                 fn(linear, inner) -> linear, around tinygrad's compile_linear
     add_execute(name, fn)                 fn(call, ctx, run) -> seconds, around the execution of each call
     add_custom_function(name, execute, outs_ins)  runs CUSTOM_FUNCTION nodes called `name` or `name:anything`
+    add_method(name, fn)                  fn(theirs, self, …) in the place of Tensor's method
     add_device(name, cls, preferred)      Device[name] opens cls(name); where `preferred()`, it is the default
     install_cpu()                         the CPU device compiles with what `toolchain` finds, and has graphs
 
-`enable()` and `disable()` govern the first two, which decide how a program is lowered; with none of a kind
-registered, or while disabled, tinygrad runs its own functions and its own caches. An `add_execute` looks on,
-and the last three answer only to names, so they stay until removed: a captured TinyJit keeps the kernels and
-custom functions it captured, and replays them while disabled. Likewise a TinyJit captured before a rewrite
-was registered goes on without it; `.reset()` captures anew. The compiler stays with NV=0 too, as it changes
-no schedule and a machine without clang has no other.
+`enable()` and `disable()` govern rewrites, compile hooks and methods, which decide how a program is lowered;
+with none of a kind registered, or while disabled, tinygrad runs its own functions and its own caches. An
+`add_execute` looks on, and the others answer only to names, so they stay until removed: a captured TinyJit
+keeps the kernels and custom functions it captured, and replays them while disabled. Likewise a TinyJit
+captured before a rewrite was registered goes on without it; `.reset()` captures anew. The compiler stays with
+NV=0 too, as it changes no schedule and a machine without clang has no other.
 
 A sink reaches the rewrites with shards resolved and functions inlined, but for those kept. Schedules made
 with rewrites are cached under `configuration()`: who is registered, and each rewrite's key() at that moment.
@@ -44,7 +45,7 @@ from tinygrad.schedule.multi import multi_pm
 from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat, graph_rewrite
 from tinygrad.uop.spec import spec_tensor, type_verify
 
-from tinygrad_nv import config, hook_devices
+from tinygrad_nv import config, hook_devices, hook_methods
 from tinygrad_nv.errors import HookError
 from tinygrad_nv.hook_devices import add_device, remove_cpu, remove_device
 from tinygrad_nv.replaced import (
@@ -160,6 +161,15 @@ def remove_custom_function(name: str) -> None:
     _apply()
 
 
+def add_method(name: str, fn: Callable[..., Any]) -> None:
+    """Registers `fn(theirs, self, …)` for Tensor's method `name`; `theirs(self, …)` is tinygrad's own."""
+    hook_methods.add_method(name, fn)
+    _apply()
+
+
+def remove_method(name: str) -> None: hook_methods.remove_method(name)
+
+
 # **** on and off ****
 
 def enabled() -> bool:
@@ -214,6 +224,7 @@ def _apply() -> None:
     """Makes tinygrad agree with what is registered and enabled; called after every change of either."""
     if _executes or (_functions and not official()): replace(realize, "pm_exec", _EXECUTOR)
     else: put_back(realize, "pm_exec")
+    hook_methods.apply(_enabled)
     if official():
         _list(schedule.pre_schedule, (rewritten, configuration), _enabled and bool(_rewrites))
         _list(realize.pre_compile, _compiled, _enabled and bool(_compiles))
@@ -249,7 +260,10 @@ def keep_functions(kind: type) -> None:
 
 
 def inlined(function: UOp) -> UOp | None:
-    """The body of a FUNCTION over its arguments."""
+    """The body of a FUNCTION over its arguments, without what else the rewrites do not see."""
+    if type(function.arg.aux) in _kept:
+        body = graph_rewrite(function.src[0], _inline, bottom_up=True)
+        function = function.replace(src=(body, *function.src[1:]))
     return rangeify.resolve_function(function)
 
 

@@ -72,6 +72,14 @@ def rewrite(sink: UOp) -> UOp:
     return program.write_through(program.rebuilt(matcher.nodes, change))
 
 
+def found_at(root: UOp) -> tuple[tuple[UOp, ...], Match | None]:
+    """The attention that a value is a view or cast of, and the nodes of the value's graph."""
+    matcher = _Matcher(UOp.sink(root))
+    matches = matcher.matches()
+    while root not in matches and (root.op in GroupOp.Movement or root.op is Ops.CAST): root = root.src[0]
+    return matcher.nodes, matches.get(root)
+
+
 @dataclass(frozen=True)
 class Attempt:
     """Where an attention may end, whether it has rows, and which axis of the result lies last in memory if

@@ -1,0 +1,86 @@
+"""Functions of tensors that are kernels of ours where there are any, and plain tinygrad elsewhere.
+
+    from tinygrad_nv.functional import scaled_dot_product_attention
+
+`scaled_dot_product_attention` is torch's, with scale, soft-cap and window. While tinygrad_nv is enabled, the
+Tensor method of that name is the same function: `q.scaled_dot_product_attention(k, v, is_causal=True)` of any
+model trains with flash attention, forward and backward, without a change (`method`).
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isfinite
+
+from tinygrad import Tensor, dtypes
+from tinygrad.helpers import TRAINING, to_tuple
+
+from tinygrad_nv import config, hooks
+from tinygrad_nv.errors import SpecError
+from tinygrad_nv.patterns.attention_named import FlashAttention, attend, scores, sums, weighted
+from tinygrad_nv.patterns.attention_operands import Operands, arranged, check
+from tinygrad_nv.patterns.gemm import DEVICES
+
+__all__ = ["scaled_dot_product_attention"]
+
+HALVES = (dtypes.bfloat16, dtypes.float16)
+
+
+def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+                                 dropout_p: float = 0.0, is_causal: bool = False, enable_gqa: bool = False, *,
+                                 scale: float | None = None, softcap: float | None = None,
+                                 window: int | None = None) -> Tensor:
+    """softmax(scale · query keyᵀ + mask) value: [..., H, S_q, D_v] in query's dtype.
+
+    query [..., H, S_q, D], key [..., H_kv, S_kv, D], value [..., H_kv, S_kv, D_v]; what stands before the
+    heads is broadcast. H_kv is H or 1, or with `enable_gqa` a divisor of H. `attn_mask`, bool (true: seen) or
+    floats (added), is broadcast to [..., H, S_q, S_kv]. `is_causal`: row r sees columns up to r. `window`:
+    columns nearer to r than so many. `scale` is 1/√D by default; `softcap` makes scores cap · tanh(s / cap).
+    `dropout_p` of the weights are dropped in training (Tensor.training). Raises `SpecError`."""
+    check(query, key, value, attn_mask, enable_gqa)
+    if not 0 <= dropout_p <= 1: raise SpecError(f"dropout_p={dropout_p}", "0 to 1")
+    if is_causal and attn_mask is not None:
+        raise SpecError("is_causal=True with an attn_mask", "one of them", "hide columns in the mask")
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if number is not None and not (isfinite(number) and (number > 0 or name == "scale")):
+            raise SpecError(f"{name}={number}", "a finite number" + " above 0" * (name == "softcap"))
+    if window is not None and window < 1:
+        raise SpecError(f"window={window}", "at least a row's own column: 1")
+    what = FlashAttention(is_causal, scale, softcap, window)
+    if (given := _ours(query, key, value, attn_mask, dropout_p)) is not None:
+        return attend(what, given.q, given.k, given.v, given.mask).reshape(given.shape)
+    if (given := arranged(query, key, value, attn_mask)) is not None:
+        masks = () if given.mask is None else (given.mask,)
+        s = scores(what, sums(given.q, given.k), query.shape[-1], *masks)
+        return weighted(s, given.q, given.v, dropout_p).reshape(given.shape)
+    if scale is softcap is window is None:
+        return query.scaled_dot_product_attention(key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    raise SpecError("scale, softcap or window with symbolic extents, or a mask that enlarges the result",
+                    "none of these", "bind extents, or expand query to the mask's batch")
+
+
+def _ours(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> Operands | None:
+    """The operands, where kernels of ours may do it."""
+    if not hooks.enabled() or not config.get("NV_ATTENTION") or (TRAINING and dropout_p): return None
+    if q.dtype not in HALVES or {k.dtype, v.dtype} != {q.dtype}: return None
+    names = to_tuple(q.device) if q.device is not None else ()
+    if not names or any(name.split(":")[0] not in DEVICES for name in names): return None
+    if {k.device, v.device} != {q.device} or (len(names) > 1 and not _by_heads(q, k, v, mask)): return None
+    return arranged(q, k, v, mask)
+
+
+def _by_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """Whether each shard is an attention: of whole heads."""
+    axes = {one.uop.axis for one in (q, k, v)}
+    return mask is None and len(axes) == 1 and axes <= {0, 1} and {q.ndim, k.ndim, v.ndim} == {4} \
+        and {k.shape[0], v.shape[0]} == {q.shape[0]}
+
+
+def method(theirs: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor,
+           attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+           enable_gqa: bool = False) -> Tensor:
+    """Tensor.scaled_dot_product_attention while enabled: tinygrad's own where kernels of ours have no way."""
+    given = _ours(query, key, value, attn_mask, dropout_p)
+    if given is None or (is_causal and attn_mask is not None):
+        return theirs(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    what = FlashAttention(is_causal)
+    return attend(what, given.q, given.k, given.v, given.mask).reshape(given.shape)

@@ -1,0 +1,42 @@
+"""Methods of Tensor that are ours while enabled. Part of hooks.py, which states the protocol."""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from tinygrad import Tensor
+from tinygrad import tensor as tensors
+from tinygrad.helpers import TRACEMETA
+
+from tinygrad_nv.replaced import add, put_back, remove, replace
+
+_methods: dict[str, tuple[Any, Any]] = {}  # the class that has it, and ours
+
+
+def add_method(name: str, fn: Callable[..., Any]) -> None:
+    """Registers `fn(theirs, self, …)` for Tensor's method `name`; `theirs(self, …)` is tinygrad's own."""
+    owner = next(cls for cls in Tensor.__mro__ if name in vars(cls))
+    theirs = vars(owner)[name]
+
+    @functools.wraps(theirs)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # where tinygrad notes no names of methods, UOps have the same one
+        if not isinstance(self, Tensor): return theirs(self, *args, **kwargs)
+        return fn(theirs, self, *args, **kwargs)
+
+    ours = functools.wraps(theirs)(tensors._metadata_wrapper(method)) if TRACEMETA >= 1 else method
+    add(_methods, "method", name, (owner, ours))
+
+
+def remove_method(name: str) -> None:
+    """Undoes `add_method`."""
+    owner, _ = remove(_methods, "method", name)
+    put_back(owner, name)
+
+
+def apply(on: bool) -> None:
+    """Puts methods in the place of tinygrad's, or those back."""
+    for name, (owner, ours) in _methods.items():
+        if on: replace(owner, name, ours)
+        else: put_back(owner, name)

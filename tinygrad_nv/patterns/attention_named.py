@@ -1,0 +1,158 @@
+"""Attention as a function known by name, whose gradient is a function known by name: training without
+matrices of S_q × S_kv in memory.
+
+Protocol. `attend(what, q, k, v, mask)` calls FlashAttention and returns its result. For key head h // G of
+query head h, G = H / H_kv, and the columns that a row sees (`FlashAttention`):
+
+    s[r, c]    = cap · tanh(scale · (q kᵀ)[r, c] / cap) + mask[r, c]      float32; no cap, no tanh
+    p          = softmax of s over c                                      of s rounded to q's dtype
+    out        = p v                                                      [B, H, S_q, D_v], of v's dtype
+    l[r]       = log Σ_c exp s[r, c]                                      [B, H, S_q], float32
+
+The bodies are plain tinygrad, `out` node by node that of `Tensor.scaled_dot_product_attention`. Where nobody
+asks for l, FlashAttention is inlined, and patterns/attention.py takes what it takes of any graph. l is asked
+for by the gradient: FlashAttentionBackward, of q, k, v, mask, l, delta and the result's gradient, with
+
+    delta[r]   = Σ_d grad[r, d] out[r, d]                                 float32, outside of the function
+    p[r, c]    = exp(s[r, c] − l[r]);   ds = p · (grad vᵀ − delta)
+    dv = pᵀ grad,   dk = (ds · ∂s/∂(q kᵀ))ᵀ q,   dq = (ds · ∂s/∂(q kᵀ)) k
+
+(FlashAttention-2, arXiv 2307.08691.) The gradient of a mask of floats is ds, summed to the mask's shape, in
+plain tinygrad: who wants it has S_q × S_kv in memory. attention_lower.py makes kernels of both functions.
+"""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tinygrad import Tensor, dtypes
+from tinygrad.dtype import least_upper_dtype
+from tinygrad.uop.ops import UOp
+
+from tinygrad_nv.patterns import named
+
+HIDDEN = -math.inf
+
+
+@dataclass(frozen=True)
+class FlashAttention:
+    """An attention, as far as its tensors do not say it. `scale` None is 1/√D. `causal`: row r sees columns
+    up to r. `window`: columns nearer to r than so many, on both sides."""
+    causal: bool = False
+    scale: float | None = None
+    softcap: float | None = None
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class FlashAttentionBackward:
+    """The gradients of q, k and v in an attention."""
+    forward: FlashAttention
+
+
+def attend(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The attention of q [B, H, S_q, D] over k [B, H_kv, S_kv, D] and v [B, H_kv, S_kv, D_v]: out. `mask` is
+    bool (true: seen) or of floats (added), broadcast to [B, H, S_q, S_kv]."""
+    masks = () if mask is None else (mask,)
+    return named.call(what, forward, q, k, v, *masks, grad=_gradient)[0]
+
+
+# **** forward ****
+
+def forward(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> tuple[Tensor, Tensor]:
+    """out and l."""
+    s = scores(what, sums(q, k), q.shape[-1], *mask)
+    top = s.max(-1, keepdim=True)
+    top = (top == HIDDEN).where(0, top)
+    logs = ((s - top).exp().sum(-1, keepdim=True).log() + top).squeeze(-1)
+    return weighted(s, q, v), logs
+
+
+def weighted(s: Tensor, q: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
+    """The result, from scores."""
+    return s.cast(q.dtype).softmax(-1).dropout(dropout_p) @ _for_each(v, q)
+
+
+def sums(q: Tensor, k: Tensor) -> Tensor:
+    """q kᵀ, [B, H, S_q, S_kv]."""
+    wide = least_upper_dtype(q.dtype, k.dtype, dtypes.float32)
+    return q.matmul(_for_each(k, q).transpose(-2, -1), dtype=wide)
+
+
+def scores(what: FlashAttention, sums: Tensor, d: int, *mask: Tensor) -> Tensor:
+    """The scores of q kᵀ."""
+    s = sums / math.sqrt(d) if what.scale is None else sums * what.scale
+    if what.softcap is not None: s = (s / what.softcap).tanh() * what.softcap
+    seen = s.const_like(True, dtypes.bool)
+    if what.causal: seen = seen.tril()
+    if what.window is not None:
+        seen = seen.triu(1 - what.window)
+        if not what.causal: seen = seen.tril(what.window - 1)
+    if what.causal or what.window is not None: s = s + seen.where(0, HIDDEN)
+    for one in mask: s = s + (one.where(0, HIDDEN) if one.dtype == dtypes.bool else one)
+    return s
+
+
+def _for_each(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values, for each query head."""
+    group = q.shape[1] // x.shape[1]
+    return x if group == 1 else x.repeat_interleave(group, dim=1)
+
+
+# **** backward ****
+
+def _gradient(*given: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
+    """The gradients of an attention's arguments, from those of out and l: tinygrad gives what there are of
+    them, a single one with the call behind it."""
+    if call is None: *given, call = given  # type: ignore[assignment]
+    out = Tensor(call.gettuple(0))
+    grads = {len(one.shape): Tensor(one) for one in given}
+    grad = grads[4].cast(out.dtype) if 4 in grads else out.zeros_like()
+    delta = (grad.float() * out.float()).sum(-1)
+    if 3 in grads: delta = delta - grads[3]
+    q, k, v, *mask = (Tensor(one) for one in call.src[1:])
+    what, rest = call.arg.aux, (Tensor(call.gettuple(1)), delta, grad)
+    made = named.call(FlashAttentionBackward(what), backward, q, k, v, *mask, *rest)
+    masks = [_of_mask(what, q, k, v, one, *rest) if dtypes.is_float(one.dtype) else None for one in mask]
+    return (*(one.uop for one in made), *(None if one is None else one.uop for one in masks))
+
+
+def backward(what: FlashAttentionBackward, q: Tensor, k: Tensor, v: Tensor,
+             *rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv; `rest` is the mask, if there is one, l, delta and the result's gradient."""
+    p, ds, slope = _derived(what.forward, q, k, v, *rest)
+    grad = rest[-1]
+    p, ds = p.cast(v.dtype), (ds * slope).cast(q.dtype)
+    dq = ds.matmul(_for_each(k, q), dtype=dtypes.float32).cast(q.dtype)
+    dk, dv = (_summed(of, rows, one) for of, rows, one in ((ds, q, k), (p, grad, v)))
+    return dq, dk, dv
+
+
+def _derived(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor,
+             *rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """p, ds, and the scores' derivative by q kᵀ, all [B, H, S_q, S_kv] in float32."""
+    *mask, logs, delta, grad = rest
+    total = sums(q, k)
+    s = scores(what, total, q.shape[-1], *mask)
+    p = (s == HIDDEN).where(0, (s - logs.unsqueeze(-1)).exp())
+    dp = grad.matmul(_for_each(v, q).transpose(-2, -1), dtype=dtypes.float32)
+    scale = 1 / math.sqrt(q.shape[-1]) if what.scale is None else what.scale
+    slope = total.const_like(scale)
+    if what.softcap is not None:
+        capped = (total * (scale / what.softcap)).tanh()
+        slope = scale * (1 - capped * capped)
+    return p, p * (dp - delta.unsqueeze(-1)), slope
+
+
+def _summed(of: Tensor, rows: Tensor, like: Tensor) -> Tensor:
+    """ofᵀ rows, summed over the query heads of each key head: the gradient of keys or values `like`."""
+    b, heads, s_kv, d = like.shape
+    of = of.reshape(b, heads, -1, s_kv)
+    return of.transpose(-2, -1).matmul(rows.reshape(b, heads, -1, d), dtype=dtypes.float32).cast(like.dtype)
+
+
+def _of_mask(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *rest: Tensor) -> Tensor:
+    """The gradient of a mask of floats."""
+    _, ds, _ = _derived(what, q, k, v, mask, *rest)
+    axes = tuple(i for i, (own, all_) in enumerate(zip(mask.shape, ds.shape, strict=True)) if own != all_)
+    return ds.sum(axes, keepdim=True).cast(mask.dtype)
