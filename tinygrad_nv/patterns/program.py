@@ -39,7 +39,7 @@ from tinygrad.uop.ops import (
 from tinygrad_nv import hooks
 from tinygrad_nv.runtime import ranges
 from tinygrad_nv.runtime.launch_text import Integer, source
-from tinygrad_nv.tile.kernel import AttentionKernel, GemmKernel
+from tinygrad_nv.tile.kernel import AttentionKernel, DecodeKernel, GemmKernel
 
 _FIRST_SLOT = 1 << 20
 _slots = itertools.count(_FIRST_SLOT)
@@ -135,6 +135,25 @@ def attention(kernel: AttentionKernel, device: str | tuple[str, ...], out: Outpu
     return program(kernel.name, source(kernel, tuple(integers)), device, [out], inputs, grid=(blocks, y, z),
                    block=(kernel.threads, 1, 1), variables=variables, flops=flops, nbytes=nbytes, note=note,
                    tensor_level=tensor_level)[0]
+
+
+def decode(kernels: DecodeKernel, device: str | tuple[str, ...], out: Output | UOp, inputs: Sequence[UOp], *,
+           integers: Sequence[Integer] = (), variables: Sequence[UOp] = (), flops: sint = 0,
+           nbytes: sint | None = None, note: Note | None = None, tensor_level: bool | None = None) -> UOp:
+    """Calls the kernels of a decode attention and returns its result. `inputs` are q, keys, values, table,
+    lengths, scales and the score's parameters; `integers` as of `attention`. The second kernel, `combine`,
+    goes on with what the first has left in result and workspace, which nobody else reads; operations are
+    counted with the first."""
+    outputs: list[Output | UOp] = [out]
+    if kernels.workspace_bytes: outputs.append(Output((-(-kernels.workspace_bytes // 4),), dtypes.float32))
+    made: list[UOp] = []
+    for each in kernels.kernels:
+        if made: note = Note("combine", "adds up the splits of the kernel before")
+        made = list(program(each.name, source(each, tuple(integers)), device, made or outputs, inputs,
+                            grid=each.grid, block=(each.threads, 1, 1), variables=variables,
+                            flops=0 if made else flops, nbytes=kernels.workspace_bytes if made else nbytes,
+                            note=note, tensor_level=tensor_level))
+    return made[0]
 
 
 def storage(out: Output | UOp, device: str | tuple[str, ...], tensor_level: bool = False) -> UOp:
@@ -254,7 +273,7 @@ def _copied(after: UOp) -> tuple[UOp, UOp] | None:
         target, value = target.src[0], value.src[0]
     target, value = _dense(target), _dense(value)
     if value.op is not Ops.AFTER or value.src[1].op is not Ops.CALL: return None
-    buffer, call = value.src[0].base, value.src[1]
+    buffer, call = _written_by(value), value.src[1]
     if buffer.op is not Ops.BUFFER or buffer.arg.slot < _FIRST_SLOT: return None
     if target.op not in (Ops.PARAM, Ops.BUFFER): return None
     # a function's result of symbolic shape is storage of that shape: a call writes the largest
@@ -272,8 +291,14 @@ def _dense(x: UOp) -> UOp:
 
 def _stored_in_place(target: UOp, value: UOp) -> UOp | None:
     done = value.base
-    written = done.op is Ops.AFTER and done.src[1].op is Ops.CALL and done.src[0].base is target.base
+    written = done.op is Ops.AFTER and done.src[1].op is Ops.CALL and _written_by(done) is target.base
     return value if written else None
+
+
+def _written_by(after: UOp) -> UOp:
+    """The storage that the calls of AFTERs write, one after another."""
+    while after.op is Ops.AFTER: after = after.src[0].base
+    return after
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,66 @@
+"""paged_attention on a CPU: its body against float64.
+
+Lengths and pages are read from memory, so that cases of one shape share their compiled kernels.
+"""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_case import attention, case, exact, fetched, near
+from tinygrad import dtypes
+from tinygrad.dtype import DType
+
+from tinygrad_nv import explain
+
+S8, E4M3 = dtypes.int8, dtypes.fp8e4m3
+SHAPE = {"rows": 2, "heads": 4, "kv_heads": 2}
+
+
+def test_lengths_up_to_the_tables():
+    for lengths in ([0, 1, 2], [7, 8, 9], [31, 32, 0]):
+        made = case(lengths, **SHAPE)
+        near(made, fetched(attention(made, "CPU")))
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.integers(0, 32), min_size=3, max_size=3), st.integers(1, 99))
+def test_any_lengths(lengths: list[int], seed: int):
+    made = case(lengths, **SHAPE, seed=seed)
+    near(made, fetched(attention(made, "CPU")))
+
+
+def test_window_and_soft_cap():
+    """Rows that see nothing are zeros."""
+    made = case([0, 1, 3, 20], rows=4, heads=2, window=2, softcap=0.5, scale=0.7)
+    got = fetched(attention(made, "CPU"))
+    near(made, got)
+    for zeros in (got[0], got[1, :3], got[2, 0]): assert (zeros == 0).all()
+    assert got[1, 3].abs().min() > 0
+
+
+@pytest.mark.parametrize(("dtype", "kv"), [(dtypes.float16, S8), (dtypes.bfloat16, E4M3)])
+def test_quantised(dtype: DType, kv: DType):
+    made = case([0, 9, 16], dtype=dtype, kv=kv, d_v=16, pages=2)
+    near(made, fetched(attention(made, "CPU")))
+
+
+def test_very_large_scores():
+    made = case([9, 17, 0], **SHAPE, scale=1e30)
+    got = fetched(attention(made, "CPU"))
+    torch.testing.assert_close(got.double(), exact(made), rtol=0, atol=1e-6)
+
+
+def test_no_kernel_of_ours():
+    made = attention(case([9, 8, 7], **SHAPE), "CPU")
+    assert all(kernel.template is None for kernel in explain(made).kernels)
+
+
+def test_the_bound_is_one():
+    """The comparison can fail: a mask that hides one key from each row shows."""
+    made = case([9, 16, 32], **SHAPE)
+    got = fetched(attention(replace(made, lengths=[8, 15, 31]), "CPU"))
+    with pytest.raises(AssertionError, match="above the bound"): near(made, got)

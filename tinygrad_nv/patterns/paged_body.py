@@ -1,0 +1,60 @@
+"""Attention over keys and values in pages, in plain tinygrad: as paged.py defines it, on any device.
+
+Protocol: `attended(what, q, k_pages, v_pages, table, lengths, *scales)`. Pages are gathered for each request
+up to the table's extent, whatever its length. What no row sees is selected away, not multiplied by 0.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinygrad import Tensor
+
+
+@dataclass(frozen=True)
+class PagedAttention:
+    """A paged attention, as far as its tensors do not say it."""
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+def attended(what: PagedAttention, q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor,
+             lengths: Tensor, *scales: Tensor) -> tuple[Tensor, ...]:
+    """The attention: softmax in float32."""
+    batch, rows, heads, d = q.shape
+    kv_heads, longest = k_pages.shape[2], table.shape[1] * k_pages.shape[1]
+    k, v = (gathered(pages, table) for pages in (k_pages, v_pages))
+    visible = seen(what, lengths, rows, longest).reshape(batch, 1, 1, rows, longest)
+    grouped = q.float().reshape(batch, rows, kv_heads, heads // kv_heads, d).permute(0, 2, 3, 1, 4)
+    s = (grouped @ k.float().unsqueeze(2).transpose(-1, -2)) * what.scale
+    if scales: s = s * spread(scales[0], table, k_pages.shape[1])
+    if what.softcap is not None: s = (s / what.softcap).tanh() * what.softcap
+    s = visible.where(s, -float("inf")).contiguous()
+    top = s.max(-1, keepdim=True)
+    e = (s - (top == -float("inf")).where(0, top)).exp()
+    total = e.sum(-1, keepdim=True)
+    p = e / (total == 0).where(1, total)
+    if scales: p = visible.where(p * spread(scales[1], table, k_pages.shape[1]), 0)
+    # what no row sees may be NaN, also beside a weight of 0
+    there = visible.any(-2, keepdim=True).permute(0, 1, 2, 4, 3).squeeze(2)
+    out = p.cast(q.dtype).float().contiguous() @ there.where(v.float(), 0).unsqueeze(2)
+    return out.permute(0, 3, 1, 2, 4).reshape(batch, rows, heads, v.shape[-1]).cast(q.dtype).contiguous(),
+
+
+def seen(what: PagedAttention, lengths: Tensor, rows: int, longest: int) -> Tensor:
+    """Which keys each row sees: [B, S_q, keys]."""
+    place = lengths.reshape(-1, 1, 1) - rows + Tensor.arange(rows).reshape(1, -1, 1)
+    key = Tensor.arange(longest).reshape(1, 1, -1)
+    return key <= place if what.window is None else (key <= place) & (key > place - what.window)
+
+
+def gathered(pages: Tensor, table: Tensor) -> Tensor:
+    """Keys or values of each request, in order: [B, H_kv, keys, D]."""
+    batch, (_, size, heads, d) = table.shape[0], pages.shape
+    return pages[table].reshape(batch, table.shape[1] * size, heads, d).transpose(1, 2).contiguous()
+
+
+def spread(scale: Tensor, table: Tensor, size: int) -> Tensor:
+    """The scale of each key, [B, H_kv, 1, 1, keys]."""
+    each = scale[table].transpose(1, 2)
+    return each.unsqueeze(-1).expand(*each.shape, size).reshape(*each.shape[:2], 1, 1, -1).contiguous()
