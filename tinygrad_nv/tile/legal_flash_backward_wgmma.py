@@ -1,0 +1,87 @@
+"""What `flash_backward_wgmma` kernels ask of a schedule."""
+from __future__ import annotations
+
+from tinygrad_nv.tile import epilogue
+from tinygrad_nv.tile.attention import Rows
+from tinygrad_nv.tile.attention_backward import BackwardSpec
+from tinygrad_nv.tile.expression import show
+from tinygrad_nv.tile.flash_score import multiple
+from tinygrad_nv.tile.legality import MOST, SMEM_BYTES
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.templates.flash_backward_wgmma_plan import REGISTERS, ROWS, Plan
+
+MOST_GRID = 65535  # of a grid's y and z
+MOST_HELD = {1: 224, 2: 208}  # registers a thread that ptxas was seen to keep without spilling
+
+
+def problems(schedule: Schedule, spec: BackwardSpec, arch: str) -> list[str]:
+    """Why the template cannot have this schedule; empty when it can."""
+    if arch != "sm_90a": return [f"wgmma needs sm_90a, the target is {arch}"]
+    if schedule.template != "flash_backward_wgmma":
+        return [f"template {schedule.template!r} is not flash_backward_wgmma"]
+    out = [*_operands(spec), *_counts(schedule, spec), *epilogue.problems(spec.forward.score, arch)]
+    if found := _extents(schedule): return out + found
+    return [*out, *_room(Plan.of(spec, schedule))]
+
+
+def _operands(spec: BackwardSpec) -> list[str]:
+    """What TMA asks of strides and beginnings."""
+    out, one = [], spec.forward
+    sides: tuple[tuple[str, Rows, int], ...] = (("q", one.q, one.s_q), ("k", one.k, one.s_kv),
+                                                ("v", one.v, one.s_kv), ("grad", spec.grad, one.s_q))
+    for name, rows, count in sides:
+        size = rows.dtype.itemsize
+        strides = [("row", rows.row, count)]
+        strides += [(f"batch[{i}]", rows.batch[i], one.batch[i]) for i in range(3)]
+        out += [f"{name}: {what} stride {stride * size} B is not a multiple of 16 B: no TMA"
+                for what, stride, extent in strides if extent > 1 and stride * size % 16]
+        if rows.offset * size % 16:
+            out.append(f"{name}: offset {rows.offset * size} B is not a multiple of 16 B: no TMA")
+    if one.d % 4: out.append(f"dq: row stride {4 * one.d} B is not a multiple of 16 B: no TMA")
+    return out
+
+
+def _counts(s: Schedule, spec: BackwardSpec) -> list[str]:
+    """Of what is numbered, and of features that other templates have."""
+    one = spec.forward
+    batch, heads, _ = one.batch
+    grid = (("key heads", heads), ("elements of the batch", batch))
+    out = [f"{count} {what} are above {MOST_GRID}, a grid's" for what, count in grid if count > MOST_GRID]
+    far = max(one.s_q, one.s_kv, one.s_q + one.start) + 2 * (s.block_m + s.block_n)
+    if far > MOST // 2: out.append(f"places up to {far} are above {MOST // 2}")
+    if one.matrices * far > MOST: out.append(f"{one.matrices} heads of {far} places are above {MOST}")
+    if s.splits > 1 or s.stream or s.cluster_m * s.cluster_n > 1 or s.swap or s.mode == "pingpong":
+        out.append("splits, stream-K, clusters, swapped operands and ping-pong: CTAs share nothing here, "
+                   "consumers all of a block")
+    return out
+
+
+def _extents(s: Schedule) -> list[str]:
+    """Warpgroups and the tile."""
+    if s.warps_n != 1 or s.consumers not in REGISTERS or s.warps_m % 4:
+        return [f"{s.warps_m * s.warps_n} warps: producers and 1 or 2 consumers of 4 warps each are 8 or 12, "
+                "along the rows"]
+    out = []
+    if s.block_n != ROWS * s.consumers:
+        keys = ROWS * s.consumers
+        out.append(f"block_n={s.block_n} is not {s.consumers} consumers × {ROWS} = {keys} keys")
+    if s.block_m not in (ROWS, ROWS * s.consumers):
+        out.append(f"block_m={s.block_m} is not {ROWS}, or {ROWS} for each of {s.consumers} consumers: dq "
+                   "has 64 rows in a wgmma")
+    if not 2 <= s.depth <= 8: out.append(f"{s.depth} stages are not 2 to 8")
+    return out
+
+
+def _room(plan: Plan) -> list[str]:
+    """Shared memory and registers."""
+    out, s, most = [], plan.schedule, SMEM_BYTES["sm_90a"]
+    if plan.smem_bytes > most:
+        parts = " + ".join(f"{nbytes} B of {name}" for name, nbytes in plan.smem_parts.items())
+        out.append(f"{parts} = {plan.smem_bytes} B of shared memory, sm_90a has {most}")
+    if multiple(plan.spec.forward.score) is None:
+        out.append(f"a score {show(plan.spec.forward.score)} that is no multiple of the sum")
+    if plan.held + plan.sums > (most := MOST_HELD[plan.consumers]):
+        out.append(f"{plan.held} registers of a block + {plan.sums} sums of dk and dv = "
+                   f"{plan.held + plan.sums} a thread, at most {most} with {s.consumers} "
+                   f"consumer{'s' if s.consumers > 1 else ''}")
+    return out

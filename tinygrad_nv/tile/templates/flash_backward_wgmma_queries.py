@@ -1,0 +1,85 @@
+"""A warp's share of dq: registers to its own shared memory, and from there added to memory by TMA.
+
+Protocol: of a block a warp has 16 rows, of all columns or of its consumer's. Registers 4j … 4j + 3 of the
+fragment are columns 8j + 2q and 8j + 2q + 1 of rows g and g + 8, in the order in which dS has its rows
+(flash_backward_wgmma_multiply.py): lanes of g = i + 4o have row 2i + o. They go as pairs to boxes of 32
+columns with the 128-byte swizzle, 16 rows each, that TMA adds to dq; the map cuts off rows and columns that
+are none. The warp waits for its boxes to be read before it writes them again, a block later.
+
+A deterministic sum has turns: of each warp's share of each block of rows a counter says how many CTAs have
+added theirs. CTAs add in the order of their keys, which is that in which they start, so that none waits for
+one that cannot start. What a block has added is made known when the next one's sums are there.
+"""
+from __future__ import annotations
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.kernel import MapArgument
+from tinygrad_nv.tile.templates.flash_backward_wgmma_blocks import Blocks, Walk
+from tinygrad_nv.tile.templates.flash_backward_wgmma_plan import DQ_COLUMNS, WARP_ROWS, Plan
+
+BOX_BYTES = WARP_ROWS * DQ_COLUMNS * 4
+
+
+class QueryMap:
+    """The tensor map of dq: dense, all heads one after the other."""
+
+    def __init__(self, k: Kernel, plan: Plan) -> None:
+        one = plan.spec.forward
+        pitch = one.d * 4
+        integer = one.symbolic.index("s_q") if "s_q" in one.symbolic else -1
+        self.map = MapArgument(0, "f32", (one.d, one.s_q, one.matrices), (pitch, pitch * one.s_q),
+                               (DQ_COLUMNS, WARP_ROWS, 1), "128B", 0, 1 if integer >= 0 else -1, integer)
+        self.tensor_map = k.tensor_map("map_dq")
+
+
+class QuerySums:
+    """Sums of one warp; `warp` (u32) is its number among the consumers', `head` (u32) the number of the first
+    query head in the whole batch."""
+
+    def __init__(self, k: Kernel, plan: Plan, to: QueryMap, turns: Value | None, blocks: Blocks, warp: Value,
+                 head: Value) -> None:
+        self.k, self.plan, self.to, self.turns, self.blocks = k, plan, to, turns, blocks
+        self.warp, self.head = warp, head
+        self.sums = k.regs("f32", plan.dq_columns // 2)
+        shared = k.shared("dq_staging", 4 * plan.consumers * plan.warp_staging_bytes, align=1024)
+        self.staging = shared.address() + warp * plan.warp_staging_bytes
+        lane = k.special("laneid")
+        row = (lane >> 2 & 3) * 2 + (lane >> 4)
+        own = row * 128 + ((lane & 3) << 3) ^ (row << 4)
+        self.places = [self.staging + (own ^ at if at else own) for at in range(0, 128, 32)]
+
+        if plan.dq_columns % DQ_COLUMNS: self._clear()
+
+    def _clear(self) -> None:
+        """Columns of the last box that are none of the consumer's: zeros are added there."""
+        k, lane = self.k, self.k.special("laneid")
+        for at in range(0, self.plan.warp_staging_bytes, 512):
+            k.st("shared", "b32", (self.staging + lane * 16).at(at), [0] * 4)
+
+    def add(self, walk: Walk) -> None:
+        """Adds the sums of the walker's block."""
+        k = self.k
+        with k.if_(k.elect()): k.tma_wait(0, read=True)
+        k.emit("bar.warp.sync", -1)
+        for j in range(len(self.sums) // 4):
+            box, inside = divmod(32 * j, 128)
+            for h in range(2):
+                at = box * BOX_BYTES + 8 * 128 * h
+                k.st("shared", "f32", self.places[inside // 32].at(at),
+                     self.sums[4 * j + 2 * h:4 * j + 2 * h + 2])
+        k.fence_proxy_async()
+        k.emit("bar.warp.sync", -1)
+        with k.if_(k.elect()): self._reduce(walk)
+
+    def _reduce(self, walk: Walk) -> None:
+        """One lane."""
+        k, plan = self.k, self.plan
+        warp_row = self.warp & 3 if plan.shared_rows else self.warp
+        row = walk.row + (warp_row * WARP_ROWS).to("s32")
+        first = (self.warp >> 2).to("s32") * plan.dq_columns if plan.shared_rows else k.reg("s32", 0)
+        matrix = (self.head + walk.head).to("s32")
+        for box in range(plan.dq_boxes):
+            place = self.to.tensor_map.at(coordinates=[first + DQ_COLUMNS * box, row, matrix])
+            k.emit("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group", place,
+                   self.staging.at(box * BOX_BYTES))
+        k.tma_commit()
