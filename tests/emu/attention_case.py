@@ -22,7 +22,8 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.emulator import Buffer, Emulator, TensorMap
 from tinygrad_nv.ptx.emulator.report import Report
-from tinygrad_nv.tile.attention import FULL, AttentionSpec, Band, Rows
+from tinygrad_nv.tile.attention import EVERY, FULL, AttentionSpec, Band, Rows
+from tinygrad_nv.tile.dropout import keeps
 from tinygrad_nv.tile.expression import Expression, Sum, loads
 from tinygrad_nv.tile.kernel import AttentionKernel, MapArgument
 
@@ -71,6 +72,7 @@ def places(spec: AttentionSpec) -> dict[str, tuple[DType, Place]]:
         made["l"] = dtypes.float32, (0, (*spec.batch, spec.s_q), (*dense(spec.batch, spec.s_q), 1))
     made |= {"q": matrix(spec.q, spec.s_q, spec.d), "k": matrix(spec.k, spec.s_kv, spec.d),
              "v": matrix(spec.v, spec.s_kv, spec.d_v)}
+    if spec.kept < EVERY: made["seed"] = dtypes.int32, (0, (2,), (1,))
     for load in sorted(loads(spec.score), key=lambda load: load.parameter):
         strides = (*(load.batch or (0, 0, 0)), load.m, load.n)
         made[f"x{load.parameter}"] = load.dtype, (load.offset, (*spec.batch, spec.s_q, spec.s_kv), strides)
@@ -89,6 +91,9 @@ def arguments(spec: AttentionSpec, seed: int = 0, scale: float = 1.0) -> dict[st
     random = torch.Generator().manual_seed(seed)
     made = {}
     for name, (dtype, (offset, extents, strides)) in places(spec).items():
+        if name == "seed":
+            made[name] = torch.from_numpy(np.array([0x243F6A88 + seed, 0x85A308D3], np.uint32).view(np.int32))
+            continue
         size = offset + sum((e - 1) * s for e, s in zip(extents, strides, strict=True)) + 1
         result = name in ("out", "l")
         floats = dtypes.is_float(dtype) and not result
@@ -138,9 +143,20 @@ def attended(spec: AttentionSpec, given: dict[str, torch.Tensor], wide: torch.dt
     top = torch.where(top == -torch.inf, torch.zeros_like(top), top)
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True)
+    if spec.kept < EVERY: weights = weights * keep(spec, given, s_q, s_kv)
     if rounded is not None: weights = weights.to(rounded).to(wide)
     out = weights @ v / torch.where(total == 0, torch.ones_like(total), total)
     return out.double(), (top + torch.log(total)).double().squeeze(-1)
+
+
+def keep(spec: AttentionSpec, given: dict[str, torch.Tensor], s_q: int, s_kv: int) -> torch.Tensor:
+    """What probabilities are multiplied by, [*batch, s_q, s_kv]. The first matrix has a number of its own
+    where a batch is part of another."""
+    matrix, row, column = (np.arange(n, dtype=np.uint64) for n in (spec.matrices, s_q, s_kv))
+    if "first matrix" in given: matrix += np.uint64(given["first matrix"].item())
+    found = keeps(row[:, None], column, matrix[:, None, None],
+                  given["seed"].numpy().view(np.uint32).astype(np.uint64), spec.kept)
+    return torch.from_numpy(found).view(*spec.batch, s_q, s_kv) * (EVERY / spec.kept)
 
 
 def reference(spec: AttentionSpec, given: dict[str, torch.Tensor],

@@ -106,7 +106,8 @@ def order(spec: AttentionSpec) -> list[str]:
 
 def given_alone(case: Case, given: Given, number: int) -> Given:
     """The storages as a sequence's own attention has them: the score's begin with its own elements."""
-    made = dict(given)
+    _, heads, group = case.spec.batch
+    made = given | {"first matrix": torch.tensor(number * heads * group)}
     for load in loads(case.spec.score):
         made[f"x{load.parameter}"] = given[f"x{load.parameter}"][(load.batch or (0,))[0] * number:]
     return made

@@ -5,7 +5,7 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile import epilogue, legality
-from tinygrad_nv.tile.attention import OPERANDS, AttentionSpec
+from tinygrad_nv.tile.attention import EVERY, OPERANDS, AttentionSpec
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.flash_score import multiple
 from tinygrad_nv.tile.schedule import Schedule
@@ -16,7 +16,7 @@ from tinygrad_nv.tile.templates.flash_mma_copy import LEAST_BYTES
 BLOCKS_N = (16, 32, 64, 128)
 MOST_GRID = 65535    # of y and z
 HELD = 180           # registers for sums, scores and q that leave room for addresses and fragments
-HELD_BESIDE = 150    # the same, where scores are more than multiples of sums
+HELD_BESIDE = 150    # the same, where scores are more than multiples of sums, or dropped
 MOST_SUMS = 192      # registers for sums and probabilities, with fragments of q read each time
 
 
@@ -37,7 +37,7 @@ def sums(s: Schedule, spec: AttentionSpec) -> int:
 
 def held(s: Schedule, spec: AttentionSpec) -> bool:
     """Whether fragments of q stay in registers."""
-    most = HELD_BESIDE if multiple(spec.score) is None else HELD
+    most = HELD_BESIDE if multiple(spec.score) is None or spec.kept < EVERY else HELD
     return sums(s, spec) + s.block_m // s.warps_m * padded(spec.d) // 64 <= most
 
 

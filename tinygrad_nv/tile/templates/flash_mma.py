@@ -8,6 +8,7 @@ registers (FlashAttention-2). For sm_80 and later.
         sums = q kᵀ
         the score; where some row does not see all of the block, −inf
         a row's top, 2^(score − top), its sum so far; what has been summed of v shrinks
+        dropout, where there is one
         out += p v, with p from registers: the fragment of two products' sums is that of a left operand
     out / total, by way of the ring, and l
 
@@ -25,7 +26,8 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced
-from tinygrad_nv.tile.attention import AttentionSpec, Rows
+from tinygrad_nv.tile.attention import EVERY, AttentionSpec, Rows
+from tinygrad_nv.tile.dropout import Dropout
 from tinygrad_nv.tile.expression import loads
 from tinygrad_nv.tile.flash_score import Cells, Columns, Extents, Scores, Softmax, signed
 from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
@@ -61,6 +63,7 @@ class _Writer:
         self.log = k.pointer("l") if spec.log_sum else None
         self.q, self.keys, self.values = (k.pointer(name) for name in "qkv")
         cu = (k.pointer("cu_q"), k.pointer("cu_k")) if spec.ragged else None
+        self.seed = k.pointer("seed") if spec.kept < EVERY else None
         self.extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
         self._own_place()
         self.extents = Extents.declared(k, spec) if cu is None else self._sequence(*cu)
@@ -116,11 +119,19 @@ class _Writer:
         self._copies()
         self._fragments()
         self.scores.prepare(loads(spec.score))
+        self.dropout = None if self.seed is None else self._dropout(self.seed)
         self.softmax = Softmax(k, self.warp_m // 16, self.scores.factor)
         self.sums: Cells = self._cells(self.d_v)
         self._loop()
         if k.hopper: k.launch_dependents()
         self._store()
+
+    def _dropout(self, seed: Value) -> Dropout:
+        _, heads, group = self.spec.batch
+        matrix = (self.batch[0] * heads + self.batch[1]) * group + self.batch[2]
+        made = Dropout(self.k, self.spec.kept, self.schedule.block_n, matrix, self.scores.row)
+        made.read(seed)
+        return made
 
     def _cells(self, columns: int) -> Cells:
         return [[self.k.regs("f32", 4, 0.0) for _ in range(columns // 8)] for _ in range(self.warp_m // 16)]
@@ -192,6 +203,7 @@ class _Writer:
             if not self.columns.always_full:
                 with k.if_(self.columns.partly(self.base)): self.scores.mask(cells, self.base)
             self._shrink(self.softmax.step(cells))
+            if self.dropout is not None: self.dropout.drop(cells, self.base)
             self._sum(cells)
             self.base -= s.block_n
             self.writing.set(self.reading)
@@ -247,6 +259,7 @@ class _Writer:
         """Divides by the totals and stores, by way of the ring, that nobody needs any more."""
         k, extents = self.k, self.extents
         inverses, logs = self.softmax.finish()
+        if self.dropout is not None: inverses = [inverse * self.dropout.scale for inverse in inverses]
         self._shrink(inverses)
         rows = extents.s_q if isinstance(extents.s_q, Value) else k.reg("u32", extents.s_q)
         if self.log is not None: self._store_logs(self.log, logs, rows)

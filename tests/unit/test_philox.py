@@ -1,0 +1,51 @@
+"""Philox4x32-10 against the vectors that its authors publish, in integers of Python, numpy and tinygrad."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tinygrad import Tensor, dtypes
+
+from tinygrad_nv.tile.dropout import keeps, kept_of, philox
+
+# Random123, tests/kat_vectors: counter, key, result
+KNOWN = [
+    ((0, 0, 0, 0), (0, 0), (0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8)),
+    ((0xffffffff,) * 4, (0xffffffff,) * 2, (0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd)),
+    ((0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344), (0xa4093822, 0x299f31d0),
+     (0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1))]
+
+
+@pytest.mark.parametrize(("counter", "key", "result"), KNOWN)
+def test_known_answers(counter: tuple[int, ...], key: tuple[int, ...], result: tuple[int, ...]):
+    assert philox(counter, key) == result
+
+
+def test_known_answers_of_arrays():
+    counters, keys, results = (np.array(each, np.uint64).T for each in zip(*KNOWN, strict=True))
+    assert np.array_equal(philox(counters, keys), results)
+    words = philox([Tensor(each) for each in counters], [Tensor(each) for each in keys])
+    assert np.array_equal([word.cast(dtypes.uint64).numpy() for word in words], results)
+
+
+def test_elements_are_kept_by_bytes_of_their_call():
+    """Of two calls, written out."""
+    seed, kept = (1, 2), 100
+    row, matrix = 77, 5
+    for column in (3, 64, 127, 200):
+        words = philox((row, column // 64 * 4 + column % 8 // 2, matrix, 0), seed)
+        whole = b"".join(word.to_bytes(4, "little") for word in words)
+        assert keeps(row, column, matrix, seed, kept) == (whole[column % 64 // 8 * 2 + column % 2] < kept)
+
+
+def test_the_share_that_is_kept():
+    """Of a million elements, and of any two neighbours both: within five standard deviations."""
+    row, column = np.arange(1024, dtype=np.uint64)[:, None], np.arange(1024, dtype=np.uint64)[None]
+    for kept in (1, 128, 230):
+        found = keeps(row, column, np.uint64(3), (np.uint64(9), np.uint64(8)), kept)
+        for share, each in ((kept / 256, found), ((kept / 256)**2, found[:, 1:] & found[:, :-1]),
+                            ((kept / 256)**2, found[1:] & found[:-1])):
+            assert abs(each.mean() - share) < 5 * (share * (1 - share) / each.size)**.5
+
+
+def test_probabilities_are_multiples_of_a_256th():
+    assert [kept_of(p) for p in (0.0, 0.1, 0.5, 0.9, 1 / 256, 1.0)] == [256, 230, 128, 26, 255, 0]
