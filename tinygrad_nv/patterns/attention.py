@@ -33,6 +33,7 @@ from tinygrad.uop.ops import GroupOp, Ops, UOp, sint
 from tinygrad_nv import config
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
+from tinygrad_nv.patterns.attention_decode import Decode, decoded, kernels
 from tinygrad_nv.patterns.attention_dims import Ranges, Sideways
 from tinygrad_nv.patterns.attention_positions import is_variable
 from tinygrad_nv.patterns.attention_score import FLOATS, PASSED, Score, filled
@@ -43,6 +44,7 @@ from tinygrad_nv.patterns.gemm import Machine, machine_of
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, same
 from tinygrad_nv.runtime import ranges
 from tinygrad_nv.tile.attention import AttentionSpec
+from tinygrad_nv.tile.decode import DecodeSpec
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.flash_defaults import default
 from tinygrad_nv.tile.kernel import AttentionKernel
@@ -98,11 +100,12 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Match:
-    """An attention, ready to be called: what lies inside, what it is, and how it is made."""
+    """An attention, ready to be called: what lies inside, what it is, and how it is made: by one kernel, or
+    divided along its keys."""
     attempt: Attempt
     region: frozenset[UOp]
     found: Found
-    schedule: Schedule
+    made: Schedule | Decode
     machine: Machine
 
 
@@ -202,7 +205,8 @@ class _Matcher:
         counted = Ranges(tuple(numbers), sides[2], frozenset(), _ordered(space, weights[1], numbers))
         made = found(Reading(space, end, score, (*sides[:2], value), out, counted, self.variables),
                      attempt.rows)
-        return Match(attempt, region, made, schedule_of(made.spec, machine), machine)
+        how = decoded(made, machine.arch) or schedule_of(made.spec, machine)
+        return Match(attempt, region, made, how, machine)
 
 
 def _is_tail(user: UOp, node: UOp) -> bool:
@@ -371,11 +375,19 @@ def kernel(spec: AttentionSpec, schedule: Schedule, machine: Machine) -> Attenti
 
 
 def _called(match: Match, inputs: list[UOp]) -> UOp:
-    made, spec, end, order = match.found, match.found.spec, match.attempt.end, match.attempt.order
+    made, end, order = match.found, match.attempt.end, match.attempt.order
     assert end.device is not None
-    note = program.Note(match.schedule.template, f"{spec}: {match.schedule}", spec, match.schedule)
+    divided = match.made if isinstance(match.made, Decode) else None
+    spec: AttentionSpec | DecodeSpec = made.spec if divided is None else divided.spec
+    schedule = match.made if isinstance(match.made, Schedule) else match.made.schedule
+    note = program.Note(schedule.template, f"{spec}: {schedule}", spec, schedule)
     out = program.Output(tuple(end.shape[i] for i in order), end.dtype)
-    done = program.attention(kernel(spec, match.schedule, match.machine), end.device, out, inputs,
-                             rows=made.rows, integers=made.integers, variables=made.variables,
-                             flops=flops(made), nbytes=nbytes(spec), note=note)
+    counted = {"flops": flops(made), "nbytes": nbytes(made.spec)}
+    if divided is not None:
+        done = program.decode(kernels(divided.spec, schedule, match.machine.arch), end.device, out, inputs,
+                              integers=divided.integers, variables=made.variables, note=note, **counted)
+    else:
+        done = program.attention(kernel(made.spec, schedule, match.machine), end.device, out, inputs,
+                                 rows=made.rows, integers=made.integers, variables=made.variables, note=note,
+                                 **counted)
     return done if match.attempt.last < 0 else done.permute(tuple(map(order.index, range(len(order)))))

@@ -6,7 +6,7 @@ storages in the kernel's order. `NotOurs`, `Unfused` and `SpecError` say why the
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tinygrad.dtype import DType
@@ -41,13 +41,15 @@ class Reading:
 @dataclass(frozen=True)
 class Found:
     """A spec with its operands. `integers` are those of the launch, in the spec's order, of `variables`;
-    `rows` and `keys` are s_q and s_kv."""
+    `rows` and `keys` are s_q and s_kv, `forms` they and start over the variables `names`."""
     spec: AttentionSpec
     inputs: tuple[UOp, ...]
     integers: tuple[Integer, ...]
     variables: tuple[UOp, ...]
     rows: sint
     keys: sint
+    forms: Mapping[str, Form]
+    names: Mapping[str, UOp]
 
 
 def found(read: Reading, rows: bool) -> Found:
@@ -70,11 +72,17 @@ def found(read: Reading, rows: bool) -> Found:
     names = read.variables
     forms = _extents(dims, mask, names)
     spec = _spec(dims, mask, read.end, out.offset, forms, names)
-    used = sorted({name for form in forms.values() for name, _ in form.factors})
-    integers = (Integer(forms[name].offset, tuple(dict(forms[name].factors).get(each, 0) for each in used))
-                for name in spec.symbolic)
-    return Found(spec, (dims.q.storage, dims.k.storage, dims.v.storage, *extras), tuple(integers),
-                 tuple(names[name] for name in used), dims.rows.extent, _extent(forms["s_kv"], names))
+    varying = {name for form in forms.values() for name, _ in form.factors}
+    used = tuple(names[name] for name in sorted(varying))
+    integers = tuple(integer(forms[name], used) for name in spec.symbolic)
+    return Found(spec, (dims.q.storage, dims.k.storage, dims.v.storage, *extras), integers, used,
+                 dims.rows.extent, _extent(forms["s_kv"], names), forms, names)
+
+
+def integer(form: Form, variables: Sequence[UOp]) -> Integer:
+    """A form as an argument of a launch with these variables."""
+    factors = dict(form.factors)
+    return Integer(form.offset, tuple(factors.get(each.expr, 0) for each in variables))
 
 
 def _extents(dims: Dims, mask: Mask, names: Mapping[str, UOp]) -> dict[str, Form]:
@@ -84,26 +92,26 @@ def _extents(dims: Dims, mask: Mask, names: Mapping[str, UOp]) -> dict[str, Form
         return made
     keys = form(dims.keys.extent, "the number of keys")
     if mask.keys is not None:
-        if _most(_less(mask.keys, keys), names) > 0:
-            if _most(_less(keys, mask.keys), names) > 0: raise Unfused("a mask that may end after the keys")
+        if most(_less(mask.keys, keys), names) > 0:
+            if most(_less(keys, mask.keys), names) > 0: raise Unfused("a mask that may end after the keys")
         else: keys = mask.keys
     made = {"s_q": form(dims.rows.extent, "the number of rows"), "s_kv": keys, "start": mask.start}
     for name, least in (("s_kv", 0), ("start", 0)):
-        if _most(_less(Form(least, ()), made[name]), names) > 0: raise Unfused(f"{name} may be below {least}")
+        if most(_less(Form(least, ()), made[name]), names) > 0: raise Unfused(f"{name} may be below {least}")
     return made
 
 
 def _less(x: Form, y: Form) -> Form: return summed(x, y, -1)
 
 
-def _most(form: Form, names: Mapping[str, UOp]) -> int:
+def most(form: Form, names: Mapping[str, UOp]) -> int:
     """The most that a form can be."""
     return form.offset + sum(f * int(names[n].vmax if f > 0 else names[n].vmin) for n, f in form.factors)
 
 
 def _spec(dims: Dims, mask: Mask, end: UOp, offset: int, forms: dict[str, Form],
           names: Mapping[str, UOp]) -> AttentionSpec:
-    most = {name: _most(form, names) for name, form in forms.items()}
+    most_of = {name: most(form, names) for name, form in forms.items()}
     symbolic = tuple(name for name in ("s_q", "s_kv", "start") if forms[name].factors)
     d, d_v = largest(dims.d.extent), largest(dims.d_v.extent)
     batch = (largest(dims.batch[0].extent), largest(dims.batch[1].extent), largest(dims.batch[2].extent))
@@ -111,8 +119,8 @@ def _spec(dims: Dims, mask: Mask, end: UOp, offset: int, forms: dict[str, Form],
     q = _rows(dims.q.dtype, dims.rows, dims, Q, d, dims.q.lies.offset)
     k = _rows(dims.k.dtype, dims.keys, dims, K, d, dims.k.lies.offset)
     v = _rows(dims.v.dtype, dims.keys, dims, V, d_v, dims.v.lies.offset)
-    return AttentionSpec(most["s_q"], most["s_kv"], d, d_v, q, k, v, out, batch, mask.score, mask.band,
-                         most["start"], symbolic)
+    return AttentionSpec(most_of["s_q"], most_of["s_kv"], d, d_v, q, k, v, out, batch, mask.score, mask.band,
+                         most_of["start"], symbolic)
 
 
 def _rows(dtype: DType, rows: Dim, dims: Dims, i: int, d: int, offset: int) -> Rows:
@@ -144,9 +152,9 @@ def flops(made: Found) -> sint:
     """Operations of a launch. A band of varying extents has the share of the pairs that its largest has."""
     spec = made.spec
     if not spec.symbolic: return spec.flops
-    most = spec.s_q * spec.s_kv
+    whole = spec.s_q * spec.s_kv
     pairs = made.rows * made.keys
-    share = pairs if spec.pairs == most else pairs * spec.pairs // most
+    share = pairs if spec.pairs == whole else pairs * spec.pairs // whole
     return share * (spec.flops // max(spec.pairs, 1))
 
 
