@@ -125,6 +125,7 @@ class _Writer:
         queries = QuerySums(k, plan, self.to, self.turns, self.blocks, warp, self.head)
         products = Products(k, plan, self.loads, weights, queries, self.blocks, consumer)
         products.sum()
+        with k.if_(k.elect()): queries.settle()
         heads = (*self.batch, k.reg("u32", 0))
         self.dv.store(products.dv, key, first, self.extents.s_kv, heads)
         if plan.dk is not None: k.sync(FINISHED, WARPGROUP * plan.consumers)

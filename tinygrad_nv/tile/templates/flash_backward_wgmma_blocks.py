@@ -56,6 +56,12 @@ class Blocks:
         for each in made[1:]: found = found | each
         return found
 
+    def first_keys(self, row: Value) -> Value | int:
+        """The first block of keys that rows from `row` (s32) on see, a block of them, if they see any."""
+        first = self.plan.spec.forward.band.first
+        if first is None: return 0
+        return least(self.k, row + self.start + first, 0, "max") // self.plan.schedule.block_n
+
     def unseen(self) -> Value | None:
         """Whether no row sees some of the keys; None where that cannot be."""
         band, n = self.plan.spec.forward.band, self.plan.schedule.block_n

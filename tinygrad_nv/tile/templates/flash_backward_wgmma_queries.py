@@ -48,6 +48,7 @@ class QuerySums:
         own = row * 128 + ((lane & 3) << 3) ^ (row << 4)
         self.places = [self.staging + (own ^ at if at else own) for at in range(0, 128, 32)]
 
+        self.turn = k.reg("u64", 0)  # the counter of the block before
         if plan.dq_columns % DQ_COLUMNS: self._clear()
 
     def _clear(self) -> None:
@@ -59,7 +60,7 @@ class QuerySums:
     def add(self, walk: Walk) -> None:
         """Adds the sums of the walker's block."""
         k = self.k
-        with k.if_(k.elect()): k.tma_wait(0, read=True)
+        with k.if_(k.elect()): self.settle()
         k.emit("bar.warp.sync", -1)
         for j in range(len(self.sums) // 4):
             box, inside = divmod(32 * j, 128)
@@ -71,15 +72,34 @@ class QuerySums:
         k.emit("bar.warp.sync", -1)
         with k.if_(k.elect()): self._reduce(walk)
 
+    def settle(self) -> None:
+        """One lane: waits until the boxes may be written again, and gives their turn to the next CTA."""
+        k = self.k
+        k.tma_wait(0, read=self.turns is None)
+        if self.turns is None: return
+        with k.if_(self.turn != 0): k.emit("red.release.gpu.global.add.u32", self.turn.at(), 1)
+
     def _reduce(self, walk: Walk) -> None:
         """One lane."""
         k, plan = self.k, self.plan
         warp_row = self.warp & 3 if plan.shared_rows else self.warp
         row = walk.row + (warp_row * WARP_ROWS).to("s32")
         first = (self.warp >> 2).to("s32") * plan.dq_columns if plan.shared_rows else k.reg("s32", 0)
-        matrix = (self.head + walk.head).to("s32")
+        matrix = self.head + walk.head
+        if self.turns is not None: self._take_turn(self.turns, walk, matrix)
         for box in range(plan.dq_boxes):
-            place = self.to.tensor_map.at(coordinates=[first + DQ_COLUMNS * box, row, matrix])
+            place = self.to.tensor_map.at(coordinates=[first + DQ_COLUMNS * box, row, matrix.to("s32")])
             k.emit("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group", place,
                    self.staging.at(box * BOX_BYTES))
         k.tma_commit()
+
+    def _take_turn(self, turns: Value, walk: Walk, matrix: Value) -> None:
+        """Waits until the CTAs before this one have added theirs."""
+        k, plan, seen = self.k, self.plan, self.k.reg("u32")
+        number = (matrix * plan.blocks_of_rows + walk.block.to("u32")) * (4 * plan.consumers) + self.warp
+        self.turn.set(turns + number.to("u64") * 4)
+        before = k.ctaid.x.to("s32") - self.blocks.first_keys(walk.row)
+        k.emit("ld.acquire.gpu.global.u32", seen, self.turn.at())
+        with k.while_(lambda: seen != before.to("u32")):
+            k.emit("ld.acquire.gpu.global.u32", seen, self.turn.at())
+        k.emit("fence.proxy.async.global")
