@@ -156,16 +156,15 @@ class _Matcher:
         if reason: program.miss(TEMPLATE, second.total, reason)
 
     def candidates(self, total: UOp) -> list[UOp]:
-        """Where an attention may end, best first: where its result is stored, else after the last arithmetic;
-        movement costs its reader nothing."""
+        """Where an attention may end, best first: where its result is stored or read, since a product reads
+        it best as it lies then; else after the last arithmetic."""
         found, node = [total], total
         while len(users := self.consumers[node]) == 1 and _is_tail(users[0], node):
             node = users[0]
             found.append(node)
-        stored = all(user.op in (Ops.STORE, Ops.CONTIGUOUS) for user in self.consumers[node])
         worked = [one for one in found if one.op not in GroupOp.Movement and one.dtype in FLOATS]
         narrow = next((one for one in worked if one.dtype != dtypes.float32), worked[-1])
-        return list(dict.fromkeys([*([node] if stored else []), worked[-1], narrow, total]))
+        return list(dict.fromkeys([node, worked[-1], narrow, total]))
 
     def inside(self, root: UOp, end: UOp) -> frozenset[UOp]:
         """What lies between a product and the end. Raises `NotOurs` where something outside uses it."""

@@ -217,7 +217,8 @@ def _bound(ops: UOp, mem: UOp) -> Estimates:
 # **** in a rewrite ****
 
 def write_through(sink: UOp) -> UOp:
-    """Lets kernels of ours write straight into the storage their result would be copied to, where safe.
+    """Lets kernels of ours write straight into the storage their result would be copied to, where safe, and
+    read results of others of ours where they are.
 
     A rewrite ends with this. Who reads the old contents runs first, as tinygrad orders writes after reads;
     only a kernel that reads the storage itself has to keep its own.
@@ -226,7 +227,8 @@ def write_through(sink: UOp) -> UOp:
     moved: dict[UOp, UOp] = {}
     for after in nodes:
         if (pair := _copied(after)) is not None and pair[0] not in moved: moved[pair[0]] = pair[1]
-    return rebuilt(nodes, lambda node, new: _moved(node, new, moved)) if moved else sink
+    if not moved and not any(node.op is Ops.CALL and _read(node) for node in nodes): return sink
+    return rebuilt(nodes, lambda node, new: _moved(node, new, moved))
 
 
 def rebuilt(nodes: Iterable[UOp], change: Callable[[UOp, Callable[[UOp], UOp]], UOp | None]) -> UOp:
@@ -261,8 +263,18 @@ def _over(node: UOp, src: tuple[UOp, ...]) -> UOp:
 
 def _moved(node: UOp, new: Callable[[UOp], UOp], moved: dict[UOp, UOp]) -> UOp | None:
     if node.op is Ops.BUFFER: return moved.get(node)
+    if node.op is Ops.CALL and (read := _read(node)):
+        return node.replace(src=(node.src[0], *(new(read.get(s, s)) for s in node.src[1:])))
     if node.op is not Ops.AFTER or len(node.src) != 2 or node.src[1].op is not Ops.STORE: return None
     return _stored_in_place(*map(new, node.src[1].src))
+
+
+def _read(call: UOp) -> dict[UOp, UOp]:
+    """Of a call's arguments that are copies of results of ours: the results. What was a value when the call
+    was made may be a kernel's result now."""
+    found = ((s, _dense(s.src[0])) for s in call.src[1:] if s.op is Ops.CONTIGUOUS)
+    return {copy: done for copy, done in found if done.op is Ops.AFTER and done.src[1].op is Ops.CALL
+            and done.src[0].base.op is Ops.BUFFER and done.src[0].base.arg.slot >= _FIRST_SLOT}
 
 
 def _copied(after: UOp) -> tuple[UOp, UOp] | None:
