@@ -116,7 +116,8 @@ def scored(spec: AttentionSpec, given: Given, sums: torch.Tensor) -> tuple[torch
     wide = sums.double().detach().requires_grad_(True)
     scores = evaluate(small, spec.score, [wide], given)  # type: ignore[arg-type]
     slope, = torch.autograd.grad(scores.sum(), wide)
-    return scores.detach(), slope
+    # torch's derivative of 1 / (1 + 2^x) is 0 · inf where 2^x is too large
+    return scores.detach(), torch.nan_to_num(slope, nan=0.0)
 
 
 def differentiated(spec: BackwardSpec, given: Given, wide: torch.dtype, rounded: bool,

@@ -81,11 +81,11 @@ class Step:
     on_columns: bool
 
 
-def steps(root: Expression) -> list[Step]:
-    """An expression in the order of its evaluation; the root comes last."""
+def steps(*roots: Expression) -> list[Step]:
+    """Expressions in the order of their evaluation; the last root comes last."""
     out: list[Step] = []
     number: dict[Expression, int] = {}
-    for node in walk(root):
+    for node in dict.fromkeys(node for root in roots for node in walk(root)):
         args = tuple(number[arg] for arg in node.args) if isinstance(node, Apply) else ()
         row, columns = isinstance(node, Sum), isinstance(node, Sum)
         if isinstance(node, Load): row, columns = bool(node.m), bool(node.n)
@@ -98,11 +98,12 @@ def steps(root: Expression) -> list[Step]:
 
 @dataclass
 class Finish:
-    """Evaluates `root` for pairs of elements."""
+    """Evaluates `root` for pairs of elements; and what `before` has, which may share nodes with it."""
     k: Kernel
     root: Expression
     sources: Sources
     width: int = 2
+    before: tuple[Expression, ...] = ()
     known: dict[tuple[int, int, int], Lanes] = field(default_factory=dict)
     factors: dict[str, Value] = field(default_factory=dict)
 
@@ -110,10 +111,18 @@ class Finish:
         if found := problems(self.root, self.k.arch):
             raise SpecError("; ".join(found), "dtypes that kernels of this architecture compute",
                             "leave the operation to tinygrad")
-        self.steps = steps(self.root)
+        self.steps = steps(*self.before, self.root)
+        self.number = next(i for i, step in enumerate(self.steps) if step.node == self.root)
 
     def at(self, row: int, pair: int) -> Lanes:
         """The value of a pair: rounded to the root's dtype where that is a float of 16 bits or more."""
+        return self._values(row, pair)[self.number]
+
+    def all(self, row: int, pair: int) -> dict[Expression, Lanes]:
+        """The values of all nodes of a pair."""
+        return {step.node: value for step, value in zip(self.steps, self._values(row, pair), strict=True)}
+
+    def _values(self, row: int, pair: int) -> list[Lanes]:
         values: list[Lanes] = []
         for number, step in enumerate(self.steps):
             key = (number, row if step.on_row else -1, pair if step.on_columns else -1)
@@ -121,7 +130,7 @@ class Finish:
                 self.known[key] = self._made(step, [values[i] for i in step.args], row, pair,
                                              last=number == len(self.steps) - 1)
             values.append(self.known[key])
-        return values[-1]
+        return values
 
     def _made(self, step: Step, args: list[Lanes], row: int, pair: int, last: bool) -> Lanes:
         k, node = self.k, step.node

@@ -3,10 +3,12 @@ from __future__ import annotations
 
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.errors import ScheduleError
-from tinygrad_nv.tile import legality
+from tinygrad_nv.errors import ScheduleError, SpecError
+from tinygrad_nv.tile import epilogue, legality
 from tinygrad_nv.tile.attention import AttentionSpec, Rows
 from tinygrad_nv.tile.attention_backward import BackwardSpec
+from tinygrad_nv.tile.derivative import derivative
+from tinygrad_nv.tile.flash_score import multiple
 from tinygrad_nv.tile.legal_flash_mma import MOST_GRID, padded
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec, Operand, Result
@@ -14,7 +16,8 @@ from tinygrad_nv.tile.store import StorePlan, store_plan
 from tinygrad_nv.tile.templates.flash_mma_copy import LEAST_BYTES
 
 BLOCKS = (32, 64, 128)
-MOST_SUMS = 208  # registers for dk, dv, and for p and ds of a block
+MOST_SUMS = 192     # registers for dk and dv, and for p and ds of a block
+MOST_BESIDE = 160   # the same, where scores are more than multiples of sums
 
 
 def stage_bytes(s: Schedule, spec: AttentionSpec) -> int:
@@ -51,7 +54,8 @@ def stored_as(spec: BackwardSpec, rows: Rows, d: int) -> GemmSpec:
     """The product whose result lies where dk or dv does, for its store."""
     one, operand = spec.forward, Operand(dtypes.bfloat16, d, 1, (0, 0, 0))
     out = Result(rows.dtype, rows.row, 1, rows.batch, rows.offset)
-    return GemmSpec(one.s_kv, d, d, operand, operand, out, one.batch, symbolic="s_kv" in one.symbolic)
+    return GemmSpec(one.s_kv, d, d, operand, operand, out, (*one.batch[:2], 1),
+                    symbolic="s_kv" in one.symbolic)
 
 
 def plan_of(s: Schedule, spec: BackwardSpec, rows: Rows, d: int) -> StorePlan:
@@ -86,12 +90,14 @@ def problems(schedule: Schedule, spec: BackwardSpec, arch: str) -> list[str]:
     if s.threads < s.block_m:
         out.append(f"block_m={s.block_m} is above {s.threads} threads, one for each row")
     if not 2 <= s.depth <= 8: out.append(f"{s.depth} stages are not 2 to 8")
-    return out or _resource_problems(s, spec, arch)
+    return out or [*_resource_problems(s, spec, arch), *epilogue.problems(spec.forward.score, arch)]
 
 
 def _spec_problems(spec: BackwardSpec) -> list[str]:
-    """Of the operands, whatever the schedule."""
+    """Of the operands, whatever the schedule; and of a score without a derivative."""
     one = spec.forward
+    try: derivative(one.score)
+    except SpecError as error: return [str(error.found)]
     out = [f"{name}={d} is not a multiple of 8" for name, d in (("d", one.d), ("d_v", one.d_v)) if d % 8]
     out += [f"rows of {name} are aligned to {rows.aligned_bytes} B, cp.async copies {LEAST_BYTES} and more"
             for name, rows in (("q", one.q), ("k", one.k), ("v", one.v), ("grad", spec.grad))
@@ -105,9 +111,10 @@ def _resource_problems(s: Schedule, spec: BackwardSpec, arch: str) -> list[str]:
     if (needed := smem_bytes(s, spec)) > most:
         out.append(f"keys of {key_bytes(s, one)} B, {s.depth} stages × {stage_bytes(s, one)} B and ds are "
                    f"{needed} B of shared memory, {arch} has {most}")
-    if (count := sums(s, one)) > MOST_SUMS:
+    room = MOST_BESIDE if multiple(one.score) is None else MOST_SUMS
+    if (count := sums(s, one)) > room:
         out.append(f"{s.block_n // s.warps_m} keys of a warp × ({padded(one.d)} + {padded(one.d_v)} + 2 × "
-                   f"{s.block_m}) / 32 lanes = {count} sums a thread, at most {MOST_SUMS}")
+                   f"{s.block_m}) / 32 lanes = {count} sums a thread, at most {room}")
     if shares(s, one.d) is None:
         out.append(f"{s.warps_m} warps cannot share {s.block_m} rows x {padded(one.d)} of dq by 16 x 16")
     return out

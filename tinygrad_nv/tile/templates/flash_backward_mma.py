@@ -26,7 +26,7 @@ from __future__ import annotations
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.attention import Rows
 from tinygrad_nv.tile.attention_backward import BackwardSpec
-from tinygrad_nv.tile.flash_score import LOG2E, Cells, Extents, multiple, signed
+from tinygrad_nv.tile.flash_score import Cells, Extents, least, multiple, signed
 from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
 from tinygrad_nv.tile.kernel import BackwardKernel
 from tinygrad_nv.tile.lanes import HALVES
@@ -43,6 +43,7 @@ from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.store import Cell, Store
 from tinygrad_nv.tile.templates.flash_backward_add import QueryGradient
 from tinygrad_nv.tile.templates.flash_backward_rows import RowBlocks, RowRing, Walk
+from tinygrad_nv.tile.templates.flash_backward_score import TurnedScores, registers
 from tinygrad_nv.tile.templates.flash_mma_copy import RowCopy
 
 Four = list[Value]  # registers of a fragment
@@ -76,10 +77,10 @@ class _Writer:
         self.first = k.ctaid.x * s.block_n
         self.batch = [k.ctaid.z, k.ctaid.y, k.reg("u32", 0)]
         self.key = (k.tid.x >> 5) * self.warp_keys
-        self.blocks = RowBlocks(k, one, self.extents, self.first, s.block_n, s.block_m)
-        scale = multiple(one.score)
-        assert scale is not None
-        self.factor, self.slope = LOG2E * scale, scale
+        self.blocks = RowBlocks(k, one, self.extents, self.first, s.block_n, s.block_m,
+                                multiple(one.score) is None)
+        self.scores = TurnedScores.of_spec(k, one, self.extents, self.extras, self.batch,
+                                           self.first + self.key, s.block_n, s.block_m)
 
     def write(self) -> None:
         """The whole kernel."""
@@ -88,6 +89,7 @@ class _Writer:
         if k.hopper: k.wait_for_previous_grid()
         self._copies()
         self._fragments()
+        self.scores.prepare_for(self.adding.walk)
         self.sums_k, self.sums_v = self._cells(self.d), self._cells(self.d_v)
         self._loop()
         if k.hopper: k.launch_dependents()
@@ -156,7 +158,7 @@ class _Writer:
                                         row.start))
         low = self.blocks.low.to("u32")
         self.adding = QueryGradient(k, self.spec, s, self.key_copies[0].tile, self.memory, self.weights,
-                                    self._per_row(self.dq, low, one.d), self.blocks, self.slope)
+                                    self._per_row(self.dq, low, one.d), self.blocks, self.scores.slope)
 
     # **** the loop ****
 
@@ -171,9 +173,9 @@ class _Writer:
             k.sync()
             self.ring.bring(self.writing, block < count - ahead)
             for fragments in (*self.right, *self.third): fragments.move(self.reading)
-            weights = self._weights()
-            slopes = self._slopes(weights)
-            packed = self._packed(slopes)
+            weights, slopes = self._weights()
+            products = self._products_of(weights, slopes)
+            packed = self._packed(products)
             self.adding.keep(packed, self.key)
             self._sum(self.sums_v, self._packed(weights), self.third[1])
             self._sum(self.sums_k, packed, self.third[0])
@@ -210,18 +212,19 @@ class _Writer:
         return [k.ld("shared", "f32", at.at(self.values_of_rows + start + 32 * j), 2)
                 for j in range(self.schedule.block_m // 8)]
 
-    def _weights(self) -> Cells:
-        """p of the block, float32."""
-        k, cells = self.k, self._multiplied(0, self._cells(self.schedule.block_m))
+    def _weights(self) -> tuple[Cells, Cells | None]:
+        """p of the block, float32, and the derivatives of its scores where they differ."""
+        k, sums = self.k, self._multiplied(0, self._cells(self.schedule.block_m))
+        cells, slopes = self.scores.turned(sums, self.adding.walk.row)
         logs = self._of_rows(0)
         for row in cells:
             for cell, two in zip(row, logs, strict=True):
                 for r, value in enumerate(cell):
-                    k.emit("fma.rn.f32", value, value, self.factor, two[r % 2])
+                    k.emit("fma.rn.f32", value, value, self.scores.factor, two[r % 2])
                     k.emit("ex2.approx.ftz.f32", value, value)
         if (partly := self.blocks.partly(self.adding.walk.row)) is not None:
             with k.if_(partly): self._mask(cells)
-        return cells
+        return cells, slopes
 
     def _mask(self, cells: Cells) -> None:
         """0 where a row does not see a key. From the lane's first row on, rows from `low` to `high` see."""
@@ -230,6 +233,8 @@ class _Writer:
         row = self.adding.walk.row + ((lane & 3) << 1).to("s32")
         there = key - row - signed(k, self.extents.start)
         s_kv = signed(k, self.extents.s_kv)
+        outside = signed(k, self.extents.s_q) - row - 1 \
+            if self.blocks.hide_rows and not self.blocks.whole_rows else None
         for i, cells_of_row in enumerate(cells):
             for h in range(2):
                 down = 16 * i + 8 * h
@@ -237,6 +242,7 @@ class _Writer:
                 if not self.blocks.whole_keys:
                     low = k.select(key + down < s_kv, low, self.schedule.block_m)
                 high = None if band.first is None else there + (down - band.first)
+                if outside is not None: high = outside if high is None else least(k, high, outside)
                 for j, cell in enumerate(cells_of_row):
                     for e in range(2):
                         sees = low <= 8 * j + e
@@ -244,14 +250,18 @@ class _Writer:
                         value = cell[2 * h + e]
                         k.emit("selp.f32", value, value, 0.0, sees)
 
-    def _slopes(self, weights: Cells) -> Cells:
-        """ds of the block, without the score's constant, float32."""
+    def _products_of(self, weights: Cells, slopes: Cells | None) -> Cells:
+        """ds of the block, without a constant slope, float32."""
         minus = 4 * self.schedule.block_m
         cells = [[[*first, *second] for first, second in zip(self._of_rows(minus), self._of_rows(minus),
                                                              strict=True)] for _ in weights]
         for row, own in zip(self._multiplied(1, cells), weights, strict=True):
             for cell, weight in zip(row, own, strict=True):
                 for value, factor in zip(cell, weight, strict=True): value *= factor
+        if slopes is not None:
+            for value, weight, slope in zip(*map(registers, (cells, weights, slopes)), strict=True):
+                # where p is 0 the slope may be infinite, or v what was never meant to be read
+                value.set(self.k.select(weight == 0.0, 0.0, value * slope))
         return cells
 
     def _packed(self, cells: Cells) -> list[list[Four]]:
@@ -278,7 +288,7 @@ class _Writer:
         k.sync()
         for row in self.sums_k:
             for cell in row:
-                for value in cell: value *= self.slope
+                for value in cell: value *= self.scores.slope
         start = self.memory
         for pointer, where, d, sums in ((self.dv, self.spec.dv, one.d_v, self.sums_v),
                                         (self.dk, self.spec.dk, one.d, self.sums_k)):

@@ -26,13 +26,15 @@ from tinygrad_nv.tile.templates.flash_mma_copy import RowCopy
 @dataclass
 class RowBlocks:
     """Those that see keys from `first` (u32) on, `keys` of them. `low` (s32) is the first row of the first
-    block, `end` (s32) where the last one ends, `count` (s32) how many there are, of all query heads."""
+    block, `end` (s32) where the last one ends, `count` (s32) how many there are, of all query heads. With
+    `hide_rows` rows beyond s_q do not see keys, else they may, with p = 0."""
     k: Kernel
     spec: AttentionSpec
     extents: Extents
     first: Value
     keys: int
     block_m: int
+    hide_rows: bool = False
 
     def __post_init__(self) -> None:
         k, band, first = self.k, self.spec.band, self.first.to("s32")
@@ -75,17 +77,21 @@ class RowBlocks:
         if self.full_end is not None:
             late = base + self.block_m > self.full_end
             made = late if made is None else made | late
+        if self.hide_rows and not self.whole_rows:
+            outside = base + self.block_m > signed(self.k, self.extents.s_q)
+            made = outside if made is None else made | outside
         return made
 
 
 @dataclass
 class Walk:
-    """A place in the blocks of rows, head after head: `row` (s32) is the block's first."""
+    """A place in the blocks of rows, head after head: `row` (s32) is the block's first, `query` (u32) the
+    head."""
     blocks: RowBlocks
 
     def __post_init__(self) -> None:
         self.k, self.group = self.blocks.k, self.blocks.spec.batch[2]
-        self.row = self.k.reg("s32", self.blocks.low)
+        self.row, self.query = self.k.reg("s32", self.blocks.low), self.k.reg("u32", 0)
         self.addresses: list[tuple[Value, int, Value | None]] = []
 
     def follow(self, address: Value, row_bytes: int, head_bytes: int) -> None:
@@ -96,19 +102,19 @@ class Walk:
             back -= (self.blocks.end - self.blocks.low).to("s64") * row_bytes
         self.addresses.append((address, self.blocks.block_m * row_bytes, back))
 
-    def advance(self) -> Value | None:
-        """The next block; whether it is of the next head, None where there is only one."""
+    def advance(self) -> None:
+        """The next block."""
         k, step = self.k, self.blocks.block_m
         self.row += step
         if self.group == 1:
             for address, nbytes, _ in self.addresses: address += nbytes
-            return None
+            return
         wrapped = self.row >= self.blocks.end
         self.row.set(k.select(wrapped, self.blocks.low, self.row))
+        self.query += k.select(wrapped, 1, 0, "u32")
         for address, nbytes, back in self.addresses:
             assert back is not None
             address += k.select(wrapped, back, nbytes, "s64").to("u64")
-        return wrapped
 
 
 @dataclass

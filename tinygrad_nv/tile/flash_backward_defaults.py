@@ -1,0 +1,31 @@
+"""Schedules of attention's backward pass, by architecture, the better known ones before the others.
+
+Protocol: `default(spec, arch)` is the first that is legal.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tinygrad_nv.tile import legal_flash_backward_mma
+from tinygrad_nv.tile.attention_backward import BackwardSpec
+from tinygrad_nv.tile.schedule import Schedule
+
+# of heads up to so many elements: rows, keys, warps, stages
+MMA = {96: ((64, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2)),
+       128: ((64, 128, 8, 2), (64, 64, 4, 2), (32, 128, 8, 2), (32, 64, 4, 2))}
+FEW = ((64, 64, 4, 2), (32, 32, 2, 2))
+PROBLEMS = {"flash_backward_mma": legal_flash_backward_mma.problems}
+
+
+def starts(spec: BackwardSpec, arch: str) -> Iterator[Schedule]:
+    """Those to choose from, in the order of preference: no more keys than there are, in blocks of 32."""
+    one = spec.forward
+    table = next((tiles for most, tiles in MMA.items() if max(one.d, one.d_v) <= most), ())
+    for m, n, warps, stages in (*table, *FEW):
+        if n < 2 * one.s_kv or n == 32:
+            yield Schedule(template="flash_backward_mma").block(m, n).warps(warps).stages(stages)
+
+
+def default(spec: BackwardSpec, arch: str) -> Schedule | None:
+    """The schedule for a backward pass; None where no template has it."""
+    return next((s for s in starts(spec, arch) if not PROBLEMS[s.template](s, spec, arch)), None)
