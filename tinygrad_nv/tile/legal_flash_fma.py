@@ -81,11 +81,13 @@ def problems(schedule: Schedule, spec: AttentionSpec, arch: str) -> list[str]:
         (f"template {s.template}", s.template != "flash_fma"), ("stream-K", s.stream),
         ("ping-pong", s.mode == "pingpong"), ("swap", s.swap), (f"split {s.splits}", s.splits > 1),
         (f"cluster {s.cluster_m}x{s.cluster_n}", s.cluster_m * s.cluster_n > 1)) if on]
-    if s.block_m % (16 * s.warps_m):
-        out.append(f"block_m={s.block_m} is not a multiple of {s.warps_m} warps × 16 = {16 * s.warps_m}")
+    if s.block_m % (16 * s.warps_m) or s.block_m & (s.block_m - 1):
+        out.append(f"block_m={s.block_m} is not a power of two, {s.warps_m} warps × 16 = {16 * s.warps_m} or "
+                   "more")
     if s.block_n % s.warps_n or warp_columns(s) not in COLUMNS:
         out.append(f"block_n={s.block_n} of {s.warps_n} warps is not {', '.join(map(str, COLUMNS))} for each")
-    if s.threads > 512: out.append(f"{s.warps_m} x {s.warps_n} warps are above 16")
+    if s.threads not in (32, 64, 128, 256, 512):
+        out.append(f"{s.warps_m} x {s.warps_n} warps are not 1, 2, 4, 8 or 16")
     if not 2 <= s.depth <= 8: out.append(f"{s.depth} stages are not 2 to 8")
     return out or [*_resource_problems(s, spec, arch), *epilogue.problems(spec.score, arch)]
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.attention import AttentionSpec, Rows
 from tinygrad_nv.tile.expression import loads
-from tinygrad_nv.tile.flash_score import Columns, Extents, Scores, Softmax, signed
+from tinygrad_nv.tile.flash_score import Columns, Extents, Scores, signed
 from tinygrad_nv.tile.kernel import AttentionKernel
 from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.legal_flash_fma import (
@@ -38,6 +38,7 @@ from tinygrad_nv.tile.legal_flash_fma import (
 )
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.templates.flash_fma_products import Outputs, Products
+from tinygrad_nv.tile.templates.flash_fma_softmax import ExactSoftmax
 from tinygrad_nv.tile.templates.flash_fma_store import Meeting, store, store_logs
 from tinygrad_nv.tile.templates.flash_mma_copy import RowCopy
 
@@ -69,7 +70,7 @@ class _Writer:
         self.columns = Columns(k, spec, self.extents, self.first, s.block_m, s.block_n)
         self.scores = Scores(k, spec, self.extents, extras, self.batch, self.first + self.row, s.block_m,
                              s.block_n)
-        self.softmax = Softmax(k, self.warp_m // 16, self.scores.factor)
+        self.softmax = ExactSoftmax(k, self.warp_m // 16, self.scores.factor)
 
     def _own_place(self) -> None:
         """The CTA's rows and head; the warp's rows, and its columns of a block."""

@@ -11,7 +11,6 @@ The order of additions is that of the warps. A warp that saw nothing has weight 
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,9 +19,9 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import place
 from tinygrad_nv.tile.attention import AttentionSpec
-from tinygrad_nv.tile.flash_score import Softmax
 from tinygrad_nv.tile.lanes import HALVES, packed
 from tinygrad_nv.tile.templates.flash_fma_products import Outputs
+from tinygrad_nv.tile.templates.flash_fma_softmax import ExactSoftmax
 
 
 @dataclass
@@ -38,7 +37,7 @@ class Meeting:
         self.own = self.warp % self.warps
         self.lane = self.k.special("laneid")
 
-    def totals(self, softmax: Softmax, outputs: Outputs) -> None:
+    def totals(self, softmax: ExactSoftmax, outputs: Outputs) -> None:
         """Tops and totals of all, in each warp."""
         k, count = self.k, len(softmax.top)
         lanes = 32 * 8
@@ -54,19 +53,13 @@ class Meeting:
             pairs = [k.ld("shared", "f32", first.at((w * count + i) * lanes), 2) for w in range(self.warps)]
             most = k.reg("f32", pairs[0][0])
             for other, _ in pairs[1:]: k.emit("max.f32", most, most, other)
-            whole = k.reg("f32", 0.0)
+            whole, base = k.reg("f32", 0.0), softmax.base(most)
             for other, share in pairs:
-                k.emit("fma.rn.f32", whole, share, self._weight(softmax, other, most), whole)
-            factors.append(self._weight(softmax, top, most))
+                k.emit("fma.rn.f32", whole, share, softmax.weight(other, base), whole)
+            factors.append(softmax.weight(top, base))
             top.set(most)
             total.set(whole)
         outputs.scaled(factors)
-
-    def _weight(self, softmax: Softmax, top: Value, most: Value) -> Value:
-        k, made = self.k, self.k.reg("f32")
-        safe = k.select(most == -math.inf, 0.0, most)
-        k.emit("ex2.approx.ftz.f32", made, (top - safe) * softmax.factor)
-        return made
 
     def sums(self, sums: Sequence[Sequence[Sequence[Value]]]) -> None:
         """Adds the others' sums to those of the first of the warps."""
