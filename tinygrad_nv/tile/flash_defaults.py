@@ -7,8 +7,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeVar
 
+from tinygrad.dtype import dtypes
+
 from tinygrad_nv.tile import legal_flash_fma, legal_flash_mma, legal_flash_wgmma
-from tinygrad_nv.tile.attention import OPERANDS, AttentionSpec
+from tinygrad_nv.tile.attention import AttentionSpec
 from tinygrad_nv.tile.schedule import Schedule
 
 Tile = TypeVar("Tile")
@@ -31,7 +33,7 @@ WGMMA = {64: ((192, 128), (192, 80), (128, 128), (128, 112)),
 FEW_WGMMA = ((64, 128), (64, 112), (64, 80), (64, 48))
 # float32. Rows, columns, warps along rows and along columns: 32 rows of a warp as far as registers go
 FMA = {64: ((128, 32, 4, 1),),
-       128: ((128, 32, 4, 1), (64, 16, 2, 1)),
+       128: ((128, 32, 4, 1), (128, 16, 4, 1), (64, 16, 2, 1)),
        256: ((64, 32, 4, 1), (64, 16, 4, 1))}
 FEW_FMA = ((64, 64, 2, 2), (32, 64, 1, 4), (32, 32, 2, 2), (32, 16, 2, 1), (16, 64, 1, 4), (16, 32, 1, 4),
            (16, 16, 1, 2))
@@ -42,7 +44,7 @@ PROBLEMS = {"flash_mma": legal_flash_mma.problems, "flash_wgmma": legal_flash_wg
 def starts(spec: AttentionSpec, arch: str) -> Iterator[Schedule]:
     """Those to choose from, in the order of preference: no more rows than there are, in blocks of 16 (64)."""
     d = max(spec.d, spec.d_v)
-    if spec.q.dtype not in OPERANDS:
+    if spec.q.dtype == dtypes.float32:
         for m, n, along_m, along_n in (*_upto(FMA, d), *FEW_FMA):
             if m < 2 * spec.s_q or m == 16:
                 yield Schedule(template="flash_fma").block(m, n).warps(along_m, along_n).stages(2)

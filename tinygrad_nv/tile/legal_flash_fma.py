@@ -7,12 +7,14 @@ from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile import epilogue, legality
 from tinygrad_nv.tile.attention import EVERY, AttentionSpec
 from tinygrad_nv.tile.expression import short
+from tinygrad_nv.tile.flash_score import multiple
 from tinygrad_nv.tile.schedule import Schedule
 
 SIZE = 4                   # bytes of a float
 COLUMNS = (8, 16, 32, 64)  # of a warp, in a block
 MOST_GRID = 65535          # of y and z
 MOST_SUMS = 176            # registers for sums and scores that leave room for operands and addresses
+MOST_BESIDE = 150          # the same, where scores are more than multiples of sums
 
 
 def padded(d: int) -> int:
@@ -107,10 +109,11 @@ def _resource_problems(s: Schedule, spec: AttentionSpec, arch: str) -> list[str]
     if (needed := smem_bytes(s, spec)) > most:
         out.append(f"{s.depth} stages × {stage_bytes(s, spec)} B, q and probabilities are {needed} B of "
                    f"shared memory, {arch} has {most}")
-    if (count := sums(s, spec)) > MOST_SUMS:
+    room = MOST_BESIDE if multiple(spec.score) is None else MOST_SUMS
+    if (count := sums(s, spec)) > room:
         columns = f"{padded_values(spec.d_v)} + {warp_columns(s)}"
         out.append(f"{s.block_m // s.warps_m} rows of a warp × ({columns}) / 32 lanes = {count} sums a "
-                   f"thread, at most {MOST_SUMS}")
+                   f"thread, at most {room}")
     return out
 
 
