@@ -93,11 +93,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return parts[0].cat(*parts[1:], *([rest] if rest.shape[-1] else []), dim=-1)
 
 
-def takes_products(x: Tensor) -> bool:
+def takes_products(x: Tensor, decoding: bool) -> bool:
     """Whether products of x are for kernels of ours, which take an attention whole, and store what they read.
-    tinygrad's own compute x again for each element of the result, unless it is contiguous."""
+    tinygrad's own compute x again for each element of the result, unless it is contiguous: those of float32,
+    where gradients need parts of the attention."""
     device = x.device if isinstance(x.device, str) else x.device[0]
-    return enabled() and device.split(":")[0] in DEVICES and x.dtype in HALVES
+    return enabled() and device.split(":")[0] in DEVICES and (decoding or x.dtype in HALVES)
 
 
 class Attention:
@@ -129,7 +130,7 @@ class Attention:
         seen = columns <= rows
         return seen if self.window is None else seen & (columns > rows - self.window)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, start: Position) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, start: Position, decoding: bool) -> Tensor:
         """softmax(q kᵀ / √D + mask) v as (B, T, H·D); softmax in float32."""
         c, (B, _, T, _) = self.config, q.shape
         q = q.reshape(B, c.num_kv_heads, c.num_heads // c.num_kv_heads, T, c.head_dim)
@@ -137,7 +138,7 @@ class Attention:
         scores = scores.contiguous_backward()
         if (mask := self.mask(T, start)) is not None: scores = mask.where(scores, -float("inf"))
         weights = scores.softmax(-1).cast(v.dtype)
-        if not takes_products(weights): weights = weights.contiguous()
+        if not takes_products(weights, decoding): weights = weights.contiguous()
         out = weights.contiguous_backward() @ v.unsqueeze(2)
         out = out.reshape(B, c.num_heads, T, c.head_dim).transpose(1, 2)
         return out.reshape(B, T, c.num_heads * c.head_dim).contiguous()
@@ -151,7 +152,7 @@ class Attention:
             written = cache.uop.after(cache[:, :, :, start:end].uop.store(Tensor.stack(k, v).uop))
             both = Tensor(written)[:, :, :, 0:end]
             k, v = both[0], both[1]
-        return self.output(self.attend(q, k, v, start))
+        return self.output(self.attend(q, k, v, start, cache is not None))
 
 
 class FeedForward:

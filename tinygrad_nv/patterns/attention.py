@@ -14,7 +14,8 @@ the maximum may be any, or none. Nothing between the products may be used elsewh
 gets them from tinygrad's kernels.
 
 Numerics: sums, scores and softmax are float32, and weights are rounded to v's dtype, whatever 16-bit casts
-the graph has between them; rows that see nothing are 0 (in tinygrad's they are NaN).
+the graph has between them; rows that see nothing are 0 (in tinygrad's they are NaN). Operands of float32 are
+multiplied as they are, without tensor cores, whatever ALLOW_TF32 says.
 
 Extents that are not numbers are arguments of the launch: s_q, s_kv and start, each a constant and whole
 multiples of variables (launch_text.py: `Integer`). What no template takes is left as it is, for products and
@@ -349,9 +350,9 @@ def _ordered(space: Space, at: Indices, columns: frozenset[int]) -> tuple[int, .
 
 def _check(first: Product, second: Product, sides: tuple[Side, Side, Side]) -> None:
     kinds = [one.dtype for one in sides]
-    if dtypes.float32 in kinds:
+    if dtypes.float32 in kinds and len(set(kinds)) > 1:
         names = [name for name, kind in zip("qkv", kinds, strict=True) if kind == dtypes.float32]
-        raise NotOurs(f"{' and '.join(names)} in float32", final=True)
+        raise NotOurs(f"{' and '.join(names)} alone in float32", final=True)
     for words in (arithmetic(first, *kinds[:2]), arithmetic(second, kinds[2], kinds[2])):
         if words: raise NotOurs(words, final=True)
 
