@@ -4,6 +4,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from attention_case import arguments, attention, keep, matrix, run
@@ -14,7 +15,10 @@ from ragged_case import ragged
 from ragged_case import run as ragged_run
 
 from tinygrad_nv.errors import SpecError
+from tinygrad_nv.ptx.builder import Kernel
+from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.tile.attention import AttentionSpec, Band
+from tinygrad_nv.tile.dropout import Turned, keeps
 from tinygrad_nv.tile.expression import Load, Sum
 from tinygrad_nv.tile.kernel import AttentionKernel
 from tinygrad_nv.tile.templates.flash_mma import flash_mma
@@ -76,3 +80,27 @@ def test_another_seed_drops_others():
 @pytest.mark.parametrize("kept", [0, 257])
 def test_what_cannot_be(kept: int):
     with pytest.raises(SpecError, match=f"kept={kept}"): dropped(64, 64, kept=kept)
+
+
+@pytest.mark.parametrize(("tiles", "first"), [(1, 0), (1, 16), (1, 96), (1, 48), (2, 64), (2, 32), (4, 128)])
+def test_transposed_fragments(tiles: int, first: int):
+    """Of 16 · tiles keys by 16 rows from 24 on."""
+    k = Kernel("marks", arch="sm_80", threads=32)
+    out, seed = k.pointer("out"), k.pointer("seed")
+    cells = [[k.regs("f32", 4, 1.0) for _ in range(2)] for _ in range(tiles)]
+    turned = Turned(k, 100, k.reg("u32", first))
+    turned.read(seed)
+    turned.mark(cells, k.reg("s32", 24), k.reg("u32", 7))
+    lane = k.special("laneid")
+    for i, part in enumerate(cells):
+        for j, cell in enumerate(part):
+            for r, value in enumerate(cell):
+                key, row = (lane >> 2) + (16 * i + r // 2 * 8), ((lane & 3) << 1) + (8 * j + r % 2)
+                k.emit("st.global.f32", (out + (key * 16 + row).to("u64") * 4).at(), value)
+    emu = Emulator("sm_80")
+    words = np.array([5, 6], np.uint32)
+    result = emu.alloc(np.zeros((16 * tiles, 16), np.float32))
+    assert emu.launch(k.ptx(), (1, 1, 1), 32, [result, emu.alloc(words)]).findings == []
+    row, key = np.arange(24, 40, dtype=np.uint64), np.arange(first, first + 16 * tiles, dtype=np.uint64)
+    expected = keeps(row[None], key[:, None], np.uint64(7), words.astype(np.uint64), 100)
+    assert np.array_equal(result.numpy().view(np.float32).reshape(-1, 16), np.where(expected, 1.0, -1.0))

@@ -19,6 +19,17 @@ uint64, tinygrad's. `Dropout` is a kernel's:
     dropout.read(seed)                                      after the wait for the kernel before
     dropout.drop(cells, base)                               cells become 0 where they are dropped
     dropout.scale                                           what the others are to be multiplied by
+
+A backward pass has transposed fragments: keys down, rows across. There a call has two elements of a lane, and
+two of the lane whose key is the other of a pair: each makes the calls of every other row, and they exchange
+words. `Turned` marks elements instead, since they are needed twice:
+
+    turned = Turned(k, spec.kept, first)                    `first` (u32): the warp's first key
+    turned.read(seed)
+    turned.mark(cells, base, matrix)                        p of what is dropped becomes −p
+
+For p ≥ 0 what dv is made of is then max(p, 0), and ds is |p| (dp · (p is negative ? 0 : scale) − delta), with
+dp and dv of what is kept alone: dv is to be multiplied by `scale` at its end.
 """
 from __future__ import annotations
 
@@ -64,14 +75,14 @@ def keeps(row: Any, column: Any, matrix: Any, seed: Sequence[Any], kept: int) ->
 
 # **** in a kernel ****
 
+Counter = list[Value | None]
+
+
 @dataclass
-class Dropout:
-    """Drops elements of a lane: of each 16 rows from `row` on, row and row + 8."""
+class Generator:
+    """Philox in a kernel."""
     k: Kernel
     kept: int
-    block_n: int
-    matrix: Value
-    row: Value
 
     @property
     def scale(self) -> float:
@@ -82,40 +93,13 @@ class Dropout:
         """Reads the seed, where the pointer points."""
         self.key = self.k.regs("u32", 2)
         self.k.emit("ld.global.v2.u32", self.key, seed.at())
-        self.quad = (self.k.special("laneid") & 3).to("u32")
 
-    def drop(self, cells: Sequence[Sequence[Sequence[Value]]], base: Value) -> None:
-        """Elements of a block of columns that begins at `base` (s32), a multiple of `block_n`."""
-        chunk = (base >> 4).to("u32")
-        for i, row in enumerate(cells):
-            halves = self._halves(16 * i, chunk, len(row) // 2)
-            for h, words in enumerate(halves):
-                for j, cell in enumerate(row):
-                    for e in range(2): self._drop(cell[2 * h + e], words[j // 2], j % 2 * 2 + e)
+    def keeps(self, word: Value) -> Value:
+        """Whether the highest byte of a word keeps its element: what is below it decides no more than what
+        equals the bound."""
+        return word < (self.kept << 24)
 
-    def _drop(self, register: Value, word: Value, byte: int) -> None:
-        """An element, by a byte of a word: what is above it decides no more than equality."""
-        shifted = word if byte == 3 else word << (24 - 8 * byte)
-        self.k.emit("selp.f32", register, register, 0.0, shifted < (self.kept << 24))
-
-    def _halves(self, down: int, chunk: Value, chunks: int) -> list[list[Value]]:
-        """Words of rows `down` and `down` + 8, one for each of `chunks` 16 columns from number `chunk` on."""
-        loose = min(4, self.block_n // CHUNK & -(self.block_n // CHUNK))  # blocks begin at multiples of it
-        calls = -(-(4 - loose + chunks) // 4)
-        group = chunk >> 2
-        made: list[list[Value]] = [[], []]
-        for call in range(calls):
-            at = ((group + call) << 2) + self.quad
-            rows = [[self.row + (down + 8 * h), at, self.matrix, None] for h in range(2)]
-            for h, words in enumerate(self._philox(rows)): made[h] += words
-        for step in (2, 1):
-            if step < loose: continue
-            on = (chunk & step) != 0
-            made = [[self.k.select(on, words[min(i + step, len(words) - 1)], word, "u32")
-                     for i, word in enumerate(words)] for words in made]
-        return [words[:chunks] for words in made]
-
-    def _philox(self, counters: list[list[Value | None]]) -> list[list[Value]]:
+    def words(self, counters: list[Counter]) -> list[list[Value]]:
         """Philox of several counters at once, None for 0: they share the round's keys."""
         first, second = self.key
         for number in range(ROUNDS):
@@ -140,3 +124,77 @@ class Dropout:
         made = self.k.reg("u32")
         self.k.emit("lop3.b32", made, a, b, c, 0x96)  # a ^ b ^ c
         return made
+
+
+@dataclass
+class Dropout(Generator):
+    """Drops elements of a lane: of each 16 rows from `row` on, row and row + 8."""
+    block_n: int
+    matrix: Value
+    row: Value
+
+    def drop(self, cells: Sequence[Sequence[Sequence[Value]]], base: Value) -> None:
+        """Elements of a block of columns that begins at `base` (s32), a multiple of `block_n`."""
+        chunk = (base >> 4).to("u32")
+        for i, row in enumerate(cells):
+            halves = self._halves(16 * i, chunk, len(row) // 2)
+            for h, words in enumerate(halves):
+                for j, cell in enumerate(row):
+                    for e in range(2): self._drop(cell[2 * h + e], words[j // 2], j % 2 * 2 + e)
+
+    def _drop(self, register: Value, word: Value, byte: int) -> None:
+        """An element, by a byte of a word."""
+        shifted = word if byte == 3 else word << (24 - 8 * byte)
+        self.k.emit("selp.f32", register, register, 0.0, self.keeps(shifted))
+
+    def _halves(self, down: int, chunk: Value, chunks: int) -> list[list[Value]]:
+        """Words of rows `down` and `down` + 8, one for each of `chunks` 16 columns from number `chunk` on."""
+        loose = min(4, self.block_n // CHUNK & -(self.block_n // CHUNK))  # blocks begin at multiples of it
+        calls = -(-(4 - loose + chunks) // 4)
+        group = chunk >> 2
+        made: list[list[Value]] = [[], []]
+        for call in range(calls):
+            at = ((group + call) << 2) + (self.k.special("laneid") & 3)
+            rows: list[Counter] = [[self.row + (down + 8 * h), at, self.matrix, None] for h in range(2)]
+            for h, words in enumerate(self.words(rows)): made[h] += words
+        for step in (2, 1):
+            if step < loose: continue
+            on = (chunk & step) != 0
+            made = [[self.k.select(on, words[min(i + step, len(words) - 1)], word, "u32")
+                     for i, word in enumerate(words)] for words in made]
+        return [words[:chunks] for words in made]
+
+
+@dataclass
+class Turned(Generator):
+    """Marks elements of a warp's keys, 16, 32 or 64 of them, from `first` on, a multiple of as many."""
+    first: Value
+
+    def mark(self, cells: Sequence[Sequence[Sequence[Value]]], base: Value, matrix: Value) -> None:
+        """Elements, by 16 keys and by 8 rows from `base` (s32) on, that are at least 0."""
+        k, lane = self.k, self.k.special("laneid")
+        odd = lane >> 2 & 1  # which key of a pair is the lane's; and of which row of a pair it makes calls
+        mine, raised = odd != 0, (odd ^ 1) << 3
+        row = base.to("u32") + ((lane & 3) << 1) + odd
+        at = (self.first >> 6 << 2) + (lane >> 3)
+        for j in range(len(cells[0])):
+            words = self.words([[row + 8 * j, at, matrix, None]])[0]
+            for i, part in enumerate(cells):
+                own = self._own(words, i, len(cells))
+                other = k.reg("b32")
+                k.emit("shfl.sync.bfly.b32", other, own, 4, 31, -1)
+                for e, (yes, no) in enumerate(((other, own), (own, other))):
+                    word = k.select(mine, yes, no, "u32") << raised
+                    for h, each in enumerate((word << 16, word)):
+                        register = part[j][2 * h + e]
+                        k.emit("selp.f32", register, register, -register, self.keeps(each))
+
+    def _own(self, words: list[Value], i: int, count: int) -> Value:
+        """The word of 16 keys, number `i` of the warp's `count`."""
+        k, chunk = self.k, self.first >> 4
+        if count == 4: return words[i]
+        upper = (chunk & 2) != 0
+        if count == 2: return k.select(upper, words[2 + i], words[i], "u32")
+        odd = (chunk & 1) != 0
+        high, low = (k.select(odd, words[n + 1], words[n], "u32") for n in (2, 0))
+        return k.select(upper, high, low, "u32")
