@@ -15,6 +15,7 @@ from tinygrad_nv.tile.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.store import StorePlan, store_plan
 from tinygrad_nv.tile.templates.flash_mma_copy import LEAST_BYTES
 
+TOLD_BYTES = 16     # of shared memory, for the number of a CTA
 BLOCKS = (32, 64, 128)
 MOST_SUMS = 192     # registers for dk and dv, and for p and ds of a block
 MOST_BESIDE = 160   # the same, where scores are more than multiples of sums
@@ -63,12 +64,17 @@ def plan_of(s: Schedule, spec: BackwardSpec, rows: Rows, d: int) -> StorePlan:
     return store_plan(stored_as(spec, rows, d), Schedule().block(s.block_n, padded(d)).warps(s.warps_m))
 
 
-def smem_bytes(s: Schedule, spec: BackwardSpec) -> int:
-    """Shared memory: the keys, the ring, ds; dk and dv are stored from where all this was."""
+def memory_bytes(s: Schedule, spec: BackwardSpec) -> int:
+    """The keys, the ring, ds; dk and dv are stored from where all this was."""
     one = spec.forward
     loop = key_bytes(s, one) + s.depth * stage_bytes(s, one) + weight_bytes(s)
     return max(loop, sum(plan_of(s, spec, rows, d).smem_bytes for rows, d in ((spec.dk, one.d),
                                                                               (spec.dv, one.d_v))))
+
+
+def smem_bytes(s: Schedule, spec: BackwardSpec) -> int:
+    """Shared memory: the same, and the number of a CTA that takes turns."""
+    return memory_bytes(s, spec) + (TOLD_BYTES if spec.deterministic else 0)
 
 
 def problems(schedule: Schedule, spec: BackwardSpec, arch: str) -> list[str]:

@@ -32,10 +32,10 @@ from tinygrad_nv.tile.kernel import BackwardKernel
 from tinygrad_nv.tile.lanes import HALVES
 from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.legal_flash_backward_mma import (
+    memory_bytes,
     padded,
     plan_of,
     require,
-    smem_bytes,
     stage_bytes,
     stored_as,
 )
@@ -44,6 +44,7 @@ from tinygrad_nv.tile.store import Cell, Store
 from tinygrad_nv.tile.templates.flash_backward_add import QueryGradient
 from tinygrad_nv.tile.templates.flash_backward_rows import RowBlocks, RowRing, Walk
 from tinygrad_nv.tile.templates.flash_backward_score import TurnedScores, registers
+from tinygrad_nv.tile.templates.flash_backward_turns import Turns, flags_of, started
 from tinygrad_nv.tile.templates.flash_mma_copy import RowCopy
 
 Four = list[Value]  # registers of a fragment
@@ -58,7 +59,8 @@ def flash_backward_mma(spec: BackwardSpec, schedule: Schedule, arch: str = "sm_8
     one = spec.forward
     grid = (-(-one.s_kv // schedule.block_n), one.batch[1], one.batch[0])
     return BackwardKernel("flash_backward_mma", k.ptx(), grid, schedule.threads, k.dynamic_smem,
-                          rows_of_cta=schedule.block_n if "s_kv" in one.symbolic else 0, pdl=k.hopper)
+                          rows_of_cta=schedule.block_n if "s_kv" in one.symbolic else 0, pdl=k.hopper,
+                          flags=flags_of(one, schedule.block_m) if spec.deterministic else 0)
 
 
 class _Writer:
@@ -69,13 +71,21 @@ class _Writer:
         one, s = spec.forward, schedule
         self.d, self.d_v = padded(one.d), padded(one.d_v)
         self.warp_keys = s.block_n // s.warps_m
-        self.dq, self.dk, self.dv = (k.pointer(name) for name in ("dq", "dk", "dv"))
+        self.dq = k.pointer("dq")
+        self.turns = k.pointer("turns") if spec.deterministic else None
+        self.dk, self.dv = k.pointer("dk"), k.pointer("dv")
         self.q, self.keys, self.values, self.grad = (k.pointer(name) for name in ("q", "k", "v", "grad"))
         self.log, self.delta = k.pointer("l"), k.pointer("delta")
         self.extras = [k.pointer(f"x{i}") for i in range(len(one.parameters))]
         self.extents = Extents.declared(k, one)
-        self.first = k.ctaid.x * s.block_n
-        self.batch = [k.ctaid.z, k.ctaid.y, k.reg("u32", 0)]
+
+    def _own_place(self) -> None:
+        """The CTA's keys and head, the warp's keys."""
+        k, one, s = self.k, self.one, self.schedule
+        block, head, batch = (k.ctaid.x, k.ctaid.y, k.ctaid.z) if self.turns is None else \
+            started(k, self.turns, one.batch[1])
+        self.block, self.first = block, block * s.block_n
+        self.batch = [batch, head, k.reg("u32", 0)]
         self.key = (k.tid.x >> 5) * self.warp_keys
         self.blocks = RowBlocks(k, one, self.extents, self.first, s.block_n, s.block_m,
                                 multiple(one.score) is None)
@@ -85,8 +95,9 @@ class _Writer:
     def write(self) -> None:
         """The whole kernel."""
         k, s = self.k, self.schedule
-        self.memory = k.shared("memory", smem_bytes(s, self.spec), align=1024).address()
+        self.memory = k.shared("memory", memory_bytes(s, self.spec), align=1024).address()
         if k.hopper: k.wait_for_previous_grid()
+        self._own_place()
         self._copies()
         self._fragments()
         self.scores.prepare_for(self.adding.walk)
@@ -157,6 +168,8 @@ class _Writer:
             self.third.append(Fragments(k, dtype, row.tile, True, True, zero, padded(d), s.block_m // 16,
                                         row.start))
         low = self.blocks.low.to("u32")
+        self.turn = None if self.turns is None else \
+            Turns(k, self.one, self.blocks, self.turns, self.block, self.batch)
         self.adding = QueryGradient(k, self.spec, s, self.key_copies[0].tile, self.memory, self.weights,
                                     self._per_row(self.dq, low, one.d), self.blocks, self.scores.slope)
 
@@ -171,6 +184,7 @@ class _Writer:
         with k.loop(0, count, name="block") as block:
             k.cp_async_wait(ahead - 1)
             k.sync()
+            if self.turn is not None: self.turn.passed(block > 0)
             self.ring.bring(self.writing, block < count - ahead)
             for fragments in (*self.right, *self.third): fragments.move(self.reading)
             weights, slopes = self._weights()
@@ -180,6 +194,7 @@ class _Writer:
             self._sum(self.sums_v, self._packed(weights), self.third[1])
             self._sum(self.sums_k, packed, self.third[0])
             self.ring.finish(self.writing)
+            if self.turn is not None: self.turn.wait(self.adding.walk)
             k.sync()
             self.adding.add()
             self.writing.set(self.reading)
@@ -286,6 +301,7 @@ class _Writer:
         k, one, s = self.k, self.one, self.schedule
         rows = self.extents.s_kv if isinstance(self.extents.s_kv, Value) else k.reg("u32", self.extents.s_kv)
         k.sync()
+        if self.turn is not None: self.turn.passed(self.blocks.count > 0)
         for row in self.sums_k:
             for cell in row:
                 for value in cell: value *= self.scores.slope
