@@ -16,6 +16,7 @@ float32 may lose where nothing else is rounded.
 """
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.emulator.report import Report
-from tinygrad_nv.tile.attention import FULL, AttentionSpec, Band
+from tinygrad_nv.tile.attention import EVERY, FULL, AttentionSpec, Band
 from tinygrad_nv.tile.attention_backward import BackwardSpec
 from tinygrad_nv.tile.expression import Expression
 from tinygrad_nv.tile.kernel import BackwardKernel
@@ -51,11 +52,13 @@ class Gradients(NamedTuple):
 def backward(s_q: int, s_kv: int, d: int = 64, dtype: DType = dtypes.bfloat16, batch: int = 1,
              heads: int = 1, group: int = 1, band: Band = FULL, score: Expression | None = None,
              start: int = 0, d_v: int | None = None, out: DType | None = None, order: str = "bhr",
-             gap: int = 0, symbolic: tuple[str, ...] = (), deterministic: bool = False) -> BackwardSpec:
+             gap: int = 0, symbolic: tuple[str, ...] = (), deterministic: bool = False,
+             kept: int = EVERY) -> BackwardSpec:
     """A backward pass of dense operands, scaled by 1/√d where no score is given; `out` is the dtype of dk and
     dv."""
     forward = attention(s_q, s_kv, d, dtype, batch, heads, group, band, score, start, d_v, None, order, gap,
                         symbolic, log_sum=True)
+    forward = replace(forward, kept=kept)
     grad = rows(dtype, (batch, heads, group, s_q), forward.d_v, order, gap)
     dk, dv = (rows(out or dtype, (batch, heads, 0, s_kv), width, order, gap) for width in (d, forward.d_v))
     return BackwardSpec(forward, grad, dk, dv, deterministic)
@@ -74,7 +77,7 @@ def places(spec: BackwardSpec) -> dict[str, tuple[DType, Place]]:
         made[name] = kind.dtype, (kind.offset, (b, heads, 1, one.s_kv, d), (*kind.batch, kind.row, 1))
     grad = spec.grad.offset, (*one.batch, one.s_q, one.d_v), (*spec.grad.batch, spec.grad.row, 1)
     return made | {name: theirs[name] for name in "qkv"} | {"grad": (spec.grad.dtype, grad), "l": per_row,
-        "delta": per_row} | {name: at for name, at in theirs.items() if name.startswith("x")}
+        "delta": per_row} | {name: at for name, at in theirs.items() if name[0] == "x" or name == "seed"}
 
 
 def lies(spec: BackwardSpec, given: Given, name: str) -> torch.Tensor:
@@ -89,7 +92,7 @@ def arguments(spec: BackwardSpec, seed: int = 0, scale: float = 1.0, **extents: 
     forward = attention_case.arguments(spec.forward, seed, scale)
     made: Given = {}
     for name, (dtype, (offset, shape, strides)) in places(spec).items():
-        if name in "qkv" or name.startswith("x"): made[name] = forward[name]
+        if name in "qkv" or name[0] == "x" or name == "seed": made[name] = forward[name]
         else:
             size = offset + sum((e - 1) * s for e, s in zip(shape, strides, strict=True)) + 1
             value = 0 if name == "dq" else GUARD if name in RESULTS else torch.nan
@@ -134,11 +137,13 @@ def differentiated(spec: BackwardSpec, given: Given, wide: torch.dtype, rounded:
     hidden = ~seen(one, extents) | (scores == -torch.inf) | (log == -torch.inf)
     p = torch.where(hidden, 0, torch.exp(scores - log))
     slope = torch.where(hidden, 0, slope)
+    keep = attention_case.keep(one, given, s_q, s_kv).to(wide) if one.kept < EVERY else 1
     if magnitudes:
         q, k, v, grad, delta, slope = (each.abs() for each in (q, k, v, grad, delta, slope))
         p = p * (1 + torch.where(hidden, 0, scores.abs() + log.abs()))
-        ds = p * (grad @ v.transpose(-1, -2) + delta) * slope
-    else: ds = p * (grad @ v.transpose(-1, -2) - delta) * slope
+        delta = -delta
+    ds = p * (grad @ v.transpose(-1, -2) * keep - delta) * slope
+    p = p * keep
     if rounded: p, ds = (each.to(TORCH[one.q.dtype]).to(wide) for each in (p, ds))
     dk, dv = ((left.transpose(-1, -2) @ right).double().sum(2) for left, right in ((ds, q), (p, grad)))
     return Gradients((ds @ k).double(), dk, dv)

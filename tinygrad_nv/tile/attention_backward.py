@@ -14,6 +14,9 @@ element of the batch, with l and delta given, both float32 [*batch, s_q], dense:
 (FlashAttention-2, arXiv 2307.08691, algorithm 2.) dv and dk sum over the query heads of their key head as
 well; they are rounded to their dtype. Rows that see nothing have l = −inf, and no share in anything.
 
+Dropout of the forward pass (`kept`) is done again: dv is made of keep · 256 / kept · p, and dp is multiplied
+by keep · 256 / kept.
+
 dq is summed in float32, by blocks of keys, in memory that is zero before the launch: dense [*batch, s_q, d].
 `deterministic` sums it in one order, whatever is done first.
 
@@ -26,7 +29,7 @@ from dataclasses import dataclass
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.tile.attention import EVERY, OPERANDS, RESULTS, AttentionSpec, Rows
+from tinygrad_nv.tile.attention import OPERANDS, RESULTS, AttentionSpec, Rows
 from tinygrad_nv.tile.expression import short
 
 
@@ -40,8 +43,8 @@ class BackwardSpec:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        if self.forward.ragged or self.forward.kept < EVERY:
-            raise SpecError("the backward pass of a ragged batch, or of dropout", "of neither")
+        if self.forward.ragged:
+            raise SpecError("the backward pass of a ragged batch", "sequences of one length")
         if self.forward.q.dtype not in OPERANDS:
             raise SpecError(f"the backward pass of {short(self.forward.q.dtype)}",
                             f"of {' or '.join(map(short, OPERANDS))}")

@@ -28,8 +28,8 @@ words. `Turned` marks elements instead, since they are needed twice:
     turned.read(seed)
     turned.mark(cells, base, matrix)                        p of what is dropped becomes −p
 
-For p ≥ 0 what dv is made of is then max(p, 0), and ds is |p| (dp · (p is negative ? 0 : scale) − delta), with
-dp and dv of what is kept alone: dv is to be multiplied by `scale` at its end.
+`of_values` of a marked p, max(p, 0), is what dv is made of, which is to be multiplied by `scale` at its end;
+`change` makes ds, |p| (dp · (p is negative ? 0 : scale) − delta).
 """
 from __future__ import annotations
 
@@ -188,6 +188,19 @@ class Turned(Generator):
                     for h, each in enumerate((word << 16, word)):
                         register = part[j][2 * h + e]
                         k.emit("selp.f32", register, register, -register, self.keeps(each))
+
+    def change(self, dp: Value, p: Value, minus: Value, scale: float = 1.0) -> None:
+        """dp becomes ds of a marked p: `minus` is −delta, both times `scale`, which dp is not yet."""
+        k = self.k
+        k.emit("fma.rn.f32", dp, dp, k.select(p < 0.0, 0.0, scale * self.scale, "f32"), minus)
+        k.emit("abs.f32", size := k.reg("f32"), p)
+        dp.set(dp * size)
+
+    def of_values(self, p: Value) -> Value:
+        """What dv is made of, of a marked p."""
+        made = self.k.reg("f32")
+        self.k.emit("max.f32", made, p, 0.0)
+        return made
 
     def _own(self, words: list[Value], i: int, count: int) -> Value:
         """The word of 16 keys, number `i` of the warp's `count`."""

@@ -74,8 +74,8 @@ class AttentionKernel(TileKernel):
 class BackwardKernel(TileKernel):
     """A kernel of an attention's backward pass. Parameters in this order: dq, float32 [*batch, s_q, d], zero
     before every launch; turns, u32, `flags` of them, zero before every launch, where that is not 0; dk; dv;
-    q; k; v; grad; l; delta; x0, x1, … of the score; u32 s_q, s_kv, start, those of them that are symbolic;
-    tensor maps. Its rows are s_kv."""
+    q; k; v; grad; l; delta; seed, two u32, of dropout; x0, x1, … of the score; u32 s_q, s_kv, start, those of
+    them that are symbolic; tensor maps. Its rows are s_kv."""
     flags: int = 0
 
 

@@ -5,7 +5,7 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import ScheduleError, SpecError
 from tinygrad_nv.tile import epilogue, legality
-from tinygrad_nv.tile.attention import AttentionSpec, Rows
+from tinygrad_nv.tile.attention import EVERY, AttentionSpec, Rows
 from tinygrad_nv.tile.attention_backward import BackwardSpec
 from tinygrad_nv.tile.derivative import derivative
 from tinygrad_nv.tile.flash_score import multiple
@@ -18,7 +18,7 @@ from tinygrad_nv.tile.templates.flash_mma_copy import LEAST_BYTES
 TOLD_BYTES = 16     # of shared memory, for the number of a CTA
 BLOCKS = (32, 64, 128)
 MOST_SUMS = 192     # registers for dk and dv, and for p and ds of a block
-MOST_BESIDE = 160   # the same, where scores are more than multiples of sums
+MOST_BESIDE = 160   # the same, where scores are more than multiples of sums, or dropped
 
 
 def stage_bytes(s: Schedule, spec: AttentionSpec) -> int:
@@ -117,7 +117,7 @@ def _resource_problems(s: Schedule, spec: BackwardSpec, arch: str) -> list[str]:
     if (needed := smem_bytes(s, spec)) > most:
         out.append(f"keys of {key_bytes(s, one)} B, {s.depth} stages × {stage_bytes(s, one)} B and ds are "
                    f"{needed} B of shared memory, {arch} has {most}")
-    room = MOST_BESIDE if multiple(one.score) is None else MOST_SUMS
+    room = MOST_BESIDE if multiple(one.score) is None or one.kept < EVERY else MOST_SUMS
     if (count := sums(s, one)) > room:
         out.append(f"{s.block_n // s.warps_m} keys of a warp × ({padded(one.d)} + {padded(one.d_v)} + 2 × "
                    f"{s.block_m}) / 32 lanes = {count} sums a thread, at most {room}")

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from tinygrad_nv.tile import epilogue
-from tinygrad_nv.tile.attention import Rows
+from tinygrad_nv.tile.attention import EVERY, Rows
 from tinygrad_nv.tile.attention_backward import BackwardSpec
 from tinygrad_nv.tile.expression import show
 from tinygrad_nv.tile.flash_score import multiple
@@ -19,6 +19,7 @@ def problems(schedule: Schedule, spec: BackwardSpec, arch: str) -> list[str]:
     if arch != "sm_90a": return [f"wgmma needs sm_90a, the target is {arch}"]
     if schedule.template != "flash_backward_wgmma":
         return [f"template {schedule.template!r} is not flash_backward_wgmma"]
+    if spec.forward.kept < EVERY: return ["dropout is of flash_backward_mma"]
     out = [*_operands(spec), *_counts(schedule, spec), *epilogue.problems(spec.forward.score, arch)]
     if found := _extents(schedule): return out + found
     return [*out, *_room(Plan.of(spec, schedule))]

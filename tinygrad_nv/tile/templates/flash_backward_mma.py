@@ -8,7 +8,7 @@ registers (FlashAttention-2, arXiv 2307.08691, algorithm 2). For sm_80 and later
         sums = k qᵀ, transposed: a warp has 16 keys, or a multiple of it, of all rows
         p = 2^(score − l), where some row does not see all keys, 0
         ds = p (v gradᵀ − delta), the sums of which begin with −delta
-        ds, in 16 bits, to shared memory
+        ds, in 16 bits, to shared memory; of dropout, see dropout.py
         dv += p grad, dk += ds q, with p and ds from registers: as in the forward pass
         wait until everybody's ds is there
         dq block = dsᵀ k, each warp with its share of rows and d, added to memory
@@ -24,8 +24,9 @@ On Hopper it is launched early, as gemm_mma is.
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.attention import Rows
+from tinygrad_nv.tile.attention import EVERY, Rows
 from tinygrad_nv.tile.attention_backward import BackwardSpec
+from tinygrad_nv.tile.dropout import Turned
 from tinygrad_nv.tile.flash_score import Cells, Extents, least, multiple, signed
 from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
 from tinygrad_nv.tile.kernel import BackwardKernel
@@ -76,6 +77,7 @@ class _Writer:
         self.dk, self.dv = k.pointer("dk"), k.pointer("dv")
         self.q, self.keys, self.values, self.grad = (k.pointer(name) for name in ("q", "k", "v", "grad"))
         self.log, self.delta = k.pointer("l"), k.pointer("delta")
+        self.seed = k.pointer("seed") if one.kept < EVERY else None
         self.extras = [k.pointer(f"x{i}") for i in range(len(one.parameters))]
         self.extents = Extents.declared(k, one)
 
@@ -101,6 +103,10 @@ class _Writer:
         self._copies()
         self._fragments()
         self.scores.prepare_for(self.adding.walk)
+        self.dropout = None
+        if self.seed is not None:
+            self.dropout = Turned(k, self.one.kept, self.first + self.key)
+            self.dropout.read(self.seed)
         self.sums_k, self.sums_v = self._cells(self.d), self._cells(self.d_v)
         self._loop()
         if k.hopper: k.launch_dependents()
@@ -239,6 +245,10 @@ class _Writer:
                     k.emit("ex2.approx.ftz.f32", value, value)
         if (partly := self.blocks.partly(self.adding.walk.row)) is not None:
             with k.if_(partly): self._mask(cells)
+        if self.dropout is not None:
+            _, heads, group = self.one.batch
+            matrix = (self.batch[0] * heads + self.batch[1]) * group + self.adding.walk.query
+            self.dropout.mark(cells, self.adding.walk.row, matrix)
         return cells, slopes
 
     def _mask(self, cells: Cells) -> None:
@@ -268,15 +278,22 @@ class _Writer:
     def _products_of(self, weights: Cells, slopes: Cells | None) -> Cells:
         """ds of the block, without a constant slope, float32."""
         minus = 4 * self.schedule.block_m
-        cells = [[[*first, *second] for first, second in zip(self._of_rows(minus), self._of_rows(minus),
-                                                             strict=True)] for _ in weights]
-        for row, own in zip(self._multiplied(1, cells), weights, strict=True):
-            for cell, weight in zip(row, own, strict=True):
-                for value, factor in zip(cell, weight, strict=True): value *= factor
+        if self.dropout is None:
+            cells = [[[*first, *second] for first, second in zip(self._of_rows(minus), self._of_rows(minus),
+                                                                 strict=True)] for _ in weights]
+            for value, weight in zip(registers(self._multiplied(1, cells)), registers(weights), strict=True):
+                value *= weight
+        else:
+            cells, deltas = self._multiplied(1, self._cells(self.schedule.block_m)), self._of_rows(minus)
+            for row, own in zip(cells, weights, strict=True):
+                for cell, marked, two in zip(row, own, deltas, strict=True):
+                    for r in range(4): self.dropout.change(cell[r], marked[r], two[r % 2])
         if slopes is not None:
             for value, weight, slope in zip(*map(registers, (cells, weights, slopes)), strict=True):
                 # where p is 0 the slope may be infinite, or v what was never meant to be read
                 value.set(self.k.select(weight == 0.0, 0.0, value * slope))
+        if self.dropout is not None:
+            for weight in registers(weights): weight.set(self.dropout.of_values(weight))
         return cells
 
     def _packed(self, cells: Cells) -> list[list[Four]]:
@@ -305,6 +322,8 @@ class _Writer:
         for row in self.sums_k:
             for cell in row:
                 for value in cell: value *= self.scores.slope
+        if self.dropout is not None:
+            for value in registers(self.sums_v): value *= self.dropout.scale
         start = self.memory
         for pointer, where, d, sums in ((self.dv, self.spec.dv, one.d_v, self.sums_v),
                                         (self.dk, self.spec.dk, one.d, self.sums_k)):
