@@ -16,6 +16,7 @@ from tinygrad.helpers import TRAINING, to_tuple
 
 from tinygrad_nv import config, hooks
 from tinygrad_nv.errors import SpecError
+from tinygrad_nv.patterns import attention_lower, attention_lower_backward
 from tinygrad_nv.patterns.attention_named import FlashAttention, attend, scores, sums, weighted
 from tinygrad_nv.patterns.attention_operands import Operands, arranged, check
 from tinygrad_nv.patterns.gemm import DEVICES
@@ -23,6 +24,13 @@ from tinygrad_nv.patterns.gemm import DEVICES
 __all__ = ["scaled_dot_product_attention"]
 
 HALVES = (dtypes.bfloat16, dtypes.float16)
+
+
+def register() -> None:
+    """Lets attention known by name become kernels, and the Tensor method be `method` while enabled."""
+    attention_lower.register()
+    attention_lower_backward.register()
+    hooks.add_method("scaled_dot_product_attention", method)
 
 
 def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,

@@ -260,11 +260,15 @@ def keep_functions(kind: type) -> None:
 
 
 def inlined(function: UOp) -> UOp | None:
-    """The body of a FUNCTION over its arguments, without what else the rewrites do not see."""
+    """The body of a FUNCTION over its arguments."""
     if type(function.arg.aux) in _kept:
-        body = graph_rewrite(function.src[0], _inline, bottom_up=True)
-        function = function.replace(src=(body, *function.src[1:]))
+        function = function.replace(src=(flattened(function.src[0]), *function.src[1:]))
     return rangeify.resolve_function(function)
+
+
+def flattened(graph: UOp) -> UOp:
+    """A graph as the rewrites see it: functions inlined, but for those kept, and nothing detached."""
+    return graph_rewrite(graph, _inline, bottom_up=True, name="nv: inline functions")
 
 
 _inline = PatternMatcher([
@@ -289,7 +293,7 @@ def rewritten(sink: UOp) -> UOp:
     """A call body after every registered rewrite, in the order of registration."""
     global _rewriting
     sink = graph_rewrite(sink, multi_pm, name="nv: shards")
-    sink = graph_rewrite(sink, _inline, bottom_up=True, name="nv: inline functions")
+    sink = flattened(sink)
     outer, _rewriting = _rewriting, True
     try:
         for rewrite in tuple(_rewrites.values()):

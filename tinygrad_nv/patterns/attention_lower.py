@@ -2,7 +2,8 @@
 
 Protocol. `forward` is what named.py asks for. The body of the function, over its arguments as the graph has
 them, is an attention like any other: patterns/attention.py finds its spec (scale, soft-cap, masks that are
-bands, strides of q, k and v, copies). Where it finds none, it has said why.
+bands, strides of q, k and v, copies). Where it finds none, it has said why. The result lies as q does: where
+q is a view of [B, S_q, H, D], as the heads of a projection are, so is the result, as the next one reads it.
 
 What an argument is computed from is of no interest here and may be the whole network: `Cut` puts a parameter
 in the place of what lies under q's, k's and v's movement.
@@ -17,13 +18,13 @@ from tinygrad import dtypes
 from tinygrad.uop.ops import GroupOp, Ops, UOp
 
 from tinygrad_nv import config, hooks
-from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import attention, named, program
 from tinygrad_nv.patterns.attention import Match
 from tinygrad_nv.patterns.attention_named import FlashAttention
 from tinygrad_nv.patterns.attention_spec import nbytes
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.index import Space
+from tinygrad_nv.patterns.strides import laid
 from tinygrad_nv.runtime.launch_text import source
 from tinygrad_nv.tile.attention import AttentionSpec
 from tinygrad_nv.tile.schedule import Schedule
@@ -78,23 +79,38 @@ def forward(what: FlashAttention, function: UOp, *arguments: UOp) -> tuple[UOp, 
     shown = (*map(cut, arguments[:3]), *arguments[3:])
     body = hooks.inlined(function.replace(src=(function.src[0], *shown)))
     assert body is not None
-    nodes, match = attention.found_at(root := body.src[0])
-    if match is None: return None
-    try: spec = replace(match.found.spec, log_sum=True)
-    except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
-    _check_order(spec, match, root)
+    for by_rows in dict.fromkeys((lies_by_rows(shown[0]), False)):
+        root = turned(body.src[0]) if by_rows else body.src[0]
+        nodes, match = attention.found_at(root)
+        if match is None: return None
+        if in_order(match, root, by_rows): break
+    else: raise NotOurs("a result whose rows lie in another order than its heads")
+    spec = replace(match.found.spec, log_sum=True)
     schedule = attention.schedule_of(spec, match.machine)
     logs: list[UOp] = []
 
     def called(new: Callable[[UOp], UOp]) -> UOp:
         out, log = _attention(match, spec, schedule, [new(x) for x in match.found.inputs])
-        logs.append(log.reshape(shape_of(root)[:-1]))
+        logs.append(log.reshape(shape_of(body.src[LOG_SUM])))
         return out
-    return cut.undone(nodes, match.attempt.end, called), logs[0]
+    result = cut.undone(nodes, match.attempt.end, called)
+    return turned(result) if by_rows else result, logs[0]
 
 
-def _check_order(spec: AttentionSpec, match: Match, root: UOp) -> None:
-    """l, dense [*batch, s_q], must be in the order of the result's rows."""
+def lies_by_rows(x: UOp) -> bool:
+    """Whether rows of all heads lie together, [B, S, H, D], of what is called [B, H, S, D]."""
+    _, head, row, _ = laid(x).strides
+    return 0 < head < row
+
+
+def turned(x: UOp) -> UOp:
+    """[B, H, S, D] as [B, S, H, D], and back."""
+    return x.permute((0, 2, 1, 3))
+
+
+def in_order(match: Match, root: UOp, by_rows: bool) -> bool:
+    """Whether l, dense [*batch, s_q], is the function's [B, H, S_q], where the result lies as `root`."""
+    spec = match.found.spec
     space, node, end = Space(), root, match.attempt.end
     at = ranges = space.ranges(root.shape)
     while node is not end:
@@ -104,10 +120,16 @@ def _check_order(spec: AttentionSpec, match: Match, root: UOp) -> None:
     dense = space.lies(root.shape, ranges)
     widths = (*spec.batch, spec.s_q)
     strides = (*spec.out.batch, spec.out.row)
-    moved = any(extent > 1 and stride != prod(widths[i + 1:]) * spec.d_v
-                for i, (extent, stride) in enumerate(zip(widths, strides, strict=True)))
-    if match.attempt.last >= 0 or lies.key() != dense.key() or moved:
-        raise NotOurs("a result whose rows lie in another order than its heads")
+    _, rows, heads, _ = shape_of(root)
+
+    def log(stride: int) -> int:
+        """How far apart in l what lies so far apart in the result is."""
+        by = stride // spec.d_v
+        if not by_rows: return by
+        return (by // (heads * rows) * heads + by % heads) * rows + by // heads % rows
+    kept = all(extent == 1 or log(stride) == prod(widths[i + 1:])
+               for i, (extent, stride) in enumerate(zip(widths, strides, strict=True)))
+    return match.attempt.last < 0 and lies.key() == dense.key() and kept
 
 
 def _attention(match: Match, spec: AttentionSpec, schedule: Schedule, inputs: list[UOp]) -> tuple[UOp, UOp]:

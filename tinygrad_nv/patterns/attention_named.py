@@ -83,13 +83,11 @@ def scores(what: FlashAttention, sums: Tensor, d: int, *mask: Tensor) -> Tensor:
     """The scores of q kᵀ."""
     s = sums / math.sqrt(d) if what.scale is None else sums * what.scale
     if what.softcap is not None: s = (s / what.softcap).tanh() * what.softcap
-    seen = s.const_like(True, dtypes.bool)
-    if what.causal: seen = seen.tril()
+    every = s.const_like(True, dtypes.bool)
+    seen = [every.tril()] if what.causal else []
     if what.window is not None:
-        seen = seen.triu(1 - what.window)
-        if not what.causal: seen = seen.tril(what.window - 1)
-    if what.causal or what.window is not None: s = s + seen.where(0, HIDDEN)
-    for one in mask: s = s + (one.where(0, HIDDEN) if one.dtype == dtypes.bool else one)
+        seen += [every.triu(1 - what.window), *([] if what.causal else [every.tril(what.window - 1)])]
+    for one in (*seen, *mask): s = s + (one.where(0, HIDDEN) if one.dtype == dtypes.bool else one)
     return s
 
 

@@ -99,7 +99,10 @@ def _flat(x: Tensor, lead: Shape, inner: Shape, keep: bool = False) -> Tensor:
         if prod(shape[:-3]) == 1: lead = shape[:-3]
     wanted = (*lead, *inner)
     if x.shape != wanted: x = x.reshape(shape).expand(wanted)
-    return x if len(lead) == 1 else x.reshape(prod(lead), *inner)
+    if len(lead) == 1: return x
+    # of several dimensions a kernel has one stride only if they lie as one
+    if 1 < prod(shape[:-3]) < prod(lead): x = x.contiguous()
+    return x.reshape(prod(lead), *inner)
 
 
 def _heads(x: Tensor) -> int: return int(x.shape[-3]) if x.ndim > 2 else 1

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.runtime.driver import Triple
-from tinygrad_nv.tile.kernel import AttentionKernel, GemmKernel, MapArgument
+from tinygrad_nv.tile.kernel import GemmKernel, MapArgument, TileKernel
 
 LINE = re.compile(r"^// (launch|zero|integer|tensormap):(.*)$", re.MULTILINE)
 SWIZZLES = ("none", "32B", "64B", "128B")
@@ -85,12 +85,12 @@ class Options:
 
 
 @functools.lru_cache(1024)
-def source(kernel: GemmKernel | AttentionKernel, integers: tuple[Integer, ...] = ()) -> str:
-    """A kernel's PTX with the comments that say how it is launched; of equal kernels one and the same."""
-    zeroed: tuple[Zeroed, ...] = ()
+def source(kernel: TileKernel, integers: tuple[Integer, ...] = (), zeroed: tuple[Zeroed, ...] = ()) -> str:
+    """A kernel's PTX with the comments that say how it is launched; of equal kernels one and the same. A
+    product's flags are zeroed, whatever else is."""
     if isinstance(kernel, GemmKernel) and kernel.flags:
         assert kernel.workspace_bytes, "flags come after a workspace"
-        zeroed = (Zeroed(FLAGS, 4 * kernel.flags),)
+        zeroed = (*zeroed, Zeroed(FLAGS, 4 * kernel.flags))
     made = Options(kernel.dynamic_smem, kernel.cluster, kernel.pdl, zeroed, kernel.maps, integers)
     return made.comment() + kernel.ptx
 
