@@ -1,17 +1,20 @@
 """What `flash_backward_wgmma` kernels ask of a schedule."""
 from __future__ import annotations
 
+from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile import epilogue
 from tinygrad_nv.tile.attention import EVERY, Rows
 from tinygrad_nv.tile.attention_backward import BackwardSpec
-from tinygrad_nv.tile.expression import show
-from tinygrad_nv.tile.flash_score import multiple
+from tinygrad_nv.tile.derivative import derivative
+from tinygrad_nv.tile.expression import Constant, loads, show
 from tinygrad_nv.tile.legality import MOST, SMEM_BYTES
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.templates.flash_backward_wgmma_plan import REGISTERS, ROWS, Plan
 
 MOST_GRID = 65535  # of a grid's y and z
-MOST_HELD = {1: 224, 2: 208}  # registers a thread that ptxas was seen to keep without spilling
+# registers a thread that ptxas was seen to keep without spilling: those of a block, and sums of dk and dv;
+# beside a derivative that is not the same for all elements, and beside one whose score has loads too
+MOST_HELD, MOST_BESIDE, MOST_BESIDE_LOADS = 208, 192, 160
 
 
 def problems(schedule: Schedule, spec: BackwardSpec, arch: str) -> list[str]:
@@ -21,6 +24,8 @@ def problems(schedule: Schedule, spec: BackwardSpec, arch: str) -> list[str]:
         return [f"template {schedule.template!r} is not flash_backward_wgmma"]
     if spec.forward.kept < EVERY: return ["dropout is of flash_backward_mma"]
     out = [*_operands(spec), *_counts(schedule, spec), *epilogue.problems(spec.forward.score, arch)]
+    try: derivative(spec.forward.score)
+    except SpecError as error: return [*out, str(error.found)]
     if found := _extents(schedule): return out + found
     return [*out, *_room(Plan.of(spec, schedule))]
 
@@ -75,14 +80,15 @@ def _extents(s: Schedule) -> list[str]:
 
 def _room(plan: Plan) -> list[str]:
     """Shared memory and registers."""
-    out, s, most = [], plan.schedule, SMEM_BYTES["sm_90a"]
+    out, most = [], SMEM_BYTES["sm_90a"]
     if plan.smem_bytes > most:
         parts = " + ".join(f"{nbytes} B of {name}" for name, nbytes in plan.smem_parts.items())
         out.append(f"{parts} = {plan.smem_bytes} B of shared memory, sm_90a has {most}")
-    if multiple(plan.spec.forward.score) is None:
-        out.append(f"a score {show(plan.spec.forward.score)} that is no multiple of the sum")
-    if plan.held + plan.sums > (most := MOST_HELD[plan.consumers]):
+    score = plan.spec.forward.score
+    same = isinstance(derivative(score), Constant)
+    held = MOST_HELD if same else MOST_BESIDE_LOADS if loads(score) else MOST_BESIDE
+    if plan.held + plan.sums > held:
+        beside = "" if same else f" beside {show(score)} and its derivative"
         out.append(f"{plan.held} registers of a block + {plan.sums} sums of dk and dv = "
-                   f"{plan.held + plan.sums} a thread, at most {most} with {s.consumers} "
-                   f"consumer{'s' if s.consumers > 1 else ''}")
+                   f"{plan.held + plan.sums} a thread, at most {held}{beside}")
     return out

@@ -22,7 +22,7 @@ from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.builder import Kernel
 from tinygrad_nv.tile import legal_flash_backward_wgmma
 from tinygrad_nv.tile.attention_backward import BackwardSpec
-from tinygrad_nv.tile.flash_score import Extents, multiple
+from tinygrad_nv.tile.flash_score import Extents
 from tinygrad_nv.tile.kernel import BackwardKernel
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.templates.flash_backward_wgmma_blocks import Blocks
@@ -31,7 +31,7 @@ from tinygrad_nv.tile.templates.flash_backward_wgmma_multiply import FINISHED, P
 from tinygrad_nv.tile.templates.flash_backward_wgmma_plan import REGISTERS, WARP_ROWS, WARPGROUP, Plan
 from tinygrad_nv.tile.templates.flash_backward_wgmma_queries import QueryMap, QuerySums
 from tinygrad_nv.tile.templates.flash_backward_wgmma_store import Finish
-from tinygrad_nv.tile.templates.flash_backward_wgmma_weights import Weights
+from tinygrad_nv.tile.templates.flash_backward_wgmma_weights import Weights, scale_of
 
 DEFAULT = Schedule().using("flash_backward_wgmma").block(128, 128)
 
@@ -107,9 +107,7 @@ class _Writer:
     def produce_rows(self) -> None:
         """And with l and delta."""
         self.k.wait_for_previous_grid()
-        scale = multiple(self.plan.spec.forward.score)
-        self.loads.produce_rows(self.l, self.delta, 1.0 if scale is None else scale, self.extents, self.head,
-                                self.blocks)
+        self.loads.produce_rows(self.l, self.delta, scale_of(self.plan), self.extents, self.head, self.blocks)
 
     def consume(self) -> None:
         """Multiplies and stores."""
@@ -121,7 +119,7 @@ class _Writer:
         k.wait_for_previous_grid()
         first = warp * WARP_ROWS
         key = self.column + first
-        weights = Weights(k, plan, self.blocks, self.extents, self.extras, key)
+        weights = Weights(k, plan, self.blocks, self.extents, self.extras, self.batch, key)
         queries = QuerySums(k, plan, self.to, self.turns, self.blocks, warp, self.head)
         products = Products(k, plan, self.loads, weights, queries, self.blocks, consumer)
         products.sum()

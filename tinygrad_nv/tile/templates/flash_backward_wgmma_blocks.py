@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.flash_score import Extents, least
-from tinygrad_nv.tile.templates.flash_backward_wgmma_plan import ROWS, Plan
+from tinygrad_nv.tile.templates.flash_backward_wgmma_plan import Plan
 
 Extent = Value | int
 FAR = 1 << 30  # beyond all places
@@ -43,15 +43,16 @@ class Blocks:
     @property
     def masked(self) -> bool:
         """Whether any block may need a mask."""
-        return not self.plan.spec.forward.band.full or self.plan.ragged
+        return not self.plan.spec.forward.band.full or self.plan.ragged or self.plan.hides_rows
 
-    def partly(self, row: Value) -> Value:
-        """Whether some of the 64 rows from `row` (s32) on does not see all of the keys."""
+    def partly(self, row: Value, rows: int) -> Value:
+        """Whether some of `rows` rows from `row` (s32) on does not see all of the keys."""
         band, n, at = self.plan.spec.forward.band, self.plan.schedule.block_n, row + self.start
         made: list[Value] = []
         if self.plan.ragged: made.append(self.column + n > self.s_kv)
         if band.last is not None: made.append(at < self.column + (n - 1 - band.last))
-        if band.first is not None: made.append(at > self.column - (band.first + ROWS - 1))
+        if band.first is not None: made.append(at > self.column - (band.first + rows - 1))
+        if self.plan.hides_rows: made.append(row + rows > self.s_q)
         found = made[0]
         for each in made[1:]: found = found | each
         return found
@@ -94,6 +95,9 @@ class Blocks:
         high = None if band.first is None else key - self.start - band.first
         if self.plan.ragged:
             low = k.select(key < self.s_kv, -FAR if low is None else low, FAR, "s32")
+        if self.plan.hides_rows:
+            last = k.reg("s32", self.s_q) - 1
+            high = last if high is None else least(k, high, last)
         return low, high
 
 

@@ -130,23 +130,21 @@ class Products:
         self.buffer ^= 1
         walk.advance()
 
-    def _row_values(self, part: int) -> Value:
-        start = self.loads.row_values.address(4 * ROWS * part)
+    def _row_values(self, part: int, which: int) -> Value:
+        """Where a part's −log₂e · l, or −scale · delta, begin."""
+        start = self.loads.row_values.address(4 * ROWS * (self.plan.parts * which + part))
         return start + self.at.stage * self.plan.row_values_bytes
 
     def _weigh(self, walk: Walk, part: int) -> None:
         """p of a part, and dv of it."""
-        k, s = self.k, self.s[part]
-        if self.blocks.masked:
-            row = walk.row + ROWS * part
-            with k.if_(self.blocks.partly(row)): self.weights.mask(s, row)
-        self.weights.of(s, self.p[part], self._row_values(part))
+        row = walk.row + ROWS * part if part else walk.row
+        self.weights.of(self.s[part], self.p[part], row, walk.head, self._row_values(part, 0))
         self._issue_transposed(self.dv, self.p[part], self.grad_right, part)
 
     def _slope(self, part: int) -> None:
         """ds of a part, to its buffer too."""
         k, plan, ds = self.k, self.plan, self.ds[part]
-        self.weights.slopes(self.s[part], self.dp, ds, self._row_values(part))
+        self.weights.slopes(self.s[part], self.dp, ds, self._row_values(part, 1))
         place = self.place + self.buffer * plan.ds.nbytes
         for c in range(ROWS // STEP):
             k.stmatrix(place.at((ROWS * part + STEP * c) * plan.ds.span), ds[4 * c:4 * c + 4], trans=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from tinygrad_nv.tile.attention import Rows
 from tinygrad_nv.tile.attention_backward import BackwardSpec
 from tinygrad_nv.tile.expression import short
+from tinygrad_nv.tile.flash_score import multiple
 from tinygrad_nv.tile.kernel import MapArgument
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.templates.flash_wgmma_plan import ROWS, STEP, WARPGROUP, padded, walked
@@ -150,6 +151,12 @@ class Plan:
     def ragged(self) -> bool:
         """Whether the last block of keys may reach beyond them."""
         return "s_kv" in self.spec.forward.symbolic or self.spec.forward.s_kv % self.schedule.block_n != 0
+
+    @property
+    def hides_rows(self) -> bool:
+        """Whether rows beyond the last one are masked: their sums are 0, and a score of 0 may be NaN."""
+        one = self.spec.forward
+        return multiple(one.score) is None and ("s_q" in one.symbolic or one.s_q % self.schedule.block_m != 0)
 
     @property
     def blocks_of_rows(self) -> int:

@@ -45,8 +45,7 @@ class QuerySums:
         self.staging = shared.address() + warp * plan.warp_staging_bytes
         lane = k.special("laneid")
         row = (lane >> 2 & 3) * 2 + (lane >> 4)
-        own = row * 128 + ((lane & 3) << 3) ^ (row << 4)
-        self.places = [self.staging + (own ^ at if at else own) for at in range(0, 128, 32)]
+        self.place = self.staging + (row * 128 + ((lane & 3) << 3) ^ (row << 4))
 
         self.turn = k.reg("u64", 0)  # the counter of the block before
         if plan.dq_columns % DQ_COLUMNS: self._clear()
@@ -62,11 +61,12 @@ class QuerySums:
         k = self.k
         with k.if_(k.elect()): self.settle()
         k.emit("bar.warp.sync", -1)
+        places = [self.place ^ at if at else self.place for at in range(0, 128, 32)]
         for j in range(len(self.sums) // 4):
             box, inside = divmod(32 * j, 128)
             for h in range(2):
                 at = box * BOX_BYTES + 8 * 128 * h
-                k.st("shared", "f32", self.places[inside // 32].at(at),
+                k.st("shared", "f32", places[inside // 32].at(at),
                      self.sums[4 * j + 2 * h:4 * j + 2 * h + 2])
         k.fence_proxy_async()
         k.emit("bar.warp.sync", -1)
