@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from tinygrad import Tensor, dtypes
 
+from tinygrad_nv.patterns.attention_dropout import drawn, keep
 from tinygrad_nv.tile.dropout import keeps, kept_of, philox
 
 # Random123, tests/kat_vectors: counter, key, result
@@ -49,3 +50,22 @@ def test_the_share_that_is_kept():
 
 def test_probabilities_are_multiples_of_a_256th():
     assert [kept_of(p) for p in (0.0, 0.1, 0.5, 0.9, 1 / 256, 1.0)] == [256, 230, 128, 26, 255, 0]
+
+
+@pytest.mark.parametrize(("shape", "kept"), [((2, 3, 5, 70), 100), ((1, 2, 3, 64), 200), ((1, 1, 2, 7), 1)])
+def test_weights_of_tinygrad_are_those_of_kernels(shape: tuple[int, ...], kept: int):
+    seed = np.array([0xdeadbeef, 7], np.uint32)
+    found = keep(Tensor(seed), shape, kept).numpy().reshape(-1, *shape[2:])
+    matrix, row, column = np.ogrid[:found.shape[0], :shape[2], :shape[3]]
+    expected = keeps(*(x.astype(np.uint64) for x in (row, column, matrix)), seed.astype(np.uint64), kept)
+    assert np.array_equal(found, np.where(expected, np.float32(256 / kept), 0))
+
+
+def test_seeds_are_drawn():
+    Tensor.manual_seed(3)
+    seeds = [drawn(None).numpy() for _ in range(3)]
+    assert seeds[0].dtype == np.uint32
+    assert seeds[0].shape == (2,)
+    assert len({tuple(seed) for seed in seeds}) == 3
+    Tensor.manual_seed(3)
+    assert np.array_equal(drawn(None).numpy(), seeds[0])
