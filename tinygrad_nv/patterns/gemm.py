@@ -122,8 +122,8 @@ class _Matcher:
 
     def matches(self) -> dict[UOp, Match]:
         """The matches, by their ends."""
-        sums = [node for node in self.nodes if node.op is Ops.REDUCE and machine_of(node.device) is not None]
-        products = [found for node in sums if (found := product(node)) is not None]
+        products = [found for node in self.nodes if node.op is Ops.REDUCE
+                    and (found := product(node)) is not None and machine_of(node.device) is not None]
         if not products: return {}
         self.place = {node: i for i, node in enumerate(self.nodes)}
         self.consumers: dict[UOp, list[UOp]] = {node: [] for node in self.nodes}

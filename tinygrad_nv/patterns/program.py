@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 from tinygrad.dtype import AddrSpace, DType, dtypes
@@ -218,16 +218,23 @@ def _bound(ops: UOp, mem: UOp) -> Estimates:
 
 def write_through(sink: UOp) -> UOp:
     """Lets kernels of ours write straight into the storage their result would be copied to, where safe, and
-    read results of others of ours where they are.
+    read results of others of ours where they are; storage that a kernel has written in place is not stored.
 
     A rewrite ends with this. Who reads the old contents runs first, as tinygrad orders writes after reads;
     only a kernel that reads the storage itself has to keep its own.
     """
     nodes = sink.toposort(enter_calls=False)
+    found = [copy for copy in map(_copied, nodes) if copy is not None]
+    uses = _uses(nodes, {copy.target for copy in found}) if found else {}
     moved: dict[UOp, UOp] = {}
-    for after in nodes:
-        if (pair := _copied(after)) is not None and pair[0] not in moved: moved[pair[0]] = pair[1]
-    if not moved and not any(node.op is Ops.CALL and _read(node) for node in nodes): return sink
+    for copy in found:
+        if copy.target not in uses[copy.call]:
+            moved.setdefault(copy.buffer, copy.target.reshape(copy.buffer.shape))
+    def changes(node: UOp) -> bool:
+        if node.op is Ops.CALL: return bool(_read(node))
+        return _is_store(node) and _stored_in_place(*node.src[1].src) is not None
+
+    if not moved and not any(map(changes, nodes)): return sink
     return rebuilt(nodes, lambda node, new: _moved(node, new, moved))
 
 
@@ -265,7 +272,7 @@ def _moved(node: UOp, new: Callable[[UOp], UOp], moved: dict[UOp, UOp]) -> UOp |
     if node.op is Ops.BUFFER: return moved.get(node)
     if node.op is Ops.CALL and (read := _read(node)):
         return node.replace(src=(node.src[0], *(new(read.get(s, s)) for s in node.src[1:])))
-    if node.op is not Ops.AFTER or len(node.src) != 2 or node.src[1].op is not Ops.STORE: return None
+    if not _is_store(node): return None
     return _stored_in_place(*map(new, node.src[1].src))
 
 
@@ -274,12 +281,33 @@ def _read(call: UOp) -> dict[UOp, UOp]:
     was made may be a kernel's result now."""
     found = ((s, _dense(s.src[0])) for s in call.src[1:] if s.op is Ops.CONTIGUOUS)
     return {copy: done for copy, done in found if done.op is Ops.AFTER and done.src[1].op is Ops.CALL
-            and done.src[0].base.op is Ops.BUFFER and done.src[0].base.arg.slot >= _FIRST_SLOT}
+            and (buffer := _written_by(done)).op is Ops.BUFFER and buffer.arg.slot >= _FIRST_SLOT}
 
 
-def _copied(after: UOp) -> tuple[UOp, UOp] | None:
-    """Of AFTER(target, STORE(target, BUFFER after a call)): the BUFFER, and target's storage."""
-    if after.op is not Ops.AFTER or len(after.src) != 2 or after.src[1].op is not Ops.STORE: return None
+@dataclass(frozen=True)
+class _Copy:
+    """What a call writes, and the storage that it is copied to."""
+    buffer: UOp
+    call: UOp
+    target: UOp
+
+
+def _uses(nodes: Iterable[UOp], targets: Set[UOp]) -> dict[UOp, Set[UOp]]:
+    """Which of some nodes each node is made of. Most have the set of one of their sources."""
+    made: dict[UOp, Set[UOp]] = {}
+    none: Set[UOp] = frozenset()
+    for node in nodes:
+        own = frozenset((node,)) if node in targets else none
+        for s in node.src:
+            if (others := made.get(s, none)) is not own and not others <= own:
+                own = others if own <= others else own | others
+        made[node] = own
+    return made
+
+
+def _copied(after: UOp) -> _Copy | None:
+    """Of AFTER(target, STORE(target, BUFFER after a call)): the BUFFER, the call, and target's storage."""
+    if not _is_store(after): return None
     target, value = after.src[1].src
     while target.op is value.op is Ops.SHRINK and target.src[1:] == value.src[1:]:
         target, value = target.src[0], value.src[0]
@@ -291,8 +319,11 @@ def _copied(after: UOp) -> tuple[UOp, UOp] | None:
     # a function's result of symbolic shape is storage of that shape: a call writes the largest
     if not all_int(target.shape) or target.max_numel() != buffer.max_numel(): return None
     if (target.dtype, target.device) != (buffer.dtype, buffer.device): return None
-    if target in call.toposort(enter_calls=False): return None
-    return buffer, target.reshape(buffer.shape)
+    return _Copy(buffer, call, target)
+
+
+def _is_store(after: UOp) -> bool:
+    return after.op is Ops.AFTER and len(after.src) == 2 and after.src[1].op is Ops.STORE
 
 
 def _dense(x: UOp) -> UOp:
@@ -303,8 +334,8 @@ def _dense(x: UOp) -> UOp:
 
 def _stored_in_place(target: UOp, value: UOp) -> UOp | None:
     done = value.base
-    written = done.op is Ops.AFTER and done.src[1].op is Ops.CALL and _written_by(done) is target.base
-    return value if written else None
+    written = done.op is Ops.AFTER and done.src[1].op is Ops.CALL
+    return value if written and _written_by(done) is _written_by(target.base) else None
 
 
 def _written_by(after: UOp) -> UOp:
