@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tinygrad_nv.tile import legal_flash_backward_mma
+from tinygrad_nv.tile import legal_flash_backward_mma, legal_flash_backward_wgmma
 from tinygrad_nv.tile.attention_backward import BackwardSpec
 from tinygrad_nv.tile.schedule import Schedule
 
@@ -14,13 +14,22 @@ from tinygrad_nv.tile.schedule import Schedule
 MMA = {96: ((64, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2)),
        128: ((64, 128, 8, 2), (64, 64, 4, 2), (32, 128, 8, 2), (32, 64, 4, 2))}
 FEW = ((64, 64, 4, 2), (32, 32, 2, 2))
-PROBLEMS = {"flash_backward_mma": legal_flash_backward_mma.problems}
+# of heads up to so many elements: rows, keys, warps, stages; the last for few keys, and for scores that take
+# many registers
+WGMMA = {64: ((128, 128, 12, 2), (64, 128, 12, 2), (64, 64, 8, 2)),
+         128: ((64, 128, 12, 2), (64, 64, 8, 2))}
+PROBLEMS = {"flash_backward_mma": legal_flash_backward_mma.problems,
+            "flash_backward_wgmma": legal_flash_backward_wgmma.problems}
 
 
 def starts(spec: BackwardSpec, arch: str) -> Iterator[Schedule]:
-    """Those to choose from, in the order of preference: no more keys than there are, in blocks of 32."""
-    one = spec.forward
-    table = next((tiles for most, tiles in MMA.items() if max(one.d, one.d_v) <= most), ())
+    """Those to choose from, in the order of preference: no more keys than there are, in blocks of 32 (64)."""
+    one, d = spec.forward, max(spec.forward.d, spec.forward.d_v)
+    if arch == "sm_90a":
+        for m, n, warps, stages in next((tiles for most, tiles in WGMMA.items() if d <= most), ()):
+            if n < 64 + one.s_kv:
+                yield Schedule().using("flash_backward_wgmma").block(m, n).warps(warps).stages(stages)
+    table = next((tiles for most, tiles in MMA.items() if d <= most), ())
     for m, n, warps, stages in (*table, *FEW):
         if n < 2 * one.s_kv or n == 32:
             yield Schedule(template="flash_backward_mma").block(m, n).warps(warps).stages(stages)
