@@ -27,6 +27,7 @@ from tinygrad_nv.tile.kernel import AttentionKernel
 from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.legal_flash_fma import (
     SIZE,
+    chains,
     padded,
     padded_values,
     pitch,
@@ -103,7 +104,7 @@ class _Writer:
         self._copies()
         keys, values = (copy.tile for copy in self.bring)
         self.products = Products(k, self.queries, keys, self.row, self.column, self.warp_m, warp_columns(s),
-                                 self.q_start)
+                                 chains(s, spec), self.q_start)
         self.outputs = Outputs(k, values, self.column, self.warp_m, warp_columns(s), weights, pitch(s) * SIZE,
                                keys.nbytes)
         self.scores.prepare(loads(spec.score))

@@ -30,7 +30,7 @@ CHUNK = 16  # bytes: four elements
 @dataclass
 class Products:
     """q kᵀ of a warp: `rows` of them from row `row` (u32) of the tile of q on, `columns` from row `column`
-    (u32) of the tile of keys on. q lies at the shared address `q_start`."""
+    (u32) of the tile of keys on. q lies at the shared address `q_start`. A score is the sum of `chains`."""
     k: Kernel
     queries: SharedTile
     keys: SharedTile
@@ -38,6 +38,7 @@ class Products:
     column: Value
     rows: int
     columns: int
+    chains: int
     q_start: Value
 
     def __post_init__(self) -> None:
@@ -51,7 +52,8 @@ class Products:
     def of(self, stage: Value) -> Cells:
         """The sums of a block whose keys lie at the shared address `stage` (u32)."""
         k = self.k
-        made = [[k.regs("f32", 4, 0.0) for _ in range(self.columns // 8)] for _ in range(self.rows // 16)]
+        made: list[Cells] = [[[k.regs("f32", 4, 0.0) for _ in range(self.columns // 8)]
+                              for _ in range(self.rows // 16)] for _ in range(self.chains)]
         left, right = k.reg("u32", self.q_start), k.reg("u32", stage)
         spans = self.keys.row_bytes // self.keys.span
         if spans == 1: self._span(made, left, right)
@@ -60,9 +62,20 @@ class Products:
                 self._span(made, left, right)
                 left += self.queries.rows * self.queries.span
                 right += self.keys.rows * self.keys.span
-        return made
+        return self._added(made)
 
-    def _span(self, cells: Cells, left: Value, right: Value) -> None:
+    def _added(self, chains: list[Cells]) -> Cells:
+        """The sums of all chains, two by two."""
+        while len(chains) > 1:
+            half = len(chains) // 2
+            for cells, others in zip(chains[:half], chains[half:], strict=True):
+                for row, other in zip(cells, others, strict=True):
+                    for cell, more in zip(row, other, strict=True):
+                        for register, value in zip(cell, more, strict=True): register += value
+            chains = chains[:half]
+        return chains[0]
+
+    def _span(self, chains: list[Cells], left: Value, right: Value) -> None:
         """The share of the elements in one column of the tiles."""
         self.left.at_stage(left)
         self.right.at_stage(right)
@@ -73,8 +86,8 @@ class Products:
                     four = self._read(self.right, self.keys.plain(8 * j + e, at))
                     for x in range(4):
                         for i, row in enumerate(rows):
-                            cell = cells[i // 2][j][2 * (i % 2) + e]
-                            self.k.emit("fma.rn.f32", cell, row[x], four[x], cell)
+                            sum_ = chains[x % self.chains][i // 2][j][2 * (i % 2) + e]
+                            self.k.emit("fma.rn.f32", sum_, row[x], four[x], sum_)
 
     def _read(self, places: Places, plain: int) -> list[Value]:
         return self.k.ld("shared", "f32", places(plain), 4)
