@@ -70,6 +70,18 @@ def test_large_scores():
     close(backward(70, 50, 64, score=tanh(Sum() * 4.0) * 300.0), scale=8.0)
 
 
+@pytest.mark.parametrize("score", [Sum() * 0.1, Sum() * -0.1], ids=["folded", "evaluated"])
+def test_scores_near_the_largest_float(score: Expression):
+    """Sums of 2^125, whose roundings are beyond all exponents: no gradient is infinite."""
+    spec = backward(64, 128, 64, score=score)
+    given = arguments(spec)
+    for name in ("q", "k"): given[name].copy_(given[name].sign() * 2.0**60)
+    given_forward(spec, given)
+    got = run(flash_backward_wgmma(spec, LOW), spec, given, "sm_90a")
+    for each in got: assert each.isfinite().all()
+    near(spec, given, got)
+
+
 def test_finite_differences():
     """The loss Σ out · grad of the exact forward, changed along the gradient of each operand in turn."""
     spec = backward(40, 50, 16, F16, group=2, band=Band(None, 20), score=SCORES["soft-cap"], out=F32)

@@ -26,7 +26,8 @@ class Schedule:
     warps_n = 1), four of them the producer; `mode` says whether consumers share a tile or take turns.
     gemv: `warps_m` warps. flash_wgmma: `block_m` rows of queries, `block_n` columns of keys at a time; warps
     as of wgmma, `depth` stages of keys and as many of values; in ping-pong a consumer multiplies while
-    another has its softmax. flash_fma: such blocks, whose columns `warps_n` warps share. `cluster_m` ×
+    another has its softmax. flash_fma: such blocks, whose columns `warps_n` warps share.
+    flash_backward_wgmma: `block_n` keys of a CTA, `block_m` rows at a time, in `depth` stages. `cluster_m` ×
     `cluster_n` CTAs share operands by multicast. `splits` CTAs share the sum of one tile; `stream` divides
     all sums evenly among persistent CTAs instead. `group` rows of tiles are walked together, for L2. `swap`
     computes the transposed product, for few rows. `swizzle` "" is the widest that the tile allows."""

@@ -27,6 +27,19 @@
     flash_wgmma_load.py      the producer's copies
     flash_wgmma_multiply.py  the consumers' main loop
     flash_wgmma_store.py     the result, and l
+  flash_backward_mma.py    its gradient with mma.sync (FlashAttention-2): sm_80 and later
+    flash_backward_rows.py   which blocks of rows see a block of keys, and how they come
+    flash_backward_score.py  scores and their derivatives, transposed
+    flash_backward_add.py    dq, added to memory
+    flash_backward_turns.py  sums of dq in one order
+  flash_backward_wgmma.py  its gradient with wgmma and TMA (FlashAttention-3): sm_90a
+    flash_backward_wgmma_plan.py      its tiles, registers and bytes
+    flash_backward_wgmma_blocks.py    which blocks of rows see its keys
+    flash_backward_wgmma_load.py      the producers' copies
+    flash_backward_wgmma_multiply.py  the consumers' main loop
+    flash_backward_wgmma_weights.py   from products to p and ds
+    flash_backward_wgmma_queries.py   dq, added to memory
+    flash_backward_wgmma_store.py     dk and dv
   decode.py          attention of few new rows over keys and values in pages: split-KV, and a combine step
     decode_plan.py     who reads which keys, and what lies where
     decode_split.py    the first kernel: one split
