@@ -13,7 +13,17 @@ from tinygrad import schedule
 from tinygrad.engine import jit, realize
 from tinygrad.uop.ops import Ops, UOp
 
-from tinygrad_nv import Context, Tensor, TinyJit, Variable, explain, function, hook_devices, hooks
+from tinygrad_nv import (
+    Context,
+    Tensor,
+    TinyJit,
+    Variable,
+    explain,
+    function,
+    hook_devices,
+    hook_methods,
+    hooks,
+)
 from tinygrad_nv.errors import HookError
 from tinygrad_nv.patterns import attention, gemm, named, program
 
@@ -35,7 +45,8 @@ def without_ours():
 @pytest.fixture(autouse=True)
 def as_found(without_ours):
     """Every test starts enabled with nothing of its own registered, and must leave it so."""
-    tables = hooks._rewrites, hooks._compiles, hooks._executes, hooks._functions, hook_devices._devices
+    tables = (hooks._rewrites, hooks._compiles, hooks._executes, hooks._functions, hook_devices._devices,
+              hook_methods._methods)
     before = [dict(table) for table in tables], hooks.enabled()
     yield
     assert ([dict(table) for table in tables], hooks.enabled()) == before
@@ -321,13 +332,15 @@ def test_enable_inside_disabled_ends_with_it():
 def test_every_attribute_is_put_back():
     def there():
         return [schedule.pm_schedule, realize.pm_exec, realize.get_call_name, realize.get_call_outs_ins,
-                jit.get_call_outs_ins]
+                jit.get_call_outs_ins, vars(Tensor)["argmax"]]
     own = there()
     hooks.add_rewrite("r", lambda sink: sink)
+    hooks.add_method("argmax", lambda theirs, self: theirs(self))
     hooks.add_custom_function("f", lambda ctx, call, ast: [], lambda call: ((0,), ()))
     hooks.add_execute("e", lambda call, ctx, run: run(call, ctx))
     assert not any(a is b for a, b in zip(own, there(), strict=True))
     hooks.remove_rewrite("r")
+    hooks.remove_method("argmax")
     hooks.remove_custom_function("f")
     assert realize.pm_exec is not own[1]
     hooks.remove_execute("e")
@@ -336,6 +349,54 @@ def test_every_attribute_is_put_back():
         assert realize.compile_linear is jit.compile_linear
         assert realize.compile_linear.__module__ == "tinygrad.engine.realize"
     assert realize.compile_linear.__module__ == "tinygrad_nv.hooks"
+
+
+# **** methods of Tensor ****
+
+def test_a_method_is_ours_while_enabled():
+    own = vars(Tensor)["argmax"]
+    hooks.add_method("argmax", lambda theirs, self, axis=None: theirs(self, axis=axis) + 100)
+    try:
+        x = Tensor([[3.0, 1.0], [2.0, 5.0]])
+        assert x.argmax(axis=1).tolist() == [100, 101]
+        assert Tensor.argmax is not own
+        assert (Tensor.argmax.__name__, Tensor.argmax.__doc__) == ("argmax", own.__doc__)
+        with hooks.disabled():
+            assert Tensor.argmax is own
+            assert x.argmax(axis=1).tolist() == [0, 1]
+        with pytest.raises(HookError, match="method 'argmax' is registered already"):
+            hooks.add_method("argmax", lambda theirs, self: self)
+    finally: hooks.remove_method("argmax")
+    assert vars(Tensor)["argmax"] is own
+    with pytest.raises(HookError, match="no method 'argmax' is registered"): hooks.remove_method("argmax")
+
+
+def test_a_method_registered_while_disabled_is_ours_from_then_on_only():
+    own = vars(Tensor)["argmin"]
+    with hooks.disabled():
+        hooks.add_method("argmin", lambda theirs, self: "ours")
+        assert Tensor.argmin is own
+    assert Tensor([1.0]).argmin() == "ours"
+    hooks.remove_method("argmin")
+    assert Tensor.argmin is own
+
+
+UNNOTED = """
+import json
+from tinygrad import Tensor, dtypes
+from tinygrad.mixin.rand import RandMixin
+own = vars(RandMixin)["dropout"]
+from tinygrad_nv import hooks
+hooks.add_method("dropout", lambda theirs, self, p=0.5: "ours")
+x = Tensor.ones(2)
+seen = [x.dropout(), x.uop.dropout(0.1) is x.uop, "dropout" in vars(Tensor)]
+hooks.disable()
+print(json.dumps([*seen, vars(RandMixin)["dropout"] is own]))
+"""
+
+
+def test_a_method_that_tinygrad_has_elsewhere_and_notes_no_names_of():
+    assert child(UNNOTED, TRACEMETA="0") == ["ours", True, False, True]
 
 
 # **** around the execution of calls ****

@@ -132,14 +132,16 @@ def _derived(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor,
     *mask, logs, delta, grad = rest
     total = sums(q, k)
     s = scores(what, total, q.shape[-1], *mask)
-    p = (s == HIDDEN).where(0, (s - logs.unsqueeze(-1)).exp())
+    # a row that sees nothing has NaN in the plain result, and so in delta
+    hidden = s == HIDDEN
+    p = hidden.where(0, (s - logs.unsqueeze(-1)).exp())
     dp = grad.matmul(_for_each(v, q).transpose(-2, -1), dtype=dtypes.float32)
     scale = 1 / math.sqrt(q.shape[-1]) if what.scale is None else what.scale
     slope = total.const_like(scale)
     if what.softcap is not None:
         capped = (total * (scale / what.softcap)).tanh()
         slope = scale * (1 - capped * capped)
-    return p, p * (dp - delta.unsqueeze(-1)), slope
+    return p, hidden.where(0, p * (dp - delta.unsqueeze(-1))), slope
 
 
 def _summed(of: Tensor, rows: Tensor, like: Tensor) -> Tensor:
