@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from tinygrad import Tensor, dtypes
+from tinygrad.device import Buffer
 from tinygrad.dtype import DType
 
 from tinygrad_nv.patterns.paged import paged_attention
@@ -87,11 +88,11 @@ def case(lengths: list[int], rows: int = 1, heads: int = 2, kv_heads: int = 1, d
 # **** on a device ****
 
 def stored(x: torch.Tensor, dtype: DType, device: str) -> Tensor:
-    """A tensor in memory, bit for bit."""
-    raw = {1: np.uint8, 2: np.uint16, 4: np.uint32}[dtype.itemsize]
-    flat = x.contiguous().reshape(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize])
-    made = Tensor(flat.numpy().view(raw), device=device).bitcast(dtype)
-    return made.reshape(tuple(x.shape)).contiguous().realize()
+    """A tensor in memory of its own, bit for bit: kernels of tinygrad lose subnormals of e4m3."""
+    made = Tensor.empty(*x.shape, dtype=dtype, device=device).realize()
+    raw = bytearray(x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    made._buffer().ensure_allocated().copy_from(Buffer("PYTHON", x.numel(), dtype, opaque=memoryview(raw)))
+    return made
 
 
 def fetched(x: Tensor) -> torch.Tensor:

@@ -1,0 +1,37 @@
+"""kv_append on a CPU: its body, which is tinygrad's own kernels, against what the definition says."""
+from __future__ import annotations
+
+import pytest
+import torch
+from append_case import append, run, same, wanted
+from tinygrad import dtypes
+
+from tinygrad_nv import disabled
+
+
+def test_copies_are_exact():
+    case = append([0, 1, 9, 24, 30], rows=3, dtype=dtypes.float32, d_v=8)
+    same(run(case, "CPU"), wanted(case))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotations(interleaved: bool):
+    case = append([0, 9, 24], rows=2, dtype=dtypes.float32, half=6, q_heads=3, interleaved=interleaved)
+    found = run(case, "CPU")
+    for name, x in wanted(case).items(): torch.testing.assert_close(found[name], x, rtol=1e-6, atol=1e-6)
+
+
+def test_quantised():
+    """x · (1 / scale) may fall on either side of a half."""
+    case = append([0, 9, 24], kv=dtypes.int8)
+    found, expected = run(case, "CPU"), wanted(case)
+    for name, x in expected.items():
+        off = (found[name].int() - x.int()).abs()
+        assert off.max() <= 1
+        assert (off > 0).sum() <= 2
+    assert (expected["k_pages"] != case.given["k_pages"]).sum() > 100
+
+
+def test_without_tinygrad_nv():
+    case = append([0, 9], rows=2, dtype=dtypes.float32)
+    with disabled(): same(run(case, "CPU"), wanted(case))

@@ -1,0 +1,97 @@
+"""An append of keys and values to a kernel of ours, that writes the pages in place.
+
+Protocol: `lowered` is what named.py asks for. Pages are storage, whole and in order, and the results are that
+storage after the kernel: assigning them to the pages stores nothing more (program.py). New rows are read
+where they lie, as heads of a projection, or copied where vectors could not be loaded.
+"""
+from __future__ import annotations
+
+import functools
+
+from tinygrad.uop.ops import Ops, UOp
+
+from tinygrad_nv import config
+from tinygrad_nv.errors import SpecError
+from tinygrad_nv.patterns import program
+from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.gemm import machine_of
+from tinygrad_nv.patterns.kv_append_body import Arguments, KVAppend
+from tinygrad_nv.patterns.strides import Laid, copied, laid
+from tinygrad_nv.runtime.launch_text import source
+from tinygrad_nv.tile.decode import Pages, Scales
+from tinygrad_nv.tile.kernel import TileKernel
+from tinygrad_nv.tile.kv_append import AppendSpec, Heads, Rope, problems
+from tinygrad_nv.tile.templates import kv_append as template
+
+TEMPLATE = "kv_append"
+ROW_BYTES = 16  # of which heads of new rows begin at multiples, else they are copied
+
+
+def lowered(what: KVAppend, function: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
+    """Pages, and q, after the kernel. Raises `NotOurs` where there is none."""
+    machine = machine_of(function.device)
+    if machine is None or not config.get("NV_ATTENTION"): return None
+    x = Arguments.of(what, arguments)
+    try: return _called(what, x, machine.arch)
+    except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
+
+
+def _called(what: KVAppend, x: Arguments[UOp], arch: str) -> tuple[UOp, ...]:
+    for name, pages in (("k_pages", x.k_pages), ("v_pages", x.v_pages)):
+        if not _is_whole(pages): raise NotOurs(f"{name} are no storage of their own, to be written in place")
+    k, v, *q = (_rows(each) for each in (x.k, x.v, *x.q))
+    scales = [laid(each) for each in x.scales]
+    spec = _spec(what, x, k, v, q, scales)
+    if found := problems(spec, arch): raise NotOurs("; ".join(found))
+    made = kernel(spec, arch)
+    assert x.k.device is not None
+    outputs: list[program.Output | UOp] = [x.k_pages, x.v_pages]
+    outputs += [program.Output(each.shape, each.dtype) for each in x.q]
+    inputs = [each.storage for each in (k, v, *q)]
+    inputs += [x.table, x.lengths, *x.rope, *(each.storage for each in scales)]
+    moved = sum(each.max_numel() * each.dtype.itemsize for each in (x.k, x.v, *x.q))
+    return program.program(made.name, source(made), x.k.device, outputs, inputs, grid=made.grid,
+                           block=(made.threads, 1, 1), nbytes=2 * moved,
+                           note=program.Note(TEMPLATE, str(spec), spec))
+
+
+def _is_whole(pages: UOp) -> bool:
+    """Whether pages are storage of a Tensor, before or after other writes."""
+    while pages.op is Ops.RESHAPE: pages = pages.src[0]
+    return pages.op in (Ops.PARAM, Ops.BUFFER, Ops.AFTER) and pages.has_buffer_identity(after_ok=True)
+
+
+def _rows(x: UOp) -> Laid:
+    """New rows where they lie, or copied."""
+    found = laid(x)
+    fits = found.strides[-1] <= 1 and _heads(found).aligned_bytes >= ROW_BYTES
+    return found if fits else copied(x)
+
+
+def _heads(x: Laid) -> Heads:
+    request, row, head, _ = x.strides
+    return Heads(x.dtype, request, row, head, x.offset)
+
+
+def _spec(what: KVAppend, x: Arguments[UOp], k: Laid, v: Laid, q: list[Laid],
+          scales: list[Laid]) -> AppendSpec:
+    stored, size, heads, d = map(int, x.k_pages.shape)
+    batch, rows, _, d_v = map(int, x.v.shape)
+    rope = Rope(x.rope[0].dtype, int(x.rope[0].shape[1]), what.interleaved) if x.rope else None
+    k_scale, v_scale = map(_scales, scales) if scales else (None, None)
+    pages = [Pages(each.dtype, size * heads * width, heads * width, width)
+             for each, width in ((x.k_pages, d), (x.v_pages, d_v))]
+    return AppendSpec(batch, rows, heads, d, d_v, size, int(x.table.shape[1]), stored, _heads(k), _heads(v),
+                      pages[0], pages[1], rope, _heads(q[0]) if q else None,
+                      int(x.q[0].shape[2]) if q else 0, k_scale, v_scale)
+
+
+def _scales(x: Laid) -> Scales:
+    page, head = x.strides
+    return Scales(page, head, x.offset)
+
+
+@functools.lru_cache(1024)
+def kernel(spec: AppendSpec, arch: str) -> TileKernel:
+    """The kernel of an append."""
+    return template.kv_append(spec, arch)
