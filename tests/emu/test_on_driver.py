@@ -8,13 +8,16 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import attention_case
+import backward_case
 import decode_case
 import on_driver
 
 from tinygrad_nv.patterns.attention import kernel
+from tinygrad_nv.patterns.attention_lower_backward import kernel as backward_kernel
 from tinygrad_nv.patterns.gemm import Machine
 from tinygrad_nv.runtime.emulated import EmulatedDriver
 from tinygrad_nv.tile.attention import Band
+from tinygrad_nv.tile.flash_backward_defaults import default as backward_default
 from tinygrad_nv.tile.flash_defaults import default
 
 
@@ -34,6 +37,16 @@ def test_attention(arch: str, extents: dict[str, int]):
     got = attention_case.run(kernel(spec, schedule, Machine(arch, 4)), spec, given, arch, **extents)
     attention_case.near(spec, given, got, **extents)
     with pytest.raises(AssertionError): attention_case.near(spec, given, (got[0] * 1.1, got[1]), **extents)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_backward(arch: str, deterministic: bool):
+    spec = backward_case.backward(70, 100, heads=2, group=2, band=Band(last=60), deterministic=deterministic)
+    schedule = backward_default(spec, arch)
+    assert schedule is not None
+    given = backward_case.arguments(spec)
+    got = backward_case.run(backward_kernel(spec, schedule, Machine(arch, 4)), spec, given, arch)
+    backward_case.near(spec, given, got)
 
 
 def test_decode(arch: str):

@@ -1,0 +1,298 @@
+"""The part "backward" of bench/gpu.py: TFLOP/s of the backward pass beside torch (cuDNN, FlashAttention) and
+Triton.
+
+The shapes of gpu_attention.py; the work is 2.5 times the forward's (five products for two). Ours is all that
+a gradient takes: delta, the kernel, and dq's rounding; the first and the last are torch's kernels here. torch
+is asked for dq, dk and dv of a forward pass that has been done.
+
+With --emulate: two heads of at most 150 tokens, whose gradients must be right.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import gpu_attention
+from attention_launch import submitted
+from gpu_attention import LENGTHS, TOKENS, WIDTH, Forward
+from gpu_parts import (
+    Column,
+    NotMeasured,
+    Options,
+    Row,
+    Run,
+    about,
+    contender,
+    emulated,
+    timing_part,
+    workloads,
+)
+
+from tinygrad_nv.patterns.attention_lower_backward import kernel
+from tinygrad_nv.patterns.gemm import Machine
+from tinygrad_nv.runtime.driver import Driver
+from tinygrad_nv.tile.attention_backward import BackwardSpec
+from tinygrad_nv.tile.flash_backward_defaults import default
+from tinygrad_nv.tile.schedule import Schedule
+
+EMULATED_TOKENS = 150
+TRITON_TILES = {"dk, dv": {64: ((64, 128), 8, 2), 128: ((64, 128), 8, 2), 256: ((32, 64), 8, 2)},
+                "dq": {64: ((128, 64), 8, 2), 128: ((128, 64), 8, 2), 256: ((64, 32), 8, 2)}}
+RESULTS = ("dq", "dk", "dv")
+NAMES = ("dk", "dv", "q", "k", "v", "grad", "l", "delta")
+Sets = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The gradients of an attention."""
+    forward: Forward
+    deterministic: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the row."""
+        return self.forward.name + (", deterministic" if self.deterministic else "")
+
+    @property
+    def work(self) -> float:
+        """Floating-point operations of the five products."""
+        return 2.5 * self.forward.work
+
+    @property
+    def nbytes(self) -> float:
+        """q, k, v, the result, and the gradients of all of them once."""
+        return 2 * self.forward.nbytes
+
+    @property
+    def spec(self) -> BackwardSpec:
+        """Of dense [batch, heads, tokens, d]."""
+        one = replace(self.forward.spec, log_sum=True)
+        return BackwardSpec(one, one.out, one.k, one.v, self.deterministic)
+
+    def scaled(self) -> Backward:
+        """Smaller, for the emulator."""
+        small = self.forward.scaled()
+        return replace(self, forward=replace(small, tokens=min(small.tokens, EMULATED_TOKENS)))
+
+    def given(self, device: str) -> list[dict[str, Any]]:
+        """Storages by name; l is exact, out that of float32."""
+        import torch
+        sets = self.forward.given(device)
+        for one in sets:
+            one["grad"] = torch.randn(one["q"].shape, device=device).bfloat16()
+            one["out"], one["l"] = forward(self.forward, one)
+            one["delta"] = torch.empty_like(one["l"])
+            one["sum"] = torch.empty(one["q"].shape, device=device)
+            for name in RESULTS: one[name] = torch.empty_like(one[name[1]])
+        return sets
+
+    def wrong(self, given: Sets, run: Run) -> str:
+        """Set 0 against float64, for one head of keys; every element written."""
+        import torch
+        for name in RESULTS: given[0][name].fill_(torch.nan)
+        run(0)
+        return self.unlike(given[0])
+
+    def unlike(self, one: dict[str, Any]) -> str:
+        """How the gradients in these storages are others; "" when they are right. Of long sequences only that
+        all is written: float64 would take (tokens)² elements."""
+        for name in RESULTS:
+            if bool(one[name].isnan().any()): return f"elements of {name} were not written"
+        if self.forward.tokens > gpu_attention.TOKENS // 4: return ""
+        for name, (exact, bound) in gradients(self.forward, one).items():
+            got = one[name][-1, -exact.shape[0]:] if name == "dq" else one[name][-1, -1]
+            off = (got.double() - exact).abs() - bound
+            if not bool((off <= 0).all()): return f"{name}: off by {off.max().item():g} more than allowed"
+        return ""
+
+
+def forward(workload: Forward, one: dict[str, Any]) -> tuple[Any, Any]:
+    """The result and l, a head and a few rows at a time."""
+    import torch
+    out, log = torch.empty_like(one["q"]), torch.empty(one["q"].shape[:3], device=one["q"].device)
+    group, step = workload.heads // workload.keys, 2048
+    for b, head in ((b, head) for b in range(workload.batch) for head in range(workload.heads)):
+        k, v = (one[name][b, head // group].float() for name in "kv")
+        for first in range(0, workload.tokens, step):
+            scores = one["q"][b, head, first:first + step].float() @ k.T / math.sqrt(workload.d)
+            if workload.causal:
+                hidden = torch.ones_like(scores, dtype=torch.bool).triu(first + 1)
+                scores = scores.masked_fill(hidden, -math.inf)
+            log[b, head, first:first + step] = scores.logsumexp(-1)
+            out[b, head, first:first + step] = scores.softmax(-1) @ v
+    return out, log
+
+
+def gradients(workload: Forward, one: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """dq of the query heads of the last key head, its dk and dv, and how far bfloat16 may be from them."""
+    import torch
+    group = workload.heads // workload.keys
+    q, grad = (one[name][-1, -group:].double() for name in ("q", "grad"))
+    k, v = (one[name][-1, -1].double() for name in "kv")
+    scores = q @ k.T / math.sqrt(workload.d)
+    if workload.causal:
+        hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    p = scores.softmax(-1)
+    dp = grad @ v.T
+    ds = p * (dp - (grad * (p @ v)).sum(-1, keepdim=True)) / math.sqrt(workload.d)
+    left = p * (dp.abs() + (grad * (p @ v)).sum(-1, keepdim=True).abs()) / math.sqrt(workload.d)
+    def bound(sums: torch.Tensor) -> torch.Tensor: return 2.0**-6 * sums + 1e-5
+    return {"dq": (ds @ k, bound(left @ k.abs())),
+            "dk": ((ds.mT @ q).sum(0), bound((left.mT @ q.abs()).sum(0))),
+            "dv": ((p.mT @ grad).sum(0), bound((p.mT @ grad.abs()).sum(0)))}
+
+
+@workloads("backward")
+def shapes() -> Iterator[Backward]:
+    """All rows."""
+    for d in (128, 64):
+        for causal in (True, False):
+            for tokens in LENGTHS:
+                yield Backward(Forward(max(1, TOKENS // tokens), WIDTH // d, tokens, d, causal))
+    yield Backward(Forward(2, 32, 8192, 128, True, 8))
+    yield Backward(Forward(2, 16, 8192, 128, True), True)
+
+
+# **** ours ****
+
+def scheduled(spec: BackwardSpec, arch: str) -> Schedule:
+    """The schedule that a graph would get."""
+    if (schedule := default(spec, arch)) is None: raise NotMeasured("no schedule of ours")
+    return schedule
+
+
+def bound(driver: Driver, workload: Backward, addresses: dict[str, int]) -> Any:
+    """A launch of ours on memory by name: `sum` is dq in float32."""
+    gpu, spec = driver.properties, workload.spec
+    made = kernel(spec, scheduled(spec, gpu.arch), Machine(gpu.arch, gpu.sm_count))
+    one = spec.forward
+    zeroed = [(addresses["sum"], 4 * one.matrices * one.s_q * one.d)]
+    flags = [driver.alloc(4 * made.flags)] if made.flags else []
+    zeroed += [(each, 4 * made.flags) for each in flags]
+    pointers = [addresses["sum"], *flags, *(addresses[name] for name in NAMES)]
+    return submitted(driver, [made], pointers, rows=one.s_kv, zeroed=zeroed)
+
+
+@contender("backward", "ours")
+def ours(workload: Backward, given: Sets, options: Options) -> Run:
+    """delta, our kernel by the default schedule, dq's rounding."""
+    import torch
+    from gemm_contenders import device
+    gpu = device()
+    torch.cuda.synchronize()
+    kept = [dict(each) for each in given]
+    runs = [bound(gpu, workload, {name: each[name].data_ptr() for name in ("sum", *NAMES)}) for each in kept]
+    gpu.synchronize()
+
+    def run(i: int) -> None:
+        one = kept[i]
+        torch.sum(one["grad"].float() * one["out"], -1, out=one["delta"])
+        runs[i](gpu.external_stream(torch.cuda.current_stream().cuda_stream))
+        one["dq"].copy_(one["sum"])
+
+    return run
+
+
+@about("backward")
+def chosen(workload: Backward) -> dict[str, Any]:
+    """The schedule that `ours` takes."""
+    from gemm_contenders import device
+    return {"schedule": str(scheduled(workload.spec, device().properties.arch))}
+
+
+@emulated("backward")
+def counted(workload: Any, options: Options) -> Row:
+    """The gradients scaled down, on the emulated driver."""
+    import torch
+
+    from tinygrad_nv.runtime.emulated import EmulatedDriver
+    small, driver = workload.scaled(), EmulatedDriver(options.arch, seed=options.seed)
+    one = small.given("cpu")[0]
+    one["delta"] = (one["grad"].float() * one["out"]).sum(-1)
+    addresses = {name: driver.alloc(one[name].nbytes) for name in ("sum", *NAMES)}
+    for name in NAMES[2:]:
+        driver.copy_in(addresses[name], memoryview(one[name].view(torch.uint8).numpy().tobytes()))
+    bound(driver, small, addresses)(None)
+    for name in ("sum", "dk", "dv"):
+        out = bytearray(one[name].nbytes)
+        driver.copy_out(memoryview(out), addresses[name])
+        one[name] = torch.frombuffer(out, dtype=one[name].dtype).view(one[name].shape)
+    one["dq"] = one["sum"].bfloat16()
+    wrong, schedule = small.unlike(one), str(scheduled(workload.spec, options.arch))
+    return {"status": "disagrees" if wrong else "emulated", "schedule": schedule,
+            "why": f"ours: {wrong}" if wrong else schedule}
+
+
+# **** the others ****
+
+def autograd(backend: str, workload: Backward, given: Sets) -> Run:
+    """torch's gradient of scaled_dot_product_attention with one backend."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention as attend
+    if workload.deterministic: raise NotMeasured("ours alone: what the order costs")
+    ends = []
+    for each in given:
+        leaves = [each[name].detach().requires_grad_() for name in "qkv"]
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            q, k, v = leaves
+            ends.append((attend(q, k, v, is_causal=workload.forward.causal,
+                                enable_gqa=bool(workload.forward.kv_heads)), leaves))
+
+    def run(i: int) -> None:
+        out, leaves = ends[i]
+        made = torch.autograd.grad(out, leaves, given[i]["grad"], retain_graph=True)
+        given[i].update(zip(RESULTS, made, strict=True))
+
+    torch.cuda.synchronize()
+    return run
+
+
+@contender("backward", "cuDNN")
+def cudnn(workload: Backward, given: Sets, options: Options) -> Run:
+    """torch with cuDNN's attention."""
+    return autograd("CUDNN_ATTENTION", workload, given)
+
+
+@contender("backward", "FlashAttention")
+def flash(workload: Backward, given: Sets, options: Options) -> Run:
+    """torch with its FlashAttention."""
+    return autograd("FLASH_ATTENTION", workload, given)
+
+
+@contender("backward", "Triton")
+def triton(workload: Backward, given: Sets, options: Options) -> Run:
+    """The tutorial's two kernels, and torch's delta."""
+    import torch
+    from attention_peers import KERNELS, Flash
+    one = workload.forward
+    if one.kv_heads or workload.deterministic: raise NotMeasured("its tutorial has as many heads of keys")
+    root = 1 / math.sqrt(one.d)
+    logs = [each["l"] * math.log2(math.e) for each in given]
+    launches = []
+    for what, tiles in TRITON_TILES.items():
+        tile, warps, stages = tiles[one.d]
+        flash = Flash(what, one.d, tile, warps, stages, one.causal)
+        grid = (one.tokens // tile[1 if what == "dk, dv" else 0], one.batch * one.heads)
+        fixed = {"S": one.tokens, "scale": root * math.log2(math.e), "root": root, **flash.constants,
+                 "num_warps": warps, "num_stages": stages}
+        launches.append(partial(KERNELS[what][grid], **fixed))
+    kept = [dict(each) for each in given]
+
+    def run(i: int) -> None:
+        given[i].update({name: kept[i][name] for name in RESULTS})
+        each = kept[i]
+        torch.sum(each["grad"].float() * each["out"], -1, out=each["delta"])
+        shared = {**{name: each[name] for name in ("q", "k", "v", "grad", "delta")}, "log": logs[i]}
+        launches[0](**shared, dk=each["dk"], dv=each["dv"])
+        launches[1](**shared, dq=each["dq"])
+
+    return run
+
+
+timing_part("backward", "flash attention, backward, bfloat16", Column("TFLOP/s"), expected_s=12.0)
