@@ -10,10 +10,13 @@ from tinygrad_nv.tile import legal_flash_backward_mma, legal_flash_backward_wgmm
 from tinygrad_nv.tile.attention_backward import BackwardSpec
 from tinygrad_nv.tile.schedule import Schedule
 
-# of heads up to so many elements: rows, keys, warps, stages
-MMA = {96: ((64, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2)),
-       128: ((64, 128, 8, 2), (64, 64, 4, 2), (32, 128, 8, 2), (32, 64, 4, 2))}
-FEW = ((64, 64, 4, 2), (32, 32, 2, 2))
+# of heads up to so many elements: rows, keys, warps along keys, warps that share keys; two stages
+MMA = {64: ((64, 128, 8, 1), (64, 64, 4, 1), (32, 64, 4, 1)),
+       96: ((64, 128, 4, 2), (64, 64, 4, 1), (32, 64, 4, 1)),
+       128: ((64, 128, 4, 2), (64, 64, 4, 2), (32, 64, 4, 1)),
+       192: ((64, 64, 4, 2), (32, 64, 4, 2)),
+       256: ((32, 64, 4, 2),)}
+FEW = ((64, 64, 4, 1), (32, 32, 2, 1), (32, 32, 2, 2))
 # of heads up to so many elements: rows, keys, warps, stages; the last for few keys, and for scores that take
 # many registers
 WGMMA = {64: ((128, 128, 12, 2), (64, 128, 12, 2), (64, 64, 8, 2)),
@@ -29,10 +32,9 @@ def starts(spec: BackwardSpec, arch: str) -> Iterator[Schedule]:
         for m, n, warps, stages in next((tiles for most, tiles in WGMMA.items() if d <= most), ()):
             if n < 64 + one.s_kv:
                 yield Schedule().using("flash_backward_wgmma").block(m, n).warps(warps).stages(stages)
-    table = next((tiles for most, tiles in MMA.items() if d <= most), ())
-    for m, n, warps, stages in (*table, *FEW):
+    for m, n, warps, sharing in (*next(tiles for most, tiles in MMA.items() if d <= most), *FEW):
         if n < 2 * one.s_kv or n == 32:
-            yield Schedule(template="flash_backward_mma").block(m, n).warps(warps).stages(stages)
+            yield Schedule(template="flash_backward_mma").block(m, n).warps(warps, sharing).stages(2)
 
 
 def default(spec: BackwardSpec, arch: str) -> Schedule | None:

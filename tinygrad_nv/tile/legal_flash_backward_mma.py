@@ -1,6 +1,8 @@
 """What `flash_backward_mma` asks of a schedule, and how much a schedule takes."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import ScheduleError, SpecError
@@ -9,37 +11,44 @@ from tinygrad_nv.tile.attention import EVERY, AttentionSpec, Rows
 from tinygrad_nv.tile.attention_backward import BackwardSpec
 from tinygrad_nv.tile.derivative import derivative
 from tinygrad_nv.tile.flash_score import multiple
-from tinygrad_nv.tile.legal_flash_mma import MOST_GRID, padded
+from tinygrad_nv.tile.legal_flash_mma import MOST_GRID
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.store import StorePlan, store_plan
 from tinygrad_nv.tile.templates.flash_mma_copy import LEAST_BYTES
 
 TOLD_BYTES = 16     # of shared memory, for the number of a CTA
-BLOCKS = (32, 64, 128)
+BLOCKS = (16, 32, 64, 128)
+TILE_BYTES = 1024   # tiles are multiples of it: swizzled, they begin at such
 MOST_SUMS = 192     # registers for dk and dv, and for p and ds of a block
 MOST_BESIDE = 160   # the same, where scores are more than multiples of sums, or dropped
 
 
+def width(s: Schedule, d: int) -> int:
+    """Elements of a row in shared memory: each warp of those that share keys has whole steps of a product."""
+    return -(-d // (16 * s.warps_n)) * 16 * s.warps_n
+
+
 def stage_bytes(s: Schedule, spec: AttentionSpec) -> int:
-    """A block of rows of q and of the gradient, with −l · log2 e and −delta of each; of 1024 bytes."""
-    return -(-s.block_m * ((padded(spec.d) + padded(spec.d_v)) * 2 + 8) // 1024) * 1024
+    """A block of rows of q and of the gradient, with −l · log2 e and −delta of each; whole TILE_BYTES."""
+    nbytes = s.block_m * ((width(s, spec.d) + width(s, spec.d_v)) * 2 + 8)
+    return -(-nbytes // TILE_BYTES) * TILE_BYTES
 
 
 def key_bytes(s: Schedule, spec: AttentionSpec) -> int:
     """The CTA's keys and values."""
-    return s.block_n * (padded(spec.d) + padded(spec.d_v)) * 2
+    return s.block_n * (width(s, spec.d) + width(s, spec.d_v)) * 2
 
 
 def weight_bytes(s: Schedule) -> int:
-    """ds of a block."""
-    return s.block_n * s.block_m * 2
+    """ds of a block; and p, where warps share keys."""
+    return s.block_n * s.block_m * 2 * min(s.warps_n, 2)
 
 
 def shares(s: Schedule, d: int) -> tuple[int, int] | None:
     """Warps along the rows and along d of a block of dq, of which a warp has as little as possible to read:
     16 rows and 16 elements or multiples of them. None where warps cannot share it."""
-    warps, wide = s.warps_m * s.warps_n, padded(d)
+    warps, wide = s.warps_m * s.warps_n, width(s, d)
     found = [(s.block_m // rows + wide // (warps // rows), rows, warps // rows) for rows in (1, 2, 4, 8, 16)
              if warps % rows == 0 and s.block_m % (16 * rows) == 0 and wide % (16 * (warps // rows)) == 0]
     return min(found)[1:] if found else None
@@ -48,7 +57,7 @@ def shares(s: Schedule, d: int) -> tuple[int, int] | None:
 def sums(s: Schedule, spec: AttentionSpec) -> int:
     """Registers a thread that hold dk and dv, and sums and products with v of a block."""
     keys = s.block_n // s.warps_m
-    return keys * (padded(spec.d) + padded(spec.d_v) + 2 * s.block_m) // 32
+    return keys * (width(s, spec.d) + width(s, spec.d_v) + 2 * s.block_m) // (32 * s.warps_n)
 
 
 def stored_as(spec: BackwardSpec, rows: Rows, d: int) -> GemmSpec:
@@ -60,8 +69,9 @@ def stored_as(spec: BackwardSpec, rows: Rows, d: int) -> GemmSpec:
 
 
 def plan_of(s: Schedule, spec: BackwardSpec, rows: Rows, d: int) -> StorePlan:
-    """How dk or dv is stored."""
-    return store_plan(stored_as(spec, rows, d), Schedule().block(s.block_n, padded(d)).warps(s.warps_m))
+    """How dk or dv is stored: element by element where warps share keys, as each has parts of lines."""
+    plan = store_plan(stored_as(spec, rows, d), Schedule().block(s.block_n, width(s, d)).warps(s.warps_m))
+    return plan if s.warps_n == 1 else replace(plan, panel=None, smem_bytes=0)
 
 
 def memory_bytes(s: Schedule, spec: BackwardSpec) -> int:
@@ -86,13 +96,15 @@ def problems(schedule: Schedule, spec: BackwardSpec, arch: str) -> list[str]:
     out += [f"{word} is of other templates" for word, on in (
         (f"template {s.template}", s.template != "flash_backward_mma"), ("stream-K", s.stream),
         ("ping-pong", s.mode == "pingpong"), ("swap", s.swap), (f"split {s.splits}", s.splits > 1),
-        (f"{s.warps_n} warps along rows", s.warps_n > 1),
         (f"cluster {s.cluster_m}x{s.cluster_n}", s.cluster_m * s.cluster_n > 1)) if on]
     if s.block_n % (16 * s.warps_m):
         out.append(f"block_n={s.block_n} is not a multiple of {s.warps_m} warps × 16 = {16 * s.warps_m}")
     out += [f"{name}={block} is not {', '.join(map(str, BLOCKS))}"
             for name, block in (("block_m", s.block_m), ("block_n", s.block_n)) if block not in BLOCKS]
-    if s.warps_m not in (1, 2, 4, 8): out.append(f"{s.warps_m} warps are not 1, 2, 4 or 8")
+    out += [f"{warps} warps {of} are not 1, 2, 4 or 8" for warps, of in
+            ((s.warps_m, "of keys"), (s.warps_n, "that share keys")) if warps not in (1, 2, 4, 8)]
+    if s.block_m % (16 * s.warps_n):
+        out.append(f"block_m={s.block_m} is not a multiple of {s.warps_n} warps × 16 = {16 * s.warps_n}")
     if s.threads < s.block_m:
         out.append(f"block_m={s.block_m} is above {s.threads} threads, one for each row")
     if not 2 <= s.depth <= 8: out.append(f"{s.depth} stages are not 2 to 8")
@@ -119,10 +131,15 @@ def _resource_problems(s: Schedule, spec: BackwardSpec, arch: str) -> list[str]:
                    f"{needed} B of shared memory, {arch} has {most}")
     room = MOST_BESIDE if multiple(one.score) is None or one.kept < EVERY else MOST_SUMS
     if (count := sums(s, one)) > room:
-        out.append(f"{s.block_n // s.warps_m} keys of a warp × ({padded(one.d)} + {padded(one.d_v)} + 2 × "
-                   f"{s.block_m}) / 32 lanes = {count} sums a thread, at most {room}")
+        out.append(f"{s.block_n // s.warps_m} keys of a warp × ({width(s, one.d)} + {width(s, one.d_v)} + "
+                   f"2 × {s.block_m}) / 32 lanes / {s.warps_n} that share them = {count} sums a thread, at "
+                   f"most {room}")
+    out += [f"a tile of {rows} rows x {wide} elements is not a multiple of {TILE_BYTES} B"
+            for rows in (s.block_m, s.block_n) for wide in sorted({width(s, one.d), width(s, one.d_v)})
+            if rows * wide * 2 % TILE_BYTES]
     if shares(s, one.d) is None:
-        out.append(f"{s.warps_m} warps cannot share {s.block_m} rows x {padded(one.d)} of dq by 16 x 16")
+        out.append(f"{s.warps_m * s.warps_n} warps cannot share {s.block_m} rows x {width(s, one.d)} of dq "
+                   "by 16 x 16")
     return out
 
 

@@ -15,7 +15,7 @@ from tinygrad_nv.tile.attention_backward import BackwardSpec
 from tinygrad_nv.tile.flash_score import Cells, signed
 from tinygrad_nv.tile.fragments import Fragments, instruction
 from tinygrad_nv.tile.layout import SharedTile
-from tinygrad_nv.tile.legal_flash_backward_mma import padded, shares
+from tinygrad_nv.tile.legal_flash_backward_mma import shares, width
 from tinygrad_nv.tile.ops import Places, swizzled
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.templates.flash_backward_rows import RowBlocks, Walk
@@ -40,13 +40,13 @@ class QueryGradient:
         found = shares(s, one.d)
         assert found is not None
         self.rows, self.apart = s.block_m // found[0], found[1]
-        self.columns = range(0, padded(one.d), 16 * self.apart)  # but for the first
+        self.columns = range(0, width(s, one.d), 16 * self.apart)  # but for the first
         warp, lane, dtype = k.tid.x >> 5, k.special("laneid"), one.q.dtype
         self.tile, steps = SharedTile(s.block_n, s.block_m * 2), s.block_n // 16
         row, column = warp % found[0] * self.rows, warp // found[0] * 16
         self.left = Fragments(k, dtype, self.tile, True, False, row, self.rows, steps, 0)
         self.right = Fragments(k, dtype, self.keys, True, True, column,
-                               padded(one.d) - 16 * (self.apart - 1), steps, 0)
+                               width(s, one.d) - 16 * (self.apart - 1), steps, 0)
         self.left.move(self.weights)
         self.right.move(self.memory)
         self.row, self.column = row + (lane >> 2), column + ((lane & 3) << 1)
@@ -54,13 +54,14 @@ class QueryGradient:
         self.walk = Walk(self.blocks)
         self.walk.follow(self.dq, one.d * 4, one.s_q * one.d * 4)
 
-    def keep(self, weights: list[list[list[Value]]], key: Value) -> None:
-        """Writes ds of a warp's keys, from `key` (u32) on: fragments by 16 keys, by 16 rows."""
+    def keep(self, weights: list[list[list[Value]]], key: Value, row: Value, to: Value) -> None:
+        """Writes a warp's ds, or p, to a tile (u32): from `key` and `row` (u32) on, fragments by 16 keys, by
+        16 rows."""
         k, lane = self.k, self.k.special("laneid")
-        places = Places(k, self.tile, swizzled(self.tile, key + (lane >> 2), (lane & 3) << 2))
-        places.at_stage(self.weights)
-        for i, row in enumerate(weights):
-            for step, four in enumerate(row):
+        places = Places(k, self.tile, swizzled(self.tile, key + (lane >> 2), row * 2 + ((lane & 3) << 2)))
+        places.at_stage(to)
+        for i, fours in enumerate(weights):
+            for step, four in enumerate(fours):
                 for r, value in enumerate(four):
                     plain = self.tile.plain(16 * i + 8 * (r % 2), 32 * step + 16 * (r // 2))
                     k.emit("st.shared.b32", places(plain), value)
@@ -94,6 +95,7 @@ class QueryGradient:
                 for j, cell in enumerate(row):
                     guard = inside
                     right = self.columns[j // 2] + 8 * (j % 2)
+                    if right >= one.d: continue
                     if right + 16 * self.apart > one.d:
                         there = self.column < one.d - right
                         guard = there if guard is None else guard & there

@@ -10,7 +10,7 @@ registers (FlashAttention-2, arXiv 2307.08691, algorithm 2). For sm_80 and later
         ds = p (v gradᵀ − delta), the sums of which begin with −delta
         ds, in 16 bits, to shared memory; of dropout, see dropout.py
         dv += p grad, dk += ds q, with p and ds from registers: as in the forward pass
-        wait until everybody's ds is there
+        wait until everybody's ds is there (with several warps for the same keys: p too; then dv and dk)
         dq block = dsᵀ k, each warp with its share of rows and d, added to memory
     dv and dk, by way of shared memory
 
@@ -18,6 +18,9 @@ Products of the score with a constant are made of exponents, and of dk and dq at
 of a key head follow one another in the CTA: dk and dv need no meeting. dq is summed by red.global.add.f32;
 `deterministic`, by turns (flash_backward_turns.py). Key blocks from the first to the last: with a causal
 band the first are seen by the most rows.
+
+Of wide heads dk and dv of 16 keys are more than a warp's registers: `warps_n` warps have the same keys, of
+sums each its part of the block's rows, of dk and dv its part of d; p and ds go through shared memory.
 
 On Hopper it is launched early, as gemm_mma is.
 """
@@ -34,11 +37,11 @@ from tinygrad_nv.tile.lanes import HALVES
 from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.legal_flash_backward_mma import (
     memory_bytes,
-    padded,
     plan_of,
     require,
     stage_bytes,
     stored_as,
+    width,
 )
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.store import Cell, Store
@@ -70,8 +73,8 @@ class _Writer:
     def __init__(self, k: Kernel, spec: BackwardSpec, schedule: Schedule) -> None:
         self.k, self.spec, self.one, self.schedule = k, spec, spec.forward, schedule
         one, s = spec.forward, schedule
-        self.d, self.d_v = padded(one.d), padded(one.d_v)
-        self.warp_keys = s.block_n // s.warps_m
+        self.d, self.d_v = width(s, one.d), width(s, one.d_v)
+        self.warp_keys, self.warp_rows = s.block_n // s.warps_m, s.block_m // s.warps_n
         self.dq = k.pointer("dq")
         self.turns = k.pointer("turns") if spec.deterministic else None
         self.dk, self.dv = k.pointer("dk"), k.pointer("dv")
@@ -82,13 +85,15 @@ class _Writer:
         self.extents = Extents.declared(k, one)
 
     def _own_place(self) -> None:
-        """The CTA's keys and head, the warp's keys."""
+        """The CTA's keys and head, the warp's keys and rows."""
         k, one, s = self.k, self.one, self.schedule
         block, head, batch = (k.ctaid.x, k.ctaid.y, k.ctaid.z) if self.turns is None else \
             started(k, self.turns, one.batch[1])
         self.block, self.first = block, block * s.block_n
         self.batch = [batch, head, k.reg("u32", 0)]
-        self.key = (k.tid.x >> 5) * self.warp_keys
+        warp, self.across = k.tid.x >> 5, k.reg("u32", 0)
+        if s.warps_n > 1: warp, self.across = warp % s.warps_m, warp // s.warps_m
+        self.key, self.row = warp * self.warp_keys, self.across * self.warp_rows
         self.blocks = RowBlocks(k, one, self.extents, self.first, s.block_n, s.block_m,
                                 multiple(one.score) is None)
         self.scores = TurnedScores.of_spec(k, one, self.extents, self.extras, self.batch,
@@ -107,7 +112,7 @@ class _Writer:
         if self.seed is not None:
             self.dropout = Turned(k, self.one.kept, self.first + self.key)
             self.dropout.read(self.seed)
-        self.sums_k, self.sums_v = self._cells(self.d), self._cells(self.d_v)
+        self.sums_k, self.sums_v = (self._cells(d // s.warps_n) for d in (self.d, self.d_v))
         self._loop()
         if k.hopper: k.launch_dependents()
         self._store()
@@ -136,7 +141,7 @@ class _Writer:
         k, one, s = self.k, self.one, self.schedule
         self.key_copies, start = [], 0
         for pointer, rows, d in ((self.keys, one.k, one.d), (self.values, one.v, one.d_v)):
-            tile = SharedTile(s.block_n, padded(d) * 2)
+            tile = SharedTile(s.block_n, width(s, d) * 2)
             copy = RowCopy(k, rows, self._matrix(pointer, rows, self.first), d, tile, start)
             all_seen = self.blocks.whole_keys and one.band.last is None
             copy.to(self.memory, None, None if all_seen else
@@ -146,7 +151,8 @@ class _Writer:
         k.cp_async_commit()
         self.start = self.memory + start
         self.stage_bytes = stage_bytes(s, one)
-        self.weights = self.start + s.depth * self.stage_bytes
+        self.slopes = self.start + s.depth * self.stage_bytes
+        self.weights = self.slopes + s.block_n * s.block_m * 2  # where p goes, if it goes anywhere
         low, tiles = self.blocks.low.to("u32"), [SharedTile(s.block_m, d * 2) for d in (self.d, self.d_v)]
         q = RowCopy(k, one.q, self._matrix(self.q, one.q, low), one.d, tiles[0])
         grad = RowCopy(k, self.spec.grad, self._matrix(self.grad, self.spec.grad, low), one.d_v, tiles[1],
@@ -162,21 +168,23 @@ class _Writer:
     def _fragments(self) -> None:
         """How operands are read: of the sums, of dk and dv."""
         k, one, s = self.k, self.one, self.schedule
-        zero, dtype = k.reg("u32", 0), one.q.dtype
-        def steps(d: int) -> int: return padded(d) * 2 // STEP_BYTES
+        dtype, apart = one.q.dtype, 16 * (s.warps_n - 1)
+        def steps(d: int) -> int: return -(-d * 2 // STEP_BYTES)
         self.left, self.right, self.third = [], [], []
         for key, row, d in zip(self.key_copies, (self.ring.q, self.ring.grad), (one.d, one.d_v), strict=True):
             left = Fragments(k, dtype, key.tile, False, False, self.key, self.warp_keys, steps(d), key.start)
             left.move(self.memory)
             self.left.append(left)
-            self.right.append(Fragments(k, dtype, row.tile, False, True, zero, s.block_m, steps(d),
+            self.right.append(Fragments(k, dtype, row.tile, False, True, self.row, self.warp_rows, steps(d),
                                         row.start))
-            self.third.append(Fragments(k, dtype, row.tile, True, True, zero, padded(d), s.block_m // 16,
-                                        row.start))
+            self.third.append(Fragments(k, dtype, row.tile, True, True, self.across * 16,
+                                        width(s, d) - apart, s.block_m // 16, row.start))
+        self.fourth = Fragments(k, dtype, SharedTile(s.block_n, s.block_m * 2), False, False, self.key,
+                                self.warp_keys, s.block_m // 16, 0)
         low = self.blocks.low.to("u32")
         self.turn = None if self.turns is None else \
             Turns(k, self.one, self.blocks, self.turns, self.block, self.batch)
-        self.adding = QueryGradient(k, self.spec, s, self.key_copies[0].tile, self.memory, self.weights,
+        self.adding = QueryGradient(k, self.spec, s, self.key_copies[0].tile, self.memory, self.slopes,
                                     self._per_row(self.dq, low, one.d), self.blocks, self.scores.slope)
 
     # **** the loop ****
@@ -195,13 +203,14 @@ class _Writer:
             for fragments in (*self.right, *self.third): fragments.move(self.reading)
             weights, slopes = self._weights()
             products = self._products_of(weights, slopes)
-            packed = self._packed(products)
-            self.adding.keep(packed, self.key)
-            self._sum(self.sums_v, self._packed(weights), self.third[1])
-            self._sum(self.sums_k, packed, self.third[0])
+            packed, packed_weights = self._packed(products), self._packed(weights)
+            self.adding.keep(packed, self.key, self.row, self.slopes)
+            if s.warps_n == 1: self._sum_own(packed_weights, packed)
+            else: self.adding.keep(packed_weights, self.key, self.row, self.weights)
             self.ring.finish(self.writing)
             if self.turn is not None: self.turn.wait(self.adding.walk)
             k.sync()
+            if s.warps_n > 1: self._sum_all()
             self.adding.add()
             self.writing.set(self.reading)
             self.reading += self.stage_bytes
@@ -213,7 +222,7 @@ class _Writer:
         k, left, right = self.k, self.left[which], self.right[which]
         for step in range(left.steps):
             left.load(step, keys := left.registers())
-            for j in range(self.schedule.block_m // 16):
+            for j in range(self.warp_rows // 16):
                 right.load_one(j, step, rows := k.regs("b32", 4))
                 self._products(cells, j, keys, rows)
         return cells
@@ -229,14 +238,20 @@ class _Writer:
     def _of_rows(self, start: int) -> list[list[Value]]:
         """What a stage has of the lane's two rows of each cell."""
         k, lane = self.k, self.k.special("laneid")
-        at = self.reading + (lane & 3) * 8
+        at = self.reading + self.row * 4 + (lane & 3) * 8
         return [k.ld("shared", "f32", at.at(self.values_of_rows + start + 32 * j), 2)
-                for j in range(self.schedule.block_m // 8)]
+                for j in range(self.warp_rows // 8)]
+
+    @property
+    def base(self) -> Value:
+        """The first row (s32) of the warp's in the block."""
+        walk = self.adding.walk
+        return walk.row if self.schedule.warps_n == 1 else walk.row + self.row.to("s32")
 
     def _weights(self) -> tuple[Cells, Cells | None]:
         """p of the block, float32, and the derivatives of its scores where they differ."""
-        k, sums = self.k, self._multiplied(0, self._cells(self.schedule.block_m))
-        cells, slopes = self.scores.turned(sums, self.adding.walk.row)
+        k, sums = self.k, self._multiplied(0, self._cells(self.warp_rows))
+        cells, slopes = self.scores.turned(sums, self.base)
         logs = self._of_rows(0)
         for row in cells:
             for cell, two in zip(row, logs, strict=True):
@@ -248,14 +263,14 @@ class _Writer:
         if self.dropout is not None:
             _, heads, group = self.one.batch
             matrix = (self.batch[0] * heads + self.batch[1]) * group + self.adding.walk.query
-            self.dropout.mark(cells, self.adding.walk.row, matrix)
+            self.dropout.mark(cells, self.base, matrix)
         return cells, slopes
 
     def _mask(self, cells: Cells) -> None:
         """0 where a row does not see a key. From the lane's first row on, rows from `low` to `high` see."""
         k, band, lane = self.k, self.one.band, self.k.special("laneid")
         key = (self.first + self.key + (lane >> 2)).to("s32")
-        row = self.adding.walk.row + ((lane & 3) << 1).to("s32")
+        row = self.base + ((lane & 3) << 1).to("s32")
         there = key - row - signed(k, self.extents.start)
         s_kv = signed(k, self.extents.s_kv)
         outside = signed(k, self.extents.s_q) - row - 1 \
@@ -284,7 +299,7 @@ class _Writer:
             for value, weight in zip(registers(self._multiplied(1, cells)), registers(weights), strict=True):
                 value *= weight
         else:
-            cells, deltas = self._multiplied(1, self._cells(self.schedule.block_m)), self._of_rows(minus)
+            cells, deltas = self._multiplied(1, self._cells(self.warp_rows)), self._of_rows(minus)
             for row, own in zip(cells, weights, strict=True):
                 for cell, marked, two in zip(row, own, deltas, strict=True):
                     for r in range(4): self.dropout.change(cell[r], marked[r], two[r % 2])
@@ -306,12 +321,25 @@ class _Writer:
                     self.k.emit(f"cvt.rn.{HALVES[self.one.q.dtype]}x2.f32", register, high, low)
         return made
 
-    def _sum(self, sums: Cells, weights: list[list[Four]], third: Fragments) -> None:
-        """Adds products of weights and the block's rows."""
-        for step in range(third.steps):
-            for j in range(third.extent // 16):
-                third.load_one(j, step, rows := self.k.regs("b32", 4))
-                self._products(sums, j, [row[step] for row in weights], rows)
+    def _sum_own(self, weights: list[list[Four]], slopes: list[list[Four]]) -> None:
+        """Adds products of the warp's own p and ds, in 16 bits, and the block's rows."""
+        for sums, own, third in ((self.sums_v, weights, self.third[1]), (self.sums_k, slopes, self.third[0])):
+            for step in range(third.steps): self._sum(sums, [row[step] for row in own], third, step)
+
+    def _sum_all(self) -> None:
+        """The same of all rows' p and ds, from shared memory."""
+        for sums, start, third in ((self.sums_v, self.weights, self.third[1]),
+                                   (self.sums_k, self.slopes, self.third[0])):
+            self.fourth.move(start)
+            for step in range(third.steps):
+                self.fourth.load(step, left := self.fourth.registers())
+                self._sum(sums, left, third, step)
+
+    def _sum(self, sums: Cells, left: list[Four], third: Fragments, step: int) -> None:
+        """Adds products of 16 rows, each warp those of every so many 16 elements of d."""
+        for j in range(len(sums[0]) // 2):
+            third.load_one(j * self.schedule.warps_n, step, rows := self.k.regs("b32", 4))
+            self._products(sums, j, left, rows)
 
     def _store(self) -> None:
         """dk and dv."""
@@ -329,7 +357,8 @@ class _Writer:
                                         (self.dk, self.spec.dk, one.d, self.sums_k)):
             plan = plan_of(s, self.spec, where, d)
             store = Store(k, stored_as(self.spec, where, d), plan, pointer, [], rows, start)
-            cells = [Cell(16 * i, 8 * j, [cell]) for i, row in enumerate(sums) for j, cell in enumerate(row)]
-            store.tile(self.first + self.key, k.reg("u32", 0), self.batch, cells)
+            cells = [Cell(16 * i, j // 2 * 16 * s.warps_n + j % 2 * 8, [cell])
+                     for i, row in enumerate(sums) for j, cell in enumerate(row)]
+            store.tile(self.first + self.key, self.across * 16, self.batch, cells)
             store.finish()
             start = start + plan.smem_bytes
