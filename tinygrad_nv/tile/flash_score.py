@@ -293,7 +293,7 @@ class Softmax:
         below that their weights are as good as 0 with either."""
         k, size = self.k, self.k.reg("f32")
         k.emit("abs.f32", size, top)
-        return k.select(size > LARGE / self.factor, 2.0**round(math.log2(self.factor)), self.factor, "f32")
+        return k.select(size > LARGE / self.factor, nearest_power(self.factor), self.factor, "f32")
 
     def _power(self, value: Value, factor: Value, minus: Value) -> Value:
         k, made = self.k, self.k.reg("f32")
@@ -315,6 +315,11 @@ class Softmax:
             k.emit("fma.rn.f32", log, top, self.factor * LN2, log * LN2)
             logs.append(log)
         return inverses, logs
+
+
+def nearest_power(x: float) -> float:
+    """The power of two nearest to a positive number: of log2 e it is 1, which no top is too large for."""
+    return 2.0**(math.floor(math.log2(x / 1.5)) + 1)
 
 
 def across(k: Kernel, value: Value, opcode: str) -> Value:
