@@ -9,6 +9,7 @@ model trains with flash attention, forward and backward, without a change (`meth
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import isfinite
 
 from tinygrad import Tensor, dtypes
@@ -17,9 +18,12 @@ from tinygrad.helpers import TRAINING, to_tuple
 from tinygrad_nv import config, hooks
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import attention_lower, attention_lower_backward
+from tinygrad_nv.patterns.attention_dropout import drawn
 from tinygrad_nv.patterns.attention_named import FlashAttention, attend, scores, sums, weighted
 from tinygrad_nv.patterns.attention_operands import Operands, arranged, check
 from tinygrad_nv.patterns.gemm import DEVICES
+from tinygrad_nv.tile.attention import EVERY
+from tinygrad_nv.tile.dropout import kept_of
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -43,7 +47,8 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
     heads is broadcast. H_kv is H or 1, or with `enable_gqa` a divisor of H. `attn_mask`, bool (true: seen) or
     floats (added), is broadcast to [..., H, S_q, S_kv]. `is_causal`: row r sees columns up to r. `window`:
     columns nearer to r than so many. `scale` is 1/√D by default; `softcap` makes scores cap · tanh(s / cap).
-    `dropout_p` of the weights are dropped in training (Tensor.training). Raises `SpecError`."""
+    `dropout_p` of the weights are dropped in training (Tensor.training), by kernels of ours a multiple of
+    1/256 of them, the nearest, and the others are multiplied accordingly. Raises `SpecError`."""
     check(query, key, value, attn_mask, enable_gqa)
     if not 0 <= dropout_p <= 1: raise SpecError(f"dropout_p={dropout_p}", "0 to 1")
     if is_causal and attn_mask is not None:
@@ -54,8 +59,8 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
     if window is not None and window < 1:
         raise SpecError(f"window={window}", "at least a row's own column: 1")
     what = FlashAttention(is_causal, scale, softcap, window)
-    if (given := _ours(query, key, value, attn_mask, dropout_p)) is not None:
-        return attend(what, given.q, given.k, given.v, given.mask).reshape(given.shape)
+    if (given := _ours(query, key, value, attn_mask, dropout_p, enable_gqa)) is not None:
+        return _attended(what, given, dropout_p)
     if (given := arranged(query, key, value, attn_mask)) is not None:
         masks = () if given.mask is None else (given.mask,)
         s = scores(what, sums(given.q, given.k), query.shape[-1], *masks)
@@ -66,13 +71,16 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
                     "none of these", "bind extents, or expand query to the mask's batch")
 
 
-def _ours(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> Operands | None:
-    """The operands, where kernels of ours may do it."""
-    if not hooks.enabled() or not config.get("NV_ATTENTION") or (TRAINING and dropout_p): return None
+def _ours(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float,
+          gqa: bool) -> Operands | None:
+    """The operands, where kernels of ours may do it. Raises `SpecError` there for what has no attention."""
+    if not hooks.enabled() or not config.get("NV_ATTENTION"): return None
     if q.dtype not in HALVES or {k.dtype, v.dtype} != {q.dtype}: return None
     names = to_tuple(q.device) if q.device is not None else ()
     if not names or any(name.split(":")[0] not in DEVICES for name in names): return None
+    if TRAINING and dropout_p and (len(names) > 1 or not 0 < _kept(dropout_p) < EVERY): return None
     if {k.device, v.device} != {q.device} or (len(names) > 1 and not _by_heads(q, k, v, mask)): return None
+    check(q, k, v, mask, gqa)
     return arranged(q, k, v, mask)
 
 
@@ -87,8 +95,28 @@ def method(theirs: Callable[..., Tensor], query: Tensor, key: Tensor, value: Ten
            attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
            enable_gqa: bool = False) -> Tensor:
     """Tensor.scaled_dot_product_attention while enabled: tinygrad's own where kernels of ours have no way."""
-    given = _ours(query, key, value, attn_mask, dropout_p)
+    refused: SpecError | None = None
+    try: given = _ours(query, key, value, attn_mask, dropout_p, enable_gqa)
+    except SpecError as error: given, refused = None, error
     if given is None or (is_causal and attn_mask is not None):
-        return theirs(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    what = FlashAttention(is_causal)
-    return attend(what, given.q, given.k, given.v, given.mask).reshape(given.shape)
+        try:
+            made = theirs(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+            if refused is not None: _ = made.shape
+        except (IndexError, ValueError) as error:
+            # tinygrad allows more, such as masks of integers; what it cannot do is refused in our words
+            raise refused or error from None
+        return made
+    return _attended(FlashAttention(is_causal), given, dropout_p)
+
+
+def _attended(what: FlashAttention, given: Operands, dropout_p: float) -> Tensor:
+    """The attention, with a new seed for its dropout."""
+    kept, seed = _kept(dropout_p), None
+    if kept < EVERY: seed = drawn(given.q.device)
+    out = attend(replace(what, kept=kept), given.q, given.k, given.v, given.mask, seed)
+    return out.reshape(given.shape)
+
+
+def _kept(dropout_p: float) -> int:
+    """Weights of 256 that are kept."""
+    return kept_of(dropout_p) if TRAINING and dropout_p else EVERY

@@ -3,9 +3,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.patterns.attention_dropout import drawn, keep
+from tinygrad_nv.patterns.attention_named import FlashAttention, attend
 from tinygrad_nv.tile.dropout import keeps, kept_of, philox
 
 # Random123, tests/kat_vectors: counter, key, result
@@ -69,3 +71,19 @@ def test_seeds_are_drawn():
     assert len({tuple(seed) for seed in seeds}) == 3
     Tensor.manual_seed(3)
     assert np.array_equal(drawn(None).numpy(), seeds[0])
+
+
+def test_an_attention_of_tinygrad_drops_them_too():
+    """The body of the named function, and its gradients by formulas, against float64."""
+    random, words = torch.Generator().manual_seed(0), np.array([3, 4], np.uint32)
+    leaves = [torch.randn(1, h, n, 8, generator=random).requires_grad_() for h, n in ((2, 5), (1, 9), (1, 9))]
+    q, k, v = (x.double().expand(1, 2, *x.shape[2:]) for x in leaves)
+    matrix, row, column = (x.astype(np.uint64) for x in np.ogrid[:2, :5, :9])
+    kept = torch.from_numpy(keeps(row, column, matrix, words.astype(np.uint64), 150))[None]
+    out = ((q @ k.transpose(-1, -2) / 8**.5).softmax(-1) * kept * (256 / 150)) @ v
+    wanted = [out, *torch.autograd.grad(out.sin().sum(), leaves)]
+    given = [Tensor(x.detach().numpy()).realize() for x in leaves]
+    y = attend(FlashAttention(kept=150), *given, None, Tensor(words).realize())
+    got = [y, *y.sin().sum().gradient(*given)]
+    for mine, right in zip(got, wanted, strict=True):
+        assert np.abs(mine.numpy() - right.detach().numpy()).max() < 1e-5

@@ -9,7 +9,7 @@ from tinygrad_nv.tile.dropout import SPAN, philox
 
 def drawn(device: str | tuple[str, ...] | None) -> Tensor:
     """A new seed, uint32 [2], by tinygrad's generator: another one in every run of a captured graph."""
-    halves = Tensor.randint(2, 2, high=1 << 16, device=device).cast(dtypes.uint32)  # type: ignore[arg-type]
+    halves = Tensor.randint(2, 2, high=1 << 16, device=device).cast(dtypes.uint32)
     return (halves[0] * (1 << 16) + halves[1]).contiguous()
 
 
@@ -32,4 +32,5 @@ def keep(seed: Tensor, shape: tuple[int, ...], kept: int) -> Tensor:
     found = Tensor.stack(*(Tensor.stack(*(Tensor.stack(*pair, dim=-1) for pair in each), dim=3)
                            for each in stacked), dim=3)
     found = found.reshape(matrices, rows, groups * SPAN)[:, :, :columns].reshape(shape)
-    return (found < kept).where(EVERY / kept, 0.0).cast(dtypes.float32)
+    # a kernel of its own: what uses it would compute it for each of its uses
+    return (found < kept).contiguous().where(EVERY / kept, 0.0).cast(dtypes.float32)

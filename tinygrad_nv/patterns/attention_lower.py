@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 
-from tinygrad import dtypes
+from tinygrad import Tensor, dtypes
 from tinygrad.uop.ops import GroupOp, Ops, UOp
 
 from tinygrad_nv import config, hooks
-from tinygrad_nv.patterns import attention, named, program
+from tinygrad_nv.patterns import attention, attention_named, named, program
 from tinygrad_nv.patterns.attention import Match
 from tinygrad_nv.patterns.attention_named import FlashAttention
 from tinygrad_nv.patterns.attention_spec import nbytes
@@ -26,7 +26,8 @@ from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.index import Space
 from tinygrad_nv.patterns.strides import laid
 from tinygrad_nv.runtime.launch_text import source
-from tinygrad_nv.tile.attention import AttentionSpec
+from tinygrad_nv.tile.attention import EVERY, AttentionSpec
+from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, walk
 from tinygrad_nv.tile.schedule import Schedule
 
 TEMPLATE = "flash attention"
@@ -77,24 +78,56 @@ def forward(what: FlashAttention, function: UOp, *arguments: UOp) -> tuple[UOp, 
     if not config.get("NV_ATTENTION"): return None
     cut = Cut()
     shown = (*map(cut, arguments[:3]), *arguments[3:])
-    body = hooks.inlined(function.replace(src=(function.src[0], *shown)))
-    assert body is not None
+    body = _results(what, function, shown)
     for by_rows in dict.fromkeys((lies_by_rows(shown[0]), False)):
-        root = turned(body.src[0]) if by_rows else body.src[0]
+        root = turned(body[0]) if by_rows else body[0]
         nodes, match = attention.found_at(root)
         if match is None: return None
         if in_order(match, root, by_rows): break
     else: raise NotOurs("a result whose rows lie in another order than its heads")
-    spec = replace(match.found.spec, log_sum=True)
+    spec = dropped(replace(match.found.spec, log_sum=True), what, shown)
     schedule = attention.schedule_of(spec, match.machine)
     logs: list[UOp] = []
 
     def called(new: Callable[[UOp], UOp]) -> UOp:
-        out, log = _attention(match, spec, schedule, [new(x) for x in match.found.inputs])
-        logs.append(log.reshape(shape_of(body.src[LOG_SUM])))
+        inputs = [new(x) for x in match.found.inputs]
+        if what.kept < EVERY: inputs.insert(3, arguments[-1])
+        out, log = _attention(match, spec, schedule, inputs)
+        logs.append(log.reshape(shape_of(body[LOG_SUM])))
         return out
     result = cut.undone(nodes, match.attempt.end, called)
     return turned(result) if by_rows else result, logs[0]
+
+
+def _results(what: FlashAttention, function: UOp, arguments: tuple[UOp, ...]) -> tuple[UOp, ...]:
+    """Those of the body, without dropout, which attention.py does not look for."""
+    if what.kept < EVERY:
+        made = attention_named.forward(replace(what, kept=EVERY), *map(Tensor, arguments[:-1]))
+        return tuple(hooks.flattened(one.uop) for one in made)
+    body = hooks.inlined(function.replace(src=(function.src[0], *arguments)))
+    assert body is not None
+    return body.src
+
+
+def dropped(spec: AttentionSpec, what: FlashAttention, arguments: tuple[UOp, ...]) -> AttentionSpec:
+    """The spec with the function's dropout, whose elements are known by their head and row: query heads that
+    the spec has as rows become heads again. `arguments` begin with q and k."""
+    if what.kept == EVERY: return spec
+    (_, heads, rows, _), (_, kv, _, _) = map(shape_of, arguments[:2])
+    if spec.s_q == rows: return replace(spec, kept=what.kept)
+    group = heads // kv
+    moved = any(isinstance(node, Position) and node.axis == "m" for node in walk(spec.score))
+    if spec.batch[2] != 1 or spec.s_q != group * rows or moved or not spec.band.full:
+        raise NotOurs(f"dropout of {spec.s_q} rows that are no head's")
+
+    def score(node: Expression) -> Expression:
+        if isinstance(node, Load):
+            batch = node.batch or (0, 0, 0)
+            return replace(node, batch=(*batch[:2], rows * node.m))
+        return replace(node, args=tuple(map(score, node.args))) if isinstance(node, Apply) else node
+    q, out = (replace(one, batch=(*one.batch[:2], rows * one.row)) for one in (spec.q, spec.out))
+    return replace(spec, s_q=rows, batch=(*spec.batch[:2], group), q=q, out=out, score=score(spec.score),
+                   kept=what.kept)
 
 
 def lies_by_rows(x: UOp) -> bool:

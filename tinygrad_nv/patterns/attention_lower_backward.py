@@ -20,13 +20,13 @@ from tinygrad.uop.ops import UOp
 from tinygrad_nv import config, hooks
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import attention, attention_named, named, program
-from tinygrad_nv.patterns.attention_lower import Cut, Shape, lies_by_rows, shape_of, turned
+from tinygrad_nv.patterns.attention_lower import Cut, Shape, dropped, lies_by_rows, shape_of, turned
 from tinygrad_nv.patterns.attention_named import FlashAttentionBackward
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.gemm import Machine, machine_of
 from tinygrad_nv.patterns.strides import Laid, copied, laid
 from tinygrad_nv.runtime.launch_text import Zeroed, source
-from tinygrad_nv.tile.attention import AttentionSpec, Rows
+from tinygrad_nv.tile.attention import EVERY, AttentionSpec, Rows
 from tinygrad_nv.tile.attention_backward import BackwardSpec
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, short, walk
 from tinygrad_nv.tile.flash_backward_defaults import default
@@ -45,6 +45,7 @@ def backward(what: FlashAttentionBackward, function: UOp, q: UOp, k: UOp, v: UOp
              *rest: UOp) -> tuple[UOp, ...] | None:
     """dq, dk and dv by a kernel of ours; None where attention.py has said why there is none."""
     *mask, log, delta, grad = rest
+    seed = [mask.pop()] if what.forward.kept < EVERY else []
     machine = machine_of(q.device)
     if machine is None or not config.get("NV_ATTENTION"): return None
     if (found := _forward(what, (q, k, v), tuple(mask))) is None: return None
@@ -56,7 +57,7 @@ def backward(what: FlashAttentionBackward, function: UOp, q: UOp, k: UOp, v: UOp
     if forward.s_q != rows: raise NotOurs(f"{forward.s_q} rows, not {rows}")
     grad = grad.reshape(b, kv, group, rows, shape_of(v)[-1])
     spec, schedule, read = _chosen(forward, grad, by_rows, machine)
-    outputs = _called(spec, schedule, machine, [*found[1][:3], read, log, delta, *found[1][3:]])
+    outputs = _called(spec, schedule, machine, [*found[1][:3], read, log, delta, *seed, *found[1][3:]])
     dq = outputs[0].reshape(shape_of(q)).cast(q.dtype)
     dk, dv = outputs[-2:]
     return dq, _filled(dk, shape_of(k), by_rows[0]), _filled(dv, shape_of(v), by_rows[1])
@@ -67,7 +68,7 @@ def _forward(what: FlashAttentionBackward, operands: tuple[UOp, ...],
     """The spec of the forward pass, and its kernel's inputs."""
     cut = Cut()
     arguments = (Tensor(x) for x in (*map(cut, operands), *mask))
-    root = hooks.flattened(attention_named.forward(what.forward, *arguments)[0].uop)
+    root = hooks.flattened(attention_named.forward(replace(what.forward, kept=EVERY), *arguments)[0].uop)
     nodes, match = attention.found_at(root)
     if match is None: return None
     inputs: list[UOp] = []
@@ -76,7 +77,7 @@ def _forward(what: FlashAttentionBackward, operands: tuple[UOp, ...],
         inputs.extend(map(new, match.found.inputs))
         return match.attempt.end
     cut.undone(nodes, match.attempt.end, given)
-    return replace(match.found.spec, log_sum=True), inputs
+    return dropped(replace(match.found.spec, log_sum=True), what.forward, operands), inputs
 
 
 # **** specs ****

@@ -9,7 +9,8 @@ query head h, G = H / H_kv, and the columns that a row sees (`FlashAttention`):
     out        = p v                                                      [B, H, S_q, D_v], of v's dtype
     l[r]       = log Σ_c exp s[r, c]                                      [B, H, S_q], float32
 
-The bodies are plain tinygrad, `out` node by node that of `Tensor.scaled_dot_product_attention`. Where nobody
+With dropout p is multiplied by what attention_dropout.py says, after l. The bodies are plain tinygrad, `out`
+node by node that of `Tensor.scaled_dot_product_attention` where nothing is dropped. Where nobody
 asks for l, FlashAttention is inlined, and patterns/attention.py takes what it takes of any graph. l is asked
 for by the gradient: FlashAttentionBackward, of q, k, v, mask, l, delta and the result's gradient, with
 
@@ -30,6 +31,8 @@ from tinygrad.dtype import least_upper_dtype
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.patterns import named
+from tinygrad_nv.patterns.attention_dropout import keep
+from tinygrad_nv.tile.attention import EVERY
 
 HIDDEN = -math.inf
 
@@ -37,11 +40,13 @@ HIDDEN = -math.inf
 @dataclass(frozen=True)
 class FlashAttention:
     """An attention, as far as its tensors do not say it. `scale` None is 1/√D. `causal`: row r sees columns
-    up to r. `window`: columns nearer to r than so many, on both sides."""
+    up to r. `window`: columns nearer to r than so many, on both sides. `kept` of 256 weights are kept, by a
+    seed that comes after the mask."""
     causal: bool = False
     scale: float | None = None
     softcap: float | None = None
     window: int | None = None
+    kept: int = EVERY
 
 
 @dataclass(frozen=True)
@@ -50,22 +55,33 @@ class FlashAttentionBackward:
     forward: FlashAttention
 
 
-def attend(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+def attend(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
+           seed: Tensor | None = None) -> Tensor:
     """The attention of q [B, H, S_q, D] over k [B, H_kv, S_kv, D] and v [B, H_kv, S_kv, D_v]: out. `mask` is
-    bool (true: seen) or of floats (added), broadcast to [B, H, S_q, S_kv]."""
-    masks = () if mask is None else (mask,)
-    return named.call(what, forward, q, k, v, *masks, grad=_gradient)[0]
+    bool (true: seen) or of floats (added), broadcast to [B, H, S_q, S_kv]; `seed`, uint32 [2], is that of
+    dropout."""
+    more = [one for one in (mask, seed) if one is not None]
+    return named.call(what, forward, q, k, v, *more, grad=_gradient)[0]
 
 
 # **** forward ****
 
-def forward(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> tuple[Tensor, Tensor]:
-    """out and l."""
+def forward(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> tuple[Tensor, Tensor]:
+    """out and l; `more` are the mask and the seed, those there are."""
+    mask, kept = _apart(what, (*q.shape[:3], k.shape[2]), more)
     s = scores(what, sums(q, k), q.shape[-1], *mask)
     top = s.max(-1, keepdim=True)
     top = (top == HIDDEN).where(0, top)
     logs = ((s - top).exp().sum(-1, keepdim=True).log() + top).squeeze(-1)
-    return weighted(s, q, v), logs
+    if kept is None: return weighted(s, q, v), logs
+    p = (s.cast(q.dtype).softmax(-1).float() * kept).cast(v.dtype)
+    return p @ _for_each(v, q), logs
+
+
+def _apart(what: FlashAttention, shape: tuple[int, ...],
+           more: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """The mask, and what weights of a shape are multiplied by; None where nothing is dropped."""
+    return (more, None) if what.kept == EVERY else (more[:-1], keep(more[-1], shape, what.kept))
 
 
 def weighted(s: Tensor, q: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
@@ -108,16 +124,16 @@ def _gradient(*given: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
     grad = grads[4].cast(out.dtype) if 4 in grads else out.zeros_like()
     delta = (grad.float() * out.float()).sum(-1)
     if 3 in grads: delta = delta - grads[3]
-    q, k, v, *mask = (Tensor(one) for one in call.src[1:])
-    what, rest = call.arg.aux, (Tensor(call.gettuple(1)), delta, grad)
-    made = named.call(FlashAttentionBackward(what), backward, q, k, v, *mask, *rest)
-    masks = [_of_mask(what, q, k, v, one, *rest) if dtypes.is_float(one.dtype) else None for one in mask]
+    q, k, v, *more = (Tensor(one) for one in call.src[1:])
+    what, rest = call.arg.aux, (*more, Tensor(call.gettuple(1)), delta, grad)
+    made = named.call(FlashAttentionBackward(what), backward, q, k, v, *rest)
+    masks = [_of_mask(what, q, k, v, *rest) if dtypes.is_float(one.dtype) else None for one in more]
     return (*(one.uop for one in made), *(None if one is None else one.uop for one in masks))
 
 
 def backward(what: FlashAttentionBackward, q: Tensor, k: Tensor, v: Tensor,
              *rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv; `rest` is the mask, if there is one, l, delta and the result's gradient."""
+    """dq, dk and dv; `rest` is the mask and the seed, those there are, l, delta and the result's gradient."""
     p, ds, slope = _derived(what.forward, q, k, v, *rest)
     grad = rest[-1]
     p, ds = p.cast(v.dtype), (ds * slope).cast(q.dtype)
@@ -128,8 +144,9 @@ def backward(what: FlashAttentionBackward, q: Tensor, k: Tensor, v: Tensor,
 
 def _derived(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor,
              *rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """p, ds, and the scores' derivative by q kᵀ, all [B, H, S_q, S_kv] in float32."""
-    *mask, logs, delta, grad = rest
+    """p after dropout, ds, and the scores' derivative by q kᵀ, all [B, H, S_q, S_kv] in float32."""
+    *more, logs, delta, grad = rest
+    mask, kept = _apart(what, (*q.shape[:3], k.shape[2]), tuple(more))
     total = sums(q, k)
     s = scores(what, total, q.shape[-1], *mask)
     # a row that sees nothing has NaN in the plain result, and so in delta
@@ -141,7 +158,8 @@ def _derived(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor,
     if what.softcap is not None:
         capped = (total * (scale / what.softcap)).tanh()
         slope = scale * (1 - capped * capped)
-    return p, hidden.where(0, p * (dp - delta.unsqueeze(-1))), slope
+    if kept is not None: dp = dp * kept
+    return p if kept is None else p * kept, hidden.where(0, p * (dp - delta.unsqueeze(-1))), slope
 
 
 def _summed(of: Tensor, rows: Tensor, like: Tensor) -> Tensor:
@@ -152,7 +170,7 @@ def _summed(of: Tensor, rows: Tensor, like: Tensor) -> Tensor:
 
 
 def _of_mask(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *rest: Tensor) -> Tensor:
-    """The gradient of a mask of floats."""
+    """The gradient of a mask of floats, the first of what comes after v."""
     _, ds, _ = _derived(what, q, k, v, mask, *rest)
     axes = tuple(i for i, (own, all_) in enumerate(zip(mask.shape, ds.shape, strict=True)) if own != all_)
     return ds.sum(axes, keepdim=True).cast(mask.dtype)
