@@ -31,6 +31,8 @@ SETTINGS = (
             "0: matrix products are left to tinygrad's own kernels; 1: templates take them"),
     Setting("NV_ATTENTION", 1, (0, 1),
             "0: attention is left to matrix products and tinygrad's own kernels; 1: templates take it"),
+    Setting("NV_DEBUG", 0, (0, 1),
+            "1: block tables and lengths of requests are checked each time they are used (slow)"),
     Setting("NV_PROGRAM_CACHE", 1, (0, 1),
             "0: make and compile every kernel afresh; 1: take it from the disk cache"),
     Setting("NV_CPU_GRAPH", 1, (0, 1),

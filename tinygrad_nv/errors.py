@@ -81,6 +81,10 @@ class SpecError(NVError):
     """A computation that no spec can state."""
 
 
+class PageError(NVError):
+    """A block table or a length that does not fit the pages of keys and values (NV_DEBUG=1)."""
+
+
 class ScheduleError(NVError):
     """A schedule that a kernel cannot have, with the arithmetic."""
 

@@ -25,6 +25,7 @@ from tinygrad_nv.patterns.kv_append_body import KVAppend, appended
 from tinygrad_nv.patterns.kv_append_lower import TEMPLATE, lowered
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.paged import FLOATS, check_kind, check_pages, check_scales, check_shape
+from tinygrad_nv.patterns.paged_check import Limits, checked
 from tinygrad_nv.tile.decode import BYTES
 
 
@@ -55,6 +56,8 @@ def kv_append(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, table: Ten
         check_shape("q", q, "B, T, H, D", (batch, rows, None, d))
         check_kind("q", q.dtype, FLOATS)
         if not rope: raise SpecError("q without cos and sin", "both, by which q is rotated", "leave q out")
+    table, lengths = checked(Limits("kv_append", int(stored), int(size), int(rows), holes=True), table,
+                             lengths)
     given = [k_pages, v_pages, k, v, table, lengths, *rope, *([] if q is None else [q]), *scales]
     made = call(KVAppend(bool(rope), interleaved, q is not None, bool(scales)), appended, *given)
     return k_pages.assign(made[0]), v_pages.assign(made[1]), *made[2:]

@@ -16,7 +16,8 @@ their numbers times these, and p is rounded after it has been multiplied by the 
 Everything is read from memory by each launch: one captured TinyJit or GraphPool serves any length up to the
 table's. Entries of the table, pages and tokens that no row sees may hold anything: nothing of them gets into
 a result, NaN neither. Rows that see nothing are zeros: all of a request of length 0, and the first rows of a
-request that is shorter than S_q.
+request that is shorter than S_q. What a table and lengths cannot be is not looked for, but with NV_DEBUG=1
+(paged_check.py).
 """
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ from tinygrad.dtype import DType
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.paged_body import PagedAttention, attended
+from tinygrad_nv.patterns.paged_check import Limits, checked
 from tinygrad_nv.patterns.paged_lower import TEMPLATE, lowered
 from tinygrad_nv.tile.decode import BYTES
 from tinygrad_nv.tile.expression import short
@@ -50,6 +52,9 @@ def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, 
         raise SpecError(f"softcap={softcap}", "a finite number above 0", "leave it out for no cap")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not isfinite(scale): raise SpecError(f"scale={scale}", "a finite number")
+    limits = Limits("paged_attention", int(k_pages.shape[0]), int(k_pages.shape[1]), int(q.shape[1]),
+                    window or 0)
+    given[3:5] = checked(limits, table, lengths)
     return call(PagedAttention(scale, window, softcap), attended, *given)[0]
 
 
