@@ -22,10 +22,11 @@ def problems(schedule: Schedule, spec: BackwardSpec, arch: str) -> list[str]:
     if arch != "sm_90a": return [f"wgmma needs sm_90a, the target is {arch}"]
     if schedule.template != "flash_backward_wgmma":
         return [f"template {schedule.template!r} is not flash_backward_wgmma"]
-    if spec.forward.kept < EVERY: return ["dropout is of flash_backward_mma"]
     out = [*_operands(spec), *_counts(schedule, spec), *epilogue.problems(spec.forward.score, arch)]
-    try: derivative(spec.forward.score)
+    try: slope = derivative(spec.forward.score)
     except SpecError as error: return [*out, str(error.found)]
+    if spec.forward.kept < EVERY and not isinstance(slope, Constant):
+        out.append(f"dropout beside {show(spec.forward.score)}, whose derivative differs between elements")
     if found := _extents(schedule): return out + found
     return [*out, *_room(Plan.of(spec, schedule))]
 
@@ -68,9 +69,12 @@ def _extents(s: Schedule) -> list[str]:
         return [f"{s.warps_m * s.warps_n} warps: producers and 1 or 2 consumers of 4 warps each are 8 or 12, "
                 "along the rows"]
     out = []
-    if s.block_n != ROWS * s.consumers:
+    if s.block_n not in (ROWS, ROWS * s.consumers):
         keys = ROWS * s.consumers
-        out.append(f"block_n={s.block_n} is not {s.consumers} consumers × {ROWS} = {keys} keys")
+        out.append(f"block_n={s.block_n} is not {s.consumers} consumers × {ROWS} = {keys} keys, nor {ROWS} "
+                   "that they share")
+    elif s.block_n < ROWS * s.consumers and s.block_m != ROWS:
+        out.append(f"block_m={s.block_m} is not {ROWS}, of consumers that share their keys")
     if s.block_m not in (ROWS, ROWS * s.consumers):
         out.append(f"block_m={s.block_m} is not {ROWS}, or {ROWS} for each of {s.consumers} consumers: dq "
                    "has 64 rows in a wgmma")

@@ -10,6 +10,8 @@ rows 8j + 2q and 8j + 2q + 1 (g = lane / 4, q = lane % 4). For each part of a bl
 A score that is a positive multiple `scale` of the sum costs nothing: factor = scale · log₂e. Another one is
 evaluated, and its derivative, with rows and columns exchanged (flash_backward_score.py); where that is not
 the same number, `scale`, for all elements, s becomes p times it.
+
+With dropout s is marked (dropout.py), which p times a derivative could not be.
 """
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ from dataclasses import replace
 
 from tinygrad_nv.ptx.builder import Kernel, Place, Value
 from tinygrad_nv.tile.derivative import derivative
+from tinygrad_nv.tile.dropout import Turned
 from tinygrad_nv.tile.expression import Constant
 from tinygrad_nv.tile.flash_score import Cells, Extents, multiple
 from tinygrad_nv.tile.lanes import HALVES
@@ -37,12 +40,16 @@ class Weights:
     """p and ds of a warp whose first key is `first` (u32)."""
 
     def __init__(self, k: Kernel, plan: Plan, blocks: Blocks, extents: Extents, extras: Sequence[Value],
-                 batch: tuple[Value, Value], first: Value) -> None:
+                 seed: Value | None, batch: tuple[Value, Value], first: Value) -> None:
         self.k, self.plan, self.blocks, self.extents, self.extras = k, plan, blocks, extents, extras
         self.batch, self.first = batch, first
         self.key = first.to("s32") + (k.special("laneid") >> 2).to("s32")
         self.lane_row = ((k.special("laneid") & 3) << 1).to("s32")
         self.kind = HALVES[plan.spec.forward.q.dtype]
+        self.dropout: Turned | None = None
+        if seed is not None:
+            self.dropout = Turned(k, plan.spec.forward.kept, first)
+            self.dropout.read(seed)
 
     def _scores(self, head: Value) -> TurnedScores:
         """Of the query head `head` (u32): in straight code alone."""
@@ -70,7 +77,12 @@ class Weights:
             for i in range(8 * c, 8 * c + 8):
                 k.emit("fma.rn.f32", s[i], found[i], scores.factor, logs[2 * (i >> 2 & 1) + (i & 1)])
                 k.emit("ex2.approx.ftz.f32", s[i], s[i])
-        self._pack(p, s)
+        if self.dropout is None: self._pack(p, s)
+        else:
+            _, heads, group = self.plan.spec.forward.batch
+            matrix = (self.batch[0] * heads + self.batch[1]) * group + head
+            self.dropout.mark([[s[i:i + 4] for i in range(0, len(s), 4)]], row, matrix)
+            self._pack(p, [self.dropout.of_values(each) for each in s])
         if slopes is not None: self._times(s, slopes)
 
     def _times(self, s: Sequence[Value], slopes: Cells) -> None:
@@ -98,8 +110,11 @@ class Weights:
         for c in range(len(s) // 8):
             changes = k.ld("shared", "f32", at.at(64 * c), 4)
             for i in range(8 * c, 8 * c + 8):
-                k.emit("fma.rn.f32", dp[i], dp[i], scale, changes[2 * (i >> 2 & 1) + (i & 1)])
-                dp[i].__imul__(s[i])
+                change = changes[2 * (i >> 2 & 1) + (i & 1)]
+                if self.dropout is not None: self.dropout.change(dp[i], s[i], change, scale)
+                else:
+                    k.emit("fma.rn.f32", dp[i], dp[i], scale, change)
+                    dp[i].__imul__(s[i])
             self._pack(ds[4 * c:4 * c + 4], dp[8 * c:8 * c + 8])
 
     def _own(self, values: Value) -> Value:
