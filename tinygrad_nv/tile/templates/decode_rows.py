@@ -27,7 +27,7 @@ from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Sum, 
 from tinygrad_nv.tile.flash_score import across
 from tinygrad_nv.tile.lanes import Lanes
 
-LOG2E = math.log2(math.e)
+LOG2E, LARGEST = math.log2(math.e), (2 - 2.0**-23) * 2.0**127
 Cells = list[list[Value]]  # by 8 columns: registers of columns 2q, 2q + 1 of row g, then of row g + 8
 
 
@@ -150,8 +150,14 @@ class Softmax:
         sources = _Pairs(self.k, sums, lambda axis, h: self._position(axis, h, column), self.loaded, column)
         # one for each row: they differ in query heads, which it takes to be the same for all
         finishes = [Finish(self.k, self.spec.score, sources) for _ in range(2)]
-        return [[finish.at(h, j).register(e) * LOG2E for h, finish in enumerate(finishes) for e in range(2)]
-                for j in range(len(sums))]
+        return [[self._scaled(finish.at(h, j).register(e)) for h, finish in enumerate(finishes)
+                 for e in range(2)] for j in range(len(sums))]
+
+    def _scaled(self, score: Value) -> Value:
+        """Times log2 e; the smallest numbers, with which some masks hide keys, do not become −inf."""
+        k, made = self.k, self.k.reg("f32")
+        k.emit("max.f32", made, score * LOG2E, -LARGEST)
+        return k.select(score == -math.inf, -math.inf, made)
 
     def _position(self, axis: str | int, h: int, column: Value) -> Value:
         """An index: s32; of keys, that of the lane's first column."""
