@@ -21,7 +21,9 @@ TOLD_BYTES = 16     # of shared memory, for the number of a CTA
 BLOCKS = (16, 32, 64, 128)
 TILE_BYTES = 1024   # tiles are multiples of it: swizzled, they begin at such
 MOST_SUMS = 192     # registers for dk and dv, and for p and ds of a block
-MOST_BESIDE = 160   # the same, where scores are more than multiples of sums, or dropped
+# the same, where scores are more than multiples of sums, or dropped, with turns, and where query heads of a
+# group have windows
+MOST_BESIDE = 160
 
 
 def width(s: Schedule, d: int) -> int:
@@ -129,7 +131,9 @@ def _resource_problems(s: Schedule, spec: BackwardSpec, arch: str) -> list[str]:
     if (needed := smem_bytes(s, spec)) > most:
         out.append(f"keys of {key_bytes(s, one)} B, {s.depth} stages × {stage_bytes(s, one)} B and ds are "
                    f"{needed} B of shared memory, {arch} has {most}")
-    room = MOST_BESIDE if multiple(one.score) is None or one.kept < EVERY else MOST_SUMS
+    beside = (multiple(one.score) is None, one.kept < EVERY, spec.deterministic,
+              one.batch[2] > 1 and one.band.first is not None)
+    room = MOST_BESIDE if any(beside) else MOST_SUMS
     if (count := sums(s, one)) > room:
         out.append(f"{s.block_n // s.warps_m} keys of a warp × ({width(s, one.d)} + {width(s, one.d_v)} + "
                    f"2 × {s.block_m}) / 32 lanes / {s.warps_n} that share them = {count} sums a thread, at "

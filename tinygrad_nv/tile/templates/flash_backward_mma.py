@@ -158,11 +158,12 @@ class _Writer:
         grad = RowCopy(k, self.spec.grad, self._matrix(self.grad, self.spec.grad, low), one.d_v, tiles[1],
                        tiles[0].nbytes)
         self.values_of_rows = tiles[0].nbytes + tiles[1].nbytes
-        self.ring = RowRing(Walk(self.blocks), q, grad, self._per_row(self.log, low),
-                            self._per_row(self.delta, low), self.values_of_rows)
+        self.ring = RowRing(Walk(self.blocks), q, grad, self.log, self.delta,
+                            self._per_row(k.reg("u64", 0), low), self.values_of_rows)
         for stage in range(s.depth - 1):
             at = self.start + stage * self.stage_bytes
             self.ring.bring(at, self.blocks.count > stage)
+            self.ring.ask(self.blocks.count > stage)
             self.ring.finish(at)
 
     def _fragments(self) -> None:
@@ -205,13 +206,14 @@ class _Writer:
             products = self._products_of(weights, slopes)
             packed, packed_weights = self._packed(products), self._packed(weights)
             self.adding.keep(packed, self.key, self.row, self.slopes)
+            if s.warps_n > 1: self.adding.keep(packed_weights, self.key, self.row, self.weights)
+            self.ring.ask(block < count - ahead)
             if s.warps_n == 1: self._sum_own(packed_weights, packed)
-            else: self.adding.keep(packed_weights, self.key, self.row, self.weights)
-            self.ring.finish(self.writing)
             if self.turn is not None: self.turn.wait(self.adding.walk)
             k.sync()
             if s.warps_n > 1: self._sum_all()
             self.adding.add()
+            self.ring.finish(self.writing)
             self.writing.set(self.reading)
             self.reading += self.stage_bytes
             self.reading.set(k.select(self.reading == end, self.start, self.reading))

@@ -5,9 +5,11 @@ query head of its key head: the same of each. A `Walk` goes through them, head a
 much addresses advance. A `RowRing` brings them: tiles of q and of the gradient by cp.async, and for each row
 −l · log2 e and −delta, by way of registers, since they change on the way:
 
-    ring.bring(stage, when)    starts the copies of the next block, and the loads of its l and delta
+    ring.bring(stage, when)    starts the copies of the next block
+    …                          work with many registers
+    ring.ask(when)             starts the loads of the block's l and delta
     …                          work that does not need them
-    ring.finish(stage)         l and delta to the stage, before the barrier after which it is read
+    ring.finish(stage)         these to the stage, before the barrier after which it is read
 
 Rows beyond s_q, and rows with l = −inf (that see nothing), have −inf in the place of −l · log2 e, which makes
 all their p 0.
@@ -92,40 +94,39 @@ class Walk:
     def __post_init__(self) -> None:
         self.k, self.group = self.blocks.k, self.blocks.spec.batch[2]
         self.row, self.query = self.k.reg("s32", self.blocks.low), self.k.reg("u32", 0)
-        self.addresses: list[tuple[Value, int, Value | None]] = []
+        self.addresses: list[tuple[Value, int, int]] = []
+        if self.group > 1: self.span = self.blocks.low - self.blocks.end
 
     def follow(self, address: Value, row_bytes: int, head_bytes: int) -> None:
         """An address (u64) that moves along: of row `low` of the first head."""
-        k, back = self.k, None
-        if self.group > 1:
-            back = k.reg("s64", head_bytes + self.blocks.block_m * row_bytes)
-            back -= (self.blocks.end - self.blocks.low).to("s64") * row_bytes
-        self.addresses.append((address, self.blocks.block_m * row_bytes, back))
+        self.addresses.append((address, row_bytes, head_bytes))
 
     def advance(self) -> None:
         """The next block."""
         k, step = self.k, self.blocks.block_m
         self.row += step
-        if self.group == 1:
-            for address, nbytes, _ in self.addresses: address += nbytes
-            return
-        wrapped = self.row >= self.blocks.end
-        self.row.set(k.select(wrapped, self.blocks.low, self.row))
-        self.query += k.select(wrapped, 1, 0, "u32")
-        for address, nbytes, back in self.addresses:
-            assert back is not None
-            address += k.select(wrapped, back, nbytes, "s64").to("u64")
+        for address, row_bytes, _ in self.addresses: address += step * row_bytes
+        if self.group == 1: return
+        with k.if_(self.row >= self.blocks.end):  # once for a head: a branch, not a choice for each address
+            self.row.set(self.blocks.low)
+            self.query += 1
+            for address, row_bytes, head_bytes in self.addresses:
+                back = k.reg("s64")
+                k.emit("mad.wide.s32", back, self.span, row_bytes, head_bytes)
+                address += back.to("u64")
 
 
 @dataclass
 class RowRing:
-    """Brings blocks of rows. `q` and `grad` copy from row `low` of the first head on; `log` and `delta` are
-    where that row's lie. The values of a row lie `place` bytes after a stage's beginning."""
+    """Brings blocks of rows. `q` and `grad` copy from row `low` of the first head on; that row's l and delta
+    lie `at` (u64) bytes after `log` and `delta`, the kernel's pointers: one register of both. In a stage they
+    are `place` bytes after its beginning."""
     walk: Walk
     q: RowCopy
     grad: RowCopy
     log: Value
     delta: Value
+    at: Value
     place: int
     pending: list[Value] = field(default_factory=list)
 
@@ -135,21 +136,28 @@ class RowRing:
         for copy in (self.q, self.grad):
             size = copy.rows.dtype.itemsize
             self.walk.follow(copy.source, copy.rows.row * size, copy.rows.batch[2] * size)
-        thread = self.k.tid.x.to("u64") * 4
-        self.log, self.delta = self.log + thread, self.delta + thread
-        for address in (self.log, self.delta): self.walk.follow(address, 4, spec.s_q * 4)
+        self.at = self.at + self.k.tid.x.to("u64") * 4
+        self.walk.follow(self.at, 4, spec.s_q * 4)
 
     def bring(self, stage: Value, when: Value) -> None:
         """Starts the copies of the next block to a stage (u32), where the predicate holds."""
-        k, blocks = self.k, self.walk.blocks
-        left = None if blocks.whole_rows else signed(k, blocks.extents.s_q) - self.walk.row
+        left = self._left()
         for copy in (self.q, self.grad): copy.to(stage, when, None if left is None else copy.left(left))
-        k.cp_async_commit()
+        self.k.cp_async_commit()
+
+    def _left(self) -> Value | None:
+        """Rows that there are from the block's first on, None where there are as many as it has."""
+        k, blocks = self.k, self.walk.blocks
+        return None if blocks.whole_rows else signed(k, blocks.extents.s_q) - self.walk.row
+
+    def ask(self, when: Value) -> None:
+        """Starts the loads of l and delta, where the predicate holds, and goes on to the next block."""
+        k, left = self.k, self._left()
         mine = (k.tid.x < self.block_m) & when
         if left is not None: mine = mine & (k.tid.x.to("s32") < left)
         self.pending = [k.reg("f32", -math.inf), k.reg("f32", 0.0)]
         for made, address in zip(self.pending, (self.log, self.delta), strict=True):
-            k.emit("ld.global.f32", made, address.at(), guard=mine)
+            k.emit("ld.global.f32", made, (address + self.at).at(), guard=mine)
         self.walk.advance()
 
     def finish(self, stage: Value) -> None:
