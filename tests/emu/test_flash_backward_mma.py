@@ -84,6 +84,18 @@ def test_blocks_and_warps(schedule: Schedule):
         close(backward(200, 140, d, d_v=d_v, band=CAUSAL), schedule)
 
 
+@pytest.mark.parametrize(("schedule", "d", "d_v"), [
+    (scheduled(64, 64, 2).warps(2, 2), 64, 64), (scheduled(64, 32, 2, 3).warps(2, 2), 32, 96),
+    (scheduled(64, 32, 1).warps(1, 4), 64, 128), (scheduled(32, 32, 2).warps(2, 2), 136, 72),
+    pytest.param(scheduled(32, 64, 4).warps(4, 2), 256, 256, marks=pytest.mark.slow),
+    pytest.param(scheduled(64, 64, 4).warps(4, 2), 192, 192, marks=pytest.mark.slow),
+    pytest.param(scheduled(32, 32, 2).warps(2, 2), 200, 256, marks=pytest.mark.slow)], ids=str)
+def test_warps_that_share_keys(schedule: Schedule, d: int, d_v: int):
+    """p and ds go through shared memory. Widths that warps cannot share are padded."""
+    close(backward(140, 50, d, d_v=d_v, band=CAUSAL, group=2), schedule)
+    close(backward(70, 90, d, F16, d_v=d_v, band=Band(-30, 20), deterministic=True), schedule, "sm_90a")
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_interleavings(seed: int):
     """Warps run in another order for every seed."""
