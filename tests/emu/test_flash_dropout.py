@@ -9,6 +9,8 @@ import pytest
 import torch
 from attention_case import arguments, attention, keep, matrix, run
 from flash_mma_case import BF16, CAUSAL, F16, F32, close, scheduled
+from flash_wgmma_case import W
+from flash_wgmma_case import close as close_wgmma
 from ragged_case import arguments as ragged_arguments
 from ragged_case import near as ragged_near
 from ragged_case import ragged
@@ -22,6 +24,7 @@ from tinygrad_nv.tile.dropout import Turned, keeps
 from tinygrad_nv.tile.expression import Load, Sum
 from tinygrad_nv.tile.kernel import AttentionKernel
 from tinygrad_nv.tile.templates.flash_mma import flash_mma
+from tinygrad_nv.tile.templates.flash_wgmma import flash_wgmma
 
 
 def dropped(*args: Any, kept: int = 154, **more: Any) -> AttentionSpec:
@@ -104,3 +107,18 @@ def test_transposed_fragments(tiles: int, first: int):
     row, key = np.arange(24, 40, dtype=np.uint64), np.arange(first, first + 16 * tiles, dtype=np.uint64)
     expected = keeps(row[None], key[:, None], np.uint64(7), words.astype(np.uint64), 100)
     assert np.array_equal(result.numpy().view(np.float32).reshape(-1, 16), np.where(expected, 1.0, -1.0))
+
+
+@pytest.mark.parametrize("n", [16, 32, 48, 64, 80, 112, 128])
+def test_wgmma(n: int):
+    """Blocks that begin anywhere in the 64 columns of a call, and have two or three of them."""
+    schedule = W.block(128, n).stages(2 + n % 3)
+    close_wgmma(dropped(150, 330, 64, heads=2, group=2, log_sum=True), schedule.pingpong(), seed=n % 4)
+    close_wgmma(dropped(70, 300, 32, F16, band=Band(-150, 3), start=230, kept=60, symbolic=("s_q", "s_kv")),
+                schedule, seed=n % 4, s_q=66, s_kv=277)
+
+
+@pytest.mark.parametrize("n", [48, 64])
+def test_what_wgmma_keeps(n: int):
+    def make(spec: AttentionSpec) -> AttentionKernel: return flash_wgmma(spec, W.block(64, n).warps(8))
+    masks(make, "sm_90a", 100, 192)

@@ -15,8 +15,9 @@ to a multiple of 1/256.
 `philox` and `keeps` are the reference, of whatever computes with integers of 64 bits: Python's, numpy's
 uint64, tinygrad's. `Dropout` is a kernel's:
 
-    dropout = Dropout(k, spec.kept, block_n, matrix, row)   `row` (u32): the lane's first
+    dropout = Dropout(k, spec.kept, block_n, spec.batch)
     dropout.read(seed)                                      after the wait for the kernel before
+    dropout.move(batch, row)                                `row` (u32): the lane's first; for every tile
     dropout.drop(cells, base)                               cells become 0 where they are dropped
     dropout.scale                                           what the others are to be multiplied by
 
@@ -128,10 +129,14 @@ class Generator:
 
 @dataclass
 class Dropout(Generator):
-    """Drops elements of a lane: of each 16 rows from `row` on, row and row + 8."""
+    """Drops elements of a lane: of each 16 rows, its first and that + 8. `batch` is the spec's."""
     block_n: int
-    matrix: Value
-    row: Value
+    batch: tuple[int, int, int]
+
+    def move(self, at: Sequence[Value], row: Value) -> None:
+        """Drops the rows from the lane's first on of a matrix, by its indices."""
+        self.row = row
+        self.matrix = (at[0] * self.batch[1] + at[1]) * self.batch[2] + at[2]
 
     def drop(self, cells: Sequence[Sequence[Sequence[Value]]], base: Value) -> None:
         """Elements of a block of columns that begins at `base` (s32), a multiple of `block_n`."""

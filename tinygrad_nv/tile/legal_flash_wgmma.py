@@ -21,7 +21,7 @@ def problems(schedule: Schedule, spec: AttentionSpec, arch: str) -> list[str]:
     if arch != "sm_90a": return [f"wgmma needs sm_90a, the target is {arch}"]
     if schedule.template != "flash_wgmma": return [f"template {schedule.template!r} is not flash_wgmma"]
     if spec.q.dtype not in OPERANDS: return [f"operands of {short(spec.q.dtype)} are of flash_fma"]
-    if spec.ragged or spec.kept < EVERY: return ["ragged batches and dropout are of flash_mma"]
+    if spec.ragged: return ["ragged batches are of flash_mma"]
     out = [*_operands(spec), *_counts(schedule, spec), *epilogue.problems(spec.score, arch)]
     if found := _extents(schedule): return out + found
     return [*out, *_room(Plan.of(spec, schedule))]
@@ -81,9 +81,9 @@ def _room(plan: Plan) -> list[str]:
         out.append(f"{plan.q.nbytes} B of queries + {s.depth} stages × ({plan.k.nbytes} B of keys + "
                    f"{plan.v.nbytes} B of values){staged} + {plan.barrier_bytes} B of barriers = "
                    f"{plan.smem_bytes} B of shared memory, sm_90a has {most}")
-    evaluated = multiple(plan.spec.score) is None
-    if plan.held > (held := (MOST_BESIDE if evaluated else MOST_HELD)[plan.consumers]):
-        beside = f" beside {show(plan.spec.score)}" if evaluated else ""
+    evaluated, dropped = multiple(plan.spec.score) is None, plan.spec.kept < EVERY
+    if plan.held > (held := (MOST_BESIDE if evaluated or dropped else MOST_HELD)[plan.consumers]):
+        beside = f" beside {show(plan.spec.score)}" if evaluated else " beside dropout" if dropped else ""
         out.append(f"{plan.scores} scores + {plan.scores // 2} pairs of weights + {plan.sums} sums = "
                    f"{plan.held} registers a thread, at most {held} with {plan.consumers} consumers{beside}")
     if evaluated and s.block_n > MOST_EVALUATED:

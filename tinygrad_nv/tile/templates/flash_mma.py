@@ -127,10 +127,9 @@ class _Writer:
         self._store()
 
     def _dropout(self, seed: Value) -> Dropout:
-        _, heads, group = self.spec.batch
-        matrix = (self.batch[0] * heads + self.batch[1]) * group + self.batch[2]
-        made = Dropout(self.k, self.spec.kept, self.schedule.block_n, matrix, self.scores.row)
+        made = Dropout(self.k, self.spec.kept, self.schedule.block_n, self.spec.batch)
         made.read(seed)
+        made.move(self.batch, self.scores.row)
         return made
 
     def _cells(self, columns: int) -> Cells:

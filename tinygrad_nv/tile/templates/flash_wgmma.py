@@ -25,7 +25,7 @@ from __future__ import annotations
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.builder import Kernel
 from tinygrad_nv.tile import legal_flash_wgmma
-from tinygrad_nv.tile.attention import AttentionSpec
+from tinygrad_nv.tile.attention import EVERY, AttentionSpec
 from tinygrad_nv.tile.flash_score import Extents, Scores
 from tinygrad_nv.tile.kernel import AttentionKernel
 from tinygrad_nv.tile.schedule import Schedule
@@ -64,6 +64,7 @@ class _Writer:
         out = k.pointer("out")
         log_sum = k.pointer("l") if spec.log_sum else None
         for name in "qkv": k.pointer(name)  # the tensor maps'
+        self.seed = k.pointer("seed") if spec.kept < EVERY else None
         self.extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
         self.extents = Extents.declared(k, spec)
         self.loads = Loads(k, plan, 1 + spec.log_sum)
@@ -112,11 +113,13 @@ class _Writer:
         first = warp * (ROWS // 4)  # of a consumer's rows, a warp's
         products = Products(k, plan, self.loads, warp >> 2)
         products.begin()
+        if self.seed is not None: products.read_seed(self.seed)
         with self.walk.tiles() as tile:
             row = tile.row + first
             products.tile(self.blocks(tile), Scores(k, plan.spec, self.extents, self.extras, tile.batch, row,
                                                     plan.schedule.block_m, plan.schedule.block_n))
             inverse, logs = products.softmax.finish()
+            if products.dropout is not None: inverse = [each * products.dropout.scale for each in inverse]
             self.finish.store(products.out, inverse, logs, row, first, self.extents.s_q, tile.batch)
             if plan.overlaid: products.give_back_queries()
         products.end()

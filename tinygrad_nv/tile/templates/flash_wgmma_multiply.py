@@ -20,6 +20,7 @@ issued its own, so that the softmax of each falls under the products of the othe
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.dropout import Dropout
 from tinygrad_nv.tile.flash_score import Cells, Scores, Softmax
 from tinygrad_nv.tile.lanes import HALVES
 from tinygrad_nv.tile.templates.flash_wgmma_blocks import Blocks
@@ -72,6 +73,7 @@ class Products:
         self.p = k.regs("b32", plan.scores // 2)
         self.out = k.regs("f32", plan.sums)
         self.turns = Turns(k, plan, consumer) if plan.pingpong else None
+        self.dropout: Dropout | None = None
 
     def begin(self) -> None:
         """Before all tiles."""
@@ -81,9 +83,16 @@ class Products:
         """After all tiles."""
         if self.turns is not None: self.turns.end()
 
+    def read_seed(self, seed: Value) -> None:
+        """That of dropout, once for all tiles."""
+        k, spec = self.k, self.plan.spec
+        self.dropout = Dropout(k, spec.kept, self.plan.schedule.block_n, spec.batch)
+        self.dropout.read(seed)
+
     def tile(self, blocks: Blocks, scores: Scores) -> None:
         """A tile. Queries are given back unless the result will lie where they do."""
         self.scores, self.softmax = scores, Softmax(self.k, 1, scores.factor)
+        if self.dropout is not None: self.dropout.move(scores.batch, scores.row)
         for each in self.out: each.set(0.0)
         self.loads.q_ring.wait(self.at_q)
         with blocks.any(): self._attend(blocks)
@@ -164,6 +173,7 @@ class Products:
         cells = self.scores.of(cells, column)
         if masked: self.scores.mask(cells, column)
         factors = self.softmax.step(cells)
+        if self.dropout is not None: self.dropout.drop(cells, column)
         self.weights = [each for cell in cells[0] for each in cell]
         return factors
 
