@@ -22,12 +22,14 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.emulator import Buffer, Emulator, TensorMap
 from tinygrad_nv.ptx.emulator.report import Report
-from tinygrad_nv.tile.attention import EVERY, FULL, AttentionSpec, Band, Rows
+from tinygrad_nv.tile.attention import EVERY, FULL, SCALED, AttentionSpec, Band, Rows
 from tinygrad_nv.tile.dropout import keeps
 from tinygrad_nv.tile.expression import Expression, Sum, loads
 from tinygrad_nv.tile.kernel import AttentionKernel, MapArgument
 
 C = 2.0  # of the plain implementation's error
+SPREAD = 60.0  # of numbers of 8 bits
+UNIT_OF_SUMS = 2.0**-9  # wgmma keeps 13 bits after the point of the largest product of 8-bit numbers
 Extents = dict[str, int]
 
 
@@ -72,6 +74,9 @@ def places(spec: AttentionSpec) -> dict[str, tuple[DType, Place]]:
         made["l"] = dtypes.float32, (0, (*spec.batch, spec.s_q), (*dense(spec.batch, spec.s_q), 1))
     made |= {"q": matrix(spec.q, spec.s_q, spec.d), "k": matrix(spec.k, spec.s_kv, spec.d),
              "v": matrix(spec.v, spec.s_kv, spec.d_v)}
+    for name, scales, count in zip("qkv", spec.scales or (), (spec.s_q, spec.s_kv, spec.s_kv), strict=False):
+        made[f"scale_{name}"] = dtypes.float32, (scales.offset, (*spec.batch, -(-count // scales.rows)),
+                                                 (*scales.batch, scales.block))
     if spec.kept < EVERY: made["seed"] = dtypes.int32, (0, (2,), (1,))
     for load in sorted(loads(spec.score), key=lambda load: load.parameter):
         strides = (*(load.batch or (0, 0, 0)), load.m, load.n)
@@ -87,7 +92,8 @@ def matrix(spec: AttentionSpec, given: dict[str, torch.Tensor], name: str) -> to
 
 def arguments(spec: AttentionSpec, seed: int = 0, scale: float = 1.0) -> dict[str, torch.Tensor]:
     """Storages of every parameter, normal numbers times `scale` (conditions: half of them hold); those of
-    results hold GUARD throughout."""
+    results hold GUARD throughout. Numbers with scales are SPREAD times as large, their scales 1 / SPREAD, and
+    up to about four times that."""
     random = torch.Generator().manual_seed(seed)
     made = {}
     for name, (dtype, (offset, extents, strides)) in places(spec).items():
@@ -102,6 +108,8 @@ def arguments(spec: AttentionSpec, seed: int = 0, scale: float = 1.0) -> dict[st
             once = tuple(e if s else 1 for e, s in zip(extents, strides, strict=True))
             values = torch.randn(once, generator=random, dtype=torch.float64) * scale
             if dtype == dtypes.bool: values = (values > 0).double()
+            if dtype == SCALED: values = values * SPREAD
+            if name.startswith("scale_"): values = (1 + values.abs() / scale) / SPREAD
             view(storage, once, strides, offset).copy_(values)
         made[name] = storage.to(TORCH[dtype])
     return made
@@ -135,6 +143,9 @@ def attended(spec: AttentionSpec, given: dict[str, torch.Tensor], wide: torch.dt
 
     q, k, v = (matrix(spec, given, name)[..., :count, :].to(wide)
                for name, count in (("q", s_q), ("k", s_kv), ("v", s_kv)))
+    if spec.scales is not None:
+        q, k, v = (x * worth(spec, given, name, x.shape[-2]).to(wide) for x, name in zip((q, k, v), "qkv",
+                                                                                         strict=True))
     sums = q @ k.transpose(-1, -2)
     small = SimpleNamespace(batch=spec.batch, m=s_q, n=s_kv)
     scores = evaluate(small, spec.score, [sums.double()], given).to(wide)
@@ -144,9 +155,17 @@ def attended(spec: AttentionSpec, given: dict[str, torch.Tensor], wide: torch.dt
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True)
     if spec.kept < EVERY: weights = weights * keep(spec, given, s_q, s_kv)
-    if rounded is not None: weights = weights.to(rounded).to(wide)
+    lift = 256 if spec.scales is not None else 1
+    if rounded is not None: weights = (weights * lift).to(rounded).to(wide) / lift
     out = weights @ v / torch.where(total == 0, torch.ones_like(total), total)
     return out.double(), (top + torch.log(total)).double().squeeze(-1)
+
+
+def worth(spec: AttentionSpec, given: dict[str, torch.Tensor], name: str, count: int) -> torch.Tensor:
+    """Scales of `count` rows of q, k or v: [*batch, count, 1]."""
+    assert spec.scales is not None
+    rows_of = spec.scales["qkv".index(name)].rows
+    return matrix(spec, given, f"scale_{name}").repeat_interleave(rows_of, -1)[..., :count, None]
 
 
 def keep(spec: AttentionSpec, given: dict[str, torch.Tensor], s_q: int, s_kv: int) -> torch.Tensor:
@@ -234,7 +253,7 @@ UNIT = {dtypes.float32: 2.0**-24, dtypes.float16: 2.0**-11, dtypes.bfloat16: 2.0
 def near(spec: AttentionSpec, given: dict[str, torch.Tensor], got: tuple[torch.Tensor, torch.Tensor | None],
          c: float = C, **extents: int) -> None:
     """Asserts |got − exact| ≤ c × the largest error of `plain` + the roundings of the result and of an
-    exponent; of l, by 2⁻²⁰ of the largest score and of itself."""
+    exponent; of l, by 2⁻²⁰ (of 8 bits 2⁻⁹) of the largest score and of itself."""
     exact, l = reference(spec, given, **extents)
     usual, _ = plain(spec, given, **extents)
     top = torch.where(l == -torch.inf, 0, l.abs()).max()
@@ -245,4 +264,5 @@ def near(spec: AttentionSpec, given: dict[str, torch.Tensor], got: tuple[torch.T
     assert torch.equal(got[1] == -torch.inf, l == -torch.inf)
     finite = l != -torch.inf
     if finite.any():
-        assert ((got[1] - l)[finite].abs() <= 2.0**-20 * (1 + l[finite].abs().max())).all()
+        unit = 2.0**-20 if spec.scales is None else UNIT_OF_SUMS
+        assert ((got[1] - l)[finite].abs() <= unit * (1 + l[finite].abs().max())).all()

@@ -10,8 +10,8 @@ Protocol. For each element of `batch` (batch, key head, query head of that key h
 
 `score` is an expression (expression.py) of the sum, all of it in float32: scale, soft-cap, biases, and masks
 that are computed or read from memory, as `where(…, x, −inf)`. `Position("m")` is the row r, `Position("n")`
-the column c, `Position(i)` the index along dimension i of the batch; loads have three batch strides. A row
-that sees nothing, or only −inf, gives zeros, and l = −inf.
+the column c, `Position("start")` is `start`, `Position(i)` the index along dimension i of the batch; loads
+have three batch strides. A row that sees nothing, or only −inf, gives zeros, and l = −inf.
 
 `band` is the part of the mask that is a band: row r sees columns r + start + first … r + start + last, of
 those from 0 to s_kv − 1. Blocks of columns that no row of a block sees are skipped, blocks that all of its
@@ -33,6 +33,16 @@ still; rows that a sequence lacks are not written.
     p[r, c]    = keep[r, c] · 256 / kept · exp(s[r, c] − l[r])
 
 keep is 1 for kept of 256 elements, else 0, by a seed in memory (dropout.py).
+
+q, k and v of fp8e4m3 have `scales`, float32 numbers ≥ 0 in memory by which blocks of their rows are worth
+more or less, of q, of k and of v:
+
+    sum[r, c]  = scale_q[r] scale_k[c] Σ_d q[r, d] k[c, d]
+    out[r, d]  = Σ_c p[r, c] scale_v[c] v[c, d]
+
+For the second product w[r, c] = 2⁸ exp(s[r, c] − m[r]) is rounded to e4m3, m the largest score of the row in
+the blocks so far: the largest w is 256 of e4m3's 448, those below 2⁻⁶ (weights of 2⁻¹⁴) have fewer bits than
+four, those below 2⁻¹⁰ (2⁻¹⁸) are 0. Totals, by which the result is divided, are of what w was before.
 """
 from __future__ import annotations
 
@@ -45,7 +55,8 @@ from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.expression import Expression, Position, Sum, parameters, short, show, walk
 
 OPERANDS = (dtypes.bfloat16, dtypes.float16)  # of tensor cores
-KINDS = (*OPERANDS, dtypes.float32)            # of q, k and v
+SCALED = dtypes.fp8e4m3                         # with scales
+KINDS = (*OPERANDS, dtypes.float32, SCALED)    # of q, k and v
 RESULTS = (dtypes.bfloat16, dtypes.float16, dtypes.float32)
 SYMBOLS = ("s_q", "s_kv", "start")
 MOST_HEAD = 256     # d and d_v
@@ -68,6 +79,16 @@ class Rows:
         while any(number * self.dtype.itemsize % most for number in (self.row, self.offset, *self.batch)):
             most //= 2
         return most
+
+
+@dataclass(frozen=True)
+class RowScales:
+    """Scales of blocks of `rows` rows: that of row r of element b of the batch lies at offset + Σ batch · b +
+    r // rows · block. With `block` 0 all rows have the same."""
+    rows: int = 1
+    block: int = 0
+    batch: tuple[int, int, int] = (0, 0, 0)
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,6 +133,7 @@ class AttentionSpec:
     log_sum: bool = False
     total: tuple[int, int] | None = None
     kept: int = EVERY
+    scales: tuple[RowScales, RowScales, RowScales] | None = None
 
     def __post_init__(self) -> None:
         extents = (("s_q", self.s_q), ("s_kv", self.s_kv), ("d", self.d), ("d_v", self.d_v),
@@ -140,6 +162,10 @@ class AttentionSpec:
         if self.q.dtype not in KINDS or {self.k.dtype, self.v.dtype} != {self.q.dtype}:
             raise SpecError(f"attention of {', '.join(short(x.dtype) for x in (self.q, self.k, self.v))}",
                             f"one of {', '.join(map(short, KINDS))} for q, k and v")
+        if (self.scales is not None) != (self.q.dtype == SCALED):
+            raise SpecError(f"{short(self.q.dtype)} {'with' if self.scales else 'without'} scales",
+                            "scales of e4m3, of nothing else")
+        if self.scales is not None: self._check_scales(self.scales)
         if self.out.dtype not in RESULTS:
             raise SpecError(f"a result of {self.out.dtype}", "a float of 16 or 32 bits")
         if self.score.dtype != dtypes.float32: raise SpecError(f"scores of {self.score.dtype}", "float32")
@@ -150,6 +176,13 @@ class AttentionSpec:
             if isinstance(node, Sum) and node != Sum(): raise SpecError(f"{node} in a score", f"{Sum()}")
             if isinstance(node, Position) and isinstance(node.axis, int) and not 0 <= node.axis < 3:
                 raise SpecError(f"{node} in a score", "a dimension of the batch: 0, 1 or 2")
+
+    def _check_scales(self, scales: tuple[RowScales, RowScales, RowScales]) -> None:
+        for name, each in zip("qkv", scales, strict=True):
+            if each.rows < 1: raise SpecError(f"scales of {each.rows} rows of {name}", "at least 1")
+            if name != "q" and each.batch[2]:
+                raise SpecError(f"scales of {name} that differ between the query heads of a key head",
+                                "stride 0 along them")
 
     @property
     def parameters(self) -> tuple[DType, ...]:

@@ -31,9 +31,15 @@ WGMMA = {64: ((192, 128), (192, 80), (128, 128), (128, 112)),
          192: ((128, 112), (128, 96), (128, 64)),
          256: ((128, 80), (128, 48))}
 FEW_WGMMA = ((64, 128), (64, 112), (64, 80), (64, 48))
+# of 8 bits, where blocks of 128 keys often have a scale
+WGMMA8 = {64: ((128, 192), (128, 128), (128, 64)),
+          192: ((128, 128), (128, 64)),
+          256: ((128, 64),)}
+FEW_WGMMA8 = ((64, 128), (64, 64), (64, 32))
 # float32. Rows, columns, warps along rows and along columns: 32 rows of a warp as far as registers go
 FMA = {64: ((128, 32, 4, 1),),
-       128: ((128, 32, 4, 1), (128, 16, 4, 1), (64, 16, 2, 1)),
+       96: ((128, 32, 4, 1),),
+       128: ((128, 16, 4, 1), (64, 16, 2, 1)),
        256: ((64, 32, 4, 1), (64, 16, 4, 1))}
 FEW_FMA = ((64, 64, 2, 2), (32, 64, 1, 4), (32, 32, 2, 2), (32, 16, 2, 1), (16, 64, 1, 4), (16, 32, 1, 4),
            (16, 16, 1, 2))
@@ -50,7 +56,8 @@ def starts(spec: AttentionSpec, arch: str) -> Iterator[Schedule]:
                 yield Schedule(template="flash_fma").block(m, n).warps(along_m, along_n).stages(2)
         return
     if arch == "sm_90a":
-        for m, n in (*_upto(WGMMA, d), *FEW_WGMMA):
+        tiles, few = (WGMMA8, FEW_WGMMA8) if spec.scales is not None else (WGMMA, FEW_WGMMA)
+        for m, n in (*_upto(tiles, d), *few):
             if m >= 64 + spec.s_q or (n > 128 and not spec.band.full): continue
             schedule = Schedule().using("flash_wgmma").block(m, n).warps(m // 16 + 4)
             yield schedule.pingpong() if m > 64 else schedule

@@ -187,6 +187,7 @@ class Scores:
         """Indices of the pair."""
         if axis == "m": return [(self.row + row).to("s32")]
         if axis == "n": return [(self.at + (pair + i)).to("s32") for i in range(2)]
+        if axis == "start": return [signed(self.k, self.extents.start)]
         return [self.batch[int(axis)].to("s32")]
 
     def load(self, load: Load, row: int, pair: int) -> Lanes:
@@ -251,10 +252,12 @@ class Scores:
 class Softmax:
     """Of a lane's rows, two for each 16 of the warp: the largest score so far, and the sum. The top is the
     largest itself, not one a little below that would move less often: its weight is 1, which nothing rounds,
-    and rows of few large weights are the more exact for it."""
+    and rows of few large weights are the more exact for it. Weights, and their sum, are 2^`lift` times as
+    large. `factor` may be a register, of a positive number."""
     k: Kernel
     tiles: int
-    factor: float
+    factor: float | Value
+    lift: float = 0.0
 
     def __post_init__(self) -> None:
         self.top = self.k.regs("f32", 2 * self.tiles, -math.inf)
@@ -271,7 +274,7 @@ class Softmax:
             scaled = safe * factor
             k.emit("ex2.approx.ftz.f32", shrink, top * factor - scaled)
             top.set(new)
-            minus = -scaled
+            minus = self.lift - scaled if self.lift else -scaled
             for value in row: value.set(self._power(value, factor, minus))
             total = self.total[number]
             k.emit("fma.rn.f32", total, total, shrink, row[0])
@@ -293,6 +296,14 @@ class Softmax:
         below that their weights are as good as 0 with either."""
         k, size = self.k, self.k.reg("f32")
         k.emit("abs.f32", size, top)
+        if isinstance(self.factor, Value):  # the power of two next to a register: half a mantissa added
+            power = k.reg("b32")
+            k.emit("mov.b32", power, self.factor)
+            k.emit("add.u32", power, power, 0x00400000)
+            k.emit("and.b32", power, power, 0x7F800000)
+            rounded = k.reg("f32")
+            k.emit("mov.b32", rounded, power)
+            return k.select(size * self.factor > LARGE, rounded, self.factor)
         return k.select(size > LARGE / self.factor, nearest_power(self.factor), self.factor, "f32")
 
     def _power(self, value: Value, factor: Value, minus: Value) -> Value:
@@ -312,7 +323,7 @@ class Softmax:
             inverses.append(k.select(whole == 0.0, 0.0, inverse))
             k.emit("lg2.approx.f32", log, whole)
             # not factor · top first, which may be too large where l is not
-            k.emit("fma.rn.f32", log, top, self.factor * LN2, log * LN2)
+            k.emit("fma.rn.f32", log, top, self.factor * LN2, (log - self.lift if self.lift else log) * LN2)
             logs.append(log)
         return inverses, logs
 

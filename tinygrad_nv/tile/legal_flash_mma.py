@@ -84,7 +84,9 @@ def problems(schedule: Schedule, spec: AttentionSpec, arch: str) -> list[str]:
 
 def _spec_problems(spec: AttentionSpec) -> list[str]:
     """Of the operands, whatever the schedule."""
-    if spec.q.dtype not in OPERANDS: return [f"operands of {short(spec.q.dtype)} are of flash_fma"]
+    if spec.q.dtype not in OPERANDS:
+        other = "flash_fma" if spec.q.dtype == dtypes.float32 else "flash_wgmma, for sm_90a"
+        return [f"operands of {short(spec.q.dtype)} are of {other}"]
     out = [f"{name}={d} is not a multiple of 8" for name, d in (("d", spec.d), ("d_v", spec.d_v)) if d % 8]
     out += [f"rows of {name} are aligned to {rows.aligned_bytes} B, cp.async copies {LEAST_BYTES} and more"
             for name, rows in (("q", spec.q), ("k", spec.k), ("v", spec.v))

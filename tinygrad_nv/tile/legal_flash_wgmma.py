@@ -1,15 +1,19 @@
 """What `flash_wgmma` kernels ask of a schedule."""
 from __future__ import annotations
 
+from tinygrad.dtype import dtypes
+
 from tinygrad_nv.tile import epilogue
-from tinygrad_nv.tile.attention import EVERY, OPERANDS, AttentionSpec, Rows
-from tinygrad_nv.tile.expression import short, show
+from tinygrad_nv.tile.attention import EVERY, AttentionSpec, Rows
+from tinygrad_nv.tile.expression import show
 from tinygrad_nv.tile.flash_score import multiple
 from tinygrad_nv.tile.legality import MOST, SMEM_BYTES
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.templates.flash_wgmma_plan import ROWS, STEP, Plan
+from tinygrad_nv.tile.templates.flash_wgmma_plan import ROWS, Plan
+from tinygrad_nv.tile.templates.wgmma_tiles import K_BYTES
 
 MOST_GRID = 65535  # of a grid's y and z
+WARP_ROWS = 16
 MOST_COLUMNS = 256
 # by consumers, registers a thread that ptxas was seen to keep without spilling: scores, their 16-bit form and
 # the result; and beside the evaluation of a score that is more than a multiple of the sum, with its columns
@@ -20,11 +24,20 @@ def problems(schedule: Schedule, spec: AttentionSpec, arch: str) -> list[str]:
     """Why the template cannot have this schedule; empty when it can."""
     if arch != "sm_90a": return [f"wgmma needs sm_90a, the target is {arch}"]
     if schedule.template != "flash_wgmma": return [f"template {schedule.template!r} is not flash_wgmma"]
-    if spec.q.dtype not in OPERANDS: return [f"operands of {short(spec.q.dtype)} are of flash_fma"]
+    if spec.q.dtype == dtypes.float32: return ["operands of f32 are of flash_fma"]
     if spec.ragged: return ["ragged batches are of flash_mma"]
     out = [*_operands(spec), *_counts(schedule, spec), *epilogue.problems(spec.score, arch)]
-    if found := _extents(schedule): return out + found
-    return [*out, *_room(Plan.of(spec, schedule))]
+    if found := _extents(schedule, spec.q.dtype.itemsize): return out + found
+    return [*out, *_scales(schedule, spec), *_room(Plan.of(spec, schedule))]
+
+
+def _scales(s: Schedule, spec: AttentionSpec) -> list[str]:
+    """A warp's rows and a block of columns have one scale each."""
+    if spec.scales is None: return []
+    sides = (("q", WARP_ROWS, "a warp's rows"), *((name, s.block_n, "a block of columns") for name in "kv"))
+    return [f"{name}: scales of {each.rows} rows, not of whole times {count}, {what}"
+            for each, (name, count, what) in zip(spec.scales, sides, strict=True)
+            if each.block and each.rows % count]
 
 
 def _operands(spec: AttentionSpec) -> list[str]:
@@ -55,7 +68,7 @@ def _counts(s: Schedule, spec: AttentionSpec) -> list[str]:
     return out
 
 
-def _extents(s: Schedule) -> list[str]:
+def _extents(s: Schedule, size: int) -> list[str]:
     """Warpgroups and the tile."""
     if s.warps_n != 1 or s.warps_m not in (8, 12, 16):
         return [f"{s.warps_m * s.warps_n} warps: a producer and 1 to 3 consumers of 4 warps each are 8, 12 "
@@ -67,8 +80,8 @@ def _extents(s: Schedule) -> list[str]:
     if s.block_m != ROWS * s.consumers:
         rows = ROWS * s.consumers
         out.append(f"block_m={s.block_m} is not {s.consumers} consumers × {ROWS} = {rows} rows")
-    if s.block_n % STEP or not STEP <= s.block_n <= MOST_COLUMNS:
-        out.append(f"block_n={s.block_n} is not a multiple of {STEP} up to {MOST_COLUMNS}: no such wgmma")
+    if s.block_n % (step := K_BYTES // size) or not step <= s.block_n <= MOST_COLUMNS:
+        out.append(f"block_n={s.block_n} is not a multiple of {step} up to {MOST_COLUMNS}: no such wgmma")
     if not 2 <= s.depth <= 8: out.append(f"{s.depth} stages are not 2 to 8")
     return out
 
@@ -78,13 +91,16 @@ def _room(plan: Plan) -> list[str]:
     out, s, most = [], plan.schedule, SMEM_BYTES["sm_90a"]
     if plan.smem_bytes > most:
         staged = f" + {plan.staging_bytes} B of the result" if plan.staging_bytes else ""
+        turned = f" + {plan.turned.nbytes} B of them turned" if plan.turned is not None else ""
         out.append(f"{plan.q.nbytes} B of queries + {s.depth} stages × ({plan.k.nbytes} B of keys + "
-                   f"{plan.v.nbytes} B of values){staged} + {plan.barrier_bytes} B of barriers = "
+                   f"{plan.v.nbytes} B of values{turned}){staged} + {plan.barrier_bytes} B of barriers = "
                    f"{plan.smem_bytes} B of shared memory, sm_90a has {most}")
     evaluated, dropped = multiple(plan.spec.score) is None, plan.spec.kept < EVERY
     if plan.held > (held := (MOST_BESIDE if evaluated or dropped else MOST_HELD)[plan.consumers]):
         beside = f" beside {show(plan.spec.score)}" if evaluated else " beside dropout" if dropped else ""
-        out.append(f"{plan.scores} scores + {plan.scores // 2} pairs of weights + {plan.sums} sums = "
+        part = f" + {plan.pieces[0][1] // 2} of a block" if plan.turned is not None else ""
+        pairs = "fours" if plan.turned is not None else "pairs"
+        out.append(f"{plan.scores} scores + {plan.weights} {pairs} of weights + {plan.sums} sums{part} = "
                    f"{plan.held} registers a thread, at most {held} with {plan.consumers} consumers{beside}")
     if evaluated and s.block_n > MOST_EVALUATED:
         out.append(f"block_n={s.block_n} beside {show(plan.spec.score)}, which is evaluated in registers: at "

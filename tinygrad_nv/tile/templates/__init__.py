@@ -26,6 +26,7 @@
     flash_wgmma_blocks.py    which blocks of columns its rows see
     flash_wgmma_load.py      the producer's copies
     flash_wgmma_multiply.py  the consumers' main loop
+    flash_wgmma_fp8.py       operands of 8 bits: scales, weights, values turned
     flash_wgmma_store.py     the result, and l
   flash_backward_mma.py    its gradient with mma.sync (FlashAttention-2): sm_80 and later
     flash_backward_rows.py   which blocks of rows see a block of keys, and how they come
@@ -37,6 +38,7 @@
     flash_backward_wgmma_blocks.py    which blocks of rows see its keys
     flash_backward_wgmma_load.py      the producers' copies
     flash_backward_wgmma_multiply.py  the consumers' main loop
+    flash_backward_wgmma_halves.py    the same for heads above 128
     flash_backward_wgmma_weights.py   from products to p and ds
     flash_backward_wgmma_queries.py   dq, added to memory
     flash_backward_wgmma_store.py     dk and dv

@@ -14,7 +14,8 @@ multiply. For sm_90a.
 A tile is `block_m` rows of one head. Blocks of columns that none of its rows see are skipped, only those at
 the edges of the band, or of the keys, are masked (flash_wgmma_blocks.py). A CTA has one tile, or, where there
 are more tiles than multiprocessors, many, in an order by length and for L2 (flash_wgmma_walk.py): copies for
-the next one are made under the end of this one. Query heads of one key head read the same keys.
+the next one are made under the end of this one. Query heads of one key head read the same keys. Operands of 8
+bits have scales, and values that two more warps turn (flash_wgmma_fp8.py).
 
 It is launched early: whoever touches global memory, the threads that load and the consumers, waits for the
 kernel before once the barriers are made. The kernel after may begin once all CTAs' last copies are on their
@@ -30,9 +31,10 @@ from tinygrad_nv.tile.flash_score import Extents, Scores
 from tinygrad_nv.tile.kernel import AttentionKernel
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.templates.flash_wgmma_blocks import Blocks
+from tinygrad_nv.tile.templates.flash_wgmma_fp8 import Fp8Products, Turned
 from tinygrad_nv.tile.templates.flash_wgmma_load import Loads
 from tinygrad_nv.tile.templates.flash_wgmma_multiply import Products
-from tinygrad_nv.tile.templates.flash_wgmma_plan import REGISTERS, ROWS, WARPGROUP, Plan
+from tinygrad_nv.tile.templates.flash_wgmma_plan import ROWS, WARPGROUP, Plan
 from tinygrad_nv.tile.templates.flash_wgmma_store import Finish
 from tinygrad_nv.tile.templates.flash_wgmma_walk import Tile, Walk
 
@@ -64,10 +66,12 @@ class _Writer:
         out = k.pointer("out")
         log_sum = k.pointer("l") if spec.log_sum else None
         for name in "qkv": k.pointer(name)  # the tensor maps'
+        self.scales = [k.pointer(f"scale_{name}") for name in "qkv"] if spec.scales is not None else []
         self.seed = k.pointer("seed") if spec.kept < EVERY else None
         self.extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
         self.extents = Extents.declared(k, spec)
         self.loads = Loads(k, plan, 1 + spec.log_sum)
+        self.turned = Turned(k, plan, self.loads) if plan.turned is not None else None
         self.finish = Finish(k, plan, out, log_sum, self.loads.q)
         self.walk = Walk(k, plan, self.extents.s_q)
 
@@ -79,13 +83,17 @@ class _Writer:
                 for each in (*self.loads.tensor_maps, *self.finish.tensor_maps):
                     k.emit("prefetch.tensormap", each.at())
                 self.loads.init()
+                if self.turned is not None: self.turned.ring.init()
                 k.fence_mbarrier_init()
             k.sync()
         producer = k.tid.x >= WARPGROUP * plan.consumers
-        fewer, more = REGISTERS[plan.consumers]
+        fewer, more = plan.registers
         with k.if_(producer), k.comment("producer: a thread of each of two warps of the last warpgroup"):
             if fewer: k.setmaxnreg(fewer, more=False)
             with k.if_(k.tid.x < WARPGROUP * plan.consumers + 64), k.if_(k.elect()): self.produce()
+            if self.turned is not None:
+                with k.if_(k.tid.x >= WARPGROUP * plan.consumers + 64):
+                    self.turned.produce(self.walk, self.blocks)
         with k.else_(), k.comment("consumers"):
             if more: k.setmaxnreg(more, more=True)
             self.consume()
@@ -111,14 +119,15 @@ class _Writer:
         k.emit("redux.sync.min.u32", warp, k.tid.x // 32, -1)
         k.wait_for_previous_grid()
         first = warp * (ROWS // 4)  # of a consumer's rows, a warp's
-        products = Products(k, plan, self.loads, warp >> 2)
+        products = Products(k, plan, self.loads, warp >> 2) if self.turned is None else \
+            Fp8Products(k, plan, self.loads, self.turned, self.scales, warp >> 2)
         products.begin()
         if self.seed is not None: products.read_seed(self.seed)
         with self.walk.tiles() as tile:
             row = tile.row + first
             products.tile(self.blocks(tile), Scores(k, plan.spec, self.extents, self.extras, tile.batch, row,
                                                     plan.schedule.block_m, plan.schedule.block_n))
-            inverse, logs = products.softmax.finish()
+            inverse, logs = products.finish()
             if products.dropout is not None: inverse = [each * products.dropout.scale for each in inverse]
             self.finish.store(products.out, inverse, logs, row, first, self.extents.s_q, tile.batch)
             if plan.overlaid: products.give_back_queries()

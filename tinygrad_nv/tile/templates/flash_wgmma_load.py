@@ -13,7 +13,7 @@ from tinygrad_nv.ptx.builder import Kernel, Place, Value
 from tinygrad_nv.tile.kernel import MapArgument
 from tinygrad_nv.tile.pipeline import Cursor, Ring
 from tinygrad_nv.tile.templates.flash_wgmma_blocks import Blocks
-from tinygrad_nv.tile.templates.flash_wgmma_plan import WARPGROUP, Plan, map_argument, walked
+from tinygrad_nv.tile.templates.flash_wgmma_plan import TURNERS, WARPGROUP, Plan, map_argument, walked
 from tinygrad_nv.tile.templates.flash_wgmma_walk import Tile, Walk
 
 
@@ -32,7 +32,8 @@ class Loads:
         self.keys = k.shared("keys", plan.k.nbytes * depth, align=1024)
         self.values = k.shared("values", plan.v.nbytes * depth, align=1024)
         self.k_ring = Ring(k, depth, plan.k.nbytes, warps, name="full_and_empty_keys")
-        self.v_ring = Ring(k, depth, plan.v.nbytes, warps, name="full_and_empty_values")
+        readers = warps if plan.turned is None else TURNERS
+        self.v_ring = Ring(k, depth, plan.v.nbytes, readers, name="full_and_empty_values")
         self.q_ring = Ring(k, 1, plan.q.nbytes, warps, name="full_and_empty_queries")
         self.rings = self.q_ring, self.k_ring, self.v_ring
 

@@ -23,9 +23,10 @@ from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.dropout import Dropout
 from tinygrad_nv.tile.flash_score import Cells, Scores, Softmax
 from tinygrad_nv.tile.lanes import HALVES
+from tinygrad_nv.tile.pipeline import Ring
 from tinygrad_nv.tile.templates.flash_wgmma_blocks import Blocks
 from tinygrad_nv.tile.templates.flash_wgmma_load import Loads
-from tinygrad_nv.tile.templates.flash_wgmma_plan import ROWS, STEP, WARPGROUP, Plan
+from tinygrad_nv.tile.templates.flash_wgmma_plan import ROWS, WARPGROUP, Plan
 from tinygrad_nv.tile.templates.wgmma_multiply import Descriptors
 
 CLEARED = 4  # a named barrier, after those of turns
@@ -65,12 +66,13 @@ class Products:
         self.k, self.plan, self.loads, self.consumer = k, plan, loads, consumer
         self.q = Descriptors.of(k, plan.q, loads.q.address() + consumer * plan.q.at_mn(ROWS))
         self.keys = Descriptors.of(k, plan.k, loads.keys.address())
-        self.values = Descriptors.of(k, plan.v, loads.values.address())
-        self.at_q, self.at_k, self.at_v = (ring.cursor() for ring in loads.rings)
-        self.doors_q, self.doors_k, self.doors_v = (ring.doors() for ring in loads.rings)
+        self.values, self.v_ring = self._values()
+        rings = loads.q_ring, loads.k_ring, self.v_ring
+        self.at_q, self.at_k, self.at_v = (ring.cursor() for ring in rings)
+        self.doors_q, self.doors_k, self.doors_v = (ring.doors() for ring in rings)
         self.mine = k.special("laneid") == 0
         self.s = k.regs("f32", plan.scores)
-        self.p = k.regs("b32", plan.scores // 2)
+        self.p = k.regs("b32", plan.weights)
         self.out = k.regs("f32", plan.sums)
         self.turns = Turns(k, plan, consumer) if plan.pingpong else None
         self.dropout: Dropout | None = None
@@ -91,7 +93,7 @@ class Products:
 
     def tile(self, blocks: Blocks, scores: Scores) -> None:
         """A tile. Queries are given back unless the result will lie where they do."""
-        self.scores, self.softmax = scores, Softmax(self.k, 1, scores.factor)
+        self.scores, self.softmax = scores, self._softmax(scores)
         if self.dropout is not None: self.dropout.move(scores.batch, scores.row)
         for each in self.out: each.set(0.0)
         self.loads.q_ring.wait(self.at_q)
@@ -112,8 +114,33 @@ class Products:
         if not self.plan.overlaid: self.give_back_queries()
         self._last()
 
+    # **** what differs between dtypes ****
+
+    def _values(self) -> tuple[Descriptors, Ring]:
+        """Values as wgmma takes them, and their ring."""
+        return Descriptors.of(self.k, self.plan.v, self.loads.values.address()), self.loads.v_ring
+
+    def _softmax(self, scores: Scores) -> Softmax: return Softmax(self.k, 1, scores.factor)
+
+    def _ahead(self, column: Value) -> None:
+        """What is read for the block that begins at `column`."""
+
+    def _true(self, cells: Cells) -> Cells:
+        """The sums of products as the score has them."""
+        return cells
+
+    def _summed(self) -> None:
+        """After a block's second product, while its values are there."""
+
+    def finish(self) -> tuple[list[Value], list[Value]]:
+        """What the result is multiplied by, of each row, and l."""
+        return self.softmax.finish()
+
+    # **** blocks ****
+
     def _first(self, column: Value, blocks: Blocks) -> None:
         k, loads = self.k, self.loads
+        self._ahead(column)
         loads.k_ring.wait(self.at_k)
         self._issue_scores()
         k.wgmma_wait(0)
@@ -128,7 +155,7 @@ class Products:
         k, plan, tile = self.k, self.plan, self.plan.v
         threads = WARPGROUP * plan.consumers
         with k.if_(seen < tile.rows):
-            self.loads.v_ring.wait(self.at_v)
+            self.v_ring.wait(self.at_v)
             values = self.loads.values.address() + self.at_v.stage * tile.nbytes
             with k.loop(values + (seen.to("u32") * tile.span + k.tid.x * 16),
                         values + tile.rows * tile.span, threads * 16) as place:
@@ -139,16 +166,18 @@ class Products:
 
     def _further(self, column: Value, masked: bool) -> None:
         k, loads = self.k, self.loads
+        self._ahead(column)
         loads.k_ring.wait(self.at_k)
         if self.turns is not None: self.turns.take()
         self._issue_scores()
-        loads.v_ring.wait(self.at_v)
+        self.v_ring.wait(self.at_v)
         self._issue_sums()
         if self.turns is not None: self.turns.give()
         k.wgmma_wait(1)
         self._give_back_keys()
         factors = self._absorb(column, masked)
         k.wgmma_wait(0)
+        self._summed()
         self._give_back_values()
         self._shrink(factors)
         self._pack()
@@ -162,15 +191,16 @@ class Products:
             for i, each in enumerate(self.out): each *= factors[i >> 1 & 1]
 
     def _last(self) -> None:
-        self.loads.v_ring.wait(self.at_v)
+        self.v_ring.wait(self.at_v)
         self._issue_sums()
         self.k.wgmma_wait(0)
+        self._summed()
         self._give_back_values()
 
     def _absorb(self, column: Value, masked: bool) -> list[Value]:
         """Sums of the block that begins at `column` become weights; the factors of what was before."""
         cells: Cells = [[self.s[i:i + 4] for i in range(0, len(self.s), 4)]]
-        cells = self.scores.of(cells, column)
+        cells = self.scores.of(self._true(cells), column)
         if masked: self.scores.mask(cells, column)
         factors = self.softmax.step(cells)
         if self.dropout is not None: self.dropout.drop(cells, column)
@@ -186,8 +216,8 @@ class Products:
         k, plan = self.k, self.plan
         k.wgmma_fence()
         low = self.keys.stage(self.at_k.stage)
-        for step in range(plan.q.k // STEP):
-            k.wgmma(f"m64n{plan.schedule.block_n}k16", f"f32.{plan.kind}.{plan.kind}", self.s,
+        for step in range(plan.q.k // plan.step):
+            k.wgmma(f"m64n{plan.schedule.block_n}k{plan.step}", f"f32.{plan.kind}.{plan.kind}", self.s,
                     self.q.at(self.q.base, plan.q.at_step(step)), self.keys.at(low, plan.k.at_step(step)),
                     step > 0)
         k.wgmma_commit()
@@ -196,8 +226,8 @@ class Products:
         k, plan = self.k, self.plan
         k.wgmma_fence()
         low = self.values.stage(self.at_v.stage)
-        for step in range(plan.schedule.block_n // STEP):
-            k.wgmma(f"m64n{plan.v.mn}k16", f"f32.{plan.kind}.{plan.kind}", self.out,
+        for step in range(plan.schedule.block_n // plan.step):
+            k.wgmma(f"m64n{plan.v.mn}k{plan.step}", f"f32.{plan.kind}.{plan.kind}", self.out,
                     self.p[4 * step:4 * step + 4], self.values.at(low, plan.v.at_step(step)),
                     trans=(False, True))
         k.wgmma_commit()
@@ -211,5 +241,5 @@ class Products:
         self.at_k.advance()
 
     def _give_back_values(self) -> None:
-        self.loads.v_ring.release(self.doors_v, self.at_v.stage, self.mine)
+        self.v_ring.release(self.doors_v, self.at_v.stage, self.mine)
         self.at_v.advance()

@@ -5,7 +5,7 @@ arithmetic from here. Registers let a multiprocessor have one CTA at a time. Wit
 multiprocessors CTAs are persistent: a tile that is alone costs its launch, its barriers and the latency of
 its first copies, 2 to 3 µs of the 16 µs that 128 rows take over 4096 keys of 128 elements at 600 TFLOP/s;
 one that follows another has its copies under the end of that one. Heads are padded to whole wgmmas, 16
-elements; TMA brings zeros for what is not there and stores nothing of it.
+elements (32 of 8 bits); TMA brings zeros for what is not there and stores nothing of it.
 """
 from __future__ import annotations
 
@@ -16,43 +16,65 @@ from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.kernel import MapArgument
 from tinygrad_nv.tile.legality import SMEM_BYTES
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.templates.wgmma_tiles import OperandTile, natural_span
+from tinygrad_nv.tile.templates.wgmma_tiles import K_BYTES, MAP_DTYPES, OperandTile, natural_span
 
 WARPGROUP = 128      # threads
 ROWS = 64            # of a consumer: those of a wgmma
 STEP = 16            # of the sum, of a wgmma of 16-bit elements
+TURNERS = 2          # warps that turn values of 8 bits
 # registers a thread of the producer and of a consumer, by the number of consumers: together at most 512 for
-# the warpgroups' 65536 / 128; one consumer keeps what the compiler gives it
+# the warpgroups' 65536 / 128; one consumer keeps what the compiler gives it. Those that turn values need more
 REGISTERS = {1: (0, 0), 2: (24, 240), 3: (32, 160)}
+TURNING = {1: (0, 0), 2: (40, 232), 3: (32, 160)}
+WHOLE, PIECE = 128, 64  # of a result of 8-bit operands: so many columns at once, or in pieces
 
 
 @dataclass(frozen=True)
 class Plan:
     """An attention by a schedule. `q`, `k`, `v` are tiles in shared memory, `out` that of a result which goes
-    by TMA."""
+    by TMA; `turned` are values of 8 bits once keys lie side by side, as wgmma takes them."""
     spec: AttentionSpec
     schedule: Schedule
     q: OperandTile
     k: OperandTile
     v: OperandTile
     out: OperandTile | None
+    turned: OperandTile | None = None
     ctas: int = 0  # of persistent ones
 
     @staticmethod
     def of(spec: AttentionSpec, schedule: Schedule, sm_count: int = 0) -> Plan:
         """The plan, for a GPU of so many multiprocessors; 0: one for each tile."""
-        dtype, d, d_v = spec.q.dtype, padded(spec.d), padded(spec.d_v)
-        span, span_v = natural_span(d * 2), natural_span(d_v * 2)
+        dtype, size, n = spec.q.dtype, spec.q.dtype.itemsize, schedule.block_n
+        d, d_v = (padded(each, K_BYTES // size) for each in (spec.d, spec.d_v))
+        span, span_v = natural_span(d * size), natural_span(d_v * size)
         q = OperandTile(dtype, "K", schedule.block_m, d, span)
-        k = OperandTile(dtype, "K", schedule.block_n, d, span)
-        v = OperandTile(dtype, "MN", d_v, schedule.block_n, span_v)
+        k = OperandTile(dtype, "K", n, d, span)
+        v = OperandTile(dtype, "MN", d_v, n, span_v)
+        turned = OperandTile(dtype, "K", d_v, n, natural_span(n)) if size == 1 else None
         whole = spec.out.dtype.itemsize == 2 and spec.out.aligned_bytes == 16
-        out = OperandTile(spec.out.dtype, "K", schedule.block_m, d_v, span_v) if whole else None
+        span_out = natural_span(2 * d_v)
+        out = OperandTile(spec.out.dtype, "K", schedule.block_m, d_v, span_out) if whole else None
         ctas = sm_count if 0 < sm_count < -(-spec.s_q // schedule.block_m) * spec.matrices else 0
-        return Plan(spec, schedule, q, k, v, out, ctas)
+        return Plan(spec, schedule, q, k, v, out, turned, ctas)
 
     @property
     def consumers(self) -> int: return self.schedule.consumers
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """Columns of the result, of 8-bit operands, that a block's products are made of at a time: first, and
+        how many, always the same. Masks of bands with two ends take the registers of half of them."""
+        d = self.v.mn
+        most = WHOLE if self.spec.band.first is None else PIECE
+        count = 1 if d <= most else -(-d // PIECE)
+        while d % (8 * count): count += 1
+        return [(at, d // count) for at in range(0, d, d // count)]
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread of the producer, and of a consumer; 0 as the compiler has it."""
+        return (REGISTERS if self.turned is None else TURNING)[self.consumers]
 
     @property
     def pingpong(self) -> bool: return self.schedule.mode == "pingpong" and self.consumers > 1
@@ -71,8 +93,8 @@ class Plan:
 
     @property
     def barrier_bytes(self) -> int:
-        """A full and an empty one for each stage of keys and of values, and for the queries."""
-        return 8 * (4 * self.schedule.depth + 2)
+        """A full and an empty one for each stage of keys and of values, turned too, and for the queries."""
+        return 16 * ((2 + (self.turned is not None)) * self.schedule.depth + 1)
 
     @property
     def smem_bytes(self) -> int:
@@ -80,8 +102,8 @@ class Plan:
         return self._bytes(self.staging_bytes)
 
     def _bytes(self, staging: int) -> int:
-        tiles = (self.q.nbytes, self.k.nbytes * self.schedule.depth, self.v.nbytes * self.schedule.depth,
-                 staging)
+        depth, turned = self.schedule.depth, self.turned.nbytes if self.turned is not None else 0
+        tiles = (self.q.nbytes, self.k.nbytes * depth, self.v.nbytes * depth, turned * depth, staging)
         return sum(-(-nbytes // 1024) * 1024 for nbytes in tiles) + self.barrier_bytes
 
     @property
@@ -96,8 +118,19 @@ class Plan:
 
     @property
     def held(self) -> int:
-        """Registers of the three: scores of the next block, those of this one in 16 bits, the result."""
-        return self.scores + self.scores // 2 + self.sums
+        """Registers of the three: scores of the next block, those of this one as weights, the result; of 8
+        bits also this block's part of the result."""
+        return self.scores + self.weights + self.sums + (self.pieces[0][1] // 2 if self.turned else 0)
+
+    @property
+    def weights(self) -> int:
+        """Registers of a block's weights."""
+        return self.scores * self.spec.v.dtype.itemsize // 4
+
+    @property
+    def step(self) -> int:
+        """Elements of a sum that a wgmma takes."""
+        return K_BYTES // self.spec.q.dtype.itemsize
 
     @property
     def kind(self) -> str:
@@ -122,9 +155,9 @@ class Plan:
         return self.blocks_of_rows, heads * group, batch
 
 
-def padded(d: int) -> int:
+def padded(d: int, step: int = STEP) -> int:
     """A head in whole wgmmas."""
-    return -(-d // STEP) * STEP
+    return -(-d // step) * step
 
 
 def walked(rows: Rows, batch: tuple[int, int, int]) -> tuple[int, ...]:
@@ -139,7 +172,7 @@ def map_argument(plan: Plan, rows: Rows, pointer: int, count: int, d: int, tile:
     size = rows.dtype.itemsize
     pitch = rows.row * size if count > 1 else -(-d * size // 16) * 16  # of one row never used, but needed
     symbolic = symbol in spec.symbolic
-    return MapArgument(pointer, short(rows.dtype), (d, count, *(spec.batch[i] for i in axes)),
+    return MapArgument(pointer, MAP_DTYPES[rows.dtype], (d, count, *(spec.batch[i] for i in axes)),
                        (pitch, *(rows.batch[i] * size for i in axes)), (tile.inner, box, *(1 for _ in axes)),
                        f"{tile.span}B", rows.offset * size, 1 if symbolic else -1,
                        spec.symbolic.index(symbol) if symbolic else -1)
