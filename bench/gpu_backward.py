@@ -150,7 +150,7 @@ def gradients(workload: Forward, one: dict[str, Any]) -> dict[str, tuple[Any, An
 @workloads("backward")
 def shapes() -> Iterator[Backward]:
     """All rows."""
-    for d in (128, 64):
+    for d in (128, 64, 256):
         for causal in (True, False):
             for tokens in LENGTHS:
                 yield Backward(Forward(max(1, TOKENS // tokens), WIDTH // d, tokens, d, causal))
