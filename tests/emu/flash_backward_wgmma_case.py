@@ -13,6 +13,7 @@ F16, BF16, F32 = dtypes.float16, dtypes.bfloat16, dtypes.float32
 CAUSAL = Band(None, 0)
 W = Schedule().using("flash_backward_wgmma")
 WIDE, LOW, SMALL = W.block(128, 128), W.block(64, 128), W.block(64, 64).warps(8)
+HALVED = W.block(64, 64)  # two consumers share 64 keys
 
 
 def close(spec: BackwardSpec, schedule: Schedule = LOW, seed: int = 0, scale: float = 1.0,

@@ -19,7 +19,7 @@ The kernel after may begin once all CTAs' last copies are on their way.
 from __future__ import annotations
 
 from tinygrad_nv.errors import ScheduleError
-from tinygrad_nv.ptx.builder import Kernel
+from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile import legal_flash_backward_wgmma
 from tinygrad_nv.tile.attention import EVERY
 from tinygrad_nv.tile.attention_backward import BackwardSpec
@@ -27,10 +27,16 @@ from tinygrad_nv.tile.flash_score import Extents
 from tinygrad_nv.tile.kernel import BackwardKernel
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.templates.flash_backward_wgmma_blocks import Blocks
+from tinygrad_nv.tile.templates.flash_backward_wgmma_halves import HalvedProducts
 from tinygrad_nv.tile.templates.flash_backward_wgmma_load import Loads
 from tinygrad_nv.tile.templates.flash_backward_wgmma_multiply import FINISHED, Products
 from tinygrad_nv.tile.templates.flash_backward_wgmma_plan import REGISTERS, WARP_ROWS, WARPGROUP, Plan
-from tinygrad_nv.tile.templates.flash_backward_wgmma_queries import QueryMap, QuerySums
+from tinygrad_nv.tile.templates.flash_backward_wgmma_queries import (
+    BoxedSums,
+    DirectSums,
+    QueryMap,
+    QuerySums,
+)
 from tinygrad_nv.tile.templates.flash_backward_wgmma_store import Finish
 from tinygrad_nv.tile.templates.flash_backward_wgmma_weights import Weights, scale_of
 
@@ -58,7 +64,7 @@ class _Writer:
 
     def __init__(self, k: Kernel, plan: Plan) -> None:
         self.k, self.plan, one = k, plan, plan.spec.forward
-        k.pointer("dq")
+        self.dq = k.pointer("dq")
         self.turns = k.pointer("turns") if plan.flags else None
         first = 1 + bool(plan.flags)  # the number of dk's pointer
         results = [k.pointer(name) for name in ("dk", "dv")]
@@ -68,13 +74,13 @@ class _Writer:
         self.extras = [k.pointer(f"x{i}") for i in range(len(one.parameters))]
         self.extents = Extents.declared(k, one)
         self.loads = Loads(k, plan, first + 2)
-        self.to = QueryMap(k, plan)
+        self.to = None if plan.halved else QueryMap(k, plan)
         self.dk = Finish(k, plan, plan.spec.dk, one.d, results[0], first, plan.dk, self.loads.keys, "map_dk")
         self.dv = Finish(k, plan, plan.spec.dv, one.d_v, results[1], first + 1, plan.dv, self.loads.values,
                          "map_dv")
-        self.maps = [*self.loads.maps, self.to.map, *self.dk.maps, *self.dv.maps]
-        self.tensor_maps = [*self.loads.tensor_maps.values(), self.to.tensor_map, *self.dk.tensor_maps,
-                            *self.dv.tensor_maps]
+        self.maps = [*self.loads.maps, *([self.to.map] if self.to else []), *self.dk.maps, *self.dv.maps]
+        self.tensor_maps = [*self.loads.tensor_maps.values(), *([self.to.tensor_map] if self.to else []),
+                            *self.dk.tensor_maps, *self.dv.tensor_maps]
 
     def write(self) -> None:
         """The whole kernel."""
@@ -119,17 +125,26 @@ class _Writer:
         k.emit("redux.sync.min.u32", warp, k.tid.x // 32, -1)
         consumer = warp >> 2
         k.wait_for_previous_grid()
-        first = warp * WARP_ROWS
+        first = (warp & 3 if plan.halved else warp) * WARP_ROWS
         key = self.column + first
         weights = Weights(k, plan, self.blocks, self.extents, self.extras, self.seed, self.batch, key)
-        queries = QuerySums(k, plan, self.to, self.turns, self.blocks, warp, self.head)
-        products = Products(k, plan, self.loads, weights, queries, self.blocks, consumer)
+        queries = self._queries(warp)
+        kind = HalvedProducts if plan.halved else Products
+        products = kind(k, plan, self.loads, weights, queries, self.blocks, consumer)
         products.sum()
         with k.if_(k.elect()): queries.settle()
-        heads = (*self.batch, k.reg("u32", 0))
         if weights.dropout is not None:
             for each in products.dv: each *= weights.dropout.scale
-        self.dv.store(products.dv, key, first, self.extents.s_kv, heads)
-        if plan.dk is not None: k.sync(FINISHED, WARPGROUP * plan.consumers)
-        self.dk.store(products.dk, key, first, self.extents.s_kv, heads)
+        heads = (*self.batch, k.reg("u32", 0))
+        # values are a consumer's own, unless all have the same keys
+        if plan.halved: k.sync(FINISHED, WARPGROUP * plan.consumers)
+        self.dv.store(products.dv, key, first, self.extents.s_kv, heads, consumer)
+        if plan.dk is not None and not plan.halved: k.sync(FINISHED, WARPGROUP * plan.consumers)
+        self.dk.store(products.dk, key, first, self.extents.s_kv, heads, consumer)
         k.tma_wait(0)
+
+    def _queries(self, warp: Value) -> QuerySums:
+        """How a warp adds its share of dq."""
+        rest = self.turns, self.blocks, warp, self.head
+        if self.to is None: return DirectSums(self.k, self.plan, self.dq, *rest)
+        return BoxedSums(self.k, self.plan, self.to, *rest)

@@ -32,7 +32,7 @@ from __future__ import annotations
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.templates.flash_backward_wgmma_blocks import Blocks, Walk
 from tinygrad_nv.tile.templates.flash_backward_wgmma_load import Loads
-from tinygrad_nv.tile.templates.flash_backward_wgmma_plan import DS_BUFFERS, ROWS, STEP, WARPGROUP, Plan
+from tinygrad_nv.tile.templates.flash_backward_wgmma_plan import ROWS, STEP, WARPGROUP, Plan
 from tinygrad_nv.tile.templates.flash_backward_wgmma_queries import QuerySums
 from tinygrad_nv.tile.templates.flash_backward_wgmma_weights import Weights
 from tinygrad_nv.tile.templates.wgmma_multiply import Descriptors
@@ -51,7 +51,7 @@ class Products:
         self.mine = k.special("laneid") == 0
         self.at, self.doors = loads.ring.cursor(), loads.ring.doors()
         self.before = k.reg("u32", 0)  # the stage of the block before
-        self.slopes = k.shared("ds", DS_BUFFERS * plan.ds.nbytes, align=1024)
+        self.slopes = k.shared("ds", plan.smem_parts["ds"], align=1024)
         self._operands()
         self.s = [k.regs("f32", ROWS // 2) for _ in range(plan.parts)]
         self.dp = k.regs("f32", ROWS // 2)
@@ -162,7 +162,7 @@ class Products:
         k.wgmma_fence()
         low, start = right.stage(self.at.stage), right.tile.at_mn(ROWS * part)
         for step in range(right.tile.k // STEP):
-            k.wgmma(f"m64n{ROWS}k16", f"f32.{kind}.{kind}", sums,
+            k.wgmma(f"m64n{2 * len(sums)}k16", f"f32.{kind}.{kind}", sums,
                     left.at(left.base, left.tile.at_step(step)),
                     right.at(low, start + right.tile.at_step(step)), step > 0)
         k.wgmma_commit()

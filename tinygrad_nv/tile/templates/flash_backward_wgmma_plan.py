@@ -6,7 +6,8 @@ padded to whole wgmmas, 16 elements; TMA brings zeros for what is not there and 
 
 One tile in shared memory is the right operand of two products: with rows along MN where d is summed over, as
 it lies, and with rows along K, transposed. Gradients of queries have 64 rows for each consumer; where there
-are 64 in all, consumers share their columns.
+are 64 in all, consumers share their columns. So do they those of dk and dv where there are 64 keys in all
+(flash_backward_wgmma_halves.py), for heads of which a consumer cannot hold both.
 """
 from __future__ import annotations
 
@@ -55,11 +56,12 @@ class Plan:
     def of(spec: BackwardSpec, schedule: Schedule) -> Plan:
         """The plan."""
         dtype, m, n = spec.forward.q.dtype, schedule.block_m, schedule.block_n
-        d, d_v = padded(spec.forward.d), padded(spec.forward.d_v)
-        span, span_v = natural_span(d * 2), natural_span(d_v * 2)
+        halved = n < ROWS * schedule.consumers
+        (d, span), (d_v, span_v) = (_laid(width, halved) for width in (spec.forward.d, spec.forward.d_v))
         pieces = 1 if m == ROWS * schedule.consumers else schedule.consumers
         boxes = -(-d * 2 // span)
         wide = -(-boxes // pieces) * pieces * span // 2  # whole boxes for each consumer
+        slopes = OperandTile(dtype, "K", n, m, 128) if halved else OperandTile(dtype, "K", m, n, 128)
 
         def result(rows: Rows, width: int, span: int) -> OperandTile | None:
             whole = rows.dtype.itemsize == 2 and rows.aligned_bytes == 16
@@ -68,11 +70,16 @@ class Plan:
         return Plan(spec, schedule, OperandTile(dtype, "K", m, d, span), OperandTile(dtype, "MN", d, m, span),
                     OperandTile(dtype, "K", m, d_v, span_v), OperandTile(dtype, "MN", d_v, m, span_v),
                     OperandTile(dtype, "K", n, wide, span), OperandTile(dtype, "MN", wide, n, span),
-                    OperandTile(dtype, "K", n, d_v, span_v), OperandTile(dtype, "K", m, n, 128),
+                    OperandTile(dtype, "K", n, d_v, span_v), slopes,
                     result(spec.dk, d, span), result(spec.dv, d_v, span_v))
 
     @property
     def consumers(self) -> int: return self.schedule.consumers
+
+    @property
+    def halved(self) -> bool:
+        """Whether consumers have the same keys, and each half of the columns of dk and dv."""
+        return self.schedule.block_n < ROWS * self.consumers
 
     @property
     def shared_rows(self) -> bool:
@@ -107,10 +114,11 @@ class Plan:
     @property
     def smem_parts(self) -> dict[str, int]:
         """Shared memory by what it is for; tiles begin at multiples of 1024."""
-        depth = self.schedule.depth
+        depth, buffered = self.schedule.depth, (2 if self.halved else 1) * self.ds.nbytes
         return {"keys": self.k.nbytes, "values": self.v.nbytes, "queries": self.q.nbytes * depth,
-                "gradients": self.grad.nbytes * depth, "ds": DS_BUFFERS * self.ds.nbytes,
-                "dq": 4 * self.consumers * self.warp_staging_bytes,
+                "gradients": self.grad.nbytes * depth,
+                "p and ds" if self.halved else "ds": DS_BUFFERS * buffered,
+                "dq": 0 if self.halved else 4 * self.consumers * self.warp_staging_bytes,
                 "l and delta": self.row_values_bytes * depth, "barriers": self.barrier_bytes}
 
     @property
@@ -127,7 +135,7 @@ class Plan:
     @property
     def sums(self) -> int:
         """Elements of dk and dv that a thread holds."""
-        return (self.q_right.mn + self.grad_right.mn) // 2
+        return (self.q_right.mn + self.grad_right.mn) // (4 if self.halved else 2)
 
     @property
     def carried(self) -> bool:
@@ -137,8 +145,9 @@ class Plan:
     @property
     def held(self) -> int:
         """Registers of a thread beside dk and dv, at the most. Of one part: s, dp or dq, ds of the block
-        before. Of two: s, dp, p and ds of both parts."""
+        before. Of two: s, dp, p and ds of both parts. Of halves: half of s, dp, p and ds, or dq."""
         part, half = ROWS // 2, ROWS // 4
+        if self.halved: return max(part + half, self.dq_columns // 2)
         if self.parts == 1: return part + max(part, self.dq_columns // 2) + half
         return max(2 * part + 4 * half, part + self.dq_columns // 2 + 3 * half)
 
@@ -174,6 +183,13 @@ class Plan:
         """Blocks of keys, key heads, batch."""
         batch, heads, _ = self.spec.forward.batch
         return -(-self.spec.forward.s_kv // self.schedule.block_n), heads, batch
+
+
+def _laid(d: int, halved: bool) -> tuple[int, int]:
+    """A head in whole wgmmas, or pairs of them, and the swizzle of its rows; halves are whole boxes."""
+    if not halved: return padded(d), natural_span(padded(d) * 2)
+    d = -(-d // (2 * STEP)) * 2 * STEP
+    return d, natural_span(d)
 
 
 def map_argument(plan: Plan, rows: Rows, pointer: int, count: int, d: int, inner: int, span: int, box: int,

@@ -1,4 +1,5 @@
-"""A warp's share of dq: registers to its own shared memory, and from there added to memory by TMA.
+"""A warp's share of dq, added to memory: by way of its own shared memory, and from there by TMA; or, where
+there is no room, from registers.
 
 Protocol: of a block a warp has 16 rows, of all columns or of its consumer's. Registers 4j … 4j + 3 of the
 fragment are columns 8j + 2q and 8j + 2q + 1 of rows g and g + 8, in the order in which dS has its rows
@@ -13,6 +14,7 @@ one that cannot start. What a block has added is made known when the next one's 
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.access import advanced
 from tinygrad_nv.tile.kernel import MapArgument
 from tinygrad_nv.tile.templates.flash_backward_wgmma_blocks import Blocks, Walk
 from tinygrad_nv.tile.templates.flash_backward_wgmma_plan import DQ_COLUMNS, WARP_ROWS, Plan
@@ -36,18 +38,54 @@ class QuerySums:
     """Sums of one warp; `warp` (u32) is its number among the consumers', `head` (u32) the number of the first
     query head in the whole batch."""
 
+    def __init__(self, k: Kernel, plan: Plan, turns: Value | None, blocks: Blocks, warp: Value,
+                 head: Value) -> None:
+        self.k, self.plan, self.turns, self.blocks, self.warp, self.head = k, plan, turns, blocks, warp, head
+        self.sums = k.regs("f32", plan.dq_columns // 2)
+        self.turn = k.reg("u64", 0)  # the counter of the block before
+
+    def add(self, walk: Walk) -> None:
+        """Adds the sums of the walker's block."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """One lane: what is to be waited for after the last block."""
+
+    def _place(self, walk: Walk) -> tuple[Value, Value]:
+        """The first of the warp's rows, and of its columns (s32)."""
+        k, plan = self.k, self.plan
+        warp_row = self.warp & 3 if plan.shared_rows else self.warp
+        row = walk.row + (warp_row * WARP_ROWS).to("s32")
+        return row, (self.warp >> 2).to("s32") * plan.dq_columns if plan.shared_rows else k.reg("s32", 0)
+
+    def _take_turn(self, turns: Value, walk: Walk) -> None:
+        """One lane: waits until the CTAs before this one have added theirs."""
+        k, plan, seen = self.k, self.plan, self.k.reg("u32")
+        block = (self.head + walk.head) * plan.blocks_of_rows + walk.block.to("u32")
+        self.turn.set(turns + (block * (4 * plan.consumers) + self.warp).to("u64") * 4)
+        before = k.ctaid.x.to("s32") - self.blocks.first_keys(walk.row)
+        k.emit("ld.acquire.gpu.global.u32", seen, self.turn.at())
+        with k.while_(lambda: seen != before.to("u32")):
+            k.emit("ld.acquire.gpu.global.u32", seen, self.turn.at())
+
+    def _give_turn(self) -> None:
+        """One lane: lets the next CTA add its own."""
+        self.k.emit("red.release.gpu.global.add.u32", self.turn.at(), 1)
+
+
+class BoxedSums(QuerySums):
+    """By TMA."""
+
     def __init__(self, k: Kernel, plan: Plan, to: QueryMap, turns: Value | None, blocks: Blocks, warp: Value,
                  head: Value) -> None:
-        self.k, self.plan, self.to, self.turns, self.blocks = k, plan, to, turns, blocks
-        self.warp, self.head = warp, head
-        self.sums = k.regs("f32", plan.dq_columns // 2)
+        super().__init__(k, plan, turns, blocks, warp, head)
+        self.to = to
         shared = k.shared("dq_staging", 4 * plan.consumers * plan.warp_staging_bytes, align=1024)
         self.staging = shared.address() + warp * plan.warp_staging_bytes
         lane = k.special("laneid")
         row = (lane >> 2 & 3) * 2 + (lane >> 4)
         self.place = self.staging + (row * 128 + ((lane & 3) << 3) ^ (row << 4))
 
-        self.turn = k.reg("u64", 0)  # the counter of the block before
         if plan.dq_columns % DQ_COLUMNS: self._clear()
 
     def _clear(self) -> None:
@@ -77,29 +115,50 @@ class QuerySums:
         k = self.k
         k.tma_wait(0, read=self.turns is None)
         if self.turns is None: return
-        with k.if_(self.turn != 0): k.emit("red.release.gpu.global.add.u32", self.turn.at(), 1)
+        with k.if_(self.turn != 0): self._give_turn()
 
     def _reduce(self, walk: Walk) -> None:
         """One lane."""
         k, plan = self.k, self.plan
-        warp_row = self.warp & 3 if plan.shared_rows else self.warp
-        row = walk.row + (warp_row * WARP_ROWS).to("s32")
-        first = (self.warp >> 2).to("s32") * plan.dq_columns if plan.shared_rows else k.reg("s32", 0)
-        matrix = self.head + walk.head
-        if self.turns is not None: self._take_turn(self.turns, walk, matrix)
+        row, first = self._place(walk)
+        matrix = (self.head + walk.head).to("s32")
+        if self.turns is not None:
+            self._take_turn(self.turns, walk)
+            k.emit("fence.proxy.async.global")
         for box in range(plan.dq_boxes):
-            place = self.to.tensor_map.at(coordinates=[first + DQ_COLUMNS * box, row, matrix.to("s32")])
+            place = self.to.tensor_map.at(coordinates=[first + DQ_COLUMNS * box, row, matrix])
             k.emit("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group", place,
                    self.staging.at(box * BOX_BYTES))
         k.tma_commit()
 
-    def _take_turn(self, turns: Value, walk: Walk, matrix: Value) -> None:
-        """Waits until the CTAs before this one have added theirs."""
-        k, plan, seen = self.k, self.plan, self.k.reg("u32")
-        number = (matrix * plan.blocks_of_rows + walk.block.to("u32")) * (4 * plan.consumers) + self.warp
-        self.turn.set(turns + number.to("u64") * 4)
-        before = k.ctaid.x.to("s32") - self.blocks.first_keys(walk.row)
-        k.emit("ld.acquire.gpu.global.u32", seen, self.turn.at())
-        with k.while_(lambda: seen != before.to("u32")):
-            k.emit("ld.acquire.gpu.global.u32", seen, self.turn.at())
-        k.emit("fence.proxy.async.global")
+
+class DirectSums(QuerySums):
+    """From registers, two elements of a row at a time."""
+
+    def __init__(self, k: Kernel, plan: Plan, to: Value, turns: Value | None, blocks: Blocks, warp: Value,
+                 head: Value) -> None:
+        super().__init__(k, plan, turns, blocks, warp, head)
+        self.to = to
+
+    def add(self, walk: Walk) -> None:
+        """Adds the sums of the walker's block."""
+        k, d, lane = self.k, self.plan.spec.forward.d, self.k.special("laneid")
+        row, first = (each.to("u32") for each in self._place(walk))
+        row, first = row + (lane >> 2), first + ((lane & 3) << 1)
+        at = advanced(k, self.to, self.head + walk.head, self.plan.spec.forward.s_q * d * 4)
+        at = advanced(k, advanced(k, at, row, d * 4), first, 4)
+        if self.turns is not None:
+            with k.if_(k.elect()): self._take_turn(self.turns, walk)
+            k.emit("bar.warp.sync", -1)
+        whole = 2 * self.plan.dq_columns == d
+        for h in range(2):
+            # a branch around them all: ptxas would make one around each
+            with k.if_((row + 8 * h).to("s32") < self.blocks.s_q):
+                for j in range(len(self.sums) // 4):
+                    k.emit("red.relaxed.gpu.global.add.v2.f32", at.at(32 * h * d + 32 * j),
+                           self.sums[4 * j + 2 * h:4 * j + 2 * h + 2],
+                           guard=None if whole else first + 8 * j < d)
+        if self.turns is None: return
+        k.emit("fence.acq_rel.gpu")
+        k.emit("bar.warp.sync", -1)
+        with k.if_(k.elect()): self._give_turn()

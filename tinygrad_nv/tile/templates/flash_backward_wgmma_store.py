@@ -33,15 +33,19 @@ class Finish:
         self.tensor_maps = [k.tensor_map(name)]
 
     def store(self, sums: Sequence[Value], key: Value, tile_row: Value, keys: Value | int,
-              batch: Sequence[Value]) -> None:
-        """Stores a warp's keys, which begin at `key` of all and `tile_row` of the CTA (u32)."""
-        if self.tile is not None: self._by_tma(self.tile, sums, key, tile_row, batch)
-        else: self._plain(sums, key, keys, batch)
+              batch: Sequence[Value], half: Value) -> None:
+        """Stores a warp's keys, which begin at `key` of all and `tile_row` of the CTA (u32), of all columns
+        or of the half with the number `half` (u32)."""
+        if self.tile is not None: self._by_tma(self.tile, sums, key, tile_row, batch, half)
+        else: self._plain(sums, key, keys, batch, half)
 
     def _by_tma(self, tile: OperandTile, sums: Sequence[Value], key: Value, tile_row: Value,
-                batch: Sequence[Value]) -> None:
-        k, lane = self.k, self.k.special("laneid")
-        base = self.staging.address() + tile_row * tile.span
+                batch: Sequence[Value], half: Value) -> None:
+        k, lane, columns = self.k, self.k.special("laneid"), tile.columns // (2 if self.plan.halved else 1)
+        base, first = self.staging.address() + tile_row * tile.span, k.reg("s32", 0)
+        if self.plan.halved:
+            base = base + half * (columns * tile.column_bytes)
+            first = (half * (columns * tile.inner)).to("s32")
         plain = (lane & 15) * tile.span + (lane >> 4) * 16
         mask = tile.span // 16 - 1
         own = plain ^ ((plain >> 7) & mask) << 4
@@ -54,24 +58,27 @@ class Finish:
         k.emit("bar.warp.sync", -1)
         with k.if_(k.elect()):
             outer = [batch[i].to("s32") for i in walked(self.rows, self.plan.spec.forward.batch)]
-            for column in range(tile.columns):
-                k.tma_store(self.tensor_maps[0], [column * tile.inner, key.to("s32"), *outer],
+            for column in range(columns):
+                k.tma_store(self.tensor_maps[0], [first + column * tile.inner, key.to("s32"), *outer],
                             base.at(column * tile.column_bytes))
             k.tma_commit()
 
-    def _plain(self, sums: Sequence[Value], key: Value, keys: Value | int, batch: Sequence[Value]) -> None:
+    def _plain(self, sums: Sequence[Value], key: Value, keys: Value | int, batch: Sequence[Value],
+               half: Value) -> None:
         k, lane, rows, d = self.k, self.k.special("laneid"), self.rows, self.width
         size, own, column = rows.dtype.itemsize, key + (lane >> 2), (lane & 3) << 1
+        width = 2 * len(sums) if self.plan.halved else 0
+        if width: column = column + half * width
         base = self.out + rows.offset * size if rows.offset else self.out
         for index, stride in zip((*batch, own), (*rows.batch, rows.row), strict=True):
             base = advanced(k, base, index, stride * size)
         base = advanced(k, base, column, size)
         pairs = d % 2 == 0 and rows.aligned_bytes >= 2 * size
-        for half in range(2):
-            inside = own + 8 * half < keys
+        for h in range(2):
+            inside = own + 8 * h < keys
             for j in range(len(sums) // 4):
-                value = Lanes(k, rows.dtype, list(sums[4 * j + 2 * half:4 * j + 2 * half + 2]))
+                value = Lanes(k, rows.dtype, list(sums[4 * j + 2 * h:4 * j + 2 * h + 2]))
                 for i in range(0, 2, 2 if pairs else 1):
-                    guard = inside & (column + (8 * j + i) < d) if 8 * j + 8 > d else inside
-                    at = (8 * half * rows.row + 8 * j + i) * size
+                    guard = inside & (column + (8 * j + i) < d) if width + 8 * j + 8 > d else inside
+                    at = (8 * h * rows.row + 8 * j + i) * size
                     write(k, base, at, value, 2 if pairs else 1, guard, first=i)
