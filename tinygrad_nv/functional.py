@@ -1,10 +1,13 @@
 """Functions of tensors that are kernels of ours where there are any, and plain tinygrad elsewhere.
 
-    from tinygrad_nv.functional import scaled_dot_product_attention
+    from tinygrad_nv.functional import kv_append, paged_attention, scaled_dot_product_attention
 
 `scaled_dot_product_attention` is torch's, with scale, soft-cap and window. While tinygrad_nv is enabled, the
 Tensor method of that name is the same function: `q.scaled_dot_product_attention(k, v, is_causal=True)` of any
 model trains with flash attention, forward and backward, without a change (`method`).
+
+`kv_append` and `paged_attention` are a decoder's steps over keys and values in pages: patterns/kv_append.py
+and patterns/paged.py define them.
 """
 from __future__ import annotations
 
@@ -22,10 +25,12 @@ from tinygrad_nv.patterns.attention_dropout import drawn
 from tinygrad_nv.patterns.attention_named import FlashAttention, attend, scores, sums, weighted
 from tinygrad_nv.patterns.attention_operands import Operands, arranged, check
 from tinygrad_nv.patterns.gemm import DEVICES
+from tinygrad_nv.patterns.kv_append import kv_append
+from tinygrad_nv.patterns.paged import paged_attention
 from tinygrad_nv.tile.attention import EVERY
 from tinygrad_nv.tile.dropout import kept_of
 
-__all__ = ["scaled_dot_product_attention"]
+__all__ = ["kv_append", "paged_attention", "scaled_dot_product_attention"]
 
 HALVES = (dtypes.bfloat16, dtypes.float16)
 

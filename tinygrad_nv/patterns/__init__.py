@@ -5,6 +5,9 @@
   epilogue.py     what follows a sum, as an expression that its kernel computes
   gemm.py         the rewrite "gemm": a contraction and its epilogue to a spec, a schedule and a call
   named.py        functions known by name, whose bodies are their references
+    paged.py        attention over keys and values in pages; kv_append.py: new ones into pages. *_body.py are
+                  their references, *_lower.py make kernels; paged_check.py looks at tables of pages
+  strides.py      where an argument of such a function lies
   program.py      a kernel in tinygrad's graph, with the facts that explain() tells of it
 
 Read in that order. What a pattern does not take stays as tinygrad would have run it, and `program.miss` says

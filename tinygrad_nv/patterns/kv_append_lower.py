@@ -21,7 +21,6 @@ from tinygrad_nv.runtime.launch_text import source
 from tinygrad_nv.tile.decode import Pages, Scales
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.kv_append import AppendSpec, Heads, Rope, problems
-from tinygrad_nv.tile.templates import kv_append as template
 
 TEMPLATE = "kv_append"
 ROW_BYTES = 16  # of which heads of new rows begin at multiples, else they are copied
@@ -94,4 +93,5 @@ def _scales(x: Laid) -> Scales:
 @functools.lru_cache(1024)
 def kernel(spec: AppendSpec, arch: str) -> TileKernel:
     """The kernel of an append."""
-    return template.kv_append(spec, arch)
+    from tinygrad_nv.tile.templates.kv_append import kv_append
+    return kv_append(spec, arch)

@@ -11,14 +11,17 @@ for each new token, or −1, which writes nothing.
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
 from tinygrad import Tensor
 from tinygrad.engine import realize
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import config, hooks
 from tinygrad_nv.errors import PageError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FUNCTION = "nv_check_pages"
 
@@ -77,6 +80,7 @@ _registered: list[str] = []
 
 def _execute(ctx: realize.ExecContext, call: UOp, ast: UOp) -> list[float | None]:
     """Looks at both, and copies them."""
+    import numpy as np
     name, *numbers = ast.arg.split(":")[1:]
     pages, size, rows, window = map(int, numbers[:4])
     outs = [each.buffer.ensure_allocated() for each in realize.resolve_params(call, ctx.input_uops)]

@@ -30,7 +30,6 @@ from tinygrad_nv.tile.expression import Expression, Sum, short, tanh
 from tinygrad_nv.tile.kernel import DecodeKernel
 from tinygrad_nv.tile.legal_decode import problems
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.templates.decode import decode_attention
 
 TEMPLATE = "decode"
 ROW_BYTES = 8  # of which rows of q begin at multiples: 4 elements of a lane
@@ -145,6 +144,7 @@ def _schedule(spec: DecodeSpec, machine: Machine) -> Schedule:
 @functools.lru_cache(1024)
 def kernel(spec: DecodeSpec, schedule: Schedule, arch: str) -> DecodeKernel:
     """The kernels of a decode attention."""
+    from tinygrad_nv.tile.templates.decode import decode_attention
     return decode_attention(spec, schedule, arch)
 
 
