@@ -64,7 +64,7 @@ def decoded(made: Found, arch: str) -> Decode | None:
     if most(summed(length, made.forms["s_kv"], -1), made.names) > 0: return None
     keys = longest if window is None else min(longest, window + spec.s_q - 1)
     if not is_decode(spec.s_q, spec.batch[2], keys): return None
-    if (score := _score(spec, length)) is None: return None
+    if (score := _score(spec, length, made.forms["start"])) is None: return None
     integers = (integer(length, made.variables),) if made.variables else ()
     try: found = _spec(spec, longest, bool(integers), window, score)
     except SpecError: return None
@@ -104,16 +104,22 @@ def _seen(band: Band, rows: int, forms: Mapping[str, Form]) -> tuple[Form, int |
     return None if window is not None and window < 1 else (length, window)
 
 
-def _score(spec: AttentionSpec, length: Form) -> Expression | None:
+def _score(spec: AttentionSpec, length: Form, start: Form) -> Expression | None:
     """The score with places for rows: row r stands at length − s_q + r."""
-    if not any(node == Position("m") for node in walk(spec.score)): return spec.score
-    if length.factors or spec.band.last is None: return None
-    return _moved(spec.score, spec.s_q - length.offset)
+    axes = {node.axis for node in walk(spec.score) if isinstance(node, Position)}
+    if "m" in axes and spec.band.last is None: return None
+    if "start" in axes and length.factors != start.factors: return None
+    apart = start.offset - (length.offset - spec.s_q)
+    return _moved(spec.score, spec.s_q - length.offset if not length.factors else None, apart)
 
 
-def _moved(node: Expression, by: int) -> Expression:
-    if node == Position("m"): return Position("m") + by if by else node
-    if isinstance(node, Apply): return replace(node, args=tuple(_moved(arg, by) for arg in node.args))
+def _moved(node: Expression, first: int | None, apart: int) -> Expression:
+    """Row r is the place t and `first`, or t − start where that varies; the start is `apart` from ours."""
+    if node == Position("m"):
+        if first is None: return Position("m") - Position("start")
+        return Position("m") + first if first else node
+    if node == Position("start"): return node + apart if apart else node
+    if isinstance(node, Apply): return replace(node, args=tuple(_moved(x, first, apart) for x in node.args))
     return node
 
 

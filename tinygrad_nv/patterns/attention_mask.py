@@ -137,20 +137,30 @@ def finished(score: Expression, conditions: list[Expression], along: Mapping[Pla
     for condition in dict.fromkeys(conditions):
         place = compared(condition)
         if place is None or not bounds.take(along[place], place.factors): kept.append(condition)
+    # of one row it would be a band: that is tried next
+    if any(p.factors and not along[p].m for p in places(*kept)):
+        raise Unfused("a mask that depends on a variable of the launch")
     band, start = bounds.band()
+    if band.full: start = next((_moving(p) for p in places(score, *kept) if p.factors), start)
     for condition in kept: score = where(condition, score, float("-inf"))
     if len(bounds.keys) > 1 and len({limit.factors for limit in bounds.keys}) > 1:
         raise Unfused("several limits of the keys that depend on different variables")
     keys = min(bounds.keys, key=lambda limit: limit.offset, default=None)
-    return Mask(_placed(score, along, loads), band, start, keys)
+    return Mask(_placed(score, along, loads, start), band, start, keys)
 
 
-def _placed(root: Expression, along: Mapping[Place, Along], loads: list[Load]) -> Expression:
+def _moving(place: Place) -> Form:
+    """The variables of a place, counted up: where nothing else does, they may say where row 0 stands."""
+    up = max(factor for _, factor in place.factors) > 0
+    return Form(0, (), place.factors if up else _negative(place.factors))
+
+
+def _placed(root: Expression, along: Mapping[Place, Along], loads: list[Load], start: Form) -> Expression:
     """An expression with loads in place of their numbers and positions in place of places."""
     known: dict[int, Expression] = {}
 
     def of(node: Expression) -> Expression:
-        if isinstance(node, Place): return _position(node, along[node])
+        if isinstance(node, Place): return _position(node, along[node], start)
         if isinstance(node, Load): return loads[node.parameter]
         if isinstance(node, Sum): return Sum()
         if not isinstance(node, Apply): return node
@@ -159,9 +169,14 @@ def _placed(root: Expression, along: Mapping[Place, Along], loads: list[Load]) -
     return of(root)
 
 
-def _position(place: Place, along: Along) -> Expression:
-    if place.factors: raise Unfused("a score or mask that depends on a variable of the launch")
-    axes = [(Position("n"), along.n), (Position("m"), along.m),
+def _position(place: Place, along: Along, start: Form) -> Expression:
+    times = 0
+    if place.factors:  # by whole multiples of where row 0 stands
+        times = dict(place.factors).get(start.factors[0][0], 0) // start.factors[0][1] if start.factors else 0
+        if place.factors != tuple((name, times * factor) for name, factor in start.factors):
+            raise Unfused("a score or mask that depends on variables of the launch")
+    offset = along.offset - times * start.offset
+    axes = [(Position("n"), along.n), (Position("m"), along.m), (Position("start"), times),
             *((Position(i), stride) for i, stride in enumerate(along.batch))]
     made: Expression | None = None
     for axis, stride in axes:
@@ -170,5 +185,5 @@ def _position(place: Place, along: Along) -> Expression:
         else:
             term: Expression = axis if stride == 1 else axis * stride
             made = term if made is None else made + term
-    if made is None: return Constant(along.offset, dtypes.int32)
-    return made + along.offset if along.offset else made
+    if made is None: return Constant(offset, dtypes.int32)
+    return made + offset if offset else made

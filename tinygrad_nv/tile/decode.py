@@ -13,9 +13,9 @@ head:
     out[i, d]  = Σ_c p[i, c] v[c, d]                                      float32, then rounded to out's dtype
 
 `score` is an expression (expression.py) of the sum in float32: `Position("m")` is the row's place t,
-`Position("n")` the key c, `Position(0)` the request, 1 the key head, 2 the query head of it. Loads have the
-strides of row i, key c, and the three of the batch; with a table there are none. Rows that see nothing, as
-all of a request of length 0, give zeros.
+`Position("n")` the key c, `Position("start")` is length[b] − s_q, `Position(0)` the request, 1 the key head,
+2 the query head of it. Loads have the strides of row i, key c, and the three of the batch; with a table
+there are none. Rows that see nothing, as all of a request of length 0, give zeros.
 
 Keys and values of 8 bits (e4m3, s8) stand for their number times a scale, float32 in memory, one for each
 page and key head: p is then rounded after it has been multiplied by the scale of its value. NaN of e4m3

@@ -87,8 +87,9 @@ class Constant(Expression):
 
 @dataclass(frozen=True)
 class Position(Expression):
-    """The index of this element along rows, columns, or a dimension of the batch."""
-    axis: Literal["m", "n"] | int
+    """The index of this element along rows, columns, or a dimension of the batch; of attention also where row
+    0 stands among the columns, "start"."""
+    axis: Literal["m", "n", "start"] | int
     dtype: DType = dtypes.int32
 
 

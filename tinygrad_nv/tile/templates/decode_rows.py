@@ -163,6 +163,7 @@ class Softmax:
         """An index: s32; of keys, that of the lane's first column."""
         if axis == "m": return self.rows.seen[h] - 1
         if axis == "n": return column
+        if axis == "start": return self.rows.length - self.spec.s_q
         return (self.rows.head[h] if axis == 2 else self.rows.batch[int(axis)]).to("s32")
 
 
