@@ -30,7 +30,7 @@ from tinygrad_nv.tile.templates.flash_backward_wgmma_blocks import Blocks
 from tinygrad_nv.tile.templates.flash_backward_wgmma_halves import HalvedProducts
 from tinygrad_nv.tile.templates.flash_backward_wgmma_load import Loads
 from tinygrad_nv.tile.templates.flash_backward_wgmma_multiply import FINISHED, Products
-from tinygrad_nv.tile.templates.flash_backward_wgmma_plan import REGISTERS, WARP_ROWS, WARPGROUP, Plan
+from tinygrad_nv.tile.templates.flash_backward_wgmma_plan import WARP_ROWS, WARPGROUP, Plan
 from tinygrad_nv.tile.templates.flash_backward_wgmma_queries import (
     BoxedSums,
     DirectSums,
@@ -96,7 +96,7 @@ class _Writer:
         _, heads, group = plan.spec.forward.batch
         self.head = (k.ctaid.z * heads + k.ctaid.y) * group
         self.blocks = Blocks(k, plan, self.column.to("s32"), self.extents)
-        fewer, more = REGISTERS[plan.consumers]
+        fewer, more = plan.registers
         threads = WARPGROUP * plan.consumers
         with k.if_(k.tid.x >= threads), k.comment("producers: a thread of the last warpgroup, and a warp"):
             if fewer: k.setmaxnreg(fewer, more=False)

@@ -25,9 +25,10 @@ from tinygrad_nv.tile.templates.wgmma_tiles import OperandTile, natural_span
 __all__ = ["DQ_COLUMNS", "REGISTERS", "ROWS", "STEP", "WARPGROUP", "WARP_ROWS", "Plan", "map_argument",
            "walked"]
 
-# registers a thread of the producers and of a consumer, by the number of consumers: together at most 512;
-# one consumer keeps what the compiler gives it
+# registers a thread of the producers and of a consumer, by the number of consumers: together what the three
+# warpgroups begin with, 3 · 168; one consumer keeps what the compiler gives it
 REGISTERS = {1: (0, 0), 2: (24, 240)}
+HALVED_REGISTERS = (40, 232)    # of consumers that share keys: more boxes to copy, fewer sums to hold
 WARP_ROWS = 16      # of a consumer's 64
 DQ_COLUMNS = 32     # float32 of a row of 128 bytes
 MOST_CARRIED = 64   # sums of dk and dv, beside products of dk that are in flight across the loop's end
@@ -150,6 +151,11 @@ class Plan:
         if self.halved: return max(part + half, self.dq_columns // 2)
         if self.parts == 1: return part + max(part, self.dq_columns // 2) + half
         return max(2 * part + 4 * half, part + self.dq_columns // 2 + 3 * half)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread of the producers and of a consumer; 0 where they are left as they are."""
+        return HALVED_REGISTERS if self.halved else REGISTERS[self.consumers]
 
     @property
     def kind(self) -> str:
