@@ -24,7 +24,7 @@ from tinygrad_nv.tile.templates.flash_fma import flash_fma
 
 REGISTERS = 65536  # of an SM
 TILES = [(d, scheduled(*tile)) for d, tiles in FMA.items() for tile in tiles]
-TILES += [(128, scheduled(*tile)) for tile in FEW_FMA]
+TILES += [(d, scheduled(*tile)) for tile, d in zip(FEW_FMA, (96, 96, 128, 192, 128, 256, 256), strict=True)]
 SCALED = Sum() * 0.1
 SCORES: dict[str, Expression] = {
     "mask": where(Load(0, dtypes.bool, 512, 1), SCALED, Constant(-math.inf)),
@@ -99,17 +99,17 @@ def test_there_is_a_default(arch: str, d: int):
         if rows <= 16: assert schedule.warps_n > 1
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 96])
 def test_loops_multiply_and_add(d: int):
-    """Nine of ten instructions of both products are FFMA, and no other unit multiplies."""
+    """Seven of eight instructions of both products are FFMA, and no other unit multiplies."""
     spec = attention(4096, 4096, d, F32, band=CAUSAL)
     schedule = default(spec, "sm_90a")
     assert schedule is not None
     code = functions(disassembled(assemble(flash_fma(spec, schedule, "sm_90a").ptx, "sm_90a").cubin))
-    found = [loop.counts for loop in loops(code["flash_fma"]) if loop.counts["FFMA"] > 256]
+    found = [loop.counts for loop in loops(code["flash_fma"]) if loop.counts["FFMA"] >= 256]
     inner = [counts for counts in found if not counts["BAR"]]
-    assert len(inner) == 2
-    for counts in inner: assert counts["FFMA"] >= 0.9 * counts.total()
+    assert len(inner) >= 2
+    for counts in inner: assert counts["FFMA"] >= 0.87 * counts.total()
     assert not {each.opcode for each in code["flash_fma"]} & set(TENSOR)
 
 
@@ -120,7 +120,7 @@ REFUSED: dict[str, tuple[Schedule, dict[str, object]]] = {
     "3 x 1 warps are not 1, 2": (scheduled(64, 32, 3), {}),
     "block_n=32 of 8 warps": (scheduled(16, 32, 1, 8), {}),
     "9 stages are not 2 to 8": (scheduled(16, 32, 1, 4, 9), {}),
-    "272 sums a thread, at most 176": (scheduled(32, 64, 1, 4), {"d": 256}),
+    "272 sums a thread, at most 152": (scheduled(32, 64, 1, 4), {"d": 256}),
     "133120 B of shared memory, sm_89 has 101376": (scheduled(64, 64, 4), {"d": 64, "d_v": 128}),
     "stream-K is of other templates": (scheduled(32, 32, 2).streamed(), {})}
 

@@ -13,9 +13,8 @@ from tinygrad_nv.tile.schedule import Schedule
 SIZE = 4                   # bytes of a float
 COLUMNS = (8, 16, 32, 64)  # of a warp, in a block
 MOST_GRID = 65535          # of y and z
-MOST_SUMS = 176            # registers for sums and scores that leave room for operands and addresses
+MOST_SUMS = 152            # registers for sums and scores that leave room for operands and addresses
 MOST_BESIDE = 150          # the same, where scores are more than multiples of sums
-MOST_CHAINED = 152         # the same with all chains of a score
 
 
 def padded(d: int) -> int:
@@ -67,7 +66,7 @@ def chains(s: Schedule, spec: AttentionSpec) -> int:
     """By how many sums, of every second or fourth element, a lane adds up a score: four have half the
     rounding error of one. As many as there are registers for."""
     rows, d_v, columns = s.block_m // s.warps_m, padded_values(spec.d_v), warp_columns(s)
-    return next((n for n in (4, 2) if rows * (d_v + n * columns) // 32 <= MOST_CHAINED), 1)
+    return next((n for n in (4, 2) if rows * (d_v + n * columns) // 32 <= MOST_SUMS), 1)
 
 
 def ring_bytes(s: Schedule, spec: AttentionSpec) -> int:

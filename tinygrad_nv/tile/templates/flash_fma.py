@@ -156,9 +156,9 @@ class _Writer:
             cells = self.scores.of(self.products.of(reading), first)
             if not self.columns.always_full:
                 with k.if_(self.columns.partly(self.base)): self.scores.mask(cells, first)
-            self.outputs.scaled(self.softmax.step(cells))
+            shrinks = self.outputs.of_rows(self.softmax.step(cells))
             self.outputs.hand_over(cells)
-            self.outputs.add(reading)
+            self.outputs.add(reading, shrinks)
             self.base -= s.block_n
             writing.set(reading)
             reading += self.stage_bytes

@@ -13,6 +13,10 @@ half the elements: 4 × 8 lanes read less of few long rows than 8 × 4 do. Share
 warp at a time, whose lanes read the same 16 bytes or ones in other banks (layout.py; rows of probabilities:
 `legal_flash_fma.pitch`).
 
+A block's share of p v is summed by itself and then added: rounding errors of a sum grow with its length, and
+the sum over all keys would have twice those of matrix products that are added up in blocks. So would one long
+sum of a score, hence `chains`.
+
 Both are loops, over 128 bytes of the rows of q and k and over eight columns of keys, unrolled inside.
 """
 from __future__ import annotations
@@ -24,7 +28,9 @@ from tinygrad_nv.tile.flash_score import Cells
 from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.ops import Places, swizzled
 
-CHUNK = 16  # bytes: four elements
+CHUNK = 16        # bytes: four elements
+MOST_SHARE = 64   # registers for a block's share of the sums, half as many beside
+MOST_BESIDE = 96  # more than so many for the sums
 
 
 @dataclass
@@ -127,41 +133,51 @@ class Outputs:
                          cell[2 * h:2 * h + 2])
         k.emit("bar.warp.sync", -1)
 
+    def of_rows(self, factors: list[Value]) -> list[Value]:
+        """Factors of rows lane / 4 + 8 i as those of rows lane / 8 + 4 i: four lanes have one, the first of
+        them 4 · (row % 8)."""
+        k, made = self.k, self.k.regs("f32", len(self.sums))
+        for i, factor in enumerate(made):
+            lane = (self.lane_row << 2) + 16 * (i % 2)
+            k.emit("shfl.sync.idx.b32", factor, factors[i // 2], lane, 31, -1)
+        return made
+
     def scaled(self, factors: list[Value]) -> None:
-        """Multiplies every row's sums. Factors are those of rows lane / 4 + 8 i."""
-        for i, row in enumerate(self.sums):
-            factor = self._of_row(factors, i)
+        """Multiplies every row's sums by a factor of rows lane / 4 + 8 i."""
+        for row, factor in zip(self.sums, self.of_rows(factors), strict=True):
             for four in row:
                 for register in four: register *= factor
 
-    def _of_row(self, factors: list[Value], i: int) -> Value:
-        """The factor of row lane / 8 + 4 i: four lanes have it, the first of them at 4 · (row % 8)."""
-        k, made = self.k, self.k.reg("f32")
-        k.emit("shfl.sync.idx.b32", made, factors[i // 2], (self.lane_row << 2) + 16 * (i % 2), 31, -1)
-        return made
+    def add(self, stage: Value, shrinks: list[Value]) -> None:
+        """Adds the share of a block whose stage begins at a shared address (u32) to what sums have become
+        when they have shrunk by factors of rows lane / 8 + 4 i."""
+        k, sums = self.k, self.rows * self.groups
+        wide = max(1, (MOST_SHARE if sums <= MOST_BESIDE else MOST_SHARE // 2) // self.rows)
+        for first in range(0, self.groups, wide):
+            share = [[k.regs("f32", 4, 0.0) for _ in row[first:first + wide]] for row in self.sums]
+            left, right = k.reg("u32", self.read_from), k.reg("u32", stage)
+            if self.columns == 8: self._eight(share, first, left, right)
+            else:
+                with k.loop(0, self.columns // 8):
+                    self._eight(share, first, left, right)
+                    left += 8 * 4
+                    right += 8 * self.values.span
+            for row, own, shrink in zip(self.sums, share, shrinks, strict=True):
+                for four, more in zip(row[first:first + wide], own, strict=True):
+                    for register, value in zip(four, more, strict=True):
+                        k.emit("fma.rn.f32", register, register, shrink, value)
 
-    def add(self, stage: Value) -> None:
-        """The share of a block whose stage begins at a shared address (u32)."""
-        k = self.k
-        left, right = k.reg("u32", self.read_from), k.reg("u32", stage)
-        if self.columns == 8: self._eight(left, right)
-        else:
-            with k.loop(0, self.columns // 8):
-                self._eight(left, right)
-                left += 8 * 4
-                right += 8 * self.values.span
-
-    def _eight(self, left: Value, right: Value) -> None:
-        """Of eight columns of keys."""
+    def _eight(self, share: list[list[list[Value]]], first: int, left: Value, right: Value) -> None:
+        """Of eight columns of keys, and of 32 elements of v for each four registers from `first` on."""
         k = self.k
         self.right.at_stage(right)
         for half in range(2):
             weights = [k.ld("shared", "f32", left.at(4 * i * self.pitch + CHUNK * half), 4)
                        for i in range(self.rows // 4)]
             for c in range(4):
-                for j in range(self.groups):
-                    place = self.right(self.values.plain(4 * half + c, 128 * j), self.start)
+                for j in range(len(share[0])):
+                    place = self.right(self.values.plain(4 * half + c, 128 * (first + j)), self.start)
                     four = k.ld("shared", "f32", place, 4)
-                    for row, own in zip(self.sums, weights, strict=True):
+                    for row, own in zip(share, weights, strict=True):
                         for register, value in zip(row[j], four, strict=True):
                             k.emit("fma.rn.f32", register, own[c], value, register)
