@@ -16,6 +16,7 @@
     gemv_finish.py     from the sums of lanes to the result
   flash_mma.py       attention with mma.sync (FlashAttention-2): sm_80 and later
     flash_mma_copy.py  rows of q, keys and values to shared memory
+    flash_rest.py      of a ragged batch, rows that belong to no sequence
   flash_fma.py       attention in float32, without tensor cores: sm_80 and later
     flash_fma_products.py    what a lane multiplies
     flash_fma_softmax.py     exponents of differences
