@@ -137,6 +137,21 @@ def test_falls_back_with_a_reason(arch: str, more: dict[str, Any], words: str):
     for name, x in expected.items(): torch.testing.assert_close(found[name].float(), x.float(), **rough)
 
 
+def test_parts_of_one_tensor(hopper: NVDevice):
+    """Keys and values of all layers in one: written in place, by tinygrad, with nothing beside them."""
+    case = append([1, 9, 17], **ALL)
+    x = case.tensors(hopper.device)
+    cache = Tensor.stack(x["v_pages"], x["k_pages"], x["v_pages"]).contiguous().realize()
+    before = fetched(cache)
+    made = kv_append(**x | {"k_pages": cache[1], "v_pages": cache[2]})
+    assert "k_pages are no storage of their own" in str(explain(*made))
+    Tensor.realize(*made)
+    after, expected = fetched(cache), wanted(case)
+    same({"before": after[0], "k": after[1], "v": after[2]},
+         {"before": before[0], "k": expected["k_pages"], "v": expected["v_pages"]})
+    hopper.synchronize()
+
+
 # **** order ****
 
 def decode(x: dict[str, Tensor]) -> Tensor:

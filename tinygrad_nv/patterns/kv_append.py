@@ -11,6 +11,9 @@ realized; keys and values are then written together. Padding: a row before the r
 0), or one whose page is none (−1), writes nothing: a batch may be filled up with requests of length 0. A
 scrap page needs no special care either, as long as no two rows share a token of it.
 
+The kernel writes pages that are Tensors of their own. Parts of a larger one (`cache[layer]`, `cache[:, 0]`)
+are written in place too, but by tinygrad's kernels, which go through all of it.
+
 Pages of 8 bits have scales, one for each page and key head, that the caller has set before: they are those
 that `paged_attention` gets, and appending never changes them, since tokens that are already in a page would
 mean other numbers. A head whose values go beyond 127 scales (s8) or 448 (e4m3) saturates. Scales that are
