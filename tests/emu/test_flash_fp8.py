@@ -43,20 +43,20 @@ def test_results(out: DType):
     close8(attention8(70, 130, 64, out=out, heads=2, group=2, log_sum=True))
 
 
-@pytest.mark.parametrize("start", [0, 63, 150])
+@pytest.mark.parametrize("start", [0, 150])
 @pytest.mark.parametrize("band", [CAUSAL, Band(-40, 0), Band(None, 20), Band(-10, None), Band(5, 60),
                                   Band(-70, -33)], ids=str)
 def test_bands(band: Band, start: int):
     """Rows may see nothing: zeros, and l = −inf."""
-    close8(attention8(140, 330, 32, (32, 32, 32), band=band, start=start, log_sum=True), NARROW, start % 4)
+    close8(attention8(140, 230, 32, (32, 32, 32), band=band, start=start, log_sum=True), NARROW, start % 4)
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_of_scales(name: str, seed: int):
     """Of q, k and v; six blocks of two stages."""
-    spec = attention8(200, 370, 64, BLOCKS[name], batch=2, heads=2, group=1 + seed % 2, band=CAUSAL,
-                      start=170, log_sum=True)
+    spec = attention8(140, 330, 48, BLOCKS[name], heads=2, group=1 + seed % 2, batch=1 + seed // 2,
+                      band=CAUSAL, start=190, log_sum=True)
     schedule = (SMALL8, NARROW, NARROW.pingpong(), NARROW.stages(3))[seed]
     if not problems(schedule, spec, "sm_90a"): close8(spec, schedule, seed)
     else: close8(spec, NARROW, seed)
@@ -149,10 +149,9 @@ def test_a_rows_bits_do_not_depend_on_other_rows():
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("d", [64, 160])
-def test_columns_that_no_row_sees_do_not_count(d: int, seed: int):
+def test_columns_that_no_row_sees_do_not_count(seed: int):
     """Keys and values beyond the band are NaN, within the last block too, in every tile of CTAs."""
-    spec = attention8(150, 400, d, band=CAUSAL, start=150, heads=2)
+    spec = attention8(150, 350, (32, 64, 96, 160)[seed], band=CAUSAL, start=150, heads=2)
     given = arguments(spec, seed)
     spoilt = {name: storage.clone() for name, storage in given.items()}
     for name in "kv": matrix(spec, spoilt, name)[..., 300:, :] = torch.nan
@@ -162,8 +161,8 @@ def test_columns_that_no_row_sees_do_not_count(d: int, seed: int):
 # **** schedules ****
 
 @pytest.mark.parametrize("schedule", [
-    NARROW, NARROW.stages(3).pingpong(), W.block(64, 128).warps(8), W.block(128, 160), W.block(128, 192),
-    W.block(128, 128).pingpong(), W.block(192, 96).warps(16).pingpong(), W.block(128, 224)], ids=str)
+    NARROW, NARROW.stages(3).pingpong(), W.block(64, 128).warps(8), W.block(192, 96).warps(16).pingpong(),
+    *(pytest.param(W.block(128, n), marks=pytest.mark.slow) for n in (128, 160, 192, 224))], ids=str)
 def test_schedules(schedule: Schedule):
     """At least `stages` + 2 blocks of narrow ones, fewer blocks than stages."""
     for blocks in (schedule.depth + 2 if schedule.block_n < 64 else 3, 1):
@@ -176,7 +175,7 @@ def test_schedules(schedule: Schedule):
 @pytest.mark.parametrize("band", [FULL, CAUSAL, Band(-50, 0), Band(None, -100)], ids=str)
 def test_persistent(band: Band, seed: int):
     """More tiles than multiprocessors, some of which may have no block: the bits of CTAs with a tile each."""
-    spec = attention8(180, 200, 32, BLOCKS[list(BLOCKS)[seed]], band=band, heads=2, group=2, log_sum=True)
+    spec = attention8(140, 140, 32, BLOCKS[list(BLOCKS)[seed]], band=band, heads=2, group=2, log_sum=True)
     given, schedule = arguments(spec, seed), NARROW.pingpong() if seed % 2 else NARROW
     one, other = (run(flash_wgmma(spec, schedule, sm_count=count), spec, given, "sm_90a", seed)
                   for count in (1000, 3))
@@ -184,8 +183,7 @@ def test_persistent(band: Band, seed: int):
     near(spec, given, other)
 
 
-@pytest.mark.parametrize("s_kv", [1, 129, 256])
-@pytest.mark.parametrize("s_q", [1, 129, 200])
+@pytest.mark.parametrize(("s_q", "s_kv"), [(1, 256), (129, 129), (200, 1), (200, 255)])
 def test_extents_of_a_launch(s_q: int, s_kv: int):
     spec = attention8(200, 300, 64, (64, 64, 64), band=CAUSAL, start=120, heads=2, group=2, order="brh",
                       symbolic=("s_q", "s_kv", "start"), log_sum=True)

@@ -7,6 +7,8 @@
   named.py        functions known by name, whose bodies are their references
     paged.py        attention over keys and values in pages; kv_append.py: new ones into pages. *_body.py are
                   their references, *_lower.py make kernels; paged_check.py looks at tables of pages
+    fp8_attention.py  attention of 8 bits with scales
+    varlen.py       attention of sequences that lie one after the other
   strides.py      where an argument of such a function lies
   program.py      a kernel in tinygrad's graph, with the facts that explain() tells of it
 
