@@ -136,9 +136,8 @@ class _Writer:
         if weights.dropout is not None:
             for each in products.dv: each *= weights.dropout.scale
         heads = (*self.batch, k.reg("u32", 0))
-        # values are a consumer's own, unless all have the same keys
-        if plan.halved: k.sync(FINISHED, WARPGROUP * plan.consumers)
         self.dv.store(products.dv, key, first, self.extents.s_kv, heads, consumer)
+        # dk comes where keys were that the other consumer's dq is made of, unless each has its own columns
         if plan.dk is not None and not plan.halved: k.sync(FINISHED, WARPGROUP * plan.consumers)
         self.dk.store(products.dk, key, first, self.extents.s_kv, heads, consumer)
         k.tma_wait(0)
