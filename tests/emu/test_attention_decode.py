@@ -22,8 +22,10 @@ from attention_graph_case import (
     use,
 )
 from tinygrad.dtype import DType
+from tinygrad_nv.models.llama import KVCache
 
-from tinygrad_nv import Device, Tensor, TinyJit, Variable, explain
+from tinygrad_nv import LLM, Device, SamplingParams, Tensor, TinyJit, Variable, explain
+from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.tile.decode import DecodeSpec
 
 BOTH = pytest.mark.parametrize("gpu", DEVICES, indirect=True)
@@ -110,6 +112,22 @@ def test_bits_do_not_depend_on_other_rows(gpu: str):
     first = step(stored(q), cache, 700).numpy()[:, :, 0]
     q[:, :, 1:] *= 3
     assert (step(stored(q), cache, 700).numpy()[:, :, 0] == first).all()
+
+
+@pytest.mark.slow
+def test_llama_says_the_same_as_on_a_cpu():
+    """The model in the box in bfloat16, where no tokens are a rounding apart: one attention for each layer
+    and token, besides the combining."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    models = [LLM(DEFAULT_MODEL, "bfloat16", max_model_len=160, device=device) for device in ("CPU", "EMU")]
+    told = [llm.complete("Once upon a time", params).token_ids for llm in models]
+    assert told[0] == told[1]
+    model = models[1].model
+    cache = KVCache.create(model.config, 256, BF16, device="EMU")
+    logits = model.step(Tensor([[5]], device="EMU"), Variable("position", 0, 255).bind(7), cache)
+    templates = [kernel.template for kernel in explain(logits).kernels]
+    assert templates.count("decode") == model.config.num_layers
+    assert not any(template and template.startswith("flash") for template in templates)
 
 
 # **** other graphs ****
