@@ -11,7 +11,8 @@ A CTA has `block_n` keys of one key head, and goes through all query heads of it
 sees any of the keys are skipped, only those at the edges of the band, or of the keys, are masked
 (flash_backward_wgmma_blocks.py). Scores are computed transposed, so that p and ds are left operands in
 registers of the products that sum dv and dk (flash_backward_wgmma_multiply.py); ds goes through shared memory
-to dq alone. dq is summed in memory by TMA (flash_backward_wgmma_queries.py).
+to dq alone. dq is summed in memory, by TMA (flash_backward_wgmma_queries.py). Of heads above 128 consumers
+share 64 keys, and each has half of the columns (flash_backward_wgmma_halves.py).
 
 It is launched early: whoever touches global memory waits for the kernel before once the barriers are made.
 The kernel after may begin once all CTAs' last copies are on their way.

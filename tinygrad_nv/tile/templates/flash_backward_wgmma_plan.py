@@ -39,7 +39,7 @@ DS_BUFFERS = 2      # one is written while the other is multiplied: one barrier 
 class Plan:
     """A backward pass by a schedule. Tiles in shared memory: `k` and `v` as left operands, `k_right` as the
     right one of dq; `q` and `grad` of a block of rows, `q_right` and `grad_right` the same for dk and dv;
-    `ds`. `dk` and `dv` are tiles of results that go by TMA."""
+    `ds`, and p where it is in shared memory. `dk` and `dv` are tiles of results that go by TMA."""
     spec: BackwardSpec
     schedule: Schedule
     q: OperandTile

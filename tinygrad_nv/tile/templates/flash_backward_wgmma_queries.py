@@ -13,6 +13,8 @@ one that cannot start. What a block has added is made known when the next one's 
 """
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced
 from tinygrad_nv.tile.kernel import MapArgument
@@ -34,7 +36,7 @@ class QueryMap:
         self.tensor_map = k.tensor_map("map_dq")
 
 
-class QuerySums:
+class QuerySums(ABC):
     """Sums of one warp; `warp` (u32) is its number among the consumers', `head` (u32) the number of the first
     query head in the whole batch."""
 
@@ -44,12 +46,13 @@ class QuerySums:
         self.sums = k.regs("f32", plan.dq_columns // 2)
         self.turn = k.reg("u64", 0)  # the counter of the block before
 
+    @abstractmethod
     def add(self, walk: Walk) -> None:
         """Adds the sums of the walker's block."""
-        raise NotImplementedError
 
+    @abstractmethod
     def settle(self) -> None:
-        """One lane: what is to be waited for after the last block."""
+        """One lane: waits for what is on its way, after the last block."""
 
     def _place(self, walk: Walk) -> tuple[Value, Value]:
         """The first of the warp's rows, and of its columns (s32)."""
@@ -133,7 +136,7 @@ class BoxedSums(QuerySums):
 
 
 class DirectSums(QuerySums):
-    """From registers, two elements of a row at a time."""
+    """From registers, two elements of a row at a time. Turns are given at once: nothing is settled later."""
 
     def __init__(self, k: Kernel, plan: Plan, to: Value, turns: Value | None, blocks: Blocks, warp: Value,
                  head: Value) -> None:
@@ -162,3 +165,6 @@ class DirectSums(QuerySums):
         k.emit("fence.acq_rel.gpu")
         k.emit("bar.warp.sync", -1)
         with k.if_(k.elect()): self._give_turn()
+
+    def settle(self) -> None:
+        """One lane."""
