@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_case import fetched
 from pool_case import device
+from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import Tensor, TinyJit, dtypes, explain
 from tinygrad_nv.graphs import GraphPool, Input
+from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.kv_append import kv_append
 from tinygrad_nv.patterns.paged import paged_attention
 from tinygrad_nv.runtime.device import NVDevice
@@ -193,6 +195,32 @@ def test_appends_one_after_another(hopper: NVDevice):
     same({name: fetched(x[name]) for name in ("k_pages", "v_pages")},
          {name: each for name, each in wanted(second).items() if name != "q"})
     hopper.synchronize()
+
+
+def test_a_page_is_copied_after_an_append(hopper: NVDevice):
+    """In the same graph."""
+    case = append([9, 1], **ALL)
+    x = case.tensors(hopper.device)
+    kv_append(**x)
+    page = int(case.given["table"][0, 0])
+    spare = min({*range(8)} - {*case.given["table"].reshape(-1).tolist()})
+    x["k_pages"][spare:spare + 1] = x["k_pages"][page:page + 1]
+    expected = wanted(case)
+    expected["k_pages"][spare] = expected["k_pages"][page]
+    same({name: fetched(x[name]) for name in ("k_pages", "v_pages")},
+         {name: expected[name] for name in ("k_pages", "v_pages")})
+    hopper.synchronize()
+
+
+def test_what_is_stored_already():
+    """What a kernel has written in place, but not another part of the same storage."""
+    pages = Tensor.empty(4, 2, 3, device="CPU").uop
+    done = pages.after(UOp(Ops.CUSTOM_FUNCTION, arg="writes").call(pages))
+    for target, value in ((pages, done), (pages[1:2], done[1:2]), (pages.reshape(8, 3), done.reshape(8, 3))):
+        assert program._stored_in_place(target, value) is value
+    for target, value in ((pages[1:2], done[0:1]), (pages.reshape(2, 4, 3), done.reshape(2, 4, 3).flip(0)),
+                          (Tensor.empty(4, 2, 3, device="CPU").uop, done)):
+        assert program._stored_in_place(target, value) is None
 
 
 def stepped(case: Append, lengths: list[int]) -> Append:

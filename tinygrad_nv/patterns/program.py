@@ -333,9 +333,14 @@ def _dense(x: UOp) -> UOp:
 
 
 def _stored_in_place(target: UOp, value: UOp) -> UOp | None:
-    done = value.base
+    """The value, if a kernel has written it where it would be stored: another part of the same storage is
+    not there."""
+    where, done = target, value
+    while where.op is done.op is Ops.SHRINK and where.src[1:] == done.src[1:]:
+        where, done = where.src[0], done.src[0]
+    where, done = _dense(where), _dense(done)
     written = done.op is Ops.AFTER and done.src[1].op is Ops.CALL
-    return value if written and _written_by(done) is _written_by(target.base) else None
+    return value if written and _written_by(done) is _written_by(where) else None
 
 
 def _written_by(after: UOp) -> UOp:

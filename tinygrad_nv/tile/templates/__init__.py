@@ -50,6 +50,7 @@
     decode_operands.py fragments, also of keys and values of 8 bits
     decode_rows.py     rows, scores, softmax
     decode_merge.py    warps of a CTA, splits of a request: the second kernel
+  kv_append.py       new keys and values, rotated and rounded, into their pages
 
 `build` chooses by the schedule's template. Templates are imported when they are asked for.
 """
