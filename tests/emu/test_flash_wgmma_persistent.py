@@ -43,8 +43,8 @@ def same(spec: AttentionSpec, schedule: Schedule, sm_count: int, seed: int = 0, 
         if one is not None and other is not None: assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize(("band", "seed"), [*((band, seed) for band in BANDS[:3] for seed in range(4)),
+                                            *((band, i % 4) for i, band in enumerate(BANDS[3:]))], ids=str)
 def test_bands(band: Band, seed: int):
     """Eight tiles, some of which may see nothing; up to 11 blocks of 2 stages."""
     spec = attention(180, 170, 24, band=band, start=40, batch=1 + seed % 2, heads=2 - seed % 2, group=2,
@@ -59,8 +59,8 @@ def test_schedules(name: str):
     same(spec, SCHEDULES[name], 2, len(name) % 4)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("band", [CAUSAL, Band(None, -100)], ids=str)
+@pytest.mark.parametrize(("band", "seed"), [*((CAUSAL, seed) for seed in range(4)), (Band(None, -100), 1)],
+                         ids=str)
 def test_results_where_the_queries_were(band: Band, seed: int):
     """The next queries come when the result has been read; tiles without blocks store zeros there."""
     spec = attention(200, 200, 256, band=band, heads=2, log_sum=True)

@@ -1,8 +1,8 @@
 """What follows from a spec and a schedule of `flash_wgmma`: tiles, instructions, bytes. Numbers only.
 
 Protocol: `Plan.of` computes, and refuses nothing. Both legal_flash_wgmma.py and the kernel take their
-arithmetic from here. Registers let a multiprocessor have one CTA at a time. With more tiles than `sm_count`
-multiprocessors CTAs are persistent: a tile that is alone costs its launch, its barriers and the latency of
+arithmetic from here. Registers let a multiprocessor have one CTA of default schedules. With more tiles than
+`sm_count` CTAs are persistent: a tile that is alone costs its launch, its barriers and the latency of
 its first copies, 2 to 3 µs of the 16 µs that 128 rows take over 4096 keys of 128 elements at 600 TFLOP/s;
 one that follows another has its copies under the end of that one. Heads are padded to whole wgmmas, 16
 elements (32 of 8 bits); TMA brings zeros for what is not there and stores nothing of it.
@@ -52,9 +52,11 @@ class Plan:
         k = OperandTile(dtype, "K", n, d, span)
         v = OperandTile(dtype, "MN", d_v, n, span_v)
         turned = OperandTile(dtype, "K", d_v, n, natural_span(n)) if size == 1 else None
-        whole = spec.out.dtype.itemsize == 2 and spec.out.aligned_bytes == 16
+        # a map would not cut off where a sequence of a ragged batch ends
+        whole = spec.out.dtype.itemsize == 2 and spec.out.aligned_bytes == 16 and not spec.ragged
         span_out = natural_span(2 * d_v)
         out = OperandTile(spec.out.dtype, "K", schedule.block_m, d_v, span_out) if whole else None
+        if spec.ragged: sm_count = 0  # tiles are found by the grid
         ctas = sm_count if 0 < sm_count < -(-spec.s_q // schedule.block_m) * spec.matrices else 0
         return Plan(spec, schedule, q, k, v, out, turned, ctas)
 
@@ -140,7 +142,7 @@ class Plan:
     @property
     def ragged(self) -> bool:
         """Whether the last block of columns may reach beyond the keys."""
-        return "s_kv" in self.spec.symbolic or self.spec.s_kv % self.schedule.block_n != 0
+        return self.spec.ragged or "s_kv" in self.spec.symbolic or self.spec.s_kv % self.schedule.block_n != 0
 
     @property
     def blocks_of_rows(self) -> int:
@@ -152,7 +154,7 @@ class Plan:
         """Blocks of rows, heads, batch; or the persistent ones."""
         if self.ctas: return self.ctas, 1, 1
         batch, heads, group = self.spec.batch
-        return self.blocks_of_rows, heads * group, batch
+        return self.blocks_of_rows, heads * group, batch + self.spec.ragged
 
 
 def padded(d: int, step: int = STEP) -> int:
