@@ -27,7 +27,8 @@ class Schedule:
     gemv: `warps_m` warps. flash_wgmma: `block_m` rows of queries, `block_n` columns of keys at a time; warps
     as of wgmma, `depth` stages of keys and as many of values; in ping-pong a consumer multiplies while
     another has its softmax. flash_fma: such blocks, whose columns `warps_n` warps share.
-    flash_backward_wgmma: `block_n` keys of a CTA, `block_m` rows at a time, in `depth` stages. `cluster_m` ×
+    flash_backward_wgmma: `block_n` keys of a CTA, `block_m` rows at a time, in `depth` stages;
+    flash_backward_mma: the same, `warps_m` warps along the keys, `warps_n` that share them. `cluster_m` ×
     `cluster_n` CTAs share operands by multicast. `splits` CTAs share the sum of one tile; `stream` divides
     all sums evenly among persistent CTAs instead. `group` rows of tiles are walked together, for L2. `swap`
     computes the transposed product, for few rows. `swizzle` "" is the widest that the tile allows."""
