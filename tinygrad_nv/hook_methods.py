@@ -1,6 +1,11 @@
-"""Methods of Tensor that are ours while enabled. Part of hooks.py, which states the protocol."""
+"""Methods of Tensor that are ours while enabled. Part of hooks.py, which states the protocol.
+
+With them goes a correction: tinygrad 0.14.0 takes parameters of a function that is called inside another one
+for the other's own when it derives that (`_compact_params`), which fails where there are more of them.
+"""
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +13,8 @@ from typing import Any
 from tinygrad import Tensor
 from tinygrad import tensor as tensors
 from tinygrad.helpers import TRACEMETA
+from tinygrad.mixin import gradient
+from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.replaced import add, put_back, remove, replace
 
@@ -37,6 +44,16 @@ def remove_method(name: str) -> None:
 
 def apply(on: bool) -> None:
     """Puts methods in the place of tinygrad's, or those back."""
+    if on and _methods: replace(gradient, "_compact_params", _compact_params)
+    else: put_back(gradient, "_compact_params")
     for name, (owner, ours) in _methods.items():
         if on: replace(owner, name, ours)
         else: put_back(owner, name)
+
+
+def _compact_params(body: UOp, all_args: tuple[UOp, ...]) -> tuple[UOp, tuple[UOp, ...]]:
+    """A body with its own parameters alone, counted anew, and their arguments."""
+    found = {p.arg.slot: p for p in body.toposort(enter_calls=False) if p.op is Ops.PARAM}
+    used = [p for _, p in sorted(found.items())]
+    counted = {p: p.replace(arg=dataclasses.replace(p.arg, slot=i)) for i, p in enumerate(used)}
+    return body.substitute(counted, walk=True), tuple(all_args[p.arg.slot] for p in used)

@@ -11,6 +11,7 @@ import pytest
 import silu_mul
 from tinygrad import schedule
 from tinygrad.engine import jit, realize
+from tinygrad.mixin import gradient
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import (
@@ -346,9 +347,11 @@ def test_every_attribute_is_put_back():
     hooks.remove_execute("e")
     assert all(a is b for a, b in zip(own, there(), strict=True))
     with hooks.disabled():
+        assert gradient._compact_params.__module__ == "tinygrad.mixin.gradient"
         assert realize.compile_linear is jit.compile_linear
         assert realize.compile_linear.__module__ == "tinygrad.engine.realize"
     assert realize.compile_linear.__module__ == "tinygrad_nv.hooks"
+    assert gradient._compact_params.__module__ == "tinygrad_nv.hook_methods"
 
 
 # **** methods of Tensor ****

@@ -229,6 +229,23 @@ def test_a_gradient_that_is_given(data, wrap: Callable[..., Callable[..., Tensor
     assert not y.grad.numpy().any()
 
 
+@pytest.mark.parametrize("precompile", [False, True])
+def test_a_gradient_with_more_arguments_than_the_function_it_is_in(data, precompile: bool):
+    named.lower(Slope, "slope", lambda what, call, *arguments: None)
+
+    def grad(dout: UOp, call: UOp) -> tuple[UOp | None, ...]:
+        x, y = call.src[1:]
+        five = (Tensor(one) for one in (dout, dout, y, x, dout))
+        (made,) = named.call(Slope(2), lambda what, a, b, y, x, g: ((a + b) * y * what.by + x + g,), *five)
+        return made.uop, None
+
+    x, y = pair(data)
+    fn = function(lambda x: named.call(Gate(3), body, x, x + y, grad=grad)[0] + 0, allow_implicit=True,
+                  precompile=precompile)
+    (dx,) = (fn(x) * 5).sum().gradient(x)
+    close(dx + 0, 20 * (data[0] + data[1]) + data[0] + 5)
+
+
 def test_gradients_of_both_results(data):
     def grad(*given: UOp, call: UOp) -> tuple[UOp | None, ...]: return given
     x, y = pair(data)

@@ -1,9 +1,10 @@
 """FlashAttention to a kernel of ours, which writes l too.
 
-Protocol. `forward` is what named.py asks for. The body of the function, over its arguments as the graph has
-them, is an attention like any other: patterns/attention.py finds its spec (scale, soft-cap, masks that are
-bands, strides of q, k and v, copies). Where it finds none, it has said why. The result lies as q does: where
-q is a view of [B, S_q, H, D], as the heads of a projection are, so is the result, as the next one reads it.
+Protocol. `forward` is what named.py asks for. The body of the function, made again over its arguments as the
+graph has them, is an attention like any other: patterns/attention.py finds its spec (scale, soft-cap, masks
+that are bands, strides of q, k and v, copies). Where it finds none, it has said why. The result lies as q
+does: where q is a view of [B, S_q, H, D], as the heads of a projection are, so is the result, as the next one
+reads it.
 
 What an argument is computed from is of no interest here and may be the whole network: `Cut` puts a parameter
 in the place of what lies under q's, k's and v's movement.
@@ -78,7 +79,7 @@ def forward(what: FlashAttention, function: UOp, *arguments: UOp) -> tuple[UOp, 
     if not config.get("NV_ATTENTION"): return None
     cut = Cut()
     shown = (*map(cut, arguments[:3]), *arguments[3:])
-    body = _results(what, function, shown)
+    body = results(what, shown)
     for by_rows in dict.fromkeys((lies_by_rows(shown[0]), False)):
         root = turned(body[0]) if by_rows else body[0]
         nodes, match = attention.found_at(root)
@@ -99,14 +100,12 @@ def forward(what: FlashAttention, function: UOp, *arguments: UOp) -> tuple[UOp, 
     return turned(result) if by_rows else result, logs[0]
 
 
-def _results(what: FlashAttention, function: UOp, arguments: tuple[UOp, ...]) -> tuple[UOp, ...]:
-    """Those of the body, without dropout, which attention.py does not look for."""
-    if what.kept < EVERY:
-        made = attention_named.forward(replace(what, kept=EVERY), *map(Tensor, arguments[:-1]))
-        return tuple(hooks.flattened(one.uop) for one in made)
-    body = hooks.inlined(function.replace(src=(function.src[0], *arguments)))
-    assert body is not None
-    return body.src
+def results(what: FlashAttention, arguments: tuple[UOp, ...]) -> tuple[UOp, ...]:
+    """out and l as the body has them, of whole heads, as shards' are too: without dropout, which attention.py
+    does not look for. The last argument of dropout is its seed."""
+    given = arguments[:-1] if what.kept < EVERY else arguments
+    made = attention_named.forward(replace(what, kept=EVERY), *map(Tensor, given))
+    return tuple(hooks.flattened(one.uop) for one in made)
 
 
 def dropped(spec: AttentionSpec, what: FlashAttention, arguments: tuple[UOp, ...]) -> AttentionSpec:
