@@ -118,14 +118,15 @@ Answer = list[tuple[torch.Tensor, torch.Tensor | None]]  # of each sequence
 
 def run(made: AttentionKernel, case: Case, given: Given, arch: str = "sm_80", seed: int = 0) -> Answer:
     """Each sequence's result [1, heads, group, rows, d_v] and l. Nothing may be found, nothing beside the
-    results written, nothing read that lies outside all sequences."""
+    results written, nothing read that lies before all sequences, nor, without TMA, after them."""
     emu, spec = Emulator(arch, seed=seed), case.spec
     pointers = {name: emu.alloc(bits(given[name])) for name in order(spec)}
     for name, begin in (("q", case.begins[0]), ("k", case.begins[1]), ("v", case.begins[1])):
         rows: Rows = getattr(spec, name)
         size, valid = rows.row * rows.dtype.itemsize, pointers[name].valid
         valid = np.ones(pointers[name].data.nbytes, np.uint8) if valid is None else valid
-        valid[:begin[0] * size], valid[begin[-1] * size:] = 0, 0
+        valid[:begin[0] * size] = 0
+        if not made.maps: valid[begin[-1] * size:] = 0  # TMA's boxes reach beyond a sequence
         pointers[name].valid = valid
     arguments = list(pointers.values())
     maps = [dense.tensor_map(arguments, argument, []) for argument in made.maps]

@@ -7,15 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 from flash_mma_case import CAUSAL, F16, F32, scheduled
+from flash_wgmma_case import W
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ragged_case import Case, arguments, near, ragged, run
+from ragged_case import Case, Given, arguments, near, ragged, run
 from tinygrad.dtype import DType
 
 from tinygrad_nv.tile.attention import FULL, Band
 from tinygrad_nv.tile.expression import Expression, Load, Position, Sum, tanh
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.templates.flash_mma import flash_mma
+from tinygrad_nv.tile.templates.flash_wgmma import flash_wgmma
 
 SMALL = scheduled(32, 32, 2)
 # block edges ± 1, none at all, more rows than keys, at least four blocks of keys
@@ -60,6 +62,16 @@ def test_scores(name: str):
     close(ragged(LENGTHS, 64, heads=2, score=SCORES[name], band=CAUSAL))
 
 
+def beside(case: Case, storages: Given, number: int) -> Given:
+    """The storages with NaN in all rows, of one head of 64, but a sequence's."""
+    spoilt = {name: storage.clone() for name, storage in storages.items()}
+    for name, begins in (("q", case.begins[0]), ("k", case.begins[1]), ("v", case.begins[1])):
+        rows = spoilt[name][:-64].view(-1, 64)  # the last row is nobody's
+        begin, end = begins[number:number + 2]
+        rows[:begin], rows[end:] = torch.nan, torch.nan
+    return spoilt
+
+
 @pytest.mark.parametrize("band", [FULL, CAUSAL], ids=str)
 def test_neighbours_change_no_bit(band: Band):
     """Even if they are NaN."""
@@ -67,12 +79,8 @@ def test_neighbours_change_no_bit(band: Band):
     made, storages = flash_mma(case.spec, SMALL), arguments(case)
     usual = run(made, case, storages)
     for number in (0, 4, 5):
-        spoilt = {name: storage.clone() for name, storage in storages.items()}
-        for name, begins in (("q", case.begins[0]), ("k", case.begins[1]), ("v", case.begins[1])):
-            rows = spoilt[name][:-64].view(-1, 64)  # the last row is nobody's
-            begin, end = begins[number:number + 2]
-            rows[:begin], rows[end:] = torch.nan, torch.nan
-        for got, expected in zip(run(made, case, spoilt)[number], usual[number], strict=True):
+        spoilt = run(made, case, beside(case, storages, number))[number]
+        for got, expected in zip(spoilt, usual[number], strict=True):
             assert got is not None
             assert expected is not None
             assert torch.equal(got, expected)
@@ -110,6 +118,46 @@ def test_on_hopper_lengths_are_read_after_the_kernel_before():
     assert made.ptx.index("griddepcontrol.wait") < made.ptx.index("ld.global")
     assert len(re.findall("griddepcontrol.wait", made.ptx)) == 1
 
+
+# **** wgmma ****
+
+EDGES = [(70, 200), (1, 1), (0, 20), (20, 0), (63, 65), (64, 64), (65, 63), (0, 0), (130, 5), (2, 257)]
+
+
+def close_wgmma(case: Case, schedule: Schedule, seed: int = 0) -> None:
+    """The same, with wgmma."""
+    given = arguments(case, seed)
+    near(case, given, run(flash_wgmma(case.spec, schedule), case, given, "sm_90a", seed))
+
+
+@pytest.mark.parametrize("band", [FULL, CAUSAL, Band(-20, 10), Band(3, None)], ids=str)
+@pytest.mark.parametrize("schedule", [W.block(64, 64).warps(8), W.block(128, 48).stages(3).pingpong()],
+                         ids=str)
+def test_wgmma(schedule: Schedule, band: Band):
+    close_wgmma(ragged(EDGES, 64, group=2, band=band, slack=3), schedule, seed=len(str(band)) % 4)
+
+
+def test_wgmma_with_everything():
+    for name, seed in (("bias", 0), ("ALiBi", 1)):
+        close_wgmma(ragged(LENGTHS, 48, F16, heads=2, score=SCORES[name], band=CAUSAL, out=F32, more=3),
+                    W.block(64, 64).warps(8), seed)
+    close_wgmma(ragged(EDGES, 128, heads=2, group=2, band=CAUSAL, kept=99), W.block(128, 128), 2)
+
+
+def test_neighbours_change_no_bit_with_wgmma():
+    """Even if they are NaN: of keys and values in the block where a sequence ends, and of queries."""
+    case = ragged(EDGES, 64, band=CAUSAL)
+    made, storages = flash_wgmma(case.spec, W.block(64, 64).warps(8)), arguments(case)
+    usual = run(made, case, storages, "sm_90a")
+    for number in (0, 4, 6):
+        for got, expected in zip(run(made, case, beside(case, storages, number), "sm_90a")[number],
+                                 usual[number], strict=True):
+            assert got is not None
+            assert expected is not None
+            assert torch.equal(got, expected)
+
+
+# **** generated ****
 
 COUNT = st.one_of(st.integers(0, 70), st.sampled_from([0, 1, 31, 32, 33, 63, 64, 65]))
 

@@ -25,7 +25,7 @@ def problems(schedule: Schedule, spec: AttentionSpec, arch: str) -> list[str]:
     if arch != "sm_90a": return [f"wgmma needs sm_90a, the target is {arch}"]
     if schedule.template != "flash_wgmma": return [f"template {schedule.template!r} is not flash_wgmma"]
     if spec.q.dtype == dtypes.float32: return ["operands of f32 are of flash_fma"]
-    if spec.ragged: return ["ragged batches are of flash_mma"]
+    if spec.ragged and spec.scales is not None: return ["ragged batches of 8 bits: no template has them"]
     out = [*_operands(spec), *_counts(schedule, spec), *epilogue.problems(spec.score, arch)]
     if found := _extents(schedule, spec.q.dtype.itemsize): return out + found
     return [*out, *_scales(schedule, spec), *_room(Plan.of(spec, schedule))]
@@ -43,16 +43,16 @@ def _scales(s: Schedule, spec: AttentionSpec) -> list[str]:
 def _operands(spec: AttentionSpec) -> list[str]:
     """What TMA asks of strides and beginnings."""
     out = []
-    sides: tuple[tuple[str, Rows, int], ...] = (("q", spec.q, spec.s_q), ("k", spec.k, spec.s_kv),
-                                                ("v", spec.v, spec.s_kv))
-    for name, rows, count in sides:
-        size = rows.dtype.itemsize
-        strides = [("row", rows.row, count)]
-        strides += [(f"batch[{i}]", rows.batch[i], spec.batch[i]) for i in range(3)]
+    rows, keys = spec.total or (spec.s_q, spec.s_kv)
+    sides: tuple[tuple[str, Rows, int], ...] = (("q", spec.q, rows), ("k", spec.k, keys), ("v", spec.v, keys))
+    for name, side, count in sides:
+        size = side.dtype.itemsize
+        strides = [("row", side.row, count)]
+        strides += [(f"batch[{i}]", side.batch[i], spec.batch[i]) for i in range(3)]
         out += [f"{name}: {what} stride {stride * size} B is not a multiple of 16 B: no TMA"
                 for what, stride, extent in strides if extent > 1 and stride * size % 16]
-        if rows.offset * size % 16:
-            out.append(f"{name}: offset {rows.offset * size} B is not a multiple of 16 B: no TMA")
+        if side.offset * size % 16:
+            out.append(f"{name}: offset {side.offset * size} B is not a multiple of 16 B: no TMA")
     return out
 
 

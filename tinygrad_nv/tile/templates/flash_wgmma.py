@@ -24,12 +24,14 @@ way.
 from __future__ import annotations
 
 from tinygrad_nv.errors import ScheduleError
-from tinygrad_nv.ptx.builder import Kernel
+from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile import legal_flash_wgmma
+from tinygrad_nv.tile.access import advanced
 from tinygrad_nv.tile.attention import EVERY, AttentionSpec
 from tinygrad_nv.tile.flash_score import Extents, Scores
 from tinygrad_nv.tile.kernel import AttentionKernel
 from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.templates.flash_rest import clear
 from tinygrad_nv.tile.templates.flash_wgmma_blocks import Blocks
 from tinygrad_nv.tile.templates.flash_wgmma_fp8 import Fp8Products, Turned
 from tinygrad_nv.tile.templates.flash_wgmma_load import Loads
@@ -67,6 +69,7 @@ class _Writer:
         log_sum = k.pointer("l") if spec.log_sum else None
         for name in "qkv": k.pointer(name)  # the tensor maps'
         self.scales = [k.pointer(f"scale_{name}") for name in "qkv"] if spec.scales is not None else []
+        self.cu = (k.pointer("cu_q"), k.pointer("cu_k")) if spec.ragged else None
         self.seed = k.pointer("seed") if spec.kept < EVERY else None
         self.extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
         self.extents = Extents.declared(k, spec)
@@ -78,6 +81,7 @@ class _Writer:
     def write(self) -> None:
         """The whole kernel."""
         k, plan = self.k, self.plan
+        if self.cu is not None: self._sequence(*self.cu)
         with k.comment("one thread makes the barriers, and has the tensor maps fetched"):
             with k.if_(k.tid.x == 0):
                 for each in (*self.loads.tensor_maps, *self.finish.tensor_maps):
@@ -97,6 +101,24 @@ class _Writer:
         with k.else_(), k.comment("consumers"):
             if more: k.setmaxnreg(more, more=True)
             self.consume()
+
+    def _sequence(self, cu_q: Value, cu_k: Value) -> None:
+        """Extents of the CTA's sequence, of a ragged batch. CTAs for whose block it has no rows end here."""
+        k, plan = self.k, self.plan
+        m, spec, number = plan.schedule.block_m, plan.spec, k.ctaid.x
+        k.wait_for_previous_grid()
+        clear(k, spec, self.finish.out, cu_q, (k.ctaid.z, *self._head()), number, m)
+        self.extents = Extents.read(k, spec, (cu_q, cu_k), k.ctaid.z)
+        if self.walk.downwards: number = plan.blocks_of_rows - 1 - number
+        k.emit("exit", guard=number * m >= self.extents.s_q)
+        assert self.extents.first is not None
+        self.loads.sequence = self.extents.first
+        self.finish.out = advanced(k, self.finish.out, self.extents.first[0],
+                                   spec.out.row * spec.out.dtype.itemsize)
+
+    def _head(self) -> tuple[Value, Value]:
+        head, group = self.k.ctaid.y, self.plan.spec.batch[2]
+        return head // group, head % group
 
     def blocks(self, tile: Tile) -> Blocks:
         """The blocks of columns of a tile."""

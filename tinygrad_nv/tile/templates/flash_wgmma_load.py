@@ -23,10 +23,12 @@ class Loads:
     def __init__(self, k: Kernel, plan: Plan, first_pointer: int) -> None:
         self.k, self.plan = k, plan
         spec, depth, warps = plan.spec, plan.schedule.depth, WARPGROUP // 32 * plan.consumers
+        rows, keys = spec.total or (spec.s_q, spec.s_kv)
         self.maps: list[MapArgument] = [
-            map_argument(plan, spec.q, first_pointer, spec.s_q, spec.d, plan.q, plan.q.rows, "s_q"),
-            map_argument(plan, spec.k, first_pointer + 1, spec.s_kv, spec.d, plan.k, plan.k.rows, "s_kv"),
-            map_argument(plan, spec.v, first_pointer + 2, spec.s_kv, spec.d_v, plan.v, plan.v.rows, "s_kv")]
+            map_argument(plan, spec.q, first_pointer, rows, spec.d, plan.q, plan.q.rows, "s_q"),
+            map_argument(plan, spec.k, first_pointer + 1, keys, spec.d, plan.k, plan.k.rows, "s_kv"),
+            map_argument(plan, spec.v, first_pointer + 2, keys, spec.d_v, plan.v, plan.v.rows, "s_kv")]
+        self.sequence: tuple[Value, Value] | None = None  # its first rows of q and of k, of a ragged batch
         self.tensor_maps = [k.tensor_map(f"map_{name}") for name in "qkv"]
         self.q = k.shared("queries", plan.q.nbytes, align=1024)
         self.keys = k.shared("keys", plan.k.nbytes * depth, align=1024)
@@ -84,6 +86,7 @@ class Loads:
         """The boxes of a tile of q, k or v, from row `at` (s32) on."""
         plan, spec = self.plan, self.plan.spec
         operand, rows = ((plan.q, spec.q), (plan.k, spec.k), (plan.v, spec.v))[which]
+        if self.sequence is not None: at = at + self.sequence[min(which, 1)].to("s32")
         outer = [tile.batch[i].to("s32") for i in walked(rows, spec.batch)]
         for column in range(operand.columns):
             self.k.tma_load(target.at(column * operand.column_bytes), self.tensor_maps[which],
