@@ -24,6 +24,7 @@ from typing import TypeAlias
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
+from tinygrad_nv.functional import scaled_dot_product_attention
 from tinygrad_nv.hooks import enabled
 from tinygrad_nv.patterns.gemm import DEVICES
 from tinygrad_nv.runtime.ranges import layer
@@ -143,10 +144,17 @@ class Attention:
         out = out.reshape(B, c.num_heads, T, c.head_dim).transpose(1, 2)
         return out.reshape(B, T, c.num_heads * c.head_dim).contiguous()
 
+    def flash(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`attend` of whole sequences by a kernel of ours, whose gradient is one too."""
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, window=self.window)
+        return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
+
     def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], start: Position,
                  cache: Tensor | None) -> Tensor:
         q, k, v = self.project(x, *rope)
-        if cache is None: k, v = k.contiguous(), v.contiguous()
+        if cache is None:
+            k, v = k.contiguous(), v.contiguous()
+            if takes_products(q, False): return self.output(self.flash(q, k, v))
         else:
             end = start + x.shape[1]
             written = cache.uop.after(cache[:, :, :, start:end].uop.store(Tensor.stack(k, v).uop))
