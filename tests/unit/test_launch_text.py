@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.runtime.launch_text import Integer, Options, Zeroed, options, source
-from tinygrad_nv.tile.kernel import GemmKernel, MapArgument
+from tinygrad_nv.tile.kernel import BackwardKernel, GemmKernel, MapArgument
 
 PTX = ".version 8.7\n.target sm_90a\n"
 MAP = ("// tensormap: pointer=1 dtype=bf16 dims=64,128 strides=256 box=64,8 swizzle=128B offset=0 dynamic=1 "
@@ -82,3 +82,10 @@ def test_integers_of_variables():
 def test_an_integer_that_cannot_be_read(words: str):
     with pytest.raises(DriverError) as caught: options(f"// integer: {words}\n{PTX}")
     assert caught.value.found == f"integer options {words!r}"
+
+
+def test_what_a_caller_wants_zeroed():
+    kernel = BackwardKernel("k", PTX, (1, 1, 1), 128, 512, flags=3)
+    zeroed = Zeroed(0, 4096), Zeroed(1, 12)
+    assert options(source(kernel, zeroed=zeroed)) == Options(512, zeroed=zeroed)
+    assert options(source(kernel)).zeroed == ()

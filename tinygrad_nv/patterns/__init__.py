@@ -9,6 +9,8 @@
                   their references, *_lower.py make kernels; paged_check.py looks at tables of pages
     fp8_attention.py  attention of 8 bits with scales
     varlen.py       attention of sequences that lie one after the other
+    attention_named.py  attention that is trained: the forward pass, and its gradient as another function;
+                  attention_operands.py: what users give; attention_lower*.py make kernels
   strides.py      where an argument of such a function lies
   program.py      a kernel in tinygrad's graph, with the facts that explain() tells of it
 
