@@ -25,7 +25,8 @@ def problems(schedule: Schedule, spec: AttentionSpec, arch: str) -> list[str]:
     if arch != "sm_90a": return [f"wgmma needs sm_90a, the target is {arch}"]
     if schedule.template != "flash_wgmma": return [f"template {schedule.template!r} is not flash_wgmma"]
     if spec.q.dtype == dtypes.float32: return ["operands of f32 are of flash_fma"]
-    if spec.ragged and spec.scales is not None: return ["ragged batches of 8 bits: no template has them"]
+    if (spec.ragged or spec.kept < EVERY) and spec.scales is not None:
+        return ["ragged batches and dropout of 8 bits: no template has them"]
     out = [*_operands(spec), *_counts(schedule, spec), *epilogue.problems(spec.score, arch)]
     if found := _extents(schedule, spec.q.dtype.itemsize): return out + found
     return [*out, *_scales(schedule, spec), *_room(Plan.of(spec, schedule))]
