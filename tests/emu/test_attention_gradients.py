@@ -94,6 +94,16 @@ def test_wider_heads():
     trained(operands, in_order, causal(70, 150, 128))
 
 
+@BOTH
+def test_sums_in_one_order(monkeypatch: pytest.MonkeyPatch):
+    operands = made(rows=70)
+    _, spec = trained(operands, in_order, causal(70, 150))
+    assert not spec.deterministic
+    monkeypatch.setenv("NV_DETERMINISTIC", "1")
+    _, spec = trained(operands, in_order, causal(70, 150))
+    assert spec.deterministic
+
+
 def test_values_of_another_width():
     trained(made(rows=20, d=32, d_v=64), simple, scaled())
 

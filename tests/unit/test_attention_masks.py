@@ -79,6 +79,28 @@ def test_triangles_of_the_library():
     assert found(q.scaled_dot_product_attention(k, v, is_causal=True)).band == CAUSAL
 
 
+def ones(*shape: int) -> Tensor: return Tensor.ones(*shape, buffer=False)
+
+
+TRIANGLES: dict[str, Callable[[Tensor], Tensor]] = {
+    "== 0": lambda x: x.masked_fill(ones(T, S).tril() == 0, -float("inf")),
+    "integers": lambda x: x.masked_fill(ones(T, S).int().tril() == 0, -float("inf")),
+    "bool()": lambda x: ones(T, S).tril().bool().where(x, -float("inf")),
+    "not": lambda x: x.masked_fill(ones(T, S).tril().bool().logical_not(), -float("inf")),
+    "> 0": lambda x: (ones(T, S).tril() > 0).where(x, -float("inf")),
+    "one minus": lambda x: x.masked_fill((1 - ones(T, S).tril()).bool(), -float("inf")),
+    "of a slice": lambda x: x.masked_fill(ones(1, 1, 64, 64).tril()[:, :, :T, :S] == 0,
+                                          -float("inf"))}
+
+
+@pytest.mark.parametrize("name", TRIANGLES)
+def test_triangles_of_numbers_are_bands(name: str):
+    """What decides is one of two constants."""
+    x, v = scores()
+    spec = found(attended(TRIANGLES[name](x), v))
+    assert (spec.band, spec.score) == (CAUSAL, SCALED)
+
+
 def test_a_mask_before_the_scale():
     q, k, v = operands()
     rows, columns = positions()

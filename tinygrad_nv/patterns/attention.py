@@ -57,7 +57,7 @@ FILLING = ("flash_wgmma",)  # their grids depend on how many multiprocessors the
 
 def configuration() -> Hashable:
     """What the rewrite depends on besides the graph."""
-    return config.get("NV_ATTENTION"), config.get("EMU_ARCH")
+    return config.get("NV_ATTENTION"), config.get("NV_DETERMINISTIC"), config.get("EMU_ARCH")
 
 
 def rewrite(sink: UOp) -> UOp:

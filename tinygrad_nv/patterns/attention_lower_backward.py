@@ -106,9 +106,10 @@ def _chosen(forward: AttentionSpec, grad: UOp, by_rows: tuple[bool, bool],
     """The spec of a backward pass, its schedule, and the gradient's storage: where it lies if that can be."""
     reason = f"no template for the gradient of {short(forward.q.dtype)} attention of d {forward.d} on " \
              f"{machine.arch}"
+    ordered = bool(config.get("NV_DETERMINISTIC"))
     for read in (laid(grad), copied(grad)):
         if read.strides[-1] not in (0, 1) or min(read.strides) < 0: continue
-        try: spec = BackwardSpec(forward, _rows(read, forward), *_results(forward, by_rows))
+        try: spec = BackwardSpec(forward, _rows(read, forward), *_results(forward, by_rows), ordered)
         except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
         if (schedule := default(spec, machine.arch)) is not None: return spec, schedule, read.storage
     raise NotOurs(reason)

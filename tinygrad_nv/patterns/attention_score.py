@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from tinygrad.dtype import DType, dtypes, truncate
 from tinygrad.helpers import all_int
@@ -205,11 +206,25 @@ def converted(x: Expression, dtype: DType) -> Expression:
     if isinstance(x, Constant):
         value = {dtypes.bool: bool, dtypes.int32: int}.get(dtype, float)(x.value)
         return Constant(value, dtype)
+    if _is_choice(x): return _chosen(x, [converted(each, dtype) for each in x.args[1:]], dtype)
     return Apply("cast", (x,), dtype)
 
 
+def _is_choice(x: Expression) -> TypeGuard[Apply]:
+    """Whether a value is one of two constants: what `ones.tril()` is made of."""
+    return isinstance(x, Apply) and x.op == "where" and all(isinstance(each, Constant) for each in x.args[1:])
+
+
+def _chosen(choice: Apply, values: list[Expression], dtype: DType) -> Expression:
+    return folded(Apply("where", (choice.args[0], *values), dtype))
+
+
 def made(op: str, args: list[Expression], dtype: DType) -> Expression:
-    """An operation, folded where its arguments are constants or places."""
+    """An operation, folded where its arguments are constants, one of two constants, or places."""
+    choice = next(filter(_is_choice, args), None)
+    if choice is not None and all(arg is choice or isinstance(arg, Constant) for arg in args):
+        both = [[each if arg is choice else arg for arg in args] for each in choice.args[1:]]
+        return _chosen(choice, [made(op, one, dtype) for one in both], dtype)
     if op in ("add", "mul") and isinstance(args[0], Constant): args = args[::-1]
     if op == "less": return _less(args[0], args[1])
     if op in ("add", "sub") and dtype == dtypes.int32:
