@@ -218,6 +218,24 @@ def test_gradients_that_lie_otherwise():
     near(wanted, operands, scaled(), grad.permute(0, 3, 2, 1))
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 2, 1, 1), (1, 1, 40, 1), (1, 1, 1, 32)], ids=str)
+def test_gradients_that_repeat(shape: tuple[int, ...]):
+    """As those of `(out * scale).sum()`: what has stride 0 along d cannot be read where it lies."""
+    operands, grad = made(), normal(*shape, seed=8)
+    whole = tuple(operands[0].shape)
+    q, k, v = (stored(x, DEVICE) for x in operands)
+    wanted = simple(q, k, v).gradient(q, k, v, gradient=stored(grad, DEVICE).expand(whole))
+    assert "flash_backward_mma" in templates(*wanted)
+    near(wanted, operands, scaled(), grad.expand(whole).contiguous())
+
+
+def test_gradients_that_lie_backwards():
+    operands, grad = made(), normal(1, 2, 40, 32, seed=8)
+    q, k, v = (stored(x, DEVICE) for x in operands)
+    wanted = simple(q, k, v).gradient(q, k, v, gradient=stored(grad, DEVICE).flip(2))
+    near(wanted, operands, scaled(), grad.flip(2))
+
+
 @pytest.mark.parametrize(("lead_q", "lead_k"), [((), ()), ((2,), (2,)), ((2,), ()), ((), (2,)),
                                                 ((2, 3, 2), (3, 2)), ((2, 2), (2, 1))], ids=str)
 def test_other_ranks(lead_q: tuple[int, ...], lead_k: tuple[int, ...]):

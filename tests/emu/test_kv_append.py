@@ -121,6 +121,28 @@ def test_rows_are_read_in_a_projection(hopper: NVDevice):
          wanted(case))
 
 
+@pytest.mark.parametrize("axis", [1, 2, 3])
+def test_rows_that_lie_backwards_are_copied(hopper: NVDevice, axis: int):
+    case = append([3, 24], rows=2, **ALL)
+    turned = replace(case, given=case.given | {name: case.given[name].flip(axis) for name in ("q", "k", "v")})
+    x = turned.tensors(hopper.device)
+    for name in ("q", "k", "v"): x[name] = x[name].flip(axis)
+    made = kv_append(**x)
+    assert "kv_append" in [kernel.template for kernel in explain(*made).kernels]
+    same({name: fetched(each) for name, each in zip(("k_pages", "v_pages", "q"), made, strict=True)},
+         wanted(case))
+
+
+def test_rows_of_one_element_are_copied(hopper: NVDevice):
+    case = append([3, 24], rows=2)
+    x, shape = case.tensors(hopper.device), tuple(case.given["k"].shape)
+    one = case.given["k"][:1, :1, :1, :1]
+    x["k"] = x["k"][:1, :1, :1, :1].contiguous().realize().expand(shape)
+    made = kv_append(**x)
+    same({name: fetched(each) for name, each in zip(("k_pages", "v_pages"), made, strict=True)},
+         wanted(replace(case, given=case.given | {"k": one.expand(shape)})))
+
+
 # **** what a kernel of ours does not take ****
 
 @pytest.mark.parametrize(("arch", "more", "words"), [

@@ -127,6 +127,24 @@ def test_result_in_place(ampere: NVDevice):
     near(made, fetched(out))
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2, 3])
+def test_pages_that_lie_backwards_are_copied(ampere: NVDevice, axis: int):
+    made = case([3, 30], heads=4, kv_heads=2, size=16, dtype=F16)
+    q, *kv, table, lengths = operands(replace(made, k=made.k.flip(axis), v=made.v.flip(axis)), ampere.device)
+    near(made, fetched(paged_attention(q, *(x.flip(axis) for x in kv), table, lengths)))
+    ampere.synchronize()
+
+
+def test_keys_of_one_element(ampere: NVDevice):
+    """Stride 0 along d: no kernel of ours, and no reading beyond the element."""
+    made = case([3, 30], heads=4, kv_heads=2, size=16, dtype=F16)
+    one = torch.full_like(made.k[:1, :1, :1, :1], 0.5)
+    q, _, v, table, lengths = operands(made, ampere.device)
+    k = Tensor(one.numpy(), device=ampere.device).realize().expand(tuple(made.k.shape))
+    near(replace(made, k=one.expand(made.k.shape)), fetched(paged_attention(q, k, v, table, lengths)))
+    ampere.synchronize()
+
+
 # **** bits ****
 
 def test_permuted_pages_change_no_bit(gpu: NVDevice):

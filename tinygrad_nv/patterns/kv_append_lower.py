@@ -63,7 +63,7 @@ def _is_whole(pages: UOp) -> bool:
 def _rows(x: UOp) -> Laid:
     """New rows where they lie, or copied."""
     found = laid(x)
-    fits = found.strides[-1] <= 1 and _heads(found).aligned_bytes >= ROW_BYTES
+    fits = found.strides[-1] == 1 and _heads(found).aligned_bytes >= ROW_BYTES
     return found if fits else copied(x)
 
 

@@ -95,7 +95,7 @@ def _spec(what: PagedAttention, q: Laid, k: Laid, v: Laid, scales: list[Laid], t
     (batch, rows, heads, d), (_, size, kv_heads, _), (*_, d_v) = shapes
     group = heads // kv_heads
     for name, each in (("keys", k), ("values", v)):
-        if each.strides[-1] > 1: raise NotOurs(f"elements of {name} lie {each.strides[-1]} apart")
+        if each.strides[-1] != 1: raise NotOurs(f"elements of {name} lie {each.strides[-1]} apart")
     out = Rows(q.dtype, heads * d_v, (rows * heads * d_v, group * d_v, d_v))
     k_scale, v_scale = map(_scales, scales) if scales else (None, None)
     return DecodeSpec(batch, kv_heads, group, rows, d, d_v, size, int(table.shape[1]), _rows(q, group),

@@ -1,7 +1,8 @@
 """Where the elements of a named function's argument lie: strides of each of its dimensions.
 
 Protocol: `laid(x)` is the storage that an argument is a view of, and a stride for each dimension, in elements
-(0 along an extent of 1). An argument that is no such view, as one that is computed, is copied.
+(0 along an extent of 1, or where all elements are the same one). An argument that is no such view, as one
+that is computed, is copied; so is one that goes backwards: kernels take strides for numbers without a sign.
 """
 from __future__ import annotations
 
@@ -51,5 +52,6 @@ def _in_place(x: UOp) -> Laid | None:
         for part in reversed(parts):  # a dimension that was divided must be one in memory
             if found.lies.strides.get(part, 0) != reach: return None
             reach *= largest(space.extents[part])
+        if stride < 0: return None
         strides.append(stride)
     return Laid(found.storage, tuple(strides), found.lies.offset)
