@@ -51,6 +51,17 @@ def test_large_scores():
     close(backward(70, 50, 16, score=tanh(Sum() * 4.0) * 300.0), scale=8.0)
 
 
+@pytest.mark.parametrize("size", [2.0**14, 2.0**60])
+@pytest.mark.parametrize("score", [Sum() * 0.1, Sum() * -0.1], ids=["folded", "evaluated"])
+def test_scores_beyond_all_exponents(score: Expression, size: float):
+    """Sums of 2^34 and 2^126, whose roundings are many powers of two: no gradient is of their size."""
+    spec = backward(64, 128, 64, score=score)
+    given = arguments(spec)
+    for name in ("q", "k"): given[name].copy_(given[name].sign() * size)
+    given_forward(spec, given)
+    near(spec, given, run(flash_backward_mma(spec, SMALL), spec, given))
+
+
 def test_rows_that_see_nothing_have_no_share():
     """By a mask in memory: their l is −inf, whatever grad they have."""
     spec = backward(70, 50, 16, score=SCORES["mask"])

@@ -25,6 +25,18 @@ from tinygrad_nv.tile.flash_score import LOG2E, Extents, least, signed
 from tinygrad_nv.tile.templates.flash_mma_copy import RowCopy
 
 
+def exponent(k: Kernel, log: Value) -> Value:
+    """−log₂e · l, or −∞ for l = −∞. Exponents are differences of numbers as large as l, wrong by up to 2⁻²³
+    of it: beyond 2²⁵ they are made less by twice that, so that no p is above 2⁸."""
+    size, hidden = k.reg("f32"), k.reg("pred")
+    minus = log * -LOG2E
+    k.emit("abs.f32", size, minus)
+    k.emit("fma.rn.f32", size, size, 2.0**-22, -8.0)
+    k.emit("max.f32", size, size, 0.0)
+    k.emit("setp.eq.f32", hidden, log, -math.inf)
+    return k.select(hidden, -math.inf, minus - size)
+
+
 @dataclass
 class RowBlocks:
     """Those that see keys from `first` (u32) on, `keys` of them. `low` (s32) is the first row of the first
@@ -163,7 +175,6 @@ class RowRing:
     def finish(self, stage: Value) -> None:
         """Writes −l · log2 e and −delta."""
         k, (log, delta) = self.k, self.pending
-        scaled = k.select(log == -math.inf, -math.inf, log * -LOG2E)
         at = stage + k.tid.x * 4
-        for value, start in ((scaled, self.place), (-delta, self.place + 4 * self.block_m)):
+        for value, start in ((exponent(k, log), self.place), (-delta, self.place + 4 * self.block_m)):
             k.emit("st.shared.f32", at.at(start), value, guard=k.tid.x < self.block_m)

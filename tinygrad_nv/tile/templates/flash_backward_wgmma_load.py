@@ -14,9 +14,10 @@ import math
 from tinygrad_nv.ptx.builder import SINK, Kernel, Place, Value
 from tinygrad_nv.tile.access import advanced
 from tinygrad_nv.tile.attention import Rows
-from tinygrad_nv.tile.flash_score import LOG2E, Extents
+from tinygrad_nv.tile.flash_score import Extents
 from tinygrad_nv.tile.kernel import MapArgument
 from tinygrad_nv.tile.pipeline import Cursor, Ring
+from tinygrad_nv.tile.templates.flash_backward_rows import exponent
 from tinygrad_nv.tile.templates.flash_backward_wgmma_blocks import Blocks, Walk
 from tinygrad_nv.tile.templates.flash_backward_wgmma_plan import Plan, map_argument, walked
 from tinygrad_nv.tile.templates.wgmma_tiles import OperandTile
@@ -114,21 +115,10 @@ class Loads:
             self.ring.wait_empty(at)
             place = base + at.stage * plan.row_values_bytes + self._place(lane)
             for i, (log, change) in enumerate(zip(values[::2], values[1::2], strict=True)):
-                k.st("shared", "f32", place.at(4 * LANES * i), self._exponent(log))
+                k.st("shared", "f32", place.at(4 * LANES * i), exponent(k, log))
                 k.st("shared", "f32", place.at(4 * LANES * i + 4 * m), change * -scale)
             k.emit("mbarrier.arrive.shared::cta.b64", SINK, self.ring.full(at))
             at.advance()
-
-    def _exponent(self, log: Value) -> Value:
-        """−log₂e · l, or −∞. Exponents are differences of numbers as large as l, wrong by up to 2⁻²³ of it:
-        beyond 2²⁵ they are made less by twice that, so that no p is above 2⁸."""
-        k, size, hidden = self.k, self.k.reg("f32"), self.k.reg("pred")
-        minus = log * -LOG2E
-        k.emit("abs.f32", size, minus)
-        k.emit("fma.rn.f32", size, size, 2.0**-22, -8.0)
-        k.emit("max.f32", size, size, 0.0)
-        k.emit("setp.eq.f32", hidden, log, -math.inf)
-        return k.select(hidden, -math.inf, minus - size)
 
     def _place(self, lane: Value) -> Value:
         """Bytes before row `lane` of 32: of 16c + 8h + 2q + e, those of 16c + 4q + 2h + e."""
