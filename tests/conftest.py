@@ -19,6 +19,9 @@ from tinygrad_nv.models.tales import tokenizer as tales
 
 from tinygrad_nv import cli
 
+# operands are small, and tests run beside each other: more threads wait for each other longer than they work
+torch.set_num_threads(1)
+
 VOCAB = 300
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
                          "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB,

@@ -34,7 +34,6 @@ from tinygrad_nv.tile.attention_backward import BackwardSpec
 from tinygrad_nv.tile.expression import Expression
 from tinygrad_nv.tile.kernel import BackwardKernel
 
-torch.set_num_threads(1)  # of small operands: more threads wait longer for each other than they work
 C = 2.0         # of the plain implementation's error
 FINE = 2.0**-21  # of a sum of magnitudes
 RESULTS = ("dq", "dk", "dv")
