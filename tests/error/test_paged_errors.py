@@ -35,14 +35,15 @@ def given_as(name: str, value: Callable[[Any], Any]) -> Callable[[dict[str, Any]
     (given_as("q", lambda x: x[:, :, :3]), ("3 query heads over 2 key heads", "a multiple")),
     (given_as("q", lambda x: x.reshape(2, 4, 32)), ("q of shape (2, 4, 32)", "[B, S_q, H, D]")),
     (given_as("q", lambda x: x[..., :16]), ("q of 16 elements a head, keys of 32", "as many for both")),
-    (given_as("q", lambda x: x.cast(dtypes.int32)), ("q of int", "one of f32, bf16, f16", "q.cast")),
+    (given_as("q", lambda x: x.cast(dtypes.int32)), ("q of s32", "one of f32, bf16, f16", "q.cast")),
     (given_as("v_pages", lambda x: x[:-1]), ("v_pages of shape (9, 8, 2, 32)", "(10, 8, 2, any)")),
     (given_as("v_pages", lambda x: x.cast(dtypes.float16)), ("keys of f32, values of f16", "one dtype")),
     (given_as("k_pages", lambda x: x[..., 0]), ("k_pages of shape (10, 8, 2)", "P, page_size, H_kv, D")),
     (given_as("table", lambda x: x[:1]), ("table of shape (1, 4)", "[B, pages]: (2, any)")),
-    (given_as("table", lambda x: x.cast(dtypes.int64)), ("table of long", "s32", "table.cast")),
+    (given_as("table", lambda x: x.cast(dtypes.int64)), ("table of s64", "s32", "table.cast(dtypes.int)")),
+    (given_as("lengths", lambda x: [3, 9]), ("lengths, a list", "a Tensor [B]")),
     (given_as("lengths", lambda x: x.reshape(2, 1)), ("lengths of shape (2, 1)", "[B]: (2,)")),
-    (given_as("lengths", lambda x: x.float()), ("lengths of float", "s32")),
+    (given_as("lengths", lambda x: x.float()), ("lengths of f32", "s32")),
     (given_as("window", lambda x: 0), ("window=0", "the row's own key: 1")),
     (given_as("softcap", lambda x: 0.0), ("softcap=0.0", "above 0")),
     (given_as("scale", lambda x: float("nan")), ("scale=nan", "a finite number")),
@@ -55,7 +56,7 @@ def test_attention_of_what_does_not_fit(change: Callable[[dict[str, Any]], None]
 @pytest.mark.parametrize(("change", "words"), [
     (given_as("v_scale", lambda x: None), ("no v_scale with s8", "8 bits")),
     (given_as("v_scale", lambda x: x[:3]), ("v_scale of shape (3, 2)", "[P, H_kv]: (10, 2)")),
-    (given_as("k_scale", lambda x: x.half()), ("k_scale of half", "f32"))])
+    (given_as("k_scale", lambda x: x.half()), ("k_scale of f16", "f32"))])
 def test_scales_that_do_not_fit(change: Callable[[dict[str, Any]], None], words: tuple[str, ...]):
     with pytest.raises(SpecError) as error: attend(change, kv=S8)
     for word in words: assert word in str(error.value)
@@ -64,7 +65,7 @@ def test_scales_that_do_not_fit(change: Callable[[dict[str, Any]], None], words:
 @pytest.mark.parametrize(("change", "words"), [
     (given_as("k", lambda x: x[:, :, :1]), ("k of shape (2, 1, 1, 32)", "D]: (any, any, 2, 32)")),
     (given_as("v", lambda x: x[:1]), ("v of shape (1, 1, 2, 32)", "(2, 1, 2, 32)")),
-    (given_as("k", lambda x: x.cast(S8)), ("k of signed char", "one of f32, bf16, f16")),
+    (given_as("k", lambda x: x.cast(S8)), ("k of s8", "one of f32, bf16, f16")),
     (given_as("sin", lambda x: None), ("cos alone", "cos and sin, or neither")),
     (given_as("sin", lambda x: x[:20]), ("sin of shape (20, 8)", "(24, 8)")),
     (given_as("table", lambda x: x.cat(x, dim=1)), ("cos of 24 places, a table of 48 tokens", "as many")),

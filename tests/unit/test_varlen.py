@@ -100,8 +100,8 @@ ENDS = Tensor([0, 4], dtype=dtypes.int32)
 
 @pytest.mark.parametrize(("words", "change"), [
     (r"q of shape \(9, 32\)", {"q": Tensor.zeros(9, 32)}), ("k of shape", {"k": Tensor.zeros(6, 2, 4)}),
-    ("v of shape", {"v": Tensor.zeros(3, 2, 8)}), ("k of half", {"k": Tensor.zeros(*K).half()}),
-    ("q of int", {"q": Tensor.zeros(*Q).int()}), ("cu_q of long", {"cu_q": ENDS.long()}),
+    ("v of shape", {"v": Tensor.zeros(3, 2, 8)}), ("k of f16", {"k": Tensor.zeros(*K).half()}),
+    ("q of s32", {"q": Tensor.zeros(*Q).int()}), ("cu_q of s64", {"cu_q": ENDS.long()}),
     ("cu_k of shape", {"cu_k": ENDS[:1]}), ("most_q=0", {"most_q": 0}), ("most_k='8'", {"most_k": "8"}),
     ("where each sequence", {"cu_q": ENDS[:1], "cu_k": ENDS[:1]}), ("window=0", {"window": 0}),
     ("4 query heads over 3", {"k": Tensor.zeros(6, 3, 8), "v": Tensor.zeros(6, 3, 8)}),

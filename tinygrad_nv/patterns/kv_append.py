@@ -36,8 +36,8 @@ def kv_append(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, table: Ten
               cos: Tensor | None = None, sin: Tensor | None = None, q: Tensor | None = None,
               k_scale: Tensor | None = None, v_scale: Tensor | None = None,
               interleaved: bool = False) -> tuple[Tensor, ...]:
-    """Writes new keys and values into their pages. Returns k_pages and v_pages, and the rotated q if there is
-    one: [B, T, H, D], in its dtype.
+    """Writes new keys and values into their pages, in place as `Tensor.assign` does. Returns k_pages and
+    v_pages, and the rotated q if there is one: [B, T, H, D], in its dtype.
 
     k_pages [P, page_size, H_kv, D], v_pages [P, page_size, H_kv, D_v]; k [B, T, H_kv, D], v [B, T, H_kv,
     D_v]; table int32 [B, pages]; lengths int32 [B], with the new tokens; q [B, T, H, D]. cos and sin

@@ -107,7 +107,8 @@ def check_scales(k_pages: Tensor, v_pages: Tensor, k_scale: Tensor | None, v_sca
 
 
 def check_shape(name: str, x: Tensor, words: str, wanted: tuple[int | None, ...]) -> None:
-    """Raises `SpecError` for a tensor of another shape; None is any extent, at least 1."""
+    """Raises `SpecError` for what is no tensor, or of another shape; None is any extent, at least 1."""
+    if not isinstance(x, Tensor): raise SpecError(f"{name}, a {type(x).__name__}", f"a Tensor [{words}]")
     fits = len(x.shape) == len(wanted) and all(
         isinstance(have, int) and have > 0 and want in (None, have)
         for have, want in zip(x.shape, wanted, strict=True))
@@ -120,9 +121,9 @@ def check_shape(name: str, x: Tensor, words: str, wanted: tuple[int | None, ...]
 def check_kind(name: str, dtype: DType, kinds: tuple[DType, ...]) -> None:
     """Raises `SpecError` for another dtype."""
     if dtype in kinds: return
-    names = ", ".join(map(short, kinds))
-    raise SpecError(f"{name} of {dtype.name}", names if len(kinds) == 1 else f"one of {names}",
-                    f"{name}.cast(…)")
+    names, one = ", ".join(map(short, kinds)), len(kinds) == 1
+    raise SpecError(f"{name} of {short(dtype)}", names if one else f"one of {names}",
+                    f"{name}.cast({kinds[0] if one else '…'})")
 
 
 lower(PagedAttention, TEMPLATE, lowered)

@@ -36,8 +36,8 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor
 
     q [rows, H, D], k [keys, H_kv, D], v [keys, H_kv, D_v] of one dtype; cu_q and cu_k int32 [sequences + 1],
     from 0 on, never falling. `most_q` and `most_k` are at least the rows and keys of any sequence; what is
-    longer is cut off. `causal`: a row sees keys up to its place. `window`: fewer than so many keys away from
-    it. `scale` is 1/√D by default. Raises `SpecError`."""
+    longer is cut off. `causal`: a row sees keys up to its place, the last row the last key. `window`: fewer
+    than so many keys away from it. `scale` is 1/√D by default. Raises `SpecError`."""
     _check(q, k, v, cu_q, cu_k)
     for name, most in (("most_q", most_q), ("most_k", most_k)):
         if type(most) is not int or most < 1: raise SpecError(f"{name}={most!r}", "a number, at least 1")
