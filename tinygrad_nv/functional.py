@@ -55,9 +55,10 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
     query [..., H, S_q, D], key [..., H_kv, S_kv, D], value [..., H_kv, S_kv, D_v]; what stands before the
     heads is broadcast. H_kv is H or 1, or with `enable_gqa` a divisor of H. `attn_mask`, bool (true: seen) or
     floats (added), is broadcast to [..., H, S_q, S_kv]. `is_causal`: row r sees columns up to r. `window`:
-    columns nearer to r than so many. `scale` is 1/√D by default; `softcap` makes scores cap · tanh(s / cap).
-    `dropout_p` of the weights are dropped in training (Tensor.training), by kernels of ours a multiple of
-    1/256 of them, the nearest, and the others are multiplied accordingly. Raises `SpecError`."""
+    columns nearer to r than so many. A row that sees nothing is 0. `scale` is 1/√D by default; `softcap`
+    makes scores cap · tanh(s / cap). `dropout_p` of the weights are dropped in training (Tensor.training), by
+    kernels of ours a multiple of 1/256 of them, the nearest, and the others are multiplied accordingly.
+    Raises `SpecError`."""
     check(query, key, value, attn_mask, enable_gqa)
     if not 0 <= dropout_p <= 1: raise SpecError(f"dropout_p={dropout_p}", "0 to 1")
     if is_causal and attn_mask is not None:
@@ -65,7 +66,7 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
     for name, number in (("scale", scale), ("softcap", softcap)):
         if number is not None and not (isfinite(number) and (number > 0 or name == "scale")):
             raise SpecError(f"{name}={number}", "a finite number" + " above 0" * (name == "softcap"))
-    if window is not None and window < 1:
+    if window is not None and (type(window) is not int or window < 1):
         raise SpecError(f"window={window}", "at least a row's own column: 1")
     what = FlashAttention(is_causal, scale, softcap, window)
     if (given := _ours(query, key, value, attn_mask, dropout_p, enable_gqa)) is not None:
@@ -73,7 +74,7 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
     if (given := arranged(query, key, value, attn_mask)) is not None:
         masks = () if given.mask is None else (given.mask,)
         s = scores(what, sums(given.q, given.k), query.shape[-1], *masks)
-        return weighted(s, given.q, given.v, dropout_p).reshape(given.shape)
+        return weighted(what, s, given.q, given.v, bool(masks), dropout_p).reshape(given.shape)
     if scale is softcap is window is None:
         return query.scaled_dot_product_attention(key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     raise SpecError("scale, softcap or window with symbolic extents, or a mask that enlarges the result",

@@ -93,6 +93,17 @@ def test_gemma(gpu: str):
                                             SMALLEST[BF16]))
 
 
+@pytest.mark.parametrize("guard", [lambda x: (x == 0).where(1, x), lambda x: (x != 0).where(x, 1)])
+def test_sums_that_are_guarded_from_rows_that_see_nothing(gpu: str, guard: Callable[[Tensor], Tensor]):
+    operands, seen = made(rows=20), normal(20, 150, seed=3) > 0
+    seen[7] = False
+    q, k, v = of(operands)
+    s = memory(seen, gpu).where(q.matmul(k.transpose(-1, -2), dtype=F32) * 0.2, HIDDEN)
+    e = (s - ((top := s.max(-1, keepdim=True)) == HIDDEN).where(0, top)).exp()
+    near((e / guard(e.sum(-1, keepdim=True))).cast(BF16) @ v, operands,
+         lambda x: torch.where(seen, x * 0.2, HIDDEN))
+
+
 def test_prefixes_and_lengths_in_memory(gpu: str):
     """Of each sequence; one has no keys at all."""
     operands, (r, c, tr, tc) = made(b=3, rows=60, keys=60), grid(60, 60)

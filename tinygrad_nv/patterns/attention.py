@@ -40,7 +40,7 @@ from tinygrad_nv.patterns.attention_positions import is_variable
 from tinygrad_nv.patterns.attention_score import FLOATS, PASSED, Score, filled
 from tinygrad_nv.patterns.attention_spec import Found, Reading, flops, found, nbytes
 from tinygrad_nv.patterns.contraction import NotOurs, Product, Side, arithmetic, is_storage, product, side
-from tinygrad_nv.patterns.epilogue import Unfused
+from tinygrad_nv.patterns.epilogue import Unfused, number
 from tinygrad_nv.patterns.gemm import Machine, machine_of
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, same
 from tinygrad_nv.runtime import ranges
@@ -122,8 +122,8 @@ class _Matcher:
     def matches(self) -> dict[UOp, Match]:
         """The matches, by their ends."""
         if not any(node.op is Ops.EXP2 for node in self.nodes): return {}
-        products = [(one, number) for node in self.nodes if node.op is Ops.REDUCE
-                    and (one := product(node)) is not None and (number := weighted(one)) is not None
+        products = [(one, operand) for node in self.nodes if node.op is Ops.REDUCE
+                    and (one := product(node)) is not None and (operand := weighted(one)) is not None
                     and machine_of(node.device) is not None]
         if not products: return {}
         self.variables = {node.expr: node for node in self.nodes if is_variable(node)}
@@ -132,12 +132,12 @@ class _Matcher:
         for node in self.nodes:
             for one in dict.fromkeys(node.src):
                 if one in self.consumers: self.consumers[one].append(node)
-        for one, number in products: self.match(one, number)
+        for one, operand in products: self.match(one, operand)
         return self.ends
 
     def is_memory(self, node: UOp) -> bool: return node in self.ends or is_storage(node)
 
-    def match(self, second: Product, number: int) -> None:
+    def match(self, second: Product, operand: int) -> None:
         """Takes in an attention that ends in a product, or says why not."""
         reason = ""
         machine = machine_of(second.total.device)
@@ -145,7 +145,7 @@ class _Matcher:
         attempts = [Attempt(end, rows) for end in self.candidates(second.total) for rows in (True, False)]
         while attempts:
             one = attempts.pop(0)
-            try: self.ends[one.end] = self.matched(second, number, one, machine)
+            try: self.ends[one.end] = self.matched(second, operand, one, machine)
             except (Unfused, NotAffine) as no: reason = reason or str(no)
             except SpecError as error: reason = reason or f"{error.found}, not {error.expected}"
             except NotOurs as no:
@@ -184,7 +184,7 @@ class _Matcher:
                 raise NotOurs(f"{what} used elsewhere too", final=False)
         return frozenset(kept)
 
-    def matched(self, second: Product, number: int, attempt: Attempt, machine: Machine) -> Match:
+    def matched(self, second: Product, operand: int, attempt: Attempt, machine: Machine) -> Match:
         """The match of an attempt. Raises `NotOurs`, `Unfused` or `NotAffine` where there is none."""
         space, end = Space(), attempt.end
         kept = space.ranges(end.shape)
@@ -192,7 +192,7 @@ class _Matcher:
         columns = space.ranges(second.total.src[0].shape[:second.total.arg[1]])
         at, divided = _tail(space, second.total, end, kept)
         at = second.indices(space, columns + at)
-        w, v = second.mul.src[number], second.mul.src[1 - number]
+        w, v = second.mul.src[operand], second.mul.src[1 - operand]
         weights = _weights(space, w, space.over(second.mul.shape, w.shape, at), columns, divided)
         numbers = frozenset(r for index in columns for r in index.strides)
         first = _first_product(weights[0])
@@ -228,10 +228,10 @@ def _bare(node: UOp) -> UOp:
 def weighted(second: Product) -> int | None:
     """Which operand of a product is made of exponentials, as the weights of an attention are. Weights that
     are stored, since a Tensor holds them, are reported."""
-    for number, source in enumerate(second.mul.src):
+    for i, source in enumerate(second.mul.src):
         if (value := filled(node := _bare(source))) is not node and _exponential(_bare(value)):
             program.miss(TEMPLATE, second.total, "the weights are used elsewhere too: a tensor holds them")
-        elif _exponential(node): return number
+        elif _exponential(node): return i
     return None
 
 
@@ -289,7 +289,7 @@ def _weights(space: Space, node: UOp, at: Indices, columns: Indices,
         node, at = exponential
     elif divided is None: raise Unfused("weights that are not normalised")
     else: reciprocal = _descended(space, *divided)
-    total, where = _descended(space, reciprocal[0].src[0], reciprocal[1])
+    total, where = _descended(space, *_divisor(space, reciprocal[0].src[0], reciprocal[1]))
     if total.op is not Ops.REDUCE or total.arg[0] is not Ops.ADD or total.arg[1] != len(columns):
         raise Unfused("weights that are not divided by their sum")
     extents = total.src[0].shape[:total.arg[1]]
@@ -300,6 +300,19 @@ def _weights(space: Space, node: UOp, at: Indices, columns: Indices,
                                 for x, y in zip(at, inside, strict=True)):
         raise Unfused("weights that are divided by the sum of others")
     return node, at
+
+
+def _divisor(space: Space, node: UOp, at: Indices) -> tuple[UOp, Indices]:
+    """The sum of `(sum == 0).where(1, sum)`: where that is 0 all weights are, whatever divides them. Of other
+    divisors, themselves."""
+    guard, where = _descended(space, node, at)
+    if guard.op is not Ops.WHERE: return node, at
+    condition, instead, total = guard.src
+    if condition.op is Ops.CMPNE and number(condition.src[1]) is True: condition = condition.src[0]
+    elif condition.op is Ops.CMPNE: instead, total = total, instead
+    elif condition.op is not Ops.CMPEQ: return node, at
+    if condition.src[0] is not total or number(condition.src[1]) != 0 or not number(instead): return node, at
+    return total, space.over(guard.shape, total.shape, where)
 
 
 def _extent(space: Space, index: Affine) -> sint:

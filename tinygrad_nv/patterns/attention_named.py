@@ -9,10 +9,11 @@ query head h, G = H / H_kv, and the columns that a row sees (`FlashAttention`):
     out        = p v                                                      [B, H, S_q, D_v], of v's dtype
     l[r]       = log Σ_c exp s[r, c]                                      [B, H, S_q], float32
 
-With dropout p is multiplied by what attention_dropout.py says, after l. The bodies are plain tinygrad, `out`
-node by node that of `Tensor.scaled_dot_product_attention` where nothing is dropped. Where nobody
-asks for l, FlashAttention is inlined, and patterns/attention.py takes what it takes of any graph. l is asked
-for by the gradient: FlashAttentionBackward, of q, k, v, mask, l, delta and the result's gradient, with
+A row that sees nothing has weights of 0. With dropout p is multiplied by what attention_dropout.py says,
+after l. The bodies are plain tinygrad, `out` node by node that of the library's method where no mask
+or window hides rows and nothing is dropped. Where nobody asks for l, FlashAttention is inlined, and then
+attention.py takes what it takes of any graph. l is asked for by the gradient: FlashAttentionBackward, of
+q, k, v, mask, l, delta and the result's gradient, with
 
     delta[r]   = Σ_d grad[r, d] out[r, d]                                 float32, outside of the function
     p[r, c]    = exp(s[r, c] − l[r]);   ds = p · (grad vᵀ − delta)
@@ -73,8 +74,8 @@ def forward(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor, *more: Tensor
     top = s.max(-1, keepdim=True)
     top = (top == HIDDEN).where(0, top)
     logs = ((s - top).exp().sum(-1, keepdim=True).log() + top).squeeze(-1)
-    if kept is None: return weighted(s, q, v), logs
-    p = (s.cast(q.dtype).softmax(-1).float() * kept).cast(v.dtype)
+    if kept is None: return weighted(what, s, q, v, bool(mask)), logs
+    p = (_softmax(what, s.cast(q.dtype), bool(mask)).float() * kept).cast(v.dtype)
     return p @ _for_each(v, q), logs
 
 
@@ -84,9 +85,19 @@ def _apart(what: FlashAttention, shape: tuple[int, ...],
     return (more, None) if what.kept == EVERY else (more[:-1], keep(more[-1], shape, what.kept))
 
 
-def weighted(s: Tensor, q: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
-    """The result, from scores."""
-    return s.cast(q.dtype).softmax(-1).dropout(dropout_p) @ _for_each(v, q)
+def weighted(what: FlashAttention, s: Tensor, q: Tensor, v: Tensor, masked: bool,
+             dropout_p: float = 0.0) -> Tensor:
+    """The result, from scores; `masked`: there is a mask among them."""
+    return _softmax(what, s.cast(q.dtype), masked).dropout(dropout_p) @ _for_each(v, q)
+
+
+def _softmax(what: FlashAttention, s: Tensor, masked: bool) -> Tensor:
+    """The softmax over columns; a row that sees nothing, which takes a mask or a window, has weights of 0."""
+    if not masked and what.window is None: return s.softmax(-1)
+    top = s.max(-1, keepdim=True).detach()
+    e = (s - (top == HIDDEN).where(0, top)).exp()
+    total = e.sum(-1, keepdim=True)
+    return e / (total == 0).where(1, total)
 
 
 def sums(q: Tensor, k: Tensor) -> Tensor:
@@ -137,7 +148,7 @@ def backward(what: FlashAttentionBackward, q: Tensor, k: Tensor, v: Tensor,
     p, ds, slope = _derived(what.forward, q, k, v, *rest)
     grad = rest[-1]
     p, ds = p.cast(v.dtype), (ds * slope).cast(q.dtype)
-    dq = ds.matmul(_for_each(k, q), dtype=dtypes.float32).cast(q.dtype)
+    dq = (ds.float() @ _for_each(k, q).float()).cast(q.dtype)
     dk, dv = (_summed(of, rows, one) for of, rows, one in ((ds, q, k), (p, grad, v)))
     return dq, dk, dv
 
@@ -149,10 +160,11 @@ def _derived(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor,
     mask, kept = _apart(what, (*q.shape[:3], k.shape[2]), tuple(more))
     total = sums(q, k)
     s = scores(what, total, q.shape[-1], *mask)
-    # a row that sees nothing has NaN in the plain result, and so in delta
+    # where l is -inf too, the difference is NaN
     hidden = s == HIDDEN
     p = hidden.where(0, (s - logs.unsqueeze(-1)).exp())
-    dp = grad.matmul(_for_each(v, q).transpose(-2, -1), dtype=dtypes.float32)
+    # products of halves are not rounded: what is left of dp - delta may be much smaller than both
+    dp = grad.float() @ _for_each(v, q).float().transpose(-2, -1)
     scale = 1 / math.sqrt(q.shape[-1]) if what.scale is None else what.scale
     slope = total.const_like(scale)
     if what.softcap is not None:
@@ -166,7 +178,8 @@ def _summed(of: Tensor, rows: Tensor, like: Tensor) -> Tensor:
     """ofᵀ rows, summed over the query heads of each key head: the gradient of keys or values `like`."""
     b, heads, s_kv, d = like.shape
     of = of.reshape(b, heads, -1, s_kv)
-    return of.transpose(-2, -1).matmul(rows.reshape(b, heads, -1, d), dtype=dtypes.float32).cast(like.dtype)
+    rows = rows.reshape(b, heads, -1, d)
+    return (of.float().transpose(-2, -1) @ rows.float()).cast(like.dtype)
 
 
 def _of_mask(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *rest: Tensor) -> Tensor:
