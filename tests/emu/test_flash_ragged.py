@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from ragged_case import Case, Given, arguments, near, ragged, run
 from tinygrad.dtype import DType
 
+from tinygrad_nv.tile import legal_flash_mma, legal_flash_wgmma
 from tinygrad_nv.tile.attention import FULL, Band
 from tinygrad_nv.tile.expression import Expression, Load, Position, Sum, tanh
 from tinygrad_nv.tile.schedule import Schedule
@@ -155,6 +157,16 @@ def test_neighbours_change_no_bit_with_wgmma():
             assert got is not None
             assert expected is not None
             assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize(("legal", "schedule", "arch"), [(legal_flash_mma, SMALL, "sm_80"), (
+    legal_flash_wgmma, W.block(64, 64).warps(8), "sm_90a")], ids=["mma", "wgmma"])
+def test_a_grid_has_room_for_the_rest(legal: ModuleType, schedule: Schedule, arch: str):
+    """One more along the batch than sequences, for the rows after the last."""
+    spec = ragged([(1, 1)], 64).spec
+    assert legal.problems(schedule, replace(spec, batch=(65534, 1, 1)), arch) == []
+    (found,) = legal.problems(schedule, replace(spec, batch=(65535, 1, 1)), arch)
+    assert "65536" in found
 
 
 # **** generated ****

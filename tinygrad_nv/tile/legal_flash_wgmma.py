@@ -60,7 +60,7 @@ def _operands(spec: AttentionSpec) -> list[str]:
 def _counts(s: Schedule, spec: AttentionSpec) -> list[str]:
     """Of what is numbered, and of features that other templates have."""
     batch, heads, group = spec.batch
-    grid = (("heads", heads * group), ("elements of the batch", batch))
+    grid = (("heads", heads * group), ("elements of the batch", batch + spec.ragged))
     out = [f"{count} {what} are above {MOST_GRID}, a grid's" for what, count in grid if count > MOST_GRID]
     far = max(spec.s_q, spec.s_kv, spec.s_q + spec.start) + 2 * (s.block_m + s.block_n)
     if far > MOST: out.append(f"places up to {far} are above {MOST}")
