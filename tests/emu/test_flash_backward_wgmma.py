@@ -184,3 +184,19 @@ def test_a_deterministic_sum_is_the_same_whatever_is_done_first(d: int, schedule
     first, second = (run(made, spec, given, "sm_90a", seed) for seed in (1, 2))
     near(spec, given, first)
     assert torch.equal(first.dq, second.dq)
+
+
+@pytest.mark.parametrize(("schedule", "add", "fence"), [(LOW, "cp.reduce", "fence.proxy.async.global"), (
+    HALVED, "red.relaxed", "bar.warp.sync")], ids=["by TMA", "from registers"])
+def test_what_a_turn_orders(schedule: Schedule, add: str, fence: str):
+    """Between turns other threads, or the other proxy, add: fences that the emulator does not ask for."""
+    spec = backward(100, 200, 64, deterministic=True)
+    ptx = flash_backward_wgmma(spec, schedule).ptx
+    taken, added = ptx.index("ld.acquire.gpu"), ptx.index(add)
+    given = ptx.index("red.release.gpu", added)
+    assert taken < ptx.index(fence, taken) < added
+    done = ptx[ptx.rindex(add):given] if schedule == HALVED else ptx[added:given]
+    wanted = ("fence.acq_rel.gpu", "bar.warp.sync") if schedule == HALVED else ("cp.async.bulk.wait_group",)
+    at = [done.index(each) for each in wanted]
+    assert at == sorted(at)
+    assert "wait_group.read" not in ptx[added:given]
