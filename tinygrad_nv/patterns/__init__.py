@@ -12,7 +12,8 @@
     attention_named.py  attention that is trained: the forward pass, and its gradient as another function;
                   attention_operands.py: what users give; attention_lower*.py make kernels
   strides.py      where an argument of such a function lies
-  program.py      a kernel in tinygrad's graph, with the facts that explain() tells of it
+  program.py      a kernel in tinygrad's graph, with the facts that explain() tells of it; settle.py: what
+                  is left to do before it is compiled
 
 Read in that order. What a pattern does not take stays as tinygrad would have run it, and `program.miss` says
 why.

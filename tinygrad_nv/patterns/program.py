@@ -11,8 +11,7 @@ input, then one int for each variable, in these orders. It works in two places:
 What the compiler may not know but explain() must (`Note`) is part of the body, in its KernelInfo: the
 schedule keeps nothing else of a call. The PROGRAM has no ProgramInfo, so tinygrad derives one after it has
 put the caller's variables in place of the body's, and it has no BINARY unless one is given, so that tinygrad
-compiles it like any kernel: in parallel, once, cached. `settle`, a compile hook, does what that leaves
-undone.
+compiles it like any kernel: in parallel, once, cached. settle.py does what that leaves undone.
 
 The stores and loads in the body's sink are never run. They say which arguments are written and read.
 """
@@ -63,7 +62,7 @@ class Note:
 
 @dataclass(frozen=True)
 class ProgramKernel(KernelInfo):
-    """KernelInfo of a kernel of ours. Its Estimates are upper bounds until `settle` makes them exact."""
+    """KernelInfo of a kernel of ours. Its Estimates are upper bounds until settle.py makes them exact."""
     note: Note | None = None
 
 
@@ -84,7 +83,7 @@ def program(entry: str, text: str, device: str | tuple[str, ...], outputs: Seque
     arguments = [*stores, *(_contiguous(x if tensor_level else _in_memory(x)) for x in inputs)]
     params = [UOp.placeholder((x.max_numel(),), x.dtype, slot) for slot, x in enumerate(arguments)]
     if nbytes is None: nbytes = sum(x.max_numel() * x.dtype.itemsize for x in arguments)
-    renamed = {_name(v): _in_body(v) for v in variables}
+    renamed = {_name(v): in_body(v) for v in variables}
     ops, mem, *sizes = (_with_variables(x, renamed) for x in (flops, nbytes, *grid))
     read = [not isinstance(out, Output) for out in outputs] + [True] * len(inputs)
     sink = UOp.sink(*renamed.values(), *_dimensions("gidx", sizes), *_dimensions("lidx", block),
@@ -193,7 +192,7 @@ def _shaped(done: UOp, out: Output | UOp) -> UOp: return done.shrink_to(out.shap
 def _name(variable: UOp) -> str: return (variable.src[0] if variable.is_bound_var else variable).expr
 
 
-def _in_body(variable: UOp) -> UOp:
+def in_body(variable: UOp) -> UOp:
     """A variable as the body sees it: int32, as the kernel takes it. Only `p{slot}` is replaced later."""
     v = variable.src[0] if variable.is_bound_var else variable
     dtype = dtypes.int32 if v.dtype in dtypes.weaks else v.dtype
@@ -380,7 +379,7 @@ def hear_misses() -> Iterator[list[Miss]]:
     finally: _heard = before
 
 
-# **** before compilation ****
+# **** what a body says ****
 
 def note_of(body: UOp) -> Note | None:
     """The note in a call's body, None if the kernel is not ours."""
@@ -392,25 +391,3 @@ def estimates_of(body: UOp) -> Estimates:
     """Operations and bytes of a kernel of ours in the variables its body has now."""
     ops, mem = (x.ssimplify() for x in body.src[0].src[-2:])
     return Estimates(ops=ops, lds=mem, mem=mem)
-
-
-def settle(linear: UOp, inner: hooks.Compile) -> UOp:
-    """A compile hook: puts the caller's variables into Estimates, and types them int32 as kernels take them.
-
-    In a schedule made from a rewrite the body's variables have become the user's own, whose type is usually
-    weak; tinygrad lowers that in the kernels it generates, and encodes arguments by it in the others.
-    """
-    calls = (call.replace(src=(_settled(call.src[0]), *call.src[1:])) if _is_ours(call.src[0]) else call
-             for call in linear.src)
-    return inner(linear.replace(src=tuple(calls)))
-
-
-def _is_ours(body: UOp) -> bool: return body.op is Ops.PROGRAM and isinstance(body.src[0].arg, ProgramKernel)
-
-
-def _settled(body: UOp) -> UOp:
-    weak = [v for v in body.variables() if v.dtype in dtypes.weaks]
-    body = body.substitute({v: _in_body(v).cast(v.dtype) for v in weak})
-    sink = body.src[0]
-    final = sink.replace(arg=replace(sink.arg, estimates=estimates_of(body)))
-    return body.substitute({sink: final})
