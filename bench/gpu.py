@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,10 @@ def main() -> int:
             except NotMeasured as why: rows = f"not measured: {why}"
             print(f"{part.name}: {part.about}; {rows}")
         return 0
+    if find_spec("torch") is None:
+        print("nothing to measure with: torch is not installed; it makes the inputs. To fix: pip install -e "
+              "'.[cpu,test,bench]' in the checkout", file=sys.stderr)
+        return 2
     if not options.emulate and (lacking := missing()):
         print(f"nothing to measure on: {lacking} (needed: {NEEDED}; without: --emulate)", file=sys.stderr)
         return 2
