@@ -27,6 +27,7 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.decode import BYTES, Pages, Scales
 from tinygrad_nv.tile.expression import short
+from tinygrad_nv.tile.legality import MOST_GRID
 
 FLOATS = (dtypes.float32, dtypes.bfloat16, dtypes.float16)
 
@@ -135,5 +136,5 @@ def problems(spec: AppendSpec, arch: str) -> list[str]:
     if dtypes.fp8e4m3 in (spec.k_pages.dtype, spec.v_pages.dtype) and arch < "sm_89":
         out.append(f"{arch} converts nothing to e4m3: sm_89 does")
     for name, count in (("requests", spec.batch), ("rows", spec.rows)):
-        if count > 65535: out.append(f"{count} {name}, at most 65535")
+        if count > MOST_GRID: out.append(f"{count} {name}, at most {MOST_GRID}")
     return out

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from tinygrad_nv.tile import epilogue, legality
 from tinygrad_nv.tile.decode import DecodeSpec
+from tinygrad_nv.tile.legality import MOST_GRID
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.templates.decode_merge import MOST_SPLITS
 from tinygrad_nv.tile.templates.decode_plan import Plan
 
 MOST_STRIDE = (1 << 31) - 1  # bytes that an instruction takes
-MOST_GRID = 65535            # of y and z
 MOST_TILE = 256              # keys of a block, of which addresses are constants away from the first
 
 

@@ -3,15 +3,15 @@ from __future__ import annotations
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile import epilogue
-from tinygrad_nv.tile.attention import EVERY, Rows
+from tinygrad_nv.tile.attention import EVERY
 from tinygrad_nv.tile.attention_backward import BackwardSpec
 from tinygrad_nv.tile.derivative import derivative
 from tinygrad_nv.tile.expression import Constant, loads, show
-from tinygrad_nv.tile.legality import MOST, SMEM_BYTES
+from tinygrad_nv.tile.legal_flash_wgmma import no_tma
+from tinygrad_nv.tile.legality import MOST, MOST_GRID, SMEM_BYTES
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.templates.flash_backward_wgmma_plan import REGISTERS, ROWS, Plan
 
-MOST_GRID = 65535  # of a grid's y and z
 # registers a thread that ptxas was seen to keep without spilling: those of a block, and sums of dk and dv;
 # beside a derivative that is not the same for all elements, and beside one whose score has loads too
 MOST_HELD, MOST_BESIDE, MOST_BESIDE_LOADS = 208, 192, 160
@@ -33,17 +33,10 @@ def problems(schedule: Schedule, spec: BackwardSpec, arch: str) -> list[str]:
 
 def _operands(spec: BackwardSpec) -> list[str]:
     """What TMA asks of strides and beginnings."""
-    out, one = [], spec.forward
-    sides: tuple[tuple[str, Rows, int], ...] = (("q", one.q, one.s_q), ("k", one.k, one.s_kv),
-                                                ("v", one.v, one.s_kv), ("grad", spec.grad, one.s_q))
-    for name, rows, count in sides:
-        size = rows.dtype.itemsize
-        strides = [("row", rows.row, count)]
-        strides += [(f"batch[{i}]", rows.batch[i], one.batch[i]) for i in range(3)]
-        out += [f"{name}: {what} stride {stride * size} B is not a multiple of 16 B: no TMA"
-                for what, stride, extent in strides if extent > 1 and stride * size % 16]
-        if rows.offset * size % 16:
-            out.append(f"{name}: offset {rows.offset * size} B is not a multiple of 16 B: no TMA")
+    one = spec.forward
+    sides = (("q", one.q, one.s_q), ("k", one.k, one.s_kv), ("v", one.v, one.s_kv),
+             ("grad", spec.grad, one.s_q))
+    out = [each for name, rows, count in sides for each in no_tma(name, rows, count, one.batch)]
     if one.d % 4: out.append(f"dq: row stride {4 * one.d} B is not a multiple of 16 B: no TMA")
     return out
 

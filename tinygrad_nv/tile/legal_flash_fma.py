@@ -8,11 +8,11 @@ from tinygrad_nv.tile import epilogue, legality
 from tinygrad_nv.tile.attention import EVERY, AttentionSpec
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.flash_score import multiple
+from tinygrad_nv.tile.legality import MOST_GRID
 from tinygrad_nv.tile.schedule import Schedule
 
 SIZE = 4                   # bytes of a float
 COLUMNS = (8, 16, 32, 64)  # of a warp, in a block
-MOST_GRID = 65535          # of y and z
 MOST_SUMS = 152            # registers for sums and scores that leave room for operands and addresses
 MOST_BESIDE = 150          # the same, where scores are more than multiples of sums
 

@@ -8,13 +8,13 @@ from tinygrad_nv.tile import epilogue, legality
 from tinygrad_nv.tile.attention import EVERY, OPERANDS, AttentionSpec
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.flash_score import multiple
+from tinygrad_nv.tile.legality import MOST_GRID
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.store import StorePlan, store_plan
 from tinygrad_nv.tile.templates.flash_mma_copy import LEAST_BYTES
 
 BLOCKS_N = (16, 32, 64, 128)
-MOST_GRID = 65535    # of y and z
 HELD = 180           # registers for sums, scores and q that leave room for addresses and fragments
 HELD_BESIDE = 150    # the same, where scores are more than multiples of sums, or dropped
 MOST_SUMS = 192      # registers for sums and probabilities, with fragments of q read each time

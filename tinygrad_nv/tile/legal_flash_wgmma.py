@@ -7,12 +7,11 @@ from tinygrad_nv.tile import epilogue
 from tinygrad_nv.tile.attention import EVERY, AttentionSpec, Rows
 from tinygrad_nv.tile.expression import show
 from tinygrad_nv.tile.flash_score import multiple
-from tinygrad_nv.tile.legality import MOST, SMEM_BYTES
+from tinygrad_nv.tile.legality import MOST, MOST_GRID, SMEM_BYTES
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.templates.flash_wgmma_plan import ROWS, Plan
 from tinygrad_nv.tile.templates.wgmma_tiles import K_BYTES
 
-MOST_GRID = 65535  # of a grid's y and z
 WARP_ROWS = 16
 MOST_COLUMNS = 256
 # by consumers, registers a thread that ptxas was seen to keep without spilling: scores, their 16-bit form and
@@ -42,18 +41,21 @@ def _scales(s: Schedule, spec: AttentionSpec) -> list[str]:
 
 
 def _operands(spec: AttentionSpec) -> list[str]:
-    """What TMA asks of strides and beginnings."""
-    out = []
+    """What TMA asks of q, k and v."""
     rows, keys = spec.total or (spec.s_q, spec.s_kv)
-    sides: tuple[tuple[str, Rows, int], ...] = (("q", spec.q, rows), ("k", spec.k, keys), ("v", spec.v, keys))
-    for name, side, count in sides:
-        size = side.dtype.itemsize
-        strides = [("row", side.row, count)]
-        strides += [(f"batch[{i}]", side.batch[i], spec.batch[i]) for i in range(3)]
-        out += [f"{name}: {what} stride {stride * size} B is not a multiple of 16 B: no TMA"
-                for what, stride, extent in strides if extent > 1 and stride * size % 16]
-        if side.offset * size % 16:
-            out.append(f"{name}: offset {side.offset * size} B is not a multiple of 16 B: no TMA")
+    sides = (("q", spec.q, rows), ("k", spec.k, keys), ("v", spec.v, keys))
+    return [each for name, side, count in sides for each in no_tma(name, side, count, spec.batch)]
+
+
+def no_tma(name: str, rows: Rows, count: int, batch: tuple[int, int, int]) -> list[str]:
+    """Why TMA cannot read `count` rows of each element of a batch; empty when it can: strides of more than
+    one, and beginnings, are multiples of 16 bytes."""
+    size = rows.dtype.itemsize
+    strides = [("row", rows.row, count), *((f"batch[{i}]", rows.batch[i], batch[i]) for i in range(3))]
+    out = [f"{name}: {what} stride {stride * size} B is not a multiple of 16 B: no TMA"
+           for what, stride, extent in strides if extent > 1 and stride * size % 16]
+    if rows.offset * size % 16:
+        out.append(f"{name}: offset {rows.offset * size} B is not a multiple of 16 B: no TMA")
     return out
 
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from tinygrad_nv.tile import legality
+from tinygrad_nv.tile.legality import MOST_GRID
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec
 from tinygrad_nv.tile.templates.gemv_plan import (
@@ -13,8 +14,6 @@ from tinygrad_nv.tile.templates.gemv_plan import (
     Plan,
     turned,
 )
-
-MOST_GRID = 65535  # CTAs along y and z
 
 
 def problems(schedule: Schedule, spec: GemmSpec, arch: str) -> list[str]:
