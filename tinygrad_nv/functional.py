@@ -56,7 +56,7 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
     heads is broadcast. H_kv is H or 1, or with `enable_gqa` a divisor of H. `attn_mask`, bool (true: seen) or
     floats (added), is broadcast to [..., H, S_q, S_kv]. `is_causal`: row r sees columns up to r. `window`:
     columns nearer to r than so many. A row that sees nothing is 0. `scale` is 1/√D by default; `softcap`
-    makes scores cap · tanh(s / cap). `dropout_p` of the weights are dropped in training (Tensor.training), by
+    makes scores cap · tanh(s / cap). `dropout_p` of the weights are dropped in Context(TRAINING=1), by
     kernels of ours a multiple of 1/256 of them, the nearest, and the others are multiplied accordingly.
     Raises `SpecError`."""
     check(query, key, value, attn_mask, enable_gqa)

@@ -153,7 +153,7 @@ def test_a_refusal_is_told():
     lowered = explain(*wanted)
     assert not both() & {kernel.template for kernel in lowered.kernels}
     words = [*lowered.notes, *(kernel.reason for kernel in lowered.kernels)]
-    assert any("bf16 attention of d 20 on sm_80" in word for word in words), words
+    assert any("bf16 attention of d 20 (not a multiple of 8) on sm_80" in word for word in words), words
     near(wanted, operands, causal(20, 24, 20), grad, c=4)
 
 

@@ -38,7 +38,7 @@ from tinygrad_nv.patterns.attention_decode import Decode, decoded, kernels
 from tinygrad_nv.patterns.attention_dims import Ranges, Sideways
 from tinygrad_nv.patterns.attention_positions import is_variable
 from tinygrad_nv.patterns.attention_score import FLOATS, PASSED, Score, filled
-from tinygrad_nv.patterns.attention_spec import Found, Reading, flops, found, nbytes
+from tinygrad_nv.patterns.attention_spec import Found, Reading, flops, found, nbytes, widths
 from tinygrad_nv.patterns.contraction import NotOurs, Product, Side, arithmetic, is_storage, product, side
 from tinygrad_nv.patterns.epilogue import Unfused, number
 from tinygrad_nv.patterns.gemm import Machine, machine_of
@@ -365,7 +365,7 @@ def _check(first: Product, second: Product, sides: tuple[Side, Side, Side]) -> N
     kinds = [one.dtype for one in sides]
     if dtypes.float32 in kinds and len(set(kinds)) > 1:
         names = [name for name, kind in zip("qkv", kinds, strict=True) if kind == dtypes.float32]
-        raise NotOurs(f"{' and '.join(names)} alone in float32", final=True)
+        raise NotOurs(f"{' and '.join(names)} alone in float32: realize all three in it, or none", final=True)
     for words in (arithmetic(first, *kinds[:2]), arithmetic(second, kinds[2], kinds[2])):
         if words: raise NotOurs(words, final=True)
 
@@ -375,7 +375,7 @@ def _check(first: Product, second: Product, sides: tuple[Side, Side, Side]) -> N
 def schedule_of(spec: AttentionSpec, machine: Machine) -> Schedule:
     """How a kernel is made. Raises `NotOurs` where no template makes one."""
     if (found := default(spec, machine.arch)) is not None: return found
-    raise NotOurs(f"no template for {short(spec.q.dtype)} attention of d {spec.d} on {machine.arch}")
+    raise NotOurs(f"no template for {short(spec.q.dtype)} attention of {widths(spec)} on {machine.arch}")
 
 
 @functools.lru_cache(1024)

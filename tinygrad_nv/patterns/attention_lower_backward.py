@@ -22,6 +22,7 @@ from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import attention, attention_named, named, program
 from tinygrad_nv.patterns.attention_lower import Cut, Shape, dropped, lies_by_rows, shape_of, turned
 from tinygrad_nv.patterns.attention_named import FlashAttentionBackward
+from tinygrad_nv.patterns.attention_spec import widths
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.gemm import Machine, machine_of
 from tinygrad_nv.patterns.strides import Laid, copied, laid
@@ -104,7 +105,7 @@ def divided(spec: AttentionSpec, batch: Shape) -> AttentionSpec:
 def _chosen(forward: AttentionSpec, grad: UOp, by_rows: tuple[bool, bool],
             machine: Machine) -> tuple[BackwardSpec, Schedule, UOp]:
     """The spec of a backward pass, its schedule, and the gradient's storage: where it lies if that can be."""
-    reason = f"no template for the gradient of {short(forward.q.dtype)} attention of d {forward.d} on " \
+    reason = f"no template for the gradient of {short(forward.q.dtype)} attention of {widths(forward)} on " \
              f"{machine.arch}"
     ordered = bool(config.get("NV_DETERMINISTIC"))
     for read in (laid(grad), copied(grad)):
