@@ -1,4 +1,5 @@
-"""How much longer a decode step's graph takes to schedule with the search for attention and matrix products.
+"""How much longer a decode step's graph takes to schedule with the search for named functions, attention and
+matrix products.
 
     python bench/match_time.py [--layers 32] [--repeat 9] [--dry]
 
@@ -26,7 +27,7 @@ from tinygrad_nv.models.config import ModelConfig, RopeConfig
 from tinygrad_nv.models.llama import KVCache, Llama
 
 from tinygrad_nv import hooks
-from tinygrad_nv.patterns import attention, gemm, program
+from tinygrad_nv.patterns import attention, gemm, named, program
 
 
 def decode(layers: int) -> Tensor:
@@ -67,21 +68,21 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="print only")
     args = parser.parse_args()
     os.environ["NV_GEMM"] = os.environ["NV_ATTENTION"] = "1"
-    attending, multiplying = list[float](), list[float]()
-    for name, module, seconds in (("attention", attention, attending), ("gemm", gemm, multiplying)):
-        hooks.remove_rewrite(name)
-        hooks.add_rewrite(name, timed(module.rewrite, seconds), module.configuration)
+    naming, attending, multiplying = list[float](), list[float](), list[float]()
+    for name in ("named", "attention", "gemm"): hooks.remove_rewrite(name)
+    hooks.add_rewrite("named", timed(named.rewrite, naming))
+    hooks.add_rewrite("attention", timed(attention.rewrite, attending), attention.configuration)
+    hooks.add_rewrite("gemm", timed(gemm.rewrite, multiplying), gemm.configuration)
     tensor, alone, joined = decode(args.layers), list[float](), list[float]()
     with Context(SCACHE=0, CAPTURING=0, DEBUG=0):
         with hooks.disabled(): kernels = len(scheduled(tensor)[1].src)
         _, linear = scheduled(tensor)
         ours = sum(program.note_of(call.src[0]) is not None for call in linear.src)
-        attending.clear()
-        multiplying.clear()
+        for each_s in (naming, attending, multiplying): each_s.clear()
         for _ in each(range(args.repeat)):
             with hooks.disabled(): alone.append(scheduled(tensor)[0])
             joined.append(scheduled(tensor)[0])
-    matching = [one + other for one, other in zip(attending, multiplying, strict=True)]
+    matching = [sum(each_s) for each_s in zip(naming, attending, multiplying, strict=True)]
     share = [one / other for one, other in zip(matching, alone, strict=True)]
     whole = [one / other for one, other in zip(joined, alone, strict=True)]
     rows = [("tinygrad alone, s", f"{median(alone):.2f}", spread(alone), str(kernels)),
