@@ -106,6 +106,12 @@ def test_rows_that_a_mask_hides():
     assert got[1].any()
 
 
+def test_rows_that_the_smallest_number_hides():
+    """Scores that are all the same, of splits too: a mean, not zeros."""
+    spec = contiguous(300, "most", heads=2, group=2, score=Sum() * 0.125 + torch.finfo(torch.float32).min)
+    assert checked(spec, [300]).any()
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 def test_defaults(arch: str):
     """The same splits, whatever the longest is; one kernel where nobody splits."""
