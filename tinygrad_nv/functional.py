@@ -28,6 +28,7 @@ from tinygrad_nv.patterns.attention_operands import Operands, arranged, check
 from tinygrad_nv.patterns.fp8_attention import fp8_attention
 from tinygrad_nv.patterns.gemm import DEVICES
 from tinygrad_nv.patterns.kv_append import kv_append
+from tinygrad_nv.patterns.named import check_devices
 from tinygrad_nv.patterns.paged import paged_attention
 from tinygrad_nv.patterns.varlen import varlen_attention
 from tinygrad_nv.tile.attention import EVERY
@@ -60,6 +61,7 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
     kernels of ours a multiple of 1/256 of them, the nearest, and the others are multiplied accordingly.
     Raises `SpecError`."""
     check(query, key, value, attn_mask, enable_gqa)
+    check_devices(query, key, value, *([] if attn_mask is None else [attn_mask]))
     if not 0 <= dropout_p <= 1: raise SpecError(f"dropout_p={dropout_p}", "0 to 1")
     if is_causal and attn_mask is not None:
         raise SpecError("is_causal=True with an attn_mask", "one of them", "hide columns in the mask")

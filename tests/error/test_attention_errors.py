@@ -7,7 +7,7 @@ import pytest
 
 from tinygrad_nv import Tensor, dtypes
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.functional import scaled_dot_product_attention
+from tinygrad_nv.functional import paged_attention, scaled_dot_product_attention
 
 
 def refused(words: str, *shapes: tuple[int, ...], mask: Tensor | None = None, **how: Any) -> SpecError:
@@ -72,13 +72,23 @@ def test_masks():
 
 @pytest.mark.parametrize(("how", "words"), [
     ({"dropout_p": 1.5}, "dropout_p=1.5"), ({"softcap": 0.0}, "softcap=0.0"),
-    ({"softcap": -3.0}, "softcap=-3.0"), ({"scale": float("nan")}, "scale=nan"), ({"window": 0}, "window=0")])
+    ({"softcap": -3.0}, "softcap=-3.0"), ({"scale": float("nan")}, "scale=nan"), ({"window": 0}, "window=0"),
+    ({"window": 2.5}, "window=2.5")])
 def test_numbers(how: dict[str, float], words: str): refused(words, *SHAPES, **how)
 
 
 def test_what_only_kernels_of_ours_have_for_a_mask_that_enlarges_the_result():
     error = refused("scale, softcap or window", *SHAPES, mask=Tensor.ones(3, 1, 4, 9), softcap=2.0)
     assert "expand query" in error.fix
+
+
+def test_tensors_of_several_devices():
+    here, there = (Tensor.empty(1, 2, 9, 16, device=device) for device in ("CPU", "CPU:1"))
+    mask = Tensor.empty(9, 9, dtype=dtypes.bool, device="CPU:1")
+    for given in ((here, here, there), (here, here, here, mask)):
+        with pytest.raises(SpecError, match="tensors on CPU and CPU:1"): scaled_dot_product_attention(*given)
+    tables = Tensor.empty(1, 2, dtype=dtypes.int32), Tensor.empty(1, dtype=dtypes.int32, device="CPU:1")
+    with pytest.raises(SpecError, match="one device for all"): paged_attention(here, here, here, *tables)
 
 
 # **** the Tensor method, on a device with kernels of ours ****
@@ -101,3 +111,9 @@ def test_the_method_allows_what_tinygrad_does():
     assert on_emu(1, 8, 4, 16).scaled_dot_product_attention(k, v, enable_gqa=True).shape == (1, 8, 4, 16)
     mask = Tensor.empty(4, 9, dtype=dtypes.int32, device="EMU")
     assert on_emu(4, 16).scaled_dot_product_attention(on_emu(9, 16), on_emu(9, 16), mask).shape == (4, 16)
+
+
+def test_a_mask_of_python_s_numbers():
+    """It has no dtype of its own."""
+    q, mask = on_emu(1, 2, 9, 16), Tensor.empty(9, 9, dtype=dtypes.bool, device="EMU").where(0, -float("inf"))
+    assert q.scaled_dot_product_attention(q, q, mask).shape == q.shape

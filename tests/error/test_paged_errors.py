@@ -45,6 +45,7 @@ def given_as(name: str, value: Callable[[Any], Any]) -> Callable[[dict[str, Any]
     (given_as("lengths", lambda x: x.reshape(2, 1)), ("lengths of shape (2, 1)", "[B]: (2,)")),
     (given_as("lengths", lambda x: x.float()), ("lengths of f32", "s32")),
     (given_as("window", lambda x: 0), ("window=0", "the row's own key: 1")),
+    (given_as("window", lambda x: 2.5), ("window=2.5", "the row's own key: 1")),
     (given_as("softcap", lambda x: 0.0), ("softcap=0.0", "above 0")),
     (given_as("scale", lambda x: float("nan")), ("scale=nan", "a finite number")),
     (given_as("k_scale", lambda x: Tensor.ones(10, 2)), ("k_scale with f32", "8 bits, and only then"))])

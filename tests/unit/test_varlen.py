@@ -104,6 +104,7 @@ ENDS = Tensor([0, 4], dtype=dtypes.int32)
     ("q of s32", {"q": Tensor.zeros(*Q).int()}), ("cu_q of s64", {"cu_q": ENDS.long()}),
     ("cu_k of shape", {"cu_k": ENDS[:1]}), ("most_q=0", {"most_q": 0}), ("most_k='8'", {"most_k": "8"}),
     ("where each sequence", {"cu_q": ENDS[:1], "cu_k": ENDS[:1]}), ("window=0", {"window": 0}),
+    ("window=2.5", {"window": 2.5}),
     ("4 query heads over 3", {"k": Tensor.zeros(6, 3, 8), "v": Tensor.zeros(6, 3, 8)}),
     ("softcap=0", {"softcap": 0.0}), ("softcap=inf", {"softcap": math.inf}),
     ("scale=nan", {"scale": math.nan})])

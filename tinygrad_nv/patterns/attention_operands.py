@@ -86,6 +86,8 @@ def arranged(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Operands |
     whole = (*lead, heads, s_q, s_kv)
     if mask is not None:
         if mask.ndim > rank or _broadcast(mask.shape, whole) != whole: return None
+        # of Python's numbers alone, as `seen.where(0, -inf)` is, it has no dtype that is stored
+        if mask.dtype in dtypes.weaks: mask = mask.cast(dtypes.float32)
         mask = _flat(mask, lead, whole[-3:], keep=True)
     return Operands(_flat(q, lead, (heads, *q.shape[-2:])), _flat(k, lead, (h_kv, *k.shape[-2:])),
                     _flat(v, lead, (h_kv, *v.shape[-2:])), mask, result)

@@ -23,6 +23,7 @@ from tinygrad import Tensor
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import hooks
+from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.runtime import ranges
@@ -48,7 +49,9 @@ def lower(kind: type, template: str, fn: Lower, only_for: int | None = None) -> 
 
 def call(what: Any, body: Callable[..., tuple[Tensor, ...]], *tensors: Tensor,
          grad: Callable[..., tuple[UOp | None, ...]] | None = None) -> tuple[Tensor, ...]:
-    """Calls a named function. Raises what `body` raises of tensors that do not fit each other."""
+    """Calls a named function. Raises what `body` raises of tensors that do not fit each other, `SpecError`
+    of tensors of several devices."""
+    check_devices(*tensors)
     given = [tensor.uop for tensor in tensors]
     results = body(what, *(Tensor(one.param_like(i)) for i, one in enumerate(given)))
     for result in results: _ = result.shape  # tinygrad finds what does not fit when it is asked for a shape
@@ -56,6 +59,14 @@ def call(what: Any, body: Callable[..., tuple[Tensor, ...]], *tensors: Tensor,
     made = UOp.maketuple(*(result.uop for result in results)).call(*given, grad_fxn=grad, name=repr(what),
                                                                    aux=what)
     return tuple(Tensor(made.gettuple(i)) for i in range(len(results)))
+
+
+def check_devices(*tensors: Tensor) -> None:
+    """Raises `SpecError` for tensors of several devices; constants have none."""
+    devices = list(dict.fromkeys(tensor.device for tensor in tensors if tensor.device is not None))
+    if len(devices) > 1:
+        raise SpecError(f"tensors on {' and '.join(map(str, devices))}", "one device for all",
+                        f"move what is elsewhere: .to({devices[0]!r})")
 
 
 def rewrite(sink: UOp) -> UOp:

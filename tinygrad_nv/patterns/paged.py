@@ -47,7 +47,8 @@ def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, 
     k_scale and v_scale, float32 [P, H_kv]. They may be parts of one tensor. `scale` is 1/√D by default.
     Raises `SpecError`."""
     given = _checked(q, k_pages, v_pages, table, lengths, k_scale, v_scale)
-    if window is not None and window < 1: raise SpecError(f"window={window}", "at least the row's own key: 1")
+    if window is not None and (type(window) is not int or window < 1):
+        raise SpecError(f"window={window}", "a number, at least the row's own key: 1")
     if softcap is not None and not (isfinite(softcap) and softcap > 0):
         raise SpecError(f"softcap={softcap}", "a finite number above 0", "leave it out for no cap")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)

@@ -41,7 +41,8 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor
     _check(q, k, v, cu_q, cu_k)
     for name, most in (("most_q", most_q), ("most_k", most_k)):
         if type(most) is not int or most < 1: raise SpecError(f"{name}={most!r}", "a number, at least 1")
-    if window is not None and window < 1: raise SpecError(f"window={window}", "at least the row's own key: 1")
+    if window is not None and (type(window) is not int or window < 1):
+        raise SpecError(f"window={window}", "a number, at least the row's own key: 1")
     if softcap is not None and not (isfinite(softcap) and softcap > 0):
         raise SpecError(f"softcap={softcap}", "a finite number above 0", "leave it out for no cap")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
