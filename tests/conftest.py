@@ -1,10 +1,12 @@
 """Fixtures for every test: tiny random models on disk, and the command line called in this process."""
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +23,8 @@ from tinygrad_nv import cli
 
 # operands are small, and tests run beside each other: more threads wait for each other longer than they work
 torch.set_num_threads(1)
+# a shell that starts the tests in the background has SIGINT ignored, by everything they start too
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)
 
 VOCAB = 300
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -56,6 +60,13 @@ class Outcome:
 Command = Callable[..., Outcome]
 MakeModel = Callable[..., Path]
 Spoil = Callable[..., Path]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Tests that were found stay until the end: collections of garbage, which tests of memory ask for after
+    every allocation, need not look at them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
