@@ -69,6 +69,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Libraries that look for leaks as the process ends find what they expect."""
+    gc.unfreeze()
+
+
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
     """`tinygrad-nv` with these arguments, in this process; `stdin` is what it can read."""
