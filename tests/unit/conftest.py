@@ -1,5 +1,5 @@
 """Fixtures of the tests of CUDADriver: a fake driver library with two GPUs, and the first of them as a driver
-that leaves nothing."""
+that leaves nothing. Fixtures of the tests of hooks: none of ours, and one rewrite for the CPU."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -27,3 +27,36 @@ def gpu(fake: Any) -> Iterator[Any]:
 def numbers(gpu: Any) -> Any:
     from test_driver import Numbers
     return Numbers(gpu)
+
+
+@pytest.fixture(scope="module")
+def without_ours() -> Iterator[None]:
+    """For tests that are about what they register themselves."""
+    from tinygrad_nv import hooks
+    from tinygrad_nv.patterns import attention, gemm, named
+    for name in ("named", "attention", "gemm"): hooks.remove_rewrite(name)
+    yield
+    hooks.add_rewrite("named", named.rewrite)
+    hooks.add_rewrite("attention", attention.rewrite, attention.configuration)
+    hooks.add_rewrite("gemm", gemm.rewrite, gemm.configuration)
+
+
+@pytest.fixture
+def as_found(without_ours: None) -> Iterator[None]:
+    """Every test starts enabled with nothing of its own registered, and must leave it so."""
+    from tinygrad_nv import hook_devices, hook_methods, hooks
+    tables = (hooks._rewrites, hooks._compiles, hooks._executes, hooks._functions, hook_devices._devices,
+              hook_methods._methods)
+    before = [dict(table) for table in tables], hooks.enabled()
+    yield
+    assert ([dict(table) for table in tables], hooks.enabled()) == before
+
+
+@pytest.fixture
+def silu(as_found: None) -> Iterator[None]:
+    import silu_mul
+
+    from tinygrad_nv import hooks
+    hooks.add_rewrite("silu_mul", silu_mul.rewrite)
+    yield
+    hooks.remove_rewrite("silu_mul")
