@@ -26,7 +26,7 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv.functional import scaled_dot_product_attention
 from tinygrad_nv.hooks import enabled
-from tinygrad_nv.patterns.gemm import DEVICES
+from tinygrad_nv.patterns.target import takes
 from tinygrad_nv.runtime.ranges import layer
 from tinygrad_nv.tile.spec import HALVES
 
@@ -98,8 +98,7 @@ def takes_products(x: Tensor, decoding: bool) -> bool:
     """Whether products of x are for kernels of ours, which take an attention whole, and store what they read.
     tinygrad's own compute x again for each element of the result, unless it is contiguous: those of float32,
     where gradients need parts of the attention."""
-    device = x.device if isinstance(x.device, str) else x.device[0]
-    return enabled() and device.split(":")[0] in DEVICES and (decoding or x.dtype in HALVES)
+    return enabled() and takes(x.device) and (decoding or x.dtype in HALVES)
 
 
 class Attention:

@@ -26,10 +26,10 @@ from tinygrad_nv.patterns.attention_dropout import drawn
 from tinygrad_nv.patterns.attention_named import FlashAttention, attend, scores, sums, weighted
 from tinygrad_nv.patterns.attention_operands import Operands, arranged, check
 from tinygrad_nv.patterns.fp8_attention import fp8_attention
-from tinygrad_nv.patterns.gemm import DEVICES
 from tinygrad_nv.patterns.kv_append import kv_append
 from tinygrad_nv.patterns.named import check_devices
 from tinygrad_nv.patterns.paged import paged_attention
+from tinygrad_nv.patterns.target import GPUS, kind_of
 from tinygrad_nv.patterns.varlen import varlen_attention
 from tinygrad_nv.tile.attention import EVERY
 from tinygrad_nv.tile.dropout import kept_of
@@ -89,7 +89,7 @@ def _ours(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float
     if not hooks.enabled() or not config.get("NV_ATTENTION"): return None
     if q.dtype not in HALVES or {k.dtype, v.dtype} != {q.dtype}: return None
     names = to_tuple(q.device) if q.device is not None else ()
-    if not names or any(name.split(":")[0] not in DEVICES for name in names): return None
+    if not names or any(kind_of(name) not in GPUS for name in names): return None
     if TRAINING and dropout_p and (len(names) > 1 or not 0 < _kept(dropout_p) < EVERY): return None
     if {k.device, v.device} != {q.device} or (len(names) > 1 and not _by_heads(q, k, v, mask)): return None
     check(q, k, v, mask, gqa)

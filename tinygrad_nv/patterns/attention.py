@@ -41,8 +41,8 @@ from tinygrad_nv.patterns.attention_score import FLOATS, PASSED, Score, filled
 from tinygrad_nv.patterns.attention_spec import Found, Reading, flops, found, nbytes, widths
 from tinygrad_nv.patterns.contraction import NotOurs, Product, Side, arithmetic, is_storage, product, side
 from tinygrad_nv.patterns.epilogue import Unfused, number
-from tinygrad_nv.patterns.gemm import Machine, machine_of
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, same
+from tinygrad_nv.patterns.target import Machine, machine_of
 from tinygrad_nv.runtime import ranges
 from tinygrad_nv.tile.attention import AttentionSpec
 from tinygrad_nv.tile.decode import DecodeSpec

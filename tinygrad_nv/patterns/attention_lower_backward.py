@@ -24,8 +24,8 @@ from tinygrad_nv.patterns.attention_lower import Cut, Shape, dropped, lies_by_ro
 from tinygrad_nv.patterns.attention_named import FlashAttentionBackward
 from tinygrad_nv.patterns.attention_spec import widths
 from tinygrad_nv.patterns.contraction import NotOurs
-from tinygrad_nv.patterns.gemm import Machine, machine_of
 from tinygrad_nv.patterns.strides import Laid, copied, laid
+from tinygrad_nv.patterns.target import Machine, machine_of
 from tinygrad_nv.runtime.launch_text import Zeroed, source
 from tinygrad_nv.tile.attention import EVERY, AttentionSpec, Rows
 from tinygrad_nv.tile.attention_backward import BackwardSpec

@@ -24,10 +24,10 @@ from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.attention import kernel
 from tinygrad_nv.patterns.contraction import NotOurs
-from tinygrad_nv.patterns.gemm import machine_of
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.paged import check_kind, check_shape
 from tinygrad_nv.patterns.strides import Laid, copied, laid
+from tinygrad_nv.patterns.target import machine_of
 from tinygrad_nv.tile.attention import FULL, RESULTS, SCALED, AttentionSpec, Band, Rows, RowScales
 from tinygrad_nv.tile.expression import Sum
 from tinygrad_nv.tile.flash_defaults import default

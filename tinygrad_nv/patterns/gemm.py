@@ -6,21 +6,24 @@ built anew with a call in place of each region's end. The result is dense in the
 dimensions.
 
 A kernel is made once for a spec, a schedule and a device's architecture. A contraction that no template takes
-is left as it is, and `program.miss` says why. Devices are ours when their driver is; NV_GEMM=0 leaves all to
+is left as it is, and `program.miss` says why. Devices are ours as target.py says; NV_GEMM=0 leaves all to
 tinygrad.
 """
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from tinygrad.device import Device
 from tinygrad.dtype import DType, dtypes
-from tinygrad.helpers import ALLOW_TF32, BEAM, prod, to_tuple
+from tinygrad.helpers import ALLOW_TF32, BEAM, prod
 from tinygrad.uop.ops import Ops, UOp, sint
 
 from tinygrad_nv import config
+from tinygrad_nv.cpu import choose as cpu
+from tinygrad_nv.cpu.kernel import CPUKernel
+from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import (
@@ -41,8 +44,9 @@ from tinygrad_nv.patterns.contraction import (
 )
 from tinygrad_nv.patterns.epilogue import Epilogue, Unfused, ends, usable
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
+from tinygrad_nv.patterns.target import Machine, target_of
+from tinygrad_nv.patterns.target import configuration as target_configuration
 from tinygrad_nv.runtime import ranges
-from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.tile import database
 from tinygrad_nv.tile.choose import choose, why_not
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Sum, loads
@@ -52,15 +56,6 @@ from tinygrad_nv.tile.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.templates import build
 
 TEMPLATE = "gemm"
-DEVICES = ("EMU", "CUDA")
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a kernel is made for. `driver` times candidates; without one the emulator counts them."""
-    arch: str
-    sm_count: int
-    driver: Driver | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -69,15 +64,16 @@ class Match:
     end: UOp
     region: frozenset[UOp]
     spec: GemmSpec
-    schedule: Schedule
-    machine: Machine
+    schedule: Schedule | CPUSchedule
+    machine: Machine | CPUMachine
     inputs: tuple[UOp, ...]
     rows: UOp | None
 
 
 def configuration() -> Hashable:
     """What the rewrite depends on besides the graph."""
-    return config.get("NV_GEMM"), config.get("EMU_ARCH"), ALLOW_TF32.value, BEAM.value, database.state()
+    return (config.get("NV_GEMM"), config.get("EMU_ARCH"), ALLOW_TF32.value, BEAM.value, database.state(),
+            target_configuration())
 
 
 def rewrite(sink: UOp) -> UOp:
@@ -95,21 +91,6 @@ def rewrite(sink: UOp) -> UOp:
     return program.write_through(program.rebuilt(matcher.nodes, change))
 
 
-def machine_of(device: str | tuple[str, ...] | None) -> Machine | None:
-    """What runs a device's kernels, None if its driver is not ours."""
-    names = to_tuple(device) if device is not None else ()
-    if any(name.split(":")[0] not in DEVICES for name in names): return None
-    found = {_machine(name) for name in names}
-    return found.pop() if len(found) == 1 else None
-
-
-def _machine(name: str) -> Machine | None:
-    driver: Driver | None = getattr(Device[name], "driver", None)
-    if driver is None: return None
-    emulated = name.split(":")[0] == "EMU"
-    return Machine(driver.properties.arch, driver.properties.sm_count, None if emulated else driver)
-
-
 # **** matching ****
 
 class _Matcher:
@@ -123,7 +104,7 @@ class _Matcher:
     def matches(self) -> dict[UOp, Match]:
         """The matches, by their ends."""
         products = [found for node in self.nodes if node.op is Ops.REDUCE
-                    and (found := product(node)) is not None and machine_of(node.device) is not None]
+                    and (found := product(node)) is not None and target_of(node.device) is not None]
         if not products: return {}
         self.place = {node: i for i, node in enumerate(self.nodes)}
         self.consumers: dict[UOp, list[UOp]] = {node: [] for node in self.nodes}
@@ -145,7 +126,7 @@ class _Matcher:
     def match(self, found: Product) -> None:
         """Takes in a contraction, with as much after it as can be, or says why not."""
         reason = ""
-        if (machine := machine_of(found.total.device)) is None or found.total in self.inside: return
+        if (machine := target_of(found.total.device)) is None or found.total in self.inside: return
         closed = ends(found.total, self.consumers, self.place, self.is_taken)
         regions = usable(closed, self.consumers)
         for end, region in regions or [(found.total, frozenset((found.total,)))]:
@@ -162,7 +143,7 @@ class _Matcher:
         if reason: program.miss(TEMPLATE, found.total, reason)
 
 
-def _matched(found: Product, end: UOp, region: frozenset[UOp], machine: Machine,
+def _matched(found: Product, end: UOp, region: frozenset[UOp], machine: Machine | CPUMachine,
              memory: Callable[[UOp], bool]) -> Match:
     """The match of a region. Raises `NotOurs`, `Unfused` or `NotAffine` where there is none."""
     space = Space()
@@ -209,7 +190,10 @@ def _parts(space: Space, places: list[tuple[Side, Side]]) -> tuple[Side, Side, l
     return base[1 - moving], base[moving], [steps.index(offset) for offset in offsets[moving]], part
 
 
-def _schedule(spec: GemmSpec, machine: Machine) -> Schedule:
+def _schedule(spec: GemmSpec, machine: Machine | CPUMachine) -> Schedule | CPUSchedule:
+    if isinstance(machine, CPUMachine):
+        if (found := cpu.product(spec, machine)) is not None: return found
+        raise NotOurs(cpu.why_not(spec, machine))
     if (schedule := choose(spec, machine.arch, machine.sm_count, machine.driver)) is not None: return schedule
     if spec.a.dtype == dtypes.float32 and not spec.tf32: raise NotOurs("float32 without ALLOW_TF32", True)
     raise NotOurs(why_not(spec, machine.arch))
@@ -265,14 +249,24 @@ def kernel(spec: GemmSpec, schedule: Schedule, machine: Machine) -> GemmKernel:
     return build(spec, schedule, machine.arch, machine.sm_count)
 
 
+@functools.lru_cache(1024)
+def cpu_kernel(spec: GemmSpec, schedule: CPUSchedule) -> CPUKernel:
+    """The kernel of a product on a CPU."""
+    return cpu.build(spec, schedule)
+
+
 def _called(match: Match, inputs: list[UOp]) -> UOp:
     spec, rows, end = match.spec, match.rows, match.end
     assert end.device is not None
     m: sint = spec.m if rows is None else rows
     note = program.Note(match.schedule.template, f"{spec}: {match.schedule}", spec, match.schedule)
-    return program.gemm(kernel(spec, match.schedule, match.machine), end.device,
-                        program.Output(end.shape, end.dtype), inputs, m=rows, flops=spec.flops // spec.m * m,
-                        nbytes=_bytes(spec, m), note=note)
+    out, flops, nbytes = program.Output(end.shape, end.dtype), spec.flops // spec.m * m, _bytes(spec, m)
+    if isinstance(match.schedule, CPUSchedule):
+        return program.on_cpu(cpu_kernel(spec, match.schedule), end.device, [out], inputs,
+                              variables=[] if rows is None else [rows], flops=flops, nbytes=nbytes, note=note)[0]
+    assert isinstance(match.machine, Machine)
+    return program.gemm(kernel(spec, match.schedule, match.machine), end.device, out, inputs, m=rows,
+                        flops=flops, nbytes=nbytes, note=note)
 
 
 def _bytes(spec: GemmSpec, m: sint) -> sint:

@@ -14,9 +14,9 @@ from tinygrad_nv import config
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
-from tinygrad_nv.patterns.gemm import machine_of
 from tinygrad_nv.patterns.kv_append_body import Arguments, KVAppend
 from tinygrad_nv.patterns.strides import Laid, copied, laid
+from tinygrad_nv.patterns.target import machine_of
 from tinygrad_nv.runtime.launch_text import source
 from tinygrad_nv.tile.decode import Pages, Scales
 from tinygrad_nv.tile.kernel import TileKernel

@@ -20,9 +20,9 @@ from tinygrad_nv import config
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
-from tinygrad_nv.patterns.gemm import Machine, machine_of
 from tinygrad_nv.patterns.paged_body import PagedAttention
 from tinygrad_nv.patterns.strides import Laid, copied, laid
+from tinygrad_nv.patterns.target import Machine, machine_of
 from tinygrad_nv.tile.attention import Rows
 from tinygrad_nv.tile.decode import MOST_ROWS, DecodeSpec, Pages, Scales
 from tinygrad_nv.tile.decode_defaults import default

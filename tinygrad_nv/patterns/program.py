@@ -36,6 +36,7 @@ from tinygrad.uop.ops import (
 )
 
 from tinygrad_nv import hooks
+from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.runtime import ranges
 from tinygrad_nv.runtime.launch_text import Integer, source
 from tinygrad_nv.tile.kernel import AttentionKernel, DecodeKernel, GemmKernel
@@ -70,13 +71,14 @@ def program(entry: str, text: str, device: str | tuple[str, ...], outputs: Seque
             inputs: Sequence[UOp], *, grid: tuple[sint, ...] = (), block: tuple[int, ...] = (),
             variables: Sequence[UOp] = (), flops: sint = 0, nbytes: sint | None = None,
             note: Note | None = None, binary: bytes | None = None,
-            tensor_level: bool | None = None) -> tuple[UOp, ...]:
+            tensor_level: bool | None = None, parts: int = 1) -> tuple[UOp, ...]:
     """Calls `entry` of `text` and returns its outputs, each a UOp of the shape that was asked for.
 
     An output given as a UOp is storage to write into, which the kernel may also read. `grid` and `block` are
     x, y, z. `variables` are bound variables at tensor level and ALU PARAMs in a rewrite; what `grid`, `flops`
     and `nbytes` depend on must be among them. `nbytes` is by default the size of all arguments. `binary` is
     the compiled source, if the device's compiler is not to make it. `tensor_level` is found out by default.
+    On the CPU a kernel of `parts` is called so many times, its last integer counting them.
     """
     if tensor_level is None: tensor_level = not hooks.rewriting()
     stores = [storage(out, device, tensor_level) for out in outputs]
@@ -86,7 +88,8 @@ def program(entry: str, text: str, device: str | tuple[str, ...], outputs: Seque
     renamed = {_name(v): in_body(v) for v in variables}
     ops, mem, *sizes = (_with_variables(x, renamed) for x in (flops, nbytes, *grid))
     read = [not isinstance(out, Output) for out in outputs] + [True] * len(inputs)
-    sink = UOp.sink(*renamed.values(), *_dimensions("gidx", sizes), *_dimensions("lidx", block),
+    core = [UOp.variable("core_id", 0, parts - 1, dtypes.int32, param=True)] if parts > 1 else []
+    sink = UOp.sink(*renamed.values(), *core, *_dimensions("gidx", sizes), *_dimensions("lidx", block),
                     *(p.index(0).store(UOp.const(0, p.dtype)) for p in params[:len(stores)]),
                     *(p.index(0).load() for p, is_read in zip(params, read, strict=True) if is_read),
                     ops, mem, arg=ProgramKernel(name=entry, estimates=_bound(ops, mem), note=note))
@@ -95,6 +98,17 @@ def program(entry: str, text: str, device: str | tuple[str, ...], outputs: Seque
     bound = [v for v in variables if v.is_bound_var]
     call = UOp(Ops.PROGRAM, src=tuple(body)).call(*arguments, *bound)
     return tuple(_shaped(store.after(call), out) for store, out in zip(stores, outputs, strict=True))
+
+
+def on_cpu(kernel: CPUKernel, device: str | tuple[str, ...], outputs: Sequence[Output | UOp],
+           inputs: Sequence[UOp], *, variables: Sequence[UOp] = (), flops: sint = 0, nbytes: sint | None = None,
+           note: Note | None = None, tensor_level: bool | None = None) -> tuple[UOp, ...]:
+    """Calls a kernel for the CPU and returns its outputs. `variables` are its integers, in their order; its
+    workspace, an output nobody reads, comes after the outputs that are given."""
+    every = [*outputs]
+    if kernel.workspace_bytes: every.append(Output((-(-kernel.workspace_bytes // 4),), dtypes.float32))
+    return program(kernel.name, kernel.source, device, every, inputs, variables=variables, flops=flops,
+                   nbytes=nbytes, note=note, tensor_level=tensor_level, parts=kernel.parts)[:len(outputs)]
 
 
 def gemm(kernel: GemmKernel, device: str | tuple[str, ...], out: Output | UOp, inputs: Sequence[UOp], *,

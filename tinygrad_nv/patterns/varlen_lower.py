@@ -13,8 +13,8 @@ from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.attention import kernel
 from tinygrad_nv.patterns.contraction import NotOurs
-from tinygrad_nv.patterns.gemm import Machine, machine_of
 from tinygrad_nv.patterns.strides import Laid, copied, laid
+from tinygrad_nv.patterns.target import Machine, machine_of
 from tinygrad_nv.patterns.varlen_body import VarlenAttention
 from tinygrad_nv.tile.attention import AttentionSpec, Rows
 from tinygrad_nv.tile.expression import Expression, Sum, short, tanh

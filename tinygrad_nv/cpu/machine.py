@@ -1,0 +1,46 @@
+"""The machine that CPU kernels are made for: instruction set, threads, caches.
+
+Protocol: `machine()` is what this process has now. NV_CPU_ISA narrows the instruction set; tinygrad's
+NUM_CPU_THREADS is the number of threads (by default what the container and the affinity mask leave). Both are
+part of the key of schedules made with it.
+"""
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinygrad.helpers import NUM_CPU_THREADS
+
+from tinygrad_nv.cpu.isa import ISA, detect
+
+# where nobody says: caches of a small core
+_L1, _L2, _L3 = 32 << 10, 512 << 10, 4 << 20
+
+
+@dataclass(frozen=True)
+class CPUMachine:
+    """What kernels are made for. Caches in bytes: `l1` and `l2` of one core, `l3` shared."""
+    isa: ISA
+    threads: int
+    l1_bytes: int = _L1
+    l2_bytes: int = _L2
+    l3_bytes: int = _L3
+
+
+def machine() -> CPUMachine:
+    """The machine as it is now. Raises `ConfigError` for an instruction set it lacks."""
+    return CPUMachine(detect(), max(1, int(NUM_CPU_THREADS.value)), *caches())
+
+
+@functools.cache
+def caches() -> tuple[int, int, int]:
+    """Bytes of the caches of the first core, level 1 to 3, as Linux names them; small ones where nobody does."""
+    found = {1: _L1, 2: _L2, 3: _L3}
+    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        try:
+            if (index / "type").read_text().strip() == "Instruction": continue
+            level, size = int((index / "level").read_text()), (index / "size").read_text().strip()
+            found[level] = int(size.rstrip("KM")) << (20 if size.endswith("M") else 10)
+        except (OSError, ValueError): continue
+    return found[1], found[2], found[3]

@@ -1,0 +1,208 @@
+// Vectors of W float32 lanes and what kernels do with them; W, HAVE_FMA, HAVE_F16C and AVX512 are defined ahead.
+//
+// Every number in memory is loaded into lanes of float32 (vf) or int32 (vi) and stored from there, by functions
+// named after the dtype: load_bf16(p), load_n_bf16(p, n) for the first n lanes (the others are 0),
+// store_bf16(p, v), store_n_bf16(p, v, n), one_bf16(p) for a single element as a scalar, and round_bf16(v), the
+// nearest bfloat16 as float32. A boolean is a vi of 0 and -1. Nothing here calls a library.
+
+#define INLINE static inline __attribute__((always_inline, unused))
+#define VECTOR(type, count) type __attribute__((ext_vector_type(count)))
+typedef unsigned char u8; typedef signed char s8; typedef unsigned short u16; typedef short s16;
+typedef unsigned int u32; typedef int s32; typedef long long s64; typedef unsigned long long u64;
+typedef VECTOR(float, W) vf; typedef VECTOR(s32, W) vi; typedef VECTOR(u32, W) vu;
+typedef VECTOR(u16, W) vh; typedef VECTOR(s16, W) vsh; typedef VECTOR(u8, W) vb; typedef VECTOR(s8, W) vsb;
+#define ANYWHERE(name, type) typedef type name __attribute__((aligned(1), may_alias))
+ANYWHERE(vf_u, vf); ANYWHERE(vi_u, vi); ANYWHERE(vh_u, vh); ANYWHERE(vsh_u, vsh); ANYWHERE(vb_u, vb);
+ANYWHERE(vsb_u, vsb);
+
+INLINE vf as_f(vi x) { return (vf)x; }
+INLINE vi as_i(vf x) { return (vi)x; }
+INLINE vu as_u(vf x) { return (vu)x; }
+INLINE vf to_f(vi x) { return __builtin_convertvector(x, vf); }
+INLINE vi to_i(vf x) { return __builtin_convertvector(x, vi); }   // towards zero
+INLINE vf pick(vi mask, vf yes, vf no) { return as_f((mask & as_i(yes)) | (~mask & as_i(no))); }
+INLINE vi pick_i(vi mask, vi yes, vi no) { return (mask & yes) | (~mask & no); }
+#if HAVE_FMA
+INLINE vf fma_(vf a, vf b, vf c) { return __builtin_elementwise_fma(a, b, c); }
+#else
+INLINE vf fma_(vf a, vf b, vf c) { return a * b + c; }
+#endif
+INLINE vf max_(vf a, vf b) { return pick(a > b, a, b); }   // b where either is NaN
+INLINE vf min_(vf a, vf b) { return pick(a < b, a, b); }
+INLINE vf abs_(vf a) { return as_f(as_i(a) & 0x7fffffff); }
+INLINE vf sqrt_(vf a) { return __builtin_elementwise_sqrt(a); }
+INLINE vi iota_(void) { vi x; for (int i = 0; i < W; i++) x[i] = i; return x; }
+
+// The sum of all lanes, halves added to halves: the same order whatever the processor.
+INLINE float sum_(vf x) {
+#if W == 16
+  VECTOR(float, 8) h = x.lo + x.hi; VECTOR(float, 4) q = h.lo + h.hi;
+#elif W == 8
+  VECTOR(float, 4) q = x.lo + x.hi;
+#else
+  VECTOR(float, 4) q = x;
+#endif
+  VECTOR(float, 2) p = q.lo + q.hi;
+  return p.x + p.y;
+}
+INLINE float top_(vf x) {
+  float best = x[0];
+  for (int i = 1; i < W; i++) best = x[i] > best ? x[i] : best;
+  return best;
+}
+INLINE s32 sum_i(vi x) { s32 s = 0; for (int i = 0; i < W; i++) s += x[i]; return s; }
+
+// **** dtypes ****
+
+INLINE vf wide_bf16(vh x) { return as_f(__builtin_convertvector(x, vi) << 16); }
+// to the nearest, ties to even: half of the last place is added, less one bit where the place is even
+INLINE vh narrow_bf16(vf x) {
+  vu bits = as_u(x), up = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  vi nan = x != x;
+  return __builtin_convertvector((vu)pick_i(nan, (vi)((bits >> 16) | 64), (vi)up), vh);
+}
+#if HAVE_F16C
+typedef VECTOR(_Float16, W) vhalf;
+INLINE vf wide_f16(vh x) { return __builtin_convertvector((vhalf)x, vf); }
+INLINE vh narrow_f16(vf x) { return (vh)__builtin_convertvector(x, vhalf); }
+#else
+INLINE vf wide_f16(vh x) {
+  vi bits = __builtin_convertvector(x, vi), sign = (bits & 0x8000) << 16, rest = (bits & 0x7fff) << 13;
+  vf value = as_f(rest) * 0x1p112f;               // the exponent's bias, subnormal numbers too
+  vi special = (bits & 0x7c00) == 0x7c00;
+  return as_f(sign | pick_i(special, rest | 0x7f800000, as_i(value)));
+}
+INLINE vh narrow_f16(vf x) {
+  vi bits = as_i(x), sign = (bits >> 16) & 0x8000, rest = bits & 0x7fffffff;
+  // normal numbers: round at bit 13; subnormal ones: the addition of a half rounds at 2^-24
+  vi normal = (rest + 0xfff + ((rest >> 13) & 1) - (112 << 23)) >> 13;
+  vi small = as_i(as_f(rest) + 0.5f) - 0x3f000000;
+  vi value = pick_i(rest < 0x38800000, small, pick_i(rest >= 0x47800000, (vi)0x7c00, normal));
+  value = pick_i(rest > 0x7f800000, (vi)0x7e00 | ((bits >> 13) & 0x3ff), value);
+  return __builtin_convertvector(sign | value, vh);
+}
+#endif
+// e4m3fn: 1 sign, 4 exponent (bias 7), 3 mantissa; 0x7f is NaN, there are no infinities
+INLINE vf wide_e4m3(vb x) {
+  vi bits = __builtin_convertvector(x, vi), sign = (bits & 0x80) << 24, rest = bits & 0x7f;
+  vf value = as_f(rest << 20) * 0x1p120f;
+  return as_f(sign | pick_i(rest == 0x7f, (vi)0x7fc00000, as_i(value)));
+}
+INLINE vf wide_e5m2(vb x) { return wide_f16(__builtin_convertvector(x, vh) << (u16)8); }
+// 8-bit floats saturate: too large becomes the largest; MANTISSA bits, smallest normal exponent LOW, largest MOST
+#define NARROW8(name, MANTISSA, LOW, MOST, NAN8, SHIFT, BIAS) \
+INLINE vb narrow_##name(vf x) { \
+  vi bits = as_i(x), sign = (bits >> 24) & 0x80, rest = bits & 0x7fffffff; \
+  vi nan = rest > 0x7f800000; \
+  vf kept = min_(as_f(rest), (vf)(MOST)); \
+  vi magnitude = as_i(kept); \
+  vi normal = (magnitude + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1) - ((BIAS) << 23)) >> SHIFT; \
+  vf step = (vf)(LOW); /* 2^23 times the smallest subnormal: an addition rounds to it */ \
+  vi small = as_i(kept + step) - as_i(step); \
+  vi value = pick_i(magnitude < ((BIAS) + 1) << 23, small, normal); \
+  return __builtin_convertvector(sign | pick_i(nan, (vi)(NAN8), value), vb); \
+}
+NARROW8(e4m3, 3, 0x1p14f, 448.f, 0x7f, 20, 120)
+NARROW8(e5m2, 2, 0x1p7f, 57344.f, 0x7e, 21, 112)
+
+#define LOADS(name, wide, element, vector, loaded, in, out) \
+INLINE wide load_##name(const element *p) { vector x = *(const vector##_u *)p; return in; } \
+INLINE wide load_n_##name(const element *p, s64 n) { \
+  if (n >= W) return load_##name(p); \
+  vector x = (vector)0; \
+  for (s64 i = 0; i < n; i++) x[i] = p[i]; \
+  return in; \
+} \
+INLINE void store_##name(element *p, wide v) { *(vector##_u *)p = out; } \
+INLINE void store_n_##name(element *p, wide v, s64 n) { \
+  if (n >= W) { store_##name(p, v); return; } \
+  vector x = out; \
+  for (s64 i = 0; i < n; i++) p[i] = x[i]; \
+}
+LOADS(f32, vf, float, vf, float, x, v)
+LOADS(bf16, vf, u16, vh, float, wide_bf16(x), narrow_bf16(v))
+LOADS(f16, vf, u16, vh, float, wide_f16(x), narrow_f16(v))
+LOADS(e4m3, vf, u8, vb, float, wide_e4m3(x), narrow_e4m3(v))
+LOADS(e5m2, vf, u8, vb, float, wide_e5m2(x), narrow_e5m2(v))
+LOADS(s32, vi, s32, vi, s32, x, v)
+LOADS(u32, vi, u32, vi, s32, x, v)
+#define WIDE(vector) __builtin_convertvector(x, vi)
+LOADS(s16, vi, s16, vsh, s32, WIDE(x), __builtin_convertvector(v, vsh))
+LOADS(u16, vi, u16, vh, s32, WIDE(x), __builtin_convertvector(v, vh))
+LOADS(s8, vi, s8, vsb, s32, WIDE(x), __builtin_convertvector(v, vsb))
+LOADS(u8, vi, u8, vb, s32, WIDE(x), __builtin_convertvector(v, vb))
+LOADS(bool, vi, u8, vb, s32, WIDE(x) != 0, __builtin_convertvector(v & 1, vb))
+
+INLINE vf round_f32(vf x) { return x; }
+INLINE vf round_bf16(vf x) { return wide_bf16(narrow_bf16(x)); }
+INLINE vf round_f16(vf x) { return wide_f16(narrow_f16(x)); }
+INLINE vf round_e4m3(vf x) { return wide_e4m3(narrow_e4m3(x)); }
+INLINE vf round_e5m2(vf x) { return wide_e5m2(narrow_e5m2(x)); }
+INLINE vi round_s32(vi x) { return x; }
+INLINE vi round_u32(vi x) { return x; }
+INLINE vi round_s16(vi x) { return x << 16 >> 16; }
+INLINE vi round_u16(vi x) { return x & 0xffff; }
+INLINE vi round_s8(vi x) { return x << 24 >> 24; }
+INLINE vi round_u8(vi x) { return x & 0xff; }
+
+INLINE float one_f32(const float *p) { return *p; }
+INLINE float one_bf16(const u16 *p) { union { u32 i; float f; } x = {(u32)*p << 16}; return x.f; }
+INLINE float one_f16(const u16 *p) { return wide_f16((vh)*p)[0]; }
+INLINE float one_e4m3(const u8 *p) { return wide_e4m3((vb)*p)[0]; }
+INLINE float one_e5m2(const u8 *p) { return wide_e5m2((vb)*p)[0]; }
+#define ONE(name, element) INLINE s32 one_##name(const element *p) { return (s32)*p; }
+ONE(s32, s32) ONE(u32, u32) ONE(s16, s16) ONE(u16, u16) ONE(s8, s8) ONE(u8, u8)
+INLINE s32 one_bool(const u8 *p) { return *p ? -1 : 0; }
+
+// **** functions ****
+
+// 2^x = 2^n 2^f with f in [-1/2, 1/2]: a polynomial of degree 6 (relative error 2^-25 before rounding), scaled in
+// two steps so that results below 2^-126 are rounded once more and none overflows early
+INLINE vf exp2_poly(vf f) {
+  vf p = fma_((vf)1.535336188319500e-4f, f, (vf)1.339887440266574e-3f);
+  p = fma_(p, f, (vf)9.618437357674640e-3f); p = fma_(p, f, (vf)5.550332471162809e-2f);
+  p = fma_(p, f, (vf)2.402264791363012e-1f); p = fma_(p, f, (vf)6.931472028550421e-1f);
+  return fma_(p, f, (vf)1.f);
+}
+// x + 1.5 2^23 has the nearest integer of x in its lowest bits
+#define NEAREST 0x1.8p23f
+INLINE vf exp2_(vf x) {
+  vf kept = min_((vf)160.f, max_((vf)-160.f, x));
+  vf n = kept + NEAREST;
+  vi i = as_i(n) - as_i((vf)NEAREST), half = i >> 1;
+  vf y = exp2_poly(kept - (n - NEAREST)) * as_f((half + 127) << 23) * as_f((i - half + 127) << 23);
+  return pick(x != x, x, y);
+}
+// 2^x of numbers that are at most about 1, as in a softmax: 0 below 2^-126
+INLINE vf exp2_small(vf x) {
+  vf kept = max_((vf)-126.5f, x);
+  vf n = kept + NEAREST;
+  vf y = as_f(as_i(exp2_poly(kept - (n - NEAREST))) + (as_i(n) << 23));
+  return pick(x < -126.f, (vf)0.f, y);
+}
+// log2 x = e + log2 m with m in [sqrt 1/2, sqrt 2): 2 atanh((m-1)/(m+1)) / ln 2
+INLINE vf log2_(vf x) {
+  vi tiny = x < 0x1p-126f;
+  vf scaled = pick(tiny, x * 0x1p24f, x);
+  vi bits = as_i(scaled), e = ((bits - 0x3f3504f3) >> 23);
+  vf m = as_f(bits - (e << 23));
+  vf s = (m - 1.f) / (m + 1.f), t = s * s;
+  vf p = fma_((vf)0.2546f, t, (vf)0.3206055f);
+  p = fma_(p, t, (vf)0.41219827f); p = fma_(p, t, (vf)0.57707752f); p = fma_(p, t, (vf)0.96179670f);
+  vf y = fma_(p * t, s, s * 2.8853901f) + to_f(e - (tiny & 24));
+  y = pick(x == 0.f, (vf)-__builtin_inff(), y);
+  y = pick(x < 0.f, (vf)__builtin_nanf(""), y);
+  return pick((x != x) | (x == __builtin_inff()), x, y);
+}
+
+// **** elements that do not lie side by side ****
+
+#define STRIDED(name, wide, element) \
+INLINE wide strided_##name(const element *p, s64 stride, s64 n) { \
+  wide x = (wide)0; \
+  for (s64 i = 0; i < W; i++) if (i < n) x[i] = one_##name(p + i * stride); \
+  return x; \
+}
+STRIDED(f32, vf, float) STRIDED(bf16, vf, u16) STRIDED(f16, vf, u16) STRIDED(e4m3, vf, u8) STRIDED(e5m2, vf, u8)
+STRIDED(s32, vi, s32) STRIDED(u32, vi, u32) STRIDED(s16, vi, s16) STRIDED(u16, vi, u16) STRIDED(s8, vi, s8)
+STRIDED(u8, vi, u8) STRIDED(bool, vi, u8)

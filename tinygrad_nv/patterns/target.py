@@ -1,0 +1,73 @@
+"""What the kernels of a device are made for: a GPU behind a driver of ours, or the CPU.
+
+Protocol: `target_of(device)` is a `Machine`, a `CPUMachine`, or None where kernels are tinygrad's business;
+`machine_of` knows GPUs alone. Shards of one kind of device have one target. `configuration` is what kernels
+for the CPU depend on besides the graph, for the keys of schedules.
+"""
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from tinygrad.device import Device
+from tinygrad.helpers import to_tuple
+from tinygrad.renderer.cstyle import ClangRenderer
+
+from tinygrad_nv import config
+from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.cpu.machine import machine as cpu_machine
+from tinygrad_nv.runtime.driver import Driver
+
+GPUS = ("EMU", "CUDA")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a kernel is made for. `driver` times candidates; without one the emulator counts them."""
+    arch: str
+    sm_count: int
+    driver: Driver | None = field(default=None, compare=False)
+
+
+def target_of(device: str | tuple[str, ...] | None) -> Machine | CPUMachine | None:
+    """What runs a device's kernels; None if they are not ours."""
+    return machine_of(device) or cpu_of(device)
+
+
+def machine_of(device: str | tuple[str, ...] | None) -> Machine | None:
+    """The GPU that runs a device's kernels, None if its driver is not ours."""
+    names = to_tuple(device) if device is not None else ()
+    if any(kind_of(name) not in GPUS for name in names): return None
+    found = {_machine(name) for name in names}
+    return found.pop() if len(found) == 1 else None
+
+
+def cpu_of(device: str | tuple[str, ...] | None) -> CPUMachine | None:
+    """The CPU, where a device is that and its renderer compiles C."""
+    names = to_tuple(device) if device is not None else ()
+    if not names or any(kind_of(name) != "CPU" for name in names) or not config.get("NV_CPU"): return None
+    # DEV=CPU:LLVM and the like take no C
+    return cpu_machine() if all(isinstance(Device[name].renderer, ClangRenderer) for name in names) else None
+
+
+def takes(device: str | tuple[str, ...] | None) -> bool:
+    """Whether kernels of ours run on a device; opens no GPU."""
+    names = to_tuple(device) if device is not None else ()
+    return bool(names) and (all(kind_of(name) in GPUS for name in names) or cpu_of(device) is not None)
+
+
+def kind_of(name: str) -> str:
+    """EMU of EMU:1."""
+    return name.split(":")[0]
+
+
+def configuration() -> Hashable:
+    """What kernels for the CPU are made for now."""
+    return cpu_machine() if config.get("NV_CPU") else None
+
+
+def _machine(name: str) -> Machine | None:
+    driver: Driver | None = getattr(Device[name], "driver", None)
+    if driver is None: return None
+    emulated = kind_of(name) == "EMU"
+    return Machine(driver.properties.arch, driver.properties.sm_count, None if emulated else driver)
