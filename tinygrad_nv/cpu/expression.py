@@ -38,9 +38,9 @@ def problems(root: Expression) -> list[str]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the lanes are, in C: row `m`, first column `n`, index of each dimension of the batch, and how many
-    lanes count ("" for all). `sums` are the vectors of the parts; pointers to parameters are called x0, x1,
-    …"""
+    """Where the lanes are, in C: row `m`, first column `n`, index of each dimension of the batch, and how
+    many lanes count ("" for all). `sums` are the vectors of the parts; pointers to parameters are called x0,
+    x1, …"""
     sums: Sequence[str]
     m: str
     n: str
@@ -134,7 +134,8 @@ def _position(node: Position, place: Place) -> str:
 def _load(node: Load, place: Place) -> str:
     terms = [f"(s64)({place.m}) * {node.m}"] if node.m else []
     if node.n: terms.append(f"(s64)({place.n}) * {node.n}")
-    terms += [f"(s64)({at}) * {stride}" for at, stride in zip(place.batch, node.batch, strict=False) if stride]
+    terms += [f"(s64)({at}) * {stride}" for at, stride in zip(place.batch, node.batch, strict=False)
+              if stride]
     if node.offset or not terms: terms.append(str(node.offset))
     where, name = f"x{node.parameter} + {' + '.join(terms)}", short(node.dtype)
     if not node.n: return f"({_vector(node.dtype)})one_{name}({where})"

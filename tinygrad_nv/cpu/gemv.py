@@ -1,13 +1,13 @@
 """Products of few rows with a matrix that is read once: GEMV, and skinny GEMM.
 
-Protocol: the time is that of reading b, so each element of b is loaded once, widened to float32 and used for
-all rows of a, which lie in a cache, as float32. b's rows are shared out among parts: consecutive columns of the
-result. Sums run over k in vectors, one order whatever the parts.
+Protocol: the time is that of reading b: each of its elements is loaded once, widened to float32 and used for
+all rows of a, which lie in a cache, as float32. b's rows are shared out among parts: consecutive columns of
+the result. Sums run over k in vectors, one order whatever the parts.
 
-    K-major b (x @ w.T)    `rows` columns of the result at a time: rows of b side by side along k, so that one
-                           vector of a serves all of them; lanes are added at the end
-    MN-major b (x @ w)     `columns` of the result are a row of vectors; k is the outer loop and each element of
-                           a is spread over the lanes
+    K-major b (x @ w.T)    `rows` columns of the result at a time: rows of b side by side along k, so that
+                           one vector of a serves all of them; lanes are added at the end
+    MN-major b (x @ w)     `columns` of the result are a row of vectors; k is the outer loop and each element
+                           of a is spread over the lanes
 """
 from __future__ import annotations
 
@@ -48,12 +48,16 @@ def build(spec: GemmSpec, schedule: CPUSchedule) -> CPUKernel:
     loops = "".join(f"for (s64 {name} = 0; {name} < {extent}; {name}++) "
                     for name, extent in zip(batch, spec.batch, strict=True))
     m = "m" if spec.symbolic else str(spec.m)
+
+    def apart(strides: tuple[int, ...]) -> list[tuple[str, int]]:
+        return list(zip(batch, strides, strict=True))
     body = f"""
-  const s64 first = (s64)core_id * {spec.n} / {schedule.parts}, last = (s64)(core_id + 1) * {spec.n} / {schedule.parts};
+  const s64 first = (s64)core_id * {spec.n} / {schedule.parts};
+  const s64 last = (s64)(core_id + 1) * {spec.n} / {schedule.parts};
   {loops}{{
     float wide[{spec.m}][{_padded(spec.k, isa)}] __attribute__((aligned(64)));
     for (s64 i = 0; i < {m}; i++) {{
-      const {c_type(spec.a.dtype)} *row = a + {_at(spec.a.offset, ("i", spec.a.mn), *zip(batch, spec.a.batch))};
+      const {c_type(spec.a.dtype)} *row = a + {_at(spec.a.offset, ("i", spec.a.mn), *apart(spec.a.batch))};
       for (s64 k = 0; k < {_padded(spec.k, isa)}; k += W)
         store_f32(wide[i] + k, {_wide(spec)});
     }}
@@ -83,9 +87,10 @@ def _wide(spec: GemmSpec) -> str:
 def _block(spec: GemmSpec, isa: ISA, rows: int, batch: list[str]) -> str:
     """`rows` columns of the result, from column n."""
     kind, whole = short(spec.b.dtype), spec.k // isa.lanes * isa.lanes
-    where = _at(spec.b.offset, *zip(batch, spec.b.batch))
+    where = _at(spec.b.offset, *zip(batch, spec.b.batch, strict=True))
     names = [(p, r, i) for p in range(spec.parts) for r in range(rows) for i in range(spec.m)]
-    lines = [f"const {c_type(spec.b.dtype)} *w{p}_{r} = b + {where} + (n + {r}) * (s64){spec.b.mn} + {p * spec.part};"
+    lines = [f"const {c_type(spec.b.dtype)} *w{p}_{r} = "
+             f"b + {where} + (n + {r}) * (s64){spec.b.mn} + {p * spec.part};"
              for p in range(spec.parts) for r in range(rows)]
     lines += [f"vf s{p}_{r}_{i} = (vf)0.f;" for p, r, i in names]
     def step(load: str, count: str = "") -> list[str]:
@@ -96,12 +101,15 @@ def _block(spec: GemmSpec, isa: ISA, rows: int, batch: list[str]) -> str:
                 out += [f"s{p}_{r}_{i} = fma_(v{p}_{r}, y{i}, s{p}_{r}_{i});" for i in range(spec.m)]
         return out
     lines.append(f"for (s64 k = 0; k < {whole}; k += W) {{ {' '.join(step('load'))} }}")
-    if whole < spec.k: lines.append(f"{{ const s64 k = {whole}; {' '.join(step('load_n', f', {spec.k - whole}'))} }}")
+    if whole < spec.k:
+        lines.append(f"{{ const s64 k = {whole}; {' '.join(step('load_n', f', {spec.k - whole}'))} }}")
     for i in range(spec.m):
         guard = f"if ({i} < m) " if spec.symbolic else ""
         for r in range(rows):
             sums = [f"(vf)sum_(s{p}_{r}_{i})" for p in range(spec.parts)]
             made, value = statements(spec.epilogue, Place(sums, str(i), f"(n + {r})", batch, "1"))
-            to = _at(spec.out.offset, (str(i), spec.out.m), (f"(n + {r})", spec.out.n), *zip(batch, spec.out.batch))
-            lines.append(f"{guard}{{ {' '.join(made)} store_n_{short(spec.out.dtype)}(out + {to}, {value}, 1); }}")
+            to = _at(spec.out.offset, (str(i), spec.out.m), (f"(n + {r})", spec.out.n),
+                     *zip(batch, spec.out.batch, strict=True))
+            store = f"store_n_{short(spec.out.dtype)}(out + {to}, {value}, 1);"
+            lines.append(f"{guard}{{ {' '.join(made)} {store} }}")
     return "\n".join(lines)

@@ -44,7 +44,7 @@ def c_type(dtype: DType) -> str:
 def kernel(name: str, isa: ISA, body: str, outputs: Sequence[tuple[str, str]],
            inputs: Sequence[tuple[str, str]], integers: Sequence[str] = (), parts: int = 1,
            workspace_bytes: int = 0, before: str = "") -> CPUKernel:
-    """A kernel of pointers (C type, name), integers and a body. `before` are functions that the body calls."""
+    """A kernel of pointers (C type, name), integers and a body. `before` are functions it calls."""
     pointers = [f"{kind} *restrict {name}" for kind, name in outputs]
     pointers += [f"const {kind} *restrict {name}" for kind, name in inputs]
     words = [*pointers, *(f"int {each}" for each in integers), *["int core_id"] * (parts > 1)]
@@ -57,7 +57,8 @@ def source(text: str, isa: ISA) -> str:
     """The whole text of a kernel: vector.h for the instruction set, and `text`."""
     wide = isa.lanes > 4 and not isa.emulated
     has = {"W": isa.lanes, "HAVE_FMA": int(wide), "HAVE_F16C": int(wide),
-           "AVX512": int(isa.lanes == 16 and not isa.emulated), "HAVE_BF16": int(isa.bf16 and not isa.emulated),
+           "AVX512": int(isa.lanes == 16 and not isa.emulated),
+           "HAVE_BF16": int(isa.bf16 and not isa.emulated),
            "HAVE_VNNI": int(isa.vnni and not isa.emulated),
            "HAVE_AMX": int(isa.level == "amx" and not isa.emulated)}
     defined = "".join(f"#define {name} {value}\n" for name, value in has.items())

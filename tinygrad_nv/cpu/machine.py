@@ -35,7 +35,7 @@ def machine() -> CPUMachine:
 
 @functools.cache
 def caches() -> tuple[int, int, int]:
-    """Bytes of the caches of the first core, level 1 to 3, as Linux names them; small ones where nobody does."""
+    """Bytes of the caches of the first core, level 1 to 3, as Linux says; small ones where nobody does."""
     found = {1: _L1, 2: _L2, 3: _L3}
     for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
         try:

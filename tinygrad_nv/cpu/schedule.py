@@ -12,9 +12,9 @@ from tinygrad_nv.cpu.isa import ISA
 
 @dataclass(frozen=True)
 class CPUSchedule:
-    """`template` names the kernel family. `block_m`, `block_n`, `block_k` are what a part keeps in its caches;
-    `rows` and `columns` what the innermost loop keeps in registers, columns in elements. 0 where a template
-    has no such number."""
+    """`template` names the kernel family. `block_m`, `block_n`, `block_k` are what a part keeps in its
+    caches; `rows` and `columns` what the innermost loop keeps in registers, columns in elements. 0 where a
+    template has no such number."""
     template: str
     isa: ISA
     parts: int = 1

@@ -263,7 +263,8 @@ def _called(match: Match, inputs: list[UOp]) -> UOp:
     out, flops, nbytes = program.Output(end.shape, end.dtype), spec.flops // spec.m * m, _bytes(spec, m)
     if isinstance(match.schedule, CPUSchedule):
         return program.on_cpu(cpu_kernel(spec, match.schedule), end.device, [out], inputs,
-                              variables=[] if rows is None else [rows], flops=flops, nbytes=nbytes, note=note)[0]
+                              variables=[] if rows is None else [rows], flops=flops, nbytes=nbytes,
+                              note=note)[0]
     assert isinstance(match.machine, Machine)
     return program.gemm(kernel(spec, match.schedule, match.machine), end.device, out, inputs, m=rows,
                         flops=flops, nbytes=nbytes, note=note)

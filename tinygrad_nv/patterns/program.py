@@ -101,8 +101,9 @@ def program(entry: str, text: str, device: str | tuple[str, ...], outputs: Seque
 
 
 def on_cpu(kernel: CPUKernel, device: str | tuple[str, ...], outputs: Sequence[Output | UOp],
-           inputs: Sequence[UOp], *, variables: Sequence[UOp] = (), flops: sint = 0, nbytes: sint | None = None,
-           note: Note | None = None, tensor_level: bool | None = None) -> tuple[UOp, ...]:
+           inputs: Sequence[UOp], *, variables: Sequence[UOp] = (), flops: sint = 0,
+           nbytes: sint | None = None, note: Note | None = None,
+           tensor_level: bool | None = None) -> tuple[UOp, ...]:
     """Calls a kernel for the CPU and returns its outputs. `variables` are its integers, in their order; its
     workspace, an output nobody reads, comes after the outputs that are given."""
     every = [*outputs]

@@ -45,4 +45,5 @@ def load(kernel: CPUKernel, device: str = "CPU") -> LoadedKernel:
     """Compiles and loads a kernel. Raises `ToolchainError` with the compiler's words."""
     opened = Device[device]
     binary = opened.renderer.compiler.compile_cached(kernel.source)
-    return LoadedKernel(kernel, opened.runtime(TinyELF(binary, kernel.name, opened.renderer.target, ())), device)
+    made = opened.runtime(TinyELF(binary, kernel.name, opened.renderer.target, ()))
+    return LoadedKernel(kernel, made, device)
