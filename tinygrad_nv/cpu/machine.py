@@ -1,8 +1,8 @@
 """The machine that CPU kernels are made for: instruction set, threads, caches.
 
 Protocol: `machine()` is what this process has now. NV_CPU_ISA narrows the instruction set; tinygrad's
-NUM_CPU_THREADS is the number of threads (by default what the container and the affinity mask leave). Both are
-part of the key of schedules made with it.
+NUM_CPU_THREADS is the number of threads (by default what the container and the affinity mask leave,
+threads.py). Both are part of the key of schedules made with it.
 """
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinygrad.helpers import NUM_CPU_THREADS
-
 from tinygrad_nv.cpu.isa import ISA, detect
+from tinygrad_nv.cpu.threads import threads
 
 # where nobody says: caches of a small core
 _L1, _L2, _L3 = 32 << 10, 512 << 10, 4 << 20
@@ -30,7 +29,7 @@ class CPUMachine:
 
 def machine() -> CPUMachine:
     """The machine as it is now. Raises `ConfigError` for an instruction set it lacks."""
-    return CPUMachine(detect(), max(1, int(NUM_CPU_THREADS.value)), *caches())
+    return CPUMachine(detect(), threads(), *caches())
 
 
 @functools.cache
