@@ -5,9 +5,12 @@ guard, memory is touched only where it holds, and what is read elsewhere is 0.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Place, Value
+from tinygrad_nv.tile.attention import Rows
 from tinygrad_nv.tile.lanes import FP8, HALVES, NARROW, Lanes, from_fp8, to_fp8
 
 MOST_OFFSET = 1 << 23  # bytes that fit in an instruction
@@ -28,6 +31,15 @@ def advanced(k: Kernel, base: Value, index: Value, nbytes: int) -> Value:
     made = k.reg("u64")
     k.emit("mad.wide.u32", made, index, nbytes, base)
     return made
+
+
+def row_start(k: Kernel, pointer: Value, rows: Rows, batch: Sequence[Value], first: Value) -> Value:
+    """Where row `first` (u32) of an element of the batch begins; of indices that are left out, the first."""
+    at = k.reg("u64", rows.offset)
+    strides = (*rows.batch[:len(batch)], rows.row)
+    for index, stride in zip((*batch, first), strides, strict=True):
+        if stride: at = at + index.to("u64") * stride
+    return pointer + at * rows.dtype.itemsize
 
 
 def read(k: Kernel, base: Value, nbytes: int, dtype: DType, count: int, guard: Value | None = None,

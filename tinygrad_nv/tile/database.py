@@ -83,8 +83,12 @@ def toolchain() -> str:
 def path() -> Path:
     """Where the database is now."""
     if (named := str(config.get("NV_SCHEDULES"))): return Path(named).expanduser()
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "tinygrad_nv" / "schedules.json"
+    return cache_directory() / "schedules.json"
+
+
+def cache_directory() -> Path:
+    """Where what was found by trying outlives the process."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tinygrad_nv"
 
 
 def state() -> tuple[str, tuple[int, ...] | None]:

@@ -27,7 +27,8 @@ On Hopper it is launched early, as gemm_mma is.
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.attention import EVERY, Rows
+from tinygrad_nv.tile.access import row_start
+from tinygrad_nv.tile.attention import EVERY
 from tinygrad_nv.tile.attention_backward import BackwardSpec
 from tinygrad_nv.tile.dropout import Turned
 from tinygrad_nv.tile.flash_score import Cells, Extents, least, multiple, signed
@@ -121,13 +122,6 @@ class _Writer:
         return [[self.k.regs("f32", 4, 0.0) for _ in range(columns // 8)]
                 for _ in range(self.warp_keys // 16)]
 
-    def _matrix(self, pointer: Value, rows: Rows, first: Value) -> Value:
-        """Where row `first` (u32) begins, of the CTA's key head and its first query head."""
-        at = self.k.reg("u64", rows.offset)
-        for index, stride in zip((*self.batch[:2], first), (*rows.batch[:2], rows.row), strict=True):
-            if stride: at = at + index.to("u64") * stride
-        return pointer + at * rows.dtype.itemsize
-
     def _per_row(self, pointer: Value, row: Value, width: int = 1) -> Value:
         """Where row `row` (u32) begins of float32 [*batch, s_q, width], of the first query head."""
         _, heads, group = self.one.batch
@@ -142,7 +136,7 @@ class _Writer:
         self.key_copies, start = [], 0
         for pointer, rows, d in ((self.keys, one.k, one.d), (self.values, one.v, one.d_v)):
             tile = SharedTile(s.block_n, width(s, d) * 2)
-            copy = RowCopy(k, rows, self._matrix(pointer, rows, self.first), d, tile, start)
+            copy = RowCopy(k, rows, row_start(k, pointer, rows, self.batch[:2], self.first), d, tile, start)
             all_seen = self.blocks.whole_keys and one.band.last is None
             copy.to(self.memory, None, None if all_seen else
                     copy.left(self.blocks.key_end - self.first.to("s32")))
@@ -154,9 +148,9 @@ class _Writer:
         self.slopes = self.start + s.depth * self.stage_bytes
         self.weights = self.slopes + s.block_n * s.block_m * 2  # where p goes, if it goes anywhere
         low, tiles = self.blocks.low.to("u32"), [SharedTile(s.block_m, d * 2) for d in (self.d, self.d_v)]
-        q = RowCopy(k, one.q, self._matrix(self.q, one.q, low), one.d, tiles[0])
-        grad = RowCopy(k, self.spec.grad, self._matrix(self.grad, self.spec.grad, low), one.d_v, tiles[1],
-                       tiles[0].nbytes)
+        q = RowCopy(k, one.q, row_start(k, self.q, one.q, self.batch[:2], low), one.d, tiles[0])
+        grad = RowCopy(k, self.spec.grad, row_start(k, self.grad, self.spec.grad, self.batch[:2], low),
+                       one.d_v, tiles[1], tiles[0].nbytes)
         self.values_of_rows = tiles[0].nbytes + tiles[1].nbytes
         self.ring = RowRing(Walk(self.blocks), q, grad, self.log, self.delta,
                             self._per_row(k.reg("u64", 0), low), self.values_of_rows)

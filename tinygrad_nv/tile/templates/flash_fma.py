@@ -20,7 +20,8 @@ multiply is in flash_fma_products.py; the rest is as in flash_mma.py.
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.attention import AttentionSpec, Rows
+from tinygrad_nv.tile.access import row_start
+from tinygrad_nv.tile.attention import AttentionSpec
 from tinygrad_nv.tile.expression import loads
 from tinygrad_nv.tile.flash_score import Columns, Extents, Scores, signed
 from tinygrad_nv.tile.kernel import AttentionKernel
@@ -40,8 +41,9 @@ from tinygrad_nv.tile.legal_flash_fma import (
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.templates.flash_fma_products import Outputs, Products
 from tinygrad_nv.tile.templates.flash_fma_softmax import ExactSoftmax
-from tinygrad_nv.tile.templates.flash_fma_store import Meeting, store, store_logs
-from tinygrad_nv.tile.templates.flash_mma_copy import RowCopy
+from tinygrad_nv.tile.templates.flash_fma_store import Meeting, store
+from tinygrad_nv.tile.templates.flash_mma_copy import ColumnRing, RowCopy
+from tinygrad_nv.tile.templates.flash_rest import store_logs
 
 
 def flash_fma(spec: AttentionSpec, schedule: Schedule, arch: str = "sm_80") -> AttentionKernel:
@@ -84,13 +86,6 @@ class _Writer:
         self.warp_n, self.row = warp % s.warps_n, warp // s.warps_n * self.warp_m
         self.column = self.warp_n * warp_columns(s)
 
-    def _matrix(self, pointer: Value, rows: Rows, first: Value) -> Value:
-        """Where row `first` (u32) of the CTA's head begins."""
-        at = self.k.reg("u64", rows.offset)
-        for index, stride in zip((*self.batch, first), (*rows.batch, rows.row), strict=True):
-            if stride: at = at + index.to("u64") * stride
-        return pointer + at * rows.dtype.itemsize
-
     def write(self) -> None:
         """The whole kernel."""
         k, spec, s = self.k, self.spec, self.schedule
@@ -102,7 +97,7 @@ class _Writer:
             + (k.tid.x >> 5) * weight_bytes(s)
         if k.hopper: k.wait_for_previous_grid()
         self._copies()
-        keys, values = (copy.tile for copy in self.bring)
+        keys, values = (copy.tile for copy in self.ring.copies)
         self.products = Products(k, self.queries, keys, self.row, self.column, self.warp_m, warp_columns(s),
                                  chains(s, spec), self.q_start)
         self.outputs = Outputs(k, values, self.column, self.warp_m, warp_columns(s), weights, pitch(s) * SIZE,
@@ -119,50 +114,38 @@ class _Writer:
         k, spec, s = self.k, self.spec, self.schedule
         last = (self.columns.high.to("u32") - 1) * s.block_n
         self.base = last.to("s32")
-        q = RowCopy(k, spec.q, self._matrix(self.q, spec.q, self.first), spec.d, self.queries)
+        q = RowCopy(k, spec.q, row_start(k, self.q, spec.q, self.batch, self.first), spec.d, self.queries)
         whole = isinstance(self.extents.s_q, int) and self.extents.s_q % s.block_m == 0
         q.to(self.q_start, None, None if whole else
              q.left(signed(k, self.extents.s_q) - self.first.to("s32")))
         k.cp_async_commit()
         keys = SharedTile(s.block_n, padded(spec.d) * SIZE)
         values = SharedTile(s.block_n, padded_values(spec.d_v) * SIZE)
-        self.bring = [RowCopy(k, spec.k, self._matrix(self.keys, spec.k, last), spec.d, keys),
-                      RowCopy(k, spec.v, self._matrix(self.values, spec.v, last), spec.d_v, values,
-                              keys.nbytes)]
-        for stage in range(s.depth - 1):
-            left = None if stage or self.columns.whole_blocks else self.columns.end - self.base
-            self._bring(self.start + stage * self.stage_bytes, self.columns.count > stage, left)
-
-    def _bring(self, stage: Value, when: Value, left: Value | None = None) -> None:
-        """The next block of columns, where the predicate holds; `left` rows of it."""
-        for copy in self.bring:
-            copy.to(stage, when, None if left is None else copy.left(left))
-            copy.back()
-        self.k.cp_async_commit()
+        copies = [RowCopy(k, spec.k, row_start(k, self.keys, spec.k, self.batch, last), spec.d, keys),
+                  RowCopy(k, spec.v, row_start(k, self.values, spec.v, self.batch, last), spec.d_v, values,
+                          keys.nbytes)]
+        self.ring = ColumnRing(k, copies, self.start, self.stage_bytes, s.depth)
+        self.ring.fill(self.columns, self.base)
 
     # **** the loop ****
 
     def _loop(self) -> None:
-        k, s, count = self.k, self.schedule, self.columns.count
-        ahead, own = s.depth - 1, self.column.to("s32")
-        reading = k.reg("u32", name="reading").set(self.start)
-        writing = k.reg("u32", name="writing").set(self.start + ahead * self.stage_bytes)
-        end = self.start + s.depth * self.stage_bytes
+        k, s, count, ring = self.k, self.schedule, self.columns.count, self.ring
+        own = self.column.to("s32")
+        ring.begin()
         with k.loop(0, count, name="block") as block:
-            k.cp_async_wait(ahead - 1)
+            k.cp_async_wait(ring.ahead - 1)
             k.sync()
-            self._bring(writing, block < count - ahead)
+            ring.bring(block < count - ring.ahead)
             first = self.base + own
-            cells = self.scores.of(self.products.of(reading), first)
+            cells = self.scores.of(self.products.of(ring.reading), first)
             if not self.columns.always_full:
                 with k.if_(self.columns.partly(self.base)): self.scores.mask(cells, first)
             shrinks = self.outputs.of_rows(self.softmax.step(cells))
             self.outputs.hand_over(cells)
-            self.outputs.add(reading, shrinks)
+            self.outputs.add(ring.reading, shrinks)
             self.base -= s.block_n
-            writing.set(reading)
-            reading += self.stage_bytes
-            reading.set(k.select(reading == end, self.start, reading))
+            ring.turn()
         k.cp_async_wait(0)
 
     # **** the result ****
@@ -183,7 +166,7 @@ class _Writer:
         inverses, logs = self.softmax.finish()
         self.outputs.scaled(inverses)
         if self.log is not None: store_logs(self.k, self.spec, self.log, logs, self.batch, row, rows)
-        out = self._matrix(self.out, self.spec.out, row + self.outputs.lane_row)
+        out = row_start(self.k, self.out, self.spec.out, self.batch, row + self.outputs.lane_row)
         s_q = self.extents.s_q
         edges = not (isinstance(s_q, int) and s_q % self.schedule.block_m == 0)
         store(self.k, self.spec, out, self.outputs, row, rows, edges)

@@ -112,16 +112,3 @@ def _as(k: Kernel, spec: AttentionSpec, values: list[Value]) -> tuple[str, list[
     half = k.reg("b16")
     k.emit(f"cvt.rn.{HALVES[dtype]}.f32", half, values[0])
     return "b16", [half]
-
-
-def store_logs(k: Kernel, spec: AttentionSpec, pointer: Value, logs: Sequence[Value], batch: Sequence[Value],
-               row: Value, rows: Value) -> None:
-    """l of every row lane / 4 + 8 i, from the first of the four lanes that have it."""
-    _, heads, group = spec.batch
-    matrix = (batch[0] * heads + batch[1]) * group + batch[2]
-    lane = k.special("laneid")
-    own = row + (lane >> 2)
-    at = pointer + (matrix.to("u64") * spec.s_q + own.to("u64")) * 4
-    mine = (lane & 3) == 0
-    for i, log in enumerate(logs):
-        k.emit("st.global.f32", at.at(32 * i), log, guard=mine & (own + 8 * i < rows))

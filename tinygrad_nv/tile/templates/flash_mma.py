@@ -25,8 +25,8 @@ from __future__ import annotations
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced
-from tinygrad_nv.tile.attention import EVERY, AttentionSpec, Rows
+from tinygrad_nv.tile.access import advanced, row_start
+from tinygrad_nv.tile.attention import EVERY, AttentionSpec
 from tinygrad_nv.tile.dropout import Dropout
 from tinygrad_nv.tile.expression import loads
 from tinygrad_nv.tile.flash_score import Cells, Columns, Extents, Scores, Softmax, signed
@@ -36,8 +36,8 @@ from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.legal_flash_mma import held, padded, plan_of, require, stage_bytes, stored_as
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.store import Cell, Store
-from tinygrad_nv.tile.templates.flash_mma_copy import RowCopy
-from tinygrad_nv.tile.templates.flash_rest import clear
+from tinygrad_nv.tile.templates.flash_mma_copy import ColumnRing, RowCopy
+from tinygrad_nv.tile.templates.flash_rest import clear, store_logs
 
 
 def flash_mma(spec: AttentionSpec, schedule: Schedule, arch: str = "sm_80") -> AttentionKernel:
@@ -98,13 +98,6 @@ class _Writer:
              (self.values, keys, spec.v)))
         return made
 
-    def _matrix(self, pointer: Value, rows: Rows, first: Value) -> Value:
-        """Where row `first` (u32) of the CTA's head begins."""
-        at = self.k.reg("u64", rows.offset)
-        for index, stride in zip((*self.batch, first), (*rows.batch, rows.row), strict=True):
-            if stride: at = at + index.to("u64") * stride
-        return pointer + at * rows.dtype.itemsize
-
     def write(self) -> None:
         """The whole kernel."""
         k, spec, s = self.k, self.spec, self.schedule
@@ -142,9 +135,9 @@ class _Writer:
         k, spec, s = self.k, self.spec, self.schedule
         last = (self.columns.high.to("u32") - 1) * s.block_n
         self.base = last.to("s32")
-        self.bring: list[RowCopy] = []
+        copies: list[RowCopy] = []
         q_tile = SharedTile(s.block_m, self.d * 2)
-        q = RowCopy(k, spec.q, self._matrix(self.q, spec.q, self.first), spec.d, q_tile)
+        q = RowCopy(k, spec.q, row_start(k, self.q, spec.q, self.batch, self.first), spec.d, q_tile)
         whole = isinstance(self.extents.s_q, int) and self.extents.s_q % s.block_m == 0
         q.to(self.q_start, None, None if whole else
              q.left(signed(k, self.extents.s_q) - self.first.to("s32")))
@@ -152,23 +145,15 @@ class _Writer:
         start = 0
         for pointer, rows, d in ((self.keys, spec.k, spec.d), (self.values, spec.v, spec.d_v)):
             tile = SharedTile(s.block_n, padded(d) * 2)
-            self.bring.append(RowCopy(k, rows, self._matrix(pointer, rows, last), d, tile, start))
+            copies.append(RowCopy(k, rows, row_start(k, pointer, rows, self.batch, last), d, tile, start))
             start += tile.nbytes
-        for stage in range(s.depth - 1):
-            left = None if stage or self.columns.whole_blocks else self.columns.end - self.base
-            self._bring(self.start + stage * self.stage_bytes, self.columns.count > stage, left)
-
-    def _bring(self, stage: Value, when: Value, left: Value | None = None) -> None:
-        """The next block of columns, where the predicate holds; `left` rows of it."""
-        for copy in self.bring:
-            copy.to(stage, when, None if left is None else copy.left(left))
-            copy.back()
-        self.k.cp_async_commit()
+        self.ring = ColumnRing(k, copies, self.start, self.stage_bytes, s.depth)
+        self.ring.fill(self.columns, self.base)
 
     def _fragments(self) -> None:
         """Those of q, and how those of keys and values are read."""
         k, spec, s = self.k, self.spec, self.schedule
-        keys, values = (copy.tile for copy in self.bring)
+        keys, values = (copy.tile for copy in self.ring.copies)
         zero = k.reg("u32", 0)
         self.left = Fragments(k, spec.q.dtype, SharedTile(s.block_m, self.d * 2), False, False, self.row,
                               self.warp_m, self.d * 2 // STEP_BYTES, 0)
@@ -188,16 +173,13 @@ class _Writer:
     # **** the loop ****
 
     def _loop(self) -> None:
-        k, s, count = self.k, self.schedule, self.columns.count
-        ahead = s.depth - 1
-        self.reading = k.reg("u32", name="reading").set(self.start)
-        self.writing = k.reg("u32", name="writing").set(self.start + ahead * self.stage_bytes)
-        self.end = self.start + s.depth * self.stage_bytes
+        k, s, count, ring = self.k, self.schedule, self.columns.count, self.ring
+        ring.begin()
         with k.loop(0, count, name="block") as block:
-            k.cp_async_wait(ahead - 1)
+            k.cp_async_wait(ring.ahead - 1)
             k.sync()
-            self._bring(self.writing, block < count - ahead)
-            for fragments in (self.right, self.third): fragments.move(self.reading)
+            ring.bring(block < count - ring.ahead)
+            for fragments in (self.right, self.third): fragments.move(ring.reading)
             cells = self.scores.of(self._scores(), self.base)
             if not self.columns.always_full:
                 with k.if_(self.columns.partly(self.base)): self.scores.mask(cells, self.base)
@@ -205,9 +187,7 @@ class _Writer:
             if self.dropout is not None: self.dropout.drop(cells, self.base)
             self._sum(cells)
             self.base -= s.block_n
-            self.writing.set(self.reading)
-            self.reading += self.stage_bytes
-            self.reading.set(k.select(self.reading == self.end, self.start, self.reading))
+            ring.turn()
         k.cp_async_wait(0)
 
     def _scores(self) -> Cells:
@@ -261,22 +241,10 @@ class _Writer:
         if self.dropout is not None: inverses = [inverse * self.dropout.scale for inverse in inverses]
         self._shrink(inverses)
         rows = extents.s_q if isinstance(extents.s_q, Value) else k.reg("u32", extents.s_q)
-        if self.log is not None: self._store_logs(self.log, logs, rows)
+        if self.log is not None:
+            store_logs(k, self.spec, self.log, logs, self.batch, self.first + self.row, rows)
         if self.plan.smem_bytes: k.sync()
         store = Store(k, self.gemm, self.plan, self.out, [], rows, self.start)
         cells = [Cell(16 * i, 8 * j, [cell]) for i, row in enumerate(self.sums) for j, cell in enumerate(row)]
         store.tile(self.first + self.row, k.reg("u32", 0), self.batch, cells)
         store.finish()
-
-    def _store_logs(self, pointer: Value, logs: list[Value], rows: Value) -> None:
-        """l of every row, from the first of the four lanes that have it."""
-        k, (_, heads, group) = self.k, self.spec.batch
-        batch, head, query = self.batch
-        matrix = (batch * heads + head) * group + query
-        lane = k.special("laneid")
-        row = self.first + self.row + (lane >> 2)
-        at = pointer + (matrix.to("u64") * self.spec.s_q + row.to("u64")) * 4
-        mine = (lane & 3) == 0
-        for number, log in enumerate(logs):
-            down = number // 2 * 16 + number % 2 * 8
-            k.emit("st.global.f32", at.at(4 * down), log, guard=mine & (row + down < rows))

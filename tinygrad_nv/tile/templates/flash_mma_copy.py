@@ -4,13 +4,19 @@ Protocol: a `RowCopy` moves tiles of `tile.rows` rows of one matrix. A thread co
 order of shared memory, so that its places of all passes are constants away from the first, in global memory
 too. Rows at and beyond an edge, and elements between the head's and the tile's width, become zeros: memory
 there is not read. Copies are cp.async of what rows are aligned to, 4 to 16 bytes.
+
+A `ColumnRing` brings blocks of keys and values to a ring of stages, from the last block to the first: `fill`
+starts those of all stages but one, `bring` the next block, once the stage it goes to is read no more, and
+`turn` moves on by one stage.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tinygrad_nv.ptx.builder import Kernel, Place, Value
 from tinygrad_nv.tile.attention import Rows
+from tinygrad_nv.tile.flash_score import Columns
 from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.ops import CHUNK, MOST_OFFSET, Passes, Places, swizzled_plain
 
@@ -77,3 +83,46 @@ class RowCopy(Passes):
     def back(self) -> None:
         """The tile before in memory comes next."""
         self.source -= self.tile.rows * self.rows.row * self.size
+
+
+@dataclass
+class ColumnRing:
+    """Stages of `stage_bytes` each from a shared address (u32) on, and what brings a block's tiles to one."""
+    k: Kernel
+    copies: Sequence[RowCopy]
+    start: Value
+    stage_bytes: int
+    depth: int
+
+    @property
+    def ahead(self) -> int:
+        """Blocks on their way while one is read."""
+        return self.depth - 1
+
+    def fill(self, columns: Columns, base: Value) -> None:
+        """Starts the copies of the first blocks; `base` (s32) is the first column of the first of them."""
+        for stage in range(self.ahead):
+            left = None if stage or columns.whole_blocks else columns.end - base
+            self._bring(self.start + stage * self.stage_bytes, columns.count > stage, left)
+
+    def begin(self) -> None:
+        """Ahead of the loop: which stage is read, and which written."""
+        self.reading = self.k.reg("u32", name="reading").set(self.start)
+        self.writing = self.k.reg("u32", name="writing").set(self.start + self.ahead * self.stage_bytes)
+        self.end = self.start + self.depth * self.stage_bytes
+
+    def bring(self, when: Value) -> None:
+        """The next block, where the predicate holds."""
+        self._bring(self.writing, when, None)
+
+    def turn(self) -> None:
+        """The stage that was read is written next."""
+        self.writing.set(self.reading)
+        self.reading += self.stage_bytes
+        self.reading.set(self.k.select(self.reading == self.end, self.start, self.reading))
+
+    def _bring(self, stage: Value, when: Value, left: Value | None) -> None:
+        for copy in self.copies:
+            copy.to(stage, when, None if left is None else copy.left(left))
+            copy.back()
+        self.k.cp_async_commit()

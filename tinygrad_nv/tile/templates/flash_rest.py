@@ -34,3 +34,16 @@ def clear(k: Kernel, spec: AttentionSpec, out: Value, cu_q: Value, batch: Sequen
             at = advanced(k, advanced(k, base, row, rows.row * size), i % (nbytes // width), width)
             k.emit(f"st.global.{kind}", at.at(), [0] * count if count > 1 else 0, guard=row < spec.total[0])
         k.emit("exit")
+
+
+def store_logs(k: Kernel, spec: AttentionSpec, pointer: Value, logs: Sequence[Value], batch: Sequence[Value],
+               row: Value, rows: Value) -> None:
+    """l of every row lane / 4 + 8 i, from the first of the four lanes that have it."""
+    _, heads, group = spec.batch
+    matrix = (batch[0] * heads + batch[1]) * group + batch[2]
+    lane = k.special("laneid")
+    own = row + (lane >> 2)
+    at = pointer + (matrix.to("u64") * spec.s_q + own.to("u64")) * 4
+    mine = (lane & 3) == 0
+    for i, log in enumerate(logs):
+        k.emit("st.global.f32", at.at(32 * i), log, guard=mine & (own + 8 * i < rows))
