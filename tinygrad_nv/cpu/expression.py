@@ -40,13 +40,14 @@ def problems(root: Expression) -> list[str]:
 class Place:
     """Where the lanes are, in C: row `m`, first column `n`, index of each dimension of the batch, and how
     many lanes count ("" for all). `sums` are the vectors of the parts; pointers to parameters are called x0,
-    x1, …"""
+    x1, … `row` is the row that loads take, where that is not m."""
     sums: Sequence[str]
     m: str
     n: str
     batch: Sequence[str] = ()
     count: str = ""
     start: str = "0"
+    row: str = ""
 
 
 def statements(root: Expression, place: Place, prefix: str = "t") -> tuple[list[str], str]:
@@ -132,7 +133,7 @@ def _position(node: Position, place: Place) -> str:
 
 
 def _load(node: Load, place: Place) -> str:
-    terms = [f"(s64)({place.m}) * {node.m}"] if node.m else []
+    terms = [f"(s64)({place.row or place.m}) * {node.m}"] if node.m else []
     if node.n: terms.append(f"(s64)({place.n}) * {node.n}")
     terms += [f"(s64)({at}) * {stride}" for at, stride in zip(place.batch, node.batch, strict=False)
               if stride]

@@ -20,6 +20,7 @@ from importlib import resources
 from tinygrad.dtype import DType
 
 from tinygrad_nv.cpu.isa import ISA
+from tinygrad_nv.runtime.launch_text import Integer
 from tinygrad_nv.tile.expression import short
 
 # what elements of a dtype are in C, where vector.h has functions for them
@@ -51,6 +52,16 @@ def kernel(name: str, isa: ISA, body: str, outputs: Sequence[tuple[str, str]],
     core = "" if parts > 1 else "  const int core_id = 0;\n"
     text = f"{before}\nvoid {name}({', '.join(words)}) {{\n{core}{body}\n}}\n"
     return CPUKernel(name, source(text, isa), parts, workspace_bytes)
+
+
+def computed(names: Sequence[str], integers: Sequence[Integer]) -> tuple[list[str], str]:
+    """What a kernel takes instead of integers that are computed from the variables of its launch: the names of
+    those, v0, v1, …, and C that computes the integers by their names; as `Integer.of`, never below 0."""
+    lines = []
+    for name, each in zip(names, integers, strict=True):
+        value = " + ".join([str(each.offset), *(f"{f} * v{i}" for i, f in enumerate(each.factors) if f)])
+        lines.append(f"  const int {name} = {value} < 0 ? 0 : {value};\n")
+    return [f"v{i}" for i in range(len(integers[0].factors))], "".join(lines)
 
 
 def source(text: str, isa: ISA) -> str:
