@@ -18,7 +18,7 @@ from tinygrad.helpers import Context
 from tinygrad_nv import config
 from tinygrad_nv.errors import HookError, NVError
 from tinygrad_nv.replaced import add, check_version, official, put_back, remove, replace, theirs
-from tinygrad_nv.runtime import clang
+from tinygrad_nv.runtime import clang, cpu_eager
 
 _devices: dict[str, types.ModuleType | None] = {}  # the module that was there before, if any
 _preferred: dict[str, Callable[[], bool]] = {}  # devices that come first where this holds
@@ -103,22 +103,24 @@ def _first_preferred() -> str | None:
 # **** the CPU device ****
 
 def install_cpu(enabled: Callable[[], bool]) -> None:
-    """As hooks.install_cpu; graphs while `enabled()`."""
+    """As hooks.install_cpu; graphs and parallel launches while `enabled()`."""
     check_version()
     clang.wait_for_cpu(functools.partial(_join_cpu, enabled))
     replace(type(Device), "_select_device", _chosen(theirs(type(Device), "_select_device")))
 
 
 def remove_cpu() -> None:
-    """Undoes `install_cpu`. An open CPU device keeps the compiler it has."""
+    """Undoes `install_cpu`. An open CPU device keeps the compiler and the programs it has."""
     if (ops_cpu := clang.stop_waiting()) is not None:
         put_back(ops_cpu, "ClangRenderer")
+        put_back(ops_cpu, "CPUProgram")
         if "graph" in vars(ops_cpu.CPUDevice): del ops_cpu.CPUDevice.graph
     put_back(type(Device), "_select_device")
 
 
 def _join_cpu(enabled: Callable[[], bool], ops_cpu: Any) -> None:
     replace(ops_cpu, "ClangRenderer", clang.ClangRenderer)
+    replace(ops_cpu, "CPUProgram", cpu_eager.parallel(ops_cpu.CPUProgram, enabled))
     ops_cpu.CPUDevice.graph = _CPUGraph(enabled)
 
 

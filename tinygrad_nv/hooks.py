@@ -10,7 +10,8 @@ Protocol. Things are registered by name and removed by name:
     add_custom_function(name, execute, outs_ins)  runs CUSTOM_FUNCTION nodes called `name` or `name:anything`
     add_method(name, fn)                  fn(theirs, self, …) in the place of Tensor's method
     add_device(name, cls, preferred)      Device[name] opens cls(name); where `preferred()`, it is the default
-    install_cpu()                         the CPU device compiles with what `toolchain` finds, and has graphs
+    install_cpu()                         the CPU device compiles with what `toolchain` finds, has graphs,
+                                          and runs kernels on all cores
 
 `enable()` and `disable()` govern rewrites, compile hooks and methods, which decide how a program is lowered;
 with none of a kind registered, or while disabled, tinygrad runs its own functions and its own caches. An
@@ -396,6 +397,7 @@ def _call_name(call: UOp, *args: Any, **kwargs: Any) -> str:
 # **** the CPU device ****
 
 def install_cpu() -> None:
-    """Lets CPU devices opened from now on compile with what `toolchain.find_compiler` finds as they open, and
-    replay what a TinyJit captured through `runtime.cpu_graph`, while enabled."""
+    """Lets CPU devices opened from now on compile with what `toolchain.find_compiler` finds as they open;
+    while enabled, run the parts of a kernel on all cores and replay what a TinyJit captured through
+    `runtime.cpu_graph`."""
     hook_devices.install_cpu(enabled)

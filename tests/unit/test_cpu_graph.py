@@ -9,7 +9,8 @@ from tinygrad import Context, Device, GlobalCounters, Tensor, TinyJit, Variable
 from tinygrad.engine.realize import get_graph_runtime
 
 import tinygrad_nv
-from tinygrad_nv.runtime.cpu_graph import HEAD, LENGTHS, CPUGraph, pool
+from tinygrad_nv.runtime.cpu_graph import CPUGraph
+from tinygrad_nv.runtime.cpu_pool import HEAD, LENGTHS, pool
 
 
 def integers(*shape: int, seed: int = 0) -> np.ndarray:
@@ -142,7 +143,7 @@ def test_disabled_is_tinygrads_own_launching(monkeypatch: pytest.MonkeyPatch):
 
 def test_one_thread_runs_all_parts():
     table = np.zeros((0, HEAD), np.uint64)
-    pool("CPU", 1).run(table, parallel=True)
+    pool(1).run(table, parallel=True)
     with Context(NUM_CPU_THREADS=1):
         x = on_cpu(integers(512, 512))
         jit = TinyJit(lambda x: ((x @ x).contiguous() + 1).contiguous().realize())

@@ -2,7 +2,7 @@
 
 Protocol: `load(kernel)` compiles with the CPU device's compiler (its disk cache serves) and returns a
 `LoadedKernel`, which is called with arrays in the order of the kernel's pointers, then its integers. Parts
-run on the pool of cpu_graph.py, or one after the other in an order that is given.
+run on the pool of cpu_pool.py, or one after the other in an order that is given.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tinygrad.device import TinyELF
 from tinygrad.helpers import NUM_CPU_THREADS
 
 from tinygrad_nv.cpu.kernel import CPUKernel
-from tinygrad_nv.runtime.cpu_graph import HEAD, pool
+from tinygrad_nv.runtime.cpu_pool import ALONE, HEAD, pool
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class LoadedKernel:
         row = [self.program.addr, parts, core % (1 << 64), len(words) + (core >= 0), *words, 0]
         if order is None:
             count = int(NUM_CPU_THREADS.value) if threads is None else threads
-            pool(self.device, count).run(np.array([row], np.uint64), parts > 1 and count > 1)
+            pool(count).run(np.array([row], np.uint64), parts > 1 and count > 1)
             return
         for part in order:
-            rows = np.array([[row[0], 1, (1 << 64) - 1, *row[3:HEAD], *words, part]], np.uint64)
-            pool(self.device, 1).run(rows, False)
+            rows = np.array([[row[0], 1, ALONE, *row[3:HEAD], *words, part]], np.uint64)
+            pool(1).run(rows, False)
 
 
 def load(kernel: CPUKernel, device: str = "CPU") -> LoadedKernel:
