@@ -29,7 +29,9 @@ def parallel(theirs: type, enabled: Callable[[], bool]) -> type:
                             timeout=timeout)
         from tinygrad_nv.runtime.cpu_pool import pool
         begun = time.perf_counter()
-        row = array("Q", [self.addr, parts, core, len(bufs) + len(vals), *(b.va_addr for b in bufs),
+        words = len(bufs) + len(vals)
+        # a kernel of ours has core_id at -1, the last
+        row = array("Q", [self.addr, parts, core % words, words, *(b.va_addr for b in bufs),
                           *((v or 0) & _WORD for v in vals)])
         pool(int(NUM_CPU_THREADS.value)).run_at(row.buffer_info()[0], 1, len(row), True)
         return time.perf_counter() - begun if wait else None

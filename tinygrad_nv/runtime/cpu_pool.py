@@ -144,7 +144,8 @@ class Pool:
 
     def run(self, table: np.ndarray, parallel: bool) -> None:
         """Runs the rows of `table` in order and returns when all are done."""
-        self.run_at(table.ctypes.data, *table.shape, parallel)
+        rows, stride = table.shape
+        self.run_at(table.ctypes.data, rows, stride, parallel)
 
     def run_at(self, address: int, rows: int, stride: int, parallel: bool) -> None:
         """`run` of a table of 64-bit words at an address."""
