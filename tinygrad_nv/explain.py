@@ -11,8 +11,9 @@ memory traffic. Operations and bytes are those tinygrad counts (GlobalCounters.g
 after the run), with the values that variables are bound to. With BEAM set, the kernels of tinygrad that run
 may have other names.
 
-Kernels of ours have text, and products (those whose note holds a spec and a schedule) can be shown at four
-levels: `Lowering.show("tile")`, see levels.py.
+Kernels of ours have text, and products (those whose note holds a spec and a schedule) can be shown at
+several levels: `Lowering.show("tile")`, see levels.py and levels_cpu.py. Kernels of ours on a CPU have a
+predicted time, by what was measured of the machine (cpu/measure.py).
 """
 from __future__ import annotations
 
@@ -40,8 +41,10 @@ from tinygrad.tensor import Tensor, transform_to_call
 from tinygrad.uop.ops import Ops, UOp, sym_infer
 
 from tinygrad_nv import hooks
+from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.errors import NVError, RequestError
-from tinygrad_nv.patterns import program
+from tinygrad_nv.patterns import program, target
 from tinygrad_nv.runtime import ranges
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.tile.schedule import Schedule
@@ -49,13 +52,15 @@ from tinygrad_nv.tile.spec import GemmSpec
 
 if TYPE_CHECKING:
     from tinygrad_nv.levels import Product
+    from tinygrad_nv.levels_cpu import CPUProduct
 
 
 @dataclass(frozen=True)
 class KernelRecord:
     """One kernel or copy. `template` is None where the kernel is not ours, and `reason` says why. Of ours
-    there is `source`, the text, and on a device of ours `arch` and how many multiprocessors it has. `layer`
-    is known while layers are tracked (runtime/ranges.py)."""
+    there is `source`, the text, and on a GPU of ours `arch` and how many multiprocessors it has; on a CPU
+    `machine`, in how many `parts` it runs, and how long that takes at best. `layer` is known while layers are
+    tracked (runtime/ranges.py)."""
     name: str
     template: str | None
     reason: str
@@ -68,23 +73,42 @@ class KernelRecord:
     arch: str = ""
     sm_count: int = 0
     layer: str = ""
+    machine: CPUMachine | None = field(default=None, compare=False)
+    parts: int = field(default=0, compare=False)
+    predicted_s: float | None = field(default=None, compare=False)
 
     @property
-    def product(self) -> Product | None:
-        """Spec, schedule and GPU of a product, from which its kernel can be built again."""
+    def product(self) -> Product | CPUProduct | None:
+        """Spec, schedule and target of a product, from which its kernel can be built again."""
         from tinygrad_nv.levels import Product
-        if not isinstance(self.spec, GemmSpec) or not isinstance(self.schedule, Schedule): return None
-        return Product(self.spec, self.schedule, self.arch, self.sm_count) if self.arch else None
+        from tinygrad_nv.levels_cpu import CPUProduct
+        if not isinstance(self.spec, GemmSpec): return None
+        if isinstance(self.schedule, CPUSchedule) and self.machine is not None:
+            return CPUProduct(self.spec, self.schedule, self.machine)
+        if not isinstance(self.schedule, Schedule) or not self.arch: return None
+        return Product(self.spec, self.schedule, self.arch, self.sm_count)
+
+    @property
+    def isa(self) -> str:
+        """The instruction set of a kernel of ours for a CPU."""
+        if isinstance(self.schedule, CPUSchedule): return str(self.schedule.isa)
+        return "" if self.machine is None else str(self.machine.isa)
 
     def show(self, level: str) -> str:
-        """A kernel of ours at a level: spec, tile, ptx or sass. Raises `RequestError` for a level there is
+        """A kernel of ours at a level: spec, tile, ptx, sass or c. Raises `RequestError` for a level there is
         not, `ToolchainError` where sass lacks a program."""
-        from tinygrad_nv import levels
-        if self.product is not None: return levels.show(self.product, level)
+        from tinygrad_nv import levels, levels_cpu
+        product = self.product
+        if isinstance(product, levels_cpu.CPUProduct): return levels_cpu.show(product, level)
+        if product is not None: return levels.show(product, level)
         levels.check(level)
+        if self.device.partition(":")[0] == "CPU": levels_cpu.check(level, self.name)
+        elif level == "c":
+            raise RequestError(f"C of {self.name} on {self.device}", "a kernel for a CPU",
+                               "--level ptx, or run with DEV=CPU")
         if level == "spec": return str(self.spec)
         if level == "tile": return str(self.schedule)
-        if level == "ptx": return self.source.rstrip()
+        if level in ("ptx", "c"): return self.source.rstrip()
         if self.arch: return levels.sass_of(self.source, self.name, self.arch)
         raise RequestError(f"SASS of {self.name} on {self.device}", "a kernel for an NVIDIA GPU",
                            "run with DEV=EMU")
@@ -103,6 +127,11 @@ class Lowering:
     def bytes(self) -> int: return sum(kernel.bytes for kernel in self.kernels)
 
     @property
+    def predicted_s(self) -> float:
+        """How long those kernels take at best of which that is known: ours on a CPU."""
+        return sum(kernel.predicted_s or 0.0 for kernel in self.kernels)
+
+    @property
     def distinct(self) -> list[tuple[KernelRecord, int]]:
         """The kernels of ours that differ in more than the buffers they are given, and how often each
         runs."""
@@ -112,8 +141,8 @@ class Lowering:
         return [(first[key], count) for key, count in times.items()]
 
     def show(self, level: str, kernel: str | int | None = None) -> str:
-        """Each distinct kernel of ours at a level: spec, tile, ptx or sass. `kernel` selects by number, from
-        1, or by name. Raises `RequestError` for a level or kernel there is not."""
+        """Each distinct kernel of ours at a level: spec, tile, ptx, sass or c. `kernel` selects by number,
+        from 1, or by name. Raises `RequestError` for a level or kernel there is not."""
         from tinygrad_nv.levels import check
         check(level)
         found = self._selected(kernel)
@@ -135,28 +164,37 @@ class Lowering:
         return found
 
     def __str__(self) -> str:
-        from tinygrad_nv.levels import aligned
-        rows: list[tuple[str, ...]] = [("kernel", "template", "device", "flops", "bytes", "layer", "why")]
+        from tinygrad_nv.levels import aligned, seconds
+        head = ("kernel", "template", "device", "isa", "parts", "flops", "bytes", "predicted", "layer", "why")
+        rows: list[tuple[str, ...]] = [head]
         numbers = {_identity(record): i for i, (record, _) in enumerate(self.distinct, 1)}
         for k in self.kernels:
             why = k.reason if k.product is None else f"product {numbers[_identity(k)]}"
             name = " ".join(k.name.split())  # tinygrad pads the names of copies
-            rows.append((name, k.template or "-", k.device, f"{k.flops:,}", f"{k.bytes:,}", k.layer, why))
+            taken = "" if k.predicted_s is None else seconds(k.predicted_s)
+            rows.append((name, k.template or "-", k.device, k.isa, str(k.parts or ""), f"{k.flops:,}",
+                         f"{k.bytes:,}", taken, k.layer, why))
         ours = sum(kernel.template is not None for kernel in self.kernels)
-        total = f"{len(self.kernels)} in all"
-        rows.append((total, f"{ours} ours", "", f"{self.flops:,}", f"{self.bytes:,}", "", ""))
-        if not any(k.layer for k in self.kernels): rows = [(*row[:5], row[6]) for row in rows]
-        return "\n".join([*aligned(rows, numbers=(3, 4)), *(f"note: {note}" for note in self.notes),
-                          *self._products()])
+        rows.append((f"{len(self.kernels)} in all", f"{ours} ours", "", "", "", f"{self.flops:,}",
+                     f"{self.bytes:,}", seconds(self.predicted_s), "", ""))
+        # columns that only some devices or runs have
+        told = {"isa": any(k.isa for k in self.kernels), "parts": any(k.parts for k in self.kernels),
+                "predicted": any(k.predicted_s is not None for k in self.kernels),
+                "layer": any(k.layer for k in self.kernels)}
+        kept = [i for i, name in enumerate(head) if told.get(name, True)]
+        right = tuple(kept.index(i) for i in kept if head[i] in ("parts", "flops", "bytes", "predicted"))
+        lines = aligned([[row[i] for i in kept] for row in rows], numbers=right)
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes), *self._products()])
 
     def _products(self) -> list[str]:
-        """A table of the products, numbered as `show` numbers kernels."""
+        """A table of the products of each kind of target, numbered as `show` numbers kernels."""
+        from tinygrad_nv import levels, levels_cpu
         found = [(f"product {i}" + (f", {times} times" if times > 1 else ""), record.product)
                  for i, (record, times) in enumerate(self.distinct, 1)]
-        products = [(words, product) for words, product in found if product is not None]
-        if not products: return []
-        from tinygrad_nv.levels import table
-        return ["", *table(products)]
+        on_gpu = [(words, one) for words, one in found if isinstance(one, levels.Product)]
+        on_cpu = [(words, one) for words, one in found if isinstance(one, levels_cpu.CPUProduct)]
+        return [*(["", *levels.table(on_gpu)] if on_gpu else []),
+                *(["", *levels_cpu.table(on_cpu)] if on_cpu else [])]
 
 
 def _identity(kernel: KernelRecord) -> Hashable:
@@ -195,8 +233,25 @@ def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[progr
     driver = getattr(Device[device], "driver", None)
     gpu = driver.properties if isinstance(driver, Driver) else None
     arch, sm_count = ("", 0) if gpu is None else (gpu.arch, gpu.sm_count)
+    machine = target.cpu_of(device)
+    taken = None if machine is None else _predicted(machine, note, flops, bytes)
     return KernelRecord(name, template, reason, device, note.spec, note.schedule, flops, bytes,
-                        call.src[0].src[2].arg, arch, sm_count, layer)
+                        call.src[0].src[2].arg, arch, sm_count, layer, machine,
+                        0 if machine is None else _parts(call.src[0]), taken)
+
+
+def _predicted(machine: CPUMachine, note: program.Note, flops: int, bytes: int) -> float | None:
+    """How long a kernel on a CPU takes at best; None where that cannot be measured."""
+    from tinygrad_nv.cpu.measure import rates
+    from tinygrad_nv.levels_cpu import predicted
+    try: return predicted(note.spec, note.template, flops, bytes, rates(machine))
+    except NVError: return None
+
+
+def _parts(body: UOp) -> int:
+    """In how many parts a kernel for a CPU is called."""
+    cores = [u for u in body.src[0].src if u.op is Ops.PARAM and u.arg.name == "core_id"]
+    return int(cores[0].vmax) + 1 if cores else 1
 
 
 def _unlowered(call: UOp, misses: list[program.Miss]) -> tuple[str | None, str]:
@@ -209,7 +264,7 @@ def _unlowered(call: UOp, misses: list[program.Miss]) -> tuple[str | None, str]:
         return body.arg.partition(":")[0], "custom function"
     if not hooks.enabled(): return None, "tinygrad_nv is disabled"
     near = next((m for m in misses if _computes(call, m)), None)
-    if near is None: return None, "no pattern matched"
+    if near is None: return None, target.why_no_cpu(call.src[1].device) or "no pattern matched"
     misses.remove(near)
     return None, f"{near.template}: {near.reason}"
 

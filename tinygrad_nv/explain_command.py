@@ -1,9 +1,9 @@
-"""`tinygrad-nv explain`: the kernels of a model's step, or of one product, at four levels.
+"""`tinygrad-nv explain`: the kernels of a model's step, or of one product, at several levels.
 
 Protocol: without --level a table, and of products a line each with schedule, predicted time and registers.
-With one of spec, tile, ptx, sass the text of each distinct kernel of ours, or of the one that --kernel names.
-`--gemm [BATCHx]MxNxK` explains a product by itself, for a GPU that need not be there. An option that would
-have no effect is refused.
+With one of spec, tile, ptx, sass, c the text of each distinct kernel of ours, or of the one that --kernel
+names. `--gemm [BATCHx]MxNxK` explains a product by itself, for a GPU that need not be there, or with
+`--arch cpu` for the processor that is. An option that would have no effect is refused.
 """
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from tinygrad_nv.errors import RequestError, ScheduleError
 from tinygrad_nv.levels import LEVELS
 from tinygrad_nv.ptx.assemble import ARCHITECTURES
 from tinygrad_nv.tile.dense import MAJORS, RESULTS, TYPES, WORDS
+from tinygrad_nv.tile.spec import GemmSpec
 
 OF_MODELS = ("kernel", "prefill", "max_model_len", "gpu_memory_utilization", "device")
 OF_PRODUCTS = {"majors": "NT", "epilogue": "", "out": "", "arch": "sm_90a", "sm_count": 0}
+CPU = "cpu"
 SHORT = {"auto": "bf16", "bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 Find = Callable[[str | None], Path]
 
@@ -43,7 +45,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     product.add_argument("--out", metavar="TYPE",
                          help=f"of the result: {', '.join(RESULTS)} (default: as the operands; bf16 for fp8, "
                               "s32 for bytes)")
-    product.add_argument("--arch", choices=ARCHITECTURES, help="the GPU's architecture (default sm_90a)")
+    product.add_argument("--arch", choices=(*ARCHITECTURES, CPU),
+                         help="the GPU's architecture (default sm_90a), or cpu")
     product.add_argument("--sm-count", type=int, metavar="N",
                          help="multiprocessors of the GPU (default: those of H100, A100 or L40S)")
     explain.set_defaults(run=lambda arguments: run(arguments, find))
@@ -93,6 +96,7 @@ def _gemm(arguments: argparse.Namespace) -> str:
     *batch, m, n, k = arguments.gemm
     spec = dense(m, n, k, SHORT.get(arguments.dtype, arguments.dtype), arguments.out, arguments.majors,
                  tuple(batch), arguments.epilogue)
+    if arguments.arch == CPU: return _on_cpu(spec, arguments)
     machine = machine_for(arguments.arch, arguments.sm_count)
     schedule = choose(spec, arguments.arch, machine.sm_count)
     if schedule is None:
@@ -103,6 +107,21 @@ def _gemm(arguments: argparse.Namespace) -> str:
     product = levels.Product(spec, schedule, arguments.arch, machine.sm_count)
     if arguments.level is None: return "\n".join(levels.table([(product.kernel.name, product)]))
     return levels.show(product, arguments.level).rstrip()
+
+
+def _on_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> str:
+    from tinygrad_nv import levels_cpu
+    from tinygrad_nv.cpu.choose import product, why_not
+    from tinygrad_nv.cpu.machine import machine
+    if arguments.sm_count:
+        raise RequestError("--sm-count with --arch cpu", "an option of GPUs", "leave it out")
+    here = machine()
+    if (schedule := product(spec, here)) is None:
+        raise ScheduleError(f"no template takes {spec} on {here.isa}: {why_not(spec, here)}",
+                            "a product that one of them takes", "change what the reasons name")
+    found = levels_cpu.CPUProduct(spec, schedule, here)
+    if arguments.level is None: return "\n".join(levels_cpu.table([(found.kernel.name, found)]))
+    return levels_cpu.show(found, arguments.level).rstrip()
 
 
 def _model(arguments: argparse.Namespace, find: Find) -> str:

@@ -1,4 +1,4 @@
-"""A product at four levels, as text: what is computed, how, the PTX, and the SASS.
+"""A product at four levels, as text: what is computed, how, the PTX, and the SASS; levels_cpu.py has C.
 
 Protocol: a `Product` is spec, schedule and GPU; its kernel follows from these, so `Product.kernel` is the
 text that runs, built again. `show(product, level)` is the text of a level:
@@ -32,7 +32,7 @@ from tinygrad_nv.tile.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.templates import build
 from tinygrad_nv.tile.work import columns
 
-LEVELS = ("spec", "tile", "ptx", "sass")
+LEVELS = ("spec", "tile", "ptx", "sass", "c")
 # how the builder declares shared memory: its own, or a part of what a launch gives
 STATIC = re.compile(r"^\s*\.shared \.align \d+ \.b8 (\w+)\[(\d+)\];", re.MULTILINE)
 DYNAMIC = re.compile(r"^\s*// \w+\+(\d+): (\w+)\[(\d+)\]$", re.MULTILINE)
@@ -70,6 +70,9 @@ def show(product: Product, level: str) -> str:
     """The product at a level. Raises `RequestError` for a level there is not, `ToolchainError` where sass
     lacks a program."""
     check(level)
+    if level == "c":
+        raise RequestError(f"C of {product.kernel.name} on {product.arch}", "a kernel for a CPU",
+                           "--level ptx, or run with DEV=CPU")
     texts = {"spec": spec_text, "tile": tile_text, "ptx": ptx_text, "sass": sass_text}
     return texts[level](product)
 
@@ -122,7 +125,11 @@ def _registers(product: Product) -> str:
 
 def spec_text(product: Product) -> str:
     """What is computed."""
-    spec = product.spec
+    return spec_of(product.spec)
+
+
+def spec_of(spec: GemmSpec) -> str:
+    """What a product is, whatever computes it."""
     batch = f", batch {'x'.join(map(str, spec.batch))}" if spec.batch else ""
     rows = [("extents", f"m {'at most ' if spec.symbolic else ''}{spec.m}, n {spec.n}, k {spec.k}{batch}")]
     if spec.parts > 1: rows.append(("parts", f"{spec.parts} of b, {spec.part} elements apart"))
@@ -326,3 +333,8 @@ def _scaled(value: float, base: int, unit: str) -> str:
         value /= base
     text = f"{value:.1f}".removesuffix(".0")
     return f"{text} {prefix}{unit}"
+
+
+def scaled(value: float, unit: str) -> str:
+    """A figure in the thousands of a unit that suit it."""
+    return _scaled(value, 1000, unit)

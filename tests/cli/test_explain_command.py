@@ -126,7 +126,7 @@ def test_the_text_runs_on_the_emulator(command):
     (["--prefill", "0"], ["--prefill 0", "1 to 512 tokens"]),
     (["--prefill", "100000"], ["--prefill 100000", "1 to 512 tokens"]),
     (["--prefill", "-1"], ["--prefill -1", "1 to 512 tokens"]),
-    (["--kernel", "1"], ["--kernel without --level", "--level spec|tile|ptx|sass"]),
+    (["--kernel", "1"], ["--kernel without --level", "--level spec|tile|ptx|sass|c"]),
 ])
 def test_what_cannot_be_explained(command, words: list[str], said: list[str]):
     command("explain", *words).refused(*said)
@@ -141,7 +141,8 @@ def test_words_that_are_refused_by_the_parser(command, words: list[str], said: s
 
 # **** models ****
 
-def test_a_model_without_kernels_of_ours(command, tiny: Path):
+def test_a_model_without_kernels_of_ours(command, tiny: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NV_CPU", "0")
     assert command("explain", tiny, "--level", "tile", "--device", "CPU").succeeded().out == (
         "no kernel of ours\n")
     command("explain", tiny, "--level", "tile", "--kernel", "3", "--device", "CPU").refused(

@@ -137,7 +137,7 @@ def test_machine_code_of_every_kernel_of_ours(lowering: Lowering):
 def test_a_level_there_is_not(lowering: Lowering):
     for shown in (lowering, *lowering.kernels):
         with pytest.raises(RequestError, match="level 'cubin'") as caught: shown.show("cubin")
-        assert caught.value.expected == "one of spec, tile, ptx, sass"
+        assert caught.value.expected == "one of spec, tile, ptx, sass, c"
 
 
 def test_no_kernel_of_ours():
@@ -147,8 +147,15 @@ def test_no_kernel_of_ours():
 
 def test_machine_code_of_a_kernel_for_a_cpu():
     record = KernelRecord("k", "silu_mul", "", "CPU", None, None, 0, 0, "void k() {}")
-    assert record.show("ptx") == "void k() {}"
-    with pytest.raises(RequestError, match="SASS of k on CPU"): record.show("sass")
+    assert record.show("c") == "void k() {}"
+    for level in ("ptx", "sass"):
+        with pytest.raises(RequestError, match=f"{level.upper()} of k on CPU"): record.show(level)
+
+
+def test_c_of_a_kernel_for_a_gpu(lowering: Lowering):
+    for shown in (lowering, *lowering.kernels):
+        with pytest.raises(RequestError, match=r"C of \w+ on") as caught: shown.show("c")
+        assert "--level ptx" in str(caught.value)
 
 
 # **** what the levels say ****

@@ -50,6 +50,14 @@ def cpu_of(device: str | tuple[str, ...] | None) -> CPUMachine | None:
     return cpu_machine() if all(isinstance(Device[name].renderer, ClangRenderer) for name in names) else None
 
 
+def why_no_cpu(device: str | tuple[str, ...] | None) -> str:
+    """Why a CPU's kernels are tinygrad's alone; "" where they are not, and of other devices."""
+    names = to_tuple(device) if device is not None else ()
+    if not names or any(kind_of(name) != "CPU" for name in names) or cpu_of(device) is not None: return ""
+    if not config.get("NV_CPU"): return "NV_CPU=0 leaves the CPU to tinygrad"
+    return f"{type(Device[names[0]].renderer).__name__} takes no C"
+
+
 def takes(device: str | tuple[str, ...] | None) -> bool:
     """Whether kernels of ours run on a device; opens no GPU."""
     names = to_tuple(device) if device is not None else ()
