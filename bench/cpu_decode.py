@@ -1,23 +1,34 @@
-"""Decoding on the CPU beside transformers: same directory, same dtype, same prompt, in one interleaved run.
+"""Decoding on the CPU beside transformers, and llama.cpp where it is installed: same weights, same dtype,
+same prompt, in one interleaved run.
 
-    python bench/cpu_decode.py [MODEL ...] [--tokens 128] [--repeat 7] [--dtype float32] [--plot]
+    python bench/cpu_decode.py [MODEL ...] [--models box 37M …] [--tokens 64] [--repeat 7] [--plot]
 
-Without MODEL: the model in the box and a random Llama of 60M parameters made on the spot. Each engine is a
-process that loads, warms up, and then answers "greedy" or "sampled" (temperature 0.7, top_p 0.95; its texts
-are not compared) with one repetition, so that only one of them computes at a time and each has its own peak
-memory. Neither stops at an end token; both use as many threads as the machine has cores. Times: first token
-from the prompt's submission; tokens/s over the tokens after the first. "start" is from process start to
-ready for greedy text: imports, loading, and whatever each engine compiles.
+MODEL is a directory; without one, the model in the box and random Llamas made on the spot (`MODELS`). Each
+engine is a process that loads, warms up, and then answers one repetition of a mode, so that only one of them
+computes at a time and each has its own peak memory:
+
+    greedy     a prompt of 32 tokens and `--tokens` chosen after it
+    sampled    the same with temperature 0.7, top_p 0.95 (texts are not compared; not by llama.cpp)
+    prefill    a prompt of 512 tokens and the first chosen after it (models with room for that)
+
+Neither stops at an end token; all use as many threads as the machine has cores. Times: first token from the
+prompt's submission; tokens/s over the tokens after the first; of prefill, tokens of the prompt a second.
+"start" is from process start to ready for greedy text: imports, loading, and whatever each engine compiles.
+
+llama.cpp is `llama-cpp-python`, with the package `gguf` to write the weights in its format
+(cpu_llama_cpp.py).
 """
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -25,22 +36,35 @@ from typing import Any
 
 from measure import save, spread, table
 
-MODES = ("greedy", "sampled")
+MODES = ("greedy", "sampled", "prefill")
 SAMPLED: dict[str, Any] = {"temperature": 0.7, "top_p": 0.95}
-ENGINES = ("tinygrad_nv", "transformers")
+ENGINES = ("tinygrad_nv", "transformers", "llama.cpp")
+OURS, THEIRS, LLAMA_CPP = ENGINES
 BOX = Path(__file__).parent.parent / "models" / "tales"
-PROMPT = [0, *range(20, 51)]  # 32 ids that every vocabulary has
+PROMPT = [0, *range(20, 51)]                                   # 32 ids that every vocabulary has
+LONG = [0, *(20 + i * 37 % 1900 for i in range(511))]          # 512
+# random Llamas: dtype, and what makes the configuration; the 1B is the shape of Llama 3.2 1B
+SMALL = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32000}
+MODELS: dict[str, tuple[str, dict[str, int]]] = {
+    "box": ("float32", {}),
+    "37M": ("float32", {**SMALL, "intermediate_size": 1408, "num_hidden_layers": 7}),
+    "60M": ("float32", {**SMALL, "intermediate_size": 1536, "num_hidden_layers": 14}),
+    "1B": ("bfloat16", {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+                        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}),
+}
 
 
-def make_random(directory: Path) -> None:
-    """A random Llama of 60M parameters: 14 layers of 512, vocabulary 32000 tied."""
+def make_random(directory: Path, name: str) -> None:
+    """One of `MODELS`, with random weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=32000, hidden_size=512, intermediate_size=1536, num_hidden_layers=14,
-                         num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=1024,
-                         tie_word_embeddings=True)
+    dtype, words = MODELS[name]
+    config = LlamaConfig(max_position_embeddings=1024, tie_word_embeddings=True, **words)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype))
     LlamaForCausalLM(config).save_pretrained(directory)
+    torch.set_default_dtype(before)
 
 
 def work_ours(directory: str, tokens: int, dtype: str) -> None:
@@ -49,12 +73,16 @@ def work_ours(directory: str, tokens: int, dtype: str) -> None:
     from tinygrad_nv.engine.sampling import SamplingParams
     llm = LLM(directory, dtype, device="CPU")
     common = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    params = {"greedy": replace(common, temperature=0), "sampled": replace(common, **SAMPLED)}
+    greedy = replace(common, temperature=0)
+    params = {"greedy": greedy, "sampled": replace(common, **SAMPLED),
+              "prefill": replace(greedy, max_tokens=1)}
 
     def once(mode: str) -> dict[str, Any]:
         llm.decoder.held = []  # the prompt is computed, not remembered
-        done = llm.complete(PROMPT, params[mode])
-        return {"ttft_s": done.ttft_s, "tokens_per_s": done.tokens_per_s, "token_ids": list(done.token_ids)}
+        prompt = LONG if mode == "prefill" else PROMPT
+        done = llm.complete(prompt, params[mode])
+        rate = len(prompt) / done.ttft_s if mode == "prefill" else done.tokens_per_s
+        return {"ttft_s": done.ttft_s, "tokens_per_s": rate, "token_ids": list(done.token_ids)}
     _serve(once)
 
 
@@ -65,21 +93,38 @@ def work_theirs(directory: str, tokens: int, dtype: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
     # nothing of the directory's own: no end token, which would be forbidden or stop the text, and no filters
     model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
-    modes: dict[str, dict[str, Any]] = {"greedy": {"do_sample": False},
+    modes: dict[str, dict[str, Any]] = {"greedy": {"do_sample": False}, "prefill": {"do_sample": False},
                                         "sampled": {"do_sample": True, "top_k": 0, **SAMPLED}}
-    prompt = torch.tensor([PROMPT])
 
     def run(count: int, mode: str) -> tuple[list[int], float]:
+        prompt = torch.tensor([LONG if mode == "prefill" else PROMPT])
         begun = time.perf_counter()
         out = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count,
                              **modes[mode])
-        return out[0, len(PROMPT):].tolist(), time.perf_counter() - begun
+        return out[0, prompt.shape[1]:].tolist(), time.perf_counter() - begun
 
     def once(mode: str) -> dict[str, Any]:
-        first = run(1, mode)[1]
+        ids, first = run(1, mode)
+        if mode == "prefill": return {"ttft_s": first, "tokens_per_s": len(LONG) / first, "token_ids": ids}
         ids, whole = run(tokens, mode)
         return {"ttft_s": first, "tokens_per_s": (tokens - 1) / (whole - first), "token_ids": ids}
     _serve(once)
+
+
+def work_llama_cpp(directory: str, tokens: int, dtype: str) -> None:
+    """The llama.cpp process."""
+    from cpu_llama_cpp import Session
+    session = Session(directory, dtype, room=len(LONG) + 1)
+
+    def once(mode: str) -> dict[str, Any]:
+        prompt, count = (LONG, 1) if mode == "prefill" else (PROMPT, tokens)
+        ids, first, whole = session.greedy(prompt, count)
+        rate = len(prompt) / first if mode == "prefill" else (count - 1) / (whole - first)
+        return {"ttft_s": first, "tokens_per_s": rate, "token_ids": ids}
+    _serve(once)
+
+
+WORK = {OURS: work_ours, THEIRS: work_theirs, LLAMA_CPP: work_llama_cpp}
 
 
 def _serve(once: Callable[[str], dict[str, Any]]) -> None:
@@ -92,9 +137,9 @@ def _serve(once: Callable[[str], dict[str, Any]]) -> None:
 class Worker:
     """One engine's process."""
 
-    def __init__(self, engine: str, directory: Path, arguments: argparse.Namespace) -> None:
-        command = [sys.executable, __file__, "--work", engine, str(directory),
-                   "--tokens", str(arguments.tokens), "--dtype", arguments.dtype]
+    def __init__(self, engine: str, directory: Path, dtype: str, tokens: int) -> None:
+        command = [sys.executable, __file__, "--work", engine, str(directory), "--tokens", str(tokens),
+                   "--dtype", dtype]
         begun = time.perf_counter()
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.answer()
@@ -114,47 +159,72 @@ class Worker:
         self.process.stdin.flush()
         return self.answer()
 
+    def end(self) -> None:
+        """The process has nothing more to answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
 
 Runs = dict[str, list[dict[str, Any]]]  # an engine's repetitions
 
 
-def compare(name: str, directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Both engines on one directory, repetitions in turn."""
-    workers = {engine: Worker(engine, directory, arguments) for engine in ENGINES}
-    for _ in range(3):
-        for worker in workers.values(): worker.once("sampled")
-    runs: dict[str, Runs] = {mode: {engine: [] for engine in ENGINES} for mode in MODES}
+def engines() -> list[str]:
+    """Those that are installed."""
+    there = all(importlib.util.find_spec(name) for name in ("llama_cpp", "gguf"))
+    return list(ENGINES) if there else [OURS, THEIRS]
+
+
+def modes_of(engine: str, directory: Path) -> list[str]:
+    """What an engine is asked for: prefill where the model has room, no draws of llama.cpp."""
+    room = json.loads((directory / "config.json").read_text())["max_position_embeddings"]
+    return [mode for mode in MODES if not (mode == "prefill" and room <= len(LONG))
+            and not (mode == "sampled" and engine == LLAMA_CPP)]
+
+
+def compare(name: str, directory: Path, dtype: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """All engines on one directory, repetitions in turn."""
+    workers = {engine: Worker(engine, directory, dtype, arguments.tokens) for engine in engines()}
+    asked = {engine: modes_of(engine, directory) for engine in workers}
+    for engine, worker in workers.items():
+        for mode in asked[engine]: worker.once(mode)
+    runs: dict[str, Runs] = {mode: {engine: [] for engine in workers if mode in asked[engine]}
+                             for mode in asked[OURS]}
     for _ in range(arguments.repeat):
-        for mode in MODES:
-            for engine, worker in workers.items(): runs[mode][engine].append(worker.once(mode))
-    for worker in workers.values():
-        assert worker.process.stdin is not None
-        worker.process.stdin.close()
-        worker.process.wait()
+        for mode, done in runs.items():
+            for engine in done: done[engine].append(workers[engine].once(mode))
+    for worker in workers.values(): worker.end()
     start_s = {engine: worker.start_s for engine, worker in workers.items()}
     same = identical(runs["greedy"])
-    for done in [done for mode in MODES for done in runs[mode].values()]:
-        for run in done: del run["token_ids"]
-    ratios = {mode: [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(*runs[mode].values(), strict=True)]
-              for mode in MODES}
-    print(f"\n{name}, {arguments.dtype}, prompt {len(PROMPT)}, {arguments.tokens} tokens")
+    for run in [run for done in runs.values() for each in done.values() for run in each]: del run["token_ids"]
+    ratios = {mode: {engine: ratio_of(done, engine) for engine in done if engine != OURS}
+              for mode, done in runs.items()}
+    print(f"\n{name}, {dtype}, prompt {len(PROMPT)}, {arguments.tokens} tokens")
     print(table(["", "tokens/s", "spread", "first ms", "peak MB", "start s"], rows(runs, start_s)))
-    each = ", ".join(f"{mode} {median(ratios[mode]):.2f} ({spread(ratios[mode])})" for mode in MODES)
-    print(f"tinygrad_nv / transformers: {each}; first {same} greedy tokens identical")
-    return {"name": name, "ratio": {mode: median(ratios[mode]) for mode in MODES}, "identical_tokens": same,
-            "runs": runs, "start_s": start_s}
+    for engine in list(workers)[1:]:
+        each = ", ".join(f"{mode} {median(by[engine]):.2f} ({spread(by[engine])})"
+                         for mode, by in ratios.items() if engine in by)
+        print(f"{OURS} / {engine}: {each}")
+    print(f"first {same} greedy tokens of {OURS} and {THEIRS} identical")
+    return {"name": name, "dtype": dtype, "identical_tokens": same, "runs": runs, "start_s": start_s,
+            "ratio": {mode: median(by[THEIRS]) for mode, by in ratios.items()}}
+
+
+def ratio_of(done: Runs, engine: str) -> list[float]:
+    """Tokens/s of ours over another's, turn by turn."""
+    return [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(done[OURS], done[engine], strict=True)]
 
 
 def identical(runs: Runs) -> int:
-    """How many tokens both engines' first texts share from the start."""
-    texts = [done[0]["token_ids"] for done in runs.values()]
+    """How many tokens the first texts of ours and of transformers share from the start."""
+    texts = [runs[engine][0]["token_ids"] for engine in (OURS, THEIRS)]
     return next((i for i, (a, b) in enumerate(zip(*texts, strict=True)) if a != b), len(texts[0]))
 
 
 def rows(runs: dict[str, Runs], start_s: dict[str, float]) -> list[list[str]]:
     """A row of the table for each mode and engine."""
     made = []
-    for mode, engine in ((mode, engine) for mode in MODES for engine in ENGINES):
+    for mode, engine in ((mode, engine) for mode, done in runs.items() for engine in done):
         done = runs[mode][engine]
         rates = [run["tokens_per_s"] for run in done]
         first_ms = median(run["ttft_s"] for run in done) * 1e3
@@ -164,44 +234,59 @@ def rows(runs: dict[str, Runs], start_s: dict[str, float]) -> list[list[str]]:
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
-    """Tokens/s of both engines, greedy, a pair of bars a model."""
+    """Tokens/s of all engines, greedy, a bar each, a panel a model."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    figure, axes = pyplot.subplots(1, len(results), figsize=(3.2 * len(results), 3), layout="constrained")
-    for ax, result in zip([axes] if len(results) == 1 else axes, results, strict=True):
-        rates = [[run["tokens_per_s"] for run in result["runs"]["greedy"][engine]] for engine in ENGINES]
+    figure, axes = pyplot.subplots(1, len(results), figsize=(3.2 * len(results), 3), layout="constrained",
+                                   squeeze=False)
+    for ax, result in zip(axes[0], results, strict=True):
+        done = result["runs"]["greedy"]
+        rates = [[run["tokens_per_s"] for run in each] for each in done.values()]
         middle = [median(r) for r in rates]
         error = [[m - min(r) for m, r in zip(middle, rates, strict=True)],
                  [max(r) - m for m, r in zip(middle, rates, strict=True)]]
-        ax.bar(ENGINES, middle, yerr=error, capsize=4, color=["#2a6f97", "#bcb8b1"])
-        ax.set_title(result["name"])
+        ax.bar(list(done), middle, yerr=error, capsize=4, color=["#2a6f97", "#bcb8b1", "#8d99ae"][:len(done)])
+        ax.set_title(f"{result['name']}, {result['dtype']}")
         ax.set_ylabel("tokens/s")
     figure.savefig(path, dpi=150)
+
+
+@contextmanager
+def made(name: str) -> Iterator[Path]:
+    """The directory of one of `MODELS`, for as long as it is needed."""
+    if name == "box":
+        yield BOX
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        make_random(Path(directory), name)
+        yield Path(directory)
 
 
 def main() -> None:
     """Runs the comparison, or one engine's side of it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("models", nargs="*", type=Path, metavar="DIRECTORY",
-                        help="models (default: the one in the box, and a random one of 60M parameters)")
-    parser.add_argument("--tokens", type=int, default=128, help="to generate (default 128)")
+    parser.add_argument("directories", nargs="*", type=Path, metavar="MODEL", help="directories of models")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["box", "37M", "1B"],
+                        help="without MODEL: the one in the box, random ones (default box, 37M and 1B)")
+    parser.add_argument("--tokens", type=int, default=64, help="to generate (default 64)")
     parser.add_argument("--repeat", type=int, default=7, help="turns of each side (default 7)")
-    parser.add_argument("--dtype", default="float32", help="of both sides (default float32)")
+    parser.add_argument("--dtype", help="of all sides (default: float32, of the 1B bfloat16)")
     parser.add_argument("--plot", action="store_true", help="draw the result as well")
     parser.add_argument("--work", choices=ENGINES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:
-        work = work_ours if arguments.work == "tinygrad_nv" else work_theirs
-        work(str(arguments.models[0]), arguments.tokens, arguments.dtype)
+        WORK[arguments.work](str(arguments.directories[0]), arguments.tokens, arguments.dtype)
         return
-    with tempfile.TemporaryDirectory() as name:
-        models = {str(path): path for path in arguments.models}
-        if not models:
-            make_random(Path(name))
-            models = {"model in the box": BOX, "random 60M": Path(name)}
-        results = [compare(title, path, arguments) for title, path in models.items()]
-    path = save("cpu_decode", {"dtype": arguments.dtype, "tokens": arguments.tokens, "results": results})
+    if arguments.directories:
+        for path in arguments.directories: compare(path.name, path, arguments.dtype or "float32", arguments)
+        return
+    results = []
+    for name in arguments.models:
+        title = "model in the box" if name == "box" else f"random {name}"
+        with made(name) as directory:
+            results.append(compare(title, directory, arguments.dtype or MODELS[name][0], arguments))
+    path = save("cpu_decode", {"tokens": arguments.tokens, "results": results})
     if arguments.plot: plot(results, path.with_suffix(".png"))
 
 

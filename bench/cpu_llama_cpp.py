@@ -1,0 +1,105 @@
+"""llama.cpp on the weights of a Hugging Face directory of a Llama: for cpu_decode.py.
+
+Protocol: `Session(directory, dtype, room)` writes the weights as a GGUF file without a tokenizer (ids
+go in and come out), opens it, and `greedy(prompt, count)` chooses tokens. Needs the packages
+llama-cpp-python, built for this processor, and gguf.
+
+GGUF's llama rotates neighbouring elements of a head where Hugging Face's rotates the halves, so that rows of
+the projections of q and k change places (as llama.cpp's own conversion does).
+"""
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import gguf
+import llama_cpp
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+KINDS = {"float32": gguf.GGMLQuantizationType.F32, "bfloat16": gguf.GGMLQuantizationType.BF16,
+         "float16": gguf.GGMLQuantizationType.F16}
+# names of a layer's weights there and here
+LAYER = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+         "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+         "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+         "ffn_down": "mlp.down_proj"}
+
+
+class Session:
+    """A model that chooses the likeliest tokens."""
+
+    def __init__(self, directory: str, dtype: str, room: int) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.gguf"
+            write(Path(directory), path, dtype)
+            threads = torch.get_num_threads()
+            self.model = llama_cpp.Llama(str(path), n_ctx=room + 256, n_threads=threads, n_batch=512,
+                                         n_threads_batch=threads, verbose=False, use_mmap=False)
+
+    def greedy(self, prompt: list[int], count: int) -> tuple[list[int], float, float]:
+        """Tokens, seconds to the first, and in all."""
+        self.model.reset()
+        begun, ids, first = time.perf_counter(), [], 0.0
+        tokens = list(prompt)
+        for _ in range(count):
+            self.model.eval(tokens)
+            ids.append(int(np.argmax(self.logits())))
+            first = first or time.perf_counter() - begun
+            tokens = ids[-1:]
+        return ids, first, time.perf_counter() - begun
+
+    def logits(self) -> np.ndarray:
+        """Those of the last token."""
+        last = llama_cpp.llama_get_logits_ith(self.model.ctx, -1)
+        return np.ctypeslib.as_array(last, shape=(self.model.n_vocab(),))
+
+
+def write(directory: Path, path: Path, dtype: str) -> None:
+    """The weights as GGUF: norms in float32, the others in `dtype`."""
+    config = json.loads((directory / "config.json").read_text())
+    weights: dict[str, torch.Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")): weights.update(load_file(file))
+    heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
+    writer = gguf.GGUFWriter(path, "llama")
+    describe(writer, config, dtype)
+    names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+    if not config["tie_word_embeddings"]: names["output"] = "lm_head"
+    for i in range(config["num_hidden_layers"]):
+        names |= {f"blk.{i}.{there}": f"model.layers.{i}.{here}" for there, here in LAYER.items()}
+    for there, here in names.items():
+        weight = weights[f"{here}.weight"].float().numpy()
+        if there.endswith("attn_q"): weight = paired(weight, heads)
+        if there.endswith("attn_k"): weight = paired(weight, kv)
+        kind = KINDS[dtype] if weight.ndim > 1 else KINDS["float32"]
+        writer.add_tensor(f"{there}.weight", gguf.quants.quantize(weight, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def describe(writer: Any, config: dict[str, Any], dtype: str) -> None:
+    """What llama.cpp must know of the model."""
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+
+
+def paired(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of each head, [2, half], as [half, 2]."""
+    rows, columns = weight.shape
+    halves = weight.reshape(heads, 2, rows // heads // 2, columns)
+    return halves.swapaxes(1, 2).reshape(rows, columns)
