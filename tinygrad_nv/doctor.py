@@ -42,9 +42,11 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Everything worth knowing, in the order of the way down: packages, device, compilers, driver."""
+    from tinygrad_nv import doctor_cpu
     looks: dict[str, Callable[[], Finding]] = {
         "python": _python, "tinygrad": _tinygrad, "tinygrad_nv hooks": _hooks, "device": _device,
-        "C compiler": _compiler, "ptxas": _ptxas, "NVRTC": _nvrtc, "NVIDIA driver": _driver,
+        "C compiler": _compiler, "CPU kernels": doctor_cpu.instructions, "CPU threads": doctor_cpu.cores,
+        "CPU rates": doctor_cpu.speed, "ptxas": _ptxas, "NVRTC": _nvrtc, "NVIDIA driver": _driver,
         "cuda-python": _cuda_python, "DEV=CUDA": _cuda_device}
     return [_safely(subject, look) for subject, look in looks.items()]
 

@@ -154,8 +154,9 @@ def test_doctor_reports_what_it_could_not_look_at(command, tmp_path: Path, monke
 
 
 def test_explain_prints_a_table_of_kernels(command, tiny: Path):
-    lines = command("explain", tiny).succeeded().out.splitlines()
-    assert lines[0].split() == ["kernel", "template", "device", "flops", "bytes", "why"]
+    lines = command("explain", tiny).succeeded().out.split("\n\n")[0].splitlines()
+    assert lines[0].split() == ["kernel", "template", "device", "isa", "parts", "flops", "bytes", "predicted",
+                                "why"]
     assert len(lines) > 10
     assert lines[-1].split()[1:3] == ["in", "all"]
     assert int(lines[-1].split()[0]) == len(lines) - 2

@@ -36,7 +36,7 @@ def count(monkeypatch: pytest.MonkeyPatch) -> list[CPUMachine]:
 
 @pytest.mark.parametrize("level", [level for level in LEVELS if not isa.why_not(level)])
 def test_every_level_here_is_measured(level: str):
-    here = CPUMachine(isa._made(level), 2, l3_bytes=1 << 20)
+    here = CPUMachine(isa.of_level(level), 2, l3_bytes=1 << 20)
     found = measure.measured(here)
     assert all(1e8 < value < 1e16 for value in asdict(found).values()), found
     if here.isa.bf16: assert found.bf16 > 1.2 * found.f32

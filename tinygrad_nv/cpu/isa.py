@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import platform
 import subprocess
 import sys
@@ -84,8 +85,7 @@ def flags() -> frozenset[str]:
     if sys.platform == "linux":
         try: text = Path("/proc/cpuinfo").read_text()
         except OSError: return frozenset()
-        line = next((line for line in text.splitlines() if line.startswith("flags")), ":")
-        return frozenset(line.partition(":")[2].split())
+        return flags_of(text)
     if sys.platform == "darwin" and platform.machine() == "x86_64":
         out = subprocess.run(["sysctl", "-n", "machdep.cpu.features", "machdep.cpu.leaf7_features"],
                              capture_output=True, text=True, check=False).stdout
@@ -93,12 +93,20 @@ def flags() -> frozenset[str]:
     return frozenset()
 
 
+def flags_of(text: str) -> frozenset[str]:
+    """What the text of /proc/cpuinfo lists for the first core."""
+    line = next((line for line in text.splitlines() if line.startswith("flags")), ":")
+    return frozenset(line.partition(":")[2].split())
+
+
 @functools.cache
-def amx_permitted() -> bool:
-    """Asks the system for the use of AMX tiles, for this process and all of its threads to come."""
-    if sys.platform != "linux" or platform.machine() != "x86_64": return False
+def amx_refused() -> str:
+    """Asks the system for the use of AMX tiles, for this process and all of its threads; "" if it is
+    granted, else the system's words."""
+    if sys.platform != "linux": return f"{sys.platform} grants none"
     libc = ctypes.CDLL(None, use_errno=True)
-    return int(libc.syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA)) == 0
+    if libc.syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA) == 0: return ""
+    return f"arch_prctl: {os.strerror(ctypes.get_errno())}"
 
 
 def why_not(level: str) -> str:
@@ -107,7 +115,8 @@ def why_not(level: str) -> str:
     if platform.machine().lower() not in ("x86_64", "amd64"): return f"{platform.machine()} is not x86-64"
     if missing := [name for name in NEEDED[level] if name not in flags()]:
         return f"the processor lacks {', '.join(missing)}"
-    if level == "amx" and not amx_permitted(): return "the system refuses the use of AMX tiles"
+    if level == "amx" and (words := amx_refused()):
+        return f"the system refuses the use of AMX tiles ({words})"
     return ""
 
 
@@ -117,21 +126,24 @@ def detect() -> ISA:
     asked = str(config.get("NV_CPU_ISA"))
     if asked == "auto": asked = best()
     elif words := why_not(asked):
-        raise ConfigError(f"NV_CPU_ISA={asked}: {words}", f"one of {', '.join(_there())}",
+        raise ConfigError(f"NV_CPU_ISA={asked}: {words}", f"one of {', '.join(there())}",
                           "unset NV_CPU_ISA for the best of them")
-    return _made(asked)
+    return of_level(asked)
 
 
 @functools.cache
 def best() -> str:
     """The highest level that can be used."""
-    return _there()[-1]
+    return there()[-1]
 
 
-def _there() -> list[str]: return [level for level in LEVELS if not why_not(level)]
+def there() -> list[str]:
+    """The levels that can be used here, the narrowest first."""
+    return [level for level in LEVELS if not why_not(level)]
 
 
 @functools.cache
-def _made(level: str) -> ISA:
+def of_level(level: str) -> ISA:
+    """A level with what this processor has beyond it."""
     wide = level in ("avx512", "amx")
     return ISA(level, wide and "avx512_bf16" in flags(), wide and "avx512_vnni" in flags())
