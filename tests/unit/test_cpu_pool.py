@@ -29,6 +29,17 @@ MIX = """void mix(long *out, const long *in, long parts, int core_id) {
   long sum = core_id;
   for (long i = 0; i < parts; i++) sum += in[i];
   out[core_id] = sum % 1000003; }"""
+# part 0 ends when another has begun, which ends a good while later
+LATE = """void late(long *words, long sleep, int core_id) {
+  if (core_id == 0) { while (!__atomic_load_n(words, __ATOMIC_ACQUIRE)) ((int(*)(void))sleep)(); return; }
+  __atomic_store_n(words, 1, __ATOMIC_RELEASE);
+  for (int i = 0; i < 3000; i++) ((int(*)(void))sleep)();
+  words[1] = 1; }"""
+# one more for each launch that ran the part, which is interrupted now and then
+TURNS = """void turns(long *words, long sleep, int core_id) {
+  long before = words[core_id];
+  if (core_id % 2) for (int i = 0; i < 20; i++) ((int(*)(void))sleep)();
+  words[core_id] = before + 1; }"""
 NAPS = """void naps(long *naps, long *sleep, int core_id) {
   if (core_id == 0) { while (__atomic_load_n(naps, __ATOMIC_ACQUIRE) < 7) ((int(*)(void))sleep)(); return; }
   __atomic_fetch_add(naps, 1, __ATOMIC_RELEASE); }"""
@@ -97,6 +108,15 @@ def test_a_slow_part_leaves_the_others_to_who_is_free():
         assert naps[0] == 7
 
 
+def test_a_launch_ends_when_all_parts_have():
+    words = np.zeros(2, np.int64)
+    sleep = int(three().control[cpu_pool.YIELD])
+    for _ in range(5):
+        words[:] = 0
+        three().run(table(row(LATE, "late", 2, words.ctypes.data, sleep)), True)
+        assert words.tolist() == [1, 1]
+
+
 def test_one_thread_runs_all_parts_in_order():
     words = np.zeros(4, np.int64)
     pool(1).run(table(row(COUNT, "count", 4, words.ctypes.data, 0)), True)
@@ -123,14 +143,27 @@ def test_threads_that_wait_cost_nothing():
 def test_several_threads_launch_at_once():
     """Each Python thread has words of its own; all share the pool."""
     mine = [np.zeros(8, np.int64) for _ in range(4)]
+    sleep = int(three().control[cpu_pool.YIELD])
+    rows = {id(words): table(*[row(TURNS, "turns", 8, words.ctypes.data, sleep)] * 10) for words in mine}
 
     def launch(words: np.ndarray) -> None:
-        rows = table(*[row(COUNT, "count", 8, words.ctypes.data, 20)] * 10)
-        for i in range(50): three().run(rows, i % 5 > 0)
+        for i in range(20): three().run(rows[id(words)], i % 5 > 0)
     threads = [threading.Thread(target=launch, args=(words,)) for words in mine]
     for thread in threads: thread.start()
     for thread in threads: thread.join()
-    for words in mine: np.testing.assert_array_equal(words, np.full(8, 500))
+    for words in mine: np.testing.assert_array_equal(words, np.full(8, 200))
+
+
+def test_a_thread_may_be_the_first_to_launch():
+    """tinygrad's disk cache serves the thread that opened it alone."""
+    Device["CPU"].renderer.compiler.compile_cached(COUNT)
+    made: list[Pool] = []
+    thread = threading.Thread(target=lambda: made.append(Pool(2)))
+    thread.start()
+    thread.join()
+    words = np.zeros(3, np.int64)
+    made[0].run(table(row(COUNT, "count", 3, words.ctypes.data, 0)), True)
+    assert words.tolist() == [1, 1, 1]
 
 
 # **** launches that no graph has ****

@@ -25,6 +25,7 @@ import ctypes
 import functools
 import os
 import platform
+import sqlite3
 import threading
 from dataclasses import replace
 
@@ -128,7 +129,9 @@ class Pool:
     def __init__(self, threads: int) -> None:
         device = Device["CPU"]
         clang = ops_cpu.ClangRenderer(replace(device.renderer.target, renderer="CLANG"))
-        binary = clang.compiler.compile_cached(_source())
+        try: binary = clang.compiler.compile_cached(_source())
+        # the disk cache serves the thread that opened it alone
+        except sqlite3.ProgrammingError: binary = clang.compiler.compile(_source())
         program = device.runtime(TinyELF(binary, "pool", clang.target, ()))
         memory = np.zeros(WORDS + 8, np.uint64)
         self.control = memory[-memory.ctypes.data % 64 // 8:]
