@@ -1,115 +1,130 @@
 """Products of few rows with a matrix that is read once: GEMV, and skinny GEMM.
 
-Protocol: the time is that of reading b: each of its elements is loaded once, widened to float32 and used for
-all rows of a, which lie in a cache, as float32. b's rows are shared out among parts: consecutive columns of
-the result. Sums run over k in vectors, one order whatever the parts.
+Protocol: the time is that of reading b, so each element of b is loaded once, widened to float32 (int32 of
+bytes) and used for all rows of a, which lie in a cache, widened. What is shared out is the columns of all
+products of the batch, in chunks of `block_n`:
 
-    K-major b (x @ w.T)    `rows` columns of the result at a time: rows of b side by side along k, so that
-                           one vector of a serves all of them; lanes are added at the end
-    MN-major b (x @ w)     `columns` of the result are a row of vectors; k is the outer loop and each element
-                           of a is spread over the lanes
+    for each chunk of a part
+      widen a, where the chunk is of another product than the one before
+      sums[i][c] = Σ_k a[i, k] b[c, k]        gemv_sums.py, by how b lies
+      out[i][c] = epilogue(sums[i][c])        vectors of neighbouring columns, whatever way the sums were made
+
+A sum has one order, given by the spec and the instruction set: no bit depends on chunks or parts, nor does a
+row's result on how many rows there are. Few columns and many rows are the same product transposed.
 """
 from __future__ import annotations
 
+from tinygrad.dtype import dtypes
+
 from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.expression import Place, statements
+from tinygrad_nv.cpu.gemv_sums import Operands, apart, at, sums_of_columns, sums_of_rows
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, kernel
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.spec import BYTES, GemmSpec
+from tinygrad_nv.tile.spec import GemmSpec
 
 TEMPLATE = "gemv"
-MOST_ROWS = 16          # of a: more are for gemm.py
-STACK_BYTES = 1 << 20   # what a kernel may keep on a thread's stack
+MOST_ROWS = 16                # of a: more are for gemm.py
+STACK_BYTES = 3 << 18         # of a in float32 on a thread's stack
+SUMS_BYTES = 16 << 10         # half of the smallest L1 cache
+BYTES_OF_PART = 64 << 10      # waking a thread takes as long as reading so much of b
 
 
 def problems(spec: GemmSpec, machine: CPUMachine) -> list[str]:
     """Why this template does not take a product; empty when it does."""
+    spec = few_rows(spec)
     out = expression.problems(spec.epilogue)
     if spec.m > MOST_ROWS: out.append(f"{spec.m} rows, at most {MOST_ROWS}")
-    if spec.b.major != "K": out.append("b is not K-major")
-    if spec.a.dtype in BYTES: out.append("8-bit integers")
-    if 4 * spec.m * spec.k > STACK_BYTES: out.append(f"{spec.m} rows of {spec.k} in float32 on a stack")
+    elif _widened_bytes(spec, machine.isa) > STACK_BYTES and (spec.symbolic or spec.a.k != 1):
+        what = "symbolic" if spec.symbolic else f"at strides of {spec.a.k}"
+        out.append(f"{spec.m} rows of {spec.k}, {what}, have {_widened_bytes(spec, machine.isa)} bytes in "
+                   f"float32, at most {STACK_BYTES} on a stack")
     return out
 
 
 def default(spec: GemmSpec, machine: CPUMachine) -> CPUSchedule:
     """The schedule where nobody has tried others."""
-    rows = max(1, min(8, machine.isa.registers * 3 // 4 // max(1, spec.m * spec.parts)))
-    return CPUSchedule(TEMPLATE, machine.isa, min(machine.threads, max(1, spec.n // rows)), rows=rows)
+    spec, isa = few_rows(spec), machine.isa
+    block_m = min(spec.m, 8 if isa.registers == 32 else 4)
+    nbytes = spec.matrices * spec.n * spec.parts * spec.k * spec.b.dtype.itemsize
+    parts = max(1, min(machine.threads, nbytes // BYTES_OF_PART, spec.matrices * spec.n))
+    if spec.b.major == "MN" and spec.n > 1:
+        rows, most = 4, SUMS_BYTES // (4 * spec.m * spec.parts)
+    else:
+        rows, most = max(1, min(4 // spec.parts, isa.registers * 3 // 4 // (block_m * spec.parts))), 256
+    # so many chunks that parts have the same number of them
+    chunks = -(-spec.n // max(most, 64))
+    if spec.matrices % parts: chunks = -(-chunks // parts) * parts
+    block_n = -(-spec.n // chunks // isa.lanes) * isa.lanes
+    parts = min(parts, spec.matrices * -(-spec.n // block_n))
+    return CPUSchedule(TEMPLATE, isa, parts, block_m, block_n, rows=rows)
+
+
+def few_rows(spec: GemmSpec) -> GemmSpec:
+    """The product, transposed if it has fewer columns than rows that way, and too many rows as it is."""
+    turned = spec.m > MOST_ROWS >= spec.n and spec.parts == 1 and not spec.symbolic
+    return spec.swapped() if turned else spec
 
 
 def build(spec: GemmSpec, schedule: CPUSchedule) -> CPUKernel:
     """The kernel of a product."""
-    isa, rows = schedule.isa, schedule.rows
-    batch = [f"b{i}" for i in range(len(spec.batch))]
-    loops = "".join(f"for (s64 {name} = 0; {name} < {extent}; {name}++) "
-                    for name, extent in zip(batch, spec.batch, strict=True))
-    m = "m" if spec.symbolic else str(spec.m)
-
-    def apart(strides: tuple[int, ...]) -> list[tuple[str, int]]:
-        return list(zip(batch, strides, strict=True))
+    given, isa = spec, schedule.isa
+    spec = few_rows(given)
+    ready = spec.m == 1 and spec.a.k == 1 and spec.a.dtype == dtypes.float32 and not spec.symbolic
+    operands = Operands(spec, isa, ready or _widened_bytes(spec, isa) > STACK_BYTES)
+    by_columns = spec.b.major == "MN" and spec.n > 1
+    sums = (sums_of_columns if by_columns else sums_of_rows)(operands, schedule)
+    chunks = -(-spec.n // schedule.block_n)
+    items, kind = spec.matrices * chunks, "s32" if operands.integers else "float"
+    indices = [f"const s64 b{i} = matrix / {_product(spec.batch[i + 1:])} % {extent};"
+               for i, extent in enumerate(spec.batch)]
     body = f"""
-  const s64 first = (s64)core_id * {spec.n} / {schedule.parts};
-  const s64 last = (s64)(core_id + 1) * {spec.n} / {schedule.parts};
-  {loops}{{
-    float wide[{spec.m}][{_padded(spec.k, isa)}] __attribute__((aligned(64)));
-    for (s64 i = 0; i < {m}; i++) {{
-      const {c_type(spec.a.dtype)} *row = a + {_at(spec.a.offset, ("i", spec.a.mn), *apart(spec.a.batch))};
-      for (s64 k = 0; k < {_padded(spec.k, isa)}; k += W)
-        store_f32(wide[i] + k, {_wide(spec)});
-    }}
-    s64 n = first;
-    for (; n + {rows} <= last; n += {rows}) {{ {_block(spec, isa, rows, batch)} }}
-    for (; n < last; n++) {{ {_block(spec, isa, 1, batch)} }}
+  {operands.declared()}
+  {kind} sums[{spec.parts * spec.m}][{_padded(schedule.block_n, isa)}] __attribute__((aligned(64)));
+  const s64 end = (s64)(core_id + 1) * {items} / {schedule.parts};
+  for (s64 item = (s64)core_id * {items} / {schedule.parts}, before = -1; item < end; item++) {{
+    const s64 matrix = item / {chunks}, n0 = item % {chunks} * {schedule.block_n};
+    const s64 count = {spec.n} - n0 < {schedule.block_n} ? {spec.n} - n0 : {schedule.block_n};
+    {' '.join(indices)}
+    if (matrix != before) {{ {operands.widened()} before = matrix; }}
+    {sums}
+    {_finish(spec)}
   }}"""
-    inputs = [(c_type(spec.a.dtype), "a"), (c_type(spec.b.dtype), "b")]
+    a, b = ("a", "b") if spec is given else ("b", "a")
+    inputs = [(c_type(given.a.dtype), a), (c_type(given.b.dtype), b)]
     inputs += [(c_type(dtype), f"x{i}") for i, dtype in enumerate(spec.parameters)]
     return kernel(f"gemv_{spec.m}x{spec.n}x{spec.k}", isa, body, [(c_type(spec.out.dtype), "out")], inputs,
                   ["m"] if spec.symbolic else [], schedule.parts)
 
 
-def _padded(k: int, isa: ISA) -> int: return -(-k // isa.lanes) * isa.lanes
+def _padded(count: int, isa: ISA) -> int: return -(-count // isa.lanes) * isa.lanes
 
 
-def _at(offset: int, *terms: tuple[str, int]) -> str:
-    return " + ".join([str(offset), *(f"{name} * (s64){stride}" for name, stride in terms if stride)])
+def _product(extents: tuple[int, ...]) -> int:
+    out = 1
+    for extent in extents: out *= extent
+    return out
 
 
-def _wide(spec: GemmSpec) -> str:
-    kind = short(spec.a.dtype)
-    if spec.a.k == 1: return f"load_n_{kind}(row + k, {spec.k} - k)"
-    return f"strided_{kind}(row + k * {spec.a.k}, {spec.a.k}, {spec.k} - k)"
+def _widened_bytes(spec: GemmSpec, isa: ISA) -> int: return 4 * spec.m * (_padded(spec.k, isa) + 16)
 
 
-def _block(spec: GemmSpec, isa: ISA, rows: int, batch: list[str]) -> str:
-    """`rows` columns of the result, from column n."""
-    kind, whole = short(spec.b.dtype), spec.k // isa.lanes * isa.lanes
-    where = _at(spec.b.offset, *zip(batch, spec.b.batch, strict=True))
-    names = [(p, r, i) for p in range(spec.parts) for r in range(rows) for i in range(spec.m)]
-    lines = [f"const {c_type(spec.b.dtype)} *w{p}_{r} = "
-             f"b + {where} + (n + {r}) * (s64){spec.b.mn} + {p * spec.part};"
-             for p in range(spec.parts) for r in range(rows)]
-    lines += [f"vf s{p}_{r}_{i} = (vf)0.f;" for p, r, i in names]
-    def step(load: str, count: str = "") -> list[str]:
-        out = [f"const vf y{i} = load_f32(wide[{i}] + k);" for i in range(spec.m)]
-        for p in range(spec.parts):
-            for r in range(rows):
-                out.append(f"const vf v{p}_{r} = {load}_{kind}(w{p}_{r} + k{count});")
-                out += [f"s{p}_{r}_{i} = fma_(v{p}_{r}, y{i}, s{p}_{r}_{i});" for i in range(spec.m)]
-        return out
-    lines.append(f"for (s64 k = 0; k < {whole}; k += W) {{ {' '.join(step('load'))} }}")
-    if whole < spec.k:
-        lines.append(f"{{ const s64 k = {whole}; {' '.join(step('load_n', f', {spec.k - whole}'))} }}")
-    for i in range(spec.m):
-        guard = f"if ({i} < m) " if spec.symbolic else ""
-        for r in range(rows):
-            sums = [f"(vf)sum_(s{p}_{r}_{i})" for p in range(spec.parts)]
-            made, value = statements(spec.epilogue, Place(sums, str(i), f"(n + {r})", batch, "1"))
-            to = _at(spec.out.offset, (str(i), spec.out.m), (f"(n + {r})", spec.out.n),
-                     *zip(batch, spec.out.batch, strict=True))
-            store = f"store_n_{short(spec.out.dtype)}(out + {to}, {value}, 1);"
-            lines.append(f"{guard}{{ {' '.join(made)} {store} }}")
-    return "\n".join(lines)
+def _finish(spec: GemmSpec) -> str:
+    """The epilogue of all rows of a chunk."""
+    kind, load = short(spec.out.dtype), f"load_{short(spec.accumulate)}"
+    names = [f"z{p}" for p in range(spec.parts)]
+    vector = "vi" if spec.accumulate == dtypes.int32 else "vf"
+    lines = [f"const {vector} {name} = {load}(sums[{p * spec.m} + i] + c);" for p, name in enumerate(names)]
+    place = Place(names, "i", "(n0 + c)", [f"b{i}" for i in range(len(spec.batch))], "left")
+    made, value = statements(spec.epilogue, place)
+    to = f"out + {at(spec.out.offset, ('i', spec.out.m), ('(n0 + c)', spec.out.n), *apart(spec.out.batch))}"
+    store = f"store_n_{kind}({to}, {value}, left);" if spec.out.n == 1 else \
+        f"scatter_{kind}({to}, {spec.out.n}, {value}, left);"
+    rows = "m" if spec.symbolic else spec.m
+    return f"""for (s64 i = 0; i < {rows}; i++) for (s64 c = 0; c < count; c += W) {{
+      const s64 left = count - c;
+      {' '.join([*lines, *made])} {store}
+    }}"""

@@ -45,6 +45,23 @@ INLINE float sum_(vf x) {
   VECTOR(float, 2) p = q.lo + q.hi;
   return p.x + p.y;
 }
+// The sums of four vectors, each in the order of sum_.
+typedef VECTOR(float, 4) vf4;
+INLINE vf4 quarter_(vf x) {
+#if W == 16
+  VECTOR(float, 8) h = x.lo + x.hi; return h.lo + h.hi;
+#elif W == 8
+  return x.lo + x.hi;
+#else
+  return x;
+#endif
+}
+INLINE vf4 sum4_(vf a, vf b, vf c, vf d) {
+  vf4 p = quarter_(a), q = quarter_(b), r = quarter_(c), s = quarter_(d);
+  vf4 ab = __builtin_shufflevector(p, q, 0, 1, 4, 5) + __builtin_shufflevector(p, q, 2, 3, 6, 7);
+  vf4 cd = __builtin_shufflevector(r, s, 0, 1, 4, 5) + __builtin_shufflevector(r, s, 2, 3, 6, 7);
+  return __builtin_shufflevector(ab, cd, 0, 2, 4, 6) + __builtin_shufflevector(ab, cd, 1, 3, 5, 7);
+}
 INLINE float top_(vf x) {
   float best = x[0];
   for (int i = 1; i < W; i++) best = x[i] > best ? x[i] : best;
@@ -202,6 +219,11 @@ INLINE wide strided_##name(const element *p, s64 stride, s64 n) { \
   wide x = (wide)0; \
   for (s64 i = 0; i < W; i++) if (i < n) x[i] = one_##name(p + i * stride); \
   return x; \
+} \
+INLINE void scatter_##name(element *p, s64 stride, wide v, s64 n) { \
+  element x[W]; \
+  store_##name(x, v); \
+  for (s64 i = 0; i < W; i++) if (i < n) p[i * stride] = x[i]; \
 }
 STRIDED(f32, vf, float) STRIDED(bf16, vf, u16) STRIDED(f16, vf, u16) STRIDED(e4m3, vf, u8) STRIDED(e5m2, vf, u8)
 STRIDED(s32, vi, s32) STRIDED(u32, vi, u32) STRIDED(s16, vi, s16) STRIDED(u16, vi, u16) STRIDED(s8, vi, s8)
