@@ -229,6 +229,7 @@ class Llama:
             x = self.embedding[tokens]
             if self.config.embedding_scale != 1.0:
                 x = x * Tensor(self.config.embedding_scale, dtype=self.dtype, device=self.device)
+            x = x.contiguous()  # gathered once: norms and residuals read it
         rope = self.rope_rows(start, tokens.shape[1])
         for i, block in enumerate(self.blocks):
             with layer(f"layers.{i}"): x = block(x, rope, start, cache.layers[i] if cache else None)

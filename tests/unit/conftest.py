@@ -33,12 +33,13 @@ def numbers(gpu: Any) -> Any:
 def without_ours() -> Iterator[None]:
     """For tests that are about what they register themselves."""
     from tinygrad_nv import hooks
-    from tinygrad_nv.patterns import attention, gemm, named
-    for name in ("named", "attention", "gemm"): hooks.remove_rewrite(name)
+    from tinygrad_nv.patterns import attention, gemm, named, norm
+    for name in ("named", "attention", "gemm", "norm"): hooks.remove_rewrite(name)
     yield
     hooks.add_rewrite("named", named.rewrite)
     hooks.add_rewrite("attention", attention.rewrite, attention.configuration)
     hooks.add_rewrite("gemm", gemm.rewrite, gemm.configuration)
+    hooks.add_rewrite("norm", norm.rewrite, norm.configuration)
 
 
 @pytest.fixture

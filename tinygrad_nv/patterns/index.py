@@ -151,9 +151,9 @@ class Space:
                 if inner < outer: inner *= source[i := i - 1]
                 else: outer *= result[j := j - 1]
             whole = _combined(result[j:last + 1], indices[j:last + 1])
-            made[i:first + 1] = self._digits(whole, source[i:first + 1])
+            made[i:first + 1] = self.digits(whole, source[i:first + 1])
 
-    def _digits(self, whole: Affine, extents: Sequence[sint]) -> list[Affine]:
+    def digits(self, whole: Affine, extents: Sequence[sint]) -> list[Affine]:
         made = []
         for extent in reversed(extents[1:]):
             assert isinstance(extent, int)

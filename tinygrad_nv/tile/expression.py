@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tinygrad.dtype import DType, dtypes
@@ -125,15 +125,26 @@ def walk(root: Expression, seen: set[Expression] | None = None) -> Iterator[Expr
     yield root
 
 
+def substituted(root: Expression, known: Mapping[Expression, Expression]) -> Expression:
+    """An expression with others in the place of some of its nodes. A node used twice stays one."""
+    made = dict(known)
+    for node in walk(root):
+        if node in made: continue
+        if isinstance(node, Apply): made[node] = replace(node, args=tuple(made[arg] for arg in node.args))
+        else: made[node] = node
+    return made[root]
+
+
 def loads(root: Expression) -> tuple[Load, ...]:
     """The loads of an expression, each once."""
     return tuple(node for node in walk(root) if isinstance(node, Load))
 
 
-def parameters(root: Expression) -> tuple[DType, ...]:
-    """The dtypes of the further parameters, in their order. Raises `SpecError` for a gap or two dtypes."""
+def parameters(*roots: Expression) -> tuple[DType, ...]:
+    """The dtypes of the further parameters of expressions, in their order. Raises `SpecError` for a gap or
+    two dtypes."""
     found: dict[int, DType] = {}
-    for load in loads(root):
+    for load in (load for root in roots for load in loads(root)):
         if found.setdefault(load.parameter, load.dtype) != load.dtype:
             raise SpecError(f"parameter {load.parameter} of {found[load.parameter]} and {load.dtype}",
                             "one dtype for a parameter")
