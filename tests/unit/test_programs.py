@@ -14,7 +14,7 @@ from tinygrad import Tensor
 from tinygrad.engine import realize
 made = []
 own = realize.to_program
-def counted(*args): made.append(args[0].arg.name); return own(*args)
+def counted(*args): made.append(args[0]); return own(*args)
 realize.to_program = counted
 print((Tensor([1.0, 2, 3], device="CPU") * 3).tolist(), end=" ")
 product = Tensor.ones(33, 7, device="CPU").contiguous() @ Tensor.ones(7, 5, device="CPU").contiguous()
@@ -58,3 +58,30 @@ def test_another_compiler_makes_programs_anew(run, tmp_path: Path):
     wrapper.chmod(0o755)
     assert run(CC=str(wrapper))[1] > 0
     assert run(CC=str(wrapper))[1] == 0
+
+
+GIVEN = """
+import numpy as np
+from tinygrad_nv import Tensor
+from tinygrad.engine import realize
+asked = []
+own = realize.get_worker_pool
+def pool(): asked.append(1); return own()
+realize.get_worker_pool = pool
+a = Tensor(np.arange(64, dtype=np.float32).reshape(8, 8) % 5, device="CPU").realize()
+b, c = a[:1] @ a.T, a[1:3] @ a.T
+Tensor.realize(b, c)
+print(b.numpy().sum() + c.numpy().sum(), len(asked))
+"""
+
+
+def test_kernels_of_ours_start_no_workers_once_they_are_compiled(tmp_path: Path):
+    """Two kernels given as text; tinygrad would ask its workers for any two it does not know."""
+    answers = []
+    for _ in range(2):
+        own = {"CACHEDB": str(tmp_path / "cache.db"), "PARALLEL": "0", "DEV": "CPU"}
+        done = subprocess.run([sys.executable, "-c", GIVEN], env={**os.environ, **own}, capture_output=True,
+                              text=True, check=True)
+        answers.append(done.stdout.split())
+    assert answers[0][0] == answers[1][0]
+    assert [asked for _, asked in answers] == ["1", "0"]

@@ -3,6 +3,7 @@
 Protocol: `settle` is a compile hook. In a schedule made from a rewrite the variables of a kernel's body have
 become the user's own, whose type is usually weak; tinygrad lowers that in the kernels it generates, and
 encodes arguments by it in the others. Estimates, upper bounds until then, become those of the variables.
+What other processes have compiled is taken from their cache (runtime/programs.py).
 """
 from __future__ import annotations
 
@@ -13,13 +14,16 @@ from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import hooks
 from tinygrad_nv.patterns.program import ProgramKernel, estimates_of, in_body
+from tinygrad_nv.runtime import programs
 
 
 def settle(linear: UOp, inner: hooks.Compile) -> UOp:
     """A compile hook: the caller's variables into Estimates, and typed int32, as kernels take them."""
     calls = (call.replace(src=(_settled(call.src[0]), *call.src[1:])) if _is_ours(call.src[0]) else call
              for call in linear.src)
-    return inner(linear.replace(src=tuple(calls)))
+    settled = linear.replace(src=tuple(calls))
+    programs.finish(settled)
+    return inner(settled)
 
 
 def _is_ours(body: UOp) -> bool: return body.op is Ops.PROGRAM and isinstance(body.src[0].arg, ProgramKernel)

@@ -6,7 +6,8 @@ on disk under the key tinygrad uses in memory (graph, renderer, settings that ch
 tinygrad's version and the compiler's own cache key. NV_PROGRAM_CACHE=0 turns it off.
 
 Not stored: programs BEAM would choose anew (their graphs carry the beam width) and programs that were
-given, not made.
+given, not made. Of these the compiler's output is cached by their text; `finish` takes it from there:
+tinygrad would start its compile workers for that, a second each.
 """
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import hashlib
 from typing import Any
 
 from tinygrad import Device
-from tinygrad.codegen import to_program_cache, to_program_key
+from tinygrad.codegen import to_program, to_program_cache, to_program_key
 from tinygrad.helpers import CCACHE, diskcache_get, diskcache_put
 from tinygrad.renderer import Renderer
 from tinygrad.uop.ops import Ops, UOp
@@ -52,8 +53,22 @@ def _to_make(call: UOp) -> tuple[UOp, Renderer] | None:
     """The kernel graph and the renderer of a call that has to be compiled."""
     if call.op is not Ops.CALL or call.src[0].op is not Ops.SINK: return None
     if getattr(call.src[0].arg, "beam", 0): return None
-    device = call.device if isinstance(call.device, str) else call.device[0]
-    return call.src[0], Device[device].renderer
+    return call.src[0], _renderer(call)
+
+
+def finish(linear: UOp) -> None:
+    """Puts the programs of a schedule that were given as text, and compiled before, into tinygrad's program
+    cache."""
+    for call in linear.src:
+        body = call.src[0]
+        if body.op is not Ops.PROGRAM or body.src[-1].op is not Ops.SOURCE: continue
+        renderer = _renderer(call)
+        table, text = renderer.compiler.cachekey, body.src[-1].arg
+        if table is not None and diskcache_get(table, text) is not None: to_program(body, renderer)
+
+
+def _renderer(call: UOp) -> Renderer:
+    return Device[call.device if isinstance(call.device, str) else call.device[0]].renderer
 
 
 def disk_key(renderer: Renderer, key: tuple[Any, ...]) -> str:
