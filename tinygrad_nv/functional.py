@@ -29,7 +29,7 @@ from tinygrad_nv.patterns.fp8_attention import fp8_attention
 from tinygrad_nv.patterns.kv_append import kv_append
 from tinygrad_nv.patterns.named import check_devices
 from tinygrad_nv.patterns.paged import paged_attention
-from tinygrad_nv.patterns.target import GPUS, kind_of
+from tinygrad_nv.patterns.target import GPUS, kind_of, takes
 from tinygrad_nv.patterns.varlen import varlen_attention
 from tinygrad_nv.tile.attention import EVERY
 from tinygrad_nv.tile.dropout import kept_of
@@ -87,9 +87,9 @@ def _ours(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float
           gqa: bool) -> Operands | None:
     """The operands, where kernels of ours may do it. Raises `SpecError` there for what has no attention."""
     if not hooks.enabled() or not config.get("NV_ATTENTION"): return None
-    if q.dtype not in HALVES or {k.dtype, v.dtype} != {q.dtype}: return None
-    names = to_tuple(q.device) if q.device is not None else ()
-    if not names or any(kind_of(name) not in GPUS for name in names): return None
+    if {k.dtype, v.dtype} != {q.dtype} or not takes(q.device): return None
+    names = to_tuple(q.device)
+    if q.dtype not in (HALVES if kind_of(names[0]) in GPUS else (*HALVES, dtypes.float32)): return None
     if TRAINING and dropout_p and (len(names) > 1 or not 0 < _kept(dropout_p) < EVERY): return None
     if {k.device, v.device} != {q.device} or (len(names) > 1 and not _by_heads(q, k, v, mask)): return None
     check(q, k, v, mask, gqa)

@@ -53,7 +53,8 @@ def by_name(given: Tensors, device: str, block: int, **how: object) -> Tensor:
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("block", [-1, 0, 64])
-def test_the_body_is_what_operands_stand_for(block: int, causal: bool):
+def test_the_body_is_what_operands_stand_for(block: int, causal: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NV_CPU", "0")
     given = operands(block)
     out = by_name(given, "CPU", block, causal=causal, dtype=F32).numpy()
     assert (torch.from_numpy(out).double() - exact(given, block, causal)).abs().max() < 1e-5

@@ -44,7 +44,8 @@ def test_kernels_are_those_of_the_library(causal: bool, dtype: dtypes):
         assert keys(scaled_dot_product_attention(q, k, v, None, 0.0, causal, True)) == right
 
 
-def test_a_device_without_kernels_gets_the_library_s_method():
+def test_a_device_without_kernels_gets_the_library_s_method(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NV_CPU", "0")
     q, k, v = made(kv=4)
     y = q.scaled_dot_product_attention(k, v)
     assert not any(node.op is Ops.FUNCTION for node in y.uop.toposort())

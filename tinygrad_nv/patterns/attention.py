@@ -24,7 +24,7 @@ tinygrad, and `program.miss` says why. NV_ATTENTION=0 leaves all.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 
@@ -32,6 +32,10 @@ from tinygrad.dtype import dtypes
 from tinygrad.uop.ops import GroupOp, Ops, UOp, sint
 
 from tinygrad_nv import config
+from tinygrad_nv.cpu import flash
+from tinygrad_nv.cpu.kernel import CPUKernel
+from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.attention_decode import Decode, decoded, kernels
@@ -42,10 +46,11 @@ from tinygrad_nv.patterns.attention_spec import Found, Reading, flops, found, nb
 from tinygrad_nv.patterns.contraction import NotOurs, Product, Side, arithmetic, is_storage, product, side
 from tinygrad_nv.patterns.epilogue import Unfused, number
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, same
-from tinygrad_nv.patterns.target import Machine, machine_of
+from tinygrad_nv.patterns.target import Machine, Target, target_of
+from tinygrad_nv.patterns.target import configuration as target_configuration
 from tinygrad_nv.runtime import ranges
+from tinygrad_nv.runtime.launch_text import Integer
 from tinygrad_nv.tile.attention import AttentionSpec
-from tinygrad_nv.tile.decode import DecodeSpec
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.flash_defaults import default
 from tinygrad_nv.tile.kernel import AttentionKernel
@@ -57,7 +62,8 @@ FILLING = ("flash_wgmma",)  # their grids depend on how many multiprocessors the
 
 def configuration() -> Hashable:
     """What the rewrite depends on besides the graph."""
-    return config.get("NV_ATTENTION"), config.get("NV_DETERMINISTIC"), config.get("EMU_ARCH")
+    return (config.get("NV_ATTENTION"), config.get("NV_DETERMINISTIC"), config.get("EMU_ARCH"),
+            target_configuration())
 
 
 def rewrite(sink: UOp) -> UOp:
@@ -106,8 +112,8 @@ class Match:
     attempt: Attempt
     region: frozenset[UOp]
     found: Found
-    made: Schedule | Decode
-    machine: Machine
+    made: Schedule | CPUSchedule | Decode
+    machine: Target
 
 
 # **** matching ****
@@ -124,7 +130,7 @@ class _Matcher:
         if not any(node.op is Ops.EXP2 for node in self.nodes): return {}
         products = [(one, operand) for node in self.nodes if node.op is Ops.REDUCE
                     and (one := product(node)) is not None and (operand := weighted(one)) is not None
-                    and machine_of(node.device) is not None]
+                    and target_of(node.device) is not None]
         if not products: return {}
         self.variables = {node.expr: node for node in self.nodes if is_variable(node)}
         self.place = {node: i for i, node in enumerate(self.nodes)}
@@ -140,7 +146,7 @@ class _Matcher:
     def match(self, second: Product, operand: int) -> None:
         """Takes in an attention that ends in a product, or says why not."""
         reason = ""
-        machine = machine_of(second.total.device)
+        machine = target_of(second.total.device)
         assert machine is not None
         attempts = [Attempt(end, rows) for end in self.candidates(second.total) for rows in (True, False)]
         while attempts:
@@ -184,16 +190,16 @@ class _Matcher:
                 raise NotOurs(f"{what} used elsewhere too", final=False)
         return frozenset(kept)
 
-    def matched(self, second: Product, operand: int, attempt: Attempt, machine: Machine) -> Match:
+    def matched(self, second: Product, operand: int, attempt: Attempt, machine: Target) -> Match:
         """The match of an attempt. Raises `NotOurs`, `Unfused` or `NotAffine` where there is none."""
         space, end = Space(), attempt.end
         kept = space.ranges(end.shape)
         out = space.lies([end.shape[i] for i in attempt.order], tuple(kept[i] for i in attempt.order))
         columns = space.ranges(second.total.src[0].shape[:second.total.arg[1]])
-        at, divided = _tail(space, second.total, end, kept)
+        at, divisor = _tail(space, second.total, end, kept)
         at = second.indices(space, columns + at)
         w, v = second.mul.src[operand], second.mul.src[1 - operand]
-        weights = _weights(space, w, space.over(second.mul.shape, w.shape, at), columns, divided)
+        weights = _weights(space, w, space.over(second.mul.shape, w.shape, at), columns, divisor)
         numbers = frozenset(r for index in columns for r in index.strides)
         first = _first_product(weights[0])
         region = self.inside(first.total, end)
@@ -205,8 +211,8 @@ class _Matcher:
         counted = Ranges(tuple(numbers), sides[2], frozenset(), _ordered(space, weights[1], numbers))
         made = found(Reading(space, end, score, (*sides[:2], value), out, counted, self.variables),
                      attempt.rows)
-        how = decoded(made, machine.arch) or schedule_of(made.spec, machine)
-        return Match(attempt, region, made, how, machine)
+        divided = decoded(made, machine.arch) if isinstance(machine, Machine) else None
+        return Match(attempt, region, made, divided or schedule_of(made.spec, machine), machine)
 
 
 def _is_tail(user: UOp, node: UOp) -> bool:
@@ -372,8 +378,11 @@ def _check(first: Product, second: Product, sides: tuple[Side, Side, Side]) -> N
 
 # **** calls ****
 
-def schedule_of(spec: AttentionSpec, machine: Machine) -> Schedule:
+def schedule_of(spec: AttentionSpec, machine: Target) -> Schedule | CPUSchedule:
     """How a kernel is made. Raises `NotOurs` where no template makes one."""
+    if isinstance(machine, CPUMachine):
+        if words := flash.problems(spec, machine): raise NotOurs(f"{flash.TEMPLATE}: {', '.join(words)}")
+        return flash.default(spec, machine)
     if (found := default(spec, machine.arch)) is not None: return found
     raise NotOurs(f"no template for {short(spec.q.dtype)} attention of {widths(spec)} on {machine.arch}")
 
@@ -387,20 +396,41 @@ def kernel(spec: AttentionSpec, schedule: Schedule, machine: Machine) -> Attenti
     return made
 
 
+@functools.lru_cache(1024)
+def cpu_kernel(spec: AttentionSpec, schedule: CPUSchedule, integers: tuple[Integer, ...] = ()) -> CPUKernel:
+    """The kernel of an attention on a CPU, which computes its integers itself."""
+    return flash.build(spec, schedule, integers)
+
+
+def call(spec: AttentionSpec, schedule: Schedule | CPUSchedule, machine: Target,
+         outputs: Sequence[program.Output], inputs: Sequence[UOp], rows: sint,
+         integers: tuple[Integer, ...] = (), variables: Sequence[UOp] = (), flops: sint = 0,
+         nbytes: sint | None = None) -> tuple[UOp, ...]:
+    """Calls the kernel of an attention, on a GPU or on a CPU, and returns its results: out, and l where the
+    spec has `log_sum`. `integers` are those of the launch, computed from `variables`."""
+    device = inputs[0].device
+    assert device is not None
+    note = program.Note(schedule.template, f"{spec}: {schedule}", spec, schedule)
+    if isinstance(schedule, CPUSchedule):
+        return program.on_cpu(cpu_kernel(spec, schedule, integers), device, outputs, inputs,
+                              variables=variables, flops=flops, nbytes=nbytes, note=note)
+    assert isinstance(machine, Machine)
+    return program.attention(kernel(spec, schedule, machine), device, outputs, inputs, rows=rows,
+                             integers=integers, variables=variables, flops=flops, nbytes=nbytes, note=note)
+
+
 def _called(match: Match, inputs: list[UOp]) -> UOp:
     made, end, order = match.found, match.attempt.end, match.attempt.order
-    assert end.device is not None
-    divided = match.made if isinstance(match.made, Decode) else None
-    spec: AttentionSpec | DecodeSpec = made.spec if divided is None else divided.spec
-    schedule = match.made if isinstance(match.made, Schedule) else match.made.schedule
-    note = program.Note(schedule.template, f"{spec}: {schedule}", spec, schedule)
     out = program.Output(tuple(end.shape[i] for i in order), end.dtype)
     counted = {"flops": flops(made), "nbytes": nbytes(made.spec)}
-    if divided is not None:
-        done = program.decode(kernels(divided.spec, schedule, match.machine.arch), end.device, out, inputs,
-                              integers=divided.integers, variables=made.variables, note=note, **counted)
+    if isinstance(match.made, Decode):
+        one, machine = match.made, match.machine
+        assert end.device is not None
+        assert isinstance(machine, Machine)
+        note = program.Note(one.schedule.template, f"{one.spec}: {one.schedule}", one.spec, one.schedule)
+        done = program.decode(kernels(one.spec, one.schedule, machine.arch), end.device, out, inputs,
+                              integers=one.integers, variables=made.variables, note=note, **counted)
     else:
-        done = program.attention(kernel(made.spec, schedule, match.machine), end.device, out, inputs,
-                                 rows=made.rows, integers=made.integers, variables=made.variables, note=note,
-                                 **counted)
+        done = call(made.spec, match.made, match.machine, [out], inputs, made.rows, made.integers,
+                    made.variables, **counted)[0]
     return done if match.attempt.last < 0 else done.permute(tuple(map(order.index, range(len(order)))))

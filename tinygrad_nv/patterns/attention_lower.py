@@ -19,6 +19,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad.uop.ops import GroupOp, Ops, UOp
 
 from tinygrad_nv import config, hooks
+from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.patterns import attention, attention_named, named, program
 from tinygrad_nv.patterns.attention import Match
 from tinygrad_nv.patterns.attention_named import FlashAttention
@@ -26,7 +27,6 @@ from tinygrad_nv.patterns.attention_spec import nbytes
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.index import Space
 from tinygrad_nv.patterns.strides import laid
-from tinygrad_nv.runtime.launch_text import source
 from tinygrad_nv.tile.attention import EVERY, AttentionSpec
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, walk
 from tinygrad_nv.tile.schedule import Schedule
@@ -164,13 +164,11 @@ def in_order(match: Match, root: UOp, by_rows: bool) -> bool:
     return match.attempt.last < 0 and lies.key() == dense.key() and kept
 
 
-def _attention(match: Match, spec: AttentionSpec, schedule: Schedule, inputs: list[UOp]) -> tuple[UOp, UOp]:
+def _attention(match: Match, spec: AttentionSpec, schedule: Schedule | CPUSchedule,
+               inputs: list[UOp]) -> tuple[UOp, UOp]:
     end = match.attempt.end
-    kernel = attention.kernel(spec, schedule, match.machine)
     outputs = [program.Output(shape_of(end), end.dtype),
                program.Output((*spec.batch, spec.s_q), dtypes.float32)]
-    assert end.device is not None
-    out, log = program.program(kernel.name, source(kernel), end.device, outputs, inputs, grid=kernel.grid,
-                               block=(kernel.threads, 1, 1), flops=spec.flops, nbytes=nbytes(spec),
-                               note=program.Note(schedule.template, f"{spec}: {schedule}", spec, schedule))
+    out, log = attention.call(spec, schedule, match.machine, outputs, inputs, spec.s_q, flops=spec.flops,
+                              nbytes=nbytes(spec))
     return out, log

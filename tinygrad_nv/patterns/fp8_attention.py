@@ -1,8 +1,8 @@
 """Attention of q, k and v of 8 bits (e4m3) with scales, as a function known by name.
 
 Protocol. `fp8_attention(q, k, v, q_scale, k_scale, v_scale)` is a FUNCTION whose body is plain tinygrad, in
-float32: the reference, and what runs wherever no kernel of ours does; on sm_90a it is one kernel, which
-rounds weights to e4m3 as tile/attention.py says. For query head h, whose key head is h // (H / H_kv):
+float32: the reference, and what runs wherever no kernel of ours does; on sm_90a and on CPUs it is one kernel,
+which rounds weights to e4m3 as tile/attention.py says. For query head h, whose key head is h // (H / H_kv):
 
     s[r, c]   = scale · Σ_d q_scale[r] q[r, d] · k_scale[c] k[c, d]
     out[r, d] = Σ_c softmax(s)[r, c] · v_scale[c] v[c, d]
@@ -20,17 +20,21 @@ from tinygrad.dtype import DType
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv import config
+from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
-from tinygrad_nv.patterns.attention import kernel
+from tinygrad_nv.patterns.attention import call as call_of
+from tinygrad_nv.patterns.attention import schedule_of
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.paged import check_kind, check_shape
 from tinygrad_nv.patterns.strides import Laid, copied, laid
-from tinygrad_nv.patterns.target import machine_of
+from tinygrad_nv.patterns.target import Target, target_of
 from tinygrad_nv.tile.attention import FULL, RESULTS, SCALED, AttentionSpec, Band, Rows, RowScales
 from tinygrad_nv.tile.expression import Sum
 from tinygrad_nv.tile.flash_defaults import default
+from tinygrad_nv.tile.schedule import Schedule
 
 TEMPLATE = "attention"
 ALIGNED_BYTES = 16  # of what TMA reads
@@ -104,21 +108,22 @@ def _worth(what: Fp8Attention, scale: Tensor, rows: int) -> Tensor:
 
 def lowered(what: Fp8Attention, function: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
     """The result by a kernel of ours. Raises `NotOurs` where there is none."""
-    machine = machine_of(function.device)
+    machine = target_of(function.device)
     if machine is None or not config.get("NV_ATTENTION"): return None
     read, scales = [_read(x) for x in arguments[:3]], [laid(x) for x in arguments[3:]]
     shape = (*map(int, arguments[0].shape[:3]), int(arguments[2].shape[3]))
     try: spec = _spec(what, read, scales, arguments)
     except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
-    if (schedule := default(spec, machine.arch)) is None:
-        raise NotOurs(f"no kernel for e4m3 with scales of {what.block} rows on {machine.arch}: flash_wgmma "
-                      "is for sm_90a, with a scale for whole times 16 rows and 32 columns")
-    note = program.Note(schedule.template, f"{spec}: {schedule}", spec, schedule)
-    assert function.device is not None
     inputs = [each.storage for each in (*read, *scales)]
-    return program.attention(kernel(spec, schedule, machine), function.device,
-                             program.Output(shape, what.dtype), inputs, rows=spec.s_q, flops=spec.flops,
-                             note=note),
+    return call_of(spec, _schedule(spec, what, machine), machine, [program.Output(shape, what.dtype)], inputs,
+                   spec.s_q, flops=spec.flops)
+
+
+def _schedule(spec: AttentionSpec, what: Fp8Attention, machine: Target) -> Schedule | CPUSchedule:
+    if isinstance(machine, CPUMachine): return schedule_of(spec, machine)
+    if (found := default(spec, machine.arch)) is not None: return found
+    raise NotOurs(f"no kernel for e4m3 with scales of {what.block} rows on {machine.arch}: flash_wgmma "
+                  "is for sm_90a, with a scale for whole times 16 rows and 32 columns")
 
 
 def _spec(what: Fp8Attention, read: list[Laid], scales: list[Laid],

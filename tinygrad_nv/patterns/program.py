@@ -133,22 +133,22 @@ def gemm(kernel: GemmKernel, device: str | tuple[str, ...], out: Output | UOp, i
                    nbytes=nbytes, note=note, tensor_level=tensor_level)[0]
 
 
-def attention(kernel: AttentionKernel, device: str | tuple[str, ...], out: Output | UOp,
+def attention(kernel: AttentionKernel, device: str | tuple[str, ...], outputs: Sequence[Output | UOp],
               inputs: Sequence[UOp], *, rows: sint, integers: Sequence[Integer] = (),
               variables: Sequence[UOp] = (), flops: sint = 0, nbytes: sint | None = None,
-              note: Note | None = None, tensor_level: bool | None = None) -> UOp:
-    """Calls an attention's kernel and returns its result. `inputs` are q, k, v and the score's parameters.
-    `integers` are what the kernel takes after them, computed at each launch from `variables`; `rows` is s_q,
-    of which the grid depends."""
+              note: Note | None = None, tensor_level: bool | None = None) -> tuple[UOp, ...]:
+    """Calls an attention's kernel and returns its results. `inputs` are q, k, v and what comes after them.
+    `integers` are what the kernel takes then, computed at each launch from `variables`; `rows` is s_q, of
+    which the grid depends."""
     x, y, z = kernel.grid
     blocks: sint = x
     if isinstance(rows, UOp) and kernel.rows_of_cta:
         extent = rows.unbind_all()[0]
         ctas = (extent + (kernel.rows_of_cta - 1)) // kernel.rows_of_cta * kernel.ctas_of_rows
         blocks = ctas.maximum(1)  # a graph is built before its variables have values
-    return program(kernel.name, source(kernel, tuple(integers)), device, [out], inputs, grid=(blocks, y, z),
+    return program(kernel.name, source(kernel, tuple(integers)), device, outputs, inputs, grid=(blocks, y, z),
                    block=(kernel.threads, 1, 1), variables=variables, flops=flops, nbytes=nbytes, note=note,
-                   tensor_level=tensor_level)[0]
+                   tensor_level=tensor_level)
 
 
 def decode(kernels: DecodeKernel, device: str | tuple[str, ...], out: Output | UOp, inputs: Sequence[UOp], *,

@@ -29,7 +29,10 @@ class Machine:
     driver: Driver | None = field(default=None, compare=False)
 
 
-def target_of(device: str | tuple[str, ...] | None) -> Machine | CPUMachine | None:
+Target = Machine | CPUMachine
+
+
+def target_of(device: str | tuple[str, ...] | None) -> Target | None:
     """What runs a device's kernels; None if they are not ours."""
     return machine_of(device) or cpu_of(device)
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv import config
+from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
-from tinygrad_nv.patterns.attention import kernel
+from tinygrad_nv.patterns.attention import call, schedule_of
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.strides import Laid, copied, laid
-from tinygrad_nv.patterns.target import Machine, machine_of
+from tinygrad_nv.patterns.target import Target, target_of
 from tinygrad_nv.patterns.varlen_body import VarlenAttention
 from tinygrad_nv.tile.attention import AttentionSpec, Rows
 from tinygrad_nv.tile.expression import Expression, Sum, short, tanh
@@ -29,25 +31,23 @@ LEAST_BYTES = 16  # of which rows begin at multiples, or they are copied: what e
 
 def lowered(what: VarlenAttention, function: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
     """The result of a ragged attention by a kernel of ours. Raises `NotOurs` where there is none."""
-    machine = machine_of(function.device)
+    machine = target_of(function.device)
     if machine is None or not config.get("NV_ATTENTION"): return None
     try: return _called(what, arguments, machine),
     except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
 
 
-def _called(what: VarlenAttention, arguments: tuple[UOp, ...], machine: Machine) -> UOp:
+def _called(what: VarlenAttention, arguments: tuple[UOp, ...], machine: Target) -> UOp:
     q, k, v, *ends = arguments
     read = [_read(x) for x in (q, k, v)]
     shape = tuple(map(int, (*q.shape[:2], v.shape[2])))
     keys, sequences = (int(k.shape[0]), int(k.shape[1])), int(ends[0].shape[0]) - 1
     spec = _spec(what, read, shape, keys, int(q.shape[2]), sequences)
     schedule = _schedule(spec, machine)
-    assert q.device is not None
-    note = program.Note(schedule.template, f"{spec}: {schedule}", spec, schedule)
     share = spec.flops * shape[0] // (spec.batch[0] * spec.s_q)  # of as many rows as there are
-    return program.attention(kernel(spec, schedule, machine), q.device, program.Output(shape, q.dtype),
-                             [*(each.storage for each in read), *ends], rows=spec.s_q,
-                             flops=min(spec.flops, share), note=note)
+    inputs = [*(each.storage for each in read), *ends]
+    return call(spec, schedule, machine, [program.Output(shape, q.dtype)], inputs, spec.s_q,
+                flops=min(spec.flops, share))[0]
 
 
 def _spec(what: VarlenAttention, read: list[Laid], shape: tuple[int, ...], keys: tuple[int, int], d: int,
@@ -62,8 +62,9 @@ def _spec(what: VarlenAttention, read: list[Laid], shape: tuple[int, ...], keys:
                          _score(what), what.band, total=(rows, keys[0]))
 
 
-def _schedule(spec: AttentionSpec, machine: Machine) -> Schedule:
+def _schedule(spec: AttentionSpec, machine: Target) -> Schedule | CPUSchedule:
     """How the kernel is made. Raises `NotOurs` with what is in the way."""
+    if isinstance(machine, CPUMachine): return schedule_of(spec, machine)
     if (found := default(spec, machine.arch)) is not None: return found
     words = "; ".join(problems(SMALL, spec, machine.arch)) or f"d {spec.d} needs more shared memory"
     raise NotOurs(f"no kernel for {short(spec.q.dtype)} on {machine.arch}: {words}")
