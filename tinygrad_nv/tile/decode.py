@@ -40,6 +40,7 @@ from tinygrad_nv.tile.attention import MOST_HEAD, OPERANDS, Rows
 from tinygrad_nv.tile.expression import Expression, Position, Sum, loads, parameters, short, show, walk
 
 BYTES = (dtypes.fp8e4m3, dtypes.int8)    # keys and values that have scales
+KINDS = (*OPERANDS, dtypes.float32)      # of q and the result; GPUs have kernels of OPERANDS
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 MOST_ROWS = 8
 Length = Literal["memory", "argument", "most"]
@@ -124,9 +125,9 @@ class DecodeSpec:
                             "one page for each request")
 
     def _check_dtypes(self) -> None:
-        if self.q.dtype not in OPERANDS or self.out.dtype != self.q.dtype:
+        if self.q.dtype not in KINDS or self.out.dtype != self.q.dtype:
             raise SpecError(f"q of {short(self.q.dtype)}, a result of {short(self.out.dtype)}",
-                            f"one of {', '.join(map(short, OPERANDS))} for both")
+                            f"one of {', '.join(map(short, KINDS))} for both")
         if self.k.dtype != self.v.dtype or self.k.dtype not in (self.q.dtype, *BYTES):
             raise SpecError(f"keys of {short(self.k.dtype)}, values of {short(self.v.dtype)}",
                             f"for both q's {short(self.q.dtype)}, or one of {', '.join(map(short, BYTES))}")

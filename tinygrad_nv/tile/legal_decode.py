@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from tinygrad_nv.tile import epilogue, legality
+from tinygrad_nv.tile.attention import OPERANDS
 from tinygrad_nv.tile.decode import DecodeSpec
+from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.legality import MOST_GRID
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.templates.decode_merge import MOST_SPLITS
@@ -15,6 +17,9 @@ MOST_TILE = 256              # keys of a block, of which addresses are constants
 
 def problems(schedule: Schedule, spec: DecodeSpec, arch: str) -> list[str]:
     """Why `decode_attention` cannot have this schedule; empty when it can."""
+    if spec.q.dtype not in OPERANDS:
+        kind = short(spec.q.dtype)
+        return [f"q of {kind}, a result of {kind}, not one of {', '.join(map(short, OPERANDS))} for both"]
     s, plan = schedule, Plan(spec, schedule)
     if arch not in legality.SMEM_BYTES: return [f"{arch} is not {', '.join(legality.SMEM_BYTES)}"]
     if s.template != "decode": return [f"template {s.template!r} is not decode"]
