@@ -7,7 +7,7 @@ from backward_case import arguments, backward, near, run
 from flash_backward_mma_case import BF16, F16, F32, SMALL, scheduled
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinygrad.dtype import dtypes
+from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.tile.attention import SYMBOLS, Band
 from tinygrad_nv.tile.attention_backward import BackwardSpec
@@ -34,16 +34,17 @@ def scores(draw: st.DrawFn, s_kv: int) -> Expression:
 
 
 @st.composite
-def specs(draw: st.DrawFn) -> tuple[BackwardSpec, dict[str, int]]:
+def specs(draw: st.DrawFn, kinds: tuple[DType, ...] = (BF16, F16),
+          heads: st.SearchStrategy[int] = HEADS) -> tuple[BackwardSpec, dict[str, int]]:
     """A spec, and extents of a launch."""
     s_q, s_kv, start = draw(ROWS), draw(ROWS), draw(st.integers(0, 90))
     chosen = draw(st.sets(st.sampled_from(SYMBOLS)))
     symbolic = tuple(name for name in SYMBOLS if name in chosen)
     first, last = draw(EDGE), draw(EDGE)
     if first is not None and last is not None: first, last = min(first, last), max(first, last)
-    spec = backward(s_q, s_kv, draw(HEADS), draw(st.sampled_from([BF16, F16])), batch=draw(st.integers(1, 2)),
+    spec = backward(s_q, s_kv, draw(heads), draw(st.sampled_from(kinds)), batch=draw(st.integers(1, 2)),
                     heads=draw(st.integers(1, 2)), group=draw(st.integers(1, 3)), band=Band(first, last),
-                    score=draw(scores(s_kv)), start=start, d_v=draw(st.one_of(st.none(), HEADS)),
+                    score=draw(scores(s_kv)), start=start, d_v=draw(st.one_of(st.none(), heads)),
                     out=draw(st.sampled_from([BF16, F16, F32])), order=draw(st.sampled_from(["bhr", "brh"])),
                     gap=draw(st.sampled_from([0, 2, 8])), symbolic=symbolic,
                     deterministic=draw(st.booleans()))

@@ -2,8 +2,8 @@
 
 Protocol. `backward` is what named.py asks for. The forward's body is built again over the same arguments, and
 the spec that patterns/attention.py finds for it is the backward's `forward`: its scores, masks and strides.
-The gradient of the result is read where it lies, or copied. dq is summed in float32 in memory that is zero
-before the launch, and cast by a kernel of tinygrad's; dk and dv lie as k and v do (`lies_by_rows`).
+The gradient of the result is read where it lies, or copied. dq is summed in float32, on GPUs in memory that
+is zero before the launch, and cast by a kernel of tinygrad's; dk and dv lie as k and v do (`lies_by_rows`).
 """
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ from tinygrad.dtype import DType
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv import config, hooks
+from tinygrad_nv.cpu import flash_backward
+from tinygrad_nv.cpu.kernel import CPUKernel
+from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import attention, attention_named, named, program
 from tinygrad_nv.patterns.attention_lower import Cut, Shape, dropped, lies_by_rows, shape_of, turned
@@ -25,13 +29,14 @@ from tinygrad_nv.patterns.attention_named import FlashAttentionBackward
 from tinygrad_nv.patterns.attention_spec import widths
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.strides import Laid, copied, laid
-from tinygrad_nv.patterns.target import Machine, machine_of
+from tinygrad_nv.patterns.target import Machine, target_of
 from tinygrad_nv.runtime.launch_text import Zeroed, source
 from tinygrad_nv.tile.attention import EVERY, AttentionSpec, Rows
 from tinygrad_nv.tile.attention_backward import BackwardSpec
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, short, walk
 from tinygrad_nv.tile.flash_backward_defaults import default
 from tinygrad_nv.tile.kernel import BackwardKernel
+from tinygrad_nv.tile.legal_flash_backward_mma import dtype_problems
 from tinygrad_nv.tile.schedule import Schedule
 
 TEMPLATE = "flash attention backward"
@@ -47,7 +52,7 @@ def backward(what: FlashAttentionBackward, function: UOp, q: UOp, k: UOp, v: UOp
     """dq, dk and dv by a kernel of ours; None where attention.py has said why there is none."""
     *mask, log, delta, grad = rest
     seed = [mask.pop()] if what.forward.kept < EVERY else []
-    machine = machine_of(q.device)
+    machine = target_of(q.device)
     if machine is None or not config.get("NV_ATTENTION"): return None
     if (found := _forward(what, (q, k, v), tuple(mask))) is None: return None
     b, heads, rows, _ = shape_of(q)
@@ -103,17 +108,29 @@ def divided(spec: AttentionSpec, batch: Shape) -> AttentionSpec:
 
 
 def _chosen(forward: AttentionSpec, grad: UOp, by_rows: tuple[bool, bool],
-            machine: Machine) -> tuple[BackwardSpec, Schedule, UOp]:
+            machine: Machine | CPUMachine) -> tuple[BackwardSpec, Schedule | CPUSchedule, UOp]:
     """The spec of a backward pass, its schedule, and the gradient's storage: where it lies if that can be."""
-    reason = f"no template for the gradient of {short(forward.q.dtype)} attention of {widths(forward)} on " \
-             f"{machine.arch}"
-    ordered = bool(config.get("NV_DETERMINISTIC"))
+    reason, ordered = "", bool(config.get("NV_DETERMINISTIC"))
     for read in (laid(grad), copied(grad)):
         if read.strides[-1] != 1: continue
         try: spec = BackwardSpec(forward, _rows(read, forward), *_results(forward, by_rows), ordered)
         except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
-        if (schedule := default(spec, machine.arch)) is not None: return spec, schedule, read.storage
+        if (schedule := _schedule(spec, machine)) is not None: return spec, schedule, read.storage
+        reason = _reason(spec, machine)
     raise NotOurs(reason)
+
+
+def _schedule(spec: BackwardSpec, machine: Machine | CPUMachine) -> Schedule | CPUSchedule | None:
+    if isinstance(machine, Machine): return default(spec, machine.arch)
+    return None if flash_backward.problems(spec, machine) else flash_backward.default(spec, machine)
+
+
+def _reason(spec: BackwardSpec, machine: Machine | CPUMachine) -> str:
+    """Why there is no schedule."""
+    if isinstance(machine, CPUMachine): return "; ".join(flash_backward.problems(spec, machine))
+    if words := dtype_problems(spec): return "; ".join(words)
+    return f"no template for the gradient of {short(spec.forward.q.dtype)} attention of " \
+           f"{widths(spec.forward)} on {machine.arch}"
 
 
 def _rows(read: Laid, forward: AttentionSpec) -> Rows:
@@ -151,17 +168,27 @@ def kernel(spec: BackwardSpec, schedule: Schedule, machine: Machine) -> Backward
     return made
 
 
-def _called(spec: BackwardSpec, schedule: Schedule, machine: Machine, inputs: list[UOp]) -> tuple[UOp, ...]:
+@functools.lru_cache(1024)
+def cpu_kernel(spec: BackwardSpec, schedule: CPUSchedule) -> CPUKernel:
+    """The kernel of a backward pass on a CPU."""
+    return flash_backward.build(spec, schedule)
+
+
+def _called(spec: BackwardSpec, schedule: Schedule | CPUSchedule, machine: Machine | CPUMachine,
+            inputs: list[UOp]) -> tuple[UOp, ...]:
     """dq in float32, turns where there are any, dk and dv."""
-    made, one = kernel(spec, schedule, machine), spec.forward
-    dq = (*one.batch, one.s_q, one.d)
-    zeroed = [Zeroed(0, 4 * prod(dq))] + [Zeroed(1, 4 * made.flags)] * bool(made.flags)
-    outputs = [program.Output(dq, dtypes.float32)]
-    if made.flags: outputs.append(program.Output((made.flags,), dtypes.uint32))
-    outputs += [program.Output((prod(one.batch[:2]) * one.s_kv * d,), rows.dtype)
-                for rows, d in ((spec.dk, one.d), (spec.dv, one.d_v))]
-    device = inputs[0].device
+    one, device = spec.forward, inputs[0].device
     assert device is not None
-    return program.program(made.name, source(made, zeroed=tuple(zeroed)), device, outputs, inputs,
-                           grid=made.grid, block=(made.threads, 1, 1), flops=spec.flops,
-                           note=program.Note(schedule.template, f"{spec}: {schedule}", spec, schedule))
+    dq = program.Output((*one.batch, one.s_q, one.d), dtypes.float32)
+    results = [program.Output((prod(one.batch[:2]) * one.s_kv * d,), rows.dtype)
+               for rows, d in ((spec.dk, one.d), (spec.dv, one.d_v))]
+    note = program.Note(schedule.template, f"{spec}: {schedule}", spec, schedule)
+    if isinstance(schedule, CPUSchedule):
+        return program.on_cpu(cpu_kernel(spec, schedule), device, [dq, *results], inputs, flops=spec.flops,
+                              note=note)
+    assert isinstance(machine, Machine)
+    made = kernel(spec, schedule, machine)
+    zeroed = [Zeroed(0, 4 * prod(dq.shape))] + [Zeroed(1, 4 * made.flags)] * bool(made.flags)
+    turns = [program.Output((made.flags,), dtypes.uint32)] * bool(made.flags)
+    return program.program(made.name, source(made, zeroed=tuple(zeroed)), device, [dq, *turns, *results],
+                           inputs, grid=made.grid, block=(made.threads, 1, 1), flops=spec.flops, note=note)

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.tile.attention import OPERANDS, RESULTS, AttentionSpec, Rows
+from tinygrad_nv.tile.attention import RESULTS, SCALED, AttentionSpec, Rows
 from tinygrad_nv.tile.expression import short
 
 
@@ -45,9 +45,8 @@ class BackwardSpec:
     def __post_init__(self) -> None:
         if self.forward.ragged:
             raise SpecError("the backward pass of a ragged batch", "sequences of one length")
-        if self.forward.q.dtype not in OPERANDS:
-            raise SpecError(f"the backward pass of {short(self.forward.q.dtype)}",
-                            f"of {' or '.join(map(short, OPERANDS))}")
+        if self.forward.q.dtype == SCALED:
+            raise SpecError(f"the backward pass of {short(SCALED)}", "of bf16, f16 or f32")
         if self.grad.dtype != self.forward.v.dtype:
             raise SpecError(f"a gradient of {short(self.grad.dtype)}",
                             f"that of v: {short(self.forward.v.dtype)}")

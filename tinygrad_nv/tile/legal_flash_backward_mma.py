@@ -7,9 +7,10 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import ScheduleError, SpecError
 from tinygrad_nv.tile import epilogue, legality
-from tinygrad_nv.tile.attention import EVERY, AttentionSpec, Rows
+from tinygrad_nv.tile.attention import EVERY, OPERANDS, AttentionSpec, Rows
 from tinygrad_nv.tile.attention_backward import BackwardSpec
 from tinygrad_nv.tile.derivative import derivative
+from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.flash_score import multiple
 from tinygrad_nv.tile.legality import MOST_GRID
 from tinygrad_nv.tile.schedule import Schedule
@@ -113,8 +114,16 @@ def problems(schedule: Schedule, spec: BackwardSpec, arch: str) -> list[str]:
     return out or [*_resource_problems(s, spec, arch), *epilogue.problems(spec.forward.score, arch)]
 
 
+def dtype_problems(spec: BackwardSpec) -> list[str]:
+    """Of operands that tensor cores have no instructions for."""
+    dtype = spec.forward.q.dtype
+    return [] if dtype in OPERANDS else [f"the backward pass of {short(dtype)}, not of "
+                                         f"{' or '.join(map(short, OPERANDS))}"]
+
+
 def _spec_problems(spec: BackwardSpec) -> list[str]:
     """Of the operands, whatever the schedule; and of a score without a derivative."""
+    if words := dtype_problems(spec): return words
     one = spec.forward
     try: derivative(one.score)
     except SpecError as error: return [str(error.found)]

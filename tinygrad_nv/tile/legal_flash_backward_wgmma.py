@@ -7,6 +7,7 @@ from tinygrad_nv.tile.attention import EVERY
 from tinygrad_nv.tile.attention_backward import BackwardSpec
 from tinygrad_nv.tile.derivative import derivative
 from tinygrad_nv.tile.expression import Constant, loads, show
+from tinygrad_nv.tile.legal_flash_backward_mma import dtype_problems
 from tinygrad_nv.tile.legal_flash_wgmma import no_tma
 from tinygrad_nv.tile.legality import MOST, MOST_GRID, SMEM_BYTES
 from tinygrad_nv.tile.schedule import Schedule
@@ -22,6 +23,7 @@ def problems(schedule: Schedule, spec: BackwardSpec, arch: str) -> list[str]:
     if arch != "sm_90a": return [f"wgmma needs sm_90a, the target is {arch}"]
     if schedule.template != "flash_backward_wgmma":
         return [f"template {schedule.template!r} is not flash_backward_wgmma"]
+    if words := dtype_problems(spec): return words
     out = [*_operands(spec), *_counts(schedule, spec), *epilogue.problems(spec.forward.score, arch)]
     try: slope = derivative(spec.forward.score)
     except SpecError as error: return [*out, str(error.found)]
