@@ -1,9 +1,10 @@
-"""paged_attention on a CPU: its body against float64.
+"""paged_attention on a CPU, by its body and by a kernel of ours, against float64.
 
 Lengths and pages are read from memory, so that cases of one shape share their compiled kernels.
 """
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,14 @@ from tinygrad_nv import explain
 
 S8, E4M3 = dtypes.int8, dtypes.fp8e4m3
 SHAPE = {"rows": 2, "heads": 4, "kv_heads": 2}
+
+
+@pytest.fixture(autouse=True, scope="module", params=["body", "kernel"])
+def ours(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether the CPU has kernels of ours."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NV_CPU", str(int(request.param == "kernel")))
+        yield request.param == "kernel"
 
 
 def test_lengths_up_to_the_tables():
@@ -54,9 +63,9 @@ def test_very_large_scores():
     torch.testing.assert_close(got.double(), exact(made), rtol=0, atol=1e-6)
 
 
-def test_no_kernel_of_ours():
-    made = attention(case([9, 8, 7], **SHAPE), "CPU")
-    assert all(kernel.template is None for kernel in explain(made).kernels)
+def test_whose_kernels(ours: bool):
+    made = [kernel.template for kernel in explain(attention(case([9, 8, 7], **SHAPE), "CPU")).kernels]
+    assert made == ["decode"] if ours else set(made) == {None}
 
 
 def test_the_bound_is_one():

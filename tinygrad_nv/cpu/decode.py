@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinygrad_nv.cpu import expression
-from tinygrad_nv.cpu.decode_split import Split, place_of_row, sums_of_lanes
+from tinygrad_nv.cpu.decode_split import Split, functions, place_of_row
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, computed, kernel
 from tinygrad_nv.cpu.machine import CPUMachine
@@ -152,7 +152,7 @@ class _Decode:
         if spec.length != "argument": names = []
         elif self.integers: names, lines = computed(names, self.integers)
         return kernel(name, self.isa, lines + body, outputs, inputs, names, self.schedule.parts,
-                      before=sums_of_lanes(self.isa) + _FOLD.format(d_v=self.d_v))
+                      before=functions(spec, self.isa) + _FOLD.format(d_v=self.d_v))
 
     def _heads(self, unit: str) -> str:
         """All requests and key heads; `n` is a request's length, `first` the first key that it sees."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from tinygrad.dtype import dtypes
+from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.cpu.expression import Place, statements
 from tinygrad_nv.cpu.isa import ISA
@@ -37,7 +37,6 @@ class Split:
         self.spec, self.isa, self.keys = spec, schedule.isa, schedule.block_k
         self.lanes = schedule.isa.lanes
         self.d, self.d_v = (-(-extent // self.lanes) * self.lanes for extent in (spec.d, spec.d_v))
-        self.load = "e4m3_480" if spec.k.dtype == dtypes.fp8e4m3 else short(spec.k.dtype)
 
     def declared(self) -> str:
         """The arrays."""
@@ -116,7 +115,7 @@ class Split:
         def step(load: str, count: str = "") -> str:
             out = [f"const vf y{i} = load_f32(wide[r + {i}] + e);" for i in range(rows)]
             for x in range(columns):
-                out.append(f"const vf z{x} = {load}_{self.load}(p{x} + e{count});")
+                out.append(f"const vf z{x} = {load}_kv(p{x} + e{count});")
                 out += [f"a{i}_{x} = fma_(z{x}, y{i}, a{i}_{x});" for i in range(rows)]
             return " ".join(out)
         kind = c_type(self.spec.k.dtype)
@@ -186,7 +185,7 @@ class Split:
         loads = []
         for x in range(vectors):
             one, count = ("load_n", f", {rest}") if rest and x == vectors - 1 else ("load", "")
-            loads.append(f"const vf z{x} = {one}_{self.load}(from + {x * self.lanes}{count});")
+            loads.append(f"const vf z{x} = {one}_kv(from + {x * self.lanes}{count});")
         return f"""{' '.join(f'vf {name} = load_f32({at[i, x]});' for i, x, name in names)}
             for (s64 x = j; x < until; x++) {{
               const {c_type(self.spec.v.dtype)} *from = v + v_at[x] + e;
@@ -204,9 +203,9 @@ def place_of_row(rows: Rows, group: int) -> str:
            f" + r / {group} * {rows.row}LL"
 
 
-def sums_of_lanes(isa: ISA) -> str:
+def functions(spec: DecodeSpec, isa: ISA) -> str:
     """C functions: `sums_of`, the sums of the lanes of W vectors as one vector, halves added to halves as in
-    sum_; `weight_`, 2^x of a softmax, NaN of NaN; loads of e4m3 whose NaN counts as 480."""
+    sum_; `weight_`, 2^x of a softmax, NaN of NaN; `load_kv` and `load_n_kv`, of keys and values as floats."""
     lanes = isa.lanes
     lines, names, size = [], [f"a{i}" for i in range(lanes)], lanes
     while size > 1:  # each vector has lanes // size segments of `size` partial sums, one of each argument
@@ -223,18 +222,26 @@ def sums_of_lanes(isa: ISA) -> str:
   {' '.join(lines)}
   return {names[0]};
 }}
-{_FUNCTIONS}"""
+INLINE vf weight_(vf x) {{ return pick(x != x, x, exp2_small(x)); }}
+{_loads(spec.k.dtype)}"""
 
 
 def _shuffled(pair: str, indices: list[int]) -> str:
     return f"__builtin_shufflevector({pair}, {', '.join(map(str, indices))})"
 
 
-_FUNCTIONS = """
-INLINE vf weight_(vf x) { return pick(x != x, x, exp2_small(x)); }
-INLINE vf load_n_e4m3_480(const u8 *p, s64 n) {
-  vi bits = load_n_u8(p, n);
-  return as_f(((bits & 0x80) << 24) | as_i(as_f((bits & 0x7f) << 20) * 0x1p120f));
-}
-INLINE vf load_e4m3_480(const u8 *p) { return load_n_e4m3_480(p, W); }
-"""
+def _loads(dtype: DType) -> str:
+    """Loads of keys and values, as float32."""
+    kind, to = c_type(dtype), "{load}_{name}({args})"
+    if dtype == dtypes.int8: to = "to_f({load}_s8({args}))"
+    if dtype == dtypes.fp8e4m3: to = "wide_480({load}_u8({args}))"
+    lines = []
+    for load, declared, args in (("load", "p", "p"), ("load_n", "p, s64 n", "p, n")):
+        value = to.format(load=load, name=short(dtype), args=args)
+        lines.append(f"INLINE vf {load}_kv(const {kind} *{declared}) {{ return {value}; }}")
+    return "\n".join([_WIDE_480, *lines] if dtype == dtypes.fp8e4m3 else lines) + "\n"
+
+
+# e4m3 whose NaN counts as 480
+_WIDE_480 = "INLINE vf wide_480(vi x) " \
+            "{ return as_f(((x & 0x80) << 24) | as_i(as_f((x & 0x7f) << 20) * 0x1p120f)); }"

@@ -37,8 +37,8 @@ from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.patterns import program
-from tinygrad_nv.patterns.attention_decode import Decode, decoded, kernels
+from tinygrad_nv.patterns import attention_decode, program
+from tinygrad_nv.patterns.attention_decode import Decode, decoded
 from tinygrad_nv.patterns.attention_dims import Ranges, Sideways
 from tinygrad_nv.patterns.attention_positions import is_variable
 from tinygrad_nv.patterns.attention_score import FLOATS, PASSED, Score, filled
@@ -211,8 +211,8 @@ class _Matcher:
         counted = Ranges(tuple(numbers), sides[2], frozenset(), _ordered(space, weights[1], numbers))
         made = found(Reading(space, end, score, (*sides[:2], value), out, counted, self.variables),
                      attempt.rows)
-        divided = decoded(made, machine.arch) if isinstance(machine, Machine) else None
-        return Match(attempt, region, made, divided or schedule_of(made.spec, machine), machine)
+        how = decoded(made, machine) or schedule_of(made.spec, machine)
+        return Match(attempt, region, made, how, machine)
 
 
 def _is_tail(user: UOp, node: UOp) -> bool:
@@ -424,12 +424,9 @@ def _called(match: Match, inputs: list[UOp]) -> UOp:
     out = program.Output(tuple(end.shape[i] for i in order), end.dtype)
     counted = {"flops": flops(made), "nbytes": nbytes(made.spec)}
     if isinstance(match.made, Decode):
-        one, machine = match.made, match.machine
         assert end.device is not None
-        assert isinstance(machine, Machine)
-        note = program.Note(one.schedule.template, f"{one.spec}: {one.schedule}", one.spec, one.schedule)
-        done = program.decode(kernels(one.spec, one.schedule, machine.arch), end.device, out, inputs,
-                              integers=one.integers, variables=made.variables, note=note, **counted)
+        done = attention_decode.call(match.made, match.machine, end.device, out, inputs, made.variables,
+                                     **counted)
     else:
         done = call(made.spec, match.made, match.machine, [out], inputs, made.rows, made.integers,
                     made.variables, **counted)[0]

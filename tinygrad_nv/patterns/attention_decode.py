@@ -1,19 +1,27 @@
 """Attentions of few rows and many keys: decode attentions, which divide the keys.
 
-Protocol: `decoded` makes of a `Found` (attention_spec.py) what templates/decode.py takes, or None, which
-leaves it to flash attention. The keys of a request are a contiguous cache; how many there are is what the
-last row sees: an argument of the launch where it varies. Rows beside each other end at it, as a causal mask
-has them; without one all rows see all keys, and are to a kernel what query heads are.
+Protocol: `decoded` makes of a `Found` (attention_spec.py) what templates/decode.py, or cpu/decode.py, takes,
+or None, which leaves it to flash attention; `call` calls the kernels. The keys of a request are a contiguous
+cache; how many there are is what the last row sees: an argument of the launch where it varies. Rows beside
+each other end at it, as a causal mask has them; without one all rows see all keys, and are to a kernel what
+query heads are.
 """
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tinygrad.uop.ops import UOp, sint
+
+from tinygrad_nv.cpu import decode as cpu
+from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.errors import SpecError
+from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.attention_positions import Form, summed
 from tinygrad_nv.patterns.attention_spec import Found, integer, most
+from tinygrad_nv.patterns.target import Machine, Target
 from tinygrad_nv.runtime.launch_text import Integer
 from tinygrad_nv.tile.attention import EVERY, AttentionSpec, Band, Rows
 from tinygrad_nv.tile.decode import MOST_ROWS, DecodeSpec, Pages
@@ -32,7 +40,7 @@ KEYS_OF_ROW = 16   # of a split, for each row that it has
 class Decode:
     """A decode attention; `integers` are those of its launch."""
     spec: DecodeSpec
-    schedule: Schedule
+    schedule: Schedule | CPUSchedule
     integers: tuple[Integer, ...]
 
 
@@ -53,7 +61,13 @@ def is_decode(rows: int, group: int, keys: int) -> bool:
     return rows <= MOST_ROWS and packed <= MOST_PACKED and keys > max(FEWEST_KEYS, KEYS_OF_ROW * packed)
 
 
-def decoded(made: Found, arch: str) -> Decode | None:
+def is_decode_on_cpu(rows: int, group: int) -> bool:
+    """Whether they are on a CPU: there keys are read once for all rows of a key head by decode attention, and
+    once for each query head by flash attention, which is the faster the more rows there are."""
+    return rows <= MOST_ROWS and rows * group <= MOST_PACKED
+
+
+def decoded(made: Found, machine: Target) -> Decode | None:
     """The decode attention that an attention is, where that is better."""
     spec = _turned(made.spec)
     if spec.log_sum or spec.ragged or spec.kept < EVERY or "s_q" in spec.symbolic: return None
@@ -63,12 +77,20 @@ def decoded(made: Found, arch: str) -> Decode | None:
     # rows must end with the keys: what they see beyond is nobody's
     if most(summed(length, made.forms["s_kv"], -1), made.names) > 0: return None
     keys = longest if window is None else min(longest, window + spec.s_q - 1)
-    if not is_decode(spec.s_q, spec.batch[2], keys): return None
+    on_cpu = isinstance(machine, CPUMachine)
+    packed = spec.s_q, spec.batch[2]
+    if not (is_decode_on_cpu(*packed) if on_cpu else is_decode(*packed, keys)): return None
     if (score := _score(spec, length, made.forms["start"])) is None: return None
     integers = (integer(length, made.variables),) if made.variables else ()
     try: found = _spec(spec, longest, bool(integers), window, score)
     except SpecError: return None
-    return None if (schedule := default(found, arch)) is None else Decode(found, schedule, integers)
+    return None if (schedule := schedule_of(found, machine)) is None else Decode(found, schedule, integers)
+
+
+def schedule_of(spec: DecodeSpec, machine: Target) -> Schedule | CPUSchedule | None:
+    """How a decode attention is made; None where no template takes it."""
+    if not isinstance(machine, CPUMachine): return default(spec, machine.arch)
+    return None if cpu.problems(spec, machine) else cpu.default(spec, machine)
 
 
 def _turned(spec: AttentionSpec) -> AttentionSpec:
@@ -133,6 +155,27 @@ def _spec(spec: AttentionSpec, longest: int, varies: bool, window: int | None,
 
 
 def _pages(rows: Rows) -> Pages: return Pages(rows.dtype, rows.batch[0], rows.row, rows.batch[1], rows.offset)
+
+
+@functools.lru_cache(1024)
+def cpu_kernels(spec: DecodeSpec, schedule: CPUSchedule, integers: tuple[Integer, ...] = ()) -> cpu.CPUDecode:
+    """The kernels of a decode attention on a CPU, which compute their integers themselves."""
+    return cpu.build(spec, schedule, integers)
+
+
+def call(one: Decode, machine: Target, device: str | tuple[str, ...], out: program.Output,
+         inputs: Sequence[UOp], variables: Sequence[UOp] = (), flops: sint = 0, nbytes: sint | None = None,
+         words: str = "") -> UOp:
+    """Calls the kernels of a decode attention, on a GPU or on a CPU, and returns its result. `integers` of
+    their launch are computed from `variables`; `words` are for the reader of the note."""
+    spec, schedule = one.spec, one.schedule
+    note = program.Note(schedule.template, f"{spec}: {schedule}" + words, spec, schedule)
+    if isinstance(schedule, CPUSchedule):
+        return program.decode_on_cpu(cpu_kernels(spec, schedule, one.integers), device, out, inputs,
+                                     variables=variables, flops=flops, nbytes=nbytes, note=note)
+    assert isinstance(machine, Machine)
+    return program.decode(kernels(spec, schedule, machine.arch), device, out, inputs, integers=one.integers,
+                          variables=variables, flops=flops, nbytes=nbytes, note=note)
 
 
 @functools.lru_cache(1024)

@@ -10,24 +10,25 @@ block reads its keys again.
 """
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 from tinygrad import Tensor, dtypes
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv import config
+from tinygrad_nv.cpu import decode as cpu
+from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
+from tinygrad_nv.patterns.attention_decode import Decode, call, schedule_of
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.paged_body import PagedAttention
 from tinygrad_nv.patterns.strides import Laid, copied, laid
-from tinygrad_nv.patterns.target import Machine, machine_of
+from tinygrad_nv.patterns.target import Target, target_of
 from tinygrad_nv.tile.attention import Rows
 from tinygrad_nv.tile.decode import MOST_ROWS, DecodeSpec, Pages, Scales
-from tinygrad_nv.tile.decode_defaults import default
 from tinygrad_nv.tile.expression import Expression, Sum, short, tanh
-from tinygrad_nv.tile.kernel import DecodeKernel
 from tinygrad_nv.tile.legal_decode import problems
 from tinygrad_nv.tile.schedule import Schedule
 
@@ -37,7 +38,7 @@ ROW_BYTES = 8  # of which rows of q begin at multiples: 4 elements of a lane
 
 def lowered(what: PagedAttention, function: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
     """The result of a paged attention by kernels of ours. Raises `NotOurs` where there are none."""
-    machine = machine_of(function.device)
+    machine = target_of(function.device)
     if machine is None or not config.get("NV_ATTENTION"): return None
     try: return _called(what, Blocks.of(arguments[0]), arguments, machine),
     except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
@@ -131,9 +132,10 @@ def _read(queries: UOp, group: int) -> Laid:
         else copied(queries)
 
 
-def _schedule(spec: DecodeSpec, machine: Machine) -> Schedule:
+def _schedule(spec: DecodeSpec, machine: Target) -> Schedule | CPUSchedule:
     """How the kernels are made. Raises `NotOurs` with what is in the way."""
-    if (found := default(spec, machine.arch)) is not None: return found
+    if (found := schedule_of(spec, machine)) is not None: return found
+    if isinstance(machine, CPUMachine): raise NotOurs("; ".join(cpu.problems(spec, machine)))
     made = Schedule(template="decode").block(16, 64).k(128).warps(1, 4).stages(2)
     words = "; ".join(problems(made, spec, machine.arch)) or f"d {spec.d} needs more shared memory"
     raise NotOurs(f"no kernel for {short(spec.q.dtype)} on {machine.arch}: {words}")
@@ -141,14 +143,7 @@ def _schedule(spec: DecodeSpec, machine: Machine) -> Schedule:
 
 # **** calls ****
 
-@functools.lru_cache(1024)
-def kernel(spec: DecodeSpec, schedule: Schedule, arch: str) -> DecodeKernel:
-    """The kernels of a decode attention."""
-    from tinygrad_nv.tile.templates.decode import decode_attention
-    return decode_attention(spec, schedule, arch)
-
-
-def _called(what: PagedAttention, blocks: Blocks, arguments: tuple[UOp, ...], machine: Machine) -> UOp:
+def _called(what: PagedAttention, blocks: Blocks, arguments: tuple[UOp, ...], machine: Target) -> UOp:
     q, k_pages, v_pages, table, lengths, *scales = arguments
     queries = blocks.queries(q)
     shapes = tuple(tuple(int(extent) for extent in x.shape) for x in (queries, k_pages, v_pages))
@@ -160,10 +155,9 @@ def _called(what: PagedAttention, blocks: Blocks, arguments: tuple[UOp, ...], ma
     batch, rows, heads, _ = shapes[0]
     inputs = [read.storage, k.storage, v.storage, blocks.table(table), blocks.lengths(lengths),
               *(each.storage for each in scale)]
-    note = program.Note(TEMPLATE, f"{spec}: {schedule}" + _words(blocks), spec, schedule)
-    done = program.decode(kernel(spec, schedule, machine.arch), q.device,
-                          program.Output((batch, rows, heads, shapes[2][3]), q.dtype), inputs,
-                          flops=2 * batch * heads * rows * spec.longest * (spec.d + spec.d_v), note=note)
+    out = program.Output((batch, rows, heads, shapes[2][3]), q.dtype)
+    flops = 2 * batch * heads * rows * spec.longest * (spec.d + spec.d_v)
+    done = call(Decode(spec, schedule, ()), machine, q.device, out, inputs, flops=flops, words=_words(blocks))
     return blocks.result(done)
 
 

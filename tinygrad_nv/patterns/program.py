@@ -36,6 +36,7 @@ from tinygrad.uop.ops import (
 )
 
 from tinygrad_nv import hooks
+from tinygrad_nv.cpu.decode import CPUDecode
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.runtime import ranges
 from tinygrad_nv.runtime.launch_text import Integer, source
@@ -110,6 +111,19 @@ def on_cpu(kernel: CPUKernel, device: str | tuple[str, ...], outputs: Sequence[O
     if kernel.workspace_bytes: every.append(Output((-(-kernel.workspace_bytes // 4),), dtypes.float32))
     return program(kernel.name, kernel.source, device, every, inputs, variables=variables, flops=flops,
                    nbytes=nbytes, note=note, tensor_level=tensor_level, parts=kernel.parts)[:len(outputs)]
+
+
+def decode_on_cpu(kernels: CPUDecode, device: str | tuple[str, ...], out: Output | UOp, inputs: Sequence[UOp],
+                  *, variables: Sequence[UOp] = (), flops: sint = 0, nbytes: sint | None = None,
+                  note: Note | None = None) -> UOp:
+    """`decode` of kernels for the CPU, which compute their integers from `variables` themselves."""
+    outputs: list[Output | UOp] = [out]
+    if kernels.workspace_bytes: outputs.append(Output((kernels.workspace_bytes // 4,), dtypes.float32))
+    for number, each in enumerate(kernels.kernels):
+        made = on_cpu(each, device, outputs, inputs, variables=variables, flops=0 if number else flops,
+                      nbytes=kernels.workspace_bytes if number else nbytes, note=note)
+        outputs, note = [*made], Note("combine", "adds up the splits of the kernel before")
+    return made[0]
 
 
 def gemm(kernel: GemmKernel, device: str | tuple[str, ...], out: Output | UOp, inputs: Sequence[UOp], *,
