@@ -44,7 +44,8 @@ SETTINGS = (
     Setting("NV_CPU", 1, (0, 1),
             "0: the CPU runs tinygrad's own kernels; 1: templates in C take what they can (DEV=CPU)"),
     Setting("NV_CPU_ISA", "auto", ("auto", "portable", "avx2", "avx512", "amx"),
-            "instructions of kernels for the CPU. auto: the best that the processor and the system permit"),
+            "instructions of kernels for the CPU. auto: the best that processor and system permit; portable: "
+            "vectors of 128 bits; avx2: of 256, FMA; avx512: of 512; amx: tiles, too"),
     Setting("NV_PDL", 1, (0, 1),
             "0: a kernel begins when the one before it has ended; 1: earlier, where both can (Hopper)"),
     Setting("NV_NVTX", 0, (0, 1),

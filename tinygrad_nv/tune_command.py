@@ -1,17 +1,19 @@
 """`tinygrad-nv tune`: the best schedule of a matrix product, and the database of those that were found.
 
 Protocol: `tune M N K` tries candidates (tile/tune.py), prints them as a table, the winner first, and stores
-it; `--list`, `--export`, `--import` and `--clear` are about the database at NV_SCHEDULES alone. Notes about
-entries that are ignored go to stderr. Times are microseconds.
+it; with --arch cpu, or DEV=CPU, those of cpu/tune.py on this machine. `--list`, `--export`, `--import` and
+`--clear` are about the database at NV_SCHEDULES alone. Notes about entries that are ignored go to stderr.
+Times are microseconds.
 """
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,8 +25,10 @@ from tinygrad_nv.tile.choose import why_not
 from tinygrad_nv.tile.cost import predict
 from tinygrad_nv.tile.dense import MAJORS, RESULTS, TYPES, WORDS, dense
 from tinygrad_nv.tile.legality import problems
+from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec
 
+CPU = "cpu"
 HEAD = ("schedule", "predicted us", "counted us", "bound", "registers", "shared bytes")
 
 
@@ -44,10 +48,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
                          help=f"what follows the sum: {', '.join(WORDS)}")
     product.add_argument("--symbolic", action="store_true", help="M is the most rows there can be")
     search = tune.add_argument_group("search")
-    search.add_argument("--arch", default="sm_90a", choices=ARCHITECTURES, help="default sm_90a")
-    search.add_argument("--sm-count", type=_extent, default=0, metavar="N",
+    search.add_argument("--arch", choices=(*ARCHITECTURES, CPU),
+                        help="default sm_90a, or cpu with DEV=CPU")
+    search.add_argument("--sm-count", type=_extent, metavar="N",
                         help="SMs of the GPU (default: as the architecture's first has)")
-    search.add_argument("--beam", type=_extent, default=2, metavar="N", help="4 N candidates (default 2)")
+    search.add_argument("--beam", type=_extent, default=2, metavar="N",
+                        help="4 N candidates, 8 N on a CPU (default 2)")
     kept = tune.add_argument_group("database").add_mutually_exclusive_group()
     kept.add_argument("--list", action="store_true", help="print what is stored")
     kept.add_argument("--export", metavar="FILE", help="write what is stored to a file")
@@ -98,14 +104,19 @@ def _notes() -> Iterator[None]:
 # **** a product ****
 
 def _tune(arguments: argparse.Namespace) -> None:
+    from tinygrad_nv.cpu.tune import bar
     from tinygrad_nv.tile.tune import Candidate, tune
     m, n, k = arguments.extents
     spec = dense(m, n, k, arguments.dtype, arguments.out, arguments.majors, arguments.batch,
                  arguments.epilogue, arguments.symbolic)
+    if arguments.arch is None: arguments.arch = CPU if os.environ.get("DEV") == "CPU" else "sm_90a"
+    if arguments.arch == CPU:
+        _tune_cpu(spec, arguments)
+        return
     if reason := why_not(spec, arguments.arch):
         raise SpecError(f"no template takes {_shown(spec, arguments)} on {arguments.arch}: {reason}")
-    with _bar() as progress:
-        tried = tune(spec, arguments.arch, arguments.beam, arguments.sm_count, None, progress)
+    with bar(str(spec)) as progress:
+        tried = tune(spec, arguments.arch, arguments.beam, arguments.sm_count or 0, None, progress)
     if arguments.json:
         print(json.dumps({"spec": _shown(spec, arguments), "arch": arguments.arch, "flops": spec.flops,
                           "candidates": [_as_json(candidate) for candidate in tried]}))
@@ -122,6 +133,36 @@ def _tune(arguments: argparse.Namespace) -> None:
           f"kept in {database.path()}")
 
 
+def _tune_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> None:
+    from tinygrad_nv.cpu import choose
+    from tinygrad_nv.cpu.machine import machine
+    from tinygrad_nv.cpu.tune import CPUCandidate, bar, tune
+    from tinygrad_nv.levels_cpu import CPUProduct
+    if arguments.sm_count is not None:
+        raise RequestError("--sm-count on a CPU", "an option of GPUs", "leave it out")
+    here = machine()
+    arch = database.cpu_arch(here.isa, here.threads)
+    if choose.default(spec, here) is None:
+        reason = choose.why_not(spec, here)
+        raise SpecError(f"no template takes {_shown(spec, arguments)} on {arch}: {reason}")
+    with bar(str(spec)) as progress: tried = tune(spec, here, arguments.beam, progress)
+    least = {one.schedule: CPUProduct(spec, one.schedule, here).seconds for one in tried}
+    if arguments.json:
+        print(json.dumps({"spec": _shown(spec, arguments), "arch": arch, "flops": spec.flops, "candidates": [
+            {"schedule": one.schedule.to_json(), "predicted_s": least[one.schedule],
+             "measured_s": one.seconds, "why": one.why} for one in tried]}))
+        return
+
+    def row(one: CPUCandidate) -> tuple[str, ...]:
+        measured = shortened(one.why, 32) if one.seconds is None else f"{one.seconds * 1e6:.2f}"
+        return str(one.schedule), f"{least[one.schedule] * 1e6:.2f}", measured
+    print("\n".join(aligned([("schedule", "predicted us", "measured us"), *map(row, tried)], (1, 2))))
+    if (best := tried[0]).seconds is None: raise SpecError("no candidate can be used", "", best.why)
+    print(f"\n{_shown(spec, arguments)} on {arch}: {best.schedule}\n"
+          f"{best.seconds * 1e6:.2f} us, {spec.flops / best.seconds / 1e9:.1f} GFLOP/s; kept in "
+          f"{database.path()}")
+
+
 def _shown(spec: GemmSpec, arguments: argparse.Namespace) -> str:
     """A spec with the epilogue in the words it was asked for."""
     words = f", {arguments.epilogue}" if arguments.epilogue else ""
@@ -134,17 +175,6 @@ def _as_json(one: object) -> dict[str, object]:
     return {"schedule": one.schedule.to_json(), "predicted_s": one.predicted.seconds,
             "bound": one.predicted.bound, "counted_s": one.seconds, "registers": one.registers,
             "smem_bytes": one.smem_bytes, "why": one.why}
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, which is there for as long as it takes, and only where somebody looks."""
-    from rich.console import Console
-    from rich.progress import Progress
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("trying schedules", total=None)
-        yield lambda done, count: progress.update(task, completed=done, total=count)
 
 
 # **** the database ****
@@ -160,9 +190,14 @@ def _list(arguments: argparse.Namespace) -> None:
     rows = [("product", "arch", "toolchain", "schedule", "us", "bound", "how")]
     for entry in entries:
         rows.append((shortened(str(entry.spec), 60), entry.arch, entry.toolchain,
-                     str(entry.schedule), f"{entry.seconds * 1e6:.2f}",
-                     predict(entry.spec, entry.schedule, entry.arch).bound, entry.how))
+                     str(entry.schedule), f"{entry.seconds * 1e6:.2f}", _bound(entry), entry.how))
     print("\n".join(aligned(rows, (4,))))
+
+
+def _bound(entry: database.Entry) -> str:
+    """What a GPU is busy with, by the cost model."""
+    if not isinstance(entry.schedule, Schedule): return "-"
+    return predict(entry.spec, entry.schedule, entry.arch).bound
 
 
 def _export(file: Path) -> None:
@@ -171,13 +206,21 @@ def _export(file: Path) -> None:
     print(f"{len(entries)} schedules written to {file}")
 
 
+def _wrong(entry: database.Entry) -> list[str]:
+    """Why an entry's schedule cannot be used where it is for."""
+    if isinstance(entry.schedule, Schedule): return problems(entry.schedule, entry.spec, entry.arch)
+    from tinygrad_nv.cpu import space
+    from tinygrad_nv.cpu.machine import CPUMachine
+    return space.problems(entry.schedule, entry.spec, CPUMachine(entry.schedule.isa, 1))
+
+
 def _import(file: Path) -> None:
     try: text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{file} cannot be read: {error}", "a file that --export wrote") from error
     legal = []
     for entry in database.parse(text, file):
-        if wrong := problems(entry.schedule, entry.spec, entry.arch):
+        if wrong := _wrong(entry):
             database.note(f"{entry.schedule} is ignored for {entry.spec}: {'; '.join(wrong)}")
         else: legal.append(entry)
     database.store(legal)

@@ -76,14 +76,18 @@ def default(spec: GemmSpec, machine: CPUMachine) -> CPUSchedule:
     return CPUSchedule(TEMPLATE, machine.isa, parts, block_m, block_n, block_k * per)
 
 
+def multiples(spec: GemmSpec) -> tuple[int, int, int]:
+    """What block_m, block_n and block_k are multiples of."""
+    return STRIP, _step(spec), UNITS * PER[_kind(spec)]
+
+
 def legal(spec: GemmSpec, schedule: CPUSchedule) -> list[str]:
     """Why a schedule cannot be used for a product that the template takes; empty when it can."""
     spec, s = oriented(spec), schedule
-    per = PER[_kind(spec)]
-    out = [f"{name} {value}, a multiple of {of} is needed" for name, value, of in (
-        ("block_m", s.block_m, STRIP), ("block_n", s.block_n, _step(spec)),
-        ("block_k", s.block_k, UNITS * per))
-        if value < of or value % of]
+    named = zip(("block_m", "block_n", "block_k"), (s.block_m, s.block_n, s.block_k), multiples(spec),
+                strict=True)
+    out = [f"{name} {value}, a multiple of {of} is needed" for name, value, of in named
+           if value < of or value % of]
     if not out and (need := _stack_bytes(spec, s)) > STACK_BYTES:
         out.append(f"{need} bytes on a stack, at most {STACK_BYTES}")
     return out

@@ -1,24 +1,37 @@
 """Which schedule a spec gets on a CPU, or why none.
 
-Protocol: as tile/choose.py for GPUs. Templates are asked in order; the first that takes the spec gives the
-schedule. `why_not` collects what they say.
+Protocol: as tile/choose.py for GPUs: the winner that the schedule database has, else the default of the
+first template that takes the spec; with BEAM=N the best of some that are tried (tune.py). `why_not` collects
+what templates say.
 """
 from __future__ import annotations
 
 from types import ModuleType
 
-from tinygrad_nv.cpu import gemv
+from tinygrad.helpers import BEAM
+
+from tinygrad_nv.cpu import amx, gemm, gemv
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.tile import database
 from tinygrad_nv.tile.spec import GemmSpec
 
-PRODUCTS: tuple[ModuleType, ...] = (gemv,)
+PRODUCTS: tuple[ModuleType, ...] = (gemv, amx, gemm)
 _BY_NAME = {template.TEMPLATE: template for template in PRODUCTS}
 
 
 def product(spec: GemmSpec, machine: CPUMachine) -> CPUSchedule | None:
     """The schedule of a product; None when no template takes it."""
+    if (known := database.lookup_cpu(spec, machine)) is not None: return known
+    chosen = default(spec, machine)
+    if chosen is None or BEAM.value < 1: return chosen
+    from tinygrad_nv.cpu.tune import search  # kernels are loaded by those who try
+    return search(spec, machine, BEAM.value) or chosen
+
+
+def default(spec: GemmSpec, machine: CPUMachine) -> CPUSchedule | None:
+    """The schedule where nobody has tried others; None when no template takes the product."""
     return next((t.default(spec, machine) for t in PRODUCTS if not t.problems(spec, machine)), None)
 
 
@@ -27,7 +40,12 @@ def why_not(spec: GemmSpec, machine: CPUMachine) -> str:
     return "; ".join(f"{t.TEMPLATE}: {', '.join(t.problems(spec, machine))}" for t in PRODUCTS)
 
 
+def template(schedule: CPUSchedule) -> ModuleType:
+    """The template of a schedule."""
+    return _BY_NAME[schedule.template]
+
+
 def build(spec: GemmSpec, schedule: CPUSchedule) -> CPUKernel:
     """The kernel of a product."""
-    made: CPUKernel = _BY_NAME[schedule.template].build(spec, schedule)
+    made: CPUKernel = template(schedule).build(spec, schedule)
     return made

@@ -9,7 +9,7 @@ ordinary runs never ask. One kernel does all of it, a mode at a time, in as many
     bf16    the same of VDPBF16PS or TDPBF16PS, s8 of VPDPBUSD or TDPBSSD, where the level has them; elsewhere
             such numbers are widened and take the rate of f32
 
-The best of a few tries counts: whatever else runs makes them slower, never faster. `Rates.seconds` is the
+The best of some tries counts: whatever else runs makes them slower, never faster. `Rates.seconds` is the
 roofline: the longer of moving the bytes and of computing, and the launch.
 """
 from __future__ import annotations
@@ -40,7 +40,8 @@ LAUNCH_SECONDS = 2e-6    # of a kernel in a captured graph, where all threads me
 FORMAT = "tinygrad_nv cpu rates 1"
 READ, F32, BF16, S8 = range(4)
 LEAST_BYTES, MOST_BYTES = 64 << 20, 256 << 20
-CHAINS, STEPS, TRIES = 12, 100_000, 5
+CHAINS, STEPS = 12, 100_000
+FEWEST, ENOUGH_SECONDS = 5, 0.06    # tries of a mode
 
 
 @dataclass(frozen=True)
@@ -135,8 +136,8 @@ def measured(machine: CPUMachine) -> Rates:
     out, data = np.zeros(16 * machine.threads, np.float32), np.full(count, 0.25, np.float32)
 
     def best(call: Callable[[], None]) -> float:
-        times = []
-        for _ in range(TRIES):
+        times: list[float] = []
+        while len(times) < FEWEST or sum(times) < ENOUGH_SECONDS:
             begun = time.perf_counter()
             call()
             times.append(time.perf_counter() - begun)

@@ -5,9 +5,11 @@ how many pieces a kernel is called (one for each thread, or more); no bit of a r
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
-from tinygrad_nv.cpu.isa import ISA
+from tinygrad_nv.cpu.isa import ISA, LEVELS
+from tinygrad_nv.errors import ScheduleError
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,27 @@ class CPUSchedule:
     block_k: int = 0
     rows: int = 0
     columns: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: Any) -> CPUSchedule:
+        """A schedule of plain data. Raises `ScheduleError` for what is not one."""
+        numbers = [field.name for field in fields(CPUSchedule) if field.type == "int"]
+        try:
+            isa = ISA(**data["isa"])
+            made = CPUSchedule(data["template"], isa, **{name: data[name] for name in numbers})
+        except (KeyError, TypeError) as error:
+            raise ScheduleError(f"{str(data)[:200]} is no schedule: {error}",
+                                f"an object with template, isa, {', '.join(numbers)}") from error
+        flags = (isa.bf16, isa.vnni, isa.emulated)
+        if type(made.template) is not str or isa.level not in LEVELS \
+                or any(type(x) is not bool for x in flags) \
+                or any(type(getattr(made, name)) is not int for name in numbers):
+            raise ScheduleError(f"{str(data)[:200]} is no schedule", "words and integers")
+        return made
 
     def __str__(self) -> str:
         words = [f"{self.template} {self.isa}", f"{self.parts} part{'s' if self.parts > 1 else ''}"]

@@ -1,11 +1,12 @@
 """Schedules that were found by trying: a file that outlives the process.
 
 Protocol: an `Entry` is keyed by spec, architecture and toolchain version (`toolchain()`): another ptxas makes
-other code. The file is JSON (`FORMAT`), at NV_SCHEDULES, or schedules.json in the cache directory. It is
-read again whenever it changed, and replaced as a whole under a lock, merged with what others wrote since, so
-that several processes may tune. A file that cannot be read is renamed to *.corrupt-N with a warning and an
-empty one takes its place; an entry that cannot be read, or that legality no longer accepts, is ignored with
-a note.
+other code. Of a CPU the architecture is instruction set and threads (`cpu_arch`), the toolchain is what
+identifies the C compiler. The file is JSON (`FORMAT`), at NV_SCHEDULES, or schedules.json in the cache
+directory. It is read again whenever it changed, and replaced as a whole under a lock, merged with what others
+wrote since, so that several processes may tune. A file that cannot be read is renamed to *.corrupt-N with a
+warning and an empty one takes its place; an entry that cannot be read, or that legality no longer accepts, is
+ignored with a note.
 """
 from __future__ import annotations
 
@@ -20,17 +21,24 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinygrad_nv import config
+from tinygrad_nv.cpu.isa import ISA
+from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.errors import NVError, ScheduleError
 from tinygrad_nv.ptx.assemble import find_program
 from tinygrad_nv.tile.legality import SMEM_BYTES, problems
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec
 from tinygrad_nv.tile.spec_json import spec_from_json, spec_to_json
+from tinygrad_nv.toolchain import find_compiler
+
+if TYPE_CHECKING:
+    from tinygrad_nv.cpu.machine import CPUMachine
 
 FORMAT = "tinygrad_nv schedules 1"
+CPU_ARCH = re.compile(r"cpu (\S+), [1-9]\d{0,4} threads")
 Key = tuple[str, str, str]           # a spec's JSON, architecture, toolchain
 
 
@@ -44,7 +52,7 @@ class Entry:
     spec: GemmSpec
     arch: str
     toolchain: str
-    schedule: Schedule
+    schedule: Schedule | CPUSchedule
     seconds: float
     how: str = "counted"
 
@@ -63,12 +71,17 @@ class Entry:
         except (KeyError, TypeError) as error:
             raise ScheduleError(f"{str(data)[:200]} is no entry: {error} is missing",
                                 "an entry that --export wrote") from error
-        if arch not in SMEM_BYTES or type(toolchain) is not str or type(seconds) not in (int, float) \
+        on_cpu = CPU_ARCH.fullmatch(arch) if type(arch) is str else None
+        if (arch not in SMEM_BYTES and not on_cpu) or type(toolchain) is not str \
+                or type(seconds) not in (int, float) \
                 or not 0 < seconds < 1e9 or how not in ("measured", "counted"):
             raise ScheduleError(f"an entry of {arch!r}, {toolchain!r}, {seconds!r}, {how!r}",
                                 f"one of {', '.join(SMEM_BYTES)}, a version, seconds, measured or counted")
-        return Entry(spec_from_json(data.get("spec")), arch, toolchain,
-                     Schedule.from_json(data.get("schedule")), float(seconds), how)
+        kind = CPUSchedule if on_cpu else Schedule
+        schedule: Schedule | CPUSchedule = kind.from_json(data.get("schedule"))
+        if on_cpu and isinstance(schedule, CPUSchedule) and str(schedule.isa) != on_cpu[1]:
+            raise ScheduleError(f"a schedule for {schedule.isa} in an entry of {arch!r}")
+        return Entry(spec_from_json(data.get("spec")), arch, toolchain, schedule, float(seconds), how)
 
 
 @functools.cache
@@ -78,6 +91,16 @@ def toolchain() -> str:
     done = subprocess.run([str(program), "--version"], capture_output=True, text=True, check=False)
     found = re.search(r"V(\d[\d.]*)", done.stdout)
     return f"ptxas {found[1]}" if found else f"ptxas {done.stdout.strip()[-40:]}"
+
+
+def cpu_arch(isa: ISA, threads: int) -> str:
+    """The architecture of a CPU, as entries have it."""
+    return f"cpu {isa}, {threads} threads"
+
+
+def cpu_toolchain() -> str:
+    """What identifies the C compiler. Raises `ToolchainError` where there is none."""
+    return find_compiler().identity
 
 
 def path() -> Path:
@@ -110,8 +133,20 @@ def lookup(spec: GemmSpec, arch: str) -> Schedule | None:
 
 def _winner(found: dict[Key, Entry], text: str, spec: GemmSpec, arch: str) -> Schedule | None:
     entry = found.get((text, arch, toolchain()))
-    if entry is None: return None
+    if entry is None or not isinstance(entry.schedule, Schedule): return None
     if wrong := problems(entry.schedule, spec, arch):
+        note(f"{entry.schedule} of {path()} is ignored for {spec}: {'; '.join(wrong)}")
+        return None
+    return entry.schedule
+
+
+def lookup_cpu(spec: GemmSpec, machine: CPUMachine) -> CPUSchedule | None:
+    """The winner for a product on a CPU, where there is a legal one."""
+    if not (found := _read(path())): return None
+    entry = found.get((_text(spec), cpu_arch(machine.isa, machine.threads), cpu_toolchain()))
+    if entry is None or not isinstance(entry.schedule, CPUSchedule): return None
+    from tinygrad_nv.cpu.space import problems as problems_on_cpu  # templates, which ask here
+    if wrong := problems_on_cpu(entry.schedule, spec, machine):
         note(f"{entry.schedule} of {path()} is ignored for {spec}: {'; '.join(wrong)}")
         return None
     return entry.schedule
