@@ -9,8 +9,8 @@ products of the batch, in chunks of `block_n`:
       sums[i][c] = Σ_k a[i, k] b[c, k]        gemv_sums.py, by how b lies
       out[i][c] = epilogue(sums[i][c])        vectors of neighbouring columns, whatever way the sums were made
 
-A sum has one order, given by the spec and the instruction set: no bit depends on chunks or parts, nor does a
-row's result on how many rows there are. Few columns and many rows are the same product transposed.
+A sum has one order, given by the spec and the instruction set: no bit depends on chunks or parts. Few columns
+and many rows are the same product transposed.
 """
 from __future__ import annotations
 
@@ -51,16 +51,25 @@ def default(spec: GemmSpec, machine: CPUMachine) -> CPUSchedule:
     block_m = min(spec.m, 8 if isa.registers == 32 else 4)
     nbytes = spec.matrices * spec.n * spec.parts * spec.k * spec.b.dtype.itemsize
     parts = max(1, min(machine.threads, nbytes // BYTES_OF_PART, spec.matrices * spec.n))
-    if spec.b.major == "MN" and spec.n > 1:
+    block_k = columns = 0
+    if _by_columns(spec) and spec.m * spec.parts > 2:
+        rows, most, block_k = 1, 1024, 64 // spec.b.dtype.itemsize
+        block_m = min(spec.m, isa.registers // 2)
+        columns = max(1, isa.registers // 2 // block_m) * isa.lanes
+    elif _by_columns(spec):
         rows, most = 4, SUMS_BYTES // (4 * spec.m * spec.parts)
     else:
-        rows, most = max(1, min(4 // spec.parts, isa.registers * 3 // 4 // (block_m * spec.parts))), 256
+        o, most = _operands(spec, isa), 256
+        held = isa.registers * (3 if o.pairs else 2) // 4  # vectors of sums; with more the compiler spills
+        rows = max(1, min(4 // spec.parts, held // (block_m * spec.parts)))
+        if spec.b.k == 1 and spec.m > 2 and spec.m * o.row_bytes > SUMS_BYTES:
+            block_k = max(64, SUMS_BYTES * spec.k // (spec.m * o.row_bytes) // 64 * 64)
     # so many chunks that parts have the same number of them
     chunks = -(-spec.n // max(most, 64))
     if spec.matrices % parts: chunks = -(-chunks // parts) * parts
     block_n = -(-spec.n // chunks // isa.lanes) * isa.lanes
     parts = min(parts, spec.matrices * -(-spec.n // block_n))
-    return CPUSchedule(TEMPLATE, isa, parts, block_m, block_n, rows=rows)
+    return CPUSchedule(TEMPLATE, isa, parts, block_m, block_n, block_k, rows, columns)
 
 
 def few_rows(spec: GemmSpec) -> GemmSpec:
@@ -73,9 +82,8 @@ def build(spec: GemmSpec, schedule: CPUSchedule) -> CPUKernel:
     """The kernel of a product."""
     given, isa = spec, schedule.isa
     spec = few_rows(given)
-    ready = spec.m == 1 and spec.a.k == 1 and spec.a.dtype == dtypes.float32 and not spec.symbolic
-    operands = Operands(spec, isa, ready or _widened_bytes(spec, isa) > STACK_BYTES)
-    by_columns = spec.b.major == "MN" and spec.n > 1
+    operands = _operands(spec, isa)
+    by_columns = _by_columns(spec)
     sums = (sums_of_columns if by_columns else sums_of_rows)(operands, schedule)
     chunks = -(-spec.n // schedule.block_n)
     items, kind = spec.matrices * chunks, "s32" if operands.integers else "float"
@@ -98,6 +106,17 @@ def build(spec: GemmSpec, schedule: CPUSchedule) -> CPUKernel:
     inputs += [(c_type(dtype), f"x{i}") for i, dtype in enumerate(spec.parameters)]
     return kernel(f"gemv_{spec.m}x{spec.n}x{spec.k}", isa, body, [(c_type(spec.out.dtype), "out")], inputs,
                   ["m"] if spec.symbolic else [], schedule.parts)
+
+
+def _by_columns(spec: GemmSpec) -> bool: return spec.b.major == "MN" and spec.n > 1
+
+
+def _operands(spec: GemmSpec, isa: ISA) -> Operands:
+    pairs = isa.bf16 and not isa.emulated and spec.b.dtype == dtypes.bfloat16 and spec.b.k == 1 and \
+        not _by_columns(spec)
+    fits = spec.a.dtype == dtypes.float32 or pairs
+    ready = spec.m == 1 and spec.a.k == 1 and fits and not spec.symbolic
+    return Operands(spec, isa, ready or _widened_bytes(spec, isa) > STACK_BYTES, pairs)
 
 
 def _padded(count: int, isa: ISA) -> int: return -(-count // isa.lanes) * isa.lanes

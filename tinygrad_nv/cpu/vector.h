@@ -122,33 +122,66 @@ INLINE vb narrow_##name(vf x) { \
 NARROW8(e4m3, 3, 0x1p14f, 448.f, 0x7f, 20, 120)
 NARROW8(e5m2, 2, 0x1p7f, 57344.f, 0x7e, 21, 112)
 
-#define LOADS(name, wide, element, vector, loaded, in, out) \
-INLINE wide load_##name(const element *p) { vector x = *(const vector##_u *)p; return in; } \
-INLINE wide load_n_##name(const element *p, s64 n) { \
-  if (n >= W) return load_##name(p); \
+// some_T(p, n): the first n elements, the others 0 and not read; keep_T(p, x, n) writes the first n alone
+#if AVX512
+INLINE u16 first_(s64 n) { return (u16)(n >= W ? 0xffff : n <= 0 ? 0 : (1 << n) - 1); }
+#define SOME(vector, element, move) \
+INLINE vector some_##vector(const element *p, s64 n) { \
+  vector x; \
+  __asm__(move " %2, %0%{%1%}%{z%}" : "=v"(x) : "Yk"(first_(n)), "m"(*(const vector##_u *)p)); \
+  return x; \
+} \
+INLINE void keep_##vector(element *p, vector x, s64 n) { \
+  __asm__(move " %2, %0%{%1%}" : "+m"(*(vector##_u *)p) : "Yk"(first_(n)), "v"(x)); \
+}
+#else
+#define SOME(vector, element, move) \
+INLINE vector some_##vector(const element *p, s64 n) { \
+  if (n >= W) return *(const vector##_u *)p; \
   vector x = (vector)0; \
   for (s64 i = 0; i < n; i++) x[i] = p[i]; \
+  return x; \
+} \
+INLINE void keep_##vector(element *p, vector x, s64 n) { \
+  if (n >= W) { *(vector##_u *)p = x; return; } \
+  for (s64 i = 0; i < n; i++) p[i] = x[i]; \
+}
+#endif
+SOME(vf, float, "vmovups") SOME(vi, s32, "vmovdqu32") SOME(vh, u16, "vmovdqu16") SOME(vb, u8, "vmovdqu8")
+
+#define LOADS(name, wide, element, vector, any, in, out) \
+INLINE wide load_##name(const element *p) { vector x = *(const vector##_u *)p; return in; } \
+INLINE wide load_n_##name(const element *p, s64 n) { \
+  vector x = (vector)some_##any((const void *)p, n); \
   return in; \
 } \
 INLINE void store_##name(element *p, wide v) { *(vector##_u *)p = out; } \
-INLINE void store_n_##name(element *p, wide v, s64 n) { \
-  if (n >= W) { store_##name(p, v); return; } \
-  vector x = out; \
-  for (s64 i = 0; i < n; i++) p[i] = x[i]; \
-}
-LOADS(f32, vf, float, vf, float, x, v)
-LOADS(bf16, vf, u16, vh, float, wide_bf16(x), narrow_bf16(v))
-LOADS(f16, vf, u16, vh, float, wide_f16(x), narrow_f16(v))
-LOADS(e4m3, vf, u8, vb, float, wide_e4m3(x), narrow_e4m3(v))
-LOADS(e5m2, vf, u8, vb, float, wide_e5m2(x), narrow_e5m2(v))
-LOADS(s32, vi, s32, vi, s32, x, v)
-LOADS(u32, vi, u32, vi, s32, x, v)
+INLINE void store_n_##name(element *p, wide v, s64 n) { vector x = out; keep_##any((void *)p, (any)x, n); }
+LOADS(f32, vf, float, vf, vf, x, v)
+LOADS(bf16, vf, u16, vh, vh, wide_bf16(x), narrow_bf16(v))
+LOADS(f16, vf, u16, vh, vh, wide_f16(x), narrow_f16(v))
+LOADS(e4m3, vf, u8, vb, vb, wide_e4m3(x), narrow_e4m3(v))
+LOADS(e5m2, vf, u8, vb, vb, wide_e5m2(x), narrow_e5m2(v))
+LOADS(s32, vi, s32, vi, vi, x, v)
+LOADS(u32, vi, u32, vi, vi, x, v)
 #define WIDE(vector) __builtin_convertvector(x, vi)
-LOADS(s16, vi, s16, vsh, s32, WIDE(x), __builtin_convertvector(v, vsh))
-LOADS(u16, vi, u16, vh, s32, WIDE(x), __builtin_convertvector(v, vh))
-LOADS(s8, vi, s8, vsb, s32, WIDE(x), __builtin_convertvector(v, vsb))
-LOADS(u8, vi, u8, vb, s32, WIDE(x), __builtin_convertvector(v, vb))
-LOADS(bool, vi, u8, vb, s32, WIDE(x) != 0, __builtin_convertvector(v & 1, vb))
+LOADS(s16, vi, s16, vsh, vh, WIDE(x), __builtin_convertvector(v, vsh))
+LOADS(u16, vi, u16, vh, vh, WIDE(x), __builtin_convertvector(v, vh))
+LOADS(s8, vi, s8, vsb, vb, WIDE(x), __builtin_convertvector(v, vsb))
+LOADS(u8, vi, u8, vb, vb, WIDE(x), __builtin_convertvector(v, vb))
+LOADS(bool, vi, u8, vb, vb, WIDE(x) != 0, __builtin_convertvector(v & 1, vb))
+
+#if HAVE_BF16
+// 2 W elements as pairs; c + a b of both elements of each pair, where subnormal numbers are 0
+INLINE vi load_pairs(const u16 *p) { return *(const vi_u *)p; }
+INLINE vi load_n_pairs(const u16 *p, s64 n) {
+  u32 mask = n >= 2 * W ? ~0u : (1u << n) - 1;
+  vi x;
+  __asm__("vmovdqu16 %2, %0%{%1%}%{z%}" : "=v"(x) : "Yk"(mask), "m"(*(const vi_u *)p));
+  return x;
+}
+INLINE vf dot_pairs(vf c, vi a, vi b) { __asm__("vdpbf16ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b)); return c; }
+#endif
 
 INLINE vf round_f32(vf x) { return x; }
 INLINE vf round_bf16(vf x) { return wide_bf16(narrow_bf16(x)); }
