@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from tinygrad.helpers import DEV
 
 from tinygrad_nv.errors import RequestError, SpecError
 from tinygrad_nv.levels import aligned, shortened
@@ -109,7 +110,7 @@ def _tune(arguments: argparse.Namespace) -> None:
     m, n, k = arguments.extents
     spec = dense(m, n, k, arguments.dtype, arguments.out, arguments.majors, arguments.batch,
                  arguments.epilogue, arguments.symbolic)
-    if arguments.arch is None: arguments.arch = CPU if os.environ.get("DEV") == "CPU" else "sm_90a"
+    if arguments.arch is None: arguments.arch = CPU if DEV.device == "CPU" else "sm_90a"
     if arguments.arch == CPU:
         _tune_cpu(spec, arguments)
         return

@@ -240,8 +240,7 @@ def test_the_command_tunes_for_this_machine(command, file: Path, monkeypatch: py
     assert lines[1].startswith(str(entry.schedule))
     assert lines[-2] == f"4x96x256 f32 NT → f32 on {entry.arch}: {entry.schedule}"
     assert lines[-1].endswith(f"GFLOP/s; kept in {file}")
-    monkeypatch.setenv("DEV", "CPU")
-    said = json.loads(command(*WORDS, "--json").succeeded().out)
+    with Context(DEV="CPU"): said = json.loads(command(*WORDS, "--json").succeeded().out)
     assert said["arch"] == entry.arch
     assert {"schedule", "predicted_s", "measured_s", "why"} == set(said["candidates"][0])
     listed = command("tune", "--list").succeeded().out
