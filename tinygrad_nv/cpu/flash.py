@@ -147,6 +147,7 @@ def _tile(spec: AttentionSpec, schedule: CPUSchedule, blocks: Blocks) -> str:
     sees, reach = f"first_row + starts + {first}", f"first_row + count + starts + {last}"
     begin = "0" if first is None else f"({sees} > 0 ? {sees} : 0)"
     end = "rows_k" if last is None else f"({reach} < rows_k ? {reach} : rows_k)"
+    if first is not None and last is not None and first > last: end = "0"  # a band of nothing
     scales = "" if spec.scales is None else f"""
       for (s64 c = 0; c < cols; c++) {{
         const s64 at = c0 + c;
