@@ -18,7 +18,7 @@ from tinygrad.helpers import Context
 from tinygrad_nv import config
 from tinygrad_nv.errors import HookError, NVError
 from tinygrad_nv.replaced import add, check_version, official, put_back, remove, replace, theirs
-from tinygrad_nv.runtime import clang, cpu_eager
+from tinygrad_nv.runtime import clang, cpu_eager, cpu_memory
 
 _devices: dict[str, types.ModuleType | None] = {}  # the module that was there before, if any
 _preferred: dict[str, Callable[[], bool]] = {}  # devices that come first where this holds
@@ -103,17 +103,18 @@ def _first_preferred() -> str | None:
 # **** the CPU device ****
 
 def install_cpu(enabled: Callable[[], bool]) -> None:
-    """As hooks.install_cpu; graphs and parallel launches while `enabled()`."""
+    """As hooks.install_cpu; graphs, parallel launches and huge pages while `enabled()`."""
     check_version()
     clang.wait_for_cpu(functools.partial(_join_cpu, enabled))
     replace(type(Device), "_select_device", _chosen(theirs(type(Device), "_select_device")))
 
 
 def remove_cpu() -> None:
-    """Undoes `install_cpu`. An open CPU device keeps the compiler and the programs it has."""
+    """Undoes `install_cpu`. An open CPU device keeps the compiler, allocator and programs it has."""
     if (ops_cpu := clang.stop_waiting()) is not None:
         put_back(ops_cpu, "ClangRenderer")
         put_back(ops_cpu, "CPUProgram")
+        put_back(ops_cpu, "CPUAllocator")
         if "graph" in vars(ops_cpu.CPUDevice): del ops_cpu.CPUDevice.graph
     put_back(type(Device), "_select_device")
 
@@ -121,6 +122,7 @@ def remove_cpu() -> None:
 def _join_cpu(enabled: Callable[[], bool], ops_cpu: Any) -> None:
     replace(ops_cpu, "ClangRenderer", clang.ClangRenderer)
     replace(ops_cpu, "CPUProgram", cpu_eager.parallel(ops_cpu.CPUProgram, enabled))
+    replace(ops_cpu, "CPUAllocator", cpu_memory.huge(ops_cpu.CPUAllocator, enabled))
     ops_cpu.CPUDevice.graph = _CPUGraph(enabled)
 
 

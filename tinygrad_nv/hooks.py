@@ -398,6 +398,6 @@ def _call_name(call: UOp, *args: Any, **kwargs: Any) -> str:
 
 def install_cpu() -> None:
     """Lets CPU devices opened from now on compile with what `toolchain.find_compiler` finds as they open;
-    while enabled, run the parts of a kernel on all cores and replay what a TinyJit captured through
-    `runtime.cpu_graph`."""
+    while enabled, run the parts of a kernel on all cores, replay what a TinyJit captured through
+    `runtime.cpu_graph` and have large buffers in huge pages."""
     hook_devices.install_cpu(enabled)

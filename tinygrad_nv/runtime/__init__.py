@@ -4,7 +4,7 @@ Read in this order:
   clang.py      the CPU device's renderer with the compiler that toolchain.py finds
   programs.py   compiled programs kept from one process to the next
   cpu_pool.py   threads that run kernels on the CPU; cpu_eager.py: launches; cpu_graph.py: captured graphs, in
-                one call; cpu_program.py: a kernel by itself
+                one call; cpu_program.py: a kernel by itself; cpu_memory.py: large buffers
   driver.py     what a GPU driver must do for us; capture.py: streams that record graphs
   emulated.py   that, with the emulator as the device; emulated_graph.py: its streams and graphs;
                 emulated_order.py: what is ordered, emulated_host.py: page-locked memory
