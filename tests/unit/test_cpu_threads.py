@@ -3,11 +3,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tinygrad.helpers import Context
 
 from tinygrad_nv.cpu import machine, threads
+from tinygrad_nv.cpu.isa import PORTABLE
+from tinygrad_nv.cpu.kernel import kernel
 from tinygrad_nv.cpu.threads import Available, cfs, cpu_max, groups, look
+from tinygrad_nv.runtime import cpu_program
+from tinygrad_nv.runtime.cpu_pool import pool
 
 FIRST = "9:name=systemd:/x\n4:cpu,cpuacct:/docker/abc\n3:cpuset:/\n0::/system.slice\n"
 
@@ -86,3 +91,14 @@ def test_the_default_of_tinygrad_is_cut_to_what_there_is(monkeypatch: pytest.Mon
         assert threads.threads() == machine.machine().threads == 64
     monkeypatch.delenv("NUM_CPU_THREADS")
     with Context(NUM_CPU_THREADS=7): assert threads.threads() == 7
+
+
+def test_parts_are_shared_out_among_as_many(monkeypatch: pytest.MonkeyPatch):
+    """A pool of tinygrad's default would have threads that a quota stops while others wait for them."""
+    monkeypatch.setattr(cpu_program, "threads_to_use", lambda: 1)
+    made = []
+    monkeypatch.setattr(cpu_program, "pool", lambda count: made.append(count) or pool(count))
+    out = np.zeros(8, np.int32)
+    cpu_program.load(kernel("parts", PORTABLE, "out[core_id] = core_id;", [("int", "out")], [], parts=8))(out)
+    assert made == [1]
+    assert out.tolist() == list(range(8))

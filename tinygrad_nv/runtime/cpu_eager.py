@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-from tinygrad.helpers import NUM_CPU_THREADS
+from tinygrad_nv.cpu.threads import threads
 
 _WORD = (1 << 64) - 1
 
@@ -33,7 +33,7 @@ def parallel(theirs: type, enabled: Callable[[], bool]) -> type:
         # a kernel of ours has core_id at -1, the last
         row = array("Q", [self.addr, parts, core % words, words, *(b.va_addr for b in bufs),
                           *((v or 0) & _WORD for v in vals)])
-        pool(int(NUM_CPU_THREADS.value)).run_at(row.buffer_info()[0], 1, len(row), True)
+        pool(threads()).run_at(row.buffer_info()[0], 1, len(row), True)
         return time.perf_counter() - begun if wait else None
 
     original: Callable[..., float | None] = vars(theirs)["__call__"]

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from tinygrad.device import MultiBuffer
 from tinygrad.engine.jit import GraphRunner
-from tinygrad.helpers import NUM_CPU_THREADS
 from tinygrad.uop.ops import Ops, UOp
 
+from tinygrad_nv.cpu.threads import threads
 from tinygrad_nv.runtime.cpu_pool import ALONE, HEAD, pool
 
 
@@ -43,7 +43,7 @@ class CPUGraph(GraphRunner):
         places = [(j, HEAD + len(self.calls[j][1].arg.globals) + i, v)
                   for j, pairs in self.var_vals_replace.items() for i, v in pairs]
         self.places = np.array(places, np.intp).reshape(-1, 3).T
-        self.threads = int(NUM_CPU_THREADS.value)
+        self.threads = threads()
 
     def __call__(self, input_uops: tuple[UOp, ...], var_vals: dict[str, int],
                  wait: bool = False) -> float | None:

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from tinygrad import Device
 from tinygrad.device import TinyELF
-from tinygrad.helpers import NUM_CPU_THREADS
 
 from tinygrad_nv.cpu.kernel import CPUKernel
+from tinygrad_nv.cpu.threads import threads as threads_to_use
 from tinygrad_nv.runtime.cpu_pool import ALONE, HEAD, pool
 
 
@@ -33,7 +33,7 @@ class LoadedKernel:
         parts, core = self.kernel.parts, len(words) if self.kernel.parts > 1 else -1
         row = [self.program.addr, parts, core % (1 << 64), len(words) + (core >= 0), *words, 0]
         if order is None:
-            count = int(NUM_CPU_THREADS.value) if threads is None else threads
+            count = threads_to_use() if threads is None else threads
             pool(count).run(np.array([row], np.uint64), parts > 1 and count > 1)
             return
         for part in order:
