@@ -14,6 +14,8 @@ and many rows are the same product transposed.
 """
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.cpu import expression
@@ -30,6 +32,7 @@ TEMPLATE = "gemv"
 MOST_ROWS = 16                # of a: more are for gemm.py
 STACK_BYTES = 3 << 18         # of a in float32 on a thread's stack
 SUMS_BYTES = 16 << 10         # half of the smallest L1 cache
+PARTS = 4                     # for each thread, so that one that is held up does less
 BYTES_OF_PART = 64 << 10      # waking a thread takes as long as reading so much of b
 
 
@@ -47,29 +50,34 @@ def problems(spec: GemmSpec, machine: CPUMachine) -> list[str]:
 
 def default(spec: GemmSpec, machine: CPUMachine) -> CPUSchedule:
     """The schedule where nobody has tried others."""
-    spec, isa = few_rows(spec), machine.isa
-    block_m = min(spec.m, 8 if isa.registers == 32 else 4)
+    spec, lanes = few_rows(spec), machine.isa.lanes
+    made = _of_columns(spec, machine.isa) if _by_columns(spec) else _of_rows(spec, machine.isa)
     nbytes = spec.matrices * spec.n * spec.parts * spec.k * spec.b.dtype.itemsize
-    parts = max(1, min(machine.threads, nbytes // BYTES_OF_PART, spec.matrices * spec.n))
-    block_k = columns = 0
-    if _by_columns(spec) and spec.m * spec.parts > 2:
-        rows, most, block_k = 1, 1024, 64 // spec.b.dtype.itemsize
-        block_m = min(spec.m, isa.registers // 2)
-        columns = max(1, isa.registers // 2 // block_m) * isa.lanes
-    elif _by_columns(spec):
-        rows, most = 4, SUMS_BYTES // (4 * spec.m * spec.parts)
-    else:
-        o, most = _operands(spec, isa), 256
-        held = isa.registers * (3 if o.pairs else 2) // 4  # vectors of sums; with more the compiler spills
-        rows = max(1, min(4 // spec.parts, held // (block_m * spec.parts)))
-        if spec.b.k == 1 and spec.m > 2 and spec.m * o.row_bytes > SUMS_BYTES:
-            block_k = max(64, SUMS_BYTES * spec.k // (spec.m * o.row_bytes) // 64 * 64)
+    parts = max(1, min(machine.threads * PARTS if machine.threads > 1 else 1, nbytes // BYTES_OF_PART))
     # so many chunks that parts have the same number of them
-    chunks = -(-spec.n // max(most, 64))
+    chunks = -(-spec.n // made.block_n)
     if spec.matrices % parts: chunks = -(-chunks // parts) * parts
-    block_n = -(-spec.n // chunks // isa.lanes) * isa.lanes
-    parts = min(parts, spec.matrices * -(-spec.n // block_n))
-    return CPUSchedule(TEMPLATE, isa, parts, block_m, block_n, block_k, rows, columns)
+    block_n = -(-spec.n // chunks)
+    if block_n > lanes: block_n = -(-block_n // lanes) * lanes
+    return replace(made, parts=min(parts, spec.matrices * -(-spec.n // block_n)), block_n=block_n)
+
+
+def _of_rows(spec: GemmSpec, isa: ISA) -> CPUSchedule:
+    o, block_m, block_k = _operands(spec, isa), min(spec.m, isa.registers // 4), 0
+    held = isa.registers * (3 if o.pairs else 2) // 4  # vectors of sums; with more the compiler spills
+    rows = max(1, min(4 // spec.parts, held // (block_m * spec.parts)))
+    # two rows of a may come from the second cache: b comes more slowly
+    if spec.b.k == 1 and spec.m > 2 and spec.m * o.row_bytes > SUMS_BYTES:
+        block_k = max(64, SUMS_BYTES * spec.k // (spec.m * o.row_bytes) // 64 * 64)
+    return CPUSchedule(TEMPLATE, isa, 1, block_m, 256, block_k, rows)
+
+
+def _of_columns(spec: GemmSpec, isa: ISA) -> CPUSchedule:
+    rows = spec.m * spec.parts
+    if rows <= 2: return CPUSchedule(TEMPLATE, isa, 1, spec.m, max(64, SUMS_BYTES // (4 * rows)), rows=4)
+    block_m = min(spec.m, isa.registers // 2)
+    return CPUSchedule(TEMPLATE, isa, 1, block_m, 1024, 64 // spec.b.dtype.itemsize, 1,
+                       max(1, isa.registers // 2 // block_m) * isa.lanes)
 
 
 def few_rows(spec: GemmSpec) -> GemmSpec:
@@ -128,7 +136,7 @@ def _product(extents: tuple[int, ...]) -> int:
     return out
 
 
-def _widened_bytes(spec: GemmSpec, isa: ISA) -> int: return 4 * spec.m * (_padded(spec.k, isa) + 16)
+def _widened_bytes(spec: GemmSpec, isa: ISA) -> int: return 4 * spec.m * (_padded(spec.k, isa) + 32)
 
 
 def _finish(spec: GemmSpec) -> str:
