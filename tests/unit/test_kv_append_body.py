@@ -1,4 +1,4 @@
-"""kv_append on a CPU: its body, which is tinygrad's own kernels, against what the definition says."""
+"""kv_append on a CPU by its body, which is tinygrad's own kernels, against what the definition says."""
 from __future__ import annotations
 
 import pytest
@@ -7,6 +7,12 @@ from append_case import append, run, same, wanted
 from tinygrad import dtypes
 
 from tinygrad_nv import disabled
+
+
+@pytest.fixture(autouse=True)
+def body(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel of ours."""
+    monkeypatch.setenv("NV_CPU", "0")
 
 
 def test_copies_are_exact():

@@ -1,13 +1,14 @@
 """New keys and values into pages, in plain tinygrad: as tile/kv_append.py defines it, on any device.
 
 Protocol: `appended(what, k_pages, v_pages, k, v, table, lengths, …)` gives the pages as they are afterwards,
-and the rotated q: values, all of them; who calls it assigns them. Every token of all pages is asked which new
+and the rotated q: values, all of them; who calls it assigns them. A contiguous cache is one of pages that are
+called [B, capacity, H_kv, D]. Every token of all pages is asked which new
 row it is, if any: this is the reference, and costs what all pages cost. Where tinygrad has no e4m3 of its
 own, its kernels lose subnormals of it: 0 takes the place of numbers below 2⁻⁶, in other tokens too.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -19,11 +20,13 @@ LARGEST = {dtypes.int8: (-128, 127), dtypes.fp8e4m3: (-448, 448)}
 
 @dataclass(frozen=True)
 class KVAppend:
-    """An append, as far as its tensors do not say it: which of cos and sin, q and scales there are."""
+    """An append, as far as its tensors do not say it: which of cos and sin, q, scales and table there are."""
     rope: bool = False
     interleaved: bool = False
     q: bool = False
     scales: bool = False
+    table: bool = True
+    rounded: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Arguments(Generic[T]):
     v_pages: T
     k: T
     v: T
-    table: T
+    table: T | None
     lengths: T
     rope: tuple[T, ...]
     q: tuple[T, ...]
@@ -41,9 +44,12 @@ class Arguments(Generic[T]):
 
     @staticmethod
     def of(what: KVAppend, given: tuple[T, ...]) -> Arguments[T]:
-        """Those of a call's tensors: six, then cos and sin, q, scales of keys and of values."""
-        rest = iter(given[6:])
-        k_pages, v_pages, k, v, table, lengths = given[:6]
+        """Those of a call's tensors: keys and values of the cache, k, v, the table if there is one, lengths,
+        then cos and sin, q, scales of keys and of values."""
+        k_pages, v_pages, k, v, *more = given
+        rest = iter(more)
+        table = next(rest) if what.table else None
+        lengths = next(rest)
         rope, q, scales = (tuple(islice(rest, count)) for count in (2 * what.rope, what.q, 2 * what.scales))
         return Arguments(k_pages, v_pages, k, v, table, lengths, rope, q, scales)
 
@@ -51,6 +57,11 @@ class Arguments(Generic[T]):
 def appended(what: KVAppend, *given: Tensor) -> tuple[Tensor, ...]:
     """Pages of keys and of values, and q where there is one."""
     x = Arguments.of(what, given)
+    if x.table is None:  # page b is request b's
+        turned = (each.transpose(1, 2) for each in given[:2])
+        numbers = Tensor.arange(x.k.shape[0]).reshape(-1, 1).cast(dtypes.int32)
+        k_pages, v_pages, *q = appended(replace(what, table=True), *turned, *given[2:4], numbers, *given[4:])
+        return k_pages.transpose(1, 2), v_pages.transpose(1, 2), *q
     rows, longest = x.k.shape[1], x.table.shape[1] * x.k_pages.shape[1]
     place = x.lengths.reshape(-1, 1) - rows + Tensor.arange(rows).reshape(1, -1)
     inside = (place >= 0) & (place < longest)
@@ -60,7 +71,9 @@ def appended(what: KVAppend, *given: Tensor) -> tuple[Tensor, ...]:
     token = there.where(page * x.k_pages.shape[1] + near % x.k_pages.shape[1], -1)
     row = row_of(token.reshape(-1), x.k_pages.shape[0] * x.k_pages.shape[1])
     angles = tuple(table[near].float().unsqueeze(2) for table in x.rope)
-    k, *q = (rotated(each.float(), angles, what.interleaved) for each in (x.k, *x.q))
+    if what.rounded: angles = tuple(table.cast(x.k.dtype) for table in angles)
+    k, *q = (rotated(each if what.rounded else each.float(), angles, what.interleaved).float()
+             for each in (x.k, *x.q))
     made = []
     for number, (pages, new) in enumerate(((x.k_pages, k), (x.v_pages, x.v.float()))):
         if what.scales:

@@ -10,13 +10,16 @@ rows + t, which is token p % page_size of page `table[b, p // page_size]`. For e
     rotate(x, p)[i]         = x[i] cos[p, i] − x[j] sin[p, i]          of pairs (i, j): i and i + half, or of
     rotate(x, p)[j]         = x[j] cos[p, i] + x[i] sin[p, i]          interleaved ones 2i and 2i + 1
 
-in float32; elements from 2 · half on stay as they are. Numbers of 8 bits (s8, e4m3) are x · (1 / scale) of
-the page and key head, to the nearest, ties to even; what is too large becomes the largest there is.
+in float32; elements from 2 · half on stay as they are. Where rows and tables are of one dtype the rotation
+may be `rounded`: each product and each sum to that dtype, as of tensors. Numbers of 8 bits (s8, e4m3) are
+x · (1 / scale) of the page and key head, to the nearest, ties to even; what is too large becomes the largest
+there is.
 
 A row before the request's first token, beyond its table, or with a page that is not one (below 0, or not
 below `stored`), writes no keys and no values: padding. Its q is rotated as at the nearest place of the table.
-No two rows may have one token. Table and lengths are int32 in memory, read by each launch; cos and sin are
-dense [places, half], q_out [batch, rows, heads, d]. Strides are in elements.
+No two rows may have one token. Without a table, in a contiguous cache, page b is all of request b. Table and
+lengths are int32 in memory, read by each launch; cos and sin are dense [places, half], q_out [batch, rows,
+heads, d]. Strides are in elements.
 """
 from __future__ import annotations
 
@@ -53,15 +56,17 @@ class Heads:
 
 @dataclass(frozen=True)
 class Rope:
-    """A rotation of `half` pairs, by tables of a dtype."""
+    """A rotation of `half` pairs, by tables of a dtype; `rounded` to it at each step."""
     dtype: DType
     half: int
     interleaved: bool = False
+    rounded: bool = False
 
 
 @dataclass(frozen=True)
 class AppendSpec:
-    """An append of `rows` tokens to each of `batch` requests, whose tables have `pages` of `stored` pages."""
+    """An append of `rows` tokens to each of `batch` requests, whose tables have `pages` of `stored` pages. A
+    contiguous cache (without `table`) has one page for each request, of any size: page b is request b's."""
     batch: int
     rows: int
     heads: int
@@ -79,6 +84,7 @@ class AppendSpec:
     q_heads: int = 0
     k_scale: Scales | None = None
     v_scale: Scales | None = None
+    table: bool = True
 
     def __post_init__(self) -> None:
         for name in ("batch", "rows", "heads", "d", "d_v", "page_size", "pages", "stored"):
@@ -87,6 +93,13 @@ class AppendSpec:
             raise SpecError(f"q of {self.q_heads} heads", "q with heads and a rotation, or none")
         if self.rope is not None and not 2 <= 2 * self.rope.half <= self.d:
             raise SpecError(f"a rotation of {2 * self.rope.half} elements of {self.d}", f"2 to {self.d}")
+        if not self.table and (self.pages, self.stored) != (1, self.batch):
+            raise SpecError(f"{self.pages} of {self.stored} pages without a table", "a page for each request")
+        if self.rope is not None and self.rope.rounded:
+            for x in (self.k, *([self.q] if self.q else [])):
+                if x.dtype == self.rope.dtype: continue
+                raise SpecError(f"a rotation rounded to {short(self.rope.dtype)} of {short(x.dtype)}",
+                                "one dtype for rows, cos and sin")
         given = [self.k.dtype, self.v.dtype, *([self.q.dtype] if self.q else []),
                  *([self.rope.dtype] if self.rope else [])]
         for dtype in given:
@@ -106,9 +119,11 @@ class AppendSpec:
     def __str__(self) -> str:
         words = [f"append {self.batch}x{self.rows}", f"{self.heads} heads",
                  f"d {self.d}" if self.d == self.d_v else f"d {self.d}/{self.d_v}",
-                 f"{short(self.k.dtype)} → {short(self.k_pages.dtype)}", f"pages of {self.page_size}"]
+                 f"{short(self.k.dtype)} → {short(self.k_pages.dtype)}",
+                 f"pages of {self.page_size}" if self.table else f"contiguous, ≤{self.page_size}"]
         if self.rope is not None:
-            words.append(f"rope {2 * self.rope.half}" + (" interleaved" if self.rope.interleaved else ""))
+            words.append(f"rope {2 * self.rope.half}" + (" interleaved" if self.rope.interleaved else "")
+                         + (" rounded" if self.rope.rounded else ""))
         if self.q is not None: words.append(f"q of {self.q_heads} heads")
         return ", ".join(words)
 

@@ -63,7 +63,8 @@ class _Append:
         if spec.q: self.q_out = k.pointer("q_out")
         self.new_k, self.new_v = k.pointer("k"), k.pointer("v")
         if spec.q: self.q = k.pointer("q")
-        self.table, self.lengths = k.pointer("table"), k.pointer("lengths")
+        if spec.table: self.table = k.pointer("table")
+        self.lengths = k.pointer("lengths")
         if spec.rope: self.cos, self.sin = k.pointer("cos"), k.pointer("sin")
         self.scales = {name: k.pointer(name) for name, scale in
                        (("k_scale", spec.k_scale), ("v_scale", spec.v_scale)) if scale is not None}
@@ -102,10 +103,12 @@ class _Append:
         length = k.ld("global", "s32", self.moved(self.lengths, self.request, 4).at())[0]
         place = length + self.row.to("s32") - spec.rows
         inside = place.to("u32") < spec.longest
-        self.page = k.reg("u32", 0xFFFFFFFF, name="page")
-        entry = self.moved(self.moved(self.table, self.request, 4 * spec.pages),
-                           place.to("u32") // spec.page_size, 4)
-        k.emit("ld.global.u32", self.page, entry.at(), guard=inside)
+        if spec.table:
+            self.page = k.reg("u32", 0xFFFFFFFF, name="page")
+            entry = self.moved(self.moved(self.table, self.request, 4 * spec.pages),
+                               place.to("u32") // spec.page_size, 4)
+            k.emit("ld.global.u32", self.page, entry.at(), guard=inside)
+        else: self.page = k.select(inside, self.request, 0xFFFFFFFF, "u32")
         self.there = self.page < spec.stored
         self.token = place.to("u32") % spec.page_size
         if spec.rope is None: return
@@ -168,18 +171,27 @@ class _Append:
                     for at in self.angles)
         if rope.interleaved:
             both = values[0]
-            turned = [self.turn(both[2 * i], both[2 * i + 1], cos[i], sin[i]) for i in range(pairs)]
+            turned = [self.turn(rope, both[2 * i], both[2 * i + 1], cos[i], sin[i]) for i in range(pairs)]
             return [[x for pair in turned for x in pair]]
-        turned = [self.turn(values[0][i], values[1][i], cos[i], sin[i]) for i in range(pairs)]
+        turned = [self.turn(rope, values[0][i], values[1][i], cos[i], sin[i]) for i in range(pairs)]
         return [list(column) for column in zip(*turned, strict=True)]
 
-    def turn(self, a: Value, b: Value, cos: Value, sin: Value) -> tuple[Value, Value]:
+    def turn(self, rope: Rope, a: Value, b: Value, cos: Value, sin: Value) -> tuple[Value, Value]:
         """a cos − b sin, b cos + a sin."""
         k = self.k
+        if rope.rounded and rope.dtype != dtypes.float32:
+            p, q = self.narrowed(a * cos, b * sin, rope.dtype)
+            r, s = self.narrowed(b * cos, a * sin, rope.dtype)
+            return self.narrowed(p - q, r + s, rope.dtype)
         first, second = k.regs("f32", 2)
         k.emit("fma.rn.f32", first, a, cos, -(b * sin))
         k.emit("fma.rn.f32", second, b, cos, a * sin)
         return first, second
+
+    def narrowed(self, a: Value, b: Value, dtype: DType) -> tuple[Value, Value]:
+        """Two numbers rounded to a 16-bit dtype."""
+        low, high = unpacked(self.k, packed(self.k, [a, b], dtype), dtype)
+        return low, high
 
     def inverse(self, scale: tuple[Value, Scales] | None, head: Value) -> Value | None:
         """1 / the scale of the page and a key head."""
