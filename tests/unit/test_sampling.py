@@ -18,13 +18,11 @@ from tinygrad_nv.engine.sampling import (
     Knobs,
     SamplingParams,
     filtered,
-    gumbel,
-    gumbel_of,
     next_token,
     ordered_bits,
     request_numbers,
-    threshold,
 )
+from tinygrad_nv.patterns.sampling import gumbel, gumbel_of, threshold
 
 V = 300
 

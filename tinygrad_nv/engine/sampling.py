@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import RequestError
+from tinygrad_nv.patterns.sampling import gumbel, threshold
 
 # the smallest and largest normal numbers of float32
 FLOAT32_MIN, FLOAT32_MAX = 2.0 ** -126, (2 - 2.0 ** -23) * 2.0 ** 127
 # vLLM's bound: a logit 2e-4 below the largest is 20 below it once divided by this, and noise makes up for 19
 GREEDY_BELOW = 1e-5
-LANES = 128  # partial sums a digit in `threshold`
 KNOBS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -115,8 +115,7 @@ def next_token(logits: Tensor, filters: Filters, knobs: Knobs, seen: Tensor, pos
     (1,): with the seed it selects the noise.
     """
     logits = filtered(logits, filters, knobs, seen)
-    # contiguous: in one kernel with argmax the noise is computed more than once and not vectorised
-    if filters.draw: logits = (logits + gumbel(knobs.seed, position, int(logits.shape[0]))).contiguous()
+    if filters.draw: logits = logits + gumbel(knobs.seed, position, int(logits.shape[0]))
     return logits.argmax().cast(dtypes.int32).reshape(1)
 
 
@@ -132,14 +131,14 @@ def filtered(logits: Tensor, filters: Filters, knobs: Knobs, seen: Tensor) -> Te
     logits = (logits / knobs.row("temperature")).contiguous()
     keys = ordered_bits(logits) if filters.top_k or filters.top_p else logits
     if filters.top_k:
-        floor = threshold(keys, Tensor.ones_like(logits), knobs.row("top_k"))
+        floor = threshold(keys, None, knobs.row("top_k"))
         logits = (keys >= floor).where(logits, -float("inf")).contiguous()
     if filters.top_p:
         floor = threshold(keys, logits.softmax(-1).contiguous(), knobs.row("top_p"))
         logits = (keys >= floor).where(logits, -float("inf")).contiguous()
     if filters.min_p:
         # p ≥ min_p · p_max, in logarithms
-        logits = (logits >= logits.max() + knobs.row("min_p").log()).where(logits, -float("inf"))
+        logits = (logits >= logits.max() + knobs.row("min_p").log()).where(logits, -float("inf")).contiguous()
     return logits
 
 
@@ -148,44 +147,3 @@ def ordered_bits(x: Tensor) -> Tensor:
     just before 0."""
     bits = x.bitcast(dtypes.uint32)
     return (bits >= 1 << 31).where(bits ^ 0xFFFFFFFF, bits | (1 << 31)).contiguous()
-
-
-def threshold(keys: Tensor, weights: Tensor, target: Tensor) -> Tensor:
-    """The largest uint32 t with Σ weights[keys ≥ t] ≥ target, shape (1,), or 0 if there is none: the k-th
-    largest key when weights are 1 and target is k, the nucleus' smallest key when weights are probabilities
-    and target is top_p. Keys and weights are (V,). Ties at the threshold are all kept.
-
-    Radix selection, four bits a pass from the top: eight passes of two kernels instead of a sort. A pass
-    sums for all 16 digits in `LANES` lanes, since one float sum a digit is a chain of additions that no
-    compiler may break up. On two x86-64 cores this takes 0.2 ms for V = 2,048, 1 ms for 32,000 and 4 ms for
-    128,256; a byte a pass without lanes takes 2, 26 and 26 ms, two bits a pass are faster still on the CPU
-    but twice the kernels.
-    """
-    rows = -(-int(keys.shape[0]) // LANES)
-    # weights of the padding are 0
-    keys, weights = (x.pad((0, rows * LANES - int(x.shape[0]))).reshape(LANES, rows, 1).contiguous()
-                     for x in (keys, weights))
-    digits = Tensor.arange(16, dtype=dtypes.uint32)
-    found = Tensor.zeros(1, dtype=dtypes.uint32, device=keys.device)
-    for shift in range(28, -4, -4):
-        mass = (keys >= found + digits * (1 << shift)).where(weights, 0).sum(1).contiguous().sum(0)
-        # mass falls with the digit, so the count of digits that reach the target is the digit sought, plus
-        # one; at least digit 0: rounding may leave the total just under a target of 1
-        reached = (mass >= target).cast(dtypes.uint32).sum().maximum(1).cast(dtypes.uint32) - 1
-        found = (found + reached * (1 << shift)).contiguous()
-    return found
-
-
-def gumbel(seed: Tensor, position: Tensor, size: int) -> Tensor:
-    """Standard Gumbel noise, float32 (size,), a function of seed, position and index alone."""
-    key = (seed[1:2].cast(dtypes.uint64) << 32) | seed[0:1].cast(dtypes.uint64)
-    index = Tensor.arange(size, dtype=dtypes.uint32).cast(dtypes.uint64)
-    counter = (position.cast(dtypes.uint64) << 32) | index
-    return gumbel_of(counter.threefry(key.expand(size)).cast(dtypes.uint32))
-
-
-def gumbel_of(bits: Tensor) -> Tensor:
-    """Standard Gumbel noise in (-2.9, 16.7), float32, from uniform uint32 of the same shape."""
-    # 23 bits and a half fit float32 exactly; of 24, the largest would round to 1, whose noise is infinite
-    uniform = ((bits >> 9).cast(dtypes.float32) + 0.5) * 2.0 ** -23
-    return -(-uniform.log()).log()
