@@ -21,8 +21,8 @@ def old(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("old")
 @pytest.mark.parametrize("asked", ["avx2", "avx512", "amx"])
 def test_a_level_the_processor_lacks(monkeypatch: pytest.MonkeyPatch, asked: str):
-    monkeypatch.setenv("NV_CPU_ISA", asked)
     x, w = (Tensor.ones(rows, 64, device="CPU").contiguous().realize() for rows in (1, 32))
+    monkeypatch.setenv("NV_CPU_ISA", asked)
     with pytest.raises(ConfigError, match=f"NV_CPU_ISA={asked}: the processor lacks ") as caught:
         (x @ w.T).realize()
     assert str(caught.value).splitlines()[1:] == ["  expected: one of portable",

@@ -46,8 +46,9 @@ def test_a_kernel_has_isa_parts_and_predicted_time():
 
 
 def test_the_table_and_its_total():
-    out = layer()
-    head, first, second, total = str(explain(out, out.softmax())).split("\n\n")[0].splitlines()[:4]
+    out, other = layer(), Tensor.empty(64, device="CPU").sin()
+    head, *rows, _ = str(explain(out, other)).split("\n\n")[0].splitlines()
+    second, first = sorted(rows, key=lambda row: "product 1" in row)
     assert head.split()[:8] == ["kernel", "template", "device", "isa", "parts", "flops", "bytes", "predicted"]
     assert "portable" in first
     assert "207.4 µs  product 1" in first
@@ -56,7 +57,6 @@ def test_the_table_and_its_total():
     lowering = explain(out)
     assert str(lowering).splitlines()[2].split()[-2:] == ["207.4", "µs"]
     assert lowering.predicted_s == lowering.kernels[0].predicted_s
-    assert total
 
 
 def test_a_line_of_each_product():
