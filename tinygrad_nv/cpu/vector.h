@@ -207,7 +207,7 @@ INLINE s32 one_bool(const u8 *p) { return *p ? -1 : 0; }
 // **** functions ****
 
 // 2^x = 2^n 2^f with f in [-1/2, 1/2]: a polynomial of degree 6 (relative error 2^-25 before rounding), scaled in
-// two steps so that results below 2^-126 are rounded once more and none overflows early
+// two steps so that results below 2^-126 are rounded once more and none overflows early; within 1 ulp
 INLINE vf exp2_poly(vf f) {
   vf p = fma_((vf)1.535336188319500e-4f, f, (vf)1.339887440266574e-3f);
   p = fma_(p, f, (vf)9.618437357674640e-3f); p = fma_(p, f, (vf)5.550332471162809e-2f);
@@ -230,7 +230,7 @@ INLINE vf exp2_small(vf x) {
   vf y = as_f(as_i(exp2_poly(kept - (n - NEAREST))) + (as_i(n) << 23));
   return pick(x < -126.f, (vf)0.f, y);
 }
-// log2 x = e + log2 m with m in [sqrt 1/2, sqrt 2): 2 atanh((m-1)/(m+1)) / ln 2
+// log2 x = e + log2 m with m in [sqrt 1/2, sqrt 2): 2 atanh((m-1)/(m+1)) / ln 2; within 3 ulp
 INLINE vf log2_(vf x) {
   vi tiny = x < 0x1p-126f;
   vf scaled = pick(tiny, x * 0x1p24f, x);
