@@ -60,8 +60,9 @@ def tinygrad_steps(config: ModelConfig, batch: int, context: int, device: str) -
             filled(shape, number)
         tensor.assign(made).realize()
     cache = KVCache.create(config, capacity, dtypes.bfloat16, batch, device)
-    for number, layer in enumerate(cache.layers):
-        layer.assign(filled(tuple(int(s) for s in layer.shape), CACHE_SEED + number)).realize()
+    for number, (keys, values) in enumerate(cache.layers):
+        made = filled((2, *(int(s) for s in keys.shape)), CACHE_SEED + number)
+        Tensor.realize(keys.assign(made[0]), values.assign(made[1]))
     token = Tensor([[7 + b] for b in range(batch)], dtype=dtypes.int32, device=device).contiguous().realize()
     logits = Tensor.zeros(batch, config.vocab_size, device=device).contiguous().realize()
     position = Variable("position", 0, capacity - 1).bind(context)

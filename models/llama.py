@@ -24,7 +24,8 @@ from typing import TypeAlias
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
-from tinygrad_nv.functional import scaled_dot_product_attention
+from tinygrad_nv import config
+from tinygrad_nv.functional import kv_append, scaled_dot_product_attention
 from tinygrad_nv.hooks import enabled
 from tinygrad_nv.patterns.target import takes
 from tinygrad_nv.runtime.ranges import layer
@@ -38,25 +39,44 @@ Position: TypeAlias = int | UOp
 
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values of every layer: tensors of shape (2, B, H_kv, capacity, D).
+    """Keys and values of every layer: two tensors of shape (B, H_kv, capacity, D) each.
 
     Uninitialised: attention reads [0, end) only, and everything before `end` has been written. A CPU
     therefore holds pages in memory as they are used.
     """
-    layers: tuple[Tensor, ...]
+    layers: tuple[tuple[Tensor, Tensor], ...]
 
     @staticmethod
     def create(config: ModelConfig, capacity: int, dtype: DType, batch: int = 1,
                device: str | None = None) -> KVCache:
         """A cache for `capacity` tokens in each of `batch` sequences."""
-        shape = (2, batch, config.num_kv_heads, capacity, config.head_dim)
-        layers = (Tensor.empty(*shape, dtype=dtype, device=device) for _ in range(config.num_layers))
-        return KVCache(tuple(layers))
+        shape = (batch, config.num_kv_heads, capacity, config.head_dim)
+        def made() -> Tensor: return Tensor.empty(*shape, dtype=dtype, device=device)
+        return KVCache(tuple((made(), made()) for _ in range(config.num_layers)))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Keys and values of all layers."""
+        return [tensor for layer in self.layers for tensor in layer]
 
     @property
     def nbytes(self) -> int:
         """Bytes held on the device."""
-        return sum(int(layer.nbytes()) for layer in self.layers)
+        return sum(int(tensor.nbytes()) for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the tokens (B, T) of a step stand: at start, start + 1, … `rope` are the tables of all positions;
+    `lengths`, int32 (B,) in memory, is start + T of a step with a cache."""
+    start: Position
+    rope: tuple[Tensor, Tensor]
+    lengths: Tensor | None = None
+
+    def rows(self, T: int) -> tuple[Tensor, Tensor]:
+        """The tables' rows [start, start + T)."""
+        cos, sin = self.rope
+        return cos[self.start:self.start + T], sin[self.start:self.start + T]
 
 
 class Linear:
@@ -94,6 +114,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return parts[0].cat(*parts[1:], *([rest] if rest.shape[-1] else []), dim=-1)
 
 
+def takes_appends(x: Tensor) -> bool:
+    """Whether a kernel of ours rotates keys and queries and writes the cache; tinygrad's write new rows alone
+    where the start is a variable, and `kv_append` has it in memory."""
+    return enabled() and takes(x.device) and bool(config.get("NV_ATTENTION"))
+
+
 def takes_products(x: Tensor, decoding: bool) -> bool:
     """Whether products of x are for kernels of ours, which take an attention whole, and store what they read.
     tinygrad's own compute x again for each element of the result, unless it is contiguous: those of float32,
@@ -112,14 +138,35 @@ class Attention:
         self.q_norm = RMSNorm(config.head_dim, config, dtype, device) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config, dtype, device) if config.qk_norm else None
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, hidden) to rotated q (B, H, T, D) and k, v (B, H_kv, T, D)."""
-        c, (B, T, _) = self.config, x.shape
-        heads = self.qkv(x).contiguous_backward()
-        heads = heads.reshape(B, T, c.num_heads + 2 * c.num_kv_heads, c.head_dim).transpose(1, 2)
-        q, k, v = heads.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
+    def split(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q|k|v (B, T, (H + 2 H_kv) D) as heads (B, T, H, D), q and k normalised where the model does so."""
+        c, (B, T, _) = self.config, heads.shape
+        heads = heads.reshape(B, T, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+        q, k, v = heads.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=2)
         if self.q_norm is not None and self.k_norm is not None: q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
+
+    def project(self, x: Tensor, place: Place) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, T, hidden) to rotated q (B, H, T, D) and k, v (B, H_kv, T, D)."""
+        cos, sin = place.rows(x.shape[1])
+        q, k, v = (each.transpose(1, 2) for each in self.split(self.qkv(x).contiguous_backward()))
         return rotate(q, cos, sin).contiguous(), rotate(k, cos, sin), v
+
+    def append(self, x: Tensor, place: Place, cache: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated q (B, H, T, D); keys and values (B, H_kv, start + T, D), those of x in the cache too."""
+        start, end = place.start, place.start + x.shape[1]
+        if place.lengths is not None and takes_appends(x):
+            q, k, v = self.split(self.qkv(x).contiguous())
+            cos, sin = place.rope
+            # other Tensors of the same storage: what is appended is read through the results alone
+            keys, values = (Tensor(each.uop) for each in cache)
+            keys, values, q = kv_append(keys, values, k, v, None, place.lengths, cos=cos, sin=sin, q=q,
+                                        rounded=True)
+            return q.transpose(1, 2), keys[:, :, :end], values[:, :, :end]
+        q, *new = self.project(x, place)
+        written = [Tensor(old.uop.after(old[:, :, start:end].uop.store(each.uop)))
+                   for old, each in zip(cache, new, strict=True)]
+        return q, written[0][:, :, :end], written[1][:, :, :end]
 
     def mask(self, T: int, start: Position) -> Tensor | None:
         """True where the row at start + i may look at column j of [0, start + T); None where it may look at
@@ -148,18 +195,13 @@ class Attention:
         out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, window=self.window)
         return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
 
-    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], start: Position,
-                 cache: Tensor | None) -> Tensor:
-        q, k, v = self.project(x, *rope)
-        if cache is None:
-            k, v = k.contiguous(), v.contiguous()
-            if takes_products(q, False): return self.output(self.flash(q, k, v))
-        else:
-            end = start + x.shape[1]
-            written = cache.uop.after(cache[:, :, :, start:end].uop.store(Tensor.stack(k, v).uop))
-            both = Tensor(written)[:, :, :, 0:end]
-            k, v = both[0], both[1]
-        return self.output(self.attend(q, k, v, start, cache is not None))
+    def __call__(self, x: Tensor, place: Place, cache: tuple[Tensor, Tensor] | None) -> Tensor:
+        if cache is not None:
+            return self.output(self.attend(*self.append(x, place, cache), place.start, True))
+        q, k, v = self.project(x, place)
+        k, v = k.contiguous(), v.contiguous()
+        if takes_products(q, False): return self.output(self.flash(q, k, v))
+        return self.output(self.attend(q, k, v, place.start, False))
 
 
 class FeedForward:
@@ -191,9 +233,8 @@ class Block:
         self.attention_norm = RMSNorm(config.hidden_size, config, dtype, device)
         self.feed_forward_norm = RMSNorm(config.hidden_size, config, dtype, device)
 
-    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], start: Position,
-                 cache: Tensor | None) -> Tensor:
-        with layer("attention"): x = x + self.attention(self.attention_norm(x), rope, start, cache)
+    def __call__(self, x: Tensor, place: Place, cache: tuple[Tensor, Tensor] | None) -> Tensor:
+        with layer("attention"): x = x + self.attention(self.attention_norm(x), place, cache)
         with layer("feed_forward"): return (x + self.feed_forward(self.feed_forward_norm(x))).contiguous()
 
 
@@ -218,9 +259,11 @@ class Llama:
         Tensor.realize(*made)
         return made[0], made[1]
 
-    def rope_rows(self, start: Position, T: int) -> tuple[Tensor, Tensor]:
-        """The tables' rows [start, start + T)."""
-        return self.rope_tables[0][start:start + T], self.rope_tables[1][start:start + T]
+    def place(self, start: Position, shape: tuple[int, ...], cache: KVCache | None) -> Place:
+        """Where tokens of shape (B, T) stand."""
+        if cache is None: return Place(start, self.rope_tables)
+        lengths = Tensor.full(shape[:1], start + shape[1], dtype=dtypes.int32, device=self.device)
+        return Place(start, self.rope_tables, lengths.contiguous())
 
     def hidden(self, tokens: Tensor, start: Position = 0, cache: KVCache | None = None) -> Tensor:
         """The last layer's normalised output, (B, T, hidden), for tokens (B, T) at positions start, start +
@@ -230,9 +273,9 @@ class Llama:
             if self.config.embedding_scale != 1.0:
                 x = x * Tensor(self.config.embedding_scale, dtype=self.dtype, device=self.device)
             x = x.contiguous()  # gathered once: norms and residuals read it
-        rope = self.rope_rows(start, tokens.shape[1])
+        place = self.place(start, tokens.shape, cache)
         for i, block in enumerate(self.blocks):
-            with layer(f"layers.{i}"): x = block(x, rope, start, cache.layers[i] if cache else None)
+            with layer(f"layers.{i}"): x = block(x, place, cache.layers[i] if cache else None)
         with layer("norm"): return self.norm(x)
 
     def __call__(self, tokens: Tensor) -> Tensor:

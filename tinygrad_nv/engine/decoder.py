@@ -42,7 +42,7 @@ class Decoder:
         self.seen = Tensor.empty(model.config.vocab_size, dtype=dtypes.bool, device=model.device)
         buffers = (self.token, self.logits, self.seen, self.knobs.values, self.knobs.seed)
         with labelled(CACHE):
-            for layer in self.cache.layers: allocate(layer)
+            for tensor in self.cache.tensors: allocate(tensor)
         with labelled(ACTIVATIONS):
             for tensor in buffers: allocate(tensor)
         self.held: list[int] = []  # tokens whose keys and values are in the cache

@@ -96,7 +96,8 @@ def _spec(what: KVAppend, x: Arguments[UOp], k: Laid, v: Laid, q: list[Laid],
     entries = 1 if x.table is None else int(x.table.shape[1])
     q_heads = int(x.q[0].shape[2]) if q else 0
     return AppendSpec(batch, rows, heads, d, d_v, size, entries, stored, _heads(k), _heads(v), pages[0],
-                      pages[1], rope, _heads(q[0]) if q else None, q_heads, k_scale, v_scale, x.table is not None)
+                      pages[1], rope, _heads(q[0]) if q else None, q_heads, k_scale, v_scale,
+                      x.table is not None)
 
 
 def _scales(x: Laid) -> Scales:
