@@ -154,8 +154,8 @@ _OPS = {"add": torch.add, "sub": torch.sub, "mul": torch.mul, "max": torch.maxim
         "reciprocal": torch.reciprocal, "exp2": torch.exp2, "log2": torch.log2, "sqrt": torch.sqrt,
         "sin": torch.sin,
         "less": lambda x, y: (x < y).double(), "not_equal": lambda x, y: (x != y).double(),
-        "and": lambda x, y: (x.bool() & y.bool()).double(), "or": lambda x, y: (x.bool() | y.bool()).double(),
-        "xor": lambda x, y: (x.bool() ^ y.bool()).double(),
+        "and": lambda x, y: (x.long() & y.long()).double(), "or": lambda x, y: (x.long() | y.long()).double(),
+        "xor": lambda x, y: (x.long() ^ y.long()).double(),
         "where": lambda c, x, y: torch.where(c.bool(), x, y), "cast": lambda x: x}
 
 
