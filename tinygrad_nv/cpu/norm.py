@@ -29,7 +29,8 @@ from tinygrad_nv.tile.spec import Result
 
 TEMPLATE = "norm"
 ACCUMULATORS = 4
-STACK_BYTES = 1 << 20
+MOST_ELEMENTS = 1 << 18     # of a row, which has to stay in a cache: 1 MB of float32
+MOST_KEPT = 2               # such rows on a stack
 PART_ELEMENTS = 1 << 14     # fewer are done before another thread has begun
 UNROLLED_NODES = 24         # of a term, for several accumulators
 COSTLY = ("exp2", "log2")
@@ -39,8 +40,9 @@ def problems(spec: NormSpec, machine: CPUMachine) -> list[str]:
     """Why this template does not take rows; empty when it does."""
     out = list(dict.fromkeys(words for root in spec.expressions for words in expression.problems(root)))
     if any(each.result.n not in (0, 1) for each in spec.results): out.append("elements of a result lie apart")
+    if spec.n > MOST_ELEMENTS: out.append(f"a row of {spec.n} elements, at most {MOST_ELEMENTS}")
     kept = sum(stage.kept is not None for stage in _staged(spec)[0])
-    if 4 * kept * spec.n > STACK_BYTES: out.append(f"{kept} rows of {spec.n} in float32 on a stack")
+    if kept > MOST_KEPT: out.append(f"{kept} terms to be kept on a stack, at most {MOST_KEPT}")
     return out
 
 
