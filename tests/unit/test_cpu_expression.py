@@ -96,7 +96,7 @@ def made(source: random.Random, dtype: DType, depth: int) -> Expression:
     left, right = made(source, dtype, depth - 1), leaf(source, dtype)
     if dtype == BOOL:
         if source.random() < 0.5: return Apply(source.choice(["and", "or", "xor"]), (left, right), BOOL)
-        compared = source.choice([*FLOATS, *INTEGERS])
+        compared = source.choice([*FLOATS, *INTEGERS, BOOL])
         both = made(source, compared, depth - 1), leaf(source, compared)
         return Apply(source.choice(["less", "not_equal"]), both, BOOL)
     ops = ["add", "sub", "mul", "max", "min"] + ["and", "or", "xor"] * dtypes.is_int(dtype)
@@ -179,6 +179,26 @@ def test_functions(level: ISA):
 
 
 @levels
+def test_unsigned_numbers(level: ISA):
+    """32 bits are compared, chosen and made floats without a sign; 16 bits wrap."""
+    given = arguments(1 << 20)
+    name, u32, u16 = f"x{KINDS.index(S32)}", dtypes.uint32, dtypes.uint16
+    given[name] *= 1021
+    x, y = (loaded(S32, offset=i).cast(u32) for i in range(2))
+    a, b = (given[name].numpy()[i:i + BATCH * M * N].view(np.uint32) for i in range(2))
+    assert (a > 1 << 31).any()
+    roots = [where(x < y, Constant(1.0), 0.0), x.maximum(y).cast(S32), Apply("min", (x, y), u32).cast(S32),
+             (x * y + x).cast(S32), (x.cast(F32).cast(u32)).cast(S32), x.cast(F32),
+             (x.cast(u16) * y.cast(u16)).cast(S32)]
+    wide = a.astype(np.float32)
+    assert wide.max() < 2.0**32
+    words = [np.maximum(a, b), np.minimum(a, b), a * b + a, wide.astype(np.uint32)]
+    wanted = [a < b, *(each.view(np.int32) for each in words), wide, (a * b) & 0xFFFF]
+    for root, got, want in zip(roots, run(level, roots, given), wanted, strict=True):
+        np.testing.assert_array_equal(got.numpy().reshape(-1), want, expression.show(root))
+
+
+@levels
 def test_numbers_that_are_none(level: ISA):
     """max and min prefer a number to NaN, a comparison with it is false, casts keep infinities."""
     given = arguments()
@@ -216,8 +236,8 @@ def tensor(node: Expression, given: dict[str, torch.Tensor]) -> Tensor:
 
 
 METHODS = {"add": Tensor.add, "sub": Tensor.sub, "mul": Tensor.mul, "max": Tensor.maximum,
-           "min": Tensor.minimum, "less": Tensor.__lt__, "not_equal": Tensor.__ne__, "and": Tensor.bitwise_and,
-           "or": Tensor.bitwise_or, "xor": Tensor.bitwise_xor, "where": Tensor.where}
+           "min": Tensor.minimum, "less": Tensor.__lt__, "not_equal": Tensor.__ne__,
+           "and": Tensor.bitwise_and, "or": Tensor.bitwise_or, "xor": Tensor.bitwise_xor, "where": Tensor.where}
 
 
 def beside_tinygrad(count: int, seed: int) -> None:
