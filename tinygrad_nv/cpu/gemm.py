@@ -38,6 +38,7 @@ from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.spec import GemmSpec
 
 TEMPLATE = "gemm"
+GROUP = 4  # panels of b packed at once, so that as much of each row is read
 PARTS = 4  # for each thread, so that one that is held up does less
 
 
@@ -73,11 +74,16 @@ def pitch(block_k: int, per: int, isa: ISA) -> int:
     return up(block_k // per, isa.lanes) + isa.lanes
 
 
+def panels(spec: GemmSpec, block_n: int, columns: int) -> int:
+    """Columns of b that are packed at once: a panel, several where they lie side by side in memory."""
+    return min(up(block_n, columns), GROUP * columns) if spec.b.major == "MN" else columns
+
+
 def stack_bytes(spec: GemmSpec, isa: ISA, block: Blocks) -> int:
     """What a part keeps on the stack: packed a, a panel of b, sums."""
     per = PER[kind_of(spec, isa)]
     step = pitch(block.block_k, per, isa)
-    units = (block.block_m + block.columns) * step
+    units = (block.block_m + panels(spec, block.block_n, block.columns)) * step
     return 4 * (units + spec.parts * block.block_m * block.block_n)
 
 
@@ -90,7 +96,8 @@ def build(spec: GemmSpec, schedule: CPUSchedule) -> CPUKernel:
     whole, flip = spec.accumulate == dtypes.int32, kind == "quad" and spec.a.dtype == spec.b.dtype
     # a's bytes have no sign when packed: they are uint8, or int8 turned
     free = (spec.a.dtype == dtypes.uint8) != flip
-    before = [_gemm_h(), packing("a", spec.a, kind, step, flip), packing("b", spec.b, kind, schedule.columns),
+    before = [_gemm_h(), packing("a", spec.a, kind, step, flip=flip),
+              packing("b", spec.b, kind, schedule.columns, up(schedule.block_k // PER[kind], isa.lanes)),
               micro(schedule, kind, step, whole, free, flip)]
     inputs = [(c_type(spec.a.dtype), "a"), (c_type(spec.b.dtype), "b")]
     if named is not spec: inputs.reverse()
@@ -118,13 +125,14 @@ def _body(spec: GemmSpec, schedule: CPUSchedule, kind: str, step: int, shifted: 
         inner = f"({inner} / {extent})"
     sums = "s32" if spec.accumulate == dtypes.int32 else "float"
     shift = f"s32 shift[{schedule.columns}];" if shifted else ""
-    panel = schedule.columns * up(schedule.block_k // per, schedule.isa.lanes)
+    deep = up(schedule.block_k // per, schedule.isa.lanes)
+    group = panels(spec, block_n, schedule.columns)
     a = _at(spec.a.offset, ("m0", spec.a.mn), ("k0", spec.a.k), *zip(batch, spec.a.batch, strict=True))
     b = _at(spec.b.offset, ("(n0 + j)", spec.b.mn), ("k0", spec.b.k), ("p", spec.part),
             *zip(batch, spec.b.batch, strict=True))
     return f"""
   u32 left[{block_m * step}] __attribute__((aligned(64)));
-  u32 right[{panel}] __attribute__((aligned(64)));
+  u32 right[{group * deep}] __attribute__((aligned(64)));
   {sums} sums[{spec.parts}][{block_m}][{block_n}] __attribute__((aligned(64)));
   {shift}
   const s64 every = {'m' if spec.symbolic else spec.m}, down = (every + {block_m - 1}) / {block_m};
@@ -139,12 +147,16 @@ def _body(spec: GemmSpec, schedule: CPUSchedule, kind: str, step: int, shifted: 
       const s64 deep = {spec.k} - k0 < {schedule.block_k} ? {spec.k} - k0 : {schedule.block_k};
       const s64 units = (deep + {per - 1}) / {per};
       pack_a(a + {a}, left, rows, strips * {schedule.rows}, deep);
-      for (s64 p = 0; p < {spec.parts}; p++) for (s64 j = 0; j < columns; j += {schedule.columns}) {{
-        pack_b(b + {b}, right, columns - j, {schedule.columns}, deep);
-        {'shifts(right, shift, units);' if shift else ''}
-        for (s64 i = 0; i < strips; i++)
-          micro(left + i * {schedule.rows * step}, right, &sums[p][i * {schedule.rows}][j], units,
-                !k0{', shift' if shift else ''});
+      for (s64 p = 0; p < {spec.parts}; p++) for (s64 j = 0; j < columns; j += {group}) {{
+        const s64 most = columns - j < {group} ? columns - j : {group};
+        pack_b(b + {b}, right, most, most, deep);
+        for (s64 c = 0; c < most; c += {schedule.columns}) {{
+          const u32 *panel = right + c * {deep};
+          {'shifts(panel, shift, units);' if shift else ''}
+          for (s64 i = 0; i < strips; i++)
+            micro(left + i * {schedule.rows * step}, panel, &sums[p][i * {schedule.rows}][j + c], units,
+                  !k0{', shift' if shift else ''});
+        }}
       }}
     }}
     for (s64 i = 0; i < rows; i++) {{

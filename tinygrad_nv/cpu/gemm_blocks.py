@@ -6,8 +6,8 @@ multiplications, and about half of one for each vector of b and unit of a that i
 
     block_k     a panel of b (block_k units x columns) fills the first cache: it is read again for each strip
                 of rows
-    block_m     packed a (block_m x block_k) takes a fourth of the second cache; b is packed once for each
-                block of rows
+    block_m     packed a (block_m x block_k) takes a fourth of the second cache, and so do sums of as many
+                columns as are in registers; b is packed once for each block of rows
     block_n     sums (block_m x block_n, of each part) take another fourth; tiles can be shared out evenly
 """
 from __future__ import annotations
@@ -66,7 +66,7 @@ def blocks(spec: GemmSpec, machine: CPUMachine, per: int) -> Blocks:
     if spec.a.dtype in BYTES and per == 1: deepest = min(deepest, MOST_BYTES_K)
     block_k = up(-(-units // -(-units // deepest)), lanes)
     fourth = min(machine.l2_bytes, STACK_BYTES) // 4
-    tallest = max(rows, fourth // (4 * block_k) // rows * rows)
+    tallest = max(rows, fourth // (4 * max(block_k, columns * spec.parts)) // rows * rows)
     block_m = up(-(-spec.m // -(-spec.m // tallest)), rows)
     widest = max(columns, min(WIDEST, fourth // (4 * block_m * spec.parts) // columns * columns))
     down, across = -(-spec.m // block_m) * spec.matrices, -(-spec.n // widest)

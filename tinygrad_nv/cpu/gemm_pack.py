@@ -3,7 +3,7 @@
 Protocol: units (gemm.h) of 32 bits, zero where there is no element. `packing` makes the C function
 
     pack_a(p, to, rows, most, count)    to[row][unit], rows `pitch` units apart; vectors lie along k
-    pack_b(p, to, rows, most, count)    to[unit][row], a panel of `pitch` rows of b; vectors lie along mn
+    pack_b(p, to, rows, most, count)    to[panel][unit][row], panels of `pitch` rows; vectors lie along mn
 
 p is the first element, `rows` of `most` there are, `count` elements of each. Where elements lie side by side
 in memory the way they do in the panel they are copied, a vector at a time; else W x W units are transposed
@@ -16,22 +16,28 @@ from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.spec import BYTES, Operand
 
 PER = {"fma": 1, "pair": 2, "quad": 4}  # elements of a unit
+AHEAD = 8  # units along k that are fetched ahead
 
 
-def packing(side: str, operand: Operand, kind: str, pitch: int, flip: bool = False) -> str:
-    """The function that packs side "a" or "b". `flip` turns the highest bit of bytes, so that their sign is
-    taken for a number's or the other way round."""
+def packing(side: str, operand: Operand, kind: str, pitch: int, deep: int = 0, flip: bool = False) -> str:
+    """The function that packs side "a" or "b", whose panels are `deep` units. `flip` turns the highest bit of
+    bytes, so that their sign is taken for a number's or the other way round."""
     per, along, element = PER[kind], "k" if operand.major != "MN" else "mn", c_type(operand.dtype)
     straight = (side == "a") == (along == "k")
-    deep, wide = ("W", "W") if not straight else ("1", "W") if side == "a" else ("W", "1")  # of a tile
+    high, wide = ("W", "W") if not straight else ("1", "W") if side == "a" else ("W", "1")  # of a tile
 
     def to(row: str, unit: str) -> str:
-        return f"to + ({row}) * {pitch} + ({unit})" if side == "a" else f"to + ({unit}) * {pitch} + ({row})"
+        if side == "a": return f"to + ({row}) * {pitch} + ({unit})"
+        return f"to + (u64)({row}) / {pitch} * {pitch * deep} + ({unit}) * {pitch} + (u64)({row}) % {pitch}"
 
     def at(row: str, unit: str) -> str:
         return f"p + ({row}) * (s64){operand.mn} + ({unit}) * (s64){per * operand.k}"
     load = _vector(operand, kind, along, flip)
-    if straight: fast = f"const {element} *q = {at('r', 'u')}; *(vi_u *)({to('r', 'u')}) = {load};"
+    if straight:
+        # rows of a large matrix lie in pages of their own, which no processor fetches ahead across
+        ahead = "".join(f"__builtin_prefetch({at('r', f'u + {AHEAD}')} + {i * operand.k});"
+                        for i in range(per if along == "mn" else 0))
+        fast = f"const {element} *q = {at('r', 'u')}; {ahead} *(vi_u *)({to('r', 'u')}) = {load};"
     else:
         source = at("r + i", "u") if along == "k" else at("r", "u + i")
         target = to("r + i", "u") if side == "a" else to("r", "u + i")
@@ -41,14 +47,14 @@ def packing(side: str, operand: Operand, kind: str, pitch: int, flip: bool = Fal
     transpose(x);
 #pragma clang loop unroll(full)
     for (int i = 0; i < W; i++) *(vi_u *)({target}) = x[i];"""
-    loops = [f"for (s64 r = 0; r < most; r += {deep})", f"for (s64 u = 0; u < units; u += {wide})"]
+    loops = [f"for (s64 r = 0; r < most; r += {high})", f"for (s64 u = 0; u < units; u += {wide})"]
     if along == "mn": loops.reverse()
     return f"""{_unit(side, operand, kind, flip)}
 NOINLINE void pack_{side}(const {element} *restrict p, u32 *restrict to, s64 rows, s64 most, s64 count) {{
   const s64 units = (count + {per - 1}) / {per};
   {loops[0]} {loops[1]} {{
-    if (r + {deep} <= rows && (u + {wide}) * {per} <= count) {{ {fast} continue; }}
-    for (s64 i = r; i < r + {deep} && i < most; i++) for (s64 j = u; j < u + {wide} && j < units; j++)
+    if (r + {high} <= rows && (u + {wide}) * {per} <= count) {{ {fast} continue; }}
+    for (s64 i = r; i < r + {high} && i < most; i++) for (s64 j = u; j < u + {wide} && j < units; j++)
       *({to('i', 'j')}) = i < rows ? unit_{side}({at('i', 'j')}, count - j * {per}) : 0;
   }}
 }}"""
