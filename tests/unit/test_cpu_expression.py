@@ -237,7 +237,8 @@ def tensor(node: Expression, given: dict[str, torch.Tensor]) -> Tensor:
 
 METHODS = {"add": Tensor.add, "sub": Tensor.sub, "mul": Tensor.mul, "max": Tensor.maximum,
            "min": Tensor.minimum, "less": Tensor.__lt__, "not_equal": Tensor.__ne__,
-           "and": Tensor.bitwise_and, "or": Tensor.bitwise_or, "xor": Tensor.bitwise_xor, "where": Tensor.where}
+           "and": Tensor.bitwise_and, "or": Tensor.bitwise_or, "xor": Tensor.bitwise_xor,
+           "where": Tensor.where}
 
 
 def beside_tinygrad(count: int, seed: int) -> None:
