@@ -32,8 +32,8 @@ from tinygrad_nv.tile.attention import EVERY, AttentionSpec, Rows, RowScales
 from tinygrad_nv.tile.expression import short
 
 TEMPLATE = "flash"
-BLOCK_N = 64           # a multiple of dropout's 64 columns
-TILE_ROWS = 192        # rows for which a block is packed once
+BLOCK_N = 128          # a multiple of dropout's 64 columns
+TILE_ROWS = 264        # rows for which a block is packed once
 TILES_OF_THREAD = 4    # at least, as long as tiles have FEWEST_ROWS rows
 FEWEST_ROWS = 48
 PARTS_OF_THREAD = 4
