@@ -123,8 +123,9 @@ def test_llama_says_the_same_as_on_a_cpu():
     told = [llm.complete("Once upon a time", params).token_ids for llm in models]
     assert told[0] == told[1]
     model = models[1].model
-    cache = KVCache.create(model.config, 256, BF16, device="EMU")
-    logits = model.step(Tensor([[5]], device="EMU"), Variable("position", 0, 255).bind(7), cache)
+    cache = KVCache.create(model.config, model.positions, BF16, device="EMU")
+    position = Variable("position", 0, model.positions - 1).bind(7)
+    logits = model.step(Tensor([[5]], device="EMU"), position, cache)
     templates = [kernel.template for kernel in explain(logits).kernels]
     assert templates.count("decode") == model.config.num_layers
     assert not any(template and template.startswith("flash") for template in templates)

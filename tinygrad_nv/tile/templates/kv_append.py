@@ -26,6 +26,7 @@ from tinygrad_nv.tile.kv_append import AppendSpec, Heads, Rope, problems, vector
 from tinygrad_nv.tile.lanes import HALVES, packed, to_fp8, unpacked
 
 MOST_THREADS = 256
+Operation = tuple[str, Value, Value]  # name, operands
 
 
 def kv_append(spec: AppendSpec, arch: str) -> TileKernel:
@@ -179,18 +180,21 @@ class _Append:
     def turn(self, rope: Rope, a: Value, b: Value, cos: Value, sin: Value) -> tuple[Value, Value]:
         """a cos − b sin, b cos + a sin."""
         k = self.k
-        if rope.rounded and rope.dtype != dtypes.float32:
-            p, q = self.narrowed(a * cos, b * sin, rope.dtype)
-            r, s = self.narrowed(b * cos, a * sin, rope.dtype)
-            return self.narrowed(p - q, r + s, rope.dtype)
+        if rope.rounded:
+            p, q = self.narrowed(("mul", a, cos), ("mul", b, sin), rope.dtype)
+            r, s = self.narrowed(("mul", b, cos), ("mul", a, sin), rope.dtype)
+            return self.narrowed(("sub", p, q), ("add", r, s), rope.dtype)
         first, second = k.regs("f32", 2)
         k.emit("fma.rn.f32", first, a, cos, -(b * sin))
         k.emit("fma.rn.f32", second, b, cos, a * sin)
         return first, second
 
-    def narrowed(self, a: Value, b: Value, dtype: DType) -> tuple[Value, Value]:
-        """Two numbers rounded to a 16-bit dtype."""
-        low, high = unpacked(self.k, packed(self.k, [a, b], dtype), dtype)
+    def narrowed(self, first: Operation, second: Operation, dtype: DType) -> tuple[Value, Value]:
+        """The results of two operations in float32, each rounded to a dtype."""
+        k, made = self.k, self.k.regs("f32", 2)
+        for result, (opcode, x, y) in zip(made, (first, second), strict=True):
+            k.emit(f"{opcode}.rn.f32", result, x, y)  # .rn: not to be made one with another
+        low, high = made if dtype == dtypes.float32 else unpacked(k, packed(k, made, dtype), dtype)
         return low, high
 
     def inverse(self, scale: tuple[Value, Scales] | None, head: Value) -> Value | None:
