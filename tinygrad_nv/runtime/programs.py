@@ -63,6 +63,7 @@ def finish(linear: UOp) -> None:
         body = call.src[0]
         if body.op is not Ops.PROGRAM or body.src[-1].op is not Ops.SOURCE: continue
         renderer = _renderer(call)
+        if to_program_key(body, renderer) in to_program_cache: continue
         table, text = renderer.compiler.cachekey, body.src[-1].arg
         if table is not None and diskcache_get(table, text) is not None: to_program(body, renderer)
 
