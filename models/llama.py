@@ -27,7 +27,7 @@ from tinygrad.dtype import DType
 from tinygrad_nv import config
 from tinygrad_nv.functional import kv_append, scaled_dot_product_attention
 from tinygrad_nv.hooks import enabled
-from tinygrad_nv.patterns.target import takes
+from tinygrad_nv.patterns.target import cpu_of, takes
 from tinygrad_nv.runtime.ranges import layer
 from tinygrad_nv.tile.spec import HALVES
 
@@ -122,9 +122,9 @@ def takes_appends(x: Tensor) -> bool:
 
 def takes_products(x: Tensor, decoding: bool) -> bool:
     """Whether products of x are for kernels of ours, which take an attention whole, and store what they read.
-    tinygrad's own compute x again for each element of the result, unless it is contiguous: those of float32,
-    where gradients need parts of the attention."""
-    return enabled() and takes(x.device) and (decoding or x.dtype in HALVES)
+    tinygrad's own compute x again for each element of the result, unless it is contiguous: those of float32
+    on GPUs, where gradients need parts of the attention."""
+    return enabled() and takes(x.device) and (decoding or x.dtype in HALVES or cpu_of(x.device) is not None)
 
 
 class Attention:
