@@ -39,13 +39,14 @@ def test_every_level_here_is_measured(level: str):
     here = CPUMachine(isa.of_level(level), 2, l3_bytes=1 << 20)
     found = measure.measured(here)
     assert all(1e8 < value < 1e16 for value in asdict(found).values()), found
-    if here.isa.bf16: assert found.bf16 > 1.2 * found.f32
-    else: assert found.bf16 == found.f32
+    # measured by itself where there are instructions; whatever else runs makes the ratio anything
+    assert (found.bf16 != found.f32) == here.isa.bf16
+    assert (found.s8 != found.f32) == here.isa.vnni
 
 
 @pytest.mark.parametrize("kind", [PORTABLE, AVX2, AVX512, AVX512_BF16, AMX], ids=str)
 def test_the_kernel_compiles_for_what_is_not_here(kind: ISA):
-    code = Device["CPU"].renderer.compiler.compile(measure.measure_kernel(kind, 2).source)
+    code = Device["CPU"].renderer.compiler.compile(measure.measure_kernel(kind, 16).source)
     assert code.startswith(b"\x7fELF")
 
 

@@ -2,7 +2,8 @@
 
 Protocol: `rates(machine)` are those of an instruction set on so many threads. They are measured once, in less
 than half a second, and kept in cpu.json in the cache directory, by processor, threads and instruction set;
-ordinary runs never ask. One kernel does all of it, a mode at a time, in as many parts as there are threads:
+ordinary runs never ask. One kernel does all of it, a mode at a time, in several parts for each thread, so
+that one that wakes late (0.3 ms on some virtual machines) does less:
 
     read    every part sums its share of an array larger than the caches, four streams side by side
     f32     12 chains of multiplications and additions in registers, more than their latency needs
@@ -40,7 +41,7 @@ LAUNCH_SECONDS = 2e-6    # of a kernel in a captured graph, where all threads me
 FORMAT = "tinygrad_nv cpu rates 1"
 READ, F32, BF16, S8 = range(4)
 LEAST_BYTES, MOST_BYTES = 64 << 20, 256 << 20
-CHAINS, STEPS = 12, 100_000
+CHAINS, STEPS, PARTS = 12, 100_000, 8
 FEWEST, ENOUGH_SECONDS = 5, 0.06    # tries of a mode
 
 
@@ -130,23 +131,24 @@ def _keep(name: str, made: Rates) -> None:
 def measured(machine: CPUMachine) -> Rates:
     """The rates by the clock."""
     from tinygrad_nv.runtime.cpu_program import load
-    run = load(measure_kernel(machine.isa, machine.threads))
+    parts = PARTS * machine.threads
+    run = load(measure_kernel(machine.isa, parts))
     count = min(max(4 * machine.l3_bytes, LEAST_BYTES), MOST_BYTES) // 4
-    count -= count % (64 * machine.threads)
-    out, data = np.zeros(16 * machine.threads, np.float32), np.full(count, 0.25, np.float32)
+    count -= count % (128 * parts)      # four streams of two vectors at a time
+    out, data = np.zeros(16 * parts, np.float32), np.full(count, 0.25, np.float32)
 
-    def best(call: Callable[[], None]) -> float:
+    def best(call: Callable[..., None]) -> float:
         times: list[float] = []
         while len(times) < FEWEST or sum(times) < ENOUGH_SECONDS:
             begun = time.perf_counter()
-            call()
+            call(threads=machine.threads)
             times.append(time.perf_counter() - begun)
         return min(times)
 
-    bandwidth = data.nbytes / best(lambda: run(out, data, count, READ))
+    bandwidth = data.nbytes / best(functools.partial(run, out, data, count, READ))
 
     def rate(mode: int, flops: int) -> float:
-        done = flops * CHAINS * STEPS * machine.threads
+        done = flops * CHAINS * STEPS * parts
         return done / best(functools.partial(run, out, data, STEPS, mode))
 
     f32 = rate(F32, 2 * machine.isa.lanes)
@@ -161,7 +163,7 @@ def _flops(isa: ISA, packed: int) -> int:
     return 2 * isa.lanes * packed if (isa.bf16 if packed == 2 else isa.vnni) else 0
 
 
-def measure_kernel(isa: ISA, threads: int) -> CPUKernel:
+def measure_kernel(isa: ISA, parts: int) -> CPUKernel:
     """The kernel: (out, data, count, mode). Of `data` count elements are read, or chains go on for count
     steps."""
     chains = range(CHAINS)
@@ -172,7 +174,7 @@ def measure_kernel(isa: ISA, threads: int) -> CPUKernel:
     body = f"""
   {sums}
   if (mode == {READ}) {{
-    const s64 quarter = count / {4 * threads};
+    const s64 quarter = count / {4 * parts};
     const float *p = data + 4 * quarter * core_id;
     for (s64 k = 0; k < quarter; k += 2 * W) {{ {streams} }}
   }}
@@ -182,7 +184,7 @@ def measure_kernel(isa: ISA, threads: int) -> CPUKernel:
   }}
 {_dots("AMX" if isa.level == "amx" else "VECTOR", isa)}
   store_f32(out + 16 * core_id, {total});"""
-    return kernel("measure", isa, body, [("float", "out")], [("float", "data")], ["count", "mode"], threads)
+    return kernel("measure", isa, body, [("float", "out")], [("float", "data")], ["count", "mode"], parts)
 
 
 def _dots(kind: str, isa: ISA) -> str:
