@@ -117,7 +117,8 @@ class Text:
       dp = pick(keep, dp * {scale}, (vf)0.f);"""
             values = f"pick(keep, p * {scale}, (vf)0.f)"
         return f"""
-// columns low + i … high + i of row i are seen, where not `all` are; columns from `limit` on are not there
+// columns low + i … high + i of row i are seen, where not `all` are; what is at `limit` and after is summed
+// nowhere, and read from no parameter
 INLINE void some(float *to_s, float *to_dp, const float *l, const float *delta, const u8 *bytes, s64 rows,
     s64 row, s64 column, s64 low, s64 high, s64 limit, const int all, {where}) {{
   for (s64 i = 0; i < rows; i++) {{
@@ -132,7 +133,7 @@ INLINE void some(float *to_s, float *to_dp, const float *l, const float *delta, 
       vf p = exp2_small(min_((vf)0.f, ({score} - l[i]) * {c_float(log2(e))}));
       if (!all) {{
         const vi at = iota_() + (s32)c;
-        p = pick((at >= (s32)(low + i)) & (at <= (s32)(high + i)) & (at < (s32)limit), p, (vf)0.f);
+        p = pick((at >= (s32)(low + i)) & (at <= (s32)(high + i)), p, (vf)0.f);
       }}
       {dropped}
       // whatever v and the slope are where nothing is seen
