@@ -18,7 +18,7 @@ from tinygrad.runtime.support.elf import elf_loader
 from tinygrad.tensor import Tensor
 
 from tinygrad_nv import explain
-from tinygrad_nv.cpu import gemm
+from tinygrad_nv.cpu import choose, gemm
 from tinygrad_nv.cpu.gemm_blocks import MOST_BYTES_K, STACK_BYTES, Blocks, kind_of
 from tinygrad_nv.cpu.isa import AVX2, AVX512, AVX512_BF16, ISA, PORTABLE
 from tinygrad_nv.cpu.machine import CPUMachine
@@ -198,6 +198,12 @@ def test_blocks_fit(m: int, n: int, k: int, dtype, level: ISA, threads: int, l2:
     assert made.columns % level.lanes == 0
     assert made.block_m % made.rows == 0
     assert made.block_n % made.columns == 0
+
+
+def test_gemv_is_for_few_rows_and_for_fewer_of_bytes():
+    machine = CPUMachine(AVX512_BF16, 2)
+    for dtype, m, want in ((F32, 16, "gemv"), (F32, 17, "gemm"), (S8, 4, "gemv"), (S8, 5, "gemm")):
+        assert choose.default(product(m, 256, 512, dtype), machine).template == want
 
 
 # **** machine code ****
