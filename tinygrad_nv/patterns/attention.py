@@ -19,7 +19,7 @@ multiplied as they are, without tensor cores, whatever ALLOW_TF32 says.
 
 Extents that are not numbers are arguments of the launch: s_q, s_kv and start, each a constant and whole
 multiples of variables (launch_text.py: `Integer`). What no template takes is left as it is, for products and
-tinygrad, and `program.miss` says why. NV_ATTENTION=0 leaves all.
+tinygrad, and `program.miss` says why. NV_ATTENTION=0 leaves all. On a CPU kernels are cpu/flash.py's.
 """
 from __future__ import annotations
 
