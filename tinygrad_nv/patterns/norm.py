@@ -75,7 +75,8 @@ def rewrite(sink: UOp) -> UOp:
     def change(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
         if (match := found.get(node)) is None: return None
         result = _called(match, [new(x) for x in match.inputs])
-        ranges.carry_region(frozenset((node,)), result)
+        region = node.toposort(gate=lambda each: each not in match.inputs, enter_calls=False)
+        ranges.carry_region(frozenset(region), result)
         return result
     return program.write_through(program.rebuilt(nodes, change))
 
