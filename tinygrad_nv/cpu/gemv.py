@@ -33,6 +33,7 @@ MOST_ROWS = 16                # of a: more are for gemm.py
 STACK_BYTES = 3 << 18         # of a in float32 on a thread's stack
 SUMS_BYTES = 16 << 10         # half of the smallest L1 cache
 PARTS = 4                     # for each thread, so that one that is held up does less
+BYTES_OF_ROW = 4 << 10        # shorter pieces of b's rows, where they are side by side, come more slowly
 BYTES_OF_PART = 64 << 10      # waking a thread takes as long as reading so much of b
 
 
@@ -53,7 +54,10 @@ def default(spec: GemmSpec, machine: CPUMachine) -> CPUSchedule:
     spec, lanes = few_rows(spec), machine.isa.lanes
     made = _of_columns(spec, machine.isa) if _by_columns(spec) else _of_rows(spec, machine.isa)
     nbytes = spec.matrices * spec.n * spec.parts * spec.k * spec.b.dtype.itemsize
-    parts = max(1, min(machine.threads * PARTS if machine.threads > 1 else 1, nbytes // BYTES_OF_PART))
+    most = machine.threads * PARTS if machine.threads > 1 else 1
+    if _by_columns(spec) and spec.matrices == 1:
+        most = min(most, max(machine.threads, spec.n * spec.b.dtype.itemsize // BYTES_OF_ROW))
+    parts = max(1, min(most, nbytes // BYTES_OF_PART))
     # so many chunks that parts have the same number of them
     chunks = -(-spec.n // made.block_n)
     if spec.matrices % parts: chunks = -(-chunks // parts) * parts
