@@ -141,16 +141,19 @@ class Lowering:
         return [(first[key], count) for key, count in times.items()]
 
     def show(self, level: str, kernel: str | int | None = None) -> str:
-        """Each distinct kernel of ours at a level: spec, tile, ptx, sass or c. `kernel` selects by number,
-        from 1, or by name. Raises `RequestError` for a level or kernel there is not."""
+        """Each distinct kernel of ours at a level: spec, tile, ptx, sass, or c as it reads well (that of a
+        record is all that is compiled). `kernel` selects by number, from 1, or by name. Raises
+        `RequestError` for a level or kernel there is not."""
         from tinygrad_nv.levels import check
+        from tinygrad_nv.levels_cpu import legible
         check(level)
         found = self._selected(kernel)
         sections = []
         for number, record, times in found:
             often = f", {times} times" if times > 1 else ""
             head = f"// kernel {number} of {len(self.distinct)}: {record.name} on {record.device}{often}"
-            sections.append(f"{head}\n{record.show(level).rstrip()}")
+            text = record.show(level).rstrip()
+            sections.append(f"{head}\n{legible(text) if level == 'c' else text}")
         return "\n\n".join(sections) or "no kernel of ours"
 
     def _selected(self, kernel: str | int | None) -> list[tuple[int, KernelRecord, int]]:
@@ -168,8 +171,13 @@ class Lowering:
         head = ("kernel", "template", "device", "isa", "parts", "flops", "bytes", "predicted", "layer", "why")
         rows: list[tuple[str, ...]] = [head]
         numbers = {_identity(record): i for i, (record, _) in enumerate(self.distinct, 1)}
+        repeated = {_identity(record): record.reason for record, times in self.distinct if times > 1}
         for k in self.kernels:
-            why = k.reason if k.product is None else f"product {numbers[_identity(k)]}"
+            same, why = _identity(k), k.reason
+            if k.product is not None: why = f"product {numbers[same]}"
+            elif k.template is not None and same in repeated:  # said once
+                reason = repeated[same]
+                why, repeated[same] = f"kernel {numbers[same]}{reason and ': '}{reason}", ""
             name = " ".join(k.name.split())  # tinygrad pads the names of copies
             taken = "" if k.predicted_s is None else seconds(k.predicted_s)
             rows.append((name, k.template or "-", k.device, k.isa, str(k.parts or ""), f"{k.flops:,}",

@@ -121,7 +121,8 @@ def _on_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> str:
                             "a product that one of them takes", "change what the reasons name")
     found = levels_cpu.CPUProduct(spec, schedule, here)
     if arguments.level is None: return "\n".join(levels_cpu.table([(found.kernel.name, found)]))
-    return levels_cpu.show(found, arguments.level).rstrip()
+    text = levels_cpu.show(found, arguments.level).rstrip()
+    return levels_cpu.legible(text) if arguments.level == "c" else text
 
 
 def _model(arguments: argparse.Namespace, find: Find) -> str:

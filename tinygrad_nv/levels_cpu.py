@@ -7,6 +7,7 @@ text of a level, `table` a line for each of several products. Times are the roof
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv.cpu import measure
 from tinygrad_nv.cpu.choose import build
-from tinygrad_nv.cpu.kernel import CPUKernel
+from tinygrad_nv.cpu.kernel import CPUKernel, vector_h
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.measure import LAUNCH_SECONDS, Rates
 from tinygrad_nv.cpu.schedule import CPUSchedule
@@ -67,6 +68,35 @@ def show(product: CPUProduct, level: str) -> str:
     check(level, product.kernel.name)
     if level == "spec": return spec_of(product.spec)
     return product.kernel.source if level == "c" else tile_text(product)
+
+
+def legible(source: str) -> str:
+    """The text of a kernel to be read: vector.h is named instead, and of long lines each statement gets its
+    own."""
+    text = source.replace(vector_h(), '#include "vector.h"  // tinygrad_nv/cpu/vector.h\n')
+    lines = []
+    for line in text.splitlines():
+        macro = line.startswith("#") or line.endswith("\\")
+        lines += [line.rstrip()] if macro or len(line) <= 100 else _statements(line)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
+
+
+def _statements(line: str) -> list[str]:
+    """A long line of C, a line for each statement and brace, indented from where it began. Braces of values
+    (`= {0, 1}`) and what stands in parentheses or strings stay as they are."""
+    depth, values, begun = (len(line) - len(line.lstrip())) // 2, 0, ""
+    lines: list[str] = []
+    for piece in re.findall(r'"(?:[^"\\]|\\.)*"|//.*|.', line.lstrip()):
+        kept = values > 0 or piece == "(" or (piece == "{" and begun.rstrip().endswith("="))
+        if kept: values += (piece in ("(", "{")) - (piece in (")", "}"))
+        elif piece == "}":
+            if begun.strip(): lines.append("  " * depth + begun.strip())
+            depth, begun = depth - 1, ""
+        begun += piece
+        if not kept and piece in (";", "{", "}"):
+            lines.append("  " * depth + begun.strip())
+            depth, begun = depth + (piece == "{"), ""
+    return [*lines, *(["  " * depth + begun.strip()] if begun.strip() else [])]
 
 
 def check(level: str, name: str) -> None:

@@ -8,6 +8,7 @@ from tinygrad.tensor import Tensor
 from tinygrad_nv import explain, levels_cpu
 from tinygrad_nv.cpu import measure
 from tinygrad_nv.cpu.isa import PORTABLE
+from tinygrad_nv.cpu.kernel import vector_h
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.measure import LAUNCH_SECONDS, Rates
 from tinygrad_nv.cpu.schedule import CPUSchedule
@@ -75,11 +76,37 @@ def test_the_levels_of_a_product():
     assert "memory 205.4 µs, arithmetic 10.2 µs, launch 2.0 µs" in tile
     assert "measured   10 GB/s read, 100 GFLOP/s" in tile
     assert kernel.show("c").rstrip() == kernel.source.rstrip()
-    assert f"void {kernel.name}(" in lowering.show("c")
+    text = lowering.show("c")
+    assert f"void {kernel.name}(" in text
+    assert text.count('#include "vector.h"') == 1
+    assert "load_f32(const float" not in text
+    assert max(map(len, text.splitlines())) <= 130
     for level in ("ptx", "sass"):
         with pytest.raises(RequestError, match=f"{level.upper()} of {kernel.name} on CPU") as caught:
             lowering.show(level)
         assert "--level c" in str(caught.value)
+
+
+def test_the_text_to_be_read_is_the_one_that_is_compiled():
+    kernel, = explain(layer()).kernels
+    named = '#include "vector.h"  // tinygrad_nv/cpu/vector.h'
+    shown = levels_cpu.legible(kernel.source).replace(named, vector_h())
+    assert "".join(shown.split()) == "".join(kernel.source.split())
+    wide = "  for (s64 i = 0; i < 2; i++) { const float x[2] = {1, 2}; y = x[i]; }"
+    assert levels_cpu.legible(wide) == wide
+    wide += " // a comment; of {several} (words"
+    assert levels_cpu.legible(wide).splitlines() == [
+        "  for (s64 i = 0; i < 2; i++) {", "    const float x[2] = {1, 2};", "    y = x[i];", "  }",
+        "  // a comment; of {several} (words"]
+
+
+def test_what_repeats_is_said_once():
+    x, w, v = (Tensor.empty(*shape, device="CPU") for shape in ((1, 512), (512,), (512,)))
+    first = (x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * w).contiguous()
+    second = (first * (first.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * v).contiguous()
+    lines = str(explain(second)).splitlines()
+    assert "  kernel 1: 1x512: " in lines[1]
+    assert lines[2].endswith("  kernel 1")
 
 
 def test_a_record_without_a_machine_is_a_row_like_others():

@@ -76,8 +76,10 @@ def source(text: str, isa: ISA) -> str:
     for_isa = f'__attribute__((target("{isa.clang}")))'
     push = f"#pragma clang attribute push({for_isa}, apply_to = function)\n" if isa.clang else ""
     pop = "#pragma clang attribute pop\n" if isa.clang else ""
-    return f"{defined}{push}{_vector_h()}{text}{pop}"
+    return f"{defined}{push}{vector_h()}{text}{pop}"
 
 
 @functools.cache
-def _vector_h() -> str: return resources.files(__package__).joinpath("vector.h").read_text()
+def vector_h() -> str:
+    """The functions of vectors that kernels are made of."""
+    return resources.files(__package__).joinpath("vector.h").read_text()
