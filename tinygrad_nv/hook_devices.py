@@ -18,7 +18,7 @@ from tinygrad.helpers import Context
 from tinygrad_nv import config
 from tinygrad_nv.errors import HookError, NVError
 from tinygrad_nv.replaced import add, check_version, official, put_back, remove, replace, theirs
-from tinygrad_nv.runtime import clang, cpu_eager, cpu_memory
+from tinygrad_nv.runtime import clang, cpu_eager, cpu_memory, cpu_queue
 
 _devices: dict[str, types.ModuleType | None] = {}  # the module that was there before, if any
 _preferred: dict[str, Callable[[], bool]] = {}  # devices that come first where this holds
@@ -114,6 +114,7 @@ def remove_cpu() -> None:
     if (ops_cpu := clang.stop_waiting()) is not None:
         put_back(ops_cpu, "ClangRenderer")
         put_back(ops_cpu, "CPUProgram")
+        put_back(ops_cpu, "do_to_program")
         put_back(ops_cpu, "CPUAllocator")
         if "graph" in vars(ops_cpu.CPUDevice): del ops_cpu.CPUDevice.graph
     put_back(type(Device), "_select_device")
@@ -121,7 +122,9 @@ def remove_cpu() -> None:
 
 def _join_cpu(enabled: Callable[[], bool], ops_cpu: Any) -> None:
     replace(ops_cpu, "ClangRenderer", clang.ClangRenderer)
-    replace(ops_cpu, "CPUProgram", cpu_eager.parallel(ops_cpu.CPUProgram, enabled))
+    program = cpu_queue.deferring(theirs(ops_cpu, "CPUProgram"))
+    replace(ops_cpu, "CPUProgram", cpu_eager.parallel(program, enabled))
+    replace(ops_cpu, "do_to_program", cpu_queue.later(theirs(ops_cpu, "do_to_program")))
     replace(ops_cpu, "CPUAllocator", cpu_memory.huge(ops_cpu.CPUAllocator, enabled))
     ops_cpu.CPUDevice.graph = _CPUGraph(enabled)
 

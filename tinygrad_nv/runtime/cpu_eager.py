@@ -36,5 +36,5 @@ def parallel(theirs: type, enabled: Callable[[], bool]) -> type:
         pool(threads()).run_at(row.buffer_info()[0], 1, len(row), True)
         return time.perf_counter() - begun if wait else None
 
-    original: Callable[..., float | None] = vars(theirs)["__call__"]
+    original: Callable[..., float | None] = theirs.__call__
     return type(theirs.__name__, (theirs,), {"__call__": call, "__module__": theirs.__module__})
