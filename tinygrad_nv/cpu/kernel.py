@@ -55,8 +55,8 @@ def kernel(name: str, isa: ISA, body: str, outputs: Sequence[tuple[str, str]],
 
 
 def computed(names: Sequence[str], integers: Sequence[Integer]) -> tuple[list[str], str]:
-    """What a kernel takes instead of integers that are computed from the variables of its launch: the names of
-    those, v0, v1, …, and C that computes the integers by their names; as `Integer.of`, never below 0."""
+    """What a kernel takes instead of integers that are computed from the variables of its launch: the names
+    of those, v0, v1, …, and C that computes the integers by their names; as `Integer.of`, never below 0."""
     lines = []
     for name, each in zip(names, integers, strict=True):
         value = " + ".join([str(each.offset), *(f"{f} * v{i}" for i, f in enumerate(each.factors) if f)])
