@@ -259,13 +259,16 @@ class Llama:
         Tensor.realize(*made)
         return made[0], made[1]
 
-    def place(self, start: Position, shape: tuple[int, ...], cache: KVCache | None) -> Place:
+    def place(self, start: Position, shape: tuple[int, ...], cache: KVCache | None,
+              lengths: Tensor | None) -> Place:
         """Where tokens of shape (B, T) stand."""
-        if cache is None: return Place(start, self.rope_tables)
-        lengths = Tensor.full(shape[:1], start + shape[1], dtype=dtypes.int32, device=self.device)
-        return Place(start, self.rope_tables, lengths.contiguous())
+        if cache is not None and lengths is None:
+            lengths = Tensor.full(shape[:1], start + shape[1], dtype=dtypes.int32, device=self.device)
+            lengths = lengths.contiguous()
+        return Place(start, self.rope_tables, lengths)
 
-    def hidden(self, tokens: Tensor, start: Position = 0, cache: KVCache | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, start: Position = 0, cache: KVCache | None = None,
+               lengths: Tensor | None = None) -> Tensor:
         """The last layer's normalised output, (B, T, hidden), for tokens (B, T) at positions start, start +
         1, …"""
         with layer("embedding"):
@@ -273,7 +276,7 @@ class Llama:
             if self.config.embedding_scale != 1.0:
                 x = x * Tensor(self.config.embedding_scale, dtype=self.dtype, device=self.device)
             x = x.contiguous()  # gathered once: norms and residuals read it
-        place = self.place(start, tokens.shape, cache)
+        place = self.place(start, tokens.shape, cache, lengths)
         for i, block in enumerate(self.blocks):
             with layer(f"layers.{i}"): x = block(x, place, cache.layers[i] if cache else None)
         with layer("norm"): return self.norm(x)
@@ -283,8 +286,10 @@ class Llama:
         x = self.hidden(tokens)
         with layer("head"): return x @ self.head.T
 
-    def step(self, tokens: Tensor, start: Position, cache: KVCache, last: Position = 0) -> Tensor:
-        """Appends tokens (B, T) to `cache` at `start`; float32 logits (B, vocab) of row `last` of these T."""
-        row = self.hidden(tokens, start, cache)[:, last:last + 1]
+    def step(self, tokens: Tensor, start: Position, cache: KVCache, last: Position = 0,
+             lengths: Tensor | None = None) -> Tensor:
+        """Appends tokens (B, T) to `cache` at `start`; float32 logits (B, vocab) of row `last` of these T.
+        `lengths`, int32 (B,), is start + T where it is in memory already."""
+        row = self.hidden(tokens, start, cache, lengths)[:, last:last + 1]
         with layer("head"):
             return (row @ self.head.T).float().reshape(tokens.shape[0], self.config.vocab_size)

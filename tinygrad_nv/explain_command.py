@@ -137,9 +137,9 @@ def _model(arguments: argparse.Namespace, find: Find) -> str:
     capacity = llm.decoder.capacity
     if arguments.prefill is not None:
         at = Variable("start", 0, capacity - taken).bind(0), Variable("last", 0, taken - 1).bind(taken - 1)
-        step = llm.model.step(tokens, at[0], llm.decoder.cache, at[1])
+        step = llm.model.step(tokens, at[0], llm.decoder.cache, at[1], llm.decoder.lengths)
     else:
         position = Variable("position", 0, capacity - 1).bind(min(128, llm.length - 1))
-        step = llm.model.step(tokens, position, llm.decoder.cache)
+        step = llm.model.step(tokens, position, llm.decoder.cache, 0, llm.decoder.lengths)
     lowering = explain(step)
     return str(lowering) if arguments.level is None else lowering.show(arguments.level, arguments.kernel)

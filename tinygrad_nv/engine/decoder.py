@@ -40,7 +40,8 @@ class Decoder:
         self.token = Tensor.empty(1, 1, dtype=dtypes.int32, device=model.device)
         self.logits = Tensor.empty(model.config.vocab_size, dtype=dtypes.float32, device=model.device)
         self.seen = Tensor.empty(model.config.vocab_size, dtype=dtypes.bool, device=model.device)
-        buffers = (self.token, self.logits, self.seen, self.knobs.values, self.knobs.seed)
+        self.lengths = Tensor.empty(1, dtype=dtypes.int32, device=model.device)
+        buffers = (self.token, self.logits, self.seen, self.lengths, self.knobs.values, self.knobs.seed)
         with labelled(CACHE):
             for tensor in self.cache.tensors: allocate(tensor)
         with labelled(ACTIVATIONS):
@@ -87,6 +88,7 @@ class Decoder:
             start = Variable("start", 0, self.capacity - T).bind(len(self.held))
             last = Variable("last", 0, T - 1).bind(len(part) - 1)
             with span(f"prefill {len(part)}"):
+                self._count(T)
                 self._replay(self.chunks[T], Tensor(tokens, device=self.model.device), start, last)
             self.held += part
         return self._choose()
@@ -95,6 +97,7 @@ class Decoder:
         """Puts the last chosen token into the cache and chooses the one after it."""
         token = self.peek()
         with span("decode"):
+            self._count(1)
             self._replay(self.step, Variable("position", 0, self.capacity - 1).bind(len(self.held)))
         self.held.append(token)
         return self._choose()
@@ -102,6 +105,10 @@ class Decoder:
     def peek(self) -> int:
         """The last chosen token."""
         return int(read(self.token, np.int32)[0])
+
+    def _count(self, rows: int) -> None:
+        """Writes down how long the cache is with so many rows more: a kernel for that would be one more."""
+        write(self.lengths, 0, np.array([len(self.held) + rows], np.int32).data.cast("B"))
 
     def _replay(self, jit: Any, *arguments: Any) -> None:
         """One call of a captured step. After an exception, also Ctrl-C, the decoder is as if new."""
@@ -126,10 +133,10 @@ class Decoder:
         return self.peek()
 
     def _chunk(self, tokens: Tensor, start: UOp, last: UOp) -> None:
-        self.logits.assign(self.model.step(tokens, start, self.cache, last)[0]).realize()
+        self.logits.assign(self.model.step(tokens, start, self.cache, last, self.lengths)[0]).realize()
 
     def _step(self, position: UOp) -> None:
-        self.logits.assign(self.model.step(self.token, position, self.cache)[0]).realize()
+        self.logits.assign(self.model.step(self.token, position, self.cache, 0, self.lengths)[0]).realize()
 
     def _sample(self, position: UOp, filters: Filters) -> None:
         with layer("sampler"):
