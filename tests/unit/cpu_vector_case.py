@@ -61,6 +61,8 @@ def _cases() -> dict[str, str]:
         o[0] = sum_(x[j]); o[1] = s[j]; o[2] = top_(x[j]);
         ((s32 *)b)[i + j] = sum_i(as_i(x[j]));
       } }"""
+    made["transpose"] = """vi x[W]; for (int i = 0; i < W; i++) x[i] = load_s32((const s32 *)a + i * W);
+      transpose(x); for (int i = 0; i < W; i++) store_s32((s32 *)out + i * W, x[i]);"""
     for bits, kind in ((16, "s16"), (17, "u16"), (8, "s8"), (9, "u8")):
         made[f"wrap{bits}"] = each(f"store_s32((s32 *)out + i, round_{kind}(load_s32((s32 *)a + i)));")
     return made

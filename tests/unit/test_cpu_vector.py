@@ -175,7 +175,17 @@ def test_exp2(level: isa.ISA):
         x = np.minimum(np.append(x, SPECIAL), 1)
         want = np.where(x < -126, 0, np.exp2(x.astype(np.float64)))
         assert ulps(applied(level, "exp2_small", x), want) <= 1
-    assert np.isnan(applied(level, "exp2_small", np.full(16, np.nan, np.float32))).all()
+
+
+@levels
+@pytest.mark.parametrize("name", ["exp2_", "exp2_small", "log2_", "sqrt_"])
+def test_every_nan_stays_one(name: str, level: isa.ISA):
+    """Whatever its sign and its other bits: each alone, all, and random ones."""
+    random = np.random.default_rng(4).integers(1, 1 << 23, 4096)
+    bits = np.concatenate([1 << np.arange(23), [(1 << 23) - 1], random, random[:-24]]).astype(np.uint32)
+    bits = np.concatenate([bits | 0x7f800000, bits | 0xff800000]).astype(np.uint32)
+    assert len(bits) % 16 == 0
+    assert np.isnan(applied(level, name, bits.view(np.float32))).all()
 
 
 @levels
@@ -214,6 +224,12 @@ def test_sums_have_one_order(level: isa.ISA):
     while halves.shape[1] > 1: halves = halves[:, :halves.shape[1] // 2] + halves[:, halves.shape[1] // 2:]
     np.testing.assert_array_equal(out, np.stack([halves[:, 0], halves[:, 0], x.max(1)], 1))
     np.testing.assert_array_equal(whole, x.view(np.int32).sum(1, dtype=np.int32))
+
+
+@levels
+def test_transposition(level: isa.ISA):
+    square = np.arange(level.lanes**2, dtype=np.int32).reshape(level.lanes, -1)
+    np.testing.assert_array_equal(call(level, "transpose", 0, np.zeros_like(square), square), square.T)
 
 
 def test_pairs_of_bfloat16():

@@ -193,7 +193,7 @@ _FOLD = """
 INLINE void fold(float *restrict sums, float *top, float *total, const float *restrict more, float more_top,
                  float more_total) {{
   const float most = more_top > *top ? more_top : *top, base = most == -__builtin_inff() ? 0.f : most;
-  const float mine = weight_((vf)(*top - base))[0], other = weight_((vf)(more_top - base))[0];
+  const float mine = exp2_small((vf)(*top - base))[0], other = exp2_small((vf)(more_top - base))[0];
   for (s64 e = 0; e < {d_v}; e += W)
     store_f32(sums + e, fma_(load_f32(more + e), (vf)other, load_f32(sums + e) * mine));
   *total = *total * mine + more_total * other;

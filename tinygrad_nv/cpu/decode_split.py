@@ -155,7 +155,7 @@ class Split:
           }}
           const float high = top_(most), base = high == -__builtin_inff() ? 0.f : high;
           for (s64 j = 0; j < count; j += W) {{
-            const vf p = weight_(load_f32(s[r] + j) - base);
+            const vf p = exp2_small(load_f32(s[r] + j) - base);
             all += p;
             store_f32(s[r] + j, p{valued});
           }}
@@ -222,7 +222,6 @@ def functions(spec: DecodeSpec, isa: ISA) -> str:
   {' '.join(lines)}
   return {names[0]};
 }}
-INLINE vf weight_(vf x) {{ return pick(x != x, x, exp2_small(x)); }}
 {_loads(spec.k.dtype)}"""
 
 

@@ -33,7 +33,6 @@ from tinygrad_nv.cpu.flash_backward_tiles import (
 )
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import c_type
-from tinygrad_nv.cpu.transpose import transposed
 from tinygrad_nv.tile.attention import EVERY, Rows
 from tinygrad_nv.tile.attention_backward import BackwardSpec
 from tinygrad_nv.tile.derivative import derivative
@@ -85,7 +84,7 @@ class Text:
         one, isa = self.spec.forward, self.isa
         widths = {"s": self.panel, "dp": self.panel, "dv": one.d_v, "dk": one.d, "dq": one.d}
         products = [(self.products[name], d) for name, d in widths.items()]
-        made = [EXTENTS, transposed(isa.lanes), functions(products, isa), add("add_dq", one.d, isa)]
+        made = [EXTENTS, functions(products, isa), add("add_dq", one.d, isa)]
         made += [read(f"read_{name}", rows.dtype, d, isa) for name, rows, d in (
             ("q", one.q, one.d), ("k", one.k, one.d), ("grad", self.spec.grad, one.d_v))]
         made += [turn(f"turn_{name}", rows.dtype, d, pitch(self.n), isa)

@@ -124,7 +124,7 @@ def turn(name: str, dtype: DType, d: int, row: int, isa: ISA) -> str:
     for (s64 c = 0; c < {d}; c += W) {{
       vi x[W];
 {loads}
-      transpose_(x);
+      transpose(x);
 {stores}
     }}
 }}"""

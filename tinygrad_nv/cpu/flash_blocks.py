@@ -20,7 +20,6 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import c_type
-from tinygrad_nv.cpu.transpose import transposed
 from tinygrad_nv.tile.expression import short
 
 ROWS = 6  # · 4 vectors of 512 bits, or · 2 of fewer, are the sums that registers hold beside operands
@@ -71,7 +70,7 @@ class Blocks:
     def text(self) -> str:
         """All functions."""
         whole, last = divmod(self.width // self.isa.lanes, self.most)
-        return "\n".join([_HEAD, _DOTS, transposed(self.isa.lanes), self._pack_keys(), self._pack_values(),
+        return "\n".join([_HEAD, _DOTS, self._pack_keys(), self._pack_values(),
                           *(self._product(n) for n in range(1, self.most + 1)),
                           *(self._weighted(n) for n in [self.most] * (whole > 0) + [last] * (last > 0))])
 
@@ -102,7 +101,7 @@ class Blocks:
                               f"const {c_type(self.dtype)} *row = k + c * stride + {of_unit} * u; "
                               f"x[{j}] = {load}; }}" for j in range(lanes))
             stores = " ".join(f"*(vi_u *)(keys + (u + {j}) * {n} + i) = x[{j}];" for j in range(lanes))
-            return f"{{ vi x[W];\n{loads}\ntranspose_(x); {stores} }}"
+            return f"{{ vi x[W];\n{loads}\ntranspose(x); {stores} }}"
         if self.pairs: load, some = "*(const vi_u *)row", f"some_pairs(row, {self.d - 2 * whole})"
         else:
             load, some = (f"as_i({name}_{kind}(row{rest}){scale})"

@@ -223,12 +223,13 @@ INLINE vf exp2_(vf x) {
   vf y = exp2_poly(kept - (n - NEAREST)) * as_f((half + 127) << 23) * as_f((i - half + 127) << 23);
   return pick(x != x, x, y);
 }
-// 2^x of numbers that are at most about 1, as in a softmax: 0 below 2^-126
+// 2^x of numbers that are at most about 1, as in a softmax: 0 below 2^-126. A NaN, whose lowest bits are added
+// to an exponent as they are, is returned by the maximum
 INLINE vf exp2_small(vf x) {
   vf kept = max_((vf)-126.5f, x);
   vf n = kept + NEAREST;
   vf y = as_f(as_i(exp2_poly(kept - (n - NEAREST))) + (as_i(n) << 23));
-  return pick(x < -126.f, (vf)0.f, y);
+  return pick(x >= -126.f, y, max_((vf)0.f, x));
 }
 // log2 x = e + log2 m with m in [sqrt 1/2, sqrt 2): 2 atanh((m-1)/(m+1)) / ln 2; within 3 ulp
 INLINE vf log2_(vf x) {
@@ -261,3 +262,46 @@ INLINE void scatter_##name(element *p, s64 stride, wide v, s64 n) { \
 STRIDED(f32, vf, float) STRIDED(bf16, vf, u16) STRIDED(f16, vf, u16) STRIDED(e4m3, vf, u8) STRIDED(e5m2, vf, u8)
 STRIDED(s32, vi, s32) STRIDED(u32, vi, u32) STRIDED(s16, vi, s16) STRIDED(u16, vi, u16) STRIDED(s8, vi, s8)
 STRIDED(u8, vi, u8) STRIDED(bool, vi, u8)
+
+// The transposition of W vectors of W lanes, x, in place: within 4 lanes, then of the blocks of 4
+#define PICK(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#if W == 4
+#define LOW(x, y) PICK(x, y, 0, 4, 1, 5)
+#define HIGH(x, y) PICK(x, y, 2, 6, 3, 7)
+#define LOW2(x, y) PICK(x, y, 0, 1, 4, 5)
+#define HIGH2(x, y) PICK(x, y, 2, 3, 6, 7)
+#elif W == 8
+#define LOW(x, y) PICK(x, y, 0, 8, 1, 9, 4, 12, 5, 13)
+#define HIGH(x, y) PICK(x, y, 2, 10, 3, 11, 6, 14, 7, 15)
+#define LOW2(x, y) PICK(x, y, 0, 1, 8, 9, 4, 5, 12, 13)
+#define HIGH2(x, y) PICK(x, y, 2, 3, 10, 11, 6, 7, 14, 15)
+#else
+#define LOW(x, y) PICK(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29)
+#define HIGH(x, y) PICK(x, y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31)
+#define LOW2(x, y) PICK(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
+#define HIGH2(x, y) PICK(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
+#define EVEN(x, y) PICK(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
+#define ODD(x, y) PICK(x, y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31)
+#endif
+INLINE void transpose(vi *x) {
+  vi y[W];
+#pragma clang loop unroll(full)
+  for (int g = 0; g < W; g += 4) {
+    vi a = LOW(x[g], x[g + 1]), b = LOW(x[g + 2], x[g + 3]);
+    vi c = HIGH(x[g], x[g + 1]), d = HIGH(x[g + 2], x[g + 3]);
+    y[g] = LOW2(a, b); y[g + 1] = HIGH2(a, b); y[g + 2] = LOW2(c, d); y[g + 3] = HIGH2(c, d);
+  }
+#pragma clang loop unroll(full)
+  for (int j = 0; j < 4; j++) {
+#if W == 4
+    x[j] = y[j];
+#elif W == 8
+    x[j] = PICK(y[j], y[4 + j], 0, 1, 2, 3, 8, 9, 10, 11);
+    x[4 + j] = PICK(y[j], y[4 + j], 4, 5, 6, 7, 12, 13, 14, 15);
+#else
+    vi a = EVEN(y[j], y[4 + j]), b = EVEN(y[8 + j], y[12 + j]);
+    vi c = ODD(y[j], y[4 + j]), d = ODD(y[8 + j], y[12 + j]);
+    x[j] = EVEN(a, b); x[4 + j] = EVEN(c, d); x[8 + j] = ODD(a, b); x[12 + j] = ODD(c, d);
+#endif
+  }
+}
