@@ -5,7 +5,7 @@ side of which is, through movement, casts and CONTIGUOUS, an exponential, normal
 (e · 1/Σe @ v) or after it ((e @ v) · 1/Σe):
 
     end ← … ← REDUCE(ADD) of weights · v           the second product
-    weights = EXP2(exponent) · RECIPROCAL(Σ)       Σ over the keys of the same exponential, by its indices
+    weights = EXP2(exponent) · RECIPROCAL(Σ)       attention_weights.py
     exponent → … → REDUCE(ADD) of q · k            the first product, through the score: attention_score.py
 
 All indices are taken in one `Space` (index.py), from the end's to those of q, k and v; attention_dims.py
@@ -41,11 +41,12 @@ from tinygrad_nv.patterns import attention_decode, program
 from tinygrad_nv.patterns.attention_decode import Decode, decoded
 from tinygrad_nv.patterns.attention_dims import Ranges, Sideways
 from tinygrad_nv.patterns.attention_positions import is_variable
-from tinygrad_nv.patterns.attention_score import FLOATS, PASSED, Score, filled
+from tinygrad_nv.patterns.attention_score import FLOATS, Score
 from tinygrad_nv.patterns.attention_spec import Found, Reading, flops, found, nbytes, widths
+from tinygrad_nv.patterns.attention_weights import TEMPLATE, bare, first_product, tail, weighted, weights
 from tinygrad_nv.patterns.contraction import NotOurs, Product, Side, arithmetic, is_storage, product, side
-from tinygrad_nv.patterns.epilogue import Unfused, number
-from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, same
+from tinygrad_nv.patterns.epilogue import Unfused
+from tinygrad_nv.patterns.index import Indices, NotAffine, Space
 from tinygrad_nv.patterns.target import Machine, Target, target_of
 from tinygrad_nv.patterns.target import configuration as target_configuration
 from tinygrad_nv.runtime import ranges
@@ -56,7 +57,6 @@ from tinygrad_nv.tile.flash_defaults import default
 from tinygrad_nv.tile.kernel import AttentionKernel
 from tinygrad_nv.tile.schedule import Schedule
 
-TEMPLATE = "attention"
 FILLING = ("flash_wgmma",)  # their grids depend on how many multiprocessors there are
 
 
@@ -196,19 +196,19 @@ class _Matcher:
         kept = space.ranges(end.shape)
         out = space.lies([end.shape[i] for i in attempt.order], tuple(kept[i] for i in attempt.order))
         columns = space.ranges(second.total.src[0].shape[:second.total.arg[1]])
-        at, divisor = _tail(space, second.total, end, kept)
+        at, divisor = tail(space, second.total, end, kept)
         at = second.indices(space, columns + at)
         w, v = second.mul.src[operand], second.mul.src[1 - operand]
-        weights = _weights(space, w, space.over(second.mul.shape, w.shape, at), columns, divisor)
+        exponential, inside = weights(space, w, space.over(second.mul.shape, w.shape, at), columns, divisor)
         numbers = frozenset(r for index in columns for r in index.strides)
-        first = _first_product(weights[0])
+        first = first_product(exponential)
         region = self.inside(first.total, end)
-        score = Score(space, first.total, weights[0].src[0], region, weights[1], self.is_memory, numbers)
+        score = Score(space, first.total, exponential.src[0], region, inside, self.is_memory, numbers)
         if len(score.paths) != 1: raise Unfused(f"scores of {len(score.paths)} elements of q kᵀ")
         sides = _sides(space, first, score.paths[0], numbers, self.is_memory)
         value = side(space, v, space.over(second.mul.shape, v.shape, at), second.strip, self.is_memory)
         _check(first, second, (*sides[:2], value))
-        counted = Ranges(tuple(numbers), sides[2], frozenset(), _ordered(space, weights[1], numbers))
+        counted = Ranges(tuple(numbers), sides[2], frozenset(), _ordered(space, inside, numbers))
         made = found(Reading(space, end, score, (*sides[:2], value), out, counted, self.variables),
                      attempt.rows)
         how = decoded(made, machine) or schedule_of(made.spec, machine)
@@ -220,128 +220,7 @@ def _is_tail(user: UOp, node: UOp) -> bool:
     the sum of its weights."""
     if user.op in (Ops.PERMUTE, Ops.RESHAPE): return True
     if user.op is Ops.CAST: return user.dtype in FLOATS
-    return user.op is Ops.MUL and any(_bare(s).op is Ops.RECIPROCAL for s in user.src if s is not node)
-
-
-def _bare(node: UOp) -> UOp:
-    """What a value is a view and cast of."""
-    while node.op in GroupOp.Movement or node.op in PASSED or (node.op is Ops.CAST and node.dtype in FLOATS
-                                                               and node.src[0].dtype in FLOATS):
-        node = node.src[0]
-    return node
-
-
-def weighted(second: Product) -> int | None:
-    """Which operand of a product is made of exponentials, as the weights of an attention are. Weights that
-    are stored, since a Tensor holds them, are reported."""
-    for i, source in enumerate(second.mul.src):
-        if (value := filled(node := _bare(source))) is not node and _exponential(_bare(value)):
-            program.miss(TEMPLATE, second.total, "the weights are used elsewhere too: a tensor holds them")
-        elif _exponential(node): return i
-    return None
-
-
-def _exponential(node: UOp) -> bool:
-    if node.op is Ops.EXP2: return True
-    return node.op is Ops.MUL and {_bare(s).op for s in node.src} == {Ops.EXP2, Ops.RECIPROCAL}
-
-
-# **** weights ****
-
-def _descended(space: Space, node: UOp, at: Indices) -> tuple[UOp, Indices]:
-    bare = _bare(node)
-    while node is not bare:
-        if node.op in GroupOp.Movement: at = space.through(node, at)
-        node = node.src[0]
-    return node, at
-
-
-def _tail(space: Space, total: UOp, end: UOp, at: Indices) -> tuple[Indices, tuple[UOp, Indices] | None]:
-    """The indices of the product from those of the end, and what it is divided by on the way."""
-    divided: tuple[UOp, Indices] | None = None
-    node, narrowed = end, 0
-    while node is not total:
-        if node.op is Ops.CAST:
-            narrowed += divided is None and node.dtype != node.src[0].dtype
-            if narrowed > 1: raise Unfused("a result that is rounded twice")
-            if narrowed and node.dtype == dtypes.float32: raise Unfused("a result that is rounded on the way")
-            node = node.src[0]
-        elif node.op is Ops.MUL:
-            if divided is not None: raise Unfused("a result that is divided twice")
-            left = _leads_to(node.src[0], total)
-            by = node.src[int(left)]
-            divided = by, space.over(node.shape, by.shape, at)
-            own = node.src[1 - int(left)]
-            node, at = own, space.over(node.shape, own.shape, at)
-        else: node, at = node.src[0], space.through(node, at)
-    return at, divided
-
-
-def _leads_to(node: UOp, total: UOp) -> bool:
-    while node is not total and (node.op in GroupOp.Movement or node.op in (Ops.CAST, Ops.MUL)):
-        if node.op is Ops.MUL: return any(_leads_to(s, total) for s in node.src)
-        node = node.src[0]
-    return node is total
-
-
-def _weights(space: Space, node: UOp, at: Indices, columns: Indices,
-             divided: tuple[UOp, Indices] | None) -> tuple[UOp, Indices]:
-    """The exponential, and its indices. Raises `Unfused` unless its sum over the keys divides it."""
-    node, at = _descended(space, node, at)
-    if node.op is Ops.MUL:
-        if divided is not None: raise Unfused("weights that are divided before and after the product")
-        operands = [_descended(space, s, space.over(node.shape, s.shape, at)) for s in node.src]
-        exponential, reciprocal = sorted(operands, key=lambda pair: pair[0].op is not Ops.EXP2)
-        node, at = exponential
-    elif divided is None: raise Unfused("weights that are not normalised")
-    else: reciprocal = _descended(space, *divided)
-    total, where = _descended(space, *_divisor(space, reciprocal[0].src[0], reciprocal[1]))
-    if total.op is not Ops.REDUCE or total.arg[0] is not Ops.ADD or total.arg[1] != len(columns):
-        raise Unfused("weights that are not divided by their sum")
-    extents = total.src[0].shape[:total.arg[1]]
-    if not all(map(same, extents, (_extent(space, c) for c in columns))):
-        raise Unfused("weights that are divided by a sum over other keys")
-    inner, inside = _descended(space, total.src[0], columns + where)
-    if inner is not node or any(space.resolve(x).key() != space.resolve(y).key()
-                                for x, y in zip(at, inside, strict=True)):
-        raise Unfused("weights that are divided by the sum of others")
-    return node, at
-
-
-def _divisor(space: Space, node: UOp, at: Indices) -> tuple[UOp, Indices]:
-    """The sum of `(sum == 0).where(1, sum)`: where that is 0 all weights are, whatever divides them. Of other
-    divisors, themselves."""
-    guard, where = _descended(space, node, at)
-    if guard.op is not Ops.WHERE: return node, at
-    condition, instead, total = guard.src
-    if condition.op is Ops.CMPNE and number(condition.src[1]) is True: condition = condition.src[0]
-    elif condition.op is Ops.CMPNE: instead, total = total, instead
-    elif condition.op is not Ops.CMPEQ: return node, at
-    if condition.src[0] is not total or number(condition.src[1]) != 0 or not number(instead): return node, at
-    return total, space.over(guard.shape, total.shape, where)
-
-
-def _extent(space: Space, index: Affine) -> sint:
-    return space.extents[next(iter(index.strides))] if index.strides else 1
-
-
-def _first_product(exponential: UOp) -> Product:
-    """The product that an exponential is made of. What is stored with CONTIGUOUS is looked into last."""
-    for stops in ({Ops.CONTIGUOUS}, set[Ops]()):
-        waiting, seen, found = [exponential.src[0]], set[UOp](), list[Product]()
-        while waiting:
-            node = waiting.pop()
-            if node in seen or node.op in stops or node.op is Ops.CALL or _is_buffer(node): continue
-            seen.add(node)
-            if node.op is Ops.REDUCE and node.device is not None and (one := product(node)) is not None:
-                found.append(one)
-            else: waiting += node.src
-        if len(found) > 1: raise NotOurs(f"scores of {len(found)} products", final=True)
-        if found: return found[0]
-    raise NotOurs("", final=True)
-
-
-def _is_buffer(node: UOp) -> bool: return node.op is not Ops.CONTIGUOUS and is_storage(node)
+    return user.op is Ops.MUL and any(bare(s).op is Ops.RECIPROCAL for s in user.src if s is not node)
 
 
 # **** operands ****
