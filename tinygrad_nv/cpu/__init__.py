@@ -1,7 +1,14 @@
 """The CPU as a target: the specs of tile/ as C kernels for the compiler that the project finds.
 
-Read in this order: isa.py (instruction sets, and which this processor has), machine.py (threads, caches),
+Read in this order: isa.py (instruction sets, and which this processor has), machine.py (threads.py, caches),
 kernel.py (what a kernel is, and its parameters), vector.h (vectors in C), expression.py (epilogues and
-scores), schedule.py (how a spec is computed), then the templates: each takes a spec and a `CPUSchedule` and
-returns a `CPUKernel`. choose.py finds the schedule. patterns/ make the calls, as they do for GPUs.
+scores), schedule.py (how a spec is computed). Then the templates: each takes a spec and a `CPUSchedule` and
+returns a `CPUKernel`, and its other files bear its name.
+
+    products       gemv.py (few rows), gemm.py, amx.py; choose.py finds the schedule, tune.py a faster one
+    attention      flash.py, flash_backward.py, decode.py; kv_append.py; dropout.py is what both ways draw
+    by rows        norm.py: RMSNorm, softmax, argmax
+    sampling       threshold.py, gumbel.py
+
+measure.py times the machine for predictions. patterns/ make the calls, as they do for GPUs.
 """
