@@ -25,7 +25,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv import config
-from tinygrad_nv.functional import kv_append, scaled_dot_product_attention
+from tinygrad_nv.functional import embedding, kv_append, scaled_dot_product_attention
 from tinygrad_nv.hooks import enabled
 from tinygrad_nv.patterns.target import cpu_of, takes
 from tinygrad_nv.runtime.ranges import layer
@@ -272,7 +272,7 @@ class Llama:
         """The last layer's normalised output, (B, T, hidden), for tokens (B, T) at positions start, start +
         1, …"""
         with layer("embedding"):
-            x = self.embedding[tokens]
+            x = embedding(self.embedding, tokens)
             if self.config.embedding_scale != 1.0:
                 x = x * Tensor(self.config.embedding_scale, dtype=self.dtype, device=self.device)
             x = x.contiguous()  # gathered once: norms and residuals read it

@@ -1,14 +1,15 @@
 """Functions of tensors that are kernels of ours where there are any, and plain tinygrad elsewhere.
 
-    from tinygrad_nv.functional import kv_append, paged_attention, scaled_dot_product_attention
+    from tinygrad_nv.functional import embedding, kv_append, paged_attention, scaled_dot_product_attention
 
 `scaled_dot_product_attention` is torch's, with scale, soft-cap and window. While tinygrad_nv is enabled, the
 Tensor method of that name is the same function: `q.scaled_dot_product_attention(k, v, is_causal=True)` of any
 model trains with flash attention, forward and backward, without a change (`method`).
 
 `kv_append` and `paged_attention` are a decoder's steps over keys and values in pages, `varlen_attention` is
-for sequences that lie one after the other, `fp8_attention` for operands of 8 bits with scales: the modules of
-patterns/ with these names (kv_append.py, paged.py, varlen.py, fp8_attention.py) define them.
+for sequences that lie one after the other, `fp8_attention` for operands of 8 bits with scales, `embedding`
+for rows of a table by number: the modules of patterns/ with these names (kv_append.py, paged.py, varlen.py,
+fp8_attention.py, embedding.py) define them.
 """
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ from tinygrad_nv.patterns import attention_lower, attention_lower_backward
 from tinygrad_nv.patterns.attention_dropout import drawn
 from tinygrad_nv.patterns.attention_named import FlashAttention, attend, scores, sums, weighted
 from tinygrad_nv.patterns.attention_operands import Operands, arranged, check
+from tinygrad_nv.patterns.embedding import embedding
 from tinygrad_nv.patterns.fp8_attention import fp8_attention
 from tinygrad_nv.patterns.kv_append import kv_append
 from tinygrad_nv.patterns.named import check_devices
@@ -34,7 +36,7 @@ from tinygrad_nv.patterns.varlen import varlen_attention
 from tinygrad_nv.tile.attention import EVERY
 from tinygrad_nv.tile.dropout import kept_of
 
-__all__ = ["fp8_attention", "kv_append", "paged_attention", "scaled_dot_product_attention",
+__all__ = ["embedding", "fp8_attention", "kv_append", "paged_attention", "scaled_dot_product_attention",
            "varlen_attention"]
 
 HALVES = (dtypes.bfloat16, dtypes.float16)
