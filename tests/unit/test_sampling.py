@@ -19,10 +19,9 @@ from tinygrad_nv.engine.sampling import (
     SamplingParams,
     filtered,
     next_token,
-    ordered_bits,
     request_numbers,
 )
-from tinygrad_nv.patterns.sampling import gumbel, gumbel_of, threshold
+from tinygrad_nv.patterns.sampling import gumbel_of, noisy, ordered_bits, threshold
 
 V = 300
 
@@ -140,7 +139,8 @@ def test_no_noise_is_infinite_and_its_law_is_gumbels():
     ends = gumbel_of(Tensor([0, 0x1FF, 0xFFFFFE00, 0xFFFFFFFF], dtype=dtypes.uint32)).numpy()
     exact = -np.log(-np.log(np.array([2.0 ** -24, 1 - 2.0 ** -24])))
     np.testing.assert_allclose(ends, exact.repeat(2), rtol=1e-5)
-    noise = np.sort(gumbel(Tensor([3, 4], dtype=dtypes.uint32), Tensor([5]), 1 << 16).numpy().astype(float))
+    drawn = noisy(Tensor.zeros(1 << 16), Tensor([3, 4], dtype=dtypes.uint32), Tensor([5]))
+    noise = np.sort(drawn.numpy().astype(float))
     law = np.exp(-np.exp(-noise))
     # Kolmogorov-Smirnov, beyond which 1 in 10⁶ samples would be
     assert np.abs(law - (np.arange(len(law)) + 0.5) / len(law)).max() < 2.7 / np.sqrt(len(law))

@@ -1,4 +1,4 @@
-"""Noise for draws (tile/sampling.py): Threefry and two logarithms in vectors.
+"""Noise for draws, added to logits (tile/sampling.py): Threefry and two logarithms in vectors.
 
 Protocol: tokens are shared out among parts in whole vectors. The arithmetic is that of tinygrad's kernels,
 statement by statement, since the compiler contracts products and sums within one: the noise has the same
@@ -28,20 +28,21 @@ def default(spec: GumbelSpec, machine: CPUMachine) -> CPUSchedule:
 
 
 def build(spec: GumbelSpec, schedule: CPUSchedule) -> CPUKernel:
-    """The kernel: out, seed, position."""
+    """The kernel: out, logits, seed, position."""
     parts = schedule.parts
     body = f"""
   const u32 key[3] = {{seed[1], seed[0] ^ seed[1] ^ 0x1bd11bda, seed[0]}};
   const s64 vectors = ({spec.size} + W - 1) / W;
   const s64 first = core_id * vectors / {parts} * W, last = (core_id + 1) * vectors / {parts} * W;
   for (s64 i = first; i < last; i += W) {{
-    vu a = (vu)((vi)(s32)i + iota_()) + key[2], b = (vu)(*position + key[0]);
+    vu a = (vu)((vi)(s32)i + iota_()) + key[2], b = (vu)((u32)*position + key[0]);
     {" ".join(_rounds(number) for number in range(5))}
     vf uniform = (__builtin_convertvector(a >> 9, vf) + 0.5f) * 0x1p-23f;
-    store_n_f32(out + i, minus_log(minus_log(uniform)), {spec.size} - i);
+    const vf noise = minus_log(minus_log(uniform));
+    store_n_f32(out + i, load_n_f32(logits + i, {spec.size} - i) + noise, {spec.size} - i);
   }}"""
     return kernel(f"gumbel_{spec.size}", schedule.isa, body, [("float", "out")],
-                  [("u32", "seed"), ("u32", "position")], parts=parts, before=_LOG)
+                  [("float", "logits"), ("u32", "seed"), ("s32", "position")], parts=parts, before=_LOG)
 
 
 def _rounds(number: int) -> str:

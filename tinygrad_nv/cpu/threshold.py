@@ -1,4 +1,4 @@
-"""Selection by mass (tile/sampling.py): radix selection from the top, four bits a pass.
+"""Filters by mass (tile/sampling.py): the threshold by radix selection from the top, four bits a pass.
 
 Protocol: one part. A pass has a sum for each of the 16 digits that may come next, side by side in vectors; an
 element is compared with all of them at once. `TOGETHER` lanes of the spec go side by side, since a sum is a
@@ -6,36 +6,37 @@ chain of additions that none may reorder. What is below the digits found, or has
 later sum of its lane: each pass leaves it behind, and writes what remains in order to the workspace, over
 what it has read. The later passes see little.
 
-    found = 0
+    work = keys;  found = 0
     for shift in 28, 24, … 0:
       for each lane: acc[d] += weight where key ≥ found + d · 2^shift;  keep if key ≥ found and weight ≠ 0
       found += 2^shift · (how many d have Σ_lanes acc[d] ≥ target, less one, at least 0)
+    out = x where key(x) ≥ found, else -inf
 """
 from __future__ import annotations
 
 from tinygrad_nv.cpu.kernel import CPUKernel, kernel
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
-from tinygrad_nv.tile.sampling import DIGITS, LANES, ThresholdSpec
+from tinygrad_nv.tile.sampling import DIGITS, LANES, FilterSpec
 
 TEMPLATE = "threshold"
 TOGETHER = 4
 OPERATIONS = 2 * DIGITS     # an element, in the first pass
 
 
-def problems(spec: ThresholdSpec, machine: CPUMachine) -> list[str]:
-    """Why this template does not take a threshold; empty: it takes all."""
+def problems(spec: FilterSpec, machine: CPUMachine) -> list[str]:
+    """Why this template does not take a filter; empty: it takes all."""
     return []
 
 
-def default(spec: ThresholdSpec, machine: CPUMachine) -> CPUSchedule:
+def default(spec: FilterSpec, machine: CPUMachine) -> CPUSchedule:
     """The schedule."""
     return CPUSchedule(TEMPLATE, machine.isa)
 
 
-def build(spec: ThresholdSpec, schedule: CPUSchedule) -> CPUKernel:
-    """The kernel: out, workspace, keys, weights unless they are counted, target."""
-    inputs = [("u32", "keys"), *[("float", "weights")] * (not spec.counted), ("float", "target")]
+def build(spec: FilterSpec, schedule: CPUSchedule) -> CPUKernel:
+    """The kernel: out, workspace, logits, weights unless they are counted, knobs."""
+    inputs = [("float", "logits"), *[("float", "weights")] * (not spec.counted), ("float", "knobs")]
     vectors, held = range(DIGITS // schedule.isa.lanes), LANES * spec.rows
     names = [f"a{u}_{v}" for u in range(TOGETHER) for v in vectors]
     starts = [f"const s64 at{u} = (lane + {u}) * {spec.rows};" for u in range(TOGETHER)]
@@ -48,7 +49,9 @@ def build(spec: ThresholdSpec, schedule: CPUSchedule) -> CPUKernel:
     from_weights = "" if spec.counted else "const float *mass = shift == 28 ? weights : kept_weights;"
     lines = "\n".join
     body = f"""
-  const float goal = *target;{weights}
+  const float goal = knobs[{spec.knob}];{weights}
+  for (s64 i = 0; i < {spec.size}; i += W)
+    store_n_u32(work + i, ordered(load_n_f32(logits + i, {spec.size} - i)), {spec.size} - i);
   u32 found = 0;
   s32 count[{LANES}];
   for (s32 lane = 0; lane < {LANES}; lane++) {{
@@ -56,7 +59,7 @@ def build(spec: ThresholdSpec, schedule: CPUSchedule) -> CPUKernel:
     count[lane] = left < 0 ? 0 : left < {spec.rows} ? left : {spec.rows};
   }}
   for (int shift = 28; shift >= 0; shift -= 4) {{
-    const u32 *from = shift == 28 ? keys : work; {from_weights}
+    {from_weights}
     vu edge[{len(vectors)}]; vf total[{len(vectors)}];
     for (int v = 0; v < {len(vectors)}; v++) {{
       edge[v] = found + ((vu)(iota_() + v * W) << (u32)shift);
@@ -77,16 +80,24 @@ def build(spec: ThresholdSpec, schedule: CPUSchedule) -> CPUKernel:
     for (int v = 0; v < {len(vectors)}; v++) reached -= sum_i(total[v] >= goal);
     if (reached > 0) found += (u32)(reached - 1) << shift;
   }}
-  *out = found;"""
-    return kernel(f"threshold_{spec.size}", schedule.isa, body, [("u32", "out"), ("u32", "work")], inputs,
-                  workspace_bytes=4 * held * (1 if spec.counted else 2))
+  for (s64 i = 0; i < {spec.size}; i += W) {{
+    const vf x = load_n_f32(logits + i, {spec.size} - i);
+    const vi keep = (vu)ordered(x) >= found;
+    store_n_f32(out + i, pick(keep, x, (vf)-__builtin_inff()), {spec.size} - i);
+  }}"""
+    return kernel(f"threshold_{spec.size}", schedule.isa, body, [("float", "out"), ("u32", "work")], inputs,
+                  workspace_bytes=4 * held * (1 if spec.counted else 2), before=_ORDERED)
 
 
-def _step(spec: ThresholdSpec, lane: int, vectors: range) -> str:
+def _step(spec: FilterSpec, lane: int, vectors: range) -> str:
     """Element j of a lane: to the sums, and to those that remain."""
     weight = "1.f" if spec.counted else f"mass[at{lane} + j]"
     added = " ".join(f"a{lane}_{v} += as_f((vi)((vu)key >= edge[{v}]) & as_i((vf)weight));" for v in vectors)
     stored = "" if spec.counted else f"kept_weights[at{lane} + kept{lane}] = weight; "
     kept = "key >= found" if spec.counted else "(key >= found) & (weight != 0.f)"
-    return (f"{{ const u32 key = from[at{lane} + j]; const float weight = {weight}; {added} "
+    return (f"{{ const u32 key = work[at{lane} + j]; const float weight = {weight}; {added} "
             f"work[at{lane} + kept{lane}] = key; {stored}kept{lane} += {kept}; }}")
+
+
+# negative numbers with all bits flipped, the others with the sign set
+_ORDERED = "INLINE vi ordered(vf x) { return as_i(x) ^ ((as_i(x) >> 31) | (s32)0x80000000); }"

@@ -127,9 +127,10 @@ class Decoder:
         """Chooses a token by the logits; it will have the place after what is held."""
         if self.filters not in self.samples:
             filters = self.filters
-            self.samples[filters] = capturing(lambda position: self._sample(position, filters))
-        bound = Variable("position", 0, self.capacity - 1).bind(len(self.held))
-        with span("sample"): self._replay(self.samples[self.filters], bound)
+            self.samples[filters] = capturing(lambda: self._sample(filters))
+        with span("sample"):
+            self._count(0)
+            self._replay(self.samples[self.filters])
         return self.peek()
 
     def _chunk(self, tokens: Tensor, start: UOp, last: UOp) -> None:
@@ -138,9 +139,9 @@ class Decoder:
     def _step(self, position: UOp) -> None:
         self.logits.assign(self.model.step(self.token, position, self.cache, 0, self.lengths)[0]).realize()
 
-    def _sample(self, position: UOp, filters: Filters) -> None:
+    def _sample(self, filters: Filters) -> None:
         with layer("sampler"):
-            token = next_token(self.logits, filters, self.knobs, self.seen, Tensor(position).reshape(1))
+            token = next_token(self.logits, filters, self.knobs, self.seen, self.lengths)
         changed = [self.token.assign(token.reshape(1, 1))]
         if filters.penalty:
             changed.append(self.seen.assign(self.seen | (Tensor.arange(self.seen.shape[0]) == token)))

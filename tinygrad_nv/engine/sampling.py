@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import RequestError
-from tinygrad_nv.patterns.sampling import gumbel, threshold
+from tinygrad_nv.patterns.sampling import largest, noisy
 
 # the smallest and largest normal numbers of float32
 FLOAT32_MIN, FLOAT32_MAX = 2.0 ** -126, (2 - 2.0 ** -23) * 2.0 ** 127
@@ -115,7 +115,7 @@ def next_token(logits: Tensor, filters: Filters, knobs: Knobs, seen: Tensor, pos
     (1,): with the seed it selects the noise.
     """
     logits = filtered(logits, filters, knobs, seen)
-    if filters.draw: logits = logits + gumbel(knobs.seed, position, int(logits.shape[0]))
+    if filters.draw: logits = noisy(logits, knobs.seed, position)
     return logits.argmax().cast(dtypes.int32).reshape(1)
 
 
@@ -129,21 +129,10 @@ def filtered(logits: Tensor, filters: Filters, knobs: Knobs, seen: Tensor) -> Te
         logits = seen.where((logits > 0).where(logits / penalty, logits * penalty), logits).contiguous()
     if not filters.draw: return logits
     logits = (logits / knobs.row("temperature")).contiguous()
-    keys = ordered_bits(logits) if filters.top_k or filters.top_p else logits
-    if filters.top_k:
-        floor = threshold(keys, None, knobs.row("top_k"))
-        logits = (keys >= floor).where(logits, -float("inf")).contiguous()
+    if filters.top_k: logits = largest(logits, None, knobs.values, KNOBS.index("top_k"))
     if filters.top_p:
-        floor = threshold(keys, logits.softmax(-1).contiguous(), knobs.row("top_p"))
-        logits = (keys >= floor).where(logits, -float("inf")).contiguous()
+        logits = largest(logits, logits.softmax(-1).contiguous(), knobs.values, KNOBS.index("top_p"))
     if filters.min_p:
         # p ≥ min_p · p_max, in logarithms
         logits = (logits >= logits.max() + knobs.row("min_p").log()).where(logits, -float("inf")).contiguous()
     return logits
-
-
-def ordered_bits(x: Tensor) -> Tensor:
-    """float32 as uint32 in the same order (IEEE 754: flip negatives, set the sign bit of the rest); -0 comes
-    just before 0."""
-    bits = x.bitcast(dtypes.uint32)
-    return (bits >= 1 << 31).where(bits ^ 0xFFFFFFFF, bits | (1 << 31)).contiguous()
