@@ -1,7 +1,7 @@
 """What the CLI shows: text on stdout, progress and notes on stderr, nothing that moves unless a person
 looks.
 
-Protocol: `load` and `compile_steps` each show a bar (bytes read, kernels compiled) and take it away again,
+Protocol: `load` and `compile_steps` each show a bar (bytes read, kernels made) and take it away again,
 so that by the time the first word comes nothing but text moves on the terminal. `say` writes text at once.
 `report` and `summary` describe a finished answer, as JSON fields and as one line.
 """
@@ -25,18 +25,19 @@ from tinygrad_nv.engine.llm import LLM, Completion
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
-from tinygrad_nv.runtime.programs import programs_known
+from tinygrad_nv.runtime.programs import programs_compiled, programs_known
 
 
 class _Kernels(ProgressColumn):
-    """How many kernels have been compiled since the bar was made."""
+    """How many kernels there are since the bar was made, and how many of them had to be compiled."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.before = programs_known()
+        self.before = programs_known(), programs_compiled()
 
     def render(self, task: Task) -> Text:
-        return Text(f"{programs_known() - self.before} kernels, {task.elapsed or 0:.1f} s")
+        there, compiled = programs_known() - self.before[0], programs_compiled() - self.before[1]
+        return Text(f"{there} kernels, {compiled} compiled, {task.elapsed or 0:.1f} s")
 
 
 @contextmanager
@@ -66,7 +67,7 @@ def load(directory: Path, arguments: argparse.Namespace) -> LLM:
 def compile_steps(llm: LLM, params: SamplingParams, prompt_tokens: int) -> None:
     """Compiles what an answer to a prompt of this length needs."""
     with _bar(BarColumn(), _Kernels()) as progress:
-        progress.add_task("compiling", total=None)
+        progress.add_task("preparing", total=None)
         llm.decoder.warm_up(params, prompt_tokens)
 
 

@@ -19,6 +19,8 @@ realize.to_program = counted
 print((Tensor([1.0, 2, 3], device="CPU") * 3).tolist(), end=" ")
 product = Tensor.ones(33, 7, device="CPU").contiguous() @ Tensor.ones(7, 5, device="CPU").contiguous()
 print(product.sum().item(), len(made))
+from tinygrad_nv.runtime.programs import programs_compiled, programs_known
+assert programs_known() > 0 and (programs_compiled() > 0) == (len(made) > 0), (programs_compiled(), len(made))
 """
 
 

@@ -26,14 +26,23 @@ from tinygrad_nv.hooks import TINYGRAD_VERSION, Compile
 TABLE = "nv_program_1"  # the number goes up when what is stored changes
 
 
+_read = 0  # programs that this process has from disk
+
+
 def programs_known() -> int:
     """How many programs this process has, compiled or read."""
     return len(to_program_cache)
 
 
+def programs_compiled() -> int:
+    """How many of them it compiled."""
+    return programs_known() - _read
+
+
 def cached(linear: UOp, inner: Compile) -> UOp:
     """Fills tinygrad's program cache from disk before compiling, and the disk after."""
     if inner.beam or not CCACHE or not config.get("NV_PROGRAM_CACHE"): return inner(linear)
+    global _read
     made: dict[tuple[Any, ...], str] = {}
     for call in linear.toposort():
         if (found := _to_make(call)) is None: continue
@@ -42,6 +51,7 @@ def cached(linear: UOp, inner: Compile) -> UOp:
         made[key] = disk_key(found[1], key)
         if (program := diskcache_get(TABLE, made[key])) is not None:
             to_program_cache[key] = program
+            _read += 1
             del made[key]
     result = inner(linear)
     for key, name in made.items():
@@ -59,13 +69,16 @@ def _to_make(call: UOp) -> tuple[UOp, Renderer] | None:
 def finish(linear: UOp) -> None:
     """Puts the programs of a schedule that were given as text, and compiled before, into tinygrad's program
     cache."""
+    global _read
     for call in linear.src:
         body = call.src[0]
         if body.op is not Ops.PROGRAM or body.src[-1].op is not Ops.SOURCE: continue
         renderer = _renderer(call)
         if to_program_key(body, renderer) in to_program_cache: continue
         table, text = renderer.compiler.cachekey, body.src[-1].arg
-        if table is not None and diskcache_get(table, text) is not None: to_program(body, renderer)
+        if table is not None and diskcache_get(table, text) is not None:
+            to_program(body, renderer)
+            _read += 1
 
 
 def _renderer(call: UOp) -> Renderer:
