@@ -15,7 +15,7 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv.cpu import measure
 from tinygrad_nv.cpu.choose import build
-from tinygrad_nv.cpu.kernel import CPUKernel, vector_h
+from tinygrad_nv.cpu.kernel import CPUKernel, header
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.measure import LAUNCH_SECONDS, Rates
 from tinygrad_nv.cpu.schedule import CPUSchedule
@@ -73,7 +73,7 @@ def show(product: CPUProduct, level: str) -> str:
 def legible(source: str) -> str:
     """The text of a kernel to be read: vector.h is named instead, and of long lines each statement gets its
     own."""
-    text = source.replace(vector_h(), '#include "vector.h"  // tinygrad_nv/cpu/vector.h\n')
+    text = source.replace(header("vector.h"), '#include "vector.h"  // tinygrad_nv/cpu/vector.h\n')
     lines = []
     for line in text.splitlines():
         macro = line.startswith("#") or line.endswith("\\")

@@ -8,7 +8,7 @@ from tinygrad.tensor import Tensor
 from tinygrad_nv import explain, levels_cpu
 from tinygrad_nv.cpu import measure
 from tinygrad_nv.cpu.isa import PORTABLE
-from tinygrad_nv.cpu.kernel import vector_h
+from tinygrad_nv.cpu.kernel import header
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.measure import LAUNCH_SECONDS, Rates
 from tinygrad_nv.cpu.schedule import CPUSchedule
@@ -90,7 +90,7 @@ def test_the_levels_of_a_product():
 def test_the_text_to_be_read_is_the_one_that_is_compiled():
     kernel, = explain(layer()).kernels
     named = '#include "vector.h"  // tinygrad_nv/cpu/vector.h'
-    shown = levels_cpu.legible(kernel.source).replace(named, vector_h())
+    shown = levels_cpu.legible(kernel.source).replace(named, header("vector.h"))
     assert "".join(shown.split()) == "".join(kernel.source.split())
     wide = "  for (s64 i = 0; i < 2; i++) { const float x[2] = {1, 2}; y = x[i]; }"
     assert levels_cpu.legible(wide) == wide

@@ -22,8 +22,7 @@ machines without (`ISA.emulated`).
 """
 from __future__ import annotations
 
-import functools
-from importlib import resources
+from math import prod
 
 from tinygrad.dtype import dtypes
 
@@ -31,7 +30,7 @@ from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.expression import Place, statements
 from tinygrad_nv.cpu.gemm_pack import PER, packing
 from tinygrad_nv.cpu.gemv_sums import apart, at
-from tinygrad_nv.cpu.kernel import CPUKernel, c_type, kernel
+from tinygrad_nv.cpu.kernel import CPUKernel, c_type, header, kernel
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.tile.expression import short
@@ -136,7 +135,7 @@ def build(spec: GemmSpec, schedule: CPUSchedule) -> CPUKernel:
     """The kernel of a product."""
     named, spec = spec, oriented(spec)
     kind, step = _kind(spec), _pitch(spec, schedule)
-    before = [_header("gemm.h"), _header("amx.h"), packing("a", spec.a, kind, step),
+    before = [header("gemm.h"), header("amx.h"), packing("a", spec.a, kind, step),
               packing("b", spec.b, kind, PANEL), _micro(spec, schedule)]
     inputs = [(c_type(spec.a.dtype), "a"), (c_type(spec.b.dtype), "b")]
     if named is not spec: inputs.reverse()
@@ -144,10 +143,6 @@ def build(spec: GemmSpec, schedule: CPUSchedule) -> CPUKernel:
     return kernel(f"amx_{named.m}x{named.n}x{named.k}", schedule.isa, _body(spec, schedule),
                   [(c_type(spec.out.dtype), "out")], inputs, ["m"] if spec.symbolic else [], schedule.parts,
                   before="\n".join(before))
-
-
-@functools.cache
-def _header(name: str) -> str: return resources.files(__package__).joinpath(name).read_text()
 
 
 def _dot(spec: GemmSpec) -> str:
@@ -179,7 +174,7 @@ NOINLINE void micro(const u8 *a, s64 row, const u32 *b, s32 *c0, s32 *c1, s64 st
 def _body(spec: GemmSpec, s: CPUSchedule) -> str:
     per, parts, step = PER[_kind(spec)], s.parts, _step(spec)
     across, panel = -(-spec.n // s.block_n), PANEL * s.block_k // per
-    indices = [f"const s64 b{i} = matrix / {_product(spec.batch[i + 1:])} % {extent};"
+    indices = [f"const s64 b{i} = matrix / {prod(spec.batch[i + 1:])} % {extent};"
                for i, extent in enumerate(spec.batch)]
     a = at(spec.a.offset, ("(m0 + i)", spec.a.mn), ("k0", spec.a.k), *apart(spec.a.batch))
     # the second panel: the next columns, or the same of the other part
@@ -235,12 +230,6 @@ def _body(spec: GemmSpec, s: CPUSchedule) -> str:
 def _pack_a(source: str, to: str = "0") -> str:
     rows = f"rows - i < {STRIP} ? rows - i : {STRIP}"
     return f"pack_a(a + {source}, left + {to}, {rows}, {STRIP}, deep);"
-
-
-def _product(extents: tuple[int, ...]) -> int:
-    out = 1
-    for extent in extents: out *= extent
-    return out
 
 
 def _finish(spec: GemmSpec) -> str:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.decode_split import Split, functions, place_of_row
 from tinygrad_nv.cpu.isa import ISA
-from tinygrad_nv.cpu.kernel import CPUKernel, c_type, computed, kernel
+from tinygrad_nv.cpu.kernel import CPUKernel, c_type, computed, kernel, up
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.runtime.launch_text import Integer
@@ -72,11 +72,8 @@ def build(spec: DecodeSpec, schedule: CPUSchedule, integers: Sequence[Integer] =
     return CPUDecode((made.split(), made.combine()), 4 * spec.batch * spec.heads * made.unit_floats)
 
 
-def _padded(extent: int, isa: ISA) -> int: return -(-extent // isa.lanes) * isa.lanes
-
-
 def _stack_bytes(spec: DecodeSpec, isa: ISA) -> int:
-    floats = _padded(spec.d, isa) + 2 * _padded(spec.d_v, isa) + SPLIT_KEYS + 4
+    floats = up(spec.d, isa.lanes) + 2 * up(spec.d_v, isa.lanes) + SPLIT_KEYS + 4
     return 4 * spec.rows * floats + 24 * SPLIT_KEYS
 
 
@@ -87,7 +84,7 @@ class _Decode:
         self.spec, self.schedule, self.isa, self.integers = spec, schedule, schedule.isa, integers
         self.keys = schedule.block_k
         self.splits = -(-spec.longest // self.keys)
-        self.d_v = _padded(spec.d_v, self.isa)
+        self.d_v = up(spec.d_v, self.isa.lanes)
         self.row_floats = self.d_v + self.isa.lanes    # of the workspace: sums, and top and total after them
         self.unit_floats = self.splits * spec.rows * self.row_floats
         self.part = Split(spec, schedule)

@@ -23,8 +23,8 @@ from collections.abc import Sequence
 
 from tinygrad_nv.cpu import flash_score
 from tinygrad_nv.cpu.expression import c_float
-from tinygrad_nv.cpu.flash_blocks import ROWS, Blocks, padded
-from tinygrad_nv.cpu.kernel import CPUKernel, c_type, computed, kernel
+from tinygrad_nv.cpu.flash_blocks import ROWS, Blocks
+from tinygrad_nv.cpu.kernel import CPUKernel, c_type, computed, kernel, up
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.runtime.launch_text import Integer
@@ -47,14 +47,14 @@ def problems(spec: AttentionSpec, machine: CPUMachine) -> list[str]:
 def default(spec: AttentionSpec, machine: CPUMachine) -> CPUSchedule:
     """The schedule where nobody has tried others."""
     group = spec.batch[2]
-    heads, rows = group, padded(spec.s_q, ROWS)
+    heads, rows = group, up(spec.s_q, ROWS)
     wanted = TILES_OF_THREAD * machine.threads
     most = TILE_ROWS if max(spec.d, spec.d_v) <= 128 else TILE_ROWS // 2
     while heads > 1 and heads * ROWS > most: heads = -(-heads // 2)
 
     def tiles() -> int: return spec.batch[0] * spec.batch[1] * -(-group // heads) * -(-spec.s_q // rows)
     while rows > ROWS and (heads * rows > most or (tiles() < wanted and heads * rows >= 2 * FEWEST_ROWS)):
-        rows = padded(-(-rows // 2), ROWS)
+        rows = up(-(-rows // 2), ROWS)
     while heads > 1 and tiles() < machine.threads: heads = -(-heads // 2)
     blocks = Blocks(machine.isa, spec.q.dtype, spec.d, spec.d_v, BLOCK_N)
     parts = min(tiles(), PARTS_OF_THREAD * machine.threads)

@@ -25,14 +25,13 @@ from tinygrad_nv.cpu.flash_backward_tiles import (
     add,
     functions,
     most_vectors,
-    padded,
     pitch,
     read,
     turn,
     write,
 )
 from tinygrad_nv.cpu.isa import ISA
-from tinygrad_nv.cpu.kernel import c_type
+from tinygrad_nv.cpu.kernel import c_type, up
 from tinygrad_nv.tile.attention import EVERY, Rows
 from tinygrad_nv.tile.attention_backward import BackwardSpec
 from tinygrad_nv.tile.derivative import derivative
@@ -96,9 +95,9 @@ class Text:
 
     def _scratch(self) -> str:
         one, n = self.spec.forward, self.n + ROWS
-        m, (q, v) = padded(self.m, ROWS), (pitch(one.d), pitch(one.d_v))
-        sizes = {"q": m * q, "grad": m * v, "k": n * q, "kt": padded(one.d, self.isa.lanes) * pitch(self.n),
-                 "vt": padded(one.d_v, self.isa.lanes) * pitch(self.n), "s": m * pitch(self.n),
+        m, (q, v) = up(self.m, ROWS), (pitch(one.d), pitch(one.d_v))
+        sizes = {"q": m * q, "grad": m * v, "k": n * q, "kt": up(one.d, self.isa.lanes) * pitch(self.n),
+                 "vt": up(one.d_v, self.isa.lanes) * pitch(self.n), "s": m * pitch(self.n),
                  "dp": m * pitch(self.n), "dk": n * q, "dv": n * v, "dq": ROWS * q, "l": m, "delta": m}
         lines = [f"float {name}[{size}] __attribute__((aligned(64)));" for name, size in sizes.items()]
         if one.kept < EVERY: lines.append(f"u8 bytes[{self.m * self.n}];")

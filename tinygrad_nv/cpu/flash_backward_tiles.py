@@ -25,11 +25,6 @@ ROWS = 6    # · 4 vectors of 512 bits, or · 2 of fewer, are the sums that regi
 LINE = 16   # float32 numbers of a cache line
 
 
-def padded(count: int, to: int) -> int:
-    """The next multiple."""
-    return -(-count // to) * to
-
-
 def pitch(count: int) -> int:
     """Elements between rows of `count`."""
     return (-(-count // LINE) | 1) * LINE

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.cpu.isa import ISA
-from tinygrad_nv.cpu.kernel import c_type
+from tinygrad_nv.cpu.kernel import c_type, up
 from tinygrad_nv.tile.expression import short
 
 ROWS = 6  # · 4 vectors of 512 bits, or · 2 of fewer, are the sums that registers hold beside operands
@@ -50,12 +50,12 @@ class Blocks:
     @property
     def keys(self) -> int:
         """Rows of `keys`: whole squares are transposed."""
-        return padded(self.units, self.isa.lanes)
+        return up(self.units, self.isa.lanes)
 
     @property
     def width(self) -> int:
         """Columns of `values` and `o`."""
-        return padded(self.d_v, self.isa.lanes)
+        return up(self.d_v, self.isa.lanes)
 
     @property
     def most(self) -> int:
@@ -182,11 +182,6 @@ static __attribute__((noinline)) void pack_keys({self.element} *keys, const {c_t
   for (s64 u = from / {by}; u < (to + {by - 1}) / {by}; u++) {{ {step} }}
   {store}
 }}"""
-
-
-def padded(count: int, to: int) -> int:
-    """The next multiple."""
-    return -(-count // to) * to
 
 
 _HEAD = """ANYWHERE(s32_u, s32);

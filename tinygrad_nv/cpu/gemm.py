@@ -20,18 +20,15 @@ A result whose rows lie side by side is computed as its transpose, since vectors
 """
 from __future__ import annotations
 
-import functools
-from importlib import resources
-
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.expression import Place, statements
-from tinygrad_nv.cpu.gemm_blocks import SMALL, STACK_BYTES, Blocks, blocks, kind_of, up
+from tinygrad_nv.cpu.gemm_blocks import SMALL, STACK_BYTES, Blocks, blocks, kind_of
 from tinygrad_nv.cpu.gemm_micro import micro
 from tinygrad_nv.cpu.gemm_pack import PER, packing
 from tinygrad_nv.cpu.isa import ISA
-from tinygrad_nv.cpu.kernel import CPUKernel, c_type, kernel
+from tinygrad_nv.cpu.kernel import CPUKernel, c_type, header, kernel, up
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.tile.expression import short
@@ -96,7 +93,7 @@ def build(spec: GemmSpec, schedule: CPUSchedule) -> CPUKernel:
     whole, flip = spec.accumulate == dtypes.int32, kind == "quad" and spec.a.dtype == spec.b.dtype
     # a's bytes have no sign when packed: they are uint8, or int8 turned
     free = (spec.a.dtype == dtypes.uint8) != flip
-    before = [_gemm_h(), packing("a", spec.a, kind, step, flip=flip),
+    before = [header("gemm.h"), packing("a", spec.a, kind, step, flip=flip),
               packing("b", spec.b, kind, schedule.columns, up(schedule.block_k // PER[kind], isa.lanes)),
               micro(schedule, kind, step, whole, free, flip)]
     inputs = [(c_type(spec.a.dtype), "a"), (c_type(spec.b.dtype), "b")]
@@ -105,10 +102,6 @@ def build(spec: GemmSpec, schedule: CPUSchedule) -> CPUKernel:
     return kernel(f"gemm_{named.m}x{named.n}x{named.k}", isa, _body(spec, schedule, kind, step, flip),
                   [(c_type(spec.out.dtype), "out")], inputs, ["m"] if spec.symbolic else [], schedule.parts,
                   before="\n".join(before))
-
-
-@functools.cache
-def _gemm_h() -> str: return resources.files(__package__).joinpath("gemm.h").read_text()
 
 
 def _at(offset: int, *terms: tuple[str, int]) -> str:

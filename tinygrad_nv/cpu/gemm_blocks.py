@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.cpu.isa import ISA
+from tinygrad_nv.cpu.kernel import up
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.tile.spec import BYTES, GemmSpec
 
@@ -40,11 +41,6 @@ def kind_of(spec: GemmSpec, isa: ISA) -> str:
     """What operands are packed as (gemm_pack.py)."""
     if spec.a.dtype in BYTES: return "quad" if isa.vnni else "fma"
     return "pair" if spec.a.dtype == dtypes.bfloat16 and isa.bf16 else "fma"
-
-
-def up(x: int, to: int) -> int:
-    """The next multiple."""
-    return -(-x // to) * to
 
 
 def registers(m: int, n: int, isa: ISA) -> tuple[int, int]:

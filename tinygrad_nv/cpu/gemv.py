@@ -15,6 +15,7 @@ and many rows are the same product transposed.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 from tinygrad.dtype import dtypes
 
@@ -22,7 +23,7 @@ from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.expression import Place, statements
 from tinygrad_nv.cpu.gemv_sums import Operands, apart, at, sums_of_columns, sums_of_rows
 from tinygrad_nv.cpu.isa import ISA
-from tinygrad_nv.cpu.kernel import CPUKernel, c_type, kernel
+from tinygrad_nv.cpu.kernel import CPUKernel, c_type, kernel, up
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.tile.expression import short
@@ -99,11 +100,11 @@ def build(spec: GemmSpec, schedule: CPUSchedule) -> CPUKernel:
     sums = (sums_of_columns if by_columns else sums_of_rows)(operands, schedule)
     chunks = -(-spec.n // schedule.block_n)
     items, kind = spec.matrices * chunks, "s32" if operands.integers else "float"
-    indices = [f"const s64 b{i} = matrix / {_product(spec.batch[i + 1:])} % {extent};"
+    indices = [f"const s64 b{i} = matrix / {prod(spec.batch[i + 1:])} % {extent};"
                for i, extent in enumerate(spec.batch)]
     body = f"""
   {operands.declared()}
-  {kind} sums[{spec.parts * spec.m}][{_padded(schedule.block_n, isa)}] __attribute__((aligned(64)));
+  {kind} sums[{spec.parts * spec.m}][{up(schedule.block_n, isa.lanes)}] __attribute__((aligned(64)));
   const s64 end = (s64)(core_id + 1) * {items} / {schedule.parts};
   for (s64 item = (s64)core_id * {items} / {schedule.parts}, before = -1; item < end; item++) {{
     const s64 matrix = item / {chunks}, n0 = item % {chunks} * {schedule.block_n};
@@ -131,16 +132,7 @@ def _operands(spec: GemmSpec, isa: ISA) -> Operands:
     return Operands(spec, isa, ready or _widened_bytes(spec, isa) > STACK_BYTES, pairs)
 
 
-def _padded(count: int, isa: ISA) -> int: return -(-count // isa.lanes) * isa.lanes
-
-
-def _product(extents: tuple[int, ...]) -> int:
-    out = 1
-    for extent in extents: out *= extent
-    return out
-
-
-def _widened_bytes(spec: GemmSpec, isa: ISA) -> int: return 4 * spec.m * (_padded(spec.k, isa) + 32)
+def _widened_bytes(spec: GemmSpec, isa: ISA) -> int: return 4 * spec.m * (up(spec.k, isa.lanes) + 32)
 
 
 def _finish(spec: GemmSpec) -> str:

@@ -76,10 +76,15 @@ def source(text: str, isa: ISA) -> str:
     for_isa = f'__attribute__((target("{isa.clang}")))'
     push = f"#pragma clang attribute push({for_isa}, apply_to = function)\n" if isa.clang else ""
     pop = "#pragma clang attribute pop\n" if isa.clang else ""
-    return f"{defined}{push}{vector_h()}{text}{pop}"
+    return f"{defined}{push}{header('vector.h')}{text}{pop}"
 
 
 @functools.cache
-def vector_h() -> str:
-    """The functions of vectors that kernels are made of."""
-    return resources.files(__package__).joinpath("vector.h").read_text()
+def header(name: str) -> str:
+    """The text of a file of C that kernels are made of."""
+    return resources.files(__package__).joinpath(name).read_text()
+
+
+def up(x: int, to: int) -> int:
+    """The next multiple."""
+    return -(-x // to) * to

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from tinygrad_nv.cpu import amx, choose, gemm, gemv
-from tinygrad_nv.cpu.gemm_blocks import MOST_BYTES_K, STACK_BYTES, Blocks, kind_of, up
+from tinygrad_nv.cpu.gemm_blocks import MOST_BYTES_K, STACK_BYTES, Blocks, kind_of
 from tinygrad_nv.cpu.gemm_pack import PER
+from tinygrad_nv.cpu.kernel import up
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.tile.spec import BYTES, GemmSpec
