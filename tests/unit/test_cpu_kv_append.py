@@ -23,6 +23,7 @@ from tinygrad_nv.cpu.isa import PORTABLE, why_not
 from tinygrad_nv.cpu.machine import machine
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns.kv_append import kv_append
+from tinygrad_nv.runtime.cpu_program import load
 
 F32, F16, BF16, S8, E4M3 = (dtypes.float32, dtypes.float16, dtypes.bfloat16, dtypes.int8, dtypes.fp8e4m3)
 ALL = {"half": 8, "q_heads": 4}
@@ -81,6 +82,19 @@ def test_parts_are_worth_a_thread():
         (kernel,) = explain(*kv_append(**case.tensors("CPU"))).kernels
         return template.default(kernel.spec, replace(machine(), threads=4, isa=PORTABLE)).parts
     assert (parts(1), parts(64)) == (1, 4)
+
+
+def test_pages_that_are_not_stored_are_not_written():
+    """An entry of the table beyond the last page is like none."""
+    case = append([16], dtype=F32, pages=2)
+    spec = explain(*kv_append(**case.tensors("CPU"))).kernels[0].spec
+    page, names = int(case.given["table"][0, 1]), ("k_pages", "v_pages", "k", "v", "table")
+    for there, written in ((page, False), (page + 1, True)):
+        arrays = [case.given[name].numpy().copy() for name in names]
+        made = template.build(replace(spec, stored=there), template.default(spec, machine()))
+        load(made)(*arrays, np.array([16], np.int32))
+        for name, x in zip(names[:2], arrays, strict=False):
+            assert (x != case.given[name].numpy()).any() == written
 
 
 # **** contiguous caches ****

@@ -154,6 +154,20 @@ def test_search_goes_to_what_is_faster(here: CPUMachine, monkeypatch: pytest.Mon
     assert clock(None, [many]) < clock(None, [few])
 
 
+def test_the_default_is_timed_again_beside_the_fastest(here: CPUMachine, monkeypatch: pytest.MonkeyPatch):
+    """By a clock that was slow when the default had its turn."""
+    first = choose.default(SPEC, here)
+
+    def clock(self: tune.Arrays, schedules: list[CPUSchedule]) -> list[float]:
+        return [(9.0 if len(schedules) == 1 else 0.1) if s == first else 1 + s.rows / 10 for s in schedules]
+    monkeypatch.setattr(tune.Arrays, "in_turns", clock)
+    monkeypatch.setattr(choose, "build", lambda spec, s: s)
+    monkeypatch.setattr("tinygrad_nv.runtime.cpu_program.load", lambda kernel: kernel)
+    tried = tune.tune(SPEC, here)
+    assert len(tried) > tune.FINALISTS
+    assert tried[0].schedule == first
+
+
 def test_what_does_not_compile_is_out(here: CPUMachine, monkeypatch: pytest.MonkeyPatch):
     def build(spec: GemmSpec, s: CPUSchedule):
         if s == choose.default(spec, here): return made(spec, s)
