@@ -213,7 +213,9 @@ class FeedForward:
         self.down = Linear(self.width, config.hidden_size, config.mlp_bias, dtype, device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).contiguous_backward().split([self.width, self.width], dim=-1)
+        both = self.gate_up(x).contiguous_backward().split([self.width, self.width], dim=-1)
+        # apart: in one kernel each would be computed for all columns of both (15 ms against 10 on a CPU)
+        gate, up = (half.contiguous_backward() for half in both)
         # realised: fused into `down` it would be computed again for every output row (212 µs against 13 + 3
         # on a CPU)
         return self.down((self.act(gate) * up).contiguous())
