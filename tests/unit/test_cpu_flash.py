@@ -59,6 +59,15 @@ def test_one_kernel_of_all_extents():
         near(spec, given, run(kernel, spec, given, **extents), **extents)
 
 
+def test_bands_begin_and_end_anywhere_in_a_vector():
+    """Where a mask is left out for the rows at hand, each of them sees all of the columns."""
+    spec = attention(7, 96, 16, F32, band=Band(-20, 2), symbolic=SYMBOLS, log_sum=True)
+    given, kernel = arguments(spec), loaded(spec)
+    for start in range(96):
+        extents = {"s_q": 7, "s_kv": 96, "start": start}
+        near(spec, given, run(kernel, spec, given, **extents), **extents)
+
+
 def replace_start(node: Expression) -> Expression:
     """30 as the place of row 0."""
     if node == Constant(30, dtypes.int32): return Position("start")
