@@ -19,6 +19,7 @@ from tinygrad_nv.tile.spec import BYTES, GemmSpec
 
 PRODUCTS: tuple[ModuleType, ...] = (gemv, amx, gemm)
 FEWEST_BY_FOURS = 5  # rows of bytes that are not for gemv
+SHORT, NARROW = 8, 64  # sums of at most so many products, beside fewer rows or columns, are tinygrad's
 _BY_NAME = {template.TEMPLATE: template for template in PRODUCTS}
 
 
@@ -42,6 +43,14 @@ def _preferred(spec: GemmSpec, machine: CPUMachine) -> tuple[ModuleType, ...]:
     multiplies four at once: 16 rows by 4096 x 2048 take 2.1 ms, 4.5 by gemv; 4 rows the same."""
     by_fours = spec.a.dtype in BYTES and machine.isa.vnni and min(spec.m, spec.n) >= FEWEST_BY_FOURS
     return (amx, gemm, gemv) if by_fours else PRODUCTS
+
+
+def too_short(spec: GemmSpec) -> str:
+    """Why a product is left to tinygrad although templates take it; "" where it is not. Each element costs
+    them a prologue and an epilogue: 50000 x 4 x 4 take twice as long by gemv, 11764 x 17 x 8 1.7 times by
+    gemm; 3125 x 64 of K = 2 to 8 half to as long."""
+    if spec.k > SHORT or min(spec.m, spec.n) >= NARROW: return ""
+    return f"K of {spec.k} with {min(spec.m, spec.n)} rows or columns, at least {SHORT + 1} or {NARROW}"
 
 
 def why_not(spec: GemmSpec, machine: CPUMachine) -> str:

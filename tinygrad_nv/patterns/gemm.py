@@ -192,6 +192,7 @@ def _parts(space: Space, places: list[tuple[Side, Side]]) -> tuple[Side, Side, l
 
 def _schedule(spec: GemmSpec, machine: Machine | CPUMachine) -> Schedule | CPUSchedule:
     if isinstance(machine, CPUMachine):
+        if words := cpu.too_short(spec): raise NotOurs(words, final=True)
         if (found := cpu.product(spec, machine)) is not None: return found
         raise NotOurs(cpu.why_not(spec, machine))
     if (schedule := choose(spec, machine.arch, machine.sm_count, machine.driver)) is not None: return schedule
