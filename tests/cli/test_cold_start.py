@@ -10,7 +10,7 @@ from pathlib import Path
 
 # tinygrad's four for its queues, one for the pool of threads, the rest for the model in the box: its prompt
 # in a chunk of 16, its step, its sampler
-MOST = 34
+MOST = 25
 
 
 def compiled(database: Path) -> int:
