@@ -61,11 +61,12 @@ def test_one_kernel_of_all_extents():
 
 def test_bands_begin_and_end_anywhere_in_a_vector():
     """Where a mask is left out for the rows at hand, each of them sees all of the columns."""
-    spec = attention(7, 96, 16, F32, band=Band(-20, 2), symbolic=SYMBOLS, log_sum=True)
-    given, kernel = arguments(spec), loaded(spec)
-    for start in range(96):
-        extents = {"s_q": 7, "s_kv": 96, "start": start}
-        near(spec, given, run(kernel, spec, given, **extents), **extents)
+    for band in (Band(None, 2), Band(-20, None)):
+        spec = attention(7, 96, 16, F32, band=band, symbolic=SYMBOLS, log_sum=True)
+        given, kernel = arguments(spec), loaded(spec)
+        for start in range(56, 96):
+            extents = {"s_q": 7, "s_kv": 96, "start": start}
+            near(spec, given, run(kernel, spec, given, **extents), **extents)
 
 
 def replace_start(node: Expression) -> Expression:
