@@ -87,3 +87,23 @@ def test_kernels_of_ours_start_no_workers_once_they_are_compiled(tmp_path: Path)
         answers.append(done.stdout.split())
     assert answers[0][0] == answers[1][0]
     assert [asked for _, asked in answers] == ["1", "0"]
+
+
+THREAD = """
+import threading
+import tinygrad_nv
+from tinygrad import Tensor
+(Tensor.ones(3, device="CPU").contiguous() + 1).realize()
+def work(): print((Tensor.ones(7, device="CPU").contiguous() * 3).sum().item())
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+
+
+def test_a_thread_that_the_disk_cache_does_not_serve_compiles(tmp_path: Path):
+    """SQLite serves the thread that opened it alone; tinygrad's workers compile for others."""
+    own = {"CACHEDB": str(tmp_path / "cache.db"), "PARALLEL": "1", "DEV": "CPU"}
+    done = subprocess.run([sys.executable, "-c", THREAD], env={**os.environ, **own}, capture_output=True,
+                          text=True, check=True)
+    assert done.stdout.split() == ["21.0"], done.stderr

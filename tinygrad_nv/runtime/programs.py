@@ -11,7 +11,9 @@ tinygrad would start its compile workers for that, a second each.
 """
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import sqlite3
 from typing import Any
 
 from tinygrad import Device
@@ -49,14 +51,24 @@ def cached(linear: UOp, inner: Compile) -> UOp:
         key = to_program_key(*found)
         if key in to_program_cache or key in made: continue
         made[key] = disk_key(found[1], key)
-        if (program := diskcache_get(TABLE, made[key])) is not None:
+        if (program := _stored(TABLE, made[key])) is not None:
             to_program_cache[key] = program
             _read += 1
             del made[key]
     result = inner(linear)
     for key, name in made.items():
-        if key in to_program_cache: diskcache_put(TABLE, name, to_program_cache[key])
+        if key in to_program_cache: _store(TABLE, name, to_program_cache[key])
     return result
+
+
+def _stored(table: str, key: str) -> Any:
+    """What the disk has; None in threads other than the one that opened it, which alone it serves."""
+    try: return diskcache_get(table, key)
+    except sqlite3.ProgrammingError: return None
+
+
+def _store(table: str, key: str, program: UOp) -> None:
+    with contextlib.suppress(sqlite3.ProgrammingError): diskcache_put(table, key, program)
 
 
 def _to_make(call: UOp) -> tuple[UOp, Renderer] | None:
@@ -76,7 +88,7 @@ def finish(linear: UOp) -> None:
         renderer = _renderer(call)
         if to_program_key(body, renderer) in to_program_cache: continue
         table, text = renderer.compiler.cachekey, body.src[-1].arg
-        if table is not None and diskcache_get(table, text) is not None:
+        if table is not None and _stored(table, text) is not None:
             to_program(body, renderer)
             _read += 1
 
