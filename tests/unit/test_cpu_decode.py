@@ -18,7 +18,7 @@ from tinygrad_nv.cpu import decode as template
 from tinygrad_nv.cpu.isa import AMX, AVX2, AVX512_BF16, ISA, PORTABLE, detect
 from tinygrad_nv.runtime.launch_text import Integer
 from tinygrad_nv.tile.decode import DecodeSpec
-from tinygrad_nv.tile.expression import Load, Position, Sum, tanh, where
+from tinygrad_nv.tile.expression import Constant, Load, Position, Sum, tanh, where
 from tinygrad_nv.toolchain import compile_object
 
 F32, BF16, F16, S8, E4M3 = dtypes.float32, dtypes.bfloat16, dtypes.float16, dtypes.int8, dtypes.fp8e4m3
@@ -71,7 +71,7 @@ def test_contiguous_caches_and_integers():
 
 
 def test_scores():
-    """A soft-cap, positions, a parameter of rows and keys; rows at one place."""
+    """A soft-cap, positions, a parameter of rows and keys, first splits that nobody sees; rows at one place."""
     sums = tanh(Sum() * 0.05) * 20.0
     spec = contiguous(300, heads=2, group=2, s_q=3, dtype=F32, score=sums + Load(0, F32, 300, 1, (0, 900, 0)))
     checked(spec, [300])
@@ -79,6 +79,8 @@ def test_scores():
     checked(contiguous(300, s_q=3, dtype=F32, score=sums + apart), [211])
     even = where(Position("n").cast(F32) < 100.0, Sum() * 0.1, -float("inf"))
     checked(contiguous(300, s_q=3, dtype=F32, causal=False, score=even), [211])
+    late = where(Constant(280.0, F32) < Position("n").cast(F32), Sum() * 0.1, -float("inf"))
+    checked(contiguous(300, s_q=3, dtype=F32, causal=False, score=late), [300])
 
 
 def test_very_large_scores():
