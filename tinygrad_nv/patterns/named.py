@@ -58,7 +58,9 @@ def call(what: Any, body: Callable[..., tuple[Tensor, ...]], *tensors: Tensor,
     # tinygrad's key of a call knows its name, and nothing of its aux
     made = UOp.maketuple(*(result.uop for result in results)).call(*given, grad_fxn=grad, name=repr(what),
                                                                    aux=what)
-    return tuple(Tensor(made.gettuple(i)) for i in range(len(results)))
+    given_back = [made.gettuple(i) for i in range(len(results))]
+    ranges.note_call([made, *given_back], type(what).__name__)
+    return tuple(map(Tensor, given_back))
 
 
 def check_devices(*tensors: Tensor) -> None:

@@ -138,6 +138,12 @@ def stop() -> None:
 _kept: dict[str, Any] = {}          # tinygrad's own, while ours are in their place
 
 
+def note_call(nodes: Sequence[UOp], name: str) -> None:
+    """Notes nodes that no Tensor method makes, a call and its results: where they are made, under a name."""
+    if not _depth or not _scope: return
+    for node in nodes: all_metadata.setdefault(node, (LayerMetadata(name, False, _scope),))
+
+
 class _Noting(tensors._ContextVar):
     """tensor._METADATA: the method that runs, with the layer it runs in."""
 
