@@ -20,7 +20,7 @@ from tinygrad.tensor import Tensor
 from tinygrad_nv import explain
 from tinygrad_nv.cpu import amx, choose, machine, measure
 from tinygrad_nv.cpu.isa import AMX, AVX512_BF16, ISA
-from tinygrad_nv.cpu.kernel import kernel
+from tinygrad_nv.cpu.kernel import header, kernel
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.measure import Rates
 from tinygrad_nv.cpu.schedule import CPUSchedule
@@ -158,7 +158,7 @@ def tile_kernel(kind: str) -> Any:
   tile_store(0, out, 64);
   tiles_end();"""
     operands = [("u32", "c"), ("u32", "a"), ("u32", "b")]
-    return load(kernel("tile", EMULATED, body, [("u32", "out")], operands, before=amx._header("amx.h")))
+    return load(kernel("tile", EMULATED, body, [("u32", "out")], operands, before=header("amx.h")))
 
 
 def flush(x: np.ndarray) -> np.ndarray:
