@@ -12,18 +12,19 @@ import argparse
 import json
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import report_cpu
 from gpu_parts import ratios_of
 from measure import RESULTS, spread
+from report_cpu import NOT_MEASURED, Record, markdown
 
 README = RESULTS.parents[1] / "README.md"
 BEGIN = "<!-- performance: written by bench/report.py -->"
 END = "<!-- performance: end -->"
-NOT_MEASURED = "not measured"
 WIDTH = 118
 PARTS = {"correctness": "recorded launches against the emulator's answers", "gemm": "matrix products",
          "attention": "attention, forward", "backward": "attention, backward",
@@ -33,7 +34,6 @@ KINDS = {"gemm": "products", "attention": "attention, forward", "backward": "att
          "paged": "decode attention over pages", "decode": "decode"}    # parts whose kinds have a table
 L2 = "windows of L2 (`bench/l2.py`)"
 FEW = ("M=1", "M=2", "M=4", "M=8", "M=16", "M=32", "M=64")
-Record = dict[str, Any]
 
 
 def read(folder: Path, name: str) -> Record | None:
@@ -46,12 +46,6 @@ def gpus(folder: Path) -> list[Record]:
     """Results of bench/gpu.py on hardware."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("gpu_*.json"))]
     return [each for each in found if "parts" in each and not each["gpu"].startswith("emulated")]
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 # **** on a GPU ****
@@ -206,32 +200,6 @@ def plotted(record: Record, folder: Path) -> Path | None:
 
 # **** without one ****
 
-def cpu_decode(record: Record | None) -> str:
-    """Decoding on a CPU."""
-    if record is None: return f"Decoding on a CPU (`bench/cpu_decode.py`): {NOT_MEASURED}."
-    lines = []
-    for result in record["results"]:
-        for mode, ratio in result["ratio"].items():
-            rates = {who: [run["tokens_per_s"] for run in runs] for who, runs in result["runs"][mode].items()}
-            ours, theirs = rates["tinygrad_nv"], rates["transformers"]
-            ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-            lines.append([f"{result['name']}, {mode}, tokens/s", f"{median(ours):.3g}",
-                          f"{median(theirs):.3g}", f"{ratio:.2f} ({spread(ratios)})"])
-    for result in record["results"]:
-        runs = result["runs"]["greedy"]
-        first = [f"{1e3 * median(run['ttft_s'] for run in runs[who]):.0f}" for who in runs]
-        peak = [f"{max(run['rss_peak'] for mode in result['runs'].values() for run in mode[who]) / 1e6:.0f}"
-                for who in runs]
-        lines += [[f"{result['name']}, first token, ms", *first, ""],
-                  [f"{result['name']}, peak memory, MB", *peak, ""]]
-    header = [f"{record['dtype']}, {record['machine']}, prompt 32, {record['tokens']} tokens", "tinygrad_nv",
-              "transformers", "times as fast (spread)"]
-    same = min(result["identical_tokens"] for result in record["results"])
-    return ("Decoding on a CPU, beside transformers in one interleaved run (`bench/cpu_decode.py`); the "
-            f"first {same} greedy tokens are the same on both sides. Prefill is slower: tinygrad's matmuls."
-            "\n\n" + markdown(header, lines))
-
-
 def loading(record: Record | None) -> str:
     """Reading a model."""
     if record is None: return f"Loading (`bench/load.py`): {NOT_MEASURED}."
@@ -285,10 +253,10 @@ def host(record: Record | None) -> str:
 
 def section(folder: Path) -> str:
     """The README's section, markers included."""
-    parts = [on_a_gpu(folder), "Without a GPU:", cpu_decode(read(folder, "cpu_decode")),
-             loading(read(folder, "load")), emulator(read(folder, "emulator-x86_64")),
-             producing(read(folder, "compile_time")), matching(read(folder, "match_time")),
-             host(read(folder, "host_overhead"))]
+    parts = [on_a_gpu(folder), "Without a GPU:", report_cpu.decode(read(folder, "cpu_decode")),
+             report_cpu.kernels(read(folder, "cpu_kernels")), loading(read(folder, "load")),
+             emulator(read(folder, "emulator-x86_64")), producing(read(folder, "compile_time")),
+             matching(read(folder, "match_time")), host(read(folder, "host_overhead"))]
     return "\n\n".join([BEGIN, *(wrapped(text) for part in parts for text in part.split("\n\n")), END])
 
 

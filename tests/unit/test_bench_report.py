@@ -79,9 +79,34 @@ def test_attentions_by_kind():
     assert list(map(len, report.lengths(paged).values())) == [2, 1]
 
 
+def test_decoding_on_a_cpu():
+    def run(rate: float, first: float) -> dict[str, float]:
+        return {"ttft_s": first, "tokens_per_s": rate, "rss_peak": 2e8}
+    runs = {"greedy": {"tinygrad_nv": [run(30, 0.01), run(50, 0.03)], "transformers": [run(10, 0.02)] * 2,
+                       "llama.cpp": [run(20, 0.004)] * 2},
+            "sampled": {"tinygrad_nv": [run(24, 0.01)] * 2, "transformers": [run(12, 0.02)] * 2}}
+    results = [{"name": "box", "dtype": "float32", "runs": runs}]
+    record = {"machine": "a CPU", "tokens": 64, "results": results}
+    lines = report.report_cpu.decode(record).splitlines()
+    assert "| box, float32, greedy | 40 | 10 | 20 | 4.00 (3.00 … 5.00) | 2.00 (1.50 … 2.50) |" in lines
+    assert "| box, float32, sampled | 24 | 12 |  | 2.00 (2.00 … 2.00) |  |" in lines
+    assert "| box, first token, ms | 20 | 20 | 4 |  |  |" in lines
+    assert "| box, peak memory, MB | 200 | 200 | 200 |  |  |" in lines
+
+
+def test_kernels_on_a_cpu():
+    def case(ratio: float, seconds: float) -> dict[str, Any]:
+        return {"part": "gemv", "dtype": "float32", "bytes": 2e9, "flops": 1, "ratio": ratio,
+                "seconds": {"ours": [seconds]}}
+    record = {"machine": "a CPU", "torch": "2", "threads": 2, "isa": "avx2",
+              "results": [case(1.0, 0.1), case(2.0, 0.2), case(1.5, 0.1)]}
+    lines = report.report_cpu.kernels(record).splitlines()
+    assert "| gemv, float32, 3 shapes | 10 … 20 GB/s | 1.50 (1.00 … 2.00) |" in lines
+
+
 def test_without_results_everything_is_not_measured(tmp_path: Path):
     said = report.section(tmp_path)
-    assert said.count("not measured") == len(report.PARTS) + 7
+    assert said.count("not measured") == len(report.PARTS) + 8
     assert "nothing has been measured yet" in said
 
 

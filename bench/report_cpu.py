@@ -1,0 +1,72 @@
+"""What was measured on a CPU, for report.py: decoding (cpu_decode.py) and kernels (cpu_kernels.py)."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import Any
+
+from measure import spread
+
+Record = dict[str, Any]
+OURS, THEIRS, LLAMA_CPP = "tinygrad_nv", "transformers", "llama.cpp"
+NOT_MEASURED = "not measured"
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def decode(record: Record | None) -> str:
+    """Whole models beside transformers, and llama.cpp."""
+    if record is None: return f"Decoding on a CPU (`bench/cpu_decode.py`): {NOT_MEASURED}."
+    there = any(LLAMA_CPP in runs for result in record["results"] for runs in result["runs"].values())
+    engines = [OURS, THEIRS, *[LLAMA_CPP] * there]
+    lines = [line for result in record["results"] for line in _model(result, engines)]
+    header = [f"tokens/s, {record['machine']}", *engines, *(f"/ {name} (spread)" for name in engines[1:])]
+    return (f"Decoding on a CPU beside {' and '.join(engines[1:])}, in one interleaved run "
+            f"(`bench/cpu_decode.py`: a prompt of 32 tokens and {record['tokens']} after it; prefill: a "
+            "prompt of 512):\n\n" + markdown(header, lines))
+
+
+def _model(result: Record, engines: list[str]) -> list[list[str]]:
+    lines = []
+    for mode, runs in result["runs"].items():
+        rates = {name: [run["tokens_per_s"] for run in each] for name, each in runs.items()}
+        line = [f"{result['name']}, {result['dtype']}, {mode}"]
+        line += [f"{median(rates[name]):.3g}" if name in rates else "" for name in engines]
+        for name in engines[1:]:
+            ratios = [a / b for a, b in zip(rates[OURS], rates.get(name, []), strict=False)]
+            line.append(f"{median(ratios):.2f} ({spread(ratios)})" if ratios else "")
+        lines.append(line)
+    first, peak, blank = [], [], [""] * (len(engines) - 1)
+    for name in engines:
+        mine = [run for runs in result["runs"].values() for run in runs.get(name, [])]
+        greedy = result["runs"]["greedy"].get(name, [])
+        first.append(f"{1e3 * median(run['ttft_s'] for run in greedy):.0f}" if greedy else "")
+        peak.append(f"{max(run['rss_peak'] for run in mine) / 1e6:.0f}" if mine else "")
+    return [*lines, [f"{result['name']}, first token, ms", *first, *blank],
+            [f"{result['name']}, peak memory, MB", *peak, *blank]]
+
+
+def kernels(record: Record | None) -> str:
+    """Kernels beside torch: of each part and dtype the range of its ratios."""
+    if record is None: return f"CPU kernels beside torch (`bench/cpu_kernels.py`): {NOT_MEASURED}."
+    lines = []
+    for part, dtype in dict.fromkeys((done["part"], done["dtype"]) for done in record["results"]):
+        mine = [done for done in record["results"] if (done["part"], done["dtype"]) == (part, dtype)]
+        ratios = [done["ratio"] for done in mine]
+        rates = [_rate(done) for done in mine]
+        unit = "GB/s" if part in ("gemv", "decode") else "GFLOP/s"
+        lines.append([f"{part}, {dtype}, {len(mine)} shapes", f"{min(rates):.0f} … {max(rates):.0f} {unit}",
+                      f"{median(ratios):.2f} ({spread(ratios)})"])
+    return (f"CPU kernels beside torch {record['torch']} on {record['threads']} threads, {record['isa']} "
+            f"(`bench/cpu_kernels.py`, {record['machine']}):\n\n"
+            + markdown(["", "ours", "times as fast as torch: middle (range over shapes)"], lines))
+
+
+def _rate(done: Record) -> float:
+    """GB/s of what is bound by memory, else GFLOP/s."""
+    amount = done["bytes"] if done["part"] in ("gemv", "decode") else done["flops"]
+    return float(amount / median(done["seconds"]["ours"]) / 1e9)
