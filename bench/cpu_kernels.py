@@ -8,8 +8,9 @@ the ratio that of each turn's pair. Before it is timed, a result is compared wit
 reading is that of a sum over 256 MB by torch and by a kernel of ours, whichever is faster, measured in the
 same turns as the products of few rows, which must reach a part of it.
 
-Threads of torch's OpenMP go on spinning after a call, on the cores that the next one needs: each side begins
-its turn with a pause and a call that does not count.
+Threads of torch's OpenMP go on spinning after a call, on the cores that the next one needs, and cores that
+have slept take milliseconds to come back: each side begins its turn with a pause, and calls that do not
+count.
 """
 from __future__ import annotations
 
@@ -37,6 +38,7 @@ WANTED = {"gemv": 1.0, "gemm": 0.7, "attention": 1.0, "backward": 1.0, "decode":
 SHARE_WANTED = 0.85
 READ_BYTES = 256 << 20
 PAUSE_S = 0.01  # libgomp's threads spin for some milliseconds
+WARM_S = 0.03   # a virtual core that slept was seen to take 15 ms to come back
 Run = Callable[[], Any]
 
 
@@ -156,9 +158,10 @@ def timed(run: Run) -> float:
 
 
 def rested(run: Run, times: int) -> float:
-    """Seconds of a call, of several one after the other, where nobody spins any more."""
+    """Seconds of a call, of several one after the other, where nobody else spins and all cores are awake."""
     time.sleep(PAUSE_S)
-    run()
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < WARM_S: run()
     return timed(lambda: [run() for _ in range(times)]) / times
 
 
