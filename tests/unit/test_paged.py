@@ -51,6 +51,15 @@ def test_window_and_soft_cap():
     assert got[1, 3].abs().min() > 0
 
 
+@pytest.mark.parametrize("rows", [9, 13, 17])
+def test_blocks_of_rows_in_a_window(rows: int):
+    """Rows that fill a block up see no page that the request has given back: entries of the table are 2³⁰."""
+    made = case([0, 3, rows, rows + 1, 24, 30], rows=rows, window=1, size=4, pages=8)
+    near(made, fetched(attention(made, "CPU")))
+    made = case([31, 25, 2], rows=rows, window=3, size=1, pages=32)
+    near(made, fetched(attention(made, "CPU")))
+
+
 @pytest.mark.parametrize(("dtype", "kv"), [(dtypes.float16, S8), (dtypes.bfloat16, E4M3)])
 def test_quantised(dtype: DType, kv: DType):
     made = case([0, 9, 16], dtype=dtype, kv=kv, d_v=16, pages=2)

@@ -6,7 +6,8 @@ are copied where the template cannot read them. What else it cannot do is a near
 
 More than 8 rows are requests of at most 8: block c of a request's rows is a request of its own, with the
 same pages, that ends where the block does. Rows are filled up in front, by rows that nobody asks for; each
-block reads its keys again.
+block reads its keys again. With a window a row in front would see keys that are behind the request's, whose
+pages may be somebody else's: there the second block begins with rows of the first again instead.
 """
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def lowered(what: PagedAttention, function: UOp, *arguments: UOp) -> tuple[UOp, 
     """The result of a paged attention by kernels of ours. Raises `NotOurs` where there are none."""
     machine = target_of(function.device)
     if machine is None or not config.get("NV_ATTENTION"): return None
-    try: return _called(what, Blocks.of(arguments[0]), arguments, machine),
+    try: return _called(what, Blocks.of(arguments[0], what.window), arguments, machine),
     except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
 
 
@@ -48,22 +49,27 @@ def lowered(what: PagedAttention, function: UOp, *arguments: UOp) -> tuple[UOp, 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The rows of a request as `count` blocks of `rows`, with `filled` rows in front that are none."""
+    """The rows of a request as `count` blocks of `rows`, with `filled` rows in front that are none; or where
+    they are computed `again`, the last of the first block at the beginning of the second."""
     count: int
     rows: int
     filled: int
+    again: bool = False
 
     @staticmethod
-    def of(q: UOp) -> Blocks:
+    def of(q: UOp, window: int | None) -> Blocks:
         """Those of q [B, S_q, H, D]."""
         count = -(-int(q.shape[1]) // MOST_ROWS)
         rows = -(-int(q.shape[1]) // count)
-        return Blocks(count, rows, count * rows - int(q.shape[1]))
+        filled = count * rows - int(q.shape[1])  # fewer than rows
+        return Blocks(count, rows, filled, filled > 0 and window is not None)
 
     def queries(self, q: UOp) -> UOp:
         """q as [B · count, rows, H, D]."""
         if self.count == 1: return q
-        filled = q.pad(((0, 0), (self.filled, 0), (0, 0), (0, 0))) if self.filled else q
+        filled = q
+        if self.again: filled = _joined(q, (0, self.rows), (self.rows - self.filled, int(q.shape[1])))
+        elif self.filled: filled = q.pad(((0, 0), (self.filled, 0), (0, 0), (0, 0)))
         return filled.reshape((int(q.shape[0]) * self.count, self.rows, *q.shape[2:]))
 
     def table(self, table: UOp) -> UOp:
@@ -77,6 +83,7 @@ class Blocks:
         """Where each block ends: at least 0."""
         if self.count == 1: return lengths
         after = Tensor.arange(self.count - 1, -1, -1) * self.rows
+        if self.again: after = after.minimum((self.count - 1) * self.rows - self.filled)  # the first's
         ends = Tensor(lengths).reshape(-1, 1) - after.reshape(1, -1)
         return ends.maximum(0).cast(dtypes.int32).reshape(-1).contiguous().uop
 
@@ -85,7 +92,15 @@ class Blocks:
         if self.count == 1: return out
         batch = int(out.shape[0]) // self.count
         whole = out.reshape((batch, self.count * self.rows, *out.shape[2:]))
+        if self.again:
+            return _joined(whole, (0, self.rows), (self.rows + self.filled, self.count * self.rows))
         return whole.shrink((None, (self.filled, self.count * self.rows), None, None))
+
+
+def _joined(x: UOp, *ranges: tuple[int, int]) -> UOp:
+    """Some rows of x [B, S, H, D] after others."""
+    first, *others = (Tensor(x.shrink((None, each, None, None))) for each in ranges)
+    return first.cat(*others, dim=1).uop
 
 
 # **** specs ****
