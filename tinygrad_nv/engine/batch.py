@@ -1,8 +1,8 @@
 """What a step computes and what comes back: the words between scheduling and the device.
 
-Protocol. A `Batch` is one step. Its `Work`s are sequences, each with some new tokens at places start,
-start + 1, …: one for a sequence that decodes, more for a chunk of a prompt or a draft that is verified. Before
-it computes, the device copies the pages in `moves`, in order. Then it writes keys and values of all new tokens
+Protocol. A `Batch` is one step. Its `Work`s are sequences, each with some new tokens at places start, start
++ 1, …: one for a sequence that decodes, more for a chunk of a prompt or a draft that is verified. Before it
+computes, the device copies the pages in `moves`, in order. Then it writes keys and values of all new tokens
 into `pages` of their works, and for each `Sample` chooses a token by the logits of one of its work's rows.
 
 A `slot` is a sequence's place on the device, below the most sequences that run at a time. It keeps what a
