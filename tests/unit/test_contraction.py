@@ -13,7 +13,7 @@ from tinygrad_nv import Context, Tensor, Variable, dtypes, explain
 from tinygrad_nv.patterns.contraction import Dim, is_exact, merged, product
 from tinygrad_nv.patterns.epilogue import ends, number, usable
 from tinygrad_nv.patterns.index import Affine, NotAffine, Space
-from tinygrad_nv.patterns.program import rebuilt
+from tinygrad_nv.patterns.rewriting import rebuilt
 from tinygrad_nv.tile.spec import GemmSpec
 
 

@@ -14,7 +14,7 @@
                   attention_operands.py: what users give; attention_lower*.py make kernels
   strides.py      where an argument of such a function lies
   program.py      a kernel in tinygrad's graph, with the facts that explain() tells of it; settle.py: what
-                  is left to do before it is compiled
+                  is left to do before it is compiled; rewriting.py: graphs with such kernels in them
 
 Read in that order. What a pattern does not take stays as tinygrad would have run it, and `program.miss` says
 why.

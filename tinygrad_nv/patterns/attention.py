@@ -47,6 +47,7 @@ from tinygrad_nv.patterns.attention_weights import TEMPLATE, bare, first_product
 from tinygrad_nv.patterns.contraction import NotOurs, Product, Side, arithmetic, is_storage, product, side
 from tinygrad_nv.patterns.epilogue import Unfused
 from tinygrad_nv.patterns.index import Indices, NotAffine, Space
+from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Machine, Target, target_of
 from tinygrad_nv.patterns.target import configuration as target_configuration
 from tinygrad_nv.runtime import ranges
@@ -78,7 +79,7 @@ def rewrite(sink: UOp) -> UOp:
         result = _called(match, [new(x) for x in match.found.inputs])
         ranges.carry_region(match.region, result)
         return result
-    return program.write_through(program.rebuilt(matcher.nodes, change))
+    return write_through(rebuilt(matcher.nodes, change))
 
 
 def found_at(root: UOp) -> tuple[tuple[UOp, ...], Match | None]:

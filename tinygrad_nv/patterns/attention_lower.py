@@ -26,6 +26,7 @@ from tinygrad_nv.patterns.attention_named import FlashAttention
 from tinygrad_nv.patterns.attention_spec import nbytes
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.index import Space
+from tinygrad_nv.patterns.rewriting import rebuilt
 from tinygrad_nv.patterns.strides import laid
 from tinygrad_nv.tile.attention import EVERY, AttentionSpec
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, walk
@@ -66,7 +67,7 @@ class Cut:
         def change(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
             if node in self.of: return self.of[node]
             return made(new) if node is end else None
-        return program.rebuilt(nodes, change).src[0]
+        return rebuilt(nodes, change).src[0]
 
 
 def shape_of(x: UOp) -> Shape: return tuple(int(extent) for extent in x.shape)

@@ -44,6 +44,7 @@ from tinygrad_nv.patterns.contraction import (
 )
 from tinygrad_nv.patterns.epilogue import Epilogue, Unfused, ends, usable
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
+from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Machine, target_of
 from tinygrad_nv.patterns.target import configuration as target_configuration
 from tinygrad_nv.runtime import ranges
@@ -88,7 +89,7 @@ def rewrite(sink: UOp) -> UOp:
         result = _called(found, [new(x) for x in found.inputs])
         ranges.carry_region(found.region, result)
         return result
-    return program.write_through(program.rebuilt(matcher.nodes, change))
+    return write_through(rebuilt(matcher.nodes, change))
 
 
 # **** matching ****

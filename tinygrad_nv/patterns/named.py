@@ -26,6 +26,7 @@ from tinygrad_nv import hooks
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.runtime import ranges
 
 Lower = Callable[..., tuple[UOp, ...] | None]
@@ -88,7 +89,7 @@ def rewrite(sink: UOp) -> UOp:
             made = results[function] = _made(function, tuple(map(new, function.src[1:])), wanted)
             ranges.carry_region(frozenset({function, node}), made[0])
         return results[function][node.arg]
-    return program.write_through(program.rebuilt(nodes, change))
+    return write_through(rebuilt(nodes, change))
 
 
 def _made(function: UOp, arguments: tuple[UOp, ...], wanted: bool) -> tuple[UOp, ...]:

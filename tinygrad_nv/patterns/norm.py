@@ -32,6 +32,7 @@ from tinygrad_nv.patterns.attention_positions import fitted
 from tinygrad_nv.patterns.contraction import Dim, is_storage, merged
 from tinygrad_nv.patterns.epilogue import ELEMENTWISE, NODES, STORED, Epilogue, Unfused, number
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
+from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import configuration as target_configuration
 from tinygrad_nv.patterns.target import cpu_of
 from tinygrad_nv.runtime import ranges
@@ -78,7 +79,7 @@ def rewrite(sink: UOp) -> UOp:
         region = node.toposort(gate=lambda each: each not in match.inputs, enter_calls=False)
         ranges.carry_region(frozenset(region), result)
         return result
-    return program.write_through(program.rebuilt(nodes, change))
+    return write_through(rebuilt(nodes, change))
 
 
 def _stored(nodes: tuple[UOp, ...]) -> Iterator[UOp]:
