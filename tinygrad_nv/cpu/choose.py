@@ -34,11 +34,11 @@ def product(spec: GemmSpec, machine: CPUMachine) -> CPUSchedule | None:
 
 def default(spec: GemmSpec, machine: CPUMachine) -> CPUSchedule | None:
     """The schedule where nobody has tried others; None when no template takes the product."""
-    templates = _preferred(spec, machine)
+    templates = preferred(spec, machine)
     return next((t.default(spec, machine) for t in templates if not t.problems(spec, machine)), None)
 
 
-def _preferred(spec: GemmSpec, machine: CPUMachine) -> tuple[ModuleType, ...]:
+def preferred(spec: GemmSpec, machine: CPUMachine) -> tuple[ModuleType, ...]:
     """Templates, the fastest first. On Zen 4 gemv is for all of its 16 rows, but not of bytes, of which gemm
     multiplies four at once: 16 rows by 4096 x 2048 take 2.1 ms, 4.5 by gemv; 4 rows the same."""
     by_fours = spec.a.dtype in BYTES and machine.isa.vnni and min(spec.m, spec.n) >= FEWEST_BY_FOURS

@@ -26,7 +26,8 @@ MOST_GEMV_BYTES = 256 << 10  # of sums on a stack
 
 def starts(spec: GemmSpec, machine: CPUMachine) -> list[CPUSchedule]:
     """The default of each template that takes a product, in order of preference."""
-    return [t.default(spec, machine) for t in choose.PRODUCTS if not t.problems(spec, machine)]
+    return [t.default(spec, machine) for t in choose.preferred(spec, machine)
+            if not t.problems(spec, machine)]
 
 
 def problems(s: CPUSchedule, spec: GemmSpec, machine: CPUMachine) -> list[str]:
