@@ -78,6 +78,7 @@ hooks.add_rewrite("norm", norm.rewrite, norm.configuration)
 hooks.add_compile("programs", programs.cached)
 hooks.add_compile("program", settle.settle)
 hooks.install_cpu()
+hooks.install_threads()
 hooks.add_device("EMU", EMUDevice)
 try:
     ranges.enable_nvtx()

@@ -1,5 +1,5 @@
-"""The joints with tinygrad: with hook_devices.py and hook_methods.py the only file that changes anything
-inside it, and all they change they put back (replaced.py).
+"""The joints with tinygrad: with hook_devices.py, hook_methods.py and hook_threads.py the only file that
+changes anything inside it, and all they change they put back (replaced.py).
 
 Protocol. Things are registered by name and removed by name:
 
@@ -12,6 +12,7 @@ Protocol. Things are registered by name and removed by name:
     add_device(name, cls, preferred)      Device[name] opens cls(name); where `preferred()`, it is the default
     install_cpu()                         the CPU device compiles with what `toolchain` finds, has graphs,
                                           and runs kernels on all cores
+    install_threads()                     tinygrad's cache on disk serves every thread
 
 `enable()` and `disable()` govern rewrites, compile hooks and methods, which decide how a program is lowered;
 with none of a kind registered, or while disabled, tinygrad runs its own functions and its own caches. An
@@ -46,7 +47,7 @@ from tinygrad.schedule.multi import multi_pm
 from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat, graph_rewrite
 from tinygrad.uop.spec import spec_tensor, type_verify
 
-from tinygrad_nv import config, hook_devices, hook_methods
+from tinygrad_nv import config, hook_devices, hook_methods, hook_threads
 from tinygrad_nv.errors import HookError
 from tinygrad_nv.hook_devices import add_device, remove_cpu, remove_device
 from tinygrad_nv.replaced import (
@@ -401,3 +402,13 @@ def install_cpu() -> None:
     while enabled, run the parts of a kernel on all cores, replay what a TinyJit captured through
     `runtime.cpu_graph` and have large buffers in huge pages."""
     hook_devices.install_cpu(enabled)
+
+
+# **** threads ****
+
+def install_threads() -> None:
+    """Lets every thread compile: each has a connection to tinygrad's cache of its own."""
+    hook_threads.install()
+
+
+def remove_threads() -> None: hook_threads.remove()
