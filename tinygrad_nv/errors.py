@@ -47,6 +47,10 @@ class RequestError(NVError):
     """A prompt or a sampling parameter is out of range."""
 
 
+class QueueFull(RequestError):
+    """As many requests wait as may: come again."""
+
+
 class PTXError(NVError):
     """PTX text that is not understood, or not allowed where it stands. `line` counts from 1."""
 
