@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,8 +41,7 @@ class Move:
     target: int
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """A token to be chosen: by the logits of the work's row `row`, for `slot`. It will stand at `place`,
     which with the seed selects the noise. `mask`, packed uint32 [⌈vocab / 32⌉], allows tokens, bit i % 32 of
     word i // 32 for token i; None allows all. `logprobs`: how many of the likeliest to tell, besides the
@@ -53,10 +53,10 @@ class Sample:
     logprobs: int | None = None
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """A sequence's part of a step: `tokens` (empty: one, the slot's last chosen) at places start, start + 1,
-    … over its block table `pages`."""
+    … over its block table `pages`, the same object as long as the table does not change. (A tuple, as
+    `Sample` is: a step makes one for each sequence, in half the time of a frozen dataclass.)"""
     slot: int
     start: int
     tokens: Sequence[int]

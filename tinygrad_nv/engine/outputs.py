@@ -11,20 +11,22 @@ of them, with text that is certain. The last of a sequence has a finish reason:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tinygrad_nv.engine.batch import Logprobs
 from tinygrad_nv.errors import NVError
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """Tokens that a step chose for sequence `index` (0 … n − 1) of a request."""
+class Chosen(NamedTuple):
+    """Tokens that a step chose for sequence `index` (0 … n − 1) of a request. `cached_tokens` of its prompt
+    were in the cache already."""
     request: str
     index: int
     tokens: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] = ()
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    cached_tokens: int = 0
     error: NVError | None = None
 
 
