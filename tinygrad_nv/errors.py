@@ -95,3 +95,7 @@ class ScheduleError(NVError):
 
 class GraphError(NVError):
     """A graph pool was made or called with what it cannot serve, or its step cannot be captured."""
+
+
+class EngineError(NVError):
+    """The engine stopped in the middle of its work, with the requests it had."""

@@ -152,9 +152,9 @@ class LLM:
             self._require_token(token)
             if token in ends: reason = "stop"
             shown = "" if token in ends else stops.push(text.push(token))
-            if stops.found: reason = "stop"
+            if stops.found is not None: reason = "stop"
             elif reason is None and count == budget: reason = "length"
-            if reason is not None and not stops.found: shown += stops.push(text.flush()) + stops.flush()
+            if reason is not None and stops.found is None: shown += stops.push(text.flush()) + stops.flush()
             yield Piece(shown, (token,), reason)
             if reason is None:
                 self._require_turn(request)

@@ -18,42 +18,55 @@ UNFINISHED = "\ufffd"  # what decoders put for bytes that are not (yet) a charac
 
 
 class Detokenizer:
-    """Turns a stream of ids into a stream of text; `decode` maps ids to text."""
+    """Turns a stream of ids into a stream of text; `decode` maps ids to text. It leaves `silent` ids out, and
+    so they need no place in the window."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = ()) -> None:
-        self.decode = decode
+    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = (),
+                 silent: Callable[[int], bool] = lambda _: False) -> None:
+        self.decode, self.silent = decode, silent
         self.ids = list(prompt[-CONTEXT:])
         self.start, self.end = 0, len(self.ids)  # ids[start:end] has been emitted
+        self.before = decode(self.ids)
 
     def push(self, token: int) -> str:
         """The text that `token` completes."""
         self.ids.append(token)
-        before, now = self.decode(self.ids[self.start:self.end]), self.decode(self.ids[self.start:])
-        if now.endswith(UNFINISHED) or not now.startswith(before): return ""
-        if len(now) > len(before): self.start, self.end = self.end, len(self.ids)
-        return now[len(before):]
+        now = self.decode(self.ids[self.start:])
+        if now == self.before and self.silent(token): self.ids.pop()
+        if now.endswith(UNFINISHED) or not now.startswith(self.before): return ""
+        piece = now[len(self.before):]
+        if piece:
+            self.start, self.end = self.end, len(self.ids)
+            self.before = self.decode(self.ids[self.start:])
+        return piece
 
     def flush(self) -> str:
         """What is still held back, undecodable bytes as U+FFFD."""
-        before, now = self.decode(self.ids[self.start:self.end]), self.decode(self.ids[self.start:])
-        self.start = self.end = len(self.ids)
-        return now[len(before):]
+        now = self.decode(self.ids[self.start:])
+        piece = now[len(self.before):]
+        self.start, self.end, self.before = len(self.ids), len(self.ids), ""
+        return piece
 
 
 class StopStrings:
-    """Cuts a stream of text before the first stop string, holding back any tail that may become one."""
+    """Cuts a stream of text before the first stop string, or after it (`include`), holding back any tail that
+    may become one. `found` is the stop string met."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self.stops, self.held, self.found = tuple(stops), "", False
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        self.stops, self.include = tuple(stops), include
+        self.held = ""
+        self.found: str | None = None
 
     def push(self, piece: str) -> str:
-        """The part of what has arrived that is certainly before a stop string."""
-        if self.found: return ""
+        """The part of what has arrived that is certainly text."""
+        if self.found is not None: return ""
+        if not self.stops: return piece
         text = self.held + piece
-        if places := [at for stop in self.stops if (at := text.find(stop)) >= 0]:
-            self.found, self.held = True, ""
-            return text[:min(places)]
-        keep = max((overlap(text, stop) for stop in self.stops), default=0)
+        if places := [(at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]:
+            at, self.found = min(places, key=lambda place: place[0])
+            self.held = ""
+            return text[:at + len(self.found)] if self.include else text[:at]
+        keep = max(overlap(text, stop) for stop in self.stops)
         self.held = text[len(text) - keep:]
         return text[:len(text) - keep]
 

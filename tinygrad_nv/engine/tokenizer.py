@@ -10,6 +10,7 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,32 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens left out."""
         return str(self.backend.decode(list(ids), skip_special_tokens=True))
+
+    def silent(self, token: int) -> bool:
+        """Whether `decode` leaves the token out: it is special, or the vocabulary does not have it."""
+        return token in self._special_ids or self.backend.id_to_token(token) is None
+
+    def token_text(self, token: int) -> str:
+        """What one token adds to a text: special tokens as they are written, bytes that are no character as
+        U+FFFD."""
+        if token not in self._texts:
+            before = self._before
+            text = self.backend.decode([*before, token], skip_special_tokens=False)
+            self._texts[token] = text[len(self.backend.decode(before, skip_special_tokens=False)):]
+        return self._texts[token]
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(token for token, entry in added.items() if entry.special)
+
+    @cached_property
+    def _texts(self) -> dict[int, str]: return {}
+
+    @cached_property
+    def _before(self) -> list[int]:
+        # a letter in front, for the space that decoders strip at the start of a text
+        return self.encode("a", special=False)
 
     def render(self, messages: Sequence[Message]) -> str:
         """The prompt of a conversation, ready for the assistant's turn."""
