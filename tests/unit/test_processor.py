@@ -14,7 +14,8 @@ from tinygrad_nv.engine.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(DEFAULT_MODEL)
 EOS = 1
-STORY = TOKENIZER.encode("Once upon a time, there was a small fox. He had a hat, and a naïve 猫.", special=False)
+STORY = TOKENIZER.encode("Once upon a time, there was a small fox. He had a hat, and a naïve 猫.",
+                         special=False)
 
 
 def chosen(tokens: list[int], reason: str | None = None, index: int = 0, **more) -> Chosen:
@@ -68,7 +69,8 @@ def test_a_stop_string_that_ends_with_half_a_character_is_found_when_the_text_en
 
 
 def test_what_may_become_a_stop_string_comes_when_it_does_not():
-    made = deltas(SamplingParams(stop=("fox!",)), [chosen([token]) for token in STORY] + [chosen([], "length")])
+    steps = [chosen([token]) for token in STORY] + [chosen([], "length")]
+    made = deltas(SamplingParams(stop=("fox!",)), steps)
     assert text(made) == TOKENIZER.decode(STORY)
 
 

@@ -64,7 +64,7 @@ class Text:
         not. `reason` is why the sequence ends with them, if it does."""
         shown, used = "", 0
         end_token = len(tokens) if reason == "stop" and not self.params.include_stop_str_in_output else 0
-        for used, token in enumerate(tokens, 1):  # noqa: B007 (read after the loop)
+        for used, token in enumerate(tokens, 1):
             self.count += 1
             if used != end_token: shown += self._searched(self.pieces.push(token))
             if self.stops.found is not None: return shown, used

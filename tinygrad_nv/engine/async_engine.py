@@ -1,0 +1,153 @@
+"""`AsyncEngine`: an LLM for many callers of one asyncio loop.
+
+Protocol: `await start()` loads the model if it is not there yet, without holding up the loop. `generate`
+checks a request at once (`RequestError`, `QueueFull`) and gives an iterator of its `Delta`s, which ends when
+all of its sequences have; closing it, or cancelling the task that waits for it, ends the request. A caller
+that is slow gets what came meanwhile as one delta a sequence. `await stop(drain_s)` refuses new requests,
+gives those that run so much time, and ends the rest with finish reason "abort".
+
+The core runs in its own thread (thread.py) and wakes the loop once a step; text is made in the loop.
+"""
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tinygrad_nv.engine.outputs import Chosen, Delta
+from tinygrad_nv.engine.processor import OutputProcessor
+from tinygrad_nv.engine.request import Request
+from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.errors import EngineError, NVError, QueueFull, RequestError
+
+if TYPE_CHECKING:
+    from tinygrad_nv.engine.core import EngineStats
+    from tinygrad_nv.engine.llm import LLM
+
+
+class Stream:
+    """A request's deltas on their way to its caller."""
+
+    def __init__(self, processor: OutputProcessor) -> None:
+        self.processor, self.deltas, self.begun = processor, list[Delta](), False
+        self.arrived = asyncio.Event()
+
+    def put(self, delta: Delta) -> None:
+        """One more, merged with what waits of the same sequence."""
+        at = next((i for i, each in enumerate(self.deltas) if each.index == delta.index), None)
+        if at is None: self.deltas.append(delta)
+        else: self.deltas[at] = merged(self.deltas[at], delta)
+        self.arrived.set()
+
+    async def take(self) -> list[Delta]:
+        """What has arrived, at least one."""
+        await self.arrived.wait()
+        self.arrived.clear()
+        deltas, self.deltas = self.deltas, []
+        return deltas
+
+
+class AsyncEngine:
+    """Requests of many callers over one model: a loaded one, or what loads it."""
+
+    def __init__(self, llm: LLM | Callable[[], LLM]) -> None:
+        self._load = llm if callable(llm) else None
+        self._llm: LLM | None = None if callable(llm) else llm
+        self._streams: dict[str, Stream] = {}
+        self._waiting, self._stopping, self._idle = 0, False, asyncio.Event()
+        self._numbers = itertools.count()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def llm(self) -> LLM:
+        """The model, once `start` is through."""
+        assert self._llm is not None, "start() comes first"
+        return self._llm
+
+    @property
+    def failure(self) -> NVError | None:
+        """Why nothing can be generated any more, if so."""
+        return None if self._llm is None else self._llm.engine.failure
+
+    async def start(self) -> None:
+        """Loads the model if need be. What that raises is raised here."""
+        self._loop = asyncio.get_running_loop()
+        if self._load is not None: self._llm = await asyncio.to_thread(self._load)
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Takes no more requests, and returns when there are none: after `drain_s` the rest are ended."""
+        self._stopping = True
+        ends = time.monotonic() + drain_s
+        while self._streams and (left := ends - time.monotonic()) > 0 and self.failure is None:
+            self._idle.clear()
+            try: await asyncio.wait_for(self._idle.wait(), left)
+            except TimeoutError: break
+        for request in list(self._streams): self._end(request)
+        if self._llm is not None: await asyncio.to_thread(self._llm.engine.join)
+
+    def stats(self) -> EngineStats:
+        """The core's figures at this moment."""
+        return self.llm.core.stats()
+
+    def generate(self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
+                 request_id: str | None = None, priority: int = 0) -> AsyncIterator[Delta]:
+        """The deltas of an answer. Raises `RequestError` for what cannot be answered, `QueueFull` when too
+        many wait, `EngineError` when the engine has stopped."""
+        if self.failure is not None: raise self.failure
+        if self._stopping:
+            raise EngineError("the engine is stopping", "an engine that takes requests", "ask again later")
+        limit = self.llm.core.config.queue_limit
+        if self._waiting >= limit:
+            raise QueueFull(f"{self._waiting} requests wait for their first token", f"less than {limit}",
+                            "ask again later, or raise --max-queue")
+        params = self.llm.defaults if params is None else params
+        name = f"request-{next(self._numbers)}" if request_id is None else request_id
+        if name in self._streams:
+            raise RequestError(f"request {name!r} is running", "an id of its own", "change request_id")
+        return self._answer(Request(name, self.llm.encode(prompt), params, priority, time.monotonic()))
+
+    async def _answer(self, request: Request) -> AsyncIterator[Delta]:
+        stream = Stream(OutputProcessor(self.llm.tokenizer, request.prompt, request.params))
+        self._streams[request.id], self._waiting = stream, self._waiting + 1
+        try:
+            self.llm.engine.submit(request, self._from_thread)
+            while stream.deltas or not stream.processor.finished:
+                for delta in await stream.take(): yield delta
+        finally:
+            del self._streams[request.id]
+            self._waiting -= not stream.begun
+            if not stream.processor.finished: self.llm.engine.abort(request.id)
+            if not self._streams: self._idle.set()
+
+    def _from_thread(self, chosen: list[Chosen]) -> None:
+        assert self._loop is not None
+        # a loop that is closed has nobody who waits
+        with contextlib.suppress(RuntimeError): self._loop.call_soon_threadsafe(self._arrived, chosen)
+
+    def _arrived(self, step: list[Chosen]) -> None:
+        """Makes text of what a step chose."""
+        for chosen in step:
+            if (stream := self._streams.get(chosen.request)) is None: continue
+            if not stream.begun: stream.begun, self._waiting = True, self._waiting - 1
+            if (delta := stream.processor.process(chosen)) is None: continue
+            if delta.finish_reason is not None and chosen.finish_reason is None:
+                self.llm.engine.finish(chosen.request, chosen.index, delta.stop_reason)
+            stream.put(delta)
+
+    def _end(self, request: str) -> None:
+        """Ends a request whose caller still waits."""
+        stream = self._streams[request]
+        self.llm.engine.abort(request)
+        self._arrived([Chosen(request, index, (), finish_reason="abort")
+                       for index in list(stream.processor.growing)])
+
+
+def merged(first: Delta, then: Delta) -> Delta:
+    """Two deltas of one sequence as one."""
+    return replace(then, text=first.text + then.text, tokens=first.tokens + then.tokens,
+                   logprobs=first.logprobs + then.logprobs,
+                   cached_tokens=max(first.cached_tokens, then.cached_tokens))
