@@ -11,15 +11,15 @@ of them, with text that is certain. The last of a sequence has a finish reason:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from tinygrad_nv.engine.batch import Logprobs
 from tinygrad_nv.errors import NVError
 
 
-class Chosen(NamedTuple):
+@dataclass(slots=True)
+class Chosen:
     """Tokens that a step chose for sequence `index` (0 … n − 1) of a request. `cached_tokens` of its prompt
-    were in the cache already."""
+    were in the cache already. (Not frozen: a step makes one for each sequence, in a third of the time.)"""
     request: str
     index: int
     tokens: tuple[int, ...]

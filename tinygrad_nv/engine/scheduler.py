@@ -1,0 +1,311 @@
+"""Which sequences the next step computes, and how much of each.
+
+Protocol. `schedule(settled)` gives a `Step` and counts it as launched, or None when nothing can run. Steps
+are launched in this order, each before the next is scheduled. `settled` says that all launched steps were
+looked at; otherwise each running sequence is taken to go on, and pages are taken from nobody: `Short` is
+raised where that would be needed, and what was reserved until then stays.
+
+Order. A sequence's key is `priority · ageing_s + arrival_s`: a smaller one goes first. Priority is so many
+seconds' start and no more, so whoever waits is overtaken for a bounded time only. What goes into a step,
+until `max_batched_tokens` rows are computed:
+
+  1. each running sequence that has one token to compute
+  2. chunks of running sequences that have more, in their order
+  3. waiting sequences, in their order: the first that finds no slot or too few pages ends it
+  4. drafts, where rows are left and nobody waits for them
+
+Pages. A waiting sequence begins when there are pages for all its tokens, and one more for each that runs. A
+running sequence that finds too few takes those of the last in order, which waits again then with the key it
+has: before all that came after it.
+"""
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from tinygrad_nv.engine.batch import GROUP, Batch, Sample, Work
+from tinygrad_nv.engine.engine_config import EngineConfig
+from tinygrad_nv.engine.masks import Masks
+from tinygrad_nv.engine.request import Asked, Proposer, Seq, computed_rows, padded
+from tinygrad_nv.kvcache.pool import PagePool
+
+RETRY = 16      # steps after which pages are asked for again, although not so many came back as lacked
+
+
+class Short(Exception):
+    """There are too few pages, and steps that were launched are not looked at."""
+
+
+class Part(NamedTuple):
+    """A sequence's part of a step: rows from place `start` on, the last of which are `draft`; `chosen`
+    tokens come back."""
+    seq: Seq
+    start: int
+    rows: int
+    chosen: int
+    draft: Sequence[int] = ()
+
+
+@dataclass
+class Step:
+    """A batch with the sequences that it is for. Before it, the slots of `begun` are to be set, then those of
+    the branches of `forked`. `hosted`: the next one cannot be scheduled before this one is looked at. The
+    pool calls the batch `number`."""
+    batch: Batch
+    parts: list[Part]
+    begun: list[Seq]
+    forked: list[Seq]
+    hosted: bool
+    number: int
+
+
+@dataclass
+class Plan:
+    """A step in the making."""
+    budget: int
+    rows: dict[Seq, int] = field(default_factory=dict)
+    drafts: dict[Seq, Sequence[int]] = field(default_factory=dict)
+
+    def put(self, seq: Seq, rows: int) -> None:
+        """The sequence computes so many."""
+        self.rows[seq] = rows
+        self.budget -= computed_rows(rows)
+
+    def drop(self, seq: Seq) -> None:
+        """It does not."""
+        if rows := self.rows.pop(seq, 0): self.budget += computed_rows(rows)
+
+
+class Scheduler:
+    """Sequences that wait and run, over the pages of `pool`."""
+
+    def __init__(self, pool: PagePool, config: EngineConfig, masks: Masks,
+                 proposer: Proposer | None = None) -> None:
+        self.pool, self.config, self.masks, self.proposer = pool, config, masks, proposer
+        self.running: list[Seq] = []                # in the order of their keys
+        self.waiting = self.new = 0                 # sequences that wait; those of them that never ran
+        self.preempted = self.offloaded = 0         # times
+        self.prompt_tokens = self.hits = 0          # tokens of prompts that began; those that were there
+        self._queue: list[tuple[tuple[float, int, int], Seq]] = []
+        self._slots = list(range(config.max_seqs - 1, -1, -1))
+        self._begun: list[Seq] = []
+        self._lacking: tuple[Seq, int] | None = None
+        self._retry = 0
+
+    # **** who waits and runs ****
+
+    def add(self, seq: Seq) -> None:
+        """A new sequence, with its branches, waits."""
+        self.new += 1
+        self._wait(seq)
+
+    def _wait(self, seq: Seq) -> None:
+        seq.waiting = True
+        self.waiting += 1
+        heappush(self._queue, (seq.key, seq))
+
+    def run(self, seq: Seq) -> None:
+        """The sequence has a slot, and runs."""
+        seq.waiting = False
+        insort(self.running, seq, key=lambda each: each.key)
+
+    def remove(self, seq: Seq) -> None:
+        """The sequence is over: its pages and slot, and those of its branches, are free."""
+        if seq.waiting:
+            self.waiting -= 1
+            self.new -= seq.cached < 0
+        elif seq in self.running: self.running.remove(seq)
+        if seq in self._begun: self._begun.remove(seq)
+        self.leave(seq)
+        for each in seq.branches: self.leave(each)
+        if seq.table is not None: seq.table.release()
+        seq.waiting, seq.finished = False, True
+        if self.proposer is not None: self.proposer.forget(seq.name)
+
+    def leave(self, seq: Seq) -> None:
+        """Its slot is free."""
+        if seq.slot >= 0: self._slots.append(seq.slot)
+        seq.slot = -1
+
+    def _preempt(self, seq: Seq) -> None:
+        """Takes a sequence's pages and slots. The host knows all its tokens."""
+        table = seq.table
+        assert table is not None
+        assert not seq.unknown
+        assert not seq.forking
+        catch_up(seq, seq.scheduled)
+        self.running.remove(seq)
+        if seq in self._begun: self._begun.remove(seq)
+        self.preempted += 1
+        if table.computed > self.config.offload_cost * len(table.pages) and table.offload():
+            self.offloaded += 1
+        else: table.release()
+        for each in (seq, *seq.branches): self.leave(each)
+        self._wait(seq)
+
+    def restart(self, seq: Seq) -> None:
+        """What a running sequence has computed is what its table says, and its slot is to be set again."""
+        assert seq.table is not None
+        seq.scheduled = seq.computed = seq.table.computed
+        seq.unknown, seq.covered, seq.forking = 0, 0, False
+        if seq not in self._begun: self._begun.append(seq)
+
+    # **** a step ****
+
+    def schedule(self, settled: bool) -> Step | None:
+        """The next step, or None. Raises `Short`."""
+        plan, before = Plan(self.config.max_batched_tokens), self.preempted
+        for seq in self._decodes(plan, settled):
+            if plan.budget <= 0: break
+            if not seq.waiting: self._chunk(plan, seq, settled)
+        # whoever has just lost pages would take them back
+        if before == self.preempted: self._admit(plan)
+        if self.config.speculation and not self.waiting: self._draft(plan)
+        return self._step(plan) if plan.rows else None
+
+    def _decodes(self, plan: Plan, settled: bool) -> list[Seq]:
+        """A row for each that has one token to compute. Who has more is returned."""
+        chunked, rows = [], plan.rows
+        for seq in self.running[:]:
+            known, at = len(seq.tokens) + seq.unknown, seq.scheduled
+            # no branches yet; the token on its way is its last; another took its pages
+            if seq.forking or known >= seq.limit or seq.waiting: continue
+            if known - at > 1: chunked.append(seq)
+            elif at < seq.covered or self._room(plan, seq, at + 1, settled): rows[seq] = 1
+        plan.budget -= len(rows)
+        return chunked
+
+    def _room(self, plan: Plan, seq: Seq, end: int, settled: bool) -> bool:
+        """Pages for a running sequence up to place `end`, whosever they are; False if they were its own."""
+        while not seq.cover(end, self.pool.page_size):
+            if not settled: raise Short
+            victim = self.running[-1]
+            plan.drop(victim)
+            self._preempt(victim)
+            if victim is seq: return False
+        return True
+
+    def _chunk(self, plan: Plan, seq: Seq, settled: bool) -> None:
+        rows = chunk(len(seq.tokens) - seq.scheduled, plan.budget)
+        if self._room(plan, seq, padded(seq.scheduled, rows), settled): plan.put(seq, rows)
+
+    # **** who begins ****
+
+    def _admit(self, plan: Plan) -> None:
+        while plan.budget > 0 and (seq := self._first()) is not None and self._begin(seq, plan.budget):
+            heappop(self._queue)
+            self.waiting -= 1
+            if seq.cached < 0:
+                self.new, seq.cached = self.new - 1, seq.scheduled
+                self.prompt_tokens, self.hits = self.prompt_tokens + seq.prompt, self.hits + seq.cached
+            for each in (seq, *seq.branches): each.slot = self._slots.pop()
+            self._begun.append(seq)
+            self.run(seq)
+            plan.put(seq, chunk(len(seq.tokens) - seq.scheduled, plan.budget))
+
+    def _first(self) -> Seq | None:
+        while self._queue and (self._queue[0][1].finished or not self._queue[0][1].waiting):
+            heappop(self._queue)
+        return self._queue[0][1] if self._queue else None
+
+    def _begin(self, seq: Seq, budget: int) -> bool:
+        """Slots and pages for a sequence that waits, or False."""
+        if len(self._slots) < 1 + len(seq.branches): return False
+        lacking = self._lacking
+        if lacking is not None and lacking[0] is seq and self._retry and self.pool.available < lacking[1]:
+            self._retry -= 1
+            return False
+        pool, spare = self.pool, len(self.running) + len(seq.branches) if self.running else 0
+        if seq.table is None: seq.table = pool.open(seq.tokens, seq.request.salt)
+        elif not seq.table.away: seq.table.share(seq.tokens)
+        elif len(seq.table.host_pages) + 1 + spare > pool.available or not seq.table.restore():
+            return self._later(seq, len(seq.table.host_pages) + 1 + spare - pool.available)
+        left = len(seq.tokens) - seq.table.computed
+        # pages of a sliding window come back while a prompt is computed
+        rows = left if self.config.window is None else chunk(left, budget)
+        end = padded(seq.table.computed, rows)
+        if (short := seq.table.missing(end) + spare - pool.available) > 0:
+            seq.table.release()
+            return self._later(seq, short)
+        seq.scheduled = seq.computed = seq.table.computed
+        seq.covered, self._lacking = 0, None
+        covered = seq.cover(end, pool.page_size)
+        assert covered
+        return True
+
+    def _later(self, seq: Seq, lacking: int) -> bool:
+        self._lacking, self._retry = (seq, self.pool.available + lacking), RETRY
+        return False
+
+    # **** speculation ****
+
+    def _draft(self, plan: Plan) -> None:
+        """Drafts for sequences that decode, as far as rows and pages are left."""
+        asked = {}
+        for seq, rows in plan.rows.items():
+            most = min(self.config.speculation, seq.limit - len(seq.tokens) - 1)
+            if rows > 1 or most < 1 or seq.unknown or seq.branches or not seq.drafted: continue
+            if seq.scheduled + 1 < len(seq.tokens) or plan.budget < computed_rows(1 + most) - 1: continue
+            asked[seq] = Asked(seq.name, seq.tokens, most, seq.request.params, seq.seed)
+            plan.budget -= computed_rows(1 + most) - 1
+        if not asked or self.proposer is None: return
+        for seq, draft in zip(asked, self.proposer.propose(list(asked.values())), strict=True):
+            draft = draft[:asked[seq].most]
+            if not draft or not all(0 <= token < self.masks.size for token in draft): continue
+            spare = len(self.running) + (len(draft) + GROUP) // self.pool.page_size + 1
+            if self.pool.available < spare: continue
+            if seq.cover(padded(seq.scheduled, 1 + len(draft)), self.pool.page_size):
+                plan.rows[seq], plan.drafts[seq] = 1 + len(draft), draft
+
+    # **** the batch ****
+
+    def _step(self, plan: Plan) -> Step:
+        works: list[Work] = []
+        parts: list[Part] = []
+        forked: list[Seq] = []
+        hosted = False
+        for seq, rows in plan.rows.items():
+            start, known, slot = seq.scheduled, len(seq.tokens), seq.slot
+            end, tokens, draft = start + rows, seq.tokens[start:start + rows], plan.drafts.get(seq, ())
+            samples: tuple[Sample, ...] = ()
+            if draft:
+                tokens = [*tokens, *draft]
+                samples = tuple(self._sample(seq, i, start + i + 1) for i in range(rows))
+            elif end >= known:
+                if seq.branches:
+                    samples = tuple(self._sample(each, rows - 1, end) for each in (seq, *seq.branches))
+                    forked.append(seq)
+                    seq.forking = True
+                else: samples = (self._sample(seq, rows - 1, end),)
+            if samples:
+                seq.unknown += 1
+                hosted = hosted or seq.hosted
+            seq.scheduled = end
+            works.append(Work(slot, start, tokens, seq.pages, samples))
+            parts.append(Part(seq, start, rows, len(samples), draft))
+        begun, self._begun = self._begun, []
+        number = self.pool.batch
+        return Step(Batch(tuple(works), self.pool.take_moves()), parts, begun, forked, hosted, number)
+
+    def _sample(self, seq: Seq, row: int, place: int) -> Sample:
+        mask = self.masks.of(seq, place) if seq.matcher is not None or place < seq.ends_at else None
+        return Sample(row, seq.slot, place, mask, seq.request.params.logprobs)
+
+
+def chunk(left: int, budget: int) -> int:
+    """How many of `left` tokens a budget of rows lets compute: whole groups, but for the last."""
+    return 1 if budget < GROUP else min(left, budget // GROUP * GROUP)
+
+
+def catch_up(seq: Seq, written: int) -> None:
+    """Tells the table of tokens before place `written` that a step which was looked at has written."""
+    table = seq.table
+    assert table is not None
+    if table.computed >= written: return
+    held = table.pruned
+    table.advance(seq.tokens[table.computed:written])
+    seq.computed = written
+    if held != table.pruned: seq.shown(table.pool.page_size)
