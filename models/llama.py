@@ -5,7 +5,8 @@ Protocol: `Llama(config)` owns its parameters as tensors, q|k|v and gate|up each
 that a layer needs four weight kernels. `model(tokens)` gives the logits of every position (training,
 scoring). `model.step(tokens, start, cache, last)` appends tokens at `start` to a `KVCache` and gives the
 logits of one row (decoding); `start` may be a bound variable, so that one captured graph serves every
-position.
+position. `model.rows(tokens, place, cache)` does so for rows of many sequences, each over its pages
+(paged.py).
 
 `contiguous()` marks what is computed once: tinygrad fuses everything else into its consumer, where a value
 that feeds a matmul is computed again for every output row. `contiguous_backward()` does the same for
@@ -32,9 +33,11 @@ from tinygrad_nv.runtime.ranges import layer
 from tinygrad_nv.tile.spec import HALVES
 
 from .config import ModelConfig
+from .paged import PagedCache, PagedPlace, Pages
 from .rope import tables
 
 Position: TypeAlias = int | UOp
+Cache: TypeAlias = tuple[Tensor, Tensor] | Pages    # of a layer
 
 
 @dataclass(frozen=True)
@@ -195,8 +198,12 @@ class Attention:
         out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, window=self.window)
         return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
 
-    def __call__(self, x: Tensor, place: Place, cache: tuple[Tensor, Tensor] | None) -> Tensor:
+    def __call__(self, x: Tensor, place: Place | PagedPlace, cache: Cache | None) -> Tensor:
+        if isinstance(place, PagedPlace):
+            assert isinstance(cache, Pages)
+            return self.output(place.attend(*self.split(self.qkv(x).contiguous()), cache, self.window))
         if cache is not None:
+            assert isinstance(cache, tuple)
             return self.output(self.attend(*self.append(x, place, cache), place.start, True))
         q, k, v = self.project(x, place)
         k, v = k.contiguous(), v.contiguous()
@@ -235,7 +242,7 @@ class Block:
         self.attention_norm = RMSNorm(config.hidden_size, config, dtype, device)
         self.feed_forward_norm = RMSNorm(config.hidden_size, config, dtype, device)
 
-    def __call__(self, x: Tensor, place: Place, cache: tuple[Tensor, Tensor] | None) -> Tensor:
+    def __call__(self, x: Tensor, place: Place | PagedPlace, cache: Cache | None) -> Tensor:
         with layer("attention"): x = x + self.attention(self.attention_norm(x), place, cache)
         with layer("feed_forward"): return (x + self.feed_forward(self.feed_forward_norm(x))).contiguous()
 
@@ -269,15 +276,19 @@ class Llama:
             lengths = lengths.contiguous()
         return Place(start, self.rope_tables, lengths)
 
-    def hidden(self, tokens: Tensor, start: Position = 0, cache: KVCache | None = None,
-               lengths: Tensor | None = None) -> Tensor:
-        """The last layer's normalised output, (B, T, hidden), for tokens (B, T) at positions start, start +
-        1, …"""
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """The first layer's input, (B, T, hidden)."""
         with layer("embedding"):
             x = embedding(self.embedding, tokens)
             if self.config.embedding_scale != 1.0:
                 x = x * Tensor(self.config.embedding_scale, dtype=self.dtype, device=self.device)
-            x = x.contiguous()  # gathered once: norms and residuals read it
+            return x.contiguous()  # gathered once: norms and residuals read it
+
+    def hidden(self, tokens: Tensor, start: Position = 0, cache: KVCache | None = None,
+               lengths: Tensor | None = None) -> Tensor:
+        """The last layer's normalised output, (B, T, hidden), for tokens (B, T) at positions start, start +
+        1, …"""
+        x = self.embedded(tokens)
         place = self.place(start, tokens.shape, cache, lengths)
         for i, block in enumerate(self.blocks):
             with layer(f"layers.{i}"): x = block(x, place, cache.layers[i] if cache else None)
@@ -295,3 +306,14 @@ class Llama:
         row = self.hidden(tokens, start, cache, lengths)[:, last:last + 1]
         with layer("head"):
             return (row @ self.head.T).float().reshape(tokens.shape[0], self.config.vocab_size)
+
+    def rows(self, tokens: Tensor, place: PagedPlace, cache: PagedCache,
+             wanted: Tensor | None = None) -> Tensor:
+        """Appends tokens (T,), placed by `place`, to their pages; float32 logits (R, vocab) of the rows
+        `wanted`, int32 (R,), or of all."""
+        x = self.embedded(tokens.reshape(1, -1))
+        for i, block in enumerate(self.blocks):
+            with layer(f"layers.{i}"): x = block(x, place, cache.layers[i])
+        if wanted is not None: x = embedding(x[0], wanted).unsqueeze(0).contiguous()
+        with layer("norm"): x = self.norm(x)
+        with layer("head"): return (x @ self.head.T).float().reshape(-1, self.config.vocab_size)
