@@ -21,7 +21,8 @@ import tokenizers
 
 from tinygrad_nv.errors import RequestError, TokenizerError
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -91,15 +92,17 @@ class Tokenizer:
         # a letter in front, for the space that decoders strip at the start of a text
         return self.encode("a", special=False)
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The prompt of a conversation, ready for the assistant's turn."""
+    def render(self, messages: Sequence[Message], tools: Tools = (), **extra: Any) -> str:
+        """The prompt of a conversation, ready for the assistant's turn. `tools` are functions as OpenAI's API
+        describes them, `extra` further variables of the template."""
         if self.template is None:
             raise TokenizerError("the model has no chat template", "chat_template.jinja, or chat_template in "
                                  "tokenizer_config.json", "use `generate` with a plain prompt")
         try:
             compiled = _environment().from_string(self.template)
-            return compiled.render(messages=[dict(m) for m in messages], add_generation_prompt=True,
-                                   tools=None, documents=None, **self.special)
+            return compiled.render({**extra, **self.special, "messages": [dict(m) for m in messages],
+                                    "tools": [dict(tool) for tool in tools] or None, "documents": None,
+                                    "add_generation_prompt": True})
         except jinja2.exceptions.SecurityError as error:
             raise TokenizerError(f"the chat template tried to leave its sandbox: {error}",
                                  "a template that only formats messages", "do not use this model's template; "
@@ -109,9 +112,9 @@ class Tokenizer:
                                  "a template for messages with role and content",
                                  "check chat_template.jinja or tokenizer_config.json") from error
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a conversation. The template writes its own special tokens."""
-        return self.encode(self.render(messages), special=False)
+    def encode_chat(self, messages: Sequence[Message], tools: Tools = (), **extra: Any) -> list[int]:
+        """Ids of a conversation, as `render` writes it. The template writes its own special tokens."""
+        return self.encode(self.render(messages, tools, **extra), special=False)
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

@@ -1,0 +1,188 @@
+"""The ASGI application: routes, keys, and an answer of OpenAI's shape whatever happens.
+
+Protocol: `Gate` is around everything. It gives each request an id (x-request-id), refuses /v1 while the
+server drains (503) and without a key (401), makes answers of `APIError`s and of what nobody expected (500),
+counts and logs. A client that went away has status 499 there.
+
+    POST /v1/completions, /v1/chat/completions
+    GET  /v1/models, /v1/models/{id}
+    GET  /health (200, or 503 while it drains), /metrics, / (the page)
+"""
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tinygrad_nv.server import chat, completions
+from tinygrad_nv.server.errors import APIError, internal
+from tinygrad_nv.server.fields import parse
+from tinygrad_nv.server.limits import read_body
+from tinygrad_nv.server.log import LOG, request_line
+from tinygrad_nv.server.service import Record, Service
+
+PAGE = Path(__file__).parent / "page"
+# the page loads nothing from elsewhere, and runs in no frame
+PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",
+                "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
+FILES = {"page.js": "text/javascript", "page.css": "text/css"}
+Answer = Callable[[Request, Service, Record, dict[str, Any]], Awaitable[Response]]
+
+
+def application(service: Service) -> ASGIApp:
+    """The application that serves `service`."""
+    routes = [Route("/v1/completions", _post(service, completions.answer, "cmpl"), methods=["POST"]),
+              Route("/v1/chat/completions", _post(service, chat.answer, "chatcmpl"), methods=["POST"]),
+              Route("/v1/models", _models(service)),
+              Route("/v1/models/{name:path}", _models(service)),
+              Route("/health", _health(service)), Route("/metrics", _metrics(service)), Route("/", _page)]
+    routes += [Route(f"/{name}", _page) for name in FILES]
+    handlers = {HTTPException: _refused, APIError: _told, ClientDisconnect: _gone, Exception: _unexpected}
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    return Gate(app, service)
+
+
+class Gate:
+    """Middleware around `app`."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self.service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http": return await self.app(scope, receive, send)
+        record = scope["record"] = Record(secrets.token_hex(12))
+        status = 499
+
+        async def told(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", record.id.encode())]
+            await send(message)
+
+        served = scope["path"].startswith("/v1/")
+        self.service.active += served
+        try:
+            try:
+                if served: self._admit(scope)
+                await self.app(scope, receive, told)
+            except APIError as error:
+                record.error = error.code
+                await error.response()(scope, receive, told)
+            except Exception as error:  # it has been answered by `_unexpected`
+                LOG.exception("internal_error id=%s", record.id)
+                record.error = type(error).__name__
+        finally:
+            self.service.active -= served
+            self._ended(scope, record, status)
+
+    def _admit(self, scope: Scope) -> None:
+        if self.service.keys:
+            given = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+            kind, _, key = given.partition(" ")
+            known = [hmac.compare_digest(key.strip().encode(), each.encode()) for each in self.service.keys]
+            if kind.lower() != "bearer" or not any(known):
+                what = "is wrong" if given else "is missing"
+                raise APIError(401, f"the API key {what}; expected: the header Authorization: Bearer KEY",
+                               "invalid_api_key", None, {"WWW-Authenticate": "Bearer"})
+        if self.service.draining:
+            raise APIError(503, "the server is stopping and takes no new requests", "draining", None,
+                           {"Retry-After": "5", "Connection": "close"})
+
+    def _ended(self, scope: Scope, record: Record, status: int) -> None:
+        self.service.metrics.finished(record)
+        route = scope.get("route")
+        path = "other" if route is None else route.path
+        self.service.metrics.answered.labels(_method(scope), path, str(status)).inc()
+        # what is asked every second would be all that the log has
+        if scope["path"].startswith("/v1/") or status >= 400:
+            LOG.info(request_line(record, scope["method"], scope["path"], status))
+
+
+def _method(scope: Scope) -> str:
+    # labels are few, whatever clients send
+    return scope["method"] if scope["method"] in ("GET", "HEAD", "POST") else "other"
+
+
+async def _told(request: Request, error: Exception) -> Response:
+    assert isinstance(error, APIError)
+    request.scope["record"].error = error.code
+    return error.response()
+
+
+async def _gone(request: Request, _: Exception) -> Response:
+    """For nobody: the log and the metrics have it."""
+    request.scope["record"].error = "client_gone"
+    return Response(status_code=499)
+
+
+async def _unexpected(_: Request, __: Exception) -> Response: return internal().response()
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    path, headers = request.url.path[:200], error.headers
+    if error.status_code == 405:
+        made = APIError(405, f"{request.method} is not served at {path}; expected: "
+                        f"{(headers or {}).get('Allow', '')}", "method_not_allowed", None, headers)
+    else: made = APIError(error.status_code, f"there is nothing at {path}", "not_found", None, headers)
+    request.scope["record"].error = made.code
+    return made.response()
+
+
+def _post(service: Service, answer: Answer, prefix: str) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        record: Record = request.scope["record"]
+        record.id = f"{prefix}-{record.id}"
+        _require_json(request.headers)
+        return await answer(request, service, record, parse(await read_body(request, service.limits)))
+    return endpoint
+
+
+def _require_json(headers: Mapping[str, str]) -> None:
+    kind = headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        raise APIError(415, f"the body's type is {kind[:100]!r}; expected: the header Content-Type: "
+                       "application/json", "unsupported_media_type")
+
+
+def _models(service: Service) -> Callable[[Request], Awaitable[Response]]:
+    def told(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": service.created, "owned_by": "tinygrad-nv",
+                "root": service.names[0], "parent": None, "max_model_len": service.model.length}
+
+    async def endpoint(request: Request) -> Response:
+        if name := request.path_params.get("name"): return JSONResponse(told(service.require_name(name)))
+        return JSONResponse({"object": "list", "data": [told(name) for name in service.names]})
+    return endpoint
+
+
+def _health(service: Service) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(_: Request) -> Response:
+        if service.draining: raise APIError(503, "the server is stopping", "draining")
+        if failure := service.engine.failure: raise APIError(503, str(failure), "engine_error")
+        return JSONResponse({"status": "ok"})
+    return endpoint
+
+
+def _metrics(service: Service) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(_: Request) -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return endpoint
+
+
+async def _page(request: Request) -> Response:
+    name = request.url.path[1:]
+    return FileResponse(PAGE / (name or "index.html"), media_type=FILES.get(name, "text/html"),
+                        headers=PAGE_HEADERS)

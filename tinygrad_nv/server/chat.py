@@ -1,0 +1,120 @@
+"""POST /v1/chat/completions.
+
+Protocol: the conversation goes through the model's chat template, with the tools it offers. A stream begins
+with a chunk that names the role of each choice, then has one for each delta; calls of tools are told whole,
+each in one chunk, when they are complete.
+"""
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from tinygrad_nv.engine.outputs import Delta, TokenLogprobs
+from tinygrad_nv.server import protocol
+from tinygrad_nv.server.completions import usage
+from tinygrad_nv.server.service import Record, Service
+from tinygrad_nv.server.sse import Chunks, present, streamed
+from tinygrad_nv.server.tools import Call, CallParser, ToolChoice, call_style, forced_calls
+
+
+async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
+    """The response to a request whose body was `data`."""
+    asked = protocol.chat(data, service.model.defaults, service.limits)
+    name = service.require_name(asked.model)
+    tools = () if asked.choice.mode == "none" else asked.tools
+    size = sum(len(message["content"]) for message in asked.messages)
+    prompt = await service.aside(size, lambda: service.model.encode_chat(asked.messages, tools,
+                                                                         **asked.extra))
+    shared = {"id": record.id, "object": "chat.completion.chunk" if asked.stream else "chat.completion",
+              "created": int(time.time()), "model": name}
+    record.stream = asked.stream
+    style = call_style(service.model.require_tokenizer().template) if tools else ""
+    chunks = _chunks(service, asked, prompt, record, shared, style)
+    if asked.stream: return await streamed(request, chunks, record)
+    return await present(request, _whole(chunks, shared, asked.params.n, record))
+
+
+class Choice:
+    """One choice while it grows: its text, parsed for calls where there are tools."""
+
+    def __init__(self, at: int, style: str, forced: ToolChoice) -> None:
+        self.at, self.calls, self.forced = at, 0, forced
+        self.parser = CallParser(style if forced.mode == "auto" else "")
+        self.all = ""
+
+    def push(self, delta: Delta, logprobs: bool) -> dict[str, Any]:
+        """The chunk's entry for a delta."""
+        content, calls = self._read(delta)
+        told: dict[str, Any] = {"content": content} if content or not calls else {}
+        if calls:
+            told["tool_calls"] = [call.told(self.calls + i) for i, call in enumerate(calls)]
+            self.calls += len(calls)
+        reason = delta.finish_reason
+        if reason == "stop" and self.calls: reason = "tool_calls"
+        return {"index": self.at, "delta": told, "finish_reason": reason, "stop_reason": delta.stop_reason,
+                "logprobs": {"content": [_logprob(each) for each in delta.logprobs]} if logprobs else None}
+
+    def _read(self, delta: Delta) -> tuple[str, list[Call]]:
+        if self.forced.mode in ("named", "required"):
+            # nothing but calls comes, and they are told when they are whole
+            self.all += delta.text
+            if delta.finish_reason is None: return "", []
+            calls = forced_calls(self.all, self.forced)
+            return ("", calls) if calls else (self.all, [])
+        content, calls = self.parser.push(delta.text)
+        if delta.finish_reason is not None:
+            rest, more = self.parser.flush()
+            content, calls = content + rest, calls + more
+        return content, calls
+
+
+async def _chunks(service: Service, asked: protocol.ChatRequest, prompt: list[int], record: Record,
+                  shared: dict[str, Any], style: str) -> Chunks:
+    choices: dict[int, Choice] = {}
+    logprobs = asked.params.logprobs is not None
+    async for at, delta in service.run([prompt], asked.params, asked.priority, record):
+        if at not in choices:
+            choices[at] = Choice(at, style, asked.choice)
+            yield {**shared, "choices": [{"index": at, "delta": {"role": "assistant", "content": ""},
+                                          "logprobs": None, "finish_reason": None}]}
+        entry = choices[at].push(delta, logprobs)
+        # text that is held back for what may become a call needs no chunk
+        if entry["delta"] != {"content": ""} or entry["finish_reason"] or delta.logprobs:
+            yield {**shared, "choices": [entry]}
+    if asked.usage: yield {**shared, "choices": [], "usage": usage(record)}
+
+
+async def _whole(chunks: Chunks, shared: dict[str, Any], count: int, record: Record) -> Response:
+    texts = [""] * count
+    calls: list[list[dict[str, Any]]] = [[] for _ in range(count)]
+    logprobs: list[list[dict[str, Any]]] = [[] for _ in range(count)]
+    choices: list[dict[str, Any]] = [{} for _ in range(count)]
+    told = False
+    async for chunk in chunks:
+        for part in chunk["choices"]:
+            at, delta = part["index"], part["delta"]
+            texts[at] += delta.get("content", "")
+            calls[at] += [{key: call[key] for key in call if key != "index"}
+                          for call in delta.get("tool_calls", [])]
+            if part["logprobs"]: logprobs[at] += part["logprobs"]["content"]
+            told = told or part["logprobs"] is not None
+            choices[at] = {key: part.get(key) for key in ("finish_reason", "stop_reason")}
+    for at in range(count):
+        content = None if calls[at] and not texts[at] else texts[at]
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls[at]: message["tool_calls"] = calls[at]
+        choices[at] |= {"index": at, "message": message,
+                        "logprobs": {"content": logprobs[at], "refusal": None} if told else None}
+    return JSONResponse({**shared, "choices": choices, "usage": usage(record)})
+
+
+def _logprob(each: TokenLogprobs) -> dict[str, Any]:
+    return {**_token(each.text, each.logprob),
+            "top_logprobs": [_token(text, value) for _, text, value in each.top]}
+
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

@@ -1,0 +1,91 @@
+"""POST /v1/completions.
+
+Protocol: every prompt gives n choices, numbered prompt × n + index. A stream has a chunk for each delta, and
+with `stream_options.include_usage` a last one without choices that tells the usage.
+"""
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from tinygrad_nv.engine.outputs import Delta, TokenLogprobs
+from tinygrad_nv.server import protocol
+from tinygrad_nv.server.service import Record, Service
+from tinygrad_nv.server.sse import Chunks, present, streamed
+
+
+async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
+    """The response to a request whose body was `data`."""
+    asked = protocol.completion(data, service.model.defaults, service.limits)
+    name = service.require_name(asked.model)
+    size = sum(map(len, asked.prompts))
+    prompts = await service.aside(size, lambda: [service.model.encode(prompt) for prompt in asked.prompts])
+    shared = {"id": record.id, "object": "text_completion", "created": int(time.time()), "model": name}
+    record.stream = asked.stream
+    chunks = _chunks(service, asked, prompts, record, shared)
+    if asked.stream: return await streamed(request, chunks, record)
+    return await present(request, _whole(chunks, shared, len(prompts) * asked.params.n, record))
+
+
+async def _chunks(service: Service, asked: protocol.CompletionRequest, prompts: Sequence[list[int]],
+                  record: Record, shared: dict[str, Any]) -> Chunks:
+    echoes = {at: _echo(service, asked, prompts, at) for at in range(len(prompts) * asked.params.n)}
+    offsets = dict.fromkeys(echoes, 0)
+    async for at, delta in service.run(prompts, asked.params, asked.priority, record):
+        echo = echoes.pop(at, "")
+        logprobs = None
+        if asked.params.logprobs is not None and delta.logprobs:
+            logprobs, offsets[at] = told(delta.logprobs, offsets[at], asked.params.logprobs)
+        yield {**shared, "choices": [_choice(at, echo + delta.text, delta, logprobs)]}
+    if asked.usage: yield {**shared, "choices": [], "usage": usage(record)}
+
+
+async def _whole(chunks: Chunks, shared: dict[str, Any], count: int, record: Record) -> Response:
+    choices: list[dict[str, Any]] = [{"index": at, "text": "", "logprobs": None} for at in range(count)]
+    async for chunk in chunks:
+        for part in chunk["choices"]:
+            whole = choices[part["index"]]
+            whole["text"] += part["text"]
+            if (new := part["logprobs"]) is not None:
+                old = whole["logprobs"]
+                whole["logprobs"] = new if old is None else {key: old[key] + new[key] for key in new}
+            whole |= {key: part[key] for key in ("finish_reason", "stop_reason")}
+    return JSONResponse({**shared, "choices": choices, "usage": usage(record)})
+
+
+def _choice(at: int, text: str, delta: Delta, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    return {"index": at, "text": text, "logprobs": logprobs, "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason}
+
+
+def _echo(service: Service, asked: protocol.CompletionRequest, prompts: Sequence[list[int]], at: int) -> str:
+    """What is put in front of a choice."""
+    if not asked.echo: return ""
+    prompt = asked.prompts[at // asked.params.n]
+    if isinstance(prompt, str): return prompt
+    return service.model.require_tokenizer().decode(prompts[at // asked.params.n])
+
+
+def told(logprobs: Sequence[TokenLogprobs], offset: int, top: int) -> tuple[dict[str, Any], int]:
+    """OpenAI's older form of logprobs, and the text's length after them."""
+    out: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [] if top else None,
+                           "text_offset": []}
+    for each in logprobs:
+        out["tokens"].append(each.text)
+        out["token_logprobs"].append(each.logprob)
+        out["text_offset"].append(offset)
+        offset += len(each.text)
+        if top: out["top_logprobs"].append({text: value for _, text, value in each.top})
+    if not top: del out["top_logprobs"]
+    return out, offset
+
+
+def usage(record: Record) -> dict[str, Any]:
+    """Tokens of a request so far."""
+    return {"prompt_tokens": record.prompt_tokens, "completion_tokens": record.output_tokens,
+            "total_tokens": record.prompt_tokens + record.output_tokens,
+            "prompt_tokens_details": {"cached_tokens": record.cached_tokens}}

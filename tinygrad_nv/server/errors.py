@@ -1,0 +1,62 @@
+"""What an API client is told when something is wrong.
+
+Protocol: every answer that is not 2xx has the body {"error": {"message", "type", "param", "code"}}, which
+OpenAI's clients turn into exceptions. `type` says whose mistake it is: "invalid_request_error" the client's,
+"rate_limit_error" nobody's (come again), "server_error" ours. `code` is a word for programs, `param` the
+field at fault. An `NVError` keeps its three parts in the message.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from tinygrad_nv.errors import EngineError, NVError, QueueFull, RequestError, TokenizerError
+
+
+class APIError(Exception):
+    """An answer that is not 2xx: HTTP `status`, `message` for people, `code` for programs, the `param` at
+    fault, `headers` to add."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None,
+                 headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object of the answer."""
+        return {"error": {"message": self.message, "type": _type(self.status), "param": self.param,
+                          "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The answer."""
+        return JSONResponse(self.body(), self.status, self.headers)
+
+
+def _type(status: int) -> str:
+    if status == 429: return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> APIError:
+    """A request that cannot be served as it is: 400."""
+    return APIError(400, message, code, param)
+
+
+def internal() -> APIError:
+    """A failure nobody foresaw. What it was is for the log alone."""
+    return APIError(500, "an internal error; the server's log has the details", "internal_error")
+
+
+def explained(error: NVError, param: str | None = None) -> APIError:
+    """The answer for an error of ours: 429 when the queue is full, 400 for what a request asks, 503 when the
+    engine has stopped, 500 else."""
+    parts = [error.found]
+    if error.expected: parts.append(f"expected: {error.expected}")
+    if error.fix: parts.append(f"to fix: {error.fix}")
+    message = "; ".join(parts)
+    if isinstance(error, QueueFull): return APIError(429, message, "queue_full", None, {"Retry-After": "1"})
+    if isinstance(error, RequestError | TokenizerError): return invalid(message, param)
+    return APIError(503 if isinstance(error, EngineError) else 500, message, "engine_error")

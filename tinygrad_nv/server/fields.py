@@ -1,0 +1,172 @@
+"""Strict JSON, and fields read out of an object with their types.
+
+Protocol: `parse(body)` gives the object of a request's body, and refuses what json.loads lets pass: names
+given twice, NaN and Infinity, numbers beyond float64. A `Fields` is then asked for each field once (null
+counts as absent); `finish()` refuses the fields nobody asked for.
+"""
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tinygrad_nv.server.errors import APIError, invalid
+
+
+def parse(body: bytes) -> dict[str, Any]:
+    """The JSON object in `body`. Raises `APIError` 400 with what is wrong and where."""
+    try: text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise invalid(f"the body is not UTF-8: byte {body[error.start]:#04x} at place {error.start}",
+                      code="invalid_utf8") from error
+    try: data = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float)
+    except RecursionError as error:
+        raise invalid("the body is not usable JSON: it is nested too deeply", code="invalid_json") from error
+    except ValueError as error:
+        raise invalid(f"the body is not JSON: {error}", code="invalid_json") from error
+    if not isinstance(data, dict):
+        raise invalid(f"the body is {_kind(data)}, not a JSON object", code="invalid_json")
+    return data
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} is given twice in one object")
+    return out
+
+
+def _constant(word: str) -> float: raise ValueError(f"{word} is not a JSON number")
+
+
+def _float(text: str) -> float:
+    if math.isfinite(value := float(text)): return value
+    raise ValueError(f"{text[:40]} is beyond every 64-bit float")
+
+
+def _kind(value: Any) -> str:
+    if value is None: return "null"
+    if isinstance(value, bool): return "true" if value else "false"
+    names = {str: "a string", int: "a whole number", float: "a number", list: "a list", dict: "an object"}
+    return names[type(value)]
+
+
+class Fields:
+    """The fields of a JSON object, taken out one by one. `where` is the path in front of their names."""
+
+    def __init__(self, data: Mapping[str, Any], where: str = "") -> None:
+        self.left, self.where, self.known = dict(data), where, set[str]()
+
+    def path(self, name: str) -> str:
+        """The name by which an error calls a field."""
+        return f"{self.where}.{name}" if self.where else name
+
+    def wrong(self, name: str, value: Any, expected: str) -> APIError:
+        """400 for a field of the wrong type."""
+        return invalid(f"{self.path(name)} is {_kind(value)}, expected {expected}", self.path(name))
+
+    def take(self, name: str) -> Any:
+        """The field as it is; None when it is absent or null."""
+        self.known.add(name)
+        return self.left.pop(name, None)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """true or false."""
+        value = self.take(name)
+        if value is None: return default
+        if not isinstance(value, bool): raise self.wrong(name, value, "true or false")
+        return value
+
+    def whole(self, name: str, low: int | None = None, high: int | None = None) -> int | None:
+        """A whole number from `low` to `high`; 3.0 is one, as in JSON Schema."""
+        value = self.take(name)
+        if value is None: return None
+        if isinstance(value, float) and value.is_integer(): value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.wrong(name, value, "a whole number")
+        if (low is not None and value < low) or (high is not None and value > high):
+            shown = str(value) if abs(value) < 10 ** 20 else "a number of many digits"
+            bounds = f"at least {low}" if high is None else f"{low} to {high}"
+            raise invalid(f"{self.path(name)} is {shown}, expected {bounds}", self.path(name))
+        return value
+
+    def number(self, name: str, low: float | None = None, high: float | None = None) -> float | None:
+        """A number from `low` to `high`."""
+        value = self.take(name)
+        if value is None: return None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.wrong(name, value, "a number")
+        if isinstance(value, int) and abs(value) >= 1 << 1023:
+            raise invalid(f"{self.path(name)} is beyond every 64-bit float", self.path(name))
+        if (low is not None and value < low) or (high is not None and value > high):
+            bounds = f"at least {low:g}" if high is None else f"{low:g} to {high:g}"
+            raise invalid(f"{self.path(name)} is {value:g}, expected {bounds}", self.path(name))
+        return float(value)
+
+    def text(self, name: str) -> str | None:
+        """A string that is Unicode: a lone half of a surrogate pair is refused."""
+        value = self.take(name)
+        if value is None: return None
+        if not isinstance(value, str): raise self.wrong(name, value, "a string")
+        return unicode(value, self.path(name))
+
+    def object(self, name: str) -> dict[str, Any] | None:
+        """An object."""
+        value = self.take(name)
+        if value is not None and not isinstance(value, dict): raise self.wrong(name, value, "an object")
+        return value
+
+    def objects(self, name: str) -> list[dict[str, Any]] | None:
+        """A list of objects."""
+        value = self.take(name)
+        if value is None: return None
+        if not isinstance(value, list): raise self.wrong(name, value, "a list of objects")
+        for at, item in enumerate(value):
+            if not isinstance(item, dict): raise self.wrong(f"{name}[{at}]", item, "an object")
+        return value
+
+    def texts(self, name: str, most: int) -> tuple[str, ...]:
+        """A string, or a list of at most `most` of them."""
+        value = self.take(name)
+        if value is None: return ()
+        if isinstance(value, str): return (unicode(value, self.path(name)),)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.wrong(name, value, "a string or a list of strings")
+        if len(value) > most:
+            raise invalid(f"{self.path(name)} has {len(value)} strings, expected at most {most}",
+                          self.path(name))
+        return tuple(unicode(item, self.path(name)) for item in value)
+
+    def wholes(self, name: str) -> tuple[int, ...]:
+        """A list of whole numbers ≥ 0."""
+        value = self.take(name)
+        if value is None: return ()
+        if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
+            raise self.wrong(name, value, "a list of whole numbers ≥ 0")
+        return tuple(value)
+
+    def ignore(self, names: Iterable[str]) -> None:
+        """Fields that may be there and have no effect."""
+        for name in names: self.take(name)
+
+    def finish(self) -> None:
+        """Refuses what is left: a field that nobody reads would be a wish silently not granted."""
+        if not self.left: return
+        name = next(iter(self.left))
+        close = difflib.get_close_matches(name, self.known, 1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise invalid(f"unknown field {self.path(name)[:100]!r}{hint}", self.path(name)[:100],
+                      "unknown_field")
+
+
+def unicode(text: str, param: str) -> str:
+    """`text`, if it is Unicode."""
+    try: text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise invalid(f"{param} holds half a surrogate pair ({text[error.start]!r}) at character "
+                      f"{error.start}", param, "invalid_utf8") from error
+    return text

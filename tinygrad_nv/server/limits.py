@@ -1,0 +1,114 @@
+"""What one client may take of the server, so that the others are served.
+
+Protocol: `Limits` are set at the start. Bodies are read by `read_body`: 413 for one that is too large, at
+once when it says so itself, and 408 for one that does not come in time. `Guarded` is uvicorn's HTTP protocol
+with a time limit for headers, which uvicorn does not have, and with errors of OpenAI's shape for requests
+that are not HTTP.
+"""
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import h11
+from starlette.requests import ClientDisconnect, Request
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from tinygrad_nv.server.errors import APIError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of requests. `queue`: requests that may wait; `choices`: texts that one request may ask for,
+    prompts × n; `body_bytes`, `schema_bytes`: sizes of a body and of a JSON schema in it; seconds until
+    headers, body and answer must be complete; `drain_s`: for what runs when the server is told to stop."""
+    queue: int = 1024
+    choices: int = 128
+    body_bytes: int = 4 << 20
+    schema_bytes: int = 64 << 10
+    header_s: float = 10.0
+    body_s: float = 30.0
+    request_s: float = 600.0
+    drain_s: float = 30.0
+
+
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """The body. Raises `APIError` 413 or 408, and starlette's `ClientDisconnect`."""
+    too_large = APIError(413, f"the body has more than {limits.body_bytes} bytes; to fix: send less, or "
+                         "raise --max-body-bytes", "body_too_large", None, {"Connection": "close"})
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length) > limits.body_bytes: raise too_large
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(limits.body_s):
+            async for part in request.stream():
+                parts.append(part)
+                size += len(part)
+                if size > limits.body_bytes: raise too_large
+    except TimeoutError as error:
+        raise APIError(408, f"the body did not arrive within {limits.body_s:g} s", "body_timeout", None,
+                       {"Connection": "close"}) from error
+    return b"".join(parts)
+
+
+async def gone(request: Request) -> None:
+    """Returns when the client has gone away."""
+    try:
+        while (await request.receive())["type"] != "http.disconnect": pass
+    except ClientDisconnect: return
+
+
+class Guarded(H11Protocol):
+    """HTTP/1.1 whose headers must be complete within `header_s` seconds of the connection, or of a further
+    request's first byte."""
+    header_s: ClassVar[float] = Limits.header_s
+    waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Starts the clock."""
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        """Stops the clock once headers are complete, and starts it again with the next request."""
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE and not self.transport.is_closing(): self._wait()
+        else: self._stop_waiting()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stops the clock."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """For what is no HTTP request, or has more than 64 KiB of headers."""
+        self._refuse(APIError(400, f"{msg} Expected HTTP/1.1, with headers of at most 64 KiB.",
+                              "invalid_http"))
+
+    def _wait(self) -> None:
+        if self.waiting is None: self.waiting = self.loop.call_later(self.header_s, self._too_late)
+
+    def _stop_waiting(self) -> None:
+        if self.waiting is not None: self.waiting.cancel()
+        self.waiting = None
+
+    def _too_late(self) -> None:
+        if not self.transport.is_closing():
+            self._refuse(APIError(408, f"the headers did not arrive within {self.header_s:g} s",
+                                  "header_timeout"))
+
+    def _refuse(self, error: APIError) -> None:
+        # written past h11, whose state may be that of an error
+        body = json.dumps(error.body()).encode()
+        reason = {400: "Bad Request", 408: "Request Timeout"}[error.status]
+        head = (f"HTTP/1.1 {error.status} {reason}\r\nContent-Type: application/json\r\n"
+                f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n")
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
+def guarded(header_s: float) -> type[Any]:
+    """`Guarded` with this limit, for uvicorn's configuration."""
+    return type("Guarded", (Guarded,), {"header_s": header_s})

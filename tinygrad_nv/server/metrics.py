@@ -1,0 +1,106 @@
+"""/metrics: what Prometheus reads.
+
+Protocol: names, labels and bucket edges are vLLM's with the prefix `tinygrad_nv:` (or `vllm:`, by
+--metrics-prefix, for dashboards that exist). What the engine counts is asked of it when somebody reads; what
+belongs to a request is observed when it happens. Each server has a registry of its own.
+"""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from tinygrad_nv.server.service import Record
+
+PREFIXES = ("tinygrad_nv", "vllm")
+TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+        40.0, 80.0, 160.0, 640.0, 2560.0)
+TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+         80.0)
+REQUEST = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+           480.0, 960.0, 1920.0, 7680.0)
+
+
+def tokens_up_to(most: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, 20, … up to `most`."""
+    edges = (mantissa * 10 ** power for power in range(len(str(most))) for mantissa in (1, 2, 5))
+    return tuple(edge for edge in edges if edge <= most)
+
+
+class _Engine(Collector):
+    """The engine's counts, as they are when asked for: (kind, name, EngineStats' field, words)."""
+    TOLD = (("gauge", "num_requests_running", "running", "Requests in the running batch."),
+            ("gauge", "num_requests_waiting", "waiting", "Requests that wait."),
+            ("gauge", "kv_cache_usage_perc", "kv_used", "Pages of keys and values in use; 1 is all."),
+            ("counter", "num_preemptions", "preempted", "Requests set back for want of pages."),
+            ("counter", "prefix_cache_queries", "prefix_queries", "Tokens looked for in the prefix cache."),
+            ("counter", "prefix_cache_hits", "prefix_hits", "Tokens found in the prefix cache."),
+            ("counter", "prompt_tokens", "prompt_tokens", "Tokens of prompts computed."),
+            ("counter", "generation_tokens", "generated_tokens", "Tokens generated."),
+            ("counter", "engine_steps", "steps", "Steps of the engine."))
+
+    def __init__(self, prefix: str, model: str, stats: Callable[[], Any]) -> None:
+        self.prefix, self.model, self.stats = prefix, model, stats
+
+    def collect(self) -> Iterator[Metric]:
+        """Metrics now."""
+        stats = self.stats()
+        for kind, name, attribute, words in self.TOLD:
+            family = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}[kind]
+            metric = family(f"{self.prefix}:{name}", words, labels=["model_name"])
+            metric.add_metric([self.model], getattr(stats, attribute))
+            yield metric
+
+
+class Metrics:
+    """Metrics of the model `model`, whose contexts have at most `length` tokens."""
+
+    def __init__(self, model: str, length: int, stats: Callable[[], Any], prefix: str = PREFIXES[0]) -> None:
+        self.registry, self.prefix, self.model = CollectorRegistry(), prefix, model
+        self.registry.register(_Engine(prefix, model, stats))
+        sizes = tokens_up_to(length)
+        self.first = self._histogram("time_to_first_token_seconds", "Time to the first token.", TTFT)
+        self.between = self._histogram("inter_token_latency_seconds", "Time between tokens.", TOKEN)
+        self.per_token = self._histogram("time_per_output_token_seconds",
+                                         "Mean time of a request's tokens after the first.", TOKEN)
+        self.whole = self._histogram("e2e_request_latency_seconds", "Time of whole requests.", REQUEST)
+        self.prompts = self._histogram("request_prompt_tokens", "Tokens of prompts.", sizes)
+        self.answers = self._histogram("request_generation_tokens", "Tokens of answers.", sizes)
+        self.asked = self._histogram("request_params_max_tokens", "max_tokens of requests.", sizes)
+        self.n = self._histogram("request_params_n", "n of requests.", (1, 2, 5, 10, 20))
+        self.success = Counter(f"{prefix}:request_success", "Sequences that ended, by reason.",
+                               ["model_name", "finished_reason"], registry=self.registry)
+        self.answered = Counter(f"{prefix}:http_requests", "Requests answered, by path and status; 499: the "
+                                "client went away.", ["method", "path", "status"], registry=self.registry)
+
+    def _histogram(self, name: str, words: str, edges: Iterable[float]) -> Histogram:
+        made = Histogram(f"{self.prefix}:{name}", words, ["model_name"], buckets=tuple(edges),
+                         registry=self.registry)
+        return made.labels(self.model)
+
+    def gaps(self, seconds: list[float]) -> None:
+        """Times before tokens."""
+        for each in seconds: self.between.observe(each)
+
+    def finished(self, record: Record) -> None:
+        """A request that reached the engine has ended."""
+        if record.params is None: return
+        for reason in record.reasons: self.success.labels(self.model, reason).inc()
+        self.prompts.observe(record.prompt_tokens)
+        self.n.observe(record.params.n)
+        if record.params.max_tokens is not None: self.asked.observe(record.params.max_tokens)
+        if record.first is None or record.last is None: return
+        self.first.observe(record.first - record.begun)
+        self.whole.observe(time.perf_counter() - record.begun)
+        self.answers.observe(record.output_tokens)
+        if record.output_tokens > 1:
+            self.per_token.observe((record.last - record.first) / (record.output_tokens - 1))
+
+    def text(self) -> bytes:
+        """The exposition format."""
+        return generate_latest(self.registry)

@@ -1,0 +1,111 @@
+"""uvicorn, with our limits and our way to stop.
+
+Protocol: `await serve(server, sockets, …)` answers until it is told to stop.
+The first SIGTERM or SIGINT begins the drain: new requests get 503, those that run have `drain_s` seconds, and
+then the rest are ended, and the process with status 0. A second signal ends it at once, with 128 + its
+number.
+`Server.drain()` is what the first signal does, for programs.
+"""
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from tinygrad_nv.errors import RequestError
+from tinygrad_nv.server.app import application
+from tinygrad_nv.server.limits import guarded
+from tinygrad_nv.server.log import LOG, line, periodic
+from tinygrad_nv.server.service import Service
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+POLL_S = 0.02
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket with this address, not yet listening: taken before a model is loaded for minutes. Port 0 takes
+    a free one."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        made = socket.socket(family, kind, protocol)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except (OSError, OverflowError) as error:
+        raise RequestError(f"{host}:{port} cannot be served: {error}", "an address of this machine, and a "
+                           "port nobody else has", "change --host or --port") from error
+    return made
+
+
+def url(taken: socket.socket) -> str:
+    """The address of a socket, for a browser."""
+    host, port = taken.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """A server that drains before it exits."""
+
+    def __init__(self, service: Service) -> None:
+        limits = service.limits
+        super().__init__(uvicorn.Config(
+            application(service), http=guarded(limits.header_s), ws="none", lifespan="off", log_config=None,
+            access_log=False, server_header=False, timeout_graceful_shutdown=2, timeout_keep_alive=30,
+            backlog=2048))
+        self.service = service
+        self._draining: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Our signals, instead of uvicorn's; in a thread nobody sends any."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        for each in SIGNALS: loop.add_signal_handler(each, self._signalled, each)
+        try: yield
+        finally:
+            for each in SIGNALS: loop.remove_signal_handler(each)
+
+    def drain(self) -> None:
+        """Takes no new requests, and exits when there are none, or after `drain_s`."""
+        if self._draining is None:
+            self.service.draining = True
+            self._draining = asyncio.ensure_future(self._drain())
+
+    def _signalled(self, number: signal.Signals) -> None:
+        if self._draining is None: return self.drain()
+        LOG.warning(line("killed", signal=number.name, active=self.service.active))
+        # whatever a kernel or a client still does
+        os._exit(128 + number)
+
+    async def _drain(self) -> None:
+        begun, ends = time.monotonic(), time.monotonic() + self.service.limits.drain_s
+        LOG.info(line("draining", active=self.service.active, limit_s=self.service.limits.drain_s))
+        while self.service.active and time.monotonic() < ends: await asyncio.sleep(POLL_S)
+        left = self.service.active
+        await self.service.engine.stop(0)
+        # those that were ended are told so
+        told = time.monotonic() + 1
+        while self.service.active and time.monotonic() < told: await asyncio.sleep(POLL_S)
+        LOG.info(line("drained", seconds=time.monotonic() - begun, aborted=left))
+        self.should_exit = True
+
+
+async def serve(server: Server, sockets: list[socket.socket], log_every_s: float,
+                ready: Callable[[], None]) -> None:
+    """Serves until told to stop; `ready` is called when requests are answered."""
+    ticker = asyncio.ensure_future(periodic(server.service, log_every_s))
+    async def announce() -> None:
+        while not server.started: await asyncio.sleep(POLL_S)
+        ready()
+    announcing = asyncio.ensure_future(announce())
+    try: await server.serve(sockets)
+    finally:
+        for task in (ticker, announcing): task.cancel()

@@ -1,0 +1,150 @@
+"""Tools: what a request offers, and the calls in a model's text.
+
+Protocol: `tool_list` and `tool_choice` read a request. Tools reach the model through its chat template alone.
+A `CallParser` is fed the text as it arrives and gives what is certainly content, and calls once they are
+complete; `flush()` ends it. Which way a model writes calls is read off its template (`call_style`):
+
+    hermes  <tool_call>{"name": …, "arguments": {…}}</tool_call>, anywhere (Hermes, Qwen)
+    llama   the whole answer is {"name": …, "parameters": {…}}, several apart by ";" (Llama 3)
+
+Text in neither form stays text.
+"""
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from tinygrad_nv.engine.text import overlap
+from tinygrad_nv.server.errors import invalid
+from tinygrad_nv.server.fields import Fields
+
+Tool = dict[str, Any]
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """`mode`: "none" (tools are not offered), "auto", "required" (some), "named" (the tool `name`)."""
+    mode: str
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool; `arguments` is a JSON object in text."""
+    name: str
+    arguments: str
+
+    def told(self, index: int | None = None) -> dict[str, Any]:
+        """As an answer has it; with `index` in a stream."""
+        out = {"id": f"call_{secrets.token_hex(12)}", "type": "function",
+               "function": {"name": self.name, "arguments": self.arguments}}
+        return out if index is None else {"index": index, **out}
+
+
+def tool_list(fields: Fields) -> tuple[Tool, ...]:
+    """The tools of a request, each a function with a name."""
+    tools = fields.objects("tools") or []
+    for at, tool in enumerate(tools):
+        function = tool.get("function")
+        path = f"tools[{at}]"
+        if tool.get("type") != "function" or not isinstance(function, dict):
+            raise invalid(f"{path} is no function, expected type 'function' with a function object", path)
+        name = function.get("name")
+        if not isinstance(name, str) or not 0 < len(name) <= 64:
+            raise invalid(f"{path}.function.name is missing or has more than 64 characters",
+                          f"{path}.function.name")
+        if not isinstance(function.get("parameters", {}), dict):
+            raise invalid(f"{path}.function.parameters is not a JSON schema", f"{path}.function.parameters")
+    return tuple(tools)
+
+
+def tool_choice(fields: Fields, tools: tuple[Tool, ...]) -> ToolChoice:
+    """"none", "auto", "required", or {"type": "function", "function": {"name": …}}."""
+    value = fields.take("tool_choice")
+    if value is None: return ToolChoice("auto" if tools else "none")
+    if value == "none" or (value == "auto" and not tools): return ToolChoice("none")
+    name = value.get("function", {}) if isinstance(value, dict) else value
+    if isinstance(name, dict): name, value = name.get("name"), "named"
+    if value not in ("auto", "required", "named") or not isinstance(name, str):
+        raise invalid("tool_choice is not understood, expected 'none', 'auto', 'required' or a function's "
+                      "name in {'type': 'function', 'function': {'name': …}}", "tool_choice")
+    if value != "named" and not tools: raise invalid(f"tool_choice is {value!r} without tools", "tool_choice")
+    if value == "named" and name not in (names := [tool["function"]["name"] for tool in tools]):
+        raise invalid(f"tool_choice names {name[:64]!r}, which is not among tools: {', '.join(names)}",
+                      "tool_choice")
+    return ToolChoice(value, name if value == "named" else "")
+
+
+def call_style(template: str | None) -> str:
+    """How a model with this chat template writes calls: "hermes", "llama" or "" for unknown."""
+    if template is None: return ""
+    if OPEN in template: return "hermes"
+    return "llama" if "python_tag" in template or "ipython" in template else ""
+
+
+class CallParser:
+    """Splits a growing text into content and calls."""
+
+    def __init__(self, style: str) -> None:
+        self.style, self.held, self.inside = style, "", False
+
+    def push(self, piece: str) -> tuple[str, list[Call]]:
+        """Content that is certain, and calls that are complete."""
+        self.held += piece
+        if self.style == "hermes": return self._hermes()
+        start = self.held.lstrip()[:1]
+        if self.style == "llama" and start in ("", "{"): return "", []
+        self.style, text, self.held = "", self.held, ""
+        return text, []
+
+    def flush(self) -> tuple[str, list[Call]]:
+        """What is left at the end."""
+        text, self.held = self.held, ""
+        if self.style == "llama" and (calls := _calls(text.split(";"), "parameters")): return "", calls
+        if self.inside:
+            # the model ended, or was cut, without the closing tag
+            if calls := _calls([text], "arguments"): return "", calls
+            return OPEN + text, []
+        return text, []
+
+    def _hermes(self) -> tuple[str, list[Call]]:
+        content, calls = "", []
+        while True:
+            before, found, after = self.held.partition(CLOSE if self.inside else OPEN)
+            if not found: break
+            self.held = after
+            if not self.inside: content += before
+            elif made := _calls([before], "arguments"): calls += made
+            else: content += OPEN + before + CLOSE
+            self.inside = not self.inside
+        if not self.inside:
+            keep = overlap(self.held, OPEN)
+            cut = len(self.held) - keep
+            content, self.held = content + self.held[:cut], self.held[cut:]
+        if calls and not content.strip(): content = ""
+        return content, calls
+
+
+def _calls(texts: list[str], key: str) -> list[Call]:
+    """The calls, or none when one of the texts is not one."""
+    out = []
+    for text in texts:
+        try: data = json.loads(text)
+        except (ValueError, RecursionError): return []
+        if not isinstance(data, dict) or not isinstance(data.get("name"), str): return []
+        arguments = data.get(key, data.get("arguments", data.get("parameters", {})))
+        if not isinstance(arguments, dict): return []
+        out.append(Call(data["name"], json.dumps(arguments, ensure_ascii=False)))
+    return out
+
+
+def forced_calls(text: str, choice: ToolChoice) -> list[Call]:
+    """The calls in the text of a request whose choice was "named" (the arguments alone) or "required"
+    (a list of calls); none when it was cut."""
+    try: data = json.loads(text)
+    except ValueError: return []
+    if choice.mode == "named": return [Call(choice.name, text)]
+    return [Call(item["name"], json.dumps(item["parameters"], ensure_ascii=False)) for item in data]

@@ -1,0 +1,53 @@
+"""Where the time of a start goes, without a gap.
+
+Protocol: `Waterfall()` begins with the process, not with itself: the interpreter's start and imports are
+its first part. `mark(name)` gives all the time since the last mark to `name`, so that the parts are the
+whole. `lines()` shows them, each with a bar at its place.
+"""
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+BAR = 40
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, to 10 ms; elsewhere than on Linux, its seconds of work."""
+    try:
+        # field 22 behind the name, which may hold spaces and parentheses
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError, IndexError): return time.process_time()
+
+
+class Waterfall:
+    """The parts of a start: (name, seconds), in order. Marks of one name in a row are one part."""
+
+    def __init__(self) -> None:
+        self.begun = time.perf_counter() - process_age_s()
+        self.last = self.begun
+        self.parts: list[tuple[str, float]] = []
+
+    @property
+    def total_s(self) -> float:
+        """Seconds from the process's start to the last mark."""
+        return self.last - self.begun
+
+    def mark(self, name: str) -> None:
+        """What was done since the last mark was `name`."""
+        now = time.perf_counter()
+        spent, self.last = now - self.last, now
+        if self.parts and self.parts[-1][0] == name: spent += self.parts.pop()[1]
+        self.parts.append((name, spent))
+
+    def lines(self) -> list[str]:
+        """One line for each part, and their sum."""
+        width, total, at, out = max(len(name) for name, _ in self.parts), self.total_s or 1.0, 0.0, []
+        for name, seconds in self.parts:
+            first, last = round(BAR * at / total), round(BAR * (at + seconds) / total)
+            bar = (" " * first + "█" * max(1, last - first)).ljust(BAR)
+            out.append(f"{name:{width}} {seconds:8.3f} s  |{bar[:BAR]}|")
+            at += seconds
+        return [*out, f"{'sum':{width}} {total:8.3f} s"]
