@@ -24,7 +24,7 @@ class ToolchainError(NVError):
 
 
 class ConfigError(NVError):
-    """An environment variable of ours has a value it cannot have."""
+    """A setting of ours, or an environment variable, has a value it cannot have."""
 
 
 class HookError(NVError):
