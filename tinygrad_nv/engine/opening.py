@@ -1,0 +1,85 @@
+"""What a model directory and a device are, before anything is loaded: dtype, context, end tokens, tokenizer.
+
+Protocol: each function answers one question, or raises an `NVError` that says what to do.
+"""
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tinygrad import Device, dtypes
+from tinygrad.dtype import DType
+from tinygrad.helpers import DEV
+
+from tinygrad_nv.engine.fit import CACHE_BYTES, token_bytes
+from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.engine.tokenizer import Tokenizer
+from tinygrad_nv.errors import ModelError, NVError, RequestError, TokenizerError
+from tinygrad_nv.models import weights
+from tinygrad_nv.models.config import DTYPES, ModelConfig, read_json, token_ids
+
+
+def resolve_dtype(name: str, config: ModelConfig, directory: Path) -> DType:
+    """tinygrad's dtype for "auto" (what config.json says, else the checkpoint's) or one of `DTYPES`, short
+    forms included."""
+    if name == "auto": name = config.dtype or weights.stored_dtype(directory)
+    full = {"fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16",
+            "bf16": "bfloat16"}.get(name, name)
+    if full not in DTYPES:
+        raise ModelError(f"unknown dtype {name!r}", f"auto, {', '.join(DTYPES)}", "change --dtype")
+    return {"float32": dtypes.float32, "float16": dtypes.float16, "bfloat16": dtypes.bfloat16}[full]
+
+
+def context_length(config: ModelConfig, dtype: DType, asked: int | None) -> int:
+    """Tokens a sequence may have, prompt included."""
+    if asked is not None:
+        if not 2 <= asked <= config.max_positions:
+            raise ModelError(f"max_model_len is {asked}",
+                             f"2 to {config.max_positions}, the model's own length", "change --max-model-len")
+        return asked
+    return min(config.max_positions, max(CACHE_BYTES // token_bytes(config, dtype), 2048))
+
+
+def open_device(name: str | None) -> str:
+    """Opens tinygrad's device `name` (its default when None) and returns the canonical name."""
+    asked = name or repr(DEV) or "default"
+    try:
+        device = Device[name or Device.DEFAULT]
+        if device.device.partition(":")[0] in ("DISK", "NPY", "TINYFS"):
+            raise RuntimeError("it stores, and does not compute")
+        # made when first looked at, and may be one the device does not have
+        _ = device.renderer
+        return str(device.device)
+    except NVError: raise
+    except ModuleNotFoundError as error:
+        raise RequestError(f"no such device: {asked}", "CPU, CUDA, EMU or another device of tinygrad",
+                           "run `tinygrad-nv doctor` to see what this machine has") from error
+    except Exception as error:  # whatever a driver can think of
+        raise RequestError(f"device {asked} cannot be opened: {error}", "a device this machine has",
+                           "run `tinygrad-nv doctor` to see what is missing") from error
+
+
+def optional_tokenizer(directory: Path) -> tuple[Tokenizer | None, TokenizerError | None]:
+    """The tokenizer, or why it is not there: prompts given as ids do without."""
+    try: return Tokenizer.load(directory), None
+    except TokenizerError as error: return None, error
+
+
+def generation_defaults(directory: Path, config: ModelConfig) -> tuple[SamplingParams, tuple[int, ...]]:
+    """Sampling defaults and end tokens of generation_config.json, which rules over config.json.
+
+    As in transformers, a file that does not say do_sample asks for greedy decoding.
+    """
+    path = directory / "generation_config.json"
+    data: dict[str, Any] = read_json(path) if path.is_file() else {}
+    eos = token_ids(data.get("eos_token_id"), f"{path}: eos_token_id") or config.eos_token_ids
+    given = {name: data[name] for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+             if data.get(name) is not None}
+    for name, value in given.items():
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ModelError(f"{path}: {name} is {value!r}", "a number", "correct the file")
+    if not data.get("do_sample"): given["temperature"] = 0.0
+    try: return replace(SamplingParams(), **given), eos
+    except RequestError as error:
+        raise ModelError(f"{path}: {error.found}", error.expected, "correct the file") from error
