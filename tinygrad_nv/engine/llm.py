@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tinygrad_nv.engine.decoder import CHUNKS, Decoder
 from tinygrad_nv.engine.fit import require_room
@@ -22,7 +23,7 @@ from tinygrad_nv.engine.opening import (
 )
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.text import Detokenizer, StopStrings
-from tinygrad_nv.engine.tokenizer import Message, Tokenizer
+from tinygrad_nv.engine.tokenizer import Message, Tokenizer, Tools
 from tinygrad_nv.errors import ModelError, RequestError, TokenizerError
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import read_config
