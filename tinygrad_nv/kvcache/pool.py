@@ -5,7 +5,8 @@ it happens on a device. What must be copied there is collected as `Move`s (engin
 batch carries, in order: `take_moves`. Batches run in the order in which their moves were taken, each after
 all before it, so a page may be given on as soon as the last batch that needs it was launched, and a page's
 tokens may be found by others (`Table.advance`) as soon as the batch that writes them is certain to be the
-next one or was launched.
+next one or was launched. Others of the same batch may find them too: a batch appends the keys and values of
+all its rows, layer by layer, before any row looks at them.
 
 Two sequences that fill equal pages at the same time keep one each; the second is found by nobody, and is free
 when its sequence is done. No block table changes under a step that runs, and the next sequence shares.

@@ -124,7 +124,8 @@ class Table:
         self.computed = computed = old + len(tokens)
         if pool.sharing: self.prefix.put(old, tokens)
         if old // size != computed // size: self._filled(old // size, computed // size)
-        if pool.window is not None and not self.host_pages: self.prune(computed - pool.window + 1)
+        # the batch being assembled may compute these tokens' rows, and others' into what is given back now
+        if pool.window is not None and not self.host_pages: self.prune(old - pool.window + 1)
 
     def _filled(self, first: int, end: int) -> None:
         """Entries first … end − 1 are full."""
@@ -185,8 +186,10 @@ class Table:
         side, pages = self.side()
         left = max(0, count - self.pruned)
         side.drop(reversed(pages[left:]))
-        if self.host_pages: del self.host_pages[left:]
-        else: del self.pages[max(count, self.pruned):]
+        if not self.host_pages: del self.pages[self.pruned + left:]
+        else:
+            del self.host_pages[left:]
+            if not self.host_pages: self.pages = [HOLE] * self.pruned
 
     def cut(self, batch: int) -> None:
         """Keeps the whole pages before the first that `batch` or a later one was to write (`recover`)."""
