@@ -116,8 +116,8 @@ def test_a_conversation_streams_with_logprobs(client: openai.OpenAI):
 
 
 def test_a_stream_ends_with_done(server: Live):
-    with httpx.stream("POST", server.url + "/v1/completions",
-                      json={"prompt": PROMPT, "max_tokens": 2, "stream": True}) as answer:
+    asked = {"prompt": PROMPT, "max_tokens": 2, "stream": True}
+    with server.http.stream("POST", "/v1/completions", json=asked) as answer:
         lines = [line for line in answer.iter_lines() if line]
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert [line[:6] for line in lines] == ["data: "] * 3
@@ -127,14 +127,14 @@ def test_a_stream_ends_with_done(server: Live):
 def test_models_are_listed(client: openai.OpenAI, server: Live):
     assert [model.id for model in client.models.list()] == [NAME, "alias"]
     assert client.models.retrieve("alias").owned_by == "tinygrad-nv"
-    assert httpx.get(server.url + "/v1/models/" + NAME).json()["max_model_len"] == LENGTH
+    assert server.http.get("/v1/models/" + NAME).json()["max_model_len"] == LENGTH
     with pytest.raises(openai.NotFoundError): client.models.retrieve("other")
 
 
 def test_health_and_metrics(client: openai.OpenAI, server: Live):
-    assert httpx.get(server.url + "/health").json() == {"status": "ok"}
+    assert server.http.get("/health").json() == {"status": "ok"}
     client.completions.create(model=NAME, prompt=PROMPT, max_tokens=2)
-    text = httpx.get(server.url + "/metrics").text
+    text = server.http.get("/metrics").text
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
                  "num_preemptions_total", "prompt_tokens_total", "generation_tokens_total",
                  "prefix_cache_hits_total", "request_success_total", "time_to_first_token_seconds_bucket",
@@ -146,7 +146,7 @@ def test_health_and_metrics(client: openai.OpenAI, server: Live):
 
 
 def test_a_request_has_an_id(server: Live):
-    answer = httpx.post(server.url + "/v1/completions", json={"prompt": PROMPT})
+    answer = server.post({"prompt": PROMPT})
     assert answer.headers["x-request-id"] == answer.json()["id"]
     assert answer.json()["id"].startswith("cmpl-")
 
@@ -155,7 +155,7 @@ def test_a_client_that_goes_away_ends_its_request():
     engine = FakeEngine(FakeModel(), pause_s=0.01)
     with live(fake_service(engine)) as server:
         asked = {"prompt": PROMPT, "max_tokens": 10_000, "stream": True}
-        with httpx.stream("POST", server.url + "/v1/completions", json=asked) as answer:
+        with server.http.stream("POST", "/v1/completions", json=asked) as answer:
             lines = answer.iter_lines()
             next(lines)
             assert len(engine.running) == 1
@@ -163,7 +163,7 @@ def test_a_client_that_goes_away_ends_its_request():
         assert engine.generated < 1000
         # one that does not stream, too
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(server.url + "/v1/completions", json={**asked, "stream": False}, timeout=0.2)
+            server.post({**asked, "stream": False}, timeout=0.2)
         until(lambda: not engine.running)
         assert len(engine.closed) == 2
         until(lambda: server.service.active == 0)
@@ -173,7 +173,7 @@ def test_one_of_several_prompts_left_alone_ends_all():
     engine = FakeEngine(FakeModel(), pause_s=0.01)
     with live(fake_service(engine)) as server:
         asked = {"prompt": [PROMPT] * 3, "max_tokens": 10_000, "stream": True}
-        with httpx.stream("POST", server.url + "/v1/completions", json=asked) as answer:
+        with server.http.stream("POST", "/v1/completions", json=asked) as answer:
             lines = answer.iter_lines()
             next(lines)
             until(lambda: len(engine.running) == 3)
@@ -211,7 +211,7 @@ def test_calls_of_tools_are_told_apart_from_text():
 
 def test_keys_are_required_of_v1_alone():
     with live(fake_service(keys=frozenset({"one", "two"}))) as server:
-        for path in ("/health", "/metrics", "/"): assert httpx.get(server.url + path).status_code == 200
+        for path in ("/health", "/metrics", "/"): assert server.http.get(path).status_code == 200
         for key in ("one", "two"):
             with connected(server, key) as client: assert list(client.models.list())
         with connected(server, "three") as client, pytest.raises(openai.AuthenticationError):
@@ -222,15 +222,15 @@ def test_a_drain_finishes_what_runs_and_refuses_the_rest():
     engine = FakeEngine(FakeModel(), pause_s=0.02)
     with live(fake_service(engine)) as server:
         asked = {"prompt": PROMPT, "max_tokens": 20, "stream": True}
-        with httpx.stream("POST", server.url + "/v1/completions", json=asked) as answer:
+        with server.http.stream("POST", "/v1/completions", json=asked) as answer:
             lines = answer.iter_lines()
             next(lines)
             server.drain()
             until(lambda: server.service.draining)
-            refused = httpx.post(server.url + "/v1/completions", json=asked)
+            refused = server.post(asked)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
             assert "retry-after" in refused.headers
-            assert httpx.get(server.url + "/health").status_code == 503
+            assert server.http.get("/health").status_code == 503
             rest = [line for line in lines if line]
         assert len(rest) == 20
         assert rest[-1] == "data: [DONE]"

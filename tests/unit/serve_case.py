@@ -13,11 +13,15 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
+from tinygrad_nv.models.config import read_config
+
 from tinygrad_nv.cli import DEFAULT_MODEL
+from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.outputs import Delta, TokenLogprobs
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.tokenizer import Tokenizer
-from tinygrad_nv.errors import NVError, QueueFull, RequestError
+from tinygrad_nv.errors import NVError, QueueFull
 from tinygrad_nv.server.limits import Limits
 from tinygrad_nv.server.metrics import Metrics
 from tinygrad_nv.server.service import Service
@@ -42,20 +46,18 @@ class FakeStats:
 
 
 class FakeModel:
-    """The words of the model in the box, without its weights. `template` replaces its chat template."""
+    """The words of the model in the box, checked as `LLM` does, without its weights. `template` replaces its
+    chat template."""
 
     def __init__(self, template: str | None = None) -> None:
         loaded = Tokenizer.load(DEFAULT_MODEL)
         self.tokenizer = Tokenizer(loaded.backend, loaded.special, template or loaded.template)
         self.defaults, self.length = SamplingParams(temperature=0.0), LENGTH
+        self.config = read_config(DEFAULT_MODEL)
 
     def require_tokenizer(self) -> Tokenizer: return self.tokenizer
 
-    def encode(self, prompt: Any) -> list[int]:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if len(ids) >= LENGTH:
-            raise RequestError(f"the prompt has {len(ids)} tokens", f"at most {LENGTH - 1}", "shorten it")
-        return ids
+    def encode(self, prompt: Any) -> list[int]: return LLM.encode(self, prompt)  # type: ignore[arg-type]
 
     def encode_chat(self, messages: Any, tools: Any = (), **extra: Any) -> list[int]:
         return self.encode(self.tokenizer.encode_chat(messages, tools, **extra))
@@ -118,6 +120,11 @@ class Live:
     service: Service
     server: Server
     loop: asyncio.AbstractEventLoop
+    http: httpx.Client
+
+    def post(self, asked: Any, path: str = "/v1/completions", **more: Any) -> httpx.Response:
+        """A request with a JSON body, on a connection that stays."""
+        return self.http.post(path, json=asked, **more)
 
     @property
     def port(self) -> int: return int(self.url.rpartition(":")[2])
@@ -140,7 +147,8 @@ def live(service: Service) -> Iterator[Live]:
 
     async def main() -> None:
         server = Server(service)
-        box.append(Live(url(taken), service, server, asyncio.get_running_loop()))
+        client = httpx.Client(base_url=url(taken), verify=False)  # certificates take long to load
+        box.append(Live(url(taken), service, server, asyncio.get_running_loop(), client))
         await serve(server, [taken], 3600, ready.set)
 
     thread = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
@@ -148,6 +156,7 @@ def live(service: Service) -> Iterator[Live]:
     assert ready.wait(20)
     try: yield box[0]
     finally:
+        box[0].http.close()
         box[0].server.should_exit = True
         thread.join(20)
         assert not thread.is_alive()
