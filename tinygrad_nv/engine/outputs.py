@@ -40,7 +40,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, str, float], ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Delta:
     """What became certain of sequence `index` since its last delta. `cached_tokens` of the prompt were in
     the cache already."""

@@ -78,4 +78,5 @@ class StopStrings:
 
 def overlap(text: str, stop: str) -> int:
     """Length of the longest proper prefix of `stop` that ends `text`."""
+    if stop[0] not in text: return 0
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
