@@ -57,19 +57,20 @@ class PagedPlace:
         (1, T, H·D)."""
         # other Tensors of the same storage: what is appended is read through the results alone
         keys, values = Tensor(pages.keys.uop), Tensor(pages.values.uop)
-        scales = {"k_scale": pages.k_scale, "v_scale": pages.v_scale}
         cos, sin = self.rope
         queries, first = [], 0
         for part in self.parts:
             mine = [x[0, first:first + part.total].reshape(-1, part.rows, *x.shape[2:]) for x in (q, k, v)]
             keys, values, rotated = kv_append(keys, values, mine[1], mine[2], part.table, part.lengths,
-                                              cos=cos, sin=sin, q=mine[0], rounded=True, **scales)
+                                              cos=cos, sin=sin, q=mine[0], rounded=True, k_scale=pages.k_scale,
+                                              v_scale=pages.v_scale)
             queries.append(rotated)
             first += part.total
         out = []
         for part, rotated in zip(self.parts, queries, strict=True):
             if pages.k_scale is None: rotated = rotated.cast(keys.dtype)
-            seen = paged_attention(rotated, keys, values, part.table, part.lengths, window=window, **scales)
+            seen = paged_attention(rotated, keys, values, part.table, part.lengths, window=window,
+                                   k_scale=pages.k_scale, v_scale=pages.v_scale)
             out.append(seen.cast(q.dtype).reshape(part.total, -1))
         whole = out[0] if len(out) == 1 else out[0].cat(*out[1:])
         return whole.unsqueeze(0).contiguous()

@@ -20,20 +20,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 from tinygrad import Device, Tensor, TinyJit, dtypes
-from tinygrad.device import Buffer
-from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.engine.batch import GROUP, Batch, Sampled
 from tinygrad_nv.engine.fit import ACTIVATIONS, WEIGHTS
-from tinygrad_nv.engine.runner_inputs import STEPS, Inbox, Layout, Shape, Tables, write
+from tinygrad_nv.engine.runner_inputs import SAMPLER, STEPS, Field, Inbox, Layout, Shape, Tables, write
+from tinygrad_nv.engine.runner_outputs import Outbox
 from tinygrad_nv.engine.runner_pages import PageStore
-from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.engine.sampler import Slots, counted, next_tokens
+from tinygrad_nv.engine.sampling import Filters, SamplingParams
 from tinygrad_nv.errors import RequestError
-from tinygrad_nv.graphs.inputs import region
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.paged import PagedPlace, Part
-from tinygrad_nv.runtime.device import NVDevice
-from tinygrad_nv.runtime.driver import Download
 from tinygrad_nv.runtime.memory_pool import labelled
 from tinygrad_nv.runtime.ranges import layer, span
 
@@ -45,8 +42,7 @@ class Runner:
     `max_len` tokens, and `max_batched_tokens` rows of a step besides one for each sequence."""
 
     def __init__(self, model: Llama, *, pages: int, page_size: int = 16, max_seqs: int = 64,
-                 max_len: int | None = None, max_batched_tokens: int = 512, kv_dtype: str = "auto",
-                 host_pages: int = 0) -> None:
+                 max_len: int | None = None, max_batched_tokens: int = 512, host_pages: int = 0) -> None:
         self.model, self.page_size, self.max_seqs = model, page_size, max_seqs
         self.device = Device.canonicalize(model.device)
         self.max_len = model.config.max_positions if max_len is None else max_len
@@ -60,21 +56,22 @@ class Runner:
         with labelled(WEIGHTS): _ = model.rope_tables
         self.tables = Tables(max_seqs, self.entries)
         self.most = self._most(max_batched_tokens)
-        self.inbox = Inbox(self.device, Layout(self.most, self.entries))
+        self.inbox = Inbox(self.device, Layout(self.most, self.entries).words)
         with labelled(ACTIVATIONS):
-            self.logits = region(self.device, 4 * self.most.samples * self.vocab_size)
-            self.chosen = region(self.device, 4 * self.most.samples)
-            self.last = Tensor.zeros(max_seqs + 1, dtype=dtypes.int32, device=self.device).contiguous()
-            self.last.realize()
+            self.outbox = Outbox(self.device, self.most.samples, self.vocab_size)
+            self.slots = Slots(max_seqs, self.vocab_size, self.device)
+            self.last = Tensor.zeros(max_seqs, dtype=dtypes.int32, device=self.device).contiguous().realize()
+        self.masks = Masks(self.device, self.most.samples, self.vocab_size)
+        self.kinds = Kinds(max_seqs)
         self.steps: dict[Shape, tuple[Layout, Any]] = {}
-        self.samplers: dict[int, Any] = {}
+        self.samplers: dict[tuple[int, Filters], Any] = {}
+        self.failed: BaseException | None = None
         self.thread = ThreadPoolExecutor(1, "nv-device")
-        self.reader = ThreadPoolExecutor(1, "nv-reader")
 
     def _most(self, tokens: int) -> Shape:
         """A shape as large as any: a sequence with rows of its own may fill its last group up."""
-        groups = self.max_seqs + -(-tokens // GROUP)
-        fitting = Shape.fitting(self.max_seqs, min(groups, STEPS[-1] - self.max_seqs), self.max_seqs, False)
+        groups = min(self.max_seqs + -(-tokens // GROUP), STEPS[-1] - self.max_seqs)
+        fitting = Shape.fitting(self.max_seqs, groups, self.max_seqs, False)
         return Shape(fitting.decode, fitting.groups, max(fitting.samples, GROUP * self.max_seqs), False)
 
     # **** what is asked for ****
@@ -82,15 +79,20 @@ class Runner:
     def launch(self, batch: Batch) -> Future[Sampled]:
         """Runs a batch after those launched before; the result is there when its tokens are."""
         done: Future[Sampled] = Future()
-        self.thread.submit(self._launch, batch, done)
+        self.thread.submit(self._launch, batch, done, self.kinds.of(batch))
         return done
 
-    def begin(self, slot: int, params: SamplingParams, seed: int, tokens: Sequence[int]) -> None:
-        """From the next batch on `slot` is a sequence that is sampled so; `tokens` count for penalties."""
+    def begin(self, slot: int, params: SamplingParams, seed: int, prompt: Sequence[int],
+              output: Sequence[int] = ()) -> None:
+        """From the next batch on `slot` is a sequence that is sampled so; prompt, and what there is of its
+        output already, count for penalties."""
+        self.kinds.begin(slot, params.filters)
+        self._later(lambda: self.slots.begin(slot, params, seed, prompt, output))
 
-    def fork(self, source: int, slot: int, seed: int) -> None:
-        """From the next batch on `slot` is sampled as `source`, with another seed."""
-        self._later(lambda: self._fork(source, slot))
+    def fork(self, source: int, slot: int, params: SamplingParams, seed: int) -> None:
+        """From the next batch on `slot` is sampled as `source`, but for the seed."""
+        self.kinds.begin(slot, params.filters)
+        self._later(lambda: self.slots.fork(source, slot, params, seed))
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None,
                 shapes: Iterable[Shape] | None = None) -> None:
@@ -110,25 +112,29 @@ class Runner:
     def close(self) -> None:
         """Waits for what was launched, and gives page-locked memory back."""
         self.thread.shutdown()
-        self.reader.shutdown()
-        self.inbox.close()
-        self.store.close()
+        for each in (self.outbox, self.inbox, self.masks, self.store): each.close()
 
     # **** on the device's thread ****
 
-    def _later(self, work: Callable[[], None]) -> None: self.thread.submit(work)
+    def _later(self, work: Callable[[], None]) -> None: self.thread.submit(self._queued, work)
 
     def _now(self, work: Callable[[], T]) -> T: return self.thread.submit(work).result()
 
-    def _launch(self, batch: Batch, done: Future[Sampled]) -> None:
+    def _queued(self, work: Callable[[], None]) -> None:
+        try: work()
+        except BaseException as error: self.failed = error  # the next batch says so
+
+    def _launch(self, batch: Batch, done: Future[Sampled], filters: Filters) -> None:
         try:
+            if (failed := self.failed) is not None:
+                self.failed = None
+                raise failed
             self.store.move(batch.moves)
-            count = batch.samples
-            if batch.works: self._run(batch)
-            self._deliver(count, done)
+            if batch.works: self._run(batch, filters)
+            self.outbox.deliver(batch, done)
         except BaseException as error: done.set_exception(error)
 
-    def _run(self, batch: Batch) -> None:
+    def _run(self, batch: Batch, filters: Filters) -> None:
         shape = Shape.of(batch)
         if shape.rows > self.most.rows or Layout(shape, self.entries).words > self.inbox.limit:
             raise RequestError(f"a batch of {shape}", f"at most {self.most}", "lower the token budget")
@@ -136,31 +142,9 @@ class Runner:
         with span(f"step {shape}"):
             write(self.inbox.open(), layout, batch, self.tables)
             self.inbox.send(layout.words)
+            if filters.mask: self.masks.send(batch, shape.samples)
             self._replay(step)
-            if batch.samples: self._replay(self._sampler(shape.samples))
-
-    def _deliver(self, count: int, done: Future[Sampled]) -> None:
-        """Reads what was chosen, when it is."""
-        opened = Device[self.device]
-        if not isinstance(opened, NVDevice):
-            opened.synchronize()
-            words = np.frombuffer(self.chosen.as_memoryview(force_zero_copy=True), np.int32)
-            done.set_result(Sampled(words[:count].copy()))
-            return
-        driver = opened.driver
-        host, event = opened.pool.host(4 * max(1, count)), driver.event()
-        driver.submit(Download(host, 0, self.chosen._buf, 4 * max(1, count)))
-        driver.record(event)
-        def read() -> None:
-            try:
-                driver.wait_for(event)
-                done.set_result(Sampled(np.frombuffer(host.view, np.int32)[:count].copy()))
-            except BaseException as error: done.set_exception(error)
-            finally: host.free()
-        if driver.emulated: read()  # the emulation is for one thread
-        else: self.reader.submit(read)
-
-    def _fork(self, source: int, slot: int) -> None: ...
+            if batch.samples: self._replay(self._sampler(shape.samples, filters))
 
     # **** graphs ****
 
@@ -169,21 +153,22 @@ class Runner:
         write(self.inbox.open(), layout, Batch(()), self.tables)
         self.inbox.send(layout.words)
         self._replay(step)
-        self._replay(self._sampler(shape.samples))
+        self._replay(self._sampler(shape.samples, Filters()))
 
     def _step(self, shape: Shape) -> tuple[Layout, Any]:
         if shape not in self.steps:
             layout = Layout(shape, self.entries)
-            inputs = self.inbox.tensors(layout)
+            inputs = self.inbox.tensors(layout.fields)
             self.steps[shape] = layout, capturing(lambda: self._compute(shape, inputs))
         return self.steps[shape]
 
-    def _sampler(self, samples: int) -> Any:
-        if samples not in self.samplers:
-            fields = Layout(Shape(samples, 0, samples, True), self.entries).fields
-            inputs = {each.name: self.inbox.tensor(each) for each in fields[:2]}
-            self.samplers[samples] = capturing(lambda: self._sample(samples, inputs))
-        return self.samplers[samples]
+    def _sampler(self, samples: int, filters: Filters) -> Any:
+        if (samples, filters) not in self.samplers:
+            fields = Layout(Shape(samples, 0, samples, True), self.entries).fields[:len(SAMPLER)]
+            inputs = self.inbox.tensors(fields)
+            if filters.mask: inputs |= self.masks.tensors(samples)
+            self.samplers[samples, filters] = capturing(lambda: self._sample(samples, filters, inputs))
+        return self.samplers[samples, filters]
 
     def _compute(self, shape: Shape, inputs: dict[str, Tensor]) -> None:
         tokens = inputs["tokens"]
@@ -193,34 +178,90 @@ class Runner:
         if shape.groups: parts.append(Part(GROUP, inputs["group_table"], inputs["group_lengths"]))
         place = PagedPlace(tuple(parts), self.model.rope_tables)
         made = self.model.rows(known, place, self.store.cache, inputs.get("wanted"))
-        view(self.logits, (shape.samples, self.vocab_size), dtypes.float32).assign(made).realize()
+        self.outbox.logits(shape.samples).assign(made).realize()
 
-    def _sample(self, samples: int, inputs: dict[str, Tensor]) -> None:
+    def _sample(self, samples: int, filters: Filters, inputs: dict[str, Tensor]) -> None:
+        slots = inputs["slots"]
         with layer("sampler"):
-            tokens = view(self.logits, (samples, self.vocab_size), dtypes.float32).argmax(-1)
-            tokens = tokens.cast(dtypes.int32).contiguous()
-            mine = Tensor.arange(self.max_seqs + 1).reshape(-1, 1) == inputs["slots"].reshape(1, -1)
+            tokens = next_tokens(self.outbox.logits(samples), filters, self.slots, slots, inputs["places"],
+                                 inputs.get("masks")).contiguous()
             # of several samples of a slot the last is kept
+            mine = Tensor.arange(self.max_seqs).reshape(-1, 1) == slots.reshape(1, -1)
             latest = mine.where(Tensor.arange(samples) + 1, 0).max(1)
             last = (latest > 0).where(tokens[(latest - 1).maximum(0)], self.last)
-        chosen = view(self.chosen, (samples,), dtypes.int32).assign(tokens)
-        Tensor.realize(chosen, self.last.assign(last))
+            made = [self.outbox.tokens(samples).assign(tokens), self.last.assign(last)]
+            if filters.penalty: made.append(counted(self.slots, slots, tokens))
+        Tensor.realize(*made)
 
     def _replay(self, jit: Any) -> None:
         """One run of a captured step. After an exception, also Ctrl-C, it is captured again."""
-        before = self.last.uop
+        state = (self.last, *self.slots.written)
+        before = [tensor.uop for tensor in state]
         try:
             with labelled(ACTIVATIONS), span("capture" if jit.captured is None else "replay"): jit()
         except BaseException:
             # an assignment that was written down but not run would get into the next capture
-            self.last.uop = before
+            for tensor, uop in zip(state, before, strict=True): tensor.uop = uop
             if jit.captured is None: recapture(jit)
             raise
 
 
-def view(memory: Buffer, shape: tuple[int, ...], dtype: Any) -> Tensor:
-    """A Tensor over the first bytes of memory."""
-    return Tensor(UOp.from_buffer(memory.view(int(np.prod(shape)), dtype, 0)).reshape(shape))
+class Kinds:
+    """Which filters each slot needs, and so a batch: a number for each kind, since sets of numbers are made
+    faster than sets of `Filters`. On the thread of whoever launches."""
+
+    def __init__(self, slots: int) -> None:
+        self.known: list[Filters] = [Filters()]
+        self.of_slot = [0] * slots
+        self.joined: dict[tuple[frozenset[int], bool], Filters] = {}
+
+    def begin(self, slot: int, filters: Filters) -> None:
+        """A slot's from now on."""
+        if filters not in self.known: self.known.append(filters)
+        self.of_slot[slot] = self.known.index(filters)
+
+    def of(self, batch: Batch) -> Filters:
+        """What any sample of a batch needs."""
+        kinds, masked = set(), False
+        for work in batch.works:
+            for sample in work.samples:
+                kinds.add(self.of_slot[sample.slot])
+                masked = masked or sample.mask is not None
+        if (made := self.joined.get(key := (frozenset(kinds), masked))) is None:
+            made = Filters(mask=masked)
+            for kind in kinds: made |= self.known[kind]
+            self.joined[key] = made
+        return made
+
+
+class Masks:
+    """Packed masks of samples, on the device from the first batch on that has some."""
+
+    def __init__(self, device: str, samples: int, vocab_size: int) -> None:
+        self.device, self.samples, self.words = device, samples, -(-vocab_size // 32)
+        self.box: Inbox | None = None
+
+    def tensors(self, samples: int) -> dict[str, Tensor]:
+        """uint32 [samples, ⌈vocab / 32⌉]."""
+        return self._opened().tensors([Field("masks", (samples, self.words), 0)], dtypes.uint32)
+
+    def send(self, batch: Batch, samples: int) -> None:
+        """Those of a batch; a sample without one may be any token."""
+        box = self._opened()
+        into = box.open()[:samples * self.words].view(np.uint32).reshape(samples, self.words)
+        given = [sample.mask for work in batch.works for sample in work.samples]
+        for i in range(samples):
+            mask = given[i] if i < len(given) else None
+            into[i] = 0xFFFFFFFF if mask is None else mask
+        box.send(samples * self.words)
+
+    def _opened(self) -> Inbox:
+        if self.box is None: self.box = Inbox(self.device, self.samples * self.words)
+        return self.box
+
+    def close(self) -> None:
+        """Gives page-locked memory back."""
+        if self.box is not None: self.box.close()
 
 
 def capturing(step: Callable[[], None]) -> Any:

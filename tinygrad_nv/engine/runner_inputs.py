@@ -9,12 +9,12 @@ steps with as many; then come the step's. Words are written on the host, then se
 step's may be on their way while the device computes.
 
 A token below 0 is one that the host does not know: −1 − s is the last chosen of slot s. Rows that fill a step
-up have token 0 and length 0.
+up have token 0 and length 0, samples slot -1.
 """
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -22,6 +22,7 @@ from itertools import accumulate
 import numpy as np
 from tinygrad import Device, Tensor, dtypes
 from tinygrad.device import Buffer
+from tinygrad.dtype import DType
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.engine.batch import GROUP, Batch, Work
@@ -101,7 +102,7 @@ class Layout:
     def fields(self) -> tuple[Field, ...]:
         """All of them, the sampler's first."""
         s, n = self.shape, self.entries
-        extents = dict.fromkeys(SAMPLER, (s.samples,))
+        extents: dict[str, tuple[int, ...]] = dict.fromkeys(SAMPLER, (s.samples,))
         extents |= {"tokens": (s.rows,)}
         if not s.direct: extents["wanted"] = (s.samples,)
         if s.decode: extents |= {"decode_lengths": (s.decode,), "decode_table": (s.decode, n)}
@@ -127,9 +128,9 @@ class _Slot:
 class Inbox:
     """The words of steps, on the device and on their way there."""
 
-    def __init__(self, device: str, layout: Layout) -> None:
-        """`layout`: the largest."""
-        self.device, self.entries, self.limit = device, layout.entries, layout.words
+    def __init__(self, device: str, limit: int) -> None:
+        """`limit`: the most words."""
+        self.device, self.limit = device, limit
         opened = Device[device]
         self.driver = opened.driver if isinstance(opened, NVDevice) else None
         self.region: Buffer = region(device, 4 * self.limit)
@@ -140,13 +141,12 @@ class Inbox:
                               for _ in range(DEPTH)]
         self.turn = 0
 
-    def tensors(self, layout: Layout) -> dict[str, Tensor]:
-        """The inputs of a shape, as a step gets them."""
-        return {each.name: self.tensor(each) for each in layout.fields}
+    def tensors(self, fields: Iterable[Field], dtype: DType = dtypes.int32) -> dict[str, Tensor]:
+        """Inputs as a step gets them, of 32 bits."""
+        return {each.name: self._tensor(each, dtype) for each in fields}
 
-    def tensor(self, each: Field) -> Tensor:
-        """One input."""
-        view = self.region.view(each.size, dtypes.int32, 4 * each.offset)
+    def _tensor(self, each: Field, dtype: DType) -> Tensor:
+        view = self.region.view(each.size, dtype, 4 * each.offset)
         return Tensor(UOp.from_buffer(view).reshape(each.shape))
 
     def open(self) -> np.ndarray:
@@ -218,7 +218,7 @@ def write(words: np.ndarray, layout: Layout, batch: Batch, tables: Tables) -> No
             wanted.append(first + sample.row)
     fill = shape.samples - len(slots)
     into["tokens"][:] = tokens
-    into["slots"][:] = slots + [nobody] * fill
+    into["slots"][:] = slots + [-1] * fill
     into["places"][:] = places + [0] * fill
     if not shape.direct: into["wanted"][:] = wanted + [0] * fill
     if shape.decode:

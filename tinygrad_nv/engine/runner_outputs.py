@@ -1,0 +1,123 @@
+"""What a step leaves on the device, and how the host comes to know it.
+
+Protocol: `Outbox` owns logits of the rows that are sampled, float32 [samples, vocab], and the tokens chosen,
+int32 [samples]; each step writes them anew. `deliver` puts what a batch asks for into order behind the step
+and settles a future when it is there: tokens, and logarithms of probabilities of samples that want them, by
+their logits as they are before any filter, in float64. On a device with a driver the bytes go to page-locked
+memory, and a thread of the outbox waits for them, so that the next step may be launched meanwhile.
+"""
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+from tinygrad import Device, Tensor, dtypes
+from tinygrad.device import Buffer
+from tinygrad.uop.ops import UOp
+
+from tinygrad_nv.engine.batch import Batch, Logprobs, Sampled
+from tinygrad_nv.graphs.inputs import region
+from tinygrad_nv.runtime.device import NVDevice
+from tinygrad_nv.runtime.driver import Download, Event, HostMemory
+
+Asked = list[tuple[int, int]]   # samples that want logarithms, and of how many tokens
+
+
+class Outbox:
+    """Room for `samples` samples of a vocabulary."""
+
+    def __init__(self, device: str, samples: int, vocab_size: int) -> None:
+        self.device, self.vocab_size = device, vocab_size
+        self._logits = region(device, 4 * samples * vocab_size)
+        self._tokens = region(device, 4 * samples)
+        self._free: SimpleQueue[tuple[HostMemory, Event]] = SimpleQueue()
+        self._reader = ThreadPoolExecutor(1, "nv-reader")
+
+    def logits(self, samples: int) -> Tensor:
+        """The first rows."""
+        return _view(self._logits, (samples, self.vocab_size), dtypes.float32)
+
+    def tokens(self, samples: int) -> Tensor:
+        """The first tokens."""
+        return _view(self._tokens, (samples,), dtypes.int32)
+
+    def deliver(self, batch: Batch, done: Future[Sampled]) -> None:
+        """Settles `done` with what the step just launched has chosen."""
+        asked = [sample.logprobs for work in batch.works for sample in work.samples]
+        count, wanted = len(asked), [(i, most) for i, most in enumerate(asked) if most is not None]
+        opened = Device[self.device]
+        if isinstance(opened, NVDevice):
+            self._download(opened, count, wanted, done)
+            return
+        opened.synchronize()
+        tokens = _words(self._tokens, np.int32)[:count].copy()
+        if not wanted:
+            done.set_result(Sampled(tokens))
+            return
+        rows = _words(self._logits, np.float32).reshape(-1, self.vocab_size)[[i for i, _ in wanted]]
+        self._reader.submit(_settle, done, tokens, rows, wanted)
+
+    def _download(self, opened: NVDevice, count: int, wanted: Asked, done: Future[Sampled]) -> None:
+        driver, row_bytes = opened.driver, 4 * self.vocab_size
+        first = -(-4 * max(1, count) // 256) * 256
+        host, event = self._memory(opened, first + len(wanted) * row_bytes)
+        driver.submit(Download(host, 0, self._tokens._buf, 4 * max(1, count)))
+        for k, (i, _) in enumerate(wanted):
+            driver.submit(Download(host, first + k * row_bytes, self._logits._buf + i * row_bytes, row_bytes))
+        driver.record(event)
+
+        def read() -> None:
+            try:
+                driver.wait_for(event)
+                tokens = np.frombuffer(host.view, np.int32, count).copy()
+                rows = np.frombuffer(host.view, np.float32, len(wanted) * self.vocab_size, first).copy()
+            except BaseException as error:
+                done.set_exception(error)
+                return
+            finally: self._free.put((host, event))
+            _settle(done, tokens, rows.reshape(-1, self.vocab_size), wanted)
+
+        if driver.emulated: read()  # the emulation is for one thread
+        else: self._reader.submit(read)
+
+    def _memory(self, opened: NVDevice, nbytes: int) -> tuple[HostMemory, Event]:
+        """Page-locked memory of so many bytes that nobody reads, and an event."""
+        try: host, event = self._free.get_nowait()
+        except Empty: return opened.pool.host(nbytes), opened.driver.event()
+        if len(host.view) >= nbytes: return host, event
+        host.free()
+        return opened.pool.host(nbytes), event
+
+    def close(self) -> None:
+        """Waits for what is to be delivered, and gives page-locked memory back."""
+        self._reader.shutdown()
+        while not self._free.empty(): self._free.get()[0].free()
+
+
+def _settle(done: Future[Sampled], tokens: np.ndarray, rows: np.ndarray, wanted: Asked) -> None:
+    try:
+        found = {i: logprobs(row, int(tokens[i]), most)
+                 for row, (i, most) in zip(rows, wanted, strict=True) if tokens[i] < rows.shape[1]}
+        done.set_result(Sampled(tokens, found))
+    except BaseException as error: done.set_exception(error)
+
+
+def logprobs(logits: np.ndarray, token: int, most: int) -> Logprobs:
+    """Natural logarithms of the softmax of logits [vocab]: of a token, and of the `most` likeliest."""
+    exact = logits.astype(np.float64)
+    top = exact.max()
+    exact -= top + np.log(np.exp(exact - top).sum())
+    rank = int((exact > exact[token]).sum()) + 1
+    best = np.argpartition(-exact, most - 1)[:most] if 0 < most < len(exact) else np.arange(len(exact))[:most]
+    order = sorted((int(i) for i in best), key=lambda i: (-exact[i], i))
+    return Logprobs(float(exact[token]), rank, tuple((i, float(exact[i])) for i in order))
+
+
+def _view(memory: Buffer, shape: tuple[int, ...], dtype: Any) -> Tensor:
+    return Tensor(UOp.from_buffer(memory.view(int(np.prod(shape)), dtype, 0)).reshape(shape))
+
+
+def _words(memory: Buffer, dtype: Any) -> np.ndarray:
+    return np.frombuffer(memory.as_memoryview(force_zero_copy=True), dtype)
