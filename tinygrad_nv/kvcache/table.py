@@ -30,12 +30,13 @@ HOLE = -1
 
 class Table:
     """A sequence's pages; `pool.open` makes one. Without pages (new, or after `release`) it may `share`."""
-    __slots__ = ("computed", "host_pages", "pages", "pool", "prefix", "pruned")
+    __slots__ = ("computed", "host_pages", "pages", "pool", "prefix", "pruned", "size", "tail")
 
     def __init__(self, pool: PagePool, prefix: Prefix) -> None:
-        self.pool, self.prefix = pool, prefix
+        self.pool, self.prefix, self.size = pool, prefix, pool.page_size
         self.pages: list[int] = []
         self.computed = 0
+        self.tail: list[int] = []           # the newest tokens, which `prefix` is told when a page is full
         self.pruned = 0                     # entries of `pages` that are holes
         self.host_pages: list[int] = []     # while away, in place of the pages that are no holes
 
@@ -57,7 +58,7 @@ class Table:
         held = self.pages or self.host_pages
         assert not held, "a table that has pages shares no others"
         pool, prefix = self.pool, self.prefix
-        size, device, host = pool.page_size, pool.device.found, pool.host.found
+        size, device, host = self.size, pool.device.found, pool.host.found
         prefix.put(0, tokens)
         run, best, first = 0, 0, 0
         for page in range((len(tokens) - 1) // size):
@@ -82,8 +83,8 @@ class Table:
         """How many pages `reserve` would take."""
         pool = self.pool
         references, first = pool.device.references, (self.computed if start is None else start)
-        end = -(-tokens // pool.page_size)
-        shared = sum(references[page] > 1 for page in self.pages[first // pool.page_size:end])
+        end = -(-tokens // self.size)
+        shared = sum(references[page] > 1 for page in self.pages[first // self.size:end])
         return shared + max(0, end - len(self.pages))
 
     def reserve(self, tokens: int, start: int | None = None) -> bool:
@@ -91,10 +92,11 @@ class Table:
         nobody else's: shared ones are copied before the next batch. All or nothing: False if there are too
         few pages."""
         assert not self.host_pages, "pages of the host hold no new tokens: restore them first"
-        pool, pages = self.pool, self.pages
-        device, size = pool.device, pool.page_size
+        pool, pages, size = self.pool, self.pages, self.size
+        references, keys = pool.device.references, pool.device.keys
         end, first = -(-tokens // size), (self.computed if start is None else start) // size
-        references, keys = device.references, device.keys
+        if first + 1 == end <= len(pages) and references[page := pages[first]] == 1 and keys[page] is None:
+            return True     # a token more in the last page, which is what most steps need
         more = max(0, end - len(pages))
         shared = [i for i in range(first, min(end, len(pages)))
                   if references[pages[i]] > 1 or keys[pages[i]] is not None]
@@ -119,21 +121,29 @@ class Table:
     def advance(self, tokens: Sequence[int]) -> None:
         """Tokens `computed`, computed + 1, … are these, and the batch being assembled, or one before it,
         writes them for certain. Pages that are full now are found by others."""
-        pool = self.pool
-        size, old = pool.page_size, self.computed
-        self.computed = computed = old + len(tokens)
-        if pool.sharing: self.prefix.put(old, tokens)
-        if old // size != computed // size: self._filled(old // size, computed // size)
+        count = len(tokens)
+        self.tail += tokens
+        self.computed = computed = self.computed + count
+        if computed % self.size >= count: return     # no page is full that was not
+        pool, old = self.pool, computed - count
+        self._note()
+        self._filled(old // self.size, computed // self.size)
         # the batch being assembled may compute these tokens' rows, and others' into what is given back now
         if pool.window is not None and not self.host_pages: self.prune(old - pool.window + 1)
+
+    def _note(self) -> None:
+        """Tells `prefix` the newest tokens."""
+        if self.pool.sharing: self.prefix.put(self.computed - len(self.tail), self.tail)
+        self.tail = []
 
     def _filled(self, first: int, end: int) -> None:
         """Entries first … end − 1 are full."""
         pool = self.pool
-        side, pages = self.side()
-        assert end <= self.pruned + len(pages), f"{self.computed} tokens in {len(pages)} pages"
+        side, pages, holes = pool.device, self.pages, 0
+        if self.host_pages: side, pages, holes = pool.host, self.host_pages, self.pruned
+        assert end <= holes + len(pages), f"{self.computed} tokens in {holes + len(pages)} pages"
         for i in range(first, end):
-            page = pages[i - self.pruned]
+            page = pages[i - holes]
             side.since[page] = pool.batch
             if pool.sharing: side.register(page, self.prefix.key(i))
 
@@ -146,6 +156,7 @@ class Table:
 
     def fork(self) -> Table:
         """A sequence that begins as this one, and has the same pages until one of both writes."""
+        self._note()
         made = Table(self.pool, self.prefix.copy())
         made.pages, made.computed, made.pruned = self.pages[:], self.computed, self.pruned
         made.host_pages = self.host_pages[:]
@@ -156,7 +167,7 @@ class Table:
     def prune(self, before: int) -> None:
         """Gives back pages whose tokens all stand before `before`: no row sees them any more."""
         assert not self.host_pages, "restore a sequence before it is pruned"
-        end = min(before, self.computed) // self.pool.page_size
+        end = min(before, self.computed) // self.size
         if end <= self.pruned: return
         self.pool.device.drop(reversed(self.pages[self.pruned:end]))
         self.pages[self.pruned:end] = [HOLE] * (end - self.pruned)
@@ -167,11 +178,12 @@ class Table:
         and what stood behind is found by nobody. Raises `PageError` where a row at `tokens` would see what
         was pruned."""
         assert not self.host_pages, "restore a sequence before it is truncated"
-        size, device = self.pool.page_size, self.pool.device
+        size, device = self.size, self.pool.device
         if tokens < self.computed:
             if not self._sees(tokens):
                 raise PageError(f"a sequence cut to {tokens} tokens, whose first {self.pruned * size} were "
                                 "pruned", "what a row there sees", "release it, and compute it again")
+            self._note()
             for page in self.pages[tokens // size:self.computed // size]: device.forget(page)
             self.computed = tokens
         self._keep(-(-tokens // size))
@@ -179,7 +191,7 @@ class Table:
     def _sees(self, tokens: int) -> bool:
         """Whether all is there that a row at place `tokens` sees; without a window, all that was left."""
         behind = tokens if self.pool.window is None else max(0, tokens - self.pool.window + 1)
-        return behind >= self.pruned * self.pool.page_size
+        return behind >= self.pruned * self.size
 
     def _keep(self, count: int) -> None:
         """The first `count` entries."""
@@ -193,17 +205,19 @@ class Table:
 
     def cut(self, batch: int) -> None:
         """Keeps the whole pages before the first that `batch` or a later one was to write (`recover`)."""
+        self._note()
         side, pages = self.side()
-        full = self.computed // self.pool.page_size
+        full = self.computed // self.size
         trusted = next((i for i, page in enumerate(pages[:full - self.pruned]) if side.since[page] >= batch),
                        full - self.pruned)
-        tokens = (self.pruned + trusted) * self.pool.page_size
+        tokens = (self.pruned + trusted) * self.size
         if tokens < self.computed and not self._sees(tokens): return self.release()
         self._keep(self.pruned + trusted)
         self.computed = tokens
 
     def release(self) -> None:
         """Gives all pages back. The table may `share` again then, and knows its tokens' hashes."""
+        self._note()
         side, pages = self.side()
         side.drop(reversed(pages))
         self.pages, self.host_pages, self.computed, self.pruned = [], [], 0, 0
