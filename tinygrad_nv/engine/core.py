@@ -205,6 +205,7 @@ class EngineCore:
         table, branches = seq.table, seq.branches
         assert table is not None
         catch_up(seq, written)
+        table.truncate(written)         # pages that nobody has written are not to be shared
         seq.branches, seq.forking, seq.covered = [], False, 0
         for each in branches:
             each.table, each.scheduled, each.cached = table.fork(), seq.scheduled, seq.cached

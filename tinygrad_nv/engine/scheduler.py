@@ -137,6 +137,7 @@ class Scheduler:
         assert not seq.unknown
         assert not seq.forking
         catch_up(seq, seq.scheduled)
+        table.truncate(seq.scheduled)
         self.running.remove(seq)
         if seq in self._begun: self._begun.remove(seq)
         self.preempted += 1
@@ -215,9 +216,9 @@ class Scheduler:
         """Slots and pages for a sequence that waits, or False."""
         if len(self._slots) < 1 + len(seq.branches): return False
         lacking = self._lacking
-        if lacking is not None and lacking[0] is seq and self._retry and self.pool.available < lacking[1]:
+        if self.running and self._retry and lacking is not None and lacking[0] is seq:
             self._retry -= 1
-            return False
+            if self.pool.available < lacking[1]: return False
         pool, spare = self.pool, len(self.running) + len(seq.branches) if self.running else 0
         if seq.table is None: seq.table = pool.open(seq.tokens, seq.request.salt)
         elif not seq.table.away: seq.table.share(seq.tokens)
