@@ -32,7 +32,7 @@ SETTINGS = (
     Setting("NV_ATTENTION", 1, (0, 1),
             "0: attention is left to matrix products and tinygrad's own kernels; 1: templates take it"),
     Setting("NV_NORM", 1, (0, 1),
-            "0: norms, softmax and argmax are left to tinygrad's own kernels; 1: templates take them (CPU)"),
+            "0: norms, softmax and argmax are left to tinygrad's own kernels; 1: templates take them"),
     Setting("NV_DETERMINISTIC", 0, (0, 1),
             "1: gradients of attention have the same bits in every run; 0: dq is summed as it comes, faster"),
     Setting("NV_DEBUG", 0, (0, 1),

@@ -22,7 +22,7 @@ from tinygrad_nv.tile.spec import FP8, GemmSpec, Operand, Result
 TORCH = {dtypes.float16: torch.float16, dtypes.bfloat16: torch.bfloat16, dtypes.float32: torch.float32,
          dtypes.fp8e4m3: torch.float8_e4m3fn, dtypes.fp8e5m2: torch.float8_e5m2, dtypes.int8: torch.int8,
          dtypes.uint8: torch.uint8, dtypes.int32: torch.int32, dtypes.bool: torch.bool,
-         dtypes.int16: torch.int16}
+         dtypes.int16: torch.int16, dtypes.float64: torch.float64}
 GUARD = 77  # what elements beside the result hold, before and after
 Place = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, extents, strides
 

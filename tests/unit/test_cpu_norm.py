@@ -196,12 +196,6 @@ def test_what_is_not_along_a_row_stays_tinygrads(monkeypatch: pytest.MonkeyPatch
     assert "norm" not in templates(x.softmax(-1))
 
 
-def test_a_gpu_has_no_template_and_hears_nothing_of_it():
-    lowering = explain(Tensor.empty(8, 64, device="EMU").softmax(-1))
-    assert [k.template for k in lowering.kernels] == [None] * len(lowering.kernels)
-    assert lowering.notes == ()
-
-
 def test_what_is_stored_between_is_read_from_there():
     """A sum that others use too is computed once, and a norm of it reads it."""
     x, w = of(X[0]), of(X[0, 0])

@@ -8,7 +8,7 @@
     paged.py        attention over keys and values in pages; kv_append.py: new ones into pages. *_body.py are
                   their references, *_lower.py make kernels; paged_check.py looks at tables of pages
     fp8_attention.py  attention of 8 bits with scales
-    embedding.py    rows of a table by number, on the CPU
+    embedding.py    rows of a table by number
     varlen.py       attention of sequences that lie one after the other
     attention_named.py  attention that is trained: the forward pass, and its gradient as another function;
                   attention_operands.py: what users give; attention_lower*.py make kernels

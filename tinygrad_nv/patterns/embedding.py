@@ -1,7 +1,7 @@
 """Rows of a table by number, as a function known by name, whose gradient is one too.
 
 Protocol. `embedding(weight, tokens)` is `weight[tokens]`, which tinygrad computes in two kernels from 32,768
-rows up, and whose gradient is a sum over all tokens for every row. On a CPU kernels of ours copy, and add up
+rows up, and whose gradient is a sum over all tokens for every row. Kernels of ours copy, and on a CPU add up
 what there is (tile/embedding.py); elsewhere both are what they are in tinygrad.
 """
 from __future__ import annotations
@@ -23,8 +23,10 @@ from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.index import largest
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.strides import laid
-from tinygrad_nv.patterns.target import cpu_of
+from tinygrad_nv.patterns.target import Target, cpu_of, target_of
+from tinygrad_nv.runtime.launch_text import source
 from tinygrad_nv.tile.embedding import EmbeddingGradientSpec, EmbeddingSpec, Tokens
+from tinygrad_nv.tile.kernel import TileKernel
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ def added(what: EmbeddingGradient, tokens: Tensor, grad: Tensor) -> tuple[Tensor
 # **** kernels ****
 
 def lowered(what: Embedding, function: UOp, weight: UOp, tokens: UOp) -> tuple[UOp, ...] | None:
-    """Rows by a kernel on the CPU. Raises `NotOurs` where there is none."""
-    if (machine := cpu_of(function.device)) is None: return None
+    """Rows by a kernel. Raises `NotOurs` where there is none."""
+    if (machine := target_of(function.device)) is None: return None
     storage, where, rows = _placed(tokens)
     v, width = map(int, weight.shape)
     try: spec = EmbeddingSpec(v, width, weight.dtype, where, rows is not None)
@@ -103,21 +105,33 @@ def _placed(tokens: UOp) -> tuple[UOp, Tokens, UOp | None]:
     return found.storage, where, symbols[0] if symbols else None
 
 
-def _called(spec: EmbeddingSpec, machine: CPUMachine, out: program.Output, inputs: list[UOp],
+def _called(spec: EmbeddingSpec, machine: Target, out: program.Output, inputs: list[UOp],
             rows: UOp | None, moved: sint, flops: int = 0) -> tuple[UOp, ...]:
-    schedule = template.default(spec, machine)
-    note = program.Note(template.TEMPLATE, f"{spec}: {schedule}", spec, schedule)
     device = inputs[0].device
     assert device is not None
     variables = [] if rows is None else [rows]
-    return program.on_cpu(kernel(spec, schedule), device, [out], inputs, variables=variables, flops=flops,
-                          nbytes=moved, note=note)
+    if isinstance(machine, CPUMachine):
+        schedule = template.default(spec, machine)
+        note = program.Note(template.TEMPLATE, f"{spec}: {schedule}", spec, schedule)
+        return program.on_cpu(cpu_kernel(spec, schedule), device, [out], inputs, variables=variables,
+                              flops=flops, nbytes=moved, note=note)
+    made = kernel(spec, machine.arch)
+    return program.program(made.name, source(made), device, [out], inputs, grid=program.grid_of(made, rows),
+                           block=(made.threads, 1, 1), variables=variables, flops=flops, nbytes=moved,
+                           note=program.Note(template.TEMPLATE, str(spec), spec))
 
 
 @functools.lru_cache(64)
-def kernel(spec: EmbeddingSpec, schedule: CPUSchedule) -> CPUKernel:
-    """The kernel of a spec."""
+def cpu_kernel(spec: EmbeddingSpec, schedule: CPUSchedule) -> CPUKernel:
+    """The kernel of a spec on a CPU."""
     return template.build(spec, schedule)
+
+
+@functools.lru_cache(64)
+def kernel(spec: EmbeddingSpec, arch: str) -> TileKernel:
+    """The kernel of a spec on a GPU."""
+    from tinygrad_nv.tile.templates.embedding import embedding as built
+    return built(spec, arch)
 
 
 lower(Embedding, template.TEMPLATE, lowered)

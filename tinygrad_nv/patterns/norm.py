@@ -7,8 +7,9 @@ rows and one range along the row, of as many elements as the first REDUCE has; e
 over that range, of a row the result belongs to. What is stored anyway, and what has no translation (a gather,
 another reduction), is loaded. The result takes the node's place, for whoever uses it.
 
-A single sum or maximum of a row, without elements made of it, stays tinygrad's. GPUs have no template: their
-graphs pass through. NV_NORM=0 leaves everything to tinygrad.
+A single sum or maximum of a row, without elements made of it, stays tinygrad's, as on a GPU what its template
+does not take (tile/templates/norm_plan.py: elements that lie apart, and rows for more than one CTA).
+NV_NORM=0 leaves everything to tinygrad.
 """
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tinygrad.helpers import prod
 from tinygrad.uop.ops import GroupOp, Ops, UOp, sint
 
 from tinygrad_nv import config
-from tinygrad_nv.cpu import norm as template
+from tinygrad_nv.cpu import norm as cpu
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
@@ -33,12 +34,16 @@ from tinygrad_nv.patterns.contraction import Dim, is_storage, merged
 from tinygrad_nv.patterns.epilogue import ELEMENTWISE, NODES, STORED, Epilogue, Unfused, number
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
+from tinygrad_nv.patterns.target import Target, target_of
 from tinygrad_nv.patterns.target import configuration as target_configuration
-from tinygrad_nv.patterns.target import cpu_of
 from tinygrad_nv.runtime import ranges
+from tinygrad_nv.runtime.launch_text import source
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, substituted, walk
+from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.norm import Computed, NormSpec, Statistic
 from tinygrad_nv.tile.spec import Result
+from tinygrad_nv.tile.templates import norm_plan as gpu
+from tinygrad_nv.tile.templates.norm_plan import Plan
 
 TEMPLATE = "norm"
 MOST_NODES = 256        # between a result and memory
@@ -48,10 +53,11 @@ KINDS: dict[Ops, Literal["add", "max"]] = {Ops.ADD: "add", Ops.MAX: "max"}
 
 @dataclass(frozen=True)
 class Match:
-    """Rows, ready to be called: what takes the place of `end`. `rows` is the symbolic number of rows."""
+    """Rows, ready to be called: what takes the place of `end`. `rows` is the symbolic number of rows. A GPU's
+    template has one schedule for a spec."""
     end: UOp
     spec: NormSpec
-    schedule: CPUSchedule
+    machine: Target
     inputs: tuple[UOp, ...]
     rows: UOp | None
 
@@ -68,7 +74,7 @@ def rewrite(sink: UOp) -> UOp:
     if not any(node.op is Ops.REDUCE for node in nodes): return sink
     stored = dict.fromkeys(_stored(nodes))
     memory = frozenset(node for node in stored if node.op not in GroupOp.Movement)
-    machines = {node.device: cpu_of(node.device) for node in stored}
+    machines = {node.device: target_of(node.device) for node in stored}
     found = {node: match for node in stored if (machine := machines[node.device]) is not None
              and (match := matched(node, machine, memory)) is not None}
     if not found: return sink
@@ -94,19 +100,25 @@ def _stored(nodes: tuple[UOp, ...]) -> Iterator[UOp]:
 
 # **** matching ****
 
-def matched(end: UOp, machine: CPUMachine, memory: frozenset[UOp]) -> Match | None:
+def matched(end: UOp, machine: Target, memory: frozenset[UOp]) -> Match | None:
     """The match that ends at a node; None, or a miss, where there is none."""
     if end.op not in ELEMENTWISE or end.dtype not in STORED: return None
     if (first := _first(end, memory)) is None: return None
     try:
         spec, inputs, rows = _spec(end, first, memory)
-        if why := template.problems(spec, machine): raise Unfused("; ".join(why))
+        if why := problems(spec, machine): raise Unfused("; ".join(why))
     except (Unfused, NotAffine) as no: program.miss(TEMPLATE, first, str(no))
     except SpecError as error: program.miss(TEMPLATE, first, error.found)
     else:
         if len(spec.statistics) > 1 or spec.results[0].result.n:
-            return Match(end, spec, template.default(spec, machine), inputs, rows)
+            return Match(end, spec, machine, inputs, rows)
     return None
+
+
+def problems(spec: NormSpec, machine: Target) -> list[str]:
+    """Why no template of a target takes rows; empty when one does."""
+    if isinstance(machine, CPUMachine): return cpu.problems(spec, machine)
+    return gpu.problems(spec, machine.arch)
 
 
 def _first(end: UOp, memory: frozenset[UOp]) -> UOp | None:
@@ -287,16 +299,31 @@ def _placed(dims: _Dims, number: int, offset: int) -> Expression:
 # **** calls ****
 
 @functools.lru_cache(1024)
-def kernel(spec: NormSpec, schedule: CPUSchedule) -> CPUKernel:
-    """The kernel of rows."""
-    return template.build(spec, schedule)
+def cpu_kernel(spec: NormSpec, schedule: CPUSchedule) -> CPUKernel:
+    """The kernel of rows on a CPU."""
+    return cpu.build(spec, schedule)
+
+
+@functools.lru_cache(1024)
+def kernel(spec: NormSpec, arch: str) -> TileKernel:
+    """The kernel of rows on a GPU."""
+    from tinygrad_nv.tile.templates.norm import norm
+    return norm(spec, arch)
 
 
 def _called(match: Match, inputs: list[UOp]) -> UOp:
-    spec, end = match.spec, match.end
+    spec, end, machine = match.spec, match.end, match.machine
     assert end.device is not None
     m: sint = spec.m if match.rows is None else match.rows
-    note = program.Note(TEMPLATE, f"{spec}: {match.schedule}", spec, match.schedule)
     out, variables = program.Output(end.shape, end.dtype), [] if match.rows is None else [match.rows]
-    return program.on_cpu(kernel(spec, match.schedule), end.device, [out], inputs, variables=variables,
-                          flops=spec.flops // spec.m * m, note=note)[0]
+    flops = spec.flops // spec.m * m
+    if isinstance(machine, CPUMachine):
+        schedule = cpu.default(spec, machine)
+        note = program.Note(TEMPLATE, f"{spec}: {schedule}", spec, schedule)
+        return program.on_cpu(cpu_kernel(spec, schedule), end.device, [out], inputs, variables=variables,
+                              flops=flops, note=note)[0]
+    made = kernel(spec, machine.arch)
+    grid = program.grid_of(made, match.rows)
+    return program.program(made.name, source(made), end.device, [out], inputs, grid=grid,
+                           block=(made.threads, 1, 1), variables=variables, flops=flops,
+                           note=program.Note(TEMPLATE, f"{spec}: {Plan.of(spec)}", spec))[0]

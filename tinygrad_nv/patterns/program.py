@@ -39,7 +39,7 @@ from tinygrad_nv import hooks
 from tinygrad_nv.cpu.decode import CPUDecode
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.runtime.launch_text import Integer, source
-from tinygrad_nv.tile.kernel import AttentionKernel, DecodeKernel, GemmKernel
+from tinygrad_nv.tile.kernel import AttentionKernel, DecodeKernel, GemmKernel, TileKernel
 
 FIRST_SLOT = 1 << 20
 _slots = itertools.count(FIRST_SLOT)
@@ -135,13 +135,7 @@ def gemm(kernel: GemmKernel, device: str | tuple[str, ...], out: Output | UOp, i
     if kernel.workspace_bytes:
         outputs += [Output((-(-kernel.workspace_bytes // 4),), dtypes.float32),
                     Output((max(kernel.flags, 1),), dtypes.uint32)]
-    x, y, z = kernel.grid
-    rows: sint = x
-    if m is not None and kernel.rows_of_cta:
-        extent = m.src[0] if m.is_bound_var else m
-        ctas = (extent + (kernel.rows_of_cta - 1)) // kernel.rows_of_cta * kernel.ctas_of_rows
-        rows = ctas.maximum(1)  # a graph is built before its variables have values
-    return program(kernel.name, source(kernel), device, outputs, inputs, grid=(rows, y, z),
+    return program(kernel.name, source(kernel), device, outputs, inputs, grid=grid_of(kernel, m),
                    block=(kernel.threads, 1, 1), variables=[] if m is None else [m], flops=flops,
                    nbytes=nbytes, note=note, tensor_level=tensor_level)[0]
 
@@ -153,13 +147,9 @@ def attention(kernel: AttentionKernel, device: str | tuple[str, ...], outputs: S
     """Calls an attention's kernel and returns its results. `inputs` are q, k, v and what comes after them.
     `integers` are what the kernel takes then, computed at each launch from `variables`; `rows` is s_q, of
     which the grid depends."""
-    x, y, z = kernel.grid
-    blocks: sint = x
-    if isinstance(rows, UOp) and kernel.rows_of_cta:
-        extent = rows.unbind_all()[0]
-        ctas = (extent + (kernel.rows_of_cta - 1)) // kernel.rows_of_cta * kernel.ctas_of_rows
-        blocks = ctas.maximum(1)  # a graph is built before its variables have values
-    return program(kernel.name, source(kernel, tuple(integers)), device, outputs, inputs, grid=(blocks, y, z),
+    many = rows.unbind_all()[0] if isinstance(rows, UOp) else None
+    return program(kernel.name, source(kernel, tuple(integers)), device, outputs, inputs,
+                   grid=grid_of(kernel, many),
                    block=(kernel.threads, 1, 1), variables=variables, flops=flops, nbytes=nbytes, note=note,
                    tensor_level=tensor_level)
 
@@ -183,6 +173,14 @@ def decode(kernels: DecodeKernel, device: str | tuple[str, ...], out: Output | U
     return made[0]
 
 
+def grid_of(kernel: TileKernel, rows: UOp | None) -> tuple[sint, ...]:
+    """A kernel's grid for a variable number of rows; that of the most where there is none."""
+    if rows is None or not kernel.rows_of_cta: return kernel.grid
+    extent = rows.src[0] if rows.is_bound_var else rows
+    ctas = (extent + (kernel.rows_of_cta - 1)) // kernel.rows_of_cta * kernel.ctas_of_rows
+    return ctas.maximum(1), *kernel.grid[1:]  # a graph is built before its variables have values
+
+
 def storage(out: Output | UOp, device: str | tuple[str, ...], tensor_level: bool = False) -> UOp:
     """Where an output goes: fresh storage, or what was given."""
     if isinstance(out, UOp): return out
@@ -190,6 +188,12 @@ def storage(out: Output | UOp, device: str | tuple[str, ...], tensor_level: bool
     if tensor_level: return UOp.invalids(*shape, dtype=out.dtype, device=device)
     arg = ParamArg(next(_slots), out.dtype, device=device, addrspace=AddrSpace.GLOBAL)
     return UOp(Ops.BUFFER, src=(shape_to_shape_arg((prod(shape),)),), arg=arg).reshape(shape)
+
+
+def is_whole(x: UOp) -> bool:
+    """Whether this is storage of a Tensor, before or after other writes: a kernel may write it in place."""
+    while x.op is Ops.RESHAPE: x = x.src[0]
+    return x.op in (Ops.PARAM, Ops.BUFFER, Ops.AFTER) and x.has_buffer_identity(after_ok=True)
 
 
 def _contiguous(x: UOp) -> UOp:
