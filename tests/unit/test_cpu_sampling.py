@@ -6,19 +6,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from sampler_case import Case, logits_of
 from tinygrad import Tensor, dtypes
 from tinygrad.helpers import Context
 
 from tinygrad_nv import disabled, explain
-from tinygrad_nv.cpu import gumbel as noise
+from tinygrad_nv.cpu import choice as choosing
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu import threshold as selection
 from tinygrad_nv.cpu.machine import machine
-from tinygrad_nv.engine.sampling import Knobs, SamplingParams, next_token, request_numbers
+from tinygrad_nv.engine.sampler import counted
+from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.patterns.sampling import largest, noisy
+from tinygrad_nv.patterns.sampling import chosen, largest, tallied
 from tinygrad_nv.runtime.cpu_program import load
-from tinygrad_nv.tile.sampling import LANES, FilterSpec, GumbelSpec
+from tinygrad_nv.tile.sampling import LANES, NUMBERS, ChoiceSpec, CountSpec, FilterSpec, Number
 
 LEVELS = [each for each in (isa.PORTABLE, isa.AVX2, isa.AVX512) if not isa.why_not(each.level)]
 RNG = np.random.default_rng
@@ -61,93 +63,137 @@ def test_a_filter_is_exact_where_a_sum_is_nearly_the_target(level: isa.ISA, size
     keys = ordered(x)
     weights = RNG(1).random(size).astype(np.float32)
     weights[size // 2:] *= RNG(2).integers(0, 2, size - size // 2)
-    target = replace(machine(), isa=level)
-    for counted in (False, True):
-        spec = FilterSpec(size, 1, counted)
-        kernel = load(selection.build(spec, selection.default(spec, target)))
-        given = np.ones(size, np.float32) if counted else weights
-        for key in keys[:8]:
-            near = mass(keys, given, key)
-            for goal in (near, np.nextafter(near, np.float32(1e9)), np.nextafter(near, np.float32(0))):
-                out, work = np.full(size + 3, 77, np.float32), np.full(2 * LANES * spec.rows, 77, np.uint32)
-                knobs = np.array([np.nan, goal, np.nan], np.float32)
-                kernel(out, work, x, *[given] * (not counted), knobs)
-                kept = np.where(keys >= selected(keys, given, goal), x, np.float32(-np.inf))
-                np.testing.assert_array_equal(out[:size].view(np.uint32), kept.view(np.uint32))
-                assert (out[size:] == 77).all()
+    for alike in (False, True):
+        given = np.ones(size, np.float32) if alike else weights
+        near = [mass(keys, given, key) for key in keys[:8]]
+        goals = [goal for each in near
+                 for goal in (each, np.nextafter(each, np.float32(1e9)), np.nextafter(each, np.float32(0)))]
+        goals.append(np.float32(np.inf))
+        R = len(goals)
+        numbers = np.full((R, NUMBERS), np.nan, np.float32)
+        numbers[:, Number.top_p] = goals
+        kept = np.stack([np.where(keys >= selected(keys, given, goal), x, np.float32(-np.inf))
+                         for goal in goals])
+        spec = FilterSpec(R, size, Number.top_p, alike)
+        for parts, order in ((1, None), (3, (2, 0, 1))):
+            schedule = replace(selection.default(spec, replace(machine(), isa=level)), parts=parts)
+            made = selection.build(spec, schedule)
+            out = np.full(R * size + 3, 77, np.float32)
+            work = np.full(made.workspace_bytes // 4, 77, np.uint32)
+            everything = [np.tile(each, (R, 1)) for each in (x, *[given] * (not alike))]
+            load(made)(out, work, *everything, numbers, order=order)
+            np.testing.assert_array_equal(out[:R * size].view(np.uint32), kept.reshape(-1).view(np.uint32))
+            assert (out[R * size:] == 77).all()
+
+
+def numbers_of(params: list[SamplingParams]) -> Tensor:
+    return Tensor(np.stack([each.numbers(each.seed or 0) for each in params])).realize()
 
 
 @pytest.mark.parametrize("size", [129, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2048, 32000))])
 def test_kernels_have_the_bits_of_their_bodies(size: int):
-    x = Tensor((RNG(size).standard_normal(size) * 3).astype(np.float32)).realize()
+    x = Tensor(np.stack([logits_of(seed, size=size) for seed in range(3)])).realize()
     weights = x.softmax(-1).realize()
-    seed, position = Tensor([3, 1 << 31], dtype=dtypes.uint32).realize(), Tensor([77]).realize()
-    goals = [Tensor([5, goal], dtype=dtypes.float32).realize()
-             for goal in (0.1, 0.9, 1.0, size / 2, size + 1.0)]
+    drawn = [SamplingParams(top_k=k, top_p=p, seed=k << 40)
+             for k, p in ((5, 0.1), (size // 2 + 1, 0.9), (0, 0.999999))]
+    greedy, numbers = replace(drawn[1], temperature=0), numbers_of(drawn)
+    places = Tensor([77, 0, 78], dtype=dtypes.int32).realize()
 
     def results() -> list[np.ndarray]:
-        made = [largest(x, weights, goal, 1) for goal in goals[:3]]
-        made += [largest(x, None, goal, 1) for goal in goals[3:]]
-        return [each.bitcast(dtypes.uint32).numpy() for each in (*made, noisy(x, seed, position))]
-    assert [k.template for k in explain(largest(x, None, goals[0], 1)).kernels] == ["threshold"]
-    assert [k.template for k in explain(noisy(x, seed, position)).kernels] == ["gumbel"]
+        made = [largest(x, weights, numbers, Number.top_p), largest(x, None, numbers, Number.top_k)]
+        bits = [each.bitcast(dtypes.uint32).numpy() for each in made]
+        choices = [chosen(x, numbers_of([drawn[0], greedy, drawn[2]]), places), chosen(x, None, places)]
+        return bits + [each.numpy() for each in choices]
+    assert [k.template for k in explain(largest(x, None, numbers, Number.top_k)).kernels] == ["threshold"]
+    assert [k.template for k in explain(chosen(x, numbers, places)).kernels] == ["choice"]
     ours = results()
     with disabled(): theirs = results()
     for a, b in zip(ours, theirs, strict=True): np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=str)
-def test_noise_does_not_depend_on_parts(level: isa.ISA):
-    spec, logits = GumbelSpec(1001), RNG(0).standard_normal(1001).astype(np.float32)
-    given = logits, np.array([5, 6], np.uint32), np.array([9], np.int32)
-    made = []
-    for parts, order in ((1, None), (2, (1, 0)), (5, (4, 1, 0, 3, 2))):
-        schedule = replace(noise.default(spec, replace(machine(), isa=level)), parts=parts)
-        out = np.full(1003, 77, np.float32)
-        load(noise.build(spec, schedule))(out, *given, order=order)
-        made.append(out)
-    assert (made[0][1001:] == 77).all()
-    assert np.isfinite(made[0]).all()
-    for other in made[1:]: np.testing.assert_array_equal(made[0], other)
+@pytest.mark.parametrize(("rows", "size"), [(5, 1001), (1, 30000)])
+def test_choices_do_not_depend_on_parts(level: isa.ISA, rows: int, size: int):
+    spec, logits = ChoiceSpec(rows, size), RNG(0).standard_normal((rows, size)).astype(np.float32)
+    logits[0, size // 2] = 50  # twice the largest, in different pieces
+    logits[0, size - 1] = 50
+    params = [SamplingParams(seed=7 + row, temperature=0 if row == 0 else 1) for row in range(rows)]
+    numbers = np.stack([each.numbers(each.seed or 0) for each in params])
+    places, made = np.arange(9, 9 + rows, dtype=np.int32), []
+    for parts, order in ((1, None), (2, (1, 0)), (3, (2, 0, 1))):
+        schedule = replace(choosing.default(spec, replace(machine(), isa=level)), parts=parts)
+        cut = choosing.pieces(spec, schedule)
+        assert cut == (parts if rows == 1 else 1)
+        out = np.full(rows + 1, 77, np.int32)
+        first = out if cut == 1 else np.full(2 * rows * cut, 77, np.int32)
+        load(choosing.build(spec, schedule))(first, logits, numbers, places, order=order)
+        if cut > 1: load(choosing.merged(spec, schedule))(out, first)
+        assert out[rows] == 77
+        made.append(out.tolist())
+    assert made[0][0] == size // 2
+    assert made[1] == made[2] == made[0]
 
 
-ALL = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
-FEW = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.1, top_k=30),
-       pytest.param(ALL, marks=pytest.mark.slow)]
+@pytest.mark.parametrize("cut", [1, 2])
+@pytest.mark.parametrize("draw", [False, True])
+def test_what_is_no_number_is_told(cut: int, draw: bool):
+    size = 20000
+    x = np.zeros((1, size), np.float32)
+    x[0, 19000] = np.nan
+    spec = ChoiceSpec(1, size, draw)
+    schedule = replace(choosing.default(spec, machine()), parts=cut)
+    pieces = choosing.pieces(spec, schedule)
+    given = [numbers_of([SamplingParams()]).numpy(), np.zeros(1, np.int32)] if draw else []
+    out, first = np.zeros(1, np.int32), np.zeros(2 * pieces, np.int32)
+    load(choosing.build(spec, schedule))(first if pieces > 1 else out, x, *given)
+    if pieces > 1: load(choosing.merged(spec, schedule))(out, first)
+    assert out[0] == size
+    numbers = numbers_of([SamplingParams()]) if draw else None
+    with disabled(): assert chosen(Tensor(x), numbers, Tensor([0], dtype=dtypes.int32)).item() == size
 
 
-@pytest.mark.parametrize("params", FEW, ids=["greedy", "top_k", "all"])
-def test_tokens_of_a_seed_are_those_of_the_bodies(params: SamplingParams):
-    size = 129
-    logits = Tensor((RNG(0).standard_normal(size) * 2).astype(np.float32)).realize()
-    seen = Tensor(np.arange(size) % 7 == 0).realize()
+def test_tokens_are_counted_in_place():
+    counts = Tensor.zeros(4, 40).contiguous().realize()
+    rows, tokens = Tensor([2, -1, 0, 9], dtype=dtypes.int32), Tensor([39, 1, 40, 3], dtype=dtypes.int32)
+    rows, tokens = rows.realize(), tokens.realize()
+    made = counts.assign(tallied(counts, rows, tokens))
+    assert [k.template for k in explain(made).kernels] == ["count"]
+    made.realize()
+    expected = np.zeros((4, 40), np.float32)
+    expected[2, 39] = 1
+    np.testing.assert_array_equal(counts.numpy(), expected)
+    with disabled(): np.testing.assert_array_equal(tallied(counts, rows, tokens).numpy(), 2 * expected)
 
-    def drawn() -> list[int]:
-        tokens = []
-        for seed in range(12):
-            values, key, _ = request_numbers(replace(params, seed=seed))
-            knobs = Knobs(Tensor(values, dtype=dtypes.float32), Tensor(key, dtype=dtypes.uint32))
-            tokens.append(int(next_token(logits, params.filters, knobs, seen, Tensor([seed])).item()))
-        return tokens
-    ours = drawn()
-    with disabled(): assert drawn() == ours
-    assert params.temperature == 0 or len(set(ours)) > 3
+
+ALL = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1,
+                     frequency_penalty=0.3, presence_penalty=-0.2, logit_bias={3: 2.0})
+
+
+def kernels(params: SamplingParams, count: bool = False) -> list[str]:
+    case, R = Case([params] * 3, 129), 3
+    logits, places = Tensor.empty(R, 129).realize(), Tensor.empty(R, dtype=dtypes.int32).realize()
+    made = case.made(logits, places)
+    if count: made = counted(case.slots, case.rows, made)
+    return [k.template or "tinygrad" for k in explain(made).kernels]
 
 
 def test_a_sampler_is_few_kernels():
-    knobs = Knobs(Tensor.empty(5), Tensor.empty(2, dtype=dtypes.uint32))
-    logits, seen = Tensor.empty(129).realize(), Tensor.empty(129, dtype=dtypes.bool).realize()
-    position = Tensor.empty(1, dtype=dtypes.int32).realize()
-
-    def kernels(params: SamplingParams) -> list[str]:
-        made = explain(next_token(logits, params.filters, knobs, seen, position)).kernels
-        return [k.template or "tinygrad" for k in made]
-    assert kernels(SamplingParams(temperature=0.0)) == ["norm"]
-    nucleus = ["tinygrad", "norm", "threshold", "gumbel", "norm"]
-    assert kernels(SamplingParams(temperature=0.7, top_p=0.95)) == nucleus
-    assert len(kernels(ALL)) <= 9
+    """Numbers are gathered, logits divided by temperatures; a filter is one more, of probabilities two.
+    Penalties and biases are gathered too, and tinygrad copies the numbers then."""
+    drawn = ["embedding", "tinygrad", "choice"]
+    assert kernels(SamplingParams(temperature=0.0)) == ["choice"]
+    assert kernels(SamplingParams()) == drawn
+    assert kernels(SamplingParams(top_k=4)) == [*drawn[:2], "threshold", "choice"]
+    assert kernels(SamplingParams(top_p=0.9)) == [*drawn[:2], "norm", "threshold", "choice"]
+    assert kernels(SamplingParams(min_p=0.1)) == [*drawn[:2], "norm", "choice"]
+    penalised = kernels(SamplingParams(temperature=0, presence_penalty=1), True)
+    assert penalised == ["embedding", "embedding", "tinygrad", "choice", "count"]
+    everything = kernels(ALL, True)
+    assert everything[-6:] == ["threshold", "norm", "threshold", "norm", "choice", "count"]
+    assert len(everything) <= 11
 
 
 def test_nothing_to_choose_from_is_refused():
-    for made in (lambda: FilterSpec(0, 1), lambda: GumbelSpec(0)):
+    for made in (lambda: FilterSpec(1, 0, Number.top_k), lambda: ChoiceSpec(0, 1),
+                 lambda: CountSpec(1, 1, 0)):
         with pytest.raises(SpecError, match="one or more"): made()

@@ -8,7 +8,7 @@ returns a `CPUKernel`, and its other files bear its name.
     products       gemv.py (few rows), gemm.py, amx.py; choose.py finds the schedule, tune.py a faster one
     attention      flash.py, flash_backward.py, decode.py; kv_append.py; dropout.py is what both ways draw
     by rows        norm.py (RMSNorm, softmax, argmax), embedding.py
-    sampling       threshold.py, gumbel.py
+    sampling       threshold.py, choice.py, count.py
 
 measure.py times the machine for predictions. patterns/ make the calls, as they do for GPUs.
 """

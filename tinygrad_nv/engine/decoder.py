@@ -18,7 +18,8 @@ import numpy as np
 from tinygrad import Tensor, TinyJit, UOp, Variable, dtypes
 
 from tinygrad_nv.engine.fit import ACTIVATIONS, CACHE, WEIGHTS
-from tinygrad_nv.engine.sampling import Filters, Knobs, SamplingParams, next_token, request_numbers
+from tinygrad_nv.engine.sampler import Slots, counted, next_tokens
+from tinygrad_nv.engine.sampling import Filters, SamplingParams, fresh_seed
 from tinygrad_nv.models.llama import KVCache, Llama
 from tinygrad_nv.runtime.memory import allocate, read, write
 from tinygrad_nv.runtime.memory_pool import labelled
@@ -36,16 +37,17 @@ class Decoder:
         self.model, self.length = model, length
         self.capacity = length + CHUNKS[-1]  # a last chunk may be padded past the end
         self.cache = KVCache.create(model.config, self.capacity, model.dtype, device=model.device)
-        self.knobs = Knobs.create(model.device)
+        self.slots = Slots(1, model.config.vocab_size, model.device)
+        self.row = Tensor.empty(1, dtype=dtypes.int32, device=model.device)
         self.token = Tensor.empty(1, 1, dtype=dtypes.int32, device=model.device)
-        self.logits = Tensor.empty(model.config.vocab_size, dtype=dtypes.float32, device=model.device)
-        self.seen = Tensor.empty(model.config.vocab_size, dtype=dtypes.bool, device=model.device)
+        self.logits = Tensor.empty(1, model.config.vocab_size, dtype=dtypes.float32, device=model.device)
         self.lengths = Tensor.empty(1, dtype=dtypes.int32, device=model.device)
-        buffers = (self.token, self.logits, self.seen, self.lengths, self.knobs.values, self.knobs.seed)
+        buffers = (self.token, self.logits, self.row, self.lengths)
         with labelled(CACHE):
             for tensor in self.cache.tensors: allocate(tensor)
         with labelled(ACTIVATIONS):
             for tensor in buffers: allocate(tensor)
+        write(self.row, 0, np.zeros(1, np.int32).data.cast("B"))
         self.held: list[int] = []  # tokens whose keys and values are in the cache
         self.filters, self.requests = Filters(), 0
         self.chunks = {T: capturing(self._chunk) for T in CHUNKS}
@@ -68,12 +70,9 @@ class Decoder:
 
     def start(self, params: SamplingParams, prompt: Sequence[int]) -> int:
         """Sets the sampler for a new request; returns the seed in use."""
-        values, key, seed = request_numbers(params)
-        seen = np.zeros(self.model.config.vocab_size, np.bool_)
-        seen[list(prompt)] = True
-        write(self.knobs.values, 0, np.array(values, np.float32).data.cast("B"))
-        write(self.knobs.seed, 0, np.array(key, np.uint32).data.cast("B"))
-        write(self.seen, 0, seen.data.cast("B"))
+        params.require_vocabulary(self.model.config.vocab_size)
+        seed = fresh_seed() if params.seed is None else params.seed
+        self.slots.begin(0, params, seed, prompt)
         self.filters, self.requests = params.filters, self.requests + 1
         return seed
 
@@ -112,7 +111,7 @@ class Decoder:
 
     def _replay(self, jit: Any, *arguments: Any) -> None:
         """One call of a captured step. After an exception, also Ctrl-C, the decoder is as if new."""
-        before = [(tensor, tensor.uop) for tensor in (self.token, self.logits, self.seen)]
+        before = [(tensor, tensor.uop) for tensor in (self.token, self.logits, *self.slots.written)]
         try:
             with labelled(ACTIVATIONS), span("capture" if jit.captured is None else "replay"):
                 jit(*arguments)
@@ -134,17 +133,16 @@ class Decoder:
         return self.peek()
 
     def _chunk(self, tokens: Tensor, start: UOp, last: UOp) -> None:
-        self.logits.assign(self.model.step(tokens, start, self.cache, last, self.lengths)[0]).realize()
+        self.logits.assign(self.model.step(tokens, start, self.cache, last, self.lengths)).realize()
 
     def _step(self, position: UOp) -> None:
-        self.logits.assign(self.model.step(self.token, position, self.cache, 0, self.lengths)[0]).realize()
+        self.logits.assign(self.model.step(self.token, position, self.cache, 0, self.lengths)).realize()
 
     def _sample(self, filters: Filters) -> None:
         with layer("sampler"):
-            token = next_token(self.logits, filters, self.knobs, self.seen, self.lengths)
+            token = next_tokens(self.logits, filters, self.slots, self.row, self.lengths)
         changed = [self.token.assign(token.reshape(1, 1))]
-        if filters.penalty:
-            changed.append(self.seen.assign(self.seen | (Tensor.arange(self.seen.shape[0]) == token)))
+        if filters.penalty: changed.append(counted(self.slots, self.row, token))
         Tensor.realize(*changed)
 
 

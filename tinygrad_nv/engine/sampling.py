@@ -1,40 +1,46 @@
-"""What a user may ask of the sampler, and the sampler as tensor code.
+"""What a user may ask of the sampler.
 
-Protocol: `SamplingParams` is checked when made. `next_token(logits, filters, knobs, …)` runs on the device
-inside the captured step; the values are in tensors (`Knobs`), so changing them replays the same graph, and
-only which filters are in use (`SamplingParams.filters`) selects another one.
-
-The order is that of transformers: repetition penalty, temperature, top-k, top-p, min-p, draw. The draw is
-the Gumbel maximum of the filtered logits with noise from Threefry on (seed, position, token): no state goes
-from one draw to the next, so the same seed and logits give the same token whatever was drawn before (Salmon
-et al., SC 2011; Gumbel-max: Maddison et al., arXiv 1411.0030).
+Protocol: `SamplingParams` is checked when made. `filters` says which parts of the sampler it needs, `numbers`
+what a row of sampler.py is told of it.
 """
 from __future__ import annotations
 
 import secrets
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from tinygrad import Tensor, dtypes
+import numpy as np
 
 from tinygrad_nv.errors import RequestError
-from tinygrad_nv.patterns.sampling import largest, noisy
+from tinygrad_nv.tile.sampling import NUMBERS, SEEDS, Number
 
 # the smallest and largest normal numbers of float32
 FLOAT32_MIN, FLOAT32_MAX = 2.0 ** -126, (2 - 2.0 ** -23) * 2.0 ** 127
 # vLLM's bound: a logit 2e-4 below the largest is 20 below it once divided by this, and noise makes up for 19
 GREEDY_BELOW = 1e-5
-KNOBS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+MOST_LOGPROBS = 20      # OpenAI's, as are the bounds of bias and penalties
+MOST_BIASED = 300
+_KNOBS = [Number.temperature, Number.min_p, Number.repetition_penalty, Number.presence_penalty,
+          Number.frequency_penalty]
 
 
 @dataclass(frozen=True)
 class Filters:
-    """Which parts of the sampler a request needs; equal filters share a captured graph."""
+    """Which parts of the sampler requests need; equal filters share a captured graph. A row that does not
+    need what others of its step do is the same with it."""
     draw: bool = False
     top_k: bool = False
     top_p: bool = False
     min_p: bool = False
     penalty: bool = False
+    bias: bool = False
+    mask: bool = False
+
+    def __or__(self, other: Filters) -> Filters:
+        """What either needs."""
+        return Filters(*(getattr(self, f.name) or getattr(other, f.name) for f in fields(Filters)))
 
 
 @dataclass(frozen=True)
@@ -42,9 +48,16 @@ class SamplingParams:
     """How to choose tokens and when to stop. Names and meanings are vLLM's.
 
     `temperature` 0 is greedy (as is anything below `GREEDY_BELOW`). `top_k` 0 or -1 keeps every token.
-    `top_p` in (0, 1]; `min_p` in [0, 1], relative to the likeliest token. `seed` None draws a fresh one.
-    `stop` strings end the text and are not part of it; ids in `stop_token_ids` end it like the model's own
-    end tokens, which `ignore_eos` disables.
+    `top_p` in (0, 1]; `min_p` in [0, 1], relative to the likeliest token. `repetition_penalty` divides
+    positive logits of tokens of prompt and output, and multiplies negative ones; `presence_penalty` is
+    subtracted from those of the output, `frequency_penalty` as often as they occur there. `logit_bias` is
+    added to logits, by token id. `seed` None draws a fresh one; sequence i of `n` has one of its own.
+
+    `stop` strings end the text and are not part of it, unless `include_stop_str_in_output`; ids in
+    `stop_token_ids` end it like the model's own end tokens, which `ignore_eos` disables. No end token is
+    chosen before there are `min_tokens`. `logprobs` and `prompt_logprobs` ask for the logarithms of
+    probabilities of so many of the likeliest tokens, besides the chosen. `structured` is what the text has to
+    be (structured.py).
     """
     temperature: float = 1.0
     top_k: int = 0
@@ -56,83 +69,97 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    structured: Any = None
 
     def __post_init__(self) -> None:
-        _range(self, "temperature", 0 <= self.temperature <= FLOAT32_MAX, "a number ≥ 0 (0 is greedy)")
-        _range(self, "top_k", isinstance(self.top_k, int) and -1 <= self.top_k <= sys.maxsize,
-               "a whole number ≥ 1, or 0 for every token")
-        _range(self, "top_p", 0 < self.top_p <= 1, "a number in (0, 1]")
-        _range(self, "min_p", 0 <= self.min_p <= 1, "a number in [0, 1]")
-        _range(self, "repetition_penalty", 0 < self.repetition_penalty <= FLOAT32_MAX,
-               "a number > 0 (1 is none)")
-        _range(self, "max_tokens", self.max_tokens is None or self.max_tokens >= 1, "a whole number ≥ 1")
-        _range(self, "seed", self.seed is None or 0 <= self.seed < 1 << 64, "a whole number in [0, 2^64)")
-        _range(self, "stop", all(self.stop), "non-empty strings")
+        self._number("temperature", 0, FLOAT32_MAX, "a number ≥ 0 (0 is greedy)")
+        self._whole("top_k", -1, sys.maxsize, "a whole number ≥ 1, or 0 for every token")
+        self._number("top_p", 0, 1, "a number in (0, 1]", above=True)
+        self._number("min_p", 0, 1, "a number in [0, 1]")
+        self._number("repetition_penalty", 0, FLOAT32_MAX, "a number > 0 (1 is none)", above=True)
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._number(name, -2, 2, "a number in [-2, 2] (0 is none)")
+        self._whole("n", 1, sys.maxsize, "a whole number ≥ 1")
+        self._whole("max_tokens", 1, sys.maxsize, "a whole number ≥ 1", optional=True)
+        most = sys.maxsize if self.max_tokens is None else self.max_tokens
+        self._whole("min_tokens", 0, sys.maxsize, "a whole number ≥ 0")
+        self._range("min_tokens", self.min_tokens <= most, f"at most max_tokens, {most}")
+        self._whole("seed", 0, (1 << 64) - 1, "a whole number in [0, 2^64)", optional=True)
+        for name in ("logprobs", "prompt_logprobs"):
+            self._whole(name, 0, MOST_LOGPROBS, f"a whole number from 0 to {MOST_LOGPROBS}", optional=True)
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            self._range(name, isinstance(getattr(self, name), bool), "True or False")
+        self._range("stop", isinstance(self.stop, tuple | list)
+                    and all(isinstance(each, str) and each for each in self.stop), "non-empty strings")
+        self._range("stop_token_ids", isinstance(self.stop_token_ids, tuple | list)
+                    and all(_is_whole(each) and each >= 0 for each in self.stop_token_ids), "token ids")
+        self._biases()
+
+    def _biases(self) -> None:
+        bias = self.logit_bias
+        self._range("logit_bias", isinstance(bias, Mapping) and all(_is_whole(i) and i >= 0 for i in bias),
+                    "a bias for token ids")
+        if len(bias) > MOST_BIASED:
+            raise RequestError(f"logit_bias has {len(bias)} entries", f"at most {MOST_BIASED}",
+                               "change logit_bias")
+        for i, each in bias.items():
+            if not (_is_number(each) and -100 <= each <= 100):
+                raise RequestError(f"logit_bias of token {i} is {each!r}", "a number in [-100, 100]",
+                                   "change logit_bias")
+
+    def _number(self, name: str, low: float, high: float, expected: str, above: bool = False) -> None:
+        x = getattr(self, name)
+        self._range(name, _is_number(x) and low <= x <= high and not (above and x == low), expected)
+
+    def _whole(self, name: str, low: int, high: int, expected: str, optional: bool = False) -> None:
+        x = getattr(self, name)
+        self._range(name, (x is None and optional) or (_is_whole(x) and low <= x <= high), expected)
+
+    def _range(self, name: str, holds: bool, expected: str) -> None:
+        if not holds: raise RequestError(f"{name} is {getattr(self, name)!r}", expected, f"change {name}")
 
     @property
     def filters(self) -> Filters:
         """What the device has to compute."""
         draw = self.temperature >= GREEDY_BELOW
+        penalty = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
         return Filters(draw, draw and self.top_k > 0, draw and self.top_p < 1, draw and self.min_p > 0,
-                       self.repetition_penalty != 1)
+                       penalty, bool(self.logit_bias))
+
+    def require_vocabulary(self, size: int) -> None:
+        """Raises `RequestError` for a bias of a token that a vocabulary of so many has not."""
+        if bad := [i for i in self.logit_bias if i >= size]:
+            raise RequestError(f"logit_bias has token id {bad[0]}, which is not in the vocabulary",
+                               f"0 to {size - 1}", "use ids of this model's tokenizer")
+
+    def numbers(self, seed: int) -> np.ndarray:
+        """A row's numbers, float32 [NUMBERS], in the order of `Number`. What a greedy request does not need
+        is none."""
+        made = np.zeros(NUMBERS, np.float32)
+        # a number that float32 rounds to 0 would divide by it, or be none
+        for i in _KNOBS: made[i] = (x := getattr(self, i.name)) and (max(x, FLOAT32_MIN) if x > 0 else x)
+        used = self.filters
+        if not used.draw: made[[Number.temperature, Number.min_p]] = 0
+        made[Number.top_k] = self.top_k if used.top_k else np.inf
+        made[Number.top_p] = max(self.top_p, FLOAT32_MIN) if used.top_p else np.inf
+        made[Number.seed:] = [seed >> 16 * i & 0xFFFF for i in range(SEEDS)]
+        return made
 
 
-def _range(params: SamplingParams, name: str, holds: bool, expected: str) -> None:
-    if not holds: raise RequestError(f"{name} is {getattr(params, name)!r}", expected, f"change {name}")
+def _is_number(x: object) -> bool: return isinstance(x, int | float) and not isinstance(x, bool)
 
 
-@dataclass(frozen=True)
-class Knobs:
-    """A request's numbers on the device: `values` float32 (5,) in the order of `KNOBS`, `seed` uint32
-    (2,)."""
-    values: Tensor
-    seed: Tensor
-
-    @staticmethod
-    def create(device: str | None) -> Knobs:
-        """Device buffers, to be set for each request."""
-        values = Tensor.empty(len(KNOBS), dtype=dtypes.float32, device=device)
-        return Knobs(values, Tensor.empty(2, dtype=dtypes.uint32, device=device))
-
-    def row(self, name: str) -> Tensor:
-        """The knob `name`, shape (1,)."""
-        i = KNOBS.index(name)
-        return self.values[i:i + 1]
+def _is_whole(x: object) -> bool: return isinstance(x, int) and not isinstance(x, bool)
 
 
-def request_numbers(params: SamplingParams) -> tuple[list[float], list[int], int]:
-    """Contents of `Knobs.values` and `Knobs.seed` for a request, and the seed that was taken."""
-    seed = secrets.randbits(32) if params.seed is None else params.seed
-    # a number that float32 rounds to 0 would divide by it, or put a threshold above every token
-    values = [max(float(getattr(params, name)), FLOAT32_MIN) for name in KNOBS]
-    return values, [seed & 0xFFFFFFFF, seed >> 32], seed
-
-
-def next_token(logits: Tensor, filters: Filters, knobs: Knobs, seen: Tensor, position: Tensor) -> Tensor:
-    """The next token, int32 (1,), from float32 logits (V,).
-
-    `seen` is bool (V,): tokens of prompt and text so far. `position` is the place the token will have, int
-    (1,): with the seed it selects the noise.
-    """
-    logits = filtered(logits, filters, knobs, seen)
-    if filters.draw: logits = noisy(logits, knobs.seed, position)
-    return logits.argmax().cast(dtypes.int32).reshape(1)
-
-
-def filtered(logits: Tensor, filters: Filters, knobs: Knobs, seen: Tensor) -> Tensor:
-    """float32 logits (V,) after every filter in use, -inf where a token is out.
-
-    A draw is by their softmax. Without one only the penalty applies: nothing else changes which is largest.
-    """
-    if filters.penalty:
-        penalty = knobs.row("repetition_penalty")
-        logits = seen.where((logits > 0).where(logits / penalty, logits * penalty), logits).contiguous()
-    if not filters.draw: return logits
-    logits = (logits / knobs.row("temperature")).contiguous()
-    if filters.top_k: logits = largest(logits, None, knobs.values, KNOBS.index("top_k"))
-    if filters.top_p:
-        logits = largest(logits, logits.softmax(-1).contiguous(), knobs.values, KNOBS.index("top_p"))
-    if filters.min_p:
-        # p ≥ min_p · p_max, in logarithms
-        logits = (logits >= logits.max() + knobs.row("min_p").log()).where(logits, -float("inf")).contiguous()
-    return logits
+def fresh_seed() -> int:
+    """A seed for a request that names none."""
+    return secrets.randbits(32)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 
-from tinygrad.uop.ops import Ops, UOp
+from tinygrad.uop.ops import UOp
 
 from tinygrad_nv import config
 from tinygrad_nv.cpu import kv_append as cpu
@@ -41,7 +41,8 @@ def lowered(what: KVAppend, function: UOp, *arguments: UOp) -> tuple[UOp, ...] |
 
 def _called(what: KVAppend, x: Arguments[UOp], machine: Target) -> tuple[UOp, ...]:
     for name, pages in (("k_pages", x.k_pages), ("v_pages", x.v_pages)):
-        if not _is_whole(pages): raise NotOurs(f"{name} are no storage of their own, to be written in place")
+        if not program.is_whole(pages):
+            raise NotOurs(f"{name} are no storage of their own, to be written in place")
     aligned = 1 if isinstance(machine, CPUMachine) else ROW_BYTES
     k, v, *q = (_rows(each, aligned) for each in (x.k, x.v, *x.q))
     scales = [laid(each) for each in x.scales]
@@ -63,12 +64,6 @@ def _called(what: KVAppend, x: Arguments[UOp], machine: Target) -> tuple[UOp, ..
     return program.program(made.name, source(made), x.k.device, outputs, inputs, grid=made.grid,
                            block=(made.threads, 1, 1), nbytes=2 * moved,
                            note=program.Note(TEMPLATE, str(spec), spec))
-
-
-def _is_whole(pages: UOp) -> bool:
-    """Whether pages are storage of a Tensor, before or after other writes."""
-    while pages.op is Ops.RESHAPE: pages = pages.src[0]
-    return pages.op in (Ops.PARAM, Ops.BUFFER, Ops.AFTER) and pages.has_buffer_identity(after_ok=True)
 
 
 def _rows(x: UOp, aligned: int) -> Laid:

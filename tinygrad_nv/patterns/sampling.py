@@ -1,39 +1,45 @@
-"""Parts of a sampler as functions known by name: bodies in tinygrad, and kernels on the CPU.
+"""Parts of a sampler as functions known by name: bodies in tinygrad, and kernels.
 
-Protocol: `largest` and `noisy` are what the sampler calls; tile/sampling.py says what they compute. What is
-kept is the same by body and kernel, bit by bit, whatever the processor; noise has them where the compiler
-contracts products and sums alike, as it does for one processor.
+Protocol: `largest`, `chosen` and `tallied` are what the sampler calls; tile/sampling.py says what they
+compute. What is kept is the same by body and kernel, bit by bit, whatever the processor; noise has them where
+the compiler contracts products and sums alike, as it does for one processor.
 """
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from types import ModuleType
 
 from tinygrad import Tensor, dtypes
 from tinygrad.uop.ops import UOp
 
-from tinygrad_nv.cpu import gumbel as noise_template
+from tinygrad_nv.cpu import choice as choice_template
+from tinygrad_nv.cpu import count as count_template
 from tinygrad_nv.cpu import threshold as threshold_template
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.patterns import program
+from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.target import cpu_of
-from tinygrad_nv.tile.sampling import DIGITS, LANES, FilterSpec, GumbelSpec
+from tinygrad_nv.tile.sampling import DIGITS, LANES, ChoiceSpec, CountSpec, FilterSpec, Number
 
-Spec = FilterSpec | GumbelSpec
+Spec = FilterSpec | ChoiceSpec | CountSpec
 
+# **** filters ****
 
-def largest(logits: Tensor, weights: Tensor | None, knobs: Tensor, knob: int) -> Tensor:
-    """float32 logits (V,), -inf but for the largest: those with a sum of float32 `weights` (V,) of at least
-    number `knob` of float32 `knobs`, or so many of them without weights. Ties are all kept."""
-    spec = FilterSpec(int(logits.shape[0]), knob, weights is None)
-    return call(spec, filtered, logits, *([] if weights is None else [weights]), knobs)[0]
+def largest(logits: Tensor, weights: Tensor | None, numbers: Tensor, number: Number) -> Tensor:
+    """float32 logits [R, V], -inf but for the largest of each row: those with a sum of float32 `weights`
+    [R, V] of at least `number` of the row's float32 `numbers` [R, NUMBERS], or so many of them without
+    weights. Ties are all kept."""
+    R, V = map(int, logits.shape)
+    spec = FilterSpec(R, V, number, weights is None)
+    return call(spec, filtered, logits, *([] if weights is None else [weights]), numbers)[0]
 
 
 def filtered(spec: FilterSpec, logits: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     """A filter in tinygrad."""
-    keys, target = ordered_bits(logits), others[-1][spec.knob:spec.knob + 1]
+    keys, target = ordered_bits(logits), others[-1][:, spec.number:spec.number + 1]
     floor = threshold(keys, None if spec.counted else others[0], target)
     return ((keys >= floor).where(logits, -float("inf")).contiguous(),)
 
@@ -46,46 +52,61 @@ def ordered_bits(x: Tensor) -> Tensor:
 
 
 def threshold(keys: Tensor, weights: Tensor | None, target: Tensor) -> Tensor:
-    """The largest uint32 t with Σ weights[keys ≥ t] ≥ target, shape (1,), or 0 if there is none: the k-th
-    largest key without weights, which are 1 then, and with k for a target; the nucleus' smallest key when
-    weights are probabilities and target is top_p. Keys and float32 weights are (V,), target is float32 (1,).
+    """For each row the largest uint32 t with Σ weights[keys ≥ t] ≥ target, [R, 1], or 0 if there is none: the
+    k-th largest key without weights, which are 1 then, and with k for a target; the nucleus' smallest key
+    when weights are probabilities and target is top_p. Keys and float32 weights are [R, V], target is float32
+    [R, 1].
 
-    Radix selection, four bits a pass from the top, eight passes of two kernels
-    instead of a sort. A pass sums for all 16 digits in `LANES` lanes, since one float sum a digit is a chain
-    of additions that no compiler may break up. On two x86-64 cores this takes 0.2 ms for V = 2,048, 1 ms for
-    32,000 and 4 ms for 128,256; a byte a pass without lanes takes 2, 26 and 26 ms, two bits a pass are faster
-    still on the CPU but twice the kernels."""
+    Radix selection, four bits a pass from the top, eight passes of two kernels instead of a sort. A pass sums
+    for all 16 digits in `LANES` lanes, since one float sum a digit is a chain of additions that no compiler
+    may break up."""
     if weights is None: weights = Tensor.ones_like(keys, dtype=dtypes.float32)
-    size = int(keys.shape[0])
-    rows = -(-size // LANES)
+    R, size = map(int, keys.shape)
+    length = -(-size // LANES)
     # weights of the padding are 0
-    keys, weights = (x.pad((0, rows * LANES - size)).reshape(LANES, rows, 1).contiguous()
+    keys, weights = (x.pad(((0, 0), (0, length * LANES - size))).reshape(R, LANES, length, 1).contiguous()
                      for x in (keys, weights))
     digits = Tensor.arange(DIGITS, dtype=dtypes.uint32)
-    found = Tensor.zeros(1, dtype=dtypes.uint32, device=keys.device)
+    found = Tensor.zeros(R, 1, dtype=dtypes.uint32, device=keys.device)
     for shift in range(28, -4, -4):
-        mass = (keys >= found + digits * (1 << shift)).where(weights, 0).sum(1).contiguous().sum(0)
+        edges = (found + digits * (1 << shift)).reshape(R, 1, 1, DIGITS)
+        mass = (keys >= edges).where(weights, 0).sum(2).contiguous().sum(1)
         # mass falls with the digit, so the count of digits that reach the target is the digit sought, plus
         # one; at least digit 0: rounding may leave the total just under a target of 1
-        reached = (mass >= target).cast(dtypes.uint32).sum().maximum(1).cast(dtypes.uint32) - 1
+        reached = (mass >= target).cast(dtypes.uint32).sum(1, keepdim=True).maximum(1).cast(dtypes.uint32) - 1
         found = (found + reached * (1 << shift)).contiguous()
     return found
 
 
-def noisy(logits: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """float32 logits (V,) with standard Gumbel noise, a function of seed, position and index alone. `seed` is
-    uint32 (2,), `position` int (1,)."""
-    return call(GumbelSpec(int(logits.shape[0])), drawn, logits, seed, position.cast(dtypes.int32))[0]
+# **** choices ****
+
+def chosen(logits: Tensor, numbers: Tensor | None, places: Tensor) -> Tensor:
+    """int32 [R]: the index of the largest of each row of float32 logits [R, V] after noise, a function of the
+    seed in the row's float32 `numbers` [R, NUMBERS], its int place [R] and the index alone; V where there is
+    NaN. Rows without a temperature have no noise; none has without `numbers`."""
+    R, V = map(int, logits.shape)
+    others = [] if numbers is None else [numbers, places.cast(dtypes.int32)]
+    return call(ChoiceSpec(R, V, numbers is not None), choice, logits, *others)[0]
 
 
-def drawn(spec: GumbelSpec, logits: Tensor, seed: Tensor, position: Tensor) -> tuple[Tensor, ...]:
-    """A draw's logits in tinygrad."""
-    key = (seed[1:2].cast(dtypes.uint64) << 32) | seed[0:1].cast(dtypes.uint64)
-    index = Tensor.arange(spec.size, dtype=dtypes.uint32).cast(dtypes.uint64)
-    counter = (position.cast(dtypes.uint32).cast(dtypes.uint64) << 32) | index
+def choice(spec: ChoiceSpec, logits: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """A choice in tinygrad."""
+    x = noisy(logits, *others) if spec.draw else logits
+    nan = (x != x).max(-1)
+    return (nan.where(spec.size, x.argmax(-1)).cast(dtypes.int32).contiguous(),)
+
+
+def noisy(logits: Tensor, numbers: Tensor, places: Tensor) -> Tensor:
+    """A draw's logits."""
+    R, V = map(int, logits.shape)
+    seed = numbers[:, Number.seed:].cast(dtypes.uint64)
+    key = seed[:, 0:1] | (seed[:, 1:2] << 16) | (seed[:, 2:3] << 32) | (seed[:, 3:4] << 48)
+    index = Tensor.arange(V, dtype=dtypes.uint32).cast(dtypes.uint64)
+    counter = (places.reshape(R, 1).cast(dtypes.uint32).cast(dtypes.uint64) << 32) | index
     # contiguous: in one kernel with argmax the noise is computed more than once and not vectorised
-    noise = gumbel_of(counter.threefry(key.expand(spec.size)).cast(dtypes.uint32)).contiguous()
-    return (logits + noise,)
+    noise = gumbel_of(counter.threefry(key.expand(R, V)).cast(dtypes.uint32)).contiguous()
+    drawn = numbers[:, Number.temperature:Number.temperature + 1] > 0
+    return drawn.where(logits + noise, logits).contiguous()
 
 
 def gumbel_of(bits: Tensor) -> Tensor:
@@ -95,23 +116,70 @@ def gumbel_of(bits: Tensor) -> Tensor:
     return -(-uniform.log()).log()
 
 
-def lowered(template: ModuleType, spec: Spec, function: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
-    """What a spec computes, by the kernel of a template, on the CPU."""
+# **** counts ****
+
+def tallied(counts: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
+    """float32 counts [slots, V] and 1 at (rows[r], tokens[r]) for each r, where that is one of them; no two
+    rows are the same. A kernel writes them in place, where they are storage of their own."""
+    slots, V = map(int, counts.shape)
+    spec = CountSpec(int(rows.shape[0]), slots, V)
+    return call(spec, tally, counts, rows.cast(dtypes.int32), tokens.cast(dtypes.int32))[0]
+
+
+def tally(spec: CountSpec, counts: Tensor, rows: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+    """Counts in tinygrad."""
+    slot = rows.reshape(-1, 1, 1) == Tensor.arange(spec.slots).reshape(-1, 1)
+    here = slot & (tokens.reshape(-1, 1, 1) == Tensor.arange(spec.size))
+    return (counts + here.sum(0).cast(dtypes.float32),)
+
+
+# **** kernels ****
+
+def _filter(spec: FilterSpec, function: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
+    """A filter by a kernel."""
     if (machine := cpu_of(function.device)) is None: return None
+    schedule = threshold_template.default(spec, machine)
+    out = program.Output((spec.rows, spec.size), dtypes.float32)
+    return _on_cpu(threshold_template, spec, schedule, function, [out], arguments)
+
+
+def _choice(spec: ChoiceSpec, function: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
+    """A choice by a kernel, or by two where a row is chosen from in pieces."""
+    if (machine := cpu_of(function.device)) is None: return None
+    schedule = choice_template.default(spec, machine)
+    pieces, out = choice_template.pieces(spec, schedule), program.Output((spec.rows,), dtypes.int32)
+    if pieces == 1: return _on_cpu(choice_template, spec, schedule, function, [out], arguments)
+    best = program.Output((spec.rows, pieces, 2), dtypes.int32)
+    found = _on_cpu(choice_template, spec, schedule, function, [best], arguments)
     assert function.device is not None
-    schedule = template.default(spec, machine)
+    note = program.Note("pieces", "the best of those of the kernel before")
+    return program.on_cpu(choice_template.merged(spec, schedule), function.device, [out], found, note=note)
+
+
+def _count(spec: CountSpec, function: UOp, counts: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
+    """Counts by a kernel, in place."""
+    if (machine := cpu_of(function.device)) is None: return None
+    if not program.is_whole(counts):
+        raise NotOurs("counts are no storage of their own, to be written in place")
+    schedule = CPUSchedule(count_template.TEMPLATE, machine.isa)
+    return _on_cpu(count_template, spec, schedule, function, [counts], arguments)
+
+
+def _on_cpu(template: ModuleType, spec: Spec, schedule: CPUSchedule, function: UOp,
+            outputs: Sequence[program.Output | UOp], arguments: Sequence[UOp]) -> tuple[UOp, ...]:
+    """The kernel of a template, called."""
+    assert function.device is not None
     note = program.Note(template.TEMPLATE, f"{spec}: {schedule}", spec, schedule)
-    out = program.Output((spec.size,), dtypes.float32)
-    return program.on_cpu(kernel(template, spec, schedule), function.device, [out], list(arguments),
-                          flops=template.OPERATIONS * spec.size, note=note)
+    return program.on_cpu(_kernel(template, spec, schedule), function.device, outputs, list(arguments),
+                          flops=template.OPERATIONS * spec.rows * spec.size, note=note)
 
 
-@functools.lru_cache(64)
-def kernel(template: ModuleType, spec: Spec, schedule: CPUSchedule) -> CPUKernel:
-    """The kernel of a spec."""
+@functools.lru_cache(256)
+def _kernel(template: ModuleType, spec: Spec, schedule: CPUSchedule) -> CPUKernel:
     made: CPUKernel = template.build(spec, schedule)
     return made
 
 
-lower(FilterSpec, threshold_template.TEMPLATE, functools.partial(lowered, threshold_template))
-lower(GumbelSpec, noise_template.TEMPLATE, functools.partial(lowered, noise_template))
+lower(FilterSpec, threshold_template.TEMPLATE, _filter)
+lower(ChoiceSpec, choice_template.TEMPLATE, _choice)
+lower(CountSpec, count_template.TEMPLATE, _count)

@@ -83,6 +83,16 @@ def read(tensor: Tensor, dtype: npt.DTypeLike) -> np.ndarray:
     return tensor.numpy().reshape(-1)
 
 
+def read_part(tensor: Tensor, offset: int, size: int) -> bytearray:
+    """A copy of so many bytes of the tensor's memory from byte `offset` on."""
+    if (view := host_bytes(tensor)) is not None: return bytearray(view[offset:offset + size])
+    made = bytearray(size)
+    with _copying:
+        buffer = allocate(tensor).view(size, dtypes.uint8, offset).ensure_allocated()
+        buffer.allocator._copyout(memoryview(made), buffer._buf)
+    return made
+
+
 def resident_bytes() -> int:
     """Peak resident set of this process so far, in bytes; 0 where the system does not say."""
     status = Path("/proc/self/status")

@@ -1,28 +1,35 @@
-"""Parts of a sampler: selection by mass, and draws.
+"""Parts of a sampler, for rows of logits: selection by mass, and the choice of a token.
 
-A filter keeps the largest logits, as many as have a mass of `target`, and all that are equal to the last of
-them:
+A row's numbers are `NUMBERS` of float32 (`Number` says which is which), its seed among them. Its results
+depend on its own logits and numbers alone.
+
+A filter keeps a row's largest logits, as many as have a mass of `target`, and all that are equal to the last
+of them:
 
     key_i = the bits of x_i as uint32 in the order of numbers
     t     = the largest t with mass(t) ≥ target, 0 if there is none        mass(t) = Σ weights[key ≥ t]
     out_i = x_i where key_i ≥ t, else -inf
 
 With weights of 1 and a target of k, the k largest are kept; with probabilities and a target of top_p, a
-nucleus. The target is one of a request's numbers. Sums are of float32 in one order: element i belongs to lane
-i // ⌈size / LANES⌉, each lane is summed from its first element to its last, and then the lanes, from first to
-last. The order decides what a sum is that is nearly the target, so it is part of what is computed.
+nucleus; with a target of infinity, all. The target is one of the row's numbers. Sums are of float32 in one
+order: element i belongs to lane i // ⌈size / LANES⌉, each lane is summed from its first element to its last,
+and then the lanes, from first to last. The order decides what a sum is that is nearly the target, so it is
+part of what is computed.
 
-A draw is the largest of logits with noise. That is standard Gumbel, of uniform numbers in (0, 1) of 23 bits
-and a half, which float32 holds exactly (of 24 the largest would round to 1, whose noise is infinite):
+A choice is a row's largest logit, the first of equals; where the row has a temperature, after noise is added.
+That is standard Gumbel, of uniform numbers in (0, 1) of 23 bits and a half, which float32 holds exactly (of
+24 the largest would round to 1, whose noise is infinite):
 
-    bits_i = low word of Threefry-2x32-20 of the counter (i, position) under the key `seed`
-    out_i  = x_i - log(-log(((bits_i >> 9) + 0.5) · 2^-23))
+    bits_i = low word of Threefry-2x32-20 of the counter (i, place) under the row's seed
+    y_i    = x_i - log(-log(((bits_i >> 9) + 0.5) · 2^-23))
+    token  = the least i of which y_i is the largest; size where any y_i is NaN
 
 Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
 """
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 from tinygrad_nv.errors import SpecError
 
@@ -30,32 +37,71 @@ LANES = 128
 DIGITS = 16     # that a radix selection tells apart in a pass: 4 bits
 
 
+class Number(IntEnum):
+    """Which of a row's numbers is which."""
+    temperature = 0         # 0: the largest logit, without noise
+    top_k = 1               # infinity: none
+    top_p = 2               # infinity: none
+    min_p = 3
+    repetition_penalty = 4
+    presence_penalty = 5
+    frequency_penalty = 6
+    seed = 7                # and the next three: 16 bits of it each, the lowest first
+
+
+SEEDS = 4
+NUMBERS = Number.seed + SEEDS
+
+
 @dataclass(frozen=True)
 class FilterSpec:
-    """A filter of `size` float32 logits, with float32 weights, or weights of 1 where they are only `counted`.
-    The target is number `knob` of a float32 tensor. Raises `SpecError` for no logit."""
+    """A filter of `rows` rows of `size` float32 logits, with float32 weights, or weights of 1 where they are
+    only `counted`. The target is `number` of float32 [rows, NUMBERS]. Raises `SpecError` for no logit."""
+    rows: int
     size: int
-    knob: int
+    number: Number
     counted: bool = False
 
     def __post_init__(self) -> None:
-        if self.size < 1: raise SpecError(f"a filter of {self.size} logits", "one or more")
+        if min(self.rows, self.size) < 1:
+            raise SpecError(f"a filter of {self.rows} rows of {self.size} logits", "one or more")
 
     @property
-    def rows(self) -> int:
+    def length(self) -> int:
         """Elements of a lane."""
         return -(-self.size // LANES)
 
-    def __str__(self) -> str: return f"{self.size} logits, {'counted' if self.counted else 'weighted'}"
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.size} logits, {'counted' if self.counted else 'weighted'}"
 
 
 @dataclass(frozen=True)
-class GumbelSpec:
-    """Logits of `size` tokens with noise from seed uint32 (2,) and position int32 (1,). Raises `SpecError`
-    for 0."""
+class ChoiceSpec:
+    """A choice from each of `rows` rows of `size` float32 logits, by float32 numbers [rows, NUMBERS] and
+    int32 places [rows]: int32 [rows]. Without `draw` no row has a temperature. Raises `SpecError` for no
+    logit."""
+    rows: int
+    size: int
+    draw: bool = True
+
+    def __post_init__(self) -> None:
+        if min(self.rows, self.size) < 1:
+            raise SpecError(f"a choice from {self.rows} rows of {self.size} logits", "one or more")
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.size} logits, {'drawn' if self.draw else 'the largest'}"
+
+
+@dataclass(frozen=True)
+class CountSpec:
+    """1 added to float32 counts [slots, size] at (slots[r], tokens[r]) for each of `rows` rows; nothing where
+    either is out of range. No two rows have one slot. Raises `SpecError` for nothing to count."""
+    rows: int
+    slots: int
     size: int
 
     def __post_init__(self) -> None:
-        if self.size < 1: raise SpecError(f"noise for {self.size} tokens", "one or more")
+        if min(self.rows, self.slots, self.size) < 1:
+            raise SpecError(f"{self.rows} counts in {self.slots}x{self.size}", "one or more")
 
-    def __str__(self) -> str: return f"noise for {self.size}"
+    def __str__(self) -> str: return f"{self.rows} tokens counted in {self.slots}x{self.size}"
