@@ -2,6 +2,9 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -437,6 +440,16 @@ def test_conservation_is_looked_at(spoil: str):
     if spoil == "count": pool.device.references[table.pages[1]] += 1
     if spoil == "found": pool.device.found.popitem()
     with pytest.raises(AssertionError): pool.assert_conserved([table])
+
+
+def test_the_bench_counts_what_it_says():
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, root / "bench" / "kv_pages.py", "--sequences", "2", "--tokens", "40",
+                           "--rounds", "2", "--dry"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for kind in ("allocate", "share", "evict", "append", "fork", "copy on write", "to the host and back"):
+        assert f"\n{kind} " in done.stdout
+    assert "thousand operations a second" in done.stdout
 
 
 def test_tokens_and_pages_of_any_number():
