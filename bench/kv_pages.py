@@ -66,7 +66,8 @@ def allocate(load: Load) -> Round:
     """Prompts that nobody had, from free pages, hashed."""
     while True:
         pool, tables = load.pool(), list[Table]()
-        yield timed(load.sequences * load.each_pages, lambda to=tables, of=pool: to.extend(load.filled(of)))
+        def run(pool: PagePool = pool, tables: list[Table] = tables) -> None: tables += load.filled(pool)
+        yield timed(load.sequences * load.each_pages, run)
         pool.assert_conserved(tables)
 
 

@@ -443,9 +443,9 @@ def test_conservation_is_looked_at(spoil: str):
 
 
 def test_the_bench_counts_what_it_says():
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, root / "bench" / "kv_pages.py", "--sequences", "2", "--tokens", "40",
-                           "--rounds", "2", "--dry"], capture_output=True, text=True, check=False)
+    script = Path(__file__).parents[2] / "bench" / "kv_pages.py"
+    done = subprocess.run([sys.executable, script, "--sequences", "2", "--tokens", "40", "--rounds", "2",
+                           "--dry"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for kind in ("allocate", "share", "evict", "append", "fork", "copy on write", "to the host and back"):
         assert f"\n{kind} " in done.stdout
