@@ -90,7 +90,7 @@ class FakeEngine:
         words = self.model.tokenizer.encode(self.text, special=False) if self.text is not None else prompt
         self.running.add(name)
         try:
-            most = params.max_tokens or len(words)
+            most = params.max_tokens or (LENGTH if self.text is None else len(words))
             for at in range(most):
                 for index in range(params.n):
                     last = at == most - 1 or (self.text is not None and at == len(words) - 1)

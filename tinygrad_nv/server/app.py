@@ -32,7 +32,8 @@ from tinygrad_nv.server.service import Record, Service
 
 PAGE = Path(__file__).parent / "page"
 # the page loads nothing from elsewhere, and runs in no frame
-PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",
+POLICY = "default-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
+PAGE_HEADERS = {"Content-Security-Policy": POLICY,
                 "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
 FILES = {"page.js": "text/javascript", "page.css": "text/css"}
 Answer = Callable[[Request, Service, Record, dict[str, Any]], Awaitable[Response]]

@@ -1,0 +1,137 @@
+"""The page, in a headless Chromium: it talks, stops, shows what the engine does, and loads nothing else."""
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser_case import Browser, browser
+from serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live, until
+
+PAGE = Path(__file__).parents[2] / "tinygrad_nv" / "server" / "page"
+ANSWERS = "#messages li.assistant"
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("profile")) as made: yield made
+
+
+@pytest.fixture
+def engine() -> FakeEngine: return FakeEngine(FakeModel(), pause_s=0.02)
+
+
+@pytest.fixture
+def page(window: Browser, engine: FakeEngine) -> Iterator[Live]:
+    with live(fake_service(engine)) as server:
+        window.open(server.url + "/")
+        until(lambda: text(window, "#health") == "ready")
+        yield server
+        window.open("about:blank")
+
+
+def text(window: Browser, selector: str) -> str:
+    return window.run(f"return [...document.querySelectorAll({selector!r})].map(e => e.innerText).join('|')")
+
+
+def test_a_message_is_answered_word_by_word(window: Browser, page: Live, engine: FakeEngine):
+    assert window.run("return document.querySelector('#model').value") == NAME
+    window.type("#max_tokens", "40")
+    window.type("#text", "Once upon a time\n")
+    until(lambda: text(window, ANSWERS) and engine.running)
+    begun = text(window, ANSWERS)
+    until(lambda: not engine.running)
+    until(lambda: "40 tokens" in text(window, ANSWERS))
+    whole = text(window, ANSWERS)
+    assert len(whole) > len(begun) + 20
+    assert text(window, "#messages li.user") == "Once upon a time"
+    # the second turn carries the first, and the engine repeats it
+    window.type("#text", "And then\n")
+    until(lambda: "tokens ·" in text(window, ANSWERS).partition("|")[2])
+    assert window.complaints() == []
+
+
+def test_stop_ends_the_answer_and_keeps_what_there_is(window: Browser, page: Live, engine: FakeEngine):
+    for stop in (lambda: window.click("#stop"), lambda: window.type("#text", "\ue00c")):  # the Escape key
+        window.click("#clear")
+        window.type("#text", "Once upon a time")
+        window.click("#send")
+        until(lambda: len(text(window, ANSWERS)) > 3 and engine.running)
+        stop()
+        until(lambda: not engine.running)
+        until(lambda: "stopped" in text(window, ANSWERS))
+        assert len(text(window, ANSWERS)) > len("stopped")
+        assert window.run("return document.querySelector('#send').disabled") is False
+    assert window.complaints() == []
+
+
+def test_figures_move(window: Browser, page: Live, engine: FakeEngine):
+    until(lambda: text(window, "#running") == "0")
+    window.type("#text", "Once upon a time\n")
+    until(lambda: text(window, "#running") == "1")
+    until(lambda: float(text(window, "#rate").split()[0]) > 5)
+    assert text(window, "#kv") == "25 %"
+    assert "L" in window.run("return document.querySelector('#figures path.line').getAttribute('d')")
+    window.click("#stop")
+    until(lambda: text(window, "#running") == "0")
+    assert window.complaints() == []
+
+
+def test_an_error_is_told_in_words(window: Browser, page: Live, engine: FakeEngine):
+    engine.limit = 0
+    window.type("#text", "Once\n")
+    until(lambda: "1 waits" in text(window, "#messages li.error"))
+    assert text(window, ANSWERS) == ""
+    engine.limit = 10
+    window.type("#max_tokens", "3")
+    window.type("#text", "Once\n")
+    until(lambda: "3 tokens" in text(window, ANSWERS))
+    # the console names the answer 429, and nothing else
+    assert [each for each in window.complaints() if "429" not in each] == []
+
+
+def test_a_key_is_asked_for_and_sent(window: Browser):
+    with live(fake_service(keys=frozenset({"secret"}))) as server:
+        window.open(server.url + "/")
+        until(lambda: window.run("return document.activeElement.id") == "key")
+        window.type("#key", "secret\ue004")
+        until(lambda: window.run("return document.querySelector('#model').value") == NAME)
+        window.run("sessionStorage.clear()")
+    window.complaints()
+
+
+def test_controls_have_labels(window: Browser, page: Live):
+    unlabelled = window.run("""return [...document.querySelectorAll("input, select, textarea, button, svg")]
+        .filter(e => !(e.labels && e.labels.length) && !e.innerText && !e.ariaLabel).map(e => e.outerHTML)""")
+    assert unlabelled == []
+    assert window.run("return document.documentElement.lang") == "en"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out_in_both_schemes(window: Browser, page: Live, scheme: str):
+    window.call("goog/cdp/execute", cmd="Emulation.setEmulatedMedia",
+                params={"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+    colours = window.run("""const style = getComputedStyle(document.documentElement);
+        return ["--back", "--panel", "--front", "--soft", "--accent", "--on-accent"]
+            .map(name => style.getPropertyValue(name).trim())""")
+    back, panel, front, soft, accent, on_accent = map(luminance, colours)
+    assert (back < 0.1) == (scheme == "dark")
+    # WCAG AA: 4.5 for text
+    for one, other in ((front, back), (front, panel), (soft, back), (soft, panel), (accent, on_accent)):
+        assert (max(one, other) + 0.05) / (min(one, other) + 0.05) >= 4.5
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of #rrggbb, by WCAG."""
+    parts = [int(colour[at:at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_nothing_comes_from_elsewhere(window: Browser, page: Live):
+    for file in PAGE.iterdir(): assert not re.search(r"//\w", file.read_text()), file
+    loaded = window.run("return performance.getEntriesByType('resource').map(e => e.name)")
+    assert loaded
+    assert all(name.startswith(page.url) for name in loaded)
+    assert "default-src 'self'" in page.http.get("/").headers["content-security-policy"]

@@ -1,0 +1,79 @@
+"""A headless Chromium, driven by WebDriver (W3C) over HTTP."""
+from __future__ import annotations
+
+import base64
+import contextlib
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+         "--disable-background-networking", "--disable-component-update", "--disable-sync",
+         "--disable-dev-shm-usage", "--window-size=1280,800")
+ELEMENT = "element-6066-11e4-a52e-4f735466cecf"     # the standard's name of a reference
+
+
+@dataclass
+class Browser:
+    """One window."""
+    http: httpx.Client
+    session: str
+
+    def call(self, path: str, **body: Any) -> Any:
+        """A command of the session."""
+        answer = self.http.post(f"/session/{self.session}/{path}", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["value"]
+
+    def open(self, url: str) -> None: self.call("url", url=url)
+
+    def find(self, selector: str) -> str:
+        return self.call("element", using="css selector", value=selector)[ELEMENT]
+
+    def type(self, selector: str, text: str) -> None:
+        self.call(f"element/{self.find(selector)}/value", text=text)
+
+    def click(self, selector: str) -> None: self.call(f"element/{self.find(selector)}/click")
+
+    def run(self, script: str) -> Any:
+        """What a script returns."""
+        return self.call("execute/sync", script=script, args=[])
+
+    def complaints(self) -> list[str]:
+        """What the console says of warnings and errors since it was asked last."""
+        return [f"{entry['level']} {entry['message']}" for entry in self.call("se/log", type="browser")
+                if entry["level"] in ("WARNING", "SEVERE")]
+
+    def screenshot(self, path: Path) -> None:
+        answer = self.http.get(f"/session/{self.session}/screenshot").json()["value"]
+        path.write_bytes(base64.b64decode(answer))
+
+
+@contextlib.contextmanager
+def browser(profile: Path, *flags: str) -> Iterator[Browser]:
+    """A browser with a fresh profile."""
+    driver, chromium = shutil.which("chromedriver"), shutil.which("chromium")
+    assert driver, "no chromedriver: apt-get install chromium chromium-driver"
+    assert chromium, "no chromium: apt-get install chromium chromium-driver"
+    process = subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        port = next(found[1] for line in process.stdout
+                    if (found := re.search(r"successfully on port (\d+)", line)))
+        options = {"binary": chromium, "args": [*FLAGS, *flags, f"--user-data-dir={profile}"]}
+        asked = {"capabilities": {"alwaysMatch": {"goog:chromeOptions": options,
+                                                  "goog:loggingPrefs": {"browser": "ALL"}}}}
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as http:
+            made = http.post("/session", json=asked).json()["value"]
+            window = Browser(http, made["sessionId"])
+            try: yield window
+            finally: http.delete(f"/session/{window.session}")
+    finally:
+        process.terminate()
+        process.wait(20)
