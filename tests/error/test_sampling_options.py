@@ -2,8 +2,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.errors import RequestError
 
 OUT_OF_RANGE = [
     *[("top_p", value, "a number in (0, 1]") for value in ("0", "-0.1", "1.5", "nan", "inf", "-inf")],
@@ -36,6 +40,57 @@ def test_not_a_number(command, tiny: Path, option: str, value: str, kind: str):
 def test_an_empty_stop_string(command, tiny: Path):
     command("generate", tiny, "hello", "--stop", "").refused(
         "stop is ('',)", "expected: non-empty strings", "to fix:   change stop")
+
+
+NAN, INF = float("nan"), float("inf")
+REFUSED: list[tuple[str, Any, str]] = [
+    *[("temperature", x, "a number ≥ 0 (0 is greedy)") for x in (NAN, INF, True, "1", None)],
+    *[("top_p", x, "a number in (0, 1]") for x in (True, "0.5")],
+    *[("top_k", x, "a whole number ≥ 1, or 0 for every token") for x in (True, 1.0, None)],
+    *[(name, x, "a number in [-2, 2] (0 is none)") for name in ("presence_penalty", "frequency_penalty")
+      for x in (-2.1, 2.1, NAN, -INF, False)],
+    *[("repetition_penalty", x, "a number > 0 (1 is none)") for x in (NAN, True)],
+    *[("n", x, "a whole number ≥ 1") for x in (0, -1, True, 1.5)],
+    *[("max_tokens", x, "a whole number ≥ 1") for x in (True, 1.0)],
+    *[("min_tokens", x, "a whole number ≥ 0") for x in (-1, True, None)],
+    ("min_tokens", 257, "at most max_tokens, 256"),
+    *[("seed", x, "a whole number in [0, 2^64)") for x in (True, 0.5)],
+    *[(name, x, "a whole number from 0 to 20") for name in ("logprobs", "prompt_logprobs")
+      for x in (-1, 21, True, 2.0)],
+    *[(name, x, "True or False") for name in ("ignore_eos", "include_stop_str_in_output") for x in (1, None)],
+    *[("stop", x, "non-empty strings") for x in ("end", ("a", ""), (1,), None)],
+    *[("stop_token_ids", x, "token ids") for x in ((True,), (-1,), ("a",), 5)],
+    *[("logit_bias", x, "a bias for token ids") for x in ({-1: 1.0}, {"1": 1.0}, {True: 1.0}, [(1, 1.0)])],
+]
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), REFUSED, ids=[f"{n}={v!r}" for n, v, _ in REFUSED])
+def test_parameters_that_are_none(name: str, value: Any, expected: str):
+    with pytest.raises(RequestError) as caught: SamplingParams(**{name: value})
+    error = caught.value
+    assert (error.found, error.expected, error.fix) == (f"{name} is {value!r}", expected, f"change {name}")
+
+
+@pytest.mark.parametrize("bias", [100.1, -101, NAN, INF, True, "1", None])
+def test_a_bias_out_of_range(bias: Any):
+    with pytest.raises(RequestError) as caught: SamplingParams(logit_bias={7: bias})
+    assert caught.value.found == f"logit_bias of token 7 is {bias!r}"
+    assert caught.value.expected == "a number in [-100, 100]"
+
+
+def test_more_biases_than_there_may_be():
+    assert SamplingParams(logit_bias=dict.fromkeys(range(300), 1.0)).filters.bias
+    with pytest.raises(RequestError, match="logit_bias has 301 entries") as caught:
+        SamplingParams(logit_bias=dict.fromkeys(range(301), 1.0))
+    assert caught.value.expected == "at most 300"
+
+
+def test_a_bias_of_no_token():
+    params = SamplingParams(logit_bias={99: 1.0, 100: 1.0})
+    params.require_vocabulary(101)
+    with pytest.raises(RequestError, match="token id 100, which is not in the vocabulary") as caught:
+        params.require_vocabulary(100)
+    assert caught.value.expected == "0 to 99"
 
 
 @pytest.mark.parametrize("name", ["int8", "BF16", "float64", ""])

@@ -152,7 +152,7 @@ def penalised(x: Tensor, counts: Tensor, number: Callable[[Number], Tensor]) -> 
 def unpacked(masks: Tensor, size: int) -> Tensor:
     """bool [R, size] of packed masks uint32 [R, ⌈size / 32⌉]."""
     R, words = masks.shape
-    bits = masks.reshape(R, words, 1) >> Tensor.arange(32, dtype=dtypes.uint32, device=masks.device)
+    bits = masks.reshape(R, words, 1) >> Tensor.arange(32, dtype=dtypes.uint32)
     return ((bits & 1) != 0).reshape(R, 32 * int(words))[:, :size]
 
 
