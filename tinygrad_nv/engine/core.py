@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tinygrad_nv import config as settings
-from tinygrad_nv.engine.batch import GROUP, Batch, Logprobs, Sampled
+from tinygrad_nv.engine.batch import GROUP, Batch, Logprobs, Sampled, Work
 from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.masks import Masks
 from tinygrad_nv.engine.outputs import Chosen
 from tinygrad_nv.engine.request import Proposer, Request, Seq, check, sequences
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.scheduler import Part, Scheduler, Short, Step, catch_up
+from tinygrad_nv.engine.scheduler import Scheduler, Short, Step, catch_up
 from tinygrad_nv.errors import ConfigError, EngineError, ModelError, NVError, QueueFull, RequestError
 from tinygrad_nv.kvcache.pool import PagePool
 from tinygrad_nv.kvcache.table import Table
@@ -183,22 +183,24 @@ class EngineCore:
         """Waits for a step, and hands its tokens to their sequences."""
         try: sampled = flight.sampled.result()
         except Exception as error: return self._fail(flight.step, error)
-        tokens, at = sampled.tokens.tolist(), 0
-        assert len(tokens) == flight.step.batch.samples
-        for part in flight.step.parts:
-            if not part.seq.finished: self._part(part, tokens, at, sampled.logprobs)
-            at += part.chosen
-
-    def _part(self, part: Part, tokens: list[int], at: int, told: dict[int, Logprobs]) -> None:
-        seq, written = part.seq, part.start + part.rows
-        if part.draft: return self._verified(part, tokens, at, told)
-        # others find a page when it is full, so decodes tell the table page by page
-        if part.rows > 1 or written - seq.computed >= self.pool.page_size: catch_up(seq, written)
-        if not part.chosen: return
-        seq.unknown -= 1
-        if not seq.forking: return self._take(seq, tokens[at], told.get(at))
-        for number, each in enumerate(self._fork(seq, written), at):
-            self._take(each, tokens[number], told.get(number))
+        tokens, told, at = sampled.tokens.tolist(), sampled.logprobs, 0
+        step, size = flight.step, self.pool.page_size
+        for seq, work in zip(step.seqs, step.batch.works, strict=True):
+            first, at = at, at + len(work.samples)
+            if seq.finished: continue
+            rows, written = len(work.tokens) or 1, work.start + (len(work.tokens) or 1)
+            if seq in step.drafted:
+                self._verified(seq, work, tokens[first:at], first, told)
+                continue
+            # others find a page when it is full, so decodes tell the table page by page
+            if rows > 1 or written - seq.computed >= size: catch_up(seq, written)
+            if first == at: continue
+            seq.unknown -= 1
+            if not seq.forking: self._take(seq, tokens[first], told.get(first) if told else None)
+            else:
+                for number, branch in enumerate(self._fork(seq, written), first):
+                    self._take(branch, tokens[number], told.get(number))
+        assert at == len(tokens), f"{len(tokens)} tokens for {at} samples"
 
     def _fork(self, seq: Seq, written: int) -> list[Seq]:
         """A sequence whose prompt is computed, and its branches, which run from now on."""
@@ -212,19 +214,20 @@ class EngineCore:
             self.scheduler.run(each)
         return [seq, *branches]
 
-    def _verified(self, part: Part, tokens: list[int], at: int, told: dict[int, Logprobs]) -> None:
+    def _verified(self, seq: Seq, work: Work, tokens: list[int], at: int,
+                  told: dict[int, Logprobs]) -> None:
         """Takes what a draft has right, and the token chosen after that."""
-        seq, draft, right = part.seq, part.draft, 0
+        draft, right = work.tokens[1:], 0
         seq.unknown -= 1
         self._drafted += len(draft)
         while True:
-            token = tokens[at + right]
+            token = tokens[right]
             self._take(seq, token, told.get(at + right))
             if seq.finished or right == len(draft) or draft[right] != token: break
             right += 1
         self._accepted += right
         if seq.finished: return
-        seq.scheduled = part.start + 1 + right
+        seq.scheduled = work.start + 1 + right
         catch_up(seq, seq.scheduled)
         assert seq.table is not None
         seq.table.truncate(seq.scheduled)
@@ -276,9 +279,9 @@ class EngineCore:
             f"a step of the engine failed: {type(error).__name__}: {error}", "steps that end",
             "ask again; if it happens again, ask for less at a time (--max-num-seqs, "
             "--max-num-batched-tokens)")
-        for part in step.parts:
-            if part.seq.finished: continue
-            for each in (part.seq, *part.seq.branches): self._broken(each, words)
+        for seq in step.seqs:
+            if seq.finished: continue
+            for each in (seq, *seq.branches): self._broken(each, words)
         self.pool.recover(step.number, self._tables())
         for seq in self.scheduler.running: self.scheduler.restart(seq)
 

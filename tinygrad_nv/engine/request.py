@@ -87,6 +87,7 @@ class Seq:
     ends: frozenset[int]
     ends_at: int
     matcher: Matcher | None = None
+    logprobs: int | None = None
     hosted: bool = False                # its next step needs what this one chose
     drafted: bool = False               # its next tokens may be guessed
     branches: list[Seq] = field(default_factory=list)
@@ -154,7 +155,7 @@ def sequences(request: Request, config: EngineConfig, max_len: int, order: int) 
     drafted = config.speculation > 0 and not request.matchers and not params.filters.penalty
     made = [Seq(request, index, (level, order, index), (seed + index) % (1 << 64), list(request.prompt),
                 limit, ends, length + params.min_tokens,
-                request.matchers[index] if request.matchers else None,
+                request.matchers[index] if request.matchers else None, params.logprobs,
                 bool(request.matchers) or drafted, drafted)
             for index in range(params.n)]
     made[0].branches = made[1:]

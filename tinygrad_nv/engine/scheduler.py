@@ -24,7 +24,7 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import Any
 
 from tinygrad_nv.engine.batch import GROUP, Batch, Sample, Work
 from tinygrad_nv.engine.engine_config import EngineConfig
@@ -32,6 +32,8 @@ from tinygrad_nv.engine.masks import Masks
 from tinygrad_nv.engine.request import Asked, Proposer, Seq, computed_rows, padded
 from tinygrad_nv.kvcache.pool import PagePool
 
+# a named tuple's own constructor takes twice the time
+new: Any = tuple.__new__
 RETRY = 16      # steps after which pages are asked for again, although not so many came back as lacked
 
 
@@ -39,23 +41,15 @@ class Short(Exception):
     """There are too few pages, and steps that were launched are not looked at."""
 
 
-class Part(NamedTuple):
-    """A sequence's part of a step: rows from place `start` on, the last of which are `draft`; `chosen`
-    tokens come back."""
-    seq: Seq
-    start: int
-    rows: int
-    chosen: int
-    draft: Sequence[int] = ()
-
-
 @dataclass
 class Step:
-    """A batch with the sequences that it is for. Before it, the slots of `begun` are to be set, then those of
-    the branches of `forked`. `hosted`: the next one cannot be scheduled before this one is looked at. The
-    pool calls the batch `number`."""
+    """A batch with the sequences that its works are for, and those of them whose rows but the first are
+    `drafted`. Before it, the slots of `begun` are to be set, then those of the branches of `forked`.
+    `hosted`: the next one cannot be scheduled before this one is looked at. The pool calls the batch
+    `number`."""
     batch: Batch
-    parts: list[Part]
+    seqs: list[Seq]
+    drafted: frozenset[Seq]
     begun: list[Seq]
     forked: list[Seq]
     hosted: bool
@@ -265,35 +259,41 @@ class Scheduler:
 
     def _step(self, plan: Plan) -> Step:
         works: list[Work] = []
-        parts: list[Part] = []
         forked: list[Seq] = []
-        hosted = False
+        hosted, drafts = False, plan.drafts
         for seq, rows in plan.rows.items():
-            start, known, slot = seq.scheduled, len(seq.tokens), seq.slot
-            end, tokens, draft = start + rows, seq.tokens[start:start + rows], plan.drafts.get(seq, ())
+            start, tokens = seq.scheduled, seq.tokens
+            seq.scheduled = end = start + rows
+            known = len(tokens)
+            # what most are: a token that the host does not know, and whatever follows
+            if start == known: part: Sequence[int] = ()
+            else: part = tokens[start:end] if seq not in drafts else [*tokens[start:], *drafts[seq]]
             samples: tuple[Sample, ...] = ()
-            if draft:
-                tokens = [*tokens, *draft]
-                samples = tuple(self._sample(seq, i, start + i + 1) for i in range(rows))
-            elif end >= known:
-                if seq.branches:
-                    samples = tuple(self._sample(each, rows - 1, end) for each in (seq, *seq.branches))
-                    forked.append(seq)
-                    seq.forking = True
-                else: samples = (self._sample(seq, rows - 1, end),)
-            if samples:
+            if end >= known:
+                samples = self._samples(seq, start, rows, drafts)
                 seq.unknown += 1
-                hosted = hosted or seq.hosted
-            seq.scheduled = end
-            works.append(Work(slot, start, tokens, seq.pages, samples))
-            parts.append(Part(seq, start, rows, len(samples), draft))
+                if seq.hosted: hosted = True
+                if seq.forking: forked.append(seq)
+            works.append(new(Work, (seq.slot, start, part, seq.pages, samples)))
         begun, self._begun = self._begun, []
         number = self.pool.batch
-        return Step(Batch(tuple(works), self.pool.take_moves()), parts, begun, forked, hosted, number)
+        return Step(Batch(tuple(works), self.pool.take_moves()), list(plan.rows), frozenset(drafts), begun,
+                    forked, hosted, number)
+
+    def _samples(self, seq: Seq, start: int, rows: int,
+                 drafts: dict[Seq, Sequence[int]]) -> tuple[Sample, ...]:
+        """What is chosen by a work that has the last known token: the next one, after each row of a draft,
+        or for each branch."""
+        end = start + rows
+        if drafts and seq in drafts:
+            return tuple(self._sample(seq, row, start + row + 1) for row in range(rows))
+        if not seq.branches: return (self._sample(seq, rows - 1, end),)
+        seq.forking = True
+        return tuple(self._sample(each, rows - 1, end) for each in (seq, *seq.branches))
 
     def _sample(self, seq: Seq, row: int, place: int) -> Sample:
         mask = self.masks.of(seq, place) if seq.matcher is not None or place < seq.ends_at else None
-        return Sample(row, seq.slot, place, mask, seq.request.params.logprobs)
+        return new(Sample, (row, seq.slot, place, mask, seq.logprobs))
 
 
 def chunk(left: int, budget: int) -> int:
@@ -306,7 +306,8 @@ def catch_up(seq: Seq, written: int) -> None:
     table = seq.table
     assert table is not None
     if table.computed >= written: return
-    held = table.pruned
+    pool, holes = table.pool, table.pruned
     table.advance(seq.tokens[table.computed:written])
     seq.computed = written
-    if held != table.pruned: seq.shown(table.pool.page_size)
+    if pool.window is not None: table.prune(written - pool.window + 1)
+    if holes != table.pruned: seq.shown(pool.page_size)
