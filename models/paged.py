@@ -61,9 +61,9 @@ class PagedPlace:
         queries, first = [], 0
         for part in self.parts:
             mine = [x[0, first:first + part.total].reshape(-1, part.rows, *x.shape[2:]) for x in (q, k, v)]
-            keys, values, rotated = kv_append(keys, values, mine[1], mine[2], part.table, part.lengths,
-                                              cos=cos, sin=sin, q=mine[0], rounded=True, k_scale=pages.k_scale,
-                                              v_scale=pages.v_scale)
+            keys, values, rotated = kv_append(
+                keys, values, mine[1], mine[2], part.table, part.lengths, cos=cos, sin=sin, q=mine[0],
+                k_scale=pages.k_scale, v_scale=pages.v_scale, rounded=True)
             queries.append(rotated)
             first += part.total
         out = []

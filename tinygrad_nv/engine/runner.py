@@ -25,7 +25,7 @@ from tinygrad_nv.engine.batch import GROUP, Batch, Sampled
 from tinygrad_nv.engine.fit import ACTIVATIONS, WEIGHTS
 from tinygrad_nv.engine.runner_inputs import SAMPLER, STEPS, Field, Inbox, Layout, Shape, Tables, write
 from tinygrad_nv.engine.runner_outputs import Outbox
-from tinygrad_nv.engine.runner_pages import PageStore
+from tinygrad_nv.engine.runner_pages import PageStore, calibrated, stored_dtype
 from tinygrad_nv.engine.sampler import Slots, counted, next_tokens
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
 from tinygrad_nv.errors import RequestError
@@ -42,7 +42,8 @@ class Runner:
     `max_len` tokens, and `max_batched_tokens` rows of a step besides one for each sequence."""
 
     def __init__(self, model: Llama, *, pages: int, page_size: int = 16, max_seqs: int = 64,
-                 max_len: int | None = None, max_batched_tokens: int = 512, host_pages: int = 0) -> None:
+                 max_len: int | None = None, max_batched_tokens: int = 512, kv_dtype: str = "auto",
+                 host_pages: int = 0) -> None:
         self.model, self.page_size, self.max_seqs = model, page_size, max_seqs
         self.device = Device.canonicalize(model.device)
         self.max_len = model.config.max_positions if max_len is None else max_len
@@ -51,9 +52,15 @@ class Runner:
         if model.positions < self.entries * page_size:
             model.positions = self.entries * page_size
             vars(model).pop("rope_tables", None)
-        self.store = PageStore(model.config, self.device, model.dtype, pages, page_size, host_pages)
+        if pages < self.entries:
+            raise RequestError(f"a KV cache of {pages} pages of {page_size} tokens",
+                               f"{self.entries} at least: a context of {self.max_len} tokens",
+                               "give the cache more memory, or lower --max-model-len")
         # made here: inside a captured step they would be computed at every replay
         with labelled(WEIGHTS): _ = model.rope_tables
+        dtype = stored_dtype(kv_dtype, model.dtype)
+        self.store = PageStore(model.config, self.device, dtype, pages, page_size, host_pages)
+        if dtype == dtypes.int8: self.store.scale(calibrated(model, self.device, page_size))
         self.tables = Tables(max_seqs, self.entries)
         self.most = self._most(max_batched_tokens)
         self.inbox = Inbox(self.device, Layout(self.most, self.entries).words)

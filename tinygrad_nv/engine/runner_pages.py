@@ -4,23 +4,49 @@ Protocol: `PageStore` owns the tensors of every layer, [P, page_size, H_kv, D] o
 host's pages for those that are away. `move` puts copies of whole pages, all layers, into the order of the
 device's work, before what is launched next; on a device with a driver it does not wait for them, and the
 host's pages are page-locked. On a CPU pages are copied at once.
+
+Numbers are stored as the model has them, or in what `KINDS` has: 8 bits take scales, the same for all pages
+of a layer's head. Those of fp8 are 1, as in vLLM: e4m3 holds 448, and attention's keys and values are far
+smaller. int8 has no such range: `calibrated` looks at what some tokens give.
 """
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 import numpy as np
-from tinygrad import Device, Tensor
+from tinygrad import Device, Tensor, dtypes
 from tinygrad.dtype import DType
 
-from tinygrad_nv.engine.batch import Move, Where
+from tinygrad_nv.engine.batch import GROUP, Move, Where
 from tinygrad_nv.engine.fit import CACHE
+from tinygrad_nv.errors import RequestError
 from tinygrad_nv.models.config import ModelConfig
-from tinygrad_nv.models.paged import PagedCache, Pages
+from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.paged import PagedCache, PagedPlace, Pages, Part
+from tinygrad_nv.patterns.paged import FLOATS
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Copy, Download, HostMemory, Upload
-from tinygrad_nv.runtime.memory import allocate, host_bytes
+from tinygrad_nv.runtime.memory import allocate, host_bytes, write
 from tinygrad_nv.runtime.memory_pool import labelled
+from tinygrad_nv.tile.decode import BYTES
+from tinygrad_nv.tile.expression import short
+
+KINDS = {"float32": dtypes.float32, "bfloat16": dtypes.bfloat16, "float16": dtypes.float16,
+         "fp8": dtypes.fp8e4m3, "int8": dtypes.int8}
+SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp8_e4m3": "fp8"}
+
+
+def stored_dtype(name: str, model: DType) -> DType:
+    """The dtype of keys and values for "auto" (the model's) or one of `KINDS`, short forms included."""
+    if name == "auto": return model
+    if (found := KINDS.get(SHORT.get(name, name))) is None:
+        raise RequestError(f"unknown KV cache dtype {name!r}", f"auto, {', '.join(KINDS)}",
+                           "change --kv-cache-dtype")
+    # attention is computed in the dtype of keys and values
+    if found in FLOATS and found.itemsize > model.itemsize:
+        raise RequestError(f"a KV cache of {name} for a model of {short(model)}",
+                           "one that is not wider than the model", "use --kv-cache-dtype auto")
+    return found
 
 
 class PageStore:
@@ -31,7 +57,12 @@ class PageStore:
         self.device, self.pages, self.size, self.host_pages = device, pages, size, host_pages
         shape = (pages, size, config.num_kv_heads, config.head_dim)
         def made() -> Tensor: return Tensor.empty(*shape, dtype=dtype, device=device)
-        self.cache = PagedCache(tuple(Pages(made(), made()) for _ in range(config.num_layers)))
+        def scale() -> Tensor | None:
+            if dtype not in BYTES: return None
+            return Tensor.ones(pages, config.num_kv_heads, device=device).contiguous().realize()
+        with labelled(CACHE):
+            layers = [Pages(made(), made(), scale(), scale()) for _ in range(config.num_layers)]
+        self.cache = PagedCache(tuple(layers))
         self.tensors = [each for layer in self.cache.layers for each in (layer.keys, layer.values)]
         with labelled(CACHE):
             for tensor in self.tensors: allocate(tensor)
@@ -50,6 +81,14 @@ class PageStore:
                 memory = host_bytes(tensor)
                 assert memory is not None, f"{device} has no memory that the host can address"
                 self.views.append(np.frombuffer(memory, np.uint8).reshape(pages, self.page_bytes))
+
+    def scale(self, found: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Sets the scales of each layer's keys and values, by head."""
+        for layer, each in zip(self.cache.layers, found, strict=True):
+            for scales, numbers in zip((layer.k_scale, layer.v_scale), each, strict=True):
+                assert scales is not None, "floats have no scales"
+                rows = np.broadcast_to(numbers.astype(np.float32), scales.shape)
+                write(scales, 0, np.ascontiguousarray(rows).data.cast("B"))
 
     @property
     def stored_bytes(self) -> int:
@@ -88,3 +127,29 @@ class PageStore:
         """Gives page-locked memory back."""
         if self.host is not None: self.host.free()
         self.host = None
+
+
+SAMPLED = 256           # tokens that scales are found with
+HEADROOM = 1.25         # by which other tokens may exceed them
+
+
+def calibrated(model: Llama, device: str, size: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Scales of int8 for keys and values of each layer and key head: the largest number that `SAMPLED` tokens
+    give, taken at even distances from the whole vocabulary and in no order, times `HEADROOM`, is 127."""
+    held = min(SAMPLED, model.positions) // size
+    count = held * size // GROUP * GROUP
+    random = np.random.default_rng(0)
+    tokens = random.permutation(np.linspace(0, model.config.vocab_size - 1, count).astype(np.int32))
+    store = PageStore(model.config, device, model.dtype, held, size)
+    def given(x: np.ndarray) -> Tensor: return Tensor(x.astype(np.int32), device=device).realize()
+    groups = count // GROUP
+    table = given(np.broadcast_to(np.arange(held), (groups, held)))
+    part = Part(GROUP, table, given(np.arange(GROUP, count + 1, GROUP)))
+    place = PagedPlace((part,), model.rope_tables)
+    model.rows(given(tokens), place, store.cache, given(np.zeros(1))).realize()
+    def largest(pages: Tensor) -> np.ndarray:
+        rows = pages.float().reshape(held * size, -1, model.config.head_dim)[:count]
+        most: np.ndarray = rows.abs().max((0, 2)).numpy()
+        # a head of zeros alone, or of what is no number, has some scale
+        return np.where((most > 0) & np.isfinite(most), most * (HEADROOM / 127), 1.0)
+    return [(largest(layer.keys), largest(layer.values)) for layer in store.cache.layers]
