@@ -114,6 +114,9 @@ class AsyncEngine:
         stream = Stream(OutputProcessor(self.llm.tokenizer, request.prompt, request.params))
         self._streams[request.id], self._waiting = stream, self._waiting + 1
         try:
+            if request.params.structured is not None:   # it may take long to compile
+                matchers = await asyncio.to_thread(self.llm.matchers, request.params)
+                request = replace(request, matchers=matchers)
             self.llm.engine.submit(request, self._from_thread)
             while stream.deltas or not stream.processor.finished:
                 for delta in await stream.take(): yield delta

@@ -193,7 +193,7 @@ class EngineCore:
                 self._verified(seq, work, tokens[first:at], first, told)
                 continue
             # others find a page when it is full, so decodes tell the table page by page
-            if rows > 1 or written - seq.computed >= size: catch_up(seq, written)
+            if rows > 1 or not written % size: catch_up(seq, written)
             if first == at: continue
             seq.unknown -= 1
             if not seq.forking: self._take(seq, tokens[first], told.get(first) if told else None)
@@ -240,17 +240,17 @@ class EngineCore:
         tokens.append(token)
         self._generated += 1
         length = len(tokens)
-        reason, stop = None, None
+        reason, stop, complete = None, None, False
         if token in seq.ends and length > seq.ends_at:
             reason = "stop"
             stop = token if token in seq.request.params.stop_token_ids else None
         elif seq.matcher is not None:
             try: seq.matcher.accept(token)
             except NVError as error: return self._broken(seq, error)
-            if seq.matcher.finished: reason = "stop"
+            if seq.matcher.finished: reason, complete = "stop", True
         if reason is None and length >= seq.limit: reason = "length"
         self._out.append(Chosen(seq.request.id, seq.index, (token,), () if told is None else (told,), reason,
-                                stop, seq.cached))
+                                stop, seq.cached, None, complete))
         if reason is not None: self._end(seq)
 
     # **** ends ****

@@ -35,7 +35,7 @@ class OutputProcessor:
         """What became certain by `chosen`."""
         if (text := self.growing.get(chosen.index)) is None: return None
         reason, stop = chosen.finish_reason, chosen.stop_reason
-        shown, used = text.push(chosen.tokens, reason)
+        shown, used = text.push(chosen.tokens, reason, chosen.complete)
         if text.stops.found is not None: reason, stop = "stop", text.stops.found
         if reason is not None: del self.growing[chosen.index]
         tokens, logprobs = chosen.tokens[:used], chosen.logprobs[:used]
@@ -59,11 +59,12 @@ class Text:
         self.pieces, self.params, self.count = pieces, params, 0
         self.stops = StopStrings(params.stop, params.include_stop_str_in_output)
 
-    def push(self, tokens: Sequence[int], reason: str | None) -> tuple[str, int]:
+    def push(self, tokens: Sequence[int], reason: str | None, complete: bool = False) -> tuple[str, int]:
         """The text that became certain, and how many of `tokens` are in use: those behind a stop string are
-        not. `reason` is why the sequence ends with them, if it does."""
+        not. `reason` is why the sequence ends with them, if it does; without an end token if `complete`."""
         shown, used = "", 0
-        end_token = len(tokens) if reason == "stop" and not self.params.include_stop_str_in_output else 0
+        ended = reason == "stop" and not complete and not self.params.include_stop_str_in_output
+        end_token = len(tokens) if ended else 0
         for used, token in enumerate(tokens, 1):
             self.count += 1
             if used != end_token: shown += self._searched(self.pieces.push(token))
