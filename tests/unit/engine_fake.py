@@ -20,9 +20,12 @@ from typing import Any
 import numpy as np
 
 from tinygrad_nv.engine.batch import Batch, Logprobs, Move, Sample, Sampled, Where, Work
+from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.engine_config import EngineConfig
+from tinygrad_nv.engine.outputs import Chosen
 from tinygrad_nv.engine.request import Asked, Request, computed_rows
 from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.kvcache.pool import PagePool
 
 VOCAB, POISON = 37, -1
 BROKEN = 11         # a seed that makes logits not numbers
@@ -37,7 +40,7 @@ def contents(seen: Sequence[int], token: int) -> int:
 def choice(row: int, seed: int, place: int, history: Sequence[int] | None, allowed: Sequence[int]) -> int:
     """The token by a row's contents; `history` for those with penalties."""
     if seed == BROKEN: return VOCAB
-    return allowed[hash((row, seed, place, history and tuple(history))) % len(allowed)]
+    return allowed[hash((row, seed, place, tuple(history or ()))) % len(allowed)]
 
 
 class Rule:
@@ -248,3 +251,71 @@ def alone(request: Request, index: int, config: EngineConfig, max_len: int,
             rule.accept(token)
             if rule.finished: return answer, "stop"
         if len(answer) == params.max_tokens or len(tokens) == max_len: return answer, "length"
+
+
+@dataclass
+class Engine:
+    """A core over a fake device, driven step by step."""
+    pages: int = 64
+    page_size: int = 4
+    host_pages: int = 0
+    max_seqs: int = 4
+    max_batched_tokens: int = 32
+    late: bool = False
+    more: dict[str, Any] = field(default_factory=dict)
+    proposer: Guesser | None = None
+    fails: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.config = EngineConfig(**{"max_seqs": self.max_seqs, "max_len": 256, "eos": (EOS,),
+                                      "max_batched_tokens": self.max_batched_tokens, **self.more})
+        self.device = FakeDevice(self.pages, self.page_size, self.host_pages, self.max_seqs,
+                                 self.max_batched_tokens, self.config.window, self.late, self.fails)
+        self.pool = PagePool(self.pages, self.page_size, host_pages=self.host_pages,
+                             window=self.config.window)
+        self.core = EngineCore(self.device, self.pool, self.config, self.proposer)
+        self.chosen: list[Chosen] = []
+
+    def add(self, name: str, prompt: Sequence[int], priority: int = 0, arrival_s: float = 0.0,
+            **params: Any) -> Request:
+        """Asks for something; greedy matters are no matter here, so a seed is 0 and end tokens are none."""
+        asked = SamplingParams(**{"seed": 0, "ignore_eos": True, "max_tokens": 8, **params})
+        request = Request(name, list(prompt), asked, priority, arrival_s)
+        self.core.add(request)
+        return request
+
+    def step(self, times: int = 1) -> list[Chosen]:
+        """What so many steps tell."""
+        told = [chosen for _ in range(times) for chosen in self.core.step()]
+        self.pool.assert_conserved(self.core._tables())
+        self.chosen += told
+        return told
+
+    def end(self) -> Engine:
+        """Steps until nothing is left."""
+        while self.core.unfinished: self.step()
+        assert self.device.faults == []
+        assert self.pool.stats().in_use == self.pool.stats().host_in_use == 0
+        return self
+
+    def tokens(self, name: str, index: int = 0) -> list[int]:
+        """A sequence's so far."""
+        return [token for chosen in self.chosen if (chosen.request, chosen.index) == (name, index)
+                for token in chosen.tokens]
+
+    def last(self, name: str, index: int = 0) -> Chosen:
+        """What was told of a sequence last."""
+        return [chosen for chosen in self.chosen if (chosen.request, chosen.index) == (name, index)][-1]
+
+    @property
+    def running(self) -> list[str]:
+        """Requests that run, in their order."""
+        return [seq.request.id for seq in self.core.scheduler.running]
+
+    def rows(self, batch: int = -1) -> list[int]:
+        """Rows of each work of a batch."""
+        return [work.rows for work in self.device.launched[batch].works]
+
+    def alone(self, request: Request, index: int = 0) -> list[int]:
+        """The tokens that a request gets alone."""
+        return alone(request, index, self.config, self.core.max_len)[0]

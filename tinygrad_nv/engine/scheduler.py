@@ -60,6 +60,7 @@ class Step:
 class Plan:
     """A step in the making."""
     budget: int
+    single: bool = False        # decodes leave less than a group
     rows: dict[Seq, int] = field(default_factory=dict)
     drafts: dict[Seq, Sequence[int]] = field(default_factory=dict)
 
@@ -67,6 +68,12 @@ class Plan:
         """The sequence computes so many."""
         self.rows[seq] = rows
         self.budget -= computed_rows(rows)
+
+    def chunk(self, left: int) -> int:
+        """How many of `left` tokens may be computed: whole groups, but for the last; one, if decodes leave no
+        more; 0 if others have them."""
+        if left == 1 or self.single: return min(1, self.budget)
+        return min(left, self.budget // GROUP * GROUP)
 
     def drop(self, seq: Seq) -> None:
         """It does not."""
@@ -154,7 +161,6 @@ class Scheduler:
         """The next step, or None. Raises `Short`."""
         plan, before = Plan(self.config.max_batched_tokens), self.preempted
         for seq in self._decodes(plan, settled):
-            if plan.budget <= 0: break
             if not seq.waiting: self._chunk(plan, seq, settled)
         # whoever has just lost pages would take them back
         if before == self.preempted: self._admit(plan)
@@ -171,6 +177,7 @@ class Scheduler:
             if known - at > 1: chunked.append(seq)
             elif at < seq.covered or self._room(plan, seq, at + 1, settled): rows[seq] = 1
         plan.budget -= len(rows)
+        plan.single = plan.budget < GROUP
         return chunked
 
     def _room(self, plan: Plan, seq: Seq, end: int, settled: bool) -> bool:
@@ -184,13 +191,13 @@ class Scheduler:
         return True
 
     def _chunk(self, plan: Plan, seq: Seq, settled: bool) -> None:
-        rows = chunk(len(seq.tokens) - seq.scheduled, plan.budget)
-        if self._room(plan, seq, padded(seq.scheduled, rows), settled): plan.put(seq, rows)
+        rows = plan.chunk(len(seq.tokens) - seq.scheduled)
+        if rows and self._room(plan, seq, padded(seq.scheduled, rows), settled): plan.put(seq, rows)
 
     # **** who begins ****
 
     def _admit(self, plan: Plan) -> None:
-        while plan.budget > 0 and (seq := self._first()) is not None and self._begin(seq, plan.budget):
+        while plan.budget and (seq := self._first()) is not None and self._begin(seq, plan):
             heappop(self._queue)
             self.waiting -= 1
             if seq.cached < 0:
@@ -199,15 +206,16 @@ class Scheduler:
             for each in (seq, *seq.branches): each.slot = self._slots.pop()
             self._begun.append(seq)
             self.run(seq)
-            plan.put(seq, chunk(len(seq.tokens) - seq.scheduled, plan.budget))
+            plan.put(seq, plan.chunk(len(seq.tokens) - seq.scheduled))
 
     def _first(self) -> Seq | None:
         while self._queue and (self._queue[0][1].finished or not self._queue[0][1].waiting):
             heappop(self._queue)
         return self._queue[0][1] if self._queue else None
 
-    def _begin(self, seq: Seq, budget: int) -> bool:
+    def _begin(self, seq: Seq, plan: Plan) -> bool:
         """Slots and pages for a sequence that waits, or False."""
+        if plan.budget < GROUP and not plan.single: return False
         if len(self._slots) < 1 + len(seq.branches): return False
         lacking = self._lacking
         if self.running and self._retry and lacking is not None and lacking[0] is seq:
@@ -215,12 +223,14 @@ class Scheduler:
             if self.pool.available < lacking[1]: return False
         pool, spare = self.pool, len(self.running) + len(seq.branches) if self.running else 0
         if seq.table is None: seq.table = pool.open(seq.tokens, seq.request.salt)
-        elif not seq.table.away: seq.table.share(seq.tokens)
+        elif not seq.table.away:
+            # after a step that failed, nothing but what a window left behind may be there
+            if not seq.table.pages: seq.table.share(seq.tokens)
         elif len(seq.table.host_pages) + 1 + spare > pool.available or not seq.table.restore():
             return self._later(seq, len(seq.table.host_pages) + 1 + spare - pool.available)
         left = len(seq.tokens) - seq.table.computed
         # pages of a sliding window come back while a prompt is computed
-        rows = left if self.config.window is None else chunk(left, budget)
+        rows = left if self.config.window is None else plan.chunk(left)
         end = padded(seq.table.computed, rows)
         if (short := seq.table.missing(end) + spare - pool.available) > 0:
             seq.table.release()
@@ -294,11 +304,6 @@ class Scheduler:
     def _sample(self, seq: Seq, row: int, place: int) -> Sample:
         mask = self.masks.of(seq, place) if seq.matcher is not None or place < seq.ends_at else None
         return new(Sample, (row, seq.slot, place, mask, seq.logprobs))
-
-
-def chunk(left: int, budget: int) -> int:
-    """How many of `left` tokens a budget of rows lets compute: whole groups, but for the last."""
-    return 1 if budget < GROUP else min(left, budget // GROUP * GROUP)
 
 
 def catch_up(seq: Seq, written: int) -> None:

@@ -1,0 +1,125 @@
+"""Requests that can never run, engines that cannot be, and steps that fail: in words."""
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+
+from tinygrad_nv.engine.batch import Batch, Sampled
+from tinygrad_nv.engine.core import EngineCore
+from tinygrad_nv.engine.engine_config import EngineConfig
+from tinygrad_nv.engine.request import Request
+from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.errors import ConfigError, NVError, QueueFull, RequestError
+from tinygrad_nv.kvcache.pool import PagePool
+
+
+class Device:
+    """Chooses token 0, or fails."""
+    vocab_size, max_seqs = 100, 4
+
+    def __init__(self, error: Exception | None = None) -> None: self.error = error
+
+    def launch(self, batch: Batch) -> Future[Sampled]:
+        if self.error is not None: raise self.error
+        raise AssertionError("nothing is launched here")
+
+    def begin(self, *_) -> None: pass
+
+
+def engine(pages: int = 64, **config) -> EngineCore:
+    """One that runs nothing."""
+    return EngineCore(Device(), PagePool(pages, 4), EngineConfig(**{"max_seqs": 4, "max_len": 64, **config}))
+
+
+def refused(core: EngineCore, words: str, prompt=(1, 2), priority: int = 0, kind=RequestError,
+            **params) -> NVError:
+    """The error of a request."""
+    with pytest.raises(kind, match=words) as caught:
+        core.add(Request("a", list(prompt), SamplingParams(**params), priority))
+    assert not core.unfinished
+    return caught.value
+
+
+def test_prompts():
+    assert refused(engine(), "the prompt has no tokens", ()).expected == "at least one token id"
+    error = refused(engine(), "token id 100 is not in the vocabulary", (1, 100))
+    assert (error.expected, error.fix) == ("0 to 99", "use ids of this model's tokenizer")
+    refused(engine(), "token id -1 is not in the vocabulary", (-1,))
+
+
+def test_a_prompt_longer_than_the_context():
+    error = refused(engine(), "the prompt has 64 tokens, the context holds 64", [1] * 64)
+    assert error.expected == "at most 63, so that one can be added"
+
+
+def test_a_prompt_longer_than_all_pages():
+    # 8 pages of 4 tokens, 7 of which may only fill a group up
+    error = refused(engine(8), "the prompt has 25 tokens, the cache of keys and values holds 25", [1] * 25)
+    assert "give the cache more memory" in error.fix
+    core = engine(8)
+    core.add(Request("a", [1] * 24, SamplingParams()))
+    assert core.unfinished
+
+
+def test_more_answers_than_run_at_a_time():
+    error = refused(engine(), "n is 5, and 4 sequences run at a time", n=5)
+    assert error.expected == "1 to 4"
+
+
+def test_priorities():
+    error = refused(engine(), "priority is 1001", priority=1001)
+    assert error.expected == "-1000 to 1000, smaller first"
+
+
+def test_an_id_twice():
+    core = engine()
+    core.add(Request("a", [1], SamplingParams()))
+    with pytest.raises(RequestError, match="request 'a' is running"):
+        core.add(Request("a", [1], SamplingParams()))
+
+
+def test_a_full_queue():
+    core = engine(queue_limit=1)
+    core.add(Request("first", [1], SamplingParams()))
+    with pytest.raises(QueueFull, match="1 requests wait") as caught:
+        core.add(Request("second", [1], SamplingParams()))
+    assert caught.value.expected == "at most 1"
+
+
+@pytest.mark.parametrize(("config", "words", "expected"), [
+    ({"max_seqs": 0}, "max_seqs is 0", "at least 1"),
+    ({"max_batched_tokens": 7}, "max_batched_tokens is 7", "a group of 8"),
+    ({"max_batched_tokens": 3, "max_seqs": 4}, "max_batched_tokens is 3", "max_seqs = 4"),
+    ({"max_len": 1}, "max_len is 1", "a token of a prompt and one chosen"),
+    ({"queue_limit": 0}, "queue_limit is 0", "at least 1"),
+    ({"ageing_s": 0.0}, "ageing_s is 0.0", "a number > 0"),
+    ({"ageing_s": float("nan")}, "ageing_s is nan", "a number > 0"),
+    ({"window": 0}, "window is 0", "or None"),
+    ({"offload_cost": -1.0}, "offload_cost is -1.0", "≥ 0"),
+    ({"speculation": 65}, "speculation is 65", "0 to 64"),
+    ({"max_seqs": 5}, "max_seqs is 5", "at most 4: the device has no more slots"),
+])
+def test_engines(config, words, expected):
+    with pytest.raises(ConfigError, match=words) as caught: engine(**config)
+    assert expected in caught.value.expected
+
+
+def test_a_pool_for_nobody():
+    with pytest.raises(ConfigError, match="a pool of 8 tokens") as caught: engine(2)
+    assert caught.value.expected == "at least 9"
+
+
+def test_a_step_that_raises():
+    core = engine()
+    core.device = Device(MemoryError("no memory"))
+    core.add(Request("a", [1], SamplingParams()))
+    chosen = [each for _ in range(3) for each in core.step()]
+    assert [(each.request, each.finish_reason) for each in chosen] == [("a", "error")]
+    assert "a step of the engine failed: MemoryError: no memory" in str(chosen[0].error)
+    core.device = Device(RequestError("the driver's own words"))
+    core.add(Request("b", [1], SamplingParams()))
+    chosen = [each for _ in range(3) for each in core.step()]
+    assert chosen[0].error is core.device.error     # an error of ours is told as it is
+    assert not core.unfinished
+    core.pool.assert_conserved([])
