@@ -45,7 +45,7 @@ def test_a_graph_takes_changed_inputs():
         near(jit(Tensor(x).realize(), Tensor(y).realize()), wanted_of_three(x, y), 1e-5)
     (graph,) = graphs(jit)
     assert graph.executable.launches == 4  # the second call captures and replays
-    assert len(graph.works) >= 4
+    assert len(graph.works) >= 3
 
 
 def test_independent_kernels_of_a_graph_have_no_edges():

@@ -111,6 +111,23 @@ def test_products_and_attention_keep_what_is_theirs(hopper: NVDevice):
     assert "norm" not in templates(q.scaled_dot_product_attention(q, q))
 
 
+def test_silu_mul_standing_alone_is_one_kernel(gpu: NVDevice):
+    """Of a product that others use too, as in training, and its gradients."""
+    both = of(np.random.default_rng(1).standard_normal((6, 2 * 72)).astype(np.float32), gpu)
+    grad = of(X.reshape(-1)[:6 * 72].reshape(6, 72), gpu)
+
+    def made(x: Tensor) -> list[Tensor]:
+        gate, up = (half.contiguous() for half in x.chunk(2, dim=-1))
+        out = gate.silu() * up
+        return [out.contiguous(), *(each.contiguous() for each in out.gradient(gate, up, gradient=grad))]
+    assert templates(*made(both)).count("elements") == 3
+    ours = [each.numpy() for each in made(both)]
+    with disabled(): theirs = [each.numpy() for each in made(both)]
+    for a, b in zip(ours, theirs, strict=True): np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6)
+    assert "elements" not in templates((both * 2).contiguous())
+    gpu.synchronize()
+
+
 # **** a decode step ****
 
 STEP = ["norm", "product", "kv_append", "attention", "product", "norm", "product", "product"]

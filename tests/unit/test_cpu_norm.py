@@ -184,7 +184,7 @@ def test_symbolic_rows_are_found():
         np.testing.assert_array_equal(llama(x[:length], w).contiguous()[:rows].numpy()[:rows], wanted)
 
 
-def templates(y: Tensor) -> list[str | None]: return [k.template for k in explain(y).kernels]
+def templates(*y: Tensor) -> list[str | None]: return [k.template for k in explain(*y).kernels]
 
 
 def test_what_is_not_along_a_row_stays_tinygrads(monkeypatch: pytest.MonkeyPatch):
@@ -203,3 +203,49 @@ def test_what_is_stored_between_is_read_from_there():
     lowering = explain(llama(h, w), h)
     assert sorted(k.template or "-" for k in lowering.kernels) == ["-", "norm"]
     np.testing.assert_allclose(llama(h, w).numpy(), llama(of(X[0] * 3), w).numpy(), rtol=2e-6)
+
+
+# **** elements ****
+
+def gated(x: Tensor, act: Callable[[Tensor], Tensor] = Tensor.silu) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return (act(gate) * up).contiguous()
+
+
+WIDE = np.random.default_rng(5).standard_normal((6, 2 * 70)).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", [F32, dtypes.bfloat16], ids=str)
+@pytest.mark.parametrize("act", [Tensor.silu, Tensor.gelu, lambda x: 0.5 * x * (1 + (x * 0.5 ** 0.5).erf())])
+def test_silu_mul_standing_alone_is_one_kernel(dtype: Any, act: Callable[[Tensor], Tensor]):
+    x = of(WIDE, dtype)
+    assert templates(gated(x, act)) == ["elements"]
+    ours = gated(x, act).float().numpy()
+    with disabled(): theirs = gated(x, act).float().numpy()
+    # of bfloat16 each step is rounded, where 2^x differs in the last bit perhaps to another side; 1 + tanh of
+    # large negative numbers is all rounding
+    rtol, atol = (4e-6, 1e-6) if dtype == F32 else (3e-2, 8e-3)
+    np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=atol)
+
+
+def test_gradients_of_a_gate_are_elements():
+    gate, up = (of(WIDE[:, i:i + 70]) for i in (0, 70))
+    made = (gate.contiguous_backward().silu() * up.contiguous_backward()).gradient(
+        gate, up, gradient=of(WIDE[:, :70]))
+    assert templates(*made) == ["elements"] * 2
+    ours = [each.numpy() for each in made]
+    g, u = (torch.tensor(each.numpy(), requires_grad=True) for each in (gate, up))
+    (torch.nn.functional.silu(g) * u).backward(torch.tensor(WIDE[:, :70].copy()))
+    for a, b in zip(ours, (g, u), strict=True): np.testing.assert_allclose(a, b.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_elements_that_stay_where_they_were(monkeypatch: pytest.MonkeyPatch):
+    """Without exponentials, of short rows, with a reduction along something else, and a product's own."""
+    x, w = of(WIDE), of(np.zeros((140, 140), np.float32))
+    for y in ((x * 2 + 1).contiguous(), x[:, :40].silu().contiguous(), (x.silu() * x.sum(0)).contiguous()):
+        assert "elements" not in templates(y)
+    assert "elements" not in templates(gated(x @ w))
+    assert "elements" not in templates((x + (x @ w)).softmax(-1))
+    assert templates(gated(x)) == ["elements"]
+    monkeypatch.setenv("NV_NORM", "0")
+    assert "elements" not in templates(gated(x))
