@@ -74,6 +74,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     gc.unfreeze()
 
 
+@pytest.fixture(scope="module")
+def frozen() -> None:
+    """What tests before have left stays until the end, too: for modules that ask for many collections."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
     """`tinygrad-nv` with these arguments, in this process; `stdin` is what it can read."""

@@ -13,6 +13,8 @@ from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Fill
 from tinygrad_nv.runtime.emulated_graph import EmulatedExecutable
 
+pytestmark = pytest.mark.usefixtures("frozen")
+
 
 @pytest.fixture(scope="module", params=["sm_80", "sm_90a"])
 def emulated(request: pytest.FixtureRequest) -> NVDevice:

@@ -18,6 +18,8 @@ from tinygrad_nv.graphs import GraphPool, Input
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Fill, Window
 
+pytestmark = pytest.mark.usefixtures("frozen")
+
 ROWS = {"x": Input((4,), dtypes.float32)}
 X = np.arange(12, dtype=np.float32).reshape(3, 4)
 

@@ -20,6 +20,8 @@ from tinygrad_nv.runtime.driver import HostMemory
 from tinygrad_nv.runtime.emulated import EmulatedDriver, EmulatedHostMemory
 from tinygrad_nv.runtime.emulated_graph import EmulatedExecutable, EmulatedGraph
 
+pytestmark = pytest.mark.usefixtures("frozen")
+
 NODE_BYTES = 1 << 10    # what a node of a graph takes on the device below
 WIDE = {"x": Input((), dtypes.int32)}
 

@@ -14,6 +14,8 @@ from on_emu import equal
 from tinygrad_nv import Device, Tensor, TinyJit, memory_report
 from tinygrad_nv.errors import OutOfMemoryError
 
+pytestmark = pytest.mark.usefixtures("frozen")
+
 X = np.arange(96, dtype=np.float32).reshape(8, 12) % 7
 FULL = "CUDA_ERROR_OUT_OF_MEMORY"
 

@@ -17,6 +17,8 @@ from tinygrad_nv.tile.dense import dense
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.templates import build
 
+pytestmark = pytest.mark.usefixtures("frozen")
+
 X = np.arange(96, dtype=np.float32).reshape(8, 12) % 7
 
 

@@ -11,6 +11,8 @@ from on_emu import emu  # noqa: F401
 from tinygrad_nv import LLM, Device, SamplingParams
 from tinygrad_nv.errors import OutOfMemoryError
 
+pytestmark = pytest.mark.usefixtures("frozen")
+
 PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
 

@@ -18,6 +18,8 @@ from tinygrad_nv.runtime.emulated import EmulatedDriver
 from tinygrad_nv.runtime.memory_pool import MemoryPool, labelled
 from tinygrad_nv.runtime.memory_report import Share, human
 
+pytestmark = pytest.mark.usefixtures("frozen")
+
 KiB = 1 << 10
 
 

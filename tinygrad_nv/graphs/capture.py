@@ -262,8 +262,11 @@ def _detach(inputs: Iterable[Tensor], results: Iterable[Tensor]) -> None:
     own = {id(tensor) for tensor in (*inputs, *results)}
     storage = {tensor.uop.base for tensor in inputs}
     def leaning() -> list[Tensor]:
-        return [tensor for _, tensor in _live() if id(tensor) not in own
-                and not storage.isdisjoint(_storage_of([tensor.uop]))]
+        others = [tensor for _, tensor in _live() if id(tensor) not in own]
+        over: set[UOp] = set()  # in one walk over all graphs, which thousands of Tensors may share
+        for u in UOp.sink(*(tensor.uop for tensor in others)).toposort():
+            if u in storage or not over.isdisjoint(u.src): over.add(u)
+        return [tensor for tensor in others if tensor.uop in over]
     if not leaning(): return
     gc.collect()  # what is only in cycles is not kept
     for tensor in leaning(): tensor.replace(tensor.clone().realize())
