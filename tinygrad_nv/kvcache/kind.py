@@ -1,0 +1,78 @@
+"""The type of a cache: names of its extents, and the dtype of keys and values.
+
+Protocol. `KVCache["B", "H", "S_max", "D", dtypes.bfloat16]` is a `CacheKind`, frozen and equal to any other
+of the same words: B requests at a time, H key heads, S_max tokens of a request at most, D elements of a head.
+Where a number stands in place of a name, the extent is that. Calling the kind makes a cache; every extent
+that has a name must be given by it, and a name that stands twice is one extent.
+
+    Cache = KVCache["B", 8, "S_max", 128, dtypes.int8]
+    cache = Cache(B=16, S_max=4096, layers=32, k_scale=…, v_scale=…)
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tinygrad.dtype import DType
+
+from tinygrad_nv.errors import SpecError
+from tinygrad_nv.patterns.paged import FLOATS
+from tinygrad_nv.tile.decode import BYTES
+from tinygrad_nv.tile.expression import short
+
+if TYPE_CHECKING:
+    from tinygrad_nv.kvcache.cache import KVCache
+
+EXTENTS = ("B", "H", "S_max", "D")
+MEANINGS = ("requests", "key heads", "tokens of a request", "elements of a head")
+WRITTEN = 'KVCache["B", "H", "S_max", "D", dtypes.bfloat16]'
+
+
+@dataclass(frozen=True)
+class CacheKind:
+    """A type of caches: what stands for B, H, S_max and D, a name or a number each, and the dtype."""
+    extents: tuple[str | int, ...]
+    dtype: DType
+
+    @staticmethod
+    def of(words: Any) -> CacheKind:
+        """What stands in the brackets. Raises `SpecError`."""
+        given = words if isinstance(words, tuple) else (words,)
+        if len(given) != 5:
+            raise SpecError(f"KVCache[…] of {len(given)} words", "four extents and a dtype", WRITTEN)
+        *extents, dtype = given
+        for meaning, one in zip(MEANINGS, extents, strict=True):
+            if isinstance(one, str) and one.isidentifier(): continue
+            if type(one) is not int or one < 1:
+                raise SpecError(f"KVCache[…] with {one!r} for its {meaning}",
+                                "a name, or a whole number, at least 1", WRITTEN)
+        if dtype not in (*FLOATS, *BYTES):
+            shown = short(dtype) if isinstance(dtype, DType) else repr(dtype)
+            raise SpecError(f"KVCache[…] of {shown}",
+                            f"one of {', '.join(map(short, (*FLOATS, *BYTES)))}", WRITTEN)
+        return CacheKind(tuple(extents), dtype)
+
+    def bound(self, given: dict[str, int]) -> tuple[int, int, int, int]:
+        """B, H, S_max and D, where the names stand for `given`. Raises `SpecError`."""
+        names = [one for one in self.extents if isinstance(one, str)]
+        for name in names:
+            if name in given: continue
+            meaning = MEANINGS[self.extents.index(name)]
+            raise SpecError(f"{self} without {name}", f"its number of {meaning}", f"give {name}=…")
+        for name, number in given.items():
+            if name not in names:
+                raise SpecError(f"{self} with {name}={number!r}",
+                                f"extents by their names: {', '.join(names)}")
+            if type(number) is not int or number < 1:
+                raise SpecError(f"{self} with {name}={number!r}", "a whole number, at least 1")
+        b, h, s_max, d = (given[one] if isinstance(one, str) else one for one in self.extents)
+        return b, h, s_max, d
+
+    def __call__(self, **given: Any) -> KVCache:
+        """A cache of this type: `KVCache.make`'s arguments, and extents by their names."""
+        from tinygrad_nv.kvcache.cache import OPTIONS, KVCache
+        options = {name: given.pop(name) for name in OPTIONS if name in given}
+        return KVCache(self, self.bound(given), **options)
+
+    def __str__(self) -> str:
+        return f"KVCache[{', '.join(repr(one) for one in self.extents)}, {short(self.dtype)}]"
