@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from sampler_case import Case, logits_of
+from selection_case import near_targets
 from tinygrad import Tensor, dtypes
 from tinygrad.helpers import Context
 
@@ -20,7 +21,7 @@ from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns.sampling import chosen, largest, tallied
 from tinygrad_nv.runtime.cpu_program import load
-from tinygrad_nv.tile.sampling import LANES, NUMBERS, ChoiceSpec, CountSpec, FilterSpec, Number
+from tinygrad_nv.tile.sampling import NUMBERS, ChoiceSpec, CountSpec, FilterSpec, Number
 
 LEVELS = [each for each in (isa.PORTABLE, isa.AVX2, isa.AVX512) if not isa.why_not(each.level)]
 RNG = np.random.default_rng
@@ -31,49 +32,14 @@ def on_the_cpu() -> Iterator[None]:
     with Context(DEV="CPU"): yield
 
 
-def ordered(x: np.ndarray) -> np.ndarray:
-    """float32 as uint32 in the same order."""
-    bits = x.view(np.uint32)
-    return np.where(bits >> 31 == 1, ~bits, bits | np.uint32(1 << 31))
-
-
-def mass(keys: np.ndarray, weights: np.ndarray, least: int) -> np.float32:
-    """Σ weights[keys ≥ least], in the order of the spec."""
-    rows = -(-len(keys) // LANES)
-    kept = np.pad(np.where(keys >= least, weights, np.float32(0)), (0, rows * LANES - len(keys)))
-    lanes = np.zeros(LANES, np.float32)
-    for row in kept.reshape(LANES, rows).T: lanes += row
-    total = np.float32(0)
-    for lane in lanes: total += lane
-    return total
-
-
-def selected(keys: np.ndarray, weights: np.ndarray, target: np.float32) -> int:
-    """The largest t of which the mass reaches the target, 0 if there is none; t is a key then."""
-    return max((int(key) for key in keys if mass(keys, weights, key) >= target), default=0)
-
-
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize("size", [5, 300])
 def test_a_filter_is_exact_where_a_sum_is_nearly_the_target(level: isa.ISA, size: int):
-    x = RNG(size).standard_normal(size).astype(np.float32)
-    x[:3] = x[3]
-    x[size // 3:size // 2] = -np.inf
-    x[4] = -0.0
-    keys = ordered(x)
-    weights = RNG(1).random(size).astype(np.float32)
-    weights[size // 2:] *= RNG(2).integers(0, 2, size - size // 2)
     for alike in (False, True):
-        given = np.ones(size, np.float32) if alike else weights
-        near = [mass(keys, given, key) for key in keys[:8]]
-        goals = [goal for each in near
-                 for goal in (each, np.nextafter(each, np.float32(1e9)), np.nextafter(each, np.float32(0)))]
-        goals.append(np.float32(np.inf))
+        x, given, goals, kept = near_targets(size, alike)
         R = len(goals)
         numbers = np.full((R, NUMBERS), np.nan, np.float32)
         numbers[:, Number.top_p] = goals
-        kept = np.stack([np.where(keys >= selected(keys, given, goal), x, np.float32(-np.inf))
-                         for goal in goals])
         spec = FilterSpec(R, size, Number.top_p, alike)
         for parts, order in ((1, None), (3, (2, 0, 1))):
             schedule = replace(selection.default(spec, replace(machine(), isa=level)), parts=parts)

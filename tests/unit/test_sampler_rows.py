@@ -15,7 +15,8 @@ from tinygrad_nv.engine.sampler import Slots, counted, mask_of, next_tokens
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
 
 KINDS = [SamplingParams(temperature=0), SamplingParams(seed=3),
-         SamplingParams(temperature=0.7, top_k=4, seed=4), SamplingParams(top_p=0.7, temperature=1.2, seed=5), SamplingParams(min_p=0.2, seed=6),
+         SamplingParams(temperature=0.7, top_k=4, seed=4), SamplingParams(top_p=0.7, temperature=1.2, seed=5),
+         SamplingParams(min_p=0.2, seed=6),
          SamplingParams(temperature=0, repetition_penalty=1.4, presence_penalty=1.0),
          SamplingParams(frequency_penalty=1.5, seed=7, top_k=9, top_p=0.9),
          SamplingParams(logit_bias={5: 7.0, 9: -100.0}, seed=8)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from importlib import import_module
 from types import ModuleType
 
 from tinygrad import Tensor, dtypes
@@ -17,13 +18,17 @@ from tinygrad_nv.cpu import choice as choice_template
 from tinygrad_nv.cpu import count as count_template
 from tinygrad_nv.cpu import threshold as threshold_template
 from tinygrad_nv.cpu.kernel import CPUKernel
+from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.named import call, lower
-from tinygrad_nv.patterns.target import cpu_of
+from tinygrad_nv.patterns.target import Machine, target_of
+from tinygrad_nv.runtime.launch_text import source
+from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.sampling import DIGITS, LANES, ChoiceSpec, CountSpec, FilterSpec, Number
 
+MOST_ROWS = 65535   # of a launch's y
 Spec = FilterSpec | ChoiceSpec | CountSpec
 
 # **** filters ****
@@ -137,46 +142,76 @@ def tally(spec: CountSpec, counts: Tensor, rows: Tensor, tokens: Tensor) -> tupl
 
 def _filter(spec: FilterSpec, function: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
     """A filter by a kernel."""
-    if (machine := cpu_of(function.device)) is None: return None
-    schedule = threshold_template.default(spec, machine)
     out = program.Output((spec.rows, spec.size), dtypes.float32)
-    return _on_cpu(threshold_template, spec, schedule, function, [out], arguments)
+    machine = target_of(function.device)
+    if isinstance(machine, CPUMachine):
+        return _on_cpu(threshold_template, spec, threshold_template.default(spec, machine), out, arguments)
+    return None if machine is None else _on_gpu("threshold", spec, machine, out, arguments)
 
 
 def _choice(spec: ChoiceSpec, function: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
     """A choice by a kernel, or by two where a row is chosen from in pieces."""
-    if (machine := cpu_of(function.device)) is None: return None
-    schedule = choice_template.default(spec, machine)
-    pieces, out = choice_template.pieces(spec, schedule), program.Output((spec.rows,), dtypes.int32)
-    if pieces == 1: return _on_cpu(choice_template, spec, schedule, function, [out], arguments)
-    best = program.Output((spec.rows, pieces, 2), dtypes.int32)
-    found = _on_cpu(choice_template, spec, schedule, function, [best], arguments)
-    assert function.device is not None
-    note = program.Note("pieces", "the best of those of the kernel before")
-    return program.on_cpu(choice_template.merged(spec, schedule), function.device, [out], found, note=note)
+    out, machine = program.Output((spec.rows,), dtypes.int32), target_of(function.device)
+    if machine is None: return None
+    if isinstance(machine, CPUMachine):
+        schedule = choice_template.default(spec, machine)
+        cut = choice_template.pieces(spec, schedule)
+        best = program.Output((spec.rows, cut, 2), dtypes.int32)
+        made = _on_cpu(choice_template, spec, schedule, out if cut == 1 else best, arguments)
+        return made if cut == 1 else program.on_cpu(choice_template.merged(spec, schedule), made[0].device,
+                                                    [out], made, note=_PIECES)
+    from tinygrad_nv.tile.templates import choice as template
+    cut = template.pieces(spec)
+    best = program.Output((spec.rows, cut), dtypes.uint64)
+    made = _on_gpu("choice", spec, machine, out if cut == 1 else best, arguments)
+    return made if cut == 1 else _launched(template.merged(spec, machine.arch), out, made, _PIECES)
+
+
+_PIECES = program.Note("pieces", "the best of those of the kernel before")
 
 
 def _count(spec: CountSpec, function: UOp, counts: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
     """Counts by a kernel, in place."""
-    if (machine := cpu_of(function.device)) is None: return None
+    if (machine := target_of(function.device)) is None: return None
     if not program.is_whole(counts):
         raise NotOurs("counts are no storage of their own, to be written in place")
-    schedule = CPUSchedule(count_template.TEMPLATE, machine.isa)
-    return _on_cpu(count_template, spec, schedule, function, [counts], arguments)
+    if not isinstance(machine, CPUMachine): return _on_gpu("count", spec, machine, counts, arguments)
+    return _on_cpu(count_template, spec, CPUSchedule(count_template.TEMPLATE, machine.isa), counts, arguments)
 
 
-def _on_cpu(template: ModuleType, spec: Spec, schedule: CPUSchedule, function: UOp,
-            outputs: Sequence[program.Output | UOp], arguments: Sequence[UOp]) -> tuple[UOp, ...]:
+def _on_cpu(template: ModuleType, spec: Spec, schedule: CPUSchedule, out: program.Output | UOp,
+            arguments: Sequence[UOp]) -> tuple[UOp, ...]:
     """The kernel of a template, called."""
-    assert function.device is not None
     note = program.Note(template.TEMPLATE, f"{spec}: {schedule}", spec, schedule)
-    return program.on_cpu(_kernel(template, spec, schedule), function.device, outputs, list(arguments),
+    return program.on_cpu(_cpu_kernel(template, spec, schedule), arguments[0].device, [out], list(arguments),
                           flops=template.OPERATIONS * spec.rows * spec.size, note=note)
 
 
+def _on_gpu(template: str, spec: Spec, machine: Machine, out: program.Output | UOp,
+            arguments: Sequence[UOp]) -> tuple[UOp, ...]:
+    """The kernel of a template, called. Raises `NotOurs` where it takes none."""
+    if spec.rows > MOST_ROWS: raise NotOurs(f"{spec.rows} rows, at most {MOST_ROWS}")
+    return _launched(_kernel(template, spec, machine.arch), out, arguments,
+                     program.Note(template, str(spec), spec))
+
+
+def _launched(made: TileKernel, out: program.Output | UOp, arguments: Sequence[UOp],
+              note: program.Note) -> tuple[UOp, ...]:
+    device = arguments[0].device
+    assert device is not None
+    return program.program(made.name, source(made), device, [out], list(arguments), grid=made.grid,
+                           block=(made.threads, 1, 1), note=note)
+
+
 @functools.lru_cache(256)
-def _kernel(template: ModuleType, spec: Spec, schedule: CPUSchedule) -> CPUKernel:
+def _cpu_kernel(template: ModuleType, spec: Spec, schedule: CPUSchedule) -> CPUKernel:
     made: CPUKernel = template.build(spec, schedule)
+    return made
+
+
+@functools.lru_cache(256)
+def _kernel(template: str, spec: Spec, arch: str) -> TileKernel:
+    made: TileKernel = getattr(import_module(f"tinygrad_nv.tile.templates.{template}"), template)(spec, arch)
     return made
 
 

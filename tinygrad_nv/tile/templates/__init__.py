@@ -51,6 +51,9 @@
     decode_rows.py     rows, scores, softmax
     decode_merge.py    warps of a CTA, splits of a request: the second kernel
   kv_append.py       new keys and values, rotated and rounded, into their pages
+  threshold.py       of rows of logits, the largest by number or by mass, without a sort
+  choice.py          noise, and the largest with it: a token for each row
+  count.py           how often tokens were chosen
   norm.py            rows: norms, softmax, argmax, elements without statistics
     norm_plan.py       who has which elements
   embedding.py       rows of a table by number

@@ -1,0 +1,148 @@
+"""Filters by mass (tile/sampling.py), by radix selection in memory that stays in caches. For sm_80 and later.
+
+    each CTA has a row, each of its `LANES` threads a lane of the spec:
+        wait for the kernel before; where the target is infinity, the threshold is 0
+        for each pass, from the top bits of keys to the lowest:
+            acc[d] += weight where key ≥ found + d · 2^shift, for each digit d > 0, element after element
+            meet; in the first warp thread d adds up the lanes' acc[d], from first to last
+            found += 2^shift · (how many d reach the target); meet
+        the kernel after may begin
+        out = x where key ≥ found, else -inf
+
+Sums fall with the digit, so that counting the digits that reach the target finds the largest; digit 0 is not
+asked, since there is no smaller one. A pass of b bits costs an element 2^b − 1 comparisons and additions, and
+the meeting about as much as 60 elements: short lanes take 4 bits, long ones 2.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.kernel import TileKernel
+from tinygrad_nv.tile.sampling import LANES, NUMBERS, FilterSpec
+
+SHORT = 64              # elements of a lane up to which a pass takes 4 bits
+DEEP = 4                # elements that are loaded together
+INFINITY = 0x7F800000
+STRIDE = 4 * (LANES + 4)    # bytes from the sums of a digit to the next: 16 more, and in other banks
+
+
+def threshold(spec: FilterSpec, arch: str) -> TileKernel:
+    """The kernel of a filter. Parameters in this order: out; logits; weights, unless they are counted;
+    numbers."""
+    k = Kernel("threshold", arch=arch, threads=LANES)
+    _Writer(k, spec).write()
+    return TileKernel(k.name, k.ptx(), (spec.rows, 1, 1), LANES, pdl=k.hopper)
+
+
+def ordered(k: Kernel, bits: Value) -> Value:
+    """float32 bits as u32 in the order of numbers."""
+    sign, made = k.reg("s32"), k.reg("u32")
+    k.emit("shr.s32", sign, bits, 31)
+    k.emit("or.b32", sign, sign, -1 << 31)
+    k.emit("xor.b32", made, bits, sign)
+    return made
+
+
+class _Writer:
+    """The kernel of a spec under construction."""
+
+    def __init__(self, k: Kernel, spec: FilterSpec) -> None:
+        self.k, self.spec, self.bits = k, spec, 4 if spec.length <= SHORT else 2
+        self.out, self.logits = k.pointer("out"), k.pointer("logits")
+        self.weights = None if spec.counted else k.pointer("weights")
+        self.numbers = k.pointer("numbers")
+        # vectors of lanes that begin at multiples of 16 bytes, and are whole
+        self.wide = DEEP if spec.size % DEEP == 0 and spec.length % DEEP == 0 else 1
+        self.sums = k.shared("sums", STRIDE * ((1 << self.bits) - 1))
+        self.met = k.shared("met", 4)
+        self.one = k.reg("f32", 1.0)
+
+    def write(self) -> None:
+        """The kernel."""
+        k, spec = self.k, self.spec
+        with k.comment("this thread's lane"):
+            row, first = k.ctaid.x, k.tid.x * spec.length
+            count = k.reg("s32")
+            k.emit("sub.s32", count, spec.size, first)
+            k.emit("min.s32", count, count, spec.length)
+            sources = [advanced(k, advanced(k, each, row, 4 * spec.size), first, 4)
+                       for each in (self.logits, self.weights) if each is not None]
+        if k.hopper: k.wait_for_previous_grid()
+        at = advanced(k, self.numbers, row, 4 * NUMBERS)
+        target = k.ld("global", "f32", at.at(4 * spec.number))[0]
+        found = k.reg("u32", 0, name="found")
+        limited, edge = k.reg("pred"), k.reg("b32")
+        k.emit("mov.b32", edge, target)
+        k.emit("setp.ne.u32", limited, edge, INFINITY)
+        with k.if_(limited), k.loop(0, 32 // self.bits, kind="u32") as turn:
+            shift = k.reg("u32")
+            k.emit("sub.u32", shift, 32 - self.bits, turn * self.bits)
+            self.turn(found, shift, target, sources, count)
+        if k.hopper: k.launch_dependents()
+        self.store(row, found)
+
+    def turn(self, found: Value, shift: Value, target: Value, sources: list[Value], count: Value) -> None:
+        """A pass: `found` with the digit at `shift`."""
+        k, digits = self.k, (1 << self.bits) - 1
+        edges = [found + (k.reg("u32", d + 1) << shift) for d in range(digits)]
+        totals = k.regs("f32", digits, 0.0)
+        with k.comment("sums of this thread's elements"):
+            for keys, weights in self.elements(sources, count):
+                for key, weight in zip(keys, weights, strict=True):
+                    for edge, total in zip(edges, totals, strict=True):
+                        k.emit("add.f32", total, total, weight, guard=key >= edge)
+        with k.comment("of all lanes"):
+            for d, total in enumerate(totals):
+                k.emit("st.shared.f32", self.sums.address(k.tid.x * 4).at(STRIDE * d), total)
+            k.sync()
+            with k.if_(k.tid.x < 32): self.meet(found, shift, target, digits)
+            k.sync()
+            k.emit("ld.shared.u32", found, self.met.at())
+
+    def meet(self, found: Value, shift: Value, target: Value, digits: int) -> None:
+        """The first warp adds up the lanes, and writes the next `found`."""
+        k, total, reached = self.k, self.k.reg("f32", 0.0), self.k.reg("pred")
+        mine = k.tid.x < digits
+        k.emit("setp.ne.u32", reached, 0, 0)
+        with k.if_(mine):
+            at = self.sums.address(k.tid.x * STRIDE)
+            with k.loop(0, LANES // 16, kind="u32"):
+                for i in range(4):
+                    for each in k.ld("shared", "f32", at.at(16 * i), 4): k.emit("add.f32", total, total, each)
+                at += 64
+            k.emit("setp.ge.f32", reached, total, target)
+        votes, many = k.reg("b32"), k.reg("u32")
+        k.emit("vote.sync.ballot.b32", votes, reached, -1)
+        k.emit("popc.b32", many, votes)
+        k.emit("st.shared.u32", self.met.at(), found + (many << shift), guard=k.tid.x == 0)
+
+    def elements(self, sources: list[Value], count: Value) -> Iterator[tuple[list[Value], list[Value]]]:
+        """Keys and weights, `DEEP` at a time; what uses them is written once, in a loop."""
+        k = self.k
+        at = [k.reg("u64", each) for each in sources]
+        with k.loop(0, count, DEEP, kind="s32") as j:
+            keys = [ordered(k, x) for x in self.loaded("b32", at[0], j, count)]
+            yield keys, self.loaded("f32", at[1], j, count) if len(at) > 1 else [self.one] * DEEP
+            for each in at: each += 4 * DEEP
+
+    def loaded(self, kind: str, at: Value, j: Value, count: Value) -> list[Value]:
+        """Elements j … of a lane; beyond its end those of key 0, which is below every edge."""
+        k = self.k
+        if self.wide > 1: return k.ld("global", kind, at.at(), DEEP)
+        made = k.regs(kind, DEEP, -1 if kind == "b32" else 0.0)  # -1: the bits of key 0
+        for i, x in enumerate(made):
+            k.emit(f"ld.global.{kind}", x, at.at(4 * i), guard=(j + i if i else j) < count)
+        return made
+
+    def store(self, row: Value, found: Value) -> None:
+        """The result."""
+        k, size = self.k, self.spec.size
+        start = advanced(k, k.reg("u64", 0), row, 4 * size)
+        step, wide = LANES * self.wide, self.wide
+        with k.comment("what is kept"), k.loop(k.tid.x * wide, size, step, kind="u32") as i:
+            source, target = (advanced(k, each + start, i, 4) for each in (self.logits, self.out))
+            values = k.ld("global", "b32", source.at(), wide)
+            kept = [k.select(ordered(k, x) >= found, x, 0xFF800000, "b32") for x in values]
+            k.st("global", "b32", target.at(), kept)
