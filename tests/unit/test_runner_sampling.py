@@ -162,9 +162,9 @@ def test_shapes_that_were_warmed_up_capture_nothing_later(model):
         seen: list[tuple[int, int]] = []
         made.warm_up(lambda done, total: seen.append((done, total)), [Shape.fitting(0, 1, 1, False)])
         assert seen == [(0, 1), (1, 1)]
-        captured = {id(jit.captured) for _, jit in made.steps.values()}
+        captured = {id(step.jit) for _, step in made.steps.values()}
         chosen(made, Sample(4, 0, 5))
-        assert {id(jit.captured) for _, jit in made.steps.values()} == captured
+        assert {id(step.jit) for _, step in made.steps.values()} == captured
     finally: made.close()
 
 

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
-from tinygrad import Device, Tensor, TinyJit, dtypes
+from tinygrad import Device, Tensor, dtypes
 
 from tinygrad_nv.engine.batch import GROUP, Batch, Sampled
 from tinygrad_nv.engine.fit import ACTIVATIONS, WEIGHTS
+from tinygrad_nv.engine.runner_graphs import Captured
 from tinygrad_nv.engine.runner_inputs import SAMPLER, STEPS, Field, Inbox, Layout, Shape, Tables, write
 from tinygrad_nv.engine.runner_outputs import Outbox
 from tinygrad_nv.engine.runner_pages import PageStore, calibrated, stored_dtype
@@ -70,8 +71,8 @@ class Runner:
             self.last = Tensor.zeros(max_seqs, dtype=dtypes.int32, device=self.device).contiguous().realize()
         self.masks = Masks(self.device, self.most.samples, self.vocab_size)
         self.kinds = Kinds(max_seqs)
-        self.steps: dict[Shape, tuple[Layout, Any]] = {}
-        self.samplers: dict[tuple[int, Filters], Any] = {}
+        self.steps: dict[Shape, tuple[Layout, Captured]] = {}
+        self.samplers: dict[tuple[int, Filters], Captured] = {}
         self.failed: BaseException | None = None
         self.thread = ThreadPoolExecutor(1, "nv-device")
 
@@ -143,15 +144,13 @@ class Runner:
 
     def _run(self, batch: Batch, filters: Filters) -> None:
         shape = Shape.of(batch)
-        if shape.rows > self.most.rows or Layout(shape, self.entries).words > self.inbox.limit:
-            raise RequestError(f"a batch of {shape}", f"at most {self.most}", "lower the token budget")
         layout, step = self._step(shape)
         with span(f"step {shape}"):
             write(self.inbox.open(), layout, batch, self.tables)
             self.inbox.send(layout.words)
             if filters.mask: self.masks.send(batch, shape.samples)
-            self._replay(step)
-            if batch.samples: self._replay(self._sampler(shape.samples, filters))
+            step()
+            if batch.samples: self._sampler(shape.samples, filters)()
 
     # **** graphs ****
 
@@ -159,22 +158,25 @@ class Runner:
         layout, step = self._step(shape)
         write(self.inbox.open(), layout, Batch(()), self.tables)
         self.inbox.send(layout.words)
-        self._replay(step)
-        self._replay(self._sampler(shape.samples, Filters()))
+        step()
+        self._sampler(shape.samples, Filters())()
 
-    def _step(self, shape: Shape) -> tuple[Layout, Any]:
+    def _step(self, shape: Shape) -> tuple[Layout, Captured]:
         if shape not in self.steps:
             layout = Layout(shape, self.entries)
+            if shape.rows > self.most.rows or layout.words > self.inbox.limit:
+                raise RequestError(f"a batch of {shape}", f"at most {self.most}", "lower the token budget")
             inputs = self.inbox.tensors(layout.fields)
-            self.steps[shape] = layout, capturing(lambda: self._compute(shape, inputs))
+            self.steps[shape] = layout, Captured(lambda: self._compute(shape, inputs), self._state)
         return self.steps[shape]
 
-    def _sampler(self, samples: int, filters: Filters) -> Any:
+    def _sampler(self, samples: int, filters: Filters) -> Captured:
         if (samples, filters) not in self.samplers:
             fields = Layout(Shape(samples, 0, samples, True), self.entries).fields[:len(SAMPLER)]
             inputs = self.inbox.tensors(fields)
             if filters.mask: inputs |= self.masks.tensors(samples)
-            self.samplers[samples, filters] = capturing(lambda: self._sample(samples, filters, inputs))
+            self.samplers[samples, filters] = Captured(
+                lambda: self._sample(samples, filters, inputs), self._state)
         return self.samplers[samples, filters]
 
     def _compute(self, shape: Shape, inputs: dict[str, Tensor]) -> None:
@@ -200,17 +202,9 @@ class Runner:
             if filters.penalty: made.append(counted(self.slots, slots, tokens))
         Tensor.realize(*made)
 
-    def _replay(self, jit: Any) -> None:
-        """One run of a captured step. After an exception, also Ctrl-C, it is captured again."""
-        state = (self.last, *self.slots.written)
-        before = [tensor.uop for tensor in state]
-        try:
-            with labelled(ACTIVATIONS), span("capture" if jit.captured is None else "replay"): jit()
-        except BaseException:
-            # an assignment that was written down but not run would get into the next capture
-            for tensor, uop in zip(state, before, strict=True): tensor.uop = uop
-            if jit.captured is None: recapture(jit)
-            raise
+    def _state(self) -> Sequence[Tensor]:
+        """What steps and samplers assign to."""
+        return (self.last, *self.slots.written)
 
 
 class Kinds:
@@ -269,19 +263,3 @@ class Masks:
     def close(self) -> None:
         """Gives page-locked memory back."""
         if self.box is not None: self.box.close()
-
-
-def capturing(step: Callable[[], None]) -> Any:
-    """A TinyJit that captures on its first call.
-
-    TinyJit runs its first call eagerly, for functions that set something up; these set up nothing, and that
-    run would schedule every kernel a second time (1.5 s of a 4 s start for the model in the box).
-    """
-    return recapture(TinyJit(step))
-
-
-def recapture(jit: Any) -> Any:
-    """The TinyJit, to capture on its next call."""
-    jit.reset()
-    jit.cnt = 1
-    return jit

@@ -13,6 +13,7 @@ up have token 0 and length 0, samples slot -1.
 """
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ class Field:
     offset: int
 
     @property
-    def size(self) -> int: return int(np.prod(self.shape))
+    def size(self) -> int: return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,14 @@ class Layout:
         if not s.direct: extents["wanted"] = (s.samples,)
         if s.decode: extents |= {"decode_lengths": (s.decode,), "decode_table": (s.decode, n)}
         if s.groups: extents |= {"group_lengths": (s.groups,), "group_table": (s.groups, n)}
-        sizes = [-(-int(np.prod(extent)) // ALIGN) * ALIGN for extent in extents.values()]
+        sizes = [-(-math.prod(extent) // ALIGN) * ALIGN for extent in extents.values()]
         offsets = accumulate(sizes, initial=0)
         return tuple(Field(*each) for each in zip(extents, extents.values(), offsets, strict=False))
+
+    @cached_property
+    def places(self) -> tuple[tuple[Field, int, int], ...]:
+        """Each with its words' first and end."""
+        return tuple((each, each.offset, each.offset + each.size) for each in self.fields)
 
     @cached_property
     def words(self) -> int:
@@ -193,8 +199,7 @@ class Tables:
 def write(words: np.ndarray, layout: Layout, batch: Batch, tables: Tables) -> None:
     """Writes a batch as a step of the layout's shape reads it."""
     shape, nobody = layout.shape, len(tables.rows) - 1
-    into = {each.name: words[each.offset:each.offset + each.size].reshape(each.shape)
-            for each in layout.fields}
+    into = {each.name: words[first:end].reshape(each.shape) for each, first, end in layout.places}
     tokens, ends, owners = [0] * shape.rows, [0] * shape.decode, [nobody] * shape.decode
     group_ends, group_owners = list[int](), list[int]()
     slots, places, wanted = list[int](), list[int](), list[int]()
