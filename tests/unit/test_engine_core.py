@@ -378,7 +378,8 @@ def test_a_step_that_fails_ends_its_requests_and_no_others(fails, late):
     engine = Engine(late=late, fails={fails: 1})
     engine.add("in it", BASE[:40], max_tokens=5)
     while not engine.device.launched[fails:]: engine.step()
-    other = engine.add("other", range(20), max_tokens=6)
+    # it begins in the step after, whose tokens are dropped, and its penalty knows nothing of them
+    other = engine.add("other", range(20), max_tokens=6, presence_penalty=1.0)
     engine.end()
     assert engine.last("in it").finish_reason == "error"
     assert "the device has no memory left" in str(engine.last("in it").error)

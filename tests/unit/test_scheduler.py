@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinygrad_nv.engine.batch import Where
+from tinygrad_nv.engine.request import Request
+from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduler import Plan
 from tinygrad_nv.errors import QueueFull
 
@@ -207,6 +209,18 @@ def test_a_preempted_answer_is_computed_again_or_comes_back_from_the_host():
         assert bool(engine.core.stats().offloaded) == bool(offloads), (host_pages, cost)
         moves = {move.where for batch in engine.device.launched for move in batch.moves}
         if offloads: assert moves >= {Where.OUT, Where.BACK}
+
+
+@pytest.mark.parametrize("moves", [0, 1, 100])
+def test_a_step_that_fails_on_its_way_to_the_host_loses_nothing(moves):
+    engine = scarce(late=True, host_pages=12, more={"offload_cost": 0.0})
+    while len(engine.running) == 2: engine.step()
+    engine.device.fails = {len(engine.device.launched) - 1: moves}
+    assert {move.where for move in engine.device.launched[-1].moves} == {Where.OUT}
+    engine.end()
+    assert engine.last("old").finish_reason == "error"
+    young = Request("young", list(range(20, 32)), SamplingParams(seed=0, ignore_eos=True, max_tokens=24))
+    assert engine.tokens("young") == engine.alone(young)
 
 
 def test_a_cancelled_request_gives_its_pages_to_who_waits():

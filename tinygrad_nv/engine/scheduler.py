@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
 
+import numpy as np
+
 from tinygrad_nv.engine.batch import GROUP, Batch, Sample, Work
 from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.masks import Masks
@@ -63,6 +65,7 @@ class Plan:
     single: bool = False        # decodes leave less than a group
     rows: dict[Seq, int] = field(default_factory=dict)
     drafts: dict[Seq, Sequence[int]] = field(default_factory=dict)
+    forms: dict[Seq, Sequence[np.ndarray | None]] = field(default_factory=dict)
 
     def put(self, seq: Seq, rows: int) -> None:
         """The sequence computes so many."""
@@ -114,14 +117,13 @@ class Scheduler:
         insort(self.running, seq, key=lambda each: each.key)
 
     def remove(self, seq: Seq) -> None:
-        """The sequence is over: its pages and slot, and those of its branches, are free."""
+        """The sequence is over: its pages and slot are free."""
         if seq.waiting:
             self.waiting -= 1
             self.new -= seq.cached < 0
         elif seq in self.running: self.running.remove(seq)
         if seq in self._begun: self._begun.remove(seq)
         self.leave(seq)
-        for each in seq.branches: self.leave(each)
         if seq.table is not None: seq.table.release()
         seq.waiting, seq.finished = False, True
         if self.proposer is not None: self.proposer.forget(seq.name)
@@ -259,6 +261,9 @@ class Scheduler:
         if not asked or self.proposer is None: return
         for seq, draft in zip(asked, self.proposer.propose(list(asked.values())), strict=True):
             draft = draft[:asked[seq].most]
+            if seq.matcher is not None:
+                forms = plan.forms[seq] = seq.matcher.masks(draft)
+                draft = draft[:len(forms) - 1]
             if not draft or not all(0 <= token < self.masks.size for token in draft): continue
             spare = len(self.running) + (len(draft) + GROUP) // self.pool.page_size + 1
             if self.pool.available < spare: continue
@@ -280,7 +285,7 @@ class Scheduler:
             else: part = tokens[start:end] if seq not in drafts else [*tokens[start:], *drafts[seq]]
             samples: tuple[Sample, ...] = ()
             if end >= known:
-                samples = self._samples(seq, start, rows, drafts)
+                samples = self._samples(seq, start, rows, plan)
                 seq.unknown += 1
                 if seq.hosted: hosted = True
                 if seq.forking: forked.append(seq)
@@ -290,20 +295,25 @@ class Scheduler:
         return Step(Batch(tuple(works), self.pool.take_moves()), list(plan.rows), frozenset(drafts), begun,
                     forked, hosted, number)
 
-    def _samples(self, seq: Seq, start: int, rows: int,
-                 drafts: dict[Seq, Sequence[int]]) -> tuple[Sample, ...]:
+    def _samples(self, seq: Seq, start: int, rows: int, plan: Plan) -> tuple[Sample, ...]:
         """What is chosen by a work that has the last known token: the next one, after each row of a draft,
         or for each branch."""
         end = start + rows
-        if drafts and seq in drafts:
-            return tuple(self._sample(seq, row, start + row + 1) for row in range(rows))
-        if not seq.branches: return (self._sample(seq, rows - 1, end),)
+        if seq in plan.drafts:
+            forms = plan.forms.get(seq) or [None] * rows
+            return tuple(self._sample(seq, row, start + row + 1, forms[row]) for row in range(rows))
+        if not seq.branches: return (self._sample(seq, rows - 1, end, mask_of(seq)),)
         seq.forking = True
-        return tuple(self._sample(each, rows - 1, end) for each in (seq, *seq.branches))
+        return tuple(self._sample(each, rows - 1, end, mask_of(each)) for each in (seq, *seq.branches))
 
-    def _sample(self, seq: Seq, row: int, place: int) -> Sample:
-        mask = self.masks.of(seq, place) if seq.matcher is not None or place < seq.ends_at else None
+    def _sample(self, seq: Seq, row: int, place: int, form: np.ndarray | None) -> Sample:
+        mask = self.masks.of(seq, place, form) if place < seq.ends_at else form
         return new(Sample, (row, seq.slot, place, mask, seq.logprobs))
+
+
+def mask_of(seq: Seq) -> np.ndarray | None:
+    """What the form allows that a sequence must have. The host knows its tokens if there is one."""
+    return None if seq.matcher is None else seq.matcher.mask()
 
 
 def catch_up(seq: Seq, written: int) -> None:
