@@ -102,8 +102,8 @@ FIELDS = [
     ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, None, "schema is missing"),
     ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "expected one"),
-    ({"guided_json": "{"}, "guided_json", "not JSON"), ({"guided_choice": []}, "guided_choice", "list"),
-    ({"guided_regex": 5}, "guided_regex", "not a string"),
+    ({"guided_json": "{"}, "guided_json", "not JSON"), ({"guided_choice": []}, "guided_choice", "none empty"),
+    ({"guided_regex": 5}, "guided_regex", "expected: a text"),
     ({"guided_json": {"enum": ["x" * 5000]}}, "guided_json", "more than 4096 bytes"),
     ({"guided_json": nested(500)}, "guided_json", "bytes"),
 ]

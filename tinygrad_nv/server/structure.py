@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tinygrad_nv.server.errors import APIError, invalid
+from tinygrad_nv.engine.structured import Structured
+from tinygrad_nv.errors import RequestError
+from tinygrad_nv.server.errors import explained, invalid
 from tinygrad_nv.server.fields import Fields
 from tinygrad_nv.server.limits import Limits
 from tinygrad_nv.server.tools import Tool, ToolChoice
 
-KINDS = ("json", "regex", "choice", "grammar")
+# vLLM's names, and `Structured`'s
+KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 
 def structured(fields: Fields, limits: Limits, forced: dict[str, Any] | None) -> Any:
@@ -22,35 +25,39 @@ def structured(fields: Fields, limits: Limits, forced: dict[str, Any] | None) ->
     if asked and forced is not None:
         raise invalid("tool_choice leaves no way but a call, and another form is asked for, expected one",
                       "tool_choice")
-    if asked or forced is not None:
-        raise invalid("structured answers are not served", code="unsupported")
-    return None
+    if forced is not None: asked = "tools", {"json_schema": forced}
+    if asked is None: return None
+    path, form = asked
+    try: return Structured(**form)
+    except RequestError as error: raise explained(error, path) from error
 
 
-def wish(fields: Fields, limits: Limits) -> tuple[str, Any] | None:
-    """The kind of form asked for, one of `KINDS`, and its schema, expression, choices or grammar."""
-    found: list[tuple[str, str, Any]] = []
+def wish(fields: Fields, limits: Limits) -> tuple[str, dict[str, Any]] | None:
+    """The field that asks for a form, and the arguments of `Structured` for it."""
+    found: list[tuple[str, dict[str, Any]]] = []
     if (form := fields.object("response_format")) is not None: found += _response_format(form)
     inner = Fields(fields.object("structured_outputs") or {}, "structured_outputs")
-    for kind in KINDS:
-        if (value := inner.take(kind)) is not None: found.append((inner.path(kind), kind, value))
-        if (value := fields.take(f"guided_{kind}")) is not None: found.append((f"guided_{kind}", kind, value))
-    if inner.flag("json_object"): found.append(("structured_outputs.json_object", "json", {"type": "object"}))
+    for kind, name in KINDS.items():
+        for at, field in ((inner, kind), (fields, f"guided_{kind}")):
+            if (value := at.take(field)) is not None: found.append((at.path(field), {name: value}))
+    if inner.flag("json_object"): found.append((inner.path("json_object"), {"json_object": True}))
     inner.finish()
     if len(found) > 1:
         raise invalid(f"{found[0][0]} and {found[1][0]} both ask for a form, expected one", found[1][0])
     if not found: return None
-    path, kind, value = found[0]
-    return kind, _checked(path, kind, value, limits)
+    path, asked = found[0]
+    if len(json.dumps(asked)) > limits.schema_bytes:
+        raise invalid(f"{path} has more than {limits.schema_bytes} bytes", path, "schema_too_large")
+    return path, asked
 
 
-def _response_format(form: dict[str, Any]) -> list[tuple[str, str, Any]]:
+def _response_format(form: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     fields = Fields(form, "response_format")
     kind = fields.text("type")
     described = fields.object("json_schema")
     fields.finish()
     if kind == "text": return []
-    if kind == "json_object": return [("response_format", "json", {"type": "object"})]
+    if kind == "json_object": return [("response_format", {"json_object": True})]
     if kind != "json_schema":
         raise invalid(f"response_format.type is {kind!r}, expected text, json_object or json_schema",
                       "response_format.type")
@@ -58,23 +65,7 @@ def _response_format(form: dict[str, Any]) -> list[tuple[str, str, Any]]:
     if schema is None:
         raise invalid("response_format.json_schema.schema is missing, expected a JSON schema",
                       "response_format.json_schema.schema", "missing_field")
-    return [("response_format.json_schema.schema", "json", schema)]
-
-
-def _checked(path: str, kind: str, value: Any, limits: Limits) -> Any:
-    """The schema as an object, or the text or list that the kind has, of a bounded size."""
-    if len(json.dumps(value)) > limits.schema_bytes:
-        raise APIError(400, f"{path} has more than {limits.schema_bytes} bytes", "schema_too_large", path)
-    if kind == "json":
-        try: value = json.loads(value) if isinstance(value, str) else value
-        except (ValueError, RecursionError) as error:
-            raise invalid(f"{path} is a string that is not JSON: {error}", path) from error
-        if not isinstance(value, dict | bool): raise invalid(f"{path} is no JSON schema", path)
-    elif kind == "choice":
-        if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
-            raise invalid(f"{path} is not a list of strings", path)
-    elif not isinstance(value, str) or not value: raise invalid(f"{path} is not a string", path)
-    return value
+    return [("response_format.json_schema.schema", {"json_schema": schema})]
 
 
 def call_schema(tools: tuple[Tool, ...], choice: ToolChoice) -> dict[str, Any] | None:
