@@ -27,7 +27,7 @@ SEQUENCES, LONGEST, AHEAD = 6, 60, 2
 
 @dataclass
 class Sequence:
-    """Tokens that are known, and `flying` more that steps under way choose; rows see places from `seen` on.
+    """Tokens, of which steps under way have `flying` behind those computed; rows see places from `seen` on.
     `epoch` counts how often its pages were given up."""
     table: Table
     salt: int
@@ -52,7 +52,7 @@ class Rows:
     marks: list[int]
     pages: list[int]
     padded: int
-    decode: bool
+    late: bool
 
 
 @dataclass
@@ -180,7 +180,7 @@ class Drive:
 
     def forsake(self, sequence: Sequence) -> None:
         """What steps under way choose for it does not count."""
-        if sequence.flying: del sequence.tokens[-sequence.flying:]
+        if sequence.flying: del sequence.tokens[max(1, sequence.table.computed):]
         sequence.flying, sequence.epoch = 0, sequence.epoch + 1
 
     def offload(self, a: int, b: int, c: int) -> bool:
@@ -223,25 +223,27 @@ class Drive:
             if not a >> bit & 1 or sequence.table.away: continue
             table, start = sequence.table, sequence.table.computed + sequence.flying
             rows = max(1, min(1 + b % 12, len(sequence.tokens) - start))
-            decode = start == len(sequence.tokens)
+            chosen = start == len(sequence.tokens)
+            late = chosen or sequence.flying > 0 or c % 3 == 0     # advanced over when the step is done
             if start + rows > LONGEST: continue
             padded = start + (rows if rows == 1 else -(-rows // self.group) * self.group)
             held = len(set().union(*(each.table.held_pages for each in self.sequences)))
             assert self.pool.available == self.pool.device.total - held
-            missing, free = table.missing(padded, start), self.pool.available
+            at = None if b % 5 == 0 else start
+            missing, free = table.missing(padded, at), self.pool.available
             # a page that another filled behind this one's end, and left
             if any(self.pool.device.keys[page] for page in table.pages[start // size:]): self.sure.clear()
-            if not table.reserve(padded, start):
+            if not table.reserve(padded, at):
                 assert missing > free
                 continue
             assert self.pool.available == free - missing
             assert len(table.pages) * size >= padded
-            if decode: sequence.tokens.append((c >> bit) % 3)
+            if chosen: sequence.tokens.append((c >> bit) % 3)
             marks = sequence.marks()[:start + rows]
             window = self.pool.window
             seen = sequence.seen if window is None else max(0, start - window + 1)
-            works.append(Rows(sequence, sequence.epoch, start, seen, marks, table.pages[:], padded, decode))
-            if decode: sequence.flying += 1
+            works.append(Rows(sequence, sequence.epoch, start, seen, marks, table.pages[:], padded, late))
+            if late: sequence.flying += rows
             else: self.advance(sequence, sequence.tokens[start:start + rows])
         self.steps.append(Step(number, self.pool.take_moves(), works))
         return True
@@ -262,9 +264,9 @@ class Drive:
         self.run(step := self.steps.popleft(), self.memory)
         for work in step.works:
             sequence = work.sequence
-            if not work.decode or work.epoch != sequence.epoch: continue
-            sequence.flying -= 1
-            self.advance(sequence, [sequence.tokens[work.start]])
+            if not work.late or work.epoch != sequence.epoch: continue
+            sequence.flying -= len(work.marks) - work.start
+            self.advance(sequence, sequence.tokens[work.start:len(work.marks)])
         return True
 
     def run(self, step: Step, memory: Memory) -> None:
