@@ -51,10 +51,19 @@ class Rule:
     @property
     def finished(self) -> bool: return not self.left
 
-    def mask(self) -> np.ndarray:
+    def mask(self) -> np.ndarray: return self.after(self.last)
+
+    def after(self, last: int) -> np.ndarray:
         bits = np.zeros(-(-VOCAB // 32) * 32, np.uint8)
-        bits[[token for token in range(VOCAB) if (token + self.last) % 3]] = 1
+        bits[[token for token in range(VOCAB) if (token + last) % 3]] = 1
         return np.packbits(bits, bitorder="little").view(np.uint32)
+
+    def masks(self, draft: Sequence[int]) -> list[np.ndarray]:
+        last, found = self.last, [self.mask()]
+        for token in draft:
+            if not (token + last) % 3 or len(found) == self.left: break
+            found.append(self.after(last := token))
+        return found
 
     def accept(self, token: int) -> None:
         assert (token + self.last) % 3

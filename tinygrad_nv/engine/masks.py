@@ -22,10 +22,10 @@ class Masks:
             made = self._without[tokens] = np.packbits(allowed, bitorder="little").view(np.uint32)
         return made
 
-    def of(self, seq: Seq, place: int) -> np.ndarray | None:
-        """What may stand at `place` of a sequence, whose tokens before it the host knows if it is `hosted`.
-        None: anything."""
-        mask = None if seq.matcher is None else seq.matcher.mask()
+    def of(self, seq: Seq, place: int, form: np.ndarray | None) -> np.ndarray | None:
+        """What may stand at `place` of a sequence, where the form it must have allows `form`. None:
+        anything."""
+        mask = form
         if place >= seq.ends_at or not seq.ends: return mask
         without = self.without(seq.ends)
         if mask is None: return without

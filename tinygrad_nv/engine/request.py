@@ -30,12 +30,15 @@ PRIORITIES = 1000       # so that an offset of priority is at most this many lev
 
 class Matcher(Protocol):
     """What a structured answer may go on with, a sequence's own. `mask()` is as `batch.Sample.mask`; None
-    allows every token. `finished` says that nothing may follow."""
+    allows every token. `masks(draft)` are those before a draft's first token and after each, as far as they
+    are allowed. `finished` says that nothing may follow."""
 
     @property
     def finished(self) -> bool: ...
 
     def mask(self) -> np.ndarray | None: ...
+
+    def masks(self, draft: Sequence[int]) -> Sequence[np.ndarray | None]: ...
 
     def accept(self, token: int) -> None: ...
 
@@ -152,7 +155,7 @@ def sequences(request: Request, config: EngineConfig, max_len: int, order: int) 
     limit = max_len if params.max_tokens is None else min(length + params.max_tokens, max_len)
     ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(config.eos))
     # counts of tokens that a penalty needs would have those of a draft that was wrong
-    drafted = config.speculation > 0 and not request.matchers and not params.filters.penalty
+    drafted = config.speculation > 0 and not params.filters.penalty
     made = [Seq(request, index, (level, order, index), (seed + index) % (1 << 64), list(request.prompt),
                 limit, ends, length + params.min_tokens,
                 request.matchers[index] if request.matchers else None, params.logprobs,
