@@ -246,6 +246,19 @@ def test_a_sliding_window_holds_few_pages():
     assert engine.core.stats().preempted == 0
 
 
+def test_who_is_in_the_step_already_may_lose_its_pages():
+    """A chunk of a prompt in a sliding window takes those of an answer that comes after it in order."""
+    engine = Engine(pages=14, max_seqs=2, more={"window": 16})
+    later = engine.add("later", range(20, 36), 1, max_tokens=40)
+    engine.step(3)
+    first = engine.add("first", LONG[:120], max_tokens=4)
+    while engine.running != ["first"]: engine.step()
+    assert engine.core.stats().preempted == 1
+    assert [work.slot for work in engine.device.launched[-1].works] == [engine.core.scheduler.running[0].slot]
+    engine.end()
+    assert [engine.tokens("first"), engine.tokens("later")] == [engine.alone(first), engine.alone(later)]
+
+
 def test_a_prompt_that_others_had_is_not_computed_again():
     engine = Engine()
     engine.add("a", LONG[:40], max_tokens=1)
