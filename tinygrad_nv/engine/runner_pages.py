@@ -12,6 +12,7 @@ smaller. int8 has no such range: `calibrated` looks at what some tokens give.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 from tinygrad import Device, Tensor, dtypes
@@ -20,7 +21,6 @@ from tinygrad.dtype import DType
 from tinygrad_nv.engine.batch import GROUP, Move, Where
 from tinygrad_nv.engine.fit import CACHE
 from tinygrad_nv.errors import RequestError
-from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.paged import PagedCache, PagedPlace, Pages, Part
 from tinygrad_nv.patterns.paged import FLOATS
@@ -49,10 +49,20 @@ def stored_dtype(name: str, model: DType) -> DType:
     return found
 
 
+class Extents(Protocol):
+    """What of a model's config says how large pages are."""
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
 class PageStore:
     """`pages` pages of `size` tokens on the device, and `host_pages` of the host."""
 
-    def __init__(self, config: ModelConfig, device: str, dtype: DType, pages: int, size: int,
+    def __init__(self, config: Extents, device: str, dtype: DType, pages: int, size: int,
                  host_pages: int = 0) -> None:
         self.device, self.pages, self.size, self.host_pages = device, pages, size, host_pages
         shape = (pages, size, config.num_kv_heads, config.head_dim)

@@ -37,7 +37,6 @@ from tinygrad_nv.functional import kv_append, paged_attention
 from tinygrad_nv.kvcache.kind import CacheKind
 from tinygrad_nv.kvcache.pool import PagePool, PoolStats
 from tinygrad_nv.kvcache.table import Table
-from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.models.paged import Pages
 from tinygrad_nv.patterns.paged import FLOATS, check_shape
 from tinygrad_nv.tile.decode import BYTES
@@ -48,7 +47,7 @@ Scales = float | Sequence[float] | np.ndarray
 
 
 @dataclass(frozen=True)
-class Extents:
+class Shape:
     """What a store of pages asks of a model's config."""
     num_layers: int
     num_kv_heads: int
@@ -78,8 +77,8 @@ class KVCache:
         self.pool = PagePool(cast(int, pages), page_size, host_pages=host_pages, sharing=sharing,
                              window=window)
         scales = [self._scales("k_scale", k_scale), self._scales("v_scale", v_scale)]
-        shape = cast(ModelConfig, Extents(layers, self.heads, self.d))
-        self.store = PageStore(shape, self.device, kind.dtype, self.pool.device.total, page_size, host_pages)
+        self.store = PageStore(Shape(layers, self.heads, self.d), self.device, kind.dtype,
+                               self.pool.device.total, page_size, host_pages)
         # plain tinygrad, which computes what no kernel of ours does, multiplies what no row sees by 0
         for x in self.store.tensors: Tensor(x.uop).assign(x.zeros_like()).realize()
         if kind.dtype in BYTES: self.store.scale(zip(*scales, strict=True))

@@ -69,15 +69,12 @@ class Table:
             elif pool.window is None: break
         pool.queries += len(tokens)
         pages = offload.found(pool, [prefix.key(page) for page in range(first, best)])
-        if len(pages) < best - first and first: pages, first = self._given_back(pages), 0
+        if first and len(pages) < best - first:     # too few pages to bring all of a window back
+            pool.device.drop(reversed(pages))
+            pages, first = [], 0
         self.pages, self.pruned = [HOLE] * first + pages, first
         self.computed = len(self.pages) * size
         pool.hits += self.computed
-
-    def _given_back(self, pages: list[int]) -> list[int]:
-        """No pages."""
-        self.pool.device.drop(reversed(pages))
-        return []
 
     def missing(self, tokens: int, start: int | None = None) -> int:
         """How many pages `reserve` would take."""
