@@ -34,7 +34,6 @@ Row = dict[str, Any]            # a row's result
 Measure = Callable[[str, float], Row]   # (name of the row, seconds that it may take)
 Run = Callable[[int], None]     # one run with the i-th set of inputs, into torch's current stream
 
-NO_CONTENDERS = "nobody competes in it yet"
 OUT_OF_TIME = "out of time"
 BURST_S, WARM_S = 0.02, 3.0     # seconds of a burst; of warm-up at least
 AGAIN_S = 0.5                   # of warm-up when the GPU has just been timed
