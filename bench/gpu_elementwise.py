@@ -1,0 +1,279 @@
+"""The part "memory" of bench/gpu.py: norms, softmax, silu·mul and rows of an embedding, GB/s beside torch's.
+
+bfloat16, rows of Llama 3 8B's hidden size and of its feed-forward network, from a decode step's few to those
+of training. GB/s count what must move: operands and result once. "torch" is its own functions as they are
+called, with `torch.compile` where there is a Triton ("compiled"); "copy" moves as many bytes, half of them
+read and half written: ours over it is the share of the bandwidth that a copy reaches.
+
+With --emulate: at most 8 rows of 512 elements, whose result must be right.
+"""
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from attention_launch import submitted
+from gpu_parts import (
+    MOST_SETS,
+    Column,
+    NotMeasured,
+    Options,
+    Row,
+    Run,
+    about,
+    contender,
+    emulated,
+    timing_part,
+    workloads,
+)
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.runtime.driver import Driver
+from tinygrad_nv.tile.embedding import EmbeddingSpec, Tokens
+from tinygrad_nv.tile.expression import Apply, Load, Sum, silu
+from tinygrad_nv.tile.kernel import TileKernel
+from tinygrad_nv.tile.norm import Computed, NormSpec, Statistic
+from tinygrad_nv.tile.spec import Result
+from tinygrad_nv.tile.templates.embedding import embedding
+from tinygrad_nv.tile.templates.norm import norm
+from tinygrad_nv.tile.templates.norm_plan import Plan
+
+HIDDEN, WIDE, VOCAB, EPS = 4096, 14336, 128256, 1e-5
+KIND, F32 = dtypes.bfloat16, dtypes.float32
+Sets = Sequence[dict[str, Any]]
+# elements of a row of each operand, in rows' lengths; m: of every row
+OPERANDS = {"rms": {"x": "m", "w": ""}, "residual": {"x": "m", "w": "", "r": "m"},
+            "layer": {"x": "m", "w": "", "b": ""}, "softmax": {"x": "m"}, "silu·mul": {"x": "mm"},
+            "embedding": {"w": "v", "tokens": "t"}}
+
+
+def rms(m: int, n: int, residual: bool = False) -> NormSpec:
+    """x / √(mean x² + eps) · w, of x + r."""
+    x = Load(0, KIND, n, 1) + Load(2, KIND, n, 1) if residual else Load(0, KIND, n, 1)
+    f = x.cast(F32)
+    scaled = f * Apply("sqrt", (Sum() * (1 / n) + EPS,), F32).reciprocal()
+    return made(m, n, scaled.cast(KIND) * Load(1, KIND, 0, 1), Statistic("add", f * f))
+
+
+def layer(m: int, n: int) -> NormSpec:
+    """(x − mean) / √(variance + eps) · w + b."""
+    f = Load(0, KIND, n, 1).cast(F32) - Sum() * (1 / n)
+    scaled = (f * Apply("sqrt", (Sum(part=1) * (1 / n) + EPS,), F32).reciprocal()).cast(KIND)
+    value = scaled * Load(1, KIND, 0, 1) + Load(2, KIND, 0, 1)
+    return made(m, n, value, Statistic("add", Load(0, KIND, n, 1).cast(F32)), Statistic("add", f * f))
+
+
+def softmax(m: int, n: int) -> NormSpec:
+    """2^((x − max) log2 e) over their sum."""
+    x = Load(0, KIND, n, 1)
+    e = ((x.cast(F32) - Sum(KIND).cast(F32)) * 1.4426950408889634).exp2()
+    return made(m, n, (e * Sum(part=1).reciprocal()).cast(KIND), Statistic("max", x), Statistic("add", e))
+
+
+def gated(m: int, n: int) -> NormSpec:
+    """silu(gate) · up, both in rows of 2 n."""
+    gate, up = Load(0, KIND, 2 * n, 1), Load(0, KIND, 2 * n, 1, (), n)
+    return made(m, n, silu(gate) * up)
+
+
+def made(m: int, n: int, value: Any, *statistics: Statistic) -> NormSpec:
+    """A spec with a dense result."""
+    return NormSpec(m, n, statistics, (Computed(Result(KIND, n, 1), value),))
+
+
+SPECS: dict[str, Callable[[int, int], NormSpec]] = {
+    "rms": rms, "residual": lambda m, n: rms(m, n, True), "layer": layer, "softmax": softmax,
+    "silu·mul": gated}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`m` rows of `n` elements of a form; of an embedding, of a table of `table` rows."""
+    form: str
+    m: int
+    n: int
+    table: int = VOCAB
+
+    @property
+    def name(self) -> str:
+        """Of the row."""
+        return f"{self.form} {self.m}x{self.n}"
+
+    @property
+    def work(self) -> float:
+        """Elements of the result."""
+        return float(self.m * self.n)
+
+    @property
+    def nbytes(self) -> float:
+        """Operands and result, each once; of an embedding the rows that are asked for."""
+        if self.form == "embedding": return 4.0 * self.work + 4 * self.m
+        rows = sum(self.m * len(of) if of else 1 for of in OPERANDS[self.form].values())
+        return 2.0 * self.n * (rows + self.m)
+
+    def kernel(self, arch: str) -> TileKernel:
+        """Ours."""
+        if self.form != "embedding": return norm(SPECS[self.form](self.m, self.n), arch)
+        return embedding(EmbeddingSpec(self.table, self.n, KIND, Tokens(dtypes.int32, (self.m,), (1,))), arch)
+
+    def plan(self) -> str:
+        """Ours in words."""
+        return "copy" if self.form == "embedding" else str(Plan.of(SPECS[self.form](self.m, self.n)))
+
+    def scaled(self) -> Rows:
+        """Smaller, for the emulator."""
+        return replace(self, m=min(self.m, 8), n=min(self.n, 512), table=50)
+
+    def given(self, device: str) -> list[dict[str, Any]]:
+        """Operands by name, as many sets as exceed twice the L2 cache."""
+        import torch
+        l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
+
+        def operand(of: str) -> Any:
+            if of == "t": return torch.randint(self.table, (self.m,), device=device, dtype=torch.int32)
+            shape = {"": (self.n,), "v": (self.table, self.n)}.get(of, (self.m, self.n * len(of)))
+            return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+
+        def one() -> dict[str, Any]:
+            out = torch.empty(self.m, self.n, device=device, dtype=torch.bfloat16)
+            return {"out": out, **{name: operand(of) for name, of in OPERANDS[self.form].items()}}
+        most = 4 if self.form == "embedding" else MOST_SETS
+        return [one() for _ in range(min(most, max(2, int(2 * l2 // self.nbytes) + 1)))]
+
+    def wrong(self, given: Sets, run: Run) -> str:
+        """Set 0 against float64."""
+        import torch
+        if isinstance(run, Copy): return ""
+        given[0]["out"].fill_(torch.nan)
+        run(0)
+        return self.unlike(given[0])
+
+    def unlike(self, one: dict[str, Any]) -> str:
+        """How the result in these storages is not what it must be; "" when it is."""
+        if bool(one["out"].isnan().any()): return "elements of the result were not written"
+        exact = theirs(self.form, {name: x.double() if x.is_floating_point() else x
+                                   for name, x in one.items()})
+        off = (one["out"].double() - exact).abs()
+        # three roundings to bfloat16 on the way, some of them before a bias was added
+        size = exact.abs() + one["b"].abs().double() if "b" in one else exact.abs()
+        if bool((off <= 3 * 2.0**-8 * size + 2.0**-8).all()): return ""
+        return f"off by {off.max().item():g}"
+
+
+def theirs(form: str, x: dict[str, Any]) -> Any:
+    """The form in torch."""
+    from torch.nn import functional as f
+    if form == "embedding": return f.embedding(x["tokens"], x["w"])
+    if form == "softmax": return x["x"].softmax(-1)
+    if form == "silu·mul":
+        gate, up = x["x"].chunk(2, -1)
+        return f.silu(gate) * up
+    if form == "layer": return f.layer_norm(x["x"], x["w"].shape, x["w"], x["b"], EPS)
+    return f.rms_norm(x["x"] + x["r"] if form == "residual" else x["x"], x["w"].shape, x["w"], EPS)
+
+
+@workloads("memory")
+def shapes() -> Iterator[Rows]:
+    """All rows."""
+    for form in ("rms", "residual", "layer", "softmax"):
+        for m in (1, 64, 1024, 16384): yield Rows(form, m, HIDDEN)
+    yield Rows("rms", 1 << 19, 128)
+    yield Rows("softmax", 64, VOCAB)
+    for m in (1, 64, 1024, 16384): yield Rows("silu·mul", m, WIDE)
+    for m in (1, 64, 16384): yield Rows("embedding", m, HIDDEN)
+
+
+# **** ours ****
+
+def bound(driver: Driver, workload: Rows, addresses: dict[str, int]) -> Any:
+    """A launch of ours on memory by name: the result, then operands in their order."""
+    kernel = workload.kernel(driver.properties.arch)
+    pointers = [addresses[name] for name in ("out", *OPERANDS[workload.form])]
+    return submitted(driver, [kernel], pointers, rows=workload.m)
+
+
+@contender("memory", "ours")
+def ours(workload: Rows, given: Sets, options: Options) -> Run:
+    """Our kernel."""
+    import torch
+    from gemm_contenders import device
+    gpu = device()
+    torch.cuda.synchronize()
+    runs = [bound(gpu, workload, {name: x.data_ptr() for name, x in each.items()}) for each in given]
+    gpu.synchronize()
+    return lambda i: runs[i](gpu.external_stream(torch.cuda.current_stream().cuda_stream))
+
+
+@about("memory")
+def chosen(workload: Rows) -> dict[str, Any]:
+    """The plan of `ours`."""
+    return {"schedule": workload.plan()}
+
+
+@emulated("memory")
+def counted(workload: Any, options: Options) -> Row:
+    """Scaled down, on the emulated driver."""
+    import torch
+
+    from tinygrad_nv.runtime.emulated import EmulatedDriver
+    small, driver = workload.scaled(), EmulatedDriver(options.arch, seed=options.seed)
+    one = small.given("cpu")[0]
+    addresses = {name: driver.alloc(tensor.nbytes) for name, tensor in one.items()}
+    for name in OPERANDS[small.form]:
+        raw = one[name].contiguous().view(-1).view(torch.uint8)
+        driver.copy_in(addresses[name], memoryview(raw.numpy().tobytes()))
+    bound(driver, small, addresses)(None)
+    out = bytearray(one["out"].nbytes)
+    driver.copy_out(memoryview(out), addresses["out"])
+    one["out"] = torch.frombuffer(out, dtype=torch.bfloat16).view(one["out"].shape)
+    wrong = small.unlike(one)
+    return {"status": "disagrees" if wrong else "emulated", "schedule": workload.plan(),
+            "why": f"ours: {wrong}" if wrong else workload.plan()}
+
+
+# **** the others ****
+
+@dataclass(frozen=True)
+class Copy:
+    """As many bytes as must move, half of them read. It computes nothing."""
+    pairs: Sequence[tuple[Any, Any]]
+
+    def __call__(self, i: int) -> None:
+        target, source = self.pairs[i % len(self.pairs)]
+        target.copy_(source)
+
+
+def called(workload: Rows, given: Sets, function: Callable[..., Any]) -> Run:
+    """A function of torch, on each set in turn."""
+    def run(i: int) -> None: given[i]["out"] = function(workload.form, given[i])
+    return run
+
+
+@contender("memory", "torch")
+def torch_eager(workload: Rows, given: Sets, options: Options) -> Run:
+    """torch's own functions."""
+    return called(workload, given, theirs)
+
+
+@contender("memory", "compiled")
+def torch_compiled(workload: Rows, given: Sets, options: Options) -> Run:
+    """The same by torch.compile."""
+    import torch
+    if importlib.util.find_spec("triton") is None: raise NotMeasured("torch.compile needs Triton")
+    return called(workload, given, torch.compile(theirs, dynamic=False))
+
+
+@contender("memory", "copy")
+def copy(workload: Rows, given: Sets, options: Options) -> Run:
+    """What the memory's bandwidth is worth."""
+    import torch
+    half = max(1, int(workload.nbytes) // 2)
+    return Copy([tuple(torch.empty(half, device="cuda", dtype=torch.uint8) for _ in range(2))
+                 for _ in given])
+
+
+timing_part("memory", "norms, softmax, silu·mul and embeddings, bfloat16",
+            Column("GB/s", "nbytes", 1e9, ".0f"), expected_s=8.0,
+            also=Column("G elements/s", "work", 1e9, ".1f"))
