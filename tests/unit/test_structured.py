@@ -13,7 +13,7 @@ from tinygrad_nv.engine.grammar_check import Checker
 from tinygrad_nv.engine.matcher import Grammars, packed
 from tinygrad_nv.engine.structured import Structured
 from tinygrad_nv.engine.token_bytes import token_bytes
-from tinygrad_nv.errors import EngineError
+from tinygrad_nv.errors import EngineError, RequestError
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -243,5 +243,5 @@ def test_a_form_that_explodes_later_ends_its_answer_alone() -> None:
     token = tokenizer("tales")[0].encode("b", special=False)[0]
     def go_on() -> None:
         for _ in range(3): matcher.accept(allowed(matcher.mask())[0])
-    with pytest.raises(EngineError, match="cannot be followed any further"): go_on()
+    with pytest.raises(RequestError, match="cannot be followed any further"): go_on()
     other.accept(token)

@@ -92,13 +92,13 @@ class Matcher:
         return mask
 
 
-def lost(inner: Any) -> EngineError:
+def lost(inner: Any) -> RequestError:
     """A form that cannot be followed any further."""
     words = inner.get_error().partition("\n")[0] or inner.stop_reason()
-    return EngineError(f"the form of the answer cannot be followed any further: {words}",
-                       "a form whose next tokens take a bounded time to tell, in characters that the "
-                       "vocabulary has",
-                       "make it simpler: fewer repetitions of repetitions, fewer alternatives")
+    return RequestError(f"the form of the answer cannot be followed any further: {words}",
+                        "a form whose next tokens take a bounded time to tell, in characters that the "
+                        "vocabulary has",
+                        "make it simpler: fewer repetitions of repetitions, fewer alternatives")
 
 
 class Grammars:
