@@ -121,6 +121,7 @@ class FakeDevice:
 
     def begin(self, slot: int, params: SamplingParams, seed: int, prompt: Sequence[int],
               output: Sequence[int] = ()) -> None:
+        self._fault(not 0 <= slot < self.max_seqs, "no such slot")
         self._later(lambda: self.slots.__setitem__(slot, Slot(params, seed, [*prompt, *output])))
 
     def fork(self, source: int, slot: int, params: SamplingParams, seed: int) -> None:

@@ -1,6 +1,10 @@
 """Who runs when: budgets, order, fairness, and who gives pages away."""
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from engine_fake import Engine
 from hypothesis import given, settings
@@ -269,3 +273,43 @@ def test_a_prompt_that_others_had_is_not_computed_again():
     assert engine.last("b").cached_tokens == 36
     assert [batch.rows for batch in engine.device.launched[before:]] == [4]
     assert engine.core.stats().prefix_hit_rate == 36 / 80
+
+
+# **** what it costs ****
+
+def test_the_bench_times_steps():
+    script = Path(__file__).parents[2] / "bench" / "engine_overhead.py"
+    done = subprocess.run([sys.executable, script, "--running", "1,4", "--steps", "20", "--dry"],
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for kind in ("decode", "serve", "logprobs"):
+        assert all(f"\n{kind}, {running} " in done.stdout for running in (1, 4))
+
+
+class Read(list):
+    """Tokens that count how many of them are read, and cannot be gone through."""
+    count = 0
+
+    def __getitem__(self, at):
+        got = super().__getitem__(at)
+        self.count += len(got) if isinstance(at, slice) else 1
+        return got
+
+    def __iter__(self): raise AssertionError("a step goes through all tokens of a context")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_reads_no_more_of_a_long_context(overlap):
+    engine = Engine(pages=64, page_size=16, max_seqs=1, more={"max_len": 1000, "overlap": overlap})
+    request = engine.add("a", LONG * 4, max_tokens=100)
+    while not engine.tokens("a"): engine.step()
+    (seq,) = engine.core.scheduler.running
+    seq.tokens = tokens = Read(seq.tokens)
+    before = len(tokens)
+    engine.step(64)
+    assert len(tokens) == before + 64
+    # one for each step that knows it, and one as its page is full
+    assert tokens.count <= 2 * 64 + 16
+    seq.tokens = list.copy(tokens)
+    engine.end()
+    assert engine.tokens("a") == engine.alone(request)

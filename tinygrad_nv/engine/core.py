@@ -184,12 +184,12 @@ class EngineCore:
         try: sampled = flight.sampled.result()
         except Exception as error: return self._fail(flight.step, error)
         tokens, told, at = sampled.tokens.tolist(), sampled.logprobs, 0
-        step, size = flight.step, self.pool.page_size
+        step, size, drafted = flight.step, self.pool.page_size, flight.step.drafted
         for seq, work in zip(step.seqs, step.batch.works, strict=True):
             first, at = at, at + len(work.samples)
             if seq.finished: continue
             rows, written = len(work.tokens) or 1, work.start + (len(work.tokens) or 1)
-            if seq in step.drafted:
+            if drafted and seq in drafted:
                 self._verified(seq, work, tokens[first:at], first, told)
                 continue
             # others find a page when it is full, so decodes tell the table page by page

@@ -285,7 +285,9 @@ class Scheduler:
             else: part = tokens[start:end] if seq not in drafts else [*tokens[start:], *drafts[seq]]
             samples: tuple[Sample, ...] = ()
             if end >= known:
-                samples = self._samples(seq, start, rows, plan)
+                if seq.matcher is None and end >= seq.ends_at and not (drafts or seq.branches):
+                    samples = (new(Sample, (rows - 1, seq.slot, end, None, seq.logprobs)),)
+                else: samples = self._samples(seq, start, rows, plan)
                 seq.unknown += 1
                 if seq.hosted: hosted = True
                 if seq.forking: forked.append(seq)
