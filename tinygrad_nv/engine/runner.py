@@ -7,10 +7,10 @@ the graph of its shape and that of the sampler. On a device with a driver all of
 thread waits for the tokens: so the next batch may be launched before they are known. On a CPU the thread
 computes.
 
-A step's graph gives logits of the rows that are sampled, and the sampler's the tokens; it also keeps them by
-slot, for works that begin with a token the host does not know yet. Graphs are captured when a shape first
-comes, or ahead by `warm_up`. After an exception the runner can be used; what the step had written is as it
-may be.
+A step's graph gives logits of the rows that are sampled, and the sampler's the tokens, which stay for the
+works of the next step that begin with a token the host does not know yet. Graphs are captured when a shape
+first comes, or ahead by `warm_up`. After an exception the runner can be used; what the step had written is as
+it may be.
 """
 from __future__ import annotations
 
@@ -68,7 +68,6 @@ class Runner:
         with labelled(ACTIVATIONS):
             self.outbox = Outbox(self.device, self.most.samples, self.vocab_size)
             self.slots = Slots(max_seqs, self.vocab_size, self.device)
-            self.last = Tensor.zeros(max_seqs, dtype=dtypes.int32, device=self.device).contiguous().realize()
         self.masks = Masks(self.device, self.most.samples, self.vocab_size)
         self.kinds = Kinds(max_seqs)
         self.steps: dict[Shape, tuple[Layout, Captured]] = {}
@@ -146,7 +145,7 @@ class Runner:
         shape = Shape.of(batch)
         layout, step = self._step(shape)
         with span(f"step {shape}"):
-            write(self.inbox.open(), layout, batch, self.tables)
+            write(self.inbox.open(), layout, batch, self.tables, self.outbox.last)
             self.inbox.send(layout.words)
             if filters.mask: self.masks.send(batch, shape.samples)
             step()
@@ -156,7 +155,7 @@ class Runner:
 
     def _warm(self, shape: Shape) -> None:
         layout, step = self._step(shape)
-        write(self.inbox.open(), layout, Batch(()), self.tables)
+        write(self.inbox.open(), layout, Batch(()), self.tables, self.outbox.last)
         self.inbox.send(layout.words)
         step()
         self._sampler(shape.samples, Filters())()
@@ -181,30 +180,29 @@ class Runner:
 
     def _compute(self, shape: Shape, inputs: dict[str, Tensor]) -> None:
         tokens = inputs["tokens"]
-        known = (tokens < 0).where(self.last[(-1 - tokens).maximum(0)], tokens).contiguous()
+        if shape.decode:
+            chosen = self.outbox.tokens(self.most.samples)
+            with layer("embedding"):
+                tokens = (tokens < 0).where(chosen[(-1 - tokens).maximum(0)], tokens).contiguous()
         parts = []
         if shape.decode: parts.append(Part(1, inputs["decode_table"], inputs["decode_lengths"]))
         if shape.groups: parts.append(Part(GROUP, inputs["group_table"], inputs["group_lengths"]))
         place = PagedPlace(tuple(parts), self.model.rope_tables)
-        made = self.model.rows(known, place, self.store.cache, inputs.get("wanted"))
+        made = self.model.rows(tokens, place, self.store.cache, inputs.get("wanted"))
         self.outbox.logits(shape.samples).assign(made).realize()
 
     def _sample(self, samples: int, filters: Filters, inputs: dict[str, Tensor]) -> None:
         slots = inputs["slots"]
         with layer("sampler"):
             tokens = next_tokens(self.outbox.logits(samples), filters, self.slots, slots, inputs["places"],
-                                 inputs.get("masks")).contiguous()
-            # of several samples of a slot the last is kept
-            mine = Tensor.arange(self.max_seqs).reshape(-1, 1) == slots.reshape(1, -1)
-            latest = mine.where(Tensor.arange(samples) + 1, 0).max(1)
-            last = (latest > 0).where(tokens[(latest - 1).maximum(0)], self.last)
-            made = [self.outbox.tokens(samples).assign(tokens), self.last.assign(last)]
+                                 inputs.get("masks"))
+            made = [self.outbox.tokens(samples).assign(tokens)]
             if filters.penalty: made.append(counted(self.slots, slots, tokens))
         Tensor.realize(*made)
 
     def _state(self) -> Sequence[Tensor]:
-        """What steps and samplers assign to."""
-        return (self.last, *self.slots.written)
+        """What samplers assign to and keep."""
+        return self.slots.written
 
 
 class Kinds:

@@ -8,14 +8,14 @@ sampler's, at places that depend on the number of samples alone, so that one cap
 steps with as many; then come the step's. Words are written on the host, then sent in stream order: the next
 step's may be on their way while the device computes.
 
-A token below 0 is one that the host does not know: −1 − s is the last chosen of slot s. Rows that fill a step
-up have token 0 and length 0, samples slot -1.
+A token below 0 is one that the host does not know: −1 − i is number i of those the device chose last. Rows
+that fill a step up have token 0 and length 0, samples slot -1.
 """
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -196,8 +196,9 @@ class Tables:
         self.known[work.slot] = pages
 
 
-def write(words: np.ndarray, layout: Layout, batch: Batch, tables: Tables) -> None:
-    """Writes a batch as a step of the layout's shape reads it."""
+def write(words: np.ndarray, layout: Layout, batch: Batch, tables: Tables,
+          last: Callable[[int], int]) -> None:
+    """Writes a batch as a step of the layout's shape reads it; `last` gives the token that a slot chose."""
     shape, nobody = layout.shape, len(tables.rows) - 1
     into = {each.name: words[first:end].reshape(each.shape) for each, first, end in layout.places}
     tokens, ends, owners = [0] * shape.rows, [0] * shape.decode, [nobody] * shape.decode
@@ -209,7 +210,7 @@ def write(words: np.ndarray, layout: Layout, batch: Batch, tables: Tables) -> No
         count = len(work.tokens)
         if count < 2:
             first, row = row, row + 1
-            tokens[first] = work.tokens[0] if count else -1 - work.slot
+            tokens[first] = work.tokens[0] if count else last(work.slot)
             ends[first], owners[first] = work.start + 1, work.slot
         else:
             first = shape.decode + GROUP * len(group_ends)

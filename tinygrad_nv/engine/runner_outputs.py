@@ -1,10 +1,14 @@
 """What a step leaves on the device, and how the host comes to know it.
 
-Protocol: `Outbox` owns logits of the rows that are sampled, float32 [samples, vocab], and the tokens chosen,
-int32 [samples]; each step writes them anew. `deliver` puts what a batch asks for into order behind the step
-and settles a future when it is there: tokens, and logarithms of probabilities of samples that want them, by
-their logits as they are before any filter, in float64. On a device with a driver the bytes go to page-locked
-memory, and a thread of the outbox waits for them, so that the next step may be launched meanwhile.
+Protocol: `Outbox` owns logits of the rows that are sampled, float32 [samples, vocab], and the tokens chosen
+of them, int32 [samples], which each step that samples writes anew. `deliver` puts what a batch asks for into
+order behind its step, and settles a future when it is there: tokens, and logarithms of probabilities of
+samples that want them, by their logits as they are before any filter, in float64. On a device with a driver
+the bytes go to page-locked memory, and a thread of the outbox waits for them, so that the next step may be
+launched meanwhile.
+
+`last(slot)` is the token that a slot has chosen last, for a work that begins with it: where that was in the
+step before, the token's number on the device, as −1 − number; else the token, which the host has been told.
 """
 from __future__ import annotations
 
@@ -32,6 +36,8 @@ class Outbox:
         self.device, self.vocab_size = device, vocab_size
         self._logits = region(device, 4 * samples * vocab_size)
         self._tokens = region(device, 4 * samples)
+        self._chosen: dict[int, tuple[Future[Sampled], int]] = {}  # by slot: in which step, its number there
+        self._newest: Future[Sampled] | None = None
         self._free: SimpleQueue[tuple[HostMemory, Event]] = SimpleQueue()
         self._reader = ThreadPoolExecutor(1, "nv-reader")
 
@@ -43,9 +49,17 @@ class Outbox:
         """The first tokens."""
         return _view(self._tokens, (samples,), dtypes.int32)
 
+    def last(self, slot: int) -> int:
+        """The token a slot has chosen last, or where it is."""
+        done, number = self._chosen[slot]
+        return -1 - number if done is self._newest else int(done.result().tokens[number])
+
     def deliver(self, batch: Batch, done: Future[Sampled]) -> None:
         """Settles `done` with what the step just launched has chosen."""
-        asked = [sample.logprobs for work in batch.works for sample in work.samples]
+        samples = [sample for work in batch.works for sample in work.samples]
+        if samples: self._newest = done
+        for number, sample in enumerate(samples): self._chosen[sample.slot] = done, number
+        asked = [sample.logprobs for sample in samples]
         count, wanted = len(asked), [(i, most) for i, most in enumerate(asked) if most is not None]
         opened = Device[self.device]
         if isinstance(opened, NVDevice):
@@ -63,7 +77,7 @@ class Outbox:
         driver, row_bytes = opened.driver, 4 * self.vocab_size
         first = -(-4 * max(1, count) // 256) * 256
         host, event = self._memory(opened, first + len(wanted) * row_bytes)
-        driver.submit(Download(host, 0, self._tokens._buf, 4 * max(1, count)))
+        if count: driver.submit(Download(host, 0, self._tokens._buf, 4 * count))
         for k, (i, _) in enumerate(wanted):
             driver.submit(Download(host, first + k * row_bytes, self._logits._buf + i * row_bytes, row_bytes))
         driver.record(event)
