@@ -56,8 +56,10 @@ def numbers_of(params: list[SamplingParams]) -> Tensor:
     return Tensor(np.stack([each.numbers(each.seed or 0) for each in params])).realize()
 
 
-@pytest.mark.parametrize("size", [129, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2048, 32000))])
-def test_kernels_have_the_bits_of_their_bodies(size: int):
+@pytest.mark.parametrize(("size", "alike"), [
+    (129, False), *(pytest.param(n, alike, marks=pytest.mark.slow) for n in (1, 129, 2048, 32000)
+                    for alike in (False, True) if (n, alike) != (129, False))])
+def test_kernels_have_the_bits_of_their_bodies(size: int, alike: bool):
     x = Tensor(np.stack([logits_of(seed, size=size) for seed in range(3)])).realize()
     weights = x.softmax(-1).realize()
     drawn = [SamplingParams(top_k=k, top_p=p, seed=k << 40)
@@ -66,10 +68,9 @@ def test_kernels_have_the_bits_of_their_bodies(size: int):
     places = Tensor([77, 0, 78], dtype=dtypes.int32).realize()
 
     def results() -> list[np.ndarray]:
-        made = [largest(x, weights, numbers, Number.top_p), largest(x, None, numbers, Number.top_k)]
-        bits = [each.bitcast(dtypes.uint32).numpy() for each in made]
+        kept = largest(x, None if alike else weights, numbers, Number.top_k if alike else Number.top_p)
         choices = [chosen(x, numbers_of([drawn[0], greedy, drawn[2]]), places), chosen(x, None, places)]
-        return bits + [each.numpy() for each in choices]
+        return [kept.bitcast(dtypes.uint32).numpy(), *(each.numpy() for each in choices)]
     assert [k.template for k in explain(largest(x, None, numbers, Number.top_k)).kernels] == ["threshold"]
     assert [k.template for k in explain(chosen(x, numbers, places)).kernels] == ["choice"]
     ours = results()
