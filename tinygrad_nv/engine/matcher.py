@@ -58,13 +58,13 @@ class Matcher:
             try:
                 self._consume(inner, token)
                 found.append(self._look(inner))
-            except EngineError: break   # said when it is this token's turn
+            except RequestError: break  # said when it is this token's turn
             if not (found[-1] & ~self._ends).any(): break
         return found
 
     def accept(self, token: int) -> None:
-        """This token came. Raises `EngineError` if it must not, or if what may follow takes too long to
-        tell."""
+        """This token came. Raises `EngineError` if it must not, and `RequestError` if what may follow takes
+        too long to tell."""
         if not self._allows(self._mask, token):
             raise EngineError(f"token {token} was chosen, and the form of the answer does not allow it",
                               "a token of the mask", "report this, with the form")
@@ -142,7 +142,7 @@ class Grammars:
         inner = compiled(self._words.tokenizer, text)
         if inner.is_error(): raise refused(structured.kind, inner.get_error())
         try: made = Matcher(inner, self._words.ends, self.vocab)
-        except EngineError as error: raise refused(structured.kind, error.found) from error
+        except RequestError as error: raise refused(structured.kind, error.found) from error
         if made.finished: raise refused(structured.kind, "no answer has this form, or only the empty one")
         return made
 
