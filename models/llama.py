@@ -314,6 +314,7 @@ class Llama:
         x = self.embedded(tokens.reshape(1, -1))
         for i, block in enumerate(self.blocks):
             with layer(f"layers.{i}"): x = block(x, place, cache.layers[i])
-        if wanted is not None: x = embedding(x[0], wanted).unsqueeze(0).contiguous()
-        with layer("norm"): x = self.norm(x)
+        with layer("norm"):
+            if wanted is not None: x = embedding(x[0], wanted).unsqueeze(0).contiguous()
+            x = self.norm(x)
         with layer("head"): return (x @ self.head.T).float().reshape(-1, self.config.vocab_size)

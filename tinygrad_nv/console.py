@@ -68,7 +68,7 @@ def compile_steps(llm: LLM, params: SamplingParams, prompt_tokens: int) -> None:
     """Compiles what an answer to a prompt of this length needs."""
     with _bar(BarColumn(), _Kernels()) as progress:
         progress.add_task("preparing", total=None)
-        llm.decoder.warm_up(params, prompt_tokens)
+        llm.warm_up(params, prompt_tokens)
 
 
 @contextmanager

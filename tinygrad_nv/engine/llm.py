@@ -1,19 +1,29 @@
 """`LLM`: a model directory, ready to generate.
 
-Protocol: `LLM(directory)` loads everything and refuses what it cannot run. `stream(prompt, params)` yields
-`Piece`s of text as they are certain and ends with one that has a finish reason; `generate(prompts, params)`
-collects them into `Completion`s. One sequence runs at a time.
+Protocol: `LLM(directory)` loads everything and refuses what it cannot run. `generate(prompts, params)`
+answers all prompts together, and gives `Completion`s in their order; `stream(prompt, params)` yields the
+`Delta`s of one answer as they are certain, and `complete` collects them. Any thread may call these, several
+at a time.
+
+Whatever happens to a caller, Ctrl-C included, its requests end and the model goes on: the core runs in a
+thread of its own (thread.py), and text is made in the caller's.
 """
 from __future__ import annotations
 
+import itertools
+import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tinygrad_nv.engine.decoder import CHUNKS, Decoder
-from tinygrad_nv.engine.fit import require_room
+from tinygrad_nv.engine.batch import GROUP
+from tinygrad_nv.engine.core import EngineCore
+from tinygrad_nv.engine.engine_config import EngineConfig
+from tinygrad_nv.engine.fit import Cache, require_room, step_bytes, token_bytes
+from tinygrad_nv.engine.matcher import Grammars, Matcher
 from tinygrad_nv.engine.opening import (
     context_length,
     generation_defaults,
@@ -21,10 +31,16 @@ from tinygrad_nv.engine.opening import (
     optional_tokenizer,
     resolve_dtype,
 )
-from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.text import Detokenizer, StopStrings
+from tinygrad_nv.engine.outputs import Chosen, Delta, TokenLogprobs
+from tinygrad_nv.engine.processor import OutputProcessor
+from tinygrad_nv.engine.request import Request
+from tinygrad_nv.engine.runner import Runner
+from tinygrad_nv.engine.runner_pages import stored_dtype
+from tinygrad_nv.engine.sampling import SamplingParams, fresh_seed
+from tinygrad_nv.engine.thread import EngineThread
 from tinygrad_nv.engine.tokenizer import Message, Tokenizer, Tools
-from tinygrad_nv.errors import ModelError, RequestError, TokenizerError
+from tinygrad_nv.errors import NVError, RequestError, TokenizerError
+from tinygrad_nv.kvcache.pool import PagePool
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
@@ -34,55 +50,124 @@ Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Text that became certain, the tokens chosen since the last piece, and at the end why it ended."""
+class Answer:
+    """One of the n answers to a prompt. `finish_reason` is "stop" (end token, stop token or stop string, the
+    latter two in `stop_reason`), "length", or "error" with an `error`."""
+    index: int
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: str | None = None
+    finish_reason: str
+    stop_reason: int | str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    error: NVError | None = None
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole answer. `finish_reason` is "stop" (end token or stop string) or "length". Times in seconds."""
+    """A prompt's answers; `text`, `token_ids` and `finish_reason` are those of the first. `cached_tokens` of
+    the prompt were in the cache already. Times in seconds, from when all prompts were handed in to the first
+    token, and from there to the last."""
     prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: str
+    outputs: tuple[Answer, ...]
     seed: int
+    cached_tokens: int
     ttft_s: float
     decode_s: float
 
     @property
+    def text(self) -> str: return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]: return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str: return self.outputs[0].finish_reason
+
+    @property
     def tokens_per_s(self) -> float:
-        """Rate after the first token; 0 when there was only one."""
+        """Rate of the first answer after its first token; 0 when there was only one."""
         return (len(self.token_ids) - 1) / self.decode_s if self.decode_s > 0 else 0.0
 
 
 class LLM:
     """A loaded model. `directory` is a Hugging Face directory; `progress(done, total)` follows the weights'
     bytes. Of a GPU's memory this process holds at most `gpu_memory_utilization`, 0 < x <= 1; on a CPU that
-    has no effect."""
+    has no effect.
+
+    At most `max_num_seqs` sequences run at a time, and a step computes at most `max_num_batched_tokens`
+    tokens. Keys and values are kept as `kv_cache_dtype` ("auto": the model's; float32, float16, bfloat16,
+    int8, fp8) in `num_pages` pages of `page_size` tokens, or as many as fit into `kv_cache_bytes`, by default
+    what is left of a GPU; `swap_space` bytes of the host take pages that the
+    device has no room for. Prompts that begin alike share pages (`enable_prefix_caching`). `stage(name)` is
+    called at the end of each part of loading.
+    """
 
     def __init__(self, directory: str | Path, dtype: str = "auto", max_model_len: int | None = None,
                  device: str | None = None, progress: Callable[[int, int], None] | None = None,
-                 gpu_memory_utilization: float = UTILIZATION) -> None:
+                 gpu_memory_utilization: float = UTILIZATION, *, max_num_seqs: int = 64,
+                 max_num_batched_tokens: int = 512, kv_cache_dtype: str = "auto", page_size: int = 16,
+                 num_pages: int | None = None, kv_cache_bytes: int | None = None, swap_space: int = 0,
+                 enable_prefix_caching: bool = True, max_queue: int = 1024, overlap: bool = True,
+                 stage: Callable[[str], None] = lambda name: None) -> None:
         self.directory, self.device = Path(directory), open_device(device)
+        stage("open device")
         self.config = read_config(self.directory)
         self.dtype = resolve_dtype(dtype, self.config, self.directory)
         self.length = context_length(self.config, self.dtype, max_model_len)
         self.defaults, self.eos = generation_defaults(self.directory, self.config)
         self.tokenizer, self.tokenizer_error = optional_tokenizer(self.directory)
-        capacity = self.length + CHUNKS[-1]
-        require_room(self.device, self.config, self.dtype, self.length, capacity, gpu_memory_utilization)
-        self.model = Llama(self.config, self.dtype, self.device, positions=capacity)
+        window = self.config.windows[0] if len(set(self.config.windows)) == 1 else None
+        engine = EngineConfig(max_seqs=max_num_seqs, max_batched_tokens=max_num_batched_tokens,
+                              max_len=self.length, queue_limit=max_queue, overlap=overlap, eos=self.eos,
+                              window=window)
+        token = token_bytes(self.config, stored_dtype(kv_cache_dtype, self.dtype))
+        cache = Cache(page_size, page_size * token, self.length, max_num_seqs)
+        if num_pages is None and kv_cache_bytes is not None: num_pages = kv_cache_bytes // cache.page_bytes
+        require_room(self.device, self.config, self.dtype, self.length,
+                     (cache.least if num_pages is None else num_pages) * page_size, gpu_memory_utilization,
+                     token)
+        if num_pages is None:
+            step = step_bytes(self.config, self.dtype, max_num_batched_tokens + max_num_seqs, max_num_seqs)
+            num_pages = cache.pages(self.device, self.config.parameters * self.dtype.itemsize, step)
+        host_pages = swap_space // cache.page_bytes
+        self.model = Llama(self.config, self.dtype, self.device, positions=self.length)
+        stage("read files")
         weights.load(self.model, self.directory, progress)
-        self.decoder = Decoder(self.model, self.length)
+        stage("load weights")
+        self.runner = Runner(self.model, pages=num_pages, page_size=page_size, max_seqs=max_num_seqs,
+                             max_len=self.length, max_batched_tokens=max_num_batched_tokens,
+                             kv_dtype=kv_cache_dtype, host_pages=host_pages)
+        pool = PagePool(num_pages, page_size, host_pages=host_pages, sharing=enable_prefix_caching,
+                        window=window)
+        self.core = EngineCore(self.runner, pool, engine)
+        self.engine = EngineThread(self.core)
+        self._numbers = itertools.count()
+        stage("pages")
+
+    def close(self) -> None:
+        """Ends what runs, and gives memory of the host back. Nothing can be generated after it."""
+        self.engine.join()
+        self.runner.close()
+        if "grammars" in self.__dict__: self.grammars.close()
+
+    def warm_up(self, params: SamplingParams, prompt_tokens: int) -> None:
+        """Compiles and captures what an answer to a prompt of this length needs, with a made-up one."""
+        budget = self.core.config.max_batched_tokens // GROUP * GROUP
+        parts = {min(prompt_tokens, budget), prompt_tokens % budget if prompt_tokens > budget else 0} - {0}
+        made = replace(params, max_tokens=2, min_tokens=0, seed=0, stop=(), stop_token_ids=(),
+                       ignore_eos=True)
+        for count in parts:
+            # no prefix of an earlier one is shared, or another graph would run
+            request = replace(self.request(name := self._name(), [0] * count, made), salt=name.encode())
+            for _ in self._stream(request): pass
 
     @property
     def streamed_bytes(self) -> int:
         """Bytes of weights a decode step reads: every parameter, of an untied embedding only one row."""
         skipped = 0 if self.config.tied else self.config.vocab_size * self.config.hidden_size
         return (self.config.parameters - skipped) * self.dtype.itemsize
+
+    # **** prompts ****
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, checked against the vocabulary and the context."""
@@ -112,68 +197,127 @@ class LLM:
         variables `extra`."""
         return self.encode(self.require_tokenizer().encode_chat(messages, tools, **extra))
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
-        """Yields text as it becomes certain. Raises `RequestError` at once for a bad prompt, and from an
-        older stream that is read on after another request has begun: there is one KV cache.
-        """
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Compiled forms of structured answers."""
+        return Grammars(self.require_tokenizer(), self.config.vocab_size, self.eos)
+
+    def matchers(self, params: SamplingParams) -> tuple[Matcher, ...]:
+        """One for each answer if it must have a form, which takes up to seconds to compile when it is new.
+        Raises `RequestError` for one that cannot be held."""
+        if params.structured is None: return ()
+        return tuple(self.grammars.matcher(params.structured) for _ in range(params.n))
+
+    def request(self, name: str, prompt: Prompt, params: SamplingParams | None = None,
+                priority: int = 0) -> Request:
+        """A request to the core, checked; its parameters have a seed."""
         params = self.defaults if params is None else params
-        ids = self.encode(prompt)
-        self.decoder.start(params, ids)
-        return self._pieces(ids, params, self.decoder.requests)
+        params.require_vocabulary(self.config.vocab_size)
+        if params.seed is None: params = replace(params, seed=fresh_seed())
+        return Request(name, self.encode(prompt), params, priority, matchers=self.matchers(params))
 
-    def _pieces(self, ids: list[int], params: SamplingParams, request: int) -> Iterator[Piece]:
-        decode: Callable[[Sequence[int]], str] = self.tokenizer.decode if self.tokenizer else lambda _: ""
-        text, stops = Detokenizer(decode, ids), StopStrings(params.stop)
-        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.eos))
-        room = self.length - len(ids)
-        budget = room if params.max_tokens is None else min(params.max_tokens, room)
-        self._require_turn(request)
-        token, count, reason = self.decoder.prefill(ids), 1, None
-        while reason is None:
-            self._require_token(token)
-            if token in ends: reason = "stop"
-            shown = "" if token in ends else stops.push(text.push(token))
-            if stops.found is not None: reason = "stop"
-            elif reason is None and count == budget: reason = "length"
-            if reason is not None and stops.found is None: shown += stops.push(text.flush()) + stops.flush()
-            yield Piece(shown, (token,), reason)
-            if reason is None:
-                self._require_turn(request)
-                token, count = self.decoder.decode(), count + 1
+    # **** answers ****
 
-    def _require_turn(self, request: int) -> None:
-        if self.decoder.requests != request:
-            raise RequestError("another request has taken the model", "one stream at a time",
-                               "read a stream to its end before the next request")
+    def generate(self, prompts: Prompt | Sequence[Prompt],
+                 params: SamplingParams | Sequence[SamplingParams] | None = None,
+                 progress: Callable[[int, int], None] = lambda done, total: None) -> list[Completion]:
+        """Answers to one prompt or to a list of them, in order. `params` are for all, or a list with those of
+        each; `progress(done, total)` follows the prompts. Raises `RequestError` at once for a bad prompt; an
+        answer that later cannot go on has finish reason "error"."""
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            assert params is None or isinstance(params, SamplingParams)
+            return [self.complete(prompts, params)]  # type: ignore[arg-type]
+        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else params
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(each)} params for {len(prompts)} prompts",
+                               "one for all, or one for each", "pass as many")
+        requests = [self.request(self._name(), *pair) for pair in zip(prompts, each, strict=True)]
+        growing = [Growing(request) for request in requests]
+        done = 0
+        for at, delta in self._run(requests):
+            growing[at].push(delta)
+            if growing[at].finished: progress(done := done + 1, len(growing))
+        if self.engine.failure is not None: raise self.engine.failure
+        return [one.completion() for one in growing]
 
-    def _require_token(self, token: int) -> None:
-        # the maximum of logits that are not numbers is at no place, and argmax says so with one past the last
-        if token >= self.config.vocab_size:
-            raise ModelError("the model computed NaN, so there is no likeliest token",
-                             "weights that are finite, and a dtype that holds what is computed with them",
-                             "try --dtype bfloat16 or float32; if that does not help, the weights are "
-                             "damaged: download them again")
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Yields text as it becomes certain. Raises `RequestError` at once for a bad prompt, and what keeps
+        an answer from going on when that happens. To close the iterator ends the request."""
+        return self._stream(self.request(self._name(), prompt, params))
 
     def complete(self, prompt: Prompt, params: SamplingParams | None = None,
-                 on_piece: Callable[[Piece], None] = lambda _: None) -> Completion:
-        """One whole answer; `on_piece` sees it grow."""
-        begun = time.perf_counter()
-        params = self.defaults if params is None else params
-        ids = self.encode(prompt)
-        seed = self.decoder.start(params, ids)
-        tokens: list[int] = []
-        text, reason, first = "", "length", 0.0
-        for piece in self._pieces(ids, params, self.decoder.requests):
-            first = first or time.perf_counter()
-            on_piece(piece)
-            text, reason = text + piece.text, piece.finish_reason or reason
-            tokens += piece.token_ids
-        return Completion(tuple(ids), tuple(tokens), text, reason, seed, first - begun,
-                          time.perf_counter() - first)
+                 on_delta: Callable[[Delta], None] = lambda _: None) -> Completion:
+        """One prompt's whole answer, or its n; `on_delta` sees it grow."""
+        growing = Growing(request := self.request(self._name(), prompt, params))
+        for delta in self._stream(request):
+            on_delta(delta)
+            growing.push(delta)
+        return growing.completion()
 
-    def generate(self, prompts: Prompt | Sequence[str],
-                 params: SamplingParams | None = None) -> list[Completion]:
-        """Answers to one prompt or to a list of texts, in order."""
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            return [self.complete(prompts, params)]  # type: ignore[arg-type]
-        return [self.complete(prompt, params) for prompt in prompts]  # type: ignore[arg-type]
+    def _stream(self, request: Request) -> Iterator[Delta]:
+        for _, delta in self._run([request]):
+            if delta.error is not None: raise delta.error
+            yield delta
+
+    def _run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Delta]]:
+        """Deltas of all, with the number of their request. A caller that goes away ends them."""
+        inbox = queue.SimpleQueue[list[Chosen]]()
+        open_ = {request.id: (at, OutputProcessor(self.tokenizer, request.prompt, request.params))
+                 for at, request in enumerate(requests)}
+        # the queue is not only ours: so many that no slot waits
+        following, ahead = iter(requests), 2 * self.core.config.max_seqs
+        try:
+            for request in itertools.islice(following, ahead): self.engine.submit(request, inbox.put)
+            while open_:
+                for chosen in inbox.get():
+                    if (entry := open_.get(chosen.request)) is None: continue
+                    at, processor = entry
+                    if (delta := processor.process(chosen)) is None: continue
+                    if delta.finish_reason is not None and chosen.finish_reason is None:
+                        self.engine.finish(chosen.request, chosen.index, delta.stop_reason)
+                    if processor.finished:
+                        del open_[chosen.request]
+                        for request in itertools.islice(following, 1): self.engine.submit(request, inbox.put)
+                    yield at, delta
+        finally:
+            for name in open_: self.engine.abort(name)
+
+    def _name(self) -> str: return f"local-{next(self._numbers)}"
+
+
+class Growing:
+    """A prompt's answers while they grow."""
+
+    def __init__(self, request: Request) -> None:
+        self.request, self.begun = request, time.perf_counter()
+        self.first = self.last = 0.0
+        self.cached = 0
+        self.deltas: list[list[Delta]] = [[] for _ in range(request.params.n)]
+        self.going = request.params.n
+
+    @property
+    def finished(self) -> bool: return not self.going
+
+    def push(self, delta: Delta) -> None:
+        """More of one of them."""
+        self.last = time.perf_counter()
+        self.first = self.first or self.last
+        self.cached = max(self.cached, delta.cached_tokens)
+        self.deltas[delta.index].append(delta)
+        self.going -= delta.finish_reason is not None
+
+    def completion(self) -> Completion:
+        """All of them, once they are finished."""
+        seed = self.request.params.seed
+        assert seed is not None
+        return Completion(tuple(self.request.prompt), tuple(map(answer, self.deltas)), seed, self.cached,
+                          self.first - self.begun, self.last - self.first)
+
+
+def answer(deltas: Sequence[Delta]) -> Answer:
+    """One sequence's deltas as a whole."""
+    last = deltas[-1]
+    assert last.finish_reason is not None
+    return Answer(last.index, "".join(each.text for each in deltas),
+                  tuple(token for each in deltas for token in each.tokens), last.finish_reason,
+                  last.stop_reason, tuple(told for each in deltas for told in each.logprobs), last.error)
