@@ -134,7 +134,7 @@ def test_kernels_begin_early_where_the_gpu_can(renderer: str, arch: str, early: 
             launches.append(work) if isinstance(work, Launch) else None, submit(self, work, *args)))
         x = (Tensor(X).realize() + 1).realize()
         near((x * 2).softmax(), np.exp(2 * X + 2) / np.exp(2 * X + 2).sum(-1, keepdims=True), 1e-6)
-    assert len(launches) >= 3
+    assert len(launches) >= 2
     assert {launch.pdl for launch in launches} == {early}
 
 
