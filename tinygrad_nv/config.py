@@ -57,6 +57,8 @@ SETTINGS = (
     Setting("NV_SCHEDULES", "", ("",),
             "the file of tuned schedules; unset: tinygrad_nv/schedules.json in the cache directory",
             path=True),
+    Setting("NV_API_KEY", "", ("",), "the key that `tinygrad-nv serve` wants to see; unset: none, or "
+            "those of --api-key", path=True),
 )
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 

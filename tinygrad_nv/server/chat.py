@@ -48,6 +48,7 @@ class Choice:
     def push(self, delta: Delta, logprobs: bool) -> dict[str, Any]:
         """The chunk's entry for a delta."""
         content, calls = self._read(delta)
+        if not self.forced.several: calls = calls[:1 - self.calls]
         told: dict[str, Any] = {"content": content} if content or not calls else {}
         if calls:
             told["tool_calls"] = [call.told(self.calls + i) for i, call in enumerate(calls)]

@@ -21,10 +21,9 @@ from tinygrad_nv.server.errors import APIError
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of requests. `queue`: requests that may wait; `choices`: texts that one request may ask for,
-    prompts × n; `body_bytes`, `schema_bytes`: sizes of a body and of a JSON schema in it; seconds until
-    headers, body and answer must be complete; `drain_s`: for what runs when the server is told to stop."""
-    queue: int = 1024
+    """Bounds of requests. `choices`: texts that one may ask for, prompts × n; `body_bytes`, `schema_bytes`:
+    sizes of a body and of a JSON schema in it; seconds until headers, body and answer must be complete;
+    `drain_s`: for what runs when the server is told to stop."""
     choices: int = 128
     body_bytes: int = 4 << 20
     schema_bytes: int = 64 << 10

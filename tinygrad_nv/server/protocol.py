@@ -22,7 +22,7 @@ from tinygrad_nv.server.structure import call_schema, structured
 from tinygrad_nv.server.tools import Tool, ToolChoice, tool_choice, tool_list
 
 WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-                  "parallel_tool_calls", "request_id")
+                  "request_id")
 TOP_LOGPROBS = 20
 # what OpenAI allows, and vLLM
 STOPS, PENALTY = 16, 2.0

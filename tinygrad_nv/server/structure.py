@@ -78,4 +78,5 @@ def call_schema(tools: tuple[Tool, ...], choice: ToolChoice) -> dict[str, Any] |
     forms = [{"type": "object", "properties": {"name": {"const": name}, "parameters": schema},
               "required": ["name", "parameters"], "additionalProperties": False}
              for name, schema in schemas.items()]
-    return {"type": "array", "minItems": 1, "items": {"anyOf": forms}}
+    most = {} if choice.several else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": forms}}

@@ -26,9 +26,11 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """`mode`: "none" (tools are not offered), "auto", "required" (some), "named" (the tool `name`)."""
+    """`mode`: "none" (tools are not offered), "auto", "required" (some), "named" (the tool `name`).
+    `several`: more than one call may be made."""
     mode: str
     name: str = ""
+    several: bool = True
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,9 @@ def tool_list(fields: Fields) -> tuple[Tool, ...]:
 
 
 def tool_choice(fields: Fields, tools: tuple[Tool, ...]) -> ToolChoice:
-    """"none", "auto", "required", or {"type": "function", "function": {"name": …}}."""
-    value = fields.take("tool_choice")
-    if value is None: return ToolChoice("auto" if tools else "none")
+    """"none", "auto", "required", or {"type": "function", "function": {"name": …}}; parallel_tool_calls."""
+    value, several = fields.take("tool_choice"), fields.flag("parallel_tool_calls", True)
+    if value is None: return ToolChoice("auto" if tools else "none", "", several)
     if value == "none" or (value == "auto" and not tools): return ToolChoice("none")
     name = value.get("function", {}) if isinstance(value, dict) else value
     if isinstance(name, dict): name, value = name.get("name"), "named"
@@ -75,7 +77,7 @@ def tool_choice(fields: Fields, tools: tuple[Tool, ...]) -> ToolChoice:
     if value == "named" and name not in (names := [tool["function"]["name"] for tool in tools]):
         raise invalid(f"tool_choice names {name[:64]!r}, which is not among tools: {', '.join(names)}",
                       "tool_choice")
-    return ToolChoice(value, name if value == "named" else "")
+    return ToolChoice(value, name if value == "named" else "", several)
 
 
 def call_style(template: str | None) -> str:

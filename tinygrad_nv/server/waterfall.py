@@ -23,12 +23,12 @@ def process_age_s() -> float:
 
 
 class Waterfall:
-    """The parts of a start: (name, seconds), in order. Marks of one name in a row are one part."""
+    """The parts of a start: name to seconds, in the order of their first marks."""
 
     def __init__(self) -> None:
         self.begun = time.perf_counter() - process_age_s()
         self.last = self.begun
-        self.parts: list[tuple[str, float]] = []
+        self.parts: dict[str, float] = {}
 
     @property
     def total_s(self) -> float:
@@ -39,13 +39,12 @@ class Waterfall:
         """What was done since the last mark was `name`."""
         now = time.perf_counter()
         spent, self.last = now - self.last, now
-        if self.parts and self.parts[-1][0] == name: spent += self.parts.pop()[1]
-        self.parts.append((name, spent))
+        self.parts[name] = self.parts.get(name, 0.0) + spent
 
     def lines(self) -> list[str]:
         """One line for each part, and their sum."""
-        width, total, at, out = max(len(name) for name, _ in self.parts), self.total_s or 1.0, 0.0, []
-        for name, seconds in self.parts:
+        width, total, at, out = max(map(len, self.parts)), self.total_s or 1.0, 0.0, []
+        for name, seconds in self.parts.items():
             first, last = round(BAR * at / total), round(BAR * (at + seconds) / total)
             bar = (" " * first + "█" * max(1, last - first)).ljust(BAR)
             out.append(f"{name:{width}} {seconds:8.3f} s  |{bar[:BAR]}|")

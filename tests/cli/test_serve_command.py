@@ -1,0 +1,257 @@
+"""`tinygrad-nv serve` with the model in the box: one process for all tests, started as a user does."""
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import httpx
+import openai
+import pytest
+from serve_case import until
+
+from tinygrad_nv.cli import DEFAULT_MODEL
+from tinygrad_nv.engine.llm import LLM
+from tinygrad_nv.engine.sampling import SamplingParams
+
+PROMPT = "Once upon a time there was a little fox"
+OPTIONS = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-model-len", "256")
+
+
+@dataclass
+class Process:
+    """A server of its own, and what it has said."""
+    popen: subprocess.Popen[str]
+    begun: float
+    lines: list[str] = field(default_factory=list)
+    url: str = ""
+    ready: float = 0.0
+
+    def read(self) -> None:
+        assert self.popen.stderr is not None
+        for line in self.popen.stderr: self.lines.append(line.rstrip())
+
+    def said(self, event: str) -> list[dict[str, str]]:
+        """Fields of all lines of an event."""
+        out = []
+        for line in self.lines:
+            _, _, rest = line.partition(" ")
+            if rest.startswith(event + " "):
+                fields = re.findall(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)', rest)
+                out.append({key: json.loads(value) if value[0] == '"' else value for key, value in fields})
+        return out
+
+
+def started(*options: str, **environment: str) -> Process:
+    command = [sys.executable, "-m", "tinygrad_nv", "serve", "--port", "0", *OPTIONS, *options]
+    begun = time.perf_counter()
+    popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
+    process = Process(popen, begun)
+    threading.Thread(target=process.read, daemon=True).start()
+    until(lambda: process.said("ready") or popen.poll() is not None, 120)
+    process.ready = time.perf_counter()
+    assert popen.poll() is None, process.lines
+    process.url = process.said("ready")[0]["url"]
+    return process
+
+
+def figure(metrics: str, name: str) -> float:
+    return float(re.findall(rf"^tinygrad_nv:{name}{{.*}} (\S+)$", metrics, re.M)[0])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Process]:
+    process = started("--log-interval", "0.2", "--seed", "7")
+    try: yield process
+    finally: process.popen.kill()
+
+
+@pytest.fixture(scope="module")
+def client(server: Process) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0) as made: yield made
+
+
+@pytest.fixture(scope="module")
+def alone() -> LLM: return LLM(DEFAULT_MODEL, max_model_len=256, max_num_seqs=4)
+
+
+def test_the_start_has_no_gap(server: Process):
+    waterfall = [line.split(" waterfall ")[1] for line in server.lines if " waterfall " in line]
+    parts = {line[:15].strip(): float(line[15:].split()[0]) for line in waterfall}
+    whole = parts.pop("sum")
+    assert list(parts)[:5] == ["import", "open device", "read files", "load weights", "pages"]
+    assert list(parts)[-1] == "listen"
+    assert {"capture"} <= set(parts) <= {*list(parts)[:5], "compile", "capture", "listen"}
+    assert sum(parts.values()) == pytest.approx(whole, abs=0.01)
+    # and it is the time that whoever started it has waited
+    assert whole == pytest.approx(server.ready - server.begun, rel=0.05, abs=0.1)
+
+
+def test_capacity_is_told(server: Process):
+    [told] = server.said("kv_cache")
+    assert int(told["tokens"]) == int(told["pages"]) * int(told["page_size"])
+    assert float(told["concurrency"][:-1]) == pytest.approx(int(told["tokens"]) / 256, abs=0.01)
+
+
+def test_greedy_tokens_are_those_of_the_model_alone(client: openai.OpenAI, alone: LLM):
+    expected = alone.complete(PROMPT, SamplingParams(temperature=0.0, max_tokens=24))
+    done = client.completions.create(model="tales", prompt=PROMPT, max_tokens=24, temperature=0)
+    assert done.choices[0].text == expected.text
+    assert done.choices[0].finish_reason == expected.finish_reason
+    streamed = client.completions.create(model="tales", prompt=[PROMPT, PROMPT], max_tokens=24, temperature=0,
+                                         stream=True)
+    texts = {0: "", 1: ""}
+    for chunk in streamed:
+        for choice in chunk.choices: texts[choice.index] += choice.text
+    assert texts == {0: expected.text, 1: expected.text}
+
+
+def test_a_conversation_with_all_there_is(client: openai.OpenAI):
+    asked = {"model": "tales", "messages": [{"role": "user", "content": PROMPT}], "max_completion_tokens": 12,
+             "temperature": 1, "n": 2, "logprobs": True, "top_logprobs": 2, "seed": 3, "stop": [" zebra"]}
+    done = client.chat.completions.create(**asked)  # type: ignore[call-overload]
+    again = client.chat.completions.create(**asked)  # type: ignore[call-overload]
+    assert [c.message.content for c in done.choices] == [c.message.content for c in again.choices]
+    assert done.choices[0].message.content != done.choices[1].message.content
+    for choice in done.choices:
+        assert "".join(each.token for each in choice.logprobs.content) == choice.message.content
+        assert all(each.logprob <= 0 and len(each.top_logprobs) == 2 for each in choice.logprobs.content)
+    # a request that names no seed has the server's
+    plain = {key: asked[key] for key in ("model", "messages", "max_completion_tokens", "temperature")}
+    texts = {client.chat.completions.create(**plain).choices[0].message.content  # type: ignore[call-overload]
+             for _ in range(2)}
+    assert len(texts) == 1
+
+
+def test_answers_have_the_form_asked_for(client: openai.OpenAI):
+    messages = [{"role": "user", "content": PROMPT}]
+    schema = {"type": "object", "properties": {"name": {"enum": ["fox", "bear"]}, "age": {"enum": [1, 20]}},
+              "required": ["name", "age"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "animal", "schema": schema}}
+    asked = {"model": "tales", "messages": messages, "max_tokens": 200, "temperature": 0}
+    done = client.chat.completions.create(**asked, response_format=form)  # type: ignore[call-overload]
+    assert json.loads(done.choices[0].message.content)["name"] in ("fox", "bear")
+    chosen = client.chat.completions.create(
+        **asked, extra_body={"structured_outputs": {"choice": ["yes", "no"]}})  # type: ignore[call-overload]
+    assert chosen.choices[0].message.content in ("yes", "no")
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    for choice in ("required", {"type": "function", "function": {"name": "look"}}):
+        called = client.chat.completions.create(**asked, tools=[tool], tool_choice=choice,  # type: ignore[call-overload]
+                                                parallel_tool_calls=False)
+        [call] = called.choices[0].message.tool_calls
+        assert call.function.name == "look"
+        assert json.loads(call.function.arguments)["name"] in ("fox", "bear")
+
+
+def test_a_schema_that_cannot_be_held_is_refused(client: openai.OpenAI, server: Process):
+    for form in ({"guided_json": {"type": "nothing"}}, {"guided_regex": "(?=a)b"}, {"guided_regex": "("},
+                 {"guided_grammar": "start: start"}):
+        answer = httpx.post(server.url + "/v1/completions", json={"prompt": PROMPT, **form}, timeout=30)
+        assert answer.status_code == 400, (form, answer.text)
+        assert answer.json()["error"]["message"]
+
+
+def test_a_schema_bomb_is_refused_soon(client: openai.OpenAI, server: Process):
+    bomb = "(" * 6 + "a{1,200}" + "){1,200}" * 6
+    begun = time.perf_counter()
+    answer = httpx.post(server.url + "/v1/completions", timeout=60,
+                        json={"prompt": PROMPT, "guided_regex": bomb})
+    assert answer.status_code == 400, answer.text
+    assert time.perf_counter() - begun < 20
+    assert client.completions.create(model="tales", prompt=PROMPT, max_tokens=1).choices
+
+
+def test_lines_tell_what_happened(server: Process, client: openai.OpenAI):
+    done = client.completions.create(model="tales", prompt=PROMPT, max_tokens=9, temperature=0,
+                                     extra_body={"ignore_eos": True})
+    until(lambda: [told for told in server.said("request") if told["id"] == done.id])
+    [told] = [told for told in server.said("request") if told["id"] == done.id]
+    assert (told["status"], told["output_tokens"], told["finish"]) == ("200", "9", "length")
+    assert 0 < float(told["ttft_ms"]) <= float(told["total_ms"])
+    until(lambda: any(int(told["running"]) == 0 for told in server.said("engine")))
+    assert {"waiting", "kv_used", "gen_tok_s", "prompt_tok_s"} <= set(server.said("engine")[0])
+    text = httpx.get(server.url + "/metrics").text
+    assert figure(text, "generation_tokens_total") >= 9
+    assert figure(text, "num_requests_running") == 0
+
+
+def test_no_page_is_left_behind_by_clients_that_leave(server: Process):
+    asked = {"prompt": PROMPT, "max_tokens": 200, "stream": True, "ignore_eos": True}
+    for _ in range(3):
+        with httpx.stream("POST", server.url + "/v1/completions", json=asked) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+    until(lambda: figure(httpx.get(server.url + "/metrics").text, "kv_cache_usage_perc") == 0)
+
+
+def test_a_signal_drains(server: Process):
+    """The last: it ends the server."""
+    asked = {"prompt": PROMPT, "max_tokens": 150, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", server.url + "/v1/completions", json=asked) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        server.popen.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert '"finish_reason":"length"' in rest[-2]
+    assert server.popen.wait(20) == 0
+    assert server.said("drained")[0]["aborted"] == "0"
+    assert server.lines[-1].endswith(" stopped")
+    assert not [line for line in server.lines if "Traceback" in line]
+
+
+def test_a_second_signal_ends_it_at_once():
+    process = started("--no-warm-up", "--api-key", "secret", "--served-model-name", "one", "two",
+                      "--metrics-prefix", "vllm")
+    try:
+        headers = {"Authorization": "Bearer secret"}
+        models = httpx.get(process.url + "/v1/models", headers=headers).json()["data"]
+        assert [model["id"] for model in models] == ["one", "two"]
+        assert httpx.get(process.url + "/v1/models").status_code == 401
+        assert "vllm:num_requests_running" in httpx.get(process.url + "/metrics").text
+        with httpx.stream("POST", process.url + "/v1/completions", headers=headers, timeout=60, json={
+                "prompt": PROMPT, "max_tokens": 200, "stream": True, "ignore_eos": True}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.popen.send_signal(signal.SIGINT)
+            until(lambda: process.said("draining"))
+            begun = time.perf_counter()
+            process.popen.send_signal(signal.SIGINT)
+            assert process.popen.wait(10) == 128 + signal.SIGINT
+            assert time.perf_counter() - begun < 1
+    finally: process.popen.kill()
+
+
+def test_an_address_that_is_taken(command, server: Process):
+    host, port = server.url.removeprefix("http://").split(":")
+    command("serve", "--port", port, "--host", host).refused(f"{host}:{port} cannot be served", "--port")
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    (["--port", "99999"], "cannot be served"), (["--api-key", ""], "API key is empty"),
+    (["--api-key", "a b"], "printable"), (["--max-queue", "0"], "not a whole number"),
+    (["--drain-timeout", "-1"], "not a number"), (["--max-num-seqs", "x"], "not a whole number"),
+    (["--metrics-prefix", "x"], "invalid choice"),
+    (["--chat-template", "/nowhere"], "/nowhere cannot be read")])
+def test_options_out_of_range(command, options: list[str], words: str):
+    command("serve", "--port", "0", *options).refused(words)
+
+
+def test_a_missing_library_is_named(command, monkeypatch: pytest.MonkeyPatch):
+    for name in [name for name in sys.modules if name.startswith("tinygrad_nv.server")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    command("serve").refused("uvicorn is not installed", "pip install")
+
+
+def test_help_names_the_defaults(command):
+    shown = command("serve", "--help").succeeded().out
+    for word in ("--host", "127.0.0.1", "8000", "--max-num-seqs", "--served-model-name", "NV_API_KEY"):
+        assert word in shown

@@ -1,0 +1,114 @@
+"""From a command line to a server that answers, with the time of every part.
+
+Protocol: `run` takes the address, loads the model, warms it up and serves until it is told to stop. Each part
+is logged when it ends and is a line of the waterfall, so that a start that hangs says where.
+"""
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from tinygrad.helpers import DEV
+
+from tinygrad_nv import serve_command
+from tinygrad_nv.engine.async_engine import AsyncEngine
+from tinygrad_nv.engine.llm import LLM
+from tinygrad_nv.errors import TokenizerError
+from tinygrad_nv.runtime.programs import programs_compiled
+from tinygrad_nv.server.limits import Limits
+from tinygrad_nv.server.log import LOG, line, set_up
+from tinygrad_nv.server.metrics import Metrics
+from tinygrad_nv.server.service import Service
+from tinygrad_nv.server.serving import Server, listening, serve, url
+from tinygrad_nv.server.waterfall import Waterfall
+
+
+def run(arguments: argparse.Namespace, directory: Path) -> None:
+    """The command `serve`; returns when it was told to stop."""
+    waterfall = Waterfall()
+    set_up()
+    waterfall.mark("import")
+    taken, keys = listening(arguments.host, arguments.port), serve_command.keys(arguments)
+    if arguments.device: DEV.value = arguments.device
+    llm = load(arguments, directory, waterfall)
+    if arguments.warm_up: warm_up(llm, waterfall)
+    # what is loaded stays: collections of garbage need not look at it
+    gc.collect()
+    gc.freeze()
+    names = tuple(arguments.served_model_name or (directory.resolve().name,))
+    engine = AsyncEngine(llm)
+    metrics = Metrics(names[0], llm.length, engine.stats, arguments.metrics_prefix)
+    service = Service(engine, llm, names, limits(arguments), metrics, keys)
+    LOG.info(capacity_line(llm))
+
+    def ready() -> None:
+        waterfall.mark("listen")
+        for each in waterfall.lines(): LOG.info("waterfall %s", each)
+        LOG.info(line("ready", url=url(taken), model=",".join(names), device=llm.device, pid=os.getpid(),
+                      keys=len(keys), seconds=waterfall.total_s))
+
+    async def main() -> None:
+        await engine.start()
+        await serve(Server(service), [taken], arguments.log_interval, ready)
+
+    try: asyncio.run(main())
+    finally: llm.close()
+    LOG.info(line("stopped"))
+
+
+def load(arguments: argparse.Namespace, directory: Path, waterfall: Waterfall) -> LLM:
+    """The model of the command line, loaded."""
+    def stage(name: str) -> None:
+        waterfall.mark(name)
+        LOG.info(line("startup", stage=name, seconds=waterfall.parts[name]))
+    llm = LLM(directory, stage=stage, **serve_command.model_options(arguments))
+    if arguments.seed is not None: llm.defaults = replace(llm.defaults, seed=arguments.seed)
+    if arguments.chat_template is not None:
+        llm.tokenizer = replace(llm.require_tokenizer(), template=_template(arguments.chat_template))
+    return llm
+
+
+def _template(path: Path) -> str:
+    try: return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{path} cannot be read: {error}", "a readable UTF-8 text file",
+                             "change --chat-template") from error
+
+
+def warm_up(llm: LLM, waterfall: Waterfall) -> None:
+    """Compiles and captures the steps that every load comes to need. Time of a step that had kernels to
+    compile counts as "compile", that of others as "capture"."""
+    compiled = first = programs_compiled()
+    steps = 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal compiled, steps
+        waterfall.mark("capture" if (now := programs_compiled()) == compiled else "compile")
+        compiled, steps = now, total
+
+    llm.runner.warm_up(progress)
+    for temperature in (0.0, 1.0):
+        llm.warm_up(replace(llm.defaults, temperature=temperature), 1)
+        progress(0, steps)
+    LOG.info(line("startup", stage="compile and capture", steps=steps, compiled=compiled - first,
+                  seconds=waterfall.parts.get("compile", 0) + waterfall.parts.get("capture", 0)))
+
+
+def limits(arguments: argparse.Namespace) -> Limits:
+    """Limits of a command line."""
+    return Limits(body_bytes=arguments.max_body_bytes, header_s=arguments.header_timeout,
+                  body_s=arguments.body_timeout, request_s=arguments.request_timeout,
+                  drain_s=arguments.drain_timeout)
+
+
+def capacity_line(llm: LLM) -> str:
+    """How much the cache of keys and values holds, and how many requests of full length that is."""
+    pool = llm.core.pool.stats()
+    tokens = pool.total * llm.runner.page_size
+    return line("kv_cache", tokens=tokens, pages=pool.total, page_size=llm.runner.page_size,
+                max_model_len=llm.length, concurrency=f"{tokens / llm.length:.2f}x",
+                max_num_seqs=llm.core.config.max_seqs)
