@@ -55,14 +55,16 @@ def test_a_window():
 
 
 def test_pages_of_others_that_were_evicted_and_come_back():
-    loop = Loop(cache(pages=6, host_pages=6, B=2))
+    loop = Loop(cache(pages=6, host_pages=6, B=2, layers=1))
     for first in (1, 100):
         a = loop.open(prompt := list(range(first, first + 40)))
         loop.append([a], [prompt])
         a.release()
-    b = loop.open(list(range(1, 41)))
-    assert len(b) == 32
-    loop.append([b], [list(range(33, 41))])
+    for first in (1, 100):
+        b = loop.open(list(range(first, first + 40)))
+        assert len(b) == 32
+        loop.append([b], [list(range(first + 32, first + 40))])
+        b.release()
     assert loop.cache.stats().restores > 0
 
 

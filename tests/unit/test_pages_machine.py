@@ -74,7 +74,7 @@ def test_a_random_drive_loses_nothing(name: str):
 @pytest.mark.parametrize("name", POOLS)
 def test_a_long_drive_loses_nothing(name: str):
     """1.2 · 10⁶ operations over all pools, besides those that there was nothing for."""
-    done = sum(sum(driven(name, 10_000, seed=1000 + seed, every=10).counts.values()) for seed in range(32))
+    done = sum(sum(driven(name, 10_000, seed=1000 + seed, every=10).counts.values()) for seed in range(36))
     assert done >= 200_000
 
 
