@@ -36,7 +36,7 @@ SETTINGS = (
     Setting("NV_DETERMINISTIC", 0, (0, 1),
             "1: gradients of attention have the same bits in every run; 0: dq is summed as it comes, faster"),
     Setting("NV_DEBUG", 0, (0, 1),
-            "1: block tables and lengths of requests are checked each time they are used (slow)"),
+            "1: block tables, lengths and references of pages are checked each time they are used (slow)"),
     Setting("NV_PROGRAM_CACHE", 1, (0, 1),
             "0: make and compile every kernel afresh; 1: take it from the disk cache"),
     Setting("NV_CPU_GRAPH", 1, (0, 1),
