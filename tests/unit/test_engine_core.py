@@ -388,15 +388,15 @@ def test_a_step_that_fails_ends_its_requests_and_no_others(fails, late):
 
 
 def test_figures():
-    engine = Engine(pages=11)
-    engine.add("a", range(20), n=2, max_tokens=6)
-    engine.add("b", range(20), arrival_s=1.0, max_tokens=6)
+    engine = Engine(pages=8)
+    engine.add("a", range(20), n=2, max_tokens=5)
+    engine.add("b", range(20), arrival_s=1.0, max_tokens=5)
     engine.core.step()
     stats = engine.core.stats()
-    assert (stats.running, stats.waiting, stats.kv_used) == (1, 1, 6 / 11)
+    assert (stats.running, stats.waiting, stats.kv_used) == (1, 1, 6 / 8)
     engine.end()
     stats = engine.core.stats()
     assert (stats.running, stats.waiting, stats.kv_used) == (0, 0, 0.0)
-    assert (stats.prompt_tokens, stats.prefix_hits, stats.generated_tokens) == (40, 16, 18)
+    assert (stats.prompt_tokens, stats.prefix_hits, stats.generated_tokens) == (40, 16, 15)
     assert stats.prefix_hit_rate == 0.4
     assert stats.steps == len(engine.device.launched)

@@ -250,6 +250,24 @@ def test_a_sliding_window_holds_few_pages():
     assert engine.core.stats().preempted == 0
 
 
+@pytest.mark.parametrize("fails", [{}, {0: 100}])
+def test_prompts_that_begin_alike_share_within_a_step(fails):
+    engine = Engine(fails=fails, max_batched_tokens=64)
+    requests = [engine.add(str(i), [*LONG[:21], i], max_tokens=3) for i in range(4)]
+    engine.step()
+    assert engine.rows() == [22, 2, 2, 2]
+    late = engine.add("late", LONG[:22], max_tokens=3)
+    engine.step()
+    engine.end()
+    if fails:
+        # what the step was to write is shared by nobody
+        assert {engine.last(each.id).finish_reason for each in requests} == {"error"}
+        assert engine.tokens("late") == engine.alone(late)
+    else:
+        for each in (*requests, late): assert engine.tokens(each.id) == engine.alone(each)
+        assert [engine.last(each.id).cached_tokens for each in (*requests, late)] == [0, 20, 20, 20, 20]
+
+
 def test_who_is_in_the_step_already_may_lose_its_pages():
     """A chunk of a prompt in a sliding window takes those of an answer that comes after it in order."""
     engine = Engine(pages=14, max_seqs=2, more={"window": 16})

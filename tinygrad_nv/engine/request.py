@@ -97,7 +97,6 @@ class Seq:
     table: Table | None = None
     slot: int = -1
     scheduled: int = 0
-    computed: int = 0                   # places that the table was told of
     unknown: int = 0
     covered: int = 0
     pages: tuple[int, ...] = ()

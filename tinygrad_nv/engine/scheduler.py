@@ -153,7 +153,7 @@ class Scheduler:
     def restart(self, seq: Seq) -> None:
         """What a running sequence has computed is what its table says, and its slot is to be set again."""
         assert seq.table is not None
-        seq.scheduled = seq.computed = seq.table.computed
+        seq.scheduled = seq.table.computed
         seq.unknown, seq.covered, seq.forking = 0, 0, False
         if seq not in self._begun: self._begun.append(seq)
 
@@ -162,8 +162,10 @@ class Scheduler:
     def schedule(self, settled: bool) -> Step | None:
         """The next step, or None. Raises `Short`."""
         plan, before = Plan(self.config.max_batched_tokens), self.preempted
-        for seq in self._decodes(plan, settled):
+        chunked = self._decodes(plan, settled)
+        for seq in chunked:
             if not seq.waiting: self._chunk(plan, seq, settled)
+        for seq in chunked: self._certain(plan, seq)
         # whoever has just lost pages would take them back
         if before == self.preempted: self._admit(plan)
         if self.config.speculation and not self.waiting: self._draft(plan)
@@ -196,6 +198,10 @@ class Scheduler:
         rows = plan.chunk(len(seq.tokens) - seq.scheduled)
         if rows and self._room(plan, seq, padded(seq.scheduled, rows), settled): plan.put(seq, rows)
 
+    def _certain(self, plan: Plan, seq: Seq) -> None:
+        """Nobody drops the sequence from this step any more: who begins behind it shares what it writes."""
+        if rows := plan.rows.get(seq, 0): tell(seq, seq.scheduled + rows)
+
     # **** who begins ****
 
     def _admit(self, plan: Plan) -> None:
@@ -209,6 +215,7 @@ class Scheduler:
             self._begun.append(seq)
             self.run(seq)
             plan.put(seq, plan.chunk(len(seq.tokens) - seq.scheduled))
+            self._certain(plan, seq)
 
     def _first(self) -> Seq | None:
         while self._queue and (self._queue[0][1].finished or not self._queue[0][1].waiting):
@@ -237,7 +244,7 @@ class Scheduler:
         if (short := seq.table.missing(end) + spare - pool.available) > 0:
             seq.table.release()
             return self._later(seq, short)
-        seq.scheduled = seq.computed = seq.table.computed
+        seq.scheduled = seq.table.computed
         seq.covered, self._lacking = 0, None
         covered = seq.cover(end, pool.page_size)
         assert covered
@@ -318,13 +325,24 @@ def mask_of(seq: Seq) -> np.ndarray | None:
     return None if seq.matcher is None else seq.matcher.mask()
 
 
-def catch_up(seq: Seq, written: int) -> None:
-    """Tells the table of tokens before place `written` that a step which was looked at has written."""
+def tell(seq: Seq, written: int) -> None:
+    """Tells the table of tokens before place `written`: steps that were launched write them, and the one that
+    is next."""
     table = seq.table
     assert table is not None
-    if table.computed >= written: return
-    pool, holes = table.pool, table.pruned
-    table.advance(seq.tokens[table.computed:written])
-    seq.computed = written
-    if pool.window is not None: table.prune(written - pool.window + 1)
-    if holes != table.pruned: seq.shown(pool.page_size)
+    if (known := table.computed) >= written: return
+    holes = table.pruned
+    table.advance(seq.tokens[known:written])
+    if holes != table.pruned: seq.shown(table.pool.page_size)
+
+
+def catch_up(seq: Seq, written: int) -> None:
+    """Tells the table of tokens before place `written`, in a step that was looked at: what no row behind them
+    sees is given back."""
+    tell(seq, written)
+    table = seq.table
+    assert table is not None
+    if (window := table.pool.window) is None: return
+    holes = table.pruned
+    table.prune(written - window + 1)
+    if holes != table.pruned: seq.shown(table.pool.page_size)
