@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -443,13 +444,16 @@ def test_conservation_is_looked_at(spoil: str):
 
 
 def test_the_bench_counts_what_it_says():
+    """A million operations a second on one core; in seconds of the processor, so that others do not matter."""
     script = Path(__file__).parents[2] / "bench" / "kv_pages.py"
-    done = subprocess.run([sys.executable, script, "--sequences", "2", "--tokens", "40", "--rounds", "2",
+    done = subprocess.run([sys.executable, script, "--sequences", "16", "--tokens", "256", "--rounds", "3",
                            "--dry"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for kind in ("allocate", "share", "evict", "append", "fork", "copy on write", "to the host and back"):
         assert f"\n{kind} " in done.stdout
-    assert "thousand operations a second" in done.stdout
+    found = re.search(r"all kinds together: (\d+) thousand operations a second", done.stdout)
+    assert found is not None
+    assert int(found[1]) >= 200, done.stdout
 
 
 def test_tokens_and_pages_of_any_number():
