@@ -104,7 +104,7 @@ def test_copies_change_no_token(seed):
 def drafter(pages: int = 60, device: type[FakeDevice] = FakeDevice) -> tuple[DraftModel, FakeDevice]:
     """A model that is as good as the larger one, with pages of another size."""
     runner = device(pages, 8, max_seqs=4, late=True)
-    return DraftModel(runner, PagePool(pages, 8), 16), runner
+    return DraftModel(runner, PagePool(pages, 8), 16, 256), runner
 
 
 @pytest.mark.parametrize("seed", range(4))

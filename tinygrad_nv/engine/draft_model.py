@@ -14,14 +14,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from tinygrad.dtype import DType
 
 from tinygrad_nv.engine.batch import GROUP, Batch, Sample, Sampled, Work
 from tinygrad_nv.engine.core import Device
+from tinygrad_nv.engine.fit import token_bytes
+from tinygrad_nv.engine.opening import optional_tokenizer
 from tinygrad_nv.engine.request import Asked, padded
+from tinygrad_nv.engine.runner import Runner
 from tinygrad_nv.engine.tokenizer import Tokenizer
 from tinygrad_nv.errors import ModelError
 from tinygrad_nv.kvcache.pool import PagePool
 from tinygrad_nv.kvcache.table import Table
+from tinygrad_nv.models import weights
+from tinygrad_nv.models.config import ModelConfig, read_config
+from tinygrad_nv.models.llama import Llama
 
 
 @dataclass
@@ -46,10 +55,12 @@ class _Known:
 
 
 class DraftModel:
-    """Drafts by another model. A step of it computes at most `budget` rows of prompts."""
+    """Drafts by another model, whose context has `length` tokens. A step of it computes at most `budget` rows
+    of prompts."""
 
-    def __init__(self, runner: Device, pool: PagePool, budget: int) -> None:
-        self.runner, self.pool, self.budget = runner, pool, max(GROUP, budget // GROUP * GROUP)
+    def __init__(self, runner: Device, pool: PagePool, budget: int, length: int) -> None:
+        self.runner, self.pool, self.length = runner, pool, length
+        self.budget = max(GROUP, budget // GROUP * GROUP)
         self._known: dict[tuple[str, int], _Known] = {}
         self._slots = list(range(runner.max_seqs))
 
@@ -74,6 +85,10 @@ class DraftModel:
             known.written = len(each.tokens) + each.most - 1
         return [drafts.get(each.key, []) for each in asked]
 
+    def close(self) -> None:
+        """Gives memory of the host back, once nothing runs."""
+        if isinstance(self.runner, Runner): self.runner.close()
+
     def forget(self, key: tuple[str, int]) -> None:
         """The sequence is over."""
         if (known := self._known.pop(key, None)) is None: return
@@ -82,6 +97,7 @@ class DraftModel:
 
     def _ready(self, asked: Asked) -> bool:
         """Pages and a slot for a sequence and its draft, or False."""
+        if len(asked.tokens) + asked.most > self.length: return False
         if (known := self._known.get(asked.key)) is None:
             if not self._slots: return False
             table = self.pool.open(asked.tokens)
@@ -136,3 +152,28 @@ def require_same_words(model: Tokenizer | None, draft: Tokenizer | None, sizes: 
     else: words = f"it has {sizes[1]} tokens, the model {sizes[0]}"
     raise ModelError(f"the draft model has another vocabulary: {words}", "a smaller model of the same family",
                      "choose another model for --speculative draft:DIR:K, or use ngram:K")
+
+
+@dataclass(frozen=True)
+class DraftFiles:
+    """A draft model that is not loaded yet: its directory, and what it takes of the device."""
+    directory: Path
+    config: ModelConfig
+    weight_bytes: int
+    token_bytes: int
+
+    @staticmethod
+    def read(directory: Path, dtype: DType, config: ModelConfig, tokenizer: Tokenizer | None) -> DraftFiles:
+        """A draft model for one of this configuration. Raises `ModelError` for one that cannot be."""
+        own = read_config(directory)
+        require_same_words(tokenizer, optional_tokenizer(directory)[0], (config.vocab_size, own.vocab_size))
+        return DraftFiles(directory, own, own.parameters * dtype.itemsize, token_bytes(own, dtype))
+
+    def load(self, beside: Runner, budget: int) -> DraftModel:
+        """The model, with as many pages as the larger one's runner has, and on its thread."""
+        dtype, length = beside.model.dtype, min(beside.max_len, self.config.max_positions)
+        model = Llama(self.config, dtype, beside.model.device, positions=length)
+        weights.load(model, self.directory)
+        runner = Runner(model, pages=beside.capacity, page_size=beside.page_size, max_seqs=beside.max_seqs,
+                        max_len=length, max_batched_tokens=budget, thread=beside.thread)
+        return DraftModel(runner, PagePool(beside.capacity, beside.page_size), budget, length)

@@ -21,6 +21,7 @@ from typing import Any
 
 from tinygrad_nv.engine.batch import GROUP
 from tinygrad_nv.engine.core import EngineCore
+from tinygrad_nv.engine.draft_model import DraftFiles
 from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.fit import Cache, require_room, step_bytes, token_bytes
 from tinygrad_nv.engine.matcher import Grammars, Matcher
@@ -37,6 +38,7 @@ from tinygrad_nv.engine.request import Request
 from tinygrad_nv.engine.runner import Runner
 from tinygrad_nv.engine.runner_pages import stored_dtype
 from tinygrad_nv.engine.sampling import SamplingParams, fresh_seed
+from tinygrad_nv.engine.speculation import NGrams, drafting
 from tinygrad_nv.engine.thread import EngineThread
 from tinygrad_nv.engine.tokenizer import Message, Tokenizer, Tools
 from tinygrad_nv.errors import NVError, RequestError, TokenizerError
@@ -98,7 +100,8 @@ class LLM:
     tokens. Keys and values are kept as `kv_cache_dtype` ("auto": the model's; float32, float16, bfloat16,
     int8, fp8) in `num_pages` pages of `page_size` tokens, or as many as fit into `kv_cache_bytes`, by default
     what is left of a GPU; `swap_space` bytes of the host take pages that the
-    device has no room for. Prompts that begin alike share pages (`enable_prefix_caching`). `stage(name)` is
+    device has no room for. Prompts that begin alike share pages (`enable_prefix_caching`). Tokens are
+    guessed by `speculative`, ngram:K or draft:DIR:K (speculation.py), which changes none. `stage(name)` is
     called at the end of each part of loading.
     """
 
@@ -108,7 +111,7 @@ class LLM:
                  max_num_batched_tokens: int = 512, kv_cache_dtype: str = "auto", page_size: int = 16,
                  num_pages: int | None = None, kv_cache_bytes: int | None = None, swap_space: int = 0,
                  enable_prefix_caching: bool = True, max_queue: int = 1024, overlap: bool = True,
-                 stage: Callable[[str], None] = lambda name: None) -> None:
+                 speculative: str | None = None, stage: Callable[[str], None] = lambda name: None) -> None:
         self.directory, self.device = Path(directory), open_device(device)
         stage("open device")
         self.config = read_config(self.directory)
@@ -117,10 +120,16 @@ class LLM:
         self.defaults, self.eos = generation_defaults(self.directory, self.config)
         self.tokenizer, self.tokenizer_error = optional_tokenizer(self.directory)
         window = self.config.windows[0] if len(set(self.config.windows)) == 1 else None
+        guessed = None if speculative is None else drafting(speculative)
         engine = EngineConfig(max_seqs=max_num_seqs, max_batched_tokens=max_num_batched_tokens,
                               max_len=self.length, queue_limit=max_queue, overlap=overlap, eos=self.eos,
-                              window=window)
+                              window=window,
+                              speculation=guessed.tokens if guessed else 0)
+        draft = None
+        if guessed is not None and guessed.model is not None:
+            draft = DraftFiles.read(guessed.model, self.dtype, self.config, self.tokenizer)
         token = token_bytes(self.config, stored_dtype(kv_cache_dtype, self.dtype))
+        token += draft.token_bytes if draft else 0
         cache = Cache(page_size, page_size * token, self.length, max_num_seqs)
         if num_pages is None and kv_cache_bytes is not None: num_pages = kv_cache_bytes // cache.page_bytes
         require_room(self.device, self.config, self.dtype, self.length,
@@ -128,7 +137,8 @@ class LLM:
                      token)
         if num_pages is None:
             step = step_bytes(self.config, self.dtype, max_num_batched_tokens + max_num_seqs, max_num_seqs)
-            num_pages = cache.pages(self.device, self.config.parameters * self.dtype.itemsize, step)
+            held = self.config.parameters * self.dtype.itemsize + (draft.weight_bytes if draft else 0)
+            num_pages = cache.pages(self.device, held, step)
         host_pages = swap_space // cache.page_bytes
         self.model = Llama(self.config, self.dtype, self.device, positions=self.length)
         stage("read files")
@@ -139,7 +149,8 @@ class LLM:
                              kv_dtype=kv_cache_dtype, host_pages=host_pages)
         pool = PagePool(num_pages, page_size, host_pages=host_pages, sharing=enable_prefix_caching,
                         window=window)
-        self.core = EngineCore(self.runner, pool, engine)
+        self.drafts = None if draft is None else draft.load(self.runner, max_num_batched_tokens)
+        self.core = EngineCore(self.runner, pool, engine, self.drafts or (NGrams() if guessed else None))
         self.engine = EngineThread(self.core)
         self._numbers = itertools.count()
         stage("pages")
@@ -148,6 +159,7 @@ class LLM:
         """Ends what runs, and gives memory of the host back. Nothing can be generated after it."""
         self.engine.join()
         self.runner.close()
+        if self.drafts is not None: self.drafts.close()
         if "grammars" in self.__dict__: self.grammars.close()
 
     def warm_up(self, params: SamplingParams, prompt_tokens: int) -> None:

@@ -40,11 +40,12 @@ T = TypeVar("T")
 
 class Runner:
     """`model` over `pages` pages of `page_size` tokens, for at most `max_seqs` sequences at a time of at most
-    `max_len` tokens, and `max_batched_tokens` rows of a step besides one for each sequence."""
+    `max_len` tokens, and `max_batched_tokens` rows of a step besides one for each sequence. Runners of one
+    device share a `thread`."""
 
     def __init__(self, model: Llama, *, pages: int, page_size: int = 16, max_seqs: int = 64,
                  max_len: int | None = None, max_batched_tokens: int = 512, kv_dtype: str = "auto",
-                 host_pages: int = 0) -> None:
+                 host_pages: int = 0, thread: ThreadPoolExecutor | None = None) -> None:
         self.model, self.page_size, self.max_seqs = model, page_size, max_seqs
         self.device = Device.canonicalize(model.device)
         self.max_len = model.config.max_positions if max_len is None else max_len
@@ -73,7 +74,7 @@ class Runner:
         self.steps: dict[Shape, tuple[Layout, Captured]] = {}
         self.samplers: dict[tuple[int, Filters], Captured] = {}
         self.failed: BaseException | None = None
-        self.thread = ThreadPoolExecutor(1, "nv-device")
+        self.thread = thread or ThreadPoolExecutor(1, "nv-device")
 
     def _most(self, tokens: int) -> Shape:
         """A shape as large as any: a sequence with rows of its own may fill its last group up."""
