@@ -37,6 +37,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
                         help="prompts that begin alike share what is computed of them (default on)")
     engine.add_argument("--swap-space", type=_positive, default=0.0, metavar="GIB",
                         help="memory of the host for pages that the device has no room for (default 0)")
+    engine.add_argument("--speculative", metavar="HOW", help="guess the next tokens and verify them in one "
+                        "step, which changes none: ngram:K copies them, draft:DIR:K asks a smaller model")
     engine.add_argument("--seed", type=int, metavar="N", help="of requests that name none (default random)")
     engine.add_argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's own")
     engine.add_argument("--warm-up", action=argparse.BooleanOptionalAction, default=True,
@@ -49,7 +51,7 @@ def _add_server_options(serve: argparse.ArgumentParser) -> None:
     server = serve.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1",
                         help="(default 127.0.0.1; 0.0.0.0 is every address)")
-    server.add_argument("--port", type=int, default=8000, metavar="N",
+    server.add_argument("--port", type=_port, default=8000, metavar="N",
                         help="0 takes a free one (default 8000)")
     server.add_argument("--api-key", action="append", metavar="KEY", help="that /v1 wants to see; may be "
                         "repeated (default NV_API_KEY, else none)")
@@ -73,6 +75,11 @@ def _add_server_options(serve: argparse.ArgumentParser) -> None:
 def _whole(text: str) -> int:
     if text.isascii() and text.isdigit() and 0 < int(text) < 1 << 40: return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number ≥ 1")
+
+
+def _port(text: str) -> int:
+    if text.isascii() and text.isdigit() and int(text) < 1 << 16: return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a port, 0 to 65535")
 
 
 def _positive(text: str) -> float:
@@ -106,6 +113,7 @@ def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
             "max_num_seqs": arguments.max_num_seqs,
             "max_num_batched_tokens": arguments.max_num_batched_tokens,
             "swap_space": int(arguments.swap_space * GIB),
+            "speculative": arguments.speculative,
             "enable_prefix_caching": arguments.enable_prefix_caching, "max_queue": arguments.max_queue,
             **({} if part is None else {"gpu_memory_utilization": part})}
 
