@@ -168,6 +168,18 @@ def test_the_queue_has_an_end():
     engine.end()
 
 
+def test_who_came_and_went_is_forgotten():
+    engine = Engine(max_seqs=1)
+    engine.add("runs", [1], max_tokens=200)
+    engine.step()
+    engine.add("waits", [1], arrival_s=1.0)
+    for i in range(1000):
+        engine.add(str(i), [1], arrival_s=2.0)
+        engine.core.abort(str(i))
+    assert len(engine.core.scheduler._queue) < 100
+    assert begun(engine) == ["runs", "waits"]
+
+
 # **** pages ****
 
 def scarce(**more) -> Engine:

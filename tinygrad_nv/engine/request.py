@@ -183,4 +183,8 @@ def check(request: Request, config: EngineConfig, max_len: int, vocab: int) -> N
     if not -PRIORITIES <= request.priority <= PRIORITIES:
         raise RequestError(f"priority is {request.priority}", f"-{PRIORITIES} to {PRIORITIES}, smaller first",
                            "change priority")
-    assert len(request.matchers) in (0, n)
+    if request.params.prompt_logprobs is not None:
+        raise RequestError(f"prompt_logprobs is {request.params.prompt_logprobs}",
+                           "None: logarithms of probabilities are told of chosen tokens alone",
+                           "leave it out; logprobs tells those of the answer")
+    assert len(request.matchers) == n or (not request.matchers and request.params.structured is None)

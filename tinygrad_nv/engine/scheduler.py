@@ -23,7 +23,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -127,6 +127,12 @@ class Scheduler:
         if seq.table is not None: seq.table.release()
         seq.waiting, seq.finished = False, True
         if self.proposer is not None: self.proposer.forget(seq.name)
+        if len(self._queue) > 2 * self.waiting + 64: self._sweep()
+
+    def _sweep(self) -> None:
+        """Forgets who waits no more. Many may come and go behind a first who waits long."""
+        self._queue = [each for each in self._queue if each[1].waiting]
+        heapify(self._queue)
 
     def leave(self, seq: Seq) -> None:
         """Its slot is free."""
@@ -218,8 +224,7 @@ class Scheduler:
             self._certain(plan, seq)
 
     def _first(self) -> Seq | None:
-        while self._queue and (self._queue[0][1].finished or not self._queue[0][1].waiting):
-            heappop(self._queue)
+        while self._queue and not self._queue[0][1].waiting: heappop(self._queue)
         return self._queue[0][1] if self._queue else None
 
     def _begin(self, seq: Seq, plan: Plan) -> bool:
