@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -229,13 +230,14 @@ def test_a_second_signal_ends_it_at_once():
     finally: process.popen.kill()
 
 
-def test_an_address_that_is_taken(command, server: Process):
-    host, port = server.url.removeprefix("http://").split(":")
-    command("serve", "--port", port, "--host", host).refused(f"{host}:{port} cannot be served", "--port")
+def test_an_address_that_is_taken(command):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command("serve", "--port", port).refused(f"127.0.0.1:{port} cannot be served", "--port")
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    (["--port", "99999"], "cannot be served"), (["--api-key", ""], "API key is empty"),
+    (["--port", "99999"], "is not a port"), (["--api-key", ""], "API key is empty"),
     (["--api-key", "a b"], "printable"), (["--max-queue", "0"], "not a whole number"),
     (["--drain-timeout", "-1"], "not a number"), (["--max-num-seqs", "x"], "not a whole number"),
     (["--metrics-prefix", "x"], "invalid choice"),
