@@ -50,7 +50,8 @@ def _bar(*columns: ProgressColumn | str) -> Iterator[Progress]:
 
 
 def load(directory: Path, arguments: argparse.Namespace) -> LLM:
-    """The model of the command line. `--device` becomes tinygrad's default for this process."""
+    """The model of the command line, for one text at a time. `--device` becomes tinygrad's default for this
+    process."""
     if arguments.device:
         try: DEV.value = arguments.device
         except RuntimeError as error:
@@ -61,7 +62,8 @@ def load(directory: Path, arguments: argparse.Namespace) -> LLM:
         task = progress.add_task(f"loading {directory.name}", total=None)
         return LLM(directory, arguments.dtype, arguments.max_model_len, None,
                    lambda done, total: progress.update(task, completed=done, total=total),
-                   UTILIZATION if (part := arguments.gpu_memory_utilization) is None else part)
+                   UTILIZATION if (part := arguments.gpu_memory_utilization) is None else part,
+                   max_num_seqs=1)
 
 
 def compile_steps(llm: LLM, params: SamplingParams, prompt_tokens: int) -> None:

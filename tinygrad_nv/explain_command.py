@@ -126,20 +126,19 @@ def _on_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> str:
 
 
 def _model(arguments: argparse.Namespace, find: Find) -> str:
-    from tinygrad import Tensor, Variable, dtypes
+    from tinygrad import Tensor, dtypes
 
     from tinygrad_nv import console, explain
+    from tinygrad_nv.engine.batch import GROUP
+    from tinygrad_nv.models.paged import PagedPlace, Part
     llm = console.load(find(arguments.model), arguments)
     taken = 1 if arguments.prefill is None else arguments.prefill
     if not 1 <= taken <= llm.length:
         raise RequestError(f"--prefill {taken}", f"1 to {llm.length} tokens", "take fewer")
-    tokens = Tensor.empty(1, taken, dtype=dtypes.int32, device=llm.model.device)
-    capacity = llm.decoder.capacity
-    if arguments.prefill is not None:
-        at = Variable("start", 0, capacity - taken).bind(0), Variable("last", 0, taken - 1).bind(taken - 1)
-        step = llm.model.step(tokens, at[0], llm.decoder.cache, at[1], llm.decoder.lengths)
-    else:
-        position = Variable("position", 0, capacity - 1).bind(min(128, llm.length - 1))
-        step = llm.model.step(tokens, position, llm.decoder.cache, 0, llm.decoder.lengths)
-    lowering = explain(step)
+    rows = 1 if arguments.prefill is None else GROUP
+    def made(*shape: int) -> Tensor: return Tensor.empty(*shape, dtype=dtypes.int32, device=llm.model.device)
+    part = Part(rows, made(count := -(-taken // rows), llm.runner.entries), made(count))
+    place = PagedPlace((part,), llm.model.rope_tables)
+    wanted = None if arguments.prefill is None else made(1)
+    lowering = explain(llm.model.rows(made(part.total), place, llm.runner.store.cache, wanted))
     return str(lowering) if arguments.level is None else lowering.show(arguments.level, arguments.kernel)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from attention_graph_case import BF16, DEVICES, F32, HIDDEN, causal, close, made, near, normal, scaled, seen
 from tinygrad import dtypes
+from tinygrad_nv.models.llama import KVCache
 from training_case import gradients
 
 from tinygrad_nv import LLM, Context, Device, Tensor, TinyJit, Variable, explain
@@ -158,11 +159,12 @@ def test_a_captured_step_serves_every_start(rows: int):
 
 def test_a_language_model_in_float32(tiny: Path):
     """One attention a layer in prefill and in decode steps; test_device_jit.py has its tokens."""
-    ours = LLM(tiny, device="EMU")
+    ours = LLM(tiny, device="EMU", max_num_seqs=1)
+    cache = KVCache.create(ours.config, 64, F32, device="EMU")
     for taken in (1, 20):
         tokens = Tensor.empty(1, taken, dtype=dtypes.int32, device=ours.model.device)
         at = Variable("start", 0, 8).bind(3)
-        step = ours.model.step(tokens, at, ours.decoder.cache, Variable("last", 0, taken).bind(taken - 1))
+        step = ours.model.step(tokens, at, cache, Variable("last", 0, taken).bind(taken - 1))
         specs = [kernel.spec for kernel in explain(step).kernels if isinstance(kernel.spec, AttentionSpec)]
         assert len(specs) == ours.config.num_layers
         assert {spec.q.dtype for spec in specs} == {F32}

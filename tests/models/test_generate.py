@@ -79,7 +79,8 @@ def test_each_of_n_answers_has_a_seed_of_its_own(llm: LLM):
 
 def test_a_drawn_seed_is_told_and_repeats_the_answer(llm: LLM):
     first = llm.complete(PROMPTS[1], replace(GREEDY, temperature=1.0))
-    assert llm.complete(PROMPTS[1], replace(GREEDY, temperature=1.0, seed=first.seed)).token_ids == first.token_ids
+    again = llm.complete(PROMPTS[1], replace(GREEDY, temperature=1.0, seed=first.seed))
+    assert again.token_ids == first.token_ids
 
 
 def test_streams_run_beside_each_other(llm: LLM, single: list[tuple[int, ...]]):
@@ -124,6 +125,17 @@ def test_logprobs_are_those_of_the_logits(llm: LLM):
         assert [token for token, _, _ in each.top] == best.tolist()
         assert np.allclose([value for _, _, value in each.top], exact[at][best], atol=1e-4)
         assert each.logprob == pytest.approx(exact[at][each.token], abs=1e-4)
+
+
+@pytest.mark.parametrize("length", [5, 70, 65])
+def test_warming_up_captures_all_that_an_answer_needs(hf_model: Callable[[str], Path], length: int):
+    """A prompt in one chunk, and one whose second chunk is of some tokens, or of one."""
+    llm = LLM(hf_model("llama"), device="CPU", max_num_seqs=1, max_num_batched_tokens=64)
+    llm.warm_up(GREEDY, length)
+    captured = set(llm.runner.steps), set(llm.runner.samplers)
+    llm.complete(list(range(3, 3 + length)), GREEDY)
+    assert (set(llm.runner.steps), set(llm.runner.samplers)) == captured
+    idle(llm)
 
 
 # **** callers that stop ****
@@ -184,7 +196,8 @@ def test_a_text_ends_at_a_stop_string():
     whole = llm.complete("Once upon a time", params).text
     stop = whole.split()[9]
     for include in (False, True):
-        done = llm.complete("Once upon a time", replace(params, stop=(stop,), include_stop_str_in_output=include))
+        stopping = replace(params, stop=(stop,), include_stop_str_in_output=include)
+        done = llm.complete("Once upon a time", stopping)
         assert done.text == whole[:whole.index(stop) + include * len(stop)]
         assert (done.finish_reason, done.outputs[0].stop_reason) == ("stop", stop)
     idle(llm)
