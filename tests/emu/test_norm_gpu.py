@@ -32,7 +32,7 @@ from tinygrad_nv.tile.expression import Load, Position, Sum
 from tinygrad_nv.tile.norm import Computed, NormSpec, Statistic
 from tinygrad_nv.tile.spec import Result
 from tinygrad_nv.tile.templates.norm import norm
-from tinygrad_nv.tile.templates.norm_plan import MANY_ROWS, MOST_ELEMENTS, Plan
+from tinygrad_nv.tile.templates.norm_plan import MOST_ELEMENTS, Plan
 
 ARCHES = ("sm_80", "sm_90a")
 FORMS = {"rms": rms, "layer": layer, "softmax": softmax, "argmax": argmax, "silu·mul": gated}
@@ -133,10 +133,17 @@ def test_rows_that_do_not_fit_are_read_again():
     checked(spec, "sm_80", exact=True)
 
 
-def test_many_rows_have_fewer_threads_each():
-    few, many = rms(MANY_ROWS - 1, 4096, BF16), rms(MANY_ROWS, 4096, BF16)
-    assert (Plan.of(few).team, Plan.of(many).team, Plan.of(many).chunks) == (512, 128, 4)
-    checked(rms(MANY_ROWS, 264, BF16), "sm_80")
+@pytest.mark.parametrize("form", ["rms", "layer", "softmax"])
+def test_a_row_has_the_same_bits_beside_any_others(form: str):
+    """Alone, among few and among many, and wherever it stands."""
+    for n in (100, 264, 1100):
+        many = FORMS[form](300, n, BF16)
+        operands = arguments(many)
+        among = launched(many, operands, "sm_90a")[0][0]
+        for first, count in ((0, 1), (170, 1), (290, 5)):
+            some = operands | {0: operands[0][first * n:(first + count) * n]}
+            assert torch.equal(launched(FORMS[form](count, n, BF16), some, "sm_90a")[0][0],
+                               among[first:first + count])
 
 
 def test_what_has_no_kernel_is_refused_in_words():

@@ -68,7 +68,7 @@ def test_a_statistic_takes_one_barrier():
 
 
 def test_a_plan_in_words():
-    assert str(Plan.of(rms(4096, 4096, BF16))) == "128 threads a row, 4 x 8 elements a thread"
+    assert str(Plan.of(rms(4096, 4096, BF16))) == "256 threads a row, 2 x 8 elements a thread"
     assert str(Plan.of(rms(9, 64))) == "16 threads a row, 1 x 4 elements a thread, 8 rows a CTA"
     assert str(Plan.of(gated(1, 14336, BF16))) == \
         "256 threads a row, 1 x 8 elements a thread, 7 CTAs a row"

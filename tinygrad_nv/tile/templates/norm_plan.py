@@ -6,8 +6,9 @@ a team is a part of one, and a CTA has several rows; above that it is the CTA. W
 registers from the first statistic to the results where it fits in `MOST_WORDS`; else each statistic reads the
 row again, from L2.
 
-Few rows are latency: as many threads as vectors. Of many, each thread has `DEEP` vectors under way. Rows
-without statistics are divided among CTAs (`blocks`), as nobody has to meet.
+A thread has two vectors of a row that is longer than a warp's: one row has latency to hide, many have
+bandwidth to fill. How many rows there are changes nothing, so that a row's sums are the same beside any
+others. Rows without statistics are divided among CTAs (`blocks`), as nobody has to meet.
 """
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ from tinygrad_nv.tile.norm import NormSpec
 from tinygrad_nv.tile.spec import Result
 
 VECTOR_BYTES = 16
-DEEP = 4                # vectors of a thread, of each operand, where there are rows enough
-MANY_ROWS = 264         # two for each of 132 SMs
+DEEP = 2                # vectors of a thread, of each operand
+APART_DEEP = 4          # without statistics, where there are CTAs enough:
+MANY_CTAS = 264         # two for each of 132 SMs
 MOST_TEAM = 1024
 MOST_APART = 256        # threads of a row without statistics
 MOST_WORDS = 48         # registers of loads that a thread holds, of 128
@@ -66,18 +68,18 @@ class Plan:
         vectors = -(-spec.n // vector)
         if not spec.statistics: return _apart(spec, vector, vectors)
         words = sum(-(-vector * load.dtype.itemsize // 4) for load in along(spec))
-        team = min(MOST_TEAM, _power(-(-vectors // (DEEP if spec.rows >= MANY_ROWS else 1))))
-        while team <= MOST_TEAM:
-            chunks = -(-vectors // team)
-            if words * chunks <= (MOST_WORDS if team <= CROWDED[0] else CROWDED[1]):
-                return Plan(vector, team, chunks, _rows(spec, team), True)
-            team *= 2
+        # a warp's access is of whole lines, before a thread has several
+        team = min(MOST_TEAM, max(_power(-(-vectors // DEEP)), min(32, _power(vectors))))
+        for each in (team, CROWDED[0]):
+            chunks = -(-vectors // each)
+            if words * chunks <= (MOST_WORDS if each <= CROWDED[0] else CROWDED[1]):
+                return Plan(vector, each, chunks, _rows(spec, each), True)
         return Plan(vector, CROWDED[0], -(-vectors // CROWDED[0]), 1, False)
 
 
 def _apart(spec: NormSpec, vector: int, vectors: int) -> Plan:
     """Of elements without statistics."""
-    deep = DEEP if spec.rows * vectors >= MANY_ROWS * MOST_APART * DEEP else 1
+    deep = APART_DEEP if spec.rows * vectors >= MANY_CTAS * MOST_APART * APART_DEEP else 1
     team = min(MOST_APART, _power(-(-vectors // deep)))
     chunks = min(deep, -(-vectors // team))
     return Plan(vector, team, chunks, _rows(spec, team), True, -(-vectors // (team * chunks)))
