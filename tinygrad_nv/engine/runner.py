@@ -138,11 +138,11 @@ class Runner:
                 self.failed = None
                 raise failed
             self.store.move(batch.moves)
-            if batch.works: self._run(batch, filters)
-            self.outbox.deliver(batch, done)
+            self.outbox.deliver(batch, self._run(batch, filters) if batch.works else 0, done)
         except BaseException as error: done.set_exception(error)
 
-    def _run(self, batch: Batch, filters: Filters) -> None:
+    def _run(self, batch: Batch, filters: Filters) -> int:
+        """Queues a step; returns for how many samples its shape is."""
         shape = Shape.of(batch)
         layout, step = self._step(shape)
         with span(f"step {shape}"):
@@ -151,6 +151,7 @@ class Runner:
             if filters.mask: self.masks.send(batch, shape.samples)
             step()
             if batch.samples: self._sampler(shape.samples, filters)()
+        return shape.samples
 
     # **** graphs ****
 

@@ -30,11 +30,11 @@ Asked = list[tuple[int, int]]   # samples that want logarithms, and of how many 
 
 
 class Outbox:
-    """Room for `samples` samples of a vocabulary."""
+    """Room for at most `samples` samples of a vocabulary."""
 
     def __init__(self, device: str, samples: int, vocab_size: int) -> None:
         self.device, self.vocab_size = device, vocab_size
-        self._logits = region(device, 4 * samples * vocab_size)
+        self._logits: dict[int, Buffer] = {}    # by samples of a step: few steps have many
         self._tokens = region(device, 4 * samples)
         self._chosen: dict[int, tuple[Future[Sampled], int]] = {}  # by slot: in which step, its number there
         self._newest: Future[Sampled] | None = None
@@ -42,8 +42,10 @@ class Outbox:
         self._reader = ThreadPoolExecutor(1, "nv-reader")
 
     def logits(self, samples: int) -> Tensor:
-        """The first rows."""
-        return _view(self._logits, (samples, self.vocab_size), dtypes.float32)
+        """Those of a step with so many."""
+        if samples not in self._logits:
+            self._logits[samples] = region(self.device, 4 * samples * self.vocab_size)
+        return _view(self._logits[samples], (samples, self.vocab_size), dtypes.float32)
 
     def tokens(self, samples: int) -> Tensor:
         """The first tokens."""
@@ -54,8 +56,8 @@ class Outbox:
         done, number = self._chosen[slot]
         return -1 - number if done is self._newest else int(done.result().tokens[number])
 
-    def deliver(self, batch: Batch, done: Future[Sampled]) -> None:
-        """Settles `done` with what the step just launched has chosen."""
+    def deliver(self, batch: Batch, size: int, done: Future[Sampled]) -> None:
+        """Settles `done` with what the step just launched, for `size` samples, has chosen."""
         samples = [sample for work in batch.works for sample in work.samples]
         if samples: self._newest = done
         for number, sample in enumerate(samples): self._chosen[sample.slot] = done, number
@@ -63,23 +65,25 @@ class Outbox:
         count, wanted = len(asked), [(i, most) for i, most in enumerate(asked) if most is not None]
         opened = Device[self.device]
         if isinstance(opened, NVDevice):
-            self._download(opened, count, wanted, done)
+            self._download(opened, count, size, wanted, done)
             return
         opened.synchronize()
         tokens = _words(self._tokens, np.int32)[:count].copy()
         if not wanted:
             done.set_result(Sampled(tokens))
             return
-        rows = _words(self._logits, np.float32).reshape(-1, self.vocab_size)[[i for i, _ in wanted]]
+        rows = _words(self._logits[size], np.float32).reshape(-1, self.vocab_size)[[i for i, _ in wanted]]
         self._reader.submit(_settle, done, tokens, rows, wanted)
 
-    def _download(self, opened: NVDevice, count: int, wanted: Asked, done: Future[Sampled]) -> None:
+    def _download(self, opened: NVDevice, count: int, size: int, wanted: Asked,
+                  done: Future[Sampled]) -> None:
         driver, row_bytes = opened.driver, 4 * self.vocab_size
         first = -(-4 * max(1, count) // 256) * 256
         host, event = self._memory(opened, first + len(wanted) * row_bytes)
         if count: driver.submit(Download(host, 0, self._tokens._buf, 4 * count))
         for k, (i, _) in enumerate(wanted):
-            driver.submit(Download(host, first + k * row_bytes, self._logits._buf + i * row_bytes, row_bytes))
+            source = self._logits[size]._buf + i * row_bytes
+            driver.submit(Download(host, first + k * row_bytes, source, row_bytes))
         driver.record(event)
 
         def read() -> None:
