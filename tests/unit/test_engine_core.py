@@ -162,7 +162,7 @@ def asks(draw) -> Ask:
 @st.composite
 def cases(draw) -> Case:
     """Few pages, small budgets, everything that can happen."""
-    page_size, max_seqs = draw(st.sampled_from([1, 2, 4, 8])), draw(st.integers(3, 6))
+    page_size, max_seqs = draw(st.sampled_from([1, 2, 4, 8, 16])), draw(st.integers(3, 6))
     speculation = draw(st.sampled_from([0, 0, 0, 2, 5, 9]))
     max_len, budget = draw(st.integers(28, 44)), draw(st.integers(max(8, max_seqs), 40))
     window = draw(st.sampled_from([None, None, None, 1, 5, 12]))

@@ -227,6 +227,19 @@ def test_a_preempted_answer_is_computed_again_or_comes_back_from_the_host():
         if offloads: assert moves >= {Where.OUT, Where.BACK}
 
 
+def test_an_answer_that_fills_all_pages_comes_back_from_the_host():
+    engine = Engine(pages=4, page_size=16, host_pages=8, more={"offload_cost": 0.0})
+    old = engine.add("old", LONG[:20], max_tokens=36)
+    engine.step()
+    young = engine.add("young", LONG[30:40], arrival_s=1.0, max_tokens=46)
+    engine.step(6)
+    # the one that is before it in order takes its last page as late as that
+    urgent = engine.add("urgent", LONG[60:70], -1, arrival_s=2.0, max_tokens=46)
+    engine.end()
+    assert engine.core.stats().offloaded
+    for each in (old, young, urgent): assert engine.tokens(each.id) == engine.alone(each)
+
+
 @pytest.mark.parametrize("moves", [0, 1, 100])
 def test_a_step_that_fails_on_its_way_to_the_host_loses_nothing(moves):
     engine = scarce(late=True, host_pages=12, more={"offload_cost": 0.0})

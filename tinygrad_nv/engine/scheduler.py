@@ -236,28 +236,24 @@ class Scheduler:
             self._retry -= 1
             if self.pool.available < lacking[1]: return False
         pool, spare = self.pool, len(self.running) + len(seq.branches) if self.running else 0
-        if seq.table is None: seq.table = pool.open(seq.tokens, seq.request.salt)
-        elif not seq.table.away:
-            # after a step that failed, nothing but what a window left behind may be there
-            if not seq.table.pages: seq.table.share(seq.tokens)
-        elif len(seq.table.host_pages) + 1 + spare > pool.available or not seq.table.restore():
-            return self._later(seq, len(seq.table.host_pages) + 1 + spare - pool.available)
-        left = len(seq.tokens) - seq.table.computed
+        if (table := seq.table) is None: table = seq.table = pool.open(seq.tokens, seq.request.salt)
+        # after a step that failed, what a window left behind may be there
+        elif not (table.away or table.pages): table.share(seq.tokens)
+        left = len(seq.tokens) - table.computed
         # pages of a sliding window come back while a prompt is computed
-        rows = left if self.config.window is None else plan.chunk(left)
-        end = padded(seq.table.computed, rows)
-        if (short := seq.table.missing(end) + spare - pool.available) > 0:
-            seq.table.release()
-            return self._later(seq, short)
-        seq.scheduled = seq.table.computed
+        end = padded(table.computed, left if self.config.window is None else plan.chunk(left))
+        if not table.away: need = table.missing(end)
+        else: need = max(len(table.host_pages), -(-end // pool.page_size) - table.pruned)
+        short = need + spare - pool.available
+        if short > 0 or (table.away and not table.restore()):
+            if not table.away: table.release()
+            self._lacking, self._retry = (seq, pool.available + short), RETRY
+            return False
+        seq.scheduled = table.computed
         seq.covered, self._lacking = 0, None
         covered = seq.cover(end, pool.page_size)
         assert covered
         return True
-
-    def _later(self, seq: Seq, lacking: int) -> bool:
-        self._lacking, self._retry = (seq, self.pool.available + lacking), RETRY
-        return False
 
     # **** speculation ****
 
