@@ -33,8 +33,10 @@ def on_the_cpu() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=str)
-@pytest.mark.parametrize("size", [5, 300])
-def test_a_filter_is_exact_where_a_sum_is_nearly_the_target(level: isa.ISA, size: int):
+@pytest.mark.parametrize(("size", "floor"), [(5, False), (300, False), (300, True)])
+def test_a_filter_is_exact_where_a_sum_is_nearly_the_target(level: isa.ISA, size: int, floor: bool,
+                                                            monkeypatch: pytest.MonkeyPatch):
+    if floor: monkeypatch.setattr(selection, "SHORT", 0)
     for alike in (False, True):
         x, given, goals, kept = near_targets(size, alike)
         R = len(goals)
@@ -50,6 +52,22 @@ def test_a_filter_is_exact_where_a_sum_is_nearly_the_target(level: isa.ISA, size
             load(made)(out, work, *everything, numbers, order=order)
             np.testing.assert_array_equal(out[:R * size].view(np.uint32), kept.reshape(-1).view(np.uint32))
             assert (out[R * size:] == 77).all()
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_a_floor_that_is_wrong_is_given_up(alike: bool, monkeypatch: pytest.MonkeyPatch):
+    """One that has half of the mass: the sums in order tell."""
+    monkeypatch.setattr(selection, "SHORT", 0)
+    x, given, goals, kept = near_targets(600, alike)
+    spec = FilterSpec(len(goals), 600, Number.top_p, alike)
+    made = selection.build(spec, selection.default(spec, machine()))
+    assert "goal * 1.001f" in made.source
+    spoilt = load(replace(made, source=made.source.replace("goal * 1.001f", "goal * 0.5f")))
+    numbers = np.full((len(goals), NUMBERS), np.nan, np.float32)
+    numbers[:, Number.top_p] = goals
+    out, work = np.zeros(kept.shape, np.float32), np.zeros(made.workspace_bytes // 4, np.uint32)
+    spoilt(out, work, *[np.tile(each, (len(goals), 1)) for each in (x, *[given] * (not alike))], numbers)
+    np.testing.assert_array_equal(out.view(np.uint32), kept.view(np.uint32))
 
 
 def numbers_of(params: list[SamplingParams]) -> Tensor:
