@@ -1,9 +1,17 @@
-"""From a prompt to text, one sequence at a time.
+"""From prompts to texts, many at a time.
 
-Read in this order:
-  sampling.py   what a user may ask of the sampler, and the sampler as tensor code
-  tokenizer.py  text to ids and back, chat templates
-  text.py       ids to text while they arrive: incomplete characters and stop strings are held back
-  decoder.py    the captured prefill and decode steps over one KV cache
-  llm.py        `LLM`: a model directory, ready to generate
+What is asked, and what comes back:
+  sampling.py       what a user may ask of the sampler; structured.py and matcher.py, what form an answer has
+  tokenizer.py      text to ids and back, chat templates
+  text.py           ids to text while they arrive: incomplete characters and stop strings are held back
+  outputs.py        tokens and texts of requests while they run; processor.py makes the latter of the former
+  llm.py            `LLM`: a model directory, ready to generate; opening.py and fit.py, before it is loaded
+  async_engine.py   `AsyncEngine`: the same for many callers of an asyncio loop
+A request's way (docs/engine.md):
+  thread.py         the core at work in a thread of its own
+  request.py        a request and its sequences; engine_config.py, how much at a time
+  scheduler.py      which sequences a step computes, and how much of each
+  core.py           the loop: schedule, launch, look at what the last step chose; speculation.py drafts
+  batch.py          a step in words
+  runner.py         a step on the device: graphs of its shape, pages, the sampler (sampler.py)
 """
