@@ -182,7 +182,7 @@ def tried(examples: int):
     return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-@tried(150)
+@tried(250)
 @given(cases())
 def test_a_request_gets_what_it_gets_alone(case):
     run(case)

@@ -168,9 +168,10 @@ def check(request: Request, config: EngineConfig, max_len: int, vocab: int) -> N
     """Raises `RequestError` for a request that can never run."""
     length, n = len(request.prompt), request.params.n
     if not length: raise RequestError("the prompt has no tokens", "at least one token id", "write a prompt")
-    if bad := [token for token in request.prompt if not 0 <= token < vocab]:
-        raise RequestError(f"token id {bad[0]} is not in the vocabulary", f"0 to {vocab - 1}",
-                           "use ids of this model's tokenizer")
+    for bad in min(request.prompt), max(request.prompt):
+        if not 0 <= bad < vocab:
+            raise RequestError(f"token id {bad} is not in the vocabulary", f"0 to {vocab - 1}",
+                               "use ids of this model's tokenizer")
     if length >= max_len:
         held = "the context holds" if max_len == config.max_len else "the cache of keys and values holds"
         raise RequestError(f"the prompt has {length} tokens, {held} {max_len}",
