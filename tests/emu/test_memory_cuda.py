@@ -32,7 +32,7 @@ def captured() -> np.ndarray:
 
 
 def test_every_allocation(fake: Fake):
-    assert every_allocation(captured, "CUDA") >= 10
+    assert every_allocation(captured, "CUDA") >= 9
 
 
 def test_what_is_freed_is_kept_by_the_driver(fake: Fake):
