@@ -60,18 +60,17 @@ async def ask(address: tuple[str, int], body: dict[str, Any]) -> AsyncIterator[d
 
 async def whole(address: tuple[str, int], body: dict[str, Any], leave_after: int | None = None,
                 first_s: list[float] | None = None) -> str | None:
-    """The text of an answer; None when it was left after so many events."""
+    """The text of an answer; None when it was left after so many characters."""
     text, reason, begun = "", None, time.perf_counter()
     events = ask(address, body)
     try:
-        count = 0
         async for event in events:
             if "error" in event: raise RuntimeError(event["error"]["message"])
-            count += 1
-            if count == 1 and first_s is not None: first_s.append(time.perf_counter() - begun)
+            if first_s is not None: first_s.append(time.perf_counter() - begun)
+            first_s = None
             text += event["choices"][0]["text"]
             reason = event["choices"][0]["finish_reason"]
-            if leave_after is not None and count >= leave_after and reason is None: return None
+            if leave_after is not None and len(text) >= leave_after: return None
     finally: await events.aclose()  # type: ignore[attr-defined]
     if reason is None: raise RuntimeError("the stream ended without a finish reason")
     return text
@@ -83,7 +82,8 @@ async def client(number: int, address: tuple[str, int], expected: dict[str, str]
     random_ = random.Random(number)
     while time.monotonic() < ends:
         prompt = random_.choice(PROMPTS)
-        leave = random_.randint(1, arguments.tokens // 2) if random_.random() < 1 / arguments.drop else None
+        # a token is two characters and more
+        leave = random_.randint(1, 2 * arguments.tokens) if random_.random() < 1 / arguments.drop else None
         try: text = await whole(address, body(prompt, arguments.tokens), leave, result.first_s)
         except (RuntimeError, OSError, asyncio.IncompleteReadError) as error:
             result.failed.append(f"{type(error).__name__}: {error}")

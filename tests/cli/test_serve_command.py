@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import openai
@@ -22,6 +23,7 @@ from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.sampling import SamplingParams
 
+ROOT = Path(__file__).parents[2]
 PROMPT = "Once upon a time there was a little fox"
 OPTIONS = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-model-len", "256")
 
@@ -190,6 +192,18 @@ def test_no_page_is_left_behind_by_clients_that_leave(server: Process):
             lines = answer.iter_lines()
             next(lines)
     until(lambda: figure(httpx.get(server.url + "/metrics").text, "kv_cache_usage_perc") == 0)
+
+
+def test_a_load_of_clients_of_which_some_leave(server: Process):
+    """bench/serve_load.py, for a few seconds."""
+    command = [sys.executable, "bench/serve_load.py", "--url", server.url, "--pid", str(server.popen.pid),
+               "--clients", "24", "--seconds", "3", "--growth", "0.5"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    assert told["failed"] == told["running_after"] == told["kv_used_after"] == 0
+    assert told["finished"] >= 12
+    assert told["dropped"] >= 2
 
 
 def test_a_signal_drains(server: Process):
