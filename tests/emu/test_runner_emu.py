@@ -2,6 +2,8 @@
 architectures, with one upload and one launch of a graph for a step, and one for its sampler."""
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from pool_case import device
@@ -12,15 +14,29 @@ from tinygrad_nv.models.rope import RopeConfig
 from tinygrad_nv import Tensor, dtypes
 from tinygrad_nv.engine.batch import Batch, Move, Sample, Where, Work
 from tinygrad_nv.engine.runner import Runner
+from tinygrad_nv.runtime import driver
 from tinygrad_nv.runtime.device import NVDevice
+from tinygrad_nv.runtime.emulated import EmulatedDriver
 
 SIZE, VOCAB, LENGTH = 8, 64, 24
+
+
+class Counting(EmulatedDriver):
+    """Notes what is submitted, outside graphs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.submitted: list[str] = []
+
+    def submit(self, work: driver.Work, stream: driver.Stream | None = None) -> None:
+        self.submitted.append(type(work).__name__)
+        super().submit(work, stream)
 
 
 @pytest.fixture(scope="module", params=["sm_90a", pytest.param("sm_80", marks=pytest.mark.slow)])
 def gpu(request: pytest.FixtureRequest) -> NVDevice:
     """A device of each architecture."""
-    return device(arch=request.param)
+    return device(Counting, arch=request.param)
 
 
 def network(name: str) -> Llama:
@@ -71,6 +87,13 @@ def test_a_chunk_beside_decode_rows_pages_moved_and_steps_ahead(gpu: NVDevice):
                                        moves if i == 0 else ())) for i in range(3)]
         for each in pending:
             for slot, token in enumerate(each.result().tokens): got[slot].append(int(token))
+        counted = gpu.driver
+        assert isinstance(counted, Counting)
+        counted.submitted.clear()
+        for slot, token in enumerate(run(Work(0, 7, (), first, (Sample(0, 0, 8),)),
+                                         Work(1, 13, (), second, (Sample(0, 1, 14),)))):
+            got[slot].append(token)
+        assert counted.submitted == ["Upload", "Download"]     # all else is in graphs
         check(model, one, got[0])
         check(model, two, got[1])
         gpu.synchronize()

@@ -168,7 +168,7 @@ class Runner:
             if shape.rows > self.most.rows or layout.words > self.inbox.limit:
                 raise RequestError(f"a batch of {shape}", f"at most {self.most}", "lower the token budget")
             inputs = self.inbox.tensors(layout.fields)
-            self.steps[shape] = layout, Captured(lambda: self._compute(shape, inputs), self._state)
+            self.steps[shape] = layout, self._captured(lambda: self._compute(shape, inputs))
         return self.steps[shape]
 
     def _sampler(self, samples: int, filters: Filters) -> Captured:
@@ -176,8 +176,7 @@ class Runner:
             fields = Layout(Shape(samples, 0, samples, True), self.entries).fields[:len(SAMPLER)]
             inputs = self.inbox.tensors(fields)
             if filters.mask: inputs |= self.masks.tensors(samples)
-            self.samplers[samples, filters] = Captured(
-                lambda: self._sample(samples, filters, inputs), self._state)
+            self.samplers[samples, filters] = self._captured(lambda: self._sample(samples, filters, inputs))
         return self.samplers[samples, filters]
 
     def _compute(self, shape: Shape, inputs: dict[str, Tensor]) -> None:
@@ -202,9 +201,8 @@ class Runner:
             if filters.penalty: made.append(counted(self.slots, slots, tokens))
         Tensor.realize(*made)
 
-    def _state(self) -> Sequence[Tensor]:
-        """What samplers assign to and keep."""
-        return self.slots.written
+    def _captured(self, step: Callable[[], None]) -> Captured:
+        return Captured(step, lambda: self.slots.written, self.device)
 
 
 class Kinds:
