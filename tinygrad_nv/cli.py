@@ -1,4 +1,4 @@
-"""`tinygrad-nv`: generate, chat, serve, doctor, explain, ptx, tune.
+"""`tinygrad-nv`: generate, chat, serve, bench, doctor, explain, ptx, tune.
 
 Protocol: text goes to stdout as it is made and nothing else does; progress, notes and errors go to stderr.
 A failure of ours prints its message and exits with 2, Ctrl-C ends with 130, a reader that went away ends
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tinygrad_nv import explain_command, models, serve_command, tune_command
+from tinygrad_nv import bench_command, explain_command, models, serve_command, tune_command
 from tinygrad_nv.errors import ModelError, NVError, RequestError
 from tinygrad_nv.ptx import command as ptx
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
@@ -106,6 +106,7 @@ def parser() -> argparse.ArgumentParser:
     _add_sampling_options(chat)
     chat.set_defaults(run=_chat)
     serve_command.add_command(commands, directory, _add_model_options, _model, _size)
+    bench_command.add_command(commands, directory, _add_model_options, _model)
     doctor = commands.add_parser("doctor", help="what this machine has, what will be used, what is missing")
     doctor.set_defaults(run=_doctor)
     explain_command.add_command(commands, directory, _add_model_options, _model)

@@ -49,9 +49,9 @@ def _bar(*columns: ProgressColumn | str) -> Iterator[Progress]:
         yield progress
 
 
-def load(directory: Path, arguments: argparse.Namespace) -> LLM:
-    """The model of the command line, for one text at a time. `--device` becomes tinygrad's default for this
-    process."""
+def load(directory: Path, arguments: argparse.Namespace, **more: Any) -> LLM:
+    """The model of the command line, for one text at a time unless `more` arguments of `LLM` say otherwise.
+    `--device` becomes tinygrad's default for this process."""
     if arguments.device:
         try: DEV.value = arguments.device
         except RuntimeError as error:
@@ -63,7 +63,7 @@ def load(directory: Path, arguments: argparse.Namespace) -> LLM:
         return LLM(directory, arguments.dtype, arguments.max_model_len, None,
                    lambda done, total: progress.update(task, completed=done, total=total),
                    UTILIZATION if (part := arguments.gpu_memory_utilization) is None else part,
-                   max_num_seqs=1)
+                   **{"max_num_seqs": 1, **more})
 
 
 def compile_steps(llm: LLM, params: SamplingParams, prompt_tokens: int) -> None:

@@ -1,0 +1,175 @@
+"""`tinygrad-nv bench`: what it says, what it writes, and what it refuses."""
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from serve_case import fake_service, live
+
+from tinygrad_nv.benchmarks import client, figures
+from tinygrad_nv.benchmarks.engines import require_whole
+from tinygrad_nv.benchmarks.figures import Answered
+from tinygrad_nv.benchmarks.workload import Ask, arrivals, from_file, made_up, total
+from tinygrad_nv.cli import main
+from tinygrad_nv.errors import NVError, RequestError
+
+# **** loads ****
+
+def test_a_load_is_the_same_for_everybody_and_has_the_lengths_asked_for() -> None:
+    first, second = (made_up(50, 20, 30, 2048, seed=3, ratio=0.5, prefix_len=4) for _ in range(2))
+    assert first == second != made_up(50, 20, 30, 2048, seed=4, ratio=0.5, prefix_len=4)
+    assert {len(ask.prompt) for ask in first} <= set(range(14, 35))
+    assert {ask.output for ask in first} <= set(range(15, 46))
+    assert len({ask.prompt[:4] for ask in first}) == 1
+    assert len({ask.prompt for ask in first}) == 50
+    assert all(16 <= token < 2048 for ask in first for token in ask.prompt)
+    assert total([Ask((1, 2), 3), Ask((1,), 4)]) == (3, 7)
+
+
+def test_requests_arrive_at_a_rate() -> None:
+    assert arrivals(3, float("inf")) == [0.0] * 3
+    for burstiness in (0.3, 1.0, 5.0):
+        at = arrivals(4000, 20.0, 1, burstiness)
+        gaps = [b - a for a, b in itertools.pairwise(at)]
+        assert statistics.mean(gaps) == pytest.approx(1 / 20, rel=0.15)
+        # a Gamma distribution's, relative to its mean
+        assert statistics.stdev(gaps) * 20 == pytest.approx(burstiness ** -0.5, rel=0.2)
+
+
+def test_prompts_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "ab"}\n\n{"prompt": "c"}\n')
+    assert from_file(path, 3, 5, lambda text: list(text.encode())) == [Ask((97, 98), 5), Ask((99,), 5),
+                                                                       Ask((97, 98), 5)]
+    for bad in ("", "{", '{"text": "a"}', '{"prompt": ""}', "[1]"):
+        path.write_text(bad)
+        with pytest.raises(RequestError): from_file(path, 1, 5, list)
+
+
+# **** figures ****
+
+def test_figures_of_a_served_load() -> None:
+    answers = [Answered(10, 3, 0.1, 0.5, [0.2, 0.2]), Answered(5, 1, 0.3, 0.3), Answered(7, error="no")]
+    made = figures.served(answers, 2.0, (50, 99))
+    assert (made["completed"], made["failed"], made["total_input_tokens"], made["total_output_tokens"]) == (
+        2, 1, 15, 4)
+    assert (made["request_throughput"], made["output_throughput"], made["total_token_throughput"]) == (
+        1.0, 2.0, 9.5)
+    assert made["mean_ttft_ms"] == pytest.approx(200)
+    assert made["std_ttft_ms"] == pytest.approx(100)
+    assert made["p99_ttft_ms"] == pytest.approx(298)
+    assert made["median_tpot_ms"] == pytest.approx(200)     # of the answer with more than one token
+    assert made["mean_itl_ms"] == pytest.approx(200)
+    assert made["median_e2el_ms"] == pytest.approx(400)
+    text = figures.served_text(made, (50, 99))
+    assert "Failed requests:                                 1\n" in text
+    assert "P99 TTFT (ms):                              298.00" in text
+    assert {len(line) for line in text.splitlines()} == {50}
+
+
+def test_percentiles_are_numpys() -> None:
+    import numpy as np
+    values = [3.0, 1.0, 7.0, 2.0]
+    for part in (0, 10, 50, 90, 99, 100):
+        assert figures.percentile(values, part) == pytest.approx(np.percentile(values, part))
+    assert figures.percentile([5.0], 99) == 5.0
+
+
+def test_ratios_are_of_runs_that_took_turns() -> None:
+    assert figures.compared([1.0, 2.0, 1.0], [2.0, 2.0, 3.0], "peer") == (
+        "tinygrad_nv / peer: 2.00 times its speed (spread 1.00 … 3.00, 3 runs that took turns)")
+
+
+def test_an_answer_that_ended_early_is_no_result() -> None:
+    require_whole([4], [Ask((1,), 4)])
+    with pytest.raises(NVError, match="an answer has 3 tokens"): require_whole([3], [Ask((1,), 4)])
+
+
+# **** a server ****
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with live(fake_service()) as server: yield server.url
+
+
+def test_a_server_under_load(address, tmp_path: Path, capsys) -> None:
+    saved = tmp_path / "result.json"
+    assert main(["bench", "serve", "--base-url", f"{address}/v1", "--num-prompts", "12", "--input-len", "5",
+                 "--output-len", "6", "--request-rate", "500", "--max-concurrency", "4",
+                 "--metric-percentiles", "50,99", "--save-result", str(saved)]) == 0
+    out = capsys.readouterr().out
+    assert "Successful requests:                            12" in out
+    record = json.loads(saved.read_text())
+    assert (record["completed"], record["failed"], record["total_output_tokens"]) == (12, 0, 72)
+    assert record["input_lens"] == [5] * 12
+    assert record["output_lens"] == [6] * 12
+    assert len(record["ttfts"]) == len(record["itls"]) == len(record["generated_texts"]) == 12
+    assert all(0 < ttft < 10 for ttft in record["ttfts"])
+    assert record["p50_ttft_ms"] == pytest.approx(1e3 * statistics.median(record["ttfts"]))
+    assert record["request_rate"] == 500
+
+
+def test_failed_requests_are_counted(address) -> None:
+    target = client.Target(address, "another model")
+    asks = made_up(3, 5, 4, 2048)
+    answers, _ = asyncio.run(client.load(target, asks, [0.0] * 3, None))
+    assert all(each.error.startswith("404: ") for each in answers)
+    assert figures.served(answers, 1.0)["failed"] == 3
+
+
+def test_a_server_that_is_not_there(capsys) -> None:
+    assert main(["bench", "serve", "--base-url", "http://127.0.0.1:9", "--num-prompts", "1"]) == 2
+    assert "no server of OpenAI's API at http://127.0.0.1:9: " in capsys.readouterr().err
+
+
+# **** in this process ****
+
+def test_latency_and_its_json(tmp_path: Path, capsys) -> None:
+    saved = tmp_path / "latency.json"
+    assert main(["bench", "latency", "--batch-size", "2", "--input-len", "9", "--output-len", "5",
+                 "--num-iters", "3", "--num-iters-warmup", "1", "--output-json", str(saved)]) == 0
+    record = json.loads(saved.read_text())
+    assert len(record["latencies"]) == 3
+    assert record["avg_latency"] == pytest.approx(statistics.mean(record["latencies"]))
+    assert list(record["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
+    assert capsys.readouterr().out.startswith(f"Avg latency: {record['avg_latency']:.4f} seconds\n")
+
+
+def test_throughput_counts_what_was_asked_for(capsys) -> None:
+    assert main(["bench", "throughput", "--num-prompts", "3", "--input-len", "7", "--output-len", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "total tokens/s" in out
+    assert "Total num prompt tokens: 21\nTotal num output tokens: 12\n" in out
+
+
+# **** what is refused ****
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["latency", "--input-len", "500", "--output-len", "100"], "500 tokens and 100 after them are 600\n"
+     "  expected: at most 512, the context"),
+    (["throughput", "--dataset-name", "custom"], "--dataset-name custom, and no file"),
+    (["throughput", "--random-range-ratio", "1.5"], "--random-range-ratio 1.5"),
+    (["serve", "--request-rate", "0"], "--request-rate 0.0"),
+    (["serve", "--against", "transformers"], "bench serve loads one server"),
+    (["throughput", "--speculative", "magic"], "--speculative magic\n  expected: ngram:K"),
+])
+def test_what_is_refused(words: list[str], said: str, capsys) -> None:
+    assert main(["bench", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "module", "package"), [
+    ("vllm", "vllm", "vllm"), ("transformers", "transformers", "transformers torch"),
+    ("llama.cpp", "llama_cpp", "llama-cpp-python")])
+def test_a_peer_that_is_not_installed(name: str, module: str, package: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda asked: None if asked == module else object())
+    monkeypatch.setattr("tinygrad_nv.console.load", lambda *_, **__: pytest.fail("it was loaded first"))
+    assert main(["bench", "latency", "--against", name]) == 2
+    assert capsys.readouterr().err == (
+        f"tinygrad-nv: {name} is not installed, so there is nothing to compare with\n"
+        f"  expected: the Python package {module}\n  to fix:   pip install {package}, or leave --against out\n")

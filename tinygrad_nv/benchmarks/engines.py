@@ -1,0 +1,134 @@
+"""Models in this process: ours, and peers that get the same load.
+
+Protocol: an engine's `run(asks)` answers all of them, greedily and to their full lengths, and returns the
+seconds it took. `peer(name, …)` opens one that is installed, and says in words (`NVError`) which is not.
+"""
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from tinygrad_nv.benchmarks.workload import Ask
+from tinygrad_nv.errors import ModelError, NVError
+
+PEERS = ("vllm", "transformers", "llama.cpp")
+MODULES = {"vllm": "vllm", "transformers": "transformers", "llama.cpp": "llama_cpp"}
+PACKAGES = {"vllm": "vllm", "transformers": "transformers torch", "llama.cpp": "llama-cpp-python"}
+
+
+class Engine(Protocol):
+    """Something that answers."""
+
+    def run(self, asks: Sequence[Ask]) -> float:
+        """Seconds for all."""
+
+
+class Ours:
+    """An `LLM`."""
+
+    def __init__(self, llm: Any) -> None: self.llm = llm
+
+    def run(self, asks: Sequence[Ask]) -> float:
+        """All at once; the engine makes batches."""
+        from tinygrad_nv.engine.sampling import SamplingParams
+        params = [SamplingParams(temperature=0.0, max_tokens=ask.output, ignore_eos=True) for ask in asks]
+        begun = time.perf_counter()
+        done = self.llm.generate([list(ask.prompt) for ask in asks], params)
+        seconds = time.perf_counter() - begun
+        require_whole([len(each.token_ids) for each in done], asks)
+        return seconds
+
+
+class Transformers:
+    """transformers' `generate`, in batches of at most `batch`, padded on the left to the longest of each."""
+
+    def __init__(self, directory: Path, dtype: str, batch: int) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+        self.torch, self.batch = torch, batch
+        kind = "auto" if dtype == "auto" else getattr(torch, dtype)
+        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=kind).eval()
+        if torch.cuda.is_available(): self.model = self.model.cuda()
+
+    def run(self, asks: Sequence[Ask]) -> float:
+        """Requests of a batch run as long as its longest."""
+        begun = time.perf_counter()
+        for at in range(0, len(asks), self.batch): self._batch(asks[at:at + self.batch])
+        return time.perf_counter() - begun
+
+    def _batch(self, asks: Sequence[Ask]) -> None:
+        longest, most = max(len(ask.prompt) for ask in asks), max(ask.output for ask in asks)
+        ids = self.torch.tensor([[0] * (longest - len(ask.prompt)) + list(ask.prompt) for ask in asks])
+        seen = self.torch.tensor([[0] * (longest - len(ask.prompt)) + [1] * len(ask.prompt) for ask in asks])
+        device = self.model.device
+        with self.torch.no_grad():
+            done = self.model.generate(ids.to(device), attention_mask=seen.to(device), max_new_tokens=most,
+                                       min_new_tokens=most, do_sample=False, pad_token_id=0)
+        require_whole([done.shape[1] - longest] * len(asks), [Ask((), most)] * len(asks))
+
+
+class VLLM:
+    """vLLM's own `LLM`."""
+
+    def __init__(self, directory: Path, dtype: str) -> None:
+        import vllm
+        self.vllm, self.llm = vllm, vllm.LLM(model=str(directory), dtype=dtype, skip_tokenizer_init=True)
+
+    def run(self, asks: Sequence[Ask]) -> float:
+        """All at once."""
+        params = [self.vllm.SamplingParams(temperature=0.0, max_tokens=ask.output, ignore_eos=True,
+                                           detokenize=False) for ask in asks]
+        begun = time.perf_counter()
+        done = self.llm.generate([{"prompt_token_ids": list(ask.prompt)} for ask in asks], params,
+                                 use_tqdm=False)
+        seconds = time.perf_counter() - begun
+        require_whole([len(each.outputs[0].token_ids) for each in done], asks)
+        return seconds
+
+
+class LlamaCpp:
+    """llama.cpp, one prompt after the other."""
+
+    def __init__(self, path: Path, context: int) -> None:
+        import llama_cpp
+        self.llama = llama_cpp.Llama(model_path=str(path), n_ctx=context, verbose=False)
+
+    def run(self, asks: Sequence[Ask]) -> float:
+        """By its loop over tokens: it has no end that could be ignored."""
+        begun = time.perf_counter()
+        for ask in asks:
+            self.llama.reset()
+            following = self.llama.generate(list(ask.prompt), temp=0.0)
+            for _ in range(ask.output): next(following)
+        return time.perf_counter() - begun
+
+
+def require_installed(name: str) -> None:
+    """Says which peer is not there."""
+    if importlib.util.find_spec(MODULES[name]) is None:
+        raise NVError(f"{name} is not installed, so there is nothing to compare with",
+                      f"the Python package {MODULES[name]}",
+                      f"pip install {PACKAGES[name]}, or leave --against out")
+
+
+def peer(name: str, directory: Path, dtype: str, batch: int, context: int,
+         gguf: Path | None) -> Engine:
+    """A peer, loaded. Raises `NVError`."""
+    require_installed(name)
+    if name == "vllm": return VLLM(directory, dtype)
+    if name == "transformers": return Transformers(directory, dtype, batch)
+    if gguf is None:
+        raise ModelError("llama.cpp reads GGUF files, and no --gguf names one", "the same model as GGUF",
+                         "convert it with llama.cpp's convert_hf_to_gguf.py, and name it with --gguf")
+    return LlamaCpp(gguf, context)
+
+
+def require_whole(lengths: Sequence[int], asks: Sequence[Ask]) -> None:
+    """An answer that ended early would make an engine look fast."""
+    for length, ask in zip(lengths, asks, strict=True):
+        if length != ask.output:
+            raise NVError(f"an answer has {length} tokens", f"{ask.output}, all that were asked for",
+                          "use shorter prompts or outputs: the context is full")

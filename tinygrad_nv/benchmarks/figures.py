@@ -1,0 +1,123 @@
+"""What was measured, in vLLM's words: aligned text for people, JSON with the raw figures for programs."""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import mean, median, pstdev
+from typing import Any
+
+WIDTH = 50
+PERCENTILES = (10, 25, 50, 75, 90, 99)
+
+
+def percentile(values: Sequence[float], part: float) -> float:
+    """Linear between the nearest two, as numpy's."""
+    ordered = sorted(values)
+    at = part / 100 * (len(ordered) - 1)
+    low = math.floor(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+@dataclass
+class Answered:
+    """One request of a served load. Times in seconds; `gaps` are those between its deltas of text."""
+    prompt_tokens: int
+    output_tokens: int = 0
+    ttft: float = 0.0
+    latency: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    text: str = ""
+    error: str = ""
+
+
+METRICS = {"ttft": "Time to First Token", "tpot": "Time per Output Token (excl. 1st token)",
+           "itl": "Inter-token Latency", "e2el": "End-to-end Latency"}
+
+
+def raw(answers: Sequence[Answered]) -> dict[str, list[float]]:
+    """Of each metric its seconds, of the requests that did not fail."""
+    good = [each for each in answers if not each.error]
+    return {"ttft": [each.ttft for each in good],
+            "tpot": [(each.latency - each.ttft) / (each.output_tokens - 1) for each in good
+                     if each.output_tokens > 1],
+            "itl": [gap for each in good for gap in each.gaps], "e2el": [each.latency for each in good]}
+
+
+def served(answers: Sequence[Answered], seconds: float,
+           percentiles: Sequence[float] = (99,)) -> dict[str, Any]:
+    """The figures of a served load, names as in vLLM's JSON."""
+    good = [each for each in answers if not each.error]
+    inputs, outputs = sum(each.prompt_tokens for each in good), sum(each.output_tokens for each in good)
+    made: dict[str, Any] = {
+        "duration": seconds, "completed": len(good), "failed": len(answers) - len(good),
+        "total_input_tokens": inputs, "total_output_tokens": outputs,
+        "request_throughput": len(good) / seconds, "output_throughput": outputs / seconds,
+        "total_token_throughput": (inputs + outputs) / seconds}
+    for name, values in raw(answers).items():
+        if not values: continue
+        thousand = [1e3 * value for value in values]
+        made |= {f"mean_{name}_ms": mean(thousand), f"median_{name}_ms": median(thousand),
+                 f"std_{name}_ms": pstdev(thousand)}
+        made |= {f"p{part:g}_{name}_ms": percentile(thousand, part) for part in percentiles}
+    return made
+
+
+def served_text(figures: dict[str, Any], percentiles: Sequence[float] = (99,)) -> str:
+    """The same, aligned."""
+    lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
+
+    def row(name: str, value: float) -> None:
+        shown = str(value) if isinstance(value, int) else f"{value:.2f}"
+        lines.append(f"{name:<40}{shown:>10}")
+
+    row("Successful requests:", figures["completed"])
+    row("Failed requests:", figures["failed"])
+    row("Benchmark duration (s):", figures["duration"])
+    row("Total input tokens:", figures["total_input_tokens"])
+    row("Total generated tokens:", figures["total_output_tokens"])
+    row("Request throughput (req/s):", figures["request_throughput"])
+    row("Output token throughput (tok/s):", figures["output_throughput"])
+    row("Total token throughput (tok/s):", figures["total_token_throughput"])
+    for name, title in METRICS.items():
+        if f"mean_{name}_ms" not in figures: continue
+        lines.append(f"{title:-^{WIDTH}}")
+        for kind in ("mean", "median", "std", *(f"p{part:g}" for part in percentiles)):
+            row(f"{kind.capitalize()} {name.upper()} (ms):", figures[f"{kind}_{name}_ms"])
+    return "\n".join([*lines, "=" * WIDTH])
+
+
+def latency(seconds: Sequence[float]) -> dict[str, Any]:
+    """Figures of repeated batches, names as in vLLM's JSON."""
+    return {"avg_latency": mean(seconds), "latencies": list(seconds),
+            "percentiles": {str(part): percentile(seconds, part) for part in PERCENTILES}}
+
+
+def latency_text(figures: dict[str, Any]) -> str:
+    """The same, a line each."""
+    return "\n".join([f"Avg latency: {figures['avg_latency']:.4f} seconds",
+                      *(f"{part}% percentile latency: {value:.4f} seconds"
+                        for part, value in figures["percentiles"].items())])
+
+
+def throughput(seconds: float, requests: int, inputs: int, outputs: int) -> dict[str, Any]:
+    """Figures of many prompts at once, names as in vLLM's JSON."""
+    return {"elapsed_time": seconds, "num_requests": requests, "total_num_tokens": inputs + outputs,
+            "requests_per_second": requests / seconds, "tokens_per_second": (inputs + outputs) / seconds,
+            "output_tokens_per_second": outputs / seconds}
+
+
+def throughput_text(figures: dict[str, Any], inputs: int, outputs: int) -> str:
+    """The same."""
+    return (f"Throughput: {figures['requests_per_second']:.2f} requests/s, "
+            f"{figures['tokens_per_second']:.2f} total tokens/s, "
+            f"{figures['output_tokens_per_second']:.2f} output tokens/s\n"
+            f"Total num prompt tokens: {inputs}\nTotal num output tokens: {outputs}")
+
+
+def compared(ours: Sequence[float], theirs: Sequence[float], name: str) -> str:
+    """How many times faster we were, of runs that took turns."""
+    ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
+    return (f"tinygrad_nv / {name}: {median(ratios):.2f} times its speed "
+            f"(spread {min(ratios):.2f} … {max(ratios):.2f}, {len(ratios)} runs that took turns)")
