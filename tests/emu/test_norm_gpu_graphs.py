@@ -11,6 +11,7 @@ from tinygrad import nn
 from tinygrad.dtype import DType
 from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.models.llama import KVCache, Llama
+from tinygrad_nv.models.paged import PagedCache, PagedPlace, Pages, Part
 from tinygrad_nv.models.rope import RopeConfig
 
 from tinygrad_nv import Tensor, TinyJit, Variable, disabled, dtypes, explain
@@ -135,30 +136,54 @@ KINDS = {"gemv": "product", "gemm": "product", "decode": "attention", "flash_mma
          "flash_wgmma": "attention"}
 
 
-def step(name: str, dtype: DType, batch: int = 1, **more: Any) -> list[str]:
-    """The kernels of a step with two layers."""
+def network(name: str, dtype: DType, **more: Any) -> Llama:
+    """Two layers, of no parameters in particular."""
     config = ModelConfig("LlamaForCausalLM", 64, 64, 96, 2, 4, 2, 16, 64,
                          RopeConfig("default", 10000.0, 16, 64), windows=(None, None), **more)
-    net = Llama(config, dtype, name)
-    cache = KVCache.create(config, 64, dtype, batch, name)
+    return Llama(config, dtype, name)
+
+
+def kinds(y: Tensor) -> list[str]:
+    """What the kernels of a step are."""
+    return [KINDS.get(str(each.template), str(each.template)) for each in explain(y).kernels]
+
+
+def step(name: str, dtype: DType, batch: int = 1, **more: Any) -> list[str]:
+    """The kernels of a step over a contiguous cache."""
+    net = network(name, dtype, **more)
+    cache = KVCache.create(net.config, 64, dtype, batch, name)
     tokens, lengths = (Tensor.empty(*shape, dtype=dtypes.int32, device=name).realize()
                        for shape in ((batch, 1), (batch,)))
     at = Variable("start", 0, 63).bind(3)
-    lowered = explain(net.step(tokens, at, cache, lengths=lengths))
-    return [KINDS.get(str(each.template), str(each.template)) for each in lowered.kernels]
+    return kinds(net.step(tokens, at, cache, lengths=lengths))
+
+
+def paged(name: str, dtype: DType) -> list[str]:
+    """The kernels of a step of four sequences over pages."""
+    def empty(*shape: int, of: DType = dtypes.int32) -> Tensor:
+        return Tensor.empty(*shape, dtype=of, device=name).realize()
+    net = network(name, dtype)
+    cache = PagedCache(tuple(Pages(*(empty(8, 16, 2, 16, of=dtype) for _ in range(2))) for _ in net.blocks))
+    place = PagedPlace((Part(1, empty(4, 4), empty(4)),), net.rope_tables)
+    return kinds(net.rows(empty(4), place, cache))
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_layer_is_eight_kernels(gpu: NVDevice, batch: int):
-    assert step(gpu.device, BF16, batch)[1:] == [*STEP, *STEP, "norm", "product"]
+    assert step(gpu.device, BF16, batch) == ["embedding", *STEP, *STEP, "norm", "product"]
     gelu = step(gpu.device, dtypes.float16, batch, norm_offset=1.0, activation="gelu_tanh")
-    assert gelu[1:] == [*STEP, *STEP, "norm", "product"]
+    assert gelu == ["embedding", *STEP, *STEP, "norm", "product"]
+
+
+def test_a_layer_over_pages_is_eight_kernels(gpu: NVDevice):
+    assert paged(gpu.device, BF16) == ["embedding", *STEP, *STEP, "norm", "product"]
 
 
 def test_a_layer_is_eight_kernels_on_a_cpu():
-    assert step("CPU", F32)[1:] == [*STEP, *STEP, "norm", "product"]
+    for kernels in (step("CPU", F32), paged("CPU", F32)):
+        assert kernels == ["embedding", *STEP, *STEP, "norm", "product"]
 
 
 def test_norms_of_queries_and_keys_are_two_more(hopper: NVDevice):
     layer = [*STEP[:2], "norm", "norm", *STEP[2:]]
-    assert step(hopper.device, BF16, 2, qk_norm=True)[1:] == [*layer, *layer, "norm", "product"]
+    assert step(hopper.device, BF16, 2, qk_norm=True) == ["embedding", *layer, *layer, "norm", "product"]
