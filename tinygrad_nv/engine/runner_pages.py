@@ -25,7 +25,7 @@ from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.paged import PagedCache, PagedPlace, Pages, Part
 from tinygrad_nv.patterns.paged import FLOATS
 from tinygrad_nv.runtime.device import NVDevice
-from tinygrad_nv.runtime.driver import Copy, Download, HostMemory, Upload
+from tinygrad_nv.runtime.driver import Copy, Download, Fill, HostMemory, Upload
 from tinygrad_nv.runtime.memory import allocate, host_bytes, write
 from tinygrad_nv.runtime.memory_pool import labelled
 from tinygrad_nv.tile.decode import BYTES
@@ -85,6 +85,9 @@ class PageStore:
         total = host_pages * self.stored_bytes
         if isinstance(opened, NVDevice):
             if total: self.host = opened.pool.host(total)
+            # kernels of tinygrad's, which GPUs run in float32, weigh places that nobody wrote with 0
+            filled = self.tensors if dtype == dtypes.float32 else []
+            for each in filled: opened.driver.submit(Fill(each.uop.buffer._buf, 0, pages * self.page_bytes))
         else:
             self.away = np.empty((host_pages, *self.away.shape[1:]), np.uint8)
             for tensor in self.tensors:
