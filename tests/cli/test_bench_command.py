@@ -172,4 +172,5 @@ def test_a_peer_that_is_not_installed(name: str, module: str, package: str, monk
     assert main(["bench", "latency", "--against", name]) == 2
     assert capsys.readouterr().err == (
         f"tinygrad-nv: {name} is not installed, so there is nothing to compare with\n"
-        f"  expected: the Python package {module}\n  to fix:   pip install {package}, or leave --against out\n")
+        f"  expected: the Python package {module}\n"
+        f"  to fix:   pip install {package}, or leave --against out\n")
