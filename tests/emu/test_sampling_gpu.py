@@ -1,29 +1,35 @@
 """The sampler's templates on the emulated GPU, checks on: selections to the bit, draws against float64."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from selection_case import near_targets
 
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.ptx.emulator import Emulator
+from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.sampling import NUMBERS, ChoiceSpec, CountSpec, FilterSpec, Number
 from tinygrad_nv.tile.templates import choice as choosing
 from tinygrad_nv.tile.templates import threshold as selection
+from tinygrad_nv.tile.templates import threshold_sift as sifting
 from tinygrad_nv.tile.templates.count import count
 
 ARCHES = ("sm_80", "sm_90a")
 GUARD = 77
 
 
-def launched(made: TileKernel, arch: str, out: np.ndarray, *inputs: np.ndarray, seed: int = 0) -> np.ndarray:
+def launched(made: TileKernel, arch: str, out: np.ndarray, *inputs: np.ndarray, seed: int = 0,
+             reports: list[Report] | None = None) -> np.ndarray:
     """What becomes of `out`. Nothing may be found, and nothing else is written."""
     emu = Emulator(arch, seed=seed)
     place = emu.alloc(np.concatenate([out.reshape(-1), np.full(3, GUARD, out.dtype)]))
     held = [emu.alloc(each) for each in inputs]
     report = emu.launch(made.ptx, made.grid, made.threads, [place, *held])
     assert report.findings == [], "\n".join(map(str, report.findings))
+    if reports is not None: reports.append(report)
     found = place.numpy().view(out.dtype)
     assert (found[-3:] == GUARD).all()
     for each, given in zip(held, inputs, strict=True):
@@ -32,13 +38,17 @@ def launched(made: TileKernel, arch: str, out: np.ndarray, *inputs: np.ndarray, 
 
 
 def filtered(spec: FilterSpec, x: np.ndarray, weights: np.ndarray, targets: np.ndarray, arch: str,
-             seed: int = 0) -> np.ndarray:
+             seed: int = 0, reports: list[Report] | None = None, spoilt: tuple[str, str] = ("", "")
+             ) -> np.ndarray:
     numbers = np.full((spec.rows, NUMBERS), np.nan, np.float32)
     numbers[:, spec.number] = targets
     rows = [np.broadcast_to(each, (spec.rows, spec.size)).copy()
             for each in (x, *[weights] * (not spec.counted))]
     out = np.full((spec.rows, spec.size), GUARD, np.float32)
-    return launched(selection.threshold(spec, arch), arch, out, *rows, numbers, seed=seed)
+    made = selection.threshold(spec, arch)
+    assert spoilt[0] in made.ptx
+    if spoilt[0]: made = replace(made, ptx=made.ptx.replace(*spoilt))
+    return launched(made, arch, out, *rows, numbers, seed=seed, reports=reports)
 
 
 @pytest.mark.parametrize("arch", ARCHES)
@@ -52,6 +62,29 @@ def test_a_filter_is_exact_where_a_sum_is_nearly_the_target(arch: str, alike: bo
     spec = FilterSpec(len(targets), size, Number.top_p, alike)
     found = filtered(spec, x, weights, targets, arch)
     np.testing.assert_array_equal(found.view(np.uint32), kept.view(np.uint32))
+
+
+@pytest.mark.parametrize("alike", [False, True], ids=["weighted", "counted"])
+@pytest.mark.parametrize(("room", "spoilt"), [
+    (40, ("", "")), (1, ("", "")), (40, ("0f3F8020C5", "0f3F000000"))],
+    ids=["lists", "no room", "wrong floor"])
+def test_lists_are_used_where_they_have_the_mass(alike: bool, room: int, spoilt: tuple[str, str],
+                                                 monkeypatch: pytest.MonkeyPatch):
+    """Where lanes have more than there is room for, or the floor has half of the mass, all elements are
+    looked at again, in each pass. The constant is 1.001."""
+    monkeypatch.setattr(selection, "SHORT", 0)
+    monkeypatch.setattr(sifting, "ROOM", room)
+    x, weights, targets, kept = near_targets(515, alike, 40)
+    left = np.isfinite(kept).sum(1)
+    order = np.flatnonzero((left >= 60) & (left <= 120) & np.isfinite(targets))[:6]
+    assert len(order)
+    reports: list[Report] = []
+    spec = FilterSpec(len(order), 515, Number.top_p, alike)
+    found = filtered(spec, x, weights, targets[order], "sm_90a", reports=reports, spoilt=spoilt)
+    np.testing.assert_array_equal(found.view(np.uint32), kept[order].view(np.uint32))
+    passes = sum(site.threads for site in reports[0].stats.sites if site.opcode.startswith("ld.global")) \
+        / (len(order) * 515 * (1 if alike else 2))
+    assert passes < 5 if (room, spoilt[0]) == (40, "") else passes > 8
 
 
 @pytest.mark.slow

@@ -52,6 +52,7 @@
     decode_merge.py    warps of a CTA, splits of a request: the second kernel
   kv_append.py       new keys and values, rotated and rounded, into their pages
   threshold.py       of rows of logits, the largest by number or by mass, without a sort
+    threshold_sift.py  of long rows, what is above a floor, in shared memory
   choice.py          noise, and the largest with it: a token for each row
   count.py           how often tokens were chosen
   norm.py            rows: norms, softmax, argmax, elements without statistics

@@ -20,7 +20,7 @@ from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.sampling import NUMBERS, ChoiceSpec, Number
-from tinygrad_nv.tile.templates.threshold import ordered
+from tinygrad_nv.tile.templates.threshold_sift import ordered
 
 THREADS = 256
 PIECE = 1 << 12         # elements of a piece at least
