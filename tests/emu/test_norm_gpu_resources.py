@@ -67,6 +67,16 @@ def test_a_statistic_takes_one_barrier():
     assert lines(layer(64, 128, BF16), "bar.sync") == []
 
 
+def test_weights_are_asked_for_before_the_kernel_ahead_has_ended():
+    """By the one thread of a line, where rows are few."""
+    spec = layer(3, 4096, BF16)
+    text = norm(spec, "sm_90a").ptx
+    assert text.index("prefetch.global.L2") < text.index("griddepcontrol.wait") < text.index("ld.global")
+    asked = [site for site in checked(spec, "sm_90a").stats.sites if site.opcode == "prefetch.global.L2"]
+    assert sum(site.threads for site in asked) == 3 * 2 * 4096 * 2 // 128
+    assert lines(layer(4096, 4096, BF16), "prefetch") == lines(spec, "prefetch", "sm_80") == []
+
+
 def test_a_plan_in_words():
     assert str(Plan.of(rms(4096, 4096, BF16))) == "256 threads a row, 2 x 8 elements a thread"
     assert str(Plan.of(rms(9, 64))) == "16 threads a row, 1 x 4 elements a thread, 8 rows a CTA"

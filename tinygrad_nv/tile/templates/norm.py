@@ -1,7 +1,7 @@
 """Rows: norms, softmax, argmax, and elements made without statistics (tile/norm.py). For sm_80 and later.
 
     each team of threads has a row, a thread vectors of it (norm_plan.py):
-        wait for the kernel before; load the vectors
+        have L2 fetch the weights; wait for the kernel before; load the vectors
         for each statistic:
             its terms, added up (or the largest) in registers, in the order of the row
             of the team: shuffles; of several warps: through shared memory
@@ -29,6 +29,8 @@ from tinygrad_nv.tile.norm import NormSpec, Statistic
 from tinygrad_nv.tile.spec import Result
 from tinygrad_nv.tile.templates.norm_plan import Plan, along, every, problems
 
+LINE_BYTES = 128
+MANY_ROWS = 264         # whose weights are in L2 by others
 TOGETHER = 4            # chunks that are under way together, of a row that does not fit in registers
 ACCUMULATORS = 4
 # of which a statistic begins
@@ -136,7 +138,10 @@ class _Writer:
             self.at = {load: row.address(self.inputs[load.parameter], load) for load in every(spec)}
             self.to = [row.address(out, each.result)
                        for out, each in zip(self.outs, spec.results, strict=True)]
-        if k.hopper: k.wait_for_previous_grid()
+        if k.hopper:
+            if spec.rows <= MANY_ROWS:
+                for load in along(spec): self.ask(load)
+            k.wait_for_previous_grid()
         with k.comment("numbers of the row"):
             for load, at in self.at.items():
                 if not load.n: row.known[load] = read(k, at, 0, load.dtype, 1, row.there, self.space)
@@ -153,6 +158,16 @@ class _Writer:
             values = [self.of_elements(substituted(each.value, stands)) for each in spec.results]
             if k.hopper: k.launch_dependents()
             self.store(values)
+
+    def ask(self, load: Load) -> None:
+        """Has L2 fetch what is the same for all rows, a weight, while the kernel before is still running."""
+        if load.m or any(load.batch): return
+        line = (self.row.first & (LINE_BYTES // load.dtype.itemsize - 1)) == 0
+        for chunk in range(min(self.plan.chunks, TOGETHER)):
+            inside = self.inside(chunk)
+            start = chunk * self.plan.span * load.dtype.itemsize
+            self.k.emit("prefetch.global.L2", place(self.at[load], start),
+                        guard=line if inside is None else line & inside)
 
     # **** what belongs to a row ****
 
