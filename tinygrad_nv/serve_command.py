@@ -33,6 +33,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
                         help="sequences that run at a time (default 64)")
     engine.add_argument("--max-num-batched-tokens", type=size, default=512, metavar="N",
                         help="tokens that a step computes (default 512)")
+    engine.add_argument("--kv-cache-dtype", default="auto", metavar="D", help="of keys and values: float32, "
+                        "float16, bfloat16, fp8, int8 (default auto, the model's)")
     engine.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True,
                         help="prompts that begin alike share what is computed of them (default on)")
     engine.add_argument("--swap-space", type=_positive, default=0.0, metavar="GIB",
@@ -112,7 +114,7 @@ def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"dtype": arguments.dtype, "max_model_len": arguments.max_model_len,
             "max_num_seqs": arguments.max_num_seqs,
             "max_num_batched_tokens": arguments.max_num_batched_tokens,
-            "swap_space": int(arguments.swap_space * GIB),
+            "kv_cache_dtype": arguments.kv_cache_dtype, "swap_space": int(arguments.swap_space * GIB),
             "speculative": arguments.speculative,
             "enable_prefix_caching": arguments.enable_prefix_caching, "max_queue": arguments.max_queue,
             **({} if part is None else {"gpu_memory_utilization": part})}

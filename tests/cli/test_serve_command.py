@@ -223,8 +223,7 @@ def test_a_signal_drains(server: Process):
 
 
 def test_a_second_signal_ends_it_at_once():
-    process = started("--no-warm-up", "--api-key", "secret", "--served-model-name", "one", "two",
-                      "--metrics-prefix", "vllm")
+    process = started("--no-warm-up", "--api-key", "secret", "--served-model-name", "one", "two", "--metrics-prefix", "vllm")
     try:
         headers = {"Authorization": "Bearer secret"}
         models = httpx.get(process.url + "/v1/models", headers=headers).json()["data"]
@@ -255,6 +254,8 @@ def test_an_address_that_is_taken(command):
     (["--api-key", "a b"], "printable"), (["--max-queue", "0"], "not a whole number"),
     (["--drain-timeout", "-1"], "not a number"), (["--max-num-seqs", "x"], "not a whole number"),
     (["--metrics-prefix", "x"], "invalid choice"),
+    (["--device", "NOPE"], "NOPE"), (["--kv-cache-dtype", "int4"], "int4"),
+    (["--speculative", "magic:3"], "magic"), (["--swap-space", "nan"], "not a number"),
     (["--chat-template", "/nowhere"], "/nowhere cannot be read")])
 def test_options_out_of_range(command, options: list[str], words: str):
     command("serve", "--port", "0", *options).refused(words)

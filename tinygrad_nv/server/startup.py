@@ -17,7 +17,7 @@ from tinygrad.helpers import DEV
 from tinygrad_nv import serve_command
 from tinygrad_nv.engine.async_engine import AsyncEngine
 from tinygrad_nv.engine.llm import LLM
-from tinygrad_nv.errors import TokenizerError
+from tinygrad_nv.errors import RequestError, TokenizerError
 from tinygrad_nv.runtime.programs import programs_compiled
 from tinygrad_nv.server.limits import Limits
 from tinygrad_nv.server.log import LOG, line, set_up
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     set_up()
     waterfall.mark("import")
     taken, keys = listening(arguments.host, arguments.port), serve_command.keys(arguments)
-    if arguments.device: DEV.value = arguments.device
+    if arguments.device: use(arguments.device)
     llm = load(arguments, directory, waterfall)
     if arguments.warm_up: warm_up(llm, waterfall)
     # what is loaded stays: collections of garbage need not look at it
@@ -58,6 +58,14 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     try: asyncio.run(main())
     finally: llm.close()
     LOG.info(line("stopped"))
+
+
+def use(device: str) -> None:
+    """Makes it tinygrad's default in this process."""
+    try: DEV.value = device
+    except RuntimeError as error:
+        raise RequestError(f"--device {device}: {error}", "a device of tinygrad, such as CPU or CUDA",
+                           "run `tinygrad-nv doctor` to see what this machine has") from error
 
 
 def load(arguments: argparse.Namespace, directory: Path, waterfall: Waterfall) -> LLM:
