@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
-from engine_fake import EOS, VOCAB, Engine, FakeDevice, Rule, alone
+from engine_fake import EOS, VOCAB, Engine, FakeDevice, Guesser, Rule, alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -99,6 +99,17 @@ def test_copies_change_no_token(seed):
     assert stats.drafted > 0
     assert stats.accepted < stats.drafted
     assert not proposer._indices
+
+
+def test_each_row_of_a_draft_has_the_mask_of_its_place():
+    """Drafts that are right are as long as they may be, with a form too."""
+    params = SamplingParams(seed=1, max_tokens=40, ignore_eos=True)
+    request = Request("a", [1, 2, 3], params, matchers=(Rule(30),))
+    right = alone(request, 0, Engine().config, 256, Rule(30))[0]
+    proposer = Guesser({("a", 0): [*request.prompt, *right]}, 1000)
+    stats = answered(proposer, [request]).core.stats()
+    assert stats.accepted == stats.drafted >= 24
+    assert stats.steps <= 7
 
 
 def drafter(pages: int = 60, device: type[FakeDevice] = FakeDevice) -> tuple[DraftModel, FakeDevice]:

@@ -8,6 +8,8 @@ import threading
 import numpy as np
 import pytest
 from structured_case import KINDS, PERSON, SCHEMAS, allowed, grammars, holds, schema, text, tokenizer, written
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 
 from tinygrad_nv.engine.grammar_check import Checker
 from tinygrad_nv.engine.matcher import Grammars, packed
@@ -128,6 +130,23 @@ def test_a_model_with_several_end_tokens_or_none() -> None:
     assert allowed(none.mask())
     none.accept(words.encode("b", special=False)[0])
     assert none.finished
+
+
+@pytest.mark.parametrize("spare", [0, 2])
+def test_without_an_end_token_a_complete_form_allows_nothing(spare: int) -> None:
+    words, size, _ = tokenizer("tales")
+    made = Grammars(words, size + spare, [])
+    assert max(allowed(made.matcher(Structured(regex="a*")).mask())) < size     # although it may end here
+    matcher = made.matcher(Structured(choice=["a"]))
+    matcher.accept(allowed(matcher.mask())[0])
+    assert allowed(matcher.mask()) == []
+    assert matcher.finished
+
+
+def test_pieces_that_are_not_written_in_characters_for_bytes() -> None:
+    words = Backend(models.BPE(vocab={"a b": 0, "Ġb": 1, "☃": 2}, merges=[]))
+    words.decoder = decoders.ByteLevel()
+    assert token_bytes(words, 4) == [b"a b", b" b", "☃".encode(), b""]
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer() -> None:
