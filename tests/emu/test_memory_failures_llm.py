@@ -23,15 +23,15 @@ def small(make_model) -> Path: return make_model(num_hidden_layers=1)
 def test_every_allocation_of_a_language_model(small: Path):
     """Weights, cache, activations, arenas of the captured steps."""
     def answered() -> np.ndarray:
-        llm = LLM(small, device="EMU", max_model_len=32)
+        llm = LLM(small, device="EMU", max_model_len=32, max_num_seqs=1)
         return np.array(llm.complete([5, 9, 20], PARAMS).token_ids)
     assert every_allocation(answered, again=False) >= 20
 
 
 def test_a_language_model_goes_on_after_a_failure(small: Path):
     """The failure is in the capture of a step; the model is as it was before, and answers."""
-    wanted = LLM(small, device="EMU", max_model_len=32).complete([5, 9, 20], PARAMS).token_ids
-    llm = LLM(small, device="EMU", max_model_len=32)
+    wanted = LLM(small, device="EMU", max_model_len=32, max_num_seqs=1).complete([5, 9, 20], PARAMS).token_ids
+    llm = LLM(small, device="EMU", max_model_len=32, max_num_seqs=1)
     before = holdings("EMU")
     for n in range(1, 100):
         with failing(Device["EMU"].driver, n) as count:

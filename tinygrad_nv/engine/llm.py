@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tinygrad_nv.engine.batch import GROUP
 from tinygrad_nv.engine.core import EngineCore
@@ -238,12 +238,13 @@ class LLM:
         answer that later cannot go on has finish reason "error"."""
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             assert params is None or isinstance(params, SamplingParams)
-            return [self.complete(prompts, params)]  # type: ignore[arg-type]
-        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else params
-        if len(each) != len(prompts):
-            raise RequestError(f"{len(each)} params for {len(prompts)} prompts",
+            return [self.complete(cast(Prompt, prompts), params)]
+        many = cast(Sequence[Prompt], prompts)
+        each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else params
+        if len(each) != len(many):
+            raise RequestError(f"{len(each)} params for {len(many)} prompts",
                                "one for all, or one for each", "pass as many")
-        requests = [self.request(self._name(), *pair) for pair in zip(prompts, each, strict=True)]
+        requests = [self.request(self._name(), prompt, its) for prompt, its in zip(many, each, strict=True)]
         growing = [Growing(request) for request in requests]
         done = 0
         for at, delta in self._run(requests):
