@@ -15,7 +15,7 @@ from tinygrad_nv.engine.batch import GROUP, Batch, Move, Sample, Where, Work
 from tinygrad_nv.engine.runner import Runner
 from tinygrad_nv.runtime.memory import host_bytes
 
-SIZE, PAGES, LENGTH = 4, 64, 40     # tokens of a page, pages, tokens of a sequence
+SIZE, PAGES, LENGTH = 8, 64, 40     # tokens of a page, pages, tokens of a sequence
 PLAIN = ModelConfig("LlamaForCausalLM", 96, 32, 48, 2, 4, 2, 8, 64, RopeConfig("default", 10000.0, 8, 64),
                     windows=(None, None))
 

@@ -34,11 +34,13 @@ def both(request: pytest.FixtureRequest):
     runner.close()
 
 
-def test_mixed_batches_choose_what_the_whole_context_does(both):
+def test_mixed_batches_choose_what_the_whole_context_does(both, request):
     model, runner = both
     driver = Driver(runner)
-    for prompt in (1, 3, 9, 17, 8): driver.add(prompt)
-    driver.drive(14)
+    # each shape of a step is compiled: the first kind has more of them
+    many = "[gqa]" in request.node.name
+    for prompt in (9, 3, 17, 1, 8)[:5 if many else 2]: driver.add(prompt)
+    driver.drive(14 if many else 10)
     driver.check(model)
 
 

@@ -7,7 +7,7 @@ import pytest
 from runner_case import LENGTH, PAGES, SIZE, Driver, network, poison
 
 from tinygrad_nv import Tensor, dtypes
-from tinygrad_nv.engine.batch import Batch, Sample, Work
+from tinygrad_nv.engine.batch import Batch, Move, Sample, Where, Work
 from tinygrad_nv.engine.runner import Runner
 from tinygrad_nv.engine.runner_inputs import Shape
 from tinygrad_nv.engine.sampling import SamplingParams
@@ -75,7 +75,7 @@ def test_a_cache_that_is_wider_than_the_model_is_refused():
 
 
 def test_a_cache_in_which_no_sequence_fits_is_refused(model):
-    with pytest.raises(RequestError, match=r"(?s)3 pages of 4 tokens.*12 at least"):
+    with pytest.raises(RequestError, match=r"(?s)3 pages of 8 tokens.*6 at least"):
         Runner(model, pages=3, page_size=SIZE, max_len=LENGTH)
 
 
@@ -83,7 +83,7 @@ def test_a_cache_in_which_no_sequence_fits_is_refused(model):
 
 def chosen(runner: Runner, *samples: Sample, tokens: tuple[int, ...] = PROMPT):
     """What is sampled after a prompt in the first pages."""
-    return runner.launch(Batch((Work(0, 0, tokens, range(8), samples),))).result(60)
+    return runner.launch(Batch((Work(0, 0, tokens, range(6), samples),))).result(60)
 
 
 def test_a_draw_depends_on_seed_and_place_alone(runner):
@@ -139,6 +139,18 @@ def test_a_forks_penalties_begin_as_its_sources(model, runner):
     assert chosen(runner, Sample(4, 1, 5)).tokens[0] == logits_of(model, PROMPT).argmax()
 
 
+def test_a_fork_goes_on_with_its_sources_token(runner):
+    params = SamplingParams(temperature=0)
+    runner.begin(0, params, 0, PROMPT)
+    first = chosen(runner, Sample(4, 0, 5)).tokens
+    runner.fork(0, 1, params, 7)
+    works = tuple(Work(slot, 5, (), range(6 * slot, 6 * slot + 6), (Sample(0, slot, 6),)) for slot in (0, 1))
+    moves = (Move(Where.WITHIN, 0, 6),)
+    one, two = runner.launch(Batch(works, moves)).result(60).tokens
+    known = works[1]._replace(tokens=tuple(first.tolist()))
+    assert one == two == runner.launch(Batch((known,))).result(60).tokens[0]
+
+
 def test_logprobs_are_those_of_the_unfiltered_logits(model, runner):
     runner.begin(0, SamplingParams(temperature=0, logit_bias={12: 100.0}), 0, PROMPT)
     found = chosen(runner, Sample(4, 0, 5), Sample(4, 0, 5, logprobs=3), Sample(2, 0, 3, logprobs=0))
@@ -166,6 +178,15 @@ def test_shapes_that_were_warmed_up_capture_nothing_later(model):
         chosen(made, Sample(4, 0, 5))
         assert {id(step.jit) for _, step in made.steps.values()} == captured
     finally: made.close()
+
+
+def test_a_decode_step_is_one_graph_of_eight_kernels_a_layer(model, runner):
+    runner.warm_up(shapes=[Shape.fitting(4, 0, 4, True)])
+    _, step = runner.steps[Shape.fitting(4, 0, 4, True)]
+    linear = step.jit.captured.linear
+    assert len(linear.src) == len(step.graphs) == 1
+    # the tokens, their rows, the last norm and the head besides
+    assert len(linear.src[0].src[0].src[0].src) == 8 * model.config.num_layers + 4
 
 
 def test_what_failed_before_a_batch_is_told_by_it(model):

@@ -98,9 +98,10 @@ class Runner:
         self._later(lambda: self.slots.begin(slot, params, seed, prompt, output))
 
     def fork(self, source: int, slot: int, params: SamplingParams, seed: int) -> None:
-        """From the next batch on `slot` is sampled as `source`, but for the seed."""
+        """From the next batch on `slot` is sampled as `source`, but for the seed, and goes on with its last
+        token."""
         self.kinds.begin(slot, params.filters)
-        self._later(lambda: self.slots.fork(source, slot, params, seed))
+        self._later(lambda: self._fork(source, slot, params, seed))
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None,
                 shapes: Iterable[Shape] | None = None) -> None:
@@ -131,6 +132,10 @@ class Runner:
     def _queued(self, work: Callable[[], None]) -> None:
         try: work()
         except BaseException as error: self.failed = error  # the next batch says so
+
+    def _fork(self, source: int, slot: int, params: SamplingParams, seed: int) -> None:
+        self.slots.fork(source, slot, params, seed)
+        self.outbox.fork(source, slot)
 
     def _launch(self, batch: Batch, done: Future[Sampled], filters: Filters) -> None:
         try:

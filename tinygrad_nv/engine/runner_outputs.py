@@ -56,6 +56,10 @@ class Outbox:
         done, number = self._chosen[slot]
         return -1 - number if done is self._newest else int(done.result().tokens[number])
 
+    def fork(self, source: int, slot: int) -> None:
+        """A slot goes on with the token of another."""
+        if source in self._chosen: self._chosen[slot] = self._chosen[source]
+
     def deliver(self, batch: Batch, size: int, done: Future[Sampled]) -> None:
         """Settles `done` with what the step just launched, for `size` samples, has chosen."""
         samples = [sample for work in batch.works for sample in work.samples]
