@@ -14,6 +14,7 @@ that fill a step up have token 0 and length 0, samples slot -1.
 from __future__ import annotations
 
 import math
+import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -141,10 +142,11 @@ class Inbox:
         self.driver = opened.driver if isinstance(opened, NVDevice) else None
         self.region: Buffer = region(device, 4 * self.limit)
         self.slots: list[_Slot] = []
+        self._given_back = weakref.finalize(self, _give_back, self.slots)
         if isinstance(opened, NVDevice):
             with labelled("activations"):
-                self.slots = [_Slot(opened.pool.host(4 * self.limit), opened.driver.event())
-                              for _ in range(DEPTH)]
+                for _ in range(DEPTH):
+                    self.slots.append(_Slot(opened.pool.host(4 * self.limit), opened.driver.event()))
         self.turn = 0
 
     def tensors(self, fields: Iterable[Field], dtype: DType = dtypes.int32) -> dict[str, Tensor]:
@@ -176,8 +178,12 @@ class Inbox:
 
     def close(self) -> None:
         """Gives page-locked memory back."""
-        for slot in self.slots: slot.host.free()
-        self.slots = []
+        self._given_back()
+
+
+def _give_back(slots: list[_Slot]) -> None:
+    for slot in slots: slot.host.free()
+    slots.clear()
 
 
 class Tables:

@@ -12,6 +12,7 @@ step before, the token's number on the device, as −1 − number; else the toke
 """
 from __future__ import annotations
 
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -39,6 +40,7 @@ class Outbox:
         self._chosen: dict[int, tuple[Future[Sampled], int]] = {}  # by slot: in which step, its number there
         self._newest: Future[Sampled] | None = None
         self._free: SimpleQueue[tuple[HostMemory, Event]] = SimpleQueue()
+        self._given_back = weakref.finalize(self, _give_back, self._free)
         self._reader = ThreadPoolExecutor(1, "nv-reader")
 
     def logits(self, samples: int) -> Tensor:
@@ -115,7 +117,11 @@ class Outbox:
     def close(self) -> None:
         """Waits for what is to be delivered, and gives page-locked memory back."""
         self._reader.shutdown()
-        while not self._free.empty(): self._free.get()[0].free()
+        self._given_back()
+
+
+def _give_back(free: SimpleQueue[tuple[HostMemory, Event]]) -> None:
+    while not free.empty(): free.get()[0].free()
 
 
 def _settle(done: Future[Sampled], tokens: np.ndarray, rows: np.ndarray, wanted: Asked) -> None:

@@ -11,6 +11,7 @@ smaller. int8 has no such range: `calibrated` looks at what some tokens give.
 """
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -84,7 +85,9 @@ class PageStore:
         self.views: list[np.ndarray] = []
         total = host_pages * self.stored_bytes
         if isinstance(opened, NVDevice):
-            if total: self.host = opened.pool.host(total)
+            if total:
+                self.host = opened.pool.host(total)
+                self._given_back = weakref.finalize(self, self.host.free)
             # kernels of tinygrad's, which GPUs run in float32, weigh places that nobody wrote with 0
             filled = self.tensors if dtype == dtypes.float32 else []
             for each in filled: opened.driver.submit(Fill(each.uop.buffer._buf, 0, pages * self.page_bytes))
@@ -138,7 +141,7 @@ class PageStore:
 
     def close(self) -> None:
         """Gives page-locked memory back."""
-        if self.host is not None: self.host.free()
+        if self.host is not None: self._given_back()
         self.host = None
 
 
