@@ -64,10 +64,9 @@ def test_a_filter_is_exact_where_a_sum_is_nearly_the_target(arch: str, alike: bo
     np.testing.assert_array_equal(found.view(np.uint32), kept.view(np.uint32))
 
 
-@pytest.mark.parametrize("alike", [False, True], ids=["weighted", "counted"])
-@pytest.mark.parametrize(("room", "spoilt"), [
-    (40, ("", "")), (1, ("", "")), (40, ("0f3F8020C5", "0f3F000000"))],
-    ids=["lists", "no room", "wrong floor"])
+@pytest.mark.parametrize(("alike", "room", "spoilt"), [
+    (False, 40, ("", "")), (False, 1, ("", "")), (True, 40, ("0f3F8020C5", "0f3F000000")),
+    pytest.param(True, 40, ("", ""), marks=pytest.mark.slow)])
 def test_lists_are_used_where_they_have_the_mass(alike: bool, room: int, spoilt: tuple[str, str],
                                                  monkeypatch: pytest.MonkeyPatch):
     """Where lanes have more than there is room for, or the floor has half of the mass, all elements are
@@ -76,7 +75,7 @@ def test_lists_are_used_where_they_have_the_mass(alike: bool, room: int, spoilt:
     monkeypatch.setattr(sifting, "ROOM", room)
     x, weights, targets, kept = near_targets(515, alike, 40)
     left = np.isfinite(kept).sum(1)
-    order = np.flatnonzero((left >= 60) & (left <= 120) & np.isfinite(targets))[:6]
+    order = np.flatnonzero((left >= 60) & (left <= 120) & np.isfinite(targets))[:2]
     assert len(order)
     reports: list[Report] = []
     spec = FilterSpec(len(order), 515, Number.top_p, alike)

@@ -9,10 +9,10 @@ import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 import numpy as np
 
+from tinygrad_nv.engine.structured import Structured
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.tile.sampling import NUMBERS, SEEDS, Number
 
@@ -77,7 +77,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
-    structured: Any = None
+    structured: Structured | None = None
 
     def __post_init__(self) -> None:
         self._number("temperature", 0, FLOAT32_MAX, "a number ≥ 0 (0 is greedy)")
@@ -101,6 +101,8 @@ class SamplingParams:
                     and all(isinstance(each, str) and each for each in self.stop), "non-empty strings")
         self._range("stop_token_ids", isinstance(self.stop_token_ids, tuple | list)
                     and all(_is_whole(each) and each >= 0 for each in self.stop_token_ids), "token ids")
+        self._range("structured", self.structured is None or isinstance(self.structured, Structured),
+                    "a Structured")
         self._biases()
 
     def _biases(self) -> None:
