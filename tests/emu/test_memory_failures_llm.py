@@ -29,7 +29,7 @@ def test_every_allocation_of_a_language_model(small: Path):
 
 
 def test_a_language_model_goes_on_after_a_failure(small: Path):
-    """The failure is in the capture of a step; the model is as it was before, and answers."""
+    """The failure is in a step or its capture; the model is as it was before, and answers."""
     wanted = LLM(small, device="EMU", max_model_len=32, max_num_seqs=1).complete([5, 9, 20], PARAMS).token_ids
     llm = LLM(small, device="EMU", max_model_len=32, max_num_seqs=1)
     before = holdings("EMU")
@@ -38,7 +38,7 @@ def test_a_language_model_goes_on_after_a_failure(small: Path):
             try: found = llm.complete([5, 9, 20], PARAMS).token_ids
             except OutOfMemoryError as error: found, label = None, error.label
         if found is not None: break
-        assert label == "activations"
+        assert label in ("activations", "graphs")
         assert set(holdings("EMU")) == set(before)
     assert found == wanted
     assert not count.refused

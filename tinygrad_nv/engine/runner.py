@@ -142,8 +142,9 @@ class Runner:
             if (failed := self.failed) is not None:
                 self.failed = None
                 raise failed
-            self.store.move(batch.moves)
-            self.outbox.deliver(batch, self._run(batch, filters) if batch.works else 0, done)
+            with labelled(ACTIVATIONS):
+                self.store.move(batch.moves)
+                self.outbox.deliver(batch, self._run(batch, filters) if batch.works else 0, done)
         except BaseException as error: done.set_exception(error)
 
     def _run(self, batch: Batch, filters: Filters) -> int:
