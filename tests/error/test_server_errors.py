@@ -188,7 +188,7 @@ def test_keys():
 
 def talk(server: Live, *parts: bytes, pause_s: float = 0.05) -> bytes:
     """What comes back for bytes sent one part after another, until the server closes."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as line:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as line:
         for part in parts:
             try: line.sendall(part)
             except OSError: break

@@ -147,7 +147,7 @@ def live(service: Service) -> Iterator[Live]:
 
     async def main() -> None:
         server = Server(service)
-        client = httpx.Client(base_url=url(taken), verify=False)  # certificates take long to load
+        client = httpx.Client(base_url=url(taken), timeout=60, verify=False)  # no certificates: slow
         box.append(Live(url(taken), service, server, asyncio.get_running_loop(), client))
         await serve(server, [taken], 3600, ready.set)
 
@@ -162,7 +162,7 @@ def live(service: Service) -> Iterator[Live]:
         assert not thread.is_alive()
 
 
-def until(holds: Any, seconds: float = 5.0) -> None:
+def until(holds: Any, seconds: float = 30.0) -> None:
     """Waits until `holds()`."""
     ends = time.monotonic() + seconds
     while not holds():

@@ -7,6 +7,7 @@ does something.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import sys
@@ -42,9 +43,16 @@ class _Formatter(logging.Formatter):
         return f"{at} {text}"
 
 
+class _Stderr(logging.Handler):
+    """Writes to what is stderr now. A reader that went away ends no request."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError, ValueError): print(self.format(record), file=sys.stderr, flush=True)
+
+
 def set_up() -> None:
     """Sends our lines, and warnings of uvicorn, to stderr."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Stderr()
     handler.setFormatter(_Formatter())
     for name, level in ((LOG.name, logging.INFO), ("uvicorn", logging.WARNING)):
         logger = logging.getLogger(name)
