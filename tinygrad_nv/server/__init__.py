@@ -14,6 +14,7 @@ Read in this order:
   app.py          routes, keys, and an answer of OpenAI's shape whatever happens
   limits.py       what one client may take of the server
   serving.py      uvicorn with our limits and our way to stop
+  startup.py      from a command line to a server that answers
   waterfall.py    where the time of a start goes
   page/           a page to chat with the model and to watch it
 """
