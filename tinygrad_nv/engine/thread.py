@@ -90,7 +90,9 @@ class EngineThread:
             for command in commands: command()
 
     def _add(self, request: Request, sink: Sink) -> None:
-        try: self.core.add(request)
+        try:
+            if self.failure is not None: raise self.failure
+            self.core.add(request)
         except NVError as error:
             sink([Chosen(request.id, index, (), finish_reason="error", error=error)
                   for index in range(request.params.n)])
@@ -124,10 +126,13 @@ class EngineThread:
             f"the engine stopped: {type(error).__name__}: {error}", "steps that end",
             "load the model again; if it happens again, it is a bug: report it with the traceback")
         if words is not error: words.__cause__ = error
-        with self._lock: self.failure, self._thread = words, None
+        with self._lock:
+            self.failure, self._thread = words, None
+            commands, self._commands = self._commands, []
         by_sink: dict[Sink, list[Chosen]] = {}
         for request, client in self._clients.items():
             by_sink.setdefault(client.sink, []).extend(
                 Chosen(request, index, (), finish_reason="error", error=words) for index in client.going)
         self._clients.clear()
         for sink, part in by_sink.items(): sink(part)
+        for command in commands: command()  # requests that came meanwhile are told, too
