@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 import report_cpu
+import report_serving
 from gpu_parts import ratios_of
 from measure import RESULTS, spread
 from report_cpu import NOT_MEASURED, Record, markdown
@@ -254,7 +255,8 @@ def host(record: Record | None) -> str:
 def section(folder: Path) -> str:
     """The README's section, markers included."""
     parts = [on_a_gpu(folder), "Without a GPU:", report_cpu.decode(read(folder, "cpu_decode")),
-             report_cpu.kernels(read(folder, "cpu_kernels")), loading(read(folder, "load")),
+             report_cpu.kernels(read(folder, "cpu_kernels")),
+             report_serving.serving(read(folder, "serving")), loading(read(folder, "load")),
              emulator(read(folder, "emulator-x86_64")), producing(read(folder, "compile_time")),
              matching(read(folder, "match_time")), host(read(folder, "host_overhead"))]
     return "\n\n".join([BEGIN, *(wrapped(text) for part in parts for text in part.split("\n\n")), END])

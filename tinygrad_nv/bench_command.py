@@ -252,7 +252,7 @@ def serve(arguments: argparse.Namespace, directory: Path) -> int:
     asks = _asks(arguments, directory, read_config(directory).vocab_size)
     if arguments.base_url: answers, seconds, name = asyncio.run(_loaded(arguments, arguments.base_url, asks))
     else:
-        with _ours(arguments, directory) as url:
+        with our_server(arguments, directory) as url:
             answers, seconds, name = asyncio.run(_loaded(arguments, url, asks))
     made = figures.served(answers, seconds, arguments.metric_percentiles)
     print(figures.served_text(made, arguments.metric_percentiles))
@@ -284,7 +284,7 @@ async def _loaded(arguments: argparse.Namespace, url: str,
 
 
 @contextmanager
-def _ours(arguments: argparse.Namespace, directory: Path) -> Iterator[str]:
+def our_server(arguments: argparse.Namespace, directory: Path) -> Iterator[str]:
     """A server of ours for as long as the load runs."""
     words = [sys.executable, "-m", "tinygrad_nv", "serve", str(directory), "--port", "0",
              "--no-enable-prefix-caching", "--dtype", arguments.dtype]

@@ -104,9 +104,20 @@ def test_kernels_on_a_cpu():
     assert "| gemv, float32, 3 shapes | 10 … 20 GB/s | 1.50 (1.00 … 2.00) |" in lines
 
 
+def test_serving_beside_transformers():
+    rates = {"tinygrad_nv, server": [30.0, 40.0], "transformers, batches": [10.0, 20.0]}
+    record = {"machine": "a box", "requests": 4, "input_len": 8, "output_len": 9, "model": "tales", "batch": 32,
+              "dtype": "float32", "tokens_per_s": rates,
+              "server": {"median_ttft_ms": [5.0, 7.0], "median_tpot_ms": [1.0, 2.0]}}
+    said = report.report_serving.serving(record)
+    assert "6 ms with all requests at once, 1.5 ms for each token after it" in said
+    assert said.splitlines()[-2:] == ["| tinygrad_nv, server | 35 |  |",
+                                      "| transformers, batches | 15 | 2.50 (2.00 … 3.00) |"]
+
+
 def test_without_results_everything_is_not_measured(tmp_path: Path):
     said = report.section(tmp_path)
-    assert said.count("not measured") == len(report.PARTS) + 8
+    assert said.count("not measured") == len(report.PARTS) + 9
     assert "nothing has been measured yet" in said
 
 
