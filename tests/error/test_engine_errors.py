@@ -128,3 +128,18 @@ def test_a_step_that_raises():
     assert chosen[0].error is core.device.error     # an error of ours is told as it is
     assert not core.unfinished
     core.pool.assert_conserved([])
+
+
+@pytest.mark.parametrize("call", ["begin", "fork"])
+def test_a_slot_that_cannot_be_set(call):
+    """It is its step that fails, and not the engine."""
+    core = engine()
+    core.device = Device(MemoryError("launched"))
+    def refuse(*_) -> None: raise RuntimeError(f"no {call}")
+    setattr(core.device, call, refuse)
+    core.add(Request("a", [1], SamplingParams(n=2)))
+    chosen = [each for _ in range(3) for each in core.step()]
+    assert [each.finish_reason for each in chosen] == ["error", "error"]
+    assert f"RuntimeError: no {call}" in str(chosen[0].error)
+    assert not core.unfinished
+    core.pool.assert_conserved([])

@@ -246,6 +246,14 @@ def test_a_window_finds_nothing_where_one_page_of_it_is_gone():
     assert pool.open([*A, 0]).computed == 12
 
 
+def test_a_window_needs_no_page_that_ends_right_before_it():
+    pool = PagePool(16, 4, window=5)
+    table = filled(pool, A)
+    pool.device.forget(table.pages[3])
+    # the row at place 20 sees places 16 to 20
+    assert pool.open([*A, 0]).computed == 20
+
+
 def test_a_cut_behind_what_was_pruned_is_refused():
     pool = PagePool(8, 4, window=4)
     table = pool.open(A)

@@ -160,11 +160,12 @@ class EngineCore:
 
     def _launch(self, step: Step) -> Flight:
         self._steps += 1
-        for seq in step.begun: self._begin(seq)
-        for seq in step.forked:
-            for each in seq.branches:
-                self.device.fork(seq.slot, each.slot, seq.request.params, each.seed)
-        try: sampled = self.device.launch(step.batch)
+        try:
+            for seq in step.begun: self._begin(seq)
+            for seq in step.forked:
+                for each in seq.branches:
+                    self.device.fork(seq.slot, each.slot, seq.request.params, each.seed)
+            sampled = self.device.launch(step.batch)
         except Exception as error:
             sampled = Future()
             sampled.set_exception(error)
