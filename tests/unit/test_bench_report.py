@@ -106,8 +106,8 @@ def test_kernels_on_a_cpu():
 
 def test_serving_beside_transformers():
     rates = {"tinygrad_nv, server": [30.0, 40.0], "transformers, batches": [10.0, 20.0]}
-    record = {"machine": "a box", "requests": 4, "input_len": 8, "output_len": 9, "model": "tales", "batch": 32,
-              "dtype": "float32", "tokens_per_s": rates,
+    record = {"machine": "a box", "requests": 4, "input_len": 8, "output_len": 9, "model": "tales",
+              "batch": 32, "dtype": "float32", "tokens_per_s": rates,
               "server": {"median_ttft_ms": [5.0, 7.0], "median_tpot_ms": [1.0, 2.0]}}
     said = report.report_serving.serving(record)
     assert "6 ms with all requests at once, 1.5 ms for each token after it" in said
