@@ -78,6 +78,41 @@ def test_figures_move(window: Browser, page: Live, engine: FakeEngine):
     assert window.complaints() == []
 
 
+def test_a_new_conversation_in_the_middle_of_an_answer_begins_with_nothing(
+        window: Browser, page: Live, engine: FakeEngine):
+    window.type("#text", "fox\n")
+    until(lambda: "fox" in text(window, ANSWERS))
+    window.click("#clear")
+    until(lambda: not engine.running)
+    window.type("#max_tokens", "8")
+    window.type("#text", "duck\n")
+    until(lambda: "8 tokens" in text(window, ANSWERS))
+    # the engine says its prompt again
+    assert "duck" in text(window, ANSWERS) and "fox" not in text(window, ANSWERS)
+    assert "no more tokens were allowed" in text(window, ANSWERS)
+    assert window.complaints() == []
+
+
+def test_a_connection_that_ends_too_early_is_told(window: Browser, page: Live):
+    window.run("""const fetched = window.fetch, chunk = {choices: [{delta: {content: "Once"}}]};
+        window.fetch = async (path, options) => path.endsWith("completions")
+            ? new Response(`data: ${JSON.stringify(chunk)}\\n\\n`) : fetched(path, options)""")
+    window.type("#text", "And then\n")
+    until(lambda: "is lost" in text(window, "#messages li.error"))
+    assert text(window, ANSWERS) == "Once"
+    # without an answer, the words can be sent again
+    window.run("window.fetch = async () => { throw new TypeError('network error') }")
+    window.type("#text", "Who\n")
+    until(lambda: window.run("return document.querySelector('#text').value") == "Who")
+    assert text(window, "#messages li.user") == "And then"
+    until(lambda: text(window, "#health") == "not reachable")
+
+
+def test_a_page_that_came_before_its_server_finds_the_model(window: Browser, page: Live):
+    window.run("document.querySelector('#model').replaceChildren()")
+    until(lambda: window.run("return document.querySelector('#model').value") == NAME)
+
+
 def test_an_error_is_told_in_words(window: Browser, page: Live, engine: FakeEngine):
     engine.limit = 0
     window.type("#text", "Once\n")
@@ -95,8 +130,12 @@ def test_a_key_is_asked_for_and_sent(window: Browser):
     with live(fake_service(keys=frozenset({"secret"}))) as server:
         window.open(server.url + "/")
         until(lambda: window.run("return document.activeElement.id") == "key")
+        then = window.run("return performance.now()")
+        until(lambda: window.run("return performance.now()") > then + 1500)     # the page looks once a second
+        assert text(window, "#health") == "wants an API key"
         window.type("#key", "secret\ue004")
         until(lambda: window.run("return document.querySelector('#model').value") == NAME)
+        until(lambda: text(window, "#health") == "ready")
         window.run("sessionStorage.clear()")
     window.complaints()
 

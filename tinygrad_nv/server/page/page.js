@@ -5,7 +5,8 @@
 const $ = (id) => document.getElementById(id);
 const SECONDS = 60;
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
-let messages = [];
+const LOST = "The connection to the server is lost.";
+let messages = [];           // of the conversation that is shown
 let running = null;          // the AbortController of an answer that is being written
 
 function headers() {
@@ -35,7 +36,7 @@ async function* events(response) {
   let held = "";
   for (;;) {
     const { value, done } = await reader.read();
-    if (done) return;
+    if (done) break;
     held += value;
     const parts = held.split("\n\n");
     held = parts.pop();
@@ -45,41 +46,44 @@ async function* events(response) {
       yield JSON.parse(data);
     }
   }
+  throw new Error(LOST);
 }
 
 async function ask(text) {
   const system = $("system").value.trim();
-  messages.push({ role: "user", content: text });
-  show("user", text);
+  const said = messages;     // "New conversation" begins another list, also in the middle of an answer
+  said.push({ role: "user", content: text });
+  const turn = show("user", text);
   const item = show("assistant busy", "");
   running = new AbortController();
   $("send").disabled = true;
   $("stop").disabled = false;
-  let answer = "", tokens = 0, note = "";
+  let answer = "", tokens = 0, note = "", end = "";
   const begun = performance.now();
   let first = null;
   try {
     const body = { model: $("model").value, stream: true, stream_options: { include_usage: true }, ...settings(),
-      messages: system ? [{ role: "system", content: system }, ...messages] : messages };
+      messages: system ? [{ role: "system", content: system }, ...said] : said };
     const response = await fetch("v1/chat/completions",
       { method: "POST", headers: headers(), body: JSON.stringify(body), signal: running.signal });
     if (!response.ok) throw new Error((await response.json()).error.message);
     for await (const chunk of events(response)) {
       if (chunk.error) throw new Error(chunk.error.message);
       if (chunk.usage) tokens = chunk.usage.completion_tokens;
-      const delta = chunk.choices[0] && chunk.choices[0].delta;
-      if (!delta || !delta.content) continue;
+      const choice = chunk.choices[0];
+      if (choice && choice.finish_reason === "length") end = " · cut: no more tokens were allowed";
+      if (!choice || !choice.delta.content) continue;
       first = first ?? performance.now();
-      answer += delta.content;
+      answer += choice.delta.content;
       const list = $("messages"), low = list.scrollHeight - list.scrollTop - list.clientHeight < 60;
       item.textContent = answer;
       if (low) list.scrollTop = list.scrollHeight;
     }
     const rate = tokens > 1 ? (tokens - 1) / (performance.now() - first) * 1000 : 0;
-    if (first !== null) note = `${tokens} tokens · first after ${(first - begun).toFixed(0)} ms · ${rate.toFixed(1)} tokens/s`;
+    if (first !== null) note = `${tokens} tokens · first after ${(first - begun).toFixed(0)} ms · ${rate.toFixed(1)} tokens/s${end}`;
   } catch (error) {
     if (error.name === "AbortError") note = "stopped";
-    else show("error", error.message);
+    else if (said === messages) show("error", error instanceof TypeError ? LOST : error.message);
   } finally {
     running = null;
     $("send").disabled = false;
@@ -91,9 +95,14 @@ async function ask(text) {
     small.textContent = note;
     item.append(small);
   }
-  // an answer that failed is no part of the conversation
-  if (answer) messages.push({ role: "assistant", content: answer });
-  else { messages.pop(); if (!note) item.remove(); }
+  if (answer) said.push({ role: "assistant", content: answer });
+  else {
+    // a turn without an answer is no part of the conversation; its words can be sent again
+    said.pop();
+    item.remove();
+    turn.remove();
+    if (said === messages && !$("text").value) $("text").value = text;
+  }
 }
 
 $("form").addEventListener("submit", (event) => {
@@ -124,8 +133,8 @@ const FIGURES = [
   { id: "running", label: "Running", value: (now) => now.num_requests_running, least: 4 },
   { id: "queued", label: "Queued", value: (now) => now.num_requests_waiting, least: 4 },
   { id: "kv", label: "KV cache in use", value: (now) => now.kv_cache_usage_perc * 100, least: 100, unit: " %" },
-  { id: "rate", label: "Tokens/s", least: 10,
-    value: (now, then) => then ? (now.generation_tokens_total - then.generation_tokens_total) / (now.at - then.at) : 0 },
+  { id: "rate", label: "Tokens/s", least: 10,     // of a server that was started anew, none at first
+    value: (now, then) => then && now.generation_tokens_total >= then.generation_tokens_total ? (now.generation_tokens_total - then.generation_tokens_total) / (now.at - then.at) : 0 },
 ];
 
 for (const figure of FIGURES) {
@@ -167,7 +176,8 @@ async function watch() {
     }
     then = now;
     const health = await fetch("health");
-    state(health.ok ? "ready" : "stopping", health.ok);
+    if (health.ok && !locked && !$("model").length) await models();
+    if (!locked) state(health.ok ? "ready" : "stopping", health.ok);
   } catch { state("not reachable", false); }
   setTimeout(watch, 1000);
 }
@@ -178,9 +188,11 @@ function state(text, good) {
   $("health").className = `state ${good ? "good" : "bad"}`;
 }
 
+let locked = false;          // the server wants a key, and has not got the right one
 async function models() {
   const response = await fetch("v1/models", { headers: headers() });
-  if (response.status === 401) {
+  locked = response.status === 401;
+  if (locked) {
     $("key").focus();
     return state("wants an API key", false);
   }
