@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
 import threading
 import time
 import weakref
@@ -12,6 +14,7 @@ from core_case import CountingCore, CountingLLM
 
 from tinygrad_nv.engine.async_engine import AsyncEngine, merged
 from tinygrad_nv.engine.outputs import Delta
+from tinygrad_nv.engine.request import Request
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.errors import EngineError, ModelError, QueueFull, RequestError
 
@@ -165,6 +168,47 @@ def test_a_crash_ends_every_request_with_words(error: Exception):
                                            and "AssertionError: pages" in str(engine.failure))
         with pytest.raises(type(engine.failure)): engine.generate([1])
     run(case)
+
+
+def test_a_closed_engine_ends_what_runs_and_says_so():
+    async def case(engine, core):
+        core.step_s = 0.01
+        stream = engine.generate([1], SamplingParams(max_tokens=10 ** 6))
+        await anext(stream)
+        await asyncio.to_thread(engine.llm.engine.close)
+        *_, last = await deltas(stream)
+        assert last.finish_reason == "error"
+        with pytest.raises(EngineError, match="the model is closed"): engine.generate([1])
+        engine.llm.engine.close()
+    run(case)
+
+
+def test_who_asks_what_the_core_raises_at_is_told_and_who_asks_behind():
+    core = CountingCore()
+    thread, told = CountingLLM(core).engine, []
+    core.gate.clear()
+    def ask(name: str) -> None:
+        thread.submit(Request(name, [1], SamplingParams(max_tokens=3)), told.extend)
+    ask("a")
+    while not core.threads: time.sleep(0.001)
+    core.refuse = AssertionError("no NVError")      # what `add` of b raises
+    for name in "bc": ask(name)
+    core.gate.set()
+    thread.join()
+    ends = {each.request: str(each.error) for each in told if each.finish_reason == "error"}
+    assert ends.keys() == {"a", "b", "c"}
+    assert all("no NVError" in words for words in ends.values())
+
+
+def test_a_process_that_was_forked_off_is_refused():
+    thread = CountingLLM(CountingCore()).engine
+    thread._lock.acquire()      # another thread's, when the process is forked
+    if not (child := os.fork()):
+        signal.alarm(10)
+        try: thread.submit(Request("a", [1], SamplingParams()), print)
+        except EngineError: os._exit(7 if thread.abort("a") is None else 1)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_stopping_lets_requests_end_and_takes_no_new_ones():

@@ -157,7 +157,7 @@ class LLM:
 
     def close(self) -> None:
         """Ends what runs, and gives memory of the host back. Nothing can be generated after it."""
-        self.engine.join()
+        self.engine.close()
         self.runner.close()
         if self.drafts is not None: self.drafts.close()
         if "grammars" in self.__dict__: self.grammars.close()

@@ -6,11 +6,14 @@ one: nothing of these reaches the sink after the step that is under way. The cal
 they ask is done between steps, in their order.
 
 The thread is there while there is work. When the core raises, every request ends with finish reason "error"
-and the words of `failure`, and later calls of `submit` raise it.
+and the words of `failure`, and later calls of `submit` raise it; so it is after `close`. A process that is
+forked off has none of the threads, and `submit` says so there.
 """
 from __future__ import annotations
 
+import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -40,11 +43,16 @@ class EngineThread:
         self.core = core
         self.failure: NVError | None = None
         self._clients: dict[str, Client] = {}  # for the core's thread alone
-        self._lock, self._commands = threading.Lock(), list[Callable[[], None]]()
+        self._lock, self._commands = threading.Lock(), deque[Callable[[], None]]()
+        self._process = os.getpid()
         self._thread: threading.Thread | None = None
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Brings a request in. What the core has against it comes as `Chosen`s with an error."""
+        if os.getpid() != self._process:
+            raise EngineError("the model was loaded before this process was forked off, and its threads did "
+                              "not come along", "a model of the process's own",
+                              'load it after the fork, or start the process by "spawn"')
         self._tell(partial(self._add, request, sink))
         if self.failure is not None: raise self.failure
 
@@ -56,12 +64,18 @@ class EngineThread:
         """Ends one sequence, whose text has met a stop string."""
         self._tell(partial(self._finish, request, index, stop_reason))
 
+    def close(self) -> None:
+        """Ends what runs, with an error, and waits for that. Nothing can be submitted after it."""
+        self._tell(self._close)
+        self.join()
+
     def join(self, timeout_s: float | None = None) -> None:
         """Waits until there is no work."""
         with self._lock: thread = self._thread
         if thread is not None: thread.join(timeout_s)
 
     def _tell(self, command: Callable[[], None]) -> None:
+        if os.getpid() != self._process: return     # another thread may have had the lock
         with self._lock:
             if self.failure is not None: return
             self._commands.append(command)
@@ -83,11 +97,15 @@ class EngineThread:
         """Does what was asked; whether there is work to go on with."""
         while True:
             with self._lock:
-                commands, self._commands = self._commands, []
-                if not commands:
+                if not self._commands:
                     if not self.core.unfinished: self._thread = None
                     return self._thread is not None
-            for command in commands: command()
+                command = self._commands[0]
+            command()
+            self._commands.popleft()    # only now: what raises is told by `_fail`, as all behind it
+
+    def _close(self) -> None:
+        if self.failure is None: raise EngineError("the model is closed", "one that is open", "load it again")
 
     def _add(self, request: Request, sink: Sink) -> None:
         try:
@@ -128,7 +146,7 @@ class EngineThread:
         if words is not error: words.__cause__ = error
         with self._lock:
             self.failure, self._thread = words, None
-            commands, self._commands = self._commands, []
+            commands, self._commands = self._commands, deque()
         by_sink: dict[Sink, list[Chosen]] = {}
         for request, client in self._clients.items():
             by_sink.setdefault(client.sink, []).extend(
