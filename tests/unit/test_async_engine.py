@@ -269,3 +269,13 @@ def test_an_idle_engine_keeps_no_thread_and_nothing_alive():
     del llm
     gc.collect()
     assert kept() is None
+
+
+def test_two_iterators_of_one_id_that_nobody_has_begun():
+    async def case(engine, core):
+        first, second = (engine.generate([1], request_id="a") for _ in range(2))
+        begun = asyncio.create_task(text(first))
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="request 'a' is running"): await text(second)
+        assert await begun == "0 1 2 3 "
+    run(case)

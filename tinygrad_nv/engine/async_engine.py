@@ -106,11 +106,15 @@ class AsyncEngine:
                             "ask again later, or raise --max-queue")
         params = self.llm.defaults if params is None else params
         name = f"request-{next(self._numbers)}" if request_id is None else request_id
-        if name in self._streams:
-            raise RequestError(f"request {name!r} is running", "an id of its own", "change request_id")
+        self._require_new(name)
         return self._answer(Request(name, self.llm.encode(prompt), params, priority, time.monotonic()))
 
+    def _require_new(self, name: str) -> None:
+        if name in self._streams:
+            raise RequestError(f"request {name!r} is running", "an id of its own", "change request_id")
+
     async def _answer(self, request: Request) -> AsyncIterator[Delta]:
+        self._require_new(request.id)   # since `generate` another one may have begun
         stream = Stream(OutputProcessor(self.llm.tokenizer, request.prompt, request.params))
         self._streams[request.id], self._waiting = stream, self._waiting + 1
         try:
