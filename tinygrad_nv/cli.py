@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                                   "check permissions and free space"))
     except MemoryError:
         return _say_error(NVError("out of memory",
-                                  "room for the weights and for the cache of the whole context",
-                                  "lower --max-model-len, or use --dtype bfloat16"))
+                                  "room for weights, for the cache of the whole context and for --swap-space",
+                                  "lower --max-model-len or --swap-space, or use --dtype bfloat16"))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

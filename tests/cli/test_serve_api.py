@@ -9,6 +9,8 @@ import openai
 import pytest
 from serve_case import LENGTH, NAME, FakeEngine, FakeModel, Live, fake_service, live, until
 
+from tinygrad_nv.errors import TokenizerError
+
 PROMPT = "Once upon a time"
 
 
@@ -78,6 +80,45 @@ def test_a_completion_streams(client: openai.OpenAI):
     assert chunks[-1].choices == []
     assert chunks[-1].usage == whole.usage
     assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_what_happens_anyway_may_be_asked_for(client: openai.OpenAI):
+    asked = {"skip_special_tokens": True, "use_beam_search": False, "length_penalty": 1, "max_token": None}
+    client.completions.create(model=NAME, prompt="Once", extra_body={"add_special_tokens": True, **asked})
+    client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": "Once"}], max_tokens=2,
+                                   modalities=["text"], extra_body=asked)
+
+
+def test_every_chunk_tells_the_usage_so_far(client: openai.OpenAI):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    texts = client.completions.create(model=NAME, prompt="Once upon", max_tokens=3, stream=True,
+                                      stream_options=options)
+    assert [chunk.usage.completion_tokens for chunk in texts] == [1, 2, 3, 3]
+    turns = client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": "Once"}],
+                                           max_tokens=3, stream=True, stream_options=options)
+    # the prompt's first token, which is said again, has no text
+    assert [chunk.usage.completion_tokens for chunk in turns if chunk.usage] == [2, 3, 3]
+
+
+def test_token_ids_are_told_to_who_asks(client: openai.OpenAI):
+    asked = {"model": NAME, "prompt": [[5, 6], [7]], "max_tokens": 3,
+             "extra_body": {"return_token_ids": True}}
+    whole = [choice.model_extra for choice in client.completions.create(**asked).choices]
+    assert [(each["prompt_token_ids"], each["token_ids"]) for each in whole] == [([5, 6], [5, 6, 5]),
+                                                                                 ([7], [7, 7, 7])]
+    parts = [choice for chunk in client.completions.create(**asked, stream=True) for choice in chunk.choices]
+    assert [part.model_extra["token_ids"] for part in parts if part.index == 0] == [[5], [6], [5]]
+    assert sum("prompt_token_ids" in part.model_extra for part in parts) == 2
+
+
+def test_echo_without_a_tokenizer_is_refused():
+    model = FakeModel()
+
+    def none() -> None: raise TokenizerError("m has no tokenizer.json", "one", "add it")
+    model.require_tokenizer = none      # type: ignore[method-assign, assignment]
+    with (live(fake_service(FakeEngine(model))) as server, connected(server) as client,
+          pytest.raises(openai.BadRequestError, match=r"no tokenizer\.json")):
+        client.completions.create(model=NAME, prompt=[5, 6], echo=True)
 
 
 def test_logprobs_of_a_completion(client: openai.OpenAI):

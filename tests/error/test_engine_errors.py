@@ -93,11 +93,11 @@ def test_a_full_queue():
 
 
 @pytest.mark.parametrize(("config", "words", "expected"), [
-    ({"max_seqs": 0}, "max_seqs is 0", "at least 1"),
-    ({"max_batched_tokens": 7}, "max_batched_tokens is 7", "a group of 8"),
-    ({"max_batched_tokens": 3, "max_seqs": 4}, "max_batched_tokens is 3", "max_seqs = 4"),
-    ({"max_len": 1}, "max_len is 1", "a token of a prompt and one chosen"),
-    ({"queue_limit": 0}, "queue_limit is 0", "at least 1"),
+    ({"max_seqs": 0}, "max_num_seqs is 0", "at least 1"),
+    ({"max_batched_tokens": 7}, "max_num_batched_tokens is 7", "a group of 8"),
+    ({"max_batched_tokens": 3, "max_seqs": 4}, "max_num_batched_tokens is 3", "max_num_seqs = 4"),
+    ({"max_len": 1}, "max_model_len is 1", "a token of a prompt and one chosen"),
+    ({"queue_limit": 0}, "max_queue is 0", "at least 1"),
     ({"ageing_s": 0.0}, "ageing_s is 0.0", "a number > 0"),
     ({"ageing_s": float("nan")}, "ageing_s is nan", "a number > 0"),
     ({"window": 0}, "window is 0", "or None"),

@@ -117,5 +117,6 @@ def test_a_context_that_is_no_number(command, tiny: Path, text: str):
 def test_a_context_no_machine_holds(command, spoil):
     directory = spoil(max_position_embeddings=10 ** 15)
     command("generate", directory, "hello", "--max-model-len", 10 ** 14).refused(
-        "out of memory", "expected: room for the weights and for the cache of the whole context",
-        "to fix:   lower --max-model-len, or use --dtype bfloat16")
+        "out of memory",
+        "expected: room for weights, for the cache of the whole context and for --swap-space",
+        "to fix:   lower --max-model-len or --swap-space, or use --dtype bfloat16")

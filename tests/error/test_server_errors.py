@@ -98,6 +98,8 @@ FIELDS = [
     ({"stream_options": {"x": 1}}, "stream_options.x", "unknown field"),
     ({"temprature": 1}, "temprature", "did you mean temperature?"),
     ({"model": "other"}, "model", "not served"),
+    ({"use_beam_search": True}, "use_beam_search", "leave it out, or say false"),
+    ({"skip_special_tokens": False}, "skip_special_tokens", "leave it out, or say true"),
     ({"priority": 1 << 40}, "priority", "priority"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, None, "schema is missing"),

@@ -44,7 +44,7 @@ def test_no_tokenizer(command, copy: Path):
     (copy / "tokenizer.json").unlink()
     command("generate", copy, "hello").refused(
         f"{copy} has no tokenizer.json", "expected: a fast tokenizer saved by transformers",
-        "to fix:   download tokenizer.json, or pass token ids with --prompt-ids")
+        "to fix:   download tokenizer.json, or pass token ids instead of text")
     command("chat", copy).refused(f"{copy} has no tokenizer.json")
 
 

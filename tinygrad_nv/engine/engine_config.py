@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from tinygrad_nv.engine.batch import GROUP
 from tinygrad_nv.errors import ConfigError
 
+# what those who choose them call them: arguments of LLM, options of the command line
+OPTIONS = {"max_seqs": "max_num_seqs", "max_batched_tokens": "max_num_batched_tokens",
+           "max_len": "max_model_len", "queue_limit": "max_queue"}
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -37,7 +41,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _require(self, "max_seqs", self.max_seqs >= 1, "at least 1")
         _require(self, "max_batched_tokens", self.max_batched_tokens >= max(GROUP, self.max_seqs),
-                 f"at least {max(GROUP, self.max_seqs)}: a row for each of max_seqs = {self.max_seqs} "
+                 f"at least {max(GROUP, self.max_seqs)}: a row for each of max_num_seqs = {self.max_seqs} "
                  f"sequences, and a group of {GROUP}")
         _require(self, "max_len", self.max_len >= 2, "at least 2: a token of a prompt and one chosen")
         _require(self, "queue_limit", self.queue_limit >= 1, "at least 1")
@@ -48,4 +52,6 @@ class EngineConfig:
 
 
 def _require(config: EngineConfig, name: str, holds: bool, expected: str) -> None:
-    if not holds: raise ConfigError(f"{name} is {getattr(config, name)!r}", expected, f"change {name}")
+    if holds: return
+    shown = OPTIONS.get(name, name)
+    raise ConfigError(f"{shown} is {getattr(config, name)!r}", expected, f"change {shown}")

@@ -40,7 +40,7 @@ class Tokenizer:
         if not path.is_file():
             raise TokenizerError(f"{directory} has no tokenizer.json",
                                  "a fast tokenizer saved by transformers",
-                                 "download tokenizer.json, or pass token ids with --prompt-ids")
+                                 "download tokenizer.json, or pass token ids instead of text")
         try: backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(f"{path} cannot be read: {error}",

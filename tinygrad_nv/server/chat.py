@@ -84,7 +84,7 @@ async def _chunks(service: Service, asked: protocol.ChatRequest, prompt: list[in
         entry = choices[at].push(delta, logprobs)
         # text that is held back for what may become a call needs no chunk
         if entry["delta"] != {"content": ""} or entry["finish_reason"] or delta.logprobs:
-            yield {**shared, "choices": [entry]}
+            yield {**shared, "choices": [entry], **({"usage": usage(record)} if asked.usages else {})}
     if asked.usage: yield {**shared, "choices": [], "usage": usage(record)}
 
 

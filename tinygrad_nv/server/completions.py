@@ -24,23 +24,30 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
     name = service.require_name(asked.model)
     size = sum(map(len, asked.prompts))
     prompts = await service.aside(size, lambda: [service.model.encode(prompt) for prompt in asked.prompts])
+    echoes = await service.aside(size, lambda: [_echo(service, asked, prompts, at)
+                                                  for at in range(len(prompts))])
     shared = {"id": record.id, "object": "text_completion", "created": int(time.time()), "model": name}
     record.stream = asked.stream
-    chunks = _chunks(service, asked, prompts, record, shared)
+    chunks = _chunks(service, asked, prompts, echoes, record, shared)
     if asked.stream: return await streamed(request, chunks, record)
     return await present(request, _whole(chunks, shared, len(prompts) * asked.params.n, record))
 
 
 async def _chunks(service: Service, asked: protocol.CompletionRequest, prompts: Sequence[list[int]],
-                  record: Record, shared: dict[str, Any]) -> Chunks:
-    echoes = {at: _echo(service, asked, prompts, at) for at in range(len(prompts) * asked.params.n)}
-    offsets = dict.fromkeys(echoes, 0)
+                  echoes: Sequence[str], record: Record, shared: dict[str, Any]) -> Chunks:
+    offsets: dict[int, int] = {}
     async for at, delta in service.run(prompts, asked.params, asked.priority, record):
-        echo = echoes.pop(at, "")
+        first = at not in offsets
+        offset = offsets.setdefault(at, 0)
         logprobs = None
         if asked.params.logprobs is not None and delta.logprobs:
-            logprobs, offsets[at] = told(delta.logprobs, offsets[at], asked.params.logprobs)
-        yield {**shared, "choices": [_choice(at, echo + delta.text, delta, logprobs)]}
+            logprobs, offsets[at] = told(delta.logprobs, offset, asked.params.logprobs)
+        echo = echoes[at // asked.params.n] if first else ""
+        choice = _choice(at, echo + delta.text, delta, logprobs)
+        if asked.ids:
+            if first: choice["prompt_token_ids"] = prompts[at // asked.params.n]
+            choice["token_ids"] = list(delta.tokens)
+        yield {**shared, "choices": [choice], **({"usage": usage(record)} if asked.usages else {})}
     if asked.usage: yield {**shared, "choices": [], "usage": usage(record)}
 
 
@@ -54,6 +61,8 @@ async def _whole(chunks: Chunks, shared: dict[str, Any], count: int, record: Rec
                 old = whole["logprobs"]
                 whole["logprobs"] = new if old is None else {key: old[key] + new[key] for key in new}
             whole |= {key: part[key] for key in ("finish_reason", "stop_reason")}
+            for key in ("prompt_token_ids", "token_ids"):
+                if key in part: whole[key] = whole.get(key, []) + part[key]
     return JSONResponse({**shared, "choices": choices, "usage": usage(record)})
 
 
@@ -63,11 +72,10 @@ def _choice(at: int, text: str, delta: Delta, logprobs: dict[str, Any] | None) -
 
 
 def _echo(service: Service, asked: protocol.CompletionRequest, prompts: Sequence[list[int]], at: int) -> str:
-    """What is put in front of a choice."""
+    """What is put in front of the choices of a prompt."""
     if not asked.echo: return ""
-    prompt = asked.prompts[at // asked.params.n]
-    if isinstance(prompt, str): return prompt
-    return service.model.require_tokenizer().decode(prompts[at // asked.params.n])
+    prompt = asked.prompts[at]
+    return prompt if isinstance(prompt, str) else service.model.require_tokenizer().decode(prompts[at])
 
 
 def told(logprobs: Sequence[TokenLogprobs], offset: int, top: int) -> tuple[dict[str, Any], int]:

@@ -59,7 +59,8 @@ class Fields:
     """The fields of a JSON object, taken out one by one. `where` is the path in front of their names."""
 
     def __init__(self, data: Mapping[str, Any], where: str = "") -> None:
-        self.left, self.where, self.known = dict(data), where, set[str]()
+        self.left = {name: value for name, value in data.items() if value is not None}
+        self.where, self.known = where, set[str]()
 
     def path(self, name: str) -> str:
         """The name by which an error calls a field."""
@@ -152,6 +153,13 @@ class Fields:
     def ignore(self, names: Iterable[str]) -> None:
         """Fields that may be there and have no effect."""
         for name in names: self.take(name)
+
+    def as_usual(self, usual: Mapping[str, Any]) -> None:
+        """Fields that may ask for what is done anyway."""
+        for name, value in usual.items():
+            if (asked := self.take(name)) is not None and asked != value:
+                raise invalid(f"{self.path(name)} is not served; to fix: leave it out, or say "
+                              f"{json.dumps(value)}", self.path(name), "unsupported")
 
     def finish(self) -> None:
         """Refuses what is left: a field that nobody reads would be a wish silently not granted."""

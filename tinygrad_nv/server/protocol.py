@@ -4,7 +4,8 @@ Protocol: `completion(data, defaults, limits)` and `chat(…)` check every field
 `CompletionRequest` or `ChatRequest` whose `params` are ready for the engine. Names are OpenAI's, and vLLM's
 for what OpenAI has not (top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, ignore_eos,
 structured_outputs, priority). What is not served is refused in words. What has no effect on an answer by its
-nature (user, metadata, store) is taken and forgotten. An unknown field is an error: maybe a wish misspelt.
+nature (user, metadata, store) is taken and forgotten, and so is what asks for the only way there is. An
+unknown field is an error: maybe a wish misspelt.
 """
 from __future__ import annotations
 
@@ -23,6 +24,9 @@ from tinygrad_nv.server.tools import Tool, ToolChoice, tool_choice, tool_list
 
 WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
                   "request_id")
+# what clients of vLLM say although it is what happens
+USUAL = {"skip_special_tokens": True, "spaces_between_special_tokens": True, "detokenize": True,
+         "use_beam_search": False, "early_stopping": False, "length_penalty": 1.0}
 TOP_LOGPROBS = 20
 # what OpenAI allows, and vLLM
 STOPS, PENALTY = 16, 2.0
@@ -35,6 +39,7 @@ class Common:
     params: SamplingParams
     stream: bool
     usage: bool             # a last chunk tells the usage
+    usages: bool            # every chunk does
     priority: int
 
 
@@ -43,6 +48,7 @@ class CompletionRequest(Common):
     """Of /v1/completions."""
     prompts: tuple[Prompt, ...]
     echo: bool
+    ids: bool               # token ids are told, too
 
 
 @dataclass(frozen=True)
@@ -73,8 +79,10 @@ def completion(data: dict[str, Any], defaults: SamplingParams, limits: Limits) -
     if best is not None and best != getattr(common.params, "n", 1):
         raise invalid(f"best_of is {best}, and is served only equal to n; to fix: ask for n choices with "
                       "logprobs and choose", "best_of", "unsupported")
+    ids = fields.flag("return_token_ids")
+    fields.as_usual({"add_special_tokens": True})
     fields.finish()
-    return CompletionRequest(**vars(common), prompts=prompts, echo=echo)
+    return CompletionRequest(**vars(common), prompts=prompts, echo=echo, ids=ids)
 
 
 def chat(data: dict[str, Any], defaults: SamplingParams, limits: Limits) -> ChatRequest:
@@ -98,6 +106,7 @@ def chat(data: dict[str, Any], defaults: SamplingParams, limits: Limits) -> Chat
                       "chat_template", "unsupported")
     given = {"max_tokens": most, "logprobs": (top or 0) if told else None}
     common = _common(fields, defaults, limits, 1, given, call_schema(tools, choice))
+    fields.as_usual({"modalities": ["text"]})
     fields.finish()
     return ChatRequest(**vars(common), messages=messages, tools=tools, choice=choice, extra=extra)
 
@@ -126,11 +135,13 @@ def _common(fields: Fields, defaults: SamplingParams, limits: Limits, prompts: i
     stream = fields.flag("stream")
     options = Fields(fields.object("stream_options") or {}, "stream_options")
     usage = options.flag("include_usage")
-    options.ignore(["include_obfuscation", "continuous_usage_stats"])
+    usages = options.flag("continuous_usage_stats")
+    options.ignore(["include_obfuscation"])
     options.finish()
     model, priority = fields.text("model"), fields.whole("priority", -(1 << 31), 1 << 31) or 0
     fields.ignore(WITHOUT_EFFECT)
-    return Common(model, _params(defaults, given), stream, usage, priority)
+    fields.as_usual(USUAL)
+    return Common(model, _params(defaults, given), stream, usage, usages, priority)
 
 
 def _params(defaults: SamplingParams, given: dict[str, Any]) -> SamplingParams:
