@@ -260,11 +260,23 @@ def test_a_cut_behind_what_was_pruned_is_refused():
     for first in range(0, 20, 4):
         assert table.reserve(first + 4)
         table.advance(A[first:first + 4])
-    with pytest.raises(PageError, match="a sequence cut to 4 tokens, whose first 12 were pruned"):
-        table.truncate(4)
+    for tokens in 4, 14:    # the row at place 14 sees places 11 to 14
+        with pytest.raises(PageError, match=f"a sequence cut to {tokens} tokens, whose first 12 were pruned"):
+            table.truncate(tokens)
+    table.truncate(15)
+    assert table.computed == 15
 
 
 # **** pages of the host ****
+
+def test_what_is_on_the_host_waits_while_the_device_is_full():
+    pool = PagePool(4, 4, host_pages=4)
+    filled(pool, A[:8]).release()
+    tables = [filled(pool, B[:16])]
+    tables.append(pool.open(A[:9]))
+    assert tables[1].computed == 0
+    pool.assert_conserved(tables)
+
 
 def test_what_is_evicted_goes_to_the_host_and_comes_back():
     pool = PagePool(4, 4, host_pages=4)
