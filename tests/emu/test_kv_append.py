@@ -16,7 +16,7 @@ from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import Tensor, TinyJit, dtypes, explain
 from tinygrad_nv.graphs import GraphPool, Input
-from tinygrad_nv.patterns import program
+from tinygrad_nv.patterns import rewriting
 from tinygrad_nv.patterns.kv_append import kv_append
 from tinygrad_nv.patterns.paged import paged_attention
 from tinygrad_nv.runtime.device import NVDevice
@@ -239,10 +239,10 @@ def test_what_is_stored_already():
     pages = Tensor.empty(4, 2, 3, device="CPU").uop
     done = pages.after(UOp(Ops.CUSTOM_FUNCTION, arg="writes").call(pages))
     for target, value in ((pages, done), (pages[1:2], done[1:2]), (pages.reshape(8, 3), done.reshape(8, 3))):
-        assert program._stored_in_place(target, value) is value
+        assert rewriting._stored_in_place(target, value) is value
     for target, value in ((pages[1:2], done[0:1]), (pages.reshape(2, 4, 3), done.reshape(2, 4, 3).flip(0)),
                           (Tensor.empty(4, 2, 3, device="CPU").uop, done)):
-        assert program._stored_in_place(target, value) is None
+        assert rewriting._stored_in_place(target, value) is None
 
 
 def stepped(case: Append, lengths: list[int]) -> Append:

@@ -15,11 +15,13 @@ arguments in `call.src[1:]` and the results as `call.gettuple(i)`. Results nobod
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
+from tinygrad.helpers import TRAINING
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import hooks
@@ -54,14 +56,23 @@ def call(what: Any, body: Callable[..., tuple[Tensor, ...]], *tensors: Tensor,
     of tensors of several devices."""
     check_devices(*tensors)
     given = [tensor.uop for tensor in tensors]
-    results = body(what, *(Tensor(one.param_like(i)) for i, one in enumerate(given)))
-    for result in results: _ = result.shape  # tinygrad finds what does not fit when it is asked for a shape
+    parameters = tuple(one.param_like(i) for i, one in enumerate(given))
+    results = _body(what, body, parameters, dtypes.default_float, dtypes.default_int, bool(TRAINING))
     # tinygrad's key of a call knows its name, and nothing of its aux
-    made = UOp.maketuple(*(result.uop for result in results)).call(*given, grad_fxn=grad, name=repr(what),
-                                                                   aux=what)
-    given_back = [made.gettuple(i) for i in range(len(results))]
+    made = results.call(*given, grad_fxn=grad, name=repr(what), aux=what)
+    given_back = [made.gettuple(i) for i in range(len(results.src))]
     ranges.note_call([made, *given_back], type(what).__name__)
     return tuple(map(Tensor, given_back))
+
+
+@functools.lru_cache(128)
+def _body(what: Any, body: Callable[..., tuple[Tensor, ...]], parameters: tuple[UOp, ...],
+          *_: Hashable) -> UOp:
+    """The results of a body, and what else it depends on. The same for all layers of a model: to write down
+    those of a step over pages again for each of five takes as long as all else of its capture."""
+    results = body(what, *map(Tensor, parameters))
+    for result in results: result.shape  # noqa: B018  tinygrad finds what does not fit when it is asked for a shape
+    return UOp.maketuple(*(result.uop for result in results))
 
 
 def check_devices(*tensors: Tensor) -> None:
