@@ -372,6 +372,17 @@ def test_drafts_that_are_right_save_steps():
     assert steps[1000] == 1 + -(-39 // 8) < steps[3] < steps[1] == 40
 
 
+def test_a_prompt_of_one_token_is_forked_before_it_is_drafted_for():
+    params = SamplingParams(n=2, seed=0, ignore_eos=True, max_tokens=12)
+    answers = [Engine().alone(Request("a", [7], params), index) for index in range(2)]
+    guesser = Guesser({("a", index): [7, *answer] for index, answer in enumerate(answers)}, 1000)
+    engine = Engine(more={"speculation": 4}, proposer=guesser)
+    engine.add("a", [7], n=2, max_tokens=12)
+    engine.end()
+    assert [engine.tokens("a", index) for index in range(2)] == answers
+    assert engine.core.stats().accepted > 0
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("fails", range(6))
 def test_a_step_that_fails_ends_its_requests_and_no_others(fails, late):
