@@ -6,7 +6,7 @@ that a layer needs four weight kernels. `model(tokens)` gives the logits of ever
 scoring). `model.step(tokens, start, cache, last)` appends tokens at `start` to a `KVCache` and gives the
 logits of one row (decoding); `start` may be a bound variable, so that one captured graph serves every
 position. `model.rows(tokens, place, cache)` does so for rows of many sequences, each over its pages
-(paged.py).
+(paged.py): that is what the engine runs.
 
 `contiguous()` marks what is computed once: tinygrad fuses everything else into its consumer, where a value
 that feeds a matmul is computed again for every output row. `contiguous_backward()` does the same for

@@ -11,7 +11,8 @@ A request's way (docs/engine.md):
   thread.py         the core at work in a thread of its own
   request.py        a request and its sequences; engine_config.py, how much at a time
   scheduler.py      which sequences a step computes, and how much of each
-  core.py           the loop: schedule, launch, look at what the last step chose; speculation.py drafts
+  core.py           the loop: schedule, launch, look at what the last step chose
+  speculation.py    guesses of the next tokens; draft_model.py, those of a smaller model
   batch.py          a step in words
-  runner.py         a step on the device: graphs of its shape, pages, the sampler (sampler.py)
+  runner.py         a step on the device: its words, graphs, pages and results (runner_*.py), the sampler (sampler.py)
 """

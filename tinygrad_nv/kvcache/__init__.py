@@ -6,5 +6,6 @@ Read in this order:
   pool.py     the pages of a device and of the host beside it, and what a batch must copy
   table.py    a sequence's pages: reserve, advance, fork, prune, truncate, offload, release
   offload.py  pages of the host
-  cache.py    `KVCache["B", "H", "S_max", "D", dtype]`: pages on a device, with their operations
+  cache.py    `KVCache["B", "H", "S_max", "D", dtype]`: pages on a device, with their operations;
+              kind.py, what stands between the brackets
 """

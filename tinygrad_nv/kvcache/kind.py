@@ -69,7 +69,7 @@ class CacheKind:
         return b, h, s_max, d
 
     def __call__(self, **given: Any) -> KVCache:
-        """A cache of this type: `KVCache.make`'s arguments, and extents by their names."""
+        """A cache of this type: `KVCache`'s options, and extents by their names."""
         from tinygrad_nv.kvcache.cache import OPTIONS, KVCache
         options = {name: given.pop(name) for name in OPTIONS if name in given}
         return KVCache(self, self.bound(given), **options)
