@@ -14,5 +14,5 @@ A request's way (docs/engine.md):
   core.py           the loop: schedule, launch, look at what the last step chose
   speculation.py    guesses of the next tokens; draft_model.py, those of a smaller model
   batch.py          a step in words
-  runner.py         a step on the device: its words, graphs, pages and results (runner_*.py), the sampler (sampler.py)
+  runner.py         a step on the device: its words, graphs, pages, results (runner_*.py), and sampler.py
 """
