@@ -148,6 +148,13 @@ def test_controls_have_labels(window: Browser, page: Live):
     assert window.run("return document.documentElement.lang") == "en"
 
 
+def test_nothing_is_cut_off_on_a_telephone(window: Browser, page: Live):
+    screen = {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": False}
+    window.call("goog/cdp/execute", cmd="Emulation.setDeviceMetricsOverride", params=screen)
+    try: assert window.run("return document.documentElement.scrollWidth") == 360
+    finally: window.call("goog/cdp/execute", cmd="Emulation.clearDeviceMetricsOverride", params={})
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_stands_out_in_both_schemes(window: Browser, page: Live, scheme: str):
     window.call("goog/cdp/execute", cmd="Emulation.setEmulatedMedia",

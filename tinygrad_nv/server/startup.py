@@ -1,7 +1,8 @@
 """From a command line to a server that answers, with the time of every part.
 
 Protocol: `run` takes the address, loads the model, warms it up and serves until it is told to stop. Each part
-is logged when it ends and is a line of the waterfall, so that a start that hangs says where.
+is logged when it ends and is a line of the waterfall, so that a start that hangs says where. The warm-up may
+take minutes, and says every few seconds how far it is.
 """
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import argparse
 import asyncio
 import gc
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +27,8 @@ from tinygrad_nv.server.metrics import Metrics
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.serving import Server, listening, serve, url
 from tinygrad_nv.server.waterfall import Waterfall
+
+TELL_S = 5.0    # between lines about a warm-up
 
 
 def run(arguments: argparse.Namespace, directory: Path) -> None:
@@ -73,10 +77,10 @@ def load(arguments: argparse.Namespace, directory: Path, waterfall: Waterfall) -
     def stage(name: str) -> None:
         waterfall.mark(name)
         LOG.info(line("startup", stage=name, seconds=waterfall.parts[name]))
+    template = None if arguments.chat_template is None else _template(arguments.chat_template)
     llm = LLM(directory, stage=stage, **serve_command.model_options(arguments))
     if arguments.seed is not None: llm.defaults = replace(llm.defaults, seed=arguments.seed)
-    if arguments.chat_template is not None:
-        llm.tokenizer = replace(llm.require_tokenizer(), template=_template(arguments.chat_template))
+    if template is not None: llm.tokenizer = replace(llm.require_tokenizer(), template=template)
     return llm
 
 
@@ -91,10 +95,13 @@ def warm_up(llm: LLM, waterfall: Waterfall) -> None:
     """Compiles and captures the steps that every load comes to need. Time of a step that had kernels to
     compile counts as "compile", that of others as "capture"."""
     compiled = first = programs_compiled()
-    steps = 0
+    steps, said = 0, time.monotonic()
 
     def progress(done: int, total: int) -> None:
-        nonlocal compiled, steps
+        nonlocal compiled, steps, said
+        if 0 < done < total and (now_s := time.monotonic()) >= said + TELL_S:
+            said = now_s
+            LOG.info(line("warm_up", done=done, steps=total))
         waterfall.mark("capture" if (now := programs_compiled()) == compiled else "compile")
         compiled, steps = now, total
 
