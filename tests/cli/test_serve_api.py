@@ -250,6 +250,16 @@ def test_calls_of_tools_are_told_apart_from_text():
         assert "<tool_call>" in (plain.message.content or "")
 
 
+def test_half_a_surrogate_pair_in_a_call_stays_escaped():
+    said = '<tool_call>{"name": "weather", "arguments": {"place": "\\ud800"}}</tool_call>'
+    with live(fake_service(FakeEngine(FakeModel(HERMES), said))) as server:
+        done = server.post({"messages": [{"role": "user", "content": "how?"}], "tools": [WEATHER]},
+                           "/v1/chat/completions")
+        assert done.status_code == 200
+        [call] = done.json()["choices"][0]["message"]["tool_calls"]
+        assert "\\ud800" in call["function"]["arguments"]
+
+
 def test_keys_are_required_of_v1_alone():
     with live(fake_service(keys=frozenset({"one", "two"}))) as server:
         for path in ("/health", "/metrics", "/"): assert server.http.get(path).status_code == 200

@@ -46,6 +46,8 @@ def test_prompts():
     error = refused(engine(), "token id 100 is not in the vocabulary", (1, 100))
     assert (error.expected, error.fix) == ("0 to 99", "use ids of this model's tokenizer")
     refused(engine(), "token id -1 is not in the vocabulary", (-1,))
+    # it would fail a step, and everybody's answer with it
+    refused(engine(), "logit_bias has token id 100, which is not", logit_bias={100: 1.0})
 
 
 def test_a_prompt_longer_than_the_context():

@@ -63,6 +63,9 @@ BODIES = [
     (b'{"prompt": ' + b"[" * 100_000, "nested too deeply"),
     (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "not JSON"),
     (b'{"prompt": "\\ud800"}', "half a surrogate pair"),
+    (b'{"prompt": "a", "\\ud800": 1}', "unknown field '\\ud800'"),
+    (b'{"prompt": "a", "stream_options": {"\\ud800": 1}}', "stream_options"),
+    (b'{"prompt": "a", "' + b"x" * 900_000 + b'": 1}', "unknown field 'xxx"),
 ]
 
 
@@ -120,6 +123,14 @@ def test_fields_out_of_range(server: Live, fields: dict[str, Any], param: str | 
     serves(server)
 
 
+def test_many_names_one_of_them_twice_hold_nobody_up(server: Live):
+    body = "{" + ",".join(f'"{i}":1' for i in range(60_000)) + ',"59999":1}'
+    begun = time.monotonic()
+    explained(server.http.post("/v1/completions", content=body, headers=JSON), 400, "'59999' is given twice")
+    assert time.monotonic() - begun < 5     # looked for by pairs, it takes a minute
+    serves(server)
+
+
 TOOL = {"type": "function", "function": {"name": "look"}}
 CHATS = [
     ({"messages": None}, "messages is missing"), ({"messages": []}, "messages is empty"),
@@ -140,6 +151,9 @@ CHATS = [
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "hear"}}}, "'hear'"),
     ({"tools": [TOOL], "tool_choice": "perhaps"}, "not understood"),
     ({"chat_template": "{{ 1 }}"}, "not run"),
+    ({"chat_template_kwargs": {"messages": []}}, "has messages, which the server tells"),
+    ({"chat_template_kwargs": {"add_generation_prompt": False}}, "has add_generation_prompt"),
+    ({"tools": [{"type": "function", "function": {"name": "\ud800"}}]}, "half a surrogate pair"),
     ({"continue_final_message": True}, "assistant's turn"), ({"prompt": "a"}, "unknown field 'prompt'"),
 ]
 
@@ -147,7 +161,8 @@ CHATS = [
 @pytest.mark.parametrize(("fields", "words"), CHATS, ids=[each[1] for each in CHATS])
 def test_conversations_out_of_range(server: Live, fields: dict[str, Any], words: str):
     body = {"messages": [{"role": "user", "content": "a"}], **fields}
-    explained(server.post(body, "/v1/chat/completions"), 400, words)
+    sent = json.dumps(body)
+    explained(server.http.post("/v1/chat/completions", content=sent, headers=JSON), 400, words)
     serves(server)
 
 
@@ -324,3 +339,31 @@ def test_a_drain_that_lasts_too_long_ends_what_runs():
             rest = [line for line in lines if line]
         assert json.loads(rest[-2][6:])["error"]["code"] == "aborted"
         assert rest[-1] == "data: [DONE]"
+
+
+def test_a_client_that_reads_nothing_is_left():
+    engine = FakeEngine(FakeModel())
+    with live(fake_service(engine, LIMITS)) as server:
+        body = json.dumps({"prompt": "Once " * 20, "max_tokens": 500, "n": 64, "logprobs": 20,
+                           "stream": True})
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", server.port))
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+                           b"Content-Length: %d\r\n\r\n%s" % (len(body), body.encode()))
+            until(lambda: engine.running)
+            until(lambda: engine.closed)        # 32,000 chunks of 1 KB do not fit between us
+            until(lambda: server.service.active == 0)
+        assert not engine.running
+        serves(server)
+
+
+def test_a_body_behind_its_answer_is_not_waited_for():
+    with live(fake_service(limits=LIMITS)) as server, \
+            socket.create_connection(("127.0.0.1", server.port), 10) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n")
+        assert b" 200 " in client.recv(4096)
+        client.sendall(b"x")
+        begun = time.monotonic()
+        assert client.recv(4096) == b""
+        assert time.monotonic() - begun < 5     # uvicorn would wait for ever

@@ -59,7 +59,7 @@ class FakeModel:
 
     def encode(self, prompt: Any) -> list[int]: return LLM.encode(self, prompt)  # type: ignore[arg-type]
 
-    def encode_chat(self, messages: Any, tools: Any = (), **extra: Any) -> list[int]:
+    def encode_chat(self, messages: Any, tools: Any = (), /, **extra: Any) -> list[int]:
         return self.encode(self.tokenizer.encode_chat(messages, tools, **extra))
 
 

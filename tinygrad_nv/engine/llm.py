@@ -204,7 +204,7 @@ class LLM:
         if self.tokenizer is None: raise self.tokenizer_error or TokenizerError("no tokenizer")
         return self.tokenizer
 
-    def encode_chat(self, messages: Sequence[Message], tools: Tools = (), **extra: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], tools: Tools = (), /, **extra: Any) -> list[int]:
         """Token ids of a conversation, through the model's chat template, which is told `tools` and the
         variables `extra`."""
         return self.encode(self.require_tokenizer().encode_chat(messages, tools, **extra))

@@ -172,6 +172,7 @@ def check(request: Request, config: EngineConfig, max_len: int, vocab: int) -> N
         if not 0 <= bad < vocab:
             raise RequestError(f"token id {bad} is not in the vocabulary", f"0 to {vocab - 1}",
                                "use ids of this model's tokenizer")
+    request.params.require_vocabulary(vocab)
     if length >= max_len:
         held = "the context holds" if max_len == config.max_len else "the cache of keys and values holds"
         raise RequestError(f"the prompt has {length} tokens, {held} {max_len}",

@@ -92,7 +92,7 @@ class Tokenizer:
         # a letter in front, for the space that decoders strip at the start of a text
         return self.encode("a", special=False)
 
-    def render(self, messages: Sequence[Message], tools: Tools = (), **extra: Any) -> str:
+    def render(self, messages: Sequence[Message], tools: Tools = (), /, **extra: Any) -> str:
         """The prompt of a conversation, ready for the assistant's turn. `tools` are functions as OpenAI's API
         describes them, `extra` further variables of the template."""
         if self.template is None:
@@ -112,7 +112,7 @@ class Tokenizer:
                                  "a template for messages with role and content",
                                  "check chat_template.jinja or tokenizer_config.json") from error
 
-    def encode_chat(self, messages: Sequence[Message], tools: Tools = (), **extra: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], tools: Tools = (), /, **extra: Any) -> list[int]:
         """Ids of a conversation, as `render` writes it. The template writes its own special tokens."""
         return self.encode(self.render(messages, tools, **extra), special=False)
 

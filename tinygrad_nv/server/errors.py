@@ -22,7 +22,8 @@ class APIError(Exception):
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None,
                  headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message, code, param
+        self.status, self.message, self.code = status, _encodable(message), code
+        self.param = None if param is None else _encodable(param)
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
@@ -33,6 +34,11 @@ class APIError(Exception):
     def response(self) -> JSONResponse:
         """The answer."""
         return JSONResponse(self.body(), self.status, self.headers)
+
+
+def _encodable(text: str) -> str:
+    # names of fields are repeated, and JSON can escape half a surrogate pair
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _type(status: int) -> str:

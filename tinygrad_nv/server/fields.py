@@ -32,11 +32,10 @@ def parse(body: bytes) -> dict[str, Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} is given twice in one object")
+    out: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in out: raise ValueError(f"{name[:100]!r} is given twice in one object")
+        out[name] = value
     return out
 
 
@@ -165,7 +164,7 @@ class Fields:
         """Refuses what is left: a field that nobody reads would be a wish silently not granted."""
         if not self.left: return
         name = next(iter(self.left))
-        close = difflib.get_close_matches(name, self.known, 1)
+        close = difflib.get_close_matches(name[:100], self.known, 1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise invalid(f"unknown field {self.path(name)[:100]!r}{hint}", self.path(name)[:100],
                       "unknown_field")

@@ -2,8 +2,8 @@
 
 Protocol: `Limits` are set at the start. Bodies are read by `read_body`: 413 for one that is too large, at
 once when it says so itself, and 408 for one that does not come in time. `Guarded` is uvicorn's HTTP protocol
-with a time limit for headers, which uvicorn does not have, and with errors of OpenAI's shape for requests
-that are not HTTP.
+with what uvicorn does not have: time limits for headers, for a body that nobody reads, and for clients that
+do not read; and errors of OpenAI's shape for requests that are not HTTP.
 """
 from __future__ import annotations
 
@@ -61,24 +61,41 @@ async def gone(request: Request) -> None:
 
 class Guarded(H11Protocol):
     """HTTP/1.1 whose headers must be complete within `header_s` seconds of the connection, or of a further
-    request's first byte."""
+    request's first byte, as must be what is left of an answered request's body. A client that has read
+    nothing of what waits for it in `body_s` seconds is left."""
     header_s: ClassVar[float] = Limits.header_s
+    body_s: ClassVar[float] = Limits.body_s
     waiting: asyncio.TimerHandle | None = None
+    writing: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Starts the clock."""
         super().connection_made(transport)
+        # paused as soon as the system takes no more: what is generated meanwhile becomes one delta
+        transport.set_write_buffer_limits(0)
         self._wait()
 
     def data_received(self, data: bytes) -> None:
         """Stops the clock once headers are complete, and starts it again with the next request."""
         super().data_received(data)
-        if self.conn.their_state is h11.IDLE and not self.transport.is_closing(): self._wait()
+        owed = self.conn.their_state is h11.IDLE or self._answered()
+        if owed and not self.transport.is_closing(): self._wait()
         else: self._stop_waiting()
 
+    def pause_writing(self) -> None:
+        """Starts the clock of the client's reading."""
+        super().pause_writing()
+        self._look(self.transport.get_write_buffer_size() + 1)
+
+    def resume_writing(self) -> None:
+        """Stops the clock of the client's reading."""
+        self._stop_looking()
+        super().resume_writing()
+
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stops the clock."""
+        """Stops the clocks."""
         self._stop_waiting()
+        self._stop_looking()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -93,8 +110,21 @@ class Guarded(H11Protocol):
         if self.waiting is not None: self.waiting.cancel()
         self.waiting = None
 
+    def _answered(self) -> bool:
+        """Whether the rest of a body comes whose request has its answer."""
+        return self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
+
+    def _look(self, before: int) -> None:
+        if (left := self.transport.get_write_buffer_size()) >= before: return self.transport.abort()
+        self.writing = self.loop.call_later(self.body_s, self._look, left)
+
+    def _stop_looking(self) -> None:
+        if self.writing is not None: self.writing.cancel()
+        self.writing = None
+
     def _too_late(self) -> None:
-        if not self.transport.is_closing():
+        if self._answered(): self.transport.close()
+        elif not self.transport.is_closing():
             self._refuse(APIError(408, f"the headers did not arrive within {self.header_s:g} s",
                                   "header_timeout"))
 
@@ -108,6 +138,6 @@ class Guarded(H11Protocol):
         self.transport.close()
 
 
-def guarded(header_s: float) -> type[Any]:
-    """`Guarded` with this limit, for uvicorn's configuration."""
-    return type("Guarded", (Guarded,), {"header_s": header_s})
+def guarded(limits: Limits) -> type[Any]:
+    """`Guarded` with these limits, for uvicorn's configuration."""
+    return type("Guarded", (Guarded,), {"header_s": limits.header_s, "body_s": limits.body_s})

@@ -28,6 +28,8 @@ WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifie
 USUAL = {"skip_special_tokens": True, "spaces_between_special_tokens": True, "detokenize": True,
          "use_beam_search": False, "early_stopping": False, "length_penalty": 1.0}
 TOP_LOGPROBS = 20
+# of chat templates
+OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 # what OpenAI allows, and vLLM
 STOPS, PENALTY = 16, 2.0
 
@@ -98,6 +100,9 @@ def chat(data: dict[str, Any], defaults: SamplingParams, limits: Limits) -> Chat
     limits_given = [fields.whole("max_completion_tokens", 1), fields.whole("max_tokens", 1)]
     most = min((limit for limit in limits_given if limit is not None), default=None)
     extra = fields.object("chat_template_kwargs") or {}
+    if own := [name for name in OWN_VARIABLES if name in extra]:
+        raise invalid(f"chat_template_kwargs has {own[0]}, which the server tells the template; to fix: "
+                      "leave it out", "chat_template_kwargs")
     if not fields.flag("add_generation_prompt", True) or fields.flag("continue_final_message"):
         raise invalid("a conversation always goes on with the assistant's turn; to fix: use /v1/completions "
                       "to continue a text", "add_generation_prompt", "unsupported")

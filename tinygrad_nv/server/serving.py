@@ -55,7 +55,7 @@ class Server(uvicorn.Server):
     def __init__(self, service: Service) -> None:
         limits = service.limits
         super().__init__(uvicorn.Config(
-            application(service), http=guarded(limits.header_s), ws="none", lifespan="off", log_config=None,
+            application(service), http=guarded(limits), ws="none", lifespan="off", log_config=None,
             access_log=False, server_header=False, timeout_graceful_shutdown=2, timeout_keep_alive=30,
             backlog=2048))
         self.service = service

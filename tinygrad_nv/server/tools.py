@@ -18,7 +18,7 @@ from typing import Any
 
 from tinygrad_nv.engine.text import overlap
 from tinygrad_nv.server.errors import invalid
-from tinygrad_nv.server.fields import Fields
+from tinygrad_nv.server.fields import Fields, unicode
 
 Tool = dict[str, Any]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -58,6 +58,7 @@ def tool_list(fields: Fields) -> tuple[Tool, ...]:
         if not isinstance(name, str) or not 0 < len(name) <= 64:
             raise invalid(f"{path}.function.name is missing or has more than 64 characters",
                           f"{path}.function.name")
+        unicode(name, f"{path}.function.name")
         if not isinstance(function.get("parameters", {}), dict):
             raise invalid(f"{path}.function.parameters is not a JSON schema", f"{path}.function.parameters")
     return tuple(tools)
@@ -139,7 +140,7 @@ def _calls(texts: list[str], key: str) -> list[Call]:
         if not isinstance(data, dict) or not isinstance(data.get("name"), str): return []
         arguments = data.get(key, data.get("arguments", data.get("parameters", {})))
         if not isinstance(arguments, dict): return []
-        out.append(Call(data["name"], json.dumps(arguments, ensure_ascii=False)))
+        out.append(Call(data["name"].encode("utf-8", "backslashreplace").decode(), _json(arguments)))
     return out
 
 
@@ -147,6 +148,12 @@ def forced_calls(text: str, choice: ToolChoice) -> list[Call]:
     """The calls in the text of a request whose choice was "named" (the arguments alone) or "required"
     (a list of calls); none when it was cut."""
     try: data = json.loads(text)
-    except ValueError: return []
+    except (ValueError, RecursionError): return []
     if choice.mode == "named": return [Call(choice.name, text)]
-    return [Call(item["name"], json.dumps(item["parameters"], ensure_ascii=False)) for item in data]
+    return [Call(item["name"], _json(item["parameters"])) for item in data]
+
+
+def _json(value: Any) -> str:
+    """As a model would write it; half a surrogate pair, which no answer can carry, stays escaped."""
+    text = json.dumps(value, ensure_ascii=False)
+    return json.dumps(value) if any("\ud800" <= letter <= "\udfff" for letter in text) else text
