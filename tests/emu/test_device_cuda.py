@@ -237,7 +237,7 @@ def test_copies_between_devices_of_other_kinds():
 def test_a_language_model_says_what_it_says_on_the_cpu(fake: Fake, tiny: Path):
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     prompt = [5, 9, 20, 31, 7]
-    cpu, ours = (LLM(tiny, device=device, max_num_seqs=1).complete(prompt, params)
+    cpu, ours = (LLM(tiny, device=device, max_num_seqs=1, num_pages=20).complete(prompt, params)
                  for device in ("CPU", "CUDA"))
     assert cpu.token_ids == ours.token_ids
     assert fake.calls["cuGraphLaunch"]

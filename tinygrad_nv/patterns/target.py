@@ -73,8 +73,14 @@ def kind_of(name: str) -> str:
 
 
 def configuration() -> Hashable:
-    """What kernels for the CPU are made for now."""
-    return cpu_machine() if config.get("NV_CPU") else None
+    """What kernels are made for now: the CPU, and GPUs that are open."""
+    gpus = sorted(name for name in Device._opened_devices if kind_of(name) in GPUS)
+    return cpu_machine() if config.get("NV_CPU") else None, config.get("EMU_ARCH"), *map(_arch, gpus)
+
+
+def _arch(name: str) -> tuple[str, str]:
+    driver: Driver | None = getattr(Device[name], "driver", None)
+    return name, "" if driver is None else driver.properties.arch
 
 
 def _machine(name: str) -> Machine | None:
