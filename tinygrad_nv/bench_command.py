@@ -42,11 +42,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
         each = kinds.add_parser(name, help=words, usage="%(prog)s [options] [MODEL]",
                                 formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         each.add_argument("model", nargs="?", metavar="MODEL", help=directory)
+        each.add_argument("--model", dest="named", metavar="MODEL", help="the same, in vLLM's way")
         each.add_argument("--against", choices=PEERS, help="run the same load on a peer, by turns")
         each.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals")
         add_model_options(each)
         ADD[name](each)
-        each.set_defaults(run=lambda arguments, run=run: run(arguments, model(arguments.model)))
+        each.set_defaults(run=lambda arguments, run=run: run(arguments, model(_model(arguments))))
 
 
 def _add_latency(command: argparse.ArgumentParser) -> None:
@@ -115,6 +116,13 @@ def _engine(command: argparse.ArgumentParser) -> None:
     command.add_argument("--speculative", metavar="HOW", help="ngram:K or draft:DIR:K")
     command.add_argument("--gguf", type=Path, metavar="FILE", help="the same model, for llama.cpp")
     command.add_argument("--output-json", type=Path, metavar="FILE", help="figures and raw figures")
+
+
+def _model(arguments: argparse.Namespace) -> str | None:
+    if arguments.model is not None and arguments.named is not None:
+        raise RequestError(f"the models {arguments.model} and {arguments.named}", "one model",
+                           "leave out one of MODEL and --model")
+    return arguments.named if arguments.model is None else arguments.model
 
 
 def _count(text: str) -> int:

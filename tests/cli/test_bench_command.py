@@ -157,6 +157,8 @@ def test_throughput_counts_what_was_asked_for(capsys) -> None:
     (["serve", "--request-rate", "0"], "--request-rate 0.0"),
     (["serve", "--against", "transformers"], "bench serve loads one server"),
     (["throughput", "--speculative", "magic"], "--speculative magic\n  expected: ngram:K"),
+    (["throughput", "--model", "/nowhere"], "/nowhere"),
+    (["latency", "one", "--model", "two"], "the models one and two\n  expected: one model"),
 ])
 def test_what_is_refused(words: list[str], said: str, capsys) -> None:
     assert main(["bench", *words]) == 2
