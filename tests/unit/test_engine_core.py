@@ -348,6 +348,15 @@ def test_no_end_token_is_chosen_before_min_tokens():
         assert len(answer) > least
 
 
+def test_an_answer_without_a_token_is_not_finished_from_outside():
+    engine = Engine()
+    request = engine.add("a", range(9), n=2)
+    engine.step()
+    engine.core.finish("a", 1)
+    engine.end()
+    assert [engine.tokens("a", index) for index in range(2)] == [engine.alone(request, i) for i in range(2)]
+
+
 def test_the_context_ends():
     engine = Engine(pages=4, more={"max_len": 40})         # 16 places, 7 of which may fill a group up
     assert engine.core.max_len == 9

@@ -242,7 +242,7 @@ class EngineCore:
         self._generated += 1
         length = len(tokens)
         reason, stop, complete = None, None, False
-        if token in seq.ends and length > seq.ends_at:
+        if token in seq.ends:   # before there are `min_tokens` a mask forbids them
             reason = "stop"
             stop = token if token in seq.request.params.stop_token_ids else None
         elif seq.matcher is not None:
