@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 
 import httpx
@@ -258,6 +259,29 @@ def test_half_a_surrogate_pair_in_a_call_stays_escaped():
         assert done.status_code == 200
         [call] = done.json()["choices"][0]["message"]["tool_calls"]
         assert "\\ud800" in call["function"]["arguments"]
+
+
+def test_metrics_are_those_of_sequences():
+    engine = FakeEngine(FakeModel(), pause_s=0.02)
+    with live(fake_service(engine)) as server:
+        assert server.post({"prompt": ["one two", "three"], "n": 3, "max_tokens": 5}).status_code == 200
+        engine.limit = 0
+        assert server.post({"prompt": "full", "n": 2}).status_code == 429   # of which the engine had nothing
+        engine.limit = 1000
+        with pytest.raises(httpx.ReadTimeout):
+            server.post({"prompt": "left", "n": 2, "max_tokens": 400}, timeout=0.2)
+        until(lambda: not engine.running and server.service.active == 0)
+        text = server.http.get("/metrics").text
+        told = {name: float(value) for name, value in re.findall(r"^\w+:(\S+)[{,].*} (\S+)$", text, re.M)
+                if name.endswith(("_count", "_sum"))}
+        ended = dict(re.findall(r'request_success_total{.*finished_reason="(\w+)".*} (\S+)', text))
+    assert ended == {"length": "6.0", "abort": "2.0"}
+    assert told["request_params_n_count"] == 2
+    assert told["request_generation_tokens_count"] == 8
+    # 6 answers of 5 tokens, 20 ms apart whatever comes beside them
+    assert told["time_per_output_token_seconds_count"] == 8
+    assert told["time_per_output_token_seconds_sum"] / 8 >= 0.019
+    assert told["inter_token_latency_seconds_sum"] / told["inter_token_latency_seconds_count"] >= 0.019
 
 
 def test_keys_are_required_of_v1_alone():

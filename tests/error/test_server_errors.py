@@ -369,3 +369,15 @@ def test_a_body_behind_its_answer_is_not_waited_for():
         begun = time.monotonic()
         assert client.recv(4096) == b""
         assert time.monotonic() - begun < 5     # uvicorn would wait for ever
+
+
+def test_a_body_of_two_lengths_is_refused(server: Live):
+    with socket.create_connection(("127.0.0.1", server.port), 10) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+                       b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+                       b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n")
+        answer = b""
+        while data := client.recv(4096): answer += data
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert answer.count(b"HTTP/1.1") == 1   # what follows is nobody's request
+    serves(server)

@@ -75,6 +75,7 @@ class Gate:
         self.service.active += served
         try:
             try:
+                _require_framing(scope)
                 if served: self._admit(scope)
                 await self.app(scope, receive, told)
             except APIError as error:
@@ -108,6 +109,13 @@ class Gate:
         # what is asked every second would be all that the log has
         if scope["path"].startswith("/v1/") or status >= 400:
             LOG.info(request_line(record, scope["method"], scope["path"], status))
+
+
+def _require_framing(scope: Scope) -> None:
+    # a proxy in front may have gone by the other of them, and taken the rest for a request of its own
+    if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+        raise APIError(400, "the headers have Content-Length and Transfer-Encoding, expected one of them",
+                       "invalid_http", None, {"Connection": "close"})
 
 
 def _method(scope: Scope) -> str:

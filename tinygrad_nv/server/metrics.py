@@ -34,13 +34,14 @@ def tokens_up_to(most: int) -> tuple[int, ...]:
 
 class _Engine(Collector):
     """The engine's counts, as they are when asked for: (kind, name, EngineStats' field, words)."""
-    TOLD = (("gauge", "num_requests_running", "running", "Requests in the running batch."),
-            ("gauge", "num_requests_waiting", "waiting", "Requests that wait."),
+    TOLD = (("gauge", "num_requests_running", "running", "Sequences in the running batch."),
+            ("gauge", "num_requests_waiting", "waiting", "Requests that wait, and sequences set back."),
             ("gauge", "kv_cache_usage_perc", "kv_used", "Pages of keys and values in use; 1 is all."),
-            ("counter", "num_preemptions", "preempted", "Requests set back for want of pages."),
+            ("counter", "num_preemptions", "preempted", "Sequences set back for want of pages."),
             ("counter", "prefix_cache_queries", "prefix_queries", "Tokens looked for in the prefix cache."),
             ("counter", "prefix_cache_hits", "prefix_hits", "Tokens found in the prefix cache."),
-            ("counter", "prompt_tokens", "prompt_tokens", "Tokens of prompts computed."),
+            ("counter", "prompt_tokens", "prompt_tokens", "Tokens of prompts that began, those found in the "
+             "prefix cache among them."),
             ("counter", "generation_tokens", "generated_tokens", "Tokens generated."),
             ("counter", "engine_steps", "steps", "Steps of the engine."))
 
@@ -64,13 +65,14 @@ class Metrics:
         self.registry, self.prefix, self.model = CollectorRegistry(), prefix, model
         self.registry.register(_Engine(prefix, model, stats))
         sizes = tokens_up_to(length)
-        self.first = self._histogram("time_to_first_token_seconds", "Time to the first token.", TTFT)
-        self.between = self._histogram("inter_token_latency_seconds", "Time between tokens.", TOKEN)
+        self.first = self._histogram("time_to_first_token_seconds", "Time to a request's first token.", TTFT)
+        self.between = self._histogram("inter_token_latency_seconds", "Time between a sequence's tokens.",
+                                       TOKEN)
         self.per_token = self._histogram("time_per_output_token_seconds",
-                                         "Mean time of a request's tokens after the first.", TOKEN)
+                                         "Mean time of a sequence's tokens after the first.", TOKEN)
         self.whole = self._histogram("e2e_request_latency_seconds", "Time of whole requests.", REQUEST)
-        self.prompts = self._histogram("request_prompt_tokens", "Tokens of prompts.", sizes)
-        self.answers = self._histogram("request_generation_tokens", "Tokens of answers.", sizes)
+        self.prompts = self._histogram("request_prompt_tokens", "Tokens of a request's prompts.", sizes)
+        self.answers = self._histogram("request_generation_tokens", "Tokens of a sequence.", sizes)
         self.asked = self._histogram("request_params_max_tokens", "max_tokens of requests.", sizes)
         self.n = self._histogram("request_params_n", "n of requests.", (1, 2, 5, 10, 20))
         self.success = Counter(f"{prefix}:request_success", "Sequences that ended, by reason.",
@@ -90,16 +92,18 @@ class Metrics:
     def finished(self, record: Record) -> None:
         """A request that reached the engine has ended."""
         if record.params is None: return
-        for reason in record.reasons: self.success.labels(self.model, reason).inc()
+        # those that no end was told of ended with their request
+        unfinished = ["abort"] * (record.choices - len(record.reasons))
+        for reason in record.reasons + unfinished: self.success.labels(self.model, reason).inc()
         self.prompts.observe(record.prompt_tokens)
         self.n.observe(record.params.n)
         if record.params.max_tokens is not None: self.asked.observe(record.params.max_tokens)
-        if record.first is None or record.last is None: return
+        if record.first is None: return
         self.first.observe(record.first - record.begun)
         self.whole.observe(time.perf_counter() - record.begun)
-        self.answers.observe(record.output_tokens)
-        if record.output_tokens > 1:
-            self.per_token.observe((record.last - record.first) / (record.output_tokens - 1))
+        for answer in record.answers.values():
+            self.answers.observe(answer.tokens)
+            if answer.tokens > 1: self.per_token.observe((answer.last - answer.first) / (answer.tokens - 1))
 
     def text(self) -> bytes:
         """The exposition format."""

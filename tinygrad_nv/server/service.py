@@ -51,8 +51,17 @@ class Engine(Protocol):
 
 
 @dataclass
+class Answer:
+    """One choice of a request: when its first and its last token came, and how many there are."""
+    first: float
+    last: float
+    tokens: int
+
+
+@dataclass
 class Record:
-    """One request, for its log line and the metrics. Times are of time.perf_counter."""
+    """One request, for its log line and the metrics, with `params` and `choices` once the engine has it.
+    Times are of time.perf_counter."""
     id: str
     path: str = ""
     begun: float = field(default_factory=time.perf_counter)
@@ -60,21 +69,28 @@ class Record:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    first: float | None = None
-    last: float | None = None
+    answers: dict[int, Answer] = field(default_factory=dict)
     params: SamplingParams | None = None
+    choices: int = 0
     reasons: list[str] = field(default_factory=list)
     error: str | None = None
 
-    def seen(self, delta: Delta) -> list[float]:
-        """Counts a delta; gives the seconds before each of its tokens, without the request's first."""
+    @property
+    def first(self) -> float | None:
+        """When the first token came."""
+        return min((answer.first for answer in self.answers.values()), default=None)
+
+    def seen(self, choice: int, delta: Delta) -> list[float]:
+        """Counts a delta; gives the seconds before each of its tokens, without the choice's first."""
         now, count = time.perf_counter(), len(delta.tokens)
-        gaps = [(now - self.last) / count] * count if self.last is not None and count else []
-        if count:
-            self.first, self.last = self.first or now, now
-            self.output_tokens += count
         if delta.finish_reason: self.reasons.append(delta.finish_reason)
-        return gaps
+        if not count: return []
+        self.output_tokens += count
+        if (answer := self.answers.get(choice)) is None:
+            self.answers[choice] = Answer(now, now, count)
+            return []
+        gap, answer.last, answer.tokens = (now - answer.last) / count, now, answer.tokens + count
+        return [gap] * count
 
 
 @dataclass
@@ -104,11 +120,12 @@ class Service:
     async def run(self, prompts: Sequence[list[int]], params: SamplingParams, priority: int,
                   record: Record) -> AsyncGenerator[tuple[int, Delta], None]:
         """Deltas of all prompts with the number of their choice, prompt × n + index."""
-        record.params, record.prompt_tokens = params, sum(map(len, prompts))
         try:
             sources = [self.engine.generate(prompt, params, request_id=f"{record.id}-{at}", priority=priority)
                        for at, prompt in enumerate(prompts)]
         except NVError as error: raise explained(error) from error
+        record.params, record.choices = params, len(prompts) * params.n
+        record.prompt_tokens = sum(map(len, prompts))
         deadline = asyncio.get_running_loop().time() + self.limits.request_s
         async with contextlib.aclosing(merged(sources)) as deltas:
             while True:
@@ -120,12 +137,13 @@ class Service:
                                    "request_timeout") from error
                 except NVError as error: raise explained(error) from error
                 record.cached_tokens = max(record.cached_tokens, delta.cached_tokens)
-                self.metrics.gaps(record.seen(delta))
+                choice = at * params.n + delta.index
+                self.metrics.gaps(record.seen(choice, delta))
                 if delta.finish_reason == "error":
                     raise explained(delta.error or NVError("the engine could not go on"))
                 if delta.finish_reason == "abort":
                     raise APIError(503, "the server stopped before the answer was complete", "aborted")
-                yield at * params.n + delta.index, delta
+                yield choice, delta
 
 
 async def merged(sources: Sequence[AsyncIterator[Delta]]) -> AsyncGenerator[tuple[int, Delta], None]:

@@ -1,0 +1,70 @@
+"""Any JSON is answered: a status that fits, an error of OpenAI's shape, and never 500."""
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from serve_case import Live, fake_service, live
+
+from tinygrad_nv.server.limits import Limits
+
+JSON = {"Content-Type": "application/json"}
+NAMES = ("prompt", "messages", "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k",
+         "min_p", "n", "stop", "stop_token_ids", "seed", "logprobs", "top_logprobs", "logit_bias", "echo",
+         "stream", "stream_options", "response_format", "tools", "tool_choice", "structured_outputs", "priority",
+         "min_tokens", "presence_penalty", "repetition_penalty", "best_of", "suffix", "guided_json",
+         "guided_regex", "guided_choice", "guided_grammar", "chat_template_kwargs", "user", "role", "content",
+         "type", "text", "function", "name", "parameters", "arguments", "tool_calls", "json_schema", "schema",
+         "include_usage", "1", "\ud800")
+WORDS = st.sampled_from(("user", "assistant", "text", "function", "json_schema", "json_object", "required",
+                         "auto", "object", "{}", "a", "Once", "", "\0", "\ud800", "(", "start: \"a\""))
+NUMBERS = st.sampled_from((-1, 0, 1, 2, 3, 0.5, 1e300, 5e-324, 10 ** 30, 10 ** 400, 1 << 63))
+LEAVES = st.none() | st.booleans() | NUMBERS | WORDS | st.text(max_size=3)
+NAME = st.sampled_from(NAMES) | st.text(max_size=3)
+ANY = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAME, inner, max_size=4),
+                   max_leaves=8)
+MESSAGE = st.fixed_dictionaries({"role": WORDS, "content": LEAVES}) | ANY
+TOOL = st.fixed_dictionaries({"type": st.just("function"), "function": st.fixed_dictionaries(
+    {"name": WORDS}, optional={"parameters": ANY})}) | ANY
+COMPLETION = st.fixed_dictionaries({"prompt": st.just("Once") | ANY})
+CHAT = st.fixed_dictionaries({"messages": st.lists(MESSAGE, min_size=1, max_size=3)},
+                             optional={"tools": st.lists(TOOL, max_size=2)})
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live(fake_service(limits=Limits(choices=4, request_s=20))) as running: yield running
+
+
+def answered(server: Live, path: str, body: dict[str, Any]) -> None:
+    """With 200, or with an error that has words."""
+    answer = server.http.post(path, content=json.dumps(body), headers=JSON)
+    assert answer.status_code in (200, 400, 404), (answer.status_code, answer.text)
+    if answer.status_code == 200: return
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def body_of(base: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    """`base`, few tokens, and up to three fields of any name with anything in them."""
+    return st.builds(lambda first, more: {"max_tokens": 2, **more, **first}, base,
+                     st.dictionaries(NAME, ANY, max_size=3))
+
+
+FUZZ = settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+
+
+@FUZZ
+@given(body_of(COMPLETION))
+def test_any_completion(server: Live, body: dict[str, Any]): answered(server, "/v1/completions", body)
+
+
+@FUZZ
+@given(body_of(CHAT))
+def test_any_conversation(server: Live, body: dict[str, Any]): answered(server, "/v1/chat/completions", body)
