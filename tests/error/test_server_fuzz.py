@@ -13,10 +13,10 @@ from serve_case import Live, fake_service, live
 from tinygrad_nv.server.limits import Limits
 
 JSON = {"Content-Type": "application/json"}
-NAMES = ("prompt", "messages", "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k",
-         "min_p", "n", "stop", "stop_token_ids", "seed", "logprobs", "top_logprobs", "logit_bias", "echo",
-         "stream", "stream_options", "response_format", "tools", "tool_choice", "structured_outputs", "priority",
-         "min_tokens", "presence_penalty", "repetition_penalty", "best_of", "suffix", "guided_json",
+NAMES = ("prompt", "messages", "model", "max_tokens", "max_completion_tokens", "temperature", "top_p",
+         "top_k", "min_p", "n", "stop", "stop_token_ids", "seed", "logprobs", "top_logprobs", "logit_bias",
+         "echo", "stream", "stream_options", "response_format", "tools", "tool_choice", "structured_outputs",
+         "priority", "min_tokens", "presence_penalty", "repetition_penalty", "best_of", "suffix", "guided_json",
          "guided_regex", "guided_choice", "guided_grammar", "chat_template_kwargs", "user", "role", "content",
          "type", "text", "function", "name", "parameters", "arguments", "tool_calls", "json_schema", "schema",
          "include_usage", "1", "\ud800")
@@ -25,8 +25,8 @@ WORDS = st.sampled_from(("user", "assistant", "text", "function", "json_schema",
 NUMBERS = st.sampled_from((-1, 0, 1, 2, 3, 0.5, 1e300, 5e-324, 10 ** 30, 10 ** 400, 1 << 63))
 LEAVES = st.none() | st.booleans() | NUMBERS | WORDS | st.text(max_size=3)
 NAME = st.sampled_from(NAMES) | st.text(max_size=3)
-ANY = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAME, inner, max_size=4),
-                   max_leaves=8)
+ANY = st.recursive(LEAVES, lambda inner: (
+    st.lists(inner, max_size=3) | st.dictionaries(NAME, inner, max_size=4)), max_leaves=8)
 MESSAGE = st.fixed_dictionaries({"role": WORDS, "content": LEAVES}) | ANY
 TOOL = st.fixed_dictionaries({"type": st.just("function"), "function": st.fixed_dictionaries(
     {"name": WORDS}, optional={"parameters": ANY})}) | ANY
