@@ -100,6 +100,13 @@ def test_bytes_widened_to_float32_are_exact_for_the_largest(level: ISA):
     assert torch.equal(run(load(gemm.build(spec, made)), spec, given), reference(spec, given))
 
 
+@pytest.mark.parametrize(("majors", "times"), [("KK", 1), ("KM", 0)])
+def test_the_next_panel_is_fetched_where_it_lies_along_k(majors: str, times: int):
+    """32 x 32000 x 512 of float32 took 1.3 times as long when packing waited for memory."""
+    spec = product(32, 256, 512, F32, majors=majors)
+    assert gemm.build(spec, scheduled(spec)).source.count("__builtin_prefetch(ahead") == times
+
+
 def test_rows_known_at_launch():
     """One kernel for any number of rows; those that are not there are NaN."""
     spec = product(80, 40, 64, F32, symbolic=True)

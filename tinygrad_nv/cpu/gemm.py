@@ -91,11 +91,12 @@ def build(spec: GemmSpec, schedule: CPUSchedule) -> CPUKernel:
     kind = kind_of(spec, isa)
     step = pitch(schedule.block_k, PER[kind], isa)
     whole, flip = spec.accumulate == dtypes.int32, kind == "quad" and spec.a.dtype == spec.b.dtype
+    line = 16 * PER[kind] * spec.b.dtype.itemsize if spec.b.k == 1 else 0
     # a's bytes have no sign when packed: they are uint8, or int8 turned
     free = (spec.a.dtype == dtypes.uint8) != flip
     before = [header("gemm.h"), packing("a", spec.a, kind, step, flip=flip),
               packing("b", spec.b, kind, schedule.columns, up(schedule.block_k // PER[kind], isa.lanes)),
-              micro(schedule, kind, step, whole, free, flip)]
+              micro(schedule, kind, step, whole, free, flip, line)]
     inputs = [(c_type(spec.a.dtype), "a"), (c_type(spec.b.dtype), "b")]
     if named is not spec: inputs.reverse()
     inputs += [(c_type(dtype), f"x{i}") for i, dtype in enumerate(spec.parameters)]
@@ -120,6 +121,7 @@ def _body(spec: GemmSpec, schedule: CPUSchedule, kind: str, step: int, shifted: 
     shift = f"s32 shift[{schedule.columns}];" if shifted else ""
     deep = up(schedule.block_k // per, schedule.isa.lanes)
     group = panels(spec, block_n, schedule.columns)
+    ahead = _ahead(spec, schedule) if spec.b.k == 1 else ""
     a = _at(spec.a.offset, ("m0", spec.a.mn), ("k0", spec.a.k), *zip(batch, spec.a.batch, strict=True))
     b = _at(spec.b.offset, ("(n0 + j)", spec.b.mn), ("k0", spec.b.k), ("p", spec.part),
             *zip(batch, spec.b.batch, strict=True))
@@ -142,13 +144,16 @@ def _body(spec: GemmSpec, schedule: CPUSchedule, kind: str, step: int, shifted: 
       pack_a(a + {a}, left, rows, strips * {schedule.rows}, deep);
       for (s64 p = 0; p < {spec.parts}; p++) for (s64 j = 0; j < columns; j += {group}) {{
         const s64 most = columns - j < {group} ? columns - j : {group};
-        pack_b(b + {b}, right, most, most, deep);
+        const {c_type(spec.b.dtype)} *panels = b + {b};
+        pack_b(panels, right, most, most, deep);
         for (s64 c = 0; c < most; c += {schedule.columns}) {{
           const u32 *panel = right + c * {deep};
           {'shifts(panel, shift, units);' if shift else ''}
-          for (s64 i = 0; i < strips; i++)
+          for (s64 i = 0; i < strips; i++) {{
+            {ahead}
             micro(left + i * {schedule.rows * step}, panel, &sums[p][i * {schedule.rows}][j + c], units,
-                  !k0{', shift' if shift else ''});
+                  !k0{', shift' if shift else ''}{', ahead, apart' if ahead else ''});
+          }}
         }}
       }}
     }}
@@ -158,6 +163,18 @@ def _body(spec: GemmSpec, schedule: CPUSchedule, kind: str, step: int, shifted: 
       if (j < columns) {{ {_finish(spec, batch, '(columns - j)')} }}
     }}
   }}"""
+
+
+def _ahead(spec: GemmSpec, schedule: CPUSchedule) -> str:
+    """C ahead of strip i: where its loop fetches from, 16 columns in each of the first strips, of the panel
+    that is packed next; the others fetch what is there."""
+    mn, size, block_k = spec.b.mn, spec.b.dtype.itemsize, schedule.block_k
+    return f"""const int fetches = i < {-(-schedule.columns // 16)};
+            const {c_type(spec.b.dtype)} *next = panels + {schedule.columns * mn}ll;
+            if (j + {schedule.columns} >= columns && k0 + {block_k} < {spec.k})
+              next = panels + {block_k} - j * {mn}ll;
+            const u8 *ahead = (const u8 *)(fetches ? next + i * {16 * mn}ll : panels);
+            const u64 apart = fetches ? {mn * size} : 0;"""
 
 
 def _finish(spec: GemmSpec, batch: list[str], count: str) -> str:

@@ -18,19 +18,22 @@ from __future__ import annotations
 from tinygrad_nv.cpu.schedule import CPUSchedule
 
 
-def micro(schedule: CPUSchedule, kind: str, pitch: int, whole: bool, free: bool, shifted: bool) -> str:
+def micro(schedule: CPUSchedule, kind: str, pitch: int, whole: bool, free: bool, shifted: bool,
+          line: int) -> str:
     """`whole`: c is int32. `free`: a's bytes are the ones without a sign. `shifted`: their highest bits are
-    turned."""
+    turned. `line`: bytes of 16 units, where they are fetched ahead of 16 rows of b, `apart` from each other;
+    0: nothing is."""
     rows, columns, row = schedule.rows, schedule.columns, schedule.block_n
     vectors, own = columns // schedule.isa.lanes, "vi" if kind == "quad" else "vf"
     names = [(r, v) for r in range(rows) for v in range(vectors)]
     start = "*(const vi_u *)(shift + {} * W)" if shifted else f"({own})0"
     lines = [f"{own} s{r}_{v} = {start.format(v)};" for r, v in names]
-    step = [f"const vi y{v} = *(const vi_u *)(b + k * {columns} + {v} * W);" for v in range(vectors)]
+    step = [f"__builtin_prefetch(ahead + k % 16 * apart + k / 16 * {line}, 0, 2);"] if line else []
+    step += [f"const vi y{v} = *(const vi_u *)(b + k * {columns} + {v} * W);" for v in range(vectors)]
     for r in range(rows):
         step.append(f"const vi x{r} = (vi)(s32)a[{r} * {pitch} + k];")
         step += [f"s{r}_{v} = {_dot(kind, f's{r}_{v}', f'x{r}', f'y{v}', free)};" for v in range(vectors)]
-    lines.append(f"for (s64 k = 0; k < units; k++) {{ {' '.join(step)} }}")
+    lines.append(f"for (u64 k = 0; k < units; k++) {{ {' '.join(step)} }}")
     c = "vi" if whole else "vf"
     value = "to_i({})" if whole and kind == "fma" else "{}"
     stores = [(f"*({c}_u *)(c + {r * row} + {v} * W)", value.format(f"s{r}_{v}")) for r, v in names]
@@ -38,10 +41,11 @@ def micro(schedule: CPUSchedule, kind: str, pitch: int, whole: bool, free: bool,
     lines.append(f"else {{ {' '.join(f'{at} += {x};' for at, x in stores)} }}")
     text = "\n  ".join(lines)
     shift = ", const s32 *shift" if shifted else ""
+    ahead = ", const u8 *ahead, u64 apart" if line else ""
     result = "s32" if whole else "float"
     made = f"""
-NOINLINE void micro(const u32 *restrict a, const u32 *restrict b, {result} *restrict c, s64 units,
-                    int first{shift}) {{
+NOINLINE void micro(const u32 *restrict a, const u32 *restrict b, {result} *restrict c, u64 units,
+                    int first{shift}{ahead}) {{
   {text}
 }}"""
     return made + (_shifts(columns, free) if shifted else "")

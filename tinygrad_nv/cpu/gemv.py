@@ -68,12 +68,20 @@ def default(spec: GemmSpec, machine: CPUMachine) -> CPUSchedule:
 
 
 def _of_rows(spec: GemmSpec, isa: ISA) -> CPUSchedule:
-    o, block_m, block_k = _operands(spec, isa), min(spec.m, isa.registers // 4), 0
-    held = isa.registers * (3 if o.pairs else 2) // 4  # vectors of sums; with more the compiler spills
-    rows = max(1, min(4 // spec.parts, held // (block_m * spec.parts)))
+    o, block_k, most = _operands(spec, isa), 0, SUMS_BYTES
+    if spec.b.k == 1 and isa.lanes > 4 and spec.b.dtype == dtypes.float32:
+        # lanes of four columns are added at once; loads of b are repeated, which is hidden behind 24 sums
+        rows = max(1, 4 // spec.parts)
+        tallest = max(1, isa.registers * 3 // 4 // (rows * spec.parts))
+        block_m = -(-spec.m // -(-spec.m // tallest))
+        if spec.m > block_m: most *= 2  # tiles take turns, each with its own rows
+    else:
+        block_m = min(spec.m, isa.registers // 4)
+        held = isa.registers * (3 if o.pairs else 2) // 4  # vectors of sums; with more the compiler spills
+        rows = max(1, min(4 // spec.parts, held // (block_m * spec.parts)))
     # two rows of a may come from the second cache: b comes more slowly
-    if spec.b.k == 1 and spec.m > 2 and spec.m * o.row_bytes > SUMS_BYTES:
-        block_k = max(64, SUMS_BYTES * spec.k // (spec.m * o.row_bytes) // 64 * 64)
+    if spec.b.k == 1 and spec.m > 2 and spec.m * o.row_bytes > most:
+        block_k = max(64, most * spec.k // (spec.m * o.row_bytes) // 64 * 64)
     return CPUSchedule(TEMPLATE, isa, 1, block_m, 256, block_k, rows)
 
 

@@ -22,6 +22,7 @@ from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.spec import BYTES, GemmSpec
 
+FEWEST_FETCHED = 4  # rows of a: with more, the processor's own fetching does not keep up with the pauses
 NEIGHBOURS = 4  # columns of a stream that are summed together in blocks of k
 
 
@@ -116,8 +117,10 @@ def sums_of_rows(o: Operands, schedule: CPUSchedule) -> str:
     rows, spec = schedule.rows, o.spec
     tiles = [range(i, min(i + schedule.block_m, spec.m)) for i in range(0, spec.m, schedule.block_m)]
     one = " ".join(_tile(o, 1, tile) for tile in tiles)
-    many = " ".join(_tile(o, rows, tile) for tile in tiles)
-    loop = f"for (s64 c = 0; c < apart; c++) {{ {many} }}"
+    fetches = spec.m > FEWEST_FETCHED and spec.b.k == 1
+    many = " ".join(_tile(o, rows, tile, fetches=fetches and not tile.start) for tile in tiles)
+    ahead = f"const s64 ahead = {spec.b.mn};" if fetches else ""
+    loop = f"for (s64 c = 0; c < apart; c++) {{ {ahead} {many} }}"
     if 0 < schedule.block_k < spec.k: loop = _blocks(o, rows, tiles, schedule.block_k)
     return f"""{{
       const s64 apart = count / {rows};
@@ -131,7 +134,7 @@ def _blocks(o: Operands, rows: int, tiles: list[range], block_k: int) -> str:
     ahead = f"(j + 1 < most ? {spec.b.mn} : {block_k} - j * (s64){spec.b.mn})"
 
     def each(k: str, last: bool) -> str:
-        inner = " ".join(_tile(o, rows, tile, block_k, last) for tile in tiles)
+        inner = " ".join(_tile(o, rows, tile, block_k, last, True) for tile in tiles)
         return f"""for (s64 j = 0; j < most; j++) {{
           const s64 c = c0 + j, k0 = {k}, ahead = {ahead};
           {o.vector} *const held = totals[j]; {inner}
@@ -146,9 +149,10 @@ def _blocks(o: Operands, rows: int, tiles: list[range], block_k: int) -> str:
       }}"""
 
 
-def _tile(o: Operands, rows: int, tile: range, block_k: int = 0, last: bool = True) -> str:
+def _tile(o: Operands, rows: int, tile: range, block_k: int = 0, last: bool = True,
+          fetches: bool = False) -> str:
     """`rows` columns from c, `apart` from each other, and the rows of a in `tile`: all of k; or one block of
-    it, from and (but for the `last`) to vectors `held`."""
+    it, from and (but for the `last`) to vectors `held`. `fetches` what of b is `ahead`."""
     spec = o.spec
     begin = (spec.k - 1) // block_k * block_k if block_k and last else 0
     end = spec.k if last else block_k
@@ -169,7 +173,7 @@ def _tile(o: Operands, rows: int, tile: range, block_k: int = 0, last: bool = Tr
         ys = {i: f"const {kind} y{i} = {_vector(o, f'a{i}', o.kind, 1, count)};" for i in tile}
         vs = {(p, r): f"const {kind} v{p}_{r} = {_vector(o, f'w{p}_{r}', b, spec.b.k, count)};"
               for p, r in lanes}
-        out = [f"__builtin_prefetch(w{p}_{r} + k + ahead, 0, 2);" for p, r in lanes if block_k and not count]
+        out = [f"__builtin_prefetch(w{p}_{r} + k + ahead, 0, 2);" for p, r in lanes if fetches and not count]
         added = {key: f"{s} = {o.added(s, f'v{key[0]}_{key[1]}', f'y{key[2]}')};" for key, s in names.items()}
         if len(lanes) < len(tile):
             out += vs.values()
