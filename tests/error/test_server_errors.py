@@ -170,6 +170,13 @@ def test_a_prompt_longer_than_the_context(server: Live):
     explained(server.post({"prompt": "Once " * 5000}), 400, "tokens", "at most 511")
 
 
+def test_a_prompt_far_longer_than_the_context_is_not_tokenised(server: Live):
+    begun = time.monotonic()
+    explained(server.post({"prompt": "a" * 900_000}), 400, "900000 characters", "at most 511 tokens")
+    assert time.monotonic() - begun < 1     # its tokens take 3 s, and 200 MB
+    serves(server)
+
+
 def test_a_prompt_of_ten_megabytes(server: Live):
     body = json.dumps({"prompt": "a" * 10_000_000}).encode()
     begun = time.monotonic()

@@ -16,7 +16,8 @@ JSON = {"Content-Type": "application/json"}
 NAMES = ("prompt", "messages", "model", "max_tokens", "max_completion_tokens", "temperature", "top_p",
          "top_k", "min_p", "n", "stop", "stop_token_ids", "seed", "logprobs", "top_logprobs", "logit_bias",
          "echo", "stream", "stream_options", "response_format", "tools", "tool_choice", "structured_outputs",
-         "priority", "min_tokens", "presence_penalty", "repetition_penalty", "best_of", "suffix", "guided_json",
+         "priority", "min_tokens", "presence_penalty", "repetition_penalty", "best_of", "suffix",
+         "guided_json",
          "guided_regex", "guided_choice", "guided_grammar", "chat_template_kwargs", "user", "role", "content",
          "type", "text", "function", "name", "parameters", "arguments", "tool_calls", "json_schema", "schema",
          "include_usage", "1", "\ud800")

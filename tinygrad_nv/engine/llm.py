@@ -186,6 +186,7 @@ class LLM:
         if isinstance(prompt, str):
             if not prompt:
                 raise RequestError("the prompt is empty", "at least one character", "write a prompt")
+            self.require_tokenizer().require_fitting(prompt, self.length)
             ids = self.require_tokenizer().encode(prompt)
         else: ids = list(prompt)
         if not ids:
@@ -207,7 +208,9 @@ class LLM:
     def encode_chat(self, messages: Sequence[Message], tools: Tools = (), /, **extra: Any) -> list[int]:
         """Token ids of a conversation, through the model's chat template, which is told `tools` and the
         variables `extra`."""
-        return self.encode(self.require_tokenizer().encode_chat(messages, tools, **extra))
+        text = self.require_tokenizer().render(messages, tools, **extra)
+        self.require_tokenizer().require_fitting(text, self.length)
+        return self.encode(self.require_tokenizer().encode(text, special=False))
 
     @cached_property
     def grammars(self) -> Grammars:

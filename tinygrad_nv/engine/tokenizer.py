@@ -23,6 +23,8 @@ from tinygrad_nv.errors import RequestError, TokenizerError
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
+# times the longest token: some tokenizers drop spaces
+SURELY = 4
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,17 @@ class Tokenizer:
         older = _optional_json(directory / "special_tokens_map.json")
         special = {**_special_tokens(older), **_special_tokens(config)}
         return Tokenizer(backend, special, _template(directory, config))
+
+    def require_fitting(self, text: str, length: int) -> None:
+        """Raises `RequestError` for a text that is far longer than `length` tokens, before its tokens are
+        looked for: that takes seconds, and hundreds of bytes for each character."""
+        if len(text) > SURELY * self._longest * length:
+            raise RequestError(f"the prompt has {len(text)} characters, the context holds {length} tokens",
+                               f"at most {length - 1} tokens, so that one can be added",
+                               "shorten the prompt or raise --max-model-len")
+
+    @cached_property
+    def _longest(self) -> int: return max(map(len, self.backend.get_vocab()), default=1)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Ids of `text`, with the tokens the model expects around it unless `special` is False."""
