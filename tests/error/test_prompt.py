@@ -3,7 +3,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from tinygrad_nv import LLM, SamplingParams
+from tinygrad_nv.errors import RequestError, TokenizerError
 
 
 def test_an_empty_prompt(command, tiny: Path):
@@ -72,3 +76,21 @@ def test_a_model_without_a_prompt(command, tiny: Path):
     command("generate", tiny).refused(
         f"{tiny} is a model directory, and no prompt follows it", "expected: [MODEL] PROMPT",
         "to fix:   add the text to continue, in quotes")
+
+
+def test_what_is_no_prompt(tiny: Path):
+    llm = LLM(tiny, max_num_seqs=1)
+    params = SamplingParams(max_tokens=1)
+    for wrong in (5, None, {"prompt": "x"}, [{"prompt": "x"}], [[1.5]], [None]):
+        with pytest.raises(RequestError, match=r"a prompt of type \w+: .*\n  expected: a text, or a list of"):
+            llm.generate(wrong, params)  # type: ignore[arg-type]
+    for right in ("a", [5, 9], np.array([5, 9]), [np.array([5, 9])], ["a"], [[5]]):
+        assert len(llm.generate(right, params)) == 1  # type: ignore[arg-type]
+    assert len(llm.generate("a", [params])) == 1
+
+
+def test_stop_strings_without_a_tokenizer(tiny: Path, tmp_path: Path):
+    for each in tiny.iterdir():
+        if "token" not in each.name: (tmp_path / each.name).write_bytes(each.read_bytes())
+    with pytest.raises(TokenizerError, match=r"has no tokenizer\.json"):
+        LLM(tmp_path, max_num_seqs=1).generate([5, 9], SamplingParams(stop=("x",)))

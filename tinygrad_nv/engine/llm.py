@@ -13,11 +13,14 @@ from __future__ import annotations
 import itertools
 import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import index
 from pathlib import Path
 from typing import Any, cast
+
+import numpy as np
 
 from tinygrad_nv.engine.batch import GROUP
 from tinygrad_nv.engine.core import EngineCore
@@ -188,7 +191,7 @@ class LLM:
                 raise RequestError("the prompt is empty", "at least one character", "write a prompt")
             self.require_tokenizer().require_fitting(prompt, self.length)
             ids = self.require_tokenizer().encode(prompt)
-        else: ids = list(prompt)
+        else: ids = whole_numbers(prompt)
         if not ids:
             raise RequestError("the prompt has no tokens", "at least one token id", "pass a longer prompt")
         if bad := [i for i in ids if not 0 <= i < self.config.vocab_size]:
@@ -228,6 +231,7 @@ class LLM:
         """A request to the core, checked; its parameters have a seed."""
         params = self.defaults if params is None else params
         params.require_vocabulary(self.config.vocab_size)
+        if params.stop: self.require_tokenizer()
         if params.seed is None: params = replace(params, seed=fresh_seed())
         return Request(name, self.encode(prompt), params, priority, matchers=self.matchers(params))
 
@@ -239,10 +243,9 @@ class LLM:
         """Answers to one prompt or to a list of them, in order. `params` are for all, or a list with those of
         each; `progress(done, total)` follows the prompts. Raises `RequestError` at once for a bad prompt; an
         answer that later cannot go on has finish reason "error"."""
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            assert params is None or isinstance(params, SamplingParams)
-            return [self.complete(cast(Prompt, prompts), params)]
-        many = cast(Sequence[Prompt], prompts)
+        many = listed(prompts)
+        if many and many[0] is prompts and (params is None or isinstance(params, SamplingParams)):
+            return [self.complete(many[0], params)]
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else params
         if len(each) != len(many):
             raise RequestError(f"{len(each)} params for {len(many)} prompts",
@@ -299,6 +302,26 @@ class LLM:
             for name in open_: self.engine.abort(name)
 
     def _name(self) -> str: return f"local-{next(self._numbers)}"
+
+
+def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Prompts, of which one may stand for itself. Raises `RequestError` for what is neither."""
+    if isinstance(prompts, str): return [prompts]
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable): raise _no_prompt(prompts)
+    many = list(prompts)
+    if many and all(isinstance(each, int | np.integer) for each in many): return [cast(Prompt, prompts)]
+    return cast(list[Prompt], many)
+
+
+def whole_numbers(prompt: Iterable[Any]) -> list[int]:
+    """The token ids of a prompt that is no text. Raises `RequestError` for what has none."""
+    try: return [index(token) for token in prompt]
+    except TypeError: raise _no_prompt(prompt) from None
+
+
+def _no_prompt(found: Any) -> RequestError:
+    return RequestError(f"a prompt of type {type(found).__name__}: {str(found)[:40]}",
+                        "a text, or a list of token ids", "pass prompt texts, or lists of ids")
 
 
 class Growing:
