@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from measure import git, processor
+
 PROMPTS = ("Once upon a time there was a little fox", "One day a bear", "The girl found a key in the wood",
            "Tom and his dog", "It rained all day, and the mouse", "In the morning the sun", "A bird had lost",
            "The old tree by the river")
@@ -223,6 +225,7 @@ def main() -> int:
     else:
         with server(arguments.options) as (url, process):
             data = asyncio.run(measure(url, process, arguments))
+    data = {"machine": processor(), "commit": git("rev-parse", "--short", "HEAD"), **data}
     if arguments.json: arguments.json.write_text(json.dumps(data) + "\n")
     if arguments.plot: plot(data, arguments.plot)
     print(json.dumps({key: value for key, value in data.items() if key != "series"}, indent=1))
