@@ -62,9 +62,9 @@ hooks.add_custom_function("f", lambda ctx, call, ast: [], lambda call: ((), ()))
 assert schedule.pre_schedule == [(hooks.rewritten, hooks.configuration)]
 assert len(realize.pre_compile) == 1 and list(realize.custom_functions) == ["f"]
 assert {{attribute for _, attribute in replaced._replaced}} == {{
-    "_select_device", "scaled_dot_product_attention", "_compact_params"}}
+    "_select_device", "db_connection", "scaled_dot_product_attention", "_compact_params"}}
 hooks.disable(); hooks.remove_custom_function("f")
-assert {{attribute for _, attribute in replaced._replaced}} == {{"_select_device"}}
+assert {{attribute for _, attribute in replaced._replaced}} == {{"_select_device", "db_connection"}}
 assert (schedule.pre_schedule, realize.pre_compile, realize.custom_functions) == ([], [], {{}})
 """)
 
