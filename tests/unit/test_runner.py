@@ -13,7 +13,7 @@ from tinygrad_nv.models.llama import Llama
 
 from tinygrad_nv import Tensor, dtypes
 from tinygrad_nv.engine.batch import GROUP, Batch, Move, Sample, Where, Work
-from tinygrad_nv.engine.runner import Runner
+from tinygrad_nv.engine.runner import RARE, Runner
 from tinygrad_nv.engine.runner_inputs import STEPS, Shape
 from tinygrad_nv.errors import RequestError
 
@@ -184,3 +184,25 @@ def test_shapes_hold_what_they_are_for_and_are_few():
                 if groups: assert shape.rows // GROUP in STEPS
                 found.add((shape.rows, shape.decode))
     assert len(found) < 64
+
+
+def test_a_rare_shape_is_served_by_one_with_room_for_it_and_a_usual_one_is_captured():
+    model = network()
+    runner = Runner(model, pages=PAGES, page_size=SIZE, max_seqs=4, max_len=LENGTH)
+    try:
+        runner.warm_up(shapes=[Shape.fitting(4, 3, 8, False)])
+        poison(runner)
+        driver = Driver(runner)
+        steady, *others = (driver.add(prompt) for prompt in (9, 3, 12))
+        driver.run(driver.work(steady, 9))                              # of 16 rows, which 32 have room for
+        driver.run(driver.work(steady, 1), *(driver.work(each, len(each.tokens)) for each in others))
+        assert len(runner.steps) == 1
+        for _ in range(RARE + 1):                                       # a decode step is captured at once
+            driver.run(*(driver.work(each, 1) for each in driver.sequences))
+        assert [shape.direct for shape in runner.steps] == [False, True]
+        driver.check(model)
+        for _ in range(RARE): runner.launch(Batch((Work(0, 0, (1, 2), steady.pages),))).result(60)
+        assert len(runner.steps) == 2
+        runner.launch(Batch((Work(0, 0, (1, 2), steady.pages),))).result(60)
+        assert len(runner.steps) == 3
+    finally: runner.close()

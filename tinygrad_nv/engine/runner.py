@@ -14,6 +14,7 @@ it may be.
 """
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -35,6 +36,8 @@ from tinygrad_nv.models.paged import PagedPlace, Part
 from tinygrad_nv.runtime.memory_pool import labelled
 from tinygrad_nv.runtime.ranges import layer, span
 
+RARE = 8        # times that a shape comes before it is captured, where another has room for it
+MOST_ROOM = 4   # of the rows that are needed
 T = TypeVar("T")
 
 
@@ -73,6 +76,7 @@ class Runner:
         self.kinds = Kinds(max_seqs)
         self.steps: dict[Shape, tuple[Layout, Captured]] = {}
         self.samplers: dict[tuple[int, Filters], Captured] = {}
+        self.rare: Counter[Shape] = Counter()   # how often shapes that are not captured have come
         self.failed: BaseException | None = None
         self.thread = thread or ThreadPoolExecutor(1, "nv-device")
 
@@ -114,9 +118,15 @@ class Runner:
         progress(len(wanted), len(wanted))
 
     def usual_shapes(self) -> list[Shape]:
-        """What every load comes to need: decode steps of each size, and chunks of a prompt alone."""
+        """What every load comes to need: decode steps of each size, chunks of a prompt alone, and chunks
+        beside few and many that decode, of sizes with room for those between."""
         decode = [Shape.fitting(1 << i, 0, 0, True) for i in range((self.max_seqs - 1).bit_length() + 1)]
-        return decode + [Shape.fitting(0, groups, 1, False) for groups in (1, 2, 4, 8)]
+        chunks = [Shape.fitting(0, groups, 1, False) for groups in (1, 2, 4, 8)]
+        most = self.most.rows // GROUP - self.most.decode // GROUP
+        beside = [Shape.fitting(rows, groups, 2 * rows, False)
+                  for rows in sorted({min(GROUP, self.max_seqs), self.max_seqs})
+                  for groups in (3, 15, 56) if groups <= most]
+        return decode + chunks + list(dict.fromkeys(beside))
 
     def close(self) -> None:
         """Waits for what was launched, and gives page-locked memory back."""
@@ -149,7 +159,7 @@ class Runner:
 
     def _run(self, batch: Batch, filters: Filters) -> int:
         """Queues a step; returns for how many samples its shape is."""
-        shape = Shape.of(batch)
+        shape = self._serving(Shape.of(batch))
         layout, step = self._step(shape)
         with span(f"step {shape}"):
             write(self.inbox.open(), layout, batch, self.tables, self.outbox.last)
@@ -160,6 +170,14 @@ class Runner:
         return shape.samples
 
     # **** graphs ****
+
+    def _serving(self, shape: Shape) -> Shape:
+        """The shape itself, or while it is rare a captured one that has room for it: to capture one takes as
+        long as hundreds of small steps (0.3 s against 1 ms for the model in the box)."""
+        if shape in self.steps or shape.direct or self.rare[shape] >= RARE: return shape
+        self.rare[shape] += 1
+        roomy = [each for each in self.steps if each.holds(shape) and each.rows <= MOST_ROOM * shape.rows]
+        return min(roomy, key=lambda each: (each.rows, each.samples), default=shape)
 
     def _warm(self, shape: Shape) -> None:
         layout, step = self._step(shape)

@@ -55,6 +55,11 @@ class Shape:
         groups = f" + {self.groups}·{GROUP}" if self.groups else ""
         return f"{self.decode}{groups} rows, {self.samples} samples"
 
+    def holds(self, other: Shape) -> bool:
+        """Whether a batch of the other shape can be written as one of this."""
+        return not self.direct and self.decode >= other.decode and self.groups >= other.groups \
+            and self.samples >= other.samples
+
     @staticmethod
     def of(batch: Batch) -> Shape:
         """The shape that serves a batch."""
