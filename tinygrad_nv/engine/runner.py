@@ -8,9 +8,9 @@ thread waits for the tokens: so the next batch may be launched before they are k
 computes.
 
 A step's graph gives logits of the rows that are sampled, and the sampler's the tokens, which stay for the
-works of the next step that begin with a token the host does not know yet. Graphs are captured when a shape
-first comes, or ahead by `warm_up`. After an exception the runner can be used; what the step had written is as
-it may be.
+works of the next step that begin with a token the host does not know yet. Graphs are captured ahead by
+`warm_up`, or when a shape comes for which no captured one has room, or comes often. After an exception the
+runner can be used; what the step had written is as it may be.
 """
 from __future__ import annotations
 
