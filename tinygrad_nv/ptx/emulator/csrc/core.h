@@ -136,8 +136,8 @@ struct Warp {
     u32 lane_sync[LANES];  /* other lanes' accesses before this clock are ordered before this lane's */
     u32 behind;         /* lanes that have not learned from others that griddepcontrol.wait has ended */
     u32 fence_epoch;    /* wgmma.fence count */
-    /* per 128 bytes of registers: fence_epoch when last written by an ordinary instruction */
-    u32 *stamps;
+    /* per 128 bytes of registers: fence_epoch when last written, and read, by an ordinary instruction */
+    u32 *written_at, *read_at;
     /* asynchronous work of this warp */
     u32 copy_groups[LANES], copy_done[LANES];  /* cp.async groups committed, known complete */
     u32 copy_arrivals;  /* cp.async.mbarrier.arrives: they tell copies before them from those after */
