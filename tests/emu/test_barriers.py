@@ -289,7 +289,7 @@ def test_registers_go_from_one_warpgroup_to_the_other() -> None:
     (".minnctapersm 1", 248, 248), (".minnctapersm 1", 256, 255), (".minnctapersm 2", 200, 128),
     (".maxnreg 128", 120, 120), (".maxnreg 128", 136, 128)])
 def test_entry_registers_are_at_most_what_is_asked_for(directives: str, more: int, entry: int) -> None:
-    """ptxas 13.0 says "Used 248 registers" of a kernel of 256 threads that goes to 248, where it would give 255:
+    """ptxas 13.0 says "Used 248 registers" of 256 threads that go to 248, where it would give 255:
     going there is no step down. Half of the CTA gives what the other half takes."""
     less = max(24, (2 * entry - more) // 8 * 8)
     text = TRADE.format(more=more, less=less, before="")

@@ -34,7 +34,7 @@ from tinygrad_nv.ptx.emulator.footprint import Footprint, Runs
 from tinygrad_nv.ptx.emulator.lowering import WORKSPACE, WORKSPACE_BYTES
 from tinygrad_nv.ptx.emulator.native import TRACE, Counters, Launch, Library, Region, library
 from tinygrad_nv.ptx.emulator.program import Program, lower
-from tinygrad_nv.ptx.emulator.report import KINDS, Finding, Report, Site, Stats
+from tinygrad_nv.ptx.emulator.report import KINDS, NOTE, Finding, Report, Site, Stats
 from tinygrad_nv.ptx.emulator.trace import Tracer
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.syntax import Function, Module
@@ -158,9 +158,10 @@ class Emulator:
         parameters = pack_arguments(function, args)
         began = time.perf_counter()
         run = _Run(self, loaded, program, shape, shared, parameters, trace, ptx_text, footprint, ahead)
-        findings = run.run()
-        return Report(findings, run.stats(), time.perf_counter() - began, run.footprint,
-                      ahead is not None and not run.held)
+        found = run.run()
+        notes = [finding for finding in found if finding.kind == NOTE]
+        return Report([finding for finding in found if finding.kind != NOTE], run.stats(),
+                      time.perf_counter() - began, run.footprint, ahead is not None and not run.held, notes)
 
     def _load(self, text: str) -> Loaded:
         if not isinstance(text, str): raise PTXError(f"PTX text is expected, not {type(text).__name__}")
@@ -277,7 +278,7 @@ class _Run:
         """From C's words to a `Finding`."""
         pairs = [(found.cta, found.thread), (found.other_cta, found.other_thread)]
         known = [pair for pair in pairs if pair[0] >= 0]
-        return Finding(KINDS[found.kind], found.text.decode(errors="replace"), found.line,
+        return Finding((*KINDS, NOTE)[found.kind], found.text.decode(errors="replace"), found.line,
                        tuple(dict.fromkeys(cta for cta, _ in known)),
                        tuple(dict.fromkeys(thread for _, thread in known)), found.count)
 

@@ -88,5 +88,5 @@ def commit_group(low: Lowering, instruction: Instruction) -> None:
 
 @lowers("wgmma.wait_group")
 def wait_group(low: Lowering, instruction: Instruction) -> None:
-    """`wgmma.wait_group.sync.aligned N;`. PTX has no limit for N; ptxas waits for all but 7 where N is more."""
+    """`wgmma.wait_group.sync.aligned N;`. N has no limit; ptxas makes 7 of more than 7."""
     low.emit("wgmma_wait", imm=count_of(low, instruction.operands[0]))

@@ -35,7 +35,7 @@ enum { NEXT, JUMPED, BLOCKED, YIELD };
 enum { READ, WRITE, ATOMIC };
 enum { GENERIC, GLOBAL, SHARED, SHARED_CLUSTER, LOCAL, CONST, PARAM };
 enum { RACE, PROXY_FENCE, UNINITIALIZED, OUT_OF_BOUNDS, MISALIGNED, BARRIER, DEADLOCK, WGMMA_HAZARD,
-      ASYNC_HAZARD };
+      ASYNC_HAZARD, NOTE };  /* NOTE: PTX does not promise it, known GPUs do it */
 
 /* Generic addresses of windows. Global allocations lie below, from 0x700000000 up. */
 #define LOCAL_WINDOW 0x7e0000000000ull
@@ -413,9 +413,14 @@ struct Mbarrier {
     /* phases since the machine started, for clocks (an mbarrier may be initialised again) */
     u32 actor, epoch;
     u32 first;          /* epoch when it was initialised */
-    u32 ended_by;       /* thread (plus 1) whose arrival ended the last phase, 0: bytes did */
     Clock *clock[2];
+    /* of this phase and the last, by parity: arrivals (by rank * MAX_WARPS + warp); whether copies had a part */
+    struct Arrival *arrivals[2];
+    bool copies[2];
     bool live;
+    /* mbarrier.init: its line, actor, clock and lane; the clock of that thread's fence.mbarrier_init, or 0 */
+    i32 init_line, init_lane;
+    u32 init_actor, init_clock, init_fenced;
 };
 /* complete_tx on a barrier of a CTA (no-op with a finding when there is none). */
 void mbarrier_complete_tx(Machine *m, Warp *w, const Op *op, int lane, Cta *cta, u64 offset, i64 bytes);
