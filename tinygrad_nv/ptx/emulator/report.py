@@ -88,8 +88,8 @@ class Stats:
 @dataclass(frozen=True)
 class Report:
     """The findings and counters of one launch; `seconds` is the time it took here. `footprint` is there when
-    it was asked for. `early`: a programmatic launch let the next one begin before it had itself waited. `notes`
-    are of what PTX does not promise and GPUs are known to do: no fault."""
+    it was asked for. `early`: a programmatic launch let the next one begin before it had itself waited.
+    `notes` are of what PTX does not promise and GPUs are known to do: no faults."""
     findings: list[Finding] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     seconds: float = 0.0

@@ -45,6 +45,7 @@ static void start_warp(Machine *m, Cta *c, i32 id, u32 threads) {
     w->local = malloc((size_t)a->local_bytes * LANES + 1);
     memset(w->local, 0xcd, (size_t)a->local_bytes * LANES);
     w->tried_pc = -1;
+    EACH w->failed_pc[l] = -1;
     w->now = 1;
     w->fence_epoch = 1;
     w->clock = clock_new(m);

@@ -122,6 +122,7 @@ struct Warp {
     i32 join_count;
     i32 tried_pc;       /* the try_wait that last failed, and on what */
     u64 tried;
+    i32 failed_pc[LANES];  /* with Launch.late: where a lane's first try_wait was made to fail, -1: nowhere */
     u64 executed;       /* instructions */
     /* lanes of all groups that the instruction being executed advances; 0: the current one */
     u32 gathered;
@@ -241,6 +242,7 @@ typedef struct {
     i32 check, exact;      /* checks on; tensor cores accumulate exactly in fp32 */
     i32 uses_wgmma, registers, resident;  /* resident: clusters that fit on the device at once */
     u64 seed, step_limit;
+    i32 late;              /* the seed "late": copies complete when nothing else can run, first waits fail */
     void (*trace)(const Warp *w, const Op *op, u32 mask);
     i64 trace_cta;         /* -1: all */
     u64 trace_warps;       /* mask; 0: no trace */

@@ -99,8 +99,9 @@ static void check_phase(Machine *m, Warp *w, const Op *op, int lane, const Cta *
     ull address = (ull)(cta->shared.base + b->offset);
     if (knows_arrivals(w, lane, b, true))
         report(m, NOTE, op, w, lane,
-               "phase %u of the mbarrier at 0x%llx ended by arrivals of which some are known here only because "
-               "other lanes arrived elsewhere with the same instruction: PTX orders lanes with bar.warp.sync",
+               "phase %u of the mbarrier at 0x%llx ended by arrivals of which some are known here only "
+               "because other lanes arrived elsewhere with the same instruction: PTX orders lanes with "
+               "bar.warp.sync",
                b->phase - 1, address);
     else
         report(m, BARRIER, op, w, lane,
@@ -339,6 +340,14 @@ static bool mbarrier_ended(const Warp *w, const Op *op, int lane, const Mbarrier
     return (b->phase & 1) != parity;
 }
 
+/* The lanes whose wait at this place is to fail for the first time: all of those that begin one, when the
+ * launch is late. */
+static u32 first_waits(const Machine *m, Warp *w, i32 pc, u32 mask) {
+    u32 first = 0;
+    if (m->launch.late) ACTIVE if (w->failed_pc[l] != pc) first |= 1u << l, w->failed_pc[l] = pc;
+    return first;
+}
+
 /* mbarrier.try_wait and .test_wait: `d` says whether the phase has ended. The first failure at a place is
  * told to the program; when it comes again, and nothing else has changed, it waits until the phase ends. */
 HANDLER(mbarrier_wait) {
@@ -346,6 +355,7 @@ HANDLER(mbarrier_wait) {
     u32 ended = 0;
     addresses(w, op, address);
     Group *g = group_of(w);
+    u32 first = g->ticket ? 0 : first_waits(m, w, g->pc, mask);
     ACTIVE {
         Cta *cta;
         u64 offset;
@@ -359,10 +369,15 @@ HANDLER(mbarrier_wait) {
         }
         Mbarrier *b = mbarrier_at(m, w, op, l, cta, offset);
         if (!b) { ended |= 1u << l; continue; }  /* reported; waiting would never end */
-        if (!mbarrier_ended(w, op, l, b)) continue;
+        if (first >> l & 1 || !mbarrier_ended(w, op, l, b)) continue;
         ended |= 1u << l;
+        w->failed_pc[l] = -1;
         acquire_lanes(m, w, 1u << l, b->clock[~b->phase & 1]);
         clock_observe(m, w, b->actor, b->epoch);
+    }
+    if (first) {
+        put_pred(w, op->d, ended, mask);
+        return YIELD;
     }
     u64 missing = ended == mask ? 0 : address[lowest(mask & ~ended)];
     if (missing && w->tried_pc == g->pc && w->tried == missing && !g->forced) {
