@@ -52,6 +52,38 @@ def test_a_kernel_with_a_bug(file: str, capsys: pytest.CaptureFixture[str]):
     assert "out-of-bounds: line 12: " in capsys.readouterr().out
 
 
+def test_several_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """What a late run alone finds; a note is printed and is no finding."""
+    text = """.version 8.0
+.target sm_90a
+.address_size 64
+.shared .align 16 .b64 bar;
+.shared .align 16 .b8 tile[16];
+.visible .entry hasty(.param .u64 from)
+{
+    .reg .pred %p<3>; .reg .b32 %r<3>; .reg .b64 %d<3>;
+    ld.param.u64 %d0, [from]; mov.u32 %r0, tile; mov.u32 %r1, bar;
+    mbarrier.init.shared::cta.b64 [%r1], 1;
+    mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], 16;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r0], [%d0], 16, [%r1];
+WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p0, [%r1], 0;
+    @!%p0 bra ONCE;
+    ret;
+ONCE: mbarrier.try_wait.parity.shared::cta.b64 %p0, [%r1], 0;
+    ld.shared.b32 %r2, [%r0];
+    ret;
+}
+"""
+    (tmp_path / "hasty.ptx").write_text(text)
+    command = ["ptx", "check", str(tmp_path / "hasty.ptx"), "--block", "1", "--arg", "arange:u32:4"]
+    assert main([*command, "--seeds", "2"]) == 1
+    said = capsys.readouterr().out
+    assert said.count("async-hazard: line 17") == 1
+    assert "note: line 12: the init of its mbarrier (line 10)" in said
+    assert main([*command, "--seed", "late", "--json"]) == 1
+    assert [note["kind"] for note in json.loads(capsys.readouterr().out)["notes"]] == ["note"]
+
+
 def test_json(file: str, capsys: pytest.CaptureFixture[str]):
     assert main(["ptx", "check", file, *ARGS, "201", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)

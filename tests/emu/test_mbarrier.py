@@ -291,3 +291,88 @@ def test_lanes_of_a_warp_that_wait_for_one_another() -> None:
 def test_what_ptx_does_not_allow(text: str, message: str) -> None:
     emu = Emulator()
     with pytest.raises(PTXError, match=message): run(text, emu.alloc(8), emu=emu, block=1, variables=SHARED)
+
+
+HASTY = INIT.format(1) + """setp.ge.u32 %p1, %t, 32; @%p1 bra READER;
+    st.shared.b32 [tile], 7; setp.eq.u32 %p1, %t, 0; @%p1 mbarrier.arrive.shared.b64 _, [bar];
+    bra END;
+    READER: mov.u32 %r3, 0;
+    IDLE: add.u32 %r3, %r3, 1; setp.lt.u32 %p3, %r3, 500; @%p3 bra IDLE;
+    mbarrier.try_wait.parity.shared::cta.b64 %p2, [bar], 0;
+    ld.shared.b32 %r1, [tile];
+    END:"""
+
+
+def test_a_late_run_fails_every_first_wait() -> None:
+    """The phase has ended when the other warp asks once; that it need not have shows in a late run."""
+    for seed in SEEDS: sound(run(HASTY, emu=Emulator(seed=seed), block=64, variables=SHARED))
+    found(run(HASTY, emu=Emulator(seed="late"), block=64, variables=SHARED), "race")
+    with pytest.raises(PTXError, match="an integer, or 'late'"): Emulator(seed="later")
+
+
+def test_a_late_run_tells_lanes_apart() -> None:
+    """Lanes that wait at two places by turns come to an end."""
+    text = INIT.format(32) + "setp.lt.u32 %p1, %t, 16; @%p1 bra LEFT;" + wait(0, 1) + ARRIVE + wait(1, 0) + \
+        "bra END; LEFT: " + wait(2, 1) + ARRIVE + wait(3, 0) + "END:"
+    sound(run(text, emu=Emulator(seed="late", step_limit=100_000), variables=SHARED))
+
+
+# **** what is a note ****
+
+COPY = """setp.ne.u32 %p3, %t, 0; @%p3 bra READY; mbarrier.init.shared::cta.b64 [bar], 1; {mine}
+    READY: bar.sync 0; setp.ne.u32 %p4, %t, 32; mov.u32 %r1, tile; mov.u32 %r2, bar; {after}
+    @!%p4 mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], {bytes};
+    @!%p4 {copy}
+    """ + wait(0, 0)
+LOAD = ("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%a0], 16, [%r2];", 16)
+STORE = ("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r1], %t, [%r2];", 4)
+
+
+@pytest.mark.parametrize(("copy", "places", "noted"), [
+    (LOAD, {}, True), (LOAD, {"mine": "fence.proxy.async.shared::cta;"}, False),
+    (LOAD, {"mine": "fence.mbarrier_init.release.cluster;"}, False),
+    (LOAD, {"after": "fence.proxy.async;"}, False), (LOAD, {"mine": "fence.proxy.async.global;"}, True),
+    (LOAD, {"mine": "fence.acq_rel.cluster;"}, True),
+    (LOAD, {"after": "fence.mbarrier_init.release.cluster;"}, True),  # nothing orders it
+    (STORE, {}, False)])
+def test_an_init_is_made_visible_to_the_async_proxy(copy: tuple[str, int], places: dict[str, str],
+                                                    noted: bool) -> None:
+    """What signals is of the async proxy, but for st.async."""
+    emu = Emulator()
+    text = COPY.format(**{"mine": "", "after": ""} | places, copy=copy[0], bytes=copy[1])
+    report = run(text, emu.alloc(np.zeros(4, np.uint32)), emu=emu, block=64, variables=SHARED)
+    sound(report)
+    said = ["has passed neither fence.mbarrier_init" in note.message for note in report.notes]
+    assert said == [True] * noted
+
+
+RINGS = """setp.ne.u32 %p1, %t, 0; @%p1 bra READY; mbarrier.init.shared::cta.b64 [bar], 2;
+    fence.mbarrier_init.release.cluster;
+    READY: barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;
+    mov.u32 %r1, bar; mapa.shared::cluster.u32 %r2, %r1, %t; mov.u32 %r5, %cluster_ctarank;
+    setp.lt.u32 %p1, %t, 2; setp.eq.u32 %p3, %t, %r5; xor.b32 %r6, %r5, 1; setp.eq.u32 %p4, %t, %r6;
+    mov.u32 %r3, 0;
+    AGAIN: {}
+    and.b32 %r4, %r3, 1;
+    """ + wait(0, "%r4") + """
+    add.u32 %r3, %r3, 1; setp.lt.u32 %p5, %r3, 4; @%p5 bra AGAIN;
+    barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"""
+REMOTE = "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r2];"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("arrivals", "noted"), [
+    (f"@%p3 {REMOTE} bar.warp.sync -1; @%p4 {REMOTE}", False), (f"@%p1 {REMOTE}", True)])
+def test_lanes_that_arrive_at_two_ctas_know_of_each_other(arrivals: str, noted: bool, seed: int) -> None:
+    """Lane r arrives at the mbarrier of CTA r, and each CTA waits for its own alone. That the other's phase
+    has ended is known from its arrivals: the own CTA's, and that of the other's sibling lane, if lanes are
+    ordered."""
+    report = run(RINGS.format(arrivals), emu=Emulator(seed=seed), grid=2, cluster=2, variables=SHARED)
+    sound(report)
+    assert any("with the same instruction" in note.message for note in report.notes) is noted
+
+
+def test_an_arrival_that_nothing_orders_is_found() -> None:
+    """The other CTA's lanes arrive at this one alone: of its own phase nothing is known here."""
+    arrivals = f"@%p4 {REMOTE} bar.warp.sync -1; @%p3 {REMOTE}"
+    found(run(RINGS.format(arrivals), grid=2, cluster=2, variables=SHARED), "barrier", "does not know phase")

@@ -42,7 +42,8 @@ def test_special_registers() -> None:
              "%nctaid.x", "%nctaid.y", "%nctaid.z", "%laneid", "%warpid", "%lanemask_eq", "%lanemask_lt",
              "%lanemask_le", "%lanemask_gt", "%lanemask_ge", "%clusterid.x", "%nclusterid.x",
              "%cluster_ctaid.x", "%cluster_nctaid.x", "%cluster_ctarank", "%cluster_nctarank",
-             "%dynamic_smem_size", "%is_explicit_cluster"]
+             "%dynamic_smem_size", "%clusterid.w", "%nclusterid.w", "%tid.w", "%ntid.w", "%ctaid.w",
+             "%nctaid.w", "%cluster_ctaid.w", "%cluster_nctaid.w", "%is_explicit_cluster"]
     count = len(names)
     reads = [f"mov.u32 %r1, {name}; st.global.u32 [%rd1+{4 * i}], %r1;" for i, name in enumerate(names)]
     reads[-1] = f"mov.pred %p1, {names[-1]}; selp.u32 %r1, 1, 0, %p1;"
@@ -76,7 +77,8 @@ def test_special_registers() -> None:
                 "%lanemask_le": 2 * bit - 1, "%lanemask_gt": 0xffffffff & ~(2 * bit - 1),
                 "%lanemask_ge": 0xffffffff & ~(bit - 1), "%clusterid.x": cta % 4 // 2, "%nclusterid.x": 2,
                 "%cluster_ctaid.x": cta % 2, "%cluster_nctaid.x": 2, "%cluster_ctarank": cta % 2,
-                "%cluster_nctarank": 2, "%dynamic_smem_size": 512, "%is_explicit_cluster": 1}
+                "%cluster_nctarank": 2, "%dynamic_smem_size": 512, "%is_explicit_cluster": 1,
+                **{name: 0 for name in names if name.endswith(".w")}}
         assert dict(zip(names, row, strict=False)) == want
         assert row[count:] == [thread % 24, 0, thread % 24, cta % 4]
 

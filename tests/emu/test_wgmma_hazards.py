@@ -52,7 +52,7 @@ PAIRS = {
         CASE, BEGIN_ONE + COMMIT + WAIT_BUT_ONE + READ + WAIT,
         BEGIN_ONE + COMMIT + COMMIT + WAIT_BUT_ONE + READ + WAIT, "is read while"),
     "read between issue and commit": (
-        CASE, BEGIN_ONE + READ + COMMIT + WAIT, VISIBLE + FENCE + READ + ONE + COMMIT + WAIT,
+        CASE, BEGIN_ONE + READ + COMMIT + WAIT, VISIBLE + READ + FENCE + ONE + COMMIT + WAIT,
         "is read while"),
     "accumulator written in flight": (
         CASE, BEGIN_ONE + COMMIT + "mov.b32 %d7, 0;\n" + WAIT, GOOD, "an accumulator of a wgmma"),
@@ -69,6 +69,12 @@ PAIRS = {
     "no fence between stages": (
         CASE, GOOD + TOUCH + AGAIN + COMMIT + WAIT, GOOD + TOUCH + FENCE + AGAIN + COMMIT + WAIT,
         "accumulators were written"),
+    "accumulator read after the fence": (
+        CASE, VISIBLE + FENCE + READ + ONE + COMMIT + WAIT, VISIBLE + READ + FENCE + ONE + COMMIT + WAIT,
+        "accumulators were read"),
+    "no fence after a read": (
+        CASE, GOOD + READ + AGAIN + COMMIT + WAIT, GOOD + READ + FENCE + AGAIN + COMMIT + WAIT,
+        "accumulators were read"),
     "another shape in flight": (
         CASE, BEGIN_ONE + NARROW + COMMIT + WAIT, GOOD + FENCE + NARROW + COMMIT + WAIT, "another shape"),
     "not committed": (CASE, BEGIN_ONE, GOOD, "commit_group and"),
@@ -96,6 +102,13 @@ def test_nothing_is_reported_without_checks(name: str) -> None:
 def test_accumulators_hold_nan_while_in_flight() -> None:
     got, _, _ = run(VISIBLE + FENCE + ONE + COMMIT + "mov.b32 %x, %d0;\n" + WAIT + "mov.b32 %d1, %x;\n")
     assert np.isnan(got[:, 1::8]).sum() > 0
+
+
+@pytest.mark.parametrize(("count", "ok"), [(8, True), (9, False)])
+def test_more_than_seven_groups_may_stay_pending(count: int, ok: bool) -> None:
+    chain = VISIBLE + FENCE + ONE + COMMIT + 8 * COMMIT
+    _, found, _ = run(chain + f"wgmma.wait_group.sync.aligned {count};\n" + READ + WAIT)
+    assert found == (set() if ok else {"wgmma-hazard"})
 
 
 def test_chains_stay_in_flight_until_the_last_is_waited_for() -> None:

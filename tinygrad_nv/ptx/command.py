@@ -16,13 +16,14 @@ import argparse
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.assemble import ARCHITECTURES, Resources, assemble, sass
-from tinygrad_nv.ptx.emulator import Emulator, Report, TensorMap, Trace
+from tinygrad_nv.ptx.emulator import LATE, Emulator, Finding, Report, TensorMap, Trace
 from tinygrad_nv.ptx.parser import parse
 
 DTYPES = {"f16": np.float16, "bf16": np.uint16, "f32": np.float32, "f64": np.float64,
@@ -50,8 +51,10 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     check.add_argument("--entry", metavar="NAME", help="which entry function, when there are several")
     check.add_argument("--dynamic-smem", type=int, default=0, metavar="BYTES", help="dynamic shared memory")
     check.add_argument("--arch", help="sm_80, sm_86, sm_89, sm_90 or sm_90a (default: the file's target)")
-    check.add_argument("--seed", type=int, default=0, metavar="N",
-                       help="order of warps and of asynchronous work")
+    runs = check.add_mutually_exclusive_group()
+    runs.add_argument("--seed", type=_seed, default=0, metavar="N",
+                      help="order of warps and of asynchronous work; late: all of it as late as it may be")
+    runs.add_argument("--seeds", type=_count, metavar="N", help="run N times, seeds late, 0, 1, …")
     check.add_argument("--no-check", action="store_true", help="run without the checks")
     check.add_argument("--trace", type=_trace, metavar="CTA:WARP",
                        help="print this warp's instructions to stderr")
@@ -74,6 +77,17 @@ def _extents(text: str) -> tuple[int, ...]:
     if not 1 <= len(made) <= 3 or min(made) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not one to three integers ≥ 1; write 4 or 4,2,1")
     return (*made, 1, 1)[:3]
+
+
+def _seed(text: str) -> int | str:
+    if text == LATE: return text
+    try: return int(text, 0)
+    except ValueError: raise argparse.ArgumentTypeError(f"{text!r} is no integer, nor {LATE}") from None
+
+
+def _count(text: str) -> int:
+    if text.isdigit() and int(text): return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of runs ≥ 1")
 
 
 def _trace(text: str) -> Trace:
@@ -148,9 +162,17 @@ def _values(fill: str, shape: tuple[int, ...]) -> np.ndarray:
 
 def run_check(arguments: argparse.Namespace) -> int:
     """Runs the kernel; 1 when there are findings."""
+    seeds = [arguments.seed] if arguments.seeds is None else [LATE, *range(arguments.seeds - 1)]
+    report = merged([_launched(arguments, seed) for seed in seeds])
+    print(json.dumps(as_json(report)) if arguments.json else as_text(report))
+    return 1 if report.findings else 0
+
+
+def _launched(arguments: argparse.Namespace, seed: int | str) -> Report:
+    """One run, with memory of its own."""
     text = _read(arguments.file)
     module = parse(text)
-    emu = Emulator(arguments.arch or module.target, check=not arguments.no_check, seed=arguments.seed)
+    emu = Emulator(arguments.arch or module.target, check=not arguments.no_check, seed=seed)
     args = [argument(emu, word) for word in arguments.arg]
     block = arguments.block or _block(module.functions, arguments.entry)
     for number, _ in arguments.save:
@@ -161,8 +183,18 @@ def run_check(arguments: argparse.Namespace) -> int:
                         arguments.dynamic_smem,
                         arguments.trace)
     for number, name in arguments.save: np.save(name, args[number].numpy())
-    print(json.dumps(as_json(report)) if arguments.json else as_text(report))
-    return 1 if report.findings else 0
+    return report
+
+
+def merged(reports: list[Report]) -> Report:
+    """The counters of the first run, and what any found: of a kind at a line, the first run's words."""
+    findings: list[Finding] = []
+    notes: list[Finding] = []
+    for report in reports:
+        for into, found in ((findings, report.findings), (notes, report.notes)):
+            known = {(one.kind, one.ptx_line) for one in into}
+            into += [one for one in found if (one.kind, one.ptx_line) not in known]
+    return replace(reports[0], findings=findings, notes=notes, seconds=sum(r.seconds for r in reports))
 
 
 def _block(functions: object, entry: str | None) -> tuple[int, ...]:
@@ -174,6 +206,7 @@ def as_json(report: Report) -> dict[str, object]:
     """Findings and counters as JSON has them."""
     stats = report.stats
     return {"findings": [vars(finding) for finding in report.findings],
+            "notes": [vars(note) for note in report.notes],
             "counters": {"warp_instructions": stats.warp_instructions,
                          "global_read_bytes": stats.global_read_bytes,
                          "global_written_bytes": stats.global_written_bytes, "l2_bytes": stats.l2_bytes,
@@ -187,7 +220,7 @@ def as_json(report: Report) -> dict[str, object]:
 def as_text(report: Report, most: int = 12) -> str:
     """Findings, totals, and the lines that cost most."""
     stats = report.stats
-    lines = [str(finding) for finding in report.findings] or ["no findings"]
+    lines = [*map(str, report.findings or ["no findings"]), *map(str, report.notes)]
     lines += ["", *(f"{name:<24}{value:>16,}" for name, value in (
         ("warp instructions", stats.warp_instructions), ("global bytes read", stats.global_read_bytes),
         ("global bytes written", stats.global_written_bytes), ("L2 bytes", stats.l2_bytes),

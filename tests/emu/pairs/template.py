@@ -131,7 +131,7 @@ def emulator(arch: str, limit: int) -> Emulator: return Emulator(arch=arch, chec
 
 
 @cache
-def run(case: Kernel, bug: str | None, seed: int) -> Outcome:
+def run(case: Kernel, bug: str | None, seed: int | str) -> Outcome:
     """Launches a variant under a seed."""
     emu = emulator(case.arch, case.step_limit)
     emu.seed = seed

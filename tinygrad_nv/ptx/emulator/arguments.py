@@ -10,7 +10,7 @@ import numpy as np
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.emulator.program import Program
 from tinygrad_nv.ptx.emulator.tensormap import TensorMap
-from tinygrad_nv.ptx.syntax import Function, Module, Variable
+from tinygrad_nv.ptx.syntax import Function, Immediate, Module, Variable
 
 # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": shared memory a CTA may have,
 # and an SM has, in bytes; SMs of A100, A10, L40, H100
@@ -86,13 +86,18 @@ def check_directives(function: Function, block: Triple, threads: int) -> None:
 
 def entry_registers(function: Function) -> int:
     """Registers a thread begins with, 0 when the text does not say: .maxnreg, or what ptxas gives a known
-    number of threads and CTAs an SM, min(255, ⌊512 / ⌈CTAs · threads / 128⌉⌋ to a multiple of 8)."""
+    number of threads and CTAs an SM, min(255, ⌊512 / ⌈CTAs · threads / 128⌉⌋ to a multiple of 8). ptxas gives
+    no more than the largest setmaxnreg.inc asks for."""
     directives = function.directives
-    if "maxnreg" in directives: return directives["maxnreg"][0]
     extents = directives.get("reqntid") or directives.get("maxntid")
-    if extents is None or "minnctapersm" not in directives: return 0
-    warps = -(-directives["minnctapersm"][0] * int(np.prod(extents)) // 32)
-    return min(255, 512 // -(-warps // 4) // 8 * 8)
+    if "maxnreg" in directives: most = directives["maxnreg"][0]
+    elif extents is None or "minnctapersm" not in directives: return 0
+    else:
+        warps = -(-directives["minnctapersm"][0] * int(np.prod(extents)) // 32)
+        most = min(255, 512 // -(-warps // 4) // 8 * 8)
+    asked = [int(count.value) for i in function.body if i.mnemonic == "setmaxnreg" and "inc" in i.modifiers
+             for count in i.operands if isinstance(count, Immediate)]
+    return min(most, max(asked, default=most))
 
 
 def resident_clusters(arch: str, block: Triple, cluster: Triple, shared: int) -> int:

@@ -6,8 +6,8 @@ end and returns a `Report`. A kernel that is wrong gives findings, never an exce
 run, and arguments that do not fit, are `PTXError`s before anything runs. Memory keeps what a launch wrote.
 
 `seed` chooses the order of warps and when asynchronous work completes: seeds divisible by four leave all of
-it as late as the ISA allows. A correct kernel gives the same answer under every seed (but for the order of
-floating-point atomics).
+it as late as the ISA allows; "late" does too, and lets every wait on an mbarrier fail once. A correct kernel
+gives the same answer under every seed (but for the order of floating-point atomics).
 """
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tinygrad_nv.ptx.emulator.footprint import Footprint, Runs
 from tinygrad_nv.ptx.emulator.lowering import WORKSPACE, WORKSPACE_BYTES
 from tinygrad_nv.ptx.emulator.native import TRACE, Counters, Launch, Library, Region, library
 from tinygrad_nv.ptx.emulator.program import Program, lower
-from tinygrad_nv.ptx.emulator.report import KINDS, Finding, Report, Site, Stats
+from tinygrad_nv.ptx.emulator.report import KINDS, NOTE, Finding, Report, Site, Stats
 from tinygrad_nv.ptx.emulator.trace import Tracer
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.syntax import Function, Module
@@ -44,6 +44,7 @@ FIRST_ADDRESS = 0x7_0000_0000
 GAP = 1 << 16        # bytes between allocations at least: what runs past one meets nothing
 SLICE = 4_000_000    # warp-instructions between looks at the keyboard: about half a second
 MORE, DONE, STUCK, LIMIT = range(4)
+LATE = "late"        # the seed that is no number
 NAMES_BYTES = 100    # of the kernels ahead, in a finding's text
 
 
@@ -97,10 +98,12 @@ class Emulator:
     instead of truncating as hardware does; a launch ends with a finding after `step_limit`
     warp-instructions. Raises `PTXError` for an unknown architecture."""
 
-    def __init__(self, arch: str = "sm_90a", check: bool = True, seed: int = 0, exact: bool = False,
+    def __init__(self, arch: str = "sm_90a", check: bool = True, seed: int | str = 0, exact: bool = False,
                  step_limit: int = 1_000_000_000) -> None:
         if arch not in ARCHITECTURES:
             raise PTXError(f"unknown architecture {arch!r}", 0, f"one of {', '.join(ARCHITECTURES)}")
+        if isinstance(seed, str) and seed != LATE:
+            raise PTXError(f"seed={seed!r}", 0, f"an integer, or {LATE!r}")
         self.arch, self.check, self.seed, self.exact, self.step_limit = arch, check, seed, exact, step_limit
         self.buffers: dict[int, Buffer] = {}
         self.modules: dict[bytes, Loaded] = {}
@@ -158,9 +161,10 @@ class Emulator:
         parameters = pack_arguments(function, args)
         began = time.perf_counter()
         run = _Run(self, loaded, program, shape, shared, parameters, trace, ptx_text, footprint, ahead)
-        findings = run.run()
-        return Report(findings, run.stats(), time.perf_counter() - began, run.footprint,
-                      ahead is not None and not run.held)
+        found = run.run()
+        notes = [finding for finding in found if finding.kind == NOTE]
+        return Report([finding for finding in found if finding.kind != NOTE], run.stats(),
+                      time.perf_counter() - began, run.footprint, ahead is not None and not run.held, notes)
 
     def _load(self, text: str) -> Loaded:
         if not isinstance(text, str): raise PTXError(f"PTX text is expected, not {type(text).__name__}")
@@ -216,6 +220,7 @@ class _Run:
         self.counters = (Counters * (len(program.opcodes) + 1))()
         self.tracer = Tracer(program, self.ops, self.library, text, trace)
         grid, block, cluster = shape
+        seed = 0 if isinstance(emu.seed, str) else emu.seed & (1 << 64) - 1
         self.launch = Launch(
             self.ops, self.lists.ctypes.data, program.constants, parameters, self.regions, self.counters,
             len(program.ops), len(program.opcodes), len(program.constants), program.register_bytes,
@@ -224,7 +229,7 @@ class _Run:
             (ctypes.c_uint32 * 3)(*block), (ctypes.c_uint32 * 3)(*cluster), shared, program.static_bytes,
             program.dynamic_align, program.local_bytes, int(emu.arch[3:5]), emu.check, emu.exact,
             program.uses_wgmma, entry_registers(program.function),
-            resident_clusters(emu.arch, block, cluster, shared), emu.seed & (1 << 64) - 1, emu.step_limit,
+            resident_clusters(emu.arch, block, cluster, shared), seed, emu.step_limit, emu.seed == LATE,
             TRACE(self.tracer.call), self.tracer.cta, self.tracer.warps, self.footprint is not None,
             ahead is not None, _names(ahead or ()))
         self.totals: Any = None
@@ -277,7 +282,7 @@ class _Run:
         """From C's words to a `Finding`."""
         pairs = [(found.cta, found.thread), (found.other_cta, found.other_thread)]
         known = [pair for pair in pairs if pair[0] >= 0]
-        return Finding(KINDS[found.kind], found.text.decode(errors="replace"), found.line,
+        return Finding((*KINDS, NOTE)[found.kind], found.text.decode(errors="replace"), found.line,
                        tuple(dict.fromkeys(cta for cta, _ in known)),
                        tuple(dict.fromkeys(thread for _, thread in known)), found.count)
 

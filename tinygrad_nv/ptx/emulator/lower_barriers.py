@@ -9,7 +9,7 @@ WAITS, REDUCES, UNALIGNED = 16, 32, 64            # barriers.c
 NO_COMPLETE, EXPECT, DROP, PARITY, RELAXED = 16, 32, 64, 128, 256  # mbarrier.c
 REDUCTIONS = {"popc": 0, "and": 1, "or": 2}
 SHARED, GLOBAL = 1, 2                             # fence_proxy
-ACQUIRES, RELEASES = 1, 2                         # fence
+ACQUIRES, RELEASES, INITS = 1, 2, 4               # fence
 
 
 # **** named barriers ****
@@ -138,7 +138,8 @@ def fence(low: Lowering, instruction: Instruction) -> None:
     `fence.mbarrier_init.release.cluster;` and `fence.proxy.tensormap::generic.{acquire, release}.scope
     …;`."""
     one = {"acquire": ACQUIRES, "release": RELEASES}
-    low.emit("fence", flags=one.get(low.one_of(*one), ACQUIRES | RELEASES))
+    inits = INITS if instruction.mnemonic == "fence" and low.has("mbarrier_init") else 0
+    low.emit("fence", flags=inits | one.get(low.one_of(*one), ACQUIRES | RELEASES))
 
 
 @lowers("fence.proxy.async", "fence.proxy.async::generic")

@@ -20,6 +20,7 @@ from tinygrad_nv.ptx.emulator.lowering import (
     GRID_WORKSPACE,
     SPACES,
     SPECIALS,
+    UNUSED,
     WIDTHS,
     Lowering,
     lowers,
@@ -129,7 +130,7 @@ def move(low: Lowering, instruction: Instruction) -> None:
     d = dest(low, to, kind)
     if isinstance(a, Vector): return pack(low, d, a, kind)
     if isinstance(a, Symbol): return low.symbol_address(a, d, WIDTHS[kind] == 8)
-    if isinstance(a, Register) and a.kind == "special" and a.name[1:] not in GRID_WORKSPACE:
+    if isinstance(a, Register) and a.kind == "special" and a.name[1:] not in {*GRID_WORKSPACE, *UNUSED}:
         return move_special(low, d, a.name[1:], kind)
     name = {0: "mov_pred", 8: "mov_b64", 16: "mov_b128"}.get(WIDTHS[kind], "mov_b32")
     low.emit(name, d=d, a=source(low, a, kind))

@@ -1,6 +1,7 @@
 """wgmma: shapes, operands and flags of asynchronous matrix products. Handlers: csrc/wgmma.c."""
 from __future__ import annotations
 
+from tinygrad_nv.ptx.emulator.lower_async import count_of
 from tinygrad_nv.ptx.emulator.lower_tensor import (
     BITS,
     ELEMENTS,
@@ -87,6 +88,5 @@ def commit_group(low: Lowering, instruction: Instruction) -> None:
 
 @lowers("wgmma.wait_group")
 def wait_group(low: Lowering, instruction: Instruction) -> None:
-    """`wgmma.wait_group.sync.aligned N;`."""
-    (pending,) = instruction.operands
-    low.emit("wgmma_wait", imm=constant(low, pending, "the number of pending groups", tuple(range(8))))
+    """`wgmma.wait_group.sync.aligned N;`. N has no limit; ptxas makes 7 of more than 7."""
+    low.emit("wgmma_wait", imm=count_of(low, instruction.operands[0]))

@@ -172,6 +172,7 @@ class Lowering:
         """A special register read as a source. 64-bit readers get it widened."""
         name = operand.name.removeprefix("%")
         if name in SPECIALS: place = self.special(name)
+        elif name in UNUSED: return self.constant(0, WIDTHS[kind])
         elif name in GRID_WORKSPACE:
             return self.constant(self.addresses[WORKSPACE] >> GRID_WORKSPACE[name] & 0xffffffff, WIDTHS[kind])
         else:
@@ -298,6 +299,8 @@ READ_AT_RUN = ("clock", "clock64", "clock_hi", "globaltimer", "globaltimer_lo", 
                "nwarpid", "nsmid", "gridid", "is_explicit_cluster", "total_smem_size", "dynamic_smem_size",
                "aggr_smem_size", "reserved_smem_offset_begin", "reserved_smem_offset_end",
                "reserved_smem_offset_cap", "lanemask_unused")
+# the fourth element of each vector reads as zero
+UNUSED = frozenset(f"{name[:-1]}w" for name in (*SPECIALS, *READ_AT_RUN) if name.endswith(".x"))
 
 
 def special_number(name: str, low: Lowering) -> int:

@@ -61,8 +61,9 @@ class Launch(ctypes.Structure):
         ("specials", i32 * 32), ("grid", u32 * 3), ("block", u32 * 3), ("cluster", u32 * 3),
         ("shared_bytes", u32), ("static_bytes", u32), ("dynamic_align", u32), ("local_bytes", u32),
         ("arch", i32), ("check", i32), ("exact", i32), ("uses_wgmma", i32), ("registers", i32),
-        ("resident", i32), ("seed", u64), ("step_limit", u64), ("trace", TRACE), ("trace_cta", i64),
-        ("trace_warps", u64), ("footprint", i32), ("pdl", i32), ("ahead", ctypes.c_char_p))
+        ("resident", i32), ("seed", u64), ("step_limit", u64), ("late", i32), ("trace", TRACE),
+        ("trace_cta", i64), ("trace_warps", u64), ("footprint", i32), ("pdl", i32),
+        ("ahead", ctypes.c_char_p))
 
 
 RESULTS = {"machine_new": ctypes.c_void_p, "machine_run": ctypes.c_int, "machine_free": None,

@@ -13,6 +13,7 @@ from tinygrad_nv.ptx.emulator.footprint import Footprint
 
 KINDS = ("race", "proxy-fence", "uninitialized", "out-of-bounds", "misaligned", "barrier", "deadlock",
          "wgmma-hazard", "async-hazard")
+NOTE = "note"  # the kind after them
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,11 @@ class Stats:
 @dataclass(frozen=True)
 class Report:
     """The findings and counters of one launch; `seconds` is the time it took here. `footprint` is there when
-    it was asked for. `early`: a programmatic launch let the next one begin before it had itself waited."""
+    it was asked for. `early`: a programmatic launch let the next one begin before it had itself waited.
+    `notes` are of what PTX does not promise and GPUs are known to do: no faults."""
     findings: list[Finding] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     seconds: float = 0.0
     footprint: Footprint | None = None
     early: bool = False
+    notes: list[Finding] = field(default_factory=list)

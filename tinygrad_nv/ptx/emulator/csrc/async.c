@@ -45,8 +45,10 @@ static void async_written(const Machine *m, Region *r, u64 offset, u32 bytes) {
     if (m->launch.check && r->valid) memset(r->valid + offset, 1, bytes);
 }
 
-/* The mbarrier at a shared address that is to be signalled when data has arrived in `owner`. */
-static bool find_signal(Machine *m, Warp *w, const Op *op, int lane, u64 address, Cta *owner, Signal *s) {
+/* The mbarrier at a shared address that is to be signalled, by the async proxy or not, when data has arrived
+ * in `owner`. */
+static bool find_signal(Machine *m, Warp *w, const Op *op, int lane, u64 address, Cta *owner, bool proxy,
+                        Signal *s) {
     Place p;
     if (!async_place(m, w, op, lane, SHARED_CLUSTER, address, 8, 8, ATOMIC, &p)) return false;
     if (p.region->cta != owner) {
@@ -57,6 +59,7 @@ static bool find_signal(Machine *m, Warp *w, const Op *op, int lane, u64 address
     }
     Mbarrier *b = mbarrier_at(m, w, op, lane, owner, p.offset);
     if (!b) return false;
+    if (proxy) check_init_seen(m, w, op, lane, b);
     *s = (Signal){owner, p.offset, b->actor, b->epoch};
     Who who = {w, op, lane, b->actor, b->epoch + 1, 0, 1};
     shadow_access(m, &who, p.region, p.offset, 8, ATOMIC);
@@ -230,6 +233,7 @@ static void complete_arrival(Machine *m, Async *a) {
         u32 *known = part(b->clock[b->phase & 1], which) + actor_of(a->warp, ACTOR_COPY);
         if (*known < (u32)a->args[4]) *known = (u32)a->args[4];
     }
+    b->copies[b->phase & 1] = true;
     mbarrier_arrive_count(m, a->warp, a->op, a->lane, cta, b, (i64)a->args[2]);
 }
 

@@ -173,9 +173,9 @@ HANDLER(fence_proxy) {
 }
 
 /* fence.{sc, acq_rel, acquire, release}, membar, fence.mbarrier_init, fence.proxy.tensormap: flags 1:
- * acquires, 2: releases. */
+ * acquires, 2: releases, 4: mbarrier_init. */
 HANDLER(fence) {
-    (void)mask;
+    if (op->flags & 4) fence_inits(w, mask);
     clock_fence(m, w, op->flags & 1, op->flags & 2);
     return NEXT;
 }
@@ -243,6 +243,6 @@ void barriers_free(Machine *m, Cta *c) {
     (void)m;
     for (int i = 0; i < NAMED_BARRIERS; i++) clock_free(c->named[i].clock[0]);
     for (i32 i = 0; i < c->mbarrier_count; i++)
-        clock_free(c->mbarriers[i].clock[0]), clock_free(c->mbarriers[i].clock[1]);
+        for (int j = 0; j < 2; j++) clock_free(c->mbarriers[i].clock[j]), free(c->mbarriers[i].arrivals[j]);
     free(c->mbarriers);
 }

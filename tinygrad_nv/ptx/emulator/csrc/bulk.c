@@ -139,7 +139,7 @@ static void load_to(Machine *m, Warp *w, const Op *op, int lane, u64 to, u64 bar
     Place p;
     Transfer t;
     if (!async_place(m, w, op, lane, SHARED_CLUSTER, to, bytes, 16, WRITE, &p)) return;
-    if (!find_signal(m, w, op, lane, barrier, p.region->cta, &t.signal)) return;
+    if (!find_signal(m, w, op, lane, barrier, p.region->cta, true, &t.signal)) return;
     Who who = {w, op, lane, t.signal.actor, t.signal.epoch + 1, 2, 0};
     enter_access(m, &who, source->region, source->offset, bytes, READ);
     transfer_write(m, &who, &p, bytes);
@@ -238,7 +238,7 @@ HANDLER(st_async) {
         Place p;
         Transfer t = {.bytes = bytes};
         if (!async_place(m, w, op, l, SHARED_CLUSTER, to[l], bytes, bytes, WRITE, &p)) continue;
-        if (!find_signal(m, w, op, l, r64(w, op->c)[l], p.region->cta, &t.signal)) continue;
+        if (!find_signal(m, w, op, l, r64(w, op->c)[l], p.region->cta, false, &t.signal)) continue;
         Who who = {w, op, l, t.signal.actor, t.signal.epoch + 1, 1, reduction_of(op) != 0};
         transfer_write(m, &who, &p, bytes);
         m->totals.async += bytes;

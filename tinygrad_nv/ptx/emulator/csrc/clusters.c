@@ -45,10 +45,14 @@ static void start_warp(Machine *m, Cta *c, i32 id, u32 threads) {
     w->local = malloc((size_t)a->local_bytes * LANES + 1);
     memset(w->local, 0xcd, (size_t)a->local_bytes * LANES);
     w->tried_pc = -1;
+    EACH w->failed_pc[l] = -1;
     w->now = 1;
     w->fence_epoch = 1;
     w->clock = clock_new(m);
-    if (a->uses_wgmma) w->stamps = calloc((size_t)a->register_bytes / 128 + 1, sizeof *w->stamps);
+    if (a->uses_wgmma && a->check) {
+        size_t places = (size_t)a->register_bytes / 128 + 1;
+        w->written_at = calloc(2 * places, sizeof *w->written_at), w->read_at = w->written_at + places;
+    }
     set_specials(m, w);
     add_group(w, w->alive, 0, -1);
 }
@@ -126,7 +130,7 @@ static void free_cluster(Machine *m, Cluster *k) {
             Warp *w = &cta->warps[i];
             tensor_free(m, w);
             clock_free(w->clock);
-            free(w->stamps), free(w->local), free(w->regs);
+            free(w->written_at), free(w->local), free(w->regs);
         }
         barriers_free(m, cta);
         shadow_region_free(m, &cta->shared);

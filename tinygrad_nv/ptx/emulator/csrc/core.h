@@ -35,7 +35,7 @@ enum { NEXT, JUMPED, BLOCKED, YIELD };
 enum { READ, WRITE, ATOMIC };
 enum { GENERIC, GLOBAL, SHARED, SHARED_CLUSTER, LOCAL, CONST, PARAM };
 enum { RACE, PROXY_FENCE, UNINITIALIZED, OUT_OF_BOUNDS, MISALIGNED, BARRIER, DEADLOCK, WGMMA_HAZARD,
-      ASYNC_HAZARD };
+      ASYNC_HAZARD, NOTE };  /* NOTE: PTX does not promise it, known GPUs do it */
 
 /* Generic addresses of windows. Global allocations lie below, from 0x700000000 up. */
 #define LOCAL_WINDOW 0x7e0000000000ull
@@ -122,6 +122,7 @@ struct Warp {
     i32 join_count;
     i32 tried_pc;       /* the try_wait that last failed, and on what */
     u64 tried;
+    i32 failed_pc[LANES];  /* with Launch.late: where a lane's first try_wait was made to fail, -1: nowhere */
     u64 executed;       /* instructions */
     /* lanes of all groups that the instruction being executed advances; 0: the current one */
     u32 gathered;
@@ -136,8 +137,8 @@ struct Warp {
     u32 lane_sync[LANES];  /* other lanes' accesses before this clock are ordered before this lane's */
     u32 behind;         /* lanes that have not learned from others that griddepcontrol.wait has ended */
     u32 fence_epoch;    /* wgmma.fence count */
-    /* per 128 bytes of registers: fence_epoch when last written by an ordinary instruction */
-    u32 *stamps;
+    /* per 128 bytes of registers: fence_epoch when last written, and read, by an ordinary instruction */
+    u32 *written_at, *read_at;
     /* asynchronous work of this warp */
     u32 copy_groups[LANES], copy_done[LANES];  /* cp.async groups committed, known complete */
     u32 copy_arrivals;  /* cp.async.mbarrier.arrives: they tell copies before them from those after */
@@ -241,6 +242,7 @@ typedef struct {
     i32 check, exact;      /* checks on; tensor cores accumulate exactly in fp32 */
     i32 uses_wgmma, registers, resident;  /* resident: clusters that fit on the device at once */
     u64 seed, step_limit;
+    i32 late;              /* the seed "late": copies complete when nothing else can run, first waits fail */
     void (*trace)(const Warp *w, const Op *op, u32 mask);
     i64 trace_cta;         /* -1: all */
     u64 trace_warps;       /* mask; 0: no trace */
@@ -413,9 +415,14 @@ struct Mbarrier {
     /* phases since the machine started, for clocks (an mbarrier may be initialised again) */
     u32 actor, epoch;
     u32 first;          /* epoch when it was initialised */
-    u32 ended_by;       /* thread (plus 1) whose arrival ended the last phase, 0: bytes did */
     Clock *clock[2];
+    /* of this phase and the last, by parity: arrivals (by rank * MAX_WARPS + warp); whether copies had a part */
+    struct Arrival *arrivals[2];
+    bool copies[2];
     bool live;
+    /* mbarrier.init: its line, actor, clock and lane; the clock of that thread's fence.mbarrier_init, or 0 */
+    i32 init_line, init_lane;
+    u32 init_actor, init_clock, init_fenced;
 };
 /* complete_tx on a barrier of a CTA (no-op with a finding when there is none). */
 void mbarrier_complete_tx(Machine *m, Warp *w, const Op *op, int lane, Cta *cta, u64 offset, i64 bytes);

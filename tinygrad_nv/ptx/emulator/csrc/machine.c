@@ -20,11 +20,10 @@ enum { JOIN_PATIENCE = 4096, WINDOW = 4, FORCED_ROUNDS = 3, SPINNING = 1 << 13, 
 
 /* **** turns **** */
 
-/* After an ordinary instruction: its destinations were written in this fence epoch. */
-static void stamp(Machine *m, Warp *w, const Op *op) {
-    if (op->writes < 0) return;
-    const i32 *list = m->launch.lists + op->writes;
-    for (i32 i = 1; i <= list[0]; i++) w->stamps[list[i] >> 7] = w->fence_epoch;
+static void stamp(const Machine *m, u32 *stamps, i32 list, u32 epoch) {
+    if (list < 0) return;
+    const i32 *places = m->launch.lists + list;
+    for (i32 i = 1; i <= places[0]; i++) stamps[places[i] >> 7] = epoch;
 }
 
 /* All lanes of a warp that have come to one place go on together, wherever they parted. */
@@ -88,7 +87,10 @@ static int execute(Machine *m, Warp *w) {
     }
     m->steps++, w->executed++;
     if (result == JUMPED) return NEXT;
-    if (w->stamps) stamp(m, w, op);
+    if (w->written_at) {  /* after an ordinary instruction: its registers were used in this fence epoch */
+        stamp(m, w->written_at, op->writes, w->fence_epoch);
+        stamp(m, w->read_at, op->reads, w->fence_epoch);
+    }
     if (gathered) w->gathered |= gathered;
     advance(w, 1);
     return result;

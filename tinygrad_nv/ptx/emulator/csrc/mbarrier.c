@@ -16,6 +16,18 @@
 #define MBARRIER_LIMIT ((1 << 20) - 1)
 enum { NO_COMPLETE = 16, EXPECT = 32, DROP = 64, PARITY = 128, RELAXED = 256 };
 
+/* The arrivals of a warp in one phase: lanes; the clocks of the last, and of the instruction it was in. */
+typedef struct Arrival { u32 lanes, clock, began; } Arrival;
+
+static size_t arrivals_size(const Cta *cta) {
+    return (size_t)(cta->cluster->size * MAX_WARPS) * sizeof(Arrival);
+}
+
+static void forget_arrivals(const Cta *cta, Mbarrier *b, int parity) {
+    b->copies[parity] = false;
+    if (b->arrivals[parity]) memset(b->arrivals[parity], 0, arrivals_size(cta));
+}
+
 static u64 mbarrier_word(const Mbarrier *b) {
     u64 limit = MBARRIER_LIMIT + 1;
     return ((limit - (u64)b->expected) & MBARRIER_LIMIT) << 1 | ((u64)b->tx & 0x1fffff) << 21
@@ -54,33 +66,53 @@ Mbarrier *mbarrier_at(Machine *m, Warp *w, const Op *op, int lane, Cta *cta, u64
 static void mbarrier_changed(Machine *m, Cta *cta, Mbarrier *b) {
     if (b->pending == 0 && b->tx == 0) {
         Clock *done = b->clock[b->phase & 1], *next = b->clock[~b->phase & 1];
-        b->phase++, b->epoch++, b->ended_by = 0;
+        b->phase++, b->epoch++;
         b->pending = b->expected;
+        forget_arrivals(cta, b, b->phase & 1);
         if (done) join_dense(next, done);
         m->events++;
     }
     mbarrier_store(cta, b);
 }
 
-static u32 thread_key(const Warp *w, int lane) {
-    return (u32)w->cta->rank << 16 | (warp_thread(w, lane) + 1);
+/* Whether all arrivals that ended the last phase are known to have happened. Of a warp's arrivals by one
+ * instruction all are when one is, if `together`. */
+static bool knows_arrivals(const Warp *w, int lane, const Mbarrier *b, bool together) {
+    const Cluster *k = w->cta->cluster;
+    int last = ~b->phase & 1;
+    if (b->copies[last]) return false;
+    for (i32 i = 0; i < k->size * MAX_WARPS; i++) {
+        const Arrival *a = &b->arrivals[last][i];
+        u32 actor = (u32)(i / MAX_WARPS * ACTORS + i % MAX_WARPS), clock = together ? a->began : a->clock;
+        bool ours = actor == own(w), before = a->lanes == 1u << lane || a->clock < w->lane_sync[lane];
+        if (a->lanes && (ours ? !before : part(w->clock, KNOWN)[actor] < clock)) return false;
+    }
+    return true;
 }
 
 /* An arrival counts for the phase it was meant for only when something orders it after the end of the phase
- * before: a wait, one's own or one that was told of. Otherwise it is one too many of that phase. */
+ * before: a wait, one's own or one that was told of, or the arrivals that ended it. Otherwise it is one too
+ * many of that phase. */
 static void check_phase(Machine *m, Warp *w, const Op *op, int lane, const Cta *cta, const Mbarrier *b) {
-    if (!m->launch.check || b->epoch == b->first || b->ended_by == thread_key(w, lane)) return;
-    if (part(w->clock, KNOWN)[b->actor] >= b->epoch) return;
-    report(m, BARRIER, op, w, lane,
-           "an arrival at the mbarrier at 0x%llx in phase %u by a thread that does not know phase %u to have "
-           "ended: it may come in that phase as well, beyond the %d arrivals it expects",
-           (ull)(cta->shared.base + b->offset), b->phase, b->phase - 1, b->expected);
+    if (!m->launch.check || b->epoch == b->first) return;
+    if (part(w->clock, KNOWN)[b->actor] >= b->epoch || knows_arrivals(w, lane, b, false)) return;
+    ull address = (ull)(cta->shared.base + b->offset);
+    if (knows_arrivals(w, lane, b, true))
+        report(m, NOTE, op, w, lane,
+               "phase %u of the mbarrier at 0x%llx ended by arrivals of which some are known here only "
+               "because other lanes arrived elsewhere with the same instruction: PTX orders lanes with "
+               "bar.warp.sync",
+               b->phase - 1, address);
+    else
+        report(m, BARRIER, op, w, lane,
+               "an arrival at the mbarrier at 0x%llx in phase %u by a thread that does not know phase %u to "
+               "have ended: it may come in that phase as well, beyond the %d arrivals it expects",
+               address, b->phase, b->phase - 1, b->expected);
 }
 
 /* `count` arrivals of the phase under way. */
 static void mbarrier_arrive_count(Machine *m, Warp *w, const Op *op, int lane, Cta *cta, Mbarrier *b,
                                   i64 count) {
-    u32 epoch = b->epoch;
     if (count < 1 || count > b->pending) {
         report(m, BARRIER, op, w, lane,
                "%lld arrivals at the mbarrier at 0x%llx, which expects %d and has %d pending in phase %u",
@@ -89,12 +121,12 @@ static void mbarrier_arrive_count(Machine *m, Warp *w, const Op *op, int lane, C
     }
     b->pending -= (i32)count;
     mbarrier_changed(m, cta, b);
-    if (b->epoch != epoch) b->ended_by = thread_key(w, lane);
 }
 
 /* Adds to the bytes outstanding (complete_tx: takes away). */
 static void mbarrier_add_tx(Machine *m, Warp *w, const Op *op, int lane, Cta *cta, Mbarrier *b, i64 bytes) {
     b->tx += bytes;
+    b->copies[b->phase & 1] |= bytes != 0;
     if (b->tx > MBARRIER_LIMIT || b->tx < -MBARRIER_LIMIT) {
         report(m, BARRIER, op, w, lane,
                "%lld bytes outstanding at the mbarrier at 0x%llx: at most 2^20 - 1 can be", (long long)b->tx,
@@ -166,6 +198,12 @@ static void mbarrier_release(Machine *m, Warp *w, const Op *op, Mbarrier *b) {
     clock_phases(m, w, into);
 }
 
+static void enter_arrival(const Warp *w, int lane, Mbarrier *b, u32 began) {
+    if (!b->arrivals[0]) return;
+    Arrival *a = &b->arrivals[b->phase & 1][w->cta->rank * MAX_WARPS + w->id];
+    a->lanes |= 1u << lane, a->clock = w->now, a->began = began;
+}
+
 /* **** instructions **** */
 
 static Mbarrier *mbarrier_new(Machine *m, Cta *cta, u64 offset) {
@@ -179,6 +217,7 @@ static Mbarrier *mbarrier_new(Machine *m, Cta *cta, u64 offset) {
     u32 actor = ACTOR_MBARRIER + number % MBARRIER_ACTORS;
     *b = (Mbarrier){.offset = offset, .actor = (u32)cta->rank * ACTORS + actor,
                     .clock = {clock_new(m), clock_new(m)}};
+    for (int i = 0; i < 2 && m->launch.check; i++) b->arrivals[i] = calloc(1, arrivals_size(cta));
     return b;
 }
 
@@ -197,14 +236,34 @@ HANDLER(mbarrier_init) {
         }
         Mbarrier *b = mbarrier_find(cta, offset);
         if (!b) b = mbarrier_new(m, cta, offset);
-        b->live = true, b->first = b->epoch, b->ended_by = 0;
+        b->live = true, b->first = b->epoch;
         b->phase = 0, b->tx = 0;
         b->expected = b->pending = count;
-        for (int i = 0; i < 2; i++) clock_clear(m, b->clock[i]);
+        b->init_line = op->line, b->init_lane = l, b->init_actor = actor_of(w, 0), b->init_clock = w->now;
+        b->init_fenced = 0;
+        for (int i = 0; i < 2; i++) clock_clear(m, b->clock[i]), forget_arrivals(cta, b, i);
         mbarrier_store(cta, b);
         m->events++;
     }
     return NEXT;
+}
+
+/* fence.mbarrier_init: of the mbarriers that the lanes in mask have initialised. */
+static void fence_inits(const Warp *w, u32 mask) {
+    for (i32 i = 0; i < w->cta->mbarrier_count; i++) {
+        Mbarrier *b = &w->cta->mbarriers[i];
+        bool ours = b->init_actor == actor_of(w, 0) && mask >> b->init_lane & 1;
+        if (ours && !b->init_fenced) b->init_fenced = w->now;
+    }
+}
+
+/* A copy of the async proxy signals an mbarrier: its init should have passed a fence to that proxy. */
+static void check_init_seen(Machine *m, Warp *w, const Op *op, int lane, const Mbarrier *b) {
+    if (!m->launch.check || part(w->clock, FENCED_SHARED)[b->init_actor] >= b->init_clock) return;
+    if (b->init_fenced && part(w->clock, KNOWN)[b->init_actor] >= b->init_fenced) return;
+    report(m, NOTE, op, w, lane,
+           "the init of its mbarrier (line %d) has passed neither fence.mbarrier_init nor fence.proxy.async: "
+           "PTX asks for one before the async proxy signals it", b->init_line);
 }
 
 /* mbarrier.inval [a]. */
@@ -250,6 +309,7 @@ HANDLER(mbarrier_complete_tx) {
  * state before it, or -1. */
 HANDLER(mbarrier_arrive) {
     u64 address[LANES], state[LANES] = {0};
+    u32 began = w->now;
     addresses(w, op, address);
     ACTIVE {
         Cta *cta;
@@ -259,6 +319,7 @@ HANDLER(mbarrier_arrive) {
         i64 count = op->flags & EXPECT ? 1 : operand;
         check_phase(m, w, op, l, cta, b);
         state[l] = mbarrier_word(b);
+        enter_arrival(w, l, b, began);
         mbarrier_release(m, w, op, b);
         if (op->flags & EXPECT) mbarrier_add_tx(m, w, op, l, cta, b, operand);
         if (op->flags & NO_COMPLETE && count >= b->pending) {
@@ -279,6 +340,14 @@ static bool mbarrier_ended(const Warp *w, const Op *op, int lane, const Mbarrier
     return (b->phase & 1) != parity;
 }
 
+/* The lanes whose wait at this place is to fail for the first time: all of those that begin one, when the
+ * launch is late. */
+static u32 first_waits(const Machine *m, Warp *w, i32 pc, u32 mask) {
+    u32 first = 0;
+    if (m->launch.late) ACTIVE if (w->failed_pc[l] != pc) first |= 1u << l, w->failed_pc[l] = pc;
+    return first;
+}
+
 /* mbarrier.try_wait and .test_wait: `d` says whether the phase has ended. The first failure at a place is
  * told to the program; when it comes again, and nothing else has changed, it waits until the phase ends. */
 HANDLER(mbarrier_wait) {
@@ -286,6 +355,7 @@ HANDLER(mbarrier_wait) {
     u32 ended = 0;
     addresses(w, op, address);
     Group *g = group_of(w);
+    u32 first = g->ticket ? 0 : first_waits(m, w, g->pc, mask);
     ACTIVE {
         Cta *cta;
         u64 offset;
@@ -299,10 +369,15 @@ HANDLER(mbarrier_wait) {
         }
         Mbarrier *b = mbarrier_at(m, w, op, l, cta, offset);
         if (!b) { ended |= 1u << l; continue; }  /* reported; waiting would never end */
-        if (!mbarrier_ended(w, op, l, b)) continue;
+        if (first >> l & 1 || !mbarrier_ended(w, op, l, b)) continue;
         ended |= 1u << l;
+        w->failed_pc[l] = -1;
         acquire_lanes(m, w, 1u << l, b->clock[~b->phase & 1]);
         clock_observe(m, w, b->actor, b->epoch);
+    }
+    if (first) {
+        put_pred(w, op->d, ended, mask);
+        return YIELD;
     }
     u64 missing = ended == mask ? 0 : address[lowest(mask & ~ended)];
     if (missing && w->tried_pc == g->pc && w->tried == missing && !g->forced) {

@@ -36,13 +36,14 @@ static bool is_first(Machine *m, const Async *a) {
     return true;
 }
 
-/* Completes one operation, any that may be next (of `cluster`, when not NULL). */
+/* Completes one operation, any that may be next (of `cluster`, when not NULL); the oldest when the launch is
+ * late. */
 static bool complete_any(Machine *m, const Cluster *cluster) {
     u64 count = 0;
     Async **chosen = NULL;
     for (Async **link = &m->async; *link; link = &(*link)->next)
         if ((!cluster || (*link)->warp->cta->cluster == cluster) && is_first(m, *link)
-            && random_u64(m) % ++count == 0)
+            && (m->launch.late ? !chosen : random_u64(m) % ++count == 0))
             chosen = link;
     if (chosen) complete_at(m, chosen);
     return chosen != NULL;

@@ -180,7 +180,7 @@ static void load_box(Machine *m, Warp *w, const Op *op, int lane, const Box *box
     Place p;
     Signal signal;
     if (!place_box(m, w, op, lane, to, WRITE, &box->map, &p)) return;
-    if (!find_signal(m, w, op, lane, barrier, p.region->cta, &signal)) return;
+    if (!find_signal(m, w, op, lane, barrier, p.region->cta, true, &signal)) return;
     Box *b = malloc(box_size(box));
     memcpy(b, box, box_size(box));
     b->shared = p.region, b->offset = p.offset, b->signal = signal;

@@ -205,20 +205,23 @@ void tensor_check_registers(Machine *m, Warp *w, const Op *op) {
 
 /* **** checks at issue **** */
 
-/* Registers of a product may not have been written since the last wgmma.fence. */
+/* Ordinary instructions may not have accessed accumulators, nor written A, since the last wgmma.fence. (PTX
+ * names any access; that wgmma reads what was read before cannot be told from the other order.) */
 static void check_fence(Machine *m, Warp *w, const Op *op) {
     const i32 *places = m->launch.lists + op->list;
     if (w->fence_epoch == 1) {
         report(m, WGMMA_HAZARD, op, w, 0, "%s without a wgmma.fence before it", wgmma_name(op));
         return;
     }
-    for (i32 i = 0; i < op->count; i++)
-        if (w->stamps[places[i] >> 7] == w->fence_epoch) {
-            report(m, WGMMA_HAZARD, op, w, 0,
-                   "%s were written by an ordinary instruction since the last wgmma.fence",
-                   i < wgmma_result_words(op) ? "accumulators" : "registers of A");
-            return;
-        }
+    for (i32 i = 0; i < op->count; i++) {
+        bool result = i < wgmma_result_words(op);
+        bool written = w->written_at[places[i] >> 7] == w->fence_epoch;
+        if (!written && !(result && w->read_at[places[i] >> 7] == w->fence_epoch)) continue;
+        report(m, WGMMA_HAZARD, op, w, 0,
+               "%s were %s by an ordinary instruction since the last wgmma.fence: one must stand between them",
+               result ? "accumulators" : "registers of A", written ? "written" : "read");
+        return;
+    }
 }
 
 static void check_group(Machine *m, Warp *w, const Op *op) {
