@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from backward_case import arguments, backward, launched
 from flash_backward_wgmma_case import BF16, CAUSAL, F32, HALVED, LOW, SMALL, WIDE, W
+from overlap_case import assert_overlapped
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import ScheduleError
@@ -48,8 +49,9 @@ def test_main_loops_are_short_and_nothing_spills(d: int):
     assembly = assemble(flash_backward_wgmma(backward(LONG, LONG, d), chosen(d)).ptx, "sm_90a")
     found = assembly.kernels[NAME]
     assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
-    own = [loop for loop in loops(functions(disassembled(assembly.cubin))[NAME]) if loop.tensor]
-    assert [loop.around <= LOOPS[d] * loop.units / 8 for loop in own] == [True]
+    code = functions(disassembled(assembly.cubin))[NAME]
+    assert [loop.around <= LOOPS[d] * loop.units / 8 for loop in loops(code) if loop.tensor] == [True]
+    assert_overlapped(code, 1)
 
 
 @pytest.mark.parametrize(("d", "score"), [
@@ -61,8 +63,10 @@ def test_no_default_spills(d: int, score: str | None):
     band = Band(-500, 0)
     spec = backward(LONG, LONG, d, band=band, score=made, heads=2, group=2, deterministic=True,
                     symbolic=("s_q", "s_kv", "start"))
-    found = assemble(flash_backward_wgmma(spec, chosen(d, band, made)).ptx, "sm_90a").kernels[NAME]
+    assembly = assemble(flash_backward_wgmma(spec, chosen(d, band, made)).ptx, "sm_90a")
+    found = assembly.kernels[NAME]
     assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
+    assert_overlapped(functions(disassembled(assembly.cubin))[NAME], 1)
 
 
 @pytest.mark.parametrize(("schedule", "d", "d_v", "score"), [

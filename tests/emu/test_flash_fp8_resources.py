@@ -8,6 +8,7 @@ import pytest
 from attention_case import arguments, attention, launched
 from flash_fp8_case import SMALL8, attention8
 from flash_wgmma_case import CAUSAL, W
+from overlap_case import assert_overlapped
 
 from tinygrad_nv.errors import ScheduleError, SpecError
 from tinygrad_nv.ptx.assemble import assemble
@@ -47,6 +48,7 @@ def test_main_loops_are_short_and_nothing_spills(d: int):
     products = d // 32 + schedule.block_n // 32 * len(Plan.of(spec, schedule).pieces)
     code = functions(disassembled(assembly.cubin))["flash_wgmma"]
     assert [loop.around for loop in loops(code) if loop.tensor == products] <= [LOOPS[d] * products]
+    assert_overlapped(code, 1)
 
 
 @pytest.mark.parametrize(("d", "name"), [
@@ -56,8 +58,10 @@ def test_no_default_spills(d: int, name: str):
     """Scales of blocks, grouped heads, extents of a launch, l, persistent CTAs: all that takes registers."""
     spec, schedule = chosen(d, block=(128, 128, 128), heads=2, group=2, log_sum=True,
                             symbolic=("s_q", "s_kv", "start"), **SPILLS[name])
-    found = assemble(flash_wgmma(spec, schedule).ptx, "sm_90a").kernels["flash_wgmma"]
+    assembly = assemble(flash_wgmma(spec, schedule).ptx, "sm_90a")
+    found = assembly.kernels["flash_wgmma"]
     assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
+    assert_overlapped(functions(disassembled(assembly.cubin))["flash_wgmma"], 2 if name == "causal" else 3)
 
 
 @pytest.mark.parametrize("d", [32, 64, 96, 192])

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from attention_case import arguments, attention, launched
 from flash_wgmma_case import BF16, CAUSAL, F32, SMALL, W
+from overlap_case import assert_overlapped
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import ScheduleError
@@ -51,6 +52,7 @@ def test_main_loops_are_short_and_nothing_spills(d: int):
     code = functions(disassembled(assembly.cubin))["flash_wgmma"]
     products = -(-d // 16) + schedule.block_n // 16
     assert [loop.around for loop in loops(code) if loop.tensor == products] <= [LOOPS[d] * products]
+    assert_overlapped(code, 1)
 
 
 @pytest.mark.parametrize(("d", "score", "few"), [
@@ -62,8 +64,10 @@ def test_no_default_spills(d: int, score: str | None, few: bool):
     band = Band(-500, 0)
     spec = attention(64 if few else LONG, LONG, d, band=band, score=made, heads=2, group=2, log_sum=True,
                      symbolic=("s_q", "s_kv", "start"))
-    found = assemble(flash_wgmma(spec, chosen(d, band, made, few)).ptx, "sm_90a").kernels["flash_wgmma"]
+    assembly = assemble(flash_wgmma(spec, chosen(d, band, made, few)).ptx, "sm_90a")
+    found = assembly.kernels["flash_wgmma"]
     assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
+    assert_overlapped(functions(disassembled(assembly.cubin))["flash_wgmma"], 3)
 
 
 @pytest.mark.parametrize(("schedule", "d"), [(W.block(64, 256).warps(8), 64), (W.block(128, 240), 64),

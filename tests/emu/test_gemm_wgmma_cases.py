@@ -66,6 +66,15 @@ def test_clusters_share_operands(cluster_m: int, cluster_n: int, pingpong: bool,
     exactly(spec, s.pingpong() if pingpong else s, 8, seed)
 
 
+@pytest.mark.parametrize("clusters", [1, 2, 3])
+def test_fewer_clusters_have_more_tiles_each(clusters: int):
+    """8 tiles of a cluster, of which the GPU holds so many at once."""
+    spec, s = product(1000, 200, 64 * 5, BF16, F32), SMALL.stages(3).cluster(2, 2)
+    given, made = arguments(spec), gemm_wgmma(spec, s, "sm_90a", clusters=((4, clusters),))
+    assert made.grid == (4 * clusters, 1, 1)
+    assert torch.equal(run(made, spec, given, "sm_90a"), reference(spec, given))
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("splits", [2, 4, 8])
 def test_clusters_share_sums(splits: int, seed: int):

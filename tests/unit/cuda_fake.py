@@ -66,6 +66,7 @@ class Fake:
         self.failures: defaultdict[str, list[tuple[Any, bytes]]] = defaultdict(list)
         self.absent: set[str] = set()
         self.sources: dict[bytes, str] = {}
+        self.clusters: dict[int, int] = {}
         self.peers = True
         self.capturing: set[int] = set()
 

@@ -100,6 +100,16 @@ def launch_kernel_ex(fake: Fake, config: Any, function: Any, params: int, extra:
     return (getattr(S, status),) if work is None else fake.put(work, given.hStream)
 
 
+def occupancy_max_active_clusters(fake: Fake, function: Any, config: Any) -> Any:
+    """`fake.clusters` by their size, else those of the emulated device."""
+    given, found = read(LaunchConfig, config), fake.get(function, Function)
+    status, work = found.launch(given, 0, given.attrs, given.numAttrs)
+    assert work is not None, status
+    size = work.cluster[0] * work.cluster[1] * work.cluster[2]
+    assert work.dynamic_smem > found.module.device.emu.properties.shared_of_sm // 2, "two CTAs an SM"
+    return (*OK, fake.clusters.get(size, found.module.device.emu.most_clusters(size)))
+
+
 def get_proc_address(fake: Fake, symbol: bytes, version: int, flags: int) -> Any:
     assert (symbol, version, flags) == (b"cuTensorMapEncodeTiled", 12000, 0)
     fake.encode = cuda_map.SIGNATURE(functools.partial(_encode, fake))

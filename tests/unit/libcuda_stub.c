@@ -114,6 +114,13 @@ static int launch(const unsigned *c, u64 f, void **p, void **extra)
     return 0;
 }
 
+static int occupancy(int *out, u64 f, const unsigned *c)
+{
+    const unsigned *a = *(const unsigned *const *)(c + 10);
+    SAY("occupancy: block %u, shared %u, attribute %u: %u %u %u", c[3], c[6], a[0], a[2], a[3], a[4]);
+    return *out = 15, 0;
+}
+
 static int kernel_node(u64 *out, u64 graph, u64 *after, size_t n, const u64 *p)
 {
     const unsigned *w = (const unsigned *)(p + 1);
@@ -181,6 +188,7 @@ static const struct { const char *symbol; void *function; } functions[] = {
     {"cuMemcpyDtoHAsync", download}, {"cuMemsetD8Async", fill}, {"cuModuleLoadDataEx", load},
     {"cuModuleGetFunction", function}, {"cuFuncGetAttribute", function_get},
     {"cuFuncSetAttribute", function_set}, {"cuFuncGetParamInfo", parameter}, {"cuLaunchKernelEx", launch},
+    {"cuOccupancyMaxActiveClusters", occupancy},
     {"cuGraphCreate", make}, {"cuGraphAddKernelNode", kernel_node}, {"cuGraphAddMemsetNode", memset_node},
     {"cuGraphAddMemcpyNode", memcpy_node}, {"cuGraphKernelNodeSetAttribute", node_attribute},
     {"cuGraphAddDependencies", dependencies}, {"cuGraphInstantiate", instantiate},

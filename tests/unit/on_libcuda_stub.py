@@ -46,6 +46,7 @@ full = Launch(add, (2, 1, 1), (64, 1, 1), args, dynamic_smem=60000, cluster=(2, 
 gpu.submit(plain)
 gpu.submit(full)
 gpu.submit(Fill(address, 9, 30))
+say(gpu.most_clusters(8))
 say(gpu.tensor_map(TensorMapSpec("bf16", address, (128, 64), (256,), (64, 32), swizzle="128B"))[:2].hex())
 start, end = gpu.event(), gpu.event()
 gpu.record(start)

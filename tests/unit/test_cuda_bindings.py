@@ -49,7 +49,7 @@ def test_modules_and_functions(said: list[str]):
     assert "# loading a module: line 1: it is broken: CUDA_ERROR_INVALID_PTX (words)" in said
     assert "# the module has no kernel 'nope'" in said
     loads = [line for line in said if line.startswith("load: ")]
-    assert len(loads) == 2
+    assert len(loads) == 3  # the probe that clusters are counted with, too
     assert all(line.endswith("options 2 5 6, log 16384") for line in loads)
 
 
@@ -62,6 +62,10 @@ def test_launches(said: list[str]):
              "launch: grid 2 1 1, block 64 1 1, shared 60000, arguments 700000001000 5, extra (nil)",
              "attribute 4: 2 1 1", "attribute 6: 1", "attribute 1: window of 4096, ratio 0.5, 2 1",
              "fill 9, 30")
+
+
+def test_how_many_clusters_run_at_once(said: list[str]):
+    in_order(said, "occupancy: block 128, shared 232448, attribute 4: 8 1 1", "# 15")
 
 
 def test_a_tensor_map(said: list[str]):

@@ -248,7 +248,7 @@ def _finished(root: Expression, loads: list[Load], parts: list[int]) -> Expressi
 @functools.lru_cache(1024)
 def kernel(spec: GemmSpec, schedule: Schedule, machine: Machine) -> GemmKernel:
     """The kernel of a product."""
-    return build(spec, schedule, machine.arch, machine.sm_count)
+    return build(spec, schedule, machine.arch, machine.sm_count, machine.clusters)
 
 
 @functools.lru_cache(1024)

@@ -16,6 +16,7 @@ from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad_nv import config
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.machine import machine as cpu_machine
+from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.runtime.driver import Driver
 
 GPUS = ("EMU", "CUDA")
@@ -23,9 +24,11 @@ GPUS = ("EMU", "CUDA")
 
 @dataclass(frozen=True)
 class Machine:
-    """What a kernel is made for. `driver` times candidates; without one the emulator counts them."""
+    """What a kernel is made for. `driver` times candidates; without one the emulator counts them. `clusters`
+    are those that its driver has room for at once."""
     arch: str
     sm_count: int
+    clusters: Clusters = ()
     driver: Driver | None = field(default=None, compare=False)
 
 
@@ -87,4 +90,5 @@ def _machine(name: str) -> Machine | None:
     driver: Driver | None = getattr(Device[name], "driver", None)
     if driver is None: return None
     emulated = kind_of(name) == "EMU"
-    return Machine(driver.properties.arch, driver.properties.sm_count, None if emulated else driver)
+    return Machine(driver.properties.arch, driver.properties.sm_count, driver.clusters,
+                   None if emulated else driver)

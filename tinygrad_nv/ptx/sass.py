@@ -79,6 +79,20 @@ class Loop:
         """Tensor-core instructions."""
         return sum(1 for each in self.instructions if each.opcode in TENSOR)
 
+    def after_waits(self, name: str) -> list[tuple[int, int]]:
+        """For each wait for wgmmas: how many groups it leaves in flight, and the instructions whose name
+        begins with `name` (MUFU.EX2) from there to the next wait, the loop's first after its last."""
+        made: list[tuple[int, int]] = []
+        before = 0
+        for each in self.instructions:
+            if each.opcode == "WARPGROUP" and each.modifiers.startswith(".DEPBAR"):
+                made.append((int(each.operands.rpartition(",")[2], 16), 0))
+            elif (each.opcode + each.modifiers).startswith(name):
+                if not made: before += 1
+                else: made[-1] = (made[-1][0], made[-1][1] + 1)
+        if made: made[-1] = (made[-1][0], made[-1][1] + before)
+        return made
+
     @property
     def units(self) -> float:
         """Tensor-core work of a warp in quarters of 64 × 8 × 16."""
@@ -246,11 +260,15 @@ def _around(blocks: Sequence[list[Instruction]], follow: Sequence[Sequence[int]]
     return min(ends)[1]
 
 
+def inner_loops(code: Sequence[Instruction]) -> list[Loop]:
+    """The innermost loops with tensor-core instructions."""
+    working = [loop for loop in loops(code) if loop.tensor]
+    places = [{each.address for each in loop.instructions} for loop in working]
+    return [loop for loop, own in zip(working, places, strict=True)
+            if not any(other < own for other in places)]
+
+
 def main_loop(code: Sequence[Instruction]) -> Loop | None:
     """The innermost loop with tensor-core instructions that does the most, of equals the one with the fewest
     others (the rest treat edges); None without one."""
-    working = [loop for loop in loops(code) if loop.tensor]
-    places = [{each.address for each in loop.instructions} for loop in working]
-    inner = [loop for loop, own in zip(working, places, strict=True)
-             if not any(other < own for other in places)]
-    return max(inner, key=lambda loop: (loop.units, -loop.around), default=None)
+    return max(inner_loops(code), key=lambda loop: (loop.units, -loop.around), default=None)

@@ -53,6 +53,7 @@ class CUDADriver(driver.Driver):
         self._externals: dict[int, CUDAStream] = {}
         self._peers: weakref.WeakKeyDictionary[CUDADriver, bool] = weakref.WeakKeyDictionary()
         self._staging: Staging | None = None
+        self._clusters: dict[int, int] = {}
         self._encode_tiled: Any = None
         self._lock = threading.Lock()
         try: self._open()
@@ -220,6 +221,13 @@ class CUDADriver(driver.Driver):
         self.call("cuCtxSetLimit", self.cu.CUlimit.CU_LIMIT_PERSISTING_L2_CACHE_SIZE, nbytes)
 
     # code
+
+    def most_clusters(self, size: int) -> int:
+        driver.check_cluster(size, self.properties.arch)
+        if size == 1: return self.properties.sm_count
+        if (known := self._clusters.get(size)) is None:
+            known = self._clusters[size] = self.launcher.most_clusters(size)
+        return known
 
     def load(self, image: bytes) -> CUDAModule: return CUDAModule(self, image)
 

@@ -37,6 +37,11 @@ BLOCK_BYTES = 64 << 10      # of one launch's arguments: twice what a kernel can
 MOST_PARAMETERS = 4096
 CONFIGS_KEPT = 4096
 LARGEST_CLUSTER = 16
+PROBE = b""".version 8.0
+.target sm_90
+.address_size 64
+.visible .entry probe() { ret; }
+"""
 OVERLAP = "PROGRAMMATIC_STREAM_SERIALIZATION"
 
 
@@ -232,6 +237,16 @@ class Launcher:
         if len(self.configs) >= CONFIGS_KEPT: self.configs.clear()
         self.configs[key] = made
         return made
+
+    def most_clusters(self, size: int) -> int:
+        """Clusters of so many CTAs at once, by a kernel that has all the shared memory of an SM."""
+        shape = size, 1, 1
+        work = Launch(self.gpu.load(PROBE).function("probe"), shape, (128, 1, 1),
+                      dynamic_smem=self.gpu.properties.shared_limit, cluster=shape)
+        loaded = work.function.handle
+        assert isinstance(loaded, Loaded)
+        config = self._config(work, self.gpu.streams[0].handle, ("occupancy", size))
+        return int(self.gpu.call("cuOccupancyMaxActiveClusters", loaded.handle, config))
 
     def attributes(self, work: Launch) -> list[Any]:
         """What a launch says of cluster, overlap and L2, as CUlaunchAttributes."""

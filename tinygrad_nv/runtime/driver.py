@@ -31,9 +31,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tinygrad_nv.errors import DriverError
+from tinygrad_nv.ptx.gpcs import SIZES, Clusters
+
 Triple = tuple[int, int, int]
 Swizzle = Literal["none", "32B", "64B", "128B"]
 TENSOR_MAP_BYTES, TENSOR_MAP_ALIGN = 128, 64
+PORTABLE_CLUSTER = 8    # CTAs that every GPU with clusters takes
 
 
 # **** what is asked for ****
@@ -187,6 +191,12 @@ def pack(args: Sequence[bytes]) -> bytes:
     return bytes(block)
 
 
+def check_cluster(size: int, arch: str) -> None:
+    """Raises `DriverError` for a number of CTAs that no cluster of an architecture has."""
+    most = PORTABLE_CLUSTER if int(arch[3:5]) >= 90 else 1
+    if not 1 <= size <= most: raise DriverError(f"a cluster of {size} CTAs on {arch}", f"1 to {most}")
+
+
 # **** handles ****
 
 class Module(ABC):
@@ -292,6 +302,18 @@ class Driver(ABC):
         and forgets what is kept there."""
 
     # code
+
+    @abstractmethod
+    def most_clusters(self, size: int) -> int:
+        """How many clusters of `size` (1 to 8) CTAs run at once, one CTA an SM: of 4, fewer than a quarter of
+        the SMs where these come in groups that 4 does not divide. Raises `DriverError` for a size that the
+        device has no clusters of."""
+
+    @property
+    def clusters(self) -> Clusters:
+        """Those of every size that kernels have; none below sm_90."""
+        if int(self.properties.arch[3:5]) < 90: return ()
+        return tuple((size, self.most_clusters(size)) for size in SIZES)
 
     @abstractmethod
     def load(self, image: bytes) -> Module:

@@ -23,6 +23,7 @@ from tinygrad_nv.errors import DriverError, KernelError
 from tinygrad_nv.ptx.emulator import Buffer, Emulator, TensorMap
 from tinygrad_nv.ptx.emulator.arguments import SHARED_LIMIT, SHARED_OF_SM, SM_COUNT, THREADS_OF_SM
 from tinygrad_nv.ptx.emulator.footprint import READ, WRITE, Footprint
+from tinygrad_nv.ptx.gpcs import most_clusters
 from tinygrad_nv.runtime import capture, driver
 from tinygrad_nv.runtime.driver import (
     Copy,
@@ -193,6 +194,10 @@ class EmulatedDriver(driver.Driver):
         stream.owned.append(owned)
 
     # code
+
+    def most_clusters(self, size: int) -> int:
+        driver.check_cluster(size, self.properties.arch)
+        return most_clusters(size, self.properties.sm_count)
 
     def load(self, image: bytes) -> driver.Module: return EmulatedModule(image)
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import Literal, NamedTuple
 
+from tinygrad_nv.ptx.gpcs import most_clusters
 from tinygrad_nv.tile import work
 from tinygrad_nv.tile.machine import Machine, machine_for
 from tinygrad_nv.tile.schedule import Schedule
@@ -37,7 +38,6 @@ HBM_SHARE = {"mma": 0.88, "wgmma": 0.90, "gemv": 0.92}     # of peak, that strea
 L2_KEEPS = 0.5                       # of L2, for what is read again
 JOIN_S = 1e-6                        # a flag from one SM to another, twice
 MEETING = {"mma": 40, "wgmma": 10, "gemv": 0}   # cycles of a step in which a CTA's warps wait for each other
-LARGE_CLUSTERS = 0.96                # of the SMs: GPCs of 16 or 18 SMs hold no whole number of them
 REGISTERS_OF_SM, REGISTERS_BESIDE = 65536, 56
 
 
@@ -135,8 +135,7 @@ class Model:
         rows = -(-m // (s.block_m * s.cluster_m)) * s.cluster_m
         columns = -(-n // (work.columns(spec, s) * s.cluster_n)) * s.cluster_n
         cluster = s.cluster_m * s.cluster_n * (s.splits if s.template == "wgmma" else 1)
-        usable = machine.sm_count // cluster * cluster
-        if cluster > 2: usable = int(usable * LARGE_CLUSTERS) // cluster * cluster
+        usable = max(most_clusters(cluster, machine.sm_count), 1) * cluster
         resident, steps = self._resident(s, registers), -(-spec.k // s.block_k)
         return _Tiles(rows, columns, rows * columns * spec.matrices, -(-steps // s.splits), usable, resident,
                       2 if s.mode == "pingpong" else resident)

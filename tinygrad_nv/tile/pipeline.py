@@ -32,6 +32,9 @@ class Cursor:
 
     def advance(self) -> None:
         """The next stage."""
+        if self.ring.depth == 1:  # always the first: a register fewer from tile to tile
+            self.parity.__ixor__(1)
+            return
         self.stage.__iadd__(1)
         self._wrap()
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.ptx.assemble import Assembly, assemble, find_program
+from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.tile import database, trial, work
 from tinygrad_nv.tile.choose import analytic
@@ -53,7 +54,8 @@ def tune(spec: GemmSpec, arch: str, beam: int = 1, sm_count: int = 0, driver: Dr
     wanted, tried = candidates(model, arch, beam), []
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
-        for made in pool.map(lambda s: _built(model, s, arch), wanted):
+        clusters = () if driver is None else driver.clusters
+        for made in pool.map(lambda s: _built(model, s, arch, clusters), wanted):
             tried.append(_timed(model, arch, driver, *made))
             progress(len(tried), len(wanted))
     finally: pool.shutdown(cancel_futures=True)
@@ -90,11 +92,12 @@ def candidates(model: Model, arch: str, beam: int) -> list[Schedule]:
     return made
 
 
-def _built(model: Model, s: Schedule, arch: str) -> tuple[Candidate, GemmKernel | None, Assembly | None]:
+def _built(model: Model, s: Schedule, arch: str, clusters: Clusters
+           ) -> tuple[Candidate, GemmKernel | None, Assembly | None]:
     """A candidate's kernel, assembled where that can be."""
     candidate = Candidate(s, model.predict(s))
     try:
-        kernel = build(model.spec, s, arch, model.machine.sm_count)
+        kernel = build(model.spec, s, arch, model.machine.sm_count, clusters)
         candidate = replace(candidate, smem_bytes=kernel.dynamic_smem)
         if find_program("ptxas") is None: return candidate, kernel, None
         made = assemble(kernel.ptx, arch)

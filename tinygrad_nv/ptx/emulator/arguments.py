@@ -10,6 +10,7 @@ import numpy as np
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.emulator.program import Program
 from tinygrad_nv.ptx.emulator.tensormap import TensorMap
+from tinygrad_nv.ptx.gpcs import most_clusters
 from tinygrad_nv.ptx.syntax import Function, Immediate, Module, Variable
 
 # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": shared memory a CTA may have,
@@ -104,7 +105,7 @@ def resident_clusters(arch: str, block: Triple, cluster: Triple, shared: int) ->
     """Clusters that fit on the device at once (registers are not known, so they do not count)."""
     number, threads = int(arch[3:5]), -(-(block[0] * block[1] * block[2]) // 32) * 32
     each = min(THREADS_OF_SM[number] // threads, SHARED_OF_SM[number] // (shared + 1024), 32)
-    return max(SM_COUNT[number] * max(each, 1) // (cluster[0] * cluster[1] * cluster[2]), 1)
+    return max(most_clusters(cluster[0] * cluster[1] * cluster[2], SM_COUNT[number], max(each, 1)), 1)
 
 
 # **** arguments ****

@@ -96,15 +96,18 @@ class Emulator:
     """An emulated GPU of architecture `arch` (sm_80, sm_86, sm_89, sm_90, sm_90a). `check` switches the race
     detector and its kin (bounds and alignment are always checked); `exact` makes tensor cores sum exactly
     instead of truncating as hardware does; a launch ends with a finding after `step_limit`
-    warp-instructions. Raises `PTXError` for an unknown architecture."""
+    warp-instructions. At most `resident` clusters (CTAs, of launches without) run at a time, fewer where no
+    more fit; others start, in their order, as these end. Raises `PTXError` for an unknown architecture."""
 
     def __init__(self, arch: str = "sm_90a", check: bool = True, seed: int | str = 0, exact: bool = False,
-                 step_limit: int = 1_000_000_000) -> None:
+                 step_limit: int = 1_000_000_000, resident: int = 1 << 30) -> None:
+        if resident < 1: raise PTXError(f"resident={resident}", 0, "at least 1 cluster")
         if arch not in ARCHITECTURES:
             raise PTXError(f"unknown architecture {arch!r}", 0, f"one of {', '.join(ARCHITECTURES)}")
         if isinstance(seed, str) and seed != LATE:
             raise PTXError(f"seed={seed!r}", 0, f"an integer, or {LATE!r}")
         self.arch, self.check, self.seed, self.exact, self.step_limit = arch, check, seed, exact, step_limit
+        self.resident = resident
         self.buffers: dict[int, Buffer] = {}
         self.modules: dict[bytes, Loaded] = {}
         self.next_address = FIRST_ADDRESS
@@ -229,7 +232,8 @@ class _Run:
             (ctypes.c_uint32 * 3)(*block), (ctypes.c_uint32 * 3)(*cluster), shared, program.static_bytes,
             program.dynamic_align, program.local_bytes, int(emu.arch[3:5]), emu.check, emu.exact,
             program.uses_wgmma, entry_registers(program.function),
-            resident_clusters(emu.arch, block, cluster, shared), seed, emu.step_limit, emu.seed == LATE,
+            min(emu.resident, resident_clusters(emu.arch, block, cluster, shared)), seed, emu.step_limit,
+            emu.seed == LATE,
             TRACE(self.tracer.call), self.tracer.cta, self.tracer.warps, self.footprint is not None,
             ahead is not None, _names(ahead or ()))
         self.totals: Any = None

@@ -161,7 +161,7 @@ class Fp8Products(Products):
         self.by_block = [each.block != 0 for each in plan.spec.scales]
         super().__init__(k, plan, loads, consumer)
         self.part = k.regs("f32", plan.pieces[0][1] // 2)
-        self.now, self.following = k.regs("f32", 2)
+        self.now = k.reg("f32")
         self.scale: Value | None = None
 
     def _values(self) -> tuple[Descriptors, Ring]:
@@ -202,7 +202,9 @@ class Fp8Products(Products):
 
     def _ahead(self, column: Value) -> None:
         if self.by_block[1]: self.of_keys = self._scale(1, column.to("u32"))
-        if self.by_block[2]: self.following.set(self._scale(2, column.to("u32")))
+
+    def _ahead_of_sums(self, column: Value) -> None:
+        if self.by_block[2]: self.now = self._scale(2, column.to("u32"))
 
     def _true(self, cells: Cells) -> Cells:
         scale = self.scale
@@ -224,7 +226,6 @@ class Fp8Products(Products):
 
     def _pack(self) -> None:
         k = self.k
-        if self.by_block[2]: self.now.set(self.following)
         for i, each in enumerate(self.p):
             chunk, half, rows = i // 4, i // 2 % 2, i % 2
             at = 16 * chunk + 8 * half + 2 * rows

@@ -7,7 +7,7 @@ Protocol: with S the scores, P their weights in 16 bits, O the result so far,
         issue S = Q Kⱼᵀ
         issue O += P Vⱼ₋₁
         wait for S, give Kⱼ back
-        softmax of S, while the tensor core is at O
+        softmax of S, while the tensor core is at O (`_before_sums`)
         wait for O, give Vⱼ₋₁ back
         O ×= the factor of what came before;  P = S in 16 bits
     give Q back, for the next tile's
@@ -112,7 +112,7 @@ class Products:
                 block -= 1
                 self._further(block * n, masked)
         if not self.plan.overlaid: self.give_back_queries()
-        self._last()
+        self._last(block * n)
 
     # **** what differs between dtypes ****
 
@@ -123,7 +123,10 @@ class Products:
     def _softmax(self, scores: Scores) -> Softmax: return Softmax(self.k, 1, scores.factor)
 
     def _ahead(self, column: Value) -> None:
-        """What is read for the block that begins at `column`."""
+        """What is read for the scores of the block that begins at `column`."""
+
+    def _ahead_of_sums(self, column: Value) -> None:
+        """What is read for its second product."""
 
     def _true(self, cells: Cells) -> Cells:
         """The sums of products as the score has them."""
@@ -167,6 +170,7 @@ class Products:
     def _further(self, column: Value, masked: bool) -> None:
         k, loads = self.k, self.loads
         self._ahead(column)
+        self._ahead_of_sums(column + self.plan.schedule.block_n)
         loads.k_ring.wait(self.at_k)
         if self.turns is not None: self.turns.take()
         self._issue_scores()
@@ -176,11 +180,20 @@ class Products:
         k.wgmma_wait(1)
         self._give_back_keys()
         factors = self._absorb(column, masked)
+        self._before_sums()
         k.wgmma_wait(0)
         self._summed()
         self._give_back_values()
         self._shrink(factors)
         self._pack()
+
+    def _before_sums(self) -> None:
+        """Keeps the exponentials before the wait for O. ptxas moves that wait up, and exponentials down to
+        where the weights are packed: of 90 none stood under the product of P and V (128 elements of d). It
+        leaves a sleep where it is among waits, and this one needs the totals, and they every exponential. No
+        total is negative, so that no warp sleeps."""
+        low, high = (total < 0.0 for total in self.softmax.total)
+        self.k.emit("nanosleep.u32", 0, guard=low | high)
 
     def _shrink(self, factors: list[Value]) -> None:
         """The further on, the more blocks leave the tops of all of a warp's rows, and the result, as they
@@ -190,7 +203,8 @@ class Products:
         with k.if_(some):
             for i, each in enumerate(self.out): each *= factors[i >> 1 & 1]
 
-    def _last(self) -> None:
+    def _last(self, column: Value) -> None:
+        self._ahead_of_sums(column)
         self.v_ring.wait(self.at_v)
         self._issue_sums()
         self.k.wgmma_wait(0)

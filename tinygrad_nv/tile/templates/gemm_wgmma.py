@@ -21,6 +21,7 @@ way.
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.legality import require
 from tinygrad_nv.tile.pipeline import Ring, Turns
@@ -37,18 +38,19 @@ DEFAULT = Schedule().using("wgmma").block(128, 256)
 
 
 def gemm_wgmma(spec: GemmSpec, schedule: Schedule = DEFAULT, arch: str = "sm_90a",
-               sm_count: int = 132) -> GemmKernel:
-    """The kernel of a product on a GPU with `sm_count` multiprocessors. Raises `ScheduleError` for an
-    impossible schedule."""
+               sm_count: int = 132, clusters: Clusters = ()) -> GemmKernel:
+    """The kernel of a product on a GPU with `sm_count` multiprocessors that has room for so many `clusters`
+    at once. Raises `ScheduleError` for an impossible schedule."""
     require(schedule, spec, arch)
     plan = Plan.of(spec, schedule)
+    ctas = plan.ctas(sm_count, clusters)
     k = Kernel("gemm_wgmma", arch=arch, threads=schedule.threads, min_ctas=1,
                cluster=(plan.cluster, 1, 1) if plan.cluster > 1 else ())
-    writer = _Writer(k, plan, plan.ctas(sm_count))
+    writer = _Writer(k, plan, ctas)
     writer.write()
     # a symbolic grid is that of the most rows, unless each cluster has one tile, which it must have
-    each = plan.ctas(sm_count) // plan.extents[0] if spec.symbolic and schedule.splits > 1 else 0
-    return GemmKernel("gemm_wgmma", k.ptx(), (plan.ctas(sm_count), 1, 1), schedule.threads, k.dynamic_smem,
+    each = ctas // plan.extents[0] if spec.symbolic and schedule.splits > 1 else 0
+    return GemmKernel("gemm_wgmma", k.ptx(), (ctas, 1, 1), schedule.threads, k.dynamic_smem,
                       cluster=(plan.cluster, 1, 1), maps=writer.maps,
                       workspace_bytes=writer.meeting.workspace_bytes, flags=writer.meeting.flags,
                       rows_of_cta=schedule.block_m if each else 0, ctas_of_rows=each or 1, pdl=True)

@@ -6,10 +6,11 @@ Protocol: `settle(piece, sums)` ends each piece. `Meeting` is that of whole tile
 shared memory, where the ring was; when all have, each CTA adds up some of the columns, its own sums first and
 then those of the ranks after it, and stores these.
 
-`Stream`: a CTA that has a tile's first stage has the tile. Those that have later stages leave their sums in
-their slot of the workspace, and each of their warps says so by a flag; the tile's CTA adds them in the order
-of K. Only a CTA's first piece can be of another's tile, so whoever leaves sums has not waited before, and one
-slot is enough. All CTAs of the grid must run at the same time, as persistent ones do.
+`Stream`: a CTA that has a tile's last stage owns the tile. Those that have earlier stages leave their sums in
+their slot of the workspace, and each of their warps says so by a flag; the owner adds them, the CTA next
+before it first. A CTA goes through its stages from the last back, so that only its first piece can be of
+another's tile: it has not waited when it leaves sums, and one slot is enough. CTAs wait for lower numbers
+alone. Those start first, so that the grid ends however few CTAs run at a time, also beside another such grid.
 
 Everywhere a thread meets threads of its own number in other CTAs: 16 bytes of each lie side by side.
 """
@@ -94,7 +95,7 @@ class Stream(Meeting):
 
     def settle(self, piece: Piece, sums: Sums) -> None:
         """Leaves the sums of another's tile; stores its own, with what others have left."""
-        with self.k.if_(self.k.reg("u32", piece.first) > 0): self.leave(sums)
+        with self.k.if_(self.k.reg("u32", piece.first) + piece.count < self.plan.iterations): self.leave(sums)
         with self.k.else_():
             self.gather(piece, sums)
             super().settle(piece, sums)
@@ -116,11 +117,11 @@ class Stream(Meeting):
         k.emit("st.release.gpu.global.u32", self.flag_of(k.ctaid.x).at(), 1, guard=k.special("laneid") == 0)
 
     def gather(self, piece: Piece, sums: Sums) -> None:
-        """Adds what the CTAs after this one have of the tile, in their order."""
+        """Adds what the CTAs before this one have of the tile, from the next one down."""
         k = self.k
-        end, other = (piece.number + 1) * self.plan.iterations, k.ctaid.x + 1
-        with k.while_(lambda: self.walk.stage_of(other) < end):
+        first, other = piece.number * self.plan.iterations, k.reg("u32", k.ctaid.x)
+        with k.while_(lambda: self.walk.stage_of(other) > first):
+            other -= 1
             flag, ready = self.flag_of(other), k.reg("u32", 0)
             with k.while_(lambda: ready == 0): k.emit("ld.acquire.gpu.global.u32", ready, flag.at())
             self.add("global", self.slot(other), sums)
-            other += 1

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from tinygrad.dtype import dtypes
 
+from tinygrad_nv.ptx.gpcs import Clusters, most_clusters
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import FP8, GemmSpec, Operand
@@ -152,11 +153,13 @@ class Plan:
         """Tiles in all (at most), in clusters."""
         return self.extents[0] * self.extents[1] * self.spec.matrices
 
-    def ctas(self, sm_count: int) -> int:
-        """CTAs of the grid: persistent, but for clusters that share a sum, which have one tile each."""
+    def ctas(self, sm_count: int, clusters: Clusters = ()) -> int:
+        """CTAs of the grid: persistent, as many as run at once, but for clusters that share a sum, which have
+        one tile each."""
         if self.schedule.stream: return min(self.tiles * self.iterations, sm_count)
-        clusters = self.tiles if self.schedule.splits > 1 else max(1, sm_count // self.cluster)
-        return min(self.tiles, clusters) * self.cluster
+        if self.schedule.splits > 1: return self.tiles * self.cluster
+        at_once = dict(clusters).get(self.cluster, most_clusters(self.cluster, sm_count))
+        return min(self.tiles, max(at_once, 1)) * self.cluster
 
     @property
     def extents(self) -> tuple[int, int]:

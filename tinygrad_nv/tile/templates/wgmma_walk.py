@@ -7,8 +7,8 @@ one number is `cluster_m` × `cluster_n` of them.
 
 What a CTA does at once is a `Piece`: a tile, or some of its stages. With splits each CTA of a cluster has an
 equal part (but for one stage) of the one tile of the cluster. With stream-K (Osama et al. 2023) all stages of
-all tiles are one row, of which every CTA has an equal part: at most the end of one tile, then whole tiles,
-then the beginning of another.
+all tiles are one row, of which every CTA has an equal part, that it goes through from the last stage back: at
+most the beginning of one tile, then whole tiles, then the end of another.
 """
 from __future__ import annotations
 
@@ -69,14 +69,13 @@ class Walk:
     @contextmanager
     def _streamed(self) -> Iterator[Piece]:
         k, iterations = self.k, self.plan.iterations
-        at, end = k.reg("u32", self.stage_of(k.ctaid.x)), self.stage_of(k.ctaid.x + 1)
-        with k.while_(lambda: at < end):
-            number = at // iterations
-            first = at - number * iterations
-            count = k.reg("u32")
-            k.emit("min.u32", count, end - at, k.reg("u32", iterations) - first)
-            yield Piece(number, first, count)
-            at += count
+        begin, end = self.stage_of(k.ctaid.x), k.reg("u32", self.stage_of(k.ctaid.x + 1))
+        with k.while_(lambda: begin < end):
+            number = (end - 1) // iterations
+            first = k.reg("u32")
+            k.emit("max.u32", first, begin, number * iterations)
+            yield Piece(number, first - number * iterations, end - first)
+            end.set(first)
 
     def stage_of(self, cta: Value) -> Value:
         """The first of all stages that a CTA has: the first ones have one more where they do not divide."""
