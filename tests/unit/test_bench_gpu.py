@@ -149,13 +149,39 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_rows_of_another_commit_are_measured_again(toy: Toy):
-    toy.run("good 1", "good 2")
+def test_rows_of_other_sources_are_measured_again(toy: Toy):
+    """Also where there is no git, and of a file that knew of no digest."""
+    nowhere = str(toy.folder / "empty")
+    toy.run("good 1", "good 2", "good 3", PATH=nowhere)
     record = json.loads(toy.out.read_text())
-    record["parts"]["toy"]["good 2"]["commit"] = "of yore"
+    assert record["commit"] == ""
+    assert record["parts"]["toy"]["good 1"]["sources"] == record["sources"] != ""
+    record["parts"]["toy"]["good 2"]["sources"] = "of yore"
+    del record["parts"]["toy"]["good 3"]["sources"]
     toy.out.write_text(json.dumps(record))
-    toy.run("good 1", "good 2", options=("--resume",))
-    assert toy.done() == ["good 1", "good 2", "good 2"]
+    toy.run("good 1", "good 2", "good 3", options=("--resume",), PATH=nowhere)
+    assert toy.done() == ["good 1", "good 2", "good 3", "good 2", "good 3"]
+
+
+@pytest.mark.parametrize("name", ["tinygrad_nv/tile/choose.py", "tinygrad_nv/ptx/emulator/csrc/core.h",
+                                  "models/llama.py", "bench/gpu.py"])
+def test_the_digest_is_of_package_models_and_benches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                     name: str):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True)
+    path.write_text("one")
+    monkeypatch.setattr(measure, "RESULTS", tmp_path / "bench" / "results")
+    before = measure.sources()
+    path.with_suffix(".json").write_text("no source")
+    assert measure.sources() == before
+    path.write_text("two")
+    assert measure.sources() != before
+
+
+def test_the_digest_is_of_files_there_are():
+    root = Path(measure.__file__).parents[1]
+    assert all((root / folder).is_dir() for folder in ("tinygrad_nv", "models", "bench"))
+    assert measure.sources() == measure.sources()
 
 
 def test_rows_that_do_not_fit_are_left_out(toy: Toy):
