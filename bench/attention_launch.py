@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gemm_launch import tensor_map_spec
-
 from tinygrad_nv.runtime.driver import Driver, Fill, Launch, Stream, Work, integer, pointer
+from tinygrad_nv.runtime.launch_text import map_spec
 from tinygrad_nv.tile.kernel import TileKernel
 
 Submit = Callable[[Stream | None], None]
@@ -23,7 +22,7 @@ def submitted(driver: Driver, kernels: Sequence[TileKernel], pointers: Sequence[
     works: list[Work] = [Fill(address, 0, nbytes) for address, nbytes in zeroed]
     for made in kernels:
         function = driver.load(made.ptx.encode()).function(made.name)
-        maps = [tensor_map_spec(each, pointers[each.pointer], integers[each.integer] if integers else 0)
+        maps = [map_spec(each, pointers[each.pointer], integers[each.integer] if integers else 0)
                 for each in made.maps]
         args = [*map(pointer, pointers), *map(integer, integers), *map(driver.tensor_map, maps)]
         works.append(Launch(function, made.grid_for(rows), (made.threads, 1, 1), tuple(args),

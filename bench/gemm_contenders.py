@@ -1,7 +1,8 @@
 """Who multiplies: ours, torch (cuBLAS), Triton, torch.compile, and tinygrad alone, over buffers in turns.
 
 Protocol: a contender is made for a shape and sets of torch storages by name, and gives `run(i)`, which puts
-one product on set `i` into torch's current stream. All compute in bfloat16 with sums in float32. tinygrad
+one product on set `i` into torch's current stream. All compute in the operands' type
+with sums in float32. tinygrad
 measures itself in a process of its own, in which this package is not imported (`tinygrad_alone`).
 """
 from __future__ import annotations
@@ -74,14 +75,17 @@ def gated(a: Any, b: Any, n: int) -> Any:
 
 @contender("gemm", "torch")
 def cublas(shape: Any, buffers: Buffers, options: Options) -> Run:
-    """torch's matmul into the same storage; what follows it as kernels of torch's own."""
+    """torch's matmul into the same storage; what follows it as kernels of torch's own. Of fp8
+    _scaled_mm, whose sums are promoted to float32 as ours are (use_fast_accum=False)."""
     import torch
+    one = torch.ones((), device=buffers[0]["a"].device)
     sets = [(each["a"].view(shape.m, shape.k), each["b"].view(shape.columns, shape.k).T,
              each["out"].view(shape.m, shape.n)) for each in buffers]
 
     def run(i: int) -> None:
         a, b, out = sets[i]
         if shape.gated: out.copy_(gated(a, b, shape.n))
+        elif shape.fp8: torch._scaled_mm(a, b, one, one, out_dtype=out.dtype, use_fast_accum=False, out=out)
         else: torch.mm(a, b, out=out)
 
     return run
@@ -106,7 +110,7 @@ def compiled(shape: Any, buffers: Buffers, options: Options) -> Run:
 def triton(shape: Any, buffers: Buffers, options: Options) -> Run:
     """The quickest of a few tiles, as its own tuner would try."""
     from gpu_parts import Bursts
-    if shape.gated: raise NotMeasured("its tutorial has no such product")
+    if shape.gated or shape.fp8: raise NotMeasured("its tutorial has no such product")
     runs = triton_runs(shape, buffers, device().properties.arch)
     if not runs: raise NotMeasured("no tile for this product")
     trials = {name: min(Bursts(run, len(buffers)).eager(10) for _ in range(3)) for name, run in runs.items()}
@@ -166,6 +170,7 @@ print(json.dumps([each / 10 for each in times]))
 def tinygrad_alone(shape: Any, seconds: float) -> list[float]:
     """Seconds of products by tinygrad's own kernels, in batches of ten, in a process of its own. Some twelve
     seconds each, so not of all products."""
+    if shape.fp8: raise NotMeasured("its kernels have no fp8 operands")
     if shape.m not in (1, 4096) or "70B" in shape.name: raise NotMeasured("left out, to save time")
     sizes = map(str, (shape.m, shape.n, shape.k, int(shape.gated), seconds))
     return measured_alone([sys.executable, "-c", ALONE, *sizes], 30 + 10 * seconds)

@@ -8,20 +8,18 @@ keeps the workspace, not the memory that it is given.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import cast
 
 from tinygrad_nv.runtime.driver import (
     Driver,
     Fill,
     Launch,
     Stream,
-    Swizzle,
-    TensorMapSpec,
     Work,
     integer,
     pointer,
 )
-from tinygrad_nv.tile.kernel import GemmKernel, MapArgument
+from tinygrad_nv.runtime.launch_text import map_spec
+from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.spec import GemmSpec
 
 Submit = Callable[[Stream | None], None]
@@ -48,7 +46,7 @@ class Launcher:
             self.workspaces += pointers[1:]
             works.append(Fill(pointers[2], 0, flags))
         pointers += [addresses[name] for name in ("a", "b", *(f"x{i}" for i in range(len(spec.parameters))))]
-        maps = [tensor_map_spec(each, pointers[each.pointer], rows) for each in made.maps]
+        maps = [map_spec(each, pointers[each.pointer], rows) for each in made.maps]
         args = [*map(pointer, pointers), *([integer(rows)] if spec.symbolic else []),
                 *map(self.driver.tensor_map, maps)]
         works.append(Launch(self.function, made.grid_for(rows), (made.threads, 1, 1), tuple(args),
@@ -65,10 +63,3 @@ class Launcher:
         for address in self.workspaces: self.driver.free(address)
         self.workspaces.clear()
         self.module.unload()
-
-
-def tensor_map_spec(argument: MapArgument, address: int, rows: int) -> TensorMapSpec:
-    """A kernel's tensor map over the buffer that begins at an address."""
-    dims = tuple(rows if i == argument.dynamic else extent for i, extent in enumerate(argument.dims))
-    return TensorMapSpec(argument.dtype, address + argument.offset_bytes, dims, argument.strides,
-                         argument.box, swizzle=cast(Swizzle, argument.swizzle), l2_promotion="256B")

@@ -6,8 +6,8 @@
 
 Rows are measured by a worker process of each part. A row that hangs or kills its process is reported as such,
 and a new worker goes on with the next. Every finished row is in the result file at once; `--resume` leaves
-out what the file has for the same commit. A row that would not fit into the minutes left stays "not measured:
-out of time".
+out what the file has of the same sources, which are hashed. A row that would not fit into the minutes left
+stays "not measured: out of time".
 
 Exit code: 0, 1 when a row disagrees, failed, hung or died, 2 when there is nothing to measure, or nothing to
 measure it on.
@@ -32,7 +32,7 @@ from typing import Any
 
 import gpu_all  # noqa: F401 (registers the parts)
 from gpu_parts import OUT_OF_TIME, PARTS, NotMeasured, Options, Part, Row
-from measure import RESULTS, each, end_with_parent, git, processor
+from measure import RESULTS, each, end_with_parent, git, processor, sources
 
 from tinygrad_nv.runtime import telemetry
 
@@ -46,8 +46,8 @@ NEEDED = "an NVIDIA GPU of compute capability 8.0 or later, its driver, cuda-pyt
 # **** what is kept ****
 
 class Results:
-    """A result file: facts about the machine, and rows by part and name, each with its commit. Replaced
-    whole, so that whoever reads it never finds half of one."""
+    """A result file: facts about the machine, and rows by part and name, each with its commit and the digest
+    of the sources. Replaced whole, so that a reader never finds half of one."""
 
     def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
         self.path = path
@@ -62,16 +62,16 @@ class Results:
         """Writes a row. One that was measured is not replaced by one that was not."""
         rows = self.rows(part)
         if row["status"] == "not measured" and rows.get(name, row)["status"] in DONE: return
-        rows[name] = {**row, "commit": self.record["commit"], "dirty": self.record["dirty"]}
+        rows[name] = {**row, **{key: self.record[key] for key in ("commit", "dirty", "sources")}}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         beside = self.path.with_suffix(".tmp")
         beside.write_text(json.dumps(self.record, indent=1) + "\n")
         os.replace(beside, self.path)
 
     def known(self, part: str, name: str) -> bool:
-        """Whether the row is there, of this commit."""
+        """Whether the row is there, of these sources."""
         row = self.rows(part).get(name)
-        return row is not None and row["status"] in DONE and row["commit"] == self.record["commit"]
+        return row is not None and row["status"] in DONE and row.get("sources") == self.record["sources"]
 
 
 def facts(options: Options) -> dict[str, Any]:
@@ -80,7 +80,8 @@ def facts(options: Options) -> dict[str, Any]:
     commit = git("rev-parse", "--short", "HEAD") or options.commit
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ":!bench/results", ":!README.md")
     return {"gpu": gpu.name if gpu else f"emulated {options.arch}", "driver": _driver_version(gpu),
-            "machine": processor(), "commit": commit, "dirty": bool(changed), "seed": options.seed,
+            "machine": processor(), "commit": commit, "dirty": bool(changed), "sources": sources(),
+            "seed": options.seed,
             "python": sys.version.split()[0],
             **{name: _version(name) for name in ("torch", "triton", "tinygrad", "numpy", "cuda-bindings")}}
 

@@ -1,20 +1,25 @@
 """The part "gemm" of bench/gpu.py: TFLOP/s of ours, torch (cuBLAS), Triton, torch.compile, tinygrad.
 
 x @ w.T, bfloat16, operands uniform in [-1, 1]: cubes, the layers of Llama 8B and 70B, and few rows; then gate
-and up with silu between them, which torch.compile fuses too. GB/s counts each operand and the result once.
-Contenders are in gemm_contenders.py.
+and up with silu between them, which torch.compile fuses too; then operands of 8 bits (e4m3, scales of 1).
+GB/s counts each operand and the result once. Contenders are in gemm_contenders.py.
 
-With --emulate: what the emulator counts of each product scaled down, whose result must be right, and what the
-cost model predicts of the whole.
+Every row of a result is compared with float32, one of 16 with float64.
+
+With --emulate: each matmul scaled down on the emulator, two sets in turns, whose results must be right, and
+what the cost model predicts of the whole.
 """
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import gemm_contenders  # noqa: F401 (registers them)
-from gpu_parts import MOST_SETS, Column, Options, Row, Run, emulated, timing_part, workloads
+from gpu_compare import emulated as on_emulator
+from gpu_compare import spaced
+from gpu_parts import MOST_SETS, Column, NotMeasured, Options, Row, emulated, timing_part, workloads
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile.choose import choose
@@ -26,29 +31,37 @@ from tinygrad_nv.tile.templates import build
 LLAMA = {"8B": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
          "70B": {"qkv": (10240, 8192), "o": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)}}
 FEW = (1, 2, 4, 8, 16, 32, 64)
-CHECKED = 64        # rows that are compared with float64
+FP8_SIZES = ((8192, 8192, 8192), (4096, 4096, 4096), (4096, 7168, 16384), (4096, 28672, 4096),
+             (64, 7168, 16384))
+CHECKED = 16        # one of so many rows is compared with float64
+AT_ONCE = 1024      # rows
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A product with a name; `gated`: silu(x @ gate.T) * (x @ up.T), with gate and up in one matrix."""
+    """A product with a name; `gated`: silu(x @ gate.T) * (x @ up.T), with gate and up in one matrix; `fp8`:
+    operands are e4m3."""
     name: str
     m: int
     n: int
     k: int
     gated: bool = False
+    fp8: bool = False
+
+    results = ("out",)
 
     def __str__(self) -> str: return self.name
 
     @property
     def spec(self) -> GemmSpec:
-        """x @ w.T of bfloat16."""
+        """x @ w.T into bfloat16."""
         kind, ends = dtypes.bfloat16, {}
         if self.gated:
             ends = {"parts": 2, "part": self.n * self.k,
                     "epilogue": (silu(Sum()) * Sum(dtypes.float32, 1)).cast(kind)}
-        return GemmSpec(self.m, self.n, self.k, Operand(kind, self.k, 1), Operand(kind, self.k, 1),
-                        Result(kind, self.n, 1), **ends)  # type: ignore[arg-type]
+        operand = Operand(dtypes.fp8e4m3 if self.fp8 else kind, self.k, 1)
+        return GemmSpec(self.m, self.n, self.k, operand, operand, Result(kind, self.n, 1),
+                        **ends)  # type: ignore[arg-type]
 
     @property
     def columns(self) -> int:
@@ -63,48 +76,49 @@ class Shape:
     @property
     def nbytes(self) -> float:
         """Each operand and the result once."""
-        return 2.0 * (self.m * self.k + self.columns * self.k + self.m * self.n)
+        return (1.0 if self.fp8 else 2.0) * self.k * (self.m + self.columns) + 2.0 * self.m * self.n
 
     def scaled(self, by: int = 16) -> Shape:
         """Smaller, for the emulator: few rows stay as they are."""
         m = self.m if self.m <= 64 else max(self.m // by, 64)
-        return Shape(self.name, m, max(self.n // by, 64), max(self.k // by, 256), self.gated)
+        return replace(self, m=m, n=max(self.n // by, 64), k=max(self.k // by, 256))
 
     def given(self, device: str) -> list[dict[str, Any]]:
         """Storages by name, as many sets as exceed twice the L2 cache."""
         import torch
         l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
+        kind = torch.float8_e4m3fn if self.fp8 else torch.bfloat16
         def uniform(size: int) -> torch.Tensor:
-            return (torch.rand(size, device=device) * 2 - 1).bfloat16()
+            return (torch.rand(size, device=device) * 2 - 1).to(kind)
         return [{"out": torch.empty(self.m * self.n, device=device, dtype=torch.bfloat16),
                  "a": uniform(self.m * self.k), "b": uniform(self.columns * self.k)}
                 for _ in range(min(MOST_SETS, max(2, int(2 * l2 // self.nbytes) + 1)))]
 
-    def wrong(self, given: list[dict[str, Any]], run: Run) -> str:
-        """Set 0 against float64, on a few rows: as near as bfloat16 allows, every element written."""
+    def unlike(self, one: dict[str, Any]) -> str:
+        """How the result in these storages is not the product; "" when it is: one of 16 rows by float64,
+        then every row by float32, whose sums of these operands are a tenth of the bound off at most."""
         import torch
-        given[0]["out"].fill_(torch.nan)
-        run(0)
-        return self.unlike(given[0])
+        for rows, kind in ((spaced(self.m, CHECKED), torch.float64), (list(range(self.m)), torch.float32)):
+            for first in range(0, len(rows), AT_ONCE):
+                if words := self._unlike(one, rows[first:first + AT_ONCE], kind): return words
+        return ""
 
-    def unlike(self, given: dict[str, Any]) -> str:
-        """How the result in these storages is not the product; "" when it is."""
+    def _unlike(self, one: dict[str, Any], rows: list[int], kind: Any) -> str:
         import torch
-        rows = min(self.m, CHECKED)
-        sums = given["a"].view(self.m, -1)[:rows].double() @ given["b"].view(self.columns, -1).double().T
-        noise = self.k**0.5 * 2.0**-14
+        sums = one["a"].view(self.m, -1)[rows].to(kind) @ one["b"].view(self.columns, -1).to(kind).T
+        # fp8: tensor cores keep 13 bits of sums of at most 16, in 4 instructions for each 128 terms
+        noise = (self.k / 128)**0.5 * 2.0**-7 if self.fp8 else self.k**0.5 * 2.0**-14
         exact, bound = sums, 2.0**-8 * sums.abs() + noise
         if self.gated:
             gate, up = sums[:, :self.n], sums[:, self.n:]
             exact = torch.nn.functional.silu(gate) * up
             bound = 2.0**-6 * exact.abs() + (2.0**-8 + noise) * (1 + gate.abs() + up.abs())
-        got = given["out"].view(self.m, -1)
-        if bool(got.isnan().any()): return "elements of the result were not written"
-        off = (got[:rows].double() - exact).abs()
-        if bool((off <= bound).all()): return ""
-        at = int((off - bound).argmax())
-        return (f"element {at}: {got[:rows].flatten()[at].item():g}, exactly {exact.flatten()[at].item():g}, "
-                f"allowed {bound.flatten()[at].item():g}")
+        got = one["out"].view(self.m, -1)[rows].to(kind)
+        off = (got - exact).abs() - bound
+        if bool((off <= 0).all()): return ""
+        row, column = divmod(int(off.argmax()), self.n)
+        return (f"row {rows[row]}, column {column}: {got[row, column].item():g}, exactly "
+                f"{exact[row, column].item():g}, allowed {bound[row, column].item():g}")
 
 
 @workloads("gemm")
@@ -119,6 +133,12 @@ def shapes() -> Iterator[Shape]:
         for m in (4096, 1, 16): yield Shape(f"Llama {model} gate_up silu M={m}", m, n // 2, k, True)
 
 
+@workloads("gemm")
+def fp8_shapes() -> Iterator[Shape]:
+    """Operands of 8 bits."""
+    for m, n, k in FP8_SIZES: yield Shape(f"fp8 {m}x{n}x{k}", m, n, k, fp8=True)
+
+
 @emulated("gemm")
 def counted(shape: Any, options: Options) -> Row:
     """The product scaled down on the emulated driver."""
@@ -127,30 +147,14 @@ def counted(shape: Any, options: Options) -> Row:
     from tinygrad_nv.runtime.emulated import EmulatedDriver
     small, arch = shape.scaled(), options.arch
     schedule, whole = choose(small.spec, arch), choose(shape.spec, arch)
-    assert schedule is not None
-    assert whole is not None
+    if schedule is None or whole is None: raise NotMeasured("no schedule of ours")
     driver = EmulatedDriver(arch, seed=options.seed)
-    given = small.given("cpu")[0]
-    addresses = {name: driver.alloc(tensor.nbytes) for name, tensor in given.items()}
-    for name in ("a", "b"): driver.copy_in(addresses[name], memoryview(_bytes(given[name])))
-    Launcher(driver, build(small.spec, schedule, arch)).bound(small.spec, addresses)(None)
-    out = bytearray(given["out"].nbytes)
-    driver.copy_out(memoryview(out), addresses["out"])
-    given["out"].view(-1).copy_(_tensor(out))
-    guess, wrong = predict(shape.spec, whole, arch), small.unlike(given)
+    launcher = Launcher(driver, build(small.spec, schedule, arch))
+    wrong = on_emulator(small, driver, partial(launcher.bound, small.spec))
+    guess = predict(shape.spec, whole, arch)
     return {"status": "disagrees" if wrong else "emulated", "schedule": str(schedule),
             "why": f"ours: {wrong}" if wrong else f"{schedule}; predicted of the whole: {whole}, "
             f"{1e6 * guess.seconds:.1f} µs, {guess.bound}", "predicted_s": guess.seconds}
 
 
-def _bytes(tensor: Any) -> bytes:
-    import torch
-    return bytes(tensor.view(torch.uint8).numpy())
-
-
-def _tensor(data: bytearray) -> Any:
-    import torch
-    return torch.frombuffer(data, dtype=torch.bfloat16)
-
-
-timing_part("gemm", "matrix products, bfloat16, x @ w.T", Column("TFLOP/s"), expected_s=12.0)
+timing_part("gemm", "matrix products, bfloat16 and fp8, x @ w.T", Column("TFLOP/s"), expected_s=12.0)

@@ -12,27 +12,31 @@ A part of timings is a list of workloads and of contenders: `@workloads("attenti
 `@contender("attention", "ours")` makes a contender ready for one and returns what runs it, or raises
 `NotMeasured` with the reason. Registering is all that a new one takes.
 
-Timings follow NVIDIA's protocol: inputs in turns that together exceed twice the L2 cache, random values,
-warmed until power is steady (3 s at least, at first), contenders in turns within one run, a burst each.
-Bursts are CUDA graphs of as many runs as take `BURST_S`, so that the host's launches are not what is timed.
+Timings follow NVIDIA's protocol: inputs in turns that together exceed twice the L2 cache, random values, the
+graphs of all contenders warmed until power is steady (3 s at least, at first), contenders in turns within one
+run, a burst each, another one first in each round. Bursts are CUDA graphs of as many runs as take `BURST_S`,
+so that the host's launches are not what is timed. Clocks are read during each burst, and kept by contender.
+
+Results are compared twice (gpu_compare.py): of single runs before, and of one more burst on poisoned memory
+after the timed ones. Each contender has the inputs in common and a record of its own of where results are.
 """
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol
 
+from gpu_compare import Run, compared_sets, differs, poison, wrong
 from measure import spread, table
 
-from tinygrad_nv.runtime.telemetry import Telemetry
+from tinygrad_nv.runtime.telemetry import Reading, Samples, Telemetry
 
 Options = argparse.Namespace
 Row = dict[str, Any]            # a row's result
 Measure = Callable[[str, float], Row]   # (name of the row, seconds that it may take)
-Run = Callable[[int], None]     # one run with the i-th set of inputs, into torch's current stream
 
 OUT_OF_TIME = "out of time"
 BURST_S, WARM_S = 0.02, 3.0     # seconds of a burst; of warm-up at least
@@ -74,7 +78,10 @@ def register(part: Part) -> Part:
 
 class Workload(Protocol):
     """What contenders are given. `work` and `nbytes` of one run: floating-point operations, or tokens, and
-    bytes that must move."""
+    bytes that must move; `results` names what is compared among a set's storages."""
+    @property
+    def results(self) -> tuple[str, ...]: ...
+
     @property
     def name(self) -> str: ...
 
@@ -84,11 +91,11 @@ class Workload(Protocol):
     @property
     def nbytes(self) -> float: ...
 
-    def given(self, device: str) -> Any:
-        """Inputs: as many sets as it takes, `len()` of them."""
+    def given(self, device: str) -> list[dict[str, Any]]:
+        """Inputs and results by name: as many sets as it takes."""
 
-    def wrong(self, given: Any, run: Run) -> str:
-        """Runs once and compares; "" when the result is right."""
+    def unlike(self, one: dict[str, Any]) -> str:
+        """How the results of a set are not what they must be; "" when they are."""
 
 
 Contender = Callable[[Any, Any, Options], Run]
@@ -176,42 +183,54 @@ class Bursts:
             torch.cuda.synchronize()
         return self
 
-    def eager(self, count: int) -> float:
+    def eager(self, count: int, meanwhile: Callable[[], Any] = lambda: None) -> float:
         """Seconds of `count` runs, launched one after the other."""
         def work() -> None:
             for i in range(count): self.run(i % self.sets)
-        return timed(work)
+        return timed(work, meanwhile)
 
-    def seconds(self) -> float:
-        """Of one run, by one burst."""
-        if self.graph is None: return self.eager(self.count) / self.count
-        return timed(self.graph.replay) / self.count
+    def seconds(self, meanwhile: Callable[[], Any] = lambda: None) -> float:
+        """Of one run, by one burst. The host does `meanwhile` while the device works."""
+        if self.graph is None: return self.eager(self.count, meanwhile) / self.count
+        return timed(self.graph.replay, meanwhile) / self.count
 
 
-def timed(work: Callable[[], Any]) -> float:
+def timed(work: Callable[[], Any], meanwhile: Callable[[], Any] = lambda: None) -> float:
     """Seconds on the device, by events around the work."""
     import torch
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     work()
     end.record()
+    meanwhile()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
 
 
+@dataclass
+class Entrant:
+    """A contender that is right: its runs, and the sets with its results."""
+    run: Run
+    given: list[dict[str, Any]]
+
+
 def compared(part: str, workload: Workload, options: Options, budget_s: float) -> Row:
-    """Every contender on one workload: first whether it is right, then times in turns."""
+    """Every contender on one workload: whether it is right, times in turns, whether it is right still."""
     import torch
     torch.manual_seed(options.seed)
     given = workload.given("cuda")
-    runs, notes, wrong = ready(part, workload, given, options)
-    row: Row = {"work": workload.work, "nbytes": workload.nbytes, "notes": notes, "sets": len(given),
-                "status": "disagrees" if wrong else "measured"}
-    if wrong: row["why"] = "; ".join(wrong)
+    entrants, notes, bad = ready(part, workload, given, options)
+    row: Row = {"work": workload.work, "nbytes": workload.nbytes, "notes": notes, "sets": len(given)}
     if part in ABOUT: row |= ABOUT[part](workload)
-    if runs:
-        bursts = {name: Bursts(run, len(given)).sized(BURST_S) for name, run in runs.items()}
+    if entrants:
+        bursts = {name: Bursts(each.run, len(given)).sized(BURST_S) for name, each in entrants.items()}
         row |= in_turns(bursts, budget_s)
+        for name, found in after_bursts(workload, bursts, entrants).items():
+            notes[name] = f"wrong after its bursts: {found}"
+            bad.append(f"{name}, after its bursts: {found}")
+            del row["seconds"][name]
+    row["status"] = "disagrees" if bad else "measured"
+    if bad: row["why"] = "; ".join(bad)
     for name, made in ALONE.get(part, {}).items():
         if options.without_tinygrad: notes[name] = "left out: --without-tinygrad"
         else:
@@ -220,52 +239,82 @@ def compared(part: str, workload: Workload, options: Options, budget_s: float) -
     return row
 
 
-def ready(part: str, workload: Workload, given: Any,
-          options: Options) -> tuple[dict[str, Run], dict[str, str], list[str]]:
-    """Runs of those that apply and are right; why the others are not timed; what is wrong."""
-    runs: dict[str, Run] = {}
+def ready(part: str, workload: Workload, given: list[dict[str, Any]],
+          options: Options) -> tuple[dict[str, Entrant], dict[str, str], list[str]]:
+    """Those that apply and are right; why the others are not timed; what is wrong."""
+    entrants: dict[str, Entrant] = {}
     notes: dict[str, str] = {}
-    wrong: list[str] = []
+    bad: list[str] = []
     for name, made in CONTENDERS.get(part, {}).items():
+        mine = [dict(one) for one in given]
         try:
-            run = made(workload, given, options)
-            found = workload.wrong(given, run)
+            run = made(workload, mine, options)
+            found = wrong(workload, mine, run)
         except NotMeasured as why: notes[name] = str(why)
         except Exception as error:
             notes[name] = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
             if name == "ours": raise
         else:
-            if not found: runs[name] = run
+            if not found: entrants[name] = Entrant(run, mine)
             else:
                 notes[name] = f"wrong: {found}"
-                wrong.append(f"{name}: {found}")
-    return runs, notes, wrong
+                bad.append(f"{name}: {found}")
+    return entrants, notes, bad
 
 
-def warmed(burst: Bursts, telemetry: Telemetry, most_s: float) -> None:
-    """Bursts until power is steady: after WARM_S at the soonest, AGAIN_S where others were timed before."""
+def after_bursts(workload: Workload, bursts: Mapping[str, Bursts],
+                 entrants: Mapping[str, Entrant]) -> dict[str, str]:
+    """One more burst of each contender on poisoned results: who is wrong then, and how."""
+    found = {}
+    for name, burst in bursts.items():
+        one = entrants[name]
+        sets = one.given[:min(burst.count, compared_sets(one.run, one.given))]
+        poison(workload, sets)
+        burst.seconds()
+        if words := differs(workload, sets): found[name] = words
+    return found
+
+
+def warmed(bursts: Sequence[Bursts], telemetry: Telemetry, most_s: float) -> None:
+    """Bursts of all in turn until power is steady: after WARM_S at the soonest, AGAIN_S where others were
+    timed before; of each once at least."""
     global warm
     begun, watts, least_s = time.perf_counter(), [0.0], AGAIN_S if warm else WARM_S
-    while (spent := time.perf_counter() - begun) < most_s:
-        burst.seconds()
+    while True:
+        for burst in bursts: burst.seconds()
         watts = [*watts[-4:], telemetry.now().watts or 0.0]
-        if spent > least_s and max(watts) - min(watts) <= STEADY * max(watts): break
+        spent = time.perf_counter() - begun
+        if spent > most_s or (spent > least_s and max(watts) - min(watts) <= STEADY * max(watts)): break
     warm = True
 
 
 def in_turns(bursts: dict[str, Bursts], budget_s: float) -> Row:
-    """Bursts of all contenders, one after the other, until time is up; clocks and power meanwhile."""
-    telemetry = Telemetry(0)
-    warmed(next(iter(bursts.values())), telemetry, min(2 * WARM_S, 2 * budget_s))
-    seconds: dict[str, list[float]] = {name: [] for name in bursts}
+    """Bursts of all contenders, one after the other, until time is up, each round from another one on: who
+    comes first meets another temperature. Clocks and power meanwhile, and by contender."""
+    telemetry, names = Telemetry(0), list(bursts)
+    warmed(list(bursts.values()), telemetry, min(2 * WARM_S, 2 * budget_s))
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    readings: dict[str, list[Reading]] = {name: [] for name in names}
     begun = time.perf_counter()
     with telemetry.sampled() as samples:
-        while len(seconds[next(iter(bursts))]) < LEAST_BURSTS or time.perf_counter() - begun < budget_s:
-            for name, burst in bursts.items(): seconds[name].append(burst.seconds())
+        while (turn := len(seconds[names[-1]])) < LEAST_BURSTS or time.perf_counter() - begun < budget_s:
+            for i in range(len(names)):
+                name = names[(turn + i) % len(names)]
+                seconds[name].append(bursts[name].seconds(
+                    lambda into=readings[name]: into.append(telemetry.now())))  # type: ignore[misc]
     return {"seconds": {name: [float(f"{s:.5g}") for s in done] for name, done in seconds.items()},
             "count": {name: burst.count for name, burst in bursts.items()},
             "eager": {name: burst.why_eager for name, burst in bursts.items() if burst.why_eager},
+            "clocks": {name: clocks(done) for name, done in readings.items()},
             "telemetry": samples.record()}
+
+
+def clocks(readings: list[Reading]) -> dict[str, Any]:
+    """Of a contender's bursts: mean, lowest and highest of SM clock, watts and temperature; None where these
+    are not told."""
+    some = Samples(readings)
+    return {name: vars(spread) if (spread := some.spread(name)) else None
+            for name in ("sm_mhz", "watts", "temperature_c")}
 
 
 # **** tables ****

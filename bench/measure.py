@@ -1,6 +1,7 @@
 """What benches share: the spread of repeats, an aligned table, and where results go."""
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 RESULTS = Path(__file__).parent / "results"
+SOURCES = (".py", ".c", ".h")
 T = TypeVar("T")
 
 
@@ -64,6 +66,17 @@ def git(*words: str) -> str:
                               cwd=RESULTS.parent)
     except OSError: return ""
     return done.stdout.strip()
+
+
+def sources() -> str:
+    """A digest of the package's, the models' and the benches' sources: of what is measured and how, also
+    where there is no git."""
+    whole, root = hashlib.sha256(), RESULTS.parents[1]
+    for folder, pattern in (("tinygrad_nv", "**/*"), ("models", "*.py"), ("bench", "*.py")):
+        for path in sorted(root.joinpath(folder).glob(pattern)):
+            if path.suffix not in SOURCES: continue
+            whole.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return whole.hexdigest()[:16]
 
 
 def save(name: str, record: dict[str, Any]) -> Path:

@@ -53,15 +53,13 @@ def test_wrong_gradients_are_said():
     for name, right in zip(gpu_backward.RESULTS, made, strict=True): one[name] = right.bfloat16()
     assert workload.unlike(one) == ""
     for name in gpu_backward.RESULTS:
-        assert workload.unlike({**one, name: one[name] * 1.1}).startswith(f"{name}: off by")
+        assert workload.unlike({**one, name: one[name] * 1.1}).startswith(f"{name}: sequence 0")
 
 
 @pytest.mark.parametrize("workload", [gpu_attention.Forward(1, 2, 64, 64, True), gpu_paged.Paged(2, 100)],
                          ids=["attention", "paged"])
 def test_what_is_wrong_is_said(workload: Any):
     one = workload.given("cpu")[0]
-    one["out"].fill_(float("nan"))
-    assert workload.unlike(one) == "elements of the result were not written"
     one["out"].zero_()
     assert "off by" in workload.unlike(one)
 

@@ -22,8 +22,6 @@ def test_each_form(form: str, arch: str):
 def test_what_is_wrong_is_said():
     workload = Rows("rms", 4, 64)
     one = workload.given("cpu")[0]
-    one["out"].fill_(float("nan"))
-    assert workload.unlike(one) == "elements of the result were not written"
     one["out"].zero_()
     assert "off by" in workload.unlike(one)
     one["out"] = gpu_elementwise.theirs("rms", one)

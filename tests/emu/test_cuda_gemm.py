@@ -12,7 +12,8 @@ from gemm_case import arguments, bits, product, reference
 
 from tinygrad_nv.errors import KernelError
 from tinygrad_nv.runtime.cuda import CUDADriver
-from tinygrad_nv.runtime.driver import Fill, Launch, TensorMapSpec, Work, pointer
+from tinygrad_nv.runtime.driver import Fill, Launch, Work, pointer
+from tinygrad_nv.runtime.launch_text import map_spec
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.templates.gemm_wgmma import gemm_wgmma
@@ -52,9 +53,7 @@ class Chain:
             order += [self.gpu.alloc(kernel.workspace_bytes), self.gpu.alloc(4 * max(1, kernel.flags))]
             fills = [Fill(order[-1], 0, 4 * max(1, kernel.flags))]
         order += [a, b]
-        maps = [self.gpu.tensor_map(TensorMapSpec(
-            m.dtype, order[m.pointer] + m.offset_bytes, m.dims, m.strides, m.box, swizzle=m.swizzle))
-            for m in kernel.maps]
+        maps = [self.gpu.tensor_map(map_spec(m, order[m.pointer])) for m in kernel.maps]
         function = self.gpu.load(kernel.ptx.encode()).function(kernel.name)
         args = (*map(pointer, order), *maps)
         return [*fills, Launch(function, kernel.grid_for(M), (kernel.threads, 1, 1), args,

@@ -1,14 +1,17 @@
 /* A libcuda.so.1 that does nothing and says what it was asked: one line for each call on standard error.
 
    cuda.bindings find their functions through cuGetProcAddress_v2. What is not in `functions` answers
-   CUDA_SUCCESS. Handles count up; memory is at 0x700000000000. */
+   CUDA_SUCCESS; what STUB_WITHOUT names in the environment is not there. In a fork of the process that called
+   cuInit nothing is initialised. Handles count up; memory is at 0x700000000000. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 typedef uint64_t u64;
-enum { INVALID_VALUE = 1, INVALID_PTX = 218, NOT_FOUND = 500, PARAMETERS = 2 };
+enum { INVALID_VALUE = 1, NOT_INITIALIZED = 3, INVALID_PTX = 218, NOT_FOUND = 500, PARAMETERS = 2 };
+static pid_t process;
 static u64 handles = 0x100, memory = 0x700000000000, current;
 #define SAY(...) (fprintf(stderr, __VA_ARGS__), fputc('\n', stderr), 0)
 
@@ -19,7 +22,7 @@ static int device(int *out, int ordinal) { return *out = ordinal, 0; }
 static int name(char *out, int size, int d) { return snprintf(out, size, "stub"), 0; }
 static int total(size_t *out, int d) { return *out = 1 << 30, 0; }
 static int retain(u64 *out, int d) { return *out = 0xc0, 0; }
-static int get_current(u64 *out) { return *out = current, 0; }
+static int get_current(u64 *out) { return getpid() == process ? (*out = current, 0) : NOT_INITIALIZED; }
 static int set_current(u64 context) { return current = context, 0; }
 static int make(u64 *out) { return *out = handles += 16, 0; }
 static int string(int status, const char **out) { return *out = "words", 0; }
@@ -174,11 +177,18 @@ static int encode(void *map, int type, unsigned rank, void *at, const u64 *dims,
     return memset(map, 0xab, 128), 0;
 }
 
+int cuInit(unsigned flags)
+{
+    if (!process) process = getpid();
+    return getpid() == process ? 0 : NOT_INITIALIZED;
+}
+
 int cuGetProcAddress_v2(const char *symbol, void **out, int version, u64 flags, int *status);
 
 static const struct { const char *symbol; void *function; } functions[] = {
-    {"cuDriverGetVersion", version}, {"cuDeviceGetCount", count}, {"cuDeviceGet", device},
-    {"cuDeviceGetName", name}, {"cuDeviceTotalMem", total}, {"cuDeviceGetAttribute", attribute},
+    {"cuInit", cuInit}, {"cuDriverGetVersion", version}, {"cuDeviceGetCount", count},
+    {"cuDeviceGet", device}, {"cuDeviceGetName", name}, {"cuDeviceTotalMem", total},
+    {"cuDeviceGetAttribute", attribute},
     {"cuDevicePrimaryCtxRetain", retain}, {"cuCtxGetCurrent", get_current}, {"cuCtxSetCurrent", set_current},
     {"cuCtxSetLimit", limit}, {"cuGetErrorString", string}, {"cuStreamCreate", make}, {"cuEventCreate", make},
     {"cuEventElapsedTime", elapsed}, {"cuMemPoolCreate", pool_create}, {"cuMemPoolSetAttribute", pool_set},
@@ -200,7 +210,9 @@ static const struct { const char *symbol; void *function; } functions[] = {
 
 int cuGetProcAddress_v2(const char *symbol, void **out, int version, u64 flags, int *status)
 {
+    const char *without = getenv("STUB_WITHOUT");
     if (status) *status = 0;
+    if (without && !strcmp(without, symbol)) return *out = NULL, 0;
     *out = succeed;
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++)
         if (!strcmp(functions[i].symbol, symbol)) *out = functions[i].function;
@@ -211,5 +223,3 @@ int cuGetProcAddress(const char *symbol, void **out, int version, u64 flags)
 {
     return cuGetProcAddress_v2(symbol, out, version, flags, NULL);
 }
-
-int cuInit(unsigned flags) { return 0; }

@@ -17,6 +17,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import gpu
+import gpu_compare
 import gpu_parts
 import measure
 import torch
@@ -148,13 +149,39 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_rows_of_another_commit_are_measured_again(toy: Toy):
-    toy.run("good 1", "good 2")
+def test_rows_of_other_sources_are_measured_again(toy: Toy):
+    """Also where there is no git, and of a file that knew of no digest."""
+    nowhere = str(toy.folder / "empty")
+    toy.run("good 1", "good 2", "good 3", PATH=nowhere)
     record = json.loads(toy.out.read_text())
-    record["parts"]["toy"]["good 2"]["commit"] = "of yore"
+    assert record["commit"] == ""
+    assert record["parts"]["toy"]["good 1"]["sources"] == record["sources"] != ""
+    record["parts"]["toy"]["good 2"]["sources"] = "of yore"
+    del record["parts"]["toy"]["good 3"]["sources"]
     toy.out.write_text(json.dumps(record))
-    toy.run("good 1", "good 2", options=("--resume",))
-    assert toy.done() == ["good 1", "good 2", "good 2"]
+    toy.run("good 1", "good 2", "good 3", options=("--resume",), PATH=nowhere)
+    assert toy.done() == ["good 1", "good 2", "good 3", "good 2", "good 3"]
+
+
+@pytest.mark.parametrize("name", ["tinygrad_nv/tile/choose.py", "tinygrad_nv/ptx/emulator/csrc/core.h",
+                                  "models/llama.py", "bench/gpu.py"])
+def test_the_digest_is_of_package_models_and_benches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                     name: str):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True)
+    path.write_text("one")
+    monkeypatch.setattr(measure, "RESULTS", tmp_path / "bench" / "results")
+    before = measure.sources()
+    path.with_suffix(".json").write_text("no source")
+    assert measure.sources() == before
+    path.write_text("two")
+    assert measure.sources() != before
+
+
+def test_the_digest_is_of_files_there_are():
+    root = Path(measure.__file__).parents[1]
+    assert all((root / folder).is_dir() for folder in ("tinygrad_nv", "models", "bench"))
+    assert measure.sources() == measure.sources()
 
 
 def test_rows_that_do_not_fit_are_left_out(toy: Toy):
@@ -197,18 +224,22 @@ def test_nothing_to_measure_is_said_and_nothing_is_written(toy: Toy):
 # **** contenders ****
 
 class Work:
-    """A workload whose right result is 3."""
-    name, work, nbytes = "three", 6.0, 30.0
+    """A workload whose right result is 3, in each of two sets."""
+    name, work, nbytes, results = "three", 6.0, 30.0, ("out",)
 
-    def given(self, device: str) -> list[list[int]]: return [[0]]
+    def given(self, device: str) -> list[dict[str, torch.Tensor]]:
+        return [{"out": torch.zeros(1)} for _ in range(2)]
 
-    def wrong(self, given: list[list[int]], run: Callable[[int], None]) -> str:
-        run(0)
-        return "" if given[0][0] == 3 else f"{given[0][0]}, exactly 3"
+    def unlike(self, one: dict[str, torch.Tensor]) -> str:
+        return "" if one["out"].item() == 3 else f"{one['out'].item():g}, exactly 3"
 
 
-def answers(value: int) -> Callable[..., Callable[[int], None]]:
-    return lambda workload, given, options: lambda i: given[0].__setitem__(0, value)
+def answers(value: int, later: int = 3, sound: int = 10**9) -> Callable[..., Callable[[int], None]]:
+    """Writes `value`; `later` after `sound` runs."""
+    def made(workload: Work, given: list[dict[str, torch.Tensor]], options: Namespace) -> gpu_compare.Run:
+        runs = iter(range(10**9))
+        return lambda i: given[i].update(out=torch.tensor([float(value if next(runs) < sound else later)]))
+    return made
 
 
 def absent(*arguments: Any) -> Any: raise NotMeasured("it has no such thing")
@@ -225,7 +256,7 @@ def contenders(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_contenders_that_do_not_apply_or_fail_are_named(contenders: dict[str, Any]):
-    runs, notes, wrong = gpu_parts.ready("toy", Work(), [[0]], Namespace())
+    runs, notes, wrong = gpu_parts.ready("toy", Work(), Work().given("cpu"), Namespace())
     assert list(runs) == ["ours", "torch"]
     assert notes == {"Triton": "it has no such thing", "other": "RuntimeError: a library fails"}
     assert wrong == []
@@ -233,16 +264,25 @@ def test_contenders_that_do_not_apply_or_fail_are_named(contenders: dict[str, An
 
 def test_a_contender_that_is_wrong_is_not_timed(contenders: dict[str, Any]):
     contenders["torch"] = answers(4)
-    runs, notes, wrong = gpu_parts.ready("toy", Work(), [[0]], Namespace())
+    runs, notes, wrong = gpu_parts.ready("toy", Work(), Work().given("cpu"), Namespace())
     assert list(runs) == ["ours"]
-    assert wrong == ["torch: 4, exactly 3"]
-    assert notes["torch"] == "wrong: 4, exactly 3"
+    assert wrong == ["torch: set 0: 4, exactly 3"]
+    assert notes["torch"] == "wrong: set 0: 4, exactly 3"
+
+
+def test_every_set_is_compared_before_anything_is_timed(contenders: dict[str, Any]):
+    contenders["torch"] = answers(3, later=4, sound=1)
+    assert gpu_parts.ready("toy", Work(), Work().given("cpu"), Namespace())[2] == [
+        "torch: set 1: 4, exactly 3"]
+    contenders["torch"] = lambda workload, given, options: lambda i: given[0]["out"].fill_(3)
+    assert gpu_parts.ready("toy", Work(), Work().given("cpu"), Namespace())[2] == [
+        "torch: set 1: elements of out were not written"]
 
 
 def test_ours_that_fails_fails_the_row(contenders: dict[str, Any]):
     contenders["ours"] = broken
     with pytest.raises(RuntimeError, match="a library fails"):
-        gpu_parts.ready("toy", Work(), [[0]], Namespace())
+        gpu_parts.ready("toy", Work(), Work().given("cpu"), Namespace())
 
 
 def test_bursts_take_turns(monkeypatch: pytest.MonkeyPatch):
@@ -250,15 +290,19 @@ def test_bursts_take_turns(monkeypatch: pytest.MonkeyPatch):
 
     def burst(name: str, seconds: float) -> Bursts:
         made = Bursts(lambda i: None, 1, 7)
-        def one() -> float:
+        def one(meanwhile: Callable[[], Any] = lambda: None) -> float:
             order.append(name)
+            meanwhile()
             return seconds
         made.seconds = one  # type: ignore[method-assign]
         return made
 
     row = gpu_parts.in_turns({"ours": burst("ours", 1.0), "torch": burst("torch", 2.0)}, 0.0)
     turns = order[-2 * gpu_parts.LEAST_BURSTS:]
-    assert turns == ["ours", "torch"] * gpu_parts.LEAST_BURSTS
+    assert set(order[:-len(turns)]) == {"ours", "torch"}, "each is warmed"
+    assert turns == ["ours", "torch", "torch", "ours"] * 2 + ["ours", "torch"], "each is first by turns"
+    assert set(row["clocks"]) == {"ours", "torch"}
+    assert set(row["clocks"]["ours"]) == {"sm_mhz", "watts", "temperature_c"}
     assert row["seconds"] == {"ours": [1.0] * 5, "torch": [2.0] * 5}
     assert row["count"] == {"ours": 7, "torch": 7}
     assert "sm_mhz" in row["telemetry"]
@@ -278,10 +322,11 @@ def test_the_table_says_what_is_missing(contenders: dict[str, Any]):
 # **** bursts ****
 
 class Clock:
-    """In place of torch.cuda: `now` is the time of its events, in ms, and goes on when work says so."""
+    """In place of torch.cuda: `now` is the time of its events, in ms, and goes on when work says so. Graphs
+    take time and run nothing; there are none unless it `captures`."""
     now, capturing = 0.0, False
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, captures: bool = True) -> None:
         clock = self
 
         class Event:
@@ -295,6 +340,7 @@ class Clock:
 
         @contextmanager
         def graph(made: Graph, stream: object) -> Iterator[None]:
+            if not captures: raise RuntimeError("no graphs here")
             begun, clock.capturing = clock.now, True
             try: yield
             finally: clock.capturing = False
@@ -334,16 +380,48 @@ def test_what_cannot_be_captured_is_launched_and_said(monkeypatch: pytest.Monkey
 
 
 def test_a_row_of_timings_from_beginning_to_end(contenders: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    Clock(monkeypatch)
+    Clock(monkeypatch, captures=False)
     monkeypatch.setitem(gpu_parts.ABOUT, "toy", lambda workload: {"schedule": "the best"})
     monkeypatch.setitem(gpu_parts.ALONE, "toy", {"tinygrad": absent, "plain": lambda *arguments: [0.5]})
     contenders["other"] = answers(4)
     row = gpu_parts.compared("toy", Work(), Namespace(seed=0, without_tinygrad=False), 0.0)
-    assert (row["status"], row["why"]) == ("disagrees", "other: 4, exactly 3")
+    assert (row["status"], row["why"]) == ("disagrees", "other: set 0: 4, exactly 3")
     assert row["schedule"] == "the best"
     assert row["notes"]["tinygrad"] == row["notes"]["Triton"] == "it has no such thing"
     assert set(row["seconds"]) == {"ours", "torch", "plain"}
     assert json.loads(json.dumps(row)) == row
+
+
+@pytest.mark.parametrize("later", [3, 4])
+def test_what_goes_wrong_in_the_bursts_alone_is_found(contenders: dict[str, Any],
+                                                      monkeypatch: pytest.MonkeyPatch, later: int):
+    """Right in the runs that are compared first, and, with 4, wrong from the thousandth on."""
+    Clock(monkeypatch, captures=False)
+    contenders["torch"] = answers(3, later, 1000)
+    row = gpu_parts.compared("toy", Work(), Namespace(seed=0, without_tinygrad=False), 0.0)
+    if later == 3: assert (row["status"], set(row["seconds"])) == ("measured", {"ours", "torch"})
+    else:
+        assert (row["status"], row["why"]) == ("disagrees", "torch, after its bursts: set 0: 4, exactly 3")
+        assert set(row["seconds"]) == {"ours"}
+        assert row["notes"]["torch"] == "wrong after its bursts: set 0: 4, exactly 3"
+
+
+def test_a_run_that_computes_nothing_is_not_compared(contenders: dict[str, Any]):
+    contenders["torch"] = lambda *arguments: gpu_compare.Partly(lambda i: None, 0)
+    contenders["Triton"] = lambda *arguments: gpu_compare.Partly(lambda i: None, 1)
+    runs, _, wrong = gpu_parts.ready("toy", Work(), Work().given("cpu"), Namespace())
+    assert list(runs) == ["ours", "torch"]
+    assert wrong == ["Triton: set 0: elements of out were not written"]
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 100, 8192])
+def test_places_that_are_compared(count: int):
+    """One of each 16 rows, at every place of a warp's 16."""
+    places = gpu_compare.spaced(count, 16)
+    assert {place // 16 for place in places} == set(range(-(-count // 16)))
+    assert (places[0], places[-1]) == (0, count - 1)
+    if count == 8192: assert {place % 16 for place in places} == set(range(16))
+    assert gpu_compare.spaced(count, 1) == list(range(count))
 
 
 def test_facts_where_there_is_no_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

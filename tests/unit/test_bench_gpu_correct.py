@@ -16,6 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import cuda_fake
 import gemm_contenders
+import gpu_compare
 import gpu_correct
 import gpu_gemm
 import gpu_record
@@ -377,14 +378,14 @@ def test_ours_runs_in_the_stream_of_torch(monkeypatch: pytest.MonkeyPatch, name:
         sets = shape.given("cpu")
         placed = [{name: OnDevice(gpu.alloc(t.nbytes)) for name, t in each.items()} for each in sets]
         for tensors, places in zip(sets, placed, strict=True):
-            for key in ("a", "b"): gpu.copy_in(places[key].address, memoryview(gpu_gemm._bytes(tensors[key])))
+            for key in ("a", "b"): gpu.copy_in(places[key].address, memoryview(gpu_compare.raw(tensors[key])))
         run = gemm_contenders.ours(shape, placed, OPTIONS)
         for i in range(len(sets)): run(i)
         gpu.synchronize()
         for tensors, places in zip(sets, placed, strict=True):
             out = bytearray(tensors["out"].nbytes)
             gpu.copy_out(memoryview(out), places["out"].address)
-            tensors["out"].view(-1).copy_(gpu_gemm._tensor(out))
+            tensors["out"] = torch.frombuffer(out, dtype=torch.bfloat16)
             assert shape.unlike(tensors) == ""
         assert not torch.equal(sets[0]["out"], sets[1]["out"])
         assert gemm_contenders.chosen(shape)["predicted_s"] > 0

@@ -16,16 +16,25 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The lines of a run: the stub's, and the script's own after '# '."""
+def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the driver library."""
     directory, compiler = tmp_path_factory.mktemp("stub"), find_compiler()
     subprocess.run([*compiler.command, "-shared", "-fPIC", "-O1", str(HERE / "libcuda_stub.c"), "-o",
                     str(directory / "libcuda.so.1")], check=True, env=compiler.environment())
-    path = os.pathsep.join([str(directory), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
-    done = subprocess.run([sys.executable, str(HERE / "on_libcuda_stub.py")], capture_output=True, text=True,
-                          check=False, timeout=120, env={**os.environ, "LD_LIBRARY_PATH": path})
+    return directory
+
+
+def lines_of(script: str, stub: Path, **environment: str) -> list[str]:
+    """The lines of a run: the stub's, and the script's own after '# '."""
+    path = os.pathsep.join([str(stub), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
+    done = subprocess.run([sys.executable, str(HERE / script)], capture_output=True, text=True, check=False,
+                          timeout=120, env={**os.environ, "LD_LIBRARY_PATH": path, **environment})
     assert done.returncode == 0, done.stderr
     return done.stderr.splitlines()
+
+
+@pytest.fixture(scope="module")
+def said(stub: Path) -> list[str]: return lines_of("on_libcuda_stub.py", stub)
 
 
 def in_order(said: list[str], *wanted: str) -> None:
@@ -91,3 +100,40 @@ def test_graphs(said: list[str]):
 def test_nothing_is_left(said: list[str]):
     assert said.count("host free") == 2
     assert said[-1] == "# closed 0"
+
+
+# **** what the driver does not have, what a fork does not have ****
+
+@pytest.fixture(scope="module")
+def edges(stub: Path) -> list[str]:
+    return [line.removeprefix("# ") for line in
+            lines_of("edges_of_libcuda_stub.py", stub, STUB_WITHOUT="cuCtxSetLimit") if line[:2] == "# "]
+
+
+@pytest.mark.parametrize("version", ["installed", "13.0", "13.1", "13.2", "13.3", "13.4"])
+def test_a_function_that_the_library_does_not_have(edges: list[str], version: str):
+    """Each release of cuda.bindings says it in its own way; ours is a DriverError."""
+    line, = (line for line in edges if line.startswith(f"{version}: "))
+    kind, _, words = line.removeprefix(f"{version}: ").partition(" ")
+    assert kind == "DriverError"
+    assert words.startswith("cuCtxSetLimit: ")
+    assert "this one supports CUDA 13.0" in words
+    assert "update the NVIDIA driver" in words
+
+
+def test_an_error_of_another_kind_stays_what_it_is(edges: list[str]):
+    assert "other: DynamicLibNotFoundError no such library" in edges
+
+
+def test_a_fork_is_told_to_spawn(edges: list[str]):
+    line, = (line for line in edges if line.startswith("fork: "))
+    for words in ("DriverError", "CUDA_ERROR_NOT_INITIALIZED", "GPU 0 was opened in process", "is a fork",
+                  "a process that opens the GPU itself", "set_start_method('spawn')"):
+        assert words in line
+
+
+def test_a_fork_opens_no_gpu_and_destroys_nothing(edges: list[str]):
+    assert [line for line in edges if line.startswith("in the fork: ")] == [
+        "in the fork: the NVIDIA driver does not start in a fork of a process that used it: start processes "
+        "with multiprocessing.set_start_method('spawn')", "in the fork: closed"]
+    assert edges[-2:] == ["the fork ended with 0", "closed 0"]

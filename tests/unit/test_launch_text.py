@@ -1,13 +1,27 @@
 """Comments at the head of PTX: what is written is read back, what cannot be read is refused."""
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from attention_launch import submitted
+from gemm_launch import Launcher
+
 from tinygrad_nv.errors import DriverError
+from tinygrad_nv.runtime import program
+from tinygrad_nv.runtime.driver import TensorMapSpec
+from tinygrad_nv.runtime.emulated import EmulatedDriver
 from tinygrad_nv.runtime.launch_text import Integer, Options, Zeroed, options, source
+from tinygrad_nv.tile import trial
+from tinygrad_nv.tile.dense import dense
 from tinygrad_nv.tile.kernel import BackwardKernel, GemmKernel, MapArgument
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.templates import build
 
 PTX = ".version 8.7\n.target sm_90a\n"
 MAP = ("// tensormap: pointer=1 dtype=bf16 dims=64,128 strides=256 box=64,8 swizzle=128B offset=0 dynamic=1 "
@@ -89,3 +103,36 @@ def test_what_a_caller_wants_zeroed():
     zeroed = Zeroed(0, 4096), Zeroed(1, 12)
     assert options(source(kernel, zeroed=zeroed)) == Options(512, zeroed=zeroed)
     assert options(source(kernel)).zeroed == ()
+
+
+class Asked(EmulatedDriver):
+    """Keeps what tensor maps are made of."""
+
+    def __init__(self) -> None:
+        super().__init__("sm_90a")
+        self.specs: list[TensorMapSpec] = []
+
+    def tensor_map(self, spec: TensorMapSpec) -> bytes:
+        self.specs.append(spec)
+        return super().tensor_map(spec)
+
+
+def test_whoever_launches_a_kernel_has_the_same_tensor_maps():
+    """A program of a user's, the tuner, and both launchers of bench/gpu.py."""
+    spec = dense(128, 64, 128)
+    kernel = build(spec, Schedule().using("wgmma").block(128, 64).k(64), "sm_90a")
+    gpu = Asked()
+    at = [gpu.alloc(nbytes) for nbytes in (128 * 64 * 4, 128 * 128 * 4, 64 * 128 * 4)]
+
+    def asked(make: object) -> list[TensorMapSpec]:
+        gpu.specs = []
+        make()  # type: ignore[operator]
+        return gpu.specs
+
+    users = asked(lambda: [program._encoded(gpu, m, at[m.pointer], 128) for m in kernel.maps])
+    assert len(users) >= 2
+    assert {each.l2_promotion for each in users} == {"128B"}
+    assert asked(lambda: trial.arguments(gpu, kernel, spec, at)) == users
+    memory = dict(zip(("out", "a", "b"), at, strict=True))
+    assert asked(lambda: Launcher(gpu, kernel).bound(spec, memory)) == users
+    assert asked(lambda: submitted(gpu, [kernel], at)) == users

@@ -8,7 +8,8 @@ CUDA runtime use too, so that their addresses and streams are good here (`extern
 Every call makes the context current in its thread if another is, and puts that one back: several devices in
 one process, and torch beside them, do not notice each other. What is made here is destroyed when Python lets
 go of it, and by `close()`. A failure of a kernel loses the context: after it nothing is destroyed or freed,
-and every call fails. Addresses are not looked at: a copy or a fill that leaves an allocation is found by the
+and every call fails. A fork of the process has no context: a call there is a `DriverError`, and nothing is
+destroyed. Addresses are not looked at: a copy or a fill that leaves an allocation is found by the
 hardware, as an error of a kernel is, or writes what lies beside it.
 
 Stream 0 is a stream of ours, not CUDA's default stream. What torch puts into a stream of its own is ordered
@@ -18,6 +19,7 @@ ordered so before `free`.
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -42,6 +44,7 @@ class CUDADriver(driver.Driver):
     def __init__(self, ordinal: int = 0) -> None:
         if words := missing(ordinal): raise DriverError(words, NEEDED, INSTEAD)
         self.cu, self.ordinal, self.lost, self.closed = cuda_api.bindings(), ordinal, False, False
+        self.process = os.getpid()
         self.version = cuda_api.driver_version(self.cu)
         self.device = self.checked(*self.cu.cuDeviceGet(ordinal))
         self.capability = cuda_api.capability(self.cu, self.device)
@@ -76,8 +79,7 @@ class CUDADriver(driver.Driver):
         try:
             try: answer: tuple[Any, ...] = getattr(self.cu, name)(*args)
             except RuntimeError as error:
-                if type(error) is not RuntimeError: raise
-                # cuda.bindings: the library has no such function
+                if not cuda_api.has_no_function(error): raise
                 raise DriverError(f"{name}: {error}", "a driver that has it: this one supports CUDA "
                                   f"{cuda_api.dotted(self.version)}", "update the NVIDIA driver") from error
         finally:
@@ -99,11 +101,27 @@ class CUDADriver(driver.Driver):
     def enter(self) -> Any:
         """Makes the context current: the one to put back, None when it was current."""
         if self.closed: raise DriverError(f"GPU {self.ordinal} is used after close()", "an open driver")
-        _, before = self.cu.cuCtxGetCurrent()
+        status, before = self.cu.cuCtxGetCurrent()
+        if status: raise self._no_context(status)
         if (number := int(before)) == self._context_number: return None
         self.checked(*self.cu.cuCtxSetCurrent(self.context), doing="making the context current")
         # GPU 0 is what a thread without a context means
         return before if number or self.ordinal else None
+
+    def _no_context(self, status: Any) -> DriverError:
+        """The error where the driver does not say which context is current: after a fork, it never does."""
+        doing = "asking for the current context"
+        if not self.forked: return cuda_api.failure(self.cu, status, doing)
+        return DriverError(f"{doing}: {cuda_api.described(self.cu, status)}: GPU {self.ordinal} was "
+                           f"opened in process {self.process}, of which this one, {os.getpid()}, is a fork",
+                           "a process that opens the GPU itself: CUDA does not work on after a fork",
+                           "start processes with multiprocessing.set_start_method('spawn'), or fork before "
+                           "the GPU is used")
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the one that opened the GPU. Nothing here is its to destroy."""
+        return os.getpid() != self.process
 
     # what is made is destroyed
 
@@ -122,7 +140,7 @@ class CUDADriver(driver.Driver):
 
     def _destroy(self, key: int) -> None:
         destroy, handle, after_work = self.live.pop(key, ("", None, False))
-        if not destroy or self.lost: return
+        if not destroy or self.lost or self.forked: return
         if after_work: self.settle()
         self.call(destroy, handle)
 
@@ -134,12 +152,16 @@ class CUDADriver(driver.Driver):
     def close(self) -> None:
         """Destroys all that is left and lets go of the context. The driver cannot be used after."""
         if self.closed: return
+        if self.forked:
+            self.closed = True
+            return
         if not self.lost:
             self.settle()
             if self._staging is not None: self._staging.close()
             if hasattr(self, "pool"): self.pool.empty()
             for key in sorted(self.live, reverse=True): self._destroy(key)
-        if int(self.cu.cuCtxGetCurrent()[1]) == self._context_number: self.cu.cuCtxSetCurrent(0)
+        status, before = self.cu.cuCtxGetCurrent()
+        if not status and int(before) == self._context_number: self.cu.cuCtxSetCurrent(0)
         self.closed = True
         self.live.clear()
         self.cu.cuDevicePrimaryCtxRelease(self.device)

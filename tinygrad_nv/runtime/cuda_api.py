@@ -87,6 +87,9 @@ def _missing(cu: Any, ordinal: int) -> str:
     try: status, = cu.cuInit(0)
     except (RuntimeError, OSError, ImportError): return "no NVIDIA driver library (libcuda.so.1)"
     if status.name == "CUDA_ERROR_NO_DEVICE": return "no NVIDIA GPU"
+    if status.name == "CUDA_ERROR_NOT_INITIALIZED":
+        return ("the NVIDIA driver does not start in a fork of a process that used it: start processes with "
+                "multiprocessing.set_start_method('spawn')")
     if status: return f"the NVIDIA driver does not start: {described(cu, status)}"
     version = driver_version(cu)
     if words := too_old(version, PTX_VERSION): return words
@@ -130,6 +133,12 @@ def architecture(found: tuple[int, int]) -> str:
 
 
 # **** errors ****
+
+def has_no_function(error: RuntimeError) -> bool:
+    """Whether cuda.bindings say that the driver library lacks a function. 13.0 to 13.3 raise a RuntimeError,
+    from 13.4 on a class of its own that derives from it and that no public module names."""
+    return type(error) is RuntimeError or type(error).__name__ == "FunctionNotFoundError"
+
 
 def described(cu: Any, status: Any) -> str:
     """A status by its name, with the driver's words."""

@@ -82,7 +82,7 @@ class Pool:
     def free(self, address: int) -> None:
         if self.sizes.pop(address, None) is None:
             raise DriverError(f"address {address:#x} is freed", "what alloc returned and is not freed yet")
-        if self.gpu.lost: return
+        if self.gpu.lost or self.gpu.forked: return
         for stream in tuple(self.gpu.streams):
             if stream.busy: self._after(stream)
         self.gpu.call("cuMemFreeAsync", address, self.frees)

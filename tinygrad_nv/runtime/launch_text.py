@@ -16,7 +16,9 @@ and integers, in the order of the lines; the extent of its dimension `dynamic` (
 argument of number `integer` (-1: the last). Pointers count the kernel's pointer parameters from 0, integers
 the others.
 
-`options` reads what `Options.comment` writes. `source` is a kernel's text with its comments.
+`options` reads what `Options.comment` writes. `source` is a kernel's text with its comments. `map_spec` is
+what the driver is asked for where a kernel has a tensor map: launches that are timed have the maps of all
+others.
 """
 from __future__ import annotations
 
@@ -24,10 +26,10 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from tinygrad_nv.errors import DriverError
-from tinygrad_nv.runtime.driver import Triple
+from tinygrad_nv.runtime.driver import Swizzle, TensorMapSpec, Triple
 from tinygrad_nv.tile.kernel import GemmKernel, MapArgument, TileKernel
 
 LINE = re.compile(r"^// (launch|zero|integer|tensormap):(.*)$", re.MULTILINE)
@@ -93,6 +95,18 @@ def source(kernel: TileKernel, integers: tuple[Integer, ...] = (), zeroed: tuple
         zeroed = (*zeroed, Zeroed(FLAGS, 4 * kernel.flags))
     made = Options(kernel.dynamic_smem, kernel.cluster, kernel.pdl, zeroed, kernel.maps, integers)
     return made.comment() + kernel.ptx
+
+
+def map_spec(argument: MapArgument, address: int, rows: int = 0) -> TensorMapSpec:
+    """A kernel's tensor map over the buffer that begins at `address`, with `rows` in its dynamic dimension.
+
+    L2 promotion is 128 bytes: a row of a box is at most so wide (the widest swizzle), and so is a line of L2.
+    With less, the sectors of a line may come from memory by several requests; with 256 L2 fetches the columns
+    of the next step before they are asked for. CUTLASS takes 128, DeepGEMM 256, fast.cu none. Not measured.
+    """
+    dims = tuple(rows if i == argument.dynamic else extent for i, extent in enumerate(argument.dims))
+    return TensorMapSpec(argument.dtype, address + argument.offset_bytes, dims, argument.strides,
+                         argument.box, swizzle=cast(Swizzle, argument.swizzle or "none"), l2_promotion="128B")
 
 
 def options(text: str) -> Options:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from tinygrad.device import Program, TinyELF
 from tinygrad.helpers import suppress_finalizing
@@ -19,14 +19,12 @@ from tinygrad_nv.runtime.driver import (
     Driver,
     Fill,
     Launch,
-    Swizzle,
-    TensorMapSpec,
     Triple,
     Work,
     integer,
     pointer,
 )
-from tinygrad_nv.runtime.launch_text import Options, options
+from tinygrad_nv.runtime.launch_text import Options, map_spec, options
 from tinygrad_nv.tile.kernel import MapArgument
 
 if TYPE_CHECKING:
@@ -94,7 +92,4 @@ def _rows(argument: MapArgument, values: Sequence[int]) -> int:
 
 def _encoded(driver: Driver, argument: MapArgument, address: int, rows: int) -> bytes:
     """The 128 bytes of a tensor map over the buffer at `address`, with `rows` in its dynamic dimension."""
-    dims = tuple(rows if i == argument.dynamic else extent for i, extent in enumerate(argument.dims))
-    swizzle = cast(Swizzle, argument.swizzle)
-    return driver.tensor_map(TensorMapSpec(argument.dtype, address + argument.offset_bytes, dims,
-                                           argument.strides, argument.box, swizzle=swizzle))
+    return driver.tensor_map(map_spec(argument, address, rows))

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tinygrad_nv.errors import KernelError
 from tinygrad_nv.ptx.emulator import Emulator, TensorMap
 from tinygrad_nv.ptx.emulator.report import Stats
-from tinygrad_nv.runtime.driver import Driver, Fill, Launch, Swizzle, TensorMapSpec, integer, pointer
+from tinygrad_nv.runtime.driver import Driver, Fill, Launch, integer, pointer
+from tinygrad_nv.runtime.launch_text import map_spec
 from tinygrad_nv.tile.expression import loads
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.schedule import Schedule
@@ -136,11 +137,7 @@ def arguments(driver: Driver, kernel: GemmKernel, spec: GemmSpec, addresses: lis
     """A launch's, of buffers in the order of the pointers."""
     made = [pointer(address) for address in addresses]
     if spec.symbolic: made.append(integer(spec.m))
-    for one in kernel.maps:
-        dims = tuple(spec.m if i == one.dynamic else extent for i, extent in enumerate(one.dims))
-        made.append(driver.tensor_map(TensorMapSpec(
-            one.dtype, addresses[one.pointer] + one.offset_bytes, dims, one.strides, one.box,
-            swizzle=cast(Swizzle, one.swizzle or "none"))))
+    made += [driver.tensor_map(map_spec(one, addresses[one.pointer], spec.m)) for one in kernel.maps]
     return tuple(made)
 
 
