@@ -19,6 +19,7 @@ from tinygrad_nv.errors import ModelError
 from .rope import ROPE_TYPES, RopeConfig
 
 DTYPES = ("float32", "float16", "bfloat16")
+LAYER_TYPES = ("full_attention", "sliding_attention", "attention")  # the last: full attention in older files
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh",
                "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -31,10 +32,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "GemmaForCausalLM": {"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True,
                          "norm_offset": 1.0, "num_key_value_heads": 16},
 }
-# Fields of related families that change what is computed.
+# Fields that change what is computed: some in related families, per_layer_config (as is_causal: false, see
+# `parse_config`) in these, too.
 UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "num_experts",
                "num_local_experts", "attention_multiplier", "logits_scaling", "residual_multiplier",
-               "use_bidirectional_attention")
+               "embedding_multiplier", "use_bidirectional_attention", "per_layer_config")
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ def parse_config(data: Mapping[str, Any], name: str = "config.json") -> ModelCon
     """`read_config` for an object already read; `name` is used in messages."""
     architecture = _architecture(data, name)
     raw = {**ARCHITECTURES[architecture], **data}
-    if found := [key for key in UNSUPPORTED if raw.get(key)]:
+    found = [key for key in UNSUPPORTED if raw.get(key)] + ["is_causal"] * (not raw.get("is_causal", True))
+    if found:
         raise ModelError(f"{name}: {found[0]} is {raw[found[0]]!r}, which is not implemented",
                          "a model without it", "use a model of a supported family as it was published")
     if quantised := raw.get("quantization_config"):
@@ -190,41 +193,51 @@ def _number(raw: Mapping[str, Any], key: str, name: str, least: float = 0.0) -> 
 
 def _rope(raw: Mapping[str, Any], head_dim: int, positions: int, name: str) -> RopeConfig:
     # transformers 5 writes rope_parameters (theta inside); before that rope_theta and rope_scaling stood
-    # apart
-    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    # apart. Where a file has both, transformers reads rope_scaling.
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
         raise ModelError(f"{name}: rope parameters are {given!r}",
                          "an object of numbers, the same for all layers")
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise ModelError(f"{name}: rope type {kind!r} is not supported", f"one of: {', '.join(ROPE_TYPES)}")
-    both = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, "original_max_position_embeddings": None,
-            **raw, **given}
-    rotary = int(head_dim * _number(both, "partial_rotary_factor", name))
-    if rotary % 2 or not 2 <= rotary <= head_dim:
-        raise ModelError(f"{name}: {rotary} rotary dimensions", f"an even number of them, 2 to {head_dim}")
+    if head_dim % 2: raise ModelError(f"{name}: head_dim is {head_dim}", "an even number: rope rotates pairs")
+    both = {"rope_theta": 10000.0, **raw, **given}
+    _require_whole_heads(both, kind, name)
     names = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor",
              "mscale", "mscale_all_dim")
     numbers = {key: _number(given, key, name, -1.0 if key.startswith("mscale") else 0.0)
                for key in names if given.get(key) is not None}
     needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-              "yarn": ("factor",)}.get(kind, ())
+              "yarn": ("factor",), "dynamic": ("factor",)}.get(kind, ())
     if missing := [key for key in needed if key not in numbers]:
         raise ModelError(f"{name}: rope type {kind} lacks {', '.join(missing)}", f"{', '.join(needed)}")
     if kind == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
         raise ModelError(f"{name}: low_freq_factor {numbers['low_freq_factor']:g} is not below "
                          f"high_freq_factor {numbers['high_freq_factor']:g}",
                          "a smaller and a larger number of turns")
-    original = "original_max_position_embeddings"
     # at 1 every frequency is 1, and YaRN divides by its logarithm
     theta = _number(both, "rope_theta", name, 1.0)
-    if both[original] is not None: positions = _positive(both, original, name)
-    return RopeConfig(kind=kind, theta=theta, dim=rotary, original_positions=positions,
+    original = "original_max_position_embeddings"
+    # beside the rope parameters it precedes the one among them, as in transformers
+    for place in (given, raw):
+        if place.get(original) is not None: positions = _positive(place, original, name)
+    return RopeConfig(kind=kind, theta=theta, dim=head_dim, original_positions=positions,
                       truncate=bool(given.get("truncate", True)), **numbers)
 
 
+def _require_whole_heads(both: Mapping[str, Any], kind: str, name: str) -> None:
+    """Refuses a partial_rotary_factor that transformers cannot run: these families rotate whole heads, and
+    ignore the field unless a scaled kind of rope reads it."""
+    factor = both.get("partial_rotary_factor")
+    if kind == "default" or factor is None: return
+    if _number(both, "partial_rotary_factor", name) != 1.0:
+        raise ModelError(f"{name}: partial_rotary_factor is {factor!r} with rope type {kind}",
+                         "1: these families rotate whole heads", "remove the field, or correct it")
+
+
 def _activation(raw: Mapping[str, Any], architecture: str, name: str) -> str:
-    act = raw.get("hidden_activation") or raw.get("hidden_act", "silu")
+    act = raw.get("hidden_act", "silu")
     # Gemma's published configs say "gelu" and mean the tanh form: transformers has read them so since 4.38
     if architecture == "GemmaForCausalLM" and act == "gelu": act = "gelu_pytorch_tanh"
     if not isinstance(act, str) or act not in ACTIVATIONS:
@@ -236,18 +249,22 @@ def _windows(raw: Mapping[str, Any], architecture: str, layers: int, name: str) 
     window = raw.get("sliding_window")
     if window is not None: window = _positive(raw, "sliding_window", name)
     if architecture == "MistralForCausalLM": return (window,) * layers
-    if architecture not in ("Qwen2ForCausalLM", "Qwen3ForCausalLM") or not raw.get("use_sliding_window"):
-        return (None,) * layers
+    if architecture not in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"): return (None,) * layers
+    if not raw.get("use_sliding_window"): window = None
     if (types := raw.get("layer_types")) is None:
         first = raw.get("max_window_layers", 28)
-        if not isinstance(first, int):
+        if not isinstance(first, int) or isinstance(first, bool):
             raise ModelError(f"{name}: max_window_layers is {first!r}", "a number of layers")
         return tuple(window if i >= first else None for i in range(layers))
     if not isinstance(types, list) or len(types) != layers:
         raise ModelError(f"{name}: layer_types is {types!r}", f"a list of {layers}, one entry for each layer")
-    if unknown := [kind for kind in types if kind not in ("full_attention", "sliding_attention")]:
+    if unknown := [kind for kind in types if kind not in LAYER_TYPES]:
         raise ModelError(f"{name}: layer type {unknown[0]!r} is not supported",
                          "full_attention or sliding_attention")
+    if window is None and "sliding_attention" in types:
+        raise ModelError(f"{name}: layer_types has sliding_attention, but no sliding_window is in use",
+                         "use_sliding_window: true and a sliding_window, or full_attention in every layer",
+                         "correct the file, or download it again")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 

@@ -16,10 +16,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from tinygrad import Tensor
 
 from tinygrad_nv.errors import WeightError
-from tinygrad_nv.runtime.memory import allocate_arena
+from tinygrad_nv.runtime.memory import allocate, allocate_arena, read
 from tinygrad_nv.runtime.memory_pool import labelled
 
 from .checkpoint import ITEM_BYTES, Checkpoint, Entry, named, open_checkpoint
@@ -29,6 +30,7 @@ from .llama import Linear, Llama
 READERS = min(4, os.cpu_count() or 1)
 PIECE = 16 << 20
 CONVERTED_PIECE = 1 << 20  # NumPy makes some five temporaries of the piece's size while it converts
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,9 @@ def _stacked(linear: Linear, names: Mapping[str, int], prefix: str) -> dict[str,
 def slots(model: Llama) -> dict[str, Slot]:
     """Every tensor the checkpoint must hold, by its Hugging Face name."""
     c = model.config
-    out = {"model.embed_tokens.weight": _whole(model.embedding),
+    out = {EMBEDDING: _whole(model.embedding),
            "model.norm.weight": _whole(model.norm.weight)}
-    if not c.tied: out["lm_head.weight"] = _whole(model.head)
+    if not c.tied: out[HEAD] = _whole(model.head)
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     for i, block in enumerate(model.blocks):
         layer, attention, ff = f"model.layers.{i}", block.attention, block.feed_forward
@@ -82,8 +84,8 @@ def slots(model: Llama) -> dict[str, Slot]:
 
 def check(wanted: Mapping[str, Slot], entries: Mapping[str, Entry], tied: bool, directory: Path) -> None:
     """Raises `WeightError` listing every missing, unexpected and mis-shaped tensor."""
-    # a tied model may still store its head; it is the embedding again
-    surplus = {"lm_head.weight"} if tied else set()
+    # a tied model may still store its head; `_require_tied` sees that it is the embedding again
+    surplus = {HEAD} if tied else set()
     missing = [n for n in wanted if n not in entries]
     unexpected = [n for n in entries if n not in wanted and n not in surplus]
     shapes = [f"{n}: {list(entries[n].shape)}, expected {list(slot.shape)}" for n, slot in wanted.items()
@@ -116,6 +118,7 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
     """
     checkpoint, wanted = open_checkpoint(directory), slots(model)
     check(wanted, checkpoint.entries, model.config.tied, directory)
+    if model.config.tied and HEAD in checkpoint.entries: _require_tied(checkpoint, directory)
     with labelled("weights"):
         allocate_arena(list({id(slot.tensor): slot.tensor for slot in wanted.values()}.values()))
     total, done = sum(checkpoint.entries[name].nbytes for name in wanted), 0
@@ -129,6 +132,32 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
             readers.shutdown(cancel_futures=True)
             raise
     return total
+
+
+def _require_tied(checkpoint: Checkpoint, directory: Path) -> None:
+    """Refuses a stored head that is not the embedding again: transformers would use it in spite of
+    tie_word_embeddings."""
+    embedding, head = checkpoint.entries[EMBEDDING], checkpoint.entries[HEAD]
+    same = (embedding.shape, embedding.dtype) == (head.shape, head.dtype)
+    if same and embedding.place != head.place:
+        count = math.prod(head.shape)
+        whole = head.strides is not None or embedding.strides is not None   # they are read in one piece
+        step = max(count, 1) if whole else PIECE // ITEM_BYTES[head.dtype]
+        same = all(np.array_equal(_elements(checkpoint, embedding, begin, min(begin + step, count)),
+                                  _elements(checkpoint, head, begin, min(begin + step, count)))
+                   for begin in range(0, count, step))
+    if not same:
+        raise WeightError(f"the weights in {directory} have an {HEAD} that is not {EMBEDDING}, and "
+                          "tie_word_embeddings is true", "a head equal to the embedding, or none",
+                          "set tie_word_embeddings to false in config.json, if the head was trained apart")
+
+
+def _elements(checkpoint: Checkpoint, entry: Entry, begin: int, end: int) -> np.ndarray:
+    """Bits of elements [begin, end) of an entry, as unsigned integers."""
+    elements = Tensor.empty(end - begin, dtype=named(entry.dtype), device="CPU")
+    allocate(elements)
+    checkpoint.read_into(entry, begin, end, elements, 0)
+    return read(elements, np.dtype(f"u{ITEM_BYTES[entry.dtype]}")).copy()   # the memory goes with the tensor
 
 
 def _pieces(wanted: Mapping[str, Slot],

@@ -154,6 +154,42 @@ def test_answers_have_the_form_asked_for(client: openai.OpenAI):
         assert json.loads(call.function.arguments)["name"] in ("fox", "bear")
 
 
+def test_a_forced_call_ends_in_a_call_or_is_cut_and_says_so(client: openai.OpenAI):
+    """With the model in the box, which has never seen a call: whole answers and streams, short and long."""
+    city = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "look", "parameters": city}},
+             {"type": "function", "function": {"name": "time"}}]
+    named = {"type": "function", "function": {"name": "look"}}
+    seen = set()
+    for choice in ("required", named):
+        for most in (3, 20, 400):
+            for stream in (False, True):
+                asked = {"model": "tales", "messages": [{"role": "user", "content": PROMPT}], "tools": tools,
+                         "max_tokens": most, "temperature": 0, "tool_choice": choice, "stream": stream,
+                         "stop": ["."], "response_format": {"type": "json_object"}}
+                done = client.chat.completions.create(**asked)  # type: ignore[call-overload]
+                reason, content, calls = gathered(done) if stream else (
+                    done.choices[0].finish_reason, done.choices[0].message.content,
+                    [call.function for call in done.choices[0].message.tool_calls or []])
+                assert not content
+                assert {call.name for call in calls} <= {"look", "time"}
+                assert all(isinstance(call.arguments, str) for call in calls)
+                assert reason in ("tool_calls", "length")
+                if reason == "tool_calls": assert calls
+                # of a call that was cut, the arguments are what came of them
+                for call in calls[:len(calls) - (reason == "length")]:
+                    assert set(json.loads(call.arguments)) <= {"city"}
+                seen.add(reason)
+    assert seen == {"tool_calls", "length"}
+
+
+def gathered(stream: openai.Stream) -> tuple[str, str, list]:
+    """Finish reason, content and calls of a stream of one choice."""
+    parts = [chunk.choices[0] for chunk in stream if chunk.choices]
+    calls = [call.function for part in parts for call in part.delta.tool_calls or []]
+    return parts[-1].finish_reason, "".join(part.delta.content or "" for part in parts), calls
+
+
 def test_a_schema_that_cannot_be_held_is_refused(client: openai.OpenAI, server: Process):
     for form in ({"guided_json": {"type": "nothing"}}, {"guided_regex": "(?=a)b"}, {"guided_regex": "("},
                  {"guided_grammar": "start: start"}):

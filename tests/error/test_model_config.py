@@ -52,8 +52,11 @@ ROPE_CASES = [
     (rope(rope_theta="x"), "rope_theta is 'x'", "expected: a number > 1"),
     (rope(rope_theta=-1.0), "rope_theta is -1.0", "expected: a number > 1"),
     (rope(rope_theta=float("inf")), "rope_theta is inf", "expected: a number > 1"),
-    (rope(partial_rotary_factor="x"), "partial_rotary_factor is 'x'", NUMBER),
-    (rope(partial_rotary_factor=4.0), "64 rotary dimensions", "expected: an even number of them, 2 to 16"),
+    (rope(rope_type="dynamic"), "rope type dynamic lacks factor", "expected: factor"),
+    (rope(rope_type="linear", factor=2.0, partial_rotary_factor="x"), "partial_rotary_factor is 'x'", NUMBER),
+    (rope(rope_type="linear", factor=2.0, partial_rotary_factor=0.5),
+     "partial_rotary_factor is 0.5 with rope type linear", "expected: 1: these families rotate whole heads"),
+    ({"rope_scaling": {"type": "su"}, **rope()}, "rope type 'su' is not supported", ROPES),
 ]
 
 
@@ -67,7 +70,7 @@ FIELD_CASES = [
     ({"hidden_size": ...}, "hidden_size is None", INTEGER),
     ({"hidden_size": 66, "head_dim": None}, "size 66 is not a multiple of num_attention_heads 4", "head_dim"),
     ({"head_dim": "16"}, "head_dim is '16'", INTEGER),
-    ({"head_dim": 1}, "1 rotary dimensions", "expected: an even number of them, 2 to 1"),
+    ({"head_dim": 1}, "head_dim is 1", "expected: an even number: rope rotates pairs"),
     ({"num_hidden_layers": 0}, "num_hidden_layers is 0", INTEGER),
     ({"num_hidden_layers": True}, "num_hidden_layers is True", INTEGER),
     ({"vocab_size": 300.0}, "vocab_size is 300.0", INTEGER),
@@ -82,6 +85,13 @@ FIELD_CASES = [
     ({"sliding_window": True}, "sliding_window is True", INTEGER),
     ({**QWEN, "layer_types": 3}, "layer_types is 3", "expected: a list of 2"),
     ({**QWEN, "layer_types": ["full_attention"]}, "layer_types is ['full_", "expected: a list of 2"),
+    ({**QWEN, "layer_types": ["chunked_attention"] * 2}, "layer type 'chunked_attention'",
+     "expected: full_attention or sliding_attention"),
+    ({**QWEN, "use_sliding_window": False, "layer_types": ["sliding_attention"] * 2},
+     "layer_types has sliding_attention, but no sliding_window is in use", "use_sliding_window: true"),
+    ({"is_causal": False}, "is_causal is False, which is not implemented", "expected: a model without it"),
+    ({"per_layer_config": {"1": {"head_dim": 8}}}, "per_layer_config is {'1'", "a model without it"),
+    ({"embedding_multiplier": 12.0}, "embedding_multiplier is 12.0", "expected: a model without it"),
     ({**QWEN, "layer_types": None, "max_window_layers": "x"}, "window_layers is 'x'", "a number of layers"),
 ]
 

@@ -155,6 +155,24 @@ def test_the_head_of_an_untied_model_is_missing(command, copy: Path):
     command("generate", copy, "hello").refused("missing (1): lm_head.weight")
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "pickle"])
+def test_a_tied_model_with_a_head_of_its_own(command, spoil, kind: str):
+    """transformers uses the stored head then. One that is the embedding again is no error."""
+    directory = spoil(tie_word_embeddings=True)
+    path = file_of(directory)
+    edit(path, {weights.HEAD: load_file(path)[weights.EMBEDDING]})
+    command("generate", directory, "hello", "--max-tokens", 1).succeeded()
+    other = load_file(path)[weights.EMBEDDING]
+    other[-1, -1] += 1
+    edit(path, {weights.HEAD: other})
+    if kind == "pickle":
+        save_pickle(directory, {name: torch.from_numpy(each) for name, each in load_file(path).items()})
+    command("generate", directory, "hello").refused(
+        "have an lm_head.weight that is not model.embed_tokens.weight, and tie_word_embeddings is true",
+        "expected: a head equal to the embedding, or none",
+        "to fix:   set tie_word_embeddings to false in config.json")
+
+
 @pytest.mark.parametrize("size", [10 ** 12, 10 ** 30])
 def test_a_size_no_machine_holds_is_refused_before_memory_is_asked_for(command, spoil, size: int):
     command("generate", spoil(vocab_size=size), "hello").refused(

@@ -40,15 +40,15 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
 class Choice:
     """One choice while it grows: its text, parsed for calls where there are tools."""
 
-    def __init__(self, at: int, style: str, forced: ToolChoice) -> None:
-        self.at, self.calls, self.forced = at, 0, forced
-        self.parser = CallParser(style if forced.mode == "auto" else "")
+    def __init__(self, at: int, style: str, choice: ToolChoice) -> None:
+        self.at, self.calls, self.choice = at, 0, choice
+        self.parser = CallParser(style if choice.mode == "auto" else "")
         self.all = ""
 
     def push(self, delta: Delta, logprobs: bool) -> dict[str, Any]:
         """The chunk's entry for a delta."""
         content, calls = self._read(delta)
-        if not self.forced.several: calls = calls[:1 - self.calls]
+        if not self.choice.several: calls = calls[:1 - self.calls]
         told: dict[str, Any] = {"content": content} if content or not calls else {}
         if calls:
             told["tool_calls"] = [call.told(self.calls + i) for i, call in enumerate(calls)]
@@ -59,12 +59,10 @@ class Choice:
                 "logprobs": {"content": [_logprob(each) for each in delta.logprobs]} if logprobs else None}
 
     def _read(self, delta: Delta) -> tuple[str, list[Call]]:
-        if self.forced.mode in ("named", "required"):
-            # nothing but calls comes, and they are told when they are whole
+        if self.choice.forced:
+            # nothing but calls comes, and they are told when they are whole, or cut by max_tokens
             self.all += delta.text
-            if delta.finish_reason is None: return "", []
-            calls = forced_calls(self.all, self.forced)
-            return ("", calls) if calls else (self.all, [])
+            return "", [] if delta.finish_reason is None else forced_calls(self.all, self.choice)
         content, calls = self.parser.push(delta.text)
         if delta.finish_reason is not None:
             rest, more = self.parser.flush()

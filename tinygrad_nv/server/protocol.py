@@ -111,6 +111,8 @@ def chat(data: dict[str, Any], defaults: SamplingParams, limits: Limits) -> Chat
                       "chat_template", "unsupported")
     given = {"max_tokens": most, "logprobs": (top or 0) if told else None}
     common = _common(fields, defaults, limits, 1, given, call_schema(tools, choice))
+    # a stop string within its arguments would cut a call
+    if choice.forced: common = replace(common, params=replace(common.params, stop=(), stop_token_ids=()))
     fields.as_usual({"modalities": ["text"]})
     fields.finish()
     return ChatRequest(**vars(common), messages=messages, tools=tools, choice=choice, extra=extra)

@@ -15,6 +15,11 @@ from tinygrad_nv.server.fields import Fields
 from tinygrad_nv.server.limits import Limits
 from tinygrad_nv.server.tools import Tool, ToolChoice
 
+# calls of an answer with tool_choice "required": a model may repeat a call until max_tokens
+MOST_CALLS = 16
+# keywords that say which other properties an object may have
+TOGETHER = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames",
+            "minProperties", "allOf", "anyOf", "oneOf", "$ref", "if"}
 # vLLM's names, and `Structured`'s
 KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
@@ -22,10 +27,11 @@ KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar":
 def structured(fields: Fields, limits: Limits, forced: dict[str, Any] | None) -> Any:
     """What `SamplingParams.structured` is for a request. `forced` is a schema by its tool choice."""
     asked = wish(fields, limits)
-    if asked and forced is not None:
-        raise invalid("tool_choice leaves no way but a call, and another form is asked for, expected one",
-                      "tool_choice")
-    if forced is not None: asked = "tools", {"json_schema": forced}
+    # response_format is about the content, of which a forced call has none
+    if asked and forced is not None and not asked[0].startswith("response_format"):
+        raise invalid(f"tool_choice leaves no way but a call, and {asked[0]} asks for another form, expected "
+                      "one of them", "tool_choice")
+    if forced is not None: asked = "tools", {"json_schema": forced, "disable_any_whitespace": True}
     if asked is None: return None
     path, form = asked
     try: return Structured(**form)
@@ -41,6 +47,7 @@ def wish(fields: Fields, limits: Limits) -> tuple[str, dict[str, Any]] | None:
         for at, field in ((inner, kind), (fields, f"guided_{kind}")):
             if (value := at.take(field)) is not None: found.append((at.path(field), {name: value}))
     if inner.flag("json_object"): found.append((inner.path("json_object"), {"json_object": True}))
+    one_line = inner.flag("disable_any_whitespace")
     inner.finish()
     if len(found) > 1:
         raise invalid(f"{found[0][0]} and {found[1][0]} both ask for a form, expected one", found[1][0])
@@ -48,7 +55,7 @@ def wish(fields: Fields, limits: Limits) -> tuple[str, dict[str, Any]] | None:
     path, asked = found[0]
     if len(json.dumps(asked)) > limits.schema_bytes:
         raise invalid(f"{path} has more than {limits.schema_bytes} bytes", path, "schema_too_large")
-    return path, asked
+    return path, {**asked, "disable_any_whitespace": one_line}
 
 
 def _response_format(form: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -71,12 +78,53 @@ def _response_format(form: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 def call_schema(tools: tuple[Tool, ...], choice: ToolChoice) -> dict[str, Any] | None:
     """The schema of an answer that must be a call: its arguments ("named"), or a list of calls ("required").
     None when it may be anything."""
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {"type": "object"})
-               for tool in tools}
-    if choice.mode == "named": return schemas[choice.name]
-    if choice.mode != "required": return None
-    forms = [{"type": "object", "properties": {"name": {"const": name}, "parameters": schema},
+    if not choice.forced: return None
+    try:
+        schemas = {tool["function"]["name"]: _arguments(tool["function"].get("parameters"), f"tools[{at}]")
+                   for at, tool in enumerate(tools)}
+        if choice.mode == "named": return schemas[choice.name]
+        # each tool's schema stays whole, so that its own references can be found
+        defined = {f"tool{at}": _moved(schema, f"#/$defs/tool{at}")
+                   for at, schema in enumerate(schemas.values())}
+    except RecursionError as error:
+        raise invalid("tools have a schema that is nested too deeply, expected at most 100 levels",
+                      "tools") from error
+    forms = [{"type": "object", "properties": {"name": {"const": name},
+                                               "parameters": {"$ref": f"#/$defs/tool{at}"}},
               "required": ["name", "parameters"], "additionalProperties": False}
-             for name, schema in schemas.items()]
-    most = {} if choice.several else {"maxItems": 1}
-    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": forms}}
+             for at, name in enumerate(schemas)]
+    return {"$defs": defined, "type": "array", "minItems": 1, "maxItems": MOST_CALLS if choice.several else 1,
+            "items": {"anyOf": forms}}
+
+
+def _arguments(schema: dict[str, Any] | None, path: str) -> dict[str, Any]:
+    """The schema of a tool's arguments: an object, without properties where the tool names no parameters. An
+    object that lists its properties has no others, unless it says so: a model that is made to call would
+    invent them without end."""
+    if not schema: return {"type": "object", "properties": {}, "additionalProperties": False}
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        path = f"{path}.function.parameters.type"
+        raise invalid(f"{path} is {json.dumps(kind)[:60]}, expected 'object': arguments have names", path)
+    return _closed({**schema, "type": "object"}, "allOf" not in json.dumps(schema))
+
+
+def _closed(schema: Any, alone: bool) -> Any:
+    """`schema` without properties that it does not list. What several schemas describe together stays as it
+    is; so do definitions, unless each is used `alone`."""
+    if not isinstance(schema, dict): return schema
+    out = dict(schema)
+    for key in ("properties", *(("$defs", "definitions") if alone else ())):
+        if isinstance(inner := out.get(key), dict):
+            out[key] = {name: _closed(each, alone) for name, each in inner.items()}
+    if isinstance(out.get("items"), dict): out["items"] = _closed(out["items"], alone)
+    if "properties" in out and not TOGETHER & out.keys(): out["additionalProperties"] = False
+    return out
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """`schema` with its references, which begin at its root, as they are when the root is at `place`."""
+    if isinstance(schema, list): return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict): return schema
+    return {key: place + each[1:] if key == "$ref" and isinstance(each, str) and each.startswith("#")
+            else _moved(each, place) for key, each in schema.items()}

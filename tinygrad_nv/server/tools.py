@@ -12,6 +12,7 @@ Text in neither form stays text.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from tinygrad_nv.server.fields import Fields, unicode
 
 Tool = dict[str, Any]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+# how a call of `structure.call_schema` begins, up to its arguments
+CUT_CALL = re.compile(r'\{"name": ?("(?:[^"\\]|\\.)*"), ?"parameters": ?')
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,15 @@ class ToolChoice:
     name: str = ""
     several: bool = True
 
+    @property
+    def forced(self) -> bool:
+        """Whether the answer can be nothing but a call."""
+        return self.mode in ("named", "required")
+
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool; `arguments` is a JSON object in text."""
+    """A call of a tool; `arguments` is a JSON object in text, cut where the answer was cut."""
     name: str
     arguments: str
 
@@ -145,12 +153,18 @@ def _calls(texts: list[str], key: str) -> list[Call]:
 
 
 def forced_calls(text: str, choice: ToolChoice) -> list[Call]:
-    """The calls in the text of a request whose choice was "named" (the arguments alone) or "required"
-    (a list of calls); none when it was cut."""
-    try: data = json.loads(text)
-    except (ValueError, RecursionError): return []
+    """The calls in the text of a request whose choice was "named" (the arguments alone) or "required" (a list
+    of calls). Where the text was cut, the last call's arguments are as far as they came; a call without a
+    name is none."""
     if choice.mode == "named": return [Call(choice.name, text)]
-    return [Call(item["name"], _json(item["parameters"])) for item in data]
+    calls, left = [], text[1:]
+    while left:
+        try: item, end = json.JSONDecoder().raw_decode(left)
+        except (ValueError, RecursionError): break
+        calls.append(Call(item["name"], _json(item["parameters"])))
+        left = left[end:].lstrip(", ")
+    if cut := CUT_CALL.match(left): calls.append(Call(json.loads(cut[1]), left[cut.end():]))
+    return calls
 
 
 def _json(value: Any) -> str:

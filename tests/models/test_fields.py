@@ -1,0 +1,154 @@
+"""Every field of config.json that some family honours, set in every family: logits are those of transformers'
+class for that family, or the field is refused in words."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from tinygrad import Tensor, dtypes
+from tinygrad_nv.models import weights
+from tinygrad_nv.models.config import ARCHITECTURES, read_config
+from tinygrad_nv.models.llama import Llama
+
+from tinygrad_nv.errors import ModelError
+
+FAMILIES = [name.removesuffix("ForCausalLM") for name in ARCHITECTURES]
+BASE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+                        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+                        "max_position_embeddings": 64}
+TOKENS = [int(i) for i in np.random.default_rng(0).integers(0, 64, 32)]     # more than a window of 8
+WINDOWS = {"use_sliding_window": True, "sliding_window": 8}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+SMALL = {"original_max_position_embeddings": 16}
+
+
+def rope(*given: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """rope_parameters of all of these."""
+    return {"rope_parameters": {key: value for each in (*given, more) for key, value in each.items()}}
+
+
+# what is set in each family; None is written as null, as files have it
+FIELDS: dict[str, dict[str, Any]] = {
+    "theta": {"rope_theta": 500.0},
+    "theta within": rope(rope_theta=500.0),
+    "theta in both": {"rope_theta": 500.0, **rope(rope_theta=50.0)},
+    "theta beside": {"rope_theta": 500.0, **rope(rope_type="default")},
+    "scaling": {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    "scaling and parameters": {"rope_scaling": {"type": "linear", "factor": 4.0}, **rope(rope_theta=500.0)},
+    "scaling is null": {"rope_scaling": None, "rope_theta": 500.0},
+    "linear": rope(rope_type="linear", factor=4.0), "linear without factor": rope(rope_type="linear"),
+    "dynamic": rope(rope_type="dynamic", factor=4.0), "dynamic, no factor": rope(rope_type="dynamic"),
+    "llama3": rope(LLAMA3, SMALL), "llama3 without original": rope(LLAMA3),
+    "llama3, original beside": {**rope(LLAMA3), **SMALL},
+    "llama3, original in both": {**rope(LLAMA3, original_max_position_embeddings=48), **SMALL},
+    "yarn": rope(YARN, SMALL), "yarn without original": rope(YARN),
+    "yarn, original in both": {**rope(YARN, original_max_position_embeddings=48), **SMALL},
+    "yarn betas": rope(YARN, SMALL, beta_fast=4.0, beta_slow=0.5),
+    "yarn attention_factor": rope(YARN, SMALL, attention_factor=2.0),
+    "yarn mscale": rope(YARN, SMALL, mscale=2.0, mscale_all_dim=0.5),
+    "yarn truncate": rope(YARN, SMALL, truncate=False, beta_fast=4.0),
+    "linear, original beside": {**rope(rope_type="linear", factor=2.0), **SMALL},
+    "longrope": rope(rope_type="longrope", factor=4.0, short_factor=[1.0] * 4, long_factor=[4.0] * 4),
+    "proportional": rope(rope_type="proportional", partial_rotary_factor=0.5),
+    "nested": {"layer_types": ["full_attention"] * 2, **rope(full_attention={"rope_theta": 500.0})},
+    "partial": {"partial_rotary_factor": 0.5}, "partial within": rope(partial_rotary_factor=0.5),
+    "partial and theta": {"partial_rotary_factor": 0.5, "rope_theta": 500.0},
+    "partial of all": {"partial_rotary_factor": 1.0, **rope(rope_type="linear", factor=4.0)},
+    "partial is null": {"partial_rotary_factor": None},
+    "partial linear": {"partial_rotary_factor": 0.5, **rope(rope_type="linear", factor=4.0)},
+    "partial linear within": rope(rope_type="linear", factor=4.0, partial_rotary_factor=0.5),
+    "partial yarn": {"partial_rotary_factor": 0.5, **rope(YARN, SMALL)},
+    "head_dim": {"head_dim": 16}, "kv heads": {"num_key_value_heads": 1},
+    "kv heads are null": {"num_key_value_heads": None},
+    "attention_bias": {"attention_bias": True}, "mlp_bias": {"mlp_bias": True},
+    "qkv_bias": {"qkv_bias": True, "use_bias": True, "no_bias": False}, "qk_norm": {"qk_norm": True},
+    "use_qk_norm": {"use_qk_norm": True},
+    "window": {"sliding_window": 8}, "no window": {"sliding_window": None},
+    "windows": WINDOWS, "windows from 1": {**WINDOWS, "max_window_layers": 1},
+    "windows are not used": {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0},
+    "windows null": {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0},
+    "layer types": {**WINDOWS, "layer_types": ["sliding_attention", "full_attention"]},
+    "layer types over layers": {**WINDOWS, "layer_types": ["full_attention"] * 2, "max_window_layers": 0},
+    "layer types without windows": {"sliding_window": 8, "layer_types": ["sliding_attention"] * 2},
+    "layer types, window null": {"use_sliding_window": True, "sliding_window": None,
+                                 "layer_types": ["sliding_attention"] * 2},
+    "layer types of old": {**WINDOWS, "layer_types": ["attention", "sliding_attention"]},
+    "layer types of chunks": {"layer_types": ["chunked_attention"] * 2, "attention_chunk_size": 8},
+    "tied": {"tie_word_embeddings": True}, "untied": {"tie_word_embeddings": False},
+    "gelu": {"hidden_act": "gelu"}, "gelu_new": {"hidden_act": "gelu_new"}, "swish": {"hidden_act": "swish"},
+    "gelu tanh": {"hidden_act": "gelu_pytorch_tanh"}, "silu": {"hidden_act": "silu"},
+    "relu": {"hidden_act": "relu"}, "no act": {"hidden_act": None},
+    "hidden_activation": {"hidden_activation": "gelu"},
+    "both acts": {"hidden_act": "gelu", "hidden_activation": "silu"},
+    "eps": {"rms_norm_eps": 0.1}, "eps is null": {"rms_norm_eps": None},
+    "other eps": {"layer_norm_eps": 0.5, "norm_eps": 0.5, "layer_norm_epsilon": 0.5},
+    "attn_logit_softcapping": {"attn_logit_softcapping": 1.0},
+    "final_logit_softcapping": {"final_logit_softcapping": 1.0},
+    "query_pre_attn_scalar": {"query_pre_attn_scalar": 64},
+    **{name: {name: 3.0} for name in ("attention_multiplier", "residual_multiplier", "embedding_multiplier",
+                                      "logits_scaling", "logit_scale", "scale_emb", "clip_qkv")},
+    "experts": {"num_experts": 4, "num_local_experts": 4}, "pretraining_tp": {"pretraining_tp": 2},
+    "dropout": {"attention_dropout": 0.5}, "chunks": {"attention_chunk_size": 8},
+    "bidirectional": {"use_bidirectional_attention": True}, "not causal": {"is_causal": False},
+    "per layer": {"per_layer_config": {"1": {"intermediate_size": 40}}}, "pad": {"pad_token_id": TOKENS[0]},
+}
+# The reference refuses, and so may we not: what a file must mean is plain.
+LENIENT = {("Mistral", "kv heads are null"), ("Gemma", "kv heads are null")}
+
+
+def raw_config(family: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """config.json as a person would write it, which no class has completed."""
+    return {**BASE, "architectures": [f"{family}ForCausalLM"], "model_type": family.lower(), **fields}
+
+
+def theirs(family: str, fields: dict[str, Any]) -> tuple[torch.nn.Module, np.ndarray]:
+    """transformers' model for a raw config, in which every parameter tells, and its logits (T, vocab)."""
+    cls = getattr(transformers, f"{family}ForCausalLM")
+    model = cls(cls.config_class.from_dict(raw_config(family, fields))).eval()
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
+    with torch.no_grad(): return model, model(torch.tensor([TOKENS]), use_cache=False).logits[0].numpy()
+
+
+def ours(directory: Path, family: str, fields: dict[str, Any], state: dict[str, torch.Tensor]) -> np.ndarray:
+    """Our logits of the same files."""
+    (directory / "config.json").write_text(json.dumps(raw_config(family, fields)))
+    save_file(state, directory / "model.safetensors")
+    model = Llama(read_config(directory), dtypes.float32, "CPU")
+    weights.load(model, directory)
+    return model(Tensor([TOKENS], dtype=dtypes.int32, device="CPU"))[0].numpy()
+
+
+def stored(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What save_pretrained would write: a tied head once."""
+    state = dict(model.state_dict())
+    if model.config.tie_word_embeddings: del state["lm_head.weight"]
+    return {name: tensor.contiguous() for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_field_means_what_it_means_to_transformers(tmp_path: Path, family: str, name: str):
+    """max |logit − theirs| ≤ 2e-4 · max |logit|, as test_parity.py has it. What transformers refuses or
+    cannot run is refused, but for `LENIENT`."""
+    fields = FIELDS[name]
+    try: model, expected = theirs(family, fields)
+    except Exception as error:  # whatever its classes raise
+        if (family, name) in LENIENT: return
+        (tmp_path / "config.json").write_text(json.dumps(raw_config(family, fields)))
+        with pytest.raises(ModelError, match=r"config\.json: "): read_config(tmp_path)
+        print(f"both refuse: {type(error).__name__}")
+        return
+    try: logits = ours(tmp_path, family, fields, stored(model))
+    except ModelError as error: refusal = str(error)
+    else: refusal = ""
+    if refusal: assert any(key in refusal for key in (*fields, "rope type", "rope parameters")), refusal
+    else: assert np.abs(logits - expected).max() <= 2e-4 * np.abs(expected).max()
