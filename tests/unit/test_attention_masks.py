@@ -250,6 +250,11 @@ def test_positions_are_fitted():
     assert fitted(Tensor.arange(20, 0, -2).uop) == Form(20, (-2,))
     assert fitted((Tensor.arange(40) * Tensor.arange(40)).uop) is None
     assert fitted(Tensor.arange(700).uop) == Form(0, (1,))
+    assert fitted((Tensor.arange(9).float() + 1).uop) == Form(1, (1,))
+    # what wraps, is cut or is rounded is not affine, though it is before that
+    assert fitted((Tensor.arange(300).cast(dtypes.uint8) + 1).uop) is None
+    assert fitted(((Tensor.arange(9) * 0.5).cast(dtypes.int32) * 2).uop) is None
+    assert fitted((Tensor.arange(4000).cast(dtypes.float16) + 1).uop) is None
 
 
 def test_extents_of_variables():

@@ -152,3 +152,23 @@ def test_what_is_left_says_why():
     kernels = explain(by_hand(q, k, v))
     assert not any(isinstance(kernel.spec, AttentionSpec) for kernel in kernels.kernels)
     assert "at most 256" in "; ".join([*(kernel.reason for kernel in kernels.kernels), *kernels.notes])
+
+
+@pytest.mark.parametrize("part", ["factor", "term"])
+def test_a_variable_as_a_float_in_scores(part: str):
+    q, k, v = operands()
+    n = Tensor(Variable("n", 1, 9).bind(3)).cast(F32)
+    x = q @ k.transpose(-1, -2)
+    out = attended(x * (n * 0.04) if part == "factor" else x * 0.12 + n * -0.01 * Tensor.arange(S), v)
+    assert isinstance(found(out), AttentionSpec)
+    scores = wide(q) @ wide(k).transpose(-1, -2) * 0.12
+    if part == "term": scores += torch.arange(S) * -0.03
+    np.testing.assert_allclose(out.numpy(), scores.softmax(-1) @ wide(v), rtol=1e-5, atol=1e-5)
+
+
+def test_scores_in_integers_that_wrap():
+    q, k, v = operands()
+    places = (Tensor.arange(S) + 200).cast(dtypes.uint8)
+    out = attended(q @ k.transpose(-1, -2) * 0.12 + places.cast(F32) * 0.01, v)
+    scores = wide(q) @ wide(k).transpose(-1, -2) * 0.12 + (torch.arange(S) + 200) % 256 * 0.01
+    np.testing.assert_allclose(out.numpy(), scores.softmax(-1) @ wide(v), rtol=1e-5, atol=1e-5)

@@ -239,6 +239,21 @@ def test_gradients_of_a_gate_are_elements():
     for a, b in zip(ours, (g, u), strict=True): np.testing.assert_allclose(a, b.grad, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("act", [Tensor.log_softmax, Tensor.softplus, Tensor.elu, Tensor.logsigmoid])
+@pytest.mark.parametrize("dtype", [F32, dtypes.bfloat16], ids=str)
+def test_whole_numbers_among_floats_are_floats(dtype: Any, act: Callable[[Tensor], Tensor]):
+    """The gradient of a sum is a tensor of ones, which has neither a device nor storage."""
+    x = of(WIDE[:, :70], dtype)
+    (made,) = act(x).sum().gradient(x)
+    assert {"norm", "elements"}.intersection(templates(made.contiguous()))
+    wide = torch.tensor(x.float().numpy(), requires_grad=True)
+    functional: Any = torch.nn.functional
+    {Tensor.log_softmax: lambda x: x.log_softmax(-1), Tensor.softplus: functional.softplus,
+     Tensor.elu: functional.elu, Tensor.logsigmoid: functional.logsigmoid}[act](wide).sum().backward()
+    np.testing.assert_allclose(made.float().numpy(), wide.grad, rtol=2e-6 if dtype == F32 else 3e-2,
+                               atol=2e-6 if dtype == F32 else 2e-2)
+
+
 def test_elements_that_stay_where_they_were(monkeypatch: pytest.MonkeyPatch):
     """Without exponentials, of short rows, with a reduction along something else, and a product's own."""
     x, w = of(WIDE), of(np.zeros((140, 140), np.float32))

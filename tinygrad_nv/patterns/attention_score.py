@@ -109,6 +109,8 @@ class Score(Epilogue):
         return Top()
 
     def _applied(self, node: UOp, indices: Indices, want: DType) -> Expression:
+        if dtypes.is_int(node.dtype) and (node.dtype.itemsize < 4 or dtypes.is_unsigned(node.dtype)):
+            raise Unfused(f"scores computed in {node.dtype.name}, which wraps")
         if node.op is Ops.CAST:
             arg = self.value(node.src[0], indices, kind(node.src[0].dtype))
             return converted(arg, kind(node.dtype, want))
@@ -144,7 +146,7 @@ class Score(Epilogue):
     def _computed(self, node: UOp, indices: Indices, want: DType) -> Expression:
         """A value of no device: of constants, positions and variables."""
         if not node.shape and (scalar := linear(node)) is not None and node.dtype != dtypes.bool:
-            return place(scalar.offset, {}, dict(scalar.factors))
+            return converted(place(scalar.offset, {}, dict(scalar.factors)), kind(node.dtype, want))
         wide = [extent for extent in node.shape if not _is_one(extent)]
         if (node.op is Ops.REDUCE or len(wide) == 1) and node.op is not Ops.CAST \
                 and (form := fitted(node)) is not None:

@@ -33,7 +33,18 @@ class NotFitted(Exception):
 # **** values at points ****
 
 def evaluated(node: UOp, at: Sequence[np.ndarray], values: Values) -> np.ndarray:
-    """A node made of constants, at indices that broadcast to one shape. Raises `NotFitted`."""
+    """A node made of constants, at indices that broadcast to one shape. Raises `NotFitted`, also for numbers
+    that the dtype does not hold: an affine form would not have their wrap or rounding."""
+    found = _evaluated(node, at, values)
+    if node.dtype in dtypes.weaks or node.dtype == dtypes.bool: return found
+    if dtypes.is_int(node.dtype): least, most = int(node.dtype.min), int(node.dtype.max)
+    else: least, most = -2**(bits := dtypes.finfo(node.dtype)[1] + 1), 2**bits
+    if not np.all((found >= least) & (found <= most)): raise NotFitted(f"beyond {node.dtype.name}")
+    if node.op is Ops.CAST and np.any(found != np.trunc(found)): raise NotFitted("a cast of fractions")
+    return found
+
+
+def _evaluated(node: UOp, at: Sequence[np.ndarray], values: Values) -> np.ndarray:
     if node.op in GroupOp.Movement: return _moved(node, at, values)
     if node.op is Ops.CONST: return np.asarray(node.val)
     if is_variable(node): return np.asarray(values[node.expr])

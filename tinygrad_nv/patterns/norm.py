@@ -185,7 +185,8 @@ class Rows(Epilogue):
     def _made(self, node: UOp, indices: Indices, want: DType) -> Expression:
         if number(node) is not None or self.memory(node): return self._leaf(node, indices, want)
         if node in self.stored and node is not self.end: return self._load(node, indices)
-        if node.device is None and (made := self._position(node, indices)) is not None: return made
+        if node.device is None and (made := self._position(node, indices, want)) is not None:
+            return made
         if node.op in GroupOp.Movement:
             try: return self.value(node.src[0], self.space.through(node, indices), want)
             except NotAffine: return self._load(node, indices)
@@ -214,17 +215,22 @@ class Rows(Epilogue):
         """The ranges that indices are made of, as far as they are divided."""
         return {leaf for index in indices for r in index.strides for leaf in self.space.leaves(r)}
 
-    def _position(self, node: UOp, indices: Indices) -> Expression | None:
-        """A value made of constants, where it is affine in the indices."""
+    def _position(self, node: UOp, indices: Indices, want: DType) -> Expression | None:
+        """A value made of constants, where it is affine in the indices, in the node's dtype. Integers of other
+        widths are int32, as only casts and comparisons take them."""
         if node.op in (*GroupOp.Movement, Ops.CAST) or not node.shape: return None
         if (form := fitted(node)) is None: return None
         if form.factors: raise Unfused("a position known only when it runs")
+        dtype = want if node.dtype in dtypes.weaks else node.dtype
+        if dtype not in NODES and not dtypes.is_int(dtype): raise Unfused(f"positions of {dtype.name}")
         strides: dict[int, int] = {}
         offset = form.offset
         for index, by in zip(indices, form.strides, strict=True):
             offset += by * index.offset
             for r, stride in index.strides.items(): strides[r] = strides.get(r, 0) + by * stride
-        return _Place(tuple(sorted(strides.items())), offset)
+        least, most = self.space.bounds(Affine(offset, strides))
+        if least < dtypes.int32.min or most > dtypes.int32.max: raise Unfused("positions beyond int32")
+        return _Place(tuple(sorted(strides.items())), offset).cast(dtype if dtype in NODES else dtypes.int32)
 
 
 @dataclass(frozen=True)
