@@ -113,8 +113,9 @@ def in_process(run: Run, file: str, side: str, log: Path) -> tuple[str, str]:
     """Runs a file's tests that the log has not, until they end or one takes too long. How it ended: "" when
     all was well, "timeout", or in words; and the end of what was printed."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("NV")}
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path[1:]])
     env = {**kept, "NV": SIDES[side], "NV_STRICT": "1", "DEV": run.device, "UPSTREAM_LOG": str(log),
-           "DERANDOMIZE_CI": "1", "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path[1:]])}
+           "DERANDOMIZE_CI": "1", "RUN_SLOW": "1", "PYTHONPATH": paths}
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "upstream_plugin", "-p", "no:cacheprovider",
                "-c", os.devnull, "--rootdir", str(run.tests), file]
     with tempfile.TemporaryFile("w+") as out:
