@@ -27,7 +27,7 @@ from tinygrad_nv.models.config import ModelConfig, RopeConfig
 from tinygrad_nv.models.llama import KVCache, Llama
 
 from tinygrad_nv import hooks
-from tinygrad_nv.patterns import attention, gemm, named, norm, program
+from tinygrad_nv.patterns import attention, gemm, named, norm, program, stable
 
 
 def decode(layers: int) -> Tensor:
@@ -68,8 +68,9 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="print only")
     args = parser.parse_args()
     os.environ["NV_GEMM"] = os.environ["NV_ATTENTION"] = "1"
-    naming, attending, multiplying, norming = (list[float]() for _ in range(4))
-    for name in ("named", "attention", "gemm", "norm"): hooks.remove_rewrite(name)
+    naming, attending, multiplying, norming, steadying = (list[float]() for _ in range(5))
+    for name in ("stable", "named", "attention", "gemm", "norm"): hooks.remove_rewrite(name)
+    hooks.add_rewrite("stable", timed(stable.rewrite, steadying))
     hooks.add_rewrite("named", timed(named.rewrite, naming))
     hooks.add_rewrite("attention", timed(attention.rewrite, attending), attention.configuration)
     hooks.add_rewrite("gemm", timed(gemm.rewrite, multiplying), gemm.configuration)
@@ -79,11 +80,12 @@ def main() -> None:
         with hooks.disabled(): kernels = len(scheduled(tensor)[1].src)
         _, linear = scheduled(tensor)
         ours = sum(program.note_of(call.src[0]) is not None for call in linear.src)
-        for each_s in (naming, attending, multiplying, norming): each_s.clear()
+        for each_s in (naming, attending, multiplying, norming, steadying): each_s.clear()
         for _ in each(range(args.repeat)):
             with hooks.disabled(): alone.append(scheduled(tensor)[0])
             joined.append(scheduled(tensor)[0])
-    matching = [sum(each_s) for each_s in zip(naming, attending, multiplying, norming, strict=True)]
+    matching = [sum(each_s) for each_s in
+                zip(naming, attending, multiplying, norming, steadying, strict=True)]
     share = [one / other for one, other in zip(matching, alone, strict=True)]
     whole = [one / other for one, other in zip(joined, alone, strict=True)]
     rows = [("tinygrad alone, s", f"{median(alone):.2f}", spread(alone), str(kernels)),

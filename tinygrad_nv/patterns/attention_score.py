@@ -29,6 +29,7 @@ from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.attention_positions import fitted, linear
 from tinygrad_nv.patterns.epilogue import ELEMENTWISE, NAMES, Epilogue, Unfused, number
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space
+from tinygrad_nv.patterns.rewriting import stored
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, walk
 
 FLOATS = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
@@ -129,7 +130,7 @@ class Score(Epilogue):
         return made(name, args, dtypes.bool if node.op in GroupOp.Comparison else own)
 
     def _leaf(self, node: UOp, indices: Indices, want: DType) -> Expression:
-        if (value := number(filled(node))) is not None:
+        if (value := number(stored(node))) is not None:
             dtype = kind(node.dtype, want)
             if dtypes.is_int(dtype) and value != int(value): raise Unfused("a fraction among integers")
             return Constant(truncate[dtype](value) if dtype == dtypes.float32 else value, dtype)
@@ -184,12 +185,6 @@ def kind(dtype: DType, want: DType = dtypes.void) -> DType:
     if dtype == dtypes.bool: return dtype
     if dtypes.is_int(dtype) or dtype == dtypes.weakint: return dtypes.int32
     raise Unfused(f"scores of {dtype.name}")
-
-
-def filled(node: UOp) -> UOp:
-    """The value of which a tensor is full, as `Tensor.full` stores it; of others, the node."""
-    whole = node.op is Ops.AFTER and len(node.src) == 2 and node.src[1].op is Ops.STORE
-    return node.src[1].src[1] if whole and node.src[1].src[0] is node.src[0] else node
 
 
 def _is_one(extent: object) -> bool: return isinstance(extent, int) and extent == 1

@@ -16,10 +16,11 @@ from tinygrad.dtype import dtypes
 from tinygrad.uop.ops import GroupOp, Ops, UOp, sint
 
 from tinygrad_nv.patterns import program
-from tinygrad_nv.patterns.attention_score import FLOATS, PASSED, filled
+from tinygrad_nv.patterns.attention_score import FLOATS, PASSED
 from tinygrad_nv.patterns.contraction import NotOurs, Product, is_storage, product
 from tinygrad_nv.patterns.epilogue import Unfused, number
 from tinygrad_nv.patterns.index import Affine, Indices, Space, same
+from tinygrad_nv.patterns.rewriting import stored
 
 TEMPLATE = "attention"  # what `program.miss` calls it
 
@@ -36,7 +37,7 @@ def weighted(second: Product) -> int | None:
     """Which operand of a product is made of exponentials, as the weights of an attention are. Weights that
     are stored, since a Tensor holds them, are reported."""
     for i, source in enumerate(second.mul.src):
-        if (value := filled(node := bare(source))) is not node and _exponential(bare(value)):
+        if (value := stored(node := bare(source))) is not node and _exponential(bare(value)):
             program.miss(TEMPLATE, second.total, "the weights are used elsewhere too: a tensor holds them")
         elif _exponential(node): return i
     return None

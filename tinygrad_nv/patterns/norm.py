@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from tinygrad.dtype import DType, dtypes
+from tinygrad.dtype import DType, dtypes, truncate
 from tinygrad.helpers import prod
 from tinygrad.uop.ops import GroupOp, Ops, UOp, sint
 
@@ -216,8 +216,8 @@ class Rows(Epilogue):
         return {leaf for index in indices for r in index.strides for leaf in self.space.leaves(r)}
 
     def _position(self, node: UOp, indices: Indices, want: DType) -> Expression | None:
-        """A value made of constants, where it is affine in the indices, in the node's dtype. Integers of other
-        widths are int32, as only casts and comparisons take them."""
+        """A value made of constants, where it is affine in the indices, in the node's dtype; an integer of
+        another width in int32, as only casts and comparisons take it."""
         if node.op in (*GroupOp.Movement, Ops.CAST) or not node.shape: return None
         if (form := fitted(node)) is None: return None
         if form.factors: raise Unfused("a position known only when it runs")
@@ -230,7 +230,9 @@ class Rows(Epilogue):
             for r, stride in index.strides.items(): strides[r] = strides.get(r, 0) + by * stride
         least, most = self.space.bounds(Affine(offset, strides))
         if least < dtypes.int32.min or most > dtypes.int32.max: raise Unfused("positions beyond int32")
-        return _Place(tuple(sorted(strides.items())), offset).cast(dtype if dtype in NODES else dtypes.int32)
+        dtype = dtype if dtype in NODES else dtypes.int32
+        if not any(strides.values()): return Constant(truncate[dtype](offset), dtype)
+        return _Place(tuple(sorted(strides.items())), offset).cast(dtype)
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,12 @@ def _is_store(after: UOp) -> bool:
     return after.op is Ops.AFTER and len(after.src) == 2 and after.src[1].op is Ops.STORE
 
 
+def stored(node: UOp) -> UOp:
+    """The value that storage has been given as a whole; of others, the node."""
+    if not _is_store(node) or node.src[1].src[0] is not node.src[0]: return node
+    return node.src[1].src[1]
+
+
 def _dense(x: UOp) -> UOp:
     """What a reshape, or a shrink that cuts nothing, is of: the same elements in the same order."""
     while x.op is Ops.RESHAPE or (x.op is Ops.SHRINK and x.shape == x.src[0].shape): x = x.src[0]
