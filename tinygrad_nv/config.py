@@ -54,6 +54,9 @@ SETTINGS = (
             "the GPU that DEV=EMU emulates. sm_80: an A100; sm_89: an L40; sm_90a: an H100"),
     Setting("EMU_CHECK", 1, (0, 1),
             "0: DEV=EMU runs without race and initialisation checks; 1: what they find is an error"),
+    Setting("EMU_STEP_LIMIT", 10**9, (10**9, 10**10, 10**11),
+            "warp-instructions after which DEV=EMU ends a launch whose threads poll memory; if none does, 20 "
+            "times as many. 10000000000: for minutes of work; 100000000000: for an hour"),
     Setting("NV_SCHEDULES", "", ("",),
             "the file of tuned schedules; unset: tinygrad_nv/schedules.json in the cache directory",
             path=True),

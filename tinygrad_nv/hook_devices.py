@@ -11,9 +11,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from tinygrad.device import Device
-from tinygrad.engine import realize
+from tinygrad.device import Device, MultiBuffer
+from tinygrad.engine import jit, realize
 from tinygrad.helpers import Context
+from tinygrad.uop.ops import buffers
 
 from tinygrad_nv import config
 from tinygrad_nv.errors import HookError, NVError
@@ -38,17 +39,33 @@ def add_device(name: str, cls: type, preferred: Callable[[], bool] | None = None
     if official(): Device.register(name, cls)
     else: sys.modules[module.__name__] = module
     type(Device).get_class.cache_clear()
+    free = theirs(jit.CapturedJit, "free_intermediates")
+    replace(jit.CapturedJit, "free_intermediates", _freeing_views(free))
 
 
 def remove_device(name: str) -> None:
     """Undoes `add_device`. What was opened under the name is finalized; its buffers are of no use then."""
     before = remove(_devices, "device", name := name.upper())
     _preferred.pop(name, None)
+    if not _devices: put_back(jit.CapturedJit, "free_intermediates")
     _close(name)
     if official(): Device.register(name, None)
     elif before is not None: sys.modules[_module_name(name)] = before
     else: del sys.modules[_module_name(name)]
     type(Device).get_class.cache_clear()
+
+
+def _freeing_views(free: Callable[[jit.CapturedJit[Any]], None]) -> Callable[[jit.CapturedJit[Any]], None]:
+    """tinygrad's free_intermediates, and then the views of what it freed. It leaves them with the old
+    address, which mostly goes well on its own devices, as they keep freed memory and hand it out again; ours
+    give it back, and the next replay would write there."""
+    def free_intermediates(self: jit.CapturedJit[Any]) -> None:
+        free(self)
+        for held in list(buffers.values()):
+            for view in held.bufs if isinstance(held, MultiBuffer) else (held,):
+                if view._base is None or view.device not in view._bufs or view._base.is_allocated(): continue
+                view.deallocate()
+    return free_intermediates
 
 
 def _module_name(device: str) -> str: return f"tinygrad.runtime.ops_{device.lower()}"

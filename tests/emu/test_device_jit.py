@@ -48,6 +48,19 @@ def test_a_graph_takes_changed_inputs():
     assert len(graph.works) >= 3
 
 
+def test_a_replay_after_its_memory_was_freed():
+    """Intermediates are views of one buffer: after free_intermediates they are in the new one."""
+    def steps(x: Tensor) -> Tensor:
+        doubled = (x * 2).contiguous().realize()
+        return (doubled + x).contiguous().realize().sum().realize()
+    jit = TinyJit(steps)
+    for call in range(6):
+        equal(jit(Tensor(x := np.arange(call, call + 8, dtype=np.float32)).realize()), x.sum() * 3)
+        if call > 1:
+            assert jit.captured is not None
+            jit.captured.free_intermediates()
+
+
 def test_independent_kernels_of_a_graph_have_no_edges():
     def two(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return (x * 2 + 1).contiguous().realize(), (y * 3).contiguous().realize()

@@ -128,7 +128,7 @@ def test_work_in_flight_is_bounded(body: str) -> None:
     source = emu.alloc(np.zeros(16, np.uint8))
     report = emu.launch(module(f".shared .align 16 .b8 s[1024]; mov.b64 %d1, 64; ld.param.b64 %d0, [a];\n"
                                f"L: {body} bra L;", ".param .b64 a"), 1, 128, [source])
-    assert "deadlock" in kinds(report)
+    assert "instruction-limit" in kinds(report)
     assert report.seconds < 60
 
 

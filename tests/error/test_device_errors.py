@@ -65,7 +65,8 @@ def test_a_kernel_that_is_right():
 
 @pytest.mark.parametrize(("name", "value", "expected"), [
     ("EMU_ARCH", "sm_75", "one of sm_80, sm_89, sm_90a"), ("EMU_ARCH", "90", "one of sm_80, sm_89, sm_90a"),
-    ("EMU_CHECK", "yes", "one of 0, 1")])
+    ("EMU_CHECK", "yes", "one of 0, 1"),
+    ("EMU_STEP_LIMIT", "1e10", "one of 1000000000, 10000000000, 100000000000")])
 def test_settings(name: str, value: str, expected: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError) as caught: EMUDevice("EMU:3")
@@ -84,6 +85,28 @@ def test_settings_on_the_command_line(tiny: Path):
 
 
 # **** kernels ****
+
+def test_a_launch_that_does_not_end(monkeypatch: pytest.MonkeyPatch):
+    """It is said to be over the limit, not a deadlock; and with a higher limit it may run."""
+    rounds = """mov.u32 %r3, 5000;
+AGAIN: add.u32 %r3, %r3, -1;
+setp.ne.u32 %p1, %r3, 0;
+@%p1 bra AGAIN;
+ret;"""
+    source = kernel().replace("ret;", rounds).replace(".reg .u32", ".reg .pred %p<2>; .reg .u32")
+    monkeypatch.setattr(Device["EMU"].driver.emulator, "step_limit", 500)
+    out = run(source)
+    with pytest.raises(KernelError) as caught: out.numpy()
+    assert re.fullmatch(
+        r"kernel k: instruction-limit: line \d+: warp 0 of CTA 0 still runs here after 10000 "
+        r"warp-instructions, the launch's limit: much work, or an endless loop \[CTA 0; thread 0\]\n"
+        r"    \d+: .*", caught.value.found)
+    assert caught.value.expected == "a launch that ends within the limit"
+    assert caught.value.fix == \
+        "make the problem smaller, or raise EMU_STEP_LIMIT; mend a loop that has no end"
+    monkeypatch.setattr(Device["EMU"].driver.emulator, "step_limit", 1000)
+    np.testing.assert_array_equal(run(source).numpy(), np.arange(32))
+
 
 def test_out_of_bounds():
     out = run(kernel(offset=1))

@@ -63,5 +63,6 @@ class EMUDevice(NVDevice):
     def __init__(self, device: str) -> None:
         # numpy, the parser and the emulator are loaded by those who use it
         from tinygrad_nv.runtime.emulated import EmulatedDriver
-        driver = EmulatedDriver(str(config.get("EMU_ARCH")), bool(config.get("EMU_CHECK")))
+        driver = EmulatedDriver(str(config.get("EMU_ARCH")), bool(config.get("EMU_CHECK")),
+                                step_limit=int(config.get("EMU_STEP_LIMIT")))
         super().__init__(device, driver)

@@ -62,11 +62,12 @@ class EmulatedDriver(driver.Driver):
     """An emulated GPU of architecture sm_80, sm_89 or sm_90a."""
     emulated = True
 
-    def __init__(self, arch: str = "sm_90a", check: bool = True, seed: int = 0) -> None:
+    def __init__(self, arch: str = "sm_90a", check: bool = True, seed: int = 0,
+                 step_limit: int = 10**9) -> None:
         if arch not in ARCHITECTURES:
             raise DriverError(f"no emulated device {arch!r}", f"one of {', '.join(ARCHITECTURES)}")
         self.properties = properties(arch)
-        self.emulator = Emulator(arch=arch, check=check, seed=seed)
+        self.emulator = Emulator(arch=arch, check=check, seed=seed, step_limit=step_limit)
         self.buffers: dict[int, Buffer] = {}
         self.addresses: list[int] = []  # sorted
         self.used_bytes = 0
@@ -324,5 +325,9 @@ class EmulatedDriver(driver.Driver):
 
 def _raise(found: list[str]) -> NoReturn:
     more = f"\nand {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    raise KernelError("\n".join(found[:SHOWN]) + more, "kernels in which the emulator finds nothing",
+    told = "\n".join(found[:SHOWN]) + more
+    if all(": instruction-limit: " in each for each in found):
+        raise KernelError(told, "a launch that ends within the limit",
+                          "make the problem smaller, or raise EMU_STEP_LIMIT; mend a loop that has no end")
+    raise KernelError(told, "kernels in which the emulator finds nothing",
                       "correct what is named; EMU_CHECK=0 runs without race, order and initialisation checks")

@@ -109,7 +109,7 @@ add.s64 %d_out, %d_out, %d_at;
 st.global.b32 [%d_out], %r_x;
 END:
 """, {"store-relaxed": "race", "load-relaxed": "race", "store-plain": "race", "no-sender-barrier": "race",
-      "no-receiver-barrier": "race|uninitialized", "never-raised": "deadlock"}, message, grid=2,
+      "no-receiver-barrier": "race|uninitialized", "never-raised": "instruction-limit"}, message, grid=2,
       step_limit=200_000)
 
 # the same with relaxed accesses and fences around them

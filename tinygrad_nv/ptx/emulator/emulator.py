@@ -95,9 +95,10 @@ class Loaded:
 class Emulator:
     """An emulated GPU of architecture `arch` (sm_80, sm_86, sm_89, sm_90, sm_90a). `check` switches the race
     detector and its kin (bounds and alignment are always checked); `exact` makes tensor cores sum exactly
-    instead of truncating as hardware does; a launch ends with a finding after `step_limit`
-    warp-instructions. At most `resident` clusters (CTAs, of launches without) run at a time, fewer where no
-    more fit; others start, in their order, as these end. Raises `PTXError` for an unknown architecture."""
+    instead of truncating as hardware does; a launch ends with a finding of kind instruction-limit after
+    `step_limit` warp-instructions, or 20 times as many where no thread polls (strong loads, atomics,
+    try_wait). At most `resident` clusters (CTAs, of launches without) run at a time, fewer where no more fit;
+    others start, in their order, as these end. Raises `PTXError` for an unknown architecture."""
 
     def __init__(self, arch: str = "sm_90a", check: bool = True, seed: int | str = 0, exact: bool = False,
                  step_limit: int = 1_000_000_000, resident: int = 1 << 30) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from tinygrad_nv.ptx.emulator.footprint import Footprint
 
 KINDS = ("race", "proxy-fence", "uninitialized", "out-of-bounds", "misaligned", "barrier", "deadlock",
-         "wgmma-hazard", "async-hazard")
+         "wgmma-hazard", "async-hazard", "instruction-limit")
 NOTE = "note"  # the kind after them
 
 

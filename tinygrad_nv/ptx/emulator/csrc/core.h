@@ -35,7 +35,7 @@ enum { NEXT, JUMPED, BLOCKED, YIELD };
 enum { READ, WRITE, ATOMIC };
 enum { GENERIC, GLOBAL, SHARED, SHARED_CLUSTER, LOCAL, CONST, PARAM };
 enum { RACE, PROXY_FENCE, UNINITIALIZED, OUT_OF_BOUNDS, MISALIGNED, BARRIER, DEADLOCK, WGMMA_HAZARD,
-      ASYNC_HAZARD, NOTE };  /* NOTE: PTX does not promise it, known GPUs do it */
+      ASYNC_HAZARD, INSTRUCTION_LIMIT, NOTE };  /* NOTE: PTX does not promise it, known GPUs do it */
 
 /* Generic addresses of windows. Global allocations lie below, from 0x700000000 up. */
 #define LOCAL_WINDOW 0x7e0000000000ull
@@ -275,6 +275,7 @@ struct Machine {
      * of one value are no race); NULL otherwise */
     const u8 *storing;
     u64 stuck_events, last_exit, yields;
+    bool polled;              /* a thread has asked for what others may change */
     i32 stuck;                /* rounds in which nothing could be done but to force */
     bool stopped;
     bool held;                /* the next grid cannot begin before the kernels ahead have ended */

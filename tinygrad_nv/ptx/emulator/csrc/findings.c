@@ -35,7 +35,7 @@ static bool known_finding(Machine *m, int kind, i32 line, i32 other_line) {
 void report_pair(Machine *m, int kind, const Op *op, const Warp *w, int lane, int other_line, int other_cta,
                  int other_thread, const char *text) {
     if (!m->launch.check && kind != OUT_OF_BOUNDS && kind != MISALIGNED && kind != DEADLOCK
-        && kind != BARRIER) return;
+        && kind != BARRIER && kind != INSTRUCTION_LIMIT) return;
     i32 line = op ? op->line : 0;
     if (known_finding(m, kind, line, other_line)) return;
     Finding *f = &m->findings[m->finding_count++];

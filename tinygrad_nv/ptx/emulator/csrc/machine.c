@@ -16,7 +16,7 @@
 
 enum { MORE, DONE, STUCK, LIMIT };
 enum { JOIN_PATIENCE = 4096, WINDOW = 4, FORCED_ROUNDS = 3, SPINNING = 1 << 13, LONG_RUN = 1 << 22,
-       ASYNC_MOST = 4096 };
+       ASYNC_MOST = 4096, WORK = 20 };
 
 /* **** turns **** */
 
@@ -123,7 +123,7 @@ static bool run_warp(Machine *m, Warp *w, u32 quantum) {
             continue;
         }
         any = true;
-        if (result == YIELD) { m->yields++; another = true; break; }
+        if (result == YIELD) { m->yields++, m->polled = true, another = true; break; }
     }
     if (any && w->alive && lanes_wait(w) && ++w->waiting > JOIN_PATIENCE) break_joins(w);
     return any;
@@ -249,7 +249,15 @@ Machine *machine_new(const Launch *launch) {
     return m;
 }
 
-/* Runs for about `slice` instructions: MORE, DONE, STUCK (deadlock, reported) or LIMIT (step limit). */
+/* The instructions a launch may take. Threads that read memory again and again, with strong loads, atomics or
+ * try_wait, may wait for what never comes: the step limit. Where none does, it is work or an endless loop of
+ * arithmetic: WORK times as many (tinygrad's masked_select of 320 elements takes 5e9 instructions in loops over
+ * constants, without a load). */
+static u64 limit_of(const Machine *m) {
+    return m->polled ? m->launch.step_limit : WORK * m->launch.step_limit;
+}
+
+/* Runs for about `slice` instructions: MORE, DONE, STUCK (deadlock, reported) or LIMIT (instruction limit). */
 int machine_run(Machine *m, u64 slice) {
     u64 until = m->steps + slice;
     while (m->cluster_count) {
@@ -258,19 +266,20 @@ int machine_run(Machine *m, u64 slice) {
         retire(m);
         if (m->stopped) return STUCK;
         if (!any && m->cluster_count && !unstick(m)) return STUCK;
-        if (m->steps >= m->launch.step_limit) return LIMIT;
+        if (m->steps >= limit_of(m)) return LIMIT;
         if (m->steps >= until) return MORE;
     }
     return DONE;
 }
 
-/* Where everything stands, as findings: for a launch that reached its step limit. */
+/* Where everything stands, as findings: for a launch that reached its instruction limit. */
 void machine_report_running(Machine *m) {
     i32 said = 0;
-    FOR_GROUPS(m, if (said++ < 32) report(m, DEADLOCK, &m->launch.ops[g->pc], w, lowest(g->mask),
-        "warp %d of CTA %d still runs here after %llu warp-instructions (the step limit)", w->id,
-        cta_number(m, w->cta),
-        (unsigned long long)m->steps);)
+    const char *why = m->polled ? "much work, an endless loop, or a wait for what never comes"
+                                : "much work, or an endless loop";
+    FOR_GROUPS(m, if (said++ < 32) report(m, INSTRUCTION_LIMIT, &m->launch.ops[g->pc], w, lowest(g->mask),
+        "warp %d of CTA %d still runs here after %llu warp-instructions, the launch's limit: %s", w->id,
+        cta_number(m, w->cta), (unsigned long long)limit_of(m), why);)
 }
 
 void machine_free(Machine *m) {
