@@ -4,6 +4,8 @@ changes anything inside it, and all they change they put back (replaced.py).
 Protocol. Things are registered by name and removed by name:
 
     add_rewrite(name, fn, key)            fn(sink) -> sink, on each call body before kernels are split
+    add_check(name, fn)                   fn(before, after) -> bool, on what the rewrites have made: where it
+                                          is False, they run again
     keep_functions(kind)                  FUNCTIONs with an aux of this type reach the rewrites as they are
     add_compile(name, fn)                 fn(linear, inner) -> linear, around tinygrad's compile_linear
     add_execute(name, fn)                 fn(call, ctx, run) -> seconds, around the execution of each call
@@ -103,6 +105,7 @@ class CustomFunction:
 
 
 _rewrites: dict[str, Rewrite] = {}
+_checks: dict[str, Callable[[UOp, UOp], bool]] = {}
 _compiles: dict[str, Callable[[UOp, Compile], UOp]] = {}
 _executes: dict[str, Callable[[UOp, realize.ExecContext, Run], Seconds]] = {}
 _functions: dict[str, CustomFunction] = {}
@@ -113,6 +116,14 @@ def add_rewrite(name: str, fn: Callable[[UOp], UOp], key: Callable[[], Hashable]
     """Registers a rewrite of call bodies. Whatever it depends on besides the sink must be in `key()`."""
     add(_rewrites, "rewrite", name, Rewrite(name, fn, key))
     _apply()
+
+
+def add_check(name: str, fn: Callable[[UOp, UOp], bool]) -> None:
+    """Registers a check of what rewrites make. One that says False has changed what they will make."""
+    add(_checks, "check", name, fn)
+
+
+def remove_check(name: str) -> None: remove(_checks, "check", name)
 
 
 def remove_rewrite(name: str) -> None:
@@ -291,7 +302,8 @@ def rewriting() -> bool:
 
 def configuration() -> Hashable:
     """Everything about the registered rewrites that a schedule depends on."""
-    return tuple((rewrite.name, rewrite.serial, rewrite.key()) for rewrite in _rewrites.values())
+    registered = ((rewrite.name, rewrite.serial, rewrite.key()) for rewrite in _rewrites.values())
+    return config.get("NV_STRICT"), *registered
 
 
 def rewritten(sink: UOp) -> UOp:
@@ -300,11 +312,17 @@ def rewritten(sink: UOp) -> UOp:
         sink = flattened(graph_rewrite(sink, multi_pm, name="nv: shards"))
         outer, _own.rewriting = rewriting(), True
         try:
-            for rewrite in tuple(_rewrites.values()):
-                sink = rewrite.fn(sink)
-                if config.get("NV_SPEC"): _verify(sink, rewrite.name)
+            while True:
+                made = _once(sink)
+                if all(check(sink, made) for check in _checks.values()): return made
         finally: _own.rewriting = outer
-        return sink
+
+
+def _once(sink: UOp) -> UOp:
+    for rewrite in tuple(_rewrites.values()):
+        sink = rewrite.fn(sink)
+        if config.get("NV_SPEC"): _verify(sink, rewrite.name)
+    return sink
 
 
 def _verify(sink: UOp, name: str) -> None:
