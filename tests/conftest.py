@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("NV_STRICT", "1")  # a kernel that does not build is a failure here, not a warning
+
 import pytest
 import torch
 import transformers

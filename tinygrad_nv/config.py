@@ -35,6 +35,9 @@ SETTINGS = (
             "0: norms, softmax and argmax are left to tinygrad's own kernels; 1: templates take them"),
     Setting("NV_DETERMINISTIC", 0, (0, 1),
             "1: gradients of attention have the same bits in every run; 0: dq is summed as it comes, faster"),
+    Setting("NV_STRICT", 0, (0, 1),
+            "1: a kernel of ours that does not build is an error (on in CI); 0: tinygrad's own runs in its "
+            "place, and a warning says why"),
     Setting("NV_DEBUG", 0, (0, 1),
             "1: block tables, lengths and references of pages are checked each time they are used (slow)"),
     Setting("NV_PROGRAM_CACHE", 1, (0, 1),

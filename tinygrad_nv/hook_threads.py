@@ -1,32 +1,58 @@
-"""tinygrad's cache on disk for every thread. Part of hooks.py, which states the protocol.
+"""tinygrad in several threads. Part of hooks.py, which states the protocol.
 
-tinygrad 0.14.0 opens one connection to its database, which sqlite lets serve only the thread that opened it:
-whoever compiles in another one gets sqlite3.ProgrammingError. Here the main thread keeps that connection, and
-each other thread has one of its own, by tinygrad's function with a `_db_connection` of its own; it is closed
-when the thread ends. Writers wait for each other as processes do.
+tinygrad 0.14.0 keeps as state of the process what belongs to the thread that works:
+
+* one connection to its database, which sqlite lets serve only the thread that opened it. The main thread
+  keeps that connection; each other thread gets one of its own, closed when the thread ends.
+* `ALLOW_DEVICE_USAGE`, which is 0 while a kernel is generated: launches of other threads would be refused,
+  and after two overlapping generations it would stay 0. It has a value for each thread, and each use of
+  `Context` as a decorator remembers the values that it found itself.
+* `capturing`, the TinyJit that takes what is scheduled: it would take the schedules of other threads. A list
+  for each thread.
+* devices, which two threads would open twice.
+
+`LOWERING` is held while a schedule or a program is made: UOps are unique by identity, and caches of both
+tinygrad and tinygrad_nv rely on it. Launches do not take it.
 """
 from __future__ import annotations
 
+import os
 import threading
 import types
+from collections.abc import Callable
 from typing import Any
 
-from tinygrad import helpers
+from tinygrad import helpers, schedule
+from tinygrad.device import Device
+from tinygrad.engine import jit, realize
 
 from tinygrad_nv.replaced import put_back, replace, theirs
 
+LOWERING = threading.RLock()
 _own = threading.local()
+_OPEN = "_Device__get_canonicalized_item"
 
 
 def install() -> None:
-    """Gives threads their connections."""
+    """Makes that state a thread's own."""
     replace(helpers, "db_connection", _connection)
+    replace(helpers.Context, "_recreate_cm", _fresh)
+    replace(type(Device), _OPEN, _OpenOnce(theirs(type(Device), _OPEN)))
+    capturing = _Capturing()
+    for owner in (realize, schedule, jit): replace(owner, "capturing", capturing)
+    helpers.ALLOW_DEVICE_USAGE.__class__ = _PerThread
 
 
 def remove() -> None:
-    """Undoes `install`."""
+    """Undoes `install`. Devices that are open stay so."""
     put_back(helpers, "db_connection")
+    put_back(helpers.Context, "_recreate_cm")
+    put_back(type(Device), _OPEN)
+    for owner in (realize, schedule, jit): put_back(owner, "capturing")
+    helpers.ALLOW_DEVICE_USAGE.__class__ = helpers.ContextVar
 
+
+# **** the cache on disk ****
 
 def _connection() -> Any:
     opened = theirs(helpers, "db_connection")
@@ -36,3 +62,69 @@ def _connection() -> Any:
     if made is None or made.__globals__["CACHEDB"] != helpers.CACHEDB:
         made = _own.opened = types.FunctionType(opened.__code__, {**vars(helpers), "_db_connection": None})
     return made()
+
+
+# **** settings ****
+
+class _PerThread(helpers.ContextVar[Any]):
+    """A ContextVar that each thread sets for itself; in a thread that never did, it is what it was before."""
+
+    @property
+    def value(self) -> Any: return getattr(_own, self.key, vars(self)["value"])
+
+    @value.setter
+    def value(self, value: Any) -> None: setattr(_own, self.key, value)
+
+
+def _fresh(context: Any) -> Any:
+    """A Context for one use. tinygrad's decorator enters one object, which remembers the last entry alone."""
+    return type(context)(**context.kwargs)
+
+
+class _Capturing(list[Any]):
+    """What captures in this thread."""
+
+    @property
+    def here(self) -> list[Any]:
+        if (found := getattr(_own, "capturing", None)) is None: found = _own.capturing = []
+        return found
+
+    def __len__(self) -> int: return len(self.here)
+
+    def __getitem__(self, which: Any) -> Any: return self.here[which]
+
+    def __repr__(self) -> str: return repr(self.here)
+
+    def append(self, one: Any) -> None: self.here.append(one)
+
+    def clear(self) -> None: self.here.clear()
+
+
+# **** devices ****
+
+class _OpenOnce:
+    """tinygrad's cache of open devices; one thread at a time opens one."""
+
+    def __init__(self, opened: Any) -> None:
+        self.opened, self.known = opened, dict[str, Any]()
+
+    def __get__(self, devices: Any, owner: type | None = None) -> Callable[..., Any]:
+        return self if devices is None else types.MethodType(self, devices)
+
+    def __call__(self, devices: Any, name: str) -> Any:
+        if (found := self.known.get(name)) is None:
+            with LOWERING: found = self.known[name] = self.opened(devices, name)
+        return found
+
+    def cache_clear(self) -> None:
+        self.known.clear()
+        self.opened.cache_clear()
+
+
+def _forked() -> None:
+    """A child of fork has one thread: nobody in it would give the lock back."""
+    global LOWERING
+    LOWERING = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -4,6 +4,8 @@ changes anything inside it, and all they change they put back (replaced.py).
 Protocol. Things are registered by name and removed by name:
 
     add_rewrite(name, fn, key)            fn(sink) -> sink, on each call body before kernels are split
+    add_check(name, fn)                   fn(before, after) -> bool, on what the rewrites have made: where it
+                                          is False, they run again
     keep_functions(kind)                  FUNCTIONs with an aux of this type reach the rewrites as they are
     add_compile(name, fn)                 fn(linear, inner) -> linear, around tinygrad's compile_linear
     add_execute(name, fn)                 fn(call, ctx, run) -> seconds, around the execution of each call
@@ -13,7 +15,8 @@ Protocol. Things are registered by name and removed by name:
                                           (and free_intermediates of a TinyJit frees views, too)
     install_cpu()                         the CPU device compiles with what `toolchain` finds, has graphs,
                                           and runs kernels on all cores
-    install_threads()                     tinygrad's cache on disk serves every thread
+    install_threads()                     threads have a cache on disk, a capture and the right to a device
+                                          of their own, and lower one at a time
 
 `enable()` and `disable()` govern rewrites, compile hooks and methods, which decide how a program is lowered;
 with none of a kind registered, or while disabled, tinygrad runs its own functions and its own caches. An
@@ -26,8 +29,8 @@ A sink reaches the rewrites with shards resolved and functions inlined, but for 
 with rewrites are cached under `configuration()`: who is registered, and each rewrite's key() at that moment.
 
 Where tinygrad has the plugin points of upstream.patch they are used; the 0.14.0 wheel gets attributes
-replaced instead. All of this is state of the process, like tinygrad's scheduler, and no more thread-safe than
-that is.
+replaced instead. Registrations are state of the process. Schedules and programs are made by one thread at a
+time (hook_threads.py); launches wait for no lock of ours.
 """
 from __future__ import annotations
 
@@ -35,6 +38,7 @@ import contextlib
 import functools
 import itertools
 import sys
+import threading
 import types
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
@@ -102,6 +106,7 @@ class CustomFunction:
 
 
 _rewrites: dict[str, Rewrite] = {}
+_checks: dict[str, Callable[[UOp, UOp], bool]] = {}
 _compiles: dict[str, Callable[[UOp, Compile], UOp]] = {}
 _executes: dict[str, Callable[[UOp, realize.ExecContext, Run], Seconds]] = {}
 _functions: dict[str, CustomFunction] = {}
@@ -112,6 +117,14 @@ def add_rewrite(name: str, fn: Callable[[UOp], UOp], key: Callable[[], Hashable]
     """Registers a rewrite of call bodies. Whatever it depends on besides the sink must be in `key()`."""
     add(_rewrites, "rewrite", name, Rewrite(name, fn, key))
     _apply()
+
+
+def add_check(name: str, fn: Callable[[UOp, UOp], bool]) -> None:
+    """Registers a check of what rewrites make. One that says False has changed what they will make."""
+    add(_checks, "check", name, fn)
+
+
+def remove_check(name: str) -> None: remove(_checks, "check", name)
 
 
 def remove_rewrite(name: str) -> None:
@@ -279,30 +292,37 @@ _inline = PatternMatcher([
     (UPat(Ops.GETTUPLE, src=(UPat(Ops.TUPLE, name="t"),), name="g"), lambda g, t: t.src[g.arg]),
     (UPat((Ops.DETACH, Ops.CONTIGUOUS_BACKWARD), name="x"), lambda x: x.src[0]),
 ])
-_rewriting = False
+_own = threading.local()
 
 
 def rewriting() -> bool:
-    """Whether a registered rewrite is running: new storage then belongs to the schedule, not to a Tensor."""
-    return _rewriting
+    """Whether a registered rewrite runs in this thread: new storage then belongs to the schedule, not to a
+    Tensor."""
+    return getattr(_own, "rewriting", False)
 
 
 def configuration() -> Hashable:
     """Everything about the registered rewrites that a schedule depends on."""
-    return tuple((rewrite.name, rewrite.serial, rewrite.key()) for rewrite in _rewrites.values())
+    registered = ((rewrite.name, rewrite.serial, rewrite.key()) for rewrite in _rewrites.values())
+    return config.get("NV_STRICT"), *registered
 
 
 def rewritten(sink: UOp) -> UOp:
     """A call body after every registered rewrite, in the order of registration."""
-    global _rewriting
-    sink = graph_rewrite(sink, multi_pm, name="nv: shards")
-    sink = flattened(sink)
-    outer, _rewriting = _rewriting, True
-    try:
-        for rewrite in tuple(_rewrites.values()):
-            sink = rewrite.fn(sink)
-            if config.get("NV_SPEC"): _verify(sink, rewrite.name)
-    finally: _rewriting = outer
+    with hook_threads.LOWERING:
+        sink = flattened(graph_rewrite(sink, multi_pm, name="nv: shards"))
+        outer, _own.rewriting = rewriting(), True
+        try:
+            while True:
+                made = _once(sink)
+                if all(check(sink, made) for check in _checks.values()): return made
+        finally: _own.rewriting = outer
+
+
+def _once(sink: UOp) -> UOp:
+    for rewrite in tuple(_rewrites.values()):
+        sink = rewrite.fn(sink)
+        if config.get("NV_SPEC"): _verify(sink, rewrite.name)
     return sink
 
 
@@ -332,7 +352,8 @@ def _pm_schedule() -> PatternMatcher:
     A pattern's function runs on a copy of its globals made when it first matches: replacing get_kernel_graph
     in tinygrad.schedule does nothing once a schedule was made, and done before that it cannot be undone.
     """
-    def get_kernel_graph(sink: UOp) -> UOp: return rangeify.get_kernel_graph(rewritten(sink))
+    def get_kernel_graph(sink: UOp) -> UOp:
+        with hook_threads.LOWERING: return rangeify.get_kernel_graph(rewritten(sink))
     own = {**vars(schedule), "get_kernel_graph": get_kernel_graph, "schedule_cache": _configured_cache}
     lower = types.FunctionType(schedule.lower_sink_to_linear.__code__, own)
     return PatternMatcher([(UPat(Ops.SINK, name="function"), lower)])
@@ -343,7 +364,7 @@ def _pm_schedule() -> PatternMatcher:
 def _compiled(linear: UOp, beam: int, inner: Callable[[UOp], UOp]) -> UOp:
     for fn in reversed(tuple(_compiles.values())):
         inner = functools.partial(_wrapped, fn, Compile(beam, inner))
-    return inner(linear)
+    with hook_threads.LOWERING: return inner(linear)
 
 
 def _wrapped(fn: Callable[[UOp, Compile], UOp], inner: Compile, linear: UOp) -> UOp: return fn(linear, inner)
@@ -408,7 +429,7 @@ def install_cpu() -> None:
 # **** threads ****
 
 def install_threads() -> None:
-    """Lets every thread compile: each has a connection to tinygrad's cache of its own."""
+    """Gives threads what tinygrad has one of: a connection to its cache, a capture, the right to a device."""
     hook_threads.install()
 
 

@@ -1,4 +1,5 @@
-"""Every thread can compile: tinygrad's cache on disk has a connection for each."""
+"""What tinygrad has one of, each thread has: a connection to the cache on disk, a capture, the right to a
+device."""
 from __future__ import annotations
 
 import sqlite3
@@ -7,7 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tinygrad import helpers
+from tinygrad import Context, Device, TinyJit, helpers
+from tinygrad.engine import jit, realize
+from tinygrad.runtime.ops_python import PythonDevice
 
 from tinygrad_nv import Tensor, hooks
 
@@ -63,3 +66,88 @@ def test_put_back_tinygrad_has_one_connection_for_the_thread_that_opened_it():
             in_thread(lambda: helpers.diskcache_get("own", "key"))
     finally: hooks.install_threads()
     assert in_thread(lambda: helpers.diskcache_get("own", "key")) == 1
+
+
+# **** the right to a device ****
+
+def test_a_thread_that_generates_code_takes_the_device_from_itself_alone():
+    with Context(ALLOW_DEVICE_USAGE=0):
+        assert in_thread(lambda: (Tensor.ones(5).contiguous() + 1).tolist()) == [2] * 5
+        with pytest.raises(AssertionError, match="disallowed"): Device["CPU"]
+    assert Device["CPU"].device == "CPU"
+
+
+def test_overlapping_uses_of_one_decorator_give_each_thread_its_own_back():
+    inside, done = threading.Event(), threading.Event()
+
+    @Context(ALLOW_DEVICE_USAGE=0)
+    def generate(first: bool) -> None:
+        if first: inside.set()
+        assert not first or done.wait(10)
+        with pytest.raises(AssertionError, match="disallowed"): Device["CPU"]
+
+    def one() -> str:
+        with Context(ALLOW_DEVICE_USAGE=0):
+            generate(True)
+            with pytest.raises(AssertionError, match="disallowed"): Device["CPU"]
+        return Device["CPU"].device
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(in_thread(one)))
+    thread.start()
+    assert inside.wait(10)
+    generate(False)
+    assert Device["CPU"].device == "CPU"
+    done.set()
+    thread.join()
+    assert found == ["CPU"]
+
+
+# **** captures ****
+
+def test_a_capture_takes_what_its_own_thread_schedules():
+    seen: list[list[int]] = []
+
+    @TinyJit
+    def step(x: Tensor) -> Tensor:
+        seen.append(in_thread(lambda: (Tensor.full((3,), len(seen)).contiguous() + 1).tolist()))
+        return (x * 2).realize()
+    for turn in range(3): assert step(Tensor([turn, 7]).realize()).tolist() == [2 * turn, 14]
+    assert seen == [[1] * 3, [2] * 3]
+
+
+# **** devices ****
+
+def test_two_threads_open_a_device_once():
+    opened: list[str] = []
+    begun = threading.Event()
+
+    class SlowDevice(PythonDevice):
+        def __init__(self, device: str) -> None:
+            opened.append(device)
+            begun.set()
+            second.join(0.2)  # the other thread comes to the door
+            super().__init__(device)
+    hooks.add_device("SLOW", SlowDevice)
+    try:
+        found: list[Any] = []
+        second = threading.Thread(target=lambda: begun.wait(10) and found.append(Device["SLOW"]))
+        second.start()
+        device = Device["SLOW"]
+        second.join()
+        assert opened == ["SLOW"]
+        assert found == [device]
+    finally: hooks.remove_device("SLOW")
+
+
+def test_put_back_tinygrad_has_its_own_state():
+    ours = realize.capturing
+    hooks.remove_threads()
+    try:
+        assert type(realize.capturing) is list
+        assert realize.capturing is jit.capturing is not ours
+        assert type(helpers.ALLOW_DEVICE_USAGE) is helpers.ContextVar
+        assert helpers.ALLOW_DEVICE_USAGE.value == 1
+        made = Context(ALLOW_DEVICE_USAGE=0)
+        assert made._recreate_cm() is made
+        assert Device["CPU"].device == "CPU"
+    finally: hooks.install_threads()

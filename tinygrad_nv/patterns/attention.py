@@ -37,7 +37,7 @@ from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.patterns import attention_decode, program
+from tinygrad_nv.patterns import attention_decode, building, program
 from tinygrad_nv.patterns.attention_decode import Decode, decoded
 from tinygrad_nv.patterns.attention_dims import Ranges, Sideways
 from tinygrad_nv.patterns.attention_positions import is_variable
@@ -76,7 +76,8 @@ def rewrite(sink: UOp) -> UOp:
 
     def change(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
         if (match := matches.get(node)) is None: return None
-        result = _called(match, [new(x) for x in match.found.inputs])
+        inputs = [new(x) for x in match.found.inputs]
+        if (result := building.attempted(TEMPLATE, node, lambda: _called(match, inputs))) is None: return None
         ranges.carry_region(match.region, result)
         return result
     return write_through(rebuilt(matcher.nodes, change))

@@ -25,7 +25,7 @@ from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.patterns import program
+from tinygrad_nv.patterns import building, program
 from tinygrad_nv.patterns.contraction import (
     LOADS,
     OUT,
@@ -86,7 +86,10 @@ def rewrite(sink: UOp) -> UOp:
 
     def change(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
         if (found := matches.get(node)) is None: return None
-        result = _called(found, [new(x) for x in found.inputs])
+        inputs = [new(x) for x in found.inputs]
+        total = min((x for x in found.region if x.op is Ops.REDUCE), key=matcher.place.__getitem__)
+        result = building.attempted(TEMPLATE, total, lambda: _called(found, inputs))
+        if result is None: return None
         ranges.carry_region(found.region, result)
         return result
     return write_through(rebuilt(matcher.nodes, change))

@@ -26,7 +26,7 @@ from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import hooks
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.patterns import program
+from tinygrad_nv.patterns import building, program
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.runtime import ranges
@@ -107,10 +107,12 @@ def _made(function: UOp, arguments: tuple[UOp, ...], wanted: bool) -> tuple[UOp,
     """The results of a call: of kernels, where these are wanted and there are any, else of its body."""
     what = function.arg.aux
     lowering = _lowerings[type(what)]
+    value = function.src[0].src[0]
+
+    def lowered() -> tuple[UOp, ...] | None: return lowering.fn(what, function, *arguments)
     try:
-        if wanted and (made := lowering.fn(what, function, *arguments)) is not None: return made
-    except NotOurs as no:
-        program.miss(lowering.template, function.src[0].src[0], str(no))
+        if wanted and (made := building.attempted(lowering.template, value, lowered)) is not None: return made
+    except NotOurs as no: program.miss(lowering.template, value, str(no))
     body = hooks.inlined(function.replace(src=(function.src[0], *arguments)))
     assert body is not None
     return body.src

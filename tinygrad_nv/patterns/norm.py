@@ -32,7 +32,7 @@ from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.patterns import program
+from tinygrad_nv.patterns import building, program
 from tinygrad_nv.patterns.attention_positions import fitted
 from tinygrad_nv.patterns.contraction import Dim, is_storage, merged
 from tinygrad_nv.patterns.epilogue import ELEMENTWISE, NODES, STORED, Epilogue, Unfused, number
@@ -88,8 +88,11 @@ def rewrite(sink: UOp) -> UOp:
 
     def change(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
         if (match := found.get(node)) is None: return None
-        result = _called(match, [new(x) for x in match.inputs])
+        inputs = [new(x) for x in match.inputs]
         region = node.toposort(gate=lambda each: each not in match.inputs, enter_calls=False)
+        first = next((each for each in region if each.op is Ops.REDUCE), node)
+        result = building.attempted(TEMPLATE, first, lambda: _called(match, inputs))
+        if result is None: return None
         ranges.carry_region(frozenset(region), result)
         return result
     return write_through(rebuilt(nodes, change))

@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tinygrad.dtype import AddrSpace, DType, dtypes
-from tinygrad.helpers import all_int, prod
+from tinygrad.helpers import all_int, prod, to_tuple
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import (
     KernelInfo,
@@ -88,6 +89,7 @@ def program(entry: str, text: str, device: str | tuple[str, ...], outputs: Seque
     renamed = {_name(v): in_body(v) for v in variables}
     ops, mem, *sizes = (_with_variables(x, renamed) for x in (flops, nbytes, *grid))
     read = [not isinstance(out, Output) for out in outputs] + [True] * len(inputs)
+    if not tensor_level: _check(Kernel(to_tuple(device)[0], entry, text))
     core = [UOp.variable("core_id", 0, parts - 1, dtypes.int32, param=True)] if parts > 1 else []
     sink = UOp.sink(*renamed.values(), *core, *_dimensions("gidx", sizes), *_dimensions("lidx", block),
                     *(p.index(0).store(UOp.const(0, p.dtype)) for p in params[:len(stores)]),
@@ -98,6 +100,25 @@ def program(entry: str, text: str, device: str | tuple[str, ...], outputs: Seque
     bound = [v for v in variables if v.is_bound_var]
     call = UOp(Ops.PROGRAM, src=tuple(body)).call(*arguments, *bound)
     return tuple(_shaped(store.after(call), out) for store, out in zip(stores, outputs, strict=True))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel's text and entry, and the device that compiles it."""
+    device: str
+    entry: str
+    text: str
+
+
+refused: dict[Kernel, str] = {}  # why they do not build: building.py
+
+
+class Refused(Exception):
+    """A rewrite asks for a kernel that is known not to build."""
+
+
+def _check(kernel: Kernel) -> None:
+    if kernel in refused: raise Refused(refused[kernel])
 
 
 def on_cpu(kernel: CPUKernel, device: str | tuple[str, ...], outputs: Sequence[Output | UOp],
@@ -256,24 +277,30 @@ class Miss:
     reduced: int = 1
 
 
-_heard: list[Miss] | None = None
+_own = threading.local()  # explain() hears what its own thread schedules
 
 
 def miss(template: str, value: UOp, reason: str) -> None:
     """For rewrites: why `value` is left to tinygrad. explain() shows it with the value's kernel."""
-    if _heard is None: return
-    numel = value.max_numel()
+    if (heard := getattr(_own, "heard", None)) is None: return
+    numel = value.max_numel() if value._shape is not None else 0
     reduced = value.src[0].max_numel() // max(numel, 1) if value.op is Ops.REDUCE else 1
-    _heard.append(Miss(template, reason, value.op, numel, reduced))
+    heard.append(Miss(template, reason, value.op, numel, reduced))
 
 
 @contextlib.contextmanager
 def hear_misses() -> Iterator[list[Miss]]:
     """Collects what rewrites report with `miss` inside the block."""
-    global _heard
-    before, _heard = _heard, []
-    try: yield _heard
-    finally: _heard = before
+    before = getattr(_own, "heard", None)
+    heard: list[Miss] = []
+    _own.heard = heard
+    try: yield heard
+    finally: _own.heard = before
+
+
+def hearing() -> bool:
+    """Whether misses are collected: a schedule is made to be shown, and nothing runs."""
+    return getattr(_own, "heard", None) is not None
 
 
 # **** what a body says ****

@@ -1,10 +1,10 @@
 """The driver interface with the emulator as the device.
 
 Protocol: `EmulatedDriver(arch, check)` is a `driver.Driver`. Work runs when it is submitted, which is an
-order that streams allow, and a graph's nodes in an unkind one (emulated_graph.py). Findings wait in their
-stream for the next call that synchronises with it, and are gone once raised. Times are of the emulation.
-What work touches is kept, so that work which nothing orders is found (emulated_order.py); page-locked memory
-is poison until it is known to be written (emulated_host.py).
+order that streams allow, and a graph's nodes in an unkind one (emulated_graph.py); threads take turns.
+Findings wait in their stream for the next call that synchronises with it, and are gone once raised. Times are
+of the emulation. What work touches is kept, so that work which nothing orders is found (emulated_order.py);
+page-locked memory is poison until it is known to be written (emulated_host.py).
 
 `check=False` leaves out the detection of races, wrong order, missing fences and uninitialised reads, and the
 poison; bounds and alignment are checked always. Device 0 and device 1 are two drivers with memories of their
@@ -38,7 +38,7 @@ from tinygrad_nv.runtime.driver import (
 from tinygrad_nv.runtime.emulated_graph import EmulatedEvent, EmulatedGraph, EmulatedStream
 from tinygrad_nv.runtime.emulated_host import EmulatedHostMemory, Owned, host_memory
 from tinygrad_nv.runtime.emulated_module import EmulatedModule, described
-from tinygrad_nv.runtime.emulated_order import Clock, Done, Part, touched
+from tinygrad_nv.runtime.emulated_order import Clock, Done, Part, serial, touched
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
 STATIC_SHARED_LIMIT = 48 << 10
@@ -78,6 +78,7 @@ class EmulatedDriver(driver.Driver):
 
     # memory
 
+    @serial
     def alloc(self, nbytes: int) -> int:
         if nbytes <= 0: raise DriverError(f"an allocation of {nbytes} bytes", "a size above 0")
         if self.used_bytes + nbytes > self.properties.memory_bytes:
@@ -89,6 +90,7 @@ class EmulatedDriver(driver.Driver):
         self.used_bytes += nbytes
         return buffer.ptr
 
+    @serial
     def free(self, address: int) -> None:
         if (buffer := self.buffers.pop(address, None)) is None:
             raise DriverError(f"address {address:#x} is freed", "what alloc returned and is not freed yet")
@@ -118,6 +120,7 @@ class EmulatedDriver(driver.Driver):
         if buffer.valid is not None: buffer.valid[where] = valid
         return buffer, where.start, where.stop, WRITE
 
+    @serial
     def copy_in(self, address: int, source: memoryview, stream: driver.Stream | None = None) -> None:
         into, what = self.into(stream), "a copy from the host"
         capture.not_captured(into, what)
@@ -125,6 +128,7 @@ class EmulatedDriver(driver.Driver):
         data = np.frombuffer(source, np.uint8)
         self.enter(into, self._touched(what, self._write(address, data, 1, source.nbytes, what)))
 
+    @serial
     def copy_out(self, target: memoryview, address: int, stream: driver.Stream | None = None) -> None:
         into, what = self.into(stream), "a copy to the host"
         self.synchronize(into)
@@ -134,6 +138,7 @@ class EmulatedDriver(driver.Driver):
         self.enter(into, self._touched(what, (buffer, where.start, where.stop, READ)))
         self.synchronize(into)
 
+    @serial
     def copy_peer(self, work: Copy, source: driver.Driver, stream: driver.Stream | None = None) -> None:
         if not isinstance(source, EmulatedDriver):
             raise DriverError(f"a copy from a {type(source).__name__}", "another emulated device")
@@ -202,6 +207,7 @@ class EmulatedDriver(driver.Driver):
 
     def load(self, image: bytes) -> driver.Module: return EmulatedModule(image)
 
+    @serial
     def submit(self, work: Work, stream: driver.Stream | None = None) -> None:
         into = self.into(stream)
         if (recorded := into.capture) is not None:
@@ -259,12 +265,14 @@ class EmulatedDriver(driver.Driver):
             raise DriverError("a stream of another device", f"one of the {self.properties.name} device")
         return stream
 
+    @serial
     def stream(self) -> EmulatedStream:
         self.streams.append(EmulatedStream(len(self.streams)))
         return self.streams[-1]
 
     def event(self) -> EmulatedEvent: return EmulatedEvent()
 
+    @serial
     def record(self, event: driver.Event, stream: driver.Stream | None = None) -> None:
         assert isinstance(event, EmulatedEvent)
         event.stream = into = self.into(stream)
@@ -272,6 +280,7 @@ class EmulatedDriver(driver.Driver):
         event.nodes = into.capture.tails[into] if into.capture is not None else ()
         event.clock = into.now()
 
+    @serial
     def wait(self, event: driver.Event, stream: driver.Stream | None = None) -> None:
         assert isinstance(event, EmulatedEvent)
         into = self.into(stream)
@@ -279,6 +288,7 @@ class EmulatedDriver(driver.Driver):
         if event.capture is not None or into.capture is not None: capture.join(event, into)
         else: into.join(event.clock)
 
+    @serial
     def wait_for(self, event: driver.Event) -> None:
         assert isinstance(event, EmulatedEvent)
         capture.ran(event, "the host waits for")
@@ -292,6 +302,7 @@ class EmulatedDriver(driver.Driver):
         for event in (start, end): capture.ran(event, "time is taken from")
         return (end.seconds - start.seconds) * 1e3
 
+    @serial
     def synchronize(self, stream: driver.Stream | None = None) -> None:
         streams = self.streams if stream is None else [self.into(stream)]
         for each in streams: capture.not_captured(each, "synchronisation")

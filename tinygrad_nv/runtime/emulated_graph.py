@@ -16,7 +16,7 @@ from tinygrad_nv.runtime import driver
 from tinygrad_nv.runtime.capture import Capture
 from tinygrad_nv.runtime.driver import Launch, Node, Work
 from tinygrad_nv.runtime.edges import early
-from tinygrad_nv.runtime.emulated_order import Clock, GraphOrder, Timeline
+from tinygrad_nv.runtime.emulated_order import Clock, GraphOrder, Timeline, serial
 
 if TYPE_CHECKING:
     from tinygrad_nv.runtime.emulated import EmulatedDriver
@@ -108,6 +108,7 @@ class EmulatedExecutable(driver.Executable):
                               "instantiate another graph")
         self.works[node.number] = work
 
+    @serial
     def launch(self, stream: driver.Stream | None = None) -> None:
         into = self.device.into(stream)
         if into.capture is not None:

@@ -17,18 +17,44 @@ kernels that it may run beside until it has waited for them, which the emulator 
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import NamedTuple
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from tinygrad_nv.ptx.emulator import Buffer
 from tinygrad_nv.ptx.emulator.footprint import ANY_WRITE, WRITE, Footprint, Overlap, Runs
 from tinygrad_nv.runtime.edges import Reduction
 from tinygrad_nv.runtime.emulated_host import Owned
 
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
 Clock = dict["Timeline", int]
 Part = tuple[object, int, int, int]     # allocation, first byte, last byte + 1, flags
+
+
+_turn = threading.RLock()  # finalizers free memory in the midst of anything
+
+
+def _forked() -> None:
+    global _turn
+    _turn = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def serial(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """A method of the emulated driver that threads call one after the other, on all devices: the emulator
+    itself releases the interpreter's lock."""
+    @functools.wraps(method)
+    def called(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with _turn: return method(self, *args, **kwargs)
+    return called
 
 
 class Done(NamedTuple):
