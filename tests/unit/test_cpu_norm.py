@@ -196,6 +196,16 @@ def test_what_is_not_along_a_row_stays_tinygrads(monkeypatch: pytest.MonkeyPatch
     assert "norm" not in templates(x.softmax(-1))
 
 
+def test_sums_of_what_is_not_in_memory_stay_one_kernel_of_tinygrads():
+    """Our template would have the padded values written first: three kernels instead of one."""
+    x = Tensor(np.arange(12, dtype=np.float32).reshape(4, 3)).realize()
+    above, below = x.pad(((1, 1), (0, 0))), x.pad(((0, 2), (0, 0)))
+    both = above.sum(1) + below.sum(1)
+    assert templates(both) == [None]
+    np.testing.assert_array_equal(both.numpy(), [3, 15, 33, 51, 30, 0])
+    assert templates(x.sum(1) + x.max(1)) == ["norm"]
+
+
 def test_what_is_stored_between_is_read_from_there():
     """A sum that others use too is computed once, and a norm of it reads it."""
     x, w = of(X[0]), of(X[0, 0])

@@ -117,6 +117,8 @@ def matched(end: UOp, machine: Target, memory: frozenset[UOp]) -> Match | None:
     try:
         spec, inputs, rows = _spec(end, first, memory)
         if why := problems(spec, machine): raise Unfused("; ".join(why))
+        if _read_once(spec) and not all(is_storage(x) or x in memory for x in inputs):
+            raise Unfused("sums of values that are not in memory: tinygrad computes them as it adds")
     except (Unfused, NotAffine, SpecError) as no:
         if first is not None:
             program.miss(TEMPLATE, first, no.found if isinstance(no, SpecError) else str(no))
@@ -124,6 +126,12 @@ def matched(end: UOp, machine: Target, memory: frozenset[UOp]) -> Match | None:
         if len(spec.statistics) != 1 or spec.results[0].result.n:
             return Match(end, spec, machine, inputs, rows)
     return None
+
+
+def _read_once(spec: NormSpec) -> bool:
+    """Whether a row is read once: one number a row, of statistics that are not made of each other."""
+    terms = [node for statistic in spec.statistics for node in walk(statistic.term)]
+    return not spec.results[0].result.n and not any(isinstance(node, Sum) for node in terms)
 
 
 def problems(spec: NormSpec, machine: Target) -> list[str]:
