@@ -45,6 +45,7 @@ from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.errors import NVError, RequestError
 from tinygrad_nv.patterns import program, target
+from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.runtime import ranges
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.tile.schedule import Schedule
@@ -58,9 +59,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class KernelRecord:
     """One kernel or copy. `template` is None where the kernel is not ours, and `reason` says why. Of ours
-    there is `source`, the text, and on a GPU of ours `arch` and how many multiprocessors it has; on a CPU
-    `machine`, in how many `parts` it runs, and how long that takes at best. `layer` is known while layers are
-    tracked (runtime/ranges.py)."""
+    there is `source`, the text, and on a GPU of ours `arch`, how many multiprocessors it has and for how many
+    `clusters` it has room; on a CPU `machine`, in how many `parts` it runs, and how long that takes at best.
+    `layer` is known while layers are tracked (runtime/ranges.py)."""
     name: str
     template: str | None
     reason: str
@@ -76,6 +77,7 @@ class KernelRecord:
     machine: CPUMachine | None = field(default=None, compare=False)
     parts: int = field(default=0, compare=False)
     predicted_s: float | None = field(default=None, compare=False)
+    clusters: Clusters = field(default=(), repr=False, compare=False)
 
     @property
     def product(self) -> Product | CPUProduct | None:
@@ -86,7 +88,7 @@ class KernelRecord:
         if isinstance(self.schedule, CPUSchedule) and self.machine is not None:
             return CPUProduct(self.spec, self.schedule, self.machine)
         if not isinstance(self.schedule, Schedule) or not self.arch: return None
-        return Product(self.spec, self.schedule, self.arch, self.sm_count)
+        return Product(self.spec, self.schedule, self.arch, self.sm_count, self.clusters)
 
     @property
     def isa(self) -> str:
@@ -241,11 +243,12 @@ def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[progr
     driver = getattr(Device[device], "driver", None)
     gpu = driver.properties if isinstance(driver, Driver) else None
     arch, sm_count = ("", 0) if gpu is None else (gpu.arch, gpu.sm_count)
+    clusters = driver.clusters if isinstance(driver, Driver) else ()
     machine = target.cpu_of(device)
     taken = None if machine is None else _predicted(machine, note, flops, bytes)
     return KernelRecord(name, template, reason, device, note.spec, note.schedule, flops, bytes,
                         call.src[0].src[2].arg, arch, sm_count, layer, machine,
-                        0 if machine is None else _parts(call.src[0]), taken)
+                        0 if machine is None else _parts(call.src[0]), taken, clusters)
 
 
 def _predicted(machine: CPUMachine, note: program.Note, flops: int, bytes: int) -> float | None:

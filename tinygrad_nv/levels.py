@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from tinygrad_nv.errors import PTXError, RequestError
 from tinygrad_nv.ptx.assemble import Assembly, Resources, assemble, find_program
+from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
 from tinygrad_nv.runtime.launch_text import source
 from tinygrad_nv.tile.cost import Model, Prediction, predict
@@ -44,11 +45,13 @@ LONGEST = 60  # characters of an expression without a name
 
 @dataclass(frozen=True)
 class Product:
-    """A product by a schedule on a GPU with `sm_count` multiprocessors."""
+    """A product by a schedule on a GPU with `sm_count` multiprocessors, which has room for so many `clusters`
+    at once (left out: as ptx/gpcs.py has it)."""
     spec: GemmSpec
     schedule: Schedule
     arch: str
     sm_count: int
+    clusters: Clusters = ()
 
     @property
     def kernel(self) -> GemmKernel:
@@ -63,7 +66,7 @@ class Product:
 
 @functools.lru_cache(256)
 def _kernel(product: Product) -> GemmKernel:
-    return build(product.spec, product.schedule, product.arch, product.sm_count)
+    return build(product.spec, product.schedule, product.arch, product.sm_count, product.clusters)
 
 
 def show(product: Product, level: str) -> str:

@@ -63,6 +63,7 @@ def test_shapes(launch: dict[str, object], words: list[str]):
 
 def test_architectures():
     with pytest.raises(PTXError, match=r"'sm_70'(.|\n)*sm_90a"): Emulator("sm_70")
+    with pytest.raises(PTXError, match=r"resident=0(.|\n)*at least 1 cluster"): Emulator(resident=0)
     refused("for sm_90a, the emulator is sm_80", "Emulator(arch='sm_90a')", arch="sm_80")
     refused("for sm_90a, the emulator is sm_90", arch="sm_90")
     text = KERNEL.replace("sm_90a", "sm_80")
