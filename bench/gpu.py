@@ -1,8 +1,9 @@
 """One command that measures everything on a GPU: bounded, resumable, correctness first.
 
-    python bench/gpu.py --minutes 9                       # all parts, in the order of --list
-    python bench/gpu.py --part gemm --only "8B" --minutes 5 --resume
-    python bench/gpu.py --part correctness --only test_mma
+    python3 bench/gpu.py --call first                      # then --call second: ten minutes each at most
+    python3 bench/gpu.py --minutes 9                       # all parts, in the order of --list
+    python3 bench/gpu.py --part gemm --only "8B" --minutes 5 --resume
+    python3 bench/gpu.py --part correctness --only test_mma
 
 Rows are measured by a worker process of each part. A row that hangs or kills its process is reported as such,
 and a new worker goes on with the next. Every finished row is in the result file at once; `--resume` leaves
@@ -36,6 +37,11 @@ from measure import RESULTS, each, end_with_parent, git, processor, sources
 
 from tinygrad_nv.runtime import telemetry
 
+# parts of a call and when each is to end, in minutes from the call's beginning: estimates, not measured on a
+# GPU. What a part leaves the next one has; rows that do not fit are left to a later call
+CALLS = {"first": {"smoke": 1.0, "correctness": 4.5, "chains": 6.0, "gemm": 9.5},
+         "second": {"attention": 3.5, "backward": 5.0, "paged": 6.0, "memory": 7.0, "decode": 9.5}}
+SECONDS, CALL_SECONDS = 2.5, 1.0        # of a row of timings
 PATIENCE = 5                            # times as long may a row take when a GPU is emulated
 BAD = ("disagrees", "failed", "hung", "died")
 DONE = ("measured", "emulated", *BAD)   # what --resume does not do again
@@ -185,9 +191,12 @@ def measured(part: Part, names: list[str], deadline: float, results: Results) ->
 def parser() -> argparse.ArgumentParser:
     """Its options."""
     made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    made.add_argument("--call", default="", choices=list(CALLS), help="some parts, ten minutes at most, with "
+                      f"--resume and --seconds {CALL_SECONDS:g}: " + "; ".join(
+                          f"{name}: {', '.join(parts)}" for name, parts in CALLS.items()))
     made.add_argument("--part", default="all", choices=[*PARTS, "all"], help="what to measure (default all)")
     made.add_argument("--minutes", type=float, default=9.5, help="at most, for all of it (default 9.5)")
-    made.add_argument("--seconds", type=float, default=2.5, help="of a row of timings (default 2.5)")
+    made.add_argument("--seconds", type=float, help=f"of a row of timings (default {SECONDS:g})")
     made.add_argument("--resume", action="store_true", help="leave out rows that the result file has")
     made.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains this")
     made.add_argument("--out", type=Path, metavar="FILE", help="(default bench/results/gpu_NAME.json)")
@@ -196,6 +205,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--arch", default="sm_90a", help="of --emulate (default sm_90a)")
     made.add_argument("--seed", type=int, default=0, help="of the random values (default 0)")
     made.add_argument("--cases", type=Path, metavar="FILE", help="launches that gpu_record.py recorded")
+    made.add_argument("--fa3", type=Path, metavar="PATH", help="hopper/ of FlashAttention's sources, built "
+                      "by nvcc, or a folder of what fa3.py built (default: its package, where installed)")
+    made.add_argument("--cutlass", type=Path, metavar="PATH", help="CUTLASS's include/ for --fa3 (default "
+                      "csrc/cutlass/include beside hopper/)")
     made.add_argument("--without-tinygrad", action="store_true", help="leave out tinygrad's own kernels")
     made.add_argument("--commit", default="", help="what to call the code where there is no git")
     made.add_argument("--work", choices=list(PARTS), help=argparse.SUPPRESS)
@@ -208,14 +221,28 @@ def listed(part: Part, options: Options) -> list[str]:
     return [name for name in part.rows(options) if options.only in name]
 
 
+def chosen(options: Options) -> dict[str, float]:
+    """The parts that are asked for, in their order, and when each ends, in minutes from now."""
+    if options.call: return {name: min(end, options.minutes) for name, end in CALLS[options.call].items()}
+    return dict.fromkeys(PARTS if options.part == "all" else [options.part], options.minutes)
+
+
+def parsed(words: list[str] | None = None) -> Options:
+    """The command line."""
+    options = parser().parse_args(words)
+    options.resume |= bool(options.call)
+    options.seconds = options.seconds or (CALL_SECONDS if options.call else SECONDS)
+    return options
+
+
 def run(options: Options) -> int:
     """All chosen parts."""
     begun, known = time.perf_counter(), facts(options)
     slug = known["gpu"].lower().replace("nvidia ", "").replace(" ", "-") or "unknown"
     results = Results(options.out or RESULTS / f"gpu_{slug}.json", known)
-    chosen = list(PARTS) if options.part == "all" else [options.part]
     bad = found = 0
-    for part in map(PARTS.__getitem__, chosen):
+    for name, minutes in chosen(options).items():
+        part = PARTS[name]
         if options.emulate: part = replace(part, limit_s=PATIENCE * part.limit_s)
         try: names = listed(part, options)
         except NotMeasured as why:
@@ -224,7 +251,7 @@ def run(options: Options) -> int:
         if not names: continue
         found += len(names)
         todo = [name for name in names if not (options.resume and results.known(part.name, name))]
-        for row in measured(part, todo, begun + 60 * options.minutes, results):
+        for row in measured(part, todo, begun + 60 * minutes, results):
             bad += row["status"] in BAD
         rows = results.rows(part.name)
         print(f"\n{part.name}: {part.about}\n{part.shown({name: rows[name] for name in names})}", flush=True)
@@ -238,7 +265,7 @@ def run(options: Options) -> int:
 
 def main() -> int:
     """Measures, or says what is missing."""
-    options = parser().parse_args()
+    options = parsed()
     if options.list:
         for part in PARTS.values():
             try: rows = f"{len(listed(part, options))} rows"

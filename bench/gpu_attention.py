@@ -232,6 +232,13 @@ def flash(workload: Forward, given: Sets, options: Options) -> Run:
     return sdpa("FLASH_ATTENTION", workload, given)
 
 
+@contender("attention", "FlashAttention-3")
+def flash3(workload: Forward, given: Sets, options: Options) -> Run:
+    """FlashAttention-3's kernel, or its package where it is installed."""
+    import fa3
+    return fa3.contender(workload, given, options)
+
+
 @contender("attention", "Triton")
 def triton(workload: Forward, given: Sets, options: Options) -> Run:
     """The tutorial's kernel, with descriptors on Hopper."""

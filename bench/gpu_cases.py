@@ -124,9 +124,12 @@ class Cases:
         """Keeps a fact of the recording."""
         self.file.execute("insert or replace into about values (?, ?)", (key, json.dumps(value)))
 
-    def names(self) -> list[str]:
-        """Of all cases, in the order they were recorded."""
-        return [name for name, in self.file.execute("select name from cases order by rowid")]
+    def names(self, words: str = "") -> list[str]:
+        """Of all cases whose PTX has these words, in the order they were recorded."""
+        texts = {digest for digest, ptx in self.file.execute("select digest, ptx from texts")
+                 if words.encode() in zlib.decompress(ptx)} if words else set()
+        return [name for name, text in self.file.execute("select name, text from cases order by rowid")
+                if not words or text in texts]
 
     def add(self, case: Case, most: int = 1 << 62) -> bool:
         """Keeps a case, unless it takes more than `most` bytes; one of the same name stays as it is."""

@@ -18,9 +18,9 @@ import contextlib
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +44,8 @@ UNDEFINED = re.compile(r"\.approx|\bdiv\.full|\b(?:tanh|ex2|lg2|sin|cos)\."
 # additions and multiplications that ptxas may fuse: the emulator rounds each
 UNROUNDED = re.compile(r"(?<![.\w])(add|sub|mul)((?:\.ftz|\.sat)*\.(?:b?f16(?:x2)?|f32(?:x2)?|f64)\b)")
 NEWEST_PTX = (9, 0)  # Triton 3.9 writes 9.4 and uses nothing newer than 8.8
+# of a launch: memory afterwards and where it lay, one or several times
+Answers = Callable[[Driver, Case], Iterator[tuple[list[bytes], list[int]]]]
 EMULATED_ARCH = {"sm_86": "sm_80", "sm_90": "sm_90a"}   # of the emulated driver
 
 
@@ -72,12 +74,8 @@ def replayed(driver: Driver, case: Case) -> tuple[list[bytes], list[int]]:
     try:
         for each, address in zip(case.memory, addresses, strict=True):
             driver.copy_in(address, memoryview(moved(each.before, case.memory, addresses)))
-        args = [moved(each, case.memory, addresses) for each in case.args]
-        for i, spec in case.maps.items():
-            at = moved(spec.address.to_bytes(8, "little"), case.memory, addresses)
-            args[i] = driver.tensor_map(type(spec)(**{**vars(spec), "address": int.from_bytes(at, "little")}))
-        driver.submit(Launch(module.function(case.entry), case.grid, case.block, tuple(args),
-                             case.dynamic_smem, case.cluster))
+        driver.submit(Launch(module.function(case.entry), case.grid, case.block,
+                             arguments(driver, case, addresses), case.dynamic_smem, case.cluster))
         driver.synchronize()
         found = [bytearray(len(each.before)) for each in case.memory]
         for out, address in zip(found, addresses, strict=True): driver.copy_out(memoryview(out), address)
@@ -85,6 +83,20 @@ def replayed(driver: Driver, case: Case) -> tuple[list[bytes], list[int]]:
         module.unload()
         for address in addresses: driver.free(address)
     return [bytes(out) for out in found], addresses
+
+
+def once(driver: Driver, case: Case) -> Iterator[tuple[list[bytes], list[int]]]:
+    """The one answer of a launch by itself."""
+    yield replayed(driver, case)
+
+
+def arguments(driver: Driver, case: Case, addresses: list[int]) -> tuple[bytes, ...]:
+    """A launch's, on memory at these addresses, with tensor maps over it."""
+    args = [moved(each, case.memory, addresses) for each in case.args]
+    for i, spec in case.maps.items():
+        at = moved(spec.address.to_bytes(8, "little"), case.memory, addresses)
+        args[i] = driver.tensor_map(replace(spec, address=int.from_bytes(at, "little")))
+    return tuple(args)
 
 
 def emulator(case: Case, seed: int, check: bool) -> Driver:
@@ -114,6 +126,11 @@ def verdict(case: Case, found: list[bytes], addresses: list[int], seed: int = 0)
     """The worst of what is said of each buffer."""
     said = [_of_buffer(case, i, found[i], moved(case.memory[i].after, case.memory, addresses), seed)
             for i in range(len(case.memory))]
+    return worst(said)
+
+
+def worst(said: Iterable[Verdict]) -> Verdict:
+    """The last of `KINDS` among them, the first of these."""
     return max(said, key=lambda each: KINDS.index(each.kind), default=Verdict("same"))
 
 
@@ -163,8 +180,7 @@ def _disagrees(case: Case, i: int, got: bytes, emulated: bytes, at: int, judged:
     return Verdict("disagrees", f"either the kernel or the emulator is wrong: {case.name}, kernel "
                    f"{case.entry}, buffer {i + 1} of {len(case.memory)} ({dtype or 'bytes'}): {count} of "
                    f"{a.size} elements differ, of which the first that must not is {at}: {a[at]:.9g} on "
-                   f"the device, {b[at]:.9g} emulated{exact}\n"
-                   f"    again: python bench/gpu.py --part correctness --only '{case.name}'")
+                   f"the device, {b[at]:.9g} emulated{exact}")
 
 
 # **** the part ****
@@ -182,20 +198,27 @@ def _path(options: Options) -> Path: return options.cases or DEFAULT
 
 def rows(options: Options) -> list[str]:
     """The tests; one launch, where its name is asked for."""
+    return rows_of(options, Cases.names)
+
+
+def rows_of(options: Options, names_of: Callable[[Cases], list[str]]) -> list[str]:
+    """The same of some of the launches."""
     if not _path(options).exists():
         raise NotMeasured(f"no recorded launches in {_path(options)}: bench/gpu_record.py makes them, "
                           "without a GPU")
-    names = Cases(_path(options)).names()
+    names = names_of(Cases(_path(options)))
     if "#" in options.only: return [name for name in names if options.only in name]
     tests = dict.fromkeys(name.partition("#")[0] for name in names)
     return sorted(tests, key=lambda name: not name.startswith(FIRST))
 
 
-def opened(options: Options) -> Measure:
-    """A worker: one driver for all its rows."""
+def opened(options: Options, part: str = "correctness", names_of: Callable[[Cases], list[str]] = Cases.names,
+           answers: Answers = once) -> Measure:
+    """A worker: one driver for all its rows. Every one of a launch's `answers` is looked at, and the worst
+    counts."""
     cases = Cases(_path(options))
     launches: dict[str, list[str]] = defaultdict(list)
-    for name in cases.names(): launches[name.partition("#")[0]].append(name)
+    for name in names_of(cases): launches[name.partition("#")[0]].append(name)
     recorded_at = cases.about().get("commit", "")
     device: Driver | None = None
     if not options.emulate:
@@ -214,7 +237,7 @@ def opened(options: Options) -> Measure:
             if not runnable(case, on.properties.arch):
                 counts["elsewhere"] += 1
                 continue
-            try: said = verdict(case, *replayed(on, case))
+            try: said = worst(verdict(case, *each) for each in answers(on, case))
             except Exception as error:
                 if isinstance(error, PTXError) and error.found.startswith("ptxas changed the kernel"):
                     counts["elsewhere"] += 1  # no GPU runs it as it is written
@@ -222,7 +245,8 @@ def opened(options: Options) -> Measure:
                 raise RuntimeError(f"{name}, kernel {case.entry}, launch {number} of {len(names)}: "
                                    f"{type(error).__name__}: {error}") from error
             counts[said.kind] += 1
-            if said.text: texts.append(said.text)
+            if said.text:
+                texts.append(f"{said.text}\n    again: python3 bench/gpu.py --part {part} --only '{name}'")
         if counts["elsewhere"] == len(names): raise NotMeasured("its kernels are for another architecture")
         row_: Row = {"status": "disagrees" if texts else "emulated" if options.emulate else "measured",
                      "launches": len(names), **counts, "texts": texts[:SHOWN], "recorded_at": recorded_at}

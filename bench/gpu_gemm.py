@@ -125,18 +125,13 @@ class Shape:
 def shapes() -> Iterator[Shape]:
     """All products."""
     for size in (8192, 4096, 6144, 2048, 1024): yield Shape(f"{size}³", size, size, size)
+    for m, n, k in FP8_SIZES: yield Shape(f"fp8 {m}x{n}x{k}", m, n, k, fp8=True)
     for model, sizes in LLAMA.items():
         for layer, (n, k) in sizes.items():
             for m in (4096, *FEW): yield Shape(f"Llama {model} {layer} M={m}", m, n, k)
     for model, sizes in LLAMA.items():
         n, k = sizes["gate_up"]
         for m in (4096, 1, 16): yield Shape(f"Llama {model} gate_up silu M={m}", m, n // 2, k, True)
-
-
-@workloads("gemm")
-def fp8_shapes() -> Iterator[Shape]:
-    """Operands of 8 bits."""
-    for m, n, k in FP8_SIZES: yield Shape(f"fp8 {m}x{n}x{k}", m, n, k, fp8=True)
 
 
 @emulated("gemm")

@@ -206,6 +206,59 @@ def test_what_was_measured_is_not_replaced_by_what_was_not(toy: Toy):
     assert toy.statuses() == {"good 1": "emulated"}
 
 
+@pytest.mark.parametrize("call", gpu.CALLS)
+def test_a_call_ends_within_ten_minutes_and_resumes(call: str):
+    options = gpu.parsed(["--call", call])
+    parts = gpu.chosen(options)
+    assert list(parts.values()) == sorted(parts.values())
+    assert max(parts.values()) <= 9.5
+    assert (options.resume, options.seconds) == (True, gpu.CALL_SECONDS)
+    assert set(parts) <= set(gpu_parts.PARTS)
+    assert max(gpu.chosen(gpu.parsed(["--call", call, "--minutes", "2"])).values()) == 2
+    assert gpu.parsed(["--call", call, "--seconds", "3"]).seconds == 3
+
+
+def test_the_calls_have_every_part_once():
+    assert sorted(name for parts in gpu.CALLS.values() for name in parts) == sorted(gpu_parts.PARTS)
+    assert next(iter(gpu.CALLS["first"])) == "smoke"
+    options = gpu.parsed([])
+    assert (options.resume, options.seconds) == (False, gpu.SECONDS)
+    assert set(gpu.chosen(options)) == set(gpu_parts.PARTS)
+
+
+BLOCK = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names!r}: raise ModuleNotFoundError("No module named " + repr(name), name=name)
+sys.meta_path.insert(0, Blocked())
+"""
+NOT_NEEDED = ("starlette", "uvicorn", "llguidance", "httpx", "nvtx", "prometheus_client", "rich", "jinja2",
+              "tokenizers", "safetensors", "transformers", "pytest", "matplotlib")
+
+
+def test_what_it_does_without(tmp_path: Path):
+    """The command and its workers, as on a machine that has torch and little else: every part is imported, and
+    the first one runs."""
+    (tmp_path / "sitecustomize.py").write_text(BLOCK.format(names=NOT_NEEDED))
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    line = [sys.executable, str(BENCH / "gpu.py"), "--emulate", "--out", str(tmp_path / "out.json")]
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*line, *words], capture_output=True, text=True, check=False, timeout=120,
+                              env={**os.environ, "PYTHONPATH": path})
+
+    listed = run("--list")
+    assert listed.returncode == 0, listed.stderr
+    assert listed.stdout.startswith("smoke: ")
+    done = run("--part", "smoke", "--only", "tensor maps")
+    assert done.returncode == 0, done.stderr
+    assert "emulated: as it must be" in done.stdout
+    blocked = subprocess.run([sys.executable, "-c", "import starlette"], capture_output=True, text=True,
+                             check=False, env={**os.environ, "PYTHONPATH": path})
+    assert "No module named 'starlette'" in blocked.stderr
+
+
 def test_rows_by_name(toy: Toy):
     toy.run("good 1", "good 2", options=("--only", "2"))
     assert list(toy.statuses()) == ["good 2"]
