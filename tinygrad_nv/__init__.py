@@ -30,7 +30,7 @@ from tinygrad_nv import config, functional, hooks
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.explain import KernelRecord, Lowering, explain
 from tinygrad_nv.hooks import disable, disabled, enable, enabled
-from tinygrad_nv.patterns import attention, gemm, named, norm, settle
+from tinygrad_nv.patterns import registered, settle
 from tinygrad_nv.runtime import cuda_device, programs, ranges
 from tinygrad_nv.runtime.device import EMUDevice
 from tinygrad_nv.runtime.memory_pool import memory_report
@@ -71,10 +71,7 @@ def __getattr__(name: str) -> object:
 sys.meta_path.append(_ModelsFinder(Path(__file__).resolve().parent))
 
 functional.register()
-hooks.add_rewrite("named", named.rewrite)
-hooks.add_rewrite("attention", attention.rewrite, attention.configuration)
-hooks.add_rewrite("gemm", gemm.rewrite, gemm.configuration)
-hooks.add_rewrite("norm", norm.rewrite, norm.configuration)
+registered.register()
 hooks.add_compile("programs", programs.cached)
 hooks.add_compile("program", settle.settle)
 hooks.install_cpu()

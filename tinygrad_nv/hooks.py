@@ -3,7 +3,7 @@ changes anything inside it, and all they change they put back (replaced.py).
 
 Protocol. Things are registered by name and removed by name:
 
-    add_rewrite(name, fn, key)            fn(sink) -> sink, on each call body before kernels are split
+    add_rewrite(name, fn, *keys, needs)   fn(sink) -> sink, on each call body before kernels are split
     keep_functions(kind)                  FUNCTIONs with an aux of this type reach the rewrites as they are
     add_compile(name, fn)                 fn(linear, inner) -> linear, around tinygrad's compile_linear
     add_execute(name, fn)                 fn(call, ctx, run) -> seconds, around the execution of each call
@@ -21,8 +21,10 @@ keeps the kernels and custom functions it captured, and replays them while disab
 captured before a rewrite was registered goes on without it; `.reset()` captures anew. The compiler stays with
 NV=0 too, as it changes no schedule and a machine without clang has no other.
 
-A sink reaches the rewrites with shards resolved and functions inlined, but for those kept. Schedules made
-with rewrites are cached under `configuration()`: who is registered, and each rewrite's key() at that moment.
+A sink reaches the rewrites with shards resolved and functions inlined, but for those kept. A rewrite is
+called only where the ops it `needs` are; where none is, the sink is tinygrad's alone and is walked once
+(hook_graph.py). Schedules are cached under which rewrites are registered, and where one was called under
+`configuration()`: what each of their keys returns at that moment, too.
 
 Where tinygrad has the plugin points of upstream.patch they are used; the 0.14.0 wheel gets attributes
 replaced instead. All of this is state of the process, like tinygrad's scheduler, and no more thread-safe than
@@ -35,7 +37,7 @@ import functools
 import itertools
 import sys
 import types
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +49,7 @@ from tinygrad.schedule.multi import multi_pm
 from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat, graph_rewrite
 from tinygrad.uop.spec import spec_tensor, type_verify
 
-from tinygrad_nv import config, hook_devices, hook_methods, hook_threads
+from tinygrad_nv import config, hook_devices, hook_graph, hook_methods, hook_threads
 from tinygrad_nv.errors import HookError
 from tinygrad_nv.hook_devices import add_device, remove_cpu, remove_device
 from tinygrad_nv.replaced import (
@@ -80,7 +82,8 @@ class Rewrite:
     """A rewrite of call bodies. `serial` tells apart two functions that bore one name after each other."""
     name: str
     fn: Callable[[UOp], UOp]
-    key: Callable[[], Hashable]
+    keys: tuple[Callable[[], Hashable], ...]
+    needs: tuple[frozenset[Ops], ...]
     serial: int = field(default_factory=lambda: next(_serial))
 
 
@@ -107,9 +110,12 @@ _functions: dict[str, CustomFunction] = {}
 _enabled = False
 
 
-def add_rewrite(name: str, fn: Callable[[UOp], UOp], key: Callable[[], Hashable] = tuple) -> None:
-    """Registers a rewrite of call bodies. Whatever it depends on besides the sink must be in `key()`."""
-    add(_rewrites, "rewrite", name, Rewrite(name, fn, key))
+def add_rewrite(name: str, fn: Callable[[UOp], UOp], *keys: Callable[[], Hashable],
+                needs: Iterable[Collection[Ops]] = ()) -> None:
+    """Registers a rewrite of call bodies. Whatever it depends on besides the sink must be in what `keys`
+    return; a key function that several rewrites share is called once. `needs` are sets of ops: a sink that
+    has none of them completely is not given to `fn`; without `needs` every sink is."""
+    add(_rewrites, "rewrite", name, Rewrite(name, fn, keys, tuple(map(frozenset, needs))))
     _apply()
 
 
@@ -288,21 +294,40 @@ def rewriting() -> bool:
 
 def configuration() -> Hashable:
     """Everything about the registered rewrites that a schedule depends on."""
-    return tuple((rewrite.name, rewrite.serial, rewrite.key()) for rewrite in _rewrites.values())
+    keys = dict.fromkeys(key for rewrite in _rewrites.values() for key in rewrite.keys)
+    return (_registered(), *(key() for key in keys))
+
+
+def _registered() -> Hashable:
+    """The registered rewrites."""
+    return tuple([rewrite.serial for rewrite in _rewrites.values()])
 
 
 def rewritten(sink: UOp) -> UOp:
-    """A call body after every registered rewrite, in the order of registration."""
+    """A call body after every registered rewrite that it has the ops for, in the order of registration."""
+    return _rewritten(sink)[0]
+
+
+def _rewritten(sink: UOp) -> tuple[UOp, bool]:
+    """That, and whether any rewrite was called: else the schedule depends on the sink alone."""
     global _rewriting
-    sink = graph_rewrite(sink, multi_pm, name="nv: shards")
-    sink = flattened(sink)
+    rewrites, ops = tuple(_rewrites.values()), hook_graph.ops_of(sink)
+    # what is in a function is known once it is inlined
+    if Ops.FUNCTION not in ops and not any(hook_graph.has(ops, rewrite.needs) for rewrite in rewrites):
+        return sink, False
+    if not hook_graph.PREPARED.isdisjoint(ops):
+        sink = flattened(graph_rewrite(sink, multi_pm, name="nv: shards"))
+        ops = hook_graph.ops_of(sink)
+    called = False
     outer, _rewriting = _rewriting, True
     try:
-        for rewrite in tuple(_rewrites.values()):
-            sink = rewrite.fn(sink)
+        for rewrite in rewrites:
+            if not hook_graph.has(ops, rewrite.needs): continue
+            before, sink, called = sink, rewrite.fn(sink), True
+            if sink is not before: ops = hook_graph.ops_of(sink)
             if config.get("NV_SPEC"): _verify(sink, rewrite.name)
     finally: _rewriting = outer
-    return sink
+    return sink, called
 
 
 def _verify(sink: UOp, name: str) -> None:
@@ -313,15 +338,25 @@ def _verify(sink: UOp, name: str) -> None:
 
 
 class _ConfiguredCache(dict[Any, UOp]):
-    """Schedules made while rewrites are in force: entries belong to the configuration that made them."""
+    """Schedules made while rewrites are in force. An entry belongs to the configuration that made it, which
+    takes 20 to 40 µs to find; where no rewrite was called, to the registered ones only."""
+
+    called = True  # whether a rewrite was, for the schedule that is stored next
 
     def get(self, key: Any, default: UOp | None = None) -> UOp | None:
+        if (known := super().get((_registered(), key))) is not None: return known
         return super().get((configuration(), key), default)
 
-    def __setitem__(self, key: Any, value: UOp) -> None: super().__setitem__((configuration(), key), value)
+    def __setitem__(self, key: Any, value: UOp) -> None:
+        super().__setitem__((configuration() if self.called else _registered(), key), value)
 
 
 _configured_cache = _ConfiguredCache()
+
+
+def _kernel_graph(sink: UOp) -> UOp:
+    sink, _configured_cache.called = _rewritten(sink)
+    return rangeify.get_kernel_graph(sink)
 
 
 @functools.cache
@@ -331,8 +366,7 @@ def _pm_schedule() -> PatternMatcher:
     A pattern's function runs on a copy of its globals made when it first matches: replacing get_kernel_graph
     in tinygrad.schedule does nothing once a schedule was made, and done before that it cannot be undone.
     """
-    def get_kernel_graph(sink: UOp) -> UOp: return rangeify.get_kernel_graph(rewritten(sink))
-    own = {**vars(schedule), "get_kernel_graph": get_kernel_graph, "schedule_cache": _configured_cache}
+    own = {**vars(schedule), "get_kernel_graph": _kernel_graph, "schedule_cache": _configured_cache}
     lower = types.FunctionType(schedule.lower_sink_to_linear.__code__, own)
     return PatternMatcher([(UPat(Ops.SINK, name="function"), lower)])
 
