@@ -7,6 +7,11 @@ the environment leaves it off. `explain(tensor)` says which kernel will run for 
 Reading order: `hooks` (where tinygrad is joined), `patterns/program` (a kernel of ours in the graph),
 `explain`.
 """
+# ruff: noqa: E402  (Ctrl-C is the command's before anything takes time)
+from tinygrad_nv import interrupt
+
+interrupt.starting()
+
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec

@@ -13,8 +13,8 @@ from tinygrad_nv.benchmarks.engines import PACKAGES
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-TOLD = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("bench/*.md"), *ROOT.glob("bench/*.py"),
-        *(ROOT / "tinygrad_nv").rglob("*.py"), *(ROOT / "models").rglob("*.py")]
+TOLD = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("bench/*.md"),
+        *ROOT.glob("bench/*.py"), *(ROOT / "tinygrad_nv").rglob("*.py"), *(ROOT / "models").rglob("*.py")]
 # text, and string literals that continue on the next line
 JOINED = re.compile(r"""["']\n\s*f?["']""")
 COMMAND = re.compile(r"pip install ([^:;)`\n\"{]+)")
