@@ -27,7 +27,7 @@ from tinygrad_nv.models.config import ModelConfig, RopeConfig
 from tinygrad_nv.models.llama import KVCache, Llama
 
 from tinygrad_nv import hooks
-from tinygrad_nv.patterns import attention, gemm, named, norm, program, stable
+from tinygrad_nv.patterns import program, registered
 
 
 def decode(layers: int) -> Tensor:
@@ -68,13 +68,10 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="print only")
     args = parser.parse_args()
     os.environ["NV_GEMM"] = os.environ["NV_ATTENTION"] = "1"
-    naming, attending, multiplying, norming, steadying = (list[float]() for _ in range(5))
-    for name in ("stable", "named", "attention", "gemm", "norm"): hooks.remove_rewrite(name)
-    hooks.add_rewrite("stable", timed(stable.rewrite, steadying))
-    hooks.add_rewrite("named", timed(named.rewrite, naming))
-    hooks.add_rewrite("attention", timed(attention.rewrite, attending), attention.configuration)
-    hooks.add_rewrite("gemm", timed(gemm.rewrite, multiplying), gemm.configuration)
-    hooks.add_rewrite("norm", timed(norm.rewrite, norming), norm.configuration)
+    steadying, naming, attending, multiplying, norming = (list[float]() for _ in range(5))
+    registered.remove()
+    for one, seconds in zip(registered.REWRITES, (steadying, naming, attending, multiplying, norming), strict=True):
+        hooks.add_rewrite(one.name, timed(one.fn, seconds), *one.keys)
     tensor, alone, joined = decode(args.layers), list[float](), list[float]()
     with Context(SCACHE=0, CAPTURING=0, DEBUG=0):
         with hooks.disabled(): kernels = len(scheduled(tensor)[1].src)

@@ -7,6 +7,11 @@ the environment leaves it off. `explain(tensor)` says which kernel will run for 
 Reading order: `hooks` (where tinygrad is joined), `patterns/program` (a kernel of ours in the graph),
 `explain`.
 """
+# ruff: noqa: E402  (Ctrl-C is the command's before anything takes time)
+from tinygrad_nv import interrupt
+
+interrupt.starting()
+
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -30,7 +35,7 @@ from tinygrad_nv import config, functional, hooks
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.explain import KernelRecord, Lowering, explain
 from tinygrad_nv.hooks import disable, disabled, enable, enabled
-from tinygrad_nv.patterns import attention, building, gemm, named, norm, settle, stable
+from tinygrad_nv.patterns import building, registered, settle
 from tinygrad_nv.runtime import cuda_device, programs, ranges
 from tinygrad_nv.runtime.device import EMUDevice
 from tinygrad_nv.runtime.memory_pool import memory_report
@@ -71,11 +76,7 @@ def __getattr__(name: str) -> object:
 sys.meta_path.append(_ModelsFinder(Path(__file__).resolve().parent))
 
 functional.register()
-hooks.add_rewrite("stable", stable.rewrite)
-hooks.add_rewrite("named", named.rewrite)
-hooks.add_rewrite("attention", building.guarded("attention", attention.rewrite), attention.configuration)
-hooks.add_rewrite("gemm", building.guarded("gemm", gemm.rewrite), gemm.configuration)
-hooks.add_rewrite("norm", building.guarded("norm", norm.rewrite), norm.configuration)
+registered.register()
 hooks.add_check("building", building.checked)
 hooks.add_compile("programs", programs.cached)
 hooks.add_compile("program", settle.settle)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tinygrad_nv import bench_command, explain_command, models, serve_command, tune_command
+from tinygrad_nv import bench_command, explain_command, interrupt, models, serve_command, tune_command
 from tinygrad_nv.errors import ModelError, NVError, RequestError
 from tinygrad_nv.ptx import command as ptx
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
@@ -25,7 +25,13 @@ DEFAULT_MODEL = Path(models.__file__).parent / "tales"
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     _survive_any_terminal()
+    try: return _main(argv)
+    finally: interrupt.ending()
+
+
+def _main(argv: Sequence[str] | None) -> int:
     try:
+        interrupt.ready()
         try:
             arguments = _parse(argv)
             return int(arguments.run(arguments))

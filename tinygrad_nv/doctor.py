@@ -27,7 +27,8 @@ from tinygrad_nv.ptx.assemble import find_program
 from tinygrad_nv.toolchain import find_compiler
 
 State = Literal["ok", "missing", "broken"]
-CUDA_EXTRA = "pip install 'tinygrad-nv[cuda]' on a machine with a GPU"
+CUDA_EXTRA = ("pip install cuda-python nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-nvcc nvidia-ml-py "
+              "nvtx, on a machine with a GPU")
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def _compiler() -> Finding:
 def _ptxas() -> Finding:
     if (path := find_program("ptxas")) is None:
         return Finding("ptxas", "missing", "not in PATH, CUDA_HOME or a wheel",
-                       "pip install 'tinygrad-nv[cuda]'")
+                       "pip install nvidia-cuda-nvcc")
     out = subprocess.run([str(path), "--version"], capture_output=True, text=True, check=False).stdout.strip()
     return Finding("ptxas", "ok", f"{out.splitlines()[-1] if out else 'unknown version'}: {path}")
 
@@ -136,7 +137,7 @@ def _nvrtc() -> Finding:
                       if "builtins" not in path.name]
     names = (*wheel, "libnvrtc.so.13", "libnvrtc.so.12", ctypes.util.find_library("nvrtc") or "libnvrtc.so")
     if (name := _loads(names)) is None:
-        return Finding("NVRTC", "missing", "libnvrtc cannot be loaded", "pip install 'tinygrad-nv[cuda]'")
+        return Finding("NVRTC", "missing", "libnvrtc cannot be loaded", "pip install nvidia-cuda-nvrtc")
     return Finding("NVRTC", "ok", name)
 
 

@@ -3,7 +3,7 @@ changes anything inside it, and all they change they put back (replaced.py).
 
 Protocol. Things are registered by name and removed by name:
 
-    add_rewrite(name, fn, key)            fn(sink) -> sink, on each call body before kernels are split
+    add_rewrite(name, fn, *keys, needs)   fn(sink) -> sink, on each call body before kernels are split
     add_check(name, fn)                   fn(before, after) -> bool, on what the rewrites have made: where it
                                           is False, they run again
     keep_functions(kind)                  FUNCTIONs with an aux of this type reach the rewrites as they are
@@ -25,8 +25,10 @@ keeps the kernels and custom functions it captured, and replays them while disab
 captured before a rewrite was registered goes on without it; `.reset()` captures anew. The compiler stays with
 NV=0 too, as it changes no schedule and a machine without clang has no other.
 
-A sink reaches the rewrites with shards resolved and functions inlined, but for those kept. Schedules made
-with rewrites are cached under `configuration()`: who is registered, and each rewrite's key() at that moment.
+A sink reaches the rewrites with shards resolved and functions inlined, but for those kept. A rewrite is
+called only where the ops it `needs` are; where none is, the sink is tinygrad's alone and is walked once
+(hook_graph.py). Schedules are cached under which rewrites are registered, and where one was called under
+`configuration()`: what each of their keys returns at that moment, too.
 
 Where tinygrad has the plugin points of upstream.patch they are used; the 0.14.0 wheel gets attributes
 replaced instead. Registrations are state of the process. Schedules and programs are made by one thread at a
@@ -40,7 +42,7 @@ import itertools
 import sys
 import threading
 import types
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +54,7 @@ from tinygrad.schedule.multi import multi_pm
 from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat, graph_rewrite
 from tinygrad.uop.spec import spec_tensor, type_verify
 
-from tinygrad_nv import config, hook_devices, hook_methods, hook_threads
+from tinygrad_nv import config, hook_devices, hook_graph, hook_methods, hook_threads
 from tinygrad_nv.errors import HookError
 from tinygrad_nv.hook_devices import add_device, remove_cpu, remove_device
 from tinygrad_nv.replaced import (
@@ -85,7 +87,8 @@ class Rewrite:
     """A rewrite of call bodies. `serial` tells apart two functions that bore one name after each other."""
     name: str
     fn: Callable[[UOp], UOp]
-    key: Callable[[], Hashable]
+    keys: tuple[Callable[[], Hashable], ...]
+    needs: tuple[frozenset[Ops], ...]
     serial: int = field(default_factory=lambda: next(_serial))
 
 
@@ -113,9 +116,12 @@ _functions: dict[str, CustomFunction] = {}
 _enabled = False
 
 
-def add_rewrite(name: str, fn: Callable[[UOp], UOp], key: Callable[[], Hashable] = tuple) -> None:
-    """Registers a rewrite of call bodies. Whatever it depends on besides the sink must be in `key()`."""
-    add(_rewrites, "rewrite", name, Rewrite(name, fn, key))
+def add_rewrite(name: str, fn: Callable[[UOp], UOp], *keys: Callable[[], Hashable],
+                needs: Iterable[Collection[Ops]] = ()) -> None:
+    """Registers a rewrite of call bodies. Whatever it depends on besides the sink must be in what `keys`
+    return; a key function that several rewrites share is called once. `needs` are sets of ops: a sink that
+    has none of them completely is not given to `fn`; without `needs` every sink is."""
+    add(_rewrites, "rewrite", name, Rewrite(name, fn, keys, tuple(map(frozenset, needs))))
     _apply()
 
 
@@ -303,27 +309,46 @@ def rewriting() -> bool:
 
 def configuration() -> Hashable:
     """Everything about the registered rewrites that a schedule depends on."""
-    registered = ((rewrite.name, rewrite.serial, rewrite.key()) for rewrite in _rewrites.values())
-    return config.get("NV_STRICT"), *registered
+    keys = dict.fromkeys(key for rewrite in _rewrites.values() for key in rewrite.keys)
+    return (_registered(), *(key() for key in keys))
+
+
+def _registered() -> Hashable:
+    """The registered rewrites."""
+    return tuple([rewrite.serial for rewrite in _rewrites.values()])
 
 
 def rewritten(sink: UOp) -> UOp:
-    """A call body after every registered rewrite, in the order of registration."""
-    with hook_threads.LOWERING:
+    """A call body after every registered rewrite that it has the ops for, in the order of registration."""
+    with hook_threads.LOWERING: return _rewritten(sink)[0]
+
+
+def _rewritten(sink: UOp) -> tuple[UOp, bool]:
+    """That, and whether any rewrite was called: else the schedule depends on the sink alone."""
+    ops = hook_graph.ops_of(sink)
+    # what is in a function is known once it is inlined
+    if Ops.FUNCTION not in ops and not any(hook_graph.has(ops, each.needs) for each in _rewrites.values()):
+        return sink, False
+    if not hook_graph.PREPARED.isdisjoint(ops):
         sink = flattened(graph_rewrite(sink, multi_pm, name="nv: shards"))
-        outer, _own.rewriting = rewriting(), True
-        try:
-            while True:
-                made = _once(sink)
-                if all(check(sink, made) for check in _checks.values()): return made
-        finally: _own.rewriting = outer
+        ops = hook_graph.ops_of(sink)
+    outer, _own.rewriting = rewriting(), True
+    try:
+        while True:
+            made, called = _once(sink, ops)
+            if not called or all(check(sink, made) for check in _checks.values()): return made, called
+    finally: _own.rewriting = outer
 
 
-def _once(sink: UOp) -> UOp:
+def _once(sink: UOp, ops: frozenset[Ops]) -> tuple[UOp, bool]:
+    """A prepared body after the rewrites, and whether any was called."""
+    called = False
     for rewrite in tuple(_rewrites.values()):
-        sink = rewrite.fn(sink)
+        if not hook_graph.has(ops, rewrite.needs): continue
+        before, sink, called = sink, rewrite.fn(sink), True
+        if sink is not before: ops = hook_graph.ops_of(sink)
         if config.get("NV_SPEC"): _verify(sink, rewrite.name)
-    return sink
+    return sink, called
 
 
 def _verify(sink: UOp, name: str) -> None:
@@ -334,15 +359,25 @@ def _verify(sink: UOp, name: str) -> None:
 
 
 class _ConfiguredCache(dict[Any, UOp]):
-    """Schedules made while rewrites are in force: entries belong to the configuration that made them."""
+    """Schedules made while rewrites are in force. An entry belongs to the configuration that made it, which
+    takes 20 to 40 µs to find; where no rewrite was called, to the registered ones only."""
 
     def get(self, key: Any, default: UOp | None = None) -> UOp | None:
+        if (known := super().get((_registered(), key))) is not None: return known
         return super().get((configuration(), key), default)
 
-    def __setitem__(self, key: Any, value: UOp) -> None: super().__setitem__((configuration(), key), value)
+    def __setitem__(self, key: Any, value: UOp) -> None:
+        # whether a rewrite was called for the schedule that this thread has made last
+        super().__setitem__((configuration() if getattr(_own, "called", True) else _registered(), key), value)
 
 
 _configured_cache = _ConfiguredCache()
+
+
+def _kernel_graph(sink: UOp) -> UOp:
+    with hook_threads.LOWERING:
+        sink, _own.called = _rewritten(sink)
+        return rangeify.get_kernel_graph(sink)
 
 
 @functools.cache
@@ -352,9 +387,7 @@ def _pm_schedule() -> PatternMatcher:
     A pattern's function runs on a copy of its globals made when it first matches: replacing get_kernel_graph
     in tinygrad.schedule does nothing once a schedule was made, and done before that it cannot be undone.
     """
-    def get_kernel_graph(sink: UOp) -> UOp:
-        with hook_threads.LOWERING: return rangeify.get_kernel_graph(rewritten(sink))
-    own = {**vars(schedule), "get_kernel_graph": get_kernel_graph, "schedule_cache": _configured_cache}
+    own = {**vars(schedule), "get_kernel_graph": _kernel_graph, "schedule_cache": _configured_cache}
     lower = types.FunctionType(schedule.lower_sink_to_linear.__code__, own)
     return PatternMatcher([(UPat(Ops.SINK, name="function"), lower)])
 

@@ -123,7 +123,7 @@ def find_compiler(any_c: bool = False) -> CCompiler:
     if any_c and (gcc := shutil.which("gcc")) is not None: return _made((gcc,), "PATH")
     raise ToolchainError("no C compiler for the CPU device", "a clang in PATH, or the ziglang wheel",
                          "install clang with the system's package manager, or run: "
-                         "pip install 'tinygrad-nv[cpu]'")
+                         "pip install ziglang")
 
 
 def _made(command: tuple[str, ...], origin: Origin) -> CCompiler:
@@ -153,7 +153,7 @@ def compile_object(compiler: CCompiler, arguments: list[str], source: str) -> by
 def main() -> int:
     """`tinygrad-nv-cc`: clang from the ziglang wheel under clang's own command line."""
     if (zig := zig_binary()) is None:
-        print("tinygrad-nv-cc: the ziglang wheel is not installed (pip install 'tinygrad-nv[cpu]')",
+        print("tinygrad-nv-cc: the ziglang wheel is not installed (pip install ziglang)",
               file=sys.stderr)
         return 1
     command = [str(zig), "cc", *zig_arguments(sys.argv[1:])]

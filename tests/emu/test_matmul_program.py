@@ -9,8 +9,19 @@ import torch
 from matmul_case import BF16, check, extents, rounded, stored, taken, whole
 from on_emu import emu, near  # noqa: F401
 
-from tinygrad_nv import Context, Device, Tensor, TinyJit, Variable, disabled, dtypes, explain, function, nn
-from tinygrad_nv.patterns import gemm
+from tinygrad_nv import (
+    Context,
+    Device,
+    Tensor,
+    TinyJit,
+    Variable,
+    disabled,
+    dtypes,
+    explain,
+    function,
+    hooks,
+    nn,
+)
 
 # **** gradients ****
 
@@ -189,20 +200,20 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("change", [{"ALLOW_TF32": 1}, {"BEAM": 1}, "NV_GEMM=0", "EMU_ARCH=sm_89",
                                     "NV_SCHEDULES"], ids=str)
 def test_schedules_belong_to_their_configuration(change: str | dict[str, int], tmp_path: Path):
-    before = gemm.configuration()
+    before = hooks.configuration()
     if isinstance(change, dict):
-        with Context(**change): assert gemm.configuration() != before
+        with Context(**change): assert hooks.configuration() != before
     elif change == "NV_SCHEDULES":
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(change, str(tmp_path / "schedules.json"))
-            without = gemm.configuration()
+            without = hooks.configuration()
             (tmp_path / "schedules.json").write_text("{}")
-            assert len({before, without, gemm.configuration()}) == 3
+            assert len({before, without, hooks.configuration()}) == 3
     else:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(*change.split("="))
-            assert gemm.configuration() != before
-    assert gemm.configuration() == before
+            assert hooks.configuration() != before
+    assert hooks.configuration() == before
 
 
 @pytest.mark.parametrize(("device", "arch"), [("EMU:5", "sm_80"), ("EMU:6", "sm_89")])

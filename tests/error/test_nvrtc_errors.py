@@ -29,7 +29,7 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ToolchainError) as caught: nvrtc.version()
     assert caught.value.found.startswith("NVRTC cannot be loaded: ")
     assert caught.value.expected == "cuda-python and libnvrtc"
-    assert caught.value.fix == "pip install 'tinygrad-nv[cuda]'"
+    assert caught.value.fix == "pip install cuda-python nvidia-cuda-nvrtc"
     nvrtc._nvrtc.cache_clear()
 
 

@@ -25,7 +25,7 @@ def nvml(init: int = 0) -> types.ModuleType:
 
 def test_no_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert telemetry.missing() == "nvidia-ml-py is not installed: pip install 'tinygrad-nv[cuda]'"
+    assert telemetry.missing() == "nvidia-ml-py is not installed: pip install nvidia-ml-py"
 
 
 @pytest.mark.parametrize(("code", "words"), [

@@ -33,18 +33,14 @@ def numbers(gpu: Any) -> Any:
 def without_ours() -> Iterator[None]:
     """For tests that are about what they register themselves."""
     from tinygrad_nv import hooks
-    from tinygrad_nv.patterns import attention, gemm, named, norm, stable
-    for name in ("stable", "named", "attention", "gemm", "norm"): hooks.remove_rewrite(name)
+    from tinygrad_nv.patterns import registered
+    registered.remove()
     # what NV_DEBUG=1 looks at pages with stays once a test has asked for it
     functions = dict(hooks._functions)
     for name in functions: hooks.remove_custom_function(name)
     yield
     for name, each in functions.items(): hooks.add_custom_function(name, each.execute, each.outs_ins)
-    hooks.add_rewrite("stable", stable.rewrite)
-    hooks.add_rewrite("named", named.rewrite)
-    hooks.add_rewrite("attention", attention.rewrite, attention.configuration)
-    hooks.add_rewrite("gemm", gemm.rewrite, gemm.configuration)
-    hooks.add_rewrite("norm", norm.rewrite, norm.configuration)
+    registered.register()
 
 
 @pytest.fixture

@@ -129,7 +129,7 @@ def counted(calls, state):
 
 def test_schedules_are_cached_for_each_key_of_a_rewrite():
     calls, state = [], [1]
-    hooks.add_rewrite("counted", counted(calls, state), key=lambda: state[0])
+    hooks.add_rewrite("counted", counted(calls, state), lambda: state[0])
     try:
         def scheduled(): (Tensor.empty(5, 3) * 2).schedule_linear()
         scheduled(), scheduled()

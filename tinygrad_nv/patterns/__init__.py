@@ -16,6 +16,8 @@
   program.py      a kernel in tinygrad's graph, with the facts that explain() tells of it; settle.py: what
                   is left to do before it is compiled; rewriting.py: graphs with such kernels in them
 
+  registered.py   the rewrites in their order, and what each needs to be in a graph
+
 Read in that order. What a pattern does not take stays as tinygrad would have run it, and `program.miss` says
 why.
 """

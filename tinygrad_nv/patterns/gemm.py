@@ -46,7 +46,6 @@ from tinygrad_nv.patterns.epilogue import Epilogue, Unfused, ends, usable
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Machine, target_of
-from tinygrad_nv.patterns.target import configuration as target_configuration
 from tinygrad_nv.runtime import ranges
 from tinygrad_nv.tile import database
 from tinygrad_nv.tile.choose import choose, why_not
@@ -57,6 +56,7 @@ from tinygrad_nv.tile.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.templates import build
 
 TEMPLATE = "gemm"
+NEEDS = ({Ops.REDUCE, Ops.MUL},)
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,8 @@ class Match:
 
 
 def configuration() -> Hashable:
-    """What the rewrite depends on besides the graph."""
-    return (config.get("NV_GEMM"), config.get("EMU_ARCH"), ALLOW_TF32.value, BEAM.value, database.state(),
-            target_configuration())
+    """What the rewrite depends on besides the graph and the targets."""
+    return config.get("NV_GEMM"), ALLOW_TF32.value, BEAM.value, database.state()
 
 
 def rewrite(sink: UOp) -> UOp:

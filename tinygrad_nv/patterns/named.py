@@ -32,6 +32,7 @@ from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.runtime import ranges
 
 Lower = Callable[..., tuple[UOp, ...] | None]
+NEEDS = ({Ops.FUNCTION},)
 
 
 @dataclass(frozen=True)

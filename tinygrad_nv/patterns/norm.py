@@ -39,7 +39,6 @@ from tinygrad_nv.patterns.epilogue import ELEMENTWISE, NODES, STORED, Epilogue, 
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Target, target_of
-from tinygrad_nv.patterns.target import configuration as target_configuration
 from tinygrad_nv.runtime import ranges
 from tinygrad_nv.runtime.launch_text import source
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, substituted, walk
@@ -53,6 +52,8 @@ TEMPLATE = "norm"
 MOST_NODES = 256        # between a result and memory
 MOST_STATISTICS = 4
 COSTLY = (Ops.EXP2, Ops.LOG2)
+# a row's results are made of its statistic by elements
+NEEDS = (*({Ops.REDUCE, op} for op in ELEMENTWISE), *({op} for op in COSTLY))
 VIEWS = (Ops.RESHAPE, Ops.PERMUTE, Ops.SHRINK, Ops.EXPAND)
 LEAST_ROW = 64          # elements of a row without statistics
 KINDS: dict[Ops, Literal["add", "max"]] = {Ops.ADD: "add", Ops.MAX: "max"}
@@ -70,15 +71,15 @@ class Match:
 
 
 def configuration() -> Hashable:
-    """What the rewrite depends on besides the graph."""
-    return config.get("NV_NORM"), target_configuration()
+    """What the rewrite depends on besides the graph and the targets."""
+    return config.get("NV_NORM")
 
 
 def rewrite(sink: UOp) -> UOp:
     """The graph with calls for its rows."""
     if not config.get("NV_NORM"): return sink
     nodes = tuple(sink.toposort(enter_calls=False))
-    if not any(node.op is Ops.REDUCE or node.op in COSTLY for node in nodes): return sink
+    if not _may_have_rows(nodes): return sink
     stored = dict.fromkeys(_stored(nodes))
     memory = frozenset(node for node in stored if node.op not in GroupOp.Movement)
     machines = {node.device: target_of(node.device) for node in stored}
@@ -96,6 +97,21 @@ def rewrite(sink: UOp) -> UOp:
         ranges.carry_region(frozenset(region), result)
         return result
     return write_through(rebuilt(nodes, change))
+
+
+def _may_have_rows(nodes: tuple[UOp, ...]) -> bool:
+    """Whether there may be a match: not where nothing spreads the numbers of the only REDUCE along rows."""
+    reduces = [node for node in nodes if node.op is Ops.REDUCE]
+    if len(reduces) > 1 or any(node.op in COSTLY for node in nodes): return True
+    after = set(reduces)
+    for node in nodes:
+        if after.isdisjoint(node.src): continue
+        # elementwise operations spread their sources, too
+        if node.op is Ops.EXPAND or (node.op in ELEMENTWISE
+                                     and any(s in after and s.shape != node.shape for s in node.src)):
+            return True
+        after.add(node)
+    return False
 
 
 def _stored(nodes: tuple[UOp, ...]) -> Iterator[UOp]:

@@ -19,6 +19,7 @@ from tinygrad_nv.runtime import programs
 
 def settle(linear: UOp, inner: hooks.Compile) -> UOp:
     """A compile hook: the caller's variables into Estimates, and typed int32, as kernels take them."""
+    if not any(call.src[0].op is Ops.PROGRAM for call in linear.src): return inner(linear)
     calls = (call.replace(src=(_settled(call.src[0]), *call.src[1:])) if _is_ours(call.src[0]) else call
              for call in linear.src)
     settled = linear.replace(src=tuple(calls))

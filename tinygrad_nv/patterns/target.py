@@ -18,6 +18,7 @@ from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.machine import machine as cpu_machine
 from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.runtime.driver import Driver
+from tinygrad_nv.runtime.renderers import renderer_of
 
 GPUS = ("EMU", "CUDA")
 
@@ -53,7 +54,7 @@ def cpu_of(device: str | tuple[str, ...] | None) -> CPUMachine | None:
     names = to_tuple(device) if device is not None else ()
     if not names or any(kind_of(name) != "CPU" for name in names) or not config.get("NV_CPU"): return None
     # DEV=CPU:LLVM and the like take no C
-    return cpu_machine() if all(isinstance(Device[name].renderer, ClangRenderer) for name in names) else None
+    return cpu_machine() if all(isinstance(renderer_of(name), ClangRenderer) for name in names) else None
 
 
 def why_no_cpu(device: str | tuple[str, ...] | None) -> str:

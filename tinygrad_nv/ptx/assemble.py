@@ -83,7 +83,7 @@ def require_ptxas() -> Path:
     if (found := find_program("ptxas")) is None:
         raise ToolchainError("ptxas is not there",
                              "ptxas in PATH, under CUDA_HOME, or in the nvidia-cuda-nvcc wheel",
-                             "pip install 'tinygrad-nv[cuda]'")
+                             "pip install nvidia-cuda-nvcc")
     return found
 
 

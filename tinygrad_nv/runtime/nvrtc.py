@@ -55,7 +55,7 @@ def _nvrtc() -> Any:
     except (ImportError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ToolchainError(f"NVRTC cannot be loaded: {reason}", "cuda-python and libnvrtc",
-                             "pip install 'tinygrad-nv[cuda]'") from error
+                             "pip install cuda-python nvidia-cuda-nvrtc") from error
     return nvrtc
 
 

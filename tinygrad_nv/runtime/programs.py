@@ -14,9 +14,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sqlite3
+from collections.abc import Iterable
 from typing import Any
 
-from tinygrad import Device
 from tinygrad.codegen import to_program, to_program_cache, to_program_key
 from tinygrad.device import Compiler
 from tinygrad.helpers import CCACHE, diskcache_get, diskcache_put
@@ -25,6 +25,7 @@ from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import config
 from tinygrad_nv.hooks import TINYGRAD_VERSION, Compile
+from tinygrad_nv.runtime.renderers import renderer_of
 
 TABLE = "nv_program_1"  # the number goes up when what is stored changes
 
@@ -57,7 +58,7 @@ def cached(linear: UOp, inner: Compile) -> UOp:
     if inner.beam or not CCACHE or not config.get("NV_PROGRAM_CACHE"): return inner(linear)
     global _read
     made: dict[tuple[Any, ...], str] = {}
-    for call in linear.toposort():
+    for call in _calls(linear):
         if (found := _to_make(call)) is None: continue
         key = to_program_key(*found)
         if key in to_program_cache or key in made: continue
@@ -80,6 +81,13 @@ def _stored(table: str, key: str) -> Any:
 
 def _store(table: str, key: str, program: UOp) -> None:
     with contextlib.suppress(sqlite3.ProgrammingError): diskcache_put(table, key, program)
+
+
+def _calls(linear: UOp) -> Iterable[UOp]:
+    """The calls of a schedule, and where schedules are in it, as in a captured graph, those of these."""
+    nested = any(call.op is not Ops.CALL or call.src[0].op in (Ops.LINEAR, Ops.CUSTOM_FUNCTION)
+                 for call in linear.src)
+    return linear.toposort() if nested else linear.src
 
 
 def _to_make(call: UOp) -> tuple[UOp, Renderer] | None:
@@ -105,7 +113,7 @@ def finish(linear: UOp) -> None:
 
 
 def _renderer(call: UOp) -> Renderer:
-    return Device[call.device if isinstance(call.device, str) else call.device[0]].renderer
+    return renderer_of(call.device if isinstance(call.device, str) else call.device[0])
 
 
 def disk_key(renderer: Renderer, key: tuple[Any, ...]) -> str:

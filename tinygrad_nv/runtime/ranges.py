@@ -314,7 +314,7 @@ def enable_nvtx() -> None:
         import nvtx
     except ImportError as error:
         raise ConfigError("NV_NVTX=1 without the package nvtx", "nvtx, which makes the ranges",
-                          "pip install 'tinygrad-nv[cuda]', or unset NV_NVTX") from error
+                          "pip install nvtx, or unset NV_NVTX") from error
     _nvtx = nvtx
     start()
     hooks.add_execute("nvtx", _executed)

@@ -211,7 +211,7 @@ def _nvml() -> tuple[Any, str]:
     """The module, initialised (NVML counts its users), or what is missing."""
     try:
         import pynvml
-    except ImportError: return None, "nvidia-ml-py is not installed: pip install 'tinygrad-nv[cuda]'"
+    except ImportError: return None, "nvidia-ml-py is not installed: pip install nvidia-ml-py"
     try: pynvml.nvmlInit()
     except pynvml.NVMLError as error: return None, f"NVML does not answer: {error}"
     return pynvml, ""

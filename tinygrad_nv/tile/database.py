@@ -105,8 +105,18 @@ def cpu_toolchain() -> str:
 
 def path() -> Path:
     """Where the database is now."""
-    if (named := str(config.get("NV_SCHEDULES"))): return Path(named).expanduser()
-    return cache_directory() / "schedules.json"
+    return Path(_where())
+
+
+def _where() -> str:
+    return _path(str(config.get("NV_SCHEDULES")), os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME"))
+
+
+@functools.lru_cache(8)
+def _path(named: str, *_: str | None) -> str:
+    """The database's path for these values of what it depends on. Each schedule that is looked up asks for
+    it: to make it again takes 20 µs."""
+    return str(Path(named).expanduser() if named else cache_directory() / "schedules.json")
 
 
 def cache_directory() -> Path:
@@ -116,7 +126,8 @@ def cache_directory() -> Path:
 
 def state() -> tuple[str, tuple[int, ...] | None]:
     """What changes whenever `lookup` may answer otherwise."""
-    return str(path()), _mark(path())
+    file = _where()
+    return file, _mark(file)
 
 
 def _text(spec: GemmSpec) -> str: return json.dumps(spec_to_json(spec), separators=(",", ":"))
@@ -176,9 +187,9 @@ def _read(file: Path, locked: bool = False) -> dict[Key, Entry]:
     return made
 
 
-def _mark(file: Path) -> tuple[int, ...] | None:
+def _mark(file: str | Path) -> tuple[int, ...] | None:
     """What changes when a file does; None when there is none."""
-    try: stat = file.stat()
+    try: stat = os.stat(file)
     except OSError: return None
     return stat.st_mtime_ns, stat.st_size, stat.st_ino
 

@@ -1,0 +1,43 @@
+"""The rewrites of this package, in their order, with what each needs to be in a graph and what it depends on
+besides: `register` gives them to hooks.py."""
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass
+from types import ModuleType
+
+from tinygrad.uop.ops import Ops, UOp
+
+from tinygrad_nv import hooks
+from tinygrad_nv.patterns import attention, building, gemm, named, norm, stable, target
+
+
+@dataclass(frozen=True)
+class Registered:
+    """The arguments of `hooks.add_rewrite`."""
+    name: str
+    fn: Callable[[UOp], UOp]
+    needs: tuple[Collection[Ops], ...]
+    keys: tuple[Callable[[], Hashable], ...] = ()
+
+
+def _guarded(name: str, family: ModuleType, *keys: Callable[[], Hashable]) -> Registered:
+    """A family of kernels of ours: a graph whose matching raises is left as it is."""
+    return Registered(name, building.guarded(name, family.rewrite), family.NEEDS,
+                      (building.strict, family.configuration, *keys))
+
+
+REWRITES = (Registered("stable", stable.rewrite, stable.NEEDS),
+            Registered("named", named.rewrite, named.NEEDS, (building.strict,)),
+            _guarded("attention", attention), _guarded("gemm", gemm),
+            _guarded("norm", norm, target.configuration))
+
+
+def register() -> None:
+    """Registers them all. Raises `HookError` where one is registered already."""
+    for each in REWRITES: hooks.add_rewrite(each.name, each.fn, *each.keys, needs=each.needs)
+
+
+def remove() -> None:
+    """Undoes `register`."""
+    for each in REWRITES: hooks.remove_rewrite(each.name)
