@@ -199,7 +199,8 @@ class EmulatedDriver(driver.Driver):
 
     # code
 
-    def load(self, image: bytes) -> driver.Module: return EmulatedModule(image)
+    @serial
+    def load(self, image: bytes) -> driver.Module: return EmulatedModule(image, self.emulator)
 
     @serial
     def submit(self, work: Work, stream: driver.Stream | None = None) -> None:
