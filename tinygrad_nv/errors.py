@@ -22,8 +22,8 @@ class NVError(Exception):
 
 
 def as_well(error: NVError, other: Exception) -> NVError:
-    """The error with its words, as one of the other's type too: code that catches what tinygrad raises catches
-    this."""
+    """The error with its words, as one of the other's type too: code that catches what tinygrad raises
+    catches this."""
     return _both(type(error), type(other), error.found, error.expected, error.fix)
 
 

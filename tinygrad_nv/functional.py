@@ -93,7 +93,9 @@ def _ours(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float
     names = to_tuple(q.device)
     if q.dtype not in (HALVES if kind_of(names[0]) in GPUS else (*HALVES, dtypes.float32)): return None
     if TRAINING and dropout_p and (len(names) > 1 or not 0 < _kept(dropout_p) < EVERY): return None
-    if {one.device for one in (k, v, *([] if mask is None else [mask]))} - {q.device, None} or (len(names) > 1 and not _by_heads(q, k, v, mask)): return None
+    if {k.device, v.device} != {q.device} or (mask is not None and mask.device not in (None, q.device)):
+        return None
+    if len(names) > 1 and not _by_heads(q, k, v, mask): return None
     check(q, k, v, mask, gqa)
     return arranged(q, k, v, mask)
 

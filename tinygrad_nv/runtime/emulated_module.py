@@ -12,8 +12,8 @@ from tinygrad_nv.runtime.driver import Attributes, Function, Launch
 
 
 class EmulatedModule(driver.Module):
-    """PTX text, parsed. What the emulator cannot run is refused when a function is asked for, as ptxas refuses
-    it before a launch."""
+    """PTX text, parsed. What the emulator cannot run is refused when a function is asked for, as ptxas
+    refuses it before a launch."""
 
     def __init__(self, image: bytes, emulator: Emulator) -> None:
         if image[:4] == b"\x7fELF":
