@@ -5,6 +5,8 @@ these. The CLI prints the message alone and exits with `exit_code`; libraries ca
 """
 from __future__ import annotations
 
+import functools
+
 
 class NVError(Exception):
     """Base of every user-facing error: `found` went wrong, `expected` would have been right, `fix` is the
@@ -17,6 +19,24 @@ class NVError(Exception):
         if expected: lines.append(f"  expected: {expected}")
         if fix: lines.append(f"  to fix:   {fix}")
         super().__init__("\n".join(lines))
+
+
+def as_well(error: NVError, other: Exception) -> NVError:
+    """The error with its words, as one of the other's type too: code that catches what tinygrad raises
+    catches this."""
+    return _both(type(error), type(other), error.found, error.expected, error.fix)
+
+
+def _both(ours: type[NVError], theirs: type[Exception], *words: str) -> NVError:
+    return _joined(ours, theirs)(*words)
+
+
+@functools.cache
+def _joined(ours: type[NVError], theirs: type[Exception]) -> type[NVError]:
+    def reduce(error: NVError) -> tuple[object, ...]:
+        return _both, (ours, theirs, error.found, error.expected, error.fix)
+    if issubclass(ours, theirs): return ours
+    return type(ours.__name__, (ours, theirs), {"__module__": ours.__module__, "__reduce__": reduce})
 
 
 class ToolchainError(NVError):

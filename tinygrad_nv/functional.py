@@ -21,7 +21,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad.helpers import TRAINING, to_tuple
 
 from tinygrad_nv import config, hooks
-from tinygrad_nv.errors import SpecError
+from tinygrad_nv.errors import SpecError, as_well
 from tinygrad_nv.patterns import attention_lower, attention_lower_backward
 from tinygrad_nv.patterns.attention_dropout import drawn
 from tinygrad_nv.patterns.attention_named import FlashAttention, attend, scores, sums, weighted
@@ -93,7 +93,9 @@ def _ours(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float
     names = to_tuple(q.device)
     if q.dtype not in (HALVES if kind_of(names[0]) in GPUS else (*HALVES, dtypes.float32)): return None
     if TRAINING and dropout_p and (len(names) > 1 or not 0 < _kept(dropout_p) < EVERY): return None
-    if {k.device, v.device} != {q.device} or (len(names) > 1 and not _by_heads(q, k, v, mask)): return None
+    if {k.device, v.device} != {q.device} or (mask is not None and mask.device not in (None, q.device)):
+        return None
+    if len(names) > 1 and not _by_heads(q, k, v, mask): return None
     check(q, k, v, mask, gqa)
     return arranged(q, k, v, mask)
 
@@ -116,9 +118,10 @@ def method(theirs: Callable[..., Tensor], query: Tensor, key: Tensor, value: Ten
         try:
             made = theirs(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
             if refused is not None: _ = made.shape
-        except (IndexError, ValueError) as error:
+        except Exception as error:
             # tinygrad allows more, such as masks of integers; what it cannot do is refused in our words
-            raise refused or error from None
+            if refused is None: raise
+            raise as_well(refused, error) from None
         return made
     return _attended(FlashAttention(is_causal), given, dropout_p)
 

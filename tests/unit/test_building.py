@@ -13,7 +13,7 @@ from tinygrad_nv.tile.attention import AttentionSpec
 from tinygrad_nv.tile.spec import GemmSpec
 
 SPOILED_C = "this is no C;\n"
-SPOILED_PTX = "\tthis.is no PTX;\n}"
+SPOILED_PTX = "\tadd.q32 %r1, %r1, 1;\n}"  # parsed, and refused by ptxas and the emulator alike
 
 
 @pytest.fixture(autouse=True)

@@ -107,3 +107,27 @@ def test_a_thread_that_the_disk_cache_does_not_serve_compiles(tmp_path: Path):
     done = subprocess.run([sys.executable, "-c", THREAD], env={**os.environ, **own}, capture_output=True,
                           text=True, check=True)
     assert done.stdout.split() == ["21.0"], done.stderr
+
+
+SHOWN = """
+import tinygrad_nv
+from tinygrad import Tensor, helpers
+from tinygrad.uop import ops
+(Tensor([1.0, 2, 3], device="CPU") * 3).realize()
+names = [helpers.ansistrip(key.display_name) for key in ops.tracked_keys]
+print("traced:", [name for name in names if name.startswith("E_")])
+"""
+
+
+@pytest.mark.parametrize("how", [{"DEBUG": "4"}, {"VIZ": "-1"}], ids=lambda how: "-".join(how))
+def test_what_DEBUG_and_VIZ_show_is_shown_in_every_process(tmp_path: Path, how: dict[str, str]):
+    """Sources, and the steps that VIZ links a kernel to, exist while a program is made."""
+    shown = []
+    for _ in range(2):
+        own = {"CACHEDB": str(tmp_path / "cache.db"), "PARALLEL": "0", "DEV": "CPU", **how}
+        done = subprocess.run([sys.executable, "-c", SHOWN], env={**os.environ, **own}, capture_output=True,
+                              text=True, check=True)
+        lines = done.stdout.splitlines()
+        shown.append([line for line in lines if line.startswith(("void E_", "traced:"))])
+    assert shown[0] == shown[1]
+    assert "E_3" in shown[0][0], shown

@@ -205,7 +205,8 @@ class EmulatedDriver(driver.Driver):
         driver.check_cluster(size, self.properties.arch)
         return most_clusters(size, self.properties.sm_count)
 
-    def load(self, image: bytes) -> driver.Module: return EmulatedModule(image)
+    @serial
+    def load(self, image: bytes) -> driver.Module: return EmulatedModule(image, self.emulator)
 
     @serial
     def submit(self, work: Work, stream: driver.Stream | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 import numpy as np
 
 from tinygrad_nv.errors import DriverError
-from tinygrad_nv.ptx.emulator import Finding
+from tinygrad_nv.ptx.emulator import Emulator, Finding
 from tinygrad_nv.ptx.emulator.program import layout, shared_layout
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.runtime import driver
@@ -12,20 +12,22 @@ from tinygrad_nv.runtime.driver import Attributes, Function, Launch
 
 
 class EmulatedModule(driver.Module):
-    """PTX text, parsed."""
+    """PTX text, parsed. What the emulator cannot run is refused when a function is asked for, as ptxas
+    refuses it before a launch."""
 
-    def __init__(self, image: bytes) -> None:
+    def __init__(self, image: bytes, emulator: Emulator) -> None:
         if image[:4] == b"\x7fELF":
             raise DriverError("the module is a cubin", "PTX text: the emulator runs no machine code",
                               "load the PTX the cubin was made from")
         self.text = image.rstrip(b"\0").decode()
         self.module = parse(self.text)
-        self.loaded = True
+        self.emulator, self.loaded = emulator, True
 
     def function(self, name: str) -> Function:
         if (found := self.module.functions.get(name)) is None:
             raise DriverError(f"the module has no kernel {name!r}",
                               f"one of: {', '.join(self.module.functions) or 'none'}")
+        self.emulator.prepare(self.text, name)
         _, static, _ = shared_layout(self.module, found)
         _, local = layout(v for v in found.variables.values() if v.space == "local")
         bound = found.directives.get("reqntid") or found.directives.get("maxntid") or (1024,)

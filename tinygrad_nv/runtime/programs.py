@@ -5,6 +5,8 @@ that text again in each process, some 50 ms a kernel. `cached` is a compile hook
 on disk under the key tinygrad uses in memory (graph, renderer, settings that change code) together with
 tinygrad's version and the compiler's own cache key. NV_PROGRAM_CACHE=0 turns it off.
 
+With DEBUG >= 3 or VIZ programs are made anew: what these show is shown as programs are made.
+
 Not stored: programs BEAM would choose anew (their graphs carry the beam width) and programs that were
 given, not made. Of these the compiler's output is cached by their text; `finish` takes it from there:
 tinygrad would start its compile workers for that, a second each.
@@ -19,7 +21,7 @@ from typing import Any
 
 from tinygrad.codegen import to_program, to_program_cache, to_program_key
 from tinygrad.device import Compiler
-from tinygrad.helpers import CCACHE, diskcache_get, diskcache_put
+from tinygrad.helpers import CCACHE, DEBUG, VIZ, diskcache_get, diskcache_put
 from tinygrad.renderer import Renderer
 from tinygrad.uop.ops import Ops, UOp
 
@@ -56,6 +58,7 @@ def compiled(compiler: Compiler, text: str) -> bytes:
 def cached(linear: UOp, inner: Compile) -> UOp:
     """Fills tinygrad's program cache from disk before compiling, and the disk after."""
     if inner.beam or not CCACHE or not config.get("NV_PROGRAM_CACHE"): return inner(linear)
+    if DEBUG >= 3 or VIZ: return inner(linear)
     global _read
     made: dict[tuple[Any, ...], str] = {}
     for call in _calls(linear):

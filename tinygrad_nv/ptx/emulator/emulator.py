@@ -170,6 +170,11 @@ class Emulator:
         return Report([finding for finding in found if finding.kind != NOTE], run.stats(),
                       time.perf_counter() - began, run.footprint, ahead is not None and not run.held, notes)
 
+    def prepare(self, ptx_text: str, entry: str | None = None) -> None:
+        """What the first launch of a kernel begins with. Raises `PTXError` for text that cannot be run."""
+        loaded = self._load(ptx_text)
+        self._program(loaded, self._entry(loaded.module, entry))
+
     def _load(self, text: str) -> Loaded:
         if not isinstance(text, str): raise PTXError(f"PTX text is expected, not {type(text).__name__}")
         key = hashlib.sha256(text.encode()).digest()
