@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.emulator.lowering import REGISTRY, SPECIALS, Lower, Lowering, OpRecord, lowering_of
-from tinygrad_nv.ptx.isa import find
+from tinygrad_nv.ptx.isa import ARCH_VERSIONS, check, find
 from tinygrad_nv.ptx.syntax import Address, Function, Instruction, Module, Symbol, Variable, Vector
 
 # the families register themselves
@@ -90,6 +90,7 @@ def lower(module: Module, function: Function, addresses: dict[str, int]) -> Prog
         try: made(low, instruction)
         except (IndexError, ValueError, KeyError, StopIteration) as error:
             raise low.fail(f"operands that do not fit ({error})", "the operands of the PTX manual") from error
+        allowed(instruction, module)
         if len(low.ops) == starts[-1]: low.emit("nop")
         low.ops[-1].counts = True
         for op in low.ops[starts[-1]:]: op.aligned |= "aligned" in instruction.modifiers
@@ -119,6 +120,17 @@ def known(instruction: Instruction) -> Lower:
                        "an instruction the emulator knows",
                        "see tinygrad_nv/ptx/emulator/lower_*.py for how to add it")
     return made
+
+
+def allowed(instruction: Instruction, module: Module) -> None:
+    """What the table says of operands, target and .version, as ptxas does. PTX for what came before sm_80 is
+    held to that."""
+    if instruction.mnemonic == "call": return
+    arch, version = module.target, module.version
+    if arch not in ARCH_VERSIONS: arch, version = "sm_80", max(version, ARCH_VERSIONS["sm_80"])
+    try: check(instruction, arch, version)
+    except PTXError as error:
+        raise PTXError(f"PTX {error.found}", error.line, error.expected, error.fix) from None
 
 
 def check_sizes(module: Module, function: Function, local_bytes: int) -> None:
