@@ -10,7 +10,7 @@ A slot is written, in the tables, as
   [a] [g] [s] [map]   address in the space the opcode names, global, shared, and a place in a tensor map
   #0..7 #4|8 #24..256/8   constant: a range, a list, a range with a step;  u32#0..15 that or a register:
              id, threads, bytes;  sign is #-1|1
-  reg        a register of 32 bits, no constant
+  reg bits   a register of 32 bits, no constant; 32 bits; neither is a float
   count parity  of arrivals at an mbarrier, of its phase
   hint mask  present exactly when .L2::cache_hint, .multicast::cluster is;  offsets of im2col
   any label table _ A   source of mov, place in the code, .branchtargets, sink, wgmma's A
@@ -32,8 +32,10 @@ SLOT = re.compile(r"(?P<dest>=?)(?:(?P<count>\d+|n|acc):)?(?P<wide>>?)(?P<name>\
 PACKED = {"f16x2": 32, "bf16x2": 32, "u16x2": 32, "s16x2": 32, "tf32": 32, "bf16": 16, "e4m3x2": 16,
           "e5m2x2": 16}
 ALIASES = {"id": "u32#0..15", "threads": "u32#32..1024/32", "bytes": "u32#16..1048560/16", "sign": "#-1|1",
-           "DESC": "b64", "hint": "b64", "mask": "b16", "reg": "b32",
+           "DESC": "b64", "hint": "b64", "mask": "b16", "reg": "b32", "bits": "b32", "=bits": "=b32",
+           "=bits/pred": "=b32/pred",
            "count": "b32#1..1048575", "parity": "b32#0..1"}
+NO_FLOATS = ("mask", "count", "parity", "reg", "bits", "=bits", "=bits/pred")
 PRESENT = {"hint": "L2::cache_hint", "mask": "multicast::cluster"}
 SPACES32 = ("shared", "shared::cta", "shared::cluster", "local", "param", "const")
 
@@ -144,8 +146,8 @@ def fits(declared: str, wanted: str, wide: bool = False) -> bool:
 
 
 def fixed(slot: Slot) -> bool:
-    """Whether a slot wants bits whatever the opcode's types: those of a mask, a count or a descriptor."""
-    return slot.name in ("b16", "b32", "b64")
+    """Whether no float's register will do: for a mask, a count, a state or a descriptor."""
+    return slot.name == "b64" or re.split(r"[?@]", slot.text)[0] in NO_FLOATS
 
 
 DESCRIPTOR = Slot("b64", "DESC")

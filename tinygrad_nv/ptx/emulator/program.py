@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinygrad_nv.errors import PTXError
-from tinygrad_nv.ptx.emulator.lowering import REGISTRY, SPECIALS, Lower, Lowering, OpRecord, lowering_of
+from tinygrad_nv.ptx.emulator.lowering import (
+    REGISTRY,
+    SHARED_BASE,
+    SPECIALS,
+    Lower,
+    Lowering,
+    OpRecord,
+    lowering_of,
+)
 from tinygrad_nv.ptx.isa import ARCH_VERSIONS, check, find
 from tinygrad_nv.ptx.syntax import Address, Function, Instruction, Module, Symbol, Variable, Vector
 
@@ -156,13 +164,13 @@ def layout(variables: object) -> tuple[dict[str, int], int]:
 
 
 def shared_layout(module: Module, function: Function) -> tuple[dict[str, int], int, int]:
-    """Addresses of shared variables (the first at 0x400, as on hardware), bytes of the static ones, and the
+    """Addresses of shared variables (the first where it is on hardware), bytes of the static ones, and the
     alignment of the dynamic one, which begins after them."""
     variables = [v for v in (*module.variables.values(), *function.variables.values()) if v.space == "shared"]
     used = names_in(function)
     static = [v for v in variables if v.nbytes and v.name in used]
     dynamic = [v for v in variables if not v.nbytes]
-    places, at = {}, 0x400
+    places, at = {}, SHARED_BASE
     for variable in static:
         at = -(-at // variable.align) * variable.align
         places[variable.name] = at
@@ -170,7 +178,7 @@ def shared_layout(module: Module, function: Function) -> tuple[dict[str, int], i
     align = max((v.align for v in dynamic), default=1)
     if dynamic and static: at = -(-at // align) * align
     for variable in dynamic: places[variable.name] = at
-    return places, at - 0x400, align
+    return places, at - SHARED_BASE, align
 
 
 def names_in(function: Function) -> set[str]:

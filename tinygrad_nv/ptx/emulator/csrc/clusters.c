@@ -28,7 +28,7 @@ static void set_specials(const Machine *m, Warp *w) {
     }
     set_special(m, w, WARPID, (u32)w->id);
     set_special(m, w, CLUSTER_CTARANK, (u32)c->rank);
-    set_special(m, w, SMID, (u32)cta_number(m, c) % 132);
+    set_special(m, w, SMID, (u32)cta_number(m, c) % a->sm_count);
     set_special(m, w, SHARED_ORIGIN, (u32)c->rank << RANK_SHIFT);
 }
 
