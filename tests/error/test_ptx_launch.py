@@ -109,3 +109,24 @@ def test_memory():
         buffer.write(np.zeros(8, np.uint8))
     emu.free(buffer)
     with pytest.raises(PTXError, match="freed twice"): emu.free(buffer)
+
+
+@pytest.mark.parametrize(("version", "body", "said"), [
+    ("9.0", "mbarrier.init.b64 [%r1], 1;", "an address of 64 bits is expected"),
+    ("9.0", "mbarrier.arrive.b64 _, [%r1];", "an address of 64 bits is expected"),
+    ("9.0", "mbarrier.try_wait.parity.shared.b64 %p1, [%r1], 2;", "2 is not one of 0..1"),
+    ("9.0", "getctarank.u64 %r1, %r2;", "%r2 is .b32, .u64 is expected"),
+    ("9.0", "getctarank.shared::cluster.u32 %r1, %tid.x;", "%tid.x must be moved to a register first"),
+    ("9.0", "ld.shared.b32 %r1, [64];", "an address must be in a register, or a variable's"),
+    ("9.0", "setp.eq.s32 !%p1, %r1, %r2;", "%p1 must not be negated"),
+    ("9.0", "shfl.sync.idx.b32 %r1, %r2, 0, 31, 1.5;", "1.5 is no integer"),
+    ("8.5", "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%d1], 16, [%r2];",
+     "needs .version 8.6 on sm_90a"),
+    ("8.0", "fence.proxy.tensormap::generic.release.gpu;", "needs .version 8.3 on sm_90a"),
+    ("9.0", "mul.f32 %f1, %f2, 3;", "3 is an integer, .f32 needs 3.0")])
+def test_what_ptxas_refuses(version: str, body: str, said: str):
+    text = (f".version {version}\n.target sm_90a\n.address_size 64\n.visible .entry k() {{\n.reg .b32 %r<3>; "
+            f".reg .b64 %d<3>; .reg .f32 %f<3>; .reg .pred %p<3>;\n{body}\nret; }}\n")
+    with pytest.raises(PTXError) as caught: Emulator().launch(text, 1, 32)
+    assert said in str(caught.value)
+    assert caught.value.line == 6

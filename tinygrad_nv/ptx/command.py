@@ -25,6 +25,7 @@ from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.assemble import ARCHITECTURES, Resources, assemble, sass
 from tinygrad_nv.ptx.emulator import LATE, Emulator, Finding, Report, TensorMap, Trace
 from tinygrad_nv.ptx.parser import parse
+from tinygrad_nv.ptx.syntax import Module
 
 DTYPES = {"f16": np.float16, "bf16": np.uint16, "f32": np.float32, "f64": np.float64,
           "s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64,
@@ -40,17 +41,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
                              epilog="arguments: 5, 1.5, zeros:f32:64x64, ones:…, arange:…, random:…, "
                                     "integers:…, empty:1024, file.npy, "
                                     "map:64x64:128B:random:f16:256x256")
-    check.add_argument("file", metavar="FILE.ptx")
-    check.add_argument("--grid", type=_extents, default=(1, 1, 1), metavar="X[,Y,Z]", help="CTAs (default 1)")
-    check.add_argument("--block", type=_extents, metavar="X[,Y,Z]",
-                       help="threads (default .reqntid, else 128)")
-    check.add_argument("--cluster", type=_extents, default=(1, 1, 1), metavar="X[,Y,Z]",
-                       help="CTAs of a cluster")
-    check.add_argument("--arg", action="append", default=[], metavar="VALUE",
-                       help="one for each parameter, in order")
-    check.add_argument("--entry", metavar="NAME", help="which entry function, when there are several")
-    check.add_argument("--dynamic-smem", type=int, default=0, metavar="BYTES", help="dynamic shared memory")
-    check.add_argument("--arch", help="sm_80, sm_86, sm_89, sm_90 or sm_90a (default: the file's target)")
+    add_launch(check)
     runs = check.add_mutually_exclusive_group()
     runs.add_argument("--seed", type=_seed, default=0, metavar="N",
                       help="order of warps and of asynchronous work; late: all of it as late as it may be")
@@ -67,6 +58,22 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     stats.add_argument("--arch", choices=ARCHITECTURES, help="default: the file's target")
     stats.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     stats.set_defaults(run=run_stats)
+
+
+def add_launch(parser: argparse.ArgumentParser) -> None:
+    """Adds what a launch is given: a file, the grid, arguments."""
+    parser.add_argument("file", metavar="FILE.ptx")
+    parser.add_argument("--grid", type=_extents, default=(1, 1, 1), metavar="X[,Y,Z]",
+                        help="CTAs (default 1)")
+    parser.add_argument("--block", type=_extents, metavar="X[,Y,Z]",
+                        help="threads (default .reqntid, else 128)")
+    parser.add_argument("--cluster", type=_extents, default=(1, 1, 1), metavar="X[,Y,Z]",
+                        help="CTAs of a cluster")
+    parser.add_argument("--arg", action="append", default=[], metavar="VALUE",
+                        help="one for each parameter, in order")
+    parser.add_argument("--entry", metavar="NAME", help="which entry function, when there are several")
+    parser.add_argument("--dynamic-smem", type=int, default=0, metavar="BYTES", help="dynamic shared memory")
+    parser.add_argument("--arch", help="sm_80, sm_86, sm_89, sm_90 or sm_90a (default: the file's target)")
 
 
 # **** what the command line says ****
@@ -103,7 +110,8 @@ def _save(text: str) -> tuple[int, str]:
     return int(number), name
 
 
-def _read(name: str) -> str:
+def read(name: str) -> str:
+    """A file's text. Raises `PTXError` where it cannot be read."""
     try: return Path(name).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise PTXError(f"{name} cannot be read: {error}", 0, "a text file of PTX") from error
@@ -170,11 +178,11 @@ def run_check(arguments: argparse.Namespace) -> int:
 
 def _launched(arguments: argparse.Namespace, seed: int | str) -> Report:
     """One run, with memory of its own."""
-    text = _read(arguments.file)
+    text = read(arguments.file)
     module = parse(text)
     emu = Emulator(arguments.arch or module.target, check=not arguments.no_check, seed=seed)
     args = [argument(emu, word) for word in arguments.arg]
-    block = arguments.block or _block(module.functions, arguments.entry)
+    block = arguments.block or block_of(module, arguments.entry)
     for number, _ in arguments.save:
         if number >= len(args) or not hasattr(args[number], "numpy"):
             raise PTXError(f"--save {number}: argument {number} is no buffer", 0,
@@ -197,8 +205,9 @@ def merged(reports: list[Report]) -> Report:
     return replace(reports[0], findings=findings, notes=notes, seconds=sum(r.seconds for r in reports))
 
 
-def _block(functions: object, entry: str | None) -> tuple[int, ...]:
-    found = [f for name, f in functions.items() if entry in (None, name)]  # type: ignore[attr-defined]
+def block_of(module: Module, entry: str | None) -> tuple[int, ...]:
+    """.reqntid of an entry function (of the first, without a name), else 128 threads."""
+    found = [function for name, function in module.functions.items() if entry in (None, name)]
     return found[0].directives.get("reqntid", (128,)) if found else (128,)
 
 
@@ -238,7 +247,7 @@ def as_text(report: Report, most: int = 12) -> str:
 
 def run_stats(arguments: argparse.Namespace) -> int:
     """Assembles the file and prints its resources and SASS instructions."""
-    text = _read(arguments.file)
+    text = read(arguments.file)
     target = arguments.arch or parse(text).target
     # any architecture of ours that can run the target will do when it is none itself
     arch = target if target in ARCHITECTURES else {"sm_86": "sm_89", "sm_90": "sm_90a"}.get(target, target)

@@ -37,10 +37,10 @@ clz (.b32|.b64);                                             =u32 T
 bfind {.shiftamt}<int32>;                                    =u32 T
 fns .b32;                                                    =b32 b32 b32 s32
 brev (.b32|.b64);                                            =T T
-bfe <int32>;                                                 =T T u32 u32
-bfi (.b32|.b64);                                             =T T T u32 u32
+bfe <int32>;                                                 =T T u32#0..255 u32#0..255
+bfi (.b32|.b64);                                             =T T T u32#0..255 u32#0..255
 szext (.clamp|.wrap)(.u32|.s32);                             =T T u32;                               80:7.6
-bmsk (.clamp|.wrap).b32;                                     =b32 u32 u32;                           80:7.6
+bmsk (.clamp|.wrap).b32;                                     =bits u32 u32;                           80:7.6
 dp4a (.u32|.s32)(.u32|.s32);                                 =s32 T U s32
 dp2a (.lo|.hi)(.u32|.s32)(.u32|.s32);                        =s32 T U s32
 """

@@ -76,10 +76,10 @@ getctarank .u64;                                             =u32 u64;          
 
 COPIES = """
 cp.async .ca(.shared|.shared::cta).global{<hint>}{<prefetch>};
-        [s] [g] #4|8|16 u32? hint
+        [s] [g] #4|8|16 u32#0..16? hint
         | [s] [g] #4|8|16 pred@80:7.5 hint
 cp.async .cg(.shared|.shared::cta).global{<hint>}{<prefetch>};
-        [s] [g] #16 u32? hint
+        [s] [g] #16 u32#0..16? hint
         | [s] [g] #16 pred@80:7.5 hint
 cp.async.commit_group;                                       -
 cp.async.wait_group;                                         #0..4294967295
@@ -132,7 +132,7 @@ cp.reduce.async.bulk.tensor <dim3>.global.shared::cta(.add|.min|.max|.inc|.dec|.
 tensormap.replace .tile.global_address{.global|.shared::cta}.b1024.b64; [a] b64;                     90a:8.3
 tensormap.replace .tile.rank{.global|.shared::cta}.b1024.b32; [a] b32;                               90a:8.3
 tensormap.replace .tile(.box_dim|.global_dim|.element_stride){.global|.shared::cta}.b1024.b32;
-        [a] #0..4 b32; 90a:8.3
+        [a] #0..4 bits; 90a:8.3
 tensormap.replace .tile.global_stride{.global|.shared::cta}.b1024.b64; [a] #0..4 b64;                90a:8.3
 tensormap.replace .tile.elemtype{.global|.shared::cta}.b1024.b32; [a] #0..12;                        90a:8.3
 tensormap.replace .tile.interleave_layout{.global|.shared::cta}.b1024.b32; [a] #0..2;                90a:8.3
@@ -147,35 +147,35 @@ bar {.cta@80:7.8}.sync;                                      id threads?
 bar {.cta@80:7.8}.arrive;                                    id threads
 bar {.cta@80:7.8}.red.popc.u32;                              =u32 id pred | =u32 id threads pred
 bar {.cta@80:7.8}.red(.and|.or).pred;                        =pred id pred | =pred id threads pred
-bar.warp.sync;                                               b32
+bar.warp.sync;                                               bits
 barrier {.cta@80:7.8}.sync{.aligned};                        id threads?
 barrier {.cta@80:7.8}.arrive{.aligned};                      id threads
 barrier {.cta@80:7.8}.red{.aligned}.popc.u32;                =u32 id pred | =u32 id threads pred
 barrier {.cta@80:7.8}.red{.aligned}(.and|.or).pred;          =pred id pred | =pred id threads pred
 barrier.cluster.arrive {.release@90:8.0|.relaxed@90:8.0}{.aligned}; -;                               90
 barrier.cluster.wait {.acquire@90:8.0}{.aligned};            -;                                      90
-mbarrier.init {<cta>}.b64;                                   [s] b32
+mbarrier.init {<cta>}.b64;                                   [s] count
 mbarrier.inval {<cta>}.b64;                                  [s]
-mbarrier.expect_tx [.relaxed<near>]{<cta>|.shared::cluster}.b64; [s] b32;                            90:8.0
-mbarrier.complete_tx [.relaxed<near>]{<cta>|.shared::cluster}.b64; [s] b32;                          90:8.0
-mbarrier.arrive {<cta>}.b64;                                 =b64_ [s] b32?@90
-mbarrier.arrive (.release@80:8.0|.relaxed@90:8.6)(.cta|.cluster@90){<cta>}.b64; =b64_ [s] b32?@90
-mbarrier.arrive [(.release|.relaxed@90:8.6)<near>].shared::cluster.b64; _ [s] b32?;                  90:8.0
-mbarrier.arrive .expect_tx[(.release|.relaxed@90:8.6)<near>]{<cta>}.b64; =b64_ [s] b32;              90:8.0
-mbarrier.arrive .expect_tx[(.release|.relaxed@90:8.6)<near>].shared::cluster.b64; _ [s] b32;         90:8.0
-mbarrier.arrive .noComplete[(.release@80:8.0).cta]{<cta>}.b64; =b64_ [s] b32
-mbarrier.arrive_drop {<cta>}.b64;                            =b64_ [s] b32?@90
-mbarrier.arrive_drop (.release@80:8.0|.relaxed@90:8.6)(.cta|.cluster@90){<cta>}.b64; =b64_ [s] b32?@90
-mbarrier.arrive_drop [(.release|.relaxed@90:8.6)<near>].shared::cluster.b64; _ [s] b32?;             90:8.0
-mbarrier.arrive_drop .expect_tx[(.release|.relaxed@90:8.6)<near>]{<cta>}.b64; =b64_ [s] b32;         90:8.0
-mbarrier.arrive_drop .expect_tx[(.release|.relaxed@90:8.6)<near>].shared::cluster.b64; _ [s] b32;    90:8.0
-mbarrier.arrive_drop .noComplete[(.release@80:8.0).cta]{<cta>}.b64; =b64_ [s] b32
+mbarrier.expect_tx [.relaxed<near>]{<cta>|.shared::cluster}.b64; [s] bits;                            90:8.0
+mbarrier.complete_tx [.relaxed<near>]{<cta>|.shared::cluster}.b64; [s] bits;                          90:8.0
+mbarrier.arrive {<cta>}.b64;                                 =b64_ [s] count?@90
+mbarrier.arrive (.release@80:8.0|.relaxed@90:8.6)(.cta|.cluster@90){<cta>}.b64; =b64_ [s] count?@90
+mbarrier.arrive [(.release|.relaxed@90:8.6)<near>].shared::cluster.b64; _ [s] count?;                  90:8.0
+mbarrier.arrive .expect_tx[(.release|.relaxed@90:8.6)<near>]{<cta>}.b64; =b64_ [s] bits;              90:8.0
+mbarrier.arrive .expect_tx[(.release|.relaxed@90:8.6)<near>].shared::cluster.b64; _ [s] bits;         90:8.0
+mbarrier.arrive .noComplete[(.release@80:8.0).cta]{<cta>}.b64; =b64_ [s] count
+mbarrier.arrive_drop {<cta>}.b64;                            =b64_ [s] count?@90
+mbarrier.arrive_drop (.release@80:8.0|.relaxed@90:8.6)(.cta|.cluster@90){<cta>}.b64; =b64_ [s] count?@90
+mbarrier.arrive_drop [(.release|.relaxed@90:8.6)<near>].shared::cluster.b64; _ [s] count?;             90:8.0
+mbarrier.arrive_drop .expect_tx[(.release|.relaxed@90:8.6)<near>]{<cta>}.b64; =b64_ [s] bits;         90:8.0
+mbarrier.arrive_drop .expect_tx[(.release|.relaxed@90:8.6)<near>].shared::cluster.b64; _ [s] bits;    90:8.0
+mbarrier.arrive_drop .noComplete[(.release@80:8.0).cta]{<cta>}.b64; =b64_ [s] count
 mbarrier.test_wait [(.acquire@80:8.0|.relaxed@90:8.6)(.cta|.cluster@90)]{<cta>}.b64; =pred [s] b64
 mbarrier.test_wait .parity[(.acquire@80:8.0|.relaxed@90:8.6)(.cta|.cluster@90)]{<cta>}.b64;
-        =pred [s] b32; 80:7.1
-mbarrier.try_wait [(.acquire@90:8.0|.relaxed@90:8.6)<near>]{<cta>}.b64; =pred [s] b64 b32?;          90
-mbarrier.try_wait .parity[(.acquire@90:8.0|.relaxed@90:8.6)<near>]{<cta>}.b64; =pred [s] b32 b32?;   90
-mbarrier.pending_count .b64;                                 =b32 b64
+        =pred [s] parity; 80:7.1
+mbarrier.try_wait [(.acquire@90:8.0|.relaxed@90:8.6)<near>]{<cta>}.b64; =pred [s] b64 bits?;          90
+mbarrier.try_wait .parity[(.acquire@90:8.0|.relaxed@90:8.6)<near>]{<cta>}.b64; =pred [s] parity bits?;   90
+mbarrier.pending_count .b64;                                 =bits b64
 membar (.cta|.gl|.sys);                                      -
 fence (.sc|.acq_rel)<scope>;                                 -
 fence (.acquire|.release)<scope>;                            -
@@ -191,14 +191,14 @@ fence.proxy.tensormap::generic .acquire<scope>;              [a] #128;          
 """
 
 THREADS = """
-shfl.sync (.up|.down|.bfly|.idx).b32;                        =b32/pred b32 b32 b32 b32
-vote.sync (.all|.any|.uni).pred;                             =pred pred b32
-vote.sync .ballot.b32;                                       =b32 pred b32
-match.any.sync (.b32|.b64);                                  =b32 T b32
-match.all.sync (.b32|.b64);                                  =b32/pred T b32
-redux.sync (.add|.min|.max)(.u32|.s32);                      =T T b32
-redux.sync (.and|.or|.xor).b32;                              =T T b32
-elect.sync;                                                  =b32_|pred b32;                         90:8.0
+shfl.sync (.up|.down|.bfly|.idx).b32;                        =T/pred T b32 b32 bits
+vote.sync (.all|.any|.uni).pred;                             =pred pred bits
+vote.sync .ballot.b32;                                       =b32 pred bits
+match.any.sync (.b32|.b64);                                  =bits T bits
+match.all.sync (.b32|.b64);                                  =bits/pred T bits
+redux.sync (.add|.min|.max)(.u32|.s32);                      =T T bits
+redux.sync (.and|.or|.xor).b32;                              =bits bits bits
+elect.sync;                                                  =b32_|pred bits;                         90:8.0
 setmaxnreg (.inc|.dec).sync.aligned.u32;                     #24..256/8;                             90a
 griddepcontrol.wait;                                         -;                                      90
 griddepcontrol.launch_dependents;                            -;                                      90

@@ -10,6 +10,8 @@ A slot is written, in the tables, as
   [a] [g] [s] [map]   address in the space the opcode names, global, shared, and a place in a tensor map
   #0..7 #4|8 #24..256/8   constant: a range, a list, a range with a step;  u32#0..15 that or a register:
              id, threads, bytes;  sign is #-1|1
+  reg bits   a register of 32 bits, no constant; 32 bits; neither is a float
+  count parity  of arrivals at an mbarrier, of its phase
   hint mask  present exactly when .L2::cache_hint, .multicast::cluster is;  offsets of im2col
   any label table _ A   source of mov, place in the code, .branchtargets, sink, wgmma's A
   x? x@90    may be left out; needs, as the tables write them
@@ -30,7 +32,10 @@ SLOT = re.compile(r"(?P<dest>=?)(?:(?P<count>\d+|n|acc):)?(?P<wide>>?)(?P<name>\
 PACKED = {"f16x2": 32, "bf16x2": 32, "u16x2": 32, "s16x2": 32, "tf32": 32, "bf16": 16, "e4m3x2": 16,
           "e5m2x2": 16}
 ALIASES = {"id": "u32#0..15", "threads": "u32#32..1024/32", "bytes": "u32#16..1048560/16", "sign": "#-1|1",
-           "DESC": "b64", "hint": "b64", "mask": "b16"}
+           "DESC": "b64", "hint": "b64", "mask": "b16", "reg": "b32", "bits": "b32", "=bits": "=b32",
+           "=bits/pred": "=b32/pred",
+           "count": "b32#1..1048575", "parity": "b32#0..1"}
+NO_FLOATS = ("mask", "count", "parity", "reg", "bits", "=bits", "=bits/pred")
 PRESENT = {"hint": "L2::cache_hint", "mask": "multicast::cluster"}
 SPACES32 = ("shared", "shared::cta", "shared::cluster", "local", "param", "const")
 
@@ -134,10 +139,18 @@ def fits(declared: str, wanted: str, wide: bool = False) -> bool:
     """Whether ptxas takes a register declared so where an operand of the type is wanted."""
     if "pred" in (declared, wanted): return declared == wanted
     have, want = width(declared), width(wanted)
-    if have != want and not (wide and have > want): return False
+    if have != want and not (wide and have > want and family(declared) != "f"): return False
     if family(declared) == "b" or family(wanted) == "b": return family(wanted) != "packed" or have == want
     if declared == "f16x2" and family(wanted) == "i": return True
     return family(declared) == family(wanted)
+
+
+def fixed(slot: Slot) -> bool:
+    """Whether no float's register will do: for a mask, a count, a state or a descriptor."""
+    return slot.name == "b64" or re.split(r"[?@]", slot.text)[0] in NO_FLOATS
+
+
+DESCRIPTOR = Slot("b64", "DESC")
 
 
 # **** checks: each gives what is wrong, or "" ****
@@ -147,15 +160,17 @@ def problem(slot: Slot, operand: Operand, use: Use) -> str:
     if slot.name.startswith("["): return _address(slot, operand, use)
     if slot.name in ("label", "table"): return "" if isinstance(operand, Symbol) else "a label is expected"
     if slot.name == "_": return "" if isinstance(operand, Sink) else "the sink _ is expected"
-    if slot.name == "any": return _moved(operand, use)
+    if slot.name == "any": return _moved(slot, operand, use)
+    if slot.name == "offsets" and not isinstance(operand, Vector): return "im2col offsets {…} are expected"
     if slot.name == "offsets": return _vector(operand, "u16", use.count - 2, use)
     if slot.name == "A" and isinstance(operand, Vector): return _vector(operand, "b32", 4, use)
-    if slot.name == "A": return _value(slot, operand, "b64")
+    if slot.name == "A": return _value(DESCRIPTOR, operand, "b64")
     if slot.name == "on" and isinstance(operand, Immediate) and operand.value not in (0, 1):
         return "not 0 or 1"
     if slot.name == "on": return _value(slot, operand, "pred")
     if slot.pair and isinstance(operand, Pair): return _pair(slot, operand, use)
     if slot.pair == "|": return "a pair d|p is expected"
+    if slot.text == "reg" and not isinstance(operand, Register): return "a register of .b32 is expected"
     if slot.name == "#": return _constant(slot, operand)
     if count := count_of(slot, use): return _vector(operand, type_of(slot, use), count, use, slot)
     if isinstance(operand, Vector) and len(operand.items) == 1 and slot.count: operand = operand.items[0]
@@ -171,10 +186,11 @@ def _pair(slot: Slot, operand: Pair, use: Use) -> str:
 def _value(slot: Slot, operand: Operand, kind: str) -> str:
     if isinstance(operand, Sink): return "" if slot.sink else "the sink _ is not allowed here"
     if isinstance(operand, Register):
-        if operand.negated and kind != "pred": return f"{operand.name} must not be negated"
-        if operand.kind == "special" and (slot.dest or not slot.wide):
+        if operand.negated and (kind != "pred" or slot.dest): return f"{operand.name} must not be negated"
+        if operand.kind == "special" and (slot.dest or not slot.wide or not fits("u32", kind)):
             return f"{operand.name} must be moved to a register first"
-        if operand.kind == "special" or fits(operand.kind, kind, slot.wide): return ""
+        given = "u32" if operand.kind == "special" else operand.kind
+        if fits(given, kind, slot.wide) and not (fixed(slot) and family(given) not in ("b", "i")): return ""
         return f"{operand.name} is .{operand.kind}, .{kind} is expected"
     if slot.dest: return "a destination must be a register"
     if isinstance(operand, Immediate): return _immediate(slot, operand, kind)
@@ -186,11 +202,13 @@ def _immediate(slot: Slot, operand: Immediate, kind: str) -> str:
     """Constants: floats for floats, integers within the width for integers, none for halves."""
     value, group = operand.value, family(kind)
     if group == "pred" and isinstance(value, int): return ""
-    if group in ("f16", "packed", "pred"): return f"a constant cannot be .{kind}: move its bits to a register"
+    if group in ("f16", "pred") or kind in PACKED:
+        return f"a constant cannot be .{kind}: move its bits to a register"
     if group == "f" and isinstance(value, int): return f"{value} is an integer, .{kind} needs {value}.0"
     if group == "f": return ""
     if isinstance(value, float):
-        return "" if group == "b" and operand.float_bits else f"{value} is no integer, .{kind} is expected"
+        bits = group == "b" and (operand.float_bits or 64) == width(kind) and not fixed(slot)
+        return "" if bits else f"{value} is no integer, .{kind} is expected"
     if not -(1 << width(kind) - 1) <= value < 1 << width(kind): return f"{value} does not fit in .{kind}"
     return _constant(slot, operand) if slot.values is not None else ""
 
@@ -213,9 +231,10 @@ def allowed(slot: Slot) -> str:
 
 
 def _vector(operand: Operand, kind: str, count: int, use: Use, slot: Slot | None = None) -> str:
-    """`count` operands in braces; one may also stand alone."""
+    """`count` operands in braces; one may also stand alone, except in a fragment."""
     slot = slot or Slot(kind, kind)
-    if count == 1 and not isinstance(operand, Vector): return _value(slot, operand, kind)
+    if count == 1 and slot.count != "1" and not isinstance(operand, Vector):
+        return _value(slot, operand, kind)
     if not isinstance(operand, Vector): return f"a vector of {count} .{kind} is expected"
     if len(operand.items) != count: return f"{len(operand.items)} elements, {count} are expected"
     loaded = slot.dest and slot.count == "n"
@@ -228,16 +247,20 @@ def _fragment(kind: str, slot: Slot) -> str:
     return "b32" if slot.count == "acc" and kind == "f16" else kind
 
 
-def _moved(operand: Operand, use: Use) -> str:
+def _moved(slot: Slot, operand: Operand, use: Use) -> str:
     """mov, cvta and mapa take registers, special ones too, symbols and constants; mov packs and unpacks."""
     kind = use.types[-1]
-    if isinstance(operand, Symbol | Sink): return ""
+    special = isinstance(operand, Register) and operand.kind == "special"
+    if slot.dest and (special or isinstance(operand, Immediate | Symbol)):
+        return "a destination must be a register"
+    if isinstance(operand, Vector) and len(use.modifiers) > 1: return "braces are for mov alone"
+    if isinstance(operand, Symbol): return ""
     if isinstance(operand, Vector):
         bits = sum(width(item.kind) for item in operand.items if isinstance(item, Register))
-        whole = not any(isinstance(item, Sink) for item in operand.items)
+        whole = all(isinstance(item, Register) for item in operand.items)
         return f"{bits} bits in braces, .{kind} is expected" if whole and bits != width(kind) else ""
-    if isinstance(operand, Register) and operand.kind == "special": return ""
-    return _value(Slot(kind, kind), operand, kind)
+    if special and len(use.modifiers) == 1: return ""
+    return _value(Slot("T", kind), operand, kind)
 
 
 def _address(slot: Slot, operand: Operand, use: Use) -> str:
@@ -250,8 +273,10 @@ def _address(slot: Slot, operand: Operand, use: Use) -> str:
         if wrong: return wrong
     elif operand.coordinates is not None: return "coordinates belong to tensor maps only"
     base = operand.base
+    if isinstance(base, Immediate) and "local" not in use.modifiers:
+        return "an address must be in a register, or a variable's"
     if not isinstance(base, Register): return ""
-    short = slot.name == "[s]" or (slot.name == "[a]" and any(m in SPACES32 for m in use.modifiers))
+    short = slot.name != "[g]" and any(m in SPACES32 for m in use.modifiers)
     if base.kind == "special" or family(base.kind) not in ("b", "i"): return f"{base.name} is no address"
     if width(base.kind) == 64 or (short and width(base.kind) == 32): return ""
     return f"{base.name} is .{base.kind}, an address of {'32 or ' if short else ''}64 bits is expected"

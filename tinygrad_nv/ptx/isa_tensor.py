@@ -12,7 +12,7 @@ ldmatrix .sync.aligned.m8n8.x4{.trans}{<cta>}.b16;           =4:b32 [s]
 stmatrix .sync.aligned.m8n8.x1{.trans}{<cta>}.b16;           [s] 1:b32;                              90
 stmatrix .sync.aligned.m8n8.x2{.trans}{<cta>}.b16;           [s] 2:b32;                              90
 stmatrix .sync.aligned.m8n8.x4{.trans}{<cta>}.b16;           [s] 4:b32;                              90
-movmatrix .sync.aligned.m8n8.trans.b16;                      =b32 b32;                               80:7.8
+movmatrix .sync.aligned.m8n8.trans.b16;                      =b32 reg;                               80:7.8
 """
 
 MMA = """
@@ -47,19 +47,19 @@ mma.sync .aligned.m16n8k16.row.col{<round>}.f64.f64.f64.f64; =4:f64 8:f64 4:f64 
 """
 
 SPARSE = """
-m16n8k16.row.col.f16.f16.f16.f16;                            =2:b32 2:b32 2:b32 2:b32 b32 #0..3
-m16n8k16.row.col.f32.f16.f16.f32;                            =4:f32 2:b32 2:b32 4:f32 b32 #0..3
-m16n8k16.row.col.f32.bf16.bf16.f32;                          =4:f32 2:b32 2:b32 4:f32 b32 #0..3
-m16n8k32.row.col.f16.f16.f16.f16;                            =2:b32 4:b32 4:b32 2:b32 b32 #0..1
-m16n8k32.row.col.f32.f16.f16.f32;                            =4:f32 4:b32 4:b32 4:f32 b32 #0..1
-m16n8k32.row.col.f32.bf16.bf16.f32;                          =4:f32 4:b32 4:b32 4:f32 b32 #0..1
-m16n8k8.row.col.f32.tf32.tf32.f32;                           =4:f32 2:b32 2:b32 4:f32 b32 #0..3
-m16n8k16.row.col.f32.tf32.tf32.f32;                          =4:f32 4:b32 4:b32 4:f32 b32 #0..1
-m16n8k32.row.col{.satfinite}.s32(.u8|.s8)(.u8|.s8).s32;      =4:s32 2:b32 2:b32 4:s32 b32 #0..1
-m16n8k64.row.col{.satfinite}.s32(.u8|.s8)(.u8|.s8).s32;      =4:s32 4:b32 4:b32 4:s32 b32 #0
-m16n8k64.row.col{.satfinite}.s32(.u4|.s4)(.u4|.s4).s32;      =4:s32 2:b32 2:b32 4:s32 b32 #0..1
-m16n8k128.row.col{.satfinite}.s32(.u4|.s4)(.u4|.s4).s32;     =4:s32 4:b32 4:b32 4:s32 b32 #0
-m16n8k64.row.col.f32(.e4m3|.e5m2)(.e4m3|.e5m2).f32;          =4:f32 4:b32 4:b32 4:f32 b32 #0;        89:8.4
+m16n8k16.row.col.f16.f16.f16.f16;                            =2:b32 2:b32 2:b32 2:b32 reg #0..3
+m16n8k16.row.col.f32.f16.f16.f32;                            =4:f32 2:b32 2:b32 4:f32 reg #0..3
+m16n8k16.row.col.f32.bf16.bf16.f32;                          =4:f32 2:b32 2:b32 4:f32 reg #0..3
+m16n8k32.row.col.f16.f16.f16.f16;                            =2:b32 4:b32 4:b32 2:b32 reg #0..1
+m16n8k32.row.col.f32.f16.f16.f32;                            =4:f32 4:b32 4:b32 4:f32 reg #0..1
+m16n8k32.row.col.f32.bf16.bf16.f32;                          =4:f32 4:b32 4:b32 4:f32 reg #0..1
+m16n8k8.row.col.f32.tf32.tf32.f32;                           =4:f32 2:b32 2:b32 4:f32 reg #0..3
+m16n8k16.row.col.f32.tf32.tf32.f32;                          =4:f32 4:b32 4:b32 4:f32 reg #0..1
+m16n8k32.row.col{.satfinite}.s32(.u8|.s8)(.u8|.s8).s32;      =4:s32 2:b32 2:b32 4:s32 reg #0..1
+m16n8k64.row.col{.satfinite}.s32(.u8|.s8)(.u8|.s8).s32;      =4:s32 4:b32 4:b32 4:s32 reg #0
+m16n8k64.row.col{.satfinite}.s32(.u4|.s4)(.u4|.s4).s32;      =4:s32 2:b32 2:b32 4:s32 reg #0..1
+m16n8k128.row.col{.satfinite}.s32(.u4|.s4)(.u4|.s4).s32;     =4:s32 4:b32 4:b32 4:s32 reg #0
+m16n8k64.row.col.f32(.e4m3|.e5m2)(.e4m3|.e5m2).f32;          =4:f32 4:b32 4:b32 4:f32 reg #0;        89:8.4
 """
 
 WMMA = """
@@ -128,15 +128,15 @@ wgmma.mma_async .sync.aligned<m64k32i>{.satfinite}.s32.s8.u8; =acc:T A b64 on;  
 wgmma.mma_async .sync.aligned<m64k32i>{.satfinite}.s32.u8.s8; =acc:T A b64 on;                       90a:8.4
 wgmma.mma_async .sync.aligned<m64k256>.s32.b1.b1.and.popc;   =acc:T A b64 on;                        90a
 wgmma.mma_async.sp .sync.aligned<m64k32>(.f16|.f32).f16.f16;
-        =acc:T DESC b64 b32 #0..1 on sign sign #0..1 #0..1
-        | =acc:T 4:b32 b64 b32 #0..1 on sign sign #0..1; 90a:8.2
+        =acc:T DESC b64 reg #0..1 on sign sign #0..1 #0..1
+        | =acc:T 4:b32 b64 reg #0..1 on sign sign #0..1; 90a:8.2
 wgmma.mma_async.sp .sync.aligned<m64k32>.f32.bf16.bf16;
-        =acc:T DESC b64 b32 #0..1 on sign sign #0..1 #0..1
-        | =acc:T 4:b32 b64 b32 #0..1 on sign sign #0..1; 90a:8.2
-wgmma.mma_async.sp .sync.aligned<m64k16>.f32.tf32.tf32;      =acc:T A b64 b32 #0..1 on sign sign;    90a:8.2
-wgmma.mma_async.sp .sync.aligned<m64k64>(.f16|.f32)<fp8><fp8>; =acc:T A b64 b32 #0 on sign sign;     90a:8.2
-wgmma.mma_async.sp .sync.aligned<m64k64i>{.satfinite}.s32.s8.s8; =acc:T A b64 b32 #0 on;             90a:8.2
-wgmma.mma_async.sp .sync.aligned<m64k64i>{.satfinite}.s32.u8.u8; =acc:T A b64 b32 #0 on;             90a:8.2
-wgmma.mma_async.sp .sync.aligned<m64k64i>{.satfinite}.s32.s8.u8; =acc:T A b64 b32 #0 on;             90a:8.4
-wgmma.mma_async.sp .sync.aligned<m64k64i>{.satfinite}.s32.u8.s8; =acc:T A b64 b32 #0 on;             90a:8.4
+        =acc:T DESC b64 reg #0..1 on sign sign #0..1 #0..1
+        | =acc:T 4:b32 b64 reg #0..1 on sign sign #0..1; 90a:8.2
+wgmma.mma_async.sp .sync.aligned<m64k16>.f32.tf32.tf32;      =acc:T A b64 reg #0..1 on sign sign;    90a:8.2
+wgmma.mma_async.sp .sync.aligned<m64k64>(.f16|.f32)<fp8><fp8>; =acc:T A b64 reg #0 on sign sign;     90a:8.2
+wgmma.mma_async.sp .sync.aligned<m64k64i>{.satfinite}.s32.s8.s8; =acc:T A b64 reg #0 on;             90a:8.2
+wgmma.mma_async.sp .sync.aligned<m64k64i>{.satfinite}.s32.u8.u8; =acc:T A b64 reg #0 on;             90a:8.2
+wgmma.mma_async.sp .sync.aligned<m64k64i>{.satfinite}.s32.s8.u8; =acc:T A b64 reg #0 on;             90a:8.4
+wgmma.mma_async.sp .sync.aligned<m64k64i>{.satfinite}.s32.u8.s8; =acc:T A b64 reg #0 on;             90a:8.4
 """

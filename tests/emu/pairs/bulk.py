@@ -40,7 +40,7 @@ st.shared.v4.b32 [%r_to+16], {{%r_e, %r_f, %r_g, %r_h}}; //: cure=half-written
 fence.proxy.async.shared::cta;                         //: cure=no-proxy-fence
 bar.sync 0;                                            //: cure=no-barrier-after
 shl.b32 %r_y, %r_turn, 5;
-//: at=source-overwritten,read-two,no-barrier-before,no-proxy-fence,no-barrier-after,exit-early,uncommitted
+//: at=source-overwritten,read-two,no-barrier-before,no-proxy-fence,no-barrier-after,uncommitted
 //: at=misaligned,half-written
 @!%p_other cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%d_map_out, {{%r_zero, %r_y}}], [%r_buffer];
 @!%p_other cp.async.bulk.commit_group;                 //: cure=uncommitted
@@ -48,10 +48,9 @@ add.s64 %d_from, %d_from, 4096;
 add.u32 %r_turn, %r_turn, 1;
 setp.lt.u32 %p_more, %r_turn, {TILES};
 @%p_more bra TILE;
-@!%p_other cp.async.bulk.wait_group.read 0;            //: cure=exit-early
+@!%p_other cp.async.bulk.wait_group.read 0;
 """, {"source-overwritten": "async-hazard", "read-two": "async-hazard", "no-barrier-before": "async-hazard",
       "no-proxy-fence": "proxy-fence", "no-barrier-after": "async-hazard|uninitialized",
-      "exit-early": "async-hazard",
       "uncommitted": "async-hazard", "misaligned": "misaligned", "half-written": "uninitialized"}, tiles)
 
 ROW = integers(256)

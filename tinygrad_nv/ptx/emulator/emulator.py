@@ -22,6 +22,7 @@ import numpy as np
 
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.emulator.arguments import (
+    SM_COUNT,
     Triple,
     check_launch,
     entry_registers,
@@ -236,7 +237,8 @@ class _Run:
             len(parameters),
             len(self.buffers), (ctypes.c_int32 * 32)(*program.specials()), (ctypes.c_uint32 * 3)(*grid),
             (ctypes.c_uint32 * 3)(*block), (ctypes.c_uint32 * 3)(*cluster), shared, program.static_bytes,
-            program.dynamic_align, program.local_bytes, int(emu.arch[3:5]), emu.check, emu.exact,
+            program.dynamic_align, program.local_bytes, SM_COUNT[int(emu.arch[3:5])], int(emu.arch[3:5]),
+            emu.check, emu.exact,
             program.uses_wgmma, entry_registers(program.function),
             min(emu.resident, resident_clusters(emu.arch, block, cluster, shared)), seed, emu.step_limit,
             emu.seed == LATE,

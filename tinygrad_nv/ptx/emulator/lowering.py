@@ -27,6 +27,7 @@ from tinygrad_nv.ptx.syntax import (
     Vector,
 )
 
+SHARED_BASE = 0x400  # shared address of a CTA's first variable: below lies what the system keeps
 SPACES = {"generic": 0, "global": 1, "shared": 2, "shared::cta": 2, "shared::cluster": 3, "local": 4,
           "const": 5, "param": 6}
 WIDTHS = {"pred": 0, "b128": 16, "f16x2": 4, "bf16x2": 4, "tf32": 4, "bf16": 2, "e4m3x2": 2, "e5m2x2": 2,

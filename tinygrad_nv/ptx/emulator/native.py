@@ -15,12 +15,13 @@ import tempfile
 from pathlib import Path
 
 from tinygrad_nv.errors import ToolchainError
+from tinygrad_nv.ptx.emulator.lowering import SHARED_BASE
 from tinygrad_nv.toolchain import find_compiler
 
 SOURCES = Path(__file__).parent / "csrc"
 # no fast-math and no contraction: PTX says how each instruction rounds
 FLAGS = ("-O2", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno",
-         "-fno-strict-aliasing", "-fno-sanitize=all", "-g0")
+         "-fno-strict-aliasing", "-fno-sanitize=all", "-g0", f"-DSHARED_BASE={SHARED_BASE}")
 TRACE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32)
 u8, u32, i32, u64, i64 = ctypes.c_uint8, ctypes.c_uint32, ctypes.c_int32, ctypes.c_uint64, ctypes.c_int64
 
@@ -60,6 +61,7 @@ class Launch(ctypes.Structure):
         ("constant_bytes", i32), ("register_bytes", i32), ("parameter_bytes", i32), ("region_count", i32),
         ("specials", i32 * 32), ("grid", u32 * 3), ("block", u32 * 3), ("cluster", u32 * 3),
         ("shared_bytes", u32), ("static_bytes", u32), ("dynamic_align", u32), ("local_bytes", u32),
+        ("sm_count", u32),
         ("arch", i32), ("check", i32), ("exact", i32), ("uses_wgmma", i32), ("registers", i32),
         ("resident", i32), ("seed", u64), ("step_limit", u64), ("late", i32), ("trace", TRACE),
         ("trace_cta", i64), ("trace_warps", u64), ("footprint", i32), ("pdl", i32),

@@ -14,8 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinygrad_nv.errors import PTXError
-from tinygrad_nv.ptx.emulator.lowering import REGISTRY, SPECIALS, Lower, Lowering, OpRecord, lowering_of
-from tinygrad_nv.ptx.isa import find
+from tinygrad_nv.ptx.emulator.lowering import (
+    REGISTRY,
+    SHARED_BASE,
+    SPECIALS,
+    Lower,
+    Lowering,
+    OpRecord,
+    lowering_of,
+)
+from tinygrad_nv.ptx.isa import ARCH_VERSIONS, check, find
 from tinygrad_nv.ptx.syntax import Address, Function, Instruction, Module, Symbol, Variable, Vector
 
 # the families register themselves
@@ -90,6 +98,7 @@ def lower(module: Module, function: Function, addresses: dict[str, int]) -> Prog
         try: made(low, instruction)
         except (IndexError, ValueError, KeyError, StopIteration) as error:
             raise low.fail(f"operands that do not fit ({error})", "the operands of the PTX manual") from error
+        allowed(instruction, module)
         if len(low.ops) == starts[-1]: low.emit("nop")
         low.ops[-1].counts = True
         for op in low.ops[starts[-1]:]: op.aligned |= "aligned" in instruction.modifiers
@@ -121,6 +130,17 @@ def known(instruction: Instruction) -> Lower:
     return made
 
 
+def allowed(instruction: Instruction, module: Module) -> None:
+    """What the table says of operands, target and .version, as ptxas does. PTX for what came before sm_80 is
+    held to that."""
+    if instruction.mnemonic == "call": return
+    arch, version = module.target, module.version
+    if arch not in ARCH_VERSIONS: arch, version = "sm_80", max(version, ARCH_VERSIONS["sm_80"])
+    try: check(instruction, arch, version)
+    except PTXError as error:
+        raise PTXError(f"PTX {error.found}", error.line, error.expected, error.fix) from None
+
+
 def check_sizes(module: Module, function: Function, local_bytes: int) -> None:
     """Local memory and parameters that no device has are `PTXError`s (shared memory: see check_launch)."""
     if local_bytes > LOCAL_LIMIT:
@@ -144,13 +164,13 @@ def layout(variables: object) -> tuple[dict[str, int], int]:
 
 
 def shared_layout(module: Module, function: Function) -> tuple[dict[str, int], int, int]:
-    """Addresses of shared variables (the first at 0x400, as on hardware), bytes of the static ones, and the
+    """Addresses of shared variables (the first where it is on hardware), bytes of the static ones, and the
     alignment of the dynamic one, which begins after them."""
     variables = [v for v in (*module.variables.values(), *function.variables.values()) if v.space == "shared"]
     used = names_in(function)
     static = [v for v in variables if v.nbytes and v.name in used]
     dynamic = [v for v in variables if not v.nbytes]
-    places, at = {}, 0x400
+    places, at = {}, SHARED_BASE
     for variable in static:
         at = -(-at // variable.align) * variable.align
         places[variable.name] = at
@@ -158,7 +178,7 @@ def shared_layout(module: Module, function: Function) -> tuple[dict[str, int], i
     align = max((v.align for v in dynamic), default=1)
     if dynamic and static: at = -(-at // align) * align
     for variable in dynamic: places[variable.name] = at
-    return places, at - 0x400, align
+    return places, at - SHARED_BASE, align
 
 
 def names_in(function: Function) -> set[str]:

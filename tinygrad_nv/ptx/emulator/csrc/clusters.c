@@ -28,7 +28,7 @@ static void set_specials(const Machine *m, Warp *w) {
     }
     set_special(m, w, WARPID, (u32)w->id);
     set_special(m, w, CLUSTER_CTARANK, (u32)c->rank);
-    set_special(m, w, SMID, (u32)cta_number(m, c) % 132);
+    set_special(m, w, SMID, (u32)cta_number(m, c) % a->sm_count);
     set_special(m, w, SHARED_ORIGIN, (u32)c->rank << RANK_SHIFT);
 }
 
@@ -116,9 +116,9 @@ void warp_exit(Machine *m, Warp *w, u32 lanes) {
     if (w->alive) return;
     w->group_count = 0;
     EACH if (m->launch.check && w->bulk_issued[l] > w->bulk_read[l])
-        report(m, ASYNC_HAZARD, w->bulk_last, w, l,
-               "the thread exits while its bulk copy may still read shared memory: "
-               "cp.async.bulk.wait_group.read is missing");
+        report(m, NOTE, w->bulk_last, w, l,
+               "the thread exits while its bulk copy may still read shared memory: PTX asks for "
+               "cp.async.bulk.wait_group.read before");
     tensor_exit(m, w);
     if (++w->cta->exited == w->cta->warp_count) cta_exit(m, w->cta);
 }

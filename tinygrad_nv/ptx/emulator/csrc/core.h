@@ -29,7 +29,7 @@ typedef int64_t i64;
 typedef float f32;
 typedef double f64;
 
-enum { LANES = 32, MAX_WARPS = 32, NAMED_BARRIERS = 16, SHARED_BASE = 0x400, RANK_SHIFT = 24,
+enum { LANES = 32, MAX_WARPS = 32, NAMED_BARRIERS = 16, RANK_SHIFT = 24,
       CLUSTERS_TOLD_APART = (1 << 20) - 1 };
 enum { NEXT, JUMPED, BLOCKED, YIELD };
 enum { READ, WRITE, ATOMIC };
@@ -237,7 +237,7 @@ typedef struct {
     i32 op_count, source_count, constant_bytes, register_bytes, parameter_bytes, region_count;
     i32 specials[32];      /* register offsets of special registers, -1: unused (enum Special) */
     u32 grid[3], block[3], cluster[3];
-    u32 shared_bytes, static_bytes, dynamic_align, local_bytes;
+    u32 shared_bytes, static_bytes, dynamic_align, local_bytes, sm_count;
     i32 arch;              /* 80, 89, 90 */
     i32 check, exact;      /* checks on; tensor cores accumulate exactly in fp32 */
     i32 uses_wgmma, registers, resident;  /* resident: clusters that fit on the device at once */

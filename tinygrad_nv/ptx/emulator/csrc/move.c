@@ -202,7 +202,7 @@ static u64 special_value(const Machine *m, const Warp *w, i32 which) {
         case CLOCK_HI: case GLOBALTIMER_HI: return m->steps >> 32;
         case CLUSTER_NCTARANK: return (u64)w->cta->cluster->size;
         case NWARPID: return 64;
-        case NSMID: return 132;
+        case NSMID: return a->sm_count;
         case GRIDID: return 1;
         case IS_EXPLICIT_CLUSTER: return w->cta->cluster->size > 1;
         case TOTAL_SMEM_SIZE: case AGGR_SMEM_SIZE: return a->shared_bytes;
