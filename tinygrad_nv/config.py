@@ -54,6 +54,9 @@ SETTINGS = (
             "the GPU that DEV=EMU emulates. sm_80: an A100; sm_89: an L40; sm_90a: an H100"),
     Setting("EMU_CHECK", 1, (0, 1),
             "0: DEV=EMU runs without race and initialisation checks; 1: what they find is an error"),
+    Setting("NV_CACHE_DIR", "", ("",),
+            "where compiled kernels and what was tuned and measured are kept; unset: tinygrad_nv in "
+            "XDG_CACHE_HOME or ~/.cache", path=True),
     Setting("NV_SCHEDULES", "", ("",),
             "the file of tuned schedules; unset: tinygrad_nv/schedules.json in the cache directory",
             path=True),
