@@ -3,7 +3,8 @@
 tinygrad 0.14.0 keeps as state of the process what belongs to the thread that works:
 
 * one connection to its database, which sqlite lets serve only the thread that opened it. The main thread
-  keeps that connection; each other thread gets one of its own, closed when the thread ends.
+  keeps that connection; each other thread gets one of its own, closed when the thread ends. A database that
+  cannot be written is used as a copy in the directory of cache.py.
 * `ALLOW_DEVICE_USAGE`, which is 0 while a kernel is generated: launches of other threads would be refused,
   and after two overlapping generations it would stay 0. It has a value for each thread, and each use of
   `Context` as a decorator remembers the values that it found itself.
@@ -16,16 +17,21 @@ tinygrad and tinygrad_nv rely on it. Launches do not take it.
 """
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import sys
 import threading
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tinygrad import helpers, schedule
 from tinygrad.device import Device
 from tinygrad.engine import jit, realize
 
+from tinygrad_nv import cache
 from tinygrad_nv.replaced import put_back, replace, theirs
 
 LOWERING = threading.RLock()
@@ -46,6 +52,7 @@ def install() -> None:
 def remove() -> None:
     """Undoes `install`. Devices that are open stay so."""
     put_back(helpers, "db_connection")
+    if helpers.CACHEDB in _moved: helpers.CACHEDB = _moved[helpers.CACHEDB]
     put_back(helpers.Context, "_recreate_cm")
     put_back(type(Device), _OPEN)
     for owner in (realize, schedule, jit): put_back(owner, "capturing")
@@ -54,7 +61,27 @@ def remove() -> None:
 
 # **** the cache on disk ****
 
+_moved: dict[str, str] = {}  # databases in use, and which they are in the place of: most in their own
+
+
+def _place() -> None:
+    """Puts tinygrad's cache into our directory, with a copy of what it has, where it cannot be written."""
+    if (before := helpers.CACHEDB) in _moved: return
+    why = cache.why_not(Path(before).parent)
+    if not why and os.path.exists(before) and not os.access(before, os.W_OK): why = "it is read-only"
+    if why:
+        place = cache.directory()
+        helpers.CACHEDB = str(place / "tinygrad.db")
+        with contextlib.suppress(OSError):
+            if not os.path.exists(helpers.CACHEDB): shutil.copyfile(before, helpers.CACHEDB)
+        if not cache.is_temporary(place):
+            print(f"tinygrad-nv: {before} cannot be written ({why}); {helpers.CACHEDB} is used",
+                  file=sys.stderr)
+    _moved[helpers.CACHEDB] = before
+
+
 def _connection() -> Any:
+    _place()
     opened = theirs(helpers, "db_connection")
     if threading.current_thread() is threading.main_thread(): return opened()
     made = getattr(_own, "opened", None)

@@ -20,11 +20,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tinygrad_nv import cache
 from tinygrad_nv.errors import ToolchainError
 
 Origin = Literal["CC", "PATH", "ziglang"]
@@ -72,10 +72,7 @@ def zig_environment() -> dict[str, str]:
     """Zig insists on a writable cache directory, also where HOME is read-only."""
     environment = dict(os.environ)
     if "ZIG_GLOBAL_CACHE_DIR" not in environment:
-        home = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        writable = os.access(home if home.exists() else home.parent, os.W_OK)
-        base = home if writable else Path(tempfile.gettempdir())
-        environment["ZIG_GLOBAL_CACHE_DIR"] = str(base / "tinygrad_nv" / "zig")
+        environment["ZIG_GLOBAL_CACHE_DIR"] = str(cache.directory() / "zig")
     return environment
 
 

@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tinygrad_nv import cache
 from tinygrad_nv.errors import PTXError, ToolchainError
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
@@ -110,8 +111,7 @@ def assemble(text: str, arch: str = "sm_90a", flags: tuple[str, ...] = ()) -> As
 
 
 def _cache_directory() -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "tinygrad_nv" / "cubin"
+    return cache.directory() / "cubin"
 
 
 def _load(path: Path) -> tuple[str, bytes, str]:

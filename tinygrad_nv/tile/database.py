@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinygrad_nv import config
+from tinygrad_nv import cache, config
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.errors import NVError, ScheduleError
@@ -109,19 +109,22 @@ def path() -> Path:
 
 
 def _where() -> str:
-    return _path(str(config.get("NV_SCHEDULES")), os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME"))
+    places = map(os.environ.get, ("NV_CACHE_DIR", "XDG_CACHE_HOME", "HOME"))
+    return _path(str(config.get("NV_SCHEDULES")), *places)
 
 
 @functools.lru_cache(8)
 def _path(named: str, *_: str | None) -> str:
     """The database's path for these values of what it depends on. Each schedule that is looked up asks for
     it: to make it again takes 20 µs."""
-    return str(Path(named).expanduser() if named else cache_directory() / "schedules.json")
+    if named: return str(Path(named).expanduser())
+    there = cache.named() / "schedules.json"
+    return str(there if there.is_file() else cache_directory() / "schedules.json")
 
 
 def cache_directory() -> Path:
     """Where what was found by trying outlives the process."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tinygrad_nv"
+    return cache.directory()
 
 
 def state() -> tuple[str, tuple[int, ...] | None]:

@@ -11,9 +11,9 @@ import hashlib
 import os
 import platform
 import subprocess
-import tempfile
 from pathlib import Path
 
+from tinygrad_nv import cache
 from tinygrad_nv.errors import ToolchainError
 from tinygrad_nv.ptx.emulator.lowering import SHARED_BASE
 from tinygrad_nv.toolchain import find_compiler
@@ -93,10 +93,9 @@ class Library:
 
 
 def _directory() -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tinygrad_nv" / "emulator"
-    try: base.mkdir(parents=True, exist_ok=True)
-    except OSError: return Path(tempfile.mkdtemp())
-    return base
+    place = cache.directory() / "emulator"
+    place.mkdir(parents=True, exist_ok=True)
+    return place
 
 
 def _processor() -> str:
