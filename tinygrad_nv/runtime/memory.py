@@ -26,7 +26,7 @@ from tinygrad.runtime.support.memory import TLSFAllocator
 from tinygrad.tensor import all_tensors
 
 _copying = threading.Lock()  # tinygrad's allocators are not for several threads
-# tinygrad keeps freed buffers for others of the same size: weights and pages of another model have other sizes
+# tinygrad keeps freed buffers for others of the same size, and weights and pages of another model have others
 FREED_AT_ONCE = BufferSpec(nolru=True)
 ALIGNMENT = 256  # bytes: what tinygrad's own arenas use; a vector load needs 64
 
