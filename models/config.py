@@ -102,11 +102,42 @@ def read_config(directory: Path) -> ModelConfig:
         raise ModelError(f"no such directory: {directory}",
                          "a Hugging Face model directory (config.json, weights)",
                          "check the path; models are not downloaded")
+    _require_no_gguf(directory)
+    _require_no_adapter(directory)
     path = directory / "config.json"
     if not path.is_file():
         raise ModelError(f"{directory} has no config.json", "a Hugging Face model directory",
                          "point MODEL at the folder that holds config.json")
     return parse_config(read_json(path), str(path))
+
+
+def _require_no_gguf(path: Path) -> None:
+    """Refuses a GGUF file, and a directory of them without a config.json."""
+    if path.is_file():
+        try:
+            with path.open("rb") as file: is_gguf = file.read(4) == b"GGUF"
+        except OSError: is_gguf = False
+        found = [path.name] if is_gguf or path.suffix.lower() == ".gguf" else []
+    elif (path / "config.json").is_file(): return
+    else: found = sorted(each.name for each in path.glob("*") if each.suffix.lower() == ".gguf")
+    if not found: return
+    what = f"{path} is a GGUF file" if path.is_file() else f"{path} holds GGUF files ({found[0]})"
+    raise ModelError(f"{what}, llama.cpp's format, which is not read yet",
+                     "a Hugging Face model directory (config.json, weights as safetensors)",
+                     "use the directory that the GGUF file was converted from")
+
+
+def _require_no_adapter(directory: Path) -> None:
+    """Refuses an adapter, also one beside the weights of its model: transformers would apply it."""
+    path = directory / "adapter_config.json"
+    if not path.is_file(): return
+    adapter = read_json(path)
+    kind, base = str(adapter.get("peft_type", "LoRA"))[:40], str(adapter.get("base_model_name_or_path"))[:200]
+    if kind == "LORA": kind = "LoRA"
+    raise ModelError(f"{directory} is an adapter ({kind}) of the model {base}, and adapters are not read yet",
+                     "a Hugging Face model directory, without adapter_config.json",
+                     "merge it into its model with PEFT's merge_and_unload, save the result with "
+                     "save_pretrained, and name that directory")
 
 
 def parse_config(data: Mapping[str, Any], name: str = "config.json") -> ModelConfig:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,47 @@ def test_config_json_is_missing(command, copy: Path):
 def test_a_file_is_not_a_directory(command, tiny: Path):
     command("generate", tiny / "config.json", "hello").refused(
         "config.json has no config.json", "expected: a Hugging Face model directory")
+
+
+GGUF = ("llama.cpp's format, which is not read yet", "expected: a Hugging Face model directory",
+        "to fix:   use the directory that the GGUF file was converted from")
+
+
+@pytest.mark.parametrize("subcommand", ["generate", "chat", "explain"])
+@pytest.mark.parametrize("name", ["tiny.gguf", "tiny.Q4_K_M.GGUF", "ggml-model"])
+def test_a_gguf_file(command, tmp_path: Path, subcommand: str, name: str):
+    """By its name, or by its first bytes."""
+    path = tmp_path / name
+    path.write_bytes(b"" if "." in name else b"GGUF\3\0\0\0")
+    command(subcommand, path, *["hello"] * (subcommand == "generate")).refused(
+        f"{path} is a GGUF file", *GGUF)
+
+
+def test_a_directory_of_gguf_files(command, tmp_path: Path, copy: Path):
+    for at in (2, 1): (tmp_path / f"model-0000{at}-of-00002.gguf").write_bytes(b"GGUF")
+    command("generate", tmp_path, "hello").refused(
+        f"{tmp_path} holds GGUF files (model-00001-of-00002.gguf)", *GGUF)
+    (copy / "also.gguf").write_bytes(b"GGUF")
+    command("generate", copy, "hello", "--max-tokens", 1).succeeded()
+
+
+@pytest.mark.parametrize(("adapter", "kind"), [({"peft_type": "LORA"}, "LoRA"), ({"peft_type": "IA3"}, "IA3"),
+                                               ({}, "LoRA")])
+@pytest.mark.parametrize("alone", [True, False])
+def test_an_adapter(command, tmp_path: Path, copy: Path, adapter: dict[str, str], kind: str, alone: bool):
+    """Beside a model's own weights, too: transformers would apply it."""
+    directory = tmp_path if alone else copy
+    config = {**adapter, "base_model_name_or_path": "org/base"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    command("generate", directory, "hello").refused(
+        f"{directory} is an adapter ({kind}) of the model org/base, and adapters are not read yet",
+        "expected: a Hugging Face model directory, without adapter_config.json",
+        "to fix:   merge it into its model with PEFT's merge_and_unload")
+
+
+def test_an_adapter_that_is_no_json(command, copy: Path):
+    (copy / "adapter_config.json").write_text("{")
+    command("generate", copy, "hello").refused("adapter_config.json is not JSON", "expected: a JSON object")
 
 
 def test_config_json_is_a_directory(command, copy: Path):

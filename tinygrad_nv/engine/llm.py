@@ -49,6 +49,7 @@ from tinygrad_nv.kvcache.pool import PagePool
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.runtime.memory import sweep
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
 
 Prompt = str | Sequence[int]
@@ -115,6 +116,7 @@ class LLM:
                  num_pages: int | None = None, kv_cache_bytes: int | None = None, swap_space: int = 0,
                  enable_prefix_caching: bool = True, max_queue: int = 1024, overlap: bool = True,
                  speculative: str | None = None, stage: Callable[[str], None] = lambda name: None) -> None:
+        sweep()
         self.directory, self.device = Path(directory), open_device(device)
         stage("open device")
         self.config = read_config(self.directory)

@@ -107,8 +107,12 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, eos: Sequence[int],
                  seconds: float = SECONDS) -> None:
+        from llguidance import LLTokenizer
         self.vocab = vocab
-        self._words = _Words(tokenizer, vocab, [token for token in eos if 0 <= token < vocab])
+        self._words = words = _Words(tokenizer, vocab, [token for token in eos if 0 <= token < vocab])
+        # it refers to `words` where no collection of cycles looks: a reference back would keep both for ever
+        self._tokenizer = LLTokenizer(words, len(words.tokens),  # type: ignore[arg-type]  # a shape, not a class
+                                      list(words.eos))
         self._checker = Checker(seconds)
         self._lock = threading.Lock()
         self._kept: OrderedDict[Structured, Matcher] = OrderedDict()
@@ -139,7 +143,7 @@ class Grammars:
                                    "make it simpler: fewer repetitions of repetitions, smaller multiples, "
                                    "fewer alternatives") from late
             if error: raise refused(structured.kind, error)
-        inner = compiled(self._words.tokenizer, text)
+        inner = compiled(self._tokenizer, text)
         if inner.is_error(): raise refused(structured.kind, inner.get_error())
         try: made = Matcher(inner, self._words.ends, self.vocab)
         except RequestError as error: raise refused(structured.kind, error.found) from error
@@ -170,17 +174,15 @@ class _Words:
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, eos: Sequence[int]) -> None:
-        from llguidance import LLTokenizer
         self.backend, self.tokens = tokenizer.backend, token_bytes(tokenizer.backend, vocab)
         self.ends = packed(eos, vocab)
         if not eos:     # there must be one: a token that no mask has a bit for
             eos, self.tokens = [vocab], [*self.tokens, b""]
         for token in eos: self.tokens[token] = b""
-        self.eos_token_id = eos[0]
+        self.eos, self.eos_token_id = tuple(eos), eos[0]
         self.special_token_ids = [token for token, text in enumerate(self.tokens) if not text]
         self._ids = {text: token for token, text in reversed(list(enumerate(self.tokens))) if text}
         self._longest = max(map(len, self._ids), default=1)
-        self.tokenizer = LLTokenizer(self, len(self.tokens), list(eos))  # type: ignore[arg-type]  # a shape, not a class
 
     def __call__(self, text: str) -> list[int]:
         """Tokens of a text in the middle of another: the tokenizer's own if their bytes are the text's, which

@@ -15,21 +15,28 @@ import threading
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 from tinygrad import Device, Tensor, dtypes
-from tinygrad.device import Buffer
+from tinygrad.device import Buffer, BufferSpec
 from tinygrad.runtime.support.hcq import HCQBuffer, MMIOInterface
+from tinygrad.runtime.support.memory import TLSFAllocator
+from tinygrad.tensor import all_tensors
 
 _copying = threading.Lock()  # tinygrad's allocators are not for several threads
+# tinygrad keeps freed buffers for others of the same size, and weights and pages of another model have others
+FREED_AT_ONCE = BufferSpec(nolru=True)
 ALIGNMENT = 256  # bytes: what tinygrad's own arenas use; a vector load needs 64
 
 
 def allocate(tensor: Tensor) -> Buffer:
-    """The memory of a tensor made by `Tensor.empty`, allocated now. Raises MemoryError."""
-    try: return cast(Buffer, tensor.uop.buffer).ensure_allocated()
+    """The memory of a tensor made by `Tensor.empty`, allocated now and given back with the tensor. Raises
+    MemoryError."""
+    buffer = cast(Buffer, tensor.uop.buffer)
+    if not buffer.is_allocated(): buffer.options = FREED_AT_ONCE
+    try: return buffer.ensure_allocated()
     except OSError as error:  # what a mapping that is too large is to the system
         if error.errno != errno.ENOMEM: raise
         raise MemoryError(str(error)) from error
@@ -52,9 +59,18 @@ def allocate_arena(tensors: Sequence[Tensor]) -> None:
         buffer = cast(Buffer, tensor.uop.buffer)
         assert not buffer.is_allocated(), "an arena is for empty tensors"
         address, size = arena.ctypes.data + offset, buffer.nbytes
-        # meta keeps the mapping: it lives as long as any buffer in it, also in tinygrad's cache of freed ones
+        buffer.options = FREED_AT_ONCE
+        # meta keeps the mapping: it lives as long as any buffer in it
         view = MMIOInterface(address, size, fmt="B")
         buffer.allocate(opaque=HCQBuffer(address, size, meta=arena, view=view, owner=Device[buffer.device]))
+
+
+def sweep() -> None:
+    """Drops what tinygrad keeps of models that are gone, some 20 KB for each that was opened: weak references
+    to tensors that a collection of cycles took, and tables of plans of memory."""
+    for ref in list(all_tensors):
+        if ref() is None: all_tensors.pop(ref, None)
+    for table in (TLSFAllocator.lv1, TLSFAllocator.lv2): cast(Any, table).cache_clear()
 
 
 def host_bytes(tensor: Tensor) -> memoryview | None:
