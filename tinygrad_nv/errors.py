@@ -5,8 +5,6 @@ these. The CLI prints the message alone and exits with `exit_code`; libraries ca
 """
 from __future__ import annotations
 
-import functools
-
 
 class NVError(Exception):
     """Base of every user-facing error: `found` went wrong, `expected` would have been right, `fix` is the
@@ -31,12 +29,15 @@ def _both(ours: type[NVError], theirs: type[Exception], *words: str) -> NVError:
     return _joined(ours, theirs)(*words)
 
 
-@functools.cache
+_joint: dict[tuple[type[NVError], type[Exception]], type[NVError]] = {}
+
+
 def _joined(ours: type[NVError], theirs: type[Exception]) -> type[NVError]:
     def reduce(error: NVError) -> tuple[object, ...]:
         return _both, (ours, theirs, error.found, error.expected, error.fix)
     if issubclass(ours, theirs): return ours
-    return type(ours.__name__, (ours, theirs), {"__module__": ours.__module__, "__reduce__": reduce})
+    members = {"__module__": ours.__module__, "__reduce__": reduce}
+    return _joint.setdefault((ours, theirs), type(ours.__name__, (ours, theirs), members))
 
 
 class ToolchainError(NVError):
