@@ -64,7 +64,7 @@ def instead_of(place: Path, why: str) -> Path:
     else: return place
     print(f"tinygrad-nv: nothing can be kept in {place} ({why}); what is compiled is in {made} until the "
           "process ends. To keep it, set NV_CACHE_DIR", file=sys.stderr)
-    os.environ["NV_CACHE_DIR"] = str(made)
+    os.environ.update(NV_CACHE_DIR=str(made))
     atexit.register(_remove, made, os.getpid())
     return made
 

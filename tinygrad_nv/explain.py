@@ -18,7 +18,7 @@ predicted time, by what was measured of the machine (cpu/measure.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
@@ -142,6 +142,13 @@ class Lowering:
         first = {_identity(k): k for k in reversed(ours)}
         return [(first[key], count) for key, count in times.items()]
 
+    @property
+    def blocks(self) -> list[tuple[list[KernelRecord], int]]:
+        """The kernels in order, those that run again and again one after the other once, and how often: equal
+        layers of a model are one block."""
+        return [(self.kernels[start:start + length], times)
+                for start, length, times in repetitions([_told(k) for k in self.kernels])]
+
     def show(self, level: str, kernel: str | int | None = None) -> str:
         """Each distinct kernel of ours at a level: spec, tile, ptx, sass, or c as it reads well (that of a
         record is all that is compiled). `kernel` selects by number, from 1, or by name. Raises
@@ -174,16 +181,22 @@ class Lowering:
         rows: list[tuple[str, ...]] = [head]
         numbers = {_identity(record): i for i, (record, _) in enumerate(self.distinct, 1)}
         repeated = {_identity(record): record.reason for record, times in self.distinct if times > 1}
-        for k in self.kernels:
-            same, why = _identity(k), k.reason
-            if k.product is not None: why = f"product {numbers[same]}"
-            elif k.template is not None and same in repeated:  # said once
-                reason = repeated[same]
-                why, repeated[same] = f"kernel {numbers[same]}{reason and ': '}{reason}", ""
-            name = " ".join(k.name.split())  # tinygrad pads the names of copies
-            taken = "" if k.predicted_s is None else seconds(k.predicted_s)
-            rows.append((name, k.template or "-", k.device, k.isa, str(k.parts or ""), f"{k.flops:,}",
-                         f"{k.bytes:,}", taken, k.layer, why))
+        for block, times in self.blocks:
+            folded = times > 1
+            often, indent = " × " + str(times) if folded and len(block) == 1 else "", ""
+            if folded and len(block) > 1:
+                indent = "  "
+                rows.append((f"{len(block)} kernels × {times}:", *[""] * (len(head) - 1)))
+            for k in block:
+                same, why = _identity(k), k.reason
+                if k.product is not None: why = f"product {numbers[same]}"
+                elif k.template is not None and same in repeated:  # said once
+                    reason = repeated[same]
+                    why, repeated[same] = f"kernel {numbers[same]}{reason and ': '}{reason}", ""
+                name = f"{indent}{' '.join(k.name.split())}{often}"  # tinygrad pads the names of copies
+                taken = "" if k.predicted_s is None else seconds(k.predicted_s)
+                rows.append((name, k.template or "-", k.device, k.isa, str(k.parts or ""), f"{k.flops:,}",
+                             f"{k.bytes:,}", taken, k.layer, why))
         ours = sum(kernel.template is not None for kernel in self.kernels)
         rows.append((f"{len(self.kernels)} in all", f"{ours} ours", "", "", "", f"{self.flops:,}",
                      f"{self.bytes:,}", seconds(self.predicted_s), "", ""))
@@ -205,6 +218,28 @@ class Lowering:
         on_cpu = [(words, one) for words, one in found if isinstance(one, levels_cpu.CPUProduct)]
         return [*(["", *levels.table(on_gpu)] if on_gpu else []),
                 *(["", *levels_cpu.table(on_cpu)] if on_cpu else [])]
+
+
+def repetitions(keys: Sequence[Hashable]) -> list[tuple[int, int, int]]:
+    """A sequence as runs of repeated groups: start, length of the group, how often it stands there. Of the
+    groups that begin at a place the one that saves most lines, the shortest of equals."""
+    number = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    row, found, start = [number[key] for key in keys], [], 0
+    while start < len(row):
+        best = (start, 1, 1)
+        for length in range(1, (len(row) - start) // 2 + 1):
+            group, times = row[start:start + length], 1
+            while row[start + times * length:start + (times + 1) * length] == group: times += 1
+            if length * (times - 1) > best[1] * (best[2] - 1): best = (start, length, times)
+        found.append(best)
+        start += best[1] * best[2]
+    return found
+
+
+def _told(kernel: KernelRecord) -> Hashable:
+    """What a table tells of a kernel, less its layer."""
+    return (_identity(kernel), kernel.template, kernel.device, kernel.isa, kernel.parts, kernel.flops,
+            kernel.bytes, kernel.reason)
 
 
 def _identity(kernel: KernelRecord) -> Hashable:
