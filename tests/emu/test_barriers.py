@@ -160,7 +160,8 @@ def test_a_divergent_barrier_is_found_and_its_twin_is_not() -> None:
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("bar.sync 16;", r"not one of 0\.\.15"), ("bar.sync 1, 40;", "in steps of 32"), ("bar.arrive 1;", "no count"),
+    ("bar.sync 16;", r"not one of 0\.\.15"), ("bar.sync 1, 40;", "in steps of 32"),
+    ("bar.arrive 1;", "no count"),
     ("bar.sync 1, 2, 3;", "do not fit")])
 def test_what_ptx_does_not_allow(text: str, message: str) -> None:
     with pytest.raises(PTXError, match=message): run(text)
