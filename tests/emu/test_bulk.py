@@ -103,8 +103,10 @@ def test_destination_of_a_bulk_store_needs_the_full_wait(read: str) -> None:
 
 
 def test_exit_before_the_source_is_read() -> None:
+    """A note: PTX asks for the wait, but DeepGEMM's last stores run right without."""
     report, _ = run(FILL + FENCE + STORE.format(source="%r2") + "cp.async.bulk.commit_group;\n", DATA, ZEROS)
-    assert kinds(report) == {"async-hazard"}
+    assert not report.findings
+    assert ["wait_group.read" in note.message for note in report.notes] == [True]
 
 
 def test_prefetch_is_a_hint_that_checks_bounds() -> None:

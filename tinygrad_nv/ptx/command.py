@@ -229,7 +229,7 @@ def as_json(report: Report) -> dict[str, object]:
 def as_text(report: Report, most: int = 12) -> str:
     """Findings, totals, and the lines that cost most."""
     stats = report.stats
-    lines = [*map(str, report.findings or ["no findings"]), *map(str, report.notes)]
+    lines = [*([str(finding) for finding in report.findings] or ["no findings"]), *map(str, report.notes)]
     lines += ["", *(f"{name:<24}{value:>16,}" for name, value in (
         ("warp instructions", stats.warp_instructions), ("global bytes read", stats.global_read_bytes),
         ("global bytes written", stats.global_written_bytes), ("L2 bytes", stats.l2_bytes),

@@ -138,8 +138,6 @@ def bulk(low: Lowering, instruction: Instruction) -> None:
     to, source, size, *rest = without_policy(low, instruction)
     spaces = spaces_of(instruction)
     if len(spaces) != 2: raise low.fail(f"{len(spaces)} state spaces", "those of destination and source")
-    if isinstance(size, Immediate) and size.value % 16:
-        raise low.fail(f"{size.value} bytes", "a multiple of 16")
     flags = reduction(low) if low.has("reduce") else 0
     from_, bytes_ = address_of(low, source), low.source(size, "u32")
     barrier = address_of(low, rest.pop(0)) if spaces[0] in SHARED else -1

@@ -3,9 +3,10 @@
 Protocol: a lowering is a function `(low, instruction) -> None`, registered for the fixed leading words of an
 opcode with `@lowers("mbarrier.init")`; the longest registered prefix wins. It asks `low` for the places of
 operands in the register file (`low.source`, `low.dest`, `low.sources`), and emits ops (`low.emit`), whose
-handler is the C function `op_<name>` of csrc/. Registers are u32[32] (32 bits and less, zero-extended),
-u64[32], two u64[32] for 128 bits, or one u32 mask for a predicate; immediates get places of their own, filled
-when a warp starts.
+handler is the C function `op_<name>` of csrc/. Which constants an operand may be, the table of instructions
+says (`isa.check`, after the lowering); what is in a register is looked at in C. Registers are u32[32] (32
+bits and less, zero-extended), u64[32], two u64[32] for 128 bits, or one u32 mask for a predicate; immediates
+get places of their own, filled when a warp starts.
 """
 from __future__ import annotations
 
