@@ -21,7 +21,7 @@ from gpu_cases import Case, Cases, moved
 from gpu_correct import arguments, opened, readable, rows_of, shown
 from gpu_parts import Options, Part, register
 
-from tinygrad_nv.runtime.driver import Driver, Launch, Work, integer, pointer
+from tinygrad_nv.runtime.driver import Driver, Launch, Node, Work, integer, pointer
 
 ROUNDS = 3
 ALIGN = 1024        # of each buffer: swizzled boxes of TMA have no wider need
@@ -109,7 +109,8 @@ def in_a_stream(driver: Driver, works: list[Work]) -> None:
 
 def in_a_graph(driver: Driver, works: list[Work]) -> None:
     """As nodes, each with an edge from the one before."""
-    graph, after = driver.graph(), []
+    graph = driver.graph()
+    after: list[Node] = []
     for work in works: after = [graph.add(work, after)]
     graph.instantiate().launch()
 

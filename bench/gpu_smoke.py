@@ -16,7 +16,7 @@ from typing import Any
 
 from gpu_parts import Measure, NotMeasured, Options, Part, Row, register
 
-from tinygrad_nv.runtime.driver import Driver, Fill, Launch, integer, pointer
+from tinygrad_nv.runtime.driver import Driver, Fill, Launch, Node, integer, pointer
 from tinygrad_nv.runtime.launch_text import map_spec
 from tinygrad_nv.tile.dense import dense
 from tinygrad_nv.tile.schedule import Schedule
@@ -146,7 +146,8 @@ def clusters_side_by_side(driver: Driver) -> str:
 
 def edges_that_begin_early(driver: Driver) -> str:
     """A row of nodes with programmatic edges, each of which reads what the one before wrote."""
-    bench, graph, after = Bench(driver), driver.graph(), []
+    bench, graph = Bench(driver), driver.graph()
+    after: list[Node] = []
     for i in range(LINKS): after = [graph.add(bench.launch("add", i, 1, pdl=True), after)]
     driver.copy_in(bench.memory, memoryview(bytes(16 * 2 * CTAS)))
     graph.instantiate().launch()

@@ -27,7 +27,9 @@ README = RESULTS.parents[1] / "README.md"
 BEGIN = "<!-- performance: written by bench/report.py -->"
 END = "<!-- performance: end -->"
 WIDTH = 118
-PARTS = {"correctness": "recorded launches against the emulator's answers", "gemm": "matrix products",
+PARTS = {"smoke": "graphs of kernels with clusters, whose arguments change",
+         "correctness": "recorded launches against the emulator's answers",
+         "chains": "recorded launches among programmatic ones", "gemm": "matrix products",
          "attention": "attention, forward", "backward": "attention, backward",
          "paged": "decode attention over pages", "decode": "whole decode steps",
          "memory": "memory-bound kernels"}
@@ -101,7 +103,7 @@ def state(part: str, rows: Mapping[str, Record]) -> str:
     counts: dict[str, int] = {}
     for row in rows.values(): counts[row["status"]] = counts.get(row["status"], 0) + 1
     said = ", ".join(f"{count} {status}" for status, count in counts.items())
-    if part != "correctness": return f"{len(rows)} rows: {said}"
+    if part not in ("correctness", "chains"): return f"{len(rows)} rows: {said}"
     def total(kind: str) -> int: return sum(row.get(kind, 0) for row in rows.values())
     return (f"{len(rows)} tests: {said}; {total('launches')} launches: {total('same')} bit for bit, "
             f"{total('close')} within their bounds, {total('order')} up to the order of warps, "
