@@ -4,42 +4,20 @@ Protocol: `from tinygrad_nv import Tensor, nn, TinyJit` gives tinygrad's own obj
 is what changes how they are lowered. `enable`, `disable` and `disabled()` switch that at run time and NV=0 in
 the environment leaves it off. `explain(tensor)` says which kernel will run for what, and why.
 
-Reading order: `hooks` (where tinygrad is joined), `patterns/program` (a kernel of ours in the graph),
-`explain`.
+Reading order: `registration` (what an import does), `hooks` (where tinygrad is joined), `patterns/program` (a
+kernel of ours in the graph), `explain`.
 """
 # ruff: noqa: E402  (Ctrl-C is the command's before anything takes time)
 from tinygrad_nv import interrupt
 
 interrupt.starting()
 
+import multiprocessing
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
-
-from tinygrad import (
-    Context,
-    Device,
-    GlobalCounters,
-    Tensor,
-    TinyJit,
-    UOp,
-    Variable,
-    dtypes,
-    function,
-    nn,
-)
-
-from tinygrad_nv import config, functional, hooks
-from tinygrad_nv.errors import NVError
-from tinygrad_nv.explain import KernelRecord, Lowering, explain
-from tinygrad_nv.hooks import disable, disabled, enable, enabled
-from tinygrad_nv.patterns import building, registered, settle
-from tinygrad_nv.runtime import cuda_device, programs, ranges
-from tinygrad_nv.runtime.device import EMUDevice
-from tinygrad_nv.runtime.memory_pool import memory_report
-from tinygrad_nv.runtime.ranges import layer
 
 __all__ = ["LLM", "Context", "Device", "GlobalCounters", "KernelRecord", "Lowering", "SamplingParams",
            "Tensor", "TinyJit", "UOp", "Variable", "disable", "disabled", "dtypes", "enable", "enabled",
@@ -75,22 +53,33 @@ def __getattr__(name: str) -> object:
 
 sys.meta_path.append(_ModelsFinder(Path(__file__).resolve().parent))
 
-functional.register()
-registered.register()
-hooks.add_check("building", building.checked)
-hooks.add_compile("programs", programs.cached)
-hooks.add_compile("program", settle.settle)
-hooks.install_cpu()
-hooks.install_threads()
-hooks.add_device("EMU", EMUDevice)
-try:
-    ranges.enable_nvtx()
-    if config.get("NV"):
-        # NV=0 gives a program tinygrad as it is; EMU is no name of tinygrad's
-        cuda_device.register()
-        enable()
-except NVError as error:
-    # the command line cannot catch what happens before it is imported
-    if Path(sys.argv[0]).stem not in ("tinygrad-nv", "-m"): raise
-    print(f"tinygrad-nv: {error}", file=sys.stderr)
-    raise SystemExit(error.exit_code) from error
+
+def _compiles_alone() -> bool:
+    """Whether this process needs the compilers' modules alone: a compile worker of tinygrad, or
+    tinygrad-nv-cc, which starts for each kernel. The rest takes half a second of a processor to import."""
+    process = type(multiprocessing.current_process())
+    return process.__name__ == "_WorkerProcess" or Path(next(iter(sys.argv), "")).stem == "tinygrad-nv-cc"
+
+
+if not _compiles_alone():
+    from tinygrad_nv.registration import (
+        Context,
+        Device,
+        GlobalCounters,
+        KernelRecord,
+        Lowering,
+        Tensor,
+        TinyJit,
+        UOp,
+        Variable,
+        disable,
+        disabled,
+        dtypes,
+        enable,
+        enabled,
+        explain,
+        function,
+        layer,
+        memory_report,
+        nn,
+    )

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tinygrad.engine import worker
 from tinygrad.helpers import Target
 from tinygrad.renderer import cstyle
 from tinygrad.runtime import ops_cpu
@@ -242,3 +243,22 @@ def test_compiler_property_is_lazy(path):
     renderer = ClangRenderer(TARGET)
     assert isinstance(vars(ClangRenderer)["compiler"], functools.cached_property)
     assert renderer.found is None
+
+
+LOADED = "[name for name in sys.modules if name.startswith(('numpy', 'tinygrad_nv.patterns'))]"
+
+
+def test_the_wrapper_loads_nothing_it_does_not_need():
+    """It is started for each kernel: all of the package takes longer to import than a kernel to compile."""
+    script = f"import sys; sys.argv[0] = '/bin/tinygrad-nv-cc'; import tinygrad_nv.toolchain; print({LOADED})"
+    done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(ROOT)},
+                          capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_compile_worker_loads_nothing_it_does_not_need():
+    renderer = Device["CPU"].renderer
+    assert isinstance(renderer, ClangRenderer)
+    with worker._WorkerContext().Pool(1, worker._init_worker) as pool:
+        assert pool.apply(len, ([renderer],)) == 1
+        assert pool.apply(eval, (LOADED.replace("sys", "__import__('sys')"),)) == []

@@ -1,0 +1,50 @@
+"""What importing tinygrad_nv does: registers rewrites, methods and devices; and the names it gives."""
+import sys
+from pathlib import Path
+
+from tinygrad import (
+    Context,
+    Device,
+    GlobalCounters,
+    Tensor,
+    TinyJit,
+    UOp,
+    Variable,
+    dtypes,
+    function,
+    nn,
+)
+
+from tinygrad_nv import config, functional, hooks
+from tinygrad_nv.errors import NVError
+from tinygrad_nv.explain import KernelRecord, Lowering, explain
+from tinygrad_nv.hooks import disable, disabled, enable, enabled
+from tinygrad_nv.patterns import building, registered, settle
+from tinygrad_nv.runtime import cuda_device, programs, ranges
+from tinygrad_nv.runtime.device import EMUDevice
+from tinygrad_nv.runtime.memory_pool import memory_report
+from tinygrad_nv.runtime.ranges import layer
+
+__all__ = ["Context", "Device", "GlobalCounters", "KernelRecord", "Lowering", "Tensor", "TinyJit", "UOp",
+           "Variable", "disable", "disabled", "dtypes", "enable", "enabled", "explain", "function", "layer",
+           "memory_report", "nn"]
+
+functional.register()
+registered.register()
+hooks.add_check("building", building.checked)
+hooks.add_compile("programs", programs.cached)
+hooks.add_compile("program", settle.settle)
+hooks.install_cpu()
+hooks.install_threads()
+hooks.add_device("EMU", EMUDevice)
+try:
+    ranges.enable_nvtx()
+    if config.get("NV"):
+        # NV=0 gives a program tinygrad as it is; EMU is no name of tinygrad's
+        cuda_device.register()
+        enable()
+except NVError as error:
+    # the command line cannot catch what happens before it is imported
+    if Path(sys.argv[0]).stem not in ("tinygrad-nv", "-m"): raise
+    print(f"tinygrad-nv: {error}", file=sys.stderr)
+    raise SystemExit(error.exit_code) from error
