@@ -68,21 +68,20 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="print only")
     args = parser.parse_args()
     os.environ["NV_GEMM"] = os.environ["NV_ATTENTION"] = "1"
-    steadying, naming, attending, multiplying, norming = (list[float]() for _ in range(5))
+    lists = steadying, naming, attending, multiplying, norming = tuple(list[float]() for _ in range(5))
     registered.remove()
-    for one, seconds in zip(registered.REWRITES, (steadying, naming, attending, multiplying, norming), strict=True):
+    for one, seconds in zip(registered.REWRITES, lists, strict=True):
         hooks.add_rewrite(one.name, timed(one.fn, seconds), *one.keys)
     tensor, alone, joined = decode(args.layers), list[float](), list[float]()
     with Context(SCACHE=0, CAPTURING=0, DEBUG=0):
         with hooks.disabled(): kernels = len(scheduled(tensor)[1].src)
         _, linear = scheduled(tensor)
         ours = sum(program.note_of(call.src[0]) is not None for call in linear.src)
-        for each_s in (naming, attending, multiplying, norming, steadying): each_s.clear()
+        for each_s in lists: each_s.clear()
         for _ in each(range(args.repeat)):
             with hooks.disabled(): alone.append(scheduled(tensor)[0])
             joined.append(scheduled(tensor)[0])
-    matching = [sum(each_s) for each_s in
-                zip(naming, attending, multiplying, norming, steadying, strict=True)]
+    matching = [sum(each_s) for each_s in zip(*lists, strict=True)]
     share = [one / other for one, other in zip(matching, alone, strict=True)]
     whole = [one / other for one, other in zip(joined, alone, strict=True)]
     rows = [("tinygrad alone, s", f"{median(alone):.2f}", spread(alone), str(kernels)),
