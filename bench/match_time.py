@@ -68,7 +68,8 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="print only")
     args = parser.parse_args()
     os.environ["NV_GEMM"] = os.environ["NV_ATTENTION"] = "1"
-    lists = steadying, naming, attending, multiplying, norming = tuple(list[float]() for _ in range(5))
+    lists = tuple(list[float]() for _ in registered.REWRITES)
+    attending = lists[[one.name for one in registered.REWRITES].index("attention")]
     registered.remove()
     for one, seconds in zip(registered.REWRITES, lists, strict=True):
         hooks.add_rewrite(one.name, timed(one.fn, seconds), *one.keys)
