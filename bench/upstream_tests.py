@@ -10,7 +10,8 @@ are used. Plain is NV=0: tinygrad's schedules and kernels, with this package's c
 Each file runs in a process of its own. A test that takes longer than --timeout seconds, or ends the process,
 is reported, and the rest of its file runs in a new process. Everything is noted as it happens in
 bench/results/cache/upstream/: --resume runs what is missing there. --quick runs plain only what did not pass
-hooked, which finds the same differences.
+hooked: a failure that comes from an earlier test (DEV=EMU tells findings at the next synchronisation) is then
+shown as a difference, too.
 """
 from __future__ import annotations
 
