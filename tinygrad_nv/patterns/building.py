@@ -70,7 +70,7 @@ def checked(before: UOp, after: UOp) -> bool:
     if strict() or program.hearing(): return True
     given = {call.src[0] for call in _calls(before)}
     made = dict.fromkeys(_kernel(call) for call in _calls(after) if call.src[0] not in given)
-    new = [kernel for kernel in made if kernel not in _good]
+    new = [kernel for kernel in made if kernel not in _good and kernel not in program.refused]
     if not new: return True
     _compile_all(new)
     failed = {kernel: error for kernel in new if (error := _failure(kernel)) is not None}
