@@ -9,7 +9,7 @@ from tinygrad.tensor import transform_to_call
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import Tensor, explain, hooks
-from tinygrad_nv.patterns import gemm, norm
+from tinygrad_nv.patterns import gemm, norm, registered
 from tinygrad_nv.runtime import programs
 
 PLAIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -109,6 +109,17 @@ def test_a_schedule_with_rewrites_belongs_to_the_configuration(monkeypatch: pyte
     assert templates() != ours
     monkeypatch.delenv("NV_NORM")
     assert templates() == ours
+
+
+@pytest.mark.parametrize("setting", ["NV_CPU", "EMU_ARCH"])
+@pytest.mark.parametrize("name", ["named", "attention", "gemm", "norm"])
+def test_each_rewrite_has_its_targets_among_its_keys(name: str, setting: str,
+                                                     monkeypatch: pytest.MonkeyPatch):
+    """Also where the others are removed."""
+    own = next(each for each in registered.REWRITES if each.name == name)
+    before = [key() for key in own.keys]
+    monkeypatch.setenv(setting, {"NV_CPU": "0", "EMU_ARCH": "sm_80"}[setting])
+    assert [key() for key in own.keys] != before
 
 
 def test_each_key_is_asked_once():
