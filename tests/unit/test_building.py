@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from tinygrad import helpers
 
-from tinygrad_nv import Tensor, TinyJit, Variable, disabled, explain, hooks
+from tinygrad_nv import Tensor, TinyJit, Variable, disabled, explain, hook_rewrites
 from tinygrad_nv.errors import ConfigError, NVError, ScheduleError
 from tinygrad_nv.patterns import attention, building, gemm, norm, program, stable
 from tinygrad_nv.runtime.programs import programs_compiled
@@ -22,9 +22,9 @@ def lenient(monkeypatch):
     monkeypatch.setattr(building, "_good", set())
     monkeypatch.setattr(building, "_warned", set())
     monkeypatch.setattr(program, "refused", {})
-    hooks._configured_cache.clear()  # what other tests have scheduled
+    hook_rewrites.configured_cache.clear()  # what other tests have scheduled
     yield
-    hooks._configured_cache.clear()
+    hook_rewrites.configured_cache.clear()
 
 
 @pytest.fixture(params=["CPU", "EMU"])

@@ -8,7 +8,7 @@ import pytest
 from tinygrad.tensor import transform_to_call
 from tinygrad.uop.ops import Ops, UOp
 
-from tinygrad_nv import Tensor, explain, hooks
+from tinygrad_nv import Tensor, explain, hook_rewrites, hooks
 from tinygrad_nv.patterns import gemm, norm, registered
 from tinygrad_nv.runtime import programs
 
@@ -54,7 +54,7 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> list[Ops]:
 def test_a_program_with_nothing_of_ours_is_walked_once(name: str, walks: list[Ops],
                                                        monkeypatch: pytest.MonkeyPatch):
     sink = body(PLAIN[name](*tensors()))
-    monkeypatch.setattr(hooks, "graph_rewrite", refuse)
+    monkeypatch.setattr(hook_rewrites, "graph_rewrite", refuse)
     walks.clear()
     assert hooks.rewritten(sink) is sink
     assert walks == [Ops.SINK]
@@ -64,7 +64,7 @@ def test_a_number_for_each_row_is_not_translated(walks: list[Ops], monkeypatch: 
     a, b = tensors()
     monkeypatch.setenv("NV_SPEC", "0")  # verifying walks
     monkeypatch.setattr(norm, "matched", refuse)
-    monkeypatch.setattr(hooks, "graph_rewrite", refuse)
+    monkeypatch.setattr(hook_rewrites, "graph_rewrite", refuse)
     for tensor in (a.mean(-1), (a * 2 + b).sum(-1) * 2 + 1, (a + b).max()):
         sink = body(tensor)
         walks.clear()
@@ -94,8 +94,8 @@ def test_rows_are_found(name: str):
 def test_a_schedule_without_rewrites_needs_no_configuration(name: str, monkeypatch: pytest.MonkeyPatch):
     a, b = tensors()
     PLAIN[name](a, b).realize()
-    monkeypatch.setattr(hooks, "configuration", refuse)
-    monkeypatch.setattr(hooks, "_rewritten", refuse)
+    monkeypatch.setattr(hook_rewrites, "configuration", refuse)
+    monkeypatch.setattr(hook_rewrites, "_rewritten", refuse)
     PLAIN[name](a, b).realize()
 
 
@@ -171,5 +171,5 @@ def test_what_is_compiled_already_is_not_walked(walks: list[Ops]):
 
 def test_products_need_a_product():
     a, b = tensors()
-    ops = hooks.hook_graph.ops_of(body(a @ b))
-    assert hooks.hook_graph.has(ops, tuple(map(frozenset, gemm.NEEDS)))
+    ops = hook_rewrites.ops_of(body(a @ b))
+    assert hook_rewrites.has(ops, tuple(map(frozenset, gemm.NEEDS)))
