@@ -40,7 +40,7 @@ from tinygrad.schedule import create_linear_with_vars
 from tinygrad.tensor import Tensor, transform_to_call
 from tinygrad.uop.ops import Ops, UOp, sym_infer
 
-from tinygrad_nv import hooks
+from tinygrad_nv import hook_threads, hooks
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.errors import NVError, RequestError
@@ -255,7 +255,8 @@ def explain(*tensors: Tensor) -> Lowering:
     wanted = [t.uop for t in tensors if not t.uop.is_virtual and not t.uop.has_buffer_identity()]
     if not wanted: return Lowering([])
     quiet = Context(SCACHE=0, CAPTURING=0, DEBUG=0)
-    with quiet, ranges.scheduling(wanted), program.hear_misses() as misses:
+    # SCACHE is the process's: two of these at a time would leave it off
+    with hook_threads.LOWERING, quiet, ranges.scheduling(wanted), program.hear_misses() as misses:
         linear, var_vals = create_linear_with_vars(transform_to_call(UOp.sink(*wanted))[0])
         unused = list(misses)
         kernels = [_record(call, device, var_vals, unused)

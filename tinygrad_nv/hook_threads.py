@@ -8,6 +8,8 @@ tinygrad 0.14.0 keeps as state of the process what belongs to the thread that wo
 * `ALLOW_DEVICE_USAGE`, which is 0 while a kernel is generated: launches of other threads would be refused,
   and after two overlapping generations it would stay 0. It has a value for each thread, and each use of
   `Context` as a decorator remembers the values that it found itself.
+* `CAPTURING`, which is 0 while something is scheduled beside a capture, as explain() does: a TinyJit of
+  another thread would lose kernels.
 * `capturing`, the TinyJit that takes what is scheduled: it would take the schedules of other threads. A list
   for each thread.
 * devices, which two threads would open twice.
@@ -36,6 +38,7 @@ from tinygrad_nv.replaced import put_back, replace, theirs
 
 LOWERING = threading.RLock()
 _own = threading.local()
+_SETTINGS: tuple[helpers.ContextVar[Any], ...] = (helpers.ALLOW_DEVICE_USAGE, helpers.CAPTURING)
 _OPEN = "_Device__get_canonicalized_item"
 
 
@@ -47,7 +50,7 @@ def install() -> None:
     replace(type(Device), _OPEN, _OpenOnce(theirs(type(Device), _OPEN)))
     capturing = _Capturing()
     for owner in (realize, schedule, jit): replace(owner, "capturing", capturing)
-    helpers.ALLOW_DEVICE_USAGE.__class__ = _PerThread
+    for setting in _SETTINGS: setting.__class__ = _PerThread
 
 
 def remove() -> None:
@@ -59,7 +62,7 @@ def remove() -> None:
     put_back(helpers.Context, "_recreate_cm")
     put_back(type(Device), _OPEN)
     for owner in (realize, schedule, jit): put_back(owner, "capturing")
-    helpers.ALLOW_DEVICE_USAGE.__class__ = helpers.ContextVar
+    for setting in _SETTINGS: setting.__class__ = helpers.ContextVar
 
 
 # **** the cache on disk ****

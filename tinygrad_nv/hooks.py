@@ -102,6 +102,7 @@ _compiles: dict[str, Callable[[UOp, Compile], UOp]] = {}
 _executes: dict[str, Callable[[UOp, realize.ExecContext, Run], Seconds]] = {}
 _functions: dict[str, CustomFunction] = {}
 _enabled = False
+_before = list[bool]()  # what was in force before each block of `disabled` that has not ended
 
 
 def add_rewrite(name: str, fn: Callable[[UOp], UOp], *keys: Callable[[], Hashable],
@@ -199,20 +200,25 @@ def disable() -> None:
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
-    """tinygrad's own lowering inside the block; afterwards, also after an exception, as it was before."""
-    before = _enabled
-    disable()
+    """tinygrad's own lowering inside the block, for all threads; afterwards, also after an exception, as it
+    was before. Of blocks that overlap, the last to end restores what the first has found."""
+    with hook_threads.LOWERING:
+        before = _enabled
+        disable()
+        _before.append(before)
     try: yield
-    finally: _set_enabled(before)
+    finally:
+        with hook_threads.LOWERING: _set_enabled(_before.pop())
 
 
 def _set_enabled(on: bool) -> None:
     global _enabled
-    before, _enabled = _enabled, on
-    try: _apply()
-    except HookError:  # somebody stands in the way: nothing has changed
-        _enabled = before
-        raise
+    with hook_threads.LOWERING:
+        before, _enabled = _enabled, on
+        try: _apply()
+        except HookError:  # another package stands in the way: nothing has changed
+            _enabled = before
+            raise
 
 
 def _check() -> None:

@@ -12,7 +12,8 @@ from tinygrad import Context, Device, TinyJit, helpers
 from tinygrad.engine import jit, realize
 from tinygrad.runtime.ops_python import PythonDevice
 
-from tinygrad_nv import Tensor, hooks
+from tinygrad_nv import Tensor, explain, hook_threads, hooks
+from tinygrad_nv.patterns import program
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +116,43 @@ def test_a_capture_takes_what_its_own_thread_schedules():
     assert seen == [[1] * 3, [2] * 3]
 
 
+def test_a_capture_goes_on_while_another_thread_schedules_beside_its_own():
+    """As explain() does: what is scheduled meanwhile belongs to the capture all the same."""
+    def beside(inside: threading.Event, done: threading.Event) -> None:
+        with Context(CAPTURING=0):
+            inside.set()
+            done.wait(10)
+
+    @TinyJit
+    def step(x: Tensor) -> Tensor:
+        inside, done = threading.Event(), threading.Event()
+        thread = threading.Thread(target=beside, args=(inside, done))
+        thread.start()
+        assert inside.wait(10)
+        made = (x * 2).realize()
+        done.set()
+        thread.join()
+        return made
+    for turn in range(3): assert step(Tensor([turn, 7]).realize()).tolist() == [2 * turn, 14]
+
+
+def test_explain_leaves_schedules_cached(monkeypatch):
+    """Also two of them at a time: it turns the cache off while nobody else explains."""
+    own, free = program.hear_misses, list[bool]()
+
+    def hear() -> Any:
+        def taken() -> bool:
+            if got := hook_threads.LOWERING.acquire(blocking=False): hook_threads.LOWERING.release()
+            return got
+        free.append(in_thread(taken))
+        assert helpers.SCACHE.value == 0
+        return own()
+    monkeypatch.setattr(program, "hear_misses", hear)
+    explain(Tensor([1.0, 2]) + 1)
+    assert free == [False]
+    assert helpers.SCACHE.value == 1
+
+
 # **** devices ****
 
 def test_two_threads_open_a_device_once():
@@ -145,9 +183,30 @@ def test_put_back_tinygrad_has_its_own_state():
     try:
         assert type(realize.capturing) is list
         assert realize.capturing is jit.capturing is not ours
-        assert type(helpers.ALLOW_DEVICE_USAGE) is helpers.ContextVar
+        settings = (helpers.ALLOW_DEVICE_USAGE, helpers.CAPTURING)
+        assert {type(each) for each in settings} == {helpers.ContextVar}
         assert helpers.ALLOW_DEVICE_USAGE.value == 1
         made = Context(ALLOW_DEVICE_USAGE=0)
         assert made._recreate_cm() is made
         assert Device["CPU"].device == "CPU"
     finally: hooks.install_threads()
+
+
+# **** on and off ****
+
+def test_overlapping_blocks_of_disabled_leave_what_was_before():
+    """The first to begin is the first to end."""
+    inside, done = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with hooks.disabled():
+            inside.set()
+            done.wait(10)
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert inside.wait(10)
+    with hooks.disabled():
+        done.set()
+        thread.join()
+        assert not hooks.enabled()
+    assert hooks.enabled()
