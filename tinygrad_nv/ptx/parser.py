@@ -220,6 +220,10 @@ class Parser(Operands):
         depth = 1
         self.declare_labels()
         while depth:
+            self.skip_space()
+            if (made := self.line_instruction()) is not None:
+                out.body.append(made)
+                continue
             token = self.peek()
             if token.kind == "end": raise self.fail(f"function {out.name} is not closed")
             if token.text == "{":
@@ -272,6 +276,7 @@ class Parser(Operands):
     def register_declaration(self) -> None:
         """`.reg .b32 %r<301>, %x;`."""
         self.expect(".reg")
+        self.scopes[-1].operands.clear()
         kind, vector = self.next().text[1:], ""
         if kind in ("v2", "v4"): vector, kind = kind, self.next().text[1:]
         if kind not in WIDTHS or vector: raise self.fail(f"unknown register type .{vector or kind}")
