@@ -26,7 +26,7 @@ signal.signal = first
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_signal_while_it_starts(name: str, tmp_path: Path):
-    """Five moments, from the first lines of the package to where a model is loaded; all is over after 1.5 s."""
+    """Five moments, from the first lines of the package on; after 1.5 s an answer can be whole."""
     (tmp_path / "sitecustomize.py").write_text(BEGIN)
     words = [*COMMANDS[name], "generate", "Once upon a time", "--max-tokens", "2000", "--ignore-eos"]
     environment = {**os.environ, "DEV": "CPU", "PYTHONPATH": str(tmp_path)}

@@ -4,8 +4,8 @@ Protocol: `Operands.instruction` reads one statement up to its semicolon, in the
 opened; names declared in a block in braces are unique outside it (`name@2`). Argument lists of calls are
 vectors.
 
-`Operands.line_instruction` does the same for an instruction on one line, as nearly all are, and looks operands up by
-their text: 20 times as fast. It leaves whatever is unusual, and every error, to `instruction`.
+`Operands.line_instruction` does the same for an instruction on one line, as nearly all are, and looks its
+operands up by their text: three times as fast. It leaves what is unusual, and every error, to `instruction`.
 """
 from __future__ import annotations
 
