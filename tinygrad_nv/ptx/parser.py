@@ -11,6 +11,7 @@ construct that is not known is a `PTXError` with line and text.
 """
 from __future__ import annotations
 
+import functools
 import re
 
 from tinygrad_nv.ptx.expressions import Constants, is_constant
@@ -26,8 +27,10 @@ SPACES = {".global", ".const", ".shared", ".local", ".param"}
 IGNORED_LINES = {".loc", ".file", ".section"}
 
 
+@functools.lru_cache(8)  # of some MB each
 def parse(text: str) -> Module:
-    """The module of a PTX text. Raises `PTXError` at the first line it does not understand."""
+    """The module of a PTX text; equal texts share it. Raises `PTXError` at the first line it does not
+    understand."""
     return Parser(text).module()
 
 
