@@ -14,10 +14,12 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 from tinygrad_nv import config
 
+LOCK = threading.RLock()  # held while places are looked for
 ROOM = 1 << 20  # bytes that must fit: a few compiled kernels
 _PREFIX = "tinygrad_nv-"
 
@@ -30,7 +32,7 @@ def named() -> Path:
 
 def directory() -> Path:
     """A directory that exists and can be written."""
-    return _usable(named())
+    with LOCK: return _usable(named())
 
 
 def is_temporary(place: Path) -> bool:
@@ -73,6 +75,15 @@ def _temporary() -> list[str]:
     """tempfile's choice, which it does not find where nothing can be written."""
     try: return [tempfile.gettempdir()]
     except OSError: return []
+
+
+def _forked() -> None:
+    """A child of fork has one thread: the one that held the lock may be another."""
+    global LOCK
+    LOCK = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _remove(made: Path, owner: int) -> None:

@@ -4,7 +4,7 @@ tinygrad 0.14.0 keeps as state of the process what belongs to the thread that wo
 
 * one connection to its database, which sqlite lets serve only the thread that opened it. The main thread
   keeps that connection; each other thread gets one of its own, closed when the thread ends. A database that
-  cannot be written is used as a copy in the directory of cache.py.
+  cannot be written is used as a copy in the directory of cache.py, also by the processes that compile.
 * `ALLOW_DEVICE_USAGE`, which is 0 while a kernel is generated: launches of other threads would be refused,
   and after two overlapping generations it would stay 0. It has a value for each thread, and each use of
   `Context` as a decorator remembers the values that it found itself.
@@ -29,7 +29,7 @@ from typing import Any
 
 from tinygrad import helpers, schedule
 from tinygrad.device import Device
-from tinygrad.engine import jit, realize
+from tinygrad.engine import jit, realize, worker
 
 from tinygrad_nv import cache
 from tinygrad_nv.replaced import put_back, replace, theirs
@@ -42,6 +42,7 @@ _OPEN = "_Device__get_canonicalized_item"
 def install() -> None:
     """Makes that state a thread's own."""
     replace(helpers, "db_connection", _connection)
+    for owner in _pool_owners(): replace(owner, "get_worker_pool", _workers)
     replace(helpers.Context, "_recreate_cm", _fresh)
     replace(type(Device), _OPEN, _OpenOnce(theirs(type(Device), _OPEN)))
     capturing = _Capturing()
@@ -52,7 +53,9 @@ def install() -> None:
 def remove() -> None:
     """Undoes `install`. Devices that are open stay so."""
     put_back(helpers, "db_connection")
+    for owner in _pool_owners(): put_back(owner, "get_worker_pool")
     if helpers.CACHEDB in _moved: helpers.CACHEDB = _moved[helpers.CACHEDB]
+    if os.environ.get("CACHEDB") in _moved: os.environ["CACHEDB"] = helpers.CACHEDB
     put_back(helpers.Context, "_recreate_cm")
     put_back(type(Device), _OPEN)
     for owner in (realize, schedule, jit): put_back(owner, "capturing")
@@ -66,18 +69,23 @@ _moved: dict[str, str] = {}  # databases in use, and which they are in the place
 
 def _place() -> None:
     """Puts tinygrad's cache into our directory, with a copy of what it has, where it cannot be written."""
-    if (before := helpers.CACHEDB) in _moved: return
-    why = cache.why_not(Path(before).parent)
-    if not why and os.path.exists(before) and not os.access(before, os.W_OK): why = "it is read-only"
-    if why:
+    if helpers.CACHEDB in _moved: return
+    with cache.LOCK:
+        if (before := helpers.CACHEDB) in _moved: return
+        why = cache.why_not(Path(before).parent)
+        if not why and os.path.exists(before) and not os.access(before, os.W_OK): why = "it is read-only"
+        if not why:
+            _moved[before] = before
+            return
         place = cache.directory()
-        helpers.CACHEDB = str(place / "tinygrad.db")
+        made = str(place / "tinygrad.db")
         with contextlib.suppress(OSError):
-            if not os.path.exists(helpers.CACHEDB): shutil.copyfile(before, helpers.CACHEDB)
+            # other processes may be there: none finds half of it
+            if not os.path.exists(made): os.replace(shutil.copyfile(before, f"{made}.{os.getpid()}"), made)
         if not cache.is_temporary(place):
-            print(f"tinygrad-nv: {before} cannot be written ({why}); {helpers.CACHEDB} is used",
-                  file=sys.stderr)
-    _moved[helpers.CACHEDB] = before
+            print(f"tinygrad-nv: {before} cannot be written ({why}); {made} is used", file=sys.stderr)
+        _moved[made] = before
+        helpers.CACHEDB = os.environ["CACHEDB"] = made
 
 
 def _connection() -> Any:
@@ -89,6 +97,17 @@ def _connection() -> Any:
     if made is None or made.__globals__["CACHEDB"] != helpers.CACHEDB:
         made = _own.opened = types.FunctionType(opened.__code__, {**vars(helpers), "_db_connection": None})
     return made()
+
+
+def _pool_owners() -> list[types.ModuleType]:
+    """BEAM's search takes what is in `worker` when it is imported."""
+    return [realize, worker, *filter(None, [sys.modules.get("tinygrad.codegen.opt.search")])]
+
+
+def _workers() -> Any:
+    """tinygrad's processes that compile: they load nothing of this file, and find the cache where it is."""
+    _place()
+    return theirs(realize, "get_worker_pool")()
 
 
 # **** settings ****

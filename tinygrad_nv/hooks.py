@@ -1,5 +1,5 @@
-"""The joints with tinygrad: with hook_devices.py, hook_methods.py and hook_threads.py the only file that
-changes anything inside it, and all they change they put back (replaced.py).
+"""Where tinygrad is joined: with hook_rewrites.py, hook_devices.py, hook_methods.py and hook_threads.py the
+only file that changes anything inside it, and all they change they put back (replaced.py).
 
 Protocol. Things are registered by name and removed by name:
 
@@ -27,7 +27,7 @@ NV=0 too, as it changes no schedule and a machine without clang has no other.
 
 A sink reaches the rewrites with shards resolved and functions inlined, but for those kept. A rewrite is
 called only where the ops it `needs` are; where none is, the sink is tinygrad's alone and is walked once
-(hook_graph.py). Schedules are cached under which rewrites are registered, and where one was called under
+(hook_rewrites.py). Schedules are cached under which rewrites are registered, and where one was called under
 `configuration()`: what each of their keys returns at that moment, too.
 
 Where tinygrad has the plugin points of upstream.patch they are used; the 0.14.0 wheel gets attributes
@@ -38,25 +38,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import sys
-import threading
-import types
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import tinygrad.schedule as schedule
 from tinygrad.engine import jit, realize
 from tinygrad.helpers import BEAM, colored
 from tinygrad.schedule import rangeify
-from tinygrad.schedule.multi import multi_pm
-from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat, graph_rewrite
-from tinygrad.uop.spec import spec_tensor, type_verify
+from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat
 
-from tinygrad_nv import config, hook_devices, hook_graph, hook_methods, hook_threads
+from tinygrad_nv import hook_devices, hook_methods, hook_rewrites, hook_threads
 from tinygrad_nv.errors import HookError
 from tinygrad_nv.hook_devices import add_device, remove_cpu, remove_device
+from tinygrad_nv.hook_rewrites import (
+    configuration,
+    flattened,
+    inlined,
+    keep_functions,
+    rewriting,
+    rewritten,
+)
 from tinygrad_nv.replaced import (
     TINYGRAD_VERSION,
     add,
@@ -69,8 +72,8 @@ from tinygrad_nv.replaced import (
     theirs,
 )
 
-__all__ = ["TINYGRAD_VERSION", "add_device", "official", "remove_cpu", "remove_device"]
-
+__all__ = ["TINYGRAD_VERSION", "add_device", "configuration", "flattened", "inlined", "keep_functions",
+           "official", "remove_cpu", "remove_device", "rewriting", "rewritten"]
 
 OutsIns = tuple[tuple[int, ...], tuple[int, ...]]
 Seconds = list[float | None]
@@ -78,19 +81,6 @@ Run = Callable[[UOp, realize.ExecContext], Seconds]
 
 
 # **** what is registered ****
-
-_serial = itertools.count()
-
-
-@dataclass(frozen=True)
-class Rewrite:
-    """A rewrite of call bodies. `serial` tells apart two functions that bore one name after each other."""
-    name: str
-    fn: Callable[[UOp], UOp]
-    keys: tuple[Callable[[], Hashable], ...]
-    needs: tuple[frozenset[Ops], ...]
-    serial: int = field(default_factory=lambda: next(_serial))
-
 
 @dataclass(frozen=True)
 class Compile:
@@ -108,8 +98,6 @@ class CustomFunction:
     outs_ins: Callable[[UOp], OutsIns]
 
 
-_rewrites: dict[str, Rewrite] = {}
-_checks: dict[str, Callable[[UOp, UOp], bool]] = {}
 _compiles: dict[str, Callable[[UOp, Compile], UOp]] = {}
 _executes: dict[str, Callable[[UOp, realize.ExecContext, Run], Seconds]] = {}
 _functions: dict[str, CustomFunction] = {}
@@ -121,21 +109,20 @@ def add_rewrite(name: str, fn: Callable[[UOp], UOp], *keys: Callable[[], Hashabl
     """Registers a rewrite of call bodies. Whatever it depends on besides the sink must be in what `keys`
     return; a key function that several rewrites share is called once. `needs` are sets of ops: a sink that
     has none of them completely is not given to `fn`; without `needs` every sink is."""
-    add(_rewrites, "rewrite", name, Rewrite(name, fn, keys, tuple(map(frozenset, needs))))
+    hook_rewrites.add_rewrite(name, fn, *keys, needs=needs)
     _apply()
 
 
 def add_check(name: str, fn: Callable[[UOp, UOp], bool]) -> None:
     """Registers a check of what rewrites make. One that says False has changed what they will make."""
-    add(_checks, "check", name, fn)
+    add(hook_rewrites.checks, "check", name, fn)
 
 
-def remove_check(name: str) -> None: remove(_checks, "check", name)
+def remove_check(name: str) -> None: remove(hook_rewrites.checks, "check", name)
 
 
 def remove_rewrite(name: str) -> None:
-    remove(_rewrites, "rewrite", name)
-    _configured_cache.clear()
+    hook_rewrites.remove_rewrite(name)
     _apply()
 
 
@@ -248,13 +235,13 @@ def _apply() -> None:
     else: put_back(realize, "pm_exec")
     hook_methods.apply(_enabled)
     if official():
-        _list(schedule.pre_schedule, (rewritten, configuration), _enabled and bool(_rewrites))
+        _list(schedule.pre_schedule, (rewritten, configuration), _enabled and bool(hook_rewrites.rewrites))
         _list(realize.pre_compile, _compiled, _enabled and bool(_compiles))
         return
     # hcq2 is imported by the first device that uses it, and takes what is in realize then
     users = [realize, jit, *filter(None, [sys.modules.get("tinygrad.runtime.support.hcq2")])]
     for wanted, attributes in (
-        (_enabled and bool(_rewrites), [(schedule, "pm_schedule", _pm_schedule())]),
+        (_enabled and bool(hook_rewrites.rewrites), [(schedule, "pm_schedule", hook_rewrites.pm_schedule())]),
         (_enabled and bool(_compiles), [(realize, "compile_linear", _compile_linear),
                                         (jit, "compile_linear", _compile_linear)]),
         (bool(_functions), [*((owner, "get_call_name", _call_name) for owner in users if owner is not jit),
@@ -268,128 +255,6 @@ def _apply() -> None:
 def _list(point: list[Any], entry: Any, wanted: bool) -> None:
     if wanted and entry not in point: point.append(entry)
     if not wanted and entry in point: point.remove(entry)
-
-
-# **** rewrites before kernels are split ****
-
-_kept: set[type] = set()
-
-
-def keep_functions(kind: type) -> None:
-    """Keeps FUNCTIONs whose call has an aux of this type from being inlined before the rewrites: one of those
-    has to lower or inline them."""
-    _kept.add(kind)
-
-
-def inlined(function: UOp) -> UOp | None:
-    """The body of a FUNCTION over its arguments."""
-    if type(function.arg.aux) in _kept:
-        function = function.replace(src=(flattened(function.src[0]), *function.src[1:]))
-    return rangeify.resolve_function(function)
-
-
-def flattened(graph: UOp) -> UOp:
-    """A graph as the rewrites see it: functions inlined, but for those kept, and nothing detached."""
-    return graph_rewrite(graph, _inline, bottom_up=True, name="nv: inline functions")
-
-
-_inline = PatternMatcher([
-    (UPat(Ops.FUNCTION, name="c"), lambda c: None if type(c.arg.aux) in _kept else inlined(c)),
-    (UPat(Ops.GETTUPLE, src=(UPat(Ops.TUPLE, name="t"),), name="g"), lambda g, t: t.src[g.arg]),
-    (UPat((Ops.DETACH, Ops.CONTIGUOUS_BACKWARD), name="x"), lambda x: x.src[0]),
-])
-_own = threading.local()
-
-
-def rewriting() -> bool:
-    """Whether a registered rewrite runs in this thread: new storage then belongs to the schedule, not to a
-    Tensor."""
-    return getattr(_own, "rewriting", False)
-
-
-def configuration() -> Hashable:
-    """Everything about the registered rewrites that a schedule depends on."""
-    keys = dict.fromkeys(key for rewrite in _rewrites.values() for key in rewrite.keys)
-    return (_registered(), *(key() for key in keys))
-
-
-def _registered() -> Hashable:
-    """The registered rewrites."""
-    return tuple([rewrite.serial for rewrite in _rewrites.values()])
-
-
-def rewritten(sink: UOp) -> UOp:
-    """A call body after every registered rewrite that it has the ops for, in the order of registration."""
-    with hook_threads.LOWERING: return _rewritten(sink)[0]
-
-
-def _rewritten(sink: UOp) -> tuple[UOp, bool]:
-    """That, and whether any rewrite was called: else the schedule depends on the sink alone."""
-    ops = hook_graph.ops_of(sink)
-    # what is in a function is known once it is inlined
-    if Ops.FUNCTION not in ops and not any(hook_graph.has(ops, each.needs) for each in _rewrites.values()):
-        return sink, False
-    if not hook_graph.PREPARED.isdisjoint(ops):
-        sink = flattened(graph_rewrite(sink, multi_pm, name="nv: shards"))
-        ops = hook_graph.ops_of(sink)
-    outer, _own.rewriting = rewriting(), True
-    try:
-        while True:
-            made, called = _once(sink, ops)
-            if not called or all(check(sink, made) for check in _checks.values()): return made, called
-    finally: _own.rewriting = outer
-
-
-def _once(sink: UOp, ops: frozenset[Ops]) -> tuple[UOp, bool]:
-    """A prepared body after the rewrites, and whether any was called."""
-    called = False
-    for rewrite in tuple(_rewrites.values()):
-        if not hook_graph.has(ops, rewrite.needs): continue
-        before, sink, called = sink, rewrite.fn(sink), True
-        if sink is not before: ops = hook_graph.ops_of(sink)
-        if config.get("NV_SPEC"): _verify(sink, rewrite.name)
-    return sink, called
-
-
-def _verify(sink: UOp, name: str) -> None:
-    try: type_verify(sink, spec_tensor)
-    except RuntimeError as error:
-        raise HookError(f"rewrite {name!r} made a graph that tinygrad's verifier refuses: {error}",
-                        "a valid tensor graph", f"run without it: hooks.remove_rewrite({name!r})") from error
-
-
-class _ConfiguredCache(dict[Any, UOp]):
-    """Schedules made while rewrites are in force. An entry belongs to the configuration that made it, which
-    takes 20 to 40 µs to find; where no rewrite was called, to the registered ones only."""
-
-    def get(self, key: Any, default: UOp | None = None) -> UOp | None:
-        if (known := super().get((_registered(), key))) is not None: return known
-        return super().get((configuration(), key), default)
-
-    def __setitem__(self, key: Any, value: UOp) -> None:
-        # whether a rewrite was called for the schedule that this thread has made last
-        super().__setitem__((configuration() if getattr(_own, "called", True) else _registered(), key), value)
-
-
-_configured_cache = _ConfiguredCache()
-
-
-def _kernel_graph(sink: UOp) -> UOp:
-    with hook_threads.LOWERING:
-        sink, _own.called = _rewritten(sink)
-        return rangeify.get_kernel_graph(sink)
-
-
-@functools.cache
-def _pm_schedule() -> PatternMatcher:
-    """tinygrad's pm_schedule with the rewrites in it and a cache of its own.
-
-    A pattern's function runs on a copy of its globals made when it first matches: replacing get_kernel_graph
-    in tinygrad.schedule does nothing once a schedule was made, and done before that it cannot be undone.
-    """
-    own = {**vars(schedule), "get_kernel_graph": _kernel_graph, "schedule_cache": _configured_cache}
-    lower = types.FunctionType(schedule.lower_sink_to_linear.__code__, own)
-    return PatternMatcher([(UPat(Ops.SINK, name="function"), lower)])
 
 
 # **** around the compilation of a schedule ****

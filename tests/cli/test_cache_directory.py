@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,43 @@ def test_a_directory_that_cannot_be_made(where: str, tmp_path: Path):
     assert "(Not a directory)" in line
     assert "set NV_CACHE_DIR" in line
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+WORKERS = ("-c", """
+from tinygrad_nv import Tensor
+a = Tensor([1.0, 2, 3]).realize()
+b, c = a + 1, a * 3
+Tensor.realize(b, c)
+print(b.tolist(), c.tolist())
+""")
+
+
+@pytest.mark.parametrize("hooked", ["0", "1"])
+def test_processes_that_compile_find_the_directory(hooked: str, tmp_path: Path):
+    """tinygrad compiles two kernels in workers, which have a cache of their own."""
+    (tmp_path / "file").touch()
+    (tmp_path / "tmp").mkdir()
+    done = run(WORKERS, HOME=str(tmp_path / "file"), TMPDIR=str(tmp_path / "tmp"), PARALLEL="2", NV=hooked)
+    assert (done.returncode, done.stdout) == (0, "[2.0, 3.0, 4.0] [3.0, 6.0, 9.0]\n"), done.stderr
+    assert len(said(done)) == 1
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_threads_find_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                    capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("NV_CACHE_DIR", "")
+    together, found = threading.Barrier(8), []
+
+    def look() -> None:
+        together.wait()
+        found.append(cache.directory())
+    threads = [threading.Thread(target=look) for _ in range(8)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    assert len(set(found)) == 1
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -55,15 +55,17 @@ def test_a_phase_orders_those_who_arrive_and_those_who_wait(forms: tuple[str, st
     assert "race" in kinds(run(early, out, emu=emu, block=64, variables=SHARED))
 
 
-def test_the_parity_of_a_phase() -> None:
+@pytest.mark.parametrize("seed", [0, "late"])
+def test_the_parity_of_a_phase(seed: int | str) -> None:
     """Of a fresh mbarrier the phase before, parity 1, has ended; each arrival flips it."""
     step = """mbarrier.test_wait.parity.shared.b64 %p{0}, [bar], {1}; selp.u32 %r1, {2}, 0, %p{0};
               add.u32 %r9, %r9, %r1;"""
     look = step.format(3, 0, 1) + step.format(4, 1, 2) + "shl.b32 %r9, %r9, 2;"
     arrive = "mbarrier.arrive.shared.b64 _, [bar];"
     text = INIT.format(1) + "mov.u32 %r9, 0;" + look + (arrive + look) * 3 + "st.global.u32 [%a0], %r9;"
-    assert single(text)[0] == []
-    assert single(text)[1][0] >> 2 == 0b10_01_10_01
+    kinds_found, stored = single(text, Emulator(seed=seed))
+    assert kinds_found == []
+    assert stored[0] >> 2 == 0b10_01_10_01
 
 
 def test_the_state_holds_phase_and_pending_count() -> None:
@@ -344,6 +346,18 @@ def test_an_init_is_made_visible_to_the_async_proxy(copy: tuple[str, int], place
     sound(report)
     said = ["has passed neither fence.mbarrier_init" in note.message for note in report.notes]
     assert said == [True] * noted
+
+
+def test_notes_leave_room_for_findings() -> None:
+    """A report has room for 256 of both; this kernel is worth 300 notes before it is wrong."""
+    copies = "\n".join(f"@!%p4 {LOAD[0].replace('[%r1]', f'[%r1+{16 * i}]')}" for i in range(300))
+    text = COPY.format(mine="", after="", copy=copies.removeprefix("@!%p4 "), bytes=16 * 300)
+    emu = Emulator()
+    a = emu.alloc(np.zeros(4, np.uint32))
+    report = run(f"{text} st.global.u32 [%a0+16], %t;", a, emu=emu, block=64,
+                 variables=SHARED.replace("tile[256]", "tile[1200]"))
+    found(report, "out-of-bounds")
+    assert len(report.notes) == 128
 
 
 RINGS = """setp.ne.u32 %p1, %t, 0; @%p1 bra READY; mbarrier.init.shared::cta.b64 [bar], 2;

@@ -46,9 +46,9 @@ def without_ours() -> Iterator[None]:
 @pytest.fixture
 def as_found(without_ours: None) -> Iterator[None]:
     """Every test starts enabled with nothing of its own registered, and must leave it so."""
-    from tinygrad_nv import hook_devices, hook_methods, hooks
-    tables = (hooks._rewrites, hooks._compiles, hooks._executes, hooks._functions, hook_devices._devices,
-              hook_methods._methods)
+    from tinygrad_nv import hook_devices, hook_methods, hook_rewrites, hooks
+    tables = (hook_rewrites.rewrites, hook_rewrites.checks, hooks._compiles, hooks._executes,
+              hooks._functions, hook_devices._devices, hook_methods._methods)
     before = [dict(table) for table in tables], hooks.enabled()
     yield
     assert ([dict(table) for table in tables], hooks.enabled()) == before

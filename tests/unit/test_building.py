@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from tinygrad import helpers
 
-from tinygrad_nv import Tensor, TinyJit, Variable, disabled, explain, hooks
+from tinygrad_nv import Tensor, TinyJit, Variable, disabled, explain, hook_rewrites
 from tinygrad_nv.errors import ConfigError, NVError, ScheduleError
-from tinygrad_nv.patterns import attention, building, gemm, norm, program
+from tinygrad_nv.patterns import attention, building, gemm, norm, program, stable
 from tinygrad_nv.runtime.programs import programs_compiled
 from tinygrad_nv.tile.attention import AttentionSpec
 from tinygrad_nv.tile.spec import GemmSpec
@@ -22,9 +22,9 @@ def lenient(monkeypatch):
     monkeypatch.setattr(building, "_good", set())
     monkeypatch.setattr(building, "_warned", set())
     monkeypatch.setattr(program, "refused", {})
-    hooks._configured_cache.clear()  # what other tests have scheduled
+    hook_rewrites.configured_cache.clear()  # what other tests have scheduled
     yield
-    hooks._configured_cache.clear()
+    hook_rewrites.configured_cache.clear()
 
 
 @pytest.fixture(params=["CPU", "EMU"])
@@ -191,12 +191,21 @@ def test_rows_and_attention_that_raise(module, monkeypatch, capsys):
     assert len(warnings_in(capsys)) == 1
 
 
-def test_matching_that_raises(monkeypatch, capsys):
+@pytest.mark.parametrize(("module", "name"), [(gemm, "_matched"), (stable, "_pair")])
+def test_matching_that_raises(module, name, monkeypatch, capsys):
     def raises(*_): raise KeyError("a bug")
-    monkeypatch.setattr(gemm, "_matched", raises)
+    monkeypatch.setattr(module, name, raises)
     a, b = pair("CPU")
     np.testing.assert_array_equal((a @ b).numpy(), values(16, 32) @ values(32, 24, seed=1))
-    assert len(warnings_in(capsys)) == 1
+    grad, = a.sigmoid().sum().gradient(a)
+    assert grad.numpy().max() == 0.25
+    said, = warnings_in(capsys)
+    assert "the rewrite fails, tinygrad's own runs in its place: KeyError" in said
+
+
+def test_a_matcher_that_raises_is_told(monkeypatch):
+    def raises(*_): raise KeyError("a bug")
+    monkeypatch.setattr(gemm, "_matched", raises)
     a, b = pair("CPU")
     assert "KeyError" in str(explain(a @ b))
 

@@ -9,7 +9,17 @@ from tinygrad.dtype import dtypes
 from tinygrad.helpers import ansistrip
 from tinygrad.uop.ops import Ops, buffers
 
-from tinygrad_nv import Context, GlobalCounters, Tensor, TinyJit, Variable, explain, function, hooks
+from tinygrad_nv import (
+    Context,
+    GlobalCounters,
+    Tensor,
+    TinyJit,
+    Variable,
+    explain,
+    function,
+    hook_rewrites,
+    hooks,
+)
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.explain import KernelRecord, Lowering
 from tinygrad_nv.patterns.program import Note, Output, program
@@ -149,7 +159,7 @@ def test_nothing_is_changed(data, graph):
     out = graph(*data)
     GlobalCounters.reset()
     def state(): return ([t.uop for t in (out, *data)], len(buffers), dict(schedule.schedule_cache),
-                         dict(hooks._configured_cache), dict(vars(GlobalCounters)))
+                         dict(hook_rewrites.configured_cache), dict(vars(GlobalCounters)))
     gc.collect()  # or buffers that other tests left in cycles are freed meanwhile, and mem_used falls
     before = state()
     first = explain(out)

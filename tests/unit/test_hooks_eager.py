@@ -8,8 +8,8 @@ import pytest
 from tinygrad.tensor import transform_to_call
 from tinygrad.uop.ops import Ops, UOp
 
-from tinygrad_nv import Tensor, explain, hooks
-from tinygrad_nv.patterns import gemm, norm
+from tinygrad_nv import Tensor, explain, hook_rewrites, hooks
+from tinygrad_nv.patterns import gemm, norm, registered
 from tinygrad_nv.runtime import programs
 
 PLAIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -54,7 +54,7 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> list[Ops]:
 def test_a_program_with_nothing_of_ours_is_walked_once(name: str, walks: list[Ops],
                                                        monkeypatch: pytest.MonkeyPatch):
     sink = body(PLAIN[name](*tensors()))
-    monkeypatch.setattr(hooks, "graph_rewrite", refuse)
+    monkeypatch.setattr(hook_rewrites, "graph_rewrite", refuse)
     walks.clear()
     assert hooks.rewritten(sink) is sink
     assert walks == [Ops.SINK]
@@ -64,7 +64,7 @@ def test_a_number_for_each_row_is_not_translated(walks: list[Ops], monkeypatch: 
     a, b = tensors()
     monkeypatch.setenv("NV_SPEC", "0")  # verifying walks
     monkeypatch.setattr(norm, "matched", refuse)
-    monkeypatch.setattr(hooks, "graph_rewrite", refuse)
+    monkeypatch.setattr(hook_rewrites, "graph_rewrite", refuse)
     for tensor in (a.mean(-1), (a * 2 + b).sum(-1) * 2 + 1, (a + b).max()):
         sink = body(tensor)
         walks.clear()
@@ -94,8 +94,8 @@ def test_rows_are_found(name: str):
 def test_a_schedule_without_rewrites_needs_no_configuration(name: str, monkeypatch: pytest.MonkeyPatch):
     a, b = tensors()
     PLAIN[name](a, b).realize()
-    monkeypatch.setattr(hooks, "configuration", refuse)
-    monkeypatch.setattr(hooks, "_rewritten", refuse)
+    monkeypatch.setattr(hook_rewrites, "configuration", refuse)
+    monkeypatch.setattr(hook_rewrites, "_rewritten", refuse)
     PLAIN[name](a, b).realize()
 
 
@@ -109,6 +109,17 @@ def test_a_schedule_with_rewrites_belongs_to_the_configuration(monkeypatch: pyte
     assert templates() != ours
     monkeypatch.delenv("NV_NORM")
     assert templates() == ours
+
+
+@pytest.mark.parametrize("setting", ["NV_CPU", "EMU_ARCH"])
+@pytest.mark.parametrize("name", ["named", "attention", "gemm", "norm"])
+def test_each_rewrite_has_its_targets_among_its_keys(name: str, setting: str,
+                                                     monkeypatch: pytest.MonkeyPatch):
+    """Also where the others are removed."""
+    own = next(each for each in registered.REWRITES if each.name == name)
+    before = [key() for key in own.keys]
+    monkeypatch.setenv(setting, {"NV_CPU": "0", "EMU_ARCH": "sm_80"}[setting])
+    assert [key() for key in own.keys] != before
 
 
 def test_each_key_is_asked_once():
@@ -160,5 +171,5 @@ def test_what_is_compiled_already_is_not_walked(walks: list[Ops]):
 
 def test_products_need_a_product():
     a, b = tensors()
-    ops = hooks.hook_graph.ops_of(body(a @ b))
-    assert hooks.hook_graph.has(ops, tuple(map(frozenset, gemm.NEEDS)))
+    ops = hook_rewrites.ops_of(body(a @ b))
+    assert hook_rewrites.has(ops, tuple(map(frozenset, gemm.NEEDS)))

@@ -9,7 +9,7 @@ import pytest
 import silu_mul
 from tinygrad.uop.ops import Ops, UOp
 
-from tinygrad_nv import Tensor, TinyJit, disabled, explain, function, hooks
+from tinygrad_nv import Tensor, TinyJit, disabled, explain, function, hook_rewrites, hooks
 from tinygrad_nv.patterns import named, program
 from tinygrad_nv.patterns.contraction import NotOurs
 
@@ -47,12 +47,12 @@ def kernel(what: Gate, call: UOp, x: UOp, y: UOp) -> tuple[UOp, ...]:
 
 @pytest.fixture(autouse=True)
 def lowered() -> Iterator[None]:
-    before = dict(named._lowerings), set(hooks._kept)
+    before = dict(named._lowerings), set(hook_rewrites._kept)
     named.lower(Gate, "gate", kernel)
     yield
     named._lowerings.clear()
     named._lowerings.update(before[0])
-    hooks._kept.intersection_update(before[1])
+    hook_rewrites._kept.intersection_update(before[1])
 
 
 @pytest.fixture

@@ -89,3 +89,30 @@ def test_forward_passes_stay_as_they_are():
     for y in (x.silu(), x.tanh() * x, x.sigmoid().log(), x.softmax(), x.exp() * (2 + x.exp()).reciprocal()):
         sink = y.uop.sink()
         assert rewrite(sink) is sink
+
+
+def test_a_quotient_of_a_narrower_dtype():
+    """1 / (1 + e) in float16, which e, of float32, exceeds from x = -11.1 down."""
+    x = Tensor(X[1:]).cast(F32).realize()
+    (made,) = (1 / (1 + (-x).exp()).half()).float().sum().gradient(x)
+    wide = x.numpy().astype(np.float64)
+    inside = np.abs(wide) < 9   # where float16 has 1 + e, and d²
+    assert np.isfinite(made.numpy()).all()
+    # 1 + e, d, d · d and the sums of casts, each rounded to 11 bits
+    off = np.abs(made.numpy() - slope(wide))[inside]
+    assert (off <= 8 * 2.0**-11 * slope(wide)[inside] + 2.0**-14).all()
+
+
+def test_numbers_without_a_dtype():
+    for x in (Tensor(-2.0), Tensor(-2), Tensor.full((3,), -2.0, buffer=False)):
+        e = x.exp()
+        assert np.allclose((e * (1 + e).reciprocal()).numpy(), 0.1192029, atol=1e-6)
+    e = Tensor(1000.0).exp()
+    assert (e * (1 + e).reciprocal()).item() == 1
+
+
+def test_integers_have_no_factors():
+    """int(e) int(d) is 0 wherever d is less than 1; int(e d) is 1 where e is large."""
+    x = Tensor([0.0, 3, 21]).realize()
+    e = x.exp()
+    assert (e.int() * (1 + e).reciprocal().int()).tolist() == [0, 0, 0]

@@ -61,7 +61,8 @@ hooks.add_rewrite("silu_mul", silu_mul.rewrite)
 hooks.add_custom_function("f", lambda ctx, call, ast: [], lambda call: ((), ()))
 assert schedule.pre_schedule == [(hooks.rewritten, hooks.configuration)]
 assert len(realize.pre_compile) == 1 and list(realize.custom_functions) == ["f"]
-always = {{"_select_device", "db_connection", "_recreate_cm", "_Device__get_canonicalized_item", "capturing"}}
+always = {{"_select_device", "db_connection", "_recreate_cm", "_Device__get_canonicalized_item", "capturing",
+          "free_intermediates", "get_worker_pool"}}
 assert {{attribute for _, attribute in replaced._replaced}} == {{
     *always, "scaled_dot_product_attention", "_compact_params"}}
 hooks.disable(); hooks.remove_custom_function("f")

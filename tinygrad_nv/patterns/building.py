@@ -41,15 +41,16 @@ def strict() -> bool:
     return bool(config.get("NV_STRICT"))
 
 
-def attempted(template: str, value: UOp, make: Callable[[], T]) -> T | None:
-    """What `make` builds for `value`; None, and a miss, where a kernel cannot be built."""
+def attempted(template: str, value: UOp, make: Callable[[], T],
+              fails: str = "its kernel does not build") -> T | None:
+    """What `make` builds for `value`; None, and a miss, where that `fails`."""
     try: return make()
     except Refused as no: reason = str(no)
     except (ConfigError, MemoryError, NotOurs): raise
     except Exception as error:
         if strict(): raise
-        reason = f"its kernel does not build: {_words(error)}"
-        _warn(f"a {template} kernel does not build", error)
+        reason = f"{fails}: {_words(error)}"
+        _warn(f"{template}: {fails}", error)
     program.miss(template, value, reason)
     return None
 
@@ -57,7 +58,7 @@ def attempted(template: str, value: UOp, make: Callable[[], T]) -> T | None:
 def guarded(template: str, rewrite: Callable[[UOp], UOp]) -> Callable[[UOp], UOp]:
     """A rewrite that leaves the graph as it is where its matching raises."""
     def run(sink: UOp) -> UOp:
-        made = attempted(template, sink, lambda: rewrite(sink))
+        made = attempted(template, sink, lambda: rewrite(sink), "the rewrite fails")
         return sink if made is None else made
     return run
 

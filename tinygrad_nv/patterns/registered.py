@@ -22,15 +22,16 @@ class Registered:
 
 
 def _guarded(name: str, family: ModuleType, *keys: Callable[[], Hashable]) -> Registered:
-    """A family of kernels of ours: a graph whose matching raises is left as it is."""
-    return Registered(name, building.guarded(name, family.rewrite), family.NEEDS,
-                      (building.strict, family.configuration, *keys))
+    """A graph whose matching raises is left as it is."""
+    return Registered(name, building.guarded(name, family.rewrite), family.NEEDS, (building.strict, *keys))
 
 
-REWRITES = (Registered("stable", stable.rewrite, stable.NEEDS),
-            Registered("named", named.rewrite, named.NEEDS, (building.strict,)),
-            _guarded("attention", attention), _guarded("gemm", gemm),
-            _guarded("norm", norm, target.configuration))
+# what lowers functions by name depends on the settings of attention, too
+REWRITES = (_guarded("stable", stable),
+            Registered("named", named.rewrite, named.NEEDS,
+                       (building.strict, attention.configuration, target.configuration)),
+            *(_guarded(name, family, family.configuration, target.configuration)
+              for name, family in (("attention", attention), ("gemm", gemm), ("norm", norm))))
 
 
 def register() -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tinygrad.dtype import dtypes
+from tinygrad.dtype import dtypes, least_upper_dtype
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.patterns.epilogue import number
@@ -57,7 +57,8 @@ def _exponential(d: UOp) -> tuple[UOp, float] | None:
 
 
 def _uncast(node: UOp) -> UOp:
-    while node.op is Ops.CAST and dtypes.is_float(node.src[0].dtype): node = node.src[0]
+    while node.op is Ops.CAST and dtypes.is_float(node.dtype) and dtypes.is_float(node.src[0].dtype):
+        node = node.src[0]
     return node
 
 
@@ -96,9 +97,16 @@ def _pair(a: UOp, b: UOp) -> tuple[UOp, UOp, UOp] | None:
     exponentials = {_bare(each): each for each in _factors(a)} if quotients else {}
     for d, e, k in quotients:
         if (factor := exponentials.get(_bare(e))) is not None:
-            above = 2.0**(dtypes.finfo(e.dtype)[1] + 2)
-            return factor, d, (e > above).where(1 / k, e.cast(d.dtype) * d)
+            # the narrower dtype has the rounding, the wider one e: 2^17 is no float16
+            wide = least_upper_dtype(e.dtype, d.dtype)
+            above = 2.0**(min(map(_bits, (e, d))) + 2)
+            return factor, d, (e > above).where(1 / k, e.cast(wide) * d.cast(wide)).cast(d.dtype)
     return None
+
+
+def _bits(node: UOp) -> int:
+    """Of a value's significand; a number without a dtype of its own is computed in the default one."""
+    return dtypes.finfo(dtypes.default_float if node.dtype in dtypes.weaks else node.dtype)[1]
 
 
 def _replaced(node: UOp, old: UOp, new: UOp | None) -> UOp | None:

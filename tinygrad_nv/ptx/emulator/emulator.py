@@ -6,7 +6,7 @@ end and returns a `Report`. A kernel that is wrong gives findings, never an exce
 run, and arguments that do not fit, are `PTXError`s before anything runs. Memory keeps what a launch wrote.
 
 `seed` chooses the order of warps and when asynchronous work completes: seeds divisible by four leave all of
-it as late as the ISA allows; "late" does too, and lets every wait on an mbarrier fail once. A correct kernel
+it as late as the ISA allows; "late" does too, and lets every try_wait fail once. A correct kernel
 gives the same answer under every seed (but for the order of floating-point atomics).
 """
 from __future__ import annotations

@@ -6,7 +6,7 @@ from tinygrad_nv.ptx.emulator.lowering import SPACES, Lowering, lowers
 from tinygrad_nv.ptx.syntax import Immediate, Instruction, Operand, Register, Sink
 
 WAITS, REDUCES, UNALIGNED = 16, 32, 64            # barriers.c
-NO_COMPLETE, EXPECT, DROP, PARITY, RELAXED = 16, 32, 64, 128, 256  # mbarrier.c
+NO_COMPLETE, EXPECT, DROP, PARITY, RELAXED, TEST = 16, 32, 64, 128, 256, 512  # mbarrier.c
 REDUCTIONS = {"popc": 0, "and": 1, "or": 2}
 SHARED, GLOBAL = 1, 2                             # fence_proxy
 ACQUIRES, RELEASES, INITS = 1, 2, 4               # fence
@@ -107,7 +107,7 @@ def mbarrier_wait(low: Lowering, instruction: Instruction) -> None:
     ended, address, which = instruction.operands[:3]
     flags = PARITY if low.has("parity") else 0
     low.emit("mbarrier_wait", d=low.dest(ended, "pred"), b=low.source(which, "u32" if flags else "b64"),
-             flags=flags,
+             flags=flags | (TEST if low.has("test_wait") else 0),
              **place(low, address))
 
 

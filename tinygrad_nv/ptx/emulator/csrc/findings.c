@@ -29,7 +29,7 @@ static bool known_finding(Machine *m, int kind, i32 line, i32 other_line) {
         f->count += f->count < INT32_MAX;
         return true;
     }
-    return m->finding_count == MAX_FINDINGS;
+    return m->finding_count >= (kind == NOTE ? MAX_FINDINGS / 2 : MAX_FINDINGS);  /* faults have room */
 }
 
 void report_pair(Machine *m, int kind, const Op *op, const Warp *w, int lane, int other_line, int other_cta,

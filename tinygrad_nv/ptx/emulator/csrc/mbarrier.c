@@ -14,7 +14,7 @@
 #include "core.h"
 
 #define MBARRIER_LIMIT ((1 << 20) - 1)
-enum { NO_COMPLETE = 16, EXPECT = 32, DROP = 64, PARITY = 128, RELAXED = 256 };
+enum { NO_COMPLETE = 16, EXPECT = 32, DROP = 64, PARITY = 128, RELAXED = 256, TEST = 512 };
 
 /* The arrivals of a warp in one phase: lanes; the clocks of the last, and of the instruction it was in. */
 typedef struct Arrival { u32 lanes, clock, began; } Arrival;
@@ -340,11 +340,11 @@ static bool mbarrier_ended(const Warp *w, const Op *op, int lane, const Mbarrier
     return (b->phase & 1) != parity;
 }
 
-/* The lanes whose wait at this place is to fail for the first time: all of those that begin one, when the
- * launch is late. */
-static u32 first_waits(const Machine *m, Warp *w, i32 pc, u32 mask) {
+/* The lanes whose try_wait at this place is to fail for the first time: all of those that begin one, when the
+ * launch is late. test_wait does not wait: it says what is. */
+static u32 first_waits(const Machine *m, Warp *w, const Op *op, i32 pc, u32 mask) {
     u32 first = 0;
-    if (m->launch.late) ACTIVE if (w->failed_pc[l] != pc) first |= 1u << l, w->failed_pc[l] = pc;
+    if (m->launch.late && !(op->flags & TEST)) ACTIVE if (w->failed_pc[l] != pc) first |= 1u << l, w->failed_pc[l] = pc;
     return first;
 }
 
@@ -355,7 +355,7 @@ HANDLER(mbarrier_wait) {
     u32 ended = 0;
     addresses(w, op, address);
     Group *g = group_of(w);
-    u32 first = g->ticket ? 0 : first_waits(m, w, g->pc, mask);
+    u32 first = g->ticket ? 0 : first_waits(m, w, op, g->pc, mask);
     ACTIVE {
         Cta *cta;
         u64 offset;
