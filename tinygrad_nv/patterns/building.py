@@ -49,7 +49,7 @@ def attempted(template: str, value: UOp, make: Callable[[], T]) -> T | None:
     except Exception as error:
         if strict(): raise
         reason = f"its kernel does not build: {_words(error)}"
-        _warn(f"a {template} kernel does not build", error)
+        _warn(f"the {template} kernel of a graph does not build", error)
     program.miss(template, value, reason)
     return None
 
