@@ -26,11 +26,11 @@ signal.signal = first
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_signal_while_it_starts(name: str, tmp_path: Path):
-    """Seven moments, from the first lines of the package to the first tokens."""
+    """Five moments, from the first lines of the package on; after 1.5 s an answer can be whole."""
     (tmp_path / "sitecustomize.py").write_text(BEGIN)
     words = [*COMMANDS[name], "generate", "Once upon a time", "--max-tokens", "2000", "--ignore-eos"]
     environment = {**os.environ, "DEV": "CPU", "PYTHONPATH": str(tmp_path)}
-    for seconds in (0, 0.05, 0.2, 0.4, 0.7, 1.3, 2.0):
+    for seconds in (0, 0.05, 0.2, 0.4, 0.7):
         process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert process.stderr is not None
         assert process.stderr.readline() == b"begun\n"

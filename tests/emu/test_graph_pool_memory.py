@@ -45,8 +45,8 @@ class _Graph(EmulatedGraph):
 class Trapped(EmulatedDriver):
     """Graphs take memory, and after `left` calls of those that can fail the next `times` raise `error`."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
         self.left, self.times, self.error, self.hosts = 1 << 60, 1, RuntimeError, 0
 
     def arm(self, left: int, error: type[BaseException], times: int = 1) -> None:

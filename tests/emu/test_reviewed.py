@@ -189,12 +189,17 @@ def test_more_clusters_than_the_checker_tells_apart() -> None:
     assert (out.numpy().view(np.int32) == np.arange(1_050_000)).all()
 
 
-@pytest.mark.parametrize("address", ["0xffffffffffffffff", "%d0+99999999999999999999",
-                                     "0x7fffffffffffffff+0x7fffffffffffffff"])
-def test_addresses_wrap(address: str) -> None:
-    """Constant addresses are taken modulo 2^64, and out of bounds there."""
-    report = launch(module(f"mov.b64 %d0, 0; ld.global.u8 %r0, [{address}];"))
+def test_addresses_wrap() -> None:
+    """Offsets are taken modulo 2^64, and out of bounds there."""
+    report = launch(module("mov.b64 %d0, 0; ld.global.u8 %r0, [%d0+99999999999999999999];"))
     assert kinds(report) == {"out-of-bounds"}
+
+
+@pytest.mark.parametrize("address", ["0xffffffffffffffff", "0x7fffffffffffffff+0x7fffffffffffffff"])
+def test_constant_addresses_are_of_local_memory(address: str) -> None:
+    """As ptxas has it."""
+    with pytest.raises(PTXError, match="an address must be in a register, or a variable's"):
+        launch(module(f"ld.global.u8 %r0, [{address}];"))
 
 
 @pytest.mark.parametrize("dynamic", [-1, 1.5, "1"])

@@ -123,7 +123,7 @@ def test_memory():
     ("8.5", "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%d1], 16, [%r2];",
      "needs .version 8.6 on sm_90a"),
     ("8.0", "fence.proxy.tensormap::generic.release.gpu;", "needs .version 8.3 on sm_90a"),
-    ("9.0", "mul.f32 %f1, %f2, 3;", "3 is an integer, .f32 needs 3.0")])
+    ("9.0", "mul.f32 %f1, %f2, 3.0; mul.f32 %f1, %f2, 3;", "3 is an integer, .f32 needs 3.0")])
 def test_what_ptxas_refuses(version: str, body: str, said: str):
     text = (f".version {version}\n.target sm_90a\n.address_size 64\n.visible .entry k() {{\n.reg .b32 %r<3>; "
             f".reg .b64 %d<3>; .reg .f32 %f<3>; .reg .pred %p<3>;\n{body}\nret; }}\n")

@@ -25,7 +25,7 @@ from attention_graph import (
     scores,
     use,
 )
-from tinygrad.dtype import DType
+from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv import Tensor, disabled, explain
 from tinygrad_nv.tile.attention import FULL, AttentionSpec
@@ -226,6 +226,11 @@ def test_operands_of_float32():
     q, k, v = operands()
     x = (q.matmul(k.transpose(-1, -2), dtype=F32) * 0.125).softmax(-1)
     assert "v alone in float32" in left(x @ v.float())
+
+
+def test_operands_of_float64():
+    q, k, v = operands(dtype=dtypes.float64)
+    assert "scores of double" in left((q @ k.transpose(-1, -2)).softmax(-1) @ v)
 
 
 def test_heads_that_are_too_wide():

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 
 import pytest
 import triton
@@ -12,8 +13,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tinygrad_nv.errors import PTXError
-from tinygrad_nv.ptx.parser import parse
-from tinygrad_nv.ptx.syntax import Address, Immediate, Pair, Register, Sink, Symbol, Vector
+from tinygrad_nv.ptx.operands import Operands
+from tinygrad_nv.ptx.parser import Parser, parse
+from tinygrad_nv.ptx.syntax import Address, Immediate, Instruction, Pair, Register, Sink, Symbol, Vector
+
+KERNELS = Path(__file__).parents[1] / "emu" / "nvcc"
 
 
 def kernel(body: str, parameters: str = ".param .u64 p", head: str = ""):
@@ -179,3 +183,53 @@ def test_errors_name_the_line(body: str, words: str, line: int):
 @pytest.mark.parametrize("text", ["", ".version 8.7\n.target sm_90a\n.entry k() {", ".version 8.7\nfoo"])
 def test_what_is_no_module_is_refused(text: str):
     with pytest.raises(PTXError): parse(text)
+
+
+# **** instructions on a line, which are read by their operands' texts ****
+
+ODD = """.version 8.7
+.target sm_90a
+.address_size 64
+.shared .align 4 .b8 table[64];
+.visible .entry k(.param .b64 out) {
+ .reg .pred %p<4>; .reg .b32 %r<9>; .reg .b64 %d<4>;
+ mov.b32 %r1, 010; mov.b32 %r2 , -3 ; add.s32 %r3,%r1,(4+2)*8; /* between */ mov.b32 %r4, table+4; // after
+ @!%p1 bra DONE; @ %p2 bra.uni DONE;
+ { .reg .b32 %r1, %x; mov.b32 %r1, 5; mov.b32 %x, %r1; add.s32 %r3, %x, %r1; }
+ mov.b32 %r1, %r2; mov.b64 {%r1, %r2}, %d1; mov.b64 %d1, {%r1,
+ %r2}; setp.eq.u32 %p1|%p2, %r1, 0x10; setp.eq.u32 _|%p2, %r1, 1; selp.b32 %r1, 1, 0, !%p1;
+ ld.shared.b32 %r1, [table+8]; ld.shared.b32 %r1, [table]; ld.shared.v2.b32 {%r1, %r2}, [%r3 + 16];
+ ld.global.b32 %r1, [%d1+012]; ld.global.b32 %r1, [%d1+-4]; mov.u32 %r1, %tid.x;
+DONE: ret; mov.f32 %r1, 0f3F800000;
+}
+"""
+
+
+@pytest.mark.parametrize("path", [None, *sorted(KERNELS.glob("*.ptx"))], ids=lambda path: path and path.stem)
+def test_a_line_is_read_as_words_are(path: Path | None, monkeypatch: pytest.MonkeyPatch):
+    """And nearly all are lines."""
+    text, lines = ODD if path is None else path.read_text(), 0
+    read = Operands.line_instruction
+
+    def counted(self: Operands) -> Instruction | None:
+        nonlocal lines
+        lines += (made := read(self)) is not None
+        return made
+    monkeypatch.setattr(Operands, "line_instruction", counted)
+    by_lines = Parser(text).module()
+    monkeypatch.setattr(Operands, "line_instruction", lambda self: None)
+    assert repr(by_lines) == repr(Parser(text).module())  # a NaN is not equal to itself
+    instructions = sum(len(each.body) for each in (*by_lines.functions.values(), *by_lines.callees.values()))
+    assert lines > 0.8 * instructions or path is None
+
+
+@pytest.mark.parametrize("line", ["add.s32 %r1, %r2", "add.s32 %r1,, %r2;", "add.s32 %r1, %r2, ;",
+                                  "bra NOWHERE;", "mov.b32 %r1, ^;", "@%q bra DONE;",
+                                  "ld.global.b32 %r1, [%d1;", "mov.b32 %r1 %r2;"])
+def test_errors_of_a_line_are_those_of_words(line: str, monkeypatch: pytest.MonkeyPatch):
+    text, said = ODD.replace(" ret;", f" ret;\n {line}"), []
+    for _ in range(2):
+        with pytest.raises(PTXError) as caught: parse(text)
+        said.append(str(caught.value))
+        monkeypatch.setattr(Operands, "line_instruction", lambda self: None)
+    assert said[0] == said[1]

@@ -171,6 +171,7 @@ class _Matcher:
             node = users[0]
             found.append(node)
         worked = [one for one in found if one.op not in GroupOp.Movement and one.dtype in FLOATS]
+        if not worked: return [total]  # float64: why not is said where operands are read
         narrow = next((one for one in worked if one.dtype != dtypes.float32), worked[-1])
         return list(dict.fromkeys([node, worked[-1], narrow, total]))
 

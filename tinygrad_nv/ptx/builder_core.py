@@ -242,6 +242,10 @@ class Core:
             raise self._located(error) from None
         slots = isa.operands_of(form, instruction.modifiers, instruction.operands)
         assert not isinstance(slots, str)
+        use = form.use(instruction.modifiers)
+        for slot, operand in zip(slots, instruction.operands, strict=True):
+            if wrong := isa.cut(slot, operand, use):
+                raise self._located(PTXError(f"{opcode}: {wrong}", instruction.line, isa.form_text(form)))
         return tuple(place for place, slot in enumerate(slots) if slot.dest)
 
     def _located(self, error: PTXError) -> PTXError:

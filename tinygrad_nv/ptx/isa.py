@@ -15,11 +15,11 @@ import functools
 
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.isa_forms import ARCH_VERSIONS, FORMS, Form
-from tinygrad_nv.ptx.isa_operands import REGISTERS, Slot, problem, sample
+from tinygrad_nv.ptx.isa_operands import REGISTERS, Slot, cut, problem, sample
 from tinygrad_nv.ptx.syntax import Instruction, Operand
 
-__all__ = ["ARCH_VERSIONS", "FORMS", "REGISTERS", "Form", "check", "example", "find", "key_of", "operands_of",
-           "slots_of"]
+__all__ = ["ARCH_VERSIONS", "FORMS", "REGISTERS", "Form", "check", "cut", "example", "find", "key_of",
+           "operands_of", "slots_of"]
 
 MNEMONICS: dict[str, list[Form]] = {}
 for _row in FORMS: MNEMONICS.setdefault(_row.mnemonic, []).append(_row)

@@ -180,6 +180,7 @@ def problem(slot: Slot, operand: Operand, use: Use) -> str:
 def _pair(slot: Slot, operand: Pair, use: Use) -> str:
     second = operand.second
     if isinstance(second, Register) and second.kind != "pred": return "p of d|p must be a predicate"
+    if isinstance(operand.first, Sink) and slot.name == "pred": return ""  # setp's two are alike
     return _value(slot, operand.first, type_of(slot, use))
 
 
@@ -199,7 +200,7 @@ def _value(slot: Slot, operand: Operand, kind: str) -> str:
 
 
 def _immediate(slot: Slot, operand: Immediate, kind: str) -> str:
-    """Constants: floats for floats, integers within the width for integers, none for halves."""
+    """Constants: floats for floats, integers for integers (ptxas cuts them to the width), none for halves."""
     value, group = operand.value, family(kind)
     if group == "pred" and isinstance(value, int): return ""
     if group in ("f16", "pred") or kind in PACKED:
@@ -209,8 +210,16 @@ def _immediate(slot: Slot, operand: Immediate, kind: str) -> str:
     if isinstance(value, float):
         bits = group == "b" and (operand.float_bits or 64) == width(kind) and not fixed(slot)
         return "" if bits else f"{value} is no integer, .{kind} is expected"
-    if not -(1 << width(kind) - 1) <= value < 1 << width(kind): return f"{value} does not fit in .{kind}"
     return _constant(slot, operand) if slot.values is not None else ""
+
+
+def cut(slot: Slot, operand: Operand, use: Use) -> str:
+    """Which integer a type cannot hold, so that ptxas takes other bits; "" if it can."""
+    if slot.count or not isinstance(operand, Immediate) or isinstance(operand.value, float): return ""
+    kind = type_of(slot, use)
+    if kind not in WIDTHS or family(kind) not in ("b", "i"): return ""
+    fitting = -(1 << width(kind) - 1) <= operand.value < 1 << width(kind)
+    return "" if fitting else f"{operand.value} does not fit in .{kind}"
 
 
 def _constant(slot: Slot, operand: Operand) -> str:

@@ -11,6 +11,7 @@ construct that is not known is a `PTXError` with line and text.
 """
 from __future__ import annotations
 
+import functools
 import re
 
 from tinygrad_nv.ptx.expressions import Constants, is_constant
@@ -26,8 +27,10 @@ SPACES = {".global", ".const", ".shared", ".local", ".param"}
 IGNORED_LINES = {".loc", ".file", ".section"}
 
 
+@functools.lru_cache(8)  # of some MB each
 def parse(text: str) -> Module:
-    """The module of a PTX text. Raises `PTXError` at the first line it does not understand."""
+    """The module of a PTX text; equal texts share it. Raises `PTXError` at the first line it does not
+    understand."""
     return Parser(text).module()
 
 
@@ -220,6 +223,10 @@ class Parser(Operands):
         depth = 1
         self.declare_labels()
         while depth:
+            self.skip_space()
+            if (made := self.line_instruction()) is not None:
+                out.body.append(made)
+                continue
             token = self.peek()
             if token.kind == "end": raise self.fail(f"function {out.name} is not closed")
             if token.text == "{":
@@ -272,6 +279,7 @@ class Parser(Operands):
     def register_declaration(self) -> None:
         """`.reg .b32 %r<301>, %x;`."""
         self.expect(".reg")
+        self.scopes[-1].operands.clear()
         kind, vector = self.next().text[1:], ""
         if kind in ("v2", "v4"): vector, kind = kind, self.next().text[1:]
         if kind not in WIDTHS or vector: raise self.fail(f"unknown register type .{vector or kind}")

@@ -12,9 +12,10 @@ gives the same answer under every seed (but for the order of floating-point atom
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -84,13 +85,43 @@ class Trace:
     file: TextIO | None = None
 
 
-@dataclass
-class Loaded:
-    """A module in this emulator: its text parsed, its variables in memory, its functions lowered."""
+@dataclass(frozen=True)
+class Known:
+    """A text parsed, and its functions lowered: by name and the addresses of variables. All emulators of a
+    process share these, since seeds and settings change nothing here."""
     module: Module
+    programs: dict[Hashable, Program] = field(default_factory=dict)
+    packed: dict[Hashable, tuple[bytes, Any]] = field(default_factory=dict)
+
+
+@functools.lru_cache(8)  # of some MB each
+def _known(text: str) -> Known: return Known(parse(text))
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A module in this emulator, its variables in memory."""
+    known: Known
     addresses: dict[str, int]
-    programs: dict[str, Program] = field(default_factory=dict)
-    packed: dict[str, tuple[bytes, Any]] = field(default_factory=dict)
+
+    @property
+    def module(self) -> Module: return self.known.module
+
+    def program(self, function: Function) -> Program:
+        """An entry function, lowered."""
+        if (made := self.known.programs.get(key := self._key(function.name))) is None:
+            whole = expanded(self.module, function)
+            made = self.known.programs[key] = lower(self.module, whole, self.addresses)
+        return made
+
+    def packed(self, program: Program, handler: Callable[[str], int]) -> tuple[bytes, Any]:
+        """Its ops, and the lists that they refer to."""
+        if (made := self.known.packed.get(key := self._key(program.name))) is None:
+            ops, lists = program.pack(handler)
+            made = self.known.packed[key] = ops, np.array([*lists, 0], np.int32)
+        return made
+
+    def _key(self, name: str) -> Hashable: return name, tuple(self.addresses.items())
 
 
 class Emulator:
@@ -157,7 +188,7 @@ class Emulator:
         argument that cannot be."""
         loaded = self._load(ptx_text)
         function = self._entry(loaded.module, entry)
-        program = self._program(loaded, function)
+        program = loaded.program(function)
         shape = triple(grid, "grid"), triple(block, "block"), triple(cluster, "cluster")
         if not isinstance(dynamic_smem, int | np.integer) or dynamic_smem < 0:
             raise PTXError(f"dynamic_smem={dynamic_smem!r}", 0, "a number of bytes ≥ 0")
@@ -174,21 +205,20 @@ class Emulator:
     def prepare(self, ptx_text: str, entry: str | None = None) -> None:
         """What the first launch of a kernel begins with. Raises `PTXError` for text that cannot be run."""
         loaded = self._load(ptx_text)
-        self._program(loaded, self._entry(loaded.module, entry))
+        loaded.program(self._entry(loaded.module, entry))
 
     def _load(self, text: str) -> Loaded:
         if not isinstance(text, str): raise PTXError(f"PTX text is expected, not {type(text).__name__}")
         key = hashlib.sha256(text.encode()).digest()
         if key not in self.modules:
-            module = parse(text)
-            addresses = {}
-            for variable in module.variables.values():
+            known, addresses = _known(text), {}
+            for variable in known.module.variables.values():
                 if variable.space not in ("global", "const"): continue
                 # variables without an initial value are zero
                 data = np.frombuffer(variable.data.ljust(max(variable.nbytes, 1), b"\0"), np.uint8)
                 addresses[variable.name] = self.alloc(data).ptr
             if "%envreg" in text: addresses[WORKSPACE] = self.alloc(np.zeros(WORKSPACE_BYTES, np.uint8)).ptr
-            self.modules[key] = Loaded(module, addresses)
+            self.modules[key] = Loaded(known, addresses)
         return self.modules[key]
 
     def _entry(self, module: Module, entry: str | None) -> Function:
@@ -202,12 +232,6 @@ class Emulator:
             raise PTXError(f"no entry function {entry!r}", 0, f"one of: {names}", "correct entry=…")
         return module.functions[entry]
 
-    def _program(self, loaded: Loaded, function: Function) -> Program:
-        if function.name not in loaded.programs:
-            function = expanded(loaded.module, function)
-            loaded.programs[function.name] = lower(loaded.module, function, loaded.addresses)
-        return loaded.programs[function.name]
-
 
 class _Run:
     """One launch: what C reads and writes, kept alive."""
@@ -217,10 +241,7 @@ class _Run:
                  ahead: Sequence[Footprint] | None) -> None:
         self.library: Library = library()
         self.program = program
-        if program.name not in loaded.packed:
-            ops, lists = program.pack(self.library.handler)
-            loaded.packed[program.name] = ops, np.array([*lists, 0], np.int32)
-        self.ops, self.lists = loaded.packed[program.name]
+        self.ops, self.lists = loaded.packed(program, self.library.handler)
         self.buffers = sorted((b for b in emu.buffers.values() if b.nbytes), key=lambda b: b.ptr)
         self.regions = (Region * (len(self.buffers) + 1))(*(
             Region(b.ptr, b.nbytes, b.data.ctypes.data, None if b.valid is None else b.valid.ctypes.data)

@@ -66,7 +66,7 @@ def lowering_of(instruction: Instruction) -> Lower | None:
     return REGISTRY[max(fit, key=lambda key: key.count("."))] if fit else None
 
 
-@dataclass
+@dataclass(slots=True)
 class OpRecord:
     """An `Op` of core.h before it is packed; fields as there."""
     handler: str

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,19 @@ from tinygrad_nv.ptx.emulator.lowering import (
     lowering_of,
 )
 from tinygrad_nv.ptx.isa import ARCH_VERSIONS, check, find
-from tinygrad_nv.ptx.syntax import Address, Function, Instruction, Module, Symbol, Variable, Vector
+from tinygrad_nv.ptx.syntax import (
+    Address,
+    Function,
+    Immediate,
+    Instruction,
+    Module,
+    Operand,
+    Pair,
+    Register,
+    Symbol,
+    Variable,
+    Vector,
+)
 
 # the families register themselves
 for _family in pkgutil.iter_modules([str(Path(__file__).parent)]):
@@ -33,9 +45,10 @@ for _family in pkgutil.iter_modules([str(Path(__file__).parent)]):
 OP = struct.Struct("<Qq14iI4BHHi")
 RELATIVE = 1 << 24  # places above it are relative to the end of the constants
 LOCAL_LIMIT = 512 << 10  # bytes a thread (CUDA C++ Programming Guide, "Technical Specifications")
-FIELDS = ("a", "b", "c", "e")
 # warps must be whole at these: what PTX calls .aligned, and instructions that imply it
 ALIGNED = ("aligned",)
+KNOWN: dict[tuple[str, tuple[str, ...]], Lower] = {}  # by mnemonic and modifiers
+SOUND: set[Hashable] = set()  # kinds of instructions that the table has let pass: a check takes 0.1 ms
 
 
 @dataclass(frozen=True)
@@ -117,6 +130,12 @@ def lower(module: Module, function: Function, addresses: dict[str, int]) -> Prog
 def known(instruction: Instruction) -> Lower:
     """The lowering of an instruction that the table has: a modifier that nobody knows is an error here, as it
     is for ptxas."""
+    key = instruction.mnemonic, instruction.modifiers
+    if (made := KNOWN.get(key)) is None: made = KNOWN[key] = _known(instruction)
+    return made
+
+
+def _known(instruction: Instruction) -> Lower:
     line, opcode = instruction.line, instruction.opcode
     if instruction.mnemonic == "call": return REGISTRY["call"]  # of what calls.py leaves
     try: find(instruction.mnemonic, instruction.modifiers, line)
@@ -136,9 +155,25 @@ def allowed(instruction: Instruction, module: Module) -> None:
     if instruction.mnemonic == "call": return
     arch, version = module.target, module.version
     if arch not in ARCH_VERSIONS: arch, version = "sm_80", max(version, ARCH_VERSIONS["sm_80"])
+    kinds = [(o.kind, o.negated) if type(o) is Register else kind_of(o) for o in instruction.operands]
+    kind = (arch, version, instruction.mnemonic, instruction.modifiers, *kinds)
+    if kind in SOUND: return
     try: check(instruction, arch, version)
     except PTXError as error:
         raise PTXError(f"PTX {error.found}", error.line, error.expected, error.fix) from None
+    SOUND.add(kind)
+
+
+def kind_of(operand: Operand) -> Hashable:
+    """What the table asks of an operand: all but the names of registers."""
+    match operand:
+        case Register(_, kind, negated): return kind, negated
+        case Immediate(value, bits): return type(value), value, bits  # 1 is not 1.0
+        case Vector(items): return tuple(map(kind_of, items))
+        case Pair(first, second): return Pair, kind_of(first), kind_of(second)
+        case Address(Register() as base, _, coordinates):
+            return Address, kind_of(base), coordinates and kind_of(coordinates)
+    return operand
 
 
 def check_sizes(module: Module, function: Function, local_bytes: int) -> None:
@@ -274,11 +309,13 @@ def reverse_postorder(edges: list[list[int]], root: int) -> list[int]:
 def relocate(low: Lowering) -> None:
     """Registers follow the constants, now that all of those are known; reads and writes are collected."""
     low.constants += bytes(-len(low.constants) % 128)
-    base = len(low.constants)
-    def place(at: int) -> int: return at - RELATIVE + base if at >= RELATIVE else at
-    low.registers = {name: place(at) for name, at in low.registers.items()}
+    by = len(low.constants) - RELATIVE
+
+    def placed(places: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple([at + by if at >= RELATIVE else at for at in places])
+    low.registers = {name: at + by if at >= RELATIVE else at for name, at in low.registers.items()}
     for op in low.ops:
-        reads = op.reads or tuple(getattr(op, f) for f in FIELDS if getattr(op, f) >= 0)
-        writes = op.writes or ((op.d,) if op.d >= 0 else ())
-        op.list, op.reads, op.writes = (tuple(map(place, places)) for places in (op.list, reads, writes))
-        op.d, op.a, op.b, op.c, op.e, op.guard = (place(x) for x in (op.d, op.a, op.b, op.c, op.e, op.guard))
+        op.d, op.a, op.b, op.c, op.e, op.guard = placed((op.d, op.a, op.b, op.c, op.e, op.guard))
+        op.reads = placed(op.reads) or tuple([at for at in (op.a, op.b, op.c, op.e) if at >= 0])
+        op.writes = placed(op.writes) or ((op.d,) if op.d >= 0 else ())
+        if op.list: op.list = placed(op.list)
