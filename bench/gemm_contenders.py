@@ -47,7 +47,7 @@ def ours(shape: Any, buffers: Buffers, options: Options) -> Run:
     gpu, spec = device(), shape.spec
     arch, sm_count = gpu.properties.arch, gpu.properties.sm_count
     if (schedule := choose(spec, arch, sm_count)) is None: raise NotMeasured("no schedule of ours")
-    launcher = Launcher(gpu, build(spec, schedule, arch, sm_count))
+    launcher = Launcher(gpu, build(spec, schedule, arch, sm_count, gpu.clusters))
     torch.cuda.synchronize()
     bound = [launcher.bound(spec, {name: t.data_ptr() for name, t in each.items()}) for each in buffers]
     gpu.synchronize()

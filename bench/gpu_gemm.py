@@ -144,7 +144,8 @@ def counted(shape: Any, options: Options) -> Row:
     schedule, whole = choose(small.spec, arch), choose(shape.spec, arch)
     if schedule is None or whole is None: raise NotMeasured("no schedule of ours")
     driver = EmulatedDriver(arch, seed=options.seed)
-    launcher = Launcher(driver, build(small.spec, schedule, arch))
+    made = build(small.spec, schedule, arch, driver.properties.sm_count, driver.clusters)
+    launcher = Launcher(driver, made)
     wrong = on_emulator(small, driver, partial(launcher.bound, small.spec))
     guess = predict(shape.spec, whole, arch)
     return {"status": "disagrees" if wrong else "emulated", "schedule": str(schedule),

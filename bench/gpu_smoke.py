@@ -162,7 +162,7 @@ def matmul_of_a_node(driver: Driver) -> str:
     m, n, k = 256, 64, 128
     spec = dense(m, n, k)
     made = build(spec, Schedule().using("wgmma").block(128, 64).k(64).cluster(2), driver.properties.arch,
-                 driver.properties.sm_count)
+                 driver.properties.sm_count, driver.clusters)
     function = driver.load(made.ptx.encode()).function(made.name)
     sets = []
     for _ in range(2):

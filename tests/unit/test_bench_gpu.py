@@ -475,3 +475,20 @@ def test_facts_where_there_is_no_git(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv("PATH", str(tmp_path))
     assert gpu.facts(options)["commit"] == "given"
     assert measure.git("status") == ""
+
+
+def test_matmuls_are_timed_with_the_grid_that_users_get(monkeypatch: pytest.MonkeyPatch):
+    """As many clusters as the GPU says it has room for."""
+    import gemm_contenders
+    import gpu_gemm
+    gpu = Namespace(properties=Namespace(arch="sm_90a", sm_count=132), clusters=((2, 60), (4, 28), (8, 13)))
+    built = []
+
+    def build(*given: Any) -> None:
+        built.append(given)
+        raise NotMeasured("built")
+    monkeypatch.setattr(gemm_contenders, "device", lambda: gpu)
+    monkeypatch.setattr(gemm_contenders, "build", build)
+    with pytest.raises(NotMeasured, match="built"):
+        gemm_contenders.ours(next(iter(gpu_gemm.shapes())), [], Namespace())
+    assert built[0][2:] == ("sm_90a", 132, gpu.clusters)
