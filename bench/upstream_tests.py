@@ -3,7 +3,8 @@
     python bench/upstream_tests.py PATH [--device CPU|EMU] [--only test_ops …] [--jobs N] [--resume] [--quick]
 
 A test that passes plain and does not pass hooked is a difference. The exit code is 1 when there is one that
-bench/upstream_known.json does not list: tests that count kernels, with reasons and the words they fail in.
+bench/upstream_known.json does not list (tests that count kernels, with reasons and the words they fail in),
+or when no test passes on either side.
 Tests that fail plain do not count. The tests meet the installed tinygrad: of the checkout only its test files
 are used. Plain is NV=0: tinygrad's schedules and kernels, with this package's compiler and emulated GPU.
 
@@ -265,6 +266,9 @@ def main() -> None:
     record = {"tinygrad": own, "checkout_changed": others, "device": args.device,
               "quick": args.quick, **record}
     if not args.dry: save(f"upstream_{args.device.lower()}", record)
+    if not record["hooked"] and not record["plain"]:
+        raise SystemExit("no test passes on either side, so nothing was compared; expected: what the tests "
+                         "import is installed; --logs has their errors")
     raise SystemExit(1 if record["differ"] else 0)
 
 
