@@ -15,7 +15,8 @@ tinygrad 0.14.0 keeps as state of the process what belongs to the thread that wo
 * devices, which two threads would open twice.
 
 `LOWERING` is held while a schedule or a program is made: UOps are unique by identity, and caches of both
-tinygrad and tinygrad_nv rely on it. Launches do not take it.
+tinygrad and tinygrad_nv rely on it. Launches do not take it. A fork does, so that the child can make programs
+too, and the child has connections of its own.
 """
 from __future__ import annotations
 
@@ -170,10 +171,26 @@ class _OpenOnce:
         self.opened.cache_clear()
 
 
-def _forked() -> None:
-    """A child of fork has one thread: nobody in it would give the lock back."""
+# **** forks ****
+
+FORK_WAITS_S = 60.0  # for a thread that compiles; a longer one (BEAM) may leave the child a lock of sqlite's
+_parents: list[Any] = []  # connections of the processes that this one is a fork of: sqlite forbids their use
+
+
+def _fork() -> None:
+    """No thread is amid a schedule or sqlite when the process forks: its locks would stay taken."""
+    _own.waited = LOWERING.acquire(timeout=FORK_WAITS_S)
+
+
+def _parent() -> None:
+    if _own.waited: LOWERING.release()
+
+
+def _child() -> None:
     global LOWERING
     LOWERING = threading.RLock()
+    _parents.append((helpers._db_connection, vars(_own).pop("opened", None)))
+    helpers._db_connection = None
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(before=_fork, after_in_parent=_parent, after_in_child=_child)

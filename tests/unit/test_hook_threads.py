@@ -2,8 +2,10 @@
 device."""
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +36,12 @@ def in_thread(fn: Callable[[], Any]) -> Any:
     thread.join()
     if isinstance(found[0], BaseException): raise found[0]
     return found[0]
+
+
+def free() -> bool:
+    """Whether this thread may lower."""
+    if got := hook_threads.LOWERING.acquire(timeout=0.1): hook_threads.LOWERING.release()
+    return got
 
 
 def test_another_thread_compiles_after_the_main_one():
@@ -138,18 +146,15 @@ def test_a_capture_goes_on_while_another_thread_schedules_beside_its_own():
 
 def test_explain_leaves_schedules_cached(monkeypatch):
     """Also two of them at a time: it turns the cache off while nobody else explains."""
-    own, free = program.hear_misses, list[bool]()
+    own, seen = program.hear_misses, list[bool]()
 
     def hear() -> Any:
-        def taken() -> bool:
-            if got := hook_threads.LOWERING.acquire(blocking=False): hook_threads.LOWERING.release()
-            return got
-        free.append(in_thread(taken))
+        seen.append(in_thread(free))
         assert helpers.SCACHE.value == 0
         return own()
     monkeypatch.setattr(program, "hear_misses", hear)
     explain(Tensor([1.0, 2]) + 1)
-    assert free == [False]
+    assert seen == [False]
     assert helpers.SCACHE.value == 1
 
 
@@ -210,3 +215,33 @@ def test_overlapping_blocks_of_disabled_leave_what_was_before():
         thread.join()
         assert not hooks.enabled()
     assert hooks.enabled()
+
+
+# **** forks ****
+
+def test_a_fork_waits_for_programs_that_other_threads_make_and_has_a_connection_of_its_own():
+    helpers.diskcache_put("forks", "parent", 1)
+    inside, done = threading.Event(), list[bool]()
+
+    def make() -> None:
+        with hook_threads.LOWERING:
+            inside.set()
+            time.sleep(0.2)
+            done.append(True)
+    thread = threading.Thread(target=make)
+    thread.start()
+    assert inside.wait(10)
+    if not (child := os.fork()):
+        ended = 1
+        try:
+            assert done
+            assert helpers._db_connection is None
+            assert hook_threads.LOWERING.acquire(timeout=5)
+            assert helpers.diskcache_get("forks", "parent") == 1
+            helpers.diskcache_put("forks", "child", 2)
+            ended = 0
+        finally: os._exit(ended)
+    assert os.waitpid(child, 0)[1] == 0
+    thread.join()
+    assert in_thread(free)
+    assert helpers.diskcache_get("forks", "child") == 2
