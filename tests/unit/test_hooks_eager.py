@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from tinygrad.helpers import Context
 from tinygrad.tensor import transform_to_call
 from tinygrad.uop.ops import Ops, UOp
 
@@ -109,6 +110,13 @@ def test_a_schedule_with_rewrites_belongs_to_the_configuration(monkeypatch: pyte
     assert templates() != ours
     monkeypatch.delenv("NV_NORM")
     assert templates() == ours
+
+
+def test_a_renderer_that_takes_no_c_has_schedules_of_its_own():
+    """The device is the same; its renderer goes by DEV."""
+    before = hooks.configuration()
+    with Context(DEV="CPU:LLVM"): assert hooks.configuration() != before
+    assert hooks.configuration() == before
 
 
 @pytest.mark.parametrize("setting", ["NV_CPU", "EMU_ARCH"])

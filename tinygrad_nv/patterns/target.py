@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from tinygrad.device import Device
-from tinygrad.helpers import to_tuple
+from tinygrad.helpers import DEV, to_tuple
 from tinygrad.renderer.cstyle import ClangRenderer
 
 from tinygrad_nv import config
@@ -77,9 +77,10 @@ def kind_of(name: str) -> str:
 
 
 def configuration() -> Hashable:
-    """What kernels are made for now: the CPU, and GPUs that are open."""
+    """What kernels are made for now: the CPU, GPUs that are open, and DEV, which chooses their renderers."""
     gpus = sorted(name for name in Device._opened_devices if kind_of(name) in GPUS)
-    return cpu_machine() if config.get("NV_CPU") else None, config.get("EMU_ARCH"), *map(_arch, gpus)
+    machine = cpu_machine() if config.get("NV_CPU") else None
+    return machine, config.get("EMU_ARCH"), tuple(DEV.value), *map(_arch, gpus)
 
 
 def _arch(name: str) -> tuple[str, str]:
