@@ -17,6 +17,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -123,7 +124,8 @@ def compile_object(compiler: CCompiler, arguments: list[str], source: str) -> by
         raise ToolchainError(f"{command[0]} could not be started: {error}",
                              "an executable compiler") from error
     if done.returncode != 0 or not done.stdout.startswith(b"\x7fELF"):
-        words = done.stderr.decode(errors="replace").strip()
+        # zig names a copy of stdin, by another path each time: the same error has the same words
+        words = re.sub(r"\S*-stdin\.c\b", "<stdin>", done.stderr.decode(errors="replace")).strip()
         name = compiler.version() or command[0]
         raise ToolchainError(
             f"{name} (from {compiler.origin}) did not compile a kernel:\n{words[-2000:]}",
