@@ -17,7 +17,6 @@ import functools
 import hashlib
 import importlib.util
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -124,8 +123,7 @@ def compile_object(compiler: CCompiler, arguments: list[str], source: str) -> by
         raise ToolchainError(f"{command[0]} could not be started: {error}",
                              "an executable compiler") from error
     if done.returncode != 0 or not done.stdout.startswith(b"\x7fELF"):
-        # zig names a copy of stdin, by another path each time: the same error has the same words
-        words = re.sub(r"\S*-stdin\.c\b", "<stdin>", done.stderr.decode(errors="replace")).strip()
+        words = done.stderr.decode(errors="replace").strip()
         name = compiler.version() or command[0]
         raise ToolchainError(
             f"{name} (from {compiler.origin}) did not compile a kernel:\n{words[-2000:]}",
