@@ -69,7 +69,7 @@ def test_a_model_that_is_closed_leaves_nothing():
     """Nor do pages of other sizes: tinygrad keeps freed buffers for others of the same size."""
     after = left_after([64, 64, 64, 64, 64, 64, 80])
     require_nothing_left(after[:-1])
-    assert after[-1]["kept"] <= after[0]["kept"] < MODEL_BYTES / 2, after
+    assert after[-1]["kept"] <= after[2]["kept"] < MODEL_BYTES / 2, after
 
 
 @pytest.mark.slow
