@@ -59,7 +59,7 @@ def require_nothing_left(after: list[dict[str, int]]) -> None:
     a cycle resident (measured: 0.1, and 5.7 while weights and the tokenizer's table were kept)."""
     first, last, cycles = after[2], after[-1], len(after) - 3
     for name in ("buffers", "allocated", "tensors"): assert last[name] <= first[name], (name, after)
-    # small buffers of a step that this cycle has and the others had not: which prompts meet is a matter of time
+    # small buffers of a step that only this cycle has: which prompts meet is a matter of time
     assert last["kept"] - first["kept"] <= 100_000, after
     assert last["allocated"] < 100_000, "some scalars"
     assert last["objects"] - first["objects"] <= 20 * cycles, after
