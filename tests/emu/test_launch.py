@@ -149,9 +149,26 @@ def test_what_was_lowered_once_is_used_again():
     text = kernel(COPY, (a, b))
     emu.launch(text, 1, 64, [a, b])
     (loaded,) = emu.modules.values()
-    before = loaded.programs["test"]
+    before = loaded.program(loaded.module.functions["test"])
     emu.launch(text, 1, 64, [b, a])
-    assert loaded.programs["test"] is before
+    assert loaded.program(loaded.module.functions["test"]) is before
+
+
+def test_what_was_lowered_once_serves_all_emulators_but_for_other_addresses():
+    """Variables of a module lie elsewhere where something was allocated before."""
+    text = HEAD + """.global .b32 counter; .visible .entry k(.param .b64 out) {
+        .reg .b32 %r<3>; .reg .b64 %d<3>; mov.u64 %d1, counter; ld.global.u32 %r1, [%d1]; add.u32 %r1, %r1, 7;
+        st.global.u32 [%d1], %r1; ld.param.u64 %d2, [out]; st.global.u32 [%d2], %r1; ret; }"""
+    first, again, other = Emulator(), Emulator(seed=1), Emulator()
+    other.alloc(1 << 20)
+    made = []
+    for emu in (first, again, other):
+        out = [emu.alloc(4)] if emu is not other else [other.alloc(4)]
+        sound(emu.launch(text, 1, 1, out))
+        assert out[0].numpy().view(np.int32) == [7], "the counter of another emulator is another one"
+        (loaded,) = emu.modules.values()
+        made.append(loaded.program(loaded.module.functions["k"]))
+    assert made[0] is made[1] is not made[2]
 
 
 def test_a_tensor_map_is_an_argument():

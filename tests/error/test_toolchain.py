@@ -56,6 +56,14 @@ def test_a_compiler_that_refuses_says_why_and_who_it_is(bare, monkeypatch):
         "  to fix:   unset CC, or point it at a clang"]
 
 
+def test_an_error_of_zigs_names_no_temporary_file():
+    zig = toolchain.zig_binary()
+    if zig is None: pytest.skip("the ziglang wheel is not installed")
+    compiler = toolchain.CCompiler((str(zig), "cc"), "ziglang", "")
+    with pytest.raises(ToolchainError, match=r"\n<stdin>:1:1: error: unknown type name 'nonsense'"):
+        toolchain.compile_object(compiler, ["-c", "-x", "c", "-", "-o", "-"], "nonsense x;")
+
+
 def test_a_compiler_that_writes_no_object(bare, monkeypatch):
     monkeypatch.setenv("CC", script(bare / "cc", "echo hello"))
     assert compiled()[0] == "hello (from CC) did not compile a kernel:"

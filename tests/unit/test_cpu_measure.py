@@ -91,7 +91,6 @@ def test_threads_and_level_are_measured_apart(count: list[CPUMachine]):
                                   '"f32": 1, "bf16": 1, "s8": 1}}}', "[" * 100_000])
 def test_a_broken_file_is_measured_again(count: list[CPUMachine], text: str):
     here = machine()
-    measure.path().parent.mkdir(parents=True)
     measure.path().write_text(text.replace("KEY", measure.key(here)))
     assert measure.rates(here) == FAST
     measure._rates.cache_clear()
