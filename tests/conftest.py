@@ -85,6 +85,15 @@ def frozen() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def cache_directory() -> Iterator[None]:
+    """A test whose cache directory cannot be written leaves the others theirs."""
+    before = os.environ.get("NV_CACHE_DIR")
+    yield
+    if before is None: os.environ.pop("NV_CACHE_DIR", None)
+    else: os.environ["NV_CACHE_DIR"] = before
+
+
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
     """`tinygrad-nv` with these arguments, in this process; `stdin` is what it can read."""
