@@ -147,10 +147,10 @@ def counted(shape: Any, options: Options) -> Row:
     made = build(small.spec, schedule, arch, driver.properties.sm_count, driver.clusters)
     launcher = Launcher(driver, made)
     wrong = on_emulator(small, driver, partial(launcher.bound, small.spec))
-    guess = predict(shape.spec, whole, arch)
+    predicted = predict(shape.spec, whole, arch)
     return {"status": "disagrees" if wrong else "emulated", "schedule": str(schedule),
             "why": f"ours: {wrong}" if wrong else f"{schedule}; predicted of the whole: {whole}, "
-            f"{1e6 * guess.seconds:.1f} µs, {guess.bound}", "predicted_s": guess.seconds}
+            f"{1e6 * predicted.seconds:.1f} µs, {predicted.bound}", "predicted_s": predicted.seconds}
 
 
 timing_part("gemm", "matrix products, bfloat16 and fp8, x @ w.T", Column("TFLOP/s"), expected_s=12.0)

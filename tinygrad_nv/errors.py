@@ -29,7 +29,7 @@ def _both(ours: type[NVError], theirs: type[Exception], *words: str) -> NVError:
     return _joined(ours, theirs)(*words)
 
 
-_joint: dict[tuple[type[NVError], type[Exception]], type[NVError]] = {}
+_types: dict[tuple[type[NVError], type[Exception]], type[NVError]] = {}
 
 
 def _joined(ours: type[NVError], theirs: type[Exception]) -> type[NVError]:
@@ -37,7 +37,7 @@ def _joined(ours: type[NVError], theirs: type[Exception]) -> type[NVError]:
         return _both, (ours, theirs, error.found, error.expected, error.fix)
     if issubclass(ours, theirs): return ours
     members = {"__module__": ours.__module__, "__reduce__": reduce}
-    return _joint.setdefault((ours, theirs), type(ours.__name__, (ours, theirs), members))
+    return _types.setdefault((ours, theirs), type(ours.__name__, (ours, theirs), members))
 
 
 class ToolchainError(NVError):
