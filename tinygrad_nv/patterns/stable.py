@@ -15,10 +15,11 @@ kernel of ours has taken the graph before, and where d is in memory, an activati
 backward pass, the kernel that reads it does not know what it is: there tinygrad's own give NaN as well.
 
 Factors are found through products, casts, and sums that have them in both terms (second derivatives).
-Products keep their order.
+Products keep their order, but for numbers, which come last.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from tinygrad.dtype import dtypes, least_upper_dtype
@@ -71,7 +72,7 @@ def _factors(node: UOp, deep: int = MOST_DEEP) -> Iterator[UOp]:
     if stored(node).op is Ops.EXP2 or _exponential(node) is not None: yield node
     if not deep: return
     if node.op is Ops.MUL:
-        for s in node.src: yield from _factors(s, deep - 1)
+        for s in dict.fromkeys(node.src): yield from _factors(s, deep - 1)
     if node.op in (Ops.ADD, Ops.SUB):
         others = set(_factors(node.src[1], deep - 1))
         yield from (each for each in _factors(node.src[0], deep - 1) if each in others)
@@ -86,9 +87,25 @@ def _product(node: UOp, a: UOp, b: UOp) -> UOp | None:
     else: return None
     rest, whole = _replaced(a, e, None), _replaced(b, d, both)
     assert whole is not None
-    if rest is None: return whole
     # e² · d² has two
-    return _product(node, rest, whole) or node.replace(src=(rest, whole))
+    made = whole if rest is None else _product(node, rest, whole) or node.replace(src=(rest, whole))
+    made, factor = _unscaled(made)
+    return made if factor is None else made * factor
+
+
+def _unscaled(node: UOp) -> tuple[UOp, float | None]:
+    """A product without the numbers among its factors, and theirs. They come last: 2 x overflows float16 at
+    x = 6e4, and ∞ · 0 is NaN where 2 (x · 0) is 0. tinygrad's code generation has the same order."""
+    if node.op is not Ops.MUL: return node, None
+    if (at := next((i for i, s in enumerate(node.src) if number(s) is not None), None)) is not None:
+        value, (rest, factor) = number(node.src[at]), _unscaled(node.src[1 - at])
+        assert value is not None
+        if (rest.dtype, rest.shape) != (node.dtype, node.shape): return node, None
+        return rest, value if factor is None else value * factor
+    parts = {s: _unscaled(s) for s in dict.fromkeys(node.src)}
+    factors = [factor for s in node.src if (factor := parts[s][1]) is not None]
+    if not factors: return node, None
+    return node.replace(src=tuple(parts[s][0] for s in node.src)), math.prod(factors)
 
 
 def _pair(a: UOp, b: UOp) -> tuple[UOp, UOp, UOp] | None:
