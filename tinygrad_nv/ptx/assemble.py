@@ -3,6 +3,7 @@
 Protocol: `assemble(text, arch)` runs ptxas and returns an `Assembly`: the cubin and, for each kernel, its
 registers, spills, stack and shared memory. What ptxas merely notes but means that a kernel is not what its
 author wrote is an error here: C7508 (setmaxnreg ignored) and C75xx (wgmma serialised or waits injected).
+ptxas 13.5 adds a missing wgmma.fence without a word (13.0: C7519); the emulator's checks find that.
 Results are cached by content: text, architecture, flags and the assembler's version. `sass(assembly)`
 counts instructions with cuobjdump or nvdisasm.
 
