@@ -86,7 +86,7 @@ def test_behind_a_matmul():
 
 @pytest.mark.parametrize("behind", [False, True], ids=["alone", "behind a matmul"])
 def test_numbers_come_last(behind: bool):
-    """The derivative of mish has 2 x among its factors, which float16 does not reach at x = 6e4, beside a 0."""
+    """The derivative of mish has 2 x among its factors: float16 does not reach it at x = 6e4, beside a 0."""
     x = Tensor(np.array([[-6e4, -1.0, 1.0, 6e4] * 4])).cast(F16).contiguous().realize()
     one = Tensor(np.eye(16)).cast(F16).contiguous().realize()
     (made,) = (x @ one if behind else x).mish().sum().gradient(x)
