@@ -30,9 +30,9 @@ from measure import each, save, spread, table
 from triton.backends.nvidia.compiler import get_ptxas
 
 from tinygrad_nv.ptx.assemble import assemble, require_ptxas
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.gemm.choose import choose
 from tinygrad_nv.tile.gemm.templates import build
-from tinygrad_nv.tile.schedule import Schedule
 
 WANTED = 1 / 3
 FRESH = count(4096, 64)  # extents along K
@@ -43,7 +43,7 @@ TRITON_FLAGS = ("-lineinfo", "--regAllocOptLevel=2")
 class Case:
     """The same product and tile on both sides."""
     arch: str
-    schedule: Schedule
+    schedule: AnySchedule
     peer: Peer
 
     def __str__(self) -> str:
@@ -54,7 +54,8 @@ class Case:
 
 def cases() -> list[Case]:
     """mma.sync and wgmma; of Triton's kernels the simplest and the fastest."""
-    ampere, hopper = Schedule().block(128, 128).k(32).stages(3), Schedule().using("wgmma").block(128, 256)
+    ampere = AnySchedule().block(128, 128).k(32).stages(3)
+    hopper = AnySchedule().using("wgmma").block(128, 256)
     return [Case("sm_80", ampere, Peer("pointers", (128, 128, 32), 4, 3, "K")),
             Case("sm_80", ampere, Peer("pointers, masked", (128, 128, 32), 4, 3, "MN")),
             Case("sm_90a", hopper.stages(3), Peer("pointers", (128, 256, 64), 8, 3, "K")),

@@ -39,10 +39,10 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.patterns.attention.match import kernel
 from tinygrad_nv.patterns.gemm.match import Machine
 from tinygrad_nv.runtime.driver import Driver
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.defaults import default
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band, Rows
 from tinygrad_nv.tile.expression import Sum
-from tinygrad_nv.tile.schedule import Schedule
 
 TOKENS, WIDTH = 16384, 2048
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -156,7 +156,7 @@ def shapes() -> Iterator[Forward]:
 
 # **** ours ****
 
-def scheduled(spec: AttentionSpec, arch: str) -> Schedule:
+def scheduled(spec: AttentionSpec, arch: str) -> AnySchedule:
     """The schedule that a graph would get."""
     if (schedule := default(spec, arch)) is None: raise NotMeasured("no schedule of ours")
     return schedule

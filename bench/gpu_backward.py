@@ -36,9 +36,9 @@ from gpu_parts import (
 from tinygrad_nv.patterns.attention.lower_backward import kernel
 from tinygrad_nv.patterns.gemm.match import Machine
 from tinygrad_nv.runtime.driver import Driver
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.backward_defaults import default
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
-from tinygrad_nv.tile.schedule import Schedule
 
 EMULATED_TOKENS = 150
 TRITON_TILES = {"dk, dv": {64: ((64, 128), 8, 2), 128: ((64, 128), 8, 2), 256: ((32, 64), 8, 2)},
@@ -169,7 +169,7 @@ def shapes() -> Iterator[Backward]:
 
 # **** ours ****
 
-def scheduled(spec: BackwardSpec, arch: str) -> Schedule:
+def scheduled(spec: BackwardSpec, arch: str) -> AnySchedule:
     """The schedule that a graph would get."""
     if (schedule := default(spec, arch)) is None: raise NotMeasured("no schedule of ours")
     return schedule

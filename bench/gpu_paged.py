@@ -34,12 +34,12 @@ from gpu_parts import (
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.runtime.driver import Driver
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.spec import Rows
 from tinygrad_nv.tile.decode.defaults import default
 from tinygrad_nv.tile.decode.kernel import decode_attention
 from tinygrad_nv.tile.decode.spec import DecodeSpec, Pages
 from tinygrad_nv.tile.expression import Sum
-from tinygrad_nv.tile.schedule import Schedule
 
 HEADS, KV_HEADS, D, PAGE = 32, 8, 128, 16
 MOST_BYTES = 16 << 30
@@ -129,7 +129,7 @@ def shapes() -> Iterator[Paged]:
 
 # **** ours ****
 
-def scheduled(spec: DecodeSpec, arch: str) -> Schedule:
+def scheduled(spec: DecodeSpec, arch: str) -> AnySchedule:
     """The default schedule."""
     if (schedule := default(spec, arch)) is None: raise NotMeasured("no schedule of ours")
     return schedule

@@ -22,12 +22,12 @@ from tinygrad_nv.errors import RequestError, SpecError
 from tinygrad_nv.explain.levels import aligned, shortened
 from tinygrad_nv.ptx.assemble import ARCHITECTURES
 from tinygrad_nv.tile import database
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.gemm.choose import why_not
 from tinygrad_nv.tile.gemm.cost import predict
 from tinygrad_nv.tile.gemm.dense import MAJORS, RESULTS, TYPES, WORDS, dense
 from tinygrad_nv.tile.gemm.legality import problems
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.schedule import Schedule
 
 CPU = "cpu"
 HEAD = ("schedule", "predicted us", "counted us", "bound", "registers", "shared bytes")
@@ -197,7 +197,7 @@ def _list(arguments: argparse.Namespace) -> None:
 
 def _bound(entry: database.Entry) -> str:
     """What a GPU is busy with, by the cost model."""
-    if not isinstance(entry.schedule, Schedule): return "-"
+    if not isinstance(entry.schedule, AnySchedule): return "-"
     return predict(entry.spec, entry.schedule, entry.arch).bound
 
 
@@ -209,7 +209,7 @@ def _export(file: Path) -> None:
 
 def _wrong(entry: database.Entry) -> list[str]:
     """Why an entry's schedule cannot be used where it is for."""
-    if isinstance(entry.schedule, Schedule): return problems(entry.schedule, entry.spec, entry.arch)
+    if isinstance(entry.schedule, AnySchedule): return problems(entry.schedule, entry.spec, entry.arch)
     from tinygrad_nv.cpu.gemm import candidates as space
     from tinygrad_nv.cpu.machine import CPUMachine
     return space.problems(entry.schedule, entry.spec, CPUMachine(entry.schedule.isa, 1))

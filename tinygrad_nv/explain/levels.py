@@ -23,6 +23,7 @@ from tinygrad_nv.ptx.assemble import Assembly, Resources, assemble, find_program
 from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
 from tinygrad_nv.runtime.launch_text import source
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.expression import Apply, Expression, loads, short, walk
 from tinygrad_nv.tile.expression import show as written
 from tinygrad_nv.tile.gemm.cost import Model, Prediction, predict
@@ -31,7 +32,6 @@ from tinygrad_nv.tile.gemm.templates import build
 from tinygrad_nv.tile.gemm.work import columns
 from tinygrad_nv.tile.gpu import machine_for
 from tinygrad_nv.tile.kernel import GemmKernel
-from tinygrad_nv.tile.schedule import Schedule
 
 LEVELS = ("spec", "tile", "ptx", "sass", "c")
 # how the builder declares shared memory: its own, or a part of what a launch gives
@@ -48,7 +48,7 @@ class Product:
     """A product by a schedule on a GPU with `sm_count` multiprocessors, which has room for so many `clusters`
     at once (left out: as ptx/gpcs.py has it)."""
     spec: GemmSpec
-    schedule: Schedule
+    schedule: AnySchedule
     arch: str
     sm_count: int
     clusters: Clusters = ()

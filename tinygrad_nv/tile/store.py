@@ -34,12 +34,12 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Shared, Value
 from tinygrad_nv.tile.access import advanced, read, write
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.epilogue import Finish
 from tinygrad_nv.tile.expression import Load, short
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Result
 from tinygrad_nv.tile.kernel import MapArgument
 from tinygrad_nv.tile.lanes import FP8, Lanes
-from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.staging import Panel, Staged, panel_of
 
 
@@ -60,7 +60,7 @@ class StorePlan:
         return f"{how}, panels of {self.panel.lines} x {self.panel.line_bytes} B"
 
 
-def store_plan(spec: GemmSpec, schedule: Schedule) -> StorePlan:
+def store_plan(spec: GemmSpec, schedule: AnySchedule) -> StorePlan:
     """The plan for a product and a schedule's tile."""
     s, out = schedule, spec.out
     columns = s.block_n // spec.parts

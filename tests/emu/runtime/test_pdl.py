@@ -24,12 +24,12 @@ from tinygrad_nv.runtime.driver import Fill, Launch, integer, pointer
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 from tinygrad_nv.runtime.launch_text import source
 from tinygrad_nv.runtime.program import NVProgram
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.expression import Load, Sum
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gemm.templates import build
-from tinygrad_nv.tile.schedule import Schedule
 
-MMA, WGMMA = Schedule().block(32, 32).k(32), Schedule().using("wgmma").block(128, 64)
+MMA, WGMMA = AnySchedule().block(32, 32).k(32), AnySchedule().using("wgmma").block(128, 64)
 WAIT, EARLY = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"
 MOVE = """.version 7.8
 .target sm_90
@@ -54,7 +54,7 @@ $end:
 class Case(NamedTuple):
     """A product, with what it is computed by."""
     spec: GemmSpec
-    schedule: Schedule
+    schedule: AnySchedule
     sm_count: int = 132
 
 

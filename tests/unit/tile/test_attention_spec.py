@@ -7,6 +7,7 @@ import pytest
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import ScheduleError, SpecError
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.defaults import default
 from tinygrad_nv.tile.attention.mma.kernel import flash_mma
 from tinygrad_nv.tile.attention.mma.legality import problems, smem_bytes
@@ -14,11 +15,10 @@ from tinygrad_nv.tile.attention.score import multiple
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band, Rows
 from tinygrad_nv.tile.expression import Expression, Load, Position, Sum, tanh
 from tinygrad_nv.tile.kernel import AttentionKernel
-from tinygrad_nv.tile.schedule import Schedule
 
 BF16 = dtypes.bfloat16
 CAUSAL = Band(None, 0)
-PLAIN = Schedule(template="flash_mma").block(64, 64).warps(4).stages(2)
+PLAIN = AnySchedule(template="flash_mma").block(64, 64).warps(4).stages(2)
 
 
 def dense(s_q: int = 100, s_kv: int = 200, d: int = 64, dtype: DType = BF16, d_v: int = 0) -> AttentionSpec:
@@ -125,7 +125,7 @@ def test_multiples_of_the_sum(score: Expression, expected: float | None):
     (PLAIN.using("mma"), "template mma is of other"), (PLAIN.block(0, 64), "extents below 1"),
     (PLAIN.stages(8).block(64, 128), r"8 stages × 32768 B and q are 262144 B of shared memory"),
     (PLAIN.block(256, 128), r"64 rows of a warp × \(64 \+ 128\) / 32 lanes = 384 sums")], ids=str)
-def test_impossible_schedules(schedule: Schedule, words: str):
+def test_impossible_schedules(schedule: AnySchedule, words: str):
     with pytest.raises(ScheduleError, match=words): flash_mma(dense(), schedule)
 
 

@@ -8,22 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinygrad_nv.ptx.emulator.report import Site, Stats
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.gemm import work
 from tinygrad_nv.tile.gemm.choose import choose
 from tinygrad_nv.tile.gemm.cost import Model, predict
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.templates import build
 from tinygrad_nv.tile.gpu import A100, H100, L40S, MACHINES, RTX4090, machine_for
-from tinygrad_nv.tile.schedule import Schedule
 
-W = Schedule().using("wgmma")
+W = AnySchedule().using("wgmma")
 COOPERATIVE, TURNS = W.block(128, 256), W.block(128, 128).stages(6).pingpong()
 SMALL = W.block(64, 64).warps(8)
 FEW = (W.block(64, 16).warps(8).stages(7).swapped(), W.block(64, 16).warps(8).stages(7).swapped().split(2))
-GEMV = Schedule().using("gemv").block(16, 16).k(512).warps(4)
+GEMV = AnySchedule().using("gemv").block(16, 16).k(512).warps(4)
 FORMS = (COOPERATIVE, COOPERATIVE.cluster(2), COOPERATIVE.cluster(1, 2), TURNS, TURNS.cluster(2),
-         W.block(128, 128).split(4), SMALL, *FEW, Schedule(), Schedule().stages(5).split(3),
-         Schedule().block(128, 256).warps(2, 4), Schedule().block(16, 64).k(64).warps(1, 4))
+         W.block(128, 128).split(4), SMALL, *FEW, AnySchedule(), AnySchedule().stages(5).split(3),
+         AnySchedule().block(128, 256).warps(2, 4), AnySchedule().block(16, 64).k(64).warps(1, 4))
 EXTENT = st.integers(1, 40000)
 
 
@@ -44,8 +44,8 @@ def test_no_prediction_is_below_the_roofline(machine, extents, schedule, dtype, 
 
 @pytest.mark.parametrize(("schedule", "early"), [
     (GEMV.k(128), True), (GEMV.k(128).split(8), True), (GEMV.k(128).split(16), False), (COOPERATIVE, True),
-    (W.block(128, 128).split(4), True), (COOPERATIVE.streamed(), False), (Schedule(), True),
-    (Schedule().split(3), False)])
+    (W.block(128, 128).split(4), True), (COOPERATIVE.streamed(), False), (AnySchedule(), True),
+    (AnySchedule().split(3), False)])
 def test_what_has_flags_to_zero_is_not_launched_early(schedule, early):
     """The templates say by `flags` what the model says here. 8 µs later everything is 8 µs later."""
     spec, later = dense(8, 4096, 4096), 8e-6
@@ -95,7 +95,7 @@ def test_large_products_are_for_large_tiles_or_turns():
     assert best.template == "wgmma"
     assert (best.block_m, best.block_n) in ((128, 256), (256, 128)) or best.mode == "pingpong"
     cooperative, turns, small, mma = seconds(dense(8192, 8192, 8192), COOPERATIVE.cluster(2),
-                                             TURNS.cluster(2), SMALL, Schedule())
+                                             TURNS.cluster(2), SMALL, AnySchedule())
     assert max(cooperative, turns) < min(small, mma)
     assert choose(dense(8192, 8192, 8192), "sm_80").template == "mma"
 
@@ -152,7 +152,7 @@ def test_turns_hide_the_end_of_a_tile():
 
 
 def test_loads_in_flight_hide_their_latency():
-    spec, s = dense(16 * 108, 16, 8192), Schedule().block(16, 16).warps(1, 1)
+    spec, s = dense(16 * 108, 16, 8192), AnySchedule().block(16, 16).warps(1, 1)
     few, many = seconds(spec, s.stages(2), s.stages(5), arch="sm_80")
     assert many < 0.4 * few
     eight, = seconds(dense(16 * 108, 16 * 8, 8192), s.stages(2), arch="sm_80")
@@ -173,7 +173,7 @@ def test_operands_half_as_wide_take_half_as_long():
     assert one.parts["tensor core"] * 2 == pytest.approx(double.parts["tensor core"])
     # mma.sync of fp8 is unpacked on Hopper, not on Ada
     for arch, gain in (("sm_90a", 1), ("sm_89", 2)):
-        fast, slow = (predict(dense(8192, 8192, 8192, dtype, "f32"), Schedule().k(k), arch)
+        fast, slow = (predict(dense(8192, 8192, 8192, dtype, "f32"), AnySchedule().k(k), arch)
                       for dtype, k in (("e4m3", 64), ("bf16", 32)))
         assert fast.parts["tensor core"] * gain == pytest.approx(slow.parts["tensor core"])
 
@@ -198,7 +198,7 @@ def stats(steps: int, conflicts: int = 0) -> Stats:
 
 
 def test_counters_become_cycles():
-    model, s = Model(dense(4096, 4096, 4096), A100), Schedule()
+    model, s = Model(dense(4096, 4096, 4096), A100), AnySchedule()
     made = work.counted(stats(5), stats(9), (5, 9), 1, model.spec, s, A100, model.ending)
     assert made.tensor == pytest.approx(128 * 128 * 32 / 1024 / A100.sustained)
     assert (made.shared, made.issue) == (256, 272)
@@ -210,7 +210,7 @@ def test_counters_become_cycles():
 
 
 def test_registers_decide_how_many_ctas_an_sm_holds():
-    model, s = Model(dense(8192, 8192, 8192), A100), Schedule().stages(2)
+    model, s = Model(dense(8192, 8192, 8192), A100), AnySchedule().stages(2)
     done = work.planned(model.spec, s, A100, model.ending)
     assert model.timed(s, done, 255).waves == pytest.approx(2 * model.timed(s, done, 128).waves)
 

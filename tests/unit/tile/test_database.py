@@ -14,15 +14,15 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import NVError, SpecError
 from tinygrad_nv.tile import database
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.database import Entry
 from tinygrad_nv.tile.expression import Apply, Constant, Load, Position, Sum, gelu, gelu_tanh, silu, walk
 from tinygrad_nv.tile.gemm.dense import MAJORS, TYPES, WORDS, dense
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec_json import spec_from_json, spec_to_json
 
 SPEC = dense(64, 64, 256)
-FAST = Schedule().block(64, 64)
+FAST = AnySchedule().block(64, 64)
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "schedules.json"
 
 
-def entry(spec: GemmSpec = SPEC, schedule: Schedule = FAST, arch: str = "sm_80") -> Entry:
+def entry(spec: GemmSpec = SPEC, schedule: AnySchedule = FAST, arch: str = "sm_80") -> Entry:
     return Entry(spec, arch, database.toolchain(), schedule, 1e-5)
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.gemm.candidates import around, rings, space, worthwhile
 from tinygrad_nv.tile.gemm.choose import analytic, choose, why_not
 from tinygrad_nv.tile.gemm.cost import Model
@@ -17,7 +18,6 @@ from tinygrad_nv.tile.gemm.defaults import TIE, starts, tiles
 from tinygrad_nv.tile.gemm.dense import MAJORS, dense
 from tinygrad_nv.tile.gemm.legality import problems
 from tinygrad_nv.tile.gpu import machine_for
-from tinygrad_nv.tile.schedule import Schedule
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
 SPECS = (dense(4096, 4096, 4096), dense(512, 512, 16384), dense(1, 4096, 4096),
@@ -75,9 +75,9 @@ def test_splits_and_clusters_fit_the_product():
                 columns = -(-spec.n // made.block_n)
                 assert made.cluster_n == 1 or columns > 1 or made.swap or spec.parts > 1
                 if made.splits > start.splits: assert 2 * made.splits <= -(-spec.k // made.block_k)
-    assert [s.splits for s in around(Schedule().block(64, 64), dense(4096, 4096, 4096), 108)] == [1]
-    assert max(s.splits for s in around(Schedule().block(64, 64), dense(64, 64, 65536), 108)) == 32
-    assert max(s.splits for s in around(Schedule().block(64, 64), dense(64, 64, 256), 108)) == 4
+    assert [s.splits for s in around(AnySchedule().block(64, 64), dense(4096, 4096, 4096), 108)] == [1]
+    assert max(s.splits for s in around(AnySchedule().block(64, 64), dense(64, 64, 65536), 108)) == 32
+    assert max(s.splits for s in around(AnySchedule().block(64, 64), dense(64, 64, 256), 108)) == 4
 
 
 # **** the choice ****
@@ -161,12 +161,12 @@ def test_why_there_is_none():
 @pytest.mark.parametrize("extents", [(1 << 31, 8, 64), (8, 1 << 31, 64), (8, 8, 1 << 31)])
 def test_an_extent_that_32_bits_do_not_count(template: str, extents: tuple[int, int, int]):
     words = f"={1 << 31} is above {(1 << 31) - 1}"
-    schedule = Schedule().using(template)  # type: ignore[arg-type]
+    schedule = AnySchedule().using(template)  # type: ignore[arg-type]
     assert any(words in each for each in problems(schedule, dense(*extents), "sm_90a"))
 
 
 def test_tiles_that_32_bits_do_not_count():
-    schedule, most = Schedule().block(64, 64).k(32).warps(2, 2).stages(4), (1 << 31) - 1
+    schedule, most = AnySchedule().block(64, 64).k(32).warps(2, 2).stages(4), (1 << 31) - 1
     rows, columns = 1 << 16, 1 << 15
     assert not problems(schedule, dense(64 * rows - 64, 64 * columns, 64), "sm_80")
     assert problems(schedule, dense(64 * rows, 64 * columns, 64), "sm_80") == [

@@ -33,13 +33,13 @@ from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.strides import Laid, copied, laid
 from tinygrad_nv.patterns.target import Machine, target_of
 from tinygrad_nv.runtime.launch_text import Zeroed, source
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.backward_defaults import default
 from tinygrad_nv.tile.attention.backward_mma.legality import dtype_problems
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Rows
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, short, walk
 from tinygrad_nv.tile.kernel import BackwardKernel
-from tinygrad_nv.tile.schedule import Schedule
 
 TEMPLATE = "flash attention backward"
 
@@ -110,7 +110,7 @@ def divided(spec: AttentionSpec, batch: Shape) -> AttentionSpec:
 
 
 def _chosen(forward: AttentionSpec, grad: UOp, by_rows: tuple[bool, bool],
-            machine: Machine | CPUMachine) -> tuple[BackwardSpec, Schedule | CPUSchedule, UOp]:
+            machine: Machine | CPUMachine) -> tuple[BackwardSpec, AnySchedule | CPUSchedule, UOp]:
     """The spec of a backward pass, its schedule, and the gradient's storage: where it lies if that can be."""
     reason, ordered = "", bool(config.get("NV_DETERMINISTIC"))
     for read in (laid(grad), copied(grad)):
@@ -122,7 +122,7 @@ def _chosen(forward: AttentionSpec, grad: UOp, by_rows: tuple[bool, bool],
     raise NotOurs(reason)
 
 
-def _schedule(spec: BackwardSpec, machine: Machine | CPUMachine) -> Schedule | CPUSchedule | None:
+def _schedule(spec: BackwardSpec, machine: Machine | CPUMachine) -> AnySchedule | CPUSchedule | None:
     if isinstance(machine, Machine): return default(spec, machine.arch)
     return None if flash_backward.problems(spec, machine) else flash_backward.default(spec, machine)
 
@@ -163,7 +163,7 @@ def _filled(made: UOp, shape: Shape, by_rows: bool) -> UOp:
 # **** calls ****
 
 @functools.lru_cache(1024)
-def kernel(spec: BackwardSpec, schedule: Schedule, machine: Machine) -> BackwardKernel:
+def kernel(spec: BackwardSpec, schedule: AnySchedule, machine: Machine) -> BackwardKernel:
     """The kernel of a backward pass."""
     folder = schedule.template.removeprefix("flash_")
     make = getattr(import_module(f"tinygrad_nv.tile.attention.{folder}.kernel"), schedule.template)
@@ -177,7 +177,7 @@ def cpu_kernel(spec: BackwardSpec, schedule: CPUSchedule) -> CPUKernel:
     return flash_backward.build(spec, schedule)
 
 
-def _called(spec: BackwardSpec, schedule: Schedule | CPUSchedule, machine: Machine | CPUMachine,
+def _called(spec: BackwardSpec, schedule: AnySchedule | CPUSchedule, machine: Machine | CPUMachine,
             inputs: list[UOp]) -> tuple[UOp, ...]:
     """dq in float32, turns where there are any, dk and dv."""
     one, device = spec.forward, inputs[0].device

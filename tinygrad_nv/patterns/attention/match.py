@@ -53,11 +53,11 @@ from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Machine, Target, target_of
 from tinygrad_nv.runtime.launch_text import Integer
 from tinygrad_nv.runtime.observe import ranges
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.defaults import default
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.kernel import AttentionKernel
-from tinygrad_nv.tile.schedule import Schedule
 
 NEEDS = ({Ops.REDUCE, Ops.EXP2},)
 FILLING = ("flash_wgmma",)  # their grids depend on how many multiprocessors there are
@@ -115,7 +115,7 @@ class Match:
     attempt: Attempt
     region: frozenset[UOp]
     found: Found
-    made: Schedule | CPUSchedule | Decode
+    made: AnySchedule | CPUSchedule | Decode
     machine: Target
 
 
@@ -261,7 +261,7 @@ def _check(first: Product, second: Product, sides: tuple[Side, Side, Side]) -> N
 
 # **** calls ****
 
-def schedule_of(spec: AttentionSpec, machine: Target) -> Schedule | CPUSchedule:
+def schedule_of(spec: AttentionSpec, machine: Target) -> AnySchedule | CPUSchedule:
     """How a kernel is made. Raises `NotOurs` where no template makes one."""
     if isinstance(machine, CPUMachine):
         if words := flash.problems(spec, machine): raise NotOurs(f"{flash.TEMPLATE}: {', '.join(words)}")
@@ -271,7 +271,7 @@ def schedule_of(spec: AttentionSpec, machine: Target) -> Schedule | CPUSchedule:
 
 
 @functools.lru_cache(1024)
-def kernel(spec: AttentionSpec, schedule: Schedule, machine: Machine) -> AttentionKernel:
+def kernel(spec: AttentionSpec, schedule: AnySchedule, machine: Machine) -> AttentionKernel:
     """The kernel of an attention."""
     folder = schedule.template.removeprefix("flash_")
     make = getattr(import_module(f"tinygrad_nv.tile.attention.{folder}.kernel"), schedule.template)
@@ -286,7 +286,7 @@ def cpu_kernel(spec: AttentionSpec, schedule: CPUSchedule, integers: tuple[Integ
     return flash.build(spec, schedule, integers)
 
 
-def call(spec: AttentionSpec, schedule: Schedule | CPUSchedule, machine: Target,
+def call(spec: AttentionSpec, schedule: AnySchedule | CPUSchedule, machine: Target,
          outputs: Sequence[program.Output], inputs: Sequence[UOp], rows: sint,
          integers: tuple[Integer, ...] = (), variables: Sequence[UOp] = (), flops: sint = 0,
          nbytes: sint | None = None) -> tuple[UOp, ...]:

@@ -18,14 +18,14 @@ from tinygrad_nv.patterns.attention.varlen_reference import VarlenAttention
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.strides import Laid, copied, laid
 from tinygrad_nv.patterns.target import Target, target_of
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.defaults import default
 from tinygrad_nv.tile.attention.mma.legality import problems
 from tinygrad_nv.tile.attention.spec import AttentionSpec, Rows
 from tinygrad_nv.tile.expression import Expression, Sum, short, tanh
-from tinygrad_nv.tile.schedule import Schedule
 
 TEMPLATE = "attention"
-SMALL = Schedule(template="flash_mma").block(16, 32).warps(1).stages(2)  # whose problems are told
+SMALL = AnySchedule(template="flash_mma").block(16, 32).warps(1).stages(2)  # whose problems are told
 LEAST_BYTES = 16  # of which rows begin at multiples, or they are copied: what every template reads
 
 
@@ -62,7 +62,7 @@ def _spec(what: VarlenAttention, read: list[Laid], shape: tuple[int, ...], keys:
                          _score(what), what.band, total=(rows, keys[0]))
 
 
-def _schedule(spec: AttentionSpec, machine: Target) -> Schedule | CPUSchedule:
+def _schedule(spec: AttentionSpec, machine: Target) -> AnySchedule | CPUSchedule:
     """How the kernel is made. Raises `NotOurs` with what is in the way."""
     if isinstance(machine, CPUMachine): return schedule_of(spec, machine)
     if (found := default(spec, machine.arch)) is not None: return found

@@ -23,13 +23,13 @@ from tinygrad_nv.patterns.attention.spec import Found, integer, most
 from tinygrad_nv.patterns.positions import Form, summed
 from tinygrad_nv.patterns.target import Machine, Target
 from tinygrad_nv.runtime.launch_text import Integer
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Band, Rows
 from tinygrad_nv.tile.decode.defaults import default
 from tinygrad_nv.tile.decode.kernel import decode_attention
 from tinygrad_nv.tile.decode.spec import MOST_ROWS, DecodeSpec, Pages
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, walk
 from tinygrad_nv.tile.kernel import DecodeKernel
-from tinygrad_nv.tile.schedule import Schedule
 
 MOST_PACKED = 64   # rows of a key head in one CTA: four warps of 16
 FEWEST_KEYS = 128  # of the smallest split
@@ -40,7 +40,7 @@ KEYS_OF_ROW = 16   # of a split, for each row that it has
 class Decode:
     """A decode attention; `integers` are those of its launch."""
     spec: DecodeSpec
-    schedule: Schedule | CPUSchedule
+    schedule: AnySchedule | CPUSchedule
     integers: tuple[Integer, ...]
 
 
@@ -87,7 +87,7 @@ def decoded(made: Found, machine: Target) -> Decode | None:
     return None if (schedule := schedule_of(found, machine)) is None else Decode(found, schedule, integers)
 
 
-def schedule_of(spec: DecodeSpec, machine: Target) -> Schedule | CPUSchedule | None:
+def schedule_of(spec: DecodeSpec, machine: Target) -> AnySchedule | CPUSchedule | None:
     """How a decode attention is made; None where no template takes it."""
     if not isinstance(machine, CPUMachine): return default(spec, machine.arch)
     return None if cpu.problems(spec, machine) else cpu.default(spec, machine)
@@ -179,6 +179,6 @@ def call(one: Decode, machine: Target, device: str | tuple[str, ...], out: progr
 
 
 @functools.lru_cache(1024)
-def kernels(spec: DecodeSpec, schedule: Schedule, arch: str) -> DecodeKernel:
+def kernels(spec: DecodeSpec, schedule: AnySchedule, arch: str) -> DecodeKernel:
     """The kernels of a decode attention."""
     return decode_attention(spec, schedule, arch)

@@ -48,12 +48,12 @@ from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Machine, target_of
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.tile import database
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Sum, loads
 from tinygrad_nv.tile.gemm.choose import choose, why_not
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.gemm.templates import build
 from tinygrad_nv.tile.kernel import GemmKernel
-from tinygrad_nv.tile.schedule import Schedule
 
 TEMPLATE = "gemm"
 NEEDS = ({Ops.REDUCE, Ops.MUL},)
@@ -65,7 +65,7 @@ class Match:
     end: UOp
     region: frozenset[UOp]
     spec: GemmSpec
-    schedule: Schedule | CPUSchedule
+    schedule: AnySchedule | CPUSchedule
     machine: Machine | CPUMachine
     inputs: tuple[UOp, ...]
     rows: UOp | None
@@ -193,7 +193,7 @@ def _parts(space: Space, places: list[tuple[Side, Side]]) -> tuple[Side, Side, l
     return base[1 - moving], base[moving], [steps.index(offset) for offset in offsets[moving]], part
 
 
-def _schedule(spec: GemmSpec, machine: Machine | CPUMachine) -> Schedule | CPUSchedule:
+def _schedule(spec: GemmSpec, machine: Machine | CPUMachine) -> AnySchedule | CPUSchedule:
     if isinstance(machine, CPUMachine):
         if words := cpu.too_short(spec): raise NotOurs(words, final=True)
         if (found := cpu.product(spec, machine)) is not None: return found
@@ -248,7 +248,7 @@ def _finished(root: Expression, loads: list[Load], parts: list[int]) -> Expressi
 # **** calls ****
 
 @functools.lru_cache(1024)
-def kernel(spec: GemmSpec, schedule: Schedule, machine: Machine) -> GemmKernel:
+def kernel(spec: GemmSpec, schedule: AnySchedule, machine: Machine) -> GemmKernel:
     """The kernel of a product."""
     return build(spec, schedule, machine.arch, machine.sm_count, machine.clusters)
 

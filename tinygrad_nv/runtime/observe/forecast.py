@@ -14,10 +14,10 @@ from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.patterns import program
 from tinygrad_nv.runtime.driver import Properties
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.gemm.cost import HBM_SHARE, predict
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gpu import MACHINES, Machine, machine_for
-from tinygrad_nv.tile.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def forecast(body: UOp, flops: int, nbytes: int, gpu: Properties) -> Forecast | 
     """Of a kernel that does `flops` operations and moves `nbytes` bytes; None of a GPU without figures."""
     machine, note = machine_of(gpu), program.note_of(body)
     if machine is None: return None
-    if note is None or not isinstance(note.spec, GemmSpec) or not isinstance(note.schedule, Schedule):
+    if note is None or not isinstance(note.spec, GemmSpec) or not isinstance(note.schedule, AnySchedule):
         return roofline(flops, nbytes, machine)
     spec = note.spec
     if spec.symbolic: spec = replace(spec, m=max(1, flops * spec.m // spec.flops))

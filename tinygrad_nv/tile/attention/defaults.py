@@ -9,11 +9,11 @@ from typing import TypeVar
 
 from tinygrad.dtype import dtypes
 
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.fma import legality as legal_flash_fma
 from tinygrad_nv.tile.attention.mma import legality as legal_flash_mma
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 from tinygrad_nv.tile.attention.wgmma import legality as legal_flash_wgmma
-from tinygrad_nv.tile.schedule import Schedule
 
 Tile = TypeVar("Tile")
 
@@ -49,23 +49,23 @@ PROBLEMS = {"flash_mma": legal_flash_mma.problems, "flash_wgmma": legal_flash_wg
             "flash_fma": legal_flash_fma.problems}
 
 
-def starts(spec: AttentionSpec, arch: str) -> Iterator[Schedule]:
+def starts(spec: AttentionSpec, arch: str) -> Iterator[AnySchedule]:
     """Those to choose from, in the order of preference: no more rows than there are, in blocks of 16 (64)."""
     d = max(spec.d, spec.d_v)
     if spec.q.dtype == dtypes.float32:
         for m, n, along_m, along_n in (*_upto(FMA, d), *FEW_FMA):
             if m < 2 * spec.s_q or m == 16:
-                yield Schedule(template="flash_fma").block(m, n).warps(along_m, along_n).stages(2)
+                yield AnySchedule(template="flash_fma").block(m, n).warps(along_m, along_n).stages(2)
         return
     if arch == "sm_90a":
         tiles, few = (WGMMA8, FEW_WGMMA8) if spec.scales is not None else (WGMMA, FEW_WGMMA)
         for m, n in (*_upto(tiles, d), *few):
             if m >= 64 + spec.s_q or (n > 128 and not spec.band.full): continue
-            schedule = Schedule().using("flash_wgmma").block(m, n).warps(m // 16 + 4)
+            schedule = AnySchedule().using("flash_wgmma").block(m, n).warps(m // 16 + 4)
             yield schedule.pingpong() if m > 64 else schedule
     for m, n, warps, stages in (*_upto(MMA, d), *FEW):
         if m < 2 * spec.s_q or m == 16:
-            yield Schedule(template="flash_mma").block(m, n).warps(warps).stages(stages)
+            yield AnySchedule(template="flash_mma").block(m, n).warps(warps).stages(stages)
 
 
 def _upto(table: dict[int, tuple[Tile, ...]], d: int) -> tuple[Tile, ...]:
@@ -73,6 +73,6 @@ def _upto(table: dict[int, tuple[Tile, ...]], d: int) -> tuple[Tile, ...]:
     return next(tiles for most, tiles in table.items() if d <= most)
 
 
-def default(spec: AttentionSpec, arch: str) -> Schedule | None:
+def default(spec: AttentionSpec, arch: str) -> AnySchedule | None:
     """The schedule for an attention; None where no template has it."""
     return next((s for s in starts(spec, arch) if not PROBLEMS[s.template](s, spec, arch)), None)

@@ -26,16 +26,16 @@ from __future__ import annotations
 
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.builder import Kernel
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.decode.combine import COMBINE_WARPS, Combine, Workspace
 from tinygrad_nv.tile.decode.legality import problems
 from tinygrad_nv.tile.decode.plan import Parameters, Plan, Span
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.decode.split import Split
 from tinygrad_nv.tile.kernel import AttentionKernel, DecodeKernel
-from tinygrad_nv.tile.schedule import Schedule
 
 
-def decode_attention(spec: DecodeSpec, schedule: Schedule, arch: str) -> DecodeKernel:
+def decode_attention(spec: DecodeSpec, schedule: AnySchedule, arch: str) -> DecodeKernel:
     """The kernels of a decode attention. Raises `ScheduleError` for an impossible schedule."""
     if found := problems(schedule, spec, arch):
         raise ScheduleError(f"{schedule} cannot be: " + "; ".join(found), "a schedule without these problems",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tinygrad_nv.tile import epilogue
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.spec import OPERANDS
 from tinygrad_nv.tile.decode.combine import MOST_SPLITS
 from tinygrad_nv.tile.decode.plan import Plan
@@ -10,13 +11,12 @@ from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm import legality
 from tinygrad_nv.tile.gemm.legality import MOST_GRID
-from tinygrad_nv.tile.schedule import Schedule
 
 MOST_STRIDE = (1 << 31) - 1  # bytes that an instruction takes
 MOST_TILE = 256              # keys of a block, of which addresses are constants away from the first
 
 
-def problems(schedule: Schedule, spec: DecodeSpec, arch: str) -> list[str]:
+def problems(schedule: AnySchedule, spec: DecodeSpec, arch: str) -> list[str]:
     """Why `decode_attention` cannot have this schedule; empty when it can."""
     if spec.q.dtype not in OPERANDS:
         kind = short(spec.q.dtype)

@@ -16,9 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.layout import SharedTile
-from tinygrad_nv.tile.schedule import Schedule
 
 RESIDENT = 128  # elements of a head up to which the rows of q stay in registers: 4 for each 16
 
@@ -32,7 +32,7 @@ def up(value: int, unit: int) -> int:
 class Plan:
     """Of a spec and a schedule."""
     spec: DecodeSpec
-    schedule: Schedule
+    schedule: AnySchedule
 
     @property
     def keys(self) -> int:

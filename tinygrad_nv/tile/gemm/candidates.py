@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.gemm.defaults import deepest, starts
 from tinygrad_nv.tile.gemm.legality import problems
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gemm.work import columns as columns_of_tile
 from tinygrad_nv.tile.gemm.work import ending
 from tinygrad_nv.tile.gpu import machine_for
-from tinygrad_nv.tile.schedule import Schedule
 
 MMA_EXTENTS = (16, 32, 64, 128, 256)
 MMA_WARPS = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 4), (4, 2), (4, 4))
@@ -31,7 +31,7 @@ SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 CLUSTERED_SPLITS = (2, 4, 8)        # of wgmma: they meet in a cluster
 
 
-def space(spec: GemmSpec, arch: str, sm_count: int = 0) -> Iterator[Schedule]:
+def space(spec: GemmSpec, arch: str, sm_count: int = 0) -> Iterator[AnySchedule]:
     """Every legal schedule."""
     size, seen = spec.a.dtype.itemsize, set()
     sms = machine_for(arch, sm_count).sm_count
@@ -44,7 +44,7 @@ def space(spec: GemmSpec, arch: str, sm_count: int = 0) -> Iterator[Schedule]:
                 if not problems(schedule, spec, arch): yield schedule
 
 
-def worthwhile(s: Schedule, spec: GemmSpec) -> bool:
+def worthwhile(s: AnySchedule, spec: GemmSpec) -> bool:
     """Whether the tile is at most twice as large as the product, or the smallest there is, and its sums leave
     registers for the epilogue."""
     if s.template == "gemv": return True
@@ -54,7 +54,7 @@ def worthwhile(s: Schedule, spec: GemmSpec) -> bool:
         and _roomy(s, spec)
 
 
-def _roomy(s: Schedule, spec: GemmSpec) -> bool:
+def _roomy(s: AnySchedule, spec: GemmSpec) -> bool:
     """Whether threads have registers beside their sums. With 128 of them, mma.sync's loop takes all."""
     long = ending(spec).operations > SHORT_ENDING
     if s.template == "mma": return not long or s.block_m * s.block_n < 128 * s.threads
@@ -63,7 +63,7 @@ def _roomy(s: Schedule, spec: GemmSpec) -> bool:
     return sums <= (MOST_SUMS_THEN if long else MOST_SUMS)
 
 
-def around(s: Schedule, spec: GemmSpec, sm_count: int) -> Iterator[Schedule]:
+def around(s: AnySchedule, spec: GemmSpec, sm_count: int) -> Iterator[AnySchedule]:
     """A schedule, and the same with clusters, splits, or stream-K where tiles do not fill the SMs."""
     rows, columns = _tiles(s, spec)
     for cluster in CLUSTERS if s.template == "wgmma" else CLUSTERS[:1]:
@@ -74,7 +74,7 @@ def around(s: Schedule, spec: GemmSpec, sm_count: int) -> Iterator[Schedule]:
         yield s.streamed()
 
 
-def filling(s: Schedule, spec: GemmSpec, sm_count: int) -> Iterator[Schedule]:
+def filling(s: AnySchedule, spec: GemmSpec, sm_count: int) -> Iterator[AnySchedule]:
     """A schedule, the same in a cluster, and with as many splits as fill the SMs once."""
     yield s
     if s.template == "wgmma" and max(_tiles(s, spec)) > 1:
@@ -82,19 +82,19 @@ def filling(s: Schedule, spec: GemmSpec, sm_count: int) -> Iterator[Schedule]:
     if most := list(_split(s, spec, sm_count)): yield most[-1]
 
 
-def beside(s: Schedule, spec: GemmSpec) -> list[Schedule]:
+def beside(s: AnySchedule, spec: GemmSpec) -> list[AnySchedule]:
     """wgmma tiles of other widths, of which one may leave fewer SMs idle in the last wave."""
     if s.template != "wgmma" or s.block_n < 96: return []
     made = (s.block(s.block_m, columns) for columns in WGMMA_COLUMNS if columns >= 96)
     return [tile for tile in made if worthwhile(tile, spec)]
 
 
-def _tiles(s: Schedule, spec: GemmSpec) -> tuple[int, int]:
+def _tiles(s: AnySchedule, spec: GemmSpec) -> tuple[int, int]:
     m, n = (spec.n, spec.m) if s.swap else (spec.m, spec.n)
     return -(-m // s.block_m), -(-n // columns_of_tile(spec, s))
 
 
-def _split(s: Schedule, spec: GemmSpec, ctas: int) -> Iterator[Schedule]:
+def _split(s: AnySchedule, spec: GemmSpec, ctas: int) -> Iterator[AnySchedule]:
     """With more splits, so that CTAs are at most so many and sums of two steps at least. None in ping-pong;
     none of mma.sync with 128 sums a thread, where what a split needs beside them spills."""
     if s.mode == "pingpong" or (s.template == "mma" and s.block_m * s.block_n >= 128 * s.threads): return
@@ -104,11 +104,11 @@ def _split(s: Schedule, spec: GemmSpec, ctas: int) -> Iterator[Schedule]:
         if s.splits < splits <= most: yield s.split(splits)
 
 
-def _all_tiles(spec: GemmSpec, arch: str) -> Iterator[Schedule]:
+def _all_tiles(spec: GemmSpec, arch: str) -> Iterator[AnySchedule]:
     """Tiles, warps and modes of all templates."""
     size = spec.a.dtype.itemsize
     if arch == "sm_90a":
-        base = Schedule().using("wgmma").k(128 // size)
+        base = AnySchedule().using("wgmma").k(128 // size)
         for rows, warps in WGMMA_ROWS:
             for columns in WGMMA_COLUMNS:
                 wide = base.block(rows, columns).warps(warps)
@@ -118,11 +118,11 @@ def _all_tiles(spec: GemmSpec, arch: str) -> Iterator[Schedule]:
     for rows in MMA_EXTENTS:
         for columns in MMA_EXTENTS:
             for k_bytes in (32, 64, 128):
-                base = Schedule().block(rows, columns).k(k_bytes // size)
+                base = AnySchedule().block(rows, columns).k(k_bytes // size)
                 yield from (base.warps(along_m, along_n) for along_m, along_n in MMA_WARPS)
 
 
-def rings(tile: Schedule, arch: str, itemsize: int) -> list[Schedule]:
+def rings(tile: AnySchedule, arch: str, itemsize: int) -> list[AnySchedule]:
     """With the deepest ring (gemv has none), and those with one and two stages less; mma.sync, of which an SM
     may hold several CTAs, with four and three instead."""
     if tile.template == "gemv": return [tile]

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from tinygrad.helpers import BEAM
 
 from tinygrad_nv.tile import database
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.gemm.candidates import around, beside, filling, rings, worthwhile
 from tinygrad_nv.tile.gemm.cost import Model, Prediction
 from tinygrad_nv.tile.gemm.defaults import TIE, starts
 from tinygrad_nv.tile.gemm.legality import SMEM_BYTES, problems
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gpu import machine_for
-from tinygrad_nv.tile.schedule import Schedule
 
 if TYPE_CHECKING:
     from tinygrad_nv.runtime.driver import Driver
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 KEPT = 4                            # tiles whose variants are looked at
 
 
-def choose(spec: GemmSpec, arch: str, sm_count: int = 0, driver: Driver | None = None) -> Schedule | None:
+def choose(spec: GemmSpec, arch: str, sm_count: int = 0, driver: Driver | None = None) -> AnySchedule | None:
     """The schedule for a product on a GPU with `sm_count` SMs (0: as the architecture's first has); None
     when there is none. With BEAM=N candidates are tried, on the GPU that `driver` drives, or counted by the
     emulator."""
@@ -40,7 +40,7 @@ def choose(spec: GemmSpec, arch: str, sm_count: int = 0, driver: Driver | None =
 
 
 @functools.lru_cache(4096)
-def analytic(spec: GemmSpec, arch: str, sm_count: int = 0) -> Schedule | None:
+def analytic(spec: GemmSpec, arch: str, sm_count: int = 0) -> AnySchedule | None:
     """The cost model's choice; of those it cannot tell apart, what the defaults have first."""
     if arch not in SMEM_BYTES: return None
     model = Model(spec, machine_for(arch, sm_count))
@@ -60,9 +60,9 @@ def analytic(spec: GemmSpec, arch: str, sm_count: int = 0) -> Schedule | None:
     return best[0]
 
 
-def _tiles(ranked: Iterable[tuple[Schedule, Prediction]], spec: GemmSpec, arch: str) -> list[Schedule]:
+def _tiles(ranked: Iterable[tuple[AnySchedule, Prediction]], spec: GemmSpec, arch: str) -> list[AnySchedule]:
     """The first few tiles that are legal, with however many stages, each once and by itself."""
-    made: dict[Schedule, Schedule] = {}
+    made: dict[AnySchedule, AnySchedule] = {}
     for s, _ in ranked:
         bare = s if s.template == "gemv" else s.split(1).cluster(1)
         if len(made) == KEPT: break
@@ -72,35 +72,35 @@ def _tiles(ranked: Iterable[tuple[Schedule, Prediction]], spec: GemmSpec, arch: 
     return list(made)
 
 
-def _ranked(schedules: Iterable[Schedule], model: Model) -> list[tuple[Schedule, Prediction]]:
+def _ranked(schedules: Iterable[AnySchedule], model: Model) -> list[tuple[AnySchedule, Prediction]]:
     """The fastest first; as given where two are equal."""
     predicted = [(s, model.predict(s)) for s in schedules]
     return sorted(predicted, key=_seconds)
 
 
-def _seconds(pair: tuple[Schedule, Prediction]) -> float: return pair[1].seconds
+def _seconds(pair: tuple[AnySchedule, Prediction]) -> float: return pair[1].seconds
 
 
-def _first_legal(pairs: Iterable[tuple[Schedule, Prediction]], spec: GemmSpec,
-                 arch: str) -> tuple[Schedule, Prediction] | None:
+def _first_legal(pairs: Iterable[tuple[AnySchedule, Prediction]], spec: GemmSpec,
+                 arch: str) -> tuple[AnySchedule, Prediction] | None:
     return next((pair for pair in pairs if not problems(pair[0], spec, arch)), None)
 
 
-def _preference(s: Schedule, order: dict[tuple[object, ...], int]) -> int:
+def _preference(s: AnySchedule, order: dict[tuple[object, ...], int]) -> int:
     """Where the table of defaults has the tile; after all of them where it has not."""
     return order.get(_tile(s), len(order))
 
 
-def _tile(s: Schedule) -> tuple[object, ...]:
+def _tile(s: AnySchedule) -> tuple[object, ...]:
     return s.template, s.block_m, s.block_n, s.block_k, s.warps_m, s.warps_n, s.mode, s.swap
 
 
 def why_not(spec: GemmSpec, arch: str) -> str:
     """Why `choose` finds nothing: what each template says of the schedule it likes best; "" when it does."""
     if analytic(spec, arch) is not None: return ""
-    if arch not in SMEM_BYTES: return problems(Schedule(), spec, arch)[0]
+    if arch not in SMEM_BYTES: return problems(AnySchedule(), spec, arch)[0]
     said: dict[str, list[str]] = {}
-    for s in (*starts(spec, arch), Schedule().using("gemv")):
+    for s in (*starts(spec, arch), AnySchedule().using("gemv")):
         found = problems(s, spec, arch)
         if s.template not in said or len(found) < len(said[s.template]): said[s.template] = found
     return "; ".join(f"{template}: {', '.join(found)}" for template, found in said.items())

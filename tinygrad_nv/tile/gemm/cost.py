@@ -26,12 +26,12 @@ from math import ceil, prod
 from typing import Literal, NamedTuple
 
 from tinygrad_nv.ptx.gpcs import most_clusters
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.gemm import work
 from tinygrad_nv.tile.gemm.gemv.epilogue import MOST_CLUSTERED
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
 from tinygrad_nv.tile.gemm.work import L2_BYTES_PER_CYCLE, Work
 from tinygrad_nv.tile.gpu import Machine, machine_for
-from tinygrad_nv.tile.schedule import Schedule
 
 Bound = Literal["tensor core", "shared memory", "issue", "L2", "HBM", "launch"]
 HBM_SHARE = {"mma": 0.88, "wgmma": 0.90, "gemv": 0.92}     # of peak, that streaming reaches
@@ -51,7 +51,7 @@ class Prediction:
     waves: float
 
 
-def predict(spec: GemmSpec, schedule: Schedule, machine: Machine | str) -> Prediction:
+def predict(spec: GemmSpec, schedule: AnySchedule, machine: Machine | str) -> Prediction:
     """What a schedule of a product takes on a GPU (or an architecture's first)."""
     return Model(spec, machine_for(machine) if isinstance(machine, str) else machine).predict(schedule)
 
@@ -91,11 +91,11 @@ class Model:
         if template == "gemv": rate = 2.0 * machine.fp32_fma * machine.sm_count * machine.clock_hz
         return max(spec.flops / rate, least / machine.hbm_bytes_per_s)
 
-    def predict(self, s: Schedule) -> Prediction:
+    def predict(self, s: AnySchedule) -> Prediction:
         """What a schedule takes."""
         return self.timed(s, work.planned(self.spec, s, self.machine, self.ending))
 
-    def timed(self, s: Schedule, done: Work, registers: int = 0) -> Prediction:
+    def timed(self, s: AnySchedule, done: Work, registers: int = 0) -> Prediction:
         """What a schedule takes whose CTAs do this work, with so many registers a thread (0: an estimate)."""
         machine, t = self.machine, self._tiles(s, registers)
         units = t.tiles * s.splits
@@ -129,7 +129,7 @@ class Model:
         return Prediction(seconds, max(parts, key=lambda name: parts[name]), parts,
                           t.tiles * s.splits / (t.usable * t.lanes))
 
-    def _tiles(self, s: Schedule, registers: int) -> _Tiles:
+    def _tiles(self, s: AnySchedule, registers: int) -> _Tiles:
         spec, machine = self.spec, self.machine
         m, n = (spec.n, spec.m) if s.swap else (spec.m, spec.n)
         rows = -(-m // (s.block_m * s.cluster_m)) * s.cluster_m
@@ -140,7 +140,7 @@ class Model:
         return _Tiles(rows, columns, rows * columns * spec.matrices, -(-steps // s.splits), usable, resident,
                       2 if s.mode == "pingpong" else resident)
 
-    def _resident(self, s: Schedule, registers: int) -> int:
+    def _resident(self, s: AnySchedule, registers: int) -> int:
         """CTAs that an SM holds at once."""
         if s.template == "wgmma": return 1
         threads, machine = s.threads, self.machine
@@ -152,7 +152,7 @@ class Model:
         return max(1, min(machine.smem_of_sm // smem, machine.threads_of_sm // threads,
                           REGISTERS_OF_SM // (threads * registers)))
 
-    def _compute(self, s: Schedule, done: Work, ctas: int) -> float:
+    def _compute(self, s: AnySchedule, done: Work, ctas: int) -> float:
         """Cycles of a step in tensor cores and shared memory, with so many CTAs on the SM. mma.sync waits
         for its operands: with one warp a scheduler a quarter of the time, with two an eighth."""
         tensor, lesser = done.tensor, 0.1
@@ -161,14 +161,14 @@ class Model:
             tensor = tensor / (1 - 0.25 / warps if warps > 1 else 0.75 * warps)
         return max(tensor, done.shared) + lesser * min(tensor, done.shared)
 
-    def _l2_cycles(self, s: Schedule, active: int) -> float:
+    def _l2_cycles(self, s: AnySchedule, active: int) -> float:
         """Cycles in which L2 brings a step's operands to an SM while as many SMs as are active ask."""
         m, n = (self.spec.n, self.spec.m) if s.swap else (self.spec.m, self.spec.n * self.spec.parts)
         rows, columns = min(s.block_m, m) / s.cluster_n, min(work.width(self.spec, s), n) / s.cluster_m
         rate = min(L2_BYTES_PER_CYCLE, self.machine.l2_bytes_per_s / self.machine.clock_hz / active)
         return (rows + columns) * s.block_k * self.size / rate
 
-    def _hbm_bytes(self, s: Schedule, t: _Tiles) -> float:
+    def _hbm_bytes(self, s: AnySchedule, t: _Tiles) -> float:
         """Bytes from and to HBM."""
         a, b = self.a_bytes, self.b_bytes
         keeps = L2_KEEPS * self.machine.l2_bytes
@@ -182,13 +182,13 @@ class Model:
             a_times, b_times = (across_times, above_times) if s.swap else (above_times, across_times)
         return a * a_times * self.a_matrices + b * b_times * self.b_matrices + self.result_bytes
 
-    def _flags(self, s: Schedule) -> bool:
+    def _flags(self, s: AnySchedule) -> bool:
         """Whether CTAs meet through memory: by flags that are zeroed before the launch."""
         if s.stream: return True
         if s.splits == 1 or s.template == "wgmma": return False
         return not (s.template == "gemv" and s.splits <= MOST_CLUSTERED and self.machine.arch == "sm_90a")
 
-    def _joining_s(self, s: Schedule, t: _Tiles) -> float:
+    def _joining_s(self, s: AnySchedule, t: _Tiles) -> float:
         """What it costs to join partial sums. In a cluster: each CTA leaves a tile's and reads a share of the
         others'. Beyond: zero flags, write a tile's, wait, read those of the others."""
         if s.splits == 1 and not s.stream: return 0.0

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.gemm.gemv.plan import MOST_ROWS, Plan, turned, turns
 from tinygrad_nv.tile.gemm.legality import SMEM_BYTES
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.schedule import Schedule
 
 TIE = 1.02                          # predictions as near as this are the same
 MOST_STAGES = {"wgmma": 7, "mma": 6}
@@ -38,35 +38,35 @@ MMA = (
     (16, 16, 128, 1, 1), (16, 32, 64, 1, 1), (16, 16, 32, 1, 1))
 
 
-def deepest(schedule: Schedule, arch: str, itemsize: int) -> Schedule:
+def deepest(schedule: AnySchedule, arch: str, itemsize: int) -> AnySchedule:
     """With as many stages as fit in shared memory, at most `MOST_STAGES`."""
     fit = (SMEM_BYTES[arch] - BARRIER_BYTES) // schedule.stage_bytes(itemsize)
     return schedule.stages(max(2, min(MOST_STAGES[schedule.template], fit)))
 
 
-def starts(spec: GemmSpec, arch: str) -> list[Schedule]:
+def starts(spec: GemmSpec, arch: str) -> list[AnySchedule]:
     """Schedules to start from for a product, in the order of preference."""
     return [*few_rows(spec, arch), *tiles(arch, spec.a.dtype.itemsize)]
 
 
 @functools.cache
-def tiles(arch: str, itemsize: int) -> tuple[Schedule, ...]:
+def tiles(arch: str, itemsize: int) -> tuple[AnySchedule, ...]:
     """Those of wgmma and mma.sync."""
     made = []
     for m, n, warps, pingpong, swap in WGMMA if arch == "sm_90a" else ():
-        schedule = Schedule().using("wgmma").block(m, n).k(128 // itemsize).warps(warps)
+        schedule = AnySchedule().using("wgmma").block(m, n).k(128 // itemsize).warps(warps)
         if pingpong: schedule = schedule.pingpong()
         made.append(schedule.swapped() if swap else schedule)
     for m, n, k_bytes, warps_m, warps_n in MMA:
-        made.append(Schedule().block(m, n).k(k_bytes // itemsize).warps(warps_m, warps_n))
+        made.append(AnySchedule().block(m, n).k(k_bytes // itemsize).warps(warps_m, warps_n))
     return tuple(deepest(schedule, arch, itemsize) for schedule in made)
 
 
-def few_rows(spec: GemmSpec, arch: str) -> list[Schedule]:
+def few_rows(spec: GemmSpec, arch: str) -> list[AnySchedule]:
     """gemv's schedules to start from: warps with some columns and steps each, beside each other or along K;
     split where the activations do not fit in half of the shared memory."""
     made = []
-    base = Schedule().using("gemv").block(MOST_ROWS, 64)
+    base = AnySchedule().using("gemv").block(MOST_ROWS, 64)
     if turns(spec): base = base.swapped()
     elif spec.m > MOST_ROWS: return []
     plan = Plan.of(turned(spec, base), base)

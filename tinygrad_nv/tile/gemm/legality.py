@@ -7,15 +7,15 @@ folder.
 from __future__ import annotations
 
 from tinygrad_nv.errors import ScheduleError
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.schedule import Schedule
 
 MOST = (1 << 31) - 1            # a grid's x; a coordinate of TMA; what kernels count in 32 bits
 MOST_GRID = 65535              # a grid's y and z
 SMEM_BYTES = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90a": 227 << 10}
 
 
-def problems(schedule: Schedule, spec: GemmSpec, arch: str) -> list[str]:
+def problems(schedule: AnySchedule, spec: GemmSpec, arch: str) -> list[str]:
     """Why the schedule's template cannot have it; empty when it can."""
     from tinygrad_nv.tile import epilogue
     from tinygrad_nv.tile.gemm.gemv import legality as legal_gemv
@@ -32,7 +32,7 @@ def problems(schedule: Schedule, spec: GemmSpec, arch: str) -> list[str]:
             *epilogue.problems(spec.epilogue, arch)]
 
 
-def _count(s: Schedule, spec: GemmSpec) -> list[str]:
+def _count(s: AnySchedule, spec: GemmSpec) -> list[str]:
     """Of what is numbered: rows and columns, elements of a sum, tiles, their parts with splits, their steps
     with stream-K."""
     extents = (("m", spec.m), ("n", spec.n), ("k", spec.k))
@@ -45,7 +45,7 @@ def _count(s: Schedule, spec: GemmSpec) -> list[str]:
     return [f"{tiles} tiles of {s.block_m} x {s.block_n}{words} are above {MOST}"]
 
 
-def require(schedule: Schedule, spec: GemmSpec, arch: str) -> None:
+def require(schedule: AnySchedule, spec: GemmSpec, arch: str) -> None:
     """Raises `ScheduleError` with all that is wrong."""
     if found := problems(schedule, spec, arch):
         raise ScheduleError(f"{schedule} cannot be: " + "; ".join(found), "a schedule without these problems",

@@ -1,6 +1,6 @@
 """What is computed, in types: a matrix product and what follows it. A spec does not know its target.
 
-Protocol: patterns make a spec from a subgraph, templates make a kernel from a spec and a `Schedule`. Specs
+Protocol: patterns make a spec from a subgraph, templates make a kernel from a spec and a schedule. Specs
 are frozen and hashable; two kernels are the same when spec, schedule and architecture are. Extents, strides
 and offsets are in elements of the tensor they belong to; sizes in bytes say so.
 

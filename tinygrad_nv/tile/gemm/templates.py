@@ -8,15 +8,15 @@ from importlib import import_module
 
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.gpcs import Clusters
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.kernel import GemmKernel
-from tinygrad_nv.tile.schedule import Schedule
 
 FAMILIES = {"mma": "gemm_mma", "wgmma": "gemm_wgmma", "gemv": "gemv"}
 FILLING = ("wgmma",)  # their grids depend on how many CTAs run at once
 
 
-def build(spec: GemmSpec, schedule: Schedule, arch: str, sm_count: int = 132,
+def build(spec: GemmSpec, schedule: AnySchedule, arch: str, sm_count: int = 132,
           clusters: Clusters = ()) -> GemmKernel:
     """The kernel of a product, by the schedule's template, for a GPU with so many multiprocessors, which has
     room for so many `clusters` at once (left out: as ptx/gpcs.py has it). Raises `ScheduleError` for an

@@ -18,12 +18,12 @@ from tinygrad_nv.ptx.emulator import Emulator, TensorMap
 from tinygrad_nv.ptx.emulator.report import Stats
 from tinygrad_nv.runtime.driver import Driver, Fill, Launch, integer, pointer
 from tinygrad_nv.runtime.launch_text import map_spec
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.expression import loads
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
 from tinygrad_nv.tile.gemm.templates import build
 from tinygrad_nv.tile.gemm.work import columns
 from tinygrad_nv.tile.kernel import GemmKernel
-from tinygrad_nv.tile.schedule import Schedule
 
 if TYPE_CHECKING:
     from tinygrad_nv.ptx.assemble import Assembly
@@ -41,7 +41,7 @@ class Trial:
     tiles: int
 
 
-def counters(spec: GemmSpec, schedule: Schedule, arch: str) -> Trial:
+def counters(spec: GemmSpec, schedule: AnySchedule, arch: str) -> Trial:
     """What the emulator counts of a schedule's kernel."""
     s = replace(schedule, splits=1, stream=False)
     steps = s.depth + 2, s.depth + 2 + STEPS_MORE
@@ -55,7 +55,7 @@ def counters(spec: GemmSpec, schedule: Schedule, arch: str) -> Trial:
     return Trial(runs[0], runs[1], steps, rounds * cluster)
 
 
-def shrunk(spec: GemmSpec, s: Schedule, k: int, rounds: int) -> GemmSpec:
+def shrunk(spec: GemmSpec, s: AnySchedule, k: int, rounds: int) -> GemmSpec:
     """The same kind of product: one matrix of so much K, and as many rows and columns as a cluster's tiles
     have (`rounds` times), at most those it has. Strides are the same where sums fit between them."""
     m, n = (s.block_n, s.block_m) if s.swap else (s.block_m, columns(spec, s))

@@ -21,6 +21,7 @@ from tinygrad_nv.ptx.assemble import Assembly, assemble, find_program
 from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.tile import database
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.gemm import trial, work
 from tinygrad_nv.tile.gemm.candidates import space
 from tinygrad_nv.tile.gemm.choose import analytic
@@ -29,7 +30,6 @@ from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gemm.templates import build
 from tinygrad_nv.tile.gpu import machine_for
 from tinygrad_nv.tile.kernel import GemmKernel
-from tinygrad_nv.tile.schedule import Schedule
 
 PER_BEAM, RINGS = 4, 2
 Progress = Callable[[int, int], None]    # candidates done, of how many
@@ -39,7 +39,7 @@ Progress = Callable[[int, int], None]    # candidates done, of how many
 class Candidate:
     """A schedule that was tried. `seconds` by counters or a clock, None where it is out, and `why`.
     `registers` is 0 without ptxas."""
-    schedule: Schedule
+    schedule: AnySchedule
     predicted: Prediction
     registers: int = 0
     smem_bytes: int = 0
@@ -69,7 +69,7 @@ def tune(spec: GemmSpec, arch: str, beam: int = 1, sm_count: int = 0, driver: Dr
 
 
 def search(spec: GemmSpec, arch: str, beam: int, sm_count: int = 0,
-           driver: Driver | None = None) -> Schedule | None:
+           driver: Driver | None = None) -> AnySchedule | None:
     """The database's winner, found first if there is none. A database that cannot be written is noted."""
     if (known := database.lookup(spec, arch)) is not None: return known
     try: tried = tune(spec, arch, beam, sm_count, driver)
@@ -79,7 +79,7 @@ def search(spec: GemmSpec, arch: str, beam: int, sm_count: int = 0,
     return tried[0].schedule if tried and tried[0].seconds is not None else None
 
 
-def candidates(model: Model, arch: str, beam: int) -> list[Schedule]:
+def candidates(model: Model, arch: str, beam: int) -> list[AnySchedule]:
     """The model's favourites, what it chooses first; of those that differ in stages alone, two."""
     favourite = analytic(model.spec, arch, model.machine.sm_count)
     if favourite is None: return []
@@ -93,7 +93,7 @@ def candidates(model: Model, arch: str, beam: int) -> list[Schedule]:
     return made
 
 
-def _built(model: Model, s: Schedule, arch: str, clusters: Clusters
+def _built(model: Model, s: AnySchedule, arch: str, clusters: Clusters
            ) -> tuple[Candidate, GemmKernel | None, Assembly | None]:
     """A candidate's kernel, assembled where that can be."""
     candidate = Candidate(s, model.predict(s))

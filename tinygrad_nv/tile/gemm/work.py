@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tinygrad.dtype import DType
 
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.expression import Apply, Load, walk
 from tinygrad_nv.tile.gemm.gemv.plan import Plan, turned
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
 from tinygrad_nv.tile.gpu import Machine
-from tinygrad_nv.tile.schedule import Schedule
 
 if TYPE_CHECKING:
     from tinygrad_nv.ptx.emulator.report import Site, Stats
@@ -68,17 +68,17 @@ def _operations(node: Apply) -> int:
     return (8 if node.op in SLOW else 1) + (node.dtype.itemsize == 2 and node.op != "cast")
 
 
-def width(spec: GemmSpec, s: Schedule) -> int:
+def width(spec: GemmSpec, s: AnySchedule) -> int:
     """Columns of B that a tile needs. Of a product of several parts block_n is all of them, for gemv each."""
     return s.block_n * spec.parts if s.template == "gemv" else s.block_n
 
 
-def columns(spec: GemmSpec, s: Schedule) -> int:
+def columns(spec: GemmSpec, s: AnySchedule) -> int:
     """Columns of the result that a tile has."""
     return s.block_n if s.template == "gemv" else max(1, s.block_n // spec.parts)
 
 
-def planned(spec: GemmSpec, s: Schedule, machine: Machine, end: Ending) -> Work:
+def planned(spec: GemmSpec, s: AnySchedule, machine: Machine, end: Ending) -> Work:
     """The work of a schedule as its template does it."""
     size, wide = spec.a.dtype.itemsize, width(spec, s)
     stage = (s.block_m + wide) * s.block_k * size
@@ -101,7 +101,7 @@ def planned(spec: GemmSpec, s: Schedule, machine: Machine, end: Ending) -> Work:
     return Work(tensor, (read + stage) / SMEM_BYTES_PER_CYCLE, issued / SCHEDULERS, finish, s.depth - 1)
 
 
-def _copies(spec: GemmSpec, s: Schedule) -> float:
+def _copies(spec: GemmSpec, s: AnySchedule) -> float:
     """Instructions of warps that bring a stage: five for each chunk of a lane."""
     elements = ((spec.a, s.block_m * s.block_k), (spec.b, width(spec, s) * s.block_k))
     return sum(5 * count * operand.dtype.itemsize / chunk_bytes(operand) / 32 for operand, count in elements)
@@ -113,7 +113,7 @@ def chunk_bytes(operand: Operand) -> int:
     return aligned if aligned >= 4 else operand.dtype.itemsize
 
 
-def _finish(spec: GemmSpec, s: Schedule, end: Ending) -> float:
+def _finish(spec: GemmSpec, s: AnySchedule, end: Ending) -> float:
     elements = (min(spec.m, spec.n) if s.template == "gemv" else s.block_m) * columns(spec, s)
     issue = elements * (STORE_OPS[s.template] + end.operations) / (32 * SCHEDULERS)
     return STORE_LATENCY + max(issue, elements * (end.load_bytes + end.store_bytes) / L2_BYTES_PER_CYCLE)
@@ -121,7 +121,7 @@ def _finish(spec: GemmSpec, s: Schedule, end: Ending) -> float:
 
 # **** from counters ****
 
-def counted(short: Stats, long: Stats, steps: tuple[int, int], tiles: int, spec: GemmSpec, s: Schedule,
+def counted(short: Stats, long: Stats, steps: tuple[int, int], tiles: int, spec: GemmSpec, s: AnySchedule,
             machine: Machine, end: Ending) -> Work:
     """The work of a CTA by the counters of two launches of `tiles` tiles each, whose sums take `steps[0]` and
     `steps[1]` steps."""
@@ -134,7 +134,7 @@ def counted(short: Stats, long: Stats, steps: tuple[int, int], tiles: int, spec:
                 planned(spec, s, machine, end).ahead)
 
 
-def _cycles(stats: Stats, dtype: DType, s: Schedule, machine: Machine) -> tuple[float, float, float]:
+def _cycles(stats: Stats, dtype: DType, s: AnySchedule, machine: Machine) -> tuple[float, float, float]:
     """Cycles of a whole launch on one SM: tensor cores, shared memory, schedulers."""
     rate = machine.tensor_fma * machine.tensor_scale(dtype, s.template) * machine.sustained
     read = float(sum(map(_operand_bytes, stats.sites)))

@@ -10,15 +10,15 @@ from flash_backward_wgmma_case import LOW, WIDE
 from flash_backward_wgmma_case import SMALL as FEW
 from flash_backward_wgmma_case import close as close_wgmma
 
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.backward_wgmma.legality import problems
 from tinygrad_nv.tile.attention.spec import Band
 from tinygrad_nv.tile.expression import Load, Sum, tanh
-from tinygrad_nv.tile.schedule import Schedule
 
 
 @pytest.mark.parametrize("schedule", [scheduled(32, 32, 2), scheduled(64, 64, 4), scheduled(32, 32, 1),
                                       scheduled(64, 128, 8, 3), scheduled(64, 64, 4).warps(4, 2)], ids=str)
-def test_schedules(schedule: Schedule):
+def test_schedules(schedule: AnySchedule):
     """16 or 32 keys of a warp, several blocks of both."""
     close(backward(150, 140, 32, heads=2, group=2, kept=150), schedule, seed=schedule.block_n % 4)
 
@@ -37,7 +37,7 @@ def test_scores():
 
 
 @pytest.mark.parametrize("schedule", [WIDE, LOW, FEW], ids=str)
-def test_wgmma(schedule: Schedule):
+def test_wgmma(schedule: AnySchedule):
     close_wgmma(backward(150, 140, 64, heads=2, group=2, kept=150), schedule, seed=1)
     close_wgmma(backward(100, 130, 48, F16, band=Band(-70, 3), start=20, kept=200, out=F32), schedule, seed=2)
     close_wgmma(backward(70, 90, 64, BF16, band=CAUSAL, symbolic=("s_q", "s_kv", "start"), start=60, kept=77,

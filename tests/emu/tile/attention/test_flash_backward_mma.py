@@ -11,11 +11,11 @@ from flash_backward_mma_case import BF16, CAUSAL, F16, F32, SMALL, close, schedu
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import ScheduleError
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.backward_mma.kernel import flash_backward_mma
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.spec import FULL, Band
 from tinygrad_nv.tile.expression import Sum
-from tinygrad_nv.tile.schedule import Schedule
 
 # **** heads ****
 
@@ -79,7 +79,7 @@ def test_rings(stages: int):
 @pytest.mark.parametrize("schedule", [
     scheduled(64, 64, 4), scheduled(32, 64, 4), scheduled(64, 128, 8), scheduled(32, 64, 2),
     scheduled(32, 128, 8), scheduled(128, 64, 4, 3)], ids=str)
-def test_blocks_and_warps(schedule: Schedule):
+def test_blocks_and_warps(schedule: AnySchedule):
     for d, d_v in ((64, 48), (32, 8)) if schedule.warps_m < 8 else ((64, 48),):
         close(backward(200, 140, d, d_v=d_v, band=CAUSAL), schedule)
 
@@ -90,7 +90,7 @@ def test_blocks_and_warps(schedule: Schedule):
     pytest.param(scheduled(32, 64, 4).warps(4, 2), 256, 256, marks=pytest.mark.slow),
     pytest.param(scheduled(64, 64, 4).warps(4, 2), 192, 192, marks=pytest.mark.slow),
     pytest.param(scheduled(32, 32, 2).warps(2, 2), 200, 256, marks=pytest.mark.slow)], ids=str)
-def test_warps_that_share_keys(schedule: Schedule, d: int, d_v: int):
+def test_warps_that_share_keys(schedule: AnySchedule, d: int, d_v: int):
     """p and ds go through shared memory. Widths that warps cannot share are padded."""
     close(backward(140, 50, d, d_v=d_v, band=CAUSAL, group=2), schedule)
     close(backward(70, 90, d, F16, d_v=d_v, band=Band(-30, 20), deterministic=True), schedule, "sm_90a")

@@ -15,6 +15,7 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.ptx.assemble import Resources, assemble
 from tinygrad_nv.ptx.emulator.report import Stats
 from tinygrad_nv.ptx.sass import TENSOR, disassembled, functions, main_loop
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.backward_defaults import FEW, MMA, default, starts
 from tinygrad_nv.tile.attention.backward_mma.kernel import flash_backward_mma
 from tinygrad_nv.tile.attention.backward_mma.legality import problems
@@ -23,7 +24,6 @@ from tinygrad_nv.tile.attention.spec import Band
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where
 from tinygrad_nv.tile.gemm.legality import SMEM_BYTES
 from tinygrad_nv.tile.kernel import BackwardKernel
-from tinygrad_nv.tile.schedule import Schedule
 
 REGISTERS = 65536  # of an SM
 TILES = [(d, tile) for d, tiles in MMA.items() for tile in tiles]
@@ -34,19 +34,19 @@ SCORES: dict[str, Expression] = {
     "ALiBi": SCALED + Load(0, F32, 0, 0, (0, 2, 1)) * (Position("n").cast(F32) - Position("m").cast(F32))}
 
 
-def of(tile: tuple[int, int, int, int]) -> Schedule:
+def of(tile: tuple[int, int, int, int]) -> AnySchedule:
     """A row of the table."""
     m, n, warps, sharing = tile
     return scheduled(m, n, warps).warps(warps, sharing)
 
 
-def mma_default(spec: BackwardSpec, arch: str) -> Schedule:
+def mma_default(spec: BackwardSpec, arch: str) -> AnySchedule:
     """The first schedule of this template."""
     return next(s for s in starts(spec, arch) if s.template == "flash_backward_mma"
                 and not problems(s, spec, arch))
 
 
-def fits(spec: BackwardSpec, schedule: Schedule, arch: str) -> BackwardKernel:
+def fits(spec: BackwardSpec, schedule: AnySchedule, arch: str) -> BackwardKernel:
     """The kernel, that neither spills nor takes more than there is."""
     made = flash_backward_mma(spec, schedule, arch)
     used: Resources = assemble(made.ptx, arch).kernels[made.name]
@@ -56,7 +56,7 @@ def fits(spec: BackwardSpec, schedule: Schedule, arch: str) -> BackwardKernel:
     return made
 
 
-def counted(spec: BackwardSpec, schedule: Schedule) -> Stats:
+def counted(spec: BackwardSpec, schedule: AnySchedule) -> Stats:
     """Counters of a launch without findings."""
     _, report = launched(flash_backward_mma(spec, schedule), spec, arguments(spec), "sm_80")
     assert report.findings == [], "\n".join(map(str, report.findings))

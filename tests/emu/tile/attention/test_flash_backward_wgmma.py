@@ -11,15 +11,15 @@ from backward_case import Given, arguments, backward, launched, lies, near, run
 from flash_backward_wgmma_case import BF16, CAUSAL, F16, F32, HALVED, LOW, SMALL, WIDE, close
 from tinygrad.dtype import DType
 
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.backward_wgmma.kernel import flash_backward_wgmma
 from tinygrad_nv.tile.attention.spec import FULL, Band
-from tinygrad_nv.tile.schedule import Schedule
 
 # **** rings ****
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("schedule", [WIDE, LOW, SMALL, HALVED], ids=str)
-def test_interleavings(schedule: Schedule, seed: int):
+def test_interleavings(schedule: AnySchedule, seed: int):
     """Warps run in another order for every seed; two query heads, of two or more blocks of rows each, pass
     two stages."""
     rows = 3 * schedule.block_m if schedule.block_m == 64 else 200
@@ -28,7 +28,7 @@ def test_interleavings(schedule: Schedule, seed: int):
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("schedule", [LOW, SMALL, HALVED], ids=str)
-def test_rings(schedule: Schedule, stages: int):
+def test_rings(schedule: AnySchedule, stages: int):
     """At least `stages` + 2 blocks of rows, fewer blocks than stages, and one."""
     for s_q in (64 * (stages + 2), 70, 5): close(backward(s_q, 64, 16), schedule.stages(stages))
 
@@ -39,7 +39,7 @@ def test_rings(schedule: Schedule, stages: int):
 @pytest.mark.parametrize(("d", "schedule"), [(8, WIDE), (16, SMALL), (40, WIDE), (64, WIDE), (64, LOW),
                                              (72, LOW), (80, SMALL), (96, LOW), (128, LOW), (128, HALVED),
                                              (160, HALVED), (192, HALVED), (256, HALVED)], ids=str)
-def test_heads(d: int, schedule: Schedule, dtype: DType):
+def test_heads(d: int, schedule: AnySchedule, dtype: DType):
     """Of a window that begins and ends within blocks; and of keys that end within one."""
     close(backward(140, 150, d, dtype, band=Band(-50, 3), start=20), schedule, seed=d % 4)
     close(backward(70, 40, d, dtype), schedule, seed=d % 4)
@@ -48,13 +48,13 @@ def test_heads(d: int, schedule: Schedule, dtype: DType):
 @pytest.mark.parametrize(("d", "d_v", "schedule"), [(64, 16, WIDE), (32, 72, WIDE), (128, 64, LOW),
                                                     (72, 128, LOW), (16, 64, SMALL),
                                                     (200, 40, HALVED)], ids=str)
-def test_values_of_another_width_than_keys(d: int, d_v: int, schedule: Schedule):
+def test_values_of_another_width_than_keys(d: int, d_v: int, schedule: AnySchedule):
     close(backward(150, 140, d, d_v=d_v, band=CAUSAL), schedule)
 
 
 @pytest.mark.parametrize("schedule", [LOW, HALVED], ids=str)
 @pytest.mark.parametrize("out", [BF16, F16, F32], ids=["bf16", "f16", "f32"])
-def test_results(out: DType, schedule: Schedule):
+def test_results(out: DType, schedule: AnySchedule):
     close(backward(70, 130, 56, F16, out=out, heads=2, group=2), schedule)
 
 
@@ -102,7 +102,7 @@ def test_blocks_that_see_nothing_are_skipped():
 # **** exact ****
 
 @pytest.mark.parametrize("schedule", [WIDE, LOW, SMALL, HALVED], ids=str)
-def test_one_key_takes_all(schedule: Schedule):
+def test_one_key_takes_all(schedule: AnySchedule):
     """Rows that see one key each have p = 1 and ds = 0: dv is the gradient, dq and dk are zeros."""
     spec = backward(150, 150, 64, F16, band=Band(0, 0))
     given = arguments(spec)
@@ -177,7 +177,7 @@ def test_memory_is_touched_after_the_kernel_before():
 
 @pytest.mark.parametrize("band", [FULL, Band(-100, 20), Band(100, None)], ids=str)
 @pytest.mark.parametrize(("d", "schedule"), [(80, LOW), (32, WIDE), (16, SMALL), (32, HALVED)], ids=str)
-def test_a_deterministic_sum_is_the_same_whatever_is_done_first(d: int, schedule: Schedule, band: Band):
+def test_a_deterministic_sum_is_the_same_whatever_is_done_first(d: int, schedule: AnySchedule, band: Band):
     """Of three blocks of keys."""
     spec = backward(100, 2 * schedule.block_n + 10, d, band=band, group=2, deterministic=True)
     made, given = flash_backward_wgmma(spec, schedule), arguments(spec)
@@ -188,7 +188,7 @@ def test_a_deterministic_sum_is_the_same_whatever_is_done_first(d: int, schedule
 
 @pytest.mark.parametrize(("schedule", "add", "fence"), [(LOW, "cp.reduce", "fence.proxy.async.global"), (
     HALVED, "red.relaxed", "bar.warp.sync")], ids=["by TMA", "from registers"])
-def test_what_a_turn_orders(schedule: Schedule, add: str, fence: str):
+def test_what_a_turn_orders(schedule: AnySchedule, add: str, fence: str):
     """Between turns other threads, or the other proxy, add: fences that the emulator does not ask for."""
     spec = backward(100, 200, 64, deterministic=True)
     ptx = flash_backward_wgmma(spec, schedule).ptx

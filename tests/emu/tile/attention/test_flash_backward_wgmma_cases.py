@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinygrad.dtype import dtypes
 
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.backward_wgmma.kernel import flash_backward_wgmma
 from tinygrad_nv.tile.attention.backward_wgmma.legality import problems
 from tinygrad_nv.tile.attention.spec import FULL, SYMBOLS, Band
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where
-from tinygrad_nv.tile.schedule import Schedule
 
 # **** scores: of 70 rows and 100 keys, two key heads of two query heads each ****
 
@@ -48,7 +48,7 @@ def test_scores(name: str):
 
 @pytest.mark.parametrize("name", ["bias of a head", "soft-cap", "mask"])
 @pytest.mark.parametrize("schedule", [WIDE, SMALL, HALVED], ids=str)
-def test_scores_in_other_blocks(schedule: Schedule, name: str):
+def test_scores_in_other_blocks(schedule: AnySchedule, name: str):
     close(backward(70, 100, 64, heads=2, group=2, band=CAUSAL, start=20, score=SCORES[name]), schedule)
 
 
@@ -152,7 +152,7 @@ def specs(draw: st.DrawFn) -> tuple[BackwardSpec, dict[str, int]]:
 
 @settings(max_examples=8, deadline=None)
 @given(specs(), st.sampled_from([WIDE, LOW, SMALL, HALVED]), st.integers(2, 3), st.integers(0, 3))
-def test_generated(case: tuple[BackwardSpec, dict[str, int]], schedule: Schedule, stages: int, seed: int):
+def test_generated(case: tuple[BackwardSpec, dict[str, int]], schedule: AnySchedule, stages: int, seed: int):
     spec, extents = case
     choices = schedule.stages(stages), LOW, SMALL, HALVED
     possible = [one for one in choices if not problems(one, spec, "sm_90a")]

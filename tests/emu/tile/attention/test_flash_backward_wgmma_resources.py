@@ -14,13 +14,13 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.sass import disassembled, functions, loops
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.backward_defaults import default
 from tinygrad_nv.tile.attention.backward_wgmma.kernel import flash_backward_wgmma
 from tinygrad_nv.tile.attention.backward_wgmma.legality import MOST_BESIDE, MOST_HELD, problems
 from tinygrad_nv.tile.attention.backward_wgmma.plan import HALVED_REGISTERS, REGISTERS, Plan
 from tinygrad_nv.tile.attention.spec import FULL, Band
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where
-from tinygrad_nv.tile.schedule import Schedule
 
 LONG = 7424  # rows and keys
 NAME = "flash_backward_wgmma"
@@ -37,7 +37,7 @@ SCORES: dict[str, Expression] = {
     "soft-cap and bias": tanh(SCALED * 0.02) * 50.0 + Load(0, F32, LONG, 1)}
 
 
-def chosen(d: int, band: Band = FULL, score: Expression | None = None) -> Schedule:
+def chosen(d: int, band: Band = FULL, score: Expression | None = None) -> AnySchedule:
     schedule = default(backward(LONG, LONG, d, band=band, score=score), "sm_90a")
     assert schedule is not None
     assert schedule.template == NAME
@@ -72,7 +72,7 @@ def test_no_default_spills(d: int, score: str | None):
 @pytest.mark.parametrize(("schedule", "d", "d_v", "score"), [
     (WIDE, 64, 96, None), (LOW, 144, 96, None), (SMALL, 112, 96, None), (WIDE, 64, 64, "soft-cap"),
     (LOW, 96, 128, "soft-cap")], ids=str)
-def test_the_most_that_is_held_fits(schedule: Schedule, d: int, d_v: int, score: str | None):
+def test_the_most_that_is_held_fits(schedule: AnySchedule, d: int, d_v: int, score: str | None):
     spec = backward(LONG, LONG, d, d_v=d_v, band=Band(-500, 0), group=2, deterministic=True,
                     symbolic=("s_q", "s_kv", "start"), score=score and SCORES[score])
     plan = Plan.of(spec, schedule)
@@ -83,7 +83,7 @@ def test_the_most_that_is_held_fits(schedule: Schedule, d: int, d_v: int, score:
 
 @pytest.mark.parametrize(("d", "schedule"), [(64, WIDE), (96, LOW), (128, LOW), (80, LOW), (64, SMALL),
                                              (192, HALVED), (256, HALVED)], ids=str)
-def test_no_bank_conflicts_and_all_of_memory_by_tma(d: int, schedule: Schedule):
+def test_no_bank_conflicts_and_all_of_memory_by_tma(d: int, schedule: AnySchedule):
     """But for l and delta, a row each for the lanes of a warp; and dq of halves, pairs of eight rows."""
     spec = backward(2 * schedule.block_m, 2 * schedule.block_n, d, band=CAUSAL)
     _, report = launched(flash_backward_wgmma(spec, schedule), spec, arguments(spec), "sm_90a")
@@ -101,7 +101,7 @@ def test_registers_are_within_the_pool():
 
 REFUSED = {
     "wgmma needs sm_90a, the target is sm_80": (WIDE, {}, "sm_80"),
-    "template 'wgmma' is not flash_backward_wgmma": (Schedule().using("wgmma"), {}, "sm_90a"),
+    "template 'wgmma' is not flash_backward_wgmma": (AnySchedule().using("wgmma"), {}, "sm_90a"),
     "16 warps: producers and 1 or 2 consumers": (WIDE.warps(16), {}, "sm_90a"),
     "block_n=80 is not 2 consumers × 64 = 128 keys, nor 64 that they share": (W.block(64, 80), {}, "sm_90a"),
     "block_m=128 is not 64, of consumers that share their keys": (W.block(128, 64), {}, "sm_90a"),

@@ -12,9 +12,9 @@ from attention_exact import equal_scores_are_a_mean, one_column_is_its_value
 from flash_fma_case import CAUSAL, F32, SHARED, SMALL, close, scheduled
 from tinygrad.dtype import DType, dtypes
 
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.fma.kernel import flash_fma
 from tinygrad_nv.tile.attention.spec import FULL, Band
-from tinygrad_nv.tile.schedule import Schedule
 
 BOTH = pytest.mark.parametrize("schedule", [SMALL, SHARED], ids=str)
 
@@ -47,7 +47,7 @@ def test_architectures_and_results(arch: str, out: DType):
 @BOTH
 @pytest.mark.parametrize("band", [CAUSAL, Band(-40, 0), Band(-31, 0), Band(None, 20), Band(-10, None),
                                   Band(5, 60), Band(None, -7), Band(-70, -33)], ids=str)
-def test_bands(band: Band, schedule: Schedule):
+def test_bands(band: Band, schedule: AnySchedule):
     """Rows may see nothing: zeros, and l = −inf."""
     spec = attention(40, 170, 16, F32, band=band, start=150, symbolic=("start",), log_sum=True)
     made = flash_fma(spec, schedule)
@@ -79,18 +79,18 @@ def test_blocks_that_no_row_sees_are_skipped():
 # **** exact ****
 
 @BOTH
-def test_a_row_that_sees_one_column_is_its_value(schedule: Schedule):
+def test_a_row_that_sees_one_column_is_its_value(schedule: AnySchedule):
     one_column_is_its_value(lambda spec: flash_fma(spec, schedule), "sm_80", F32)
 
 
 @BOTH
 @pytest.mark.parametrize("band", [FULL, Band(-63, 0)], ids=["full", "window"])
-def test_equal_scores_are_a_mean(band: Band, schedule: Schedule):
+def test_equal_scores_are_a_mean(band: Band, schedule: AnySchedule):
     equal_scores_are_a_mean(lambda spec: flash_fma(spec, schedule), "sm_80", band, F32)
 
 
 @BOTH
-def test_a_rows_bits_do_not_depend_on_other_rows(schedule: Schedule):
+def test_a_rows_bits_do_not_depend_on_other_rows(schedule: AnySchedule):
     spec = attention(37, 170, 24, F32, heads=2, log_sum=True)
     given = arguments(spec)
     alone = replace(spec, s_q=5)
@@ -137,7 +137,7 @@ def test_very_large_and_very_small_scores(scale: float):
 
 @pytest.mark.parametrize(("order", "schedule"), [("bhr", SMALL), ("brh", SHARED)], ids=str)
 @pytest.mark.parametrize("gap", [0, 1, 2, 4])
-def test_layouts(order: str, gap: int, schedule: Schedule):
+def test_layouts(order: str, gap: int, schedule: AnySchedule):
     """Rows aligned to 4 bytes and more, heads in either order, shared by a group."""
     close(attention(20, 70, 40, F32, batch=2, heads=2, group=3, order=order, gap=gap, log_sum=True), schedule)
 
@@ -162,7 +162,7 @@ def test_rings(stages: int):
     scheduled(128, 32, 4), scheduled(64, 64, 2, 2), scheduled(64, 16, 2), scheduled(16, 8, 1),
     scheduled(64, 8, 1), scheduled(64, 64, 4, 4), scheduled(16, 128, 1, 16), scheduled(32, 64, 1, 2, 3)],
     ids=str)
-def test_blocks_and_warps(schedule: Schedule):
+def test_blocks_and_warps(schedule: AnySchedule):
     for d, d_v in ((48, 32), (40, 60)):
         close(attention(100, 150, d, F32, d_v=d_v, band=CAUSAL, start=30, log_sum=True), schedule)
 
@@ -179,7 +179,7 @@ def test_interleavings(seed: int):
 
 @BOTH
 @pytest.mark.parametrize("band", [FULL, CAUSAL, Band(-20, 0)], ids=str)
-def test_symbolic_extents(band: Band, schedule: Schedule):
+def test_symbolic_extents(band: Band, schedule: AnySchedule):
     """About the edges of blocks. What lies beyond is memory that nobody has written."""
     spec = attention(100, 300, 16, F32, band=band, symbolic=("s_q", "s_kv", "start"), start=200, log_sum=True)
     made, given = flash_fma(spec, schedule), arguments(spec)
@@ -190,7 +190,7 @@ def test_symbolic_extents(band: Band, schedule: Schedule):
 
 
 @BOTH
-def test_no_keys_at_all(schedule: Schedule):
+def test_no_keys_at_all(schedule: AnySchedule):
     spec = attention(40, 100, 16, F32, symbolic=("s_kv",), log_sum=True)
     out, log = run(flash_fma(spec, schedule), spec, arguments(spec), s_kv=0)
     assert (out == 0).all()

@@ -13,6 +13,7 @@ from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.emulator.report import Stats
 from tinygrad_nv.ptx.sass import TENSOR, disassembled, functions, loops
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.defaults import FEW_FMA, FMA, default
 from tinygrad_nv.tile.attention.fma.kernel import flash_fma
 from tinygrad_nv.tile.attention.fma.legality import problems
@@ -20,7 +21,6 @@ from tinygrad_nv.tile.attention.spec import AttentionSpec, Band
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where
 from tinygrad_nv.tile.gemm.legality import SMEM_BYTES
 from tinygrad_nv.tile.kernel import AttentionKernel
-from tinygrad_nv.tile.schedule import Schedule
 
 REGISTERS = 65536  # of an SM
 TILES = [(d, scheduled(*tile)) for d, tiles in FMA.items() for tile in tiles]
@@ -32,7 +32,7 @@ SCORES: dict[str, Expression] = {
     "ALiBi": SCALED + Load(0, F32, 0, 0, (0, 2, 1)) * (Position("n").cast(F32) - Position("m").cast(F32))}
 
 
-def fits(spec: AttentionSpec, schedule: Schedule, arch: str) -> AttentionKernel:
+def fits(spec: AttentionSpec, schedule: AnySchedule, arch: str) -> AttentionKernel:
     """The kernel, that neither spills nor takes more than there is."""
     made = flash_fma(spec, schedule, arch)
     used = assemble(made.ptx, arch).kernels[made.name]
@@ -42,7 +42,7 @@ def fits(spec: AttentionSpec, schedule: Schedule, arch: str) -> AttentionKernel:
     return made
 
 
-def counted(spec: AttentionSpec, schedule: Schedule) -> Stats:
+def counted(spec: AttentionSpec, schedule: AnySchedule) -> Stats:
     """Counters of a launch without findings."""
     _, report = launched(flash_fma(spec, schedule, "sm_90a"), spec, arguments(spec), "sm_90a")
     assert report.findings == [], "\n".join(map(str, report.findings))
@@ -50,7 +50,7 @@ def counted(spec: AttentionSpec, schedule: Schedule) -> Stats:
 
 
 @pytest.mark.parametrize(("d", "schedule"), TILES, ids=str)
-def test_default_schedules_keep_to_their_resources(d: int, schedule: Schedule):
+def test_default_schedules_keep_to_their_resources(d: int, schedule: AnySchedule):
     """The causal kernel has all code. The architectures that have room take turns."""
     spec = attention(1024, 1024, d, F32, band=CAUSAL, log_sum=True)
     archs = [arch for arch in SMEM_BYTES if not problems(schedule, spec, arch)]
@@ -58,7 +58,7 @@ def test_default_schedules_keep_to_their_resources(d: int, schedule: Schedule):
 
 
 @pytest.mark.parametrize(("d", "schedule"), TILES, ids=str)
-def test_loops_lose_no_pass_and_fill_sectors(d: int, schedule: Schedule):
+def test_loops_lose_no_pass_and_fill_sectors(d: int, schedule: AnySchedule):
     """Two blocks of columns more: what they cost."""
     blocks = schedule.depth + 2
     few, many = (counted(attention(schedule.block_m, schedule.block_n * count, d, F32), schedule)
@@ -113,7 +113,7 @@ def test_loops_multiply_and_add(d: int):
     assert not {each.opcode for each in code["flash_fma"]} & set(TENSOR)
 
 
-REFUSED: dict[str, tuple[Schedule, dict[str, object]]] = {
+REFUSED: dict[str, tuple[AnySchedule, dict[str, object]]] = {
     "operands of bf16 are not float32": (scheduled(32, 32, 2), {"dtype": dtypes.bfloat16}),
     "48 is not a power of two": (scheduled(48, 32, 1), {}),
     "2 warps × 16 = 32 or more": (scheduled(16, 32, 2), {}),

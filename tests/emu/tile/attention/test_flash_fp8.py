@@ -14,11 +14,11 @@ from hypothesis import given as drawn
 from hypothesis import strategies as st
 from tinygrad.dtype import DType, dtypes
 
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band
 from tinygrad_nv.tile.attention.wgmma.kernel import flash_wgmma
 from tinygrad_nv.tile.attention.wgmma.legality import problems
 from tinygrad_nv.tile.expression import Constant, Load, Sum, tanh, where
-from tinygrad_nv.tile.schedule import Schedule
 
 NARROW = W.block(128, 32)
 QUICK = (Phase.explicit, Phase.generate)  # a failing case as it is: to make it smaller takes minutes
@@ -163,7 +163,7 @@ def test_columns_that_no_row_sees_do_not_count(seed: int):
 @pytest.mark.parametrize("schedule", [
     NARROW, NARROW.stages(3).pingpong(), W.block(64, 128).warps(8), W.block(192, 96).warps(16).pingpong(),
     *(pytest.param(W.block(128, n), marks=pytest.mark.slow) for n in (128, 160, 192, 224))], ids=str)
-def test_schedules(schedule: Schedule):
+def test_schedules(schedule: AnySchedule):
     """At least `stages` + 2 blocks of narrow ones, fewer blocks than stages."""
     for blocks in (schedule.depth + 2 if schedule.block_n < 64 else 3, 1):
         s_kv = schedule.block_n * blocks - 5

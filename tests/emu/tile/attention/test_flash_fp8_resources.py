@@ -13,6 +13,7 @@ from overlap_case import assert_overlapped
 from tinygrad_nv.errors import ScheduleError, SpecError
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.sass import disassembled, functions, loops
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.defaults import default
 from tinygrad_nv.tile.attention.mma import legality as legal_flash_mma
 from tinygrad_nv.tile.attention.spec import AttentionSpec, Band, RowScales
@@ -20,7 +21,6 @@ from tinygrad_nv.tile.attention.wgmma.kernel import flash_wgmma
 from tinygrad_nv.tile.attention.wgmma.legality import problems
 from tinygrad_nv.tile.attention.wgmma.plan import TURNING, Plan
 from tinygrad_nv.tile.expression import Sum, tanh
-from tinygrad_nv.tile.schedule import Schedule
 
 LONG = 7392
 # by heads, the most SASS instructions for an HGMMA of the loop without a mask. FlashAttention-3's tiles are
@@ -30,7 +30,7 @@ SPILLS = {"window": {"band": Band(-500, 0)}, "causal": {"band": CAUSAL},
           "soft-cap": {"band": Band(-500, 0), "score": tanh(Sum() * 0.0025) * 50.0}}
 
 
-def chosen(d: int, **others: Any) -> tuple[AttentionSpec, Schedule]:
+def chosen(d: int, **others: Any) -> tuple[AttentionSpec, AnySchedule]:
     """A long attention, and its default schedule."""
     spec = attention8(LONG, LONG, d, **others)
     schedule = default(spec, "sm_90a")
@@ -101,7 +101,7 @@ def test_other_architectures_have_none(arch: str):
     spec = attention8(128, 256, 64)
     assert default(spec, arch) is None
     assert problems(SMALL8, spec, arch) == [f"wgmma needs sm_90a, the target is {arch}"]
-    words = legal_flash_mma.problems(Schedule(template="flash_mma").block(64, 64).warps(4), spec, arch)
+    words = legal_flash_mma.problems(AnySchedule(template="flash_mma").block(64, 64).warps(4), spec, arch)
     assert any("operands of e4m3 are of flash_wgmma, for sm_90a" in each for each in words)
 
 

@@ -12,9 +12,9 @@ from attention_exact import equal_scores_are_a_mean, one_column_is_its_value
 from flash_mma_case import BF16, CAUSAL, F16, F32, SMALL, close, scheduled
 from tinygrad.dtype import DType
 
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.mma.kernel import flash_mma
 from tinygrad_nv.tile.attention.spec import FULL, Band
-from tinygrad_nv.tile.schedule import Schedule
 
 # **** heads ****
 
@@ -119,7 +119,7 @@ def test_rings(stages: int):
 @pytest.mark.parametrize("schedule", [
     scheduled(128, 32, 8), scheduled(128, 16, 4), scheduled(16, 128, 1), scheduled(64, 16, 2),
     scheduled(96, 32, 2), scheduled(256, 32, 16), scheduled(256, 16, 16), scheduled(48, 64, 1, 3)], ids=str)
-def test_blocks_and_warps(schedule: Schedule):
+def test_blocks_and_warps(schedule: AnySchedule):
     for d, d_v in ((48, 32), (16, 8), (128, 64)):
         close(attention(140, 300, d, d_v=d_v, band=CAUSAL, start=130, log_sum=True), schedule)
 

@@ -14,6 +14,7 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.ptx.assemble import Resources, assemble
 from tinygrad_nv.ptx.emulator.report import Stats
 from tinygrad_nv.ptx.sass import TENSOR, disassembled, functions, main_loop
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.defaults import FEW, MMA, default
 from tinygrad_nv.tile.attention.mma.kernel import flash_mma
 from tinygrad_nv.tile.attention.mma.legality import problems
@@ -21,7 +22,6 @@ from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where
 from tinygrad_nv.tile.gemm.legality import SMEM_BYTES
 from tinygrad_nv.tile.kernel import AttentionKernel
-from tinygrad_nv.tile.schedule import Schedule
 
 REGISTERS = 65536  # of an SM
 HEADS = {64: (64, 40), 128: (128, 96), 192: (192, 136), 256: (256, 200)}  # of each row of the table
@@ -35,7 +35,7 @@ SCORES: dict[str, Expression] = {
     "ALiBi": SCALED + Load(0, F32, 0, 0, (0, 2, 1)) * (Position("n").cast(F32) - Position("m").cast(F32))}
 
 
-def fits(spec: AttentionSpec, schedule: Schedule, arch: str) -> AttentionKernel:
+def fits(spec: AttentionSpec, schedule: AnySchedule, arch: str) -> AttentionKernel:
     """The kernel, that neither spills nor takes more than there is."""
     made = flash_mma(spec, schedule, arch)
     used: Resources = assemble(made.ptx, arch).kernels[made.name]
@@ -45,7 +45,7 @@ def fits(spec: AttentionSpec, schedule: Schedule, arch: str) -> AttentionKernel:
     return made
 
 
-def counted(spec: AttentionSpec, schedule: Schedule) -> Stats:
+def counted(spec: AttentionSpec, schedule: AnySchedule) -> Stats:
     """Counters of a launch without findings."""
     _, report = launched(flash_mma(spec, schedule), spec, arguments(spec), "sm_80")
     assert report.findings == [], "\n".join(map(str, report.findings))
@@ -53,7 +53,7 @@ def counted(spec: AttentionSpec, schedule: Schedule) -> Stats:
 
 
 @pytest.mark.parametrize(("d", "schedule"), TILES, ids=str)
-def test_default_schedules_keep_to_their_resources(d: int, schedule: Schedule):
+def test_default_schedules_keep_to_their_resources(d: int, schedule: AnySchedule):
     """The causal kernel has all code; in the full one the loop is a single block of instructions, which ptxas
     schedules more freely. The newer architectures take turns."""
     causal = attention(1024, 1024, d, band=CAUSAL, log_sum=True)
@@ -63,7 +63,7 @@ def test_default_schedules_keep_to_their_resources(d: int, schedule: Schedule):
 
 
 @pytest.mark.parametrize(("d", "schedule"), TILES, ids=str)
-def test_loops_lose_no_pass_and_fill_sectors(d: int, schedule: Schedule):
+def test_loops_lose_no_pass_and_fill_sectors(d: int, schedule: AnySchedule):
     """Two blocks of columns more: what they cost. Heads of an odd number of 8 elements straddle sectors."""
     blocks = schedule.depth + 2
     few, many = (counted(attention(schedule.block_m, schedule.block_n * count, d), schedule)
@@ -99,7 +99,7 @@ def test_there_is_a_default(arch: str, d: int):
         assert schedule.block_m < 2 * max(rows, 16)
 
 
-def triton_loop(d: int, schedule: Schedule, causal: bool) -> float:
+def triton_loop(d: int, schedule: AnySchedule, causal: bool) -> float:
     """Instructions around the loop of Triton's kernel for each product of 16 × 8 × 16."""
     types = dict.fromkeys(("q", "k", "v", "out"), "*bf16") | {"lse": "*fp32", "S": "i32", "scale": "fp32"}
     constants = {"D": d, "BM": schedule.block_m, "BN": schedule.block_n, "CAUSAL": causal, "SPLIT": False}

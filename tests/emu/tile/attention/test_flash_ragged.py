@@ -14,20 +14,20 @@ from hypothesis import strategies as st
 from ragged_case import Case, Given, arguments, near, ragged, run
 from tinygrad.dtype import DType
 
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.mma import legality as legal_flash_mma
 from tinygrad_nv.tile.attention.mma.kernel import flash_mma
 from tinygrad_nv.tile.attention.spec import FULL, Band
 from tinygrad_nv.tile.attention.wgmma import legality as legal_flash_wgmma
 from tinygrad_nv.tile.attention.wgmma.kernel import flash_wgmma
 from tinygrad_nv.tile.expression import Expression, Load, Position, Sum, tanh
-from tinygrad_nv.tile.schedule import Schedule
 
 SMALL = scheduled(32, 32, 2)
 # block edges ± 1, none at all, more rows than keys, at least four blocks of keys
 LENGTHS = [(40, 140), (1, 1), (0, 20), (20, 0), (31, 33), (32, 32), (33, 31), (0, 0), (64, 5), (2, 129)]
 
 
-def close(case: Case, schedule: Schedule = SMALL, arch: str = "sm_80", seed: int = 0) -> None:
+def close(case: Case, schedule: AnySchedule = SMALL, arch: str = "sm_80", seed: int = 0) -> None:
     """Asserts that every sequence of a random batch is near its own attention."""
     given = arguments(case, seed)
     near(case, given, run(flash_mma(case.spec, schedule, arch), case, given, arch, seed))
@@ -127,7 +127,7 @@ def test_on_hopper_lengths_are_read_after_the_kernel_before():
 EDGES = [(70, 200), (1, 1), (0, 20), (20, 0), (63, 65), (64, 64), (65, 63), (0, 0), (130, 5), (2, 257)]
 
 
-def close_wgmma(case: Case, schedule: Schedule, seed: int = 0) -> None:
+def close_wgmma(case: Case, schedule: AnySchedule, seed: int = 0) -> None:
     """The same, with wgmma."""
     given = arguments(case, seed)
     near(case, given, run(flash_wgmma(case.spec, schedule), case, given, "sm_90a", seed))
@@ -136,7 +136,7 @@ def close_wgmma(case: Case, schedule: Schedule, seed: int = 0) -> None:
 @pytest.mark.parametrize("band", [FULL, CAUSAL, Band(-20, 10), Band(3, None)], ids=str)
 @pytest.mark.parametrize("schedule", [W.block(64, 64).warps(8), W.block(128, 48).stages(3).pingpong()],
                          ids=str)
-def test_wgmma(schedule: Schedule, band: Band):
+def test_wgmma(schedule: AnySchedule, band: Band):
     close_wgmma(ragged(EDGES, 64, group=2, band=band, slack=3), schedule, seed=len(str(band)) % 4)
 
 
@@ -162,7 +162,7 @@ def test_neighbours_change_no_bit_with_wgmma():
 
 @pytest.mark.parametrize(("legal", "schedule", "arch"), [(legal_flash_mma, SMALL, "sm_80"), (
     legal_flash_wgmma, W.block(64, 64).warps(8), "sm_90a")], ids=["mma", "wgmma"])
-def test_a_grid_has_room_for_the_rest(legal: ModuleType, schedule: Schedule, arch: str):
+def test_a_grid_has_room_for_the_rest(legal: ModuleType, schedule: AnySchedule, arch: str):
     """One more along the batch than sequences, for the rows after the last."""
     spec = ragged([(1, 1)], 64).spec
     assert legal.problems(schedule, replace(spec, batch=(65534, 1, 1)), arch) == []
@@ -179,6 +179,6 @@ COUNT = st.one_of(st.integers(0, 70), st.sampled_from([0, 1, 31, 32, 33, 63, 64,
 @given(st.lists(st.tuples(COUNT, COUNT), min_size=1, max_size=5),
        st.sampled_from([FULL, CAUSAL, Band(-9, 4)]),
        st.sampled_from([SMALL, scheduled(64, 16, 4, 3), scheduled(16, 64, 1)]), st.integers(0, 3))
-def test_generated(lengths: list[tuple[int, int]], band: Band, schedule: Schedule, seed: int):
+def test_generated(lengths: list[tuple[int, int]], band: Band, schedule: AnySchedule, seed: int):
     close(ragged(lengths, 16 * (seed + 1), heads=1 + seed % 2, group=1 + seed // 2, band=band, slack=seed),
           schedule, seed=seed)

@@ -12,9 +12,9 @@ from attention_exact import equal_scores_are_a_mean, one_column_is_its_value
 from flash_wgmma_case import BF16, CAUSAL, F16, F32, SMALL, W, close
 from tinygrad.dtype import DType
 
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.spec import FULL, Band
 from tinygrad_nv.tile.attention.wgmma.kernel import flash_wgmma
-from tinygrad_nv.tile.schedule import Schedule
 
 TURNS = [SMALL.pingpong(), W.block(192, 64).warps(16).pingpong()]
 
@@ -149,20 +149,20 @@ def test_rings(stages: int, pingpong: bool):
 @pytest.mark.parametrize("schedule", [
     W.block(64, 128).warps(8), W.block(128, 176), W.block(192, 128).warps(16), W.block(192, 16).warps(16),
     W.block(192, 80).warps(16).pingpong(), W.block(128, 240), W.block(64, 256).warps(8)], ids=str)
-def test_blocks_and_warps(schedule: Schedule):
+def test_blocks_and_warps(schedule: AnySchedule):
     for d, d_v in ((48, 32), (16, 8), (64, 64)):
         close(attention(300, 700, d, d_v=d_v, band=CAUSAL, start=400, log_sum=True), schedule)
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("schedule", [SMALL, *TURNS], ids=str)
-def test_interleavings(schedule: Schedule, seed: int):
+def test_interleavings(schedule: AnySchedule, seed: int):
     """Warps run in another order for every seed; six blocks of two stages."""
     close(attention(192, 384, 64, F16, heads=2, band=Band(-300, 0), start=192), schedule, seed=seed)
 
 
 @pytest.mark.parametrize("schedule", TURNS, ids=str)
-def test_turns_where_ctas_have_one_block_or_none(schedule: Schedule):
+def test_turns_where_ctas_have_one_block_or_none(schedule: AnySchedule):
     close(attention(400, 64, 64, band=Band(-30, -10), start=60, log_sum=True), schedule)
 
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinygrad.dtype import dtypes
 
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.spec import FULL, SYMBOLS, AttentionSpec, Band
 from tinygrad_nv.tile.attention.wgmma.kernel import flash_wgmma
 from tinygrad_nv.tile.attention.wgmma.legality import problems
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where
-from tinygrad_nv.tile.schedule import Schedule
 
 # **** scores ****
 
@@ -120,7 +120,7 @@ def specs(draw: st.DrawFn) -> tuple[AttentionSpec, dict[str, int]]:
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
+def schedules(draw: st.DrawFn) -> AnySchedule:
     consumers = draw(st.integers(1, 3))
     schedule = W.block(64 * consumers, 16 * draw(st.integers(1, 8))).warps(4 * consumers + 4)
     schedule = schedule.stages(draw(st.integers(2, 4)))
@@ -129,7 +129,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 @settings(max_examples=25, deadline=None)
 @given(specs(), schedules(), st.integers(0, 3))
-def test_generated(case: tuple[AttentionSpec, dict[str, int]], schedule: Schedule, seed: int):
+def test_generated(case: tuple[AttentionSpec, dict[str, int]], schedule: AnySchedule, seed: int):
     spec, extents = case
     if problems(schedule, spec, "sm_90a"): schedule = W.block(64, 32).warps(8)
     close(spec, schedule, seed, **extents)

@@ -14,13 +14,13 @@ from flash_wgmma_case import CAUSAL, F32, SMALL, W
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.builder import Kernel
 from tinygrad_nv.ptx.emulator import Emulator
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.defaults import default
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band
 from tinygrad_nv.tile.attention.wgmma import tile_scheduler as flash_wgmma_walk
 from tinygrad_nv.tile.attention.wgmma.kernel import flash_wgmma
 from tinygrad_nv.tile.attention.wgmma.plan import Plan
 from tinygrad_nv.tile.attention.wgmma.tile_scheduler import Walk
-from tinygrad_nv.tile.schedule import Schedule
 
 MANY = 10000  # multiprocessors: no CTA has more than one tile
 NARROW = W.block(128, 16)
@@ -31,7 +31,7 @@ BANDS = [FULL, CAUSAL, Band(-40, 0), Band(None, 20), Band(-10, None), Band(5, 60
          Band(None, -150)]
 
 
-def same(spec: AttentionSpec, schedule: Schedule, sm_count: int, seed: int = 0, **extents: int) -> None:
+def same(spec: AttentionSpec, schedule: AnySchedule, sm_count: int, seed: int = 0, **extents: int) -> None:
     """Asserts that persistent CTAs make the bits of others, which are near the exact ones."""
     given = arguments(spec, seed)
     alone, made = (flash_wgmma(spec, schedule, sm_count=count) for count in (MANY, sm_count))
@@ -99,7 +99,7 @@ def test_copies_of_a_tile_come_under_the_end_of_the_one_before():
 
 # **** the order ****
 
-def walked(spec: AttentionSpec, schedule: Schedule, sm_count: int, rows: int) -> list[list[int]]:
+def walked(spec: AttentionSpec, schedule: AnySchedule, sm_count: int, rows: int) -> list[list[int]]:
     """By CTAs, the tiles they have: block of rows, and head, as numbers."""
     plan = Plan.of(spec, schedule, sm_count)
     k = Kernel("walk", arch="sm_90a", threads=32)

@@ -14,13 +14,13 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.sass import disassembled, functions, loops
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.defaults import default
 from tinygrad_nv.tile.attention.spec import FULL, Band
 from tinygrad_nv.tile.attention.wgmma.kernel import flash_wgmma
 from tinygrad_nv.tile.attention.wgmma.legality import MOST_HELD, problems
 from tinygrad_nv.tile.attention.wgmma.plan import REGISTERS, Plan
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where
-from tinygrad_nv.tile.schedule import Schedule
 
 LONG = 7392  # rows and keys
 # by heads, the most SASS instructions for an HGMMA of the loop without a mask; triton_attention.py's kernels
@@ -35,7 +35,7 @@ SCORES = {
     "soft-cap and bias": tanh(SCALED * 0.02) * 50.0 + Load(0, F32, LONG, 1)}
 
 
-def chosen(d: int, band: Band = FULL, score: Expression | None = None, few: bool = False) -> Schedule:
+def chosen(d: int, band: Band = FULL, score: Expression | None = None, few: bool = False) -> AnySchedule:
     schedule = default(attention(64 if few else LONG, LONG, d, band=band, score=score), "sm_90a")
     assert schedule is not None
     assert schedule.template == "flash_wgmma"
@@ -73,7 +73,7 @@ def test_no_default_spills(d: int, score: str | None, few: bool):
 @pytest.mark.parametrize(("schedule", "d"), [(W.block(64, 256).warps(8), 64), (W.block(128, 240), 64),
                                              (W.block(128, 192), 128), (W.block(192, 128).warps(16), 64),
                                              (W.block(192, 80).warps(16), 128)], ids=str)
-def test_the_most_that_is_held_fits(schedule: Schedule, d: int):
+def test_the_most_that_is_held_fits(schedule: AnySchedule, d: int):
     spec = attention(LONG, LONG, d, band=Band(-500, 0), log_sum=True, symbolic=("s_q", "s_kv", "start"))
     assert Plan.of(spec, schedule).held >= MOST_HELD[schedule.consumers] - 4
     found = assemble(flash_wgmma(spec, schedule).ptx, "sm_90a").kernels["flash_wgmma"]
@@ -102,7 +102,7 @@ def test_registers_are_within_the_pool():
 
 REFUSED = {
     "wgmma needs sm_90a, the target is sm_80": (SMALL, {}, "sm_80"),
-    "template 'wgmma' is not flash_wgmma": (Schedule().using("wgmma"), {}, "sm_90a"),
+    "template 'wgmma' is not flash_wgmma": (AnySchedule().using("wgmma"), {}, "sm_90a"),
     "16 warps: a producer": (SMALL.warps(4, 4), {}, "sm_90a"),
     "ping-pong with 1 consumer: 8 warps - 4": (W.block(64, 64).warps(8).pingpong(), {}, "sm_90a"),
     "block_m=64 is not 2 consumers × 64 = 128 rows": (W.block(64, 64), {}, "sm_90a"),

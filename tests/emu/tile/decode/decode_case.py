@@ -25,15 +25,15 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.emulator.report import Report
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.spec import Rows
 from tinygrad_nv.tile.decode.kernel import decode_attention
 from tinygrad_nv.tile.decode.spec import DecodeSpec, Length, Pages, Scales
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, Sum, loads
 from tinygrad_nv.tile.kernel import DecodeKernel
-from tinygrad_nv.tile.schedule import Schedule
 
 C = 2.0  # of the plain implementation's error
-SMALL = Schedule(template="decode").block(16, 64).k(128).warps(1, 4).stages(2).split(4)
+SMALL = AnySchedule(template="decode").block(16, 64).k(128).warps(1, 4).stages(2).split(4)
 
 
 # **** specs ****
@@ -277,7 +277,7 @@ def named(spec: DecodeSpec) -> tuple[str, ...]:
     return *(name for name in known if there.get(name, True)), *(f"x{i}" for i in range(len(spec.parameters)))
 
 
-def run(spec: DecodeSpec, given: Given, schedule: Schedule = SMALL, arch: str = "sm_80",
+def run(spec: DecodeSpec, given: Given, schedule: AnySchedule = SMALL, arch: str = "sm_80",
         seed: int = 0) -> torch.Tensor:
     """The result [batch, heads, group, s_q, d_v], in its dtype. Nothing may be found, and nothing beside it
     written."""
@@ -299,7 +299,7 @@ def near(spec: DecodeSpec, given: Given, got: torch.Tensor, c: float = C) -> Non
     assert worst <= 0, f"an error {worst:g} above the bound, a plain one is {usual:g}"
 
 
-def checked(spec: DecodeSpec, lengths: list[int], schedule: Schedule = SMALL, arch: str = "sm_80",
+def checked(spec: DecodeSpec, lengths: list[int], schedule: AnySchedule = SMALL, arch: str = "sm_80",
             seed: int = 0, **more: float) -> torch.Tensor:
     """Runs requests of these lengths, and holds them against float64."""
     given = requests(spec, lengths, seed, **more)

@@ -11,13 +11,13 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.errors import ScheduleError, SpecError
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.emulator.report import Stats
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.decode.defaults import default
 from tinygrad_nv.tile.decode.kernel import decode_attention
 from tinygrad_nv.tile.decode.legality import problems
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.expression import Constant, Load, Position, Sum
 from tinygrad_nv.tile.gemm.legality import SMEM_BYTES
-from tinygrad_nv.tile.schedule import Schedule
 
 KV = [None, dtypes.int8, dtypes.fp8e4m3]
 SHAPES = [{"d": 128, "group": 4}, {"d": 64, "group": 8}, {"d": 96, "group": 1}, {"d": 256, "group": 4},
@@ -88,7 +88,7 @@ def test_pages_are_read_once_without_conflicts(kv: DType | None, page_size: int,
 
 # **** what is refused ****
 
-def broken(schedule: Schedule = SMALL, spec: DecodeSpec | None = None) -> str:
+def broken(schedule: AnySchedule = SMALL, spec: DecodeSpec | None = None) -> str:
     """What is said."""
     with pytest.raises(ScheduleError) as error: decode_attention(spec or decode(), schedule, "sm_80")
     return str(error.value)
@@ -104,7 +104,7 @@ def broken(schedule: Schedule = SMALL, spec: DecodeSpec | None = None) -> str:
     (SMALL.cluster(2).streamed(), "stream-K is of other templates; cluster 2x1 is of other templates"),
     (SMALL.pingpong().swapped(), "ping-pong is of other templates; swap is of other templates"),
     (SMALL.using("mma"), "template 'mma' is not decode"), (replace(SMALL, block_k=0), "extents below 1")])
-def test_impossible_schedules_are_refused_with_the_arithmetic(schedule: Schedule, words: str):
+def test_impossible_schedules_are_refused_with_the_arithmetic(schedule: AnySchedule, words: str):
     assert words in broken(schedule)
 
 

@@ -14,20 +14,20 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced, read
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.kernel import GemmKernel
-from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.store import Cell, Store, store_plan
 
-SMALL = Schedule().block(32, 32).warps(2, 2)
-WARPS = Schedule().block(64, 128).warps(2, 2)
-GROUPS = Schedule().using("wgmma").block(128, 64).warps(12)
+SMALL = AnySchedule().block(32, 32).warps(2, 2)
+WARPS = AnySchedule().block(64, 128).warps(2, 2)
+GROUPS = AnySchedule().using("wgmma").block(128, 64).warps(12)
 HALF, SINGLE, BYTE = dtypes.bfloat16, dtypes.float32, dtypes.int8
 OUTS = [HALF, SINGLE, dtypes.int32, BYTE, dtypes.fp8e4m3]
 
 
 class _Outer:
-    def __init__(self, spec: GemmSpec, schedule: Schedule, arch: str, ctas: int, staged: bool) -> None:
+    def __init__(self, spec: GemmSpec, schedule: AnySchedule, arch: str, ctas: int, staged: bool) -> None:
         self.spec, self.s, self.ctas = spec, schedule, ctas
         self.plan = store_plan(spec, schedule)
         self.k = k = Kernel("outer", arch=arch, threads=schedule.threads)
@@ -102,7 +102,8 @@ class _Outer:
         return made
 
 
-def outer(spec: GemmSpec, schedule: Schedule, arch: str, ctas: int = 0, staging: bool = True) -> GemmKernel:
+def outer(spec: GemmSpec, schedule: AnySchedule, arch: str, ctas: int = 0,
+          staging: bool = True) -> GemmKernel:
     """The kernel. Of a symbolic spec it has CTAs for the most rows."""
     return _Outer(spec, schedule, arch, ctas, staging).write()
 
@@ -112,7 +113,7 @@ def spec_of(out: DType, m: int, n: int, **more: object) -> GemmSpec:
     return product(m, n, 1, BYTE if dtypes.is_int(out) else HALF, out=out, **more)  # type: ignore[arg-type]
 
 
-def exact(spec: GemmSpec, schedule: Schedule, arch: str, seed: int = 0, ctas: int = 0) -> None:
+def exact(spec: GemmSpec, schedule: AnySchedule, arch: str, seed: int = 0, ctas: int = 0) -> None:
     """Asserts the result, bit for bit."""
     values = arguments(spec, spec.m + seed)
     assert (run(outer(spec, schedule, arch, ctas), spec, values, arch, seed) == reference(spec, values)).all()

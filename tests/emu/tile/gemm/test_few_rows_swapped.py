@@ -7,11 +7,11 @@ import torch
 from gemm_case import arguments, product, reference, run
 from tinygrad.dtype import dtypes
 
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.gemm.legality import problems
 from tinygrad_nv.tile.gemm.templates import build
-from tinygrad_nv.tile.schedule import Schedule
 
-SWAPPED = Schedule().using("wgmma").block(64, 16).warps(8).swapped()
+SWAPPED = AnySchedule().using("wgmma").block(64, 16).warps(8).swapped()
 
 
 @pytest.mark.parametrize(("m", "columns"), [(8, 8), (17, 24), (64, 64)])

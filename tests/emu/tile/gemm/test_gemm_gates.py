@@ -24,6 +24,7 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.ptx.assemble import Resources, assemble
 from tinygrad_nv.ptx.emulator.report import Stats
 from tinygrad_nv.ptx.sass import TENSOR, disassembled, functions
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm.candidates import around
 from tinygrad_nv.tile.gemm.choose import choose
@@ -32,7 +33,6 @@ from tinygrad_nv.tile.gemm.legality import SMEM_BYTES, problems
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gemm.templates import FAMILIES, build
 from tinygrad_nv.tile.kernel import GemmKernel
-from tinygrad_nv.tile.schedule import Schedule
 
 sys.path.insert(0, str(Path(__file__).parents[4] / "bench"))
 import sass_gemm
@@ -50,7 +50,7 @@ OUT = {dtypes.fp8e4m3: dtypes.bfloat16, dtypes.fp8e5m2: dtypes.bfloat16}
 class Case:
     """A schedule with a product of one tile for each of its CTAs."""
     arch: str
-    schedule: Schedule
+    schedule: AnySchedule
     dtype: DType
     majors: str
 
@@ -86,7 +86,7 @@ class Case:
         return any(replace(self, arch=arch).legal for arch in older)
 
 
-def scheduled(arch: str) -> list[tuple[Schedule, int]]:
+def scheduled(arch: str) -> list[tuple[AnySchedule, int]]:
     """Default tiles of every size of element, with the size; of each template's first also the variants."""
     made, seen = [], set()
     for size in (1, 2, 4):
@@ -101,7 +101,7 @@ def scheduled(arch: str) -> list[tuple[Schedule, int]]:
     return made
 
 
-def variants(schedule: Schedule, spec: GemmSpec) -> list[Schedule]:
+def variants(schedule: AnySchedule, spec: GemmSpec) -> list[AnySchedule]:
     """Each cluster once, the first split, stream-K."""
     found = [v for v in around(schedule, spec, 132) if v != schedule and not v.splits > 2]
     if schedule.template == "wgmma": found.append(schedule.cluster(2, 2))
@@ -120,8 +120,8 @@ def turns() -> list[Case]:
     """Every tile once, with the dtype and majors that had the fewest turns; of what an older architecture has
     but for the target, a third."""
     counts: dict[tuple[str, str, DType, str], int] = {}
-    chosen: dict[tuple[str, Schedule], Case] = {}
-    by_tile: dict[tuple[str, Schedule], list[Case]] = {}
+    chosen: dict[tuple[str, AnySchedule], Case] = {}
+    by_tile: dict[tuple[str, AnySchedule], list[Case]] = {}
     for case in everything():
         if case.counted_elsewhere and hash_of(case.schedule) % 3: continue
         by_tile.setdefault((case.arch, case.schedule), []).append(case)
@@ -133,7 +133,7 @@ def turns() -> list[Case]:
     return list(chosen.values())
 
 
-def hash_of(schedule: Schedule) -> int:
+def hash_of(schedule: AnySchedule) -> int:
     """A number that is the same in every process."""
     return crc32(str(schedule).encode())
 

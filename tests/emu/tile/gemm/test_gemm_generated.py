@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
 from tinygrad.dtype import DType, dtypes
 
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.expression import (
     Apply,
     Constant,
@@ -36,34 +37,33 @@ from tinygrad_nv.tile.expression import (
 from tinygrad_nv.tile.gemm.legality import problems
 from tinygrad_nv.tile.gemm.spec import BYTES, FP8, GemmSpec, Operand
 from tinygrad_nv.tile.gemm.templates import build
-from tinygrad_nv.tile.schedule import Schedule
 
 F32, BF16, F16, S8 = dtypes.float32, dtypes.bfloat16, dtypes.float16, dtypes.int8
 DTYPES = (BF16, F16, S8, dtypes.uint8, F32, *FP8)
 ARCHS = {"mma": ("sm_80", "sm_89", "sm_90a"), "wgmma": ("sm_90a",), "gemv": ("sm_80", "sm_90a")}
 TIMES = 1         # bench/gpu_record.py draws more
 MOST_WORK = 40e6  # multiply-adds of an example: half a second
-Case = tuple[GemmSpec, Schedule, str]
+Case = tuple[GemmSpec, AnySchedule, str]
 
 
 # **** schedules ****
 
 @st.composite
-def schedules(draw: st.DrawFn, template: str, size: int) -> Schedule:
+def schedules(draw: st.DrawFn, template: str, size: int) -> AnySchedule:
     """Of a template, legal or not, for elements of `size` bytes."""
     def pick(*choices: Any) -> Any: return draw(st.sampled_from(choices))
 
     if template == "gemv":
-        made = Schedule().using("gemv").block(pick(16, 128), pick(8, 16, 32, 64, 128))
+        made = AnySchedule().using("gemv").block(pick(16, 128), pick(8, 16, 32, 64, 128))
         return replace(made, block_k=pick(32, 64, 128, 256, 512), warps_m=pick(1, 2, 4, 8),
                        depth=pick(2, 3, 4), splits=pick(1, 1, 2, 3), swap=draw(st.booleans()))
     depth, splits = pick(2, 3, 4, 5), pick(1, 1, 1, 2, 3)
     if template == "mma":
-        made = Schedule().block(pick(16, 32, 64, 128), pick(16, 32, 64, 128)).k(pick(32, 64, 128) // size)
+        made = AnySchedule().block(pick(16, 32, 64, 128), pick(16, 32, 64, 128)).k(pick(32, 64, 128) // size)
         return replace(made, warps_m=pick(1, 2, 4), warps_n=pick(1, 2, 4), depth=depth, splits=splits,
                        group=pick(1, 2, 8))
     consumers, turns = pick(1, 2, 3), draw(st.booleans())
-    made = Schedule().using("wgmma").block(64 if turns else 64 * consumers, pick(*range(8, 257, 8)))
+    made = AnySchedule().using("wgmma").block(64 if turns else 64 * consumers, pick(*range(8, 257, 8)))
     made = replace(made, block_k=pick(128, 128, 64, 32, 256) // size, warps_m=4 + 4 * consumers, depth=depth,
                    group=pick(1, 2, 8), swap=pick(False, False, True))
     rows, columns = pick((1, 1), (1, 1), (2, 1), (1, 2), (2, 2))
@@ -126,7 +126,7 @@ def extents(draw: st.DrawFn, block: int) -> int:
 
 
 @st.composite
-def products(draw: st.DrawFn, schedule: Schedule, dtype: DType, steps: tuple[str, ...]) -> GemmSpec:
+def products(draw: st.DrawFn, schedule: AnySchedule, dtype: DType, steps: tuple[str, ...]) -> GemmSpec:
     """A product for a schedule; the epilogue is one activation, or up to three of the other `steps`."""
     smooth = steps[0] in ACTIVATIONS
     s, gemv = schedule, schedule.template == "gemv"
@@ -230,14 +230,14 @@ def test_random_values_come_out_closely_hundreds_of_times(template: str):
 
 # **** what must be among them ****
 
-WGMMA = Schedule().using("wgmma").block(128, 64).stages(3)
+WGMMA = AnySchedule().using("wgmma").block(128, 64).stages(3)
 NAMED = {"ping-pong": WGMMA.block(64, 64).pingpong(), "multicast of B": WGMMA.cluster(2, 1),
          "multicast of A": WGMMA.cluster(1, 2), "multicast of both": WGMMA.cluster(2, 2),
          "ping-pong in clusters": WGMMA.block(64, 64).pingpong().cluster(2, 1),
          "three consumers": WGMMA.block(192, 64).warps(16), "swapped": WGMMA.swapped(),
          "split": WGMMA.split(2), "stream-K": WGMMA.streamed(),
-         "mma.sync": Schedule().block(64, 64).k(32).stages(4),
-         "mma.sync, split": Schedule().block(64, 64).k(32).split(2), "gemv": Schedule().using("gemv")}
+         "mma.sync": AnySchedule().block(64, 64).k(32).stages(4),
+         "mma.sync, split": AnySchedule().block(64, 64).k(32).split(2), "gemv": AnySchedule().using("gemv")}
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -12,23 +12,23 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.assemble import assemble
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.expression import Load, Sum, relu
 from tinygrad_nv.tile.gemm.legality import problems
 from tinygrad_nv.tile.gemm.mma.kernel import gemm_mma
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.layout import SharedTile
-from tinygrad_nv.tile.schedule import Schedule
 
 F16, BF16, F32 = dtypes.float16, dtypes.bfloat16, dtypes.float32
-SMALL = Schedule().block(64, 64).k(32).warps(2, 2).stages(3)
+SMALL = AnySchedule().block(64, 64).k(32).warps(2, 2).stages(3)
 MAJORS = ["KK", "KM", "MK", "MM"]
 
 
-def scheduled(m: int, n: int, k: int, warps_m: int, warps_n: int, depth: int) -> Schedule:
-    return Schedule().block(m, n).k(k).warps(warps_m, warps_n).stages(depth)
+def scheduled(m: int, n: int, k: int, warps_m: int, warps_n: int, depth: int) -> AnySchedule:
+    return AnySchedule().block(m, n).k(k).warps(warps_m, warps_n).stages(depth)
 
 
-def exactly(spec: GemmSpec, schedule: Schedule, arch: str = "sm_80", seed: int = 0) -> None:
+def exactly(spec: GemmSpec, schedule: AnySchedule, arch: str = "sm_80", seed: int = 0) -> None:
     """Asserts that integer operands come out exactly."""
     given = arguments(spec, seed)
     got = run(gemm_mma(spec, schedule, arch), spec, given, arch, seed)
@@ -62,7 +62,7 @@ def specs(draw: st.DrawFn) -> GemmSpec:
 
 @settings(max_examples=50, deadline=None)
 @given(specs(), SCHEDULES, st.integers(0, 3))
-def test_integers_come_out_exactly(spec: GemmSpec, schedule: Schedule, seed: int):
+def test_integers_come_out_exactly(spec: GemmSpec, schedule: AnySchedule, seed: int):
     exactly(spec, SMALL if problems(schedule, spec, "sm_80") else schedule, seed=seed)
 
 
@@ -111,7 +111,7 @@ def test_a_bias_and_a_residual_are_added_where_the_element_is():
 @pytest.mark.parametrize("majors", MAJORS)
 def test_the_default_schedule_neither_spills_nor_meets_bank_conflicts(arch: str, majors: str):
     spec = product(256, 256, 256, BF16, majors=majors)
-    made = gemm_mma(spec, Schedule(), arch)
+    made = gemm_mma(spec, AnySchedule(), arch)
     resources = assemble(made.ptx, arch).kernels[made.name]
     assert (resources.spill_store_bytes, resources.spill_load_bytes, resources.stack_bytes) == (0, 0, 0)
     given = arguments(spec)
@@ -142,17 +142,17 @@ def test_a_tile_is_a_permutation_in_which_eight_rows_have_eight_places(rows: int
 
 
 @pytest.mark.parametrize(("schedule", "words"), [
-    (Schedule().block(100, 128), ["block_m=100 is not a multiple of 2 warps × 16 = 32"]),
-    (Schedule().k(48), ["block_k=48"]), (Schedule().stages(1), ["1 stages"]),
-    (Schedule().warps(8, 8), ["2048 threads"]), (Schedule().warps(0, 2), ["extents below 1"]),
-    (Schedule().block(192, 128).warps(4, 2), ["block_m=192 / 4 warps × 2 B = 96 B neither divide 128"]),
-    (Schedule().block(256, 256), ["256 × 256 / 128 threads = 512 sums a thread"]),
-    (Schedule().block(96, 96).warps(3, 1), ["3x1 warps are 96 threads, not a power of 2"]),
-    (Schedule().split(3), ["3 splits of 64 / 32 = 2 steps"]),
-    (Schedule().cluster(2), ["cluster 2x1 is of other templates"]),
-    (Schedule().streamed(), ["stream-K is of other templates"]),
-    (Schedule().k(128).stages(4), ["4 stages × (128 + 128) × 128 × 2 B = 262144 B", "166912"]),
+    (AnySchedule().block(100, 128), ["block_m=100 is not a multiple of 2 warps × 16 = 32"]),
+    (AnySchedule().k(48), ["block_k=48"]), (AnySchedule().stages(1), ["1 stages"]),
+    (AnySchedule().warps(8, 8), ["2048 threads"]), (AnySchedule().warps(0, 2), ["extents below 1"]),
+    (AnySchedule().block(192, 128).warps(4, 2), ["block_m=192 / 4 warps × 2 B = 96 B neither divide 128"]),
+    (AnySchedule().block(256, 256), ["256 × 256 / 128 threads = 512 sums a thread"]),
+    (AnySchedule().block(96, 96).warps(3, 1), ["3x1 warps are 96 threads, not a power of 2"]),
+    (AnySchedule().split(3), ["3 splits of 64 / 32 = 2 steps"]),
+    (AnySchedule().cluster(2), ["cluster 2x1 is of other templates"]),
+    (AnySchedule().streamed(), ["stream-K is of other templates"]),
+    (AnySchedule().k(128).stages(4), ["4 stages × (128 + 128) × 128 × 2 B = 262144 B", "166912"]),
 ])
-def test_impossible_schedules_are_refused_with_the_arithmetic(schedule: Schedule, words: list[str]):
+def test_impossible_schedules_are_refused_with_the_arithmetic(schedule: AnySchedule, words: list[str]):
     with pytest.raises(ScheduleError) as error: gemm_mma(product(64, 64, 64, F16, majors="MK"), schedule)
     assert [word for word in words if word not in str(error.value)] == []

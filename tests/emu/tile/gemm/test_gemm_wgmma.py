@@ -9,11 +9,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tinygrad.dtype import DType, dtypes
 
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.expression import Expression, Load, Position, Sum, relu
 from tinygrad_nv.tile.gemm.legality import problems
 from tinygrad_nv.tile.gemm.spec import BYTES, FP8, HALVES, GemmSpec, Operand
 from tinygrad_nv.tile.gemm.wgmma.kernel import gemm_wgmma
-from tinygrad_nv.tile.schedule import Schedule
 
 F32, S32 = dtypes.float32, dtypes.int32
 KINDS = [*HALVES, *HALVES, F32, *FP8, *BYTES]
@@ -73,13 +73,13 @@ def specs(draw: st.DrawFn) -> GemmSpec:
 
 
 @st.composite
-def schedules(draw: st.DrawFn, spec: GemmSpec) -> Schedule:
+def schedules(draw: st.DrawFn, spec: GemmSpec) -> AnySchedule:
     """Tiles, roles, rings and clusters; whatever is legal for the spec."""
     consumers, size = draw(st.sampled_from([1, 2, 2, 2, 3])), spec.a.dtype.itemsize
     pingpong = consumers > 1 and draw(st.integers(0, 2)) == 0
     rows = 64 * (1 if pingpong else consumers) * draw(st.sampled_from([1, 1, 2]))
     columns = 8 * draw(st.one_of(st.sampled_from([1, 2, 4, 8, 12, 16]), st.integers(1, 20)))
-    s = Schedule().using("wgmma").block(rows, columns).k(draw(st.sampled_from([32, 64, 128])) // size)
+    s = AnySchedule().using("wgmma").block(rows, columns).k(draw(st.sampled_from([32, 64, 128])) // size)
     s = s.warps(4 + 4 * consumers).stages(draw(st.integers(2, 5))).grouped(draw(st.integers(1, 3)))
     kind = draw(st.sampled_from(["", "", "cluster", "cluster", "split", "stream"]))
     if kind == "cluster": s = s.cluster(draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2])))

@@ -9,17 +9,17 @@ import torch
 from gemm_case import arguments, near, operand, product, reference, result, run
 from tinygrad.dtype import DType, dtypes
 
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.expression import Load, Sum, silu
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gemm.wgmma.kernel import gemm_wgmma
-from tinygrad_nv.tile.schedule import Schedule
 
 BF16, F16, F32, E4M3, E5M2 = (dtypes.bfloat16, dtypes.float16, dtypes.float32, dtypes.fp8e4m3, dtypes.fp8e5m2)
-W = Schedule().using("wgmma")
+W = AnySchedule().using("wgmma")
 SMALL = W.block(128, 64)
 
 
-def exactly(spec: GemmSpec, schedule: Schedule, sm_count: int = 132, seed: int = 0,
+def exactly(spec: GemmSpec, schedule: AnySchedule, sm_count: int = 132, seed: int = 0,
             m: int | None = None) -> None:
     """Asserts that integer operands come out exactly."""
     given = arguments(spec, seed)
@@ -102,7 +102,7 @@ def test_stages_to_share_are_known_at_launch(m: int):
 
 
 @pytest.mark.parametrize("schedule", [W.block(128, 128).split(4), SMALL.streamed()])
-def test_shared_sums_are_the_same_every_time(schedule: Schedule):
+def test_shared_sums_are_the_same_every_time(schedule: AnySchedule):
     """Bit for bit, whatever order CTAs come in."""
     spec = product(128, 128, 64 * 21, BF16, F32)
     given, made = arguments(spec, integers=False), gemm_wgmma(spec, schedule, "sm_90a", 7)
@@ -149,7 +149,7 @@ def test_every_dtype(a: DType, b: DType, k: int):
 @pytest.mark.parametrize(("schedule", "major"), [
     (W.block(128, 128), "K"), (W.block(128, 128), "MN"), (W.block(128, 96).cluster(2, 2), "K"),
     (W.block(128, 64).pingpong(), "MN"), (W.block(64, 16).warps(8), "K")])
-def test_gates_meet_in_the_epilogue(schedule: Schedule, major: str):
+def test_gates_meet_in_the_epilogue(schedule: AnySchedule, major: str):
     spec = gate(200, 96, 64 * 6, major=major)
     given = arguments(spec, integers=False)
     near(spec, given, run(gemm_wgmma(spec, schedule, "sm_90a", 4), spec, given, "sm_90a"), extra=12)

@@ -9,13 +9,13 @@ from gemm_case import operand, product, result
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import ScheduleError
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.gemm.legality import problems
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
 from tinygrad_nv.tile.gemm.wgmma.kernel import gemm_wgmma
-from tinygrad_nv.tile.schedule import Schedule
 
 BF16, F32, E4M3, S8 = dtypes.bfloat16, dtypes.float32, dtypes.fp8e4m3, dtypes.int8
-W = Schedule().using("wgmma").block(128, 128)
+W = AnySchedule().using("wgmma").block(128, 128)
 SPEC = product(512, 512, 512)
 
 
@@ -92,7 +92,7 @@ def test_operands_that_tma_or_wgmma_cannot_take(words: str):
     (W.block(128, 24), "block_n=24 of 2 parts is not a multiple of 8 × 2"),
     (W.block(128, 48), "swizzle 32B: block_n: a row of 24 × 2 B = 48 B is not made of rows of 32 B"),
     (W.swapped(), "swapped: several parts cannot be columns")])
-def test_tiles_that_parts_cannot_have(schedule: Schedule, words: str):
+def test_tiles_that_parts_cannot_have(schedule: AnySchedule, words: str):
     assert any(words in each for each in problems(schedule, GATE, "sm_90a"))
 
 
@@ -132,5 +132,5 @@ def test_a_batch_of_three_dimensions_and_a_matrix_are_five():
 @pytest.mark.parametrize("schedule", [W, W.block(128, 256), W.pingpong(), W.block(64, 8).warps(8),
                                       W.block(192, 128).warps(16), W.cluster(2, 2), W.swapped(),
                                       W.block(128, 192), W.split(4), W.streamed(), W.block(256, 128)])
-def test_what_can_be_is_not_refused(schedule: Schedule):
+def test_what_can_be_is_not_refused(schedule: AnySchedule):
     assert problems(schedule, SPEC, "sm_90a") == []

@@ -10,12 +10,12 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.expression import Load, Sum, silu
 from tinygrad_nv.tile.gemm.wgmma.kernel import gemm_wgmma
 from tinygrad_nv.tile.gemm.wgmma.plan import REGISTERS
-from tinygrad_nv.tile.schedule import Schedule
 
-W = Schedule().using("wgmma")
+W = AnySchedule().using("wgmma")
 BF16, F16, F32, E4M3, S8 = dtypes.bfloat16, dtypes.float16, dtypes.float32, dtypes.fp8e4m3, dtypes.int8
 # schedule, dtype, majors, the most SASS instructions for an HGMMA of the main loop; Triton 3.9 has 15.5 for
 # 128x256x64 of bf16

@@ -12,13 +12,13 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.emulator.report import Stats
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.expression import Sum
 from tinygrad_nv.tile.gemm.gemv.kernel import gemv
 from tinygrad_nv.tile.gemm.gemv.plan import Plan, turned
 from tinygrad_nv.tile.gemm.legality import SMEM_BYTES, problems
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.kernel import GemmKernel
-from tinygrad_nv.tile.schedule import Schedule
 
 WEIGHTS = ".L1::no_allocate"
 KINDS = [dtypes.bfloat16, dtypes.float32, dtypes.fp8e4m3, dtypes.int8]
@@ -124,7 +124,8 @@ def test_instructions_of_the_loop(dtype: DType, m: int, majors: str, most: int):
     (GEMV.block(1, 64).k(256).cluster(2).streamed().pingpong(), 1,
      ["cluster 2x1 is of other templates", "stream-K is of", "ping-pong is of"]),
 ])
-def test_impossible_schedules_are_refused_with_the_arithmetic(schedule: Schedule, m: int, words: list[str]):
+def test_impossible_schedules_are_refused_with_the_arithmetic(schedule: AnySchedule, m: int,
+                                                              words: list[str]):
     with pytest.raises(ScheduleError) as error: gemv(product(m, 4096, 16384), schedule, "sm_80")
     assert [word for word in words if word not in str(error.value)] == []
 

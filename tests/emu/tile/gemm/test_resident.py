@@ -14,13 +14,13 @@ from flash_backward_wgmma_case import CAUSAL, WIDE
 from gemm_case import product, reference
 
 from tinygrad_nv.ptx.emulator import Emulator
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.backward_mma.kernel import flash_backward_mma
 from tinygrad_nv.tile.attention.backward_wgmma.kernel import flash_backward_wgmma
 from tinygrad_nv.tile.gemm.wgmma.kernel import gemm_wgmma
 from tinygrad_nv.tile.kernel import BackwardKernel
-from tinygrad_nv.tile.schedule import Schedule
 
-STREAMED = Schedule().using("wgmma").block(128, 72).stages(3).streamed()
+STREAMED = AnySchedule().using("wgmma").block(128, 72).stages(3).streamed()
 STEPS = 2_000_000  # warp instructions, after which what locks up ends; the longest grid here has 0.2 million
 THREE = backward(150, 300, 64, band=CAUSAL, start=200, deterministic=True)  # CTAs that add to a block of dq
 TURNS = {"wgmma": (flash_backward_wgmma(THREE, WIDE), "sm_90a"),

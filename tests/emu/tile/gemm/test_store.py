@@ -11,8 +11,8 @@ from store_case import GROUPS, HALF, OUTS, SINGLE, SMALL, WARPS, exact, outer, s
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.assemble import assemble
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.expression import Constant, Load, Sum
-from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.store import store_plan
 
 WAYS = [(WARPS, "sm_80"), (WARPS, "sm_90a"), (GROUPS, "sm_90a")]
@@ -27,7 +27,7 @@ def test_every_major_edge_and_gap(arch: str, out: DType):
 
 @pytest.mark.parametrize("way", WAYS, ids=["sm_80", "sm_90a", "TMA"])
 @pytest.mark.parametrize("out", OUTS, ids=lambda dtype: dtype.name)
-def test_staged_results_of_every_dtype(out: DType, way: tuple[Schedule, str]):
+def test_staged_results_of_every_dtype(out: DType, way: tuple[AnySchedule, str]):
     """Full tiles: no access to shared memory waits for a bank, no store to global memory is of part of a
     sector."""
     schedule, arch = way
@@ -46,7 +46,7 @@ def test_staged_results_of_every_dtype(out: DType, way: tuple[Schedule, str]):
 
 @pytest.mark.parametrize("way", WAYS, ids=["sm_80", "sm_90a", "TMA"])
 @pytest.mark.parametrize("out", OUTS, ids=lambda dtype: dtype.name)
-def test_edges_of_staged_results(out: DType, way: tuple[Schedule, str]):
+def test_edges_of_staged_results(out: DType, way: tuple[AnySchedule, str]):
     schedule, arch = way
     if out == dtypes.fp8e4m3 and arch == "sm_80": arch = "sm_89"
     for (m, n), major in every([(136, 80), (16, 48)], "NM"):
@@ -64,7 +64,7 @@ def test_persistent_ctas_reuse_their_memory(seed: int):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["sm_80", "sm_90a", "TMA"])
-def test_results_of_bytes_and_booleans_and_halves_of_words(way: tuple[Schedule, str]):
+def test_results_of_bytes_and_booleans_and_halves_of_words(way: tuple[AnySchedule, str]):
     schedule, arch = way
     for major in "NM":
         exact(spec_of(dtypes.int16, 136, 80, out_major=major,
@@ -90,7 +90,7 @@ def test_rows_that_are_known_at_launch():
 
 def test_what_rows_of_16_bytes_need():
     """Which way a result goes."""
-    def way(schedule: Schedule = GROUPS, **more: object) -> str:
+    def way(schedule: AnySchedule = GROUPS, **more: object) -> str:
         return str(store_plan(product(200, 136, 1, HALF, **more), schedule))  # type: ignore[arg-type]
     assert way() == "TMA, panels of 64 x 128 B"
     assert way(WARPS) == "16 B a thread, panels of 16 x 128 B"
@@ -110,7 +110,7 @@ def test_a_plan_without_its_memory_stores_elements():
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["sm_80", "sm_90a", "TMA"])
-def test_residuals_are_read_in_full_sectors(way: tuple[Schedule, str]):
+def test_residuals_are_read_in_full_sectors(way: tuple[AnySchedule, str]):
     """By way of the panel the result will have; not where their rows are no multiples of 16 bytes."""
     schedule, arch = way
     for major, (m, n, gap) in every("NM", [(64, 128, 0), (64, 128, 4), (136, 72, 0)]):

@@ -12,6 +12,7 @@ from tinygrad_nv.errors import KernelError, PTXError
 from tinygrad_nv.ptx.assemble import Assembly, Resources
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 from tinygrad_nv.tile import database
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.gemm import trial, tune, work
 from tinygrad_nv.tile.gemm.choose import analytic, choose
 from tinygrad_nv.tile.gemm.cost import Model
@@ -19,9 +20,8 @@ from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.legality import problems
 from tinygrad_nv.tile.gemm.templates import build
 from tinygrad_nv.tile.gpu import machine_for
-from tinygrad_nv.tile.schedule import Schedule
 
-W, V = Schedule().using("wgmma"), Schedule().using("gemv")
+W, V = AnySchedule().using("wgmma"), AnySchedule().using("gemv")
 SMALL = dense(96, 80, 512)
 
 
@@ -33,15 +33,15 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 # **** counters ****
 
-def work_of(model: Model, s: Schedule, arch: str) -> work.Work:
+def work_of(model: Model, s: AnySchedule, arch: str) -> work.Work:
     run = trial.counters(model.spec, s, arch)
     return work.counted(run.short, run.long, run.steps, run.tiles, model.spec, s, model.machine, model.ending)
 
 
 @pytest.mark.parametrize(("arch", "spec", "schedule"), [
-    ("sm_80", dense(1024, 1024, 1024), Schedule().block(64, 64)),
-    ("sm_80", dense(1024, 1024, 1024, "s8"), Schedule().block(128, 64).k(64).split(2)),
-    ("sm_89", dense(1000, 1000, 1000, "f16", majors="NN"), Schedule().block(64, 128).stages(4)),
+    ("sm_80", dense(1024, 1024, 1024), AnySchedule().block(64, 64)),
+    ("sm_80", dense(1024, 1024, 1024, "s8"), AnySchedule().block(128, 64).k(64).split(2)),
+    ("sm_89", dense(1000, 1000, 1000, "f16", majors="NN"), AnySchedule().block(64, 128).stages(4)),
     ("sm_90a", dense(8192, 8192, 8192), W.block(128, 128)),
     ("sm_90a", dense(8192, 8192, 8192), W.block(64, 128).pingpong().cluster(2)),
     ("sm_90a", dense(8192, 8192, 8192, majors="TN"), W.block(64, 64).warps(8).stages(3)),
@@ -170,7 +170,7 @@ def test_bank_conflicts_lose(monkeypatch):
 
 @pytest.mark.parametrize(("spec", "schedule"), [
     (dense(40, 48, 300, majors="NN", epilogue="bias+residual"),
-     Schedule().block(32, 32).warps(1, 2).split(2)),
+     AnySchedule().block(32, 32).warps(1, 2).split(2)),
     (dense(128, 64, 512, symbolic=True), W.block(64, 64).warps(8).stages(3)),
     (dense(3, 64, 512), V.block(16, 16).k(64).warps(4))])
 def test_a_kernel_is_timed_by_a_driver(spec, schedule):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import MOST_OFFSET
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.backward_mma.legality import shares, width
 from tinygrad_nv.tile.attention.backward_mma.rows import RowBlocks, Walk
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
@@ -18,7 +19,6 @@ from tinygrad_nv.tile.attention.score import Cells, signed
 from tinygrad_nv.tile.fragments import Fragments, instruction
 from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.ops import Places, swizzled
-from tinygrad_nv.tile.schedule import Schedule
 
 
 @dataclass
@@ -27,7 +27,7 @@ class QueryGradient:
     is where row `low` of the first query head begins; `slope` is what ds lacks."""
     k: Kernel
     spec: BackwardSpec
-    schedule: Schedule
+    schedule: AnySchedule
     keys: SharedTile
     memory: Value
     weights: Value

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import row_start
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.backward_mma.dq import QueryGradient
 from tinygrad_nv.tile.attention.backward_mma.legality import (
     memory_bytes,
@@ -49,13 +50,12 @@ from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
 from tinygrad_nv.tile.kernel import BackwardKernel
 from tinygrad_nv.tile.lanes import HALVES
 from tinygrad_nv.tile.layout import SharedTile
-from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.store import Cell, Store
 
 Four = list[Value]  # registers of a fragment
 
 
-def flash_backward_mma(spec: BackwardSpec, schedule: Schedule, arch: str = "sm_80") -> BackwardKernel:
+def flash_backward_mma(spec: BackwardSpec, schedule: AnySchedule, arch: str = "sm_80") -> BackwardKernel:
     """The kernel of a backward pass. Raises `ScheduleError` for an impossible schedule."""
     require(schedule, spec, arch)
     # min_ctas: else ptxas may spill for one CTA more on a multiprocessor
@@ -71,7 +71,7 @@ def flash_backward_mma(spec: BackwardSpec, schedule: Schedule, arch: str = "sm_8
 class _Writer:
     """The kernel as it is written: the parameters, then the stages of the protocol above."""
 
-    def __init__(self, k: Kernel, spec: BackwardSpec, schedule: Schedule) -> None:
+    def __init__(self, k: Kernel, spec: BackwardSpec, schedule: AnySchedule) -> None:
         self.k, self.spec, self.one, self.schedule = k, spec, spec.forward, schedule
         one, s = spec.forward, schedule
         self.d, self.d_v = width(s, one.d), width(s, one.d_v)

@@ -7,6 +7,7 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import ScheduleError, SpecError
 from tinygrad_nv.tile import epilogue
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.derivative import derivative
 from tinygrad_nv.tile.attention.mma.copy import LEAST_BYTES
@@ -16,7 +17,6 @@ from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm import legality
 from tinygrad_nv.tile.gemm.legality import MOST_GRID
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
-from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.store import StorePlan, store_plan
 
 TOLD_BYTES = 16     # of shared memory, for the number of a CTA
@@ -28,28 +28,28 @@ MOST_SUMS = 192     # registers for dk and dv, and for p and ds of a block
 MOST_BESIDE = 160
 
 
-def width(s: Schedule, d: int) -> int:
+def width(s: AnySchedule, d: int) -> int:
     """Elements of a row in shared memory: each warp of those that share keys has whole steps of a product."""
     return -(-d // (16 * s.warps_n)) * 16 * s.warps_n
 
 
-def stage_bytes(s: Schedule, spec: AttentionSpec) -> int:
+def stage_bytes(s: AnySchedule, spec: AttentionSpec) -> int:
     """A block of rows of q and of the gradient, with −l · log2 e and −delta of each; whole TILE_BYTES."""
     nbytes = s.block_m * ((width(s, spec.d) + width(s, spec.d_v)) * 2 + 8)
     return -(-nbytes // TILE_BYTES) * TILE_BYTES
 
 
-def key_bytes(s: Schedule, spec: AttentionSpec) -> int:
+def key_bytes(s: AnySchedule, spec: AttentionSpec) -> int:
     """The CTA's keys and values."""
     return s.block_n * (width(s, spec.d) + width(s, spec.d_v)) * 2
 
 
-def weight_bytes(s: Schedule) -> int:
+def weight_bytes(s: AnySchedule) -> int:
     """ds of a block; and p, where warps share keys."""
     return s.block_n * s.block_m * 2 * min(s.warps_n, 2)
 
 
-def shares(s: Schedule, d: int) -> tuple[int, int] | None:
+def shares(s: AnySchedule, d: int) -> tuple[int, int] | None:
     """Warps along the rows and along d of a block of dq, of which a warp has as little as possible to read:
     16 rows and 16 elements or multiples of them. None where warps cannot share it."""
     warps, wide = s.warps_m * s.warps_n, width(s, d)
@@ -58,7 +58,7 @@ def shares(s: Schedule, d: int) -> tuple[int, int] | None:
     return min(found)[1:] if found else None
 
 
-def sums(s: Schedule, spec: AttentionSpec) -> int:
+def sums(s: AnySchedule, spec: AttentionSpec) -> int:
     """Registers a thread that hold dk and dv, and sums and products with v of a block."""
     keys = s.block_n // s.warps_m
     return keys * (width(s, spec.d) + width(s, spec.d_v) + 2 * s.block_m) // (32 * s.warps_n)
@@ -72,13 +72,13 @@ def stored_as(spec: BackwardSpec, rows: Rows, d: int) -> GemmSpec:
                     symbolic="s_kv" in one.symbolic)
 
 
-def plan_of(s: Schedule, spec: BackwardSpec, rows: Rows, d: int) -> StorePlan:
+def plan_of(s: AnySchedule, spec: BackwardSpec, rows: Rows, d: int) -> StorePlan:
     """How dk or dv is stored: element by element where warps share keys, as each has parts of lines."""
-    plan = store_plan(stored_as(spec, rows, d), Schedule().block(s.block_n, width(s, d)).warps(s.warps_m))
+    plan = store_plan(stored_as(spec, rows, d), AnySchedule().block(s.block_n, width(s, d)).warps(s.warps_m))
     return plan if s.warps_n == 1 else replace(plan, panel=None, smem_bytes=0)
 
 
-def memory_bytes(s: Schedule, spec: BackwardSpec) -> int:
+def memory_bytes(s: AnySchedule, spec: BackwardSpec) -> int:
     """The keys, the ring, ds; dk and dv are stored from where all this was."""
     one = spec.forward
     loop = key_bytes(s, one) + s.depth * stage_bytes(s, one) + weight_bytes(s)
@@ -86,12 +86,12 @@ def memory_bytes(s: Schedule, spec: BackwardSpec) -> int:
                                                                               (spec.dv, one.d_v))))
 
 
-def smem_bytes(s: Schedule, spec: BackwardSpec) -> int:
+def smem_bytes(s: AnySchedule, spec: BackwardSpec) -> int:
     """Shared memory: the same, and the number of a CTA that takes turns."""
     return memory_bytes(s, spec) + (TOLD_BYTES if spec.deterministic else 0)
 
 
-def problems(schedule: Schedule, spec: BackwardSpec, arch: str) -> list[str]:
+def problems(schedule: AnySchedule, spec: BackwardSpec, arch: str) -> list[str]:
     """Why `flash_backward_mma` cannot have this schedule; empty when it can."""
     s = schedule
     if arch not in legality.SMEM_BYTES: return [f"{arch} is not {', '.join(legality.SMEM_BYTES)}"]
@@ -136,7 +136,7 @@ def _spec_problems(spec: BackwardSpec) -> list[str]:
                   (("key heads", one.batch[1]), ("batches", one.batch[0])) if count > MOST_GRID]
 
 
-def _resource_problems(s: Schedule, spec: BackwardSpec, arch: str) -> list[str]:
+def _resource_problems(s: AnySchedule, spec: BackwardSpec, arch: str) -> list[str]:
     out, most, one = [], legality.SMEM_BYTES[arch], spec.forward
     if (needed := smem_bytes(s, spec)) > most:
         out.append(f"keys of {key_bytes(s, one)} B, {s.depth} stages × {stage_bytes(s, one)} B and ds are "
@@ -157,7 +157,7 @@ def _resource_problems(s: Schedule, spec: BackwardSpec, arch: str) -> list[str]:
     return out
 
 
-def require(schedule: Schedule, spec: BackwardSpec, arch: str) -> None:
+def require(schedule: AnySchedule, spec: BackwardSpec, arch: str) -> None:
     """Raises `ScheduleError` with all that is wrong."""
     if found := problems(schedule, spec, arch):
         raise ScheduleError(f"{schedule} cannot be: " + "; ".join(found), "a schedule without these problems",

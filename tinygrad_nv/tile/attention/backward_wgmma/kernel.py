@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.backward_wgmma import legality as legal_flash_backward_wgmma
 from tinygrad_nv.tile.attention.backward_wgmma.blocks import Blocks
@@ -34,12 +35,11 @@ from tinygrad_nv.tile.attention.backward_wgmma.weights import Weights, scale_of
 from tinygrad_nv.tile.attention.score import Extents
 from tinygrad_nv.tile.attention.spec import EVERY
 from tinygrad_nv.tile.kernel import BackwardKernel
-from tinygrad_nv.tile.schedule import Schedule
 
-DEFAULT = Schedule().using("flash_backward_wgmma").block(128, 128)
+DEFAULT = AnySchedule().using("flash_backward_wgmma").block(128, 128)
 
 
-def flash_backward_wgmma(spec: BackwardSpec, schedule: Schedule = DEFAULT, arch: str = "sm_90a",
+def flash_backward_wgmma(spec: BackwardSpec, schedule: AnySchedule = DEFAULT, arch: str = "sm_90a",
                          sm_count: int = 132) -> BackwardKernel:
     """The kernel of a backward pass; it is the same for any number of multiprocessors. Raises `ScheduleError`
     for an impossible schedule."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile import epilogue
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.backward_mma.legality import dtype_problems
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.backward_wgmma.plan import REGISTERS, ROWS, Plan
@@ -11,14 +12,13 @@ from tinygrad_nv.tile.attention.spec import EVERY
 from tinygrad_nv.tile.attention.wgmma.legality import no_tma
 from tinygrad_nv.tile.expression import Constant, loads, show
 from tinygrad_nv.tile.gemm.legality import MOST, MOST_GRID, SMEM_BYTES
-from tinygrad_nv.tile.schedule import Schedule
 
 # registers a thread that ptxas was seen to keep without spilling: those of a block, and sums of dk and dv;
 # beside a derivative that is not the same for all elements, and beside one whose score has loads too
 MOST_HELD, MOST_BESIDE, MOST_BESIDE_LOADS = 208, 192, 160
 
 
-def problems(schedule: Schedule, spec: BackwardSpec, arch: str) -> list[str]:
+def problems(schedule: AnySchedule, spec: BackwardSpec, arch: str) -> list[str]:
     """Why the template cannot have this schedule; empty when it can."""
     if arch != "sm_90a": return [f"wgmma needs sm_90a, the target is {arch}"]
     if schedule.template != "flash_backward_wgmma":
@@ -43,7 +43,7 @@ def _operands(spec: BackwardSpec) -> list[str]:
     return out
 
 
-def _counts(s: Schedule, spec: BackwardSpec) -> list[str]:
+def _counts(s: AnySchedule, spec: BackwardSpec) -> list[str]:
     """Of what is numbered, and of features that other templates have."""
     one = spec.forward
     batch, heads, _ = one.batch
@@ -58,7 +58,7 @@ def _counts(s: Schedule, spec: BackwardSpec) -> list[str]:
     return out
 
 
-def _extents(s: Schedule) -> list[str]:
+def _extents(s: AnySchedule) -> list[str]:
     """Warpgroups and the tile."""
     if s.warps_n != 1 or s.consumers not in REGISTERS or s.warps_m % 4:
         return [f"{s.warps_m * s.warps_n} warps: producers and 1 or 2 consumers of 4 warps each are 8 or 12, "

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.score import multiple
 from tinygrad_nv.tile.attention.spec import Rows
 from tinygrad_nv.tile.attention.wgmma.plan import ROWS, STEP, WARPGROUP, padded, walked
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.kernel import MapArgument
-from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.wgmma_tiles import OperandTile, natural_span
 
 __all__ = ["DQ_COLUMNS", "REGISTERS", "ROWS", "STEP", "WARPGROUP", "WARP_ROWS", "Plan", "map_argument",
@@ -41,7 +41,7 @@ class Plan:
     right one of dq; `q` and `grad` of a block of rows, `q_right` and `grad_right` the same for dk and dv;
     `ds`, and p where it is in shared memory. `dk` and `dv` are tiles of results that go by TMA."""
     spec: BackwardSpec
-    schedule: Schedule
+    schedule: AnySchedule
     q: OperandTile
     q_right: OperandTile
     grad: OperandTile
@@ -54,7 +54,7 @@ class Plan:
     dv: OperandTile | None
 
     @staticmethod
-    def of(spec: BackwardSpec, schedule: Schedule) -> Plan:
+    def of(spec: BackwardSpec, schedule: AnySchedule) -> Plan:
         """The plan."""
         dtype, m, n = spec.forward.q.dtype, schedule.block_m, schedule.block_n
         halved = n < ROWS * schedule.consumers

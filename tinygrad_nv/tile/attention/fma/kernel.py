@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import row_start
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.fma.legality import (
     SIZE,
     chains,
@@ -43,10 +44,9 @@ from tinygrad_nv.tile.attention.spec import AttentionSpec
 from tinygrad_nv.tile.expression import loads
 from tinygrad_nv.tile.kernel import AttentionKernel
 from tinygrad_nv.tile.layout import SharedTile
-from tinygrad_nv.tile.schedule import Schedule
 
 
-def flash_fma(spec: AttentionSpec, schedule: Schedule, arch: str = "sm_80") -> AttentionKernel:
+def flash_fma(spec: AttentionSpec, schedule: AnySchedule, arch: str = "sm_80") -> AttentionKernel:
     """The kernel of an attention. Raises `ScheduleError` for an impossible schedule."""
     require(schedule, spec, arch)
     # min_ctas: else ptxas may spill for one CTA more on a multiprocessor
@@ -61,7 +61,7 @@ def flash_fma(spec: AttentionSpec, schedule: Schedule, arch: str = "sm_80") -> A
 class _Writer:
     """The kernel as it is written: the parameters, then the stages of the protocol above."""
 
-    def __init__(self, k: Kernel, spec: AttentionSpec, schedule: Schedule) -> None:
+    def __init__(self, k: Kernel, spec: AttentionSpec, schedule: AnySchedule) -> None:
         self.k, self.spec, self.schedule, s = k, spec, schedule, schedule
         self.warp_m = s.block_m // s.warps_m
         self.out = k.pointer("out")

@@ -5,12 +5,12 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile import epilogue
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.score import multiple
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm import legality
 from tinygrad_nv.tile.gemm.legality import MOST_GRID
-from tinygrad_nv.tile.schedule import Schedule
 
 SIZE = 4                   # bytes of a float
 COLUMNS = (8, 16, 32, 64)  # of a warp, in a block
@@ -28,29 +28,29 @@ def padded_values(d_v: int) -> int:
     return -(-d_v // 32) * 32
 
 
-def warp_columns(s: Schedule) -> int:
+def warp_columns(s: AnySchedule) -> int:
     """Columns of a warp, in a block."""
     return s.block_n // s.warps_n
 
 
-def pitch(s: Schedule) -> int:
+def pitch(s: AnySchedule) -> int:
     """Elements between rows of a warp's probabilities in shared memory: 8 or 24 more than a multiple of 32,
     so that four rows of pairs lie in 32 banks."""
     columns = warp_columns(s)
     return columns if columns % 16 else columns + 8
 
 
-def stage_bytes(s: Schedule, spec: AttentionSpec) -> int:
+def stage_bytes(s: AnySchedule, spec: AttentionSpec) -> int:
     """Keys and values of a block of columns."""
     return s.block_n * (padded(spec.d) + padded_values(spec.d_v)) * SIZE
 
 
-def weight_bytes(s: Schedule) -> int:
+def weight_bytes(s: AnySchedule) -> int:
     """Probabilities of a warp."""
     return s.block_m // s.warps_m * pitch(s) * SIZE
 
 
-def meeting_bytes(s: Schedule, spec: AttentionSpec) -> int:
+def meeting_bytes(s: AnySchedule, spec: AttentionSpec) -> int:
     """What warps with the same rows tell each other at the end: tops and totals of each, then the sums of all
     but the first."""
     if s.warps_n == 1: return 0
@@ -58,30 +58,30 @@ def meeting_bytes(s: Schedule, spec: AttentionSpec) -> int:
     return max(tops, (s.warps_n - 1) * s.block_m * padded_values(spec.d_v) * SIZE)
 
 
-def sums(s: Schedule, spec: AttentionSpec) -> int:
+def sums(s: AnySchedule, spec: AttentionSpec) -> int:
     """Registers a thread that hold sums: of the result, and scores of a block."""
     return s.block_m // s.warps_m * (padded_values(spec.d_v) + warp_columns(s)) // 32
 
 
-def chains(s: Schedule, spec: AttentionSpec) -> int:
+def chains(s: AnySchedule, spec: AttentionSpec) -> int:
     """By how many sums, of every second or fourth element, a lane adds up a score: four have half the
     rounding error of one. As many as there are registers for."""
     rows, d_v, columns = s.block_m // s.warps_m, padded_values(spec.d_v), warp_columns(s)
     return next((n for n in (4, 2) if rows * (d_v + n * columns) // 32 <= MOST_SUMS), 1)
 
 
-def ring_bytes(s: Schedule, spec: AttentionSpec) -> int:
+def ring_bytes(s: AnySchedule, spec: AttentionSpec) -> int:
     """The ring, which is where warps meet at the end."""
     return max(s.depth * stage_bytes(s, spec), meeting_bytes(s, spec))
 
 
-def smem_bytes(s: Schedule, spec: AttentionSpec) -> int:
+def smem_bytes(s: AnySchedule, spec: AttentionSpec) -> int:
     """Shared memory: the ring, q, and probabilities of all warps."""
     weights = s.warps_m * s.warps_n * weight_bytes(s)
     return ring_bytes(s, spec) + s.block_m * padded(spec.d) * SIZE + weights
 
 
-def problems(schedule: Schedule, spec: AttentionSpec, arch: str) -> list[str]:
+def problems(schedule: AnySchedule, spec: AttentionSpec, arch: str) -> list[str]:
     """Why `flash_fma` cannot have this schedule; empty when it can."""
     s = schedule
     if arch not in legality.SMEM_BYTES: return [f"{arch} is not {', '.join(legality.SMEM_BYTES)}"]
@@ -112,7 +112,7 @@ def _spec_problems(spec: AttentionSpec) -> list[str]:
                   (("heads", heads), ("batches", spec.batch[0])) if count > MOST_GRID]
 
 
-def _resource_problems(s: Schedule, spec: AttentionSpec, arch: str) -> list[str]:
+def _resource_problems(s: AnySchedule, spec: AttentionSpec, arch: str) -> list[str]:
     out, most = [], legality.SMEM_BYTES[arch]
     if (needed := smem_bytes(s, spec)) > most:
         out.append(f"{s.depth} stages × {stage_bytes(s, spec)} B, q and probabilities are {needed} B of "
@@ -125,7 +125,7 @@ def _resource_problems(s: Schedule, spec: AttentionSpec, arch: str) -> list[str]
     return out
 
 
-def require(schedule: Schedule, spec: AttentionSpec, arch: str) -> None:
+def require(schedule: AnySchedule, spec: AttentionSpec, arch: str) -> None:
     """Raises `ScheduleError` with all that is wrong."""
     if found := problems(schedule, spec, arch):
         raise ScheduleError(f"{schedule} cannot be: " + "; ".join(found), "a schedule without these problems",

@@ -26,6 +26,7 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced, row_start
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.dropout import Dropout
 from tinygrad_nv.tile.attention.mma.copy import ColumnRing, RowCopy
 from tinygrad_nv.tile.attention.mma.legality import held, padded, plan_of, require, stage_bytes, stored_as
@@ -36,11 +37,10 @@ from tinygrad_nv.tile.expression import loads
 from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
 from tinygrad_nv.tile.kernel import AttentionKernel
 from tinygrad_nv.tile.layout import SharedTile
-from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.store import Cell, Store
 
 
-def flash_mma(spec: AttentionSpec, schedule: Schedule, arch: str = "sm_80") -> AttentionKernel:
+def flash_mma(spec: AttentionSpec, schedule: AnySchedule, arch: str = "sm_80") -> AttentionKernel:
     """The kernel of an attention. Raises `ScheduleError` for an impossible schedule."""
     require(schedule, spec, arch)
     # min_ctas: else ptxas may spill for one CTA more on a multiprocessor
@@ -55,7 +55,7 @@ def flash_mma(spec: AttentionSpec, schedule: Schedule, arch: str = "sm_80") -> A
 class _Writer:
     """The kernel as it is written: the parameters, then the stages of the protocol above."""
 
-    def __init__(self, k: Kernel, spec: AttentionSpec, schedule: Schedule) -> None:
+    def __init__(self, k: Kernel, spec: AttentionSpec, schedule: AnySchedule) -> None:
         self.k, self.spec, self.schedule, s = k, spec, schedule, schedule
         self.d, self.d_v = padded(spec.d), padded(spec.d_v)
         self.warp_m = s.block_m // s.warps_m

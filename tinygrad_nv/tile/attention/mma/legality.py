@@ -5,6 +5,7 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile import epilogue
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.mma.copy import LEAST_BYTES
 from tinygrad_nv.tile.attention.score import multiple
 from tinygrad_nv.tile.attention.spec import EVERY, OPERANDS, AttentionSpec
@@ -12,7 +13,6 @@ from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm import legality
 from tinygrad_nv.tile.gemm.legality import MOST_GRID
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
-from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.store import StorePlan, store_plan
 
 BLOCKS_N = (16, 32, 64, 128)
@@ -26,17 +26,17 @@ def padded(d: int) -> int:
     return -(-d // 16) * 16
 
 
-def stage_bytes(s: Schedule, spec: AttentionSpec) -> int:
+def stage_bytes(s: AnySchedule, spec: AttentionSpec) -> int:
     """Keys and values of a block of columns."""
     return s.block_n * (padded(spec.d) + padded(spec.d_v)) * 2
 
 
-def sums(s: Schedule, spec: AttentionSpec) -> int:
+def sums(s: AnySchedule, spec: AttentionSpec) -> int:
     """Registers a thread that hold sums: of the result, and scores of a block."""
     return s.block_m // s.warps_m * (padded(spec.d_v) + s.block_n) // 32
 
 
-def held(s: Schedule, spec: AttentionSpec) -> bool:
+def held(s: AnySchedule, spec: AttentionSpec) -> bool:
     """Whether fragments of q stay in registers."""
     most = HELD_BESIDE if multiple(spec.score) is None or spec.kept < EVERY else HELD
     return sums(s, spec) + s.block_m // s.warps_m * padded(spec.d) // 64 <= most
@@ -51,19 +51,19 @@ def stored_as(spec: AttentionSpec) -> GemmSpec:
                     symbolic=spec.ragged or "s_q" in spec.symbolic)
 
 
-def plan_of(s: Schedule, spec: AttentionSpec) -> StorePlan:
+def plan_of(s: AnySchedule, spec: AttentionSpec) -> StorePlan:
     """How the result is stored."""
-    return store_plan(stored_as(spec), Schedule().block(s.block_m, padded(spec.d_v)).warps(s.warps_m))
+    return store_plan(stored_as(spec), AnySchedule().block(s.block_m, padded(spec.d_v)).warps(s.warps_m))
 
 
-def smem_bytes(s: Schedule, spec: AttentionSpec) -> int:
+def smem_bytes(s: AnySchedule, spec: AttentionSpec) -> int:
     """Shared memory: the ring, which is where the result is stored from, and q where it does not fit in the
     ring's last stage for a while."""
     q, stage = s.block_m * padded(spec.d) * 2, stage_bytes(s, spec)
     return max(s.depth * stage, plan_of(s, spec).smem_bytes) + (0 if held(s, spec) and q <= stage else q)
 
 
-def problems(schedule: Schedule, spec: AttentionSpec, arch: str) -> list[str]:
+def problems(schedule: AnySchedule, spec: AttentionSpec, arch: str) -> list[str]:
     """Why `flash_mma` cannot have this schedule; empty when it can."""
     s = schedule
     if arch not in legality.SMEM_BYTES: return [f"{arch} is not {', '.join(legality.SMEM_BYTES)}"]
@@ -97,7 +97,7 @@ def _spec_problems(spec: AttentionSpec) -> list[str]:
                   (("heads", heads), ("batches", spec.batch[0] + spec.ragged)) if count > MOST_GRID]
 
 
-def _resource_problems(s: Schedule, spec: AttentionSpec, arch: str) -> list[str]:
+def _resource_problems(s: AnySchedule, spec: AttentionSpec, arch: str) -> list[str]:
     out, most = [], legality.SMEM_BYTES[arch]
     if (needed := smem_bytes(s, spec)) > most:
         out.append(f"{s.depth} stages × {stage_bytes(s, spec)} B and q are {needed} B of shared memory, "
@@ -108,7 +108,7 @@ def _resource_problems(s: Schedule, spec: AttentionSpec, arch: str) -> list[str]
     return out
 
 
-def require(schedule: Schedule, spec: AttentionSpec, arch: str) -> None:
+def require(schedule: AnySchedule, spec: AttentionSpec, arch: str) -> None:
     """Raises `ScheduleError` with all that is wrong."""
     if found := problems(schedule, spec, arch):
         raise ScheduleError(f"{schedule} cannot be: " + "; ".join(found), "a schedule without these problems",

@@ -26,6 +26,7 @@ from __future__ import annotations
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.ragged_rest import clear
 from tinygrad_nv.tile.attention.score import Extents, Scores
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
@@ -38,12 +39,11 @@ from tinygrad_nv.tile.attention.wgmma.plan import ROWS, WARPGROUP, Plan
 from tinygrad_nv.tile.attention.wgmma.store import Finish
 from tinygrad_nv.tile.attention.wgmma.tile_scheduler import Tile, Walk
 from tinygrad_nv.tile.kernel import AttentionKernel
-from tinygrad_nv.tile.schedule import Schedule
 
-DEFAULT = Schedule().using("flash_wgmma").block(128, 128)
+DEFAULT = AnySchedule().using("flash_wgmma").block(128, 128)
 
 
-def flash_wgmma(spec: AttentionSpec, schedule: Schedule = DEFAULT, arch: str = "sm_90a",
+def flash_wgmma(spec: AttentionSpec, schedule: AnySchedule = DEFAULT, arch: str = "sm_90a",
                 sm_count: int = 132) -> AttentionKernel:
     """The kernel of an attention on a GPU with `sm_count` multiprocessors. Raises `ScheduleError` for an
     impossible schedule."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile import epilogue
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.score import multiple
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Rows
 from tinygrad_nv.tile.attention.wgmma.plan import ROWS, Plan
 from tinygrad_nv.tile.expression import show
 from tinygrad_nv.tile.gemm.legality import MOST, MOST_GRID, SMEM_BYTES
-from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.wgmma_tiles import K_BYTES
 
 WARP_ROWS = 16
@@ -19,7 +19,7 @@ MOST_COLUMNS = 256
 MOST_HELD, MOST_BESIDE, MOST_EVALUATED = {1: 224, 2: 212, 3: 128}, {1: 188, 2: 168, 3: 92}, 112
 
 
-def problems(schedule: Schedule, spec: AttentionSpec, arch: str) -> list[str]:
+def problems(schedule: AnySchedule, spec: AttentionSpec, arch: str) -> list[str]:
     """Why the template cannot have this schedule; empty when it can."""
     if arch != "sm_90a": return [f"wgmma needs sm_90a, the target is {arch}"]
     if schedule.template != "flash_wgmma": return [f"template {schedule.template!r} is not flash_wgmma"]
@@ -31,7 +31,7 @@ def problems(schedule: Schedule, spec: AttentionSpec, arch: str) -> list[str]:
     return [*out, *_scales(schedule, spec), *_room(Plan.of(spec, schedule))]
 
 
-def _scales(s: Schedule, spec: AttentionSpec) -> list[str]:
+def _scales(s: AnySchedule, spec: AttentionSpec) -> list[str]:
     """A warp's rows and a block of columns have one scale each."""
     if spec.scales is None: return []
     sides = (("q", WARP_ROWS, "a warp's rows"), *((name, s.block_n, "a block of columns") for name in "kv"))
@@ -59,7 +59,7 @@ def no_tma(name: str, rows: Rows, count: int, batch: tuple[int, int, int]) -> li
     return out
 
 
-def _counts(s: Schedule, spec: AttentionSpec) -> list[str]:
+def _counts(s: AnySchedule, spec: AttentionSpec) -> list[str]:
     """Of what is numbered, and of features that other templates have."""
     batch, heads, group = spec.batch
     grid = (("heads", heads * group), ("elements of the batch", batch + spec.ragged))
@@ -71,7 +71,7 @@ def _counts(s: Schedule, spec: AttentionSpec) -> list[str]:
     return out
 
 
-def _extents(s: Schedule, size: int) -> list[str]:
+def _extents(s: AnySchedule, size: int) -> list[str]:
     """Warpgroups and the tile."""
     if s.warps_n != 1 or s.warps_m not in (8, 12, 16):
         return [f"{s.warps_m * s.warps_n} warps: a producer and 1 to 3 consumers of 4 warps each are 8, 12 "

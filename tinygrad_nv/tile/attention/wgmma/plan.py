@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.spec import AttentionSpec, Rows
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm.legality import SMEM_BYTES
 from tinygrad_nv.tile.kernel import MapArgument
-from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.wgmma_tiles import K_BYTES, MAP_DTYPES, OperandTile, natural_span
 
 WARPGROUP = 128      # threads
@@ -34,7 +34,7 @@ class Plan:
     """An attention by a schedule. `q`, `k`, `v` are tiles in shared memory, `out` that of a result which goes
     by TMA; `turned` are values of 8 bits once keys lie side by side, as wgmma takes them."""
     spec: AttentionSpec
-    schedule: Schedule
+    schedule: AnySchedule
     q: OperandTile
     k: OperandTile
     v: OperandTile
@@ -43,7 +43,7 @@ class Plan:
     ctas: int = 0  # of persistent ones
 
     @staticmethod
-    def of(spec: AttentionSpec, schedule: Schedule, sm_count: int = 0) -> Plan:
+    def of(spec: AttentionSpec, schedule: AnySchedule, sm_count: int = 0) -> Plan:
         """The plan, for a GPU of so many multiprocessors; 0: one for each tile."""
         dtype, size, n = spec.q.dtype, spec.q.dtype.itemsize, schedule.block_n
         d, d_v = (padded(each, K_BYTES // size) for each in (spec.d, spec.d_v))

@@ -18,6 +18,7 @@ their first weights: a hint, which reads nothing, and without which ptxas leaves
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.gemm.gemv import operands as w
 from tinygrad_nv.tile.gemm.gemv.epilogue import Finish, clustered
 from tinygrad_nv.tile.gemm.gemv.main_loop import Slot, lanes_of
@@ -25,10 +26,9 @@ from tinygrad_nv.tile.gemm.gemv.plan import Plan, turned
 from tinygrad_nv.tile.gemm.legality import require
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
 from tinygrad_nv.tile.kernel import GemmKernel
-from tinygrad_nv.tile.schedule import Schedule
 
 
-def gemv(spec: GemmSpec, schedule: Schedule, arch: str) -> GemmKernel:
+def gemv(spec: GemmSpec, schedule: AnySchedule, arch: str) -> GemmKernel:
     """The kernel of a product with at most 16 rows (of operand a; of b, where the schedule swaps). Raises
     `ScheduleError` for an impossible schedule."""
     require(schedule, spec, arch)

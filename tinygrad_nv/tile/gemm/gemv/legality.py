@@ -1,6 +1,7 @@
 """What `gemv` kernels ask of a schedule. float32 is multiplied in float32, with or without `tf32`."""
 from __future__ import annotations
 
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.gemm import legality
 from tinygrad_nv.tile.gemm.gemv.plan import (
     MOST_LOADED,
@@ -13,10 +14,9 @@ from tinygrad_nv.tile.gemm.gemv.plan import (
 )
 from tinygrad_nv.tile.gemm.legality import MOST_GRID
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.schedule import Schedule
 
 
-def problems(schedule: Schedule, spec: GemmSpec, arch: str) -> list[str]:
+def problems(schedule: AnySchedule, spec: GemmSpec, arch: str) -> list[str]:
     """Why the template cannot have this schedule; empty when it can."""
     s = schedule
     if s.swap and spec.parts > 1: return [f"the transposed product of {spec.parts} parts"]

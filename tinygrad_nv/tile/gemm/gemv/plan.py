@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Literal
 
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.gemm.spec import BYTES, FP8, HALVES, GemmSpec
-from tinygrad_nv.tile.schedule import Schedule
 
 MOST_ROWS = 16
 CHUNK = 16  # bytes
@@ -33,7 +33,7 @@ OTHER_REGISTERS = 28  # addresses, predicates, converted weights
 REGISTERS = 65536  # of an SM
 
 
-def turned(spec: GemmSpec, schedule: Schedule) -> GemmSpec:
+def turned(spec: GemmSpec, schedule: AnySchedule) -> GemmSpec:
     """The product with activations on the left."""
     return spec.swapped() if schedule.swap else spec
 
@@ -47,7 +47,7 @@ def turns(spec: GemmSpec) -> bool:
 class Plan:
     """See above. `width` and `chunk` are bytes, the rest elements, lanes, warps and counts."""
     spec: GemmSpec
-    schedule: Schedule
+    schedule: AnySchedule
     along: Literal["k", "n"]
     tensor: bool
     width: int
@@ -55,7 +55,7 @@ class Plan:
     lanes_k: int
 
     @staticmethod
-    def of(spec: GemmSpec, schedule: Schedule) -> Plan:
+    def of(spec: GemmSpec, schedule: AnySchedule) -> Plan:
         """The plan of a turned product."""
         along, size = _along(spec), spec.b.dtype.itemsize
         kind = spec.b.dtype

@@ -22,24 +22,24 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
 from tinygrad_nv.tile.gemm.legality import require
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
 from tinygrad_nv.tile.gemm.splits import Splits
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.ops import TileCopy, width_of
-from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.store import Cell, Store, store_plan
 from tinygrad_nv.tile.tile_scheduler import Walk
 
-DEFAULT = Schedule()
+DEFAULT = AnySchedule()
 REGISTERS = 210  # sums and fragments that leave room for addresses among 255
 
 Sums = list[list[list[Value]]]      # by 16 rows, by 8 columns: four registers
 Operands = list[list[list[Value]]]  # of A and each part of B, by 16 rows or columns: four registers
 
 
-def gemm_mma(spec: GemmSpec, schedule: Schedule = DEFAULT, arch: str = "sm_80") -> GemmKernel:
+def gemm_mma(spec: GemmSpec, schedule: AnySchedule = DEFAULT, arch: str = "sm_80") -> GemmKernel:
     """The kernel of a product. Raises `ScheduleError` for an impossible schedule."""
     require(schedule, spec, arch)
     if schedule.swap: spec = spec.swapped()
@@ -57,7 +57,7 @@ def gemm_mma(spec: GemmSpec, schedule: Schedule = DEFAULT, arch: str = "sm_80") 
 class _Writer:
     """The kernel as it is written: the parameters, then the stages of the protocol above."""
 
-    def __init__(self, k: Kernel, spec: GemmSpec, schedule: Schedule) -> None:
+    def __init__(self, k: Kernel, spec: GemmSpec, schedule: AnySchedule) -> None:
         self.k, self.spec, self.schedule, s = k, spec, schedule, schedule
         self.columns = s.block_n // spec.parts
         self.warp_m, self.warp_n = s.block_m // s.warps_m, self.columns // s.warps_n

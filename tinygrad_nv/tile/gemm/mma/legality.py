@@ -3,9 +3,9 @@ from __future__ import annotations
 
 from tinygrad.dtype import dtypes
 
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.gemm import legality
 from tinygrad_nv.tile.gemm.spec import FP8, GemmSpec, Operand
-from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.store import store_plan
 
 K_BYTES = (32, 64, 128, 256)
@@ -13,7 +13,7 @@ MOST_SUMS = 192
 MOST_SUMS_UNPACKED = 64  # they take 242 registers, 128 spill: ptxas makes two HMMA of one of 8-bit floats
 
 
-def problems(schedule: Schedule, spec: GemmSpec, arch: str) -> list[str]:
+def problems(schedule: AnySchedule, spec: GemmSpec, arch: str) -> list[str]:
     """Why `gemm_mma` cannot have this schedule; empty when it can."""
     s, out = schedule, _spec_problems(spec, arch)
     if s.swap:
@@ -67,7 +67,7 @@ def _extent_problems(name: str, extent: int, warps: int, parts: int, operand: Op
     return out
 
 
-def _copy_problems(s: Schedule, spec: GemmSpec) -> list[str]:
+def _copy_problems(s: AnySchedule, spec: GemmSpec) -> list[str]:
     """Of how threads divide tiles: those of all passes have the same place in a row."""
     out, columns = [], s.block_n // spec.parts
     for name, extent, operand in (("block_m", s.block_m, spec.a), ("block_n", columns, spec.b)):
@@ -80,7 +80,7 @@ def _copy_problems(s: Schedule, spec: GemmSpec) -> list[str]:
     return out
 
 
-def _resource_problems(s: Schedule, spec: GemmSpec, arch: str) -> list[str]:
+def _resource_problems(s: AnySchedule, spec: GemmSpec, arch: str) -> list[str]:
     size = spec.a.dtype.itemsize
     out, needed, most = [], s.depth * s.stage_bytes(size), legality.SMEM_BYTES[arch]
     if needed > most:

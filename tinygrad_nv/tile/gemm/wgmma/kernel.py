@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.ptx.gpcs import Clusters
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.gemm.legality import require
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gemm.wgmma.load import Loads
@@ -32,12 +33,11 @@ from tinygrad_nv.tile.gemm.wgmma.store import Finish
 from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import Walk
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.pipeline import Ring, Turns
-from tinygrad_nv.tile.schedule import Schedule
 
-DEFAULT = Schedule().using("wgmma").block(128, 256)
+DEFAULT = AnySchedule().using("wgmma").block(128, 256)
 
 
-def gemm_wgmma(spec: GemmSpec, schedule: Schedule = DEFAULT, arch: str = "sm_90a",
+def gemm_wgmma(spec: GemmSpec, schedule: AnySchedule = DEFAULT, arch: str = "sm_90a",
                sm_count: int = 132, clusters: Clusters = ()) -> GemmKernel:
     """The kernel of a product on a GPU with `sm_count` multiprocessors that has room for so many `clusters`
     at once. Raises `ScheduleError` for an impossible schedule."""

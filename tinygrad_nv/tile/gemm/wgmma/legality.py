@@ -3,18 +3,18 @@ from __future__ import annotations
 
 from tinygrad.dtype import dtypes
 
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.gemm import legality
 from tinygrad_nv.tile.gemm.spec import BYTES, GemmSpec, Operand
 from tinygrad_nv.tile.gemm.wgmma.plan import Plan
 from tinygrad_nv.tile.gemm.wgmma.store import planned
-from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.wgmma_tiles import K_BYTES, MOST_BOX, SPANS, OperandTile, taken, unreachable, walked
 
 BYTE_COLUMNS = (8, 16, 24, *range(32, 257, 16))  # of wgmma.s32
 CLUSTERS = (1, 2, 4)
 
 
-def problems(schedule: Schedule, spec: GemmSpec, arch: str) -> list[str]:
+def problems(schedule: AnySchedule, spec: GemmSpec, arch: str) -> list[str]:
     """Why the template cannot have this schedule; empty when it can."""
     if arch != "sm_90a": return [f"wgmma needs sm_90a, the target is {arch}"]
     if schedule.swap and (spec.parts > 1 or spec.symbolic):
@@ -44,7 +44,7 @@ def _operands(spec: GemmSpec) -> list[str]:
     return out
 
 
-def _warps(s: Schedule) -> list[str]:
+def _warps(s: AnySchedule) -> list[str]:
     """Warpgroups: one that loads, one to three that multiply."""
     if s.warps_n != 1 or s.warps_m not in (8, 12, 16):
         return [f"{s.warps_m * s.warps_n} warps: a producer and 1 to 3 consumers of 4 warps each are 8, 12 "
@@ -54,7 +54,7 @@ def _warps(s: Schedule) -> list[str]:
     return []
 
 
-def _extents(s: Schedule, spec: GemmSpec) -> list[str]:
+def _extents(s: AnySchedule, spec: GemmSpec) -> list[str]:
     """Of the tile, and of the ring."""
     out, size = [], spec.a.dtype.itemsize
     share = 64 if s.mode == "pingpong" else 64 * s.consumers
@@ -76,7 +76,7 @@ def _extents(s: Schedule, spec: GemmSpec) -> list[str]:
     return out
 
 
-def _tile(name: str, tile: OperandTile, s: Schedule) -> list[str]:
+def _tile(name: str, tile: OperandTile, s: AnySchedule) -> list[str]:
     """The rows of an operand's tile against its swizzle."""
     what, extent = ("block_k", tile.k) if tile.major == "K" else (name, tile.mn // tile.parts)
     row = extent * tile.size

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.gpcs import Clusters, most_clusters
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm.spec import FP8, GemmSpec, Operand
-from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.wgmma_tiles import K_BYTES, OperandTile, natural_span, taken
 
 WARPGROUP = 128  # threads
@@ -30,12 +30,12 @@ class Plan:
     """A product by a schedule. Rows and columns are the computed product's: operands have changed places
     where the schedule is swapped."""
     spec: GemmSpec
-    schedule: Schedule
+    schedule: AnySchedule
     a: OperandTile
     b: OperandTile
 
     @staticmethod
-    def of(spec: GemmSpec, schedule: Schedule) -> Plan:
+    def of(spec: GemmSpec, schedule: AnySchedule) -> Plan:
         """The plan; of the transposed product where the schedule is swapped."""
         spec = spec.swapped() if schedule.swap else spec
         a = _tile(spec.a, spec.m, spec.k, schedule.block_m, schedule)
@@ -168,7 +168,7 @@ class Plan:
         return (-(-self.spec.m // (s.block_m * s.cluster_m)), -(-self.spec.n // (self.columns * s.cluster_n)))
 
 
-def _tile(operand: Operand, extent: int, k: int, block: int, s: Schedule, parts: int = 1) -> OperandTile:
+def _tile(operand: Operand, extent: int, k: int, block: int, s: AnySchedule, parts: int = 1) -> OperandTile:
     """An operand's tile. The swizzle is the widest whose rows make up the tile's, unless the schedule names
     one."""
     major = taken(operand, extent, k)[0] or "K"
