@@ -30,9 +30,9 @@ from measure import each, save, spread, table
 from triton.backends.nvidia.compiler import get_ptxas
 
 from tinygrad_nv.ptx.assemble import assemble, require_ptxas
-from tinygrad_nv.tile.choose import choose
+from tinygrad_nv.tile.gemm.choose import choose
+from tinygrad_nv.tile.gemm.templates import build
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.templates import build
 
 WANTED = 1 / 3
 FRESH = count(4096, 64)  # extents along K

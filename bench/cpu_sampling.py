@@ -21,9 +21,9 @@ from measure import each, save, spread, table
 from tinygrad import Tensor
 
 from tinygrad_nv.cpu.machine import machine
-from tinygrad_nv.engine.sampler import Slots, filtered, next_tokens
+from tinygrad_nv.engine.running.sampler import Slots, filtered, next_tokens
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.patterns.embedding import embedding
+from tinygrad_nv.patterns.embedding.named import embedding
 
 SIZES, ROWS = (2048, 32000, 128256), (1, 16, 64)
 KINDS = {"greedy": SamplingParams(temperature=0), "draw": SamplingParams(temperature=0.8),

@@ -27,7 +27,7 @@ from typing import Any
 from measure import end_with_parent
 from tinygrad_nv.models.config import ModelConfig, parse_config
 
-from tinygrad_nv.runtime.telemetry import Telemetry
+from tinygrad_nv.runtime.observe.telemetry import Telemetry
 
 FACTOR, STRIDE, SCALE = 2654435761, 7919, 0.05
 SHOWN = 32      # logits that are compared

@@ -24,7 +24,7 @@ from typing import Any
 from measure import save, spread, table
 from numpy.random import default_rng
 
-TESTS = Path(__file__).parent.parent / "tests" / "emu"
+TESTS = Path(__file__).parent.parent / "tests" / "emu" / "ptx"
 ARCHS = {80: "sm_80", 90: "sm_90a"}
 # seconds asked for with checks on and off
 WANTED = {"GEMM 256x256x256 bf16, TMA, wgmma": (2.0, 1.0), "attention B1 H2 S256 D64, TMA, wgmma": (6.0, 3.0)}

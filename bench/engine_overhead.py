@@ -26,11 +26,11 @@ from statistics import median
 import numpy as np
 from measure import each, save, table
 
-from tinygrad_nv.engine.batch import Batch, Logprobs, Sampled
 from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.engine_config import EngineConfig
-from tinygrad_nv.engine.request import Request
 from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.engine.scheduling.batch import Batch, Logprobs, Sampled
+from tinygrad_nv.engine.scheduling.request import Request
 from tinygrad_nv.kvcache.pool import PagePool
 
 TARGET_US, TARGET_RUNNING = 200.0, 64

@@ -18,9 +18,9 @@ from typing import Any
 
 from gpu_parts import NotMeasured, Options, Run, about, alone, contender
 
-from tinygrad_nv.tile.choose import choose
-from tinygrad_nv.tile.cost import predict
-from tinygrad_nv.tile.templates import build
+from tinygrad_nv.tile.gemm.choose import choose
+from tinygrad_nv.tile.gemm.cost import predict
+from tinygrad_nv.tile.gemm.templates import build
 
 Buffers = Sequence[dict[str, Any]]
 TRITON_TILES = {"sm_90a": (("descriptors", (128, 256, 64), 8, 3), ("descriptors", (128, 128, 64), 8, 4),
@@ -34,7 +34,7 @@ def device() -> Any:
     """One driver in torch's context, for all of a process."""
     import torch
 
-    from tinygrad_nv.runtime.cuda import CUDADriver
+    from tinygrad_nv.runtime.cuda.driver import CUDADriver
     torch.cuda.init()
     return CUDADriver(torch.cuda.current_device())
 

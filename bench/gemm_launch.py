@@ -19,8 +19,8 @@ from tinygrad_nv.runtime.driver import (
     pointer,
 )
 from tinygrad_nv.runtime.launch_text import map_spec
+from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.kernel import GemmKernel
-from tinygrad_nv.tile.spec import GemmSpec
 
 Submit = Callable[[Stream | None], None]
 

@@ -35,7 +35,7 @@ import gpu_all  # noqa: F401 (registers the parts)
 from gpu_parts import OUT_OF_TIME, PARTS, NotMeasured, Options, Part, Row
 from measure import RESULTS, each, end_with_parent, git, processor, sources
 
-from tinygrad_nv.runtime import telemetry
+from tinygrad_nv.runtime.observe import telemetry
 
 # parts of a call and when each is to end, in minutes from the call's beginning: estimates, not measured on a
 # GPU. What a part leaves the next one has; rows that do not fit are left to a later call
@@ -105,7 +105,7 @@ def _version(package: str) -> str:
 
 def missing() -> str:
     """What measuring needs and is not here, "" when all is."""
-    from tinygrad_nv.runtime import cuda
+    from tinygrad_nv.runtime.cuda import driver as cuda
     return cuda.missing()
 
 

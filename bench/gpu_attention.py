@@ -36,12 +36,12 @@ from gpu_parts import (
 )
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.patterns.attention import kernel
-from tinygrad_nv.patterns.gemm import Machine
+from tinygrad_nv.patterns.attention.match import kernel
+from tinygrad_nv.patterns.gemm.match import Machine
 from tinygrad_nv.runtime.driver import Driver
-from tinygrad_nv.tile.attention import FULL, AttentionSpec, Band, Rows
+from tinygrad_nv.tile.attention.defaults import default
+from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band, Rows
 from tinygrad_nv.tile.expression import Sum
-from tinygrad_nv.tile.flash_defaults import default
 from tinygrad_nv.tile.schedule import Schedule
 
 TOKENS, WIDTH = 16384, 2048
@@ -193,7 +193,7 @@ def chosen(workload: Forward) -> dict[str, Any]:
 @emulated("attention")
 def counted(workload: Any, options: Options) -> Row:
     """The attention scaled down, on the emulated driver."""
-    from tinygrad_nv.runtime.emulated import EmulatedDriver
+    from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
     small, driver = workload.scaled(), EmulatedDriver(options.arch, seed=options.seed)
     wrong = on_emulator(small, driver,
                         lambda at: bound(driver, small, [at[name] for name in ("out", "q", "k", "v")]))

@@ -33,11 +33,11 @@ from gpu_parts import (
     workloads,
 )
 
-from tinygrad_nv.patterns.attention_lower_backward import kernel
-from tinygrad_nv.patterns.gemm import Machine
+from tinygrad_nv.patterns.attention.lower_backward import kernel
+from tinygrad_nv.patterns.gemm.match import Machine
 from tinygrad_nv.runtime.driver import Driver
-from tinygrad_nv.tile.attention_backward import BackwardSpec
-from tinygrad_nv.tile.flash_backward_defaults import default
+from tinygrad_nv.tile.attention.backward_defaults import default
+from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.schedule import Schedule
 
 EMULATED_TOKENS = 150
@@ -217,7 +217,7 @@ def chosen(workload: Backward) -> dict[str, Any]:
 @emulated("backward")
 def counted(workload: Any, options: Options) -> Row:
     """The gradients scaled down, on the emulated driver."""
-    from tinygrad_nv.runtime.emulated import EmulatedDriver
+    from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
     small, driver = workload.scaled(), EmulatedDriver(options.arch, seed=options.seed)
     wrong = on_emulator(small, driver, lambda at: bound(driver, small, dict(at)), ("sum", "dk", "dv"),
                         lambda one: one.update(dq=one["sum"].bfloat16()))

@@ -101,7 +101,7 @@ def arguments(driver: Driver, case: Case, addresses: list[int]) -> tuple[bytes, 
 
 def emulator(case: Case, seed: int, check: bool) -> Driver:
     """An emulated device for a case."""
-    from tinygrad_nv.runtime.emulated import EmulatedDriver
+    from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
     return EmulatedDriver(EMULATED_ARCH.get(case.arch, case.arch), check, seed)
 
 
@@ -222,7 +222,7 @@ def opened(options: Options, part: str = "correctness", names_of: Callable[[Case
     recorded_at = cases.about().get("commit", "")
     device: Driver | None = None
     if not options.emulate:
-        from tinygrad_nv.runtime.cuda import CUDADriver
+        from tinygrad_nv.runtime.cuda.driver import CUDADriver
         device = CUDADriver()
 
     def measure(row: str, budget_s: float) -> Row:

@@ -27,7 +27,7 @@ from gpu_parts import LEAST_BURSTS, Column, Measure, NotMeasured, Options, Part,
 from measure import table
 from tinygrad_nv.models.config import ModelConfig, parse_config
 
-from tinygrad_nv.runtime.telemetry import Telemetry
+from tinygrad_nv.runtime.observe.telemetry import Telemetry
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "rms_norm_eps": 1e-5, "head_dim": 128,
          "max_position_embeddings": 131072, "rope_theta": 500000.0, "num_key_value_heads": 8}

@@ -33,14 +33,14 @@ from gpu_parts import (
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.runtime.driver import Driver
-from tinygrad_nv.tile.embedding import EmbeddingSpec, Tokens
+from tinygrad_nv.tile.embedding.kernel import embedding
+from tinygrad_nv.tile.embedding.spec import EmbeddingSpec, Tokens
 from tinygrad_nv.tile.expression import Apply, Load, Sum, silu
+from tinygrad_nv.tile.gemm.spec import Result
 from tinygrad_nv.tile.kernel import TileKernel
-from tinygrad_nv.tile.norm import Computed, NormSpec, Statistic
-from tinygrad_nv.tile.spec import Result
-from tinygrad_nv.tile.templates.embedding import embedding
-from tinygrad_nv.tile.templates.norm import norm
-from tinygrad_nv.tile.templates.norm_plan import Plan
+from tinygrad_nv.tile.norm.kernel import norm
+from tinygrad_nv.tile.norm.plan import Plan
+from tinygrad_nv.tile.norm.spec import Computed, NormSpec, Statistic
 
 HIDDEN, WIDE, VOCAB, EPS = 4096, 14336, 128256, 1e-5
 KIND, F32 = dtypes.bfloat16, dtypes.float32
@@ -210,7 +210,7 @@ def chosen(workload: Rows) -> dict[str, Any]:
 @emulated("memory")
 def counted(workload: Any, options: Options) -> Row:
     """Scaled down, on the emulated driver."""
-    from tinygrad_nv.runtime.emulated import EmulatedDriver
+    from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
     small, driver = workload.scaled(), EmulatedDriver(options.arch, seed=options.seed)
     wrong = on_emulator(small, driver, lambda at: bound(driver, small, dict(at)))
     return {"status": "disagrees" if wrong else "emulated", "schedule": workload.plan(),

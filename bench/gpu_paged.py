@@ -34,12 +34,12 @@ from gpu_parts import (
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.runtime.driver import Driver
-from tinygrad_nv.tile.attention import Rows
-from tinygrad_nv.tile.decode import DecodeSpec, Pages
-from tinygrad_nv.tile.decode_defaults import default
+from tinygrad_nv.tile.attention.spec import Rows
+from tinygrad_nv.tile.decode.defaults import default
+from tinygrad_nv.tile.decode.kernel import decode_attention
+from tinygrad_nv.tile.decode.spec import DecodeSpec, Pages
 from tinygrad_nv.tile.expression import Sum
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.templates.decode import decode_attention
 
 HEADS, KV_HEADS, D, PAGE = 32, 8, 128, 16
 MOST_BYTES = 16 << 30
@@ -165,7 +165,7 @@ def chosen(workload: Paged) -> dict[str, Any]:
 @emulated("paged")
 def counted(workload: Any, options: Options) -> Row:
     """The step scaled down, on the emulated driver."""
-    from tinygrad_nv.runtime.emulated import EmulatedDriver
+    from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
     small, driver = workload.scaled(), EmulatedDriver(options.arch, seed=options.seed)
     wrong = on_emulator(small, driver, lambda at: bound(driver, small, dict(at)))
     schedule = str(scheduled(workload.spec, options.arch))

@@ -32,7 +32,7 @@ from typing import Any, Protocol
 from gpu_compare import Run, compared_sets, differs, poison, wrong
 from measure import spread, table
 
-from tinygrad_nv.runtime.telemetry import Reading, Samples, Telemetry
+from tinygrad_nv.runtime.observe.telemetry import Reading, Samples, Telemetry
 
 Options = argparse.Namespace
 Row = dict[str, Any]            # a row's result

@@ -1,6 +1,6 @@
 """Records what the emulator's tests launch, with its answers, for bench/gpu.py --part correctness.
 
-    python bench/gpu_record.py [--times 3] [--out FILE] [tests/emu/test_mma.py …]
+    python bench/gpu_record.py [--times 3] [--out FILE] [tests/emu/ptx/test_mma.py …]
 
 Runs tests/emu under pytest with this file as a plugin: every launch in which the emulator finds nothing is
 kept: hand-written PTX, the cured kernels of the pairs, what nvcc and Triton compiled, products that the
@@ -232,8 +232,8 @@ def record(path: Path, times: int, tests: Sequence[str]) -> int:
                           check=False, cwd=ROOT).stdout.strip()
     cases = Cases(path, write=True)
     cases.note("commit", head)
-    where = os.pathsep.join([str(ROOT / "bench"), str(ROOT / "tests" / "emu"), str(ROOT),
-                             os.environ.get("PYTHONPATH", "")])
+    where = os.pathsep.join([str(ROOT / "bench"), *map(str, sorted((ROOT / "tests" / "emu").rglob("*/"))),
+                             str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "pytest", "-p", "gpu_record", "-p", "no:cacheprovider", "-m",
                "not slow and not gpu", "-q", *(tests or ["tests/emu"])]
     done = subprocess.run(command, cwd=ROOT, check=False,

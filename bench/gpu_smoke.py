@@ -18,9 +18,9 @@ from gpu_parts import Measure, NotMeasured, Options, Part, Row, register
 
 from tinygrad_nv.runtime.driver import Driver, Fill, Launch, Node, integer, pointer
 from tinygrad_nv.runtime.launch_text import map_spec
-from tinygrad_nv.tile.dense import dense
+from tinygrad_nv.tile.gemm.dense import dense
+from tinygrad_nv.tile.gemm.templates import build
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.templates import build
 
 CTAS, LINKS = 8, 64
 # p[4 · CTA]: the value, CTAs of its cluster, its rank there, clusters of the grid
@@ -215,9 +215,9 @@ def opened(options: Options) -> Measure:
 def device(options: Options) -> Driver:
     """The GPU, or the emulated one."""
     if options.emulate:
-        from tinygrad_nv.runtime.emulated import EmulatedDriver
+        from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
         return EmulatedDriver(options.arch, seed=options.seed)
-    from tinygrad_nv.runtime.cuda import CUDADriver
+    from tinygrad_nv.runtime.cuda.driver import CUDADriver
     return CUDADriver()
 
 

@@ -38,8 +38,8 @@ from tinygrad_nv import hooks
 from tinygrad_nv.graphs import GraphPool, Input
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Event, Node, Stream, Work
-from tinygrad_nv.runtime.emulated import EmulatedDriver
-from tinygrad_nv.runtime.emulated_graph import EmulatedExecutable, EmulatedGraph
+from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
+from tinygrad_nv.runtime.emulated.graph import EmulatedExecutable, EmulatedGraph
 
 TARGET_US = 60.0
 TURN = 20           # steps

@@ -25,9 +25,9 @@ from measure import each, save, spread, table
 
 from tinygrad_nv.ptx.builder import Kernel
 from tinygrad_nv.runtime.driver import Driver, Function, Launch, Properties, Window, integer, pointer
-from tinygrad_nv.runtime.emulated import properties
+from tinygrad_nv.runtime.emulated.driver import properties
 from tinygrad_nv.runtime.l2 import MIB, Range, plan
-from tinygrad_nv.tile.machine import Machine, machine_for
+from tinygrad_nv.tile.gpu import Machine, machine_for
 
 THREADS, CTAS_OF_SM, AT_ONCE, PIECE = 256, 8, 4, 16     # loads in flight of a thread; bytes of one
 CONTENDERS = ("none", "policy", "ratio 1")
@@ -236,8 +236,8 @@ def curves_of(found: dict[int, dict[str, Any]]) -> Curves:
 
 def on_gpu(arguments: argparse.Namespace) -> int:
     """Everything on the GPU, and the files."""
-    from tinygrad_nv.runtime.cuda import CUDADriver
-    from tinygrad_nv.runtime.telemetry import Telemetry
+    from tinygrad_nv.runtime.cuda.driver import CUDADriver
+    from tinygrad_nv.runtime.observe.telemetry import Telemetry
     gpu = CUDADriver(arguments.gpu)
     limits = gpu.properties
     if not limits.persisting_l2_limit or not limits.window_limit:
@@ -288,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.model:
         modelled(arguments.arch, arguments.between, arguments.plot)
         return 0
-    from tinygrad_nv.runtime import cuda_api
+    from tinygrad_nv.runtime.cuda import api as cuda_api
     if reason := cuda_api.missing(arguments.gpu):
         print(f"nothing was measured, a GPU is needed: {reason}. --model shows what the policy predicts",
               file=sys.stderr)

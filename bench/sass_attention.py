@@ -21,16 +21,16 @@ from sass_gemm import Row, measured, report
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import PTXError
-from tinygrad_nv.patterns.attention import kernel
-from tinygrad_nv.patterns.gemm import Machine
+from tinygrad_nv.patterns.attention.match import kernel
+from tinygrad_nv.patterns.gemm.match import Machine
 from tinygrad_nv.ptx.assemble import assemble
-from tinygrad_nv.tile.attention import FULL, AttentionSpec, Band, Rows
-from tinygrad_nv.tile.attention_backward import BackwardSpec
+from tinygrad_nv.tile.attention.backward_defaults import starts as backward_starts
+from tinygrad_nv.tile.attention.backward_mma.kernel import flash_backward_mma
+from tinygrad_nv.tile.attention.backward_mma.legality import problems
+from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
+from tinygrad_nv.tile.attention.defaults import default
+from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band, Rows
 from tinygrad_nv.tile.expression import Sum
-from tinygrad_nv.tile.flash_backward_defaults import starts as backward_starts
-from tinygrad_nv.tile.flash_defaults import default
-from tinygrad_nv.tile.legal_flash_backward_mma import problems
-from tinygrad_nv.tile.templates.flash_backward_mma import flash_backward_mma
 
 TOKENS, SM_COUNT = 4096, 132
 OURS_PTX = "9.0"    # what our assembler reads; Triton writes newer and uses nothing newer

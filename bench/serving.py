@@ -23,11 +23,11 @@ from typing import Any
 from measure import each, end_with_parent, save, spread, table
 from tinygrad_nv.models.config import read_config
 
-from tinygrad_nv.bench_command import our_server
 from tinygrad_nv.benchmarks import client, figures
 from tinygrad_nv.benchmarks.engines import Transformers
 from tinygrad_nv.benchmarks.workload import Ask, made_up, total
 from tinygrad_nv.cli import DEFAULT_MODEL
+from tinygrad_nv.cli.bench import our_server
 
 SERVER, BATCHES = "tinygrad_nv, server", "transformers, batches"
 ALONE, THEIRS_ALONE = "tinygrad_nv, server, one at a time", "transformers, one at a time"

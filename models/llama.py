@@ -6,7 +6,7 @@ that a layer needs four weight kernels. `model(tokens)` gives the logits of ever
 scoring). `model.step(tokens, start, cache, last)` appends tokens at `start` to a `KVCache` and gives the
 logits of one row (decoding); `start` may be a bound variable, so that one captured graph serves every
 position. `model.rows(tokens, place, cache)` does so for rows of many sequences, each over its pages
-(paged.py): that is what the engine runs.
+(patterns/decode/paged.py): that is what the engine runs.
 
 `contiguous()` marks what is computed once: tinygrad fuses everything else into its consumer, where a value
 that feeds a matmul is computed again for every output row. `contiguous_backward()` does the same for
@@ -29,8 +29,8 @@ from tinygrad_nv import config
 from tinygrad_nv.functional import embedding, kv_append, scaled_dot_product_attention
 from tinygrad_nv.hooks import enabled
 from tinygrad_nv.patterns.target import cpu_of, takes
-from tinygrad_nv.runtime.ranges import layer
-from tinygrad_nv.tile.spec import HALVES
+from tinygrad_nv.runtime.observe.ranges import layer
+from tinygrad_nv.tile.gemm.spec import HALVES
 
 from .config import ModelConfig
 from .paged import PagedCache, PagedPlace, Pages

@@ -6,7 +6,7 @@ pages of `table`. All rows go through norms and products together; keys and valu
 is computed, part by part. A sequence of length 0 fills a part up: it writes and sees nothing.
 
 Pages of half floats serve a float32 model: its queries are rounded too. Those of 8 bits have scales, one for
-each page and key head (patterns/kv_append.py).
+each page and key head (patterns/kv_append/named.py).
 """
 from __future__ import annotations
 

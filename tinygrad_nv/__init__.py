@@ -46,7 +46,7 @@ def __getattr__(name: str) -> object:
         from tinygrad_nv.engine.sampling import SamplingParams
         return SamplingParams
     if name == "timeline":
-        from tinygrad_nv.runtime.timeline import timeline
+        from tinygrad_nv.runtime.observe.timeline import timeline
         return timeline
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

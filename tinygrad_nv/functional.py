@@ -8,8 +8,8 @@ model trains with flash attention, forward and backward, without a change (`meth
 
 `kv_append` and `paged_attention` are a decoder's steps over keys and values in pages, `varlen_attention` is
 for sequences that lie one after the other, `fp8_attention` for operands of 8 bits with scales, `embedding`
-for rows of a table by number: the modules of patterns/ with these names (kv_append.py, paged.py, varlen.py,
-fp8_attention.py, embedding.py) define them.
+for rows of a table by number: the modules of patterns/ with these names (kv_append.py,
+patterns/decode/paged.py, patterns/attention/varlen.py, patterns/attention/fp8.py, embedding.py) define them.
 """
 from __future__ import annotations
 
@@ -22,19 +22,24 @@ from tinygrad.helpers import TRAINING, to_tuple
 
 from tinygrad_nv import config, hooks
 from tinygrad_nv.errors import SpecError, as_well
-from tinygrad_nv.patterns import attention_lower, attention_lower_backward
-from tinygrad_nv.patterns.attention_dropout import drawn
-from tinygrad_nv.patterns.attention_named import FlashAttention, attend, scores, sums, weighted
-from tinygrad_nv.patterns.attention_operands import Operands, arranged, check
-from tinygrad_nv.patterns.embedding import embedding
-from tinygrad_nv.patterns.fp8_attention import fp8_attention
-from tinygrad_nv.patterns.kv_append import kv_append
+from tinygrad_nv.patterns.attention import (
+    lower as attention_lower,
+)
+from tinygrad_nv.patterns.attention import (
+    lower_backward as attention_lower_backward,
+)
+from tinygrad_nv.patterns.attention.dropout import drawn
+from tinygrad_nv.patterns.attention.fp8 import fp8_attention
+from tinygrad_nv.patterns.attention.named import FlashAttention, attend, scores, sums, weighted
+from tinygrad_nv.patterns.attention.operands import Operands, arranged, check
+from tinygrad_nv.patterns.attention.varlen import varlen_attention
+from tinygrad_nv.patterns.decode.paged import paged_attention
+from tinygrad_nv.patterns.embedding.named import embedding
+from tinygrad_nv.patterns.kv_append.named import kv_append
 from tinygrad_nv.patterns.named import check_devices
-from tinygrad_nv.patterns.paged import paged_attention
 from tinygrad_nv.patterns.target import GPUS, kind_of, takes
-from tinygrad_nv.patterns.varlen import varlen_attention
-from tinygrad_nv.tile.attention import EVERY
-from tinygrad_nv.tile.dropout import kept_of
+from tinygrad_nv.tile.attention.dropout import kept_of
+from tinygrad_nv.tile.attention.spec import EVERY
 
 __all__ = ["embedding", "fp8_attention", "kv_append", "paged_attention", "scaled_dot_product_attention",
            "varlen_attention"]

@@ -19,11 +19,14 @@ from tinygrad_nv import config, functional, hooks
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.explain import KernelRecord, Lowering, explain
 from tinygrad_nv.hooks import disable, disabled, enable, enabled
-from tinygrad_nv.patterns import building, registered, settle
-from tinygrad_nv.runtime import cuda_device, programs, ranges
+from tinygrad_nv.patterns import building, registered
+from tinygrad_nv.patterns import finalize as settle
+from tinygrad_nv.runtime import programs
+from tinygrad_nv.runtime.cuda import device as cuda_device
 from tinygrad_nv.runtime.device import EMUDevice
 from tinygrad_nv.runtime.memory_pool import memory_report
-from tinygrad_nv.runtime.ranges import layer
+from tinygrad_nv.runtime.observe import ranges
+from tinygrad_nv.runtime.observe.ranges import layer
 
 __all__ = ["Context", "Device", "GlobalCounters", "KernelRecord", "Lowering", "Tensor", "TinyJit", "UOp",
            "Variable", "disable", "disabled", "dtypes", "enable", "enabled", "explain", "function", "layer",

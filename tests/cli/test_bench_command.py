@@ -170,7 +170,7 @@ def test_what_is_refused(words: list[str], said: str, capsys) -> None:
     ("llama.cpp", "llama_cpp", "llama-cpp-python")])
 def test_a_peer_that_is_not_installed(name: str, module: str, package: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda asked: None if asked == module else object())
-    monkeypatch.setattr("tinygrad_nv.console.load", lambda *_, **__: pytest.fail("it was loaded first"))
+    monkeypatch.setattr("tinygrad_nv.cli.console.load", lambda *_, **__: pytest.fail("it was loaded first"))
     assert main(["bench", "latency", "--against", name]) == 2
     assert capsys.readouterr().err == (
         f"tinygrad-nv: {name} is not installed, so there is nothing to compare with\n"

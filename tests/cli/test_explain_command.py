@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tinygrad_nv.explain import levels
 from tinygrad_nv.ptx import assemble
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.runtime.launch_text import options
-from tinygrad_nv.tile.legality import SMEM_BYTES
+from tinygrad_nv.tile.gemm.legality import SMEM_BYTES
 
 EXTENTS = "256x384x512"
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
@@ -89,7 +90,7 @@ def test_what_ptxas_makes_of_a_product(command, arch: str):
 
 def test_without_ptxas_all_but_sass_is_there(command, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(assemble, "find_program", lambda name: None)
-    monkeypatch.setattr("tinygrad_nv.levels.find_program", lambda name: None)
+    monkeypatch.setattr(levels, "find_program", lambda name: None)
     assert "  -  " in gemm(command).splitlines()[1]
     assert "registers  - (no ptxas)" in gemm(command, "--level", "tile")
     command("explain", "--gemm", EXTENTS, "--level", "sass").refused(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.runtime import ranges
+from tinygrad_nv.runtime.observe import ranges
 
 IDS = ("--prompt-ids", "5,6,7")
 GREEDY = ("--temperature", 0, "--max-tokens", 3, "--ignore-eos")

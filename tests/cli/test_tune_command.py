@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from tinygrad_nv.cli import main
-from tinygrad_nv.tile import database, tune
-from tinygrad_nv.tile.choose import choose
+from tinygrad_nv.tile import database
 from tinygrad_nv.tile.database import Entry
-from tinygrad_nv.tile.dense import dense
+from tinygrad_nv.tile.gemm import tune
+from tinygrad_nv.tile.gemm.choose import choose
+from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.schedule import Schedule
 
 WORDS = ["tune", "96", "80", "512", "--arch", "sm_80", "--beam", "1"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tinygrad_nv import console
+from tinygrad_nv.cli import console
 
 
 @pytest.mark.parametrize(("arguments", "found"), [

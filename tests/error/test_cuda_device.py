@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
-from tinygrad_nv import Device, Tensor, doctor, hook_devices, hooks
+from tinygrad_nv import Device, Tensor, hooks
+from tinygrad_nv.cli import doctor
 from tinygrad_nv.errors import DriverError
-from tinygrad_nv.runtime import cuda_api, cuda_device
+from tinygrad_nv.hooks import devices as hook_devices
+from tinygrad_nv.runtime.cuda import api as cuda_api
+from tinygrad_nv.runtime.cuda import device as cuda_device
 
 INSTEAD = "; DEV=EMU emulates a GPU, DEV=CPU needs none"
 
@@ -117,7 +120,7 @@ def test_doctor_shows_the_same_facts(on: Callable[[Any], None]):
 
 def test_doctor_says_what_other_kernels_are_written_in(on: Callable[[Any], None],
                                                        monkeypatch: pytest.MonkeyPatch):
-    from tinygrad_nv.runtime import nvrtc
+    from tinygrad_nv.runtime.cuda import nvrtc
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 2))
     for release, capability, words in (
             (13020, (9, 0), "CUDA C, compiled to PTX by NVRTC 13.2"),
@@ -192,10 +195,10 @@ def test_a_second_gpu_that_is_too_old(on: Callable[[Any], None], monkeypatch: py
 
 
 def test_nv_0_leaves_the_name_to_tinygrad():
-    code = ("import sys, tinygrad_nv; from tinygrad_nv import Device, hook_devices; "
-            "print(sorted(hook_devices._devices), Device.get_class('CUDA').__module__)")
+    code = ("import sys, tinygrad_nv; from tinygrad_nv import Device; from tinygrad_nv.hooks import devices; "
+            "print(sorted(devices._devices), Device.get_class('CUDA').__module__)")
     for nv, wanted in (("0", "['EMU'] tinygrad.runtime.ops_cuda"),
-                       ("1", "['CUDA', 'EMU'] tinygrad_nv.runtime.cuda_device")):
+                       ("1", "['CUDA', 'EMU'] tinygrad_nv.runtime.cuda.device")):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
                               env={"NV": nv, "PATH": "/usr/bin", "HOME": str(Path.home())})
         assert done.stdout.strip() == wanted

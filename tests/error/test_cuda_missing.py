@@ -10,8 +10,8 @@ import pytest
 from cuda_fake import Fake, installed
 
 from tinygrad_nv.errors import DriverError
-from tinygrad_nv.runtime import cuda_api
-from tinygrad_nv.runtime.cuda import CUDADriver, missing
+from tinygrad_nv.runtime.cuda import api as cuda_api
+from tinygrad_nv.runtime.cuda.driver import CUDADriver, missing
 
 OLD = ("the NVIDIA driver supports CUDA 12.4 (PTX 8.4); our kernels are PTX 8.7, which needs a driver for "
        "CUDA 12.8 or later")
@@ -119,6 +119,6 @@ def test_releases_of_ptx(ptx: tuple[int, int], cuda: tuple[int, int]):
 def test_the_module_needs_no_cuda_to_be_imported():
     code = ("import sys; import tinygrad_nv; "
             "assert not [m for m in sys.modules if m.split('.')[0] == 'cuda']; "
-            "from tinygrad_nv.runtime import cuda; assert 'cuda.bindings.driver' not in sys.modules; "
-            "assert isinstance(cuda.missing(), str)")
+            "from tinygrad_nv.runtime.cuda import driver; assert 'cuda.bindings.driver' not in sys.modules; "
+            "assert isinstance(driver.missing(), str)")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -5,11 +5,11 @@ from concurrent.futures import Future
 
 import pytest
 
-from tinygrad_nv.engine.batch import Batch, Sampled
 from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.engine_config import EngineConfig
-from tinygrad_nv.engine.request import Request
 from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.engine.scheduling.batch import Batch, Sampled
+from tinygrad_nv.engine.scheduling.request import Request
 from tinygrad_nv.errors import ConfigError, NVError, QueueFull, RequestError
 from tinygrad_nv.kvcache.pool import PagePool
 

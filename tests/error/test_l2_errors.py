@@ -6,7 +6,7 @@ import pytest
 from tinygrad_nv import Device, Tensor
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.runtime.driver import Launch, Window
-from tinygrad_nv.runtime.emulated import EmulatedDriver, properties
+from tinygrad_nv.runtime.emulated.driver import EmulatedDriver, properties
 from tinygrad_nv.runtime.l2 import MIB, Range, persisting, plan, tensor_range
 
 NOTHING = b".version 7.8\n.target sm_80\n.address_size 64\n.visible .entry nothing() { ret; }\n"

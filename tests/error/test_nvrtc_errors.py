@@ -9,9 +9,9 @@ from tinygrad.device import CompileError
 from tinygrad.helpers import Context
 
 from tinygrad_nv.errors import ToolchainError
-from tinygrad_nv.runtime import nvrtc
-from tinygrad_nv.runtime.cuda_device import CUDADevice
-from tinygrad_nv.runtime.nvrtc import NVRTC
+from tinygrad_nv.runtime.cuda import nvrtc
+from tinygrad_nv.runtime.cuda.device import CUDADevice
+from tinygrad_nv.runtime.cuda.nvrtc import NVRTC
 
 
 def test_a_driver_that_takes_nothing_of_what_it_makes(monkeypatch: pytest.MonkeyPatch):

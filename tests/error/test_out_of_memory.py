@@ -12,7 +12,7 @@ from tinygrad_nv import LLM, Device, Tensor, dtypes
 from tinygrad_nv.engine.fit import require_room
 from tinygrad_nv.errors import OutOfMemoryError, RequestError
 from tinygrad_nv.runtime.device import NVDevice
-from tinygrad_nv.runtime.emulated import EmulatedDriver
+from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 from tinygrad_nv.runtime.memory_pool import MemoryPool, labelled
 
 MiB, GiB = 1 << 20, 1 << 30

@@ -11,8 +11,8 @@ from paged_case import case, fetched, near, operands, scales_of
 
 from tinygrad_nv import Tensor, TinyJit, dtypes, explain
 from tinygrad_nv.errors import ConfigError, PageError, SpecError
-from tinygrad_nv.patterns.kv_append import kv_append
-from tinygrad_nv.patterns.paged import paged_attention
+from tinygrad_nv.patterns.decode.paged import paged_attention
+from tinygrad_nv.patterns.kv_append.named import kv_append
 
 S8 = dtypes.int8
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tinygrad_nv.tile import database
-from tinygrad_nv.tile.choose import analytic, choose
 from tinygrad_nv.tile.database import Entry, ScheduleWarning
-from tinygrad_nv.tile.dense import dense
+from tinygrad_nv.tile.gemm.choose import analytic, choose
+from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.schedule import Schedule
 
 SPEC = dense(64, 64, 256)

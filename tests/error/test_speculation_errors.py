@@ -6,9 +6,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from tinygrad_nv.cli import DEFAULT_MODEL
-from tinygrad_nv.engine.draft_model import require_same_words
-from tinygrad_nv.engine.speculation import drafting
-from tinygrad_nv.engine.tokenizer import Tokenizer
+from tinygrad_nv.engine.speculation.draft_model import require_same_words
+from tinygrad_nv.engine.speculation.speculation import drafting
+from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import ConfigError, ModelError
 
 

@@ -8,10 +8,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from tinygrad_nv.cli import DEFAULT_MODEL
-from tinygrad_nv.engine.matcher import Grammars
-from tinygrad_nv.engine.structured import MOST_BYTES, Structured
-from tinygrad_nv.engine.token_bytes import token_bytes
-from tinygrad_nv.engine.tokenizer import Tokenizer
+from tinygrad_nv.engine.structured_output.matcher import Grammars
+from tinygrad_nv.engine.structured_output.structured import MOST_BYTES, Structured
+from tinygrad_nv.engine.text.token_bytes import token_bytes
+from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import RequestError, TokenizerError
 
 

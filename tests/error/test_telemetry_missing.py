@@ -6,7 +6,7 @@ import pynvml
 import pytest
 
 from tinygrad_nv.errors import DriverError
-from tinygrad_nv.runtime import telemetry
+from tinygrad_nv.runtime.observe import telemetry
 
 
 def nvml(init: int = 0) -> types.ModuleType:

@@ -5,7 +5,7 @@ import pytest
 
 from tinygrad_nv import timeline
 from tinygrad_nv.errors import ConfigError, RequestError
-from tinygrad_nv.runtime import ranges
+from tinygrad_nv.runtime.observe import ranges
 
 
 def test_a_directory_that_does_not_exist(tmp_path):

@@ -6,7 +6,7 @@ from tinygrad.helpers import Target
 
 from tinygrad_nv import toolchain
 from tinygrad_nv.errors import ToolchainError
-from tinygrad_nv.runtime.clang import ClangRenderer
+from tinygrad_nv.runtime.cpu.clang import ClangRenderer
 
 
 @pytest.fixture

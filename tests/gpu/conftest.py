@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "emu"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+sys.path.extend(map(str, (Path(__file__).parents[1] / "emu").rglob("*/")))
+sys.path.extend(map(str, (Path(__file__).parents[1] / "unit").rglob("*/")))
 import gemm_case
 import torch
 from gemm_launch import Launcher
 
 from tinygrad_nv.ptx.emulator.report import Report
-from tinygrad_nv.runtime import cuda
-from tinygrad_nv.runtime.cuda import CUDADriver
+from tinygrad_nv.runtime.cuda import driver as cuda
+from tinygrad_nv.runtime.cuda.driver import CUDADriver
+from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.kernel import GemmKernel
-from tinygrad_nv.tile.spec import GemmSpec
 
 
 class LeftOut(pytest.File):

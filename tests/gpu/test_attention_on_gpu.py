@@ -9,14 +9,14 @@ import on_driver
 import pytest
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.patterns.attention import kernel
-from tinygrad_nv.patterns.attention_lower_backward import kernel as backward_kernel
-from tinygrad_nv.patterns.gemm import Machine
-from tinygrad_nv.runtime.cuda import CUDADriver
-from tinygrad_nv.tile.attention import FULL, AttentionSpec, Band
-from tinygrad_nv.tile.decode_defaults import default as decode_default
-from tinygrad_nv.tile.flash_backward_defaults import default as backward_default
-from tinygrad_nv.tile.flash_defaults import default
+from tinygrad_nv.patterns.attention.lower_backward import kernel as backward_kernel
+from tinygrad_nv.patterns.attention.match import kernel
+from tinygrad_nv.patterns.gemm.match import Machine
+from tinygrad_nv.runtime.cuda.driver import CUDADriver
+from tinygrad_nv.tile.attention.backward_defaults import default as backward_default
+from tinygrad_nv.tile.attention.defaults import default
+from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band
+from tinygrad_nv.tile.decode.defaults import default as decode_default
 
 pytestmark = pytest.mark.gpu
 BANDS = {"full": FULL, "causal": Band(last=0), "window": Band(-99, 0)}

@@ -1,6 +1,6 @@
-"""DEV=CUDA on a GPU, with both renderers: the programs of tests/emu/test_device_cuda.py that ask nothing of
-the fake. Two devices are compared on PYTHON, tinygrad's interpreter: a machine with a GPU need not have the
-clang of the CPU device."""
+"""DEV=CUDA on a GPU, with both renderers: the programs of tests/emu/runtime/test_device_cuda.py that ask
+nothing of the fake. Two devices are compared on PYTHON, tinygrad's interpreter: a machine with a GPU need
+not have the clang of the CPU device."""
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -27,7 +27,7 @@ from test_driver import (  # noqa: F401
     test_what_a_capture_refuses,
 )
 
-from tinygrad_nv.runtime.cuda import CUDADriver
+from tinygrad_nv.runtime.cuda.driver import CUDADriver
 from tinygrad_nv.runtime.driver import Copy, Download, Launch, Upload, Window, integer, pointer
 
 pytestmark = pytest.mark.gpu

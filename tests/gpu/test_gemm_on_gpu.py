@@ -8,8 +8,8 @@ import torch
 from gemm_case import arguments, product, run
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.tile.choose import choose
-from tinygrad_nv.tile.templates import build
+from tinygrad_nv.tile.gemm.choose import choose
+from tinygrad_nv.tile.gemm.templates import build
 
 pytestmark = pytest.mark.gpu
 TEMPLATES = sorted(generated.ARCHS)

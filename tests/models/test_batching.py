@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from tinygrad_nv.cli import DEFAULT_MODEL
-from tinygrad_nv.engine.batch import Batch, Sampled
 from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.llm import LLM
-from tinygrad_nv.engine.request import Request
-from tinygrad_nv.engine.runner import Runner
+from tinygrad_nv.engine.running.runner import Runner
 from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.engine.scheduling.batch import Batch, Sampled
+from tinygrad_nv.engine.scheduling.request import Request
 from tinygrad_nv.kvcache.pool import PagePool, PoolStats
 
 SEQS, LENGTH, PAGES, HOST_PAGES = 8, 160, 14, 4

@@ -16,7 +16,7 @@ def fake() -> Iterator[Any]:
 
 @pytest.fixture
 def gpu(fake: Any) -> Iterator[Any]:
-    from tinygrad_nv.runtime.cuda import CUDADriver
+    from tinygrad_nv.runtime.cuda.driver import CUDADriver
     gpu = CUDADriver()
     yield gpu
     gpu.close()
@@ -46,7 +46,10 @@ def without_ours() -> Iterator[None]:
 @pytest.fixture
 def as_found(without_ours: None) -> Iterator[None]:
     """Every test starts enabled with nothing of its own registered, and must leave it so."""
-    from tinygrad_nv import hook_devices, hook_methods, hook_rewrites, hooks
+    from tinygrad_nv import hooks
+    from tinygrad_nv.hooks import devices as hook_devices
+    from tinygrad_nv.hooks import methods as hook_methods
+    from tinygrad_nv.hooks import rewrites as hook_rewrites
     tables = (hook_rewrites.rewrites, hook_rewrites.checks, hooks._compiles, hooks._executes,
               hooks._functions, hook_devices._devices, hook_methods._methods)
     before = [dict(table) for table in tables], hooks.enabled()

@@ -2,13 +2,12 @@
 
 Read in this order: isa.py (instruction sets, and which this processor has), machine.py (threads.py, caches),
 kernel.py (what a kernel is, and its parameters), vector.h (vectors in C), expression.py (epilogues and
-scores), schedule.py (how a spec is computed). Then the templates: each takes a spec and a `CPUSchedule` and
-returns a `CPUKernel`, and its other files bear its name.
+scores), schedule.py (how a spec is computed). Then the families, named as in tile/: each template takes a
+spec and a `CPUSchedule` and returns a `CPUKernel`.
 
-    products       gemv.py (few rows), gemm.py, amx.py; choose.py finds the schedule, tune.py a faster one
-    attention      flash.py, flash_backward.py, decode.py; kv_append.py; dropout.py is what both ways draw
-    by rows        norm.py (RMSNorm, softmax, argmax), embedding.py
-    sampling       threshold.py, choice.py, count.py
+  gemm/       gemv/ (few rows), blocked/, amx.py; choose.py finds the schedule, tune.py a faster one
+  attention/  flash.py and backward/; dropout.py is what both ways draw
+  decode/, kv_append/, norm/, sampling/, embedding/
 
 measure.py times the machine for predictions. patterns/ make the calls, as they do for GPUs.
 """

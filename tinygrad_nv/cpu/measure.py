@@ -35,7 +35,7 @@ from tinygrad_nv.cpu.kernel import CPUKernel, kernel
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.tile.database import cache_directory
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.spec import BYTES
+from tinygrad_nv.tile.gemm.spec import BYTES
 
 LAUNCH_SECONDS = 2e-6    # of a kernel in a captured graph, where all threads meet twice
 FORMAT = "tinygrad_nv cpu rates 1"
@@ -130,7 +130,7 @@ def _keep(name: str, made: Rates) -> None:
 
 def measured(machine: CPUMachine) -> Rates:
     """The rates by the clock."""
-    from tinygrad_nv.runtime.cpu_program import load
+    from tinygrad_nv.runtime.cpu.program import load
     parts = PARTS * machine.threads
     run = load(measure_kernel(machine.isa, parts))
     count = min(max(4 * machine.l3_bytes, LEAST_BYTES), MOST_BYTES) // 4

@@ -19,9 +19,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tinygrad_nv.engine.outputs import Chosen, Delta
-from tinygrad_nv.engine.processor import OutputProcessor
-from tinygrad_nv.engine.request import Request
 from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.engine.scheduling.request import Request
+from tinygrad_nv.engine.text.processor import OutputProcessor
 from tinygrad_nv.errors import EngineError, NVError, QueueFull, RequestError
 
 if TYPE_CHECKING:

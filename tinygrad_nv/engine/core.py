@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tinygrad_nv import config as settings
-from tinygrad_nv.engine.batch import GROUP, Batch, Logprobs, Sampled, Work
 from tinygrad_nv.engine.engine_config import EngineConfig
-from tinygrad_nv.engine.masks import Masks
 from tinygrad_nv.engine.outputs import Chosen
-from tinygrad_nv.engine.request import Proposer, Request, Seq, check, sequences
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.scheduler import Scheduler, Short, Step, catch_up
+from tinygrad_nv.engine.scheduling.batch import GROUP, Batch, Logprobs, Sampled, Work
+from tinygrad_nv.engine.scheduling.request import Proposer, Request, Seq, check, sequences
+from tinygrad_nv.engine.scheduling.scheduler import Scheduler, Short, Step, catch_up
+from tinygrad_nv.engine.structured_output.masks import Masks
 from tinygrad_nv.errors import ConfigError, EngineError, ModelError, NVError, QueueFull, RequestError
 from tinygrad_nv.kvcache.pool import PagePool
 from tinygrad_nv.kvcache.table import Table

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tinygrad_nv.engine.batch import GROUP
+from tinygrad_nv.engine.scheduling.batch import GROUP
 from tinygrad_nv.errors import ConfigError
 
 # what those who choose them call them: arguments of LLM, options of the command line

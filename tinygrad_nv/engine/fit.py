@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from tinygrad import Device
 from tinygrad.dtype import DType
 
-from tinygrad_nv.engine.batch import GROUP
+from tinygrad_nv.engine.scheduling.batch import GROUP
 from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.runtime.memory_pool import check_utilization
-from tinygrad_nv.runtime.memory_report import human
+from tinygrad_nv.runtime.observe.memory_report import human
 
 WEIGHTS, CACHE, ACTIVATIONS = "weights", "KV cache", "activations"  # labels
 LEAST_CONTEXT = 2   # a token of the prompt and one after it

@@ -22,12 +22,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from tinygrad_nv.engine.batch import GROUP
 from tinygrad_nv.engine.core import EngineCore
-from tinygrad_nv.engine.draft_model import DraftFiles
 from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.fit import Cache, require_room, step_bytes, token_bytes
-from tinygrad_nv.engine.matcher import Grammars, Matcher
 from tinygrad_nv.engine.opening import (
     context_length,
     generation_defaults,
@@ -36,14 +33,17 @@ from tinygrad_nv.engine.opening import (
     resolve_dtype,
 )
 from tinygrad_nv.engine.outputs import Chosen, Delta, TokenLogprobs
-from tinygrad_nv.engine.processor import OutputProcessor
-from tinygrad_nv.engine.request import Request
-from tinygrad_nv.engine.runner import Runner
-from tinygrad_nv.engine.runner_pages import stored_dtype
+from tinygrad_nv.engine.running.pages import stored_dtype
+from tinygrad_nv.engine.running.runner import Runner
 from tinygrad_nv.engine.sampling import SamplingParams, fresh_seed
-from tinygrad_nv.engine.speculation import NGrams, drafting
+from tinygrad_nv.engine.scheduling.batch import GROUP
+from tinygrad_nv.engine.scheduling.request import Request
+from tinygrad_nv.engine.speculation.draft_model import DraftFiles
+from tinygrad_nv.engine.speculation.speculation import NGrams, drafting
+from tinygrad_nv.engine.structured_output.matcher import Grammars, Matcher
+from tinygrad_nv.engine.text.processor import OutputProcessor
+from tinygrad_nv.engine.text.tokenizer import Message, Tokenizer, Tools
 from tinygrad_nv.engine.thread import EngineThread
-from tinygrad_nv.engine.tokenizer import Message, Tokenizer, Tools
 from tinygrad_nv.errors import NVError, RequestError, TokenizerError
 from tinygrad_nv.kvcache.pool import PagePool
 from tinygrad_nv.models import weights
@@ -103,10 +103,10 @@ class LLM:
     At most `max_num_seqs` sequences run at a time, and a step computes at most `max_num_batched_tokens`
     tokens. Keys and values are kept as `kv_cache_dtype` ("auto": the model's; float32, float16, bfloat16,
     int8, fp8) in `num_pages` pages of `page_size` tokens, or as many as fit into `kv_cache_bytes`, by default
-    what is left of a GPU; `swap_space` bytes of the host take pages that the
-    device has no room for. Prompts that begin alike share pages (`enable_prefix_caching`). Tokens are
-    guessed by `speculative`, ngram:K or draft:DIR:K (speculation.py), which changes none. `stage(name)` is
-    called at the end of each part of loading.
+    what is left of a GPU; `swap_space` bytes of the host take pages that the device has no room for. Prompts
+    that begin alike share pages (`enable_prefix_caching`). Tokens are guessed by `speculative`, ngram:K or
+    draft:DIR:K (speculation/speculation.py), which changes none. `stage(name)` is called at the end of each
+    part of loading.
     """
 
     def __init__(self, directory: str | Path, dtype: str = "auto", max_model_len: int | None = None,

@@ -14,7 +14,7 @@ from tinygrad.helpers import DEV
 
 from tinygrad_nv.engine.fit import CACHE_BYTES, token_bytes
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.tokenizer import Tokenizer
+from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import ModelError, NVError, RequestError, TokenizerError
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import DTYPES, ModelConfig, read_json, token_ids

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tinygrad_nv.engine.batch import Logprobs
+from tinygrad_nv.engine.scheduling.batch import Logprobs
 from tinygrad_nv.errors import NVError
 
 

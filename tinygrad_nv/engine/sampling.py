@@ -1,7 +1,7 @@
 """What a user may ask of the sampler.
 
 Protocol: `SamplingParams` is checked when made. `filters` says which parts of the sampler it needs, `numbers`
-what a row of sampler.py is told of it.
+what a row of running/sampler.py is told of it.
 """
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from tinygrad_nv.engine.structured import Structured
+from tinygrad_nv.engine.structured_output.structured import Structured
 from tinygrad_nv.errors import RequestError
-from tinygrad_nv.tile.sampling import NUMBERS, SEEDS, Number
+from tinygrad_nv.tile.sampling.spec import NUMBERS, SEEDS, Number
 
 # the smallest and largest normal numbers of float32
 FLOAT32_MIN, FLOAT32_MAX = 2.0 ** -126, (2 - 2.0 ** -23) * 2.0 ** 127
@@ -57,7 +57,7 @@ class SamplingParams:
     `stop_token_ids` end it like the model's own end tokens, which `ignore_eos` disables. No end token is
     chosen before there are `min_tokens`. `logprobs` and `prompt_logprobs` ask for the logarithms of
     probabilities of so many of the likeliest tokens, besides the chosen. `structured` is what the text has to
-    be (structured.py).
+    be (structured_output/structured.py).
     """
     temperature: float = 1.0
     top_k: int = 0

@@ -24,7 +24,7 @@ from tinygrad_nv.errors import EngineError, NVError
 
 if TYPE_CHECKING:
     from tinygrad_nv.engine.core import EngineCore
-    from tinygrad_nv.engine.request import Request
+    from tinygrad_nv.engine.scheduling.request import Request
 
 Sink = Callable[[list[Chosen]], None]
 

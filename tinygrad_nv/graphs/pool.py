@@ -43,7 +43,7 @@ from tinygrad_nv.graphs.inputs import LABEL, Feed, Input
 from tinygrad_nv.graphs.progress import progress
 from tinygrad_nv.graphs.stats import PoolStats
 from tinygrad_nv.runtime.device import NVDevice
-from tinygrad_nv.runtime.memory_report import human
+from tinygrad_nv.runtime.observe.memory_report import human
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 RETRY = 16      # eager calls after which a size that found no memory is tried again; then twice as many, …

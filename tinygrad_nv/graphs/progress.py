@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from tinygrad_nv.runtime.memory_report import human
+from tinygrad_nv.runtime.observe.memory_report import human
 
 
 @contextmanager

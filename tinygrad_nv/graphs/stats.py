@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tinygrad_nv.runtime.memory_report import human
+from tinygrad_nv.runtime.observe.memory_report import human
 
 HEADER = ("size", "hits", "captures", "builds", "capture s", "rows", "padding", "updates", "evicted", "eager",
           "arena", "outputs", "graph")

@@ -31,15 +31,15 @@ import numpy as np
 from tinygrad import Device, Tensor, dtypes
 
 from tinygrad_nv import config
-from tinygrad_nv.engine.runner_pages import PageStore
+from tinygrad_nv.engine.running.pages import PageStore
 from tinygrad_nv.errors import PageError, SpecError
 from tinygrad_nv.functional import kv_append, paged_attention
 from tinygrad_nv.kvcache.kind import CacheKind
 from tinygrad_nv.kvcache.pool import PagePool, PoolStats
 from tinygrad_nv.kvcache.table import Table
 from tinygrad_nv.models.paged import Pages
-from tinygrad_nv.patterns.paged import FLOATS, check_shape
-from tinygrad_nv.tile.decode import BYTES
+from tinygrad_nv.patterns.decode.paged import FLOATS, check_shape
+from tinygrad_nv.tile.decode.spec import BYTES
 from tinygrad_nv.tile.expression import short
 
 OPTIONS = ("device", "layers", "page_size", "pages", "host_pages", "window", "sharing", "k_scale", "v_scale")

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from tinygrad.dtype import DType
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.patterns.paged import FLOATS
-from tinygrad_nv.tile.decode import BYTES
+from tinygrad_nv.patterns.decode.paged import FLOATS
+from tinygrad_nv.tile.decode.spec import BYTES
 from tinygrad_nv.tile.expression import short
 
 if TYPE_CHECKING:

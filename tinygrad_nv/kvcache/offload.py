@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tinygrad_nv.engine.batch import Where
+from tinygrad_nv.engine.scheduling.batch import Where
 from tinygrad_nv.kvcache.pages import Pages
 
 if TYPE_CHECKING:

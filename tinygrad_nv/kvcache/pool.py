@@ -1,12 +1,12 @@
 """The pages of a device, and of the host beside it: what sequences have, share and leave behind.
 
 Protocol. `open` gives a `Table` (table.py) for a sequence. Tables take, share and give back pages; nothing of
-it happens on a device. What must be copied there is collected as `Move`s (engine/batch.py), which the next
-batch carries, in order: `take_moves`. Batches run in the order in which their moves were taken, each after
-all before it, so a page may be given on as soon as the last batch that needs it was launched, and a page's
-tokens may be found by others (`Table.advance`) as soon as the batch that writes them is certain to be the
-next one or was launched. Others of the same batch may find them too: a batch appends the keys and values of
-all its rows, layer by layer, before any row looks at them.
+it happens on a device. What must be copied there is collected as `Move`s (engine/scheduling/batch.py), which
+the next batch carries, in order: `take_moves`. Batches run in the order in which their moves were taken, each
+after all before it, so a page may be given on as soon as the last batch that needs it was launched, and a
+page's tokens may be found by others (`Table.advance`) as soon as the batch that writes them is certain to be
+the next one or was launched. Others of the same batch may find them too: a batch appends the keys and values
+of all its rows, layer by layer, before any row looks at them.
 
 Two sequences that fill equal pages at the same time keep one each; the second is found by nobody, and is free
 when its sequence is done. No block table changes under a step that runs, and the next sequence shares.
@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tinygrad_nv.engine.batch import Move, Where
+from tinygrad_nv.engine.scheduling.batch import Move, Where
 from tinygrad_nv.errors import PageError
 from tinygrad_nv.kvcache import offload
 from tinygrad_nv.kvcache.pages import Pages

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tinygrad_nv.engine.batch import Where
+from tinygrad_nv.engine.scheduling.batch import Where
 from tinygrad_nv.errors import PageError
 from tinygrad_nv.kvcache import offload
 from tinygrad_nv.kvcache.prefix import Prefix

@@ -24,7 +24,7 @@ from tinygrad.uop.ops import GroupOp, Ops, UOp, sint
 
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.spec import BYTES, FP8, HALVES, MOST_BATCH_DIMENSIONS
+from tinygrad_nv.tile.gemm.spec import BYTES, FP8, HALVES, MOST_BATCH_DIMENSIONS
 
 COPY_REUSED = 16  # an operand whose elements are used so often may be copied first
 Order = Sequence[int]

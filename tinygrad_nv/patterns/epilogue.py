@@ -23,7 +23,7 @@ from tinygrad.uop.ops import GroupOp, Ops, UOp
 
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Sum
-from tinygrad_nv.tile.spec import HALVES
+from tinygrad_nv.tile.gemm.spec import HALVES
 
 NODES = (dtypes.float32, dtypes.float16, dtypes.bfloat16, dtypes.int32, dtypes.bool)
 STORED = NODES[:-1]

@@ -29,7 +29,7 @@ from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import building, program
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
-from tinygrad_nv.runtime import ranges
+from tinygrad_nv.runtime.observe import ranges
 
 Lower = Callable[..., tuple[UOp, ...] | None]
 NEEDS = ({Ops.FUNCTION},)

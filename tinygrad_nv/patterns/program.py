@@ -5,13 +5,13 @@ each output, that storage AFTER the call. The entry point takes one pointer for 
 input, then one int for each variable, in these orders. It works in two places:
 
 * at tensor level (`Tensor(program(...)[0])`, also inside @function), where fresh outputs are `invalids`;
-* in a rewrite of hooks.py, where they are BUFFERs of the schedule. Slots from 1 << 20 keep clear of those
+* in a rewrite of hooks/, where they are BUFFERs of the schedule. Slots from 1 << 20 keep clear of those
   that tinygrad counts from 0 for copies, which would otherwise be the same UOp.
 
 What the compiler may not know but explain() must (`Note`) is part of the body, in its KernelInfo: the
 schedule keeps nothing else of a call. The PROGRAM has no ProgramInfo, so tinygrad derives one after it has
 put the caller's variables in place of the body's, and it has no BINARY unless one is given, so that tinygrad
-compiles it like any kernel: in parallel, once, cached. settle.py does what that leaves undone.
+compiles it like any kernel: in parallel, once, cached. finalize.py does what that leaves undone.
 
 The stores and loads in the body's sink are never run. They say which arguments are written and read.
 """
@@ -37,7 +37,7 @@ from tinygrad.uop.ops import (
 )
 
 from tinygrad_nv import hooks
-from tinygrad_nv.cpu.decode import CPUDecode
+from tinygrad_nv.cpu.decode.kernel import CPUDecode
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.runtime.launch_text import Integer, source
 from tinygrad_nv.tile.kernel import AttentionKernel, DecodeKernel, GemmKernel, TileKernel
@@ -64,7 +64,7 @@ class Note:
 
 @dataclass(frozen=True)
 class ProgramKernel(KernelInfo):
-    """KernelInfo of a kernel of ours. Its Estimates are upper bounds until settle.py makes them exact."""
+    """KernelInfo of a kernel of ours. Its Estimates are upper bounds until finalize.py makes them exact."""
     note: Note | None = None
 
 

@@ -1,5 +1,5 @@
 """The rewrites of this package, in their order, with what each needs to be in a graph and what it depends on
-besides: `register` gives them to hooks.py."""
+besides: `register` gives them to hooks/."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable
@@ -9,7 +9,10 @@ from types import ModuleType
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import hooks
-from tinygrad_nv.patterns import attention, building, gemm, named, norm, stable, target
+from tinygrad_nv.patterns import building, named, stable, target
+from tinygrad_nv.patterns.attention import match as attention
+from tinygrad_nv.patterns.gemm import match as gemm
+from tinygrad_nv.patterns.norm import match as norm
 
 
 @dataclass(frozen=True)

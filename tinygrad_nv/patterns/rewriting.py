@@ -13,7 +13,7 @@ from tinygrad.helpers import all_int
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.patterns.program import FIRST_SLOT
-from tinygrad_nv.runtime import ranges
+from tinygrad_nv.runtime.observe import ranges
 
 
 def write_through(sink: UOp) -> UOp:

@@ -1,6 +1,6 @@
 """e · 1 / (1 + e), of an exponential e, in a form that holds where e is infinite.
 
-Protocol. `rewrite` is the first rewrite of hooks.py: every family, every target and tinygrad's own kernels
+Protocol. `rewrite` is the first rewrite of hooks/: every family, every target and tinygrad's own kernels
 compute what it leaves. With d = 1 / (k (1 + e)), a product with both e and d among its factors has instead
 
     e · d   →   1 / k where e > c, else e · d

@@ -26,12 +26,12 @@ from tinygrad_nv.runtime.program import NVProgram
 from tinygrad_nv.runtime.ptx_renderer import PTXRenderer
 
 if TYPE_CHECKING:
-    from tinygrad_nv.runtime.emulated import EmulatedDriver
+    from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 
 
 class NVDevice(Compiled):
     """A device of tinygrad over `driver`. `window` is what launches keep in L2 (l2.py). An `observer` submits
-    eager launches in the device's place, and may return the seconds they took (timeline.py)."""
+    eager launches in the device's place, and may return the seconds they took (observe/timeline.py)."""
     window: Window | None = None
     observer: Callable[[NVProgram, Sequence[Work]], float | None] | None = None
 
@@ -62,7 +62,7 @@ class EMUDevice(NVDevice):
 
     def __init__(self, device: str) -> None:
         # numpy, the parser and the emulator are loaded by those who use it
-        from tinygrad_nv.runtime.emulated import EmulatedDriver
+        from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
         driver = EmulatedDriver(str(config.get("EMU_ARCH")), bool(config.get("EMU_CHECK")),
                                 step_limit=int(config.get("EMU_STEP_LIMIT")))
         super().__init__(device, driver)

@@ -26,7 +26,7 @@ from tinygrad import Device, GlobalCounters
 
 from tinygrad_nv.errors import OutOfMemoryError, RequestError
 from tinygrad_nv.runtime.driver import Driver, HostMemory
-from tinygrad_nv.runtime.memory_report import Holding, MemoryReport, Share, human, shortage
+from tinygrad_nv.runtime.observe.memory_report import Holding, MemoryReport, Share, human, shortage
 
 UNLABELLED = "tensors"
 LARGEST = 5             # single allocations that a report names

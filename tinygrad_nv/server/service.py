@@ -21,7 +21,7 @@ from tinygrad_nv.server.limits import Limits
 
 if TYPE_CHECKING:
     from tinygrad_nv.engine.llm import Prompt
-    from tinygrad_nv.engine.tokenizer import Tokenizer
+    from tinygrad_nv.engine.text.tokenizer import Tokenizer
     from tinygrad_nv.server.metrics import Metrics
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tinygrad.helpers import DEV
 
-from tinygrad_nv import serve_command
+from tinygrad_nv.cli import serve as serve_command
 from tinygrad_nv.engine.async_engine import AsyncEngine
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.errors import RequestError, TokenizerError

@@ -17,7 +17,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from tinygrad_nv.engine.text import overlap
+from tinygrad_nv.engine.text.detokenizer import overlap
 from tinygrad_nv.server.errors import invalid
 from tinygrad_nv.server.fields import Fields, unicode
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Place, Value
-from tinygrad_nv.tile.attention import Rows
+from tinygrad_nv.tile.attention.spec import Rows
 from tinygrad_nv.tile.lanes import FP8, HALVES, NARROW, Lanes, from_fp8, to_fp8
 
 MOST_OFFSET = 1 << 23  # bytes that fit in an instruction

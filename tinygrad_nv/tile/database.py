@@ -28,9 +28,9 @@ from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.errors import NVError, ScheduleError
 from tinygrad_nv.ptx.assemble import find_program
-from tinygrad_nv.tile.legality import SMEM_BYTES, problems
+from tinygrad_nv.tile.gemm.legality import SMEM_BYTES, problems
+from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.spec import GemmSpec
 from tinygrad_nv.tile.spec_json import spec_from_json, spec_to_json
 from tinygrad_nv.toolchain import find_compiler
 
@@ -159,7 +159,7 @@ def lookup_cpu(spec: GemmSpec, machine: CPUMachine) -> CPUSchedule | None:
     if not (found := _read(path())): return None
     entry = found.get((_text(spec), cpu_arch(machine.isa, machine.threads), cpu_toolchain()))
     if entry is None or not isinstance(entry.schedule, CPUSchedule): return None
-    from tinygrad_nv.cpu.space import problems as problems_on_cpu  # templates, which ask here
+    from tinygrad_nv.cpu.gemm.candidates import problems as problems_on_cpu  # templates, which ask here
     if wrong := problems_on_cpu(entry.schedule, spec, machine):
         note(f"{entry.schedule} of {path()} is ignored for {spec}: {'; '.join(wrong)}")
         return None

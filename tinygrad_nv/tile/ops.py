@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tinygrad_nv.ptx.builder import Kernel, Place, Value
+from tinygrad_nv.tile.gemm.spec import Operand
 from tinygrad_nv.tile.layout import SharedTile
-from tinygrad_nv.tile.spec import Operand
 
 CHUNK = 16                   # bytes a thread copies in a pass
 MOST_OFFSET = (1 << 31) - 1  # bytes that an instruction of PTX takes

@@ -2,7 +2,7 @@
 
 Protocol: `Schedule()` is a default to derive from, `Schedule().block(128, 256).k(64).warps(2, 4).stages(4)`;
 each call gives a new schedule. Schedules are frozen, hashable, and go to JSON and back (`to_json`,
-`from_json`). What can be is decided by legality.py, what is good by cost.py.
+`from_json`). What can be is decided by gemm/legality.py, what is good by gemm/cost.py.
 """
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, short, walk
-from tinygrad_nv.tile.spec import GemmSpec, Operand, Result
+from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 
 DTYPES = {short(dtype): dtype for dtype in (
     dtypes.bool, dtypes.int8, dtypes.uint8, dtypes.int16, dtypes.uint16, dtypes.int32, dtypes.uint32,

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 from tinygrad_nv.ptx.builder import Kernel, Place, Value
 from tinygrad_nv.tile.access import place, stored_form
 from tinygrad_nv.tile.expression import Load, loads
+from tinygrad_nv.tile.gemm.spec import GemmSpec, Result
 from tinygrad_nv.tile.lanes import HALVES, Lanes
-from tinygrad_nv.tile.spec import GemmSpec, Result
 
 if TYPE_CHECKING:
     from tinygrad_nv.tile.store import Share, StorePlan

@@ -7,7 +7,7 @@
  */
 #include "formats.h"
 
-enum { EQ, NE, LT, LE, EQU, NEU, LTU, LEU, NUM, UNORDERED };   /* lower_float.py knows this order */
+enum { EQ, NE, LT, LE, EQU, NEU, LTU, LEU, NUM, UNORDERED };   /* ptx/emulator/lower_float.py knows this order */
 enum { FLUSH_COMPARE = 4 };
 
 static inline u32 combined(const Warp *w, const Op *op, u32 bits) {

@@ -1,6 +1,6 @@
 /* cvt: PTX ISA "Data Movement and Conversion Instructions: cvt, cvt.pack".
  *
- * Protocol: `more` is destination type | source type << 8 (enum Type, as in lower_convert.py); `vector` the
+ * Protocol: `more` is destination type | source type << 8 (enum Type, as in ptx/emulator/lower_convert.py); `vector` the
  * rounding, from `formats.h`; `width` the bytes of the destination register, `wide` says that the source's
  * is 64 bits wide. Values pass through u64 (integers, extended by sign or zero) or f64 (floats, exactly or
  * rounded to odd), and are rounded once.

@@ -15,7 +15,7 @@
 #include "core.h"
 #include "formats.h"
 
-enum { F16, BF16, TF32, E4M3, E5M2, S8, U8, S4, U4, B1 };  /* elements; lower_tensor.py has the same order */
+enum { F16, BF16, TF32, E4M3, E5M2, S8, U8, S4, U4, B1 };  /* elements; ptx/emulator/lower_tensor.py has the same order */
 enum { RESULT_F32, RESULT_F16, RESULT_S32 };
 enum { DOT_ROWS = 16, DOT_K = 128, DOT_N = 256, DOT_LD = DOT_N + 16 };
 enum { ZERO_EXPONENT = -126, ABSENT = -1000, LEAST = -100 };

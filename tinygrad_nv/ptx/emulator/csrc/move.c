@@ -183,7 +183,7 @@ HANDLER(isspacep) {
     return NEXT;
 }
 
-/* **** special registers that are read when needed: lowering.py READ_AT_RUN in its order **** */
+/* **** special registers that are read when needed: ptx/emulator/lowering.py READ_AT_RUN in its order **** */
 
 enum { CLOCK, CLOCK64, CLOCK_HI, GLOBALTIMER, GLOBALTIMER_LO, GLOBALTIMER_HI, NTID, NCTAID = NTID + 3,
     NCLUSTERID = NCTAID + 3, CLUSTER_NCTAID = NCLUSTERID + 3, CLUSTER_NCTARANK = CLUSTER_NCTAID + 3, NWARPID,

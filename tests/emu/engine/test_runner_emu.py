@@ -1,0 +1,100 @@
+"""DEV=EMU, checks on: the runner's steps over pages choose what the whole context does, on both
+architectures, with one upload and one launch of a graph for a step, and one for its sampler."""
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from pool_case import device
+from tinygrad_nv.models.config import ModelConfig
+from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.rope import RopeConfig
+
+from tinygrad_nv import Tensor, dtypes
+from tinygrad_nv.engine.running.runner import Runner
+from tinygrad_nv.engine.scheduling.batch import Batch, Move, Sample, Where, Work
+from tinygrad_nv.runtime import driver
+from tinygrad_nv.runtime.device import NVDevice
+from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
+
+SIZE, VOCAB, LENGTH = 8, 64, 24
+
+
+class Counting(EmulatedDriver):
+    """Notes what is submitted, outside graphs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.submitted: list[str] = []
+
+    def submit(self, work: driver.Work, stream: driver.Stream | None = None) -> None:
+        self.submitted.append(type(work).__name__)
+        super().submit(work, stream)
+
+
+@pytest.fixture(scope="module", params=["sm_90a", pytest.param("sm_80", marks=pytest.mark.slow)])
+def gpu(request: pytest.FixtureRequest) -> NVDevice:
+    """A device of each architecture."""
+    return device(Counting, arch=request.param)
+
+
+def network(name: str) -> Llama:
+    """Two layers of random parameters, the second with a window; 4 query heads over 2 key heads."""
+    config = ModelConfig("LlamaForCausalLM", VOCAB, 64, 96, 2, 4, 2, 16, LENGTH,
+                         RopeConfig("default", 10000.0, 16, LENGTH), windows=(None, 6))
+    made = Llama(config, dtypes.float16, name)
+    random = np.random.default_rng(0)
+    def fill(x: Tensor, scale: float, mean: float = 0.0) -> None:
+        numbers = (random.standard_normal(x.shape) * scale + mean).astype(np.float16)
+        x.assign(Tensor(numbers, device=name)).realize()
+    for x in (made.embedding, made.head): fill(x, 1.0)
+    fill(made.norm.weight, 0.1, 1.0)
+    for block in made.blocks:
+        attention, forward = block.attention, block.feed_forward
+        for linear in (attention.qkv, attention.output, forward.gate_up, forward.down):
+            fill(linear.weight, 0.15)
+        for norm in (block.attention_norm, block.feed_forward_norm): fill(norm.weight, 0.1, 1.0)
+    return made
+
+
+def check(model: Llama, prompt: list[int], tokens: list[int]) -> None:
+    """Each token has the largest logit that the whole context gives, but for rounding of float16."""
+    logits = model(Tensor([prompt + tokens], dtype=dtypes.int32, device=model.device)).float().numpy()[0]
+    for place, token in enumerate(tokens, len(prompt)):
+        assert logits[place - 1][token] >= logits[place - 1].max() - 0.05, place
+
+
+def test_a_chunk_beside_decode_rows_pages_moved_and_steps_ahead(gpu: NVDevice):
+    model = network(gpu.device)
+    runner = Runner(model, pages=12, page_size=SIZE, max_seqs=2, max_len=LENGTH, host_pages=2)
+    try:
+        one, two = [3, 9, 27], [50, 11, 33, 2, 7, 60, 31, 12, 5, 40]
+        first, second = (7, 1, 4), (2, 9, 0)
+        def run(*works: Work, moves: tuple[Move, ...] = ()) -> list[int]:
+            return runner.launch(Batch(works, moves)).result().tokens.tolist()
+        got = {0: run(Work(0, 0, tuple(one), first, (Sample(2, 0, 3),))), 1: list[int]()}
+        # a chunk of the second prompt beside the first's next token
+        chosen = run(Work(0, 3, (), first, (Sample(0, 0, 4),)),
+                     Work(1, 0, tuple(two), second, (Sample(9, 1, 10),)))
+        got[0].append(chosen[0])
+        got[1].append(chosen[1])
+        # the first's only page so far goes to the host and comes back elsewhere, the second's is copied
+        moves = (Move(Where.OUT, 7, 1), Move(Where.BACK, 1, 5), Move(Where.WITHIN, 2, 8))
+        first, second = (5, 1, 4), (8, 9, 0)
+        pending = [runner.launch(Batch((Work(0, 4 + i, (), first, (Sample(0, 0, 5 + i),)),
+                                        Work(1, 10 + i, (), second, (Sample(0, 1, 11 + i),))),
+                                       moves if i == 0 else ())) for i in range(3)]
+        for each in pending:
+            for slot, token in enumerate(each.result().tokens): got[slot].append(int(token))
+        counted = gpu.driver
+        assert isinstance(counted, Counting)
+        counted.submitted.clear()
+        for slot, token in enumerate(run(Work(0, 7, (), first, (Sample(0, 0, 8),)),
+                                         Work(1, 13, (), second, (Sample(0, 1, 14),)))):
+            got[slot].append(token)
+        assert counted.submitted == ["Upload", "Download"]     # all else is in graphs
+        check(model, one, got[0])
+        check(model, two, got[1])
+        gpu.synchronize()
+    finally: runner.close()

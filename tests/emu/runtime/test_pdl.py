@@ -1,0 +1,242 @@
+"""Kernels that are launched before the one ahead of them has ended: every template behind kernels that write
+what it reads, and ahead of kernels that write over it, on an emulated device that finds what is not waited
+for; and in the code that ptxas makes of them."""
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from gemm_case import TORCH, arguments, bits, places, product, reference, run, view
+from gemv_case import best, exact, scheduled
+from tinygrad.device import TinyELF
+from tinygrad.dtype import dtypes
+from tinygrad.helpers import Target
+
+from tinygrad_nv.errors import KernelError
+from tinygrad_nv.ptx.assemble import assemble
+from tinygrad_nv.ptx.sass import disassembled, functions
+from tinygrad_nv.runtime.device import NVDevice
+from tinygrad_nv.runtime.driver import Fill, Launch, integer, pointer
+from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
+from tinygrad_nv.runtime.launch_text import source
+from tinygrad_nv.runtime.program import NVProgram
+from tinygrad_nv.tile.expression import Load, Sum
+from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.gemm.templates import build
+from tinygrad_nv.tile.schedule import Schedule
+
+MMA, WGMMA = Schedule().block(32, 32).k(32), Schedule().using("wgmma").block(128, 64)
+WAIT, EARLY = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"
+MOVE = """.version 7.8
+.target sm_90
+.address_size 64
+.visible .entry move(.param .u64 to, .param .u64 from, .param .u32 count)
+{
+    .reg .b32 %r<5>; .reg .b64 %a<3>; .reg .b16 %h<1>; .reg .pred %p<1>;
+    griddepcontrol.launch_dependents;
+    griddepcontrol.wait;
+    ld.param.u64 %a0, [to]; ld.param.u64 %a1, [from]; ld.param.u32 %r0, [count];
+    mov.u32 %r1, %ctaid.x; mov.u32 %r2, %tid.x; mad.lo.u32 %r3, %r1, 256, %r2;
+    setp.ge.u32 %p0, %r3, %r0;
+    @%p0 bra $end;
+    cvt.u64.u32 %a2, %r3; add.u64 %a0, %a0, %a2; add.u64 %a1, %a1, %a2;
+    ld.global.u8 %h0, [%a1]; st.global.u8 [%a0], %h0;
+$end:
+    ret;
+}
+"""
+
+
+class Case(NamedTuple):
+    """A product, with what it is computed by."""
+    spec: GemmSpec
+    schedule: Schedule
+    sm_count: int = 132
+
+
+def added(spec: GemmSpec) -> GemmSpec:
+    """With a bias, which the epilogue reads."""
+    return product(spec.m, spec.n, spec.k, spec.a.dtype, dtypes.float32,
+                   epilogue=Sum(dtypes.float32) + Load(0, dtypes.float32, 0, 1))
+
+
+def by_gemv(spec: GemmSpec, splits: int = 1) -> Case: return Case(spec, scheduled(spec, 1, 1, 2, splits))
+
+
+CASES = {
+    "mma": Case(product(48, 40, 96), MMA),
+    "mma bias": Case(added(product(32, 32, 64)), MMA),
+    "mma unaligned": Case(product(33, 31, 45), MMA),
+    "mma symbolic": Case(product(48, 32, 64, symbolic=True), MMA),
+    "mma split": Case(product(32, 32, 256), MMA.split(3)),
+    "wgmma": Case(product(160, 96, 192), WGMMA, 2),
+    "wgmma bias": Case(added(product(128, 64, 64)), WGMMA, 2),
+    "wgmma ping-pong": Case(product(256, 64, 128), WGMMA.block(64, 64).pingpong(), 2),
+    "wgmma cluster": Case(product(256, 64, 128), WGMMA.cluster(2), 2),
+    "wgmma split": Case(product(128, 64, 256), WGMMA.split(2), 2),
+    "wgmma stream-K": Case(product(256, 64, 320), WGMMA.streamed(), 3),
+    "gemv": by_gemv(product(3, 96, 512, out=exact(dtypes.bfloat16))),
+    "gemv bytes": by_gemv(product(1, 50, 333, dtypes.int8)),
+    "gemv MN-major": by_gemv(product(2, 96, 256, majors="KM")),
+    "gemv cluster": by_gemv(product(1, 64, 1024), 4),
+    "gemv split": by_gemv(product(1, 64, 2560), 9),
+    "gemv chosen": Case(product(4, 256, 512), best(product(4, 256, 512), "sm_90a")),
+}
+
+
+class Device:
+    """An emulated driver, and the parameters of a product twice: where they come from, where the kernel has
+    them."""
+
+    def __init__(self, spec: GemmSpec) -> None:
+        self.driver, self.spec = EmulatedDriver("sm_90a"), spec
+        self.given = arguments(spec, 1)
+        self.move = self.driver.load(MOVE.encode()).function("move")
+        self.source = {name: self.held(bits(storage)) for name, storage in self.given.items()}
+        self.place = {name: self.driver.alloc(bits(storage).nbytes) for name, storage in self.given.items()}
+
+    def held(self, data: np.ndarray) -> int:
+        address = self.driver.alloc(data.nbytes)
+        self.driver.copy_in(address, memoryview(data))
+        return address
+
+    def moves(self, names: list[str], to: dict[str, int], come: dict[str, int]) -> None:
+        """A kernel for each of these parameters."""
+        for name in names:
+            nbytes = bits(self.given[name]).nbytes
+            self.driver.submit(Launch(self.move, (-(-nbytes // 256), 1, 1), (256, 1, 1),
+                                      (pointer(to[name]), pointer(come[name]), integer(nbytes)), pdl=True))
+
+    def product(self, text: str, case: Case) -> list[object]:
+        """Launches the kernel of a case, whose text this is; what was submitted."""
+        made = build(case.spec, case.schedule, "sm_90a", case.sm_count)
+        places = [self.place["out"]]
+        if made.workspace_bytes:
+            places += [self.driver.alloc(made.workspace_bytes), self.driver.alloc(4 * made.flags)]
+        places += [self.place[name] for name in self.given if name != "out"]
+        values = [case.spec.m] if case.spec.symbolic else []
+        signature = tuple((None, i, dtypes.uint64, ()) for i in range(len(places))) + \
+            tuple((None, len(places), dtypes.int32, ()) for _ in values)
+        program = NVProgram(NVDevice("EMU", self.driver),
+                            TinyELF(text.encode(), made.name, Target("EMU"), signature))
+        works = program.works(places, values, made.grid_for(case.spec.m), (made.threads, 1, 1))
+        for work in works: self.driver.submit(work)
+        return works
+
+    def run(self, text: str, case: Case) -> tuple[torch.Tensor, list[object]]:
+        """Everything is written, multiplied, and overwritten."""
+        names = list(self.given)
+        self.moves(names, self.place, self.source)
+        works = self.product(text, case)
+        kept = {"out": self.driver.alloc(bits(self.given["out"]).nbytes)}
+        self.moves(["out"], kept, self.place)
+        self.moves(names, self.place, self.source)  # a and b again, and out as it was
+        raw = bytearray(bits(self.given["out"]).nbytes)
+        self.driver.copy_out(memoryview(raw), kept["out"])
+        _, ((offset, extents, strides),) = places(self.spec)["out"]
+        return view(torch.frombuffer(raw, dtype=TORCH[self.spec.out.dtype]), extents, strides, offset), works
+
+
+def text_of(case: Case) -> str: return source(build(case.spec, case.schedule, "sm_90a", case.sm_count))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_templates_between_kernels_that_write_what_they_read(name: str):
+    case = CASES[name]
+    got, works = Device(case.spec).run(text_of(case), case)
+    assert torch.equal(got.double(), reference(case.spec, arguments(case.spec, 1)))
+    assert works[-1].pdl
+    assert all(isinstance(work, Fill) for work in works[:-1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_the_wait_it_is_found(name: str):
+    case = CASES[name]
+    text = text_of(case)
+    assert WAIT in text
+    with pytest.raises(KernelError, match=r"(without|not ordered after) griddepcontrol\.wait"):
+        Device(case.spec).run(text.replace(WAIT, ""), case)
+
+
+# behind a fill nothing runs early, so that a wait may be anywhere
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "// zero" not in text_of(case)])
+def test_a_wait_that_comes_late_is_found(name: str):
+    case = CASES[name]
+    text = text_of(case).replace(WAIT, "")
+    assert "ret;" in text
+    with pytest.raises(KernelError, match=r"a read of global memory at .* is not ordered after grid"):
+        Device(case.spec).run(text.replace("ret;", f"{WAIT} ret;"), case)
+
+
+def test_NV_PDL_0_launches_in_order(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NV_PDL", "0")
+    case = CASES["gemv"]
+    got, works = Device(case.spec).run(text_of(case), case)
+    assert torch.equal(got.double(), reference(case.spec, arguments(case.spec, 1)))
+    assert not works[-1].pdl
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
+@pytest.mark.parametrize("name", ["mma", "mma split", "gemv"])
+def test_before_hopper_there_is_none(name: str, arch: str):
+    made = build(CASES[name].spec, CASES[name].schedule, arch)
+    assert not made.pdl
+    assert "griddepcontrol" not in made.ptx
+    assert "pdl=0" in source(made)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "wgmma" not in name])
+@pytest.mark.parametrize("cut", [False, True])
+def test_what_is_fetched_ahead_is_inside(name: str, cut: bool):
+    """A prefetch is a hint, which may be wrong: here loads take their places, which may not."""
+    spec = CASES[name].spec
+    rows = spec.m - 15 * (cut and spec.symbolic)
+    if cut and not spec.symbolic: spec = product(rows, spec.n - 5, spec.k - 24, spec.a.dtype, spec.out.dtype)
+    made, given = build(spec, CASES[name].schedule, "sm_90a"), arguments(spec)
+    probed, count = re.subn(r"prefetch\.global\.L2 ", "ld.global.u8 %probe, ", made.ptx)
+    assert count
+    made = replace(made, ptx=probed.replace("{", "{ .reg .b32 %probe;", 1))
+    got = run(made, spec, given, "sm_90a", m=rows if spec.symbolic else None)
+    assert torch.equal(got, reference(spec, given)[..., :rows, :])
+
+
+# **** what ptxas makes of it ****
+
+GLOBAL = ("LDG", "STG", "LDGSTS", "ATOMG", "ATOM", "RED", "REDG", "UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP")
+
+
+def opcodes(text: str) -> list[str]:
+    """Accesses of global memory, waits and triggers, in their order."""
+    (code,) = functions(disassembled(assemble(text).cubin)).values()
+    return [each.opcode for each in code if each.opcode in GLOBAL or each.opcode in ("ACQBULK", "PREEXIT")]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_moved_to_before_the_wait(name: str):
+    found = opcodes(text_of(CASES[name]))
+    assert found[0] == "ACQBULK"
+    assert found.count("ACQBULK") == (2 if "wgmma" in name else 1)
+    assert found.count("PREEXIT") == 1
+    if "wgmma" not in name: return
+    second = found.index("ACQBULK", 1)  # the consumers'; before it the producer's loads, then its trigger
+    assert found[second - 1] == "PREEXIT"
+    assert set(found[1:second - 1]) == {"UTMALDG"}
+
+
+def test_ptxas_moves_what_is_said_to_be_constant():
+    """Why weights are not read by ld.global.nc: this is no theory."""
+    case = CASES["gemv"]
+    text = text_of(case)
+    assert opcodes(text.replace("ld.global.L1::no_allocate", "ld.global.nc.L1::no_allocate"))[0] == "LDG"
+
+
+@pytest.mark.parametrize("name", ["mma", "gemv"])
+def test_index_arithmetic_comes_before_the_wait(name: str):
+    (code,) = functions(disassembled(assemble(text_of(CASES[name])).cubin)).values()
+    names = [each.opcode for each in code]
+    first = next(i for i, opcode in enumerate(names) if opcode in ("LDG", "LDGSTS"))
+    assert first // 2 < names.index("ACQBULK") < first

@@ -1,0 +1,63 @@
+"""Derivatives of scores, against torch's, and the forms they take."""
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from gemm_case import evaluate
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.errors import SpecError
+from tinygrad_nv.tile.attention.derivative import derivative
+from tinygrad_nv.tile.expression import (
+    Apply,
+    Constant,
+    Expression,
+    Load,
+    Position,
+    Sum,
+    gelu,
+    relu,
+    silu,
+    tanh,
+    where,
+)
+
+X, F32 = Sum(), dtypes.float32
+SCORES: dict[str, Expression] = {
+    "linear": X * 0.3 + 2.0, "quotient": (X * X + 2.0).reciprocal() * X, "power": (X * 0.5).exp2(),
+    "logarithm": Apply("log2", (X * X + 1.0,), F32), "root": Apply("sqrt", (X * X + 0.5,), F32),
+    "sine": Apply("sin", (X * 0.7,), F32), "relu": relu(X), "silu": silu(X), "gelu": gelu(X),
+    "tanh": tanh(X), "difference": Constant(1.0) - X * X, "min": Apply("min", (X, X * 2.0), F32),
+    "max": (X * X).maximum(X), "choice": where(X < 0.5, X * 2.0, X * X),
+    "position": X * Position("n").cast(F32)}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_derivatives_are_those_of_torch(name: str):
+    sums = torch.randn(1, 1, 1, 20, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    spec = SimpleNamespace(batch=(1, 1, 1), m=20, n=30)
+    wide = sums.requires_grad_(True)
+    right, = torch.autograd.grad(evaluate(spec, SCORES[name], [wide], {}).sum(), wide)  # type: ignore[arg-type]
+    got = evaluate(spec, derivative(SCORES[name]), [sums.detach()], {})  # type: ignore[arg-type]
+    assert (got - right).abs().max() < 2e-5
+
+
+def test_what_is_the_same_for_all_is_a_constant():
+    mask = Load(0, dtypes.bool, 1, 1)
+    for score, slope in ((X, 1.0), (X * 0.5 * -3.0, -1.5), (X * 0.25 + Load(0, F32, 1, 1), 0.25),
+                         (where(mask, X * 2.0, Constant(-math.inf)), 2.0), (X + X * 2.0, 3.0),
+                         (where(mask, Constant(-math.inf), X * 2.0), 2.0), (Load(0, F32, 1, 1), 0.0)):
+        assert derivative(score) == Constant(slope)
+
+
+def test_where_a_power_is_infinite_the_derivative_is_zero():
+    spec = SimpleNamespace(batch=(), m=1, n=2)
+    sums = torch.tensor([[-1e4, 1e4]], dtype=torch.float64)
+    assert evaluate(spec, derivative(tanh(X)), [sums], {}).abs().max() < 1e-6  # type: ignore[arg-type]
+
+
+def test_a_sum_that_becomes_an_integer_has_none():
+    with pytest.raises(SpecError, match="derivative"): derivative(X.cast(dtypes.int32).cast(F32))

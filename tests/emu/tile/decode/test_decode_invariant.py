@@ -1,0 +1,145 @@
+"""What changes no bit of a decode attention: where pages lie, who else is there, how many there could be; and
+what changes little: how keys are split."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from decode_case import SMALL, Given, decode, launched, near, requests, run
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.tile.decode.defaults import default
+from tinygrad_nv.tile.decode.kernel import decode_attention
+from tinygrad_nv.tile.decode.spec import DecodeSpec
+
+KINDS = [None, dtypes.int8]
+LENGTHS = [640, 1, 0, 129, 300]  # five splits, one, none, two, three
+
+
+def moved(spec: DecodeSpec, given: Given, seed: int) -> Given:
+    """The same requests with their pages elsewhere."""
+    count = -(-given.storages["k"].numel() // spec.k.page)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    back = torch.argsort(order)
+    storages, written = dict(given.storages), dict(given.written)
+    for name in ("k", "v", "k_scale", "v_scale"):
+        for made in (storages, written):
+            if name in made: made[name] = made[name].view(count, -1)[order].reshape(-1)
+    known = written["table"]
+    storages["table"] = torch.where(known, back[storages["table"].long().clamp(0, count - 1)].int(), 1 << 30)
+    return Given(storages, written, given.lengths)
+
+
+def alone(spec: DecodeSpec, given: Given, b: int, pages: int = 0) -> tuple[DecodeSpec, Given]:
+    """Request `b` by itself, in a spec of one request, which may have fewer pages at most."""
+    one = replace(spec, batch=1, pages=pages or spec.pages)
+    storages, written = dict(given.storages), dict(given.written)
+    for made in (storages, written): made["table"] = made["table"][b:b + 1, :one.pages].contiguous()
+    storages["lengths"] = storages["lengths"][b:b + 1]
+    storages["q"] = storages["q"].view(spec.batch, -1)[b]
+    return one, Given(storages, written, given.lengths[b:b + 1])
+
+
+@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("window", [None, 150])
+def test_pages_may_lie_anywhere(kv, window):
+    spec = decode(batch=5, heads=2, group=4, s_q=2, pages=40, kv=kv, window=window)
+    given = requests(spec, LENGTHS)
+    got = run(spec, given)
+    near(spec, given, got)
+    for seed in range(3): assert torch.equal(run(spec, moved(spec, given, seed), seed=seed), got)
+
+
+@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_a_request_alone(kv, arch: str):
+    """Its bits are those that it has in a batch, whoever else is there; also where the table is as short as
+    the request, or nobody could have more than one split."""
+    spec = decode(batch=5, heads=2, group=4, pages=40, kv=kv)
+    given = requests(spec, LENGTHS)
+    got = run(spec, given, arch=arch)
+    for b, length in enumerate(LENGTHS):
+        for pages in (40, max(1, -(-length // 16))):
+            assert torch.equal(run(*alone(spec, given, b, pages), arch=arch)[0], got[b])
+
+
+def test_neighbours_change_nothing():
+    """A request's neighbours get other lengths, tables and queries."""
+    spec = decode(batch=5, heads=2, group=4, pages=40)
+    given = requests(spec, LENGTHS)
+    got = run(spec, given)
+    other = Given(dict(given.storages), dict(given.written), [640, 0, 300, 5, 300])
+    table, known = given.storages["table"].clone(), given.written["table"].clone()
+    for b, source in ((1, 0), (2, 4), (3, 0)): table[b], known[b] = table[source], known[source]
+    q = given.storages["q"].clone().view(5, -1)
+    q[1:4] = q[1:4].flip(0) * 2
+    other.storages |= {"table": table, "q": q.view(-1)}
+    other.storages["lengths"] = torch.tensor(other.lengths, dtype=torch.int32)
+    other.written["table"] = known
+    assert torch.equal(run(spec, other)[[0, 4]], got[[0, 4]])
+
+
+def test_padding_rows():
+    """Requests of length 0 give zeros, with nothing but scrap around them."""
+    spec = decode(batch=4, heads=2, group=4, s_q=3, pages=40)
+    given = requests(spec, [0, 300, 0, 0])
+    got = run(spec, given)
+    near(spec, given, got)
+    assert not got[[0, 2, 3]].any()
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 5, 8, 16, 32])
+def test_numbers_of_splits(splits: int):
+    """All within the bound of the error: a request has so many parts at most, of one tile of keys at least.
+    """
+    spec = decode(batch=3, heads=2, group=4, pages=66)
+    given = requests(spec, [1056, 700, 65])
+    near(spec, given, run(spec, given, SMALL.k(64).split(splits)))
+
+
+def test_seeds_of_the_emulator():
+    """The order of warps, and when copies arrive."""
+    spec = decode(batch=2, heads=2, group=4, s_q=4, pages=40)
+    given = requests(spec, [640, 200])
+    results = [run(spec, given, SMALL.block(32, 64).warps(2, 2), "sm_90a", seed) for seed in range(4)]
+    for got in results[1:]: assert torch.equal(got, results[0])
+
+
+def test_a_launch_serves_any_length():
+    """The same kernels, of which nothing depends on lengths."""
+    spec = decode(batch=2, group=4, pages=40)
+    made = decode_attention(spec, SMALL, "sm_90a")
+    for lengths in ([1, 640], [640, 0], [17, 18]):
+        given = requests(spec, lengths)
+        storage, reports = launched(made, spec, given, "sm_90a")
+        assert [report.findings for report in reports] == [[], []]
+        near(spec, given, storage.view(2, 1, 4, 1, 64))
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> tuple[DecodeSpec, list[int]]:
+    kv = draw(st.sampled_from([None, dtypes.int8, dtypes.fp8e4m3]))
+    d, d_v = (draw(st.sampled_from([32, 64, 96, 128, 160, 256])) for _ in range(2))
+    size, batch = draw(st.sampled_from([8, 16, 32, 64, 128, 256])), draw(st.integers(1, 3))
+    longest = draw(st.integers(1, 700))
+    lengths = [draw(st.one_of(st.integers(0, longest), st.sampled_from([0, 1, size]))) for _ in range(batch)]
+    lengths = [min(length, longest) for length in lengths]
+    return decode(batch, draw(st.integers(1, 3)), draw(st.integers(1, 9)), draw(st.integers(1, 8)), d, size,
+                  -(-longest // size), draw(st.sampled_from([dtypes.bfloat16, dtypes.float16])), kv, d_v,
+                  draw(st.one_of(st.none(), st.integers(1, 300))), None,
+                  draw(st.sampled_from(["ths", "hts"])), draw(st.sampled_from(["brh", "bhr"]))), lengths
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@drawn(case=specs(), arch=st.sampled_from(["sm_80", "sm_90a"]), seed=st.integers(0, 7), small=st.booleans())
+def test_generated(case: tuple[DecodeSpec, list[int]], arch: str, seed: int, small: bool):
+    """With the default schedule, or one of small splits."""
+    spec, lengths = case
+    schedule = default(spec, arch)
+    assert schedule is not None
+    given = requests(spec, lengths, seed)
+    near(spec, given, run(spec, given, schedule.k(128).split(5) if small else schedule, arch, seed))

@@ -1,0 +1,48 @@
+"""For tests of gemv: schedules, what the cost model likes best of them and any that a plan allows, and a
+check that integers come out exactly."""
+from __future__ import annotations
+
+import torch
+from gemm_case import arguments, reference, run
+from tinygrad.dtype import DType, dtypes
+
+from tinygrad_nv.tile.gemm.candidates import filling
+from tinygrad_nv.tile.gemm.cost import Model
+from tinygrad_nv.tile.gemm.defaults import few_rows
+from tinygrad_nv.tile.gemm.gemv.kernel import gemv
+from tinygrad_nv.tile.gemm.gemv.plan import Plan
+from tinygrad_nv.tile.gemm.legality import problems
+from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.gpu import machine_for
+from tinygrad_nv.tile.schedule import Schedule
+
+ARCHES = ["sm_80", "sm_89", "sm_90a"]
+DTYPES = [dtypes.bfloat16, dtypes.float16, dtypes.float32, dtypes.fp8e4m3, dtypes.fp8e5m2, dtypes.int8,
+          dtypes.uint8]
+GEMV = Schedule().using("gemv")
+
+
+def best(spec: GemmSpec, arch: str, sm_count: int = 0) -> Schedule:
+    """The schedule that is predicted to be the fastest, whatever other templates could do."""
+    machine = machine_for(arch, sm_count)
+    model = Model(spec, machine)
+    all_ = [s for start in few_rows(spec, arch) for s in filling(start, spec, machine.sm_count)]
+    return min((s for s in all_ if not problems(s, spec, arch)), key=lambda s: model.predict(s).seconds)
+
+
+def scheduled(spec: GemmSpec, granules: int, steps: int, warps: int, splits: int) -> Schedule:
+    """A schedule in units of what the product's plan has."""
+    plan = Plan.of(spec, GEMV)
+    return GEMV.block(spec.m, plan.granule * granules).k(plan.step * steps).warps(warps).split(splits)
+
+
+def exact(dtype: DType) -> DType:
+    """A result that holds sums of integers."""
+    return dtypes.int32 if dtypes.is_int(dtype) else dtypes.float32
+
+
+def check(spec: GemmSpec, schedule: Schedule, arch: str, seed: int = 0, m: int | None = None) -> None:
+    """Integers come out exactly."""
+    given_ = arguments(spec, seed)
+    got = run(gemv(spec, schedule, arch), spec, given_, arch, seed, m)
+    assert torch.equal(got, reference(spec, given_)[..., :m or spec.m, :])

@@ -1,0 +1,168 @@
+"""The template of rows on the emulated GPU, checks on: against float64, whole numbers to the bit, NaN, edges,
+odd sizes and alignments, rows that do not fit in registers; and checkers that fail."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from norm_case import (
+    BF16,
+    F16,
+    F32,
+    S32,
+    argmax,
+    arguments,
+    checked,
+    gated,
+    launched,
+    layer,
+    lies,
+    of,
+    reference,
+    rms,
+    softmax,
+)
+from tinygrad.dtype import DType
+
+from tinygrad_nv.errors import ScheduleError
+from tinygrad_nv.tile.expression import Load, Position, Sum
+from tinygrad_nv.tile.gemm.spec import Result
+from tinygrad_nv.tile.norm.kernel import norm
+from tinygrad_nv.tile.norm.plan import MOST_ELEMENTS, Plan
+from tinygrad_nv.tile.norm.spec import Computed, NormSpec, Statistic
+
+ARCHES = ("sm_80", "sm_90a")
+FORMS = {"rms": rms, "layer": layer, "softmax": softmax, "argmax": argmax, "silu·mul": gated}
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_is_as_exact_as_float32(form: str, dtype: DType, arch: str):
+    """A team of several warps, one of a part of a warp, and vectors of single elements."""
+    for seed, (m, n) in enumerate(((2, 520), (5, 64), (3, 77))): checked(FORMS[form](m, n, dtype), arch, seed)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_forms_of_rms(dtype: DType, arch: str):
+    for more in ({"gemma": True}, {"residual": True}, {"gap": 3}, {"gap": 8, "offset": 8}, {"offset": 1}):
+        checked(rms(3, 264, dtype, **more), arch)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_order_of_warps_gives_the_same_bits(seed: int):
+    spec = rms(2, 1400, BF16)
+    operands = arguments(spec)
+    first, other = (launched(spec, operands, "sm_90a", each)[0][0] for each in (0, seed))
+    assert torch.equal(first, other)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_generated(data: st.DataObject):
+    form = data.draw(st.sampled_from(sorted(FORMS)))
+    m, n = data.draw(st.integers(1, 9)), data.draw(st.integers(2, 700))
+    dtype = data.draw(st.sampled_from([F32, F16, BF16]))
+    gap = {} if form == "silu·mul" else {"gap": data.draw(st.sampled_from([0, 1, 2, 8]))}
+    checked(FORMS[form](m, n, dtype, **gap), data.draw(st.sampled_from(ARCHES)), data.draw(st.integers(0, 9)))
+
+
+def total(m: int, n: int, batch: tuple[int, ...] = (), symbolic: bool = False) -> NormSpec:
+    """x + Σ x · 2, and x − max x in int32, of rows between others of a batch."""
+    size = n * m
+    strides = (size * 10, size * 3)[:len(batch)]
+    x = Load(0, F32, n, 1, strides)
+    out = Result(F32, n, 1, strides)
+    return NormSpec(m, n, (Statistic("add", x), Statistic("max", x.cast(S32))),
+                    (Computed(out, x + Sum() * 2.0), Computed(replace(out, dtype=S32),
+                                                              x.cast(S32) - Sum(S32, 1))), batch, symbolic)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize(("m", "n", "batch"), [(3, 40, ()), (9, 33, (2,)), (2, 600, (2, 3)), (40, 4, ())])
+def test_whole_numbers_are_exact(m: int, n: int, batch: tuple[int, ...], arch: str):
+    checked(total(m, n, batch), arch, exact=True)
+
+
+@pytest.mark.parametrize("m", [1, 4, 9])
+def test_rows_may_be_fewer(m: int):
+    for n in (36, 300): checked(total(9, n, (2,), symbolic=True), "sm_90a", exact=True, m=m)
+
+
+def test_elements_know_where_they_are():
+    """Positions along each dimension, and a number of the row that is loaded."""
+    x, r = Load(0, S32, 40, 1, (400,)), Load(1, S32, 1, 0, (10,))
+    value = x + Position("n") * 3 + Position("m") * 5 + Position(0) * 7 + r
+    for statistics in ((), (Statistic("add", x),)):
+        shown = value + Sum(S32) if statistics else value
+        spec = NormSpec(10, 40, statistics, (Computed(Result(S32, 40, 1, (400,)), shown),), (2,))
+        checked(spec, "sm_80", exact=True)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_nan_and_infinity(dtype: DType, arch: str):
+    """A maximum is of numbers; a row of nothing else has no element that is the largest."""
+    spec = argmax(6, 70, dtype)
+    operands = arguments(spec)
+    x = operands[0].view(6, 70)
+    x[0, [3, 40, 69]] = 9.0
+    x[1, 69] = torch.inf
+    x[2, 5] = torch.nan
+    x[3] = torch.nan
+    x[4] = -torch.inf
+    found = launched(spec, operands, arch)[0][0].flatten().tolist()
+    assert found == [3, 69, int(x[2].float().nan_to_num(-torch.inf).argmax()), 70, 0, int(x[5].argmax())]
+    spec = softmax(6, 70, dtype)
+    found = launched(spec, operands, arch)[0][0]
+    nans = found.isnan().all(-1).tolist()
+    assert nans == [False, True, True, True, True, False]  # inf − inf, and as in a sum
+
+
+def test_rows_that_do_not_fit_are_read_again():
+    """A loop over whole groups of chunks, and what is left, some of it guarded."""
+    for spec in (softmax(1, 4 * 2048 * 4 + 2048 + 12), rms(2, 20000, F32, residual=True)):
+        assert not Plan.of(spec).held
+        checked(spec, "sm_90a")
+    one = lies(F32, 40000)
+    spec = of(1, 40000, (Statistic("add", one),), one + Sum())
+    checked(spec, "sm_80", exact=True)
+
+
+@pytest.mark.parametrize("form", ["rms", "layer", "softmax"])
+def test_a_row_has_the_same_bits_beside_any_others(form: str):
+    """Alone, among few and among many, and wherever it stands."""
+    for n in (100, 264, 1100):
+        many = FORMS[form](300, n, BF16)
+        operands = arguments(many)
+        among = launched(many, operands, "sm_90a")[0][0]
+        for first, count in ((0, 1), (170, 1), (290, 5)):
+            some = operands | {0: operands[0][first * n:(first + count) * n]}
+            assert torch.equal(launched(FORMS[form](count, n, BF16), some, "sm_90a")[0][0],
+                               among[first:first + count])
+
+
+def test_what_has_no_kernel_is_refused_in_words():
+    apart = Load(0, F32, 1, 64)
+    with pytest.raises(ScheduleError, match="elements of x0 lie apart"):
+        norm(of(4, 64, (Statistic("add", apart),), apart + Sum()), "sm_80")
+    with pytest.raises(ScheduleError, match="several CTAs are faster"):
+        norm(rms(1, MOST_ELEMENTS + 4), "sm_80")
+
+
+@pytest.mark.parametrize("spoilt", [("bar.sync 0;", ""), ("max.f32", "min.f32"), ("add.f32", "sub.f32")])
+def test_the_checks_can_fail(spoilt: tuple[str, str]):
+    """Without its barrier the race is found; other sums are seen."""
+    with pytest.raises(AssertionError): checked(softmax(2, 600), "sm_80", spoilt=spoilt)
+
+
+def test_the_reference_can_fail():
+    spec = rms(2, 64)
+    operands = arguments(spec)
+    right, plain = (reference(spec, operands, float32=each)[0] for each in (False, True))
+    assert 0 < (right - plain).abs().max() < 1e-6
+    assert (right - reference(layer(2, 64), arguments(layer(2, 64)))[0]).abs().max() > 1e-2

@@ -1,0 +1,205 @@
+"""The sampler's templates on the emulated GPU, checks on: selections to the bit, draws against float64."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from selection_case import near_targets
+
+from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.ptx.emulator import Emulator
+from tinygrad_nv.ptx.emulator.report import Report
+from tinygrad_nv.tile.kernel import TileKernel
+from tinygrad_nv.tile.sampling import choice as choosing
+from tinygrad_nv.tile.sampling import threshold as selection
+from tinygrad_nv.tile.sampling import threshold_sift as sifting
+from tinygrad_nv.tile.sampling.count import count
+from tinygrad_nv.tile.sampling.spec import NUMBERS, ChoiceSpec, CountSpec, FilterSpec, Number
+
+ARCHES = ("sm_80", "sm_90a")
+GUARD = 77
+
+
+def launched(made: TileKernel, arch: str, out: np.ndarray, *inputs: np.ndarray, seed: int = 0,
+             reports: list[Report] | None = None) -> np.ndarray:
+    """What becomes of `out`. Nothing may be found, and nothing else is written."""
+    emu = Emulator(arch, seed=seed)
+    place = emu.alloc(np.concatenate([out.reshape(-1), np.full(3, GUARD, out.dtype)]))
+    held = [emu.alloc(each) for each in inputs]
+    report = emu.launch(made.ptx, made.grid, made.threads, [place, *held])
+    assert report.findings == [], "\n".join(map(str, report.findings))
+    if reports is not None: reports.append(report)
+    found = place.numpy().view(out.dtype)
+    assert (found[-3:] == GUARD).all()
+    for each, given in zip(held, inputs, strict=True):
+        assert each.numpy().tobytes() == given.tobytes()
+    return found[:-3].reshape(out.shape).copy()
+
+
+def filtered(spec: FilterSpec, x: np.ndarray, weights: np.ndarray, targets: np.ndarray, arch: str,
+             seed: int = 0, reports: list[Report] | None = None, spoilt: tuple[str, str] = ("", "")
+             ) -> np.ndarray:
+    numbers = np.full((spec.rows, NUMBERS), np.nan, np.float32)
+    numbers[:, spec.number] = targets
+    rows = [np.broadcast_to(each, (spec.rows, spec.size)).copy()
+            for each in (x, *[weights] * (not spec.counted))]
+    out = np.full((spec.rows, spec.size), GUARD, np.float32)
+    made = selection.threshold(spec, arch)
+    assert spoilt[0] in made.ptx
+    if spoilt[0]: made = replace(made, ptx=made.ptx.replace(*spoilt))
+    return launched(made, arch, out, *rows, numbers, seed=seed, reports=reports)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("alike", [False, True], ids=["weighted", "counted"])
+@pytest.mark.parametrize(("size", "bits"), [(5, 4), (300, 4), (512, 4), (300, 2), (512, 2)])
+def test_a_filter_is_exact_where_a_sum_is_nearly_the_target(arch: str, alike: bool, size: int, bits: int,
+                                                            monkeypatch: pytest.MonkeyPatch):
+    """Lanes of one element, of a part of them, and whole vectors; short lanes and what long ones do."""
+    if bits == 2: monkeypatch.setattr(selection, "SHORT", 0)
+    x, weights, targets, kept = near_targets(size, alike, 2)
+    spec = FilterSpec(len(targets), size, Number.top_p, alike)
+    found = filtered(spec, x, weights, targets, arch)
+    np.testing.assert_array_equal(found.view(np.uint32), kept.view(np.uint32))
+
+
+@pytest.mark.parametrize(("alike", "room", "spoilt"), [
+    (False, 40, ("", "")), (False, 1, ("", "")), (True, 40, ("0f3F8020C5", "0f3F000000")),
+    pytest.param(True, 40, ("", ""), marks=pytest.mark.slow)])
+def test_lists_are_used_where_they_have_the_mass(alike: bool, room: int, spoilt: tuple[str, str],
+                                                 monkeypatch: pytest.MonkeyPatch):
+    """Where lanes have more than there is room for, or the floor has half of the mass, all elements are
+    looked at again, in each pass. The constant is 1.001."""
+    monkeypatch.setattr(selection, "SHORT", 0)
+    monkeypatch.setattr(sifting, "ROOM", room)
+    x, weights, targets, kept = near_targets(515, alike, 40)
+    left = np.isfinite(kept).sum(1)
+    order = np.flatnonzero((left >= 60) & (left <= 120) & np.isfinite(targets))[:2]
+    assert len(order)
+    reports: list[Report] = []
+    spec = FilterSpec(len(order), 515, Number.top_p, alike)
+    found = filtered(spec, x, weights, targets[order], "sm_90a", reports=reports, spoilt=spoilt)
+    np.testing.assert_array_equal(found.view(np.uint32), kept[order].view(np.uint32))
+    passes = sum(site.threads for site in reports[0].stats.sites if site.opcode.startswith("ld.global")) \
+        / (len(order) * 515 * (1 if alike else 2))
+    assert passes < 5 if (room, spoilt[0]) == (40, "") else passes > 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2048, 2050, 9000])
+def test_large_filters(size: int):
+    x, weights, targets, kept = near_targets(size, False, 1)
+    spec = FilterSpec(len(targets), size, Number.top_p)
+    found = filtered(spec, x, weights, targets, "sm_90a")
+    np.testing.assert_array_equal(found.view(np.uint32), kept.view(np.uint32))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_order_of_warps_keeps_the_same(seed: int):
+    x, weights, targets, kept = near_targets(260, False, 1)
+    found = filtered(FilterSpec(len(targets), 260, Number.top_k), x, weights, targets, "sm_90a", seed)
+    np.testing.assert_array_equal(found.view(np.uint32), kept.view(np.uint32))
+
+
+def words(seed: int, place: int, size: int) -> np.ndarray:
+    """Low words of Threefry-2x32-20 of counters (0 …, place)."""
+    low, high = seed & 0xFFFFFFFF, seed >> 32
+    key = [np.uint32(high), np.uint32(low ^ high ^ 0x1BD11BDA), np.uint32(low)]
+    a, b = np.arange(size, dtype=np.uint32) + key[2], np.full(size, place, np.uint32) + key[0]
+    for i in range(5):
+        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
+            a = a + b
+            b = a ^ (b << np.uint32(turn) | b >> np.uint32(32 - turn))
+        a, b = a + key[i % 3], b + key[(i + 1) % 3] + np.uint32(i + 1)
+    return a
+
+
+def noise(seed: int, place: int, size: int) -> np.ndarray:
+    return -np.log(-np.log(((words(seed, place, size) >> 9) + 0.5) * 2.0 ** -23))
+
+
+def chosen(spec: ChoiceSpec, x: np.ndarray, params: list[SamplingParams], places: np.ndarray, arch: str,
+           seed: int = 0) -> list[int]:
+    cut = choosing.pieces(spec)
+    given = [np.stack([each.numbers(each.seed or 0) for each in params]), places] if spec.draw else []
+    made, out = choosing.choice(spec, arch), np.full(spec.rows, GUARD, np.int32)
+    if cut == 1: return launched(made, arch, out, x, *given, seed=seed).tolist()
+    best = launched(made, arch, np.full((spec.rows, cut), GUARD, np.uint64), x, *given, seed=seed)
+    return launched(choosing.merged(spec, arch), arch, out, best).tolist()
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that there are some of a row that is short."""
+    monkeypatch.setattr(choosing, "PIECE", 300)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("size", [3, 700])
+def test_draws_are_those_of_exact_noise(arch: str, size: int, small_pieces: None):
+    """Rows with and without a temperature, some tokens left out. Noise is exact to 1e-6: no row here has two
+    numbers as near to each other."""
+    rows = 5
+    x = (np.random.default_rng(size).standard_normal((rows, size)) * 2).astype(np.float32)
+    x[:, 1] = -np.inf
+    params = [SamplingParams(temperature=i % 4, seed=i * 0x123456789AB) for i in range(rows)]
+    places = np.array([0, 5, 1 << 20, 77, 9], np.int32)
+    spec = ChoiceSpec(rows, size)
+    assert choosing.pieces(spec) == -(-size // 300)
+    expected = []
+    for row, each, place in zip(x, params, places.tolist(), strict=True):
+        y = row + (noise(each.seed or 0, place, size) if each.temperature else 0)
+        first, second = np.sort(y)[::-1][:2]
+        assert first - second > 1e-5
+        expected.append(int(y.argmax()))
+    assert chosen(spec, x, params, places, arch) == expected
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("draw", [False, True])
+def test_the_first_of_equals_is_chosen_and_nan_is_told(arch: str, draw: bool, small_pieces: None):
+    size = 800
+    x = np.full((5, size), -3, np.float32)
+    x[0, [250, 700]], x[1, 600], x[1, 13], x[3] = 5, 0.0, -0.0, -np.inf
+    x[2, 790], x[4, 0] = np.nan, np.array(0xFFC00000, np.uint32).view(np.float32)
+    places = np.zeros(5, np.int32)
+    made = chosen(ChoiceSpec(5, size, draw), x, [SamplingParams(temperature=0)] * 5, places, arch)
+    assert made == [250, 13, size, 0, size]
+    if draw:
+        drawn = chosen(ChoiceSpec(5, size), x, [SamplingParams()] * 5, places, arch)
+        assert drawn[2:] == [size, 0, size]
+
+
+def test_noise_is_exact_where_a_uniform_number_is_nearly_one(monkeypatch: pytest.MonkeyPatch):
+    """The largest noise there is: as of the hardware's logarithm, which gives 0 there, it would be infinite.
+    Row i has so much less on all tokens but 0 that 0 is chosen if its noise is at least exact − 1e-4 · i."""
+    seed, place = next((seed, int(at)) for seed in range(400)
+                       for at in [np.argmax(words(seed, 3, 1 << 14))] if words(seed, 3, 1 << 14)[at] >> 9
+                       >= (1 << 23) - 200)
+    size = place + 1
+    exact = noise(seed, 3, size)
+    x = np.full((3, size), -np.inf, np.float32)
+    x[:, place] = 0
+    other = int(np.argmin(np.where(np.arange(size) == place, np.inf, abs(exact))))
+    for i, more in enumerate((-1e-4, 0.0, 1e-4)): x[i, other] = exact[place] - exact[other] + more
+    made = chosen(ChoiceSpec(3, size), x, [SamplingParams(seed=seed)] * 3, np.full(3, 3, np.int32), "sm_90a")
+    assert (made[0], made[2]) == (place, other)
+
+
+def test_a_tokens_rank_does_not_depend_on_the_order_of_threads():
+    x = np.random.default_rng(0).standard_normal((2, 900)).astype(np.float32)
+    made = [chosen(ChoiceSpec(2, 900), x, [SamplingParams(seed=4)] * 2, np.zeros(2, np.int32), "sm_90a", seed)
+            for seed in range(3)]
+    assert made[0] == made[1] == made[2]
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_tokens_are_counted_in_place(arch: str):
+    spec = CountSpec(5, 4, 40)
+    counts = np.arange(160, dtype=np.float32).reshape(4, 40)
+    slots, tokens = np.array([2, -1, 0, 4, 3], np.int32), np.array([39, 1, 40, 3, 0], np.int32)
+    expected = counts.copy()
+    expected[2, 39] += 1
+    expected[3, 0] += 1
+    np.testing.assert_array_equal(launched(count(spec, arch), arch, counts, slots, tokens), expected)

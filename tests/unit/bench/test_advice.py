@@ -1,0 +1,56 @@
+"""What messages and pages tell to install is there: every `pip install X` is a name or an extra of
+pyproject.toml. This package itself is in no index: its extras are those of a checkout."""
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tinygrad_nv.benchmarks.engines import PACKAGES
+
+ROOT = Path(__file__).resolve().parents[3]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+TOLD = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("bench/*.md"),
+        *ROOT.glob("bench/*.py"), *(ROOT / "tinygrad_nv").rglob("*.py"), *(ROOT / "models").rglob("*.py")]
+# text, and string literals that continue on the next line
+JOINED = re.compile(r"""["']\n\s*f?["']""")
+COMMAND = re.compile(r"pip install ([^:;)`\n\"{]+)")
+
+
+def names() -> set[str]:
+    """What the project depends on, with all extras."""
+    listed = [*PROJECT["dependencies"], *(one for extra in EXTRAS.values() for one in extra)]
+    return {re.split(r"[><=;\[ ]", one)[0].lower() for one in listed}
+
+
+def wrong(command: str) -> list[str]:
+    """The words of a command that are no package or extra of the project."""
+    bad = []
+    if "--no-index" in command: return bad  # a file
+    for word in command.replace("'", " ").split():
+        if word in ("or", "on", "and", "besides", "in"): break
+        if word in ("-e", "-U"): continue
+        checkout = re.fullmatch(r"\.\[([a-z,]+)\]", last := word.rstrip(",."))
+        known = set(checkout[1].split(",")) <= set(EXTRAS) if checkout \
+            else re.split(r"[><=]", last)[0].lower() in names()
+        if not known: bad.append(word)
+        if last != word: break
+    return bad
+
+
+@pytest.mark.parametrize("path", TOLD, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_is_to_be_installed_is_known(path: Path):
+    text = JOINED.sub("", path.read_text())
+    for found in COMMAND.finditer(text):
+        assert not wrong(found[1]), found[0]
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_peers_are_known(name: str): assert not wrong(PACKAGES[name])
+
+
+@pytest.mark.parametrize("command", ["'tinygrad-nv[cuda]'", "tinygrad-nv", "'.[gpu]'", "ziglang nothing"])
+def test_others_are_not(command: str): assert wrong(command)

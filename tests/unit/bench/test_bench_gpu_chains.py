@@ -1,0 +1,223 @@
+"""The parts "smoke" and "chains" of bench/gpu.py on the emulated driver, and on drivers with a bug, each of
+which a row of theirs finds."""
+from __future__ import annotations
+
+import struct
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
+import cuda_fake
+import gpu_chains
+import gpu_correct
+import gpu_record
+import gpu_smoke
+from gpu_cases import Case, Cases
+from gpu_parts import PARTS, NotMeasured
+
+from tinygrad_nv.ptx.emulator import Emulator
+from tinygrad_nv.runtime.driver import Launch
+from tinygrad_nv.runtime.emulated import driver as emulated
+from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
+from tinygrad_nv.runtime.emulated.graph import EmulatedExecutable, EmulatedGraph
+
+OPTIONS = Namespace(emulate=True, arch="sm_90a", seed=0, only="")
+N = 64
+
+
+# **** smoke ****
+
+def smoke(name: str, options: Namespace = OPTIONS) -> dict[str, Any]:
+    return gpu_smoke.opened(options)(name, 10.0)
+
+
+@pytest.mark.parametrize("name", gpu_smoke.ASKED)
+def test_the_emulated_driver_does_what_is_taken_for_granted(name: str):
+    assert smoke(name) == {"status": "emulated", "why": "as it must be"}
+
+
+@pytest.mark.parametrize("name", gpu_smoke.ASKED)
+def test_the_calls_of_cuda(name: str):
+    """CUDADriver on the fake of cuda.bindings."""
+    with cuda_fake.installed() as fake:
+        assert smoke(name, Namespace(emulate=False)) == {"status": "measured", "why": "as it must be"}
+        if name.startswith("other arguments"): assert fake.calls["cuGraphExecKernelNodeSetParams"] == 1
+
+
+def without_cluster(work: Any) -> Any:
+    return replace(work, cluster=(1, 1, 1)) if isinstance(work, Launch) else work
+
+
+def loses_the_cluster_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = EmulatedGraph.add
+    monkeypatch.setattr(EmulatedGraph, "add",
+                        lambda self, work, after=(): add(self, without_cluster(work), after))
+
+
+def loses_the_cluster_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = EmulatedExecutable.update
+    monkeypatch.setattr(EmulatedExecutable, "update",
+                        lambda self, node, work: update(self, node, without_cluster(work)))
+
+
+def keeps_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EmulatedExecutable, "update", lambda self, node, work: None)
+
+
+def keeps_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = EmulatedExecutable.update
+    monkeypatch.setattr(EmulatedExecutable, "update", lambda self, node, work: update(
+        self, node, replace(work, grid=self.works[node.number].grid)))
+
+
+def skips_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = EmulatedGraph.order
+    monkeypatch.setattr(EmulatedGraph, "order", lambda self: order(self)[:-1])
+
+
+@pytest.mark.parametrize(("bug", "name"), [
+    (loses_the_cluster_of_a_node, "a cluster of 2 of a graph's node"),
+    (loses_the_cluster_of_a_node, "a cluster of 8 of a graph's node"),
+    (loses_the_cluster_of_a_node, "nodes with and without clusters"),
+    (loses_the_cluster_of_an_update, "other arguments of a node with a cluster"),
+    (loses_the_cluster_of_an_update, "another grid of a node with a cluster"),
+    (keeps_the_arguments, "other arguments of a node with a cluster"),
+    (keeps_the_arguments, "nodes with and without clusters"),
+    (keeps_the_arguments, "tensor maps of a node with a cluster"),
+    (keeps_the_grid, "another grid of a node with a cluster"),
+    (skips_a_node, "programmatic edges")], ids=lambda each: getattr(each, "__name__", None))
+def test_a_driver_with_a_bug_is_found(monkeypatch: pytest.MonkeyPatch, bug: Any, name: str):
+    bug(monkeypatch)
+    row = smoke(name)
+    assert row["status"] == "disagrees"
+    assert "must be" in row["why"] or "not the product" in row["why"]
+
+
+def test_before_hopper_nothing_is_asked():
+    with pytest.raises(NotMeasured, match="need sm_90"): smoke("a cluster in a stream",
+                                                               Namespace(emulate=True, arch="sm_80", seed=0))
+
+
+# **** chains ****
+
+LOAD = "ld.global.b32 %v, [%a];"
+WAITS = """.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry each(.param .u64 out, .param .u64 in)
+{
+.reg .b64 %o, %a, %w;
+.reg .b32 %v, %t;
+ld.param.b64 %o, [out];
+ld.param.b64 %a, [in];
+mov.u32 %t, %tid.x;
+mul.wide.u32 %w, %t, 4;
+add.u64 %o, %o, %w;
+add.u64 %a, %a, %w;
+griddepcontrol.wait;
+ld.global.b32 %v, [%a];
+add.u32 %v, %v, %v;
+st.global.b32 [%o], %v;
+ret;
+}
+"""
+LATE = WAITS.replace(f"griddepcontrol.wait;\n{LOAD}", f"{LOAD}\ngriddepcontrol.wait;")
+PLAIN = WAITS.replace("griddepcontrol.wait;\n", "")
+
+
+@pytest.fixture
+def cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cases]:
+    """A file that what the emulator launches is recorded into."""
+    monkeypatch.setattr(Emulator, "launch", Emulator.launch)
+    made = Cases(tmp_path / "cases.sqlite", write=True)
+    recorder = gpu_record.Recorder(made)
+    recorder.test = "test_here::test_it"
+    recorder.install()
+    yield made
+    made.close()
+
+
+def recorded(cases: Cases, ptx: str) -> Case:
+    """A launch by itself."""
+    emu = Emulator("sm_90a")
+    given = np.arange(N, dtype=np.int32)
+    assert not emu.launch(ptx, 1, N, [emu.alloc(np.zeros(N, np.int32)), emu.alloc(given)]).findings
+    return cases.get(cases.names()[-1])
+
+
+def measured(cases: Cases, tmp_path: Path, **options: Any) -> dict[str, Any]:
+    """The row of the test."""
+    given = Namespace(**{**vars(OPTIONS), "cases": tmp_path / "cases.sqlite", **options})
+    assert gpu_chains.rows(given) == ["test_here::test_it"]
+    measure = PARTS["chains"].opened
+    assert measure is not None
+    return measure(given)("test_here::test_it", 10.0)
+
+
+def test_kernels_that_wait_are_chained(cases: Cases, tmp_path: Path):
+    recorded(cases, PLAIN)
+    recorded(cases, LATE.replace("%v", "%probe"))
+    waits = recorded(cases, WAITS)
+    assert gpu_chains.waiting(cases) == [waits.name]
+    row = measured(cases, tmp_path)
+    assert (row["status"], row["launches"], row["same"]) == ("emulated", 1, 1)
+    answers = list(gpu_chains.in_chains(device := EmulatedDriver("sm_90a"), waits))
+    assert len(answers) == 2 * gpu_chains.ROUNDS, "in a stream and in a graph"
+    assert {bytes(found[0]) for found, _ in answers} == {waits.memory[0].after}
+    assert device.used_bytes == 0
+
+
+def test_the_same_over_the_calls_of_cuda(cases: Cases, tmp_path: Path):
+    recorded(cases, WAITS)
+    with cuda_fake.installed(): row = measured(cases, tmp_path, emulate=False)
+    assert (row["status"], row["same"]) == ("measured", 1)
+
+
+def test_a_kernel_that_reads_before_it_waits_is_found(cases: Cases, tmp_path: Path):
+    """By itself it is right: recording finds nothing."""
+    case = recorded(cases, LATE)
+    with pytest.raises(RuntimeError, match=r"is not ordered after griddepcontrol\.wait"):
+        measured(cases, tmp_path)
+    assert gpu_correct.worst(gpu_correct.verdict(case, *each) for each in gpu_correct.once(
+        EmulatedDriver("sm_90a"), case)).kind == "same"
+
+
+@pytest.mark.parametrize(("launch", "kind"), [(0, "same"), (3, "disagrees"), (7, "disagrees"),
+                                              (23, "disagrees")])
+def test_every_answer_of_a_chain_is_compared(cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                             launch: int, kind: str):
+    """After the kernel of a round, counted among all launches, an element of its result is another. There are
+    4 launches a round, 12 in the stream and 12 in the graph."""
+    recorded(cases, WAITS)
+
+    class Wrong(EmulatedDriver):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.launches, self.arena = 0, 0
+
+        def alloc(self, nbytes: int) -> int:
+            address = super().alloc(nbytes)
+            self.arena = self.arena or address
+            return address
+
+        def run(self, work: Any, stream: Any, ahead: Any = ()) -> Any:
+            done = super().run(work, stream, ahead)
+            self.launches += isinstance(work, Launch)
+            if isinstance(work, Launch) and self.launches == launch:
+                memory = self.emulator.buffers[self.arena].data
+                memory[4 * 9:4 * 10] = np.frombuffer(struct.pack("<I", 1234), np.uint8)
+            return done
+
+    monkeypatch.setattr(emulated, "EmulatedDriver", Wrong)
+    row = measured(cases, tmp_path)
+    assert row[kind] == 1, row
+    if kind == "disagrees":
+        assert "is 9: 1234 on the device, 18 emulated" in row["why"]
+        assert "--part chains --only 'test_here::test_it#" in row["why"]

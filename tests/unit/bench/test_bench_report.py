@@ -1,0 +1,161 @@
+"""bench/report.py: what it makes of results, and that the README says exactly that."""
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
+import report
+
+TELEMETRY = {"sm_mhz": {"mean": 1755.0, "low": 1700.0, "high": 1980.0}, "watts": {"mean": 640.0}}
+
+
+def product(ours: list[float], **others: list[float]) -> dict[str, Any]:
+    return {"status": "measured", "work": 1e12, "nbytes": 1e9, "commit": "abc", "dirty": False,
+            "seconds": {"ours": ours, **others}, "telemetry": TELEMETRY}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Results of a GPU that has some parts."""
+    correct = {"status": "measured", "launches": 40, "same": 30, "close": 5, "open": 3, "order": 1,
+               "disagrees": 1, "commit": "abc"}
+    parts = {"correctness": {"test_a::test_it": correct,
+                             "test_b::test_it": {"status": "hung", "why": "no answer", "commit": "abc"}},
+             "gemm": {"1024³": product([0.002, 0.004], torch=[0.004, 0.002], Triton=[0.005, 0.005]),
+                      "2048³": product([0.002, 0.002], torch=[0.001, 0.001]),
+                      "Llama 8B o M=1": {"status": "not measured", "why": "out of time", "commit": "abc"}}}
+    record = {"gpu": "NVIDIA H100 80GB HBM3", "driver": "580.1", "torch": "2.11", "triton": "3.6",
+              "parts": parts}
+    (tmp_path / "gpu_h100-80gb-hbm3.json").write_text(json.dumps(record))
+    return tmp_path
+
+
+def test_a_gpu_with_its_facts(folder: Path):
+    said = report.section(folder)
+    for words in ("NVIDIA H100 80GB HBM3, driver 580.1, torch 2.11, Triton 3.6, commit abc", "1755 MHz",
+                  "640 W"):
+        assert words in " ".join(said.split()), words
+
+
+def test_parts_and_what_became_of_them(folder: Path):
+    said = report.section(folder)
+    assert ("2 tests: 1 measured, 1 hung; 40 launches: 30 bit for bit, 5 within their bounds, 1 up to the "
+            "order of warps, 3 in what PTX leaves open, **1 disagree**") in said
+    assert "| matrix products | 3 rows: 2 measured, 1 not measured |" in said
+    for about in ("attention, forward", "attention, backward", "decode attention over pages",
+                  "whole decode steps", "memory-bound kernels"):
+        assert f"| {about} | not measured |" in said
+
+
+def test_windows_of_l2_of_the_same_gpu(folder: Path):
+    assert f"| {report.L2} | not measured |" in report.section(folder)
+    (folder / "l2-h100-80gb-hbm3.json").write_text(json.dumps({"gains_bytes": [3 << 19, 40 << 20]}))
+    assert f"| {report.L2} | gain from 1.5 to 40.0 MiB read again and again |" in report.section(folder)
+
+
+def test_products_by_kind(folder: Path):
+    lines = report.section(folder).splitlines()
+    assert "| products | ours, best row | times as fast as torch | times as fast as Triton |" in lines
+    # medians: 3 ms of 3 ms, 2 ms of 1 ms; 5 ms of 3 ms
+    assert "| cubes | 500 TFLOP/s, 500 GB/s | 0.75 (0.50 … 1.00) | 1.67 (1.67 … 1.67) |" in lines
+    assert "| layers, M = 1 … 8 | not measured | not measured | not measured |" in lines
+
+
+def test_attentions_by_kind():
+    rows = {name: product([0.002, 0.002], cuDNN=[0.003, 0.003]) for name in
+            ("d 64 causal 512 tokens, 32 heads x 32", "d 64 causal 1024 tokens, 32 heads x 16",
+             "d 64 full 512 tokens, 32 heads x 32")}
+    assert [len(names) for names in report.heads(rows).values()] == [2, 1]
+    lines = report.kinds("attention", rows, report.GROUPS["attention"]).splitlines()
+    assert lines[0] == "| attention, forward | ours, best row | times as fast as cuDNN |"
+    assert "| d 64 causal | 500 TFLOP/s, 500 GB/s | 1.50 (1.50 … 1.50) |" in lines
+    paged = {"batch 1, 512 tokens": {}, "batch 4, 512 tokens": {}, "batch 1, 2048 tokens": {}}
+    assert list(map(len, report.lengths(paged).values())) == [2, 1]
+
+
+def test_decoding_on_a_cpu():
+    def run(rate: float, first: float) -> dict[str, float]:
+        return {"ttft_s": first, "tokens_per_s": rate, "rss_peak": 2e8}
+    runs = {"greedy": {"tinygrad_nv": [run(30, 0.01), run(50, 0.03)], "transformers": [run(10, 0.02)] * 2,
+                       "llama.cpp": [run(20, 0.004)] * 2},
+            "sampled": {"tinygrad_nv": [run(24, 0.01)] * 2, "transformers": [run(12, 0.02)] * 2}}
+    results = [{"name": "box", "dtype": "float32", "runs": runs}]
+    record = {"machine": "a CPU", "tokens": 64, "results": results}
+    lines = report.report_cpu.decode(record).splitlines()
+    assert "| box, float32, greedy | 40 | 10 | 20 | 4.00 (3.00 … 5.00) | 2.00 (1.50 … 2.50) |" in lines
+    assert "| box, float32, sampled | 24 | 12 |  | 2.00 (2.00 … 2.00) |  |" in lines
+    assert "| box, first token, ms | 20 | 20 | 4 |  |  |" in lines
+    assert "| box, peak memory, MB | 200 | 200 | 200 |  |  |" in lines
+
+
+def test_kernels_on_a_cpu():
+    def case(ratio: float, seconds: float) -> dict[str, Any]:
+        return {"part": "gemv", "dtype": "float32", "bytes": 2e9, "flops": 1, "ratio": ratio,
+                "seconds": {"ours": [seconds]}}
+    record = {"machine": "a CPU", "torch": "2", "threads": 2, "isa": "avx2",
+              "results": [case(1.0, 0.1), case(2.0, 0.2), case(1.5, 0.1)]}
+    lines = report.report_cpu.kernels(record).splitlines()
+    assert "| gemv, float32, 3 shapes | 10 … 20 GB/s | 1.50 (1.00 … 2.00) |" in lines
+
+
+def test_serving_beside_transformers():
+    rates = {"tinygrad_nv, server": [30.0, 40.0], "transformers, batches": [10.0, 20.0]}
+    record = {"machine": "a box", "requests": 4, "input_len": 8, "output_len": 9, "model": "tales",
+              "batch": 32, "dtype": "float32", "tokens_per_s": rates,
+              "server": {"median_ttft_ms": [5.0, 7.0], "median_tpot_ms": [1.0, 2.0]}}
+    said = report.report_serving.serving(record)
+    assert "6 ms with all requests at once, 1.5 ms for each token after it" in said
+    assert said.splitlines()[-2:] == ["| tinygrad_nv, server | 35 |  |",
+                                      "| transformers, batches | 15 | 2.50 (2.00 … 3.00) |"]
+
+
+def test_without_results_everything_is_not_measured(tmp_path: Path):
+    said = report.section(tmp_path)
+    assert said.count("not measured") == len(report.PARTS) + 9
+    assert "nothing has been measured yet" in said
+
+
+def test_an_emulated_device_is_no_measurement(folder: Path):
+    path = next(folder.glob("gpu_*.json"))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "gpu": "emulated sm_90a"}))
+    assert "nothing has been measured yet" in report.section(folder)
+
+
+def test_a_plot_for_those_beside_torch(folder: Path):
+    record, = report.gpus(folder)
+    path = report.plotted(record, folder)
+    assert path is not None
+    assert path.name == "gpu_h100-80gb-hbm3_gemm.png"
+    assert path.stat().st_size > 5000
+    assert f"(bench/results/{path.name})" in report.section(folder)
+    assert report.plotted({**record, "parts": {}}, folder) is None
+
+
+def test_the_readme_says_what_the_results_say():
+    assert report.README.read_text() == report.replaced(report.README.read_text(),
+                                                        report.section(report.RESULTS))
+
+
+def test_the_command_writes_and_compares(folder: Path, tmp_path: Path):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    line = [sys.executable, report.__file__, "--results", str(folder), "--readme", str(readme)]
+    assert subprocess.run([*line, "--check"], check=False, capture_output=True).returncode == 1
+    for said in ("written", "as it was"):
+        done = subprocess.run(line, check=True, capture_output=True, text=True)
+        assert done.stdout == f"{readme}: {said}\n"
+    assert subprocess.run([*line, "--check"], check=False).returncode == 0
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+
+
+def test_a_text_without_markers_is_refused():
+    with pytest.raises(SystemExit, match="performance"): report.replaced("nothing", "")

@@ -1,0 +1,124 @@
+"""Rows of a table on the CPU: the bits of the body, gradients added up in order, whatever the parts."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tinygrad import Tensor, TinyJit, Variable, dtypes
+from tinygrad.dtype import DType
+from tinygrad.helpers import Context
+
+from tinygrad_nv import disabled, explain
+from tinygrad_nv.cpu import isa
+from tinygrad_nv.cpu.embedding import kernel as template
+from tinygrad_nv.cpu.machine import machine
+from tinygrad_nv.errors import SpecError
+from tinygrad_nv.functional import embedding
+from tinygrad_nv.runtime.cpu.program import load
+from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
+
+F32, BF16, F16 = dtypes.float32, dtypes.bfloat16, dtypes.float16
+LEVELS = [each for each in (isa.PORTABLE, isa.AVX2, isa.AVX512) if not isa.why_not(each.level)]
+RNG = np.random.default_rng
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu() -> Iterator[None]:
+    with Context(DEV="CPU"): yield
+
+
+def table(v: int, h: int, dtype: DType = F32) -> Tensor:
+    return Tensor(RNG(v).standard_normal((v, h)).astype(np.float32)).cast(dtype).contiguous().realize()
+
+
+def numbers(v: int, *shape: int, dtype: DType = dtypes.int32) -> Tensor:
+    """Tokens, some of them many times, some from the end and some of no row."""
+    ids = RNG(1).integers(-v - 4, v + 4, shape)
+    ids[::2] %= 5
+    return Tensor(ids).cast(dtype).contiguous().realize()
+
+
+def templates(*tensors: Tensor) -> list[str | None]:
+    return [each.template for each in explain(*tensors).kernels]
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+@pytest.mark.parametrize("width", [7, 100])
+def test_sums_are_in_order_whatever_the_parts(level: isa.ISA, width: int):
+    v, count = 9, 30
+    tokens = RNG(2).integers(-v - 2, v + 2, (count, 2))
+    grad = RNG(3).standard_normal((count, width)).astype(np.float32)
+    wanted = np.zeros((v, width), np.float32)
+    for row, token in zip(grad, tokens[:, 1], strict=True):
+        if -v <= token < v: wanted[token] += row
+    spec = EmbeddingGradientSpec(v, width, F32, Tokens(dtypes.int64, (5, 6), (12, 2), 1))
+    for parts, order in ((1, None), (2, (1, 0)), (5, (4, 1, 0, 3, 2))):
+        kernel = template.build(spec, replace(template.default(spec, machine()), isa=level, parts=parts))
+        out, work = np.full(v * width + 2, 77, np.float32), np.full(kernel.workspace_bytes // 4, 3, np.uint32)
+        load(kernel)(out, work, tokens, grad, order=order)
+        np.testing.assert_array_equal(out[:-2].reshape(v, width), wanted)
+        assert (out[-2:] == 77).all()
+
+
+def test_a_copy_writes_its_rows_alone():
+    weight, tokens = RNG(0).standard_normal((6, 5)).astype(np.float32), np.array([5, -7, -6, 6], np.int32)
+    spec = EmbeddingSpec(6, 5, F32, Tokens(dtypes.int32, (4,), (1,)), symbolic=True)
+    for parts in (1, 3):
+        schedule = replace(template.default(spec, machine()), parts=parts)
+        out = np.full((5, 5), 77, np.float32)
+        load(template.build(spec, schedule))(out, weight, tokens, 3)
+        np.testing.assert_array_equal(out, [weight[5], [0] * 5, weight[0], [77] * 5, [77] * 5])
+
+
+@pytest.mark.parametrize(("dtype", "of"), [(F32, dtypes.int32), (BF16, dtypes.int64), (F16, dtypes.int32)],
+                         ids=str)
+def test_bits_are_those_of_the_body(dtype: DType, of: DType):
+    weight, tokens = table(50, 40, dtype), numbers(50, 4, 12, dtype=of)
+    for some in (tokens, tokens.T[2:9, 1:3], *[tokens[0, 0]] * (dtype == F32)):
+        grad = Tensor(RNG(2).integers(-4, 5, (*some.shape, 40))).cast(dtype).contiguous().realize()
+
+        def both(some: Tensor = some, grad: Tensor = grad) -> list[Tensor]:
+            made = embedding(weight, some)
+            return [made, *made.gradient(weight, gradient=grad)]
+        assert templates(*both()) == ["embedding"] * 2
+        ours = [each.float().numpy() for each in both()]
+        with disabled(): theirs = [each.float().numpy() for each in both()]
+        for a, b in zip(ours, theirs, strict=True): np.testing.assert_array_equal(a, b)
+
+
+def test_a_large_table_is_one_kernel():
+    weight, tokens = table(33000, 3), numbers(33000, 5)
+    made = embedding(weight, tokens)
+    assert templates(made) == ["embedding"]
+    with disabled():
+        assert len(explain(weight[tokens]).kernels) == 2
+        wanted = weight[tokens].numpy()
+    np.testing.assert_array_equal(made.numpy(), wanted)
+
+
+def test_a_symbolic_number_of_tokens():
+    weight, tokens, n = table(20, 8), numbers(20, 2, 9)[1], Variable("n", 1, 9)
+    found = embedding(weight, tokens[:n.bind(4)].reshape(1, n.bind(4))).contiguous()
+    assert "embedding" in templates(found)
+
+    @TinyJit
+    def step(some: Tensor) -> Tensor: return embedding(weight, some).contiguous().realize()
+    wanted = embedding(weight, tokens).numpy()
+    for count in (9, 3, 1, 6):
+        got = step(tokens[:n.bind(count)])
+        np.testing.assert_array_equal(got.shrink_to((count, 8)).numpy(), wanted[:count])
+
+
+def test_what_is_no_table_or_no_numbers_is_refused():
+    weight, tokens = table(4, 3), numbers(4, 2)
+    for given in ((weight[0], tokens), (weight, tokens.float())):
+        with pytest.raises(SpecError): embedding(*given)
+    bytes_ = tokens.maximum(0).cast(dtypes.uint8)
+    assert "embedding" not in templates(embedding(weight, bytes_))
+    np.testing.assert_array_equal(embedding(weight, bytes_).numpy(), weight[bytes_].numpy())
+    for fails in (lambda: EmbeddingSpec(0, 3, F32, Tokens(dtypes.int32, (1,), (1,))),
+                  lambda: EmbeddingSpec(2, 3, dtypes.int32, Tokens(dtypes.int32, (1,), (1,))),
+                  lambda: EmbeddingSpec(2, 3, F32, Tokens(dtypes.int32, (1, 2), (2, 1)), True)):
+        with pytest.raises(SpecError): fails()

@@ -1,0 +1,184 @@
+"""The sampler's kernels on the CPU against their bodies, bit by bit, and the tokens that come of them."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from sampler_case import Case, logits_of
+from selection_case import near_targets
+from tinygrad import Tensor, dtypes
+from tinygrad.helpers import Context
+
+from tinygrad_nv import disabled, explain
+from tinygrad_nv.cpu import isa
+from tinygrad_nv.cpu.machine import machine
+from tinygrad_nv.cpu.sampling import choice as choosing
+from tinygrad_nv.cpu.sampling import threshold as selection
+from tinygrad_nv.engine.running.sampler import counted
+from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.errors import SpecError
+from tinygrad_nv.patterns.sampling.named import chosen, largest, tallied
+from tinygrad_nv.runtime.cpu.program import load
+from tinygrad_nv.tile.sampling.spec import NUMBERS, ChoiceSpec, CountSpec, FilterSpec, Number
+
+LEVELS = [each for each in (isa.PORTABLE, isa.AVX2, isa.AVX512) if not isa.why_not(each.level)]
+RNG = np.random.default_rng
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu() -> Iterator[None]:
+    with Context(DEV="CPU"): yield
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+@pytest.mark.parametrize(("size", "floor"), [(5, False), (300, False), (300, True)])
+def test_a_filter_is_exact_where_a_sum_is_nearly_the_target(level: isa.ISA, size: int, floor: bool,
+                                                            monkeypatch: pytest.MonkeyPatch):
+    if floor: monkeypatch.setattr(selection, "SHORT", 0)
+    for alike in (False, True):
+        x, given, goals, kept = near_targets(size, alike)
+        R = len(goals)
+        numbers = np.full((R, NUMBERS), np.nan, np.float32)
+        numbers[:, Number.top_p] = goals
+        spec = FilterSpec(R, size, Number.top_p, alike)
+        for parts, order in ((1, None), (3, (2, 0, 1))):
+            schedule = replace(selection.default(spec, replace(machine(), isa=level)), parts=parts)
+            made = selection.build(spec, schedule)
+            out = np.full(R * size + 3, 77, np.float32)
+            work = np.full(made.workspace_bytes // 4, 77, np.uint32)
+            everything = [np.tile(each, (R, 1)) for each in (x, *[given] * (not alike))]
+            load(made)(out, work, *everything, numbers, order=order)
+            np.testing.assert_array_equal(out[:R * size].view(np.uint32), kept.reshape(-1).view(np.uint32))
+            assert (out[R * size:] == 77).all()
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_a_floor_that_is_wrong_is_given_up(alike: bool, monkeypatch: pytest.MonkeyPatch):
+    """One that has half of the mass: the sums in order tell."""
+    monkeypatch.setattr(selection, "SHORT", 0)
+    x, given, goals, kept = near_targets(600, alike)
+    spec = FilterSpec(len(goals), 600, Number.top_p, alike)
+    made = selection.build(spec, selection.default(spec, machine()))
+    assert "goal * 1.001f" in made.source
+    spoilt = load(replace(made, source=made.source.replace("goal * 1.001f", "goal * 0.5f")))
+    numbers = np.full((len(goals), NUMBERS), np.nan, np.float32)
+    numbers[:, Number.top_p] = goals
+    out, work = np.zeros(kept.shape, np.float32), np.zeros(made.workspace_bytes // 4, np.uint32)
+    spoilt(out, work, *[np.tile(each, (len(goals), 1)) for each in (x, *[given] * (not alike))], numbers)
+    np.testing.assert_array_equal(out.view(np.uint32), kept.view(np.uint32))
+
+
+def numbers_of(params: list[SamplingParams]) -> Tensor:
+    return Tensor(np.stack([each.numbers(each.seed or 0) for each in params])).realize()
+
+
+@pytest.mark.parametrize(("size", "alike"), [
+    (129, False), *(pytest.param(n, alike, marks=pytest.mark.slow) for n in (1, 129, 2048, 32000)
+                    for alike in (False, True) if (n, alike) != (129, False))])
+def test_kernels_have_the_bits_of_their_bodies(size: int, alike: bool):
+    x = Tensor(np.stack([logits_of(seed, size=size) for seed in range(3)])).realize()
+    weights = x.softmax(-1).realize()
+    drawn = [SamplingParams(top_k=k, top_p=p, seed=k << 40)
+             for k, p in ((5, 0.1), (size // 2 + 1, 0.9), (0, 0.999999))]
+    greedy, numbers = replace(drawn[1], temperature=0), numbers_of(drawn)
+    places = Tensor([77, 0, 78], dtype=dtypes.int32).realize()
+
+    def results() -> list[np.ndarray]:
+        kept = largest(x, None if alike else weights, numbers, Number.top_k if alike else Number.top_p)
+        choices = [chosen(x, numbers_of([drawn[0], greedy, drawn[2]]), places), chosen(x, None, places)]
+        return [kept.bitcast(dtypes.uint32).numpy(), *(each.numpy() for each in choices)]
+    assert [k.template for k in explain(largest(x, None, numbers, Number.top_k)).kernels] == ["threshold"]
+    assert [k.template for k in explain(chosen(x, numbers, places)).kernels] == ["choice"]
+    ours = results()
+    with disabled(): theirs = results()
+    for a, b in zip(ours, theirs, strict=True): np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+@pytest.mark.parametrize(("rows", "size"), [(5, 1001), (1, 30000)])
+def test_choices_do_not_depend_on_parts(level: isa.ISA, rows: int, size: int):
+    spec, logits = ChoiceSpec(rows, size), RNG(0).standard_normal((rows, size)).astype(np.float32)
+    logits[0, size // 2] = 50  # twice the largest, in different pieces
+    logits[0, size - 1] = 50
+    params = [SamplingParams(seed=7 + row, temperature=0 if row == 0 else 1) for row in range(rows)]
+    numbers = np.stack([each.numbers(each.seed or 0) for each in params])
+    places, made = np.arange(9, 9 + rows, dtype=np.int32), []
+    for parts, order in ((1, None), (2, (1, 0)), (3, (2, 0, 1))):
+        schedule = replace(choosing.default(spec, replace(machine(), isa=level)), parts=parts)
+        cut = choosing.pieces(spec, schedule)
+        assert cut == (parts if rows == 1 else 1)
+        out = np.full(rows + 1, 77, np.int32)
+        first = out if cut == 1 else np.full(2 * rows * cut, 77, np.int32)
+        load(choosing.build(spec, schedule))(first, logits, numbers, places, order=order)
+        if cut > 1: load(choosing.merged(spec, schedule))(out, first)
+        assert out[rows] == 77
+        made.append(out.tolist())
+    assert made[0][0] == size // 2
+    assert made[1] == made[2] == made[0]
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+@pytest.mark.parametrize("draw", [False, True])
+def test_what_is_no_number_is_told(cut: int, draw: bool):
+    size = 20000
+    x = np.zeros((1, size), np.float32)
+    x[0, 19000] = np.nan
+    spec = ChoiceSpec(1, size, draw)
+    schedule = replace(choosing.default(spec, machine()), parts=cut)
+    pieces = choosing.pieces(spec, schedule)
+    given = [numbers_of([SamplingParams()]).numpy(), np.zeros(1, np.int32)] if draw else []
+    out, first = np.zeros(1, np.int32), np.zeros(2 * pieces, np.int32)
+    load(choosing.build(spec, schedule))(first if pieces > 1 else out, x, *given)
+    if pieces > 1: load(choosing.merged(spec, schedule))(out, first)
+    assert out[0] == size
+    numbers = numbers_of([SamplingParams()]) if draw else None
+    with disabled(): assert chosen(Tensor(x), numbers, Tensor([0], dtype=dtypes.int32)).item() == size
+
+
+def test_tokens_are_counted_in_place():
+    counts = Tensor.zeros(4, 40).contiguous().realize()
+    rows, tokens = Tensor([2, -1, 0, 9], dtype=dtypes.int32), Tensor([39, 1, 40, 3], dtype=dtypes.int32)
+    rows, tokens = rows.realize(), tokens.realize()
+    made = counts.assign(tallied(counts, rows, tokens))
+    assert [k.template for k in explain(made).kernels] == ["count"]
+    made.realize()
+    expected = np.zeros((4, 40), np.float32)
+    expected[2, 39] = 1
+    np.testing.assert_array_equal(counts.numpy(), expected)
+    with disabled(): np.testing.assert_array_equal(tallied(counts, rows, tokens).numpy(), 2 * expected)
+
+
+ALL = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1,
+                     frequency_penalty=0.3, presence_penalty=-0.2, logit_bias={3: 2.0})
+
+
+def kernels(params: SamplingParams, count: bool = False) -> list[str]:
+    case, R = Case([params] * 3, 129), 3
+    logits, places = Tensor.empty(R, 129).realize(), Tensor.empty(R, dtype=dtypes.int32).realize()
+    made = case.made(logits, places)
+    if count: made = counted(case.slots, case.rows, made)
+    return [k.template or "tinygrad" for k in explain(made).kernels]
+
+
+def test_a_sampler_is_few_kernels():
+    """Numbers are gathered, logits divided by temperatures; a filter is one more, of probabilities two.
+    Penalties and biases are gathered too, and tinygrad copies the numbers then."""
+    drawn = ["embedding", "tinygrad", "choice"]
+    assert kernels(SamplingParams(temperature=0.0)) == ["choice"]
+    assert kernels(SamplingParams()) == drawn
+    assert kernels(SamplingParams(top_k=4)) == [*drawn[:2], "threshold", "choice"]
+    assert kernels(SamplingParams(top_p=0.9)) == [*drawn[:2], "norm", "threshold", "choice"]
+    assert kernels(SamplingParams(min_p=0.1)) == [*drawn[:2], "norm", "choice"]
+    penalised = kernels(SamplingParams(temperature=0, presence_penalty=1), True)
+    assert penalised == ["embedding", "embedding", "tinygrad", "choice", "count"]
+    everything = kernels(ALL, True)
+    assert everything[-6:] == ["threshold", "norm", "threshold", "norm", "choice", "count"]
+    assert len(everything) <= 11
+
+
+def test_nothing_to_choose_from_is_refused():
+    for made in (lambda: FilterSpec(1, 0, Number.top_k), lambda: ChoiceSpec(0, 1),
+                 lambda: CountSpec(1, 1, 0)):
+        with pytest.raises(SpecError, match="one or more"): made()

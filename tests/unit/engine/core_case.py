@@ -1,0 +1,81 @@
+"""A core that counts: sequence i of a request chooses 100·i, 100·i + 1, …, one token a step."""
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+
+from tinygrad_nv.engine.engine_config import EngineConfig
+from tinygrad_nv.engine.outputs import Chosen
+from tinygrad_nv.engine.scheduling.request import Request
+from tinygrad_nv.errors import NVError, RequestError
+
+
+class CountingCore:
+    """`calls` are what it was told; `crash` is raised by a step, `refuse` by add; a step waits for `gate`."""
+
+    def __init__(self, queue_limit: int = 8, step_s: float = 0.0) -> None:
+        self.config = EngineConfig(queue_limit=queue_limit)
+        self.running: dict[str, tuple[Request, dict[int, int]]] = {}
+        self.calls: list[tuple] = []
+        self.steps, self.step_s, self.threads = 0, step_s, set[int]()
+        self.crash: BaseException | None = None
+        self.refuse: NVError | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+
+    @property
+    def unfinished(self) -> bool: return bool(self.running)
+
+    def stats(self) -> SimpleNamespace: return SimpleNamespace(running=len(self.running))
+
+    def add(self, request: Request) -> None:
+        self.calls.append(("add", request.id))
+        if self.refuse is not None: raise self.refuse
+        self.running[request.id] = request, dict.fromkeys(range(request.params.n), 0)
+
+    def abort(self, request: str) -> None:
+        self.calls.append(("abort", request))
+        del self.running[request]
+
+    def finish(self, request: str, index: int, stop_reason: int | str | None) -> None:
+        self.calls.append(("finish", request, index, stop_reason))
+        self._end(request, index)
+
+    def _end(self, request: str, index: int) -> None:
+        del self.running[request][1][index]
+        if not self.running[request][1]: del self.running[request]
+
+    def step(self) -> list[Chosen]:
+        self.threads.add(threading.get_ident())
+        self.gate.wait()
+        if self.crash is not None: raise self.crash
+        self.steps += 1
+        time.sleep(self.step_s)
+        made = []
+        for name, (request, counts) in list(self.running.items()):
+            for index in list(counts):
+                counts[index] += 1
+                last = counts[index] == request.params.max_tokens
+                token = 100 * index + counts[index] - 1
+                made.append(Chosen(name, index, (token,), finish_reason="length" if last else None))
+                if last: self._end(name, index)
+        return made
+
+
+class CountingLLM:
+    """As much of an LLM as an AsyncEngine needs: token t is the text of its digits and a space."""
+
+    def __init__(self, core: CountingCore) -> None:
+        from tinygrad_nv.engine.sampling import SamplingParams
+        from tinygrad_nv.engine.thread import EngineThread
+        self.core, self.engine, self.defaults = core, EngineThread(core), SamplingParams(max_tokens=4)
+        self.tokenizer = self
+
+    def encode(self, prompt) -> list[int]:
+        if not prompt: raise RequestError("the prompt is empty")
+        return list(prompt)
+
+    def decode(self, ids) -> str: return "".join(f"{i} " for i in ids)
+
+    def silent(self, token: int) -> bool: return False

@@ -1,0 +1,331 @@
+"""A device for tests of the engine, whose tokens show every error of bookkeeping, and what a request gets
+alone.
+
+A place's contents are a hash of its token and of all contents that its row sees, read through the block
+table; a chosen token is a hash of its row's contents, the slot's seed and the place. So a wrong page, place,
+slot, seed, move or order changes the tokens from there on. Places that nobody wrote, or that only fill a
+group up, are poison: a row that sees one is a fault, as are two writers of one place, a slot that two works
+share, and a step above the budget. `alone` says the same without pages, slots or steps.
+
+With `late` the device does nothing before its results are waited for, so what the host changes in between
+would show.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tinygrad_nv.engine.core import EngineCore
+from tinygrad_nv.engine.engine_config import EngineConfig
+from tinygrad_nv.engine.outputs import Chosen
+from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.engine.scheduling.batch import Batch, Logprobs, Move, Sample, Sampled, Where, Work
+from tinygrad_nv.engine.scheduling.request import Asked, Request, computed_rows
+from tinygrad_nv.kvcache.pool import PagePool
+
+VOCAB, POISON = 37, -1
+BROKEN = 11         # a seed that makes logits not numbers
+EOS = 5
+
+
+def contents(seen: Sequence[int], token: int) -> int:
+    """Of a place with this token, whose row sees these."""
+    return hash((tuple(seen), token)) & 0x7FFFFFFFFFFF
+
+
+def choice(row: int, seed: int, place: int, history: Sequence[int] | None, allowed: Sequence[int]) -> int:
+    """The token by a row's contents; `history` for those with penalties."""
+    if seed == BROKEN: return VOCAB
+    return allowed[hash((row, seed, place, tuple(history or ()))) % len(allowed)]
+
+
+class Rule:
+    """A structure: a token and the one before it are no multiple of 3 together; `length` tokens."""
+
+    def __init__(self, length: int) -> None: self.last, self.left = 0, length
+
+    @property
+    def finished(self) -> bool: return not self.left
+
+    def mask(self) -> np.ndarray: return self.after(self.last)
+
+    def after(self, last: int) -> np.ndarray:
+        bits = np.zeros(-(-VOCAB // 32) * 32, np.uint8)
+        bits[[token for token in range(VOCAB) if (token + last) % 3]] = 1
+        return np.packbits(bits, bitorder="little").view(np.uint32)
+
+    def masks(self, draft: Sequence[int]) -> list[np.ndarray]:
+        last, found = self.last, [self.mask()]
+        for token in draft:
+            if not (token + last) % 3 or len(found) == self.left: break
+            found.append(self.after(last := token))
+        return found
+
+    def accept(self, token: int) -> None:
+        assert (token + self.last) % 3
+        self.last, self.left = token, self.left - 1
+
+
+class LateFuture(Future):
+    """Waiting for it makes the device do what it was asked until then."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        super().__init__()
+        self.wake = wake
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.wake()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self.wake()
+        return super().exception(timeout)
+
+
+@dataclass
+class Slot:
+    """A slot's numbers."""
+    params: SamplingParams
+    seed: int
+    history: list[int]
+    last: int = POISON
+
+
+@dataclass
+class FakeDevice:
+    """`fails`: launches, counted from 0, that raise after a part of their work: as many moves and writes as
+    the number says."""
+    pages: int
+    page_size: int
+    host_pages: int = 0
+    max_seqs: int = 8
+    budget: int = 1 << 30
+    window: int | None = None
+    late: bool = False
+    fails: dict[int, int] = field(default_factory=dict)
+    vocab_size: int = VOCAB
+
+    def __post_init__(self) -> None:
+        self.store = np.full((self.pages, self.page_size), POISON, np.int64)
+        self.host = np.full((self.host_pages, self.page_size), POISON, np.int64)
+        self.slots: dict[int, Slot] = {}
+        self.queue: list[Callable[[], None]] = []
+        self.launched: list[Batch] = []
+        self.faults: list[str] = []
+
+    # **** calls ****
+
+    def begin(self, slot: int, params: SamplingParams, seed: int, prompt: Sequence[int],
+              output: Sequence[int] = ()) -> None:
+        self._fault(not 0 <= slot < self.max_seqs, "no such slot")
+        self._later(lambda: self.slots.__setitem__(slot, Slot(params, seed, [*prompt, *output])))
+
+    def fork(self, source: int, slot: int, params: SamplingParams, seed: int) -> None:
+        def run() -> None:
+            self._fault(self.slots[source].params is not params, "a fork with other parameters")
+            self.slots[slot] = Slot(params, seed, self.slots[source].history[:])
+        self._later(run)
+
+    def launch(self, batch: Batch) -> Future[Sampled]:
+        done: Future[Sampled] = LateFuture(self._wake)
+        number = len(self.launched)
+        self.launched.append(batch)
+        def run() -> None:
+            faults = len(self.faults)
+            try: done.set_result(self._run(batch, self.fails.get(number)))
+            except MemoryError as error: done.set_exception(error)
+            # what was launched before the host knew of a failure runs on what that left
+            if number - 1 in self.fails: del self.faults[faults:]
+        self._later(run)
+        return done
+
+    def _later(self, work: Callable[[], None]) -> None:
+        self.queue.append(work)
+        if not self.late: self._wake()
+
+    def _wake(self) -> None:
+        queue, self.queue = self.queue, []
+        for work in queue: work()
+
+    def _fault(self, wrong: bool, words: str) -> None:
+        if wrong: self.faults.append(words)
+
+    # **** a step ****
+
+    def _run(self, batch: Batch, fails: int | None) -> Sampled:
+        self._fault(sum(computed_rows(work.rows) for work in batch.works) > self.budget, "above the budget")
+        slots = [work.slot for work in batch.works]
+        samples = [sample.slot for work in batch.works for sample in work.samples if not work.tokens]
+        self._fault(len(set(slots)) < len(slots) or len(set(samples)) < len(samples), "a slot twice")
+        self._fault(not all(0 <= slot < self.max_seqs for slot in slots), "no such slot")
+        for move in batch.moves[:fails]: self._move(move)
+        if fails is not None:
+            for work in batch.works[:fails]: self._write(work, set())
+            raise MemoryError("the device has no memory left")
+        written: set[tuple[int, int]] = set()
+        rows = [self._write(work, written) for work in batch.works]
+        tokens: list[int] = []
+        logprobs: dict[int, Logprobs] = {}
+        for work, values in zip(batch.works, rows, strict=True):
+            for sample in work.samples:
+                if sample.logprobs is not None:
+                    logprobs[len(tokens)] = Logprobs(-float(values[sample.row] % 97), 1)
+                tokens.append(self._choose(sample, values[sample.row]))
+        return Sampled(np.array(tokens, np.int32), logprobs)
+
+    def _move(self, move: Move) -> None:
+        source = self.host if move.where is Where.BACK else self.store
+        target = self.host if move.where is Where.OUT else self.store
+        target[move.target] = source[move.source]
+
+    def _write(self, work: Work, written: set[tuple[int, int]]) -> list[int]:
+        """Writes a work's places. Contents of its rows."""
+        tokens = work.tokens or [self.slots[work.slot].last]
+        self._fault(POISON in tokens, f"slot {work.slot} has chosen nothing")
+        # a list, as the runner has a table of its own, which is as it was when the batch was launched
+        at = [(work.pages[place // self.page_size], place % self.page_size)
+              for place in range(work.start + computed_rows(len(tokens)))]
+        places = at[work.start:]
+        self._fault(not written.isdisjoint(places), "two writers of a place")
+        self._fault(any(page < 0 for page, _ in places), "a write where there is no page")
+        written.update(places)
+        rows: list[int] = []
+        for number, place in enumerate(places):
+            if number >= len(tokens): self.store[place] = POISON
+            else:
+                first = 0 if self.window is None else max(0, work.start + number - self.window + 1)
+                seen = [int(self.store[each]) if each[0] >= 0 else POISON
+                        for each in at[first:work.start + number]]
+                self._fault(POISON in seen, f"slot {work.slot} place {work.start + number} sees poison")
+                self.store[place] = contents(seen, tokens[number])
+                rows.append(int(self.store[place]))
+        return rows
+
+    def _choose(self, sample: Sample, row: int) -> int:
+        slot = self.slots[sample.slot]
+        allowed = list(range(VOCAB))
+        if sample.mask is not None:
+            bits = np.unpackbits(sample.mask.view(np.uint8), bitorder="little")
+            allowed = [token for token in allowed if bits[token]]
+        history = slot.history if slot.params.filters.penalty else None
+        token = choice(row, slot.seed, sample.place, history, allowed)
+        slot.history.append(token)
+        slot.last = token
+        return token
+
+
+class Guesser:
+    """Drafts that are right for some tokens: it knows the answers."""
+
+    def __init__(self, answers: dict[tuple[str, int], list[int]], wrong: int) -> None:
+        self.answers, self.wrong, self.known = answers, wrong, set()
+
+    def propose(self, asked: Sequence[Asked]) -> list[list[int]]:
+        self.known.update(each.key for each in asked)
+        return [self._one(each) for each in asked]
+
+    def _one(self, asked: Asked) -> list[int]:
+        answer = self.answers[asked.key][len(asked.tokens):][:asked.most]
+        return [(token + 1) % VOCAB if (len(asked.tokens) + i) % self.wrong == 0 else token
+                for i, token in enumerate(answer)]
+
+    def forget(self, key: tuple[str, int]) -> None: self.known.discard(key)
+
+
+def alone(request: Request, index: int, config: EngineConfig, max_len: int,
+          rule: Rule | None = None) -> tuple[list[int], str]:
+    """Tokens of an answer and why it ends, as nothing else runs. A request must have a seed."""
+    params = request.params
+    assert params.seed is not None
+    seed, tokens = params.seed + index, list(request.prompt)
+    ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(config.eos))
+    values: list[int] = []
+    while True:
+        while len(values) < len(tokens):
+            first = 0 if config.window is None else max(0, len(values) - config.window + 1)
+            values.append(contents(values[first:], tokens[len(values)]))
+        made = len(tokens) - len(request.prompt)
+        allowed = [token for token in range(VOCAB) if rule is None or (token + rule.last) % 3]
+        if made < params.min_tokens: allowed = [token for token in allowed if token not in ends] or allowed
+        history = tokens if params.filters.penalty else None
+        token = choice(values[-1], seed, len(tokens), history, allowed)
+        if token >= VOCAB: return tokens[len(request.prompt):], "error"
+        tokens.append(token)
+        answer = tokens[len(request.prompt):]
+        if token in ends and made >= params.min_tokens: return answer, "stop"
+        if rule is not None:
+            rule.accept(token)
+            if rule.finished: return answer, "stop"
+        if len(answer) == params.max_tokens or len(tokens) == max_len: return answer, "length"
+
+
+@dataclass
+class Engine:
+    """A core over a fake device, driven step by step."""
+    pages: int = 64
+    page_size: int = 4
+    host_pages: int = 0
+    max_seqs: int = 4
+    max_batched_tokens: int = 32
+    late: bool = False
+    more: dict[str, Any] = field(default_factory=dict)
+    proposer: Guesser | None = None
+    fails: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.config = EngineConfig(**{"max_seqs": self.max_seqs, "max_len": 256, "eos": (EOS,),
+                                      "max_batched_tokens": self.max_batched_tokens, **self.more})
+        self.device = FakeDevice(self.pages, self.page_size, self.host_pages, self.max_seqs,
+                                 self.max_batched_tokens, self.config.window, self.late, self.fails)
+        self.pool = PagePool(self.pages, self.page_size, host_pages=self.host_pages,
+                             window=self.config.window)
+        self.core = EngineCore(self.device, self.pool, self.config, self.proposer)
+        self.chosen: list[Chosen] = []
+
+    def add(self, name: str, prompt: Sequence[int], priority: int = 0, arrival_s: float = 0.0,
+            **params: Any) -> Request:
+        """Asks for something; greedy matters are no matter here, so a seed is 0 and end tokens are none."""
+        asked = SamplingParams(**{"seed": 0, "ignore_eos": True, "max_tokens": 8, **params})
+        request = Request(name, list(prompt), asked, priority, arrival_s)
+        self.core.add(request)
+        return request
+
+    def step(self, times: int = 1) -> list[Chosen]:
+        """What so many steps tell."""
+        told = [chosen for _ in range(times) for chosen in self.core.step()]
+        self.pool.assert_conserved(self.core._tables())
+        self.chosen += told
+        return told
+
+    def end(self) -> Engine:
+        """Steps until nothing is left."""
+        while self.core.unfinished: self.step()
+        assert self.device.faults == []
+        assert self.pool.stats().in_use == self.pool.stats().host_in_use == 0
+        return self
+
+    def tokens(self, name: str, index: int = 0) -> list[int]:
+        """A sequence's so far."""
+        return [token for chosen in self.chosen if (chosen.request, chosen.index) == (name, index)
+                for token in chosen.tokens]
+
+    def last(self, name: str, index: int = 0) -> Chosen:
+        """What was told of a sequence last."""
+        return [chosen for chosen in self.chosen if (chosen.request, chosen.index) == (name, index)][-1]
+
+    @property
+    def running(self) -> list[str]:
+        """Requests that run, in their order."""
+        return [seq.request.id for seq in self.core.scheduler.running]
+
+    def rows(self, batch: int = -1) -> list[int]:
+        """Rows of each work of a batch."""
+        return [work.rows for work in self.device.launched[batch].works]
+
+    def alone(self, request: Request, index: int = 0) -> list[int]:
+        """The tokens that a request gets alone."""
+        return alone(request, index, self.config, self.core.max_len)[0]

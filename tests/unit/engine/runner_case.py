@@ -1,0 +1,137 @@
+"""Random tiny models on a runner, and sequences over it as a scheduler keeps them."""
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from tinygrad_nv.models.config import ModelConfig
+from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.rope import RopeConfig
+
+from tinygrad_nv import Tensor, dtypes
+from tinygrad_nv.engine.running.runner import Runner
+from tinygrad_nv.engine.scheduling.batch import GROUP, Batch, Move, Sample, Where, Work
+from tinygrad_nv.runtime.memory import host_bytes
+
+SIZE, PAGES, LENGTH = 8, 64, 40     # tokens of a page, pages, tokens of a sequence
+PLAIN = ModelConfig("LlamaForCausalLM", 96, 32, 48, 2, 4, 2, 8, 64, RopeConfig("default", 10000.0, 8, 64),
+                    windows=(None, None))
+
+
+def network(device: str | None = None, dtype: Any = dtypes.float32, **fields: Any) -> Llama:
+    """A random model."""
+    config = replace(PLAIN, **fields)
+    made = Llama(config, dtype, device)
+    random = np.random.default_rng(zlib.crc32(repr(config).encode()))
+    def fill(x: Tensor | None, scale: float, mean: float = 0.0) -> None:
+        if x is None: return
+        numbers = (random.standard_normal(x.shape) * scale + mean).astype(np.float32)
+        x.assign(Tensor(numbers, device=device).cast(dtype)).realize()
+    fill(made.embedding, 1.0)
+    if made.head is not made.embedding: fill(made.head, 1.0)
+    fill(made.norm.weight, 0.1, 1.0)
+    for block in made.blocks:
+        attention, forward = block.attention, block.feed_forward
+        for linear in (attention.qkv, attention.output, forward.gate_up, forward.down):
+            fill(linear.weight, 0.3)
+            fill(linear.bias, 0.3)
+        for norm in (block.attention_norm, block.feed_forward_norm, attention.q_norm, attention.k_norm):
+            if norm is not None: fill(norm.weight, 0.1, 1.0)
+    return made
+
+
+def poison(runner: Runner) -> None:
+    """Makes all pages NaN."""
+    for tensor in runner.store.tensors:
+        memory = host_bytes(tensor)
+        assert memory is not None
+        np.frombuffer(memory, np.uint8)[:] = 0xFF
+
+
+def poison_pages(runner: Runner, pages: list[int]) -> None:
+    for view in runner.store.views: view[pages] = 0xFF
+
+
+@dataclass
+class Sequence:
+    """A sequence as a scheduler keeps it: its tokens, how many are computed, its pages."""
+    slot: int
+    tokens: list[int]
+    prompt: int
+    computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    unread: int = 0     # tokens that the host does not look at yet
+
+
+class Driver:
+    """Runs sequences on a runner, at random."""
+
+    def __init__(self, runner: Runner, seed: int = 0) -> None:
+        self.runner, self.random = runner, np.random.default_rng(seed)
+        self.free = [int(page) for page in self.random.permutation(runner.capacity)]
+        self.moves: list[Move] = []
+        self.sequences: list[Sequence] = []
+
+    def add(self, prompt: int) -> Sequence:
+        tokens = [int(token) for token in self.random.integers(0, self.runner.vocab_size, prompt)]
+        made = Sequence(len(self.sequences), tokens, prompt)
+        self.sequences.append(made)
+        return made
+
+    def reserve(self, sequence: Sequence, places: int) -> None:
+        """Pages for so many places, in a new list as a table has it."""
+        short = -(-places // self.runner.page_size) - len(sequence.pages)
+        if short > 0: sequence.pages = sequence.pages + [self.free.pop() for _ in range(short)]
+
+    def work(self, sequence: Sequence, rows: int, copies: tuple[Sequence, ...] = ()) -> Work:
+        """The next rows of a sequence; the last of all that there are is sampled, for copies too."""
+        start = sequence.computed
+        new = tuple(sequence.tokens[start:start + rows])
+        samples: tuple[Sample, ...] = ()
+        if start + rows == len(sequence.tokens):
+            samples = tuple(Sample(rows - 1, each.slot, start + rows) for each in (sequence, *copies))
+        self.reserve(sequence, start + (1 if rows == 1 else GROUP * -(-rows // GROUP)))
+        sequence.computed += rows
+        if rows == 1 and start >= sequence.prompt: new = ()    # the device has it
+        return Work(sequence.slot, start, new, sequence.pages, samples)
+
+    def fork(self, source: Sequence) -> Sequence:
+        """Another sequence of the same tokens, whose pages are copies; it is sampled with the next work of
+        `source`, which has all but the last."""
+        made = self.add(0)
+        made.tokens, made.prompt, made.computed = list(source.tokens), source.prompt, source.computed
+        for page in source.pages:
+            made.pages = [*made.pages, self.free.pop()]
+            self.moves.append(Move(Where.WITHIN, page, made.pages[-1]))
+        return made
+
+    def run(self, *works: Work) -> None:
+        """A step; what it chose belongs to the sequences."""
+        batch = Batch(works, tuple(self.moves))
+        self.moves = []
+        chosen = self.runner.launch(batch).result(60).tokens
+        samples = [sample for work in works for sample in work.samples]
+        assert len(samples) == len(chosen)
+        for sample, token in zip(samples, chosen, strict=True):
+            self.sequences[sample.slot].tokens.append(int(token))
+
+    def drive(self, steps: int) -> None:
+        """Steps of some sequences each, in chunks of some rows."""
+        for _ in range(steps):
+            works = []
+            for sequence in self.sequences:
+                left = len(sequence.tokens) - sequence.computed
+                if left and len(sequence.tokens) < LENGTH and self.random.random() < 0.8:
+                    works.append(self.work(sequence, int(self.random.integers(1, min(left, 11) + 1))))
+            if works: self.run(*works)
+
+    def check(self, model: Llama, tolerance: float = 1e-3) -> None:
+        """Each token has the largest logit that the whole context gives; but for rounding."""
+        for sequence in self.sequences:
+            assert len(sequence.tokens) > sequence.prompt
+            wanted = model(Tensor([sequence.tokens], dtype=dtypes.int32, device=model.device)).float().numpy()
+            for place in range(sequence.prompt, len(sequence.tokens)):
+                logits = wanted[0, place - 1]
+                assert logits[sequence.tokens[place]] >= logits.max() - tolerance, (sequence.slot, place)

@@ -1,0 +1,80 @@
+"""Rows of logits for tests of the sampler, and what transformers makes of one."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from tinygrad import Tensor
+from transformers import generation
+
+from tinygrad_nv.engine.running.sampler import Slots, filtered, next_tokens
+from tinygrad_nv.engine.sampling import Filters, SamplingParams
+from tinygrad_nv.patterns.embedding.named import embedding
+
+V = 300
+
+
+def logits_of(seed: int, scale: float = 3.0, size: int = V) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal(size) * scale).astype(np.float32)
+
+
+def union(rows: Sequence[SamplingParams]) -> Filters:
+    """What any of them needs."""
+    found = Filters()
+    for params in rows: found |= params.filters
+    return found
+
+
+class Case:
+    """Rows, each with a slot of its own, in another order than the slots. `seen` are a prompt's tokens, and
+    `said` those of the output, of each row."""
+
+    def __init__(self, rows: Sequence[SamplingParams], size: int = V, seen: Sequence[int] = (),
+                 said: Sequence[int] = (), slots: Slots | None = None, device: str | None = None) -> None:
+        self.filters, self.size, self.device = union(rows), size, device
+        self.slots = slots or Slots(len(rows) + 2, size, device)
+        order = np.random.default_rng(len(rows)).permutation(len(rows)).astype(np.int32)
+        for slot, params in zip(order.tolist(), rows, strict=True):
+            self.slots.begin(slot, params, params.seed or 0, seen, said)
+        self.rows = Tensor(order, device=device).realize()
+
+    def tokens(self, logits: np.ndarray, places: int | Sequence[int] = 0, filters: Filters | None = None,
+               masks: np.ndarray | None = None) -> list[int]:
+        """The rows' next tokens."""
+        at = np.broadcast_to(np.array(places, np.int32), len(logits))
+        made = self.made(Tensor(logits, device=self.device), Tensor(at.copy(), device=self.device), filters,
+                         None if masks is None else Tensor(masks, device=self.device))
+        return [int(each) for each in made.numpy()]
+
+    def made(self, logits: Tensor, places: Tensor, filters: Filters | None = None,
+             masks: Tensor | None = None) -> Tensor:
+        """The rows' next tokens on the device."""
+        return next_tokens(logits, filters or self.filters, self.slots, self.rows, places, masks)
+
+    def filtered(self, logits: np.ndarray, filters: Filters | None = None) -> np.ndarray:
+        """The rows' logits after every filter."""
+        numbers = embedding(self.slots.numbers, self.rows)
+        made = filtered(Tensor(logits, device=self.device), filters or self.filters, self.slots, self.rows,
+                        numbers)
+        return made.numpy()
+
+
+def their_filtered(logits: np.ndarray, params: SamplingParams, seen: Sequence[int],
+                   said: Sequence[int] = ()) -> np.ndarray:
+    """transformers' logits [V] after its processors, in the order of its `generate`; bias before, and
+    vLLM's penalties of the output, which it has not, after that of repetition."""
+    ids, scores = torch.tensor([[*seen, *said]], dtype=torch.int64), torch.tensor(logits)[None].clone()
+    for token, each in params.logit_bias.items(): scores[0, token] += each
+    steps: list[generation.LogitsProcessor] = []
+    if params.repetition_penalty != 1:
+        scores = generation.RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(ids, scores)
+    for token in said: scores[0, token] -= params.frequency_penalty
+    for token in set(said): scores[0, token] -= params.presence_penalty
+    if params.temperature: steps.append(generation.TemperatureLogitsWarper(params.temperature))
+    if params.top_k: steps.append(generation.TopKLogitsWarper(params.top_k))
+    if params.top_p < 1: steps.append(generation.TopPLogitsWarper(params.top_p))
+    if params.min_p: steps.append(generation.MinPLogitsWarper(params.min_p))
+    for step in steps: scores = step(ids, scores)
+    made: np.ndarray = scores[0].numpy()
+    return made

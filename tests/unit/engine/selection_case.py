@@ -1,0 +1,50 @@
+"""Selection by mass in NumPy, in the order of the spec (tile/sampling/spec.py), and rows whose sums are
+nearly the target."""
+from __future__ import annotations
+
+import numpy as np
+
+from tinygrad_nv.tile.sampling.spec import LANES
+
+
+def ordered(x: np.ndarray) -> np.ndarray:
+    """float32 as uint32 in the same order."""
+    bits = x.view(np.uint32)
+    return np.where(bits >> 31 == 1, ~bits, bits | np.uint32(1 << 31))
+
+
+def mass(keys: np.ndarray, weights: np.ndarray, least: int) -> np.float32:
+    """Σ weights[keys ≥ least], in the order of the spec."""
+    rows = -(-len(keys) // LANES)
+    kept = np.pad(np.where(keys >= least, weights, np.float32(0)), (0, rows * LANES - len(keys)))
+    lanes = np.zeros(LANES, np.float32)
+    for row in kept.reshape(LANES, rows).T: lanes += row
+    total = np.float32(0)
+    for lane in lanes: total += lane
+    return total
+
+
+def selected(keys: np.ndarray, weights: np.ndarray, target: np.float32) -> int:
+    """The largest t of which the mass reaches the target, 0 if there is none; t is a key then."""
+    return max((int(key) for key in keys if mass(keys, weights, key) >= target), default=0)
+
+
+def near_targets(size: int, alike: bool, keys_tried: int = 8
+                 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Logits [size] with equals, -inf and -0; weights; targets [R] at, just above and just below what masses
+    are, and infinity; and what is kept of the logits for each, [R, size]."""
+    random = np.random.default_rng(size)
+    x = random.standard_normal(size).astype(np.float32)
+    x[:3] = x[3]
+    x[size // 3:size // 2] = -np.inf
+    x[4] = -0.0
+    keys, weights = ordered(x), np.ones(size, np.float32)
+    if not alike:
+        weights = random.random(size).astype(np.float32)
+        weights[size // 2:] *= random.integers(0, 2, size - size // 2)
+    near = [mass(keys, weights, int(key)) for key in keys[:keys_tried]]
+    targets = [goal for each in near
+               for goal in (each, np.nextafter(each, np.float32(1e9)), np.nextafter(each, np.float32(0)))]
+    targets.append(np.float32(np.inf))
+    kept = [np.where(keys >= selected(keys, weights, goal), x, np.float32(-np.inf)) for goal in targets]
+    return x, weights, np.array(targets, np.float32), np.stack(kept)

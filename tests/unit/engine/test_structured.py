@@ -1,0 +1,266 @@
+"""Whatever a model prefers, its answer has the form it must have, with tokenizers of every kind."""
+from __future__ import annotations
+
+import json
+import re
+import threading
+
+import numpy as np
+import pytest
+from structured_case import KINDS, PERSON, SCHEMAS, allowed, grammars, holds, schema, text, tokenizer, written
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+
+from tinygrad_nv.engine.structured_output.grammar_check import Checker
+from tinygrad_nv.engine.structured_output.matcher import Grammars, packed
+from tinygrad_nv.engine.structured_output.structured import Structured
+from tinygrad_nv.engine.text.token_bytes import token_bytes
+from tinygrad_nv.errors import EngineError, RequestError
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_random_answers_have_the_schemas_form(kind: str, name: str) -> None:
+    for seed in range(4):
+        ids = written(grammars(kind).matcher(schema(name)), tokenizer(kind)[2], np.random.default_rng(seed))
+        assert holds(json.loads(text(kind, ids)), SCHEMAS[name]), text(kind, ids)
+
+
+def test_the_check_of_schemas_finds_what_is_wrong() -> None:
+    right = {"name": "x", "age": 3, "tags": ["a"]}
+    assert holds(right, PERSON)
+    for wrong in ({"age": 151}, {"tags": ["b"]}, {"name": ""}, {"more": 1}, {"other": 1}, {"age": True}):
+        assert not holds(right | wrong, PERSON)
+    assert not holds({"name": "x", "age": 3}, PERSON)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("regex", [r"[a-f]{3,9}-\d+", r"(ja|nein|ja, nein)?!", "(?i)hello [^a-z]{2,4}.",
+                                   "a\nb+"])
+def test_random_answers_match_the_regex(kind: str, regex: str) -> None:
+    for seed in range(4):
+        ids = written(grammars(kind).matcher(Structured(regex=regex)), tokenizer(kind)[2],
+                      np.random.default_rng(seed), most=20)
+        assert re.fullmatch(regex, text(kind, ids)), text(kind, ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_choice_is_reached_and_no_other_text(kind: str) -> None:
+    choice = ["yes", "no", "yes and no", "</s>", "a/b\\", "é☃\n\t", " ", '"']
+    rng = np.random.default_rng(0)
+    matchers = (grammars(kind).matcher(Structured(choice=choice)) for _ in range(100))
+    assert {text(kind, written(each, tokenizer(kind)[2], rng)) for each in matchers} == set(choice)
+
+
+@pytest.mark.parametrize("grammar", ['start: "[" NUMBER ("," NUMBER)* "]"\nNUMBER: /[0-9]{1,3}/',
+                                     'root ::= "[" number ("," number)* "]"\nnumber ::= [0-9] [0-9]? [0-9]?'])
+def test_grammars_of_both_kinds(grammar: str) -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(5):
+        ids = written(grammars("tales").matcher(Structured(grammar=grammar)), 1, rng, most=30)
+        assert re.fullmatch(r"\[\d{1,3}(,\d{1,3})*\]", text("tales", ids))
+
+
+def test_a_list_of_lists_has_no_depth() -> None:
+    nested = {"$defs": {"l": {"type": "array", "maxItems": 2, "items": {"$ref": "#/$defs/l"}}},
+              "$ref": "#/$defs/l"}
+    ids = written(grammars("tales").matcher(Structured(json_schema=nested)), 1, np.random.default_rng(5))
+    assert isinstance(json.loads(text("tales", ids)), list)
+
+
+# **** masks ****
+
+def test_a_mask_allows_exactly_what_may_follow() -> None:
+    choice = ["abcdef", "abxy", "able to run", "b"]
+    words = token_bytes(tokenizer("tales")[0].backend, 2048)
+    rng = np.random.default_rng(2)
+    for _ in range(20):
+        matcher, so_far = grammars("tales").matcher(Structured(choice=choice)), b""
+        while not matcher.finished:
+            left = [each.encode()[len(so_far):] for each in choice if each.encode().startswith(so_far)]
+            may = {i for i, word in enumerate(words) if word and any(each.startswith(word) for each in left)}
+            now = allowed(matcher.mask())
+            # where there is one way to go on, the tokenizer's own token is taken
+            assert set(now) == may or (len(now) == 1 and now[0] in may and len({x[:1] for x in left}) == 1)
+            token = int(rng.choice(now))
+            so_far += words[token]
+            matcher.accept(token)
+        assert so_far.decode() in choice
+
+
+def test_an_end_token_is_allowed_exactly_where_the_form_may_end() -> None:
+    matcher, ends = grammars("tales").matcher(Structured(regex="[a-c]{2,4}")), []
+    token = tokenizer("tales")[0].encode("a", special=False)[0]
+    for _ in range(4):
+        ends.append(1 in allowed(matcher.mask()))
+        assert not matcher.finished
+        matcher.accept(token)
+    assert ends == [False, False, True, True]
+    assert matcher.finished
+    assert allowed(matcher.mask()) == [1]
+
+
+def test_an_end_token_ends() -> None:
+    matcher = grammars("tales").matcher(Structured(regex="a*"))
+    assert 1 in allowed(matcher.mask())
+    matcher.accept(1)
+    assert matcher.finished
+
+
+@pytest.mark.parametrize("spare", [0, 1, 40, 100])
+def test_ids_without_a_token_are_never_allowed(spare: int) -> None:
+    words, size, _ = tokenizer("tales")
+    known = {i for i in range(size) if words.backend.id_to_token(i) is not None}
+    matcher = grammars("tales", spare).matcher(Structured(regex=r"(.|\n)*"))
+    assert matcher.mask().shape == (-(-(size + spare) // 32),)
+    assert matcher.mask().dtype == np.uint32
+    now = set(allowed(matcher.mask()))
+    assert now <= known
+    assert now & set(range(5)) == {1}           # of special tokens the end token alone
+    assert len(known - now - set(range(5))) < 140     # bytes that begin no character
+
+
+def test_a_model_with_several_end_tokens_or_none() -> None:
+    words, size, _ = tokenizer("tales")
+    several, none = (Grammars(words, size, eos).matcher(Structured(regex="ab?")) for eos in ([1, 3], []))
+    token = words.encode("a", special=False)[0]
+    for each in (several, none): each.accept(token)
+    assert {1, 3} <= set(allowed(several.mask()))
+    assert not {1, 3} & set(allowed(none.mask()))
+    assert allowed(none.mask())
+    none.accept(words.encode("b", special=False)[0])
+    assert none.finished
+
+
+@pytest.mark.parametrize("spare", [0, 2])
+def test_without_an_end_token_a_complete_form_allows_nothing(spare: int) -> None:
+    words, size, _ = tokenizer("tales")
+    made = Grammars(words, size + spare, [])
+    assert max(allowed(made.matcher(Structured(regex="a*")).mask())) < size     # although it may end here
+    matcher = made.matcher(Structured(choice=["a"]))
+    matcher.accept(allowed(matcher.mask())[0])
+    assert allowed(matcher.mask()) == []
+    assert matcher.finished
+
+
+def test_pieces_that_are_not_written_in_characters_for_bytes() -> None:
+    words = Backend(models.BPE(vocab={"a b": 0, "Ġb": 1, "☃": 2}, merges=[]))
+    words.decoder = decoders.ByteLevel()
+    assert token_bytes(words, 4) == [b"a b", b" b", "☃".encode(), b""]
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer() -> None:
+    matcher = Grammars(tokenizer("tales")[0], 300, [1]).matcher(Structured(regex="[a-z ]{30}"))
+    ids = written(matcher, 1, np.random.default_rng(0))
+    assert max(ids) < 300
+    assert len(text("tales", ids)) == 30
+
+
+def test_what_a_mask_does_not_allow_is_not_accepted() -> None:
+    matcher = grammars("tales").matcher(Structured(regex="a+"))
+    before = matcher.mask().copy()
+    for token in (2, tokenizer("tales")[0].encode("b", special=False)[0], 2048, -1):
+        with pytest.raises(EngineError, match=f"token {token} was chosen"): matcher.accept(token)
+    assert (matcher.mask() == before).all()
+
+
+def test_packed() -> None: assert allowed(packed([0, 31, 32, 63, 64], 65)) == [0, 31, 32, 63, 64]
+
+
+# **** drafts ****
+
+def test_masks_of_a_draft_are_those_of_its_tokens_one_by_one() -> None:
+    rng = np.random.default_rng(3)
+    for name in SCHEMAS:
+        matcher = grammars("tales").matcher(schema(name))
+        ids = written(matcher.copy(), 1, rng)
+        at = 0
+        while at < len(ids):
+            draft = ids[at:at + 5]
+            alone, expected = matcher.copy(), [matcher.mask()]
+            for token in draft:
+                alone.accept(token)
+                expected.append(alone.mask())
+            found = matcher.masks(draft)
+            # a form that is complete says so by its last mask
+            assert len(found) == len(expected)
+            assert all((a == b).all() for a, b in zip(found, expected, strict=True))
+            assert (matcher.mask() == expected[0]).all()
+            matcher.accept(ids[at])
+            at += 1
+
+
+def test_masks_end_where_a_draft_is_wrong() -> None:
+    words = tokenizer("tales")[0]
+    matcher = grammars("tales").matcher(Structured(regex="aab"))
+    a, b = (words.encode(each, special=False)[0] for each in "ab")
+    assert [len(matcher.masks(draft)) for draft in ([], [b], [a, b], [a, a, a], [a, a, b, b], [a, 9999])] == [
+        1, 1, 2, 3, 4, 2]
+    matcher.accept(a)       # it is where it was
+    assert len(matcher.masks([a, b])) == 3
+
+
+# **** many at once ****
+
+def test_matchers_of_one_form_do_not_know_of_each_other() -> None:
+    form = Structured(json_schema=PERSON)
+    first = grammars("tales").matcher(form)
+    before = first.mask().copy()
+    written(first, 1, np.random.default_rng(0))
+    assert (grammars("tales").matcher(form).mask() == before).all()
+
+
+def test_threads_that_ask_at_once() -> None:
+    made = Grammars(tokenizer("tales")[0], 2048, [1])
+    found: list[str] = []
+
+    def ask(number: int) -> None:
+        matcher = made.matcher(Structured(regex=f"a{{{number % 4 + 1}}}"))
+        found.append(text("tales", written(matcher, 1, np.random.default_rng(number))))
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(16)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    made.close()
+    assert sorted(found) == sorted("a" * (i % 4 + 1) for i in range(16))
+
+
+def test_equal_forms_are_equal() -> None:
+    a, b = Structured(json_schema=PERSON), Structured(json_schema=json.dumps(PERSON))
+    assert a == b
+    assert hash(a) == hash(b)
+    assert a != Structured(regex="a")
+    assert Structured(json_object=True) == Structured(json_schema={"type": "object"})
+
+
+# **** forms that take too long ****
+
+BOMB = {"allOf": [{"type": "integer", "multipleOf": 97}, {"multipleOf": 89}, {"multipleOf": 101}]}
+
+
+def test_a_form_over_its_time_is_ended_and_the_next_one_compiles() -> None:
+    checker = Checker(0.5)
+    with pytest.raises(TimeoutError): checker.check(Structured(json_schema=BOMB).grammar_text)
+    assert checker.check(Structured(regex="a").grammar_text) == ""
+    assert "unclosed group" in checker.check(Structured(regex="(a").grammar_text)
+    checker.close()
+
+
+def test_a_process_that_died_is_started_again() -> None:
+    checker = Checker()
+    assert checker.check(Structured(regex="a").grammar_text) == ""
+    assert checker._process is not None
+    checker._process.kill()
+    checker._process.wait()
+    assert checker.check(Structured(regex="b").grammar_text) == ""
+    checker.close()
+
+
+def test_a_form_that_explodes_later_ends_its_answer_alone() -> None:
+    matcher = grammars("tales").matcher(Structured(regex="b(a{900}){900}"))
+    other = grammars("tales").matcher(Structured(regex="b+"))
+    token = tokenizer("tales")[0].encode("b", special=False)[0]
+    def go_on() -> None:
+        for _ in range(3): matcher.accept(allowed(matcher.mask())[0])
+    with pytest.raises(RequestError, match="cannot be followed any further"): go_on()
+    other.accept(token)

@@ -1,0 +1,235 @@
+"""Levels of explain(): records of products on DEV=EMU, their kernels built again, what each level says."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+from tinygrad.helpers import Context
+
+from tinygrad_nv import Tensor, dtypes, explain
+from tinygrad_nv.errors import RequestError, ScheduleError, ToolchainError
+from tinygrad_nv.explain import KernelRecord, Lowering, levels
+from tinygrad_nv.explain.levels import Product, show
+from tinygrad_nv.patterns.program import Note, Output, gemm, program
+from tinygrad_nv.runtime.launch_text import source
+from tinygrad_nv.tile.gemm.dense import dense
+from tinygrad_nv.tile.schedule import Schedule
+
+MMA = Schedule().block(64, 64).k(32).warps(2, 2).stages(3)
+WGMMA = Schedule().using("wgmma").block(128, 64).stages(3)
+GATE = dense(96, 64, 128, "bf16", epilogue="gate")
+
+
+@pytest.fixture
+def emu() -> Iterator[None]:
+    with Context(DEV="EMU"): yield
+
+
+def multiplied(x: Tensor, w: Tensor, schedule: Schedule = MMA, reason: str = "x @ w.T") -> Tensor:
+    """x @ w.T by a kernel of ours."""
+    spec = dense(x.shape[0], w.shape[0], x.shape[1], "f16")
+    kernel = Product(spec, schedule, "sm_90a", 132).kernel
+    return Tensor(gemm(kernel, "EMU", Output((spec.m, spec.n), dtypes.half), [x.uop, w.uop], flops=spec.flops,
+                       note=Note(f"gemm_{schedule.template}", reason, spec, schedule)))
+
+
+def halves(*shape: int) -> Tensor: return Tensor.ones(*shape, dtype=dtypes.half).contiguous().realize()
+
+
+@pytest.fixture
+def lowering(emu: None) -> Lowering:
+    """Two products by mma.sync that are one kernel, one by wgmma, one kernel of another kind."""
+    x, w, v = halves(96, 128), halves(64, 128), halves(64, 64)
+    first = multiplied(x, w)
+    again = multiplied(multiplied((x + 1).contiguous(), w), v, WGMMA)
+    text = ".version 7.8\n.target sm_80\n.visible .entry nothing(.param .u64 o, .param .u64 i)\n{\nret;\n}\n"
+    other = Tensor(program("nothing", text, "EMU", [Output((4,), dtypes.half)], [w.uop],
+                           note=Note("other", "no product", "a spec", "a schedule"))[0])
+    return explain(first, again, other)
+
+
+# **** records ****
+
+@pytest.mark.parametrize("schedule", [MMA, WGMMA], ids=str)
+def test_a_note_leads_to_the_kernel_that_runs(emu: None, schedule: Schedule):
+    record, = explain(multiplied(halves(96, 128), halves(64, 128), schedule)).kernels
+    clusters = ((2, 66), (4, 31), (8, 15))  # that the device has room for
+    assert record.product == Product(dense(96, 64, 128, "f16"), schedule, "sm_90a", 132, clusters)
+    assert source(record.product.kernel) == record.source
+    levels._kernel.cache_clear()
+    assert source(record.product.kernel) == record.source
+
+
+@pytest.mark.parametrize(("arch", "device"), [("sm_80", "EMU:80"), ("sm_90a", "EMU:90")])
+def test_the_kernel_of_a_product_that_a_pattern_found(arch: str, device: str,
+                                                      monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("EMU_ARCH", arch)  # read when the device is opened, which nobody else does
+    x, w = (Tensor.empty(rows, 128, dtype=dtypes.half, device=device) for rows in (96, 64))
+    record, = explain((x @ w.T).relu()).kernels
+    assert record.product is not None
+    assert record.product.arch == arch
+    assert source(record.product.kernel) == record.source
+
+
+def test_records_of_others_are_no_products(lowering: Lowering):
+    kinds = {record.name: record.product is not None for record in lowering.kernels}
+    assert kinds.pop("nothing") is False
+    assert kinds.pop("gemm_mma") is kinds.pop("gemm_wgmma") is True
+    assert not any(kinds.values()), "tinygrad's"
+
+
+def test_kernels_that_differ_in_buffers_alone_are_one(lowering: Lowering):
+    assert [(record.name, times) for record, times in lowering.distinct] == [
+        (name, 2 if name == "gemm_mma" else 1)
+        for name in dict.fromkeys(k.name for k in lowering.kernels if k.template)]
+    assert len(lowering.distinct) == 3
+
+
+def test_the_table_has_a_line_for_each_product(lowering: Lowering):
+    table, products = str(lowering).split("\n\n")
+    assert table.splitlines()[-1].split()[:4] == [str(len(lowering.kernels)), "in", "all", "4"]
+    head, *lines = products.splitlines()
+    assert head.split() == ["schedule", "predicted", "bound", "registers", "shared", "product"]
+    at = head.index("schedule")
+    found = [(i, *pair) for i, pair in enumerate(lowering.distinct, 1) if pair[0].product]
+    for (i, record, times), line in zip(found, lines, strict=True):
+        assert line[:at].strip() == f"product {i}" + (f", {times} times" if times > 1 else "")
+        assert line[at:].startswith(str(record.schedule))
+        assert line.endswith(str(record.spec))
+        assert sum(row.startswith(record.name) and row.endswith(f"  product {i}")
+                   for row in table.splitlines()) == times
+
+
+# **** show ****
+
+@pytest.mark.parametrize("level", ["spec", "tile", "ptx"])
+def test_each_kernel_of_ours_is_shown_once(lowering: Lowering, level: str):
+    text = lowering.show(level)
+    heads = [line for line in text.splitlines() if line.startswith("// kernel ")]
+    assert [head.split()[5] for head in heads] == [record.name for record, _ in lowering.distinct]
+    assert heads[0].startswith("// kernel 1 of 3: ")
+    assert sum(head.endswith("on EMU, 2 times") for head in heads) == 1
+    for record, _ in lowering.distinct: assert record.show(level).rstrip() in text
+
+
+def test_one_kernel_by_number_or_by_name(lowering: Lowering):
+    names = [record.name for record, _ in lowering.distinct]
+    for number, name in enumerate(names, 1):
+        text = lowering.show("tile", name)
+        assert text == lowering.show("tile", number) == lowering.show("tile", str(number))
+        assert text.startswith(f"// kernel {number} of 3: {name}")
+    with pytest.raises(RequestError, match="no kernel 'gemm' of ours") as caught: lowering.show("ptx", "gemm")
+    assert all(f"({name})" in caught.value.expected for name in names)
+
+
+def test_a_kernel_that_is_no_product_has_its_note_and_its_text(lowering: Lowering):
+    other = next(record for record in lowering.kernels if record.name == "nothing")
+    assert (other.show("spec"), other.show("tile")) == ("a spec", "a schedule")
+    assert other.show("ptx").startswith(".version 7.8")
+
+
+def test_machine_code_of_every_kernel_of_ours(lowering: Lowering):
+    text = lowering.show("sass")
+    assert text.count("EXIT") >= 3
+    assert {"HMMA", "HGMMA"} <= {word.partition(".")[0] for word in text.split()}
+
+
+def test_a_level_there_is_not(lowering: Lowering):
+    for shown in (lowering, *lowering.kernels):
+        with pytest.raises(RequestError, match="level 'cubin'") as caught: shown.show("cubin")
+        assert caught.value.expected == "one of spec, tile, ptx, sass, c"
+
+
+def test_no_kernel_of_ours():
+    assert Lowering([]).show("tile") == "no kernel of ours"
+    with pytest.raises(RequestError, match="no kernel 1 of ours"): Lowering([]).show("tile", 1)
+
+
+def test_machine_code_of_a_kernel_for_a_cpu():
+    record = KernelRecord("k", "silu_mul", "", "CPU", None, None, 0, 0, "void k() {}")
+    assert record.show("c") == "void k() {}"
+    for level in ("ptx", "sass"):
+        with pytest.raises(RequestError, match=f"{level.upper()} of k on CPU"): record.show(level)
+
+
+def test_c_of_a_kernel_for_a_gpu(lowering: Lowering):
+    for shown in (lowering, *lowering.kernels):
+        with pytest.raises(RequestError, match=r"C of \w+ on") as caught: shown.show("c")
+        assert "--level ptx" in str(caught.value)
+
+
+# **** what the levels say ****
+
+def test_the_spec_of_a_gate():
+    assert show(Product(GATE, MMA, "sm_80", 108), "spec").splitlines()[2:] == [
+        "extents   m 96, n 64, k 128",
+        "parts     2 of b, 8192 elements apart",
+        "a         bf16, K-major, strides m 128, k 1; rows aligned to 16 B",
+        "b         bf16, K-major, strides n 128, k 1; rows aligned to 16 B",
+        "out       bf16, N-major, strides m 64, n 1",
+        "sums      f32",
+        "work      3.1 MFLOP, at least 68 KiB moved",
+        "epilogue  out = ((sum * reciprocal((1 + exp2((sum * -1.4427))))) * sum1).bf16"]
+
+
+def test_a_batch_a_broadcast_and_rows_known_at_launch():
+    spec = dense(40, 64, 128, "e4m3", batch=(2, 3), symbolic=True)
+    lines = show(Product(spec, WGMMA, "sm_90a", 132), "spec").splitlines()
+    assert lines[2] == "extents   m at most 40, n 64, k 128, batch 2x3"
+    assert "batch 15360 5120" in lines[3]
+
+
+@pytest.mark.parametrize(("schedule", "arch"), [(MMA, "sm_80"), (WGMMA, "sm_90a")], ids=str)
+def test_shared_memory_is_accounted_for(schedule: Schedule, arch: str):
+    product = Product(dense(96, 64, 256), schedule, arch, 100)
+    pieces = levels.shared_map(product.kernel.ptx)
+    assert all(start + size <= after for (start, _, size), (after, _, _) in pairwise(pieces))
+    assert levels.shared_bytes(product) == pieces[-1][0] + pieces[-1][2]
+    rings = sum(size for _, name, size in pieces if "ring" in name)
+    assert rings == schedule.depth * schedule.stage_bytes(2)
+    if product.kernel.dynamic_smem: assert levels.shared_bytes(product) == product.kernel.dynamic_smem
+
+
+def test_maps_are_those_of_the_launch():
+    product = Product(dense(96, 64, 256), WGMMA, "sm_90a", 100)
+    text = show(product, "tile")
+    for argument in product.kernel.maps:
+        assert f"pointer {argument.pointer}: bf16 {'x'.join(map(str, argument.dims))}" in text
+    assert "map_a, pointer 1" in text
+    assert "map_b, pointer 2" in text
+
+
+def test_the_outline_is_the_remarks_of_the_kernel():
+    text = "{\n    // a_smem+0: ring[5]\n    // first\n        // rows 0\n    mov;\n        // rows 8\n}\n"
+    assert levels.outline(text) == ["first", "  rows 0"]
+
+
+def test_registers_are_those_of_ptxas():
+    product = Product(dense(96, 64, 256), MMA, "sm_80", 108)
+    found = levels.resources(product)
+    assert found is not None
+    assert f"registers  {found.registers} a thread, 0 bytes spilled" in show(product, "tile")
+    head, line = levels.table([("1", product)])
+    end = head.index("registers") + len("registers")
+    assert line[:end].split()[-1] == str(found.registers)
+
+
+def test_without_ptxas(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(levels, "find_program", lambda name: None)
+    monkeypatch.setattr("tinygrad_nv.ptx.assemble.find_program", lambda name: None)
+    product = Product(dense(96, 64, 256), MMA, "sm_80", 108)
+    assert levels.resources(product) is None
+    assert "registers  - (no ptxas)" in show(product, "tile")
+    with pytest.raises(ToolchainError, match="ptxas is not there"): show(product, "sass")
+
+
+def test_an_impossible_schedule_is_refused_with_the_arithmetic():
+    product = Product(dense(96, 64, 256), MMA.block(100, 64), "sm_80", 108)
+    with pytest.raises(ScheduleError): show(product, "tile")
+    assert "m 96, n 64, k 256" in show(product, "spec")
+
+
+def test_figures():
+    assert [levels.seconds(x) for x in (1.25e-6, 999e-6, 0.0123)] == ["1.2 µs", "999.0 µs", "12.30 ms"]
+    assert [levels.nbytes(x) for x in (0, 1023, 1024, 3 << 20)] == ["0 B", "1023 B", "1 KiB", "3 MiB"]

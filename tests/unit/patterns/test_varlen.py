@@ -1,0 +1,114 @@
+"""Ragged attention as a named function: its body, what is refused, its gradient, its kernel."""
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tinygrad import Tensor, dtypes
+
+from tinygrad_nv.errors import SpecError
+from tinygrad_nv.patterns.attention.varlen import varlen_attention
+
+LENGTHS = [(5, 9), (0, 4), (7, 7), (6, 2), (3, 0), (1, 12)]
+
+
+def storages(heads: int = 4, kv_heads: int = 2, d: int = 8, more: int = 2) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    q, k = (sum(each) + more for each in zip(*LENGTHS, strict=True))
+    return [torch.randn(n, h, d, generator=random, dtype=torch.float64).float()
+            for n, h in ((q, heads), (k, kv_heads), (k, kv_heads))]
+
+
+def ends() -> list[torch.Tensor]:
+    return [torch.tensor([0, *each]).cumsum(0).int() for each in zip(*LENGTHS, strict=True)]
+
+
+def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: float = -math.inf,
+             last: float = math.inf, scale: float | None = None, cap: float | None = None) -> torch.Tensor:
+    """Each sequence by itself, in float64."""
+    out, (cu_q, cu_k) = torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float64), ends()
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    for b, (rows, keys) in enumerate(LENGTHS):
+        mine, own, values = (x[cu[b]:cu[b + 1]].double().transpose(0, 1)
+                             for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k)))
+        s = mine @ own.transpose(-1, -2) * (scale or q.shape[2] ** -0.5)
+        if cap is not None: s = (s / cap).tanh() * cap
+        away = torch.arange(keys)[None] - torch.arange(rows)[:, None] - (keys - rows)
+        p = torch.where((away >= first) & (away <= last), s, -torch.inf).softmax(-1).nan_to_num(0)
+        out[cu_q[b]:cu_q[b + 1]] = (p @ values).transpose(0, 1)
+    return out
+
+
+def called(tensors: list[torch.Tensor], **how: object) -> torch.Tensor:
+    given = [Tensor(x.numpy()) for x in (*tensors, *ends())]
+    return torch.from_numpy(varlen_attention(*given, 8, 12, **how).numpy()).double()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("how", "first", "last"), [
+    ({}, -math.inf, math.inf), ({"causal": True}, -math.inf, 0), ({"causal": True, "window": 3}, -2, 0),
+    ({"window": 3}, -2, 2)], ids=str)
+def test_the_body_is_each_sequence_by_itself(how: dict[str, object], first: float, last: float):
+    tensors = storages()
+    assert (called(tensors, **how) - expected(*tensors, first, last)).abs().max() < 1e-6
+
+
+def test_scale_and_softcap():
+    tensors = storages()
+    wanted = expected(*tensors, scale=2.0, cap=1.5)
+    assert (called(tensors, scale=2.0, softcap=1.5) - wanted).abs().max() < 1e-5
+
+
+def test_neighbours_do_not_meet():
+    """Rows of other sequences are NaN, and those after the last one."""
+    tensors, (cu_q, cu_k) = storages(), ends()
+    usual = called(tensors, causal=True)
+    for b in (0, 2):
+        spoilt = [x.clone() for x in tensors]
+        for x, cu in zip(spoilt, (cu_q, cu_k, cu_k), strict=True):
+            x[:cu[b]] = torch.nan
+            x[cu[b + 1]:] = torch.nan
+        mine = slice(cu_q[b], cu_q[b + 1])
+        assert torch.equal(called(spoilt, causal=True)[mine], usual[mine])
+
+
+def test_what_is_longer_than_the_most_is_cut_off():
+    q, k, v = (Tensor.ones(n, 1, 8) for n in (6, 6, 6))
+    cu = Tensor([0, 6], dtype=dtypes.int32)
+    out = varlen_attention(q, k, v, cu, cu, 4, 6).numpy()
+    assert (out[:4] == 1).all()
+    assert (out[4:] == 0).all()
+
+
+def test_gradients():
+    """Of what follows, by rows of no sequence too."""
+    tensors = [x.double().requires_grad_() for x in storages()]
+    weights = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(1))
+    (expected(*tensors, -math.inf, 0) * weights.double()).sum().backward()
+    given = [Tensor(x.detach().float().numpy()) for x in tensors]
+    cu = [Tensor(x.numpy()) for x in ends()]
+    total = (varlen_attention(*given, *cu, 8, 12, causal=True) * Tensor(weights.numpy())).sum()
+    for mine, theirs in zip(total.gradient(*given), tensors, strict=True):
+        assert theirs.grad is not None
+        assert (torch.from_numpy(mine.numpy()).double() - theirs.grad).abs().max() < 1e-5
+
+
+Q, K = (9, 4, 8), (6, 2, 8)
+ENDS = Tensor([0, 4], dtype=dtypes.int32)
+
+
+@pytest.mark.parametrize(("words", "change"), [
+    (r"q of shape \(9, 32\)", {"q": Tensor.zeros(9, 32)}), ("k of shape", {"k": Tensor.zeros(6, 2, 4)}),
+    ("v of shape", {"v": Tensor.zeros(3, 2, 8)}), ("k of f16", {"k": Tensor.zeros(*K).half()}),
+    ("q of s32", {"q": Tensor.zeros(*Q).int()}), ("cu_q of s64", {"cu_q": ENDS.long()}),
+    ("cu_k of shape", {"cu_k": ENDS[:1]}), ("most_q=0", {"most_q": 0}), ("most_k='8'", {"most_k": "8"}),
+    ("where each sequence", {"cu_q": ENDS[:1], "cu_k": ENDS[:1]}), ("window=0", {"window": 0}),
+    ("window=2.5", {"window": 2.5}),
+    ("4 query heads over 3", {"k": Tensor.zeros(6, 3, 8), "v": Tensor.zeros(6, 3, 8)}),
+    ("softcap=0", {"softcap": 0.0}), ("softcap=inf", {"softcap": math.inf}),
+    ("scale=nan", {"scale": math.nan})])
+def test_what_cannot_be(words: str, change: dict[str, object]):
+    given = {"q": Tensor.zeros(*Q), "k": Tensor.zeros(*K), "v": Tensor.zeros(*K), "cu_q": ENDS, "cu_k": ENDS,
+             "most_q": 4, "most_k": 4}
+    with pytest.raises(SpecError, match=words): varlen_attention(**given | change)  # type: ignore[arg-type]

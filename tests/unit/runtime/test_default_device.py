@@ -1,0 +1,67 @@
+"""Which device a program uses that names none. Each in a process of its own: tinygrad chooses once."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+FAKE = f"""
+import sys; sys.path.insert(0, {str(TESTS)!r})
+import os
+from cuda_fake import installed
+from tinygrad_nv import Device, Tensor, hooks
+from tinygrad_nv.runtime.cuda import device as cuda_device
+"""
+
+
+def run(script: str, **env: str) -> str:
+    """What a script prints on a machine that names no device."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("DEV", "NV")}
+    done = subprocess.run([sys.executable, "-c", script], env={**kept, **env}, capture_output=True, text=True,
+                          check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("nv", ["0", "1"])
+def test_the_switch_of_this_package_is_no_device(nv: str):
+    assert run("from tinygrad_nv import Device; print(Device.DEFAULT)", NV=nv) == "CPU"
+
+
+def test_a_device_by_another_old_name_is_still_refused():
+    code = "from tinygrad_nv import Device\ntry: Device.DEFAULT\nexcept AssertionError as error: print(error)"
+    assert run(code, METAL="1") == "METAL=1 is deprecated, use DEV=METAL instead"
+
+
+def test_a_gpu_comes_before_tinygrads_own_choice():
+    assert run(FAKE + """
+cuda_device.has_library = lambda: True
+with installed(version=(99, 0)) as fake:
+    x = Tensor([1.0, 2.0]) * 3
+    print(x.tolist(), x.device, os.environ["DEV"])
+    hooks.remove_device("CUDA")
+""") == "[3.0, 6.0] CUDA CUDA"
+
+
+@pytest.mark.parametrize("why", ["cuda_device.has_bindings = lambda: False",
+                                 "fake = installed(gpus=0)", "fake = installed(version=(11, 0))"])
+def test_without_what_it_needs_tinygrad_chooses(why: str):
+    assert run(f"""{FAKE}
+cuda_device.has_library = lambda: True
+fake = installed()
+{why}
+with fake: print(Device.DEFAULT)
+""") == "CPU"
+
+
+def test_a_gpu_that_does_not_open_is_left_alone():
+    assert run(FAKE + """
+cuda_device.has_library = lambda: True
+with installed() as fake:
+    fake.fail("cuDevicePrimaryCtxRetain", "CUDA_ERROR_DEVICE_UNAVAILABLE", times=9)
+    print(Device.DEFAULT)
+""") == "CPU"

@@ -1,0 +1,170 @@
+"""A server for tests: its own thread, a free port, and an engine that needs no model.
+
+`FakeEngine` answers with the words of its prompt, one a token, over and over; what it is told in `behave`
+makes it slow, full or broken. `live(service)` runs a server around an engine and gives its address.
+"""
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from tinygrad_nv.models.config import read_config
+
+from tinygrad_nv.cli import DEFAULT_MODEL
+from tinygrad_nv.engine.llm import LLM
+from tinygrad_nv.engine.outputs import Delta, TokenLogprobs
+from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.engine.text.tokenizer import Tokenizer
+from tinygrad_nv.errors import NVError, QueueFull
+from tinygrad_nv.server.limits import Limits
+from tinygrad_nv.server.metrics import Metrics
+from tinygrad_nv.server.service import Service
+from tinygrad_nv.server.serving import Server, listening, serve, url
+
+NAME = "tales"
+LENGTH = 512
+
+
+@dataclass(frozen=True)
+class FakeStats:
+    """The fields of EngineStats that the server reads."""
+    running: int
+    waiting: int = 0
+    preempted: int = 0
+    kv_used: float = 0.25
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+
+
+class FakeModel:
+    """The words of the model in the box, checked as `LLM` does, without its weights. `template` replaces its
+    chat template."""
+
+    def __init__(self, template: str | None = None) -> None:
+        loaded = Tokenizer.load(DEFAULT_MODEL)
+        self.tokenizer = Tokenizer(loaded.backend, loaded.special, template or loaded.template)
+        self.defaults, self.length = SamplingParams(temperature=0.0), LENGTH
+        self.config = read_config(DEFAULT_MODEL)
+
+    def require_tokenizer(self) -> Tokenizer: return self.tokenizer
+
+    def encode(self, prompt: Any) -> list[int]: return LLM.encode(self, prompt)  # type: ignore[arg-type]
+
+    def encode_chat(self, messages: Any, tools: Any = (), /, **extra: Any) -> list[int]:
+        return self.encode(self.tokenizer.encode_chat(messages, tools, **extra))
+
+
+@dataclass
+class FakeEngine:
+    """Says `text`, or the prompt again, a token at a time, `pause_s` apart. `limit`: requests that run."""
+    model: FakeModel
+    text: str | None = None
+    pause_s: float = 0.0
+    limit: int = 1000
+    failure: NVError | None = None
+    fails_after: int | None = None
+    running: set[str] = field(default_factory=set)
+    closed: list[str] = field(default_factory=list)
+    generated: int = 0
+    stopping: bool = False
+
+    def stats(self) -> FakeStats: return FakeStats(len(self.running), generated_tokens=self.generated)
+
+    async def stop(self, drain_s: float = 0.0) -> None: self.stopping = True
+
+    def generate(self, prompt: list[int], params: SamplingParams, *, request_id: str | None = None,
+                 priority: int = 0) -> AsyncIterator[Delta]:
+        if len(self.running) >= self.limit: raise QueueFull("1 waits", "less than 1", "come again")
+        return self._answer(prompt, params, request_id or "")
+
+    async def _answer(self, prompt: list[int], params: SamplingParams, name: str) -> AsyncIterator[Delta]:
+        words = self.model.tokenizer.encode(self.text, special=False) if self.text is not None else prompt
+        self.running.add(name)
+        try:
+            most = params.max_tokens or (LENGTH if self.text is None else len(words))
+            for at in range(most):
+                for index in range(params.n):
+                    last = at == most - 1 or (self.text is not None and at == len(words) - 1)
+                    yield self._delta(words[at % len(words)], index, at, params, last)
+                    self.generated += 1
+                if last: return
+                await asyncio.sleep(self.pause_s)
+        finally:
+            self.running.discard(name)
+            self.closed.append(name)
+
+    def _delta(self, token: int, index: int, at: int, params: SamplingParams, last: bool) -> Delta:
+        if self.fails_after == at:
+            return Delta(index, "", (), (), "error", None, 0, NVError("NaN", "numbers", "other weights"))
+        if self.stopping: return Delta(index, "", (), (), "abort")
+        text = self.model.tokenizer.decode([token])
+        top = tuple((token, text, -0.5) for _ in range(params.logprobs or 0))
+        told = () if params.logprobs is None else (TokenLogprobs(token, text, -0.5, 1, top),)
+        reason = ("length" if self.text is None else "stop") if last else None
+        return Delta(index, text, (token,), told, reason)
+
+
+@dataclass
+class Live:
+    """A running server."""
+    url: str
+    service: Service
+    server: Server
+    loop: asyncio.AbstractEventLoop
+    http: httpx.Client
+
+    def post(self, asked: Any, path: str = "/v1/completions", **more: Any) -> httpx.Response:
+        """A request with a JSON body, on a connection that stays."""
+        return self.http.post(path, json=asked, **more)
+
+    @property
+    def port(self) -> int: return int(self.url.rpartition(":")[2])
+
+    def drain(self) -> None: self.loop.call_soon_threadsafe(self.server.drain)
+
+
+def fake_service(engine: FakeEngine | None = None, limits: Limits | None = None, **more: Any) -> Service:
+    """A service of `FakeEngine`."""
+    engine = engine or FakeEngine(FakeModel())
+    metrics = Metrics(NAME, LENGTH, engine.stats)
+    return Service(engine, engine.model, (NAME, "alias"), limits or Limits(), metrics, **more)
+
+
+@contextlib.contextmanager
+def live(service: Service) -> Iterator[Live]:
+    """The service, answering."""
+    taken, ready = listening("127.0.0.1", 0), threading.Event()
+    box: list[Live] = []
+
+    async def main() -> None:
+        server = Server(service)
+        client = httpx.Client(base_url=url(taken), timeout=60, verify=False)  # no certificates: slow
+        box.append(Live(url(taken), service, server, asyncio.get_running_loop(), client))
+        await serve(server, [taken], 3600, ready.set)
+
+    thread = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
+    thread.start()
+    assert ready.wait(20)
+    try: yield box[0]
+    finally:
+        box[0].http.close()
+        box[0].server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def until(holds: Any, seconds: float = 30.0) -> None:
+    """Waits until `holds()`."""
+    ends = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < ends, "it did not come to hold"
+        time.sleep(0.005)

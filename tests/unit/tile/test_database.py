@@ -1,0 +1,179 @@
+"""The schedule database: what is stored is found again, by every process; what is broken hurts nobody."""
+from __future__ import annotations
+
+import json
+import multiprocessing
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.errors import NVError, SpecError
+from tinygrad_nv.tile import database
+from tinygrad_nv.tile.database import Entry
+from tinygrad_nv.tile.expression import Apply, Constant, Load, Position, Sum, gelu, gelu_tanh, silu, walk
+from tinygrad_nv.tile.gemm.dense import MAJORS, TYPES, WORDS, dense
+from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.spec_json import spec_from_json, spec_to_json
+
+SPEC = dense(64, 64, 256)
+FAST = Schedule().block(64, 64)
+
+
+@pytest.fixture(autouse=True)
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NV_SCHEDULES", str(tmp_path / "schedules.json"))
+    return tmp_path / "schedules.json"
+
+
+def entry(spec: GemmSpec = SPEC, schedule: Schedule = FAST, arch: str = "sm_80") -> Entry:
+    return Entry(spec, arch, database.toolchain(), schedule, 1e-5)
+
+
+# **** specs as JSON ****
+
+BIAS = Load(0, dtypes.bfloat16, 0, 1)
+SUM = Sum().cast(dtypes.bfloat16)
+EPILOGUES = [SUM, silu(Sum()).cast(dtypes.bfloat16), gelu(SUM + BIAS),
+             gelu_tanh(SUM) + Load(0, dtypes.bfloat16, 64, 1, (0,), 5),
+             *(Apply("where", (condition, SUM, Constant(float(value), SUM.dtype)), SUM.dtype)
+               for condition, value in ((Position("m") < Position("n"), "-inf"), (Position(0) < 3, "nan")))]
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+def test_a_spec_survives_json(epilogue):
+    spec = replace(dense(16, 24, 32, batch=(4,), symbolic=True), epilogue=epilogue)
+    again = spec_from_json(json.loads(json.dumps(spec_to_json(spec), allow_nan=False)))
+    assert repr(again) == repr(spec)     # not ==, as a constant may be nan
+    assert json.dumps(spec_to_json(again)) == json.dumps(spec_to_json(spec))
+
+
+@given(st.sampled_from(tuple(TYPES)), st.tuples(*[st.integers(1, 300)] * 3), st.sampled_from(MAJORS),
+       st.lists(st.integers(1, 4), max_size=3).map(tuple), st.lists(st.sampled_from(WORDS), max_size=3),
+       st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_any_spec_survives_json(dtype, extents, majors, batch, words, symbolic):
+    out = "f32" if words else ""
+    spec = dense(*extents, dtype, out, majors, batch, "+".join(words), symbolic)
+    assert spec_from_json(json.loads(json.dumps(spec_to_json(spec)))) == spec
+
+
+def test_parts_survive_json():
+    spec = dense(16, 24, 32, epilogue="gate")
+    again = spec_from_json(spec_to_json(spec))
+    assert again == spec
+    assert sorted(node.part for node in walk(again.epilogue) if isinstance(node, Sum)) == [0, 1]
+
+
+def test_a_node_used_twice_is_written_once():
+    x = Sum()
+    for _ in range(12): x = x + x
+    spec = replace(dense(16, 16, 16), epilogue=x.cast(dtypes.bfloat16))
+    assert len(spec_to_json(spec)["epilogue"]) == 14
+    assert len(spec_from_json(spec_to_json(spec)).epilogue.args) == 1
+
+
+def test_what_is_no_spec_is_refused():
+    good = spec_to_json(SPEC)
+    for spoiled in ({**good, "m": "64"}, {**good, "m": True}, {**good, "a": 3}, {**good, "batch": [2]},
+                    {**good, "epilogue": []},
+                    {**good, "epilogue": [{"kind": "cast", "dtype": "f32", "args": [0]}]},
+                    {**good, "out": {**good["out"], "dtype": "f7"}}, {**good, "m": 0}, [], None, "spec",
+                    {key: value for key, value in good.items() if key != "tf32"}):
+        with pytest.raises(SpecError): spec_from_json(spoiled)
+
+
+# **** entries ****
+
+def test_what_is_stored_is_found(file):
+    assert database.lookup(SPEC, "sm_80") is None
+    database.store([entry()])
+    assert database.lookup(SPEC, "sm_80") == FAST
+    assert database.lookup(dense(64, 64, 256), "sm_80") == FAST       # an equal spec
+    assert database.lookup(SPEC, "sm_90a") is None
+    assert database.lookup(dense(64, 64, 257), "sm_80") is None
+    database.store([entry(schedule=FAST.stages(4)), entry(dense(8, 8, 8))])
+    assert database.lookup(SPEC, "sm_80") == FAST.stages(4)
+    assert len(database.entries()) == 2
+    assert [path.name for path in file.parent.iterdir() if "tmp" in path.name or ".json." in path.name] \
+        == ["schedules.json.lock"]
+
+
+def test_another_toolchain_has_other_winners(monkeypatch):
+    database.store([entry()])
+    monkeypatch.setattr(database, "toolchain", lambda: "ptxas V99.0")
+    assert database.lookup(SPEC, "sm_80") is None
+    database.store([entry(schedule=FAST.stages(5))])
+    assert database.lookup(SPEC, "sm_80") == FAST.stages(5)
+    assert len(database.entries()) == 2
+
+
+def test_the_file_is_read_again_when_another_process_wrote_it(file):
+    database.store([entry()])
+    assert database.lookup(SPEC, "sm_80") == FAST
+    file.write_text(database.dumped([entry(schedule=FAST.stages(6))]))
+    assert database.lookup(SPEC, "sm_80") == FAST.stages(6)
+    file.unlink()
+    assert database.lookup(SPEC, "sm_80") is None
+
+
+def _store(number: int) -> None:
+    for i in range(6): database.store([entry(dense(16 + number, 16 + i, 16))])
+
+
+def test_processes_that_write_at_once_lose_nothing():
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=_store, args=(number,)) for number in range(3)]
+    for worker in workers: worker.start()
+    for worker in workers: worker.join()
+    assert [worker.exitcode for worker in workers] == [0] * 3
+    assert len(database.entries()) == 18
+
+
+def test_the_default_place_is_the_cache_directory(tmp_path, monkeypatch):
+    monkeypatch.delenv("NV_SCHEDULES")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert database.path() == tmp_path / "tinygrad_nv" / "schedules.json"
+    database.store([entry()])
+    assert database.lookup(SPEC, "sm_80") == FAST
+    assert database.clear() == 1
+    assert database.clear() == 0
+    assert database.lookup(SPEC, "sm_80") is None
+
+
+def test_looking_is_quick():
+    database.store([entry(dense(16, 16, 16 + i)) for i in range(200)])
+    database.lookup(SPEC, "sm_80")
+    import time
+    start = time.perf_counter()
+    for _ in range(50): database.lookup(SPEC, "sm_80")
+    assert (time.perf_counter() - start) / 50 < 2e-3
+
+
+def test_an_export_is_a_database(file):
+    database.store([entry()])
+    text = file.read_text()
+    assert database.parse(text, file) == [entry()]
+    assert database.dumped(database.entries()) == text
+
+
+def test_entries_that_are_none_are_refused():
+    good = entry().to_json()
+    for spoiled in ({**good, "arch": "sm_10"}, {**good, "seconds": -1}, {**good, "seconds": "1"},
+                    {**good, "how": "guessed"}, {**good, "schedule": {"template": 3}}, {**good, "spec": None},
+                    {}, None, 3):
+        with pytest.raises(NVError): Entry.from_json(spoiled)
+
+
+def test_no_warning_without_a_file(file):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert database.lookup(SPEC, "sm_80") is None
+        assert database.entries() == []
+    assert not file.exists()
+    assert replace(entry(), seconds=2.0).key == entry().key

@@ -1,0 +1,246 @@
+"""`tinygrad-nv`: generate, chat, serve, bench, doctor, explain, ptx, tune.
+
+Protocol: text goes to stdout as it is made and nothing else does; progress, notes and errors go to stderr.
+A failure of ours prints its message and exits with 2, Ctrl-C ends with 130, a reader that went away ends
+quietly.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tinygrad_nv import interrupt, models
+from tinygrad_nv.cli import (
+    bench as bench_command,
+)
+from tinygrad_nv.cli import (
+    explain as explain_command,
+)
+from tinygrad_nv.cli import (
+    serve as serve_command,
+)
+from tinygrad_nv.cli import (
+    tune as tune_command,
+)
+from tinygrad_nv.errors import ModelError, NVError, RequestError
+from tinygrad_nv.ptx import command as ptx
+from tinygrad_nv.runtime.memory_pool import UTILIZATION
+
+DEFAULT_MODEL = Path(models.__file__).parent / "tales"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    _survive_any_terminal()
+    try: return _main(argv)
+    finally: interrupt.ending()
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    try:
+        interrupt.ready()
+        try:
+            arguments = _parse(argv)
+            return int(arguments.run(arguments))
+        finally: sys.stdout.flush()  # here, where it can be said what went wrong with it
+    except NVError as error: return _say_error(error)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        _drop_output()
+        return 0
+    except OSError as error:
+        _drop_output()
+        return _say_error(NVError(f"the system refused: {error}",
+                                  "files that can be read, output that can be written",
+                                  "check permissions and free space"))
+    except MemoryError:
+        return _say_error(NVError("out of memory",
+                                  "room for weights, for the cache of the whole context and for --swap-space",
+                                  "lower --max-model-len or --swap-space, or use --dtype bfloat16"))
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """argparse takes all positional arguments from one place; here PROMPT may also follow options that
+    follow MODEL."""
+    top = parser()
+    arguments, rest = top.parse_known_args(argv)
+    options_end = rest.index("--") if "--" in rest else len(rest)
+    if rest and (not hasattr(arguments, "words") or any(word.startswith("-") for word in rest[:options_end])):
+        top.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest: arguments.words += rest[:options_end] + rest[options_end + 1:]
+    return arguments
+
+
+def _say_error(error: NVError) -> int:
+    print(f"tinygrad-nv: {error}", file=sys.stderr)
+    return error.exit_code
+
+
+def _drop_output() -> None:
+    """What is still buffered has no reader: lets the interpreter's last flush write to nowhere."""
+    with contextlib.suppress(OSError): os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _survive_any_terminal() -> None:
+    """A character the terminal cannot show becomes an escape, and bytes that are no character become
+    U+FFFD, instead of an exception. A stream that was closed before we began reads, and writes to, nothing.
+    """
+    sys.stdin, sys.stdout, sys.stderr = (
+        open(os.devnull, mode) if stream is None else stream  # noqa: SIM115 (for as long as the process lives)
+        for stream, mode in ((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w")))
+    for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace"),
+                           (sys.stderr, "backslashreplace")):
+        with contextlib.suppress(AttributeError, ValueError): stream.reconfigure(errors=errors)  # type: ignore[union-attr]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    directory = "a model directory (default: the model in the box)"
+    top = argparse.ArgumentParser(prog="tinygrad-nv",
+                                  description="Run transformers with tinygrad, fast on NVIDIA.")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    generate = commands.add_parser("generate", help="continue a prompt",
+                                   usage="%(prog)s [options] [MODEL] PROMPT")
+    generate.add_argument("words", nargs="*", metavar="[MODEL] PROMPT",
+                          help=f"{directory} and the text to continue")
+    generate.add_argument("--prompt-ids", type=_ids, metavar="1,2,3", help="token ids instead of a text")
+    generate.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    generate.add_argument("--trace", type=Path, metavar="FILE", help="time every kernel on its own: a Chrome "
+                          "trace to FILE, a table to stderr (slower)")
+    _add_model_options(generate)
+    _add_sampling_options(generate)
+    generate.set_defaults(run=_generate)
+    chat = commands.add_parser("chat", help="talk to a model", usage="%(prog)s [options] [MODEL]")
+    chat.add_argument("model", nargs="?", metavar="MODEL", help=directory)
+    chat.add_argument("--system", metavar="TEXT", help="a system message")
+    _add_model_options(chat)
+    _add_sampling_options(chat)
+    chat.set_defaults(run=_chat)
+    serve_command.add_command(commands, directory, _add_model_options, _model, _size)
+    bench_command.add_command(commands, directory, _add_model_options, _model)
+    doctor = commands.add_parser("doctor", help="what this machine has, what will be used, what is missing")
+    doctor.set_defaults(run=_doctor)
+    explain_command.add_command(commands, directory, _add_model_options, _model)
+    ptx.add_commands(commands)
+    tune_command.add_command(commands)
+    return top
+
+
+def _add_model_options(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("model")
+    group.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, float16, bfloat16")
+    group.add_argument("--max-model-len", type=_size, metavar="N",
+                       help="context in tokens, such as 4096 or 32k")
+    group.add_argument("--gpu-memory-utilization", type=float, metavar="X",
+                       help="the part of a GPU's memory that weights, cache and all else may take "
+                       f"(default {UTILIZATION}; no effect on a CPU)")
+    group.add_argument("--device", help="tinygrad's device (default: its choice, or DEV)")
+
+
+def _add_sampling_options(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("sampling (defaults: the model's generation_config.json)")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="tokens to generate at most (default 256)")
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    group.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens that sum to P")
+    group.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens; 0 keeps all")
+    group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below P times the likeliest")
+    group.add_argument("--repetition-penalty", type=float, metavar="R", help="1 is none")
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
+    group.add_argument("--stop", action="append", metavar="TEXT",
+                       help="end before this text; may be repeated")
+    group.add_argument("--ignore-eos", action="store_true", default=None,
+                       help="go on past the model's end token")
+
+
+def _size(text: str) -> int:
+    """A number of tokens; k and m count in thousands as vLLM's do: 32k is 32000, 32K is 32768."""
+    units = {"k": 1000, "K": 1024, "m": 1000 ** 2, "M": 1024 ** 2}
+    factor = units.get(text[-1:], 1)
+    try: return int(float(text[:-1]) * factor) if factor != 1 else int(text)
+    except (ValueError, OverflowError) as error:
+        message = f"{text!r} is not a number of tokens; write 4096, 32k or 32K"
+        raise argparse.ArgumentTypeError(message) from error
+
+
+def _ids(text: str) -> list[int]:
+    try: return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids; write 1,2,3") from error
+
+
+def _split_words(words: list[str], with_ids: bool) -> tuple[Path, str]:
+    """MODEL and PROMPT from the positional arguments."""
+    most = 1 if with_ids else 2
+    if len(words) > most or (not words and not with_ids):
+        raise RequestError(f"{len(words)} words on the command line",
+                           "[MODEL] with --prompt-ids, else [MODEL] PROMPT",
+                           "put the prompt in quotes")
+    if not with_ids and len(words) == 1 and os.path.isfile(os.path.join(words[0], "config.json")):
+        raise RequestError(f"{words[0]} is a model directory, and no prompt follows it", "[MODEL] PROMPT",
+                           "add the text to continue, in quotes")
+    model = words[0] if len(words) == most else None
+    return _model(model), "" if with_ids else words[-1]
+
+
+def _model(name: str | None) -> Path:
+    if name is None and not (DEFAULT_MODEL / "config.json").is_file():
+        raise ModelError(f"the model in the box is not at {DEFAULT_MODEL}",
+                         "an installation with its model files",
+                         "reinstall tinygrad-nv, or name a model directory")
+    return DEFAULT_MODEL if name is None else Path(name)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from tinygrad_nv.cli import console
+    directory, prompt = _split_words(arguments.words, arguments.prompt_ids is not None)
+    request = prompt if arguments.prompt_ids is None else arguments.prompt_ids
+    with console.tracing(arguments.trace) as recorded:
+        llm = console.load(directory, arguments)
+        params = console.sampling(arguments, llm)
+        ids = llm.encode(request)  # a bad prompt is refused before anything is compiled
+        console.compile_steps(llm, params, len(ids))
+        if arguments.json:
+            with recorded(): done = llm.complete(ids, params)
+            print(json.dumps(console.report(done, llm)))
+            return 0
+        console.say(prompt, end="")
+        with recorded():
+            done = llm.complete(ids, params, lambda piece: console.say(piece.text, end=""))
+            console.say("")
+        print(console.summary(done, llm), file=sys.stderr)
+        return 0
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    from tinygrad_nv.cli import console
+    llm = console.load(_model(arguments.model), arguments)
+    params = console.sampling(arguments, llm)
+    messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    llm.encode_chat([{"role": "user", "content": "?"}])  # refuse before the first question
+    console.compile_steps(llm, params, 1)
+    while (question := console.ask()) is not None:
+        if not question: continue
+        asked = [*messages, {"role": "user", "content": question}]
+        try: asked, ids = console.fit(llm, asked)
+        except RequestError as error:  # the question is not asked, the conversation goes on
+            _say_error(error)
+            continue
+        answer = llm.complete(ids, params, lambda piece: console.say(piece.text, end=""))
+        console.say("\n")
+        messages = [*asked, {"role": "assistant", "content": answer.text}]
+    return 0
+
+
+def _doctor(_: argparse.Namespace) -> int:
+    from tinygrad_nv.cli import doctor
+    findings = doctor.examine()
+    print(doctor.table(findings))
+    return 0 if doctor.usable(findings) else 1
+

@@ -1,0 +1,155 @@
+"""What the CLI shows: text on stdout, progress and notes on stderr, nothing that moves unless a person
+looks.
+
+Protocol: `load` and `compile_steps` each show a bar (bytes read, kernels made) and take it away again,
+so that by the time the first word comes nothing but text moves on the terminal. `say` writes text at once.
+`report` and `summary` describe a finished answer, as JSON fields and as one line.
+"""
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
+from tinygrad import Device
+from tinygrad.helpers import DEV
+
+from tinygrad_nv.engine.llm import LLM, Completion
+from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.errors import RequestError
+from tinygrad_nv.runtime.memory_pool import UTILIZATION
+from tinygrad_nv.runtime.programs import programs_compiled, programs_known
+
+
+class _Kernels(ProgressColumn):
+    """How many kernels there are since the bar was made, and how many of them had to be compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = programs_known(), programs_compiled()
+
+    def render(self, task: Task) -> Text:
+        there, compiled = programs_known() - self.before[0], programs_compiled() - self.before[1]
+        return Text(f"{there} kernels, {compiled} compiled, {task.elapsed or 0:.1f} s")
+
+
+@contextmanager
+def _bar(*columns: ProgressColumn | str) -> Iterator[Progress]:
+    """A bar on stderr that vanishes when done, and is not there at all when stderr is no terminal."""
+    console = Console(stderr=True)
+    with Progress(TextColumn("{task.description}"), *columns, console=console, transient=True,
+                  disable=not console.is_terminal) as progress:
+        yield progress
+
+
+def load(directory: Path, arguments: argparse.Namespace, **more: Any) -> LLM:
+    """The model of the command line, for one text at a time unless `more` arguments of `LLM` say otherwise.
+    `--device` becomes tinygrad's default for this process."""
+    if arguments.device:
+        try: DEV.value = arguments.device
+        except RuntimeError as error:
+            raise RequestError(f"--device {arguments.device}: {error}",
+                               "a device of tinygrad, such as CPU or CUDA",
+                               "run `tinygrad-nv doctor` to see what this machine has") from error
+    with _bar(BarColumn(), DownloadColumn()) as progress:
+        task = progress.add_task(f"loading {directory.name}", total=None)
+        return LLM(directory, arguments.dtype, arguments.max_model_len, None,
+                   lambda done, total: progress.update(task, completed=done, total=total),
+                   UTILIZATION if (part := arguments.gpu_memory_utilization) is None else part,
+                   **{"max_num_seqs": 1, **more})
+
+
+def compile_steps(llm: LLM, params: SamplingParams, prompt_tokens: int) -> None:
+    """Compiles what an answer to a prompt of this length needs."""
+    with _bar(BarColumn(), _Kernels()) as progress:
+        progress.add_task("preparing", total=None)
+        llm.warm_up(params, prompt_tokens)
+
+
+@contextmanager
+def tracing(path: Path | None) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Around all of a command, so that what is captured knows its layers. What it gives goes around what is
+    to be recorded, and writes a trace to `path`, if that is one, and its table to stderr."""
+    if path is None:
+        yield nullcontext
+        return
+    from tinygrad_nv.runtime.observe import ranges, timeline
+    timeline.check(path)
+
+    @contextmanager
+    def recorded() -> Iterator[None]:
+        with timeline.timeline(path) as found: yield
+        print(f"{found.table()}\ntrace: {path} (to look at: https://ui.perfetto.dev)", file=sys.stderr)
+
+    with ranges.tracked(): yield recorded
+
+
+def sampling(arguments: argparse.Namespace, llm: LLM) -> SamplingParams:
+    """The model's defaults with what the command line says instead."""
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed",
+             "ignore_eos")
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    if arguments.stop: given["stop"] = tuple(arguments.stop)
+    return replace(llm.defaults, **given)
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Text for the reader, at once."""
+    sys.stdout.write(text + end)
+    sys.stdout.flush()
+
+
+def ask() -> str | None:
+    """A line from the person, or None at the end of input. Ctrl-C at the prompt ends the chat too."""
+    try: return input("> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        if sys.stdin.isatty(): say("")
+        return None
+
+
+def fit(llm: LLM, messages: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int]]:
+    """The conversation without as many of its oldest exchanges as the context has no room for, and its ids.
+
+    A system message stays. A last question that is too long by itself is refused as any prompt is.
+    """
+    first = 1 if messages[0]["role"] == "system" else 0
+    kept = messages
+    while len(llm.require_tokenizer().encode_chat(kept)) >= llm.length and len(kept) > first + 1:
+        kept = kept[:first] + kept[first + 2:]
+    if forgotten := (len(messages) - len(kept)) // 2:
+        print(f"[the context is full: forgot the oldest {forgotten} exchange(s)]", file=sys.stderr)
+    return kept, llm.encode_chat(kept)
+
+
+def device_name(llm: LLM) -> str:
+    """Device and, where it has one, the renderer's architecture: `CPU x86_64`."""
+    arch = getattr(Device[llm.device], "arch", None)
+    return f"{llm.device} {arch.split(',')[0]}" if arch else str(llm.device)
+
+
+def weight_rate(done: Completion, llm: LLM) -> float:
+    """GB of weights streamed a second while decoding."""
+    return done.tokens_per_s * llm.streamed_bytes / 1e9
+
+
+def report(done: Completion, llm: LLM) -> dict[str, Any]:
+    """The answer and its figures, for `--json`."""
+    return {"prompt_token_ids": list(done.prompt_token_ids), "token_ids": list(done.token_ids),
+            "text": done.text, "finish_reason": done.finish_reason, "seed": done.seed,
+            "ttft_s": round(done.ttft_s, 6),
+            "tokens_per_s": round(done.tokens_per_s, 3), "weight_gb_per_s": round(weight_rate(done, llm), 4),
+            "device": device_name(llm)}
+
+
+def summary(done: Completion, llm: LLM) -> str:
+    """One line: time to first token, tokens/s, GB/s of weights."""
+    return (f"[{len(done.token_ids)} tokens · first after {done.ttft_s * 1e3:.0f} ms"
+            f" · {done.tokens_per_s:.1f} tokens/s"
+            f" · {weight_rate(done, llm):.2f} GB/s of weights · {device_name(llm)}]")

@@ -1,0 +1,184 @@
+"""`tinygrad-nv doctor`: what this machine has, what will be used, what is missing.
+
+Protocol: `examine()` looks at one thing a function and never raises; a `Finding` says what was found and,
+where something is missing, what would bring it. Looking changes nothing: no package is installed, no GPU is
+set up.
+"""
+from __future__ import annotations
+
+import ctypes.util
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from tinygrad_nv.errors import NVError
+from tinygrad_nv.ptx.assemble import find_program
+from tinygrad_nv.toolchain import find_compiler
+
+State = Literal["ok", "missing", "broken"]
+CUDA_EXTRA = ("pip install cuda-python nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-nvcc nvidia-ml-py "
+              "nvtx, on a machine with a GPU")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `needed` marks what nothing runs without."""
+    subject: str
+    state: State
+    what: str
+    fix: str = ""
+    needed: bool = False
+
+
+def examine() -> list[Finding]:
+    """Everything worth knowing, in the order of the way down: packages, device, compilers, driver."""
+    from tinygrad_nv.cli import doctor_cpu
+    looks: dict[str, Callable[[], Finding]] = {
+        "python": _python, "tinygrad": _tinygrad, "tinygrad_nv hooks": _hooks, "device": _device,
+        "C compiler": _compiler, "CPU kernels": doctor_cpu.instructions, "CPU threads": doctor_cpu.cores,
+        "CPU rates": doctor_cpu.speed, "ptxas": _ptxas, "NVRTC": _nvrtc, "NVIDIA driver": _driver,
+        "cuda-python": _cuda_python, "DEV=CUDA": _cuda_device}
+    return [_safely(subject, look) for subject, look in looks.items()]
+
+
+def _safely(subject: str, look: Callable[[], Finding]) -> Finding:
+    try: return look()
+    except Exception as error:  # the report is for machines on which things are broken
+        return Finding(subject, "broken", f"{type(error).__name__}: {error}", needed=subject == "tinygrad")
+
+
+def usable(findings: list[Finding]) -> bool:
+    """Whether something can run here."""
+    return all(f.state == "ok" for f in findings if f.needed)
+
+
+def table(findings: list[Finding]) -> str:
+    """The report as aligned text."""
+    grid = Table(box=None, pad_edge=False, show_header=False)
+    for finding in findings:
+        advice = f"\n→ {finding.fix}" if finding.fix else ""
+        grid.add_row(finding.state, finding.subject, finding.what + advice)
+    # piped, lines are as long as they are; markup off, or [cuda] in an advice would be taken for a style
+    width = max(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 1000
+    console = Console(width=width, no_color=True, markup=False, highlight=False)
+    with console.capture() as captured: console.print(grid)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+
+
+def _python() -> Finding:
+    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    return Finding("python", "ok", f"{platform.python_version()} on {machine}", needed=True)
+
+
+def _tinygrad() -> Finding:
+    version = importlib.metadata.version("tinygrad")
+    return Finding("tinygrad", "ok", version, needed=True)
+
+
+def _hooks() -> Finding:
+    from tinygrad_nv import hooks
+    if not hooks.enabled():
+        return Finding("tinygrad_nv hooks", "missing", "switched off", "unset NV (NV=0 switches off)")
+    how = "tinygrad's plugin points" if hooks.official() else "installed over the released wheel"
+    return Finding("tinygrad_nv hooks", "ok", how)
+
+
+def _device() -> Finding:
+    from tinygrad import Device
+    try: device = Device[Device.DEFAULT]
+    except NVError as error: return Finding("device", "broken", error.found, error.fix, needed=True)
+    except Exception as error:  # whatever a driver can think of
+        return Finding("device", "broken", f"{type(error).__name__}: {error}",
+                       "set DEV to another device", needed=True)
+    return Finding("device", "ok", f"{device.device}, code by {type(device.renderer).__name__}; will be used "
+                   "(DEV=… or --device choose another)", needed=True)
+
+
+def _compiler() -> Finding:
+    try: compiler = find_compiler()
+    except NVError as error: return Finding("C compiler", "missing", error.found, error.fix)
+    command = " ".join(compiler.command)
+    return Finding("C compiler", "ok", f"{compiler.version()} from {compiler.origin}: {command}")
+
+
+def _ptxas() -> Finding:
+    if (path := find_program("ptxas")) is None:
+        return Finding("ptxas", "missing", "not in PATH, CUDA_HOME or a wheel",
+                       "pip install nvidia-cuda-nvcc")
+    out = subprocess.run([str(path), "--version"], capture_output=True, text=True, check=False).stdout.strip()
+    return Finding("ptxas", "ok", f"{out.splitlines()[-1] if out else 'unknown version'}: {path}")
+
+
+def _loads(names: tuple[str, ...]) -> str | None:
+    """The first of these shared libraries that can be loaded."""
+    for name in names:
+        try: ctypes.CDLL(name)
+        except OSError: continue
+        return name
+    return None
+
+
+def _nvrtc() -> Finding:
+    wheel: list[str] = []
+    if (spec := importlib.util.find_spec("nvidia")) is not None:
+        for place in spec.submodule_search_locations or ():
+            wheel += [str(path) for path in Path(place).glob("*/lib/libnvrtc.so.*")
+                      if "builtins" not in path.name]
+    names = (*wheel, "libnvrtc.so.13", "libnvrtc.so.12", ctypes.util.find_library("nvrtc") or "libnvrtc.so")
+    if (name := _loads(names)) is None:
+        return Finding("NVRTC", "missing", "libnvrtc cannot be loaded", "pip install nvidia-cuda-nvrtc")
+    return Finding("NVRTC", "ok", name)
+
+
+def _driver() -> Finding:
+    if (name := _loads(("libcuda.so.1", "nvcuda.dll"))) is None:
+        return Finding("NVIDIA driver", "missing", "libcuda cannot be loaded: no NVIDIA GPU here", "")
+    driver, version, count = ctypes.CDLL(name), ctypes.c_int(), ctypes.c_int()
+    if (code := driver.cuInit(0)) != 0:
+        return Finding("NVIDIA driver", "broken", f"{name} loads, cuInit fails with {code}",
+                       "check the GPU with nvidia-smi")
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    driver.cuDeviceGetCount(ctypes.byref(count))
+    release = f"{version.value // 1000}.{version.value % 1000 // 10}"
+    return Finding("NVIDIA driver", "ok", f"CUDA {release}, {count.value} GPU(s)")
+
+
+def _cuda_python() -> Finding:
+    try: version = importlib.metadata.version("cuda-python")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("cuda-python", "missing", "not installed", CUDA_EXTRA)
+    return Finding("cuda-python", "ok", version)
+
+
+def _cuda_device() -> Finding:
+    """What DEV=CUDA would open."""
+    from tinygrad_nv import config
+    from tinygrad_nv.runtime.cuda import device as cuda_device
+    if not config.get("NV"): return Finding("DEV=CUDA", "ok", "tinygrad's own device: NV=0")
+    try: instead = cuda_device.why_not("CUDA")
+    except NVError as error: return Finding("DEV=CUDA", "missing", error.found)
+    if instead: return Finding("DEV=CUDA", "missing", f"tinygrad's own device: {instead}", CUDA_EXTRA)
+    return Finding("DEV=CUDA", "ok", f"tinygrad_nv's device; other kernels are {_cuda_code()}")
+
+
+def _cuda_code() -> str:
+    """What the kernels that are tinygrad's are written in on DEV=CUDA."""
+    from tinygrad_nv.runtime.cuda import api as cuda_api
+    from tinygrad_nv.runtime.cuda import nvrtc
+    names = {"ptx": "PTX", "cubin": "machine code"}
+    cu = cuda_api.bindings()
+    arch = cuda_api.architecture(cuda_api.capability(cu, cu.cuDeviceGet(0)[1])).rstrip("a")
+    try: return (f"CUDA C, compiled to {names[nvrtc.image(arch)]} by NVRTC "
+                 f"{cuda_api.dotted(nvrtc.version())}")
+    except NVError as error: return f"PTX: {error.found}"

@@ -1,0 +1,64 @@
+"""What `tinygrad-nv doctor` says of the CPU: instruction set, threads, and what was measured of them.
+
+Protocol: as doctor.py. Each line says why there is not more: what the processor lacks for the next level or
+what the system refuses, and what keeps threads below the number of cores.
+"""
+from __future__ import annotations
+
+from tinygrad_nv import config
+from tinygrad_nv.cli.doctor import Finding
+from tinygrad_nv.cpu import isa, measure, threads
+from tinygrad_nv.cpu.machine import machine
+from tinygrad_nv.errors import NVError
+from tinygrad_nv.explain.levels import scaled
+from tinygrad_nv.patterns.target import why_no_cpu
+
+OFF = "switched off: NV_CPU=0"
+
+
+def instructions() -> Finding:
+    """The level in use, and why not the next."""
+    subject = "CPU kernels"
+    if not config.get("NV_CPU"): return Finding(subject, "ok", OFF)
+    try: found = isa.detect()
+    except NVError as error: return Finding(subject, "broken", error.found, error.fix)
+    if words := why_no_cpu("CPU"):
+        return Finding(subject, "missing", f"tinygrad's own: {words}", "unset DEV, or DEV=CPU")
+    best = isa.best()
+    asked = f" (NV_CPU_ISA; {best} is there)" if found.level != best else ""
+    return Finding(subject, "ok", f"C for {found}, vectors of {32 * found.lanes} bits{asked}{_more(best)}",
+                   _refused())
+
+
+def _more(best: str) -> str:
+    """Why not a higher level."""
+    higher = isa.LEVELS[isa.LEVELS.index(best) + 1:]
+    return f"; not {higher[0]}: {isa.why_not(higher[0])}" if higher else ""
+
+
+def _refused() -> str:
+    """What to do where only the permission to use AMX is missing."""
+    if not set(isa.NEEDED["amx"]) <= isa.flags() or not isa.amx_refused(): return ""
+    return "Linux 5.16 or newer grants AMX; a container's seccomp profile must allow arch_prctl"
+
+
+def cores() -> Finding:
+    """How many threads kernels are made for, and why not more."""
+    found, used = threads.available(), threads.threads()
+    what = f"{used} on {found.cores} core{'s' if found.cores > 1 else ''}"
+    if threads.explicit(): what += ", by NUM_CPU_THREADS"
+    if found.why: what += f": {found.why}"
+    too_many = used > found.threads
+    return Finding("CPU threads", "ok", what, f"{found.threads} can run at the same time: "
+                   f"NUM_CPU_THREADS={found.threads}" if too_many else "")
+
+
+def speed() -> Finding:
+    """What all threads read and compute in a second."""
+    if not config.get("NV_CPU"): return Finding("CPU rates", "ok", OFF)
+    here = machine()
+    try: found = measure.rates(here)
+    except NVError as error: return Finding("CPU rates", "missing", error.found, error.fix)
+    per = ", ".join(f"{scaled(getattr(found, name), 'FLOP/s')} {name}" for name in ("f32", "bf16"))
+    return Finding("CPU rates", "ok", f"{scaled(found.bandwidth, 'B/s')} read, {per}, "
+                   f"{scaled(found.s8, 'OP/s')} s8 on {measure.processor()}; kept in {measure.path()}")

@@ -1,0 +1,129 @@
+"""`tinygrad-nv serve`: the model behind OpenAI's HTTP API.
+
+Protocol: options are vLLM's where vLLM has them. Everything is said on stderr, one event a line
+(server/log.py). The address is taken before the model is loaded. SIGTERM or Ctrl-C drains
+(server/serving.py).
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tinygrad_nv import config
+from tinygrad_nv.errors import NVError, RequestError
+
+GIB = 1 << 30
+PREFIXES = ("tinygrad_nv", "vllm")
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], directory: str,
+                add_model_options: Callable[[argparse.ArgumentParser], None],
+                model: Callable[[str | None], Path], size: Callable[[str], int]) -> None:
+    """Adds `serve`. What is about models is __init__.py's."""
+    serve = commands.add_parser("serve", help="serve a model over OpenAI's HTTP API, with a page to chat",
+                                usage="%(prog)s [options] [MODEL]")
+    serve.add_argument("model", nargs="?", metavar="MODEL", help=directory)
+    add_model_options(serve)
+    engine = serve.add_argument_group("engine")
+    engine.add_argument("--max-num-seqs", type=_whole, default=64, metavar="N",
+                        help="sequences that run at a time (default 64)")
+    engine.add_argument("--max-num-batched-tokens", type=size, default=512, metavar="N",
+                        help="tokens that a step computes (default 512)")
+    engine.add_argument("--kv-cache-dtype", default="auto", metavar="D", help="of keys and values: float32, "
+                        "float16, bfloat16, fp8, int8 (default auto, the model's)")
+    engine.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True,
+                        help="prompts that begin alike share what is computed of them (default on)")
+    engine.add_argument("--swap-space", type=_positive, default=0.0, metavar="GIB",
+                        help="memory of the host for pages that the device has no room for (default 0)")
+    engine.add_argument("--speculative", metavar="HOW", help="guess the next tokens and verify them in one "
+                        "step, which changes none: ngram:K copies them, draft:DIR:K asks a smaller model")
+    engine.add_argument("--seed", type=int, metavar="N", help="of requests that name none (default random)")
+    engine.add_argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's own")
+    engine.add_argument("--warm-up", action=argparse.BooleanOptionalAction, default=True,
+                        help="compile and capture before requests come (default on)")
+    _add_server_options(serve)
+    serve.set_defaults(run=lambda arguments: run(arguments, model(arguments.model)))
+
+
+def _add_server_options(serve: argparse.ArgumentParser) -> None:
+    server = serve.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1",
+                        help="(default 127.0.0.1; 0.0.0.0 is every address)")
+    server.add_argument("--port", type=_port, default=8000, metavar="N",
+                        help="0 takes a free one (default 8000)")
+    server.add_argument("--api-key", action="append", metavar="KEY", help="that /v1 wants to see; may be "
+                        "repeated (default NV_API_KEY, else none)")
+    server.add_argument("--served-model-name", nargs="+", metavar="NAME",
+                        help="(default: the directory's name)")
+    server.add_argument("--max-queue", type=_whole, default=1024, metavar="N",
+                        help="requests that may wait; more get 429 (default 1024)")
+    server.add_argument("--max-body-bytes", type=_whole, default=4 << 20, metavar="N",
+                        help="of a request; a larger one gets 413 (default 4 MiB)")
+    for name, default, what in (("header", 10, "headers to arrive"), ("body", 30, "a body to arrive"),
+                                ("request", 600, "an answer to be complete"),
+                                ("drain", 30, "what runs when the server is told to stop")):
+        server.add_argument(f"--{name}-timeout", type=_positive, default=float(default), metavar="S",
+                            help=f"seconds for {what} (default {default})")
+    server.add_argument("--metrics-prefix", choices=PREFIXES, default=PREFIXES[0],
+                        help="of names in /metrics (default tinygrad_nv)")
+    server.add_argument("--log-interval", type=_positive, default=10.0, metavar="S",
+                        help="seconds between lines about the engine (default 10)")
+
+
+def _whole(text: str) -> int:
+    if text.isascii() and text.isdigit() and 0 < int(text) < 1 << 40: return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number ≥ 1")
+
+
+def _port(text: str) -> int:
+    if text.isascii() and text.isdigit() and int(text) < 1 << 16: return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a port, 0 to 65535")
+
+
+def _positive(text: str) -> float:
+    try: value = float(text)
+    except ValueError: value = -1.0
+    if 0 <= value < 1e9: return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number ≥ 0")
+
+
+def run(arguments: argparse.Namespace, directory: Path) -> NoReturn:
+    """The command. Ends the process when the server was told to stop."""
+    try:
+        from tinygrad_nv.server import startup
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("tinygrad_nv"): raise
+        raise NVError(f"the Python package {error.name} is not installed",
+                      "starlette, uvicorn, prometheus_client and llguidance, which serving needs",
+                      "pip install starlette uvicorn prometheus_client llguidance") from error
+    startup.run(arguments, directory)
+    # not by the interpreter's way out: it waits for tinygrad's compilers, for ever if one of them was killed
+    # by the same signal, which a terminal and an init system send to all
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `LLM` for a command line."""
+    part = arguments.gpu_memory_utilization
+    return {"dtype": arguments.dtype, "max_model_len": arguments.max_model_len,
+            "max_num_seqs": arguments.max_num_seqs,
+            "max_num_batched_tokens": arguments.max_num_batched_tokens,
+            "kv_cache_dtype": arguments.kv_cache_dtype, "swap_space": int(arguments.swap_space * GIB),
+            "speculative": arguments.speculative,
+            "enable_prefix_caching": arguments.enable_prefix_caching, "max_queue": arguments.max_queue,
+            **({} if part is None else {"gpu_memory_utilization": part})}
+
+
+def keys(arguments: argparse.Namespace) -> frozenset[str]:
+    """The API keys: those of the command line, else that of NV_API_KEY."""
+    given = arguments.api_key or ([key] if (key := str(config.get("NV_API_KEY"))) else [])
+    if not all(key and key.isascii() and key.isprintable() and " " not in key for key in given):
+        raise RequestError("an API key is empty, or has other than printable ASCII characters",
+                           "a key that a header can carry", "change --api-key or NV_API_KEY")
+    return frozenset(given)

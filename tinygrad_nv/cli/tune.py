@@ -1,0 +1,228 @@
+"""`tinygrad-nv tune`: the best schedule of a matrix product, and the database of those that were found.
+
+Protocol: `tune M N K` tries candidates (tile/gemm/tune.py), prints them as a table, the winner first, and
+stores it; with --arch cpu, or DEV=CPU, those of cpu/gemm/tune.py on this machine. `--list`, `--export`,
+`--import` and `--clear` are about the database at NV_SCHEDULES alone. Notes about entries that are ignored go
+to stderr. Times are microseconds.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tinygrad.helpers import DEV
+
+from tinygrad_nv.errors import RequestError, SpecError
+from tinygrad_nv.explain.levels import aligned, shortened
+from tinygrad_nv.ptx.assemble import ARCHITECTURES
+from tinygrad_nv.tile import database
+from tinygrad_nv.tile.gemm.choose import why_not
+from tinygrad_nv.tile.gemm.cost import predict
+from tinygrad_nv.tile.gemm.dense import MAJORS, RESULTS, TYPES, WORDS, dense
+from tinygrad_nv.tile.gemm.legality import problems
+from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.schedule import Schedule
+
+CPU = "cpu"
+HEAD = ("schedule", "predicted us", "counted us", "bound", "registers", "shared bytes")
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `tune`."""
+    tune = commands.add_parser("tune", help="find the best schedule of a matrix product, and keep it",
+                               usage="%(prog)s [options] M N K")
+    tune.add_argument("extents", nargs="*", type=_extent, metavar="M N K",
+                      help="rows, columns, length of sums")
+    product = tune.add_argument_group("product")
+    product.add_argument("--dtype", default="bf16", choices=TYPES, help="of the operands (default bf16)")
+    product.add_argument("--out", default="", choices=RESULTS,
+                         help="of the result (default: as the operands; bf16 for fp8, s32 for bytes)")
+    product.add_argument("--majors", default="NT", choices=MAJORS, help="BLAS's letters; NT is x @ w.T")
+    product.add_argument("--batch", type=_batch, default=(), metavar="B[xB…]", help="so many products")
+    product.add_argument("--epilogue", default="", metavar="WORD+…",
+                         help=f"what follows the sum: {', '.join(WORDS)}")
+    product.add_argument("--symbolic", action="store_true", help="M is the most rows there can be")
+    search = tune.add_argument_group("search")
+    search.add_argument("--arch", choices=(*ARCHITECTURES, CPU),
+                        help="default sm_90a, or cpu with DEV=CPU")
+    search.add_argument("--sm-count", type=_extent, metavar="N",
+                        help="SMs of the GPU (default: as the architecture's first has)")
+    search.add_argument("--beam", type=_extent, default=2, metavar="N",
+                        help="4 N candidates, 8 N on a CPU (default 2)")
+    kept = tune.add_argument_group("database").add_mutually_exclusive_group()
+    kept.add_argument("--list", action="store_true", help="print what is stored")
+    kept.add_argument("--export", metavar="FILE", help="write what is stored to a file")
+    kept.add_argument("--import", metavar="FILE", dest="import_", help="add what a file has")
+    kept.add_argument("--clear", action="store_true", help="forget what is stored")
+    tune.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    tune.set_defaults(run=run)
+
+
+def _extent(text: str) -> int:
+    try: value = int(text)
+    except ValueError: value = 0
+    if value < 1: raise argparse.ArgumentTypeError(f"{text!r} is not an integer ≥ 1")
+    return value
+
+
+def _batch(text: str) -> tuple[int, ...]: return tuple(map(_extent, re.split("[,x]", text)))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The command."""
+    about = arguments.list or arguments.export or arguments.import_ or arguments.clear
+    if len(arguments.extents) != (0 if about else 3):
+        raise RequestError(f"{len(arguments.extents)} numbers", "none with --list, --export, --import or "
+                           "--clear, else three: M N K", "tinygrad-nv tune 4096 4096 4096")
+    if (file := database.path()).is_dir():
+        raise RequestError(f"{file} is a directory", "a file for the schedule database",
+                           f"NV_SCHEDULES={file / 'schedules.json'}")
+    with _notes():
+        if arguments.list: _list(arguments)
+        elif arguments.export: _export(Path(arguments.export))
+        elif arguments.import_: _import(Path(arguments.import_))
+        elif arguments.clear: print(f"{database.clear()} schedules forgotten")
+        else: _tune(arguments)
+    return 0
+
+
+@contextmanager
+def _notes() -> Iterator[None]:
+    """Warnings of the database as lines on stderr."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", database.ScheduleWarning)
+        try: yield
+        finally:
+            for warning in caught: print(f"note: {warning.message}", file=sys.stderr)
+
+
+# **** a product ****
+
+def _tune(arguments: argparse.Namespace) -> None:
+    from tinygrad_nv.cpu.gemm.tune import bar
+    from tinygrad_nv.tile.gemm.tune import Candidate, tune
+    m, n, k = arguments.extents
+    spec = dense(m, n, k, arguments.dtype, arguments.out, arguments.majors, arguments.batch,
+                 arguments.epilogue, arguments.symbolic)
+    if arguments.arch is None: arguments.arch = CPU if DEV.device == "CPU" else "sm_90a"
+    if arguments.arch == CPU:
+        _tune_cpu(spec, arguments)
+        return
+    if reason := why_not(spec, arguments.arch):
+        raise SpecError(f"no template takes {_shown(spec, arguments)} on {arguments.arch}: {reason}")
+    with bar(str(spec)) as progress:
+        tried = tune(spec, arguments.arch, arguments.beam, arguments.sm_count or 0, None, progress)
+    if arguments.json:
+        print(json.dumps({"spec": _shown(spec, arguments), "arch": arguments.arch, "flops": spec.flops,
+                          "candidates": [_as_json(candidate) for candidate in tried]}))
+        return
+
+    def row(one: Candidate) -> tuple[str, ...]:
+        counted = shortened(one.why, 32) if one.seconds is None else f"{one.seconds * 1e6:.2f}"
+        return (str(one.schedule), f"{one.predicted.seconds * 1e6:.2f}", counted, one.predicted.bound,
+                str(one.registers or "-"), f"{one.smem_bytes:,}")
+    print("\n".join(aligned([HEAD, *map(row, tried)], (1, 2, 4, 5))))
+    if (best := tried[0]).seconds is None: raise SpecError("no candidate can be used", "", "raise --beam")
+    print(f"\n{_shown(spec, arguments)} on {arguments.arch}: {best.schedule}\n"
+          f"{best.seconds * 1e6:.2f} us, {spec.flops / best.seconds / 1e12:.1f} TFLOP/s by the cost model; "
+          f"kept in {database.path()}")
+
+
+def _tune_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> None:
+    from tinygrad_nv.cpu.gemm import choose
+    from tinygrad_nv.cpu.gemm.tune import CPUCandidate, bar, tune
+    from tinygrad_nv.cpu.machine import machine
+    from tinygrad_nv.explain.levels_cpu import CPUProduct
+    if arguments.sm_count is not None:
+        raise RequestError("--sm-count on a CPU", "an option of GPUs", "leave it out")
+    here = machine()
+    arch = database.cpu_arch(here.isa, here.threads)
+    if choose.default(spec, here) is None:
+        reason = choose.why_not(spec, here)
+        raise SpecError(f"no template takes {_shown(spec, arguments)} on {arch}: {reason}")
+    with bar(str(spec)) as progress: tried = tune(spec, here, arguments.beam, progress)
+    least = {one.schedule: CPUProduct(spec, one.schedule, here).seconds for one in tried}
+    if arguments.json:
+        print(json.dumps({"spec": _shown(spec, arguments), "arch": arch, "flops": spec.flops, "candidates": [
+            {"schedule": one.schedule.to_json(), "predicted_s": least[one.schedule],
+             "measured_s": one.seconds, "why": one.why} for one in tried]}))
+        return
+
+    def row(one: CPUCandidate) -> tuple[str, ...]:
+        measured = shortened(one.why, 32) if one.seconds is None else f"{one.seconds * 1e6:.2f}"
+        return str(one.schedule), f"{least[one.schedule] * 1e6:.2f}", measured
+    print("\n".join(aligned([("schedule", "predicted us", "measured us"), *map(row, tried)], (1, 2))))
+    if (best := tried[0]).seconds is None: raise SpecError("no candidate can be used", "", best.why)
+    print(f"\n{_shown(spec, arguments)} on {arch}: {best.schedule}\n"
+          f"{best.seconds * 1e6:.2f} us, {spec.flops / best.seconds / 1e9:.1f} GFLOP/s; kept in "
+          f"{database.path()}")
+
+
+def _shown(spec: GemmSpec, arguments: argparse.Namespace) -> str:
+    """A spec with the epilogue in the words it was asked for."""
+    words = f", {arguments.epilogue}" if arguments.epilogue else ""
+    return str(spec).split(", ")[0] + words
+
+
+def _as_json(one: object) -> dict[str, object]:
+    from tinygrad_nv.tile.gemm.tune import Candidate
+    assert isinstance(one, Candidate)
+    return {"schedule": one.schedule.to_json(), "predicted_s": one.predicted.seconds,
+            "bound": one.predicted.bound, "counted_s": one.seconds, "registers": one.registers,
+            "smem_bytes": one.smem_bytes, "why": one.why}
+
+
+# **** the database ****
+
+def _list(arguments: argparse.Namespace) -> None:
+    entries = database.entries()
+    if arguments.json:
+        print(json.dumps({"path": str(database.path()), "entries": [entry.to_json() for entry in entries]}))
+        return
+    if not entries:
+        print(f"no schedules in {database.path()}")
+        return
+    rows = [("product", "arch", "toolchain", "schedule", "us", "bound", "how")]
+    for entry in entries:
+        rows.append((shortened(str(entry.spec), 60), entry.arch, entry.toolchain,
+                     str(entry.schedule), f"{entry.seconds * 1e6:.2f}", _bound(entry), entry.how))
+    print("\n".join(aligned(rows, (4,))))
+
+
+def _bound(entry: database.Entry) -> str:
+    """What a GPU is busy with, by the cost model."""
+    if not isinstance(entry.schedule, Schedule): return "-"
+    return predict(entry.spec, entry.schedule, entry.arch).bound
+
+
+def _export(file: Path) -> None:
+    entries = database.entries()
+    file.write_text(database.dumped(entries))
+    print(f"{len(entries)} schedules written to {file}")
+
+
+def _wrong(entry: database.Entry) -> list[str]:
+    """Why an entry's schedule cannot be used where it is for."""
+    if isinstance(entry.schedule, Schedule): return problems(entry.schedule, entry.spec, entry.arch)
+    from tinygrad_nv.cpu.gemm import candidates as space
+    from tinygrad_nv.cpu.machine import CPUMachine
+    return space.problems(entry.schedule, entry.spec, CPUMachine(entry.schedule.isa, 1))
+
+
+def _import(file: Path) -> None:
+    try: text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{file} cannot be read: {error}", "a file that --export wrote") from error
+    legal = []
+    for entry in database.parse(text, file):
+        if wrong := _wrong(entry):
+            database.note(f"{entry.schedule} is ignored for {entry.spec}: {'; '.join(wrong)}")
+        else: legal.append(entry)
+    database.store(legal)
+    print(f"{len(legal)} schedules added to {database.path()}")

@@ -1,0 +1,152 @@
+"""Scores, masks, softmax and dropout of flash.py, in C.
+
+Protocol: `softmax` is what happens to ROWS rows of a head in a block of columns, from q kᵀ to o = alpha o +
+p v, where flash.py has `head`, `r`, `c0`, `cols`, `count`. Rows after the last are computed like the last one
+and stored nowhere. A score that is the sum's multiple is not computed: the exponent is fma(sum, c, −top c).
+Others are expressions over vectors of columns (cpu/expression.py); columns after the last are not loaded.
+
+Weights are rounded to v's dtype after they are summed; of 8 bits 2⁸ times as large (`lift`,
+tile/attention/spec.py). Blocks begin at multiples of 64 columns, as dropout draws them.
+"""
+from __future__ import annotations
+
+import math
+
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.cpu import expression
+from tinygrad_nv.cpu.attention import dropout
+from tinygrad_nv.cpu.attention.blocks import ROWS, Blocks
+from tinygrad_nv.cpu.expression import Place, c_float, statements
+from tinygrad_nv.tile.attention.score import multiple
+from tinygrad_nv.tile.attention.spec import EVERY, SCALED, AttentionSpec
+from tinygrad_nv.tile.expression import loads, short
+
+LOG2E = 1.4426950408889634
+LIFT = 256.0  # of weights of 8 bits
+
+
+def problems(spec: AttentionSpec) -> list[str]:
+    """What is in the way of a score."""
+    return expression.problems(spec.score)
+
+
+def lift(spec: AttentionSpec) -> str:
+    """By what the result is to be multiplied beside 1 / sum, as a literal."""
+    return c_float((EVERY / spec.kept) / (LIFT if spec.v.dtype == SCALED else 1.0))
+
+
+def before(spec: AttentionSpec) -> str:
+    """Functions that `softmax` calls."""
+    return dropout.text() if spec.kept < EVERY else ""
+
+
+def softmax(spec: AttentionSpec, blocks: Blocks, rows: int) -> str:
+    """C for ROWS rows from `r` on, of `rows` that a head has in a tile."""
+    first, last, n = spec.band.first, spec.band.last, blocks.block_n
+    low = "c0" if first is None else f"(at + {first} > c0 ? at + {first} : c0)"
+    high = "c0 + cols" if last is None else \
+        f"(at + mine + {last} < c0 + cols ? at + mine + {last} : c0 + cols)"
+    every = ["c0 + end * W <= c0 + cols"]
+    if last is not None: every.append(f"c0 + end * W <= at + {last + 1}")
+    if first is not None: every.append(f"c0 + begin * W >= at + mine - 1 + {first}")
+    p = "(const s32 *)weights" if blocks.pairs else "s"
+    return f"""const s64 mine = count - r < {ROWS} ? count - r : {ROWS}, at = first_row + r + starts;
+        const s64 low = {low}, high = {high};
+        if (low >= high) continue;
+        const s64 begin = (low - c0) / W, end = (high - c0 + W - 1) / W, from = low - c0, to = high - c0;
+        const int all = {" && ".join(every)};
+        const s64 index = head * {rows} + r;
+        const {"s32" if blocks.pairs else "float"} *qs = qs_ + index * {blocks.units};
+        float *os = o_ + index * {blocks.width}, alpha[{ROWS}];
+        {blocks.products()}
+        {_drawn(spec, n)}
+        for (s64 i = 0; i < {ROWS}; i++) {{
+          const s64 row = i < mine ? i : mine - 1, place = at + row, m = first_row + r + row;
+          float *line = s + i * {n};
+          {_scored(spec)}
+          {_weights(spec, blocks)}
+        }}
+        const {"s32" if blocks.pairs else "float"} *p = {p};
+        {blocks.weighteds()}"""
+
+
+def _drawn(spec: AttentionSpec, block_n: int) -> str:
+    """The bytes that say what is dropped."""
+    if spec.kept == EVERY: return ""
+    _, kv, group = spec.batch
+    return f"""u8 bytes[{ROWS * block_n}];
+        draw(bytes, {block_n}, {ROWS}, first_row + r, {block_n}, c0,
+             (b0 * {kv} + b1) * {group} + first_head + head, seed);"""
+
+
+def _scored(spec: AttentionSpec) -> str:
+    """Scores of a row in base 2, or multiples of them, and the largest."""
+    first, last = spec.band.first, spec.band.last
+    left = "c0" if first is None else f"place + {first}"
+    right = "c0 + cols"
+    if last is not None: right = f"(place + {last + 1} < c0 + cols ? place + {last + 1} : c0 + cols)"
+    return f"""vf most = (vf)-__builtin_inff();
+          if (all) for (s64 v = begin; v < end; v++) {{
+            vf x = load_f32(line + v * W);
+            {_score(spec, "")}
+            most = max_(x, most);
+          }} else {{
+            const s64 left = {left}, right = {right};
+            for (s64 v = begin; v < end; v++) {{
+              vf x = load_f32(line + v * W);
+              {_score(spec, "rows_k - c0 - v * W")}
+              const vi c = iota_() + (s32)(c0 + v * W);
+              x = pick((c >= (s32)left) & (c < (s32)right), x, (vf)-__builtin_inff());
+              store_f32(line + v * W, x);
+              most = max_(x, most);
+            }}
+          }}"""
+
+
+def _score(spec: AttentionSpec, count: str) -> str:
+    """x becomes its score in base 2, where that is more than a multiple."""
+    if multiple(spec.score) is not None: return ""
+    place = Place(["x"], "m", "(c0 + v * W)", ["b0", "b1", "(first_head + head)"],
+                  count if any(load.n for load in loads(spec.score)) else "", "starts")
+    made, value = statements(spec.score, place)
+    return f"{{ {' '.join(made)} x = {value} * {c_float(LOG2E)}; }} store_f32(line + v * W, x);"
+
+
+def _weights(spec: AttentionSpec, blocks: Blocks) -> str:
+    """Weights of a row, the sum of its weights, and by what the result so far is multiplied."""
+    scale, n = multiple(spec.score), blocks.block_n
+    factor = math.nan if scale is None else scale * LOG2E
+    top = "shift" if scale is None else f"shift * {_f32(factor)}"
+    exponent = f"x - {top}" if scale is None else f"fma_(x, (vf){_f32(factor)}, -(vf)({top}))"
+    before = "tops_[index + i] - shift" if scale is None else f"(tops_[index + i] - shift) * {_f32(factor)}"
+    kind = short(spec.v.dtype)
+    if blocks.pairs: store = f"*(vh_u *)(weights + i * {n} + v * W) = weights_(p);"
+    elif spec.v.dtype == SCALED: store = f"store_f32(line + v * W, round_e4m3(p * {c_float(LIFT)}));"
+    elif spec.v.dtype == dtypes.float32: store = "store_f32(line + v * W, p);"
+    else: store = f"store_f32(line + v * W, round_{kind}(p));"
+    drop = ""
+    if spec.kept < EVERY: drop = f"p = pick(load_u8(bytes + i * {n} + v * W) < {spec.kept}, p, (vf)0.f);"
+    return f"""const float peak = peak_(most), old = tops_[index + i];
+          const float top = peak > old ? peak : old, shift = top == -__builtin_inff() ? 0.f : top;
+          alpha[i] = exp2_small((vf)({before}))[0];
+          tops_[index + i] = top;
+          vf sum = sums_[index + i] * alpha[i];
+          for (s64 v = begin; v < end; v++) {{
+            const vf x = load_f32(line + v * W);
+            vf p = exp2_small({exponent});
+            sum += p;
+            {drop} {store}
+          }}
+          sums_[index + i] = sum;"""
+
+
+def _f32(value: float) -> str:
+    """A literal of the nearest float32."""
+    return f"{value!r}f"
+
+
+def base(spec: AttentionSpec) -> str:
+    """By what `tops_` are to be multiplied to be scores in base 2, as a literal."""
+    scale = multiple(spec.score)
+    return "1.f" if scale is None else _f32(scale * LOG2E)

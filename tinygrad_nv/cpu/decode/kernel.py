@@ -1,0 +1,199 @@
+"""Decode attention over pages or a contiguous cache: keys and values are read once, in splits.
+
+Protocol. Work is shared out by units; each is done by one part from its beginning to its end:
+
+    for each request, key head (all rows of it: GQA), split of `block_k` keys:       split.py
+        sums = q kᵀ                        vectors along d, several keys and rows at a time
+        weights = softmax of the scores, not yet divided
+        out = weights v                    vectors along d
+    for each row: fold the splits in their order, divide by the total of the weights
+
+Where requests times key heads keep all threads busy, a unit is a request's key head, and one kernel does it
+all. Else a unit is one split of it, which leaves sums, top and total in the workspace, and a second kernel
+`combine` folds them (Flash-Decoding, Dao et al. 2023). Both fold by the same arithmetic at the same places,
+multiples of `block_k` keys, so that a row's bits are those of its own request alone. Sums are float32, and
+so are weights, which are not rounded to q's dtype: nearer to the exact result than the definition asks.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tinygrad_nv.cpu import expression
+from tinygrad_nv.cpu.decode.split import Split, functions, place_of_row
+from tinygrad_nv.cpu.isa import ISA
+from tinygrad_nv.cpu.kernel import CPUKernel, c_type, computed, kernel, up
+from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.runtime.launch_text import Integer
+from tinygrad_nv.tile.decode.spec import DecodeSpec
+from tinygrad_nv.tile.expression import short
+
+TEMPLATE = "decode"
+# keys are read, then values: of 64 keys at a time that took 1.3 times as long
+SPLIT_KEYS = 256
+STACK_BYTES = 1 << 20   # what a kernel may keep on a thread's stack
+UNITS = 4               # parts of a thread, which even out requests of different lengths
+
+
+@dataclass(frozen=True)
+class CPUDecode:
+    """The kernels of a decode attention, launched one after the other with the same parameters, as those of
+    `DecodeKernel` (tile/kernel.py)."""
+    kernels: tuple[CPUKernel, ...]
+    workspace_bytes: int = 0
+
+
+def problems(spec: DecodeSpec, machine: CPUMachine) -> list[str]:
+    """Why this template does not take a decode attention; empty when it does."""
+    out = expression.problems(spec.score)
+    if (needed := _stack_bytes(spec, machine.isa)) > STACK_BYTES:
+        out.append(f"{spec.rows} rows of {spec.d} + 2 x {spec.d_v} + {SPLIT_KEYS} numbers: {needed} bytes of "
+                   f"stack, at most {STACK_BYTES}")
+    return out
+
+
+def default(spec: DecodeSpec, machine: CPUMachine) -> CPUSchedule:
+    """The schedule where nobody has tried others. `rows` 1 divides a request's keys among units, which it
+    does where key heads alone would leave a thread without work."""
+    heads = spec.batch * spec.heads
+    uneven = -(-heads // machine.threads) * machine.threads > heads * 1.25
+    divided = uneven and spec.longest > SPLIT_KEYS
+    units = heads * (-(-spec.longest // SPLIT_KEYS) if divided else 1)
+    parts = min(units, UNITS * machine.threads) if machine.threads > 1 else 1
+    return CPUSchedule(TEMPLATE, machine.isa, parts, block_k=SPLIT_KEYS, rows=int(divided))
+
+
+def build(spec: DecodeSpec, schedule: CPUSchedule, integers: Sequence[Integer] = ()) -> CPUDecode:
+    """The kernels. `integers`, where the length is an argument, says how it is computed from the launch's
+    variables."""
+    made = _Decode(spec, schedule, integers)
+    if not schedule.rows: return CPUDecode((made.whole(),))
+    return CPUDecode((made.split(), made.combine()), 4 * spec.batch * spec.heads * made.unit_floats)
+
+
+def _stack_bytes(spec: DecodeSpec, isa: ISA) -> int:
+    floats = up(spec.d, isa.lanes) + 2 * up(spec.d_v, isa.lanes) + SPLIT_KEYS + 4
+    return 4 * spec.rows * floats + 24 * SPLIT_KEYS
+
+
+class _Decode:
+    """The kernels of a spec under construction."""
+
+    def __init__(self, spec: DecodeSpec, schedule: CPUSchedule, integers: Sequence[Integer]) -> None:
+        self.spec, self.schedule, self.isa, self.integers = spec, schedule, schedule.isa, integers
+        self.keys = schedule.block_k
+        self.splits = -(-spec.longest // self.keys)
+        self.d_v = up(spec.d_v, self.isa.lanes)
+        self.row_floats = self.d_v + self.isa.lanes    # of the workspace: sums, and top and total after them
+        self.unit_floats = self.splits * spec.rows * self.row_floats
+        self.part = Split(spec, schedule)
+
+    def whole(self) -> CPUKernel:
+        """One kernel for everything."""
+        rows = self.spec.rows
+        return self._kernel("decode", f"""
+  {self.part.declared()}
+  float out_sums[{rows}][{self.d_v}] __attribute__((aligned(64))), out_top[{rows}], out_total[{rows}];
+  {self._heads(f'''
+    if (unit++ % {self.schedule.parts} != core_id) continue;
+    {self.part.queries()}
+    for (s64 r = 0; r < {rows}; r++) {self._begun("out_sums[r]", "out_top[r]", "out_total[r]")}
+    for (s64 split = first / {self.keys}; split * {self.keys} < n; split++) {{
+      {self.part.attended()}
+      for (s64 r = 0; r < {rows}; r++)
+        fold(out_sums[r], out_top + r, out_total + r, sums[r], top[r], total[r]);
+    }}
+    for (s64 r = 0; r < {rows}; r++) {{ {self._stored("out_sums[r]", "out_total[r]")} }}''')}""")
+
+    def split(self) -> CPUKernel:
+        """Units are splits: each leaves its rows in the workspace."""
+        return self._kernel("decode_split", f"""
+  {self.part.declared()}
+  {self._heads(f'''
+    for (s64 split = first / {self.keys}; split * {self.keys} < n; split++) {{
+      if (unit++ % {self.schedule.parts} != core_id) continue;
+      {self.part.queries()}
+      {self.part.attended()}
+      for (s64 r = 0; r < {self.spec.rows}; r++) {{
+        float *left = workspace + {self._left()};
+        for (s64 e = 0; e < {self.d_v}; e += W) store_f32(left + e, load_f32(sums[r] + e));
+        left[{self.d_v}] = top[r]; left[{self.d_v + 1}] = total[r];
+      }}
+    }}''')}""")
+
+    def combine(self) -> CPUKernel:
+        """Units are rows: each folds its splits."""
+        d = self.d_v
+        return self._kernel("decode_combine", f"""
+  float out_sums[{d}] __attribute__((aligned(64))), out_top, out_total;
+  {self._heads(f'''
+    for (s64 r = 0; r < {self.spec.rows}; r++) {{
+      if (unit++ % {self.schedule.parts} != core_id) continue;
+      {self._begun("out_sums", "out_top", "out_total")}
+      for (s64 split = first / {self.keys}; split * {self.keys} < n; split++) {{
+        const float *left = workspace + {self._left()};
+        fold(out_sums, &out_top, &out_total, left, left[{d}], left[{d + 1}]);
+      }}
+      {self._stored("out_sums", "out_total")}
+    }}''')}""")
+
+    def _kernel(self, name: str, body: str) -> CPUKernel:
+        spec = self.spec
+        outputs = [(c_type(spec.out.dtype), "out"), *[("float", "workspace")] * self.schedule.rows]
+        inputs = [(c_type(spec.q.dtype), "q"), (c_type(spec.k.dtype), "k"), (c_type(spec.v.dtype), "v")]
+        inputs += [("s32", "table")] * spec.table + [("s32", "lengths")] * (spec.length == "memory")
+        inputs += [("float", "k_scale"), ("float", "v_scale")] * spec.quantised
+        inputs += [(c_type(dtype), f"x{i}") for i, dtype in enumerate(spec.parameters)]
+        names, lines = ["length"], ""
+        if spec.length != "argument": names = []
+        elif self.integers: names, lines = computed(names, self.integers)
+        return kernel(name, self.isa, lines + body, outputs, inputs, names, self.schedule.parts,
+                      before=functions(spec, self.isa) + _FOLD.format(d_v=self.d_v))
+
+    def _heads(self, unit: str) -> str:
+        """All requests and key heads; `n` is a request's length, `first` the first key that it sees."""
+        spec = self.spec
+        length = {"memory": "lengths[b]", "argument": "length", "most": str(spec.longest)}[spec.length]
+        reach = spec.s_q + (spec.window or 0) - 1
+        first = f"n > {reach} ? n - {reach} : 0" if spec.window is not None else "0"
+        return f"""s64 unit = 0;
+  for (s64 b = 0; b < {spec.batch}; b++) {{
+    const s64 given = {length}, n = given < 0 ? 0 : given > {spec.longest} ? {spec.longest} : given;
+    const s64 first = {first};
+    for (s64 h = 0; h < {spec.heads}; h++) {{{unit}
+    }}
+  }}"""
+
+    def _left(self) -> str:
+        """Where a row's split lies in the workspace."""
+        spec = self.spec
+        return f"(((b * {spec.heads} + h) * {self.splits} + split) * {spec.rows} + r) * {self.row_floats}"
+
+    def _begun(self, sums: str, top: str, total: str) -> str:
+        return (f"{{ {top} = -__builtin_inff(); {total} = 0.f; "
+                f"for (s64 e = 0; e < {self.d_v}; e += W) store_f32({sums} + e, (vf)0.f); }}")
+
+    def _stored(self, sums: str, total: str) -> str:
+        """The result of row r: its sums divided by their total, zeros where that is 0."""
+        spec, kind = self.spec, short(self.spec.out.dtype)
+        whole = spec.d_v // self.isa.lanes * self.isa.lanes
+        rest = f"store_n_{kind}(to + {whole}, load_f32({sums} + {whole}) * inverse, {spec.d_v - whole});"
+        return f"""{c_type(spec.out.dtype)} *to = out + {place_of_row(spec.out, spec.group)};
+      const float inverse = {total} == 0.f ? 0.f : 1.f / {total};
+      for (s64 e = 0; e < {whole}; e += W) store_{kind}(to + e, load_f32({sums} + e) * inverse);
+      {rest if whole < spec.d_v else ""}"""
+
+
+# sums, top and total of a row with those of one more split
+_FOLD = """
+INLINE void fold(float *restrict sums, float *top, float *total, const float *restrict more, float more_top,
+                 float more_total) {{
+  const float most = more_top > *top ? more_top : *top, base = most == -__builtin_inff() ? 0.f : most;
+  const float mine = exp2_small((vf)(*top - base))[0], other = exp2_small((vf)(more_top - base))[0];
+  for (s64 e = 0; e < {d_v}; e += W)
+    store_f32(sums + e, fma_(load_f32(more + e), (vf)other, load_f32(sums + e) * mine));
+  *total = *total * mine + more_total * other;
+  *top = most;
+}}
+"""

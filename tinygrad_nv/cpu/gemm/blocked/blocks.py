@@ -1,0 +1,70 @@
+"""Block sizes of the blocked GEMM, from the machine's caches and registers.
+
+Protocol: `blocks` is what `default` puts in a schedule. In registers are two vectors of columns and as many
+rows as there is room for, less where fewer are padded less: a step of rows x vectors costs that many
+multiplications, and about half of one for each vector of b and unit of a that it loads. Then the blocks:
+
+    block_k     a panel of b (block_k units x columns) fills the first cache: it is read again for each strip
+                of rows
+    block_m     packed a (block_m x block_k) takes a fourth of the second cache, and so do sums of as many
+                columns as are in registers; b is packed once for each block of rows
+    block_n     sums (block_m x block_n, of each part) take another fourth; tiles can be shared out evenly
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.cpu.isa import ISA
+from tinygrad_nv.cpu.kernel import up
+from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.tile.gemm.spec import BYTES, GemmSpec
+
+STACK_BYTES = 1 << 20  # what a kernel may keep on a thread's stack
+MOST_BYTES_K = 256     # products of bytes whose sum in float32 is exact: 256 · 255² < 2^24
+WIDEST = 512           # columns of a tile; with more of them few rows have too few tiles to share out
+SMALL = 1 << 21        # flops below which threads are not worth waking
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Extents in elements."""
+    block_m: int
+    block_n: int
+    block_k: int
+    rows: int
+    columns: int
+
+
+def kind_of(spec: GemmSpec, isa: ISA) -> str:
+    """What operands are packed as (pack.py)."""
+    if spec.a.dtype in BYTES: return "quad" if isa.vnni else "fma"
+    return "pair" if spec.a.dtype == dtypes.bfloat16 and isa.bf16 else "fma"
+
+
+def registers(m: int, n: int, isa: ISA) -> tuple[int, int]:
+    """Rows and columns of the result to keep in registers."""
+    vectors = 1 if n <= isa.lanes else 2
+    # a register for a's unit; without instructions of three operands two more for products
+    most = (isa.registers - vectors - (1 if isa.lanes > 4 else 3)) // vectors
+
+    def cost(rows: int) -> float: return -(-m // rows) * (rows * vectors + (rows + vectors) / 2)
+    strips = range(-(-m // most), -(-m // (most // 2 + 1)) + 1)
+    return min((-(-m // number) for number in strips), key=cost), vectors * isa.lanes
+
+
+def blocks(spec: GemmSpec, machine: CPUMachine, per: int) -> Blocks:
+    """Block sizes of a product of units of `per` elements."""
+    lanes, units = machine.isa.lanes, -(-spec.k // per)
+    rows, columns = registers(spec.m, spec.n, machine.isa)
+    deepest = max(lanes, min(512, machine.l1_bytes // (4 * columns) // lanes * lanes))
+    if spec.a.dtype in BYTES and per == 1: deepest = min(deepest, MOST_BYTES_K)
+    block_k = up(-(-units // -(-units // deepest)), lanes)
+    fourth = min(machine.l2_bytes, STACK_BYTES) // 4
+    tallest = max(rows, fourth // (4 * max(block_k, columns * spec.parts)) // rows * rows)
+    block_m = up(-(-spec.m // -(-spec.m // tallest)), rows)
+    widest = max(columns, min(WIDEST, fourth // (4 * block_m * spec.parts) // columns * columns))
+    down, across = -(-spec.m // block_m) * spec.matrices, -(-spec.n // widest)
+    while down * across % machine.threads and -(-spec.n // across) > columns: across += 1
+    return Blocks(block_m, up(-(-spec.n // across), columns), block_k * per, rows, columns)

@@ -1,0 +1,71 @@
+"""Which schedule a spec gets on a CPU, or why none.
+
+Protocol: as tile/gemm/choose.py for GPUs: the winner that the schedule database has, else the default of the
+first template that takes the spec; with BEAM=N the best of some that are tried (tune.py). `why_not` collects
+what templates say.
+"""
+from __future__ import annotations
+
+from types import ModuleType
+
+from tinygrad.helpers import BEAM
+
+from tinygrad_nv.cpu.gemm import amx
+from tinygrad_nv.cpu.gemm.blocked import kernel as gemm
+from tinygrad_nv.cpu.gemm.gemv import kernel as gemv
+from tinygrad_nv.cpu.kernel import CPUKernel
+from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.tile import database
+from tinygrad_nv.tile.gemm.spec import BYTES, GemmSpec
+
+PRODUCTS: tuple[ModuleType, ...] = (gemv, amx, gemm)
+FEWEST_BY_FOURS = 5  # rows of bytes that are not for gemv
+SHORT, NARROW = 8, 64  # sums of at most so many products, beside fewer rows or columns, are tinygrad's
+_BY_NAME = {template.TEMPLATE: template for template in PRODUCTS}
+
+
+def product(spec: GemmSpec, machine: CPUMachine) -> CPUSchedule | None:
+    """The schedule of a product; None when no template takes it."""
+    if (known := database.lookup_cpu(spec, machine)) is not None: return known
+    chosen = default(spec, machine)
+    if chosen is None or BEAM.value < 1: return chosen
+    from tinygrad_nv.cpu.gemm.tune import search  # kernels are loaded by those who try
+    return search(spec, machine, BEAM.value) or chosen
+
+
+def default(spec: GemmSpec, machine: CPUMachine) -> CPUSchedule | None:
+    """The schedule where nobody has tried others; None when no template takes the product."""
+    templates = preferred(spec, machine)
+    return next((t.default(spec, machine) for t in templates if not t.problems(spec, machine)), None)
+
+
+def preferred(spec: GemmSpec, machine: CPUMachine) -> tuple[ModuleType, ...]:
+    """Templates, the fastest first. On Zen 4 gemv is for all of its 16 rows, but not of bytes, of which gemm
+    multiplies four at once: 16 rows by 4096 x 2048 take 2.1 ms, 4.5 by gemv; 4 rows the same."""
+    by_fours = spec.a.dtype in BYTES and machine.isa.vnni and min(spec.m, spec.n) >= FEWEST_BY_FOURS
+    return (amx, gemm, gemv) if by_fours else PRODUCTS
+
+
+def too_short(spec: GemmSpec) -> str:
+    """Why a product is left to tinygrad although templates take it; "" where it is not. Each element costs
+    them a prologue and an epilogue: 50000 x 4 x 4 take twice as long by gemv, 11764 x 17 x 8 1.7 times by
+    gemm; 3125 x 64 of K = 2 to 8 half to as long."""
+    if spec.k > SHORT or min(spec.m, spec.n) >= NARROW: return ""
+    return f"K of {spec.k} with {min(spec.m, spec.n)} rows or columns, at least {SHORT + 1} or {NARROW}"
+
+
+def why_not(spec: GemmSpec, machine: CPUMachine) -> str:
+    """What each template says of a product that none takes."""
+    return "; ".join(f"{t.TEMPLATE}: {', '.join(t.problems(spec, machine))}" for t in PRODUCTS)
+
+
+def template(schedule: CPUSchedule) -> ModuleType:
+    """The template of a schedule."""
+    return _BY_NAME[schedule.template]
+
+
+def build(spec: GemmSpec, schedule: CPUSchedule) -> CPUKernel:
+    """The kernel of a product."""
+    made: CPUKernel = template(schedule).build(spec, schedule)
+    return made

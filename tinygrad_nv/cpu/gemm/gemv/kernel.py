@@ -1,0 +1,161 @@
+"""Products of few rows with a matrix that is read once: GEMV, and skinny GEMM.
+
+Protocol: the time is that of reading b, so each element of b is loaded once, widened to float32 (int32 of
+bytes) and used for all rows of a, which lie in a cache, widened. What is shared out is the columns of all
+products of the batch, in chunks of `block_n`:
+
+    for each chunk of a part
+      widen a, where the chunk is of another product than the one before
+      sums[i][c] = Σ_k a[i, k] b[c, k]        main_loop.py, by how b lies
+      out[i][c] = epilogue(sums[i][c])        vectors of neighbouring columns, whatever way the sums were made
+
+A sum has one order, given by the spec and the instruction set: no bit depends on chunks or parts. Few columns
+and many rows are the same product transposed.
+"""
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.cpu import expression
+from tinygrad_nv.cpu.expression import Place, statements
+from tinygrad_nv.cpu.gemm.gemv.main_loop import Operands, apart, at, sums_of_columns, sums_of_rows
+from tinygrad_nv.cpu.isa import ISA
+from tinygrad_nv.cpu.kernel import CPUKernel, c_type, kernel, up
+from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.tile.expression import short
+from tinygrad_nv.tile.gemm.spec import GemmSpec
+
+TEMPLATE = "gemv"
+MOST_ROWS = 16                # of a: more are for gemm/blocked/kernel.py
+STACK_BYTES = 3 << 18         # of a in float32 on a thread's stack
+SUMS_BYTES = 16 << 10         # half of the smallest L1 cache
+PARTS = 4                     # for each thread, so that one that is held up does less
+BYTES_OF_ROW = 4 << 10        # shorter pieces of b's rows, where they are side by side, come more slowly
+BYTES_OF_PART = 64 << 10      # waking a thread takes as long as reading so much of b
+
+
+def problems(spec: GemmSpec, machine: CPUMachine) -> list[str]:
+    """Why this template does not take a product; empty when it does."""
+    spec = few_rows(spec)
+    out = expression.problems(spec.epilogue)
+    if spec.m > MOST_ROWS: out.append(f"{spec.m} rows, at most {MOST_ROWS}")
+    elif _widened_bytes(spec, machine.isa) > STACK_BYTES and (spec.symbolic or spec.a.k != 1):
+        what = "symbolic" if spec.symbolic else f"at strides of {spec.a.k}"
+        out.append(f"{spec.m} rows of {spec.k}, {what}, have {_widened_bytes(spec, machine.isa)} bytes in "
+                   f"float32, at most {STACK_BYTES} on a stack")
+    return out
+
+
+def default(spec: GemmSpec, machine: CPUMachine) -> CPUSchedule:
+    """The schedule where nobody has tried others."""
+    spec, lanes = few_rows(spec), machine.isa.lanes
+    made = _of_columns(spec, machine.isa) if _by_columns(spec) else _of_rows(spec, machine.isa)
+    nbytes = spec.matrices * spec.n * spec.parts * spec.k * spec.b.dtype.itemsize
+    most = machine.threads * PARTS if machine.threads > 1 else 1
+    if _by_columns(spec) and spec.matrices == 1:
+        most = min(most, max(machine.threads, spec.n * spec.b.dtype.itemsize // BYTES_OF_ROW))
+    parts = max(1, min(most, nbytes // BYTES_OF_PART))
+    # so many chunks that parts have the same number of them
+    chunks = -(-spec.n // made.block_n)
+    if spec.matrices % parts: chunks = -(-chunks // parts) * parts
+    block_n = -(-spec.n // chunks)
+    if block_n > lanes: block_n = -(-block_n // lanes) * lanes
+    return replace(made, parts=min(parts, spec.matrices * -(-spec.n // block_n)), block_n=block_n)
+
+
+def _of_rows(spec: GemmSpec, isa: ISA) -> CPUSchedule:
+    o, block_k, most = _operands(spec, isa), 0, SUMS_BYTES
+    if spec.b.k == 1 and isa.lanes > 4 and spec.b.dtype == dtypes.float32:
+        # lanes of four columns are added at once; loads of b are repeated, which is hidden behind 24 sums
+        rows = max(1, 4 // spec.parts)
+        tallest = max(1, isa.registers * 3 // 4 // (rows * spec.parts))
+        block_m = -(-spec.m // -(-spec.m // tallest))
+        if spec.m > block_m: most *= 2  # tiles take turns, each with its own rows
+    else:
+        block_m = min(spec.m, isa.registers // 4)
+        held = isa.registers * (3 if o.pairs else 2) // 4  # vectors of sums; with more the compiler spills
+        rows = max(1, min(4 // spec.parts, held // (block_m * spec.parts)))
+    # two rows of a may come from the second cache: b comes more slowly
+    if spec.b.k == 1 and spec.m > 2 and spec.m * o.row_bytes > most:
+        block_k = max(64, most * spec.k // (spec.m * o.row_bytes) // 64 * 64)
+    return CPUSchedule(TEMPLATE, isa, 1, block_m, 256, block_k, rows)
+
+
+def _of_columns(spec: GemmSpec, isa: ISA) -> CPUSchedule:
+    rows = spec.m * spec.parts
+    if rows <= 2: return CPUSchedule(TEMPLATE, isa, 1, spec.m, max(64, SUMS_BYTES // (4 * rows)), rows=4)
+    block_m = min(spec.m, isa.registers // 2)
+    return CPUSchedule(TEMPLATE, isa, 1, block_m, 1024, 64 // spec.b.dtype.itemsize, 1,
+                       max(1, isa.registers // 2 // block_m) * isa.lanes)
+
+
+def few_rows(spec: GemmSpec) -> GemmSpec:
+    """The product, transposed if it has fewer columns than rows that way, and too many rows as it is."""
+    turned = spec.m > MOST_ROWS >= spec.n and spec.parts == 1 and not spec.symbolic
+    return spec.swapped() if turned else spec
+
+
+def build(spec: GemmSpec, schedule: CPUSchedule) -> CPUKernel:
+    """The kernel of a product."""
+    given, isa = spec, schedule.isa
+    spec = few_rows(given)
+    operands = _operands(spec, isa)
+    by_columns = _by_columns(spec)
+    sums = (sums_of_columns if by_columns else sums_of_rows)(operands, schedule)
+    chunks = -(-spec.n // schedule.block_n)
+    items, kind = spec.matrices * chunks, "s32" if operands.integers else "float"
+    indices = [f"const s64 b{i} = matrix / {prod(spec.batch[i + 1:])} % {extent};"
+               for i, extent in enumerate(spec.batch)]
+    body = f"""
+  {operands.declared()}
+  {kind} sums[{spec.parts * spec.m}][{up(schedule.block_n, isa.lanes)}] __attribute__((aligned(64)));
+  const s64 end = (s64)(core_id + 1) * {items} / {schedule.parts};
+  for (s64 item = (s64)core_id * {items} / {schedule.parts}, before = -1; item < end; item++) {{
+    const s64 matrix = item / {chunks}, n0 = item % {chunks} * {schedule.block_n};
+    const s64 count = {spec.n} - n0 < {schedule.block_n} ? {spec.n} - n0 : {schedule.block_n};
+    {' '.join(indices)}
+    if (matrix != before) {{ {operands.widened()} before = matrix; }}
+    {sums}
+    {_finish(spec)}
+  }}"""
+    a, b = ("a", "b") if spec is given else ("b", "a")
+    inputs = [(c_type(given.a.dtype), a), (c_type(given.b.dtype), b)]
+    inputs += [(c_type(dtype), f"x{i}") for i, dtype in enumerate(spec.parameters)]
+    return kernel(f"gemv_{spec.m}x{spec.n}x{spec.k}", isa, body, [(c_type(spec.out.dtype), "out")], inputs,
+                  ["m"] if spec.symbolic else [], schedule.parts)
+
+
+def _by_columns(spec: GemmSpec) -> bool: return spec.b.major == "MN" and spec.n > 1
+
+
+def _operands(spec: GemmSpec, isa: ISA) -> Operands:
+    pairs = isa.bf16 and not isa.emulated and spec.b.dtype == dtypes.bfloat16 and spec.b.k == 1 and \
+        not _by_columns(spec)
+    fits = spec.a.dtype == dtypes.float32 or pairs
+    ready = spec.m == 1 and spec.a.k == 1 and fits and not spec.symbolic
+    return Operands(spec, isa, ready or _widened_bytes(spec, isa) > STACK_BYTES, pairs)
+
+
+def _widened_bytes(spec: GemmSpec, isa: ISA) -> int: return 4 * spec.m * (up(spec.k, isa.lanes) + 32)
+
+
+def _finish(spec: GemmSpec) -> str:
+    """The epilogue of all rows of a chunk."""
+    kind, load = short(spec.out.dtype), f"load_{short(spec.accumulate)}"
+    names = [f"z{p}" for p in range(spec.parts)]
+    vector = "vi" if spec.accumulate == dtypes.int32 else "vf"
+    lines = [f"const {vector} {name} = {load}(sums[{p * spec.m} + i] + c);" for p, name in enumerate(names)]
+    place = Place(names, "i", "(n0 + c)", [f"b{i}" for i in range(len(spec.batch))], "left")
+    made, value = statements(spec.epilogue, place)
+    to = f"out + {at(spec.out.offset, ('i', spec.out.m), ('(n0 + c)', spec.out.n), *apart(spec.out.batch))}"
+    store = f"store_n_{kind}({to}, {value}, left);" if spec.out.n == 1 else \
+        f"scatter_{kind}({to}, {spec.out.n}, {value}, left);"
+    rows = "m" if spec.symbolic else spec.m
+    return f"""for (s64 i = 0; i < {rows}; i++) for (s64 c = 0; c < count; c += W) {{
+      const s64 left = count - c;
+      {' '.join([*lines, *made])} {store}
+    }}"""

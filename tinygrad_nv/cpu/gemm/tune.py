@@ -1,0 +1,149 @@
+"""The best of some schedules on this CPU, by the clock.
+
+Protocol: `tune(spec, machine, beam)` times what each template chooses by itself, then goes from the fastest
+to the fastest around it (candidates.py) until nothing near is faster or `PER_BEAM` · beam schedules were
+tried. Each is compiled and called on operands that no cache holds: as many copies of them take turns as it
+takes to fill the caches. The fastest few and the first default are timed once more, in turns, since a machine
+is not equally fast all the time. The winner goes to the schedule database.
+
+`search` is what BEAM=N does while a graph is made into kernels: `tune`, unless the database knows, with a bar
+on the terminal.
+"""
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tinygrad_nv.cpu.gemm import choose
+from tinygrad_nv.cpu.gemm.candidates import around, starts
+from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.errors import NVError
+from tinygrad_nv.tile import database
+from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.gemm.trial import sizes
+
+if TYPE_CHECKING:
+    from tinygrad_nv.runtime.cpu.program import LoadedKernel
+
+PER_BEAM, FINALISTS = 8, 3
+BEYOND = 2                   # so many times the third cache are read before anything is read again
+MOST_BYTES = 1 << 30         # of all copies of operands
+FEWEST, MOST, ENOUGH_SECONDS = 3, 25, 0.05    # calls that are timed, and when it is enough of them
+BETTER = 0.98                # of the time before: less is not told from noise
+FILL = 0x3C                  # bytes that are ordinary numbers in every dtype
+Progress = Callable[[int, int], None]    # candidates done, of at most how many
+
+
+@dataclass(frozen=True)
+class CPUCandidate:
+    """A schedule that was tried; `seconds` None where it is out, and `why`."""
+    schedule: CPUSchedule
+    seconds: float | None = None
+    why: str = ""
+
+
+def tune(spec: GemmSpec, machine: CPUMachine, beam: int = 1,
+         progress: Progress = lambda done, count: None) -> list[CPUCandidate]:
+    """Candidates, the fastest first, those that are out last; none where no template takes the product. The
+    first is stored in the database. Raises `OSError` where that cannot be written."""
+    arrays, tried = Arrays(spec, machine), dict[CPUSchedule, CPUCandidate]()
+    most = PER_BEAM * beam
+
+    def fastest(wanted: list[CPUSchedule]) -> CPUCandidate | None:
+        for s in wanted:
+            if s in tried or len(tried) >= most: continue
+            tried[s] = arrays.timed(s)
+            progress(len(tried), most)
+        return min((c for c in tried.values() if c.seconds is not None), key=_seconds, default=None)
+
+    best = fastest(starts(spec, machine))
+    while best is not None and len(tried) < most:
+        found = fastest(around(spec, machine, best.schedule))
+        if found is None or _seconds(found) > BETTER * _seconds(best): break
+        best = found
+    ranked = _ranked(tried)
+    last = [c.schedule for c in ranked[:FINALISTS] if c.seconds is not None]
+    last += [s for s in starts(spec, machine)[:1] if s not in last and tried[s].seconds is not None]
+    for s, seconds in zip(last, arrays.in_turns(last), strict=True): tried[s] = CPUCandidate(s, seconds)
+    # who was not in the final is behind those who were
+    ranked = _ranked({s: tried[s] for s in last}) + [c for c in _ranked(tried) if c.schedule not in last]
+    if ranked and ranked[0].seconds is not None:
+        arch = database.cpu_arch(machine.isa, machine.threads)
+        database.store([database.Entry(spec, arch, database.cpu_toolchain(), ranked[0].schedule,
+                                       ranked[0].seconds, "measured")])
+    return ranked
+
+
+def search(spec: GemmSpec, machine: CPUMachine, beam: int) -> CPUSchedule | None:
+    """The best schedule by `tune`; None where there is none. A database that cannot be written is noted."""
+    try:
+        with bar(str(spec)) as progress: tried = tune(spec, machine, beam, progress)
+    except OSError as error:
+        database.note(f"{database.path()} cannot be written: {error}")
+        return None
+    return tried[0].schedule if tried and tried[0].seconds is not None else None
+
+
+@contextmanager
+def bar(words: str) -> Iterator[Progress]:
+    """A bar on stderr, which is there for as long as it takes, and only where somebody looks."""
+    from rich.console import Console
+    from rich.progress import Progress as Shown
+    console = Console(stderr=True)
+    with Shown(console=console, transient=True, disable=not console.is_terminal) as shown:
+        task = shown.add_task(f"trying schedules of {words}", total=None)
+        yield lambda done, count: shown.update(task, completed=done, total=count)
+
+
+def _ranked(tried: dict[CPUSchedule, CPUCandidate]) -> list[CPUCandidate]:
+    return sorted(tried.values(), key=lambda c: (c.seconds is None, c.seconds or 0.0))
+
+
+def _seconds(candidate: CPUCandidate) -> float:
+    assert candidate.seconds is not None
+    return candidate.seconds
+
+
+class Arrays:
+    """Copies of a product's operands, and a result for each."""
+
+    def __init__(self, spec: GemmSpec, machine: CPUMachine) -> None:
+        self.spec, self.threads = spec, machine.threads
+        every = sizes(spec)
+        wanted = -(-BEYOND * machine.l3_bytes // sum(every))
+        copies = max(1, min(wanted, MOST_BYTES // sum(every)))
+        self.copies = itertools.cycle([[np.full(nbytes, FILL, np.uint8) for nbytes in every]
+                                       for _ in range(copies)])
+        self.loaded: dict[CPUSchedule, LoadedKernel] = {}
+
+    def timed(self, s: CPUSchedule) -> CPUCandidate:
+        """A candidate with its time, or why it is out."""
+        from tinygrad_nv.runtime.cpu.program import load
+        try: self.loaded[s] = load(choose.build(self.spec, s))
+        except NVError as error: return CPUCandidate(s, why=error.found)
+        return CPUCandidate(s, self.in_turns([s])[0])
+
+    def in_turns(self, schedules: list[CPUSchedule]) -> list[float]:
+        """The median of some calls of each, one after the other, after one that is not counted."""
+        times: list[list[float]] = [[] for _ in schedules]
+        for _ in range(1 + MOST):
+            for s, taken in zip(schedules, times, strict=True): taken.append(self._once(s))
+            if all(len(taken) > FEWEST and sum(taken[1:]) > ENOUGH_SECONDS for taken in times): break
+        return [statistics.median(taken[1:]) for taken in times]
+
+    def _once(self, s: CPUSchedule) -> float:
+        run = self.loaded[s]
+        out, *operands = next(self.copies)
+        extra = [np.zeros(run.kernel.workspace_bytes, np.uint8)] if run.kernel.workspace_bytes else []
+        rows = [self.spec.m] if self.spec.symbolic else []
+        begun = time.perf_counter()
+        run(out, *extra, *operands, *rows, threads=self.threads)
+        return time.perf_counter() - begun

@@ -1,0 +1,195 @@
+"""Rows: norms, softmax, argmax, and what is computed with them (tile/norm/spec.py).
+
+Protocol: a row stays in a cache while it is visited once for each statistic and once for the results, so that
+memory is read once and written once. Rows are shared out among parts; a short row, or few of them, are one
+part's. A statistic is kept in up to `ACCUMULATORS` vectors that are joined at the end, in one order whatever
+the parts.
+
+    for each row:
+      s_0, s_1 … = reductions of their terms, W at a time; lanes beyond the row do not count
+      for n in steps of W: out[n] = value(n, s_0, s_1 …)
+
+An exponential in a statistic's term that is used again stays in `kept`, on the stack.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.cpu import expression
+from tinygrad_nv.cpu.expression import Place, statements
+from tinygrad_nv.cpu.kernel import CPUKernel, c_type, kernel
+from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.tile.expression import Apply, Expression, Load, Sum, short, substituted, walk
+from tinygrad_nv.tile.gemm.spec import Result
+from tinygrad_nv.tile.norm.spec import NormSpec
+
+TEMPLATE = "norm"
+ACCUMULATORS = 4
+MOST_ELEMENTS = 1 << 18     # of a row, which has to stay in a cache: 1 MB of float32
+MOST_KEPT = 2               # such rows on a stack
+PART_ELEMENTS = 1 << 14     # fewer are done before another thread has begun
+UNROLLED_NODES = 24         # of a term, for several accumulators
+COSTLY = ("exp2", "log2")
+
+
+def problems(spec: NormSpec, machine: CPUMachine) -> list[str]:
+    """Why this template does not take rows; empty when it does."""
+    out = list(dict.fromkeys(words for root in spec.expressions for words in expression.problems(root)))
+    if any(each.result.n not in (0, 1) for each in spec.results): out.append("elements of a result lie apart")
+    if spec.n > MOST_ELEMENTS: out.append(f"a row of {spec.n} elements, at most {MOST_ELEMENTS}")
+    kept = sum(stage.kept is not None for stage in _staged(spec)[0])
+    if kept > MOST_KEPT: out.append(f"{kept} terms to be kept on a stack, at most {MOST_KEPT}")
+    return out
+
+
+def default(spec: NormSpec, machine: CPUMachine) -> CPUSchedule:
+    """The schedule where nobody has tried others."""
+    enough = max(1, spec.rows * spec.n // PART_ELEMENTS)
+    return CPUSchedule(TEMPLATE, machine.isa, min(machine.threads, spec.rows, enough))
+
+
+def build(spec: NormSpec, schedule: CPUSchedule) -> CPUKernel:
+    """The kernel of rows."""
+    m, parts = "m" if spec.symbolic else str(spec.m), schedule.parts
+    batch = tuple(f"b{i}" for i in range(len(spec.batch)))
+    stages, values = _staged(spec)
+    rows = _Rows(spec.n, schedule.isa.lanes, batch, len(stages))
+    lines = [f"const s64 rows = (s64){' * '.join([m, *map(str, spec.batch)])};",
+             f"const s64 first = core_id * rows / {parts}, last = (core_id + 1) * rows / {parts};"]
+    lines += [f"float x{stage.array}[{rows.padded}] __attribute__((aligned(64)));"
+              for stage in stages if stage.kept is not None]
+    lines += ["for (s64 row = first; row < last; row++) {", f"const s64 i = row % {m};"]
+    over = f"row / {m}"
+    for name, extent in reversed(list(zip(batch, spec.batch, strict=True))):
+        lines.append(f"const s64 {name} = {over} % {extent};")
+        over = f"({over}) / {extent}"
+    for number, stage in enumerate(stages): lines += _reduced(stage, number, rows)
+    results = list(enumerate(zip(values, (each.result for each in spec.results), strict=True)))
+    lines += rows.steps(lambda at, count: [line for number, (value, result) in results if result.n for line in
+                                           _stored(value, result, number, rows.place(at, count))])
+    for number, (value, result) in results:
+        if not result.n: lines += _stored(value, result, number, rows.place("0", "1"))
+    outputs = [(c_type(each.result.dtype), f"out{i}") for i, each in enumerate(spec.results)]
+    inputs = [(c_type(dtype), f"x{i}") for i, dtype in enumerate(spec.parameters)]
+    return kernel(f"norm_{spec.rows}x{spec.n}", schedule.isa, "\n".join([*lines, "}"]), outputs, inputs,
+                  ["m"] if spec.symbolic else [], parts, before=_TOP)
+
+
+_TOP = """INLINE s32 top_i(vi x) {
+  s32 best = x[0];
+  for (int i = 1; i < W; i++) best = x[i] > best ? x[i] : best;
+  return best;
+}"""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """How a row of `n` elements is visited, W lanes at a time."""
+    n: int
+    lanes: int
+    batch: tuple[str, ...]
+    statistics: int
+
+    @property
+    def padded(self) -> int: return -(-self.n // self.lanes) * self.lanes
+
+    def place(self, at: str, count: str) -> Place:
+        """The lanes from element `at`. Statistics are s0, s1, …; what is being kept has numbers after
+        those."""
+        sums = [f"{name}{i}" for name in ("s", "kept") for i in range(self.statistics)]
+        return Place(sums, "i", at, self.batch, count)
+
+    def steps(self, body: Callable[[str, str], list[str]], unrolled: int = 1) -> list[str]:
+        """C that does `body(at, count)` for all of a row; at first `unrolled` times a step, at n, n + W, …"""
+        lines, whole = ["{ s64 n = 0;"], self.n // self.lanes * self.lanes
+        for times in dict.fromkeys((unrolled, 1)):
+            if self.n < times * self.lanes: continue
+            inner = [line for u in range(times) for line in ("{", *body(f"n + {u * self.lanes}", ""), "}")]
+            step = times * self.lanes
+            lines += [f"for (; n + {step} <= {self.n}; n += {step}) {{", *inner, "}"]
+        if whole < self.n: lines += ["{", *body(str(whole), str(self.n - whole)), "}"]
+        return [*lines, "}"]
+
+
+def _reduced(stage: _Stage, number: int, rows: _Rows) -> list[str]:
+    """s{number} in all lanes."""
+    floats = dtypes.is_float(stage.term.dtype)
+    vector, pick = ("vf", "pick") if floats else ("vi", "pick_i")
+    least = "(vf)-__builtin_inff()" if floats else "(vi)(s32)0x80000000"
+    zero = least if stage.op == "max" else f"({vector})0"
+    count = ACCUMULATORS if sum(1 for _ in walk(stage.term)) <= UNROLLED_NODES else 1
+    names = [f"a{u}" for u in range(count)]
+
+    def joined(a: str, b: str) -> str:
+        # a number is preferred to NaN: the comparison with one fails
+        return f"{a} + {b}" if stage.op == "add" else f"{pick}({b} > {a}, {b}, {a})"
+
+    def step(at: str, tail: str) -> list[str]:
+        place, lines = rows.place(at, tail), list[str]()
+        if stage.kept is not None:
+            lines, value = statements(stage.kept, place, "k")
+            lines += [f"const vf kept{number} = {value};", f"store_f32(x{stage.array} + {at}, {value});"]
+        made, value = statements(stage.term, place)
+        if tail: value = f"{pick}(iota_() < {tail}, {value}, {zero})"
+        to = names[int(at.split()[-1]) // rows.lanes if " " in at else 0]
+        return [*lines, *made, f"const {vector} v = {value};", f"{to} = {joined(to, 'v')};"]
+
+    lines = [f"{vector} s{number};", "{", *(f"{vector} {name} = {zero};" for name in names),
+             *rows.steps(step, count)]
+    width = count
+    while width > 1:
+        width //= 2
+        lines += [f"{names[u]} = {joined(names[u], names[u + width])};" for u in range(width)]
+    across = {("add", True): "sum_", ("max", True): "top_", ("add", False): "sum_i", ("max", False): "top_i"}
+    return [*lines, f"s{number} = ({vector}){across[stage.op, floats]}(a0);", "}"]
+
+
+def _stored(value: Expression, result: Result, number: int, place: Place) -> list[str]:
+    made, name = statements(value, place, f"v{number}_")
+    terms = [(result.m, place.m), (result.n, place.n), *zip(result.batch, place.batch, strict=True)]
+    where = " + ".join([str(result.offset), *(f"(s64)({at}) * {by}" for by, at in terms if by)])
+    kind = short(result.dtype)
+    if place.count: return [*made, f"store_n_{kind}(out{number} + {where}, {name}, {place.count});"]
+    return [*made, f"store_{kind}(out{number} + {where}, {name});"]
+
+
+# **** what is kept ****
+
+@dataclass(frozen=True)
+class _Stage:
+    """A statistic; of its term the part that is used again, and the number of the array it is read from
+    then."""
+    op: str
+    term: Expression
+    kept: Expression | None = None
+    array: int = 0
+
+
+def _staged(spec: NormSpec) -> tuple[list[_Stage], list[Expression]]:
+    """Statistics and values of a spec, with what earlier ones keep read from where it is."""
+    count, stages = len(spec.statistics), list[_Stage]()
+    values = list(spec.expressions)
+    for i, each in enumerate(spec.statistics):
+        term, values = values[0], values[1:]
+        if (kept := _used_again(term, values)) is None:
+            stages.append(_Stage(each.op, term))
+            continue
+        array = len(spec.parameters) + i
+        again = {kept: Load(array, dtypes.float32, 0, 1)}
+        values = [substituted(value, again) for value in values]
+        here = substituted(term, {kept: Sum(kept.dtype, count + i)})
+        stages.append(_Stage(each.op, here, kept, array))
+    return stages, values
+
+
+def _used_again(term: Expression, later: list[Expression]) -> Expression | None:
+    """The largest part of a term that is costly and of which something later is made."""
+    others: set[Expression] = set()
+    for root in later: _ = list(walk(root, others))
+    found = [node for node in walk(term) if node in others and dtypes.is_float(node.dtype)
+             and any(isinstance(part, Apply) and part.op in COSTLY for part in walk(node))]
+    return found[-1] if found else None

@@ -1,0 +1,6 @@
+"""Parts of a sampler on a CPU.
+
+  choice.py     Choices of tokens (tile/sampling/spec.py): Threefry and two logarithms in vectors, and the …
+  count.py      Counts of chosen tokens (tile/sampling/spec.py), in place
+  threshold.py  Filters by mass (tile/sampling/spec.py): the threshold by radix selection from the top, …
+"""

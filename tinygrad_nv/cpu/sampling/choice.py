@@ -1,0 +1,126 @@
+"""Choices of tokens (tile/sampling/spec.py): Threefry and two logarithms in vectors, and the largest with
+them.
+
+Protocol: rows are cut into equal pieces, if there are fewer of them than parts, and pieces are shared out
+among parts. Each lane keeps its largest number and where it was first; then the best of lanes, and, in a
+second kernel, the best of pieces are found. Comparisons are exact, so neither pieces nor parts matter.
+
+The noise has the arithmetic of tinygrad's kernels, statement by statement, since the compiler contracts
+products and sums within one: it has the same bits. Special cases of its logarithm are left out, as no
+argument is below 5e-8, above 17 or NaN. Where all of a vector is -inf, as after a filter, there is none.
+"""
+from __future__ import annotations
+
+from tinygrad_nv.cpu.kernel import CPUKernel, kernel
+from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.tile.sampling.spec import NUMBERS, ChoiceSpec, Number
+
+TEMPLATE = "choice"
+OPERATIONS = 150            # an element: 20 rounds of Threefry, two logarithms
+PART_ELEMENTS = 1 << 13     # fewer are done before another thread has begun
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
+
+def default(spec: ChoiceSpec, machine: CPUMachine) -> CPUSchedule:
+    """The schedule."""
+    enough = max(1, spec.rows * spec.size // PART_ELEMENTS)
+    return CPUSchedule(TEMPLATE, machine.isa, min(machine.threads, enough))
+
+
+def pieces(spec: ChoiceSpec, schedule: CPUSchedule) -> int:
+    """Into how many pieces each row is cut."""
+    if spec.rows >= schedule.parts or not spec.draw: return 1
+    return min(-(-schedule.parts // spec.rows), -(-spec.size // PART_ELEMENTS))
+
+
+def build(spec: ChoiceSpec, schedule: CPUSchedule) -> CPUKernel:
+    """The kernel: tokens, or for each piece its largest number's bits and where that is; logits; numbers and
+    places of a draw."""
+    cut, parts = pieces(spec, schedule), schedule.parts
+    noise = f"""
+      if (drawn && any_(x != -__builtin_inff())) {{
+        vu a = (vu)((vi)(s32)i + iota_()) + key[2], b = (vu)((u32)places[row] + key[0]);
+        {" ".join(_rounds(number) for number in range(5))}
+        vf uniform = (__builtin_convertvector(a >> 9, vf) + 0.5f) * 0x1p-23f;
+        const vf noise = minus_log(minus_log(uniform));
+        x = x + noise;
+      }}""" if spec.draw else ""
+    seed = f"""
+    const float *number = numbers + row * {NUMBERS}, *seed = number + {int(Number.seed)};
+    const u32 low = (u32)seed[0] | (u32)seed[1] << 16, high = (u32)seed[2] | (u32)seed[3] << 16;
+    const u32 key[3] = {{high, low ^ high ^ 0x1bd11bda, low}};
+    const int drawn = number[{int(Number.temperature)}] > 0.f;"""
+    if not spec.draw: seed = ""
+    stored = f"out[row] = nan ? {spec.size} : at;" if cut == 1 else \
+        "out[2 * piece] = nan ? 0x7fc00000 : bits_(best); out[2 * piece + 1] = at;"
+    body = f"""
+  const s64 every = {spec.rows * cut}, vectors = ({spec.size} + W - 1) / W;
+  for (s64 piece = core_id * every / {parts}; piece < (core_id + 1) * every / {parts}; piece++) {{
+    const s64 row = piece / {cut}, first = piece % {cut} * vectors / {cut} * W;
+    const s64 last = (piece % {cut} + 1) * vectors / {cut} * W;
+    const float *from = logits + row * {spec.size};{seed}
+    vf top = (vf)-__builtin_inff(); vi where = (vi)(s32)first + iota_(), odd = (vi)0;
+    for (s64 i = first; i < last; i += W) {{
+      const s64 left = {spec.size} - i;
+      vf x = load_n_f32(from + i, left);
+      if (left < W) x = pick(iota_() < (s32)left, x, (vf)-__builtin_inff());{noise}
+      const vi better = x > top;
+      top = pick(better, x, top); where = pick_i(better, (vi)(s32)i + iota_(), where);
+      odd |= x != x;
+    }}
+    const int nan = any_(odd);
+    float best = top[0]; s32 at = where[0];
+    for (int lane = 1; lane < W; lane++)
+      if (top[lane] > best || (top[lane] == best && where[lane] < at)) best = top[lane], at = where[lane];
+    {stored}
+  }}"""
+    inputs = [("float", "logits"), *[("float", "numbers"), ("s32", "places")] * spec.draw]
+    return kernel(f"choice_{spec.rows}x{spec.size}", schedule.isa, body, [("s32", "out")], inputs,
+                  parts=parts, before=_BEFORE + _LOG)
+
+
+def merged(spec: ChoiceSpec, schedule: CPUSchedule) -> CPUKernel:
+    """The kernel after that of several pieces: tokens; what that has found."""
+    cut = pieces(spec, schedule)
+    body = f"""
+  for (s64 row = 0; row < {spec.rows}; row++) {{
+    const s32 *found = pieces + row * {2 * cut};
+    float best = float_(found[0]); s32 at = found[1];
+    int nan = best != best;
+    for (int piece = 1; piece < {cut}; piece++) {{
+      const float x = float_(found[2 * piece]);
+      nan |= x != x;
+      if (x > best) best = x, at = found[2 * piece + 1];
+    }}
+    out[row] = nan ? {spec.size} : at;
+  }}"""
+    return kernel(f"pieces_{spec.rows}x{cut}", schedule.isa, body, [("s32", "out")], [("s32", "pieces")],
+                  before=_BEFORE)
+
+
+def _rounds(number: int) -> str:
+    """Four rounds, and the key after them."""
+    mixed = [f"a = a + b; b = a ^ ((b << {r}) + (b >> {32 - r}));" for r in ROTATIONS[number % 2]]
+    return " ".join([*mixed, f"a = a + key[{number % 3}]; b = b + (key[{(number + 1) % 3}] + {number + 1});"])
+
+
+_BEFORE = """
+INLINE int any_(vi x) { s32 all = 0; for (int i = 0; i < W; i++) all |= x[i]; return all != 0; }
+INLINE s32 bits_(float x) { union { float f; s32 i; } both = {x}; return both.i; }
+INLINE float float_(s32 x) { union { s32 i; float f; } both = {x}; return both.f; }
+"""
+_LOG = """
+INLINE vf minus_log(vf x) {
+  vi small = x < 9.999999747378752e-05f;
+  vf scaled = pick(small, x * 0x1p64f, x);
+  vf thirds = scaled * 1.3333333730697632f;
+  vi e = ((as_i(thirds) >> 23) & 255) - 127;
+  vf m = as_f(as_i(scaled) - (e << 23));
+  vf s = (m + -1.f) / (m + 1.f);
+  vf t = s * s;
+  vf whole = pick(small, to_f(e) + -64.f, to_f(e));
+  vf y = ((((0.43745502829551697f * t + 0.5764790177345276f) * t) + 0.961801290512085f) * s * t) + whole
+         + (s * 2.885390043258667f) + (s * 3.2734472910078694e-08f);
+  return y * -0.6931471824645996f;
+}"""

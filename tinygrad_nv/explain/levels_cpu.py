@@ -1,0 +1,155 @@
+"""Products on a CPU as text: what is computed, how, and the C of it.
+
+Protocol: as levels.py for GPUs. A `CPUProduct` is spec, schedule and machine; `show(product, level)` is the
+text of a level, `table` a line for each of several products. Times are the roofline of what was measured here
+(cpu/measure.py); for a product by itself that is another instruction set's too.
+"""
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from tinygrad.dtype import DType
+
+from tinygrad_nv.cpu import measure
+from tinygrad_nv.cpu.gemm.choose import build
+from tinygrad_nv.cpu.kernel import CPUKernel, header
+from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.cpu.measure import LAUNCH_SECONDS, Rates
+from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.errors import RequestError
+from tinygrad_nv.explain.levels import (
+    WIDEST,
+    aligned,
+    least_bytes,
+    nbytes,
+    scaled,
+    seconds,
+    shortened,
+    spec_of,
+)
+from tinygrad_nv.tile.gemm.spec import GemmSpec
+
+LEVELS = ("spec", "tile", "c")
+# templates that widen what they read and compute in float32
+WIDENING = ("gemv", "decode")
+
+
+@dataclass(frozen=True)
+class CPUProduct:
+    """A product by a schedule on a machine."""
+    spec: GemmSpec
+    schedule: CPUSchedule
+    machine: CPUMachine
+
+    @property
+    def kernel(self) -> CPUKernel:
+        """The kernel."""
+        return _kernel(self.spec, self.schedule)
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes at best."""
+        return predicted(self.spec, self.schedule.template, self.spec.flops, least_bytes(self.spec),
+                         measure.rates(self.machine))
+
+
+@functools.lru_cache(256)
+def _kernel(spec: GemmSpec, schedule: CPUSchedule) -> CPUKernel: return build(spec, schedule)
+
+
+def predicted(spec: Hashable, template: str, flops: float, moved: float, rates: Rates) -> float:
+    """How long a kernel of a template takes at best."""
+    return rates.seconds(flops, moved, _rate(spec, template, rates))
+
+
+def _rate(spec: Hashable, template: str, rates: Rates) -> float:
+    """Operations in a second on what the kernel multiplies."""
+    operand = getattr(spec, "a", None) or getattr(spec, "q", None)
+    dtype = getattr(operand, "dtype", None)
+    return rates.of(dtype) if isinstance(dtype, DType) and template not in WIDENING else rates.f32
+
+
+def show(product: CPUProduct, level: str) -> str:
+    """The product at a level. Raises `RequestError` for one that products on CPUs do not have."""
+    check(level, product.kernel.name)
+    if level == "spec": return spec_of(product.spec)
+    return product.kernel.source if level == "c" else tile_text(product)
+
+
+def legible(source: str) -> str:
+    """The text of a kernel to be read: vector.h is named instead, and of long lines each statement gets its
+    own."""
+    text = source.replace(header("vector.h"), '#include "vector.h"  // tinygrad_nv/cpu/vector.h\n')
+    lines = []
+    for line in text.splitlines():
+        macro = line.startswith("#") or line.endswith("\\")
+        lines += [line.rstrip()] if macro or len(line) <= 100 else _statements(line)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
+
+
+def _statements(line: str) -> list[str]:
+    """A long line of C, a line for each statement and brace, indented from where it began. Braces of values
+    (`= {0, 1}`) and what stands in parentheses or strings stay as they are."""
+    depth, values, begun = (len(line) - len(line.lstrip())) // 2, 0, ""
+    lines: list[str] = []
+    for piece in re.findall(r'"(?:[^"\\]|\\.)*"|//.*|.', line.lstrip()):
+        kept = values > 0 or piece == "(" or (piece == "{" and begun.rstrip().endswith("="))
+        if kept: values += (piece in ("(", "{")) - (piece in (")", "}"))
+        elif piece == "}":
+            if begun.strip(): lines.append("  " * depth + begun.strip())
+            depth, begun = depth - 1, ""
+        begun += piece
+        if not kept and piece in (";", "{", "}"):
+            lines.append("  " * depth + begun.strip())
+            depth, begun = depth + (piece == "{"), ""
+    return [*lines, *(["  " * depth + begun.strip()] if begun.strip() else [])]
+
+
+def check(level: str, name: str) -> None:
+    """Raises `RequestError` for a level that kernels for CPUs do not have."""
+    if level not in LEVELS:
+        raise RequestError(f"{level.upper()} of {name} on CPU", "a kernel for an NVIDIA GPU",
+                           "--level c, or run with DEV=EMU")
+
+
+def table(products: Sequence[tuple[str, CPUProduct]]) -> list[str]:
+    """A line for each of several products, each with the words before it."""
+    rows = [("", "schedule", "predicted", "bound", "product")]
+    for words, product in products:
+        rows.append((words, str(product.schedule), seconds(product.seconds), _bound(product),
+                     shortened(str(product.spec), WIDEST)))
+    return aligned(rows, numbers=(2,))
+
+
+def _times(product: CPUProduct) -> dict[str, float]:
+    found = measure.rates(product.machine)
+    rate = _rate(product.spec, product.schedule.template, found)
+    return {"memory": least_bytes(product.spec) / found.bandwidth, "arithmetic": product.spec.flops / rate,
+            "launch": LAUNCH_SECONDS}
+
+
+def _bound(product: CPUProduct) -> str:
+    times = _times(product)
+    return max(times, key=lambda name: times[name])
+
+
+def tile_text(product: CPUProduct) -> str:
+    """How it is computed."""
+    schedule, machine, kernel = product.schedule, product.machine, product.kernel
+    found, times = measure.rates(machine), _times(product)
+    rate = _rate(product.spec, schedule.template, found)
+    block = (schedule.block_m, schedule.block_n, schedule.block_k)
+    rows = [("parts", f"{kernel.parts} for {machine.threads} threads")]
+    if any(block): rows.append(("block", f"{'x'.join(map(str, block))} (m, n, k) in the caches of a core"))
+    if schedule.rows or schedule.columns:
+        rows.append(("registers", f"{schedule.rows} x {schedule.columns} of the result"))
+    if kernel.workspace_bytes: rows.append(("workspace", nbytes(kernel.workspace_bytes)))
+    reached = scaled(product.spec.flops / product.seconds, "FLOP/s")
+    rows += [("predicted", f"{seconds(product.seconds)}, {reached}, bound: {_bound(product)}"),
+             ("", ", ".join(f"{name} {seconds(part)}" for name, part in times.items())),
+             ("measured", f"{scaled(found.bandwidth, 'B/s')} read, {scaled(rate, 'FLOP/s')}"),
+             ("caches", ", ".join(nbytes(n) for n in (machine.l1_bytes, machine.l2_bytes, machine.l3_bytes)))]
+    return "\n".join([f"{schedule} on {measure.processor()}", "", *aligned(rows)])

@@ -1,0 +1,344 @@
+"""Where tinygrad is joined: with rewrites.py, devices.py, methods.py and threads.py the
+only file that changes anything inside it, and all they change they put back (replaced.py).
+
+Protocol. Things are registered by name and removed by name:
+
+    add_rewrite(name, fn, *keys, needs)   fn(sink) -> sink, on each call body before kernels are split
+    add_check(name, fn)                   fn(before, after) -> bool, on what the rewrites have made: where it
+                                          is False, they run again
+    keep_functions(kind)                  FUNCTIONs with an aux of this type reach the rewrites as they are
+    add_compile(name, fn)                 fn(linear, inner) -> linear, around tinygrad's compile_linear
+    add_execute(name, fn)                 fn(call, ctx, run) -> seconds, around the execution of each call
+    add_custom_function(name, execute, outs_ins)  runs CUSTOM_FUNCTION nodes called `name` or `name:anything`
+    add_method(name, fn)                  fn(theirs, self, …) in the place of Tensor's method
+    add_device(name, cls, preferred)      Device[name] opens cls(name); where `preferred()`, it is the default
+                                          (and free_intermediates of a TinyJit frees views, too)
+    install_cpu()                         the CPU device compiles with what `toolchain` finds, has graphs,
+                                          and runs kernels on all cores
+    install_threads()                     threads have a cache on disk, a capture and the right to a device
+                                          of their own, and lower one at a time
+
+`enable()` and `disable()` govern rewrites, compile hooks and methods, which decide how a program is lowered;
+with none of a kind registered, or while disabled, tinygrad runs its own functions and its own caches. An
+`add_execute` looks on, and the others answer only to names, so they stay until removed: a captured TinyJit
+keeps the kernels and custom functions it captured, and replays them while disabled. Likewise a TinyJit
+captured before a rewrite was registered goes on without it; `.reset()` captures anew. The compiler stays with
+NV=0 too, as it changes no schedule and a machine without clang has no other.
+
+A sink reaches the rewrites with shards resolved and functions inlined, but for those kept. A rewrite is
+called only where the ops it `needs` are; where none is, the sink is tinygrad's alone and is walked once
+(rewrites.py). Schedules are cached under which rewrites are registered, and where one was called under
+`configuration()`: what each of their keys returns at that moment, too.
+
+Where tinygrad has the plugin points of upstream.patch they are used; the 0.14.0 wheel gets attributes
+replaced instead. Registrations are state of the process. Schedules and programs are made by one thread at a
+time (threads.py); launches wait for no lock of ours.
+"""
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import tinygrad.schedule as schedule
+from tinygrad.engine import jit, realize
+from tinygrad.helpers import BEAM, colored
+from tinygrad.schedule import rangeify
+from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat
+
+from tinygrad_nv.errors import HookError
+from tinygrad_nv.hooks import (
+    devices as hook_devices,
+)
+from tinygrad_nv.hooks import (
+    methods as hook_methods,
+)
+from tinygrad_nv.hooks import (
+    rewrites as hook_rewrites,
+)
+from tinygrad_nv.hooks import (
+    threads as hook_threads,
+)
+from tinygrad_nv.hooks.devices import add_device, remove_cpu, remove_device
+from tinygrad_nv.hooks.replaced import (
+    TINYGRAD_VERSION,
+    add,
+    check_own,
+    check_version,
+    official,
+    put_back,
+    remove,
+    replace,
+    theirs,
+)
+from tinygrad_nv.hooks.rewrites import configuration, flattened, inlined, keep_functions, rewriting, rewritten
+
+__all__ = ["TINYGRAD_VERSION", "add_device", "configuration", "flattened", "inlined", "keep_functions",
+           "official", "remove_cpu", "remove_device", "rewriting", "rewritten"]
+
+OutsIns = tuple[tuple[int, ...], tuple[int, ...]]
+Seconds = list[float | None]
+Run = Callable[[UOp, realize.ExecContext], Seconds]
+
+
+# **** what is registered ****
+
+@dataclass(frozen=True)
+class Compile:
+    """The rest of the compilation, as a compile hook gets it. `beam` is 0 while candidates are timed."""
+    beam: int
+    run: Callable[[UOp], UOp]
+
+    def __call__(self, linear: UOp) -> UOp: return self.run(linear)
+
+
+@dataclass(frozen=True)
+class CustomFunction:
+    """Runs a CUSTOM_FUNCTION, as tinygrad's executors do; says which arguments it writes and reads."""
+    execute: Callable[[realize.ExecContext, UOp, UOp], list[float | None]]
+    outs_ins: Callable[[UOp], OutsIns]
+
+
+_compiles: dict[str, Callable[[UOp, Compile], UOp]] = {}
+_executes: dict[str, Callable[[UOp, realize.ExecContext, Run], Seconds]] = {}
+_functions: dict[str, CustomFunction] = {}
+_enabled = False
+_before = list[bool]()  # what was in force before each block of `disabled` that has not ended
+
+
+def add_rewrite(name: str, fn: Callable[[UOp], UOp], *keys: Callable[[], Hashable],
+                needs: Iterable[Collection[Ops]] = ()) -> None:
+    """Registers a rewrite of call bodies. Whatever it depends on besides the sink must be in what `keys`
+    return; a key function that several rewrites share is called once. `needs` are sets of ops: a sink that
+    has none of them completely is not given to `fn`; without `needs` every sink is."""
+    hook_rewrites.add_rewrite(name, fn, *keys, needs=needs)
+    _apply()
+
+
+def add_check(name: str, fn: Callable[[UOp, UOp], bool]) -> None:
+    """Registers a check of what rewrites make. One that says False has changed what they will make."""
+    add(hook_rewrites.checks, "check", name, fn)
+
+
+def remove_check(name: str) -> None: remove(hook_rewrites.checks, "check", name)
+
+
+def remove_rewrite(name: str) -> None:
+    hook_rewrites.remove_rewrite(name)
+    _apply()
+
+
+def add_compile(name: str, fn: Callable[[UOp, Compile], UOp]) -> None:
+    """Registers a wrapper of compile_linear; the first is the outermost. TinyJit calls it at capture only."""
+    add(_compiles, "compile", name, fn)
+    _apply()
+
+
+def remove_compile(name: str) -> None:
+    remove(_compiles, "compile", name)
+    _apply()
+
+
+def add_execute(name: str, fn: Callable[[UOp, realize.ExecContext, Run], Seconds]) -> None:
+    """Registers a wrapper of the execution of each call, also of a replayed TinyJit; the first is the
+    outermost. `run(call, ctx)` is the rest; what it returns are seconds, where ctx.wait asks for them."""
+    add(_executes, "execute", name, fn)
+    _apply()
+
+
+def watched() -> bool:
+    """Whether any `add_execute` is there: who launches without tinygrad then launches through it."""
+    return bool(_executes)
+
+
+def remove_execute(name: str) -> None:
+    remove(_executes, "execute", name)
+    _apply()
+
+
+def add_custom_function(name: str, execute: Callable[[realize.ExecContext, UOp, UOp], list[float | None]],
+                        outs_ins: Callable[[UOp], OutsIns]) -> None:
+    """Registers the executor of CUSTOM_FUNCTION nodes whose arg is `name`, or starts with `name:`."""
+    if name in ("encdec", "graph", "hcq", "validate", "submit_cmdbuf") or ":" in name:
+        raise HookError(f"custom function name {name!r}", "a name without ':' that tinygrad does not have")
+    add(_functions, "custom function", name, CustomFunction(execute, outs_ins))
+    if official(): realize.custom_functions[name] = (execute, outs_ins)
+    _apply()
+
+
+def remove_custom_function(name: str) -> None:
+    remove(_functions, "custom function", name)
+    if official(): del realize.custom_functions[name]
+    _apply()
+
+
+def add_method(name: str, fn: Callable[..., Any]) -> None:
+    """Registers `fn(theirs, self, …)` for Tensor's method `name`; `theirs(self, …)` is tinygrad's own."""
+    hook_methods.add_method(name, fn)
+    _apply()
+
+
+def remove_method(name: str) -> None: hook_methods.remove_method(name)
+
+
+# **** on and off ****
+
+def enabled() -> bool:
+    """Whether registered rewrites and compile hooks are in force."""
+    return _enabled
+
+
+def enable() -> None:
+    """Puts rewrites and compile hooks in force. Raises `HookError` where tinygrad is not as expected."""
+    _check()
+    _set_enabled(True)
+
+
+def disable() -> None:
+    """Gives scheduling and compilation back to tinygrad. Registrations are kept for the next `enable()`."""
+    _set_enabled(False)
+
+
+@contextlib.contextmanager
+def disabled() -> Iterator[None]:
+    """tinygrad's own lowering inside the block, for all threads; afterwards, also after an exception, as it
+    was before. Of blocks that overlap, the last to end restores what the first has found."""
+    with hook_threads.LOWERING:
+        before = _enabled
+        disable()
+        _before.append(before)
+    try: yield
+    finally:
+        with hook_threads.LOWERING: _set_enabled(_before.pop())
+
+
+def _set_enabled(on: bool) -> None:
+    global _enabled
+    with hook_threads.LOWERING:
+        before, _enabled = _enabled, on
+        try: _apply()
+        except HookError:  # another package stands in the way: nothing has changed
+            _enabled = before
+            raise
+
+
+def _check() -> None:
+    check_version()
+    if official(): return
+    lowered = [fn for _, fn in theirs(schedule, "pm_schedule").patterns]
+    check_own("tinygrad.schedule.get_kernel_graph", schedule.get_kernel_graph is rangeify.get_kernel_graph)
+    check_own("tinygrad.schedule.pm_schedule", lowered == [schedule.lower_sink_to_linear])
+    for name in ("compile_linear", "get_call_outs_ins"):
+        fn = theirs(realize, name)
+        own = fn is theirs(jit, name) and fn.__module__ == realize.__name__
+        check_own(f"tinygrad.engine.realize.{name}", own)
+
+
+# **** tinygrad's attributes: replaced, and put back ****
+
+def _apply() -> None:
+    """Makes tinygrad agree with what is registered and enabled; called after every change of either."""
+    if _executes or (_functions and not official()): replace(realize, "pm_exec", _EXECUTOR)
+    else: put_back(realize, "pm_exec")
+    hook_methods.apply(_enabled)
+    if official():
+        _list(schedule.pre_schedule, (rewritten, configuration), _enabled and bool(hook_rewrites.rewrites))
+        _list(realize.pre_compile, _compiled, _enabled and bool(_compiles))
+        return
+    # hcq2 is imported by the first device that uses it, and takes what is in realize then
+    users = [realize, jit, *filter(None, [sys.modules.get("tinygrad.runtime.support.hcq2")])]
+    for wanted, attributes in (
+        (_enabled and bool(hook_rewrites.rewrites), [(schedule, "pm_schedule", hook_rewrites.pm_schedule())]),
+        (_enabled and bool(_compiles), [(realize, "compile_linear", _compile_linear),
+                                        (jit, "compile_linear", _compile_linear)]),
+        (bool(_functions), [*((owner, "get_call_name", _call_name) for owner in users if owner is not jit),
+                            *((owner, "get_call_outs_ins", _outs_ins) for owner in users)]),
+    ):
+        for owner, attribute, ours in attributes:
+            if wanted: replace(owner, attribute, ours)
+            else: put_back(owner, attribute)
+
+
+def _list(point: list[Any], entry: Any, wanted: bool) -> None:
+    if wanted and entry not in point: point.append(entry)
+    if not wanted and entry in point: point.remove(entry)
+
+
+# **** around the compilation of a schedule ****
+
+def _compiled(linear: UOp, beam: int, inner: Callable[[UOp], UOp]) -> UOp:
+    for fn in reversed(tuple(_compiles.values())):
+        inner = functools.partial(_wrapped, fn, Compile(beam, inner))
+    with hook_threads.LOWERING: return inner(linear)
+
+
+def _wrapped(fn: Callable[[UOp, Compile], UOp], inner: Compile, linear: UOp) -> UOp: return fn(linear, inner)
+
+
+def _compile_linear(linear: UOp, beam: int | None = None, *args: Any, **kwargs: Any) -> UOp:
+    def inner(linear: UOp) -> UOp: return theirs(realize, "compile_linear")(linear, beam, *args, **kwargs)
+    return _compiled(linear, BEAM.value if beam is None else beam, inner)
+
+
+# **** execution, and custom functions ****
+
+def custom_function(body: UOp) -> CustomFunction | None:
+    """What is registered for a call's body, if that is a CUSTOM_FUNCTION."""
+    return _functions.get(body.arg.partition(":")[0]) if body.op is Ops.CUSTOM_FUNCTION else None
+
+
+def _execute(ctx: realize.ExecContext, call: UOp, ast: UOp) -> list[float | None] | None:
+    found = custom_function(ast)
+    return None if found is None else found.execute(ctx, call, ast)
+
+
+@functools.cache
+def _pm_exec() -> PatternMatcher:
+    custom = UPat(Ops.CUSTOM_FUNCTION, name="ast")
+    ours = PatternMatcher([(UPat(Ops.CALL, src=(custom,), name="call", allow_any_len=True), _execute)])
+    return ours + theirs(realize, "pm_exec")
+
+
+class _Executor:
+    """In the place of realize.pm_exec: what is registered around each call, and custom functions in it."""
+
+    def rewrite(self, call: UOp, ctx: realize.ExecContext) -> Seconds:
+        custom = _functions and not official()
+        run: Run = (_pm_exec() if custom else theirs(realize, "pm_exec")).rewrite
+        for fn in reversed(tuple(_executes.values())): run = functools.partial(fn, run=run)
+        return run(call, ctx)
+
+
+_EXECUTOR = _Executor()
+
+
+def _outs_ins(call: UOp) -> OutsIns:
+    if (found := custom_function(call.src[0])) is not None: return found.outs_ins(call)
+    return theirs(realize, "get_call_outs_ins")(call)
+
+
+def _call_name(call: UOp, *args: Any, **kwargs: Any) -> str:
+    if custom_function(call.src[0]) is not None: return colored(call.src[0].arg, "yellow")
+    return theirs(realize, "get_call_name")(call, *args, **kwargs)
+
+
+# **** the CPU device ****
+
+def install_cpu() -> None:
+    """Lets CPU devices opened from now on compile with what `toolchain.find_compiler` finds as they open;
+    while enabled, run the parts of a kernel on all cores, replay what a TinyJit captured through
+    `runtime.cpu_graph` and have large buffers in huge pages."""
+    hook_devices.install_cpu(enabled)
+
+
+# **** threads ****
+
+def install_threads() -> None:
+    """Gives threads what tinygrad has one of: a connection to its cache, a capture, the right to a device."""
+    hook_threads.install()
+
+
+def remove_threads() -> None: hook_threads.remove()

@@ -1,0 +1,164 @@
+"""Devices of tinygrad by name, which of them a program uses that names none, and the CPU device. Part of
+__init__.py, which states the protocol.
+"""
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import types
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from tinygrad.device import Device, MultiBuffer
+from tinygrad.engine import jit, realize
+from tinygrad.helpers import Context
+from tinygrad.uop.ops import buffers
+
+from tinygrad_nv import config
+from tinygrad_nv.errors import HookError, NVError
+from tinygrad_nv.hooks.replaced import add, check_version, official, put_back, remove, replace, theirs
+from tinygrad_nv.runtime.cpu import clang
+from tinygrad_nv.runtime.cpu import eager as cpu_eager
+from tinygrad_nv.runtime.cpu import memory as cpu_memory
+from tinygrad_nv.runtime.cpu import queue as cpu_queue
+
+_devices: dict[str, types.ModuleType | None] = {}  # the module that was there before, if any
+_preferred: dict[str, Callable[[], bool]] = {}  # devices that come first where this holds
+
+
+def add_device(name: str, cls: type, preferred: Callable[[], bool] | None = None) -> None:
+    """Makes `Device[name]` open `cls(name)`, in place of tinygrad's device of that name if it has one. Where
+    `preferred()` holds and it opens, programs that name no device use it."""
+    name = name.upper()
+    if any(opened.split(":")[0] == name for opened in Device._opened_devices):
+        raise HookError(f"device {name} is open already", "registration before the first use",
+                        "import tinygrad_nv before anything runs on that device")
+    module = types.ModuleType(_module_name(name))
+    setattr(module, f"{name}Device", cls)
+    add(_devices, "device", name, sys.modules.get(module.__name__))
+    if preferred is not None: _preferred[name] = preferred
+    if official(): Device.register(name, cls)
+    else: sys.modules[module.__name__] = module
+    type(Device).get_class.cache_clear()
+    free = theirs(jit.CapturedJit, "free_intermediates")
+    replace(jit.CapturedJit, "free_intermediates", _freeing_views(free))
+
+
+def remove_device(name: str) -> None:
+    """Undoes `add_device`. What was opened under the name is finalized; its buffers are of no use then."""
+    before = remove(_devices, "device", name := name.upper())
+    _preferred.pop(name, None)
+    if not _devices: put_back(jit.CapturedJit, "free_intermediates")
+    _close(name)
+    if official(): Device.register(name, None)
+    elif before is not None: sys.modules[_module_name(name)] = before
+    else: del sys.modules[_module_name(name)]
+    type(Device).get_class.cache_clear()
+
+
+def _freeing_views(free: Callable[[jit.CapturedJit[Any]], None]) -> Callable[[jit.CapturedJit[Any]], None]:
+    """tinygrad's free_intermediates, and then the views of what it freed. It leaves them with the old
+    address, which mostly goes well on its own devices, as they keep freed memory and hand it out again; ours
+    give it back, and the next replay would write there."""
+    def free_intermediates(self: jit.CapturedJit[Any]) -> None:
+        free(self)
+        for held in list(buffers.values()):
+            for view in held.bufs if isinstance(held, MultiBuffer) else (held,):
+                if view._base is None or view.device not in view._bufs or view._base.is_allocated(): continue
+                view.deallocate()
+    return free_intermediates
+
+
+def _module_name(device: str) -> str: return f"tinygrad.runtime.ops_{device.lower()}"
+
+
+def _close(name: str) -> None:
+    """Forgets the opened devices of a name. Their cache drops all or none, so the others fill it again."""
+    for ix in [ix for ix in Device._opened_devices if ix.split(":")[0] == name]: Device[ix].finalize()
+    opened = {ix: Device[ix] for ix in Device._opened_devices if ix.split(":")[0] != name}
+    type(Device)._Device__get_canonicalized_item.cache_clear()
+    Device._opened_devices.clear()
+    # while the cache fills, "opening" a device means handing out the one that is open
+    Device.get_class = lambda ix: opened.__getitem__
+    try:
+        with Context(DEBUG=0):
+            for ix in opened: Device[ix]
+    finally: del Device.get_class
+    for key in [key for key in realize.runtime_cache if key[1].split(":")[0] == name]:
+        del realize.runtime_cache[key]
+
+
+# **** the default device ****
+
+def _chosen(theirs: functools.cached_property[str]) -> functools.cached_property[str]:
+    """tinygrad's choice of a device, the first of its own that opens, after the preferred ones. It hides why
+    each does not open: with none left, the CPU says why. And NV=1 is a switch of ours; tinygrad would refuse
+    it as an old way to ask for its NV device."""
+    def _select_device(device: Any) -> str:
+        if (name := _first_preferred()) is not None:
+            os.environ["DEV"] = name  # as tinygrad does, for the processes it starts
+            return name
+        names = [name for name in device._devices if name != "NV"]
+        asked = SimpleNamespace(_devices=names, get_available_devices=device.get_available_devices)
+        try: return theirs.func(asked)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, StopIteration): device["CPU"]
+            raise
+
+    ours = functools.cached_property(_select_device)
+    ours.__set_name__(type(Device), "_select_device")
+    return ours
+
+
+def _first_preferred() -> str | None:
+    for name, holds in _preferred.items():
+        if not holds(): continue
+        try: return str(Device[name].device)
+        except NVError: continue  # such as a GPU that another process has to itself
+    return None
+
+
+# **** the CPU device ****
+
+def install_cpu(enabled: Callable[[], bool]) -> None:
+    """As hooks.install_cpu; graphs, parallel launches and huge pages while `enabled()`."""
+    check_version()
+    clang.wait_for_cpu(functools.partial(_join_cpu, enabled))
+    replace(type(Device), "_select_device", _chosen(theirs(type(Device), "_select_device")))
+
+
+def remove_cpu() -> None:
+    """Undoes `install_cpu`. An open CPU device keeps the compiler, allocator and programs it has."""
+    if (ops_cpu := clang.stop_waiting()) is not None:
+        put_back(ops_cpu, "ClangRenderer")
+        put_back(ops_cpu, "CPUProgram")
+        put_back(ops_cpu, "do_to_program")
+        put_back(ops_cpu, "CPUAllocator")
+        if "graph" in vars(ops_cpu.CPUDevice): del ops_cpu.CPUDevice.graph
+    put_back(type(Device), "_select_device")
+
+
+def _join_cpu(enabled: Callable[[], bool], ops_cpu: Any) -> None:
+    replace(ops_cpu, "ClangRenderer", clang.ClangRenderer)
+    program = cpu_queue.deferring(theirs(ops_cpu, "CPUProgram"))
+    replace(ops_cpu, "CPUProgram", cpu_eager.parallel(program, enabled))
+    replace(ops_cpu, "do_to_program", cpu_queue.later(theirs(ops_cpu, "do_to_program")))
+    replace(ops_cpu, "CPUAllocator", cpu_memory.huge(ops_cpu.CPUAllocator, enabled))
+    ops_cpu.CPUDevice.graph = _CPUGraph(enabled)
+
+
+class _CPUGraph:
+    """CPUDevice.graph, which tinygrad sets to None on each device: ours while enabled."""
+
+    def __init__(self, enabled: Callable[[], bool]) -> None: self.enabled = enabled
+
+    def __get__(self, device: Any, owner: type | None = None) -> Any:
+        if device is None: return self
+        if not self.enabled() or not config.get("NV_CPU_GRAPH") or sys.platform != "linux":
+            return vars(device).get("graph")
+        from tinygrad_nv.runtime.cpu.graph import CPUGraph
+        return CPUGraph
+
+    def __set__(self, device: Any, value: Any) -> None: vars(device)["graph"] = value

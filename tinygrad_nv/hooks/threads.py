@@ -1,0 +1,196 @@
+"""tinygrad in several threads. Part of __init__.py, which states the protocol.
+
+tinygrad 0.14.0 keeps as state of the process what belongs to the thread that works:
+
+* one connection to its database, which sqlite lets serve only the thread that opened it. The main thread
+  keeps that connection; each other thread gets one of its own, closed when the thread ends. A database that
+  cannot be written is used as a copy in the directory of cache.py, also by the processes that compile.
+* `ALLOW_DEVICE_USAGE`, which is 0 while a kernel is generated: launches of other threads would be refused,
+  and after two overlapping generations it would stay 0. It has a value for each thread, and each use of
+  `Context` as a decorator remembers the values that it found itself.
+* `CAPTURING`, which is 0 while something is scheduled beside a capture, as explain() does: a TinyJit of
+  another thread would lose kernels.
+* `capturing`, the TinyJit that takes what is scheduled: it would take the schedules of other threads. A list
+  for each thread.
+* devices, which two threads would open twice.
+
+`LOWERING` is held while a schedule or a program is made: UOps are unique by identity, and caches of both
+tinygrad and tinygrad_nv rely on it. Launches do not take it. A fork does, so that the child can make programs
+too, and the child has connections of its own.
+"""
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import threading
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tinygrad import helpers, schedule
+from tinygrad.device import Device
+from tinygrad.engine import jit, realize, worker
+
+from tinygrad_nv import cache
+from tinygrad_nv.hooks.replaced import put_back, replace, theirs
+
+LOWERING = threading.RLock()
+_own = threading.local()
+_SETTINGS: tuple[helpers.ContextVar[Any], ...] = (helpers.ALLOW_DEVICE_USAGE, helpers.CAPTURING)
+_OPEN = "_Device__get_canonicalized_item"
+
+
+def install() -> None:
+    """Makes that state a thread's own."""
+    replace(helpers, "db_connection", _connection)
+    for owner in _pool_owners(): replace(owner, "get_worker_pool", _workers)
+    replace(helpers.Context, "_recreate_cm", _fresh)
+    replace(type(Device), _OPEN, _OpenOnce(theirs(type(Device), _OPEN)))
+    capturing = _Capturing()
+    for owner in (realize, schedule, jit): replace(owner, "capturing", capturing)
+    for setting in _SETTINGS: setting.__class__ = _PerThread
+
+
+def remove() -> None:
+    """Undoes `install`. Devices that are open stay so."""
+    put_back(helpers, "db_connection")
+    for owner in _pool_owners(): put_back(owner, "get_worker_pool")
+    if helpers.CACHEDB in _moved: helpers.CACHEDB = _moved[helpers.CACHEDB]
+    if os.environ.get("CACHEDB") in _moved: os.environ["CACHEDB"] = helpers.CACHEDB
+    put_back(helpers.Context, "_recreate_cm")
+    put_back(type(Device), _OPEN)
+    for owner in (realize, schedule, jit): put_back(owner, "capturing")
+    for setting in _SETTINGS: setting.__class__ = helpers.ContextVar
+
+
+# **** the cache on disk ****
+
+_moved: dict[str, str] = {}  # databases in use, and which they are in the place of: most in their own
+
+
+def _place() -> None:
+    """Puts tinygrad's cache into our directory, with a copy of what it has, where it cannot be written."""
+    if helpers.CACHEDB in _moved: return
+    with cache.LOCK:
+        if (before := helpers.CACHEDB) in _moved: return
+        why = cache.why_not(Path(before).parent)
+        if not why and os.path.exists(before) and not os.access(before, os.W_OK): why = "it is read-only"
+        if not why:
+            _moved[before] = before
+            return
+        place = cache.directory()
+        made = str(place / "tinygrad.db")
+        with contextlib.suppress(OSError):
+            # other processes may be there: none finds half of it
+            if not os.path.exists(made): os.replace(shutil.copyfile(before, f"{made}.{os.getpid()}"), made)
+        if not cache.is_temporary(place):
+            print(f"tinygrad-nv: {before} cannot be written ({why}); {made} is used", file=sys.stderr)
+        _moved[made] = before
+        helpers.CACHEDB = os.environ["CACHEDB"] = made
+
+
+def _connection() -> Any:
+    _place()
+    opened = theirs(helpers, "db_connection")
+    if threading.current_thread() is threading.main_thread(): return opened()
+    made = getattr(_own, "opened", None)
+    # a cache elsewhere is another one
+    if made is None or made.__globals__["CACHEDB"] != helpers.CACHEDB:
+        made = _own.opened = types.FunctionType(opened.__code__, {**vars(helpers), "_db_connection": None})
+    return made()
+
+
+def _pool_owners() -> list[types.ModuleType]:
+    """BEAM's search takes what is in `worker` when it is imported."""
+    return [realize, worker, *filter(None, [sys.modules.get("tinygrad.codegen.opt.search")])]
+
+
+def _workers() -> Any:
+    """tinygrad's processes that compile: they load nothing of this file, and find the cache where it is."""
+    _place()
+    return theirs(realize, "get_worker_pool")()
+
+
+# **** settings ****
+
+class _PerThread(helpers.ContextVar[Any]):
+    """A ContextVar that each thread sets for itself; in a thread that never did, it is what it was before."""
+
+    @property
+    def value(self) -> Any: return getattr(_own, self.key, vars(self)["value"])
+
+    @value.setter
+    def value(self, value: Any) -> None: setattr(_own, self.key, value)
+
+
+def _fresh(context: Any) -> Any:
+    """A Context for one use. tinygrad's decorator enters one object, which remembers the last entry alone."""
+    return type(context)(**context.kwargs)
+
+
+class _Capturing(list[Any]):
+    """What captures in this thread."""
+
+    @property
+    def here(self) -> list[Any]:
+        if (found := getattr(_own, "capturing", None)) is None: found = _own.capturing = []
+        return found
+
+    def __len__(self) -> int: return len(self.here)
+
+    def __getitem__(self, which: Any) -> Any: return self.here[which]
+
+    def __repr__(self) -> str: return repr(self.here)
+
+    def append(self, one: Any) -> None: self.here.append(one)
+
+    def clear(self) -> None: self.here.clear()
+
+
+# **** devices ****
+
+class _OpenOnce:
+    """tinygrad's cache of open devices; one thread at a time opens one."""
+
+    def __init__(self, opened: Any) -> None:
+        self.opened, self.known = opened, dict[str, Any]()
+
+    def __get__(self, devices: Any, owner: type | None = None) -> Callable[..., Any]:
+        return self if devices is None else types.MethodType(self, devices)
+
+    def __call__(self, devices: Any, name: str) -> Any:
+        if (found := self.known.get(name)) is None:
+            with LOWERING: found = self.known[name] = self.opened(devices, name)
+        return found
+
+    def cache_clear(self) -> None:
+        self.known.clear()
+        self.opened.cache_clear()
+
+
+# **** forks ****
+
+FORK_WAITS_S = 60.0  # for a thread that compiles; a longer one (BEAM) may leave the child a lock of sqlite's
+_parents: list[Any] = []  # connections of the processes that this one is a fork of: sqlite forbids their use
+
+
+def _fork() -> None:
+    """No thread is amid a schedule or sqlite when the process forks: its locks would stay taken."""
+    _own.waited = LOWERING.acquire(timeout=FORK_WAITS_S)
+
+
+def _parent() -> None:
+    if _own.waited: LOWERING.release()
+
+
+def _child() -> None:
+    global LOWERING
+    LOWERING = threading.RLock()
+    _parents.append((helpers._db_connection, vars(_own).pop("opened", None)))
+    helpers._db_connection = None
+
+
+os.register_at_fork(before=_fork, after_in_parent=_parent, after_in_child=_child)

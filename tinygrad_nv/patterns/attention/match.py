@@ -1,0 +1,317 @@
+"""Attention: softmax(score(q kᵀ)) v in a graph, however it is written, to one kernel of ours.
+
+Protocol. `rewrite` is a rewrite of hooks/, before that of matrix products. It looks at every product one
+side of which is, through movement, casts and CONTIGUOUS, an exponential, normalised before the product
+(e · 1/Σe @ v) or after it ((e @ v) · 1/Σe):
+
+    end ← … ← REDUCE(ADD) of weights · v           the second product
+    weights = EXP2(exponent) · RECIPROCAL(Σ)       weights.py
+    exponent → … → REDUCE(ADD) of q · k            the first product, through the score: score.py
+
+All indices are taken in one `Space` (patterns/index.py), from the end's to those of q, k and v; dims.py
+reads strides off them, mask.py finds bands. A softmax does not change by what is added to a row, so
+the maximum may be any, or none. Nothing between the products may be used elsewhere: who asks for the weights
+gets them from tinygrad's kernels.
+
+Numerics: sums, scores and softmax are float32, and weights are rounded to v's dtype, whatever 16-bit casts
+the graph has between them; rows that see nothing are 0 (in tinygrad's they are NaN). Operands of float32 are
+multiplied as they are, without tensor cores, whatever ALLOW_TF32 says.
+
+Extents that are not numbers are arguments of the launch: s_q, s_kv and start, each a constant and whole
+multiples of variables (runtime/launch_text.py: `Integer`). What no template takes is left as it is, for
+products and tinygrad, and `program.miss` says why. NV_ATTENTION=0 leaves all. On a CPU kernels are
+cpu/attention/flash.py's.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+
+from tinygrad.dtype import dtypes
+from tinygrad.uop.ops import GroupOp, Ops, UOp, sint
+
+from tinygrad_nv import config
+from tinygrad_nv.cpu.attention import flash
+from tinygrad_nv.cpu.kernel import CPUKernel
+from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.errors import SpecError
+from tinygrad_nv.patterns import building, program
+from tinygrad_nv.patterns.attention.dims import Ranges, Sideways
+from tinygrad_nv.patterns.attention.score import FLOATS, Score
+from tinygrad_nv.patterns.attention.spec import Found, Reading, flops, found, nbytes, widths
+from tinygrad_nv.patterns.attention.weights import TEMPLATE, bare, first_product, tail, weighted, weights
+from tinygrad_nv.patterns.contraction import NotOurs, Product, Side, arithmetic, is_storage, product, side
+from tinygrad_nv.patterns.decode import match as attention_decode
+from tinygrad_nv.patterns.decode.match import Decode, decoded
+from tinygrad_nv.patterns.epilogue import Unfused
+from tinygrad_nv.patterns.index import Indices, NotAffine, Space
+from tinygrad_nv.patterns.positions import is_variable
+from tinygrad_nv.patterns.rewriting import rebuilt, write_through
+from tinygrad_nv.patterns.target import Machine, Target, target_of
+from tinygrad_nv.runtime.launch_text import Integer
+from tinygrad_nv.runtime.observe import ranges
+from tinygrad_nv.tile.attention.defaults import default
+from tinygrad_nv.tile.attention.spec import AttentionSpec
+from tinygrad_nv.tile.expression import short
+from tinygrad_nv.tile.kernel import AttentionKernel
+from tinygrad_nv.tile.schedule import Schedule
+
+NEEDS = ({Ops.REDUCE, Ops.EXP2},)
+FILLING = ("flash_wgmma",)  # their grids depend on how many multiprocessors there are
+
+
+def configuration() -> Hashable:
+    """What the rewrite depends on besides the graph and the targets."""
+    return config.get("NV_ATTENTION"), config.get("NV_DETERMINISTIC")
+
+
+def rewrite(sink: UOp) -> UOp:
+    """The graph with calls for its attentions."""
+    if not config.get("NV_ATTENTION"): return sink
+    matcher = _Matcher(sink)
+    matches = matcher.matches()
+    if not matches: return sink
+
+    def change(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
+        if (match := matches.get(node)) is None: return None
+        inputs = [new(x) for x in match.found.inputs]
+        if (result := building.attempted(TEMPLATE, node, lambda: _called(match, inputs))) is None: return None
+        ranges.carry_region(match.region, result)
+        return result
+    return write_through(rebuilt(matcher.nodes, change))
+
+
+def found_at(root: UOp) -> tuple[tuple[UOp, ...], Match | None]:
+    """The attention that a value is a view or cast of, and the nodes of the value's graph."""
+    matcher = _Matcher(UOp.sink(root))
+    matches = matcher.matches()
+    while root not in matches and (root.op in GroupOp.Movement or root.op is Ops.CAST): root = root.src[0]
+    return matcher.nodes, matches.get(root)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Where an attention may end, whether it has rows, and which axis of the result lies last in memory if
+    that is not the last one (-1): it is turned by a kernel of tinygrad's then."""
+    end: UOp
+    rows: bool
+    last: int = -1
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The axes of the end as they lie in memory."""
+        axes = list(range(len(self.end.shape)))
+        if self.last >= 0: axes.append(axes.pop(self.last))
+        return tuple(axes)
+
+
+@dataclass(frozen=True)
+class Match:
+    """An attention, ready to be called: what lies inside, what it is, and how it is made: by one kernel, or
+    divided along its keys."""
+    attempt: Attempt
+    region: frozenset[UOp]
+    found: Found
+    made: Schedule | CPUSchedule | Decode
+    machine: Target
+
+
+# **** matching ****
+
+class _Matcher:
+    """One graph: who uses what, and which nodes end attentions."""
+
+    def __init__(self, sink: UOp) -> None:
+        self.nodes = tuple(sink.toposort(enter_calls=False))
+        self.ends: dict[UOp, Match] = {}
+
+    def matches(self) -> dict[UOp, Match]:
+        """The matches, by their ends."""
+        if not any(node.op is Ops.EXP2 for node in self.nodes): return {}
+        products = [(one, operand) for node in self.nodes if node.op is Ops.REDUCE
+                    and (one := product(node)) is not None and (operand := weighted(one)) is not None
+                    and target_of(node.device) is not None]
+        if not products: return {}
+        self.variables = {node.expr: node for node in self.nodes if is_variable(node)}
+        self.place = {node: i for i, node in enumerate(self.nodes)}
+        self.consumers: dict[UOp, list[UOp]] = {node: [] for node in self.nodes}
+        for node in self.nodes:
+            for one in dict.fromkeys(node.src):
+                if one in self.consumers: self.consumers[one].append(node)
+        for one, operand in products: self.match(one, operand)
+        return self.ends
+
+    def is_memory(self, node: UOp) -> bool: return node in self.ends or is_storage(node)
+
+    def match(self, second: Product, operand: int) -> None:
+        """Takes in an attention that ends in a product, or says why not."""
+        reason = ""
+        machine = target_of(second.total.device)
+        assert machine is not None
+        attempts = [Attempt(end, rows) for end in self.candidates(second.total) for rows in (True, False)]
+        while attempts:
+            one = attempts.pop(0)
+            try: self.ends[one.end] = self.matched(second, operand, one, machine)
+            except (Unfused, NotAffine) as no: reason = reason or str(no)
+            except SpecError as error: reason = reason or f"{error.found}, not {error.expected}"
+            except NotOurs as no:
+                reason = reason or str(no)
+                if no.final: break
+                if isinstance(no, Sideways) and one.rows and one.last < 0:
+                    attempts += [replace(one, last=axis) for axis in range(len(one.end.shape) - 1)]
+            else: return
+        if reason: program.miss(TEMPLATE, second.total, reason)
+
+    def candidates(self, total: UOp) -> list[UOp]:
+        """Where an attention may end, best first: where its result is stored or read, since a product reads
+        it best as it lies then; else after the last arithmetic."""
+        found, node = [total], total
+        while len(users := self.consumers[node]) == 1 and _is_tail(users[0], node):
+            node = users[0]
+            found.append(node)
+        worked = [one for one in found if one.op not in GroupOp.Movement and one.dtype in FLOATS]
+        if not worked: return [total]  # float64: why not is said where operands are read
+        narrow = next((one for one in worked if one.dtype != dtypes.float32), worked[-1])
+        return list(dict.fromkeys([node, worked[-1], narrow, total]))
+
+    def inside(self, root: UOp, end: UOp) -> frozenset[UOp]:
+        """What lies between a product and the end. Raises `NotOurs` where something outside uses it."""
+        after = {root}
+        for node in self.nodes[self.place[root] + 1:self.place[end] + 1]:
+            if any(s in after for s in node.src): after.add(node)
+        kept, waiting = {end}, [end]
+        while waiting:
+            for s in waiting.pop().src:
+                if s in after and s not in kept:
+                    kept.add(s)
+                    waiting.append(s)
+        for node in kept - {end}:
+            if any(user not in kept for user in self.consumers[node]):
+                what = "q kᵀ is" if node is root else f"a {node.op.name} between q kᵀ and the result is"
+                raise NotOurs(f"{what} used elsewhere too", final=False)
+        return frozenset(kept)
+
+    def matched(self, second: Product, operand: int, attempt: Attempt, machine: Target) -> Match:
+        """The match of an attempt. Raises `NotOurs`, `Unfused` or `NotAffine` where there is none."""
+        space, end = Space(), attempt.end
+        kept = space.ranges(end.shape)
+        out = space.lies([end.shape[i] for i in attempt.order], tuple(kept[i] for i in attempt.order))
+        columns = space.ranges(second.total.src[0].shape[:second.total.arg[1]])
+        at, divisor = tail(space, second.total, end, kept)
+        at = second.indices(space, columns + at)
+        w, v = second.mul.src[operand], second.mul.src[1 - operand]
+        exponential, inside = weights(space, w, space.over(second.mul.shape, w.shape, at), columns, divisor)
+        numbers = frozenset(r for index in columns for r in index.strides)
+        first = first_product(exponential)
+        region = self.inside(first.total, end)
+        score = Score(space, first.total, exponential.src[0], region, inside, self.is_memory, numbers)
+        if len(score.paths) != 1: raise Unfused(f"scores of {len(score.paths)} elements of q kᵀ")
+        sides = _sides(space, first, score.paths[0], numbers, self.is_memory)
+        value = side(space, v, space.over(second.mul.shape, v.shape, at), second.strip, self.is_memory)
+        _check(first, second, (*sides[:2], value))
+        counted = Ranges(tuple(numbers), sides[2], frozenset(), _ordered(space, inside, numbers))
+        made = found(Reading(space, end, score, (*sides[:2], value), out, counted, self.variables),
+                     attempt.rows)
+        how = decoded(made, machine) or schedule_of(made.spec, machine)
+        return Match(attempt, region, made, how, machine)
+
+
+def _is_tail(user: UOp, node: UOp) -> bool:
+    """Whether a kernel can do what follows a result: a cast, movement that keeps its elements, a division by
+    the sum of its weights."""
+    if user.op in (Ops.PERMUTE, Ops.RESHAPE): return True
+    if user.op is Ops.CAST: return user.dtype in FLOATS
+    return user.op is Ops.MUL and any(bare(s).op is Ops.RECIPROCAL for s in user.src if s is not node)
+
+
+# **** operands ****
+
+def _sides(space: Space, first: Product, at: Indices, columns: frozenset[int],
+           memory: Callable[[UOp], bool]) -> tuple[Side, Side, tuple[int, ...]]:
+    """q, k, and the ranges that are summed."""
+    summed = space.ranges(first.total.src[0].shape[:first.total.arg[1]])
+    at = first.indices(space, summed + at)
+    both = [side(space, s, space.over(first.mul.shape, s.shape, at), first.strip, memory)
+            for s in first.mul.src]
+    keys = {leaf for r in columns for leaf in space.leaves(r)}
+    has = [bool(keys & one.resolved(space).lies.strides.keys()) for one in both]
+    if has[0] == has[1]: raise NotOurs("keys in both operands of q kᵀ, or in neither")
+    k, q = both if has[0] else both[::-1]
+    return q, k, tuple(r for index in summed for r in index.strides)
+
+
+def _ordered(space: Space, at: Indices, columns: frozenset[int]) -> tuple[int, ...]:
+    """Ranges as the scores have them, without those of keys."""
+    return tuple(r for index in map(space.resolve, at)
+                 for r in sorted(index.strides, key=index.strides.__getitem__, reverse=True)
+                 if r not in columns)
+
+
+def _check(first: Product, second: Product, sides: tuple[Side, Side, Side]) -> None:
+    kinds = [one.dtype for one in sides]
+    if dtypes.float32 in kinds and len(set(kinds)) > 1:
+        names = [name for name, kind in zip("qkv", kinds, strict=True) if kind == dtypes.float32]
+        raise NotOurs(f"{' and '.join(names)} alone in float32: realize all three in it, or none", final=True)
+    for words in (arithmetic(first, *kinds[:2]), arithmetic(second, kinds[2], kinds[2])):
+        if words: raise NotOurs(words, final=True)
+
+
+# **** calls ****
+
+def schedule_of(spec: AttentionSpec, machine: Target) -> Schedule | CPUSchedule:
+    """How a kernel is made. Raises `NotOurs` where no template makes one."""
+    if isinstance(machine, CPUMachine):
+        if words := flash.problems(spec, machine): raise NotOurs(f"{flash.TEMPLATE}: {', '.join(words)}")
+        return flash.default(spec, machine)
+    if (found := default(spec, machine.arch)) is not None: return found
+    raise NotOurs(f"no template for {short(spec.q.dtype)} attention of {widths(spec)} on {machine.arch}")
+
+
+@functools.lru_cache(1024)
+def kernel(spec: AttentionSpec, schedule: Schedule, machine: Machine) -> AttentionKernel:
+    """The kernel of an attention."""
+    folder = schedule.template.removeprefix("flash_")
+    make = getattr(import_module(f"tinygrad_nv.tile.attention.{folder}.kernel"), schedule.template)
+    filling = [machine.sm_count] if schedule.template in FILLING else []
+    made: AttentionKernel = make(spec, schedule, machine.arch, *filling)
+    return made
+
+
+@functools.lru_cache(1024)
+def cpu_kernel(spec: AttentionSpec, schedule: CPUSchedule, integers: tuple[Integer, ...] = ()) -> CPUKernel:
+    """The kernel of an attention on a CPU, which computes its integers itself."""
+    return flash.build(spec, schedule, integers)
+
+
+def call(spec: AttentionSpec, schedule: Schedule | CPUSchedule, machine: Target,
+         outputs: Sequence[program.Output], inputs: Sequence[UOp], rows: sint,
+         integers: tuple[Integer, ...] = (), variables: Sequence[UOp] = (), flops: sint = 0,
+         nbytes: sint | None = None) -> tuple[UOp, ...]:
+    """Calls the kernel of an attention, on a GPU or on a CPU, and returns its results: out, and l where the
+    spec has `log_sum`. `integers` are those of the launch, computed from `variables`."""
+    device = inputs[0].device
+    assert device is not None
+    note = program.Note(schedule.template, f"{spec}: {schedule}", spec, schedule)
+    if isinstance(schedule, CPUSchedule):
+        return program.on_cpu(cpu_kernel(spec, schedule, integers), device, outputs, inputs,
+                              variables=variables, flops=flops, nbytes=nbytes, note=note)
+    assert isinstance(machine, Machine)
+    return program.attention(kernel(spec, schedule, machine), device, outputs, inputs, rows=rows,
+                             integers=integers, variables=variables, flops=flops, nbytes=nbytes, note=note)
+
+
+def _called(match: Match, inputs: list[UOp]) -> UOp:
+    made, end, order = match.found, match.attempt.end, match.attempt.order
+    out = program.Output(tuple(end.shape[i] for i in order), end.dtype)
+    counted = {"flops": flops(made), "nbytes": nbytes(made.spec)}
+    if isinstance(match.made, Decode):
+        assert end.device is not None
+        done = attention_decode.call(match.made, match.machine, end.device, out, inputs, made.variables,
+                                     **counted)
+    else:
+        done = call(made.spec, match.made, match.machine, [out], inputs, made.rows, made.integers,
+                    made.variables, **counted)[0]
+    return done if match.attempt.last < 0 else done.permute(tuple(map(order.index, range(len(order)))))

@@ -1,0 +1,189 @@
+"""Attention as a function known by name, whose gradient is a function known by name: training without
+matrices of S_q × S_kv in memory.
+
+Protocol. `attend(what, q, k, v, mask)` calls FlashAttention and returns its result. For key head h // G of
+query head h, G = H / H_kv, and the columns that a row sees (`FlashAttention`):
+
+    s[r, c]    = cap · tanh(scale · (q kᵀ)[r, c] / cap) + mask[r, c]      float32; no cap, no tanh
+    p          = softmax of s over c                                      of s rounded to q's dtype
+    out        = p v                                                      [B, H, S_q, D_v], of v's dtype
+    l[r]       = log Σ_c exp s[r, c]                                      [B, H, S_q], float32
+
+A row that sees nothing has weights of 0. With dropout p is multiplied by what dropout.py says,
+after l. The bodies are plain tinygrad, `out` node by node that of the library's method where no mask
+or window hides rows and nothing is dropped. Where nobody asks for l, FlashAttention is inlined, and then
+match.py takes what it takes of any graph. l is asked for by the gradient: FlashAttentionBackward, of
+q, k, v, mask, l, delta and the result's gradient, with
+
+    delta[r]   = Σ_d grad[r, d] out[r, d]                                 float32, outside of the function
+    p[r, c]    = exp(s[r, c] − l[r]);   ds = p · (grad vᵀ − delta)
+    dv = pᵀ grad,   dk = (ds · ∂s/∂(q kᵀ))ᵀ q,   dq = (ds · ∂s/∂(q kᵀ)) k
+
+(FlashAttention-2, arXiv 2307.08691.) The gradient of a mask of floats is ds, summed to the mask's shape, in
+plain tinygrad: who wants it has S_q × S_kv in memory. lower.py makes kernels of both functions.
+"""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tinygrad import Tensor, dtypes
+from tinygrad.dtype import least_upper_dtype
+from tinygrad.uop.ops import UOp
+
+from tinygrad_nv.patterns import named
+from tinygrad_nv.patterns.attention.dropout import keep
+from tinygrad_nv.tile.attention.spec import EVERY
+
+HIDDEN = -math.inf
+
+
+@dataclass(frozen=True)
+class FlashAttention:
+    """An attention, as far as its tensors do not say it. `scale` None is 1/√D. `causal`: row r sees columns
+    up to r. `window`: columns nearer to r than so many, on both sides. `kept` of 256 weights are kept, by a
+    seed that comes after the mask."""
+    causal: bool = False
+    scale: float | None = None
+    softcap: float | None = None
+    window: int | None = None
+    kept: int = EVERY
+
+
+@dataclass(frozen=True)
+class FlashAttentionBackward:
+    """The gradients of q, k and v in an attention."""
+    forward: FlashAttention
+
+
+def attend(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
+           seed: Tensor | None = None) -> Tensor:
+    """The attention of q [B, H, S_q, D] over k [B, H_kv, S_kv, D] and v [B, H_kv, S_kv, D_v]: out. `mask` is
+    bool (true: seen) or of floats (added), broadcast to [B, H, S_q, S_kv]; `seed`, uint32 [2], is that of
+    dropout."""
+    more = [one for one in (mask, seed) if one is not None]
+    return named.call(what, forward, q, k, v, *more, grad=_gradient)[0]
+
+
+# **** forward ****
+
+def forward(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> tuple[Tensor, Tensor]:
+    """out and l; `more` are the mask and the seed, those there are."""
+    mask, kept = _apart(what, (*q.shape[:3], k.shape[2]), more)
+    s = scores(what, sums(q, k), q.shape[-1], *mask)
+    top = s.max(-1, keepdim=True)
+    top = (top == HIDDEN).where(0, top)
+    logs = ((s - top).exp().sum(-1, keepdim=True).log() + top).squeeze(-1)
+    if kept is None: return weighted(what, s, q, v, bool(mask)), logs
+    p = (_softmax(what, s.cast(q.dtype), bool(mask)).float() * kept).cast(v.dtype)
+    return p @ _for_each(v, q), logs
+
+
+def _apart(what: FlashAttention, shape: tuple[int, ...],
+           more: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """The mask, and what weights of a shape are multiplied by; None where nothing is dropped."""
+    return (more, None) if what.kept == EVERY else (more[:-1], keep(more[-1], shape, what.kept))
+
+
+def weighted(what: FlashAttention, s: Tensor, q: Tensor, v: Tensor, masked: bool,
+             dropout_p: float = 0.0) -> Tensor:
+    """The result, from scores; `masked`: there is a mask among them."""
+    return _softmax(what, s.cast(q.dtype), masked).dropout(dropout_p) @ _for_each(v, q)
+
+
+def _softmax(what: FlashAttention, s: Tensor, masked: bool) -> Tensor:
+    """The softmax over columns; a row that sees nothing, which takes a mask or a window, has weights of 0."""
+    if not masked and what.window is None: return s.softmax(-1)
+    top = s.max(-1, keepdim=True).detach()
+    e = (s - (top == HIDDEN).where(0, top)).exp()
+    total = e.sum(-1, keepdim=True)
+    return e / (total == 0).where(1, total)
+
+
+def sums(q: Tensor, k: Tensor) -> Tensor:
+    """q kᵀ, [B, H, S_q, S_kv]."""
+    wide = least_upper_dtype(q.dtype, k.dtype, dtypes.float32)
+    return q.matmul(_for_each(k, q).transpose(-2, -1), dtype=wide)
+
+
+def scores(what: FlashAttention, sums: Tensor, d: int, *mask: Tensor) -> Tensor:
+    """The scores of q kᵀ."""
+    s = sums / math.sqrt(d) if what.scale is None else sums * what.scale
+    if what.softcap is not None: s = (s / what.softcap).tanh() * what.softcap
+    every = s.const_like(True, dtypes.bool)
+    seen = [every.tril()] if what.causal else []
+    if what.window is not None:
+        seen += [every.triu(1 - what.window), *([] if what.causal else [every.tril(what.window - 1)])]
+    for one in (*seen, *mask): s = s + (one.where(0, HIDDEN) if one.dtype == dtypes.bool else one)
+    return s
+
+
+def _for_each(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values, for each query head."""
+    group = q.shape[1] // x.shape[1]
+    return x if group == 1 else x.repeat_interleave(group, dim=1)
+
+
+# **** backward ****
+
+def _gradient(*given: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
+    """The gradients of an attention's arguments, from those of out and l: tinygrad gives what there are of
+    them, a single one with the call behind it."""
+    if call is None: *given, call = given  # type: ignore[assignment]
+    out = Tensor(call.gettuple(0))
+    grads = {len(one.shape): Tensor(one) for one in given}
+    grad = grads[4].cast(out.dtype) if 4 in grads else out.zeros_like()
+    delta = (grad.float() * out.float()).sum(-1)
+    if 3 in grads: delta = delta - grads[3]
+    q, k, v, *more = (Tensor(one) for one in call.src[1:])
+    what, rest = call.arg.aux, (*more, Tensor(call.gettuple(1)), delta, grad)
+    made = named.call(FlashAttentionBackward(what), backward, q, k, v, *rest)
+    masks = [_of_mask(what, q, k, v, *rest) if dtypes.is_float(one.dtype) else None for one in more]
+    return (*(one.uop for one in made), *(None if one is None else one.uop for one in masks))
+
+
+def backward(what: FlashAttentionBackward, q: Tensor, k: Tensor, v: Tensor,
+             *rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv; `rest` is the mask and the seed, those there are, l, delta and the result's gradient."""
+    p, ds, slope = _derived(what.forward, q, k, v, *rest)
+    grad = rest[-1]
+    p, ds = p.cast(v.dtype), (ds * slope).cast(q.dtype)
+    dq = (ds.float() @ _for_each(k, q).float()).cast(q.dtype)
+    dk, dv = (_summed(of, rows, one) for of, rows, one in ((ds, q, k), (p, grad, v)))
+    return dq, dk, dv
+
+
+def _derived(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor,
+             *rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """p after dropout, ds, and the scores' derivative by q kᵀ, all [B, H, S_q, S_kv] in float32."""
+    *more, logs, delta, grad = rest
+    mask, kept = _apart(what, (*q.shape[:3], k.shape[2]), tuple(more))
+    total = sums(q, k)
+    s = scores(what, total, q.shape[-1], *mask)
+    # where l is -inf too, the difference is NaN
+    hidden = s == HIDDEN
+    p = hidden.where(0, (s - logs.unsqueeze(-1)).exp())
+    # products of halves are not rounded: what is left of dp - delta may be much smaller than both
+    dp = grad.float() @ _for_each(v, q).float().transpose(-2, -1)
+    scale = 1 / math.sqrt(q.shape[-1]) if what.scale is None else what.scale
+    slope = total.const_like(scale)
+    if what.softcap is not None:
+        capped = (total * (scale / what.softcap)).tanh()
+        slope = scale * (1 - capped * capped)
+    if kept is not None: dp = dp * kept
+    return p if kept is None else p * kept, hidden.where(0, p * (dp - delta.unsqueeze(-1))), slope
+
+
+def _summed(of: Tensor, rows: Tensor, like: Tensor) -> Tensor:
+    """ofᵀ rows, summed over the query heads of each key head: the gradient of keys or values `like`."""
+    b, heads, s_kv, d = like.shape
+    of = of.reshape(b, heads, -1, s_kv)
+    rows = rows.reshape(b, heads, -1, d)
+    return (of.float().transpose(-2, -1) @ rows.float()).cast(like.dtype)
+
+
+def _of_mask(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *rest: Tensor) -> Tensor:
+    """The gradient of a mask of floats, the first of what comes after v."""
+    _, ds, _ = _derived(what, q, k, v, mask, *rest)
+    axes = tuple(i for i, (own, all_) in enumerate(zip(mask.shape, ds.shape, strict=True)) if own != all_)
+    return ds.sum(axes, keepdim=True).cast(mask.dtype)

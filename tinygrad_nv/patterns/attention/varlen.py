@@ -1,0 +1,74 @@
+"""Attention of sequences of varying length that lie one after the other, as a function known by name.
+
+Protocol. `varlen_attention(q, k, v, cu_q, cu_k, most_q, most_k)` is a FUNCTION whose body
+(varlen_reference.py) is plain tinygrad: the reference, what runs on any device, and whose gradient is the
+function's; varlen_lower.py makes a kernel of it. Sequence b has rows cu_q[b] … cu_q[b + 1] − 1 of q and
+cu_k[b] … cu_k[b + 1] − 1 of k and v. Its row i stands at place t = i + (its keys − its rows), so that the
+last row stands at the last key (as in FlashAttention 2.1). For query head h, whose key head is h // (H /
+H_kv), over the keys c that row i sees:
+
+    s[i, c]   = scale · Σ_d q[i, d] k[c, d]                    float32; cap · tanh(s / cap) with `softcap`
+    p[i, c]   = softmax of s                                   rounded to q's dtype
+    out[i, d] = Σ_c p[i, c] v[c, d]                            float32, then rounded to q's dtype
+
+The arrays are read from memory by each launch: one captured TinyJit serves any lengths up to `most_q` and
+`most_k`. Nothing of a sequence gets into another's result, NaN neither. Rows that see nothing, and rows after
+the last sequence's, are zeros.
+"""
+from __future__ import annotations
+
+from math import isfinite
+
+from tinygrad import Tensor, dtypes
+
+from tinygrad_nv.errors import SpecError
+from tinygrad_nv.patterns.attention.varlen_lower import TEMPLATE, lowered
+from tinygrad_nv.patterns.attention.varlen_reference import VarlenAttention, attended
+from tinygrad_nv.patterns.decode.paged import FLOATS, check_kind, check_shape
+from tinygrad_nv.patterns.named import call, lower
+from tinygrad_nv.tile.attention.spec import Band
+
+
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, most_q: int, most_k: int, *,
+                     causal: bool = False, window: int | None = None, scale: float | None = None,
+                     softcap: float | None = None) -> Tensor:
+    """softmax(scale · q kᵀ) v of each sequence: [rows, H, D_v] in q's dtype.
+
+    q [rows, H, D], k [keys, H_kv, D], v [keys, H_kv, D_v] of one dtype; cu_q and cu_k int32 [sequences + 1],
+    from 0 on, never falling. `most_q` and `most_k` are at least the rows and keys of any sequence; what is
+    longer is cut off. `causal`: a row sees keys up to its place, the last row the last key. `window`: fewer
+    than so many keys away from it. `scale` is 1/√D by default. Raises `SpecError`."""
+    _check(q, k, v, cu_q, cu_k)
+    for name, most in (("most_q", most_q), ("most_k", most_k)):
+        if type(most) is not int or most < 1: raise SpecError(f"{name}={most!r}", "a number, at least 1")
+    if window is not None and (type(window) is not int or window < 1):
+        raise SpecError(f"window={window}", "a number, at least the row's own key: 1")
+    if softcap is not None and not (isfinite(softcap) and softcap > 0):
+        raise SpecError(f"softcap={softcap}", "a finite number above 0", "leave it out for no cap")
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if not isfinite(scale): raise SpecError(f"scale={scale}", "a finite number")
+    first = None if window is None else 1 - window
+    last = 0 if causal else None if window is None else window - 1
+    most_q, most_k = min(most_q, q.shape[0]), min(most_k, k.shape[0])
+    what = VarlenAttention(most_q, most_k, Band(first, last), scale, softcap)
+    return call(what, attended, q, k, v, cu_q, cu_k)[0]
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
+    """Raises `SpecError` for tensors that do not fit each other."""
+    check_shape("q", q, "rows, H, D", (None,) * 3)
+    check_shape("k", k, "keys, H_kv, D", (None, None, q.shape[2]))
+    check_shape("v", v, "keys, H_kv, D_v", (*k.shape[:2], None))
+    check_kind("q", q.dtype, FLOATS)
+    for name, x in (("k", k), ("v", v)): check_kind(name, x.dtype, (q.dtype,))
+    if q.shape[1] % k.shape[1]:
+        raise SpecError(f"{q.shape[1]} query heads over {k.shape[1]} key heads", "a multiple: each key head "
+                        "serves as many query heads", "repeat key heads, or correct the reshape of q or of k")
+    check_shape("cu_q", cu_q, "sequences + 1", (None,))
+    check_shape("cu_k", cu_k, "sequences + 1", cu_q.shape)
+    if cu_q.shape[0] < 2:
+        raise SpecError(f"cu_q of shape {cu_q.shape}", "where each sequence begins, and where the last ends")
+    for name, x in (("cu_q", cu_q), ("cu_k", cu_k)): check_kind(name, x.dtype, (dtypes.int32,))
+
+
+lower(VarlenAttention, TEMPLATE, lowered)

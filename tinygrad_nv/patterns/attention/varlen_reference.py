@@ -1,0 +1,71 @@
+"""Ragged attention in plain tinygrad: the body of varlen.py's function.
+
+Protocol: every sequence is filled up to the most rows and keys, with zeros; what is filled up is hidden, and
+rows are put back where they came from. So nothing of a sequence is ever multiplied by another's.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinygrad import Tensor
+
+from tinygrad_nv.tile.attention.spec import Band
+
+
+@dataclass(frozen=True)
+class VarlenAttention:
+    """A ragged attention, as far as its tensors do not say it."""
+    most_q: int
+    most_k: int
+    band: Band
+    scale: float
+    softcap: float | None = None
+
+
+def attended(what: VarlenAttention, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor,
+             cu_k: Tensor) -> tuple[Tensor, ...]:
+    """The attention in plain tinygrad: every sequence filled up to the most, softmax in float32."""
+    (total, heads, d), kv_heads, batch = q.shape, k.shape[1], cu_q.shape[0] - 1
+    rows, keys = (lengths(cu, most) for cu, most in ((cu_q, what.most_q), (cu_k, what.most_k)))
+    queries = filled(q, cu_q, rows, what.most_q).reshape(batch, what.most_q, kv_heads, heads // kv_heads, d)
+    k, v = (filled(x, cu_k, keys, what.most_k).permute(0, 2, 1, 3).unsqueeze(2) for x in (k, v))
+    s = (queries.permute(0, 2, 3, 1, 4).float() @ k.float().transpose(-1, -2)) * what.scale
+    if what.softcap is not None: s = (s / what.softcap).tanh() * what.softcap
+    s = seen(what, rows, keys).reshape(batch, 1, 1, what.most_q, what.most_k).where(s, -float("inf"))
+    top = s.max(-1, keepdim=True).detach()
+    e = (s - (top == -float("inf")).where(0, top)).exp()
+    p = e / (sum_ := e.sum(-1, keepdim=True)).eq(0).where(1, sum_)
+    out = (p.cast(v.dtype).float() @ v.float()).cast(v.dtype).permute(0, 3, 1, 2, 4)
+    return laid_out(out.reshape(batch * what.most_q, heads, v.shape[-1]), cu_q, what.most_q, total),
+
+
+def lengths(cu: Tensor, most: int) -> Tensor:
+    """Rows of each sequence, [sequences]."""
+    return (cu[1:] - cu[:-1]).clip(0, most)
+
+
+def filled(x: Tensor, cu: Tensor, length: Tensor, most: int) -> Tensor:
+    """Each sequence's rows, then zeros: [sequences, most, …]."""
+    row = Tensor.arange(most)
+    at = (cu[:-1].reshape(-1, 1) + row).clip(0, x.shape[0] - 1)
+    return (row < length.reshape(-1, 1)).reshape(*at.shape, 1, 1).where(x[at], 0)
+
+
+def seen(what: VarlenAttention, rows: Tensor, keys: Tensor) -> Tensor:
+    """Which columns each row of a sequence sees: [sequences, most_q, most_k]."""
+    place = Tensor.arange(what.most_q).reshape(1, -1, 1) + (keys - rows).reshape(-1, 1, 1)
+    column = Tensor.arange(what.most_k).reshape(1, 1, -1)
+    made = (column < keys.reshape(-1, 1, 1)) & (place >= place)
+    if what.band.first is not None: made = made & (column >= place + what.band.first)
+    if what.band.last is not None: made = made & (column <= place + what.band.last)
+    return made
+
+
+def laid_out(x: Tensor, cu: Tensor, most: int, total: int) -> Tensor:
+    """Rows of [sequences · most, …] where they belong: [total, …], zeros where they are none's."""
+    row, last = Tensor.arange(total), cu.shape[0] - 2
+    sequence = (row.reshape(-1, 1) >= cu[1:].reshape(1, -1)).sum(-1)
+    own = row - cu[sequence.minimum(last)]
+    inside = (sequence <= last) & (own >= 0) & (own < most)
+    at = (sequence.minimum(last) * most + own.clip(0, most - 1))
+    return inside.reshape(-1, 1, 1).where(x[at], 0)

@@ -1,0 +1,184 @@
+"""Attentions of few rows and many keys: decode attentions, which divide the keys.
+
+Protocol: `decoded` makes of a `Found` (attention/spec.py) what templates/decode.py, or cpu/decode/kernel.py,
+takes, or None, which leaves it to flash attention; `call` calls the kernels. The keys of a request are a
+contiguous cache; how many there are is what the last row sees: an argument of the launch where it varies.
+Rows beside each other end at it, as a causal mask has them; without one all rows see all keys, and are to a
+kernel what query heads are.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tinygrad.uop.ops import UOp, sint
+
+from tinygrad_nv.cpu.decode import kernel as cpu
+from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.errors import SpecError
+from tinygrad_nv.patterns import program
+from tinygrad_nv.patterns.attention.spec import Found, integer, most
+from tinygrad_nv.patterns.positions import Form, summed
+from tinygrad_nv.patterns.target import Machine, Target
+from tinygrad_nv.runtime.launch_text import Integer
+from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Band, Rows
+from tinygrad_nv.tile.decode.defaults import default
+from tinygrad_nv.tile.decode.kernel import decode_attention
+from tinygrad_nv.tile.decode.spec import MOST_ROWS, DecodeSpec, Pages
+from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, walk
+from tinygrad_nv.tile.kernel import DecodeKernel
+from tinygrad_nv.tile.schedule import Schedule
+
+MOST_PACKED = 64   # rows of a key head in one CTA: four warps of 16
+FEWEST_KEYS = 128  # of the smallest split
+KEYS_OF_ROW = 16   # of a split, for each row that it has
+
+
+@dataclass(frozen=True)
+class Decode:
+    """A decode attention; `integers` are those of its launch."""
+    spec: DecodeSpec
+    schedule: Schedule | CPUSchedule
+    integers: tuple[Integer, ...]
+
+
+def is_decode(rows: int, group: int, keys: int) -> bool:
+    """Whether so many rows of `group` query heads are better divided along `keys` than along rows.
+
+    Flash attention has a CTA for each query head, and each goes through all keys. For one request of 8 key
+    heads with 4 query heads each that is 32 CTAs for the 132 multiprocessors of an H100, which read each key
+    4 times; of 32 rows one in each block of 16 counts. A decode kernel packs the group · rows rows of a key
+    head into one CTA, as long as they are at most 4 warps · 16 = 64, so that each key is read once, and has a
+    CTA for each split of the keys: 8 key heads of 4096 keys with 128 elements are 8 · 16 splits of 256. What
+    it costs is a second launch, of some microseconds, and what splits leave each other: group · rows · d_v
+    floats. A split therefore has 128 KiB of keys and values for each 16 rows (tile/decode/defaults.py), of
+    heads with 128 elements 16 keys a row: with no more keys than that, or than 128, nothing would be divided,
+    and a CTA of flash attention reads all it needs in less time than a launch takes. How many requests there
+    are does not count: bits would depend on it."""
+    packed = rows * group
+    return rows <= MOST_ROWS and packed <= MOST_PACKED and keys > max(FEWEST_KEYS, KEYS_OF_ROW * packed)
+
+
+def is_decode_on_cpu(rows: int, group: int) -> bool:
+    """Whether they are on a CPU: there keys are read once for all rows of a key head by decode attention, and
+    once for each query head by flash attention, which is the faster the more rows there are."""
+    return rows <= MOST_ROWS and rows * group <= MOST_PACKED
+
+
+def decoded(made: Found, machine: Target) -> Decode | None:
+    """The decode attention that an attention is, where that is better."""
+    spec = _turned(made.spec)
+    if spec.log_sum or spec.ragged or spec.kept < EVERY or "s_q" in spec.symbolic: return None
+    if (seen := _seen(spec.band, spec.s_q, made.forms)) is None: return None
+    length, window = seen
+    longest = most(length, made.names)
+    # rows must end with the keys: what they see beyond is nobody's
+    if most(summed(length, made.forms["s_kv"], -1), made.names) > 0: return None
+    keys = longest if window is None else min(longest, window + spec.s_q - 1)
+    on_cpu = isinstance(machine, CPUMachine)
+    packed = spec.s_q, spec.batch[2]
+    if not (is_decode_on_cpu(*packed) if on_cpu else is_decode(*packed, keys)): return None
+    if (score := _score(spec, length, made.forms["start"])) is None: return None
+    integers = (integer(length, made.variables),) if made.variables else ()
+    try: found = _spec(spec, longest, bool(integers), window, score)
+    except SpecError: return None
+    return None if (schedule := schedule_of(found, machine)) is None else Decode(found, schedule, integers)
+
+
+def schedule_of(spec: DecodeSpec, machine: Target) -> Schedule | CPUSchedule | None:
+    """How a decode attention is made; None where no template takes it."""
+    if not isinstance(machine, CPUMachine): return default(spec, machine.arch)
+    return None if cpu.problems(spec, machine) else cpu.default(spec, machine)
+
+
+def _turned(spec: AttentionSpec) -> AttentionSpec:
+    """Rows that see the same as query heads, where that makes fewer rows."""
+    b, heads, group = spec.batch
+    if not spec.band.full or spec.s_q <= group or "s_q" in spec.symbolic: return spec
+    def turned(rows: Rows) -> Rows:
+        return replace(rows, row=rows.batch[2], batch=(*rows.batch[:2], rows.row))
+    return replace(spec, s_q=group, batch=(b, heads, spec.s_q), q=turned(spec.q), out=turned(spec.out),
+                   score=_exchanged(spec.score))
+
+
+def _exchanged(node: Expression) -> Expression:
+    if isinstance(node, Position) and node.axis in ("m", 2): return Position(2 if node.axis == "m" else "m")
+    if isinstance(node, Load):
+        b, heads, group = node.batch or (0, 0, 0)
+        return replace(node, m=group, batch=(b, heads, node.m))
+    if isinstance(node, Apply): return replace(node, args=tuple(map(_exchanged, node.args)))
+    return node
+
+
+def _seen(band: Band, rows: int, forms: Mapping[str, Form]) -> tuple[Form, int | None] | None:
+    """How many keys the last row sees, counted from 0, and the window; None where that is not all."""
+    if band.last is not None:
+        window = None if band.first is None else band.last - band.first + 1
+        length = summed(forms["start"], Form(rows + band.last, ()))
+    else:
+        length, window = forms["s_kv"], None
+        if band.first is not None:
+            reach = summed(summed(length, forms["start"], -1), Form(-band.first, ()))
+            if rows > 1 or reach.factors: return None
+            window = reach.offset
+    return None if window is not None and window < 1 else (length, window)
+
+
+def _score(spec: AttentionSpec, length: Form, start: Form) -> Expression | None:
+    """The score with places for rows: row r stands at length − s_q + r."""
+    axes = {node.axis for node in walk(spec.score) if isinstance(node, Position)}
+    if "m" in axes and spec.band.last is None: return None
+    if "start" in axes and length.factors != start.factors: return None
+    apart = start.offset - (length.offset - spec.s_q)
+    return _moved(spec.score, spec.s_q - length.offset if not length.factors else None, apart)
+
+
+def _moved(node: Expression, first: int | None, apart: int) -> Expression:
+    """Row r is the place t and `first`, or t − start where that varies; the start is `apart` from ours."""
+    if node == Position("m"):
+        if first is None: return Position("m") - Position("start")
+        return Position("m") + first if first else node
+    if node == Position("start"): return node + apart if apart else node
+    if isinstance(node, Apply): return replace(node, args=tuple(_moved(x, first, apart) for x in node.args))
+    return node
+
+
+def _spec(spec: AttentionSpec, longest: int, varies: bool, window: int | None,
+          score: Expression) -> DecodeSpec:
+    b, heads, group = spec.batch
+    causal = spec.s_q == 1 or spec.band.last is not None
+    return DecodeSpec(b, heads, group, spec.s_q, spec.d, spec.d_v, longest, 1, spec.q, _pages(spec.k),
+                      _pages(spec.v), spec.out, None, None, window, score, False,
+                      "argument" if varies else "most", causal)
+
+
+def _pages(rows: Rows) -> Pages: return Pages(rows.dtype, rows.batch[0], rows.row, rows.batch[1], rows.offset)
+
+
+@functools.lru_cache(1024)
+def cpu_kernels(spec: DecodeSpec, schedule: CPUSchedule, integers: tuple[Integer, ...] = ()) -> cpu.CPUDecode:
+    """The kernels of a decode attention on a CPU, which compute their integers themselves."""
+    return cpu.build(spec, schedule, integers)
+
+
+def call(one: Decode, machine: Target, device: str | tuple[str, ...], out: program.Output,
+         inputs: Sequence[UOp], variables: Sequence[UOp] = (), flops: sint = 0, nbytes: sint | None = None,
+         words: str = "") -> UOp:
+    """Calls the kernels of a decode attention, on a GPU or on a CPU, and returns its result. `integers` of
+    their launch are computed from `variables`; `words` are for the reader of the note."""
+    spec, schedule = one.spec, one.schedule
+    note = program.Note(schedule.template, f"{spec}: {schedule}" + words, spec, schedule)
+    if isinstance(schedule, CPUSchedule):
+        return program.decode_on_cpu(cpu_kernels(spec, schedule, one.integers), device, out, inputs,
+                                     variables=variables, flops=flops, nbytes=nbytes, note=note)
+    assert isinstance(machine, Machine)
+    return program.decode(kernels(spec, schedule, machine.arch), device, out, inputs, integers=one.integers,
+                          variables=variables, flops=flops, nbytes=nbytes, note=note)
+
+
+@functools.lru_cache(1024)
+def kernels(spec: DecodeSpec, schedule: Schedule, arch: str) -> DecodeKernel:
+    """The kernels of a decode attention."""
+    return decode_attention(spec, schedule, arch)

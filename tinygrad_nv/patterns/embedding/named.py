@@ -1,0 +1,138 @@
+"""Rows of a table by number, as a function known by name, whose gradient is one too.
+
+Protocol. `embedding(weight, tokens)` is `weight[tokens]`, which tinygrad computes in two kernels from 32,768
+rows up, and whose gradient is a sum over all tokens for every row. Kernels of ours copy, and on a CPU add up
+what there is (tile/embedding/spec.py); elsewhere both are what they are in tinygrad.
+"""
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from tinygrad import Tensor, dtypes
+from tinygrad.helpers import prod
+from tinygrad.uop.ops import Ops, UOp, sint
+
+from tinygrad_nv.cpu.embedding import kernel as template
+from tinygrad_nv.cpu.kernel import CPUKernel
+from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.errors import SpecError
+from tinygrad_nv.patterns import program
+from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.index import largest
+from tinygrad_nv.patterns.named import call, lower
+from tinygrad_nv.patterns.strides import laid
+from tinygrad_nv.patterns.target import Target, cpu_of, target_of
+from tinygrad_nv.runtime.launch_text import source
+from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
+from tinygrad_nv.tile.kernel import TileKernel
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Rows of weight (V, H) by tokens: (…, H)."""
+
+
+@dataclass(frozen=True)
+class EmbeddingGradient:
+    """The gradient of weight (V, H), from tokens and the result's gradient."""
+    rows: int
+
+
+def embedding(weight: Tensor, tokens: Tensor) -> Tensor:
+    """weight[tokens]: rows of weight (V, H) for tokens of any shape, (…, H) in weight's dtype. Tokens from −V
+    to −1 count from the last row; those of no row give 0. Raises `SpecError`."""
+    if weight.ndim != 2: raise SpecError(f"weight of shape {weight.shape}", "(V, H)")
+    if not dtypes.is_int(tokens.dtype): raise SpecError(f"tokens of {tokens.dtype.name}", "integers")
+    if isinstance(weight.device, tuple): return weight[tokens]  # shards are tinygrad's
+    return call(Embedding(), selected, weight, tokens, grad=_gradient)[0]
+
+
+def selected(what: Embedding, weight: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+    """Rows in tinygrad."""
+    return (weight[tokens],)
+
+
+def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
+    weight, tokens = call_.src[1:]
+    rows = int(weight.shape[0])
+    return call(EmbeddingGradient(rows), added, Tensor(tokens), Tensor(grad))[0].uop, None
+
+
+def added(what: EmbeddingGradient, tokens: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """The gradient as tinygrad has it. It does not depend on the weight."""
+    weight = Tensor.empty(what.rows, grad.shape[-1], dtype=grad.dtype, device=grad.device)
+    return tuple(weight[tokens].gradient(weight, gradient=grad))
+
+
+# **** kernels ****
+
+def lowered(what: Embedding, function: UOp, weight: UOp, tokens: UOp) -> tuple[UOp, ...] | None:
+    """Rows by a kernel. Raises `NotOurs` where there is none."""
+    if (machine := target_of(function.device)) is None: return None
+    storage, where, rows = _placed(tokens)
+    v, width = map(int, weight.shape)
+    try: spec = EmbeddingSpec(v, width, weight.dtype, where, rows is not None)
+    except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
+    out = program.Output((*tokens.shape, spec.width), spec.dtype)
+    return _called(spec, machine, out, [weight, storage], rows, 2 * prod(out.shape) * spec.dtype.itemsize)
+
+
+def lowered_gradient(what: EmbeddingGradient, function: UOp, tokens: UOp,
+                     grad: UOp) -> tuple[UOp, ...] | None:
+    """The gradient by a kernel on the CPU. Raises `NotOurs` where there is none."""
+    if (machine := cpu_of(function.device)) is None: return None
+    storage, where, rows = _placed(tokens)
+    if rows is not None: raise NotOurs("a symbolic number of tokens")
+    try: spec = EmbeddingGradientSpec(what.rows, int(grad.shape[-1]), grad.dtype, where)
+    except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
+    moved = (spec.rows + where.count) * spec.width * spec.dtype.itemsize
+    out = program.Output((spec.rows, spec.width), spec.dtype)
+    return _called(spec, machine, out, [storage, grad], None, moved, where.count * spec.width)
+
+
+def _placed(tokens: UOp) -> tuple[UOp, Tokens, UOp | None]:
+    """Where tokens lie, and their symbolic number. Raises `NotOurs` for more dimensions where that is one."""
+    found = laid(tokens)
+    many = [(extent, stride) for extent, stride in zip(tokens.shape, found.strides, strict=True)
+            if largest(extent) != 1]
+    symbols = [extent for extent, _ in many if isinstance(extent, UOp)]
+    if symbols and (len(many) > 1 or symbols[0].op is not Ops.PARAM):
+        raise NotOurs("a symbolic extent that is not the number of tokens")
+    extents, strides = zip(*many, strict=True) if many else ((1,), (0,))
+    where = Tokens(found.dtype, tuple(map(largest, extents)), strides, found.offset)
+    return found.storage, where, symbols[0] if symbols else None
+
+
+def _called(spec: EmbeddingSpec, machine: Target, out: program.Output, inputs: list[UOp],
+            rows: UOp | None, moved: sint, flops: int = 0) -> tuple[UOp, ...]:
+    device = inputs[0].device
+    assert device is not None
+    variables = [] if rows is None else [rows]
+    if isinstance(machine, CPUMachine):
+        schedule = template.default(spec, machine)
+        note = program.Note(template.TEMPLATE, f"{spec}: {schedule}", spec, schedule)
+        return program.on_cpu(cpu_kernel(spec, schedule), device, [out], inputs, variables=variables,
+                              flops=flops, nbytes=moved, note=note)
+    made = kernel(spec, machine.arch)
+    return program.program(made.name, source(made), device, [out], inputs, grid=program.grid_of(made, rows),
+                           block=(made.threads, 1, 1), variables=variables, flops=flops, nbytes=moved,
+                           note=program.Note(template.TEMPLATE, str(spec), spec))
+
+
+@functools.lru_cache(64)
+def cpu_kernel(spec: EmbeddingSpec, schedule: CPUSchedule) -> CPUKernel:
+    """The kernel of a spec on a CPU."""
+    return template.build(spec, schedule)
+
+
+@functools.lru_cache(64)
+def kernel(spec: EmbeddingSpec, arch: str) -> TileKernel:
+    """The kernel of a spec on a GPU."""
+    from tinygrad_nv.tile.embedding.kernel import embedding as built
+    return built(spec, arch)
+
+
+lower(Embedding, template.TEMPLATE, lowered)
+lower(EmbeddingGradient, template.TEMPLATE, lowered_gradient)

@@ -1,0 +1,286 @@
+"""Matrix products: every contraction of a graph to a kernel of ours, where a template takes it.
+
+Protocol. `rewrite` is a rewrite of hooks/. It visits the graph once, sums first, and makes a `Match` of
+each contraction: the region of its epilogue, a `GemmSpec`, a schedule and the parameters. Then the graph is
+built anew with a call in place of each region's end. The result is dense in the order of that node's
+dimensions.
+
+A kernel is made once for a spec, a schedule and a device's architecture. A contraction that no template takes
+is left as it is, and `program.miss` says why. Devices are ours as patterns/target.py says; NV_GEMM=0 leaves
+all to tinygrad.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+
+from tinygrad.dtype import DType, dtypes
+from tinygrad.helpers import ALLOW_TF32, BEAM, prod
+from tinygrad.uop.ops import Ops, UOp, sint
+
+from tinygrad_nv import config
+from tinygrad_nv.cpu.gemm import choose as cpu
+from tinygrad_nv.cpu.kernel import CPUKernel
+from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.errors import SpecError
+from tinygrad_nv.patterns import building, program
+from tinygrad_nv.patterns.contraction import (
+    LOADS,
+    OUT,
+    A,
+    B,
+    Contraction,
+    Dim,
+    NotOurs,
+    Product,
+    Side,
+    arithmetic,
+    contracted,
+    is_storage,
+    product,
+    side,
+)
+from tinygrad_nv.patterns.epilogue import Epilogue, Unfused, ends, usable
+from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
+from tinygrad_nv.patterns.rewriting import rebuilt, write_through
+from tinygrad_nv.patterns.target import Machine, target_of
+from tinygrad_nv.runtime.observe import ranges
+from tinygrad_nv.tile import database
+from tinygrad_nv.tile.expression import Apply, Expression, Load, Sum, loads
+from tinygrad_nv.tile.gemm.choose import choose, why_not
+from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
+from tinygrad_nv.tile.gemm.templates import build
+from tinygrad_nv.tile.kernel import GemmKernel
+from tinygrad_nv.tile.schedule import Schedule
+
+TEMPLATE = "gemm"
+NEEDS = ({Ops.REDUCE, Ops.MUL},)
+
+
+@dataclass(frozen=True)
+class Match:
+    """A contraction and its epilogue, ready to be called. `rows` is the symbolic number of rows."""
+    end: UOp
+    region: frozenset[UOp]
+    spec: GemmSpec
+    schedule: Schedule | CPUSchedule
+    machine: Machine | CPUMachine
+    inputs: tuple[UOp, ...]
+    rows: UOp | None
+
+
+def configuration() -> Hashable:
+    """What the rewrite depends on besides the graph and the targets."""
+    return config.get("NV_GEMM"), ALLOW_TF32.value, BEAM.value, database.state()
+
+
+def rewrite(sink: UOp) -> UOp:
+    """The graph with calls for its matrix products."""
+    if not config.get("NV_GEMM"): return sink
+    matcher = _Matcher(sink)
+    matches = matcher.matches()
+    if not matches: return sink
+
+    def change(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
+        if (found := matches.get(node)) is None: return None
+        inputs = [new(x) for x in found.inputs]
+        total = min((x for x in found.region if x.op is Ops.REDUCE), key=matcher.place.__getitem__)
+        result = building.attempted(TEMPLATE, total, lambda: _called(found, inputs))
+        if result is None: return None
+        ranges.carry_region(found.region, result)
+        return result
+    return write_through(rebuilt(matcher.nodes, change))
+
+
+# **** matching ****
+
+class _Matcher:
+    """One graph: who uses what, and which nodes are parts of matches."""
+
+    def __init__(self, sink: UOp) -> None:
+        self.nodes = tuple(sink.toposort(enter_calls=False))
+        self.ends: dict[UOp, Match] = {}
+        self.inside: set[UOp] = set()
+
+    def matches(self) -> dict[UOp, Match]:
+        """The matches, by their ends."""
+        products = [found for node in self.nodes if node.op is Ops.REDUCE
+                    and (found := product(node)) is not None and target_of(node.device) is not None]
+        if not products: return {}
+        self.place = {node: i for i, node in enumerate(self.nodes)}
+        self.consumers: dict[UOp, list[UOp]] = {node: [] for node in self.nodes}
+        for node in self.nodes:
+            for one in dict.fromkeys(node.src):
+                if one in self.consumers: self.consumers[one].append(node)
+        self.multiplied = {node for found in products for node in (found.mul, *found.chain)}
+        for found in products: self.match(found)
+        return self.ends
+
+    def is_memory(self, node: UOp) -> bool:
+        """Whether a node is storage from its beginning, or will be the result of a kernel of ours."""
+        return node in self.ends or is_storage(node)
+
+    def is_taken(self, node: UOp) -> bool:
+        """Whether a node belongs to a match, or to a product that may become one."""
+        return node in self.inside or node in self.multiplied
+
+    def match(self, found: Product) -> None:
+        """Takes in a contraction, with as much after it as can be, or says why not."""
+        reason = ""
+        if (machine := target_of(found.total.device)) is None or found.total in self.inside: return
+        closed = ends(found.total, self.consumers, self.place, self.is_taken)
+        regions = usable(closed, self.consumers)
+        for end, region in regions or [(found.total, frozenset((found.total,)))]:
+            try: made = _matched(found, end, region, machine, self.is_memory)
+            except (Unfused, NotAffine) as no: reason = reason or str(no)
+            except SpecError as error: reason = reason or error.found
+            except NotOurs as no:
+                reason = str(no)
+                if no.final: break
+            else:
+                self.ends[end] = made
+                self.inside |= region
+                return
+        if reason: program.miss(TEMPLATE, found.total, reason)
+
+
+def _matched(found: Product, end: UOp, region: frozenset[UOp], machine: Machine | CPUMachine,
+             memory: Callable[[UOp], bool]) -> Match:
+    """The match of a region. Raises `NotOurs`, `Unfused` or `NotAffine` where there is none."""
+    space = Space()
+    kept = space.ranges(end.shape)
+    tail = Epilogue(space, found.total, end, region, kept, memory)
+    summed = space.ranges(found.total.src[0].shape[:found.total.arg[1]])
+    places = [_sides(found, space, summed + at, memory) for at in tail.paths]
+    a, b, numbers, part = _parts(space, places)
+    entries = [(node, space.resolve(lies)) for node, lies in tail.loads]
+    out = space.lies(end.shape, kept)
+    dims = contracted(space, a, b, out, [lies for _, lies in entries], bool(part))
+    if words := arithmetic(found, dims.a.dtype, dims.b.dtype): raise NotOurs(words, final=True)
+    extras = list(dict.fromkeys(node for node, _ in entries))
+    loads = [_load(dims, i, extras.index(node), node, lies) for i, (node, lies) in enumerate(entries)]
+    spec = _spec(dims, out, end, _finished(tail.expression, loads, numbers), part, len(numbers))
+    return Match(end, region, spec, _schedule(spec, machine), machine,
+                 (dims.a.storage, dims.b.storage, *extras),
+                 dims.m.extent if isinstance(dims.m.extent, UOp) else None)
+
+
+def _sides(found: Product, space: Space, at: Indices, memory: Callable[[UOp], bool]) -> tuple[Side, Side]:
+    at = found.indices(space, at)
+    a, b = (side(space, one, space.over(found.mul.shape, one.shape, at), found.strip, memory)
+            for one in found.mul.src)
+    return a, b
+
+
+def _parts(space: Space, places: list[tuple[Side, Side]]) -> tuple[Side, Side, list[int], int]:
+    """The operands, which part of the second each path is, and how far the parts are apart. Paths differ in
+    one operand only, by the same number of elements each."""
+    places = [(a.resolved(space), b.resolved(space)) for a, b in places]
+    if len(places) == 1: return *places[0], [0], 0
+    first = places[0]
+    if any(one.storage is not mine.storage or one.lies.strides != mine.lies.strides
+           for place in places for one, mine in zip(place, first, strict=True)):
+        raise Unfused("sums of different operands")
+    offsets = [[place[number].lies.offset for place in places] for number in (0, 1)]
+    moving = next((number for number in (0, 1) if len(set(offsets[1 - number])) == 1), None)
+    if moving is None: raise Unfused("parts of both operands")
+    steps = sorted(offsets[moving])
+    part = steps[1] - steps[0]
+    if steps != [steps[0] + i * part for i in range(len(steps))]: raise Unfused("parts at uneven distances")
+    base = places[offsets[moving].index(steps[0])]
+    return base[1 - moving], base[moving], [steps.index(offset) for offset in offsets[moving]], part
+
+
+def _schedule(spec: GemmSpec, machine: Machine | CPUMachine) -> Schedule | CPUSchedule:
+    if isinstance(machine, CPUMachine):
+        if words := cpu.too_short(spec): raise NotOurs(words, final=True)
+        if (found := cpu.product(spec, machine)) is not None: return found
+        raise NotOurs(cpu.why_not(spec, machine))
+    if (schedule := choose(spec, machine.arch, machine.sm_count, machine.driver)) is not None: return schedule
+    if spec.a.dtype == dtypes.float32 and not spec.tf32: raise NotOurs("float32 without ALLOW_TF32", True)
+    raise NotOurs(why_not(spec, machine.arch))
+
+
+# **** specs ****
+
+def _spec(dims: Contraction, out: Affine, end: UOp, epilogue: Expression, part: int, parts: int) -> GemmSpec:
+    m, n = largest(dims.m.extent), largest(dims.n.extent)
+    row, column = dims.m.strides[OUT], dims.n.strides[OUT]
+    result = Result(end.dtype, row if m > 1 else _rounded(n) * column, column if n > 1 else 1,
+                    tuple(d.strides[OUT] for d in dims.batch), out.offset)
+    a, b = _operand(dims, dims.a, A, dims.m), _operand(dims, dims.b, B, dims.n)
+    batch, tf32 = tuple(largest(d.extent) for d in dims.batch), a.dtype == dtypes.float32 and bool(ALLOW_TF32)
+    return GemmSpec(m, n, largest(dims.k.extent), a, b, result, batch, epilogue, parts, part,
+                    isinstance(dims.m.extent, UOp), tf32)
+
+
+def _operand(dims: Contraction, one: Side, number: int, mn: Dim) -> Operand:
+    k = dims.k.strides[number]
+    # the stride of a single row is free: one that is aligned
+    row = mn.strides[number] if largest(mn.extent) > 1 else _rounded(largest(dims.k.extent)) * k
+    return Operand(one.dtype, row, k, tuple(d.strides[number] for d in dims.batch), one.lies.offset)
+
+
+def _rounded(extent: int) -> int: return -(-extent // 16) * 16
+
+
+def _load(dims: Contraction, number: int, parameter: int, node: UOp, lies: Affine) -> Load:
+    i = LOADS + number
+    return Load(parameter, node.dtype, dims.m.strides[i], dims.n.strides[i],
+                tuple(d.strides[i] for d in dims.batch), lies.offset)
+
+
+def _finished(root: Expression, loads: list[Load], parts: list[int]) -> Expression:
+    """An expression with its loads and parts in place of their numbers."""
+    known: dict[int, Expression] = {}
+
+    def made(node: Expression) -> Expression:
+        if isinstance(node, Sum): return replace(node, part=parts[node.part])
+        if isinstance(node, Load): return loads[node.parameter]
+        if not isinstance(node, Apply): return node
+        if id(node) not in known: known[id(node)] = replace(node, args=tuple(map(made, node.args)))
+        return known[id(node)]
+    return made(root)
+
+
+# **** calls ****
+
+@functools.lru_cache(1024)
+def kernel(spec: GemmSpec, schedule: Schedule, machine: Machine) -> GemmKernel:
+    """The kernel of a product."""
+    return build(spec, schedule, machine.arch, machine.sm_count, machine.clusters)
+
+
+@functools.lru_cache(1024)
+def cpu_kernel(spec: GemmSpec, schedule: CPUSchedule) -> CPUKernel:
+    """The kernel of a product on a CPU."""
+    return cpu.build(spec, schedule)
+
+
+def _called(match: Match, inputs: list[UOp]) -> UOp:
+    spec, rows, end = match.spec, match.rows, match.end
+    assert end.device is not None
+    m: sint = spec.m if rows is None else rows
+    note = program.Note(match.schedule.template, f"{spec}: {match.schedule}", spec, match.schedule)
+    out, flops, nbytes = program.Output(end.shape, end.dtype), spec.flops // spec.m * m, _bytes(spec, m)
+    if isinstance(match.schedule, CPUSchedule):
+        return program.on_cpu(cpu_kernel(spec, match.schedule), end.device, [out], inputs,
+                              variables=[] if rows is None else [rows], flops=flops, nbytes=nbytes,
+                              note=note)[0]
+    assert isinstance(match.machine, Machine)
+    return program.gemm(kernel(spec, match.schedule, match.machine), end.device, out, inputs, m=rows,
+                        flops=flops, nbytes=nbytes, note=note)
+
+
+def _bytes(spec: GemmSpec, m: sint) -> sint:
+    """What a kernel reads and writes if it reads nothing twice."""
+    def read(dtype: DType, m_stride: int, n_stride: int, batch: tuple[int, ...]) -> sint:
+        fixed = prod(e for e, s in zip(spec.batch, batch, strict=True) if s) * (spec.n if n_stride else 1)
+        return m * (fixed * dtype.itemsize) if m_stride else fixed * dtype.itemsize
+    total = read(spec.out.dtype, 1, 1, spec.batch)
+    total += read(spec.a.dtype, 1, 0, spec.a.batch) * spec.k
+    total += read(spec.b.dtype, 0, 1, spec.b.batch) * (spec.k * spec.parts)
+    for each in loads(spec.epilogue): total += read(each.dtype, each.m, each.n, each.batch)
+    return total

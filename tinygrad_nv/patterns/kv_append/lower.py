@@ -1,0 +1,113 @@
+"""An append of keys and values to a kernel of ours, that writes the pages in place.
+
+Protocol: `lowered` is what patterns/named.py asks for. Pages are storage, whole and in order, and the results
+are that storage after the kernel: assigning them to the pages stores nothing more (patterns/program.py). New
+rows are read where they lie, as heads of a projection, or copied where vectors could not be loaded.
+"""
+from __future__ import annotations
+
+import functools
+
+from tinygrad.uop.ops import UOp
+
+from tinygrad_nv import config
+from tinygrad_nv.cpu.kernel import CPUKernel
+from tinygrad_nv.cpu.kv_append import kernel as cpu
+from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.errors import SpecError
+from tinygrad_nv.patterns import program
+from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.kv_append.reference import Arguments, KVAppend
+from tinygrad_nv.patterns.strides import Laid, copied, laid
+from tinygrad_nv.patterns.target import Target, target_of
+from tinygrad_nv.runtime.launch_text import source
+from tinygrad_nv.tile.decode.spec import Pages, Scales
+from tinygrad_nv.tile.kernel import TileKernel
+from tinygrad_nv.tile.kv_append.spec import AppendSpec, Heads, Rope, problems
+
+TEMPLATE = "kv_append"
+ROW_BYTES = 16  # of which heads of new rows begin at multiples on a GPU, else they are copied
+
+
+def lowered(what: KVAppend, function: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
+    """Pages, and q, after the kernel. Raises `NotOurs` where there is none."""
+    machine = target_of(function.device)
+    if machine is None or not config.get("NV_ATTENTION"): return None
+    x = Arguments.of(what, arguments)
+    try: return _called(what, x, machine)
+    except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
+
+
+def _called(what: KVAppend, x: Arguments[UOp], machine: Target) -> tuple[UOp, ...]:
+    for name, pages in (("k_pages", x.k_pages), ("v_pages", x.v_pages)):
+        if not program.is_whole(pages):
+            raise NotOurs(f"{name} are no storage of their own, to be written in place")
+    aligned = 1 if isinstance(machine, CPUMachine) else ROW_BYTES
+    k, v, *q = (_rows(each, aligned) for each in (x.k, x.v, *x.q))
+    scales = [laid(each) for each in x.scales]
+    spec = _spec(what, x, k, v, q, scales)
+    assert x.k.device is not None
+    outputs: list[program.Output | UOp] = [x.k_pages, x.v_pages]
+    outputs += [program.Output(each.shape, each.dtype) for each in x.q]
+    inputs = [each.storage for each in (k, v, *q)]
+    if x.table is not None: inputs.append(x.table)
+    inputs += [x.lengths, *x.rope, *(each.storage for each in scales)]
+    moved = sum(each.max_numel() * each.dtype.itemsize for each in (x.k, x.v, *x.q))
+    if isinstance(machine, CPUMachine):
+        schedule = cpu.default(spec, machine)
+        note = program.Note(TEMPLATE, f"{spec}: {schedule}", spec, schedule)
+        return program.on_cpu(cpu_kernel(spec, schedule), x.k.device, outputs, inputs, nbytes=2 * moved,
+                              note=note)
+    if found := problems(spec, machine.arch): raise NotOurs("; ".join(found))
+    made = kernel(spec, machine.arch)
+    return program.program(made.name, source(made), x.k.device, outputs, inputs, grid=made.grid,
+                           block=(made.threads, 1, 1), nbytes=2 * moved,
+                           note=program.Note(TEMPLATE, str(spec), spec))
+
+
+def _rows(x: UOp, aligned: int) -> Laid:
+    """New rows where they lie, or copied where heads do not begin at multiples of so many bytes."""
+    found = laid(x)
+    fits = found.strides[-1] == 1 and _heads(found).aligned_bytes >= aligned
+    return found if fits else copied(x)
+
+
+def _heads(x: Laid) -> Heads:
+    request, row, head, _ = x.strides
+    return Heads(x.dtype, request, row, head, x.offset)
+
+
+def _spec(what: KVAppend, x: Arguments[UOp], k: Laid, v: Laid, q: list[Laid],
+          scales: list[Laid]) -> AppendSpec:
+    stored, *extents, d = map(int, x.k_pages.shape)
+    heads, size = extents if x.table is None else extents[::-1]
+    batch, rows, _, d_v = map(int, x.v.shape)
+    rope = Rope(x.rope[0].dtype, int(x.rope[0].shape[1]), what.interleaved, what.rounded) if x.rope else None
+    k_scale, v_scale = map(_scales, scales) if scales else (None, None)
+    token, head = (1, size) if x.table is None else (heads, 1)
+    pages = [Pages(each.dtype, size * heads * width, token * width, head * width)
+             for each, width in ((x.k_pages, d), (x.v_pages, d_v))]
+    entries = 1 if x.table is None else int(x.table.shape[1])
+    q_heads = int(x.q[0].shape[2]) if q else 0
+    return AppendSpec(batch, rows, heads, d, d_v, size, entries, stored, _heads(k), _heads(v), pages[0],
+                      pages[1], rope, _heads(q[0]) if q else None, q_heads, k_scale, v_scale,
+                      x.table is not None)
+
+
+def _scales(x: Laid) -> Scales:
+    page, head = x.strides
+    return Scales(page, head, x.offset)
+
+
+@functools.lru_cache(1024)
+def cpu_kernel(spec: AppendSpec, schedule: CPUSchedule) -> CPUKernel:
+    """The kernel of an append on a CPU."""
+    return cpu.build(spec, schedule)
+
+
+@functools.lru_cache(1024)
+def kernel(spec: AppendSpec, arch: str) -> TileKernel:
+    """The kernel of an append."""
+    from tinygrad_nv.tile.kv_append.kernel import kv_append
+    return kv_append(spec, arch)

@@ -1,0 +1,86 @@
+"""Kernels written in Python, as readable PTX.
+
+Protocol: `k = Kernel("add", arch="sm_90a", threads=128)`, then parameters (`k.param`, `k.pointer`,
+`k.tensor_map`), registers (`k.reg`), shared memory (`k.shared`, `k.mbarriers`) and instructions: operators of
+`Value`, the methods of `hopper.py`, and `k.emit(opcode, *operands)` for every row of `isa/`.
+Control flow is structured: `with k.if_(p)`, `k.else_()`, `k.loop(0, n) as i`, `k.while_(condition)`.
+`k.ptx()` gives the text, `k.dynamic_smem` the bytes of dynamic shared memory to launch it with.
+
+Each instruction is checked against `isa/` as it is written. What is wrong is a `PTXError` that names the
+writer's file and line. Operands of `emit` are values, places, shared memory, Python numbers, lists (`{a,
+b}`), `Pair`, `SINK` and labels.
+
+Shared memory is static as long as it fits in 48 KiB, else dynamic: one array at module scope.
+"""
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+from tinygrad_nv.ptx.builder.core import PREFIXES, Block
+from tinygrad_nv.ptx.builder.hopper import Hopper
+from tinygrad_nv.ptx.builder.values import SINK, Barriers, Label, Pair, Place, Shared, Sink, Value
+
+__all__ = ["SINK", "Barriers", "Kernel", "Label", "Pair", "Place", "Shared", "Value"]
+
+
+class Kernel(Hopper):
+    """A kernel under construction, and its text."""
+
+    def ptx(self) -> str:
+        """The module's text."""
+        version = f".version {self.version[0]}.{self.version[1]}"
+        out = [version, f".target {self.arch}", ".address_size 64", ""]
+        if self.dynamic_smem:
+            align = max(16, *(tile.align for tile in self.tiles))
+            out += [f".extern .shared .align {align} .b8 {self.name}_smem[];", ""]
+        parameters = ",\n".join(f"    {text}" for text in self.parameters)
+        out.append(f".visible .entry {self.name}(" + (f"\n{parameters})" if parameters else ")"))
+        out += self._directives()
+        out += ["{", *(f"    {line}" for line in self._declarations())]
+        code = [*self._lines(self.head, 1), *self._lines(self.body, 1)]
+        return "\n".join([*out, "", *code, "    ret;", "}", ""])
+
+    def _directives(self) -> list[str]:
+        out = [f".reqntid {', '.join(map(str, self.threads))}"]
+        if self.min_ctas: out.append(f".minnctapersm {self.min_ctas}")
+        if self.max_registers: out.append(f".maxnreg {self.max_registers}")
+        if self.cluster: out.append(f".reqnctapercluster {', '.join(map(str, self.cluster))}")
+        return out
+
+    def _declarations(self) -> list[str]:
+        out = [f".reg .{kind} %{PREFIXES[kind]}<{count}>;" for kind, count in self.registers.items()]
+        out += [f".reg .{kind} %{name};" for name, kind in self.named.items()]
+        if self.dynamic_smem:
+            return out + [f"// {self.name}_smem+{t.start}: {t.name}[{t.nbytes}]" for t in self.tiles]
+        return out + [f".shared .align {t.align} .b8 {t.name}[{t.nbytes}];" for t in self.tiles]
+
+    def _lines(self, block: Block, depth: int) -> Iterator[str]:
+        for line in block.lines:
+            if isinstance(line, Block): yield from self._lines(line, depth + 1)
+            elif isinstance(line, str): yield "    " * depth + line
+            else:
+                listed = ", ".join(self._text(each, line[0]) for each in line[1])
+                yield "    " * depth + f"{line[0]} {listed}".rstrip() + ";"
+
+    def _text(self, value: Any, opcode: str) -> str:
+        """An operand in PTX; floats by their bits."""
+        if isinstance(value, float):
+            if "f64" in opcode: return f"0d{struct.unpack('>Q', struct.pack('>d', value))[0]:016X}"
+            return f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}"
+        if isinstance(value, bool | int): return str(int(value))
+        if isinstance(value, Sink): return "_"
+        if isinstance(value, Shared): return self._symbol(value, 0)
+        if isinstance(value, Label): return f"[{value.name}]" if opcode.startswith("ld.param") else value.name
+        if isinstance(value, list | tuple): return "{" + ", ".join(self._text(v, opcode) for v in value) + "}"
+        if isinstance(value, Pair): return f"{self._text(value.first, opcode)}|{value.second}"
+        if not isinstance(value, Place): return str(value)
+        if isinstance(value.base, Shared): return f"[{self._symbol(value.base, value.offset)}]"
+        offset = f"+{value.offset}" if value.offset else ""
+        places = ", ".join(self._text(each, opcode) for each in value.coordinates)
+        return f"[{value.base}{offset}{f', {{{places}}}' if places else ''}]"
+
+    def _symbol(self, tile: Shared, offset: int) -> str:
+        name, at = (f"{self.name}_smem", tile.start + offset) if self.dynamic_smem else (tile.name, offset)
+        return f"{name}+{at}" if at else name

@@ -1,0 +1,206 @@
+"""Instructions on registers: arithmetic, logic, comparison, moves and conversions.
+
+Rows as `__init__.py` reads them: `key pattern; operands; needs`.
+"""
+from __future__ import annotations
+
+INTEGER = """
+add (<int>|.u16x2@90:8.0|.s16x2@90:8.0);                     =T T T
+add .sat.s32;                                                =T T T
+add .cc<int32>;                                              =T T T
+addc {.cc}<int32>;                                           =T T T
+sub <int>;                                                   =T T T
+sub .sat.s32;                                                =T T T
+sub .cc<int32>;                                              =T T T
+subc {.cc}<int32>;                                           =T T T
+mul (.lo|.hi)<int>;                                          =T T T
+mul .wide(.u16|.s16|.u32|.s32);                              =wT T T
+mul24 (.lo|.hi)(.u32|.s32);                                  =T T T
+mad (.lo|.hi)<int>;                                          =T T T T
+mad .hi.sat.s32;                                             =T T T T
+mad .wide(.u16|.s16|.u32|.s32);                              =wT T T wT
+mad (.lo|.hi).cc<int32>;                                     =T T T T
+madc (.lo|.hi){.cc}<int32>;                                  =T T T T
+mad24 (.lo|.hi)(.u32|.s32);                                  =T T T T
+mad24 .hi.sat.s32;                                           =T T T T
+sad <int>;                                                   =T T T T
+div <int>;                                                   =T T T
+rem <int>;                                                   =T T T
+abs (.s16|.s32|.s64);                                        =T T
+neg (.s16|.s32|.s64);                                        =T T
+min (<int>|.u16x2@90:8.0|.s16x2@90:8.0);                     =T T T
+min .relu(.s32|.s16x2);                                      =T T T;                                 90:8.0
+max (<int>|.u16x2@90:8.0|.s16x2@90:8.0);                     =T T T
+max .relu(.s32|.s16x2);                                      =T T T;                                 90:8.0
+popc (.b32|.b64);                                            =u32 T
+clz (.b32|.b64);                                             =u32 T
+bfind {.shiftamt}<int32>;                                    =u32 T
+fns .b32;                                                    =b32 b32 b32 s32
+brev (.b32|.b64);                                            =T T
+bfe <int32>;                                                 =T T u32#0..255 u32#0..255
+bfi (.b32|.b64);                                             =T T T u32#0..255 u32#0..255
+szext (.clamp|.wrap)(.u32|.s32);                             =T T u32;                               80:7.6
+bmsk (.clamp|.wrap).b32;                                     =bits u32 u32;                           80:7.6
+dp4a (.u32|.s32)(.u32|.s32);                                 =s32 T U s32
+dp2a (.lo|.hi)(.u32|.s32)(.u32|.s32);                        =s32 T U s32
+"""
+
+FLOAT = """
+add {<round>}{.ftz}{.sat}.f32;                               =T T T
+add {<round>}.f64;                                           =T T T
+sub {<round>}{.ftz}{.sat}.f32;                               =T T T
+sub {<round>}.f64;                                           =T T T
+mul {<round>}{.ftz}{.sat}.f32;                               =T T T
+mul {<round>}.f64;                                           =T T T
+fma <round>{.ftz}{.sat}.f32;                                 =T T T T
+fma <round>.f64;                                             =T T T T
+mad <round>{.ftz}{.sat}.f32;                                 =T T T T
+mad <round>.f64;                                             =T T T T
+div (.approx|.full|.rn|.rz|.rm|.rp){.ftz}.f32;               =T T T
+div <round>.f64;                                             =T T T
+abs {.ftz}.f32;                                              =T T
+abs .f64;                                                    =T T
+neg {.ftz}.f32;                                              =T T
+neg .f64;                                                    =T T
+min {.ftz}{.NaN}.f32;                                        =T T T
+min {.ftz}{.NaN}.xorsign.abs.f32;                            =T T T;                                 89
+min .f64;                                                    =T T T
+max {.ftz}{.NaN}.f32;                                        =T T T
+max {.ftz}{.NaN}.xorsign.abs.f32;                            =T T T;                                 89
+max .f64;                                                    =T T T
+rcp (.approx|.rn|.rz|.rm|.rp){.ftz}.f32;                     =T T
+rcp <round>.f64;                                             =T T
+rcp .approx.ftz.f64;                                         =T T
+sqrt (.approx|.rn|.rz|.rm|.rp){.ftz}.f32;                    =T T
+sqrt <round>.f64;                                            =T T
+rsqrt .approx{.ftz}(.f32|.f64);                              =T T
+sin .approx{.ftz}.f32;                                       =T T
+cos .approx{.ftz}.f32;                                       =T T
+lg2 .approx{.ftz}.f32;                                       =T T
+ex2 .approx{.ftz}.f32;                                       =T T
+tanh .approx.f32;                                            =T T
+testp (.finite|.infinite|.number|.notanumber|.normal|.subnormal)(.f32|.f64); =pred T
+copysign (.f32|.f64);                                        =T T T
+"""
+
+HALF = """
+add {.rn}{.ftz}{.sat}(.f16|.f16x2);                          =T T T
+add {.rn}(.bf16|.bf16x2);                                    =T T T;                                 90
+sub {.rn}{.ftz}{.sat}(.f16|.f16x2);                          =T T T
+sub {.rn}(.bf16|.bf16x2);                                    =T T T;                                 90
+mul {.rn}{.ftz}{.sat}(.f16|.f16x2);                          =T T T
+mul {.rn}(.bf16|.bf16x2);                                    =T T T;                                 90
+fma .rn{.ftz}{.sat|.relu}(.f16|.f16x2);                      =T T T T
+fma .rn{.relu}(.bf16|.bf16x2);                               =T T T T
+fma .rn.oob{.relu}(.f16|.f16x2|.bf16|.bf16x2);               =T T T T;                               90:8.1
+abs {.ftz}(.f16|.f16x2);                                     =T T
+abs (.bf16|.bf16x2);                                         =T T
+neg {.ftz}(.f16|.f16x2);                                     =T T
+neg (.bf16|.bf16x2);                                         =T T
+min {.ftz}{.NaN}(.f16|.f16x2);                               =T T T
+min {.ftz}{.NaN}.xorsign.abs(.f16|.f16x2);                   =T T T;                                 89
+min {.NaN}(.bf16|.bf16x2);                                   =T T T
+min {.NaN}.xorsign.abs(.bf16|.bf16x2);                       =T T T;                                 89
+max {.ftz}{.NaN}(.f16|.f16x2);                               =T T T
+max {.ftz}{.NaN}.xorsign.abs(.f16|.f16x2);                   =T T T;                                 89
+max {.NaN}(.bf16|.bf16x2);                                   =T T T
+max {.NaN}.xorsign.abs(.bf16|.bf16x2);                       =T T T;                                 89
+ex2 .approx(.f16|.f16x2);                                    =T T
+ex2 .approx.ftz(.bf16|.bf16x2);                              =T T;                                   90
+tanh .approx(.f16|.f16x2|.bf16@90|.bf16x2@90);               =T T
+"""
+
+COMPARISON = """
+set (.eq|.ne)(.u32|.s32|.f32)(.b16|.b32|.b64);               =T U U
+set (.eq|.ne)<boolean>(.u32|.s32|.f32)(.b16|.b32|.b64);      =T U U pred
+set <compare>(.u32|.s32|.f32)<int>;                          =T U U
+set <compare><boolean>(.u32|.s32|.f32)<int>;                 =T U U pred
+set (.lo|.ls|.hi|.hs)(.u32|.s32|.f32)(.u16|.u32|.u64);       =T U U
+set (.lo|.ls|.hi|.hs)<boolean>(.u32|.s32|.f32)(.u16|.u32|.u64); =T U U pred
+set <fcompare>{.ftz}(.u32|.s32|.f32)(.f32);                  =T U U
+set <fcompare><boolean>{.ftz}(.u32|.s32|.f32)(.f32);         =T U U pred
+set <fcompare>(.u32|.s32|.f32)(.f64);                        =T U U
+set <fcompare><boolean>(.u32|.s32|.f32)(.f64);               =T U U pred
+set <fcompare>{.ftz}(.f16|.u16|.s16|.u32|.s32)(.f16);        =T U U
+set <fcompare>{.ftz}(.f16x2|.u32|.s32)(.f16x2);              =T U U
+set <fcompare><boolean>{.ftz}(.f16x2|.u32|.s32)(.f16x2);     =T U U pred
+set <fcompare>(.bf16|.u16|.s16|.u32|.s32)(.bf16);            =T U U;                                 90
+set <fcompare>(.bf16x2|.u32|.s32)(.bf16x2);                  =T U U;                                 90
+set <fcompare><boolean>(.bf16x2|.u32|.s32)(.bf16x2);         =T U U pred;                            90
+setp (.eq|.ne)(.b16|.b32|.b64);                              =pred/pred T T
+setp (.eq|.ne)<boolean>(.b16|.b32|.b64);                     =pred/pred T T pred
+setp <compare><int>;                                         =pred/pred T T
+setp <compare><boolean><int>;                                =pred/pred T T pred
+setp (.lo|.ls|.hi|.hs)(.u16|.u32|.u64);                      =pred/pred T T
+setp (.lo|.ls|.hi|.hs)<boolean>(.u16|.u32|.u64);             =pred/pred T T pred
+setp <fcompare>{.ftz}(.f32|.f16);                            =pred/pred T T
+setp <fcompare><boolean>{.ftz}(.f32|.f16);                   =pred/pred T T pred
+setp <fcompare>.f64;                                         =pred/pred T T
+setp <fcompare><boolean>.f64;                                =pred/pred T T pred
+setp <fcompare>{.ftz}.f16x2;                                 =pred|pred T T
+setp <fcompare><boolean>{.ftz}.f16x2;                        =pred|pred T T pred
+setp <fcompare>.bf16;                                        =pred/pred T T;                         90
+setp <fcompare><boolean>.bf16;                               =pred/pred T T pred;                    90
+setp <fcompare>.bf16x2;                                      =pred|pred T T;                         90
+setp <fcompare><boolean>.bf16x2;                             =pred|pred T T pred;                    90
+selp <any>;                                                  =T T T pred
+slct <any>.s32;                                              =T T T U
+slct {.ftz}<any>.f32;                                        =T T T U
+"""
+
+LOGIC = """
+and (.pred|.b16|.b32|.b64);                                  =T T T
+or (.pred|.b16|.b32|.b64);                                   =T T T
+xor (.pred|.b16|.b32|.b64);                                  =T T T
+not (.pred|.b16|.b32|.b64);                                  =T T
+cnot (.b16|.b32|.b64);                                       =T T
+lop3 .b32;                                                   =T T T T #0..255
+lop3 (.or|.and).b32;                                         =T_|pred T T T #0..255 pred;            80:8.2
+shf (.l|.r)(.clamp|.wrap).b32;                               =T T T u32
+shl (.b16|.b32|.b64);                                        =T T u32
+shr (.b16|.b32|.b64|<int>);                                  =T T u32
+prmt {.f4e|.b4e|.rc8|.ecl|.ecr|.rc16}.b32;                   =T T T b32
+"""
+
+MOVES = """
+mov (<any>|.pred|.b128@80:8.3);                              =any any
+activemask .b32;                                             =b32
+"""
+
+CONVERSION = """
+cvt {.sat}<byte><byte>;                                      =>T >U
+cvt <round>{.sat}(.f16|.f64)<byte>;                          =>T >U
+cvt <round>{.ftz}{.sat}.f32<byte>;                           =>T >U
+cvt <rint>{.ftz}{.sat}<byte>.f32;                            =>T >U
+cvt <rint>{.sat}<byte>(.f16|.f64);                           =>T >U
+cvt {<rint>}{.ftz}{.sat}.f32.f32;                            =>T >U
+cvt {<rint>}{.sat}.f64.f64;                                  =>T >U
+cvt {<rint>}{.sat}.f16.f16;                                  =>T >U
+cvt {.ftz}{.sat}.f32.f16;                                    =>T >U
+cvt {.sat}.f64.f16;                                          =>T >U
+cvt {.ftz}{.sat}.f64.f32;                                    =>T >U
+cvt <round>{.ftz}{.sat}.f16.f32;                             =>T >U
+cvt <round>{.sat}.f16.f64;                                   =>T >U
+cvt <round>{.ftz}{.sat}.f32.f64;                             =>T >U
+cvt (.rn|.rz).relu{.satfinite@80:8.1}.f16.f32;               =T >U
+cvt (.rn|.rz).satfinite.f16.f32;                             =T >U;                                  80:8.1
+cvt (.rn|.rz){.relu}{.satfinite@80:8.1}(.f16x2|.bf16x2).f32; =T U U
+cvt (.rn|.rz){.relu}{.satfinite@80:8.1}.bf16.f32;            =T U
+cvt {<round>}.f32.bf16;                                      =T U;                                   80:7.1
+cvt {<round>}.ftz.f32.bf16;                                  =T U;                                   90
+cvt .rna{.satfinite@80:8.1}.tf32.f32;                        =T U
+cvt (.rn|.rz){.relu}.tf32.f32;                               =T U;                                   90
+cvt <rint><byte>.bf16;                                       =>T U;                                  90
+cvt <round>.bf16<byte>;                                      =T >U;                                  90
+cvt {<round>}.bf16.f16;                                      =T >U;                                  90
+cvt <round>.bf16.f64;                                        =T >U;                                  90
+cvt <round>{.ftz}.bf16.f32;                                  =T >U
+cvt {<rint>}.bf16.bf16;                                      =T U;                                   90
+cvt {<round>}.f64.bf16;                                      =>T U;                                  90
+cvt {<round>}.f16.bf16;                                      =>T U;                                  90
+cvt .rn.satfinite{.relu}(.e4m3x2|.e5m2x2).f32;               =T U U;                                 89:8.1 90
+cvt .rn.satfinite{.relu}(.e4m3x2|.e5m2x2).f16x2;             =T U;                                   89:8.1 90
+cvt .rn{.relu}.f16x2(.e4m3x2|.e5m2x2);                       =T U;                                   89:8.1 90
+cvt.pack .sat(.u16|.s16).s32;                                =b32 s32 s32
+cvt.pack .sat(.u8|.s8|.u4|.s4|.u2|.s2).s32.b32;              =b32 s32 s32 b32
+"""

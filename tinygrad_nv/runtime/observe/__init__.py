@@ -1,0 +1,9 @@
+"""What a run shows: timelines, ranges, predictions, telemetry, the memory report.
+
+  chrome.py         A timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open
+  forecast.py       What a kernel should take, before it is measured
+  memory_report.py  What is said of a device's memory: the report, and the error when there is no more
+  ranges.py         Which layer and which operation a kernel belongs to, and NVTX ranges that say so to …
+  telemetry.py      Clocks, power, memory and temperature of a GPU, through NVML (the package …
+  timeline.py       Every kernel on its own, measured beside what was predicted: `with …
+"""

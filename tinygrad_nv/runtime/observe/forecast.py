@@ -1,0 +1,55 @@
+"""What a kernel should take, before it is measured.
+
+Protocol: `forecast(body, flops, nbytes, properties)` of a call's PROGRAM. A product of our templates is asked
+of the cost model (tile/gemm/cost.py) with its spec, its schedule and the rows it has now. Everything else
+gets a roofline: the operations and bytes that tinygrad counts, at a GPU's fp32 peak without tensor cores and
+at the share of HBM's peak that streaming reaches, and a launch. Which of the two it was, `model` says. The
+rates are those of tile/gpu.py; neither model was fitted to measurements.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tinygrad.uop.ops import UOp
+
+from tinygrad_nv.patterns import program
+from tinygrad_nv.runtime.driver import Properties
+from tinygrad_nv.tile.gemm.cost import HBM_SHARE, predict
+from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.gpu import MACHINES, Machine, machine_for
+from tinygrad_nv.tile.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """`seconds`, the resource that takes most of them, and how it is known: "cost model" or "roofline"."""
+    seconds: float
+    bound: str
+    model: str
+
+
+def machine_of(gpu: Properties) -> Machine | None:
+    """The figures of a GPU, None where there are none of its architecture."""
+    known = gpu.arch in {machine.arch for machine in MACHINES}
+    return machine_for(gpu.arch, gpu.sm_count) if known else None
+
+
+def forecast(body: UOp, flops: int, nbytes: int, gpu: Properties) -> Forecast | None:
+    """Of a kernel that does `flops` operations and moves `nbytes` bytes; None of a GPU without figures."""
+    machine, note = machine_of(gpu), program.note_of(body)
+    if machine is None: return None
+    if note is None or not isinstance(note.spec, GemmSpec) or not isinstance(note.schedule, Schedule):
+        return roofline(flops, nbytes, machine)
+    spec = note.spec
+    if spec.symbolic: spec = replace(spec, m=max(1, flops * spec.m // spec.flops))
+    found = predict(spec, note.schedule, machine)
+    return Forecast(found.seconds, found.bound, "cost model")
+
+
+def roofline(flops: int, nbytes: int, machine: Machine) -> Forecast:
+    """Launch, and the longer of arithmetic and memory traffic."""
+    parts = {"HBM": nbytes / (machine.hbm_bytes_per_s * HBM_SHARE["gemv"]),
+             "arithmetic": flops / (2.0 * machine.fp32_fma * machine.sm_count * machine.clock_hz),
+             "launch": machine.launch_s}
+    seconds = machine.launch_s + max(parts["HBM"], parts["arithmetic"])
+    return Forecast(seconds, max(parts, key=lambda name: parts[name]), "roofline")

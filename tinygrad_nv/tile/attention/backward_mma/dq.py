@@ -1,0 +1,108 @@
+"""dq of a block of rows: products of ds and the CTA's keys, added to what other CTAs have added.
+
+Protocol: ds lies in shared memory as its warps have it, a row of a key: `keep` writes a warp's share. After a
+barrier `add` multiplies, each warp its share of rows and of d, and adds to memory. Warps that share rows have
+every so many 16 elements of d each. A lane's elements are two neighbours of each row; they are added in one
+instruction where there is one for two (sm_90).
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.access import MOST_OFFSET
+from tinygrad_nv.tile.attention.backward_mma.legality import shares, width
+from tinygrad_nv.tile.attention.backward_mma.rows import RowBlocks, Walk
+from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
+from tinygrad_nv.tile.attention.score import Cells, signed
+from tinygrad_nv.tile.fragments import Fragments, instruction
+from tinygrad_nv.tile.layout import SharedTile
+from tinygrad_nv.tile.ops import Places, swizzled
+from tinygrad_nv.tile.schedule import Schedule
+
+
+@dataclass
+class QueryGradient:
+    """Adds blocks of dq. `keys` is how the keys lie at `memory` (u32), ds is at `weights` (u32); `dq` (u64)
+    is where row `low` of the first query head begins; `slope` is what ds lacks."""
+    k: Kernel
+    spec: BackwardSpec
+    schedule: Schedule
+    keys: SharedTile
+    memory: Value
+    weights: Value
+    dq: Value
+    blocks: RowBlocks
+    slope: float
+
+    def __post_init__(self) -> None:
+        k, one, s = self.k, self.spec.forward, self.schedule
+        found = shares(s, one.d)
+        assert found is not None
+        self.rows, self.apart = s.block_m // found[0], found[1]
+        self.columns = range(0, width(s, one.d), 16 * self.apart)  # but for the first
+        warp, lane, dtype = k.tid.x >> 5, k.special("laneid"), one.q.dtype
+        self.tile, steps = SharedTile(s.block_n, s.block_m * 2), s.block_n // 16
+        row, column = warp % found[0] * self.rows, warp // found[0] * 16
+        self.left = Fragments(k, dtype, self.tile, True, False, row, self.rows, steps, 0)
+        self.right = Fragments(k, dtype, self.keys, True, True, column,
+                               width(s, one.d) - 16 * (self.apart - 1), steps, 0)
+        self.left.move(self.weights)
+        self.right.move(self.memory)
+        self.row, self.column = row + (lane >> 2), column + ((lane & 3) << 1)
+        self.dq = self.dq + (self.row * one.d + self.column).to("u64") * 4
+        self.walk = Walk(self.blocks)
+        self.walk.follow(self.dq, one.d * 4, one.s_q * one.d * 4)
+
+    def keep(self, weights: list[list[list[Value]]], key: Value, row: Value, to: Value) -> None:
+        """Writes a warp's ds, or p, to a tile (u32): from `key` and `row` (u32) on, fragments by 16 keys, by
+        16 rows."""
+        k, lane = self.k, self.k.special("laneid")
+        places = Places(k, self.tile, swizzled(self.tile, key + (lane >> 2), row * 2 + ((lane & 3) << 2)))
+        places.at_stage(to)
+        for i, fours in enumerate(weights):
+            for step, four in enumerate(fours):
+                for r, value in enumerate(four):
+                    plain = self.tile.plain(16 * i + 8 * (r % 2), 32 * step + 16 * (r // 2))
+                    k.emit("st.shared.b32", places(plain), value)
+
+    def add(self) -> None:
+        """Multiplies and adds the block, and goes on to the next."""
+        k, one = self.k, self.spec.forward
+        shape, types = instruction(one.q.dtype, one.q.dtype)
+        cells: Cells = [[k.regs("f32", 4, 0.0) for _ in range(2 * len(self.columns))]
+                        for _ in range(self.rows // 16)]
+        for step in range(self.left.steps):
+            self.left.load(step, left := self.left.registers())
+            for j in range(len(self.columns)):
+                self.right.load_one(j * self.apart, step, keys := k.regs("b32", 4))
+                for row, four in zip(cells, left, strict=True):
+                    for half in range(2):
+                        cell = row[2 * j + half]
+                        k.mma(shape, types, cell, four, keys[2 * half:2 * half + 2], cell)
+        self._added(cells)
+        self.walk.advance()
+
+    def _added(self, cells: Cells) -> None:
+        """Adds cells to memory, where there are rows and columns."""
+        k, one = self.k, self.spec.forward
+        left = None if self.blocks.whole_rows else \
+            signed(k, self.blocks.extents.s_q) - self.walk.row - self.row.to("s32")
+        for i, row in enumerate(cells):
+            for h in range(2):
+                down = 16 * i + 8 * h
+                inside = None if left is None else left > down
+                for j, cell in enumerate(row):
+                    guard = inside
+                    right = self.columns[j // 2] + 8 * (j % 2)
+                    if right >= one.d: continue
+                    if right + 16 * self.apart > one.d:
+                        there = self.column < one.d - right
+                        guard = there if guard is None else guard & there
+                    at = (down * one.d + right) * 4
+                    assert at < MOST_OFFSET
+                    two = [value * self.slope for value in cell[2 * h:2 * h + 2]]
+                    if k.hopper: k.emit("red.global.add.v2.f32", self.dq.at(at), two, guard=guard)
+                    else:
+                        for e, value in enumerate(two):
+                            k.emit("red.global.add.f32", self.dq.at(at + 4 * e), value, guard=guard)

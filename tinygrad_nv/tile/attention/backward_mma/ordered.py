@@ -1,0 +1,80 @@
+"""Blocks of dq in turns: the same sum whatever CTAs do first.
+
+Protocol: flags are u32, zero before the launch. The first counts CTAs as they start: a CTA has the keys, the
+head and the element of the batch that its number says, whatever its place in the grid. The others, one for
+each block of rows of each query head, count how many CTAs have added to the block, which they do in the order
+of their keys:
+
+    turns.wait(walk)       before a barrier: until all with earlier keys have added to the block of `walk`
+    …                      adds
+    turns.passed(when)     after a barrier: the next one's turn, of the block that was waited for last
+
+A CTA waits only for others that began before it, so that somebody always goes on, and these reach the block
+no later than it does: with a causal band the later keys begin at later rows. One thread waits and passes
+for all: what barriers order before its store, and after its load, is ordered too.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.attention.backward_mma.legality import TOLD_BYTES
+from tinygrad_nv.tile.attention.backward_mma.rows import RowBlocks, Walk
+from tinygrad_nv.tile.attention.score import least, signed
+from tinygrad_nv.tile.attention.spec import AttentionSpec
+
+
+def flags_of(spec: AttentionSpec, block_m: int) -> int:
+    """How many flags there are."""
+    return 1 + spec.matrices * -(-spec.s_q // block_m)
+
+
+def started(k: Kernel, turns: Value, heads: int) -> tuple[Value, Value, Value]:
+    """Block of keys, head and element of the batch by the number of CTAs that have started before."""
+    told = k.shared("told", TOLD_BYTES)
+    with k.if_(k.tid.x == 0):
+        number = k.reg("u32")
+        k.emit("atom.relaxed.gpu.global.add.u32", number, turns.at(), 1)
+        k.st("shared", "u32", told.address().at(), number)
+    k.sync()
+    number = k.ld("shared", "u32", told.address().at())[0]
+    matrix = number // k.nctaid.x
+    return number % k.nctaid.x, matrix % heads, matrix // heads
+
+
+@dataclass
+class Turns:
+    """The turns of a CTA, that has the keys of `block` (u32) for `batch`."""
+    k: Kernel
+    spec: AttentionSpec
+    blocks: RowBlocks
+    flags: Value
+    block: Value
+    batch: Sequence[Value]
+
+    def __post_init__(self) -> None:
+        k, (_, heads, group) = self.k, self.spec.batch
+        self.flag, self.turn = k.reg("u64", self.flags), k.reg("u32", 0)
+        self.matrix = (self.batch[0] * heads + self.batch[1]) * group
+
+    def wait(self, walk: Walk) -> None:
+        """Until all with earlier keys have added to the block."""
+        k, first, m = self.k, self.spec.band.first, self.blocks.block_m
+        with k.if_(k.tid.x == 0):
+            number = (self.matrix + walk.query) * -(-self.spec.s_q // m) + walk.row.to("u32") // m
+            self.flag.set(self.flags + (number.to("u64") * 4 + 4))
+            self.turn.set(self.block)
+            if first is not None:  # of keys before these, no row of the block sees any
+                begin = least(k, walk.row + signed(k, self.blocks.extents.start) + first, 0, "max")
+                self.turn -= begin.to("u32") // self.blocks.keys
+            now = k.reg("u32")
+            k.emit("ld.acquire.gpu.global.u32", now, self.flag.at())
+            with k.while_(lambda: now != self.turn):
+                k.emit("ld.acquire.gpu.global.u32", now, self.flag.at())
+            self.turn += 1
+
+    def passed(self, when: Value) -> None:
+        """Where the predicate holds: the next one's turn."""
+        k = self.k
+        k.emit("st.release.gpu.global.u32", self.flag.at(), self.turn, guard=(k.tid.x == 0) & when)

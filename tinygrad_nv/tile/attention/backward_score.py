@@ -1,0 +1,77 @@
+"""Scores and their derivatives in a backward pass, on transposed fragments: keys down, rows across.
+
+Protocol: for each block, `cells, slopes = scores.turned(sums, base)`, where `base` (s32) is the first row.
+`exp2(factor · cell − l · log2 e)` is p. What ∂score/∂sum is beyond the number `slope` is in `slopes`; None
+where that is all of it. A score that is a positive multiple of the sum costs nothing: its cells are the sums.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.attention.backward_mma.rows import Walk
+from tinygrad_nv.tile.attention.derivative import derivative
+from tinygrad_nv.tile.attention.score import Cells, Extents, Scores
+from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec
+from tinygrad_nv.tile.epilogue import Finish
+from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, loads, walk
+
+
+def turned(score: Expression) -> Expression:
+    """An expression with rows for columns and columns for rows."""
+    made: dict[Expression, Expression] = {}
+    for node in walk(score):
+        made[node] = node
+        if isinstance(node, Load): made[node] = replace(node, m=node.n, n=node.m)
+        elif isinstance(node, Position) and isinstance(node.axis, str):
+            made[node] = replace(node, axis="n" if node.axis == "m" else "m")
+        elif isinstance(node, Apply):
+            made[node] = Apply(node.op, tuple(made[arg] for arg in node.args), node.dtype)
+    return made[score]
+
+
+def registers(cells: Cells) -> Iterator[Value]:
+    """All of them."""
+    return (value for row in cells for cell in row for value in cell)
+
+
+@dataclass
+class TurnedScores(Scores):
+    """Those of a warp's keys, from `first` (u32) on."""
+
+    @staticmethod
+    def of_spec(k: Kernel, spec: AttentionSpec, extents: Extents, extras: Sequence[Value],
+                batch: Sequence[Value], first: Value, keys: int, rows: int) -> TurnedScores:
+        """Of blocks of `keys` by `rows`."""
+        other = replace(spec, s_q=spec.s_kv, s_kv=spec.s_q, score=turned(spec.score), band=FULL, start=0,
+                        symbolic=())
+        return TurnedScores(k, other, Extents(extents.s_kv, extents.s_q, extents.start), extras, batch, first,
+                            keys, rows)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.derivative = derivative(self.spec.score)
+        self.slope = float(self.derivative.value) if isinstance(self.derivative, Constant) else 1.0
+
+    def prepare_for(self, walk: Walk) -> None:
+        """Addresses that are the same for all query heads, ahead of the loop over the blocks of `walk`."""
+        self.batch = [*self.batch[:2], walk.query]
+        self.prepare([load for load in loads(self.spec.score) if not (load.batch and load.batch[2])])
+
+    def turned(self, sums: Cells, base: Value) -> tuple[Cells, Cells | None]:
+        """Scores of sums, and slopes."""
+        if self.linear: return sums, None
+        k, same = self.k, isinstance(self.derivative, Constant)
+        self.sums_of, self.at = sums, base.to("u32") + self.column
+        finish = Finish(k, self.spec.score, self, before=() if same else (self.derivative,))
+        scores: Cells = [[[] for _ in row] for row in sums]
+        slopes: Cells = [[[] for _ in row] for row in sums]
+        for i, row in enumerate(sums):
+            for j in range(len(row)):
+                for h in range(2):
+                    values = finish.all(16 * i + 8 * h, 8 * j)
+                    for made, node in ((scores, self.spec.score), (slopes, self.derivative)):
+                        if node in values:
+                            made[i][j] += [k.reg("f32", each) for each in self._two(values[node])]
+        return scores, None if same else slopes

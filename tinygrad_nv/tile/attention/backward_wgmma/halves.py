@@ -1,0 +1,122 @@
+"""Consumers that share 64 keys: each has half of a block's rows until p and ds are known, and half of the
+columns of dk, dv and dq after that. For heads so wide that the sums of 64 keys do not fit in a warpgroup's
+registers (FlashAttention-3 likewise has p and ds in shared memory for 192 and 256).
+
+Protocol: with K and V the 64 keys and values in shared memory, Q and G queries and gradients of 64 rows,
+
+    for each block of rows:
+        issue Sᵀ = K Qᵀ,  dPᵀ = V Gᵀ of the consumer's 32 rows
+        wait for Sᵀ;  Pᵀ to shared memory, in 16 bits
+        wait for dPᵀ;  dSᵀ to shared memory, in 16 bits
+        all consumers have written theirs
+        issue dQ = dS K,  dV += Pᵀ G,  dK += dSᵀ Q of the consumer's columns
+        wait for dQ, add it to memory
+        wait for the others, give the block back
+
+Pᵀ and dSᵀ lie as rows of keys. As left operands of dV and dK they are K-major, dS of dQ is MN-major: the
+same bytes.
+"""
+from __future__ import annotations
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.attention.backward_wgmma.blocks import Blocks, Walk
+from tinygrad_nv.tile.attention.backward_wgmma.dq import QuerySums
+from tinygrad_nv.tile.attention.backward_wgmma.load import Loads
+from tinygrad_nv.tile.attention.backward_wgmma.main_loop import WRITTEN, Products
+from tinygrad_nv.tile.attention.backward_wgmma.plan import DS_BUFFERS, ROWS, STEP, WARPGROUP, Plan
+from tinygrad_nv.tile.attention.backward_wgmma.weights import Weights
+from tinygrad_nv.tile.gemm.wgmma.main_loop import Descriptors
+from tinygrad_nv.tile.wgmma_tiles import OperandTile
+
+OWN = ROWS // 2  # rows of a consumer
+
+
+class HalvedProducts(Products):
+    """One consumer's main loop; `consumer` is its number (u32), the same in all its lanes."""
+
+    def __init__(self, k: Kernel, plan: Plan, loads: Loads, weights: Weights, queries: QuerySums,
+                 blocks: Blocks, consumer: Value) -> None:
+        self.k, self.plan, self.loads, self.weights, self.queries = k, plan, loads, weights, queries
+        self.blocks, self.consumer, self.threads = blocks, consumer, WARPGROUP * plan.consumers
+        self.mine = k.special("laneid") == 0
+        self.at, self.doors = loads.ring.cursor(), loads.ring.doors()
+        self.weighed, self.slopes = (k.shared(name, DS_BUFFERS * plan.ds.nbytes, align=1024)
+                                     for name in ("p", "ds"))
+        self._operands()
+        self.s, self.dp = [k.regs("f32", OWN // 2)], k.regs("f32", OWN // 2)
+        self.p, self.ds = [k.regs("b32", OWN // 4)], [k.regs("b32", OWN // 4)]
+        self.dk = k.regs("f32", plan.q_right.mn // 4, 0.0)
+        self.dv = k.regs("f32", plan.grad_right.mn // 4, 0.0)
+        self.buffer = k.reg("u32", 0)
+
+    def _operands(self) -> None:
+        k, plan, loads, consumer = self.k, self.plan, self.loads, self.consumer
+
+        def half(tile: OperandTile, start: Value, mn: int) -> Descriptors:
+            return Descriptors.of(k, tile, start + consumer * tile.at_mn(mn))
+
+        keys, values, queries, grads = (each.address() for each in (loads.keys, loads.values, loads.queries,
+                                                                    loads.grads))
+        self.keys, self.values = Descriptors.of(k, plan.k, keys), Descriptors.of(k, plan.v, values)
+        self.q, self.grad = half(plan.q, queries, OWN), half(plan.grad, grads, OWN)
+        self.q_right = half(plan.q_right, queries, plan.q_right.mn // 2)
+        self.grad_right = half(plan.grad_right, grads, plan.grad_right.mn // 2)
+        self.keys_right = half(plan.k_right, keys, plan.dq_columns)
+        turned = OperandTile(plan.ds.dtype, "MN", ROWS, ROWS, plan.ds.span)
+        slopes, weighed = self.slopes.address(), self.weighed.address()
+        self.p_left, self.ds_left = (Descriptors.of(k, plan.ds, start) for start in (weighed, slopes))
+        self.ds_turned = Descriptors.of(k, turned, slopes)
+        own = self._place()
+        self.p_place, self.ds_place = weighed + own, slopes + own
+
+    def _place(self) -> Value:
+        """Where a lane's row of the four matrices of a stmatrix goes, of 16 rows: keys 0 … 7 and 8 … 15 of
+        the warp, of rows 0 … 7, then of rows 8 … 15."""
+        k, lane = self.k, self.k.special("laneid")
+        key = (k.tid.x // 32 & 3) * 16 + (lane & 15)
+        chunk = (self.consumer << 2) + (lane >> 4)
+        return (key << 7) + ((chunk ^ (key & 7)) << 4)
+
+    def _block(self, walk: Walk, further: Value) -> None:
+        k, ring, consumer = self.k, self.loads.ring, self.consumer
+        ring.wait(self.at)
+        self._issue(self.s[0], self.keys, self.q, 0)
+        self._issue(self.dp, self.values, self.grad, 0)
+        row = walk.row + (consumer * OWN).to("s32")
+        k.wgmma_wait(1)
+        self.weights.of(self.s[0], self.p[0], row, walk.head, self._row_values(0, 0) + consumer * (4 * OWN))
+        self._write(self.p_place, self.p[0])
+        k.wgmma_wait(0)
+        self.weights.slopes(self.s[0], self.dp, self.ds[0], self._row_values(0, 1) + consumer * (4 * OWN))
+        self._write(self.ds_place, self.ds[0])
+        k.fence_proxy_async()
+        k.sync(WRITTEN, self.threads)
+        self._issue_columns(self.queries.sums, self.ds_turned, self.keys_right, self.keys_right.base, False)
+        stage = self.at.stage
+        self._issue_columns(self.dv, self.p_left, self.grad_right, self.grad_right.stage(stage))
+        self._issue_columns(self.dk, self.ds_left, self.q_right, self.q_right.stage(stage))
+        k.wgmma_wait(2)
+        self.queries.add(walk)
+        k.wgmma_wait(0)
+        ring.release(self.doors, stage, self.mine)
+        self.at.advance()
+        self.buffer ^= 1
+        walk.advance()
+
+    def _write(self, start: Value, fragment: list[Value]) -> None:
+        """A fragment of the consumer's rows to its buffer."""
+        place = start + self.buffer * self.plan.ds.nbytes
+        for c in range(len(fragment) // 4):
+            self.k.stmatrix((place ^ 32 * c if c else place).at(), fragment[4 * c:4 * c + 4])
+
+    def _issue_columns(self, sums: list[Value], left: Descriptors, right: Descriptors, low: Value,
+                       further: bool = True) -> None:
+        """sums += left right, or without what they were: the consumer's columns."""
+        k, kind = self.k, self.plan.kind
+        k.wgmma_fence()
+        a = left.stage(self.buffer)
+        for step in range(ROWS // STEP):
+            k.wgmma(f"m64n{2 * len(sums)}k16", f"f32.{kind}.{kind}", sums,
+                    left.at(a, left.tile.at_step(step)), right.at(low, right.tile.at_step(step)),
+                    further or step > 0, trans=(left.tile.major == "MN", True))
+        k.wgmma_commit()

@@ -1,0 +1,145 @@
+"""The backward pass of attention with wgmma and TMA (FlashAttention-3, Shah et al. 2024): one warpgroup
+loads, the others multiply. For sm_90a.
+
+    producers:                                     consumers, 64 keys each:
+        copies of the keys and values                  wait for keys and values
+        for each query head, each block of rows:       for each query head, each block of rows:
+            copies of its queries and gradients            p, dp, ds; sums of dk and dv; dq, added to memory
+            l and delta of its rows                    store dk and dv
+
+A CTA has `block_n` keys of one key head, and goes through all query heads of it. Blocks of rows of which none
+sees any of the keys are skipped, only those at the edges of the band, or of the keys, are masked
+(blocks.py). Scores are computed transposed, so that p and ds are left operands in
+registers of the products that sum dv and dk (main_loop.py); ds goes through shared memory
+to dq alone. dq is summed in memory, by TMA (dq.py). Of heads above 128 consumers
+share 64 keys, and each has half of the columns (halves.py).
+
+It is launched early: whoever touches global memory waits for the kernel before once the barriers are made.
+The kernel after may begin once all CTAs' last copies are on their way.
+"""
+from __future__ import annotations
+
+from tinygrad_nv.errors import ScheduleError
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
+from tinygrad_nv.tile.attention.backward_wgmma import legality as legal_flash_backward_wgmma
+from tinygrad_nv.tile.attention.backward_wgmma.blocks import Blocks
+from tinygrad_nv.tile.attention.backward_wgmma.dq import BoxedSums, DirectSums, QueryMap, QuerySums
+from tinygrad_nv.tile.attention.backward_wgmma.halves import HalvedProducts
+from tinygrad_nv.tile.attention.backward_wgmma.load import Loads
+from tinygrad_nv.tile.attention.backward_wgmma.main_loop import FINISHED, Products
+from tinygrad_nv.tile.attention.backward_wgmma.plan import WARP_ROWS, WARPGROUP, Plan
+from tinygrad_nv.tile.attention.backward_wgmma.store import Finish
+from tinygrad_nv.tile.attention.backward_wgmma.weights import Weights, scale_of
+from tinygrad_nv.tile.attention.score import Extents
+from tinygrad_nv.tile.attention.spec import EVERY
+from tinygrad_nv.tile.kernel import BackwardKernel
+from tinygrad_nv.tile.schedule import Schedule
+
+DEFAULT = Schedule().using("flash_backward_wgmma").block(128, 128)
+
+
+def flash_backward_wgmma(spec: BackwardSpec, schedule: Schedule = DEFAULT, arch: str = "sm_90a",
+                         sm_count: int = 132) -> BackwardKernel:
+    """The kernel of a backward pass; it is the same for any number of multiprocessors. Raises `ScheduleError`
+    for an impossible schedule."""
+    if found := legal_flash_backward_wgmma.problems(schedule, spec, arch):
+        raise ScheduleError(f"{schedule} cannot be: " + "; ".join(found), "a schedule without these problems",
+                            "change the tile, the warps or the stages")
+    plan = Plan.of(spec, schedule)
+    k = Kernel("flash_backward_wgmma", arch=arch, threads=schedule.threads, min_ctas=1)
+    writer = _Writer(k, plan)
+    writer.write()
+    return BackwardKernel("flash_backward_wgmma", k.ptx(), plan.grid, schedule.threads, k.dynamic_smem,
+                          maps=tuple(writer.maps), pdl=True, flags=plan.flags,
+                          rows_of_cta=schedule.block_n if "s_kv" in spec.forward.symbolic else 0)
+
+
+class _Writer:
+    """The kernel as it is written: parameters and shared memory, then the roles."""
+
+    def __init__(self, k: Kernel, plan: Plan) -> None:
+        self.k, self.plan, one = k, plan, plan.spec.forward
+        self.dq = k.pointer("dq")
+        self.turns = k.pointer("turns") if plan.flags else None
+        first = 1 + bool(plan.flags)  # the number of dk's pointer
+        results = [k.pointer(name) for name in ("dk", "dv")]
+        for name in ("q", "k", "v", "grad"): k.pointer(name)  # the tensor maps'
+        self.l, self.delta = k.pointer("l"), k.pointer("delta")
+        self.seed = k.pointer("seed") if one.kept < EVERY else None
+        self.extras = [k.pointer(f"x{i}") for i in range(len(one.parameters))]
+        self.extents = Extents.declared(k, one)
+        self.loads = Loads(k, plan, first + 2)
+        self.to = None if plan.halved else QueryMap(k, plan)
+        self.dk = Finish(k, plan, plan.spec.dk, one.d, results[0], first, plan.dk, self.loads.keys, "map_dk")
+        self.dv = Finish(k, plan, plan.spec.dv, one.d_v, results[1], first + 1, plan.dv, self.loads.values,
+                         "map_dv")
+        self.maps = [*self.loads.maps, *([self.to.map] if self.to else []), *self.dk.maps, *self.dv.maps]
+        self.tensor_maps = [*self.loads.tensor_maps.values(), *([self.to.tensor_map] if self.to else []),
+                            *self.dk.tensor_maps, *self.dv.tensor_maps]
+
+    def write(self) -> None:
+        """The whole kernel."""
+        k, plan = self.k, self.plan
+        with k.comment("one thread makes the barriers, and has the tensor maps fetched"):
+            with k.if_(k.tid.x == 0):
+                for each in self.tensor_maps: k.emit("prefetch.tensormap", each.at())
+                self.loads.init()
+                k.fence_mbarrier_init()
+            k.sync()
+        self.column = k.ctaid.x * plan.schedule.block_n
+        self.batch = k.ctaid.z, k.ctaid.y
+        _, heads, group = plan.spec.forward.batch
+        self.head = (k.ctaid.z * heads + k.ctaid.y) * group
+        self.blocks = Blocks(k, plan, self.column.to("s32"), self.extents)
+        fewer, more = plan.registers
+        threads = WARPGROUP * plan.consumers
+        with k.if_(k.tid.x >= threads), k.comment("producers: a thread of the last warpgroup, and a warp"):
+            if fewer: k.setmaxnreg(fewer, more=False)
+            with k.if_(k.tid.x < threads + 32), k.if_(k.elect()): self.produce()
+            with k.if_((k.tid.x >= threads + 32) & (k.tid.x < threads + 64)): self.produce_rows()
+        with k.else_(), k.comment("consumers"):
+            if more: k.setmaxnreg(more, more=True)
+            self.consume()
+
+    def produce(self) -> None:
+        """Fills the ring with what comes by TMA."""
+        self.k.wait_for_previous_grid()
+        self.loads.produce(self.column.to("s32"), self.batch, self.blocks)
+        self.k.launch_dependents()
+
+    def produce_rows(self) -> None:
+        """And with l and delta."""
+        self.k.wait_for_previous_grid()
+        self.loads.produce_rows(self.l, self.delta, scale_of(self.plan), self.extents, self.head, self.blocks)
+
+    def consume(self) -> None:
+        """Multiplies and stores."""
+        k, plan = self.k, self.plan
+        # the same in all lanes; ptxas keeps what comes from redux, and all made of it, in uniform registers
+        warp = k.reg("u32")
+        k.emit("redux.sync.min.u32", warp, k.tid.x // 32, -1)
+        consumer = warp >> 2
+        k.wait_for_previous_grid()
+        first = (warp & 3 if plan.halved else warp) * WARP_ROWS
+        key = self.column + first
+        weights = Weights(k, plan, self.blocks, self.extents, self.extras, self.seed, self.batch, key)
+        queries = self._queries(warp)
+        kind = HalvedProducts if plan.halved else Products
+        products = kind(k, plan, self.loads, weights, queries, self.blocks, consumer)
+        products.sum()
+        with k.if_(k.elect()): queries.settle()
+        if weights.dropout is not None:
+            for each in products.dv: each *= weights.dropout.scale
+        heads = (*self.batch, k.reg("u32", 0))
+        self.dv.store(products.dv, key, first, self.extents.s_kv, heads, consumer)
+        # dk comes where keys were that the other consumer's dq is made of, unless each has its own columns
+        if plan.dk is not None and not plan.halved: k.sync(FINISHED, WARPGROUP * plan.consumers)
+        self.dk.store(products.dk, key, first, self.extents.s_kv, heads, consumer)
+        k.tma_wait(0)
+
+    def _queries(self, warp: Value) -> QuerySums:
+        """How a warp adds its share of dq."""
+        rest = self.turns, self.blocks, warp, self.head
+        if self.to is None: return DirectSums(self.k, self.plan, self.dq, *rest)
+        return BoxedSums(self.k, self.plan, self.to, *rest)

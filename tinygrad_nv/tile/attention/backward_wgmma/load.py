@@ -1,0 +1,125 @@
+"""The producers: one thread brings keys and values once, and blocks of queries and gradients by TMA; a warp
+beside it l and delta of their rows.
+
+Protocol: a stage of the ring is a block of rows: its queries, its gradients, and for each row −log₂e · l and
+−scale · delta, as the consumers add them, in the order in which a lane reads four of them at once: those of
+rows 16c + 2q, + 1, + 8, + 9 side by side. Rows that see nothing, and rows beyond the last one, have −∞ in
+place of l, whatever stands there: their p is 0. Boxes reach beyond the matrices where blocks do; TMA brings
+zeros for what lies outside, and counts them.
+"""
+from __future__ import annotations
+
+import math
+
+from tinygrad_nv.ptx.builder import SINK, Kernel, Place, Value
+from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.attention.backward_mma.rows import exponent
+from tinygrad_nv.tile.attention.backward_wgmma.blocks import Blocks, Walk
+from tinygrad_nv.tile.attention.backward_wgmma.plan import Plan, map_argument, walked
+from tinygrad_nv.tile.attention.score import Extents
+from tinygrad_nv.tile.attention.spec import Rows
+from tinygrad_nv.tile.kernel import MapArgument
+from tinygrad_nv.tile.pipeline import Cursor, Ring
+from tinygrad_nv.tile.wgmma_tiles import OperandTile
+
+LANES = 32
+
+
+class Stages(Ring):
+    """A ring that a warp's lanes fill as well."""
+
+    @property
+    def full_arrivals(self) -> int:
+        """The thread's of the copies, and those of the lanes."""
+        return 1 + LANES
+
+    def full(self, at: Cursor) -> Place:
+        """The barrier of a stage that is being filled."""
+        return self._full(at).at()
+
+    def wait_empty(self, at: Cursor) -> None:
+        """Waits until the stage's readers are done."""
+        self.k.mbarrier_wait(self._full(at).at(8 * self.depth), at.parity)
+
+
+class Loads:
+    """Tensor maps and shared memory of q, k, v and grad; `first_pointer` is the number of q's pointer."""
+
+    def __init__(self, k: Kernel, plan: Plan, first_pointer: int) -> None:
+        self.k, self.plan = k, plan
+        one, depth = plan.spec.forward, plan.schedule.depth
+        self.sources: dict[str, tuple[OperandTile, Rows]] = {
+            "q": (plan.q, one.q), "k": (plan.k, one.k), "v": (plan.v, one.v),
+            "grad": (plan.grad, plan.spec.grad)}
+        self.maps: list[MapArgument] = []
+        for i, (name, (tile, rows)) in enumerate(self.sources.items()):
+            symbol = "s_q" if name in ("q", "grad") else "s_kv"
+            width = one.d if name in "qk" else one.d_v
+            self.maps.append(map_argument(plan, rows, first_pointer + i, getattr(one, symbol), width,
+                                          tile.inner, tile.span, tile.rows, symbol))
+        self.tensor_maps = {name: k.tensor_map(f"map_{name}") for name in self.sources}
+        self.keys = k.shared("keys", plan.k.nbytes, align=1024)
+        self.values = k.shared("values", plan.v.nbytes, align=1024)
+        self.queries = k.shared("queries", plan.q.nbytes * depth, align=1024)
+        self.grads = k.shared("gradients", plan.grad.nbytes * depth, align=1024)
+        self.row_values = k.shared("row_values", plan.row_values_bytes * depth, align=1024)
+        self.ring = Stages(k, depth, plan.q.nbytes + plan.grad.nbytes, 4 * plan.consumers)
+        self.kept = k.mbarriers("keys_and_values_full")
+
+    def init(self) -> None:
+        """Makes the barriers: one thread."""
+        self.ring.init()
+        self.k.mbarrier_init(self.kept[0], 1)
+
+    def produce(self, column: Value, batch: tuple[Value, Value], blocks: Blocks) -> None:
+        """All copies of a CTA: one thread."""
+        k, plan, at = self.k, self.plan, self.ring.cursor(producer=True)
+        queries, grads = self.queries.address(), self.grads.address()
+        zero = k.reg("u32", 0)
+        k.mbarrier_expect(self.kept[0], plan.k.nbytes + plan.v.nbytes)
+        self._copy("k", self.keys.address(), column, (*batch, zero), self.kept[0])
+        self._copy("v", self.values.address(), column, (*batch, zero), self.kept[0])
+        walk = Walk(k, blocks)
+        with walk.each():
+            full, heads = self.ring.acquire(at), (*batch, walk.head)
+            self._copy("q", queries + at.stage * plan.q.nbytes, walk.row, heads, full)
+            self._copy("grad", grads + at.stage * plan.grad.nbytes, walk.row, heads, full)
+            at.advance()
+
+    def _copy(self, name: str, target: Value, row: Value, batch: tuple[Value, ...], full: Place) -> None:
+        """The columns of a tile."""
+        tile, rows = self.sources[name]
+        outer = [batch[i].to("s32") for i in walked(rows, self.plan.spec.forward.batch)]
+        for column in range(tile.columns):
+            self.k.tma_load(target.at(column * tile.column_bytes), self.tensor_maps[name],
+                            [column * tile.inner, row, *outer], full)
+
+    def produce_rows(self, l: Value, delta: Value, scale: float, extents: Extents, head: Value,
+                     blocks: Blocks) -> None:
+        """l and delta of all blocks: a warp. `head` (u32) is the number of the first query head in the whole
+        batch, `scale` the number that delta is multiplied by."""
+        k, plan, at = self.k, self.plan, self.ring.cursor(producer=True)
+        lane, m, s_q = k.special("laneid"), plan.schedule.block_m, plan.spec.forward.s_q
+        base = self.row_values.address()
+        walk = Walk(k, blocks)
+        with walk.each():
+            own = walk.row.to("u32") + lane
+            matrix = head + walk.head
+            sources = [advanced(k, advanced(k, each, matrix, 4 * s_q), own, 4) for each in (l, delta)]
+            values = []
+            for i in range(0, m, LANES):
+                inside = own + i < extents.s_q
+                for source, outside in zip(sources, (-math.inf, 0.0), strict=True):
+                    values.append(k.reg("f32", outside))
+                    k.emit("ld.global.f32", values[-1], source.at(4 * i), guard=inside)
+            self.ring.wait_empty(at)
+            place = base + at.stage * plan.row_values_bytes + self._place(lane)
+            for i, (log, change) in enumerate(zip(values[::2], values[1::2], strict=True)):
+                k.st("shared", "f32", place.at(4 * LANES * i), exponent(k, log))
+                k.st("shared", "f32", place.at(4 * LANES * i + 4 * m), change * -scale)
+            k.emit("mbarrier.arrive.shared::cta.b64", SINK, self.ring.full(at))
+            at.advance()
+
+    def _place(self, lane: Value) -> Value:
+        """Bytes before row `lane` of 32: of 16c + 8h + 2q + e, those of 16c + 4q + 2h + e."""
+        return ((lane & 17) | (lane & 6) << 1 | (lane >> 3 & 1) << 1) << 2

@@ -1,0 +1,212 @@
+"""What follows from a spec and a schedule of `flash_backward_wgmma`: tiles, registers, bytes. Numbers only.
+
+Protocol: `Plan.of` computes, and refuses nothing. Both legality.py and the kernel take
+their arithmetic from here. A schedule's `block_m` are rows of queries, its `block_n` keys of a CTA. Heads are
+padded to whole wgmmas, 16 elements; TMA brings zeros for what is not there and stores nothing of it.
+
+One tile in shared memory is the right operand of two products: with rows along MN where d is summed over, as
+it lies, and with rows along K, transposed. Gradients of queries have 64 rows for each consumer; where there
+are 64 in all, consumers share their columns. So do they those of dk and dv where there are 64 keys in all
+(halves.py), for heads of which a consumer cannot hold both.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
+from tinygrad_nv.tile.attention.score import multiple
+from tinygrad_nv.tile.attention.spec import Rows
+from tinygrad_nv.tile.attention.wgmma.plan import ROWS, STEP, WARPGROUP, padded, walked
+from tinygrad_nv.tile.expression import short
+from tinygrad_nv.tile.kernel import MapArgument
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.wgmma_tiles import OperandTile, natural_span
+
+__all__ = ["DQ_COLUMNS", "REGISTERS", "ROWS", "STEP", "WARPGROUP", "WARP_ROWS", "Plan", "map_argument",
+           "walked"]
+
+# registers a thread of the producers and of a consumer, by the number of consumers: together what the three
+# warpgroups begin with, 3 · 168; one consumer keeps what the compiler gives it
+REGISTERS = {1: (0, 0), 2: (24, 240)}
+HALVED_REGISTERS = (40, 232)    # of consumers that share keys: more boxes to copy, fewer sums to hold
+WARP_ROWS = 16      # of a consumer's 64
+DQ_COLUMNS = 32     # float32 of a row of 128 bytes
+MOST_CARRIED = 64   # sums of dk and dv, beside products of dk that are in flight across the loop's end
+DS_BUFFERS = 2      # one is written while the other is multiplied: one barrier a block
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A backward pass by a schedule. Tiles in shared memory: `k` and `v` as left operands, `k_right` as the
+    right one of dq; `q` and `grad` of a block of rows, `q_right` and `grad_right` the same for dk and dv;
+    `ds`, and p where it is in shared memory. `dk` and `dv` are tiles of results that go by TMA."""
+    spec: BackwardSpec
+    schedule: Schedule
+    q: OperandTile
+    q_right: OperandTile
+    grad: OperandTile
+    grad_right: OperandTile
+    k: OperandTile
+    k_right: OperandTile
+    v: OperandTile
+    ds: OperandTile
+    dk: OperandTile | None
+    dv: OperandTile | None
+
+    @staticmethod
+    def of(spec: BackwardSpec, schedule: Schedule) -> Plan:
+        """The plan."""
+        dtype, m, n = spec.forward.q.dtype, schedule.block_m, schedule.block_n
+        halved = n < ROWS * schedule.consumers
+        (d, span), (d_v, span_v) = (_laid(width, halved) for width in (spec.forward.d, spec.forward.d_v))
+        pieces = 1 if m == ROWS * schedule.consumers else schedule.consumers
+        boxes = -(-d * 2 // span)
+        wide = -(-boxes // pieces) * pieces * span // 2  # whole boxes for each consumer
+        slopes = OperandTile(dtype, "K", n, m, 128) if halved else OperandTile(dtype, "K", m, n, 128)
+
+        def result(rows: Rows, width: int, span: int) -> OperandTile | None:
+            whole = rows.dtype.itemsize == 2 and rows.aligned_bytes == 16
+            return OperandTile(rows.dtype, "K", n, width, span) if whole else None
+
+        return Plan(spec, schedule, OperandTile(dtype, "K", m, d, span), OperandTile(dtype, "MN", d, m, span),
+                    OperandTile(dtype, "K", m, d_v, span_v), OperandTile(dtype, "MN", d_v, m, span_v),
+                    OperandTile(dtype, "K", n, wide, span), OperandTile(dtype, "MN", wide, n, span),
+                    OperandTile(dtype, "K", n, d_v, span_v), slopes,
+                    result(spec.dk, d, span), result(spec.dv, d_v, span_v))
+
+    @property
+    def consumers(self) -> int: return self.schedule.consumers
+
+    @property
+    def halved(self) -> bool:
+        """Whether consumers have the same keys, and each half of the columns of dk and dv."""
+        return self.schedule.block_n < ROWS * self.consumers
+
+    @property
+    def shared_rows(self) -> bool:
+        """Whether consumers have the same rows of dq, and each its own columns."""
+        return self.schedule.block_m < ROWS * self.consumers
+
+    @property
+    def dq_columns(self) -> int:
+        """Columns of dq that a consumer has."""
+        return self.k_right.mn // self.consumers if self.shared_rows else self.k_right.mn
+
+    @property
+    def dq_boxes(self) -> int:
+        """Boxes of 32 columns of a warp's rows of dq."""
+        return -(-self.dq_columns // DQ_COLUMNS)
+
+    @property
+    def warp_staging_bytes(self) -> int:
+        """Shared memory for a warp's share of dq."""
+        return WARP_ROWS * DQ_COLUMNS * 4 * self.dq_boxes
+
+    @property
+    def row_values_bytes(self) -> int:
+        """Of l and delta of a block."""
+        return 2 * 4 * self.schedule.block_m
+
+    @property
+    def barrier_bytes(self) -> int:
+        """A full and an empty one for each stage, and that of keys and values."""
+        return 8 * (2 * self.schedule.depth + 1)
+
+    @property
+    def smem_parts(self) -> dict[str, int]:
+        """Shared memory by what it is for; tiles begin at multiples of 1024."""
+        depth, buffered = self.schedule.depth, (2 if self.halved else 1) * self.ds.nbytes
+        return {"keys": self.k.nbytes, "values": self.v.nbytes, "queries": self.q.nbytes * depth,
+                "gradients": self.grad.nbytes * depth,
+                "p and ds" if self.halved else "ds": DS_BUFFERS * buffered,
+                "dq": 0 if self.halved else 4 * self.consumers * self.warp_staging_bytes,
+                "l and delta": self.row_values_bytes * depth, "barriers": self.barrier_bytes}
+
+    @property
+    def smem_bytes(self) -> int:
+        """All of it."""
+        *tiles, barriers = self.smem_parts.values()
+        return sum(-(-nbytes // 1024) * 1024 for nbytes in tiles) + barriers
+
+    @property
+    def parts(self) -> int:
+        """Parts of 64 rows of a block."""
+        return self.schedule.block_m // ROWS
+
+    @property
+    def sums(self) -> int:
+        """Elements of dk and dv that a thread holds."""
+        return (self.q_right.mn + self.grad_right.mn) // (4 if self.halved else 2)
+
+    @property
+    def carried(self) -> bool:
+        """Whether products of dk are in flight from one block to the next."""
+        return self.sums <= MOST_CARRIED
+
+    @property
+    def held(self) -> int:
+        """Registers of a thread beside dk and dv, at the most. Of one part: s, dp or dq, ds of the block
+        before. Of two: s, dp, p and ds of both parts. Of halves: half of s, dp, p and ds, or dq."""
+        part, half = ROWS // 2, ROWS // 4
+        if self.halved: return max(part + half, self.dq_columns // 2)
+        if self.parts == 1: return part + max(part, self.dq_columns // 2) + half
+        return max(2 * part + 4 * half, part + self.dq_columns // 2 + 3 * half)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread of the producers and of a consumer; 0 where they are left as they are."""
+        return HALVED_REGISTERS if self.halved else REGISTERS[self.consumers]
+
+    @property
+    def kind(self) -> str:
+        """The operands' dtype as PTX has it."""
+        return short(self.spec.forward.q.dtype)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the last block of keys may reach beyond them."""
+        return "s_kv" in self.spec.forward.symbolic or self.spec.forward.s_kv % self.schedule.block_n != 0
+
+    @property
+    def hides_rows(self) -> bool:
+        """Whether rows beyond the last one are masked: their sums are 0, and a score of 0 may be NaN."""
+        one = self.spec.forward
+        return multiple(one.score) is None and ("s_q" in one.symbolic or one.s_q % self.schedule.block_m != 0)
+
+    @property
+    def blocks_of_rows(self) -> int:
+        """Of a head, at most."""
+        return -(-self.spec.forward.s_q // self.schedule.block_m)
+
+    @property
+    def flags(self) -> int:
+        """Turns: one for each warp's share of each block of rows."""
+        if not self.spec.deterministic: return 0
+        return self.spec.forward.matrices * self.blocks_of_rows * 4 * self.consumers
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Blocks of keys, key heads, batch."""
+        batch, heads, _ = self.spec.forward.batch
+        return -(-self.spec.forward.s_kv // self.schedule.block_n), heads, batch
+
+
+def _laid(d: int, halved: bool) -> tuple[int, int]:
+    """A head in whole wgmmas, or pairs of them, and the swizzle of its rows; halves are whole boxes."""
+    if not halved: return padded(d), natural_span(padded(d) * 2)
+    d = -(-d // (2 * STEP)) * 2 * STEP
+    return d, natural_span(d)
+
+
+def map_argument(plan: Plan, rows: Rows, pointer: int, count: int, d: int, inner: int, span: int, box: int,
+                 symbol: str) -> MapArgument:
+    """The tensor map of a matrix of `count` rows (the extent `symbol`): boxes of `box` rows of `inner`
+    elements."""
+    one, size = plan.spec.forward, rows.dtype.itemsize
+    axes = walked(rows, one.batch)
+    pitch = rows.row * size if count > 1 else -(-d * size // 16) * 16  # of one row never used, but needed
+    symbolic = symbol in one.symbolic
+    return MapArgument(pointer, short(rows.dtype), (d, count, *(one.batch[i] for i in axes)),
+                       (pitch, *(rows.batch[i] * size for i in axes)), (inner, box, *(1 for _ in axes)),
+                       f"{span}B", rows.offset * size, 1 if symbolic else -1,
+                       one.symbolic.index(symbol) if symbolic else -1)

@@ -1,0 +1,126 @@
+"""From the products' registers to p and ds, transposed: a warp has 16 keys, and all rows of a block.
+
+Protocol: registers 4j … 4j + 3 of a fragment are cell j: registers 2h and 2h + 1 are of key g + 8h and of
+rows 8j + 2q and 8j + 2q + 1 (g = lane / 4, q = lane % 4). For each part of a block:
+
+    weights.of(s, p, …)         s becomes p = 2^(s · factor − log₂e · l), 0 where a row does not see a key,
+                                and `p` the same in 16 bits
+    weights.slopes(s, dp, ds)   `ds` becomes s (dp · scale − scale · delta) in 16 bits
+
+A score that is a positive multiple `scale` of the sum costs nothing: factor = scale · log₂e. Another one is
+evaluated, and its derivative, with rows and columns exchanged (attention/backward_score.py); where that is
+not the same number, `scale`, for all elements, s becomes p times it.
+
+With dropout s is marked (dropout.py), which p times a derivative could not be.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tinygrad_nv.ptx.builder import Kernel, Place, Value
+from tinygrad_nv.tile.attention.backward_score import TurnedScores, registers
+from tinygrad_nv.tile.attention.backward_wgmma.blocks import Blocks
+from tinygrad_nv.tile.attention.backward_wgmma.plan import Plan
+from tinygrad_nv.tile.attention.derivative import derivative
+from tinygrad_nv.tile.attention.dropout import Turned
+from tinygrad_nv.tile.attention.score import Cells, Extents, multiple
+from tinygrad_nv.tile.expression import Constant
+from tinygrad_nv.tile.lanes import HALVES
+
+
+def scale_of(plan: Plan) -> float:
+    """The number that every derivative of a score has as a factor."""
+    slope = derivative(plan.spec.forward.score)
+    return float(slope.value) if isinstance(slope, Constant) else 1.0
+
+
+class Weights:
+    """p and ds of a warp whose first key is `first` (u32)."""
+
+    def __init__(self, k: Kernel, plan: Plan, blocks: Blocks, extents: Extents, extras: Sequence[Value],
+                 seed: Value | None, batch: tuple[Value, Value], first: Value) -> None:
+        self.k, self.plan, self.blocks, self.extents, self.extras = k, plan, blocks, extents, extras
+        self.batch, self.first = batch, first
+        self.key = first.to("s32") + (k.special("laneid") >> 2).to("s32")
+        self.lane_row = ((k.special("laneid") & 3) << 1).to("s32")
+        self.kind = HALVES[plan.spec.forward.q.dtype]
+        self.dropout: Turned | None = None
+        if seed is not None:
+            self.dropout = Turned(k, plan.spec.forward.kept, first)
+            self.dropout.read(seed)
+
+    def _scores(self, head: Value) -> TurnedScores:
+        """Of the query head `head` (u32): in straight code alone."""
+        s = self.plan.schedule
+        return TurnedScores.of_spec(self.k, self.plan.spec.forward, self.extents, self.extras,
+                                    (*self.batch, head), self.first, s.block_n, s.block_m)
+
+    def of(self, s: Sequence[Value], p: Sequence[Value], row: Value, head: Value, values: Value) -> None:
+        """Sums of the rows from `row` (s32) on become weights; `values` is the shared address (u32) of the
+        rows' −log₂e · l. What is evaluated is so 16 rows at a time, for want of registers."""
+        at_once = 8 if multiple(self.plan.spec.forward.score) is None else len(s)
+        for first in range(0, len(s), at_once):
+            some = slice(first, first + at_once), slice(first // 2, (first + at_once) // 2)
+            here = row + 2 * first if first else row
+            self._some(s[some[0]], p[some[1]], here, head, self._own(values).at(8 * first))
+
+    def _some(self, s: Sequence[Value], p: Sequence[Value], row: Value, head: Value, values: Place) -> None:
+        k, scores = self.k, self._scores(head)
+        cells, slopes = scores.turned([[list(s[i:i + 4]) for i in range(0, len(s), 4)]], row)
+        found = list(registers(cells))
+        if self.blocks.masked:
+            with k.if_(self.blocks.partly(row, 2 * len(s))): self._mask(found, row)
+        for c in range(len(s) // 8):
+            logs = k.ld("shared", "f32", replace(values, offset=values.offset + 64 * c), 4)
+            for i in range(8 * c, 8 * c + 8):
+                k.emit("fma.rn.f32", s[i], found[i], scores.factor, logs[2 * (i >> 2 & 1) + (i & 1)])
+                k.emit("ex2.approx.ftz.f32", s[i], s[i])
+        if self.dropout is None: self._pack(p, s)
+        else:
+            _, heads, group = self.plan.spec.forward.batch
+            matrix = (self.batch[0] * heads + self.batch[1]) * group + head
+            self.dropout.mark([[s[i:i + 4] for i in range(0, len(s), 4)]], row, matrix)
+            self._pack(p, [self.dropout.of_values(each) for each in s])
+        if slopes is not None: self._times(s, slopes)
+
+    def _times(self, s: Sequence[Value], slopes: Cells) -> None:
+        """p times the derivative, which may be infinite where p is 0."""
+        for value, slope in zip(s, registers(slopes), strict=True):
+            value.set(self.k.select(value == 0.0, 0.0, value * slope))
+
+    def _mask(self, s: Sequence[Value], row: Value) -> None:
+        """−∞ where rows do not see keys, of rows from `row` (s32) on."""
+        k, own = self.k, row + self.lane_row
+        for h in range(2):
+            bounds = [None if each is None else each - own for each in self.blocks.rows_of(self.key + 8 * h)]
+            for j in range(len(s) // 4):
+                for e in range(2):
+                    register, at = s[4 * j + 2 * h + e], 8 * j + e
+                    sees = None if bounds[0] is None else bounds[0] <= at
+                    if bounds[1] is not None:
+                        below = bounds[1] >= at
+                        sees = below if sees is None else sees & below
+                    k.emit("selp.f32", register, register, -math.inf, sees)
+
+    def slopes(self, s: Sequence[Value], dp: Sequence[Value], ds: Sequence[Value], values: Value) -> None:
+        """ds of weights and dp; `values` is the shared address (u32) of the rows' −scale · delta."""
+        k, scale, at = self.k, scale_of(self.plan), self._own(values)
+        for c in range(len(s) // 8):
+            changes = k.ld("shared", "f32", at.at(64 * c), 4)
+            for i in range(8 * c, 8 * c + 8):
+                change = changes[2 * (i >> 2 & 1) + (i & 1)]
+                if self.dropout is not None: self.dropout.change(dp[i], s[i], change, scale)
+                else:
+                    k.emit("fma.rn.f32", dp[i], dp[i], scale, change)
+                    dp[i].__imul__(s[i])
+            self._pack(ds[4 * c:4 * c + 4], dp[8 * c:8 * c + 8])
+
+    def _own(self, values: Value) -> Value:
+        """The address of the lane's four values of rows 0 … 15."""
+        return values + ((self.k.special("laneid") & 3) << 4)
+
+    def _pack(self, packed: Sequence[Value], wide: Sequence[Value]) -> None:
+        for i, each in enumerate(packed):
+            self.k.emit(f"cvt.rn.{self.kind}x2.f32", each, wide[2 * i + 1], wide[2 * i])

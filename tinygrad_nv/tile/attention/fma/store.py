@@ -1,0 +1,114 @@
+"""How warps of flash_fma with the same rows meet, and how the result is stored.
+
+Protocol: `Meeting` is for what all warps of a CTA do when the ring is read no more, in memory of the ring:
+
+    totals     every warp tells its rows' tops and totals, and takes the largest top and the sum of the totals
+               for its own; its sums shrink by 2^(factor · (its top − the largest)), as its totals do
+    sums       warps but the first of those with the same rows tell their sums, which the first adds
+
+Each lane tells what it holds to the lanes of its number, so that nothing depends on the layout of the sums.
+The order of additions is that of the warps. A warp that saw nothing has weight 0.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.access import place
+from tinygrad_nv.tile.attention.fma.matmuls import Outputs
+from tinygrad_nv.tile.attention.fma.softmax import ExactSoftmax
+from tinygrad_nv.tile.attention.spec import AttentionSpec
+from tinygrad_nv.tile.lanes import HALVES, packed
+
+
+@dataclass
+class Meeting:
+    """Of `warps` neighbouring warps, which have the same rows, in shared memory from `start` (u32) on; `warp`
+    (u32) is this warp's number in the CTA."""
+    k: Kernel
+    start: Value
+    warp: Value
+    warps: int
+
+    def __post_init__(self) -> None:
+        self.own = self.warp % self.warps
+        self.lane = self.k.special("laneid")
+
+    def totals(self, softmax: ExactSoftmax, outputs: Outputs) -> None:
+        """Tops and totals of all, in each warp."""
+        k, count = self.k, len(softmax.top)
+        lanes = 32 * 8
+        base = self.start + (self.lane << 3)
+        first = base + (self.warp - self.own) * (count * lanes)
+        k.sync()
+        mine = base + self.warp * (count * lanes)
+        for i, pair in enumerate(zip(softmax.top, softmax.total, strict=True)):
+            k.st("shared", "f32", mine.at(i * lanes), pair)
+        k.sync()
+        factors = []
+        for i, (top, total) in enumerate(zip(softmax.top, softmax.total, strict=True)):
+            pairs = [k.ld("shared", "f32", first.at((w * count + i) * lanes), 2) for w in range(self.warps)]
+            most = k.reg("f32", pairs[0][0])
+            for other, _ in pairs[1:]: k.emit("max.f32", most, most, other)
+            whole, base = k.reg("f32", 0.0), softmax.base(most)
+            for other, share in pairs:
+                k.emit("fma.rn.f32", whole, share, softmax.weight(other, base), whole)
+            factors.append(softmax.weight(top, base))
+            top.set(most)
+            total.set(whole)
+        outputs.scaled(factors)
+
+    def sums(self, sums: Sequence[Sequence[Sequence[Value]]]) -> None:
+        """Adds the others' sums to those of the first of the warps."""
+        k, fours = self.k, [four for row in sums for four in row]
+        lanes = 32 * 16
+        nbytes = len(fours) * lanes
+        others = self.warps - 1
+        number = self.warp // self.warps * others
+        base = self.start + (self.lane << 4) + number * nbytes
+        k.sync()
+        with k.if_(self.own > 0):
+            mine = base + (self.own - 1) * nbytes
+            for i, four in enumerate(fours): k.st("shared", "f32", mine.at(i * lanes), four)
+        k.sync()
+        with k.if_(self.own == 0):
+            for other in range(others):
+                for i, four in enumerate(fours):
+                    told = k.ld("shared", "f32", base.at(other * nbytes + i * lanes), 4)
+                    for register, value in zip(four, told, strict=True): register += value
+
+
+def store(k: Kernel, spec: AttentionSpec, out: Value, outputs: Outputs, row: Value, rows: Value,
+          edges: bool) -> None:
+    """Stores a warp's sums: `out` (u64) is where the lane's first row begins, `row` (u32) the warp's first of
+    `rows`; with `edges` it may have more."""
+    size, lane = spec.out.dtype.itemsize, k.special("laneid")
+    width = next(n for n in (4, 2, 1) if n * size <= spec.out.aligned_bytes and spec.d_v % n == 0)
+    column, first = (lane & 7) << 2, row + outputs.lane_row
+    base = out + (column * size).to("u64")
+    for i, groups in enumerate(outputs.sums):
+        inside = first + 4 * i < rows if edges else None
+        for j, four in enumerate(groups):
+            for e in range(0, 4, width):
+                guard = inside
+                if spec.d_v < 32 * (j + 1):
+                    seen = column + (32 * j + e) < spec.d_v
+                    guard = seen if guard is None else guard & seen
+                at = place(base, (4 * i * spec.out.row + 32 * j + e) * size)
+                kind, values = _as(k, spec, four[e:e + width])
+                vector = f".v{len(values)}" if len(values) > 1 else ""
+                k.emit(f"st.global{vector}.{kind}", at, values if vector else values[0], guard=guard)
+
+
+def _as(k: Kernel, spec: AttentionSpec, values: list[Value]) -> tuple[str, list[Value]]:
+    """Elements of a row as the result has them, and their type in PTX."""
+    dtype = spec.out.dtype
+    if dtype == dtypes.float32: return "f32", values
+    if len(values) > 1:
+        return "b32", [packed(k, values[i:i + 2], dtype) for i in range(0, len(values), 2)]
+    half = k.reg("b16")
+    k.emit(f"cvt.rn.{HALVES[dtype]}.f32", half, values[0])
+    return "b16", [half]

@@ -1,0 +1,128 @@
+"""How a CTA brings rows of q, keys or values to shared memory.
+
+Protocol: a `RowCopy` moves tiles of `tile.rows` rows of one matrix. A thread copies 16 bytes a pass, in the
+order of shared memory, so that its places of all passes are constants away from the first, in global memory
+too. Rows at and beyond an edge, and elements between the head's and the tile's width, become zeros: memory
+there is not read. Copies are cp.async of what rows are aligned to, 4 to 16 bytes.
+
+A `ColumnRing` brings blocks of keys and values to a ring of stages, from the last block to the first: `fill`
+starts those of all stages but one, `bring` the next block, once the stage it goes to is read no more, and
+`turn` moves on by one stage.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tinygrad_nv.ptx.builder import Kernel, Place, Value
+from tinygrad_nv.tile.attention.score import Columns
+from tinygrad_nv.tile.attention.spec import Rows
+from tinygrad_nv.tile.layout import SharedTile
+from tinygrad_nv.tile.ops import CHUNK, MOST_OFFSET, Passes, Places, swizzled_plain
+
+LEAST_BYTES = 4  # of a cp.async
+
+
+@dataclass
+class RowCopy(Passes):
+    """Copies rows of `rows`, of which `first` (u64) is where the first tile begins, `d` elements of each, to
+    `tile`, that lies `start` bytes after a stage's beginning."""
+    k: Kernel
+    rows: Rows
+    first: Value
+    d: int
+    tile: SharedTile
+    start: int = 0
+    outside: dict[int, Value] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        k, tile, self.size = self.k, self.tile, self.rows.dtype.itemsize
+        self.threads, a_row, thread = k.threads[0], tile.span // CHUNK, k.tid.x
+        self.places = Places(k, tile, swizzled_plain(thread * CHUNK, tile))
+        self.byte, self.row = thread % a_row * CHUNK, thread // a_row
+        if self.threads > a_row * tile.rows:
+            self.byte, self.row = self.byte + self.row // tile.rows * tile.span, self.row % tile.rows
+        self.source = self.first + self.row.to("u64") * (self.rows.row * self.size) + self.byte.to("u64")
+        self.width = min(self.rows.aligned_bytes, self.d * self.size & -(self.d * self.size))
+
+    def left(self, rows: Value) -> Value:
+        """Of `rows` (s32) that a tile has, those from this thread's own on."""
+        return rows - self.row.to("s32")
+
+    def to(self, stage: Value, when: Value | None = None, left: Value | None = None) -> None:
+        """Copies the tile to the stage at a shared address (u32), where the predicate holds. `left` is
+        `left()` of the rows there are; None where there are all."""
+        k = self.k
+        self.places.at_stage(stage)
+        inside = {row: left <= row for row, _ in map(self.where, range(self.passes))} \
+            if left is not None else {}
+        for i in range(self.passes):
+            fewer, guard, (row, column) = self.tile.nbytes // CHUNK - i * self.threads, when, self.where(i)
+            if fewer < self.threads:
+                guard = k.tid.x < fewer
+                if when is not None: guard = guard & when
+            for at in range(0, CHUNK, self.width):
+                beyond = self._beyond(column + at)
+                if (edge := inside.get(row)) is not None: beyond = edge if beyond is None else beyond | edge
+                k.emit(f"cp.async.{'cg' if self.width == CHUNK else 'ca'}.shared.global.L2::128B",
+                       self.places(i * self.threads * CHUNK, self.start + at),
+                       self._place(row, column + at), self.width, *([] if beyond is None else [beyond]),
+                       guard=guard)
+
+    def _place(self, row: int, byte: int) -> Place:
+        nbytes = row * self.rows.row * self.size + byte
+        return self.source.at(nbytes) if nbytes <= MOST_OFFSET else (self.source + nbytes).at()
+
+    def _beyond(self, column: int) -> Value | None:
+        """Whether `column` bytes after this thread's first are beyond the head; None where they cannot be."""
+        nbytes = self.d * self.size
+        if self.tile.row_bytes == nbytes: return None
+        if column not in self.outside: self.outside[column] = self.byte + column >= nbytes
+        return self.outside[column]
+
+    def back(self) -> None:
+        """The tile before in memory comes next."""
+        self.source -= self.tile.rows * self.rows.row * self.size
+
+
+@dataclass
+class ColumnRing:
+    """Stages of `stage_bytes` each from a shared address (u32) on, and what brings a block's tiles to one."""
+    k: Kernel
+    copies: Sequence[RowCopy]
+    start: Value
+    stage_bytes: int
+    depth: int
+
+    @property
+    def ahead(self) -> int:
+        """Blocks on their way while one is read."""
+        return self.depth - 1
+
+    def fill(self, columns: Columns, base: Value) -> None:
+        """Starts the copies of the first blocks; `base` (s32) is the first column of the first of them."""
+        for stage in range(self.ahead):
+            left = None if stage or columns.whole_blocks else columns.end - base
+            self._bring(self.start + stage * self.stage_bytes, columns.count > stage, left)
+
+    def begin(self) -> None:
+        """Ahead of the loop: which stage is read, and which written."""
+        self.reading = self.k.reg("u32", name="reading").set(self.start)
+        self.writing = self.k.reg("u32", name="writing").set(self.start + self.ahead * self.stage_bytes)
+        self.end = self.start + self.depth * self.stage_bytes
+
+    def bring(self, when: Value) -> None:
+        """The next block, where the predicate holds."""
+        self._bring(self.writing, when, None)
+
+    def turn(self) -> None:
+        """The stage that was read is written next."""
+        self.writing.set(self.reading)
+        self.reading += self.stage_bytes
+        self.reading.set(self.k.select(self.reading == self.end, self.start, self.reading))
+
+    def _bring(self, stage: Value, when: Value, left: Value | None) -> None:
+        for copy in self.copies:
+            copy.to(stage, when, None if left is None else copy.left(left))
+            copy.back()
+        self.k.cp_async_commit()

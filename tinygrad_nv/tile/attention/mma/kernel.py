@@ -1,0 +1,250 @@
+"""Flash attention with mma.sync: keys and values in a ring of cp.async stages, sums and probabilities in
+registers (FlashAttention-2). For sm_80 and later.
+
+    q of the CTA's rows, and the last `depth - 1` blocks of columns that they see, are on their way
+    for each block of columns, from the last to the first:
+        wait until the block is in and everybody has read the one after
+        start the copies of the block `depth - 1` before, into the place of the one after
+        sums = q kᵀ
+        the score; where some row does not see all of the block, −inf
+        a row's top, 2^(score − top), its sum so far; what has been summed of v shrinks
+        dropout, where there is one
+        out += p v, with p from registers: the fragment of two products' sums is that of a left operand
+    out / total, by way of the ring, and l
+
+A warp has 16 rows, or a multiple of it, of all columns: rows never meet across warps. From the last block to
+the first, since the partial one is then the first, and no other asks how many keys there are; keys that come
+too late for all of the CTA's rows are never read. Fragments of q stay in registers where there is room
+(`held`), else q stays in shared memory. Blocks of rows that see most come first, so that the last CTAs to
+start are short.
+
+On Hopper it is launched early, as gemm_mma is.
+"""
+from __future__ import annotations
+
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.access import advanced, row_start
+from tinygrad_nv.tile.attention.dropout import Dropout
+from tinygrad_nv.tile.attention.mma.copy import ColumnRing, RowCopy
+from tinygrad_nv.tile.attention.mma.legality import held, padded, plan_of, require, stage_bytes, stored_as
+from tinygrad_nv.tile.attention.ragged_rest import clear, store_logs
+from tinygrad_nv.tile.attention.score import Cells, Columns, Extents, Scores, Softmax, signed
+from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
+from tinygrad_nv.tile.expression import loads
+from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
+from tinygrad_nv.tile.kernel import AttentionKernel
+from tinygrad_nv.tile.layout import SharedTile
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.store import Cell, Store
+
+
+def flash_mma(spec: AttentionSpec, schedule: Schedule, arch: str = "sm_80") -> AttentionKernel:
+    """The kernel of an attention. Raises `ScheduleError` for an impossible schedule."""
+    require(schedule, spec, arch)
+    # min_ctas: else ptxas may spill for one CTA more on a multiprocessor
+    k = Kernel("flash_mma", arch=arch, threads=schedule.threads, min_ctas=1)
+    _Writer(k, spec, schedule).write()
+    batch, heads, group = spec.batch
+    grid = (-(-spec.s_q // schedule.block_m), heads * group, batch + spec.ragged)
+    return AttentionKernel("flash_mma", k.ptx(), grid, schedule.threads, k.dynamic_smem,
+                           rows_of_cta=schedule.block_m if "s_q" in spec.symbolic else 0, pdl=k.hopper)
+
+
+class _Writer:
+    """The kernel as it is written: the parameters, then the stages of the protocol above."""
+
+    def __init__(self, k: Kernel, spec: AttentionSpec, schedule: Schedule) -> None:
+        self.k, self.spec, self.schedule, s = k, spec, schedule, schedule
+        self.d, self.d_v = padded(spec.d), padded(spec.d_v)
+        self.warp_m = s.block_m // s.warps_m
+        self.out = k.pointer("out")
+        self.log = k.pointer("l") if spec.log_sum else None
+        self.q, self.keys, self.values = (k.pointer(name) for name in "qkv")
+        cu = (k.pointer("cu_q"), k.pointer("cu_k")) if spec.ragged else None
+        self.seed = k.pointer("seed") if spec.kept < EVERY else None
+        self.extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
+        self._own_place()
+        self.extents = Extents.declared(k, spec) if cu is None else self._sequence(*cu)
+        self.columns = Columns(k, spec, self.extents, self.first, s.block_m, s.block_n)
+        self.scores = Scores(k, spec, self.extents, self.extras, self.batch, self.first + self.row,
+                             s.block_m, s.block_n)
+        self.gemm, self.plan = stored_as(spec), plan_of(s, spec)
+
+    def _own_place(self) -> None:
+        """The CTA's rows and head, the warp's rows."""
+        k, s, group = self.k, self.schedule, self.spec.batch[2]
+        block, head = k.ctaid.x, k.ctaid.y
+        if self.spec.band.last is not None: block = k.nctaid.x - 1 - block
+        self.first = block * s.block_m
+        self.batch = [k.ctaid.z, head // group, head % group] if group > 1 else \
+            [k.ctaid.z, head, k.reg("u32", 0)]
+        self.row = (k.tid.x >> 5) * self.warp_m
+
+    def _sequence(self, cu_q: Value, cu_k: Value) -> Extents:
+        """Extents of the CTA's sequence, whose rows the pointers point to from now on. Blocks that it lacks
+        end here."""
+        k, spec = self.k, self.spec
+        if k.hopper: k.wait_for_previous_grid()
+        clear(k, spec, self.out, cu_q, self.batch, k.ctaid.x, self.schedule.block_m)
+        made = Extents.read(k, spec, (cu_q, cu_k), self.batch[0])
+        k.emit("exit", guard=self.first >= made.s_q)
+        assert made.first is not None
+        q, keys = made.first
+        self.out, self.q, self.keys, self.values = (
+            advanced(k, pointer, first, rows.row * rows.dtype.itemsize) for pointer, first, rows in
+            ((self.out, q, spec.out), (self.q, q, spec.q), (self.keys, keys, spec.k),
+             (self.values, keys, spec.v)))
+        return made
+
+    def write(self) -> None:
+        """The whole kernel."""
+        k, spec, s = self.k, self.spec, self.schedule
+        stage, q_bytes = stage_bytes(s, spec), s.block_m * self.d * 2
+        self.held = held(s, spec)
+        ring = k.shared("ring", max(stage * s.depth, self.plan.smem_bytes), align=1024)
+        self.start, self.stage_bytes = ring.address(), stage
+        if self.held and q_bytes <= stage:  # fragments are read before the last stage is needed
+            self.q_start = self.start + (s.depth - 1) * stage
+        else: self.q_start = k.shared("q_rows", q_bytes, align=1024).address()
+        if k.hopper and not spec.ragged: k.wait_for_previous_grid()
+        self._copies()
+        self._fragments()
+        self.scores.prepare(loads(spec.score))
+        self.dropout = None if self.seed is None else self._dropout(self.seed)
+        self.softmax = Softmax(k, self.warp_m // 16, self.scores.factor)
+        self.sums: Cells = self._cells(self.d_v)
+        self._loop()
+        if k.hopper: k.launch_dependents()
+        self._store()
+
+    def _dropout(self, seed: Value) -> Dropout:
+        made = Dropout(self.k, self.spec.kept, self.schedule.block_n, self.spec.batch)
+        made.read(seed)
+        made.move(self.batch, self.scores.row)
+        return made
+
+    def _cells(self, columns: int) -> Cells:
+        return [[self.k.regs("f32", 4, 0.0) for _ in range(columns // 8)] for _ in range(self.warp_m // 16)]
+
+    # **** copies ****
+
+    def _copies(self) -> None:
+        """Starts those of q and of the first blocks."""
+        k, spec, s = self.k, self.spec, self.schedule
+        last = (self.columns.high.to("u32") - 1) * s.block_n
+        self.base = last.to("s32")
+        copies: list[RowCopy] = []
+        q_tile = SharedTile(s.block_m, self.d * 2)
+        q = RowCopy(k, spec.q, row_start(k, self.q, spec.q, self.batch, self.first), spec.d, q_tile)
+        whole = isinstance(self.extents.s_q, int) and self.extents.s_q % s.block_m == 0
+        q.to(self.q_start, None, None if whole else
+             q.left(signed(k, self.extents.s_q) - self.first.to("s32")))
+        k.cp_async_commit()
+        start = 0
+        for pointer, rows, d in ((self.keys, spec.k, spec.d), (self.values, spec.v, spec.d_v)):
+            tile = SharedTile(s.block_n, padded(d) * 2)
+            copies.append(RowCopy(k, rows, row_start(k, pointer, rows, self.batch, last), d, tile, start))
+            start += tile.nbytes
+        self.ring = ColumnRing(k, copies, self.start, self.stage_bytes, s.depth)
+        self.ring.fill(self.columns, self.base)
+
+    def _fragments(self) -> None:
+        """Those of q, and how those of keys and values are read."""
+        k, spec, s = self.k, self.spec, self.schedule
+        keys, values = (copy.tile for copy in self.ring.copies)
+        zero = k.reg("u32", 0)
+        self.left = Fragments(k, spec.q.dtype, SharedTile(s.block_m, self.d * 2), False, False, self.row,
+                              self.warp_m, self.d * 2 // STEP_BYTES, 0)
+        self.right = Fragments(k, spec.k.dtype, keys, False, True, zero, s.block_n, self.d * 2 // STEP_BYTES,
+                               0)
+        self.third = Fragments(k, spec.v.dtype, values, True, True, zero, self.d_v, s.block_n // 16,
+                               keys.nbytes)
+        self.left.move(self.q_start)
+        self.rows: list[list[list[Value]]] = []
+        if not self.held: return
+        k.cp_async_wait(s.depth - 1)
+        k.sync()
+        for step in range(self.left.steps):
+            self.rows.append(self.left.registers())
+            self.left.load(step, self.rows[-1])
+
+    # **** the loop ****
+
+    def _loop(self) -> None:
+        k, s, count, ring = self.k, self.schedule, self.columns.count, self.ring
+        ring.begin()
+        with k.loop(0, count, name="block") as block:
+            k.cp_async_wait(ring.ahead - 1)
+            k.sync()
+            ring.bring(block < count - ring.ahead)
+            for fragments in (self.right, self.third): fragments.move(ring.reading)
+            cells = self.scores.of(self._scores(), self.base)
+            if not self.columns.always_full:
+                with k.if_(self.columns.partly(self.base)): self.scores.mask(cells, self.base)
+            self._shrink(self.softmax.step(cells))
+            if self.dropout is not None: self.dropout.drop(cells, self.base)
+            self._sum(cells)
+            self.base -= s.block_n
+            ring.turn()
+        k.cp_async_wait(0)
+
+    def _scores(self) -> Cells:
+        """Products of q and the block's keys."""
+        k, made = self.k, self._cells(self.schedule.block_n)
+        shape, types = instruction(self.spec.q.dtype, self.spec.k.dtype)
+        for step in range(self.left.steps):
+            if self.held: rows = self.rows[step]
+            else: self.left.load(step, rows := self.left.registers())
+            for j in range(self.schedule.block_n // 16):
+                self.right.load_one(j, step, keys := k.regs("b32", 4))
+                self._products(shape, types, made, j, rows, keys)
+        return made
+
+    def _products(self, shape: str, types: str, cells: Cells, j: int, left: list[list[Value]],
+                  right: list[Value]) -> None:
+        """Those of 16 columns."""
+        for row, four in zip(cells, left, strict=True):
+            for half in range(2):
+                cell = row[2 * j + half]
+                self.k.mma(shape, types, cell, four, right[2 * half:2 * half + 2], cell)
+
+    def _shrink(self, factors: list[Value]) -> None:
+        """What has been summed, to the new tops."""
+        for i, row in enumerate(self.sums):
+            for cell in row:
+                for r, register in enumerate(cell): register *= factors[2 * i + r // 2]
+
+    def _sum(self, cells: Cells) -> None:
+        """Products of probabilities and the block's values."""
+        k, dtype = self.k, self.spec.v.dtype
+        shape, types = instruction(dtype, dtype)
+        name = "bf16" if dtype == dtypes.bfloat16 else "f16"
+        for step in range(self.third.steps):
+            rows = []
+            for row in cells:
+                rows.append(k.regs("b32", 4))
+                for r, register in enumerate(rows[-1]):
+                    low, high = row[2 * step + r // 2][2 * (r % 2):2 * (r % 2) + 2]
+                    k.emit(f"cvt.rn.{name}x2.f32", register, high, low)
+            for j in range(self.d_v // 16):
+                self.third.load_one(j, step, values := k.regs("b32", 4))
+                self._products(shape, types, self.sums, j, rows, values)
+
+    # **** the result ****
+
+    def _store(self) -> None:
+        """Divides by the totals and stores, by way of the ring, that nobody needs any more."""
+        k, extents = self.k, self.extents
+        inverses, logs = self.softmax.finish()
+        if self.dropout is not None: inverses = [inverse * self.dropout.scale for inverse in inverses]
+        self._shrink(inverses)
+        rows = extents.s_q if isinstance(extents.s_q, Value) else k.reg("u32", extents.s_q)
+        if self.log is not None:
+            store_logs(k, self.spec, self.log, logs, self.batch, self.first + self.row, rows)
+        if self.plan.smem_bytes: k.sync()
+        store = Store(k, self.gemm, self.plan, self.out, [], rows, self.start)
+        cells = [Cell(16 * i, 8 * j, [cell]) for i, row in enumerate(self.sums) for j, cell in enumerate(row)]
+        store.tile(self.first + self.row, k.reg("u32", 0), self.batch, cells)
+        store.finish()

@@ -1,0 +1,343 @@
+"""Scores, band and softmax of a block of attention, on fragments in registers.
+
+Protocol: a warp holds cells, by 16 rows and by 8 columns; of a cell, registers 2h and 2h + 1 are row g + 8h,
+columns 2q and 2q + 1 of it, g = lane / 4, q = lane % 4, as mma.m16n8 and wgmma leave them. For each block of
+columns, in any order:
+
+    cells = scores.of(sums, base)        the expression of the sums; `base` (s32) is the first column
+    scores.mask(cells, base)             −inf outside the band; where `columns.partly(base)` alone
+    shrink = softmax.step(cells)         cells become exp2(factor · (cell − top)); by which sums so far shrink
+
+    top    = max(top, cells)             of a row: its four lanes have the same
+    shrink = 2^(factor · old top − factor · top)     exactly 1 where top stays
+    p      = 2^(factor · cell − factor · top)
+    total  = total · shrink + Σ p        of a lane's own columns; `softmax.finish` adds those of the row
+
+The online softmax of Milakov and Gimelshein (2018), in base 2. A score that is a positive multiple of the
+sum costs nothing: `factor` is then that multiple times log2 e, else log2 e. While a row has seen nothing its
+top is −inf and 0 is subtracted in its stead, so that −inf gives 0, never NaN.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.access import advanced, read
+from tinygrad_nv.tile.attention.spec import AttentionSpec
+from tinygrad_nv.tile.epilogue import Finish
+from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Sum
+from tinygrad_nv.tile.lanes import Lanes
+
+LOG2E, LN2 = math.log2(math.e), math.log(2)
+LARGE = 2.0**28  # half a unit of such a product is 8: weights that should be 1 are up to 2^8, as f16 can be
+MOST_SCALE = 2.0**60  # of scales that need not be evaluated: all that follows from them is a normal float32
+Cells = list[list[list[Value]]]  # by 16 rows, by 8 columns: four registers
+
+
+def multiple(score: Expression) -> float | None:
+    """The positive number by which a score is the sum's multiple; None where it is another expression, or the
+    number out of all proportion."""
+    if score == Sum(): return 1.0
+    if not isinstance(score, Apply) or score.op != "mul": return None
+    for one, other in (score.args, score.args[::-1]):
+        if isinstance(one, Constant) and (inner := multiple(other)) is not None:
+            scale = inner * float(one.value)
+            return scale if 1 / MOST_SCALE < scale < MOST_SCALE else None
+    return None
+
+
+@dataclass
+class Extents:
+    """s_q, s_kv (u32) and start (s32) of a launch: parameters of the kernel, or constants; of a sequence of a
+    ragged batch, with its first rows (u32) of q and of k."""
+    s_q: Value | int
+    s_kv: Value | int
+    start: Value | int
+    first: tuple[Value, Value] | None = None
+
+    @staticmethod
+    def declared(k: Kernel, spec: AttentionSpec) -> Extents:
+        """Declares those that are symbolic."""
+        s_q, s_kv, start = (k.param(name, "u32") if name in spec.symbolic else getattr(spec, name)
+                            for name in ("s_q", "s_kv", "start"))
+        return Extents(s_q, s_kv, start)
+
+    @staticmethod
+    def read(k: Kernel, spec: AttentionSpec, cu: tuple[Value, Value], sequence: Value) -> Extents:
+        """Reads those of a sequence (u32), where the arrays `cu` point. No more rows than the spec's, which
+        the results have room for, and no fewer than 0: what is too long is cut off at its end."""
+        firsts, counts = [], []
+        for pointer, most in zip(cu, (spec.s_q, spec.s_kv), strict=True):
+            at, (first, end) = advanced(k, pointer, sequence, 4), k.regs("s32", 2)
+            k.emit("ld.global.s32", first, at.at())
+            k.emit("ld.global.s32", end, at.at(4))
+            counts.append(least(k, least(k, end - first, most), 0, "max"))
+            firsts.append(first.to("u32"))
+        s_q, s_kv = counts
+        return Extents(s_q.to("u32"), s_kv.to("u32"), s_kv - s_q, (firsts[0], firsts[1]))
+
+
+def signed(k: Kernel, value: Value | int) -> Value:
+    """A count as s32."""
+    return value.to("s32") if isinstance(value, Value) else k.reg("s32", value)
+
+
+def least(k: Kernel, a: Value, b: Value | int, op: str = "min") -> Value:
+    """The smaller of two s32."""
+    made = k.reg("s32")
+    k.emit(f"{op}.s32", made, a, b)
+    return made
+
+
+@dataclass
+class Columns:
+    """The blocks of columns that a block of rows sees: `first` (u32, its first row), `rows` of them. Blocks
+    low … high - 1 (s32) have something to see; there are `count`, at least 0."""
+    k: Kernel
+    spec: AttentionSpec
+    extents: Extents
+    first: Value
+    rows: int
+    block_n: int
+
+    def __post_init__(self) -> None:
+        k, band = self.k, self.spec.band
+        s_kv = signed(k, self.extents.s_kv)
+        self.end, self.full_end = s_kv, s_kv
+        low: Value | None = None
+        self.full_begin: Value | None = None
+        if not band.full:
+            top = self.first.to("s32") + signed(k, self.extents.start)
+            bottom = least(k, self.first.to("s32") + self.rows, signed(k, self.extents.s_q)) \
+                + signed(k, self.extents.start)
+            if band.last is not None:
+                self.end = least(k, least(k, bottom + band.last, s_kv), 0, "max")
+                self.full_end = least(k, top + band.last + 1, s_kv)
+            if band.first is not None:
+                low = least(k, top + band.first, 0, "max") // self.block_n
+                self.full_begin = bottom - 1 + band.first
+        self.high = (self.end + self.block_n - 1) // self.block_n
+        self.count = self.high if low is None else least(k, self.high - low, 0, "max")
+
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether `end` (s32, the first column that is seen by no row for being too late) ends a block."""
+        s_kv = self.extents.s_kv
+        return self.spec.band.last is None and isinstance(s_kv, int) and s_kv % self.block_n == 0
+
+    @property
+    def always_full(self) -> bool:
+        """Whether no block needs a mask."""
+        return self.spec.band.full and self.whole_blocks
+
+    def partly(self, base: Value) -> Value:
+        """Whether some row does not see all columns of the block that begins at `base` (s32)."""
+        made = base + self.block_n > self.full_end
+        if self.full_begin is not None: made = made | (base < self.full_begin)
+        return made
+
+
+@dataclass
+class Scores:
+    """The score of a lane's elements. `first` (u32) is the warp's first row; `extras` the score's parameters,
+    `batch` the indices (u32)."""
+    k: Kernel
+    spec: AttentionSpec
+    extents: Extents
+    extras: Sequence[Value]
+    batch: Sequence[Value]
+    first: Value
+    block_m: int
+    block_n: int
+    bases: dict[Load, Value] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lane = self.k.special("laneid")
+        self.row, self.column = self.first + (lane >> 2), (lane & 3) << 1
+        scale = multiple(self.spec.score)
+        self.linear = scale is not None
+        self.factor = LOG2E * (1.0 if scale is None else scale)
+        self.finish: Finish | None = None
+        self.inside: dict[tuple[str, int], Value] = {}
+
+    def of(self, sums: Cells, base: Value) -> Cells:
+        """The scores of a block's sums, which may be the same registers."""
+        if self.linear: return sums
+        k = self.k
+        self.sums_of, self.at = sums, base.to("u32") + self.column
+        self.inside = {key: value for key, value in self.inside.items() if key[0] == "row"}
+        finish, made = Finish(k, self.spec.score, self), []
+        for i, row in enumerate(sums):
+            made.append([[k.reg("f32", value) for h in range(2)
+                          for value in self._two(finish.at(16 * i + 8 * h, 8 * j))] for j in range(len(row))])
+        return made
+
+    def _two(self, value: Lanes) -> tuple[Value, Value]: return value.register(0), value.register(1)
+
+    # **** what the expression reads: rows and columns are counted from the lane's own ****
+
+    def sums(self, part: int, row: int, pair: int) -> Sequence[Value]:
+        """A pair's sums."""
+        half = 2 * (row // 8 % 2)
+        return self.sums_of[row // 16][pair // 8][half:half + 2]
+
+    def position(self, axis: str | int, row: int, pair: int) -> Sequence[Value]:
+        """Indices of the pair."""
+        if axis == "m": return [(self.row + row).to("s32")]
+        if axis == "n": return [(self.at + (pair + i)).to("s32") for i in range(2)]
+        if axis == "start": return [signed(self.k, self.extents.start)]
+        return [self.batch[int(axis)].to("s32")]
+
+    def load(self, load: Load, row: int, pair: int) -> Lanes:
+        """Elements of a parameter; 0 outside."""
+        k, size = self.k, load.dtype.itemsize
+        if load not in self.bases: self.bases[load] = self._base(load)
+        base = advanced(k, self.bases[load], self.at, load.n * size)
+        at, on_row = (row * load.m + pair * load.n) * size, row if load.m else None
+        if not load.n: return read(k, base, at, load.dtype, 1, self._guard(on_row, None))
+        s_kv = self.extents.s_kv
+        whole = isinstance(s_kv, int) and s_kv % 2 == 0
+        if load.n == 1 and whole and not any(x % 2 for x in (load.m, load.offset, *load.batch)):
+            return read(k, base, at, load.dtype, 2, self._guard(on_row, pair))
+        return Lanes(k, load.dtype, [read(k, base, at + i * load.n * size, load.dtype, 1,
+                                          self._guard(on_row, pair + i)).at(0) for i in range(2)])
+
+    def prepare(self, loads: Sequence[Load]) -> None:
+        """Addresses of the lane's first row, ahead of the loop."""
+        for load in loads: self.bases[load] = self._base(load)
+
+    def _base(self, load: Load) -> Value:
+        size, made = load.dtype.itemsize, self.extras[load.parameter]
+        if load.offset: made = made + load.offset * size
+        for index, stride in zip(self.batch, load.batch or (0, 0, 0), strict=True):
+            made = advanced(self.k, made, index, stride * size)
+        return advanced(self.k, made, self.row, load.m * size)
+
+    def _guard(self, row: int | None, column: int | None) -> Value | None:
+        """A predicate that holds inside; None where all is."""
+        found = None
+        for name, own, offset, extent, block in (("row", self.row, row, self.extents.s_q, self.block_m),
+                                                 ("column", None, column, self.extents.s_kv, self.block_n)):
+            if offset is None or (isinstance(extent, int) and extent % block == 0): continue
+            if (name, offset) not in self.inside:
+                self.inside[name, offset] = ((self.at if own is None else own) + offset) < extent
+            one = self.inside[name, offset]
+            found = one if found is None else found & one
+        return found
+
+    # **** the band ****
+
+    def mask(self, cells: Cells, base: Value) -> None:
+        """−inf in columns that a row does not see."""
+        k, band = self.k, self.spec.band
+        own = base + self.column.to("s32")
+        end = signed(k, self.extents.s_kv) - own
+        here = self.row.to("s32") + signed(k, self.extents.start) - own
+        for i, row in enumerate(cells):
+            for h in range(2):
+                at = here + (16 * i + 8 * h)
+                last = end if band.last is None else least(k, at + (band.last + 1), end)
+                first = None if band.first is None else at + band.first
+                for j, cell in enumerate(row):
+                    for e in range(2):
+                        register = cell[2 * h + e]
+                        sees = last > 8 * j + e
+                        if first is not None: sees = sees & (first <= 8 * j + e)
+                        k.emit("selp.f32", register, register, -math.inf, sees)
+
+
+@dataclass
+class Softmax:
+    """Of a lane's rows, two for each 16 of the warp: the largest score so far, and the sum. The top is the
+    largest itself, not one a little below that would move less often: its weight is 1, which nothing rounds,
+    and rows of few large weights are the more exact for it. Weights, and their sum, are 2^`lift` times as
+    large. `factor` may be a register, of a positive number."""
+    k: Kernel
+    tiles: int
+    factor: float | Value
+    lift: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.top = self.k.regs("f32", 2 * self.tiles, -math.inf)
+        self.total = self.k.regs("f32", 2 * self.tiles, 0.0)
+
+    def step(self, cells: Cells) -> list[Value]:
+        """Cells become powers of two; by what each row's sums so far shrink."""
+        k, shrinks = self.k, []
+        for number, top in enumerate(self.top):
+            row = [cell[2 * (number % 2) + e] for cell in cells[number // 2] for e in range(2)]
+            new = self._moved(row, top)
+            safe, shrink = k.select(new == -math.inf, 0.0, new), k.reg("f32")
+            factor = self._factor(safe)
+            scaled = safe * factor
+            k.emit("ex2.approx.ftz.f32", shrink, top * factor - scaled)
+            top.set(new)
+            minus = self.lift - scaled if self.lift else -scaled
+            for value in row: value.set(self._power(value, factor, minus))
+            total = self.total[number]
+            k.emit("fma.rn.f32", total, total, shrink, row[0])
+            for value in row[1:]: total += value
+            shrinks.append(shrink)
+        return shrinks
+
+    def _moved(self, row: Sequence[Value], top: Value) -> Value:
+        """The new top of a row, in all four lanes that have it."""
+        k, made = self.k, self.k.reg("f32", row[0])
+        for value in row[1:]: k.emit("max.f32", made, made, value)
+        most = across(k, made, "max.f32")
+        k.emit("max.f32", most, most, top)
+        return most
+
+    def _factor(self, top: Value) -> Value:
+        """The factor; for tops beyond LARGE the power of two next to it, whose product with the top is exact:
+        other products would be rounded by more than weights can bear. Scores below such a top are so far
+        below that their weights are as good as 0 with either."""
+        k, size = self.k, self.k.reg("f32")
+        k.emit("abs.f32", size, top)
+        if isinstance(self.factor, Value):  # the power of two next to a register: half a mantissa added
+            power = k.reg("b32")
+            k.emit("mov.b32", power, self.factor)
+            k.emit("add.u32", power, power, 0x00400000)
+            k.emit("and.b32", power, power, 0x7F800000)
+            rounded = k.reg("f32")
+            k.emit("mov.b32", rounded, power)
+            return k.select(size * self.factor > LARGE, rounded, self.factor)
+        return k.select(size > LARGE / self.factor, nearest_power(self.factor), self.factor, "f32")
+
+    def _power(self, value: Value, factor: Value, minus: Value) -> Value:
+        k, made = self.k, self.k.reg("f32")
+        k.emit("fma.rn.f32", made, value, factor, minus)
+        # without ftz three instructions more, for results below 2^-126
+        k.emit("ex2.approx.ftz.f32", made, made)
+        return made
+
+    def finish(self) -> tuple[list[Value], list[Value]]:
+        """1 / total of every row, 0 for rows that saw nothing, and l."""
+        k, inverses, logs = self.k, [], []
+        for top, total in zip(self.top, self.total, strict=True):
+            whole = across(k, total, "add.f32")
+            inverse, log = k.regs("f32", 2)
+            k.emit("rcp.approx.ftz.f32", inverse, whole)
+            inverses.append(k.select(whole == 0.0, 0.0, inverse))
+            k.emit("lg2.approx.f32", log, whole)
+            # not factor · top first, which may be too large where l is not
+            k.emit("fma.rn.f32", log, top, self.factor * LN2, (log - self.lift if self.lift else log) * LN2)
+            logs.append(log)
+        return inverses, logs
+
+
+def nearest_power(x: float) -> float:
+    """The power of two nearest to a positive number: of log2 e it is 1, which no top is too large for."""
+    return 2.0**(math.floor(math.log2(x / 1.5)) + 1)
+
+
+def across(k: Kernel, value: Value, opcode: str) -> Value:
+    """An operation over the four lanes of a row."""
+    for distance in (1, 2):
+        other, made = k.regs("f32", 2)
+        k.emit("shfl.sync.bfly.b32", other, value, distance, 31, -1)
+        k.emit(opcode, made, value, other)
+        value = made
+    return value

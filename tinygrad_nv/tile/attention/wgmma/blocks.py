@@ -1,0 +1,82 @@
+"""Which blocks of columns a CTA's rows see, and which of them need no mask.
+
+Protocol: `Blocks` is of the rows from `row` on. Blocks are walked downwards from `end` - 1 to `first`, in at
+most three runs:
+
+    masked      from the last block down to `plain_end`: the band ends in them, or the keys
+    plain       down to `plain_first`: all rows see all of their columns
+    masked      down to `first`: the band begins in them
+
+Extents are numbers or registers (s32); what is known is computed here, not in the kernel.
+"""
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.attention.score import Extents
+from tinygrad_nv.tile.attention.wgmma.plan import Plan
+
+Extent = Value | int
+
+
+class Blocks:
+    """The blocks of a CTA, downwards."""
+
+    def __init__(self, k: Kernel, plan: Plan, row: Value, extents: Extents) -> None:
+        self.k, self.plan = k, plan
+        s_q, s_kv, start = (each.to("s32") if isinstance(each, Value) else each
+                            for each in (extents.s_q, extents.s_kv, extents.start))
+        band, n, m = plan.spec.band, plan.schedule.block_n, plan.schedule.block_m
+        at = row + start
+        self.masks_left, self.masks_right = band.first is not None, band.last is not None or plan.ragged
+        end: Extent = s_kv
+        plain_end: Extent = s_kv // n
+        if band.last is not None:
+            bottom = row + m  # rows beyond the last one see nothing
+            if not isinstance(s_q, int) or s_q % m: k.emit("min.s32", bottom, bottom, s_q)
+            end = self._clamped(bottom + start + band.last, s_kv)
+            plain_end = self._clamped(at + (band.last + 1), s_kv) // n
+        first: Extent = 0
+        plain_first: Extent = 0
+        if band.first is not None:
+            first = self._clamped(at + band.first) // n
+            plain_first = (self._clamped(at + (m - 1 + band.first)) + (n - 1)) // n
+        self.columns = end  # those before it: no row sees one further on
+        self.first, self.end = first, (end + (n - 1)) // n
+        self.plain_end, self.plain_first = plain_end, plain_first
+
+    def _clamped(self, column: Value, most: Extent | None = None) -> Value:
+        """At least 0, at most `most`."""
+        made = self.k.reg("s32")
+        self.k.emit("max.s32", made, column, 0)
+        if most is not None: self.k.emit("min.s32", made, made, most)
+        return made
+
+    @property
+    def masked(self) -> bool:
+        """Whether any block may need a mask."""
+        return self.masks_left or self.masks_right
+
+    @property
+    def always(self) -> bool:
+        """Whether every CTA has blocks."""
+        return isinstance(self.end, int) and isinstance(self.first, int)
+
+    def any(self) -> AbstractContextManager[None]:
+        """What is written inside is for CTAs that have blocks."""
+        if self.always: return nullcontext()
+        return self.k.if_(self.k.reg("s32", self.end) > self.first)
+
+    def runs(self) -> list[tuple[Extent, bool]]:
+        """After the last block: the block with which each run ends, and whether it is masked."""
+        made: list[tuple[Extent, bool]] = []
+        if self.plan.spec.band.last is not None:
+            end = self.plain_end
+            if self.masks_left:
+                end = self.k.reg("s32")
+                self.k.emit("max.s32", end, self.plain_end, self.first)
+            made.append((end, True))
+        made.append((self.plain_first, False))
+        if self.masks_left: made.append((self.first, True))
+        return made

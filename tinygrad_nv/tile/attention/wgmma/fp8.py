@@ -1,0 +1,255 @@
+"""What flash_wgmma does of its own with operands of 8 bits (e4m3), as FlashAttention-3 does: scales, weights
+of 8 bits, values turned.
+
+Scales. Of q and k: where all keys have one, both are part of the softmax's factor, and cost nothing for an
+element; else a block's sums are multiplied by that of its keys. A warp's rows have one scale of q, a block of
+columns one of k and one of v. That of v comes in as a block's part of the result is added in float32, which
+also bounds what the 14 bits of wgmma's sums of 8-bit products lose: no such sum goes over more than a block.
+
+Weights are 2^LIFT times p, of e4m3's range up to 448. Four of them are a register. The fragment of scores,
+four cells of 8 columns, is that of a left operand with columns in this order: byte j of lane q (of four) of
+half h has in the operand the place 16 h + 4 q + j, and in the scores the column
+
+    16 h + 8 (j / 2) + 2 q + j % 2
+
+so keys must lie in that order along the rows of the right operand.
+
+Values come as rows of keys, [keys, d]; wgmma takes operands of 8 bits with what is summed over, the keys,
+side by side only. TURNERS warps of the producer's warpgroup turn them: of 32 keys and 16 elements of d,
+
+    ldmatrix.x4.trans   lane 4 g + q has of keys 2q and 2q + 1 of each eight the elements 2g and 2g + 1
+    prmt                of two such registers, 16 keys: element 2g, or 2g + 1, of four keys
+    stmatrix.x4         rows of d, 16 keys side by side
+
+and keys come out in just the order that the weights are in. Rows of d of one stmatrix are even for lanes 0 to
+15 and odd for the others, or the other way round: eight different ones of the swizzle, no bank twice.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.ptx.builder import SINK, Kernel, Place, Value
+from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.attention.score import Cells, Scores, Softmax
+from tinygrad_nv.tile.attention.spec import RowScales
+from tinygrad_nv.tile.attention.wgmma.blocks import Blocks
+from tinygrad_nv.tile.attention.wgmma.load import Loads
+from tinygrad_nv.tile.attention.wgmma.main_loop import Products
+from tinygrad_nv.tile.attention.wgmma.plan import TURNERS, WARPGROUP, Plan
+from tinygrad_nv.tile.attention.wgmma.tile_scheduler import Tile, Walk
+from tinygrad_nv.tile.gemm.wgmma.main_loop import Descriptors
+from tinygrad_nv.tile.lanes import to_fp8
+from tinygrad_nv.tile.pipeline import Cursor, Ring
+from tinygrad_nv.tile.wgmma_tiles import OperandTile
+
+LIFT = 8.0           # the largest weight is 2^8
+LEAST = 2.0**-100    # of a factor: −inf times 0 would be NaN, and sums are below 2^26
+KEYS, WIDE = 32, 16  # of a turner's step: keys, elements of d
+
+
+class Written(Ring):
+    """A ring whose stages `writers` warps write themselves."""
+
+    def __init__(self, k: Kernel, depth: int, writers: int, readers: int, name: str) -> None:
+        self.writers = writers
+        super().__init__(k, depth, 0, readers, name=name)
+
+    @property
+    def full_arrivals(self) -> int:
+        """A lane of each writer."""
+        return self.writers
+
+    def acquire(self, at: Cursor) -> Place:
+        """Waits until the stage's readers are done; the barrier at which writers arrive."""
+        full = self._full(at)
+        self.k.mbarrier_wait(full.at(8 * self.depth), at.parity)
+        return full.at()
+
+
+class Turned:
+    """Turned values in shared memory, and how they come there."""
+
+    def __init__(self, k: Kernel, plan: Plan, loads: Loads) -> None:
+        assert plan.turned is not None
+        self.k, self.plan, self.loads, self.tile, depth = k, plan, loads, plan.turned, plan.schedule.depth
+        self.values = k.shared("turned", self.tile.nbytes * depth, align=1024)
+        self.ring = Written(k, depth, TURNERS, WARPGROUP // 32 * plan.consumers, "full_and_empty_turned")
+
+    def produce(self, walk: Walk, blocks: Callable[[Tile], Blocks]) -> None:
+        """All blocks of all tiles, by the turners: whole warps, of which each has every other 16 elements."""
+        k, ring, n = self.k, self.loads.v_ring, self.plan.schedule.block_n
+        self._begin()
+        at, doors = ring.cursor(), ring.doors()
+        mine = self.lane == 0
+        with walk.tiles() as tile:
+            seen = blocks(tile)
+            with seen.any():
+                left = k.reg("s32", seen.columns - (seen.end - 1) * n)
+                with k.loop(0, seen.end - seen.first):
+                    ring.wait(at)
+                    stage = self.loads.values.address() + at.stage * self.plan.v.nbytes
+                    if isinstance(seen.columns, Value):
+                        with k.if_(left < n): self._clear(stage, left.to("u32"))
+                        left.set(n)
+                    # both rings are as deep: what is read and what is written have the same stage
+                    full = self.ring.acquire(Cursor(self.ring, at.stage, at.parity ^ 1))
+                    self._turn(stage, self.values.address() + at.stage * self.tile.nbytes)
+                    k.fence_proxy_async()
+                    k.emit("bar.warp.sync", -1)
+                    ring.release(doors, at.stage, mine)
+                    k.emit("mbarrier.arrive.shared::cta.b64", SINK, full, guard=mine)
+                    at.advance()
+
+    def _begin(self) -> None:
+        """A lane's places: the row of keys that it reads, the row of d that it writes."""
+        k = self.k
+        self.lane = lane = k.special("laneid")
+        self.wide = (k.tid.x // 32 & 1) * WIDE
+        self.from_ = _swizzled(self.plan.v, lane) ^ self.wide
+        matrix, row = lane >> 3, lane & 7
+        odd = (row >> 2 ^ matrix) & 1
+        self.to = _swizzled(self.tile, self.wide + row * 2 + odd) ^ (matrix >> 1) * 16
+        self.one = k.select(lane < 16, 0x6420, 0x7531, "b32")
+        self.other = k.select(lane < 16, 0x7531, 0x6420, "b32")
+
+    def _clear(self, stage: Value, seen: Value) -> None:
+        """Values of columns that exist but that no row sees may be anything, NaN too: of the warp's elements
+        all from key `seen` (u32) on become 0."""
+        k, tile = self.k, self.plan.v
+        with k.loop(seen + self.lane, tile.rows, 32) as key:
+            own = _swizzled(tile, key) ^ self.wide
+            for base, offset in self._places(tile, stage, own):
+                k.st("shared", "b32", base.at(offset), [0] * 4)
+        k.emit("bar.warp.sync", -1)
+
+    def _places(self, tile: OperandTile, stage: Value, own: Value) -> list[tuple[Value, int]]:
+        """Addresses and offsets of a row's every other 16 bytes."""
+        step = 2 * WIDE
+        sums = [stage + (own ^ inside if inside else own) for inside in range(0, tile.span, step)]
+        places = (divmod(at, tile.span) for at in range(0, tile.columns * tile.span, step))
+        return [(sums[inside // step], column * tile.column_bytes) for column, inside in places]
+
+    def _turn(self, stage: Value, turned: Value) -> None:
+        """A block, 32 keys and 16 elements of d at a time."""
+        k, v, tile = self.k, self.plan.v, self.tile
+        targets = self._places(tile, turned, self.to)
+        for i, (source, offset) in enumerate(self._places(v, stage, self.from_)):
+            for j, (target, column) in enumerate(targets):
+                keys = k.ldmatrix(source.at(offset + j * KEYS * v.span), trans=True)
+                made = k.regs("b32", 4)
+                for number, each in enumerate(made):
+                    pair = keys[number // 2 * 2:number // 2 * 2 + 2]
+                    k.emit("prmt.b32", each, *pair, self.other if number % 2 else self.one)
+                k.stmatrix(target.at(column + i * 2 * WIDE * tile.span), made)
+
+
+def _swizzled(tile: OperandTile, row: Value) -> Value:
+    """Where a row of a tile begins, under the swizzle."""
+    plain = row * tile.span
+    return plain ^ (plain >> 7 & tile.span // 16 - 1) << 4
+
+
+class Fp8Products(Products):
+    """One consumer's main loop; `scales` are pointers to those of q, k and v."""
+
+    def __init__(self, k: Kernel, plan: Plan, loads: Loads, turned: Turned, scales: Sequence[Value],
+                 consumer: Value) -> None:
+        self.turned, self.pointers = turned, scales
+        assert plan.spec.scales is not None
+        self.by_block = [each.block != 0 for each in plan.spec.scales]
+        super().__init__(k, plan, loads, consumer)
+        self.part = k.regs("f32", plan.pieces[0][1] // 2)
+        self.now = k.reg("f32")
+        self.scale: Value | None = None
+
+    def _values(self) -> tuple[Descriptors, Ring]:
+        return Descriptors.of(self.k, self.turned.tile, self.turned.values.address()), self.turned.ring
+
+    # **** scales ****
+
+    def _softmax(self, scores: Scores) -> Softmax:
+        k, factor = self.k, scores.factor
+        assert self.plan.spec.scales is not None
+        self.bases = [self._base(each, pointer, scores) for each, pointer in
+                      zip(self.plan.spec.scales, self.pointers, strict=True)]
+        row = k.reg("u32", scores.extents.s_q) - 1
+        k.emit("min.u32", row, row, scores.first)  # rows beyond the last have no scale
+        scale = self._scale(0, row)
+        if not self.by_block[1]: scale *= self._scale(1)
+        if not self.by_block[2]: self.now = self._scale(2)
+        self.scale = None if scores.linear else scale
+        if not scores.linear: return Softmax(k, 1, factor, LIFT)
+        least = k.reg("f32")
+        k.emit("max.f32", least, scale * factor, LEAST)
+        return Softmax(k, 1, least, LIFT)
+
+    def _base(self, scales: RowScales, pointer: Value, scores: Scores) -> Value:
+        made = pointer + scales.offset * 4 if scales.offset else pointer
+        for index, stride in zip(scores.batch, scales.batch, strict=True):
+            made = advanced(self.k, made, index, stride * 4)
+        return made
+
+    def _scale(self, which: int, row: Value | None = None) -> Value:
+        """That of q, k or v in a row (u32)."""
+        k, made, base = self.k, self.k.reg("f32"), self.bases[which]
+        assert self.plan.spec.scales is not None
+        scales = self.plan.spec.scales[which]
+        if row is not None and scales.block: base = advanced(k, base, row // scales.rows, scales.block * 4)
+        k.emit("ld.global.f32", made, base.at())
+        return made
+
+    def _ahead(self, column: Value) -> None:
+        if self.by_block[1]: self.of_keys = self._scale(1, column.to("u32"))
+
+    def _ahead_of_sums(self, column: Value) -> None:
+        if self.by_block[2]: self.now = self._scale(2, column.to("u32"))
+
+    def _true(self, cells: Cells) -> Cells:
+        scale = self.scale
+        if self.by_block[1]: scale = self.of_keys if scale is None else scale * self.of_keys
+        if scale is not None:
+            for cell in cells[0]:
+                for each in cell: each *= scale
+        return cells
+
+    def finish(self) -> tuple[list[Value], list[Value]]:
+        """What the result is multiplied by, of each row, and l."""
+        inverses, logs = super().finish()
+        return (inverses if self.by_block[2] else [each * self.now for each in inverses]), logs
+
+    # **** products ****
+
+    def _clear(self, seen: Value) -> None:
+        """The turners have."""
+
+    def _pack(self) -> None:
+        k = self.k
+        for i, each in enumerate(self.p):
+            chunk, half, rows = i // 4, i // 2 % 2, i % 2
+            at = 16 * chunk + 8 * half + 2 * rows
+            pairs = [to_fp8(k, self.weights[first:first + 2], dtypes.fp8e4m3) for first in (at, at + 4)]
+            k.emit("mov.b32", each, pairs)
+
+    def _issue_sums(self) -> None: self._issue_piece(*self.plan.pieces[0])
+
+    def _issue_piece(self, first: int, columns: int) -> None:
+        k, plan, tile = self.k, self.plan, self.turned.tile
+        k.wgmma_fence()
+        low = self.values.stage(self.at_v.stage)
+        for step in range(plan.schedule.block_n // plan.step):
+            place = tile.at_step(step) + tile.at_mn(first)
+            k.wgmma(f"m64n{columns}k{plan.step}", f"f32.{plan.kind}.{plan.kind}", self.part[:columns // 2],
+                    self.p[4 * step:4 * step + 4], self.values.at(low, place), step > 0)
+        k.wgmma_commit()
+
+    def _summed(self) -> None:
+        k = self.k
+        for first, columns in self.plan.pieces:
+            if first:
+                self._issue_piece(first, columns)
+                k.wgmma_wait(0)
+            for each, part in zip(self.out[first // 2:], self.part[:columns // 2], strict=False):
+                if self.by_block[2]: k.emit("fma.rn.f32", each, part, self.now, each)
+                else: each += part

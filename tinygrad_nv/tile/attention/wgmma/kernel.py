@@ -1,0 +1,157 @@
+"""Attention with wgmma and TMA (FlashAttention-3, Shah et al. 2024): one warpgroup loads, the others
+multiply. For sm_90a.
+
+    producer, one thread:                      consumers, 64 rows each:
+        for each tile of this CTA:                 for each tile of this CTA:
+            for each block of columns, downwards:      wait for the queries
+                copy of its keys                       for each block of columns, downwards:
+                copy of the values of the one before       scores of this block, sums of the one before
+            copy of the last values                        softmax under those sums
+    another:                                           sums of the last block
+        for each tile of this CTA:                     divide by the total, store
+            copy of the queries
+
+A tile is `block_m` rows of one head. Blocks of columns that none of its rows see are skipped, only those at
+the edges of the band, or of the keys, are masked (blocks.py). A CTA has one tile, or, where there
+are more tiles than multiprocessors, many, in an order by length and for L2 (tile_scheduler.py): copies for
+the next one are made under the end of this one. Query heads of one key head read the same keys. Operands of 8
+bits have scales, and values that two more warps turn (fp8.py).
+
+It is launched early: whoever touches global memory, the threads that load and the consumers, waits for the
+kernel before once the barriers are made. The kernel after may begin once all CTAs' last copies are on their
+way.
+"""
+from __future__ import annotations
+
+from tinygrad_nv.errors import ScheduleError
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.attention.ragged_rest import clear
+from tinygrad_nv.tile.attention.score import Extents, Scores
+from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
+from tinygrad_nv.tile.attention.wgmma import legality as legal_flash_wgmma
+from tinygrad_nv.tile.attention.wgmma.blocks import Blocks
+from tinygrad_nv.tile.attention.wgmma.fp8 import Fp8Products, Turned
+from tinygrad_nv.tile.attention.wgmma.load import Loads
+from tinygrad_nv.tile.attention.wgmma.main_loop import Products
+from tinygrad_nv.tile.attention.wgmma.plan import ROWS, WARPGROUP, Plan
+from tinygrad_nv.tile.attention.wgmma.store import Finish
+from tinygrad_nv.tile.attention.wgmma.tile_scheduler import Tile, Walk
+from tinygrad_nv.tile.kernel import AttentionKernel
+from tinygrad_nv.tile.schedule import Schedule
+
+DEFAULT = Schedule().using("flash_wgmma").block(128, 128)
+
+
+def flash_wgmma(spec: AttentionSpec, schedule: Schedule = DEFAULT, arch: str = "sm_90a",
+                sm_count: int = 132) -> AttentionKernel:
+    """The kernel of an attention on a GPU with `sm_count` multiprocessors. Raises `ScheduleError` for an
+    impossible schedule."""
+    if found := legal_flash_wgmma.problems(schedule, spec, arch):
+        raise ScheduleError(f"{schedule} cannot be: " + "; ".join(found), "a schedule without these problems",
+                            "change the tile, the warps or the stages")
+    plan = Plan.of(spec, schedule, sm_count)
+    k = Kernel("flash_wgmma", arch=arch, threads=schedule.threads, min_ctas=1)
+    writer = _Writer(k, plan)
+    writer.write()
+    return AttentionKernel("flash_wgmma", k.ptx(), plan.grid, schedule.threads, k.dynamic_smem,
+                           maps=(*writer.loads.maps, *writer.finish.maps),
+                           rows_of_cta=schedule.block_m if "s_q" in spec.symbolic and not plan.ctas else 0,
+                           pdl=True)
+
+
+class _Writer:
+    """The kernel as it is written: parameters and shared memory, then the two roles."""
+
+    def __init__(self, k: Kernel, plan: Plan) -> None:
+        self.k, self.plan, spec = k, plan, plan.spec
+        out = k.pointer("out")
+        log_sum = k.pointer("l") if spec.log_sum else None
+        for name in "qkv": k.pointer(name)  # the tensor maps'
+        self.scales = [k.pointer(f"scale_{name}") for name in "qkv"] if spec.scales is not None else []
+        self.cu = (k.pointer("cu_q"), k.pointer("cu_k")) if spec.ragged else None
+        self.seed = k.pointer("seed") if spec.kept < EVERY else None
+        self.extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
+        self.extents = Extents.declared(k, spec)
+        self.loads = Loads(k, plan, 1 + spec.log_sum)
+        self.turned = Turned(k, plan, self.loads) if plan.turned is not None else None
+        self.finish = Finish(k, plan, out, log_sum, self.loads.q)
+        self.walk = Walk(k, plan, self.extents.s_q)
+
+    def write(self) -> None:
+        """The whole kernel."""
+        k, plan = self.k, self.plan
+        if self.cu is not None: self._sequence(*self.cu)
+        with k.comment("one thread makes the barriers, and has the tensor maps fetched"):
+            with k.if_(k.tid.x == 0):
+                for each in (*self.loads.tensor_maps, *self.finish.tensor_maps):
+                    k.emit("prefetch.tensormap", each.at())
+                self.loads.init()
+                if self.turned is not None: self.turned.ring.init()
+                k.fence_mbarrier_init()
+            k.sync()
+        producer = k.tid.x >= WARPGROUP * plan.consumers
+        fewer, more = plan.registers
+        with k.if_(producer), k.comment("producer: a thread of each of two warps of the last warpgroup"):
+            if fewer: k.setmaxnreg(fewer, more=False)
+            with k.if_(k.tid.x < WARPGROUP * plan.consumers + 64), k.if_(k.elect()): self.produce()
+            if self.turned is not None:
+                with k.if_(k.tid.x >= WARPGROUP * plan.consumers + 64):
+                    self.turned.produce(self.walk, self.blocks)
+        with k.else_(), k.comment("consumers"):
+            if more: k.setmaxnreg(more, more=True)
+            self.consume()
+
+    def _sequence(self, cu_q: Value, cu_k: Value) -> None:
+        """Extents of the CTA's sequence, of a ragged batch. CTAs for whose block it has no rows end here."""
+        k, plan = self.k, self.plan
+        m, spec, number = plan.schedule.block_m, plan.spec, k.ctaid.x
+        k.wait_for_previous_grid()
+        clear(k, spec, self.finish.out, cu_q, (k.ctaid.z, *self._head()), number, m)
+        self.extents = Extents.read(k, spec, (cu_q, cu_k), k.ctaid.z)
+        if self.walk.downwards: number = plan.blocks_of_rows - 1 - number
+        k.emit("exit", guard=number * m >= self.extents.s_q)
+        assert self.extents.first is not None
+        self.loads.sequence = self.extents.first
+        self.finish.out = advanced(k, self.finish.out, self.extents.first[0],
+                                   spec.out.row * spec.out.dtype.itemsize)
+
+    def _head(self) -> tuple[Value, Value]:
+        head, group = self.k.ctaid.y, self.plan.spec.batch[2]
+        return head // group, head % group
+
+    def blocks(self, tile: Tile) -> Blocks:
+        """The blocks of columns of a tile."""
+        return Blocks(self.k, self.plan, tile.row.to("s32"), self.extents)
+
+    def produce(self) -> None:
+        """Fills the rings."""
+        k = self.k
+        k.wait_for_previous_grid()
+        with k.if_(k.tid.x < WARPGROUP * self.plan.consumers + 32):
+            self.loads.keys_and_values(self.walk, self.blocks)
+        with k.else_(): self.loads.queries(self.walk)
+        k.launch_dependents()
+
+    def consume(self) -> None:
+        """Multiplies and stores."""
+        k, plan = self.k, self.plan
+        # the same in all lanes; ptxas keeps what comes from redux, and all made of it, in uniform registers
+        warp = k.reg("u32")
+        k.emit("redux.sync.min.u32", warp, k.tid.x // 32, -1)
+        k.wait_for_previous_grid()
+        first = warp * (ROWS // 4)  # of a consumer's rows, a warp's
+        products = Products(k, plan, self.loads, warp >> 2) if self.turned is None else \
+            Fp8Products(k, plan, self.loads, self.turned, self.scales, warp >> 2)
+        products.begin()
+        if self.seed is not None: products.read_seed(self.seed)
+        with self.walk.tiles() as tile:
+            row = tile.row + first
+            products.tile(self.blocks(tile), Scores(k, plan.spec, self.extents, self.extras, tile.batch, row,
+                                                    plan.schedule.block_m, plan.schedule.block_n))
+            inverse, logs = products.finish()
+            if products.dropout is not None: inverse = [each * products.dropout.scale for each in inverse]
+            self.finish.store(products.out, inverse, logs, row, first, self.extents.s_q, tile.batch)
+            if plan.overlaid: products.give_back_queries()
+        products.end()
+        self.finish.finish()

@@ -1,0 +1,93 @@
+"""The producer's copies: queries, and blocks of keys and values by turns.
+
+Protocol: a thread for each of the two. Queries have a ring of one stage, keys and values one each. K of a
+block comes before V of the block before it, in the order in which the consumers ask for them: K₀, K₁, V₀, K₂,
+V₁, … Boxes reach beyond the matrices where blocks do; TMA brings zeros for what lies outside, and counts
+them.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tinygrad_nv.ptx.builder import Kernel, Place, Value
+from tinygrad_nv.tile.attention.wgmma.blocks import Blocks
+from tinygrad_nv.tile.attention.wgmma.plan import TURNERS, WARPGROUP, Plan, map_argument, walked
+from tinygrad_nv.tile.attention.wgmma.tile_scheduler import Tile, Walk
+from tinygrad_nv.tile.kernel import MapArgument
+from tinygrad_nv.tile.pipeline import Cursor, Ring
+
+
+class Loads:
+    """Tensor maps and shared memory of q, k and v; `first_pointer` is the number of q's pointer."""
+
+    def __init__(self, k: Kernel, plan: Plan, first_pointer: int) -> None:
+        self.k, self.plan = k, plan
+        spec, depth, warps = plan.spec, plan.schedule.depth, WARPGROUP // 32 * plan.consumers
+        rows, keys = spec.total or (spec.s_q, spec.s_kv)
+        self.maps: list[MapArgument] = [
+            map_argument(plan, spec.q, first_pointer, rows, spec.d, plan.q, plan.q.rows, "s_q"),
+            map_argument(plan, spec.k, first_pointer + 1, keys, spec.d, plan.k, plan.k.rows, "s_kv"),
+            map_argument(plan, spec.v, first_pointer + 2, keys, spec.d_v, plan.v, plan.v.rows, "s_kv")]
+        self.sequence: tuple[Value, Value] | None = None  # its first rows of q and of k, of a ragged batch
+        self.tensor_maps = [k.tensor_map(f"map_{name}") for name in "qkv"]
+        self.q = k.shared("queries", plan.q.nbytes, align=1024)
+        self.keys = k.shared("keys", plan.k.nbytes * depth, align=1024)
+        self.values = k.shared("values", plan.v.nbytes * depth, align=1024)
+        self.k_ring = Ring(k, depth, plan.k.nbytes, warps, name="full_and_empty_keys")
+        readers = warps if plan.turned is None else TURNERS
+        self.v_ring = Ring(k, depth, plan.v.nbytes, readers, name="full_and_empty_values")
+        self.q_ring = Ring(k, 1, plan.q.nbytes, warps, name="full_and_empty_queries")
+        self.rings = self.q_ring, self.k_ring, self.v_ring
+
+    def init(self) -> None:
+        """Makes the barriers: one thread."""
+        for ring in self.rings: ring.init()
+
+    def queries(self, walk: Walk) -> None:
+        """The queries of all tiles."""
+        at = self.q_ring.cursor(producer=True)
+        with walk.tiles() as tile:
+            full = self.q_ring.acquire(at)
+            self._copy(0, tile, tile.row.to("s32"), self.q.address(), full)
+            at.advance()
+
+    def keys_and_values(self, walk: Walk, blocks: Callable[[Tile], Blocks]) -> None:
+        """The keys and values of all tiles that have `blocks`."""
+        at = self.k_ring.cursor(producer=True), self.v_ring.cursor(producer=True)
+        with walk.tiles() as tile:
+            seen = blocks(tile)
+            with seen.any(): self._of_tile(tile, seen, *at)
+
+    def _of_tile(self, tile: Tile, blocks: Blocks, at_k: Cursor, at_v: Cursor) -> None:
+        k, plan, n = self.k, self.plan, self.plan.schedule.block_n
+        keys, values = self.keys.address(), self.values.address()
+
+        def copy_keys(column: Value) -> None:
+            full = self.k_ring.acquire(at_k)
+            self._copy(1, tile, column, keys + at_k.stage * plan.k.nbytes, full)
+            at_k.advance()
+
+        def copy_values(column: Value) -> None:
+            full = self.v_ring.acquire(at_v)
+            self._copy(2, tile, column, values + at_v.stage * plan.v.nbytes, full)
+            at_v.advance()
+
+        column = k.reg("s32", (blocks.end - 1) * n)
+        first = blocks.first * n
+        copy_keys(column)
+        with k.while_(lambda: column > first):
+            following = column - n
+            copy_keys(following)
+            copy_values(column)
+            column.set(following)
+        copy_values(column)
+
+    def _copy(self, which: int, tile: Tile, at: Value, target: Value, full: Place) -> None:
+        """The boxes of a tile of q, k or v, from row `at` (s32) on."""
+        plan, spec = self.plan, self.plan.spec
+        operand, rows = ((plan.q, spec.q), (plan.k, spec.k), (plan.v, spec.v))[which]
+        if self.sequence is not None: at = at + self.sequence[min(which, 1)].to("s32")
+        outer = [tile.batch[i].to("s32") for i in walked(rows, spec.batch)]
+        for column in range(operand.columns):
+            self.k.tma_load(target.at(column * operand.column_bytes), self.tensor_maps[which],
+                            [column * operand.inner, at, *outer], full)

@@ -1,0 +1,259 @@
+"""A consumer warpgroup: 64 rows against block after block of columns.
+
+Protocol: with S the scores, P their weights in 16 bits, O the result so far,
+
+    S = Q K₀ᵀ;  P = softmax of S
+    for each further block j:
+        issue S = Q Kⱼᵀ
+        issue O += P Vⱼ₋₁
+        wait for S, give Kⱼ back
+        softmax of S, while the tensor core is at O (`_before_sums`)
+        wait for O, give Vⱼ₋₁ back
+        O ×= the factor of what came before;  P = S in 16 bits
+    give Q back, for the next tile's
+    O += P V of the last block
+
+The fragment of S in 16 bits is the fragment of a left operand in registers: registers 8c … 8c + 7 are the
+four of wgmma c. In ping-pong (FlashAttention-3) a consumer issues a block's wgmmas when the one before it has
+issued its own, so that the softmax of each falls under the products of the others (`Turns`).
+"""
+from __future__ import annotations
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.attention.dropout import Dropout
+from tinygrad_nv.tile.attention.score import Cells, Scores, Softmax
+from tinygrad_nv.tile.attention.wgmma.blocks import Blocks
+from tinygrad_nv.tile.attention.wgmma.load import Loads
+from tinygrad_nv.tile.attention.wgmma.plan import ROWS, WARPGROUP, Plan
+from tinygrad_nv.tile.gemm.wgmma.main_loop import Descriptors
+from tinygrad_nv.tile.lanes import HALVES
+from tinygrad_nv.tile.pipeline import Ring
+
+CLEARED = 4  # a named barrier, after those of turns
+
+
+class Turns:
+    """Consumers that issue in turn: consumer i waits at named barrier 1 + i for the one before it, the first
+    one for the last one's turn before. All have as many turns; the last one's start gives the first turn, and
+    the first one takes what the last one's last turn gives."""
+
+    def __init__(self, k: Kernel, plan: Plan, consumer: Value) -> None:
+        self.k, self.first = k, consumer == 0
+        self.own = consumer + 1
+        self.next = k.select(consumer == plan.consumers - 1, 1, consumer + 2, "u32")
+
+    def begin(self) -> None:
+        """Before all turns."""
+        with self.k.if_(self.next == 1): self.give()
+
+    def take(self) -> None:
+        """Waits for the turn."""
+        self.k.sync(self.own, 2 * WARPGROUP)
+
+    def give(self) -> None:
+        """Gives it to the next consumer."""
+        self.k.arrive(self.next, 2 * WARPGROUP)
+
+    def end(self) -> None:
+        """After all turns."""
+        with self.k.if_(self.first): self.take()
+
+
+class Products:
+    """One consumer's main loop; `consumer` is its number, the same in all its lanes."""
+
+    def __init__(self, k: Kernel, plan: Plan, loads: Loads, consumer: Value) -> None:
+        self.k, self.plan, self.loads, self.consumer = k, plan, loads, consumer
+        self.q = Descriptors.of(k, plan.q, loads.q.address() + consumer * plan.q.at_mn(ROWS))
+        self.keys = Descriptors.of(k, plan.k, loads.keys.address())
+        self.values, self.v_ring = self._values()
+        rings = loads.q_ring, loads.k_ring, self.v_ring
+        self.at_q, self.at_k, self.at_v = (ring.cursor() for ring in rings)
+        self.doors_q, self.doors_k, self.doors_v = (ring.doors() for ring in rings)
+        self.mine = k.special("laneid") == 0
+        self.s = k.regs("f32", plan.scores)
+        self.p = k.regs("b32", plan.weights)
+        self.out = k.regs("f32", plan.sums)
+        self.turns = Turns(k, plan, consumer) if plan.pingpong else None
+        self.dropout: Dropout | None = None
+
+    def begin(self) -> None:
+        """Before all tiles."""
+        if self.turns is not None: self.turns.begin()
+
+    def end(self) -> None:
+        """After all tiles."""
+        if self.turns is not None: self.turns.end()
+
+    def read_seed(self, seed: Value) -> None:
+        """That of dropout, once for all tiles."""
+        k, spec = self.k, self.plan.spec
+        self.dropout = Dropout(k, spec.kept, self.plan.schedule.block_n, spec.batch)
+        self.dropout.read(seed)
+
+    def tile(self, blocks: Blocks, scores: Scores) -> None:
+        """A tile. Queries are given back unless the result will lie where they do."""
+        self.scores, self.softmax = scores, self._softmax(scores)
+        if self.dropout is not None: self.dropout.move(scores.batch, scores.row)
+        for each in self.out: each.set(0.0)
+        self.loads.q_ring.wait(self.at_q)
+        with blocks.any(): self._attend(blocks)
+        if not blocks.always and not self.plan.overlaid:
+            with self.k.else_(): self.give_back_queries()
+        self.at_q.advance()
+
+    def _attend(self, blocks: Blocks) -> None:
+        """All blocks, of which there is at least one."""
+        k, n = self.k, self.plan.schedule.block_n
+        block = k.reg("s32", blocks.end - 1)
+        self._first(block * n, blocks)
+        for end, masked in blocks.runs():
+            with k.loop(0, block - end):
+                block -= 1
+                self._further(block * n, masked)
+        if not self.plan.overlaid: self.give_back_queries()
+        self._last(block * n)
+
+    # **** what differs between dtypes ****
+
+    def _values(self) -> tuple[Descriptors, Ring]:
+        """Values as wgmma takes them, and their ring."""
+        return Descriptors.of(self.k, self.plan.v, self.loads.values.address()), self.loads.v_ring
+
+    def _softmax(self, scores: Scores) -> Softmax: return Softmax(self.k, 1, scores.factor)
+
+    def _ahead(self, column: Value) -> None:
+        """What is read for the scores of the block that begins at `column`."""
+
+    def _ahead_of_sums(self, column: Value) -> None:
+        """What is read for its second product."""
+
+    def _true(self, cells: Cells) -> Cells:
+        """The sums of products as the score has them."""
+        return cells
+
+    def _summed(self) -> None:
+        """After a block's second product, while its values are there."""
+
+    def finish(self) -> tuple[list[Value], list[Value]]:
+        """What the result is multiplied by, of each row, and l."""
+        return self.softmax.finish()
+
+    # **** blocks ****
+
+    def _first(self, column: Value, blocks: Blocks) -> None:
+        k, loads = self.k, self.loads
+        self._ahead(column)
+        loads.k_ring.wait(self.at_k)
+        self._issue_scores()
+        k.wgmma_wait(0)
+        self._give_back_keys()
+        if isinstance(blocks.columns, Value): self._clear(blocks.columns - column)
+        self._absorb(column, blocks.masked)
+        self._pack()
+
+    def _clear(self, seen: Value) -> None:
+        """Values of columns that exist but that no row sees may be anything, NaN too: of the first block only
+        the first `seen` (s32) are kept, and zeros have weight 0."""
+        k, plan, tile = self.k, self.plan, self.plan.v
+        threads = WARPGROUP * plan.consumers
+        with k.if_(seen < tile.rows):
+            self.v_ring.wait(self.at_v)
+            values = self.loads.values.address() + self.at_v.stage * tile.nbytes
+            with k.loop(values + (seen.to("u32") * tile.span + k.tid.x * 16),
+                        values + tile.rows * tile.span, threads * 16) as place:
+                for column in range(tile.columns):
+                    k.st("shared", "b32", place.at(column * tile.column_bytes), [0] * 4)
+            k.fence_proxy_async()
+            k.sync(CLEARED, threads)
+
+    def _further(self, column: Value, masked: bool) -> None:
+        k, loads = self.k, self.loads
+        self._ahead(column)
+        self._ahead_of_sums(column + self.plan.schedule.block_n)
+        loads.k_ring.wait(self.at_k)
+        if self.turns is not None: self.turns.take()
+        self._issue_scores()
+        self.v_ring.wait(self.at_v)
+        self._issue_sums()
+        if self.turns is not None: self.turns.give()
+        k.wgmma_wait(1)
+        self._give_back_keys()
+        factors = self._absorb(column, masked)
+        self._before_sums()
+        k.wgmma_wait(0)
+        self._summed()
+        self._give_back_values()
+        self._shrink(factors)
+        self._pack()
+
+    def _before_sums(self) -> None:
+        """Keeps the exponentials before the wait for O. ptxas moves that wait up, and exponentials down to
+        where the weights are packed: of 90 none stood under the product of P and V (128 elements of d). It
+        leaves a sleep where it is among waits, and this one needs the totals, and they every exponential. No
+        total is negative, so that no warp sleeps."""
+        low, high = (total < 0.0 for total in self.softmax.total)
+        self.k.emit("nanosleep.u32", 0, guard=low | high)
+
+    def _shrink(self, factors: list[Value]) -> None:
+        """The further on, the more blocks leave the tops of all of a warp's rows, and the result, as they
+        are."""
+        k, some = self.k, self.k.reg("pred")
+        k.emit("vote.sync.any.pred", some, (factors[0] != 1.0) | (factors[1] != 1.0), -1)
+        with k.if_(some):
+            for i, each in enumerate(self.out): each *= factors[i >> 1 & 1]
+
+    def _last(self, column: Value) -> None:
+        self._ahead_of_sums(column)
+        self.v_ring.wait(self.at_v)
+        self._issue_sums()
+        self.k.wgmma_wait(0)
+        self._summed()
+        self._give_back_values()
+
+    def _absorb(self, column: Value, masked: bool) -> list[Value]:
+        """Sums of the block that begins at `column` become weights; the factors of what was before."""
+        cells: Cells = [[self.s[i:i + 4] for i in range(0, len(self.s), 4)]]
+        cells = self.scores.of(self._true(cells), column)
+        if masked: self.scores.mask(cells, column)
+        factors = self.softmax.step(cells)
+        if self.dropout is not None: self.dropout.drop(cells, column)
+        self.weights = [each for cell in cells[0] for each in cell]
+        return factors
+
+    def _pack(self) -> None:
+        kind = HALVES[self.plan.spec.v.dtype]
+        for i, each in enumerate(self.p):
+            self.k.emit(f"cvt.rn.{kind}x2.f32", each, self.weights[2 * i + 1], self.weights[2 * i])
+
+    def _issue_scores(self) -> None:
+        k, plan = self.k, self.plan
+        k.wgmma_fence()
+        low = self.keys.stage(self.at_k.stage)
+        for step in range(plan.q.k // plan.step):
+            k.wgmma(f"m64n{plan.schedule.block_n}k{plan.step}", f"f32.{plan.kind}.{plan.kind}", self.s,
+                    self.q.at(self.q.base, plan.q.at_step(step)), self.keys.at(low, plan.k.at_step(step)),
+                    step > 0)
+        k.wgmma_commit()
+
+    def _issue_sums(self) -> None:
+        k, plan = self.k, self.plan
+        k.wgmma_fence()
+        low = self.values.stage(self.at_v.stage)
+        for step in range(plan.schedule.block_n // plan.step):
+            k.wgmma(f"m64n{plan.v.mn}k{plan.step}", f"f32.{plan.kind}.{plan.kind}", self.out,
+                    self.p[4 * step:4 * step + 4], self.values.at(low, plan.v.at_step(step)),
+                    trans=(False, True))
+        k.wgmma_commit()
+
+    def give_back_queries(self) -> None:
+        """Nobody of this warp reads them any more, nor what lies there instead."""
+        self.loads.q_ring.release(self.doors_q, self.at_q.stage, self.mine)
+
+    def _give_back_keys(self) -> None:
+        self.loads.k_ring.release(self.doors_k, self.at_k.stage, self.mine)
+        self.at_k.advance()
+
+    def _give_back_values(self) -> None:
+        self.v_ring.release(self.doors_v, self.at_v.stage, self.mine)
+        self.at_v.advance()

@@ -1,0 +1,197 @@
+"""How a decode kernel adds up what its warps have, and a request's splits.
+
+Protocol: parts of one row are sums of weights times values, relative to a top, and a total of weights.
+Merged:
+
+    top   = max of the tops
+    w     = 2^(its top − top), of each part
+    out   = Σ w · sums / Σ w · total         in the order of the parts; 0 where the total is 0
+
+Parts are first the warps of a CTA, in shared memory, then the splits of a request, in the workspace. A
+request of one split is finished by its CTA at once; others by the kernel `combine`, a CTA for each row, whose
+warps take turns at the splits: their sums are added in the order of the warps. A lane of each warp has one
+split's weight. What is added in which order depends on the number of the request's own splits alone.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.decode.plan import Plan
+from tinygrad_nv.tile.decode.rows import base_of, power
+from tinygrad_nv.tile.decode.spec import DecodeSpec
+from tinygrad_nv.tile.lanes import HALVES
+
+COMBINE_WARPS = 4
+MOST_SPLITS = 32  # a lane of a warp for each
+
+
+def largest(k: Kernel, values: Sequence[Value]) -> Value:
+    """The largest of some."""
+    made = k.reg("f32", values[0])
+    for value in values[1:]: k.emit("max.f32", made, made, value)
+    return made
+
+
+def inverse(k: Kernel, total: Value) -> Value:
+    """1 / total, 0 for 0."""
+    made = k.reg("f32")
+    k.emit("rcp.approx.ftz.f32", made, total)
+    return k.select(total == 0.0, 0.0, made)
+
+
+def store_out(k: Kernel, spec: DecodeSpec, out: Value, indices: Sequence[Value], row: Value, column: Value,
+              values: Sequence[Value]) -> None:
+    """Four elements of a row of the result, from `column` (u32) on. `indices` are request and key head."""
+    o = spec.out
+    at = k.reg("u64", o.offset)
+    for index, stride in zip((*indices, row % spec.group, row // spec.group), (*o.batch, o.row), strict=True):
+        at = at + index.to("u64") * stride
+    address, pairs = out + (at + column.to("u64")) * 2, []
+    for i in (0, 2):
+        pairs.append(k.reg("b32"))
+        k.emit(f"cvt.rn.{HALVES[o.dtype]}x2.f32", pairs[-1], values[i + 1], values[i])
+    if o.aligned_bytes >= 8: k.st("global", "b32", address.at(), pairs)
+    else:
+        for i, pair in enumerate(pairs): k.st("global", "b32", address.at(4 * i), pair)
+
+
+@dataclass
+class Workspace:
+    """Sums of a row's split, and its top and total beside each other, as plan.py has them. `row` is
+    the row's number among all."""
+    k: Kernel
+    plan: Plan
+    pointer: Value
+
+    def number(self, indices: Sequence[Value], row: Value) -> Value:
+        """A row's number among all: u64."""
+        request, head = indices
+        heads = request.to("u64") * self.plan.spec.heads + head.to("u64")
+        return heads * self.plan.spec.rows + row.to("u64")
+
+    def sums(self, number: Value, split: Value) -> Value:
+        """Where a split's sums lie."""
+        return self.pointer + (number * self.plan.most_splits + split.to("u64")) * (4 * self.plan.spec.d_v)
+
+    def stats(self, number: Value, split: Value) -> Value:
+        """Where its top and total lie."""
+        at = (number * self.plan.most_splits + split.to("u64")) * 8
+        return self.pointer + (at + self.plan.stats_start)
+
+
+@dataclass
+class Merge:
+    """The warps of a CTA, in shared memory at `base` (u32)."""
+    k: Kernel
+    plan: Plan
+    base: Value
+
+    @property
+    def stats_start(self) -> int:
+        return 4 * self.plan.schedule.warps_n * self.plan.block_rows * self.plan.pitch
+
+    def leave(self, row: Value, group: Value, sums: list[list[Value]], top: list[Value],
+              total: list[Value]) -> None:
+        """A warp's sums: by 8 columns, two of each of a lane's rows; `row` (u32) is the lane's first, `group`
+        the warp's number along keys."""
+        k, plan, lane = self.k, self.plan, self.k.special("laneid") % 4
+        line = group * plan.block_rows + row
+        for h in range(2):
+            at = self.base + (line + 8 * h) * (4 * plan.pitch)
+            if plan.spec.quantised:
+                at = at + lane * 16
+                for j in range(0, len(sums), 2):
+                    even, odd = (sums[j + i][2 * h:2 * h + 2] for i in range(2))
+                    k.st("shared", "f32", at.at(32 * j), [even[0], odd[0], even[1], odd[1]])
+            else:
+                at = at + lane * 8
+                for j, cell in enumerate(sums): k.st("shared", "f32", at.at(32 * j), cell[2 * h:2 * h + 2])
+            with k.if_(lane == 0):
+                stats = self.base + (line + 8 * h) * 8
+                k.st("shared", "f32", stats.at(self.stats_start), [top[h], total[h]])
+
+    def merged(self, row: Value, column: Value) -> tuple[list[Value], Value, Value]:
+        """Four sums of a row, its top and total."""
+        k, plan = self.k, self.plan
+        stats, at = self.base + row * 8, self.base + row * (4 * plan.pitch) + column * 4
+        groups = range(plan.schedule.warps_n)
+        tops, totals = zip(*(k.ld("shared", "f32", stats.at(self.stats_start + 8 * plan.block_rows * i), 2)
+                             for i in groups), strict=True)
+        top = largest(k, tops)
+        base = base_of(k, top)
+        sums, total = k.regs("f32", 4, 0.0), k.reg("f32", 0.0)
+        for i in groups:
+            weight = power(k, tops[i] - base)
+            k.emit("fma.rn.f32", total, totals[i], weight, total)
+            part = k.ld("shared", "f32", at.at(4 * plan.block_rows * plan.pitch * i), 4)
+            for mine, other in zip(sums, part, strict=True): k.emit("fma.rn.f32", mine, other, weight, mine)
+        return sums, top, total
+
+
+class Combine:
+    """The kernel `combine`, a row for each CTA."""
+
+    def __init__(self, k: Kernel, plan: Plan, workspace: Workspace, out: Value) -> None:
+        self.k, self.plan, self.spec, self.workspace, self.out = k, plan, plan.spec, workspace, out
+        self.lane, self.warp = k.special("laneid"), k.tid.x >> 5
+        self.quads = self.spec.d_v // 4
+        self.weights = k.shared("weights", 4 * MOST_SPLITS)
+        self.sums = k.shared("sums", 4 * COMBINE_WARPS * self.spec.d_v)
+
+    def write(self, count: Value) -> None:
+        """Everything for a request of `count` (u32) splits."""
+        k, spec, row, indices = self.k, self.spec, self.k.ctaid.x, [self.k.ctaid.z, self.k.ctaid.y]
+        number = self.workspace.number(indices, row)
+        whole = self._weigh(number, count)
+        k.sync()
+        for first in range(0, self.quads, 32):
+            quad = self.lane + first
+            with k.if_(quad < self.quads):
+                place = self.sums.address(self.warp * (4 * spec.d_v)) + quad * 16
+                k.st("shared", "f32", place.at(), self._share(number, quad, count))
+        k.sync()
+        with k.if_(k.tid.x < self.quads):
+            at, scale = self.sums.address(k.tid.x * 16), inverse(k, whole)
+            parts = [k.ld("shared", "f32", at.at(4 * spec.d_v * i), 4) for i in range(COMBINE_WARPS)]
+            made = parts[0]
+            for part in parts[1:]: made = [a + b for a, b in zip(made, part, strict=True)]
+            store_out(k, spec, self.out, indices, row, k.tid.x * 4, [value * scale for value in made])
+
+    def _weigh(self, number: Value, count: Value) -> Value:
+        """The splits' weights, to shared memory; the total of all."""
+        k, (top, total) = self.k, (self.k.reg("f32", -math.inf), self.k.reg("f32", 0.0))
+        with k.if_(self.lane < count):
+            stats = k.ld("global", "f32", self.workspace.stats(number, self.lane).at(), 2)
+            top.set(stats[0])
+            total.set(stats[1])
+        weight = power(k, top - base_of(k, self._over_lanes(top, "max.f32")))
+        with k.if_(k.tid.x < MOST_SPLITS):
+            k.st("shared", "f32", self.weights.address(k.tid.x * 4).at(), weight)
+        return self._over_lanes(total * weight, "add.f32")
+
+    def _share(self, number: Value, quad: Value, count: Value) -> list[Value]:
+        """A warp's part of four columns: every fourth split."""
+        k, taken = self.k, []
+        at = self.workspace.sums(number, self.warp) + (quad * 16).to("u64")
+        for first in range(0, self.plan.most_splits, COMBINE_WARPS):
+            there, four = self.warp + first < count, k.regs("f32", 4, 0.0)
+            k.emit("ld.global.v4.f32", four, at.at(4 * self.spec.d_v * first), guard=there)
+            weight = k.ld("shared", "f32", self.weights.address(self.warp * 4).at(4 * first))[0]
+            taken.append((four, weight))
+        made = k.regs("f32", 4, 0.0)
+        for four, weight in taken:
+            for mine, value in zip(made, four, strict=True): k.emit("fma.rn.f32", mine, value, weight, mine)
+        return made
+
+    def _over_lanes(self, value: Value, opcode: str) -> Value:
+        """An operation over a warp."""
+        k = self.k
+        for distance in (16, 8, 4, 2, 1):
+            other, made = k.regs("f32", 2)
+            k.emit("shfl.sync.bfly.b32", other, value, distance, 31, -1)
+            k.emit(opcode, made, value, other)
+            value = made
+        return value

@@ -1,0 +1,67 @@
+"""Decode attention over pages or a contiguous cache: split-KV with a combine step, on mma.sync. For sm_80 and
+later.
+
+    split: for each request, key head (16 · warps_m rows of it) and split of the keys, in one CTA
+        wait for the kernel before; the request's length, read or given; nothing to do beyond it
+        the split's pages, and scales, to shared memory; q's fragments to registers
+        each group of warps, on keys of its own, from a ring of its own:
+            the first `depth - 1` tiles of keys and values are on their way
+            for each tile:
+                wait until it is in and the group has read the tile before
+                start the copies of the tile `depth - 1` further on
+                sums = q kᵀ
+                weights, shrink = online softmax of the scores
+                out = out · shrink + weights v
+        the kernel after may begin
+        merge the warps, in shared memory; a request of one split: store the result; else: leave the sums,
+        tops and totals in the workspace
+    combine: for each row of a request with more splits, in one CTA
+        wait for the kernel before; merge the splits in their order
+
+Query heads of a key head and the request's rows are packed into the 16 rows of mma.m16n8k16 (GQA). What a
+row's bits are depends on its own request alone: splits follow from its length (plan.py), and merging
+adds in a fixed order (combine.py).
+"""
+from __future__ import annotations
+
+from tinygrad_nv.errors import ScheduleError
+from tinygrad_nv.ptx.builder import Kernel
+from tinygrad_nv.tile.decode.combine import COMBINE_WARPS, Combine, Workspace
+from tinygrad_nv.tile.decode.legality import problems
+from tinygrad_nv.tile.decode.plan import Parameters, Plan, Span
+from tinygrad_nv.tile.decode.spec import DecodeSpec
+from tinygrad_nv.tile.decode.split import Split
+from tinygrad_nv.tile.kernel import AttentionKernel, DecodeKernel
+from tinygrad_nv.tile.schedule import Schedule
+
+
+def decode_attention(spec: DecodeSpec, schedule: Schedule, arch: str) -> DecodeKernel:
+    """The kernels of a decode attention. Raises `ScheduleError` for an impossible schedule."""
+    if found := problems(schedule, spec, arch):
+        raise ScheduleError(f"{schedule} cannot be: " + "; ".join(found), "a schedule without these problems",
+                            "change the block, the warps or the stages")
+    plan = Plan(spec, schedule)
+    kernels = [_split(plan, arch)]
+    if plan.workspace_bytes: kernels.append(_combine(plan, arch))
+    return DecodeKernel(tuple(kernels), plan.workspace_bytes)
+
+
+def _split(plan: Plan, arch: str) -> AttentionKernel:
+    spec, s = plan.spec, plan.schedule
+    k = Kernel("decode_split", arch=arch, threads=s.threads, min_ctas=1)
+    Split(k, plan, Parameters(k, plan)).write()
+    grid = plan.most_splits, spec.heads * plan.row_blocks, spec.batch
+    return AttentionKernel("decode_split", k.ptx(), grid, s.threads, k.dynamic_smem, pdl=k.hopper)
+
+
+def _combine(plan: Plan, arch: str) -> AttentionKernel:
+    spec, threads = plan.spec, 32 * COMBINE_WARPS
+    k = Kernel("decode_combine", arch=arch, threads=threads)
+    given = Parameters(k, plan)
+    if k.hopper: k.wait_for_previous_grid()
+    span = Span(k, plan, given.length(k.ctaid.z))
+    with k.if_(span.several):
+        Combine(k, plan, Workspace(k, plan, given.workspace), given.out).write(span.count())
+    if k.hopper: k.launch_dependents()
+    return AttentionKernel("decode_combine", k.ptx(), (spec.rows, spec.heads, spec.batch), threads,
+                           k.dynamic_smem, pdl=k.hopper)

@@ -1,0 +1,196 @@
+"""The numbers of a decode kernel: who reads what, what lies where.
+
+Protocol: a CTA has 16 · `warps_m` of a key head's rows and one split of a request's keys, which it takes
+`block_n` keys at a time; each of its `warps_n` groups of warps has `keys` of these, in a ring of its own.
+
+Splits depend on the request's own length alone, and on what the spec and the schedule have:
+
+    low    = first key that a row sees, rounded down to a multiple of `unit`
+    keys   = max(least, ⌈(length − low) / splits⌉), rounded up to a multiple of `unit`
+    split s has keys low + s · keys … low + (s + 1) · keys − 1
+
+A contiguous cache has no pages to look up: `unit` is the block of keys alone.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.decode.spec import DecodeSpec
+from tinygrad_nv.tile.layout import SharedTile
+from tinygrad_nv.tile.schedule import Schedule
+
+RESIDENT = 128  # elements of a head up to which the rows of q stay in registers: 4 for each 16
+
+
+def up(value: int, unit: int) -> int:
+    """Rounded up to a multiple."""
+    return -(-value // unit) * unit
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of a spec and a schedule."""
+    spec: DecodeSpec
+    schedule: Schedule
+
+    @property
+    def keys(self) -> int:
+        """Of a warp's tile."""
+        return self.schedule.block_n // self.schedule.warps_n
+
+    @property
+    def group_threads(self) -> int:
+        """Threads that share a tile of keys."""
+        return 32 * self.schedule.warps_m
+
+    @property
+    def unit(self) -> int:
+        """Splits begin at multiples of it: both powers of two."""
+        return max(self.schedule.block_n, self.spec.page_size if self.spec.table else 1)
+
+    # **** rows ****
+
+    @property
+    def block_rows(self) -> int: return 16 * self.schedule.warps_m
+
+    @property
+    def row_blocks(self) -> int: return -(-self.spec.rows // self.block_rows)
+
+    # **** splits ****
+
+    @property
+    def least(self) -> int:
+        """Keys of a split at least."""
+        return up(self.schedule.block_k, self.unit)
+
+    @property
+    def most_span(self) -> int:
+        """Keys from `low` to the last at most."""
+        spec = self.spec
+        if spec.window is None: return spec.longest
+        return min(spec.longest, spec.window + spec.s_q - 1 + self.unit - 1)
+
+    @property
+    def most_keys(self) -> int:
+        """Of a split."""
+        return max(self.least, up(-(-self.most_span // self.schedule.splits), self.unit))
+
+    @property
+    def most_splits(self) -> int:
+        """Of a request; as many CTAs are launched for each."""
+        return min(self.schedule.splits, -(-self.most_span // self.least))
+
+    @property
+    def most_pages(self) -> int:
+        """Of a split, of those that are looked up."""
+        return self.most_keys // self.spec.page_size if self.spec.table else 0
+
+    # **** shared memory ****
+
+    def tile(self, width: int) -> SharedTile:
+        """Of a warp's keys or values, with `width` elements each, in rows of 32, 64 or multiples of 128
+        bytes."""
+        nbytes = width * self.spec.k.dtype.itemsize
+        return SharedTile(self.keys, next((size for size in (32, 64) if nbytes <= size), up(nbytes, 128)))
+
+    @property
+    def k_tile(self) -> SharedTile: return self.tile(self.spec.d)
+
+    @property
+    def v_tile(self) -> SharedTile: return self.tile(self.spec.d_v)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of all warps' tiles."""
+        return (self.k_tile.nbytes + self.v_tile.nbytes) * self.schedule.warps_n
+
+    @property
+    def pitch(self) -> int:
+        """Floats between rows of sums in shared memory: 8 beyond a multiple of 32 for stores of two from
+        lanes of eight rows, 16 beyond it for stores of four."""
+        return up(self.spec.d_v, 32) + (16 if self.spec.quantised else 8)
+
+    @property
+    def sums_bytes(self) -> int:
+        """What warps leave each other at the end: sums, then top and total of each row."""
+        return 4 * self.schedule.warps_n * self.block_rows * (self.pitch + 2)
+
+    @property
+    def ring_bytes(self) -> int:
+        """The ring; at the end the sums take its place."""
+        return max(self.stage_bytes * self.schedule.depth, self.sums_bytes)
+
+    @property
+    def q_bytes(self) -> int:
+        """Rows of q in shared memory, where they do not stay in registers."""
+        return 0 if self.spec.d <= RESIDENT else 2 * self.block_rows * self.spec.d
+
+    @property
+    def table_bytes(self) -> int:
+        """A split's pages, and their scales."""
+        return 4 * self.most_pages * (3 if self.spec.quantised else 1)
+
+    @property
+    def smem_bytes(self) -> int: return up(self.ring_bytes, 16) + up(self.q_bytes, 16) + self.table_bytes
+
+    # **** the workspace ****
+
+    @property
+    def all_rows(self) -> int: return self.spec.batch * self.spec.heads * self.spec.rows
+
+    @property
+    def stats_start(self) -> int:
+        """Bytes before the tops and totals: sums are first, [request, key head, row, split, d_v]."""
+        return 4 * self.all_rows * self.most_splits * self.spec.d_v
+
+    @property
+    def workspace_bytes(self) -> int:
+        """0 where nobody splits."""
+        return 0 if self.most_splits == 1 else self.stats_start + 8 * self.all_rows * self.most_splits
+
+
+class Parameters:
+    """Those of both kernels."""
+
+    def __init__(self, k: Kernel, plan: Plan) -> None:
+        self.k, self.out = k, k.pointer("out")
+        if plan.workspace_bytes: self.workspace = k.pointer("workspace")
+        self.spec = spec = plan.spec
+        self.q, self.keys, self.values = (k.pointer(name) for name in ("q", "keys", "values"))
+        if spec.table: self.table = k.pointer("table")
+        if spec.length == "memory": self.lengths = k.pointer("lengths")
+        if spec.quantised: self.scales = [k.pointer(name) for name in ("k_scale", "v_scale")]
+        self.extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
+        if spec.length == "argument": self.argument = k.param("length", "u32")
+
+    def length(self, request: Value) -> Value:
+        """Tokens of a request: s32."""
+        if self.spec.length == "argument": return self.argument.to("s32")
+        if self.spec.length == "most": return self.k.reg("s32", self.spec.longest, name="length")
+        made = self.k.reg("s32", name="length")
+        self.k.emit("ld.global.s32", made, (self.lengths + request.to("u64") * 4).at())
+        return made
+
+
+class Span:
+    """A request's keys that rows see, and how they are split. All s32."""
+
+    def __init__(self, k: Kernel, plan: Plan, length: Value) -> None:
+        self.k, spec, unit = k, plan.spec, plan.unit
+        self.high = length
+        self.first, self.low = k.reg("s32", 0), k.reg("s32", 0)  # that a row sees; of the first split
+        if spec.window is not None:
+            k.emit("max.s32", self.first, length - (spec.s_q + spec.window - 1), 0)
+            k.emit("and.b32", self.low, self.first, -unit)
+        self.all = self.high - self.low
+        splits = plan.schedule.splits
+        self.keys = k.reg("s32")
+        k.emit("max.s32", self.keys, (self.all + (splits * unit - 1)) // (splits * unit) * unit, plan.least)
+
+    @property
+    def several(self) -> Value: return self.all > self.keys
+
+    def count(self) -> Value:
+        """Splits: u32."""
+        return ((self.all + self.keys - 1) // self.keys).to("u32")

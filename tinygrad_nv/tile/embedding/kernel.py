@@ -1,0 +1,89 @@
+"""Rows of a table by number (spec.py), copied. For sm_80 and later.
+
+    each team of threads has a token, a thread up to `DEEP` pieces of the row, of 16 bytes where rows allow:
+        wait for the kernel before
+        read the token, count from the end what is below 0
+        load the pieces; of no row they are 0
+        the kernel after may begin
+        store
+"""
+from __future__ import annotations
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.embedding.spec import EmbeddingSpec
+from tinygrad_nv.tile.kernel import TileKernel
+
+PIECES = {16: ("b32", 4), 8: ("b32", 2), 4: ("b32", 1), 2: ("b16", 1)}  # bytes: a load's registers
+DEEP = 4
+CTA = 256               # threads, less where there are fewer pieces
+
+
+def embedding(spec: EmbeddingSpec, arch: str) -> TileKernel:
+    """The kernel of a table. Parameters in this order: out; weight; tokens; u32 tokens, where they are
+    symbolic."""
+    row_bytes = spec.width * spec.dtype.itemsize
+    piece = next(nbytes for nbytes in PIECES if row_bytes % nbytes == 0)
+    pieces = row_bytes // piece
+    team = min(CTA, 1 << (pieces - 1).bit_length())
+    deep = min(DEEP, -(-pieces // team))
+    tokens = max(32 // team, min(CTA // team, spec.tokens.count))  # of a CTA
+    tokens = 1 << (tokens - 1).bit_length()
+    k = Kernel("embedding", arch=arch, threads=team * tokens)
+    _write(k, spec, team, tokens, piece, deep)
+    grid = (-(-spec.tokens.count // tokens), -(-pieces // (team * deep)), 1)
+    return TileKernel("embedding", k.ptx(), grid, team * tokens, rows_of_cta=tokens, pdl=k.hopper)
+
+
+def _write(k: Kernel, spec: EmbeddingSpec, team: int, tokens: int, piece: int, deep: int) -> None:
+    out, weight, numbers = (k.pointer(name) for name in ("out", "weight", "tokens"))
+    count = k.param("m", "u32") if spec.symbolic else k.reg("u32", spec.tokens.count)
+    row_bytes = spec.width * spec.dtype.itemsize
+    with k.comment("this thread's token and pieces"):
+        token, lane = k.ctaid.x * tokens + k.tid.x // team, k.tid.x % team
+        there = token < count
+        first = (k.ctaid.y * (team * deep) + lane) * piece
+        number = k.reg("s64", -1 - spec.rows)
+        at = _place(k, spec, numbers, token)
+        if k.hopper: k.wait_for_previous_grid()
+        kind = f"s{8 * spec.tokens.dtype.itemsize}"
+        short = number if kind == "s64" else k.reg("s32", -1 - spec.rows)
+        k.emit(f"ld.global.{kind}", short, at.at(), guard=there)
+        if kind == "s32": number = short.to("s64")
+        row = k.select(number < 0, number + spec.rows, number, "s64")
+        known = k.reg("pred")
+        k.emit("setp.lt.u64", known, _unsigned(k, row), spec.rows)
+    source = weight + _unsigned(k, row) * row_bytes + first.to("u64")
+    target = advanced(k, out, token, row_bytes) + first.to("u64")
+    kind, registers = PIECES[piece]
+    vector = f".v{registers}" if registers > 1 else ""
+    loaded, whole = [], row_bytes % (deep * team * piece) == 0
+    with k.comment("the row"):
+        for i in range(deep):
+            inside = None if whole else first + i * team * piece < row_bytes
+            words = k.regs(kind, registers, 0)
+            k.emit(f"ld.global{vector}.{kind}", words if vector else words[0], source.at(i * team * piece),
+                   guard=known if inside is None else known & inside)
+            loaded.append((words, there if inside is None else there & inside))
+        if k.hopper: k.launch_dependents()
+        for i, (words, guard) in enumerate(loaded):
+            k.emit(f"st.global{vector}.{kind}", target.at(i * team * piece), words if vector else words[0],
+                   guard=guard)
+
+
+def _place(k: Kernel, spec: EmbeddingSpec, numbers: Value, token: Value) -> Value:
+    """Where a token's number lies: u64."""
+    size, rest = spec.tokens.dtype.itemsize, token
+    at = numbers + spec.tokens.offset * size if spec.tokens.offset else numbers
+    if len(spec.tokens.extents) == 1: return advanced(k, at, token, spec.tokens.strides[0] * size)
+    for extent, stride in reversed(list(zip(spec.tokens.extents, spec.tokens.strides, strict=True))):
+        at = advanced(k, at, rest % extent, stride * size)
+        rest = rest // extent
+    return at
+
+
+def _unsigned(k: Kernel, value: Value) -> Value:
+    """An s64 as u64: what is below 0 is beyond every row."""
+    made = k.reg("u64")
+    k.emit("mov.b64", made, value)
+    return made

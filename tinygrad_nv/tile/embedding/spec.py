@@ -1,0 +1,67 @@
+"""Rows of a table by number, and the table's gradient. A spec does not know its target.
+
+Protocol: tokens number the rows of weight (V, H), those from −V to −1 from its end; other numbers are of no
+row. `tokens` are where they lie: extents, the first of which may be the most there can be, and strides.
+
+    out[t, :]    = weight[tokens[t], :]                       0 where there is no such row
+    dweight[v, :] = Σ grad[t, :] over t with tokens[t] = v     0 where there is none
+
+Sums are of float32, from the first token to the last, and rounded to the weight's dtype once.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from tinygrad.dtype import DType, dtypes
+
+from tinygrad_nv.errors import SpecError
+from tinygrad_nv.tile.expression import short
+from tinygrad_nv.tile.gemm.spec import HALVES
+
+FLOATS = (dtypes.float32, *HALVES)
+TOKENS = (dtypes.int32, dtypes.int64)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Numbers of rows: token (i, j, …) lies at offset + Σ strides · (i, j, …)."""
+    dtype: DType
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def count(self) -> int:
+        """How many there are at most."""
+        return prod(self.extents)
+
+
+@dataclass(frozen=True)
+class EmbeddingSpec:
+    """Rows of a table (V, H). `symbolic`: how many tokens there are is the kernel's last integer; they have
+    one extent then. Raises `SpecError` for what cannot be."""
+    rows: int
+    width: int
+    dtype: DType
+    tokens: Tokens
+    symbolic: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.rows, self.width, *self.tokens.extents) < 1:
+            raise SpecError(f"{self.rows}x{self.width}, tokens {self.tokens.extents}", "extents ≥ 1")
+        for dtype, allowed in ((self.dtype, FLOATS), (self.tokens.dtype, TOKENS)):
+            if dtype not in allowed: raise SpecError(dtype.name, ", ".join(each.name for each in allowed))
+        if self.symbolic and len(self.tokens.extents) != 1:
+            raise SpecError(f"a symbolic number of tokens {self.tokens.extents}", "one dimension of tokens")
+
+    def __str__(self) -> str:
+        most = "≤" if self.symbolic else ""
+        return f"{most}{self.tokens.count} of {self.rows}x{self.width} {short(self.dtype)}"
+
+
+@dataclass(frozen=True)
+class EmbeddingGradientSpec(EmbeddingSpec):
+    """The gradient of a table: of `tokens` rows of the result's gradient."""
+
+    def __str__(self) -> str: return f"gradient {super().__str__()}"

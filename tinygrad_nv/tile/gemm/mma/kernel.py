@@ -1,0 +1,242 @@
+"""Matrix products with mma.sync: a ring of cp.async stages, fragments by ldmatrix. For sm_80 and later, and
+for any extents, strides and alignment.
+
+    the first `depth - 1` tiles along K are on their way; fragments of the first step are read
+    for each tile along K:
+        start the copies of the tile `depth - 1` further on, into the place of the tile before
+        for each step of 32 bytes:
+            at the last: wait until the next tile is in and everybody has read the last of this one
+            read the fragments of the step after, of the next tile if need be
+            all products of the warp's tile
+    with splits: leave the sums in the workspace; the CTA that comes last adds them all up
+    the epilogue; store what lies inside
+
+CTAs walk the tiles of the result in groups of rows, so that those at work together share operands in L2.
+
+On Hopper it is launched early: all threads wait for the kernel before ahead of their first copies, and the
+kernel after may begin when all CTAs have come to the end of their sums. Before they wait they have L2 fetch
+what they copy first: a hint, which reads nothing, and without which ptxas leaves all arithmetic for later.
+"""
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
+from tinygrad_nv.tile.gemm.legality import require
+from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
+from tinygrad_nv.tile.gemm.splits import Splits
+from tinygrad_nv.tile.kernel import GemmKernel
+from tinygrad_nv.tile.ops import TileCopy, width_of
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.store import Cell, Store, store_plan
+from tinygrad_nv.tile.tile_scheduler import Walk
+
+DEFAULT = Schedule()
+REGISTERS = 210  # sums and fragments that leave room for addresses among 255
+
+Sums = list[list[list[Value]]]      # by 16 rows, by 8 columns: four registers
+Operands = list[list[list[Value]]]  # of A and each part of B, by 16 rows or columns: four registers
+
+
+def gemm_mma(spec: GemmSpec, schedule: Schedule = DEFAULT, arch: str = "sm_80") -> GemmKernel:
+    """The kernel of a product. Raises `ScheduleError` for an impossible schedule."""
+    require(schedule, spec, arch)
+    if schedule.swap: spec = spec.swapped()
+    # min_ctas: else ptxas spills a word here and there for one CTA more on a multiprocessor
+    k = Kernel("gemm_mma", arch=arch, threads=schedule.threads, min_ctas=1)
+    writer = _Writer(k, spec, schedule)
+    writer.write()
+    walk, splits = writer.walk, writer.splits
+    return GemmKernel("gemm_mma", k.ptx(), walk.grid, schedule.threads, k.dynamic_smem,
+                      workspace_bytes=splits.workspace_bytes, flags=splits.flags,
+                      rows_of_cta=schedule.block_m if spec.symbolic else 0, ctas_of_rows=walk.ctas_of_rows,
+                      pdl=k.hopper)
+
+
+class _Writer:
+    """The kernel as it is written: the parameters, then the stages of the protocol above."""
+
+    def __init__(self, k: Kernel, spec: GemmSpec, schedule: Schedule) -> None:
+        self.k, self.spec, self.schedule, s = k, spec, schedule, schedule
+        self.columns = s.block_n // spec.parts
+        self.warp_m, self.warp_n = s.block_m // s.warps_m, self.columns // s.warps_n
+        self.splits = Splits(k, spec, s, self.warp_m // 16 * self.warp_n // 8 * spec.parts)
+        self.plan, self.out = store_plan(spec, schedule), k.pointer("out")
+        self.splits.declare()
+        a, b = (k.pointer(name) for name in "ab")
+        if s.swap: a, b = b, a
+        self.extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
+        self.rows: Value | int = k.param("m", "u32") if spec.symbolic else spec.m
+        self.walk = Walk(k, spec, s, self.rows)
+        self.splits.begin(self.walk)
+        self.first_m, self.first_n = self.walk.m * s.block_m, self.walk.n * self.columns
+        self.copies = self._copies(a, b)
+        warp = k.tid.x >> 5
+        self.row, self.column = warp % s.warps_m * self.warp_m, warp // s.warps_m * self.warp_n
+        self.fragments = [
+            Fragments(k, copy.operand.dtype, copy.tile, copy.mn_major, i > 0, self.column if i else self.row,
+                      self.warp_n if i else self.warp_m, self.steps, copy.start)
+            for i, copy in enumerate(self.copies)]
+
+    @property
+    def steps(self) -> int:
+        """Steps of a tile."""
+        return self.schedule.block_k * self.spec.a.dtype.itemsize // STEP_BYTES
+
+    def batched(self, strides: tuple[int, ...], offset: int) -> Value:
+        """Elements before this CTA's matrix: u64."""
+        at = self.k.reg("u64", offset)
+        for index, stride in zip(self.walk.batch, strides, strict=True):
+            if stride: at = at + index.to("u64") * stride
+        return at
+
+    def _copies(self, a: Value, b: Value) -> list[TileCopy]:
+        """Those of A, then of each part of B, which follow each other in a stage."""
+        k, spec, s = self.k, self.spec, self.schedule
+        made: list[TileCopy] = []
+        residue = spec.k % s.block_k or s.block_k
+        parts = [replace(spec.b, offset=spec.b.offset + part * spec.part) for part in range(spec.parts)]
+        start = 0
+        for operand, pointer, first, extent, block in (
+                (spec.a, a, self.first_m, spec.m, s.block_m),
+                *((part, b, self.first_n, spec.n, self.columns) for part in parts)):
+            runtime = spec.symbolic and not made
+            width = width_of(operand, 1 if runtime else extent, residue)
+            made.append(TileCopy(k, operand, self._place(operand, pointer), first,
+                                 self.rows if runtime else extent,
+                                 self.splits.residue, width, block, s.block_k, start))
+            start += made[-1].tile.nbytes
+        self.stage_bytes = start
+        return made
+
+    def _place(self, operand: Operand, pointer: Value) -> Value:
+        """Where an operand of this CTA's matrix begins, at its first element of K."""
+        at = self.batched(operand.batch, operand.offset)
+        if self.splits.first_k is not None: at = at + self.splits.first_k.to("u64") * operand.k
+        return pointer + at * operand.dtype.itemsize
+
+    # **** the loop ****
+
+    def write(self) -> None:
+        """The whole kernel."""
+        k, spec = self.k, self.spec
+        kind = "f32" if instruction(spec.a.dtype, spec.b.dtype)[1].startswith("f32") else "s32"
+        zero = 0.0 if kind == "f32" else 0
+        self.sums: list[Sums] = [[[k.regs(kind, 4, zero) for _ in range(self.warp_n // 8)]
+                                  for _ in range(self.warp_m // 16)] for _ in range(spec.parts)]
+        depth = min(self.schedule.depth, self.splits.least_tiles)
+        ring = k.shared("ring", max(self.stage_bytes * depth, self.plan.smem_bytes), align=1024)
+        self.start, self.depth = ring.address(), depth
+        if k.hopper:
+            for copy in self.copies: copy.ask()
+            k.wait_for_previous_grid()
+        self._fill()
+        self._multiply()
+        if k.hopper: k.launch_dependents()
+        with self.splits.finished_last([cell for part in self.sums for row in part for cell in row]):
+            self.store()
+
+    def _fill(self) -> None:
+        """Starts the copies of the first tiles."""
+        k, ahead = self.k, max(self.depth - 1, 1)
+        with k.comment(f"the first {ahead} tiles"):
+            for stage in range(ahead):
+                for copy in self.copies: copy.next(self.start + stage * self.stage_bytes, first=stage == 0)
+                k.cp_async_commit()
+
+    def _multiply(self) -> None:
+        k, ahead, tiles = self.k, self.depth - 1, self.splits.tiles
+        self.reading = k.reg("u32", name="reading").set(self.start)
+        self.writing = k.reg("u32", name="writing").set(self.start + ahead * self.stage_bytes)
+        self.end = self.start + self.depth * self.stage_bytes
+        double = self.double_buffered()
+        sets = [[f.registers() for f in self.fragments] for _ in range(1 + double)]
+        if double:
+            self._arrived()
+            self._load(0, sets[0])
+        with k.loop(0, tiles, name="tile") as tile:
+            if not double: self._arrived()
+            else: self._at_stage()  # once more: a sum with what all threads share costs nothing
+            if ahead: self._copy(tile < tiles - ahead)
+            if double: self._steps_in_turns(sets)
+            else: self._steps(sets[0])
+        k.cp_async_wait(0)
+
+    def _steps(self, registers: Operands) -> None:
+        """A tile's steps, one after the other."""
+        for step in range(self.steps):
+            with self.k.comment(f"step {step}"):
+                self._load(step, registers)
+                self._products(registers)
+        self._next_stage()
+
+    def _steps_in_turns(self, sets: list[Operands]) -> None:
+        """A tile's steps; the fragments of each are read while the one before multiplies."""
+        for step in range(self.steps):
+            if step == self.steps - 1:
+                with self.k.comment("the next tile"):
+                    self._next_stage()
+                    self._arrived()
+            with self.k.comment(f"step {step}"):
+                self._products(sets[step % 2], (step + 1) % self.steps, sets[(step + 1) % 2])
+
+    def double_buffered(self) -> bool:
+        """Whether there are registers for fragments of two steps; they take turns, so steps are even. Single
+        bytes are four registers and more each while they are read."""
+        if any(f.mn_major and f.dtype.itemsize == 1 for f in self.fragments): return False
+        sums = self.warp_m * self.warp_n * self.spec.parts // 32
+        fragments = (self.warp_m + self.warp_n * self.spec.parts) // 4
+        return self.steps % 2 == 0 and sums + 2 * fragments <= REGISTERS
+
+    def _arrived(self) -> None:
+        """The tile that is read next is in; everybody has read the one whose place is taken next."""
+        self.k.cp_async_wait(max(self.depth - 2, 0))
+        self.k.sync()
+        self._at_stage()
+
+    def _copy(self, when: Value) -> None:
+        """The tile that takes the place of the one before, if there is one left."""
+        with self.k.comment(f"the tile {self.depth - 1} further on"):
+            for copy in self.copies: copy.next(self.writing, when)
+            self.k.cp_async_commit()
+
+    def _next_stage(self) -> None:
+        self.writing.set(self.reading)
+        self.reading += self.stage_bytes
+        self.reading.set(self.k.select(self.reading == self.end, self.start, self.reading))
+
+    def _at_stage(self) -> None:
+        """Fragments are read from the tile at `reading` from now on."""
+        for fragments in self.fragments: fragments.move(self.reading)
+
+    def _load(self, step: int, into: Operands) -> None:
+        """Fragments of a step of the tile at `reading`."""
+        for fragments, registers in zip(self.fragments, into, strict=True): fragments.load(step, registers)
+
+    def _products(self, operands: Operands, step: int = 0, after: Operands | None = None) -> None:
+        """All products of the warp's tile for one step; between them, the fragments of the step `after`."""
+        shape, types = instruction(self.spec.a.dtype, self.spec.b.dtype)
+        a, *parts = operands
+        if after:
+            for fragments, registers in zip(self.fragments[1:], after[1:], strict=True):
+                fragments.load(step, registers)
+        for i, left in enumerate(a):
+            for b, sums in zip(parts, self.sums, strict=True):
+                for j, cell in enumerate(sums[i]):
+                    half = 2 * (j % 2)
+                    self.k.mma(shape, types, cell, left, b[j // 2][half:half + 2], cell)
+            if after: self.fragments[0].load_one(i, step, after[0][i])
+
+    # **** the result ****
+
+    def store(self) -> None:
+        """The epilogue of the warp's share of the tile, by way of the ring, that nobody needs any more."""
+        k = self.k
+        if self.plan.smem_bytes: k.sync()
+        rows = self.rows if isinstance(self.rows, Value) else k.reg("u32", self.rows)
+        store = Store(k, self.spec, self.plan, self.out, self.extras, rows, self.start)
+        cells = [Cell(16 * i, 8 * j, [part[i][j] for part in self.sums])
+                 for i in range(self.warp_m // 16) for j in range(self.warp_n // 8)]
+        store.tile(self.first_m + self.row, self.first_n + self.column, self.walk.batch, cells)
+        store.finish()

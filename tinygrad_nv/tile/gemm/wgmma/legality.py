@@ -1,0 +1,139 @@
+"""What `wgmma` kernels ask of a schedule."""
+from __future__ import annotations
+
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.tile.gemm import legality
+from tinygrad_nv.tile.gemm.spec import BYTES, GemmSpec, Operand
+from tinygrad_nv.tile.gemm.wgmma.plan import Plan
+from tinygrad_nv.tile.gemm.wgmma.store import planned
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.wgmma_tiles import K_BYTES, MOST_BOX, SPANS, OperandTile, taken, unreachable, walked
+
+BYTE_COLUMNS = (8, 16, 24, *range(32, 257, 16))  # of wgmma.s32
+CLUSTERS = (1, 2, 4)
+
+
+def problems(schedule: Schedule, spec: GemmSpec, arch: str) -> list[str]:
+    """Why the template cannot have this schedule; empty when it can."""
+    if arch != "sm_90a": return [f"wgmma needs sm_90a, the target is {arch}"]
+    if schedule.swap and (spec.parts > 1 or spec.symbolic):
+        return [f"swapped: {'several parts' if spec.parts > 1 else 'rows known at launch'} cannot be columns"]
+    computed = spec.swapped() if schedule.swap else spec
+    out = _operands(computed)
+    if found := _warps(schedule) or _extents(schedule, computed): return out + found
+    plan = Plan.of(spec, schedule)
+    return [*out, *_tile("block_m", plan.a, schedule), *_tile("block_n", plan.b, schedule), *_room(plan),
+            *_cluster(plan), *_shared_sums(plan)]
+
+
+def _operands(spec: GemmSpec) -> list[str]:
+    """Operands that wgmma and TMA cannot have."""
+    out = []
+    if spec.a.dtype == dtypes.float32 and not spec.tf32:
+        out.append("float32 operands: wgmma has them cut to 10 bits of mantissa only, which tf32 allows")
+    sides: tuple[tuple[str, Operand, int], ...] = (("a", spec.a, spec.m), ("b", spec.b, spec.n))
+    for name, operand, extent in sides:
+        major, why = taken(operand, extent, spec.k)
+        found = [] if major else [why]
+        found += unreachable(operand, spec.batch, 2 + len(walked(operand, spec.batch)))
+        out += [f"{name}: {each}" for each in found]
+    if spec.parts > 1 and spec.part * spec.b.dtype.itemsize % 16:
+        nbytes = spec.part * spec.b.dtype.itemsize
+        out.append(f"b: parts {nbytes} B apart are not a multiple of 16 B: no TMA")
+    return out
+
+
+def _warps(s: Schedule) -> list[str]:
+    """Warpgroups: one that loads, one to three that multiply."""
+    if s.warps_n != 1 or s.warps_m not in (8, 12, 16):
+        return [f"{s.warps_m * s.warps_n} warps: a producer and 1 to 3 consumers of 4 warps each are 8, 12 "
+                "or 16, along the rows"]
+    if s.mode == "pingpong" and s.consumers < 2:
+        return [f"ping-pong with {s.consumers} consumer: {s.warps_m} warps - 4 of the producer, at least 8"]
+    return []
+
+
+def _extents(s: Schedule, spec: GemmSpec) -> list[str]:
+    """Of the tile, and of the ring."""
+    out, size = [], spec.a.dtype.itemsize
+    share = 64 if s.mode == "pingpong" else 64 * s.consumers
+    if s.block_m % share or s.block_m > MOST_BOX:
+        many = "64 rows" if s.mode == "pingpong" else f"{s.consumers} consumers × 64 = {share} rows"
+        out.append(f"block_m={s.block_m} is not a multiple of {many} up to {MOST_BOX}")
+    if s.block_n % 8 or s.block_n > 256:
+        out.append(f"block_n={s.block_n} is not a multiple of 8 up to 256: no such wgmma")
+    elif spec.a.dtype in BYTES and s.block_n not in BYTE_COLUMNS:
+        out.append(f"block_n={s.block_n} for bytes is not 8, 16, 24 or a multiple of 16 up to 256")
+    if s.block_n % (8 * spec.parts):
+        out.append(f"block_n={s.block_n} of {spec.parts} parts is not a multiple of 8 × {spec.parts}")
+    if s.block_k * size % K_BYTES or s.block_k > MOST_BOX:
+        out.append(f"block_k={s.block_k} × {size} B = {s.block_k * size} B is not a multiple of {K_BYTES} B, "
+                   f"or above {MOST_BOX} elements")
+    if not 2 <= s.depth <= 8: out.append(f"{s.depth} stages are not 2 to 8")
+    if s.swizzle_width not in ("", "32B", "64B", "128B"):
+        out.append(f"swizzle {s.swizzle_width!r} is not {', '.join(f'{span}B' for span in SPANS)}")
+    return out
+
+
+def _tile(name: str, tile: OperandTile, s: Schedule) -> list[str]:
+    """The rows of an operand's tile against its swizzle."""
+    what, extent = ("block_k", tile.k) if tile.major == "K" else (name, tile.mn // tile.parts)
+    row = extent * tile.size
+    words = f"{what}: a row of {extent} × {tile.size} B = {row} B"
+    if row < tile.span and s.swizzle_width:
+        return [f"swizzle {s.swizzle_width} is wider than the box's row, {words}"]
+    # a column of an MN-major tile may reach beyond it, but no part may end within one
+    if row % tile.span and (tile.major == "K" or tile.parts > 1 or row % 32 == 0):
+        return [f"swizzle {tile.span}B: {words} is not made of rows of {tile.span} B"]
+    return []
+
+
+def _room(plan: Plan) -> list[str]:
+    """Shared memory and registers."""
+    out, s = [], plan.schedule
+    staging, most = planned(plan).smem_bytes, legality.SMEM_BYTES["sm_90a"]
+    needed = s.depth * plan.stage_bytes + -(-staging // 1024) * 1024 + plan.barrier_bytes
+    if needed > most:
+        stage = f"({plan.a.nbytes} B of A + {plan.b.nbytes} B of B)"
+        staged = f" + {staging} B to store from" if staging else ""
+        out.append(f"{s.depth} stages × {stage}{staged} + {plan.barrier_bytes} B of barriers = {needed} B of "
+                   f"shared memory, sm_90a has {most}")
+    if plan.sums > plan.most_sums:
+        twice = " × 2 (fp8 is summed twice)" if plan.promoted else ""
+        beside = " and those of other CTAs" if s.splits > 1 or s.stream else ""
+        out.append(f"{plan.rows} × {s.block_n} / 128 threads{twice} = {plan.sums} sums a thread, at most "
+                   f"{plan.most_sums} with {plan.consumers} consumers{beside}")
+    return out
+
+
+def _cluster(plan: Plan) -> list[str]:
+    """Each CTA of a cluster's row or column brings an equal part of what they share, of whole eights of
+    rows."""
+    s, out = plan.schedule, []
+    if s.cluster_m not in CLUSTERS or s.cluster_n not in CLUSTERS or plan.cluster > 8:
+        return [f"cluster {s.cluster_m}x{s.cluster_n}: 1, 2 or 4 along each side, at most 8 in all"]
+    b_rows = plan.b_rows * s.cluster_m
+    for name, rows, count in (("A", plan.a.rows, s.cluster_n), ("B", b_rows, s.cluster_m)):
+        if rows % (8 * count):
+            out.append(f"cluster {s.cluster_m}x{s.cluster_n}: {rows} rows of {name} / {count} CTAs are no "
+                       "multiple of 8")
+    return out
+
+
+def _shared_sums(plan: Plan) -> list[str]:
+    """Splits and stream-K: CTAs that have parts of one tile's K."""
+    s, out = plan.schedule, []
+    if s.splits == 1 and not s.stream: return []
+    what = f"{s.splits} splits" if s.splits > 1 else "stream-K"
+    if s.splits > 1 and s.stream: out.append(f"{s.splits} splits and stream-K: one of them")
+    if s.mode == "pingpong": out.append(f"{what} in ping-pong: consumers share the tile's rows instead")
+    if s.cluster_m * s.cluster_n > 1: out.append(f"{what} with a cluster of {s.cluster_m}x{s.cluster_n}: 1x1")
+    if s.splits == 1: return out
+    if s.splits not in (2, 4, 8): out.append(f"{s.splits} splits: a cluster of 2, 4 or 8 CTAs shares a tile")
+    if s.splits > plan.iterations:
+        out.append(f"{s.splits} splits of K={plan.spec.k} / block_k={s.block_k} = {plan.iterations} stages")
+    if plan.tile_bytes > (ring := s.depth * plan.stage_bytes):
+        out.append(f"{s.splits} splits: {s.block_m} × {s.block_n} sums × 4 B = {plan.tile_bytes} B do not "
+                   f"fit in the ring's {s.depth} × {plan.stage_bytes} = {ring} B, where they meet")
+    return out

@@ -1,0 +1,147 @@
+"""The consumers' main loop: wgmmas of a warpgroup's rows of A with all of B, stage after stage.
+
+Protocol: `sum(iterations)` gives the sums of the next tile, in ping-pong when it is this consumer's turn. At
+any time one stage's wgmmas are in flight and the next stage's are being issued, so a stage is given back when
+the one after it has been issued (`wait_group 1`). fp8 sums are kept to about 14 bits by the tensor core: each
+stage, or 128 of K, has its own, which are waited for and added to others in float32.
+
+Descriptors are built of a low word, which is all that moves, and a constant high word.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.ptx.builder.values import Number
+from tinygrad_nv.tile.gemm.wgmma.load import Loads
+from tinygrad_nv.tile.gemm.wgmma.plan import PROMOTED_K, WARPGROUP, Plan
+from tinygrad_nv.tile.pipeline import Ring, Turns
+from tinygrad_nv.tile.wgmma_tiles import K_BYTES, OperandTile
+
+Sums = list[list[Value]]  # of each 64 rows, the registers of a wgmma
+
+
+@dataclass(frozen=True)
+class Descriptors:
+    """Those of one operand: `base` is the low word of the first stage's, `high` the constant word."""
+    k: Kernel
+    tile: OperandTile
+    base: Value
+    high: Value
+
+    @staticmethod
+    def of(k: Kernel, tile: OperandTile, start: Value) -> Descriptors:
+        """Of the tile of the first stage, at the shared address `start` (u32)."""
+        bits = tile.descriptor
+        low = (start & 0x3FFFF) >> 4
+        if bits & 0xFFFFFFFF: low = low | (bits & 0xFFFFFFFF)
+        high = k.reg("u32", bits >> 32)
+        return Descriptors(k, tile, low, high)
+
+    def stage(self, stage: Value) -> Value:
+        """The low word for a stage."""
+        return self.base + stage * (self.tile.nbytes >> 4)
+
+    def at(self, low: Value, offset_bytes: int) -> Value:
+        """A descriptor so many bytes into the stage whose low word is given."""
+        made = self.k.reg("b64")
+        self.k.emit("mov.b64", made, [low + (offset_bytes >> 4) if offset_bytes else low, self.high])
+        return made
+
+
+class Products:
+    """The main loop of one consumer warpgroup."""
+
+    def __init__(self, k: Kernel, plan: Plan, ring: Ring, turns: Turns | None, loads: Loads) -> None:
+        self.k, self.plan, self.ring, self.turns = k, plan, ring, turns
+        self.kind = "s32" if plan.spec.accumulate == dtypes.int32 else "f32"
+        self.loads = loads
+
+    def begin(self) -> None:
+        """Registers of the consumer: its place in the ring, its descriptors, the barriers it arrives at."""
+        k, plan, ring = self.k, self.plan, self.ring
+        self.at = ring.cursor()
+        self.last = k.reg("u32", 0)  # the stage whose products are in flight
+        # the same in all lanes; ptxas keeps what comes from redux, and all made of it, in uniform registers
+        self.consumer = k.reg("u32")
+        k.emit("redux.sync.min.u32", self.consumer, k.tid.x // WARPGROUP, -1)
+        a = self.loads.a.ring
+        if plan.readers > 1: a = a + self.consumer * plan.a.at_mn(plan.rows)
+        self.a, self.b = Descriptors.of(k, plan.a, a), Descriptors.of(k, plan.b, self.loads.b.ring)
+        lane = k.special("laneid")
+        self.mine = lane < plan.peers
+        self.doors = ring.doors(self._peer(lane) if plan.peers > 1 else None)
+        if self.turns is not None:
+            self.turns.begin(self.consumer, lane == 0)
+            self.at.jump(self.consumer * plan.iterations)
+        self.sums: Sums = [k.regs(self.kind, plan.schedule.block_n // 2) for _ in range(plan.subtiles)]
+        self.partial: Sums = [k.regs("f32", plan.schedule.block_n // 2)
+                              for _ in range(plan.subtiles)] if plan.promoted else self.sums
+
+    def _peer(self, lane: Value) -> Value:
+        """The cluster rank that a lane gives stages back to: lanes below `cluster_m` those of this CTA's
+        column, further ones those of its row but itself."""
+        k, s, rank = self.k, self.plan.schedule, self.k.special("cluster_ctarank")
+        row, column = rank % s.cluster_m, rank // s.cluster_m
+        others = lane - s.cluster_m
+        others = others + k.select(others >= column, 1, 0, "u32")
+        return k.select(lane < s.cluster_m, column * s.cluster_m + lane, row + others * s.cluster_m, "u32")
+
+    def sum(self, iterations: Number) -> Sums:
+        """The sums of the next `iterations` stages (at least one), when it is this consumer's turn."""
+        if self.turns is not None: self.turns.take()
+        if self.plan.promoted: self._promoted(iterations)
+        else: self._summed(iterations)
+        return self.sums
+
+    def _issued(self) -> None:
+        if self.turns is not None: self.turns.give()
+
+    def _summed(self, iterations: Number) -> None:
+        k = self.k
+        with k.loop(0, iterations, kind="u32") as i:
+            further = i > 0
+            self.ring.wait(self.at)
+            k.wgmma_fence()
+            self._stage(further, 0, self.plan.steps)
+            k.wgmma_commit()
+            k.wgmma_wait(1)
+            self.ring.release(self.doors, self.last, self.mine & further)
+            self.last.set(self.at.stage)
+            self.at.advance()
+        self._issued()
+        k.wgmma_wait(0)
+        self.ring.release(self.doors, self.last, self.mine)
+
+    def _promoted(self, iterations: Number) -> None:
+        """Each 128 of K apart."""
+        k, steps = self.k, self.plan.steps
+        for row in self.sums:
+            for each in row: each.set(0.0)
+        at_once = PROMOTED_K * self.plan.a.size // K_BYTES
+        with k.loop(0, iterations, kind="u32"):
+            self.ring.wait(self.at)
+            for first in range(0, steps, at_once):
+                k.wgmma_fence()
+                self._stage(False, first, min(first + at_once, steps))
+                k.wgmma_commit()
+                k.wgmma_wait(0)
+                if first + at_once >= steps: self.ring.release(self.doors, self.at.stage, self.mine)
+                for row, part in zip(self.sums, self.partial, strict=True):
+                    for each, more in zip(row, part, strict=True): each += more
+            self.at.advance()
+        self._issued()
+
+    def _stage(self, further: Value | bool, first: int, end: int) -> None:
+        """wgmmas `first` … `end` of the stage; whether the first adds to what was there before."""
+        k, plan = self.k, self.plan
+        a, b = self.a.stage(self.at.stage), self.b.stage(self.at.stage)
+        trans = (plan.a.major == "MN", plan.b.major == "MN")
+        for step in range(first, end):
+            right = self.b.at(b, plan.b.at_step(step))
+            for i, row in enumerate(self.partial):
+                left = self.a.at(a, plan.a.at_mn(64 * i) + plan.a.at_step(step))
+                k.wgmma(plan.shape, plan.types, row, left, right, further if step == first else True,
+                        trans=trans)

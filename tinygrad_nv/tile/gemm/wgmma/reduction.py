@@ -1,0 +1,127 @@
+"""Sums of one tile from several CTAs: how they meet, always in the same order.
+
+Protocol: `settle(piece, sums)` ends each piece. `Meeting` is that of whole tiles: it stores them.
+
+`Split`: the CTAs of a cluster have parts of the K of the cluster's one tile. Each leaves its sums in its own
+shared memory, where the ring was; when all have, each CTA adds up some of the columns, its own sums first and
+then those of the ranks after it, and stores these.
+
+`Stream`: a CTA that has a tile's last stage owns the tile. Those that have earlier stages leave their sums in
+their slot of the workspace, and each of their warps says so by a flag; the owner adds them, the CTA next
+before it first. A CTA goes through its stages from the last back, so that only its first piece can be of
+another's tile: it has not waited when it leaves sums, and one slot is enough. CTAs wait for lower numbers
+alone. Those start first, so that the grid ends however few CTAs run at a time, also beside another such grid.
+
+Everywhere a thread meets threads of its own number in other CTAs: 16 bytes of each lie side by side.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.gemm.wgmma.main_loop import Products, Sums
+from tinygrad_nv.tile.gemm.wgmma.store import Finish
+from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import Piece, Walk
+
+CONSUMERS = 1  # the named barrier of all consumers
+
+
+def cluster_together(k: Kernel) -> None:
+    """Every thread of the cluster is here, and sees what the others wrote."""
+    k.emit("barrier.cluster.arrive")
+    k.emit("barrier.cluster.wait")
+
+
+class Meeting:
+    """Whole tiles: there is nobody to meet."""
+    workspace_bytes = 0
+    flags = 0
+
+    def __init__(self, products: Products, walk: Walk, finish: Finish) -> None:
+        self.products, self.walk, self.finish = products, walk, finish
+        self.k, self.plan, self.kind = products.k, products.plan, products.kind
+
+    def settle(self, piece: Piece, sums: Sums) -> None:
+        """Ends a piece."""
+        self.finish.store(self.walk.corner(piece.number), self.products.consumer, sums)
+
+    def fours(self, sums: Sums, columns: range | None = None) -> Iterator[tuple[int, Sequence[Value]]]:
+        """Sums by fours, each with its place among the tile's (in bytes, without the thread's); of some
+        columns of every part."""
+        count, part = self.plan.schedule.block_n // 8, self.plan.columns // 8
+        for i, row in enumerate(sums):
+            for j in range(count):
+                if columns is None or j % part * 8 in columns:
+                    yield (i * count + j) * 16 * self.plan.threads, row[4 * j:4 * j + 4]
+
+    def add(self, space: str, place: Value, sums: Sums, columns: range | None = None) -> None:
+        """Adds another CTA's sums."""
+        for at, four in self.fours(sums, columns):
+            for each, more in zip(four, self.k.ld(space, self.kind, place.at(at), 4), strict=True):
+                each += more
+
+
+class Split(Meeting):
+    """CTAs of a cluster, by way of shared memory."""
+
+    def settle(self, piece: Piece, sums: Sums) -> None:
+        """All leave their sums; each stores some columns."""
+        k, plan, splits = self.k, self.plan, self.plan.schedule.splits
+        own = self.products.loads.ring.address(k.tid.x * 16)
+        with k.comment("nobody multiplies from the ring any more: sums take its place"):
+            k.sync(CONSUMERS, plan.threads)
+            for at, four in self.fours(sums): k.st("shared", self.kind, own.at(at), four)
+            cluster_together(k)
+        corner, units = self.walk.corner(piece.number), plan.columns // self.finish.unit
+        rank, ctas = k.special("cluster_ctarank"), k.special("cluster_nctarank")
+        for number in range(splits):
+            columns = range(*(units * r // splits * self.finish.unit for r in (number, number + 1)))
+            if not columns: continue
+            with k.if_(rank == number), k.comment(f"columns {columns.start} to {columns.stop - 1}"):
+                # a count that ptxas does not know: it would unroll the loop, and spill
+                with k.loop(1, ctas) as step:
+                    self.add("shared::cluster", k.mapa(own, (rank + step) % splits), sums, columns)
+                self.finish.store(corner, self.products.consumer, sums, columns)
+
+
+class Stream(Meeting):
+    """CTAs of the grid, by way of the workspace."""
+
+    def __init__(self, products: Products, walk: Walk, finish: Finish, shared: Sequence[Value]) -> None:
+        super().__init__(products, walk, finish)
+        self.workspace, self.flag = shared
+        self.warps = self.plan.threads // 32
+        self.workspace_bytes, self.flags = walk.ctas * self.plan.tile_bytes, walk.ctas * self.warps
+
+    def settle(self, piece: Piece, sums: Sums) -> None:
+        """Leaves the sums of another's tile; stores its own, with what others have left."""
+        with self.k.if_(self.k.reg("u32", piece.first) + piece.count < self.plan.iterations): self.leave(sums)
+        with self.k.else_():
+            self.gather(piece, sums)
+            super().settle(piece, sums)
+
+    def slot(self, cta: Value) -> Value:
+        """This thread's place in the slot of a CTA."""
+        return self.workspace + cta.to("u64") * self.plan.tile_bytes + (self.k.tid.x * 16).to("u64")
+
+    def flag_of(self, cta: Value) -> Value:
+        """The flag of this warp in a CTA."""
+        return self.flag + ((cta * self.warps + (self.k.tid.x >> 5)) * 4).to("u64")
+
+    def leave(self, sums: Sums) -> None:
+        """Sums to the slot of this CTA; then each warp says so."""
+        k = self.k
+        slot = self.slot(k.ctaid.x)
+        for at, four in self.fours(sums): k.st("global", self.kind, slot.at(at), four)
+        k.emit("bar.warp.sync", -1)
+        k.emit("st.release.gpu.global.u32", self.flag_of(k.ctaid.x).at(), 1, guard=k.special("laneid") == 0)
+
+    def gather(self, piece: Piece, sums: Sums) -> None:
+        """Adds what the CTAs before this one have of the tile, from the next one down."""
+        k = self.k
+        first, other = piece.number * self.plan.iterations, k.reg("u32", k.ctaid.x)
+        with k.while_(lambda: self.walk.stage_of(other) > first):
+            other -= 1
+            flag, ready = self.flag_of(other), k.reg("u32", 0)
+            with k.while_(lambda: ready == 0): k.emit("ld.acquire.gpu.global.u32", ready, flag.at())
+            self.add("global", self.slot(other), sums)

@@ -1,0 +1,122 @@
+"""Which tiles a CTA makes, and where they lie: persistent CTAs, tiles in grouped order.
+
+Protocol: tiles are numbered, and a cluster takes every number that is its own plus a multiple of how many
+clusters there are. `group` rows of tiles are walked together, columns outermost, so that what the CTAs of
+one moment read is about as many rows as columns, and stays in L2. A cluster's CTAs have neighbouring tiles:
+one number is `cluster_m` × `cluster_n` of them.
+
+What a CTA does at once is a `Piece`: a tile, or some of its stages. With splits each CTA of a cluster has an
+equal part (but for one stage) of the one tile of the cluster. With stream-K (Osama et al. 2023) all stages of
+all tiles are one row, of which every CTA has an equal part, that it goes through from the last stage back: at
+most the beginning of one tile, then whole tiles, then the end of another.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.ptx.builder.values import Number
+from tinygrad_nv.tile.gemm.wgmma.plan import Plan
+
+
+@dataclass(frozen=True)
+class Corner:
+    """Where a tile begins: row, column, index along each dimension of the batch (u32)."""
+    m: Value
+    n: Value
+    batch: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Of tile `number`, `count` stages from `first` on."""
+    number: Value
+    first: Value | int
+    count: Value | int
+
+
+class Walk:
+    """The walk over the tiles of a plan whose result has `rows` rows, of one of `ctas` CTAs."""
+
+    def __init__(self, k: Kernel, plan: Plan, rows: Value | int, ctas: int) -> None:
+        self.k, self.plan, self.ctas, s = k, plan, ctas, plan.schedule
+        rows_of_tile = s.block_m * s.cluster_m
+        self.tiles_n = plan.extents[1]
+        self.tiles_m: Value | int = plan.extents[0] if isinstance(rows, int) else \
+            (rows + (rows_of_tile - 1)) // rows_of_tile
+        self.total: Value | int = self.tiles_m * (self.tiles_n * plan.spec.matrices)
+        self.first, self.step = k.ctaid.x, k.nctaid.x
+        if plan.cluster > 1: self.first, self.step = self.first // plan.cluster, self.step // plan.cluster
+
+    @contextmanager
+    def pieces(self, turn: Value | None = None) -> Iterator[Piece]:
+        """What is written inside is done for each piece of this CTA; for those of one of the consumers where
+        these take turns."""
+        k, plan = self.k, self.plan
+        if plan.schedule.stream:
+            with self._streamed() as piece: yield piece
+        elif (splits := plan.schedule.splits) > 1:
+            rank = k.special("cluster_ctarank")
+            first = rank * plan.iterations // splits
+            yield Piece(self.first, first, (rank + 1) * plan.iterations // splits - first)
+        else:
+            first, step = self.first, self.step
+            if turn is not None: first, step = first + turn * step, step * plan.consumers
+            with k.loop(first, self.total, step) as number: yield Piece(number, 0, plan.iterations)
+
+    @contextmanager
+    def _streamed(self) -> Iterator[Piece]:
+        k, iterations = self.k, self.plan.iterations
+        begin, end = self.stage_of(k.ctaid.x), k.reg("u32", self.stage_of(k.ctaid.x + 1))
+        with k.while_(lambda: begin < end):
+            number = (end - 1) // iterations
+            first = k.reg("u32")
+            k.emit("max.u32", first, begin, number * iterations)
+            yield Piece(number, first - number * iterations, end - first)
+            end.set(first)
+
+    def stage_of(self, cta: Value) -> Value:
+        """The first of all stages that a CTA has: the first ones have one more where they do not divide."""
+        total = self.total * self.plan.iterations
+        each = total // self.ctas
+        least = self.k.reg("u32")
+        self.k.emit("min.u32", least, cta, total - each * self.ctas)
+        return cta * each + least
+
+    def corner(self, number: Value) -> Corner:
+        """Where this CTA's tile of a number begins."""
+        s, batch, rest = self.plan.schedule, [], number
+        if self.plan.spec.batch:
+            matrix, rest = self._split(number, self.tiles_m * self.tiles_n)
+            for extent in reversed(self.plan.spec.batch):
+                matrix, index = self._split(matrix, extent)
+                batch.append(index)
+        tile_m, tile_n = self._grouped(rest)
+        if self.plan.cluster > 1:
+            rank = self.k.special("cluster_ctarank")
+            if s.cluster_m > 1: tile_m = tile_m * s.cluster_m + rank % s.cluster_m
+            if s.cluster_n > 1: tile_n = tile_n * s.cluster_n + rank // s.cluster_m
+        return Corner(tile_m * s.block_m, tile_n * self.plan.columns, tuple(batch[::-1]))
+
+    def _split(self, number: Value, extent: Number) -> tuple[Value, Value]:
+        """Quotient and remainder."""
+        if isinstance(extent, int) and extent == 1: return number, self.k.reg("u32", 0)
+        whole = number // extent
+        return whole, number - whole * extent
+
+    def _grouped(self, number: Value) -> tuple[Value, Value]:
+        """Row and column of a tile among those of one matrix."""
+        group, rows = self.plan.schedule.group, self.tiles_m
+        if isinstance(rows, int) and rows <= group:
+            column, row = self._split(number, rows)
+            return row, column
+        which, rest = self._split(number, group * self.tiles_n)
+        first = which * group
+        if isinstance(rows, int) and rows % group == 0: height: Number = group
+        else:
+            height = self.k.reg("u32")
+            self.k.emit("min.u32", height, self.k.reg("u32", rows) - first, group)
+        column, row = self._split(rest, height)
+        return first + row, column

@@ -1,0 +1,340 @@
+"""Rows: norms, softmax, argmax, and elements made without statistics (spec.py). For sm_80 and later.
+
+    each team of threads has a row, a thread vectors of it (plan.py):
+        have L2 fetch the weights; wait for the kernel before; load the vectors
+        for each statistic:
+            its terms, added up (or the largest) in registers, in the order of the row
+            of the team: shuffles; of several warps: through shared memory
+        what depends on the row alone (1 / √(s_0 / n + eps)), once
+        the kernel after may begin
+        results of each vector, stored
+
+Which numbers are added in which order depends on the row's length and the plan alone: a row's result does not
+depend on its neighbours. A row that does not fit in registers is read again for each statistic.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf, prod
+
+from tinygrad_nv.errors import ScheduleError
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.access import advanced, place, read, stored_form, write
+from tinygrad_nv.tile.epilogue import Finish
+from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, substituted, walk
+from tinygrad_nv.tile.gemm.spec import Result
+from tinygrad_nv.tile.kernel import TileKernel
+from tinygrad_nv.tile.lanes import HALVES, Lanes, kind_of
+from tinygrad_nv.tile.norm.plan import Plan, along, every, problems
+from tinygrad_nv.tile.norm.spec import NormSpec, Statistic
+
+LINE_BYTES = 128
+MANY_ROWS = 264         # whose weights are in L2 by others
+TOGETHER = 4            # chunks that are under way together, of a row that does not fit in registers
+ACCUMULATORS = 4
+# of which a statistic begins
+NOTHING: dict[tuple[str, str], float] = {("add", "f32"): 0.0, ("add", "s32"): 0, ("max", "f32"): -inf,
+                                         ("max", "s32"): -1 << 31}
+Vector = list[Lanes]    # pairs of elements that lie side by side, or one element
+
+
+def norm(spec: NormSpec, arch: str) -> TileKernel:
+    """The kernel of rows. Parameters in this order: results; x0, x1, …; u32 rows, of a symbolic spec. Raises
+    `ScheduleError` for rows that the template does not take."""
+    if found := problems(spec, arch):
+        raise ScheduleError(f"{spec} has no kernel: " + "; ".join(found), "a spec without these problems")
+    plan = Plan.of(spec)
+    k = Kernel("norm" if spec.statistics else "elements", arch=arch, threads=plan.threads)
+    _Writer(k, spec, plan).write()
+    grid = (-(-spec.m // plan.rows), prod(spec.batch), plan.blocks)
+    return TileKernel(k.name, k.ptx(), grid, plan.threads, rows_of_cta=plan.rows, pdl=k.hopper)
+
+
+class _Row:
+    """A thread's row, as what expressions read: indices, and numbers of the row by what stands for them."""
+
+    def __init__(self, k: Kernel, spec: NormSpec, plan: Plan, rows: Value | int) -> None:
+        if plan.rows == 1: self.m, lane = k.ctaid.x, k.tid.x
+        else: self.m, lane = k.ctaid.x * plan.rows + k.tid.x // plan.team, k.tid.x % plan.team
+        whole = plan.rows == 1 or (not spec.symbolic and spec.m % plan.rows == 0)
+        self.k, self.there = k, None if whole else self.m < rows
+        self.first = lane * plan.vector  # of the thread's elements
+        if plan.blocks > 1: self.first = self.first + k.ctaid.z * (plan.span * plan.chunks)
+        self.batch, rest = list[Value](), k.ctaid.y
+        for extent in reversed(spec.batch):
+            self.batch.insert(0, rest % extent)
+            rest = rest // extent
+        self.known: dict[Expression, Lanes] = {}
+
+    def address(self, pointer: Value, lies: Load | Result) -> Value:
+        """Where the thread's first element lies."""
+        size = lies.dtype.itemsize
+        at = pointer + lies.offset * size if lies.offset else pointer
+        strides = (*(lies.batch or [0] * len(self.batch)), lies.m, lies.n)
+        for index, stride in zip((*self.batch, self.m, self.first), strides, strict=True):
+            at = advanced(self.k, at, index, stride * size)
+        return at
+
+    def sums(self, part: int, row: int, pair: int) -> Sequence[Value]: raise AssertionError("known by name")
+
+    def load(self, load: Load, row: int, pair: int) -> Lanes: return self.known[load]
+
+    def position(self, axis: str | int, row: int, pair: int) -> Sequence[Value]:
+        return [(self.m if axis == "m" else self.batch[int(axis)]).to("s32")]
+
+
+@dataclass
+class _Elements:
+    """Chunks of a row, as what expressions read: `pair` is chunk · vector + element. `vectors` are loads that
+    have been made."""
+    row: _Row
+    plan: Plan
+    first: Value
+    chunks: Sequence[int]
+    inside: Callable[[int], Value | None]
+    vectors: dict[Load, dict[int, Vector]]
+    outs: list[Value]
+
+    def sums(self, part: int, row: int, pair: int) -> Sequence[Value]: raise AssertionError("known by name")
+
+    def load(self, load: Load, row: int, pair: int) -> Lanes:
+        if load in self.row.known: return self.row.known[load]
+        chunk, element = divmod(pair, self.plan.vector)
+        made = self.vectors[load][chunk][element // 2]
+        # in memory's form: conversions are cheaper than registers
+        return Lanes(made.k, made.dtype, [] if made.packed is not None else made.wide, made.packed)
+
+    def position(self, axis: str | int, row: int, pair: int) -> Sequence[Value]:
+        if axis != "n": return self.row.position(axis, row, pair)
+        chunk, element = divmod(pair, self.plan.vector)
+        start = chunk * self.plan.span + element
+        return [(self.first + (start + i)).to("s32") for i in range(min(2, self.plan.vector))]
+
+    def pairs(self, chunk: int) -> range:
+        """Those of a chunk."""
+        return range(chunk * self.plan.vector, (chunk + 1) * self.plan.vector, min(2, self.plan.vector))
+
+
+class _Writer:
+    """The kernel of a spec under construction."""
+
+    def __init__(self, k: Kernel, spec: NormSpec, plan: Plan) -> None:
+        self.k, self.spec, self.plan, self.width = k, spec, plan, min(2, plan.vector)
+        self.outs = [k.pointer(f"out{i}") for i in range(len(spec.results))]
+        self.inputs = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
+        self.row = _Row(k, spec, plan, k.param("m", "u32") if spec.symbolic else spec.m)
+        # ptxas moves ld.global.nc to before griddepcontrol.wait
+        self.space = "global" if k.hopper else "global.nc"
+        self.guards: dict[int, Value] = {}
+        self.warps = plan.team // 32
+        if spec.statistics and self.warps > 1:
+            self.parts = k.shared("parts", 4 * self.warps * len(spec.statistics))
+
+    def write(self) -> None:
+        """The kernel."""
+        k, spec, row = self.k, self.spec, self.row
+        with k.comment("where this thread's elements lie"):
+            self.at = {load: row.address(self.inputs[load.parameter], load) for load in every(spec)}
+            self.to = [row.address(out, each.result)
+                       for out, each in zip(self.outs, spec.results, strict=True)]
+        if k.hopper:
+            if spec.rows <= MANY_ROWS:
+                for load in along(spec): self.ask(load)
+            k.wait_for_previous_grid()
+        with k.comment("numbers of the row"):
+            for load, at in self.at.items():
+                if not load.n: row.known[load] = read(k, at, 0, load.dtype, 1, row.there, self.space)
+        if self.plan.held:
+            with k.comment("its elements"):
+                self.held = self.loaded(along(spec), self.at, range(self.plan.chunks))
+        stands: dict[Expression, Expression] = {}
+        for number, each in enumerate(spec.statistics):
+            with k.comment(f"statistic {number}"):
+                term = self.of_elements(substituted(each.term, stands))
+                total = self.of_team(self.reduced(Statistic(each.op, term)), each, number)
+                stands[Sum(each.dtype, number)] = self.named(Lanes(k, each.dtype, [total]))
+        with k.comment("results"):
+            values = [self.of_elements(substituted(each.value, stands)) for each in spec.results]
+            if k.hopper: k.launch_dependents()
+            self.store(values)
+
+    def ask(self, load: Load) -> None:
+        """Has L2 fetch what is the same for all rows, a weight, while the kernel before is still running."""
+        if load.m or any(load.batch): return
+        line = (self.row.first & (LINE_BYTES // load.dtype.itemsize - 1)) == 0
+        for chunk in range(min(self.plan.chunks, TOGETHER)):
+            inside = self.inside(chunk)
+            start = chunk * self.plan.span * load.dtype.itemsize
+            self.k.emit("prefetch.global.L2", place(self.at[load], start),
+                        guard=line if inside is None else line & inside)
+
+    # **** what belongs to a row ****
+
+    def named(self, value: Lanes) -> Load:
+        """A load that stands for a number of the row."""
+        made = Load(len(self.inputs) + len(self.row.known), value.dtype, 1, 0)
+        self.row.known[made] = value
+        return made
+
+    def of_elements(self, root: Expression) -> Expression:
+        """An expression in which what does not differ along the row has been computed."""
+        varies: dict[Expression, bool] = {}
+        fixed: dict[Expression, bool] = {}  # the same in all rows
+        known: dict[Expression, Expression] = {}
+
+        def once(node: Expression) -> None:
+            leaf = isinstance(node, Constant) or (isinstance(node, Load) and node in self.row.known)
+            if not (varies[node] or fixed[node] or leaf or node in known):
+                known[node] = self.named(Finish(self.k, node, self.row, width=1).at(0, 0))
+
+        for node in walk(root):
+            args = node.args if isinstance(node, Apply) else ()
+            varies[node] = any(varies[arg] for arg in args) or (isinstance(node, Load) and node.n != 0) or \
+                (isinstance(node, Position) and node.axis == "n")
+            fixed[node] = isinstance(node, Constant) or (bool(args) and all(fixed[arg] for arg in args))
+            if varies[node]:
+                for arg in args: once(arg)
+        once(root)
+        return substituted(root, known)
+
+    # **** elements ****
+
+    def inside(self, chunk: int) -> Value | None:
+        """Whether this thread's vector of a chunk is one; None where all are."""
+        plan, there = self.plan, self.row.there
+        if ((plan.blocks - 1) * plan.chunks + chunk + 1) * plan.span <= self.spec.n: return there
+        if chunk not in self.guards:
+            start = chunk * plan.span
+            made = (self.row.first + start if start else self.row.first) < self.spec.n
+            self.guards[chunk] = made if there is None else made & there
+        return self.guards[chunk]
+
+    def loaded(self, loads: Sequence[Load], at: dict[Load, Value],
+               chunks: Sequence[int]) -> dict[Load, dict[int, Vector]]:
+        """Vectors of loads."""
+        made: dict[Load, dict[int, Vector]] = {load: {} for load in loads}
+        for chunk in chunks:
+            for load in loads: made[load][chunk] = self.vector(load, at[load], chunk)
+        return made
+
+    def vector(self, load: Load, at: Value, chunk: int) -> Vector:
+        k, dtype, count = self.k, load.dtype, self.plan.vector
+        start, guard = chunk * self.plan.span * dtype.itemsize, self.inside(chunk)
+        if count == 1: return [read(k, at, start, dtype, 1, guard, self.space)]
+        if dtype not in HALVES and dtype.itemsize != 4:
+            return [read(k, at, start + i * dtype.itemsize, dtype, 2, guard, self.space)
+                    for i in range(0, count, 2)]
+        words, kind = count * dtype.itemsize // 4, "b32" if dtype in HALVES else kind_of(dtype)
+        made = k.regs(kind, words) if guard is None else k.regs(kind, words, 0.0 if kind == "f32" else 0)
+        for i in range(0, words, 4):
+            piece = made[i:i + 4]
+            some = f".v{len(piece)}" if len(piece) > 1 else ""
+            k.emit(f"ld.{self.space}{some}.{kind}", piece if some else piece[0], place(at, start + 4 * i),
+                   guard=guard)
+        if dtype in HALVES: return [Lanes(k, dtype, [], word) for word in made]
+        return [Lanes(k, dtype, [*made[i:i + 2]]) for i in range(0, words, 2)]
+
+    def passes(self, *roots: Expression) -> Iterator[_Elements]:
+        """A row's chunks, as registers or a loop have them; what uses them is written as often as this
+        yields."""
+        k, plan, row = self.k, self.plan, self.row
+        every = range(plan.chunks)
+        if plan.held:
+            yield _Elements(row, plan, row.first, every, self.inside, self.held, self.to)
+            return
+        wanted = [load for load in along(self.spec) if any(load in set(walk(root)) for root in roots)]
+        whole = self.spec.n // plan.span // TOGETHER
+        if whole:
+            with k.loop(0, whole, kind="u32") as i:
+                at, to = ([advanced(k, base, i, TOGETHER * plan.span * lies.n * lies.dtype.itemsize)
+                           for lies, base in listed] for listed in (
+                    [(load, self.at[load]) for load in wanted],
+                    list(zip((each.result for each in self.spec.results), self.to, strict=True))))
+                chunks = range(TOGETHER)
+                vectors = self.loaded(wanted, dict(zip(wanted, at, strict=True)), chunks)
+                first = row.first + i * (TOGETHER * plan.span)
+                yield _Elements(row, plan, first, chunks, lambda chunk: None, vectors, to)
+        if rest := every[whole * TOGETHER:]:
+            vectors = self.loaded(wanted, self.at, rest)
+            yield _Elements(row, plan, row.first, rest, self.inside, vectors, self.to)
+
+    # **** statistics ****
+
+    def reduced(self, statistic: Statistic) -> Value:
+        """A statistic of this thread's elements."""
+        k, kind = self.k, kind_of(statistic.dtype)
+        opcode = f"{statistic.op}.{kind}"
+        nothing = NOTHING[statistic.op, kind]
+        totals = k.regs(kind, min(ACCUMULATORS, self.plan.vector), nothing)
+        for elements in self.passes(statistic.term):
+            finish = Finish(k, statistic.term, elements, self.width)
+            for chunk in elements.chunks:
+                for pair in elements.pairs(chunk):
+                    value = finish.at(0, pair)
+                    for i in range(self.width):
+                        total = totals[(pair + i) % len(totals)]
+                        k.emit(opcode, total, total, value.at(i), guard=elements.inside(chunk))
+        while len(totals) > 1:
+            half = len(totals) // 2
+            for low, high in zip(totals[:half], totals[half:], strict=True): k.emit(opcode, low, low, high)
+            totals = totals[:half]
+        return totals[0]
+
+    def of_team(self, total: Value, statistic: Statistic, number: int) -> Value:
+        """A statistic of the row, in all of its threads."""
+        k, kind = self.k, kind_of(statistic.dtype)
+        total = self.across(total, statistic, min(32, self.plan.team))
+        if self.warps <= 1: return total
+        warp, lane, start = k.tid.x >> 5, k.tid.x & 31, 4 * self.warps * number
+        k.emit("st.shared.b32", self.parts.address(warp * 4).at(start), total, guard=lane == 0)
+        k.sync()
+        part = k.reg(kind)
+        k.emit(f"ld.shared.{kind}", part, self.parts.address((lane & (self.warps - 1)) * 4).at(start))
+        return self.across(part, statistic, self.warps)
+
+    def across(self, value: Value, statistic: Statistic, lanes: int) -> Value:
+        """A statistic of so many lanes, in all of them."""
+        k, kind = self.k, kind_of(statistic.dtype)
+        while lanes > 1:
+            lanes //= 2
+            other, made = k.regs(kind, 2)
+            k.emit("shfl.sync.bfly.b32", other, value, lanes, 31, -1)
+            k.emit(f"{statistic.op}.{kind}", made, value, other)
+            value = made
+        return value
+
+    # **** results ****
+
+    def store(self, values: list[Expression]) -> None:
+        """Elements of every thread, and numbers of a row by its first one."""
+        k, results = self.k, [each.result for each in self.spec.results]
+        elements = [i for i, result in enumerate(results) if result.n]
+        if elements:
+            roots = [values[i] for i in elements]
+            for block in self.passes(*roots):
+                finish = Finish(k, roots[-1], block, self.width, before=tuple(roots[:-1]))
+                for chunk in block.chunks:
+                    found = [finish.all(0, pair) for pair in block.pairs(chunk)]
+                    for i in elements:
+                        vector = [each[values[i]] for each in found]
+                        self.put(block.outs[i], vector, chunk, block.inside(chunk))
+        for i, result in enumerate(results):
+            if result.n: continue
+            guard = self.row.first == 0
+            if self.row.there is not None: guard = guard & self.row.there
+            write(k, self.to[i], 0, self.row.known[values[i]], 1, guard)
+
+    def put(self, at: Value, values: Vector, chunk: int, guard: Value | None) -> None:
+        """Stores a vector of a result."""
+        k, dtype = self.k, values[0].dtype
+        start = chunk * self.plan.span * dtype.itemsize
+        if self.width == 1 or (dtype not in HALVES and dtype.itemsize != 4):
+            for i, each in enumerate(values):
+                write(k, at, start + 2 * i * dtype.itemsize, each, self.width, guard)
+            return
+        words = [word for each in values for word in stored_form(k, each, 2)[1]]
+        for i in range(0, len(words), 4):
+            piece = words[i:i + 4]
+            some = f".v{len(piece)}" if len(piece) > 1 else ""
+            k.emit(f"st.global{some}.b32", place(at, start + 4 * i), piece if some else piece[0], guard=guard)

@@ -1,0 +1,125 @@
+"""What is computed row by row: statistics of a row, and elements made with them. A spec does not know its
+target.
+
+Protocol: as gemm/spec.py. A row has `n` elements; there are `m` of them in each of a batch of up to three
+dimensions.
+
+    s_i[b, m]     = reduce_i over n of term_i[b, m, n]       term_i may use s_j of j < i
+    out_j[b, m, n] = value_j[b, m, n]                         value_j may use every s_i
+
+Terms and values are expressions: `Load`s of parameters, `Position`s, and `Sum(part=i)` for s_i. That is
+
+    RMSNorm        s_0 = Σ x²                   out = x · 1 / √(s_0 / n + eps) · w
+    LayerNorm      s_0 = Σ x, s_1 = Σ (x - s_0 / n)²
+    softmax        s_0 = max x, s_1 = Σ 2^((x - s_0) log2 e)
+    argmax         s_0 = max x, s_1 = max (x = s_0) · (n - position), out = n - s_1, one number of a row
+
+with every rounding and every residual that the graph has: RMSNorm of Llama rounds x / rms to the model's
+dtype before it multiplies by w, that of Gemma after. Sums are of float32 or int32. A maximum is of numbers:
+NaN among them is passed over, and a row of nothing else gives the least value of the dtype.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from tinygrad.dtype import DType, dtypes
+
+from tinygrad_nv.errors import SpecError
+from tinygrad_nv.tile.expression import Apply, Expression, Sum, parameters, short, show, walk
+from tinygrad_nv.tile.gemm.spec import HALVES, MOST_BATCH_DIMENSIONS, Result
+
+SUMMED = (dtypes.float32, dtypes.int32)
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A number of each row: its terms added up, or the largest of them. Raises `SpecError` for dtypes that
+    are not reduced."""
+    op: Literal["add", "max"]
+    term: Expression
+
+    def __post_init__(self) -> None:
+        allowed = SUMMED if self.op == "add" else (*SUMMED, *HALVES)
+        if self.dtype not in allowed:
+            raise SpecError(f"{self.op} of {short(self.dtype)}", f"of {', '.join(map(short, allowed))}")
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype of the terms and of the number."""
+        return self.term.dtype
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A result: where it lies, and its elements. One number of a row, where `result.n` is 0."""
+    result: Result
+    value: Expression
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """Rows, their statistics and results. `symbolic`: `m` is the most rows there can be, how many there are
+    is the kernel's last integer. Raises `SpecError` for what cannot be."""
+    m: int
+    n: int
+    statistics: tuple[Statistic, ...]
+    results: tuple[Computed, ...]
+    batch: tuple[int, ...] = ()
+    symbolic: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.m, self.n, *self.batch) < 1:
+            raise SpecError(f"{self.m} rows of {self.n}, batch {self.batch}", "extents ≥ 1")
+        if not self.results: raise SpecError("no result", "one or more")
+        if len(self.batch) > MOST_BATCH_DIMENSIONS:
+            raise SpecError(f"{len(self.batch)} dimensions of batch", f"at most {MOST_BATCH_DIMENSIONS}")
+        for i, each in enumerate(self.statistics): self._check(each.term, i)
+        for computed in self.results:
+            self._check(computed.value, len(self.statistics))
+            if computed.value.dtype != computed.result.dtype:
+                raise SpecError(f"a value of {computed.value.dtype}", f"the result's {computed.result.dtype}",
+                                "end it with a cast")
+            if len(computed.result.batch) != len(self.batch):
+                raise SpecError(f"{len(computed.result.batch)} batch strides of a result",
+                                f"{len(self.batch)}, as the batch has")
+        _ = self.parameters
+
+    def _check(self, root: Expression, known: int) -> None:
+        for node in walk(root):
+            if not isinstance(node, Sum): continue
+            if node.part >= known or node.dtype != self.statistics[node.part].dtype:
+                raise SpecError(f"{node}", f"one of {known} statistics, of its dtype")
+
+    @property
+    def expressions(self) -> tuple[Expression, ...]:
+        """Terms, then values."""
+        return (*(each.term for each in self.statistics), *(each.value for each in self.results))
+
+    @property
+    def parameters(self) -> tuple[DType, ...]:
+        """The dtypes of what is loaded, by number."""
+        return parameters(*self.expressions)
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are at most."""
+        return self.m * prod(self.batch)
+
+    @property
+    def flops(self) -> int:
+        """Operations, one for each node of an expression and each addition or comparison of a statistic."""
+        each = sum(sum(isinstance(node, Apply) and node.op != "cast" for node in walk(root))
+                   for root in self.expressions)
+        return self.rows * self.n * (each + len(self.statistics))
+
+    def __str__(self) -> str:
+        extents = "x".join(map(str, (*self.batch, f"{'≤' if self.symbolic else ''}{self.m}", self.n)))
+        words = [f"s{i} = {each.op} {_named(each.term)}" for i, each in enumerate(self.statistics)]
+        words += [f"{short(each.result.dtype)} {_named(each.value)}" for each in self.results]
+        return f"{extents}: {'; '.join(words)}"
+
+
+def _named(root: Expression) -> str:
+    return show(root, {node: f"s{node.part}" for node in walk(root) if isinstance(node, Sum)})

@@ -1,0 +1,29 @@
+"""Counts of chosen tokens (spec.py), in place. For sm_80 and later.
+
+    each thread has a row:
+        wait for the kernel before; the row's slot and token
+        where both are in range, the number at theirs, one more
+"""
+from __future__ import annotations
+
+from tinygrad_nv.ptx.builder import Kernel
+from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.kernel import TileKernel
+from tinygrad_nv.tile.sampling.spec import CountSpec
+
+THREADS = 64
+
+
+def count(spec: CountSpec, arch: str) -> TileKernel:
+    """The kernel of counts. Parameters in this order: counts; slots of the rows; tokens."""
+    k = Kernel("count", arch=arch, threads=THREADS)
+    counts, slots, tokens = (k.pointer(name) for name in ("counts", "slots", "tokens"))
+    row = k.ctaid.x * THREADS + k.tid.x
+    if k.hopper: k.wait_for_previous_grid()
+    with k.if_(row < spec.rows):
+        slot, token = (k.ld("global", "u32", advanced(k, each, row, 4).at())[0] for each in (slots, tokens))
+        if k.hopper: k.launch_dependents()
+        with k.if_((slot < spec.slots) & (token < spec.size)):
+            at = advanced(k, advanced(k, counts, slot, 4 * spec.size), token, 4)
+            k.st("global", "f32", at.at(), k.ld("global", "f32", at.at())[0] + 1.0)
+    return TileKernel(k.name, k.ptx(), (-(-spec.rows // THREADS), 1, 1), THREADS, pdl=k.hopper)
