@@ -38,50 +38,56 @@ from emitted_specs import (
     tables,
 )
 
-from tinygrad_nv.cpu import choice as cpu_choice
-from tinygrad_nv.cpu import choose as cpu_choose
-from tinygrad_nv.cpu import count as cpu_count
-from tinygrad_nv.cpu import decode as cpu_decode
-from tinygrad_nv.cpu import embedding as cpu_embedding
-from tinygrad_nv.cpu import flash as cpu_flash
-from tinygrad_nv.cpu import flash_backward as cpu_flash_backward
-from tinygrad_nv.cpu import kv_append as cpu_kv_append
-from tinygrad_nv.cpu import norm as cpu_norm
-from tinygrad_nv.cpu import threshold as cpu_threshold
+from tinygrad_nv.cpu.attention import flash as cpu_flash
+from tinygrad_nv.cpu.attention.backward import kernel as cpu_flash_backward
+from tinygrad_nv.cpu.decode import kernel as cpu_decode
+from tinygrad_nv.cpu.embedding import kernel as cpu_embedding
+from tinygrad_nv.cpu.gemm import choose as cpu_choose
 from tinygrad_nv.cpu.isa import AMX, AVX2, AVX512, AVX512_BF16, ISA, PORTABLE
 from tinygrad_nv.cpu.kernel import CPUKernel
+from tinygrad_nv.cpu.kv_append import kernel as cpu_kv_append
 from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.cpu.norm import kernel as cpu_norm
+from tinygrad_nv.cpu.sampling import choice as cpu_choice
+from tinygrad_nv.cpu.sampling import count as cpu_count
+from tinygrad_nv.cpu.sampling import threshold as cpu_threshold
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.runtime.launch_text import Integer
-from tinygrad_nv.tile import decode_defaults, flash_backward_defaults, flash_defaults
-from tinygrad_nv.tile.attention import AttentionSpec, Band
-from tinygrad_nv.tile.attention_backward import BackwardSpec
-from tinygrad_nv.tile.choose import analytic
-from tinygrad_nv.tile.decode import DecodeSpec
-from tinygrad_nv.tile.embedding import EmbeddingSpec
+from tinygrad_nv.tile.attention import (
+    backward_defaults as flash_backward_defaults,
+)
+from tinygrad_nv.tile.attention import (
+    defaults as flash_defaults,
+)
+from tinygrad_nv.tile.attention.backward_mma.kernel import flash_backward_mma
+from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
+from tinygrad_nv.tile.attention.backward_wgmma.kernel import flash_backward_wgmma
+from tinygrad_nv.tile.attention.fma.kernel import flash_fma
+from tinygrad_nv.tile.attention.mma.kernel import flash_mma
+from tinygrad_nv.tile.attention.spec import AttentionSpec, Band
+from tinygrad_nv.tile.attention.wgmma.kernel import flash_wgmma
+from tinygrad_nv.tile.decode import defaults as decode_defaults
+from tinygrad_nv.tile.decode.kernel import decode_attention
+from tinygrad_nv.tile.decode.spec import DecodeSpec
+from tinygrad_nv.tile.embedding.kernel import embedding
+from tinygrad_nv.tile.embedding.spec import EmbeddingSpec
 from tinygrad_nv.tile.expression import (
     Load,
     Sum,
 )
+from tinygrad_nv.tile.gemm.choose import analytic
+from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.gemm.templates import build
 from tinygrad_nv.tile.kernel import TileKernel
-from tinygrad_nv.tile.kv_append import AppendSpec
-from tinygrad_nv.tile.norm import NormSpec
-from tinygrad_nv.tile.sampling import ChoiceSpec, CountSpec, FilterSpec
+from tinygrad_nv.tile.kv_append.kernel import kv_append
+from tinygrad_nv.tile.kv_append.spec import AppendSpec
+from tinygrad_nv.tile.norm.kernel import norm
+from tinygrad_nv.tile.norm.spec import NormSpec
+from tinygrad_nv.tile.sampling.choice import choice, merged, pieces
+from tinygrad_nv.tile.sampling.count import count
+from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec
+from tinygrad_nv.tile.sampling.threshold import threshold
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.spec import GemmSpec
-from tinygrad_nv.tile.templates import build
-from tinygrad_nv.tile.templates.choice import choice, merged, pieces
-from tinygrad_nv.tile.templates.count import count
-from tinygrad_nv.tile.templates.decode import decode_attention
-from tinygrad_nv.tile.templates.embedding import embedding
-from tinygrad_nv.tile.templates.flash_backward_mma import flash_backward_mma
-from tinygrad_nv.tile.templates.flash_backward_wgmma import flash_backward_wgmma
-from tinygrad_nv.tile.templates.flash_fma import flash_fma
-from tinygrad_nv.tile.templates.flash_mma import flash_mma
-from tinygrad_nv.tile.templates.flash_wgmma import flash_wgmma
-from tinygrad_nv.tile.templates.kv_append import kv_append
-from tinygrad_nv.tile.templates.norm import norm
-from tinygrad_nv.tile.templates.threshold import threshold
 
 SMS = {"sm_80": 108, "sm_89": 142, "sm_90a": 132}
 A100, HOPPER, GPUS = ("sm_80",), ("sm_90a",), tuple(SMS)

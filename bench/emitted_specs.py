@@ -7,10 +7,10 @@ from typing import Any
 
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.tile.attention import FULL, AttentionSpec, Band, Rows, RowScales
-from tinygrad_nv.tile.attention_backward import BackwardSpec
-from tinygrad_nv.tile.decode import DecodeSpec, Pages, Scales
-from tinygrad_nv.tile.embedding import EmbeddingGradientSpec, EmbeddingSpec, Tokens
+from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
+from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band, Rows, RowScales
+from tinygrad_nv.tile.decode.spec import DecodeSpec, Pages, Scales
+from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
 from tinygrad_nv.tile.expression import (
     Apply,
     Constant,
@@ -26,10 +26,10 @@ from tinygrad_nv.tile.expression import (
     tanh,
     where,
 )
-from tinygrad_nv.tile.kv_append import AppendSpec, Heads, Rope
-from tinygrad_nv.tile.norm import Computed, NormSpec, Statistic
-from tinygrad_nv.tile.sampling import ChoiceSpec, CountSpec, FilterSpec, Number
-from tinygrad_nv.tile.spec import GemmSpec, Operand, Result
+from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
+from tinygrad_nv.tile.kv_append.spec import AppendSpec, Heads, Rope
+from tinygrad_nv.tile.norm.spec import Computed, NormSpec, Statistic
+from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
 
 F32, F16, BF16, S8, U8, S32 = (dtypes.float32, dtypes.float16, dtypes.bfloat16, dtypes.int8, dtypes.uint8,
                                dtypes.int32)
