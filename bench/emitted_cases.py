@@ -53,6 +53,7 @@ from tinygrad_nv.cpu.sampling import count as cpu_count
 from tinygrad_nv.cpu.sampling import threshold as cpu_threshold
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.runtime.launch_text import Integer
+from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention import (
     backward_defaults as flash_backward_defaults,
 )
@@ -87,7 +88,6 @@ from tinygrad_nv.tile.sampling.choice import choice, merged, pieces
 from tinygrad_nv.tile.sampling.count import count
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec
 from tinygrad_nv.tile.sampling.threshold import threshold
-from tinygrad_nv.tile.schedule import Schedule
 
 SMS = {"sm_80": 108, "sm_89": 142, "sm_90a": 132}
 A100, HOPPER, GPUS = ("sm_80",), ("sm_90a",), tuple(SMS)
@@ -103,7 +103,7 @@ class Case:
     family: str
     spec: Any
     target: str | CPUMachine
-    schedule: Schedule | CPUSchedule | None = None
+    schedule: AnySchedule | CPUSchedule | None = None
 
     def __str__(self) -> str: return self.name
 
@@ -111,7 +111,7 @@ class Case:
 @dataclass(frozen=True)
 class Emitted:
     """A case's schedule, None where a template has none, and kernels; with bytes that these share."""
-    schedule: Schedule | CPUSchedule | None
+    schedule: AnySchedule | CPUSchedule | None
     kernels: Sequence[TileKernel | CPUKernel]
     workspace_bytes: int = 0
 
@@ -150,7 +150,7 @@ def _scheduled(spec: Any, schedule: Any, arch: str) -> Emitted:
     return Emitted(schedule, [make(spec, schedule, arch)])
 
 
-def _default(spec: Any, arch: str) -> Schedule | None:
+def _default(spec: Any, arch: str) -> AnySchedule | None:
     if isinstance(spec, GemmSpec): return analytic(spec, arch, SMS[arch])
     if isinstance(spec, AttentionSpec): return flash_defaults.default(spec, arch)
     if isinstance(spec, BackwardSpec): return flash_backward_defaults.default(spec, arch)
@@ -187,7 +187,7 @@ def _integers(spec: AttentionSpec) -> tuple[Integer, ...]:
 # **** cases ****
 
 def crossed(family: str, specs: Mapping[str, Any], targets: Sequence[str | ISA],
-            schedules: Mapping[str, Schedule | CPUSchedule | None] = DEFAULT) -> Iterator[Case]:
+            schedules: Mapping[str, AnySchedule | CPUSchedule | None] = DEFAULT) -> Iterator[Case]:
     """Every spec on every target with every schedule, or the default."""
     for label, spec in specs.items():
         for target in targets:
@@ -202,11 +202,11 @@ def cases() -> Iterator[Case]:
         yield from family()
 
 
-MMA, WGMMA, GEMV = Schedule(), Schedule().using("wgmma"), Schedule().using("gemv")
+MMA, WGMMA, GEMV = AnySchedule(), AnySchedule().using("wgmma"), AnySchedule().using("gemv")
 FLASH, FLASH_MMA, FLASH_FMA, DECODE, DQ, DQ_MMA = (
-    Schedule().using("flash_wgmma"), Schedule(template="flash_mma").stages(2),
-    Schedule(template="flash_fma").stages(2), Schedule(template="decode").stages(2),
-    Schedule().using("flash_backward_wgmma"), Schedule(template="flash_backward_mma").stages(2))
+    AnySchedule().using("flash_wgmma"), AnySchedule(template="flash_mma").stages(2),
+    AnySchedule(template="flash_fma").stages(2), AnySchedule(template="decode").stages(2),
+    AnySchedule().using("flash_backward_wgmma"), AnySchedule(template="flash_backward_mma").stages(2))
 
 
 def gemm() -> Iterator[Case]:
