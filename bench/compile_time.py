@@ -30,9 +30,10 @@ from measure import each, save, spread, table
 from triton.backends.nvidia.compiler import get_ptxas
 
 from tinygrad_nv.ptx.assemble import assemble, require_ptxas
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.gemm.choose import choose
-from tinygrad_nv.tile.gemm.templates import build
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Mma, Wgmma
+from tinygrad_nv.tile.template import GPU
 
 WANTED = 1 / 3
 FRESH = count(4096, 64)  # extents along K
@@ -43,7 +44,7 @@ TRITON_FLAGS = ("-lineinfo", "--regAllocOptLevel=2")
 class Case:
     """The same product and tile on both sides."""
     arch: str
-    schedule: AnySchedule
+    schedule: GemmSchedule
     peer: Peer
 
     def __str__(self) -> str:
@@ -54,8 +55,8 @@ class Case:
 
 def cases() -> list[Case]:
     """mma.sync and wgmma; of Triton's kernels the simplest and the fastest."""
-    ampere = AnySchedule().block(128, 128).k(32).stages(3)
-    hopper = AnySchedule().using("wgmma").block(128, 256)
+    ampere = Mma().block(128, 128).k(32).stages(3)
+    hopper = Wgmma().block(128, 256)
     return [Case("sm_80", ampere, Peer("pointers", (128, 128, 32), 4, 3, "K")),
             Case("sm_80", ampere, Peer("pointers, masked", (128, 128, 32), 4, 3, "MN")),
             Case("sm_90a", hopper.stages(3), Peer("pointers", (128, 256, 64), 8, 3, "K")),
@@ -83,7 +84,7 @@ def ours(case: Case) -> dict[str, float]:
     begun = time.perf_counter()
     choose(spec, case.arch)
     chosen = time.perf_counter()
-    made = build(spec, case.schedule, case.arch)
+    made = TABLE.build(spec, case.schedule, GPU(case.arch))
     written = time.perf_counter()
     assemble(made.ptx, case.arch)
     ended = time.perf_counter()

@@ -53,6 +53,7 @@ from tinygrad_nv.cpu.sampling import count as cpu_count
 from tinygrad_nv.cpu.sampling import threshold as cpu_threshold
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.runtime.launch_text import Integer
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention import (
     backward_defaults as flash_backward_defaults,
@@ -77,8 +78,8 @@ from tinygrad_nv.tile.expression import (
     Sum,
 )
 from tinygrad_nv.tile.gemm.choose import analytic
+from tinygrad_nv.tile.gemm.schedules import Gemv, Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.gemm.templates import build
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.kv_append.kernel import kv_append
 from tinygrad_nv.tile.kv_append.spec import AppendSpec
@@ -88,6 +89,8 @@ from tinygrad_nv.tile.sampling.choice import choice, merged, pieces
 from tinygrad_nv.tile.sampling.count import count
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec
 from tinygrad_nv.tile.sampling.threshold import threshold
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.template import GPU
 
 SMS = {"sm_80": 108, "sm_89": 142, "sm_90a": 132}
 A100, HOPPER, GPUS = ("sm_80",), ("sm_90a",), tuple(SMS)
@@ -103,7 +106,7 @@ class Case:
     family: str
     spec: Any
     target: str | CPUMachine
-    schedule: AnySchedule | CPUSchedule | None = None
+    schedule: Schedule | CPUSchedule | None = None
 
     def __str__(self) -> str: return self.name
 
@@ -111,7 +114,7 @@ class Case:
 @dataclass(frozen=True)
 class Emitted:
     """A case's schedule, None where a template has none, and kernels; with bytes that these share."""
-    schedule: AnySchedule | CPUSchedule | None
+    schedule: Schedule | CPUSchedule | None
     kernels: Sequence[TileKernel | CPUKernel]
     workspace_bytes: int = 0
 
@@ -139,7 +142,8 @@ def emitted(case: Case) -> Emitted:
 
 def _scheduled(spec: Any, schedule: Any, arch: str) -> Emitted:
     if schedule is None: raise LookupError(f"no template for {spec} on {arch}")
-    if isinstance(spec, GemmSpec): return Emitted(schedule, [build(spec, schedule, arch, SMS[arch])])
+    if isinstance(spec, GemmSpec):
+        return Emitted(schedule, [TABLE.build(spec, schedule, GPU(arch, SMS[arch]))])
     if isinstance(spec, DecodeSpec):
         made = decode_attention(spec, schedule, arch)
         return Emitted(schedule, made.kernels, made.workspace_bytes)
@@ -150,7 +154,7 @@ def _scheduled(spec: Any, schedule: Any, arch: str) -> Emitted:
     return Emitted(schedule, [make(spec, schedule, arch)])
 
 
-def _default(spec: Any, arch: str) -> AnySchedule | None:
+def _default(spec: Any, arch: str) -> Schedule | None:
     if isinstance(spec, GemmSpec): return analytic(spec, arch, SMS[arch])
     if isinstance(spec, AttentionSpec): return flash_defaults.default(spec, arch)
     if isinstance(spec, BackwardSpec): return flash_backward_defaults.default(spec, arch)
@@ -187,7 +191,7 @@ def _integers(spec: AttentionSpec) -> tuple[Integer, ...]:
 # **** cases ****
 
 def crossed(family: str, specs: Mapping[str, Any], targets: Sequence[str | ISA],
-            schedules: Mapping[str, AnySchedule | CPUSchedule | None] = DEFAULT) -> Iterator[Case]:
+            schedules: Mapping[str, Schedule | CPUSchedule | None] = DEFAULT) -> Iterator[Case]:
     """Every spec on every target with every schedule, or the default."""
     for label, spec in specs.items():
         for target in targets:
@@ -202,7 +206,7 @@ def cases() -> Iterator[Case]:
         yield from family()
 
 
-MMA, WGMMA, GEMV = AnySchedule(), AnySchedule().using("wgmma"), AnySchedule().using("gemv")
+MMA, WGMMA, GEMV = Mma(), Wgmma(), Gemv()
 FLASH, FLASH_MMA, FLASH_FMA, DECODE, DQ, DQ_MMA = (
     AnySchedule().using("flash_wgmma"), AnySchedule(template="flash_mma").stages(2),
     AnySchedule(template="flash_fma").stages(2), AnySchedule(template="decode").stages(2),
@@ -256,7 +260,7 @@ def gemv() -> Iterator[Case]:
         "batch 5": matmul(1, 128, 256, batch=(5,)), "f32 4 rows": matmul(4, 512, 1024, F32),
         "int8 odd": matmul(1, 77, 131, S8), "f16 odd": matmul(3, 33, 515, F16, gap=2)}, GPUS)
     yield from crossed("gemv", {"f16 4x512x4096": matmul(4, 512, 4096, F16)}, GPUS, {
-        "8 warps along K": GEMV.block(4, 16).k(128), "split 4": GEMV.block(4, 16).k(64).warps(4).split(4)})
+        "8 warps along K": GEMV.columns(16).k(128), "split 4": GEMV.columns(16).k(64).warps(4).split(4)})
 
 
 def forward() -> Iterator[Case]:

@@ -18,9 +18,10 @@ from typing import Any
 
 from gpu_parts import NotMeasured, Options, Run, about, alone, contender
 
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.gemm.choose import choose
 from tinygrad_nv.tile.gemm.cost import predict
-from tinygrad_nv.tile.gemm.templates import build
+from tinygrad_nv.tile.template import GPU
 
 Buffers = Sequence[dict[str, Any]]
 TRITON_TILES = {"sm_90a": (("descriptors", (128, 256, 64), 8, 3), ("descriptors", (128, 128, 64), 8, 4),
@@ -47,7 +48,7 @@ def ours(shape: Any, buffers: Buffers, options: Options) -> Run:
     gpu, spec = device(), shape.spec
     arch, sm_count = gpu.properties.arch, gpu.properties.sm_count
     if (schedule := choose(spec, arch, sm_count)) is None: raise NotMeasured("no schedule of ours")
-    launcher = Launcher(gpu, build(spec, schedule, arch, sm_count, gpu.clusters))
+    launcher = Launcher(gpu, TABLE.build(spec, schedule, GPU(arch, sm_count, gpu.clusters)))
     torch.cuda.synchronize()
     bound = [launcher.bound(spec, {name: t.data_ptr() for name, t in each.items()}) for each in buffers]
     gpu.synchronize()

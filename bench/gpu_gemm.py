@@ -22,11 +22,12 @@ from gpu_compare import spaced
 from gpu_parts import MOST_SETS, Column, NotMeasured, Options, Row, emulated, timing_part, workloads
 from tinygrad.dtype import dtypes
 
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.expression import Sum, silu
 from tinygrad_nv.tile.gemm.choose import choose
 from tinygrad_nv.tile.gemm.cost import predict
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
-from tinygrad_nv.tile.gemm.templates import build
+from tinygrad_nv.tile.template import GPU
 
 LLAMA = {"8B": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
          "70B": {"qkv": (10240, 8192), "o": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)}}
@@ -144,7 +145,7 @@ def counted(shape: Any, options: Options) -> Row:
     schedule, whole = choose(small.spec, arch), choose(shape.spec, arch)
     if schedule is None or whole is None: raise NotMeasured("no schedule of ours")
     driver = EmulatedDriver(arch, seed=options.seed)
-    made = build(small.spec, schedule, arch, driver.properties.sm_count, driver.clusters)
+    made = TABLE.build(small.spec, schedule, GPU(arch, driver.properties.sm_count, driver.clusters))
     launcher = Launcher(driver, made)
     wrong = on_emulator(small, driver, partial(launcher.bound, small.spec))
     predicted = predict(shape.spec, whole, arch)

@@ -18,9 +18,10 @@ from gpu_parts import Measure, NotMeasured, Options, Part, Row, register
 
 from tinygrad_nv.runtime.driver import Driver, Fill, Launch, Node, integer, pointer
 from tinygrad_nv.runtime.launch_text import map_spec
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.gemm.dense import dense
-from tinygrad_nv.tile.gemm.templates import build
+from tinygrad_nv.tile.gemm.schedules import Wgmma
+from tinygrad_nv.tile.template import GPU
 
 CTAS, LINKS = 8, 64
 # p[4 · CTA]: the value, CTAs of its cluster, its rank there, clusters of the grid
@@ -161,8 +162,8 @@ def matmul_of_a_node(driver: Driver) -> str:
     import torch
     m, n, k = 256, 64, 128
     spec = dense(m, n, k)
-    made = build(spec, AnySchedule().using("wgmma").block(128, 64).k(64).cluster(2), driver.properties.arch,
-                 driver.properties.sm_count, driver.clusters)
+    gpu = GPU(driver.properties.arch, driver.properties.sm_count, driver.clusters)
+    made = TABLE.build(spec, Wgmma().block(128, 64).k(64).cluster(2), gpu)
     function = driver.load(made.ptx.encode()).function(made.name)
     sets = []
     for _ in range(2):

@@ -21,10 +21,10 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.assemble import Assembly, assemble
 from tinygrad_nv.ptx.sass import TENSOR, disassembled, functions, main_loop
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.gemm.legality import problems
+from tinygrad_nv.templates import TABLE
+from tinygrad_nv.tile.gemm.schedules import Mma, RingSchedule, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
-from tinygrad_nv.tile.gemm.templates import build
+from tinygrad_nv.tile.template import GPU
 
 EXTENT = 4096
 DTYPES = {"bf16": dtypes.bfloat16, "f16": dtypes.float16, "e4m3": dtypes.fp8e4m3, "s8": dtypes.int8}
@@ -89,9 +89,9 @@ def of_triton(peer: Peer, arch: str) -> Row:
                     b_major=peer.b_major, block="x".join(map(str, peer.block)), dtype=peer.dtype)
 
 
-def of_ours(schedule: AnySchedule, arch: str, b_major: str, dtype: str = "bf16") -> Row:
+def of_ours(schedule: RingSchedule, arch: str, b_major: str, dtype: str = "bf16") -> Row:
     """Our kernel."""
-    made = build(spec(b_major, dtype), schedule, arch)
+    made = TABLE.build(spec(b_major, dtype), schedule, GPU(arch))
     return measured(assemble(made.ptx, arch), made.name, made.dynamic_smem, arch=arch, b_major=b_major,
                     block=f"{schedule.block_m}x{schedule.block_n}x{schedule.block_k}", dtype=dtype,
                     kernel=f"ours, {str(schedule).partition(', ')[2]}", ours=True)
@@ -109,15 +109,16 @@ def peers(arch: str, b_major: str) -> list[Peer]:
     return [Peer(kind, (128, 256, 64), warps, 3, b_major) for kind, warps in kinds]
 
 
-def schedules(arch: str) -> list[AnySchedule]:
+def schedules(arch: str) -> list[RingSchedule]:
     """Ours for the same tile, those that the templates take."""
     if arch == "sm_80":
-        tile = AnySchedule().block(128, 128).k(32)
-        tried = [tile.warps(2, columns).stages(stages) for columns, stages in pairs((2, 4), (3, 4))]
+        small = Mma().block(128, 128).k(32)
+        tried: list[RingSchedule] = [small.warps(2, columns).stages(stages)
+                                     for columns, stages in pairs((2, 4), (3, 4))]
     else:
-        tile = AnySchedule().using("wgmma").block(128, 256).k(64)
+        tile = Wgmma().block(128, 256).k(64)
         tried = [tile.stages(3), tile.stages(4), tile.stages(4).cluster(2)]
-    return [schedule for schedule in tried if not problems(schedule, spec(), arch)]
+    return [schedule for schedule in tried if not TABLE.problems(spec(), schedule, GPU(arch))]
 
 
 def rows(arch: str, b_major: str) -> list[Row]:

@@ -10,7 +10,7 @@ from tinygrad_nv.explain import levels
 from tinygrad_nv.ptx import assemble
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.runtime.launch_text import options
-from tinygrad_nv.tile.gemm.legality import SMEM_BYTES
+from tinygrad_nv.tile.limits import SMEM_BYTES
 
 EXTENTS = "256x384x512"
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from tinygrad_nv.cli import main
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile import database
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.database import Entry
 from tinygrad_nv.tile.gemm import tune
 from tinygrad_nv.tile.gemm.choose import choose
 from tinygrad_nv.tile.gemm.dense import dense
+from tinygrad_nv.tile.gemm.schedules import Mma
 
 WORDS = ["tune", "96", "80", "512", "--arch", "sm_80", "--beam", "1"]
 SPEC = dense(96, 80, 512)
@@ -26,7 +27,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "schedules.json"
 
 
-def entry(spec=SPEC, schedule: AnySchedule = AnySchedule().block(64, 64)) -> Entry:  # noqa: B008 (frozen)
+def entry(spec=SPEC, schedule: Mma = Mma().block(64, 64)) -> Entry:  # noqa: B008 (frozen)
     return Entry(spec, "sm_80", database.toolchain(), schedule, 1e-5)
 
 
@@ -61,7 +62,7 @@ def test_words_make_the_product(command):
     assert said["spec"] == "2x3x96x80x512 f16 TN → f32, bias+gelu"
     assert (said["arch"], said["flops"]) == ("sm_80", 2 * 6 * 96 * 80 * 512)
     spec = dense(96, 80, 512, "f16", "f32", "TN", (2, 3), "bias+gelu")
-    assert database.lookup(spec, "sm_80") == AnySchedule.from_json(said["candidates"][0]["schedule"])
+    assert database.lookup(spec, "sm_80") == TABLE.read("gpu", said["candidates"][0]["schedule"])
     best = said["candidates"][0]
     assert best["counted_s"] > 0
     assert best["predicted_s"] > 0
@@ -114,7 +115,7 @@ def test_export_clear_import(tmp_path: Path, command):
 
 
 def test_what_cannot_be_is_not_imported(tmp_path: Path, command):
-    impossible = entry(schedule=AnySchedule().block(100, 64))
+    impossible = entry(schedule=Mma().block(100, 64))
     (tmp_path / "in.json").write_text(database.dumped([entry(), impossible]))
     done = command("tune", "--import", str(tmp_path / "in.json")).succeeded()
     assert done.out.startswith("1 schedules added")

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from tinygrad_nv.tile import database
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.database import Entry, ScheduleWarning
 from tinygrad_nv.tile.gemm.choose import analytic, choose
 from tinygrad_nv.tile.gemm.dense import dense
+from tinygrad_nv.tile.gemm.schedules import Mma
 
 SPEC = dense(64, 64, 256)
-ENTRY = Entry(SPEC, "sm_80", database.toolchain(), AnySchedule().block(64, 64).stages(2), 1e-5)
+ENTRY = Entry(SPEC, "sm_80", database.toolchain(), Mma().block(64, 64).stages(2), 1e-5)
 
 
 @pytest.fixture(autouse=True)
@@ -63,8 +63,17 @@ def test_an_entry_that_cannot_be_read_is_ignored_and_the_others_are_not(file: Pa
     assert file.exists()
 
 
+def test_a_field_of_another_template_is_named(file: Path):
+    data = json.loads(database.dumped([ENTRY]))
+    data["entries"][0]["schedule"]["cluster_m"] = 2
+    file.write_text(json.dumps(data))
+    words = "entry 0 of .* ignored: cluster_m=2 is of another template than mma"
+    with pytest.warns(ScheduleWarning, match=words):
+        assert choose(SPEC, "sm_80") == analytic(SPEC, "sm_80")
+
+
 def test_a_winner_that_is_no_longer_legal_is_ignored_with_the_arithmetic(file: Path):
-    database.store([Entry(SPEC, "sm_80", database.toolchain(), AnySchedule().block(100, 64), 1e-5)])
+    database.store([Entry(SPEC, "sm_80", database.toolchain(), Mma().block(100, 64), 1e-5)])
     with pytest.warns(ScheduleWarning, match="ignored for 64x64x256 bf16 NT → bf16: block_m=100"):
         assert choose(SPEC, "sm_80") == analytic(SPEC, "sm_80")
     with warnings.catch_warnings():

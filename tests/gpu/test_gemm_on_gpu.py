@@ -8,8 +8,9 @@ import torch
 from gemm_case import arguments, product, run
 from tinygrad.dtype import DType, dtypes
 
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.gemm.choose import choose
-from tinygrad_nv.tile.gemm.templates import build
+from tinygrad_nv.tile.template import GPU
 
 pytestmark = pytest.mark.gpu
 TEMPLATES = sorted(generated.ARCHS)
@@ -52,7 +53,7 @@ def test_large_products_are_those_of_torch(arch: str, extents: tuple[int, int, i
     schedule = choose(spec, arch, torch.cuda.get_device_properties(0).multi_processor_count)
     assert schedule is not None
     given = arguments(spec, most=1)
-    got = run(build(spec, schedule, arch), spec, given, arch)
+    got = run(TABLE.build(spec, schedule, GPU(arch)), spec, given, arch)
     a, b = (torch.as_strided(given[name].cuda().double(), extent, strides)
             for name, extent, strides in (("a", (spec.m, spec.k), (spec.a.mn, spec.a.k)),
                                           ("b", (spec.n, spec.k), (spec.b.mn, spec.b.k))))

@@ -21,13 +21,14 @@ from tinygrad.helpers import DEV
 from tinygrad_nv.errors import RequestError, SpecError
 from tinygrad_nv.explain.levels import aligned, shortened
 from tinygrad_nv.ptx.assemble import ARCHITECTURES
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile import database
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.gemm.choose import why_not
 from tinygrad_nv.tile.gemm.cost import predict
 from tinygrad_nv.tile.gemm.dense import MAJORS, RESULTS, TYPES, WORDS, dense
-from tinygrad_nv.tile.gemm.legality import problems
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.template import GPU
 
 CPU = "cpu"
 HEAD = ("schedule", "predicted us", "counted us", "bound", "registers", "shared bytes")
@@ -197,7 +198,7 @@ def _list(arguments: argparse.Namespace) -> None:
 
 def _bound(entry: database.Entry) -> str:
     """What a GPU is busy with, by the cost model."""
-    if not isinstance(entry.schedule, AnySchedule): return "-"
+    if not isinstance(entry.schedule, GemmSchedule): return "-"
     return predict(entry.spec, entry.schedule, entry.arch).bound
 
 
@@ -209,9 +210,11 @@ def _export(file: Path) -> None:
 
 def _wrong(entry: database.Entry) -> list[str]:
     """Why an entry's schedule cannot be used where it is for."""
-    if isinstance(entry.schedule, AnySchedule): return problems(entry.schedule, entry.spec, entry.arch)
     from tinygrad_nv.cpu.gemm import candidates as space
     from tinygrad_nv.cpu.machine import CPUMachine
+    from tinygrad_nv.cpu.schedule import CPUSchedule
+    if not isinstance(entry.schedule, CPUSchedule):
+        return [*TABLE.problems(entry.spec, entry.schedule, GPU(entry.arch))]
     return space.problems(entry.schedule, entry.spec, CPUMachine(entry.schedule.isa, 1))
 
 

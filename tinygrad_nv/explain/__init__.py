@@ -49,7 +49,7 @@ from tinygrad_nv.patterns import program, target
 from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.runtime.observe import ranges
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class KernelRecord:
         if not isinstance(self.spec, GemmSpec): return None
         if isinstance(self.schedule, CPUSchedule) and self.machine is not None:
             return CPUProduct(self.spec, self.schedule, self.machine)
-        if not isinstance(self.schedule, AnySchedule) or not self.arch: return None
+        if not isinstance(self.schedule, GemmSchedule) or not self.arch: return None
         return Product(self.spec, self.schedule, self.arch, self.sm_count, self.clusters)
 
     @property

@@ -23,15 +23,15 @@ from tinygrad_nv.ptx.assemble import Assembly, Resources, assemble, find_program
 from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
 from tinygrad_nv.runtime.launch_text import source
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.expression import Apply, Expression, loads, short, walk
 from tinygrad_nv.tile.expression import show as written
 from tinygrad_nv.tile.gemm.cost import Model, Prediction, predict
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
-from tinygrad_nv.tile.gemm.templates import build
-from tinygrad_nv.tile.gemm.work import columns
 from tinygrad_nv.tile.gpu import machine_for
 from tinygrad_nv.tile.kernel import GemmKernel
+from tinygrad_nv.tile.template import GPU
 
 LEVELS = ("spec", "tile", "ptx", "sass", "c")
 # how the builder declares shared memory: its own, or a part of what a launch gives
@@ -48,7 +48,7 @@ class Product:
     """A product by a schedule on a GPU with `sm_count` multiprocessors, which has room for so many `clusters`
     at once (left out: as ptx/gpcs.py has it)."""
     spec: GemmSpec
-    schedule: AnySchedule
+    schedule: GemmSchedule
     arch: str
     sm_count: int
     clusters: Clusters = ()
@@ -66,7 +66,9 @@ class Product:
 
 @functools.lru_cache(256)
 def _kernel(product: Product) -> GemmKernel:
-    return build(product.spec, product.schedule, product.arch, product.sm_count, product.clusters)
+    gpu = GPU(product.arch, product.sm_count, product.clusters)
+    made: GemmKernel = TABLE.build(product.spec, product.schedule, gpu)
+    return made
 
 
 def show(product: Product, level: str) -> str:
@@ -204,7 +206,7 @@ def tile_text(product: Product) -> str:
     rows = [*_tiles(product), *_launch(kernel, prediction),
             ("predicted", f"{seconds(prediction.seconds)}, {rate}, bound: {prediction.bound}"),
             ("", ", ".join(f"{name} {seconds(part)}" for name, part in prediction.parts.items())),
-            ("at best", f"{seconds(Model(spec, machine).roofline(s.template))}, by peak rates alone"),
+            ("at best", f"{seconds(Model(spec, machine).roofline(s))}, by peak rates alone"),
             *_memory(kernel)]
     found = resources(product)
     rows.append(("registers", "- (no ptxas)" if found is None else
@@ -216,18 +218,17 @@ def tile_text(product: Product) -> str:
 def _tiles(product: Product) -> list[tuple[str, str]]:
     """Tiles of the result, steps along K, and the ring."""
     spec, s = product.spec, product.schedule
-    computed = spec.swapped() if s.swap else spec
-    width = columns(spec, s)
+    tile, (along_m, along_n) = s.tile(spec), s.grid(spec)
     turned = " of the transposed result" if s.swap else ""
-    rows = [("tiles", f"{-(-computed.m // s.block_m)} x {-(-computed.n // width)} of {s.block_m} x {width}"
+    rows = [("tiles", f"{along_m} x {along_n} of {tile.rows} x {tile.columns}"
                       f"{turned}" + (f", {spec.matrices} times" if spec.matrices > 1 else "")),
             ("steps", f"{-(-spec.k // s.block_k)} of {s.block_k} along k"
                       + (f", shared by {s.splits} CTAs" if s.splits > 1 else ""))]
-    if s.template == "gemv": return rows
+    if not s.depth: return rows
     size = spec.a.dtype.itemsize
-    a, b = s.block_m * s.block_k * size, width * spec.parts * s.block_k * size
-    rows.append(("stages", f"{s.depth} of {nbytes(a + b)}: A {s.block_m} x {s.block_k} {nbytes(a)}, "
-                           f"B {width * spec.parts} x {s.block_k} {nbytes(b)}"))
+    a, b = (count * s.block_k * size for count in (tile.rows, tile.width))
+    rows.append(("stages", f"{s.depth} of {nbytes(a + b)}: A {tile.rows} x {s.block_k} {nbytes(a)}, "
+                           f"B {tile.width} x {s.block_k} {nbytes(b)}"))
     return rows
 
 

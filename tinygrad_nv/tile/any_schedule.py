@@ -1,39 +1,31 @@
-"""A schedule of any template, with the fields of all: template, tiles, warps, stages.
+"""Schedules of attention and decode, with the fields of all their templates: template, tiles, warps, stages.
 
 Protocol: `AnySchedule()` is a default to derive from, `AnySchedule().block(128, 256).k(64).warps(2, 4)`; each
-call gives a new schedule. Schedules are frozen, hashable, and go to JSON and back (`to_json`,
-`from_json`). What can be is decided by gemm/legality.py, what is good by gemm/cost.py.
+call gives a new schedule. What can be is decided by each template's legality.py.
 """
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile.schedule import Schedule
 
-Template = Literal["mma", "wgmma", "gemv", "flash_mma", "flash_wgmma", "flash_fma", "decode",
-                   "flash_backward_mma", "flash_backward_wgmma"]
+Template = Literal["flash_mma", "flash_wgmma", "flash_fma", "decode", "flash_backward_mma",
+                   "flash_backward_wgmma"]
 Mode = Literal["cooperative", "pingpong"]
 Swizzle = Literal["", "32B", "64B", "128B"]
 
 
 @dataclass(frozen=True)
 class AnySchedule(Schedule):
-    """A CTA makes `block_m` × `block_n` of the result, `block_k` of the sum at a time, from a ring of `depth`
-    stages.
-
-    mma: `warps_m` × `warps_n` warps, each with its share of the tile. wgmma: `warps_m` warps in all (with
-    warps_n = 1), four of them the producer; `mode` says whether consumers share a tile or take turns.
-    gemv: `warps_m` warps. flash_wgmma: `block_m` rows of queries, `block_n` columns of keys at a time; warps
-    as of wgmma, `depth` stages of keys and as many of values; in ping-pong a consumer multiplies while
-    another has its softmax. flash_fma: such blocks, whose columns `warps_n` warps share.
+    """flash_mma: `block_m` rows of queries by `warps_m` warps, `block_n` columns of keys at a time.
+    flash_wgmma: the same by `warps_m` warps in all (with warps_n = 1), four of them the producer, `depth`
+    stages of keys and as many of values; in ping-pong a consumer multiplies while another has its softmax.
+    flash_fma: such blocks, whose columns `warps_n` warps share.
     flash_backward_wgmma: `block_n` keys of a CTA, `block_m` rows at a time, in `depth` stages;
-    flash_backward_mma: the same, `warps_m` warps along the keys, `warps_n` that share them. `cluster_m` ×
-    `cluster_n` CTAs share operands by multicast. `splits` CTAs share the sum of one tile; `stream` divides
-    all sums evenly among persistent CTAs instead. `group` rows of tiles are walked together, for L2. `swap`
-    computes the transposed product, for few rows. `swizzle` "" is the widest that the tile allows."""
-    template: Template = "mma"  # type: ignore[misc]  # of each type by itself, once templates have theirs
+    flash_backward_mma: the same, `warps_m` warps along the keys, `warps_n` that share them. The
+    other fields are of no template: legality refuses them."""
+    template: Template = "flash_mma"  # type: ignore[misc]  # of each type by itself, once templates have theirs
     block_m: int = 128
     block_n: int = 128
     block_k: int = 32
@@ -51,11 +43,8 @@ class AnySchedule(Schedule):
 
     def using(self, template: Template) -> AnySchedule:
         """Another template, with its own default for the warps."""
-        if template == "wgmma": return replace(self, template=template, block_k=64, warps_m=12, warps_n=1,
-                                               depth=4)
         if template in ("flash_wgmma", "flash_backward_wgmma"):
             return replace(self, template=template, warps_m=12, warps_n=1, depth=2)
-        if template == "gemv": return replace(self, template=template, warps_m=8, warps_n=1)
         return replace(self, template=template)
 
     def block(self, m: int, n: int) -> AnySchedule:
@@ -94,17 +83,9 @@ class AnySchedule(Schedule):
         """Consumers take turns at tiles: one multiplies while the other finishes."""
         return replace(self, mode="pingpong")
 
-    def grouped(self, rows: int) -> AnySchedule:
-        """Rows of tiles walked together."""
-        return replace(self, group=rows)
-
     def swapped(self) -> AnySchedule:
         """Computes (b aᵀ)ᵀ."""
         return replace(self, swap=True)
-
-    def swizzle(self, width: Swizzle) -> AnySchedule:
-        """Width of the swizzle of shared memory."""
-        return replace(self, swizzle_width=width)
 
     @property
     def threads(self) -> int:
@@ -115,23 +96,6 @@ class AnySchedule(Schedule):
     def consumers(self) -> int:
         """Warpgroups that multiply: of wgmma, all but the producer."""
         return self.warps_m * self.warps_n // 4 - 1
-
-    def stage_bytes(self, itemsize: int) -> int:
-        """Bytes of one stage: a tile of A and one of B."""
-        return (self.block_m + self.block_n) * self.block_k * itemsize
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(data: Any) -> AnySchedule:
-        """A schedule of plain data. Raises `ScheduleError` for what is not one."""
-        kinds = {field.name: type(field.default) for field in fields(AnySchedule)}
-        if not isinstance(data, dict) or any(type(value) is not kinds.get(name) for name,
-                                             value in data.items()):
-            raise ScheduleError(f"{data!r}", f"an object with some of {', '.join(kinds)}")
-        return AnySchedule(**data)
 
     def __str__(self) -> str:
         warps = f"{self.warps_m}x{self.warps_n}" if self.warps_n > 1 else f"{self.warps_m}"

@@ -28,10 +28,13 @@ from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.errors import NVError, ScheduleError
 from tinygrad_nv.ptx.assemble import find_program
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.gemm.legality import SMEM_BYTES, problems
+from tinygrad_nv.templates import TABLE
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.limits import SMEM_BYTES
+from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec_json import spec_from_json, spec_to_json
+from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.toolchain import find_compiler
 
 if TYPE_CHECKING:
@@ -52,7 +55,7 @@ class Entry:
     spec: GemmSpec
     arch: str
     toolchain: str
-    schedule: AnySchedule | CPUSchedule
+    schedule: Schedule | CPUSchedule
     seconds: float
     how: str = "counted"
 
@@ -77,8 +80,8 @@ class Entry:
                 or not 0 < seconds < 1e9 or how not in ("measured", "counted"):
             raise ScheduleError(f"an entry of {arch!r}, {toolchain!r}, {seconds!r}, {how!r}",
                                 f"one of {', '.join(SMEM_BYTES)}, a version, seconds, measured or counted")
-        kind = CPUSchedule if on_cpu else AnySchedule
-        schedule: AnySchedule | CPUSchedule = kind.from_json(data.get("schedule"))
+        read = CPUSchedule.from_json if on_cpu else functools.partial(TABLE.read, "gpu")
+        schedule: Schedule | CPUSchedule = read(data.get("schedule"))
         if on_cpu and isinstance(schedule, CPUSchedule) and str(schedule.isa) != on_cpu[1]:
             raise ScheduleError(f"a schedule for {schedule.isa} in an entry of {arch!r}")
         return Entry(spec_from_json(data.get("spec")), arch, toolchain, schedule, float(seconds), how)
@@ -138,17 +141,17 @@ def _text(spec: GemmSpec) -> str: return json.dumps(spec_to_json(spec), separato
 
 # **** reading ****
 
-def lookup(spec: GemmSpec, arch: str) -> AnySchedule | None:
+def lookup(spec: GemmSpec, arch: str) -> GemmSchedule | None:
     """The winner for a product, where there is a legal one."""
     found = _read(path())
     if not found: return None
     return _winner(found, _text(spec), spec, arch)
 
 
-def _winner(found: dict[Key, Entry], text: str, spec: GemmSpec, arch: str) -> AnySchedule | None:
+def _winner(found: dict[Key, Entry], text: str, spec: GemmSpec, arch: str) -> GemmSchedule | None:
     entry = found.get((text, arch, toolchain()))
-    if entry is None or not isinstance(entry.schedule, AnySchedule): return None
-    if wrong := problems(entry.schedule, spec, arch):
+    if entry is None or not isinstance(entry.schedule, GemmSchedule): return None
+    if wrong := TABLE.problems(spec, entry.schedule, GPU(arch)):
         note(f"{entry.schedule} of {path()} is ignored for {spec}: {'; '.join(wrong)}")
         return None
     return entry.schedule

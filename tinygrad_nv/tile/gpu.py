@@ -21,6 +21,8 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.tile.gemm.spec import BYTES, FP8
 
+STREAMING = 0.92                    # of HBM's peak, that reading in order reaches
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -50,10 +52,11 @@ class Machine:
         """bf16 operations a second at peak."""
         return 2.0 * self.tensor_fma * self.sm_count * self.clock_hz
 
-    def tensor_scale(self, dtype: DType, template: str) -> float:
-        """Speed of the tensor cores with these operands, where bf16 in the fastest way is 1."""
+    def tensor_scale(self, dtype: DType, by_mma: bool) -> float:
+        """Speed of the tensor cores with these operands, by mma.sync or by wgmma, where bf16 in the fastest
+        way is 1."""
         scale = 2.0 if dtype in (*FP8, *BYTES) else 0.5 if dtype == dtypes.float32 else 1.0
-        if template == "wgmma": return scale
+        if not by_mma: return scale
         # mma.sync of fp8 is unpacked to two of f16 on Hopper
         return self.mma_share * (1.0 if dtype in FP8 and self.arch == "sm_90a" else scale)
 

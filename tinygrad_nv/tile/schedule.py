@@ -1,20 +1,113 @@
-"""How a spec is computed: the base of what templates have.
+"""How a spec is computed: the base of what templates have, and the fields that several of them share.
 
-Protocol: a schedule is frozen and hashable; spec, schedule and target make a kernel, and nothing else does.
-Which template it is of is a constant of its type, by `kind` of target and by name.
+Protocol: a schedule is frozen and hashable; spec, schedule and target make a kernel, and nothing else does. A
+template's type is a constant of its schedules, by `kind` of target and by name. The bare type is a default to
+derive from, `Mma().block(128, 256).k(64).warps(2, 4).stages(4)`; each call gives a new schedule. Schedules go
+to JSON and back (`to_json`, `from_json`; templates.TABLE reads those of any template).
 """
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar, Self
+
+from tinygrad_nv.errors import ScheduleError
+
+# fields that each schedule once had, and what they were where its template has no use for them
+NEUTRAL: Mapping[str, object] = {
+    "warps_n": 1, "cluster_m": 1, "cluster_n": 1, "splits": 1, "stream": False, "mode": "cooperative",
+    "swap": False, "swizzle_width": ""}
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One template's numbers. `kind` says whether a GPU or a CPU runs its kernels."""
+    """One template's numbers. `kind` says whether a GPU or a CPU runs its kernels. `UNREAD` are fields that
+    entries of older schedule databases have beside its own, whose values never meant anything."""
     kind: ClassVar[str] = "gpu"
     template: ClassVar[str]
+    UNREAD: ClassVar[tuple[str, ...]] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
-        return asdict(self)
+        return {"template": self.template, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """A schedule of plain data, less its template's name. Raises `ScheduleError` for what is not one.
+        Fields of other templates are accepted where they have the value that says nothing."""
+        kinds = {field.name: type(field.default) for field in fields(cls)}
+        for name, value in data.items():
+            if name in kinds and type(value) is not kinds[name]:
+                raise ScheduleError(f"{name}={value!r} of {cls.template}", f"of type {kinds[name].__name__}")
+            if name in kinds or name in cls.UNREAD: continue
+            if name not in NEUTRAL or value != NEUTRAL[name]:
+                raise ScheduleError(f"{name}={value!r} is of another template than {cls.template}",
+                                    f"some of {', '.join(kinds)}")
+        return cls(**{name: value for name, value in data.items() if name in kinds})
+
+    def words(self) -> list[str]:
+        """What it says, part by part."""
+        return [f"{field.name} {getattr(self, field.name)}" for field in fields(self)]
+
+    def __str__(self) -> str: return " ".join(filter(None, (self.template, ", ".join(self.words()))))
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A CTA makes `block_m` × `block_n` of the result from a ring of `depth` stages."""
+    block_m: int = 128
+    block_n: int = 128
+    depth: int = 3
+
+    def block(self, m: int, n: int) -> Self:
+        """The tile of the result."""
+        return replace(self, block_m=m, block_n=n)
+
+    def with_block(self, m: int, n: int) -> Self:
+        """The same as `block`: derives a schedule with another tile."""
+        return self.block(m, n)
+
+    def stages(self, count: int) -> Self:
+        """Stages of the ring."""
+        return replace(self, depth=count)
+
+
+@dataclass(frozen=True)
+class Warps:
+    """`warps_m` × `warps_n` warps, along the rows and the columns of the tile."""
+    warps_m: int = 2
+    warps_n: int = 2
+
+    def warps(self, m: int, n: int = 1) -> Self:
+        """Warps along the rows and the columns of the tile."""
+        return replace(self, warps_m=m, warps_n=n)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return 32 * self.warps_m * self.warps_n
+
+
+@dataclass(frozen=True)
+class Warpgroups:
+    """`warps_m` warps in all: four of them load, those of each other warpgroup multiply."""
+    warps_m: int = 12
+
+    def warps(self, count: int) -> Self:
+        """Warps in all, those that load among them."""
+        return replace(self, warps_m=count)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return 32 * self.warps_m
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that multiply: all but the one that loads."""
+        return self.warps_m // 4 - 1
+
+
+def counted(count: int, word: str, shown: str = "") -> str:
+    """A number and what it counts: "1 stage", "2x2 warps"."""
+    return f"{shown or count} {word}{'' if count == 1 else 's'}"

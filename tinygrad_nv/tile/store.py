@@ -5,7 +5,7 @@ and wgmma share: of a cell, registers 2h and 2h + 1 are row g + 8h, columns 2q a
 q = lane % 4. A wgmma of m64nN gives N / 8 cells to each warp: cell j has registers 4j … 4j + 3, and warp p of
 the warpgroup begins 16 p rows further down.
 
-    plan = store_plan(spec, schedule)
+    plan = store_plan(spec, tile)
     staging = k.shared("staging", plan.smem_bytes, align=1024) if plan.smem_bytes else None
     out_map = k.tensor_map("out_map") if plan.map else None     # with plan.map among the kernel's maps
     store = Store(k, spec, plan, out, extras, rows, staging, out_map)
@@ -34,7 +34,6 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Shared, Value
 from tinygrad_nv.tile.access import advanced, read, write
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.epilogue import Finish
 from tinygrad_nv.tile.expression import Load, short
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Result
@@ -60,19 +59,27 @@ class StorePlan:
         return f"{how}, panels of {self.panel.lines} x {self.panel.line_bytes} B"
 
 
-def store_plan(spec: GemmSpec, schedule: AnySchedule) -> StorePlan:
-    """The plan for a product and a schedule's tile."""
-    s, out = schedule, spec.out
-    columns = s.block_n // spec.parts
-    plan = StorePlan(spec.symbolic or spec.m % (s.block_m * s.cluster_m) != 0,
-                     spec.n % (columns * s.cluster_n) != 0)
-    if s.template == "gemv" or not out.major or out.operand("m").aligned_bytes < 16: return plan
-    if s.template == "wgmma": group, warps, rows = 4, 4 * s.consumers, 64
-    else: group, warps, rows, columns = 1, s.warps_m * s.warps_n, s.block_m // s.warps_m, columns // s.warps_n
-    panel = panel_of(out.major, rows, columns, group, out.dtype.itemsize)
+@dataclass(frozen=True)
+class StoreTile:
+    """What stores together: of a CTA's (or a cluster's) tile of `rows` × `columns`, `group` warps each have
+    `group_rows` × `group_columns`. 4: a warpgroup, by TMA; 1: a warp, 16 bytes a thread."""
+    rows: int
+    columns: int
+    warps: int
+    group: int
+    group_rows: int
+    group_columns: int
+
+
+def store_plan(spec: GemmSpec, tile: StoreTile) -> StorePlan:
+    """The plan for a product and a tile of it."""
+    out = spec.out
+    plan = StorePlan(spec.symbolic or spec.m % tile.rows != 0, spec.n % tile.columns != 0)
+    if not out.major or out.operand("m").aligned_bytes < 16: return plan
+    panel = panel_of(out.major, tile.group_rows, tile.group_columns, tile.group, out.dtype.itemsize)
     if panel is None: return plan
-    plan = replace(plan, panel=panel, smem_bytes=warps // group * 2 * panel.nbytes)
-    if group == 4: return with_map(plan, spec)
+    plan = replace(plan, panel=panel, smem_bytes=tile.warps // tile.group * 2 * panel.nbytes)
+    if tile.group == 4: return with_map(plan, spec)
     # lines end where a chunk of 16 bytes does
     along, edges = (spec.n, plan.edges_n) if out.major == "N" else (spec.m, plan.edges_m)
     partial = edges and (along * out.dtype.itemsize % 16 or (out.major == "M" and spec.symbolic))

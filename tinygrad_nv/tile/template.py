@@ -1,13 +1,12 @@
 """What a template is, in one record, and the one table of them.
 
 Protocol: a spec says what is computed, a schedule how, a target what is compiled for. A `Template` makes a
-kernel of the three, a `Family` is the templates that share their kinds of specs on one kind of target and who
-chooses among them. `TABLE` finds both: by spec (`family`), by schedule (`of`), by name (`named`); rows are
-modules that are imported when they are first asked for, and that import no writer of kernels (`later`).
+kernel of the three. The one `Table`, templates.TABLE, finds them by schedule, by family and by name. Its rows
+are modules that are imported when they are first asked for, and that import no writer of kernels (`later`).
 
-    templates.py of a family:   FAMILY = Family("gemm", (MMA, WGMMA, GEMV), choose=…)
+    templates.py of a family:   TEMPLATES = (Template("wgmma", GemmSpec, Wgmma, …), …)
     tinygrad_nv/templates.py:   TABLE = Table({("gpu", "gemm"): "tinygrad_nv.tile.gemm.templates", …})
-    whoever has a schedule:     TABLE.of(schedule).build(spec, schedule, GPU("sm_90a", 132))
+    to make a kernel:           TABLE.build(spec, Wgmma().block(128, 256), GPU("sm_90a", 132))
 """
 from __future__ import annotations
 
@@ -28,10 +27,10 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class GPU:
     """What a kernel is compiled for: an architecture ("sm_90a"), how many multiprocessors there are (0: as
-    the architecture's first GPU has), and how many clusters run at once, where a driver said so (left out:
-    as ptx/gpcs.py has it)."""
+    the architecture's first GPU in gpu.py has), and how many clusters run at once, where a driver said so
+    (left out: as ptx/gpcs.py has it)."""
     arch: str
-    sm_count: int = 132
+    sm_count: int = 0
     clusters: Clusters = ()
 
 
@@ -50,25 +49,7 @@ class Template(Generic[S, C, T]):
     cost: Callable[[S, C, T], Any] | None = None
 
 
-@dataclass(frozen=True)
-class Family:
-    """Templates that share their kinds of specs on one kind of target, the one liked best first. `choose`
-    gives the schedule of a spec on a target, None where no template takes it; `why_not` then says why."""
-    name: str
-    templates: tuple[Template[Any, Any, Any], ...]
-    choose: Callable[[Any, Any], Schedule | None]
-    why_not: Callable[[Any, Any], str]
-
-    @property
-    def specs(self) -> tuple[type, ...]:
-        """The types of the specs, each once."""
-        return tuple(dict.fromkeys(template.spec for template in self.templates))
-
-
-def first_legal(templates: Sequence[Template[S, Any, T]], spec: S, target: T) -> Schedule | None:
-    """The first candidate without a problem, of templates in their order."""
-    return next((schedule for template in templates for schedule in template.candidates(spec, target)
-                 if not template.problems(spec, schedule, target)), None)
+AnyTemplate = Template[Any, Any, Any]
 
 
 def later(module: str, name: str) -> Callable[..., Any]:
@@ -78,30 +59,45 @@ def later(module: str, name: str) -> Callable[..., Any]:
 
 
 class Table:
-    """Families by kind of target ("gpu", "cpu") and name, of modules that have a `FAMILY`."""
+    """Templates, by kind of target ("gpu", "cpu") and family, of modules that have `TEMPLATES`."""
 
     def __init__(self, rows: Mapping[tuple[str, str], str]) -> None:
         self.rows = dict(rows)
-        self._families: dict[tuple[str, str], Family] = {}
-        self._templates: dict[tuple[str, str], Template[Any, Any, Any]] = {}
+        self._named: dict[tuple[str, str], AnyTemplate] = {}
 
-    def family(self, kind: str, name: str) -> Family:
-        """A family. Raises KeyError where no row has it."""
-        key = kind, name
-        if key not in self._families: self._families[key] = import_module(self.rows[key]).FAMILY
-        return self._families[key]
-
-    def named(self, kind: str, name: str) -> Template[Any, Any, Any]:
-        """The template of a name, from JSON or a command line. Raises `ScheduleError` where there is none."""
-        for row_kind, family in self.rows if (kind, name) not in self._templates else ():
-            if row_kind != kind: continue
-            self._templates.update({(kind, one.name): one for one in self.family(kind, family).templates})
-            if (kind, name) in self._templates: break
-        if (found := self._templates.get((kind, name))) is None:
-            known = (known for on, known in self._templates if on == kind)
-            raise ScheduleError(f"template {name!r}", f"one of {', '.join(known)}")
+    def templates(self, kind: str, family: str) -> tuple[AnyTemplate, ...]:
+        """Those of a family, the one liked best first. Raises KeyError where there is no such family."""
+        found: tuple[AnyTemplate, ...] = import_module(self.rows[kind, family]).TEMPLATES
         return found
 
-    def of(self, schedule: Schedule) -> Template[Any, Any, Any]:
+    def named(self, kind: str, name: str) -> AnyTemplate:
+        """The template of a name, from JSON or a command line. Raises `ScheduleError` where there is none."""
+        for on, family in self.rows if (kind, name) not in self._named else ():
+            if on == kind: self._named.update({(on, one.name): one for one in self.templates(on, family)})
+        if (found := self._named.get((kind, name))) is None:
+            known = ", ".join(known for on, known in self._named if on == kind)
+            raise ScheduleError(f"template {name!r}", f"one of {known}")
+        return found
+
+    def of(self, schedule: Schedule) -> AnyTemplate:
         """The template that a schedule is of."""
-        return self.named(schedule.kind, schedule.template)
+        key = schedule.kind, schedule.template
+        return self._named.get(key) or self.named(*key)
+
+    def read(self, kind: str, data: Any) -> Schedule:
+        """The schedule of plain data. Raises `ScheduleError` for what is none."""
+        if not isinstance(data, dict) or type(data.get("template")) is not str:
+            raise ScheduleError(f"{data!r}", "an object with a template and its fields")
+        found: Schedule = self.named(kind, data["template"]).schedule.from_json(
+            {name: value for name, value in data.items() if name != "template"})
+        return found
+
+    # **** what a schedule's template says ****
+
+    def problems(self, spec: Any, schedule: Schedule, target: Any) -> Sequence[str]:
+        """Why the schedule cannot be; empty when it can."""
+        return self.of(schedule).problems(spec, schedule, target)
+
+    def build(self, spec: Any, schedule: Schedule, target: Any) -> Any:
+        """The kernel. Raises `ScheduleError` for an impossible schedule."""
+        return self.of(schedule).build(spec, schedule, target)

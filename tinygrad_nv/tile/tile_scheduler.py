@@ -7,13 +7,13 @@ tiles of A and few of B. A symbolic spec has its number of rows of tiles from th
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.tile.gemm.schedules import Mma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 
 MOST_GRID_Y = 32768
 
 
-def tiles_of(spec: GemmSpec, schedule: AnySchedule) -> int:
+def tiles_of(spec: GemmSpec, schedule: Mma) -> int:
     """Tiles of one matrix of the result."""
     rows, columns = schedule.block_m, schedule.block_n // spec.parts
     return -(-spec.m // rows) * -(-spec.n // columns)
@@ -23,7 +23,7 @@ class Walk:
     """`m`, `n` (u32): the tile; `batch`: the index along each dimension of the batch; `split` (u32);
     `number`: of the tile among all tiles of all matrices."""
 
-    def __init__(self, k: Kernel, spec: GemmSpec, schedule: AnySchedule, rows: Value | int) -> None:
+    def __init__(self, k: Kernel, spec: GemmSpec, schedule: Mma, rows: Value | int) -> None:
         s = schedule
         self.tiles_m = -(-spec.m // s.block_m)
         self.tiles_n = tiles_of(spec, s) // self.tiles_m

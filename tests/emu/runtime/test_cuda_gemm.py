@@ -14,12 +14,13 @@ from tinygrad_nv.errors import KernelError
 from tinygrad_nv.runtime.cuda.driver import CUDADriver
 from tinygrad_nv.runtime.driver import Fill, Launch, Work, pointer
 from tinygrad_nv.runtime.launch_text import map_spec
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.gemm.wgmma.kernel import gemm_wgmma
+from tinygrad_nv.templates import TABLE
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Wgmma
 from tinygrad_nv.tile.kernel import GemmKernel
+from tinygrad_nv.tile.template import GPU
 
 M = 130
-W = AnySchedule().using("wgmma").block(128, 64).stages(3)
+W = Wgmma().block(128, 64).stages(3)
 SCHEDULES = {"cluster": W.cluster(2, 1), "split": W.split(2), "streamed": W.streamed()}
 
 
@@ -31,7 +32,7 @@ def fake() -> Iterator[Fake]:
 class Chain:
     """y = (x @ w.T) @ v.T, as two launches of a schedule."""
 
-    def __init__(self, gpu: CUDADriver, schedule: AnySchedule) -> None:
+    def __init__(self, gpu: CUDADriver, schedule: GemmSchedule) -> None:
         self.gpu = gpu
         self.specs = [product(M, 128, 128), product(M, 64, 128)]
         self.given = [arguments(spec, seed, most=1) for seed, spec in enumerate(self.specs)]
@@ -45,9 +46,9 @@ class Chain:
         self.gpu.copy_in(address, memoryview(data))
         return address
 
-    def made(self, which: int, schedule: AnySchedule, out: int, a: int, b: int) -> list[Work]:
+    def made(self, which: int, schedule: GemmSchedule, out: int, a: int, b: int) -> list[Work]:
         """The fill of its flags and the launch of a product."""
-        kernel: GemmKernel = gemm_wgmma(self.specs[which], schedule, "sm_90a", 8)
+        kernel: GemmKernel = TABLE.build(self.specs[which], schedule, GPU("sm_90a", 8))
         order, fills = [out], []
         if kernel.workspace_bytes:
             order += [self.gpu.alloc(kernel.workspace_bytes), self.gpu.alloc(4 * max(1, kernel.flags))]

@@ -21,10 +21,11 @@ from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 from tinygrad_nv.runtime.emulated.graph import EmulatedGraph
 from tinygrad_nv.runtime.emulated.order import Done
 from tinygrad_nv.runtime.launch_text import source
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.gemm.dense import dense
-from tinygrad_nv.tile.gemm.templates import build
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Mma, Wgmma
 from tinygrad_nv.tile.kernel import GemmKernel, MapArgument
+from tinygrad_nv.tile.template import GPU
 
 BOX, COLUMNS, MOST = 8, 64, 40
 BOX_BYTES = 2 * BOX * COLUMNS
@@ -271,8 +272,8 @@ def test_without_the_fill_a_replay_would_be_wrong(monkeypatch: pytest.MonkeyPatc
 
 # **** products ****
 
-WGMMA = AnySchedule().using("wgmma").block(64, 64).warps(8).stages(3)
-PRODUCTS = {"wgmma": WGMMA, "cluster": WGMMA.cluster(2), "mma": AnySchedule().block(32, 64).k(32).stages(3)}
+WGMMA = Wgmma().block(64, 64).warps(8).stages(3)
+PRODUCTS = {"wgmma": WGMMA, "cluster": WGMMA.cluster(2), "mma": Mma().block(32, 64).k(32).stages(3)}
 
 
 def small(rows: int, columns: int, seed: int) -> np.ndarray:
@@ -280,15 +281,15 @@ def small(rows: int, columns: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(-3, 4, (rows, columns)).astype(np.float16)
 
 
-def multiplied(x: Tensor, w: Tensor, schedule: AnySchedule, m: Variable | None = None) -> Tensor:
+def multiplied(x: Tensor, w: Tensor, schedule: GemmSchedule, m: Variable | None = None) -> Tensor:
     """x @ w.T by a template; of the first m rows."""
     spec = dense(x.shape[0], w.shape[0], x.shape[1], "f16", symbolic=m is not None)
-    return Tensor(gemm(build(spec, schedule, "sm_90a"), "EMU", Output((spec.m, spec.n), dtypes.half),
-                       [x.uop, w.uop], m=m))
+    kernel = TABLE.build(spec, schedule, GPU("sm_90a"))
+    return Tensor(gemm(kernel, "EMU", Output((spec.m, spec.n), dtypes.half), [x.uop, w.uop], m=m))
 
 
 @pytest.mark.parametrize("schedule", PRODUCTS.values(), ids=PRODUCTS)
-def test_products_in_replays(schedule: AnySchedule):
+def test_products_in_replays(schedule: GemmSchedule):
     jit = TinyJit(lambda x, w: (multiplied((x + 1).contiguous(), w, schedule) + 1).contiguous().realize())
     for seed in range(4):
         x, w = small(MOST, 320, seed), small(72, 320, seed + 9)
@@ -297,7 +298,7 @@ def test_products_in_replays(schedule: AnySchedule):
 
 
 @pytest.mark.parametrize("schedule", PRODUCTS.values(), ids=PRODUCTS)
-def test_products_of_as_many_rows_as_a_variable_says(schedule: AnySchedule):
+def test_products_of_as_many_rows_as_a_variable_says(schedule: GemmSchedule):
     jit = TinyJit(lambda x, w, rows: (multiplied(x, w, schedule, rows)[:rows] + 1).contiguous().realize())
     for seed, rows in enumerate((40, 1, 17, 33, 8)):
         x, w = small(MOST, 320, seed), small(72, 320, seed + 9)

@@ -13,9 +13,10 @@ from tinygrad_nv.errors import OutOfMemoryError
 from tinygrad_nv.graphs import GraphPool
 from tinygrad_nv.patterns.program import Output, gemm
 from tinygrad_nv.runtime.memory_pool import labelled
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.gemm.dense import dense
-from tinygrad_nv.tile.gemm.templates import build
+from tinygrad_nv.tile.gemm.schedules import Mma
+from tinygrad_nv.tile.template import GPU
 
 pytestmark = pytest.mark.usefixtures("frozen")
 
@@ -37,7 +38,7 @@ def captured() -> np.ndarray:
 def split_product() -> np.ndarray:
     """A kernel with a workspace and flags."""
     spec = dense(16, 16, 128, "f16")
-    kernel = build(spec, AnySchedule().block(16, 16).k(32).warps(1, 1).stages(2).split(2), "sm_80")
+    kernel = TABLE.build(spec, Mma().block(16, 16).k(32).warps(1, 1).stages(2).split(2), GPU("sm_80"))
     assert kernel.workspace_bytes
     assert kernel.flags
     a, b = (Tensor(np.resize(X, (16, 128)) + i).cast(dtypes.half).contiguous().realize() for i in range(2))

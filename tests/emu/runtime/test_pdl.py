@@ -24,12 +24,13 @@ from tinygrad_nv.runtime.driver import Fill, Launch, integer, pointer
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 from tinygrad_nv.runtime.launch_text import source
 from tinygrad_nv.runtime.program import NVProgram
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.expression import Load, Sum
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.gemm.templates import build
+from tinygrad_nv.tile.template import GPU
 
-MMA, WGMMA = AnySchedule().block(32, 32).k(32), AnySchedule().using("wgmma").block(128, 64)
+MMA, WGMMA = Mma().block(32, 32).k(32), Wgmma().block(128, 64)
 WAIT, EARLY = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"
 MOVE = """.version 7.8
 .target sm_90
@@ -54,7 +55,7 @@ $end:
 class Case(NamedTuple):
     """A product, with what it is computed by."""
     spec: GemmSpec
-    schedule: AnySchedule
+    schedule: GemmSchedule
     sm_count: int = 132
 
 
@@ -113,7 +114,7 @@ class Device:
 
     def product(self, text: str, case: Case) -> list[object]:
         """Launches the kernel of a case, whose text this is; what was submitted."""
-        made = build(case.spec, case.schedule, "sm_90a", case.sm_count)
+        made = TABLE.build(case.spec, case.schedule, GPU("sm_90a", case.sm_count))
         places = [self.place["out"]]
         if made.workspace_bytes:
             places += [self.driver.alloc(made.workspace_bytes), self.driver.alloc(4 * made.flags)]
@@ -141,7 +142,8 @@ class Device:
         return view(torch.frombuffer(raw, dtype=TORCH[self.spec.out.dtype]), extents, strides, offset), works
 
 
-def text_of(case: Case) -> str: return source(build(case.spec, case.schedule, "sm_90a", case.sm_count))
+def text_of(case: Case) -> str:
+    return source(TABLE.build(case.spec, case.schedule, GPU("sm_90a", case.sm_count)))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -183,7 +185,7 @@ def test_NV_PDL_0_launches_in_order(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
 @pytest.mark.parametrize("name", ["mma", "mma split", "gemv"])
 def test_before_hopper_there_is_none(name: str, arch: str):
-    made = build(CASES[name].spec, CASES[name].schedule, arch)
+    made = TABLE.build(CASES[name].spec, CASES[name].schedule, GPU(arch))
     assert not made.pdl
     assert "griddepcontrol" not in made.ptx
     assert "pdl=0" in source(made)
@@ -196,7 +198,7 @@ def test_what_is_fetched_ahead_is_inside(name: str, cut: bool):
     spec = CASES[name].spec
     rows = spec.m - 15 * (cut and spec.symbolic)
     if cut and not spec.symbolic: spec = product(rows, spec.n - 5, spec.k - 24, spec.a.dtype, spec.out.dtype)
-    made, given = build(spec, CASES[name].schedule, "sm_90a"), arguments(spec)
+    made, given = TABLE.build(spec, CASES[name].schedule, GPU("sm_90a")), arguments(spec)
     probed, count = re.subn(r"prefetch\.global\.L2 ", "ld.global.u8 %probe, ", made.ptx)
     assert count
     made = replace(made, ptx=probed.replace("{", "{ .reg .b32 %probe;", 1))

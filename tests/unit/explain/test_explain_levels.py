@@ -13,11 +13,11 @@ from tinygrad_nv.explain import KernelRecord, Lowering, levels
 from tinygrad_nv.explain.levels import Product, show
 from tinygrad_nv.patterns.program import Note, Output, gemm, program
 from tinygrad_nv.runtime.launch_text import source
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.gemm.dense import dense
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Mma, Wgmma
 
-MMA = AnySchedule().block(64, 64).k(32).warps(2, 2).stages(3)
-WGMMA = AnySchedule().using("wgmma").block(128, 64).stages(3)
+MMA = Mma().block(64, 64).k(32).warps(2, 2).stages(3)
+WGMMA = Wgmma().block(128, 64).stages(3)
 GATE = dense(96, 64, 128, "bf16", epilogue="gate")
 
 
@@ -26,7 +26,7 @@ def emu() -> Iterator[None]:
     with Context(DEV="EMU"): yield
 
 
-def multiplied(x: Tensor, w: Tensor, schedule: AnySchedule = MMA, reason: str = "x @ w.T") -> Tensor:
+def multiplied(x: Tensor, w: Tensor, schedule: GemmSchedule = MMA, reason: str = "x @ w.T") -> Tensor:
     """x @ w.T by a kernel of ours."""
     spec = dense(x.shape[0], w.shape[0], x.shape[1], "f16")
     kernel = Product(spec, schedule, "sm_90a", 132).kernel
@@ -52,7 +52,7 @@ def lowering(emu: None) -> Lowering:
 # **** records ****
 
 @pytest.mark.parametrize("schedule", [MMA, WGMMA], ids=str)
-def test_a_note_leads_to_the_kernel_that_runs(emu: None, schedule: AnySchedule):
+def test_a_note_leads_to_the_kernel_that_runs(emu: None, schedule: GemmSchedule):
     record, = explain(multiplied(halves(96, 128), halves(64, 128), schedule)).kernels
     clusters = ((2, 66), (4, 31), (8, 15))  # that the device has room for
     assert record.product == Product(dense(96, 64, 128, "f16"), schedule, "sm_90a", 132, clusters)
@@ -181,7 +181,7 @@ def test_a_batch_a_broadcast_and_rows_known_at_launch():
 
 
 @pytest.mark.parametrize(("schedule", "arch"), [(MMA, "sm_80"), (WGMMA, "sm_90a")], ids=str)
-def test_shared_memory_is_accounted_for(schedule: AnySchedule, arch: str):
+def test_shared_memory_is_accounted_for(schedule: GemmSchedule, arch: str):
     product = Product(dense(96, 64, 256), schedule, arch, 100)
     pieces = levels.shared_map(product.kernel.ptx)
     assert all(start + size <= after for (start, _, size), (after, _, _) in pairwise(pieces))

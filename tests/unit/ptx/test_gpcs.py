@@ -11,11 +11,11 @@ from tinygrad_nv.ptx.emulator.arguments import resident_clusters
 from tinygrad_nv.ptx.gpcs import GPCS, gpcs, most_clusters
 from tinygrad_nv.runtime.cuda.driver import CUDADriver
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.gemm.dense import dense
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Wgmma
 
 LARGE = dense(8192, 8192, 1024, "bf16")
-PAIRS = AnySchedule().using("wgmma").block(128, 128).cluster(2)
+PAIRS = Wgmma().block(128, 128).cluster(2)
 FOURS, EIGHTS = PAIRS.cluster(2, 2), PAIRS.cluster(4, 2)
 
 
@@ -57,7 +57,7 @@ def test_the_driver_is_asked_once():
 
 @pytest.mark.parametrize(("schedule", "modelled", "told"), [(PAIRS, 132, 120), (FOURS, 124, 100),
                                                             (EIGHTS, 120, 112)])
-def test_persistent_grids_are_what_runs_at_once(schedule: AnySchedule, modelled: int, told: int):
+def test_persistent_grids_are_what_runs_at_once(schedule: GemmSchedule, modelled: int, told: int):
     alone = kernel(LARGE, schedule, Machine("sm_90a", 132))
     assert alone.grid == (modelled, 1, 1)
     asked = kernel(LARGE, schedule, Machine("sm_90a", 132, ((2, 60), (4, 25), (8, 14))))

@@ -17,11 +17,12 @@ from tinygrad_nv.runtime import program
 from tinygrad_nv.runtime.driver import TensorMapSpec
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 from tinygrad_nv.runtime.launch_text import Integer, Options, Zeroed, options, source
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.gemm import trial
 from tinygrad_nv.tile.gemm.dense import dense
-from tinygrad_nv.tile.gemm.templates import build
+from tinygrad_nv.tile.gemm.schedules import Wgmma
 from tinygrad_nv.tile.kernel import BackwardKernel, GemmKernel, MapArgument
+from tinygrad_nv.tile.template import GPU
 
 PTX = ".version 8.7\n.target sm_90a\n"
 MAP = ("// tensormap: pointer=1 dtype=bf16 dims=64,128 strides=256 box=64,8 swizzle=128B offset=0 dynamic=1 "
@@ -120,7 +121,7 @@ class Asked(EmulatedDriver):
 def test_whoever_launches_a_kernel_has_the_same_tensor_maps():
     """A program of a user's, the tuner, and both launchers of bench/gpu.py."""
     spec = dense(128, 64, 128)
-    kernel = build(spec, AnySchedule().using("wgmma").block(128, 64).k(64), "sm_90a")
+    kernel = TABLE.build(spec, Wgmma().block(128, 64).k(64), GPU("sm_90a"))
     gpu = Asked()
     at = [gpu.alloc(nbytes) for nbytes in (128 * 64 * 4, 128 * 128 * 4, 64 * 128 * 4)]
 

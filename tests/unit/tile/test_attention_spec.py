@@ -122,7 +122,7 @@ def test_multiples_of_the_sum(score: Expression, expected: float | None):
     (PLAIN.warps(3).block(48, 64), "3 warps are not 1, 2, 4, 8 or 16"),
     (PLAIN.warps(2, 2), "2 warps along columns is of other templates"),
     (PLAIN.cluster(2), "cluster 2x1 is of other"), (PLAIN.split(2), "split 2 is of other"),
-    (PLAIN.using("mma"), "template mma is of other"), (PLAIN.block(0, 64), "extents below 1"),
+    (PLAIN.using("decode"), "template decode is of other"), (PLAIN.block(0, 64), "extents below 1"),
     (PLAIN.stages(8).block(64, 128), r"8 stages × 32768 B and q are 262144 B of shared memory"),
     (PLAIN.block(256, 128), r"64 rows of a warp × \(64 \+ 128\) / 32 lanes = 384 sums")], ids=str)
 def test_impossible_schedules(schedule: AnySchedule, words: str):

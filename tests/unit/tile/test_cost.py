@@ -8,22 +8,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinygrad_nv.ptx.emulator.report import Site, Stats
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.gemm import work
 from tinygrad_nv.tile.gemm.choose import choose
 from tinygrad_nv.tile.gemm.cost import Model, predict
 from tinygrad_nv.tile.gemm.dense import dense
-from tinygrad_nv.tile.gemm.templates import build
+from tinygrad_nv.tile.gemm.schedules import Gemv, Mma, Wgmma
+from tinygrad_nv.tile.gemm.trial import Trial, counted
 from tinygrad_nv.tile.gpu import A100, H100, L40S, MACHINES, RTX4090, machine_for
+from tinygrad_nv.tile.template import GPU
 
-W = AnySchedule().using("wgmma")
+W = Wgmma()
 COOPERATIVE, TURNS = W.block(128, 256), W.block(128, 128).stages(6).pingpong()
 SMALL = W.block(64, 64).warps(8)
 FEW = (W.block(64, 16).warps(8).stages(7).swapped(), W.block(64, 16).warps(8).stages(7).swapped().split(2))
-GEMV = AnySchedule().using("gemv").block(16, 16).k(512).warps(4)
+GEMV = Gemv().columns(16).k(512).warps(4)
 FORMS = (COOPERATIVE, COOPERATIVE.cluster(2), COOPERATIVE.cluster(1, 2), TURNS, TURNS.cluster(2),
-         W.block(128, 128).split(4), SMALL, *FEW, AnySchedule(), AnySchedule().stages(5).split(3),
-         AnySchedule().block(128, 256).warps(2, 4), AnySchedule().block(16, 64).k(64).warps(1, 4))
+         W.block(128, 128).split(4), SMALL, *FEW, Mma(), Mma().stages(5).split(3),
+         Mma().block(128, 256).warps(2, 4), Mma().block(16, 64).k(64).warps(1, 4))
 EXTENT = st.integers(1, 40000)
 
 
@@ -37,15 +39,15 @@ EXTENT = st.integers(1, 40000)
 def test_no_prediction_is_below_the_roofline(machine, extents, schedule, dtype, batch, epilogue):
     model = Model(dense(*extents, dtype, batch=batch, epilogue=epilogue), machine)
     predicted = model.predict(schedule)
-    assert predicted.seconds >= model.roofline(schedule.template)
+    assert predicted.seconds >= model.roofline(schedule)
     assert predicted.seconds >= (machine.early_launch_s or machine.launch_s) + machine.load_s
     assert predicted.parts[predicted.bound] == max(predicted.parts.values())
 
 
 @pytest.mark.parametrize(("schedule", "early"), [
     (GEMV.k(128), True), (GEMV.k(128).split(8), True), (GEMV.k(128).split(16), False), (COOPERATIVE, True),
-    (W.block(128, 128).split(4), True), (COOPERATIVE.streamed(), False), (AnySchedule(), True),
-    (AnySchedule().split(3), False)])
+    (W.block(128, 128).split(4), True), (COOPERATIVE.streamed(), False), (Mma(), True),
+    (Mma().split(3), False)])
 def test_what_has_flags_to_zero_is_not_launched_early(schedule, early):
     """The templates say by `flags` what the model says here. 8 µs later everything is 8 µs later."""
     spec, later = dense(8, 4096, 4096), 8e-6
@@ -54,7 +56,7 @@ def test_what_has_flags_to_zero_is_not_launched_early(schedule, early):
     usual = predict(spec, schedule, H100).seconds
     assert predict(spec, schedule, soon).seconds == pytest.approx(usual + later * early)
     assert (predict(spec, schedule, slow).seconds > usual + later / 2) is not early
-    assert bool(build(spec, schedule, "sm_90a").flags) is not early
+    assert bool(TABLE.build(spec, schedule, GPU("sm_90a")).flags) is not early
 
 
 @given(extents=st.tuples(EXTENT, EXTENT, EXTENT), more=st.tuples(*[st.integers(0, 3000)] * 3),
@@ -72,7 +74,7 @@ def test_more_of_any_extent_never_takes_less(extents, more, schedule, machine):
 @settings(deadline=None, max_examples=60)
 def test_gemv_is_above_the_roofline_and_more_rows_never_take_less(m, more, n, k):
     few, many = (Model(dense(rows, n, k), H100) for rows in (m, min(16, m + more)))
-    assert few.roofline("gemv") <= few.predict(GEMV).seconds <= many.predict(GEMV).seconds * (1 + 1e-9) \
+    assert few.roofline(GEMV) <= few.predict(GEMV).seconds <= many.predict(GEMV).seconds * (1 + 1e-9) \
         or m == 1   # one row is for CUDA cores, more for tensor cores
 
 
@@ -95,7 +97,7 @@ def test_large_products_are_for_large_tiles_or_turns():
     assert best.template == "wgmma"
     assert (best.block_m, best.block_n) in ((128, 256), (256, 128)) or best.mode == "pingpong"
     cooperative, turns, small, mma = seconds(dense(8192, 8192, 8192), COOPERATIVE.cluster(2),
-                                             TURNS.cluster(2), SMALL, AnySchedule())
+                                             TURNS.cluster(2), SMALL, Mma())
     assert max(cooperative, turns) < min(small, mma)
     assert choose(dense(8192, 8192, 8192), "sm_80").template == "mma"
 
@@ -152,7 +154,7 @@ def test_turns_hide_the_end_of_a_tile():
 
 
 def test_loads_in_flight_hide_their_latency():
-    spec, s = dense(16 * 108, 16, 8192), AnySchedule().block(16, 16).warps(1, 1)
+    spec, s = dense(16 * 108, 16, 8192), Mma().block(16, 16).warps(1, 1)
     few, many = seconds(spec, s.stages(2), s.stages(5), arch="sm_80")
     assert many < 0.4 * few
     eight, = seconds(dense(16 * 108, 16 * 8, 8192), s.stages(2), arch="sm_80")
@@ -173,7 +175,7 @@ def test_operands_half_as_wide_take_half_as_long():
     assert one.parts["tensor core"] * 2 == pytest.approx(double.parts["tensor core"])
     # mma.sync of fp8 is unpacked on Hopper, not on Ada
     for arch, gain in (("sm_90a", 1), ("sm_89", 2)):
-        fast, slow = (predict(dense(8192, 8192, 8192, dtype, "f32"), AnySchedule().k(k), arch)
+        fast, slow = (predict(dense(8192, 8192, 8192, dtype, "f32"), Mma().k(k), arch)
                       for dtype, k in (("e4m3", 64), ("bf16", 32)))
         assert fast.parts["tensor core"] * gain == pytest.approx(slow.parts["tensor core"])
 
@@ -198,20 +200,20 @@ def stats(steps: int, conflicts: int = 0) -> Stats:
 
 
 def test_counters_become_cycles():
-    model, s = Model(dense(4096, 4096, 4096), A100), AnySchedule()
-    made = work.counted(stats(5), stats(9), (5, 9), 1, model.spec, s, A100, model.ending)
+    model, s = Model(dense(4096, 4096, 4096), A100), Mma()
+    made = counted(Trial(stats(5), stats(9), (5, 9), 1), model, s)
     assert made.tensor == pytest.approx(128 * 128 * 32 / 1024 / A100.sustained)
     assert (made.shared, made.issue) == (256, 272)
     assert made.finish == work.STORE_LATENCY + 4096
     assert made.ahead == s.depth - 1
-    worse = work.counted(stats(5, 500), stats(9, 500), (5, 9), 1, model.spec, s, A100, model.ending)
+    worse = counted(Trial(stats(5, 500), stats(9, 500), (5, 9), 1), model, s)
     assert worse.shared == 756
     assert model.timed(s, worse).seconds > 1.2 * model.timed(s, made).seconds
 
 
 def test_registers_decide_how_many_ctas_an_sm_holds():
-    model, s = Model(dense(8192, 8192, 8192), A100), AnySchedule().stages(2)
-    done = work.planned(model.spec, s, A100, model.ending)
+    model, s = Model(dense(8192, 8192, 8192), A100), Mma().stages(2)
+    done = model.planned(s)
     assert model.timed(s, done, 255).waves == pytest.approx(2 * model.timed(s, done, 128).waves)
 
 
@@ -222,7 +224,7 @@ def test_wgmma_reads_both_operands_from_shared_memory():
     few, many = (Stats((replace(one, warps=4 * n, flops=n * one.flops),), asynchronous_bytes=24576 * n // 4)
                  for n in (4, 8))
     model = Model(dense(4096, 4096, 4096), H100)
-    made = work.counted(few, many, (1, 2), 1, model.spec, s, H100, model.ending)
+    made = counted(Trial(few, many, (1, 2), 1), model, s)
     assert made.shared == (4 * (64 + 128) * 32 + 24576) / 128
-    assert made.tensor == pytest.approx(work.planned(model.spec, s, H100, model.ending).tensor)
-    assert made.shared == work.planned(model.spec, s, H100, model.ending).shared
+    assert made.tensor == pytest.approx(model.planned(s).tensor)
+    assert made.shared == model.planned(s).shared

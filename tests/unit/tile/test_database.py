@@ -4,7 +4,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import warnings
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.errors import NVError, SpecError
+from tinygrad_nv.errors import NVError, ScheduleError, SpecError
 from tinygrad_nv.tile import database
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.database import Entry
 from tinygrad_nv.tile.expression import Apply, Constant, Load, Position, Sum, gelu, gelu_tanh, silu, walk
 from tinygrad_nv.tile.gemm.dense import MAJORS, TYPES, WORDS, dense
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Gemv, Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.spec_json import spec_from_json, spec_to_json
 
 SPEC = dense(64, 64, 256)
-FAST = AnySchedule().block(64, 64)
+FAST = Mma().block(64, 64)
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "schedules.json"
 
 
-def entry(spec: GemmSpec = SPEC, schedule: AnySchedule = FAST, arch: str = "sm_80") -> Entry:
+def entry(spec: GemmSpec = SPEC, schedule: GemmSchedule = FAST, arch: str = "sm_80") -> Entry:
     return Entry(spec, arch, database.toolchain(), schedule, 1e-5)
 
 
@@ -177,3 +177,49 @@ def test_no_warning_without_a_file(file):
         assert database.entries() == []
     assert not file.exists()
     assert replace(entry(), seconds=2.0).key == entry().key
+
+
+# **** entries of older versions, and of other templates ****
+
+OLD = {"block_m": 128, "block_n": 128, "block_k": 32, "warps_m": 2, "warps_n": 2, "depth": 3, "cluster_m": 1,
+       "cluster_n": 1, "splits": 1, "stream": False, "mode": "cooperative", "group": 8, "swap": False,
+       "swizzle_width": ""}  # each schedule once had all of them
+
+
+@pytest.mark.parametrize(("template", "said", "schedule"), [
+    ("mma", {"block_m": 64, "depth": 5, "splits": 3, "swap": True},
+     Mma().block(64, 128).stages(5).split(3).swapped()),
+    ("wgmma", {"block_k": 64, "warps_m": 12, "warps_n": 1, "cluster_m": 2, "mode": "pingpong",
+               "swizzle_width": "64B"}, Wgmma().stages(3).cluster(2).pingpong().swizzle("64B")),
+    ("wgmma", {"block_n": 256, "block_k": 64, "warps_m": 12, "warps_n": 1, "stream": True},
+     Wgmma().block(128, 256).stages(3).streamed()),
+    ("gemv", {"block_m": 16, "block_n": 32, "block_k": 512, "warps_m": 4, "warps_n": 1, "splits": 2},
+     Gemv().columns(32).k(512).warps(4).split(2)),
+    ("gemv", {"warps_m": 4, "warps_n": 2}, Gemv())])
+def test_what_an_older_version_wrote_is_read(template: str, said: dict[str, object], schedule: GemmSchedule):
+    data = {**entry().to_json(), "schedule": {"template": template, **OLD, **said}}
+    read = Entry.from_json(json.loads(json.dumps(data)))
+    assert read.schedule == schedule
+    assert Entry.from_json(json.loads(json.dumps(read.to_json()))) == read
+
+
+@pytest.mark.parametrize(("schedule", "words"), [
+    ({"template": "mma", **OLD, "stream": True}, "stream=True is of another template than mma"),
+    ({"template": "mma", "cluster_m": 2}, "cluster_m=2 is of another template than mma"),
+    ({"template": "mma", "mode": "pingpong"}, "mode='pingpong' is of another template than mma"),
+    ({"template": "wgmma", **OLD}, "warps_n=2 is of another template than wgmma"),
+    ({"template": "gemv", "swizzle_width": "64B"}, "swizzle_width='64B' is of another template than gemv"),
+    ({"template": "gemv", "cluster_n": 2}, "cluster_n=2 is of another template than gemv"),
+    ({"template": "mma", "stages": 3}, "stages=3 is of another template than mma"),
+    ({"template": "mma", "depth": "3"}, "depth='3' of mma"),
+    ({"template": "wgmma", "stream": 1}, "stream=1 of"),
+    ({"template": "flash"}, "template 'flash'"), ({"block_m": 128}, "'block_m': 128"), ([], "[]")])
+def test_what_is_no_schedule_of_its_template_is_refused_by_the_field(schedule: object, words: str):
+    with pytest.raises(ScheduleError) as error: Entry.from_json({**entry().to_json(), "schedule": schedule})
+    assert words in error.value.found
+
+
+def test_an_entry_has_the_fields_of_its_template():
+    for schedule in (Mma(), Wgmma(), Gemv()):
+        said = entry(schedule=schedule).to_json()["schedule"]
+        assert set(said) == {"template", *(field.name for field in fields(schedule))}

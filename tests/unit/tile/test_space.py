@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.gemm.candidates import around, rings, space, worthwhile
-from tinygrad_nv.tile.gemm.choose import analytic, choose, why_not
+from tinygrad_nv.templates import TABLE
+from tinygrad_nv.tile.gemm.candidates import space, starts
+from tinygrad_nv.tile.gemm.choose import TIE, analytic, choose, why_not
 from tinygrad_nv.tile.gemm.cost import Model
-from tinygrad_nv.tile.gemm.defaults import TIE, starts, tiles
 from tinygrad_nv.tile.gemm.dense import MAJORS, dense
-from tinygrad_nv.tile.gemm.legality import problems
+from tinygrad_nv.tile.gemm.schedules import Mma
 from tinygrad_nv.tile.gpu import machine_for
+from tinygrad_nv.tile.template import GPU
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
 SPECS = (dense(4096, 4096, 4096), dense(512, 512, 16384), dense(1, 4096, 4096),
@@ -36,17 +36,17 @@ def no_database(tmp_path, monkeypatch):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_every_schedule_is_legal_and_there_once(spec, arch):
-    made = list(space(spec, arch))
+    made = list(space(spec, GPU(arch)))
     assert len(made) == len(set(made)) > 10
-    assert made == list(space(spec, arch))
+    assert made == list(space(spec, GPU(arch)))
     for schedule in made[::max(1, len(made) // 50)]:
-        assert problems(schedule, spec, arch) == []
-        assert worthwhile(schedule, spec)
+        assert TABLE.problems(spec, schedule, GPU(arch)) == []
+        assert schedule.worthwhile(spec)
     assert choose(spec, arch) in made
 
 
 def test_the_space_has_what_the_field_uses():
-    large, few = set(space(SPECS[0], "sm_90a")), set(space(SPECS[1], "sm_80"))
+    large, few = set(space(SPECS[0], GPU("sm_90a"))), set(space(SPECS[1], GPU("sm_80")))
     wgmma = [s for s in large if s.template == "wgmma"]
     shapes = {(s.block_m, s.block_n) for s in wgmma}
     assert shapes >= {(128, 256), (256, 128), (128, 128), (64, 256), (192, 128)}
@@ -56,28 +56,29 @@ def test_the_space_has_what_the_field_uses():
     assert {s.block_n for s in wgmma if s.block_m == 128} >= {112, 160, 192}
     assert len({s.depth for s in wgmma}) >= 5
     assert {s.splits for s in few} >= {1, 2, 4, 8}
-    assert {s.template for s in space(SPECS[2], "sm_80")} == {"gemv", "mma"}
+    assert {s.template for s in space(SPECS[2], GPU("sm_80"))} == {"gemv", "mma"}
 
 
 def test_every_default_tile_is_legal_somewhere():
     for arch in ARCHITECTURES:
         for dtype, size in (("bf16", 2), ("s8", 1), ("tf32", 4)):
             spec = dense(4096, 4096, 4096, dtype)
-            for tile in tiles(arch, size):
-                assert any(not problems(ring, spec, arch) for ring in rings(tile, arch, size)), tile
+            for tile in starts(spec, GPU(arch)):
+                rings = tile.rings(arch, size)
+                assert any(not TABLE.problems(spec, ring, GPU(arch)) for ring in rings), tile
 
 
 def test_splits_and_clusters_fit_the_product():
     for spec in SPECS:
-        for start in starts(spec, "sm_90a"):
-            if not worthwhile(start, spec): continue
-            for made in around(start, spec, 132):
+        for start in starts(spec, GPU("sm_90a")):
+            if not start.worthwhile(spec): continue
+            for made in start.around(spec, 132):
                 columns = -(-spec.n // made.block_n)
-                assert made.cluster_n == 1 or columns > 1 or made.swap or spec.parts > 1
+                assert made.cluster_shape[1] == 1 or columns > 1 or made.swap or spec.parts > 1
                 if made.splits > start.splits: assert 2 * made.splits <= -(-spec.k // made.block_k)
-    assert [s.splits for s in around(AnySchedule().block(64, 64), dense(4096, 4096, 4096), 108)] == [1]
-    assert max(s.splits for s in around(AnySchedule().block(64, 64), dense(64, 64, 65536), 108)) == 32
-    assert max(s.splits for s in around(AnySchedule().block(64, 64), dense(64, 64, 256), 108)) == 4
+    assert [s.splits for s in Mma().block(64, 64).around(dense(4096, 4096, 4096), 108)] == [1]
+    assert max(s.splits for s in Mma().block(64, 64).around(dense(64, 64, 65536), 108)) == 32
+    assert max(s.splits for s in Mma().block(64, 64).around(dense(64, 64, 256), 108)) == 4
 
 
 # **** the choice ****
@@ -90,7 +91,7 @@ def test_there_is_a_legal_schedule_for_every_product_of_halves(extents, majors, 
     spec = dense(*extents, dtype, "", majors, batch, epilogue)
     best = analytic(spec, arch)
     assert best is not None, why_not(spec, arch)
-    assert problems(best, spec, arch) == []
+    assert TABLE.problems(spec, best, GPU(arch)) == []
     assert why_not(spec, arch) == ""
 
 
@@ -98,7 +99,7 @@ def test_there_is_a_legal_schedule_for_every_product_of_halves(extents, majors, 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_the_choice_is_near_the_best_of_the_whole_space(spec, arch):
     model = Model(spec, machine_for(arch))
-    best = min(model.predict(s).seconds for s in space(spec, arch))
+    best = min(model.predict(s).seconds for s in space(spec, GPU(arch)))
     assert best <= model.predict(analytic(spec, arch)).seconds <= 1.1 * TIE * best
 
 
@@ -109,7 +110,7 @@ def test_the_choice_is_near_the_best_of_the_whole_space(spec, arch):
 def test_the_choice_is_near_the_best_for_odd_extents(extents, words, arch):
     spec = dense(*extents, epilogue=words)
     model = Model(spec, machine_for(arch))
-    best = min(model.predict(s).seconds for s in space(spec, arch))
+    best = min(model.predict(s).seconds for s in space(spec, GPU(arch)))
     assert model.predict(analytic(spec, arch)).seconds <= 1.15 * best
 
 
@@ -161,17 +162,17 @@ def test_why_there_is_none():
 @pytest.mark.parametrize("extents", [(1 << 31, 8, 64), (8, 1 << 31, 64), (8, 8, 1 << 31)])
 def test_an_extent_that_32_bits_do_not_count(template: str, extents: tuple[int, int, int]):
     words = f"={1 << 31} is above {(1 << 31) - 1}"
-    schedule = AnySchedule().using(template)  # type: ignore[arg-type]
-    assert any(words in each for each in problems(schedule, dense(*extents), "sm_90a"))
+    schedule = TABLE.named("gpu", template).schedule()
+    assert any(words in each for each in TABLE.problems(dense(*extents), schedule, GPU("sm_90a")))
 
 
 def test_tiles_that_32_bits_do_not_count():
-    schedule, most = AnySchedule().block(64, 64).k(32).warps(2, 2).stages(4), (1 << 31) - 1
+    schedule, most = Mma().block(64, 64).k(32).warps(2, 2).stages(4), (1 << 31) - 1
     rows, columns = 1 << 16, 1 << 15
-    assert not problems(schedule, dense(64 * rows - 64, 64 * columns, 64), "sm_80")
-    assert problems(schedule, dense(64 * rows, 64 * columns, 64), "sm_80") == [
+    assert not TABLE.problems(dense(64 * rows - 64, 64 * columns, 64), schedule, GPU("sm_80"))
+    assert TABLE.problems(dense(64 * rows, 64 * columns, 64), schedule, GPU("sm_80")) == [
         f"{rows * columns} tiles of 64 x 64 are above {most}"]
-    assert problems(schedule.split(2), dense(64 * rows - 64, 64 * columns, 64), "sm_80") == [
+    assert TABLE.problems(dense(64 * rows - 64, 64 * columns, 64), schedule.split(2), GPU("sm_80")) == [
         f"{(rows - 1) * columns} tiles of 64 x 64 × 2 parts are above {most}"]
-    assert problems(schedule, dense(64 * rows, 64 * columns // 8, 64, batch=(8,)), "sm_80") == [
+    assert TABLE.problems(dense(64 * rows, 64 * columns // 8, 64, batch=(8,)), schedule, GPU("sm_80")) == [
         f"{rows * columns} tiles of 64 x 64 are above {most}"]

@@ -47,13 +47,14 @@ from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, larges
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Machine, target_of
 from tinygrad_nv.runtime.observe import ranges
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile import database
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Sum, loads
 from tinygrad_nv.tile.gemm.choose import choose, why_not
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
-from tinygrad_nv.tile.gemm.templates import build
 from tinygrad_nv.tile.kernel import GemmKernel
+from tinygrad_nv.tile.template import GPU
 
 TEMPLATE = "gemm"
 NEEDS = ({Ops.REDUCE, Ops.MUL},)
@@ -65,7 +66,7 @@ class Match:
     end: UOp
     region: frozenset[UOp]
     spec: GemmSpec
-    schedule: AnySchedule | CPUSchedule
+    schedule: GemmSchedule | CPUSchedule
     machine: Machine | CPUMachine
     inputs: tuple[UOp, ...]
     rows: UOp | None
@@ -193,7 +194,7 @@ def _parts(space: Space, places: list[tuple[Side, Side]]) -> tuple[Side, Side, l
     return base[1 - moving], base[moving], [steps.index(offset) for offset in offsets[moving]], part
 
 
-def _schedule(spec: GemmSpec, machine: Machine | CPUMachine) -> AnySchedule | CPUSchedule:
+def _schedule(spec: GemmSpec, machine: Machine | CPUMachine) -> GemmSchedule | CPUSchedule:
     if isinstance(machine, CPUMachine):
         if words := cpu.too_short(spec): raise NotOurs(words, final=True)
         if (found := cpu.product(spec, machine)) is not None: return found
@@ -248,9 +249,10 @@ def _finished(root: Expression, loads: list[Load], parts: list[int]) -> Expressi
 # **** calls ****
 
 @functools.lru_cache(1024)
-def kernel(spec: GemmSpec, schedule: AnySchedule, machine: Machine) -> GemmKernel:
+def kernel(spec: GemmSpec, schedule: GemmSchedule, machine: Machine) -> GemmKernel:
     """The kernel of a product."""
-    return build(spec, schedule, machine.arch, machine.sm_count, machine.clusters)
+    made: GemmKernel = TABLE.build(spec, schedule, GPU(machine.arch, machine.sm_count, machine.clusters))
+    return made
 
 
 @functools.lru_cache(1024)

@@ -14,10 +14,10 @@ from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.patterns import program
 from tinygrad_nv.runtime.driver import Properties
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.gemm.cost import HBM_SHARE, predict
+from tinygrad_nv.tile.gemm.cost import predict
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.gpu import MACHINES, Machine, machine_for
+from tinygrad_nv.tile.gpu import MACHINES, STREAMING, Machine, machine_for
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def forecast(body: UOp, flops: int, nbytes: int, gpu: Properties) -> Forecast | 
     """Of a kernel that does `flops` operations and moves `nbytes` bytes; None of a GPU without figures."""
     machine, note = machine_of(gpu), program.note_of(body)
     if machine is None: return None
-    if note is None or not isinstance(note.spec, GemmSpec) or not isinstance(note.schedule, AnySchedule):
+    if note is None or not isinstance(note.spec, GemmSpec) or not isinstance(note.schedule, GemmSchedule):
         return roofline(flops, nbytes, machine)
     spec = note.spec
     if spec.symbolic: spec = replace(spec, m=max(1, flops * spec.m // spec.flops))
@@ -48,7 +48,7 @@ def forecast(body: UOp, flops: int, nbytes: int, gpu: Properties) -> Forecast | 
 
 def roofline(flops: int, nbytes: int, machine: Machine) -> Forecast:
     """Launch, and the longer of arithmetic and memory traffic."""
-    parts = {"HBM": nbytes / (machine.hbm_bytes_per_s * HBM_SHARE["gemv"]),
+    parts = {"HBM": nbytes / (machine.hbm_bytes_per_s * STREAMING),
              "arithmetic": flops / (2.0 * machine.fp32_fma * machine.sm_count * machine.clock_hz),
              "launch": machine.launch_s}
     seconds = machine.launch_s + max(parts["HBM"], parts["arithmetic"])

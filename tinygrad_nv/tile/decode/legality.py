@@ -2,15 +2,14 @@
 `block_k` keys of a split at least, `splits` of a request at most."""
 from __future__ import annotations
 
-from tinygrad_nv.tile import epilogue
+from tinygrad_nv.tile import epilogue, limits
 from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.spec import OPERANDS
 from tinygrad_nv.tile.decode.combine import MOST_SPLITS
 from tinygrad_nv.tile.decode.plan import Plan
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.gemm import legality
-from tinygrad_nv.tile.gemm.legality import MOST_GRID
+from tinygrad_nv.tile.limits import MOST_GRID
 
 MOST_STRIDE = (1 << 31) - 1  # bytes that an instruction takes
 MOST_TILE = 256              # keys of a block, of which addresses are constants away from the first
@@ -22,7 +21,7 @@ def problems(schedule: AnySchedule, spec: DecodeSpec, arch: str) -> list[str]:
         kind = short(spec.q.dtype)
         return [f"q of {kind}, a result of {kind}, not one of {', '.join(map(short, OPERANDS))} for both"]
     s, plan = schedule, Plan(spec, schedule)
-    if arch not in legality.SMEM_BYTES: return [f"{arch} is not {', '.join(legality.SMEM_BYTES)}"]
+    if arch not in limits.SMEM_BYTES: return [f"{arch} is not {', '.join(limits.SMEM_BYTES)}"]
     if s.template != "decode": return [f"template {s.template!r} is not decode"]
     if min(s.block_n, s.block_k, s.warps_m, s.warps_n, s.depth, s.splits) < 1:
         return [f"{s}: extents below 1"]
@@ -38,7 +37,7 @@ def problems(schedule: AnySchedule, spec: DecodeSpec, arch: str) -> list[str]:
         out.append(f"block_n={s.block_n} is not a power of 2, of {s.warps_n} warps × 16 keys at least")
     if not 2 <= s.depth <= 8: out.append(f"{s.depth} stages are not 2 to 8")
     if s.splits > MOST_SPLITS: out.append(f"{s.splits} splits, at most {MOST_SPLITS}")
-    if not out and (needed := plan.smem_bytes) > (most := legality.SMEM_BYTES[arch]):
+    if not out and (needed := plan.smem_bytes) > (most := limits.SMEM_BYTES[arch]):
         out.append(f"{s.depth} stages × {plan.stage_bytes} B, or {plan.sums_bytes} B of sums; queries "
                    f"{plan.q_bytes} B; pages {plan.table_bytes} B: {needed} B of shared memory, {arch} has "
                    f"{most}")

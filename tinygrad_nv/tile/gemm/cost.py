@@ -1,7 +1,8 @@
 """How long a schedule takes: an analytic model of waves, tensor-core cycles and bytes by level.
 
-Protocol: `predict(spec, schedule, machine)` for one, a `Model` for many schedules of one product. The model
-orders candidates; its seconds are of a GPU that nobody has measured with these kernels.
+Protocol: `predict(spec, schedule, machine)` for one, a `Model` for many schedules of one product; what
+differs between templates is a `Cost`, in each one's cost.py. The model orders candidates; its seconds are of
+a GPU that nobody has measured with these kernels.
 
 The model is a roofline for each resource of the busiest SM and for the whole GPU (Williams et al. 2009), with
 tiles as the unit, as DeepGEMM and Stream-K (Osama et al. 2023) choose theirs:
@@ -23,22 +24,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 
 from tinygrad_nv.ptx.gpcs import most_clusters
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.gemm import work
-from tinygrad_nv.tile.gemm.gemv.epilogue import MOST_CLUSTERED
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
-from tinygrad_nv.tile.gemm.work import L2_BYTES_PER_CYCLE, Work
+from tinygrad_nv.tile.gemm.work import L2_BYTES_PER_CYCLE, Ending, Work
 from tinygrad_nv.tile.gpu import Machine, machine_for
+from tinygrad_nv.tile.template import GPU
+
+if TYPE_CHECKING:
+    from tinygrad_nv.ptx.emulator.report import Stats
 
 Bound = Literal["tensor core", "shared memory", "issue", "L2", "HBM", "launch"]
-HBM_SHARE = {"mma": 0.88, "wgmma": 0.90, "gemv": 0.92}     # of peak, that streaming reaches
 L2_KEEPS = 0.5                       # of L2, for what is read again
 JOIN_S = 1e-6                        # a flag from one SM to another, twice
-MEETING = {"mma": 40, "wgmma": 10, "gemv": 0}   # cycles of a step in which a CTA's warps wait for each other
-REGISTERS_OF_SM, REGISTERS_BESIDE = 65536, 56
+REGISTERS_OF_SM = 65536
+
+C = TypeVar("C", bound=GemmSchedule)
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,64 @@ class Prediction:
     waves: float
 
 
-def predict(spec: GemmSpec, schedule: AnySchedule, machine: Machine | str) -> Prediction:
+class Cost(Generic[C]):
+    """What the model asks of a template. `hbm_share` of peak is what its streaming reaches, `barrier_cycles`
+    those of a step in which a CTA's warps wait for each other. `loads_ahead`: CTAs stay, and load a tile
+    while they work on the one before. `by_mma`: with mma.sync, where it multiplies on tensor cores.
+    `cluster_tiles`: how many times a tile's sums pass where CTAs of a cluster join theirs."""
+    hbm_share: float
+    barrier_cycles = 0
+    loads_ahead = False
+    by_mma = True
+    cluster_tiles = 0
+
+    def __call__(self, spec: GemmSpec, s: C, gpu: GPU) -> Prediction:
+        """What a schedule takes."""
+        return Model(spec, machine_for(gpu.arch, gpu.sm_count)).predict(s)
+
+    def work(self, spec: GemmSpec, s: C, machine: Machine, end: Ending) -> Work:
+        """What a CTA does."""
+        raise NotImplementedError
+
+    def resident(self, spec: GemmSpec, s: C, machine: Machine, registers: int) -> int:
+        """CTAs that an SM holds at once, with so many registers a thread (0: an estimate)."""
+        raise NotImplementedError
+
+    def flags(self, s: C, arch: str) -> bool:
+        """Whether CTAs meet through memory: by flags that are zeroed before the launch."""
+        raise NotImplementedError
+
+    def compute(self, s: C, done: Work, ctas: int) -> float:
+        """Cycles of a step in tensor cores and shared memory, with so many CTAs on the SM."""
+        return max(done.tensor, done.shared) + 0.1 * min(done.tensor, done.shared)
+
+    def flops_per_s(self, spec: GemmSpec, machine: Machine) -> float:
+        """Operations a second at peak."""
+        return machine.tensor_flops_per_s * machine.tensor_scale(spec.a.dtype, self.by_mma)
+
+    def multiplied(self, spec: GemmSpec, machine: Machine) -> float:
+        """Multiply-adds that an SM's tensor cores sustain in a cycle."""
+        return machine.tensor_fma * machine.tensor_scale(spec.a.dtype, self.by_mma) * machine.sustained
+
+    def copied_bytes(self, stats: Stats, s: C) -> float:
+        """Bytes that copies write to shared memory without being counted as passes."""
+        return 0.0
+
+
+def cost_of(s: GemmSchedule) -> Cost[GemmSchedule]:
+    """What the model asks of a schedule's template."""
+    cost = TABLE.of(s).cost
+    assert isinstance(cost, Cost), s
+    return cost
+
+
+def resident_ctas(machine: Machine, threads: int, smem_bytes: int, registers: int) -> int:
+    """CTAs that an SM holds at once, that take so much."""
+    return max(1, min(machine.smem_of_sm // smem_bytes, machine.threads_of_sm // threads,
+                      REGISTERS_OF_SM // (threads * registers)))
+
+
+def predict(spec: GemmSpec, schedule: GemmSchedule, machine: Machine | str) -> Prediction:
     """What a schedule of a product takes on a GPU (or an architecture's first)."""
     return Model(spec, machine_for(machine) if isinstance(machine, str) else machine).predict(schedule)
 
@@ -83,21 +145,24 @@ class Model:
         """How many there are that differ."""
         return prod(extent for extent, stride in zip(self.spec.batch, operand.batch, strict=True) if stride)
 
-    def roofline(self, template: str = "wgmma") -> float:
-        """Seconds below which no schedule of a template can be: all flops at peak, all bytes once."""
-        machine, spec = self.machine, self.spec
+    def roofline(self, s: GemmSchedule) -> float:
+        """Seconds below which no schedule of the same template can be: all flops at peak, all bytes once."""
         least = self.a_bytes * self.a_matrices + self.b_bytes * self.b_matrices + self.result_bytes
-        rate = machine.tensor_flops_per_s * machine.tensor_scale(spec.a.dtype, template)
-        if template == "gemv": rate = 2.0 * machine.fp32_fma * machine.sm_count * machine.clock_hz
-        return max(spec.flops / rate, least / machine.hbm_bytes_per_s)
+        rate = cost_of(s).flops_per_s(self.spec, self.machine)
+        return max(self.spec.flops / rate, least / self.machine.hbm_bytes_per_s)
 
-    def predict(self, s: AnySchedule) -> Prediction:
+    def planned(self, s: GemmSchedule) -> Work:
+        """The work of a schedule as its template does it."""
+        return cost_of(s).work(self.spec, s, self.machine, self.ending)
+
+    def predict(self, s: GemmSchedule) -> Prediction:
         """What a schedule takes."""
-        return self.timed(s, work.planned(self.spec, s, self.machine, self.ending))
+        return self.timed(s, self.planned(s))
 
-    def timed(self, s: AnySchedule, done: Work, registers: int = 0) -> Prediction:
+    def timed(self, s: GemmSchedule, done: Work, registers: int = 0) -> Prediction:
         """What a schedule takes whose CTAs do this work, with so many registers a thread (0: an estimate)."""
-        machine, t = self.machine, self._tiles(s, registers)
+        machine, cost = self.machine, cost_of(s)
+        t = self._tiles(s, cost.resident(self.spec, s, machine, registers))
         units = t.tiles * s.splits
         active, at_once = min(units, t.usable), min(t.resident, ceil(units / t.usable))
         if s.stream:
@@ -109,17 +174,17 @@ class Model:
         l2 = self._l2_cycles(s, active)
         fetch = machine.load_s * machine.clock_hz
         wait = fetch / max(done.ahead, 1)
-        meet = MEETING[s.template]
-        step = max(self._compute(s, done, at_once), done.issue, l2, wait / at_once) + meet / at_once
-        alone = max(self._compute(s, done, 1), done.issue, l2, wait) + meet
-        first = 0.0 if s.template == "wgmma" else fetch      # CTAs that stay load ahead
+        step = max(cost.compute(s, done, at_once), done.issue, l2, wait / at_once) \
+            + cost.barrier_cycles / at_once
+        alone = max(cost.compute(s, done, 1), done.issue, l2, wait) + cost.barrier_cycles
+        first = 0.0 if cost.loads_ahead else fetch
         busy = max(per_sm * t.steps * step + ends * done.finish,
                    turns * (t.steps * alone + first) - first + ceil(turns) * done.finish)
         sm_s = busy / machine.clock_hz
-        hbm_s = self._hbm_bytes(s, t) / (machine.hbm_bytes_per_s * HBM_SHARE[s.template])
-        early = machine.early_launch_s and not self._flags(s)
-        launch_s = machine.early_launch_s if early else machine.launch_s
-        launch_s += machine.load_s + self._joining_s(s, t)
+        hbm_s = self._hbm_bytes(s, t) / (machine.hbm_bytes_per_s * cost.hbm_share)
+        flags = cost.flags(s, machine.arch)
+        launch_s = machine.early_launch_s if machine.early_launch_s and not flags else machine.launch_s
+        launch_s += machine.load_s + self._joining_s(s, t, flags)
         cycles = per_sm * t.steps / machine.clock_hz
         parts: dict[Bound, float] = {
             "tensor core": cycles * done.tensor, "shared memory": cycles * done.shared,
@@ -129,46 +194,23 @@ class Model:
         return Prediction(seconds, max(parts, key=lambda name: parts[name]), parts,
                           t.tiles * s.splits / (t.usable * t.lanes))
 
-    def _tiles(self, s: AnySchedule, registers: int) -> _Tiles:
-        spec, machine = self.spec, self.machine
-        m, n = (spec.n, spec.m) if s.swap else (spec.m, spec.n)
-        rows = -(-m // (s.block_m * s.cluster_m)) * s.cluster_m
-        columns = -(-n // (work.columns(spec, s) * s.cluster_n)) * s.cluster_n
-        cluster = s.cluster_m * s.cluster_n * (s.splits if s.template == "wgmma" else 1)
-        usable = max(most_clusters(cluster, machine.sm_count), 1) * cluster
-        resident, steps = self._resident(s, registers), -(-spec.k // s.block_k)
-        return _Tiles(rows, columns, rows * columns * spec.matrices, -(-steps // s.splits), usable, resident,
-                      2 if s.mode == "pingpong" else resident)
+    def _tiles(self, s: GemmSchedule, resident: int) -> _Tiles:
+        rows, columns = (-(-count // ctas) * ctas  # whole clusters
+                         for count, ctas in zip(s.grid(self.spec), s.cluster_shape, strict=True))
+        usable = max(most_clusters(s.cluster_ctas, self.machine.sm_count), 1) * s.cluster_ctas
+        steps = -(-self.spec.k // s.block_k)
+        return _Tiles(rows, columns, rows * columns * self.spec.matrices, -(-steps // s.splits), usable,
+                      resident, resident * s.turns)
 
-    def _resident(self, s: AnySchedule, registers: int) -> int:
-        """CTAs that an SM holds at once."""
-        if s.template == "wgmma": return 1
-        threads, machine = s.threads, self.machine
-        wide = work.width(self.spec, s)
-        sums = s.block_m * wide // threads
-        smem = 1024 + self.size * (min(self.spec.m, self.spec.n) * self.spec.k // s.splits
-                                   if s.template == "gemv" else s.depth * (s.block_m + wide) * s.block_k)
-        registers = registers or (min(255, sums + REGISTERS_BESIDE) if s.template == "mma" else 64)
-        return max(1, min(machine.smem_of_sm // smem, machine.threads_of_sm // threads,
-                          REGISTERS_OF_SM // (threads * registers)))
-
-    def _compute(self, s: AnySchedule, done: Work, ctas: int) -> float:
-        """Cycles of a step in tensor cores and shared memory, with so many CTAs on the SM. mma.sync waits
-        for its operands: with one warp a scheduler a quarter of the time, with two an eighth."""
-        tensor, lesser = done.tensor, 0.1
-        if s.template == "mma":
-            warps, lesser = s.threads / 32 / work.SCHEDULERS * ctas, 0.2
-            tensor = tensor / (1 - 0.25 / warps if warps > 1 else 0.75 * warps)
-        return max(tensor, done.shared) + lesser * min(tensor, done.shared)
-
-    def _l2_cycles(self, s: AnySchedule, active: int) -> float:
+    def _l2_cycles(self, s: GemmSchedule, active: int) -> float:
         """Cycles in which L2 brings a step's operands to an SM while as many SMs as are active ask."""
         m, n = (self.spec.n, self.spec.m) if s.swap else (self.spec.m, self.spec.n * self.spec.parts)
-        rows, columns = min(s.block_m, m) / s.cluster_n, min(work.width(self.spec, s), n) / s.cluster_m
+        tile, (above, across) = s.tile(self.spec), s.cluster_shape
+        rows, columns = min(tile.rows, m) / across, min(tile.width, n) / above
         rate = min(L2_BYTES_PER_CYCLE, self.machine.l2_bytes_per_s / self.machine.clock_hz / active)
         return (rows + columns) * s.block_k * self.size / rate
 
-    def _hbm_bytes(self, s: AnySchedule, t: _Tiles) -> float:
+    def _hbm_bytes(self, s: GemmSchedule, t: _Tiles) -> float:
         """Bytes from and to HBM."""
         a, b = self.a_bytes, self.b_bytes
         keeps = L2_KEEPS * self.machine.l2_bytes
@@ -182,18 +224,13 @@ class Model:
             a_times, b_times = (across_times, above_times) if s.swap else (above_times, across_times)
         return a * a_times * self.a_matrices + b * b_times * self.b_matrices + self.result_bytes
 
-    def _flags(self, s: AnySchedule) -> bool:
-        """Whether CTAs meet through memory: by flags that are zeroed before the launch."""
-        if s.stream: return True
-        if s.splits == 1 or s.template == "wgmma": return False
-        return not (s.template == "gemv" and s.splits <= MOST_CLUSTERED and self.machine.arch == "sm_90a")
-
-    def _joining_s(self, s: AnySchedule, t: _Tiles) -> float:
+    def _joining_s(self, s: GemmSchedule, t: _Tiles, flags: bool) -> float:
         """What it costs to join partial sums. In a cluster: each CTA leaves a tile's and reads a share of the
         others'. Beyond: zero flags, write a tile's, wait, read those of the others."""
         if s.splits == 1 and not s.stream: return 0.0
-        tile_s = 4 * s.block_m * work.width(self.spec, s) / L2_BYTES_PER_CYCLE / self.machine.clock_hz
-        if not self._flags(s): return JOIN_S + (2 * tile_s if s.template == "wgmma" else 0)
+        tile = s.tile(self.spec)
+        tile_s = 4 * tile.rows * tile.width / L2_BYTES_PER_CYCLE / self.machine.clock_hz
+        if not flags: return JOIN_S + cost_of(s).cluster_tiles * tile_s
         if not s.stream: return self.machine.launch_s + JOIN_S + s.splits * tile_s
         if t.tiles % t.usable == 0: return self.machine.launch_s
         per_cta = -(-t.tiles * t.steps // t.usable)

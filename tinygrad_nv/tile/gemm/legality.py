@@ -1,52 +1,60 @@
 """What schedule can be, for a spec and an architecture, and why not.
 
-Protocol: `problems` lists all that is wrong, with the arithmetic; templates refuse a schedule that has any
-with a `ScheduleError` (`require`). Nothing else decides this. What each template asks is in its own
-folder.
+Protocol: what each template asks of its own fields is in its folder, what all ask is here. `whole` joins the
+two to a template's `problems`: all that is wrong, with the arithmetic, remembered for those who ask again.
+Templates refuse a schedule that has any with a `ScheduleError` (`require`). Nothing else decides this.
 """
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TypeVar
+
 from tinygrad_nv.errors import ScheduleError
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.templates import TABLE
+from tinygrad_nv.tile import epilogue
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.limits import MOST, SMEM_BYTES
+from tinygrad_nv.tile.template import GPU
 
-MOST = (1 << 31) - 1            # a grid's x; a coordinate of TMA; what kernels count in 32 bits
-MOST_GRID = 65535              # a grid's y and z
-SMEM_BYTES = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90a": 227 << 10}
-
-
-def problems(schedule: AnySchedule, spec: GemmSpec, arch: str) -> list[str]:
-    """Why the schedule's template cannot have it; empty when it can."""
-    from tinygrad_nv.tile import epilogue
-    from tinygrad_nv.tile.gemm.gemv import legality as legal_gemv
-    from tinygrad_nv.tile.gemm.mma import legality as legal_mma
-    from tinygrad_nv.tile.gemm.wgmma import legality as legal_wgmma
-    s = schedule
-    if arch not in SMEM_BYTES: return [f"{arch} is not {', '.join(SMEM_BYTES)}"]
-    counts = (s.block_m, s.block_n, s.block_k, s.warps_m, s.warps_n, s.depth, s.cluster_m, s.cluster_n,
-              s.splits, s.group)
-    if min(counts) < 1: return [f"{s}: extents below 1"]
-    own = {"mma": legal_mma, "wgmma": legal_wgmma, "gemv": legal_gemv}.get(s.template)
-    if own is None: return [f"template {s.template!r} is not mma, wgmma or gemv"]
-    return [*own.problems(schedule, spec, arch), *_count(schedule, spec),
-            *epilogue.problems(spec.epilogue, arch)]
+C = TypeVar("C", bound=GemmSchedule)
+Words = tuple[str, ...]
 
 
-def _count(s: AnySchedule, spec: GemmSpec) -> list[str]:
+def whole(own: Callable[[GemmSpec, C, str], Sequence[str]]) -> Callable[[GemmSpec, C, GPU], list[str]]:
+    """Why a template cannot have a schedule; empty when it can. Remembered: a schedule that was chosen is
+    asked about once more when its kernel is built, and whenever the database gives it."""
+    @lru_cache(4096)
+    def found(spec: GemmSpec, s: C, arch: str) -> Words:
+        if arch not in SMEM_BYTES: return (f"{arch} is not {', '.join(SMEM_BYTES)}",)
+        if min(n for n in vars(s).values() if type(n) is int) < 1: return (f"{s}: extents below 1",)
+        return (*own(spec, s, arch), *_count(spec, s), *_epilogue(spec, arch))
+
+    def problems(spec: GemmSpec, s: C, gpu: GPU) -> list[str]: return [*found(spec, s, gpu.arch)]
+    return problems
+
+
+@lru_cache(4096)
+def _epilogue(spec: GemmSpec, arch: str) -> Words: return tuple(epilogue.problems(spec.epilogue, arch))
+
+
+def _count(spec: GemmSpec, s: GemmSchedule) -> list[str]:
     """Of what is numbered: rows and columns, elements of a sum, tiles, their parts with splits, their steps
     with stream-K."""
     extents = (("m", spec.m), ("n", spec.n), ("k", spec.k))
     if long := [f"{name}={extent} is above {MOST}" for name, extent in extents if extent > MOST]: return long
     m, n = (spec.n, spec.m) if s.swap else (spec.m, spec.n * spec.parts)
-    tiles = -(-m // s.block_m) * -(-n // s.block_n) * spec.matrices
+    tile = s.tile(spec)
+    tiles = -(-m // tile.rows) * -(-n // tile.width) * spec.matrices
     name, pieces = ("steps", -(-spec.k // s.block_k)) if s.stream else ("parts", s.splits)
     if tiles * pieces <= MOST: return []
     words = f" × {pieces} {name}" if pieces > 1 else ""
-    return [f"{tiles} tiles of {s.block_m} x {s.block_n}{words} are above {MOST}"]
+    return [f"{tiles} tiles of {tile.rows} x {tile.width}{words} are above {MOST}"]
 
 
-def require(schedule: AnySchedule, spec: GemmSpec, arch: str) -> None:
+def require(spec: GemmSpec, schedule: GemmSchedule, gpu: GPU) -> None:
     """Raises `ScheduleError` with all that is wrong."""
-    if found := problems(schedule, spec, arch):
+    if found := TABLE.problems(spec, schedule, gpu):
         raise ScheduleError(f"{schedule} cannot be: " + "; ".join(found), "a schedule without these problems",
                             "change the tile, the warps or the stages")

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from tinygrad_nv.ptx.builder import Kernel, Place, Value
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.tile.gemm.schedules import Mma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.tile_scheduler import Walk, tiles_of
 
@@ -25,7 +25,7 @@ class Splits:
     """`tiles`: how many tiles of K this CTA has; `least_tiles`: at least; `first_k`: where they begin (None:
     at 0); `residue`: elements of K in the first of them. `cells` of four sums each a thread holds."""
 
-    def __init__(self, k: Kernel, spec: GemmSpec, schedule: AnySchedule, cells: int) -> None:
+    def __init__(self, k: Kernel, spec: GemmSpec, schedule: Mma, cells: int) -> None:
         self.k, self.spec, self.schedule, self.cells = k, spec, schedule, cells
         self.count = schedule.splits
         self.least_tiles, self.more = divmod(-(-spec.k // schedule.block_k), self.count)

@@ -1,29 +1,27 @@
-"""The templates of a matmul, by name: mma/ (sm_80 and later, any strides), wgmma/ (sm_90a), gemv/ (few rows).
+"""The templates of a matmul: gemv/ (few rows), wgmma/ (sm_90a), mma/ (sm_80 and later, any strides).
 
-`build` chooses by the schedule's template. Templates are imported when they are asked for.
+Of those whose candidates the cost model cannot tell apart, the earlier one is liked better.
 """
 from __future__ import annotations
 
-from importlib import import_module
-
-from tinygrad_nv.errors import ScheduleError
-from tinygrad_nv.ptx.gpcs import Clusters
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.tile.gemm.gemv import defaults as gemv_defaults
+from tinygrad_nv.tile.gemm.gemv import legality as gemv_legality
+from tinygrad_nv.tile.gemm.gemv.cost import GemvCost
+from tinygrad_nv.tile.gemm.legality import whole
+from tinygrad_nv.tile.gemm.mma import defaults as mma_defaults
+from tinygrad_nv.tile.gemm.mma import legality as mma_legality
+from tinygrad_nv.tile.gemm.mma.cost import MmaCost
+from tinygrad_nv.tile.gemm.schedules import Gemv, Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.kernel import GemmKernel
+from tinygrad_nv.tile.gemm.wgmma import defaults as wgmma_defaults
+from tinygrad_nv.tile.gemm.wgmma import legality as wgmma_legality
+from tinygrad_nv.tile.gemm.wgmma.cost import WgmmaCost
+from tinygrad_nv.tile.template import Template, later
 
-FAMILIES = {"mma": "gemm_mma", "wgmma": "gemm_wgmma", "gemv": "gemv"}
-FILLING = ("wgmma",)  # their grids depend on how many CTAs run at once
-
-
-def build(spec: GemmSpec, schedule: AnySchedule, arch: str, sm_count: int = 132,
-          clusters: Clusters = ()) -> GemmKernel:
-    """The kernel of a product, by the schedule's template, for a GPU with so many multiprocessors, which has
-    room for so many `clusters` at once (left out: as ptx/gpcs.py has it). Raises `ScheduleError` for an
-    impossible one."""
-    family = FAMILIES.get(schedule.template)
-    if family is None: raise ScheduleError(f"template {schedule.template!r}", f"one of {', '.join(FAMILIES)}")
-    make = getattr(import_module(f"tinygrad_nv.tile.gemm.{schedule.template}.kernel"), family)
-    gpu = (sm_count, clusters) if schedule.template in FILLING else ()
-    made: GemmKernel = make(spec, schedule, arch, *gpu)
-    return made
+GEMV = Template("gemv", GemmSpec, Gemv, whole(gemv_legality.problems), gemv_defaults.candidates,
+                later("tinygrad_nv.tile.gemm.gemv.kernel", "gemv"), GemvCost())
+WGMMA = Template("wgmma", GemmSpec, Wgmma, whole(wgmma_legality.problems), wgmma_defaults.candidates,
+                 later("tinygrad_nv.tile.gemm.wgmma.kernel", "gemm_wgmma"), WgmmaCost())
+MMA = Template("mma", GemmSpec, Mma, whole(mma_legality.problems), mma_defaults.candidates,
+               later("tinygrad_nv.tile.gemm.mma.kernel", "gemm_mma"), MmaCost())
+TEMPLATES = (GEMV, WGMMA, MMA)

@@ -1,34 +1,46 @@
 """A kernel on the emulator or on a device, to see what it costs.
 
 Protocol: `counters(spec, schedule, arch)` runs a small product twice, which differ in K alone, and gives the
-two runs' counters; `seconds(driver, kernel, spec)` times a kernel on a device. What is small: as many tiles
-as a cluster has, two for each CTA in ping-pong, and sums of `few_steps` and of a few steps more. Splits and
-stream-K change which CTA does a step, not the step, and are left out. Operands are zeros; checks are off.
+two runs' counters; `counted` makes the cost model's `Work` of them: the difference is what steps cost, the
+rest what a tile costs beside them. `seconds(driver, kernel, spec)` times a kernel on a device. What is small:
+as many tiles as a cluster has, two for each CTA in ping-pong, and sums of few steps and of `STEPS_MORE` more.
+Splits and stream-K change which CTA does a step, not the step, and are left out. Operands are zeros; checks
+are off.
 """
 from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tinygrad_nv.errors import KernelError
 from tinygrad_nv.ptx.emulator import Emulator, TensorMap
-from tinygrad_nv.ptx.emulator.report import Stats
+from tinygrad_nv.ptx.emulator.report import Site, Stats
 from tinygrad_nv.runtime.driver import Driver, Fill, Launch, integer, pointer
 from tinygrad_nv.runtime.launch_text import map_spec
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.expression import loads
+from tinygrad_nv.tile.gemm.cost import Model, cost_of
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
-from tinygrad_nv.tile.gemm.templates import build
-from tinygrad_nv.tile.gemm.work import columns
+from tinygrad_nv.tile.gemm.work import (
+    INSTRUCTION_BYTES,
+    SCHEDULERS,
+    SMEM_BYTES_PER_CYCLE,
+    STORE_LATENCY,
+    Work,
+    moved,
+)
 from tinygrad_nv.tile.kernel import GemmKernel
+from tinygrad_nv.tile.template import GPU
 
 if TYPE_CHECKING:
     from tinygrad_nv.ptx.assemble import Assembly
 
-STEPS_MORE = 4
+STEPS, STEPS_MORE = 3, 4            # the first of kernels without a ring; beyond the first
 WARM, TIMED = 3, 11                 # launches
 
 
@@ -41,25 +53,24 @@ class Trial:
     tiles: int
 
 
-def counters(spec: GemmSpec, schedule: AnySchedule, arch: str) -> Trial:
+def counters(spec: GemmSpec, schedule: GemmSchedule, arch: str) -> Trial:
     """What the emulator counts of a schedule's kernel."""
-    s = replace(schedule, splits=1, stream=False)
-    steps = s.depth + 2, s.depth + 2 + STEPS_MORE
-    cluster = s.cluster_m * s.cluster_n
-    rounds = 2 if s.mode == "pingpong" else 1
+    s = schedule.unshared
+    first = (s.depth or STEPS) + 2
+    steps, cluster = (first, first + STEPS_MORE), prod(s.cluster_shape)
     runs = []
     for count in steps:
-        small = shrunk(spec, s, count * s.block_k, rounds)
-        kernel = build(small, s, arch, cluster)
-        runs.append(emulated(kernel, small, arch))
-    return Trial(runs[0], runs[1], steps, rounds * cluster)
+        small = shrunk(spec, s, count * s.block_k, s.turns)
+        runs.append(emulated(TABLE.build(small, s, GPU(arch, cluster)), small, arch))
+    return Trial(runs[0], runs[1], steps, s.turns * cluster)
 
 
-def shrunk(spec: GemmSpec, s: AnySchedule, k: int, rounds: int) -> GemmSpec:
+def shrunk(spec: GemmSpec, s: GemmSchedule, k: int, rounds: int) -> GemmSpec:
     """The same kind of product: one matrix of so much K, and as many rows and columns as a cluster's tiles
     have (`rounds` times), at most those it has. Strides are the same where sums fit between them."""
-    m, n = (s.block_n, s.block_m) if s.swap else (s.block_m, columns(spec, s))
-    clusters = (s.cluster_n, s.cluster_m) if s.swap else (s.cluster_m, s.cluster_n)
+    tile, clusters = s.tile(spec), s.cluster_shape
+    m, n = tile.rows, tile.columns
+    if s.swap: m, n, clusters = n, m, clusters[::-1]
     m, n = min(spec.m, m * clusters[0]), min(spec.n, n * clusters[1])
     if m < spec.m: m = min(spec.m, m * rounds)
     else: n = min(spec.n, n * rounds)
@@ -110,6 +121,34 @@ def emulated(kernel: GemmKernel, spec: GemmSpec, arch: str) -> Stats:
                         cluster=kernel.cluster, dynamic_smem=kernel.dynamic_smem)
     if report.findings: raise KernelError(str(report.findings[0]), "a kernel that comes to its end")
     return report.stats
+
+
+def counted(trial: Trial, model: Model, s: GemmSchedule) -> Work:
+    """The work of a CTA by the counters of a trial."""
+    few, many = (_cycles(stats, model, s) for stats in (trial.short, trial.long))
+    more = trial.tiles * (trial.steps[1] - trial.steps[0])
+    tensor, shared, issue = ((b - a) / more for a, b in zip(few, many, strict=True))
+    busy = max((a / trial.tiles - trial.steps[0] * step
+                for a, step in zip(few[1:], (shared, issue), strict=True)))
+    tile = s.tile(model.spec)
+    ends = STORE_LATENCY + max(busy, moved(tile.rows * tile.columns, model.ending))
+    return Work(tensor, shared, issue, ends, model.planned(s).ahead)
+
+
+def _cycles(stats: Stats, model: Model, s: GemmSchedule) -> tuple[float, float, float]:
+    """Cycles of a whole launch on one SM: tensor cores, shared memory, schedulers."""
+    cost = cost_of(s)
+    read = float(sum(map(_operand_bytes, stats.sites))) + cost.copied_bytes(stats, s)
+    passes = sum(site.passes for site in stats.sites)
+    return (stats.tensor_flops / 2 / cost.multiplied(model.spec, model.machine),
+            passes + read / SMEM_BYTES_PER_CYCLE, stats.warp_instructions / SCHEDULERS)
+
+
+def _operand_bytes(site: Site) -> int:
+    """Bytes that a wgmma reads from shared memory: both operands, for each warpgroup."""
+    if not site.opcode.startswith("wgmma.mma_async"): return 0
+    columns = next(int(word[4:].partition("k")[0]) for word in site.opcode.split(".") if word[:4] == "m64n")
+    return site.warps // 4 * (64 + columns) * INSTRUCTION_BYTES
 
 
 # **** a device ****

@@ -20,16 +20,17 @@ from tinygrad_nv.errors import NVError
 from tinygrad_nv.ptx.assemble import Assembly, assemble, find_program
 from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.runtime.driver import Driver
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile import database
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.gemm import trial, work
+from tinygrad_nv.tile.gemm import trial
 from tinygrad_nv.tile.gemm.candidates import space
 from tinygrad_nv.tile.gemm.choose import analytic
 from tinygrad_nv.tile.gemm.cost import Model, Prediction
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.gemm.templates import build
 from tinygrad_nv.tile.gpu import machine_for
 from tinygrad_nv.tile.kernel import GemmKernel
+from tinygrad_nv.tile.template import GPU
 
 PER_BEAM, RINGS = 4, 2
 Progress = Callable[[int, int], None]    # candidates done, of how many
@@ -39,7 +40,7 @@ Progress = Callable[[int, int], None]    # candidates done, of how many
 class Candidate:
     """A schedule that was tried. `seconds` by counters or a clock, None where it is out, and `why`.
     `registers` is 0 without ptxas."""
-    schedule: AnySchedule
+    schedule: GemmSchedule
     predicted: Prediction
     registers: int = 0
     smem_bytes: int = 0
@@ -69,7 +70,7 @@ def tune(spec: GemmSpec, arch: str, beam: int = 1, sm_count: int = 0, driver: Dr
 
 
 def search(spec: GemmSpec, arch: str, beam: int, sm_count: int = 0,
-           driver: Driver | None = None) -> AnySchedule | None:
+           driver: Driver | None = None) -> GemmSchedule | None:
     """The database's winner, found first if there is none. A database that cannot be written is noted."""
     if (known := database.lookup(spec, arch)) is not None: return known
     try: tried = tune(spec, arch, beam, sm_count, driver)
@@ -79,26 +80,27 @@ def search(spec: GemmSpec, arch: str, beam: int, sm_count: int = 0,
     return tried[0].schedule if tried and tried[0].seconds is not None else None
 
 
-def candidates(model: Model, arch: str, beam: int) -> list[AnySchedule]:
+def candidates(model: Model, arch: str, beam: int) -> list[GemmSchedule]:
     """The model's favourites, what it chooses first; of those that differ in stages alone, two."""
     favourite = analytic(model.spec, arch, model.machine.sm_count)
     if favourite is None: return []
-    ranked = sorted(space(model.spec, arch, model.machine.sm_count), key=lambda s: model.predict(s).seconds)
-    made, alike = [favourite], Counter([favourite.stages(0)])
+    legal = space(model.spec, GPU(arch, model.machine.sm_count))
+    ranked = sorted(legal, key=lambda s: model.predict(s).seconds)
+    made, alike = [favourite], Counter([favourite.ringless])
     for s in ranked:
         if len(made) > PER_BEAM * beam: break
-        if s == favourite or alike[s.stages(0)] >= RINGS: continue
-        alike[s.stages(0)] += 1
+        if s == favourite or alike[s.ringless] >= RINGS: continue
+        alike[s.ringless] += 1
         made.append(s)
     return made
 
 
-def _built(model: Model, s: AnySchedule, arch: str, clusters: Clusters
+def _built(model: Model, s: GemmSchedule, arch: str, clusters: Clusters
            ) -> tuple[Candidate, GemmKernel | None, Assembly | None]:
     """A candidate's kernel, assembled where that can be."""
     candidate = Candidate(s, model.predict(s))
     try:
-        kernel = build(model.spec, s, arch, model.machine.sm_count, clusters)
+        kernel = TABLE.build(model.spec, s, GPU(arch, model.machine.sm_count, clusters))
         candidate = replace(candidate, smem_bytes=kernel.dynamic_smem)
         if find_program("ptxas") is None: return candidate, kernel, None
         made = assemble(kernel.ptx, arch)
@@ -124,6 +126,5 @@ def _timed(model: Model, arch: str, driver: Driver | None, candidate: Candidate,
 def _counted(model: Model, arch: str, candidate: Candidate) -> float:
     """The cost model's seconds, of counters and of registers as they are."""
     s = candidate.schedule
-    run = trial.counters(model.spec, s, arch)
-    done = work.counted(run.short, run.long, run.steps, run.tiles, model.spec, s, model.machine, model.ending)
+    done = trial.counted(trial.counters(model.spec, s, arch), model, s)
     return model.timed(s, done, candidate.registers).seconds

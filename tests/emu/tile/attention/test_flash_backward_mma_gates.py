@@ -22,8 +22,8 @@ from tinygrad_nv.tile.attention.backward_mma.legality import problems
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.spec import Band
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where
-from tinygrad_nv.tile.gemm.legality import SMEM_BYTES
 from tinygrad_nv.tile.kernel import BackwardKernel
+from tinygrad_nv.tile.limits import SMEM_BYTES
 
 REGISTERS = 65536  # of an SM
 TILES = [(d, tile) for d, tiles in MMA.items() for tile in tiles]

@@ -101,7 +101,7 @@ def test_registers_are_within_the_pool():
 
 REFUSED = {
     "wgmma needs sm_90a, the target is sm_80": (WIDE, {}, "sm_80"),
-    "template 'wgmma' is not flash_backward_wgmma": (AnySchedule().using("wgmma"), {}, "sm_90a"),
+    "template 'decode' is not flash_backward_wgmma": (AnySchedule().using("decode"), {}, "sm_90a"),
     "16 warps: producers and 1 or 2 consumers": (WIDE.warps(16), {}, "sm_90a"),
     "block_n=80 is not 2 consumers × 64 = 128 keys, nor 64 that they share": (W.block(64, 80), {}, "sm_90a"),
     "block_m=128 is not 64, of consumers that share their keys": (W.block(128, 64), {}, "sm_90a"),

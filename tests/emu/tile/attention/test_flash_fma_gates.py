@@ -19,8 +19,8 @@ from tinygrad_nv.tile.attention.fma.kernel import flash_fma
 from tinygrad_nv.tile.attention.fma.legality import problems
 from tinygrad_nv.tile.attention.spec import AttentionSpec, Band
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where
-from tinygrad_nv.tile.gemm.legality import SMEM_BYTES
 from tinygrad_nv.tile.kernel import AttentionKernel
+from tinygrad_nv.tile.limits import SMEM_BYTES
 
 REGISTERS = 65536  # of an SM
 TILES = [(d, scheduled(*tile)) for d, tiles in FMA.items() for tile in tiles]

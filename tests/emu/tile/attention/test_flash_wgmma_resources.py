@@ -102,7 +102,7 @@ def test_registers_are_within_the_pool():
 
 REFUSED = {
     "wgmma needs sm_90a, the target is sm_80": (SMALL, {}, "sm_80"),
-    "template 'wgmma' is not flash_wgmma": (AnySchedule().using("wgmma"), {}, "sm_90a"),
+    "template 'decode' is not flash_wgmma": (AnySchedule().using("decode"), {}, "sm_90a"),
     "16 warps: a producer": (SMALL.warps(4, 4), {}, "sm_90a"),
     "ping-pong with 1 consumer: 8 warps - 4": (W.block(64, 64).warps(8).pingpong(), {}, "sm_90a"),
     "block_m=64 is not 2 consumers × 64 = 128 rows": (W.block(64, 64), {}, "sm_90a"),

@@ -17,7 +17,7 @@ from tinygrad_nv.tile.decode.kernel import decode_attention
 from tinygrad_nv.tile.decode.legality import problems
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.expression import Constant, Load, Position, Sum
-from tinygrad_nv.tile.gemm.legality import SMEM_BYTES
+from tinygrad_nv.tile.limits import SMEM_BYTES
 
 KV = [None, dtypes.int8, dtypes.fp8e4m3]
 SHAPES = [{"d": 128, "group": 4}, {"d": 64, "group": 8}, {"d": 96, "group": 1}, {"d": 256, "group": 4},
@@ -103,7 +103,8 @@ def broken(schedule: AnySchedule = SMALL, spec: DecodeSpec | None = None) -> str
     (SMALL.stages(8).block(16, 256), "8 stages × 65536 B, or"),
     (SMALL.cluster(2).streamed(), "stream-K is of other templates; cluster 2x1 is of other templates"),
     (SMALL.pingpong().swapped(), "ping-pong is of other templates; swap is of other templates"),
-    (SMALL.using("mma"), "template 'mma' is not decode"), (replace(SMALL, block_k=0), "extents below 1")])
+    (SMALL.using("flash_mma"), "template 'flash_mma' is not decode"),
+    (replace(SMALL, block_k=0), "extents below 1")])
 def test_impossible_schedules_are_refused_with_the_arithmetic(schedule: AnySchedule, words: str):
     assert words in broken(schedule)
 

@@ -6,34 +6,34 @@ import torch
 from gemm_case import arguments, reference, run
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.gemm.candidates import filling
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.gemm.cost import Model
-from tinygrad_nv.tile.gemm.defaults import few_rows
-from tinygrad_nv.tile.gemm.gemv.kernel import gemv
+from tinygrad_nv.tile.gemm.gemv.defaults import candidates
 from tinygrad_nv.tile.gemm.gemv.plan import Plan
-from tinygrad_nv.tile.gemm.legality import problems
+from tinygrad_nv.tile.gemm.schedules import Gemv
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gpu import machine_for
+from tinygrad_nv.tile.template import GPU
 
 ARCHES = ["sm_80", "sm_89", "sm_90a"]
 DTYPES = [dtypes.bfloat16, dtypes.float16, dtypes.float32, dtypes.fp8e4m3, dtypes.fp8e5m2, dtypes.int8,
           dtypes.uint8]
-GEMV = AnySchedule().using("gemv")
+GEMV = Gemv()
 
 
-def best(spec: GemmSpec, arch: str, sm_count: int = 0) -> AnySchedule:
+def best(spec: GemmSpec, arch: str, sm_count: int = 0) -> Gemv:
     """The schedule that is predicted to be the fastest, whatever other templates could do."""
     machine = machine_for(arch, sm_count)
     model = Model(spec, machine)
-    all_ = [s for start in few_rows(spec, arch) for s in filling(start, spec, machine.sm_count)]
-    return min((s for s in all_ if not problems(s, spec, arch)), key=lambda s: model.predict(s).seconds)
+    all_ = [s for start in candidates(spec, GPU(arch)) for s in start.filling(spec, machine.sm_count)]
+    legal = (s for s in all_ if not TABLE.problems(spec, s, GPU(arch)))
+    return min(legal, key=lambda s: model.predict(s).seconds)
 
 
-def scheduled(spec: GemmSpec, granules: int, steps: int, warps: int, splits: int) -> AnySchedule:
+def scheduled(spec: GemmSpec, granules: int, steps: int, warps: int, splits: int) -> Gemv:
     """A schedule in units of what the product's plan has."""
     plan = Plan.of(spec, GEMV)
-    return GEMV.block(spec.m, plan.granule * granules).k(plan.step * steps).warps(warps).split(splits)
+    return GEMV.columns(plan.granule * granules).k(plan.step * steps).warps(warps).split(splits)
 
 
 def exact(dtype: DType) -> DType:
@@ -41,8 +41,8 @@ def exact(dtype: DType) -> DType:
     return dtypes.int32 if dtypes.is_int(dtype) else dtypes.float32
 
 
-def check(spec: GemmSpec, schedule: AnySchedule, arch: str, seed: int = 0, m: int | None = None) -> None:
+def check(spec: GemmSpec, schedule: Gemv, arch: str, seed: int = 0, m: int | None = None) -> None:
     """Integers come out exactly."""
     given_ = arguments(spec, seed)
-    got = run(gemv(spec, schedule, arch), spec, given_, arch, seed, m)
+    got = run(TABLE.build(spec, schedule, GPU(arch)), spec, given_, arch, seed, m)
     assert torch.equal(got, reference(spec, given_)[..., :m or spec.m, :])

@@ -14,22 +14,30 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced, read
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.tile.gemm.mma.plan import Plan as MmaPlan
+from tinygrad_nv.tile.gemm.schedules import Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.gemm.wgmma.plan import Plan as WgmmaPlan
 from tinygrad_nv.tile.kernel import GemmKernel
-from tinygrad_nv.tile.store import Cell, Store, store_plan
+from tinygrad_nv.tile.store import Cell, Store, StorePlan
 
-SMALL = AnySchedule().block(32, 32).warps(2, 2)
-WARPS = AnySchedule().block(64, 128).warps(2, 2)
-GROUPS = AnySchedule().using("wgmma").block(128, 64).warps(12)
+SMALL = Mma().block(32, 32).warps(2, 2)
+WARPS = Mma().block(64, 128).warps(2, 2)
+GROUPS = Wgmma().block(128, 64).warps(12)
 HALF, SINGLE, BYTE = dtypes.bfloat16, dtypes.float32, dtypes.int8
 OUTS = [HALF, SINGLE, dtypes.int32, BYTE, dtypes.fp8e4m3]
 
 
+def stored(spec: GemmSpec, schedule: Mma | Wgmma) -> StorePlan:
+    """How a template stores."""
+    if isinstance(schedule, Wgmma): return WgmmaPlan.of(spec, schedule).store
+    return MmaPlan.of(spec, schedule).store
+
+
 class _Outer:
-    def __init__(self, spec: GemmSpec, schedule: AnySchedule, arch: str, ctas: int, staged: bool) -> None:
+    def __init__(self, spec: GemmSpec, schedule: Mma | Wgmma, arch: str, ctas: int, staged: bool) -> None:
         self.spec, self.s, self.ctas = spec, schedule, ctas
-        self.plan = store_plan(spec, schedule)
+        self.plan = stored(spec, schedule)
         self.k = k = Kernel("outer", arch=arch, threads=schedule.threads)
         out, self.a, self.b = (k.pointer(name) for name in ("out", "a", "b"))
         extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
@@ -45,7 +53,7 @@ class _Outer:
     def write(self) -> GemmKernel:
         k, s = self.k, self.s
         # the last warpgroup of a wgmma schedule only loads
-        some = k.if_(k.tid.x < 128 * s.consumers) if s.template == "wgmma" else nullcontext()
+        some = k.if_(k.tid.x < 128 * s.consumers) if isinstance(s, Wgmma) else nullcontext()
         with some:
             if self.ctas:
                 with k.loop(k.ctaid.x, k.reg("u32", self.tiles), self.ctas) as tile: self.tile(tile)
@@ -64,7 +72,7 @@ class _Outer:
             rest = rest // extent
         batch = batch[::-1]
         columns = self.columns
-        if s.template == "wgmma":  # as many rounds of 64 rows a consumer as the tile has
+        if isinstance(s, Wgmma):  # as many rounds of 64 rows a consumer as the tile has
             rows = s.block_m // s.consumers
             row, column = (warp >> 2) * rows + (warp & 3) * 16, k.reg("u32", 0)
             at = [(64 * i, 8 * j) for i in range(rows // 64) for j in range(columns // 8)]
@@ -102,7 +110,7 @@ class _Outer:
         return made
 
 
-def outer(spec: GemmSpec, schedule: AnySchedule, arch: str, ctas: int = 0,
+def outer(spec: GemmSpec, schedule: Mma | Wgmma, arch: str, ctas: int = 0,
           staging: bool = True) -> GemmKernel:
     """The kernel. Of a symbolic spec it has CTAs for the most rows."""
     return _Outer(spec, schedule, arch, ctas, staging).write()
@@ -113,7 +121,7 @@ def spec_of(out: DType, m: int, n: int, **more: object) -> GemmSpec:
     return product(m, n, 1, BYTE if dtypes.is_int(out) else HALF, out=out, **more)  # type: ignore[arg-type]
 
 
-def exact(spec: GemmSpec, schedule: AnySchedule, arch: str, seed: int = 0, ctas: int = 0) -> None:
+def exact(spec: GemmSpec, schedule: Mma | Wgmma, arch: str, seed: int = 0, ctas: int = 0) -> None:
     """Asserts the result, bit for bit."""
     values = arguments(spec, spec.m + seed)
     assert (run(outer(spec, schedule, arch, ctas), spec, values, arch, seed) == reference(spec, values)).all()

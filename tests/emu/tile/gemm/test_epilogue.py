@@ -12,11 +12,11 @@ from store_case import outer
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.epilogue import problems
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, nearest, where
+from tinygrad_nv.tile.gemm.schedules import Mma
 
-ONE = AnySchedule().block(16, 16).warps(1, 1)
+ONE = Mma().block(16, 16).warps(1, 1)
 ARCHS = ["sm_80", "sm_90a"]
 FLOATS = [dtypes.float32, dtypes.float16, dtypes.bfloat16]
 FP8 = [dtypes.fp8e4m3, dtypes.fp8e5m2]

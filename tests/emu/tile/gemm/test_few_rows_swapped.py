@@ -7,11 +7,11 @@ import torch
 from gemm_case import arguments, product, reference, run
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.gemm.legality import problems
-from tinygrad_nv.tile.gemm.templates import build
+from tinygrad_nv.templates import TABLE
+from tinygrad_nv.tile.gemm.schedules import Wgmma
+from tinygrad_nv.tile.template import GPU
 
-SWAPPED = AnySchedule().using("wgmma").block(64, 16).warps(8).swapped()
+SWAPPED = Wgmma().block(64, 16).warps(8).swapped()
 
 
 @pytest.mark.parametrize(("m", "columns"), [(8, 8), (17, 24), (64, 64)])
@@ -21,10 +21,10 @@ def test_weights_are_the_rows(m: int, columns: int, majors: str):
     spec = product(m, 136, 6 * 64, out=dtypes.float32, majors=majors)
     schedule = SWAPPED.block(64, columns)
     given_ = arguments(spec)
-    made = build(spec, schedule, "sm_90a", 2)
+    made = TABLE.build(spec, schedule, GPU("sm_90a", 2))
     assert torch.equal(run(made, spec, given_, "sm_90a", seed=m % 4), reference(spec, given_))
 
 
 def test_rows_known_at_launch_cannot_be_columns():
-    found = problems(SWAPPED, product(64, 128, 256, symbolic=True), "sm_90a")
+    found = TABLE.problems(product(64, 128, 256, symbolic=True), SWAPPED, GPU("sm_90a"))
     assert found == ["swapped: rows known at launch cannot be columns"]

@@ -8,7 +8,6 @@ marked slow. What the loop costs is the difference of two launches, the second w
 """
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from dataclasses import dataclass, replace
@@ -24,15 +23,15 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.ptx.assemble import Resources, assemble
 from tinygrad_nv.ptx.emulator.report import Stats
 from tinygrad_nv.ptx.sass import TENSOR, disassembled, functions
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.gemm.candidates import around
+from tinygrad_nv.tile.gemm.candidates import starts
 from tinygrad_nv.tile.gemm.choose import choose
-from tinygrad_nv.tile.gemm.defaults import few_rows, tiles
-from tinygrad_nv.tile.gemm.legality import SMEM_BYTES, problems
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Gemv, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.gemm.templates import FAMILIES, build
 from tinygrad_nv.tile.kernel import GemmKernel
+from tinygrad_nv.tile.limits import SMEM_BYTES
+from tinygrad_nv.tile.template import GPU
 
 sys.path.insert(0, str(Path(__file__).parents[4] / "bench"))
 import sass_gemm
@@ -50,7 +49,7 @@ OUT = {dtypes.fp8e4m3: dtypes.bfloat16, dtypes.fp8e5m2: dtypes.bfloat16}
 class Case:
     """A schedule with a product of one tile for each of its CTAs."""
     arch: str
-    schedule: AnySchedule
+    schedule: GemmSchedule
     dtype: DType
     majors: str
 
@@ -61,23 +60,24 @@ class Case:
     def spec(self, more: int = 0) -> GemmSpec:
         """K is `more` stages longer than two rounds past the ring, for each CTA that shares it."""
         s = self.schedule
-        tile_count = 2 if s.stream or s.mode == "pingpong" else 1
-        m, n = s.block_m * s.cluster_m * tile_count, s.block_n * s.cluster_n
-        if s.swap: m, n = n, m
-        if s.template == "gemv":
+        tile_count = 2 if s.stream else s.turns
+        if isinstance(s, Gemv):
             return product(4, max(s.block_n, 64), s.block_k * 8 * s.splits * (1 + more), self.dtype,
                            OUT.get(self.dtype), self.majors)
+        tile, cluster = s.tile(product(1, 1, 1)), s.cluster_shape
+        m, n = tile.rows * cluster[0] * tile_count, tile.columns * cluster[1]
+        if s.swap: m, n = n, m
         shares = 2 if s.stream else s.splits
         return product(m, n, s.block_k * shares * (s.depth + 2 + more), self.dtype, OUT.get(self.dtype),
                        self.majors)
 
     def kernel(self, more: int = 0) -> GemmKernel:
         """On one multiprocessor, so that CTAs that stay have all tiles; stream-K on three."""
-        sm_count = 3 if self.schedule.stream else 1 if self.schedule.template == "wgmma" else 132
-        return build(self.spec(more), self.schedule, self.arch, sm_count)
+        sm_count = 3 if self.schedule.stream else 1 if isinstance(self.schedule, Wgmma) else 132
+        return TABLE.build(self.spec(more), self.schedule, GPU(self.arch, sm_count))
 
     @property
-    def legal(self) -> bool: return not problems(self.schedule, self.spec(), self.arch)
+    def legal(self) -> bool: return not TABLE.problems(self.spec(), self.schedule, GPU(self.arch))
 
     @property
     def counted_elsewhere(self) -> bool:
@@ -86,25 +86,27 @@ class Case:
         return any(replace(self, arch=arch).legal for arch in older)
 
 
-def scheduled(arch: str) -> list[tuple[AnySchedule, int]]:
+def scheduled(arch: str) -> list[tuple[GemmSchedule, int]]:
     """Default tiles of every size of element, with the size; of each template's first also the variants."""
     made, seen = [], set()
     for size in (1, 2, 4):
-        for schedule in tiles(arch, size):
+        kind = next(dtype for dtype in DTYPES if dtype.itemsize == size)
+        few = [s for s in starts(product(4, 4096, 4096, kind), GPU(arch)) if isinstance(s, Gemv)]
+        for schedule in starts(product(4096, 4096, 4096, kind), GPU(arch)):
             made.append((schedule, size))
             if (schedule.template, size) in seen or size != 2: continue
             seen.add((schedule.template, size))
-            roomy = product(8 * schedule.block_m, 8 * schedule.block_n, 64 * schedule.block_k)
+            tile = schedule.tile(product(1, 1, 1))
+            roomy = product(8 * tile.rows, 8 * tile.columns, 64 * schedule.block_k)
             made += [(variant, size) for variant in variants(schedule, roomy)]
-        kind = next(dtype for dtype in DTYPES if dtype.itemsize == size)
-        made += [(schedule, size) for schedule in few_rows(product(4, 4096, 4096, kind), arch)[::9]]
+        made += [(schedule, size) for schedule in few[::9]]
     return made
 
 
-def variants(schedule: AnySchedule, spec: GemmSpec) -> list[AnySchedule]:
+def variants(schedule: GemmSchedule, spec: GemmSpec) -> list[GemmSchedule]:
     """Each cluster once, the first split, stream-K."""
-    found = [v for v in around(schedule, spec, 132) if v != schedule and not v.splits > 2]
-    if schedule.template == "wgmma": found.append(schedule.cluster(2, 2))
+    found = [v for v in schedule.around(spec, 132) if v != schedule and not v.splits > 2]
+    if isinstance(schedule, Wgmma): found.append(schedule.cluster(2, 2))
     return list(dict.fromkeys(found))
 
 
@@ -112,7 +114,7 @@ def everything() -> list[Case]:
     """All tiles with all dtypes and majors. gemv's four rows, side by side, are less than a sector: K-major
     only."""
     return [case for arch in SMEM_BYTES for (s, size), dtype, majors in pairs(scheduled(arch), DTYPES, MAJORS)
-            if dtype.itemsize == size and not (s.template == "gemv" and majors[0] == "M")
+            if dtype.itemsize == size and not (isinstance(s, Gemv) and majors[0] == "M")
             and (case := Case(arch, s, dtype, majors)).legal]
 
 
@@ -120,8 +122,8 @@ def turns() -> list[Case]:
     """Every tile once, with the dtype and majors that had the fewest turns; of what an older architecture has
     but for the target, a third."""
     counts: dict[tuple[str, str, DType, str], int] = {}
-    chosen: dict[tuple[str, AnySchedule], Case] = {}
-    by_tile: dict[tuple[str, AnySchedule], list[Case]] = {}
+    chosen: dict[tuple[str, GemmSchedule], Case] = {}
+    by_tile: dict[tuple[str, GemmSchedule], list[Case]] = {}
     for case in everything():
         if case.counted_elsewhere and hash_of(case.schedule) % 3: continue
         by_tile.setdefault((case.arch, case.schedule), []).append(case)
@@ -133,7 +135,7 @@ def turns() -> list[Case]:
     return list(chosen.values())
 
 
-def hash_of(schedule: AnySchedule) -> int:
+def hash_of(schedule: GemmSchedule) -> int:
     """A number that is the same in every process."""
     return crc32(str(schedule).encode())
 
@@ -205,7 +207,7 @@ def test_default_schedules_keep_to_their_resources_with_every_dtype_and_major(ca
 
 def test_every_template_has_defaults_under_test():
     """A template that is there but that no default schedule reaches would be held to nothing."""
-    there = {name for name in FAMILIES if importlib.util.find_spec(f"tinygrad_nv.tile.gemm.{name}.kernel")}
+    there = {template.name for template in TABLE.templates("gpu", "gemm")}
     assert {case.schedule.template for case in turns()} == there
     assert {case.arch for case in turns()} == set(SMEM_BYTES)
 
@@ -214,11 +216,11 @@ def test_every_template_has_defaults_under_test():
 @pytest.mark.parametrize("majors", ["KK", "KM"])
 def test_what_is_chosen_for_a_large_product_is_a_default_tile(arch: str, majors: str):
     """So that the gates above are about what runs."""
-    schedule = choose(product(4096, 4096, 4096, dtypes.bfloat16, majors=majors), arch)
+    spec = product(4096, 4096, 4096, dtypes.bfloat16, majors=majors)
+    schedule = choose(spec, arch)
     assert schedule is not None
-    plain = replace(schedule, cluster_m=1, cluster_n=1, splits=1, stream=False)
-    assert plain.depth <= 8
-    assert [tile for tile in tiles(arch, 2) if replace(tile, depth=plain.depth) == plain]
+    assert schedule.depth <= 8
+    assert schedule.key in [tile.key for tile in starts(spec, GPU(arch))]
 
 
 @pytest.mark.parametrize("b_major", ["K", "MN"])

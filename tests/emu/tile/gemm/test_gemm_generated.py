@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.expression import (
     Apply,
     Constant,
@@ -34,36 +35,36 @@ from tinygrad_nv.tile.expression import (
     relu,
     silu,
 )
-from tinygrad_nv.tile.gemm.legality import problems
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Gemv, Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import BYTES, FP8, GemmSpec, Operand
-from tinygrad_nv.tile.gemm.templates import build
+from tinygrad_nv.tile.template import GPU
 
 F32, BF16, F16, S8 = dtypes.float32, dtypes.bfloat16, dtypes.float16, dtypes.int8
 DTYPES = (BF16, F16, S8, dtypes.uint8, F32, *FP8)
 ARCHS = {"mma": ("sm_80", "sm_89", "sm_90a"), "wgmma": ("sm_90a",), "gemv": ("sm_80", "sm_90a")}
 TIMES = 1         # bench/gpu_record.py draws more
 MOST_WORK = 40e6  # multiply-adds of an example: half a second
-Case = tuple[GemmSpec, AnySchedule, str]
+Case = tuple[GemmSpec, GemmSchedule, str]
 
 
 # **** schedules ****
 
 @st.composite
-def schedules(draw: st.DrawFn, template: str, size: int) -> AnySchedule:
+def schedules(draw: st.DrawFn, template: str, size: int) -> GemmSchedule:
     """Of a template, legal or not, for elements of `size` bytes."""
     def pick(*choices: Any) -> Any: return draw(st.sampled_from(choices))
 
     if template == "gemv":
-        made = AnySchedule().using("gemv").block(pick(16, 128), pick(8, 16, 32, 64, 128))
-        return replace(made, block_k=pick(32, 64, 128, 256, 512), warps_m=pick(1, 2, 4, 8),
-                       depth=pick(2, 3, 4), splits=pick(1, 1, 2, 3), swap=draw(st.booleans()))
+        made = Gemv().columns(pick(8, 16, 32, 64, 128)).warps(pick(1, 2, 4, 8))
+        return replace(made, block_k=pick(32, 64, 128, 256, 512), splits=pick(1, 1, 2, 3),
+                       swap=draw(st.booleans()))
     depth, splits = pick(2, 3, 4, 5), pick(1, 1, 1, 2, 3)
     if template == "mma":
-        made = AnySchedule().block(pick(16, 32, 64, 128), pick(16, 32, 64, 128)).k(pick(32, 64, 128) // size)
-        return replace(made, warps_m=pick(1, 2, 4), warps_n=pick(1, 2, 4), depth=depth, splits=splits,
+        small = Mma().block(pick(16, 32, 64, 128), pick(16, 32, 64, 128)).k(pick(32, 64, 128) // size)
+        return replace(small, warps_m=pick(1, 2, 4), warps_n=pick(1, 2, 4), depth=depth, splits=splits,
                        group=pick(1, 2, 8))
     consumers, turns = pick(1, 2, 3), draw(st.booleans())
-    made = AnySchedule().using("wgmma").block(64 if turns else 64 * consumers, pick(*range(8, 257, 8)))
+    made = Wgmma().block(64 if turns else 64 * consumers, pick(*range(8, 257, 8)))
     made = replace(made, block_k=pick(128, 128, 64, 32, 256) // size, warps_m=4 + 4 * consumers, depth=depth,
                    group=pick(1, 2, 8), swap=pick(False, False, True))
     rows, columns = pick((1, 1), (1, 1), (2, 1), (1, 2), (2, 2))
@@ -126,25 +127,26 @@ def extents(draw: st.DrawFn, block: int) -> int:
 
 
 @st.composite
-def products(draw: st.DrawFn, schedule: AnySchedule, dtype: DType, steps: tuple[str, ...]) -> GemmSpec:
+def products(draw: st.DrawFn, schedule: GemmSchedule, dtype: DType, steps: tuple[str, ...]) -> GemmSpec:
     """A product for a schedule; the epilogue is one activation, or up to three of the other `steps`."""
     smooth = steps[0] in ACTIVATIONS
-    s, gemv = schedule, schedule.template == "gemv"
-    m = draw(st.integers(1, 16)) if gemv else extents(draw, s.block_m)
-    n = extents(draw, s.block_n)
+    s, tile = schedule, schedule.tile(product(1, 1, 1))
+    m = draw(st.integers(1, 16)) if isinstance(s, Gemv) else extents(draw, tile.rows)
+    n = extents(draw, tile.columns)
     if s.swap: m, n = n, m
     shares = 2 if s.stream else s.splits
-    k = s.block_k * shares * (s.depth + 2 + draw(st.integers(0, 3))) - draw(st.integers(0, s.block_k - 1))
+    steps_of_k = (s.depth or 3) + 2 + draw(st.integers(0, 3))
+    k = s.block_k * shares * steps_of_k - draw(st.integers(0, s.block_k - 1))
     batch = tuple(draw(st.lists(st.integers(1, 3), max_size=3 if m * n * k < MOST_WORK / 12 else 0)))
     assume(m * n * k < MOST_WORK)
-    a, b = (draw(sides(dtype, rows, k, batch, s.template == "wgmma")) for rows in (m, n))
+    a, b = (draw(sides(dtype, rows, k, batch, isinstance(s, Wgmma))) for rows in (m, n))
     kind = draw(st.sampled_from([one for one in results(dtype) if not smooth or one != dtypes.int32]))
     gap, offset = (draw(st.sampled_from([0, 0, 1, 8])) for _ in range(2))
     out = replace(result(kind, m, n, draw(st.sampled_from(["N", "N", "M"])), gap, batch), offset=offset)
     names = tuple(draw(st.lists(st.sampled_from(steps), min_size=smooth, max_size=1 if smooth else 3)))
     total, ends = Sum(dtypes.int32 if dtype in BYTES else F32), {}
     if not s.swap and not smooth and draw(st.integers(0, 4)) == 4:  # gate and up, side by side in one matrix
-        b = draw(sides(dtype, 2 * n, k, batch, s.template == "wgmma"))
+        b = draw(sides(dtype, 2 * n, k, batch, isinstance(s, Wgmma)))
         ends = {"parts": 2, "part": n * b.mn}
         total = relu(total) * Sum(total.dtype, 1)
     return GemmSpec(m, n, k, a, b, out, batch, ended(names, total, kind, m, n), tf32=dtype == F32,
@@ -157,7 +159,7 @@ def cases(draw: st.DrawFn, template: str, steps: tuple[str, ...]) -> Case:
     arch, dtype = draw(st.sampled_from(ARCHS[template])), draw(st.sampled_from(DTYPES))
     schedule = draw(schedules(template, dtype.itemsize))
     spec = draw(products(schedule, dtype, steps))
-    assume(not problems(schedule, spec, arch))
+    assume(not TABLE.problems(spec, schedule, GPU(arch)))
     return spec, schedule, arch
 
 
@@ -167,7 +169,7 @@ def launched(case: Case, values: dict[str, torch.Tensor], seed: int, rows: int,
              sm_count: int) -> torch.Tensor:
     """The result. Nobody has written the rows beyond those of the launch."""
     spec, schedule, arch = case
-    made = build(spec, schedule, arch, sm_count)
+    made = TABLE.build(spec, schedule, GPU(arch, sm_count))
     return run(made, spec, values, arch, seed, rows if spec.symbolic else None)
 
 
@@ -230,14 +232,14 @@ def test_random_values_come_out_closely_hundreds_of_times(template: str):
 
 # **** what must be among them ****
 
-WGMMA = AnySchedule().using("wgmma").block(128, 64).stages(3)
+WGMMA = Wgmma().block(128, 64).stages(3)
 NAMED = {"ping-pong": WGMMA.block(64, 64).pingpong(), "multicast of B": WGMMA.cluster(2, 1),
          "multicast of A": WGMMA.cluster(1, 2), "multicast of both": WGMMA.cluster(2, 2),
          "ping-pong in clusters": WGMMA.block(64, 64).pingpong().cluster(2, 1),
          "three consumers": WGMMA.block(192, 64).warps(16), "swapped": WGMMA.swapped(),
          "split": WGMMA.split(2), "stream-K": WGMMA.streamed(),
-         "mma.sync": AnySchedule().block(64, 64).k(32).stages(4),
-         "mma.sync, split": AnySchedule().block(64, 64).k(32).split(2), "gemv": AnySchedule().using("gemv")}
+         "mma.sync": Mma().block(64, 64).k(32).stages(4),
+         "mma.sync, split": Mma().block(64, 64).k(32).split(2), "gemv": Gemv()}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -246,12 +248,13 @@ def test_each_kind_of_schedule_goes_round_its_ring(name: str, seed: int):
     """Five tiles, edges on all sides, two CTAs that stay: two rounds more than the ring has stages, then a
     bias, a scale of rows and a residual."""
     s = NAMED[name]
-    m, n = (13, 100) if s.template == "gemv" else (2 * s.block_m + 9, s.block_n * s.cluster_n + 8)
-    k = s.block_k * 2 * (s.depth + 2) - 8
+    tile, cluster = s.tile(product(1, 1, 1)), s.cluster_shape
+    m, n = (13, 100) if isinstance(s, Gemv) else (2 * tile.rows + 9, tile.columns * cluster[1] + 8)
+    k = s.block_k * 2 * ((s.depth or 3) + 2) - 8
     ends = ended(("bias", "row", "residual"), Sum(), BF16, m, n)
     spec = product(m, n, k, BF16, F32, epilogue=ends.cast(F32))
-    assert problems(s, spec, "sm_90a") == []
-    exactly((spec, s, "sm_90a"), seed, sm_count=2 * s.cluster_m * s.cluster_n)
+    assert TABLE.problems(spec, s, GPU("sm_90a")) == []
+    exactly((spec, s, "sm_90a"), seed, sm_count=2 * prod(cluster))
 
 
 @pytest.mark.parametrize("rows", [1, 65, 200])
@@ -259,8 +262,9 @@ def test_each_kind_of_schedule_goes_round_its_ring(name: str, seed: int):
 def test_rows_known_at_launch_with_each_kind_of_schedule(name: str, rows: int):
     """Of 200; the rows of A beyond those of the launch are never read into the result."""
     s = NAMED[name]
-    spec = product(200, s.block_n * s.cluster_n + 8, s.block_k * 2 * (s.depth + 2), F16, F32, symbolic=True)
-    exactly((spec, s, "sm_90a"), rows % 4, rows - 1, sm_count=2 * s.cluster_m * s.cluster_n)
+    n = s.tile(product(1, 1, 1)).columns * s.cluster_shape[1] + 8
+    spec = product(200, n, s.block_k * 2 * (s.depth + 2), F16, F32, symbolic=True)
+    exactly((spec, s, "sm_90a"), rows % 4, rows - 1, sm_count=2 * prod(s.cluster_shape))
 
 
 @pytest.mark.parametrize("name", ["ping-pong", "multicast of B", "stream-K", "split"])

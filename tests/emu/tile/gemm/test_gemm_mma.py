@@ -12,26 +12,26 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.assemble import assemble
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.expression import Load, Sum, relu
-from tinygrad_nv.tile.gemm.legality import problems
-from tinygrad_nv.tile.gemm.mma.kernel import gemm_mma
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Mma
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.layout import SharedTile
+from tinygrad_nv.tile.template import GPU
 
 F16, BF16, F32 = dtypes.float16, dtypes.bfloat16, dtypes.float32
-SMALL = AnySchedule().block(64, 64).k(32).warps(2, 2).stages(3)
+SMALL = Mma().block(64, 64).k(32).warps(2, 2).stages(3)
 MAJORS = ["KK", "KM", "MK", "MM"]
 
 
-def scheduled(m: int, n: int, k: int, warps_m: int, warps_n: int, depth: int) -> AnySchedule:
-    return AnySchedule().block(m, n).k(k).warps(warps_m, warps_n).stages(depth)
+def scheduled(m: int, n: int, k: int, warps_m: int, warps_n: int, depth: int) -> GemmSchedule:
+    return Mma().block(m, n).k(k).warps(warps_m, warps_n).stages(depth)
 
 
-def exactly(spec: GemmSpec, schedule: AnySchedule, arch: str = "sm_80", seed: int = 0) -> None:
+def exactly(spec: GemmSpec, schedule: GemmSchedule, arch: str = "sm_80", seed: int = 0) -> None:
     """Asserts that integer operands come out exactly."""
     given = arguments(spec, seed)
-    got = run(gemm_mma(spec, schedule, arch), spec, given, arch, seed)
+    got = run(TABLE.build(spec, schedule, GPU(arch)), spec, given, arch, seed)
     assert torch.equal(got, reference(spec, given))
 
 
@@ -62,8 +62,8 @@ def specs(draw: st.DrawFn) -> GemmSpec:
 
 @settings(max_examples=50, deadline=None)
 @given(specs(), SCHEDULES, st.integers(0, 3))
-def test_integers_come_out_exactly(spec: GemmSpec, schedule: AnySchedule, seed: int):
-    exactly(spec, SMALL if problems(schedule, spec, "sm_80") else schedule, seed=seed)
+def test_integers_come_out_exactly(spec: GemmSpec, schedule: GemmSchedule, seed: int):
+    exactly(spec, SMALL if TABLE.problems(spec, schedule, GPU("sm_80")) else schedule, seed=seed)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -79,7 +79,7 @@ def test_random_values_are_as_near_as_a_float32_sum(dtype: DType, out: DType):
     spec = product(70, 90, 520, dtype, out)
     given = arguments(spec, integers=False)
     # the exact sum is rounded too: where it lies between two results, both are right
-    near(spec, given, run(gemm_mma(spec, SMALL), spec, given), extra=1)
+    near(spec, given, run(TABLE.build(spec, SMALL, GPU("sm_80")), spec, given), extra=1)
 
 
 @pytest.mark.parametrize("out", [F16, F32])
@@ -97,7 +97,7 @@ def test_rows_are_known_at_launch(rows: int):
     given = arguments(spec)
     want = reference(spec, given)[:rows]
     given["a"][rows * spec.k:] = torch.nan
-    got = run(gemm_mma(spec, SMALL), spec, given, m=rows)
+    got = run(TABLE.build(spec, SMALL, GPU("sm_80")), spec, given, m=rows)
     assert torch.equal(got, want)
 
 
@@ -111,7 +111,7 @@ def test_a_bias_and_a_residual_are_added_where_the_element_is():
 @pytest.mark.parametrize("majors", MAJORS)
 def test_the_default_schedule_neither_spills_nor_meets_bank_conflicts(arch: str, majors: str):
     spec = product(256, 256, 256, BF16, majors=majors)
-    made = gemm_mma(spec, AnySchedule(), arch)
+    made = TABLE.build(spec, Mma(), GPU(arch))
     resources = assemble(made.ptx, arch).kernels[made.name]
     assert (resources.spill_store_bytes, resources.spill_load_bytes, resources.stack_bytes) == (0, 0, 0)
     given = arguments(spec)
@@ -126,7 +126,7 @@ def test_the_default_schedule_neither_spills_nor_meets_bank_conflicts(arch: str,
 def test_what_lies_beside_the_result_would_be_seen():
     """The harness itself: a storage larger than the result starts and ends as GUARD."""
     spec = replace(product(8, 8, 16, F16, F32), out=Result(F32, 11, 1))
-    storage, _ = launched(gemm_mma(spec, SMALL), spec, arguments(spec), "sm_80")
+    storage, _ = launched(TABLE.build(spec, SMALL, GPU("sm_80")), spec, arguments(spec), "sm_80")
     assert (storage.view(-1)[8:11] == GUARD).all()
 
 
@@ -142,17 +142,16 @@ def test_a_tile_is_a_permutation_in_which_eight_rows_have_eight_places(rows: int
 
 
 @pytest.mark.parametrize(("schedule", "words"), [
-    (AnySchedule().block(100, 128), ["block_m=100 is not a multiple of 2 warps × 16 = 32"]),
-    (AnySchedule().k(48), ["block_k=48"]), (AnySchedule().stages(1), ["1 stages"]),
-    (AnySchedule().warps(8, 8), ["2048 threads"]), (AnySchedule().warps(0, 2), ["extents below 1"]),
-    (AnySchedule().block(192, 128).warps(4, 2), ["block_m=192 / 4 warps × 2 B = 96 B neither divide 128"]),
-    (AnySchedule().block(256, 256), ["256 × 256 / 128 threads = 512 sums a thread"]),
-    (AnySchedule().block(96, 96).warps(3, 1), ["3x1 warps are 96 threads, not a power of 2"]),
-    (AnySchedule().split(3), ["3 splits of 64 / 32 = 2 steps"]),
-    (AnySchedule().cluster(2), ["cluster 2x1 is of other templates"]),
-    (AnySchedule().streamed(), ["stream-K is of other templates"]),
-    (AnySchedule().k(128).stages(4), ["4 stages × (128 + 128) × 128 × 2 B = 262144 B", "166912"]),
+    (Mma().block(100, 128), ["block_m=100 is not a multiple of 2 warps × 16 = 32"]),
+    (Mma().k(48), ["block_k=48"]), (Mma().stages(1), ["1 stages"]),
+    (Mma().warps(8, 8), ["2048 threads"]), (Mma().warps(0, 2), ["extents below 1"]),
+    (Mma().block(192, 128).warps(4, 2), ["block_m=192 / 4 warps × 2 B = 96 B neither divide 128"]),
+    (Mma().block(256, 256), ["256 × 256 / 128 threads = 512 sums a thread"]),
+    (Mma().block(96, 96).warps(3, 1), ["3x1 warps are 96 threads, not a power of 2"]),
+    (Mma().split(3), ["3 splits of 64 / 32 = 2 steps"]),
+    (Mma().k(128).stages(4), ["4 stages × (128 + 128) × 128 × 2 B = 262144 B", "166912"]),
 ])
-def test_impossible_schedules_are_refused_with_the_arithmetic(schedule: AnySchedule, words: list[str]):
-    with pytest.raises(ScheduleError) as error: gemm_mma(product(64, 64, 64, F16, majors="MK"), schedule)
+def test_impossible_schedules_are_refused_with_the_arithmetic(schedule: GemmSchedule, words: list[str]):
+    spec = product(64, 64, 64, F16, majors="MK")
+    with pytest.raises(ScheduleError) as error: TABLE.build(spec, schedule, GPU("sm_80"))
     assert [word for word in words if word not in str(error.value)] == []

@@ -12,12 +12,12 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.assemble import assemble
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile import tile_scheduler as walk
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.expression import Load, Sum, relu, silu
-from tinygrad_nv.tile.gemm.legality import problems
-from tinygrad_nv.tile.gemm.mma.kernel import gemm_mma
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Mma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.template import GPU
 
 F16, BF16, F32 = dtypes.float16, dtypes.bfloat16, dtypes.float32
 S8, U8, E4M3, E5M2 = dtypes.int8, dtypes.uint8, dtypes.fp8e4m3, dtypes.fp8e5m2
@@ -25,9 +25,9 @@ MAJORS = ["KK", "KM", "MK", "MM"]
 PAIRS = [(F32, F32), (S8, S8), (U8, U8), (S8, U8), (U8, S8), (E4M3, E4M3), (E5M2, E5M2), (E4M3, E5M2)]
 
 
-def schedule_for(dtype: DType, k_bytes: int = 64) -> AnySchedule:
+def schedule_for(dtype: DType, k_bytes: int = 64) -> GemmSchedule:
     """64 × 64 by four warps, three stages."""
-    return AnySchedule().block(64, 64).k(k_bytes // dtype.itemsize).warps(2, 2).stages(3)
+    return Mma().block(64, 64).k(k_bytes // dtype.itemsize).warps(2, 2).stages(3)
 
 
 def arch_for(dtype: DType) -> str: return "sm_89" if dtype in (E4M3, E5M2) else "sm_80"
@@ -39,10 +39,10 @@ def mixed(m: int, n: int, k: int, pair: tuple[DType, DType], majors: str = "KK",
     return replace(spec, b=replace(spec.b, dtype=pair[1]))
 
 
-def exactly(spec: GemmSpec, schedule: AnySchedule, arch: str = "sm_80", seed: int = 0) -> None:
+def exactly(spec: GemmSpec, schedule: GemmSchedule, arch: str = "sm_80", seed: int = 0) -> None:
     """Asserts that integer operands come out exactly."""
     given = arguments(spec, seed)
-    got = run(gemm_mma(spec, schedule, arch), spec, given, arch, seed)
+    got = run(TABLE.build(spec, schedule, GPU(arch)), spec, given, arch, seed)
     assert torch.equal(got, reference(spec, given))
 
 
@@ -60,7 +60,7 @@ def test_every_dtype_in_every_major(pair: tuple[DType, DType], majors: str):
 EXTENT = st.one_of(st.integers(1, 40), st.sampled_from([64, 96, 128, 130]))
 BLOCK, WARPS = st.sampled_from([32, 64, 128]), st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)])
 SCHEDULES = st.builds(lambda m, n, k, warps, depth:
-                      AnySchedule().block(m, n).k(k).warps(*warps).stages(depth),
+                      Mma().block(m, n).k(k).warps(*warps).stages(depth),
                       BLOCK, BLOCK, st.sampled_from([8, 16, 32, 64, 128]), WARPS, st.integers(2, 4))
 
 
@@ -68,9 +68,10 @@ SCHEDULES = st.builds(lambda m, n, k, warps, depth:
 @given(st.sampled_from(PAIRS), EXTENT, EXTENT, st.one_of(EXTENT, st.integers(150, 330)),
        st.sampled_from(MAJORS), st.sampled_from([0, 0, 1, 2, 4, 8, 16]), SCHEDULES, st.integers(0, 3))
 def test_integers_come_out_exactly(pair: tuple[DType, DType], m: int, n: int, k: int, majors: str, gap: int,
-                                   schedule: AnySchedule, seed: int):
+                                   schedule: Mma, seed: int):
     spec, arch = mixed(m, n, k, pair, majors, gap), arch_for(pair[0])
-    exactly(spec, schedule_for(pair[0]) if problems(schedule, spec, arch) else schedule, arch, seed)
+    legal = not TABLE.problems(spec, schedule, GPU(arch))
+    exactly(spec, schedule if legal else schedule_for(pair[0]), arch, seed)
 
 
 def test_hopper_multiplies_8_bit_floats():
@@ -82,7 +83,8 @@ def test_bytes_use_all_of_their_range():
     given = arguments(spec, most=127)
     assert given["a"].max() > 120
     assert given["b"].min() < -120
-    assert torch.equal(run(gemm_mma(spec, schedule_for(U8)), spec, given), reference(spec, given))
+    kernel = TABLE.build(spec, schedule_for(U8), GPU("sm_80"))
+    assert torch.equal(run(kernel, spec, given), reference(spec, given))
 
 
 @pytest.mark.parametrize("pair", [(E4M3, E4M3), (E5M2, E4M3)])
@@ -92,9 +94,9 @@ def test_random_8_bit_floats_are_as_near_as_their_tensor_cores_sum(pair: tuple[D
     spec = mixed(70, 90, 520, pair)
     given = arguments(spec, integers=False)
     exact = reference(spec, given)
-    got = run(gemm_mma(spec, schedule_for(E4M3), "sm_89"), spec, given, "sm_89")
+    got = run(TABLE.build(spec, schedule_for(E4M3), GPU("sm_89")), spec, given, "sm_89")
     assert (got - exact).abs().max() <= 17 * 2 * 2**-13 * exact.abs().max()
-    near(spec, given, run(gemm_mma(spec, schedule_for(E4M3), "sm_90a"), spec, given, "sm_90a"))
+    near(spec, given, run(TABLE.build(spec, schedule_for(E4M3), GPU("sm_90a")), spec, given, "sm_90a"))
 
 
 @pytest.mark.parametrize("majors", MAJORS)
@@ -102,7 +104,7 @@ def test_float32_operands_are_rounded_to_nearest_tf32(majors: str):
     """The answer for operands rounded to 10 bits of mantissa beforehand, halves away from zero."""
     spec = product(70, 90, 200, F32, F32, majors)
     given = arguments(spec, integers=False)
-    got = run(gemm_mma(spec, schedule_for(F32)), spec, given)
+    got = run(TABLE.build(spec, schedule_for(F32), GPU("sm_80")), spec, given)
     for name in "ab":
         bits = given[name].view(torch.int32)
         given[name] = ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
@@ -129,15 +131,16 @@ def test_parts_meet_in_the_epilogue(m: int, n: int, k: int, major: str):
     """silu has no exact values: two roundings of bfloat16 apart at most."""
     spec = gate(m, n, k, major=major)
     given = arguments(spec, integers=False)
-    near(spec, given, run(gemm_mma(spec, AnySchedule().block(64, 64).warps(2, 2)), spec, given), extra=1)
+    kernel = TABLE.build(spec, Mma().block(64, 64).warps(2, 2), GPU("sm_80"))
+    near(spec, given, run(kernel, spec, given), extra=1)
 
 
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_each_part_has_its_own_sum(parts: int):
     spec = gate(70, 40, 160, parts, dtype=F16)
     spec = replace(spec, out=replace(spec.out, dtype=F32), epilogue=Sum(part=parts - 1) - Sum() * 2.0)
-    exactly(spec, AnySchedule().block(32, 32 * parts).warps(2, 2))
-    exactly(spec, AnySchedule().block(32, 16 * parts).warps(2, 1))
+    exactly(spec, Mma().block(32, 32 * parts).warps(2, 2))
+    exactly(spec, Mma().block(32, 16 * parts).warps(2, 1))
 
 
 @pytest.mark.parametrize("between", [1, 2, 8])
@@ -147,13 +150,13 @@ def test_parts_that_are_aligned_as_the_first_is_not(between: int):
     weight = replace(operand(F16, 256, 96, "MN"), offset=8)
     spec = replace(spec, b=weight, part=64 + between, out=replace(spec.out, dtype=F32),
                    epilogue=Sum() - Sum(part=1) * 2.0)
-    exactly(spec, AnySchedule().block(64, 128).warps(2, 2))
+    exactly(spec, Mma().block(64, 128).warps(2, 2))
 
 
 def test_parts_of_bytes_in_splits():
     ends = (Sum(dtypes.int32) - Sum(dtypes.int32, part=1)).cast(dtypes.int32)
     spec = replace(product(40, 24, 512, S8), b=operand(S8, 48, 512), parts=2, part=24 * 512, epilogue=ends)
-    exactly(spec, AnySchedule().block(32, 64).k(64).warps(2, 2).split(3))
+    exactly(spec, Mma().block(32, 64).k(64).warps(2, 2).split(3))
 
 
 # **** splits ****
@@ -162,13 +165,13 @@ def test_parts_of_bytes_in_splits():
 @pytest.mark.parametrize(("k", "splits"), [(64 * 8, 2), (500, 3), (7 * 32, 7), (97, 4), (33, 2)])
 def test_splits_of_the_sum_meet(k: int, splits: int, seed: int):
     spec = product(70, 50, k, BF16, batch=(2,), out=F32, epilogue=relu(Sum() + Load(0, F32, 0, 1, (0,))))
-    exactly(spec, AnySchedule().block(64, 32).k(32).warps(2, 1).stages(2).split(splits), seed=seed)
+    exactly(spec, Mma().block(64, 32).k(32).warps(2, 1).stages(2).split(splits), seed=seed)
 
 
 def test_splits_give_the_same_bits_whoever_comes_last():
     spec = product(64, 64, 600, F16, F32)
     given = arguments(spec, integers=False)
-    made = gemm_mma(spec, schedule_for(F16).split(5))
+    made = TABLE.build(spec, schedule_for(F16).split(5), GPU("sm_80"))
     first, *others = (run(made, spec, given, seed=seed) for seed in range(4))
     assert all(torch.equal(first, other) for other in others)
     near(spec, given, first)
@@ -177,7 +180,7 @@ def test_splits_give_the_same_bits_whoever_comes_last():
 def test_splits_with_rows_known_at_launch():
     spec = product(150, 40, 160, BF16, F32, symbolic=True)
     given = arguments(spec)
-    made = gemm_mma(spec, schedule_for(BF16).split(2))
+    made = TABLE.build(spec, schedule_for(BF16).split(2), GPU("sm_80"))
     for rows in (1, 64, 130):
         assert torch.equal(run(made, spec, given, m=rows), reference(spec, given)[:rows])
 
@@ -187,14 +190,14 @@ def test_splits_with_rows_known_at_launch():
 @pytest.mark.parametrize("group", [1, 2, 3, 8])
 @pytest.mark.parametrize(("m", "n"), [(160, 96), (96, 160), (128, 64), (20, 100), (100, 20)])
 def test_every_tile_is_made_once_in_any_order(m: int, n: int, group: int):
-    schedule = AnySchedule().block(32, 32).k(16).warps(1, 1).stages(2).grouped(group)
+    schedule = Mma().block(32, 32).k(16).warps(1, 1).stages(2).grouped(group)
     exactly(product(m, n, 32, F16, F32), schedule)
 
 
 def test_groups_of_rows_known_at_launch():
     spec = product(320, 96, 32, F16, F32, symbolic=True)
     given = arguments(spec)
-    made = gemm_mma(spec, AnySchedule().block(32, 32).warps(2, 2).grouped(3))
+    made = TABLE.build(spec, Mma().block(32, 32).warps(2, 2).grouped(3), GPU("sm_80"))
     for rows in (33, 200, 320):
         assert torch.equal(run(made, spec, given, m=rows), reference(spec, given)[:rows])
 
@@ -203,8 +206,8 @@ def test_groups_of_rows_known_at_launch():
 def test_more_matrices_than_a_grid_is_high(matrices: int, monkeypatch: pytest.MonkeyPatch):
     """With a limit of 4 in place of 32768: three layers of three for seven, two CTAs of which leave."""
     monkeypatch.setattr(walk, "MOST_GRID_Y", 4)
-    spec, schedule = product(20, 20, 40, F16, F32, batch=(matrices,)), AnySchedule().block(32, 32).warps(1, 1)
-    assert gemm_mma(spec, schedule).grid[1] <= 4
+    spec, schedule = product(20, 20, 40, F16, F32, batch=(matrices,)), Mma().block(32, 32).warps(1, 1)
+    assert TABLE.build(spec, schedule, GPU("sm_80")).grid[1] <= 4
     exactly(spec, schedule)
 
 
@@ -220,7 +223,7 @@ def test_swapped_products():
     (gate(64, 64, 64, 3), "sm_80", "block_n=128 is not a multiple of 2 warps × 3 parts × 16 = 96"),
 ])
 def test_products_without_an_instruction_are_refused(spec: GemmSpec, arch: str, words: str):
-    with pytest.raises(ScheduleError) as error: gemm_mma(spec, AnySchedule(), arch)
+    with pytest.raises(ScheduleError) as error: TABLE.build(spec, Mma(), GPU(arch))
     assert words in str(error.value)
 
 
@@ -228,7 +231,7 @@ def test_products_without_an_instruction_are_refused(spec: GemmSpec, arch: str, 
 @pytest.mark.parametrize("pair", [(F32, F32), (S8, S8), (E4M3, E4M3)])
 def test_large_tiles_neither_spill_nor_meet_bank_conflicts(pair: tuple[DType, DType], majors: str):
     spec, arch = mixed(128, 128, 512, pair, majors), arch_for(pair[0])
-    made = gemm_mma(spec, AnySchedule().k(64 // pair[0].itemsize), arch)
+    made = TABLE.build(spec, Mma().k(64 // pair[0].itemsize), GPU(arch))
     resources = assemble(made.ptx, arch).kernels[made.name]
     assert (resources.spill_store_bytes, resources.spill_load_bytes, resources.stack_bytes) == (0, 0, 0)
     _, report = launched(made, spec, arguments(spec), arch)

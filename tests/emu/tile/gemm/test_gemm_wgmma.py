@@ -9,11 +9,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.expression import Expression, Load, Position, Sum, relu
-from tinygrad_nv.tile.gemm.legality import problems
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Wgmma
 from tinygrad_nv.tile.gemm.spec import BYTES, FP8, HALVES, GemmSpec, Operand
-from tinygrad_nv.tile.gemm.wgmma.kernel import gemm_wgmma
+from tinygrad_nv.tile.template import GPU
 
 F32, S32 = dtypes.float32, dtypes.int32
 KINDS = [*HALVES, *HALVES, F32, *FP8, *BYTES]
@@ -73,13 +73,13 @@ def specs(draw: st.DrawFn) -> GemmSpec:
 
 
 @st.composite
-def schedules(draw: st.DrawFn, spec: GemmSpec) -> AnySchedule:
+def schedules(draw: st.DrawFn, spec: GemmSpec) -> GemmSchedule:
     """Tiles, roles, rings and clusters; whatever is legal for the spec."""
     consumers, size = draw(st.sampled_from([1, 2, 2, 2, 3])), spec.a.dtype.itemsize
     pingpong = consumers > 1 and draw(st.integers(0, 2)) == 0
     rows = 64 * (1 if pingpong else consumers) * draw(st.sampled_from([1, 1, 2]))
     columns = 8 * draw(st.one_of(st.sampled_from([1, 2, 4, 8, 12, 16]), st.integers(1, 20)))
-    s = AnySchedule().using("wgmma").block(rows, columns).k(draw(st.sampled_from([32, 64, 128])) // size)
+    s = Wgmma().block(rows, columns).k(draw(st.sampled_from([32, 64, 128])) // size)
     s = s.warps(4 + 4 * consumers).stages(draw(st.integers(2, 5))).grouped(draw(st.integers(1, 3)))
     kind = draw(st.sampled_from(["", "", "cluster", "cluster", "split", "stream"]))
     if kind == "cluster": s = s.cluster(draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2])))
@@ -97,8 +97,8 @@ def schedules(draw: st.DrawFn, spec: GemmSpec) -> AnySchedule:
 def test_integers_come_out_exactly(data: st.DataObject, seed: int, sm_count: int):
     spec = data.draw(specs())
     schedule = data.draw(schedules(spec))
-    assume(not problems(schedule, spec, "sm_90a"))
+    assume(not TABLE.problems(spec, schedule, GPU("sm_90a")))
     m = data.draw(st.integers(1, spec.m)) if spec.symbolic else spec.m
     given = arguments(spec, seed)
-    got = run(gemm_wgmma(spec, schedule, "sm_90a", sm_count), spec, given, "sm_90a", seed, m)
+    got = run(TABLE.build(spec, schedule, GPU("sm_90a", sm_count)), spec, given, "sm_90a", seed, m)
     assert torch.equal(got, reference(spec, given)[..., :m, :])

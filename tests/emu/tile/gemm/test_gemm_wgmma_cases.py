@@ -9,21 +9,22 @@ import torch
 from gemm_case import arguments, near, operand, product, reference, result, run
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.expression import Load, Sum, silu
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.gemm.wgmma.kernel import gemm_wgmma
+from tinygrad_nv.tile.template import GPU
 
 BF16, F16, F32, E4M3, E5M2 = (dtypes.bfloat16, dtypes.float16, dtypes.float32, dtypes.fp8e4m3, dtypes.fp8e5m2)
-W = AnySchedule().using("wgmma")
+W = Wgmma()
 SMALL = W.block(128, 64)
 
 
-def exactly(spec: GemmSpec, schedule: AnySchedule, sm_count: int = 132, seed: int = 0,
+def exactly(spec: GemmSpec, schedule: GemmSchedule, sm_count: int = 132, seed: int = 0,
             m: int | None = None) -> None:
     """Asserts that integer operands come out exactly."""
     given = arguments(spec, seed)
-    got = run(gemm_wgmma(spec, schedule, "sm_90a", sm_count), spec, given, "sm_90a", seed, m)
+    got = run(TABLE.build(spec, schedule, GPU("sm_90a", sm_count)), spec, given, "sm_90a", seed, m)
     assert torch.equal(got, reference(spec, given)[..., :m, :])
 
 
@@ -70,7 +71,7 @@ def test_clusters_share_operands(cluster_m: int, cluster_n: int, pingpong: bool,
 def test_fewer_clusters_have_more_tiles_each(clusters: int):
     """8 tiles of a cluster, of which the GPU holds so many at once."""
     spec, s = product(1000, 200, 64 * 5, BF16, F32), SMALL.stages(3).cluster(2, 2)
-    given, made = arguments(spec), gemm_wgmma(spec, s, "sm_90a", clusters=((4, clusters),))
+    given, made = arguments(spec), TABLE.build(spec, s, GPU("sm_90a", clusters=((4, clusters),)))
     assert made.grid == (4 * clusters, 1, 1)
     assert torch.equal(run(made, spec, given, "sm_90a"), reference(spec, given))
 
@@ -102,10 +103,10 @@ def test_stages_to_share_are_known_at_launch(m: int):
 
 
 @pytest.mark.parametrize("schedule", [W.block(128, 128).split(4), SMALL.streamed()])
-def test_shared_sums_are_the_same_every_time(schedule: AnySchedule):
+def test_shared_sums_are_the_same_every_time(schedule: GemmSchedule):
     """Bit for bit, whatever order CTAs come in."""
     spec = product(128, 128, 64 * 21, BF16, F32)
-    given, made = arguments(spec, integers=False), gemm_wgmma(spec, schedule, "sm_90a", 7)
+    given, made = arguments(spec, integers=False), TABLE.build(spec, schedule, GPU("sm_90a", 7))
     first, *others = (run(made, spec, given, "sm_90a", seed) for seed in range(6))
     assert all(torch.equal(first, other) for other in others)
 
@@ -149,10 +150,10 @@ def test_every_dtype(a: DType, b: DType, k: int):
 @pytest.mark.parametrize(("schedule", "major"), [
     (W.block(128, 128), "K"), (W.block(128, 128), "MN"), (W.block(128, 96).cluster(2, 2), "K"),
     (W.block(128, 64).pingpong(), "MN"), (W.block(64, 16).warps(8), "K")])
-def test_gates_meet_in_the_epilogue(schedule: AnySchedule, major: str):
+def test_gates_meet_in_the_epilogue(schedule: GemmSchedule, major: str):
     spec = gate(200, 96, 64 * 6, major=major)
     given = arguments(spec, integers=False)
-    near(spec, given, run(gemm_wgmma(spec, schedule, "sm_90a", 4), spec, given, "sm_90a"), extra=12)
+    near(spec, given, run(TABLE.build(spec, schedule, GPU("sm_90a", 4)), spec, given, "sm_90a"), extra=12)
 
 
 @pytest.mark.parametrize("m", [1, 64, 128, 129, 304])
@@ -181,7 +182,7 @@ def test_one_row_or_column_needs_no_pitch():
 def test_random_values_are_as_near_as_a_float32_sum(dtype: DType, out: DType):
     spec = product(70, 90, 520, dtype, out)
     given = arguments(spec, integers=False)
-    got = run(gemm_wgmma(spec, SMALL, "sm_90a"), spec, given, "sm_90a")
+    got = run(TABLE.build(spec, SMALL, GPU("sm_90a")), spec, given, "sm_90a")
     near(spec, given, got, extra=1)  # a sum may lie between two results and go to either
 
 
@@ -192,7 +193,7 @@ def test_fp8_sums_are_promoted(dtype: DType):
     spec = product(70, 40, 4096, dtype, F32)
     given = arguments(spec, integers=False)
     given = {name: storage.float().abs().to(storage.dtype) for name, storage in given.items()}
-    got = run(gemm_wgmma(spec, SMALL.k(128), "sm_90a"), spec, given, "sm_90a")
+    got = run(TABLE.build(spec, SMALL.k(128), GPU("sm_90a")), spec, given, "sm_90a")
     exact = reference(spec, given)
     assert ((got - exact).abs() <= 2.0**-10 * exact).all()
 
@@ -201,7 +202,7 @@ def test_tf32_cuts_operands_to_ten_bits():
     """Each operand loses less than 2^-10 of itself."""
     spec = product(70, 40, 320, F32)
     given = arguments(spec, integers=False)
-    got = run(gemm_wgmma(spec, SMALL.k(32), "sm_90a"), spec, given, "sm_90a")
+    got = run(TABLE.build(spec, SMALL.k(32), GPU("sm_90a")), spec, given, "sm_90a")
     exact = reference(spec, given)
     most = reference(spec, {name: storage.abs() for name, storage in given.items()})
     assert ((got - exact).abs() <= 2.0**-9 * most).all()

@@ -9,13 +9,13 @@ from gemm_case import operand, product, result
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import ScheduleError
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.gemm.legality import problems
+from tinygrad_nv.templates import TABLE
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
-from tinygrad_nv.tile.gemm.wgmma.kernel import gemm_wgmma
+from tinygrad_nv.tile.template import GPU
 
 BF16, F32, E4M3, S8 = dtypes.bfloat16, dtypes.float32, dtypes.fp8e4m3, dtypes.int8
-W = AnySchedule().using("wgmma").block(128, 128)
+W = Wgmma().block(128, 128)
 SPEC = product(512, 512, 512)
 
 
@@ -54,14 +54,14 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("words", SCHEDULES)
 def test_schedules_that_cannot_be(words: str):
-    assert any(words in each for each in problems(SCHEDULES[words], SPEC, "sm_90a"))
+    assert any(words in each for each in TABLE.problems(SPEC, SCHEDULES[words], GPU("sm_90a")))
     with pytest.raises(ScheduleError, match="a schedule without these problems"):
-        gemm_wgmma(SPEC, SCHEDULES[words])
+        TABLE.build(SPEC, SCHEDULES[words], GPU("sm_90a"))
 
 
 def test_shared_memory_is_added_up():
     """Stages, the tile that results are stored from, two barriers of 8 bytes a stage."""
-    [words] = problems(W.block(128, 256).stages(8), SPEC, "sm_90a")
+    [words] = TABLE.problems(SPEC, W.block(128, 256).stages(8), GPU("sm_90a"))
     sides, total = words.split(" = ")
     stages, a, b, *others = map(int, re.findall(r"\d+", sides))
     assert others[-1] == 8 * 2 * stages
@@ -84,7 +84,7 @@ SPECS = {
 
 @pytest.mark.parametrize("words", SPECS)
 def test_operands_that_tma_or_wgmma_cannot_take(words: str):
-    found = problems(W.k(64).stages(2), SPECS[words], "sm_90a")
+    found = TABLE.problems(SPECS[words], W.k(64).stages(2), GPU("sm_90a"))
     assert any(words in each for each in found), found
 
 
@@ -92,45 +92,46 @@ def test_operands_that_tma_or_wgmma_cannot_take(words: str):
     (W.block(128, 24), "block_n=24 of 2 parts is not a multiple of 8 × 2"),
     (W.block(128, 48), "swizzle 32B: block_n: a row of 24 × 2 B = 48 B is not made of rows of 32 B"),
     (W.swapped(), "swapped: several parts cannot be columns")])
-def test_tiles_that_parts_cannot_have(schedule: AnySchedule, words: str):
-    assert any(words in each for each in problems(schedule, GATE, "sm_90a"))
+def test_tiles_that_parts_cannot_have(schedule: GemmSchedule, words: str):
+    assert any(words in each for each in TABLE.problems(GATE, schedule, GPU("sm_90a")))
 
 
 def test_parts_that_tma_cannot_reach():
     assert any("b: parts 40 B apart are not a multiple of 16 B: no TMA" in each
-               for each in problems(W, replace(GATE, part=20), "sm_90a"))
+               for each in TABLE.problems(replace(GATE, part=20), W, GPU("sm_90a")))
 
 
 @pytest.mark.parametrize("columns", [40, 56, 72, 104])
 def test_bytes_have_fewer_widths(columns: int):
-    found = problems(W.block(128, columns).k(128), product(512, 512, 512, S8), "sm_90a")
+    found = TABLE.problems(product(512, 512, 512, S8), W.block(128, columns).k(128), GPU("sm_90a"))
     assert found == [f"block_n={columns} for bytes is not 8, 16, 24 or a multiple of 16 up to 256"]
 
 
 def test_fp8_is_summed_twice():
-    found = problems(W.block(128, 256).k(128).stages(2), product(512, 512, 512, E4M3, F32), "sm_90a")
+    schedule = W.block(128, 256).k(128).stages(2)
+    found = TABLE.problems(product(512, 512, 512, E4M3, F32), schedule, GPU("sm_90a"))
     assert found == ["64 × 256 / 128 threads × 2 (fp8 is summed twice) = 256 sums a thread, at most 200 "
                      "with 2 consumers"]
 
 
 def test_three_consumers_have_fewer_registers():
-    found = problems(W.block(192, 256).warps(16).stages(2).pingpong(), SPEC, "sm_90a")
+    found = TABLE.problems(SPEC, W.block(192, 256).warps(16).stages(2).pingpong(), GPU("sm_90a"))
     assert any("192 × 256 / 128 threads = 384 sums a thread, at most 100 with 3 consumers" in each
                for each in found)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
 def test_other_architectures_have_no_wgmma(arch: str):
-    assert problems(W, SPEC, arch) == [f"wgmma needs sm_90a, the target is {arch}"]
+    assert TABLE.problems(SPEC, W, GPU(arch)) == [f"wgmma needs sm_90a, the target is {arch}"]
 
 
 def test_a_batch_of_three_dimensions_and_a_matrix_are_five():
     spec = product(64, 64, 64, batch=(2, 2, 2))
-    assert problems(W, spec, "sm_90a") == []
+    assert TABLE.problems(spec, W, GPU("sm_90a")) == []
 
 
 @pytest.mark.parametrize("schedule", [W, W.block(128, 256), W.pingpong(), W.block(64, 8).warps(8),
                                       W.block(192, 128).warps(16), W.cluster(2, 2), W.swapped(),
                                       W.block(128, 192), W.split(4), W.streamed(), W.block(256, 128)])
-def test_what_can_be_is_not_refused(schedule: AnySchedule):
-    assert problems(schedule, SPEC, "sm_90a") == []
+def test_what_can_be_is_not_refused(schedule: GemmSchedule):
+    assert TABLE.problems(SPEC, schedule, GPU("sm_90a")) == []

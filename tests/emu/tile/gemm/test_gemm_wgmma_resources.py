@@ -10,12 +10,13 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.expression import Load, Sum, silu
-from tinygrad_nv.tile.gemm.wgmma.kernel import gemm_wgmma
+from tinygrad_nv.tile.gemm.schedules import Wgmma
 from tinygrad_nv.tile.gemm.wgmma.plan import REGISTERS
+from tinygrad_nv.tile.template import GPU
 
-W = AnySchedule().using("wgmma")
+W = Wgmma()
 BF16, F16, F32, E4M3, S8 = dtypes.bfloat16, dtypes.float16, dtypes.float32, dtypes.fp8e4m3, dtypes.int8
 # schedule, dtype, majors, the most SASS instructions for an HGMMA of the main loop; Triton 3.9 has 15.5 for
 # 128x256x64 of bf16
@@ -39,7 +40,7 @@ DEFAULTS = {
 def test_main_loops_are_short_and_nothing_spills(name: str):
     schedule, dtype, majors, most = DEFAULTS[name]
     out = dtypes.int32 if dtype == S8 else F32 if dtype == E4M3 else dtype
-    made = gemm_wgmma(product(4096, 4096, 4096, dtype, out, majors), schedule)
+    made = TABLE.build(product(4096, 4096, 4096, dtype, out, majors), schedule, GPU("sm_90a"))
     assembly = assemble(made.ptx, "sm_90a")  # raises where ptxas serialised or ignored anything
     found = assembly.kernels["gemm_wgmma"]
     assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
@@ -55,7 +56,7 @@ def test_no_bank_conflicts_and_all_of_memory_by_tma(name: str):
     schedule, dtype, majors, _ = DEFAULTS[name]
     out = dtypes.int32 if dtype == S8 else F32 if dtype == E4M3 else dtype
     spec = product(2 * schedule.block_m, 256, 6 * schedule.block_k, dtype, out, majors)
-    _, report = launched(gemm_wgmma(spec, schedule, "sm_90a", 4), spec, arguments(spec), "sm_90a")
+    _, report = launched(TABLE.build(spec, schedule, GPU("sm_90a", 4)), spec, arguments(spec), "sm_90a")
     assert report.findings == []
     assert report.stats.bank_conflicts == {}
     assert set(report.stats.sectors_per_request.values()) <= ({1.0, 16.0} if schedule.stream else set())
@@ -72,7 +73,7 @@ def test_the_most_sums_fit_beside_a_long_epilogue(name: str):
     """A bias along rows, silu in the result's dtype, a residual."""
     bias, residual = Load(0, BF16, 0, 1), Load(1, BF16, 4096, 1)
     spec = product(4096, 4096, 4096, epilogue=silu(Sum().cast(BF16) + bias) + residual)
-    found = assemble(gemm_wgmma(spec, WIDEST[name]).ptx, "sm_90a").kernels["gemm_wgmma"]
+    found = assemble(TABLE.build(spec, WIDEST[name], GPU("sm_90a")).ptx, "sm_90a").kernels["gemm_wgmma"]
     assert (found.spill_store_bytes, found.spill_load_bytes) == (0, 0)
 
 
@@ -88,7 +89,7 @@ def test_the_text_is_written_in_a_tenth_of_a_second():
 
     def once() -> float:
         start = time.process_time()
-        gemm_wgmma(spec, W.block(128, 256))
+        TABLE.build(spec, W.block(128, 256), GPU("sm_90a"))
         return time.process_time() - start
 
     assert min(once() for _ in range(5)) < 0.1
@@ -96,7 +97,8 @@ def test_the_text_is_written_in_a_tenth_of_a_second():
 
 @pytest.mark.parametrize("dtype", [BF16])
 def test_only_tensor_cores_multiply(dtype: DType):
-    assembly = assemble(gemm_wgmma(product(512, 512, 512, dtype), W.block(128, 256)).ptx, "sm_90a")
+    kernel = TABLE.build(product(512, 512, 512, dtype), W.block(128, 256), GPU("sm_90a"))
+    assembly = assemble(kernel.ptx, "sm_90a")
     loop = main_loop(functions(disassembled(assembly.cubin))["gemm_wgmma"])
     assert loop is not None
     assert not {"FFMA", "FMUL", "FADD", "LDL", "STL"} & set(loop.counts)

@@ -8,11 +8,11 @@ from gemm_case import arguments, near, operand, product, reference, result, run
 from gemv_case import ARCHES, DTYPES, GEMV, best, check, exact, scheduled
 from tinygrad.dtype import DType, dtypes
 
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.expression import Constant, Load, Position, Sum
-from tinygrad_nv.tile.gemm.gemv.kernel import gemv
 from tinygrad_nv.tile.gemm.gemv.plan import Plan
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
-from tinygrad_nv.tile.gemm.templates import build
+from tinygrad_nv.tile.template import GPU
 
 
 @pytest.mark.parametrize("arch", ARCHES)
@@ -30,7 +30,7 @@ def test_long_sums(arch: str, splits: int, m: int, majors: str):
 def test_splits_give_the_same_bits_in_any_order(splits: int, arch: str):
     spec = product(3, 33, 1000, out=dtypes.float32)
     given_ = arguments(spec, integers=False)
-    made = gemv(spec, scheduled(spec, 1, 1, 2, splits), arch)
+    made = TABLE.build(spec, scheduled(spec, 1, 1, 2, splits), GPU(arch))
     assert (made.cluster[1] > 1) == (arch == "sm_90a" and splits <= 8)
     got = [run(made, spec, given_, arch, seed) for seed in range(4)]
     assert all(torch.equal(got[0], other) for other in got[1:])
@@ -43,7 +43,7 @@ def test_random_values_are_as_near_as_a_float32_sum(dtype: DType, majors: str, m
     for out in (dtype, dtypes.float32):
         spec = product(m, 72, 1032, dtype, out, majors)
         given_ = arguments(spec, integers=False)
-        near(spec, given_, run(gemv(spec, best(spec, "sm_80"), "sm_80"), spec, given_))
+        near(spec, given_, run(TABLE.build(spec, best(spec, "sm_80"), GPU("sm_80")), spec, given_))
 
 
 def test_float32_is_multiplied_in_float32():
@@ -53,7 +53,7 @@ def test_float32_is_multiplied_in_float32():
     given_["a"].fill_(1 + 2**-20)
     given_["b"].fill_(0)
     given_["b"][::128] = 1
-    assert (run(gemv(spec, best(spec, "sm_80"), "sm_80"), spec, given_) == 1 + 2**-20).all()
+    assert (run(TABLE.build(spec, best(spec, "sm_80"), GPU("sm_80")), spec, given_) == 1 + 2**-20).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES[3:5])
@@ -68,7 +68,7 @@ def test_every_fp8_number_is_read_as_it_is(dtype: DType, arch: str, majors: str)
     given_["b"].fill_(0)
     every = torch.arange(256, dtype=torch.uint8)
     given_["b"].view(torch.uint8)[slice(0, None, 32) if majors == "KK" else slice(256)] = every
-    got = run(gemv(spec, scheduled(spec, 1, 1, 2, 1), arch), spec, given_, arch)
+    got = run(TABLE.build(spec, scheduled(spec, 1, 1, 2, 1), GPU(arch)), spec, given_, arch)
     want = every.view(given_["b"].dtype).double()
     assert torch.equal(got[0].nan_to_num(1e9, 2e9, -2e9), want.nan_to_num(1e9, 2e9, -2e9))
 
@@ -132,7 +132,7 @@ def test_infinity_stays_infinity(m: int, majors: str):
     given_["a"].fill_(1)
     weights = given_["b"].view(n, spec.k).T if majors == "KK" else given_["b"].view(spec.k, n)
     weights[2 * step:3 * step, 3] = torch.inf
-    got = run(gemv(spec, scheduled(spec, 1, 1, 1, 1), "sm_80"), spec, given_)
+    got = run(TABLE.build(spec, scheduled(spec, 1, 1, 1, 1), GPU("sm_80")), spec, given_)
     assert torch.equal(got, reference(spec, given_))
 
 
@@ -152,5 +152,5 @@ def test_shapes_of_llama_8b_by_64(m: int, n: int, k: int):
     for arch in ARCHES:
         spec = product(m, n, k, out=dtypes.float32)
         given_ = arguments(spec)
-        got = run(build(spec, best(spec, arch), arch), spec, given_, arch)
+        got = run(TABLE.build(spec, best(spec, arch), GPU(arch)), spec, given_, arch)
         assert torch.equal(got, reference(spec, given_))

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinygrad.dtype import DType
 
-from tinygrad_nv.tile.gemm.legality import problems
+from tinygrad_nv.templates import TABLE
+from tinygrad_nv.tile.template import GPU
 
 FEW = st.integers(1, 3)
 
@@ -24,5 +25,5 @@ def test_integers_come_out_exactly(m: int, n: int, k: int, dtype: DType, majors:
                                    arch: str, seed: int):
     spec = product(m, n, k, dtype, exact(dtype), majors, gap, batch, symbolic=symbolic)
     schedule = scheduled(spec, *sizes)
-    if problems(schedule, spec, arch): schedule = scheduled(spec, 1, 1, 4, 1)
+    if TABLE.problems(spec, schedule, GPU(arch)): schedule = scheduled(spec, 1, 1, 4, 1)
     check(spec, schedule, arch, seed, -(-m // 2) if symbolic else None)

@@ -12,13 +12,14 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.emulator.report import Stats
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.expression import Sum
-from tinygrad_nv.tile.gemm.gemv.kernel import gemv
-from tinygrad_nv.tile.gemm.gemv.plan import Plan, turned
-from tinygrad_nv.tile.gemm.legality import SMEM_BYTES, problems
+from tinygrad_nv.tile.gemm.gemv.plan import Plan
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.kernel import GemmKernel
+from tinygrad_nv.tile.limits import SMEM_BYTES
+from tinygrad_nv.tile.template import GPU
 
 WEIGHTS = ".L1::no_allocate"
 KINDS = [dtypes.bfloat16, dtypes.float32, dtypes.fp8e4m3, dtypes.int8]
@@ -26,7 +27,7 @@ KINDS = [dtypes.bfloat16, dtypes.float32, dtypes.fp8e4m3, dtypes.int8]
 
 def made(spec: GemmSpec, arch: str, sm_count: int = 0) -> GemmKernel:
     """The kernel of the schedule that the cost model likes best."""
-    return gemv(spec, best(spec, arch, sm_count), arch)
+    return TABLE.build(spec, best(spec, arch, sm_count), GPU(arch))
 
 
 def decode(m: int, n: int, k: int, dtype: DType, majors: str) -> GemmSpec:
@@ -42,10 +43,10 @@ def test_schedules_that_are_chosen_do_not_spill(arch: str, dtype: DType, m: int,
     """And as many CTAs have room on an SM as the plan says."""
     spec = decode(m, 4096, 4096, dtype, majors)
     schedule = best(spec, arch)
-    kernel = gemv(spec, schedule, arch)
+    kernel = TABLE.build(spec, schedule, GPU(arch))
     resources = assemble(kernel.ptx, arch).kernels[kernel.name]
     assert (resources.spill_store_bytes, resources.spill_load_bytes, resources.stack_bytes) == (0, 0, 0)
-    ctas = Plan.of(turned(spec, schedule), schedule).ctas_an_sm
+    ctas = Plan.of(spec, schedule).ctas_an_sm
     assert ctas * -(-resources.registers // 8) * 8 * kernel.threads <= 65536
     assert max(resources.shared_bytes, kernel.dynamic_smem) <= SMEM_BYTES[arch]
 
@@ -111,33 +112,32 @@ def test_instructions_of_the_loop(dtype: DType, m: int, majors: str, most: int):
 
 
 @pytest.mark.parametrize(("schedule", "m", "words"), [
-    (GEMV.block(1, 32).k(512), 17, ["m=17 is above 16"]),
-    (GEMV.block(1, 40).k(128), 4, ["block_n=40 is not a multiple of the 16 columns"]),
-    (GEMV.block(1, 32).k(100), 4, ["block_k=100 is not a multiple of the 32"]),
-    (GEMV.block(1, 64).k(1024), 4, ["32 steps × 2 chunks × 1 parts × 4 = 256 registers"]),
-    (GEMV.block(1, 4096).k(32), 16, ["512 columns of a warp × 16 rows × 1 parts = 256 sums"]),
-    (GEMV.block(1, 64).k(128), 16, ["16 rows × 16384 of K × 2 B = 525312 B of shared", "166912"]),
-    (GEMV.block(1, 1024).k(64).warps(32), 16,
+    (GEMV.columns(32).k(512), 17, ["m=17 is above 16"]),
+    (GEMV.columns(40).k(128), 4, ["block_n=40 is not a multiple of the 16 columns"]),
+    (GEMV.columns(32).k(100), 4, ["block_k=100 is not a multiple of the 32"]),
+    (GEMV.columns(64).k(1024), 4, ["32 steps × 2 chunks × 1 parts × 4 = 256 registers"]),
+    (GEMV.columns(4096).k(32), 16, ["512 columns of a warp × 16 rows × 1 parts = 256 sums"]),
+    (GEMV.columns(64).k(128), 16, ["16 rows × 16384 of K × 2 B = 525312 B of shared", "166912"]),
+    (GEMV.columns(1024).k(64).warps(32), 16,
      ["16 sums + 32 of loads + 8 of activations + 28 = 84 registers, 1024 threads have 64 each"]),
-    (GEMV.block(1, 64).k(256).split(65), 1, ["65 splits of 16384 / 256 = 64 iterations"]),
-    (GEMV.block(1, 64).k(256).warps(33), 1, ["33x1 warps are 1056 threads"]),
-    (GEMV.block(1, 64).k(256).cluster(2).streamed().pingpong(), 1,
-     ["cluster 2x1 is of other templates", "stream-K is of", "ping-pong is of"]),
+    (GEMV.columns(64).k(256).split(65), 1, ["65 splits of 16384 / 256 = 64 iterations"]),
+    (GEMV.columns(64).k(256).warps(33), 1, ["33 warps are 1056 threads"]),
 ])
-def test_impossible_schedules_are_refused_with_the_arithmetic(schedule: AnySchedule, m: int,
+def test_impossible_schedules_are_refused_with_the_arithmetic(schedule: GemmSchedule, m: int,
                                                               words: list[str]):
-    with pytest.raises(ScheduleError) as error: gemv(product(m, 4096, 16384), schedule, "sm_80")
+    with pytest.raises(ScheduleError) as error: TABLE.build(product(m, 4096, 16384), schedule, GPU("sm_80"))
     assert [word for word in words if word not in str(error.value)] == []
 
 
 def test_a_swap_has_its_conditions():
     swap = GEMV.swapped()
-    plain = problems(GEMV, product(50, 4, 64), "sm_80")
+    plain = TABLE.problems(product(50, 4, 64), GEMV, GPU("sm_80"))
     assert plain == ["m=50 is above 16; n is not: swapped()"]
-    assert problems(swap, product(50, 40, 64), "sm_80") == ["n=40 is above 16"]
+    a100 = GPU("sm_80")
+    assert TABLE.problems(product(50, 40, 64), swap, a100) == ["n=40 is above 16"]
     symbolic = product(50, 4, 64, symbolic=True)
-    assert problems(swap, symbolic, "sm_80") == ["the transposed product would have symbolic columns"]
+    assert TABLE.problems(symbolic, swap, a100) == ["the transposed product would have symbolic columns"]
     gated = GemmSpec(50, 4, 64, operand(dtypes.bfloat16, 50, 64), operand(dtypes.bfloat16, 8, 64),
                      result(dtypes.bfloat16, 50, 4), parts=2, part=256,
                      epilogue=(Sum() + Sum(part=1)).cast(dtypes.bfloat16))
-    assert problems(swap, gated, "sm_80") == ["the transposed product of 2 parts"]
+    assert TABLE.problems(gated, swap, a100) == ["the transposed product of 2 parts"]

@@ -14,13 +14,14 @@ from flash_backward_wgmma_case import CAUSAL, WIDE
 from gemm_case import product, reference
 
 from tinygrad_nv.ptx.emulator import Emulator
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.attention.backward_mma.kernel import flash_backward_mma
 from tinygrad_nv.tile.attention.backward_wgmma.kernel import flash_backward_wgmma
-from tinygrad_nv.tile.gemm.wgmma.kernel import gemm_wgmma
+from tinygrad_nv.tile.gemm.schedules import Wgmma
 from tinygrad_nv.tile.kernel import BackwardKernel
+from tinygrad_nv.tile.template import GPU
 
-STREAMED = AnySchedule().using("wgmma").block(128, 72).stages(3).streamed()
+STREAMED = Wgmma().block(128, 72).stages(3).streamed()
 STEPS = 2_000_000  # warp instructions, after which what locks up ends; the longest grid here has 0.2 million
 THREE = backward(150, 300, 64, band=CAUSAL, start=200, deterministic=True)  # CTAs that add to a block of dq
 TURNS = {"wgmma": (flash_backward_wgmma(THREE, WIDE), "sm_90a"),
@@ -39,14 +40,14 @@ def test_stream_k(ctas: int, resident: int, monkeypatch: pytest.MonkeyPatch):
     """4 tiles of 11 stages: CTAs with the end of one and the beginning of another, and tiles of five CTAs."""
     few(monkeypatch, resident)
     spec = product(200, 130, 64 * 11)
-    given, made = gemm_case.arguments(spec, resident), gemm_wgmma(spec, STREAMED, "sm_90a", ctas)
+    given, made = gemm_case.arguments(spec, resident), TABLE.build(spec, STREAMED, GPU("sm_90a", ctas))
     assert torch.equal(gemm_case.run(made, spec, given, "sm_90a", resident), reference(spec, given))
 
 
 def test_stream_k_has_the_same_bits_however_many_run(monkeypatch: pytest.MonkeyPatch):
     spec = product(128, 72, 64 * 21)
     given = gemm_case.arguments(spec, integers=False)
-    made, found = gemm_wgmma(spec, STREAMED, "sm_90a", 7), []
+    made, found = TABLE.build(spec, STREAMED, GPU("sm_90a", 7)), []
     for resident in (1, 2, 4, 7):
         few(monkeypatch, resident)
         found.append(gemm_case.run(made, spec, given, "sm_90a", resident))

@@ -7,13 +7,12 @@ from itertools import product as every
 import pytest
 import torch
 from gemm_case import arguments, launched, product, reference, run
-from store_case import GROUPS, HALF, OUTS, SINGLE, SMALL, WARPS, exact, outer, spec_of
+from store_case import GROUPS, HALF, OUTS, SINGLE, SMALL, WARPS, exact, outer, spec_of, stored
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.assemble import assemble
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.expression import Constant, Load, Sum
-from tinygrad_nv.tile.store import store_plan
+from tinygrad_nv.tile.gemm.schedules import Mma, Wgmma
 
 WAYS = [(WARPS, "sm_80"), (WARPS, "sm_90a"), (GROUPS, "sm_90a")]
 
@@ -27,14 +26,14 @@ def test_every_major_edge_and_gap(arch: str, out: DType):
 
 @pytest.mark.parametrize("way", WAYS, ids=["sm_80", "sm_90a", "TMA"])
 @pytest.mark.parametrize("out", OUTS, ids=lambda dtype: dtype.name)
-def test_staged_results_of_every_dtype(out: DType, way: tuple[AnySchedule, str]):
+def test_staged_results_of_every_dtype(out: DType, way: tuple[Mma | Wgmma, str]):
     """Full tiles: no access to shared memory waits for a bank, no store to global memory is of part of a
     sector."""
     schedule, arch = way
     if out == dtypes.fp8e4m3 and arch == "sm_80": arch = "sm_89"
     for major, batch in every("NM", [(), (2, 1, 2)]):
         spec = spec_of(out, 128, 128, out_major=major, batch=batch)
-        assert store_plan(spec, schedule).panel is not None
+        assert stored(spec, schedule).panel is not None
         exact(spec, schedule, arch)
         made, values = outer(spec, schedule, arch), arguments(spec)
         stats = launched(made, spec, values, arch)[1].stats
@@ -46,7 +45,7 @@ def test_staged_results_of_every_dtype(out: DType, way: tuple[AnySchedule, str])
 
 @pytest.mark.parametrize("way", WAYS, ids=["sm_80", "sm_90a", "TMA"])
 @pytest.mark.parametrize("out", OUTS, ids=lambda dtype: dtype.name)
-def test_edges_of_staged_results(out: DType, way: tuple[AnySchedule, str]):
+def test_edges_of_staged_results(out: DType, way: tuple[Mma | Wgmma, str]):
     schedule, arch = way
     if out == dtypes.fp8e4m3 and arch == "sm_80": arch = "sm_89"
     for (m, n), major in every([(136, 80), (16, 48)], "NM"):
@@ -64,7 +63,7 @@ def test_persistent_ctas_reuse_their_memory(seed: int):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["sm_80", "sm_90a", "TMA"])
-def test_results_of_bytes_and_booleans_and_halves_of_words(way: tuple[AnySchedule, str]):
+def test_results_of_bytes_and_booleans_and_halves_of_words(way: tuple[Mma | Wgmma, str]):
     schedule, arch = way
     for major in "NM":
         exact(spec_of(dtypes.int16, 136, 80, out_major=major,
@@ -90,8 +89,8 @@ def test_rows_that_are_known_at_launch():
 
 def test_what_rows_of_16_bytes_need():
     """Which way a result goes."""
-    def way(schedule: AnySchedule = GROUPS, **more: object) -> str:
-        return str(store_plan(product(200, 136, 1, HALF, **more), schedule))  # type: ignore[arg-type]
+    def way(schedule: Mma | Wgmma = GROUPS, **more: object) -> str:
+        return str(stored(product(200, 136, 1, HALF, **more), schedule))  # type: ignore[arg-type]
     assert way() == "TMA, panels of 64 x 128 B"
     assert way(WARPS) == "16 B a thread, panels of 16 x 128 B"
     assert way(gap=8) == "TMA, panels of 64 x 128 B"
@@ -102,15 +101,15 @@ def test_what_rows_of_16_bytes_need():
 
 def test_a_plan_without_its_memory_stores_elements():
     spec = spec_of(HALF, 128, 128)
-    assert store_plan(spec, WARPS).smem_bytes == 4 * 2 * 16 * 128
-    assert store_plan(spec, GROUPS).smem_bytes == 2 * 2 * 64 * 128
+    assert stored(spec, WARPS).smem_bytes == 4 * 2 * 16 * 128
+    assert stored(spec, GROUPS).smem_bytes == 2 * 2 * 64 * 128
     assert "st.shared" not in outer(spec, WARPS, "sm_80", staging=False).ptx
     values = arguments(spec)
     assert (run(outer(spec, WARPS, "sm_80", staging=False), spec, values) == reference(spec, values)).all()
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["sm_80", "sm_90a", "TMA"])
-def test_residuals_are_read_in_full_sectors(way: tuple[AnySchedule, str]):
+def test_residuals_are_read_in_full_sectors(way: tuple[Mma | Wgmma, str]):
     """By way of the panel the result will have; not where their rows are no multiples of 16 bytes."""
     schedule, arch = way
     for major, (m, n, gap) in every("NM", [(64, 128, 0), (64, 128, 4), (136, 72, 0)]):

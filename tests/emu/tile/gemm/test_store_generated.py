@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from store_case import GROUPS, HALF, OUTS, SINGLE, SMALL, WARPS, exact, outer, spec_of
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.expression import (
     Expression,
     Load,
@@ -22,19 +21,20 @@ from tinygrad_nv.tile.expression import (
     silu,
     where,
 )
+from tinygrad_nv.tile.gemm.schedules import Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 
 EXTENTS = st.one_of(st.integers(1, 40), st.sampled_from([64, 96, 128, 136, 200]))
 SCHEDULES = st.sampled_from([(SMALL, "sm_80"), (WARPS, "sm_80"), (WARPS, "sm_90a"), (GROUPS, "sm_90a"),
                              (GROUPS.block(64, 128).warps(8), "sm_90a"),
-                             (AnySchedule().block(64, 48).warps(1, 1), "sm_89")])
+                             (Mma().block(64, 48).warps(1, 1), "sm_89")])
 
 
 @settings(max_examples=80, deadline=None)
 @given(EXTENTS, EXTENTS, st.sampled_from([(), (2,), (2, 1, 2)]), st.sampled_from("NM"),
        st.sampled_from([0, 0, 1, 8]), st.sampled_from(OUTS), SCHEDULES, st.integers(0, 3))
 def test_every_result(m: int, n: int, batch: tuple[int, ...], major: str, gap: int, out: DType,
-                      way: tuple[AnySchedule, str], seed: int):
+                      way: tuple[Mma | Wgmma, str], seed: int):
     schedule, arch = way
     if out == dtypes.fp8e4m3 and arch == "sm_80": arch = "sm_89"
     exact(spec_of(out, m, n, batch=batch, out_major=major, gap=gap), schedule, arch, seed)
@@ -46,7 +46,7 @@ def test_every_result(m: int, n: int, batch: tuple[int, ...], major: str, gap: i
        st.lists(st.sampled_from(["row", "column", "scalar", "residual", "turned", "mask"]), max_size=3),
        st.booleans())
 def test_every_epilogue_of_integers(m: int, n: int, batch: tuple[int, ...], major: str, gap: int, out: DType,
-                                    way: tuple[AnySchedule, str], seed: int, ends: list[str], gate: bool):
+                                    way: tuple[Mma | Wgmma, str], seed: int, ends: list[str], gate: bool):
     schedule, arch = way
     node = Sum().cast(out)
     for parameter, what in enumerate(ends):
@@ -71,7 +71,7 @@ STEPS = ["row bias", "column bias", "residual", "row scale", "column scale", "sc
 @given(EXTENTS, st.sampled_from([8, 48, 72, 128, 33]), st.sampled_from([HALF, dtypes.float16, SINGLE]),
        SCHEDULES, st.lists(st.sampled_from(STEPS), max_size=4), st.sampled_from(ACTIVATIONS), st.booleans(),
        st.sampled_from([HALF, dtypes.float16, SINGLE]))
-def test_every_combination_of_what_follows(m: int, n: int, kind: DType, way: tuple[AnySchedule, str],
+def test_every_combination_of_what_follows(m: int, n: int, kind: DType, way: tuple[Mma | Wgmma, str],
                                            ends: list[str], activation: Callable[[Expression], Expression],
                                            gate: bool, out: DType):
     """Random numbers, each node rounded to its dtype: within eight roundings, for what one of them may do to

@@ -11,17 +11,18 @@ from tinygrad.helpers import Context
 from tinygrad_nv.errors import KernelError, PTXError
 from tinygrad_nv.ptx.assemble import Assembly, Resources
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
+from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile import database
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.gemm import trial, tune, work
+from tinygrad_nv.tile.gemm import trial, tune
 from tinygrad_nv.tile.gemm.choose import analytic, choose
 from tinygrad_nv.tile.gemm.cost import Model
 from tinygrad_nv.tile.gemm.dense import dense
-from tinygrad_nv.tile.gemm.legality import problems
-from tinygrad_nv.tile.gemm.templates import build
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Gemv, Mma, Wgmma
+from tinygrad_nv.tile.gemm.work import Work
 from tinygrad_nv.tile.gpu import machine_for
+from tinygrad_nv.tile.template import GPU
 
-W, V = AnySchedule().using("wgmma"), AnySchedule().using("gemv")
+W, V = Wgmma(), Gemv()
 SMALL = dense(96, 80, 512)
 
 
@@ -33,15 +34,14 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 # **** counters ****
 
-def work_of(model: Model, s: AnySchedule, arch: str) -> work.Work:
-    run = trial.counters(model.spec, s, arch)
-    return work.counted(run.short, run.long, run.steps, run.tiles, model.spec, s, model.machine, model.ending)
+def work_of(model: Model, s: GemmSchedule, arch: str) -> Work:
+    return trial.counted(trial.counters(model.spec, s, arch), model, s)
 
 
 @pytest.mark.parametrize(("arch", "spec", "schedule"), [
-    ("sm_80", dense(1024, 1024, 1024), AnySchedule().block(64, 64)),
-    ("sm_80", dense(1024, 1024, 1024, "s8"), AnySchedule().block(128, 64).k(64).split(2)),
-    ("sm_89", dense(1000, 1000, 1000, "f16", majors="NN"), AnySchedule().block(64, 128).stages(4)),
+    ("sm_80", dense(1024, 1024, 1024), Mma().block(64, 64)),
+    ("sm_80", dense(1024, 1024, 1024, "s8"), Mma().block(128, 64).k(64).split(2)),
+    ("sm_89", dense(1000, 1000, 1000, "f16", majors="NN"), Mma().block(64, 128).stages(4)),
     ("sm_90a", dense(8192, 8192, 8192), W.block(128, 128)),
     ("sm_90a", dense(8192, 8192, 8192), W.block(64, 128).pingpong().cluster(2)),
     ("sm_90a", dense(8192, 8192, 8192, majors="TN"), W.block(64, 64).warps(8).stages(3)),
@@ -50,7 +50,7 @@ def work_of(model: Model, s: AnySchedule, arch: str) -> work.Work:
 def test_counters_of_a_small_product_are_the_plan(arch, spec, schedule):
     model = Model(spec, machine_for(arch))
     counted = work_of(model, schedule, arch)
-    planned = work.planned(spec, schedule, model.machine, model.ending)
+    planned = model.planned(schedule)
     assert counted.tensor == pytest.approx(planned.tensor)
     assert counted.shared == pytest.approx(planned.shared, rel=0.15)
     assert 0.4 < counted.issue / planned.issue < 3
@@ -59,13 +59,13 @@ def test_counters_of_a_small_product_are_the_plan(arch, spec, schedule):
 
 
 @pytest.mark.parametrize(("arch", "spec", "schedule"), [
-    ("sm_80", dense(1, 4096, 4096), V.block(16, 16).k(512).warps(4)),
-    ("sm_90a", dense(8, 4096, 4096), V.block(16, 32).k(64).warps(4)),
-    ("sm_90a", dense(4096, 3, 4096, majors="NN"), V.block(16, 64).k(64).warps(4).swapped()),
+    ("sm_80", dense(1, 4096, 4096), V.columns(16).k(512).warps(4)),
+    ("sm_90a", dense(8, 4096, 4096), V.columns(32).k(64).warps(4)),
+    ("sm_90a", dense(4096, 3, 4096, majors="NN"), V.columns(64).k(64).warps(4).swapped()),
 ])
 def test_counters_of_few_rows(arch, spec, schedule):
     model = Model(spec, machine_for(arch))
-    assert problems(schedule, spec, arch) == []
+    assert TABLE.problems(spec, schedule, GPU(arch)) == []
     counted = work_of(model, schedule, arch)
     assert counted.issue > 0
     assert model.timed(schedule, counted).bound == "HBM"
@@ -83,7 +83,7 @@ def test_what_is_run_is_small_and_of_the_same_kind():
     assert (swapped.m, swapped.n) == (16, 64)
     gate = trial.shrunk(dense(8192, 8192, 8192, epilogue="gate"), W.block(128, 256), 640, 1)
     assert (gate.n, gate.parts) == (128, 2)
-    assert problems(s, small, "sm_90a") == []
+    assert TABLE.problems(small, s, GPU("sm_90a")) == []
 
 
 # **** tuning ****
@@ -119,7 +119,7 @@ def test_beam_makes_choose_try_once(monkeypatch):
 def test_candidates_differ_in_more_than_their_stages():
     found = tune.candidates(Model(dense(4096, 4096, 4096), machine_for("sm_90a")), "sm_90a", 4)
     assert len(found) == 4 * tune.PER_BEAM + 1
-    assert len({s.stages(1) for s in found}) >= 2 * tune.PER_BEAM
+    assert len({s.ringless for s in found}) >= 2 * tune.PER_BEAM
     assert found[0] == analytic(dense(4096, 4096, 4096), "sm_90a")
 
 
@@ -170,14 +170,14 @@ def test_bank_conflicts_lose(monkeypatch):
 
 @pytest.mark.parametrize(("spec", "schedule"), [
     (dense(40, 48, 300, majors="NN", epilogue="bias+residual"),
-     AnySchedule().block(32, 32).warps(1, 2).split(2)),
+     Mma().block(32, 32).warps(1, 2).split(2)),
     (dense(128, 64, 512, symbolic=True), W.block(64, 64).warps(8).stages(3)),
-    (dense(3, 64, 512), V.block(16, 16).k(64).warps(4))])
+    (dense(3, 64, 512), V.columns(16).k(64).warps(4))])
 def test_a_kernel_is_timed_by_a_driver(spec, schedule):
     arch = "sm_90a"
     driver = EmulatedDriver(arch, check=False)
-    assert problems(schedule, spec, arch) == []
-    assert trial.seconds(driver, build(spec, schedule, arch), spec) > 0
+    assert TABLE.problems(spec, schedule, GPU(arch)) == []
+    assert trial.seconds(driver, TABLE.build(spec, schedule, GPU(arch)), spec) > 0
     assert driver.used_bytes == 0
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import ScheduleError, SpecError
-from tinygrad_nv.tile import epilogue
+from tinygrad_nv.tile import epilogue, limits
 from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.derivative import derivative
@@ -14,10 +14,9 @@ from tinygrad_nv.tile.attention.mma.copy import LEAST_BYTES
 from tinygrad_nv.tile.attention.score import multiple
 from tinygrad_nv.tile.attention.spec import EVERY, OPERANDS, AttentionSpec, Rows
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.gemm import legality
-from tinygrad_nv.tile.gemm.legality import MOST_GRID
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
-from tinygrad_nv.tile.store import StorePlan, store_plan
+from tinygrad_nv.tile.limits import MOST_GRID
+from tinygrad_nv.tile.store import StorePlan, StoreTile, store_plan
 
 TOLD_BYTES = 16     # of shared memory, for the number of a CTA
 BLOCKS = (16, 32, 64, 128)
@@ -74,7 +73,8 @@ def stored_as(spec: BackwardSpec, rows: Rows, d: int) -> GemmSpec:
 
 def plan_of(s: AnySchedule, spec: BackwardSpec, rows: Rows, d: int) -> StorePlan:
     """How dk or dv is stored: element by element where warps share keys, as each has parts of lines."""
-    plan = store_plan(stored_as(spec, rows, d), AnySchedule().block(s.block_n, width(s, d)).warps(s.warps_m))
+    wide, keys = width(s, d), s.block_n // s.warps_m
+    plan = store_plan(stored_as(spec, rows, d), StoreTile(s.block_n, wide, s.warps_m, 1, keys, wide))
     return plan if s.warps_n == 1 else replace(plan, panel=None, smem_bytes=0)
 
 
@@ -94,7 +94,7 @@ def smem_bytes(s: AnySchedule, spec: BackwardSpec) -> int:
 def problems(schedule: AnySchedule, spec: BackwardSpec, arch: str) -> list[str]:
     """Why `flash_backward_mma` cannot have this schedule; empty when it can."""
     s = schedule
-    if arch not in legality.SMEM_BYTES: return [f"{arch} is not {', '.join(legality.SMEM_BYTES)}"]
+    if arch not in limits.SMEM_BYTES: return [f"{arch} is not {', '.join(limits.SMEM_BYTES)}"]
     if min(s.block_m, s.block_n, s.warps_m, s.warps_n, s.depth) < 1: return [f"{s}: extents below 1"]
     out = _spec_problems(spec)
     out += [f"{word} is of other templates" for word, on in (
@@ -137,7 +137,7 @@ def _spec_problems(spec: BackwardSpec) -> list[str]:
 
 
 def _resource_problems(s: AnySchedule, spec: BackwardSpec, arch: str) -> list[str]:
-    out, most, one = [], legality.SMEM_BYTES[arch], spec.forward
+    out, most, one = [], limits.SMEM_BYTES[arch], spec.forward
     if (needed := smem_bytes(s, spec)) > most:
         out.append(f"keys of {key_bytes(s, one)} B, {s.depth} stages × {stage_bytes(s, one)} B and ds are "
                    f"{needed} B of shared memory, {arch} has {most}")

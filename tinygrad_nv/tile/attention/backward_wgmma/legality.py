@@ -11,7 +11,7 @@ from tinygrad_nv.tile.attention.derivative import derivative
 from tinygrad_nv.tile.attention.spec import EVERY
 from tinygrad_nv.tile.attention.wgmma.legality import no_tma
 from tinygrad_nv.tile.expression import Constant, loads, show
-from tinygrad_nv.tile.gemm.legality import MOST, MOST_GRID, SMEM_BYTES
+from tinygrad_nv.tile.limits import MOST, MOST_GRID, SMEM_BYTES
 
 # registers a thread that ptxas was seen to keep without spilling: those of a block, and sums of dk and dv;
 # beside a derivative that is not the same for all elements, and beside one whose score has loads too

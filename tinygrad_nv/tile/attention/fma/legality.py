@@ -4,13 +4,12 @@ from __future__ import annotations
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import ScheduleError
-from tinygrad_nv.tile import epilogue
+from tinygrad_nv.tile import epilogue, limits
 from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.score import multiple
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.gemm import legality
-from tinygrad_nv.tile.gemm.legality import MOST_GRID
+from tinygrad_nv.tile.limits import MOST_GRID
 
 SIZE = 4                   # bytes of a float
 COLUMNS = (8, 16, 32, 64)  # of a warp, in a block
@@ -84,7 +83,7 @@ def smem_bytes(s: AnySchedule, spec: AttentionSpec) -> int:
 def problems(schedule: AnySchedule, spec: AttentionSpec, arch: str) -> list[str]:
     """Why `flash_fma` cannot have this schedule; empty when it can."""
     s = schedule
-    if arch not in legality.SMEM_BYTES: return [f"{arch} is not {', '.join(legality.SMEM_BYTES)}"]
+    if arch not in limits.SMEM_BYTES: return [f"{arch} is not {', '.join(limits.SMEM_BYTES)}"]
     if min(s.block_m, s.block_n, s.warps_m, s.warps_n, s.depth) < 1: return [f"{s}: extents below 1"]
     out = _spec_problems(spec)
     out += [f"{word} is of other templates" for word, on in (
@@ -113,7 +112,7 @@ def _spec_problems(spec: AttentionSpec) -> list[str]:
 
 
 def _resource_problems(s: AnySchedule, spec: AttentionSpec, arch: str) -> list[str]:
-    out, most = [], legality.SMEM_BYTES[arch]
+    out, most = [], limits.SMEM_BYTES[arch]
     if (needed := smem_bytes(s, spec)) > most:
         out.append(f"{s.depth} stages × {stage_bytes(s, spec)} B, q and probabilities are {needed} B of "
                    f"shared memory, {arch} has {most}")

@@ -4,16 +4,15 @@ from __future__ import annotations
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import ScheduleError
-from tinygrad_nv.tile import epilogue
+from tinygrad_nv.tile import epilogue, limits
 from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.mma.copy import LEAST_BYTES
 from tinygrad_nv.tile.attention.score import multiple
 from tinygrad_nv.tile.attention.spec import EVERY, OPERANDS, AttentionSpec
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.gemm import legality
-from tinygrad_nv.tile.gemm.legality import MOST_GRID
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
-from tinygrad_nv.tile.store import StorePlan, store_plan
+from tinygrad_nv.tile.limits import MOST_GRID
+from tinygrad_nv.tile.store import StorePlan, StoreTile, store_plan
 
 BLOCKS_N = (16, 32, 64, 128)
 HELD = 180           # registers for sums, scores and q that leave room for addresses and fragments
@@ -53,7 +52,8 @@ def stored_as(spec: AttentionSpec) -> GemmSpec:
 
 def plan_of(s: AnySchedule, spec: AttentionSpec) -> StorePlan:
     """How the result is stored."""
-    return store_plan(stored_as(spec), AnySchedule().block(s.block_m, padded(spec.d_v)).warps(s.warps_m))
+    wide = padded(spec.d_v)
+    return store_plan(stored_as(spec), StoreTile(s.block_m, wide, s.warps_m, 1, s.block_m // s.warps_m, wide))
 
 
 def smem_bytes(s: AnySchedule, spec: AttentionSpec) -> int:
@@ -66,7 +66,7 @@ def smem_bytes(s: AnySchedule, spec: AttentionSpec) -> int:
 def problems(schedule: AnySchedule, spec: AttentionSpec, arch: str) -> list[str]:
     """Why `flash_mma` cannot have this schedule; empty when it can."""
     s = schedule
-    if arch not in legality.SMEM_BYTES: return [f"{arch} is not {', '.join(legality.SMEM_BYTES)}"]
+    if arch not in limits.SMEM_BYTES: return [f"{arch} is not {', '.join(limits.SMEM_BYTES)}"]
     if min(s.block_m, s.block_n, s.warps_m, s.warps_n, s.depth) < 1: return [f"{s}: extents below 1"]
     out = _spec_problems(spec)
     out += [f"{word} is of other templates" for word, on in (
@@ -98,7 +98,7 @@ def _spec_problems(spec: AttentionSpec) -> list[str]:
 
 
 def _resource_problems(s: AnySchedule, spec: AttentionSpec, arch: str) -> list[str]:
-    out, most = [], legality.SMEM_BYTES[arch]
+    out, most = [], limits.SMEM_BYTES[arch]
     if (needed := smem_bytes(s, spec)) > most:
         out.append(f"{s.depth} stages × {stage_bytes(s, spec)} B and q are {needed} B of shared memory, "
                    f"{arch} has {most}")

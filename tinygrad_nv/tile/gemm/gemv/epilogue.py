@@ -18,13 +18,6 @@ from tinygrad_nv.tile.gemm.gemv.main_loop import Lanes
 from tinygrad_nv.tile.gemm.gemv.plan import Plan
 from tinygrad_nv.tile.gemm.splits import is_last
 
-MOST_CLUSTERED = 8  # CTAs of a cluster on every sm_90a
-
-
-def clustered(plan: Plan, arch: str) -> bool:
-    """Whether splits meet in a cluster."""
-    return arch == "sm_90a" and 1 < plan.splits <= MOST_CLUSTERED
-
 
 class Finish:
     """The end of a kernel."""

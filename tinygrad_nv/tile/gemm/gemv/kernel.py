@@ -18,24 +18,25 @@ their first weights: a hint, which reads nothing, and without which ptxas leaves
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.gemm.gemv import operands as w
-from tinygrad_nv.tile.gemm.gemv.epilogue import Finish, clustered
+from tinygrad_nv.tile.gemm.gemv.epilogue import Finish
 from tinygrad_nv.tile.gemm.gemv.main_loop import Slot, lanes_of
-from tinygrad_nv.tile.gemm.gemv.plan import Plan, turned
+from tinygrad_nv.tile.gemm.gemv.plan import Plan
 from tinygrad_nv.tile.gemm.legality import require
+from tinygrad_nv.tile.gemm.schedules import Gemv
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
 from tinygrad_nv.tile.kernel import GemmKernel
+from tinygrad_nv.tile.template import GPU
 
 
-def gemv(spec: GemmSpec, schedule: AnySchedule, arch: str) -> GemmKernel:
+def gemv(spec: GemmSpec, schedule: Gemv, gpu: GPU) -> GemmKernel:
     """The kernel of a product with at most 16 rows (of operand a; of b, where the schedule swaps). Raises
     `ScheduleError` for an impossible schedule."""
-    require(schedule, spec, arch)
-    plan = Plan.of(turned(spec, schedule), schedule)
+    require(spec, schedule, gpu)
+    plan = Plan.of(spec, schedule)
     spec = plan.spec
-    cluster = (1, plan.splits, 1) if clustered(plan, arch) else ()
-    k = Kernel("gemv", arch=arch, threads=schedule.threads, cluster=cluster,
+    cluster = (1, plan.splits, 1) if plan.clustered(gpu.arch) else ()
+    k = Kernel("gemv", arch=gpu.arch, threads=schedule.threads, cluster=cluster,
                min_ctas=plan.ctas_an_sm)
     _Writer(k, plan, swapped=schedule.swap).write()
     shared = plan.splits > 1 and not cluster

@@ -1,37 +1,30 @@
 """What `gemv` kernels ask of a schedule. float32 is multiplied in float32, with or without `tf32`."""
 from __future__ import annotations
 
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.gemm import legality
+from tinygrad_nv.tile import limits
 from tinygrad_nv.tile.gemm.gemv.plan import (
     MOST_LOADED,
-    MOST_ROWS,
     MOST_SUMS,
     OTHER_REGISTERS,
     REGISTERS,
     Plan,
-    turned,
 )
-from tinygrad_nv.tile.gemm.legality import MOST_GRID
+from tinygrad_nv.tile.gemm.schedules import MOST_ROWS, Gemv
 from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.limits import MOST_GRID
 
 
-def problems(schedule: AnySchedule, spec: GemmSpec, arch: str) -> list[str]:
+def problems(spec: GemmSpec, schedule: Gemv, arch: str) -> list[str]:
     """Why the template cannot have this schedule; empty when it can."""
     s = schedule
     if s.swap and spec.parts > 1: return [f"the transposed product of {spec.parts} parts"]
     if s.swap and spec.symbolic: return ["the transposed product would have symbolic columns"]
-    turned_spec = turned(spec, s)
-    if turned_spec.m > MOST_ROWS:
+    if (few := spec.n if s.swap else spec.m) > MOST_ROWS:
         hint = "; n is not: swapped()" if not s.swap and spec.n <= MOST_ROWS else ""
-        return [f"{'n' if s.swap else 'm'}={turned_spec.m} is above {MOST_ROWS}{hint}"]
-    if s.threads > 1024: return [f"{s.warps_m}x{s.warps_n} warps are {s.threads} threads, at most 1024"]
-    plan = Plan.of(turned_spec, s)
-    out = [f"{word} is of other templates" for word, on in (
-        ("stream-K", s.stream), ("ping-pong", s.mode == "pingpong"),
-        (f"swizzle {s.swizzle_width}", s.swizzle_width),
-        (f"cluster {s.cluster_m}x{s.cluster_n}", s.cluster_m * s.cluster_n > 1)) if on]
-    return out + (_block_problems(plan) or _extent_problems(plan, arch))
+        return [f"{'n' if s.swap else 'm'}={few} is above {MOST_ROWS}{hint}"]
+    if s.threads > 1024: return [f"{s.warps_m} warps are {s.threads} threads, at most 1024"]
+    plan = Plan.of(spec, s)
+    return _block_problems(plan) or _extent_problems(plan, arch)
 
 
 def _block_problems(plan: Plan) -> list[str]:
@@ -56,10 +49,10 @@ def _extent_problems(plan: Plan, arch: str) -> list[str]:
     if plan.registers > most:
         out.append(f"{plan.sums} sums + {plan.loaded} of loads + {plan.x_registers} of activations + "
                    f"{OTHER_REGISTERS} = {plan.registers} registers, {s.threads} threads have {most} each")
-    if plan.smem_bytes > legality.SMEM_BYTES[arch]:
+    if plan.smem_bytes > limits.SMEM_BYTES[arch]:
         needed = f"{spec.m} rows × {plan.span} of K × {plan.itemsize} B = {plan.x_bytes} B" \
             if plan.x_bytes >= plan.sums_bytes else f"sums of {plan.warps_k} warps = {plan.sums_bytes} B"
-        out.append(f"{needed} of shared memory, {arch} has {legality.SMEM_BYTES[arch]}")
+        out.append(f"{needed} of shared memory, {arch} has {limits.SMEM_BYTES[arch]}")
     iterations = plan.full + (plan.tail > 0)
     if s.splits > iterations:
         out.append(f"{s.splits} splits of {spec.k} / {s.block_k} = {iterations} iterations")

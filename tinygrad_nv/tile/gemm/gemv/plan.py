@@ -19,23 +19,19 @@ and more, and fp8 (as float16, which holds it exactly). CUDA cores do the rest.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd
 from typing import Literal
 
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.tile.gemm.schedules import MOST_ROWS, Gemv
 from tinygrad_nv.tile.gemm.spec import BYTES, FP8, HALVES, GemmSpec
 
-MOST_ROWS = 16
 CHUNK = 16  # bytes
 MOST_SUMS = 128  # registers of a lane
 MOST_LOADED = 64  # 256 bytes a lane, 64 KiB in flight of 8 warps: an H100 needs 18 KiB an SM
 OTHER_REGISTERS = 28  # addresses, predicates, converted weights
 REGISTERS = 65536  # of an SM
-
-
-def turned(spec: GemmSpec, schedule: AnySchedule) -> GemmSpec:
-    """The product with activations on the left."""
-    return spec.swapped() if schedule.swap else spec
+MOST_CLUSTERED = 8  # CTAs of a cluster on every sm_90a
 
 
 def turns(spec: GemmSpec) -> bool:
@@ -47,7 +43,7 @@ def turns(spec: GemmSpec) -> bool:
 class Plan:
     """See above. `width` and `chunk` are bytes, the rest elements, lanes, warps and counts."""
     spec: GemmSpec
-    schedule: AnySchedule
+    schedule: Gemv
     along: Literal["k", "n"]
     tensor: bool
     width: int
@@ -55,8 +51,10 @@ class Plan:
     lanes_k: int
 
     @staticmethod
-    def of(spec: GemmSpec, schedule: AnySchedule) -> Plan:
-        """The plan of a turned product."""
+    @lru_cache(1024)
+    def of(spec: GemmSpec, schedule: Gemv) -> Plan:
+        """The plan, of the product with activations on the left."""
+        if schedule.swap: spec = spec.swapped()
         along, size = _along(spec), spec.b.dtype.itemsize
         kind = spec.b.dtype
         tensor = kind in FP8 or (kind in (*HALVES, *BYTES) and spec.m > 1)
@@ -111,7 +109,7 @@ class Plan:
         return 16 if self.tensor else self.lanes_n
 
     @property
-    def warps(self) -> int: return self.schedule.warps_m * self.schedule.warps_n
+    def warps(self) -> int: return self.schedule.warps_m
 
     @property
     def warps_n(self) -> int:
@@ -195,6 +193,10 @@ class Plan:
     def splits(self) -> int:
         """Splits that have an iteration."""
         return -(-(self.full + (self.tail > 0)) // self.blocks_a_split)
+
+    def clustered(self, arch: str) -> bool:
+        """Whether splits meet in a cluster."""
+        return arch == "sm_90a" and 1 < self.splits <= MOST_CLUSTERED
 
     @property
     def span(self) -> int:

@@ -22,47 +22,49 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
+from tinygrad_nv.tile.fragments import Fragments, instruction
 from tinygrad_nv.tile.gemm.legality import require
+from tinygrad_nv.tile.gemm.mma.plan import Plan
+from tinygrad_nv.tile.gemm.schedules import Mma
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
 from tinygrad_nv.tile.gemm.splits import Splits
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.ops import TileCopy, width_of
-from tinygrad_nv.tile.store import Cell, Store, store_plan
+from tinygrad_nv.tile.store import Cell, Store
+from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.tile_scheduler import Walk
 
-DEFAULT = AnySchedule()
 REGISTERS = 210  # sums and fragments that leave room for addresses among 255
 
 Sums = list[list[list[Value]]]      # by 16 rows, by 8 columns: four registers
 Operands = list[list[list[Value]]]  # of A and each part of B, by 16 rows or columns: four registers
 
 
-def gemm_mma(spec: GemmSpec, schedule: AnySchedule = DEFAULT, arch: str = "sm_80") -> GemmKernel:
+def gemm_mma(spec: GemmSpec, schedule: Mma, gpu: GPU) -> GemmKernel:
     """The kernel of a product. Raises `ScheduleError` for an impossible schedule."""
-    require(schedule, spec, arch)
-    if schedule.swap: spec = spec.swapped()
+    require(spec, schedule, gpu)
+    plan = Plan.of(spec, schedule)
     # min_ctas: else ptxas spills a word here and there for one CTA more on a multiprocessor
-    k = Kernel("gemm_mma", arch=arch, threads=schedule.threads, min_ctas=1)
-    writer = _Writer(k, spec, schedule)
+    k = Kernel("gemm_mma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
+    writer = _Writer(k, plan)
     writer.write()
     walk, splits = writer.walk, writer.splits
     return GemmKernel("gemm_mma", k.ptx(), walk.grid, schedule.threads, k.dynamic_smem,
                       workspace_bytes=splits.workspace_bytes, flags=splits.flags,
-                      rows_of_cta=schedule.block_m if spec.symbolic else 0, ctas_of_rows=walk.ctas_of_rows,
-                      pdl=k.hopper)
+                      rows_of_cta=schedule.block_m if plan.spec.symbolic else 0,
+                      ctas_of_rows=walk.ctas_of_rows, pdl=k.hopper)
 
 
 class _Writer:
     """The kernel as it is written: the parameters, then the stages of the protocol above."""
 
-    def __init__(self, k: Kernel, spec: GemmSpec, schedule: AnySchedule) -> None:
-        self.k, self.spec, self.schedule, s = k, spec, schedule, schedule
-        self.columns = s.block_n // spec.parts
-        self.warp_m, self.warp_n = s.block_m // s.warps_m, self.columns // s.warps_n
+    def __init__(self, k: Kernel, plan: Plan) -> None:
+        self.k, self.plan, self.spec, self.schedule = k, plan, plan.spec, plan.schedule
+        spec, s = plan.spec, plan.schedule
+        self.columns, self.steps = plan.columns, plan.steps
+        self.warp_m, self.warp_n = plan.warp_m, plan.warp_n
         self.splits = Splits(k, spec, s, self.warp_m // 16 * self.warp_n // 8 * spec.parts)
-        self.plan, self.out = store_plan(spec, schedule), k.pointer("out")
+        self.out = k.pointer("out")
         self.splits.declare()
         a, b = (k.pointer(name) for name in "ab")
         if s.swap: a, b = b, a
@@ -78,11 +80,6 @@ class _Writer:
             Fragments(k, copy.operand.dtype, copy.tile, copy.mn_major, i > 0, self.column if i else self.row,
                       self.warp_n if i else self.warp_m, self.steps, copy.start)
             for i, copy in enumerate(self.copies)]
-
-    @property
-    def steps(self) -> int:
-        """Steps of a tile."""
-        return self.schedule.block_k * self.spec.a.dtype.itemsize // STEP_BYTES
 
     def batched(self, strides: tuple[int, ...], offset: int) -> Value:
         """Elements before this CTA's matrix: u64."""
@@ -126,7 +123,7 @@ class _Writer:
         self.sums: list[Sums] = [[[k.regs(kind, 4, zero) for _ in range(self.warp_n // 8)]
                                   for _ in range(self.warp_m // 16)] for _ in range(spec.parts)]
         depth = min(self.schedule.depth, self.splits.least_tiles)
-        ring = k.shared("ring", max(self.stage_bytes * depth, self.plan.smem_bytes), align=1024)
+        ring = k.shared("ring", max(self.stage_bytes * depth, self.plan.store.smem_bytes), align=1024)
         self.start, self.depth = ring.address(), depth
         if k.hopper:
             for copy in self.copies: copy.ask()
@@ -233,9 +230,9 @@ class _Writer:
     def store(self) -> None:
         """The epilogue of the warp's share of the tile, by way of the ring, that nobody needs any more."""
         k = self.k
-        if self.plan.smem_bytes: k.sync()
+        if self.plan.store.smem_bytes: k.sync()
         rows = self.rows if isinstance(self.rows, Value) else k.reg("u32", self.rows)
-        store = Store(k, self.spec, self.plan, self.out, self.extras, rows, self.start)
+        store = Store(k, self.spec, self.plan.store, self.out, self.extras, rows, self.start)
         cells = [Cell(16 * i, 8 * j, [part[i][j] for part in self.sums])
                  for i in range(self.warp_m // 16) for j in range(self.warp_n // 8)]
         store.tile(self.first_m + self.row, self.first_n + self.column, self.walk.batch, cells)

@@ -3,27 +3,24 @@ from __future__ import annotations
 
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.gemm import legality
+from tinygrad_nv.tile import limits
+from tinygrad_nv.tile.gemm.mma.plan import Plan
+from tinygrad_nv.tile.gemm.schedules import Mma
 from tinygrad_nv.tile.gemm.spec import FP8, GemmSpec, Operand
-from tinygrad_nv.tile.store import store_plan
 
 K_BYTES = (32, 64, 128, 256)
 MOST_SUMS = 192
 MOST_SUMS_UNPACKED = 64  # they take 242 registers, 128 spill: ptxas makes two HMMA of one of 8-bit floats
 
 
-def problems(schedule: AnySchedule, spec: GemmSpec, arch: str) -> list[str]:
+def problems(spec: GemmSpec, schedule: Mma, arch: str) -> list[str]:
     """Why `gemm_mma` cannot have this schedule; empty when it can."""
     s, out = schedule, _spec_problems(spec, arch)
-    if s.swap:
-        if spec.parts > 1 or spec.symbolic: return [*out, "swap of several parts, or of symbolic rows"]
-        spec = spec.swapped()
+    if s.swap and (spec.parts > 1 or spec.symbolic):
+        return [*out, "swap of several parts, or of symbolic rows"]
+    plan = Plan.of(spec, s)
+    spec = plan.spec
     size = spec.a.dtype.itemsize
-    out += [f"{word} is of other templates" for word, on in (
-        ("stream-K", s.stream), ("ping-pong", s.mode == "pingpong"),
-        (f"swizzle {s.swizzle_width}", s.swizzle_width),
-        (f"cluster {s.cluster_m}x{s.cluster_n}", s.cluster_m * s.cluster_n > 1)) if on]
     out += _extent_problems("block_m", s.block_m, s.warps_m, 1, spec.a)
     out += _extent_problems("block_n", s.block_n, s.warps_n, spec.parts, spec.b)
     if s.block_k * size not in K_BYTES:
@@ -33,11 +30,11 @@ def problems(schedule: AnySchedule, spec: GemmSpec, arch: str) -> list[str]:
         out.append(f"{s.warps_m}x{s.warps_n} warps are {s.threads} threads, not a power of 2")
     elif not out: out += _copy_problems(s, spec)
     if not 2 <= s.depth <= 8: out.append(f"{s.depth} stages are not 2 to 8")
-    steps = -(-spec.k // s.block_k)
-    if s.splits > steps: out.append(f"{s.splits} splits of {spec.k} / {s.block_k} = {steps} steps")
-    if not out and (staged := store_plan(spec, s).smem_bytes) > legality.SMEM_BYTES[arch]:
-        out.append(f"{staged} B of shared memory to store from, {arch} has {legality.SMEM_BYTES[arch]}")
-    return out + _resource_problems(s, spec, arch)
+    if s.splits > plan.iterations:
+        out.append(f"{s.splits} splits of {spec.k} / {s.block_k} = {plan.iterations} steps")
+    if not out and (staged := plan.store.smem_bytes) > limits.SMEM_BYTES[arch]:
+        out.append(f"{staged} B of shared memory to store from, {arch} has {limits.SMEM_BYTES[arch]}")
+    return out + _resource_problems(plan, arch)
 
 
 def _spec_problems(spec: GemmSpec, arch: str) -> list[str]:
@@ -67,7 +64,7 @@ def _extent_problems(name: str, extent: int, warps: int, parts: int, operand: Op
     return out
 
 
-def _copy_problems(s: AnySchedule, spec: GemmSpec) -> list[str]:
+def _copy_problems(s: Mma, spec: GemmSpec) -> list[str]:
     """Of how threads divide tiles: those of all passes have the same place in a row."""
     out, columns = [], s.block_n // spec.parts
     for name, extent, operand in (("block_m", s.block_m, spec.a), ("block_n", columns, spec.b)):
@@ -80,16 +77,16 @@ def _copy_problems(s: AnySchedule, spec: GemmSpec) -> list[str]:
     return out
 
 
-def _resource_problems(s: AnySchedule, spec: GemmSpec, arch: str) -> list[str]:
-    size = spec.a.dtype.itemsize
-    out, needed, most = [], s.depth * s.stage_bytes(size), legality.SMEM_BYTES[arch]
+def _resource_problems(plan: Plan, arch: str) -> list[str]:
+    spec, s, size = plan.spec, plan.schedule, plan.spec.a.dtype.itemsize
+    out, needed, most = [], plan.ring_bytes, limits.SMEM_BYTES[arch]
     if needed > most:
         stage = f"({s.block_m} + {s.block_n}) × {s.block_k} × {size} B"
         out.append(f"{s.depth} stages × {stage} = {needed} B of shared memory, {arch} has {most}")
     unpacked = spec.a.dtype in FP8 and arch == "sm_90a"
-    sums, allowed = s.block_m * s.block_n // s.threads, MOST_SUMS_UNPACKED if unpacked else MOST_SUMS
-    if sums > allowed:
+    allowed = MOST_SUMS_UNPACKED if unpacked else MOST_SUMS
+    if plan.sums > allowed:
         beside = " beside 8-bit floats, which sm_90a unpacks to float16" if unpacked else ""
-        out.append(f"{s.block_m} × {s.block_n} / {s.threads} threads = {sums} sums a thread, at most "
+        out.append(f"{s.block_m} × {s.block_n} / {s.threads} threads = {plan.sums} sums a thread, at most "
                    f"{allowed}{beside}")
     return out

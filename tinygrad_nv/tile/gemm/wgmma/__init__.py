@@ -1,5 +1,7 @@
 """Matmuls with wgmma and TMA, warp-specialised and persistent: sm_90a.
 
+  cost.py            What `gemm_wgmma` takes
+  defaults.py        wgmma's tiles worth trying first: 128×256 and 256×128 with two consumers, and 128×128 …
   kernel.py          Matrix products with wgmma and TMA: one warpgroup loads, the others multiply. For sm_90a
   legality.py        What `wgmma` kernels ask of a schedule
   load.py            The producer's copies: tensor maps, and the boxes of one stage

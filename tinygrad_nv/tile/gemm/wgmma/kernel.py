@@ -21,9 +21,8 @@ way.
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.ptx.gpcs import Clusters
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.gemm.legality import require
+from tinygrad_nv.tile.gemm.schedules import Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gemm.wgmma.load import Loads
 from tinygrad_nv.tile.gemm.wgmma.main_loop import Products
@@ -31,20 +30,19 @@ from tinygrad_nv.tile.gemm.wgmma.plan import REGISTERS, WARPGROUP, Plan
 from tinygrad_nv.tile.gemm.wgmma.reduction import Meeting, Split, Stream, cluster_together
 from tinygrad_nv.tile.gemm.wgmma.store import Finish
 from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import Walk
+from tinygrad_nv.tile.gpu import machine_for
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.pipeline import Ring, Turns
+from tinygrad_nv.tile.template import GPU
 
-DEFAULT = AnySchedule().using("wgmma").block(128, 256)
 
-
-def gemm_wgmma(spec: GemmSpec, schedule: AnySchedule = DEFAULT, arch: str = "sm_90a",
-               sm_count: int = 132, clusters: Clusters = ()) -> GemmKernel:
-    """The kernel of a product on a GPU with `sm_count` multiprocessors that has room for so many `clusters`
-    at once. Raises `ScheduleError` for an impossible schedule."""
-    require(schedule, spec, arch)
+def gemm_wgmma(spec: GemmSpec, schedule: Wgmma, gpu: GPU) -> GemmKernel:
+    """The kernel of a product, with as many CTAs as the GPU runs at once. Raises `ScheduleError` for an
+    impossible schedule."""
+    require(spec, schedule, gpu)
     plan = Plan.of(spec, schedule)
-    ctas = plan.ctas(sm_count, clusters)
-    k = Kernel("gemm_wgmma", arch=arch, threads=schedule.threads, min_ctas=1,
+    ctas = plan.ctas(machine_for(gpu.arch, gpu.sm_count).sm_count, gpu.clusters)
+    k = Kernel("gemm_wgmma", arch=gpu.arch, threads=schedule.threads, min_ctas=1,
                cluster=(plan.cluster, 1, 1) if plan.cluster > 1 else ())
     writer = _Writer(k, plan, ctas)
     writer.write()

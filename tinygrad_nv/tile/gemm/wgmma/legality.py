@@ -3,18 +3,17 @@ from __future__ import annotations
 
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.gemm import legality
+from tinygrad_nv.tile import limits
+from tinygrad_nv.tile.gemm.schedules import Wgmma
 from tinygrad_nv.tile.gemm.spec import BYTES, GemmSpec, Operand
 from tinygrad_nv.tile.gemm.wgmma.plan import Plan
-from tinygrad_nv.tile.gemm.wgmma.store import planned
 from tinygrad_nv.tile.wgmma_tiles import K_BYTES, MOST_BOX, SPANS, OperandTile, taken, unreachable, walked
 
 BYTE_COLUMNS = (8, 16, 24, *range(32, 257, 16))  # of wgmma.s32
 CLUSTERS = (1, 2, 4)
 
 
-def problems(schedule: AnySchedule, spec: GemmSpec, arch: str) -> list[str]:
+def problems(spec: GemmSpec, schedule: Wgmma, arch: str) -> list[str]:
     """Why the template cannot have this schedule; empty when it can."""
     if arch != "sm_90a": return [f"wgmma needs sm_90a, the target is {arch}"]
     if schedule.swap and (spec.parts > 1 or spec.symbolic):
@@ -44,17 +43,17 @@ def _operands(spec: GemmSpec) -> list[str]:
     return out
 
 
-def _warps(s: AnySchedule) -> list[str]:
+def _warps(s: Wgmma) -> list[str]:
     """Warpgroups: one that loads, one to three that multiply."""
-    if s.warps_n != 1 or s.warps_m not in (8, 12, 16):
-        return [f"{s.warps_m * s.warps_n} warps: a producer and 1 to 3 consumers of 4 warps each are 8, 12 "
-                "or 16, along the rows"]
+    if s.warps_m not in (8, 12, 16):
+        return [f"{s.warps_m} warps: a producer and 1 to 3 consumers of 4 warps each are 8, 12 or 16, along "
+                "the rows"]
     if s.mode == "pingpong" and s.consumers < 2:
         return [f"ping-pong with {s.consumers} consumer: {s.warps_m} warps - 4 of the producer, at least 8"]
     return []
 
 
-def _extents(s: AnySchedule, spec: GemmSpec) -> list[str]:
+def _extents(s: Wgmma, spec: GemmSpec) -> list[str]:
     """Of the tile, and of the ring."""
     out, size = [], spec.a.dtype.itemsize
     share = 64 if s.mode == "pingpong" else 64 * s.consumers
@@ -76,7 +75,7 @@ def _extents(s: AnySchedule, spec: GemmSpec) -> list[str]:
     return out
 
 
-def _tile(name: str, tile: OperandTile, s: AnySchedule) -> list[str]:
+def _tile(name: str, tile: OperandTile, s: Wgmma) -> list[str]:
     """The rows of an operand's tile against its swizzle."""
     what, extent = ("block_k", tile.k) if tile.major == "K" else (name, tile.mn // tile.parts)
     row = extent * tile.size
@@ -92,7 +91,7 @@ def _tile(name: str, tile: OperandTile, s: AnySchedule) -> list[str]:
 def _room(plan: Plan) -> list[str]:
     """Shared memory and registers."""
     out, s = [], plan.schedule
-    staging, most = planned(plan).smem_bytes, legality.SMEM_BYTES["sm_90a"]
+    staging, most = plan.store.smem_bytes, limits.SMEM_BYTES["sm_90a"]
     needed = s.depth * plan.stage_bytes + -(-staging // 1024) * 1024 + plan.barrier_bytes
     if needed > most:
         stage = f"({plan.a.nbytes} B of A + {plan.b.nbytes} B of B)"

@@ -6,13 +6,15 @@ and the kernel take their arithmetic from here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.gpcs import Clusters, most_clusters
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.expression import short
+from tinygrad_nv.tile.gemm.schedules import Wgmma
 from tinygrad_nv.tile.gemm.spec import FP8, GemmSpec, Operand
+from tinygrad_nv.tile.store import StorePlan, StoreTile, store_plan
 from tinygrad_nv.tile.wgmma_tiles import K_BYTES, OperandTile, natural_span, taken
 
 WARPGROUP = 128  # threads
@@ -30,12 +32,13 @@ class Plan:
     """A product by a schedule. Rows and columns are the computed product's: operands have changed places
     where the schedule is swapped."""
     spec: GemmSpec
-    schedule: AnySchedule
+    schedule: Wgmma
     a: OperandTile
     b: OperandTile
 
     @staticmethod
-    def of(spec: GemmSpec, schedule: AnySchedule) -> Plan:
+    @lru_cache(1024)
+    def of(spec: GemmSpec, schedule: Wgmma) -> Plan:
         """The plan; of the transposed product where the schedule is swapped."""
         spec = spec.swapped() if schedule.swap else spec
         a = _tile(spec.a, spec.m, spec.k, schedule.block_m, schedule)
@@ -72,6 +75,13 @@ class Plan:
     def columns(self) -> int:
         """Columns of the result that a tile has."""
         return self.schedule.block_n // self.spec.parts
+
+    @cached_property
+    def store(self) -> StorePlan:
+        """How the result is stored: each consumer its rows, 64 at a time."""
+        s = self.schedule
+        return store_plan(self.spec, StoreTile(s.block_m * s.cluster_m, self.columns * s.cluster_n,
+                                               4 * self.consumers, 4, 64, self.columns))
 
     @property
     def steps(self) -> int:
@@ -113,7 +123,7 @@ class Plan:
     @property
     def cluster(self) -> int:
         """CTAs of a cluster: those that share operands, or one tile's sum."""
-        return self.schedule.cluster_m * self.schedule.cluster_n * self.schedule.splits
+        return self.schedule.cluster_ctas
 
     @property
     def threads(self) -> int:
@@ -168,7 +178,7 @@ class Plan:
         return (-(-self.spec.m // (s.block_m * s.cluster_m)), -(-self.spec.n // (self.columns * s.cluster_n)))
 
 
-def _tile(operand: Operand, extent: int, k: int, block: int, s: AnySchedule, parts: int = 1) -> OperandTile:
+def _tile(operand: Operand, extent: int, k: int, block: int, s: Wgmma, parts: int = 1) -> OperandTile:
     """An operand's tile. The swizzle is the widest whose rows make up the tile's, unless the schedule names
     one."""
     major = taken(operand, extent, k)[0] or "K"

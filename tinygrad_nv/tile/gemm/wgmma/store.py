@@ -11,12 +11,7 @@ from tinygrad_nv.tile.gemm.wgmma.main_loop import Sums
 from tinygrad_nv.tile.gemm.wgmma.plan import WARPGROUP, Plan
 from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import Corner
 from tinygrad_nv.tile.kernel import MapArgument
-from tinygrad_nv.tile.store import Cell, Store, StorePlan, store_plan
-
-
-def planned(plan: Plan) -> StorePlan:
-    """How the result is stored."""
-    return store_plan(plan.spec, plan.schedule)
+from tinygrad_nv.tile.store import Cell, Store
 
 
 class Finish:
@@ -24,7 +19,7 @@ class Finish:
 
     def __init__(self, k: Kernel, plan: Plan, out: Value, extras: list[Value], rows: Value | int) -> None:
         self.k, self.plan = k, plan
-        how = planned(plan)
+        how = plan.store
         staging = k.shared("staging", how.smem_bytes, align=1024) if how.smem_bytes else None
         self.maps: tuple[MapArgument, ...] = (how.map,) if how.map else ()
         self.tensor_maps = [k.tensor_map("map_out")] if how.map else []

@@ -1,0 +1,70 @@
+"""What follows from a spec and a schedule of `gemm_mma`: tiles and counts. Numbers only.
+
+Protocol: `Plan.of` is for pairs that legality.py allows; it computes, and refuses nothing. Both the check
+and the kernel take their arithmetic from here.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from tinygrad_nv.tile.fragments import STEP_BYTES
+from tinygrad_nv.tile.gemm.schedules import Mma
+from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.store import StorePlan, StoreTile, store_plan
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A product by a schedule. Rows and columns are the computed product's: operands have changed places
+    where the schedule is swapped."""
+    spec: GemmSpec
+    schedule: Mma
+
+    @staticmethod
+    @lru_cache(1024)
+    def of(spec: GemmSpec, schedule: Mma) -> Plan:
+        """The plan; of the transposed product where the schedule is swapped."""
+        return Plan(spec.swapped() if schedule.swap else spec, schedule)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the result that a tile has."""
+        return self.schedule.block_n // self.spec.parts
+
+    @property
+    def warp_m(self) -> int:
+        """Rows of a warp's share of a tile."""
+        return self.schedule.block_m // self.schedule.warps_m
+
+    @property
+    def warp_n(self) -> int:
+        """Columns of a warp's share of a tile."""
+        return self.columns // self.schedule.warps_n
+
+    @property
+    def steps(self) -> int:
+        """Products along the K of a stage."""
+        return self.schedule.block_k * self.spec.a.dtype.itemsize // STEP_BYTES
+
+    @property
+    def iterations(self) -> int:
+        """Stages of one tile."""
+        return -(-self.spec.k // self.schedule.block_k)
+
+    @property
+    def sums(self) -> int:
+        """Sums a thread holds."""
+        return self.schedule.block_m * self.schedule.block_n // self.schedule.threads
+
+    @property
+    def ring_bytes(self) -> int:
+        """Shared memory of all stages."""
+        return self.schedule.depth * self.schedule.stage_bytes(self.spec.a.dtype.itemsize)
+
+    @cached_property
+    def store(self) -> StorePlan:
+        """How the result is stored: each warp its share."""
+        s = self.schedule
+        return store_plan(self.spec, StoreTile(s.block_m, self.columns, s.warps_m * s.warps_n, 1, self.warp_m,
+                                               self.warp_n))
