@@ -12,8 +12,9 @@ from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.rope import RopeConfig
 
 from tinygrad_nv import Tensor, dtypes
-from tinygrad_nv.engine.batch import Batch, Move, Sample, Where, Work
+from tinygrad_nv.engine.batch import Batch, Sample, Work
 from tinygrad_nv.engine.runner import Runner
+from tinygrad_nv.kvcache.pages import Move, Where
 from tinygrad_nv.runtime import driver
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.emulated import EmulatedDriver

@@ -19,12 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_nv.engine.batch import Batch, Logprobs, Move, Sample, Sampled, Where, Work
+from tinygrad_nv.engine.batch import Batch, Logprobs, Sample, Sampled, Work
 from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.outputs import Chosen
 from tinygrad_nv.engine.request import Asked, Request, computed_rows
 from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.kvcache.pages import Move, Where
 from tinygrad_nv.kvcache.pool import PagePool
 
 VOCAB, POISON = 37, -1

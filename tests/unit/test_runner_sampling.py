@@ -7,11 +7,12 @@ import pytest
 from runner_case import LENGTH, PAGES, SIZE, Driver, network, poison
 
 from tinygrad_nv import Tensor, dtypes
-from tinygrad_nv.engine.batch import Batch, Move, Sample, Where, Work
+from tinygrad_nv.engine.batch import Batch, Sample, Work
 from tinygrad_nv.engine.runner import Runner
 from tinygrad_nv.engine.runner_inputs import Shape
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.errors import RequestError
+from tinygrad_nv.kvcache.pages import Move, Where
 
 PROMPT = (5, 17, 80, 33, 2)
 
