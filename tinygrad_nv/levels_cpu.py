@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from tinygrad.dtype import DType
 
 from tinygrad_nv.cpu import measure
-from tinygrad_nv.cpu.choose import build
 from tinygrad_nv.cpu.kernel import CPUKernel, header
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.measure import LAUNCH_SECONDS, Rates
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.templates import build
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.levels import WIDEST, aligned, least_bytes, nbytes, scaled, seconds, shortened, spec_of
 from tinygrad_nv.tile.spec import GemmSpec

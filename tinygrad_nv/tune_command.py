@@ -136,13 +136,14 @@ def _tune(arguments: argparse.Namespace) -> None:
 
 def _tune_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> None:
     from tinygrad_nv.cpu import choose
+    from tinygrad_nv.cpu.database import arch as arch_of
     from tinygrad_nv.cpu.machine import machine
     from tinygrad_nv.cpu.tune import CPUCandidate, bar, tune
     from tinygrad_nv.levels_cpu import CPUProduct
     if arguments.sm_count is not None:
         raise RequestError("--sm-count on a CPU", "an option of GPUs", "leave it out")
     here = machine()
-    arch = database.cpu_arch(here.isa, here.threads)
+    arch = arch_of(here.isa, here.threads)
     if choose.default(spec, here) is None:
         reason = choose.why_not(spec, here)
         raise SpecError(f"no template takes {_shown(spec, arguments)} on {arch}: {reason}")
@@ -212,6 +213,8 @@ def _wrong(entry: database.Entry) -> list[str]:
     if isinstance(entry.schedule, Schedule): return problems(entry.schedule, entry.spec, entry.arch)
     from tinygrad_nv.cpu import space
     from tinygrad_nv.cpu.machine import CPUMachine
+    from tinygrad_nv.cpu.schedule import CPUSchedule
+    assert isinstance(entry.schedule, CPUSchedule), f"a schedule of no kind: {entry.schedule}"
     return space.problems(entry.schedule, entry.spec, CPUMachine(entry.schedule.isa, 1))
 
 

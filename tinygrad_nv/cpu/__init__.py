@@ -5,7 +5,8 @@ kernel.py (what a kernel is, and its parameters), vector.h (vectors in C), expre
 scores), schedule.py (how a spec is computed). Then the templates: each takes a spec and a `CPUSchedule` and
 returns a `CPUKernel`, and its other files bear its name.
 
-    products       gemv.py (few rows), gemm.py, amx.py; choose.py finds the schedule, tune.py a faster one
+    products       gemv.py (few rows), gemm.py, amx.py: templates.py; choose.py finds the schedule, tune.py a
+                   faster one, which database.py keeps
     attention      flash.py, flash_backward.py, decode.py; kv_append.py; dropout.py is what both ways draw
     by rows        norm.py (RMSNorm, softmax, argmax), embedding.py
     sampling       threshold.py, choice.py, count.py

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tinygrad_nv.cpu import choose
+from tinygrad_nv.cpu import database as entries
+from tinygrad_nv.cpu import templates
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.space import around, starts
@@ -76,8 +77,8 @@ def tune(spec: GemmSpec, machine: CPUMachine, beam: int = 1,
     # who was not in the final is behind those who were
     ranked = _ranked({s: tried[s] for s in last}) + [c for c in _ranked(tried) if c.schedule not in last]
     if ranked and ranked[0].seconds is not None:
-        arch = database.cpu_arch(machine.isa, machine.threads)
-        database.store([database.Entry(spec, arch, database.cpu_toolchain(), ranked[0].schedule,
+        arch = entries.arch(machine.isa, machine.threads)
+        database.store([database.Entry(spec, arch, entries.toolchain(), ranked[0].schedule,
                                        ranked[0].seconds, "measured")])
     return ranked
 
@@ -127,7 +128,7 @@ class Arrays:
     def timed(self, s: CPUSchedule) -> CPUCandidate:
         """A candidate with its time, or why it is out."""
         from tinygrad_nv.runtime.cpu_program import load
-        try: self.loaded[s] = load(choose.build(self.spec, s))
+        try: self.loaded[s] = load(templates.build(self.spec, s))
         except NVError as error: return CPUCandidate(s, why=error.found)
         return CPUCandidate(s, self.in_turns([s])[0])
 

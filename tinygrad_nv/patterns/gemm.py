@@ -24,6 +24,7 @@ from tinygrad_nv.cpu import choose as cpu
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.templates import build as build_on_cpu
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import building, program
 from tinygrad_nv.patterns.contraction import (
@@ -256,7 +257,7 @@ def kernel(spec: GemmSpec, schedule: Schedule, machine: Machine) -> GemmKernel:
 @functools.lru_cache(1024)
 def cpu_kernel(spec: GemmSpec, schedule: CPUSchedule) -> CPUKernel:
     """The kernel of a product on a CPU."""
-    return cpu.build(spec, schedule)
+    return build_on_cpu(spec, schedule)
 
 
 def _called(match: Match, inputs: list[UOp]) -> UOp:
