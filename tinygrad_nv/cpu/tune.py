@@ -28,8 +28,7 @@ from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.space import around, starts
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.tile import database
-from tinygrad_nv.tile.spec import GemmSpec
-from tinygrad_nv.tile.trial import sizes
+from tinygrad_nv.tile.spec import GemmSpec, sizes
 
 if TYPE_CHECKING:
     from tinygrad_nv.runtime.cpu_program import LoadedKernel

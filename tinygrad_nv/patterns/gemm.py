@@ -199,7 +199,7 @@ def _schedule(spec: GemmSpec, machine: Machine | CPUMachine) -> Schedule | CPUSc
         if words := cpu.too_short(spec): raise NotOurs(words, final=True)
         if (found := cpu.product(spec, machine)) is not None: return found
         raise NotOurs(cpu.why_not(spec, machine))
-    if (schedule := choose(spec, machine.arch, machine.sm_count, machine.driver)) is not None: return schedule
+    if (schedule := choose(spec, machine.arch, machine.sm_count, machine.clock)) is not None: return schedule
     if spec.a.dtype == dtypes.float32 and not spec.tf32: raise NotOurs("float32 without ALLOW_TF32", True)
     raise NotOurs(why_not(spec, machine.arch))
 

@@ -16,6 +16,7 @@ Read in this order:
   edges.py      which nodes of a graph another follows, and which it may overlap
   cuda_device.py   the same over NVIDIA's driver (cuda.py): DEV=CUDA; nvrtc.py: its CUDA C
   l2.py         what launches keep in L2
+  clock.py      a product's kernel, timed
   memory_pool.py   who holds a device's memory, and the limit; memory_report.py: what is said of it
   memory.py     bytes into device tensors without a second copy
 """

@@ -26,7 +26,8 @@ from typing import Any, Protocol
 from tinygrad_nv import cache, config
 from tinygrad_nv.errors import NVError, ScheduleError
 from tinygrad_nv.ptx.assemble import find_program
-from tinygrad_nv.tile.legality import SMEM_BYTES, problems
+from tinygrad_nv.tile.legality import problems
+from tinygrad_nv.tile.limits import SMEM_BYTES
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec
 from tinygrad_nv.tile.spec_json import spec_from_json, spec_to_json

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 
-from tinygrad_nv.tile.legality import SMEM_BYTES
+from tinygrad_nv.tile.limits import SMEM_BYTES
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec
 from tinygrad_nv.tile.templates.gemv_plan import MOST_ROWS, Plan, turned, turns

@@ -30,7 +30,7 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.decode import BYTES, Pages, Scales
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.legality import MOST_GRID
+from tinygrad_nv.tile.limits import MOST_GRID
 
 FLOATS = (dtypes.float32, dtypes.bfloat16, dtypes.float16)
 

@@ -6,7 +6,7 @@ from tinygrad_nv.tile import epilogue, legality
 from tinygrad_nv.tile.attention import OPERANDS
 from tinygrad_nv.tile.decode import DecodeSpec
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.legality import MOST_GRID
+from tinygrad_nv.tile.limits import MOST_GRID
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.templates.decode_merge import MOST_SPLITS
 from tinygrad_nv.tile.templates.decode_plan import Plan

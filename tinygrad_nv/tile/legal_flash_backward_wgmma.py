@@ -9,7 +9,7 @@ from tinygrad_nv.tile.derivative import derivative
 from tinygrad_nv.tile.expression import Constant, loads, show
 from tinygrad_nv.tile.legal_flash_backward_mma import dtype_problems
 from tinygrad_nv.tile.legal_flash_wgmma import no_tma
-from tinygrad_nv.tile.legality import MOST, MOST_GRID, SMEM_BYTES
+from tinygrad_nv.tile.limits import MOST, MOST_GRID, SMEM_BYTES
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.templates.flash_backward_wgmma_plan import REGISTERS, ROWS, Plan
 

@@ -8,7 +8,7 @@ from tinygrad_nv.tile import epilogue, legality
 from tinygrad_nv.tile.attention import EVERY, OPERANDS, AttentionSpec
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.flash_score import multiple
-from tinygrad_nv.tile.legality import MOST_GRID
+from tinygrad_nv.tile.limits import MOST_GRID
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.store import StorePlan, store_plan

@@ -7,7 +7,7 @@ from tinygrad_nv.tile import epilogue
 from tinygrad_nv.tile.attention import EVERY, AttentionSpec, Rows
 from tinygrad_nv.tile.expression import show
 from tinygrad_nv.tile.flash_score import multiple
-from tinygrad_nv.tile.legality import MOST, MOST_GRID, SMEM_BYTES
+from tinygrad_nv.tile.limits import MOST, MOST_GRID, SMEM_BYTES
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.templates.flash_wgmma_plan import ROWS, Plan
 from tinygrad_nv.tile.templates.wgmma_tiles import K_BYTES

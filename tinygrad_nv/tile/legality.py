@@ -7,17 +7,19 @@ legal_*.py.
 from __future__ import annotations
 
 from tinygrad_nv.errors import ScheduleError
+from tinygrad_nv.tile.limits import MOST, SMEM_BYTES
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec
-
-MOST = (1 << 31) - 1            # a grid's x; a coordinate of TMA; what kernels count in 32 bits
-MOST_GRID = 65535              # a grid's y and z
-SMEM_BYTES = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90a": 227 << 10}
 
 
 def problems(schedule: Schedule, spec: GemmSpec, arch: str) -> list[str]:
     """Why the schedule's template cannot have it; empty when it can."""
-    from tinygrad_nv.tile import epilogue, legal_gemv, legal_mma, legal_wgmma
+    from tinygrad_nv.tile import (  # templates, when one is asked for
+        epilogue,
+        legal_gemv,
+        legal_mma,
+        legal_wgmma,
+    )
     s = schedule
     if arch not in SMEM_BYTES: return [f"{arch} is not {', '.join(SMEM_BYTES)}"]
     counts = (s.block_m, s.block_n, s.block_k, s.warps_m, s.warps_n, s.depth, s.cluster_m, s.cluster_n,

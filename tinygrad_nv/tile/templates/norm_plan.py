@@ -18,7 +18,7 @@ from math import prod
 
 from tinygrad_nv.tile.epilogue import problems as refused
 from tinygrad_nv.tile.expression import Load, loads
-from tinygrad_nv.tile.legality import MOST_GRID
+from tinygrad_nv.tile.limits import MOST_GRID
 from tinygrad_nv.tile.norm import NormSpec
 from tinygrad_nv.tile.spec import Result
 
