@@ -20,7 +20,8 @@ from tinygrad_nv.cpu.measure import LAUNCH_SECONDS, Rates
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.templates import build
 from tinygrad_nv.errors import RequestError
-from tinygrad_nv.levels import WIDEST, aligned, least_bytes, nbytes, scaled, seconds, shortened, spec_of
+from tinygrad_nv.levels import WIDEST, least_bytes, nbytes, scaled, seconds, shortened, spec_of
+from tinygrad_nv.table import aligned
 from tinygrad_nv.tile.spec import GemmSpec
 
 LEVELS = ("spec", "tile", "c")

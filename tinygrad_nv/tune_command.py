@@ -19,8 +19,9 @@ from pathlib import Path
 from tinygrad.helpers import DEV
 
 from tinygrad_nv.errors import RequestError, SpecError
-from tinygrad_nv.levels import aligned, shortened
+from tinygrad_nv.levels import shortened
 from tinygrad_nv.ptx.assemble import ARCHITECTURES
+from tinygrad_nv.table import aligned
 from tinygrad_nv.tile import database
 from tinygrad_nv.tile.choose import why_not
 from tinygrad_nv.tile.cost import predict
