@@ -20,7 +20,7 @@ from tinygrad_nv.errors import NVError
 from tinygrad_nv.explain import KernelRecord, Lowering, explain
 from tinygrad_nv.hooks import disable, disabled, enable, enabled
 from tinygrad_nv.patterns import building, registered, settle
-from tinygrad_nv.runtime import cuda_device, programs, ranges
+from tinygrad_nv.runtime import cpu_device, cuda_device, programs, ranges
 from tinygrad_nv.runtime.device import EMUDevice
 from tinygrad_nv.runtime.memory_pool import memory_report
 from tinygrad_nv.runtime.ranges import layer
@@ -34,7 +34,7 @@ registered.register()
 hooks.add_check("building", building.checked)
 hooks.add_compile("programs", programs.cached)
 hooks.add_compile("program", settle.settle)
-hooks.install_cpu()
+cpu_device.install()
 hooks.install_threads()
 hooks.add_device("EMU", EMUDevice)
 try:

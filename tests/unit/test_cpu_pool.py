@@ -17,7 +17,7 @@ from tinygrad.device import TinyELF
 from tinygrad.runtime import ops_cpu
 
 import tinygrad_nv
-from tinygrad_nv.runtime import cpu_pool
+from tinygrad_nv.runtime import cpu_device, cpu_pool
 from tinygrad_nv.runtime.cpu_pool import ALONE, HEAD, Pool, pool
 
 # one more for each launch that ran the part, some after a while
@@ -240,7 +240,7 @@ def test_the_class_of_programs_is_put_back():
     ours = ops_cpu.CPUProgram
     tinygrad_nv.hooks.remove_cpu()
     try: assert ops_cpu.CPUProgram in ours.__mro__[1:]
-    finally: tinygrad_nv.hooks.install_cpu()
+    finally: cpu_device.install()
     assert ops_cpu.CPUProgram.__name__ == "CPUProgram"
 
 

@@ -8,10 +8,10 @@ input, then one int for each variable, in these orders. It works in two places:
 * in a rewrite of hooks.py, where they are BUFFERs of the schedule. Slots from 1 << 20 keep clear of those
   that tinygrad counts from 0 for copies, which would otherwise be the same UOp.
 
-What the compiler may not know but explain() must (runtime/note.py) is part of the body, in its KernelInfo: the
-schedule keeps nothing else of a call. The PROGRAM has no ProgramInfo, so tinygrad derives one after it has
-put the caller's variables in place of the body's, and it has no BINARY unless one is given, so that tinygrad
-compiles it like any kernel: in parallel, once, cached. settle.py does what that leaves undone.
+What the compiler may not know but explain() must (runtime/note.py) is part of the body, in its KernelInfo:
+the schedule keeps nothing else of a call. The PROGRAM has no ProgramInfo, so tinygrad derives one after it
+has put the caller's variables in place of the body's, and it has no BINARY unless one is given, so that
+tinygrad compiles it like any kernel: in parallel, once, cached. settle.py does what that leaves undone.
 
 The stores and loads in the body's sink are never run. They say which arguments are written and read.
 """

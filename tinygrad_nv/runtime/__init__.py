@@ -1,7 +1,8 @@
 """What stands between tinygrad and a device.
 
 Read in this order:
-  clang.py      the CPU device's renderer with the compiler that toolchain.py finds
+  cpu_device.py  what the CPU device has of ours; clang.py: its renderer with the compiler that toolchain.py
+                finds; cpu_threads.py: how many threads there are
   programs.py   compiled programs kept from one process to the next
   cpu_pool.py   threads that run kernels on the CPU; cpu_eager.py: launches; cpu_graph.py: captured graphs, in
                 one call; cpu_program.py: a kernel by itself; cpu_memory.py: large buffers
@@ -11,6 +12,7 @@ Read in this order:
   cuda.py       that, on cuda-python; its parts: cuda_api.py (versions, errors), cuda_memory.py, cuda_code.py,
                 cuda_order.py, cuda_graph.py, cuda_map.py
   ptx_renderer.py  PTX for such devices
+  note.py       what is known of a kernel in tinygrad's graph
   launch_text.py   what a launch has besides: comments at the head of PTX
   device.py     one tinygrad device over the driver: DEV=EMU; its allocator.py, program.py, graph.py
   edges.py      which nodes of a graph another follows, and which it may overlap
