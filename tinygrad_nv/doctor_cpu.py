@@ -8,7 +8,7 @@ from __future__ import annotations
 from tinygrad_nv import config
 from tinygrad_nv.cpu import isa, measure
 from tinygrad_nv.cpu.machine import machine
-from tinygrad_nv.doctor import Finding
+from tinygrad_nv.doctor_finding import Finding
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.levels import scaled
 from tinygrad_nv.patterns.target import why_no_cpu

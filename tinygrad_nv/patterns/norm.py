@@ -33,7 +33,7 @@ from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import building, program
-from tinygrad_nv.patterns.attention_positions import fitted
+from tinygrad_nv.patterns.attention_fitted import fitted
 from tinygrad_nv.patterns.contraction import Dim, is_storage, merged
 from tinygrad_nv.patterns.epilogue import ELEMENTWISE, NODES, STORED, Epilogue, Unfused, number
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest

@@ -9,12 +9,13 @@ Read in this order:
   driver.py     what a GPU driver must do for us; capture.py: streams that record graphs
   emulated.py   that, with the emulator as the device; emulated_graph.py: its streams and graphs;
                 emulated_order.py: what is ordered, emulated_host.py: page-locked memory
-  cuda.py       that, on cuda-python; its parts: cuda_api.py (versions, errors), cuda_memory.py, cuda_code.py,
-                cuda_order.py, cuda_graph.py, cuda_map.py
+  cuda.py       that, on cuda-python; its parts: cuda_api.py (versions, errors), cuda_context.py (calls),
+                cuda_memory.py, cuda_code.py, cuda_order.py, cuda_graph.py, cuda_map.py
   ptx_renderer.py  PTX for such devices
   note.py       what is known of a kernel in tinygrad's graph
   launch_text.py   what a launch has besides: comments at the head of PTX
-  device.py     one tinygrad device over the driver: DEV=EMU; its allocator.py, program.py, graph.py
+  device.py     one tinygrad device over the driver: DEV=EMU; its driven.py (what the others use of it),
+                allocator.py, program.py, graph.py
   edges.py      which nodes of a graph another follows, and which it may overlap
   cuda_device.py   the same over NVIDIA's driver (cuda.py): DEV=CUDA; nvrtc.py: its CUDA C
   l2.py         what launches keep in L2

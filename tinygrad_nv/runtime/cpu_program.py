@@ -18,7 +18,7 @@ from tinygrad_nv.runtime.cpu_pool import ALONE, HEAD, pool
 from tinygrad_nv.runtime.cpu_threads import threads as threads_to_use
 
 
-class Kernel(Protocol):
+class LoadableKernel(Protocol):
     """C, the name of its function, in how many parts it is called (`cpu.kernel.CPUKernel`)."""
     @property
     def name(self) -> str: ...
@@ -33,7 +33,7 @@ class Kernel(Protocol):
 @dataclass(frozen=True)
 class LoadedKernel:
     """A kernel in memory. `program` is tinygrad's, which keeps it there."""
-    kernel: Kernel
+    kernel: LoadableKernel
     program: Any
     device: str
 
@@ -52,7 +52,7 @@ class LoadedKernel:
             pool(1).run(rows, False)
 
 
-def load(kernel: Kernel, device: str = "CPU") -> LoadedKernel:
+def load(kernel: LoadableKernel, device: str = "CPU") -> LoadedKernel:
     """Compiles and loads a kernel. Raises `ToolchainError` with the compiler's words."""
     opened = Device[device]
     binary = opened.renderer.compiler.compile_cached(kernel.source)

@@ -12,7 +12,8 @@ Read in this order:
   walk.py        which tile a CTA makes; splits.py: how the sums of several CTAs of a tile meet
   epilogue.py    expressions in instructions (lanes.py: values of one or two elements; access.py: in memory)
   dropout.py     which weights of an attention are dropped: a counter-based generator
-  store.py       from sums to the result in memory (staging.py: by way of shared memory)
+  store.py       from sums to the result in memory, as store_plan.py has it (share.py: what a warp has of it;
+                 staging.py: by way of shared memory)
   templates/     one kernel family a file, written in these
   choose.py      which schedule a product gets: machine.py has GPUs' figures, work.py what a CTA does, cost.py
                  how long it takes, defaults.py where to begin, space.py what else there is, analytic.py

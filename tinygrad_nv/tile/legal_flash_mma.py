@@ -11,7 +11,7 @@ from tinygrad_nv.tile.flash_score import multiple
 from tinygrad_nv.tile.limits import MOST_GRID
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import GemmSpec, Operand, Result
-from tinygrad_nv.tile.store import StorePlan, store_plan
+from tinygrad_nv.tile.store_plan import StorePlan, store_plan
 from tinygrad_nv.tile.templates.flash_mma_copy import LEAST_BYTES
 
 BLOCKS_N = (16, 32, 64, 128)

@@ -6,7 +6,7 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.tile import limits
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec import FP8, GemmSpec, Operand
-from tinygrad_nv.tile.store import store_plan
+from tinygrad_nv.tile.store_plan import store_plan
 
 K_BYTES = (32, 64, 128, 256)
 MOST_SUMS = 192

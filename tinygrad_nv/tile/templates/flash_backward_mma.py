@@ -45,7 +45,8 @@ from tinygrad_nv.tile.legal_flash_backward_mma import (
     width,
 )
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.store import Cell, Store
+from tinygrad_nv.tile.share import Cell
+from tinygrad_nv.tile.store import Store
 from tinygrad_nv.tile.templates.flash_backward_add import QueryGradient
 from tinygrad_nv.tile.templates.flash_backward_rows import RowBlocks, RowRing, Walk
 from tinygrad_nv.tile.templates.flash_backward_score import TurnedScores, registers

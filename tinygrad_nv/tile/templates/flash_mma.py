@@ -35,7 +35,8 @@ from tinygrad_nv.tile.kernel import AttentionKernel
 from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.legal_flash_mma import held, padded, plan_of, require, stage_bytes, stored_as
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.store import Cell, Store
+from tinygrad_nv.tile.share import Cell
+from tinygrad_nv.tile.store import Store
 from tinygrad_nv.tile.templates.flash_mma_copy import ColumnRing, RowCopy
 from tinygrad_nv.tile.templates.flash_rest import clear, store_logs
 

@@ -27,9 +27,11 @@ from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.legality import require
 from tinygrad_nv.tile.ops import TileCopy, width_of
 from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.share import Cell
 from tinygrad_nv.tile.spec import GemmSpec, Operand
 from tinygrad_nv.tile.splits import Splits
-from tinygrad_nv.tile.store import Cell, Store, store_plan
+from tinygrad_nv.tile.store import Store
+from tinygrad_nv.tile.store_plan import store_plan
 from tinygrad_nv.tile.walk import Walk
 
 DEFAULT = Schedule()

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.kernel import MapArgument
-from tinygrad_nv.tile.store import Cell, Store, StorePlan, store_plan
+from tinygrad_nv.tile.share import Cell
+from tinygrad_nv.tile.store import Store
+from tinygrad_nv.tile.store_plan import StorePlan, store_plan
 from tinygrad_nv.tile.templates.wgmma_multiply import Sums
 from tinygrad_nv.tile.templates.wgmma_plan import WARPGROUP, Plan
 from tinygrad_nv.tile.templates.wgmma_walk import Corner
