@@ -27,8 +27,7 @@ LAYERS = ("errors table interrupt", "config", "cache", "toolchain", "ptx", "tile
           "registration", "tinygrad_nv", "cli")
 RANKS = {group: rank for rank, row in enumerate(LAYERS) for group in row.split()}
 # files that make a group without a folder of their own
-GROUPS = {"hook_*": "hooks", "replaced": "hooks", "levels*": "explain", "*_command": "cli", "doctor*": "cli",
-          "console": "cli", "__main__": "cli"}
+GROUPS = {"__main__": "cli"}
 
 # what a group may import of tinygrad; the others nothing
 EVERYTHING, NUMBERS = ("*",), ("tinygrad.dtype", "tinygrad.helpers")
@@ -39,8 +38,8 @@ TINYGRAD = {**dict.fromkeys(("hooks", "runtime", "patterns"), EVERYTHING),
                              "cli"), USERS)}
 # files that see more of it, and why
 INSIDE = {"tinygrad_nv/graphs/*": "a step is captured as TinyJit does it, with its schedule and buffers",
-          "tinygrad_nv/engine/runner_*": "steps are replayed, and inputs written, without a Tensor a step",
-          "tinygrad_nv/explain*": "explain() schedules as realize would, without running"}
+          "tinygrad_nv/engine/running/*": "steps are replayed, and inputs written, without a Tensor a step",
+          "tinygrad_nv/explain/*": "explain() schedules as realize would, without running"}
 # modules that `from tinygrad import` can name
 MODULES = ("codegen", "device", "engine", "helpers", "renderer", "runtime", "schedule", "tensor", "uop")
 
@@ -219,10 +218,11 @@ def test_a_circle_is_found(tmp_path: Path, back: str, kind: str, line: int):
     assert circles(planted(tmp_path, tile__b="")) == []
 
 
-@pytest.mark.parametrize("source", ["tile__a", "ptx__emulator__a", "hook_a", "levels_a", "kvcache__a"])
+@pytest.mark.parametrize("source", ["tile__a", "ptx__emulator__a", "hooks__a", "explain__a", "kvcache__a"])
 def test_an_arrow_upward_is_found(tmp_path: Path, source: str):
-    found = upward(planted(tmp_path, **{source: "\n\ndef f():\n    from tinygrad_nv.cli import b\n"}, cli=""))
-    place = f"tinygrad_nv/{source.replace('__', '/')}.py:4 (lazy) imports tinygrad_nv/cli/"
+    text = "\n\ndef f():\n    from tinygrad_nv.cli import b\n"
+    found = upward(planted(tmp_path, **{source: text}, cli__b=""))
+    place = f"tinygrad_nv/{source.replace('__', '/')}.py:4 (lazy) imports tinygrad_nv/cli/b.py"
     assert [one.partition(", but ")[0] for one in found] == [place]
     assert upward(planted(tmp_path, **{source: "from tinygrad_nv import errors\n"}, errors="")) == []
 
@@ -238,7 +238,7 @@ def test_groups_of_one_row_do_not_import_each_other(tmp_path: Path):
     ("kvcache__a", "from tinygrad import tensor\n", True),
     ("kvcache__a", "from tinygrad import Tensor\n", False),
     ("patterns__a", "from tinygrad import tensor\n", False),
-    ("engine__runner_a", "from tinygrad.uop.ops import UOp\n", False),
+    ("engine__running__a", "from tinygrad.uop.ops import UOp\n", False),
     ("engine__core", "from tinygrad.uop.ops import UOp\n", True)])
 def test_an_import_of_tinygrads_internals_is_found(tmp_path: Path, source: str, text: str, wrong: bool):
     found = [one.partition(" (")[0] for one in beyond(planted(tmp_path, **{source: text}))]
