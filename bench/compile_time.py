@@ -30,10 +30,10 @@ from measure import each, save, spread, table
 from triton.backends.nvidia.compiler import get_ptxas
 
 from tinygrad_nv.ptx.assemble import assemble, require_ptxas
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.gemm.choose import choose
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Mma, Wgmma
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 WANTED = 1 / 3
 FRESH = count(4096, 64)  # extents along K

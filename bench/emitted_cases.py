@@ -42,7 +42,7 @@ from tinygrad_nv.cpu.attention import flash as cpu_flash
 from tinygrad_nv.cpu.attention.backward import kernel as cpu_flash_backward
 from tinygrad_nv.cpu.decode import kernel as cpu_decode
 from tinygrad_nv.cpu.embedding import kernel as cpu_embedding
-from tinygrad_nv.cpu.gemm import choose as cpu_choose
+from tinygrad_nv.cpu.gemm import templates as cpu_gemm
 from tinygrad_nv.cpu.isa import AMX, AVX2, AVX512, AVX512_BF16, ISA, PORTABLE
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.cpu.kv_append import kernel as cpu_kv_append
@@ -53,7 +53,6 @@ from tinygrad_nv.cpu.sampling import count as cpu_count
 from tinygrad_nv.cpu.sampling import threshold as cpu_threshold
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.runtime.launch_text import Integer
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention import (
     backward_defaults as flash_backward_defaults,
@@ -77,7 +76,7 @@ from tinygrad_nv.tile.expression import (
     Load,
     Sum,
 )
-from tinygrad_nv.tile.gemm.choose import analytic
+from tinygrad_nv.tile.gemm.analytic import analytic
 from tinygrad_nv.tile.gemm.schedules import Gemv, Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.kernel import TileKernel
@@ -91,6 +90,7 @@ from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec
 from tinygrad_nv.tile.sampling.threshold import threshold
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 SMS = {"sm_80": 108, "sm_89": 142, "sm_90a": 132}
 A100, HOPPER, GPUS = ("sm_80",), ("sm_90a",), tuple(SMS)
@@ -177,7 +177,7 @@ def _on_cpu(case: Case, spec: Any, target: CPUMachine) -> Emitted:
 
 def _template(spec: Any) -> Any:
     return next(template for kind, template in (
-        (GemmSpec, cpu_choose), (AttentionSpec, cpu_flash), (BackwardSpec, cpu_flash_backward),
+        (GemmSpec, cpu_gemm), (AttentionSpec, cpu_flash), (BackwardSpec, cpu_flash_backward),
         (DecodeSpec, cpu_decode), (AppendSpec, cpu_kv_append), (NormSpec, cpu_norm),
         (EmbeddingSpec, cpu_embedding), (FilterSpec, cpu_threshold), (ChoiceSpec, cpu_choice),
         (CountSpec, cpu_count)) if isinstance(spec, kind))

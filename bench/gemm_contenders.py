@@ -18,10 +18,10 @@ from typing import Any
 
 from gpu_parts import NotMeasured, Options, Run, about, alone, contender
 
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.gemm.choose import choose
 from tinygrad_nv.tile.gemm.cost import predict
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 Buffers = Sequence[dict[str, Any]]
 TRITON_TILES = {"sm_90a": (("descriptors", (128, 256, 64), 8, 3), ("descriptors", (128, 128, 64), 8, 4),

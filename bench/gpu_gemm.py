@@ -22,12 +22,12 @@ from gpu_compare import spaced
 from gpu_parts import MOST_SETS, Column, NotMeasured, Options, Row, emulated, timing_part, workloads
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.expression import Sum, silu
 from tinygrad_nv.tile.gemm.choose import choose
 from tinygrad_nv.tile.gemm.cost import predict
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 LLAMA = {"8B": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
          "70B": {"qkv": (10240, 8192), "o": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)}}

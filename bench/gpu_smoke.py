@@ -18,10 +18,10 @@ from gpu_parts import Measure, NotMeasured, Options, Part, Row, register
 
 from tinygrad_nv.runtime.driver import Driver, Fill, Launch, Node, integer, pointer
 from tinygrad_nv.runtime.launch_text import map_spec
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.schedules import Wgmma
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 CTAS, LINKS = 8, 64
 # p[4 · CTA]: the value, CTAs of its cluster, its rank there, clusters of the grid

@@ -21,10 +21,10 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.assemble import Assembly, assemble
 from tinygrad_nv.ptx.sass import TENSOR, disassembled, functions, main_loop
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.gemm.schedules import Mma, RingSchedule, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 EXTENT = 4096
 DTYPES = {"bf16": dtypes.bfloat16, "f16": dtypes.float16, "e4m3": dtypes.fp8e4m3, "s8": dtypes.int8}

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from tinygrad_nv.cli import main
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile import database
 from tinygrad_nv.tile.database import Entry
 from tinygrad_nv.tile.gemm import tune
 from tinygrad_nv.tile.gemm.choose import choose
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.schedules import Mma
+from tinygrad_nv.tile.templates import TABLE
 
 WORDS = ["tune", "96", "80", "512", "--arch", "sm_80", "--beam", "1"]
 SPEC = dense(96, 80, 512)

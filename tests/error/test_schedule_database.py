@@ -10,7 +10,8 @@ import pytest
 
 from tinygrad_nv.tile import database
 from tinygrad_nv.tile.database import Entry, ScheduleWarning
-from tinygrad_nv.tile.gemm.choose import analytic, choose
+from tinygrad_nv.tile.gemm.analytic import analytic
+from tinygrad_nv.tile.gemm.choose import choose
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.schedules import Mma
 

@@ -8,9 +8,9 @@ import torch
 from gemm_case import arguments, product, run
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.gemm.choose import choose
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 pytestmark = pytest.mark.gpu
 TEMPLATES = sorted(generated.ARCHS)

@@ -48,7 +48,9 @@ from tinygrad_nv.hooks import threads as hook_threads
 from tinygrad_nv.patterns import program, target
 from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.runtime.driver import Driver
+from tinygrad_nv.runtime.note import Note, note_of
 from tinygrad_nv.runtime.observe import ranges
+from tinygrad_nv.table import aligned
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 
@@ -177,7 +179,7 @@ class Lowering:
         return found
 
     def __str__(self) -> str:
-        from tinygrad_nv.explain.levels import aligned, seconds
+        from tinygrad_nv.explain.levels import seconds
         head = ("kernel", "template", "device", "isa", "parts", "flops", "bytes", "predicted", "layer", "why")
         rows: list[tuple[str, ...]] = [head]
         numbers = {_identity(record): i for i, (record, _) in enumerate(self.distinct, 1)}
@@ -266,7 +268,7 @@ def explain(*tensors: Tensor) -> Lowering:
 
 
 def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[program.Miss]) -> KernelRecord:
-    note = program.note_of(call.src[0])
+    note = note_of(call.src[0])
     name, estimates = _counted(call, device)
     template, reason = _unlowered(call, misses) if note is None else (note.template, note.reason)
     values = {**var_vals, "_device_num": to_tuple(call.src[1].device).index(device)}
@@ -288,7 +290,7 @@ def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[progr
                         0 if machine is None else _parts(call.src[0]), taken, clusters)
 
 
-def _predicted(machine: CPUMachine, note: program.Note, flops: int, bytes: int) -> float | None:
+def _predicted(machine: CPUMachine, note: Note, flops: int, bytes: int) -> float | None:
     """How long a kernel on a CPU takes at best; None where that cannot be measured."""
     from tinygrad_nv.cpu.measure import rates
     from tinygrad_nv.explain.levels_cpu import predicted
@@ -341,7 +343,7 @@ def _counted(call: UOp, device: str) -> tuple[str, Estimates]:
     body = call.src[0]
     if body.op is Ops.SINK: return _of_generated(body, device)
     if body.op is Ops.PROGRAM:
-        known = program.estimates_of(body) if program.note_of(body) is not None else body.src[0].arg.estimates
+        known = program.estimates_of(body) if note_of(body) is not None else body.src[0].arg.estimates
         return body.src[0].arg.name, known or Estimates()
     return ansistrip(realize.get_call_name(call, get_call_arg_uops(call))), estimate_uop(call)
 

@@ -13,8 +13,7 @@ Protocol. Things are registered by name and removed by name:
     add_method(name, fn)                  fn(theirs, self, …) in the place of Tensor's method
     add_device(name, cls, preferred)      Device[name] opens cls(name); where `preferred()`, it is the default
                                           (and free_intermediates of a TinyJit frees views, too)
-    install_cpu()                         the CPU device compiles with what `toolchain` finds, has graphs,
-                                          and runs kernels on all cores
+    install_cpu(ours, graph)              attributes of the CPU device's module, and its graphs
     install_threads()                     threads have a cache on disk, a capture and the right to a device
                                           of their own, and lower one at a time
 
@@ -39,7 +38,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -327,11 +326,12 @@ def _call_name(call: UOp, *args: Any, **kwargs: Any) -> str:
 
 # **** the CPU device ****
 
-def install_cpu() -> None:
-    """Lets CPU devices opened from now on compile with what `toolchain.find_compiler` finds as they open;
-    while enabled, run the parts of a kernel on all cores, replay what a TinyJit captured through
-    `runtime.cpu_graph` and have large buffers in huge pages."""
-    hook_devices.install_cpu(enabled)
+def install_cpu(ours: Mapping[str, Callable[[Any, Callable[[], bool]], Any]],
+                graph: Callable[[], type]) -> None:
+    """Puts `ours` of what tinygrad has there, by names in its module of the CPU device, into that module, for
+    CPU devices opened from now on; their graphs are of the class that `graph()` gives while enabled. Each of
+    `ours` is also given `enabled`."""
+    hook_devices.install_cpu(ours, graph, enabled)
 
 
 # **** threads ****

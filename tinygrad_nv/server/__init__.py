@@ -5,7 +5,7 @@ Read in this order:
   fields.py       strict JSON, and fields read out of it with their types
   protocol.py     requests: JSON objects into typed ones (with structure.py: the form of answers, and
                   tools.py: tools, and calls in a model's text)
-  service.py      what endpoints share: one request's generation, its record
+  service.py      what endpoints share: one request's generation; record.py: what is told of it
   sse.py          streams, and clients that go away
   completions.py  POST /v1/completions
   chat.py         POST /v1/chat/completions

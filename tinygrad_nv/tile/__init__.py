@@ -6,7 +6,7 @@ families share is here. Read in this order:
 
   expression.py      what happens to a sum before it is stored
   schedule.py        how a spec is computed: the base of schedules (any_schedule.py: with the fields of all)
-  template.py        what a template is; ../templates.py: the one table of them
+  template.py        what a template is; templates.py: the one table of them
   kernel.py          a finished kernel: PTX and how it is launched
   layout.py          where elements lie in shared memory; wgmma_tiles.py: operands of wgmma there
   ops.py             how a CTA copies tiles to shared memory; fragments.py: how a warp reads them for mma.sync

@@ -5,7 +5,7 @@ kernel of the three. The one `Table`, templates.TABLE, finds them by schedule, b
 are modules that are imported when they are first asked for, and that import no writer of kernels (`later`).
 
     templates.py of a family:   TEMPLATES = (Template("wgmma", GemmSpec, Wgmma, …), …)
-    tinygrad_nv/templates.py:   TABLE = Table({("gpu", "gemm"): "tinygrad_nv.tile.gemm.templates", …})
+    tile/templates.py:          TABLE = Table({("gpu", "gemm"): "tinygrad_nv.tile.gemm.templates", …})
     to make a kernel:           TABLE.build(spec, Wgmma().block(128, 256), GPU("sm_90a", 132))
 """
 from __future__ import annotations

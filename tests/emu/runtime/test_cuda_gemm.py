@@ -14,10 +14,10 @@ from tinygrad_nv.errors import KernelError
 from tinygrad_nv.runtime.cuda.driver import CUDADriver
 from tinygrad_nv.runtime.driver import Fill, Launch, Work, pointer
 from tinygrad_nv.runtime.launch_text import map_spec
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Wgmma
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 M = 130
 W = Wgmma().block(128, 64).stages(3)

@@ -21,11 +21,11 @@ from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 from tinygrad_nv.runtime.emulated.graph import EmulatedGraph
 from tinygrad_nv.runtime.emulated.order import Done
 from tinygrad_nv.runtime.launch_text import source
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Mma, Wgmma
 from tinygrad_nv.tile.kernel import GemmKernel, MapArgument
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 BOX, COLUMNS, MOST = 8, 64, 40
 BOX_BYTES = 2 * BOX * COLUMNS

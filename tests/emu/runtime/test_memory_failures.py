@@ -13,10 +13,10 @@ from tinygrad_nv.errors import OutOfMemoryError
 from tinygrad_nv.graphs import GraphPool
 from tinygrad_nv.patterns.program import Output, gemm
 from tinygrad_nv.runtime.memory_pool import labelled
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.schedules import Mma
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 pytestmark = pytest.mark.usefixtures("frozen")
 

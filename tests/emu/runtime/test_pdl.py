@@ -24,11 +24,11 @@ from tinygrad_nv.runtime.driver import Fill, Launch, integer, pointer
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 from tinygrad_nv.runtime.launch_text import source
 from tinygrad_nv.runtime.program import NVProgram
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.expression import Load, Sum
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 MMA, WGMMA = Mma().block(32, 32).k(32), Wgmma().block(128, 64)
 WAIT, EARLY = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinygrad_nv.ptx.emulator.report import Site, Stats
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.gemm import work
 from tinygrad_nv.tile.gemm.choose import choose
 from tinygrad_nv.tile.gemm.cost import Model, predict
@@ -17,6 +16,7 @@ from tinygrad_nv.tile.gemm.schedules import Gemv, Mma, Wgmma
 from tinygrad_nv.tile.gemm.trial import Trial, counted
 from tinygrad_nv.tile.gpu import A100, H100, L40S, MACHINES, RTX4090, machine_for
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 W = Wgmma()
 COOPERATIVE, TURNS = W.block(128, 256), W.block(128, 128).stages(6).pingpong()

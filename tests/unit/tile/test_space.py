@@ -10,14 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinygrad_nv.templates import TABLE
+from tinygrad_nv.tile.gemm.analytic import TIE, analytic
 from tinygrad_nv.tile.gemm.candidates import space, starts
-from tinygrad_nv.tile.gemm.choose import TIE, analytic, choose, why_not
+from tinygrad_nv.tile.gemm.choose import choose, why_not
 from tinygrad_nv.tile.gemm.cost import Model
 from tinygrad_nv.tile.gemm.dense import MAJORS, dense
 from tinygrad_nv.tile.gemm.schedules import Mma
 from tinygrad_nv.tile.gpu import machine_for
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
 SPECS = (dense(4096, 4096, 4096), dense(512, 512, 16384), dense(1, 4096, 4096),

@@ -2,6 +2,7 @@
 
   dims.py              The dimensions of an attention, read off the indices of its operands
   dropout.py           Dropout of an attention's weights in plain tinygrad: the elements that kernels drop …
+  fitted.py            Positions found once for each node: values.py, without loading it where there are none
   fp8.py               Attention of q, k and v of 8 bits (e4m3) with scales, as a function known by name
   lower.py             FlashAttention to a kernel of ours, which writes l too
   lower_backward.py    FlashAttentionBackward to a kernel of ours

@@ -13,8 +13,9 @@ Read in this order:
 The interpreter is C because checks cost some hundred operations for each access: in NumPy, vectorised over
 a CTA, an instruction takes about 20 µs; here one of a warp takes about 0.05.
 """
-from tinygrad_nv.ptx.emulator.emulator import LATE, Buffer, Emulator, Trace
+from tinygrad_nv.ptx.emulator.emulator import LATE, Buffer, Emulator
 from tinygrad_nv.ptx.emulator.report import Finding, Report, Site, Stats
 from tinygrad_nv.ptx.emulator.tensormap import TensorMap
+from tinygrad_nv.ptx.emulator.trace import Trace
 
 __all__ = ["LATE", "Buffer", "Emulator", "Finding", "Report", "Site", "Stats", "TensorMap", "Trace"]

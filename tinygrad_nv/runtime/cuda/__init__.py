@@ -2,6 +2,7 @@
 
   api.py         NVIDIA's driver library through cuda.bindings: what is missing, which versions, what its …
   code.py        Modules, functions and launches of the CUDA driver
+  context.py     A GPU's primary context: calls of the driver in it, what they made, and its streams
   device.py      `DEV=CUDA`: a GPU as a device of tinygrad, through cuda-python
   driver.py      The driver interface for NVIDIA GPUs, on cuda.bindings
   graph.py       Graphs of the CUDA driver

@@ -27,13 +27,13 @@ from math import ceil, prod
 from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 
 from tinygrad_nv.ptx.gpcs import most_clusters
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.gemm import work
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
 from tinygrad_nv.tile.gemm.work import L2_BYTES_PER_CYCLE, Ending, Work
 from tinygrad_nv.tile.gpu import Machine, machine_for
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 if TYPE_CHECKING:
     from tinygrad_nv.ptx.emulator.report import Stats

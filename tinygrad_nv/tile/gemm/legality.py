@@ -11,12 +11,12 @@ from functools import lru_cache
 from typing import TypeVar
 
 from tinygrad_nv.errors import ScheduleError
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile import epilogue
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.limits import MOST, SMEM_BYTES
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 C = TypeVar("C", bound=GemmSchedule)
 Words = tuple[str, ...]

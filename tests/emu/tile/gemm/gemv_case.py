@@ -6,7 +6,6 @@ import torch
 from gemm_case import arguments, reference, run
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.gemm.cost import Model
 from tinygrad_nv.tile.gemm.gemv.defaults import candidates
 from tinygrad_nv.tile.gemm.gemv.plan import Plan
@@ -14,6 +13,7 @@ from tinygrad_nv.tile.gemm.schedules import Gemv
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gpu import machine_for
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 ARCHES = ["sm_80", "sm_89", "sm_90a"]
 DTYPES = [dtypes.bfloat16, dtypes.float16, dtypes.float32, dtypes.fp8e4m3, dtypes.fp8e5m2, dtypes.int8,

@@ -7,9 +7,9 @@ import torch
 from gemm_case import arguments, product, reference, run
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.gemm.schedules import Wgmma
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 SWAPPED = Wgmma().block(64, 16).warps(8).swapped()
 

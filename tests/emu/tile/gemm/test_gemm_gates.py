@@ -23,7 +23,6 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.ptx.assemble import Resources, assemble
 from tinygrad_nv.ptx.emulator.report import Stats
 from tinygrad_nv.ptx.sass import TENSOR, disassembled, functions
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm.candidates import starts
 from tinygrad_nv.tile.gemm.choose import choose
@@ -32,6 +31,7 @@ from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.limits import SMEM_BYTES
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 sys.path.insert(0, str(Path(__file__).parents[4] / "bench"))
 import sass_gemm

@@ -21,7 +21,6 @@ from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.expression import (
     Apply,
     Constant,
@@ -38,6 +37,7 @@ from tinygrad_nv.tile.expression import (
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Gemv, Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import BYTES, FP8, GemmSpec, Operand
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 F32, BF16, F16, S8 = dtypes.float32, dtypes.bfloat16, dtypes.float16, dtypes.int8
 DTYPES = (BF16, F16, S8, dtypes.uint8, F32, *FP8)

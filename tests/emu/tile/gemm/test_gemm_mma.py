@@ -12,12 +12,12 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.assemble import assemble
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.expression import Load, Sum, relu
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Mma
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 F16, BF16, F32 = dtypes.float16, dtypes.bfloat16, dtypes.float32
 SMALL = Mma().block(64, 64).k(32).warps(2, 2).stages(3)

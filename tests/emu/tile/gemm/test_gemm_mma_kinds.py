@@ -12,12 +12,12 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.assemble import assemble
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile import tile_scheduler as walk
 from tinygrad_nv.tile.expression import Load, Sum, relu, silu
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Mma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 F16, BF16, F32 = dtypes.float16, dtypes.bfloat16, dtypes.float32
 S8, U8, E4M3, E5M2 = dtypes.int8, dtypes.uint8, dtypes.fp8e4m3, dtypes.fp8e5m2

@@ -9,11 +9,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.expression import Expression, Load, Position, Sum, relu
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Wgmma
 from tinygrad_nv.tile.gemm.spec import BYTES, FP8, HALVES, GemmSpec, Operand
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 F32, S32 = dtypes.float32, dtypes.int32
 KINDS = [*HALVES, *HALVES, F32, *FP8, *BYTES]

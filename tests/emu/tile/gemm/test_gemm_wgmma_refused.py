@@ -9,10 +9,10 @@ from gemm_case import operand, product, result
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import ScheduleError
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 BF16, F32, E4M3, S8 = dtypes.bfloat16, dtypes.float32, dtypes.fp8e4m3, dtypes.int8
 W = Wgmma().block(128, 128)

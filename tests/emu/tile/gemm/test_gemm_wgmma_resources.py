@@ -10,11 +10,11 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.expression import Load, Sum, silu
 from tinygrad_nv.tile.gemm.schedules import Wgmma
 from tinygrad_nv.tile.gemm.wgmma.plan import REGISTERS
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 W = Wgmma()
 BF16, F16, F32, E4M3, S8 = dtypes.bfloat16, dtypes.float16, dtypes.float32, dtypes.fp8e4m3, dtypes.int8

@@ -8,11 +8,11 @@ from gemm_case import arguments, near, operand, product, reference, result, run
 from gemv_case import ARCHES, DTYPES, GEMV, best, check, exact, scheduled
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.expression import Constant, Load, Position, Sum
 from tinygrad_nv.tile.gemm.gemv.plan import Plan
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 
 @pytest.mark.parametrize("arch", ARCHES)

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinygrad.dtype import DType
 
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 FEW = st.integers(1, 3)
 

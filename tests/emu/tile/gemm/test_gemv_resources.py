@@ -12,7 +12,6 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.emulator.report import Stats
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.expression import Sum
 from tinygrad_nv.tile.gemm.gemv.plan import Plan
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
@@ -20,6 +19,7 @@ from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.limits import SMEM_BYTES
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 WEIGHTS = ".L1::no_allocate"
 KINDS = [dtypes.bfloat16, dtypes.float32, dtypes.fp8e4m3, dtypes.int8]

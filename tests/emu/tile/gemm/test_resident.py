@@ -14,12 +14,12 @@ from flash_backward_wgmma_case import CAUSAL, WIDE
 from gemm_case import product, reference
 
 from tinygrad_nv.ptx.emulator import Emulator
-from tinygrad_nv.templates import TABLE
 from tinygrad_nv.tile.attention.backward_mma.kernel import flash_backward_mma
 from tinygrad_nv.tile.attention.backward_wgmma.kernel import flash_backward_wgmma
 from tinygrad_nv.tile.gemm.schedules import Wgmma
 from tinygrad_nv.tile.kernel import BackwardKernel
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 STREAMED = Wgmma().block(128, 72).stages(3).streamed()
 STEPS = 2_000_000  # warp instructions, after which what locks up ends; the longest grid here has 0.2 million

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from tinygrad_nv.tile.fragments import STEP_BYTES
 from tinygrad_nv.tile.gemm.schedules import Mma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.store import StorePlan, StoreTile, store_plan
+from tinygrad_nv.tile.store_plan import StorePlan, StoreTile, store_plan
 
 
 @dataclass(frozen=True)

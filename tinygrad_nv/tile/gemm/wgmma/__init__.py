@@ -8,6 +8,6 @@
   main_loop.py       The consumers' main loop: wgmmas of a warpgroup's rows of A with all of B, stage after …
   plan.py            What follows from a spec and a schedule of `gemm_wgmma`: tiles, instructions, counts. …
   reduction.py       Sums of one tile from several CTAs: how they meet, always in the same order
-  store.py           What consumers do with the sums of a tile: hand them to tile/store.py as cells of 16 × 8
+  store.py           What consumers do with the sums of a tile: hand them to store.py as cells of 16 × 8
   tile_scheduler.py  Which tiles a CTA makes, and where they lie: persistent CTAs, tiles in grouped order
 """

@@ -14,7 +14,7 @@ from tinygrad_nv.ptx.gpcs import Clusters, most_clusters
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm.schedules import Wgmma
 from tinygrad_nv.tile.gemm.spec import FP8, GemmSpec, Operand
-from tinygrad_nv.tile.store import StorePlan, StoreTile, store_plan
+from tinygrad_nv.tile.store_plan import StorePlan, StoreTile, store_plan
 from tinygrad_nv.tile.wgmma_tiles import K_BYTES, OperandTile, natural_span, taken
 
 WARPGROUP = 128  # threads

@@ -1,0 +1,68 @@
+"""Which schedule the cost model likes best.
+
+Protocol: `analytic` is the best of the legal tiles of each template's defaults.py, then of their variants
+(stages, clusters, splits, stream-K, widths). It is a function of spec, architecture and number of SMs alone,
+the same in every process.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+from tinygrad_nv.tile.gemm.candidates import starts
+from tinygrad_nv.tile.gemm.cost import Model, Prediction
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule
+from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.gpu import machine_for
+from tinygrad_nv.tile.limits import SMEM_BYTES
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
+
+TIE = 1.02                          # predictions as near as this are the same
+KEPT = 4                            # tiles whose variants are looked at
+
+
+@functools.lru_cache(4096)
+def analytic(spec: GemmSpec, arch: str, sm_count: int = 0) -> GemmSchedule | None:
+    """The cost model's choice; of those it cannot tell apart, what the defaults have first."""
+    if arch not in SMEM_BYTES: return None
+    model, gpu, size = Model(spec, machine_for(arch, sm_count)), GPU(arch), spec.a.dtype.itemsize
+    sms = model.machine.sm_count
+    first = [s for s in starts(spec, gpu) if s.worthwhile(spec)]
+    kept = _tiles(_ranked([v for s in first for v in s.filling(spec, sms)], model), spec, gpu)
+    variants = [v for s in kept for ring in s.rings(arch, size) for v in ring.around(spec, sms)]
+    ranked = _ranked(variants, model)
+    if (best := _first_legal(ranked, spec, gpu)) is None: return None
+    others = [ring for s in best[0].beside(spec) for ring in s.rings(arch, size)]
+    if others:
+        ranked = sorted([*ranked, *_ranked(others, model)], key=_seconds)
+        best = _first_legal(ranked, spec, gpu) or best
+    ties = [pair for pair in ranked if pair[1].seconds <= TIE * best[1].seconds]
+    order = {s.key: i for i, s in enumerate(first)}  # tiles that it has not come after those that it has
+    best = _first_legal(sorted(ties, key=lambda pair: order.get(pair[0].key, len(order))), spec, gpu) or best
+    return best[0]
+
+
+def _tiles(ranked: Iterable[tuple[GemmSchedule, Prediction]], spec: GemmSpec, gpu: GPU) -> list[GemmSchedule]:
+    """The first few tiles that are legal, with however many stages, each once and by itself."""
+    made: dict[GemmSchedule, GemmSchedule] = {}
+    for s, _ in ranked:
+        if len(made) == KEPT: break
+        if (bare := s.bare) in made: continue
+        if any(not TABLE.problems(spec, ring, gpu) for ring in s.rings(gpu.arch, spec.a.dtype.itemsize)):
+            made[bare] = bare
+    return list(made)
+
+
+def _ranked(schedules: Iterable[GemmSchedule], model: Model) -> list[tuple[GemmSchedule, Prediction]]:
+    """The fastest first; as given where two are equal."""
+    predicted = [(s, model.predict(s)) for s in schedules]
+    return sorted(predicted, key=_seconds)
+
+
+def _seconds(pair: tuple[GemmSchedule, Prediction]) -> float: return pair[1].seconds
+
+
+def _first_legal(pairs: Iterable[tuple[GemmSchedule, Prediction]], spec: GemmSpec,
+                 gpu: GPU) -> tuple[GemmSchedule, Prediction] | None:
+    return next((pair for pair in pairs if not TABLE.problems(spec, pair[0], gpu)), None)
