@@ -1,0 +1,90 @@
+"""The table of templates: each row is what it says, nothing else knows templates by their names, and asking
+it loads no writer of kernels."""
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+
+import pytest
+
+import tinygrad_nv
+from tinygrad_nv.errors import ScheduleError
+from tinygrad_nv.tile.gemm.dense import dense
+from tinygrad_nv.tile.gemm.schedules import Gemv, Mma, Wgmma
+from tinygrad_nv.tile.template import GPU, Template
+from tinygrad_nv.tile.templates import TABLE
+
+PACKAGE = Path(tinygrad_nv.__file__).parent
+TEMPLATES = [(kind, template) for kind, family in TABLE.rows for template in TABLE.templates(kind, family)]
+NAMES = {template.name for _, template in TEMPLATES}
+
+
+@pytest.mark.parametrize(("kind", "template"), TEMPLATES, ids=str)
+def test_a_row_is_what_it_says(kind: str, template: Template):
+    schedule = template.schedule()
+    assert (schedule.kind, schedule.template) == (kind, template.name)
+    assert TABLE.of(schedule) is TABLE.named(kind, template.name) is template
+    assert TABLE.read(kind, schedule.to_json()) == schedule
+    assert str(schedule).split()[0] == template.name
+    with pytest.raises(FrozenInstanceError): setattr(schedule, fields(schedule)[0].name, 1)
+
+
+def test_no_two_templates_have_a_name():
+    assert len({(kind, template.name) for kind, template in TEMPLATES}) == len(TEMPLATES) >= 3
+
+
+def test_a_name_there_is_not():
+    with pytest.raises(ScheduleError, match="template 'fma'") as error: TABLE.named("gpu", "fma")
+    assert {"mma", "wgmma", "gemv"} <= set(error.value.expected.removeprefix("one of ").split(", "))
+
+
+def test_schedules_have_the_fields_of_their_template():
+    assert Mma() != Wgmma().k(32).stages(3).warps(2)
+    assert not hasattr(Mma(), "cluster_m")
+    assert not hasattr(Gemv(), "block_m")
+    assert not hasattr(Wgmma(), "warps_n")
+
+
+def test_the_candidates_of_a_template_are_its_own():
+    for arch in ("sm_80", "sm_89", "sm_90a"):
+        for spec in (dense(4, 4096, 4096), dense(4096, 4096, 4096)):
+            for template in TABLE.templates("gpu", "gemm"):
+                assert {type(s) for s in template.candidates(spec, GPU(arch))} <= {template.schedule}
+
+
+def test_asking_the_table_loads_no_kernel():
+    code = ("import sys\nfrom tinygrad_nv.tile.templates import TABLE\n"
+            "for row in TABLE.rows: TABLE.templates(*row)\n"
+            "print(*[m for m in sys.modules if m.startswith('tinygrad_nv.tile.gemm.') and m[-7:] == '.kernel'])")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"
+
+
+# **** names ****
+
+def compared(tree: ast.AST, names: set[str]) -> Iterator[int]:
+    """Lines that compare something with a name, or have a dict with one as a key."""
+    for node in ast.walk(tree):
+        asked: list[ast.expr | None] = []
+        if isinstance(node, ast.Compare): asked = [node.left, *node.comparators]
+        if isinstance(node, ast.Dict): asked = list(node.keys)
+        if isinstance(node, ast.MatchValue): asked = [node.value]
+        said = [leaf.value for one in asked if one is not None for leaf in ast.walk(one)
+                if isinstance(leaf, ast.Constant)]
+        if names & {value for value in said if isinstance(value, str)}: yield node.lineno
+
+
+@pytest.mark.parametrize("code", ["s.template == 'mma'", "s.template in ('mma', 'gemv')", "{'wgmma': 1}[s]",
+                                  "'gemv' != s", "match s:\n case 'mma': pass"])
+def test_a_comparison_is_seen(code: str):
+    assert list(compared(ast.parse(code), {"mma", "wgmma", "gemv"}))
+
+
+def test_nothing_compares_names_of_templates():
+    """Outside ptx/, where mma and wgmma are instructions."""
+    files = [file for file in PACKAGE.rglob("*.py") if file.relative_to(PACKAGE).parts[0] != "ptx"]
+    assert [f"{file}:{line}" for file in files for line in compared(ast.parse(file.read_text()), NAMES)] == []
