@@ -1,5 +1,5 @@
-"""The plugin points in tinygrad. This file and rewrites.py, devices.py, methods.py and threads.py are the only
-ones that change anything inside tinygrad; replaced.py undoes all of it.
+"""The plugin points in tinygrad. This file and rewrites.py, devices.py, methods.py and threads.py are the
+only ones that change anything inside tinygrad; replaced.py undoes all of it.
 
 Protocol. Hooks are registered by name and removed by name:
 
