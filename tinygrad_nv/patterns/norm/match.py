@@ -35,7 +35,7 @@ from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import building, program
 from tinygrad_nv.patterns.attention.fitted import fitted
 from tinygrad_nv.patterns.contraction import Dim, is_storage, merged
-from tinygrad_nv.patterns.epilogue import ELEMENTWISE, NODES, STORED, Epilogue, Unfused, number
+from tinygrad_nv.patterns.epilogue import ELEMENTWISE, NAMES, NODES, STORED, Epilogue, Unfused, number
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Target, target_of
@@ -47,11 +47,12 @@ from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.norm import plan as gpu
 from tinygrad_nv.tile.norm.plan import Plan
 from tinygrad_nv.tile.norm.spec import Computed, NormSpec, Statistic
+from tinygrad_nv.tile.operations import OPERATIONS
 
 TEMPLATE = "norm"
 MOST_NODES = 256        # between a result and memory
 MOST_STATISTICS = 4
-COSTLY = (Ops.EXP2, Ops.LOG2)
+COSTLY = tuple(op for op, name in NAMES.items() if OPERATIONS[name].series)
 # a row's results are made of its statistic by elements
 NEEDS = (*({Ops.REDUCE, op} for op in ELEMENTWISE), *({op} for op in COSTLY))
 VIEWS = (Ops.RESHAPE, Ops.PERMUTE, Ops.SHRINK, Ops.EXPAND)
