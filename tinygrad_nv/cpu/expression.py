@@ -3,8 +3,8 @@
 Protocol: lanes are elements side by side along n, of one row m. `statements` gives C that computes an
 expression for `W` of them and the name of the result, a `vf` for floats, else a `vi`; the caller stores it
 with store_{short(root.dtype)}, which rounds. Every node is rounded to its dtype, as expression.py says,
-except that float32 products and sums may be contracted. Integers of 8 and 16 bits wrap. `max` and `min`
-prefer a number to NaN.
+except that float32 products and sums may be contracted. Integers of 8 and 16 bits wrap. A NaN that
+comes first stays in `max` and `min`, as in tinygrad's C.
 """
 from __future__ import annotations
 

@@ -102,16 +102,17 @@ _ROWS = (
               ptx_integer="mul.lo.{kind}", ptx_bool="and.pred",
               c_float="{0} * {1}", c_integer="{0} * {1}", c_bool="{0} & {1}"),
 
-    # a number is preferred to NaN; the slope is that of the chosen argument, of equal ones the first
+    # PTX prefers a number to NaN, C keeps a NaN that comes first: both as tinygrad's own kernels. The slope
+    # is that of the chosen argument, of equal ones the first
     Operation("max", 2, _unless_nan(max), lambda y, a, b, da, db: (a < b).either(db, da),
               graph="MAX", exact=True,
               ptx_f32="max.f32", ptx_pair="max.{kind}x2", ptx_integer="max.{kind}", ptx_bool="or.pred",
-              c_float="pick({0} != {0}, {1}, max_({1}, {0}))", c_integer="pick_i({0} > {1}, {0}, {1})",
+              c_float="pick({0} < {1}, {1}, {0})", c_integer="pick_i({0} > {1}, {0}, {1})",
               c_unsigned=f"pick_i({_ORDER.format('>')}, {{0}}, {{1}})", c_bool="{0} | {1}"),
     Operation("min", 2, _unless_nan(min), lambda y, a, b, da, db: (b < a).either(db, da),
               exact=True,
               ptx_f32="min.f32", ptx_pair="min.{kind}x2", ptx_integer="min.{kind}", ptx_bool="and.pred",
-              c_float="pick({0} != {0}, {1}, min_({1}, {0}))", c_integer="pick_i({0} < {1}, {0}, {1})",
+              c_float="pick({1} < {0}, {1}, {0})", c_integer="pick_i({0} < {1}, {0}, {1})",
               c_unsigned=f"pick_i({_ORDER.format('<')}, {{0}}, {{1}})", c_bool="{0} & {1}"),
 
     Operation("reciprocal", 1, lambda x: 1 / x, lambda y, x, dx: (y * y * -1.0).times(dx),

@@ -257,7 +257,7 @@ def on_cpu(level: ISA) -> dict[Case, list[Number]]:
 
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 def test_c_computes_the_value(level: ISA):
-    """And where Python has none, what PTX has."""
+    """And where Python has none, what PTX has. A NaN that comes first stays in max and min."""
     made = on_cpu(level)
     for op in OPERATIONS:
         for case in of_cpu(op):
@@ -265,6 +265,9 @@ def test_c_computes_the_value(level: ISA):
             if None in want:
                 other, = on_gpu("sm_90a", [case], 1)
                 want = [y if x is None else x for x, y in zip(want, other, strict=True)]
+            if op in ("max", "min"):
+                pairs = zip(arguments(case), want, strict=True)
+                want = [args[0] if args[0] != args[0] else x for args, x in pairs]
             check(case, made[case], want, ulps=16)
 
 
