@@ -5,10 +5,10 @@ and wgmma share: of a cell, registers 2h and 2h + 1 are row g + 8h, columns 2q a
 q = lane % 4. A wgmma of m64nN gives N / 8 cells to each warp: cell j has registers 4j … 4j + 3, and warp p of
 the warpgroup begins 16 p rows further down.
 
-    plan = store_plan(spec, schedule)
+    plan = store_plan(stored, tile)                             # a `Stored`: GemmSpec.stored
     staging = k.shared("staging", plan.smem_bytes, align=1024) if plan.smem_bytes else None
     out_map = k.tensor_map("out_map") if plan.map else None     # with plan.map among the kernel's maps
-    store = Store(k, spec, plan, out, extras, rows, staging, out_map)
+    store = Store(k, stored, plan, out, extras, rows, staging, out_map)
     ...                                                         # once, or for every tile of a persistent CTA:
     cells = [Cell(16 * i, 8 * j, [sums[i][j]]) for i in … for j in …]
     store.tile(first_m, first_n, batch, cells)                  # the warp's first row and column, u32
@@ -18,8 +18,8 @@ the warpgroup begins 16 p rows further down.
 `out` and `extras` are the kernel's pointers, without offsets; `rows` is how many rows there are (u32);
 `batch` the indices of the matrix (u32). What lies outside the result is computed, never stored.
 
-The plan chooses one of three ways: a tensor map (wgmma schedules, rows aligned to 16 bytes), 16 bytes a
-thread from staged lines (mma schedules, the same), or each pair of elements by itself. `staging` is the
+The plan chooses one of three ways: a tensor map (warpgroups, rows aligned to 16 bytes), 16 bytes a thread
+from staged lines (warps, the same), or each pair of elements by itself. `staging` is the
 shared memory of the first two, at a multiple of 1024; it may be an address (u32) in memory that everybody has
 ceased to use. Without it, or without the map the plan asks for, elements are stored by themselves. In `tile`
 all warps of a warpgroup take part together (wgmma), or each warp for itself (mma); staging by warpgroups uses
@@ -30,16 +30,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tinygrad.dtype import dtypes
+from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Shared, Value
 from tinygrad_nv.tile.access import advanced, read, write
 from tinygrad_nv.tile.epilogue import Finish
 from tinygrad_nv.tile.expression import Load, short
-from tinygrad_nv.tile.gemm.spec import GemmSpec, Result
+from tinygrad_nv.tile.gemm.spec import Result, Stored
 from tinygrad_nv.tile.kernel import MapArgument
 from tinygrad_nv.tile.lanes import FP8, Lanes
-from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.staging import Panel, Staged, panel_of
 
 
@@ -60,41 +59,55 @@ class StorePlan:
         return f"{how}, panels of {self.panel.lines} x {self.panel.line_bytes} B"
 
 
-def store_plan(spec: GemmSpec, schedule: Schedule) -> StorePlan:
-    """The plan for a product and a schedule's tile."""
-    s, out = schedule, spec.out
-    columns = s.block_n // spec.parts
-    plan = StorePlan(spec.symbolic or spec.m % (s.block_m * s.cluster_m) != 0,
-                     spec.n % (columns * s.cluster_n) != 0)
-    if s.template == "gemv" or not out.major or out.operand("m").aligned_bytes < 16: return plan
-    if s.template == "wgmma": group, warps, rows = 4, 4 * s.consumers, 64
-    else: group, warps, rows, columns = 1, s.warps_m * s.warps_n, s.block_m // s.warps_m, columns // s.warps_n
-    panel = panel_of(out.major, rows, columns, group, out.dtype.itemsize)
+@dataclass(frozen=True)
+class StoreTile:
+    """How the sums of a CTA lie when they are stored. The result is covered by tiles of `rows` × `columns`, a
+    CTA's or those of a cluster together. A CTA has `groups` groups of `warps` warps; each group holds
+    `group_rows` × `group_columns`. A group is one warp, or the 4 of a warpgroup, which have 16 rows each and
+    store by TMA."""
+    rows: int
+    columns: int
+    groups: int
+    warps: int
+    group_rows: int
+    group_columns: int
+
+
+def warp_tile(rows: int, columns: int, warps_m: int, warps_n: int = 1) -> StoreTile:
+    """A CTA's tile whose warps store for themselves."""
+    return StoreTile(rows, columns, warps_m * warps_n, 1, rows // warps_m, columns // warps_n)
+
+
+def store_plan(stored: Stored, tile: StoreTile) -> StorePlan:
+    """The plan for a result and a CTA's tile."""
+    out = stored.out
+    plan = StorePlan(stored.symbolic or stored.m % tile.rows != 0, stored.n % tile.columns != 0)
+    if not out.major or out.operand("m").aligned_bytes < 16: return plan
+    panel = panel_of(out.major, tile.group_rows, tile.group_columns, tile.warps, out.dtype.itemsize)
     if panel is None: return plan
-    plan = replace(plan, panel=panel, smem_bytes=warps // group * 2 * panel.nbytes)
-    if group == 4: return with_map(plan, spec)
+    plan = replace(plan, panel=panel, smem_bytes=tile.groups * 2 * panel.nbytes)
+    if tile.warps == 4: return with_map(plan, stored)
     # lines end where a chunk of 16 bytes does
-    along, edges = (spec.n, plan.edges_n) if out.major == "N" else (spec.m, plan.edges_m)
-    partial = edges and (along * out.dtype.itemsize % 16 or (out.major == "M" and spec.symbolic))
+    along, edges = (stored.n, plan.edges_n) if out.major == "N" else (stored.m, plan.edges_m)
+    partial = edges and (along * out.dtype.itemsize % 16 or (out.major == "M" and stored.symbolic))
     return replace(plan, panel=None, smem_bytes=0) if partial else plan
 
 
-def with_map(plan: StorePlan, spec: GemmSpec) -> StorePlan:
+def with_map(plan: StorePlan, stored: Stored) -> StorePlan:
     """The plan with a tensor map of the result."""
-    out, panel, size = spec.out, plan.panel, spec.out.dtype.itemsize
+    out, panel, size = stored.out, plan.panel, stored.out.dtype.itemsize
     assert panel is not None
-    batch = tuple(i for i, extent in enumerate(spec.batch) if extent > 1)
-    extents, pitch = ((spec.n, spec.m), out.m) if out.major == "N" else ((spec.m, spec.n), out.n)
-    made = MapArgument(0, map_dtype(spec), (*extents, *(spec.batch[i] for i in batch)),
+    batch = tuple(i for i, extent in enumerate(stored.batch) if extent > 1)
+    extents, pitch = ((stored.n, stored.m), out.m) if out.major == "N" else ((stored.m, stored.n), out.n)
+    made = MapArgument(0, map_dtype(out.dtype), (*extents, *(stored.batch[i] for i in batch)),
                        (pitch * size, *(out.batch[i] * size for i in batch)),
                        (panel.span // size, panel.lines, *(1 for _ in batch)), f"{panel.span}B",
-                       out.offset * size, -1 if not spec.symbolic else int(out.major == "N"))
+                       out.offset * size, -1 if not stored.symbolic else int(out.major == "N"))
     return replace(plan, map=made, batch_dimensions=batch)
 
 
-def map_dtype(spec: GemmSpec) -> str:
-    """The result's dtype as tensor maps name it."""
-    dtype = spec.out.dtype
+def map_dtype(dtype: DType) -> str:
+    """A dtype as tensor maps name it."""
     if dtype in (*FP8, dtypes.int8, dtypes.bool): return "u8"
     return "u16" if dtype == dtypes.int16 else short(dtype)
 
@@ -111,7 +124,7 @@ class Cell:
 class Store:
     """Finishes sums and stores them; see the module."""
     k: Kernel
-    spec: GemmSpec
+    stored: Stored
     plan: StorePlan
     out: Value
     extras: Sequence[Value]
@@ -146,8 +159,8 @@ class Share:
 
     def __init__(self, store: Store, first_m: Value, first_n: Value, batch: Sequence[Value],
                  cells: Sequence[Cell]) -> None:
-        self.store, self.k, self.spec, self.batch = store, store.k, store.spec, batch
-        self.finish = Finish(store.k, store.spec.epilogue, self)
+        self.store, self.k, self.stored, self.batch = store, store.k, store.stored, batch
+        self.finish = Finish(store.k, store.stored.epilogue, self)
         lane = self.k.special("laneid")
         self.m0, self.n0 = first_m, first_n
         self.m, self.n = first_m + (lane >> 2), first_n + ((lane & 3) << 1)
@@ -170,7 +183,7 @@ class Share:
         row or column left out is not asked for."""
         plan = self.store.plan
         in_m = self.bounded(m, row, self.store.rows) if plan.edges_m and row is not None else None
-        in_n = self.bounded(n, column, self.spec.n) if plan.edges_n and column is not None else None
+        in_n = self.bounded(n, column, self.stored.n) if plan.edges_n and column is not None else None
         if in_m is None or in_n is None: return in_m if in_n is None else in_n
         key = (in_m.name, in_n.name)
         if key not in self.inside: self.inside[key] = in_m & in_n
@@ -182,7 +195,7 @@ class Share:
 
     def whole_pairs(self) -> bool:
         """Whether both elements of a pair are inside, or none."""
-        return not self.store.plan.edges_n or self.spec.n % 2 == 0
+        return not self.store.plan.edges_n or self.stored.n % 2 == 0
 
     # **** what an epilogue reads ****
 
@@ -220,7 +233,7 @@ class Share:
 
     def put(self, row: int, pair: int, value: Lanes) -> None:
         """Stores a pair."""
-        out, k, size = self.spec.out, self.k, self.spec.out.dtype.itemsize
+        out, k, size = self.stored.out, self.k, self.stored.out.dtype.itemsize
         if None not in self.bases: self.bases[None] = self.base_at(self.store.out, out, self.m, self.n)
         base, at = self.bases[None], (row * out.m + pair * out.n) * size
         aligned = out.n == 1 and not any(stride % 2 for stride in (out.m, out.offset, *out.batch))

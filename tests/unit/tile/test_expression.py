@@ -113,7 +113,8 @@ def test_expressions_for_a_reader():
 
 def test_sums_and_products_leave_out_what_changes_nothing():
     x, y, zero, two = Sum(), Load(0, dtypes.float32, 0, 1), Constant(0.0), Constant(2.0)
-    assert [x.plus(zero), zero.plus(x), x.minus(zero), x.times(Constant(1.0)), Constant(1.0).times(x)] == [x] * 5
+    one = Constant(1.0)
+    assert [x.plus(zero), zero.plus(x), x.minus(zero), x.times(one), one.times(x)] == [x] * 5
     assert x.times(zero) == zero.times(x) == zero
     assert zero.minus(x) == x * -1.0
     assert (two.plus(two), two.minus(two), two.times(two)) == (Constant(4.0), zero, Constant(4.0))

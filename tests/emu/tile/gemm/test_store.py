@@ -7,13 +7,12 @@ from itertools import product as every
 import pytest
 import torch
 from gemm_case import arguments, launched, product, reference, run
-from store_case import GROUPS, HALF, OUTS, SINGLE, SMALL, WARPS, exact, outer, spec_of
+from store_case import GROUPS, HALF, OUTS, SINGLE, SMALL, WARPS, exact, outer, planned, spec_of
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.tile.expression import Constant, Load, Sum
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.store import store_plan
 
 WAYS = [(WARPS, "sm_80"), (WARPS, "sm_90a"), (GROUPS, "sm_90a")]
 
@@ -34,7 +33,7 @@ def test_staged_results_of_every_dtype(out: DType, way: tuple[Schedule, str]):
     if out == dtypes.fp8e4m3 and arch == "sm_80": arch = "sm_89"
     for major, batch in every("NM", [(), (2, 1, 2)]):
         spec = spec_of(out, 128, 128, out_major=major, batch=batch)
-        assert store_plan(spec, schedule).panel is not None
+        assert planned(spec, schedule).panel is not None
         exact(spec, schedule, arch)
         made, values = outer(spec, schedule, arch), arguments(spec)
         stats = launched(made, spec, values, arch)[1].stats
@@ -91,7 +90,7 @@ def test_rows_that_are_known_at_launch():
 def test_what_rows_of_16_bytes_need():
     """Which way a result goes."""
     def way(schedule: Schedule = GROUPS, **more: object) -> str:
-        return str(store_plan(product(200, 136, 1, HALF, **more), schedule))  # type: ignore[arg-type]
+        return str(planned(product(200, 136, 1, HALF, **more), schedule))  # type: ignore[arg-type]
     assert way() == "TMA, panels of 64 x 128 B"
     assert way(WARPS) == "16 B a thread, panels of 16 x 128 B"
     assert way(gap=8) == "TMA, panels of 64 x 128 B"
@@ -102,8 +101,8 @@ def test_what_rows_of_16_bytes_need():
 
 def test_a_plan_without_its_memory_stores_elements():
     spec = spec_of(HALF, 128, 128)
-    assert store_plan(spec, WARPS).smem_bytes == 4 * 2 * 16 * 128
-    assert store_plan(spec, GROUPS).smem_bytes == 2 * 2 * 64 * 128
+    assert planned(spec, WARPS).smem_bytes == 4 * 2 * 16 * 128
+    assert planned(spec, GROUPS).smem_bytes == 2 * 2 * 64 * 128
     assert "st.shared" not in outer(spec, WARPS, "sm_80", staging=False).ptx
     values = arguments(spec)
     assert (run(outer(spec, WARPS, "sm_80", staging=False), spec, values) == reference(spec, values)).all()
