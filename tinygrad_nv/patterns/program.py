@@ -8,10 +8,10 @@ input, then one int for each variable, in these orders. It works in two places:
 * in a rewrite of hooks/, where they are BUFFERs of the schedule. Slots from 1 << 20 keep clear of those
   that tinygrad counts from 0 for copies, which would otherwise be the same UOp.
 
-What the compiler may not know but explain() must (`Note`) is part of the body, in its KernelInfo: the
-schedule keeps nothing else of a call. The PROGRAM has no ProgramInfo, so tinygrad derives one after it has
-put the caller's variables in place of the body's, and it has no BINARY unless one is given, so that tinygrad
-compiles it like any kernel: in parallel, once, cached. finalize.py does what that leaves undone.
+What the compiler may not know but explain() must (runtime/note.py) is part of the body, in its KernelInfo:
+the schedule keeps nothing else of a call. The PROGRAM has no ProgramInfo, so tinygrad derives one after it
+has put the caller's variables in place of the body's, and it has no BINARY unless one is given, so that
+tinygrad compiles it like any kernel: in parallel, once, cached. finalize.py does what that leaves undone.
 
 The stores and loads in the body's sink are never run. They say which arguments are written and read.
 """
@@ -20,14 +20,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tinygrad.dtype import AddrSpace, DType, dtypes
 from tinygrad.helpers import all_int, prod, to_tuple
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import (
-    KernelInfo,
     Ops,
     ParamArg,
     UOp,
@@ -40,6 +39,7 @@ from tinygrad_nv import hooks
 from tinygrad_nv.cpu.decode.kernel import CPUDecode
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.runtime.launch_text import Integer, source
+from tinygrad_nv.runtime.note import Note, ProgramKernel
 from tinygrad_nv.tile.kernel import AttentionKernel, DecodeKernel, GemmKernel, TileKernel
 
 FIRST_SLOT = 1 << 20
@@ -51,21 +51,6 @@ class Output:
     """A fresh output. A symbolic shape gets storage for its largest extent."""
     shape: tuple[sint, ...]
     dtype: DType
-
-
-@dataclass(frozen=True)
-class Note:
-    """What explain() tells of a kernel: whose it is, why it was chosen, what it computes and how."""
-    template: str
-    reason: str = ""
-    spec: Hashable = None
-    schedule: Hashable = None
-
-
-@dataclass(frozen=True)
-class ProgramKernel(KernelInfo):
-    """KernelInfo of a kernel of ours. Its Estimates are upper bounds until finalize.py makes them exact."""
-    note: Note | None = None
 
 
 def program(entry: str, text: str, device: str | tuple[str, ...], outputs: Sequence[Output | UOp],
@@ -306,12 +291,6 @@ def hearing() -> bool:
 
 
 # **** what a body says ****
-
-def note_of(body: UOp) -> Note | None:
-    """The note in a call's body, None if the kernel is not ours."""
-    if body.op is not Ops.PROGRAM: return None
-    return body.src[0].arg.note if isinstance(body.src[0].arg, ProgramKernel) else None
-
 
 def estimates_of(body: UOp) -> Estimates:
     """Operations and bytes of a kernel of ours in the variables its body has now."""

@@ -19,7 +19,9 @@ from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gemm.wgmma import store as wgmma
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.store import Cell, Store, StorePlan
+from tinygrad_nv.tile.share import Cell
+from tinygrad_nv.tile.store import Store
+from tinygrad_nv.tile.store_plan import StorePlan
 
 SMALL = Schedule().block(32, 32).warps(2, 2)
 WARPS = Schedule().block(64, 128).warps(2, 2)

@@ -2,6 +2,7 @@
 staged ones without a bank conflict and in full sectors."""
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product as every
 
 import pytest
@@ -10,8 +11,12 @@ from gemm_case import arguments, launched, product, reference, run
 from store_case import GROUPS, HALF, OUTS, SINGLE, SMALL, WARPS, exact, outer, planned, spec_of
 from tinygrad.dtype import DType, dtypes
 
+from tinygrad_nv.errors import SpecError
 from tinygrad_nv.ptx.assemble import assemble
+from tinygrad_nv.tile.attention.mma.legality import stored
+from tinygrad_nv.tile.attention.spec import AttentionSpec, Rows
 from tinygrad_nv.tile.expression import Constant, Load, Sum
+from tinygrad_nv.tile.gemm.spec import Result
 from tinygrad_nv.tile.schedule import Schedule
 
 WAYS = [(WARPS, "sm_80"), (WARPS, "sm_90a"), (GROUPS, "sm_90a")]
@@ -131,3 +136,14 @@ def test_instructions_of_a_panel():
     assert text.count("stmatrix.sync.aligned.m8n8.x4") == 4
     assert text.count("cp.async.bulk.tensor") == 1
     assert assemble(text, "sm_90a").kernels["outer"].spill_store_bytes == 0
+
+
+def test_results_whose_elements_overlap_are_refused():
+    spec = product(64, 32, 1, HALF)
+    with pytest.raises(SpecError, match=r"a result with strides \[1, 16\] of extents \[32, 64\]"):
+        replace(spec, out=replace(spec.out, m=16))
+    rows = Rows(HALF, 128, (128 * 48, 64, 0))   # two heads of 64 elements side by side
+    attention = AttentionSpec(48, 48, 64, 64, rows, rows, rows, rows, (1, 2, 1))
+    assert stored(attention).out == Result(HALF, 128, 1, rows.batch)
+    with pytest.raises(SpecError, match="elements that lie apart"):
+        stored(replace(attention, out=replace(rows, row=96)))
