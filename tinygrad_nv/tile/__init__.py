@@ -4,6 +4,7 @@ Each family is a folder: gemm/ attention/ decode/ norm/ sampling/ embedding/ kv_
 (what is computed), its schedules (how: legality, candidates, defaults, cost) and a folder for each
 template. What families share is here. Read in this order:
 
+  operations.py      element operations, a row each: value, slope, PTX and C
   expression.py      epilogues and scores as expressions
   schedule.py        `Schedule`: template, tiles, warps and stages
   kernel.py          a finished kernel: PTX and how it is launched

@@ -34,7 +34,7 @@ from tinygrad_nv.tile.attention.backward_mma.legality import (
     plan_of,
     require,
     stage_bytes,
-    stored_as,
+    stored,
     width,
 )
 from tinygrad_nv.tile.attention.backward_mma.ordered import Turns, flags_of, started
@@ -353,7 +353,7 @@ class _Writer:
         for pointer, where, d, sums in ((self.dv, self.spec.dv, one.d_v, self.sums_v),
                                         (self.dk, self.spec.dk, one.d, self.sums_k)):
             plan = plan_of(s, self.spec, where, d)
-            store = Store(k, stored_as(self.spec, where, d), plan, pointer, [], rows, start)
+            store = Store(k, stored(self.spec, where, d), plan, pointer, [], rows, start)
             cells = [Cell(16 * i, j // 2 * 16 * s.warps_n + j % 2 * 8, [cell])
                      for i, row in enumerate(sums) for j, cell in enumerate(row)]
             store.tile(self.first + self.key, self.across * 16, self.batch, cells)
