@@ -42,7 +42,7 @@ class Case:
     ulps: float = 32
     width: int = 0
     shapes: Callable[[int], tuple[tuple[int, ...], ...]] | None = None
-    half: float = 1e4   # the largest of random numbers in float16: asinh and acosh compute squares and sums that cancel
+    half: float = 1e4   # the largest number in float16: asinh and acosh compute squares, and sums that cancel
 
 
 def _same(names: str, owner: Any = torch, **how: Any) -> list[Case]:
