@@ -20,8 +20,8 @@ from importlib import resources
 from tinygrad.dtype import DType
 
 from tinygrad_nv.cpu.isa import ISA
-from tinygrad_nv.runtime.launch_text import Integer
 from tinygrad_nv.tile.expression import short
+from tinygrad_nv.tile.launch import Integer
 
 # what elements of a dtype are in C, where vector.h has functions for them
 C_TYPES = {"f32": "float", "bf16": "u16", "f16": "u16", "e4m3": "u8", "e5m2": "u8", "bool": "u8", "s8": "s8",

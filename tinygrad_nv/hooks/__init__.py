@@ -12,7 +12,8 @@ Protocol. Things are registered by name and removed by name:
     add_custom_function(name, execute, outs_ins)  runs CUSTOM_FUNCTION nodes called `name` or `name:anything`
     add_method(name, fn)                  fn(theirs, self, …) in the place of Tensor's method
     add_device(name, cls, preferred)      Device[name] opens cls(name); where `preferred()`, it is the default
-                                          (and free_intermediates of a TinyJit frees views, too)
+                                          (free_intermediates of a TinyJit frees views, too, and programs
+                                          get the `aux` of a kernel's KernelInfo with their TinyELF)
     install_cpu()                         the CPU device compiles with what `toolchain` finds, has graphs,
                                           and runs kernels on all cores
     install_threads()                     threads have a cache on disk, a capture and the right to a device

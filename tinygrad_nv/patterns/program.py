@@ -8,8 +8,9 @@ input, then one int for each variable, in these orders. It works in two places:
 * in a rewrite of hooks/, where they are BUFFERs of the schedule. Slots from 1 << 20 keep clear of those
   that tinygrad counts from 0 for copies, which would otherwise be the same UOp.
 
-What the compiler may not know but explain() must (`Note`) is part of the body, in its KernelInfo: the
-schedule keeps nothing else of a call. The PROGRAM has no ProgramInfo, so tinygrad derives one after it has
+How the kernel is launched, and what explain() tells of it, is part of the body, in its KernelInfo
+(runtime/note.py): the schedule keeps nothing else of a call. The compiler gets the text alone, so that
+launches of one text are compiled once. The PROGRAM has no ProgramInfo, so tinygrad derives one after it has
 put the caller's variables in place of the body's, and it has no BINARY unless one is given, so that tinygrad
 compiles it like any kernel: in parallel, once, cached. finalize.py does what that leaves undone.
 
@@ -20,14 +21,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tinygrad.dtype import AddrSpace, DType, dtypes
 from tinygrad.helpers import all_int, prod, to_tuple
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import (
-    KernelInfo,
     Ops,
     ParamArg,
     UOp,
@@ -39,8 +39,9 @@ from tinygrad.uop.ops import (
 from tinygrad_nv import hooks
 from tinygrad_nv.cpu.decode.kernel import CPUDecode
 from tinygrad_nv.cpu.kernel import CPUKernel
-from tinygrad_nv.runtime.launch_text import Integer, source
+from tinygrad_nv.runtime.note import Note, ProgramKernel
 from tinygrad_nv.tile.kernel import AttentionKernel, DecodeKernel, GemmKernel, TileKernel
+from tinygrad_nv.tile.launch import PLAIN, Integer, LaunchConfig
 
 FIRST_SLOT = 1 << 20
 _slots = itertools.count(FIRST_SLOT)
@@ -53,33 +54,20 @@ class Output:
     dtype: DType
 
 
-@dataclass(frozen=True)
-class Note:
-    """What explain() tells of a kernel: whose it is, why it was chosen, what it computes and how."""
-    template: str
-    reason: str = ""
-    spec: Hashable = None
-    schedule: Hashable = None
-
-
-@dataclass(frozen=True)
-class ProgramKernel(KernelInfo):
-    """KernelInfo of a kernel of ours. Its Estimates are upper bounds until finalize.py makes them exact."""
-    note: Note | None = None
-
-
 def program(entry: str, text: str, device: str | tuple[str, ...], outputs: Sequence[Output | UOp],
             inputs: Sequence[UOp], *, grid: tuple[sint, ...] = (), block: tuple[int, ...] = (),
             variables: Sequence[UOp] = (), flops: sint = 0, nbytes: sint | None = None,
             note: Note | None = None, binary: bytes | None = None,
-            tensor_level: bool | None = None, parts: int = 1) -> tuple[UOp, ...]:
+            tensor_level: bool | None = None, parts: int = 1,
+            launch: LaunchConfig = PLAIN) -> tuple[UOp, ...]:
     """Calls `entry` of `text` and returns its outputs, each a UOp of the shape that was asked for.
 
     An output given as a UOp is storage to write into, which the kernel may also read. `grid` and `block` are
     x, y, z. `variables` are bound variables at tensor level and ALU PARAMs in a rewrite; what `grid`, `flops`
     and `nbytes` depend on must be among them. `nbytes` is by default the size of all arguments. `binary` is
     the compiled source, if the device's compiler is not to make it. `tensor_level` is found out by default.
-    On the CPU a kernel of `parts` is called so many times, its last integer counting them.
+    On the CPU a kernel of `parts` is called so many times, its last integer counting them. On a GPU `launch`
+    is what it needs besides grid and block.
     """
     if tensor_level is None: tensor_level = not hooks.rewriting()
     stores = [storage(out, device, tensor_level) for out in outputs]
@@ -94,7 +82,8 @@ def program(entry: str, text: str, device: str | tuple[str, ...], outputs: Seque
     sink = UOp.sink(*renamed.values(), *core, *_dimensions("gidx", sizes), *_dimensions("lidx", block),
                     *(p.index(0).store(UOp.const(0, p.dtype)) for p in params[:len(stores)]),
                     *(p.index(0).load() for p, is_read in zip(params, read, strict=True) if is_read),
-                    ops, mem, arg=ProgramKernel(name=entry, estimates=_bound(ops, mem), note=note))
+                    ops, mem, arg=ProgramKernel(name=entry, estimates=_bound(ops, mem), note=note,
+                                                aux=launch))
     body = [sink, UOp(Ops.LINEAR, src=(*params, sink)), UOp(Ops.SOURCE, arg=text)]
     if binary is not None: body.append(UOp(Ops.BINARY, arg=binary))
     bound = [v for v in variables if v.is_bound_var]
@@ -153,14 +142,14 @@ def gemm(kernel: GemmKernel, device: str | tuple[str, ...], out: Output | UOp, i
          tensor_level: bool | None = None) -> UOp:
     """Calls a kernel of a template and returns its result. `inputs` are a, b and the epilogue's parameters;
     `m` is the variable that says how many rows there are, where the spec is symbolic. Workspace and flags are
-    outputs nobody reads; the device zeroes the flags before every launch, as the text of the kernel says."""
+    outputs nobody reads; the device zeroes the flags before every launch, as `kernel.launch` says."""
     outputs: list[Output | UOp] = [out]
     if kernel.workspace_bytes:
         outputs += [Output((-(-kernel.workspace_bytes // 4),), dtypes.float32),
                     Output((max(kernel.flags, 1),), dtypes.uint32)]
-    return program(kernel.name, source(kernel), device, outputs, inputs, grid=grid_of(kernel, m),
+    return program(kernel.name, kernel.ptx, device, outputs, inputs, grid=grid_of(kernel, m),
                    block=(kernel.threads, 1, 1), variables=[] if m is None else [m], flops=flops,
-                   nbytes=nbytes, note=note, tensor_level=tensor_level)[0]
+                   nbytes=nbytes, note=note, tensor_level=tensor_level, launch=kernel.launch)[0]
 
 
 def attention(kernel: AttentionKernel, device: str | tuple[str, ...], outputs: Sequence[Output | UOp],
@@ -171,10 +160,9 @@ def attention(kernel: AttentionKernel, device: str | tuple[str, ...], outputs: S
     `integers` are what the kernel takes then, computed at each launch from `variables`; `rows` is s_q, of
     which the grid depends."""
     many = rows.unbind_all()[0] if isinstance(rows, UOp) else None
-    return program(kernel.name, source(kernel, tuple(integers)), device, outputs, inputs,
-                   grid=grid_of(kernel, many),
+    return program(kernel.name, kernel.ptx, device, outputs, inputs, grid=grid_of(kernel, many),
                    block=(kernel.threads, 1, 1), variables=variables, flops=flops, nbytes=nbytes, note=note,
-                   tensor_level=tensor_level)
+                   tensor_level=tensor_level, launch=replace(kernel.launch, integers=tuple(integers)))
 
 
 def decode(kernels: DecodeKernel, device: str | tuple[str, ...], out: Output | UOp, inputs: Sequence[UOp], *,
@@ -189,10 +177,10 @@ def decode(kernels: DecodeKernel, device: str | tuple[str, ...], out: Output | U
     made: list[UOp] = []
     for each in kernels.kernels:
         if made: note = Note("combine", "adds up the splits of the kernel before")
-        made = list(program(each.name, source(each, tuple(integers)), device, made or outputs, inputs,
-                            grid=each.grid, block=(each.threads, 1, 1), variables=variables,
-                            flops=0 if made else flops, nbytes=kernels.workspace_bytes if made else nbytes,
-                            note=note, tensor_level=tensor_level))
+        made = list(program(each.name, each.ptx, device, made or outputs, inputs, grid=each.grid,
+                            block=(each.threads, 1, 1), variables=variables, flops=0 if made else flops,
+                            nbytes=kernels.workspace_bytes if made else nbytes, note=note,
+                            tensor_level=tensor_level, launch=replace(each.launch, integers=tuple(integers))))
     return made[0]
 
 
@@ -306,12 +294,6 @@ def hearing() -> bool:
 
 
 # **** what a body says ****
-
-def note_of(body: UOp) -> Note | None:
-    """The note in a call's body, None if the kernel is not ours."""
-    if body.op is not Ops.PROGRAM: return None
-    return body.src[0].arg.note if isinstance(body.src[0].arg, ProgramKernel) else None
-
 
 def estimates_of(body: UOp) -> Estimates:
     """Operations and bytes of a kernel of ours in the variables its body has now."""

@@ -6,7 +6,7 @@
   device.py        one tinygrad device over the driver: DEV=EMU; its allocator.py, program.py, graph.py
   edges.py         which nodes of a graph another follows, and which it may overlap
   renderers.py     which renderer a device has; ptx_renderer.py: PTX for such devices
-  launch_text.py   what a launch has besides: comments at the head of PTX
+  note.py          what tinygrad's graph has of a kernel besides its text: how it is launched, its note
   l2.py            what launches keep in L2
   memory_pool.py   who holds a device's memory, and the limit
   memory.py        bytes into device tensors without a second copy

@@ -6,7 +6,7 @@ families share is here. Read in this order:
 
   expression.py      what happens to a sum before it is stored
   schedule.py        `Schedule`: template, tiles, warps and stages
-  kernel.py          a finished kernel: PTX and how it is launched
+  kernel.py          a finished kernel: PTX and, by launch.py, how it is launched
   layout.py          where elements lie in shared memory; wgmma_tiles.py: operands of wgmma there
   ops.py             how a CTA copies tiles to shared memory; fragments.py: how a warp reads them for mma.sync
   pipeline.py        a ring of stages between a thread that starts copies of TMA and the warps that read

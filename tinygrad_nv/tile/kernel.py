@@ -15,22 +15,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tinygrad_nv.tile.launch import LaunchConfig, MapArgument, Zeroed
 
-@dataclass(frozen=True)
-class MapArgument:
-    """A tensor map over the buffer of pointer parameter `pointer`, innermost dimension first, to be made for
-    each launch: `dims` in elements, `strides` in bytes (without the innermost), `box` in elements. `dynamic`
-    is the dimension, -1 for none, whose extent is an integer argument of the launch: that number `integer`,
-    -1 for the last, which is a product's `m`."""
-    pointer: int
-    dtype: str
-    dims: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    swizzle: str = "128B"
-    offset_bytes: int = 0
-    dynamic: int = -1
-    integer: int = -1
+FLAGS = 2  # the pointer parameter of a matmul's flags: out, workspace, flags
 
 
 @dataclass(frozen=True)
@@ -54,12 +41,28 @@ class TileKernel:
         if not self.rows_of_cta: return self.grid
         return (-(-rows // self.rows_of_cta) * self.ctas_of_rows, *self.grid[1:])
 
+    @property
+    def zeroed(self) -> tuple[Zeroed, ...]:
+        """Memory that is zero before every launch."""
+        return ()
+
+    @property
+    def launch(self) -> LaunchConfig:
+        """How it is launched; its integers are the caller's to add."""
+        return LaunchConfig(self.dynamic_smem, self.cluster, self.pdl, self.zeroed, self.maps)
+
 
 @dataclass(frozen=True)
 class GemmKernel(TileKernel):
     """A kernel of a product. Its rows are a symbolic spec's `m`."""
     workspace_bytes: int = 0
     flags: int = 0
+
+    @property
+    def zeroed(self) -> tuple[Zeroed, ...]:
+        if not self.flags: return ()
+        assert self.workspace_bytes, "flags come after a workspace"
+        return (Zeroed(FLAGS, 4 * self.flags),)
 
 
 @dataclass(frozen=True)
@@ -72,11 +75,17 @@ class AttentionKernel(TileKernel):
 
 @dataclass(frozen=True)
 class BackwardKernel(TileKernel):
-    """A kernel of an attention's backward pass. Parameters in this order: dq, float32 [*batch, s_q, d], zero
-    before every launch; turns, u32, `flags` of them, zero before every launch, where that is not 0; dk; dv;
-    q; k; v; grad; l; delta; seed, two u32, of dropout; x0, x1, … of the score; u32 s_q, s_kv, start, those of
-    them that are symbolic; tensor maps. Its rows are s_kv."""
+    """A kernel of an attention's backward pass. Parameters in this order: dq, float32 [*batch, s_q, d],
+    `dq_bytes`, zero before every launch; turns, u32, `flags` of them, zero before every launch, where that is
+    not 0; dk; dv; q; k; v; grad; l; delta; seed, two u32, of dropout; x0, x1, … of the score; u32 s_q, s_kv,
+    start, those of them that are symbolic; tensor maps. Its rows are s_kv."""
+    dq_bytes: int = 0
     flags: int = 0
+
+    @property
+    def zeroed(self) -> tuple[Zeroed, ...]:
+        turns = (Zeroed(1, 4 * self.flags),) if self.flags else ()
+        return (Zeroed(0, self.dq_bytes), *turns)
 
 
 @dataclass(frozen=True)

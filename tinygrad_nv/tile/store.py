@@ -37,8 +37,8 @@ from tinygrad_nv.tile.access import advanced, read, write
 from tinygrad_nv.tile.epilogue import Finish
 from tinygrad_nv.tile.expression import Load, short
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Result
-from tinygrad_nv.tile.kernel import MapArgument
 from tinygrad_nv.tile.lanes import FP8, Lanes
+from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.staging import Panel, Staged, panel_of
 

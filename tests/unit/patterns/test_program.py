@@ -6,7 +6,8 @@ from tinygrad.dtype import dtypes
 from tinygrad.uop.ops import Ops
 
 from tinygrad_nv import Context, Device, GlobalCounters, Tensor, TinyJit, Variable, explain, function, hooks
-from tinygrad_nv.patterns.program import Note, Output, program
+from tinygrad_nv.patterns.program import Output, program
+from tinygrad_nv.runtime.note import Note
 
 ROWS = Variable("rows", 1, 16)
 SPLIT = """

@@ -32,7 +32,7 @@ from tinygrad_nv.patterns.attention.spec import widths
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.strides import Laid, copied, laid
 from tinygrad_nv.patterns.target import Machine, target_of
-from tinygrad_nv.runtime.launch_text import Zeroed, source
+from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.tile.attention.backward_defaults import default
 from tinygrad_nv.tile.attention.backward_mma.legality import dtype_problems
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
@@ -185,13 +185,12 @@ def _called(spec: BackwardSpec, schedule: Schedule | CPUSchedule, machine: Machi
     dq = program.Output((*one.batch, one.s_q, one.d), dtypes.float32)
     results = [program.Output((prod(one.batch[:2]) * one.s_kv * d,), rows.dtype)
                for rows, d in ((spec.dk, one.d), (spec.dv, one.d_v))]
-    note = program.Note(schedule.template, f"{spec}: {schedule}", spec, schedule)
+    note = Note(schedule.template, f"{spec}: {schedule}", spec, schedule)
     if isinstance(schedule, CPUSchedule):
         return program.on_cpu(cpu_kernel(spec, schedule), device, [dq, *results], inputs, flops=spec.flops,
                               note=note)
     assert isinstance(machine, Machine)
     made = kernel(spec, schedule, machine)
-    zeroed = [Zeroed(0, 4 * prod(dq.shape))] + [Zeroed(1, 4 * made.flags)] * bool(made.flags)
     turns = [program.Output((made.flags,), dtypes.uint32)] * bool(made.flags)
-    return program.program(made.name, source(made, zeroed=tuple(zeroed)), device, [dq, *turns, *results],
-                           inputs, grid=made.grid, block=(made.threads, 1, 1), flops=spec.flops, note=note)
+    return program.program(made.name, made.ptx, device, [dq, *turns, *results], inputs, grid=made.grid,
+                           block=(made.threads, 1, 1), flops=spec.flops, note=note, launch=made.launch)

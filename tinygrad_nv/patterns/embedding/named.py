@@ -24,7 +24,7 @@ from tinygrad_nv.patterns.index import largest
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.strides import laid
 from tinygrad_nv.patterns.target import Target, cpu_of, target_of
-from tinygrad_nv.runtime.launch_text import source
+from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
 from tinygrad_nv.tile.kernel import TileKernel
 
@@ -112,13 +112,13 @@ def _called(spec: EmbeddingSpec, machine: Target, out: program.Output, inputs: l
     variables = [] if rows is None else [rows]
     if isinstance(machine, CPUMachine):
         schedule = template.default(spec, machine)
-        note = program.Note(template.TEMPLATE, f"{spec}: {schedule}", spec, schedule)
+        note = Note(template.TEMPLATE, f"{spec}: {schedule}", spec, schedule)
         return program.on_cpu(cpu_kernel(spec, schedule), device, [out], inputs, variables=variables,
                               flops=flops, nbytes=moved, note=note)
     made = kernel(spec, machine.arch)
-    return program.program(made.name, source(made), device, [out], inputs, grid=program.grid_of(made, rows),
+    return program.program(made.name, made.ptx, device, [out], inputs, grid=program.grid_of(made, rows),
                            block=(made.threads, 1, 1), variables=variables, flops=flops, nbytes=moved,
-                           note=program.Note(template.TEMPLATE, str(spec), spec))
+                           launch=made.launch, note=Note(template.TEMPLATE, str(spec), spec))
 
 
 @functools.lru_cache(64)

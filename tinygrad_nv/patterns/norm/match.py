@@ -39,7 +39,7 @@ from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, larges
 from tinygrad_nv.patterns.positions import fitted
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Target, target_of
-from tinygrad_nv.runtime.launch_text import source
+from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, substituted, walk
 from tinygrad_nv.tile.gemm.spec import Result
@@ -379,11 +379,11 @@ def _called(match: Match, inputs: list[UOp]) -> UOp:
     flops = spec.flops // spec.m * m
     if isinstance(machine, CPUMachine):
         schedule = cpu.default(spec, machine)
-        note = program.Note(name, f"{spec}: {schedule}", spec, schedule)
+        note = Note(name, f"{spec}: {schedule}", spec, schedule)
         return program.on_cpu(cpu_kernel(spec, schedule), end.device, [out], inputs, variables=variables,
                               flops=flops, note=note)[0]
     made = kernel(spec, machine.arch)
     grid = program.grid_of(made, match.rows)
-    return program.program(made.name, source(made), end.device, [out], inputs, grid=grid,
-                           block=(made.threads, 1, 1), variables=variables, flops=flops,
-                           note=program.Note(name, f"{spec}: {Plan.of(spec)}", spec))[0]
+    return program.program(made.name, made.ptx, end.device, [out], inputs, grid=grid,
+                           block=(made.threads, 1, 1), variables=variables, flops=flops, launch=made.launch,
+                           note=Note(name, f"{spec}: {Plan.of(spec)}", spec))[0]

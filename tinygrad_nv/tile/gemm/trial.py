@@ -16,8 +16,7 @@ import numpy as np
 from tinygrad_nv.errors import KernelError
 from tinygrad_nv.ptx.emulator import Emulator, TensorMap
 from tinygrad_nv.ptx.emulator.report import Stats
-from tinygrad_nv.runtime.driver import Driver, Fill, Launch, integer, pointer
-from tinygrad_nv.runtime.launch_text import map_spec
+from tinygrad_nv.runtime.driver import Driver, Fill, Launch, integer, map_spec, pointer
 from tinygrad_nv.tile.expression import loads
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
 from tinygrad_nv.tile.gemm.templates import build

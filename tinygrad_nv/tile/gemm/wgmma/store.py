@@ -10,7 +10,7 @@ from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.gemm.wgmma.main_loop import Sums
 from tinygrad_nv.tile.gemm.wgmma.plan import WARPGROUP, Plan
 from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import Corner
-from tinygrad_nv.tile.kernel import MapArgument
+from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.store import Cell, Store, StorePlan, store_plan
 
 
