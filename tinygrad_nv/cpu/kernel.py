@@ -21,6 +21,7 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.tile.expression import short
+from tinygrad_nv.tile.kernel import Scratch
 from tinygrad_nv.tile.launch import Integer
 
 # what elements of a dtype are in C, where vector.h has functions for them
@@ -35,6 +36,16 @@ class CPUKernel:
     source: str
     parts: int = 1
     workspace_bytes: int = 0
+
+    @property
+    def kernels(self) -> tuple[CPUKernel, ...]:
+        """What a call runs."""
+        return (self,)
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        """The workspace, where there is one."""
+        return Scratch.floats(self.workspace_bytes)
 
 
 def c_type(dtype: DType) -> str:

@@ -13,18 +13,36 @@ All pointers are beginnings of buffers, aligned to 16 bytes; offsets are the ker
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
-from tinygrad_nv.tile.launch import LaunchConfig, MapArgument, Zeroed
+from tinygrad.dtype import DType, dtypes
+
+from tinygrad_nv.tile.launch import Integer, LaunchConfig, MapArgument, Zeroed
 
 FLAGS = 2  # the pointer parameter of a matmul's flags: out, workspace, flags
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Memory of a call that nothing reads afterwards: so many elements, as an output that comes at place `at`
+    among the outputs, or after the others."""
+    dtype: DType
+    count: int
+    at: int | None = None
+
+    @staticmethod
+    def floats(nbytes: int) -> tuple[Scratch, ...]:
+        """At least so many bytes of float32; nothing for none."""
+        return (Scratch(dtypes.float32, -(-nbytes // 4)),) if nbytes else ()
 
 
 @dataclass(frozen=True)
 class TileKernel:
     """What kernels of all templates have. `grid` is that of the most rows; where `rows_of_cta` is not 0, x is
     ceil(rows / rows_of_cta) times `ctas_of_rows` of a launch instead. With `pdl` it may be launched before
-    the kernel ahead of it has ended, for which it waits itself (griddepcontrol)."""
+    the kernel ahead of it has ended, for which it waits itself (griddepcontrol). `integers` are its integer
+    arguments where these are not the launch's variables."""
     name: str
     ptx: str
     grid: tuple[int, int, int]
@@ -35,6 +53,21 @@ class TileKernel:
     rows_of_cta: int = 0
     ctas_of_rows: int = 1
     pdl: bool = False
+    integers: tuple[Integer, ...] = ()
+
+    @property
+    def kernels(self) -> tuple[TileKernel, ...]:
+        """What a call launches."""
+        return (self,)
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        """What a call needs besides its arguments."""
+        return ()
+
+    def with_integers(self, integers: tuple[Integer, ...]) -> Self:
+        """The kernel with these integer arguments."""
+        return replace(self, integers=integers)
 
     def grid_for(self, rows: int) -> tuple[int, int, int]:
         """The grid of a launch with so many rows."""
@@ -48,8 +81,8 @@ class TileKernel:
 
     @property
     def launch(self) -> LaunchConfig:
-        """How it is launched; its integers are the caller's to add."""
-        return LaunchConfig(self.dynamic_smem, self.cluster, self.pdl, self.zeroed, self.maps)
+        """How it is launched."""
+        return LaunchConfig(self.dynamic_smem, self.cluster, self.pdl, self.zeroed, self.maps, self.integers)
 
 
 @dataclass(frozen=True)
@@ -57,6 +90,11 @@ class GemmKernel(TileKernel):
     """A kernel of a product. Its rows are a symbolic spec's `m`."""
     workspace_bytes: int = 0
     flags: int = 0
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        if not self.workspace_bytes: return ()
+        return (*Scratch.floats(self.workspace_bytes), Scratch(dtypes.uint32, max(self.flags, 1)))
 
     @property
     def zeroed(self) -> tuple[Zeroed, ...]:
@@ -83,6 +121,10 @@ class BackwardKernel(TileKernel):
     flags: int = 0
 
     @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        return (Scratch(dtypes.uint32, self.flags, at=1),) if self.flags else ()
+
+    @property
     def zeroed(self) -> tuple[Zeroed, ...]:
         turns = (Zeroed(1, 4 * self.flags),) if self.flags else ()
         return (Zeroed(0, self.dq_bytes), *turns)
@@ -96,3 +138,12 @@ class DecodeKernel:
     those of them that the spec has. Grids are those of the most requests and tokens: z counts requests."""
     kernels: tuple[AttentionKernel, ...]
     workspace_bytes: int = 0
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        """The workspace, where there is one."""
+        return Scratch.floats(self.workspace_bytes)
+
+    def with_integers(self, integers: tuple[Integer, ...]) -> DecodeKernel:
+        """The kernels with these integer arguments."""
+        return replace(self, kernels=tuple(each.with_integers(integers) for each in self.kernels))

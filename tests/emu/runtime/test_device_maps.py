@@ -13,7 +13,7 @@ from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat, graph_rewrite
 
 from tinygrad_nv import Device, Tensor, TinyJit, Variable, dtypes, function, hooks
 from tinygrad_nv.errors import DriverError, TensorMapError
-from tinygrad_nv.patterns.program import Output, gemm, program
+from tinygrad_nv.patterns.program import Output, called, program
 from tinygrad_nv.ptx.builder import Kernel
 from tinygrad_nv.ptx.emulator.footprint import Footprint
 from tinygrad_nv.runtime.driver import Fill, Launch
@@ -71,12 +71,18 @@ def halves(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float16)
 
 
+def gemm(kernel: GemmKernel, out: Output | UOp, inputs: list[UOp], m: Variable | None = None) -> UOp:
+    """A call of a kernel whose rows are the variable `m`, if any."""
+    more = {} if m is None else {"rows": m, "variables": [m]}
+    return called(kernel, "EMU", [out], inputs, **more)[0]
+
+
 def copied(x: Tensor, kernel: GemmKernel | None = None, m: Variable | None = None) -> Tensor:
-    return Tensor(gemm(kernel or copying(), "EMU", Output((MOST, COLUMNS), dtypes.half), [x.uop], m=m))
+    return Tensor(gemm(kernel or copying(), Output((MOST, COLUMNS), dtypes.half), [x.uop], m=m))
 
 
 def counted(x: Tensor, steps: int = 1) -> Tensor:
-    return Tensor(gemm(counting(steps), "EMU", Output((32,), dtypes.float), [x.uop]))
+    return Tensor(gemm(counting(steps), Output((32,), dtypes.float), [x.uop]))
 
 
 def cut(x: np.ndarray, rows: int) -> np.ndarray:
@@ -175,7 +181,7 @@ def test_replays_take_changed_extents():
 
 
 def test_extents_change_while_buffers_stay():
-    jit = TinyJit(lambda x, out, rows: (Tensor(gemm(copying(symbolic=True), "EMU", out.uop, [x.uop], m=rows))
+    jit = TinyJit(lambda x, out, rows: (Tensor(gemm(copying(symbolic=True), out.uop, [x.uop], m=rows))
                                         .realize(), (x + 1).contiguous().realize()))
     x, out = Tensor(halves(MOST, COLUMNS)).realize(), Tensor(halves(MOST, COLUMNS)).realize()
     for rows in (40, 3, 12, 25):
@@ -285,7 +291,7 @@ def small(rows: int, columns: int, seed: int) -> np.ndarray:
 def multiplied(x: Tensor, w: Tensor, schedule: Schedule, m: Variable | None = None) -> Tensor:
     """x @ w.T by a template; of the first m rows."""
     spec = dense(x.shape[0], w.shape[0], x.shape[1], "f16", symbolic=m is not None)
-    return Tensor(gemm(build(spec, schedule, "sm_90a"), "EMU", Output((spec.m, spec.n), dtypes.half),
+    return Tensor(gemm(build(spec, schedule, "sm_90a"), Output((spec.m, spec.n), dtypes.half),
                        [x.uop, w.uop], m=m))
 
 
@@ -311,7 +317,7 @@ def test_products_of_as_many_rows_as_a_variable_says(schedule: Schedule):
 
 def put_in(add: UOp) -> UOp | None:
     if add.src[1].base.op is not Ops.CONST or add.src[1].base.arg != 0.5 or add.shape != (32,): return None
-    return gemm(counting(), "EMU", Output((32,), dtypes.float), [add.src[0]])
+    return gemm(counting(), Output((32,), dtypes.float), [add.src[0]])
 
 
 pm_counting = PatternMatcher([(UPat(Ops.ADD, dtypes.float, name="add"), put_in)])

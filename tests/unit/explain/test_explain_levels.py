@@ -11,7 +11,7 @@ from tinygrad_nv import Tensor, dtypes, explain
 from tinygrad_nv.errors import RequestError, ScheduleError, ToolchainError
 from tinygrad_nv.explain import KernelRecord, Lowering, levels
 from tinygrad_nv.explain.levels import Product, show
-from tinygrad_nv.patterns.program import Output, gemm, program
+from tinygrad_nv.patterns.program import Output, called, program
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.schedule import Schedule
@@ -30,8 +30,8 @@ def multiplied(x: Tensor, w: Tensor, schedule: Schedule = MMA, reason: str = "x 
     """x @ w.T by a kernel of ours."""
     spec = dense(x.shape[0], w.shape[0], x.shape[1], "f16")
     kernel = Product(spec, schedule, "sm_90a", 132).kernel
-    return Tensor(gemm(kernel, "EMU", Output((spec.m, spec.n), dtypes.half), [x.uop, w.uop], flops=spec.flops,
-                       note=Note(f"gemm_{schedule.template}", reason, spec, schedule)))
+    return Tensor(called(kernel, "EMU", [Output((spec.m, spec.n), dtypes.half)], [x.uop, w.uop],
+                         flops=spec.flops, note=Note(f"gemm_{schedule.template}", reason, spec, schedule))[0])
 
 
 def halves(*shape: int) -> Tensor: return Tensor.ones(*shape, dtype=dtypes.half).contiguous().realize()

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tinygrad.dtype import dtypes
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 from attention_launch import submitted
@@ -18,7 +19,7 @@ from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 from tinygrad_nv.tile.gemm import trial
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.templates import build
-from tinygrad_nv.tile.kernel import BackwardKernel, GemmKernel
+from tinygrad_nv.tile.kernel import AttentionKernel, BackwardKernel, DecodeKernel, GemmKernel, Scratch
 from tinygrad_nv.tile.launch import Integer, LaunchConfig, MapArgument, Zeroed
 from tinygrad_nv.tile.schedule import Schedule
 
@@ -40,6 +41,27 @@ def test_the_launch_of_a_backward_pass():
     kernel = BackwardKernel("k", PTX, (1, 1, 1), 128, 512, dq_bytes=4096, flags=3)
     assert kernel.launch == LaunchConfig(512, zeroed=(Zeroed(0, 4096), Zeroed(1, 12)))
     assert replace(kernel, flags=0).launch == LaunchConfig(512, zeroed=(Zeroed(0, 4096),))
+
+
+def test_integers_are_part_of_a_launch():
+    """Of both kernels of a decode attention."""
+    one, integers = AttentionKernel("k", PTX, (1, 1, 1), 128), (Integer(16, (1, 0)),)
+    assert one.with_integers(integers).launch == LaunchConfig(integers=integers)
+    both = DecodeKernel((one, one), 1024).with_integers(integers)
+    assert {each.launch for each in both.kernels} == {LaunchConfig(integers=integers)}
+    assert both.workspace_bytes == 1024
+
+
+def test_what_a_call_needs_besides_its_arguments():
+    matmul = GemmKernel("k", PTX, (1, 1, 1), 128, workspace_bytes=1022, flags=16)
+    assert matmul.scratch == (Scratch(dtypes.float32, 256), Scratch(dtypes.uint32, 16))
+    assert replace(matmul, flags=0).scratch == (Scratch(dtypes.float32, 256), Scratch(dtypes.uint32, 1))
+    assert replace(matmul, workspace_bytes=0, flags=0).scratch == ()
+    backward = BackwardKernel("k", PTX, (1, 1, 1), 128, dq_bytes=4096, flags=3)
+    assert backward.scratch == (Scratch(dtypes.uint32, 3, at=1),)
+    assert replace(backward, flags=0).scratch == ()
+    assert DecodeKernel((), 8).scratch == (Scratch(dtypes.float32, 2),)
+    assert DecodeKernel(()).scratch == ()
 
 
 def test_what_a_reader_is_told():

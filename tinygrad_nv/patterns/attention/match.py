@@ -296,12 +296,13 @@ def call(spec: AttentionSpec, schedule: Schedule | CPUSchedule, machine: Target,
     device = inputs[0].device
     assert device is not None
     note = Note(schedule.template, f"{spec}: {schedule}", spec, schedule)
-    if isinstance(schedule, CPUSchedule):
-        return program.on_cpu(cpu_kernel(spec, schedule, integers), device, outputs, inputs,
-                              variables=variables, flops=flops, nbytes=nbytes, note=note)
-    assert isinstance(machine, Machine)
-    return program.attention(kernel(spec, schedule, machine), device, outputs, inputs, rows=rows,
-                             integers=integers, variables=variables, flops=flops, nbytes=nbytes, note=note)
+    made: AttentionKernel | CPUKernel
+    if isinstance(schedule, CPUSchedule): made = cpu_kernel(spec, schedule, integers)
+    else:
+        assert isinstance(machine, Machine)
+        made = kernel(spec, schedule, machine).with_integers(integers)
+    return program.called(made, device, outputs, inputs, rows=rows, variables=variables, flops=flops,
+                          nbytes=nbytes, note=note)
 
 
 def _called(match: Match, inputs: list[UOp]) -> UOp:

@@ -171,12 +171,13 @@ def call(one: Decode, machine: Target, device: str | tuple[str, ...], out: progr
     their launch are computed from `variables`; `words` are for the reader of the note."""
     spec, schedule = one.spec, one.schedule
     note = Note(schedule.template, f"{spec}: {schedule}" + words, spec, schedule)
-    if isinstance(schedule, CPUSchedule):
-        return program.decode_on_cpu(cpu_kernels(spec, schedule, one.integers), device, out, inputs,
-                                     variables=variables, flops=flops, nbytes=nbytes, note=note)
-    assert isinstance(machine, Machine)
-    return program.decode(kernels(spec, schedule, machine.arch), device, out, inputs, integers=one.integers,
-                          variables=variables, flops=flops, nbytes=nbytes, note=note)
+    made: DecodeKernel | cpu.CPUDecode
+    if isinstance(schedule, CPUSchedule): made = cpu_kernels(spec, schedule, one.integers)
+    else:
+        assert isinstance(machine, Machine)
+        made = kernels(spec, schedule, machine.arch).with_integers(one.integers)
+    return program.called(made, device, [out], inputs, variables=variables, flops=flops, nbytes=nbytes,
+                          note=note)[0]
 
 
 @functools.lru_cache(1024)

@@ -109,16 +109,14 @@ def _called(spec: EmbeddingSpec, machine: Target, out: program.Output, inputs: l
             rows: UOp | None, moved: sint, flops: int = 0) -> tuple[UOp, ...]:
     device = inputs[0].device
     assert device is not None
-    variables = [] if rows is None else [rows]
+    made: TileKernel | CPUKernel
     if isinstance(machine, CPUMachine):
         schedule = template.default(spec, machine)
+        made = cpu_kernel(spec, schedule)
         note = Note(template.TEMPLATE, f"{spec}: {schedule}", spec, schedule)
-        return program.on_cpu(cpu_kernel(spec, schedule), device, [out], inputs, variables=variables,
-                              flops=flops, nbytes=moved, note=note)
-    made = kernel(spec, machine.arch)
-    return program.program(made.name, made.ptx, device, [out], inputs, grid=program.grid_of(made, rows),
-                           block=(made.threads, 1, 1), variables=variables, flops=flops, nbytes=moved,
-                           launch=made.launch, note=Note(template.TEMPLATE, str(spec), spec))
+    else: made, note = kernel(spec, machine.arch), Note(template.TEMPLATE, str(spec), spec)
+    return program.called(made, device, [out], inputs, rows=0 if rows is None else rows,
+                          variables=[] if rows is None else [rows], flops=flops, nbytes=moved, note=note)
 
 
 @functools.lru_cache(64)
