@@ -42,7 +42,7 @@ from tinygrad_nv.cpu.attention import flash as cpu_flash
 from tinygrad_nv.cpu.attention.backward import kernel as cpu_flash_backward
 from tinygrad_nv.cpu.decode import kernel as cpu_decode
 from tinygrad_nv.cpu.embedding import kernel as cpu_embedding
-from tinygrad_nv.cpu.gemm import choose as cpu_choose
+from tinygrad_nv.cpu.gemm import templates as cpu_gemm
 from tinygrad_nv.cpu.isa import AMX, AVX2, AVX512, AVX512_BF16, ISA, PORTABLE
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.cpu.kv_append import kernel as cpu_kv_append
@@ -74,7 +74,7 @@ from tinygrad_nv.tile.expression import (
     Load,
     Sum,
 )
-from tinygrad_nv.tile.gemm.choose import analytic
+from tinygrad_nv.tile.gemm.analytic import analytic
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gemm.templates import build
 from tinygrad_nv.tile.kernel import TileKernel
@@ -173,7 +173,7 @@ def _on_cpu(case: Case, spec: Any, target: CPUMachine) -> Emitted:
 
 def _template(spec: Any) -> Any:
     return next(template for kind, template in (
-        (GemmSpec, cpu_choose), (AttentionSpec, cpu_flash), (BackwardSpec, cpu_flash_backward),
+        (GemmSpec, cpu_gemm), (AttentionSpec, cpu_flash), (BackwardSpec, cpu_flash_backward),
         (DecodeSpec, cpu_decode), (AppendSpec, cpu_kv_append), (NormSpec, cpu_norm),
         (EmbeddingSpec, cpu_embedding), (FilterSpec, cpu_threshold), (ChoiceSpec, cpu_choice),
         (CountSpec, cpu_count)) if isinstance(spec, kind))

@@ -15,22 +15,7 @@ from dataclasses import dataclass
 from tinygrad import Tensor
 
 from tinygrad_nv.functional import kv_append, paged_attention
-
-
-@dataclass(frozen=True)
-class Pages:
-    """A layer's keys and values: [P, page_size, H_kv, D] each, and float32 scales [P, H_kv] of those of 8
-    bits."""
-    keys: Tensor
-    values: Tensor
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class PagedCache:
-    """The pages of every layer."""
-    layers: tuple[Pages, ...]
+from tinygrad_nv.kvcache.store import Pages
 
 
 @dataclass(frozen=True)

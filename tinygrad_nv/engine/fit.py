@@ -14,11 +14,12 @@ from tinygrad import Device
 from tinygrad.dtype import DType
 
 from tinygrad_nv.engine.scheduling.batch import GROUP
+from tinygrad_nv.kvcache.store import CACHE
 from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.runtime.memory_pool import check_utilization
 from tinygrad_nv.runtime.observe.memory_report import human
 
-WEIGHTS, CACHE, ACTIVATIONS = "weights", "KV cache", "activations"  # labels
+WEIGHTS, ACTIVATIONS = "weights", "activations"  # labels
 LEAST_CONTEXT = 2   # a token of the prompt and one after it
 # what keys and values take where nobody says and nothing limits them: a CPU has them in memory as they are
 # written

@@ -1,19 +1,19 @@
 """Which kernel will run for what, and why: `explain(*tensors)`, without running anything.
 
 Protocol. `explain` schedules the tensors as `realize` would, on copies: the calls it makes return new graphs,
-and the map that would put buffers into the tensors is dropped. Both caches are left alone: the schedule cache
-because a hit would skip the rewrites, whose reports of near misses are wanted, and tinygrad's program cache
-because only names and counts of its kernels are wanted, for which its code generator runs as far as the last
-graph (nothing is rendered or compiled). Devices are opened, since generated code depends on them.
+and the map that would put buffers into the tensors is dropped. It leaves both caches alone: the schedule
+cache, because a hit would skip the rewrites and their near misses; and tinygrad's program cache, because only
+names and counts of its kernels are needed, for which its code generator runs as far as the last graph
+(nothing is rendered or compiled). Devices are opened, since generated code depends on them.
 
-One record is made for each call that `realize` would make: kernels, and copies too, as they take time and
-memory traffic. Operations and bytes are those tinygrad counts (GlobalCounters.global_ops and .global_mem
-after the run), with the values that variables are bound to. With BEAM set, the kernels of tinygrad that run
-may have other names.
+There is one record for each call that `realize` would make: kernels, and copies too, because they take time
+and memory traffic. Operations and bytes are those tinygrad counts (GlobalCounters.global_ops and .global_mem
+after the run), with the values that variables are bound to. With BEAM set, tinygrad's kernels that run may
+have other names.
 
-Kernels of ours have text, and products (those whose note holds a spec and a schedule) can be shown at
-several levels: `Lowering.show("tile")`, see levels.py and levels_cpu.py. Kernels of ours on a CPU have a
-predicted time, by what was measured of the machine (cpu/measure.py).
+Kernels of this package have text; matmuls (their note holds a spec and a schedule) can be shown at several
+levels: `Lowering.show("tile")`, see levels.py and levels_cpu.py. On a CPU, kernels of this package have a
+predicted time, from the measured rates of the machine (cpu/measure.py).
 """
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.runtime.note import Note, note_of
 from tinygrad_nv.runtime.observe import ranges
+from tinygrad_nv.table import aligned
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.launch import LaunchConfig
 from tinygrad_nv.tile.schedule import Schedule
@@ -181,7 +182,7 @@ class Lowering:
         return found
 
     def __str__(self) -> str:
-        from tinygrad_nv.explain.levels import aligned, seconds
+        from tinygrad_nv.explain.levels import seconds
         head = ("kernel", "template", "device", "isa", "parts", "flops", "bytes", "predicted", "layer", "why")
         rows: list[tuple[str, ...]] = [head]
         numbers = {_identity(record): i for i, (record, _) in enumerate(self.distinct, 1)}

@@ -1,28 +1,52 @@
-"""Pages of the host.
+"""Pages of a device and of the host beside it, and copies from one to the other.
 
-Protocol. Host pages are counted, shared and found as the device's are, and a full page may be in both: a copy
-is never made twice, and a page that came back goes again without one. Copies are `Move`s of the next batch,
-in the order in which they were asked for, so a page may be given on as soon as its copy is queued: who takes
-it queues, or computes, behind.
+Protocol. `Memories` is what the pool of both and the tables over it share. Host pages are counted, shared and
+found as the device's are, and a full page may be in both: a copy is never made twice, and a page that came
+back goes again without one. Copies are `Move`s of the next batch, in the order in which they were asked for,
+so a page may be given on as soon as its copy is queued: who takes it queues, or computes, behind.
 
     keep                what is about to be evicted goes to the host, if a page there can be had
     found               full pages by their keys, wherever they are, with a reference more
-    offload, restore    a table, all or nothing
+    offload, restore    a table's pages, all or nothing
 """
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from tinygrad_nv.engine.scheduling.batch import Where
-from tinygrad_nv.kvcache.pages import Pages
-
-if TYPE_CHECKING:
-    from tinygrad_nv.kvcache.pool import PagePool
-    from tinygrad_nv.kvcache.table import Table
+from tinygrad_nv.kvcache.pages import Move, Pages, Where
 
 
-def keep(pool: PagePool, page: int) -> None:
+class Memories:
+    """`pages` pages of `page_size` tokens, and `host_pages` of the host; what a batch must copy. `sharing`
+    and `window` as `PagePool` has them."""
+
+    def __init__(self, pages: int, page_size: int, host_pages: int, sharing: bool,
+                 window: int | None) -> None:
+        self.page_size, self.sharing, self.window = page_size, sharing, window
+        self.device, self.host = Pages(pages), Pages(host_pages)
+        self.batch = 0
+        self.moves: list[Move] = []
+        self.hits = self.queries = 0
+        self.moved = dict.fromkeys(Where, 0)
+
+    @property
+    def available(self) -> int:
+        """Pages that tables could still take: free ones, and cached ones without a reference."""
+        return len(self.device.free) + len(self.device.idle)
+
+    def take(self) -> int:
+        """A page of the device, with one reference. There must be one available."""
+        device = self.device
+        if self.host.total and not device.free: keep(self, next(iter(device.idle)))
+        return device.take(self.batch)
+
+    def move(self, where: Where, source: int, target: int) -> None:
+        """Has a page copied before the next batch."""
+        self.moves.append(Move(where, source, target))
+        self.moved[where] += 1
+
+
+def keep(pool: Memories, page: int) -> None:
     """A cached page of the device, which is about to be evicted, is in the host's cache afterwards, the last
     there to go, if any page of the host can be had."""
     host, key = pool.host, pool.device.keys[page]
@@ -32,7 +56,7 @@ def keep(pool: PagePool, page: int) -> None:
     elif host.available: host.drop((out(pool, page),))
 
 
-def out(pool: PagePool, page: int) -> int:
+def out(pool: Memories, page: int) -> int:
     """Copies a page of the device to one of the host, which has its key then and a reference."""
     key, made = pool.device.keys[page], pool.host.take(pool.batch)
     pool.move(Where.OUT, page, made)
@@ -40,7 +64,7 @@ def out(pool: PagePool, page: int) -> int:
     return made
 
 
-def back(pool: PagePool, page: int) -> int:
+def back(pool: Memories, page: int) -> int:
     """Copies a page of the host, which must have a reference, to one of the device, which has its key then
     and a reference."""
     key, made = pool.host.keys[page], pool.take()
@@ -49,7 +73,7 @@ def back(pool: PagePool, page: int) -> int:
     return made
 
 
-def found(pool: PagePool, keys: Sequence[bytes]) -> list[int]:
+def found(pool: Memories, keys: Sequence[bytes]) -> list[int]:
     """Pages of the device with these keys, with a reference more each; where pages of the host have them,
     copies. As many from the first on as there are pages for them."""
     made: list[int] = []
@@ -64,28 +88,24 @@ def found(pool: PagePool, keys: Sequence[bytes]) -> list[int]:
     return made
 
 
-def offload(table: Table) -> bool:
-    """As `Table.offload`."""
-    pool, pages = table.pool, table.held_pages
-    if not pages: return True
+def offload(pool: Memories, pages: Sequence[int]) -> list[int] | None:
+    """Moves pages of the device to the host: their numbers there. None, and nothing done, if there are too
+    few of the host."""
     there = _elsewhere(pool.device, pages, pool.host)
-    if there is None: return False
-    table.host_pages = [out(pool, page) if copy is None else copy
-                        for page, copy in zip(pages, there, strict=True)]
+    if there is None: return None
+    made = [out(pool, page) if copy is None else copy for page, copy in zip(pages, there, strict=True)]
     pool.device.drop(reversed(pages))
-    table.pages = []
-    return True
+    return made
 
 
-def restore(table: Table) -> bool:
-    """As `Table.restore`."""
-    pool, pages = table.pool, table.host_pages
+def restore(pool: Memories, pages: Sequence[int]) -> list[int] | None:
+    """Moves pages of the host back: their numbers on the device. None, and nothing done, if there are too
+    few."""
     there = _elsewhere(pool.host, pages, pool.device)
-    if there is None: return False
+    if there is None: return None
     made = [back(pool, page) if copy is None else copy for page, copy in zip(pages, there, strict=True)]
     pool.host.drop(reversed(pages))
-    table.pages, table.host_pages = [-1] * table.pruned + made, []
-    return True
+    return made
 
 
 def _elsewhere(here: Pages, pages: Sequence[int], other: Pages) -> list[int | None] | None:

@@ -17,6 +17,23 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Where(Enum):
+    """From where to where a page is copied."""
+    WITHIN = "within the device"    # copy on write
+    OUT = "to the host"             # offload
+    BACK = "from the host"
+
+
+@dataclass(frozen=True)
+class Move:
+    """A copy of a page, all layers: `source` and `target` are numbers of pages of the device or the host."""
+    where: Where
+    source: int
+    target: int
 
 
 class Pages:

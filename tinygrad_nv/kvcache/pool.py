@@ -1,12 +1,12 @@
 """The pages of a device, and of the host beside it: what sequences have, share and leave behind.
 
 Protocol. `open` gives a `Table` (table.py) for a sequence. Tables take, share and give back pages; nothing of
-it happens on a device. What must be copied there is collected as `Move`s (engine/scheduling/batch.py), which
-the next batch carries, in order: `take_moves`. Batches run in the order in which their moves were taken, each
-after all before it, so a page may be given on as soon as the last batch that needs it was launched, and a
-page's tokens may be found by others (`Table.advance`) as soon as the batch that writes them is certain to be
-the next one or was launched. Others of the same batch may find them too: a batch appends the keys and values
-of all its rows, layer by layer, before any row looks at them.
+it happens on a device. What must be copied there is collected as `Move`s (pages.py), which the next
+batch carries, in order: `take_moves`. Batches run in the order in which their moves were taken, each after
+all before it, so a page may be given on as soon as the last batch that needs it was launched, and a page's
+tokens may be found by others (`Table.advance`) as soon as the batch that writes them is certain to be the
+next one or was launched. Others of the same batch may find them too: a batch appends the keys and values of
+all its rows, layer by layer, before any row looks at them.
 
 Two sequences that fill equal pages at the same time keep one each; the second is found by nobody, and is free
 when its sequence is done. No block table changes under a step that runs, and the next sequence shares.
@@ -24,10 +24,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tinygrad_nv.engine.scheduling.batch import Move, Where
 from tinygrad_nv.errors import PageError
-from tinygrad_nv.kvcache import offload
-from tinygrad_nv.kvcache.pages import Pages
+from tinygrad_nv.kvcache.offload import Memories
+from tinygrad_nv.kvcache.pages import Move, Pages, Where
 from tinygrad_nv.kvcache.prefix import Prefix, root
 from tinygrad_nv.kvcache.table import Table
 
@@ -53,7 +52,7 @@ class PoolStats:
     restores: int
 
 
-class PagePool:
+class PagePool(Memories):
     """`pages` pages of `page_size` tokens, and `host_pages` of the host. `sharing`: full pages are found by
     later sequences with the same beginning. `window`: no row sees keys further back than so many, its own
     counted, so pages wholly behind it are given back. Raises `PageError`."""
@@ -65,18 +64,8 @@ class PagePool:
             if number is None and name == "window": continue
             if type(number) is not int or number < least:
                 raise PageError(f"a pool with {name}={number!r}", f"a whole number, at least {least}")
-        self.page_size, self.sharing, self.window = page_size, sharing, window
-        self.device, self.host = Pages(pages), Pages(host_pages)
-        self.batch = 0
-        self.moves: list[Move] = []
-        self.hits = self.queries = 0
-        self._moved = dict.fromkeys(Where, 0)
+        super().__init__(pages, page_size, host_pages, sharing, window)
         self._secret = os.urandom(16)
-
-    @property
-    def available(self) -> int:
-        """Pages that tables could still take: free ones, and cached ones without a reference."""
-        return len(self.device.free) + len(self.device.idle)
 
     def open(self, tokens: Sequence[int], salt: bytes = b"") -> Table:
         """A table that shares the longest run of cached pages with which `tokens` begin, but not the last
@@ -104,19 +93,6 @@ class PagePool:
                 if pages.since[page] >= batch: pages.forget(page)
         for table in tables: table.cut(batch)
 
-    # **** for tables ****
-
-    def take(self) -> int:
-        """A page of the device, with one reference. There must be one available."""
-        device = self.device
-        if self.host.total and not device.free: offload.keep(self, next(iter(device.idle)))
-        return device.take(self.batch)
-
-    def move(self, where: Where, source: int, target: int) -> None:
-        """Has a page copied before the next batch."""
-        self.moves.append(Move(where, source, target))
-        self._moved[where] += 1
-
     # **** what is to be seen ****
 
     def stats(self) -> PoolStats:
@@ -125,7 +101,7 @@ class PagePool:
             free, cached = len(pages.free), len(pages.idle)
             return pages.total, free, cached, pages.total - free - cached
         return PoolStats(*states(self.device), *states(self.host), self.hits, self.queries,
-                         self.device.evictions, *(self._moved[where] for where in Where))
+                         self.device.evictions, *(self.moved[where] for where in Where))
 
     def assert_conserved(self, tables: Iterable[Table]) -> None:
         """Asserts that each page is free, cached or in use, and that its references are those of `tables`,

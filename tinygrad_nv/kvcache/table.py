@@ -14,16 +14,12 @@ makes it be found no more.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from tinygrad_nv.engine.scheduling.batch import Where
 from tinygrad_nv.errors import PageError
 from tinygrad_nv.kvcache import offload
+from tinygrad_nv.kvcache.offload import Memories
+from tinygrad_nv.kvcache.pages import Pages, Where
 from tinygrad_nv.kvcache.prefix import Prefix
-
-if TYPE_CHECKING:
-    from tinygrad_nv.kvcache.pages import Pages
-    from tinygrad_nv.kvcache.pool import PagePool
 
 HOLE = -1
 
@@ -32,7 +28,7 @@ class Table:
     """A sequence's pages; `pool.open` makes one. Without pages (new, or after `release`) it may `share`."""
     __slots__ = ("computed", "host_pages", "pages", "pool", "prefix", "pruned", "size", "tail")
 
-    def __init__(self, pool: PagePool, prefix: Prefix) -> None:
+    def __init__(self, pool: Memories, prefix: Prefix) -> None:
         self.pool, self.prefix, self.size = pool, prefix, pool.page_size
         self.pages: list[int] = []
         self.computed = 0
@@ -224,8 +220,13 @@ class Table:
     def offload(self) -> bool:
         """Moves all pages to the host, reserved ones too; `pages` is empty then, and `computed` stays. False,
         and nothing done, if there are too few of the host."""
-        return offload.offload(self)
+        made = offload.offload(self.pool, self.held_pages)
+        if made: self.pages, self.host_pages = [], made
+        return made is not None
 
     def restore(self) -> bool:
         """Moves them back. False, and nothing done, if there are too few."""
-        return offload.restore(self)
+        made = offload.restore(self.pool, self.host_pages)
+        if made is None: return False
+        self.pages, self.host_pages = [HOLE] * self.pruned + made, []
+        return True

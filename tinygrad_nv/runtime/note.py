@@ -27,7 +27,7 @@ class Note:
 @dataclass(frozen=True)
 class ProgramKernel(KernelInfo):
     """KernelInfo of a kernel of ours, which is launched as `aux` says. Its Estimates are upper bounds until
-    finalize.py makes them exact."""
+    patterns/finalize.py makes them exact."""
     note: Note | None = None
     aux: LaunchConfig = PLAIN
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tinygrad.device import Program, TinyELF
 from tinygrad.helpers import suppress_finalizing
 
 from tinygrad_nv import config
 from tinygrad_nv.errors import DriverError
+from tinygrad_nv.runtime.driven import DrivenDevice
 from tinygrad_nv.runtime.driver import (
     Driver,
     Fill,
@@ -29,17 +30,14 @@ from tinygrad_nv.runtime.driver import (
 )
 from tinygrad_nv.tile.launch import LaunchConfig, MapArgument
 
-if TYPE_CHECKING:
-    from tinygrad_nv.runtime.device import NVDevice
-
 WAIT = b"griddepcontrol.wait"
 MAPS_KEPT = 512  # encoded tensor maps of a program: buffers come and go
 
 
-class NVProgram(Program["NVDevice"]):
+class NVProgram(Program[DrivenDevice]):
     """A kernel that is loaded, with what each of its launches has in common."""
 
-    def __init__(self, dev: NVDevice, obj: TinyELF) -> None:
+    def __init__(self, dev: DrivenDevice, obj: TinyELF) -> None:
         self.dev, self.name, self.profile_key = dev, obj.name, obj.profile_key
         self.module = dev.pool.relieved(lambda: dev.driver.load(obj.lib), f"kernel {obj.name}")
         self.function = self.module.function(obj.name)

@@ -2,7 +2,7 @@
 
 Protocol: `Service.run(...)` is one request's generation: it gives (choice, `Delta`) pairs of all prompts as
 they come, within the time limit, and closes the engine's iterators however it ends, which aborts what still
-runs. `Record` collects what the log line and the metrics tell of a request.
+runs.
 """
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.server.errors import APIError, explained
 from tinygrad_nv.server.limits import Limits
+from tinygrad_nv.server.record import Record
 
 if TYPE_CHECKING:
     from tinygrad_nv.engine.llm import Prompt
@@ -48,49 +49,6 @@ class Engine(Protocol):
                  priority: int = 0) -> AsyncIterator[Delta]: ...
     def stats(self) -> Any: ...
     async def stop(self, drain_s: float = 0.0) -> None: ...
-
-
-@dataclass
-class Answer:
-    """One choice of a request: when its first and its last token came, and how many there are."""
-    first: float
-    last: float
-    tokens: int
-
-
-@dataclass
-class Record:
-    """One request, for its log line and the metrics, with `params` and `choices` once the engine has it.
-    Times are of time.perf_counter."""
-    id: str
-    path: str = ""
-    begun: float = field(default_factory=time.perf_counter)
-    stream: bool = False
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    answers: dict[int, Answer] = field(default_factory=dict)
-    params: SamplingParams | None = None
-    choices: int = 0
-    reasons: list[str] = field(default_factory=list)
-    error: str | None = None
-
-    @property
-    def first(self) -> float | None:
-        """When the first token came."""
-        return min((answer.first for answer in self.answers.values()), default=None)
-
-    def seen(self, choice: int, delta: Delta) -> list[float]:
-        """Counts a delta; gives the seconds before each of its tokens, without the choice's first."""
-        now, count = time.perf_counter(), len(delta.tokens)
-        if delta.finish_reason: self.reasons.append(delta.finish_reason)
-        if not count: return []
-        self.output_tokens += count
-        if (answer := self.answers.get(choice)) is None:
-            self.answers[choice] = Answer(now, now, count)
-            return []
-        gap, answer.last, answer.tokens = (now - answer.last) / count, now, answer.tokens + count
-        return [gap] * count
 
 
 @dataclass

@@ -20,59 +20,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from tinygrad_nv.ptx.builder import Kernel, Place, Value
 from tinygrad_nv.tile.access import place, stored_form
 from tinygrad_nv.tile.expression import Load, loads
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Result
 from tinygrad_nv.tile.lanes import HALVES, Lanes
+from tinygrad_nv.tile.share import Share
+from tinygrad_nv.tile.store_plan import Panel, StorePlan
 
-if TYPE_CHECKING:
-    from tinygrad_nv.tile.store import Share, StorePlan
-
-SPANS = (128, 64, 32)
 Values = dict[tuple[int, int], Lanes]  # by row and column
 MASKS = {128: 7, 64: 3, 32: 1}
-
-
-@dataclass(frozen=True)
-class Panel:
-    """`lines` lines of `line_bytes` bytes along `major`; `group` warps share one."""
-    major: str
-    lines: int
-    line_bytes: int
-    group: int
-
-    @property
-    def span(self) -> int:
-        """The width of a column."""
-        return span_of(self.line_bytes)
-
-    @property
-    def nbytes(self) -> int: return self.lines * self.line_bytes
-
-    def extents(self, size: int) -> tuple[int, int]:
-        """Its rows and columns of the result."""
-        inner = self.line_bytes // size
-        return (self.lines, inner) if self.major == "N" else (inner, self.lines)
-
-
-def span_of(line_bytes: int) -> int:
-    """The widest swizzle that lines can have; 0 for none."""
-    return next((span for span in SPANS if line_bytes % span == 0), 0)
-
-
-def panel_of(major: str, rows: int, columns: int, group: int, size: int) -> Panel | None:
-    """The panel for a group whose tile has `rows` × `columns` elements of `size` bytes; None where its lines
-    are no multiples of 32 bytes. Of M-major ones a line has all rows of the group."""
-    if major == "N":
-        span = span_of(columns * size)
-        return Panel("N", 16 * group, span, group) if span else None
-    line = rows * size
-    lines = next((lines for lines in (64, 32, 16, 8) if columns % lines == 0
-                  and (lines * line <= 2048 * group or lines == 8)), 0)
-    return Panel("M", lines, line, group) if span_of(line) and lines else None
 
 
 @dataclass

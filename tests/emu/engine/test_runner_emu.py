@@ -13,7 +13,8 @@ from tinygrad_nv.models.rope import RopeConfig
 
 from tinygrad_nv import Tensor, dtypes
 from tinygrad_nv.engine.running.runner import Runner
-from tinygrad_nv.engine.scheduling.batch import Batch, Move, Sample, Where, Work
+from tinygrad_nv.engine.scheduling.batch import Batch, Sample, Work
+from tinygrad_nv.kvcache.pages import Move, Where
 from tinygrad_nv.runtime import driver
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver

@@ -23,8 +23,9 @@ from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.outputs import Chosen
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.scheduling.batch import Batch, Logprobs, Move, Sample, Sampled, Where, Work
+from tinygrad_nv.engine.scheduling.batch import Batch, Logprobs, Sample, Sampled, Work
 from tinygrad_nv.engine.scheduling.request import Asked, Request, computed_rows
+from tinygrad_nv.kvcache.pages import Move, Where
 from tinygrad_nv.kvcache.pool import PagePool
 
 VOCAB, POISON = 37, -1

@@ -12,7 +12,8 @@ from tinygrad_nv.models.rope import RopeConfig
 
 from tinygrad_nv import Tensor, dtypes
 from tinygrad_nv.engine.running.runner import Runner
-from tinygrad_nv.engine.scheduling.batch import GROUP, Batch, Move, Sample, Where, Work
+from tinygrad_nv.engine.scheduling.batch import GROUP, Batch, Sample, Work
+from tinygrad_nv.kvcache.pages import Move, Where
 from tinygrad_nv.runtime.memory import host_bytes
 
 SIZE, PAGES, LENGTH = 8, 64, 40     # tokens of a page, pages, tokens of a sequence

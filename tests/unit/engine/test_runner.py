@@ -14,8 +14,9 @@ from tinygrad_nv.models.llama import Llama
 from tinygrad_nv import Tensor, dtypes
 from tinygrad_nv.engine.running.inputs import STEPS, Shape
 from tinygrad_nv.engine.running.runner import RARE, Runner
-from tinygrad_nv.engine.scheduling.batch import GROUP, Batch, Move, Sample, Where, Work
+from tinygrad_nv.engine.scheduling.batch import GROUP, Batch, Sample, Work
 from tinygrad_nv.errors import RequestError
+from tinygrad_nv.kvcache.pages import Move, Where
 
 KINDS: dict[str, dict[str, Any]] = {
     "gqa": {}, "mqa tied": {"num_kv_heads": 1, "tied": True}, "windows": {"windows": (6, None)},

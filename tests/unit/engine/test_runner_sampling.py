@@ -10,8 +10,9 @@ from tinygrad_nv import Tensor, dtypes
 from tinygrad_nv.engine.running.inputs import Shape
 from tinygrad_nv.engine.running.runner import Runner
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.scheduling.batch import Batch, Move, Sample, Where, Work
+from tinygrad_nv.engine.scheduling.batch import Batch, Sample, Work
 from tinygrad_nv.errors import RequestError
+from tinygrad_nv.kvcache.pages import Move, Where
 
 PROMPT = (5, 17, 80, 33, 2)
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.scheduling.batch import Where
 from tinygrad_nv.engine.scheduling.request import Request
 from tinygrad_nv.engine.scheduling.scheduler import Plan
 from tinygrad_nv.errors import QueueFull
+from tinygrad_nv.kvcache.pages import Where
 
 LONG = [i % 37 for i in range(1, 201)]
 

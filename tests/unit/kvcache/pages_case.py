@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from tinygrad_nv.engine.scheduling.batch import Move, Where
+from tinygrad_nv.kvcache.pages import Move, Where
 from tinygrad_nv.kvcache.pool import PagePool
 from tinygrad_nv.kvcache.table import Table
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tinygrad_nv.engine.scheduling.batch import Move, Where
 from tinygrad_nv.errors import PageError
+from tinygrad_nv.kvcache.pages import Move, Where
 from tinygrad_nv.kvcache.pool import PagePool
 from tinygrad_nv.kvcache.table import Table
 

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pages_case import POOLS, Drive, driven
 
-from tinygrad_nv.engine.scheduling.batch import Where
 from tinygrad_nv.kvcache import offload
-from tinygrad_nv.kvcache.pages import Pages
+from tinygrad_nv.kvcache.pages import Pages, Where
 from tinygrad_nv.kvcache.pool import PagePool
 from tinygrad_nv.kvcache.prefix import Prefix
 from tinygrad_nv.kvcache.table import Table
@@ -160,11 +159,11 @@ def back_of_a_free_page(pool: PagePool, page: int) -> int:
     return made
 
 
-def restore_drops_before(table: Table) -> bool:
+def restore_drops_before(pool: PagePool, pages: list[int]) -> list[int] | None:
     """Pages of the host that are given back before they were copied."""
-    table.pool.host.drop(reversed(table.host_pages))
-    for page in table.host_pages: table.pool.host.idle.pop(page, None)
-    return RESTORE(table)
+    pool.host.drop(reversed(pages))
+    for page in pages: pool.host.idle.pop(page, None)
+    return RESTORE(pool, pages)
 
 
 def move_backwards(pool: PagePool, where: Where, source: int, target: int) -> None:

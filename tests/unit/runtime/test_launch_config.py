@@ -13,10 +13,9 @@ from attention_launch import submitted
 from gemm_launch import Launcher
 
 from tinygrad_nv.errors import DriverError
-from tinygrad_nv.runtime import program
+from tinygrad_nv.runtime import clock, program
 from tinygrad_nv.runtime.driver import TensorMapSpec
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
-from tinygrad_nv.tile.gemm import trial
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.templates import build
 from tinygrad_nv.tile.kernel import AttentionKernel, BackwardKernel, DecodeKernel, GemmKernel, Scratch
@@ -117,7 +116,7 @@ def test_whoever_launches_a_kernel_has_the_same_tensor_maps():
     users = asked(lambda: [program._encoded(gpu, m, at[m.pointer], 128) for m in kernel.maps])
     assert len(users) >= 2
     assert {each.l2_promotion for each in users} == {"128B"}
-    assert asked(lambda: trial.arguments(gpu, kernel, spec, at)) == users
+    assert asked(lambda: clock.arguments(gpu, kernel, spec, at)) == users
     memory = dict(zip(("out", "a", "b"), at, strict=True))
     assert asked(lambda: Launcher(gpu, kernel).bound(spec, memory)) == users
     assert asked(lambda: submitted(gpu, [kernel], at)) == users

@@ -122,7 +122,7 @@ def test_headers_beside_nvcc_where_pathfinder_knows_none(monkeypatch: pytest.Mon
 
 
 def test_the_ptx_of_a_kernel_that_waits_says_so():
-    """From which runtime/program.py knows that it may begin early."""
+    """By which runtime/program.py launches it with PDL."""
     waiting = KERNEL.replace("{ ", f"{{ {nvrtc.EARLY} ")
     assert WAIT in NVRTC("sm_90").compile(waiting)
     assert WAIT not in NVRTC("sm_90").compile(KERNEL)

@@ -2,7 +2,7 @@
 
 Protocol: `launch(batch)` returns at once with what will be `Sampled`. Batches run in the order of their
 launches, on a thread of the runner's own, the only one that touches tinygrad once a model is loaded: it
-writes a batch's words (inputs.py), puts the copies of pages before it (pages.py), and replays
+writes a batch's words (inputs.py), puts the copies of pages before it (kvcache/store.py), and replays
 the graph of its shape and that of the sampler. On a device with a driver all of that is queued, and another
 thread waits for the tokens: so the next batch may be launched before they are known. On a CPU the thread
 computes.
@@ -26,11 +26,12 @@ from tinygrad_nv.engine.fit import ACTIVATIONS, WEIGHTS
 from tinygrad_nv.engine.running.graphs import Captured
 from tinygrad_nv.engine.running.inputs import SAMPLER, STEPS, Field, Inbox, Layout, Shape, Tables, write
 from tinygrad_nv.engine.running.outputs import Outbox
-from tinygrad_nv.engine.running.pages import PageStore, calibrated, stored_dtype
+from tinygrad_nv.engine.running.pages import calibrated, stored_dtype
 from tinygrad_nv.engine.running.sampler import Slots, counted, next_tokens
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
 from tinygrad_nv.engine.scheduling.batch import GROUP, Batch, Sampled
 from tinygrad_nv.errors import RequestError
+from tinygrad_nv.kvcache.store import PageStore
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.paged import PagedPlace, Part
 from tinygrad_nv.runtime.memory_pool import labelled

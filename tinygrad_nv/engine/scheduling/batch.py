@@ -18,27 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
 
+from tinygrad_nv.kvcache.pages import Move
+
 GROUP = 8       # rows of a request that attention over pages takes at once
-
-
-class Where(Enum):
-    """From where to where a page is copied."""
-    WITHIN = "within the device"    # copy on write
-    OUT = "to the host"             # offload
-    BACK = "from the host"
-
-
-@dataclass(frozen=True)
-class Move:
-    """A copy of a page, all layers: `source` and `target` are numbers of pages of the device or the host."""
-    where: Where
-    source: int
-    target: int
 
 
 class Sample(NamedTuple):

@@ -26,9 +26,10 @@ from tinygrad.helpers import all_int
 from tinygrad.uop.ops import GroupOp, Ops, UOp
 
 from tinygrad_nv.patterns import program
+from tinygrad_nv.patterns.attention.fitted import fitted
 from tinygrad_nv.patterns.epilogue import ELEMENTWISE, NAMES, Epilogue, Unfused, number
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space
-from tinygrad_nv.patterns.positions import fitted, linear
+from tinygrad_nv.patterns.positions import linear
 from tinygrad_nv.patterns.rewriting import stored
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, walk
 

@@ -21,6 +21,7 @@ from tinygrad.uop.ops import Ops, UOp, sint
 
 from tinygrad_nv import config
 from tinygrad_nv.cpu.gemm import choose as cpu
+from tinygrad_nv.cpu.gemm.templates import build as build_on_cpu
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
@@ -199,7 +200,7 @@ def _schedule(spec: GemmSpec, machine: Machine | CPUMachine) -> Schedule | CPUSc
         if words := cpu.too_short(spec): raise NotOurs(words, final=True)
         if (found := cpu.product(spec, machine)) is not None: return found
         raise NotOurs(cpu.why_not(spec, machine))
-    if (schedule := choose(spec, machine.arch, machine.sm_count, machine.driver)) is not None: return schedule
+    if (schedule := choose(spec, machine.arch, machine.sm_count, machine.clock)) is not None: return schedule
     if spec.a.dtype == dtypes.float32 and not spec.tf32: raise NotOurs("float32 without ALLOW_TF32", True)
     raise NotOurs(why_not(spec, machine.arch))
 
@@ -257,7 +258,7 @@ def kernel(spec: GemmSpec, schedule: Schedule, machine: Machine) -> GemmKernel:
 @functools.lru_cache(1024)
 def cpu_kernel(spec: GemmSpec, schedule: CPUSchedule) -> CPUKernel:
     """The kernel of a product on a CPU."""
-    return cpu.build(spec, schedule)
+    return build_on_cpu(spec, schedule)
 
 
 def _called(match: Match, inputs: list[UOp]) -> UOp:

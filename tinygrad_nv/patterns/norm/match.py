@@ -33,10 +33,10 @@ from tinygrad_nv.cpu.norm import kernel as cpu
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import building, program
+from tinygrad_nv.patterns.attention.fitted import fitted
 from tinygrad_nv.patterns.contraction import Dim, is_storage, merged
 from tinygrad_nv.patterns.epilogue import ELEMENTWISE, NODES, STORED, Epilogue, Unfused, number
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
-from tinygrad_nv.patterns.positions import fitted
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Target, target_of
 from tinygrad_nv.runtime.note import Note

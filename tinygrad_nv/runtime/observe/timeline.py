@@ -35,7 +35,6 @@ from tinygrad.uop.ops import Ops, UOp, sym_infer
 
 from tinygrad_nv import hooks
 from tinygrad_nv.errors import DriverError, HookError, RequestError
-from tinygrad_nv.explain.levels import aligned
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Event, Launch, Work, integer
 from tinygrad_nv.runtime.note import note_of
@@ -44,6 +43,7 @@ from tinygrad_nv.runtime.observe.chrome import Kernel, trace
 from tinygrad_nv.runtime.observe.forecast import forecast, machine_of
 from tinygrad_nv.runtime.observe.telemetry import Samples, Telemetry
 from tinygrad_nv.runtime.program import NVProgram
+from tinygrad_nv.table import aligned
 
 NAME = "timeline"                   # of the hook: one at a time
 EMULATED = "times are of the emulation, not of a GPU"

@@ -19,7 +19,18 @@ from typing import Literal
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, Sum, parameters, short, show, walk
+from tinygrad_nv.tile.expression import (
+    Apply,
+    Expression,
+    Load,
+    Position,
+    Sum,
+    loads,
+    parameters,
+    short,
+    show,
+    walk,
+)
 
 HALVES = (dtypes.float16, dtypes.bfloat16)
 FP8 = (dtypes.fp8e4m3, dtypes.fp8e5m2)
@@ -196,3 +207,22 @@ def transposed(root: Expression) -> Expression:
         elif isinstance(node, Position) and node.axis == "n": made[node] = Position("m")
         else: made[node] = node
     return made[root]
+
+
+def sizes(spec: GemmSpec) -> list[int]:
+    """Bytes of the buffers that a kernel's pointers mean: out, a, b, x0, x1, …"""
+    def reach(offset: int, *axes: tuple[int, int]) -> int:
+        return offset + sum((extent - 1) * stride for extent, stride in axes) + 1
+    def batch(strides: tuple[int, ...]) -> list[tuple[int, int]]:
+        return [*zip(spec.batch, strides, strict=False)]
+    out, a, b = spec.out, spec.a, spec.b
+    made = [reach(out.offset, (spec.m, out.m), (spec.n, out.n), *batch(out.batch)) * out.dtype.itemsize,
+            reach(a.offset, (spec.m, a.mn), (spec.k, a.k), *batch(a.batch)) * a.dtype.itemsize,
+            reach(b.offset, (spec.n, b.mn), (spec.k, b.k), (spec.parts, spec.part), *batch(b.batch))
+            * b.dtype.itemsize]
+    extras = [0] * len(spec.parameters)
+    for load in loads(spec.epilogue):
+        nbytes = reach(load.offset, (spec.m, load.m), (spec.n, load.n), *batch(load.batch)) \
+            * load.dtype.itemsize
+        extras[load.parameter] = max(extras[load.parameter], nbytes)
+    return made + extras

@@ -17,7 +17,9 @@ from tinygrad_nv.tile.access import advanced, read
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.store import Cell, Store, store_plan
+from tinygrad_nv.tile.share import Cell
+from tinygrad_nv.tile.store import Store
+from tinygrad_nv.tile.store_plan import store_plan
 
 SMALL = Schedule().block(32, 32).warps(2, 2)
 WARPS = Schedule().block(64, 128).warps(2, 2)

@@ -13,7 +13,7 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.tile.expression import Constant, Load, Sum
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.store import store_plan
+from tinygrad_nv.tile.store_plan import store_plan
 
 WAYS = [(WARPS, "sm_80"), (WARPS, "sm_90a"), (GROUPS, "sm_90a")]
 

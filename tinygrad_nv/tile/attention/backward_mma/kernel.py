@@ -50,7 +50,8 @@ from tinygrad_nv.tile.kernel import BackwardKernel
 from tinygrad_nv.tile.lanes import HALVES
 from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.store import Cell, Store
+from tinygrad_nv.tile.share import Cell
+from tinygrad_nv.tile.store import Store
 
 Four = list[Value]  # registers of a fragment
 

@@ -14,10 +14,10 @@ from tinygrad_nv.tile.attention.score import multiple
 from tinygrad_nv.tile.attention.spec import EVERY, OPERANDS, AttentionSpec, Rows
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm import legality
-from tinygrad_nv.tile.gemm.legality import MOST_GRID
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
+from tinygrad_nv.tile.limits import MOST_GRID
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.store import StorePlan, store_plan
+from tinygrad_nv.tile.store_plan import StorePlan, store_plan
 
 TOLD_BYTES = 16     # of shared memory, for the number of a CTA
 BLOCKS = (16, 32, 64, 128)

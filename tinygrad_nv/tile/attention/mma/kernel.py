@@ -37,7 +37,8 @@ from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
 from tinygrad_nv.tile.kernel import AttentionKernel
 from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.store import Cell, Store
+from tinygrad_nv.tile.share import Cell
+from tinygrad_nv.tile.store import Store
 
 
 def flash_mma(spec: AttentionSpec, schedule: Schedule, arch: str = "sm_80") -> AttentionKernel:

@@ -29,7 +29,9 @@ from tinygrad_nv.tile.gemm.splits import Splits
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.ops import TileCopy, width_of
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.store import Cell, Store, store_plan
+from tinygrad_nv.tile.share import Cell
+from tinygrad_nv.tile.store import Store
+from tinygrad_nv.tile.store_plan import store_plan
 from tinygrad_nv.tile.tile_scheduler import Walk
 
 DEFAULT = Schedule()
