@@ -52,6 +52,7 @@ from tinygrad_nv.runtime.note import Note, note_of
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.table import aligned
 from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.launch import LaunchConfig
 from tinygrad_nv.tile.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -62,9 +63,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class KernelRecord:
     """One kernel or copy. `template` is None where the kernel is not ours, and `reason` says why. Of ours
-    there is `source`, the text, and on a GPU of ours `arch`, how many multiprocessors it has and for how many
-    `clusters` it has room; on a CPU `machine`, in how many `parts` it runs, and how long that takes at best.
-    `layer` is known while layers are tracked (runtime/observe/ranges.py)."""
+    there is `source`, the text, and on a GPU of ours `launch`, `arch`, how many multiprocessors it has and
+    for how many `clusters` it has room; on a CPU `machine`, in how many `parts` it runs, and how long that
+    takes at best. `layer` is known while layers are tracked (runtime/observe/ranges.py)."""
     name: str
     template: str | None
     reason: str
@@ -81,6 +82,7 @@ class KernelRecord:
     parts: int = field(default=0, compare=False)
     predicted_s: float | None = field(default=None, compare=False)
     clusters: Clusters = field(default=(), repr=False, compare=False)
+    launch: LaunchConfig | None = field(default=None, repr=False, compare=False)
 
     @property
     def product(self) -> Product | CPUProduct | None:
@@ -113,6 +115,7 @@ class KernelRecord:
                                "--level ptx, or run with DEV=CPU")
         if level == "spec": return str(self.spec)
         if level == "tile": return str(self.schedule)
+        if level == "ptx" and self.launch is not None: return self.launch.describe() + self.source.rstrip()
         if level in ("ptx", "c"): return self.source.rstrip()
         if self.arch: return levels.sass_of(self.source, self.name, self.arch)
         raise RequestError(f"SASS of {self.name} on {self.device}", "a kernel for an NVIDIA GPU",
@@ -247,7 +250,7 @@ def _told(kernel: KernelRecord) -> Hashable:
 
 def _identity(kernel: KernelRecord) -> Hashable:
     """What kernels have in common that differ in their buffers alone."""
-    return kernel.name, kernel.source, kernel.spec, kernel.schedule, kernel.arch
+    return kernel.name, kernel.source, kernel.launch, kernel.spec, kernel.schedule, kernel.arch
 
 
 def explain(*tensors: Tensor) -> Lowering:
@@ -287,7 +290,8 @@ def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[progr
     taken = None if machine is None else _predicted(machine, note, flops, bytes)
     return KernelRecord(name, template, reason, device, note.spec, note.schedule, flops, bytes,
                         call.src[0].src[2].arg, arch, sm_count, layer, machine,
-                        0 if machine is None else _parts(call.src[0]), taken, clusters)
+                        0 if machine is None else _parts(call.src[0]), taken, clusters,
+                        None if gpu is None else call.src[0].src[0].arg.aux)
 
 
 def _predicted(machine: CPUMachine, note: Note, flops: int, bytes: int) -> float | None:

@@ -12,7 +12,8 @@ Protocol. Hooks are registered by name and removed by name:
     add_custom_function(name, execute, outs_ins)  runs CUSTOM_FUNCTION nodes called `name` or `name:anything`
     add_method(name, fn)                  fn(theirs, self, …) replaces Tensor's method
     add_device(name, cls, preferred)      Device[name] opens cls(name); it is the default if `preferred()`
-                                          (and free_intermediates of a TinyJit frees views, too)
+                                          (free_intermediates of a TinyJit frees views, too, and programs
+                                          get the `aux` of a kernel's KernelInfo with their TinyELF)
     install_cpu(ours, graph)              replaces attributes of the CPU device's module, and gives it graphs
     install_threads()                     each thread has its own cache on disk, its own capture and the right
                                           to a device; one thread at a time lowers programs

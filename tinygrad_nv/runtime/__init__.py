@@ -7,7 +7,7 @@
                   graph.py
   edges.py        graph edges: which order anything, and which are programmatic (PDL)
   renderers.py    which renderer a device has; ptx_renderer.py: tinygrad's PTX for such devices
-  launch_text.py  launch settings as comments at the head of PTX
+  note.py         launch settings of a kernel and facts for explain(), in tinygrad's graph
   l2.py           L2 persistence
   memory_pool.py  allocations by label, and the limit
   memory.py       bytes into device tensors without a second copy

@@ -7,7 +7,7 @@ template. What families share is here. Read in this order:
   operations.py      element operations, a row each: value, slope, PTX and C
   expression.py      epilogues and scores as expressions
   schedule.py        `Schedule`: template, tiles, warps and stages
-  kernel.py          a finished kernel: PTX and how it is launched
+  kernel.py          a finished kernel: PTX and, by launch.py, how it is launched
   layout.py          tiles in shared memory, with swizzle; wgmma_tiles.py: operands of wgmma there
   ops.py             a CTA's copies to shared memory (cp.async); fragments.py: a warp's operands of mma.sync
   pipeline.py        the stages between a TMA producer and its consumers, with full and empty barriers

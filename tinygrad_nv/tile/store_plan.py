@@ -7,8 +7,8 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm.spec import Stored
-from tinygrad_nv.tile.kernel import MapArgument
 from tinygrad_nv.tile.lanes import FP8
+from tinygrad_nv.tile.launch import MapArgument
 
 SPANS = (128, 64, 32)
 

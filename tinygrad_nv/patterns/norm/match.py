@@ -39,7 +39,7 @@ from tinygrad_nv.patterns.epilogue import ELEMENTWISE, NAMES, NODES, STORED, Epi
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Target, target_of
-from tinygrad_nv.runtime.launch_text import source
+from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, substituted, walk
 from tinygrad_nv.tile.gemm.spec import Result
@@ -378,13 +378,10 @@ def _called(match: Match, inputs: list[UOp]) -> UOp:
     m: sint = spec.m if match.rows is None else match.rows
     out, variables = program.Output(end.shape, end.dtype), [] if match.rows is None else [match.rows]
     flops = spec.flops // spec.m * m
+    made: TileKernel | CPUKernel
     if isinstance(machine, CPUMachine):
         schedule = cpu.default(spec, machine)
-        note = program.Note(name, f"{spec}: {schedule}", spec, schedule)
-        return program.on_cpu(cpu_kernel(spec, schedule), end.device, [out], inputs, variables=variables,
-                              flops=flops, note=note)[0]
-    made = kernel(spec, machine.arch)
-    grid = program.grid_of(made, match.rows)
-    return program.program(made.name, source(made), end.device, [out], inputs, grid=grid,
-                           block=(made.threads, 1, 1), variables=variables, flops=flops,
-                           note=program.Note(name, f"{spec}: {Plan.of(spec)}", spec))[0]
+        made, note = cpu_kernel(spec, schedule), Note(name, f"{spec}: {schedule}", spec, schedule)
+    else: made, note = kernel(spec, machine.arch), Note(name, f"{spec}: {Plan.of(spec)}", spec)
+    return program.called(made, end.device, [out], inputs, rows=m, variables=variables, flops=flops,
+                          note=note)[0]

@@ -66,6 +66,7 @@ def flash_backward_mma(spec: BackwardSpec, schedule: Schedule, arch: str = "sm_8
     grid = (-(-one.s_kv // schedule.block_n), one.batch[1], one.batch[0])
     return BackwardKernel("flash_backward_mma", k.ptx(), grid, schedule.threads, k.dynamic_smem,
                           rows_of_cta=schedule.block_n if "s_kv" in one.symbolic else 0, pdl=k.hopper,
+                          dq_bytes=spec.dq_bytes,
                           flags=flags_of(one, schedule.block_m) if spec.deterministic else 0)
 
 

@@ -11,7 +11,7 @@ from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gemm.wgmma.main_loop import Sums
 from tinygrad_nv.tile.gemm.wgmma.plan import WARPGROUP, Plan
 from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import Corner
-from tinygrad_nv.tile.kernel import MapArgument
+from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.share import Cell
 from tinygrad_nv.tile.store import Store
