@@ -52,7 +52,6 @@ from tinygrad_nv.cpu.sampling import choice as cpu_choice
 from tinygrad_nv.cpu.sampling import count as cpu_count
 from tinygrad_nv.cpu.sampling import threshold as cpu_threshold
 from tinygrad_nv.cpu.schedule import CPUSchedule
-from tinygrad_nv.runtime.launch_text import Integer
 from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention import (
     backward_defaults as flash_backward_defaults,
@@ -82,6 +81,7 @@ from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.kv_append.kernel import kv_append
 from tinygrad_nv.tile.kv_append.spec import AppendSpec
+from tinygrad_nv.tile.launch import Integer
 from tinygrad_nv.tile.norm.kernel import norm
 from tinygrad_nv.tile.norm.spec import NormSpec
 from tinygrad_nv.tile.sampling.choice import choice, merged, pieces

@@ -1,8 +1,11 @@
 """`tinygrad-nv`: generate, chat, serve, bench, doctor, explain, ptx, tune.
 
 Protocol: text goes to stdout as it is made and nothing else does; progress, notes and errors go to stderr.
-A failure of ours prints its message and exits with 2, Ctrl-C ends with 130, a reader that went away ends
-quietly.
+An NVError prints its message and exits with 2 (or the error's own code), Ctrl-C exits with 130, a closed
+output ends the command quietly.
+
+bench.py, explain.py, serve.py and tune.py have the commands of their names, doctor.py and doctor_cpu.py
+`doctor`; `ptx` is ptx/command.py. console.py shows answers and progress.
 """
 from __future__ import annotations
 

@@ -22,7 +22,6 @@ from tinygrad_nv.errors import PTXError, RequestError
 from tinygrad_nv.ptx.assemble import Assembly, Resources, assemble, find_program
 from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
-from tinygrad_nv.runtime.launch_text import source
 from tinygrad_nv.table import aligned
 from tinygrad_nv.tile.expression import Apply, Expression, loads, short, walk
 from tinygrad_nv.tile.expression import show as written
@@ -287,8 +286,8 @@ def outline(ptx: str) -> list[str]:
 # **** ptx, sass ****
 
 def ptx_text(product: Product) -> str:
-    """The kernel as it is given to a device."""
-    return source(product.kernel)
+    """The kernel as it is given to a device, and how it is launched."""
+    return product.kernel.launch.describe() + product.kernel.ptx
 
 
 def sass_text(product: Product) -> str:

@@ -14,10 +14,10 @@ from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
 
-from tinygrad.device import Device, MultiBuffer
+from tinygrad.device import Device, MultiBuffer, TinyELF
 from tinygrad.engine import jit, realize
 from tinygrad.helpers import Context
-from tinygrad.uop.ops import buffers
+from tinygrad.uop.ops import UOp, buffers
 
 from tinygrad_nv import config
 from tinygrad_nv.errors import HookError, NVError
@@ -39,7 +39,9 @@ def add_device(name: str, cls: type, preferred: Callable[[], bool] | None = None
     add(_devices, "device", name, sys.modules.get(module.__name__))
     if preferred is not None: _preferred[name] = preferred
     if official(): Device.register(name, cls)
-    else: sys.modules[module.__name__] = module
+    else:
+        sys.modules[module.__name__] = module
+        replace(UOp, "to_elf", _with_aux(theirs(UOp, "to_elf")))
     type(Device).get_class.cache_clear()
     free = theirs(jit.CapturedJit, "free_intermediates")
     replace(jit.CapturedJit, "free_intermediates", _freeing_views(free))
@@ -49,7 +51,9 @@ def remove_device(name: str) -> None:
     """Undoes `add_device`. What was opened under the name is finalized; its buffers are of no use then."""
     before = remove(_devices, "device", name := name.upper())
     _preferred.pop(name, None)
-    if not _devices: put_back(jit.CapturedJit, "free_intermediates")
+    if not _devices:
+        put_back(jit.CapturedJit, "free_intermediates")
+        put_back(UOp, "to_elf")
     _close(name)
     if official(): Device.register(name, None)
     elif before is not None: sys.modules[_module_name(name)] = before
@@ -68,6 +72,16 @@ def _freeing_views(free: Callable[[jit.CapturedJit[Any]], None]) -> Callable[[ji
                 if view._base is None or view.device not in view._bufs or view._base.is_allocated(): continue
                 view.deallocate()
     return free_intermediates
+
+
+def _with_aux(to_elf: Callable[[UOp], TinyELF]) -> Callable[[UOp], TinyELF]:
+    """tinygrad's to_elf, whose TinyELF gets the `aux` of the kernel's KernelInfo, if it has one, as with
+    upstream.patch: what a device's program must know of its launches besides their extents."""
+    def with_aux(self: UOp) -> TinyELF:
+        made: Any = to_elf(self)
+        made.aux = getattr(self.src[0].arg, "aux", None)
+        return made
+    return with_aux
 
 
 def _module_name(device: str) -> str: return f"tinygrad.runtime.ops_{device.lower()}"

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tinygrad_nv.ptx.gpcs import Clusters
-from tinygrad_nv.runtime.driver import Driver, Fill, Launch, integer, pointer
-from tinygrad_nv.runtime.launch_text import map_spec
+from tinygrad_nv.runtime.driver import Driver, Fill, Launch, integer, map_spec, pointer
 from tinygrad_nv.tile.gemm.spec import GemmSpec, sizes
 from tinygrad_nv.tile.kernel import GemmKernel
 

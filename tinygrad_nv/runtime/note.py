@@ -1,7 +1,9 @@
 """What is known of a kernel of ours besides its text, in tinygrad's graph.
 
-Protocol: a `Note` is part of a call's body, in its KernelInfo, since the schedule keeps nothing else of a
-call. patterns/program.py puts it there; explain() and timelines read it.
+Protocol: a `ProgramKernel` is the KernelInfo of a call's body, since the schedule keeps nothing else of a
+call; compile workers get it and give it back. patterns/program.py puts it there. Its `note` is for explain()
+and timelines, its `aux` for the program that launches the kernel: tinygrad with upstream.patch hands `aux` on
+to the program's TinyELF, and hooks/devices.py does without the patch.
 """
 from __future__ import annotations
 
@@ -9,6 +11,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from tinygrad.uop.ops import KernelInfo, Ops, UOp
+
+from tinygrad_nv.tile.launch import PLAIN, LaunchConfig
 
 
 @dataclass(frozen=True)
@@ -22,9 +26,10 @@ class Note:
 
 @dataclass(frozen=True)
 class ProgramKernel(KernelInfo):
-    """KernelInfo of a kernel of ours. Its Estimates are upper bounds until patterns/finalize.py makes them
-    exact."""
+    """KernelInfo of a kernel of ours, which is launched as `aux` says. Its Estimates are upper bounds until
+    patterns/finalize.py makes them exact."""
     note: Note | None = None
+    aux: LaunchConfig = PLAIN
 
 
 def note_of(body: UOp) -> Note | None:

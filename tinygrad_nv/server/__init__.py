@@ -1,20 +1,21 @@
 """OpenAI's HTTP API over an engine.
 
 Read in this order:
-  errors.py       what a client is told when something is wrong
-  fields.py       strict JSON, and fields read out of it with their types
-  protocol.py     requests: JSON objects into typed ones (with structure.py: the form of answers, and
-                  tools.py: tools, and calls in a model's text)
-  service.py      what endpoints share: one request's generation; record.py: what is told of it
-  sse.py          streams, and clients that go away
+
+  errors.py       the errors that a client sees
+  fields.py       strict JSON, and typed fields of an object
+  protocol.py     requests: JSON objects to typed ones; structure.py has structured output, tools.py tools
+                  and the tool calls in a model's text
+  service.py      what endpoints share: the generation of a request; record.py, its log record
+  sse.py          streams, and clients that disconnect
   completions.py  POST /v1/completions
   chat.py         POST /v1/chat/completions
-  metrics.py      what Prometheus reads
+  metrics.py      /metrics, for Prometheus
   log.py          log lines
-  app.py          routes, keys, and an answer of OpenAI's shape whatever happens
-  limits.py       what one client may take of the server
-  serving.py      uvicorn with our limits and our way to stop
-  startup.py      from a command line to a server that answers
+  app.py          routes, keys, and errors in OpenAI's shape
+  limits.py       limits of one client
+  serving.py      uvicorn with these limits, and the drain
+  startup.py      from the command line to a server that answers
   waterfall.py    where the time of a start goes
-  page/           a page to chat with the model and to watch it
+  page/           the chat page, and the engine's state
 """

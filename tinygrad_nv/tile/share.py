@@ -8,7 +8,7 @@ from tinygrad_nv.ptx.builder import Kernel, Shared, Value
 from tinygrad_nv.tile.access import advanced, read, write
 from tinygrad_nv.tile.epilogue import Finish
 from tinygrad_nv.tile.expression import Load
-from tinygrad_nv.tile.gemm.spec import GemmSpec, Result
+from tinygrad_nv.tile.gemm.spec import Result, Stored
 from tinygrad_nv.tile.lanes import Lanes
 from tinygrad_nv.tile.store_plan import StorePlan
 
@@ -25,7 +25,7 @@ class Cell:
 class Destination:
     """Where a result goes, and how (store.py)."""
     k: Kernel
-    spec: GemmSpec
+    stored: Stored
     plan: StorePlan
     out: Value
     extras: Sequence[Value]
@@ -41,8 +41,8 @@ class Share:
 
     def __init__(self, store: Destination, first_m: Value, first_n: Value, batch: Sequence[Value],
                  cells: Sequence[Cell]) -> None:
-        self.store, self.k, self.spec, self.batch = store, store.k, store.spec, batch
-        self.finish = Finish(store.k, store.spec.epilogue, self)
+        self.store, self.k, self.stored, self.batch = store, store.k, store.stored, batch
+        self.finish = Finish(store.k, store.stored.epilogue, self)
         lane = self.k.special("laneid")
         self.m0, self.n0 = first_m, first_n
         self.m, self.n = first_m + (lane >> 2), first_n + ((lane & 3) << 1)
@@ -65,7 +65,7 @@ class Share:
         row or column left out is not asked for."""
         plan = self.store.plan
         in_m = self.bounded(m, row, self.store.rows) if plan.edges_m and row is not None else None
-        in_n = self.bounded(n, column, self.spec.n) if plan.edges_n and column is not None else None
+        in_n = self.bounded(n, column, self.stored.n) if plan.edges_n and column is not None else None
         if in_m is None or in_n is None: return in_m if in_n is None else in_n
         key = (in_m.name, in_n.name)
         if key not in self.inside: self.inside[key] = in_m & in_n
@@ -77,7 +77,7 @@ class Share:
 
     def whole_pairs(self) -> bool:
         """Whether both elements of a pair are inside, or none."""
-        return not self.store.plan.edges_n or self.spec.n % 2 == 0
+        return not self.store.plan.edges_n or self.stored.n % 2 == 0
 
     # **** what an epilogue reads ****
 
@@ -115,7 +115,7 @@ class Share:
 
     def put(self, row: int, pair: int, value: Lanes) -> None:
         """Stores a pair."""
-        out, k, size = self.spec.out, self.k, self.spec.out.dtype.itemsize
+        out, k, size = self.stored.out, self.k, self.stored.out.dtype.itemsize
         if None not in self.bases: self.bases[None] = self.base_at(self.store.out, out, self.m, self.n)
         base, at = self.bases[None], (row * out.m + pair * out.n) * size
         aligned = out.n == 1 and not any(stride % 2 for stride in (out.m, out.offset, *out.batch))

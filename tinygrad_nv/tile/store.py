@@ -5,10 +5,10 @@ and wgmma share: of a cell, registers 2h and 2h + 1 are row g + 8h, columns 2q a
 q = lane % 4. A wgmma of m64nN gives N / 8 cells to each warp: cell j has registers 4j … 4j + 3, and warp p of
 the warpgroup begins 16 p rows further down.
 
-    plan = store_plan(spec, tile)
+    plan = store_plan(stored, tile)                             # a `Stored`: GemmSpec.stored
     staging = k.shared("staging", plan.smem_bytes, align=1024) if plan.smem_bytes else None
     out_map = k.tensor_map("out_map") if plan.map else None     # with plan.map among the kernel's maps
-    store = Store(k, spec, plan, out, extras, rows, staging, out_map)
+    store = Store(k, stored, plan, out, extras, rows, staging, out_map)
     ...                                                         # once, or for every tile of a persistent CTA:
     cells = [Cell(16 * i, 8 * j, [sums[i][j]]) for i in … for j in …]
     store.tile(first_m, first_n, batch, cells)                  # the warp's first row and column, u32
@@ -18,8 +18,8 @@ the warpgroup begins 16 p rows further down.
 `out` and `extras` are the kernel's pointers, without offsets; `rows` is how many rows there are (u32);
 `batch` the indices of the matrix (u32). What lies outside the result is computed, never stored.
 
-The plan chooses one of three ways: a tensor map (wgmma schedules, rows aligned to 16 bytes), 16 bytes a
-thread from staged lines (mma schedules, the same), or each pair of elements by itself. `staging` is the
+The plan chooses one of three ways: a tensor map (warpgroups, rows aligned to 16 bytes), 16 bytes a thread
+from staged lines (warps, the same), or each pair of elements by itself. `staging` is the
 shared memory of the first two, at a multiple of 1024; it may be an address (u32) in memory that everybody has
 ceased to use. Without it, or without the map the plan asks for, elements are stored by themselves. In `tile`
 all warps of a warpgroup take part together (wgmma), or each warp for itself (mma); staging by warpgroups uses

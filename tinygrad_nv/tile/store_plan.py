@@ -3,12 +3,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tinygrad.dtype import dtypes
+from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.kernel import MapArgument
+from tinygrad_nv.tile.gemm.spec import Stored
 from tinygrad_nv.tile.lanes import FP8
+from tinygrad_nv.tile.launch import MapArgument
 
 SPANS = (128, 64, 32)
 
@@ -71,46 +71,52 @@ class StorePlan:
 
 @dataclass(frozen=True)
 class StoreTile:
-    """What stores together: of a CTA's (or a cluster's) tile of `rows` × `columns`, `group` warps each have
-    `group_rows` × `group_columns`. 4: a warpgroup, by TMA; 1: a warp, 16 bytes a thread."""
+    """How the sums of a CTA lie when they are stored. The result is covered by tiles of `rows` × `columns`, a
+    CTA's or those of a cluster together. A CTA has `groups` groups of `warps` warps; each group holds
+    `group_rows` × `group_columns`. A group is one warp, or the 4 of a warpgroup, which have 16 rows each and
+    store by TMA."""
     rows: int
     columns: int
+    groups: int
     warps: int
-    group: int
     group_rows: int
     group_columns: int
 
 
-def store_plan(spec: GemmSpec, tile: StoreTile) -> StorePlan:
-    """The plan for a product and a tile of it."""
-    out = spec.out
-    plan = StorePlan(spec.symbolic or spec.m % tile.rows != 0, spec.n % tile.columns != 0)
+def warp_tile(rows: int, columns: int, warps_m: int, warps_n: int = 1) -> StoreTile:
+    """A CTA's tile whose warps store for themselves."""
+    return StoreTile(rows, columns, warps_m * warps_n, 1, rows // warps_m, columns // warps_n)
+
+
+def store_plan(stored: Stored, tile: StoreTile) -> StorePlan:
+    """The plan for a result and a CTA's tile."""
+    out = stored.out
+    plan = StorePlan(stored.symbolic or stored.m % tile.rows != 0, stored.n % tile.columns != 0)
     if not out.major or out.operand("m").aligned_bytes < 16: return plan
-    panel = panel_of(out.major, tile.group_rows, tile.group_columns, tile.group, out.dtype.itemsize)
+    panel = panel_of(out.major, tile.group_rows, tile.group_columns, tile.warps, out.dtype.itemsize)
     if panel is None: return plan
-    plan = replace(plan, panel=panel, smem_bytes=tile.warps // tile.group * 2 * panel.nbytes)
-    if tile.group == 4: return with_map(plan, spec)
+    plan = replace(plan, panel=panel, smem_bytes=tile.groups * 2 * panel.nbytes)
+    if tile.warps == 4: return with_map(plan, stored)
     # lines end where a chunk of 16 bytes does
-    along, edges = (spec.n, plan.edges_n) if out.major == "N" else (spec.m, plan.edges_m)
-    partial = edges and (along * out.dtype.itemsize % 16 or (out.major == "M" and spec.symbolic))
+    along, edges = (stored.n, plan.edges_n) if out.major == "N" else (stored.m, plan.edges_m)
+    partial = edges and (along * out.dtype.itemsize % 16 or (out.major == "M" and stored.symbolic))
     return replace(plan, panel=None, smem_bytes=0) if partial else plan
 
 
-def with_map(plan: StorePlan, spec: GemmSpec) -> StorePlan:
+def with_map(plan: StorePlan, stored: Stored) -> StorePlan:
     """The plan with a tensor map of the result."""
-    out, panel, size = spec.out, plan.panel, spec.out.dtype.itemsize
+    out, panel, size = stored.out, plan.panel, stored.out.dtype.itemsize
     assert panel is not None
-    batch = tuple(i for i, extent in enumerate(spec.batch) if extent > 1)
-    extents, pitch = ((spec.n, spec.m), out.m) if out.major == "N" else ((spec.m, spec.n), out.n)
-    made = MapArgument(0, map_dtype(spec), (*extents, *(spec.batch[i] for i in batch)),
+    batch = tuple(i for i, extent in enumerate(stored.batch) if extent > 1)
+    extents, pitch = ((stored.n, stored.m), out.m) if out.major == "N" else ((stored.m, stored.n), out.n)
+    made = MapArgument(0, map_dtype(out.dtype), (*extents, *(stored.batch[i] for i in batch)),
                        (pitch * size, *(out.batch[i] * size for i in batch)),
                        (panel.span // size, panel.lines, *(1 for _ in batch)), f"{panel.span}B",
-                       out.offset * size, -1 if not spec.symbolic else int(out.major == "N"))
+                       out.offset * size, -1 if not stored.symbolic else int(out.major == "N"))
     return replace(plan, map=made, batch_dimensions=batch)
 
 
-def map_dtype(spec: GemmSpec) -> str:
-    """The result's dtype as tensor maps name it."""
-    dtype = spec.out.dtype
+def map_dtype(dtype: DType) -> str:
+    """A dtype as tensor maps name it."""
     if dtype in (*FP8, dtypes.int8, dtypes.bool): return "u8"
     return "u16" if dtype == dtypes.int16 else short(dtype)

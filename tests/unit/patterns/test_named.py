@@ -13,7 +13,7 @@ from tinygrad_nv import Tensor, TinyJit, disabled, explain, function, hooks
 from tinygrad_nv.hooks import rewrites as hook_rewrites
 from tinygrad_nv.patterns import named, program
 from tinygrad_nv.patterns.contraction import NotOurs
-from tinygrad_nv.runtime.note import note_of
+from tinygrad_nv.runtime.note import Note, note_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def kernel(what: Gate, call: UOp, x: UOp, y: UOp) -> tuple[UOp, ...]:
     for name, value in (("ENTRY", "gate"), ("COUNT", str(x.numel())), ("PARAMETER", "")):
         source = source.replace(name, value)
     (out,) = program.program("gate", source, x.device, [program.Output(x.shape, x.dtype)],
-                             [x, y], note=program.Note("gate", f"by {what.by}"))
+                             [x, y], note=Note("gate", f"by {what.by}"))
     return out, x + y
 
 

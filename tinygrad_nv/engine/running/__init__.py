@@ -1,9 +1,9 @@
 """Steps on the device: captured graphs over pages, and the sampler.
 
-  graphs.py   A step as graphs of the device, captured once and launched without tinygrad
-  inputs.py   What a step is given: shapes of steps, and the words that reach the device in one upload
-  outputs.py  What a step leaves on the device, and how the host comes to know it
-  pages.py    What a model's keys and values are stored in
-  runner.py   The device's side of serving: batches of many sequences as captured steps over pages
-  sampler.py  The sampler as tensor code, for rows of logits
+  runner.py   the device's side: batches of many sequences as captured steps over pages
+  inputs.py   inputs of a step: shapes, and one upload for all of them
+  outputs.py  results of a step, and how they reach the host
+  pages.py    pages of keys and values on the device and on the host, and copies between them
+  graphs.py   a step as graphs of the device, captured once and launched without tinygrad
+  sampler.py  the sampler as tensor code, over rows of logits
 """

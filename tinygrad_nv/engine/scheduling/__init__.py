@@ -1,6 +1,6 @@
 """Requests, and which of their tokens each step computes.
 
-  batch.py      What a step computes and what comes back: the words between scheduling and the device
-  request.py    A request, and the state of its sequences while they wait and run
-  scheduler.py  Which sequences the next step computes, and how much of each
+  request.py    a request, and the state of its sequences
+  batch.py      a step and its result, as data
+  scheduler.py  which sequences the next step computes, how many tokens of each, and preemption
 """

@@ -1,5 +1,5 @@
-"""Speculative decoding: draft tokens that a step verifies all at once.
+"""Speculative decoding: draft tokens that one step verifies.
 
-  draft_model.py  A smaller model that guesses the next tokens (speculation.py's proposer)
-  speculation.py  Guesses of the next tokens, which a step verifies all at once
+  speculation.py  proposes draft tokens, by n-grams or a draft model, and accepts the correct ones
+  draft_model.py  the proposer that runs a smaller model
 """

@@ -1,7 +1,7 @@
-"""Answers of a given form: schemas, regular expressions, grammars, and the token masks they allow.
+"""Structured output: JSON schemas, regular expressions, grammars, and their token masks.
 
-  grammar_check.py  Tells whether a grammar compiles in a bounded time, in a process that can be ended
-  masks.py          Which tokens may be chosen, packed: bit i % 32 of word i // 32 for token i, as …
-  matcher.py        Structured answers: which tokens a form allows next
-  structured.py     What form an answer has: a JSON schema, a regular expression, one of several texts, or …
+  structured.py     what is asked: a JSON schema, a regular expression, a choice, or a grammar
+  matcher.py        which tokens may come next, for each sequence
+  masks.py          token masks: bit i % 32 of word i // 32 is token i
+  grammar_check.py  compiles a grammar in a process with limits of time and memory
 """

@@ -1,7 +1,7 @@
-"""Tokens and text: tokenizer, chat templates, detokenizer, stop strings.
+"""Tokens and text.
 
-  detokenizer.py  Token ids to text while they arrive
-  processor.py    `OutputProcessor`: a request's chosen tokens become text
-  token_bytes.py  The bytes that each token of a vocabulary stands for
-  tokenizer.py    Text to ids and back, and chat templates
+  tokenizer.py    text to token ids and back, and chat templates
+  token_bytes.py  the bytes of each token of a vocabulary
+  detokenizer.py  token ids to text while they arrive, and stop strings
+  processor.py    `OutputProcessor`: the chosen tokens of a request become text
 """

@@ -47,6 +47,7 @@ from tinygrad_nv.patterns.epilogue import Epilogue, Unfused, ends, usable
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Machine, target_of
+from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.tile import database
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Sum, loads
@@ -266,15 +267,15 @@ def _called(match: Match, inputs: list[UOp]) -> UOp:
     spec, rows, end = match.spec, match.rows, match.end
     assert end.device is not None
     m: sint = spec.m if rows is None else rows
-    note = program.Note(match.schedule.template, f"{spec}: {match.schedule}", spec, match.schedule)
+    note = Note(match.schedule.template, f"{spec}: {match.schedule}", spec, match.schedule)
     out, flops, nbytes = program.Output(end.shape, end.dtype), spec.flops // spec.m * m, _bytes(spec, m)
-    if isinstance(match.schedule, CPUSchedule):
-        return program.on_cpu(cpu_kernel(spec, match.schedule), end.device, [out], inputs,
-                              variables=[] if rows is None else [rows], flops=flops, nbytes=nbytes,
-                              note=note)[0]
-    assert isinstance(match.machine, Machine)
-    return program.gemm(kernel(spec, match.schedule, match.machine), end.device, out, inputs, m=rows,
-                        flops=flops, nbytes=nbytes, note=note)
+    made: GemmKernel | CPUKernel
+    if isinstance(match.schedule, CPUSchedule): made = cpu_kernel(spec, match.schedule)
+    else:
+        assert isinstance(match.machine, Machine)
+        made = kernel(spec, match.schedule, match.machine)
+    return program.called(made, end.device, [out], inputs, rows=m, variables=[] if rows is None else [rows],
+                          flops=flops, nbytes=nbytes, note=note)[0]
 
 
 def _bytes(spec: GemmSpec, m: sint) -> sint:

@@ -12,7 +12,7 @@ into one; an operand that is the same for all of a dimension has stride 0 there.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal
 
@@ -91,6 +91,28 @@ class Result:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """What a store needs to know of a result: where it lies, `m` rows and `n` columns in each matrix of the
+    batch, and the epilogue that makes an element of sums. `symbolic`: `m` is the most rows there can be.
+    Raises `SpecError` where elements overlap."""
+    out: Result
+    m: int
+    n: int
+    batch: tuple[int, ...]
+    epilogue: Expression
+    symbolic: bool = False
+
+    def __post_init__(self) -> None:
+        axes = ((self.out.m, self.m), (self.out.n, self.n), *zip(self.out.batch, self.batch, strict=True))
+        strides, reach = sorted((stride, extent) for stride, extent in axes if extent > 1), 0
+        for stride, extent in strides:
+            if stride <= reach:
+                raise SpecError(f"a result with strides {[s for s, _ in strides]} of extents "
+                                f"{[e for _, e in strides]}", "elements that lie apart")
+            reach += stride * (extent - 1)
+
+
+@dataclass(frozen=True)
 class GemmSpec:
     """A product. `parts` > 1: the right operand is several matrices, `part` elements apart, whose sums meet
     in the epilogue (`silu(gate) * up` of one weight). `symbolic`: `m` is the most rows there can be, how many
@@ -141,13 +163,12 @@ class GemmSpec:
         for node in walk(self.epilogue):
             if isinstance(node, Sum) and (node.dtype != self.accumulate or node.part >= self.parts):
                 raise SpecError(f"{node}", f"a sum of {self.accumulate}, of a part below {self.parts}")
-        axes = ((self.out.m, self.m), (self.out.n, self.n), *zip(self.out.batch, self.batch, strict=True))
-        strides, reach = sorted((stride, extent) for stride, extent in axes if extent > 1), 0
-        for stride, extent in strides:
-            if stride <= reach:
-                raise SpecError(f"a result with strides {[s for s, _ in strides]} of extents "
-                                f"{[e for _, e in strides]}", "elements that lie apart")
-            reach += stride * (extent - 1)
+        _ = self.stored
+
+    @cached_property
+    def stored(self) -> Stored:
+        """The result, for its store."""
+        return Stored(self.out, self.m, self.n, self.batch, self.epilogue, self.symbolic)
 
     @property
     def accumulate(self) -> DType:

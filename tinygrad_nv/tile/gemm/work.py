@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from tinygrad_nv.tile.expression import Apply, Load, walk
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
+from tinygrad_nv.tile.operations import OPERATIONS
 
 SMEM_BYTES_PER_CYCLE, SCHEDULERS, L2_BYTES_PER_CYCLE = 128, 4, 64
 INSTRUCTION_BYTES = 32              # of K that one tensor-core instruction takes, for every dtype
-SLOW = ("exp2", "log2", "reciprocal", "sqrt", "sin")
 STORE_LATENCY = 400.0               # cycles until the first of a tile's sums is on its way
 
 
@@ -44,7 +44,7 @@ class Ending:
 
 @lru_cache(4096)
 def ending(spec: GemmSpec) -> Ending:
-    """Instructions and bytes of a spec's epilogue. A transcendental takes a quarter of the lanes, twice."""
+    """Instructions and bytes of a spec's epilogue."""
     operations, load_bytes = 0, 0
     for node in walk(spec.epilogue):
         if isinstance(node, Apply): operations += _operations(node)
@@ -54,7 +54,7 @@ def ending(spec: GemmSpec) -> Ending:
 
 def _operations(node: Apply) -> int:
     """16-bit results are rounded by an instruction more."""
-    return (8 if node.op in SLOW else 1) + (node.dtype.itemsize == 2 and node.op != "cast")
+    return OPERATIONS[node.op].cost + (node.dtype.itemsize == 2 and node.op != "cast")
 
 
 def finished(elements: int, end: Ending, store_operations: float) -> float:

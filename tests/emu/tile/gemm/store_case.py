@@ -30,8 +30,8 @@ HALF, SINGLE, BYTE = dtypes.bfloat16, dtypes.float32, dtypes.int8
 OUTS = [HALF, SINGLE, dtypes.int32, BYTE, dtypes.fp8e4m3]
 
 
-def stored(spec: GemmSpec, schedule: Mma | Wgmma) -> StorePlan:
-    """How a template stores."""
+def planned(spec: GemmSpec, schedule: Mma | Wgmma) -> StorePlan:
+    """The plan of the schedule's template."""
     if isinstance(schedule, Wgmma): return WgmmaPlan.of(spec, schedule).store
     return MmaPlan.of(spec, schedule).store
 
@@ -39,7 +39,7 @@ def stored(spec: GemmSpec, schedule: Mma | Wgmma) -> StorePlan:
 class _Outer:
     def __init__(self, spec: GemmSpec, schedule: Mma | Wgmma, arch: str, ctas: int, staged: bool) -> None:
         self.spec, self.s, self.ctas = spec, schedule, ctas
-        self.plan = stored(spec, schedule)
+        self.plan = planned(spec, schedule)
         self.k = k = Kernel("outer", arch=arch, threads=schedule.threads)
         out, self.a, self.b = (k.pointer(name) for name in ("out", "a", "b"))
         extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
@@ -47,7 +47,7 @@ class _Outer:
         nbytes = self.plan.smem_bytes if staged else 0
         staging = k.shared("staging", nbytes, align=1024) if nbytes else None
         out_map = k.tensor_map("out_map") if self.plan.map else None
-        self.store = Store(k, spec, self.plan, out, extras, self.rows, staging, out_map)
+        self.store = Store(k, spec.stored, self.plan, out, extras, self.rows, staging, out_map)
         self.columns = schedule.block_n // spec.parts
         self.tiles_m, self.tiles_n = -(-spec.m // schedule.block_m), -(-spec.n // self.columns)
         self.tiles = self.tiles_m * self.tiles_n * spec.matrices

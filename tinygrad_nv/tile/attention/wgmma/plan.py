@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.spec import AttentionSpec, Rows
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.kernel import MapArgument
+from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.limits import SMEM_BYTES
 from tinygrad_nv.tile.wgmma_tiles import K_BYTES, MAP_DTYPES, OperandTile, natural_span
 

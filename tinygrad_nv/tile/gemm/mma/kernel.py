@@ -233,7 +233,7 @@ class _Writer:
         k = self.k
         if self.plan.store.smem_bytes: k.sync()
         rows = self.rows if isinstance(self.rows, Value) else k.reg("u32", self.rows)
-        store = Store(k, self.spec, self.plan.store, self.out, self.extras, rows, self.start)
+        store = Store(k, self.spec.stored, self.plan.store, self.out, self.extras, rows, self.start)
         cells = [Cell(16 * i, 8 * j, [part[i][j] for part in self.sums])
                  for i in range(self.warp_m // 16) for j in range(self.warp_n // 8)]
         store.tile(self.first_m + self.row, self.first_n + self.column, self.walk.batch, cells)

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from tinygrad_nv.tile.fragments import STEP_BYTES
 from tinygrad_nv.tile.gemm.schedules import Mma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.store_plan import StorePlan, StoreTile, store_plan
+from tinygrad_nv.tile.store_plan import StorePlan, store_plan, warp_tile
 
 
 @dataclass(frozen=True)
@@ -66,5 +66,4 @@ class Plan:
     def store(self) -> StorePlan:
         """How the result is stored: each warp its share."""
         s = self.schedule
-        return store_plan(self.spec, StoreTile(s.block_m, self.columns, s.warps_m * s.warps_n, 1, self.warp_m,
-                                               self.warp_n))
+        return store_plan(self.spec.stored, warp_tile(s.block_m, self.columns, s.warps_m, s.warps_n))

@@ -80,8 +80,9 @@ class Plan:
     def store(self) -> StorePlan:
         """How the result is stored: each consumer its rows, 64 at a time."""
         s = self.schedule
-        return store_plan(self.spec, StoreTile(s.block_m * s.cluster_m, self.columns * s.cluster_n,
-                                               4 * self.consumers, 4, 64, self.columns))
+        tile = StoreTile(s.block_m * s.cluster_m, self.columns * s.cluster_n, self.consumers, 4, 64,
+                         self.columns)
+        return store_plan(self.spec.stored, tile)
 
     @property
     def steps(self) -> int:

@@ -10,7 +10,7 @@ from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.gemm.wgmma.main_loop import Sums
 from tinygrad_nv.tile.gemm.wgmma.plan import WARPGROUP, Plan
 from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import Corner
-from tinygrad_nv.tile.kernel import MapArgument
+from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.share import Cell
 from tinygrad_nv.tile.store import Store
 
@@ -24,7 +24,7 @@ class Finish:
         staging = k.shared("staging", how.smem_bytes, align=1024) if how.smem_bytes else None
         self.maps: tuple[MapArgument, ...] = (how.map,) if how.map else ()
         self.tensor_maps = [k.tensor_map("map_out")] if how.map else []
-        self.to = Store(k, plan.spec, how, out, extras, rows, staging,
+        self.to = Store(k, plan.spec.stored, how, out, extras, rows, staging,
                         self.tensor_maps[0] if how.map else None)
 
     def store(self, corner: Corner, consumer: Value, sums: Sums, columns: range | None = None) -> None:
