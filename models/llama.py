@@ -33,11 +33,11 @@ from tinygrad_nv.runtime.observe.ranges import layer
 from tinygrad_nv.tile.gemm.spec import HALVES
 
 from .config import ModelConfig
-from .paged import PagedCache, PagedPlace, Pages
+from .paged import LayerPages, PagedCache, PagedPlace
 from .rope import tables
 
 Position: TypeAlias = int | UOp
-Cache: TypeAlias = tuple[Tensor, Tensor] | Pages    # of a layer
+Cache: TypeAlias = tuple[Tensor, Tensor] | LayerPages    # of a layer
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class Attention:
 
     def __call__(self, x: Tensor, place: Place | PagedPlace, cache: Cache | None) -> Tensor:
         if isinstance(place, PagedPlace):
-            assert isinstance(cache, Pages)
+            assert isinstance(cache, LayerPages)
             return self.output(place.attend(*self.split(self.qkv(x).contiguous()), cache, self.window))
         if cache is not None:
             assert isinstance(cache, tuple)

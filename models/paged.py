@@ -18,7 +18,7 @@ from tinygrad_nv.functional import kv_append, paged_attention
 
 
 @dataclass(frozen=True)
-class Pages:
+class LayerPages:
     """A layer's keys and values: [P, page_size, H_kv, D] each, and float32 scales [P, H_kv] of those of 8
     bits."""
     keys: Tensor
@@ -30,7 +30,7 @@ class Pages:
 @dataclass(frozen=True)
 class PagedCache:
     """The pages of every layer."""
-    layers: tuple[Pages, ...]
+    layers: tuple[LayerPages, ...]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class PagedPlace:
     parts: tuple[Part, ...]
     rope: tuple[Tensor, Tensor]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, pages: Pages, window: int | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pages: LayerPages, window: int | None) -> Tensor:
         """Appends k and v (1, T, H_kv, D), rotated, to the pages; attention of q (1, T, H, D) over them:
         (1, T, H·D)."""
         # other Tensors of the same storage: what is appended is read through the results alone

@@ -320,7 +320,7 @@ def test_an_answer_that_breaks_off():
 def test_an_engine_that_has_stopped():
     engine = FakeEngine(FakeModel())
     with live(fake_service(engine)) as server:
-        engine.failure = EngineError("the engine stopped", "steps that end", "load the model again")
+        engine.failure = EngineError("the engine stopped", "", "load the model again")
         explained(server.http.get("/health"), 503, "stopped", code="engine_error")
 
 

@@ -130,7 +130,7 @@ def _model(arguments: argparse.Namespace, find: Find) -> str:
 
     from tinygrad_nv import explain
     from tinygrad_nv.cli import console
-    from tinygrad_nv.engine.scheduling.batch import GROUP
+    from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
     from tinygrad_nv.models.paged import PagedPlace, Part
     llm = console.load(find(arguments.model), arguments)
     taken = 1 if arguments.prefill is None else arguments.prefill

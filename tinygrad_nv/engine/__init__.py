@@ -1,18 +1,18 @@
-"""From prompts to texts, many at a time.
+"""The serving engine: requests in, streams of text out, continuous batching in between.
 
-  llm.py             `LLM`: a model directory, ready to generate; opening.py and fit.py, before it is loaded
-  async_engine.py    `AsyncEngine`: the same for many callers of an asyncio loop
-  sampling.py        `SamplingParams`: what a user may ask of the sampler
-  outputs.py         tokens and texts of requests while they run
+  llm.py             `LLM`: a loaded model directory; loading.py and memory_planning.py run before the load
+  async_engine.py    `AsyncEngine`: the same engine for many callers of one asyncio loop
+  sampling.py        `SamplingParams`
+  outputs.py         tokens and text of a request while it runs
 
-A request's way (docs/engine.md):
+The path of a request (docs/engine.md):
 
-  thread.py          the core at work in a thread of its own
-  core.py            the loop: schedule, launch, look at what the last step chose
-  engine_config.py   how much at a time
-  scheduling/        requests, and which of their tokens each step computes
-  speculation/       draft tokens
-  structured_output/ token masks of schemas, regular expressions and grammars
-  running/           steps on the device: captured graphs over pages, the sampler
+  thread.py          runs the core in its own thread
+  core.py            the loop: schedule, launch, process the output of the previous step
+  engine_config.py   limits: sequences, token budget, context
+  scheduling/        requests, and the scheduler: running and waiting queues, preemption
+  speculation/       speculative decoding: proposers of draft tokens
+  structured_output/ token masks of JSON schemas, regular expressions and grammars
+  worker/            the model runner: steps on the device, captured graphs over pages, the sampler
   text/              tokenizer, detokenizer, stop strings
 """

@@ -1,11 +1,11 @@
-"""Keys and values in pages: which request has which, who shares them, what is kept and what goes.
+"""The paged KV cache: page allocation, block tables, prefix caching, eviction, offload.
 
 Read in this order:
-  pages.py    pages of one memory: free, cached, in use; reference counts, eviction
-  prefix.py   hashes of full pages, by which equal prefixes share them
-  pool.py     the pages of a device and of the host beside it, and what a batch must copy
-  table.py    a sequence's pages: reserve, advance, fork, prune, truncate, offload, release
-  offload.py  pages of the host
-  cache.py    `KVCache["B", "H", "S_max", "D", dtype]`: pages on a device, with their operations;
-              kind.py, what stands between the brackets
+  page_allocator.py  pages of one memory: free, cached, in use; reference counts, LRU eviction
+  prefix_hashes.py   hashes of full pages, the keys of the prefix cache
+  pool.py            the pages of a device and its host, and the copies that a batch must do
+  block_table.py     the pages of a sequence: reserve, advance, fork, prune, truncate, offload, release
+  offload.py         offload to host pages, and back
+  cache.py           `KVCache["B", "H", "S_max", "D", dtype]`: a paged cache for a user's own model loop;
+                     kind.py, its type
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tinygrad_nv.engine.structured_output.structured import Structured
+from tinygrad_nv.engine.structured_output.params import Structured
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.server.errors import explained, invalid
 from tinygrad_nv.server.fields import Fields

@@ -6,7 +6,7 @@ import time
 from types import SimpleNamespace
 
 from tinygrad_nv.engine.engine_config import EngineConfig
-from tinygrad_nv.engine.outputs import Chosen
+from tinygrad_nv.engine.outputs import EngineCoreOutput
 from tinygrad_nv.engine.scheduling.request import Request
 from tinygrad_nv.errors import NVError, RequestError
 
@@ -46,7 +46,7 @@ class CountingCore:
         del self.running[request][1][index]
         if not self.running[request][1]: del self.running[request]
 
-    def step(self) -> list[Chosen]:
+    def step(self) -> list[EngineCoreOutput]:
         self.threads.add(threading.get_ident())
         self.gate.wait()
         if self.crash is not None: raise self.crash
@@ -58,7 +58,7 @@ class CountingCore:
                 counts[index] += 1
                 last = counts[index] == request.params.max_tokens
                 token = 100 * index + counts[index] - 1
-                made.append(Chosen(name, index, (token,), finish_reason="length" if last else None))
+                made.append(EngineCoreOutput(name, index, (token,), finish_reason="length" if last else None))
                 if last: self._end(name, index)
         return made
 

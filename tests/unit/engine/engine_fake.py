@@ -21,10 +21,18 @@ import numpy as np
 
 from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.engine_config import EngineConfig
-from tinygrad_nv.engine.outputs import Chosen
+from tinygrad_nv.engine.outputs import EngineCoreOutput
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.scheduling.batch import Batch, Logprobs, Move, Sample, Sampled, Where, Work
-from tinygrad_nv.engine.scheduling.request import Asked, Request, computed_rows
+from tinygrad_nv.engine.scheduling.request import DraftRequest, Request, padded_tokens
+from tinygrad_nv.engine.scheduling.scheduler_output import (
+    CopyKind,
+    Logprobs,
+    PageCopy,
+    Sample,
+    SamplerOutput,
+    ScheduledSeq,
+    SchedulerOutput,
+)
 from tinygrad_nv.kvcache.pool import PagePool
 
 VOCAB, POISON = 37, -1
@@ -114,13 +122,13 @@ class FakeDevice:
         self.host = np.full((self.host_pages, self.page_size), POISON, np.int64)
         self.slots: dict[int, Slot] = {}
         self.queue: list[Callable[[], None]] = []
-        self.launched: list[Batch] = []
+        self.launched: list[SchedulerOutput] = []
         self.faults: list[str] = []
 
     # **** calls ****
 
-    def begin(self, slot: int, params: SamplingParams, seed: int, prompt: Sequence[int],
-              output: Sequence[int] = ()) -> None:
+    def start_slot(self, slot: int, params: SamplingParams, seed: int, prompt: Sequence[int],
+                   output: Sequence[int] = ()) -> None:
         self._fault(not 0 <= slot < self.max_seqs, "no such slot")
         self._later(lambda: self.slots.__setitem__(slot, Slot(params, seed, [*prompt, *output])))
 
@@ -130,8 +138,8 @@ class FakeDevice:
             self.slots[slot] = Slot(params, seed, self.slots[source].history[:])
         self._later(run)
 
-    def launch(self, batch: Batch) -> Future[Sampled]:
-        done: Future[Sampled] = LateFuture(self._wake)
+    def launch(self, batch: SchedulerOutput) -> Future[SamplerOutput]:
+        done: Future[SamplerOutput] = LateFuture(self._wake)
         number = len(self.launched)
         self.launched.append(batch)
         def run() -> None:
@@ -143,52 +151,53 @@ class FakeDevice:
         self._later(run)
         return done
 
-    def _later(self, work: Callable[[], None]) -> None:
-        self.queue.append(work)
+    def _later(self, task: Callable[[], None]) -> None:
+        self.queue.append(task)
         if not self.late: self._wake()
 
     def _wake(self) -> None:
         queue, self.queue = self.queue, []
-        for work in queue: work()
+        for task in queue: task()
 
     def _fault(self, wrong: bool, words: str) -> None:
         if wrong: self.faults.append(words)
 
     # **** a step ****
 
-    def _run(self, batch: Batch, fails: int | None) -> Sampled:
-        self._fault(sum(computed_rows(work.rows) for work in batch.works) > self.budget, "above the budget")
-        slots = [work.slot for work in batch.works]
-        samples = [sample.slot for work in batch.works for sample in work.samples if not work.tokens]
+    def _run(self, batch: SchedulerOutput, fails: int | None) -> SamplerOutput:
+        computed = sum(padded_tokens(seq.num_tokens) for seq in batch.seqs)
+        self._fault(computed > self.budget, "above the budget")
+        slots = [work.slot for work in batch.seqs]
+        samples = [sample.slot for work in batch.seqs for sample in work.samples if not work.tokens]
         self._fault(len(set(slots)) < len(slots) or len(set(samples)) < len(samples), "a slot twice")
         self._fault(not all(0 <= slot < self.max_seqs for slot in slots), "no such slot")
-        for move in batch.moves[:fails]: self._move(move)
+        for copy in batch.copies[:fails]: self._move(copy)
         if fails is not None:
-            for work in batch.works[:fails]: self._write(work, set())
+            for work in batch.seqs[:fails]: self._write(work, set())
             raise MemoryError("the device has no memory left")
         written: set[tuple[int, int]] = set()
-        rows = [self._write(work, written) for work in batch.works]
+        rows = [self._write(work, written) for work in batch.seqs]
         tokens: list[int] = []
         logprobs: dict[int, Logprobs] = {}
-        for work, values in zip(batch.works, rows, strict=True):
+        for work, values in zip(batch.seqs, rows, strict=True):
             for sample in work.samples:
                 if sample.logprobs is not None:
-                    logprobs[len(tokens)] = Logprobs(-float(values[sample.row] % 97), 1)
-                tokens.append(self._choose(sample, values[sample.row]))
-        return Sampled(np.array(tokens, np.int32), logprobs)
+                    logprobs[len(tokens)] = Logprobs(-float(values[sample.token_index] % 97), 1)
+                tokens.append(self._choose(sample, values[sample.token_index]))
+        return SamplerOutput(np.array(tokens, np.int32), logprobs)
 
-    def _move(self, move: Move) -> None:
-        source = self.host if move.where is Where.BACK else self.store
-        target = self.host if move.where is Where.OUT else self.store
-        target[move.target] = source[move.source]
+    def _move(self, copy: PageCopy) -> None:
+        source = self.host if copy.where is CopyKind.HOST_TO_DEVICE else self.store
+        target = self.host if copy.where is CopyKind.DEVICE_TO_HOST else self.store
+        target[copy.target] = source[copy.source]
 
-    def _write(self, work: Work, written: set[tuple[int, int]]) -> list[int]:
+    def _write(self, work: ScheduledSeq, written: set[tuple[int, int]]) -> list[int]:
         """Writes a work's places. Contents of its rows."""
         tokens = work.tokens or [self.slots[work.slot].last]
         self._fault(POISON in tokens, f"slot {work.slot} has chosen nothing")
         # a list, as the runner has a table of its own, which is as it was when the batch was launched
-        at = [(work.pages[place // self.page_size], place % self.page_size)
-              for place in range(work.start + computed_rows(len(tokens)))]
+        at = [(work.block_table[place // self.page_size], place % self.page_size)
+              for place in range(work.start + padded_tokens(len(tokens)))]
         places = at[work.start:]
         self._fault(not written.isdisjoint(places), "two writers of a place")
         self._fault(any(page < 0 for page, _ in places), "a write where there is no page")
@@ -212,7 +221,7 @@ class FakeDevice:
             bits = np.unpackbits(sample.mask.view(np.uint8), bitorder="little")
             allowed = [token for token in allowed if bits[token]]
         history = slot.history if slot.params.filters.penalty else None
-        token = choice(row, slot.seed, sample.place, history, allowed)
+        token = choice(row, slot.seed, sample.position, history, allowed)
         slot.history.append(token)
         slot.last = token
         return token
@@ -224,12 +233,12 @@ class Guesser:
     def __init__(self, answers: dict[tuple[str, int], list[int]], wrong: int) -> None:
         self.answers, self.wrong, self.known = answers, wrong, set()
 
-    def propose(self, asked: Sequence[Asked]) -> list[list[int]]:
+    def propose(self, asked: Sequence[DraftRequest]) -> list[list[int]]:
         self.known.update(each.key for each in asked)
         return [self._one(each) for each in asked]
 
-    def _one(self, asked: Asked) -> list[int]:
-        answer = self.answers[asked.key][len(asked.tokens):][:asked.most]
+    def _one(self, asked: DraftRequest) -> list[int]:
+        answer = self.answers[asked.key][len(asked.tokens):][:asked.max_tokens]
         return [(token + 1) % VOCAB if (len(asked.tokens) + i) % self.wrong == 0 else token
                 for i, token in enumerate(answer)]
 
@@ -284,7 +293,7 @@ class Engine:
         self.pool = PagePool(self.pages, self.page_size, host_pages=self.host_pages,
                              window=self.config.window)
         self.core = EngineCore(self.device, self.pool, self.config, self.proposer)
-        self.chosen: list[Chosen] = []
+        self.chosen: list[EngineCoreOutput] = []
 
     def add(self, name: str, prompt: Sequence[int], priority: int = 0, arrival_s: float = 0.0,
             **params: Any) -> Request:
@@ -294,10 +303,10 @@ class Engine:
         self.core.add(request)
         return request
 
-    def step(self, times: int = 1) -> list[Chosen]:
+    def step(self, times: int = 1) -> list[EngineCoreOutput]:
         """What so many steps tell."""
         told = [chosen for _ in range(times) for chosen in self.core.step()]
-        self.pool.assert_conserved(self.core._tables())
+        self.pool.assert_conserved(self.core._block_tables())
         self.chosen += told
         return told
 
@@ -313,7 +322,7 @@ class Engine:
         return [token for chosen in self.chosen if (chosen.request, chosen.index) == (name, index)
                 for token in chosen.tokens]
 
-    def last(self, name: str, index: int = 0) -> Chosen:
+    def last(self, name: str, index: int = 0) -> EngineCoreOutput:
         """What was told of a sequence last."""
         return [chosen for chosen in self.chosen if (chosen.request, chosen.index) == (name, index)][-1]
 
@@ -324,7 +333,7 @@ class Engine:
 
     def rows(self, batch: int = -1) -> list[int]:
         """Rows of each work of a batch."""
-        return [work.rows for work in self.device.launched[batch].works]
+        return [work.num_tokens for work in self.device.launched[batch].seqs]
 
     def alone(self, request: Request, index: int = 0) -> list[int]:
         """The tokens that a request gets alone."""

@@ -11,8 +11,15 @@ from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.rope import RopeConfig
 
 from tinygrad_nv import Tensor, dtypes
-from tinygrad_nv.engine.running.runner import Runner
-from tinygrad_nv.engine.scheduling.batch import GROUP, Batch, Move, Sample, Where, Work
+from tinygrad_nv.engine.scheduling.scheduler_output import (
+    GROUP,
+    CopyKind,
+    PageCopy,
+    Sample,
+    ScheduledSeq,
+    SchedulerOutput,
+)
+from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.runtime.memory import host_bytes
 
 SIZE, PAGES, LENGTH = 8, 64, 40     # tokens of a page, pages, tokens of a sequence
@@ -42,7 +49,7 @@ def network(device: str | None = None, dtype: Any = dtypes.float32, **fields: An
     return made
 
 
-def poison(runner: Runner) -> None:
+def poison(runner: ModelRunner) -> None:
     """Makes all pages NaN."""
     for tensor in runner.store.tensors:
         memory = host_bytes(tensor)
@@ -50,7 +57,7 @@ def poison(runner: Runner) -> None:
         np.frombuffer(memory, np.uint8)[:] = 0xFF
 
 
-def poison_pages(runner: Runner, pages: list[int]) -> None:
+def poison_pages(runner: ModelRunner, pages: list[int]) -> None:
     for view in runner.store.views: view[pages] = 0xFF
 
 
@@ -68,10 +75,10 @@ class Sequence:
 class Driver:
     """Runs sequences on a runner, at random."""
 
-    def __init__(self, runner: Runner, seed: int = 0) -> None:
+    def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
         self.runner, self.random = runner, np.random.default_rng(seed)
         self.free = [int(page) for page in self.random.permutation(runner.capacity)]
-        self.moves: list[Move] = []
+        self.copies: list[PageCopy] = []
         self.sequences: list[Sequence] = []
 
     def add(self, prompt: int) -> Sequence:
@@ -85,7 +92,7 @@ class Driver:
         short = -(-places // self.runner.page_size) - len(sequence.pages)
         if short > 0: sequence.pages = sequence.pages + [self.free.pop() for _ in range(short)]
 
-    def work(self, sequence: Sequence, rows: int, copies: tuple[Sequence, ...] = ()) -> Work:
+    def work(self, sequence: Sequence, rows: int, copies: tuple[Sequence, ...] = ()) -> ScheduledSeq:
         """The next rows of a sequence; the last of all that there are is sampled, for copies too."""
         start = sequence.computed
         new = tuple(sequence.tokens[start:start + rows])
@@ -95,7 +102,7 @@ class Driver:
         self.reserve(sequence, start + (1 if rows == 1 else GROUP * -(-rows // GROUP)))
         sequence.computed += rows
         if rows == 1 and start >= sequence.prompt: new = ()    # the device has it
-        return Work(sequence.slot, start, new, sequence.pages, samples)
+        return ScheduledSeq(sequence.slot, start, new, sequence.pages, samples)
 
     def fork(self, source: Sequence) -> Sequence:
         """Another sequence of the same tokens, whose pages are copies; it is sampled with the next work of
@@ -104,15 +111,15 @@ class Driver:
         made.tokens, made.prompt, made.computed = list(source.tokens), source.prompt, source.computed
         for page in source.pages:
             made.pages = [*made.pages, self.free.pop()]
-            self.moves.append(Move(Where.WITHIN, page, made.pages[-1]))
+            self.copies.append(PageCopy(CopyKind.DEVICE_TO_DEVICE, page, made.pages[-1]))
         return made
 
-    def run(self, *works: Work) -> None:
+    def run(self, *seqs: ScheduledSeq) -> None:
         """A step; what it chose belongs to the sequences."""
-        batch = Batch(works, tuple(self.moves))
-        self.moves = []
+        batch = SchedulerOutput(seqs, tuple(self.copies))
+        self.copies = []
         chosen = self.runner.launch(batch).result(60).tokens
-        samples = [sample for work in works for sample in work.samples]
+        samples = [sample for work in seqs for sample in work.samples]
         assert len(samples) == len(chosen)
         for sample, token in zip(samples, chosen, strict=True):
             self.sequences[sample.slot].tokens.append(int(token))
@@ -120,12 +127,12 @@ class Driver:
     def drive(self, steps: int) -> None:
         """Steps of some sequences each, in chunks of some rows."""
         for _ in range(steps):
-            works = []
+            seqs = []
             for sequence in self.sequences:
                 left = len(sequence.tokens) - sequence.computed
                 if left and len(sequence.tokens) < LENGTH and self.random.random() < 0.8:
-                    works.append(self.work(sequence, int(self.random.integers(1, min(left, 11) + 1))))
-            if works: self.run(*works)
+                    seqs.append(self.work(sequence, int(self.random.integers(1, min(left, 11) + 1))))
+            if seqs: self.run(*seqs)
 
     def check(self, model: Llama, tolerance: float = 1e-3) -> None:
         """Each token has the largest logit that the whole context gives; but for rounding."""

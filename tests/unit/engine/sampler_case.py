@@ -8,8 +8,8 @@ import torch
 from tinygrad import Tensor
 from transformers import generation
 
-from tinygrad_nv.engine.running.sampler import Slots, filtered, next_tokens
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
+from tinygrad_nv.engine.worker.sampler import SamplerState, apply_filters, next_tokens
 from tinygrad_nv.patterns.embedding.named import embedding
 
 V = 300
@@ -31,12 +31,13 @@ class Case:
     `said` those of the output, of each row."""
 
     def __init__(self, rows: Sequence[SamplingParams], size: int = V, seen: Sequence[int] = (),
-                 said: Sequence[int] = (), slots: Slots | None = None, device: str | None = None) -> None:
+                 said: Sequence[int] = (), slots: SamplerState | None = None,
+                 device: str | None = None) -> None:
         self.filters, self.size, self.device = union(rows), size, device
-        self.slots = slots or Slots(len(rows) + 2, size, device)
+        self.slots = slots or SamplerState(len(rows) + 2, size, device)
         order = np.random.default_rng(len(rows)).permutation(len(rows)).astype(np.int32)
         for slot, params in zip(order.tolist(), rows, strict=True):
-            self.slots.begin(slot, params, params.seed or 0, seen, said)
+            self.slots.start_slot(slot, params, params.seed or 0, seen, said)
         self.rows = Tensor(order, device=device).realize()
 
     def tokens(self, logits: np.ndarray, places: int | Sequence[int] = 0, filters: Filters | None = None,
@@ -52,11 +53,11 @@ class Case:
         """The rows' next tokens on the device."""
         return next_tokens(logits, filters or self.filters, self.slots, self.rows, places, masks)
 
-    def filtered(self, logits: np.ndarray, filters: Filters | None = None) -> np.ndarray:
+    def apply_filters(self, logits: np.ndarray, filters: Filters | None = None) -> np.ndarray:
         """The rows' logits after every filter."""
         numbers = embedding(self.slots.numbers, self.rows)
-        made = filtered(Tensor(logits, device=self.device), filters or self.filters, self.slots, self.rows,
-                        numbers)
+        made = apply_filters(Tensor(logits, device=self.device), filters or self.filters, self.slots,
+                             self.rows, numbers)
         return made.numpy()
 
 

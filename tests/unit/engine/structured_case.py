@@ -11,8 +11,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from tinygrad_nv.cli import DEFAULT_MODEL
-from tinygrad_nv.engine.structured_output.matcher import Grammars, Matcher
-from tinygrad_nv.engine.structured_output.structured import Structured
+from tinygrad_nv.engine.structured_output.matcher import GrammarCompiler, GrammarMatcher
+from tinygrad_nv.engine.structured_output.params import Structured
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 
 LETTERS = "▁abcdefghijklmnopqrstuvwxyz{}[]\":,0123456789"
@@ -65,10 +65,10 @@ def tokenizer(kind: str) -> tuple[Tokenizer, int, int]:
 
 
 @cache
-def grammars(kind: str, spare: int = 0) -> Grammars:
+def grammars(kind: str, spare: int = 0) -> GrammarCompiler:
     """Forms over a tokenizer; the model's vocabulary has `spare` ids that it does not know."""
     words, size, eos = tokenizer(kind)
-    return Grammars(words, size + spare, [eos])
+    return GrammarCompiler(words, size + spare, [eos])
 
 
 def allowed(mask: np.ndarray) -> list[int]:
@@ -76,7 +76,7 @@ def allowed(mask: np.ndarray) -> list[int]:
     return [int(i) for i in np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))]
 
 
-def written(matcher: Matcher, eos: int, rng: np.random.Generator, most: int = 400) -> list[int]:
+def written(matcher: GrammarMatcher, eos: int, rng: np.random.Generator, most: int = 400) -> list[int]:
     """What a model writes that finds every token equally likely. After `most` tokens it takes end tokens and
     quotes where it can, for texts without a bound."""
     ids: list[int] = []

@@ -71,7 +71,7 @@ def run(case: Case) -> Result:
     expected = answers(case, core.max_len)
     guesser = Guesser({(name, i): requests[int(name)].prompt + answer
                        for (name, i), (answer, _) in expected.items()}, case.wrong)
-    if config.speculation: core.scheduler.proposer = guesser
+    if config.num_speculative_tokens: core.scheduler.proposer = guesser
     result = Result({}, {}, core, device)
     limit = 40 * sum(ask.params.n * (len(request.prompt) + len(expected[str(i), 0][0]) + 4)
                      for i, (ask, request) in enumerate(zip(case.asks, requests, strict=True))) + 200
@@ -80,7 +80,7 @@ def run(case: Case) -> Result:
         for ask, request in zip(case.asks, requests, strict=True):
             if ask.arrives == step: core.add(request)
             if ask.abort == step: core.abort(request.id)
-        waited = {seq.name for _, seq in core.scheduler._queue if seq.waiting}
+        waited = {seq.name for _, seq in core.scheduler._waiting_queue if seq.waiting}
         for chosen in core.step(): note(case, result, chosen)
         overtaken(core, waited)
         step += 1
@@ -89,7 +89,7 @@ def run(case: Case) -> Result:
     pool.assert_conserved([])
     assert pool.stats().in_use == pool.stats().host_in_use == 0
     assert sorted(core.scheduler._slots) == list(range(config.max_seqs))
-    assert not (core.scheduler.waiting + core.scheduler.new + len(core.scheduler.running))
+    assert not (core.scheduler.num_waiting + core.scheduler.num_new + len(core.scheduler.running))
     assert not guesser.known
     check(case, result, expected)
     return result
@@ -110,9 +110,9 @@ def note(case: Case, result: Result, chosen) -> None:
 
 def overtaken(core: EngineCore, waited: set[tuple[str, int]]) -> None:
     """Nobody who waited on has a smaller key than one who began."""
-    waiting = [seq.key for _, seq in core.scheduler._queue if seq.waiting and seq.name in waited]
+    waiting = [seq.key for _, seq in core.scheduler._waiting_queue if seq.waiting and seq.name in waited]
     begun = [seq.key for seq in core.scheduler.running if seq.name in waited]
-    if waiting and begun and core.scheduler.preempted == 0: assert max(begun) < min(waiting)
+    if waiting and begun and core.scheduler.num_preempted == 0: assert max(begun) < min(waiting)
 
 
 def answers(case: Case, max_len: int) -> dict[tuple[str, int], tuple[list[int], str]]:
@@ -219,7 +219,7 @@ class Watched(FakeDevice):
 def watched(late: bool = True, **more) -> tuple[Engine, list[str]]:
     """An engine whose device takes notes."""
     engine = Engine(late=late, more=more)
-    engine.device = engine.core.device = Watched(64, 4, 0, 4, 32, late=late)
+    engine.device = engine.core.executor = Watched(64, 4, 0, 4, 32, late=late)
     return engine, engine.device.notes
 
 
@@ -371,7 +371,7 @@ def test_drafts_that_are_right_save_steps():
     steps = {}
     for wrong in (1, 3, 1000):
         guesser = Guesser({("a", 0): [*range(9), *answer]}, wrong)
-        engine = Engine(more={"speculation": 7}, proposer=guesser)
+        engine = Engine(more={"num_speculative_tokens": 7}, proposer=guesser)
         engine.add("a", range(9), max_tokens=40)
         engine.end()
         assert engine.tokens("a") == answer
@@ -385,7 +385,7 @@ def test_a_prompt_of_one_token_is_forked_before_it_is_drafted_for():
     params = SamplingParams(n=2, seed=0, ignore_eos=True, max_tokens=12)
     answers = [Engine().alone(Request("a", [7], params), index) for index in range(2)]
     guesser = Guesser({("a", index): [7, *answer] for index, answer in enumerate(answers)}, 1000)
-    engine = Engine(more={"speculation": 4}, proposer=guesser)
+    engine = Engine(more={"num_speculative_tokens": 4}, proposer=guesser)
     engine.add("a", [7], n=2, max_tokens=12)
     engine.end()
     assert [engine.tokens("a", index) for index in range(2)] == answers

@@ -13,8 +13,8 @@ from sampler_case import Case, V, logits_of, their_filtered
 from tinygrad import Tensor, TinyJit, UOp, Variable, dtypes
 
 import tinygrad_nv
-from tinygrad_nv.engine.running.sampler import Slots, next_tokens
 from tinygrad_nv.engine.sampling import Filters, SamplingParams, fresh_seed
+from tinygrad_nv.engine.worker.sampler import SamplerState, next_tokens
 from tinygrad_nv.patterns.sampling.named import gumbel_of, noisy, ordered_bits, threshold
 from tinygrad_nv.tile.sampling.spec import NUMBERS, Number
 
@@ -87,9 +87,9 @@ def test_rows_have_the_tokens_that_they_had_alone(number: int):
         seen = (0, 150, 299, int(x.argmax()))
         tokens.append(draw(x, replace(CASES[number], seed=5 + (s << 33)), 100 * s, seen))
     assert tokens == BEFORE[number][:4]
-    slots, rows = Slots(12, V), Tensor(np.arange(12, dtype=np.int32))
+    slots, rows = SamplerState(12, V), Tensor(np.arange(12, dtype=np.int32))
     for s, x in enumerate(xs):
-        slots.begin(s, CASES[number], 5 + (s << 33), (0, 150, 299, int(x.argmax())))
+        slots.start_slot(s, CASES[number], 5 + (s << 33), (0, 150, 299, int(x.argmax())))
     made = next_tokens(Tensor(np.stack(xs)), CASES[number].filters, slots, rows, 100 * rows)
     assert made.tolist() == BEFORE[number]
 
@@ -101,7 +101,7 @@ def test_the_filtered_logits_are_those_of_transformers(params: SamplingParams):
     for size in SIZES:
         seen, said = (0, size // 2, size - 1), (1, 5, 5, 0, 5)
         x = np.stack([logits_of(seed, size=size) for seed in range(6)])
-        ours = Case([params] * 6, size, seen, said).filtered(x)
+        ours = Case([params] * 6, size, seen, said).apply_filters(x)
         theirs = np.stack([their_filtered(row, params, seen, said) for row in x])
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
 

@@ -16,9 +16,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from tinygrad_nv.engine.scheduling.batch import Move, Where
+from tinygrad_nv.engine.scheduling.scheduler_output import CopyKind, PageCopy
+from tinygrad_nv.kvcache.block_table import BlockTable
 from tinygrad_nv.kvcache.pool import PagePool
-from tinygrad_nv.kvcache.table import Table
 
 GARBAGE = -1
 STREAMS = [[random.Random(seed).randrange(3) for _ in range(200)] for seed in range(3)]
@@ -29,7 +29,7 @@ SEQUENCES, LONGEST, AHEAD = 6, 60, 2
 class Sequence:
     """Tokens, of which steps under way have `flying` behind those computed; rows see places from `seen` on.
     `epoch` counts how often its pages were given up."""
-    table: Table
+    table: BlockTable
     salt: int
     tokens: list[int]
     flying: int = 0
@@ -58,8 +58,8 @@ class Rows:
 @dataclass
 class Step:
     number: int
-    moves: tuple[Move, ...]
-    works: list[Rows]
+    copies: tuple[PageCopy, ...]
+    seqs: list[Rows]
 
 
 @dataclass
@@ -69,11 +69,11 @@ class Memory:
     device: list[list[int]]
     host: list[list[int]]
 
-    def do(self, moves: tuple[Move, ...]) -> None:
-        for move in moves:
-            source = self.host if move.where is Where.BACK else self.device
-            target = self.host if move.where is Where.OUT else self.device
-            target[move.target] = source[move.source][:]
+    def do(self, copies: tuple[PageCopy, ...]) -> None:
+        for copy in copies:
+            source = self.host if copy.where is CopyKind.HOST_TO_DEVICE else self.device
+            target = self.host if copy.where is CopyKind.DEVICE_TO_HOST else self.device
+            target[copy.target] = source[copy.source][:]
 
     def write(self, work: Rows, good: bool = True) -> None:
         """The rows, and garbage up to the last padded place."""
@@ -121,7 +121,7 @@ class Drive:
 
     def one(self, a: int, away: bool | None = None, idle: bool = False) -> Sequence | None:
         """A sequence, if there is one."""
-        fits = [each for each in self.sequences if away in (None, each.table.away)
+        fits = [each for each in self.sequences if away in (None, each.table.offloaded)
                 and not (idle and each.flying)]
         return fits[a % len(fits)] if fits else None
 
@@ -218,9 +218,9 @@ class Drive:
         """Launches a step of the sequences whose bits are set in `a`, with up to 1 + b % 12 rows each."""
         while len(self.steps) >= AHEAD: self.complete(0, 0, 0)
         number, size = self.pool.batch, self.pool.page_size
-        works = []
+        seqs = []
         for bit, sequence in enumerate(self.sequences):
-            if not a >> bit & 1 or sequence.table.away: continue
+            if not a >> bit & 1 or sequence.table.offloaded: continue
             table, start = sequence.table, sequence.table.computed + sequence.flying
             rows = max(1, min(1 + b % 12, len(sequence.tokens) - start))
             chosen = start == len(sequence.tokens)
@@ -230,9 +230,9 @@ class Drive:
             held = len(set().union(*(each.table.held_pages for each in self.sequences)))
             assert self.pool.available == self.pool.device.total - held
             at = None if b % 5 == 0 else start
-            missing, free = table.missing(padded, at), self.pool.available
+            missing, free = table.num_missing_pages(padded, at), self.pool.available
             # a page that another filled behind this one's end, and left
-            if any(self.pool.device.keys[page] for page in table.pages[start // size:]): self.sure.clear()
+            if any(self.pool.device.hashes[page] for page in table.pages[start // size:]): self.sure.clear()
             if not table.reserve(padded, at):
                 assert missing > free
                 continue
@@ -242,10 +242,10 @@ class Drive:
             marks = sequence.marks()[:start + rows]
             window = self.pool.window
             seen = sequence.seen if window is None else max(0, start - window + 1)
-            works.append(Rows(sequence, sequence.epoch, start, seen, marks, table.pages[:], padded, late))
+            seqs.append(Rows(sequence, sequence.epoch, start, seen, marks, table.pages[:], padded, late))
             if late: sequence.flying += rows
             else: self.advance(sequence, sequence.tokens[start:start + rows])
-        self.steps.append(Step(number, self.pool.take_moves(), works))
+        self.steps.append(Step(number, self.pool.take_copies(), seqs))
         return True
 
     def advance(self, sequence: Sequence, tokens: list[int]) -> None:
@@ -262,7 +262,7 @@ class Drive:
         """Runs the oldest step."""
         if not self.steps: return False
         self.run(step := self.steps.popleft(), self.memory)
-        for work in step.works:
+        for work in step.seqs:
             sequence = work.sequence
             if not work.late or work.epoch != sequence.epoch: continue
             sequence.flying -= len(work.marks) - work.start
@@ -271,9 +271,9 @@ class Drive:
 
     def run(self, step: Step, memory: Memory) -> None:
         """What the device does."""
-        memory.do(step.moves)
-        for work in step.works: memory.write(work)
-        for work in step.works:
+        memory.do(step.copies)
+        for work in step.seqs: memory.write(work)
+        for work in step.seqs:
             assert memory.holds(work.pages, work.marks, work.seen), "a row read what is not its sequence's"
 
     def crash(self, a: int, b: int, c: int) -> bool:
@@ -281,10 +281,10 @@ class Drive:
         if not self.steps or b % 4: return False
         number = self.steps[0].number
         for step in self.steps:
-            self.memory.do(step.moves[:c % (len(step.moves) + 1)])
-            for move in step.moves[c % (len(step.moves) + 1):]:
-                if a % 2: self.spoil(move)
-            for i, work in enumerate(step.works):
+            self.memory.do(step.copies[:c % (len(step.copies) + 1)])
+            for copy in step.copies[c % (len(step.copies) + 1):]:
+                if a % 2: self.spoil(copy)
+            for i, work in enumerate(step.seqs):
                 if a >> i & 2: self.memory.write(work, good=False)
         self.steps.clear()
         for sequence in self.sequences: self.forsake(sequence)
@@ -297,10 +297,10 @@ class Drive:
         self.sure.clear()
         return True
 
-    def spoil(self, move: Move) -> None:
+    def spoil(self, copy: PageCopy) -> None:
         """A copy that went wrong."""
-        target = self.memory.host if move.where is Where.OUT else self.memory.device
-        target[move.target] = [GARBAGE] * self.pool.page_size
+        target = self.memory.host if copy.where is CopyKind.DEVICE_TO_HOST else self.memory.device
+        target[copy.target] = [GARBAGE] * self.pool.page_size
 
     # **** what holds ****
 
@@ -309,13 +309,14 @@ class Drive:
         if conserved: self.pool.assert_conserved([each.table for each in self.sequences])
         memory = self.memory.copy()
         for step in self.steps: self.run(step, memory)
-        memory.do(tuple(self.pool.moves))
+        memory.do(tuple(self.pool.copies))
         for sequence in self.sequences:
             table, size = sequence.table, self.pool.page_size
             marks = sequence.marks()[:table.computed]
             assert len(marks) == table.computed
-            pages = [-1] * table.pruned + table.host_pages if table.away else table.pages
-            assert memory.holds(pages, marks, sequence.seen, table.away), "a sequence's tokens are not there"
+            pages = [-1] * table.pruned + table.host_pages if table.offloaded else table.pages
+            there = memory.holds(pages, marks, sequence.seen, table.offloaded)
+            assert there, "a sequence's tokens are not in its pages"
             assert sequence.seen >= table.pruned * size
 
     def close(self) -> None:

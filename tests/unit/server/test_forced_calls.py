@@ -9,7 +9,7 @@ import pytest
 from structured_case import allowed, grammars, text, tokenizer, written
 
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.structured_output.structured import Structured
+from tinygrad_nv.engine.structured_output.params import Structured
 from tinygrad_nv.server import protocol
 from tinygrad_nv.server.errors import APIError
 from tinygrad_nv.server.limits import Limits

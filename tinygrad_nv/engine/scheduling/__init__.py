@@ -1,6 +1,6 @@
-"""Requests, and which of their tokens each step computes.
+"""Requests and the scheduler.
 
-  batch.py      What a step computes and what comes back: the words between scheduling and the device
-  request.py    A request, and the state of its sequences while they wait and run
-  scheduler.py  Which sequences the next step computes, and how much of each
+  scheduler_output.py  The interface between scheduler and model runner: a step, and its output
+  request.py           A request, and the state of its sequences while they wait and run
+  scheduler.py         Which sequences the next step computes, and how many tokens of each
 """

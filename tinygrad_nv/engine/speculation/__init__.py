@@ -1,5 +1,5 @@
-"""Speculative decoding: draft tokens that a step verifies all at once.
+"""Speculative decoding: draft tokens, verified in one step.
 
-  draft_model.py  A smaller model that guesses the next tokens (speculation.py's proposer)
-  speculation.py  Guesses of the next tokens, which a step verifies all at once
+  draft_model.py  Proposer: a smaller draft model
+  ngram.py        Proposer: n-gram prompt lookup; and the `--speculative` option
 """

@@ -1,7 +1,7 @@
-"""Answers of a given form: schemas, regular expressions, grammars, and the token masks they allow.
+"""Structured output: JSON schemas, regular expressions and grammars, and the token masks they allow.
 
-  grammar_check.py  Tells whether a grammar compiles in a bounded time, in a process that can be ended
-  masks.py          Which tokens may be chosen, packed: bit i % 32 of word i // 32 for token i, as …
-  matcher.py        Structured answers: which tokens a form allows next
-  structured.py     What form an answer has: a JSON schema, a regular expression, one of several texts, or …
+  grammar_check.py  Compiles a grammar in a subprocess with time and memory limits
+  token_masks.py    Token masks that exclude end tokens until min_tokens
+  matcher.py        Compiled grammars, and the token masks of a sequence
+  params.py         `Structured`: a JSON schema, regular expression, choice, grammar or JSON object
 """

@@ -1,7 +1,7 @@
 """Tokens and text: tokenizer, chat templates, detokenizer, stop strings.
 
-  detokenizer.py  Token ids to text while they arrive
-  processor.py    `OutputProcessor`: a request's chosen tokens become text
-  token_bytes.py  The bytes that each token of a vocabulary stands for
-  tokenizer.py    Text to ids and back, and chat templates
+  detokenizer.py       Incremental detokenization, and stop strings
+  output_processor.py  `OutputProcessor`: sampled tokens of a request to text
+  token_bytes.py       The bytes of each token of a vocabulary
+  tokenizer.py         Text to ids and back, and chat templates
 """
