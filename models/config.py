@@ -1,8 +1,8 @@
 """config.json of a Hugging Face directory, checked, as one frozen `ModelConfig`.
 
 Protocol: `read_config(directory)` reads the file; everything the network needs is a field here, resolved
-(defaults of the architecture filled in, both spellings of rope parameters and dtype understood). What we do
-not implement is refused by name: a silently ignored field is a silently wrong model.
+(defaults of the architecture filled in, both spellings of rope parameters and dtype accepted). Fields that
+are not implemented raise an error by name: a silently ignored field is a silently wrong model.
 """
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def _number(raw: Mapping[str, Any], key: str, name: str, least: float = 0.0) -> 
     value = raw.get(key)
     # the comparison refuses NaN, infinity, and integers that no float holds
     if (not isinstance(value, int | float) or isinstance(value, bool)
-            or not least < value <= sys.float_info.max):
+        or not least < value <= sys.float_info.max):
         raise ModelError(f"{name}: {key} is {value!r}", f"a number > {least:g}",
                          "correct the file, or download it again")
     return float(value)

@@ -1,4 +1,4 @@
-"""`tinygrad-nv explain`: a product by itself at every level, and the kernels of a model."""
+"""`tinygrad-nv explain`: one matmul at every level, and the kernels of a model."""
 from __future__ import annotations
 
 import re

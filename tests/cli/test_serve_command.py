@@ -1,4 +1,4 @@
-"""`tinygrad-nv serve` with the model in the box: one process for all tests, started as a user does."""
+"""`tinygrad-nv serve` with the bundled model: one process for all tests, started as a user does."""
 from __future__ import annotations
 
 import json
@@ -155,7 +155,7 @@ def test_answers_have_the_form_asked_for(client: openai.OpenAI):
 
 
 def test_a_forced_call_ends_in_a_call_or_is_cut_and_says_so(client: openai.OpenAI):
-    """With the model in the box, which has never seen a call: whole answers and streams, short and long."""
+    """With the bundled model, which has never seen a call: whole answers and streams, short and long."""
     city = {"type": "object", "properties": {"city": {"type": "string"}}}
     tools = [{"type": "function", "function": {"name": "look", "parameters": city}},
              {"type": "function", "function": {"name": "time"}}]

@@ -1,7 +1,7 @@
-"""`tinygrad-nv bench`: loads, figures, peers.
+"""`tinygrad-nv bench`: workloads, engines, figures.
 
     workload.py   which prompts, how long, and when they arrive
-    engines.py    models in this process: ours, and peers that do the same
-    client.py     a server of OpenAI's API under load
-    figures.py    vLLM's words for what was measured
+    engines.py    models in this process: ours, and peers that get the same workload
+    client.py     an OpenAI-compatible server under load
+    figures.py    the measured figures, with vLLM's names
 """

@@ -1,12 +1,12 @@
-"""Steps of a model as graphs of the device, one for each size of a batch.
+"""Steps of a model as device graphs, one for each batch size.
 
 Read in this order:
-  pool.py     `GraphPool`: which graph serves a call, and what it costs
+  pool.py     `GraphPool`: which graph serves a call
   inputs.py   `Input`, and how inputs reach the device
   capture.py  a step, recorded and compiled
-  bucket.py   the graph of one size, and the memory that all sizes share
-  stats.py    what `GraphPool.stats()` says
-  progress.py a bar while graphs are made ahead
+  bucket.py   the graph of one batch size, and the memory that all sizes share
+  stats.py    what `GraphPool.stats()` reports
+  progress.py a progress bar for captures ahead of use
 """
 from tinygrad_nv.graphs.inputs import Input
 from tinygrad_nv.graphs.pool import GraphPool

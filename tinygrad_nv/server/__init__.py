@@ -1,20 +1,20 @@
 """OpenAI's HTTP API over an engine.
 
 Read in this order:
-  errors.py       what a client is told when something is wrong
-  fields.py       strict JSON, and fields read out of it with their types
-  protocol.py     requests: JSON objects into typed ones (with structure.py: the form of answers, and
-                  tools.py: tools, and calls in a model's text)
-  service.py      what endpoints share: one request's generation, its record
-  sse.py          streams, and clients that go away
+  errors.py       error responses
+  fields.py       strict JSON, and typed access to its fields
+  protocol.py     requests: JSON objects to typed ones (with structured_output.py: structured output, and
+                  tools.py: tools, and tool calls in a model's text)
+  service.py      what endpoints share: the generation of one request, its record
+  sse.py          streams, and client disconnects
   completions.py  POST /v1/completions
   chat.py         POST /v1/chat/completions
-  metrics.py      what Prometheus reads
+  metrics.py      Prometheus metrics
   log.py          log lines
-  app.py          routes, keys, and an answer of OpenAI's shape whatever happens
-  limits.py       what one client may take of the server
-  serving.py      uvicorn with our limits and our way to stop
-  startup.py      from a command line to a server that answers
-  waterfall.py    where the time of a start goes
-  page/           a page to chat with the model and to watch it
+  app.py          routes, API keys, and OpenAI-style responses for every error
+  limits.py       sizes and timeouts that protect the server from a client
+  serving.py      uvicorn with these limits, and a graceful shutdown
+  startup.py      from the command line to a listening server
+  waterfall.py    a breakdown of the startup time
+  page/           a web page to chat with the model and to watch the server
 """

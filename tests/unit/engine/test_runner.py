@@ -171,7 +171,7 @@ def test_after_an_exception_in_a_capture_the_shape_is_captured_again(plain, monk
         driver = Driver(runner, 8)
         sequence = driver.add(4)
         with monkeypatch.context() as patched:
-            patched.setattr(Llama, "rows", lambda *_: 1 / 0)
+            patched.setattr(Llama, "step_paged", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError): driver.run(driver.work(sequence, 4))
         sequence.computed = 0
         driver.run(driver.work(sequence, 4))

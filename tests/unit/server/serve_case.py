@@ -25,7 +25,7 @@ from tinygrad_nv.errors import NVError, QueueFull
 from tinygrad_nv.server.limits import Limits
 from tinygrad_nv.server.metrics import Metrics
 from tinygrad_nv.server.service import Service
-from tinygrad_nv.server.serving import Server, listening, serve, url
+from tinygrad_nv.server.serving import Server, bind, serve, url
 
 NAME = "tales"
 LENGTH = 512
@@ -142,7 +142,7 @@ def fake_service(engine: FakeEngine | None = None, limits: Limits | None = None,
 @contextlib.contextmanager
 def live(service: Service) -> Iterator[Live]:
     """The service, answering."""
-    taken, ready = listening("127.0.0.1", 0), threading.Event()
+    taken, ready = bind("127.0.0.1", 0), threading.Event()
     box: list[Live] = []
 
     async def main() -> None:

@@ -19,7 +19,7 @@ from tinygrad.helpers import DEBUG, PROFILE, Context
 from tinygrad.uop.ops import Ops
 
 from tinygrad_nv import hooks
-from tinygrad_nv.graphs.capture import obstacle
+from tinygrad_nv.graphs.capture import graph_obstacle
 from tinygrad_nv.runtime.observe.ranges import span
 
 
@@ -55,7 +55,7 @@ class CapturedStep:
         with span("capture"), Context(JIT_BATCH_SIZE=0): jit()  # 0: all kernels in one graph
         self.jit, linear = jit, jit.captured.linear
         # TinyJit does not put a single kernel into a graph
-        if len(linear.src) == 1 and not obstacle(linear, self.device): linear = linear.replace(src=(
+        if len(linear.src) == 1 and not graph_obstacle(linear, self.device): linear = linear.replace(src=(
             UOp(Ops.CUSTOM_FUNCTION, src=(linear,), arg="graph").call(),))
         if all(call.src[0].op is Ops.CUSTOM_FUNCTION and call.src[0].arg == "graph" for call in linear.src):
             self.graphs = [realize.get_graph_runtime(call.src[0], ()) for call in linear.src]

@@ -22,7 +22,7 @@ from tinygrad_nv.engine.memory_planning import CACHE
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, CopyKind, PageCopy
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.paged import LayerPages, PagedCache, PagedPlace, Part
+from tinygrad_nv.models.paged import LayerPages, PagedBatch, PagedCache, SequenceGroup
 from tinygrad_nv.patterns.decode.paged import FLOATS
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Copy, Download, Fill, HostMemory, Upload
@@ -163,9 +163,9 @@ def calibrate_scales(model: Llama, device: str, size: int) -> list[tuple[np.ndar
     def given(x: np.ndarray) -> Tensor: return Tensor(x.astype(np.int32), device=device).realize()
     groups = count // GROUP
     table = given(np.broadcast_to(np.arange(held), (groups, held)))
-    part = Part(GROUP, table, given(np.arange(GROUP, count + 1, GROUP)))
-    place = PagedPlace((part,), model.rope_tables)
-    model.rows(given(tokens), place, store.cache, given(np.zeros(1))).realize()
+    group = SequenceGroup(GROUP, table, given(np.arange(GROUP, count + 1, GROUP)))
+    batch = PagedBatch((group,), model.rope_tables)
+    model.step_paged(given(tokens), batch, store.cache, given(np.zeros(1))).realize()
     def largest(pages: Tensor) -> np.ndarray:
         # on the host: clang takes minutes to compile this reduction for a CPU
         rows = pages.float().numpy().reshape(held * size, -1, model.config.head_dim)[:count]

@@ -40,7 +40,7 @@ from tinygrad_nv.engine.worker.output_buffer import OutputBuffer
 from tinygrad_nv.engine.worker.sampler import SamplerState, count_tokens, next_tokens
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.paged import PagedPlace, Part
+from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
 from tinygrad_nv.runtime.memory_pool import labelled
 from tinygrad_nv.runtime.observe.ranges import layer, span
 
@@ -219,11 +219,13 @@ class ModelRunner:
             chosen = self.output_buffer.tokens(self.max_shape.samples)
             with layer("embedding"):
                 tokens = (tokens < 0).where(chosen[(-1 - tokens).maximum(0)], tokens).contiguous()
-        parts = []
-        if shape.decode: parts.append(Part(1, inputs["decode_table"], inputs["decode_lengths"]))
-        if shape.groups: parts.append(Part(GROUP, inputs["group_table"], inputs["group_lengths"]))
-        place = PagedPlace(tuple(parts), self.model.rope_tables)
-        made = self.model.rows(tokens, place, self.store.cache, inputs.get("logits_indices"))
+        token_groups = []
+        if shape.decode:
+            token_groups.append(SequenceGroup(1, inputs["decode_table"], inputs["decode_lengths"]))
+        if shape.groups:
+            token_groups.append(SequenceGroup(GROUP, inputs["group_table"], inputs["group_lengths"]))
+        batch = PagedBatch(tuple(token_groups), self.model.rope_tables)
+        made = self.model.step_paged(tokens, batch, self.store.cache, inputs.get("logits_indices"))
         self.output_buffer.logits(shape.samples).assign(made).realize()
 
     def _sample(self, samples: int, filters: Filters, inputs: dict[str, Tensor]) -> None:

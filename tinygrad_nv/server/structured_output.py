@@ -1,7 +1,7 @@
-"""What form a request asks of its answer.
+"""Structured output options of a request.
 
-Protocol: at most one of response_format (OpenAI), structured_outputs and guided_json, guided_regex,
-guided_choice, guided_grammar (vLLM), or a tool choice that leaves no way but a call, is read by `wish`.
+Protocol: `structured_option` reads at most one of response_format (OpenAI), structured_outputs and
+guided_json, guided_regex, guided_choice, guided_grammar (vLLM), or a tool choice that forces a tool call.
 """
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from typing import Any
 
 from tinygrad_nv.engine.structured_output.params import Structured
 from tinygrad_nv.errors import RequestError
-from tinygrad_nv.server.errors import explained, invalid
+from tinygrad_nv.server.errors import api_error, invalid
 from tinygrad_nv.server.fields import Fields
 from tinygrad_nv.server.limits import Limits
 from tinygrad_nv.server.tools import Tool, ToolChoice
 
-# calls of an answer with tool_choice "required": a model may repeat a call until max_tokens
-MOST_CALLS = 16
-# keywords that say which other properties an object may have
-TOGETHER = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames",
-            "minProperties", "allOf", "anyOf", "oneOf", "$ref", "if"}
+# tool calls of an answer with tool_choice "required": a model may repeat a call until max_tokens
+MAX_CALLS = 16
+# keywords that allow or restrict further properties of an object
+COMBINING_KEYWORDS = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames",
+                      "minProperties", "allOf", "anyOf", "oneOf", "$ref", "if"}
 # vLLM's names, and `Structured`'s
 KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 
 def structured(fields: Fields, limits: Limits, forced: dict[str, Any] | None) -> Any:
-    """What `SamplingParams.structured` is for a request. `forced` is a schema by its tool choice."""
-    asked = wish(fields, limits)
-    # response_format is about the content, of which a forced call has none
-    if asked and forced is not None and not asked[0].startswith("response_format"):
-        raise invalid(f"tool_choice leaves no way but a call, and {asked[0]} asks for another form, expected "
+    """`SamplingParams.structured` of a request. `forced` is the schema required by its tool choice."""
+    option = structured_option(fields, limits)
+    # response_format constrains the content, which a forced tool call lacks
+    if option and forced is not None and not option[0].startswith("response_format"):
+        raise invalid(f"tool_choice forces a tool call, and {option[0]} asks for another output, expected "
                       "one of them", "tool_choice")
-    if forced is not None: asked = "tools", {"json_schema": forced, "disable_any_whitespace": True}
-    if asked is None: return None
-    path, form = asked
-    try: return Structured(**form)
-    except RequestError as error: raise explained(error, path) from error
+    if forced is not None: option = "tools", {"json_schema": forced, "disable_any_whitespace": True}
+    if option is None: return None
+    path, arguments = option
+    try: return Structured(**arguments)
+    except RequestError as error: raise api_error(error, path) from error
 
 
-def wish(fields: Fields, limits: Limits) -> tuple[str, dict[str, Any]] | None:
+def structured_option(fields: Fields, limits: Limits) -> tuple[str, dict[str, Any]] | None:
     """The field that asks for a form, and the arguments of `Structured` for it."""
     found: list[tuple[str, dict[str, Any]]] = []
-    if (form := fields.object("response_format")) is not None: found += _response_format(form)
+    if (wanted := fields.object("response_format")) is not None: found += _response_format(wanted)
     inner = Fields(fields.object("structured_outputs") or {}, "structured_outputs")
     for kind, name in KINDS.items():
         for at, field in ((inner, kind), (fields, f"guided_{kind}")):
@@ -50,16 +50,16 @@ def wish(fields: Fields, limits: Limits) -> tuple[str, dict[str, Any]] | None:
     one_line = inner.flag("disable_any_whitespace")
     inner.finish()
     if len(found) > 1:
-        raise invalid(f"{found[0][0]} and {found[1][0]} both ask for a form, expected one", found[1][0])
+        raise invalid(f"{found[0][0]} and {found[1][0]} both constrain the output, expected one", found[1][0])
     if not found: return None
-    path, asked = found[0]
-    if len(json.dumps(asked)) > limits.schema_bytes:
+    path, option = found[0]
+    if len(json.dumps(option)) > limits.schema_bytes:
         raise invalid(f"{path} has more than {limits.schema_bytes} bytes", path, "schema_too_large")
-    return path, {**asked, "disable_any_whitespace": one_line}
+    return path, {**option, "disable_any_whitespace": one_line}
 
 
-def _response_format(form: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    fields = Fields(form, "response_format")
+def _response_format(wanted: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    fields = Fields(wanted, "response_format")
     kind = fields.text("type")
     described = fields.object("json_schema")
     fields.finish()
@@ -76,14 +76,14 @@ def _response_format(form: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def call_schema(tools: tuple[Tool, ...], choice: ToolChoice) -> dict[str, Any] | None:
-    """The schema of an answer that must be a call: its arguments ("named"), or a list of calls ("required").
-    None when it may be anything."""
+    """The schema of an answer that must be a tool call: its arguments ("named"), or a list of calls
+    ("required"). None if no call is forced."""
     if not choice.forced: return None
     try:
         schemas = {tool["function"]["name"]: _arguments(tool["function"].get("parameters"), f"tools[{at}]")
                    for at, tool in enumerate(tools)}
         if choice.mode == "named": return schemas[choice.name]
-        # each tool's schema stays whole, so that its own references can be found
+        # each tool's schema is kept whole, so that its own references resolve
         defined = {f"tool{at}": _moved(schema, f"#/$defs/tool{at}")
                    for at, schema in enumerate(schemas.values())}
     except RecursionError as error:
@@ -93,13 +93,13 @@ def call_schema(tools: tuple[Tool, ...], choice: ToolChoice) -> dict[str, Any] |
                                                "parameters": {"$ref": f"#/$defs/tool{at}"}},
               "required": ["name", "parameters"], "additionalProperties": False}
              for at, name in enumerate(schemas)]
-    return {"$defs": defined, "type": "array", "minItems": 1, "maxItems": MOST_CALLS if choice.several else 1,
+    return {"$defs": defined, "type": "array", "minItems": 1, "maxItems": MAX_CALLS if choice.several else 1,
             "items": {"anyOf": forms}}
 
 
 def _arguments(schema: dict[str, Any] | None, path: str) -> dict[str, Any]:
-    """The schema of a tool's arguments: an object, without properties where the tool names no parameters. An
-    object that lists its properties has no others, unless it says so: a model that is made to call would
+    """The schema of a tool's arguments: an object, without properties if the tool names no parameters. An
+    object that lists properties allows no others unless it says so: a model that is forced to call would
     invent them without end."""
     if not schema: return {"type": "object", "properties": {}, "additionalProperties": False}
     kind = schema.get("type", "object")
@@ -110,20 +110,20 @@ def _arguments(schema: dict[str, Any] | None, path: str) -> dict[str, Any]:
 
 
 def _closed(schema: Any, alone: bool) -> Any:
-    """`schema` without properties that it does not list. What several schemas describe together stays as it
-    is; so do definitions, unless each is used `alone`."""
+    """`schema` with additionalProperties false where it lists properties. Schemas that are combined with
+    others stay as they are; so do definitions, unless each is used `alone`."""
     if not isinstance(schema, dict): return schema
     out = dict(schema)
     for key in ("properties", *(("$defs", "definitions") if alone else ())):
         if isinstance(inner := out.get(key), dict):
             out[key] = {name: _closed(each, alone) for name, each in inner.items()}
     if isinstance(out.get("items"), dict): out["items"] = _closed(out["items"], alone)
-    if "properties" in out and not TOGETHER & out.keys(): out["additionalProperties"] = False
+    if "properties" in out and not COMBINING_KEYWORDS & out.keys(): out["additionalProperties"] = False
     return out
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """`schema` with its references, which begin at its root, as they are when the root is at `place`."""
+    """`schema` with its references rewritten for a root at `place`."""
     if isinstance(schema, list): return [_moved(each, place) for each in schema]
     if not isinstance(schema, dict): return schema
     return {key: place + each[1:] if key == "$ref" and isinstance(each, str) and each.startswith("#")
