@@ -166,8 +166,8 @@ def test_a_pool_that_is_closed():
     (lambda: GraphPool(lambda x: x, INPUTS, 4), ["sizes 4", "a list of Python's integers"]),
     (lambda: GraphPool(lambda x: x, INPUTS, (True, 2)), ["sizes True, 2", "Python's integers"]),
     (lambda: pool_of(limit_bytes=0), ["a limit of 0 bytes"]),
-    (lambda: pool_of(staging=1), ["1 pieces of page-locked memory", "2 or more"]),
-    (lambda: pool_of().capture((3,)), ["no size 3", "of 2, 4"]),
+    (lambda: pool_of(staging=1), ["1 page-locked buffers", "2 or more"]),
+    (lambda: pool_of().capture((3,)), ["no size 3", "one of 2, 4"]),
     (lambda: pool_of().capture(x=X), ["input 'x' for a capture", "Variables alone"]),
 ])
 def test_pools_that_cannot_be(make: Any, words: list[str]):

@@ -106,7 +106,7 @@ def some(count: int, seed: int, shared: int) -> list[Request]:
         params = SamplingParams(**draws[rng.integers(len(draws))], seed=int(rng.integers(1 << 40)),
                                 n=int(rng.choice([1, 1, 1, 1, 2, 3])), ignore_eos=True,
                                 max_tokens=int(rng.choice([3, 20, 60, 80])),
-                                # so that some end where nobody could know it
+                                # so that some end at unpredictable positions
                                 stop_token_ids=tuple(range(5, 100)) if rng.random() < 0.3 else ())
         made.append(Request(f"r{at}", prompt, params, arrival_s=float(at)))
     return made

@@ -117,9 +117,9 @@ def test_logprobs_are_those_of_the_logits(llm: LLM):
     done = llm.complete(PROMPTS[3], replace(GREEDY, logprobs=3))
     ids = [*PROMPTS[3], *done.token_ids]
     exact = llm.model(Tensor([ids], device="CPU"))[0].log_softmax(-1).numpy()
-    told = done.outputs[0].logprobs
-    assert len(told) == len(done.token_ids)
-    for at, each in enumerate(told, len(PROMPTS[3]) - 1):
+    logprobs = done.outputs[0].logprobs
+    assert len(logprobs) == len(done.token_ids)
+    for at, each in enumerate(logprobs, len(PROMPTS[3]) - 1):
         best = np.argsort(-exact[at], kind="stable")[:3]
         assert (each.token, each.rank) == (ids[at + 1], 1)
         assert [token for token, _, _ in each.top] == best.tolist()

@@ -71,7 +71,7 @@ async def fetch(target: Target, path: str) -> Any:
 
 async def complete(target: Target, one: BenchRequest) -> RequestResult:
     """One streamed completion, to its full length."""
-    answered, begun = RequestResult(len(one.prompt)), time.perf_counter()
+    result, started = RequestResult(len(one.prompt)), time.perf_counter()
     body = {"model": target.model, "prompt": list(one.prompt), "max_tokens": one.output, "temperature": 0.0,
             "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
     try:
@@ -79,16 +79,16 @@ async def complete(target: Target, one: BenchRequest) -> RequestResult:
                 request(target, "POST", "/v1/completions", body) as (status, pieces):
             if status != 200:
                 text = b"".join([piece async for piece in pieces]).decode(errors="replace")
-                answered.error = f"{status}: {text[:500]}"
-            else: await _stream(pieces, answered, begun)
+                result.error = f"{status}: {text[:500]}"
+            else: await _stream(pieces, result, started)
     except (OSError, ValueError, IndexError, EOFError, TimeoutError) as error:
-        answered.error = f"{type(error).__name__}: {error}"
-    if not answered.error and not answered.output_tokens: answered.error = "no token came"
-    return answered
+        result.error = f"{type(error).__name__}: {error}"
+    if not result.error and not result.output_tokens: result.error = "no token came"
+    return result
 
 
-async def _stream(pieces: AsyncIterator[bytes], answered: RequestResult, begun: float) -> None:
-    last, held, count, ended = begun, b"", 0, False
+async def _stream(pieces: AsyncIterator[bytes], result: RequestResult, started: float) -> None:
+    last, held, count, ended = started, b"", 0, False
     async for piece in pieces:
         *lines, held = (held + piece).split(b"\n")
         for line in lines:
@@ -97,30 +97,30 @@ async def _stream(pieces: AsyncIterator[bytes], answered: RequestResult, begun: 
                 ended = True
                 continue
             event, now = json.loads(data), time.perf_counter()
-            if "error" in event: answered.error = str(event["error"])[:500]
-            if usage := event.get("usage"): answered.output_tokens = usage["completion_tokens"]
+            if "error" in event: result.error = str(event["error"])[:500]
+            if usage := event.get("usage"): result.output_tokens = usage["completion_tokens"]
             if not event.get("choices"): continue
-            answered.text += event["choices"][0].get("text") or ""
+            result.text += event["choices"][0].get("text") or ""
             count += 1
-            if count == 1: answered.ttft = now - begun
-            else: answered.gaps.append(now - last)
-            last = answered.latency = now
-            answered.latency -= begun
-    answered.output_tokens = answered.output_tokens or count
-    if not ended and not answered.error: answered.error = "the stream broke off"
+            if count == 1: result.ttft = now - started
+            else: result.gaps.append(now - last)
+            last = result.latency = now
+            result.latency -= started
+    result.output_tokens = result.output_tokens or count
+    if not ended and not result.error: result.error = "the stream broke off"
 
 
 async def load(target: Target, workload: Sequence[BenchRequest], at: Sequence[float], concurrency: int | None,
                progress: Callable[[], None] = lambda: None) -> tuple[list[RequestResult], float]:
     """All results, and the seconds from the first request to the last answer."""
-    places = asyncio.Semaphore(concurrency or len(workload))
-    begun = time.perf_counter()
+    slots = asyncio.Semaphore(concurrency or len(workload))
+    started = time.perf_counter()
 
     async def send(one: BenchRequest, when: float) -> RequestResult:
-        await asyncio.sleep(max(0.0, begun + when - time.perf_counter()))
-        async with places: answered = await complete(target, one)
+        await asyncio.sleep(max(0.0, started + when - time.perf_counter()))
+        async with slots: result = await complete(target, one)
         progress()
-        return answered
+        return result
 
     answers = await asyncio.gather(*(send(*pair) for pair in zip(workload, at, strict=True)))
-    return list(answers), time.perf_counter() - begun
+    return list(answers), time.perf_counter() - started

@@ -35,9 +35,9 @@ class TinygradNV:
         """All requests at once; the engine batches them."""
         from tinygrad_nv.engine.sampling import SamplingParams
         params = [SamplingParams(temperature=0.0, max_tokens=one.output, ignore_eos=True) for one in workload]
-        begun = time.perf_counter()
+        started = time.perf_counter()
         done = self.llm.generate([list(one.prompt) for one in workload], params)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started
         require_whole([len(each.token_ids) for each in done], workload)
         return seconds
 
@@ -55,9 +55,9 @@ class Transformers:
 
     def run(self, workload: Sequence[BenchRequest]) -> float:
         """Requests of a batch run as long as its longest."""
-        begun = time.perf_counter()
+        started = time.perf_counter()
         for at in range(0, len(workload), self.batch): self._batch(workload[at:at + self.batch])
-        return time.perf_counter() - begun
+        return time.perf_counter() - started
 
     def _batch(self, workload: Sequence[BenchRequest]) -> None:
         longest, most = max(len(one.prompt) for one in workload), max(one.output for one in workload)
@@ -82,10 +82,10 @@ class VLLM:
         """All at once."""
         params = [self.vllm.SamplingParams(temperature=0.0, max_tokens=one.output, ignore_eos=True,
                                            detokenize=False) for one in workload]
-        begun = time.perf_counter()
+        started = time.perf_counter()
         done = self.llm.generate([{"prompt_token_ids": list(one.prompt)} for one in workload], params,
                                  use_tqdm=False)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started
         require_whole([len(each.outputs[0].token_ids) for each in done], workload)
         return seconds
 
@@ -99,12 +99,12 @@ class LlamaCpp:
 
     def run(self, workload: Sequence[BenchRequest]) -> float:
         """Token by token: its `generate` has no option to ignore the end token."""
-        begun = time.perf_counter()
+        started = time.perf_counter()
         for one in workload:
             self.llama.reset()
             following = self.llama.generate(list(one.prompt), temp=0.0)
             for _ in range(one.output): next(following)
-        return time.perf_counter() - begun
+        return time.perf_counter() - started
 
 
 def require_installed(name: str) -> None:

@@ -331,7 +331,7 @@ class CompletionBuilder:
     """Collects the deltas of a prompt's answers."""
 
     def __init__(self, request: Request) -> None:
-        self.request, self.begun = request, time.perf_counter()
+        self.request, self.started = request, time.perf_counter()
         self.first = self.last = 0.0
         self.cached = 0
         self.deltas: list[list[Delta]] = [[] for _ in range(request.params.n)]
@@ -353,7 +353,7 @@ class CompletionBuilder:
         seed = self.request.params.seed
         assert seed is not None
         return Completion(tuple(self.request.prompt), tuple(map(join_deltas, self.deltas)), seed, self.cached,
-                          self.first - self.begun, self.last - self.first)
+                          self.first - self.started, self.last - self.first)
 
 
 def join_deltas(deltas: Sequence[Delta]) -> Answer:
@@ -362,4 +362,4 @@ def join_deltas(deltas: Sequence[Delta]) -> Answer:
     assert last.finish_reason is not None
     return Answer(last.index, "".join(each.text for each in deltas),
                   tuple(token for each in deltas for token in each.tokens), last.finish_reason,
-                  last.stop_reason, tuple(told for each in deltas for told in each.logprobs), last.error)
+                  last.stop_reason, tuple(found for each in deltas for found in each.logprobs), last.error)

@@ -32,19 +32,19 @@ def resolve_dtype(name: str, config: ModelConfig, directory: Path) -> DType:
     return {"float32": dtypes.float32, "float16": dtypes.float16, "bfloat16": dtypes.bfloat16}[full]
 
 
-def context_length(config: ModelConfig, dtype: DType, asked: int | None) -> int:
+def context_length(config: ModelConfig, dtype: DType, requested: int | None) -> int:
     """Tokens a sequence may have, prompt included."""
-    if asked is not None:
-        if not 2 <= asked <= config.max_positions:
-            raise ModelError(f"max_model_len is {asked}",
+    if requested is not None:
+        if not 2 <= requested <= config.max_positions:
+            raise ModelError(f"max_model_len is {requested}",
                              f"2 to {config.max_positions}, the model's own length", "change --max-model-len")
-        return asked
+        return requested
     return min(config.max_positions, max(CACHE_BYTES // token_bytes(config, dtype), 2048))
 
 
 def open_device(name: str | None) -> str:
     """Opens tinygrad's device `name` (its default when None) and returns the canonical name."""
-    asked = name or repr(DEV) or "default"
+    requested = name or repr(DEV) or "default"
     try:
         device = Device[name or Device.DEFAULT]
         if device.device.partition(":")[0] in ("DISK", "NPY", "TINYFS"):
@@ -54,10 +54,10 @@ def open_device(name: str | None) -> str:
         return str(device.device)
     except NVError: raise
     except ModuleNotFoundError as error:
-        raise RequestError(f"no such device: {asked}", "CPU, CUDA, EMU or another device of tinygrad",
+        raise RequestError(f"no such device: {requested}", "CPU, CUDA, EMU or another device of tinygrad",
                            "run `tinygrad-nv doctor` to see what this machine has") from error
     except Exception as error:  # drivers raise arbitrary exceptions
-        raise RequestError(f"device {asked} cannot be opened: {error}", "a device this machine has",
+        raise RequestError(f"device {requested} cannot be opened: {error}", "a device this machine has",
                            "run `tinygrad-nv doctor` to see what is missing") from error
 
 

@@ -140,7 +140,7 @@ class GraphPool:
         eagerly is tried again."""
         wanted = sorted(self.sizes if sizes is None else set(sizes), reverse=True)
         if unknown := [size for size in wanted if size not in self.buckets]:
-            raise GraphError(f"no size {unknown[0]}", f"of {_joined(self.sizes)}")
+            raise GraphError(f"no size {unknown[0]}", f"one of {_joined(self.sizes)}")
         self._check_variables(variables)
         with progress(wanted, self._held_bytes) as done:
             for size in wanted:
@@ -341,7 +341,7 @@ def _checked_sizes(inputs: Mapping[str, Input], sizes: Sequence[int], limit_byte
                          "a list of Python's integers, at least one, each 1 or more")
     if limit_bytes is not None and limit_bytes < 1:
         raise GraphError(f"a limit of {limit_bytes} bytes", "1 or more")
-    if staging < 2: raise GraphError(f"{staging} pieces of page-locked memory", "2 or more")
+    if staging < 2: raise GraphError(f"{staging} page-locked buffers", "2 or more")
     return tuple(sorted(set(sizes)))
 
 

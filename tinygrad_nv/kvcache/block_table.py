@@ -137,11 +137,11 @@ class BlockTable:
     def _register_full(self, first: int, end: int) -> None:
         """Registers entries first … end − 1, which are full."""
         pool = self.pool
-        memory, pages, holes = pool.device, self.pages, 0
-        if self.host_pages: memory, pages, holes = pool.host, self.host_pages, self.pruned
-        assert end <= holes + len(pages), f"{self.computed} tokens in {holes + len(pages)} pages"
+        memory, pages, num_pruned = pool.device, self.pages, 0
+        if self.host_pages: memory, pages, num_pruned = pool.host, self.host_pages, self.pruned
+        assert end <= num_pruned + len(pages), f"{self.computed} tokens in {num_pruned + len(pages)} pages"
         for i in range(first, end):
-            page = pages[i - holes]
+            page = pages[i - num_pruned]
             memory.written_in[page] = pool.batch
             if pool.sharing: memory.register(page, self.prefix.key(i))
 

@@ -106,7 +106,7 @@ class Gate:
         self.service.metrics.finished(record)
         route = scope.get("route")
         path = "other" if route is None else route.path
-        self.service.metrics.answered.labels(_method(scope), path, str(status)).inc()
+        self.service.metrics.http_requests.labels(_method(scope), path, str(status)).inc()
         # /health and /metrics, requested every few seconds, would flood the log
         if scope["path"].startswith("/v1/") or status >= 400:
             LOG.info(request_line(record, scope["method"], scope["path"], status))

@@ -19,7 +19,7 @@ def parse(body: bytes) -> dict[str, Any]:
     """The JSON object in `body`. Raises `APIError` 400 with what is wrong and where."""
     try: text = body.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise invalid(f"the body is not UTF-8: byte {body[error.start]:#04x} at place {error.start}",
+        raise invalid(f"the body is not UTF-8: byte {body[error.start]:#04x} at offset {error.start}",
                       code="invalid_utf8") from error
     try: data = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float)
     except RecursionError as error:

@@ -69,8 +69,8 @@ def request_line(record: Record, method: str, path: str, status: int) -> str:
                 cached_tokens=record.cached_tokens if served else None,
                 output_tokens=record.output_tokens if served else None,
                 finish=",".join(record.reasons) or None, error=record.error,
-                ttft_ms=None if record.first is None else (record.first - record.begun) * 1e3,
-                total_ms=(now - record.begun) * 1e3)
+                ttft_ms=None if record.first is None else (record.first - record.started) * 1e3,
+                total_ms=(now - record.started) * 1e3)
 
 
 async def periodic(service: Service, every_s: float) -> None:

@@ -65,20 +65,23 @@ class Metrics:
         self.registry, self.prefix, self.model = CollectorRegistry(), prefix, model
         self.registry.register(_Engine(prefix, model, stats))
         sizes = tokens_up_to(length)
-        self.first = self._histogram("time_to_first_token_seconds", "Time to a request's first token.", TTFT)
-        self.between = self._histogram("inter_token_latency_seconds", "Time between a sequence's tokens.",
-                                       TOKEN)
+        self.time_to_first_token = self._histogram("time_to_first_token_seconds",
+                                                   "Time to a request's first token.", TTFT)
+        self.inter_token_latency = self._histogram("inter_token_latency_seconds",
+                                                   "Time between a sequence's tokens.",
+                                                   TOKEN)
         self.per_token = self._histogram("time_per_output_token_seconds",
                                          "Mean time of a sequence's tokens after the first.", TOKEN)
-        self.whole = self._histogram("e2e_request_latency_seconds", "Time of whole requests.", REQUEST)
-        self.prompts = self._histogram("request_prompt_tokens", "Tokens of a request's prompts.", sizes)
-        self.answers = self._histogram("request_generation_tokens", "Tokens of a sequence.", sizes)
-        self.asked = self._histogram("request_params_max_tokens", "max_tokens of requests.", sizes)
+        self.e2e_latency = self._histogram("e2e_request_latency_seconds", "Time of whole requests.", REQUEST)
+        self.prompt_tokens = self._histogram("request_prompt_tokens", "Tokens of a request's prompts.", sizes)
+        self.generation_tokens = self._histogram("request_generation_tokens", "Tokens of a sequence.", sizes)
+        self.max_tokens = self._histogram("request_params_max_tokens", "max_tokens of requests.", sizes)
         self.n = self._histogram("request_params_n", "n of requests.", (1, 2, 5, 10, 20))
         self.success = Counter(f"{prefix}:request_success", "Sequences that ended, by reason.",
                                ["model_name", "finished_reason"], registry=self.registry)
-        self.answered = Counter(f"{prefix}:http_requests", "Requests answered, by path and status; 499: the "
-                                "client went away.", ["method", "path", "status"], registry=self.registry)
+        self.http_requests = Counter(f"{prefix}:http_requests", "Requests answered, by path and status; 499: "
+                                     "the client disconnected.", ["method", "path", "status"],
+                                     registry=self.registry)
 
     def _histogram(self, name: str, words: str, edges: Iterable[float]) -> Histogram:
         made = Histogram(f"{self.prefix}:{name}", words, ["model_name"], buckets=tuple(edges),
@@ -87,7 +90,7 @@ class Metrics:
 
     def inter_token_latencies(self, seconds: list[float]) -> None:
         """Observes times between tokens."""
-        for each in seconds: self.between.observe(each)
+        for each in seconds: self.inter_token_latency.observe(each)
 
     def finished(self, record: Record) -> None:
         """Records the end of a request that reached the engine."""
@@ -95,14 +98,14 @@ class Metrics:
         # choices without a finish reason were aborted with their request
         unfinished = ["abort"] * (record.choices - len(record.reasons))
         for reason in record.reasons + unfinished: self.success.labels(self.model, reason).inc()
-        self.prompts.observe(record.prompt_tokens)
+        self.prompt_tokens.observe(record.prompt_tokens)
         self.n.observe(record.params.n)
-        if record.params.max_tokens is not None: self.asked.observe(record.params.max_tokens)
+        if record.params.max_tokens is not None: self.max_tokens.observe(record.params.max_tokens)
         if record.first is None: return
-        self.first.observe(record.first - record.begun)
-        self.whole.observe(time.perf_counter() - record.begun)
+        self.time_to_first_token.observe(record.first - record.started)
+        self.e2e_latency.observe(time.perf_counter() - record.started)
         for answer in record.answers.values():
-            self.answers.observe(answer.tokens)
+            self.generation_tokens.observe(answer.tokens)
             if answer.tokens > 1: self.per_token.observe((answer.last - answer.first) / (answer.tokens - 1))
 
     def text(self) -> bytes:

@@ -137,8 +137,8 @@ def _common(fields: Fields, defaults: SamplingParams, limits: Limits, prompts: i
         "structured": structured(fields, limits, forced)}
     # OpenAI's seeds are signed
     if given["seed"] is not None: given["seed"] %= 1 << 64
-    if (asked := prompts * (given["n"] or 1)) > limits.choices:
-        raise invalid(f"{asked} choices are asked for (prompts × n), expected at most {limits.choices}", "n")
+    if (choices := prompts * (given["n"] or 1)) > limits.choices:
+        raise invalid(f"{choices} choices requested (prompts × n),  expected at most {limits.choices}", "n")
     stream = fields.flag("stream")
     options = Fields(fields.object("stream_options") or {}, "stream_options")
     usage = options.flag("include_usage")

@@ -64,7 +64,7 @@ class Record:
     engine. Times are of time.perf_counter."""
     id: str
     path: str = ""
-    begun: float = field(default_factory=time.perf_counter)
+    started: float = field(default_factory=time.perf_counter)
     stream: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0

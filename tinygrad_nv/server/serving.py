@@ -85,7 +85,7 @@ class Server(uvicorn.Server):
         os._exit(128 + number)
 
     async def _drain(self) -> None:
-        begun, ends = time.monotonic(), time.monotonic() + self.service.limits.drain_s
+        started, ends = time.monotonic(), time.monotonic() + self.service.limits.drain_s
         LOG.info(line("draining", active=self.service.active, limit_s=self.service.limits.drain_s))
         while self.service.active and time.monotonic() < ends: await asyncio.sleep(POLL_S)
         left = self.service.active
@@ -93,7 +93,7 @@ class Server(uvicorn.Server):
         # time to send the aborted requests their errors
         grace = time.monotonic() + 1
         while self.service.active and time.monotonic() < grace: await asyncio.sleep(POLL_S)
-        LOG.info(line("drained", seconds=time.monotonic() - begun, aborted=left))
+        LOG.info(line("drained", seconds=time.monotonic() - started, aborted=left))
         self.should_exit = True
 
 

@@ -39,7 +39,7 @@ def structured(fields: Fields, limits: Limits, forced: dict[str, Any] | None) ->
 
 
 def structured_option(fields: Fields, limits: Limits) -> tuple[str, dict[str, Any]] | None:
-    """The field that asks for a form, and the arguments of `Structured` for it."""
+    """The field that constrains the output, and the arguments of `Structured` for it."""
     found: list[tuple[str, dict[str, Any]]] = []
     if (wanted := fields.object("response_format")) is not None: found += _response_format(wanted)
     inner = Fields(fields.object("structured_outputs") or {}, "structured_outputs")
@@ -89,12 +89,12 @@ def call_schema(tools: tuple[Tool, ...], choice: ToolChoice) -> dict[str, Any] |
     except RecursionError as error:
         raise invalid("tools have a schema that is nested too deeply, expected at most 100 levels",
                       "tools") from error
-    forms = [{"type": "object", "properties": {"name": {"const": name},
-                                               "parameters": {"$ref": f"#/$defs/tool{at}"}},
-              "required": ["name", "parameters"], "additionalProperties": False}
-             for at, name in enumerate(schemas)]
+    call_schemas = [{"type": "object", "properties": {"name": {"const": name},
+                                                      "parameters": {"$ref": f"#/$defs/tool{at}"}},
+                     "required": ["name", "parameters"], "additionalProperties": False}
+                    for at, name in enumerate(schemas)]
     return {"$defs": defined, "type": "array", "minItems": 1, "maxItems": MAX_CALLS if choice.several else 1,
-            "items": {"anyOf": forms}}
+            "items": {"anyOf": call_schemas}}
 
 
 def _arguments(schema: dict[str, Any] | None, path: str) -> dict[str, Any]:
@@ -122,9 +122,9 @@ def _closed(schema: Any, alone: bool) -> Any:
     return out
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """`schema` with its references rewritten for a root at `place`."""
-    if isinstance(schema, list): return [_moved(each, place) for each in schema]
+def _moved(schema: Any, location: str) -> Any:
+    """`schema` with its references rewritten for a root at `location`."""
+    if isinstance(schema, list): return [_moved(each, location) for each in schema]
     if not isinstance(schema, dict): return schema
-    return {key: place + each[1:] if key == "$ref" and isinstance(each, str) and each.startswith("#")
-            else _moved(each, place) for key, each in schema.items()}
+    return {key: location + each[1:] if key == "$ref" and isinstance(each, str) and each.startswith("#")
+            else _moved(each, location) for key, each in schema.items()}

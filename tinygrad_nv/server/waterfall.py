@@ -26,14 +26,14 @@ class Waterfall:
     """The stages of a start: name to seconds, in the order of their first marks."""
 
     def __init__(self) -> None:
-        self.begun = time.perf_counter() - process_age_s()
-        self.last = self.begun
+        self.started = time.perf_counter() - process_age_s()
+        self.last = self.started
         self.stages: dict[str, float] = {}
 
     @property
     def total_s(self) -> float:
         """Seconds from the process's start to the last mark."""
-        return self.last - self.begun
+        return self.last - self.started
 
     def mark(self, name: str) -> None:
         """Assigns the time since the last mark to `name`."""

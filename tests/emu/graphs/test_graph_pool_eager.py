@@ -103,8 +103,8 @@ def test_state_that_is_bound_anew(emu: NVDevice):
         for x in (X + k, X[:1] + k):
             total += x.sum(0)
             np.testing.assert_array_equal(pool(x=x).numpy(), x + total)
-    assert reasons(pool) == {"the step keeps a Tensor that it computes from its inputs, or makes and then "
-                             "changes, which a replay would not rebind"}
+    assert reasons(pool) == {"the step keeps a Tensor that it computes from its inputs, or creates and "
+                             "then changes, which a replay would not rebind"}
     ahead = GraphPool(step := Step(), ROWS, (1, 4), emu.device)
     ahead.capture()
     np.testing.assert_array_equal(step.total.numpy(), np.zeros(4))  # it ran, with all rows masked

@@ -60,7 +60,7 @@ def kernels(params: SamplingParams, gpu: NVDevice, rows: int = 2, size: int = V,
     logits = Tensor.empty(rows, size, device=gpu.device)
     places = Tensor.empty(rows, dtype=dtypes.int32, device=gpu.device).realize()
     made = case.made(logits.realize(), places)
-    if count: made = count_tokens(case.slots, case.rows, made)
+    if count: made = count_tokens(case.state, case.rows, made)
     return [k.template or "tinygrad" for k in explain(made).kernels]
 
 

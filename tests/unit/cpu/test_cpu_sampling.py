@@ -158,7 +158,7 @@ def kernels(params: SamplingParams, count: bool = False) -> list[str]:
     case, R = Case([params] * 3, 129), 3
     logits, places = Tensor.empty(R, 129).realize(), Tensor.empty(R, dtype=dtypes.int32).realize()
     made = case.made(logits, places)
-    if count: made = count_tokens(case.slots, case.rows, made)
+    if count: made = count_tokens(case.state, case.rows, made)
     return [k.template or "tinygrad" for k in explain(made).kernels]
 
 

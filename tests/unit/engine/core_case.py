@@ -1,4 +1,4 @@
-"""A core that counts: sequence i of a request chooses 100·i, 100·i + 1, …, one token a step."""
+"""A core that counts: sequence i of a request gets tokens 100·i, 100·i + 1, …, one a step."""
 from __future__ import annotations
 
 import threading
@@ -12,7 +12,7 @@ from tinygrad_nv.errors import NVError, RequestError
 
 
 class CountingCore:
-    """`calls` are what it was told; `crash` is raised by a step, `refuse` by add; a step waits for `gate`."""
+    """`calls` records the calls; `crash` is raised by a step, `refuse` by `add`; a step waits for `gate`."""
 
     def __init__(self, queue_limit: int = 8, step_s: float = 0.0) -> None:
         self.config = EngineConfig(queue_limit=queue_limit)

@@ -1,4 +1,4 @@
-"""Many callers of one core: tokens reach who asked for them, and callers come, go and crash at any moment."""
+"""Many callers of one core: each gets its own tokens, and callers start, leave and crash at any time."""
 from __future__ import annotations
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Chosen tokens become text, whatever they are cut into; stop strings end it where they are found."""
+"""Sampled tokens become text, however they are split; stop strings end it where they are found."""
 from __future__ import annotations
 
 import pytest

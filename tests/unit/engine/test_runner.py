@@ -1,4 +1,4 @@
-"""A runner's tokens are those of the whole context at once: greedy, whatever runs beside a sequence.
+"""A model runner's greedy tokens equal those of the whole context at once, whatever else is in the batch.
 
 Models are random and tiny, one of each kind. Pages are NaN before they are written, and given to sequences in
 no order.
@@ -65,15 +65,15 @@ def test_a_fork_goes_on_as_its_source_does(plain):
     poison(runner)
     driver = Driver(runner, 1)
     source = driver.add(6)
-    driver.run(driver.work(source, 5))
+    driver.run(driver.entry(source, 5))
     fork = driver.fork(source)
-    seqs = [driver.work(source, 1, (fork,))]
+    seqs = [driver.entry(source, 1, (fork,))]
     driver.run(*seqs)
-    # the last row of the prompt was computed for both: its keys are the source's alone
+    # the last prompt token was computed for both, into the source's page
     page = fork.computed // SIZE
     driver.copies.append(PageCopy(CopyKind.DEVICE_TO_DEVICE, source.pages[page], fork.pages[page]))
     fork.computed += 1
-    for _ in range(5): driver.run(driver.work(fork, 1), driver.work(source, 1))
+    for _ in range(5): driver.run(driver.entry(fork, 1), driver.entry(source, 1))
     assert fork.tokens == source.tokens
     driver.check(model)
 
@@ -83,15 +83,15 @@ def test_pages_come_back_from_the_host(plain):
     poison(runner)
     driver = Driver(runner, 2)
     one, two = driver.add(11), driver.add(5)
-    driver.run(driver.work(one, 11), driver.work(two, 5))
+    driver.run(driver.entry(one, 11), driver.entry(two, 5))
     away = list(one.pages)
     driver.copies += [PageCopy(CopyKind.DEVICE_TO_HOST, page, k) for k, page in enumerate(away)]
-    driver.run(driver.work(two, 1))
+    driver.run(driver.entry(two, 1))
     poison_pages(runner, away)
     back = [driver.free.pop() for _ in away]
     driver.copies += [PageCopy(CopyKind.HOST_TO_DEVICE, k, page) for k, page in enumerate(back)]
     one.pages = back
-    for _ in range(4): driver.run(driver.work(one, 1), driver.work(two, 1))
+    for _ in range(4): driver.run(driver.entry(one, 1), driver.entry(two, 1))
     driver.check(model)
 
 
@@ -109,7 +109,7 @@ def test_the_next_step_is_launched_before_the_last_one_is_read(plain):
     driver.check(model)
 
 
-def test_rows_of_a_draft_are_each_sampled_and_the_last_one_is_kept(plain):
+def test_each_token_of_a_draft_is_sampled_and_the_last_one_is_kept(plain):
     model, runner = plain
     poison(runner)
     driver = Driver(runner, 4)
@@ -122,19 +122,19 @@ def test_rows_of_a_draft_are_each_sampled_and_the_last_one_is_kept(plain):
     assert each.tolist() == wanted.tolist()
     sequence.tokens.append(int(each[-1]))
     sequence.computed = 9
-    for _ in range(2): driver.run(driver.work(sequence, 1))
+    for _ in range(2): driver.run(driver.entry(sequence, 1))
     driver.check(model)
 
 
-def test_steps_without_samples_and_batches_without_works(plain):
+def test_steps_without_samples_and_without_sequences(plain):
     model, runner = plain
     poison(runner)
     driver = Driver(runner, 5)
     sequence = driver.add(10)
-    for rows in (1, 1, 4): driver.run(driver.work(sequence, rows))
+    for num_tokens in (1, 1, 4): driver.run(driver.entry(sequence, num_tokens))
     driver.run()
-    driver.run(driver.work(sequence, 4))
-    for _ in range(2): driver.run(driver.work(sequence, 1))
+    driver.run(driver.entry(sequence, 4))
+    for _ in range(2): driver.run(driver.entry(sequence, 1))
     driver.check(model)
 
 
@@ -143,11 +143,11 @@ def test_logits_that_are_not_numbers_choose_no_token(plain):
     poison(runner)
     driver = Driver(runner, 6)
     ill, well = driver.add(3), driver.add(3)
-    driver.run(driver.work(ill, 3), driver.work(well, 3))
+    driver.run(driver.entry(ill, 3), driver.entry(well, 3))
     poison_pages(runner, ill.pages)
-    driver.run(driver.work(ill, 1), driver.work(well, 1))
+    driver.run(driver.entry(ill, 1), driver.entry(well, 1))
     assert ill.tokens.pop() >= runner.vocab_size
-    driver.run(driver.work(well, 1))
+    driver.run(driver.entry(well, 1))
     driver.sequences.remove(ill)
     driver.check(model)
 
@@ -172,10 +172,10 @@ def test_after_an_exception_in_a_capture_the_shape_is_captured_again(plain, monk
         sequence = driver.add(4)
         with monkeypatch.context() as patched:
             patched.setattr(Llama, "step_paged", lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError): driver.run(driver.work(sequence, 4))
+            with pytest.raises(ZeroDivisionError): driver.run(driver.entry(sequence, 4))
         sequence.computed = 0
-        driver.run(driver.work(sequence, 4))
-        driver.run(driver.work(sequence, 1))
+        driver.run(driver.entry(sequence, 4))
+        driver.run(driver.entry(sequence, 1))
         driver.check(model)
     finally: runner.close()
 
@@ -202,11 +202,11 @@ def test_a_rare_shape_is_served_by_one_with_room_for_it_and_a_usual_one_is_captu
         poison(runner)
         driver = Driver(runner)
         steady, *others = (driver.add(prompt) for prompt in (9, 3, 12))
-        driver.run(driver.work(steady, 9))                              # of 16 rows, which 32 have room for
-        driver.run(driver.work(steady, 1), *(driver.work(each, len(each.tokens)) for each in others))
+        driver.run(driver.entry(steady, 9))                             # 16 tokens, served by the shape of 32
+        driver.run(driver.entry(steady, 1), *(driver.entry(each, len(each.tokens)) for each in others))
         assert len(runner.steps) == 1
         for _ in range(CAPTURE_AFTER + 1):                              # a decode step is captured at once
-            driver.run(*(driver.work(each, 1) for each in driver.sequences))
+            driver.run(*(driver.entry(each, 1) for each in driver.sequences))
         assert [shape.direct for shape in runner.steps] == [False, True]
         driver.check(model)
         batch = SchedulerOutput((ScheduledSeq(0, 0, (1, 2), steady.pages),))

@@ -43,7 +43,7 @@ def logits_of(model, tokens: tuple[int, ...]) -> np.ndarray:
 
 # **** keys and values ****
 
-# how far below the largest logit (σ = 5.7) a chosen one may be
+# how far below the largest logit (σ = 5.7) a sampled one may be
 @pytest.mark.parametrize(("kind", "tolerance"), [("float16", 0.02), ("bf16", 0.2), ("fp8", 1.0),
                                                  ("int8", 0.5)])
 def test_keys_and_values_of_fewer_bits(model, kind, tolerance):
@@ -85,7 +85,7 @@ def test_a_cache_in_which_no_sequence_fits_is_refused(model):
         ModelRunner(model, pages=3, page_size=SIZE, max_len=LENGTH)
 
 
-# **** what is chosen ****
+# **** sampled tokens ****
 
 def chosen(runner: ModelRunner, *samples: Sample, tokens: tuple[int, ...] = PROMPT):
     """What is sampled after a prompt in the first pages."""
@@ -126,7 +126,7 @@ def test_penalties_count_prompt_and_output(model, runner):
     best = int(logits_of(model, PROMPT).argmax())
     runner.start_slot(0, SamplingParams(temperature=0, logit_bias={best: 5.0}, presence_penalty=2.0,
                                         frequency_penalty=2.0), 0, PROMPT)
-    # + 5 − 2 − 2k: chosen until it has been often enough
+    # + 5 − 2 − 2k: sampled until the penalty outweighs the bias
     tokens = [int(chosen(runner, Sample(4, 0, 5)).tokens[0]) for _ in range(12)]
     assert tokens[0] == best
     assert tokens[-1] != best

@@ -1,5 +1,5 @@
-"""Rows of different requests in one step of the sampler: none depends on another, to the bit; masks, slots,
-counts; drafts verified by drawing at their places."""
+"""Rows of different requests in one step of the sampler are independent, bit for bit; masks, slots, counts;
+drafts verified by sampling at their positions."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -23,18 +23,18 @@ KINDS = [SamplingParams(temperature=0), SamplingParams(seed=3),
 SEEN, SAID = (0, 5, 9, 17), (9, 9, 30)
 
 
-def alone(params: SamplingParams, logits: np.ndarray, place: int) -> int:
-    return Case([params], len(logits), SEEN, SAID).tokens(logits[None], place)[0]
+def alone(params: SamplingParams, logits: np.ndarray, position: int) -> int:
+    return Case([params], len(logits), SEEN, SAID).tokens(logits[None], position)[0]
 
 
 def test_a_rows_token_is_the_same_whatever_its_neighbours():
     """Each kind by itself, with no filters but its own, then beside all others, in two orders."""
     xs = np.stack([logits_of(i, 2) for i in range(len(KINDS))])
     xs[:, 40] = -0.0  # a bias of 0 would make 0 of it, which is larger to a filter
-    places = list(range(10, 10 + len(KINDS)))
-    expected = [alone(*each) for each in zip(KINDS, xs, places, strict=True)]
-    assert Case(KINDS, V, SEEN, SAID).tokens(xs, places) == expected
-    back = Case(KINDS[::-1], V, SEEN, SAID).tokens(xs[::-1].copy(), places[::-1])
+    positions = list(range(10, 10 + len(KINDS)))
+    expected = [alone(*each) for each in zip(KINDS, xs, positions, strict=True)]
+    assert Case(KINDS, V, SEEN, SAID).tokens(xs, positions) == expected
+    back = Case(KINDS[::-1], V, SEEN, SAID).tokens(xs[::-1].copy(), positions[::-1])
     assert back[::-1] == expected
 
 
@@ -50,7 +50,7 @@ def test_a_rows_logits_are_the_same_bits_whatever_its_neighbours():
 def test_greedy_rows_beside_drawing_ones_have_no_noise():
     xs = np.stack([logits_of(i) for i in range(16)])
     rows = [replace(KINDS[0] if i % 2 else KINDS[1], seed=i) for i in range(16)]
-    drawn = [Case(rows).tokens(xs, place) for place in range(3)]
+    drawn = [Case(rows).tokens(xs, position) for position in range(3)]
     for i in range(16): assert (len({each[i] for each in drawn}) == 1) or not i % 2
     assert all(each[i] == xs[i].argmax() for each in drawn for i in range(1, 16, 2))
     assert drawn[0] != drawn[1]
@@ -73,7 +73,7 @@ def test_masks_are_packed_from_the_lowest_bit(size: int, data: st.DataObject):
 
 @pytest.mark.parametrize("params", [KINDS[0], KINDS[2], KINDS[7]], ids=["greedy", "top_k", "bias"])
 def test_a_masked_token_is_not_chosen(params: SamplingParams):
-    """A bias does not bring it back; a row that may choose any token is as without a mask."""
+    """A bias does not override it; a row with a full mask is as without a mask."""
     x = np.stack([logits_of(1), logits_of(1)])
     best = set(np.argsort(-x[0])[:4].tolist()) | {5}
     masks = np.stack([packed_mask(V, best), packed_mask(V, ())])
@@ -87,18 +87,18 @@ def test_a_masked_token_is_not_chosen(params: SamplingParams):
 
 
 def test_tokens_are_counted_step_by_step():
-    """As beginning with what was chosen so far; rows of no slot count nowhere."""
+    """Equals starting with the tokens sampled so far; rows without a slot are not counted."""
     params = SamplingParams(temperature=0, frequency_penalty=1.0, presence_penalty=0.5,
                             repetition_penalty=1.1)
     slots, x, prompt = SamplerState(3, V), logits_of(2, 1), (1, 2, 3)
     x[[7, 8]] = [6, 5.5]
     for slot in (0, 2): slots.start_slot(slot, params, 0, prompt)
     rows = Tensor([2, -1], dtype=dtypes.int32).realize()
-    logits, places = Tensor(np.stack([x, x])).realize(), Tensor([0, 0], dtype=dtypes.int32).realize()
+    logits, positions = Tensor(np.stack([x, x])).realize(), Tensor([0, 0], dtype=dtypes.int32).realize()
 
     @TinyJit
     def step() -> Tensor:
-        tokens = next_tokens(logits, params.filters, slots, rows, places).contiguous()
+        tokens = next_tokens(logits, params.filters, slots, rows, positions).contiguous()
         Tensor.realize(tokens, count_tokens(slots, rows, tokens))
         return tokens
     said: list[int] = []
@@ -138,12 +138,12 @@ def test_a_slot_forgets_who_was_there():
                                     SamplingParams(temperature=0.8, top_k=12, top_p=0.9, min_p=0.01, seed=5)],
                          ids=["draw", "greedy", "filters"])
 def test_drafted_tokens_are_judged_by_what_would_have_been_chosen(params: SamplingParams):
-    """Four rows of one slot in a step, at the places they would have: the tokens of four steps."""
+    """Four rows of one slot in a step, at consecutive positions: the tokens of four steps."""
     xs = np.stack([logits_of(i, 1.5) for i in range(5)])
     slots, rows = SamplerState(2, V), Tensor([1, 1, 1, 1, 1], dtype=dtypes.int32)
     slots.start_slot(1, params, params.seed or 0, (1, 2))
-    places = Tensor(np.arange(40, 45, dtype=np.int32))
-    together = next_tokens(Tensor(xs), params.filters, slots, rows, places).tolist()
-    steps = [next_tokens(Tensor(x[None]), params.filters, slots, rows[:1], places[i:i + 1]).item()
+    positions = Tensor(np.arange(40, 45, dtype=np.int32))
+    together = next_tokens(Tensor(xs), params.filters, slots, rows, positions).tolist()
+    steps = [next_tokens(Tensor(x[None]), params.filters, slots, rows[:1], positions[i:i + 1]).item()
              for i, x in enumerate(xs)]
     assert together == steps

@@ -1,4 +1,4 @@
-"""Who runs when: budgets, order, fairness, and who gives pages away."""
+"""The scheduler: token budget, order, fairness, preemption."""
 from __future__ import annotations
 
 import subprocess
@@ -28,7 +28,7 @@ def test_decodes_go_on_while_a_long_prompt_is_computed():
     engine.add("long", LONG, max_tokens=2)
     while not engine.tokens("long"):
         told = engine.step()
-        # 3 rows of 32 are decodes', and 24 of the rest are whole groups
+        # 3 of 32 tokens are decodes, and 24 of the rest are whole groups
         if "long" in engine.running and not engine.tokens("long"):
             assert sorted(engine.rows())[:3] == [1, 1, 1]
             assert sorted(engine.rows())[3:] in ([24], [8], [])
@@ -41,9 +41,9 @@ def test_rows_that_fill_a_group_up_count():
     engine = Engine(pages=200, max_seqs=8)
     for i in range(8): engine.add(str(i), [i] * 5)
     engine.step()
-    assert engine.rows() == [5, 5, 5, 5]                        # 8 rows each
+    assert engine.rows() == [5, 5, 5, 5]                        # 8 tokens each, with padding
     engine.step()
-    assert sorted(engine.rows()) == [1, 1, 1, 1, 5, 5, 5]       # 4 rows are left, and no group
+    assert sorted(engine.rows()) == [1, 1, 1, 1, 5, 5, 5]       # 4 tokens are left, less than a group
     engine.end()
 
 
@@ -67,7 +67,7 @@ def test_no_row_is_computed_behind_the_last_token():
     engine = Engine()
     engine.add("a", range(10), max_tokens=7)
     engine.end()
-    # 10 of the prompt, and each chosen token but the last
+    # 10 prompt tokens, and each output token but the last
     assert sum(batch.num_tokens for batch in engine.device.launched) == 16
 
 
@@ -77,7 +77,7 @@ def test_one_prompt_for_n_answers():
     engine.end()
     assert sum(batch.num_tokens for batch in engine.device.launched) == 21 + 4 * 4
     assert [engine.tokens("a", i) for i in range(4)] == [engine.alone(request, i) for i in range(4)]
-    # 21 tokens end in a page that is shared: all but the last one who writes there copy it
+    # 21 tokens end in a shared page: each writer but the last copies it
     kinds = [copy.where for batch in engine.device.launched for copy in batch.copies]
     assert kinds.count(CopyKind.DEVICE_TO_DEVICE) == 3
 
@@ -272,7 +272,7 @@ def test_a_sliding_window_holds_few_pages():
         engine.step()
         most = max(most, engine.pool.stats().in_use)
     assert engine.tokens("a") == engine.alone(request)
-    assert most <= (8 + 32) // 4 + 2                # a window, a chunk, and pages begun at both ends
+    assert most <= (8 + 32) // 4 + 2                # a window, a chunk, and partial pages at both ends
     assert engine.core.stats().preempted == 0
 
 
@@ -286,7 +286,7 @@ def test_prompts_that_begin_alike_share_within_a_step(fails):
     engine.step()
     engine.end()
     if fails:
-        # what the step was to write is shared by nobody
+        # no sequence shares what the failed step was to write
         assert {engine.last(each.id).finish_reason for each in requests} == {"error"}
         assert engine.tokens("late") == engine.alone(late)
     else:

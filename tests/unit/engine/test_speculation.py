@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
-from engine_fake import EOS, VOCAB, Engine, FakeDevice, Guesser, Rule, alone
+from engine_fake import EOS, VOCAB, Engine, FakeDevice, OracleProposer, Rule, alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -110,11 +110,11 @@ def test_copies_change_no_token(seed):
 
 
 def test_each_row_of_a_draft_has_the_mask_of_its_place():
-    """Drafts that are right are as long as they may be, with a form too."""
+    """Accepted drafts have the maximum length, also with structured output."""
     params = SamplingParams(seed=1, max_tokens=40, ignore_eos=True)
     request = Request("a", [1, 2, 3], params, matchers=(Rule(30),))
     right = alone(request, 0, Engine().config, 256, Rule(30))[0]
-    proposer = Guesser({("a", 0): [*request.prompt, *right]}, 1000)
+    proposer = OracleProposer({("a", 0): [*request.prompt, *right]}, 1000)
     stats = answered(proposer, [request]).core.stats()
     assert stats.accepted == stats.drafted >= 24
     assert stats.steps <= 7
@@ -142,7 +142,7 @@ def test_a_draft_model_that_agrees_is_always_right_and_saves_steps(seed):
 
 
 class Other(FakeDevice):
-    """Another model: at some places it chooses something else."""
+    """Another model: at some positions it samples another token."""
 
     def _choose(self, sample, row) -> int:
         token = super()._choose(sample, row)
@@ -167,7 +167,7 @@ def test_a_draft_model_without_pages_drafts_for_as_many_as_it_can():
 
 
 def test_what_a_draft_had_wrong_is_computed_again():
-    """Also when nobody asked in between, and when the same is asked twice."""
+    """Also with gaps between requests, and with a repeated request."""
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     model, runner = drafter()
     first = model.propose([ask(prompt)])[0]

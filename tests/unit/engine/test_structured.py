@@ -1,4 +1,4 @@
-"""Whatever a model prefers, its answer has the form it must have, with tokenizers of every kind."""
+"""Whatever a model prefers, its output satisfies the constraint, with tokenizers of every kind."""
 from __future__ import annotations
 
 import json
@@ -117,7 +117,7 @@ def test_ids_without_a_token_are_never_allowed(spare: int) -> None:
     now = set(allowed(matcher.mask()))
     assert now <= known
     assert now & set(range(5)) == {1}           # of special tokens the end token alone
-    assert len(known - now - set(range(5))) < 140     # bytes that begin no character
+    assert len(known - now - set(range(5))) < 140     # bytes that start no character
 
 
 def test_a_model_with_several_end_tokens_or_none() -> None:
@@ -183,7 +183,7 @@ def test_masks_of_a_draft_are_those_of_its_tokens_one_by_one() -> None:
                 alone.accept(token)
                 expected.append(alone.mask())
             found = matcher.masks(draft)
-            # a form that is complete says so by its last mask
+            # the last mask shows that the output is complete
             assert len(found) == len(expected)
             assert all((a == b).all() for a, b in zip(found, expected, strict=True))
             assert (matcher.mask() == expected[0]).all()
@@ -234,7 +234,7 @@ def test_equal_forms_are_equal() -> None:
     assert Structured(json_object=True) == Structured(json_schema={"type": "object"})
 
 
-# **** forms that take too long ****
+# **** grammars that take too long ****
 
 BOMB = {"allOf": [{"type": "integer", "multipleOf": 97}, {"multipleOf": 89}, {"multipleOf": 101}]}
 
@@ -257,7 +257,7 @@ def test_a_process_that_died_is_started_again() -> None:
     checker.close()
 
 
-def test_a_form_that_explodes_later_ends_its_answer_alone() -> None:
+def test_a_grammar_that_explodes_later_ends_its_answer_alone() -> None:
     matcher = grammars("tales").matcher(Structured(regex="b(a{900}){900}"))
     other = grammars("tales").matcher(Structured(regex="b+"))
     token = tokenizer("tales")[0].encode("b", special=False)[0]

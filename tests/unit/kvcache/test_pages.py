@@ -1,4 +1,4 @@
-"""Pages of keys and values: who has which, what is shared, copied, kept, evicted and brought back."""
+"""KV cache pages: allocation, sharing, copy on write, prefix caching, eviction, offload."""
 from __future__ import annotations
 
 import random
@@ -63,7 +63,7 @@ def test_what_a_salt_keeps_apart():
 
 
 def test_two_pools_have_different_hashes():
-    """So that nobody who knows the code can prepare two prompts with one hash."""
+    """So that hash collisions cannot be prepared from the source code."""
     keys = {filled(PagePool(16, 4), A).prefix.key(0) for _ in range(3)}
     assert len(keys) == 3
     assert {len(key) for key in keys} == {16}
@@ -224,7 +224,7 @@ def test_pages_behind_a_window_are_given_back():
     for first in range(0, 20, 4):
         assert table.reserve(first + 4)
         table.advance(A[first:first + 4])
-    # rows 16 to 19, the newest, see 11 and later
+    # tokens 16 to 19, the newest, attend to 11 and later
     assert table.pages[:2] == [-1, -1]
     assert -1 not in table.pages[2:]
     assert pool.available == 8 - 3
@@ -251,7 +251,7 @@ def test_a_window_needs_no_page_that_ends_right_before_it():
     pool = PagePool(16, 4, window=5)
     table = filled(pool, A)
     pool.device.forget(table.pages[3])
-    # the row at place 20 sees places 16 to 20
+    # the token at position 20 attends to 16 to 20
     assert pool.open([*A, 0]).computed == 20
 
 
@@ -261,7 +261,7 @@ def test_a_cut_behind_what_was_pruned_is_refused():
     for first in range(0, 20, 4):
         assert table.reserve(first + 4)
         table.advance(A[first:first + 4])
-    for tokens in 4, 14:    # the row at place 14 sees places 11 to 14
+    for tokens in 4, 14:    # the token at position 14 attends to 11 to 14
         words = f"a sequence truncated to {tokens} tokens, whose first 12 were pruned"
         with pytest.raises(PageError, match=words):
             table.truncate(tokens)
@@ -269,7 +269,7 @@ def test_a_cut_behind_what_was_pruned_is_refused():
     assert table.computed == 15
 
 
-# **** pages of the host ****
+# **** host pages ****
 
 def test_what_is_on_the_host_waits_while_the_device_is_full():
     pool = PagePool(4, 4, host_pages=4)

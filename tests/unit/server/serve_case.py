@@ -1,7 +1,7 @@
 """A server for tests: its own thread, a free port, and an engine that needs no model.
 
-`FakeEngine` answers with the words of its prompt, one a token, over and over; what it is told in `behave`
-makes it slow, full or broken. `live(service)` runs a server around an engine and gives its address.
+`FakeEngine` answers with the words of its prompt, one a token, over and over; `behave` makes it slow, full or
+broken. `live(service)` runs a server around an engine and gives its address.
 """
 from __future__ import annotations
 
