@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tinygrad_nv.runtime.driver import Driver, Fill, Launch, Stream, Work, integer, pointer
-from tinygrad_nv.runtime.launch_text import map_spec
+from tinygrad_nv.runtime.driver import Driver, Fill, Launch, Stream, Work, integer, map_spec, pointer
 from tinygrad_nv.tile.kernel import TileKernel
 
 Submit = Callable[[Stream | None], None]

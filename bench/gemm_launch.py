@@ -16,9 +16,9 @@ from tinygrad_nv.runtime.driver import (
     Stream,
     Work,
     integer,
+    map_spec,
     pointer,
 )
-from tinygrad_nv.runtime.launch_text import map_spec
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.kernel import GemmKernel
 

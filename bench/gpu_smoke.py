@@ -16,8 +16,7 @@ from typing import Any
 
 from gpu_parts import Measure, NotMeasured, Options, Part, Row, register
 
-from tinygrad_nv.runtime.driver import Driver, Fill, Launch, Node, integer, pointer
-from tinygrad_nv.runtime.launch_text import map_spec
+from tinygrad_nv.runtime.driver import Driver, Fill, Launch, Node, integer, map_spec, pointer
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.templates import build
 from tinygrad_nv.tile.schedule import Schedule

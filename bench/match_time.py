@@ -27,7 +27,8 @@ from tinygrad_nv.models.config import ModelConfig, RopeConfig
 from tinygrad_nv.models.llama import KVCache, Llama
 
 from tinygrad_nv import hooks
-from tinygrad_nv.patterns import program, registered
+from tinygrad_nv.patterns import registered
+from tinygrad_nv.runtime.note import note_of
 
 
 def decode(layers: int) -> Tensor:
@@ -77,7 +78,7 @@ def main() -> None:
     with Context(SCACHE=0, CAPTURING=0, DEBUG=0):
         with hooks.disabled(): kernels = len(scheduled(tensor)[1].src)
         _, linear = scheduled(tensor)
-        ours = sum(program.note_of(call.src[0]) is not None for call in linear.src)
+        ours = sum(note_of(call.src[0]) is not None for call in linear.src)
         for each_s in lists: each_s.clear()
         for _ in each(range(args.repeat)):
             with hooks.disabled(): alone.append(scheduled(tensor)[0])

@@ -27,12 +27,13 @@ from tinygrad.dtype import DType
 from tinygrad_nv import config
 from tinygrad_nv.functional import embedding, kv_append, scaled_dot_product_attention
 from tinygrad_nv.hooks import enabled
+from tinygrad_nv.kvcache.store import LayerPages, PagedCache
 from tinygrad_nv.patterns.target import cpu_of, takes
 from tinygrad_nv.runtime.observe.ranges import layer
 from tinygrad_nv.tile.gemm.spec import HALVES
 
 from .config import ModelConfig
-from .paged import LayerPages, PagedBatch, PagedCache
+from .paged import PagedBatch
 from .rope import tables
 
 Position: TypeAlias = int | UOp

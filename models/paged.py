@@ -16,22 +16,7 @@ from dataclasses import dataclass
 from tinygrad import Tensor
 
 from tinygrad_nv.functional import kv_append, paged_attention
-
-
-@dataclass(frozen=True)
-class LayerPages:
-    """A layer's keys and values: [P, page_size, H_kv, D] each, and float32 scales [P, H_kv] of 8-bit dtypes.
-    """
-    keys: Tensor
-    values: Tensor
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class PagedCache:
-    """The pages of every layer."""
-    layers: tuple[LayerPages, ...]
+from tinygrad_nv.kvcache.store import LayerPages
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """tinygrad_nv: NVIDIA-native lowering for tinygrad.
 
-Protocol: `from tinygrad_nv import Tensor, nn, TinyJit` gives tinygrad's own objects; importing this package
-is what changes how they are lowered. `enable`, `disable` and `disabled()` switch that at run time and NV=0 in
-the environment leaves it off. `explain(tensor)` says which kernel will run for what, and why.
+Protocol: `from tinygrad_nv import Tensor, nn, TinyJit` gives tinygrad's own objects. Importing this package
+changes how they are lowered; `enable`, `disable` and `disabled()` switch that at run time, and NV=0 in the
+environment leaves it off. `explain(tensor)` shows which kernel will run for what, and why.
 
-Reading order: `registration` (what an import does), `hooks` (where tinygrad is joined), `patterns/program` (a
-kernel of ours in the graph), `explain`.
+Reading order: `registration` (what an import does), `hooks/` (the plugin points in tinygrad),
+`patterns/program` (how a kernel of this package gets into the graph), `explain/`. Then a family from end to
+end: `patterns/gemm`, `tile/gemm`, `ptx/builder`, `runtime/device`. docs/glossary.md has the terms.
 """
 # ruff: noqa: E402  (Ctrl-C is the command's before anything takes time)
 from tinygrad_nv import interrupt

@@ -22,6 +22,7 @@ from tinygrad_nv.hooks import disable, disabled, enable, enabled
 from tinygrad_nv.patterns import building, registered
 from tinygrad_nv.patterns import finalize as settle
 from tinygrad_nv.runtime import programs
+from tinygrad_nv.runtime.cpu import device as cpu_device
 from tinygrad_nv.runtime.cuda import device as cuda_device
 from tinygrad_nv.runtime.device import EMUDevice
 from tinygrad_nv.runtime.memory_pool import memory_report
@@ -37,7 +38,7 @@ registered.register()
 hooks.add_check("building", building.checked)
 hooks.add_compile("programs", programs.cached)
 hooks.add_compile("program", settle.settle)
-hooks.install_cpu()
+cpu_device.install()
 hooks.install_threads()
 hooks.add_device("EMU", EMUDevice)
 try:

@@ -9,7 +9,6 @@ import pytest
 from tinygrad_nv.explain import levels
 from tinygrad_nv.ptx import assemble
 from tinygrad_nv.ptx.emulator import Emulator
-from tinygrad_nv.runtime.launch_text import options
 from tinygrad_nv.tile.gemm.legality import SMEM_BYTES
 
 EXTENTS = "256x384x512"
@@ -70,11 +69,18 @@ def test_how_a_matmul_is_computed(command, arch: str):
     assert "bound: " in rows["predicted"]
 
 
+def dynamic_smem(text: str) -> int:
+    """The bytes that the first line of a kernel's text says."""
+    found = re.match(r"// launch: dynamic_smem=(\d+) cluster=[12],1,1 pdl=[01]\n", text)
+    assert found is not None
+    return int(found[1])
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_text_of_a_matmul_says_how_it_is_launched(command, arch: str):
     text = gemm(command, "--level", "ptx", "--arch", arch)
-    assert options(text).dynamic_smem <= SMEM_BYTES[arch]
-    assert bool(options(text).maps) == (arch == "sm_90a")
+    assert dynamic_smem(text) <= SMEM_BYTES[arch]
+    assert ("\n// tensormap: pointer=" in text) == (arch == "sm_90a")
     assert f".target {arch}" in text
 
 
@@ -106,7 +112,7 @@ def test_the_text_runs_on_the_emulator(command):
     # of a sum that short nothing is split: no workspace
     grid = next(line for line in table.splitlines() if line.startswith("grid")).split()
     extents = tuple(int(extent) for extent in grid[1].split("x"))
-    report = emu.launch(text, extents, int(grid[4]), [out, a, b], dynamic_smem=options(text).dynamic_smem)
+    report = emu.launch(text, extents, int(grid[4]), [out, a, b], dynamic_smem=dynamic_smem(text))
     assert report.findings == []
     assert report.stats.tensor_flops == 2 * 512 * 512 * 64
 

@@ -16,6 +16,7 @@ from tinygrad_nv import Device, Tensor, dtypes
 from tinygrad_nv.errors import ConfigError, DriverError, KernelError, NVError, PTXError
 from tinygrad_nv.patterns.program import Output, program
 from tinygrad_nv.runtime.device import EMUDevice
+from tinygrad_nv.tile.launch import Integer, LaunchConfig, MapArgument
 
 HEAD = ".version 7.8\n.target sm_80\n.address_size 64\n"
 # each thread writes out[tid + OFFSET]
@@ -43,10 +44,10 @@ def emu() -> Iterator[None]:
 
 
 def run(source: str, entry: str = "k", device: str = "EMU", binary: bytes | None = None,
-        ctas: int = 1) -> Tensor:
+        ctas: int = 1, launch: LaunchConfig | None = None) -> Tensor:
     """32 integers that `source` wrote."""
     return Tensor(program(entry, source, device, [Output((32,), dtypes.int32)], [], grid=(ctas, 1, 1),
-                          block=(32, 1, 1), binary=binary)[0])
+                          block=(32, 1, 1), binary=binary, launch=launch)[0])
 
 
 def race(device: str = "EMU") -> Tensor:
@@ -178,17 +179,24 @@ def test_machine_code():
         run(kernel(), binary=b"\x7fELF\2\1\1").realize()
 
 
-@pytest.mark.parametrize("words", ["dynamic_smem=much", "cluster=2", "smem=5", "cluster=1,1,x", "pdl=-1"])
-def test_launch_options_that_cannot_be_read(words: str):
-    with pytest.raises(DriverError) as caught: run(f"// launch: {words}\n{kernel()}").realize()
-    assert caught.value.found == f"launch options '{words}'"
-    assert caught.value.expected == "dynamic_smem=BYTES cluster=X,Y,Z pdl=0|1"
-
-
 def test_more_shared_memory_than_there_is():
     with pytest.raises(PTXError, match="300000 bytes of shared memory") as caught:
-        run(f"// launch: dynamic_smem=300000\n{kernel()}").realize()
+        run(kernel(), launch=LaunchConfig(300000)).realize()
     assert "232448" in caught.value.expected
+
+
+def test_variables_that_the_integers_of_a_launch_are_not_made_of():
+    launch = LaunchConfig(integers=(Integer(0, (1, 2)), Integer(3, (1, 0))))
+    with pytest.raises(DriverError) as caught: run(kernel(), launch=launch).realize()
+    assert caught.value.found == "kernel k with 0 variables"
+    assert caught.value.expected == "2, as its LaunchConfig says"
+
+
+def test_a_tensor_map_of_a_pointer_that_is_not_there():
+    launch = LaunchConfig(maps=(MapArgument(1, "u8", (64,), (), (64,)),))
+    with pytest.raises(DriverError) as caught: run(kernel(), launch=launch).realize()
+    assert caught.value.found == "kernel k with 1 pointers and 0 integers"
+    assert caught.value.expected == "those that its LaunchConfig names"
 
 
 def test_more_memory_than_there_is():

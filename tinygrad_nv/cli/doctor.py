@@ -14,30 +14,18 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
+from tinygrad_nv.cli.doctor_finding import Finding
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.ptx.assemble import find_program
 from tinygrad_nv.toolchain import find_compiler
 
-State = Literal["ok", "missing", "broken"]
 CUDA_EXTRA = ("pip install cuda-python nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-nvcc nvidia-ml-py "
               "nvtx, on a machine with a GPU")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report. `needed`: nothing runs without it."""
-    subject: str
-    state: State
-    what: str
-    fix: str = ""
-    needed: bool = False
 
 
 def examine() -> list[Finding]:

@@ -6,12 +6,13 @@ system denies, and what limits threads below the number of cores.
 from __future__ import annotations
 
 from tinygrad_nv import config
-from tinygrad_nv.cli.doctor import Finding
-from tinygrad_nv.cpu import isa, measure, threads
+from tinygrad_nv.cli.doctor_finding import Finding
+from tinygrad_nv.cpu import isa, measure
 from tinygrad_nv.cpu.machine import machine
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.explain.levels import scaled
 from tinygrad_nv.patterns.target import why_no_cpu
+from tinygrad_nv.runtime.cpu import threads
 
 OFF = "switched off: NV_CPU=0"
 

@@ -11,12 +11,10 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from tinygrad_nv import config
-from tinygrad_nv.errors import NVError, RequestError
+from tinygrad_nv.errors import NVError
 
-GIB = 1 << 30
 PREFIXES = ("tinygrad_nv", "vllm")
 
 
@@ -106,24 +104,3 @@ def run(arguments: argparse.Namespace, directory: Path) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `LLM` for a command line."""
-    fraction = arguments.gpu_memory_utilization
-    return {"dtype": arguments.dtype, "max_model_len": arguments.max_model_len,
-            "max_num_seqs": arguments.max_num_seqs,
-            "max_num_batched_tokens": arguments.max_num_batched_tokens,
-            "kv_cache_dtype": arguments.kv_cache_dtype, "swap_space": int(arguments.swap_space * GIB),
-            "speculative": arguments.speculative,
-            "enable_prefix_caching": arguments.enable_prefix_caching, "max_queue": arguments.max_queue,
-            **({} if fraction is None else {"gpu_memory_utilization": fraction})}
-
-
-def keys(arguments: argparse.Namespace) -> frozenset[str]:
-    """The API keys of the command line, else that of NV_API_KEY."""
-    given = arguments.api_key or ([key] if (key := str(config.get("NV_API_KEY"))) else [])
-    if not all(key and key.isascii() and key.isprintable() and " " not in key for key in given):
-        raise RequestError("an API key is empty, or has other than printable ASCII characters",
-                           "a key that a header can carry", "change --api-key or NV_API_KEY")
-    return frozenset(given)

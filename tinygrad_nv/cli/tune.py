@@ -19,8 +19,9 @@ from pathlib import Path
 from tinygrad.helpers import DEV
 
 from tinygrad_nv.errors import RequestError, SpecError
-from tinygrad_nv.explain.levels import aligned, shortened
+from tinygrad_nv.explain.levels import shortened
 from tinygrad_nv.ptx.assemble import ARCHITECTURES
+from tinygrad_nv.table import aligned
 from tinygrad_nv.tile import database
 from tinygrad_nv.tile.gemm.choose import why_not
 from tinygrad_nv.tile.gemm.cost import predict
@@ -136,13 +137,14 @@ def _tune(arguments: argparse.Namespace) -> None:
 
 def _tune_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> None:
     from tinygrad_nv.cpu.gemm import choose
+    from tinygrad_nv.cpu.gemm.database import arch as arch_of
     from tinygrad_nv.cpu.gemm.tune import CPUCandidate, bar, tune
     from tinygrad_nv.cpu.machine import machine
     from tinygrad_nv.explain.levels_cpu import CPUProduct
     if arguments.sm_count is not None:
         raise RequestError("--sm-count on a CPU", "an option of GPUs", "leave it out")
     here = machine()
-    arch = database.cpu_arch(here.isa, here.threads)
+    arch = arch_of(here.isa, here.threads)
     if choose.default(spec, here) is None:
         reason = choose.why_not(spec, here)
         raise SpecError(f"no template takes {_shown(spec, arguments)} on {arch}: {reason}")
@@ -212,6 +214,8 @@ def _wrong(entry: database.Entry) -> list[str]:
     if isinstance(entry.schedule, Schedule): return problems(entry.schedule, entry.spec, entry.arch)
     from tinygrad_nv.cpu.gemm import candidates as space
     from tinygrad_nv.cpu.machine import CPUMachine
+    from tinygrad_nv.cpu.schedule import CPUSchedule
+    assert isinstance(entry.schedule, CPUSchedule), f"a schedule of no kind: {entry.schedule}"
     return space.problems(entry.schedule, entry.spec, CPUMachine(entry.schedule.isa, 1))
 
 

@@ -3,8 +3,8 @@
 Protocol: lanes are elements side by side along n, of one row m. `statements` gives C that computes an
 expression for `W` of them and the name of the result, a `vf` for floats, else a `vi`; the caller stores it
 with store_{short(root.dtype)}, which rounds. Every node is rounded to its dtype, as expression.py says,
-except that float32 products and sums may be contracted. Integers of 8 and 16 bits wrap. `max` and `min`
-prefer a number to NaN.
+except that float32 products and sums may be contracted. Integers of 8 and 16 bits wrap. A NaN that
+comes first stays in `max` and `min`, as in tinygrad's C.
 """
 from __future__ import annotations
 
@@ -15,15 +15,7 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.cpu.kernel import C_TYPES
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, nearest, short, walk
-
-UNSUPPORTED = ("sin",)  # its reduction of large arguments is not worth a copy of a mathematical library
-_FLOAT = {"add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "reciprocal": "1.f / {0}",
-          "exp2": "exp2_({0})", "log2": "log2_({0})", "sqrt": "sqrt_({0})",
-          "max": "pick({0} != {0}, {1}, max_({1}, {0}))", "min": "pick({0} != {0}, {1}, min_({1}, {0}))"}
-_INTEGER = {"add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "and": "{0} & {1}", "or": "{0} | {1}",
-            "xor": "{0} ^ {1}", "max": "pick_i({0} > {1}, {0}, {1})", "min": "pick_i({0} < {1}, {0}, {1})"}
-_BOOL = {"add": "{0} | {1}", "mul": "{0} & {1}", "max": "{0} | {1}", "min": "{0} & {1}", "and": "{0} & {1}",
-         "or": "{0} | {1}", "xor": "{0} ^ {1}", "not_equal": "{0} ^ {1}", "less": "~{0} & {1}"}
+from tinygrad_nv.tile.operations import OPERATIONS
 
 
 def problems(root: Expression) -> list[str]:
@@ -31,9 +23,10 @@ def problems(root: Expression) -> list[str]:
     nodes = list(walk(root))
     out = [f"an epilogue with {dtype.name}" for dtype in dict.fromkeys(node.dtype for node in nodes)
            if short(dtype) not in C_TYPES]
-    out += [f"{op} in an epilogue" for op in UNSUPPORTED
-            if any(isinstance(node, Apply) and node.op == op for node in nodes)]
-    return out
+    applied = dict.fromkeys((node.op, node.args[-1].dtype) for node in nodes if isinstance(node, Apply))
+    absent = [(op, dtype) for op, dtype in applied if op != "cast" and not OPERATIONS[op].c(dtype)]
+    words = [f"{op} of {short(dtype)}" if OPERATIONS[op].on_cpu else op for op, dtype in absent]
+    return out + [f"{each} in an epilogue" for each in dict.fromkeys(words)]
 
 
 @dataclass(frozen=True)
@@ -72,27 +65,12 @@ def _value(node: Expression, names: dict[Expression, str], place: Place) -> str:
     if isinstance(node, Constant): return _constant(node)
     assert isinstance(node, Apply)
     args = [names[arg] for arg in node.args]
-    source = node.args[-1].dtype
+    source, op = node.args[-1].dtype, OPERATIONS[node.op]
     if node.op == "cast": return _cast(args[0], source, node.dtype)
-    if node.op == "where":
-        chosen = "pick" if dtypes.is_float(node.dtype) else "pick_i"
-        return f"{chosen}({', '.join(args)})"
-    if source == dtypes.bool: return _BOOL[node.op].format(*args)
-    if node.op in ("less", "not_equal"):
-        sign = "<" if node.op == "less" else "!="
-        if source == dtypes.uint32 and sign == "<": args = [f"({arg} ^ (s32)0x80000000)" for arg in args]
-        return f"{args[0]} {sign} {args[1]}"
-    if dtypes.is_float(node.dtype): return _rounded(_FLOAT[node.op].format(*args), node)
-    if node.dtype == dtypes.uint32 and node.op in ("max", "min"):
-        a, b = (f"({arg} ^ (s32)0x80000000)" for arg in args)
-        return f"pick_i({a} {'>' if node.op == 'max' else '<'} {b}, {args[0]}, {args[1]})"
-    return _rounded(_INTEGER[node.op].format(*args), node)
-
-
-def _rounded(text: str, node: Apply) -> str:
-    # the largest of two numbers of a dtype is one of it
-    if node.dtype == dtypes.float32 or node.op in ("max", "min"): return text
-    return f"round_{short(node.dtype)}({text})"
+    assert op.c(source), f"problems() names {node.op} of {short(source)}"
+    text = op.c(source).format(*args)
+    exact = op.exact or op.compares or source == dtypes.bool or node.dtype == dtypes.float32
+    return text if exact else f"round_{short(node.dtype)}({text})"
 
 
 def _cast(value: str, source: DType, to: DType) -> str:

@@ -20,8 +20,9 @@ from importlib import resources
 from tinygrad.dtype import DType
 
 from tinygrad_nv.cpu.isa import ISA
-from tinygrad_nv.runtime.launch_text import Integer
 from tinygrad_nv.tile.expression import short
+from tinygrad_nv.tile.kernel import Scratch
+from tinygrad_nv.tile.launch import Integer
 
 # what elements of a dtype are in C, where vector.h has functions for them
 C_TYPES = {"f32": "float", "bf16": "u16", "f16": "u16", "e4m3": "u8", "e5m2": "u8", "bool": "u8", "s8": "s8",
@@ -35,6 +36,16 @@ class CPUKernel:
     source: str
     parts: int = 1
     workspace_bytes: int = 0
+
+    @property
+    def kernels(self) -> tuple[CPUKernel, ...]:
+        """What a call runs."""
+        return (self,)
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        """The workspace, where there is one."""
+        return Scratch.floats(self.workspace_bytes)
 
 
 def c_type(dtype: DType) -> str:

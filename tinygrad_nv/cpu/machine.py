@@ -2,7 +2,7 @@
 
 Protocol: `machine()` is what this process has now. NV_CPU_ISA narrows the instruction set; tinygrad's
 NUM_CPU_THREADS is the number of threads (by default what the container and the affinity mask leave,
-threads.py). Both are part of the key of schedules made with it.
+runtime/cpu/threads.py). Both are part of the key of schedules made with it.
 """
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinygrad_nv.cpu.isa import ISA, detect
-from tinygrad_nv.cpu.threads import threads
+from tinygrad_nv.runtime.cpu.threads import threads
 
 # where nobody says: caches of a small core
 _L1, _L2, _L3 = 32 << 10, 512 << 10, 4 << 20

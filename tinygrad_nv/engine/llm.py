@@ -41,7 +41,7 @@ from tinygrad_nv.engine.structured_output.matcher import GrammarCompiler, Gramma
 from tinygrad_nv.engine.text.output_processor import OutputProcessor
 from tinygrad_nv.engine.text.tokenizer import Message, Tokenizer, Tools
 from tinygrad_nv.engine.thread import EngineThread
-from tinygrad_nv.engine.worker.kv_pages import resolve_kv_cache_dtype
+from tinygrad_nv.engine.worker.kv_cache_dtype import resolve_kv_cache_dtype
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.errors import NVError, RequestError, TokenizerError
 from tinygrad_nv.kvcache.pool import PagePool

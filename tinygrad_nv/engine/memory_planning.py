@@ -14,11 +14,12 @@ from tinygrad import Device
 from tinygrad.dtype import DType
 
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
+from tinygrad_nv.kvcache.store import CACHE
 from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.runtime.memory_pool import check_utilization
 from tinygrad_nv.runtime.observe.memory_report import human
 
-WEIGHTS, CACHE, ACTIVATIONS = "weights", "KV cache", "activations"  # labels
+WEIGHTS, ACTIVATIONS = "weights", "activations"  # labels
 MIN_CONTEXT = 2   # one prompt token and one output token
 # bytes of the KV cache when neither an option nor a GPU's memory limits it; a CPU commits the memory as pages
 # are written

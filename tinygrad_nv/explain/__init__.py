@@ -1,19 +1,19 @@
 """Which kernel will run for what, and why: `explain(*tensors)`, without running anything.
 
 Protocol. `explain` schedules the tensors as `realize` would, on copies: the calls it makes return new graphs,
-and the map that would put buffers into the tensors is dropped. Both caches are left alone: the schedule cache
-because a hit would skip the rewrites, whose reports of near misses are wanted, and tinygrad's program cache
-because only names and counts of its kernels are wanted, for which its code generator runs as far as the last
-graph (nothing is rendered or compiled). Devices are opened, since generated code depends on them.
+and the map that would put buffers into the tensors is dropped. It leaves both caches alone: the schedule
+cache, because a hit would skip the rewrites and their near misses; and tinygrad's program cache, because only
+names and counts of its kernels are needed, for which its code generator runs as far as the last graph
+(nothing is rendered or compiled). Devices are opened, since generated code depends on them.
 
-One record is made for each call that `realize` would make: kernels, and copies too, as they take time and
-memory traffic. Operations and bytes are those tinygrad counts (GlobalCounters.global_ops and .global_mem
-after the run), with the values that variables are bound to. With BEAM set, the kernels of tinygrad that run
-may have other names.
+There is one record for each call that `realize` would make: kernels, and copies too, because they take time
+and memory traffic. Operations and bytes are those tinygrad counts (GlobalCounters.global_ops and .global_mem
+after the run), with the values that variables are bound to. With BEAM set, tinygrad's kernels that run may
+have other names.
 
-Kernels of ours have text, and products (those whose note holds a spec and a schedule) can be shown at
-several levels: `Lowering.show("tile")`, see levels.py and levels_cpu.py. Kernels of ours on a CPU have a
-predicted time, by what was measured of the machine (cpu/measure.py).
+Kernels of this package have text; matmuls (their note holds a spec and a schedule) can be shown at several
+levels: `Lowering.show("tile")`, see levels.py and levels_cpu.py. On a CPU, kernels of this package have a
+predicted time, from the measured rates of the machine (cpu/measure.py).
 """
 from __future__ import annotations
 
@@ -48,8 +48,11 @@ from tinygrad_nv.hooks import threads as hook_threads
 from tinygrad_nv.patterns import program, target
 from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.runtime.driver import Driver
+from tinygrad_nv.runtime.note import Note, note_of
 from tinygrad_nv.runtime.observe import ranges
+from tinygrad_nv.table import aligned
 from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.launch import LaunchConfig
 from tinygrad_nv.tile.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -60,9 +63,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class KernelRecord:
     """One kernel or copy. `template` is None where the kernel is not ours, and `reason` says why. Of ours
-    there is `source`, the text, and on a GPU of ours `arch`, how many multiprocessors it has and for how many
-    `clusters` it has room; on a CPU `machine`, in how many `parts` it runs, and how long that takes at best.
-    `layer` is known while layers are tracked (runtime/observe/ranges.py)."""
+    there is `source`, the text, and on a GPU of ours `launch`, `arch`, how many multiprocessors it has and
+    for how many `clusters` it has room; on a CPU `machine`, in how many `parts` it runs, and how long that
+    takes at best. `layer` is known while layers are tracked (runtime/observe/ranges.py)."""
     name: str
     template: str | None
     reason: str
@@ -79,6 +82,7 @@ class KernelRecord:
     parts: int = field(default=0, compare=False)
     predicted_s: float | None = field(default=None, compare=False)
     clusters: Clusters = field(default=(), repr=False, compare=False)
+    launch: LaunchConfig | None = field(default=None, repr=False, compare=False)
 
     @property
     def product(self) -> Product | CPUProduct | None:
@@ -111,6 +115,7 @@ class KernelRecord:
                                "--level ptx, or run with DEV=CPU")
         if level == "spec": return str(self.spec)
         if level == "tile": return str(self.schedule)
+        if level == "ptx" and self.launch is not None: return self.launch.describe() + self.source.rstrip()
         if level in ("ptx", "c"): return self.source.rstrip()
         if self.arch: return levels.sass_of(self.source, self.name, self.arch)
         raise RequestError(f"SASS of {self.name} on {self.device}", "a kernel for an NVIDIA GPU",
@@ -177,7 +182,7 @@ class Lowering:
         return found
 
     def __str__(self) -> str:
-        from tinygrad_nv.explain.levels import aligned, seconds
+        from tinygrad_nv.explain.levels import seconds
         head = ("kernel", "template", "device", "isa", "parts", "flops", "bytes", "predicted", "layer", "why")
         rows: list[tuple[str, ...]] = [head]
         numbers = {_identity(record): i for i, (record, _) in enumerate(self.distinct, 1)}
@@ -245,7 +250,7 @@ def _told(kernel: KernelRecord) -> Hashable:
 
 def _identity(kernel: KernelRecord) -> Hashable:
     """What kernels have in common that differ in their buffers alone."""
-    return kernel.name, kernel.source, kernel.spec, kernel.schedule, kernel.arch
+    return kernel.name, kernel.source, kernel.launch, kernel.spec, kernel.schedule, kernel.arch
 
 
 def explain(*tensors: Tensor) -> Lowering:
@@ -266,7 +271,7 @@ def explain(*tensors: Tensor) -> Lowering:
 
 
 def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[program.Miss]) -> KernelRecord:
-    note = program.note_of(call.src[0])
+    note = note_of(call.src[0])
     name, estimates = _counted(call, device)
     template, reason = _unlowered(call, misses) if note is None else (note.template, note.reason)
     values = {**var_vals, "_device_num": to_tuple(call.src[1].device).index(device)}
@@ -285,10 +290,11 @@ def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[progr
     taken = None if machine is None else _predicted(machine, note, flops, bytes)
     return KernelRecord(name, template, reason, device, note.spec, note.schedule, flops, bytes,
                         call.src[0].src[2].arg, arch, sm_count, layer, machine,
-                        0 if machine is None else _parts(call.src[0]), taken, clusters)
+                        0 if machine is None else _parts(call.src[0]), taken, clusters,
+                        None if gpu is None else call.src[0].src[0].arg.aux)
 
 
-def _predicted(machine: CPUMachine, note: program.Note, flops: int, bytes: int) -> float | None:
+def _predicted(machine: CPUMachine, note: Note, flops: int, bytes: int) -> float | None:
     """How long a kernel on a CPU takes at best; None where that cannot be measured."""
     from tinygrad_nv.cpu.measure import rates
     from tinygrad_nv.explain.levels_cpu import predicted
@@ -341,7 +347,7 @@ def _counted(call: UOp, device: str) -> tuple[str, Estimates]:
     body = call.src[0]
     if body.op is Ops.SINK: return _of_generated(body, device)
     if body.op is Ops.PROGRAM:
-        known = program.estimates_of(body) if program.note_of(body) is not None else body.src[0].arg.estimates
+        known = program.estimates_of(body) if note_of(body) is not None else body.src[0].arg.estimates
         return body.src[0].arg.name, known or Estimates()
     return ansistrip(realize.get_call_name(call, get_call_arg_uops(call))), estimate_uop(call)
 

@@ -22,7 +22,7 @@ from tinygrad_nv.errors import PTXError, RequestError
 from tinygrad_nv.ptx.assemble import Assembly, Resources, assemble, find_program
 from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
-from tinygrad_nv.runtime.launch_text import source
+from tinygrad_nv.table import aligned
 from tinygrad_nv.tile.expression import Apply, Expression, loads, short, walk
 from tinygrad_nv.tile.expression import show as written
 from tinygrad_nv.tile.gemm.cost import Model, Prediction, predict
@@ -84,13 +84,6 @@ def check(level: str) -> None:
     """Raises `RequestError` for a level there is not."""
     if level not in LEVELS:
         raise RequestError(f"level {level!r}", f"one of {', '.join(LEVELS)}", "choose one of these")
-
-
-def aligned(rows: Sequence[Sequence[str]], numbers: tuple[int, ...] = ()) -> list[str]:
-    """Rows of a table as lines; columns in `numbers` to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(row[i].rjust(width) if i in numbers else row[i].ljust(width)
-                      for i, width in enumerate(widths)).rstrip() for row in rows]
 
 
 def shortened(text: str, most: int) -> str:
@@ -292,8 +285,8 @@ def outline(ptx: str) -> list[str]:
 # **** ptx, sass ****
 
 def ptx_text(product: Product) -> str:
-    """The kernel as it is given to a device."""
-    return source(product.kernel)
+    """The kernel as it is given to a device, and how it is launched."""
+    return product.kernel.launch.describe() + product.kernel.ptx
 
 
 def sass_text(product: Product) -> str:

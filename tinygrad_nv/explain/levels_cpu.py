@@ -14,22 +14,14 @@ from dataclasses import dataclass
 from tinygrad.dtype import DType
 
 from tinygrad_nv.cpu import measure
-from tinygrad_nv.cpu.gemm.choose import build
+from tinygrad_nv.cpu.gemm.templates import build
 from tinygrad_nv.cpu.kernel import CPUKernel, header
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.measure import LAUNCH_SECONDS, Rates
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.errors import RequestError
-from tinygrad_nv.explain.levels import (
-    WIDEST,
-    aligned,
-    least_bytes,
-    nbytes,
-    scaled,
-    seconds,
-    shortened,
-    spec_of,
-)
+from tinygrad_nv.explain.levels import WIDEST, least_bytes, nbytes, scaled, seconds, shortened, spec_of
+from tinygrad_nv.table import aligned
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 
 LEVELS = ("spec", "tile", "c")

@@ -1,45 +1,45 @@
-"""Where tinygrad is joined: with rewrites.py, devices.py, methods.py and threads.py the
-only file that changes anything inside it, and all they change they put back (replaced.py).
+"""The plugin points in tinygrad. This file and rewrites.py, devices.py, methods.py and threads.py are the
+only ones that change anything inside tinygrad; replaced.py undoes all of it.
 
-Protocol. Things are registered by name and removed by name:
+Protocol. Hooks are registered by name and removed by name:
 
     add_rewrite(name, fn, *keys, needs)   fn(sink) -> sink, on each call body before kernels are split
-    add_check(name, fn)                   fn(before, after) -> bool, on what the rewrites have made: where it
-                                          is False, they run again
+    add_check(name, fn)                   fn(before, after) -> bool, on the result of the rewrites: if False,
+                                          they run again
     keep_functions(kind)                  FUNCTIONs with an aux of this type reach the rewrites as they are
     add_compile(name, fn)                 fn(linear, inner) -> linear, around tinygrad's compile_linear
     add_execute(name, fn)                 fn(call, ctx, run) -> seconds, around the execution of each call
     add_custom_function(name, execute, outs_ins)  runs CUSTOM_FUNCTION nodes called `name` or `name:anything`
-    add_method(name, fn)                  fn(theirs, self, …) in the place of Tensor's method
-    add_device(name, cls, preferred)      Device[name] opens cls(name); where `preferred()`, it is the default
-                                          (and free_intermediates of a TinyJit frees views, too)
-    install_cpu()                         the CPU device compiles with what `toolchain` finds, has graphs,
-                                          and runs kernels on all cores
-    install_threads()                     threads have a cache on disk, a capture and the right to a device
-                                          of their own, and lower one at a time
+    add_method(name, fn)                  fn(theirs, self, …) replaces Tensor's method
+    add_device(name, cls, preferred)      Device[name] opens cls(name); it is the default if `preferred()`
+                                          (free_intermediates of a TinyJit frees views, too, and programs
+                                          get the `aux` of a kernel's KernelInfo with their TinyELF)
+    install_cpu(ours, graph)              replaces attributes of the CPU device's module, and gives it graphs
+    install_threads()                     each thread has its own cache on disk, its own capture and the right
+                                          to a device; one thread at a time lowers programs
 
-`enable()` and `disable()` govern rewrites, compile hooks and methods, which decide how a program is lowered;
-with none of a kind registered, or while disabled, tinygrad runs its own functions and its own caches. An
-`add_execute` looks on, and the others answer only to names, so they stay until removed: a captured TinyJit
-keeps the kernels and custom functions it captured, and replays them while disabled. Likewise a TinyJit
-captured before a rewrite was registered goes on without it; `.reset()` captures anew. The compiler stays with
-NV=0 too, as it changes no schedule and a machine without clang has no other.
+`enable()` and `disable()` switch rewrites, compile hooks and methods, which decide how a program is lowered.
+If none of a kind is registered, or while disabled, tinygrad runs its own functions and its own caches. The
+other hooks stay until removed: an `add_execute` only observes, and the rest are called by name. So a captured
+TinyJit keeps its kernels and custom functions, and replays them while disabled. A TinyJit that was captured
+before a rewrite was registered goes on without it; `.reset()` captures again. The compiler stays with NV=0
+too, because it changes no schedule and a machine without clang has no other.
 
-A sink reaches the rewrites with shards resolved and functions inlined, but for those kept. A rewrite is
-called only where the ops it `needs` are; where none is, the sink is tinygrad's alone and is walked once
-(rewrites.py). Schedules are cached under which rewrites are registered, and where one was called under
-`configuration()`: what each of their keys returns at that moment, too.
+A sink reaches the rewrites with shards resolved and functions inlined, except those kept. A rewrite is
+called only if the ops it `needs` are in the graph; if none is called, the sink is tinygrad's alone and is
+walked once (rewrites.py). Schedules are cached by the registered rewrites, and, if a rewrite was called, by
+`configuration()` too: what each of their keys returns at that moment.
 
-Where tinygrad has the plugin points of upstream.patch they are used; the 0.14.0 wheel gets attributes
-replaced instead. Registrations are state of the process. Schedules and programs are made by one thread at a
-time (threads.py); launches wait for no lock of ours.
+Where tinygrad has the plugin points of upstream.patch the hooks use them; in the 0.14.0 wheel they replace
+attributes. Registrations are state of the process. One thread at a time makes schedules and programs
+(threads.py); launches take no lock.
 """
 from __future__ import annotations
 
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -327,11 +327,12 @@ def _call_name(call: UOp, *args: Any, **kwargs: Any) -> str:
 
 # **** the CPU device ****
 
-def install_cpu() -> None:
-    """Lets CPU devices opened from now on compile with what `toolchain.find_compiler` finds as they open;
-    while enabled, run the parts of a kernel on all cores, replay what a TinyJit captured through
-    `runtime.cpu_graph` and have large buffers in huge pages."""
-    hook_devices.install_cpu(enabled)
+def install_cpu(ours: Mapping[str, Callable[[Any, Callable[[], bool]], Any]],
+                graph: Callable[[], type]) -> None:
+    """Puts `ours` of what tinygrad has there, by names in its module of the CPU device, into that module, for
+    CPU devices opened from now on; their graphs are of the class that `graph()` gives while enabled. Each of
+    `ours` is also given `enabled`."""
+    hook_devices.install_cpu(ours, graph, enabled)
 
 
 # **** threads ****

@@ -4,25 +4,24 @@ __init__.py, which states the protocol.
 from __future__ import annotations
 
 import functools
+import importlib.abc
+import importlib.util
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
 
-from tinygrad.device import Device, MultiBuffer
+from tinygrad.device import Device, MultiBuffer, TinyELF
 from tinygrad.engine import jit, realize
 from tinygrad.helpers import Context
-from tinygrad.uop.ops import buffers
+from tinygrad.uop.ops import UOp, buffers
 
 from tinygrad_nv import config
 from tinygrad_nv.errors import HookError, NVError
 from tinygrad_nv.hooks.replaced import add, check_version, official, put_back, remove, replace, theirs
-from tinygrad_nv.runtime.cpu import clang
-from tinygrad_nv.runtime.cpu import eager as cpu_eager
-from tinygrad_nv.runtime.cpu import memory as cpu_memory
-from tinygrad_nv.runtime.cpu import queue as cpu_queue
 
 _devices: dict[str, types.ModuleType | None] = {}  # the module that was there before, if any
 _preferred: dict[str, Callable[[], bool]] = {}  # devices that come first where this holds
@@ -40,7 +39,9 @@ def add_device(name: str, cls: type, preferred: Callable[[], bool] | None = None
     add(_devices, "device", name, sys.modules.get(module.__name__))
     if preferred is not None: _preferred[name] = preferred
     if official(): Device.register(name, cls)
-    else: sys.modules[module.__name__] = module
+    else:
+        sys.modules[module.__name__] = module
+        replace(UOp, "to_elf", _with_aux(theirs(UOp, "to_elf")))
     type(Device).get_class.cache_clear()
     free = theirs(jit.CapturedJit, "free_intermediates")
     replace(jit.CapturedJit, "free_intermediates", _freeing_views(free))
@@ -50,7 +51,9 @@ def remove_device(name: str) -> None:
     """Undoes `add_device`. What was opened under the name is finalized; its buffers are of no use then."""
     before = remove(_devices, "device", name := name.upper())
     _preferred.pop(name, None)
-    if not _devices: put_back(jit.CapturedJit, "free_intermediates")
+    if not _devices:
+        put_back(jit.CapturedJit, "free_intermediates")
+        put_back(UOp, "to_elf")
     _close(name)
     if official(): Device.register(name, None)
     elif before is not None: sys.modules[_module_name(name)] = before
@@ -69,6 +72,16 @@ def _freeing_views(free: Callable[[jit.CapturedJit[Any]], None]) -> Callable[[ji
                 if view._base is None or view.device not in view._bufs or view._base.is_allocated(): continue
                 view.deallocate()
     return free_intermediates
+
+
+def _with_aux(to_elf: Callable[[UOp], TinyELF]) -> Callable[[UOp], TinyELF]:
+    """tinygrad's to_elf, whose TinyELF gets the `aux` of the kernel's KernelInfo, if it has one, as with
+    upstream.patch: what a device's program must know of its launches besides their extents."""
+    def with_aux(self: UOp) -> TinyELF:
+        made: Any = to_elf(self)
+        made.aux = getattr(self.src[0].arg, "aux", None)
+        return made
+    return with_aux
 
 
 def _module_name(device: str) -> str: return f"tinygrad.runtime.ops_{device.lower()}"
@@ -122,43 +135,79 @@ def _first_preferred() -> str | None:
 
 # **** the CPU device ****
 
-def install_cpu(enabled: Callable[[], bool]) -> None:
-    """As hooks.install_cpu; graphs, parallel launches and huge pages while `enabled()`."""
+OPS_CPU = "tinygrad.runtime.ops_cpu"
+Enabled = Callable[[], bool]
+_ours_of_cpu: dict[str, Callable[[Any, Enabled], Any]] = {}
+
+
+def install_cpu(ours: Mapping[str, Callable[[Any, Enabled], Any]], graph: Callable[[], type],
+                enabled: Enabled) -> None:
+    """As hooks.install_cpu; graphs while `enabled()`."""
     check_version()
-    clang.wait_for_cpu(functools.partial(_join_cpu, enabled))
+    _ours_of_cpu.update(ours)
+    wait_for_cpu(functools.partial(_join_cpu, graph, enabled))
     replace(type(Device), "_select_device", _chosen(theirs(type(Device), "_select_device")))
 
 
 def remove_cpu() -> None:
     """Undoes `install_cpu`. An open CPU device keeps the compiler, allocator and programs it has."""
-    if (ops_cpu := clang.stop_waiting()) is not None:
-        put_back(ops_cpu, "ClangRenderer")
-        put_back(ops_cpu, "CPUProgram")
-        put_back(ops_cpu, "do_to_program")
-        put_back(ops_cpu, "CPUAllocator")
+    if (ops_cpu := stop_waiting()) is not None:
+        for name in _ours_of_cpu: put_back(ops_cpu, name)
         if "graph" in vars(ops_cpu.CPUDevice): del ops_cpu.CPUDevice.graph
     put_back(type(Device), "_select_device")
 
 
-def _join_cpu(enabled: Callable[[], bool], ops_cpu: Any) -> None:
-    replace(ops_cpu, "ClangRenderer", clang.ClangRenderer)
-    program = cpu_queue.deferring(theirs(ops_cpu, "CPUProgram"))
-    replace(ops_cpu, "CPUProgram", cpu_eager.parallel(program, enabled))
-    replace(ops_cpu, "do_to_program", cpu_queue.later(theirs(ops_cpu, "do_to_program")))
-    replace(ops_cpu, "CPUAllocator", cpu_memory.huge(ops_cpu.CPUAllocator, enabled))
-    ops_cpu.CPUDevice.graph = _CPUGraph(enabled)
+def _join_cpu(graph: Callable[[], type], enabled: Enabled, ops_cpu: Any) -> None:
+    for name, made in _ours_of_cpu.items(): replace(ops_cpu, name, made(theirs(ops_cpu, name), enabled))
+    ops_cpu.CPUDevice.graph = _CPUGraph(graph, enabled)
 
 
 class _CPUGraph:
     """CPUDevice.graph, which tinygrad sets to None on each device: ours while enabled."""
 
-    def __init__(self, enabled: Callable[[], bool]) -> None: self.enabled = enabled
+    def __init__(self, graph: Callable[[], type], enabled: Enabled) -> None:
+        self.graph, self.enabled = graph, enabled
 
     def __get__(self, device: Any, owner: type | None = None) -> Any:
         if device is None: return self
         if not self.enabled() or not config.get("NV_CPU_GRAPH") or sys.platform != "linux":
             return vars(device).get("graph")
-        from tinygrad_nv.runtime.cpu.graph import CPUGraph
-        return CPUGraph
+        return self.graph()
 
     def __set__(self, device: Any, value: Any) -> None: vars(device)["graph"] = value
+
+
+class _CPUFinder(importlib.abc.MetaPathFinder):
+    """Finds tinygrad's CPU device as it is found without, and does something with the module once loaded.
+
+    Importing the device beforehand would double the time that importing tinygrad takes.
+    """
+
+    def __init__(self, then: Callable[[types.ModuleType], None]) -> None: self.then = then
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name != OPS_CPU: return None
+        stop_waiting()
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.loader is not None
+        load = spec.loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            load(module)
+            self.then(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def wait_for_cpu(then: Callable[[types.ModuleType], None]) -> None:
+    """Calls `then` with tinygrad's CPU module: now if it is imported, else when it is."""
+    if OPS_CPU in sys.modules: then(sys.modules[OPS_CPU])
+    else: sys.meta_path.insert(0, _CPUFinder(then))
+
+
+def stop_waiting() -> types.ModuleType | None:
+    """Takes `wait_for_cpu` back if the module is not imported yet, and returns it if it is."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _CPUFinder)]
+    return sys.modules.get(OPS_CPU)

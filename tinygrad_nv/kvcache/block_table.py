@@ -14,16 +14,12 @@ it, or removes its hash.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from tinygrad_nv.engine.scheduling.scheduler_output import CopyKind
 from tinygrad_nv.errors import PageError
 from tinygrad_nv.kvcache import offload
+from tinygrad_nv.kvcache.offload import TieredPages
+from tinygrad_nv.kvcache.page_allocator import CopyKind, PageAllocator
 from tinygrad_nv.kvcache.prefix_hashes import PrefixHashes
-
-if TYPE_CHECKING:
-    from tinygrad_nv.kvcache.page_allocator import PageAllocator
-    from tinygrad_nv.kvcache.pool import PagePool
 
 PRUNED = -1
 
@@ -33,7 +29,7 @@ class BlockTable:
     `share`."""
     __slots__ = ("computed", "host_pages", "pages", "pool", "prefix", "pruned", "size", "tail")
 
-    def __init__(self, pool: PagePool, prefix: PrefixHashes) -> None:
+    def __init__(self, pool: TieredPages, prefix: PrefixHashes) -> None:
         self.pool, self.prefix, self.size = pool, prefix, pool.page_size
         self.pages: list[int] = []
         self.computed = 0
@@ -228,8 +224,13 @@ class BlockTable:
     def offload(self) -> bool:
         """Moves all pages to the host, reserved ones too. `pages` is then empty, and `computed` unchanged.
         False, with nothing changed, if the host is out of pages."""
-        return offload.offload(self)
+        made = offload.offload(self.pool, self.held_pages)
+        if made: self.pages, self.host_pages = [], made
+        return made is not None
 
     def restore(self) -> bool:
         """Moves the pages back to the device. False, with nothing changed, if it is out of pages."""
-        return offload.restore(self)
+        made = offload.restore(self.pool, self.host_pages)
+        if made is None: return False
+        self.pages, self.host_pages = [PRUNED] * self.pruned + made, []
+        return True

@@ -31,18 +31,16 @@ import numpy as np
 from tinygrad import Device, Tensor, dtypes
 
 from tinygrad_nv import config
-from tinygrad_nv.engine.worker.kv_pages import PageStore
 from tinygrad_nv.errors import PageError, SpecError
 from tinygrad_nv.functional import kv_append, paged_attention
 from tinygrad_nv.kvcache.block_table import BlockTable
 from tinygrad_nv.kvcache.kind import CacheKind
 from tinygrad_nv.kvcache.pool import PagePool, PoolStats
-from tinygrad_nv.models.paged import LayerPages
+from tinygrad_nv.kvcache.store import LayerPages, PageStore
 from tinygrad_nv.patterns.decode.paged import FLOATS, check_shape
 from tinygrad_nv.tile.decode.spec import BYTES
 from tinygrad_nv.tile.expression import short
 
-OPTIONS = ("device", "layers", "page_size", "pages", "host_pages", "window", "sharing", "k_scale", "v_scale")
 Scales = float | Sequence[float] | np.ndarray
 
 
@@ -63,10 +61,10 @@ class KVCache:
     pages. int8 requires `k_scale` and `v_scale`, e4m3 accepts them: a number, or numbers [H] or [layers, H];
     a key is its stored value times the scale. Raises `SpecError`, `PageError`, MemoryError."""
 
-    def __init__(self, kind: CacheKind, extents: tuple[int, int, int, int], *, device: str | None = None,
-                 layers: int = 1, page_size: int = 16, pages: int | None = None, host_pages: int = 0,
-                 window: int | None = None, sharing: bool = True, k_scale: Scales | None = None,
-                 v_scale: Scales | None = None) -> None:
+    def __init__(self, kind: CacheKind[KVCache], extents: tuple[int, int, int, int], *,
+                 device: str | None = None, layers: int = 1, page_size: int = 16, pages: int | None = None,
+                 host_pages: int = 0, window: int | None = None, sharing: bool = True,
+                 k_scale: Scales | None = None, v_scale: Scales | None = None) -> None:
         if type(layers) is not int or layers < 1: raise SpecError(f"layers={layers!r}", "at least 1")
         self.kind, self.window, self.layers = kind, window, layers
         self.max_requests, self.heads, self.max_length, self.d = extents
@@ -86,7 +84,7 @@ class KVCache:
         self.written_pages = [(Tensor(each.keys.uop), Tensor(each.values.uop))
                               for each in self.store.cache.layers]
 
-    def __class_getitem__(cls, words: Any) -> CacheKind: return CacheKind.of(words)
+    def __class_getitem__(cls, words: Any) -> CacheKind[KVCache]: return CacheKind.of(words, cls)
 
     def _scales(self, name: str, given: Scales | None) -> np.ndarray:
         """float32 [layers, H]."""

@@ -10,8 +10,9 @@ one extent.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 from tinygrad.dtype import DType
 
@@ -20,22 +21,23 @@ from tinygrad_nv.patterns.decode.paged import FLOATS
 from tinygrad_nv.tile.decode.spec import BYTES
 from tinygrad_nv.tile.expression import short
 
-if TYPE_CHECKING:
-    from tinygrad_nv.kvcache.cache import KVCache
-
 EXTENTS = ("B", "H", "S_max", "D")
+OPTIONS = ("device", "layers", "page_size", "pages", "host_pages", "window", "sharing", "k_scale", "v_scale")
 MEANINGS = ("requests", "key heads", "tokens of a request", "elements of a head")
 WRITTEN = 'KVCache["B", "H", "S_max", "D", dtypes.bfloat16]'
+Cache = TypeVar("Cache")
 
 
 @dataclass(frozen=True)
-class CacheKind:
-    """A type of caches: the names or values of B, H, S_max and D, and the dtype."""
+class CacheKind(Generic[Cache]):
+    """A type of caches: the names or values of B, H, S_max and D, and the dtype. `make(kind,
+    extents, **options)` creates one."""
     extents: tuple[str | int, ...]
     dtype: DType
+    make: Callable[..., Cache] = field(compare=False, repr=False)
 
     @staticmethod
-    def of(words: Any) -> CacheKind:
+    def of(words: Any, make: Callable[..., Cache]) -> CacheKind[Cache]:
         """The type written in the brackets. Raises `SpecError`."""
         given = words if isinstance(words, tuple) else (words,)
         if len(given) != 5:
@@ -50,7 +52,7 @@ class CacheKind:
             shown = short(dtype) if isinstance(dtype, DType) else repr(dtype)
             raise SpecError(f"KVCache[…] of {shown}",
                             f"one of {', '.join(map(short, (*FLOATS, *BYTES)))}", WRITTEN)
-        return CacheKind(tuple(extents), dtype)
+        return CacheKind(tuple(extents), dtype, make)
 
     def bound(self, given: dict[str, int]) -> tuple[int, int, int, int]:
         """B, H, S_max and D for the `given` values of names. Raises `SpecError`."""
@@ -68,11 +70,10 @@ class CacheKind:
         b, h, s_max, d = (given[one] if isinstance(one, str) else one for one in self.extents)
         return b, h, s_max, d
 
-    def __call__(self, **given: Any) -> KVCache:
-        """A cache of this type. `given`: extents by name, and `KVCache`'s options."""
-        from tinygrad_nv.kvcache.cache import OPTIONS, KVCache
+    def __call__(self, **given: Any) -> Cache:
+        """A cache of this type. `given`: extents by name, and options of the cache."""
         options = {name: given.pop(name) for name in OPTIONS if name in given}
-        return KVCache(self, self.bound(given), **options)
+        return self.make(self, self.bound(given), **options)
 
     def __str__(self) -> str:
         return f"KVCache[{', '.join(repr(one) for one in self.extents)}, {short(self.dtype)}]"

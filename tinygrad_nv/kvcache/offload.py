@@ -1,28 +1,53 @@
-"""Offload to host pages, and back.
+"""The pages of a device and its host, and offload between them.
 
-Protocol. Host pages are counted, shared and found as the device's are. A full page may be in both memories:
-it is never copied twice, and a page that came back from the host needs no copy to be offloaded again. Copies
-are `PageCopy`s of the next batch, in request order. So a source page may be reused as soon as its copy is
-queued: its next writer is queued behind the copy.
+Protocol. `TieredPages` is the state that the page pool shares with its block tables. Host pages are counted,
+shared and found as the device's are. A full page may be in both memories: it is never copied twice, and a
+page that came back from the host needs no copy to be offloaded again. Copies are `PageCopy`s of the next
+batch, in request order. So a source page may be reused as soon as its copy is queued: its next writer is
+queued behind the copy.
 
     offload_evicted     copies a page that is being evicted to the host, if a host page is available
     find_pages          cached pages by their hashes, from either memory, each with one more reference
-    offload, restore    a whole block table, all or nothing
+    offload, restore    the pages of a block table, all or nothing
 """
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from tinygrad_nv.engine.scheduling.scheduler_output import CopyKind
-from tinygrad_nv.kvcache.page_allocator import PageAllocator
-
-if TYPE_CHECKING:
-    from tinygrad_nv.kvcache.block_table import BlockTable
-    from tinygrad_nv.kvcache.pool import PagePool
+from tinygrad_nv.kvcache.page_allocator import CopyKind, PageAllocator, PageCopy
 
 
-def offload_evicted(pool: PagePool, page: int) -> None:
+class TieredPages:
+    """`pages` device pages of `page_size` tokens, `host_pages` host pages, and the copies that the next batch
+    must do. `sharing` and `window` as in `PagePool`."""
+
+    def __init__(self, pages: int, page_size: int, host_pages: int, sharing: bool,
+                 window: int | None) -> None:
+        self.page_size, self.sharing, self.window = page_size, sharing, window
+        self.device, self.host = PageAllocator(pages), PageAllocator(host_pages)
+        self.batch = 0
+        self.copies: list[PageCopy] = []
+        self.hits = self.queries = 0
+        self.num_copies = dict.fromkeys(CopyKind, 0)
+
+    @property
+    def available(self) -> int:
+        """Device pages that block tables can take: free and cached ones."""
+        return len(self.device.free) + len(self.device.evictable)
+
+    def take(self) -> int:
+        """Allocates a device page with one reference. One must be available."""
+        device = self.device
+        if self.host.total and not device.free: offload_evicted(self, next(iter(device.evictable)))
+        return device.take(self.batch)
+
+    def copy(self, where: CopyKind, source: int, target: int) -> None:
+        """Queues a page copy ahead of the next batch."""
+        self.copies.append(PageCopy(where, source, target))
+        self.num_copies[where] += 1
+
+
+def offload_evicted(pool: TieredPages, page: int) -> None:
     """Copies a cached device page that is being evicted to the host's cache, as the most recently used page,
     if a host page is available."""
     host, key = pool.host, pool.device.hashes[page]
@@ -32,7 +57,7 @@ def offload_evicted(pool: PagePool, page: int) -> None:
     elif host.available: host.drop((copy_to_host(pool, page),))
 
 
-def copy_to_host(pool: PagePool, page: int) -> int:
+def copy_to_host(pool: TieredPages, page: int) -> int:
     """Copies a device page to a new host page, which gets its hash and one reference."""
     key, taken = pool.device.hashes[page], pool.host.take(pool.batch)
     pool.copy(CopyKind.DEVICE_TO_HOST, page, taken)
@@ -40,7 +65,7 @@ def copy_to_host(pool: PagePool, page: int) -> int:
     return taken
 
 
-def copy_to_device(pool: PagePool, page: int) -> int:
+def copy_to_device(pool: TieredPages, page: int) -> int:
     """Copies a host page, which must have a reference, to a new device page, which gets its hash and one
     reference."""
     key, taken = pool.host.hashes[page], pool.take()
@@ -49,7 +74,7 @@ def copy_to_device(pool: PagePool, page: int) -> int:
     return taken
 
 
-def find_pages(pool: PagePool, keys: Sequence[bytes]) -> list[int]:
+def find_pages(pool: TieredPages, keys: Sequence[bytes]) -> list[int]:
     """Device pages with these hashes, each with one more reference; pages that only the host has are copied.
     Stops at the first hash that is not cached, or when the device is out of pages."""
     taken: list[int] = []
@@ -64,29 +89,26 @@ def find_pages(pool: PagePool, keys: Sequence[bytes]) -> list[int]:
     return taken
 
 
-def offload(table: BlockTable) -> bool:
-    """See `BlockTable.offload`."""
-    pool, pages = table.pool, table.held_pages
-    if not pages: return True
+def offload(pool: TieredPages, pages: Sequence[int]) -> list[int] | None:
+    """Moves device pages to the host. Returns their host pages, or None, with nothing changed, if the host is
+    out of pages."""
     on_other = _copies_in(pool.device, pages, pool.host)
-    if on_other is None: return False
-    table.host_pages = [copy_to_host(pool, page) if copy is None else copy
-                        for page, copy in zip(pages, on_other, strict=True)]
+    if on_other is None: return None
+    taken = [copy_to_host(pool, page) if copy is None else copy
+             for page, copy in zip(pages, on_other, strict=True)]
     pool.device.drop(reversed(pages))
-    table.pages = []
-    return True
+    return taken
 
 
-def restore(table: BlockTable) -> bool:
-    """See `BlockTable.restore`."""
-    pool, pages = table.pool, table.host_pages
+def restore(pool: TieredPages, pages: Sequence[int]) -> list[int] | None:
+    """Moves host pages back to the device. Returns their device pages, or None, with nothing changed, if the
+    device is out of pages."""
     on_other = _copies_in(pool.host, pages, pool.device)
-    if on_other is None: return False
+    if on_other is None: return None
     taken = [copy_to_device(pool, page) if copy is None else copy
              for page, copy in zip(pages, on_other, strict=True)]
     pool.host.drop(reversed(pages))
-    table.pages, table.host_pages = [-1] * table.pruned + taken, []
-    return True
+    return taken
 
 
 def _copies_in(here: PageAllocator, pages: Sequence[int], other: PageAllocator) -> list[int | None] | None:

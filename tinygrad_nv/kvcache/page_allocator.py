@@ -17,6 +17,23 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+
+class CopyKind(Enum):
+    """Source and target memory of a page copy."""
+    DEVICE_TO_DEVICE = "within the device"  # copy on write
+    DEVICE_TO_HOST = "to the host"          # offload
+    HOST_TO_DEVICE = "from the host"
+
+
+@dataclass(frozen=True)
+class PageCopy:
+    """A copy of one page, all layers. `source` and `target` are page numbers of the device or the host."""
+    where: CopyKind
+    source: int
+    target: int
 
 
 class PageAllocator:

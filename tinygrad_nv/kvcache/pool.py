@@ -2,7 +2,7 @@
 
 Protocol. `open` returns a `BlockTable` (block_table.py) for a sequence. Block tables take, share and free
 pages; none of this touches a device. Required copies are collected as `PageCopy`s
-(engine/scheduling/scheduler_output.py) for the next batch, in order: `take_copies`. Batches run in the order
+(page_allocator.py) for the next batch, in order: `take_copies`. Batches run in the order
 of their `take_copies` calls. So a page may be reused as soon as the last batch that needs it is launched. A
 page may be shared (`BlockTable.advance`) as soon as the batch that writes it is launched, or is certain to be
 the next one. Sequences of the same batch may share it, too: in each layer a batch writes all keys and values
@@ -25,11 +25,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tinygrad_nv.engine.scheduling.scheduler_output import CopyKind, PageCopy
 from tinygrad_nv.errors import PageError
-from tinygrad_nv.kvcache import offload
 from tinygrad_nv.kvcache.block_table import BlockTable
-from tinygrad_nv.kvcache.page_allocator import PageAllocator
+from tinygrad_nv.kvcache.offload import TieredPages
+from tinygrad_nv.kvcache.page_allocator import CopyKind, PageAllocator, PageCopy
 from tinygrad_nv.kvcache.prefix_hashes import PrefixHashes, root
 
 
@@ -54,7 +53,7 @@ class PoolStats:
     restores: int
 
 
-class PagePool:
+class PagePool(TieredPages):
     """`pages` pages of `page_size` tokens, and `host_pages` on the host. `sharing`: later sequences with the
     same prefix share full pages (prefix caching). `window`: a token attends to at most so many keys, itself
     included, so pages behind the window are freed. Raises `PageError`."""
@@ -66,18 +65,8 @@ class PagePool:
             if number is None and name == "window": continue
             if type(number) is not int or number < minimum:
                 raise PageError(f"a pool with {name}={number!r}", f"a whole number, at least {minimum}")
-        self.page_size, self.sharing, self.window = page_size, sharing, window
-        self.device, self.host = PageAllocator(pages), PageAllocator(host_pages)
-        self.batch = 0
-        self.copies: list[PageCopy] = []
-        self.hits = self.queries = 0
-        self._num_copies = dict.fromkeys(CopyKind, 0)
+        super().__init__(pages, page_size, host_pages, sharing, window)
         self._secret = os.urandom(16)
-
-    @property
-    def available(self) -> int:
-        """Device pages that block tables can take: free and cached ones."""
-        return len(self.device.free) + len(self.device.evictable)
 
     def open(self, tokens: Sequence[int], salt: bytes = b"") -> BlockTable:
         """A block table that shares the longest cached prefix of `tokens`, without the last token, which must
@@ -104,19 +93,6 @@ class PagePool:
                 if pages.written_in[page] >= batch: pages.forget(page)
         for table in tables: table.rollback(batch)
 
-    # **** called by block tables ****
-
-    def take(self) -> int:
-        """Allocates a device page with one reference. One must be available."""
-        device = self.device
-        if self.host.total and not device.free: offload.offload_evicted(self, next(iter(device.evictable)))
-        return device.take(self.batch)
-
-    def copy(self, where: CopyKind, source: int, target: int) -> None:
-        """Queues a page copy ahead of the next batch."""
-        self.copies.append(PageCopy(where, source, target))
-        self._num_copies[where] += 1
-
     # **** statistics and checks ****
 
     def stats(self) -> PoolStats:
@@ -125,7 +101,7 @@ class PagePool:
             free, cached = len(pages.free), len(pages.evictable)
             return pages.total, free, cached, pages.total - free - cached
         return PoolStats(*states(self.device), *states(self.host), self.hits, self.queries,
-                         self.device.evictions, *(self._num_copies[where] for where in CopyKind))
+                         self.device.evictions, *(self.num_copies[where] for where in CopyKind))
 
     def assert_conserved(self, tables: Iterable[BlockTable]) -> None:
         """Asserts that each page is free, cached or in use, and that its references are those of `tables`,

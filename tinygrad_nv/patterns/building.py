@@ -29,6 +29,7 @@ from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.program import Kernel, Refused
 from tinygrad_nv.runtime import programs
+from tinygrad_nv.runtime.note import note_of
 
 LONGEST = 400  # characters of an error that explain() and the warning show
 T = TypeVar("T")
@@ -84,7 +85,7 @@ def checked(before: UOp, after: UOp) -> bool:
 
 def _calls(sink: UOp) -> list[UOp]:
     return [node for node in sink.toposort(enter_calls=False)
-            if node.op is Ops.CALL and program.note_of(node.src[0]) is not None]
+            if node.op is Ops.CALL and note_of(node.src[0]) is not None]
 
 
 def _kernel(call: UOp) -> Kernel:

@@ -14,7 +14,6 @@ result. `Unfused` says why a region cannot be so.
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Callable, Mapping
 
 from tinygrad.dtype import DType, dtypes, truncate
@@ -24,13 +23,11 @@ from tinygrad.uop.ops import GroupOp, Ops, UOp
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Sum
 from tinygrad_nv.tile.gemm.spec import HALVES
+from tinygrad_nv.tile.operations import OPERATIONS, folded
 
 NODES = (dtypes.float32, dtypes.float16, dtypes.bfloat16, dtypes.int32, dtypes.bool)
 STORED = NODES[:-1]
-NAMES = {Ops.ADD: "add", Ops.SUB: "sub", Ops.MUL: "mul", Ops.MAX: "max", Ops.RECIPROCAL: "reciprocal",
-         Ops.EXP2: "exp2", Ops.LOG2: "log2", Ops.SQRT: "sqrt", Ops.SIN: "sin", Ops.CMPLT: "less",
-         Ops.CMPNE: "not_equal", Ops.AND: "and", Ops.OR: "or", Ops.XOR: "xor", Ops.WHERE: "where",
-         Ops.CAST: "cast"}
+NAMES = {Ops[operation.graph]: operation.name for operation in OPERATIONS.values() if operation.graph}
 ELEMENTWISE = {*NAMES, Ops.POW, Ops.CMPEQ}
 MOVED = {Ops.PERMUTE, Ops.RESHAPE, Ops.SHRINK, Ops.PAD}  # of a pad, no element may be read
 MOST_BESIDE = 32  # nodes beside a region that are translated with it
@@ -219,14 +216,6 @@ def number(node: UOp) -> float | int | bool | None:
     if node.op is Ops.CONST: return node.val
     if node.op in (Ops.RESHAPE, Ops.EXPAND, Ops.PERMUTE): return number(node.src[0])
     if node.dtype not in dtypes.weaks: return None
-    if (fn := _FOLDED.get(node.op)) is None: return None
-    values = [number(s) for s in node.src]
-    if any(value is None for value in values): return None
-    try: return fn(*values)
-    except (ArithmeticError, ValueError): return None
-
-
-_FOLDED: dict[Ops, Callable[..., float | int]] = {
-    Ops.ADD: lambda x, y: x + y, Ops.SUB: lambda x, y: x - y, Ops.MUL: lambda x, y: x * y, Ops.MAX: max,
-    Ops.RECIPROCAL: lambda x: 1 / x, Ops.SQRT: math.sqrt, Ops.EXP2: lambda x: 2.0**x, Ops.LOG2: math.log2,
-    Ops.NEG: lambda x: -x}
+    if (name := NAMES.get(node.op)) is None: return None
+    values = [value for s in node.src if (value := number(s)) is not None]
+    return folded(name, *values) if len(values) == len(node.src) else None

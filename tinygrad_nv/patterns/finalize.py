@@ -13,8 +13,9 @@ from tinygrad.dtype import dtypes
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import hooks
-from tinygrad_nv.patterns.program import ProgramKernel, estimates_of, in_body
+from tinygrad_nv.patterns.program import estimates_of, in_body
 from tinygrad_nv.runtime import programs
+from tinygrad_nv.runtime.note import ProgramKernel
 
 
 def settle(linear: UOp, inner: hooks.Compile) -> UOp:

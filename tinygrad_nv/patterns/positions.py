@@ -1,16 +1,15 @@
 """Positions: values that a graph computes from where an element stands, as whole multiples of its indices.
 
 Protocol. tinygrad has no index of an element: `arange` is a sum over windows of a constant, about twenty
-nodes of REDUCE, PAD and movement, and of symbolic length it does not simplify. `fitted` evaluates such a node
-at points of its shape, with values for its variables, and gives the one affine form that agrees with all of
-them; a small node is evaluated everywhere, of a large one the ends (where padding shows) and a sample. None
-says that there is no such form.
+nodes of REDUCE, PAD and movement, and of symbolic length it does not simplify. values.py evaluates
+such a node at points of its shape, with values for its variables, and gives the one affine form that agrees
+with all of them; a small node is evaluated everywhere, of a large one the ends (where padding shows) and a
+sample. None says that there is no such form.
 
 `linear` reads an extent, which is arithmetic of variables.
 """
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 from tinygrad.dtype import AddrSpace
@@ -52,10 +51,3 @@ def summed(x: Form, y: Form, by: int = 1) -> Form:
     factors = dict(x.factors)
     for name, factor in y.factors: factors[name] = factors.get(name, 0) + by * factor
     return Form(x.offset + by * y.offset, (), tuple(sorted((n, f) for n, f in factors.items() if f)))
-
-
-@functools.lru_cache(256)
-def fitted(node: UOp) -> Form | None:
-    """The affine form of a node made of constants and variables."""
-    from tinygrad_nv.patterns.values import form  # numpy takes as long as all of this package
-    return form(node)

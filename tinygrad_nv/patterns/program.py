@@ -8,8 +8,9 @@ input, then one int for each variable, in these orders. It works in two places:
 * in a rewrite of hooks/, where they are BUFFERs of the schedule. Slots from 1 << 20 keep clear of those
   that tinygrad counts from 0 for copies, which would otherwise be the same UOp.
 
-What the compiler may not know but explain() must (`Note`) is part of the body, in its KernelInfo: the
-schedule keeps nothing else of a call. The PROGRAM has no ProgramInfo, so tinygrad derives one after it has
+How the kernel is launched, and what explain() tells of it, is part of the body, in its KernelInfo
+(runtime/note.py): the schedule keeps nothing else of a call. The compiler gets the text alone, so that
+launches of one text are compiled once. The PROGRAM has no ProgramInfo, so tinygrad derives one after it has
 put the caller's variables in place of the body's, and it has no BINARY unless one is given, so that tinygrad
 compiles it like any kernel: in parallel, once, cached. finalize.py does what that leaves undone.
 
@@ -20,14 +21,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from tinygrad.dtype import AddrSpace, DType, dtypes
 from tinygrad.helpers import all_int, prod, to_tuple
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import (
-    KernelInfo,
     Ops,
     ParamArg,
     UOp,
@@ -37,10 +38,10 @@ from tinygrad.uop.ops import (
 )
 
 from tinygrad_nv import hooks
-from tinygrad_nv.cpu.decode.kernel import CPUDecode
 from tinygrad_nv.cpu.kernel import CPUKernel
-from tinygrad_nv.runtime.launch_text import Integer, source
-from tinygrad_nv.tile.kernel import AttentionKernel, DecodeKernel, GemmKernel, TileKernel
+from tinygrad_nv.runtime.note import Note, ProgramKernel
+from tinygrad_nv.tile.kernel import Scratch, TileKernel
+from tinygrad_nv.tile.launch import PLAIN, LaunchConfig
 
 FIRST_SLOT = 1 << 20
 _slots = itertools.count(FIRST_SLOT)
@@ -53,35 +54,20 @@ class Output:
     dtype: DType
 
 
-@dataclass(frozen=True)
-class Note:
-    """What explain() tells of a kernel: whose it is, why it was chosen, what it computes and how."""
-    template: str
-    reason: str = ""
-    spec: Hashable = None
-    schedule: Hashable = None
-
-
-@dataclass(frozen=True)
-class ProgramKernel(KernelInfo):
-    """KernelInfo of a kernel of ours. Its Estimates are upper bounds until finalize.py makes them exact."""
-    note: Note | None = None
-
-
 def program(entry: str, text: str, device: str | tuple[str, ...], outputs: Sequence[Output | UOp],
             inputs: Sequence[UOp], *, grid: tuple[sint, ...] = (), block: tuple[int, ...] = (),
             variables: Sequence[UOp] = (), flops: sint = 0, nbytes: sint | None = None,
-            note: Note | None = None, binary: bytes | None = None,
-            tensor_level: bool | None = None, parts: int = 1) -> tuple[UOp, ...]:
+            note: Note | None = None, binary: bytes | None = None, parts: int = 1,
+            launch: LaunchConfig = PLAIN) -> tuple[UOp, ...]:
     """Calls `entry` of `text` and returns its outputs, each a UOp of the shape that was asked for.
 
     An output given as a UOp is storage to write into, which the kernel may also read. `grid` and `block` are
     x, y, z. `variables` are bound variables at tensor level and ALU PARAMs in a rewrite; what `grid`, `flops`
     and `nbytes` depend on must be among them. `nbytes` is by default the size of all arguments. `binary` is
-    the compiled source, if the device's compiler is not to make it. `tensor_level` is found out by default.
-    On the CPU a kernel of `parts` is called so many times, its last integer counting them.
+    the compiled source, if the device's compiler is not to make it. On the CPU a kernel of `parts` is called
+    so many times, its last integer counting them. On a GPU `launch` is what it needs besides grid and block.
     """
-    if tensor_level is None: tensor_level = not hooks.rewriting()
+    tensor_level = not hooks.rewriting()
     stores = [storage(out, device, tensor_level) for out in outputs]
     arguments = [*stores, *(_contiguous(x if tensor_level else _in_memory(x)) for x in inputs)]
     params = [UOp.placeholder((x.max_numel(),), x.dtype, slot) for slot, x in enumerate(arguments)]
@@ -94,7 +80,8 @@ def program(entry: str, text: str, device: str | tuple[str, ...], outputs: Seque
     sink = UOp.sink(*renamed.values(), *core, *_dimensions("gidx", sizes), *_dimensions("lidx", block),
                     *(p.index(0).store(UOp.const(0, p.dtype)) for p in params[:len(stores)]),
                     *(p.index(0).load() for p, is_read in zip(params, read, strict=True) if is_read),
-                    ops, mem, arg=ProgramKernel(name=entry, estimates=_bound(ops, mem), note=note))
+                    ops, mem, arg=ProgramKernel(name=entry, estimates=_bound(ops, mem), note=note,
+                                                aux=launch))
     body = [sink, UOp(Ops.LINEAR, src=(*params, sink)), UOp(Ops.SOURCE, arg=text)]
     if binary is not None: body.append(UOp(Ops.BINARY, arg=binary))
     bound = [v for v in variables if v.is_bound_var]
@@ -123,83 +110,49 @@ def _check(kernel: Kernel, device: str | tuple[str, ...], inputs: Sequence[UOp])
         raise Refused(f"operands on {device} and on {elsewhere[0]}")
 
 
-def on_cpu(kernel: CPUKernel, device: str | tuple[str, ...], outputs: Sequence[Output | UOp],
-           inputs: Sequence[UOp], *, variables: Sequence[UOp] = (), flops: sint = 0,
-           nbytes: sint | None = None, note: Note | None = None,
-           tensor_level: bool | None = None) -> tuple[UOp, ...]:
-    """Calls a kernel for the CPU and returns its outputs. `variables` are its integers, in their order; its
-    workspace, an output nobody reads, comes after the outputs that are given."""
-    every = [*outputs]
-    if kernel.workspace_bytes: every.append(Output((-(-kernel.workspace_bytes // 4),), dtypes.float32))
-    return program(kernel.name, kernel.source, device, every, inputs, variables=variables, flops=flops,
-                   nbytes=nbytes, note=note, tensor_level=tensor_level, parts=kernel.parts)[:len(outputs)]
+class Built(Protocol):
+    """What a template makes: kernels that are called one after the other with the same arguments, and the
+    memory that they need besides."""
+
+    @property
+    def kernels(self) -> Sequence[TileKernel | CPUKernel]: ...
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]: ...
 
 
-def decode_on_cpu(kernels: CPUDecode, device: str | tuple[str, ...], out: Output | UOp, inputs: Sequence[UOp],
-                  *, variables: Sequence[UOp] = (), flops: sint = 0, nbytes: sint | None = None,
-                  note: Note | None = None) -> UOp:
-    """`decode` of kernels for the CPU, which compute their integers from `variables` themselves."""
-    outputs: list[Output | UOp] = [out]
-    if kernels.workspace_bytes: outputs.append(Output((kernels.workspace_bytes // 4,), dtypes.float32))
-    for number, each in enumerate(kernels.kernels):
-        made = on_cpu(each, device, outputs, inputs, variables=variables, flops=0 if number else flops,
-                      nbytes=kernels.workspace_bytes if number else nbytes, note=note)
-        outputs, note = [*made], Note("combine", "adds up the splits of the kernel before")
-    return made[0]
+COMBINE = Note("combine", "adds up the splits of the kernel before")
 
 
-def gemm(kernel: GemmKernel, device: str | tuple[str, ...], out: Output | UOp, inputs: Sequence[UOp], *,
-         m: UOp | None = None, flops: sint = 0, nbytes: sint | None = None, note: Note | None = None,
-         tensor_level: bool | None = None) -> UOp:
-    """Calls a kernel of a template and returns its result. `inputs` are a, b and the epilogue's parameters;
-    `m` is the variable that says how many rows there are, where the spec is symbolic. Workspace and flags are
-    outputs nobody reads; the device zeroes the flags before every launch, as the text of the kernel says."""
-    outputs: list[Output | UOp] = [out]
-    if kernel.workspace_bytes:
-        outputs += [Output((-(-kernel.workspace_bytes // 4),), dtypes.float32),
-                    Output((max(kernel.flags, 1),), dtypes.uint32)]
-    return program(kernel.name, source(kernel), device, outputs, inputs, grid=grid_of(kernel, m),
-                   block=(kernel.threads, 1, 1), variables=[] if m is None else [m], flops=flops,
-                   nbytes=nbytes, note=note, tensor_level=tensor_level)[0]
+def called(made: Built, device: str | tuple[str, ...], outputs: Sequence[Output | UOp], inputs: Sequence[UOp],
+           *, rows: sint = 0, variables: Sequence[UOp] = (), flops: sint = 0, nbytes: sint | None = None,
+           note: Note | None = None) -> tuple[UOp, ...]:
+    """Calls what a template has made and returns its outputs, in the order of its kernel's parameters and
+    without its scratch. `rows` is the extent that the grid follows, where that is a variable. `variables` are
+    those that the kernel's integers are computed from, or are, in their order. A kernel after the first goes
+    on with what that has left in outputs and scratch; operations are counted with the first."""
+    given: list[tuple[Output | UOp, bool]] = [(out, True) for out in outputs]
+    for one in made.scratch:
+        given.insert(len(given) if one.at is None else one.at, (Output((one.count,), one.dtype), False))
+    done: tuple[UOp, ...] = ()
+    for kernel in made.kernels:
+        if done: flops, nbytes, note = 0, sum(s.count * s.dtype.itemsize for s in made.scratch), COMBINE
+        text, how = _launched(kernel, rows)
+        done = program(kernel.name, text, device, done or [out for out, _ in given], inputs,
+                       variables=variables, flops=flops, nbytes=nbytes, note=note, **how)
+    return tuple(out for out, (_, asked) in zip(done, given, strict=True) if asked)
 
 
-def attention(kernel: AttentionKernel, device: str | tuple[str, ...], outputs: Sequence[Output | UOp],
-              inputs: Sequence[UOp], *, rows: sint, integers: Sequence[Integer] = (),
-              variables: Sequence[UOp] = (), flops: sint = 0, nbytes: sint | None = None,
-              note: Note | None = None, tensor_level: bool | None = None) -> tuple[UOp, ...]:
-    """Calls an attention's kernel and returns its results. `inputs` are q, k, v and what comes after them.
-    `integers` are what the kernel takes then, computed at each launch from `variables`; `rows` is s_q, of
-    which the grid depends."""
-    many = rows.unbind_all()[0] if isinstance(rows, UOp) else None
-    return program(kernel.name, source(kernel, tuple(integers)), device, outputs, inputs,
-                   grid=grid_of(kernel, many),
-                   block=(kernel.threads, 1, 1), variables=variables, flops=flops, nbytes=nbytes, note=note,
-                   tensor_level=tensor_level)
+def _launched(kernel: TileKernel | CPUKernel, rows: sint) -> tuple[str, dict[str, Any]]:
+    """A kernel's text, and how it is launched."""
+    if isinstance(kernel, CPUKernel): return kernel.source, {"parts": kernel.parts}
+    return kernel.ptx, {"grid": _grid(kernel, rows), "block": (kernel.threads, 1, 1), "launch": kernel.launch}
 
 
-def decode(kernels: DecodeKernel, device: str | tuple[str, ...], out: Output | UOp, inputs: Sequence[UOp], *,
-           integers: Sequence[Integer] = (), variables: Sequence[UOp] = (), flops: sint = 0,
-           nbytes: sint | None = None, note: Note | None = None, tensor_level: bool | None = None) -> UOp:
-    """Calls the kernels of a decode attention and returns its result. `inputs` are q, keys, values, table,
-    lengths, scales and the score's parameters; `integers` as of `attention`. The second kernel, `combine`,
-    goes on with what the first has left in result and workspace, which nobody else reads; operations are
-    counted with the first."""
-    outputs: list[Output | UOp] = [out]
-    if kernels.workspace_bytes: outputs.append(Output((-(-kernels.workspace_bytes // 4),), dtypes.float32))
-    made: list[UOp] = []
-    for each in kernels.kernels:
-        if made: note = Note("combine", "adds up the splits of the kernel before")
-        made = list(program(each.name, source(each, tuple(integers)), device, made or outputs, inputs,
-                            grid=each.grid, block=(each.threads, 1, 1), variables=variables,
-                            flops=0 if made else flops, nbytes=kernels.workspace_bytes if made else nbytes,
-                            note=note, tensor_level=tensor_level))
-    return made[0]
-
-
-def grid_of(kernel: TileKernel, rows: UOp | None) -> tuple[sint, ...]:
+def _grid(kernel: TileKernel, rows: sint) -> tuple[sint, ...]:
     """A kernel's grid for a variable number of rows; that of the most where there is none."""
-    if rows is None or not kernel.rows_of_cta: return kernel.grid
-    extent = rows.src[0] if rows.is_bound_var else rows
+    if not isinstance(rows, UOp) or not kernel.rows_of_cta: return kernel.grid
+    extent = rows.unbind_all()[0]
     ctas = (extent + (kernel.rows_of_cta - 1)) // kernel.rows_of_cta * kernel.ctas_of_rows
     return ctas.maximum(1), *kernel.grid[1:]  # a graph is built before its variables have values
 
@@ -306,12 +259,6 @@ def hearing() -> bool:
 
 
 # **** what a body says ****
-
-def note_of(body: UOp) -> Note | None:
-    """The note in a call's body, None if the kernel is not ours."""
-    if body.op is not Ops.PROGRAM: return None
-    return body.src[0].arg.note if isinstance(body.src[0].arg, ProgramKernel) else None
-
 
 def estimates_of(body: UOp) -> Estimates:
     """Operations and bytes of a kernel of ours in the variables its body has now."""

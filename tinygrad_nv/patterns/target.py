@@ -17,20 +17,22 @@ from tinygrad_nv import config
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.machine import machine as cpu_machine
 from tinygrad_nv.ptx.gpcs import Clusters
+from tinygrad_nv.runtime.clock import DriverClock
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.runtime.renderers import renderer_of
+from tinygrad_nv.tile.clock import Clock
 
 GPUS = ("EMU", "CUDA")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a kernel is made for. `driver` times candidates; without one the emulator counts them. `clusters`
+    """What a kernel is made for. `clock` times candidates; without one the emulator counts them. `clusters`
     are those that its driver has room for at once."""
     arch: str
     sm_count: int
     clusters: Clusters = ()
-    driver: Driver | None = field(default=None, compare=False)
+    clock: Clock | None = field(default=None, compare=False)
 
 
 Target = Machine | CPUMachine
@@ -93,4 +95,4 @@ def _machine(name: str) -> Machine | None:
     if driver is None: return None
     emulated = kind_of(name) == "EMU"
     return Machine(driver.properties.arch, driver.properties.sm_count, driver.clusters,
-                   None if emulated else driver)
+                   None if emulated else DriverClock(driver))

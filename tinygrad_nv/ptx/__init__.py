@@ -1,14 +1,15 @@
 """PTX: instructions, and what turns them into machine code.
 
 Read in this order:
+
   syntax.py       modules, functions, instructions and operands
   tokens.py       words of the text, and a cursor over them
-  expressions.py  constant expressions; operands.py: names of operands
+  expressions.py  constant expressions; operands.py has the names of operands
   parser.py       PTX text → `Module`
   isa/            the table of instructions, and checks against it
   builder/        kernels written in Python
   assemble.py     PTX text → cubin, with registers, spills and SASS counts; sass.py reads the disassembly
-  emulator/       a machine that runs PTX on a CPU and says what is wrong with it
+  emulator/       the emulated GPU: runs PTX on a CPU and reports its bugs
   gpcs.py         how many clusters a GPU has room for at once
   command.py      `tinygrad-nv ptx check` and `ptx stats`
 

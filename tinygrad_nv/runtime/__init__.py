@@ -1,16 +1,17 @@
-"""What stands between tinygrad and a device.
+"""The driver interface, and tinygrad devices over it.
 
-  driver.py        what a GPU driver must do for us; capture.py: streams that record graphs
-  emulated/        that, with the emulator as the device
-  cuda/            that, on cuda-python; device.py there is DEV=CUDA, nvrtc.py its CUDA C
-  device.py        one tinygrad device over the driver: DEV=EMU; its allocator.py, program.py, graph.py
-  edges.py         which nodes of a graph another follows, and which it may overlap
-  renderers.py     which renderer a device has; ptx_renderer.py: PTX for such devices
-  launch_text.py   what a launch has besides: comments at the head of PTX
-  l2.py            what launches keep in L2
-  memory_pool.py   who holds a device's memory, and the limit
-  memory.py        bytes into device tensors without a second copy
-  programs.py      compiled programs kept from one process to the next
-  cpu/             the CPU device: its compiler, threads, launches, graphs
-  observe/         what a run shows: timelines, ranges, predictions, telemetry
+  driver.py       the driver interface; capture.py: streams that record graphs
+  emulated/       the driver interface over the emulator
+  cuda/           the driver interface over cuda-python; DEV=CUDA; NVRTC
+  device.py       one tinygrad device over the driver interface: DEV=EMU; its allocator.py, program.py,
+                  graph.py
+  edges.py        graph edges: which order anything, and which are programmatic (PDL)
+  renderers.py    which renderer a device has; ptx_renderer.py: tinygrad's PTX for such devices
+  note.py         launch settings of a kernel and facts for explain(), in tinygrad's graph
+  l2.py           L2 persistence
+  memory_pool.py  allocations by label, and the limit
+  memory.py       bytes into device tensors without a second copy
+  programs.py     the disk cache of compiled programs
+  cpu/            the CPU device: its compiler, threads, launches, graphs
+  observe/        timelines, ranges, predictions, telemetry, the memory report
 """

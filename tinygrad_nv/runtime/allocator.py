@@ -8,19 +8,15 @@ of new memory that nobody wrote.
 """
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tinygrad.device import Allocator, BufferSpec
 from tinygrad.helpers import BEAM, getenv, suppress_finalizing
 
+from tinygrad_nv.runtime.driven import DrivenDevice
 from tinygrad_nv.runtime.driver import Copy, Fill
 from tinygrad_nv.runtime.memory_pool import page_locking
 
-if TYPE_CHECKING:
-    from tinygrad_nv.runtime.device import NVDevice
 
-
-class NVAllocator(Allocator["NVDevice"]):
+class NVAllocator(Allocator[DrivenDevice]):
     """Buffers are addresses; a view is an address too."""
 
     def alloc(self, size: int, options: BufferSpec | None = None) -> int:
@@ -43,7 +39,7 @@ class NVAllocator(Allocator["NVDevice"]):
 
     def _copyout(self, dest: memoryview, src: int) -> None: self.dev.driver.copy_out(dest, src)
 
-    def _transfer(self, dest: int, src: int, sz: int, src_dev: NVDevice, dest_dev: NVDevice) -> None:
+    def _transfer(self, dest: int, src: int, sz: int, src_dev: DrivenDevice, dest_dev: DrivenDevice) -> None:
         copy = Copy(dest, src, sz)
         if src_dev is dest_dev: dest_dev.driver.submit(copy)
         else: dest_dev.driver.copy_peer(copy, src_dev.driver)

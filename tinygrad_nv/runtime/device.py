@@ -11,15 +11,15 @@ at once with DEBUG=2.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tinygrad.device import Compiled
 from tinygrad.renderer import Renderer
 
 from tinygrad_nv import config
 from tinygrad_nv.runtime.allocator import NVAllocator
-from tinygrad_nv.runtime.driver import Driver, Window, Work
+from tinygrad_nv.runtime.driven import DrivenDevice
+from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.runtime.graph import NVGraph
 from tinygrad_nv.runtime.memory_pool import MemoryPool
 from tinygrad_nv.runtime.program import NVProgram
@@ -29,31 +29,14 @@ if TYPE_CHECKING:
     from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 
 
-class NVDevice(Compiled):
-    """A device of tinygrad over `driver`. `window` is what launches keep in L2 (l2.py). An `observer` submits
-    eager launches in the device's place, and may return the seconds they took (observe/timeline.py)."""
-    window: Window | None = None
-    observer: Callable[[NVProgram, Sequence[Work]], float | None] | None = None
+class NVDevice(DrivenDevice):
+    """A device of tinygrad over `driver`."""
 
     def __init__(self, device: str, driver: Driver,
                  renderers: Sequence[type[Renderer]] = (PTXRenderer,)) -> None:
         self.driver, self.pool = driver, MemoryPool(driver, name=device)
         super().__init__(device, NVAllocator(self), list(renderers), NVProgram, NVGraph,
                          arch=driver.properties.arch.rstrip("a"))
-
-    def synchronize(self) -> None: self.driver.synchronize()
-
-    def timed(self, submit: Callable[[], None], wait: bool) -> float | None:
-        """Submits; with `wait`, returns the seconds it took on the device."""
-        if not wait:
-            submit()
-            return None
-        start, end = self.driver.event(), self.driver.event()
-        self.driver.record(start)
-        submit()
-        self.driver.record(end)
-        self.driver.wait_for(end)
-        return self.driver.elapsed_ms(start, end) * 1e-3
 
 
 class EMUDevice(NVDevice):

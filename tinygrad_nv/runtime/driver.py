@@ -29,10 +29,11 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.ptx.gpcs import SIZES, Clusters
+from tinygrad_nv.tile.launch import MapArgument
 
 Triple = tuple[int, int, int]
 Swizzle = Literal["none", "32B", "64B", "128B"]
@@ -162,6 +163,18 @@ class TensorMapSpec:
     swizzle: Swizzle = "none"
     l2_promotion: Literal["none", "64B", "128B", "256B"] = "none"
     fill: Literal["zero", "nan"] = "zero"
+
+
+def map_spec(argument: MapArgument, address: int, rows: int = 0) -> TensorMapSpec:
+    """A kernel's tensor map over the buffer that begins at `address`, with `rows` in its dynamic dimension.
+
+    L2 promotion is 128 bytes: a row of a box is at most so wide (the widest swizzle), and so is a line of L2.
+    With less, the sectors of a line may come from memory by several requests; with 256 L2 fetches the columns
+    of the next step before they are asked for. CUTLASS takes 128, DeepGEMM 256, fast.cu none. Not measured.
+    """
+    dims = tuple(rows if i == argument.dynamic else extent for i, extent in enumerate(argument.dims))
+    return TensorMapSpec(argument.dtype, address + argument.offset_bytes, dims, argument.strides,
+                         argument.box, swizzle=cast(Swizzle, argument.swizzle or "none"), l2_promotion="128B")
 
 
 # **** arguments ****

@@ -62,7 +62,7 @@ class NVGraph(GraphRunner):
                          [fixed.get(v.expr, 0) for v in ast.arg.vars], _at_least_one(grid),
                          _at_least_one(block))
             written = [k for k, i in enumerate(words) if i in ast.arg.outs]
-            for work, zeroed in zip(call.works, program.options.zeroed, strict=False):
+            for work, zeroed in zip(call.works, program.launch.zeroed, strict=False):
                 self._add(graph, call, work, [used[zeroed.pointer]], [0])
             self._add(graph, call, call.works[-1], used, written, len(self.works) in self.launch_dims_replace)
             self.works.append(call)

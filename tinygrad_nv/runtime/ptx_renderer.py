@@ -4,7 +4,7 @@ Protocol: a `Renderer` of tinygrad. It differs from tinygrad's in what depends o
 "binary" is the PTX text (the driver compiles it, or runs it), and a float32 matmul keeps its precision unless
 ALLOW_TF32 is set. Text whose header does not ask for TARGET and VERSION is left as it is, so that kernels
 given as PTX pass through the same compiler. On sm_90 a kernel lets the one after it begin as soon as all its
-own CTAs have begun, and waits for the one before; the comment at its head says that (launch_text.py).
+own CTAs have begun, and waits for the one before; program.py launches a kernel that waits accordingly.
 
 Three types are mended. Bytes wrap: PTX has no 8-bit arithmetic, so tinygrad computes them in 16-bit registers
 and would compare, shift, divide or widen 127 + 1 as 128. And bfloat16 is a type of its own, kept in .b16
@@ -28,9 +28,7 @@ from tinygrad.renderer import ptx
 from tinygrad.renderer.cstyle import create_non_native_float_pats
 from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat
 
-from tinygrad_nv.runtime.launch_text import Options
-
-REVISION = 5  # goes up when the renderer writes other text: programs are kept on disk
+REVISION = 6  # goes up when the renderer writes other text: programs are kept on disk
 HEADER = ".version VERSION\n.target TARGET\n"
 EARLY = ["griddepcontrol.launch_dependents;", "griddepcontrol.wait;"]
 
@@ -107,6 +105,6 @@ class PTXRenderer(ptx.PTXRenderer):
     def render_kernel(self, kernel: list[str], *args: Any) -> str:
         lines = [bf16_constant(line) for line in kernel]
         if int(self.target.arch[3:]) < 90: return super().render_kernel(lines, *args)
-        return Options(pdl=True).comment() + super().render_kernel([*EARLY, *lines], *args)
+        return super().render_kernel([*EARLY, *lines], *args)
 
     def supported_dtypes(self) -> set[DType]: return super().supported_dtypes() | {dtypes.bfloat16}

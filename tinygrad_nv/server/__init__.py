@@ -5,7 +5,7 @@ Read in this order:
   fields.py       strict JSON, and typed access to its fields
   protocol.py     requests: JSON objects to typed ones (with structured_output.py: structured output, and
                   tools.py: tools, and tool calls in a model's text)
-  service.py      what endpoints share: the generation of one request, its record
+  service.py      what endpoints share: the generation of one request; record.py, its record
   sse.py          streams, and client disconnects
   completions.py  POST /v1/completions
   chat.py         POST /v1/chat/completions

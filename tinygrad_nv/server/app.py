@@ -28,7 +28,8 @@ from tinygrad_nv.server.errors import APIError, internal
 from tinygrad_nv.server.fields import parse
 from tinygrad_nv.server.limits import read_body
 from tinygrad_nv.server.log import LOG, request_line
-from tinygrad_nv.server.service import Record, Service
+from tinygrad_nv.server.record import Record
+from tinygrad_nv.server.service import Service
 
 PAGE = Path(__file__).parent / "page"
 # the page loads nothing from elsewhere, and runs in no frame

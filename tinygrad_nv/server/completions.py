@@ -14,7 +14,8 @@ from starlette.responses import JSONResponse, Response
 
 from tinygrad_nv.engine.outputs import Delta, TokenLogprobs
 from tinygrad_nv.server import protocol
-from tinygrad_nv.server.service import Record, Service
+from tinygrad_nv.server.record import Record
+from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.sse import Chunks, streamed, until_disconnect
 
 

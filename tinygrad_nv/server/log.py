@@ -13,7 +13,8 @@ import sys
 import time
 from typing import Any
 
-from tinygrad_nv.server.service import Record, Service
+from tinygrad_nv.server.record import Record
+from tinygrad_nv.server.service import Service
 
 LOG = logging.getLogger("tinygrad_nv.server")
 

@@ -2,7 +2,7 @@
 
 Protocol: `Service.run(...)` is the generation of one request. It yields (choice, `Delta`) pairs of all
 prompts as they are generated, within the time limit, and closes the engine's iterators at the end, which
-aborts unfinished sequences. `Record` collects what the log line and the metrics report.
+aborts unfinished sequences.
 """
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.server.errors import APIError, api_error
 from tinygrad_nv.server.limits import Limits
+from tinygrad_nv.server.record import Record
 
 if TYPE_CHECKING:
     from tinygrad_nv.engine.llm import Prompt
@@ -48,49 +49,6 @@ class Engine(Protocol):
                  priority: int = 0) -> AsyncIterator[Delta]: ...
     def stats(self) -> Any: ...
     async def stop(self, drain_s: float = 0.0) -> None: ...
-
-
-@dataclass
-class Answer:
-    """One choice of a request: times of its first and last token, and their number."""
-    first: float
-    last: float
-    tokens: int
-
-
-@dataclass
-class Record:
-    """One request, for its log line and the metrics; `params` and `choices` are set when it reaches the
-    engine. Times are of time.perf_counter."""
-    id: str
-    path: str = ""
-    started: float = field(default_factory=time.perf_counter)
-    stream: bool = False
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    answers: dict[int, Answer] = field(default_factory=dict)
-    params: SamplingParams | None = None
-    choices: int = 0
-    reasons: list[str] = field(default_factory=list)
-    error: str | None = None
-
-    @property
-    def first(self) -> float | None:
-        """Time of the first token."""
-        return min((answer.first for answer in self.answers.values()), default=None)
-
-    def seen(self, choice: int, delta: Delta) -> list[float]:
-        """Counts a delta. Returns the seconds before each of its tokens, except the choice's first."""
-        now, count = time.perf_counter(), len(delta.tokens)
-        if delta.finish_reason: self.reasons.append(delta.finish_reason)
-        if not count: return []
-        self.output_tokens += count
-        if (answer := self.answers.get(choice)) is None:
-            self.answers[choice] = Answer(now, now, count)
-            return []
-        gap, answer.last, answer.tokens = (now - answer.last) / count, now, answer.tokens + count
-        return [gap] * count
 
 
 @dataclass

@@ -18,7 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from tinygrad_nv.server.errors import APIError, internal
 from tinygrad_nv.server.limits import disconnected
 from tinygrad_nv.server.log import LOG
-from tinygrad_nv.server.service import Record
+from tinygrad_nv.server.record import Record
 
 T = TypeVar("T")
 Chunks = AsyncGenerator[dict[str, Any], None]

@@ -14,10 +14,11 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tinygrad.helpers import DEV
 
-from tinygrad_nv.cli import serve as serve_command
+from tinygrad_nv import config
 from tinygrad_nv.engine.async_engine import AsyncEngine
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.errors import RequestError, TokenizerError
@@ -29,6 +30,7 @@ from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.serving import Server, bind, serve, url
 from tinygrad_nv.server.waterfall import Waterfall
 
+GIB = 1 << 30
 PROGRESS_S = 5.0    # between lines about a warm-up
 
 
@@ -37,7 +39,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     waterfall = Waterfall()
     set_up()
     waterfall.mark("import")
-    bound_socket, keys = bind(arguments.host, arguments.port), serve_command.keys(arguments)
+    bound_socket, keys = bind(arguments.host, arguments.port), api_keys(arguments)
     if arguments.device: use(arguments.device)
     llm = load(arguments, directory, waterfall)
     if arguments.warm_up: warm_up(llm, waterfall)
@@ -80,7 +82,7 @@ def load(arguments: argparse.Namespace, directory: Path, waterfall: Waterfall) -
         waterfall.mark(name)
         LOG.info(line("startup", stage=name, seconds=waterfall.stages[name]))
     template = None if arguments.chat_template is None else _template(arguments.chat_template)
-    llm = LLM(directory, stage=stage, **serve_command.model_options(arguments))
+    llm = LLM(directory, stage=stage, **model_options(arguments))
     if arguments.seed is not None: llm.defaults = replace(llm.defaults, seed=arguments.seed)
     if template is not None: llm.tokenizer = replace(llm.require_tokenizer(), template=template)
     return llm
@@ -113,6 +115,27 @@ def warm_up(llm: LLM, waterfall: Waterfall) -> None:
         progress(0, steps)
     LOG.info(line("startup", stage="compile and capture", steps=steps, compiled=compiled - first,
                   seconds=waterfall.stages.get("compile", 0) + waterfall.stages.get("capture", 0)))
+
+
+def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `LLM` for a command line."""
+    fraction = arguments.gpu_memory_utilization
+    return {"dtype": arguments.dtype, "max_model_len": arguments.max_model_len,
+            "max_num_seqs": arguments.max_num_seqs,
+            "max_num_batched_tokens": arguments.max_num_batched_tokens,
+            "kv_cache_dtype": arguments.kv_cache_dtype, "swap_space": int(arguments.swap_space * GIB),
+            "speculative": arguments.speculative,
+            "enable_prefix_caching": arguments.enable_prefix_caching, "max_queue": arguments.max_queue,
+            **({} if fraction is None else {"gpu_memory_utilization": fraction})}
+
+
+def api_keys(arguments: argparse.Namespace) -> frozenset[str]:
+    """The API keys of the command line, else that of NV_API_KEY."""
+    given = arguments.api_key or ([key] if (key := str(config.get("NV_API_KEY"))) else [])
+    if not all(key and key.isascii() and key.isprintable() and " " not in key for key in given):
+        raise RequestError("an API key is empty, or has other than printable ASCII characters",
+                           "a key that a header can carry", "change --api-key or NV_API_KEY")
+    return frozenset(given)
 
 
 def limits(arguments: argparse.Namespace) -> Limits:

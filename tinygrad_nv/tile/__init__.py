@@ -1,21 +1,22 @@
-"""Tiles: what is computed, how, and the kernels that do it.
+"""Tiles: specs, schedules, and the kernel templates that compute them.
 
-A folder a family: gemm/ attention/ decode/ norm/ sampling/ embedding/ kv_append/. Each has its spec (what is
-computed), its schedules (how: legality, candidates, defaults, cost) and a folder for each template. What
-families share is here. Read in this order:
+Each family is a folder: gemm/ attention/ decode/ norm/ sampling/ embedding/ kv_append/. It has its spec
+(what is computed), its schedules (how: legality, candidates, defaults, cost) and a folder for each
+template. What families share is here. Read in this order:
 
-  expression.py      what happens to a sum before it is stored
+  operations.py      element operations, a row each: value, slope, PTX and C
+  expression.py      epilogues and scores as expressions
   schedule.py        `Schedule`: template, tiles, warps and stages
-  kernel.py          a finished kernel: PTX and how it is launched
-  layout.py          where elements lie in shared memory; wgmma_tiles.py: operands of wgmma there
-  ops.py             how a CTA copies tiles to shared memory; fragments.py: how a warp reads them for mma.sync
-  pipeline.py        a ring of stages between a thread that starts copies of TMA and the warps that read
-  tile_scheduler.py  which tile a CTA makes
+  kernel.py          a finished kernel: PTX and, by launch.py, how it is launched
+  layout.py          tiles in shared memory, with swizzle; wgmma_tiles.py: operands of wgmma there
+  ops.py             a CTA's copies to shared memory (cp.async); fragments.py: a warp's operands of mma.sync
+  pipeline.py        the stages between a TMA producer and its consumers, with full and empty barriers
+  tile_scheduler.py  which work tile a CTA computes
   epilogue.py        expressions in instructions; lanes.py: one element or two; access.py: in memory
-  store.py           from sums to the result in memory; staging.py: by way of shared memory
+  store.py           from sums to the result in memory; staging.py: through shared memory
   gpu.py             figures of GPUs, for the cost model
-  database.py        schedules that were found by trying, as spec_json.py writes them
+  database.py        the database of tuned schedules; spec_json.py writes specs
 
 Then gemm/, whose spec.py, legality.py, choose.py, cost.py and tune.py the others follow. Nothing here knows
-of tinygrad's graphs. A template's kernel runs on the emulator as it runs on a GPU.
+of tinygrad's graphs. A template's kernel is the same on the emulator and on a GPU.
 """

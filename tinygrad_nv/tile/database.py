@@ -1,8 +1,8 @@
 """Schedules that were found by trying: a file that outlives the process.
 
 Protocol: an `Entry` is keyed by spec, architecture and toolchain version (`toolchain()`): another ptxas makes
-other code. Of a CPU the architecture is instruction set and threads (`cpu_arch`), the toolchain is what
-identifies the C compiler. The file is JSON (`FORMAT`), at NV_SCHEDULES, or schedules.json in the cache
+other code. Architectures that are no GPU's, and what their schedules are, are added with `add_architectures`
+(cpu/gemm/database.py). The file is JSON (`FORMAT`), at NV_SCHEDULES, or schedules.json in the cache
 directory. It is read again whenever it changed, and replaced as a whole under a lock, merged with what others
 wrote since, so that several processes may tune. A file that cannot be read is renamed to *.corrupt-N with a
 warning and an empty one takes its place; an entry that cannot be read, or that legality no longer accepts, is
@@ -18,32 +18,45 @@ import re
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from tinygrad_nv import cache, config
-from tinygrad_nv.cpu.isa import ISA
-from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.errors import NVError, ScheduleError
 from tinygrad_nv.ptx.assemble import find_program
-from tinygrad_nv.tile.gemm.legality import SMEM_BYTES, problems
+from tinygrad_nv.tile.gemm.legality import problems
 from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.limits import SMEM_BYTES
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec_json import spec_from_json, spec_to_json
-from tinygrad_nv.toolchain import find_compiler
-
-if TYPE_CHECKING:
-    from tinygrad_nv.cpu.machine import CPUMachine
 
 FORMAT = "tinygrad_nv schedules 1"
-CPU_ARCH = re.compile(r"cpu (\S+), [1-9]\d{0,4} threads")
 Key = tuple[str, str, str]           # a spec's JSON, architecture, toolchain
 
 
 class ScheduleWarning(UserWarning):
     """A schedule database, or an entry of one, that is not used."""
+
+
+class AnySchedule(Protocol):
+    """What an entry keeps."""
+    def to_json(self) -> dict[str, Any]: ...
+
+
+Reader = Callable[[Any, str], AnySchedule]    # of plain data, for an architecture; raises `ScheduleError`
+_readers: dict[re.Pattern[str], Reader] = {}
+
+
+def add_architectures(pattern: re.Pattern[str], read: Reader) -> None:
+    """From now on entries may be for architectures with such names, whose schedules `read` reads."""
+    _readers[pattern] = read
+
+
+def _reader(arch: str) -> Reader | None:
+    if arch in SMEM_BYTES: return lambda data, arch: Schedule.from_json(data)
+    return next((read for pattern, read in _readers.items() if pattern.fullmatch(arch)), None)
 
 
 @dataclass(frozen=True)
@@ -52,7 +65,7 @@ class Entry:
     spec: GemmSpec
     arch: str
     toolchain: str
-    schedule: Schedule | CPUSchedule
+    schedule: AnySchedule
     seconds: float
     how: str = "counted"
 
@@ -71,16 +84,13 @@ class Entry:
         except (KeyError, TypeError) as error:
             raise ScheduleError(f"{str(data)[:200]} is no entry: {error} is missing",
                                 "an entry that --export wrote") from error
-        on_cpu = CPU_ARCH.fullmatch(arch) if type(arch) is str else None
-        if (arch not in SMEM_BYTES and not on_cpu) or type(toolchain) is not str \
+        read = _reader(arch) if type(arch) is str else None
+        if read is None or type(toolchain) is not str \
                 or type(seconds) not in (int, float) \
                 or not 0 < seconds < 1e9 or how not in ("measured", "counted"):
             raise ScheduleError(f"an entry of {arch!r}, {toolchain!r}, {seconds!r}, {how!r}",
                                 f"one of {', '.join(SMEM_BYTES)}, a version, seconds, measured or counted")
-        kind = CPUSchedule if on_cpu else Schedule
-        schedule: Schedule | CPUSchedule = kind.from_json(data.get("schedule"))
-        if on_cpu and isinstance(schedule, CPUSchedule) and str(schedule.isa) != on_cpu[1]:
-            raise ScheduleError(f"a schedule for {schedule.isa} in an entry of {arch!r}")
+        schedule = read(data.get("schedule"), arch)
         return Entry(spec_from_json(data.get("spec")), arch, toolchain, schedule, float(seconds), how)
 
 
@@ -91,16 +101,6 @@ def toolchain() -> str:
     done = subprocess.run([str(program), "--version"], capture_output=True, text=True, check=False)
     found = re.search(r"V(\d[\d.]*)", done.stdout)
     return f"ptxas {found[1]}" if found else f"ptxas {done.stdout.strip()[-40:]}"
-
-
-def cpu_arch(isa: ISA, threads: int) -> str:
-    """The architecture of a CPU, as entries have it."""
-    return f"cpu {isa}, {threads} threads"
-
-
-def cpu_toolchain() -> str:
-    """What identifies the C compiler. Raises `ToolchainError` where there is none."""
-    return find_compiler().identity
 
 
 def path() -> Path:
@@ -140,30 +140,22 @@ def _text(spec: GemmSpec) -> str: return json.dumps(spec_to_json(spec), separato
 
 def lookup(spec: GemmSpec, arch: str) -> Schedule | None:
     """The winner for a product, where there is a legal one."""
-    found = _read(path())
-    if not found: return None
-    return _winner(found, _text(spec), spec, arch)
+    schedule = stored(spec, arch, toolchain)
+    if not isinstance(schedule, Schedule): return None
+    return None if ignored(schedule, spec, problems(schedule, spec, arch)) else schedule
 
 
-def _winner(found: dict[Key, Entry], text: str, spec: GemmSpec, arch: str) -> Schedule | None:
-    entry = found.get((text, arch, toolchain()))
-    if entry is None or not isinstance(entry.schedule, Schedule): return None
-    if wrong := problems(entry.schedule, spec, arch):
-        note(f"{entry.schedule} of {path()} is ignored for {spec}: {'; '.join(wrong)}")
-        return None
-    return entry.schedule
-
-
-def lookup_cpu(spec: GemmSpec, machine: CPUMachine) -> CPUSchedule | None:
-    """The winner for a product on a CPU, where there is a legal one."""
+def stored(spec: GemmSpec, arch: str, toolchain: Callable[[], str]) -> AnySchedule | None:
+    """What the file has for a product, legal or not. What compiles is asked for where there is a file."""
     if not (found := _read(path())): return None
-    entry = found.get((_text(spec), cpu_arch(machine.isa, machine.threads), cpu_toolchain()))
-    if entry is None or not isinstance(entry.schedule, CPUSchedule): return None
-    from tinygrad_nv.cpu.gemm.candidates import problems as problems_on_cpu  # templates, which ask here
-    if wrong := problems_on_cpu(entry.schedule, spec, machine):
-        note(f"{entry.schedule} of {path()} is ignored for {spec}: {'; '.join(wrong)}")
-        return None
-    return entry.schedule
+    entry = found.get((_text(spec), arch, toolchain()))
+    return None if entry is None else entry.schedule
+
+
+def ignored(schedule: AnySchedule, spec: GemmSpec, wrong: list[str]) -> bool:
+    """Whether something is wrong with a schedule that the file has, which is noted."""
+    if wrong: note(f"{schedule} of {path()} is ignored for {spec}: {'; '.join(wrong)}")
+    return bool(wrong)
 
 
 def entries() -> list[Entry]:

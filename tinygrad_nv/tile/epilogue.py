@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from operator import add, mul, sub
 from typing import Protocol
 
 from tinygrad.dtype import DType, dtypes
@@ -23,40 +22,32 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import read, write
-from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, nearest, walk
+from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, nearest, short, walk
 from tinygrad_nv.tile.lanes import (
     FP8,
     HALVES,
     SUPPORTED,
     Lanes,
     Number,
+    bits16,
     converted,
     kind_of,
     rounded,
     wrapped,
 )
-
-# operations whose results are among the arguments
-EXACT = ("max", "min", "where")
-LOGIC = {"and": "and", "or": "or", "xor": "xor", "not_equal": "xor", "add": "or", "mul": "and", "max": "or",
-         "min": "and"}
-UNARY = {"reciprocal": "rcp.approx.f32", "exp2": "ex2.approx.f32", "log2": "lg2.approx.f32",
-         "sqrt": "sqrt.rn.f32", "sin": "sin.approx.f32"}
-FOLDED: dict[str, Callable[..., float]] = {"add": add, "sub": sub, "mul": mul,
-                                           "reciprocal": lambda x: 1.0 / x}
-# of these (and of rcp.approx) the error, a unit of float32, is far below a rounding to 16 bits
-SHORT = {"sqrt": "sqrt.approx.f32"}
-# bfloat16 before sm_90: a fused multiply-add with 1, -1 or -0
-FUSED = {"add": 0x3F803F80, "sub": 0xBF80BF80, "mul": 0x80008000}
+from tinygrad_nv.tile.operations import OPERATIONS, Operation, folded
 
 
 def problems(root: Expression, arch: str) -> list[str]:
     """Why an epilogue cannot be computed on an architecture; empty when it can."""
-    out = [f"an epilogue with {dtype.name}" for dtype in dict.fromkeys(node.dtype for node in walk(root))
-           if dtype not in SUPPORTED]
-    if arch < "sm_89" and any(node.dtype in FP8 for node in walk(root)):
+    nodes = list(walk(root))
+    kinds = dict.fromkeys(node.dtype for node in nodes)
+    out = [f"an epilogue with {dtype.name}" for dtype in kinds if dtype not in SUPPORTED]
+    if arch < "sm_89" and any(dtype in FP8 for dtype in kinds):
         out.append(f"8-bit floats in the epilogue: conversions begin with sm_89, this is {arch}")
-    return out
+    applied = dict.fromkeys((node.op, node.args[-1].dtype) for node in nodes if isinstance(node, Apply))
+    return out + [f"{op} of {short(dtype)} in an epilogue" for op, dtype in applied
+                  if op != "cast" and not OPERATIONS[op].ptx(dtype)]
 
 
 class Sources(Protocol):
@@ -145,46 +136,44 @@ class Finish:
             if last and node.dtype in FP8:
                 return Lanes(k, node.dtype, converted(args[0], dtypes.float32).each())
             return converted(args[0], node.dtype)
-        if (folded := of_constants(k, node, args)) is not None: return folded
+        if (number := of_constants(k, node, args)) is not None: return number
         if (argument := unchanged(node)) is not None: return args[argument]
         two = step.on_columns and self.width == 2
-        if rectified(node): return self._float("max", node.dtype, args[1:], two)
-        if node.op in ("less", "not_equal") or dtypes.is_int(node.dtype) or node.dtype == dtypes.bool or \
-                node.op == "where": return self._plain(node, args, two)
-        return self._float(node.op, node.dtype, args, two)
+        if rectified(node): return self._float(OPERATIONS["max"], node.dtype, args[1:], two)
+        if dtypes.is_float(node.dtype) and node.op != "where":
+            return self._float(OPERATIONS[node.op], node.dtype, args, two)
+        return self._plain(node, args, two)
 
     # **** floats ****
 
-    def _float(self, op: str, dtype: DType, args: list[Lanes], two: bool) -> Lanes:
+    def _float(self, op: Operation, dtype: DType, args: list[Lanes], two: bool) -> Lanes:
         k = self.k
-        if two and dtype in HALVES and op in ("add", "sub", "mul", "max", "min"):
-            return Lanes(k, dtype, [], self._halves(op, HALVES[dtype], [arg.pair() for arg in args]))
-        if op == "reciprocal" and dtype == dtypes.float32:
+        if two and dtype in HALVES and op.ptx_pair:
+            return Lanes(k, dtype, [], self._pair(op, HALVES[dtype], [arg.pair() for arg in args]))
+        if op.name == "reciprocal" and dtype == dtypes.float32:
             return Lanes(k, dtype, each_lane(args, self._reciprocal))
-        if op in UNARY: opcode = SHORT.get(op, UNARY[op]) if dtype != dtypes.float32 else UNARY[op]
-        else: opcode = f"{op}.f32"
+        opcode = op.ptx_short if op.ptx_short and dtype != dtypes.float32 else op.ptx_f32
         wide = each_lane(args, lambda *operands: self._emitted(opcode, "f32", *operands))
-        return Lanes(k, dtype, wide) if op in EXACT else rounded(k, wide, dtype)
+        return Lanes(k, dtype, wide) if op.exact else rounded(k, wide, dtype)
 
     def _reciprocal(self, x: Number) -> Value:
         """1 / x to nearest: Newton's step, which is the fast path of rcp.rn, without a branch to its slow
         one. Where the step makes no sense (0, infinity, NaN) the approximation is exact."""
-        short = self._emitted("rcp.approx.f32", "f32", x)
-        error = self._emitted("fma.rn.f32", "f32", self._emitted("neg.f32", "f32", x), short, 1.0)
-        made = self._emitted("fma.rn.f32", "f32", short, error, short)
+        close = self._emitted(OPERATIONS["reciprocal"].ptx_f32, "f32", x)
+        error = self._emitted("fma.rn.f32", "f32", self._emitted("neg.f32", "f32", x), close, 1.0)
+        made = self._emitted("fma.rn.f32", "f32", close, error, close)
         small = self._emitted("setp.lt.f32", "pred", self._emitted("abs.f32", "f32", error), 0.5)
-        return self.k.select(small, made, short)
+        return self.k.select(small, made, close)
 
-    def _halves(self, op: str, kind: str, args: list[Value]) -> Value:
+    def _pair(self, op: Operation, kind: str, args: list[Value]) -> Value:
         """An operation of two 16-bit floats at a time."""
-        k = self.k
-        if op in EXACT: return self._emitted(f"{op}.{kind}x2", "b32", *args)
-        if kind == "f16" or k.arch >= "sm_90": return self._emitted(f"{op}.rn.{kind}x2", "b32", *args)
-        if op not in self.factors: self.factors[op] = k.reg("b32", FUSED[op])
-        factor = self.factors[op]
-        a, b, c = {"add": (args[0], factor, args[1]), "sub": (args[1], factor, args[0]),
-                   "mul": (args[0], args[1], factor)}[op]
-        return self._emitted("fma.rn.bf16x2", "b32", a, b, c)
+        if op.ptx_fused is None or kind == "f16" or self.k.arch >= "sm_90":
+            return self._emitted(op.ptx_pair.format(kind=kind), "b32", *args)
+        order, factor = op.ptx_fused
+        if op.name not in self.factors:
+            self.factors[op.name] = self.k.reg("b32", bits16(factor, dtypes.bfloat16) * 0x10001)
+        named = {"a": args[0], "b": args[1], "f": self.factors[op.name]}
+        return self._emitted("fma.rn.bf16x2", "b32", *(named[operand] for operand in order))
 
     def _emitted(self, opcode: str, kind: str, *operands: Number) -> Value:
         made = self.k.reg(kind)
@@ -194,25 +183,18 @@ class Finish:
     # **** integers, booleans, comparisons, choices ****
 
     def _plain(self, node: Apply, args: list[Lanes], two: bool) -> Lanes:
-        k, op = self.k, node.op
-        if op == "where": return self._chosen(node.dtype, args, two)
-        kind = kind_of(args[-1].dtype)
-        if kind == "pred": return Lanes(k, node.dtype, each_lane(args, lambda a, b: self._logic(op, a, b)))
-        if op in ("less", "not_equal"):
-            # a NaN is not equal to anything, itself included
-            test = "lt" if op == "less" else "neu" if kind == "f32" else "ne"
+        k, op = self.k, OPERATIONS[node.op]
+        if op.name == "where": return self._chosen(node.dtype, args, two)
+        source = args[-1].dtype
+        kind = kind_of(source)
+        opcode = op.ptx(source).format(kind=kind)
+        if kind == "pred" and op.name == "less":  # false before true
             return Lanes(k, node.dtype, each_lane(
-                args, lambda a, b: self._emitted(f"setp.{test}.{kind}", "pred", a, b)))
-        opcode = {"and": "and.b32", "or": "or.b32", "xor": "xor.b32",
-                  "mul": f"mul.lo.{kind}"}.get(op, f"{op}.{kind}")
-        made = each_lane(args, lambda a, b: self._emitted(opcode, kind, a, b))
-        closed = op in (*EXACT, "and", "or", "xor")
-        return Lanes(k, node.dtype, made if closed else [wrapped(k, each, node.dtype) for each in made])
-
-    def _logic(self, op: str, a: Number, b: Number) -> Value:
-        """Of predicates: a sum is either, a product both; less is false before true."""
-        if op == "less": return self._emitted("and.pred", "pred", _not(a), b)
-        return self._emitted(f"{LOGIC[op]}.pred", "pred", a, b)
+                args, lambda a, b: self._emitted(opcode, kind, _not(a), b)))
+        made = each_lane(args, lambda *operands: self._emitted(
+            opcode, "pred" if op.compares else kind, *operands))
+        kept = op.compares or op.closed or kind == "pred"
+        return Lanes(k, node.dtype, made if kept else [wrapped(k, each, node.dtype) for each in made])
 
     def _chosen(self, dtype: DType, args: list[Lanes], two: bool) -> Lanes:
         k, kind = self.k, kind_of(dtype)
@@ -222,7 +204,8 @@ class Finish:
                 self._emitted("and.pred", "pred", _not(p), b))))
         if two and dtype in HALVES and len(args[0].each()) == 1:
             return Lanes(k, dtype, [], k.select(args[0].register(), args[1].pair(), args[2].pair(), "b32"))
-        return Lanes(k, dtype, each_lane(args, lambda p, a, b: self._emitted(f"selp.{kind}", kind, a, b, p)))
+        opcode = OPERATIONS["where"].ptx(dtype).format(kind=kind)
+        return Lanes(k, dtype, each_lane(args, lambda p, a, b: self._emitted(opcode, kind, a, b, p)))
 
 
 def _not(predicate: Number) -> Value:
@@ -246,10 +229,11 @@ def rectified(node: Apply) -> bool:
 
 def of_constants(k: Kernel, node: Apply, args: Sequence[Lanes]) -> Lanes | None:
     """What constants alone make, where they are floats and the operation is arithmetic."""
-    numbers = [arg.wide[0] for arg in args if arg.wide and not isinstance(arg.wide[0], Value)]
-    if node.op not in FOLDED or len(numbers) < len(args) or not dtypes.is_float(node.dtype): return None
-    if node.op == "reciprocal" and numbers[0] == 0: return None
-    return Lanes(k, node.dtype, [nearest(FOLDED[node.op](*map(float, numbers)), node.dtype)])
+    numbers = [float(arg.wide[0]) for arg in args if arg.wide and not isinstance(arg.wide[0], Value)]
+    if not (OPERATIONS[node.op].arithmetic and len(numbers) == len(args) and dtypes.is_float(node.dtype)):
+        return None
+    number = folded(node.op, *numbers)
+    return None if number is None else Lanes(k, node.dtype, [nearest(number, node.dtype)])
 
 
 def unchanged(node: Apply) -> int | None:

@@ -20,10 +20,7 @@ from typing import Literal
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import SpecError
-
-# operations and how many arguments they have
-ARITY = {"add": 2, "sub": 2, "mul": 2, "max": 2, "min": 2, "reciprocal": 1, "exp2": 1, "log2": 1, "sqrt": 1,
-         "sin": 1, "less": 2, "not_equal": 2, "and": 2, "or": 2, "xor": 2, "where": 3, "cast": 1}
+from tinygrad_nv.tile.operations import OPERATIONS
 
 
 class Expression:
@@ -33,7 +30,7 @@ class Expression:
     def _with(self, op: str, other: Expression | float, swap: bool = False) -> Apply:
         right = other if isinstance(other, Expression) else Constant(other, self.dtype)
         args = (right, self) if swap else (self, right)
-        return Apply(op, args, dtypes.bool if op in ("less", "not_equal") else self.dtype)
+        return Apply(op, args, dtypes.bool if OPERATIONS[op].compares else self.dtype)
 
     def __add__(self, other: Expression | float) -> Apply: return self._with("add", other)
 
@@ -55,8 +52,40 @@ class Expression:
 
     def exp2(self) -> Apply: return Apply("exp2", (self,), self.dtype)
 
+    def sin(self) -> Apply: return Apply("sin", (self,), self.dtype)
+
     def cast(self, dtype: DType) -> Expression:
         return self if dtype == self.dtype else Apply("cast", (self,), dtype)
+
+    # sums, products and choices of float32, without what can be computed here or changes nothing
+
+    def plus(self, other: Expression) -> Expression:
+        """self + other."""
+        if other == ZERO: return self
+        if isinstance(self, Constant) and isinstance(other, Constant):
+            return Constant(float(self.value) + float(other.value))
+        return other if self == ZERO else Apply("add", (self, other), dtypes.float32)
+
+    def minus(self, other: Expression) -> Expression:
+        """self - other."""
+        if ZERO in (self, other) or (isinstance(self, Constant) and isinstance(other, Constant)):
+            return self.plus(other.times(Constant(-1.0)))
+        return Apply("sub", (self, other), dtypes.float32)
+
+    def times(self, other: Expression) -> Expression:
+        """self · other."""
+        a, b = (other, self) if isinstance(self, Constant) else (self, other)
+        if isinstance(b, Constant):
+            number = float(b.value)
+            if number in (0.0, 1.0): return a if number else ZERO
+            if isinstance(a, Constant): return Constant(float(a.value) * number)
+            if isinstance(a, Apply) and a.op == "mul" and isinstance(a.args[1], Constant):
+                return a.args[0].times(Constant(float(a.args[1].value) * number))
+        return Apply("mul", (a, b), dtypes.float32)
+
+    def either(self, yes: Expression, no: Expression) -> Expression:
+        """`yes` where this condition holds, else `no`."""
+        return yes if yes == no else where(self, yes, no)
 
 
 @dataclass(frozen=True)
@@ -85,6 +114,9 @@ class Constant(Expression):
     dtype: DType = dtypes.float32
 
 
+ZERO = Constant(0.0)
+
+
 @dataclass(frozen=True)
 class Position(Expression):
     """The index of this element along rows, columns, or a dimension of the batch; of attention also where row
@@ -95,15 +127,15 @@ class Position(Expression):
 
 @dataclass(frozen=True)
 class Apply(Expression):
-    """An operation of `ARITY`. `where` takes a condition first."""
+    """An operation of operations.py. `where` takes a condition first."""
     op: str
     args: tuple[Expression, ...]
     dtype: DType
 
     def __post_init__(self) -> None:
-        if ARITY.get(self.op) != len(self.args):
-            raise SpecError(f"operation {self.op!r} with {len(self.args)} arguments",
-                            f"one of {', '.join(f'{op}/{n}' for op, n in ARITY.items())}")
+        if (known := OPERATIONS.get(self.op)) is None or known.arity != len(self.args):
+            operations = ", ".join(f"{each.name}/{each.arity}" for each in OPERATIONS.values())
+            raise SpecError(f"operation {self.op!r} with {len(self.args)} arguments", f"one of {operations}")
         # once: a node used twice would otherwise be walked twice, and so on down
         object.__setattr__(self, "_hash", hash((self.op, self.args, self.dtype)))
 
@@ -192,9 +224,9 @@ def show(node: Expression, names: Mapping[Expression, str] | None = None) -> str
         return f"x{node.parameter}[{where}]"
     assert isinstance(node, Apply)
     if node.op == "cast": return f"{show(node.args[0], names)}.{short(node.dtype)}"
-    signs = {"add": "+", "sub": "-", "mul": "*", "less": "<", "not_equal": "!="}
-    if node.op in signs: return f"({show(node.args[0], names)} {signs[node.op]} {show(node.args[1], names)})"
-    return f"{node.op}({', '.join(show(arg, names) for arg in node.args)})"
+    args = [show(arg, names) for arg in node.args]
+    if sign := OPERATIONS[node.op].sign: return f"({args[0]} {sign} {args[1]})"
+    return f"{node.op}({', '.join(args)})"
 
 
 # **** activations, node by node as tinygrad spells them ****

@@ -13,31 +13,36 @@ All pointers are beginnings of buffers, aligned to 16 bytes; offsets are the ker
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
+
+from tinygrad.dtype import DType, dtypes
+
+from tinygrad_nv.tile.launch import Integer, LaunchConfig, MapArgument, Zeroed
+
+FLAGS = 2  # the pointer parameter of a matmul's flags: out, workspace, flags
 
 
 @dataclass(frozen=True)
-class MapArgument:
-    """A tensor map over the buffer of pointer parameter `pointer`, innermost dimension first, to be made for
-    each launch: `dims` in elements, `strides` in bytes (without the innermost), `box` in elements. `dynamic`
-    is the dimension, -1 for none, whose extent is an integer argument of the launch: that number `integer`,
-    -1 for the last, which is a product's `m`."""
-    pointer: int
-    dtype: str
-    dims: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    swizzle: str = "128B"
-    offset_bytes: int = 0
-    dynamic: int = -1
-    integer: int = -1
+class Scratch:
+    """Memory of a call that nothing reads afterwards: so many elements, as an output that comes at place `at`
+    among the outputs, or after the others."""
+    dtype: DType
+    count: int
+    at: int | None = None
+
+    @staticmethod
+    def floats(nbytes: int) -> tuple[Scratch, ...]:
+        """At least so many bytes of float32; nothing for none."""
+        return (Scratch(dtypes.float32, -(-nbytes // 4)),) if nbytes else ()
 
 
 @dataclass(frozen=True)
 class TileKernel:
     """What kernels of all templates have. `grid` is that of the most rows; where `rows_of_cta` is not 0, x is
     ceil(rows / rows_of_cta) times `ctas_of_rows` of a launch instead. With `pdl` it may be launched before
-    the kernel ahead of it has ended, for which it waits itself (griddepcontrol)."""
+    the kernel ahead of it has ended, for which it waits itself (griddepcontrol). `integers` are its integer
+    arguments where these are not the launch's variables."""
     name: str
     ptx: str
     grid: tuple[int, int, int]
@@ -48,11 +53,36 @@ class TileKernel:
     rows_of_cta: int = 0
     ctas_of_rows: int = 1
     pdl: bool = False
+    integers: tuple[Integer, ...] = ()
+
+    @property
+    def kernels(self) -> tuple[TileKernel, ...]:
+        """What a call launches."""
+        return (self,)
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        """What a call needs besides its arguments."""
+        return ()
+
+    def with_integers(self, integers: tuple[Integer, ...]) -> Self:
+        """The kernel with these integer arguments."""
+        return replace(self, integers=integers)
 
     def grid_for(self, rows: int) -> tuple[int, int, int]:
         """The grid of a launch with so many rows."""
         if not self.rows_of_cta: return self.grid
         return (-(-rows // self.rows_of_cta) * self.ctas_of_rows, *self.grid[1:])
+
+    @property
+    def zeroed(self) -> tuple[Zeroed, ...]:
+        """Memory that is zero before every launch."""
+        return ()
+
+    @property
+    def launch(self) -> LaunchConfig:
+        """How it is launched."""
+        return LaunchConfig(self.dynamic_smem, self.cluster, self.pdl, self.zeroed, self.maps, self.integers)
 
 
 @dataclass(frozen=True)
@@ -60,6 +90,17 @@ class GemmKernel(TileKernel):
     """A kernel of a product. Its rows are a symbolic spec's `m`."""
     workspace_bytes: int = 0
     flags: int = 0
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        if not self.workspace_bytes: return ()
+        return (*Scratch.floats(self.workspace_bytes), Scratch(dtypes.uint32, max(self.flags, 1)))
+
+    @property
+    def zeroed(self) -> tuple[Zeroed, ...]:
+        if not self.flags: return ()
+        assert self.workspace_bytes, "flags come after a workspace"
+        return (Zeroed(FLAGS, 4 * self.flags),)
 
 
 @dataclass(frozen=True)
@@ -72,11 +113,21 @@ class AttentionKernel(TileKernel):
 
 @dataclass(frozen=True)
 class BackwardKernel(TileKernel):
-    """A kernel of an attention's backward pass. Parameters in this order: dq, float32 [*batch, s_q, d], zero
-    before every launch; turns, u32, `flags` of them, zero before every launch, where that is not 0; dk; dv;
-    q; k; v; grad; l; delta; seed, two u32, of dropout; x0, x1, … of the score; u32 s_q, s_kv, start, those of
-    them that are symbolic; tensor maps. Its rows are s_kv."""
+    """A kernel of an attention's backward pass. Parameters in this order: dq, float32 [*batch, s_q, d],
+    `dq_bytes`, zero before every launch; turns, u32, `flags` of them, zero before every launch, where that is
+    not 0; dk; dv; q; k; v; grad; l; delta; seed, two u32, of dropout; x0, x1, … of the score; u32 s_q, s_kv,
+    start, those of them that are symbolic; tensor maps. Its rows are s_kv."""
+    dq_bytes: int = 0
     flags: int = 0
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        return (Scratch(dtypes.uint32, self.flags, at=1),) if self.flags else ()
+
+    @property
+    def zeroed(self) -> tuple[Zeroed, ...]:
+        turns = (Zeroed(1, 4 * self.flags),) if self.flags else ()
+        return (Zeroed(0, self.dq_bytes), *turns)
 
 
 @dataclass(frozen=True)
@@ -87,3 +138,12 @@ class DecodeKernel:
     those of them that the spec has. Grids are those of the most requests and tokens: z counts requests."""
     kernels: tuple[AttentionKernel, ...]
     workspace_bytes: int = 0
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        """The workspace, where there is one."""
+        return Scratch.floats(self.workspace_bytes)
+
+    def with_integers(self, integers: tuple[Integer, ...]) -> DecodeKernel:
+        """The kernels with these integer arguments."""
+        return replace(self, kernels=tuple(each.with_integers(integers) for each in self.kernels))

@@ -20,59 +20,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from tinygrad_nv.ptx.builder import Kernel, Place, Value
 from tinygrad_nv.tile.access import place, stored_form
 from tinygrad_nv.tile.expression import Load, loads
-from tinygrad_nv.tile.gemm.spec import GemmSpec, Result
+from tinygrad_nv.tile.gemm.spec import Result, Stored
 from tinygrad_nv.tile.lanes import HALVES, Lanes
+from tinygrad_nv.tile.share import Share
+from tinygrad_nv.tile.store_plan import Panel, StorePlan
 
-if TYPE_CHECKING:
-    from tinygrad_nv.tile.store import Share, StorePlan
-
-SPANS = (128, 64, 32)
 Values = dict[tuple[int, int], Lanes]  # by row and column
 MASKS = {128: 7, 64: 3, 32: 1}
-
-
-@dataclass(frozen=True)
-class Panel:
-    """`lines` lines of `line_bytes` bytes along `major`; `group` warps share one."""
-    major: str
-    lines: int
-    line_bytes: int
-    group: int
-
-    @property
-    def span(self) -> int:
-        """The width of a column."""
-        return span_of(self.line_bytes)
-
-    @property
-    def nbytes(self) -> int: return self.lines * self.line_bytes
-
-    def extents(self, size: int) -> tuple[int, int]:
-        """Its rows and columns of the result."""
-        inner = self.line_bytes // size
-        return (self.lines, inner) if self.major == "N" else (inner, self.lines)
-
-
-def span_of(line_bytes: int) -> int:
-    """The widest swizzle that lines can have; 0 for none."""
-    return next((span for span in SPANS if line_bytes % span == 0), 0)
-
-
-def panel_of(major: str, rows: int, columns: int, group: int, size: int) -> Panel | None:
-    """The panel for a group whose tile has `rows` × `columns` elements of `size` bytes; None where its lines
-    are no multiples of 32 bytes. Of M-major ones a line has all rows of the group."""
-    if major == "N":
-        span = span_of(columns * size)
-        return Panel("N", 16 * group, span, group) if span else None
-    line = rows * size
-    lines = next((lines for lines in (64, 32, 16, 8) if columns % lines == 0
-                  and (lines * line <= 2048 * group or lines == 8)), 0)
-    return Panel("M", lines, line, group) if span_of(line) and lines else None
 
 
 @dataclass
@@ -110,12 +68,12 @@ class Staged:
     """Writes a group's tile, panel by panel. Rows and columns are counted from the group's first."""
 
     def __init__(self, share: Share) -> None:
-        self.share, self.k, self.spec = share, share.k, share.spec
+        self.share, self.k, self.stored = share, share.k, share.stored
         store, k = share.store, share.k
         panel = store.plan.panel
         assert panel is not None
         assert store.staging is not None
-        self.panel, self.size = panel, self.spec.out.dtype.itemsize
+        self.panel, self.size = panel, self.stored.out.dtype.itemsize
         self.start = store.staging if isinstance(store.staging, Value) else store.staging.address()
         self.warp = k.tid.x >> 5
         self.number = self.warp // panel.group
@@ -124,7 +82,7 @@ class Staged:
         self.first_m = share.m0 - self.inner if panel.group > 1 else share.m0
         self.first_n = share.n0
         self.tma = store.out_map is not None
-        self.load = staged_load(self.spec, store.plan)
+        self.load = staged_load(self.stored, store.plan)
         self.kinds: dict[str, Lines] = {}
         self.made: dict[tuple[str, ...], Value] = {}
         self.chunk: tuple[Value, Value] | tuple[()] = ()
@@ -170,7 +128,7 @@ class Staged:
     # **** sums to shared memory ****
 
     def _write(self, start: int, row: int, column: int, values: Values) -> None:
-        if self.spec.out.dtype in HALVES: return self._write_halves(start, row, column, values)
+        if self.stored.out.dtype in HALVES: return self._write_halves(start, row, column, values)
         if self.panel.major == "M": return self._write_elements(start, row, column, values)
         if self.size == 4: return self._write_words(start, row, column, values)
         lines = self._lines("rows", lambda lane: (self.inner + (lane >> 2), (lane & 3) * (2 * self.size)))
@@ -310,7 +268,7 @@ class Staged:
 
     def _store_chunks(self, start: int, row: int, column: int) -> None:
         """All threads store 16 bytes of lines at a time."""
-        k, out = self.k, self.spec.out
+        k, out = self.k, self.stored.out
         for r, c, at, guard in self._chunks(start, row, column):
             words = k.regs("b32", 4) if guard is None else k.regs("b32", 4, 0)
             k.emit("ld.shared.v4.b32", words, at, guard=guard)
@@ -345,13 +303,13 @@ class Staged:
                 self.share.handed[load, *each] = Lanes(k, load.dtype, [], word)
 
 
-def staged_load(spec: GemmSpec, plan: StorePlan) -> Load | None:
+def staged_load(stored: Stored, plan: StorePlan) -> Load | None:
     """A load that a panel can hold before the result does: 16-bit elements of every row and column, side by
     side as the result's, their lines aligned to 16 bytes."""
-    out, along_n = spec.out, spec.out.major == "N"
-    extent, edges = (spec.n, plan.edges_n) if along_n else (spec.m, plan.edges_m)
-    if out.dtype not in HALVES or (edges and (extent % 8 or (spec.symbolic and not along_n))): return None
-    for load in loads(spec.epilogue):
+    out, along_n = stored.out, stored.out.major == "N"
+    extent, edges = (stored.n, plan.edges_n) if along_n else (stored.m, plan.edges_m)
+    if out.dtype not in HALVES or (edges and (extent % 8 or (stored.symbolic and not along_n))): return None
+    for load in loads(stored.epilogue):
         inner, pitch = (load.n, load.m) if along_n else (load.m, load.n)
         if load.dtype in HALVES and inner == 1 and pitch > 0 and \
                 not any(stride % 8 for stride in (pitch, load.offset, *load.batch)): return load

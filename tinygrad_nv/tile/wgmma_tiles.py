@@ -16,7 +16,7 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder.hopper import descriptor_bits
 from tinygrad_nv.tile.gemm.spec import HALVES, Operand
-from tinygrad_nv.tile.kernel import MapArgument
+from tinygrad_nv.tile.launch import MapArgument
 
 MAP_DTYPES = {dtypes.bfloat16: "bf16", dtypes.float16: "f16", dtypes.float32: "f32", dtypes.fp8e4m3: "u8",
               dtypes.fp8e5m2: "u8", dtypes.int8: "u8", dtypes.uint8: "u8"}

@@ -12,14 +12,9 @@ from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.rope import RopeConfig
 
 from tinygrad_nv import Tensor, dtypes
-from tinygrad_nv.engine.scheduling.scheduler_output import (
-    CopyKind,
-    PageCopy,
-    Sample,
-    ScheduledSeq,
-    SchedulerOutput,
-)
+from tinygrad_nv.engine.scheduling.scheduler_output import Sample, ScheduledSeq, SchedulerOutput
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
+from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
 from tinygrad_nv.runtime import driver
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver

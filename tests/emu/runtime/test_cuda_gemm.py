@@ -12,8 +12,7 @@ from gemm_case import arguments, bits, product, reference
 
 from tinygrad_nv.errors import KernelError
 from tinygrad_nv.runtime.cuda.driver import CUDADriver
-from tinygrad_nv.runtime.driver import Fill, Launch, Work, pointer
-from tinygrad_nv.runtime.launch_text import map_spec
+from tinygrad_nv.runtime.driver import Fill, Launch, Work, map_spec, pointer
 from tinygrad_nv.tile.gemm.wgmma.kernel import gemm_wgmma
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.schedule import Schedule

@@ -2,11 +2,14 @@
 language model."""
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 
 import numpy as np
 import pytest
 from on_emu import emu, equal, floats, near  # noqa: F401
+from tinygrad.codegen import to_program
+from tinygrad.engine import worker
 from tinygrad.engine.realize import graph_cache
 from tinygrad.uop.ops import Ops
 
@@ -16,7 +19,8 @@ from tinygrad_nv.runtime.device import EMUDevice, NVDevice
 from tinygrad_nv.runtime.driver import Launch
 from tinygrad_nv.runtime.emulated.graph import EmulatedGraph
 from tinygrad_nv.runtime.graph import NVGraph
-from tinygrad_nv.runtime.launch_text import Options, options
+from tinygrad_nv.runtime.note import Note
+from tinygrad_nv.tile.launch import Integer, LaunchConfig, MapArgument, Zeroed
 
 
 def graphs(jit: TinyJit) -> list[NVGraph]:
@@ -128,8 +132,7 @@ def test_updates_touch_only_what_changed():
 
 # **** kernels given as PTX ****
 
-SCALE = """// launch: dynamic_smem=1024 cluster=1,1,1 pdl=0
-.version 7.8
+SCALE = """.version 7.8
 .target sm_80
 .address_size 64
 .extern .shared .align 4 .b8 pool[];
@@ -163,11 +166,14 @@ ret;
 """
 
 
-def scaled(x: Tensor, n: Variable, source: str = SCALE) -> Tensor:
+SHARED = LaunchConfig(dynamic_smem=1024)
+
+
+def scaled(x: Tensor, n: Variable, launch: LaunchConfig = SHARED) -> Tensor:
     """`x * 2` for the first n elements."""
     unbound = n.src[0]
-    out = program("scale", source, "EMU", [Output(x.shape, dtypes.float)], [x.uop],
-                  grid=((unbound + 31) // 32, 1, 1), block=(32, 1, 1), variables=[n])
+    out = program("scale", SCALE, "EMU", [Output(x.shape, dtypes.float)], [x.uop],
+                  grid=((unbound + 31) // 32, 1, 1), block=(32, 1, 1), variables=[n], launch=launch)
     return Tensor(out[0])
 
 
@@ -186,17 +192,59 @@ def test_a_kernel_given_as_ptx_in_a_graph():
 
 
 def test_dynamic_shared_memory_reaches_the_kernel():
-    # with as many bytes as the options say and no more
-    short = SCALE.replace("dynamic_smem=1024", "dynamic_smem=512")
-    found = scaled(Tensor(floats(64)).realize(), Variable("n", 1, 64).bind(64), short)
+    # with as many bytes as the launch says and no more
+    found = scaled(Tensor(floats(64)).realize(), Variable("n", 1, 64).bind(64), LaunchConfig(512))
     with pytest.raises(RuntimeError, match="out-of-bounds"): found.numpy()
 
 
-def test_options_are_what_their_comment_says():
-    plain = SCALE.partition("\n")[2]
-    assert options(plain) == Options()
-    for made in (Options(), Options(98304, (2, 1, 1), True)): assert options(made.comment() + plain) == made
-    assert options(plain + "// launch: dynamic_smem=5\n") == Options()  # only at the head
+def compiled_texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Texts that the device's compiler is given from now on, as often as it is."""
+    texts: list[str] = []
+    compiler = type(Device["EMU"].renderer.compiler)
+    compile = compiler.compile
+    monkeypatch.setattr(compiler, "compile", lambda self, text: texts.append(text) or compile(self, text))
+    return texts
+
+
+def test_launches_that_differ_in_integers_are_compiled_once(monkeypatch: pytest.MonkeyPatch):
+    """The kernel's n is n, 2 n or n - 1 of the launch; replayed, too. All are one text."""
+    texts, ways = compiled_texts(monkeypatch), (Integer(0, (1,)), Integer(0, (2,)), Integer(-1, (1,)))
+    name = f"scale_{uuid.uuid4().hex}"  # is not in the cache of compiled texts
+    own = SCALE.replace("scale", name)
+
+    def step(x: Tensor, n: Variable) -> list[Tensor]:
+        return [Tensor(program(name, own, "EMU", [Output(x.shape, dtypes.float)], [x.uop], grid=(2, 1, 1),
+                               block=(32, 1, 1), variables=[n],
+                               launch=LaunchConfig(1024, integers=(way,)))[0]).realize() for way in ways]
+    jit, x = TinyJit(step), floats(64)
+    for n in (20, 3, 9, 31):
+        outs = jit(Tensor(x).realize(), Variable("n", 1, 64).bind(n))
+        for out, count in zip(outs, (n, 2 * n, n - 1), strict=True): equal(out[:count], x[:count] * 2)
+    assert len(graphs(jit)[0].works) == 3
+    assert texts.count(own) == 1
+
+
+# **** what a compile worker gets and gives back ****
+
+def test_a_launch_goes_through_a_compile_worker():
+    """tinygrad sends a kernel to processes that compile and takes it back. They load modules of its note,
+    no patterns."""
+    launch = LaunchConfig(1024, (2, 1, 1), True, (Zeroed(0, 64),), (MapArgument(1, "u8", (64,), (), (64,)),),
+                          (Integer(16, (1, 0)),))
+    n = Variable("n", 1, 64).bind(7)
+    (out,) = program("scale", SCALE, "EMU", [Output((64,), dtypes.float)], [Tensor(floats(64)).realize().uop],
+                     variables=[n], block=(32, 1, 1), launch=launch, note=Note("scale", spec=(1, 2)))
+    body = next(u for u in out.toposort() if u.op is Ops.PROGRAM)
+    with worker._WorkerContext().Pool(1, worker._init_worker) as pool:
+        made = pool.apply(to_program, (body, Device["EMU"].renderer))
+        loaded = pool.apply(eval, ("set(__import__('sys').modules)",))
+    assert "tinygrad_nv.runtime.note" in loaded
+    assert "tinygrad_nv.patterns" not in loaded
+    assert made.src[3].arg == SCALE.encode()
+    assert made.src[0].arg == body.src[0].arg
+    elf = made.to_elf()
+    assert elf.aux == launch
+    assert Device["EMU"].runtime(elf).launch == launch
 
 
 # **** devices ****

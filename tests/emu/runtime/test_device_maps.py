@@ -13,17 +13,17 @@ from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat, graph_rewrite
 
 from tinygrad_nv import Device, Tensor, TinyJit, Variable, dtypes, function, hooks
 from tinygrad_nv.errors import DriverError, TensorMapError
-from tinygrad_nv.patterns.program import Output, gemm, program
+from tinygrad_nv.patterns.program import Output, called, program
 from tinygrad_nv.ptx.builder import Kernel
 from tinygrad_nv.ptx.emulator.footprint import Footprint
 from tinygrad_nv.runtime.driver import Fill, Launch
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 from tinygrad_nv.runtime.emulated.graph import EmulatedGraph
 from tinygrad_nv.runtime.emulated.order import Done
-from tinygrad_nv.runtime.launch_text import source
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.templates import build
-from tinygrad_nv.tile.kernel import GemmKernel, MapArgument
+from tinygrad_nv.tile.kernel import GemmKernel
+from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.schedule import Schedule
 
 BOX, COLUMNS, MOST = 8, 64, 40
@@ -71,12 +71,18 @@ def halves(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float16)
 
 
+def gemm(kernel: GemmKernel, out: Output | UOp, inputs: list[UOp], m: Variable | None = None) -> UOp:
+    """A call of a kernel whose rows are the variable `m`, if any."""
+    more = {} if m is None else {"rows": m, "variables": [m]}
+    return called(kernel, "EMU", [out], inputs, **more)[0]
+
+
 def copied(x: Tensor, kernel: GemmKernel | None = None, m: Variable | None = None) -> Tensor:
-    return Tensor(gemm(kernel or copying(), "EMU", Output((MOST, COLUMNS), dtypes.half), [x.uop], m=m))
+    return Tensor(gemm(kernel or copying(), Output((MOST, COLUMNS), dtypes.half), [x.uop], m=m))
 
 
 def counted(x: Tensor, steps: int = 1) -> Tensor:
-    return Tensor(gemm(counting(steps), "EMU", Output((32,), dtypes.float), [x.uop]))
+    return Tensor(gemm(counting(steps), Output((32,), dtypes.float), [x.uop]))
 
 
 def cut(x: np.ndarray, rows: int) -> np.ndarray:
@@ -171,11 +177,11 @@ def test_replays_take_changed_extents():
         found = jit(Tensor(x).realize(), ROWS.bind(rows))
         equal(found[:rows], x[:rows] * 2)
     (graph,) = graphs(jit)
-    assert [call.values for call in graph.works if call.program.options.maps] == [[33]]
+    assert [call.values for call in graph.works if call.program.launch.maps] == [[33]]
 
 
 def test_extents_change_while_buffers_stay():
-    jit = TinyJit(lambda x, out, rows: (Tensor(gemm(copying(symbolic=True), "EMU", out.uop, [x.uop], m=rows))
+    jit = TinyJit(lambda x, out, rows: (Tensor(gemm(copying(symbolic=True), out.uop, [x.uop], m=rows))
                                         .realize(), (x + 1).contiguous().realize()))
     x, out = Tensor(halves(MOST, COLUMNS)).realize(), Tensor(halves(MOST, COLUMNS)).realize()
     for rows in (40, 3, 12, 25):
@@ -199,10 +205,10 @@ def test_an_extent_reaches_a_kernel_between_others():
 def test_several_variables_the_last_is_the_extent():
     """`program` by itself: a kernel may have integers before m."""
     other, kernel = Variable("other", 1, 9), copying(symbolic=True)
-    text = source(kernel).replace(".param .u32 m", ".param .u32 other, .param .u32 m")
+    text = kernel.ptx.replace(".param .u32 m", ".param .u32 other, .param .u32 m")
     x = Tensor(halves(MOST, COLUMNS)).realize()
     out = program("copying", text, "EMU", [Output((MOST, COLUMNS), dtypes.half)], [x.uop], grid=(5, 1, 1),
-                  block=(64, 1, 1), variables=[other.bind(7), ROWS.bind(11)])[0]
+                  block=(64, 1, 1), variables=[other.bind(7), ROWS.bind(11)], launch=kernel.launch)[0]
     equal(Tensor(out), np.where(np.arange(MOST)[:, None] < 11, x.numpy(), 0))
 
 
@@ -225,7 +231,7 @@ def test_flags_are_zero_in_replays():
         x = np.random.default_rng(seed).standard_normal(32).astype(np.float32)
         equal(jit(Tensor(x).realize()), x * 2 + x)
     (graph,) = graphs(jit)
-    assert sum(bool(call.program.options.zeroed) for call in graph.works) == 3
+    assert sum(bool(call.program.launch.zeroed) for call in graph.works) == 3
 
 
 def test_flags_are_zero_in_a_function():
@@ -248,8 +254,10 @@ def test_a_fill_follows_those_who_read_its_buffer():
     """Flags in storage that is also an input, and read before: it takes turns, so the fill is updated."""
     def step(flags: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         before = (flags + 1).contiguous().realize()
-        outputs = program("counting", source(counting()), "EMU", [
-            Output((32,), dtypes.float), Output((64,), dtypes.float), flags.uop], [x.uop], block=(32, 1, 1))
+        kernel = counting()
+        outputs = program("counting", kernel.ptx, "EMU", [
+            Output((32,), dtypes.float), Output((64,), dtypes.float), flags.uop], [x.uop], block=(32, 1, 1),
+            launch=kernel.launch)
         return before, Tensor(outputs[0]).realize()
     jit, x = TinyJit(step), Tensor(floats(32)).realize()
     two = [Tensor.full((32,), 10 * i, dtype=dtypes.uint32).contiguous().realize() for i in (1, 2)]
@@ -283,7 +291,7 @@ def small(rows: int, columns: int, seed: int) -> np.ndarray:
 def multiplied(x: Tensor, w: Tensor, schedule: Schedule, m: Variable | None = None) -> Tensor:
     """x @ w.T by a template; of the first m rows."""
     spec = dense(x.shape[0], w.shape[0], x.shape[1], "f16", symbolic=m is not None)
-    return Tensor(gemm(build(spec, schedule, "sm_90a"), "EMU", Output((spec.m, spec.n), dtypes.half),
+    return Tensor(gemm(build(spec, schedule, "sm_90a"), Output((spec.m, spec.n), dtypes.half),
                        [x.uop, w.uop], m=m))
 
 
@@ -309,7 +317,7 @@ def test_products_of_as_many_rows_as_a_variable_says(schedule: Schedule):
 
 def put_in(add: UOp) -> UOp | None:
     if add.src[1].base.op is not Ops.CONST or add.src[1].base.arg != 0.5 or add.shape != (32,): return None
-    return gemm(counting(), "EMU", Output((32,), dtypes.float), [add.src[0]])
+    return gemm(counting(), Output((32,), dtypes.float), [add.src[0]])
 
 
 pm_counting = PatternMatcher([(UPat(Ops.ADD, dtypes.float, name="add"), put_in)])
@@ -326,19 +334,22 @@ def test_workspace_flags_and_maps_in_a_rewrite():
 
 # **** what cannot be ****
 
+def mapped(**changed: object) -> UOp:
+    """A copy by a map that is not as its kernel's."""
+    kernel = copying()
+    launch = replace(kernel.launch, maps=(replace(kernel.maps[0], **changed),))
+    return program("copying", kernel.ptx, "EMU", [Output((MOST, COLUMNS), dtypes.half)],
+                   [Tensor(halves(MOST, COLUMNS)).realize().uop], grid=(5, 1, 1), block=(64, 1, 1),
+                   launch=launch)[0]
+
+
 def test_a_map_over_a_pointer_that_is_not_there():
-    text = source(copying()).replace("pointer=1", "pointer=2")
-    x = Tensor(halves(MOST, COLUMNS)).realize()
-    out = program("copying", text, "EMU", [Output((MOST, COLUMNS), dtypes.half)], [x.uop], grid=(5, 1, 1),
-                  block=(64, 1, 1))[0]
+    out = mapped(pointer=2)
     with pytest.raises(DriverError, match="kernel copying with 2 pointers and 0 integers"):
         Tensor(out).realize()
 
 
 def test_a_map_that_cannot_be():
-    kernel = source(copying()).replace("strides=128", "strides=130")
-    x = Tensor(halves(MOST, COLUMNS)).realize()
-    out = program("copying", kernel, "EMU", [Output((MOST, COLUMNS), dtypes.half)], [x.uop], grid=(5, 1, 1),
-                  block=(64, 1, 1))[0]
+    out = mapped(strides=(130,))
     with pytest.raises(TensorMapError): Tensor(out).realize()
     Device["EMU"].synchronize()

@@ -11,7 +11,7 @@ from pool_case import INPUTS, Paged, batch
 from tinygrad_nv import Device, Tensor, TinyJit, dtypes
 from tinygrad_nv.errors import OutOfMemoryError
 from tinygrad_nv.graphs import GraphPool
-from tinygrad_nv.patterns.program import Output, gemm
+from tinygrad_nv.patterns.program import Output, called
 from tinygrad_nv.runtime.memory_pool import labelled
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.templates import build
@@ -41,7 +41,7 @@ def split_product() -> np.ndarray:
     assert kernel.workspace_bytes
     assert kernel.flags
     a, b = (Tensor(np.resize(X, (16, 128)) + i).cast(dtypes.half).contiguous().realize() for i in range(2))
-    return Tensor(gemm(kernel, "EMU", Output((16, 16), dtypes.half), [a.uop, b.uop])).numpy()
+    return Tensor(called(kernel, "EMU", [Output((16, 16), dtypes.half)], [a.uop, b.uop])[0]).numpy()
 
 
 def trained() -> np.ndarray:

@@ -15,6 +15,7 @@ from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.sass import disassembled, functions
 from tinygrad_nv.runtime.edges import Chain, Counts
 from tinygrad_nv.runtime.graph import NVGraph
+from tinygrad_nv.tile.launch import LaunchConfig
 
 SIDE, INPUTS, STEPS = 16, 3, 9
 
@@ -114,7 +115,8 @@ def test_kernels_of_tinygrad_wait_before_all_else(monkeypatch: pytest.MonkeyPatc
     assert len(made) > 2
     for program in made.values():
         text = program.module.text
-        assert text.startswith("// launch: dynamic_smem=0 cluster=1,1,1 pdl=1\n.version")
+        assert text.startswith(".version")
+        assert program.launch == LaunchConfig(pdl=True)
         assert program.pdl
         text = text.replace(".version 7.8\n.target sm_90", ".version 8.0\n.target sm_90a")
         (code,) = functions(disassembled(assemble(text).cubin)).values()

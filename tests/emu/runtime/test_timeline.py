@@ -24,6 +24,7 @@ from tinygrad_nv.runtime.driver import Launch
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 from tinygrad_nv.runtime.observe import ranges, telemetry
 from tinygrad_nv.runtime.observe import timeline as timelines
+from tinygrad_nv.tile.launch import LaunchConfig, Zeroed
 
 KERNELS = 8                         # of `model`
 ROWS = Variable("rows", 1, 16)
@@ -123,9 +124,8 @@ def test_a_pool_runs_kernel_by_kernel(launched):
 
 
 def test_memory_that_must_be_zero_is():
-    """A kernel that adds to what is in its buffer, which its PTX says is zero before each launch."""
-    text = """// zero: pointer=0 bytes=4
-.version 7.8
+    """A kernel that adds to what is in its buffer, which is zero before each launch."""
+    text = """.version 7.8
 .target sm_80
 .address_size 64
 .visible .entry count(.param .u64 out)
@@ -139,7 +139,7 @@ def test_memory_that_must_be_zero_is():
 """
     def counted() -> Tensor:
         return Tensor(program("count", text, "EMU", [Output((1,), dtypes.uint32)], [], grid=(3, 1, 1),
-                              block=(1, 1, 1), nbytes=4)[0])
+                              block=(1, 1, 1), nbytes=4, launch=LaunchConfig(zeroed=(Zeroed(0, 4),)))[0])
     with timeline() as t:
         for _ in range(2): assert counted().item() == 3
     assert names_of(t)["count"] == 2

@@ -16,9 +16,9 @@ from tinygrad.runtime.support.elf import elf_loader
 
 from tinygrad_nv.cpu.decode import kernel as template
 from tinygrad_nv.cpu.isa import AMX, AVX2, AVX512_BF16, ISA, PORTABLE, detect
-from tinygrad_nv.runtime.launch_text import Integer
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.expression import Constant, Load, Position, Sum, tanh, where
+from tinygrad_nv.tile.launch import Integer
 from tinygrad_nv.toolchain import compile_object
 
 F32, BF16, F16, S8, E4M3 = dtypes.float32, dtypes.bfloat16, dtypes.float16, dtypes.int8, dtypes.fp8e4m3

@@ -6,11 +6,12 @@ import pytest
 from tinygrad.helpers import Context
 
 from tinygrad_nv.cli import doctor, doctor_cpu
-from tinygrad_nv.cpu import isa, measure, threads
+from tinygrad_nv.cpu import isa, measure
 from tinygrad_nv.cpu.isa import AMX, AVX2, AVX512, AVX512_BF16, ISA, LEVELS, NEEDED, PORTABLE
 from tinygrad_nv.cpu.measure import Rates
-from tinygrad_nv.cpu.threads import Available
 from tinygrad_nv.errors import ConfigError
+from tinygrad_nv.runtime.cpu import threads
+from tinygrad_nv.runtime.cpu.threads import Available
 
 OLD = frozenset({"sse2"})
 HASWELL = OLD | set(NEEDED["avx2"])

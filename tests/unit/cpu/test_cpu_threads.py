@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from tinygrad.helpers import Context
 
-from tinygrad_nv.cpu import machine, threads
+from tinygrad_nv.cpu import machine
 from tinygrad_nv.cpu.isa import PORTABLE
 from tinygrad_nv.cpu.kernel import kernel
-from tinygrad_nv.cpu.threads import Available, cfs, cpu_max, groups, look
 from tinygrad_nv.runtime.cpu import program as cpu_program
+from tinygrad_nv.runtime.cpu import threads
 from tinygrad_nv.runtime.cpu.pool import pool
+from tinygrad_nv.runtime.cpu.threads import Available, cfs, cpu_max, groups, look
 
 FIRST = "9:name=systemd:/x\n4:cpu,cpuacct:/docker/abc\n3:cpuset:/\n0::/system.slice\n"
 

@@ -16,7 +16,8 @@ from tinygrad.tensor import Tensor
 from tinygrad_nv import explain
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.gemm import candidates as space
-from tinygrad_nv.cpu.gemm import choose, tune
+from tinygrad_nv.cpu.gemm import choose, templates, tune
+from tinygrad_nv.cpu.gemm import database as entries
 from tinygrad_nv.cpu.isa import AMX, AVX2, AVX512, AVX512_BF16, ISA, PORTABLE
 from tinygrad_nv.cpu.machine import CPUMachine, machine
 from tinygrad_nv.cpu.schedule import CPUSchedule
@@ -79,7 +80,8 @@ def test_schedules_near_to_the_default_compute_the_same(kind: ISA, spec: GemmSpe
     start = space.starts(spec, here)[0]
     for one in (start, *space.around(spec, here, start)[:5]):
         out = torch.zeros(given["out"].shape, dtype=TORCH[spec.out.dtype])
-        load(choose.build(spec, one))(*(x.view(torch.uint8).numpy() for x in (out, given["a"], given["b"])))
+        run = load(templates.build(spec, one))
+        run(*(x.view(torch.uint8).numpy() for x in (out, given["a"], given["b"])))
         got = view(out, (spec.m, spec.n), (spec.out.m, spec.out.n), 0).double()
         assert torch.equal(got, want), one
 
@@ -148,7 +150,7 @@ def test_search_goes_to_what_is_faster(here: CPUMachine, monkeypatch: pytest.Mon
     def clock(self: tune.Arrays, schedules: list[CPUSchedule]) -> list[float]:
         return [s.block_n / 100 + s.rows / 10 + 9 * (s.template == "gemm") for s in schedules]
     monkeypatch.setattr(tune.Arrays, "in_turns", clock)
-    monkeypatch.setattr(choose, "build", lambda spec, s: s)
+    monkeypatch.setattr(templates, "build", lambda spec, s: s)
     monkeypatch.setattr("tinygrad_nv.runtime.cpu.program.load", lambda kernel: kernel)
     few, many = (tune.tune(SPEC, here, beam)[0].schedule for beam in (1, 9))
     assert many.rows == 1
@@ -163,7 +165,7 @@ def test_the_default_is_timed_again_beside_the_fastest(here: CPUMachine, monkeyp
     def clock(self: tune.Arrays, schedules: list[CPUSchedule]) -> list[float]:
         return [(9.0 if len(schedules) == 1 else 0.1) if s == first else 1 + s.rows / 10 for s in schedules]
     monkeypatch.setattr(tune.Arrays, "in_turns", clock)
-    monkeypatch.setattr(choose, "build", lambda spec, s: s)
+    monkeypatch.setattr(templates, "build", lambda spec, s: s)
     monkeypatch.setattr("tinygrad_nv.runtime.cpu.program.load", lambda kernel: kernel)
     tried = tune.tune(SPEC, here)
     assert len(tried) > tune.FINALISTS
@@ -174,8 +176,8 @@ def test_what_does_not_compile_is_out(here: CPUMachine, monkeypatch: pytest.Monk
     def build(spec: GemmSpec, s: CPUSchedule):
         if s == choose.default(spec, here): return made(spec, s)
         raise ToolchainError("a compiler said no")
-    made = choose.build
-    monkeypatch.setattr(choose, "build", build)
+    made = templates.build
+    monkeypatch.setattr(templates, "build", build)
     tried = tune.tune(SPEC, here, 1)
     assert [one.why for one in tried] == ["", *["a compiler said no"] * (len(tried) - 1)]
     assert database.entries()[0].schedule == choose.default(SPEC, here)
@@ -210,7 +212,7 @@ def test_a_database_that_cannot_be_written(here: CPUMachine, tmp_path: Path, mon
 def stored(here: CPUMachine, **change) -> Entry:
     start = choose.default(SPEC, here)
     assert start is not None
-    entry = Entry(SPEC, database.cpu_arch(here.isa, here.threads), database.cpu_toolchain(),
+    entry = Entry(SPEC, entries.arch(here.isa, here.threads), entries.toolchain(),
                   replace(start, **change), 1e-5, "measured")
     database.store([entry])
     return entry
@@ -219,7 +221,7 @@ def stored(here: CPUMachine, **change) -> Entry:
 def test_another_compiler_finds_nothing(here: CPUMachine, monkeypatch: pytest.MonkeyPatch):
     entry = stored(here, parts=1)
     assert choose.product(SPEC, here) == entry.schedule
-    monkeypatch.setattr(database, "cpu_toolchain", lambda: "another")
+    monkeypatch.setattr(entries, "toolchain", lambda: "another")
     assert choose.product(SPEC, here) == choose.default(SPEC, here)
 
 

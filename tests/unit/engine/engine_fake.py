@@ -24,14 +24,13 @@ from tinygrad_nv.engine.outputs import EngineCoreOutput
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import DraftRequest, Request, padded_tokens
 from tinygrad_nv.engine.scheduling.scheduler_output import (
-    CopyKind,
     Logprobs,
-    PageCopy,
     Sample,
     SamplerOutput,
     ScheduledSeq,
     SchedulerOutput,
 )
+from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
 from tinygrad_nv.kvcache.pool import PagePool
 
 VOCAB, POISON = 37, -1

@@ -12,17 +12,11 @@ from runner_case import LENGTH, PAGES, SIZE, Driver, network, poison, poison_pag
 from tinygrad_nv.models.llama import Llama
 
 from tinygrad_nv import Tensor, dtypes
-from tinygrad_nv.engine.scheduling.scheduler_output import (
-    GROUP,
-    CopyKind,
-    PageCopy,
-    Sample,
-    ScheduledSeq,
-    SchedulerOutput,
-)
+from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, Sample, ScheduledSeq, SchedulerOutput
 from tinygrad_nv.engine.worker.input_buffer import STEP_GROUPS, BatchShape
 from tinygrad_nv.engine.worker.model_runner import CAPTURE_AFTER, ModelRunner
 from tinygrad_nv.errors import RequestError
+from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
 
 KINDS: dict[str, dict[str, Any]] = {
     "gqa": {}, "mqa tied": {"num_kv_heads": 1, "tied": True}, "windows": {"windows": (6, None)},

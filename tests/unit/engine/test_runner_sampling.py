@@ -8,16 +8,11 @@ from runner_case import LENGTH, PAGES, SIZE, Driver, network, poison
 
 from tinygrad_nv import Tensor, dtypes
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.scheduling.scheduler_output import (
-    CopyKind,
-    PageCopy,
-    Sample,
-    ScheduledSeq,
-    SchedulerOutput,
-)
+from tinygrad_nv.engine.scheduling.scheduler_output import Sample, ScheduledSeq, SchedulerOutput
 from tinygrad_nv.engine.worker.input_buffer import BatchShape
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.errors import RequestError
+from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
 
 PROMPT = (5, 17, 80, 33, 2)
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Request
 from tinygrad_nv.engine.scheduling.scheduler import Plan
-from tinygrad_nv.engine.scheduling.scheduler_output import CopyKind
 from tinygrad_nv.errors import QueueFull
+from tinygrad_nv.kvcache.page_allocator import CopyKind
 
 LONG = [i % 37 for i in range(1, 201)]
 

@@ -13,7 +13,8 @@ from tinygrad_nv import Context, GlobalCounters, Tensor, TinyJit, Variable, expl
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.explain import KernelRecord, Lowering
 from tinygrad_nv.hooks import rewrites as hook_rewrites
-from tinygrad_nv.patterns.program import Note, Output, program
+from tinygrad_nv.patterns.program import Output, program
+from tinygrad_nv.runtime.note import Note
 
 ROWS = Variable("rows", 1, 16)
 

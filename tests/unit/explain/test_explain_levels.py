@@ -11,8 +11,8 @@ from tinygrad_nv import Tensor, dtypes, explain
 from tinygrad_nv.errors import RequestError, ScheduleError, ToolchainError
 from tinygrad_nv.explain import KernelRecord, Lowering, levels
 from tinygrad_nv.explain.levels import Product, show
-from tinygrad_nv.patterns.program import Note, Output, gemm, program
-from tinygrad_nv.runtime.launch_text import source
+from tinygrad_nv.patterns.program import Output, called, program
+from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.schedule import Schedule
 
@@ -30,8 +30,8 @@ def multiplied(x: Tensor, w: Tensor, schedule: Schedule = MMA, reason: str = "x 
     """x @ w.T by a kernel of ours."""
     spec = dense(x.shape[0], w.shape[0], x.shape[1], "f16")
     kernel = Product(spec, schedule, "sm_90a", 132).kernel
-    return Tensor(gemm(kernel, "EMU", Output((spec.m, spec.n), dtypes.half), [x.uop, w.uop], flops=spec.flops,
-                       note=Note(f"gemm_{schedule.template}", reason, spec, schedule)))
+    return Tensor(called(kernel, "EMU", [Output((spec.m, spec.n), dtypes.half)], [x.uop, w.uop],
+                         flops=spec.flops, note=Note(f"gemm_{schedule.template}", reason, spec, schedule))[0])
 
 
 def halves(*shape: int) -> Tensor: return Tensor.ones(*shape, dtype=dtypes.half).contiguous().realize()
@@ -56,9 +56,10 @@ def test_a_note_leads_to_the_kernel_that_runs(emu: None, schedule: Schedule):
     record, = explain(multiplied(halves(96, 128), halves(64, 128), schedule)).kernels
     clusters = ((2, 66), (4, 31), (8, 15))  # that the device has room for
     assert record.product == Product(dense(96, 64, 128, "f16"), schedule, "sm_90a", 132, clusters)
-    assert source(record.product.kernel) == record.source
+    assert record.product.kernel.ptx == record.source
+    assert record.product.kernel.launch == record.launch
     levels._kernel.cache_clear()
-    assert source(record.product.kernel) == record.source
+    assert record.product.kernel.ptx == record.source
 
 
 @pytest.mark.parametrize(("arch", "device"), [("sm_80", "EMU:80"), ("sm_90a", "EMU:90")])
@@ -69,7 +70,7 @@ def test_the_kernel_of_a_product_that_a_pattern_found(arch: str, device: str,
     record, = explain((x @ w.T).relu()).kernels
     assert record.product is not None
     assert record.product.arch == arch
-    assert source(record.product.kernel) == record.source
+    assert record.product.kernel.ptx == record.source
 
 
 def test_records_of_others_are_no_products(lowering: Lowering):
@@ -126,7 +127,7 @@ def test_one_kernel_by_number_or_by_name(lowering: Lowering):
 def test_a_kernel_that_is_no_product_has_its_note_and_its_text(lowering: Lowering):
     other = next(record for record in lowering.kernels if record.name == "nothing")
     assert (other.show("spec"), other.show("tile")) == ("a spec", "a schedule")
-    assert other.show("ptx").startswith(".version 7.8")
+    assert other.show("ptx").startswith("// launch: dynamic_smem=0 cluster=1,1,1 pdl=0\n.version 7.8")
 
 
 def test_machine_code_of_every_kernel_of_ours(lowering: Lowering):

@@ -9,7 +9,7 @@ from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import Context, Tensor, TinyJit, Variable, explain, function, hooks
 from tinygrad_nv.errors import HookError
-from tinygrad_nv.patterns import program
+from tinygrad_nv.runtime.note import ProgramKernel
 
 pytestmark = pytest.mark.usefixtures("as_found")
 ROWS = Variable("rows", 1, 16)
@@ -156,7 +156,7 @@ def test_rewrite_registered_after_the_same_program_was_scheduled_applies(data):
     x, y, _ = data
     def scheduled():
         calls = (x.silu() * y + 3).schedule_linear().src
-        return [u.arg.name for c in calls for u in c.toposort() if isinstance(u.arg, program.ProgramKernel)]
+        return [u.arg.name for c in calls for u in c.toposort() if isinstance(u.arg, ProgramKernel)]
     assert scheduled() == []
     hooks.add_rewrite("silu_mul", silu_mul.rewrite)
     assert "silu_mul" in scheduled()

@@ -9,6 +9,8 @@ from tinygrad.uop.ops import Ops, UOp
 from tinygrad_nv import Context, Device, Tensor, TinyJit, Variable, explain, function, hooks
 from tinygrad_nv.errors import HookError
 from tinygrad_nv.hooks import devices as hook_devices
+from tinygrad_nv.patterns.program import Output, program
+from tinygrad_nv.tile.launch import LaunchConfig
 
 ROWS = Variable("rows", 1, 16)
 
@@ -73,6 +75,25 @@ def test_device_by_name_in_functions_under_jit_and_with_variables(wrap):
         for n in (4, 5, 6, 7): close(run(x[:ROWS.bind(n)]), rows[:n].sum(0) * 2 + 1)
         assert {kernel.device for kernel in explain(fn(x) + 1).kernels} == {"TOY"}
         del x, run
+    finally: hooks.remove_device("TOY")
+
+
+def test_a_program_gets_the_aux_of_its_kernel(monkeypatch):
+    """With a call of a kernel that has some, eager and replayed; None with others, tinygrad's too."""
+    opened, text = [], "void twice(float* restrict o, const float* restrict x) { o[0] = 2 * x[0]; }"
+    def twice(x):
+        return Tensor(program("twice", text, "TOY", [Output((1,), x.dtype)], [x.uop],
+                              launch=LaunchConfig(dynamic_smem=512))[0])
+    hooks.add_device("toy", toy())
+    try:
+        runtime = Device["TOY"].runtime
+        monkeypatch.setattr(Device["TOY"], "runtime", lambda elf: opened.append(elf) or runtime(elf))
+        run = TinyJit(lambda x: (twice(x) + 1).realize())
+        for value in (1.0, 2.0, 3.0):
+            assert run(Tensor([value], device="TOY").realize()).tolist() == [2 * value + 1]
+        assert [elf.aux for elf in opened if elf.name == "twice"] == [LaunchConfig(dynamic_smem=512)]
+        assert {elf.aux for elf in opened if elf.name != "twice"} == {None}
+        del run
     finally: hooks.remove_device("TOY")
 
 

@@ -72,18 +72,19 @@ assert (schedule.pre_schedule, realize.pre_compile, realize.custom_functions) ==
 """)
 
 
-def test_shared_memory_reaches_the_program_and_variables_its_launch(patched):
+def test_shared_memory_and_aux_reach_the_program_and_variables_its_launch(patched):
     run(patched, "-c", """
 from tinygrad import dtypes
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo, UOp
 p = UOp.placeholder((4,), dtypes.float, 0)
 n, p3 = UOp.variable("n", 1, 8, param=True), UOp.variable("p3", 1, 8, param=True)
 sink = UOp.sink(p3, UOp.special(p3 * 2, "gidx0"), p.index(0).store(UOp.const(0, dtypes.float)),
-                arg=KernelInfo("k", smem=1000))
+                arg=KernelInfo("k", smem=1000, aux=(1, "x")))
 info = ProgramInfo.from_sink(sink)
 assert info.smem == 1000
 body = (sink, UOp(Ops.LINEAR, src=(p, sink)), UOp(Ops.SOURCE, arg=""), UOp(Ops.BINARY, arg=b""))
-assert UOp(Ops.PROGRAM, src=body, arg=info).to_elf().smem == 1000
+elf = UOp(Ops.PROGRAM, src=body, arg=info).to_elf()
+assert (elf.smem, elf.aux) == (1000, (1, "x"))
 renamed = info.substitute({p3: n})
 assert renamed.vars == (n,) and renamed.launch_dims({"n": 5})[0] == (10, 1, 1)
 """)

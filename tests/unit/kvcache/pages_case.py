@@ -16,8 +16,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from tinygrad_nv.engine.scheduling.scheduler_output import CopyKind, PageCopy
 from tinygrad_nv.kvcache.block_table import BlockTable
+from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
 from tinygrad_nv.kvcache.pool import PagePool
 
 GARBAGE = -1

@@ -135,7 +135,7 @@ def test_scales_by_layer_and_head():
 
 def test_types_of_caches():
     one = KVCache["B", 2, "S_max", "D", dtypes.bfloat16]
-    assert one == CacheKind.of(("B", 2, "S_max", "D", dtypes.bfloat16))
+    assert one == CacheKind.of(("B", 2, "S_max", "D", dtypes.bfloat16), KVCache)
     assert one != KVCache["B", 2, "S_max", "D", dtypes.float16]
     assert len({one, KVCache["N", 2, "S_max", "D", dtypes.bfloat16]}) == 2
     assert str(one) == "KVCache['B', 2, 'S_max', 'D', bf16]"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tinygrad_nv.engine.scheduling.scheduler_output import CopyKind, PageCopy
 from tinygrad_nv.errors import PageError
 from tinygrad_nv.kvcache.block_table import BlockTable
+from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
 from tinygrad_nv.kvcache.pool import PagePool
 
 A = list(range(100, 120))

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pages_case import POOLS, Drive, driven
 
-from tinygrad_nv.engine.scheduling.scheduler_output import CopyKind
 from tinygrad_nv.kvcache import offload
 from tinygrad_nv.kvcache.block_table import BlockTable
-from tinygrad_nv.kvcache.page_allocator import PageAllocator
+from tinygrad_nv.kvcache.page_allocator import CopyKind, PageAllocator
 from tinygrad_nv.kvcache.pool import PagePool
 from tinygrad_nv.kvcache.prefix_hashes import PrefixHashes
 
@@ -161,11 +160,11 @@ def to_device_from_a_free_page(pool: PagePool, page: int) -> int:
     return made
 
 
-def restore_drops_before(table: BlockTable) -> bool:
+def restore_drops_before(pool: PagePool, pages: list[int]) -> list[int] | None:
     """Pages of the host that are given back before they were copied."""
-    table.pool.host.drop(reversed(table.host_pages))
-    for page in table.host_pages: table.pool.host.evictable.pop(page, None)
-    return RESTORE(table)
+    pool.host.drop(reversed(pages))
+    for page in pages: pool.host.evictable.pop(page, None)
+    return RESTORE(pool, pages)
 
 
 def move_backwards(pool: PagePool, where: CopyKind, source: int, target: int) -> None:

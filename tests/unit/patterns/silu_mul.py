@@ -2,8 +2,9 @@
 from tinygrad.dtype import dtypes
 from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat, graph_rewrite
 
-from tinygrad_nv.patterns.program import Note, Output, miss, program
+from tinygrad_nv.patterns.program import Output, miss, program
 from tinygrad_nv.patterns.rewriting import write_through
+from tinygrad_nv.runtime.note import Note
 
 # exp2 by hand: a kernel cannot call libm with every compiler that the CPU device may have
 SOURCE = """

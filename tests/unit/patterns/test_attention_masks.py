@@ -25,7 +25,8 @@ from attention_graph import (
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv import Tensor, Variable, dtypes
-from tinygrad_nv.patterns.positions import Form, fitted, linear
+from tinygrad_nv.patterns.attention.fitted import fitted
+from tinygrad_nv.patterns.positions import Form, linear
 from tinygrad_nv.tile.attention.spec import FULL, Band
 from tinygrad_nv.tile.expression import loads, show
 

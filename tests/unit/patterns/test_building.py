@@ -12,6 +12,7 @@ from tinygrad_nv.patterns import building, program, stable
 from tinygrad_nv.patterns.attention import match as attention
 from tinygrad_nv.patterns.gemm import match as gemm
 from tinygrad_nv.patterns.norm import match as norm
+from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.runtime.programs import programs_compiled
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 from tinygrad_nv.tile.gemm.spec import GemmSpec
@@ -162,7 +163,7 @@ def test_a_function_known_by_name_is_computed_by_its_body(device, spoiled, capsy
 def test_a_kernel_of_a_users_own_is_the_users_business(spoiled, capsys):
     x = Tensor(values(8)).realize()
     call = program.program("own", SPOILED_C, "CPU", [program.Output((8,), x.dtype)], [x.uop],
-                           note=program.Note("own"))
+                           note=Note("own"))
     with pytest.raises(NVError, match="did not compile"): Tensor(call[0]).realize()
     assert not warnings_in(capsys)
 

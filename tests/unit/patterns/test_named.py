@@ -13,6 +13,7 @@ from tinygrad_nv import Tensor, TinyJit, disabled, explain, function, hooks
 from tinygrad_nv.hooks import rewrites as hook_rewrites
 from tinygrad_nv.patterns import named, program
 from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.runtime.note import Note, note_of
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def kernel(what: Gate, call: UOp, x: UOp, y: UOp) -> tuple[UOp, ...]:
     for name, value in (("ENTRY", "gate"), ("COUNT", str(x.numel())), ("PARAMETER", "")):
         source = source.replace(name, value)
     (out,) = program.program("gate", source, x.device, [program.Output(x.shape, x.dtype)],
-                             [x, y], note=program.Note("gate", f"by {what.by}"))
+                             [x, y], note=Note("gate", f"by {what.by}"))
     return out, x + y
 
 
@@ -98,7 +99,7 @@ def test_under_jit(data, wrap: Callable[..., Callable[..., Tensor]]):
     x, y = pair(data)
     run = TinyJit(lambda x, y: (fn(x, y) + 1).realize())
     for scale in (1, 2, 3, 4): close(run(x, (y * scale).realize()), want(*data) * scale + 1)
-    notes = [program.note_of(u) for u in run.captured.linear.toposort()]
+    notes = [note_of(u) for u in run.captured.linear.toposort()]
     assert [note.template for note in notes if note] == ["gate"]
 
 
@@ -180,7 +181,7 @@ def test_what_tells_schedules_apart_though_bodies_are_equal(data):
     for by, template in ((1, "gate"), (2, None), (1, "gate")):
         out = named.call(Gate(by), same, *pair(data))[0].contiguous()
         calls = out.schedule_linear().src
-        (note,) = [program.note_of(call.src[0]) for call in calls]
+        (note,) = [note_of(call.src[0]) for call in calls]
         assert (note and note.template) == template
 
 

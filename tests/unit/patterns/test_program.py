@@ -1,4 +1,6 @@
 """Programs in the graph: outputs, storage, variables, and what tinygrad is told about them."""
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import silu_mul
@@ -6,7 +8,10 @@ from tinygrad.dtype import dtypes
 from tinygrad.uop.ops import Ops
 
 from tinygrad_nv import Context, Device, GlobalCounters, Tensor, TinyJit, Variable, explain, function, hooks
-from tinygrad_nv.patterns.program import Note, Output, program
+from tinygrad_nv.cpu.kernel import CPUKernel
+from tinygrad_nv.patterns.program import Output, called, program
+from tinygrad_nv.runtime.note import Note
+from tinygrad_nv.tile.kernel import Scratch
 
 ROWS = Variable("rows", 1, 16)
 SPLIT = """
@@ -69,6 +74,31 @@ def test_several_outputs_in_a_function_under_jit(data, precompile):
         got = run((a * scale).realize(), b).numpy()
         x, y = a.numpy() * scale, b.numpy()
         np.testing.assert_array_equal(got, (x + y) * np.sign(x - y))
+
+
+@dataclass(frozen=True)
+class Halves:
+    """sum = first + second, the two kept between two kernels: the second output is scratch."""
+    kernels = (
+        CPUKernel("halves", """void halves(float* sum, float* kept, int* sign, const float* a) {
+          for (int i = 0; i < 8; i++) { sum[i] = a[i]; kept[i] = a[i + 8]; sign[i] = 0; } }"""),
+        CPUKernel("joined", """void joined(float* sum, float* kept, int* sign, const float* a) {
+          for (int i = 0; i < 8; i++) { sum[i] += kept[i]; sign[i] = (sum[i] > 0) - (sum[i] < 0); } }"""))
+    scratch = (Scratch(dtypes.float, 8, at=1),)
+
+
+def test_what_a_template_makes_is_called_with_its_scratch():
+    """Scratch has its place among the outputs, and is none of them; the second kernel goes on with both."""
+    x = np.random.default_rng(3).normal(size=16).astype(np.float32)
+    outputs = called(Halves(), "CPU", [Output((8,), dtypes.float), Output((8,), dtypes.int)],
+                     [Tensor(x).realize().uop], flops=8, note=Note("halves"))
+    total, sign = map(Tensor, outputs)
+    lowering = explain(total, sign)
+    assert [(k.template, k.flops, k.bytes) for k in lowering.kernels] == [("halves", 8, 160),
+                                                                          ("combine", 0, 32)]
+    Tensor.realize(total, sign)
+    np.testing.assert_array_equal(total.numpy(), x[:8] + x[8:])
+    np.testing.assert_array_equal(sign.numpy(), np.sign(x[:8] + x[8:]))
 
 
 def test_output_into_given_storage_keeps_the_rest_of_it(data):

@@ -17,6 +17,7 @@ from tinygrad.runtime.support import compiler_cpu
 
 from tinygrad_nv import Device, hooks, toolchain
 from tinygrad_nv.errors import ToolchainError
+from tinygrad_nv.runtime.cpu import device as cpu_device
 from tinygrad_nv.runtime.cpu.clang import ClangRenderer, ToolchainCompiler, clang_arguments
 from tinygrad_nv.toolchain import find_compiler
 
@@ -165,7 +166,7 @@ def test_the_joint_can_be_put_back_and_stays_while_disabled():
     hooks.remove_cpu()
     assert ops_cpu.ClangRenderer is cstyle.ClangRenderer
     assert type(Device)._select_device.func.__module__ == "tinygrad.device"
-    hooks.install_cpu()
+    cpu_device.install()
     assert ops_cpu.ClangRenderer is ClangRenderer
 
 
@@ -204,13 +205,14 @@ def test_a_missing_compiler_is_our_error_however_the_device_is_chosen(tmp_path, 
 def test_it_does_not_matter_when_the_cpu_device_is_imported(first):
     done = run(f"""{first}
 import sys, tinygrad_nv
-from tinygrad_nv import hooks
+from tinygrad_nv.hooks import devices as hook_devices; from tinygrad_nv import hooks
+from tinygrad_nv.runtime.cpu import device as cpu_device
 assert ("tinygrad.runtime.ops_cpu" in sys.modules) is bool({first!r})
-hooks.remove_cpu(); hooks.install_cpu(); hooks.install_cpu()
+hooks.remove_cpu(); cpu_device.install(); cpu_device.install()
 from tinygrad.runtime import ops_cpu
 from tinygrad_nv.runtime.cpu import clang
 assert ops_cpu.ClangRenderer is clang.ClangRenderer
-assert not any(isinstance(finder, clang._CPUFinder) for finder in sys.meta_path)
+assert not any(isinstance(finder, hook_devices._CPUFinder) for finder in sys.meta_path)
 hooks.remove_cpu()
 assert ops_cpu.ClangRenderer.__module__ == "tinygrad.renderer.cstyle"
 """)

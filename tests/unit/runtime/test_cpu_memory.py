@@ -12,6 +12,7 @@ from tinygrad.dtype import dtypes
 from tinygrad.runtime import ops_cpu
 
 import tinygrad_nv
+from tinygrad_nv.runtime.cpu import device as cpu_device
 from tinygrad_nv.runtime.cpu.memory import PAGE
 
 
@@ -72,4 +73,4 @@ def test_the_class_of_allocators_is_put_back():
     ours = ops_cpu.CPUAllocator
     tinygrad_nv.hooks.remove_cpu()
     try: assert ops_cpu.CPUAllocator is ours.__mro__[1] is not ours
-    finally: tinygrad_nv.hooks.install_cpu()
+    finally: cpu_device.install()

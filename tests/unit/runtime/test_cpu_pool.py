@@ -17,6 +17,7 @@ from tinygrad.device import TinyELF
 from tinygrad.runtime import ops_cpu
 
 import tinygrad_nv
+from tinygrad_nv.runtime.cpu import device as cpu_device
 from tinygrad_nv.runtime.cpu import pool as cpu_pool
 from tinygrad_nv.runtime.cpu.pool import ALONE, HEAD, Pool, pool
 
@@ -240,7 +241,7 @@ def test_the_class_of_programs_is_put_back():
     ours = ops_cpu.CPUProgram
     tinygrad_nv.hooks.remove_cpu()
     try: assert ops_cpu.CPUProgram in ours.__mro__[1:]
-    finally: tinygrad_nv.hooks.install_cpu()
+    finally: cpu_device.install()
     assert ops_cpu.CPUProgram.__name__ == "CPUProgram"
 
 

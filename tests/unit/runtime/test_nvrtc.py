@@ -16,11 +16,11 @@ from tinygrad_nv.errors import ToolchainError
 from tinygrad_nv.runtime.cuda import nvrtc
 from tinygrad_nv.runtime.cuda.device import CUDADevice
 from tinygrad_nv.runtime.cuda.nvrtc import NVRTC, CUDARenderer, image_for
-from tinygrad_nv.runtime.launch_text import Options, options
+from tinygrad_nv.runtime.program import WAIT
 from tinygrad_nv.runtime.ptx_renderer import PTXRenderer
 
 KERNEL = 'extern "C" __global__ void k(int *out) { out[threadIdx.x] = threadIdx.x; }'
-PTX = "// launch: pdl=0\n.version 7.8\n.target sm_80\n.address_size 64\n.visible .entry k() { ret; }\n"
+PTX = "// a remark\n.version 7.8\n.target sm_80\n.address_size 64\n.visible .entry k() { ret; }\n"
 SM_90 = Target("CUDA", arch="sm_90")
 
 
@@ -121,11 +121,12 @@ def test_headers_beside_nvcc_where_pathfinder_knows_none(monkeypatch: pytest.Mon
     assert nvrtc.headers() is None
 
 
-def test_how_a_kernel_is_launched_stands_before_its_ptx():
-    head = Options(pdl=True).comment()
-    assert options(NVRTC("sm_90").compile(head + KERNEL).decode()) == Options(pdl=True)
-    assert options(NVRTC("sm_90").compile(KERNEL).decode()) == Options()
-    assert NVRTC("sm_90", "cubin").compile(head + KERNEL)[:4] == b"\x7fELF"
+def test_the_ptx_of_a_kernel_that_waits_says_so():
+    """By which runtime/program.py launches it with PDL."""
+    waiting = KERNEL.replace("{ ", f"{{ {nvrtc.EARLY} ")
+    assert WAIT in NVRTC("sm_90").compile(waiting)
+    assert WAIT not in NVRTC("sm_90").compile(KERNEL)
+    assert WAIT not in NVRTC("sm_90", "cubin").compile(waiting)
 
 
 def test_kernels_given_as_ptx_pass_through():

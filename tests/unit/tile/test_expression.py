@@ -109,3 +109,15 @@ def test_expressions_for_a_reader():
     assert show(expression.where(Position("m") < Position("n"), x, 0.0)) == \
         "where((m < n), ((sum + x0[n]) * 0.5), 0)"
     assert show(Sum(dtypes.float32, 1)) == "sum1"
+
+
+def test_sums_and_products_leave_out_what_changes_nothing():
+    x, y, zero, two = Sum(), Load(0, dtypes.float32, 0, 1), Constant(0.0), Constant(2.0)
+    one = Constant(1.0)
+    assert [x.plus(zero), zero.plus(x), x.minus(zero), x.times(one), one.times(x)] == [x] * 5
+    assert x.times(zero) == zero.times(x) == zero
+    assert zero.minus(x) == x * -1.0
+    assert (two.plus(two), two.minus(two), two.times(two)) == (Constant(4.0), zero, Constant(4.0))
+    assert (x * 3.0).times(two) == two.times(x * 3.0) == x * 6.0
+    assert (x.plus(y), x.minus(y), x.times(y)) == (x + y, x - y, x * y)
+    assert ((x < y).either(x, x), (x < y).either(x, y)) == (x, expression.where(x < y, x, y))

@@ -1,8 +1,8 @@
 """Attention on a CPU, forward and backward.
 
-  blocks.py   What flash.py computes with: packing of keys and values, products of a few rows with packed …
-  dropout.py  Which probabilities are dropped (tile/attention/dropout.py), in C, many calls of the …
-  flash.py    Attention forward: softmax(score(q kᵀ)) v by tiles of rows, which go through the keys block …
-  score.py    Scores, masks, softmax and dropout of flash.py, in C
-  backward/   The gradient of attention on a CPU
+  flash.py    forward: softmax(score(q kᵀ)) v by tiles of queries over blocks of keys
+  blocks.py   packing of keys and values, and the matmuls of a few rows with packed blocks
+  score.py    scores, masks, softmax and dropout, in C
+  dropout.py  which weights are dropped (tile/attention/dropout.py), in C
+  backward/   dq, dk and dv
 """

@@ -27,9 +27,9 @@ from tinygrad_nv.cpu.expression import c_float
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, computed, kernel, up
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
-from tinygrad_nv.runtime.launch_text import Integer
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Rows, RowScales
 from tinygrad_nv.tile.expression import short
+from tinygrad_nv.tile.launch import Integer
 
 TEMPLATE = "flash"
 BLOCK_N = 128          # a multiple of dropout's 64 columns

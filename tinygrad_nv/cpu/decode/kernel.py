@@ -25,9 +25,10 @@ from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, computed, kernel, up
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
-from tinygrad_nv.runtime.launch_text import Integer
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.expression import short
+from tinygrad_nv.tile.kernel import Scratch
+from tinygrad_nv.tile.launch import Integer
 
 TEMPLATE = "decode"
 # keys are read, then values: of 64 keys at a time that took 1.3 times as long
@@ -42,6 +43,11 @@ class CPUDecode:
     `DecodeKernel` (tile/kernel.py)."""
     kernels: tuple[CPUKernel, ...]
     workspace_bytes: int = 0
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        """The workspace, where there is one."""
+        return Scratch.floats(self.workspace_bytes)
 
 
 def problems(spec: DecodeSpec, machine: CPUMachine) -> list[str]:

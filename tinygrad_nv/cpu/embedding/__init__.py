@@ -1,4 +1,4 @@
-"""Rows of a table by number, on a CPU.
+"""Rows of a table by index, on a CPU.
 
-  kernel.py  Rows of a table (tile/embedding/spec.py): copied, and for its gradient added up
+  kernel.py  lookup, and the sums of its gradient
 """

@@ -1,9 +1,11 @@
 """Matmuls on a CPU: gemv, blocked GEMM, AMX.
 
-  amx.py         Products of bfloat16 and of bytes by AMX tiles
-  candidates.py  Which schedules a product can have on a CPU, and which are near to one
-  choose.py      Which schedule a spec gets on a CPU, or why none
-  tune.py        The best of some schedules on this CPU, by the clock
-  blocked/       The blocked GEMM of packed operands
-  gemv/          Matmuls of few rows on a CPU
+  templates.py   the templates in their order; default schedules
+  choose.py      the schedule of a spec, or why there is none
+  candidates.py  the schedules a spec can have, and the neighbours of one
+  tune.py        the fastest of some schedules, measured on this CPU
+  database.py    its entries in the schedule database
+  gemv/          matmuls of few rows
+  blocked/       GEMM of packed operands
+  amx.py         bfloat16 and 8-bit matmuls on AMX tiles
 """

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from tinygrad_nv.cpu.gemm import amx, choose
+from tinygrad_nv.cpu.gemm import amx, templates
 from tinygrad_nv.cpu.gemm.blocked import kernel as gemm
 from tinygrad_nv.cpu.gemm.blocked.blocks import MOST_BYTES_K, STACK_BYTES, Blocks, kind_of
 from tinygrad_nv.cpu.gemm.blocked.pack import PER
@@ -28,7 +28,7 @@ MOST_GEMV_BYTES = 256 << 10  # of sums on a stack
 
 def starts(spec: GemmSpec, machine: CPUMachine) -> list[CPUSchedule]:
     """The default of each template that takes a product, in order of preference."""
-    return [t.default(spec, machine) for t in choose.preferred(spec, machine)
+    return [t.default(spec, machine) for t in templates.preferred(spec, machine)
             if not t.problems(spec, machine)]
 
 
@@ -38,7 +38,7 @@ def problems(s: CPUSchedule, spec: GemmSpec, machine: CPUMachine) -> list[str]:
     if s.isa != machine.isa: return [f"for {s.isa}, here is {machine.isa}"]
     out = [] if 1 <= s.parts <= MOST_PARTS else [f"{s.parts} parts, 1 to {MOST_PARTS}"]
     out += [f"{name} {value}" for name in NUMBERS if not 0 <= (value := getattr(s, name)) <= MOST]
-    return out or choose.template(s).problems(spec, machine) or _LEGAL[s.template](spec, s)
+    return out or templates.template(s).problems(spec, machine) or _LEGAL[s.template](spec, s)
 
 
 def around(spec: GemmSpec, machine: CPUMachine, s: CPUSchedule) -> list[CPUSchedule]:

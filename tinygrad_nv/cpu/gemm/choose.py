@@ -6,45 +6,24 @@ what templates say.
 """
 from __future__ import annotations
 
-from types import ModuleType
-
 from tinygrad.helpers import BEAM
 
-from tinygrad_nv.cpu.gemm import amx
-from tinygrad_nv.cpu.gemm.blocked import kernel as gemm
-from tinygrad_nv.cpu.gemm.gemv import kernel as gemv
-from tinygrad_nv.cpu.kernel import CPUKernel
+from tinygrad_nv.cpu.gemm import database
+from tinygrad_nv.cpu.gemm.templates import PRODUCTS, default
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
-from tinygrad_nv.tile import database
-from tinygrad_nv.tile.gemm.spec import BYTES, GemmSpec
+from tinygrad_nv.tile.gemm.spec import GemmSpec
 
-PRODUCTS: tuple[ModuleType, ...] = (gemv, amx, gemm)
-FEWEST_BY_FOURS = 5  # rows of bytes that are not for gemv
 SHORT, NARROW = 8, 64  # sums of at most so many products, beside fewer rows or columns, are tinygrad's
-_BY_NAME = {template.TEMPLATE: template for template in PRODUCTS}
 
 
 def product(spec: GemmSpec, machine: CPUMachine) -> CPUSchedule | None:
     """The schedule of a product; None when no template takes it."""
-    if (known := database.lookup_cpu(spec, machine)) is not None: return known
+    if (known := database.lookup(spec, machine)) is not None: return known
     chosen = default(spec, machine)
     if chosen is None or BEAM.value < 1: return chosen
     from tinygrad_nv.cpu.gemm.tune import search  # kernels are loaded by those who try
     return search(spec, machine, BEAM.value) or chosen
-
-
-def default(spec: GemmSpec, machine: CPUMachine) -> CPUSchedule | None:
-    """The schedule where nobody has tried others; None when no template takes the product."""
-    templates = preferred(spec, machine)
-    return next((t.default(spec, machine) for t in templates if not t.problems(spec, machine)), None)
-
-
-def preferred(spec: GemmSpec, machine: CPUMachine) -> tuple[ModuleType, ...]:
-    """Templates, the fastest first. On Zen 4 gemv is for all of its 16 rows, but not of bytes, of which gemm
-    multiplies four at once: 16 rows by 4096 x 2048 take 2.1 ms, 4.5 by gemv; 4 rows the same."""
-    by_fours = spec.a.dtype in BYTES and machine.isa.vnni and min(spec.m, spec.n) >= FEWEST_BY_FOURS
-    return (amx, gemm, gemv) if by_fours else PRODUCTS
 
 
 def too_short(spec: GemmSpec) -> str:
@@ -58,14 +37,3 @@ def too_short(spec: GemmSpec) -> str:
 def why_not(spec: GemmSpec, machine: CPUMachine) -> str:
     """What each template says of a product that none takes."""
     return "; ".join(f"{t.TEMPLATE}: {', '.join(t.problems(spec, machine))}" for t in PRODUCTS)
-
-
-def template(schedule: CPUSchedule) -> ModuleType:
-    """The template of a schedule."""
-    return _BY_NAME[schedule.template]
-
-
-def build(spec: GemmSpec, schedule: CPUSchedule) -> CPUKernel:
-    """The kernel of a product."""
-    made: CPUKernel = template(schedule).build(spec, schedule)
-    return made

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tinygrad_nv.cpu.gemm import choose
+from tinygrad_nv.cpu.gemm import database as entries
+from tinygrad_nv.cpu.gemm import templates
 from tinygrad_nv.cpu.gemm.candidates import around, starts
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.tile import database
-from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.gemm.trial import sizes
+from tinygrad_nv.tile.gemm.spec import GemmSpec, sizes
 
 if TYPE_CHECKING:
     from tinygrad_nv.runtime.cpu.program import LoadedKernel
@@ -76,8 +76,8 @@ def tune(spec: GemmSpec, machine: CPUMachine, beam: int = 1,
     # who was not in the final is behind those who were
     ranked = _ranked({s: tried[s] for s in last}) + [c for c in _ranked(tried) if c.schedule not in last]
     if ranked and ranked[0].seconds is not None:
-        arch = database.cpu_arch(machine.isa, machine.threads)
-        database.store([database.Entry(spec, arch, database.cpu_toolchain(), ranked[0].schedule,
+        arch = entries.arch(machine.isa, machine.threads)
+        database.store([database.Entry(spec, arch, entries.toolchain(), ranked[0].schedule,
                                        ranked[0].seconds, "measured")])
     return ranked
 
@@ -127,7 +127,7 @@ class Arrays:
     def timed(self, s: CPUSchedule) -> CPUCandidate:
         """A candidate with its time, or why it is out."""
         from tinygrad_nv.runtime.cpu.program import load
-        try: self.loaded[s] = load(choose.build(self.spec, s))
+        try: self.loaded[s] = load(templates.build(self.spec, s))
         except NVError as error: return CPUCandidate(s, why=error.found)
         return CPUCandidate(s, self.in_turns([s])[0])
 

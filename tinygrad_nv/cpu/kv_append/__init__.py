@@ -1,4 +1,4 @@
 """New keys and values into pages, on a CPU.
 
-  kernel.py  New keys and values into pages or a contiguous cache, with rotation and rounding, in one launch
+  kernel.py  rotary embedding, rounding and scatter in one launch, into pages or a contiguous cache
 """

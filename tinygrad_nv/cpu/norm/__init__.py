@@ -1,4 +1,4 @@
-"""Rows on a CPU: norms, softmax, argmax.
+"""Norms, softmax and argmax on a CPU.
 
-  kernel.py  Rows: norms, softmax, argmax, and what is computed with them (tile/norm/spec.py)
+  kernel.py  reductions along rows, and what is computed with them (tile/norm/spec.py)
 """

@@ -26,6 +26,7 @@ from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Sum, short, substituted, walk
 from tinygrad_nv.tile.gemm.spec import Result
 from tinygrad_nv.tile.norm.spec import NormSpec
+from tinygrad_nv.tile.operations import OPERATIONS
 
 TEMPLATE = "norm"
 ACCUMULATORS = 4
@@ -33,7 +34,6 @@ MOST_ELEMENTS = 1 << 18     # of a row, which has to stay in a cache: 1 MB of fl
 MOST_KEPT = 2               # such rows on a stack
 PART_ELEMENTS = 1 << 14     # fewer are done before another thread has begun
 UNROLLED_NODES = 24         # of a term, for several accumulators
-COSTLY = ("exp2", "log2")
 
 
 def problems(spec: NormSpec, machine: CPUMachine) -> list[str]:
@@ -191,5 +191,5 @@ def _used_again(term: Expression, later: list[Expression]) -> Expression | None:
     others: set[Expression] = set()
     for root in later: _ = list(walk(root, others))
     found = [node for node in walk(term) if node in others and dtypes.is_float(node.dtype)
-             and any(isinstance(part, Apply) and part.op in COSTLY for part in walk(node))]
+             and any(isinstance(part, Apply) and OPERATIONS[part.op].series for part in walk(node))]
     return found[-1] if found else None

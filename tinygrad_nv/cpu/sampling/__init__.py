@@ -1,6 +1,6 @@
-"""Parts of a sampler on a CPU.
+"""Kernels of the sampler on a CPU (tile/sampling/spec.py).
 
-  choice.py     Choices of tokens (tile/sampling/spec.py): Threefry and two logarithms in vectors, and the …
-  count.py      Counts of chosen tokens (tile/sampling/spec.py), in place
-  threshold.py  Filters by mass (tile/sampling/spec.py): the threshold by radix selection from the top, …
+  choice.py     chooses tokens: noise by Threefry, and the argmax, in vectors
+  count.py      counts chosen tokens, in place
+  threshold.py  top-k and top-p filters by radix selection
 """

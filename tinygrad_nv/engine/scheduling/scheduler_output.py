@@ -20,27 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
 
+from tinygrad_nv.kvcache.page_allocator import PageCopy
+
 GROUP = 8       # query tokens of one sequence that paged attention computes together
-
-
-class CopyKind(Enum):
-    """Source and target memory of a page copy."""
-    DEVICE_TO_DEVICE = "within the device"  # copy on write
-    DEVICE_TO_HOST = "to the host"          # offload
-    HOST_TO_DEVICE = "from the host"
-
-
-@dataclass(frozen=True)
-class PageCopy:
-    """A copy of one page, all layers. `source` and `target` are page numbers of the device or the host."""
-    where: CopyKind
-    source: int
-    target: int
 
 
 class Sample(NamedTuple):

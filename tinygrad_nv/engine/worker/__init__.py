@@ -4,6 +4,6 @@
   captured_step.py  A step as device graphs, captured once and launched without tinygrad
   input_buffer.py   Shapes of steps, and their inputs, uploaded in one copy
   output_buffer.py  Logits and sampled tokens on the device, and their copy to the host
-  kv_pages.py       KV cache pages of the device and the host, and copies between them
+  kv_cache_dtype.py The dtype of keys and values, and the calibration of int8 scales
   sampler.py        The sampler as tensor code
 """

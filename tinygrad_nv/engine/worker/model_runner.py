@@ -2,9 +2,9 @@
 
 Protocol: `launch(batch)` returns a future of `SamplerOutput` at once. Batches run in launch order on the
 runner's thread, the only one that uses tinygrad after the model is loaded. It uploads a batch's inputs
-(input_buffer.py) behind its page copies (kv_pages.py), and replays the graph of its shape and that of the
-sampler. On a device with a driver all of this is queued, and another thread waits for the tokens, so the next
-batch can be launched before they are known. On a CPU the thread computes.
+(input_buffer.py) behind its page copies (kvcache/store.py), and replays the graph of its shape and that of
+the sampler. On a device with a driver all of this is queued, and another thread waits for the tokens, so the
+next batch can be launched before they are known. On a CPU the thread computes.
 
 A step's graph computes the logits of the sampled positions. The sampler's graph samples tokens, which stay on
 the device for sequences whose next step starts with a token that the host does not know yet. Graphs are
@@ -35,10 +35,11 @@ from tinygrad_nv.engine.worker.input_buffer import (
     InputLayout,
     write_batch,
 )
-from tinygrad_nv.engine.worker.kv_pages import PageStore, calibrate_scales, resolve_kv_cache_dtype
+from tinygrad_nv.engine.worker.kv_cache_dtype import calibrate_scales, resolve_kv_cache_dtype
 from tinygrad_nv.engine.worker.output_buffer import OutputBuffer
 from tinygrad_nv.engine.worker.sampler import SamplerState, count_tokens, next_tokens
 from tinygrad_nv.errors import RequestError
+from tinygrad_nv.kvcache.store import PageStore
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
 from tinygrad_nv.runtime.memory_pool import labelled

@@ -1,18 +1,22 @@
-"""Attention in a graph, and as functions known by name: dense, ragged, of 8 bits, forward and backward.
+"""Attention in a graph and as named functions: dense, ragged, fp8, forward and backward.
 
-  dims.py              The dimensions of an attention, read off the indices of its operands
-  dropout.py           Dropout of an attention's weights in plain tinygrad: the elements that kernels drop …
-  fp8.py               Attention of q, k and v of 8 bits (e4m3) with scales, as a function known by name
-  lower.py             FlashAttention to a kernel of ours, which writes l too
-  lower_backward.py    FlashAttentionBackward to a kernel of ours
-  mask.py              What a score hides, and where: the part of a mask that is a band, and the rest as …
-  match.py             Attention: softmax(score(q kᵀ)) v in a graph, however it is written, to one kernel …
-  named.py             Attention as a function known by name, whose gradient is a function known by name: …
-  operands.py          The tensors of an attention as [B, H, S, D], from those that a user of torch or …
-  score.py             What happens to a score between q kᵀ and its exponential, as an expression in float32
-  spec.py              The spec of an attention, and what its launch is given, from the indices of …
-  varlen.py            Attention of sequences of varying length that lie one after the other, as a function …
-  varlen_lower.py      Ragged attention to a kernel of ours: from a named function's arguments to an …
-  varlen_reference.py  Ragged attention in plain tinygrad: the body of varlen.py's function
-  weights.py           The weights of an attention: exponentials divided by their sum, and the products on …
+In a graph:
+
+  match.py    softmax(score(q kᵀ)) v, however it is written, to one kernel
+  weights.py  finds the softmax, and the matmuls before and after it
+  fitted.py   positions, found once for each node
+  score.py    what happens to a score before its exponential, as an expression in float32
+  mask.py     what a score hides: a band, and the rest as conditions
+  dims.py     batch, heads, queries, keys and head dimension, from the indices of the operands
+  spec.py     the spec, and the arguments of the launch
+
+By name:
+
+  named.py           attention, whose gradient is a named function too
+  operands.py        q, k, v as [B, H, S, D], from the arguments of a torch or tinygrad user
+  dropout.py         the reference implementation of dropout
+  lower.py           the forward kernel, which stores the LSE for backward
+  lower_backward.py  the backward kernel
+  varlen.py          ragged batches; varlen_reference.py is plain tinygrad, varlen_lower.py the kernel
+  fp8.py             q, k and v of e4m3 with scales
 """

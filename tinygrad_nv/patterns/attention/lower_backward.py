@@ -32,7 +32,7 @@ from tinygrad_nv.patterns.attention.spec import widths
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.strides import Laid, copied, laid
 from tinygrad_nv.patterns.target import Machine, target_of
-from tinygrad_nv.runtime.launch_text import Zeroed, source
+from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.tile.attention.backward_defaults import default
 from tinygrad_nv.tile.attention.backward_mma.legality import dtype_problems
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
@@ -65,9 +65,8 @@ def backward(what: FlashAttentionBackward, function: UOp, q: UOp, k: UOp, v: UOp
     if forward.s_q != rows: raise NotOurs(f"{forward.s_q} rows, not {rows}")
     grad = grad.reshape(b, kv, group, rows, shape_of(v)[-1])
     spec, schedule, read = _chosen(forward, grad, by_rows, machine)
-    outputs = _called(spec, schedule, machine, [*found[1][:3], read, log, delta, *seed, *found[1][3:]])
-    dq = outputs[0].reshape(shape_of(q)).cast(q.dtype)
-    dk, dv = outputs[-2:]
+    dq, dk, dv = _called(spec, schedule, machine, [*found[1][:3], read, log, delta, *seed, *found[1][3:]])
+    dq = dq.reshape(shape_of(q)).cast(q.dtype)
     return dq, _filled(dk, shape_of(k), by_rows[0]), _filled(dv, shape_of(v), by_rows[1])
 
 
@@ -179,19 +178,16 @@ def cpu_kernel(spec: BackwardSpec, schedule: CPUSchedule) -> CPUKernel:
 
 def _called(spec: BackwardSpec, schedule: Schedule | CPUSchedule, machine: Machine | CPUMachine,
             inputs: list[UOp]) -> tuple[UOp, ...]:
-    """dq in float32, turns where there are any, dk and dv."""
+    """dq in float32, dk and dv."""
     one, device = spec.forward, inputs[0].device
     assert device is not None
     dq = program.Output((*one.batch, one.s_q, one.d), dtypes.float32)
     results = [program.Output((prod(one.batch[:2]) * one.s_kv * d,), rows.dtype)
                for rows, d in ((spec.dk, one.d), (spec.dv, one.d_v))]
-    note = program.Note(schedule.template, f"{spec}: {schedule}", spec, schedule)
-    if isinstance(schedule, CPUSchedule):
-        return program.on_cpu(cpu_kernel(spec, schedule), device, [dq, *results], inputs, flops=spec.flops,
-                              note=note)
-    assert isinstance(machine, Machine)
-    made = kernel(spec, schedule, machine)
-    zeroed = [Zeroed(0, 4 * prod(dq.shape))] + [Zeroed(1, 4 * made.flags)] * bool(made.flags)
-    turns = [program.Output((made.flags,), dtypes.uint32)] * bool(made.flags)
-    return program.program(made.name, source(made, zeroed=tuple(zeroed)), device, [dq, *turns, *results],
-                           inputs, grid=made.grid, block=(made.threads, 1, 1), flops=spec.flops, note=note)
+    note = Note(schedule.template, f"{spec}: {schedule}", spec, schedule)
+    made: BackwardKernel | CPUKernel
+    if isinstance(schedule, CPUSchedule): made = cpu_kernel(spec, schedule)
+    else:
+        assert isinstance(machine, Machine)
+        made = kernel(spec, schedule, machine)
+    return program.called(made, device, [dq, *results], inputs, flops=spec.flops, note=note)

@@ -18,7 +18,7 @@ the graph has between them; rows that see nothing are 0 (in tinygrad's they are 
 multiplied as they are, without tensor cores, whatever ALLOW_TF32 says.
 
 Extents that are not numbers are arguments of the launch: s_q, s_kv and start, each a constant and whole
-multiples of variables (runtime/launch_text.py: `Integer`). What no template takes is left as it is, for
+multiples of variables (tile/launch.py: `Integer`). What no template takes is left as it is, for
 products and tinygrad, and `program.miss` says why. NV_ATTENTION=0 leaves all. On a CPU kernels are
 cpu/attention/flash.py's.
 """
@@ -51,12 +51,13 @@ from tinygrad_nv.patterns.index import Indices, NotAffine, Space
 from tinygrad_nv.patterns.positions import is_variable
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Machine, Target, target_of
-from tinygrad_nv.runtime.launch_text import Integer
+from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.tile.attention.defaults import default
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.kernel import AttentionKernel
+from tinygrad_nv.tile.launch import Integer
 from tinygrad_nv.tile.schedule import Schedule
 
 NEEDS = ({Ops.REDUCE, Ops.EXP2},)
@@ -294,13 +295,14 @@ def call(spec: AttentionSpec, schedule: Schedule | CPUSchedule, machine: Target,
     spec has `log_sum`. `integers` are those of the launch, computed from `variables`."""
     device = inputs[0].device
     assert device is not None
-    note = program.Note(schedule.template, f"{spec}: {schedule}", spec, schedule)
-    if isinstance(schedule, CPUSchedule):
-        return program.on_cpu(cpu_kernel(spec, schedule, integers), device, outputs, inputs,
-                              variables=variables, flops=flops, nbytes=nbytes, note=note)
-    assert isinstance(machine, Machine)
-    return program.attention(kernel(spec, schedule, machine), device, outputs, inputs, rows=rows,
-                             integers=integers, variables=variables, flops=flops, nbytes=nbytes, note=note)
+    note = Note(schedule.template, f"{spec}: {schedule}", spec, schedule)
+    made: AttentionKernel | CPUKernel
+    if isinstance(schedule, CPUSchedule): made = cpu_kernel(spec, schedule, integers)
+    else:
+        assert isinstance(machine, Machine)
+        made = kernel(spec, schedule, machine).with_integers(integers)
+    return program.called(made, device, outputs, inputs, rows=rows, variables=variables, flops=flops,
+                          nbytes=nbytes, note=note)
 
 
 def _called(match: Match, inputs: list[UOp]) -> UOp:

@@ -16,7 +16,6 @@ Constants are folded as they come, and stand on the right of what they are added
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeGuard
@@ -26,10 +25,12 @@ from tinygrad.helpers import all_int
 from tinygrad.uop.ops import GroupOp, Ops, UOp
 
 from tinygrad_nv.patterns import program
+from tinygrad_nv.patterns.attention.fitted import fitted
 from tinygrad_nv.patterns.epilogue import ELEMENTWISE, NAMES, Epilogue, Unfused, number
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space
-from tinygrad_nv.patterns.positions import fitted, linear
+from tinygrad_nv.patterns.positions import linear
 from tinygrad_nv.patterns.rewriting import stored
+from tinygrad_nv.tile import operations
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, walk
 
 FLOATS = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
@@ -272,20 +273,13 @@ def negated(x: Expression) -> Expression:
     return Apply("less", (Apply("cast", (x,), dtypes.int32), Constant(1, dtypes.int32)), dtypes.bool)
 
 
-_NUMBERS: dict[str, Callable[..., float | int | bool]] = {
-    "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "mul": lambda x, y: x * y, "max": max, "min": min,
-    "reciprocal": lambda x: 1 / x, "exp2": lambda x: 2.0**x, "sqrt": math.sqrt, "log2": math.log2,
-    "less": lambda x, y: x < y, "not_equal": lambda x, y: x != y, "and": lambda x, y: x & y,
-    "or": lambda x, y: x | y, "xor": lambda x, y: x ^ y}
-
-
 def folded(node: Apply) -> Expression:
     """An operation of constants as a constant; products of constants as one."""
     args, op = node.args, node.op
-    if op in _NUMBERS and all(isinstance(arg, Constant) for arg in args):
-        try: value = _NUMBERS[op](*(arg.value for arg in args if isinstance(arg, Constant)))
-        except (ArithmeticError, ValueError): return node
-        return Constant(truncate[node.dtype](value), node.dtype)
+    numbers = [arg.value for arg in args if isinstance(arg, Constant)]
+    if len(numbers) == len(args):
+        value = operations.folded(op, *numbers)
+        return node if value is None else Constant(truncate[node.dtype](value), node.dtype)
     if node.dtype == dtypes.bool: return _condition(node)
     last = args[-1]
     if op == "mul" and isinstance(last, Constant) and node.dtype == dtypes.float32:

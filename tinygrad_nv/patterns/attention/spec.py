@@ -20,9 +20,9 @@ from tinygrad_nv.patterns.contraction import Dim, NotOurs, Side
 from tinygrad_nv.patterns.epilogue import Unfused
 from tinygrad_nv.patterns.index import Affine, Space, largest
 from tinygrad_nv.patterns.positions import Form, linear, summed
-from tinygrad_nv.runtime.launch_text import Integer
 from tinygrad_nv.tile.attention.spec import AttentionSpec, Rows
 from tinygrad_nv.tile.expression import Load, loads
+from tinygrad_nv.tile.launch import Integer
 
 
 @dataclass(frozen=True)

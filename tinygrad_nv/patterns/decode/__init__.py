@@ -1,8 +1,7 @@
-"""Attention of few new rows over a cache: in a graph, and over pages by name.
+"""Attention of few new queries over a cache: in a graph, and over pages by name.
 
-  match.py            Attentions of few rows and many keys: decode attentions, which divide the keys
-  paged.py            Attention over keys and values in pages, as a function known by name
-  paged_check.py      NV_DEBUG=1: block tables and lengths are looked at before kernels follow them
-  paged_lower.py      Paged attention to kernels of ours: from a named function's arguments to a decode …
-  paged_reference.py  Attention over keys and values in pages, in plain tinygrad: as paged.py defines it, …
+  match.py        few queries and many keys in a graph: split-KV decode attention
+  paged.py        paged attention, a named function; paged_reference.py is plain tinygrad, paged_lower.py
+                  the kernels
+  paged_check.py  NV_DEBUG=1: checks block tables and lengths before kernels read them
 """

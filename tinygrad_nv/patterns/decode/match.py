@@ -22,13 +22,14 @@ from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.attention.spec import Found, integer, most
 from tinygrad_nv.patterns.positions import Form, summed
 from tinygrad_nv.patterns.target import Machine, Target
-from tinygrad_nv.runtime.launch_text import Integer
+from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Band, Rows
 from tinygrad_nv.tile.decode.defaults import default
 from tinygrad_nv.tile.decode.kernel import decode_attention
 from tinygrad_nv.tile.decode.spec import MOST_ROWS, DecodeSpec, Pages
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, walk
 from tinygrad_nv.tile.kernel import DecodeKernel
+from tinygrad_nv.tile.launch import Integer
 from tinygrad_nv.tile.schedule import Schedule
 
 MOST_PACKED = 64   # rows of a key head in one CTA: four warps of 16
@@ -169,13 +170,14 @@ def call(one: Decode, machine: Target, device: str | tuple[str, ...], out: progr
     """Calls the kernels of a decode attention, on a GPU or on a CPU, and returns its result. `integers` of
     their launch are computed from `variables`; `words` are for the reader of the note."""
     spec, schedule = one.spec, one.schedule
-    note = program.Note(schedule.template, f"{spec}: {schedule}" + words, spec, schedule)
-    if isinstance(schedule, CPUSchedule):
-        return program.decode_on_cpu(cpu_kernels(spec, schedule, one.integers), device, out, inputs,
-                                     variables=variables, flops=flops, nbytes=nbytes, note=note)
-    assert isinstance(machine, Machine)
-    return program.decode(kernels(spec, schedule, machine.arch), device, out, inputs, integers=one.integers,
-                          variables=variables, flops=flops, nbytes=nbytes, note=note)
+    note = Note(schedule.template, f"{spec}: {schedule}" + words, spec, schedule)
+    made: DecodeKernel | cpu.CPUDecode
+    if isinstance(schedule, CPUSchedule): made = cpu_kernels(spec, schedule, one.integers)
+    else:
+        assert isinstance(machine, Machine)
+        made = kernels(spec, schedule, machine.arch).with_integers(one.integers)
+    return program.called(made, device, [out], inputs, variables=variables, flops=flops, nbytes=nbytes,
+                          note=note)[0]
 
 
 @functools.lru_cache(1024)

@@ -1,4 +1,4 @@
-"""Rows of a table by number, as a function known by name.
+"""Rows of a table by index, as a named function.
 
-  named.py  Rows of a table by number, as a function known by name, whose gradient is one too
+  named.py  lookup, and its gradient
 """

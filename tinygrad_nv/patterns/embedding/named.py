@@ -24,7 +24,7 @@ from tinygrad_nv.patterns.index import largest
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.strides import laid
 from tinygrad_nv.patterns.target import Target, cpu_of, target_of
-from tinygrad_nv.runtime.launch_text import source
+from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
 from tinygrad_nv.tile.kernel import TileKernel
 
@@ -109,16 +109,14 @@ def _called(spec: EmbeddingSpec, machine: Target, out: program.Output, inputs: l
             rows: UOp | None, moved: sint, flops: int = 0) -> tuple[UOp, ...]:
     device = inputs[0].device
     assert device is not None
-    variables = [] if rows is None else [rows]
+    made: TileKernel | CPUKernel
     if isinstance(machine, CPUMachine):
         schedule = template.default(spec, machine)
-        note = program.Note(template.TEMPLATE, f"{spec}: {schedule}", spec, schedule)
-        return program.on_cpu(cpu_kernel(spec, schedule), device, [out], inputs, variables=variables,
-                              flops=flops, nbytes=moved, note=note)
-    made = kernel(spec, machine.arch)
-    return program.program(made.name, source(made), device, [out], inputs, grid=program.grid_of(made, rows),
-                           block=(made.threads, 1, 1), variables=variables, flops=flops, nbytes=moved,
-                           note=program.Note(template.TEMPLATE, str(spec), spec))
+        made = cpu_kernel(spec, schedule)
+        note = Note(template.TEMPLATE, f"{spec}: {schedule}", spec, schedule)
+    else: made, note = kernel(spec, machine.arch), Note(template.TEMPLATE, str(spec), spec)
+    return program.called(made, device, [out], inputs, rows=0 if rows is None else rows,
+                          variables=[] if rows is None else [rows], flops=flops, nbytes=moved, note=note)
 
 
 @functools.lru_cache(64)

@@ -1,4 +1,4 @@
 """Matmuls in a graph.
 
-  match.py  Matrix products: every contraction of a graph to a kernel of ours, where a template takes it
+  match.py  every contraction of a graph to a kernel, where a template takes it
 """

@@ -21,6 +21,7 @@ from tinygrad.uop.ops import Ops, UOp, sint
 
 from tinygrad_nv import config
 from tinygrad_nv.cpu.gemm import choose as cpu
+from tinygrad_nv.cpu.gemm.templates import build as build_on_cpu
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
@@ -46,6 +47,7 @@ from tinygrad_nv.patterns.epilogue import Epilogue, Unfused, ends, usable
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Machine, target_of
+from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.tile import database
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Sum, loads
@@ -198,7 +200,7 @@ def _schedule(spec: GemmSpec, machine: Machine | CPUMachine) -> Schedule | CPUSc
         if words := cpu.too_short(spec): raise NotOurs(words, final=True)
         if (found := cpu.product(spec, machine)) is not None: return found
         raise NotOurs(cpu.why_not(spec, machine))
-    if (schedule := choose(spec, machine.arch, machine.sm_count, machine.driver)) is not None: return schedule
+    if (schedule := choose(spec, machine.arch, machine.sm_count, machine.clock)) is not None: return schedule
     if spec.a.dtype == dtypes.float32 and not spec.tf32: raise NotOurs("float32 without ALLOW_TF32", True)
     raise NotOurs(why_not(spec, machine.arch))
 
@@ -256,22 +258,22 @@ def kernel(spec: GemmSpec, schedule: Schedule, machine: Machine) -> GemmKernel:
 @functools.lru_cache(1024)
 def cpu_kernel(spec: GemmSpec, schedule: CPUSchedule) -> CPUKernel:
     """The kernel of a product on a CPU."""
-    return cpu.build(spec, schedule)
+    return build_on_cpu(spec, schedule)
 
 
 def _called(match: Match, inputs: list[UOp]) -> UOp:
     spec, rows, end = match.spec, match.rows, match.end
     assert end.device is not None
     m: sint = spec.m if rows is None else rows
-    note = program.Note(match.schedule.template, f"{spec}: {match.schedule}", spec, match.schedule)
+    note = Note(match.schedule.template, f"{spec}: {match.schedule}", spec, match.schedule)
     out, flops, nbytes = program.Output(end.shape, end.dtype), spec.flops // spec.m * m, _bytes(spec, m)
-    if isinstance(match.schedule, CPUSchedule):
-        return program.on_cpu(cpu_kernel(spec, match.schedule), end.device, [out], inputs,
-                              variables=[] if rows is None else [rows], flops=flops, nbytes=nbytes,
-                              note=note)[0]
-    assert isinstance(match.machine, Machine)
-    return program.gemm(kernel(spec, match.schedule, match.machine), end.device, out, inputs, m=rows,
-                        flops=flops, nbytes=nbytes, note=note)
+    made: GemmKernel | CPUKernel
+    if isinstance(match.schedule, CPUSchedule): made = cpu_kernel(spec, match.schedule)
+    else:
+        assert isinstance(match.machine, Machine)
+        made = kernel(spec, match.schedule, match.machine)
+    return program.called(made, end.device, [out], inputs, rows=m, variables=[] if rows is None else [rows],
+                          flops=flops, nbytes=nbytes, note=note)[0]
 
 
 def _bytes(spec: GemmSpec, m: sint) -> sint:

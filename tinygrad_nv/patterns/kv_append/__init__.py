@@ -1,6 +1,6 @@
-"""New keys and values into pages, as a function known by name.
+"""New keys and values into pages, as a named function.
 
-  lower.py      An append of keys and values to a kernel of ours, that writes the pages in place
-  named.py      New keys and values into pages, as a function known by name
-  reference.py  New keys and values into pages, in plain tinygrad: as tile/kv_append/spec.py defines it, on …
+  named.py      the function
+  reference.py  plain tinygrad, as tile/kv_append/spec.py defines it
+  lower.py      the kernel, which writes the pages in place
 """

@@ -21,7 +21,7 @@ from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.kv_append.reference import Arguments, KVAppend
 from tinygrad_nv.patterns.strides import Laid, copied, laid
 from tinygrad_nv.patterns.target import Target, target_of
-from tinygrad_nv.runtime.launch_text import source
+from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.tile.decode.spec import Pages, Scales
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.kv_append.spec import AppendSpec, Heads, Rope, problems
@@ -54,16 +54,14 @@ def _called(what: KVAppend, x: Arguments[UOp], machine: Target) -> tuple[UOp, ..
     if x.table is not None: inputs.append(x.table)
     inputs += [x.lengths, *x.rope, *(each.storage for each in scales)]
     moved = sum(each.max_numel() * each.dtype.itemsize for each in (x.k, x.v, *x.q))
+    made: TileKernel | CPUKernel
     if isinstance(machine, CPUMachine):
         schedule = cpu.default(spec, machine)
-        note = program.Note(TEMPLATE, f"{spec}: {schedule}", spec, schedule)
-        return program.on_cpu(cpu_kernel(spec, schedule), x.k.device, outputs, inputs, nbytes=2 * moved,
-                              note=note)
-    if found := problems(spec, machine.arch): raise NotOurs("; ".join(found))
-    made = kernel(spec, machine.arch)
-    return program.program(made.name, source(made), x.k.device, outputs, inputs, grid=made.grid,
-                           block=(made.threads, 1, 1), nbytes=2 * moved,
-                           note=program.Note(TEMPLATE, str(spec), spec))
+        made, note = cpu_kernel(spec, schedule), Note(TEMPLATE, f"{spec}: {schedule}", spec, schedule)
+    else:
+        if found := problems(spec, machine.arch): raise NotOurs("; ".join(found))
+        made, note = kernel(spec, machine.arch), Note(TEMPLATE, str(spec), spec)
+    return program.called(made, x.k.device, outputs, inputs, nbytes=2 * moved, note=note)
 
 
 def _rows(x: UOp, aligned: int) -> Laid:

@@ -33,13 +33,13 @@ from tinygrad_nv.cpu.norm import kernel as cpu
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import building, program
+from tinygrad_nv.patterns.attention.fitted import fitted
 from tinygrad_nv.patterns.contraction import Dim, is_storage, merged
-from tinygrad_nv.patterns.epilogue import ELEMENTWISE, NODES, STORED, Epilogue, Unfused, number
+from tinygrad_nv.patterns.epilogue import ELEMENTWISE, NAMES, NODES, STORED, Epilogue, Unfused, number
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
-from tinygrad_nv.patterns.positions import fitted
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Target, target_of
-from tinygrad_nv.runtime.launch_text import source
+from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, substituted, walk
 from tinygrad_nv.tile.gemm.spec import Result
@@ -47,11 +47,12 @@ from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.norm import plan as gpu
 from tinygrad_nv.tile.norm.plan import Plan
 from tinygrad_nv.tile.norm.spec import Computed, NormSpec, Statistic
+from tinygrad_nv.tile.operations import OPERATIONS
 
 TEMPLATE = "norm"
 MOST_NODES = 256        # between a result and memory
 MOST_STATISTICS = 4
-COSTLY = (Ops.EXP2, Ops.LOG2)
+COSTLY = tuple(op for op, name in NAMES.items() if OPERATIONS[name].series)
 # a row's results are made of its statistic by elements
 NEEDS = (*({Ops.REDUCE, op} for op in ELEMENTWISE), *({op} for op in COSTLY))
 VIEWS = (Ops.RESHAPE, Ops.PERMUTE, Ops.SHRINK, Ops.EXPAND)
@@ -377,13 +378,10 @@ def _called(match: Match, inputs: list[UOp]) -> UOp:
     m: sint = spec.m if match.rows is None else match.rows
     out, variables = program.Output(end.shape, end.dtype), [] if match.rows is None else [match.rows]
     flops = spec.flops // spec.m * m
+    made: TileKernel | CPUKernel
     if isinstance(machine, CPUMachine):
         schedule = cpu.default(spec, machine)
-        note = program.Note(name, f"{spec}: {schedule}", spec, schedule)
-        return program.on_cpu(cpu_kernel(spec, schedule), end.device, [out], inputs, variables=variables,
-                              flops=flops, note=note)[0]
-    made = kernel(spec, machine.arch)
-    grid = program.grid_of(made, match.rows)
-    return program.program(made.name, source(made), end.device, [out], inputs, grid=grid,
-                           block=(made.threads, 1, 1), variables=variables, flops=flops,
-                           note=program.Note(name, f"{spec}: {Plan.of(spec)}", spec))[0]
+        made, note = cpu_kernel(spec, schedule), Note(name, f"{spec}: {schedule}", spec, schedule)
+    else: made, note = kernel(spec, machine.arch), Note(name, f"{spec}: {Plan.of(spec)}", spec)
+    return program.called(made, end.device, [out], inputs, rows=m, variables=variables, flops=flops,
+                          note=note)[0]

@@ -1,4 +1,4 @@
-"""Parts of a sampler, as functions known by name.
+"""Kernels of the sampler, as named functions.
 
-  named.py  Parts of a sampler as functions known by name: bodies in tinygrad, and kernels
+  named.py  reference implementations in tinygrad, and kernels
 """

@@ -24,7 +24,7 @@ from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.target import Machine, target_of
-from tinygrad_nv.runtime.launch_text import source
+from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.sampling.spec import DIGITS, LANES, ChoiceSpec, CountSpec, FilterSpec, Number
 
@@ -158,16 +158,15 @@ def _choice(spec: ChoiceSpec, function: UOp, *arguments: UOp) -> tuple[UOp, ...]
         cut = choice_template.pieces(spec, schedule)
         best = program.Output((spec.rows, cut, 2), dtypes.int32)
         made = _on_cpu(choice_template, spec, schedule, out if cut == 1 else best, arguments)
-        return made if cut == 1 else program.on_cpu(choice_template.merged(spec, schedule), made[0].device,
-                                                    [out], made, note=_PIECES)
+        return made if cut == 1 else _called(choice_template.merged(spec, schedule), out, made, _PIECES)
     from tinygrad_nv.tile.sampling import choice as template
     cut = template.pieces(spec)
     best = program.Output((spec.rows, cut), dtypes.uint64)
     made = _on_gpu("choice", spec, machine, out if cut == 1 else best, arguments)
-    return made if cut == 1 else _launched(template.merged(spec, machine.arch), out, made, _PIECES)
+    return made if cut == 1 else _called(template.merged(spec, machine.arch), out, made, _PIECES)
 
 
-_PIECES = program.Note("pieces", "the best of those of the kernel before")
+_PIECES = Note("pieces", "the best of those of the kernel before")
 
 
 def _count(spec: CountSpec, function: UOp, counts: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
@@ -182,25 +181,23 @@ def _count(spec: CountSpec, function: UOp, counts: UOp, *arguments: UOp) -> tupl
 def _on_cpu(template: ModuleType, spec: Spec, schedule: CPUSchedule, out: program.Output | UOp,
             arguments: Sequence[UOp]) -> tuple[UOp, ...]:
     """The kernel of a template, called."""
-    note = program.Note(template.TEMPLATE, f"{spec}: {schedule}", spec, schedule)
-    return program.on_cpu(_cpu_kernel(template, spec, schedule), arguments[0].device, [out], list(arguments),
-                          flops=template.OPERATIONS * spec.rows * spec.size, note=note)
+    note = Note(template.TEMPLATE, f"{spec}: {schedule}", spec, schedule)
+    return _called(_cpu_kernel(template, spec, schedule), out, arguments, note,
+                   flops=template.OPERATIONS * spec.rows * spec.size)
 
 
 def _on_gpu(template: str, spec: Spec, machine: Machine, out: program.Output | UOp,
             arguments: Sequence[UOp]) -> tuple[UOp, ...]:
     """The kernel of a template, called. Raises `NotOurs` where it takes none."""
     if spec.rows > MOST_ROWS: raise NotOurs(f"{spec.rows} rows, at most {MOST_ROWS}")
-    return _launched(_kernel(template, spec, machine.arch), out, arguments,
-                     program.Note(template, str(spec), spec))
+    return _called(_kernel(template, spec, machine.arch), out, arguments, Note(template, str(spec), spec))
 
 
-def _launched(made: TileKernel, out: program.Output | UOp, arguments: Sequence[UOp],
-              note: program.Note) -> tuple[UOp, ...]:
+def _called(made: TileKernel | CPUKernel, out: program.Output | UOp, arguments: Sequence[UOp], note: Note,
+            flops: int = 0) -> tuple[UOp, ...]:
     device = arguments[0].device
     assert device is not None
-    return program.program(made.name, source(made), device, [out], list(arguments), grid=made.grid,
-                           block=(made.threads, 1, 1), note=note)
+    return program.called(made, device, [out], arguments, flops=flops, note=note)
 
 
 @functools.lru_cache(256)

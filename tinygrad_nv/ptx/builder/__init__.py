@@ -1,16 +1,16 @@
 """Kernels written in Python, as readable PTX.
 
-Protocol: `k = Kernel("add", arch="sm_90a", threads=128)`, then parameters (`k.param`, `k.pointer`,
-`k.tensor_map`), registers (`k.reg`), shared memory (`k.shared`, `k.mbarriers`) and instructions: operators of
-`Value`, the methods of `hopper.py`, and `k.emit(opcode, *operands)` for every row of `isa/`.
-Control flow is structured: `with k.if_(p)`, `k.else_()`, `k.loop(0, n) as i`, `k.while_(condition)`.
-`k.ptx()` gives the text, `k.dynamic_smem` the bytes of dynamic shared memory to launch it with.
+Protocol: `kb = Kernel("add", arch="sm_90a", threads=128)`, then parameters (`kb.param`, `kb.pointer`,
+`kb.tensor_map`), registers (`kb.reg`), shared memory (`kb.shared`, `kb.mbarriers`) and instructions:
+operators of `Value`, the methods of `hopper.py`, and `kb.emit(opcode, *operands)` for every row of `isa/`.
+Control flow is structured: `with kb.if_(p)`, `kb.else_()`, `kb.loop(0, n) as i`, `kb.while_(condition)`.
+`kb.ptx()` gives the text, `kb.dynamic_smem` the bytes of dynamic shared memory to launch it with.
 
-Each instruction is checked against `isa/` as it is written. What is wrong is a `PTXError` that names the
-writer's file and line. Operands of `emit` are values, places, shared memory, Python numbers, lists (`{a,
+Each instruction is checked against `isa/` when it is emitted. An error is a `PTXError` that names the
+caller's file and line. Operands of `emit` are values, places, shared memory, Python numbers, lists (`{a,
 b}`), `Pair`, `SINK` and labels.
 
-Shared memory is static as long as it fits in 48 KiB, else dynamic: one array at module scope.
+Shared memory is static up to 48 KiB, else dynamic: one array at module scope.
 """
 from __future__ import annotations
 

@@ -1,11 +1,15 @@
-"""A machine that runs PTX on a CPU, with Hopper's semantics, and says what is wrong with it.
+"""The emulated GPU: runs PTX on a CPU with Hopper's semantics, and reports its bugs.
 
 Read in this order:
-  emulator.py   the public face: `Emulator.alloc`, `Emulator.launch`
+
+  emulator.py   the public API: `Emulator.alloc`, `Emulator.launch`
+  arguments.py  the arguments of a launch, checked against the kernel
   tensormap.py  `TensorMap`: what TMA reads and writes through
   report.py     findings and counters
+  trace.py      chosen warps' instructions with the values of their operands
   footprint.py  the bytes of memory that a launch touches
-  lowering.py   from PTX instructions to ops: the registry; lower_*.py are the families
+  lowering.py   from PTX instructions to ops: the registry; lower_*.py are the families; fragments.py and
+                calls.py serve them
   program.py    a function as ops, with registers placed and branches joined
   native.py     the interpreter, compiled from csrc/
   csrc/         core.h first: objects and protocol; then machine.c, shadow.c (happens-before), the families
@@ -13,8 +17,9 @@ Read in this order:
 The interpreter is C because checks cost some hundred operations for each access: in NumPy, vectorised over
 a CTA, an instruction takes about 20 µs; here one of a warp takes about 0.05.
 """
-from tinygrad_nv.ptx.emulator.emulator import LATE, Buffer, Emulator, Trace
+from tinygrad_nv.ptx.emulator.emulator import LATE, Buffer, Emulator
 from tinygrad_nv.ptx.emulator.report import Finding, Report, Site, Stats
 from tinygrad_nv.ptx.emulator.tensormap import TensorMap
+from tinygrad_nv.ptx.emulator.trace import Trace
 
 __all__ = ["LATE", "Buffer", "Emulator", "Finding", "Report", "Site", "Stats", "TensorMap", "Trace"]

@@ -17,7 +17,7 @@ import hashlib
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +37,7 @@ from tinygrad_nv.ptx.emulator.lowering import WORKSPACE, WORKSPACE_BYTES
 from tinygrad_nv.ptx.emulator.native import TRACE, Counters, Launch, Library, Region, library
 from tinygrad_nv.ptx.emulator.program import Program, lower
 from tinygrad_nv.ptx.emulator.report import KINDS, NOTE, Finding, Report, Site, Stats
-from tinygrad_nv.ptx.emulator.trace import Tracer
+from tinygrad_nv.ptx.emulator.trace import Trace, Tracer
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.syntax import Function, Module
 
@@ -74,15 +74,6 @@ class Buffer:
                            "allocate another buffer")
         self.data[:] = raw
         if self.valid is not None: self.valid[:] = 1
-
-
-@dataclass(frozen=True)
-class Trace:
-    """What `launch(trace=…)` prints: instructions of `warps` of CTA number `cta` (None: all CTAs), to `file`
-    (None: standard error)."""
-    cta: int | None = 0
-    warps: Sequence[int] = (0,)
-    file: TextIO | None = None
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,25 @@ from __future__ import annotations
 import ctypes
 import struct
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TextIO
 
 from tinygrad_nv.ptx.emulator.lowering import WIDTHS
 from tinygrad_nv.ptx.emulator.program import OP, Program
 from tinygrad_nv.ptx.syntax import Address, Operand, Pair, Register, Vector
 
 if TYPE_CHECKING:
-    from tinygrad_nv.ptx.emulator.emulator import Trace
     from tinygrad_nv.ptx.emulator.native import Library
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What `launch(trace=…)` prints: instructions of `warps` of CTA number `cta` (None: all CTAs), to `file`
+    (None: standard error)."""
+    cta: int | None = 0
+    warps: Sequence[int] = (0,)
+    file: TextIO | None = None
 
 
 class Tracer:
@@ -24,7 +34,6 @@ class Tracer:
 
     def __init__(self, program: Program, ops: bytes, library: Library, text: str,
                  trace: Trace | bool | None) -> None:
-        from tinygrad_nv.ptx.emulator.emulator import Trace
         chosen = Trace() if trace is True else trace or None
         self.program, self.ops, self.library = program, ops, library
         self.lines = text.splitlines() if chosen else []

@@ -1,12 +1,11 @@
 """The instructions that are emitted and emulated: one table, and checks against it.
 
-Protocol: `FORMS` are the rows, `find` the row of an opcode, `key_of` the name of what it does (the emulator
-dispatches on it), `check` the whole of an instruction: operands, their number, types and ranges, and whether
+Protocol: `FORMS` are the rows, `find` the row of an opcode, `key_of` the name of its operation (the emulator
+dispatches on it). `check` checks a whole instruction: operands, their number, types and ranges, and whether
 an architecture and a .version have it. `example` writes an instance. Lowest versions are those that ptxas
-13.0 enforces. What is wrong is a `PTXError` with the instruction's line.
+13.0 enforces. An error is a `PTXError` with the instruction's line.
 
-The rows are in arithmetic.py, memory.py and tensor.py; forms.py reads them, operands.py
-knows operands.
+The rows are in arithmetic.py, memory.py and tensor.py; forms.py reads them, operands.py knows operands.
 """
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """tinygrad's renderer for the CPU with a compiler that is looked for: explicit CC, clang in PATH, the
 `ziglang` wheel.
 
-Protocol: `hooks.install_cpu` puts this `ClangRenderer` where `tinygrad.runtime.ops_cpu` sees tinygrad's
+Protocol: device.py puts this `ClangRenderer` where `tinygrad.runtime.ops_cpu` sees tinygrad's
 own. It keeps that name because the device derives the renderer's ("CLANG" in `DEV=CPU:CLANG`) from it. It
 renders nothing differently: only who compiles changes. The arguments are those of tinygrad's
 `ClangCompiler.compile`, captured by running it.
@@ -15,12 +15,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.abc
-import importlib.util
-import sys
 import types
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
 
 from tinygrad.helpers import Target
 from tinygrad.renderer import cstyle
@@ -28,8 +24,6 @@ from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
 from tinygrad_nv import config
 from tinygrad_nv.toolchain import CCompiler, compile_object, find_compiler
-
-OPS_CPU = "tinygrad.runtime.ops_cpu"
 
 
 def clang_arguments(clang: ClangCompiler) -> list[str]:
@@ -44,42 +38,6 @@ def clang_arguments(clang: ClangCompiler) -> list[str]:
     scope = {**compile.__globals__, "subprocess": types.SimpleNamespace(check_output=check_output)}
     types.FunctionType(compile.__code__, scope)(clang, "")
     return heard[0][1:]
-
-
-class _CPUFinder(importlib.abc.MetaPathFinder):
-    """Finds tinygrad's CPU device as it is found without, and does something with the module once loaded.
-
-    Importing the device beforehand would double the time that importing tinygrad takes.
-    """
-
-    def __init__(self, then: Callable[[types.ModuleType], None]) -> None: self.then = then
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name != OPS_CPU: return None
-        stop_waiting()
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        assert spec.loader is not None
-        load = spec.loader.exec_module
-
-        def exec_module(module: types.ModuleType) -> None:
-            load(module)
-            self.then(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-def wait_for_cpu(then: Callable[[types.ModuleType], None]) -> None:
-    """Calls `then` with tinygrad's CPU module: now if it is imported, else when it is."""
-    if OPS_CPU in sys.modules: then(sys.modules[OPS_CPU])
-    else: sys.meta_path.insert(0, _CPUFinder(then))
-
-
-def stop_waiting() -> types.ModuleType | None:
-    """Takes `wait_for_cpu` back if the module is not imported yet, and returns it if it is."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _CPUFinder)]
-    return sys.modules.get(OPS_CPU)
 
 
 class ToolchainCompiler(ClangCompiler):

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-from tinygrad_nv.cpu.threads import threads
+from tinygrad_nv.runtime.cpu.threads import threads
 
 _WORD = (1 << 64) - 1
 

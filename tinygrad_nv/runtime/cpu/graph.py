@@ -15,8 +15,8 @@ from tinygrad.device import MultiBuffer
 from tinygrad.engine.jit import GraphRunner
 from tinygrad.uop.ops import Ops, UOp
 
-from tinygrad_nv.cpu.threads import threads
 from tinygrad_nv.runtime.cpu.pool import ALONE, HEAD, pool
+from tinygrad_nv.runtime.cpu.threads import threads
 
 
 class CPUGraph(GraphRunner):

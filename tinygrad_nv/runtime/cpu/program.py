@@ -8,21 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from tinygrad import Device
 from tinygrad.device import TinyELF
 
-from tinygrad_nv.cpu.kernel import CPUKernel
-from tinygrad_nv.cpu.threads import threads as threads_to_use
 from tinygrad_nv.runtime.cpu.pool import ALONE, HEAD, pool
+from tinygrad_nv.runtime.cpu.threads import threads as threads_to_use
+
+
+class LoadableKernel(Protocol):
+    """C, the name of its function, in how many parts it is called (`cpu.kernel.CPUKernel`)."""
+    @property
+    def name(self) -> str: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def parts(self) -> int: ...
+    @property
+    def workspace_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class LoadedKernel:
     """A kernel in memory. `program` is tinygrad's, which keeps it there."""
-    kernel: CPUKernel
+    kernel: LoadableKernel
     program: Any
     device: str
 
@@ -41,7 +52,7 @@ class LoadedKernel:
             pool(1).run(rows, False)
 
 
-def load(kernel: CPUKernel, device: str = "CPU") -> LoadedKernel:
+def load(kernel: LoadableKernel, device: str = "CPU") -> LoadedKernel:
     """Compiles and loads a kernel. Raises `ToolchainError` with the compiler's words."""
     opened = Device[device]
     binary = opened.renderer.compiler.compile_cached(kernel.source)

@@ -17,17 +17,15 @@ import struct
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.ptx.assemble import assemble, release
 from tinygrad_nv.runtime import driver
 from tinygrad_nv.runtime.cuda.api import cuda_of_ptx, too_old
+from tinygrad_nv.runtime.cuda.context import CUDAContext
+from tinygrad_nv.runtime.cuda.streams import CUDAStream
 from tinygrad_nv.runtime.driver import TENSOR_MAP_ALIGN, Attributes, Function, Launch, Window
-
-if TYPE_CHECKING:
-    from tinygrad_nv.runtime.cuda.driver import CUDADriver
-    from tinygrad_nv.runtime.cuda.streams import CUDAStream
 
 VERSION = re.compile(r"^\s*\.version\s+(\d+)\.(\d+)", re.MULTILINE)
 TARGET = re.compile(r"^\s*\.target\s+sm_(\d+)([af]?)", re.MULTILINE)
@@ -65,7 +63,7 @@ class Loaded:
 class CUDAModule(driver.Module):
     """A cubin or PTX on the device."""
 
-    def __init__(self, gpu: CUDADriver, image: bytes) -> None:
+    def __init__(self, gpu: CUDAContext, image: bytes) -> None:
         self.gpu = gpu
         self.text = "" if image[:4] == b"\x7fELF" else image.rstrip(b"\0").decode()
         self.image: Image | None = Image(_load(gpu, self._code(image)))
@@ -103,7 +101,7 @@ class CUDAModule(driver.Module):
     def unload(self) -> None: self.image = None
 
 
-def _check_target(gpu: CUDADriver, number: int, special: str) -> None:
+def _check_target(gpu: CUDAContext, number: int, special: str) -> None:
     own = gpu.capability[0] * 10 + gpu.capability[1]
     if number <= own and (special != "a" or number == own) and (special != "f" or number // 10 == own // 10):
         return
@@ -111,7 +109,7 @@ def _check_target(gpu: CUDADriver, number: int, special: str) -> None:
                       f"PTX for sm_{own} or an earlier architecture without 'a'")
 
 
-def _assembled_for(gpu: CUDADriver, target: int, ptx: tuple[int, int]) -> str:
+def _assembled_for(gpu: CUDAContext, target: int, ptx: tuple[int, int]) -> str:
     """The architecture that ptxas can assemble PTX of a target and a version for, to run here; "" where there
     is none, as where NVRTC is newer than ptxas."""
     arch = gpu.properties.arch
@@ -120,7 +118,7 @@ def _assembled_for(gpu: CUDADriver, target: int, ptx: tuple[int, int]) -> str:
     return arch if found is not None and found[0] <= gpu.version[0] and found >= cuda_of_ptx(ptx) else ""
 
 
-def _load(gpu: CUDADriver, code: bytes) -> Any:
+def _load(gpu: CUDAContext, code: bytes) -> Any:
     cu, log = gpu.cu, bytearray(LOG_BYTES)
     options = [cu.CUjit_option.CU_JIT_ERROR_LOG_BUFFER, cu.CUjit_option.CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES]
     status, *module = gpu.status("cuModuleLoadDataEx", code, len(options), options, [log, LOG_BYTES])
@@ -148,7 +146,7 @@ def _function(module: CUDAModule, image: Image, name: str) -> Function:
                     Loaded(module, handle, _sizes(gpu, handle)))
 
 
-def _sizes(gpu: CUDADriver, handle: Any) -> tuple[int, ...] | None:
+def _sizes(gpu: CUDAContext, handle: Any) -> tuple[int, ...] | None:
     """Bytes of each parameter; None below CUDA 12.4, whose driver does not tell."""
     if gpu.version < (12, 4): return None
     sizes: list[int] = []
@@ -205,7 +203,7 @@ class Arguments(threading.local):
 @dataclass
 class Launcher:
     """Launches on one device."""
-    gpu: CUDADriver
+    gpu: CUDAContext
     arguments: Arguments = field(default_factory=Arguments)
     configs: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
@@ -241,7 +239,7 @@ class Launcher:
     def most_clusters(self, size: int) -> int:
         """Clusters of so many CTAs at once, by a kernel that has all the shared memory of an SM."""
         shape = size, 1, 1
-        work = Launch(self.gpu.load(PROBE).function("probe"), shape, (128, 1, 1),
+        work = Launch(CUDAModule(self.gpu, PROBE).function("probe"), shape, (128, 1, 1),
                       dynamic_smem=self.gpu.properties.shared_limit, cluster=shape)
         loaded = work.function.handle
         assert isinstance(loaded, Loaded)

@@ -11,17 +11,15 @@ A graph, and each executable of it, holds what its nodes use: images of modules 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.runtime import driver
-from tinygrad_nv.runtime.cuda.code import OVERLAP, refused
+from tinygrad_nv.runtime.cuda.code import OVERLAP, Launcher, refused
+from tinygrad_nv.runtime.cuda.context import CUDAContext
 from tinygrad_nv.runtime.cuda.memory import CUDAHostMemory
 from tinygrad_nv.runtime.driver import Copy, Download, Fill, Launch, Node, Upload, Work
 from tinygrad_nv.runtime.edges import Reduction, early
-
-if TYPE_CHECKING:
-    from tinygrad_nv.runtime.cuda.driver import CUDADriver
 
 COPY_LIMIT = 2**31 - 1  # bytes of a copy's row: its pitch
 
@@ -29,8 +27,8 @@ COPY_LIMIT = 2**31 - 1  # bytes of a copy's row: its pitch
 class CUDAGraph(driver.Graph):
     """A CUgraph and its nodes in order of addition."""
 
-    def __init__(self, gpu: CUDADriver) -> None:
-        self.gpu = gpu
+    def __init__(self, gpu: CUDAContext, launcher: Launcher) -> None:
+        self.gpu, self.launcher = gpu, launcher
         self.handle = gpu.call("cuGraphCreate", 0)
         gpu.owned(self, "cuGraphDestroy", self.handle)
         self.works: list[Work] = []
@@ -45,7 +43,7 @@ class CUDAGraph(driver.Graph):
                 raise DriverError(f"an edge from node {node.number}", f"a node of this graph: it has "
                                   f"{len(self.works)}", "add a node before those that follow it")
         given = tuple(sorted({node.number for node in after}))
-        kept, handle = holds(self.gpu, work), self._node(work)
+        kept, handle = holds(self.launcher, work), self._node(work)
         before = self.reduction.add(given)
         try:
             self._edges(work, handle, before)
@@ -71,10 +69,10 @@ class CUDAGraph(driver.Graph):
 
     def _kernel_node(self, work: Launch) -> Any:
         gpu = self.gpu
-        values = dict(gpu.launcher.values(work, gpu.cu.CUkernelNodeAttrValue))
+        values = dict(self.launcher.values(work, gpu.cu.CUkernelNodeAttrValue))
         values.pop(OVERLAP, None)  # an edge's, in a graph
-        node = gpu.call("cuGraphAddKernelNode", self.handle, [], 0, kernel_parameters(gpu, work),
-                        doing=refused(work))
+        node = gpu.call("cuGraphAddKernelNode", self.handle, [], 0,
+                        kernel_parameters(gpu, self.launcher, work), doing=refused(work))
         try:
             for name, value in values.items():
                 which = getattr(gpu.cu.CUkernelNodeAttrID, f"CU_LAUNCH_ATTRIBUTE_{name}")
@@ -113,7 +111,7 @@ class CUDAExecutable(driver.Executable):
     """A CUgraphExec, and the graph whose nodes name its own."""
 
     def __init__(self, graph: CUDAGraph) -> None:
-        self.gpu, self.graph = graph.gpu, graph
+        self.gpu, self.launcher, self.graph = graph.gpu, graph.launcher, graph
         self.handle = self.gpu.call("cuGraphInstantiate", graph.handle, 0,
                                     doing=f"instantiating a graph of {len(graph.works)} nodes")
         self.gpu.owned(self, "cuGraphExecDestroy", self.handle)
@@ -124,11 +122,11 @@ class CUDAExecutable(driver.Executable):
             raise DriverError(f"no node {node.number} in the graph", f"one of 0 … {len(self.works) - 1}")
         gpu, at, before = self.gpu, self.nodes[node.number], self.works[node.number]
         changeable(node, before, work)
-        kept, doing = holds(gpu, work), f"updating node {node.number}"
+        kept, doing = holds(self.launcher, work), f"updating node {node.number}"
         if isinstance(work, Launch):
-            gpu.launcher.check_cluster(work)
-            gpu.call("cuGraphExecKernelNodeSetParams", self.handle, at, kernel_parameters(gpu, work),
-                     doing=f"{doing}: {refused(work)}")
+            self.launcher.check_cluster(work)
+            gpu.call("cuGraphExecKernelNodeSetParams", self.handle, at,
+                     kernel_parameters(gpu, self.launcher, work), doing=f"{doing}: {refused(work)}")
         elif isinstance(work, Fill):
             gpu.call("cuGraphExecMemsetNodeSetParams", self.handle, at, fill_parameters(gpu, work),
                      gpu.context, doing=doing)
@@ -160,18 +158,18 @@ def changeable(node: Node, before: Work, work: Work) -> None:
                               f"{what}={getattr(before, what)}, as it is", "instantiate another graph")
 
 
-def holds(gpu: CUDADriver, work: Work) -> object:
+def holds(launcher: Launcher, work: Work) -> object:
     """What must live as long as a node that does `work`."""
-    if isinstance(work, Launch): return gpu.launcher.prepared(work)[0].module.image
+    if isinstance(work, Launch): return launcher.prepared(work)[0].module.image
     if isinstance(work, Upload): return work.source
     return work.target if isinstance(work, Download) else None
 
 
 # **** the driver's structs ****
 
-def kernel_parameters(gpu: CUDADriver, work: Launch) -> Any:
+def kernel_parameters(gpu: CUDAContext, launcher: Launcher, work: Launch) -> Any:
     """CUDA_KERNEL_NODE_PARAMS, with arguments in the thread's block."""
-    made, (loaded, array) = gpu.cu.CUDA_KERNEL_NODE_PARAMS(), gpu.launcher.prepared(work)
+    made, (loaded, array) = gpu.cu.CUDA_KERNEL_NODE_PARAMS(), launcher.prepared(work)
     made.func = loaded.handle
     made.gridDimX, made.gridDimY, made.gridDimZ = work.grid
     made.blockDimX, made.blockDimY, made.blockDimZ = work.block
@@ -180,7 +178,7 @@ def kernel_parameters(gpu: CUDADriver, work: Launch) -> Any:
     return made
 
 
-def fill_parameters(gpu: CUDADriver, work: Fill) -> Any:
+def fill_parameters(gpu: CUDAContext, work: Fill) -> Any:
     """CUDA_MEMSET_NODE_PARAMS: one row of bytes."""
     if work.nbytes <= 0: raise DriverError(f"a fill of {work.nbytes} bytes in a graph", "1 or more")
     made = gpu.cu.CUDA_MEMSET_NODE_PARAMS()
@@ -189,7 +187,7 @@ def fill_parameters(gpu: CUDADriver, work: Fill) -> Any:
     return made
 
 
-def copy_parameters(gpu: CUDADriver, work: Copy | Upload | Download) -> Any:
+def copy_parameters(gpu: CUDAContext, work: Copy | Upload | Download) -> Any:
     """CUDA_MEMCPY3D: one row."""
     if not 0 < work.nbytes <= COPY_LIMIT:
         raise DriverError(f"a copy of {work.nbytes} bytes in a graph", f"1 to {COPY_LIMIT}",

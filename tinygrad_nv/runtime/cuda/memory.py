@@ -15,14 +15,12 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.runtime import driver
+from tinygrad_nv.runtime.cuda.context import CUDAContext
 from tinygrad_nv.runtime.cuda.streams import CUDAStream
-
-if TYPE_CHECKING:
-    from tinygrad_nv.runtime.cuda.driver import CUDADriver
 
 RING_BYTES = 32 << 20
 PIECE_BYTES = RING_BYTES // 4
@@ -33,7 +31,7 @@ KEEP_ALL = 2**64 - 1    # release threshold: nothing goes back to the system whi
 class Pool:
     """The driver's memory pool and the sizes of what it gave."""
 
-    def __init__(self, gpu: CUDADriver) -> None:
+    def __init__(self, gpu: CUDAContext) -> None:
         self.gpu, cu = gpu, gpu.cu
         self.sizes: dict[int, int] = {}
         props = cu.CUmemPoolProps()
@@ -60,9 +58,9 @@ class Pool:
             self.make_room()
             address = self._try(nbytes)
         if address is None:
-            free, total = self.gpu.memory()
+            free, total = self.gpu.call("cuMemGetInfo")
             raise MemoryError(f"{nbytes} bytes asked for, {self.used_bytes} in use of the {total} that the "
-                              f"{self.gpu.properties.name} device has; {free} bytes are free")
+                              f"{self.gpu.properties.name} device has; {free + self.slack()} bytes are free")
         self.sizes[address] = nbytes
         return address
 
@@ -119,7 +117,7 @@ class Pool:
 class CUDAHostMemory(driver.HostMemory):
     """Page-locked memory; `address` is where it lies on the host."""
 
-    def __init__(self, gpu: CUDADriver, nbytes: int) -> None:
+    def __init__(self, gpu: CUDAContext, nbytes: int) -> None:
         if nbytes <= 0: raise DriverError(f"an allocation of {nbytes} bytes", "a size above 0")
         status, *given = gpu.status("cuMemHostAlloc", nbytes, gpu.cu.CU_MEMHOSTALLOC_PORTABLE)
         if status.name == "CUDA_ERROR_OUT_OF_MEMORY":
@@ -137,7 +135,7 @@ class CUDAHostMemory(driver.HostMemory):
 class Staging:
     """The ring. Pieces in flight are in the order they were taken, each with the event after its copy."""
 
-    def __init__(self, gpu: CUDADriver) -> None:
+    def __init__(self, gpu: CUDAContext) -> None:
         self.gpu, self.lock = gpu, threading.Lock()
         self.memory = CUDAHostMemory(gpu, RING_BYTES)
         self.head = 0

@@ -11,8 +11,8 @@ unless ALLOW_TF32 is set. Kernels that are given as PTX pass through unchanged. 
 wrap, where C would compute them as int, and shift, divide or widen 127 + 1 as 128.
 
 On sm_90 a kernel lets the one after it begin as soon as all its own CTAs have begun, and waits for the one
-before. The comment at the head of the text that says so (runtime/launch_text.py) is put before the PTX;
-machine code has no place for it, and such a kernel is launched when all before it is done.
+before. In PTX runtime/program.py finds that it waits; of machine code that is not known, and such a kernel is
+launched when all before it is done.
 
 Spawned compile workers (BEAM) make what their parent makes: a pickled renderer carries the kind of image.
 """
@@ -34,13 +34,12 @@ from tinygrad.uop.ops import PatternMatcher, UOp, UPat
 from tinygrad_nv.errors import ToolchainError
 from tinygrad_nv.ptx.assemble import find_program
 from tinygrad_nv.runtime.cuda import api as cuda_api
-from tinygrad_nv.runtime.launch_text import Options
 from tinygrad_nv.runtime.ptx_renderer import OVERFLOWING
 
 Image = Literal["ptx", "cubin"]
 Release = tuple[int, int]
 PTX = re.compile(r"^\s*\.version\s", re.MULTILINE)
-REVISION = 1    # goes up when the renderer writes other text: programs are kept on disk
+REVISION = 2    # goes up when the renderer writes other text: programs are kept on disk
 EARLY = 'asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory");'
 WIDER = {dtypes.int8: dtypes.int32, dtypes.uint8: dtypes.uint32, dtypes.int16: dtypes.int32,
          dtypes.uint16: dtypes.uint32}
@@ -134,8 +133,7 @@ class NVRTC(Compiler):
                 log = _read(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
                 raise CompileError(f"NVRTC: {status.name}\n{log.decode(errors='replace').strip()}")
             if self.image == "cubin": return _read(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
-            head = src.partition("\n")[0] + "\n" if src.startswith("// launch:") else ""
-            return head.encode() + _read(program, nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX).rstrip(b"\0")
+            return _read(program, nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX).rstrip(b"\0")
         finally: nvrtc.nvrtcDestroyProgram(program)
 
 
@@ -172,4 +170,4 @@ class CUDARenderer(cstyle.CUDARenderer):
 
     def render_kernel(self, name: str, kernel: list[str], *args: Any, **kwargs: Any) -> str:
         if int(self.target.arch[3:]) < 90: return super().render_kernel(name, kernel, *args, **kwargs)
-        return Options(pdl=True).comment() + super().render_kernel(name, [EARLY, *kernel], *args, **kwargs)
+        return super().render_kernel(name, [EARLY, *kernel], *args, **kwargs)

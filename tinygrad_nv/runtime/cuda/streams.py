@@ -9,14 +9,11 @@ A stream is `busy` once work was put into it that the stream of frees has not be
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tinygrad_nv.runtime import driver
 from tinygrad_nv.runtime.capture import Capture
 from tinygrad_nv.runtime.driver import Node
-
-if TYPE_CHECKING:
-    from tinygrad_nv.runtime.cuda.graph import CUDAGraph
 
 
 @dataclass(eq=False)
@@ -29,7 +26,7 @@ class CUDAStream(driver.Stream):
     mark: Any
     external: bool = False
     busy: bool = False
-    capture: Capture[CUDAGraph] | None = None
+    capture: Capture[Any] | None = None
 
 
 @dataclass(eq=False)
@@ -37,5 +34,5 @@ class CUDAEvent(driver.Event):
     """Where it was recorded last; in a capture, after which nodes."""
     handle: Any
     stream: CUDAStream | None = None
-    capture: Capture[CUDAGraph] | None = None
+    capture: Capture[Any] | None = None
     nodes: tuple[Node, ...] = ()

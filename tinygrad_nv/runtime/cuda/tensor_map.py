@@ -8,13 +8,12 @@ answers with an invalid value; they are asked only then.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from tinygrad_nv.errors import TensorMapError
+from tinygrad_nv.runtime.cuda.context import CUDAContext
 from tinygrad_nv.runtime.driver import TENSOR_MAP_BYTES, TensorMapSpec
-
-if TYPE_CHECKING:
-    from tinygrad_nv.runtime.cuda.driver import CUDADriver
 
 TYPES = {"u8": "UINT8", "u16": "UINT16", "u32": "UINT32", "s32": "INT32", "u64": "UINT64", "s64": "INT64",
          "f16": "FLOAT16", "f32": "FLOAT32", "f64": "FLOAT64", "bf16": "BFLOAT16", "tf32": "TFLOAT32"}
@@ -28,7 +27,7 @@ SIGNATURE = ctypes.CFUNCTYPE(
     ctypes.POINTER(ctypes.c_uint32), ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int)
 
 
-def encoder(gpu: CUDADriver) -> Any:
+def encoder(gpu: CUDAContext) -> Any:
     """cuTensorMapEncodeTiled."""
     address, found = gpu.call("cuGetProcAddress", b"cuTensorMapEncodeTiled", SINCE, 0)
     if not address:
@@ -37,14 +36,14 @@ def encoder(gpu: CUDADriver) -> Any:
     return SIGNATURE(int(address))
 
 
-def encoded(gpu: CUDADriver, spec: TensorMapSpec) -> bytes:
-    """The 128 bytes of a tensor map. Raises `TensorMapError`."""
+def encoded(gpu: CUDAContext, encode: Callable[[], Any], spec: TensorMapSpec) -> bytes:
+    """The 128 bytes of a tensor map, by what `encode` looks up. Raises `TensorMapError`."""
     rank, steps = len(spec.dims), spec.element_strides or (1,) * len(spec.dims)
     _check(gpu, spec, steps)
     memory = ctypes.create_string_buffer(TENSOR_MAP_BYTES + HOST_ALIGN)
     place = ctypes.addressof(memory) + -ctypes.addressof(memory) % HOST_ALIGN
     longs, words = ctypes.c_uint64 * MOST_RANK, ctypes.c_uint32 * MOST_RANK
-    status = gpu.cu.CUresult(gpu.encode_tiled(
+    status = gpu.cu.CUresult(encode()(
         place, _code(gpu, "DataType", "DATA_TYPE", TYPES[spec.dtype]), rank, spec.address, longs(*spec.dims),
         longs(*spec.strides), words(*spec.box), words(*steps),
         _code(gpu, "Interleave", "INTERLEAVE", spec.interleave.upper()),
@@ -57,12 +56,12 @@ def encoded(gpu: CUDADriver, spec: TensorMapSpec) -> bytes:
     return ctypes.string_at(place, TENSOR_MAP_BYTES)
 
 
-def _code(gpu: CUDADriver, kind: str, prefix: str, name: str) -> int:
+def _code(gpu: CUDAContext, kind: str, prefix: str, name: str) -> int:
     """An enumerator by its name."""
     return int(getattr(getattr(gpu.cu, f"CUtensorMap{kind}"), f"CU_TENSOR_MAP_{prefix}_{name}"))
 
 
-def _check(gpu: CUDADriver, spec: TensorMapSpec, steps: tuple[int, ...]) -> None:
+def _check(gpu: CUDAContext, spec: TensorMapSpec, steps: tuple[int, ...]) -> None:
     """What the C function cannot be asked: it would read past the lists."""
     if gpu.capability < (9, 0):
         raise TensorMapError(f"a tensor map on {gpu.properties.arch}", "sm_90 or later")

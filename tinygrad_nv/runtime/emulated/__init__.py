@@ -1,8 +1,8 @@
-"""The emulator behind the driver interface: DEV=EMU.
+"""The driver interface over the emulator: DEV=EMU.
 
-  driver.py  The driver interface with the emulator as the device
-  graph.py   Streams, events and graphs of the emulated driver
-  host.py    Page-locked memory of the emulated driver, and who owns its bytes
-  module.py  Modules of the emulated driver: PTX text, and findings that quote it
-  order.py   What is ordered among the work of an emulated device, and what should be and is not
+  driver.py  the driver interface with the emulator as the device
+  graph.py   streams, events and graphs
+  host.py    page-locked memory, and which operation owns its bytes
+  module.py  PTX modules, and findings that quote them
+  order.py   which operations are ordered, and which should be and are not
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.ptx.emulator.footprint import Footprint
@@ -16,10 +16,7 @@ from tinygrad_nv.runtime import driver
 from tinygrad_nv.runtime.capture import Capture
 from tinygrad_nv.runtime.driver import Launch, Node, Work
 from tinygrad_nv.runtime.edges import early
-from tinygrad_nv.runtime.emulated.order import Clock, GraphOrder, Timeline, serial
-
-if TYPE_CHECKING:
-    from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
+from tinygrad_nv.runtime.emulated.order import Clock, Done, GraphOrder, Timeline, serial
 
 
 @dataclass(eq=False)
@@ -39,10 +36,19 @@ class EmulatedEvent(driver.Event):
     clock: Clock = field(default_factory=dict)
 
 
+class GraphDevice(Protocol):
+    """What runs a graph's nodes: `EmulatedDriver`."""
+    check: bool
+
+    def into(self, stream: driver.Stream | None) -> EmulatedStream: ...
+    def run(self, work: Work, stream: EmulatedStream, ahead: tuple[Footprint, ...] = ()) -> Done: ...
+    def enter(self, stream: EmulatedStream, footprint: Footprint) -> None: ...
+
+
 class EmulatedGraph(driver.Graph):
     """Nodes in order of addition, each with the numbers of those it follows."""
 
-    def __init__(self, device: EmulatedDriver) -> None:
+    def __init__(self, device: GraphDevice) -> None:
         self.device = device
         self.works: list[Work] = []
         self.after: list[tuple[int, ...]] = []

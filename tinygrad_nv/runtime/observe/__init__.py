@@ -1,9 +1,10 @@
-"""What a run shows: timelines, ranges, predictions, telemetry, the memory report.
+"""Observation: timelines, ranges, predictions, telemetry, the memory report.
 
-  chrome.py         A timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open
-  forecast.py       What a kernel should take, before it is measured
-  memory_report.py  What is said of a device's memory: the report, and the error when there is no more
-  ranges.py         Which layer and which operation a kernel belongs to, and NVTX ranges that say so to …
-  telemetry.py      Clocks, power, memory and temperature of a GPU, through NVML (the package …
-  timeline.py       Every kernel on its own, measured beside what was predicted: `with …
+  timeline.py       every kernel on its own, measured beside its prediction: `with timeline("trace.json") as
+                    t:`
+  chrome.py         a timeline as a Chrome trace, for Perfetto (ui.perfetto.dev)
+  forecast.py       the predicted time of a kernel
+  ranges.py         the layer and the operation of a kernel, and NVTX ranges
+  telemetry.py      clocks, power, memory and temperature of a GPU, through NVML
+  memory_report.py  the memory report, and the text of the out-of-memory error
 """

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from tinygrad.uop.ops import UOp
 
-from tinygrad_nv.patterns import program
 from tinygrad_nv.runtime.driver import Properties
+from tinygrad_nv.runtime.note import note_of
 from tinygrad_nv.tile.gemm.cost import HBM_SHARE, predict
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gpu import MACHINES, Machine, machine_for
@@ -36,7 +36,7 @@ def machine_of(gpu: Properties) -> Machine | None:
 
 def forecast(body: UOp, flops: int, nbytes: int, gpu: Properties) -> Forecast | None:
     """Of a kernel that does `flops` operations and moves `nbytes` bytes; None of a GPU without figures."""
-    machine, note = machine_of(gpu), program.note_of(body)
+    machine, note = machine_of(gpu), note_of(body)
     if machine is None: return None
     if note is None or not isinstance(note.spec, GemmSpec) or not isinstance(note.schedule, Schedule):
         return roofline(flops, nbytes, machine)

@@ -35,15 +35,15 @@ from tinygrad.uop.ops import Ops, UOp, sym_infer
 
 from tinygrad_nv import hooks
 from tinygrad_nv.errors import DriverError, HookError, RequestError
-from tinygrad_nv.explain.levels import aligned
-from tinygrad_nv.patterns import program
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Event, Launch, Work, integer
+from tinygrad_nv.runtime.note import note_of
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.runtime.observe.chrome import Kernel, trace
 from tinygrad_nv.runtime.observe.forecast import forecast, machine_of
 from tinygrad_nv.runtime.observe.telemetry import Samples, Telemetry
 from tinygrad_nv.runtime.program import NVProgram
+from tinygrad_nv.table import aligned
 
 NAME = "timeline"                   # of the hook: one at a time
 EMULATED = "times are of the emulation, not of a GPU"
@@ -158,7 +158,7 @@ class _Call:
     def kernel(self, device: str, begin_s: float, seconds: float) -> Kernel:
         """Its record, with the values that variables have."""
         body, values = self.uop.src[0], self.ctx.var_vals
-        estimates, note = realize.estimate_uop(self.uop), program.note_of(body)
+        estimates, note = realize.estimate_uop(self.uop), note_of(body)
         devices = to_tuple(self.uop.src[1].device)
         values = {**values, "_device_num": devices.index(device) if device in devices else 0}
         flops, nbytes = (int(sym_infer(x, values)) for x in (estimates.ops, estimates.mem))

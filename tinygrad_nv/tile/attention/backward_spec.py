@@ -64,5 +64,10 @@ class BackwardSpec:
         one = self.forward
         return 2 * one.matrices * one.pairs * (3 * one.d + 2 * one.d_v)
 
+    @property
+    def dq_bytes(self) -> int:
+        """Of dq in float32, of the most rows."""
+        return 4 * self.forward.matrices * self.forward.s_q * self.forward.d
+
     def __str__(self) -> str:
         return f"backward of {self.forward}" + (", deterministic" if self.deterministic else "")

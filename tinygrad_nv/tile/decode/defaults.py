@@ -12,11 +12,11 @@ of keys, its splits and with them the bits of the result do not depend on the nu
 """
 from __future__ import annotations
 
+from tinygrad_nv.tile import limits
 from tinygrad_nv.tile.decode.combine import MOST_SPLITS
 from tinygrad_nv.tile.decode.legality import problems
 from tinygrad_nv.tile.decode.plan import Plan
 from tinygrad_nv.tile.decode.spec import DecodeSpec
-from tinygrad_nv.tile.gemm import legality
 from tinygrad_nv.tile.schedule import Schedule
 
 STEP_BYTES, SPLIT_BYTES = 32 << 10, 128 << 10
@@ -42,7 +42,7 @@ def _with(spec: DecodeSpec, arch: str, rows: int, groups: int) -> Schedule:
     while 2 * least * key_bytes <= SPLIT_BYTES * rows: least *= 2
     made = Schedule(template="decode").block(16 * rows, keys * groups).k(least).warps(rows, groups) \
         .split(MOST_SPLITS).stages(2)
-    room = legality.SMEM_BYTES.get(arch, 0) // 2
+    room = limits.SMEM_BYTES.get(arch, 0) // 2
     while made.depth < 4 and Plan(spec, made.stages(made.depth + 1)).smem_bytes <= room:
         made = made.stages(made.depth + 1)
     return made

@@ -9,7 +9,7 @@ from tinygrad_nv.tile.decode.plan import Plan
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm import legality
-from tinygrad_nv.tile.gemm.legality import MOST_GRID
+from tinygrad_nv.tile.limits import MOST_GRID
 from tinygrad_nv.tile.schedule import Schedule
 
 MOST_STRIDE = (1 << 31) - 1  # bytes that an instruction takes

@@ -1,5 +1,5 @@
-"""Rows of a table by number.
+"""Rows of a table by index.
 
-  kernel.py  Rows of a table by number (spec.py), copied. For sm_80 and later
-  spec.py    Rows of a table by number, and the table's gradient. A spec does not know its target
+  spec.py    lookup, and its gradient
+  kernel.py  the lookup: sm_80 and later
 """

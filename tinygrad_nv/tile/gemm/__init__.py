@@ -1,18 +1,17 @@
 """Matmuls: spec, schedules, legality, cost, and the templates mma, wgmma and gemv.
 
-  candidates.py  The schedules there are for a product: all that legality accepts, of what is worth writing …
-  choose.py      Which schedule a product gets, or why none
-  cost.py        How long a schedule takes: an analytic model of waves, tensor-core cycles and bytes by level
-  defaults.py    Tiles worth trying first, by architecture, the better known ones before the others
-  dense.py       Products of dense matrices, by a few words: what `tinygrad-nv tune`, benchmarks and tests …
-  legality.py    What schedule can be, for a spec and an architecture, and why not
-  spec.py        What is computed, in types: a matrix product and what follows it. A spec does not know its …
-  splits.py      One tile's sum by several CTAs: which tiles along K each has, and how their sums meet
-  templates.py   Kernel families: each makes PTX from a spec and a schedule, for the architectures it names
-  trial.py       A kernel on the emulator or on a device, to see what it costs
-  tune.py        The best of some schedules, by trying them
-  work.py        What one CTA has to do: cycles of each of its SM's resources, by schedule or from the …
-  gemv/          Matmuls of few rows, at the speed of memory
-  mma/           Matmuls with mma.sync: sm_80 and later, any strides
-  wgmma/         Matmuls with wgmma and TMA, warp-specialised and persistent: sm_90a
+  spec.py        what is computed: a matmul and its epilogue, in types; dense.py: specs from a few words
+  legality.py    whether a schedule is possible, and why not
+  defaults.py    tiles to try first, by architecture
+  candidates.py  all schedules worth trying
+  analytic.py    the schedule that the cost model likes best
+  choose.py      the schedule of a spec, or why there is none
+  cost.py        the cost model: waves, tensor-core cycles, bytes by memory level
+  work.py        the cycles of one CTA on each resource of its SM
+  tune.py        the fastest of some schedules; trial.py: one of them on the emulator or a device
+  splits.py      split-K: the part of K of each CTA, and the order of sums
+  templates.py   the templates by name
+  mma/           mma.sync: sm_80 and later, any strides
+  wgmma/         wgmma and TMA, warp-specialised and persistent: sm_90a
+  gemv/          few rows, at memory bandwidth
 """

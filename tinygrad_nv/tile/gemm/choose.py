@@ -1,98 +1,31 @@
 """Which schedule a product gets, or why none.
 
-Protocol: `choose` takes the winner that the schedule database has, else what the cost model says: the best of
-the legal tiles of defaults.py, then of their variants (stages, clusters, splits, stream-K, widths). The
-model's answer is a function of spec, architecture and number of SMs alone, the same in every process. None
-means that no template takes the product, and `why_not` says why in words for a reader.
+Protocol: `choose` takes the winner that the schedule database has, else what the cost model says
+(analytic.py). None means that no template takes the product, and `why_not` says why in words for a reader.
 """
 from __future__ import annotations
-
-import functools
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from tinygrad.helpers import BEAM
 
 from tinygrad_nv.tile import database
-from tinygrad_nv.tile.gemm.candidates import around, beside, filling, rings, worthwhile
-from tinygrad_nv.tile.gemm.cost import Model, Prediction
-from tinygrad_nv.tile.gemm.defaults import TIE, starts
-from tinygrad_nv.tile.gemm.legality import SMEM_BYTES, problems
+from tinygrad_nv.tile.clock import Clock
+from tinygrad_nv.tile.gemm.analytic import analytic
+from tinygrad_nv.tile.gemm.defaults import starts
+from tinygrad_nv.tile.gemm.legality import problems
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.gpu import machine_for
+from tinygrad_nv.tile.limits import SMEM_BYTES
 from tinygrad_nv.tile.schedule import Schedule
 
-if TYPE_CHECKING:
-    from tinygrad_nv.runtime.driver import Driver
 
-KEPT = 4                            # tiles whose variants are looked at
-
-
-def choose(spec: GemmSpec, arch: str, sm_count: int = 0, driver: Driver | None = None) -> Schedule | None:
+def choose(spec: GemmSpec, arch: str, sm_count: int = 0, clock: Clock | None = None) -> Schedule | None:
     """The schedule for a product on a GPU with `sm_count` SMs (0: as the architecture's first has); None
-    when there is none. With BEAM=N candidates are tried, on the GPU that `driver` drives, or counted by the
+    when there is none. With BEAM=N candidates are tried, on the GPU of `clock`, or counted by the
     emulator."""
     if (known := database.lookup(spec, arch)) is not None: return known
     chosen = analytic(spec, arch, sm_count)
     if chosen is None or BEAM.value < 1: return chosen
     from tinygrad_nv.tile.gemm.tune import search  # the emulator is loaded by those who try
-    return search(spec, arch, BEAM.value, sm_count, driver) or chosen
-
-
-@functools.lru_cache(4096)
-def analytic(spec: GemmSpec, arch: str, sm_count: int = 0) -> Schedule | None:
-    """The cost model's choice; of those it cannot tell apart, what the defaults have first."""
-    if arch not in SMEM_BYTES: return None
-    model = Model(spec, machine_for(arch, sm_count))
-    size, sms = spec.a.dtype.itemsize, model.machine.sm_count
-    first = [s for s in starts(spec, arch) if worthwhile(s, spec)]
-    kept = _tiles(_ranked([v for s in first for v in filling(s, spec, sms)], model), spec, arch)
-    variants = [v for s in kept for ring in rings(s, arch, size) for v in around(ring, spec, sms)]
-    ranked = _ranked(variants, model)
-    if (best := _first_legal(ranked, spec, arch)) is None: return None
-    others = [ring for s in beside(best[0], spec) for ring in rings(s, arch, size)]
-    if others:
-        ranked = sorted([*ranked, *_ranked(others, model)], key=_seconds)
-        best = _first_legal(ranked, spec, arch) or best
-    ties = [pair for pair in ranked if pair[1].seconds <= TIE * best[1].seconds]
-    order = {_tile(s): i for i, s in enumerate(first)}
-    best = _first_legal(sorted(ties, key=lambda pair: _preference(pair[0], order)), spec, arch) or best
-    return best[0]
-
-
-def _tiles(ranked: Iterable[tuple[Schedule, Prediction]], spec: GemmSpec, arch: str) -> list[Schedule]:
-    """The first few tiles that are legal, with however many stages, each once and by itself."""
-    made: dict[Schedule, Schedule] = {}
-    for s, _ in ranked:
-        bare = s if s.template == "gemv" else s.split(1).cluster(1)
-        if len(made) == KEPT: break
-        if bare in made: continue
-        if any(not problems(ring, spec, arch) for ring in rings(s, arch, spec.a.dtype.itemsize)):
-            made[bare] = bare
-    return list(made)
-
-
-def _ranked(schedules: Iterable[Schedule], model: Model) -> list[tuple[Schedule, Prediction]]:
-    """The fastest first; as given where two are equal."""
-    predicted = [(s, model.predict(s)) for s in schedules]
-    return sorted(predicted, key=_seconds)
-
-
-def _seconds(pair: tuple[Schedule, Prediction]) -> float: return pair[1].seconds
-
-
-def _first_legal(pairs: Iterable[tuple[Schedule, Prediction]], spec: GemmSpec,
-                 arch: str) -> tuple[Schedule, Prediction] | None:
-    return next((pair for pair in pairs if not problems(pair[0], spec, arch)), None)
-
-
-def _preference(s: Schedule, order: dict[tuple[object, ...], int]) -> int:
-    """Where the table of defaults has the tile; after all of them where it has not."""
-    return order.get(_tile(s), len(order))
-
-
-def _tile(s: Schedule) -> tuple[object, ...]:
-    return s.template, s.block_m, s.block_n, s.block_k, s.warps_m, s.warps_n, s.mode, s.swap
+    return search(spec, arch, BEAM.value, sm_count, clock) or chosen
 
 
 def why_not(spec: GemmSpec, arch: str) -> str:

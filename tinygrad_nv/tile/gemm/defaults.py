@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 
 from tinygrad_nv.tile.gemm.gemv.plan import MOST_ROWS, Plan, turned, turns
-from tinygrad_nv.tile.gemm.legality import SMEM_BYTES
 from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.limits import SMEM_BYTES
 from tinygrad_nv.tile.schedule import Schedule
 
 TIE = 1.02                          # predictions as near as this are the same

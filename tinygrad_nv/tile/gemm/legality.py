@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.limits import MOST, SMEM_BYTES
 from tinygrad_nv.tile.schedule import Schedule
-
-MOST = (1 << 31) - 1            # a grid's x; a coordinate of TMA; what kernels count in 32 bits
-MOST_GRID = 65535              # a grid's y and z
-SMEM_BYTES = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90a": 227 << 10}
 
 
 def problems(schedule: Schedule, spec: GemmSpec, arch: str) -> list[str]:

@@ -12,14 +12,25 @@ into one; an operand that is the same for all of a dimension has stride 0 there.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal
 
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, Sum, parameters, short, show, walk
+from tinygrad_nv.tile.expression import (
+    Apply,
+    Expression,
+    Load,
+    Position,
+    Sum,
+    loads,
+    parameters,
+    short,
+    show,
+    walk,
+)
 
 HALVES = (dtypes.float16, dtypes.bfloat16)
 FP8 = (dtypes.fp8e4m3, dtypes.fp8e5m2)
@@ -80,6 +91,28 @@ class Result:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """What a store needs to know of a result: where it lies, `m` rows and `n` columns in each matrix of the
+    batch, and the epilogue that makes an element of sums. `symbolic`: `m` is the most rows there can be.
+    Raises `SpecError` where elements overlap."""
+    out: Result
+    m: int
+    n: int
+    batch: tuple[int, ...]
+    epilogue: Expression
+    symbolic: bool = False
+
+    def __post_init__(self) -> None:
+        axes = ((self.out.m, self.m), (self.out.n, self.n), *zip(self.out.batch, self.batch, strict=True))
+        strides, reach = sorted((stride, extent) for stride, extent in axes if extent > 1), 0
+        for stride, extent in strides:
+            if stride <= reach:
+                raise SpecError(f"a result with strides {[s for s, _ in strides]} of extents "
+                                f"{[e for _, e in strides]}", "elements that lie apart")
+            reach += stride * (extent - 1)
+
+
+@dataclass(frozen=True)
 class GemmSpec:
     """A product. `parts` > 1: the right operand is several matrices, `part` elements apart, whose sums meet
     in the epilogue (`silu(gate) * up` of one weight). `symbolic`: `m` is the most rows there can be, how many
@@ -130,13 +163,12 @@ class GemmSpec:
         for node in walk(self.epilogue):
             if isinstance(node, Sum) and (node.dtype != self.accumulate or node.part >= self.parts):
                 raise SpecError(f"{node}", f"a sum of {self.accumulate}, of a part below {self.parts}")
-        axes = ((self.out.m, self.m), (self.out.n, self.n), *zip(self.out.batch, self.batch, strict=True))
-        strides, reach = sorted((stride, extent) for stride, extent in axes if extent > 1), 0
-        for stride, extent in strides:
-            if stride <= reach:
-                raise SpecError(f"a result with strides {[s for s, _ in strides]} of extents "
-                                f"{[e for _, e in strides]}", "elements that lie apart")
-            reach += stride * (extent - 1)
+        _ = self.stored
+
+    @cached_property
+    def stored(self) -> Stored:
+        """The result, for its store."""
+        return Stored(self.out, self.m, self.n, self.batch, self.epilogue, self.symbolic)
 
     @property
     def accumulate(self) -> DType:
@@ -196,3 +228,22 @@ def transposed(root: Expression) -> Expression:
         elif isinstance(node, Position) and node.axis == "n": made[node] = Position("m")
         else: made[node] = node
     return made[root]
+
+
+def sizes(spec: GemmSpec) -> list[int]:
+    """Bytes of the buffers that a kernel's pointers mean: out, a, b, x0, x1, …"""
+    def reach(offset: int, *axes: tuple[int, int]) -> int:
+        return offset + sum((extent - 1) * stride for extent, stride in axes) + 1
+    def batch(strides: tuple[int, ...]) -> list[tuple[int, int]]:
+        return [*zip(spec.batch, strides, strict=False)]
+    out, a, b = spec.out, spec.a, spec.b
+    made = [reach(out.offset, (spec.m, out.m), (spec.n, out.n), *batch(out.batch)) * out.dtype.itemsize,
+            reach(a.offset, (spec.m, a.mn), (spec.k, a.k), *batch(a.batch)) * a.dtype.itemsize,
+            reach(b.offset, (spec.n, b.mn), (spec.k, b.k), (spec.parts, spec.part), *batch(b.batch))
+            * b.dtype.itemsize]
+    extras = [0] * len(spec.parameters)
+    for load in loads(spec.epilogue):
+        nbytes = reach(load.offset, (spec.m, load.m), (spec.n, load.n), *batch(load.batch)) \
+            * load.dtype.itemsize
+        extras[load.parameter] = max(extras[load.parameter], nbytes)
+    return made + extras

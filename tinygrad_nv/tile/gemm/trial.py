@@ -1,35 +1,26 @@
-"""A kernel on the emulator or on a device, to see what it costs.
+"""A kernel on the emulator, to see what it costs.
 
 Protocol: `counters(spec, schedule, arch)` runs a small product twice, which differ in K alone, and gives the
-two runs' counters; `seconds(driver, kernel, spec)` times a kernel on a device. What is small: as many tiles
-as a cluster has, two for each CTA in ping-pong, and sums of `few_steps` and of a few steps more. Splits and
-stream-K change which CTA does a step, not the step, and are left out. Operands are zeros; checks are off.
+two runs' counters. What is small: as many tiles as a cluster has, two for each CTA in ping-pong, and sums of
+`few_steps` and of a few steps more. Splits and stream-K change which CTA does a step, not the step, and are
+left out. Operands are zeros; checks are off.
 """
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tinygrad_nv.errors import KernelError
 from tinygrad_nv.ptx.emulator import Emulator, TensorMap
 from tinygrad_nv.ptx.emulator.report import Stats
-from tinygrad_nv.runtime.driver import Driver, Fill, Launch, integer, pointer
-from tinygrad_nv.runtime.launch_text import map_spec
-from tinygrad_nv.tile.expression import loads
-from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
+from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, sizes
 from tinygrad_nv.tile.gemm.templates import build
 from tinygrad_nv.tile.gemm.work import columns
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.schedule import Schedule
 
-if TYPE_CHECKING:
-    from tinygrad_nv.ptx.assemble import Assembly
-
 STEPS_MORE = 4
-WARM, TIMED = 3, 11                 # launches
 
 
 @dataclass(frozen=True)
@@ -73,25 +64,6 @@ def _longer(operand: Operand, k: int) -> Operand:
     return replace(operand, mn=operand.mn + -(-(k - operand.mn) // 64) * 64)
 
 
-def sizes(spec: GemmSpec) -> list[int]:
-    """Bytes of the buffers that a kernel's pointers mean: out, a, b, x0, x1, …"""
-    def reach(offset: int, *axes: tuple[int, int]) -> int:
-        return offset + sum((extent - 1) * stride for extent, stride in axes) + 1
-    def batch(strides: tuple[int, ...]) -> list[tuple[int, int]]:
-        return [*zip(spec.batch, strides, strict=False)]
-    out, a, b = spec.out, spec.a, spec.b
-    made = [reach(out.offset, (spec.m, out.m), (spec.n, out.n), *batch(out.batch)) * out.dtype.itemsize,
-            reach(a.offset, (spec.m, a.mn), (spec.k, a.k), *batch(a.batch)) * a.dtype.itemsize,
-            reach(b.offset, (spec.n, b.mn), (spec.k, b.k), (spec.parts, spec.part), *batch(b.batch))
-            * b.dtype.itemsize]
-    extras = [0] * len(spec.parameters)
-    for load in loads(spec.epilogue):
-        nbytes = reach(load.offset, (spec.m, load.m), (spec.n, load.n), *batch(load.batch)) \
-            * load.dtype.itemsize
-        extras[load.parameter] = max(extras[load.parameter], nbytes)
-    return made + extras
-
-
 # **** the emulator ****
 
 def emulated(kernel: GemmKernel, spec: GemmSpec, arch: str) -> Stats:
@@ -110,46 +82,3 @@ def emulated(kernel: GemmKernel, spec: GemmSpec, arch: str) -> Stats:
                         cluster=kernel.cluster, dynamic_smem=kernel.dynamic_smem)
     if report.findings: raise KernelError(str(report.findings[0]), "a kernel that comes to its end")
     return report.stats
-
-
-# **** a device ****
-
-def seconds(driver: Driver, kernel: GemmKernel, spec: GemmSpec, made: Assembly | None = None) -> float:
-    """The median of some launches on a device, after some that are not counted."""
-    function = driver.load(kernel.ptx.encode() if made is None else made.cubin).function(kernel.name)
-    operands = [max(nbytes, 16) for nbytes in sizes(spec)]
-    shared = [kernel.workspace_bytes, 4 * max(kernel.flags, 1)] if kernel.workspace_bytes else []
-    fills: list[Fill] = []
-    try:
-        for nbytes in (operands[0], *shared, *operands[1:]):
-            fills.append(Fill(driver.alloc(nbytes), 0, nbytes))
-            driver.submit(fills[-1])
-        args = arguments(driver, kernel, spec, [fill.target for fill in fills])
-        launch = Launch(function, kernel.grid_for(spec.m), (kernel.threads, 1, 1), args, kernel.dynamic_smem,
-                        (*kernel.cluster, 1, 1)[:3])
-        return _median(driver, launch, fills[2:3] if shared else [])
-    finally:
-        driver.synchronize()
-        for fill in fills: driver.free(fill.target)
-
-
-def arguments(driver: Driver, kernel: GemmKernel, spec: GemmSpec, addresses: list[int]) -> tuple[bytes, ...]:
-    """A launch's, of buffers in the order of the pointers."""
-    made = [pointer(address) for address in addresses]
-    if spec.symbolic: made.append(integer(spec.m))
-    made += [driver.tensor_map(map_spec(one, addresses[one.pointer], spec.m)) for one in kernel.maps]
-    return tuple(made)
-
-
-def _median(driver: Driver, launch: Launch, zeroed: list[Fill]) -> float:
-    """Of the launches, with the flags set to zero before each outside the time."""
-    times = []
-    for number in range(WARM + TIMED):
-        for fill in zeroed: driver.submit(fill)
-        start, end = driver.event(), driver.event()
-        driver.record(start)
-        driver.submit(launch)
-        driver.record(end)
-        driver.wait_for(end)
-        if number >= WARM: times.append(driver.elapsed_ms(start, end) / 1e3)
-    return statistics.median(times)

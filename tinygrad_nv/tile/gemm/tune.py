@@ -2,9 +2,9 @@
 
 Protocol: `tune(spec, arch, beam)` takes the `PER_BEAM` · beam candidates that the cost model likes best, and
 what `choose` would take without a database. Each is built and, where there is a ptxas, assembled, several at
-a time; those that spill or that ptxas changes are out. The others are timed on a device by its driver, or
-counted by the emulator, whose counters the cost model turns into seconds (`Work`): nothing in that depends
-on the machine, so the same one wins each time. The winner goes to the schedule database.
+a time; those that spill or that ptxas changes are out. The others are timed by a `Clock`, or counted by the
+emulator, whose counters the cost model turns into seconds (`Work`): nothing in that depends on the machine,
+so the same one wins each time. The winner goes to the schedule database.
 
 `search` is what BEAM=N does while a graph is made into kernels: `tune`, unless the database knows.
 """
@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.ptx.assemble import Assembly, assemble, find_program
 from tinygrad_nv.ptx.gpcs import Clusters
-from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.tile import database
+from tinygrad_nv.tile.clock import Clock
 from tinygrad_nv.tile.gemm import trial, work
+from tinygrad_nv.tile.gemm.analytic import analytic
 from tinygrad_nv.tile.gemm.candidates import space
-from tinygrad_nv.tile.gemm.choose import analytic
 from tinygrad_nv.tile.gemm.cost import Model, Prediction
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gemm.templates import build
@@ -47,32 +47,32 @@ class Candidate:
     why: str = ""
 
 
-def tune(spec: GemmSpec, arch: str, beam: int = 1, sm_count: int = 0, driver: Driver | None = None,
+def tune(spec: GemmSpec, arch: str, beam: int = 1, sm_count: int = 0, clock: Clock | None = None,
          progress: Progress = lambda done, count: None) -> list[Candidate]:
     """Candidates, the fastest first, those that are out last; none where no template takes the product. The
-    first is stored in the database. Without a driver they are counted on the emulator."""
+    first is stored in the database. Without a clock they are counted on the emulator."""
     model = Model(spec, machine_for(arch, sm_count))
     wanted, tried = candidates(model, arch, beam), []
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
-        clusters = () if driver is None else driver.clusters
+        clusters = () if clock is None else clock.clusters
         for made in pool.map(lambda s: _built(model, s, arch, clusters), wanted):
-            tried.append(_timed(model, arch, driver, *made))
+            tried.append(_timed(model, arch, clock, *made))
             progress(len(tried), len(wanted))
     finally: pool.shutdown(cancel_futures=True)
     # equal seconds: what the model liked better
     tried.sort(key=lambda c: (c.seconds is None, c.seconds or 0.0))
     if tried and (best := tried[0]).seconds is not None:
         database.store([database.Entry(spec, arch, database.toolchain(), best.schedule, best.seconds,
-                                       "counted" if driver is None else "measured")])
+                                       "counted" if clock is None else "measured")])
     return tried
 
 
 def search(spec: GemmSpec, arch: str, beam: int, sm_count: int = 0,
-           driver: Driver | None = None) -> Schedule | None:
+           clock: Clock | None = None) -> Schedule | None:
     """The database's winner, found first if there is none. A database that cannot be written is noted."""
     if (known := database.lookup(spec, arch)) is not None: return known
-    try: tried = tune(spec, arch, beam, sm_count, driver)
+    try: tried = tune(spec, arch, beam, sm_count, clock)
     except OSError as error:
         database.note(f"{database.path()} cannot be written: {error}")
         return None
@@ -111,12 +111,12 @@ def _built(model: Model, s: Schedule, arch: str, clusters: Clusters
     return candidate, kernel, made
 
 
-def _timed(model: Model, arch: str, driver: Driver | None, candidate: Candidate, kernel: GemmKernel | None,
+def _timed(model: Model, arch: str, clock: Clock | None, candidate: Candidate, kernel: GemmKernel | None,
            made: Assembly | None) -> Candidate:
     """With its seconds, unless it is out."""
     if kernel is None: return candidate
-    try: taken = _counted(model, arch, candidate) if driver is None else \
-        trial.seconds(driver, kernel, model.spec, made)
+    try: taken = _counted(model, arch, candidate) if clock is None else \
+        clock.seconds(kernel, model.spec, made)
     except NVError as error: return replace(candidate, why=error.found)
     return replace(candidate, seconds=taken)
 

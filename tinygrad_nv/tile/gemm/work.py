@@ -22,6 +22,7 @@ from tinygrad_nv.tile.expression import Apply, Load, walk
 from tinygrad_nv.tile.gemm.gemv.plan import Plan, turned
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
 from tinygrad_nv.tile.gpu import Machine
+from tinygrad_nv.tile.operations import OPERATIONS
 from tinygrad_nv.tile.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 SMEM_BYTES_PER_CYCLE, SCHEDULERS, L2_BYTES_PER_CYCLE = 128, 4, 64
 INSTRUCTION_BYTES = 32              # of K that one tensor-core instruction takes, for every dtype
-SLOW = ("exp2", "log2", "reciprocal", "sqrt", "sin")
 STORE_OPS = {"wgmma": 4.0, "mma": 4.0, "gemv": 10.0}   # an element's address, rounding and store
 WARP_STEP = 45                      # instructions of a consumer's warp for a stage: wait, wgmmas, release
 STORE_LATENCY = 400.0               # cycles until the first of a tile's sums is on its way
@@ -55,7 +55,7 @@ class Ending:
 
 @lru_cache(4096)
 def ending(spec: GemmSpec) -> Ending:
-    """Instructions and bytes of a spec's epilogue. A transcendental takes a quarter of the lanes, twice."""
+    """Instructions and bytes of a spec's epilogue."""
     operations, load_bytes = 0, 0
     for node in walk(spec.epilogue):
         if isinstance(node, Apply): operations += _operations(node)
@@ -65,7 +65,7 @@ def ending(spec: GemmSpec) -> Ending:
 
 def _operations(node: Apply) -> int:
     """16-bit results are rounded by an instruction more."""
-    return (8 if node.op in SLOW else 1) + (node.dtype.itemsize == 2 and node.op != "cast")
+    return OPERATIONS[node.op].cost + (node.dtype.itemsize == 2 and node.op != "cast")
 
 
 def width(spec: GemmSpec, s: Schedule) -> int:

@@ -1,5 +1,5 @@
 """New keys and values into pages.
 
-  kernel.py  New keys and values into pages, with rotation and rounding, in one launch. For sm_80 and later
-  spec.py    What an append computes: new keys and values of each request, rotated and rounded, into its pages
+  spec.py    rotary embedding, rounding and scatter of new keys and values
+  kernel.py  the template: sm_80 and later
 """

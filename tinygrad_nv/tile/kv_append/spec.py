@@ -30,7 +30,7 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.decode.spec import BYTES, Pages, Scales
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.gemm.legality import MOST_GRID
+from tinygrad_nv.tile.limits import MOST_GRID
 
 FLOATS = (dtypes.float32, dtypes.bfloat16, dtypes.float16)
 

@@ -18,8 +18,8 @@ from math import prod
 
 from tinygrad_nv.tile.epilogue import problems as refused
 from tinygrad_nv.tile.expression import Load, loads
-from tinygrad_nv.tile.gemm.legality import MOST_GRID
 from tinygrad_nv.tile.gemm.spec import Result
+from tinygrad_nv.tile.limits import MOST_GRID
 from tinygrad_nv.tile.norm.spec import NormSpec
 
 VECTOR_BYTES = 16

@@ -1,8 +1,7 @@
-"""Parts of a sampler: thresholds, choices, counts.
+"""Kernels of the sampler: filters, choices, counts.
 
-  choice.py          Choices of tokens (spec.py): noise and the largest with it in one pass. For sm_80 and …
-  count.py           Counts of chosen tokens (spec.py), in place. For sm_80 and later
-  spec.py            Parts of a sampler, for rows of logits: selection by mass, and the choice of a token
-  threshold.py       Filters by mass (spec.py), by radix selection in memory that stays in caches. For …
-  threshold_sift.py  The part of a long row that a filter looks at (threshold.py): what is above a floor, …
+  spec.py       what is computed of rows of logits
+  threshold.py  top-k and top-p filters by radix selection; threshold_sift.py: the candidates of a long row
+  choice.py     noise and argmax in one pass
+  count.py      counts of chosen tokens, in place
 """

@@ -25,7 +25,8 @@ from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.tile.attention.dropout import keeps
 from tinygrad_nv.tile.attention.spec import EVERY, FULL, SCALED, AttentionSpec, Band, Rows
 from tinygrad_nv.tile.expression import Expression, Sum, loads
-from tinygrad_nv.tile.kernel import AttentionKernel, MapArgument
+from tinygrad_nv.tile.kernel import AttentionKernel
+from tinygrad_nv.tile.launch import MapArgument
 
 C = 2.0  # of the plain implementation's error
 SPREAD = 60.0  # of numbers of 8 bits

@@ -17,7 +17,8 @@ from tinygrad_nv.ptx.emulator import Buffer, Emulator, TensorMap
 from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, loads
 from tinygrad_nv.tile.gemm.spec import FP8, GemmSpec, Operand, Result
-from tinygrad_nv.tile.kernel import GemmKernel, MapArgument
+from tinygrad_nv.tile.kernel import GemmKernel
+from tinygrad_nv.tile.launch import MapArgument
 
 TORCH = {dtypes.float16: torch.float16, dtypes.bfloat16: torch.bfloat16, dtypes.float32: torch.float32,
          dtypes.fp8e4m3: torch.float8_e4m3fn, dtypes.fp8e5m2: torch.float8_e5m2, dtypes.int8: torch.int8,

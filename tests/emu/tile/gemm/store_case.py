@@ -14,10 +14,14 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced, read
+from tinygrad_nv.tile.gemm.mma import legality as mma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.gemm.wgmma import store as wgmma
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.store import Cell, Store, store_plan
+from tinygrad_nv.tile.share import Cell
+from tinygrad_nv.tile.store import Store
+from tinygrad_nv.tile.store_plan import StorePlan
 
 SMALL = Schedule().block(32, 32).warps(2, 2)
 WARPS = Schedule().block(64, 128).warps(2, 2)
@@ -26,10 +30,15 @@ HALF, SINGLE, BYTE = dtypes.bfloat16, dtypes.float32, dtypes.int8
 OUTS = [HALF, SINGLE, dtypes.int32, BYTE, dtypes.fp8e4m3]
 
 
+def planned(spec: GemmSpec, schedule: Schedule) -> StorePlan:
+    """The plan of the schedule's template."""
+    return (wgmma if schedule.template == "wgmma" else mma).planned(spec, schedule)
+
+
 class _Outer:
     def __init__(self, spec: GemmSpec, schedule: Schedule, arch: str, ctas: int, staged: bool) -> None:
         self.spec, self.s, self.ctas = spec, schedule, ctas
-        self.plan = store_plan(spec, schedule)
+        self.plan = planned(spec, schedule)
         self.k = k = Kernel("outer", arch=arch, threads=schedule.threads)
         out, self.a, self.b = (k.pointer(name) for name in ("out", "a", "b"))
         extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
@@ -37,7 +46,7 @@ class _Outer:
         nbytes = self.plan.smem_bytes if staged else 0
         staging = k.shared("staging", nbytes, align=1024) if nbytes else None
         out_map = k.tensor_map("out_map") if self.plan.map else None
-        self.store = Store(k, spec, self.plan, out, extras, self.rows, staging, out_map)
+        self.store = Store(k, spec.stored, self.plan, out, extras, self.rows, staging, out_map)
         self.columns = schedule.block_n // spec.parts
         self.tiles_m, self.tiles_n = -(-spec.m // schedule.block_m), -(-spec.n // self.columns)
         self.tiles = self.tiles_m * self.tiles_n * spec.matrices

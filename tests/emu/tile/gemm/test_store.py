@@ -2,18 +2,22 @@
 staged ones without a bank conflict and in full sectors."""
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product as every
 
 import pytest
 import torch
 from gemm_case import arguments, launched, product, reference, run
-from store_case import GROUPS, HALF, OUTS, SINGLE, SMALL, WARPS, exact, outer, spec_of
+from store_case import GROUPS, HALF, OUTS, SINGLE, SMALL, WARPS, exact, outer, planned, spec_of
 from tinygrad.dtype import DType, dtypes
 
+from tinygrad_nv.errors import SpecError
 from tinygrad_nv.ptx.assemble import assemble
+from tinygrad_nv.tile.attention.mma.legality import stored
+from tinygrad_nv.tile.attention.spec import AttentionSpec, Rows
 from tinygrad_nv.tile.expression import Constant, Load, Sum
+from tinygrad_nv.tile.gemm.spec import Result
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.store import store_plan
 
 WAYS = [(WARPS, "sm_80"), (WARPS, "sm_90a"), (GROUPS, "sm_90a")]
 
@@ -34,7 +38,7 @@ def test_staged_results_of_every_dtype(out: DType, way: tuple[Schedule, str]):
     if out == dtypes.fp8e4m3 and arch == "sm_80": arch = "sm_89"
     for major, batch in every("NM", [(), (2, 1, 2)]):
         spec = spec_of(out, 128, 128, out_major=major, batch=batch)
-        assert store_plan(spec, schedule).panel is not None
+        assert planned(spec, schedule).panel is not None
         exact(spec, schedule, arch)
         made, values = outer(spec, schedule, arch), arguments(spec)
         stats = launched(made, spec, values, arch)[1].stats
@@ -91,7 +95,7 @@ def test_rows_that_are_known_at_launch():
 def test_what_rows_of_16_bytes_need():
     """Which way a result goes."""
     def way(schedule: Schedule = GROUPS, **more: object) -> str:
-        return str(store_plan(product(200, 136, 1, HALF, **more), schedule))  # type: ignore[arg-type]
+        return str(planned(product(200, 136, 1, HALF, **more), schedule))  # type: ignore[arg-type]
     assert way() == "TMA, panels of 64 x 128 B"
     assert way(WARPS) == "16 B a thread, panels of 16 x 128 B"
     assert way(gap=8) == "TMA, panels of 64 x 128 B"
@@ -102,8 +106,8 @@ def test_what_rows_of_16_bytes_need():
 
 def test_a_plan_without_its_memory_stores_elements():
     spec = spec_of(HALF, 128, 128)
-    assert store_plan(spec, WARPS).smem_bytes == 4 * 2 * 16 * 128
-    assert store_plan(spec, GROUPS).smem_bytes == 2 * 2 * 64 * 128
+    assert planned(spec, WARPS).smem_bytes == 4 * 2 * 16 * 128
+    assert planned(spec, GROUPS).smem_bytes == 2 * 2 * 64 * 128
     assert "st.shared" not in outer(spec, WARPS, "sm_80", staging=False).ptx
     values = arguments(spec)
     assert (run(outer(spec, WARPS, "sm_80", staging=False), spec, values) == reference(spec, values)).all()
@@ -132,3 +136,14 @@ def test_instructions_of_a_panel():
     assert text.count("stmatrix.sync.aligned.m8n8.x4") == 4
     assert text.count("cp.async.bulk.tensor") == 1
     assert assemble(text, "sm_90a").kernels["outer"].spill_store_bytes == 0
+
+
+def test_results_whose_elements_overlap_are_refused():
+    spec = product(64, 32, 1, HALF)
+    with pytest.raises(SpecError, match=r"a result with strides \[1, 16\] of extents \[32, 64\]"):
+        replace(spec, out=replace(spec.out, m=16))
+    rows = Rows(HALF, 128, (128 * 48, 64, 0))   # two heads of 64 elements side by side
+    attention = AttentionSpec(48, 48, 64, 64, rows, rows, rows, rows, (1, 2, 1))
+    assert stored(attention).out == Result(HALF, 128, 1, rows.batch)
+    with pytest.raises(SpecError, match="elements that lie apart"):
+        stored(replace(attention, out=replace(rows, row=96)))

@@ -10,6 +10,7 @@ from tinygrad.helpers import Context
 
 from tinygrad_nv.errors import KernelError, PTXError
 from tinygrad_nv.ptx.assemble import Assembly, Resources
+from tinygrad_nv.runtime.clock import DriverClock, seconds
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 from tinygrad_nv.tile import database
 from tinygrad_nv.tile.gemm import trial, tune, work
@@ -177,14 +178,14 @@ def test_a_kernel_is_timed_by_a_driver(spec, schedule):
     arch = "sm_90a"
     driver = EmulatedDriver(arch, check=False)
     assert problems(schedule, spec, arch) == []
-    assert trial.seconds(driver, build(spec, schedule, arch), spec) > 0
+    assert seconds(driver, build(spec, schedule, arch), spec) > 0
     assert driver.used_bytes == 0
 
 
 def test_on_a_device_the_clock_decides(monkeypatch):
     times = iter((3e-6, 2e-6, 1e-6, 4e-6, 5e-6))
-    monkeypatch.setattr(trial, "seconds", lambda *args: next(times))
-    tried = tune.tune(SMALL, "sm_80", 1, driver=EmulatedDriver("sm_80"))
+    monkeypatch.setattr("tinygrad_nv.runtime.clock.seconds", lambda *args: next(times))
+    tried = tune.tune(SMALL, "sm_80", 1, clock=DriverClock(EmulatedDriver("sm_80")))
     assert [c.seconds for c in tried] == [1e-6, 2e-6, 3e-6, 4e-6, 5e-6]
     assert [(e.schedule, e.how) for e in database.entries()] == [(tried[0].schedule, "measured")]
 

@@ -1,6 +1,6 @@
-"""The gradient of attention on a CPU.
+"""The gradient of attention on a CPU (FlashAttention-2, Dao 2023, algorithm 2).
 
-  kernel.py  The backward pass of flash attention on a CPU (FlashAttention-2, Dao 2023, algorithm 2)
-  text.py    The C of kernel.py: a block of keys against a block of rows, and the loops around it
-  tiles.py   What kernel.py computes with: products of tiles in registers, and rows in scratch memory, in C
+  kernel.py  the template: legality, schedule, build
+  text.py    the C: a block of keys against a block of queries, and the loops around it
+  tiles.py   matmuls of tiles in registers, and rows in scratch memory, in C
 """

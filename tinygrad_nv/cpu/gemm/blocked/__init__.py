@@ -1,7 +1,7 @@
-"""The blocked GEMM of packed operands.
+"""Blocked GEMM of packed operands.
 
-  blocks.py  Block sizes of the blocked GEMM, from the machine's caches and registers
-  kernel.py  Products of many rows: a blocked GEMM of packed operands
-  micro.py   The innermost loop of the blocked GEMM: a block of the result in registers
-  pack.py    Packing of an operand of the blocked GEMM: from any strides to what the innermost loop reads
+  blocks.py  block sizes, from caches and registers
+  pack.py    packing an operand of any strides for the micro-kernel
+  micro.py   the micro-kernel: a block of the result in registers
+  kernel.py  the template, and the loops around the micro-kernel
 """

@@ -1,5 +1,5 @@
-"""Matmuls of few rows on a CPU.
+"""Matmuls of few rows on a CPU: GEMV and skinny GEMM.
 
-  kernel.py     Products of few rows with a matrix that is read once: GEMV, and skinny GEMM
-  main_loop.py  The sums of a product of few rows: columns of one chunk, by how b lies
+  kernel.py     the template: the weights are read once
+  main_loop.py  the sums of one chunk of columns, by the layout of b
 """

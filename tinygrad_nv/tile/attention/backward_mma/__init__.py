@@ -1,8 +1,8 @@
 """The gradient of attention with mma.sync (FlashAttention-2).
 
-  dq.py        dq of a block of rows: products of ds and the CTA's keys, added to what other CTAs have added
-  kernel.py    The backward pass of flash attention with mma.sync: a CTA has a block of keys, and dk and dv …
-  legality.py  What `flash_backward_mma` asks of a schedule, and how much a schedule takes
-  ordered.py   Blocks of dq in turns: the same sum whatever CTAs do first
-  rows.py      The blocks of rows that see a block of keys, and how they come to shared memory
+  kernel.py    a CTA has a block of keys, and its dk and dv in registers
+  legality.py  what the template requires of a schedule, and its resources
+  rows.py      the blocks of queries that see a block of keys, and their copies to shared memory
+  dq.py        dq of a block of queries, added to what other CTAs have added
+  ordered.py   the deterministic order of these additions
 """

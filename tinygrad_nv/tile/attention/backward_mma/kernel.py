@@ -34,7 +34,7 @@ from tinygrad_nv.tile.attention.backward_mma.legality import (
     plan_of,
     require,
     stage_bytes,
-    stored_as,
+    stored,
     width,
 )
 from tinygrad_nv.tile.attention.backward_mma.ordered import Turns, flags_of, started
@@ -50,7 +50,8 @@ from tinygrad_nv.tile.kernel import BackwardKernel
 from tinygrad_nv.tile.lanes import HALVES
 from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.store import Cell, Store
+from tinygrad_nv.tile.share import Cell
+from tinygrad_nv.tile.store import Store
 
 Four = list[Value]  # registers of a fragment
 
@@ -65,6 +66,7 @@ def flash_backward_mma(spec: BackwardSpec, schedule: Schedule, arch: str = "sm_8
     grid = (-(-one.s_kv // schedule.block_n), one.batch[1], one.batch[0])
     return BackwardKernel("flash_backward_mma", k.ptx(), grid, schedule.threads, k.dynamic_smem,
                           rows_of_cta=schedule.block_n if "s_kv" in one.symbolic else 0, pdl=k.hopper,
+                          dq_bytes=spec.dq_bytes,
                           flags=flags_of(one, schedule.block_m) if spec.deterministic else 0)
 
 
@@ -352,7 +354,7 @@ class _Writer:
         for pointer, where, d, sums in ((self.dv, self.spec.dv, one.d_v, self.sums_v),
                                         (self.dk, self.spec.dk, one.d, self.sums_k)):
             plan = plan_of(s, self.spec, where, d)
-            store = Store(k, stored_as(self.spec, where, d), plan, pointer, [], rows, start)
+            store = Store(k, stored(self.spec, where, d), plan, pointer, [], rows, start)
             cells = [Cell(16 * i, j // 2 * 16 * s.warps_n + j % 2 * 8, [cell])
                      for i, row in enumerate(sums) for j, cell in enumerate(row)]
             store.tile(self.first + self.key, self.across * 16, self.batch, cells)

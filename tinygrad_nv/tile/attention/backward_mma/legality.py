@@ -3,8 +3,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tinygrad.dtype import dtypes
-
 from tinygrad_nv.errors import ScheduleError, SpecError
 from tinygrad_nv.tile import epilogue
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
@@ -12,12 +10,12 @@ from tinygrad_nv.tile.attention.derivative import derivative
 from tinygrad_nv.tile.attention.mma.copy import LEAST_BYTES
 from tinygrad_nv.tile.attention.score import multiple
 from tinygrad_nv.tile.attention.spec import EVERY, OPERANDS, AttentionSpec, Rows
-from tinygrad_nv.tile.expression import short
+from tinygrad_nv.tile.expression import Sum, short
 from tinygrad_nv.tile.gemm import legality
-from tinygrad_nv.tile.gemm.legality import MOST_GRID
-from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
+from tinygrad_nv.tile.gemm.spec import Result, Stored
+from tinygrad_nv.tile.limits import MOST_GRID
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.store import StorePlan, store_plan
+from tinygrad_nv.tile.store_plan import StorePlan, store_plan, warp_tile
 
 TOLD_BYTES = 16     # of shared memory, for the number of a CTA
 BLOCKS = (16, 32, 64, 128)
@@ -64,17 +62,15 @@ def sums(s: Schedule, spec: AttentionSpec) -> int:
     return keys * (width(s, spec.d) + width(s, spec.d_v) + 2 * s.block_m) // (32 * s.warps_n)
 
 
-def stored_as(spec: BackwardSpec, rows: Rows, d: int) -> GemmSpec:
-    """The product whose result lies where dk or dv does, for its store."""
-    one, operand = spec.forward, Operand(dtypes.bfloat16, d, 1, (0, 0, 0))
-    out = Result(rows.dtype, rows.row, 1, rows.batch, rows.offset)
-    return GemmSpec(one.s_kv, d, d, operand, operand, out, (*one.batch[:2], 1),
-                    symbolic="s_kv" in one.symbolic)
+def stored(spec: BackwardSpec, rows: Rows, d: int) -> Stored:
+    """dk or dv, for its store."""
+    one, out = spec.forward, Result(rows.dtype, rows.row, 1, rows.batch, rows.offset)
+    return Stored(out, one.s_kv, d, (*one.batch[:2], 1), Sum().cast(out.dtype), "s_kv" in one.symbolic)
 
 
 def plan_of(s: Schedule, spec: BackwardSpec, rows: Rows, d: int) -> StorePlan:
     """How dk or dv is stored: element by element where warps share keys, as each has parts of lines."""
-    plan = store_plan(stored_as(spec, rows, d), Schedule().block(s.block_n, width(s, d)).warps(s.warps_m))
+    plan = store_plan(stored(spec, rows, d), warp_tile(s.block_n, width(s, d), s.warps_m))
     return plan if s.warps_n == 1 else replace(plan, panel=None, smem_bytes=0)
 
 

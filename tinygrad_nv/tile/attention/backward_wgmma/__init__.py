@@ -1,13 +1,13 @@
 """The gradient of attention with wgmma and TMA (FlashAttention-3).
 
-  blocks.py     Which blocks of rows see a CTA's keys, and which of them need a mask
-  dq.py         A warp's share of dq, added to memory: by way of its own shared memory, and from there by …
-  halves.py     Consumers that share 64 keys: each has half of a block's rows until p and ds are known, and …
-  kernel.py     The backward pass of attention with wgmma and TMA (FlashAttention-3, Shah et al. 2024): one …
-  legality.py   What `flash_backward_wgmma` kernels ask of a schedule
-  load.py       The producers: one thread brings keys and values once, and blocks of queries and gradients …
-  main_loop.py  A consumer warpgroup: 64 keys against block after block of rows (FlashAttention-3's …
-  plan.py       What follows from a spec and a schedule of `flash_backward_wgmma`: tiles, registers, bytes. …
-  store.py      dk and dv: a warp's 16 keys from registers to memory
-  weights.py    From the products' registers to p and ds, transposed: a warp has 16 keys, and all rows of a …
+  plan.py       the numbers of a spec and a schedule: tiles, registers, bytes
+  legality.py   what the template requires of a schedule
+  kernel.py     one producer warpgroup, consumers with 64 keys each
+  load.py       the producers: keys and values once, blocks of queries and gradients by TMA
+  main_loop.py  a consumer: 64 keys against block after block of queries
+  blocks.py     which blocks of queries see a CTA's keys, and which of them need a mask
+  weights.py    p and ds in registers, transposed
+  halves.py     consumers that share 64 keys, each with half of a block's queries
+  dq.py         a warp's share of dq, added to memory
+  store.py      dk and dv from registers to memory
 """

@@ -19,7 +19,7 @@ from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced
 from tinygrad_nv.tile.attention.backward_wgmma.blocks import Blocks, Walk
 from tinygrad_nv.tile.attention.backward_wgmma.plan import DQ_COLUMNS, WARP_ROWS, Plan
-from tinygrad_nv.tile.kernel import MapArgument
+from tinygrad_nv.tile.launch import MapArgument
 
 BOX_BYTES = WARP_ROWS * DQ_COLUMNS * 4
 

@@ -51,7 +51,7 @@ def flash_backward_wgmma(spec: BackwardSpec, schedule: Schedule = DEFAULT, arch:
     writer = _Writer(k, plan)
     writer.write()
     return BackwardKernel("flash_backward_wgmma", k.ptx(), plan.grid, schedule.threads, k.dynamic_smem,
-                          maps=tuple(writer.maps), pdl=True, flags=plan.flags,
+                          maps=tuple(writer.maps), pdl=True, dq_bytes=spec.dq_bytes, flags=plan.flags,
                           rows_of_cta=schedule.block_n if "s_kv" in spec.forward.symbolic else 0)
 
 

@@ -10,7 +10,7 @@ from tinygrad_nv.tile.attention.derivative import derivative
 from tinygrad_nv.tile.attention.spec import EVERY
 from tinygrad_nv.tile.attention.wgmma.legality import no_tma
 from tinygrad_nv.tile.expression import Constant, loads, show
-from tinygrad_nv.tile.gemm.legality import MOST, MOST_GRID, SMEM_BYTES
+from tinygrad_nv.tile.limits import MOST, MOST_GRID, SMEM_BYTES
 from tinygrad_nv.tile.schedule import Schedule
 
 # registers a thread that ptxas was seen to keep without spilling: those of a block, and sums of dk and dv;

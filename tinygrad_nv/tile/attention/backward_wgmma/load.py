@@ -18,7 +18,7 @@ from tinygrad_nv.tile.attention.backward_wgmma.blocks import Blocks, Walk
 from tinygrad_nv.tile.attention.backward_wgmma.plan import Plan, map_argument, walked
 from tinygrad_nv.tile.attention.score import Extents
 from tinygrad_nv.tile.attention.spec import Rows
-from tinygrad_nv.tile.kernel import MapArgument
+from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.pipeline import Cursor, Ring
 from tinygrad_nv.tile.wgmma_tiles import OperandTile
 

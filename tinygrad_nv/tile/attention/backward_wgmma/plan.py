@@ -18,7 +18,7 @@ from tinygrad_nv.tile.attention.score import multiple
 from tinygrad_nv.tile.attention.spec import Rows
 from tinygrad_nv.tile.attention.wgmma.plan import ROWS, STEP, WARPGROUP, padded, walked
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.kernel import MapArgument
+from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.wgmma_tiles import OperandTile, natural_span
 

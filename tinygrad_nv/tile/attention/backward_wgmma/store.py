@@ -12,8 +12,8 @@ from tinygrad_nv.ptx.builder import Kernel, Shared, Value
 from tinygrad_nv.tile.access import advanced, write
 from tinygrad_nv.tile.attention.backward_wgmma.plan import WARP_ROWS, Plan, map_argument, walked
 from tinygrad_nv.tile.attention.spec import Rows
-from tinygrad_nv.tile.kernel import MapArgument
 from tinygrad_nv.tile.lanes import Lanes, packed
+from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.wgmma_tiles import OperandTile
 
 

@@ -1,8 +1,8 @@
 """Attention in float32, without tensor cores.
 
-  kernel.py    Flash attention in float32, multiplied and added by ordinary arithmetic: keys and values in …
-  legality.py  What `flash_fma` asks of a schedule, and how much a schedule takes
-  matmuls.py   The two products of flash_fma: every lane multiplies a small matrix of its own, from registers
-  softmax.py   The online softmax of float32 attention: as flash_score.py has it, without a rounding that …
-  store.py     How warps of flash_fma with the same rows meet, and how the result is stored
+  kernel.py    the template: keys and values in a pipeline of stages
+  legality.py  what the template requires of a schedule, and its resources
+  matmuls.py   the two matmuls: each lane multiplies a small matrix in registers
+  softmax.py   the online softmax, without the rounding of 16-bit weights
+  store.py     the sum of warps with the same queries, and the store
 """

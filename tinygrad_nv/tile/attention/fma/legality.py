@@ -9,7 +9,7 @@ from tinygrad_nv.tile.attention.score import multiple
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm import legality
-from tinygrad_nv.tile.gemm.legality import MOST_GRID
+from tinygrad_nv.tile.limits import MOST_GRID
 from tinygrad_nv.tile.schedule import Schedule
 
 SIZE = 4                   # bytes of a float

@@ -28,7 +28,7 @@ from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced, row_start
 from tinygrad_nv.tile.attention.dropout import Dropout
 from tinygrad_nv.tile.attention.mma.copy import ColumnRing, RowCopy
-from tinygrad_nv.tile.attention.mma.legality import held, padded, plan_of, require, stage_bytes, stored_as
+from tinygrad_nv.tile.attention.mma.legality import held, padded, plan_of, require, stage_bytes, stored
 from tinygrad_nv.tile.attention.ragged_rest import clear, store_logs
 from tinygrad_nv.tile.attention.score import Cells, Columns, Extents, Scores, Softmax, signed
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
@@ -37,7 +37,8 @@ from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
 from tinygrad_nv.tile.kernel import AttentionKernel
 from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.store import Cell, Store
+from tinygrad_nv.tile.share import Cell
+from tinygrad_nv.tile.store import Store
 
 
 def flash_mma(spec: AttentionSpec, schedule: Schedule, arch: str = "sm_80") -> AttentionKernel:
@@ -70,7 +71,7 @@ class _Writer:
         self.columns = Columns(k, spec, self.extents, self.first, s.block_m, s.block_n)
         self.scores = Scores(k, spec, self.extents, self.extras, self.batch, self.first + self.row,
                              s.block_m, s.block_n)
-        self.gemm, self.plan = stored_as(spec), plan_of(s, spec)
+        self.stored, self.plan = stored(spec), plan_of(s, spec)
 
     def _own_place(self) -> None:
         """The CTA's rows and head, the warp's rows."""
@@ -244,7 +245,7 @@ class _Writer:
         if self.log is not None:
             store_logs(k, self.spec, self.log, logs, self.batch, self.first + self.row, rows)
         if self.plan.smem_bytes: k.sync()
-        store = Store(k, self.gemm, self.plan, self.out, [], rows, self.start)
+        store = Store(k, self.stored, self.plan, self.out, [], rows, self.start)
         cells = [Cell(16 * i, 8 * j, [cell]) for i, row in enumerate(self.sums) for j, cell in enumerate(row)]
         store.tile(self.first + self.row, k.reg("u32", 0), self.batch, cells)
         store.finish()

@@ -8,12 +8,12 @@ from tinygrad_nv.tile import epilogue
 from tinygrad_nv.tile.attention.mma.copy import LEAST_BYTES
 from tinygrad_nv.tile.attention.score import multiple
 from tinygrad_nv.tile.attention.spec import EVERY, OPERANDS, AttentionSpec
-from tinygrad_nv.tile.expression import short
+from tinygrad_nv.tile.expression import Sum, short
 from tinygrad_nv.tile.gemm import legality
-from tinygrad_nv.tile.gemm.legality import MOST_GRID
-from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
+from tinygrad_nv.tile.gemm.spec import Result, Stored
+from tinygrad_nv.tile.limits import MOST_GRID
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.store import StorePlan, store_plan
+from tinygrad_nv.tile.store_plan import StorePlan, store_plan, warp_tile
 
 BLOCKS_N = (16, 32, 64, 128)
 HELD = 180           # registers for sums, scores and q that leave room for addresses and fragments
@@ -42,18 +42,17 @@ def held(s: Schedule, spec: AttentionSpec) -> bool:
     return sums(s, spec) + s.block_m // s.warps_m * padded(spec.d) // 64 <= most
 
 
-def stored_as(spec: AttentionSpec) -> GemmSpec:
-    """The product whose result lies where the attention's does, for its store."""
-    operand = Operand(dtypes.bfloat16, spec.d, 1, (0, 0, 0))
+def stored(spec: AttentionSpec) -> Stored:
+    """The result, for its store."""
     out = Result(spec.out.dtype, spec.out.row, 1, spec.out.batch, spec.out.offset)
     batch = (1, *spec.batch[1:]) if spec.ragged else spec.batch  # one sequence's
-    return GemmSpec(spec.s_q, spec.d_v, spec.d, operand, operand, out, batch,
-                    symbolic=spec.ragged or "s_q" in spec.symbolic)
+    symbolic = spec.ragged or "s_q" in spec.symbolic
+    return Stored(out, spec.s_q, spec.d_v, batch, Sum().cast(out.dtype), symbolic)
 
 
 def plan_of(s: Schedule, spec: AttentionSpec) -> StorePlan:
     """How the result is stored."""
-    return store_plan(stored_as(spec), Schedule().block(s.block_m, padded(spec.d_v)).warps(s.warps_m))
+    return store_plan(stored(spec), warp_tile(s.block_m, padded(spec.d_v), s.warps_m))
 
 
 def smem_bytes(s: Schedule, spec: AttentionSpec) -> int:

@@ -8,7 +8,7 @@ from tinygrad_nv.tile.attention.score import multiple
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Rows
 from tinygrad_nv.tile.attention.wgmma.plan import ROWS, Plan
 from tinygrad_nv.tile.expression import show
-from tinygrad_nv.tile.gemm.legality import MOST, MOST_GRID, SMEM_BYTES
+from tinygrad_nv.tile.limits import MOST, MOST_GRID, SMEM_BYTES
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.wgmma_tiles import K_BYTES
 

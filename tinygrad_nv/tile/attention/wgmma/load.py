@@ -13,7 +13,7 @@ from tinygrad_nv.ptx.builder import Kernel, Place, Value
 from tinygrad_nv.tile.attention.wgmma.blocks import Blocks
 from tinygrad_nv.tile.attention.wgmma.plan import TURNERS, WARPGROUP, Plan, map_argument, walked
 from tinygrad_nv.tile.attention.wgmma.tile_scheduler import Tile, Walk
-from tinygrad_nv.tile.kernel import MapArgument
+from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.pipeline import Cursor, Ring
 
 

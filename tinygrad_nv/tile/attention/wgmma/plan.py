@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from tinygrad_nv.tile.attention.spec import AttentionSpec, Rows
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.gemm.legality import SMEM_BYTES
-from tinygrad_nv.tile.kernel import MapArgument
+from tinygrad_nv.tile.launch import MapArgument
+from tinygrad_nv.tile.limits import SMEM_BYTES
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.wgmma_tiles import K_BYTES, MAP_DTYPES, OperandTile, natural_span
 

@@ -15,8 +15,8 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.ptx.builder import Kernel, Shared, Value
 from tinygrad_nv.tile.access import advanced, write
 from tinygrad_nv.tile.attention.wgmma.plan import Plan, map_argument, walked
-from tinygrad_nv.tile.kernel import MapArgument
 from tinygrad_nv.tile.lanes import Lanes, packed
+from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.wgmma_tiles import OperandTile
 
 WARP_ROWS = 16

@@ -1,9 +1,9 @@
-"""Matmuls of few rows, at the speed of memory.
+"""Matmuls of few rows, at memory bandwidth.
 
-  epilogue.py   From the sums of lanes to the result: how a `gemv` kernel adds what its warps and CTAs …
-  kernel.py     Products with few rows of activations, the shape of decode: every byte of the weights read …
-  legality.py   What `gemv` kernels ask of a schedule. float32 is multiplied in float32, with or without …
-  main_loop.py  What the lanes of a `gemv` kernel do with chunks: four ways to multiply, by where the …
-  operands.py   Chunks of weights and activations in registers: loads in pieces, and the numbers in them
-  plan.py       The arithmetic of a `gemv` kernel: who reads which bytes of the weights, and what that takes
+  plan.py       which thread reads which bytes of the weights, and the resources
+  legality.py   what the template requires of a schedule
+  kernel.py     the template: every byte of the weights is read once
+  operands.py   weights and activations in registers
+  main_loop.py  four ways to multiply, by layout and by instruction
+  epilogue.py   the sums of lanes, warps and CTAs, and the store
 """

@@ -1,7 +1,7 @@
 """What `gemv` kernels ask of a schedule. float32 is multiplied in float32, with or without `tf32`."""
 from __future__ import annotations
 
-from tinygrad_nv.tile.gemm import legality
+from tinygrad_nv.tile import limits
 from tinygrad_nv.tile.gemm.gemv.plan import (
     MOST_LOADED,
     MOST_ROWS,
@@ -11,8 +11,8 @@ from tinygrad_nv.tile.gemm.gemv.plan import (
     Plan,
     turned,
 )
-from tinygrad_nv.tile.gemm.legality import MOST_GRID
 from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.limits import MOST_GRID
 from tinygrad_nv.tile.schedule import Schedule
 
 
@@ -56,10 +56,10 @@ def _extent_problems(plan: Plan, arch: str) -> list[str]:
     if plan.registers > most:
         out.append(f"{plan.sums} sums + {plan.loaded} of loads + {plan.x_registers} of activations + "
                    f"{OTHER_REGISTERS} = {plan.registers} registers, {s.threads} threads have {most} each")
-    if plan.smem_bytes > legality.SMEM_BYTES[arch]:
+    if plan.smem_bytes > limits.SMEM_BYTES[arch]:
         needed = f"{spec.m} rows × {plan.span} of K × {plan.itemsize} B = {plan.x_bytes} B" \
             if plan.x_bytes >= plan.sums_bytes else f"sums of {plan.warps_k} warps = {plan.sums_bytes} B"
-        out.append(f"{needed} of shared memory, {arch} has {legality.SMEM_BYTES[arch]}")
+        out.append(f"{needed} of shared memory, {arch} has {limits.SMEM_BYTES[arch]}")
     iterations = plan.full + (plan.tail > 0)
     if s.splits > iterations:
         out.append(f"{s.splits} splits of {spec.k} / {s.block_k} = {iterations} iterations")

@@ -24,12 +24,14 @@ from dataclasses import replace
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
 from tinygrad_nv.tile.gemm.legality import require
+from tinygrad_nv.tile.gemm.mma.legality import planned
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
 from tinygrad_nv.tile.gemm.splits import Splits
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.ops import TileCopy, width_of
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.store import Cell, Store, store_plan
+from tinygrad_nv.tile.share import Cell
+from tinygrad_nv.tile.store import Store
 from tinygrad_nv.tile.tile_scheduler import Walk
 
 DEFAULT = Schedule()
@@ -62,7 +64,7 @@ class _Writer:
         self.columns = s.block_n // spec.parts
         self.warp_m, self.warp_n = s.block_m // s.warps_m, self.columns // s.warps_n
         self.splits = Splits(k, spec, s, self.warp_m // 16 * self.warp_n // 8 * spec.parts)
-        self.plan, self.out = store_plan(spec, schedule), k.pointer("out")
+        self.plan, self.out = planned(spec, s), k.pointer("out")
         self.splits.declare()
         a, b = (k.pointer(name) for name in "ab")
         if s.swap: a, b = b, a
@@ -235,7 +237,7 @@ class _Writer:
         k = self.k
         if self.plan.smem_bytes: k.sync()
         rows = self.rows if isinstance(self.rows, Value) else k.reg("u32", self.rows)
-        store = Store(k, self.spec, self.plan, self.out, self.extras, rows, self.start)
+        store = Store(k, self.spec.stored, self.plan, self.out, self.extras, rows, self.start)
         cells = [Cell(16 * i, 8 * j, [part[i][j] for part in self.sums])
                  for i in range(self.warp_m // 16) for j in range(self.warp_n // 8)]
         store.tile(self.first_m + self.row, self.first_n + self.column, self.walk.batch, cells)

@@ -3,10 +3,10 @@ from __future__ import annotations
 
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.tile.gemm import legality
+from tinygrad_nv.tile import limits
 from tinygrad_nv.tile.gemm.spec import FP8, GemmSpec, Operand
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.store import store_plan
+from tinygrad_nv.tile.store_plan import StorePlan, store_plan, warp_tile
 
 K_BYTES = (32, 64, 128, 256)
 MOST_SUMS = 192
@@ -35,9 +35,14 @@ def problems(schedule: Schedule, spec: GemmSpec, arch: str) -> list[str]:
     if not 2 <= s.depth <= 8: out.append(f"{s.depth} stages are not 2 to 8")
     steps = -(-spec.k // s.block_k)
     if s.splits > steps: out.append(f"{s.splits} splits of {spec.k} / {s.block_k} = {steps} steps")
-    if not out and (staged := store_plan(spec, s).smem_bytes) > legality.SMEM_BYTES[arch]:
-        out.append(f"{staged} B of shared memory to store from, {arch} has {legality.SMEM_BYTES[arch]}")
+    if not out and (staged := planned(spec, s).smem_bytes) > limits.SMEM_BYTES[arch]:
+        out.append(f"{staged} B of shared memory to store from, {arch} has {limits.SMEM_BYTES[arch]}")
     return out + _resource_problems(s, spec, arch)
+
+
+def planned(spec: GemmSpec, s: Schedule) -> StorePlan:
+    """How the result is stored; of a swapped product, that of the swapped spec."""
+    return store_plan(spec.stored, warp_tile(s.block_m, s.block_n // spec.parts, s.warps_m, s.warps_n))
 
 
 def _spec_problems(spec: GemmSpec, arch: str) -> list[str]:
@@ -82,7 +87,7 @@ def _copy_problems(s: Schedule, spec: GemmSpec) -> list[str]:
 
 def _resource_problems(s: Schedule, spec: GemmSpec, arch: str) -> list[str]:
     size = spec.a.dtype.itemsize
-    out, needed, most = [], s.depth * s.stage_bytes(size), legality.SMEM_BYTES[arch]
+    out, needed, most = [], s.depth * s.stage_bytes(size), limits.SMEM_BYTES[arch]
     if needed > most:
         stage = f"({s.block_m} + {s.block_n}) × {s.block_k} × {size} B"
         out.append(f"{s.depth} stages × {stage} = {needed} B of shared memory, {arch} has {most}")

@@ -1,11 +1,11 @@
 """Matmuls with wgmma and TMA, warp-specialised and persistent: sm_90a.
 
-  kernel.py          Matrix products with wgmma and TMA: one warpgroup loads, the others multiply. For sm_90a
-  legality.py        What `wgmma` kernels ask of a schedule
-  load.py            The producer's copies: tensor maps, and the boxes of one stage
-  main_loop.py       The consumers' main loop: wgmmas of a warpgroup's rows of A with all of B, stage after …
-  plan.py            What follows from a spec and a schedule of `gemm_wgmma`: tiles, instructions, counts. …
-  reduction.py       Sums of one tile from several CTAs: how they meet, always in the same order
-  store.py           What consumers do with the sums of a tile: hand them to tile/store.py as cells of 16 × 8
-  tile_scheduler.py  Which tiles a CTA makes, and where they lie: persistent CTAs, tiles in grouped order
+  plan.py            the numbers of a spec and a schedule: tiles, instructions, counts
+  legality.py        what the template requires of a schedule
+  kernel.py          one producer warpgroup, the others multiply
+  tile_scheduler.py  persistent CTAs, work tiles in grouped order
+  load.py            the producer: tensor maps, and the boxes of one stage
+  main_loop.py       the consumers: wgmmas stage after stage
+  reduction.py       split-K and stream-K: the sums of one tile from several CTAs, in a fixed order
+  store.py           the epilogue of a consumer, by tile/store.py
 """

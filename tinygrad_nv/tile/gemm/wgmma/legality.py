@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.tile.gemm import legality
+from tinygrad_nv.tile import limits
 from tinygrad_nv.tile.gemm.spec import BYTES, GemmSpec, Operand
 from tinygrad_nv.tile.gemm.wgmma.plan import Plan
 from tinygrad_nv.tile.gemm.wgmma.store import planned
@@ -92,7 +92,7 @@ def _tile(name: str, tile: OperandTile, s: Schedule) -> list[str]:
 def _room(plan: Plan) -> list[str]:
     """Shared memory and registers."""
     out, s = [], plan.schedule
-    staging, most = planned(plan).smem_bytes, legality.SMEM_BYTES["sm_90a"]
+    staging, most = planned(plan.spec, plan.schedule).smem_bytes, limits.SMEM_BYTES["sm_90a"]
     needed = s.depth * plan.stage_bytes + -(-staging // 1024) * 1024 + plan.barrier_bytes
     if needed > most:
         stage = f"({plan.a.nbytes} B of A + {plan.b.nbytes} B of B)"

@@ -11,7 +11,7 @@ from tinygrad_nv.ptx.builder import Kernel, Place, Value
 from tinygrad_nv.tile.gemm.spec import Operand
 from tinygrad_nv.tile.gemm.wgmma.plan import Plan
 from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import Corner
-from tinygrad_nv.tile.kernel import MapArgument
+from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.wgmma_tiles import OperandTile, map_argument, walked
 
 

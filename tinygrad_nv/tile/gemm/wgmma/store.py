@@ -1,4 +1,4 @@
-"""What consumers do with the sums of a tile: hand them to tile/store.py as cells of 16 × 8.
+"""What consumers do with the sums of a tile: hand them to store.py as cells of 16 × 8.
 
 Protocol: registers 4j … 4j + 3 of a wgmma's sums are columns 8j … 8j + 7 of its 64 rows, of which warp p of
 the warpgroup has 16 from 16p. Columns of several parts follow one another: a thread holds all parts of its
@@ -7,16 +7,22 @@ elements.
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gemm.wgmma.main_loop import Sums
 from tinygrad_nv.tile.gemm.wgmma.plan import WARPGROUP, Plan
 from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import Corner
-from tinygrad_nv.tile.kernel import MapArgument
-from tinygrad_nv.tile.store import Cell, Store, StorePlan, store_plan
+from tinygrad_nv.tile.launch import MapArgument
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.share import Cell
+from tinygrad_nv.tile.store import Store
+from tinygrad_nv.tile.store_plan import StorePlan, StoreTile, store_plan
 
 
-def planned(plan: Plan) -> StorePlan:
+def planned(spec: GemmSpec, s: Schedule) -> StorePlan:
     """How the result is stored."""
-    return store_plan(plan.spec, plan.schedule)
+    columns = s.block_n // spec.parts
+    tile = StoreTile(s.block_m * s.cluster_m, columns * s.cluster_n, s.consumers, 4, 64, columns)
+    return store_plan(spec.stored, tile)
 
 
 class Finish:
@@ -24,11 +30,11 @@ class Finish:
 
     def __init__(self, k: Kernel, plan: Plan, out: Value, extras: list[Value], rows: Value | int) -> None:
         self.k, self.plan = k, plan
-        how = planned(plan)
+        how = planned(plan.spec, plan.schedule)
         staging = k.shared("staging", how.smem_bytes, align=1024) if how.smem_bytes else None
         self.maps: tuple[MapArgument, ...] = (how.map,) if how.map else ()
         self.tensor_maps = [k.tensor_map("map_out")] if how.map else []
-        self.to = Store(k, plan.spec, how, out, extras, rows, staging,
+        self.to = Store(k, plan.spec.stored, how, out, extras, rows, staging,
                         self.tensor_maps[0] if how.map else None)
 
     def store(self, corner: Corner, consumer: Value, sums: Sums, columns: range | None = None) -> None:

@@ -1,0 +1,396 @@
+"""What emitted.py emits: specs of every family, for every architecture and CPU level, with schedules.
+
+Protocol. `cases()` yields each `Case`: a spec, a target (an architecture, or a `CPUMachine` that is the same
+wherever this runs) and a schedule, None for the default. Names say all three and stay the same: two commits
+are compared by them. `emitted(case)` gives the schedule that was used and the kernels, in the order of their
+launches. Default schedules are those without a database of tuned ones and without a search.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from emitted_specs import (
+    BF16,
+    E4M3,
+    E5M2,
+    F16,
+    F32,
+    S8,
+    U8,
+    appends,
+    attention,
+    backward,
+    biased,
+    caches,
+    capped,
+    decode,
+    eights,
+    epilogues,
+    gated,
+    matmul,
+    norms,
+    ragged,
+    samplers,
+    scaled,
+    sloped,
+    tables,
+)
+
+from tinygrad_nv.cpu.attention import flash as cpu_flash
+from tinygrad_nv.cpu.attention.backward import kernel as cpu_flash_backward
+from tinygrad_nv.cpu.decode import kernel as cpu_decode
+from tinygrad_nv.cpu.embedding import kernel as cpu_embedding
+from tinygrad_nv.cpu.gemm import templates as cpu_gemm
+from tinygrad_nv.cpu.isa import AMX, AVX2, AVX512, AVX512_BF16, ISA, PORTABLE
+from tinygrad_nv.cpu.kernel import CPUKernel
+from tinygrad_nv.cpu.kv_append import kernel as cpu_kv_append
+from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.cpu.norm import kernel as cpu_norm
+from tinygrad_nv.cpu.sampling import choice as cpu_choice
+from tinygrad_nv.cpu.sampling import count as cpu_count
+from tinygrad_nv.cpu.sampling import threshold as cpu_threshold
+from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.tile.attention import (
+    backward_defaults as flash_backward_defaults,
+)
+from tinygrad_nv.tile.attention import (
+    defaults as flash_defaults,
+)
+from tinygrad_nv.tile.attention.backward_mma.kernel import flash_backward_mma
+from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
+from tinygrad_nv.tile.attention.backward_wgmma.kernel import flash_backward_wgmma
+from tinygrad_nv.tile.attention.fma.kernel import flash_fma
+from tinygrad_nv.tile.attention.mma.kernel import flash_mma
+from tinygrad_nv.tile.attention.spec import AttentionSpec, Band
+from tinygrad_nv.tile.attention.wgmma.kernel import flash_wgmma
+from tinygrad_nv.tile.decode import defaults as decode_defaults
+from tinygrad_nv.tile.decode.kernel import decode_attention
+from tinygrad_nv.tile.decode.spec import DecodeSpec
+from tinygrad_nv.tile.embedding.kernel import embedding
+from tinygrad_nv.tile.embedding.spec import EmbeddingSpec
+from tinygrad_nv.tile.expression import (
+    Load,
+    Sum,
+)
+from tinygrad_nv.tile.gemm.analytic import analytic
+from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.gemm.templates import build
+from tinygrad_nv.tile.kernel import TileKernel
+from tinygrad_nv.tile.kv_append.kernel import kv_append
+from tinygrad_nv.tile.kv_append.spec import AppendSpec
+from tinygrad_nv.tile.launch import Integer
+from tinygrad_nv.tile.norm.kernel import norm
+from tinygrad_nv.tile.norm.spec import NormSpec
+from tinygrad_nv.tile.sampling.choice import choice, merged, pieces
+from tinygrad_nv.tile.sampling.count import count
+from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec
+from tinygrad_nv.tile.sampling.threshold import threshold
+from tinygrad_nv.tile.schedule import Schedule
+
+SMS = {"sm_80": 108, "sm_89": 142, "sm_90a": 132}
+A100, HOPPER, GPUS = ("sm_80",), ("sm_90a",), tuple(SMS)
+DEFAULT = {"default": None}
+LEVELS = (PORTABLE, AVX2, AVX512, AVX512_BF16)
+CAUSAL, WINDOW = Band(None, 0), Band(-255, 0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a kernel is made of. `schedule` None is the default."""
+    name: str
+    family: str
+    spec: Any
+    target: str | CPUMachine
+    schedule: Schedule | CPUSchedule | None = None
+
+    def __str__(self) -> str: return self.name
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """A case's schedule, None where a template has none, and kernels; with bytes that these share."""
+    schedule: Schedule | CPUSchedule | None
+    kernels: Sequence[TileKernel | CPUKernel]
+    workspace_bytes: int = 0
+
+
+def on(isa: ISA) -> CPUMachine:
+    """Eight cores with caches of 32 KiB, 1 MiB and 32 MiB."""
+    return CPUMachine(isa, 8, 32 << 10, 1 << 20, 32 << 20)
+
+
+# **** kernels ****
+
+def emitted(case: Case) -> Emitted:
+    """The schedule and the kernels. Raises the project's errors where a template refuses, `LookupError` where
+    no template takes the spec."""
+    spec, target = case.spec, case.target
+    if isinstance(target, CPUMachine): return _on_cpu(case, spec, target)
+    if isinstance(spec, ChoiceSpec):
+        return Emitted(None, [choice(spec, target), *([merged(spec, target)] if pieces(spec) > 1 else [])])
+    if isinstance(spec, EmbeddingSpec): return Emitted(None, [embedding(spec, target)])
+    unscheduled: dict[type, Any] = {NormSpec: norm, AppendSpec: kv_append, FilterSpec: threshold,
+                                    CountSpec: count}
+    if make := unscheduled.get(type(spec)): return Emitted(None, [make(spec, target)])
+    return _scheduled(spec, case.schedule or _default(spec, target), target)
+
+
+def _scheduled(spec: Any, schedule: Any, arch: str) -> Emitted:
+    if schedule is None: raise LookupError(f"no template for {spec} on {arch}")
+    if isinstance(spec, GemmSpec): return Emitted(schedule, [build(spec, schedule, arch, SMS[arch])])
+    if isinstance(spec, DecodeSpec):
+        made = decode_attention(spec, schedule, arch)
+        return Emitted(schedule, made.kernels, made.workspace_bytes)
+    if schedule.template == "flash_wgmma":
+        return Emitted(schedule, [flash_wgmma(spec, schedule, arch, SMS[arch])])
+    make: Any = {"flash_mma": flash_mma, "flash_fma": flash_fma, "flash_backward_mma": flash_backward_mma,
+                 "flash_backward_wgmma": flash_backward_wgmma}[schedule.template]
+    return Emitted(schedule, [make(spec, schedule, arch)])
+
+
+def _default(spec: Any, arch: str) -> Schedule | None:
+    if isinstance(spec, GemmSpec): return analytic(spec, arch, SMS[arch])
+    if isinstance(spec, AttentionSpec): return flash_defaults.default(spec, arch)
+    if isinstance(spec, BackwardSpec): return flash_backward_defaults.default(spec, arch)
+    return decode_defaults.default(spec, arch)
+
+
+def _on_cpu(case: Case, spec: Any, target: CPUMachine) -> Emitted:
+    template = _template(spec)
+    if case.schedule is not None: schedule: Any = case.schedule
+    elif isinstance(spec, CountSpec): schedule = CPUSchedule(cpu_count.TEMPLATE, target.isa)
+    else: schedule = template.default(spec, target)
+    if schedule is None: raise LookupError(f"no template for {spec} on {target.isa}")
+    if isinstance(spec, AttentionSpec):
+        return Emitted(schedule, [cpu_flash.build(spec, schedule, _integers(spec))])
+    made = template.build(spec, schedule)
+    if isinstance(spec, DecodeSpec): return Emitted(schedule, made.kernels, made.workspace_bytes)
+    cut = isinstance(spec, ChoiceSpec) and cpu_choice.pieces(spec, schedule) > 1
+    return Emitted(schedule, [made, *([cpu_choice.merged(spec, schedule)] if cut else [])])
+
+
+def _template(spec: Any) -> Any:
+    return next(template for kind, template in (
+        (GemmSpec, cpu_gemm), (AttentionSpec, cpu_flash), (BackwardSpec, cpu_flash_backward),
+        (DecodeSpec, cpu_decode), (AppendSpec, cpu_kv_append), (NormSpec, cpu_norm),
+        (EmbeddingSpec, cpu_embedding), (FilterSpec, cpu_threshold), (ChoiceSpec, cpu_choice),
+        (CountSpec, cpu_count)) if isinstance(spec, kind))
+
+
+def _integers(spec: AttentionSpec) -> tuple[Integer, ...]:
+    """Of two variables of a launch: the last one is the extent, start is what the first adds up to."""
+    return tuple(Integer(i, (1, int(name == "s_kv"))) for i, name in enumerate(spec.symbolic))
+
+
+# **** cases ****
+
+def crossed(family: str, specs: Mapping[str, Any], targets: Sequence[str | ISA],
+            schedules: Mapping[str, Schedule | CPUSchedule | None] = DEFAULT) -> Iterator[Case]:
+    """Every spec on every target with every schedule, or the default."""
+    for label, spec in specs.items():
+        for target in targets:
+            place = target if isinstance(target, str) else on(target)
+            for words, schedule in schedules.items():
+                yield Case(f"{family}: {label} | {target} | {words}", family, spec, place, schedule)
+
+
+def cases() -> Iterator[Case]:
+    """All of them."""
+    for family in (gemm, gemv, forward, backwards, decoded, appended, normed_rows, sampled, embedded, on_cpu):
+        yield from family()
+
+
+MMA, WGMMA, GEMV = Schedule(), Schedule().using("wgmma"), Schedule().using("gemv")
+FLASH, FLASH_MMA, FLASH_FMA, DECODE, DQ, DQ_MMA = (
+    Schedule().using("flash_wgmma"), Schedule(template="flash_mma").stages(2),
+    Schedule(template="flash_fma").stages(2), Schedule(template="decode").stages(2),
+    Schedule().using("flash_backward_wgmma"), Schedule(template="flash_backward_mma").stages(2))
+
+
+def gemm() -> Iterator[Case]:
+    """mma.sync and wgmma."""
+    plain = {
+        "bf16 4096": matmul(4096, 4096, 4096), "bf16 x @ w": matmul(512, 768, 1024, majors="KM"),
+        "f16 x.T @ w": matmul(512, 768, 1024, F16, "MM"), "f16 to f32": matmul(300, 512, 640, F16, out=F32),
+        "tf32": matmul(256, 512, 384, F32), "tf32 x @ w": matmul(256, 512, 384, F32, "KM"),
+        "int8": matmul(256, 512, 1024, S8), "uint8": matmul(256, 512, 1024, U8),
+        "odd extents": matmul(101, 133, 75), "rows apart": matmul(100, 136, 80, F16, gap=8),
+        "columns side by side": matmul(256, 384, 512, out_major="M"),
+        "symbolic": matmul(1024, 512, 768, symbolic=True), "batch 2x3": matmul(128, 192, 256, batch=(2, 3)),
+        "one b for a batch": replace(one := matmul(96, 256, 128, batch=(4,)), b=replace(one.b, batch=(0,))),
+        "48 rows": matmul(48, 4096, 4096), "long K": matmul(128, 128, 16384)}
+    yield from crossed("gemm", plain | epilogues(), GPUS)
+    yield from crossed("gemm", eights(), GPUS[1:])
+    small = {"f16 300x200x520": matmul(300, 200, 520, F16)}
+    yield from crossed("gemm", small, GPUS, {
+        "mma 128x128": MMA, "mma 64x64, 4 stages": MMA.block(64, 64).stages(4),
+        "mma split 3": MMA.block(64, 64).split(3), "mma swapped": MMA.block(64, 128).swapped(),
+        "mma 256x128": MMA.block(256, 128).warps(4, 2), "mma 16x64": MMA.block(16, 64).k(64).warps(1, 2)})
+    wide = {"bf16 640x512x1024": matmul(640, 512, 1024)}
+    yield from crossed("gemm", wide, HOPPER, {
+        "wgmma 128x128": WGMMA, "wgmma ping-pong": WGMMA.block(64, 128).pingpong(),
+        "wgmma cluster 2x1": WGMMA.cluster(2), "wgmma cluster 1x2": WGMMA.cluster(1, 2),
+        "wgmma cluster 2x2, ping-pong": WGMMA.block(64, 64).pingpong().cluster(2, 2),
+        "wgmma split 2": WGMMA.split(2), "wgmma split 4": WGMMA.split(4), "wgmma stream-K": WGMMA.streamed(),
+        "wgmma swapped": WGMMA.block(128, 64).swapped(), "wgmma swizzle 64B": WGMMA.swizzle("64B"),
+        "wgmma swizzle 32B": WGMMA.swizzle("32B"), "wgmma 3 consumers": WGMMA.block(192, 96).warps(16),
+        "wgmma 64x8": WGMMA.block(64, 8).warps(8), "wgmma group 1": WGMMA.grouped(1)})
+    some = {"e4m3 512x256x1024": matmul(512, 256, 1024, E4M3), "gated 256": gated(256, 256, 512)}
+    yield from crossed("gemm", some, HOPPER, {"wgmma 128x64": WGMMA.block(128, 64).k(128).stages(3)})
+
+
+def gemv() -> Iterator[Case]:
+    """Few rows."""
+    for dtype, name in ((BF16, "bf16"), (F16, "f16"), (F32, "f32"), (S8, "s8"), (U8, "u8"), (E4M3, "e4m3"),
+                        (E5M2, "e5m2")):
+        one = {f"{name} 1 row": matmul(1, 1024, 2048, dtype),
+               f"{name} x @ w": matmul(3, 1024, 512, dtype, "KM")}
+        yield from crossed("gemv", one, A100 + HOPPER)
+    yield from crossed("gemv", {
+        "vocabulary": matmul(1, 128256, 4096), "1 column": matmul(2048, 1, 1024, out=F32),
+        "gated 1 row": gated(1, 1024, 512), "symbolic": matmul(8, 512, 1024, symbolic=True),
+        "odd": matmul(2, 77, 130, F16),
+        "bias": matmul(4, 768, 512, epilogue=Sum().cast(BF16) + Load(0, BF16, 0, 1)),
+        "batch 5": matmul(1, 128, 256, batch=(5,)), "f32 4 rows": matmul(4, 512, 1024, F32),
+        "int8 odd": matmul(1, 77, 131, S8), "f16 odd": matmul(3, 33, 515, F16, gap=2)}, GPUS)
+    yield from crossed("gemv", {"f16 4x512x4096": matmul(4, 512, 4096, F16)}, GPUS, {
+        "8 warps along K": GEMV.block(4, 16).k(128), "split 4": GEMV.block(4, 16).k(64).warps(4).split(4)})
+
+
+def forward() -> Iterator[Case]:
+    """Attention, forwards."""
+    specs = {
+        "causal": attention(512, 512, band=CAUSAL),
+        "d 128 GQA": attention(256, 512, 128, group=4, band=CAUSAL, start=256),
+        "full d 128 f16": attention(300, 700, 128, F16), "window": attention(1024, 1024, band=WINDOW),
+        "d 96 to f32": attention(128, 384, 96, out=F32, band=CAUSAL),
+        "d 192/128": attention(256, 256, 192, d_v=128),
+        "d 256": attention(256, 256, 256, band=CAUSAL), "LSE": attention(200, 200, log_sum=True, turned=True),
+        "soft-cap": attention(256, 256, 64, F16, band=CAUSAL, score=capped()),
+        "mask and bias": attention(128, 256, score=biased(128, 256)),
+        "symbolic": attention(256, 1024, 128, band=CAUSAL, start=768, symbolic=("s_q", "s_kv", "start")),
+        "dropout": attention(256, 256, 64, band=CAUSAL, kept=230, log_sum=True),
+        "ragged": ragged(attention(512, 512, 128, batch=3, group=2, band=CAUSAL, turned=True), (900, 900)),
+        "slopes": attention(100, 300, band=CAUSAL, start=200, group=2, score=sloped()),
+        "many tiles": attention(4096, 4096, 128, heads=4, group=4), "d 40": attention(100, 140, 40),
+        "many tiles, causal": attention(4096, 4096, 128, heads=7, group=3, band=CAUSAL),
+        "16 rows": attention(16, 2048, 128, band=CAUSAL, start=2032)}
+    yield from crossed("attention", specs, GPUS)
+    floats = {
+        "f32 causal": attention(256, 256, 64, F32, band=CAUSAL), "f32 d 128": attention(128, 512, 128, F32),
+        "f32 soft-cap, LSE": attention(100, 100, 40, F32, score=capped(40), log_sum=True),
+        "f32 d 256 to bf16": attention(64, 64, 256, F32, out=BF16),
+        "f32 symbolic": attention(64, 512, 32, F32, symbolic=("s_kv",))}
+    yield from crossed("attention", floats, A100 + HOPPER)
+    yield from crossed("attention", {"f32 64x200": attention(64, 200, 64, F32)}, A100, {
+        "shared columns": FLASH_FMA.block(16, 64).warps(1, 4), "4 warps": FLASH_FMA.block(64, 32).warps(4)})
+    yield from crossed("attention", {
+        "e4m3": scaled(attention(256, 512, 128, band=CAUSAL, start=256), 128),
+        "e4m3, a scale for a head": scaled(attention(300, 300, 64, group=2), 0),
+        "e4m3 d 256": scaled(attention(128, 256, 256, out=F32, log_sum=True), 64)}, HOPPER)
+    one = {"bf16 400x400": attention(400, 400, 64, group=2, band=CAUSAL, log_sum=True)}
+    yield from crossed("attention", one, GPUS, {
+        "mma 64x64": FLASH_MMA.block(64, 64).warps(4),
+        "mma 32x128, 3 stages": FLASH_MMA.block(32, 128).warps(2).stages(3)})
+    yield from crossed("attention", one, HOPPER, {
+        "wgmma 64x64": FLASH.block(64, 64).warps(8), "wgmma 128x112": FLASH.block(128, 112),
+        "wgmma 192x80, ping-pong": FLASH.block(192, 80).warps(16).pingpong(),
+        "wgmma 128x64, 3 stages": FLASH.block(128, 64).stages(3)})
+
+
+def backwards() -> Iterator[Case]:
+    """Attention's gradients."""
+    specs = {
+        "causal": backward(512, 512, band=CAUSAL), "d 128 GQA": backward(256, 256, 128, group=4, band=CAUSAL),
+        "f16 to f32": backward(300, 500, 64, F16, out=F32), "window": backward(512, 512, band=WINDOW),
+        "d 96": backward(128, 384, 96, turned=True),
+        "d 192/128": backward(128, 128, 192, d_v=128),
+        "in one order": backward(256, 256, 64, deterministic=True),
+        "dropout": backward(256, 256, 64, kept=200, band=CAUSAL),
+        "soft-cap": backward(200, 200, score=capped()),
+        "mask and bias": backward(128, 256, score=biased(128, 256)),
+        "slopes": backward(100, 300, band=CAUSAL, start=200, score=sloped()), "d 40": backward(100, 140, 40),
+        "in one order, window": backward(512, 512, deterministic=True, band=WINDOW),
+        "symbolic": backward(512, 512, 64, band=CAUSAL, symbolic=("s_q", "s_kv"))}
+    yield from crossed("attention backward", specs, GPUS)
+    yield from crossed("attention backward", {
+        "d 256": backward(128, 128, 256, band=CAUSAL),
+        "in one order d 256": backward(128, 128, 256, deterministic=True, band=CAUSAL)}, A100 + HOPPER)
+    one = {"bf16 200x200": backward(200, 200, 64, group=2, band=CAUSAL)}
+    yield from crossed("attention backward", one, GPUS, {
+        "mma 32x32": DQ_MMA.block(32, 32).warps(2),
+        "mma 64x64, keys shared": DQ_MMA.block(64, 64).warps(2, 2)})
+    yield from crossed("attention backward", one, HOPPER, {
+        "wgmma 128x128": DQ.block(128, 128), "wgmma 64x64": DQ.block(64, 64).warps(8),
+        "wgmma halves": DQ.block(64, 64), "wgmma 64x128, 3 stages": DQ.block(64, 128).stages(3)})
+
+
+def decoded() -> Iterator[Case]:
+    """Decode attention."""
+    yield from crossed("decode", caches(), GPUS)
+    yield from crossed("decode", {"f16": decode(dtype=F16)}, GPUS, {
+        "16x64": DECODE.block(16, 64).k(128).warps(1, 4).split(4),
+        "32x32, one split": DECODE.block(32, 32).k(64).warps(2, 2).stages(3)})
+
+
+def appended() -> Iterator[Case]:
+    """New keys and values."""
+    for label, spec in appends().items():
+        yield from crossed("kv_append", {label: spec}, GPUS[1:] if spec.k_pages.dtype == E4M3 else GPUS)
+
+
+def normed_rows() -> Iterator[Case]:
+    """Norms, softmax, argmax, elements."""
+    yield from crossed("norm", norms(), A100 + HOPPER)
+
+
+def sampled() -> Iterator[Case]:
+    """Sampling."""
+    yield from crossed("sampling", samplers(), A100 + HOPPER)
+
+
+def embedded() -> Iterator[Case]:
+    """Embeddings."""
+    yield from crossed("embedding", tables(), A100 + HOPPER)
+
+
+def on_cpu() -> Iterator[Case]:
+    """Every family on the CPU."""
+    emulated = replace(AMX, emulated=True)
+    few = {"1 row": matmul(1, 2048, 1024), "f32 x @ w": matmul(4, 512, 300, F32, "KM"),
+           "int8 16 rows": matmul(16, 512, 1024, S8), "gated": gated(1, 512, 256),
+           "symbolic": matmul(8, 256, 512, F16, symbolic=True), "1 column": matmul(300, 1, 256, F32),
+           "x @ w 4096": matmul(1, 4096, 4096, BF16, "KM")}
+    many = {"bf16": matmul(256, 512, 1024), "f32": matmul(100, 300, 200, F32),
+            "int8": matmul(128, 256, 512, S8),
+            "f16 x.T @ w, batch 3": matmul(64, 128, 96, F16, "MM", batch=(3,)), "gated": gated(64, 256, 256),
+            "bias, gelu, residual": epilogues()["bias, gelu, residual"], "e4m3": matmul(64, 128, 256, E4M3),
+            "bf16 x @ w": matmul(100, 130, 75, BF16, "KM"), "int8 x.T @ w": matmul(64, 96, 70, S8, "MM"),
+            "columns side by side": matmul(40, 64, 96, F32, out_major="M")}
+    yield from crossed("CPU gemv", few, LEVELS)
+    yield from crossed("CPU gemm", many, LEVELS)
+    tiled = {label: many[label] for label in ("bf16", "int8", "gated", "bf16 x @ w", "int8 x.T @ w")}
+    yield from crossed("CPU gemm", tiled, (AMX, emulated))
+    yield from crossed("CPU gemm", {"f32 x @ w": matmul(90, 200, 150, F32, "KM")}, (AVX2,), {
+        "4x16, 3 parts": CPUSchedule("gemm", AVX2, 3, 32, 64, 64, 4, 16)})
+    yield from crossed("CPU attention", {
+        "causal": attention(256, 256, band=CAUSAL),
+        "f32 GQA, LSE": attention(100, 200, 40, F32, group=3, log_sum=True),
+        "dropout": attention(128, 128, 64, F16, kept=230), "soft-cap": attention(64, 64, score=capped()),
+        "ragged": ragged(attention(64, 64, 64, batch=3, band=CAUSAL, turned=True), (100, 100)),
+        "e4m3": scaled(attention(64, 256, 64), 128), "slopes": attention(50, 50, score=sloped()),
+        "symbolic": attention(
+            64, 512, 128, band=WINDOW, start=448, symbolic=("s_q", "s_kv", "start"))}, LEVELS)
+    yield from crossed("CPU attention backward", {
+        "causal": backward(256, 256, 64, group=2, band=CAUSAL), "f32": backward(100, 60, 40, F32),
+        "dropout, soft-cap": backward(64, 64, kept=200, score=capped()),
+        "many heads, slopes": backward(64, 64, batch=4, heads=8, score=sloped())}, LEVELS)
+    some = {label: spec for label, spec in epilogues().items() if label not in many}
+    yield from crossed("CPU gemm", some, (AVX2, AVX512_BF16))
+    yield from crossed("CPU decode", caches() | {"f32": decode(dtype=F32, batch=1)}, (AVX2, AVX512_BF16))
+    yield from crossed("CPU kv_append", appends(), (PORTABLE, AVX512))
+    yield from crossed("CPU norm", norms(), (PORTABLE, AVX2, AVX512))
+    yield from crossed("CPU sampling", samplers(), (AVX2, AVX512))
+    yield from crossed("CPU embedding", tables(), (PORTABLE, AVX512))

@@ -1,0 +1,245 @@
+"""Arrows point down: who may import whom, and no circle of files.
+
+An import is eager (when its module is loaded), lazy (inside a function) or for types alone (TYPE_CHECKING).
+All of them count. `import a.b` runs the files of the packages above, too; that is not counted: a package's
+`__init__` may name what lies inside.
+"""
+from __future__ import annotations
+
+import ast
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOPS = ("tinygrad_nv", "models")
+KINDS = ("eager", "lazy", "typing")
+
+# from the bottom up; of one row, none imports another. tile and cpu make kernels and runtime runs them, so it
+# knows what a kernel is; the CPU's schedules are found by running, so cpu knows runtime. hooks is how all
+# above reach into tinygrad.
+LAYERS = ("errors table interrupt", "config", "cache", "toolchain", "ptx", "tile", "hooks", "runtime", "cpu",
+          "patterns", "functional", "kvcache graphs", "models", "engine", "server benchmarks", "explain",
+          "registration", "tinygrad_nv", "cli")
+RANKS = {group: rank for rank, row in enumerate(LAYERS) for group in row.split()}
+# files that make a group without a folder of their own
+GROUPS = {"__main__": "cli"}
+
+# what a group may import of tinygrad; the others nothing
+EVERYTHING, NUMBERS = ("*",), ("tinygrad.dtype", "tinygrad.helpers")
+USERS = ("tinygrad", *NUMBERS, "tinygrad.nn", "tinygrad.nn.*")
+TINYGRAD = {**dict.fromkeys(("hooks", "runtime", "patterns"), EVERYTHING),
+            **dict.fromkeys(("tile", "cpu"), NUMBERS),
+            **dict.fromkeys(("functional", "kvcache", "models", "engine", "server", "explain", "registration",
+                             "cli"), USERS)}
+# files that see more of it, and why
+INSIDE = {"tinygrad_nv/graphs/*": "a step is captured as TinyJit does it, with its schedule and buffers",
+          "tinygrad_nv/engine/running/*": "steps are replayed, and inputs written, without a Tensor a step",
+          "tinygrad_nv/explain/*": "explain() schedules as realize would, without running"}
+# modules that `from tinygrad import` can name
+MODULES = ("codegen", "device", "engine", "helpers", "renderer", "runtime", "schedule", "tensor", "uop")
+
+
+@dataclass(frozen=True)
+class Import:
+    """`file` is relative to the root; `target` is a module, `names` the file of one that is ours."""
+    file: str
+    line: int
+    kind: str
+    source: str
+    target: str
+    names: str = ""
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.line} ({self.kind}) imports {self.names or self.target}"
+
+
+def modules(root: Path, tops: Iterable[str] = TOPS) -> dict[str, str]:
+    """Files by the names of their modules."""
+    found = {}
+    for path in (path for top in tops for path in sorted((root / top).rglob("*.py"))):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = str(path.relative_to(root))
+    return found
+
+
+def imports(root: Path, tops: Iterable[str] = TOPS) -> list[Import]:
+    """All imports of the files below the root, each name of a `from` by itself."""
+    files, found = modules(root, tops), []
+    for source, file in files.items():
+        for node, kind in _statements(ast.parse((root / file).read_text()), "eager"):
+            for target in _targets(node, source, Path(file).name == "__init__.py", files):
+                found.append(Import(file, node.lineno, kind, source, target, files.get(target, "")))
+    return found
+
+
+def _statements(node: ast.AST, kind: str) -> Iterator[tuple[ast.Import | ast.ImportFrom, str]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom): yield child, kind
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            for inside in child.body: yield from _statements(ast.Module([inside], []), "typing")
+            for inside in child.orelse: yield from _statements(ast.Module([inside], []), kind)
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _statements(child, "lazy" if kind == "eager" else kind)
+        else: yield from _statements(child, kind)
+
+
+def _targets(node: ast.Import | ast.ImportFrom, source: str, package: bool,
+             files: dict[str, str]) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (_checkout(alias.name) for alias in node.names)
+        return
+    above = source.split(".")[:(None if package else -1)] if node.level else []
+    if node.level > 1: above = above[:1 - node.level]
+    base = _checkout(".".join([*above, *([node.module] if node.module else [])]))
+    for alias in node.names:
+        name = f"{base}.{alias.name}"
+        yield name if name in files or (base == "tinygrad" and alias.name in MODULES) else base
+
+
+def _checkout(module: str) -> str:
+    """tinygrad_nv.models is models/ in a checkout."""
+    return module.removeprefix("tinygrad_nv.") if fnmatch(module, "tinygrad_nv.models*") else module
+
+
+# **** circles ****
+
+def circles(found: Iterable[Import], kinds: Iterable[str] = KINDS) -> list[list[str]]:
+    """The circles of files, each as the imports that close it."""
+    edges: dict[str, dict[str, Import]] = defaultdict(dict)
+    for one in found:
+        if one.kind in kinds and one.names and one.source != one.target: edges[one.source][one.target] = one
+    reach = {source: _reached(source, edges) for source in edges}
+    out, seen = [], set[str]()
+    for source in edges:
+        if source in seen or source not in reach[source]: continue
+        circle = {other for other in reach[source] if source in reach.get(other, ())}
+        seen |= circle
+        out.append([edges[a][b].place for a in sorted(circle) for b in sorted(edges[a]) if b in circle])
+    return out
+
+
+def _reached(source: str, edges: dict[str, dict[str, Import]]) -> set[str]:
+    seen: set[str] = set()
+    left = [source]
+    while left:
+        new = edges.get(left.pop(), {}).keys() - seen
+        seen |= new
+        left += new
+    return seen
+
+
+# **** layers ****
+
+def group(module: str) -> str:
+    """The group of a module: its folder, or that of files that have none."""
+    parts = module.split(".")
+    name = parts[1] if parts[0] == "tinygrad_nv" and len(parts) > 1 else parts[0]
+    return next((group for pattern, group in GROUPS.items() if fnmatch(name, pattern)), name)
+
+
+def upward(found: Iterable[Import]) -> list[str]:
+    """Imports of a group that is not below the importer's."""
+    return [f"{one.place}, but {group(one.target)} is not below {group(one.source)}" for one in found
+            if one.names and group(one.source) != group(one.target)
+            and RANKS[group(one.target)] >= RANKS[group(one.source)]]
+
+
+def beyond(found: Iterable[Import]) -> list[str]:
+    """Imports of tinygrad that a group may not have."""
+    return [one.place for one in found if one.target.split(".")[0] == "tinygrad"
+            and not any(fnmatch(one.file, pattern) for pattern in INSIDE)
+            and not any(fnmatch(one.target, pattern) for pattern in TINYGRAD.get(group(one.source), ()))]
+
+
+# **** this checkout ****
+
+@pytest.fixture(scope="module")
+def every() -> list[Import]: return imports(ROOT)
+
+
+def test_every_kind_of_import_is_seen(every: list[Import]):
+    count = Counter(one.kind for one in every if one.names)
+    assert all(count[kind] > 5 for kind in KINDS), count
+    assert {group(one.source) for one in every} <= RANKS.keys(), "a file of no layer"
+
+
+@pytest.mark.parametrize("kinds", [KINDS[:1], KINDS[:2], KINDS], ids="+".join)
+def test_no_circle_of_files(every: list[Import], kinds: tuple[str, ...]):
+    found = circles(every, kinds)
+    assert not found, "\n\n".join("\n".join(circle) for circle in found)
+
+
+def test_arrows_point_down(every: list[Import]):
+    found = upward(every)
+    assert not found, "\n".join(found)
+
+
+def test_what_each_layer_sees_of_tinygrad(every: list[Import]):
+    found = beyond(every)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("pattern", INSIDE)
+def test_an_exception_is_one(every: list[Import], pattern: str):
+    mine = [one for one in every if fnmatch(one.file, pattern) and one.target.startswith("tinygrad.")]
+    assert any(not any(fnmatch(one.target, each) for each in USERS) for one in mine), f"{pattern} needs none"
+
+
+# **** pairs: with what is wrong, and without ****
+
+def planted(root: Path, **texts: str) -> list[Import]:
+    """The imports of a package of these files; `__` in a name is a folder."""
+    for name, text in texts.items():
+        path = root / "tinygrad_nv" / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return imports(root)
+
+
+FORTH, BACK = "from tinygrad_nv.tile.b import f\n", "from tinygrad_nv.tile import a\n"
+LAZY = f"def g():\n    {BACK}"
+TYPING = f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {BACK}"
+
+
+@pytest.mark.parametrize(("back", "kind", "line"), [
+    (BACK, "eager", 1), (LAZY, "lazy", 2), (TYPING, "typing", 3), ("from .a import g\n", "eager", 1),
+    ("import tinygrad_nv.tile.a as a\n", "eager", 1)])
+def test_a_circle_is_found(tmp_path: Path, back: str, kind: str, line: int):
+    found = planted(tmp_path, tile__a=FORTH, tile__b=back)
+    assert circles(found) == [["tinygrad_nv/tile/a.py:1 (eager) imports tinygrad_nv/tile/b.py",
+                               f"tinygrad_nv/tile/b.py:{line} ({kind}) imports tinygrad_nv/tile/a.py"]]
+    assert bool(circles(found, ("eager",))) is (kind == "eager")
+    assert circles(planted(tmp_path, tile__b="")) == []
+
+
+@pytest.mark.parametrize("source", ["tile__a", "ptx__emulator__a", "hooks__a", "explain__a", "kvcache__a"])
+def test_an_arrow_upward_is_found(tmp_path: Path, source: str):
+    text = "\n\ndef f():\n    from tinygrad_nv.cli import b\n"
+    found = upward(planted(tmp_path, **{source: text}, cli__b=""))
+    place = f"tinygrad_nv/{source.replace('__', '/')}.py:4 (lazy) imports tinygrad_nv/cli/b.py"
+    assert [one.partition(", but ")[0] for one in found] == [place]
+    assert upward(planted(tmp_path, **{source: "from tinygrad_nv import errors\n"}, errors="")) == []
+
+
+def test_groups_of_one_row_do_not_import_each_other(tmp_path: Path):
+    found = upward(planted(tmp_path, graphs__a="from tinygrad_nv.kvcache.b import f\n", kvcache__b=""))
+    assert [one.partition(", but ")[2] for one in found] == ["kvcache is not below graphs"]
+
+
+@pytest.mark.parametrize(("source", "text", "wrong"), [
+    ("tile__a", "from tinygrad.uop.ops import UOp\n", True), ("ptx__a", "import tinygrad\n", True),
+    ("tile__a", "from tinygrad.dtype import dtypes\n", False),
+    ("kvcache__a", "from tinygrad import tensor\n", True),
+    ("kvcache__a", "from tinygrad import Tensor\n", False),
+    ("patterns__a", "from tinygrad import tensor\n", False),
+    ("engine__running__a", "from tinygrad.uop.ops import UOp\n", False),
+    ("engine__core", "from tinygrad.uop.ops import UOp\n", True)])
+def test_an_import_of_tinygrads_internals_is_found(tmp_path: Path, source: str, text: str, wrong: bool):
+    found = [one.partition(" (")[0] for one in beyond(planted(tmp_path, **{source: text}))]
+    assert found == [f"tinygrad_nv/{source.replace('__', '/')}.py:1"] * wrong

@@ -1,0 +1,38 @@
+"""What is known of a kernel of ours besides its text, in tinygrad's graph.
+
+Protocol: a `ProgramKernel` is the KernelInfo of a call's body, since the schedule keeps nothing else of a
+call; compile workers get it and give it back. patterns/program.py puts it there. Its `note` is for explain()
+and timelines, its `aux` for the program that launches the kernel: tinygrad with upstream.patch hands `aux` on
+to the program's TinyELF, and hooks/devices.py does without the patch.
+"""
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from tinygrad.uop.ops import KernelInfo, Ops, UOp
+
+from tinygrad_nv.tile.launch import PLAIN, LaunchConfig
+
+
+@dataclass(frozen=True)
+class Note:
+    """What explain() tells of a kernel: whose it is, why it was chosen, what it computes and how."""
+    template: str
+    reason: str = ""
+    spec: Hashable = None
+    schedule: Hashable = None
+
+
+@dataclass(frozen=True)
+class ProgramKernel(KernelInfo):
+    """KernelInfo of a kernel of ours, which is launched as `aux` says. Its Estimates are upper bounds until
+    patterns/finalize.py makes them exact."""
+    note: Note | None = None
+    aux: LaunchConfig = PLAIN
+
+
+def note_of(body: UOp) -> Note | None:
+    """The note in a call's body, None if the kernel is not ours."""
+    if body.op is not Ops.PROGRAM: return None
+    return body.src[0].arg.note if isinstance(body.src[0].arg, ProgramKernel) else None
