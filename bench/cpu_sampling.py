@@ -21,8 +21,8 @@ from measure import each, save, spread, table
 from tinygrad import Tensor
 
 from tinygrad_nv.cpu.machine import machine
-from tinygrad_nv.engine.running.sampler import Slots, filtered, next_tokens
 from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.engine.worker.sampler import SamplerState, apply_filters, next_tokens
 from tinygrad_nv.patterns.embedding.named import embedding
 
 SIZES, ROWS = (2048, 32000, 128256), (1, 16, 64)
@@ -61,12 +61,12 @@ def sides(case: Case) -> tuple[Run, Run]:
     params, numbers = KINDS[case.kind], np.random.default_rng(case.size)
     x = (numbers.standard_normal((case.rows, case.size)) * SCALE).astype(np.float32)
     theirs, ours = torch.from_numpy(x), Tensor(x).realize()
-    slots = Slots(case.rows, case.size)
-    for row in range(case.rows): slots.begin(row, params, row, ())
+    slots = SamplerState(case.rows, case.size)
+    for row in range(case.rows): slots.start_slot(row, params, row, ())
     rows = Tensor(np.arange(case.rows, dtype=np.int32)).realize()
     chosen = captured(lambda: next_tokens(ours, params.filters, slots, rows, rows))
     if not params.temperature: return chosen, lambda: theirs.argmax(-1)
-    mine = filtered(ours, params.filters, slots, rows, embedding(slots.numbers, rows)).numpy()
+    mine = apply_filters(ours, params.filters, slots, rows, embedding(slots.numbers, rows)).numpy()
     # sums that are nearly top_p are rounded otherwise
     differ = int((np.isinf(mine) != np.isinf(kept(theirs, params).numpy())).sum(-1).max())
     if differ > 2: raise SystemExit(f"{case}: {differ} tokens of a row are kept by one alone")

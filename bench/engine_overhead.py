@@ -29,8 +29,8 @@ from measure import each, save, table
 from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.scheduling.batch import Batch, Logprobs, Sampled
 from tinygrad_nv.engine.scheduling.request import Request
+from tinygrad_nv.engine.scheduling.scheduler_output import Logprobs, SamplerOutput, SchedulerOutput
 from tinygrad_nv.kvcache.pool import PagePool
 
 TARGET_US, TARGET_RUNNING = 200.0, 64
@@ -49,20 +49,20 @@ class Stub:
         self.rows: list[int] = []
         self.us = 0.0
 
-    def launch(self, batch: Batch) -> Future[Sampled]:
+    def launch(self, batch: SchedulerOutput) -> Future[SamplerOutput]:
         """Tokens. Its own time does not count."""
         begun = time.thread_time()
-        done: Future[Sampled] = Future()
-        count = batch.samples
-        sample = batch.works[0].samples[0] if batch.works and batch.works[0].samples else None
+        done: Future[SamplerOutput] = Future()
+        count = batch.num_samples
+        sample = batch.seqs[0].samples[0] if batch.seqs and batch.seqs[0].samples else None
         told = {} if sample is None or sample.logprobs is None else dict.fromkeys(range(count), self.told)
-        self.rows.append(batch.rows)
-        done.set_result(Sampled(self.tokens[:count], told))
+        self.rows.append(batch.num_tokens)
+        done.set_result(SamplerOutput(self.tokens[:count], told))
         self.us += (time.thread_time() - begun) * 1e6
         return done
 
-    def begin(self, slot: int, params: SamplingParams, seed: int, prompt: Sequence[int],
-              output: Sequence[int] = ()) -> None:
+    def start_slot(self, slot: int, params: SamplingParams, seed: int, prompt: Sequence[int],
+                   output: Sequence[int] = ()) -> None:
         """Nothing."""
 
     def fork(self, source: int, slot: int, params: SamplingParams, seed: int) -> None:
@@ -86,7 +86,8 @@ class Load:
 
     def fill(self) -> None:
         """Requests that wait for a place to run in."""
-        while self.core.scheduler.waiting < (2 if self.answer else 0) or len(self.core._live) < self.running:
+        waiting = 2 if self.answer else 0
+        while self.core.scheduler.num_waiting < waiting or len(self.core._requests) < self.running:
             self.add()
 
     def add(self) -> None:
@@ -102,7 +103,7 @@ class Load:
         """Steps until as many run as may."""
         self.fill()
         running = self.core.scheduler.running
-        while len(running) < self.running or any(len(seq.tokens) - seq.scheduled > 1 for seq in running):
+        while len(running) < self.running or any(len(seq.tokens) - seq.num_scheduled > 1 for seq in running):
             self.step()
 
     def step(self) -> float:

@@ -18,8 +18,8 @@ from statistics import median
 
 from measure import each, save, spread, table
 
+from tinygrad_nv.kvcache.block_table import BlockTable
 from tinygrad_nv.kvcache.pool import PagePool
-from tinygrad_nv.kvcache.table import Table
 
 SIZE = 16
 Round = Iterator[tuple[int, float]]     # operations and seconds
@@ -37,7 +37,7 @@ class Load:
     def pool(self, **more: int) -> PagePool:
         return PagePool(self.pages, SIZE, **more)  # type: ignore[arg-type]
 
-    def filled(self, pool: PagePool) -> list[Table]:
+    def filled(self, pool: PagePool) -> list[BlockTable]:
         """Tables of all sequences, written."""
         made = []
         for prompt in self.prompts:
@@ -54,7 +54,7 @@ def timed(operations: int, call: Callable[[], object]) -> tuple[int, float]:
     return operations, time.process_time() - begun
 
 
-def every(tables: list[Table], call: Callable[[Table], object]) -> Callable[[], None]:
+def every(tables: list[BlockTable], call: Callable[[BlockTable], object]) -> Callable[[], None]:
     def run() -> None:
         for one in tables: call(one)
     return run
@@ -65,8 +65,8 @@ def every(tables: list[Table], call: Callable[[Table], object]) -> Callable[[], 
 def allocate(load: Load) -> Round:
     """Prompts that nobody had, from free pages, hashed."""
     while True:
-        pool, tables = load.pool(), list[Table]()
-        def run(pool: PagePool = pool, tables: list[Table] = tables) -> None: tables += load.filled(pool)
+        pool, tables = load.pool(), list[BlockTable]()
+        def run(pool: PagePool = pool, tables: list[BlockTable] = tables) -> None: tables += load.filled(pool)
         yield timed(load.sequences * load.each_pages, run)
         pool.assert_conserved(tables)
 
@@ -87,7 +87,7 @@ def release(load: Load) -> Round:
     """Pages that stay cached."""
     pool = load.pool()
     while True:
-        yield timed(load.sequences * load.each_pages, every(load.filled(pool), Table.release))
+        yield timed(load.sequences * load.each_pages, every(load.filled(pool), BlockTable.release))
         pool.assert_conserved([])
 
 
@@ -112,7 +112,7 @@ def append(load: Load) -> Round:
     while True:
         pool = load.pool()
         tables = load.filled(pool)
-        def steps(tables: list[Table] = tables) -> None:
+        def steps(tables: list[BlockTable] = tables) -> None:
             for _ in range(4 * SIZE):
                 for one in tables: one.reserve(one.computed + 1)
                 for one in tables: one.advance((7,))
@@ -139,7 +139,7 @@ def copy(load: Load) -> Round:
         forks = [one.fork() for one in tables]
         yield timed(load.sequences * load.each_pages,
                     every(forks, lambda one: one.reserve(load.tokens, start=0)))
-        pool.take_moves()
+        pool.take_copies()
         pool.assert_conserved([*tables, *forks])
         for one in forks: one.release()
 
@@ -153,7 +153,7 @@ def host(load: Load) -> Round:
             for one in tables: one.offload()
             for one in tables: one.restore()
         yield timed(2 * load.sequences * load.each_pages, run)
-        pool.take_moves()
+        pool.take_copies()
         pool.assert_conserved(tables)
 
 

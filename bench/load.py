@@ -57,7 +57,7 @@ def work(kind: str, directory: Path, dtype: str) -> dict[str, float]:
     from tinygrad_nv.models.config import read_config
     from tinygrad_nv.models.llama import Llama
 
-    from tinygrad_nv.engine.opening import open_device, resolve_dtype
+    from tinygrad_nv.engine.loading import open_device, resolve_dtype
     from tinygrad_nv.runtime.memory import resident_bytes
     files, config = sorted(directory.glob("*.safetensors")), read_config(directory)
     device = open_device("CPU")

@@ -25,7 +25,7 @@ from tinygrad_nv.models.config import read_config
 
 from tinygrad_nv.benchmarks import client, figures
 from tinygrad_nv.benchmarks.engines import Transformers
-from tinygrad_nv.benchmarks.workload import Ask, made_up, total
+from tinygrad_nv.benchmarks.workload import BenchRequest, random_requests, total
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.cli.bench import our_server
 
@@ -55,38 +55,40 @@ class Worker:
         self.process.wait()
 
 
-def work(arguments: argparse.Namespace, asks: list[Ask]) -> None:
+def work(arguments: argparse.Namespace, workload: list[BenchRequest]) -> None:
     """The other process."""
     end_with_parent()
     engine = Transformers(arguments.model, arguments.dtype, 1)
     for line in sys.stdin:
         engine.batch = int(line)
-        print(json.dumps(engine.run(asks)), flush=True)
+        print(json.dumps(engine.run(workload)), flush=True)
 
 
-def load(arguments: argparse.Namespace) -> list[Ask]:
+def load(arguments: argparse.Namespace) -> list[BenchRequest]:
     """The same for everybody."""
     vocab = read_config(arguments.model).vocab_size
-    return made_up(arguments.requests, arguments.input_len, arguments.output_len, vocab, ratio=0.5)
+    return random_requests(arguments.requests, arguments.input_len, arguments.output_len, vocab, ratio=0.5)
 
 
-def served(url: str, asks: list[Ask], concurrency: int | None) -> dict[str, Any]:
+def served(url: str, workload: list[BenchRequest], concurrency: int | None) -> dict[str, Any]:
     """Figures of the server under this load."""
     async def run() -> dict[str, Any]:
         name = (await client.fetch(client.Target(url, ""), "/v1/models"))["data"][0]["id"]
-        answers, seconds = await client.load(client.Target(url, name), asks, [0.0] * len(asks), concurrency)
+        answers, seconds = await client.load(client.Target(url, name), workload, [0.0] * len(workload),
+                                             concurrency)
         if failed := [answer.error for answer in answers if answer.error]: raise SystemExit(failed[0])
         return figures.served(answers, seconds)
     return asyncio.run(run())
 
 
-def measured(arguments: argparse.Namespace, asks: list[Ask], url: str, worker: Worker) -> dict[str, Any]:
+def measured(arguments: argparse.Namespace, workload: list[BenchRequest], url: str,
+             worker: Worker) -> dict[str, Any]:
     """Output tokens a second of each contender's turns, and the server's latencies."""
-    _, outputs = total(asks)
+    _, outputs = total(workload)
     latencies: list[dict[str, Any]] = []
 
     def ours(concurrency: int | None) -> float:
-        made = served(url, asks, concurrency)
+        made = served(url, workload, concurrency)
         assert made["total_output_tokens"] == outputs
         if concurrency is None: latencies.append(made)
         return float(made["duration"])
@@ -114,13 +116,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    asks = load(arguments)
-    if arguments.worker: return work(arguments, asks)
+    workload = load(arguments)
+    if arguments.worker: return work(arguments, workload)
     options = argparse.Namespace(dtype=arguments.dtype, max_model_len=None, device=None,
                                  gpu_memory_utilization=None)
     worker = Worker(arguments)
     try:
-        with our_server(options, arguments.model) as url: made = measured(arguments, asks, url, worker)
+        with our_server(options, arguments.model) as url: made = measured(arguments, workload, url, worker)
     finally: worker.close()
     rows = []
     for name, rates in made["tokens_per_s"].items():

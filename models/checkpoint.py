@@ -1,7 +1,7 @@
 """The weight files of a Hugging Face directory: model.safetensors, its sharded index, or pytorch_model.bin.
 
 Protocol: `open_checkpoint(directory)` reads headers only and lists every tensor as an `Entry`; `read_into`
-moves a run of its elements from the file to a device tensor, from several threads at once if asked. A
+copies a range of its elements from the file to a device tensor, and is thread-safe. A
 safetensors file is checked whole when opened (header inside the file, offsets inside the data, sizes equal
 to dtype × shape), so a truncated download is refused before anything runs.
 
@@ -35,13 +35,12 @@ SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a checkpoint. `place` orders tensors as they lie on disk; `dtype` is a name in
-    `ITEM_BYTES`. `strides`, in elements, are given where the elements do not lie in the order of the
-    indices."""
+    """One tensor of a checkpoint. `file_offset` (file, byte) orders tensors as they are on disk; `dtype` is a
+    name in `ITEM_BYTES`. `strides`, in elements, are set if the elements are not in index order."""
     name: str
     dtype: str
     shape: tuple[int, ...]
-    place: tuple[str, int]
+    file_offset: tuple[str, int]
     strides: tuple[int, ...] | None = None
 
     @property
@@ -72,7 +71,7 @@ class Safetensors:
                               "check its permissions") from error
         absent = [n for n in sorted((only or set()) - set(found)) if not n.endswith(IGNORED_SUFFIXES)]
         if absent:
-            raise WeightError(f"{path} lacks tensors its index promises: {', '.join(absent[:8])}",
+            raise WeightError(f"{path} lacks tensors that its index lists: {', '.join(absent[:8])}",
                               "the shards the index was written with", "download the directory again")
         self.entries |= found
 
@@ -81,7 +80,7 @@ class Safetensors:
         return read_header(path)
 
     def read_into(self, entry: Entry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
-        item, (path, position) = ITEM_BYTES[entry.dtype], entry.place
+        item, (path, position) = ITEM_BYTES[entry.dtype], entry.file_offset
         target = host_bytes(tensor)
         with open(path, "rb", buffering=0) as file:
             file.seek(position + begin * item)
@@ -156,11 +155,11 @@ def convert(data: memoryview, source: str, target: DType) -> memoryview:
         return values.astype(np.float16 if target == dtypes.float16 else np.float32).data.cast("B")
 
 
-def in_order(data: memoryview, entry: Entry) -> memoryview:
-    """The elements of a view in another order, in the order of its indices."""
+def in_index_order(data: memoryview, entry: Entry) -> memoryview:
+    """The elements of a strided view, in index order."""
     item = ITEM_BYTES[entry.dtype]
     raw = np.frombuffer(data, np.dtype(f"u{item}"))
-    assert entry.strides is not None, "only such entries"
+    assert entry.strides is not None, "entries with strides only"
     view = np.lib.stride_tricks.as_strided(raw, entry.shape, tuple(stride * item for stride in entry.strides))
     return np.ascontiguousarray(view).reshape(-1).data.cast("B")
 
@@ -178,7 +177,7 @@ def narrow_bfloat16(values: np.ndarray) -> np.ndarray:
 
 
 class PyTorchFiles(Safetensors):
-    """Tensors of pytorch_model.bin files, which differ in how they are listed, and may be transposed."""
+    """Tensors of pytorch_model.bin files, which are listed differently and may be transposed."""
 
     def list_file(self, path: Path) -> list[Entry]:
         """The tensors of one file."""
@@ -187,14 +186,14 @@ class PyTorchFiles(Safetensors):
 
     def read_into(self, entry: Entry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
         if entry.strides is None: return super().read_into(entry, begin, end, tensor, offset)
-        assert (begin, end) == (0, math.prod(entry.shape)), "such a tensor is one piece"
+        assert (begin, end) == (0, math.prod(entry.shape)), "strided tensors are read whole"
         steps = zip(entry.shape, entry.strides, strict=True)
         span = 1 + sum((extent - 1) * stride for extent, stride in steps)
         data = memoryview(bytearray(span * ITEM_BYTES[entry.dtype]))
-        with open(entry.place[0], "rb", buffering=0) as file:
-            file.seek(entry.place[1])
-            _fill(file, data, entry.place[0])
-        return write(tensor, offset, convert(in_order(data, entry), entry.dtype, tensor.dtype))
+        with open(entry.file_offset[0], "rb", buffering=0) as file:
+            file.seek(entry.file_offset[1])
+            _fill(file, data, entry.file_offset[0])
+        return write(tensor, offset, convert(in_index_order(data, entry), entry.dtype, tensor.dtype))
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:

@@ -1,8 +1,8 @@
 """config.json of a Hugging Face directory, checked, as one frozen `ModelConfig`.
 
 Protocol: `read_config(directory)` reads the file; everything the network needs is a field here, resolved
-(defaults of the architecture filled in, both spellings of rope parameters and dtype understood). What we do
-not implement is refused by name: a silently ignored field is a silently wrong model.
+(defaults of the architecture filled in, both spellings of rope parameters and dtype accepted). Fields that
+are not implemented raise an error by name: a silently ignored field is a silently wrong model.
 """
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from `path`; `ModelError` names the file and the place when it is none."""
+    """A JSON object from `path`. Raises `ModelError` with the file and the position of an error."""
     try: data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} cannot be read: {error}", "a readable UTF-8 text file",
@@ -165,9 +165,9 @@ def parse_config(data: Mapping[str, Any], name: str = "config.json") -> ModelCon
                          "each key/value head shared by the same number of query heads")
     layers = _positive(raw, "num_hidden_layers", name)
     positions = _positive(raw, "max_position_embeddings", name)
-    own, asked = ARCHITECTURES[architecture], bool(raw.get("attention_bias", False))
+    own, attention_bias = ARCHITECTURES[architecture], bool(raw.get("attention_bias", False))
     # Qwen2 has biases on q, k and v, and Mistral none, whatever config.json says
-    bias = architecture == "Qwen2ForCausalLM" or (asked and architecture != "MistralForCausalLM")
+    bias = architecture == "Qwen2ForCausalLM" or (attention_bias and architecture != "MistralForCausalLM")
     return ModelConfig(
         architecture=architecture, vocab_size=_positive(raw, "vocab_size", name), hidden_size=hidden,
         intermediate_size=_positive(raw, "intermediate_size", name), num_layers=layers, num_heads=heads,
@@ -216,7 +216,7 @@ def _number(raw: Mapping[str, Any], key: str, name: str, least: float = 0.0) -> 
     value = raw.get(key)
     # the comparison refuses NaN, infinity, and integers that no float holds
     if (not isinstance(value, int | float) or isinstance(value, bool)
-            or not least < value <= sys.float_info.max):
+        or not least < value <= sys.float_info.max):
         raise ModelError(f"{name}: {key} is {value!r}", f"a number > {least:g}",
                          "correct the file, or download it again")
     return float(value)
@@ -246,13 +246,13 @@ def _rope(raw: Mapping[str, Any], head_dim: int, positions: int, name: str) -> R
     if kind == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
         raise ModelError(f"{name}: low_freq_factor {numbers['low_freq_factor']:g} is not below "
                          f"high_freq_factor {numbers['high_freq_factor']:g}",
-                         "a smaller and a larger number of turns")
+                         "a smaller and a larger number of rotations")
     # at 1 every frequency is 1, and YaRN divides by its logarithm
     theta = _number(both, "rope_theta", name, 1.0)
     original = "original_max_position_embeddings"
     # beside the rope parameters it precedes the one among them, as in transformers
-    for place in (given, raw):
-        if place.get(original) is not None: positions = _positive(place, original, name)
+    for section in (given, raw):
+        if section.get(original) is not None: positions = _positive(section, original, name)
     return RopeConfig(kind=kind, theta=theta, dim=head_dim, original_positions=positions,
                       truncate=bool(given.get("truncate", True)), **numbers)
 
@@ -269,7 +269,7 @@ def _require_whole_heads(both: Mapping[str, Any], kind: str, name: str) -> None:
 
 def _activation(raw: Mapping[str, Any], architecture: str, name: str) -> str:
     act = raw.get("hidden_act", "silu")
-    # Gemma's published configs say "gelu" and mean the tanh form: transformers has read them so since 4.38
+    # Gemma's published configs say "gelu" and mean the tanh approximation, as in transformers since 4.38
     if architecture == "GemmaForCausalLM" and act == "gelu": act = "gelu_pytorch_tanh"
     if not isinstance(act, str) or act not in ACTIVATIONS:
         raise ModelError(f"{name}: hidden_act {act!r} is not supported", f"one of: {', '.join(ACTIVATIONS)}")

@@ -1,20 +1,19 @@
-"""The LLaMA family as one network: Llama 2 / 3.x, Mistral, Qwen2, Qwen3, Gemma, told apart by
+"""The LLaMA family as one network: Llama 2 / 3.x, Mistral, Qwen2, Qwen3, Gemma, distinguished by
 `ModelConfig`.
 
-Protocol: `Llama(config)` owns its parameters as tensors, q|k|v and gate|up each stored as one matrix so
+Protocol: `Llama(config)` owns its parameters as tensors; q|k|v and gate|up are each stored as one matrix, so
 that a layer needs four weight kernels. `model(tokens)` gives the logits of every position (training,
 scoring). `model.step(tokens, start, cache, last)` appends tokens at `start` to a `KVCache` and gives the
-logits of one row (decoding); `start` may be a bound variable, so that one captured graph serves every
-position. `model.rows(tokens, place, cache)` does so for rows of many sequences, each over its pages
-(patterns/decode/paged.py): that is what the engine runs.
+logits of one of them (decoding); `start` may be a bound variable, so that one captured graph serves every
+position. `model.step_paged(tokens, batch, cache)` does so for many sequences, each with its pages
+(patterns/decode/paged.py). The engine runs that.
 
 `contiguous()` marks what is computed once: tinygrad fuses everything else into its consumer, where a value
 that feeds a matmul is computed again for every output row. `contiguous_backward()` does the same for
 gradients. Both were placed by measuring decode and training steps on a CPU (training: 5.0 s a step without,
 1.1 s with).
 
-Numerics are those of transformers: RMSNorm and softmax in float32, everything else in the parameters'
-dtype.
+Numerics are those of transformers: RMSNorm and softmax in float32, everything else in the parameters' dtype.
 """
 from __future__ import annotations
 
@@ -28,17 +27,17 @@ from tinygrad.dtype import DType
 from tinygrad_nv import config
 from tinygrad_nv.functional import embedding, kv_append, scaled_dot_product_attention
 from tinygrad_nv.hooks import enabled
-from tinygrad_nv.kvcache.store import PagedCache, Pages
+from tinygrad_nv.kvcache.store import LayerPages, PagedCache
 from tinygrad_nv.patterns.target import cpu_of, takes
 from tinygrad_nv.runtime.observe.ranges import layer
 from tinygrad_nv.tile.gemm.spec import HALVES
 
 from .config import ModelConfig
-from .paged import PagedPlace
+from .paged import PagedBatch
 from .rope import tables
 
 Position: TypeAlias = int | UOp
-Cache: TypeAlias = tuple[Tensor, Tensor] | Pages    # of a layer
+Cache: TypeAlias = tuple[Tensor, Tensor] | LayerPages    # of one layer
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,8 @@ class KVCache:
                device: str | None = None) -> KVCache:
         """A cache for `capacity` tokens in each of `batch` sequences."""
         shape = (batch, config.num_kv_heads, capacity, config.head_dim)
-        def made() -> Tensor: return Tensor.empty(*shape, dtype=dtype, device=device)
-        return KVCache(tuple((made(), made()) for _ in range(config.num_layers)))
+        def created() -> Tensor: return Tensor.empty(*shape, dtype=dtype, device=device)
+        return KVCache(tuple((created(), created()) for _ in range(config.num_layers)))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -70,15 +69,15 @@ class KVCache:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the tokens (B, T) of a step stand: at start, start + 1, … `rope` are the tables of all positions;
-    `lengths`, int32 (B,) in memory, is start + T of a step with a cache."""
+class DenseBatch:
+    """The positions of the tokens (B, T) of a step: start, start + 1, … `rope` are the tables of all
+    positions; `lengths`, int32 (B,) in memory, is start + T for a step with a cache."""
     start: Position
     rope: tuple[Tensor, Tensor]
     lengths: Tensor | None = None
 
-    def rows(self, T: int) -> tuple[Tensor, Tensor]:
-        """The tables' rows [start, start + T)."""
+    def rope_rows(self, T: int) -> tuple[Tensor, Tensor]:
+        """Rows [start, start + T) of the rope tables."""
         cos, sin = self.rope
         return cos[self.start:self.start + T], sin[self.start:self.start + T]
 
@@ -118,16 +117,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return parts[0].cat(*parts[1:], *([rest] if rest.shape[-1] else []), dim=-1)
 
 
-def takes_appends(x: Tensor) -> bool:
-    """Whether a kernel of ours rotates keys and queries and writes the cache; tinygrad's write new rows alone
-    where the start is a variable, and `kv_append` has it in memory."""
+def takes_kv_append(x: Tensor) -> bool:
+    """Whether a kernel of this package rotates queries and keys and writes the cache. tinygrad's own kernels
+    write only the new rows if `start` is a variable; `kv_append` reads it from memory."""
     return enabled() and takes(x.device) and bool(config.get("NV_ATTENTION"))
 
 
-def takes_products(x: Tensor, decoding: bool) -> bool:
-    """Whether products of x are for kernels of ours, which take an attention whole, and store what they read.
-    tinygrad's own compute x again for each element of the result, unless it is contiguous: those of float32
-    on GPUs, where gradients need parts of the attention."""
+def takes_matmuls(x: Tensor, decoding: bool) -> bool:
+    """Whether matmuls of x run on kernels of this package, which take an attention whole and store its
+    inputs. tinygrad's own kernels compute x again for each output element unless it is contiguous. That holds
+    for float32 on GPUs, whose gradients need intermediate results of the attention."""
     return enabled() and takes(x.device) and (decoding or x.dtype in HALVES or cpu_of(x.device) is not None)
 
 
@@ -150,31 +149,32 @@ class Attention:
         if self.q_norm is not None and self.k_norm is not None: q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
-    def project(self, x: Tensor, place: Place) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, batch: DenseBatch) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, hidden) to rotated q (B, H, T, D) and k, v (B, H_kv, T, D)."""
-        cos, sin = place.rows(x.shape[1])
+        cos, sin = batch.rope_rows(x.shape[1])
         q, k, v = (each.transpose(1, 2) for each in self.split(self.qkv(x).contiguous_backward()))
         return rotate(q, cos, sin).contiguous(), rotate(k, cos, sin), v
 
-    def append(self, x: Tensor, place: Place, cache: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def append(self, x: Tensor, batch: DenseBatch,
+               cache: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated q (B, H, T, D); keys and values (B, H_kv, start + T, D), those of x in the cache too."""
-        start, end = place.start, place.start + x.shape[1]
-        if place.lengths is not None and takes_appends(x):
+        start, end = batch.start, batch.start + x.shape[1]
+        if batch.lengths is not None and takes_kv_append(x):
             q, k, v = self.split(self.qkv(x).contiguous())
-            cos, sin = place.rope
-            # other Tensors of the same storage: what is appended is read through the results alone
+            cos, sin = batch.rope
+            # new Tensors over the same storage, so that reads depend on the appends
             keys, values = (Tensor(each.uop) for each in cache)
-            keys, values, q = kv_append(keys, values, k, v, None, place.lengths, cos=cos, sin=sin, q=q,
+            keys, values, q = kv_append(keys, values, k, v, None, batch.lengths, cos=cos, sin=sin, q=q,
                                         rounded=True)
             return q.transpose(1, 2), keys[:, :, :end], values[:, :, :end]
-        q, *new = self.project(x, place)
+        q, *new = self.project(x, batch)
         written = [Tensor(old.uop.after(old[:, :, start:end].uop.store(each.uop)))
                    for old, each in zip(cache, new, strict=True)]
         return q, written[0][:, :, :end], written[1][:, :, :end]
 
     def mask(self, T: int, start: Position) -> Tensor | None:
-        """True where the row at start + i may look at column j of [0, start + T); None where it may look at
-        all."""
+        """True where the token at start + i attends to position j of [0, start + T); None where every token
+        attends to all."""
         if T == 1 and self.window is None: return None
         rows = Tensor.arange(T).reshape(T, 1) + start
         columns = Tensor.arange(start + T).reshape(1, start + T)
@@ -189,27 +189,27 @@ class Attention:
         scores = scores.contiguous_backward()
         if (mask := self.mask(T, start)) is not None: scores = mask.where(scores, -float("inf"))
         weights = scores.softmax(-1).cast(v.dtype)
-        if not takes_products(weights, decoding): weights = weights.contiguous()
+        if not takes_matmuls(weights, decoding): weights = weights.contiguous()
         out = weights.contiguous_backward() @ v.unsqueeze(2)
         out = out.reshape(B, c.num_heads, T, c.head_dim).transpose(1, 2)
         return out.reshape(B, T, c.num_heads * c.head_dim).contiguous()
 
     def flash(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`attend` of whole sequences by a kernel of ours, whose gradient is one too."""
+        """`attend` for whole sequences, with this package's attention kernel and its gradient."""
         out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, window=self.window)
         return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
 
-    def __call__(self, x: Tensor, place: Place | PagedPlace, cache: Cache | None) -> Tensor:
-        if isinstance(place, PagedPlace):
-            assert isinstance(cache, Pages)
-            return self.output(place.attend(*self.split(self.qkv(x).contiguous()), cache, self.window))
+    def __call__(self, x: Tensor, batch: DenseBatch | PagedBatch, cache: Cache | None) -> Tensor:
+        if isinstance(batch, PagedBatch):
+            assert isinstance(cache, LayerPages)
+            return self.output(batch.attend(*self.split(self.qkv(x).contiguous()), cache, self.window))
         if cache is not None:
             assert isinstance(cache, tuple)
-            return self.output(self.attend(*self.append(x, place, cache), place.start, True))
-        q, k, v = self.project(x, place)
+            return self.output(self.attend(*self.append(x, batch, cache), batch.start, True))
+        q, k, v = self.project(x, batch)
         k, v = k.contiguous(), v.contiguous()
-        if takes_products(q, False): return self.output(self.flash(q, k, v))
-        return self.output(self.attend(q, k, v, place.start, False))
+        if takes_matmuls(q, False): return self.output(self.flash(q, k, v))
+        return self.output(self.attend(q, k, v, batch.start, False))
 
 
 class FeedForward:
@@ -222,7 +222,7 @@ class FeedForward:
 
     def __call__(self, x: Tensor) -> Tensor:
         both = self.gate_up(x).contiguous_backward().split([self.width, self.width], dim=-1)
-        # apart: in one kernel each would be computed for all columns of both (15 ms against 10 on a CPU)
+        # split: in one kernel each would be computed for all columns of both (15 ms against 10 on a CPU)
         gate, up = (half.contiguous_backward() for half in both)
         # realised: fused into `down` it would be computed again for every output row (212 µs against 13 + 3
         # on a CPU)
@@ -243,8 +243,8 @@ class Block:
         self.attention_norm = RMSNorm(config.hidden_size, config, dtype, device)
         self.feed_forward_norm = RMSNorm(config.hidden_size, config, dtype, device)
 
-    def __call__(self, x: Tensor, place: Place | PagedPlace, cache: Cache | None) -> Tensor:
-        with layer("attention"): x = x + self.attention(self.attention_norm(x), place, cache)
+    def __call__(self, x: Tensor, batch: DenseBatch | PagedBatch, cache: Cache | None) -> Tensor:
+        with layer("attention"): x = x + self.attention(self.attention_norm(x), batch, cache)
         with layer("feed_forward"): return (x + self.feed_forward(self.feed_forward_norm(x))).contiguous()
 
 
@@ -265,17 +265,17 @@ class Llama:
     def rope_tables(self) -> tuple[Tensor, Tensor]:
         """Cosines and sines of `positions` positions, (positions, dim/2), rounded to the model's dtype."""
         cos, sin = tables(self.config.rope, self.positions)
-        made = [Tensor(t, device=self.device).cast(self.dtype).contiguous() for t in (cos, sin)]
-        Tensor.realize(*made)
-        return made[0], made[1]
+        created = [Tensor(t, device=self.device).cast(self.dtype).contiguous() for t in (cos, sin)]
+        Tensor.realize(*created)
+        return created[0], created[1]
 
-    def place(self, start: Position, shape: tuple[int, ...], cache: KVCache | None,
-              lengths: Tensor | None) -> Place:
-        """Where tokens of shape (B, T) stand."""
+    def batch_at(self, start: Position, shape: tuple[int, ...], cache: KVCache | None,
+                 lengths: Tensor | None) -> DenseBatch:
+        """The positions of tokens of shape (B, T)."""
         if cache is not None and lengths is None:
             lengths = Tensor.full(shape[:1], start + shape[1], dtype=dtypes.int32, device=self.device)
             lengths = lengths.contiguous()
-        return Place(start, self.rope_tables, lengths)
+        return DenseBatch(start, self.rope_tables, lengths)
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """The first layer's input, (B, T, hidden)."""
@@ -290,9 +290,9 @@ class Llama:
         """The last layer's normalised output, (B, T, hidden), for tokens (B, T) at positions start, start +
         1, …"""
         x = self.embedded(tokens)
-        place = self.place(start, tokens.shape, cache, lengths)
+        batch = self.batch_at(start, tokens.shape, cache, lengths)
         for i, block in enumerate(self.blocks):
-            with layer(f"layers.{i}"): x = block(x, place, cache.layers[i] if cache else None)
+            with layer(f"layers.{i}"): x = block(x, batch, cache.layers[i] if cache else None)
         with layer("norm"): return self.norm(x)
 
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -302,20 +302,20 @@ class Llama:
 
     def step(self, tokens: Tensor, start: Position, cache: KVCache, last: Position = 0,
              lengths: Tensor | None = None) -> Tensor:
-        """Appends tokens (B, T) to `cache` at `start`; float32 logits (B, vocab) of row `last` of these T.
-        `lengths`, int32 (B,), is start + T where it is in memory already."""
+        """Appends tokens (B, T) to `cache` at `start`; float32 logits (B, vocab) of token `last` of these T.
+        `lengths`, int32 (B,), is start + T if it is in memory already."""
         row = self.hidden(tokens, start, cache, lengths)[:, last:last + 1]
         with layer("head"):
             return (row @ self.head.T).float().reshape(tokens.shape[0], self.config.vocab_size)
 
-    def rows(self, tokens: Tensor, place: PagedPlace, cache: PagedCache,
-             wanted: Tensor | None = None) -> Tensor:
-        """Appends tokens (T,), placed by `place`, to their pages; float32 logits (R, vocab) of the rows
-        `wanted`, int32 (R,), or of all."""
+    def step_paged(self, tokens: Tensor, batch: PagedBatch, cache: PagedCache,
+                   logits_indices: Tensor | None = None) -> Tensor:
+        """Appends tokens (T,) of the sequences in `batch` to their pages; float32 logits (R, vocab) of the
+        tokens `logits_indices`, int32 (R,), or of all."""
         x = self.embedded(tokens.reshape(1, -1))
         for i, block in enumerate(self.blocks):
-            with layer(f"layers.{i}"): x = block(x, place, cache.layers[i])
+            with layer(f"layers.{i}"): x = block(x, batch, cache.layers[i])
         with layer("norm"):
-            if wanted is not None: x = embedding(x[0], wanted).unsqueeze(0).contiguous()
+            if logits_indices is not None: x = embedding(x[0], logits_indices).unsqueeze(0).contiguous()
             x = self.norm(x)
         with layer("head"): return (x @ self.head.T).float().reshape(-1, self.config.vocab_size)

@@ -1,14 +1,11 @@
-"""pytorch_model.bin: which tensors it holds and where their bytes lie, without running what is pickled in
-it.
+"""pytorch_model.bin: its tensors and the offsets of their bytes, without running the pickle.
 
-Protocol: `read_entries(path)` gives name, dtype, shape, byte position and, of a tensor that is a view in
-another order (a transpose), strides of every tensor. A pickle is a program
-that calls functions by name, so `_Unpickler` knows the few names a state dict is made of and refuses every
-other one; its own versions of them only note what was asked for.
+Protocol: `read_entries(path)` gives name, dtype, shape and byte offset of every tensor, and the strides of
+one that is not in index order (a transpose). A pickle is a program that calls functions by name, so
+`_Unpickler` accepts only the few names of a state dict; its own versions of them only record the arguments.
 
-Format: a zip of torch.save since 1.6, members stored without compression. `*/data.pkl` is the state dict,
-in which a storage is the persistent id ("storage", type, key, place, elements); `*/data/<key>` are its
-bytes.
+Format: a zip of torch.save since 1.6, members stored without compression. `*/data.pkl` is the state dict, in
+which a storage is the persistent id ("storage", type, key, device, elements); `*/data/<key>` are its bytes.
 """
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ CONVERT = "convert it to safetensors"
 
 @dataclass(frozen=True)
 class _Storage:
-    """`dtype` is a key of `ITEM_BYTES`, or torch's name of a storage that no weight of ours has."""
+    """`dtype` is a key of `ITEM_BYTES`, or torch's name of an unsupported storage."""
     dtype: str
     key: str
 
@@ -43,7 +40,7 @@ class _Tensor:
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements lie in the order of the indices."""
+        """Whether the elements are in index order."""
         step = 1
         for extent, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if extent != 1 and stride != step: return False
@@ -52,7 +49,7 @@ class _Tensor:
 
     @property
     def span(self) -> int:
-        """Elements from the first to the last one, both counted."""
+        """Elements from the first to the last one, both included."""
         if 0 in self.shape: return 0
         return 1 + sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True))
 
@@ -122,8 +119,8 @@ def _listed(path: Path, file: BinaryIO, state: Any, members: Mapping[str, zipfil
 
 
 def _data_position(file: BinaryIO, member: zipfile.ZipInfo) -> int:
-    """Where a member's bytes begin: after a header of 30 bytes, its name, and padding only this header
-    tells."""
+    """The offset of a member's bytes: after a header of 30 bytes, its name, and padding that only this header
+    specifies."""
     file.seek(member.header_offset)
     header = file.read(30)
     name, padding = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")

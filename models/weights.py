@@ -1,10 +1,10 @@
-"""Which tensors a model directory must hold, and where in the network each belongs.
+"""Which tensors a checkpoint must hold, and where in the network each is stored.
 
 Protocol: `slots(model)` maps every Hugging Face name to a `Slot`: rows [first, first + count) of one
 parameter. `load(model, directory)` checks names and shapes of the whole checkpoint before it reads a byte,
-refuses on any gap, and then reads straight into the rows, in pieces of `PIECE` bytes on `READERS` threads:
-one copy from file to device. Where the file's dtype is not the model's, pieces are of `CONVERTED_PIECE`
-bytes and take some six times that while they are converted, on each thread.
+raises on any gap, and then reads straight into the rows, in chunks of `CHUNK` bytes on `READERS` threads: one
+copy from file to device. If the file's dtype is not the model's, chunks have `CONVERTED_CHUNK` bytes, and
+each thread needs about six times that while it converts.
 """
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from tinygrad_nv.runtime.memory_pool import labelled
 from .checkpoint import ITEM_BYTES, Checkpoint, Entry, named, open_checkpoint
 from .llama import Linear, Llama
 
-# A second thread doubles the rate of one core's page faults and copies; disks like a queue of a few.
+# A second thread doubles the rate of page faults and copies; disks are faster with a queue of a few reads.
 READERS = min(4, os.cpu_count() or 1)
-PIECE = 16 << 20
-CONVERTED_PIECE = 1 << 20  # NumPy makes some five temporaries of the piece's size while it converts
+CHUNK = 16 << 20
+CONVERTED_CHUNK = 1 << 20  # NumPy makes about five temporaries of this size while it converts
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Rows [first, first + shape[0]) of `tensor`; `shape` is what the checkpoint must hold."""
+    """Rows [first, first + shape[0]) of `tensor`; `shape` is that of the checkpoint's tensor."""
     tensor: Tensor
     first: int
     shape: tuple[int, ...]
@@ -84,7 +84,7 @@ def slots(model: Llama) -> dict[str, Slot]:
 
 def check(wanted: Mapping[str, Slot], entries: Mapping[str, Entry], tied: bool, directory: Path) -> None:
     """Raises `WeightError` listing every missing, unexpected and mis-shaped tensor."""
-    # a tied model may still store its head; `_require_tied` sees that it is the embedding again
+    # a tied model may still store its head; `_require_tied` checks that it equals the embedding
     surplus = {HEAD} if tied else set()
     missing = [n for n in wanted if n not in entries]
     unexpected = [n for n in entries if n not in wanted and n not in surplus]
@@ -113,9 +113,8 @@ def stored_dtype(directory: Path) -> str:
 def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | None = None) -> int:
     """Fills every parameter of `model` from `directory`; returns bytes read.
 
-    `progress(done, total)` is called with bytes. Raises `WeightError` before anything is read when the
-    checkpoint has gaps, and while reading when a file is shorter than its header says.
-    """
+    `progress(done, total)` is called with bytes. Raises `WeightError` before anything is read if the
+    checkpoint lacks tensors, and while reading if a file is shorter than its header says."""
     checkpoint, wanted = open_checkpoint(directory), slots(model)
     check(wanted, checkpoint.entries, model.config.tied, directory)
     if model.config.tied and HEAD in checkpoint.entries: _require_tied(checkpoint, directory)
@@ -123,7 +122,7 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
         allocate_arena(list({id(slot.tensor): slot.tensor for slot in wanted.values()}.values()))
     total, done = sum(checkpoint.entries[name].nbytes for name in wanted), 0
     with ThreadPoolExecutor(READERS) as readers:
-        reading = [readers.submit(_read, checkpoint, *piece) for piece in _pieces(wanted, checkpoint.entries)]
+        reading = [readers.submit(_read, checkpoint, *chunk) for chunk in _chunks(wanted, checkpoint.entries)]
         try:
             for future in as_completed(reading):
                 done += future.result()
@@ -135,14 +134,14 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
 
 
 def _require_tied(checkpoint: Checkpoint, directory: Path) -> None:
-    """Refuses a stored head that is not the embedding again: transformers would use it in spite of
+    """Raises for a stored head that differs from the embedding: transformers would use it in spite of
     tie_word_embeddings."""
     embedding, head = checkpoint.entries[EMBEDDING], checkpoint.entries[HEAD]
     same = (embedding.shape, embedding.dtype) == (head.shape, head.dtype)
-    if same and embedding.place != head.place:
+    if same and embedding.file_offset != head.file_offset:
         count = math.prod(head.shape)
-        whole = head.strides is not None or embedding.strides is not None   # they are read in one piece
-        step = max(count, 1) if whole else PIECE // ITEM_BYTES[head.dtype]
+        whole = head.strides is not None or embedding.strides is not None   # strided tensors are read whole
+        step = max(count, 1) if whole else CHUNK // ITEM_BYTES[head.dtype]
         same = all(np.array_equal(_elements(checkpoint, embedding, begin, min(begin + step, count)),
                                   _elements(checkpoint, head, begin, min(begin + step, count)))
                    for begin in range(0, count, step))
@@ -160,15 +159,15 @@ def _elements(checkpoint: Checkpoint, entry: Entry, begin: int, end: int) -> np.
     return read(elements, np.dtype(f"u{ITEM_BYTES[entry.dtype]}")).copy()   # the memory goes with the tensor
 
 
-def _pieces(wanted: Mapping[str, Slot],
+def _chunks(wanted: Mapping[str, Slot],
             entries: Mapping[str, Entry]) -> Iterator[tuple[Entry, int, int, Slot]]:
-    """Runs of at most `PIECE` bytes, `CONVERTED_PIECE` where the dtype changes, in file order, so that a
+    """Chunks of at most `CHUNK` bytes, `CONVERTED_CHUNK` where the dtype changes, in file order, so that a
     disk reads forward."""
-    for name in sorted(wanted, key=lambda name: entries[name].place):
+    for name in sorted(wanted, key=lambda name: entries[name].file_offset):
         entry, count = entries[name], math.prod(entries[name].shape)
         same = named(entry.dtype) == wanted[name].tensor.dtype
-        step = (PIECE if same else CONVERTED_PIECE) // ITEM_BYTES[entry.dtype]
-        if entry.strides is not None: step = max(count, 1)  # no run of its elements is a run of the file
+        step = (CHUNK if same else CONVERTED_CHUNK) // ITEM_BYTES[entry.dtype]
+        if entry.strides is not None: step = max(count, 1)  # a strided tensor cannot be split
         for begin in range(0, count, step): yield entry, begin, min(begin + step, count), wanted[name]
 
 

@@ -1,4 +1,4 @@
-"""The sentence forms that any plot may use, and the reader of the form language.
+"""The sentence templates that any plot may use, and the reader of the template language.
 
     beat name            no indent
       A form.            two spaces: one way to tell the beat; a deeper line goes on with the form above
@@ -6,7 +6,7 @@
     {hero} {He} {obj}    a field; an upper-case letter capitalises it, and opens a new sentence
 
 Fields are filled by `stories.Teller`, which writes a name instead of a pronoun wherever the pronoun could
-be read as somebody else. {he} {him} {his} are the hero's, {fhe} {fhim} {fhis} the friend's.
+refer to another character. {he} {him} {his} are the hero's, {fhe} {fhim} {fhis} the friend's.
 """
 from __future__ import annotations
 

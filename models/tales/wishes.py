@@ -1,4 +1,4 @@
-"""Sentence forms of the plots in which somebody wants something; `scenes` explains the form language."""
+"""Sentence templates of plots about a wish; `scenes` explains the template language."""
 from __future__ import annotations
 
 from .scenes import read_forms

@@ -13,22 +13,22 @@ from serve_case import fake_service, live
 
 from tinygrad_nv.benchmarks import client, figures
 from tinygrad_nv.benchmarks.engines import require_whole
-from tinygrad_nv.benchmarks.figures import Answered
-from tinygrad_nv.benchmarks.workload import Ask, arrivals, from_file, made_up, total
+from tinygrad_nv.benchmarks.figures import RequestResult
+from tinygrad_nv.benchmarks.workload import BenchRequest, arrivals, random_requests, requests_from_file, total
 from tinygrad_nv.cli import main
 from tinygrad_nv.errors import NVError, RequestError
 
 # **** loads ****
 
 def test_a_load_is_the_same_for_everybody_and_has_the_lengths_asked_for() -> None:
-    first, second = (made_up(50, 20, 30, 2048, seed=3, ratio=0.5, prefix_len=4) for _ in range(2))
-    assert first == second != made_up(50, 20, 30, 2048, seed=4, ratio=0.5, prefix_len=4)
+    first, second = (random_requests(50, 20, 30, 2048, seed=3, ratio=0.5, prefix_len=4) for _ in range(2))
+    assert first == second != random_requests(50, 20, 30, 2048, seed=4, ratio=0.5, prefix_len=4)
     assert {len(ask.prompt) for ask in first} <= set(range(14, 35))
     assert {ask.output for ask in first} <= set(range(15, 46))
     assert len({ask.prompt[:4] for ask in first}) == 1
     assert len({ask.prompt for ask in first}) == 50
     assert all(16 <= token < 2048 for ask in first for token in ask.prompt)
-    assert total([Ask((1, 2), 3), Ask((1,), 4)]) == (3, 7)
+    assert total([BenchRequest((1, 2), 3), BenchRequest((1,), 4)]) == (3, 7)
 
 
 def test_requests_arrive_at_a_rate() -> None:
@@ -44,17 +44,19 @@ def test_requests_arrive_at_a_rate() -> None:
 def test_prompts_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "ab"}\n\n{"prompt": "c"}\n')
-    assert from_file(path, 3, 5, lambda text: list(text.encode())) == [Ask((97, 98), 5), Ask((99,), 5),
-                                                                       Ask((97, 98), 5)]
+    found = requests_from_file(path, 3, 5, lambda text: list(text.encode()))
+    assert found == [BenchRequest((97, 98), 5), BenchRequest((99,), 5),
+                     BenchRequest((97, 98), 5)]
     for bad in ("", "{", '{"text": "a"}', '{"prompt": ""}', "[1]"):
         path.write_text(bad)
-        with pytest.raises(RequestError): from_file(path, 1, 5, list)
+        with pytest.raises(RequestError): requests_from_file(path, 1, 5, list)
 
 
 # **** figures ****
 
 def test_figures_of_a_served_load() -> None:
-    answers = [Answered(10, 3, 0.1, 0.5, [0.2, 0.2]), Answered(5, 1, 0.3, 0.3), Answered(7, error="no")]
+    answers = [RequestResult(10, 3, 0.1, 0.5, [0.2, 0.2]), RequestResult(5, 1, 0.3, 0.3),
+               RequestResult(7, error="no")]
     made = figures.served(answers, 2.0, (50, 99))
     assert (made["completed"], made["failed"], made["total_input_tokens"], made["total_output_tokens"]) == (
         2, 1, 15, 4)
@@ -82,12 +84,12 @@ def test_percentiles_are_numpys() -> None:
 
 def test_ratios_are_of_runs_that_took_turns() -> None:
     assert figures.compared([1.0, 2.0, 1.0], [2.0, 2.0, 3.0], "peer") == (
-        "tinygrad_nv / peer: 2.00 times its speed (spread 1.00 … 3.00, 3 runs that took turns)")
+        "tinygrad_nv / peer: 2.00 times its speed (spread 1.00 … 3.00, 3 interleaved runs)")
 
 
 def test_an_answer_that_ended_early_is_no_result() -> None:
-    require_whole([4], [Ask((1,), 4)])
-    with pytest.raises(NVError, match="an answer has 3 tokens"): require_whole([3], [Ask((1,), 4)])
+    require_whole([4], [BenchRequest((1,), 4)])
+    with pytest.raises(NVError, match="an answer has 3 tokens"): require_whole([3], [BenchRequest((1,), 4)])
 
 
 # **** a server ****
@@ -116,8 +118,8 @@ def test_a_server_under_load(address, tmp_path: Path, capsys) -> None:
 
 def test_failed_requests_are_counted(address) -> None:
     target = client.Target(address, "another model")
-    asks = made_up(3, 5, 4, 2048)
-    answers, _ = asyncio.run(client.load(target, asks, [0.0] * 3, None))
+    workload = random_requests(3, 5, 4, 2048)
+    answers, _ = asyncio.run(client.load(target, workload, [0.0] * 3, None))
     assert all(each.error.startswith("404: ") for each in answers)
     assert figures.served(answers, 1.0)["failed"] == 3
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# tinygrad's four for its queues, one for the pool of threads, the rest for the model in the box: its prompt
+# tinygrad's four for its queues, one for the pool of threads, the rest for the bundled model: its prompt
 # in a chunk of 16, its step, its sampler
 MOST = 25
 

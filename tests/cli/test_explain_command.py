@@ -1,4 +1,4 @@
-"""`tinygrad-nv explain`: a product by itself at every level, and the kernels of a model."""
+"""`tinygrad-nv explain`: one matmul at every level, and the kernels of a model."""
 from __future__ import annotations
 
 import re
@@ -25,7 +25,7 @@ def gemm(command, *more: str) -> str: return command("explain", "--gemm", EXTENT
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_a_product_as_a_table(command, arch: str):
+def test_a_matmul_as_a_table(command, arch: str):
     head, line = gemm(command, "--arch", arch).splitlines()
     assert head.split() == ["schedule", "predicted", "bound", "registers", "shared", "product"]
     assert line.startswith("gemm_wgmma" if arch == "sm_90a" else "gemm_mma")
@@ -33,7 +33,7 @@ def test_a_product_as_a_table(command, arch: str):
     assert line.endswith("256x384x512 bf16 NT → bf16")
 
 
-def test_the_spec_of_a_product(command):
+def test_the_spec_of_a_matmul(command):
     lines = gemm(command, "--level", "spec", "--dtype", "f16", "--majors", "NN", "--epilogue",
                  "bias+relu").splitlines()
     assert lines[0].startswith("256x384x512 f16 NN → f16, ")
@@ -59,7 +59,7 @@ def test_a_long_epilogue_is_told_in_steps(command):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_how_a_product_is_computed(command, arch: str):
+def test_how_a_matmul_is_computed(command, arch: str):
     text = gemm(command, "--level", "tile", "--arch", arch)
     rows = {line[:10].strip(): line[11:] for line in text.splitlines()[2:] if line[:1] != " "}
     needed = {"tiles", "steps", "stages", "grid", "predicted", "shared", "registers", "outline"}
@@ -77,7 +77,7 @@ def dynamic_smem(text: str) -> int:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_the_text_of_a_product_says_how_it_is_launched(command, arch: str):
+def test_the_text_of_a_matmul_says_how_it_is_launched(command, arch: str):
     text = gemm(command, "--level", "ptx", "--arch", arch)
     assert dynamic_smem(text) <= SMEM_BYTES[arch]
     assert ("\n// tensormap: pointer=" in text) == (arch == "sm_90a")
@@ -85,7 +85,7 @@ def test_the_text_of_a_product_says_how_it_is_launched(command, arch: str):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_what_ptxas_makes_of_a_product(command, arch: str):
+def test_what_ptxas_makes_of_a_matmul(command, arch: str):
     # 8192 along k: ptxas unrolls short loops away
     text = command("explain", "--gemm", "2048x2048x8192", "--level", "sass", "--arch", arch).succeeded().out
     head, loop, *code = text.splitlines()
@@ -157,12 +157,12 @@ def test_a_model_without_kernels_of_ours(command, tiny: Path, monkeypatch: pytes
 
 
 def test_products_of_a_model(command, tiny: Path):
-    """A decode step and a prefill on the emulated GPU: rows of the table lead to lines of products."""
+    """A decode step and a prefill on the emulated GPU: rows of the table refer to lines of matmuls."""
     options = (tiny, "--device", "EMU", "--dtype", "bfloat16")
     for words, rows in (((), 1), (("--prefill", 24), 24)):
-        table, products = command("explain", *options, *words).succeeded().out.split("\n\n")
+        table, matmuls = command("explain", *options, *words).succeeded().out.split("\n\n")
         numbers = {line.split()[-1] for line in table.splitlines() if line.split()[-2:-1] == ["product"]}
-        listed = products.splitlines()[1:]
+        listed = matmuls.splitlines()[1:]
         assert numbers == {line.split()[1].strip(",") for line in listed}
         assert len(numbers) >= 5
         # the last one makes the logits of one token

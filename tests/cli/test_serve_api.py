@@ -123,13 +123,13 @@ def test_echo_without_a_tokenizer_is_refused():
 
 
 def test_logprobs_of_a_completion(client: openai.OpenAI):
-    told = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=3, logprobs=2).choices[0].logprobs
-    assert told is not None
-    assert told.token_logprobs == [-0.5] * 3
-    assert told.tokens is not None
-    assert told.text_offset == [0, len(told.tokens[0]), len(told.tokens[0] + told.tokens[1])]
-    assert told.top_logprobs is not None
-    assert [set(each) for each in told.top_logprobs] == [{token} for token in told.tokens]
+    found = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=3, logprobs=2).choices[0].logprobs
+    assert found is not None
+    assert found.token_logprobs == [-0.5] * 3
+    assert found.tokens is not None
+    assert found.text_offset == [0, len(found.tokens[0]), len(found.tokens[0] + found.tokens[1])]
+    assert found.top_logprobs is not None
+    assert [set(each) for each in found.top_logprobs] == [{token} for token in found.tokens]
 
 
 def test_a_conversation_is_answered(client: openai.OpenAI):
@@ -153,8 +153,8 @@ def test_a_conversation_streams_with_logprobs(client: openai.OpenAI):
     assert chunks[-1].choices[0].finish_reason == whole.finish_reason == "length"
     assert [each.logprob for each in whole.logprobs.content] == [-0.5] * 5
     assert whole.logprobs.content[0].top_logprobs[0].token == whole.logprobs.content[0].token
-    told = [each for c in chunks if c.choices[0].logprobs for each in c.choices[0].logprobs.content]
-    assert told == whole.logprobs.content
+    found = [each for c in chunks if c.choices[0].logprobs for each in c.choices[0].logprobs.content]
+    assert found == whole.logprobs.content
 
 
 def test_a_stream_ends_with_done(server: Live):
@@ -272,16 +272,16 @@ def test_metrics_are_those_of_sequences():
             server.post({"prompt": "left", "n": 2, "max_tokens": 400}, timeout=0.2)
         until(lambda: not engine.running and server.service.active == 0)
         text = server.http.get("/metrics").text
-        told = {name: float(value) for name, value in re.findall(r"^\w+:(\S+)[{,].*} (\S+)$", text, re.M)
-                if name.endswith(("_count", "_sum"))}
+        metrics = {name: float(value) for name, value in re.findall(r"^\w+:(\S+)[{,].*} (\S+)$", text, re.M)
+                   if name.endswith(("_count", "_sum"))}
         ended = dict(re.findall(r'request_success_total{.*finished_reason="(\w+)".*} (\S+)', text))
     assert ended == {"length": "6.0", "abort": "2.0"}
-    assert told["request_params_n_count"] == 2
-    assert told["request_generation_tokens_count"] == 8
+    assert metrics["request_params_n_count"] == 2
+    assert metrics["request_generation_tokens_count"] == 8
     # 6 answers of 5 tokens, 20 ms apart whatever comes beside them
-    assert told["time_per_output_token_seconds_count"] == 8
-    assert told["time_per_output_token_seconds_sum"] / 8 >= 0.019
-    assert told["inter_token_latency_seconds_sum"] / told["inter_token_latency_seconds_count"] >= 0.019
+    assert metrics["time_per_output_token_seconds_count"] == 8
+    assert metrics["time_per_output_token_seconds_sum"] / 8 >= 0.019
+    assert metrics["inter_token_latency_seconds_sum"] / metrics["inter_token_latency_seconds_count"] >= 0.019
 
 
 def test_keys_are_required_of_v1_alone():

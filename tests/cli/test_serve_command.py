@@ -1,4 +1,4 @@
-"""`tinygrad-nv serve` with the model in the box: one process for all tests, started as a user does."""
+"""`tinygrad-nv serve` with the bundled model: one process for all tests, started as a user does."""
 from __future__ import annotations
 
 import json
@@ -94,14 +94,14 @@ def test_the_start_has_no_gap(server: Process):
     assert list(parts)[-1] == "listen"
     assert {"capture"} <= set(parts) <= {*list(parts)[:5], "compile", "capture", "listen"}
     assert sum(parts.values()) == pytest.approx(whole, abs=0.01)
-    # and it is the time that whoever started it has waited
+    # and it equals the time from the start of the process to ready
     assert whole == pytest.approx(server.ready - server.begun, rel=0.05, abs=0.1)
 
 
 def test_capacity_is_told(server: Process):
-    [told] = server.said("kv_cache")
-    assert int(told["tokens"]) == int(told["pages"]) * int(told["page_size"])
-    assert float(told["concurrency"][:-1]) == pytest.approx(int(told["tokens"]) / 256, abs=0.01)
+    [fields] = server.said("kv_cache")
+    assert int(fields["tokens"]) == int(fields["pages"]) * int(fields["page_size"])
+    assert float(fields["concurrency"][:-1]) == pytest.approx(int(fields["tokens"]) / 256, abs=0.01)
 
 
 def test_greedy_tokens_are_those_of_the_model_alone(client: openai.OpenAI, alone: LLM):
@@ -155,7 +155,7 @@ def test_answers_have_the_form_asked_for(client: openai.OpenAI):
 
 
 def test_a_forced_call_ends_in_a_call_or_is_cut_and_says_so(client: openai.OpenAI):
-    """With the model in the box, which has never seen a call: whole answers and streams, short and long."""
+    """With the bundled model, which has never seen a call: whole answers and streams, short and long."""
     city = {"type": "object", "properties": {"city": {"type": "string"}}}
     tools = [{"type": "function", "function": {"name": "look", "parameters": city}},
              {"type": "function", "function": {"name": "time"}}]
@@ -210,11 +210,11 @@ def test_a_schema_bomb_is_refused_soon(client: openai.OpenAI, server: Process):
 def test_lines_tell_what_happened(server: Process, client: openai.OpenAI):
     done = client.completions.create(model="tales", prompt=PROMPT, max_tokens=9, temperature=0,
                                      extra_body={"ignore_eos": True})
-    until(lambda: [told for told in server.said("request") if told["id"] == done.id])
-    [told] = [told for told in server.said("request") if told["id"] == done.id]
-    assert (told["status"], told["output_tokens"], told["finish"]) == ("200", "9", "length")
-    assert 0 < float(told["ttft_ms"]) <= float(told["total_ms"])
-    until(lambda: any(int(told["running"]) == 0 for told in server.said("engine")))
+    until(lambda: [fields for fields in server.said("request") if fields["id"] == done.id])
+    [fields] = [fields for fields in server.said("request") if fields["id"] == done.id]
+    assert (fields["status"], fields["output_tokens"], fields["finish"]) == ("200", "9", "length")
+    assert 0 < float(fields["ttft_ms"]) <= float(fields["total_ms"])
+    until(lambda: any(int(fields["running"]) == 0 for fields in server.said("engine")))
     assert {"waiting", "kv_used", "gen_tok_s", "prompt_tok_s"} <= set(server.said("engine")[0])
     text = HTTP.get(server.url + "/metrics").text
     assert figure(text, "generation_tokens_total") >= 9
@@ -236,10 +236,10 @@ def test_a_load_of_clients_of_which_some_leave(server: Process):
                "--clients", "24", "--seconds", "3", "--growth", "0.5"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(done.stdout)
-    assert told["failed"] == told["running_after"] == told["kv_used_after"] == 0
-    assert told["finished"] >= 12
-    assert told["dropped"] >= 2
+    fields = json.loads(done.stdout)
+    assert fields["failed"] == fields["running_after"] == fields["kv_used_after"] == 0
+    assert fields["finished"] >= 12
+    assert fields["dropped"] >= 2
 
 
 def test_a_signal_drains(server: Process):

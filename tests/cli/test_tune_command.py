@@ -31,7 +31,7 @@ def entry(spec=SPEC, schedule: Mma = Mma().block(64, 64)) -> Entry:  # noqa: B00
     return Entry(spec, "sm_80", database.toolchain(), schedule, 1e-5)
 
 
-# **** a product ****
+# **** a matmul ****
 
 def test_the_winner_is_first_and_kept(file: Path, command):
     done = command(*WORDS).succeeded()
@@ -94,7 +94,7 @@ def test_list(file: Path, command):
     assert command("tune", "--list").succeeded().out == f"no schedules in {file}\n"
     database.store([entry(), entry(dense(64, 64, 64, epilogue="bias+gelu"))])
     lines = command("tune", "--list").succeeded().out.splitlines()
-    assert lines[0].split() == ["product", "arch", "toolchain", "schedule", "us", "bound", "how"]
+    assert lines[0].split() == ["matmul", "arch", "toolchain", "schedule", "us", "bound", "how"]
     assert lines[1].startswith("96x80x512 bf16 NT → bf16 ")
     assert "mma 64x64x32, 2x2 warps, 3 stages" in lines[1]
     assert "…" in lines[2]

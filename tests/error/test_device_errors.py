@@ -40,7 +40,7 @@ LINE = 13  # of the store
 def emu() -> Iterator[None]:
     with Context(DEV="EMU"):
         yield
-        Device["EMU"].synchronize()  # an error is told once
+        Device["EMU"].synchronize()  # an error is raised once
 
 
 def run(source: str, entry: str = "k", device: str = "EMU", binary: bytes | None = None,

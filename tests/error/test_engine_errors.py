@@ -8,27 +8,27 @@ import pytest
 from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.scheduling.batch import Batch, Sampled
 from tinygrad_nv.engine.scheduling.request import Request
+from tinygrad_nv.engine.scheduling.scheduler_output import SamplerOutput, SchedulerOutput
 from tinygrad_nv.errors import ConfigError, NVError, QueueFull, RequestError
 from tinygrad_nv.kvcache.pool import PagePool
 
 
 class Device:
-    """Chooses token 0, or fails."""
+    """Samples token 0, or fails."""
     vocab_size, max_seqs = 100, 4
 
     def __init__(self, error: Exception | None = None) -> None: self.error = error
 
-    def launch(self, batch: Batch) -> Future[Sampled]:
+    def launch(self, batch: SchedulerOutput) -> Future[SamplerOutput]:
         if self.error is not None: raise self.error
         raise AssertionError("nothing is launched here")
 
-    def begin(self, *_) -> None: pass
+    def start_slot(self, *_) -> None: pass
 
 
 def engine(pages: int = 64, **config) -> EngineCore:
-    """One that runs nothing."""
+    """An engine core whose device runs nothing."""
     return EngineCore(Device(), PagePool(pages, 4), EngineConfig(**{"max_seqs": 4, "max_len": 64, **config}))
 
 
@@ -46,7 +46,7 @@ def test_prompts():
     error = refused(engine(), "token id 100 is not in the vocabulary", (1, 100))
     assert (error.expected, error.fix) == ("0 to 99", "use ids of this model's tokenizer")
     refused(engine(), "token id -1 is not in the vocabulary", (-1,))
-    # it would fail a step, and everybody's answer with it
+    # it would fail a step, and with it the answers of other requests
     refused(engine(), "logit_bias has token id 100, which is not", logit_bias={100: 1.0})
 
 
@@ -56,7 +56,7 @@ def test_a_prompt_longer_than_the_context():
 
 
 def test_a_prompt_longer_than_all_pages():
-    # 8 pages of 4 tokens, 7 of which may only fill a group up
+    # 8 pages of 4 tokens, of which up to 7 may be padding
     error = refused(engine(8), "the prompt has 25 tokens, the cache of keys and values holds 25", [1] * 25)
     assert "give the cache more memory" in error.fix
     core = engine(8)
@@ -71,7 +71,7 @@ def test_more_answers_than_run_at_a_time():
 
 def test_logprobs_of_prompts():
     error = refused(engine(), "prompt_logprobs is 0", prompt_logprobs=0)
-    assert error.fix == "leave it out; logprobs tells those of the answer"
+    assert error.fix == "leave it out, or ask for logprobs"
 
 
 def test_priorities():
@@ -98,13 +98,13 @@ def test_a_full_queue():
     ({"max_seqs": 0}, "max_num_seqs is 0", "at least 1"),
     ({"max_batched_tokens": 7}, "max_num_batched_tokens is 7", "a group of 8"),
     ({"max_batched_tokens": 3, "max_seqs": 4}, "max_num_batched_tokens is 3", "max_num_seqs = 4"),
-    ({"max_len": 1}, "max_model_len is 1", "a token of a prompt and one chosen"),
+    ({"max_len": 1}, "max_model_len is 1", "one prompt token and one output token"),
     ({"queue_limit": 0}, "max_queue is 0", "at least 1"),
     ({"ageing_s": 0.0}, "ageing_s is 0.0", "a number > 0"),
     ({"ageing_s": float("nan")}, "ageing_s is nan", "a number > 0"),
     ({"window": 0}, "window is 0", "or None"),
     ({"offload_cost": -1.0}, "offload_cost is -1.0", "≥ 0"),
-    ({"speculation": 65}, "speculation is 65", "0 to 64"),
+    ({"num_speculative_tokens": 65}, "num_speculative_tokens is 65", "0 to 64"),
     ({"max_seqs": 5}, "max_seqs is 5", "at most 4: the device has no more slots"),
 ])
 def test_engines(config, words, expected):
@@ -112,33 +112,33 @@ def test_engines(config, words, expected):
     assert expected in caught.value.expected
 
 
-def test_a_pool_for_nobody():
+def test_a_pool_that_holds_no_sequence():
     with pytest.raises(ConfigError, match="a pool of 8 tokens") as caught: engine(2)
     assert caught.value.expected == "at least 9"
 
 
 def test_a_step_that_raises():
     core = engine()
-    core.device = Device(MemoryError("no memory"))
+    core.executor = Device(MemoryError("no memory"))
     core.add(Request("a", [1], SamplingParams()))
     chosen = [each for _ in range(3) for each in core.step()]
     assert [(each.request, each.finish_reason) for each in chosen] == [("a", "error")]
     assert "a step of the engine failed: MemoryError: no memory" in str(chosen[0].error)
-    core.device = Device(RequestError("the driver's own words"))
+    core.executor = Device(RequestError("the driver's own words"))
     core.add(Request("b", [1], SamplingParams()))
     chosen = [each for _ in range(3) for each in core.step()]
-    assert chosen[0].error is core.device.error     # an error of ours is told as it is
+    assert chosen[0].error is core.executor.error     # errors of the package are passed on unchanged
     assert not core.unfinished
     core.pool.assert_conserved([])
 
 
-@pytest.mark.parametrize("call", ["begin", "fork"])
+@pytest.mark.parametrize("call", ["start_slot", "fork"])
 def test_a_slot_that_cannot_be_set(call):
-    """It is its step that fails, and not the engine."""
+    """Its step fails, and the engine goes on."""
     core = engine()
-    core.device = Device(MemoryError("launched"))
+    core.executor = Device(MemoryError("launched"))
     def refuse(*_) -> None: raise RuntimeError(f"no {call}")
-    setattr(core.device, call, refuse)
+    setattr(core.executor, call, refuse)
     core.add(Request("a", [1], SamplingParams(n=2)))
     chosen = [each for _ in range(3) for each in core.step()]
     assert [each.finish_reason for each in chosen] == ["error", "error"]

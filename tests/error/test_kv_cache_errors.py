@@ -30,8 +30,8 @@ def made(dtype: Any = dtypes.float32, **more: Any) -> KVCache:
 # **** types ****
 
 @pytest.mark.parametrize(("words", "said"), [
-    (("B", "H", "D", BF16), ("KVCache[…] of 4 words", "four extents and a dtype", WRITTEN)),
-    ("B", ("KVCache[…] of 1 words",)),
+    (("B", "H", "D", BF16), ("KVCache[…] with 4 arguments", "four extents and a dtype", WRITTEN)),
+    ("B", ("KVCache[…] with 1 arguments",)),
     (("B", 0, "S", "D", BF16), ("KVCache[…] with 0 for its key heads", "a name, or a whole number")),
     (("B", "H", "S max", "D", BF16), ("with 'S max' for its tokens of a request",)),
     (("B", "H", "S", 2.5, BF16), ("with 2.5 for its elements of a head",)),
@@ -55,7 +55,7 @@ def test_extents_that_do_not_fit_the_type(given: dict[str, Any], said: tuple[str
 @pytest.mark.parametrize(("dtype", "more", "said"), [
     (dtypes.int8, {}, ("KVCache['B', 'H', 'S_max', 'D', s8] without k_scale", "k_scale=the largest key")),
     (dtypes.int8, {"k_scale": 0.1}, ("without v_scale",)),
-    (dtypes.float32, {"v_scale": 0.1}, ("v_scale with f32", "8 bits, and only then")),
+    (dtypes.float32, {"v_scale": 0.1}, ("v_scale with f32", "8-bit dtypes only")),
     (dtypes.int8, {"k_scale": [1, 2, 3], "v_scale": 1}, ("k_scale of shape (3,)", "[H]: (2,)", "(1, 2)")),
     (dtypes.int8, {"k_scale": 0.0, "v_scale": 1}, ("k_scale=0.0", "numbers above 0")),
     (dtypes.int8, {"k_scale": 1, "v_scale": [1, np.nan]}, ("v_scale=[1, nan]", "above 0")),
@@ -89,7 +89,7 @@ def test_tokens_that_cannot_be_appended():
     says(lambda: cache.append([a], [[1], [2]]), PageError, "tokens of 2 requests for 1", "as many")
     says(lambda: cache.append([], []), PageError, "at least one")
     says(lambda: cache.append([b], [[1]]), PageError, "request 0 is not one of this cache", "cache.open")
-    says(lambda: cache.append([a, a], [[1], [2]]), PageError, "stands twice", "append its tokens at once")
+    says(lambda: cache.append([a, a], [[1], [2]]), PageError, "is twice", "append its tokens at once")
     says(lambda: cache.append([a], [[]]), PageError, "0 new tokens", "at least one")
     c = cache.open()
     says(lambda: cache.append([a, c], [[1], [2, 3]]), PageError, "1, 2 new tokens", "as many of each request")
@@ -110,26 +110,26 @@ def test_pages_of_the_host_that_are_not_there():
     cache = made(host_pages=1)
     a = cache.open()
     cache.append([a], [[1] * 9])
-    says(a.offload, PageError, "no pages of the host for a request of 2: 1 left of 1", "more host_pages")
+    says(a.offload, PageError, "out of host pages for a request of 2: 1 left of 1", "more host_pages")
     away = made(pages=2, host_pages=2)
     a, b = away.open(), away.open()
     away.append([a], [[1] * 9])
     a.offload()
     away.append([b], [[2] * 9])
-    says(a.prefetch, PageError, "no pages for a request that is away: 2 are missing, 0 left of 2")
+    says(a.prefetch, PageError, "no pages for an offloaded request: 2 are missing, 0 left of 2")
 
 
 def test_tokens_that_rows_to_come_see():
     a = (cache := made()).open()
     cache.append([a], [[1] * 9])
-    says(lambda: a.prune(3), PageError, "tokens before 3 pruned of 9", "before 0: the next row sees all",
-         "window=…")
+    says(lambda: a.prune(3), PageError, "tokens before 3 pruned of 9",
+         "before 0: the next token attends to all", "window=…")
     b = (cache := made(window=4)).open()
     cache.append([b], [[1] * 9])
-    says(lambda: b.prune(7), PageError, "at most those before 6: the next row sees 4 keys")
-    says(lambda: b.truncate(10), PageError, "9 tokens cut to 10", "0 to 9")
+    says(lambda: b.prune(7), PageError, "at most those before 6: the next token attends to 4 keys")
+    says(lambda: b.truncate(10), PageError, "9 tokens truncated to 10", "0 to 9")
     for _ in range(8): cache.append([b], [[1]])
-    says(lambda: b.truncate(8), PageError, "a sequence cut to 8 tokens, whose first 8 were pruned")
+    says(lambda: b.truncate(8), PageError, "a sequence truncated to 8 tokens, whose first 8 were pruned")
 
 
 # **** tensors ****

@@ -114,5 +114,5 @@ def test_a_file_without_permission(command, tiny: Path, file: str, monkeypatch: 
 def test_the_model_in_the_box_is_not_there(command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cli, "DEFAULT_MODEL", tmp_path / "tales")
     command("generate", "hello").refused(
-        f"the model in the box is not at {tmp_path / 'tales'}", "expected: an installation with its model",
+        f"the bundled model is not at {tmp_path / 'tales'}", "expected: an installation with its model",
         "to fix:   reinstall tinygrad-nv, or name a model directory")

@@ -9,7 +9,7 @@ from tinygrad.helpers import Context
 from tinygrad_nv.models.config import read_config
 
 from tinygrad_nv import LLM, Device, Tensor, dtypes
-from tinygrad_nv.engine.fit import require_room
+from tinygrad_nv.engine.memory_planning import require_room
 from tinygrad_nv.errors import OutOfMemoryError, RequestError
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver

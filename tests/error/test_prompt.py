@@ -63,13 +63,13 @@ def test_a_prompt_that_is_not_utf8(command, tiny: Path):
 @pytest.mark.parametrize("words", [[], ["a", "b", "c"]])
 def test_too_few_or_too_many_words(command, words: list[str]):
     command("generate", *words).refused(
-        f"{len(words)} words on the command line", "expected: [MODEL] with --prompt-ids, else [MODEL] PROMPT",
+        f"{len(words)} positional arguments", "expected: [MODEL] with --prompt-ids, else [MODEL] PROMPT",
         "to fix:   put the prompt in quotes")
 
 
 def test_a_prompt_beside_token_ids(command, tiny: Path):
     command("generate", tiny, "hello", "--prompt-ids", "5").refused(
-        "2 words on the command line", "expected: [MODEL] with --prompt-ids", "put the prompt in quotes")
+        "2 positional arguments", "expected: [MODEL] with --prompt-ids", "put the prompt in quotes")
 
 
 def test_a_model_without_a_prompt(command, tiny: Path):

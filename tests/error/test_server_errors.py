@@ -123,7 +123,7 @@ def test_fields_out_of_range(server: Live, fields: dict[str, Any], param: str | 
     serves(server)
 
 
-def test_many_names_one_of_them_twice_hold_nobody_up(server: Live):
+def test_many_names_with_a_duplicate_do_not_block_others(server: Live):
     body = "{" + ",".join(f'"{i}":1' for i in range(60_000)) + ',"59999":1}'
     begun = time.monotonic()
     explained(server.http.post("/v1/completions", content=body, headers=JSON), 400, "'59999' is given twice")
@@ -151,7 +151,7 @@ CHATS = [
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "hear"}}}, "'hear'"),
     ({"tools": [TOOL], "tool_choice": "perhaps"}, "not understood"),
     ({"chat_template": "{{ 1 }}"}, "not run"),
-    ({"chat_template_kwargs": {"messages": []}}, "has messages, which the server tells"),
+    ({"chat_template_kwargs": {"messages": []}}, "has messages, which the server sets"),
     ({"chat_template_kwargs": {"add_generation_prompt": False}}, "has add_generation_prompt"),
     ({"tools": [{"type": "function", "function": {"name": "\ud800"}}]}, "half a surrogate pair"),
     ({"continue_final_message": True}, "assistant's turn"), ({"prompt": "a"}, "unknown field 'prompt'"),
@@ -320,11 +320,11 @@ def test_an_answer_that_breaks_off():
 def test_an_engine_that_has_stopped():
     engine = FakeEngine(FakeModel())
     with live(fake_service(engine)) as server:
-        engine.failure = EngineError("the engine stopped", "steps that end", "load the model again")
+        engine.failure = EngineError("the engine stopped", "", "load the model again")
         explained(server.http.get("/health"), 503, "stopped", code="engine_error")
 
 
-def test_what_nobody_foresaw(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_an_unexpected_failure(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     with live(fake_service()) as server:
         def broken(*_: object, **__: object) -> None: raise KeyError("secret detail")
         monkeypatch.setattr(server.service.engine, "generate", broken)
@@ -386,5 +386,5 @@ def test_a_body_of_two_lengths_is_refused(server: Live):
         answer = b""
         while data := client.recv(4096): answer += data
     assert answer.startswith(b"HTTP/1.1 400")
-    assert answer.count(b"HTTP/1.1") == 1   # what follows is nobody's request
+    assert answer.count(b"HTTP/1.1") == 1   # the rest is not a request
     serves(server)

@@ -209,7 +209,7 @@ def test_a_missing_shard(command, copy: Path):
 def test_an_index_that_promises_tensors_a_shard_lacks(command, copy: Path):
     shard(copy, {"model.ghost": "shard-0.safetensors", "lm_head.weight": "shard-0.safetensors"})
     command("generate", copy, "hello").refused(
-        f"{copy / 'shard-0.safetensors'} lacks tensors its index promises: model.ghost",
+        f"{copy / 'shard-0.safetensors'} lacks tensors that its index lists: model.ghost",
         "expected: the shards the index was written with", "to fix:   download the directory again")
 
 

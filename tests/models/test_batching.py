@@ -13,10 +13,10 @@ from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.llm import LLM
-from tinygrad_nv.engine.running.runner import Runner
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.scheduling.batch import Batch, Sampled
 from tinygrad_nv.engine.scheduling.request import Request
+from tinygrad_nv.engine.scheduling.scheduler_output import SamplerOutput, SchedulerOutput
+from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.kvcache.pool import PagePool, PoolStats
 
 SEQS, LENGTH, PAGES, HOST_PAGES = 8, 160, 14, 4
@@ -26,11 +26,12 @@ Tokens = dict[tuple[str, int], list[int]]
 class Watched:
     """A device whose batches are kept."""
 
-    def __init__(self, runner: Runner) -> None: self.runner, self.batches = runner, list[Batch]()
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner, self.batches = runner, list[SchedulerOutput]()
 
     def __getattr__(self, name: str) -> object: return getattr(self.runner, name)
 
-    def launch(self, batch: Batch) -> Future[Sampled]:
+    def launch(self, batch: SchedulerOutput) -> Future[SamplerOutput]:
         self.batches.append(batch)
         return self.runner.launch(batch)
 
@@ -40,7 +41,7 @@ class Run:
     """What came of some requests, and what happened to them."""
     tokens: Tokens = field(default_factory=dict)
     reasons: dict[tuple[str, int], str] = field(default_factory=dict)
-    batches: Sequence[Batch] = ()
+    batches: Sequence[SchedulerOutput] = ()
     preempted: int = 0
     offloaded: int = 0
     failed: int = 0
@@ -105,7 +106,7 @@ def some(count: int, seed: int, shared: int) -> list[Request]:
         params = SamplingParams(**draws[rng.integers(len(draws))], seed=int(rng.integers(1 << 40)),
                                 n=int(rng.choice([1, 1, 1, 1, 2, 3])), ignore_eos=True,
                                 max_tokens=int(rng.choice([3, 20, 60, 80])),
-                                # so that some end where nobody could know it
+                                # so that some end at unpredictable positions
                                 stop_token_ids=tuple(range(5, 100)) if rng.random() < 0.3 else ())
         made.append(Request(f"r{at}", prompt, params, arrival_s=float(at)))
     return made
@@ -129,7 +130,7 @@ def check(llm: LLM, count: int, seed: int) -> None:
         kinds[each.params.temperature > 0] += sum(survived)
     assert min(kinds.values()) >= count // 6
     # **** it happened ****
-    works = [work for batch in run.batches for work in batch.works]
+    seqs = [work for batch in run.batches for work in batch.seqs]
     assert 0 < run.offloaded < run.preempted, "pages went to the host, and were computed again"
     assert run.failed == 0
     assert run.pages is not None
@@ -139,10 +140,11 @@ def check(llm: LLM, count: int, seed: int) -> None:
     assert run.pages.restores > 0
     aborted = [name for name, reason in run.reasons.items() if reason == "abort"]
     assert any(run.tokens[name] for name in aborted), "cancelled in the middle"
-    assert sum(work.rows > 1 and not work.samples for work in works) > 0, "chunks"
-    assert sum(not work.tokens for work in works) > len(works) / 4, "scheduled before the token was known"
-    assert any({work.rows > 1 for work in batch.works} == {False, True} for batch in run.batches), "mixed"
-    assert max(batch.rows for batch in run.batches) > SEQS
+    assert sum(work.num_tokens > 1 and not work.samples for work in seqs) > 0, "chunks"
+    assert sum(not work.tokens for work in seqs) > len(seqs) / 4, "scheduled before the token was known"
+    mixed = [{seq.num_tokens > 1 for seq in batch.seqs} == {False, True} for batch in run.batches]
+    assert any(mixed), "mixed"
+    assert max(batch.num_tokens for batch in run.batches) > SEQS
     assert "stop" in run.reasons.values()
     assert "length" in run.reasons.values()
 

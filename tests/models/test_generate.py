@@ -117,9 +117,9 @@ def test_logprobs_are_those_of_the_logits(llm: LLM):
     done = llm.complete(PROMPTS[3], replace(GREEDY, logprobs=3))
     ids = [*PROMPTS[3], *done.token_ids]
     exact = llm.model(Tensor([ids], device="CPU"))[0].log_softmax(-1).numpy()
-    told = done.outputs[0].logprobs
-    assert len(told) == len(done.token_ids)
-    for at, each in enumerate(told, len(PROMPTS[3]) - 1):
+    logprobs = done.outputs[0].logprobs
+    assert len(logprobs) == len(done.token_ids)
+    for at, each in enumerate(logprobs, len(PROMPTS[3]) - 1):
         best = np.argsort(-exact[at], kind="stable")[:3]
         assert (each.token, each.rank) == (ids[at + 1], 1)
         assert [token for token, _, _ in each.top] == best.tolist()
@@ -164,8 +164,8 @@ def test_an_interrupt_in_the_middle_of_a_batch(llm: LLM, single: list[tuple[int,
 @pytest.mark.parametrize("at", range(3))
 def test_a_step_that_fails_while_it_is_captured(hf_model: Callable[[str], Path], at: int, monkeypatch):
     """The `at`-th realize of a request raises, after what it should compute has been written down."""
-    penalised = replace(GREEDY, repetition_penalty=1.1)
-    expected = LLM(hf_model("llama"), device="CPU").complete(PROMPTS[5], penalised).token_ids
+    apply_penalties = replace(GREEDY, repetition_penalty=1.1)
+    expected = LLM(hf_model("llama"), device="CPU").complete(PROMPTS[5], apply_penalties).token_ids
     llm, realize, calls = LLM(hf_model("llama"), device="CPU"), Tensor.realize, [0]
 
     def failing(*tensors: Tensor, **options) -> Tensor:
@@ -174,9 +174,9 @@ def test_a_step_that_fails_while_it_is_captured(hf_model: Callable[[str], Path],
         return realize(*tensors, **options)
     monkeypatch.setattr(Tensor, "realize", failing)
     with pytest.raises(EngineError, match="RuntimeError: the driver says no"):
-        llm.complete(PROMPTS[5], penalised)
+        llm.complete(PROMPTS[5], apply_penalties)
     monkeypatch.undo()
-    for _ in range(3): assert llm.complete(PROMPTS[5], penalised).token_ids == expected
+    for _ in range(3): assert llm.complete(PROMPTS[5], apply_penalties).token_ids == expected
 
 
 def test_logits_that_are_no_numbers_end_one_answer(hf_model: Callable[[str], Path]):

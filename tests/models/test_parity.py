@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.scheduling.batch import GROUP
+from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
 
 PROMPT = [int(i) for i in np.random.default_rng(0).integers(3, 320, 150)]
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)

@@ -7,7 +7,7 @@ from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.core import EngineStats
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.structured_output.structured import Structured
+from tinygrad_nv.engine.structured_output.params import Structured
 
 AGE = {"type": "object", "additionalProperties": False, "required": ["age"],
        "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}}}

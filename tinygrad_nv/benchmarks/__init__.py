@@ -1,7 +1,7 @@
-"""`tinygrad-nv bench`: workloads, metrics, peers.
+"""`tinygrad-nv bench`: workloads, engines, figures.
 
-  workload.py  which requests a benchmark sends, and when: from a seed, equal for every engine
-  engines.py   models in this process: tinygrad_nv, and peers that get the same requests
-  client.py    load on a server of OpenAI's API: streamed completions, timed as they arrive
-  figures.py   metrics under vLLM's names, as text and as JSON
+    workload.py   which prompts, how long, and when they arrive
+    engines.py    models in this process: ours, and peers that get the same workload
+    client.py     an OpenAI-compatible server under load
+    figures.py    the measured figures, with vLLM's names
 """

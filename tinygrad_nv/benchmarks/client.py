@@ -1,8 +1,8 @@
-"""A server of OpenAI's API under load: streams of completions, timed as they arrive.
+"""An OpenAI-compatible server under load: streamed completions, timed as they arrive.
 
-Protocol: `load(target, asks, …)` sends each request when it arrives, at most so many at a time, and gives an
-`Answered` for each; one that fails has an `error` and the load goes on. HTTP is spoken over asyncio's
-streams, one connection a request: what is measured is the server, not a client's pool.
+Protocol: `load(target, requests, …)` sends each request at its arrival time, at most `concurrency` at a time,
+and returns a `RequestResult` for each. A failed one has an `error`, and the load continues. HTTP runs over
+asyncio streams, one connection a request, so that the server is measured rather than a client library.
 """
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from tinygrad_nv.benchmarks.figures import Answered
-from tinygrad_nv.benchmarks.workload import Ask
+from tinygrad_nv.benchmarks.figures import RequestResult
+from tinygrad_nv.benchmarks.workload import BenchRequest
 from tinygrad_nv.errors import NVError
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server: its URL without /v1, the model's name there, and a key if it wants one."""
+    """A server: its URL without /v1, the model's name, and an API key."""
     url: str
     model: str
     key: str | None = None
@@ -33,7 +33,7 @@ class Target:
 @contextlib.asynccontextmanager
 async def request(target: Target, method: str, path: str, body: object | None = None) \
         -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
-    """Status and pieces of the body of one request."""
+    """Status and body chunks of one HTTP request."""
     parts = urlsplit(target.url)
     secure = parts.scheme == "https"
     port = parts.port or (443 if secure else 80)
@@ -62,33 +62,33 @@ async def _pieces(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[
 
 
 async def fetch(target: Target, path: str) -> Any:
-    """A page's JSON."""
+    """The JSON at a path."""
     async with request(target, "GET", path) as (status, pieces):
         data = b"".join([piece async for piece in pieces])
     if status != 200: raise NVError(f"{target.url}{path} answers {status}", "200", "look at the server's log")
     return json.loads(data)
 
 
-async def complete(target: Target, ask: Ask) -> Answered:
+async def complete(target: Target, one: BenchRequest) -> RequestResult:
     """One streamed completion, to its full length."""
-    answered, begun = Answered(len(ask.prompt)), time.perf_counter()
-    body = {"model": target.model, "prompt": list(ask.prompt), "max_tokens": ask.output, "temperature": 0.0,
+    result, started = RequestResult(len(one.prompt)), time.perf_counter()
+    body = {"model": target.model, "prompt": list(one.prompt), "max_tokens": one.output, "temperature": 0.0,
             "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
     try:
         async with asyncio.timeout(target.timeout_s), \
                 request(target, "POST", "/v1/completions", body) as (status, pieces):
             if status != 200:
                 text = b"".join([piece async for piece in pieces]).decode(errors="replace")
-                answered.error = f"{status}: {text[:500]}"
-            else: await _stream(pieces, answered, begun)
+                result.error = f"{status}: {text[:500]}"
+            else: await _stream(pieces, result, started)
     except (OSError, ValueError, IndexError, EOFError, TimeoutError) as error:
-        answered.error = f"{type(error).__name__}: {error}"
-    if not answered.error and not answered.output_tokens: answered.error = "no token came"
-    return answered
+        result.error = f"{type(error).__name__}: {error}"
+    if not result.error and not result.output_tokens: result.error = "no token came"
+    return result
 
 
-async def _stream(pieces: AsyncIterator[bytes], answered: Answered, begun: float) -> None:
-    last, held, count, ended = begun, b"", 0, False
+async def _stream(pieces: AsyncIterator[bytes], result: RequestResult, started: float) -> None:
+    last, held, count, ended = started, b"", 0, False
     async for piece in pieces:
         *lines, held = (held + piece).split(b"\n")
         for line in lines:
@@ -97,30 +97,30 @@ async def _stream(pieces: AsyncIterator[bytes], answered: Answered, begun: float
                 ended = True
                 continue
             event, now = json.loads(data), time.perf_counter()
-            if "error" in event: answered.error = str(event["error"])[:500]
-            if usage := event.get("usage"): answered.output_tokens = usage["completion_tokens"]
+            if "error" in event: result.error = str(event["error"])[:500]
+            if usage := event.get("usage"): result.output_tokens = usage["completion_tokens"]
             if not event.get("choices"): continue
-            answered.text += event["choices"][0].get("text") or ""
+            result.text += event["choices"][0].get("text") or ""
             count += 1
-            if count == 1: answered.ttft = now - begun
-            else: answered.gaps.append(now - last)
-            last = answered.latency = now
-            answered.latency -= begun
-    answered.output_tokens = answered.output_tokens or count
-    if not ended and not answered.error: answered.error = "the stream broke off"
+            if count == 1: result.ttft = now - started
+            else: result.gaps.append(now - last)
+            last = result.latency = now
+            result.latency -= started
+    result.output_tokens = result.output_tokens or count
+    if not ended and not result.error: result.error = "the stream broke off"
 
 
-async def load(target: Target, asks: Sequence[Ask], at: Sequence[float], concurrency: int | None,
-               progress: Callable[[], None] = lambda: None) -> tuple[list[Answered], float]:
-    """All answers, and the seconds from the first request to the last answer."""
-    places = asyncio.Semaphore(concurrency or len(asks))
-    begun = time.perf_counter()
+async def load(target: Target, workload: Sequence[BenchRequest], at: Sequence[float], concurrency: int | None,
+               progress: Callable[[], None] = lambda: None) -> tuple[list[RequestResult], float]:
+    """All results, and the seconds from the first request to the last answer."""
+    slots = asyncio.Semaphore(concurrency or len(workload))
+    started = time.perf_counter()
 
-    async def one(ask: Ask, when: float) -> Answered:
-        await asyncio.sleep(max(0.0, begun + when - time.perf_counter()))
-        async with places: answered = await complete(target, ask)
+    async def send(one: BenchRequest, when: float) -> RequestResult:
+        await asyncio.sleep(max(0.0, started + when - time.perf_counter()))
+        async with slots: result = await complete(target, one)
         progress()
-        return answered
+        return result
 
-    answers = await asyncio.gather(*(one(*pair) for pair in zip(asks, at, strict=True)))
-    return list(answers), time.perf_counter() - begun
+    answers = await asyncio.gather(*(send(*pair) for pair in zip(workload, at, strict=True)))
+    return list(answers), time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""What was measured, in vLLM's words: aligned text for people, JSON with the raw figures for programs."""
+"""Measured figures with vLLM's names: aligned text for people, JSON with raw figures for programs."""
 from __future__ import annotations
 
 import math
@@ -12,7 +12,7 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 def percentile(values: Sequence[float], part: float) -> float:
-    """Linear between the nearest two, as numpy's."""
+    """Linear interpolation, as numpy's."""
     ordered = sorted(values)
     at = part / 100 * (len(ordered) - 1)
     low = math.floor(at)
@@ -21,8 +21,8 @@ def percentile(values: Sequence[float], part: float) -> float:
 
 
 @dataclass
-class Answered:
-    """One request of a served load. Times in seconds; `gaps` are those between its deltas of text."""
+class RequestResult:
+    """One request of a served workload. Times in seconds; `gaps` are inter-token latencies."""
     prompt_tokens: int
     output_tokens: int = 0
     ttft: float = 0.0
@@ -36,8 +36,8 @@ METRICS = {"ttft": "Time to First Token", "tpot": "Time per Output Token (excl. 
            "itl": "Inter-token Latency", "e2el": "End-to-end Latency"}
 
 
-def raw(answers: Sequence[Answered]) -> dict[str, list[float]]:
-    """Of each metric its seconds, of the requests that did not fail."""
+def raw(answers: Sequence[RequestResult]) -> dict[str, list[float]]:
+    """The seconds of each metric, over the successful requests."""
     good = [each for each in answers if not each.error]
     return {"ttft": [each.ttft for each in good],
             "tpot": [(each.latency - each.ttft) / (each.output_tokens - 1) for each in good
@@ -45,9 +45,9 @@ def raw(answers: Sequence[Answered]) -> dict[str, list[float]]:
             "itl": [gap for each in good for gap in each.gaps], "e2el": [each.latency for each in good]}
 
 
-def served(answers: Sequence[Answered], seconds: float,
+def served(answers: Sequence[RequestResult], seconds: float,
            percentiles: Sequence[float] = (99,)) -> dict[str, Any]:
-    """The figures of a served load, names as in vLLM's JSON."""
+    """The figures of a served workload, with the names of vLLM's JSON."""
     good = [each for each in answers if not each.error]
     inputs, outputs = sum(each.prompt_tokens for each in good), sum(each.output_tokens for each in good)
     made: dict[str, Any] = {
@@ -65,7 +65,7 @@ def served(answers: Sequence[Answered], seconds: float,
 
 
 def served_text(figures: dict[str, Any], percentiles: Sequence[float] = (99,)) -> str:
-    """The same, aligned."""
+    """The same, as aligned text."""
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
 
     def row(name: str, value: float) -> None:
@@ -89,27 +89,27 @@ def served_text(figures: dict[str, Any], percentiles: Sequence[float] = (99,)) -
 
 
 def latency(seconds: Sequence[float]) -> dict[str, Any]:
-    """Figures of repeated batches, names as in vLLM's JSON."""
+    """Figures of repeated batches, with the names of vLLM's JSON."""
     return {"avg_latency": mean(seconds), "latencies": list(seconds),
             "percentiles": {str(part): percentile(seconds, part) for part in PERCENTILES}}
 
 
 def latency_text(figures: dict[str, Any]) -> str:
-    """The same, a line each."""
+    """The same, one line each."""
     return "\n".join([f"Avg latency: {figures['avg_latency']:.4f} seconds",
                       *(f"{part}% percentile latency: {value:.4f} seconds"
                         for part, value in figures["percentiles"].items())])
 
 
 def throughput(seconds: float, requests: int, inputs: int, outputs: int) -> dict[str, Any]:
-    """Figures of many prompts at once, names as in vLLM's JSON."""
+    """Figures of many prompts at once, with the names of vLLM's JSON."""
     return {"elapsed_time": seconds, "num_requests": requests, "total_num_tokens": inputs + outputs,
             "requests_per_second": requests / seconds, "tokens_per_second": (inputs + outputs) / seconds,
             "output_tokens_per_second": outputs / seconds}
 
 
 def throughput_text(figures: dict[str, Any], inputs: int, outputs: int) -> str:
-    """The same."""
+    """The same, as text."""
     return (f"Throughput: {figures['requests_per_second']:.2f} requests/s, "
             f"{figures['tokens_per_second']:.2f} total tokens/s, "
             f"{figures['output_tokens_per_second']:.2f} output tokens/s\n"
@@ -117,7 +117,7 @@ def throughput_text(figures: dict[str, Any], inputs: int, outputs: int) -> str:
 
 
 def compared(ours: Sequence[float], theirs: Sequence[float], name: str) -> str:
-    """How many times faster we were, of runs that took turns."""
+    """The speed ratio of interleaved runs."""
     ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
     return (f"tinygrad_nv / {name}: {median(ratios):.2f} times its speed "
-            f"(spread {min(ratios):.2f} … {max(ratios):.2f}, {len(ratios)} runs that took turns)")
+            f"(spread {min(ratios):.2f} … {max(ratios):.2f}, {len(ratios)} interleaved runs)")

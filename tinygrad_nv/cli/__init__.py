@@ -1,11 +1,7 @@
 """`tinygrad-nv`: generate, chat, serve, bench, doctor, explain, ptx, tune.
 
-Protocol: text goes to stdout as it is made and nothing else does; progress, notes and errors go to stderr.
-An NVError prints its message and exits with 2 (or the error's own code), Ctrl-C exits with 130, a closed
-output ends the command quietly.
-
-bench.py, explain.py, serve.py and tune.py have the commands of their names, doctor.py and doctor_cpu.py
-`doctor`; `ptx` is ptx/command.py. console.py shows answers and progress.
+Protocol: only generated text goes to stdout, as it is generated; progress, notes and errors go to stderr. An
+`NVError` prints its message and exits with 2, Ctrl-C exits with 130, a closed pipe exits quietly.
 """
 from __future__ import annotations
 
@@ -50,7 +46,7 @@ def _main(argv: Sequence[str] | None) -> int:
         try:
             arguments = _parse(argv)
             return int(arguments.run(arguments))
-        finally: sys.stdout.flush()  # here, where it can be said what went wrong with it
+        finally: sys.stdout.flush()  # inside the try, so that its errors are reported
     except NVError as error: return _say_error(error)
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -87,14 +83,13 @@ def _say_error(error: NVError) -> int:
 
 
 def _drop_output() -> None:
-    """What is still buffered has no reader: lets the interpreter's last flush write to nowhere."""
+    """Redirects stdout to nowhere: the interpreter's last flush would fail on the closed pipe."""
     with contextlib.suppress(OSError): os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _survive_any_terminal() -> None:
-    """A character the terminal cannot show becomes an escape, and bytes that are no character become
-    U+FFFD, instead of an exception. A stream that was closed before we began reads, and writes to, nothing.
-    """
+    """Escapes characters that the terminal cannot show, and decodes invalid bytes as U+FFFD, instead of
+    raising. A stream that was closed at startup becomes an empty one."""
     sys.stdin, sys.stdout, sys.stderr = (
         open(os.devnull, mode) if stream is None else stream  # noqa: SIM115 (for as long as the process lives)
         for stream, mode in ((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w")))
@@ -105,7 +100,7 @@ def _survive_any_terminal() -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    directory = "a model directory (default: the model in the box)"
+    directory = "a model directory (default: the bundled model)"
     top = argparse.ArgumentParser(prog="tinygrad-nv",
                                   description="Run transformers with tinygrad, fast on NVIDIA.")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
@@ -128,7 +123,7 @@ def parser() -> argparse.ArgumentParser:
     chat.set_defaults(run=_chat)
     serve_command.add_command(commands, directory, _add_model_options, _model, _size)
     bench_command.add_command(commands, directory, _add_model_options, _model)
-    doctor = commands.add_parser("doctor", help="what this machine has, what will be used, what is missing")
+    doctor = commands.add_parser("doctor", help="check this machine: what is found, used and missing")
     doctor.set_defaults(run=_doctor)
     explain_command.add_command(commands, directory, _add_model_options, _model)
     ptx.add_commands(commands)
@@ -142,7 +137,7 @@ def _add_model_options(command: argparse.ArgumentParser) -> None:
     group.add_argument("--max-model-len", type=_size, metavar="N",
                        help="context in tokens, such as 4096 or 32k")
     group.add_argument("--gpu-memory-utilization", type=float, metavar="X",
-                       help="the part of a GPU's memory that weights, cache and all else may take "
+                       help="fraction of a GPU's memory for weights, cache and all else "
                        f"(default {UTILIZATION}; no effect on a CPU)")
     group.add_argument("--device", help="tinygrad's device (default: its choice, or DEV)")
 
@@ -182,7 +177,7 @@ def _split_words(words: list[str], with_ids: bool) -> tuple[Path, str]:
     """MODEL and PROMPT from the positional arguments."""
     most = 1 if with_ids else 2
     if len(words) > most or (not words and not with_ids):
-        raise RequestError(f"{len(words)} words on the command line",
+        raise RequestError(f"{len(words)} positional arguments",
                            "[MODEL] with --prompt-ids, else [MODEL] PROMPT",
                            "put the prompt in quotes")
     if not with_ids and len(words) == 1 and os.path.isfile(os.path.join(words[0], "config.json")):
@@ -194,7 +189,7 @@ def _split_words(words: list[str], with_ids: bool) -> tuple[Path, str]:
 
 def _model(name: str | None) -> Path:
     if name is None and not (DEFAULT_MODEL / "config.json").is_file():
-        raise ModelError(f"the model in the box is not at {DEFAULT_MODEL}",
+        raise ModelError(f"the bundled model is not at {DEFAULT_MODEL}",
                          "an installation with its model files",
                          "reinstall tinygrad-nv, or name a model directory")
     return DEFAULT_MODEL if name is None else Path(name)
@@ -207,7 +202,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     with console.tracing(arguments.trace) as recorded:
         llm = console.load(directory, arguments)
         params = console.sampling(arguments, llm)
-        ids = llm.encode(request)  # a bad prompt is refused before anything is compiled
+        ids = llm.encode(request)  # raises for a bad prompt before anything is compiled
         console.compile_steps(llm, params, len(ids))
         if arguments.json:
             with recorded(): done = llm.complete(ids, params)
@@ -226,13 +221,13 @@ def _chat(arguments: argparse.Namespace) -> int:
     llm = console.load(_model(arguments.model), arguments)
     params = console.sampling(arguments, llm)
     messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
-    llm.encode_chat([{"role": "user", "content": "?"}])  # refuse before the first question
+    llm.encode_chat([{"role": "user", "content": "?"}])  # raises before the first question
     console.compile_steps(llm, params, 1)
     while (question := console.ask()) is not None:
         if not question: continue
         asked = [*messages, {"role": "user", "content": question}]
         try: asked, ids = console.fit(llm, asked)
-        except RequestError as error:  # the question is not asked, the conversation goes on
+        except RequestError as error:  # skip the question and continue the conversation
             _say_error(error)
             continue
         answer = llm.complete(ids, params, lambda piece: console.say(piece.text, end=""))

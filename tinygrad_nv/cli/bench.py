@@ -1,10 +1,10 @@
-"""`tinygrad-nv bench latency | throughput | serve`: how fast a model answers, alone and beside its peers.
+"""`tinygrad-nv bench latency | throughput | serve`: the speed of a model, alone and beside other engines.
 
 Protocol: options and results have vLLM's names. Figures go to stdout, progress to stderr; `--output-json`
-(serve: `--save-result`) writes them with the raw ones. `--against` runs the same load on a peer that is
-installed, by turns with ours, and tells the ratio with its spread; one that is not installed is said in words
-(exit code 2). Prompts are made up from a seed, answers have their full length, and prefixes are not shared
-unless that is asked for.
+(serve: `--save-result`) writes them with the raw figures. `--against` runs the same workload on an installed
+peer, interleaved with ours, and reports the ratio with its spread; a peer that is not installed is an error
+(exit code 2). Prompts are random from a seed, answers have their full length, and prefix caching is off
+unless requested.
 """
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from pathlib import Path
 from typing import Any
 
 from tinygrad_nv.benchmarks import figures
-from tinygrad_nv.benchmarks.engines import PEERS, Engine, Ours, peer, require_installed
-from tinygrad_nv.benchmarks.figures import Answered
-from tinygrad_nv.benchmarks.workload import Ask, arrivals, from_file, made_up, total
+from tinygrad_nv.benchmarks.engines import PEERS, Engine, TinygradNV, peer, require_installed
+from tinygrad_nv.benchmarks.figures import RequestResult
+from tinygrad_nv.benchmarks.workload import BenchRequest, arrivals, random_requests, requests_from_file, total
 from tinygrad_nv.errors import NVError, RequestError
 
-START_S = 300.0     # a server of ours may take to start
+START_S = 300.0     # timeout for our server to start
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], directory: str,
                 add_model_options: Callable[[argparse.ArgumentParser], None],
                 model: Callable[[str | None], Path]) -> None:
-    """Adds `bench`. What is about models is __init__.py's."""
-    bench = commands.add_parser("bench", help="how fast a model answers, alone and beside its peers")
+    """Adds `bench`. Options of models are defined in __init__.py."""
+    bench = commands.add_parser("bench", help="measure a model's speed, alone and beside other engines")
     kinds = bench.add_subparsers(required=True, metavar="KIND")
     for name, words, run in (("latency", "one batch, from its prompts to its last token", latency),
                              ("throughput", "many prompts at once", throughput),
-                             ("serve", "a server under load: any of OpenAI's API, or ours", serve)):
+                             ("serve", "a server under load: any OpenAI-compatible one, or ours", serve)):
         each = kinds.add_parser(name, help=words, usage="%(prog)s [options] [MODEL]",
                                 formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         each.add_argument("model", nargs="?", metavar="MODEL", help=directory)
         each.add_argument("--model", dest="named", metavar="MODEL", help="the same, in vLLM's way")
-        each.add_argument("--against", choices=PEERS, help="run the same load on a peer, by turns")
+        each.add_argument("--against", choices=PEERS, help="run the same workload on a peer, interleaved")
         each.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals")
         add_model_options(each)
         ADD[name](each)
@@ -69,9 +69,9 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
     _lengths(command, 128, 128)
     _dataset(command, 100)
     command.add_argument("--base-url", metavar="URL",
-                         help="of a server that runs; without one ours is started")
+                         help="of a running server; without it, ours is started")
     command.add_argument("--served-model-name", metavar="NAME", help="the model's name there")
-    command.add_argument("--api-key", metavar="KEY", help="if the server wants one")
+    command.add_argument("--api-key", metavar="KEY", help="if the server requires one")
     command.add_argument("--request-rate", type=float, default=float("inf"), metavar="R",
                          help="requests a second; inf: all at once")
     command.add_argument("--burstiness", type=float, default=1.0, metavar="B",
@@ -103,7 +103,7 @@ def _dataset(command: argparse.ArgumentParser, prompts: int) -> None:
     command.add_argument("--random-range-ratio", type=float, default=0.0, metavar="X",
                          help="lengths are within 1 ± X of those given")
     command.add_argument("--random-prefix-len", type=int, default=0, metavar="N",
-                         help="tokens with which all prompts begin alike")
+                         help="length of a prefix common to all prompts")
 
 
 def _engine(command: argparse.ArgumentParser) -> None:
@@ -112,7 +112,7 @@ def _engine(command: argparse.ArgumentParser) -> None:
     command.add_argument("--max-num-batched-tokens", type=_count, default=512, metavar="N",
                          help="tokens that a step computes")
     command.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=False,
-                         help="prompts that begin alike share what is computed of them")
+                         help="prompts with a common prefix share its KV cache")
     command.add_argument("--speculative", metavar="HOW", help="ngram:K or draft:DIR:K")
     command.add_argument("--gguf", type=Path, metavar="FILE", help="the same model, for llama.cpp")
     command.add_argument("--output-json", type=Path, metavar="FILE", help="figures and raw figures")
@@ -140,36 +140,36 @@ def _percentiles(text: str) -> tuple[float, ...]:
 # **** in this process ****
 
 def latency(arguments: argparse.Namespace, directory: Path) -> int:
-    """The time of whole batches."""
-    names, runs = _by_turns(arguments, directory, lambda vocab: made_up(
+    """Times whole batches."""
+    names, runs = _interleaved(arguments, directory, lambda vocab: random_requests(
         arguments.batch_size, arguments.input_len, arguments.output_len, vocab, arguments.seed),
-        arguments.num_iters_warmup)
+                               arguments.num_iters_warmup)
     made = {name: figures.latency(seconds) for name, seconds in zip(names, runs, strict=True)}
     for name, one in made.items(): print((f"{name}:\n" if len(made) > 1 else "") + figures.latency_text(one))
-    return _told(arguments, names, runs, made)
+    return _report(arguments, names, runs, made)
 
 
 def throughput(arguments: argparse.Namespace, directory: Path) -> int:
-    """Tokens a second of many prompts."""
-    asked: list[Ask] = []
+    """Measures tokens a second over many prompts."""
+    workload: list[BenchRequest] = []
 
-    def load(vocab: int) -> list[Ask]:
-        asked[:] = _asks(arguments, directory, vocab)
-        return asked
+    def load(vocab: int) -> list[BenchRequest]:
+        workload[:] = _workload(arguments, directory, vocab)
+        return workload
 
-    names, runs = _by_turns(arguments, directory, load, 1)
-    inputs, outputs = total(asked)
+    names, runs = _interleaved(arguments, directory, load, 1)
+    inputs, outputs = total(workload)
     made = {}
     for name, seconds in zip(names, runs, strict=True):
         middle = figures.percentile(seconds, 50)
-        made[name] = {**figures.throughput(middle, len(asked), inputs, outputs), "elapsed_times": seconds}
+        made[name] = {**figures.throughput(middle, len(workload), inputs, outputs), "elapsed_times": seconds}
         print((f"{name}:\n" if len(names) > 1 else "") + figures.throughput_text(made[name], inputs, outputs))
-    return _told(arguments, names, runs, made)
+    return _report(arguments, names, runs, made)
 
 
-def _by_turns(arguments: argparse.Namespace, directory: Path, load: Callable[[int], list[Ask]],
-              warm: int) -> tuple[list[str], list[list[float]]]:
-    """Seconds of each engine's runs, one of each after the other."""
+def _interleaved(arguments: argparse.Namespace, directory: Path, load: Callable[[int], list[BenchRequest]],
+                 warm: int) -> tuple[list[str], list[list[float]]]:
+    """Seconds of each engine's runs, interleaved."""
     from tinygrad_nv.cli import console
     if arguments.against: require_installed(arguments.against)      # before anything is loaded
     llm = console.load(directory, arguments, max_num_seqs=arguments.max_num_seqs,
@@ -177,9 +177,9 @@ def _by_turns(arguments: argparse.Namespace, directory: Path, load: Callable[[in
                        enable_prefix_caching=arguments.enable_prefix_caching,
                        speculative=arguments.speculative)
     try:
-        asks = load(llm.config.vocab_size)
-        for ask in asks: _require_fitting(ask, llm.length)
-        engines: dict[str, Engine] = {"tinygrad_nv": Ours(llm)}
+        workload = load(llm.config.vocab_size)
+        for one in workload: _require_fitting(one, llm.length)
+        engines: dict[str, Engine] = {"tinygrad_nv": TinygradNV(llm)}
         if arguments.against:
             dtype = str(llm.dtype).rpartition(".")[2]
             engines[arguments.against] = peer(arguments.against, directory, NAMES.get(dtype, dtype),
@@ -188,7 +188,7 @@ def _by_turns(arguments: argparse.Namespace, directory: Path, load: Callable[[in
         with _progress("running", (warm + arguments.num_iters) * len(engines)) as step:
             for number in range(warm + arguments.num_iters):
                 for seconds, engine in zip(runs, engines.values(), strict=True):
-                    took = engine.run(asks)
+                    took = engine.run(workload)
                     if number >= warm: seconds.append(took)
                     step()
         return list(engines), runs
@@ -198,29 +198,29 @@ def _by_turns(arguments: argparse.Namespace, directory: Path, load: Callable[[in
 NAMES = {"float": "float32", "half": "float16", "__bf16": "bfloat16"}
 
 
-def _asks(arguments: argparse.Namespace, directory: Path, vocab: int) -> list[Ask]:
+def _workload(arguments: argparse.Namespace, directory: Path, vocab: int) -> list[BenchRequest]:
     if arguments.dataset_name == "random":
         if not 0 <= arguments.random_range_ratio < 1:
             raise RequestError(f"--random-range-ratio {arguments.random_range_ratio}", "0 ≤ x < 1",
                                "change --random-range-ratio")
-        return made_up(arguments.num_prompts, arguments.input_len, arguments.output_len, vocab,
-                       arguments.seed, arguments.random_range_ratio, arguments.random_prefix_len)
+        return random_requests(arguments.num_prompts, arguments.input_len, arguments.output_len, vocab,
+                               arguments.seed, arguments.random_range_ratio, arguments.random_prefix_len)
     from tinygrad_nv.engine.text.tokenizer import Tokenizer
     if arguments.dataset_path is None:
         raise RequestError("--dataset-name custom, and no file", "--dataset-path with JSON lines",
                            "name the file")
-    return from_file(arguments.dataset_path, arguments.num_prompts, arguments.output_len,
-                     Tokenizer.load(directory).encode)
+    return requests_from_file(arguments.dataset_path, arguments.num_prompts, arguments.output_len,
+                              Tokenizer.load(directory).encode)
 
 
-def _require_fitting(ask: Ask, length: int) -> None:
-    if (asked := len(ask.prompt) + ask.output) > length:
-        raise RequestError(f"{len(ask.prompt)} tokens and {ask.output} after them are {asked}",
+def _require_fitting(one: BenchRequest, length: int) -> None:
+    if (asked := len(one.prompt) + one.output) > length:
+        raise RequestError(f"{len(one.prompt)} tokens and {one.output} after them are {asked}",
                            f"at most {length}, the context", "lower --input-len or --output-len")
 
 
-def _told(arguments: argparse.Namespace, names: list[str], runs: list[list[float]],
-          made: dict[str, dict[str, Any]]) -> int:
+def _report(arguments: argparse.Namespace, names: list[str], runs: list[list[float]],
+            made: dict[str, dict[str, Any]]) -> int:
     if len(names) > 1: print(figures.compared(runs[0], runs[1], names[1]))
     if arguments.output_json:
         _write(arguments.output_json, made[names[0]] | ({names[1]: made[names[1]]} if len(names) > 1 else {}))
@@ -236,7 +236,7 @@ def _write(path: Path, record: dict[str, Any]) -> None:
 
 @contextmanager
 def _progress(words: str, count: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr where somebody looks."""
+    """A progress bar on stderr, if it is a terminal."""
     from rich.console import Console
     from rich.progress import Progress
     console = Console(stderr=True)
@@ -248,7 +248,7 @@ def _progress(words: str, count: int) -> Iterator[Callable[[], None]]:
 # **** a server ****
 
 def serve(arguments: argparse.Namespace, directory: Path) -> int:
-    """A server under load."""
+    """Measures a server under load."""
     if arguments.against:
         require_installed(arguments.against)
         raise NVError("bench serve loads one server", "bench throughput --against, or a run for each",
@@ -257,11 +257,12 @@ def serve(arguments: argparse.Namespace, directory: Path) -> int:
         raise RequestError(f"--request-rate {arguments.request_rate}, --burstiness {arguments.burstiness}",
                            "numbers > 0", "change them")
     from tinygrad_nv.models.config import read_config
-    asks = _asks(arguments, directory, read_config(directory).vocab_size)
-    if arguments.base_url: answers, seconds, name = asyncio.run(_loaded(arguments, arguments.base_url, asks))
+    workload = _workload(arguments, directory, read_config(directory).vocab_size)
+    if arguments.base_url:
+        answers, seconds, name = asyncio.run(_loaded(arguments, arguments.base_url, workload))
     else:
         with our_server(arguments, directory) as url:
-            answers, seconds, name = asyncio.run(_loaded(arguments, url, asks))
+            answers, seconds, name = asyncio.run(_loaded(arguments, url, workload))
     made = figures.served(answers, seconds, arguments.metric_percentiles)
     print(figures.served_text(made, arguments.metric_percentiles))
     if failed := [each.error for each in answers if each.error]:
@@ -272,7 +273,7 @@ def serve(arguments: argparse.Namespace, directory: Path) -> int:
 
 
 async def _loaded(arguments: argparse.Namespace, url: str,
-                  asks: list[Ask]) -> tuple[list[Answered], float, str]:
+                  workload: list[BenchRequest]) -> tuple[list[RequestResult], float, str]:
     from tinygrad_nv.benchmarks import client
     target = client.Target(url.rstrip("/").removesuffix("/v1"), arguments.served_model_name or "",
                            arguments.api_key)
@@ -283,17 +284,17 @@ async def _loaded(arguments: argparse.Namespace, url: str,
     name = arguments.served_model_name or models[0]
     target = client.Target(target.url, name, arguments.api_key)
     warm = arguments.num_warmups
-    if warm is None: warm = 1 if arguments.base_url else len(asks)
-    if warm: await client.load(target, asks[:warm], [0.0] * warm, arguments.max_concurrency)
-    at = arrivals(len(asks), arguments.request_rate, arguments.seed, arguments.burstiness)
-    with _progress("requests", len(asks)) as step:
-        answers, seconds = await client.load(target, asks, at, arguments.max_concurrency, step)
+    if warm is None: warm = 1 if arguments.base_url else len(workload)
+    if warm: await client.load(target, workload[:warm], [0.0] * warm, arguments.max_concurrency)
+    at = arrivals(len(workload), arguments.request_rate, arguments.seed, arguments.burstiness)
+    with _progress("requests", len(workload)) as step:
+        answers, seconds = await client.load(target, workload, at, arguments.max_concurrency, step)
     return answers, seconds, name
 
 
 @contextmanager
 def our_server(arguments: argparse.Namespace, directory: Path) -> Iterator[str]:
-    """A server of ours for as long as the load runs."""
+    """A server of ours, for as long as the workload runs."""
     words = [sys.executable, "-m", "tinygrad_nv", "serve", str(directory), "--port", "0",
              "--no-enable-prefix-caching", "--dtype", arguments.dtype]
     for option in ("max_model_len", "device", "gpu_memory_utilization"):
@@ -307,7 +308,7 @@ def our_server(arguments: argparse.Namespace, directory: Path) -> Iterator[str]:
 
 
 def _address(process: subprocess.Popen[str]) -> str:
-    """Where a server says that it listens, once it is ready."""
+    """The address that a server logs once it is ready."""
     import re
     import threading
     lines, ends = [], time.monotonic() + START_S
@@ -315,7 +316,7 @@ def _address(process: subprocess.Popen[str]) -> str:
     for line in process.stderr:
         lines.append(line)
         if "ready" in line and (match := re.search(r"https?://[^\s\"',}]+", line)):
-            # what it says from now on nobody reads, and a full pipe would stop it
+            # drain the pipe: a full one would block the server
             threading.Thread(target=_drop, args=(process.stderr,), daemon=True).start()
             return match[0]
         if time.monotonic() > ends: break
@@ -328,9 +329,9 @@ def _drop(stream: Iterable[str]) -> None:
         for _ in stream: pass
 
 
-def _record(arguments: argparse.Namespace, name: str, answers: list[Answered],
+def _record(arguments: argparse.Namespace, name: str, answers: list[RequestResult],
             made: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's JSON: what was asked, the figures, and the raw ones."""
+    """vLLM's JSON: options, figures, and raw figures."""
     rate = arguments.request_rate
     return {"date": datetime.datetime.now().strftime("%Y%m%d-%H%M%S"), "endpoint_type": "openai",
             "model_id": name, "num_prompts": len(answers), "burstiness": arguments.burstiness,
@@ -342,8 +343,8 @@ def _record(arguments: argparse.Namespace, name: str, answers: list[Answered],
             "generated_texts": [each.text for each in answers], "errors": [each.error for each in answers]}
 
 
-def _plot(path: Path, answers: list[Answered]) -> None:
-    """Each metric's share of requests below a time."""
+def _plot(path: Path, answers: list[RequestResult]) -> None:
+    """Cumulative distribution of each metric."""
     try:
         import matplotlib
         matplotlib.use("Agg")

@@ -1,9 +1,8 @@
-"""What the CLI shows: text on stdout, progress and notes on stderr, nothing that moves unless a person
-looks.
+"""Console output: text on stdout; progress and notes on stderr, animated only on a terminal.
 
-Protocol: `load` and `compile_steps` each show a bar (bytes read, kernels made) and take it away again,
-so that by the time the first word comes nothing but text moves on the terminal. `say` writes text at once.
-`report` and `summary` describe a finished answer, as JSON fields and as one line.
+Protocol: `load` and `compile_steps` each show a bar (bytes read, kernels compiled) and remove it, so that
+only text is written once generation starts. `say` writes text at once. `report` and `summary` describe a
+finished answer, as JSON fields and as one line.
 """
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from tinygrad_nv.runtime.programs import programs_compiled, programs_known
 
 
 class _Kernels(ProgressColumn):
-    """How many kernels there are since the bar was made, and how many of them had to be compiled."""
+    """Number of kernels created since the bar was, and how many of them were compiled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +41,7 @@ class _Kernels(ProgressColumn):
 
 @contextmanager
 def _bar(*columns: ProgressColumn | str) -> Iterator[Progress]:
-    """A bar on stderr that vanishes when done, and is not there at all when stderr is no terminal."""
+    """A bar on stderr that is removed at the end; none if stderr is not a terminal."""
     console = Console(stderr=True)
     with Progress(TextColumn("{task.description}"), *columns, console=console, transient=True,
                   disable=not console.is_terminal) as progress:
@@ -62,7 +61,7 @@ def load(directory: Path, arguments: argparse.Namespace, **more: Any) -> LLM:
         task = progress.add_task(f"loading {directory.name}", total=None)
         return LLM(directory, arguments.dtype, arguments.max_model_len, None,
                    lambda done, total: progress.update(task, completed=done, total=total),
-                   UTILIZATION if (part := arguments.gpu_memory_utilization) is None else part,
+                   UTILIZATION if (fraction := arguments.gpu_memory_utilization) is None else fraction,
                    **{"max_num_seqs": 1, **more})
 
 
@@ -75,8 +74,8 @@ def compile_steps(llm: LLM, params: SamplingParams, prompt_tokens: int) -> None:
 
 @contextmanager
 def tracing(path: Path | None) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """Around all of a command, so that what is captured knows its layers. What it gives goes around what is
-    to be recorded, and writes a trace to `path`, if that is one, and its table to stderr."""
+    """Wraps a whole command, so that captured kernels know their layers. Yields a context manager for the
+    part to record, which writes a trace to `path`, if given, and its table to stderr."""
     if path is None:
         yield nullcontext
         return
@@ -92,7 +91,7 @@ def tracing(path: Path | None) -> Iterator[Callable[[], AbstractContextManager[N
 
 
 def sampling(arguments: argparse.Namespace, llm: LLM) -> SamplingParams:
-    """The model's defaults with what the command line says instead."""
+    """The model's sampling defaults, overridden by the command line."""
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed",
              "ignore_eos")
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
@@ -101,13 +100,13 @@ def sampling(arguments: argparse.Namespace, llm: LLM) -> SamplingParams:
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Text for the reader, at once."""
+    """Writes text at once."""
     sys.stdout.write(text + end)
     sys.stdout.flush()
 
 
 def ask() -> str | None:
-    """A line from the person, or None at the end of input. Ctrl-C at the prompt ends the chat too."""
+    """A line of input, or None at its end. Ctrl-C at the prompt ends the chat, too."""
     try: return input("> " if sys.stdin.isatty() else "").strip()
     except (EOFError, KeyboardInterrupt):
         if sys.stdin.isatty(): say("")
@@ -115,10 +114,9 @@ def ask() -> str | None:
 
 
 def fit(llm: LLM, messages: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int]]:
-    """The conversation without as many of its oldest exchanges as the context has no room for, and its ids.
+    """The conversation without the oldest exchanges that exceed the context, and its token ids.
 
-    A system message stays. A last question that is too long by itself is refused as any prompt is.
-    """
+    A system message is kept. A last question that is too long by itself raises, as any prompt does."""
     first = 1 if messages[0]["role"] == "system" else 0
     kept = messages
     while len(llm.require_tokenizer().encode_chat(kept)) >= llm.length and len(kept) > first + 1:
@@ -135,7 +133,7 @@ def device_name(llm: LLM) -> str:
 
 
 def weight_rate(done: Completion, llm: LLM) -> float:
-    """GB of weights streamed a second while decoding."""
+    """GB of weights read a second while decoding."""
     return done.tokens_per_s * llm.streamed_bytes / 1e9
 
 

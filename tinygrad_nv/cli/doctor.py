@@ -1,8 +1,7 @@
-"""`tinygrad-nv doctor`: what this machine has, what will be used, what is missing.
+"""`tinygrad-nv doctor`: checks what this machine has, what will be used, and what is missing.
 
-Protocol: `examine()` looks at one thing a function and never raises; a `Finding` says what was found and,
-where something is missing, what would bring it. Looking changes nothing: no package is installed, no GPU is
-set up.
+Protocol: each check of `examine()` is one function; none raises. A `Finding` says what was found and, if
+something is missing, how to get it. Nothing is changed: no package is installed, no GPU is configured.
 """
 from __future__ import annotations
 
@@ -30,24 +29,24 @@ CUDA_EXTRA = ("pip install cuda-python nvidia-cuda-nvrtc nvidia-cuda-runtime nvi
 
 
 def examine() -> list[Finding]:
-    """Everything worth knowing, in the order of the way down: packages, device, compilers, driver."""
+    """All checks, from packages down to device, compilers and driver."""
     from tinygrad_nv.cli import doctor_cpu
-    looks: dict[str, Callable[[], Finding]] = {
+    checks: dict[str, Callable[[], Finding]] = {
         "python": _python, "tinygrad": _tinygrad, "tinygrad_nv hooks": _hooks, "device": _device,
         "C compiler": _compiler, "CPU kernels": doctor_cpu.instructions, "CPU threads": doctor_cpu.cores,
         "CPU rates": doctor_cpu.speed, "ptxas": _ptxas, "NVRTC": _nvrtc, "NVIDIA driver": _driver,
         "cuda-python": _cuda_python, "DEV=CUDA": _cuda_device}
-    return [_safely(subject, look) for subject, look in looks.items()]
+    return [_safely(subject, check) for subject, check in checks.items()]
 
 
-def _safely(subject: str, look: Callable[[], Finding]) -> Finding:
-    try: return look()
-    except Exception as error:  # the report is for machines on which things are broken
+def _safely(subject: str, check: Callable[[], Finding]) -> Finding:
+    try: return check()
+    except Exception as error:  # a check must not end the report
         return Finding(subject, "broken", f"{type(error).__name__}: {error}", needed=subject == "tinygrad")
 
 
 def usable(findings: list[Finding]) -> bool:
-    """Whether something can run here."""
+    """Whether anything can run."""
     return all(f.state == "ok" for f in findings if f.needed)
 
 
@@ -57,7 +56,7 @@ def table(findings: list[Finding]) -> str:
     for finding in findings:
         advice = f"\n→ {finding.fix}" if finding.fix else ""
         grid.add_row(finding.state, finding.subject, finding.what + advice)
-    # piped, lines are as long as they are; markup off, or [cuda] in an advice would be taken for a style
+    # no wrapping when piped; markup off, or rich would read [cuda] as a style
     width = max(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 1000
     console = Console(width=width, no_color=True, markup=False, highlight=False)
     with console.capture() as captured: console.print(grid)
@@ -86,7 +85,7 @@ def _device() -> Finding:
     from tinygrad import Device
     try: device = Device[Device.DEFAULT]
     except NVError as error: return Finding("device", "broken", error.found, error.fix, needed=True)
-    except Exception as error:  # whatever a driver can think of
+    except Exception as error:  # drivers raise arbitrary exceptions
         return Finding("device", "broken", f"{type(error).__name__}: {error}",
                        "set DEV to another device", needed=True)
     return Finding("device", "ok", f"{device.device}, code by {type(device.renderer).__name__}; will be used "
@@ -120,8 +119,8 @@ def _loads(names: tuple[str, ...]) -> str | None:
 def _nvrtc() -> Finding:
     wheel: list[str] = []
     if (spec := importlib.util.find_spec("nvidia")) is not None:
-        for place in spec.submodule_search_locations or ():
-            wheel += [str(path) for path in Path(place).glob("*/lib/libnvrtc.so.*")
+        for location in spec.submodule_search_locations or ():
+            wheel += [str(path) for path in Path(location).glob("*/lib/libnvrtc.so.*")
                       if "builtins" not in path.name]
     names = (*wheel, "libnvrtc.so.13", "libnvrtc.so.12", ctypes.util.find_library("nvrtc") or "libnvrtc.so")
     if (name := _loads(names)) is None:
@@ -150,7 +149,7 @@ def _cuda_python() -> Finding:
 
 
 def _cuda_device() -> Finding:
-    """What DEV=CUDA would open."""
+    """The device that DEV=CUDA would open."""
     from tinygrad_nv import config
     from tinygrad_nv.runtime.cuda import device as cuda_device
     if not config.get("NV"): return Finding("DEV=CUDA", "ok", "tinygrad's own device: NV=0")
@@ -161,7 +160,7 @@ def _cuda_device() -> Finding:
 
 
 def _cuda_code() -> str:
-    """What the kernels that are tinygrad's are written in on DEV=CUDA."""
+    """The format of tinygrad's own kernels on DEV=CUDA."""
     from tinygrad_nv.runtime.cuda import api as cuda_api
     from tinygrad_nv.runtime.cuda import nvrtc
     names = {"ptx": "PTX", "cubin": "machine code"}

@@ -1,7 +1,7 @@
-"""What `tinygrad-nv doctor` says of the CPU: instruction set, threads, and what was measured of them.
+"""`tinygrad-nv doctor` for the CPU: instruction set, threads, and measured rates.
 
-Protocol: as doctor.py. Each line says why there is not more: what the processor lacks for the next level or
-what the system refuses, and what keeps threads below the number of cores.
+Protocol: as in doctor.py. Each line says why a higher level is not used: what the processor lacks, or the
+system denies, and what limits threads below the number of cores.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OFF = "switched off: NV_CPU=0"
 
 
 def instructions() -> Finding:
-    """The level in use, and why not the next."""
+    """The instruction set in use, and why not the next."""
     subject = "CPU kernels"
     if not config.get("NV_CPU"): return Finding(subject, "ok", OFF)
     try: found = isa.detect()
@@ -32,19 +32,19 @@ def instructions() -> Finding:
 
 
 def _more(best: str) -> str:
-    """Why not a higher level."""
+    """Why the next level is not used."""
     higher = isa.LEVELS[isa.LEVELS.index(best) + 1:]
     return f"; not {higher[0]}: {isa.why_not(higher[0])}" if higher else ""
 
 
 def _refused() -> str:
-    """What to do where only the permission to use AMX is missing."""
+    """How to get AMX if only the permission is missing."""
     if not set(isa.NEEDED["amx"]) <= isa.flags() or not isa.amx_refused(): return ""
     return "Linux 5.16 or newer grants AMX; a container's seccomp profile must allow arch_prctl"
 
 
 def cores() -> Finding:
-    """How many threads kernels are made for, and why not more."""
+    """The number of threads that kernels use, and why not more."""
     found, used = threads.available(), threads.threads()
     what = f"{used} on {found.cores} core{'s' if found.cores > 1 else ''}"
     if threads.explicit(): what += ", by NUM_CPU_THREADS"
@@ -55,7 +55,7 @@ def cores() -> Finding:
 
 
 def speed() -> Finding:
-    """What all threads read and compute in a second."""
+    """Bandwidth and compute rates of all threads."""
     if not config.get("NV_CPU"): return Finding("CPU rates", "ok", OFF)
     here = machine()
     try: found = measure.rates(here)

@@ -1,4 +1,4 @@
-"""What `tinygrad-nv doctor` found of one thing."""
+"""One result of `tinygrad-nv doctor`."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ State = Literal["ok", "missing", "broken"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `needed` marks what nothing runs without."""
+    """One line of the report. `needed`: nothing runs without it."""
     subject: str
     state: State
     what: str

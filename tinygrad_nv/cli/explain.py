@@ -1,9 +1,9 @@
-"""`tinygrad-nv explain`: the kernels of a model's step, or of one product, at several levels.
+"""`tinygrad-nv explain`: the kernels of a model's step, or of one matmul, at several levels.
 
-Protocol: without --level a table, and of products a line each with schedule, predicted time and registers.
-With one of spec, tile, ptx, sass, c the text of each distinct kernel of ours, or of the one that --kernel
-names. `--gemm [BATCHx]MxNxK` explains a product by itself, for a GPU that need not be there, or with
-`--arch cpu` for the processor that is. An option that would have no effect is refused.
+Protocol: without --level a table, and a line for each matmul with schedule, predicted time and registers.
+With a level (spec, tile, ptx, sass, c) the text of each distinct kernel of this package, or of the one
+selected by --kernel. `--gemm [BATCHx]MxNxK` explains one matmul, for a GPU that need not be present, or with
+`--arch cpu` for this processor. An option without effect is an error.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tinygrad_nv.tile.gemm.dense import MAJORS, RESULTS, TYPES, WORDS
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 
 OF_MODELS = ("kernel", "prefill", "max_model_len", "gpu_memory_utilization", "device")
-OF_PRODUCTS = {"majors": "NT", "epilogue": "", "out": "", "arch": "sm_90a", "sm_count": 0}
+OF_MATMULS = {"majors": "NT", "epilogue": "", "out": "", "arch": "sm_90a", "sm_count": 0}
 CPU = "cpu"
 SHORT = {"auto": "bf16", "bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 Find = Callable[[str | None], Path]
@@ -28,27 +28,27 @@ Find = Callable[[str | None], Path]
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], directory: str,
                 add_model_options: Callable[[argparse.ArgumentParser], None], find: Find) -> None:
     """Adds `explain`. `find` gives the directory of a model's name."""
-    explain = commands.add_parser("explain", help="the kernels of a model's step, or of a matrix product")
+    explain = commands.add_parser("explain", help="the kernels of a model's step, or of a matmul")
     explain.add_argument("model", nargs="?", metavar="MODEL", help=directory)
     explain.add_argument("--level", choices=LEVELS, help="print each kernel of ours at this level")
     explain.add_argument("--kernel", metavar="N|NAME", help="only this kernel")
     explain.add_argument("--prefill", type=int, metavar="N",
                          help="of a step that takes N tokens of a prompt (default: a decode step)")
     add_model_options(explain)
-    product = explain.add_argument_group("a product by itself")
-    product.add_argument("--gemm", type=_extents, metavar="[BATCHx]MxNxK",
-                         help="explain this product instead of a model; --dtype is then one of "
-                              f"{', '.join(TYPES)} (default bf16)")
-    product.add_argument("--majors", metavar="XY",
-                         help=f"{', '.join(MAJORS[:-1])} or {MAJORS[-1]} as in BLAS (default NT: x @ w.T)")
-    product.add_argument("--epilogue", metavar="WORD+…", help=f"what follows the sum: {', '.join(WORDS)}")
-    product.add_argument("--out", metavar="TYPE",
-                         help=f"of the result: {', '.join(RESULTS)} (default: as the operands; bf16 for fp8, "
-                              "s32 for bytes)")
-    product.add_argument("--arch", choices=(*ARCHITECTURES, CPU),
-                         help="the GPU's architecture (default sm_90a), or cpu")
-    product.add_argument("--sm-count", type=int, metavar="N",
-                         help="multiprocessors of the GPU (default: those of H100, A100 or L40S)")
+    matmul = explain.add_argument_group("one matmul")
+    matmul.add_argument("--gemm", type=_extents, metavar="[BATCHx]MxNxK",
+                        help="explain this matmul instead of a model; --dtype is then one of "
+                        f"{', '.join(TYPES)} (default bf16)")
+    matmul.add_argument("--majors", metavar="XY",
+                        help=f"{', '.join(MAJORS[:-1])} or {MAJORS[-1]} as in BLAS (default NT: x @ w.T)")
+    matmul.add_argument("--epilogue", metavar="WORD+…", help=f"epilogue operations: {', '.join(WORDS)}")
+    matmul.add_argument("--out", metavar="TYPE",
+                        help=f"of the result: {', '.join(RESULTS)} (default: as the operands; bf16 for fp8, "
+                        "s32 for bytes)")
+    matmul.add_argument("--arch", choices=(*ARCHITECTURES, CPU),
+                        help="the GPU's architecture (default sm_90a), or cpu")
+    matmul.add_argument("--sm-count", type=int, metavar="N",
+                        help="multiprocessors of the GPU (default: those of H100, A100 or L40S)")
     explain.set_defaults(run=lambda arguments: run(arguments, find))
 
 
@@ -60,29 +60,29 @@ def _extents(text: str) -> tuple[int, ...]:
 
 
 def run(arguments: argparse.Namespace, find: Find) -> int:
-    """Prints what was asked for."""
+    """Prints the explanation."""
     _check(arguments)
-    for name, value in OF_PRODUCTS.items():
+    for name, value in OF_MATMULS.items():
         if getattr(arguments, name) is None: setattr(arguments, name, value)
     print(_gemm(arguments) if arguments.gemm else _model(arguments, find))
     return 0
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raises `RequestError` for an option that would have no effect."""
+    """Raises `RequestError` for an option without effect."""
     if arguments.gemm and arguments.model is not None:
         raise RequestError(f"a model ({arguments.model}) and --gemm", "one of them", "leave one out")
     if (words := _given(arguments, OF_MODELS)) and arguments.gemm:
-        raise RequestError(f"{words} with --gemm", "options of a product by itself", "leave it out")
-    if (words := _given(arguments, OF_PRODUCTS)) and not arguments.gemm:
-        raise RequestError(f"{words} without --gemm", "a product by itself", "add --gemm 4096x4096x4096")
+        raise RequestError(f"{words} with --gemm", "options of one matmul", "leave it out")
+    if (words := _given(arguments, OF_MATMULS)) and not arguments.gemm:
+        raise RequestError(f"{words} without --gemm", "one matmul", "add --gemm 4096x4096x4096")
     if arguments.kernel is not None and arguments.level is None:
         raise RequestError("--kernel without --level", f"--level {'|'.join(LEVELS)}",
-                           "say what to show of it")
+                           "choose a level to show")
 
 
 def _given(arguments: argparse.Namespace, names: Iterable[str]) -> str:
-    """Those of some options that are on the command line."""
+    """The given options among `names`."""
     return ", ".join(f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is not None)
 
 
@@ -101,12 +101,12 @@ def _gemm(arguments: argparse.Namespace) -> str:
     schedule = choose(spec, arguments.arch, machine.sm_count)
     if schedule is None:
         raise ScheduleError(f"no template takes {spec} on {arguments.arch}: {why_not(spec, arguments.arch)}",
-                            "a product that one of them takes",
+                            "a matmul that one of them supports",
                             "allow tf32 (--dtype tf32)" if arguments.dtype in ("f32", "float32") else
                             "change what the reasons name")
-    product = levels.Product(spec, schedule, arguments.arch, machine.sm_count)
-    if arguments.level is None: return "\n".join(levels.table([(product.kernel.name, product)]))
-    return levels.show(product, arguments.level).rstrip()
+    matmul = levels.Product(spec, schedule, arguments.arch, machine.sm_count)
+    if arguments.level is None: return "\n".join(levels.table([(matmul.kernel.name, matmul)]))
+    return levels.show(matmul, arguments.level).rstrip()
 
 
 def _on_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> str:
@@ -118,7 +118,7 @@ def _on_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> str:
     here = machine()
     if (schedule := product(spec, here)) is None:
         raise ScheduleError(f"no template takes {spec} on {here.isa}: {why_not(spec, here)}",
-                            "a product that one of them takes", "change what the reasons name")
+                            "a matmul that one of them supports", "change what the reasons name")
     found = levels_cpu.CPUProduct(spec, schedule, here)
     if arguments.level is None: return "\n".join(levels_cpu.table([(found.kernel.name, found)]))
     text = levels_cpu.show(found, arguments.level).rstrip()
@@ -130,16 +130,16 @@ def _model(arguments: argparse.Namespace, find: Find) -> str:
 
     from tinygrad_nv import explain
     from tinygrad_nv.cli import console
-    from tinygrad_nv.engine.scheduling.batch import GROUP
-    from tinygrad_nv.models.paged import PagedPlace, Part
+    from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
+    from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
     llm = console.load(find(arguments.model), arguments)
     taken = 1 if arguments.prefill is None else arguments.prefill
     if not 1 <= taken <= llm.length:
         raise RequestError(f"--prefill {taken}", f"1 to {llm.length} tokens", "take fewer")
     rows = 1 if arguments.prefill is None else GROUP
     def made(*shape: int) -> Tensor: return Tensor.empty(*shape, dtype=dtypes.int32, device=llm.model.device)
-    part = Part(rows, made(count := -(-taken // rows), llm.runner.entries), made(count))
-    place = PagedPlace((part,), llm.model.rope_tables)
+    group = SequenceGroup(rows, made(count := -(-taken // rows), llm.runner.entries), made(count))
+    batch = PagedBatch((group,), llm.model.rope_tables)
     wanted = None if arguments.prefill is None else made(1)
-    lowering = explain(llm.model.rows(made(part.total), place, llm.runner.store.cache, wanted))
+    lowering = explain(llm.model.step_paged(made(group.num_tokens), batch, llm.runner.store.cache, wanted))
     return str(lowering) if arguments.level is None else lowering.show(arguments.level, arguments.kernel)

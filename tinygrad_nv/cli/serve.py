@@ -1,7 +1,7 @@
 """`tinygrad-nv serve`: the model behind OpenAI's HTTP API.
 
-Protocol: options are vLLM's where vLLM has them. Everything is said on stderr, one event a line
-(server/log.py). The address is taken before the model is loaded. SIGTERM or Ctrl-C drains
+Protocol: options are vLLM's where vLLM has them. All logs go to stderr, one event a line (server/log.py). The
+port is bound before the model is loaded, so a port conflict is reported at once. SIGTERM or Ctrl-C drains
 (server/serving.py).
 """
 from __future__ import annotations
@@ -21,7 +21,7 @@ PREFIXES = ("tinygrad_nv", "vllm")
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], directory: str,
                 add_model_options: Callable[[argparse.ArgumentParser], None],
                 model: Callable[[str | None], Path], size: Callable[[str], int]) -> None:
-    """Adds `serve`. What is about models is __init__.py's."""
+    """Adds `serve`. Options of models are defined in __init__.py."""
     serve = commands.add_parser("serve", help="serve a model over OpenAI's HTTP API, with a page to chat",
                                 usage="%(prog)s [options] [MODEL]")
     serve.add_argument("model", nargs="?", metavar="MODEL", help=directory)
@@ -34,15 +34,15 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     engine.add_argument("--kv-cache-dtype", default="auto", metavar="D", help="of keys and values: float32, "
                         "float16, bfloat16, fp8, int8 (default auto, the model's)")
     engine.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True,
-                        help="prompts that begin alike share what is computed of them (default on)")
+                        help="prompts with a common prefix share its KV cache (default on)")
     engine.add_argument("--swap-space", type=_positive, default=0.0, metavar="GIB",
-                        help="memory of the host for pages that the device has no room for (default 0)")
-    engine.add_argument("--speculative", metavar="HOW", help="guess the next tokens and verify them in one "
-                        "step, which changes none: ngram:K copies them, draft:DIR:K asks a smaller model")
-    engine.add_argument("--seed", type=int, metavar="N", help="of requests that name none (default random)")
+                        help="host memory for offloaded KV cache pages (default 0)")
+    engine.add_argument("--speculative", metavar="HOW", help="speculative decoding, which does not change "
+                        "the output: ngram:K (prompt lookup) or draft:DIR:K (a draft model)")
+    engine.add_argument("--seed", type=int, metavar="N", help="for requests without one (default random)")
     engine.add_argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's own")
     engine.add_argument("--warm-up", action=argparse.BooleanOptionalAction, default=True,
-                        help="compile and capture before requests come (default on)")
+                        help="compile and capture before serving (default on)")
     _add_server_options(serve)
     serve.set_defaults(run=lambda arguments: run(arguments, model(arguments.model)))
 
@@ -53,7 +53,7 @@ def _add_server_options(serve: argparse.ArgumentParser) -> None:
                         help="(default 127.0.0.1; 0.0.0.0 is every address)")
     server.add_argument("--port", type=_port, default=8000, metavar="N",
                         help="0 takes a free one (default 8000)")
-    server.add_argument("--api-key", action="append", metavar="KEY", help="that /v1 wants to see; may be "
+    server.add_argument("--api-key", action="append", metavar="KEY", help="required by /v1; may be "
                         "repeated (default NV_API_KEY, else none)")
     server.add_argument("--served-model-name", nargs="+", metavar="NAME",
                         help="(default: the directory's name)")
@@ -90,7 +90,7 @@ def _positive(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace, directory: Path) -> NoReturn:
-    """The command. Ends the process when the server was told to stop."""
+    """Runs the server. Ends the process when the server was told to stop."""
     try:
         from tinygrad_nv.server import startup
     except ModuleNotFoundError as error:
@@ -99,8 +99,8 @@ def run(arguments: argparse.Namespace, directory: Path) -> NoReturn:
                       "starlette, uvicorn, prometheus_client and llguidance, which serving needs",
                       "pip install starlette uvicorn prometheus_client llguidance") from error
     startup.run(arguments, directory)
-    # not by the interpreter's way out: it waits for tinygrad's compilers, for ever if one of them was killed
-    # by the same signal, which a terminal and an init system send to all
+    # not sys.exit: it waits for tinygrad's compiler processes, for ever if the same signal killed one of them
+    # (a terminal and an init system signal the whole group)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,9 +1,9 @@
-"""`tinygrad-nv tune`: the best schedule of a matrix product, and the database of those that were found.
+"""`tinygrad-nv tune`: finds the best schedule of a matmul; manages the schedule database.
 
-Protocol: `tune M N K` tries candidates (tile/gemm/tune.py), prints them as a table, the winner first, and
-stores it; with --arch cpu, or DEV=CPU, those of cpu/gemm/tune.py on this machine. `--list`, `--export`,
-`--import` and `--clear` are about the database at NV_SCHEDULES alone. Notes about entries that are ignored go
-to stderr. Times are microseconds.
+Protocol: `tune M N K` tries candidates (tile/gemm/tune.py), prints them as a table, the best first, and
+stores the best; with --arch cpu, or DEV=CPU, those of cpu/gemm/tune.py on this machine. `--list`, `--export`,
+`--import` and `--clear` manage the database at NV_SCHEDULES. Notes about ignored entries go to stderr. Times
+are microseconds.
 """
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ HEAD = ("schedule", "predicted us", "counted us", "bound", "registers", "shared 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `tune`."""
-    tune = commands.add_parser("tune", help="find the best schedule of a matrix product, and keep it",
+    tune = commands.add_parser("tune", help="find the best schedule of a matmul, and store it",
                                usage="%(prog)s [options] M N K")
     tune.add_argument("extents", nargs="*", type=_extent, metavar="M N K",
                       help="rows, columns, length of sums")
-    product = tune.add_argument_group("product")
-    product.add_argument("--dtype", default="bf16", choices=TYPES, help="of the operands (default bf16)")
-    product.add_argument("--out", default="", choices=RESULTS,
-                         help="of the result (default: as the operands; bf16 for fp8, s32 for bytes)")
-    product.add_argument("--majors", default="NT", choices=MAJORS, help="BLAS's letters; NT is x @ w.T")
-    product.add_argument("--batch", type=_batch, default=(), metavar="B[xB…]", help="so many products")
-    product.add_argument("--epilogue", default="", metavar="WORD+…",
-                         help=f"what follows the sum: {', '.join(WORDS)}")
-    product.add_argument("--symbolic", action="store_true", help="M is the most rows there can be")
+    matmul = tune.add_argument_group("matmul")
+    matmul.add_argument("--dtype", default="bf16", choices=TYPES, help="of the operands (default bf16)")
+    matmul.add_argument("--out", default="", choices=RESULTS,
+                        help="of the result (default: as the operands; bf16 for fp8, s32 for bytes)")
+    matmul.add_argument("--majors", default="NT", choices=MAJORS, help="BLAS's letters; NT is x @ w.T")
+    matmul.add_argument("--batch", type=_batch, default=(), metavar="B[xB…]", help="batch dimensions")
+    matmul.add_argument("--epilogue", default="", metavar="WORD+…",
+                        help=f"epilogue operations: {', '.join(WORDS)}")
+    matmul.add_argument("--symbolic", action="store_true", help="M is the maximum of a symbolic extent")
     search = tune.add_argument_group("search")
     search.add_argument("--arch", choices=(*ARCHITECTURES, CPU),
                         help="default sm_90a, or cpu with DEV=CPU")
@@ -77,7 +77,7 @@ def _batch(text: str) -> tuple[int, ...]: return tuple(map(_extent, re.split("[,
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The command."""
+    """Runs the command."""
     about = arguments.list or arguments.export or arguments.import_ or arguments.clear
     if len(arguments.extents) != (0 if about else 3):
         raise RequestError(f"{len(arguments.extents)} numbers", "none with --list, --export, --import or "
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _notes() -> Iterator[None]:
-    """Warnings of the database as lines on stderr."""
+    """Prints warnings of the database to stderr."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", database.ScheduleWarning)
         try: yield
@@ -104,7 +104,7 @@ def _notes() -> Iterator[None]:
             for warning in caught: print(f"note: {warning.message}", file=sys.stderr)
 
 
-# **** a product ****
+# **** a matmul ****
 
 def _tune(arguments: argparse.Namespace) -> None:
     from tinygrad_nv.cpu.gemm.tune import bar
@@ -150,16 +150,16 @@ def _tune_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> None:
         reason = choose.why_not(spec, here)
         raise SpecError(f"no template takes {_shown(spec, arguments)} on {arch}: {reason}")
     with bar(str(spec)) as progress: tried = tune(spec, here, arguments.beam, progress)
-    least = {one.schedule: CPUProduct(spec, one.schedule, here).seconds for one in tried}
+    predicted = {one.schedule: CPUProduct(spec, one.schedule, here).seconds for one in tried}
     if arguments.json:
         print(json.dumps({"spec": _shown(spec, arguments), "arch": arch, "flops": spec.flops, "candidates": [
-            {"schedule": one.schedule.to_json(), "predicted_s": least[one.schedule],
+            {"schedule": one.schedule.to_json(), "predicted_s": predicted[one.schedule],
              "measured_s": one.seconds, "why": one.why} for one in tried]}))
         return
 
     def row(one: CPUCandidate) -> tuple[str, ...]:
         measured = shortened(one.why, 32) if one.seconds is None else f"{one.seconds * 1e6:.2f}"
-        return str(one.schedule), f"{least[one.schedule] * 1e6:.2f}", measured
+        return str(one.schedule), f"{predicted[one.schedule] * 1e6:.2f}", measured
     print("\n".join(aligned([("schedule", "predicted us", "measured us"), *map(row, tried)], (1, 2))))
     if (best := tried[0]).seconds is None: raise SpecError("no candidate can be used", "", best.why)
     print(f"\n{_shown(spec, arguments)} on {arch}: {best.schedule}\n"
@@ -168,7 +168,7 @@ def _tune_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> None:
 
 
 def _shown(spec: GemmSpec, arguments: argparse.Namespace) -> str:
-    """A spec with the epilogue in the words it was asked for."""
+    """A spec with its epilogue as it was given on the command line."""
     words = f", {arguments.epilogue}" if arguments.epilogue else ""
     return str(spec).split(", ")[0] + words
 
@@ -191,7 +191,7 @@ def _list(arguments: argparse.Namespace) -> None:
     if not entries:
         print(f"no schedules in {database.path()}")
         return
-    rows = [("product", "arch", "toolchain", "schedule", "us", "bound", "how")]
+    rows = [("matmul", "arch", "toolchain", "schedule", "us", "bound", "how")]
     for entry in entries:
         rows.append((shortened(str(entry.spec), 60), entry.arch, entry.toolchain,
                      str(entry.schedule), f"{entry.seconds * 1e6:.2f}", _bound(entry), entry.how))
@@ -199,7 +199,7 @@ def _list(arguments: argparse.Namespace) -> None:
 
 
 def _bound(entry: database.Entry) -> str:
-    """What a GPU is busy with, by the cost model."""
+    """The bottleneck on a GPU, by the cost model."""
     if not isinstance(entry.schedule, GemmSchedule): return "-"
     return predict(entry.spec, entry.schedule, entry.arch).bound
 
@@ -211,7 +211,7 @@ def _export(file: Path) -> None:
 
 
 def _wrong(entry: database.Entry) -> list[str]:
-    """Why an entry's schedule cannot be used where it is for."""
+    """Why an entry's schedule is not legal on its target."""
     from tinygrad_nv.cpu.gemm import candidates as space
     from tinygrad_nv.cpu.machine import CPUMachine
     from tinygrad_nv.cpu.schedule import CPUSchedule

@@ -1,19 +1,18 @@
-"""The inference engine: from prompts to texts, many at a time.
+"""The serving engine: requests in, streams of text out, continuous batching in between.
 
-  llm.py           `LLM`: a model directory, ready to generate; opening.py and fit.py run before it is
-                   loaded
-  async_engine.py  `AsyncEngine`: an LLM for many callers of an asyncio loop
-  sampling.py      `SamplingParams`
-  outputs.py       tokens and texts of requests while they run
+  llm.py             `LLM`: a loaded model directory; loading.py and memory_planning.py run before the load
+  async_engine.py    `AsyncEngine`: the same engine for many callers of one asyncio loop
+  sampling.py        `SamplingParams`
+  outputs.py         tokens and text of a request while it runs
 
-The way of a request (docs/engine.md):
+The path of a request (docs/engine.md):
 
-  thread.py           the core in a thread of its own
-  core.py             the loop: schedule, launch, read the result of the step before
-  engine_config.py    limits
-  scheduling/         requests, and which of their tokens each step computes
-  speculation/        draft tokens
-  structured_output/  token masks of schemas, regular expressions and grammars
-  running/            steps on the device: captured graphs over pages, the sampler
-  text/               tokenizer, detokenizer, stop strings
+  thread.py          runs the core in its own thread
+  core.py            the loop: schedule, launch, process the output of the previous step
+  engine_config.py   limits: sequences, token budget, context
+  scheduling/        requests, and the scheduler: running and waiting queues, preemption
+  speculation/       speculative decoding: proposers of draft tokens
+  structured_output/ token masks of JSON schemas, regular expressions and grammars
+  worker/            the model runner: steps on the device, captured graphs over pages, the sampler
+  text/              tokenizer, detokenizer, stop strings
 """

@@ -1,12 +1,13 @@
 """`AsyncEngine`: an LLM for many callers of one asyncio loop.
 
-Protocol: `await start()` loads the model if it is not there yet, without holding up the loop. `generate`
-checks a request at once (`RequestError`, `QueueFull`) and gives an iterator of its `Delta`s, which ends when
-all of its sequences have; closing it, or cancelling the task that waits for it, ends the request. A caller
-that is slow gets what came meanwhile as one delta a sequence. `await stop(drain_s)` refuses new requests,
-gives those that run so much time, and ends the rest with finish reason "abort".
+Protocol: `await start()` loads the model if it is not loaded yet, without blocking the loop. `generate`
+checks a request at once (`RequestError`, `QueueFull`) and returns an iterator of `Delta`s, which ends when
+all sequences of the request have ended. Closing the iterator, or cancelling the task that awaits it, aborts
+the request. A slow caller gets everything generated meanwhile as one delta per sequence. `await
+stop(drain_s)` refuses new requests, lets running ones continue for `drain_s` seconds, and then aborts the
+rest.
 
-The core runs in its own thread (thread.py) and wakes the loop once a step; text is made in the loop.
+The core runs in its own thread (thread.py) and wakes the loop once a step. Detokenization runs in the loop.
 """
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tinygrad_nv.engine.outputs import Chosen, Delta
+from tinygrad_nv.engine.outputs import Delta, EngineCoreOutput
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Request
-from tinygrad_nv.engine.text.processor import OutputProcessor
+from tinygrad_nv.engine.text.output_processor import OutputProcessor
 from tinygrad_nv.errors import EngineError, NVError, QueueFull, RequestError
 
 if TYPE_CHECKING:
@@ -30,21 +31,21 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """A request's deltas on their way to its caller."""
+    """The deltas of one request, queued for its caller."""
 
     def __init__(self, processor: OutputProcessor) -> None:
-        self.processor, self.deltas, self.begun = processor, list[Delta](), False
+        self.processor, self.deltas, self.started = processor, list[Delta](), False
         self.arrived = asyncio.Event()
 
     def put(self, delta: Delta) -> None:
-        """One more, merged with what waits of the same sequence."""
+        """Appends a delta, merged with a queued delta of the same sequence."""
         at = next((i for i, each in enumerate(self.deltas) if each.index == delta.index), None)
         if at is None: self.deltas.append(delta)
-        else: self.deltas[at] = merged(self.deltas[at], delta)
+        else: self.deltas[at] = merge_deltas(self.deltas[at], delta)
         self.arrived.set()
 
     async def take(self) -> list[Delta]:
-        """What has arrived, at least one."""
+        """Returns all queued deltas; waits for the first one."""
         await self.arrived.wait()
         self.arrived.clear()
         deltas, self.deltas = self.deltas, []
@@ -52,109 +53,110 @@ class Stream:
 
 
 class AsyncEngine:
-    """Requests of many callers over one model: a loaded one, or what loads it."""
+    """Requests of many callers over one model. `llm` is a loaded model, or a function that loads it."""
 
     def __init__(self, llm: LLM | Callable[[], LLM]) -> None:
         self._load = llm if callable(llm) else None
         self._llm: LLM | None = None if callable(llm) else llm
         self._streams: dict[str, Stream] = {}
         self._waiting, self._stopping, self._idle = 0, False, asyncio.Event()
-        self._numbers = itertools.count()
+        self._request_numbers = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def llm(self) -> LLM:
-        """The model, once `start` is through."""
+        """The model. `start` must have returned."""
         assert self._llm is not None, "start() comes first"
         return self._llm
 
     @property
     def failure(self) -> NVError | None:
-        """Why nothing can be generated any more, if so."""
+        """The error that stopped the engine, or None."""
         return None if self._llm is None else self._llm.engine.failure
 
     async def start(self) -> None:
-        """Loads the model if need be. What that raises is raised here."""
+        """Loads the model if needed. Errors of loading are raised here."""
         self._loop = asyncio.get_running_loop()
         if self._load is not None: self._llm = await asyncio.to_thread(self._load)
 
     async def stop(self, drain_s: float = 0.0) -> None:
-        """Takes no more requests, and returns when there are none: after `drain_s` the rest are ended."""
+        """Refuses new requests. Returns when no request is left; requests that still run after `drain_s` are
+        aborted."""
         self._stopping = True
         ends = time.monotonic() + drain_s
         while self._streams and (left := ends - time.monotonic()) > 0 and self.failure is None:
             self._idle.clear()
             try: await asyncio.wait_for(self._idle.wait(), left)
             except TimeoutError: break
-        for request in list(self._streams): self._end(request)
+        for request in list(self._streams): self._abort(request)
         if self._llm is not None: await asyncio.to_thread(self._llm.engine.join)
 
     def stats(self) -> EngineStats:
-        """The core's figures at this moment."""
+        """Current statistics of the core."""
         return self.llm.core.stats()
 
     def generate(self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
                  request_id: str | None = None, priority: int = 0) -> AsyncIterator[Delta]:
-        """The deltas of an answer. Raises `RequestError` for what cannot be answered, `QueueFull` when too
-        many wait, `EngineError` when the engine has stopped."""
+        """The deltas of an answer. Raises `RequestError` for an invalid request, `QueueFull` when
+        `queue_limit` requests wait for their first token, `EngineError` when the engine has stopped."""
         if self.failure is not None: raise self.failure
         if self._stopping:
-            raise EngineError("the engine is stopping", "an engine that takes requests", "ask again later")
+            raise EngineError("the engine is stopping", "an engine that takes requests", "retry later")
         limit = self.llm.core.config.queue_limit
         if self._waiting >= limit:
             raise QueueFull(f"{self._waiting} requests wait for their first token", f"less than {limit}",
-                            "ask again later, or raise --max-queue")
+                            "retry later, or raise --max-queue")
         params = self.llm.defaults if params is None else params
-        name = f"request-{next(self._numbers)}" if request_id is None else request_id
+        name = f"request-{next(self._request_numbers)}" if request_id is None else request_id
         self._require_new(name)
-        return self._answer(Request(name, self.llm.encode(prompt), params, priority, time.monotonic()))
+        return self._generate(Request(name, self.llm.encode(prompt), params, priority, time.monotonic()))
 
     def _require_new(self, name: str) -> None:
         if name in self._streams:
             raise RequestError(f"request {name!r} is running", "an id of its own", "change request_id")
 
-    async def _answer(self, request: Request) -> AsyncIterator[Delta]:
-        self._require_new(request.id)   # since `generate` another one may have begun
+    async def _generate(self, request: Request) -> AsyncIterator[Delta]:
+        self._require_new(request.id)   # another request may have taken the id since `generate`
         stream = Stream(OutputProcessor(self.llm.tokenizer, request.prompt, request.params))
         self._streams[request.id], self._waiting = stream, self._waiting + 1
         try:
-            if request.params.structured is not None:   # it may take long to compile
+            if request.params.structured is not None:   # compiling a new grammar may take seconds
                 matchers = await asyncio.to_thread(self.llm.matchers, request.params)
                 request = replace(request, matchers=matchers)
-            self.llm.engine.submit(request, self._from_thread)
+            self.llm.engine.submit(request, self._on_outputs)
             while stream.deltas or not stream.processor.finished:
                 for delta in await stream.take(): yield delta
         finally:
             del self._streams[request.id]
-            self._waiting -= not stream.begun
+            self._waiting -= not stream.started
             if not stream.processor.finished: self.llm.engine.abort(request.id)
             if not self._streams: self._idle.set()
 
-    def _from_thread(self, chosen: list[Chosen]) -> None:
+    def _on_outputs(self, chosen: list[EngineCoreOutput]) -> None:
         assert self._loop is not None
-        # a loop that is closed has nobody who waits
-        with contextlib.suppress(RuntimeError): self._loop.call_soon_threadsafe(self._arrived, chosen)
+        # a closed loop has no waiting callers
+        with contextlib.suppress(RuntimeError): self._loop.call_soon_threadsafe(self._process_outputs, chosen)
 
-    def _arrived(self, step: list[Chosen]) -> None:
-        """Makes text of what a step chose."""
+    def _process_outputs(self, step: list[EngineCoreOutput]) -> None:
+        """Detokenizes the output of a step."""
         for chosen in step:
             if (stream := self._streams.get(chosen.request)) is None: continue
-            if not stream.begun: stream.begun, self._waiting = True, self._waiting - 1
+            if not stream.started: stream.started, self._waiting = True, self._waiting - 1
             if (delta := stream.processor.process(chosen)) is None: continue
             if delta.finish_reason is not None and chosen.finish_reason is None:
                 self.llm.engine.finish(chosen.request, chosen.index, delta.stop_reason)
             stream.put(delta)
 
-    def _end(self, request: str) -> None:
-        """Ends a request whose caller still waits."""
+    def _abort(self, request: str) -> None:
+        """Aborts a request whose caller still waits."""
         stream = self._streams[request]
         self.llm.engine.abort(request)
-        self._arrived([Chosen(request, index, (), finish_reason="abort")
-                       for index in list(stream.processor.growing)])
+        self._process_outputs([EngineCoreOutput(request, index, (), finish_reason="abort")
+                               for index in list(stream.processor.texts)])
 
 
-def merged(first: Delta, then: Delta) -> Delta:
-    """Two deltas of one sequence as one."""
+def merge_deltas(first: Delta, then: Delta) -> Delta:
+    """Two consecutive deltas of one sequence as one."""
     return replace(then, text=first.text + then.text, tokens=first.tokens + then.tokens,
                    logprobs=first.logprobs + then.logprobs,
                    cached_tokens=max(first.cached_tokens, then.cached_tokens))

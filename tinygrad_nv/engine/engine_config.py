@@ -1,32 +1,31 @@
-"""What an engine may do at a time, checked when it is made.
+"""Limits of an engine, checked when they are set.
 
-Protocol: `EngineConfig` is made once; the scheduler and the core read it. Numbers that contradict each other
-are a `ConfigError` here, so that no step meets them.
+Protocol: `EngineConfig` is created once; the scheduler and the core read it. Values that contradict each
+other raise `ConfigError` here, before any step runs.
 """
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tinygrad_nv.engine.scheduling.batch import GROUP
+from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
 from tinygrad_nv.errors import ConfigError
 
-# what those who choose them call them: arguments of LLM, options of the command line
+# names in error messages: the arguments of LLM and options of the command line that set these fields
 OPTIONS = {"max_seqs": "max_num_seqs", "max_batched_tokens": "max_num_batched_tokens",
            "max_len": "max_model_len", "queue_limit": "max_queue"}
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Bounds and habits of an engine.
+    """Limits and options of an engine.
 
-    At most `max_seqs` sequences run at a time, and a step computes at most `max_batched_tokens` rows, those
-    that only fill a group up included. A sequence has at most `max_len` tokens, prompt included. At most
-    `queue_limit` requests wait that never ran. `overlap`: the next step is made before the last one's tokens
-    are looked at. A request that waits gains one level of priority every `ageing_s` seconds. `eos` are the
-    model's end tokens, `window` the keys a row of a sliding-window model sees. A sequence that must give its
-    pages away moves them to the host rather than to compute them again if that is as long as `offload_cost`
-    tokens for each page at most. `speculation`: tokens that are drafted for a sequence at most; 0: none.
-    """
+    `max_seqs`: sequences that run at a time. `max_batched_tokens`: token budget of a step, padding of groups
+    included. `max_len`: tokens of a sequence, prompt included. `queue_limit`: requests that wait and have
+    never run. `overlap`: schedule the next step before the output of the last one is processed. `ageing_s`: a
+    waiting request gains one level of priority every so many seconds. `eos`: end tokens of the model.
+    `window`: keys that a token of a sliding-window model attends to. `offload_cost`: a preempted sequence is
+    offloaded to the host, rather than recomputed, if it has more than `offload_cost` tokens for each page.
+    `num_speculative_tokens`: draft tokens for each sequence and step; 0 turns speculative decoding off."""
     max_seqs: int = 64
     max_batched_tokens: int = 512
     max_len: int = 2048
@@ -36,19 +35,20 @@ class EngineConfig:
     eos: tuple[int, ...] = ()
     window: int | None = None
     offload_cost: float = 4.0
-    speculation: int = 0
+    num_speculative_tokens: int = 0
 
     def __post_init__(self) -> None:
         _require(self, "max_seqs", self.max_seqs >= 1, "at least 1")
         _require(self, "max_batched_tokens", self.max_batched_tokens >= max(GROUP, self.max_seqs),
-                 f"at least {max(GROUP, self.max_seqs)}: a row for each of max_num_seqs = {self.max_seqs} "
-                 f"sequences, and a group of {GROUP}")
-        _require(self, "max_len", self.max_len >= 2, "at least 2: a token of a prompt and one chosen")
+                 f"at least {max(GROUP, self.max_seqs)}: a token for each of max_num_seqs = {self.max_seqs} "
+                 f"sequences, and a group of {GROUP} tokens")
+        _require(self, "max_len", self.max_len >= 2, "at least 2: one prompt token and one output token")
         _require(self, "queue_limit", self.queue_limit >= 1, "at least 1")
         _require(self, "ageing_s", 0 < self.ageing_s < float("inf"), "a number > 0")
         _require(self, "window", self.window is None or self.window >= 1, "at least 1, or None")
         _require(self, "offload_cost", self.offload_cost >= 0, "a number ≥ 0")
-        _require(self, "speculation", 0 <= self.speculation <= 64, "0 to 64 drafted tokens")
+        _require(self, "num_speculative_tokens", 0 <= self.num_speculative_tokens <= 64,
+                 "0 to 64 draft tokens")
 
 
 def _require(config: EngineConfig, name: str, holds: bool, expected: str) -> None:

@@ -1,12 +1,11 @@
 """`LLM`: a model directory, ready to generate.
 
-Protocol: `LLM(directory)` loads everything and refuses what it cannot run. `generate(prompts, params)`
-answers all prompts together, and gives `Completion`s in their order; `stream(prompt, params)` yields the
-`Delta`s of one answer as they are certain, and `complete` collects them. Any thread may call these, several
-at a time.
+Protocol: `LLM(directory)` loads the model, or raises for one it cannot run. `generate(prompts, params)`
+answers all prompts as one batch, and returns `Completion`s in their order. `stream(prompt, params)` yields
+the `Delta`s of one answer, and `complete` collects them. Any thread may call these, several at a time.
 
-Whatever happens to a caller, Ctrl-C included, its requests end and the model goes on: the core runs in a
-thread of its own (thread.py), and text is made in the caller's.
+If a caller fails, Ctrl-C included, its requests are aborted and the model stays usable: the core runs in its
+own thread (thread.py), and text is made in the caller's.
 """
 from __future__ import annotations
 
@@ -24,26 +23,26 @@ import numpy as np
 
 from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.engine_config import EngineConfig
-from tinygrad_nv.engine.fit import Cache, require_room, step_bytes, token_bytes
-from tinygrad_nv.engine.opening import (
+from tinygrad_nv.engine.loading import (
     context_length,
     generation_defaults,
     open_device,
     optional_tokenizer,
     resolve_dtype,
 )
-from tinygrad_nv.engine.outputs import Chosen, Delta, TokenLogprobs
-from tinygrad_nv.engine.running.pages import stored_dtype
-from tinygrad_nv.engine.running.runner import Runner
+from tinygrad_nv.engine.memory_planning import CacheSize, require_room, step_bytes, token_bytes
+from tinygrad_nv.engine.outputs import Delta, EngineCoreOutput, TokenLogprobs
 from tinygrad_nv.engine.sampling import SamplingParams, fresh_seed
-from tinygrad_nv.engine.scheduling.batch import GROUP
 from tinygrad_nv.engine.scheduling.request import Request
-from tinygrad_nv.engine.speculation.draft_model import DraftFiles
-from tinygrad_nv.engine.speculation.speculation import NGrams, drafting
-from tinygrad_nv.engine.structured_output.matcher import Grammars, Matcher
-from tinygrad_nv.engine.text.processor import OutputProcessor
+from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
+from tinygrad_nv.engine.speculation.draft_model import DraftModelFiles
+from tinygrad_nv.engine.speculation.ngram import NgramProposer, parse_speculative
+from tinygrad_nv.engine.structured_output.matcher import GrammarCompiler, GrammarMatcher
+from tinygrad_nv.engine.text.output_processor import OutputProcessor
 from tinygrad_nv.engine.text.tokenizer import Message, Tokenizer, Tools
 from tinygrad_nv.engine.thread import EngineThread
+from tinygrad_nv.engine.worker.kv_cache_dtype import resolve_kv_cache_dtype
+from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.errors import NVError, RequestError, TokenizerError
 from tinygrad_nv.kvcache.pool import PagePool
 from tinygrad_nv.models import weights
@@ -70,9 +69,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt's answers; `text`, `token_ids` and `finish_reason` are those of the first. `cached_tokens` of
-    the prompt were in the cache already. Times in seconds, from when all prompts were handed in to the first
-    token, and from there to the last."""
+    """The answers to a prompt; `text`, `token_ids` and `finish_reason` are those of the first.
+    `cached_tokens`: prompt tokens found in the prefix cache. Times are in seconds: `ttft_s` from the call to
+    the first token, `decode_s` from there to the last token."""
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[Answer, ...]
     seed: int
@@ -91,23 +90,22 @@ class Completion:
 
     @property
     def tokens_per_s(self) -> float:
-        """Rate of the first answer after its first token; 0 when there was only one."""
+        """Tokens a second of the first answer after its first token; 0 if there was only one."""
         return (len(self.token_ids) - 1) / self.decode_s if self.decode_s > 0 else 0.0
 
 
 class LLM:
-    """A loaded model. `directory` is a Hugging Face directory; `progress(done, total)` follows the weights'
-    bytes. Of a GPU's memory this process holds at most `gpu_memory_utilization`, 0 < x <= 1; on a CPU that
-    has no effect.
+    """A loaded model. `directory` is a Hugging Face directory; `progress(done, total)` reports bytes of
+    weights. This process uses at most the fraction `gpu_memory_utilization`, 0 < x <= 1, of a GPU's memory;
+    no effect on a CPU.
 
     At most `max_num_seqs` sequences run at a time, and a step computes at most `max_num_batched_tokens`
-    tokens. Keys and values are kept as `kv_cache_dtype` ("auto": the model's; float32, float16, bfloat16,
-    int8, fp8) in `num_pages` pages of `page_size` tokens, or as many as fit into `kv_cache_bytes`, by default
-    what is left of a GPU; `swap_space` bytes of the host take pages that the device has no room for. Prompts
-    that begin alike share pages (`enable_prefix_caching`). Tokens are guessed by `speculative`, ngram:K or
-    draft:DIR:K (speculation/speculation.py), which changes none. `stage(name)` is called at the end of each
-    part of loading.
-    """
+    tokens. Keys and values are stored as `kv_cache_dtype` ("auto": the model's; float32, float16, bfloat16,
+    int8, fp8) in `num_pages` pages of `page_size` tokens, or as many as fit into `kv_cache_bytes` (default:
+    what is left of a GPU). `swap_space` bytes of host memory hold offloaded pages. Prompts with a common
+    prefix share pages (`enable_prefix_caching`). `speculative`, ngram:K or draft:DIR:K
+    (speculation/ngram.py), turns on speculative decoding, which does not change the output. `stage(name)` is
+    called at the end of each stage of loading."""
 
     def __init__(self, directory: str | Path, dtype: str = "auto", max_model_len: int | None = None,
                  device: str | None = None, progress: Callable[[int, int], None] | None = None,
@@ -125,62 +123,64 @@ class LLM:
         self.defaults, self.eos = generation_defaults(self.directory, self.config)
         self.tokenizer, self.tokenizer_error = optional_tokenizer(self.directory)
         window = self.config.windows[0] if len(set(self.config.windows)) == 1 else None
-        guessed = None if speculative is None else drafting(speculative)
+        speculative_config = None if speculative is None else parse_speculative(speculative)
         engine = EngineConfig(max_seqs=max_num_seqs, max_batched_tokens=max_num_batched_tokens,
                               max_len=self.length, queue_limit=max_queue, overlap=overlap, eos=self.eos,
                               window=window,
-                              speculation=guessed.tokens if guessed else 0)
+                              num_speculative_tokens=speculative_config.tokens if speculative_config else 0)
         draft = None
-        if guessed is not None and guessed.model is not None:
-            draft = DraftFiles.read(guessed.model, self.dtype, self.config, self.tokenizer)
-        token = token_bytes(self.config, stored_dtype(kv_cache_dtype, self.dtype))
+        if speculative_config is not None and speculative_config.model is not None:
+            draft = DraftModelFiles.read(speculative_config.model, self.dtype, self.config, self.tokenizer)
+        token = token_bytes(self.config, resolve_kv_cache_dtype(kv_cache_dtype, self.dtype))
         token += draft.token_bytes if draft else 0
-        cache = Cache(page_size, page_size * token, self.length, max_num_seqs)
+        cache = CacheSize(page_size, page_size * token, self.length, max_num_seqs)
         if num_pages is None and kv_cache_bytes is not None: num_pages = kv_cache_bytes // cache.page_bytes
         require_room(self.device, self.config, self.dtype, self.length,
-                     (cache.least if num_pages is None else num_pages) * page_size, gpu_memory_utilization,
-                     token)
+                     (cache.min_pages if num_pages is None else num_pages) * page_size,
+                     gpu_memory_utilization, token)
         if num_pages is None:
             step = step_bytes(self.config, self.dtype, max_num_batched_tokens + max_num_seqs, max_num_seqs)
             held = self.config.parameters * self.dtype.itemsize + (draft.weight_bytes if draft else 0)
-            num_pages = cache.pages(self.device, held, step)
+            num_pages = cache.num_pages(self.device, held, step)
         host_pages = swap_space // cache.page_bytes
         self.model = Llama(self.config, self.dtype, self.device, positions=self.length)
         stage("read files")
         weights.load(self.model, self.directory, progress)
         stage("load weights")
-        self.runner = Runner(self.model, pages=num_pages, page_size=page_size, max_seqs=max_num_seqs,
-                             max_len=self.length, max_batched_tokens=max_num_batched_tokens,
-                             kv_dtype=kv_cache_dtype, host_pages=host_pages)
+        self.runner = ModelRunner(self.model, pages=num_pages, page_size=page_size, max_seqs=max_num_seqs,
+                                  max_len=self.length, max_batched_tokens=max_num_batched_tokens,
+                                  kv_dtype=kv_cache_dtype, host_pages=host_pages)
         pool = PagePool(num_pages, page_size, host_pages=host_pages, sharing=enable_prefix_caching,
                         window=window)
-        self.drafts = None if draft is None else draft.load(self.runner, max_num_batched_tokens)
-        self.core = EngineCore(self.runner, pool, engine, self.drafts or (NGrams() if guessed else None))
+        self.draft_model = None if draft is None else draft.load(self.runner, max_num_batched_tokens)
+        proposer = self.draft_model or (NgramProposer() if speculative_config else None)
+        self.core = EngineCore(self.runner, pool, engine, proposer)
         self.engine = EngineThread(self.core)
-        self._numbers = itertools.count()
+        self._request_numbers = itertools.count()
         stage("pages")
 
     def close(self) -> None:
-        """Ends what runs, and gives memory of the host back. Nothing can be generated after it."""
+        """Ends running requests, and frees host memory. Nothing can be generated afterwards."""
         self.engine.close()
         self.runner.close()
-        if self.drafts is not None: self.drafts.close()
+        if self.draft_model is not None: self.draft_model.close()
         if "grammars" in self.__dict__: self.grammars.close()
 
     def warm_up(self, params: SamplingParams, prompt_tokens: int) -> None:
-        """Compiles and captures what an answer to a prompt of this length needs, with a made-up one."""
+        """Compiles and captures what an answer to a prompt of this length needs, by generating one."""
         budget = self.core.config.max_batched_tokens // GROUP * GROUP
         parts = {min(prompt_tokens, budget), prompt_tokens % budget if prompt_tokens > budget else 0} - {0}
         made = replace(params, max_tokens=2, min_tokens=0, seed=0, stop=(), stop_token_ids=(),
                        ignore_eos=True)
         for count in parts:
-            # no prefix of an earlier one is shared, or another graph would run
+            # a prefix cache hit would run another graph
             request = replace(self.request(name := self._name(), [0] * count, made), salt=name.encode())
             for _ in self._stream(request): pass
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes of weights a decode step reads: every parameter, of an untied embedding only one row."""
+        """Bytes of weights that a decode step reads: every parameter, but only one row of an untied
+        embedding."""
         skipped = 0 if self.config.tied else self.config.vocab_size * self.config.hidden_size
         return (self.config.parameters - skipped) * self.dtype.itemsize
 
@@ -193,7 +193,7 @@ class LLM:
                 raise RequestError("the prompt is empty", "at least one character", "write a prompt")
             self.require_tokenizer().require_fitting(prompt, self.length)
             ids = self.require_tokenizer().encode(prompt)
-        else: ids = whole_numbers(prompt)
+        else: ids = as_token_ids(prompt)
         if not ids:
             raise RequestError("the prompt has no tokens", "at least one token id", "pass a longer prompt")
         if bad := [i for i in ids if not 0 <= i < self.config.vocab_size]:
@@ -206,31 +206,31 @@ class LLM:
         return ids
 
     def require_tokenizer(self) -> Tokenizer:
-        """The tokenizer, or the reason why there is none."""
+        """The tokenizer. Raises the error of loading it if there is none."""
         if self.tokenizer is None: raise self.tokenizer_error or TokenizerError("no tokenizer")
         return self.tokenizer
 
     def encode_chat(self, messages: Sequence[Message], tools: Tools = (), /, **extra: Any) -> list[int]:
-        """Token ids of a conversation, through the model's chat template, which is told `tools` and the
-        variables `extra`."""
+        """Token ids of a conversation, through the model's chat template. `tools` and `extra` are variables
+        of the template."""
         text = self.require_tokenizer().render(messages, tools, **extra)
         self.require_tokenizer().require_fitting(text, self.length)
         return self.encode(self.require_tokenizer().encode(text, special=False))
 
     @cached_property
-    def grammars(self) -> Grammars:
-        """Compiled forms of structured answers."""
-        return Grammars(self.require_tokenizer(), self.config.vocab_size, self.eos)
+    def grammars(self) -> GrammarCompiler:
+        """The compiler and cache of structured output grammars."""
+        return GrammarCompiler(self.require_tokenizer(), self.config.vocab_size, self.eos)
 
-    def matchers(self, params: SamplingParams) -> tuple[Matcher, ...]:
-        """One for each answer if it must have a form, which takes up to seconds to compile when it is new.
-        Raises `RequestError` for one that cannot be held."""
+    def matchers(self, params: SamplingParams) -> tuple[GrammarMatcher, ...]:
+        """A matcher for each answer if the output is structured; compiling a new grammar takes up to seconds.
+        Raises `RequestError` for a grammar that cannot be enforced."""
         if params.structured is None: return ()
         return tuple(self.grammars.matcher(params.structured) for _ in range(params.n))
 
     def request(self, name: str, prompt: Prompt, params: SamplingParams | None = None,
                 priority: int = 0) -> Request:
-        """A request to the core, checked; its parameters have a seed."""
+        """A checked request for the core; its parameters have a seed."""
         params = self.defaults if params is None else params
         params.require_vocabulary(self.config.vocab_size)
         if params.stop: self.require_tokenizer()
@@ -242,10 +242,10 @@ class LLM:
     def generate(self, prompts: Prompt | Sequence[Prompt],
                  params: SamplingParams | Sequence[SamplingParams] | None = None,
                  progress: Callable[[int, int], None] = lambda done, total: None) -> list[Completion]:
-        """Answers to one prompt or to a list of them, in order. `params` are for all, or a list with those of
-        each; `progress(done, total)` follows the prompts. Raises `RequestError` at once for a bad prompt; an
-        answer that later cannot go on has finish reason "error"."""
-        many = listed(prompts)
+        """Answers to one prompt or to a list of them, in order. `params` are for all, or a list with one for
+        each; `progress(done, total)` counts finished prompts. Raises `RequestError` at once for a bad prompt;
+        an answer that fails later has finish reason "error"."""
+        many = as_prompts(prompts)
         if many and many[0] is prompts and (params is None or isinstance(params, SamplingParams)):
             return [self.complete(many[0], params)]
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else params
@@ -253,27 +253,27 @@ class LLM:
             raise RequestError(f"{len(each)} params for {len(many)} prompts",
                                "one for all, or one for each", "pass as many")
         requests = [self.request(self._name(), prompt, its) for prompt, its in zip(many, each, strict=True)]
-        growing = [Growing(request) for request in requests]
+        builders = [CompletionBuilder(request) for request in requests]
         done = 0
         for at, delta in self._run(requests):
-            growing[at].push(delta)
-            if growing[at].finished: progress(done := done + 1, len(growing))
+            builders[at].push(delta)
+            if builders[at].finished: progress(done := done + 1, len(builders))
         if self.engine.failure is not None: raise self.engine.failure
-        return [one.completion() for one in growing]
+        return [one.completion() for one in builders]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Yields text as it becomes certain. Raises `RequestError` at once for a bad prompt, and what keeps
-        an answer from going on when that happens. To close the iterator ends the request."""
+        """Yields text as it is generated. Raises `RequestError` at once for a bad prompt, and the error of an
+        answer that fails later. Closing the iterator aborts the request."""
         return self._stream(self.request(self._name(), prompt, params))
 
     def complete(self, prompt: Prompt, params: SamplingParams | None = None,
                  on_delta: Callable[[Delta], None] = lambda _: None) -> Completion:
-        """One prompt's whole answer, or its n; `on_delta` sees it grow."""
-        growing = Growing(request := self.request(self._name(), prompt, params))
+        """The whole answer to one prompt, or its n answers; `on_delta` is called with each delta."""
+        builders = CompletionBuilder(request := self.request(self._name(), prompt, params))
         for delta in self._stream(request):
             on_delta(delta)
-            growing.push(delta)
-        return growing.completion()
+            builders.push(delta)
+        return builders.completion()
 
     def _stream(self, request: Request) -> Iterator[Delta]:
         for _, delta in self._run([request]):
@@ -281,11 +281,12 @@ class LLM:
             yield delta
 
     def _run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Delta]]:
-        """Deltas of all, with the number of their request. A caller that goes away ends them."""
-        inbox = queue.SimpleQueue[list[Chosen]]()
+        """Deltas of all requests, with the number of their request. A caller that stops iterating aborts
+        them."""
+        inbox = queue.SimpleQueue[list[EngineCoreOutput]]()
         open_ = {request.id: (at, OutputProcessor(self.tokenizer, request.prompt, request.params))
                  for at, request in enumerate(requests)}
-        # the queue is not only ours: so many that no slot waits
+        # other callers share the queue: submit enough to fill every slot, and no more
         following, ahead = iter(requests), 2 * self.core.config.max_seqs
         try:
             for request in itertools.islice(following, ahead): self.engine.submit(request, inbox.put)
@@ -303,34 +304,34 @@ class LLM:
         finally:
             for name in open_: self.engine.abort(name)
 
-    def _name(self) -> str: return f"local-{next(self._numbers)}"
+    def _name(self) -> str: return f"local-{next(self._request_numbers)}"
 
 
-def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Prompts, of which one may stand for itself. Raises `RequestError` for what is neither."""
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts; a single prompt becomes a list of one. Raises `RequestError` for other types."""
     if isinstance(prompts, str): return [prompts]
-    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable): raise _no_prompt(prompts)
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable): raise _not_a_prompt(prompts)
     many = list(prompts)
     if many and all(isinstance(each, int | np.integer) for each in many): return [cast(Prompt, prompts)]
     return cast(list[Prompt], many)
 
 
-def whole_numbers(prompt: Iterable[Any]) -> list[int]:
-    """The token ids of a prompt that is no text. Raises `RequestError` for what has none."""
+def as_token_ids(prompt: Iterable[Any]) -> list[int]:
+    """The token ids of a prompt that is not a text. Raises `RequestError` for other types."""
     try: return [index(token) for token in prompt]
-    except TypeError: raise _no_prompt(prompt) from None
+    except TypeError: raise _not_a_prompt(prompt) from None
 
 
-def _no_prompt(found: Any) -> RequestError:
+def _not_a_prompt(found: Any) -> RequestError:
     return RequestError(f"a prompt of type {type(found).__name__}: {str(found)[:40]}",
                         "a text, or a list of token ids", "pass prompt texts, or lists of ids")
 
 
-class Growing:
-    """A prompt's answers while they grow."""
+class CompletionBuilder:
+    """Collects the deltas of a prompt's answers."""
 
     def __init__(self, request: Request) -> None:
-        self.request, self.begun = request, time.perf_counter()
+        self.request, self.started = request, time.perf_counter()
         self.first = self.last = 0.0
         self.cached = 0
         self.deltas: list[list[Delta]] = [[] for _ in range(request.params.n)]
@@ -340,7 +341,7 @@ class Growing:
     def finished(self) -> bool: return not self.going
 
     def push(self, delta: Delta) -> None:
-        """More of one of them."""
+        """Adds a delta."""
         self.last = time.perf_counter()
         self.first = self.first or self.last
         self.cached = max(self.cached, delta.cached_tokens)
@@ -348,17 +349,17 @@ class Growing:
         self.going -= delta.finish_reason is not None
 
     def completion(self) -> Completion:
-        """All of them, once they are finished."""
+        """The completion, once it is finished."""
         seed = self.request.params.seed
         assert seed is not None
-        return Completion(tuple(self.request.prompt), tuple(map(answer, self.deltas)), seed, self.cached,
-                          self.first - self.begun, self.last - self.first)
+        return Completion(tuple(self.request.prompt), tuple(map(join_deltas, self.deltas)), seed, self.cached,
+                          self.first - self.started, self.last - self.first)
 
 
-def answer(deltas: Sequence[Delta]) -> Answer:
-    """One sequence's deltas as a whole."""
+def join_deltas(deltas: Sequence[Delta]) -> Answer:
+    """The deltas of one sequence as an answer."""
     last = deltas[-1]
     assert last.finish_reason is not None
     return Answer(last.index, "".join(each.text for each in deltas),
                   tuple(token for each in deltas for token in each.tokens), last.finish_reason,
-                  last.stop_reason, tuple(told for each in deltas for told in each.logprobs), last.error)
+                  last.stop_reason, tuple(found for each in deltas for found in each.logprobs), last.error)

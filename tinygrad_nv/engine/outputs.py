@@ -1,26 +1,28 @@
-"""What requests say while they run.
+"""Outputs of a request while it runs.
 
-Protocol: a step of the engine gives `Chosen`s, tokens of requests; the processor of outputs makes `Delta`s
-of them, with text that is certain. The last of a sequence has a finish reason:
+Protocol: each step of the core returns `EngineCoreOutput`s: tokens of sequences. The output processor turns
+them into `Delta`s: text that can no longer change. The last output of a sequence has a finish reason:
 
-    "stop"      an end token, a stop string or a stop token, which is `stop_reason`; or its form is complete
+    "stop"      an end token, a stop token or a stop string (the latter two in `stop_reason`), or the
+                structured output is complete
     "length"    max_tokens, or the context is full
     "abort"     cancelled
-    "error"     it could not go on; `error` says why
+    "error"     the sequence could not continue; `error` says why
 """
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tinygrad_nv.engine.scheduling.batch import Logprobs
+from tinygrad_nv.engine.scheduling.scheduler_output import Logprobs
 from tinygrad_nv.errors import NVError
 
 
 @dataclass(slots=True)
-class Chosen:
-    """Tokens that a step chose for sequence `index` (0 … n − 1) of a request. `cached_tokens` of its prompt
-    were in the cache already. `complete`: the form it must have is, and the last token belongs to the text,
-    as an end token does not. (Not frozen: a step makes one for each sequence, in a third of the time.)"""
+class EngineCoreOutput:
+    """Tokens that a step sampled for sequence `index` (0 … n − 1) of a request. `cached_tokens`: prompt
+    tokens found in the prefix cache. `complete`: the structured output is complete, and the last token is
+    text rather than an end token. (Not frozen: a step creates one for each sequence, and a frozen dataclass
+    takes three times as long.)"""
     request: str
     index: int
     tokens: tuple[int, ...]
@@ -34,7 +36,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """A chosen token with its text and logarithm of probability, and the likeliest in its place."""
+    """A sampled token with its text, log probability and rank, and the `top` alternatives."""
     token: int
     text: str
     logprob: float
@@ -44,8 +46,8 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class Delta:
-    """What became certain of sequence `index` since its last delta. `cached_tokens` of the prompt were in
-    the cache already."""
+    """Text and tokens that sequence `index` gained since its last delta. `cached_tokens`: prompt tokens found
+    in the prefix cache."""
     index: int
     text: str
     tokens: tuple[int, ...]

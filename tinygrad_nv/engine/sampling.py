@@ -1,7 +1,7 @@
-"""What a user may ask of the sampler.
+"""`SamplingParams`: the sampling options of a request.
 
-Protocol: `SamplingParams` is checked when made. `filters` says which parts of the sampler it needs, `numbers`
-what a row of running/sampler.py is told of it.
+Protocol: `SamplingParams` is checked when created. `filters` says which parts of the sampler it needs,
+`numbers` are its parameters in the layout of worker/sampler.py.
 """
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from tinygrad_nv.engine.structured_output.structured import Structured
+from tinygrad_nv.engine.structured_output.params import Structured
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.tile.sampling.spec import NUMBERS, SEEDS, Number
 
 # the smallest and largest normal numbers of float32
 FLOAT32_MIN, FLOAT32_MAX = 2.0 ** -126, (2 - 2.0 ** -23) * 2.0 ** 127
-# vLLM's bound: a logit 2e-4 below the largest is 20 below it once divided by this, and noise makes up for 19
+# vLLM's bound: divided by this, a logit 2e-4 below the largest is 20 below it, more than the noise's 19
 GREEDY_BELOW = 1e-5
-MOST_LOGPROBS = 20      # OpenAI's, as are the bounds of bias and penalties
-MOST_BIASED = 300
-_KNOBS = [Number.temperature, Number.min_p, Number.repetition_penalty, Number.presence_penalty,
-          Number.frequency_penalty]
+MAX_LOGPROBS = 20       # OpenAI's bounds, also for bias and penalties
+MAX_BIASED_TOKENS = 300
+_SLOT_NUMBERS = [Number.temperature, Number.min_p, Number.repetition_penalty, Number.presence_penalty,
+                 Number.frequency_penalty]
 
 
 @dataclass(frozen=True)
 class Filters:
-    """Which parts of the sampler requests need; equal filters share a captured graph. A row that does not
-    need what others of its step do is the same with it."""
+    """Which parts of the sampler requests need. Equal filters share a captured graph. A row's token does not
+    change when its step uses more filters than the row needs."""
     draw: bool = False
     top_k: bool = False
     top_p: bool = False
@@ -39,26 +39,26 @@ class Filters:
     mask: bool = False
 
     def __or__(self, other: Filters) -> Filters:
-        """What either needs."""
+        """The union."""
         return Filters(*(getattr(self, f.name) or getattr(other, f.name) for f in fields(Filters)))
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens and when to stop. Names and meanings are vLLM's.
+    """How to sample tokens and when to stop. Names and meanings are vLLM's.
 
     `temperature` 0 is greedy (as is anything below `GREEDY_BELOW`). `top_k` 0 or -1 keeps every token.
     `top_p` in (0, 1]; `min_p` in [0, 1], relative to the likeliest token. `repetition_penalty` divides
-    positive logits of tokens of prompt and output, and multiplies negative ones; `presence_penalty` is
-    subtracted from those of the output, `frequency_penalty` as often as they occur there. `logit_bias` is
-    added to logits, by token id. `seed` None draws a fresh one; sequence i of `n` has one of its own.
+    positive logits of tokens in the prompt or output, and multiplies negative ones. `presence_penalty` is
+    subtracted from the logits of tokens in the output, `frequency_penalty` once for each occurrence.
+    `logit_bias` is added to logits, by token id. `seed` None draws a random one; sequence i of `n` uses seed
+    + i.
 
-    `stop` strings end the text and are not part of it, unless `include_stop_str_in_output`; ids in
+    `stop` strings end the text and are not part of it, unless `include_stop_str_in_output`. Ids in
     `stop_token_ids` end it like the model's own end tokens, which `ignore_eos` disables. No end token is
-    chosen before there are `min_tokens`. `logprobs` and `prompt_logprobs` ask for the logarithms of
-    probabilities of so many of the likeliest tokens, besides the chosen. `structured` is what the text has to
-    be (structured_output/structured.py).
-    """
+    sampled before `min_tokens` tokens. `logprobs` and `prompt_logprobs` request log probabilities of so many
+    of the likeliest tokens, besides the sampled one. `structured` constrains the output
+    (structured_output/params.py)."""
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -80,74 +80,76 @@ class SamplingParams:
     structured: Structured | None = None
 
     def __post_init__(self) -> None:
-        self._number("temperature", 0, FLOAT32_MAX, "a number ≥ 0 (0 is greedy)")
-        self._whole("top_k", -1, sys.maxsize, "a whole number ≥ 1, or 0 for every token")
-        self._number("top_p", 0, 1, "a number in (0, 1]", above=True)
-        self._number("min_p", 0, 1, "a number in [0, 1]")
-        self._number("repetition_penalty", 0, FLOAT32_MAX, "a number > 0 (1 is none)", above=True)
+        self._check_number("temperature", 0, FLOAT32_MAX, "a number ≥ 0 (0 is greedy)")
+        self._check_integer("top_k", -1, sys.maxsize, "a whole number ≥ 1, or 0 for every token")
+        self._check_number("top_p", 0, 1, "a number in (0, 1]", above=True)
+        self._check_number("min_p", 0, 1, "a number in [0, 1]")
+        self._check_number("repetition_penalty", 0, FLOAT32_MAX, "a number > 0 (1 is none)", above=True)
         for name in ("presence_penalty", "frequency_penalty"):
-            self._number(name, -2, 2, "a number in [-2, 2] (0 is none)")
-        self._whole("n", 1, sys.maxsize, "a whole number ≥ 1")
-        self._whole("max_tokens", 1, sys.maxsize, "a whole number ≥ 1", optional=True)
+            self._check_number(name, -2, 2, "a number in [-2, 2] (0 is none)")
+        self._check_integer("n", 1, sys.maxsize, "a whole number ≥ 1")
+        self._check_integer("max_tokens", 1, sys.maxsize, "a whole number ≥ 1", optional=True)
         most = sys.maxsize if self.max_tokens is None else self.max_tokens
-        self._whole("min_tokens", 0, sys.maxsize, "a whole number ≥ 0")
-        self._range("min_tokens", self.min_tokens <= most, f"at most max_tokens, {most}")
-        self._whole("seed", 0, (1 << 64) - 1, "a whole number in [0, 2^64)", optional=True)
+        self._check_integer("min_tokens", 0, sys.maxsize, "a whole number ≥ 0")
+        self._require("min_tokens", self.min_tokens <= most, f"at most max_tokens, {most}")
+        self._check_integer("seed", 0, (1 << 64) - 1, "a whole number in [0, 2^64)", optional=True)
         for name in ("logprobs", "prompt_logprobs"):
-            self._whole(name, 0, MOST_LOGPROBS, f"a whole number from 0 to {MOST_LOGPROBS}", optional=True)
+            self._check_integer(name, 0, MAX_LOGPROBS, f"a whole number from 0 to {MAX_LOGPROBS}",
+                                optional=True)
         for name in ("ignore_eos", "include_stop_str_in_output"):
-            self._range(name, isinstance(getattr(self, name), bool), "True or False")
-        self._range("stop", isinstance(self.stop, tuple | list)
-                    and all(isinstance(each, str) and each for each in self.stop), "non-empty strings")
-        self._range("stop_token_ids", isinstance(self.stop_token_ids, tuple | list)
-                    and all(_is_whole(each) and each >= 0 for each in self.stop_token_ids), "token ids")
-        self._range("structured", self.structured is None or isinstance(self.structured, Structured),
-                    "a Structured")
-        self._biases()
+            self._require(name, isinstance(getattr(self, name), bool), "True or False")
+        self._require("stop", isinstance(self.stop, tuple | list)
+                      and all(isinstance(each, str) and each for each in self.stop), "non-empty strings")
+        self._require("stop_token_ids", isinstance(self.stop_token_ids, tuple | list)
+                      and all(_is_whole(each) and each >= 0 for each in self.stop_token_ids), "token ids")
+        self._require("structured", self.structured is None or isinstance(self.structured, Structured),
+                      "a Structured")
+        self._check_logit_bias()
 
-    def _biases(self) -> None:
+    def _check_logit_bias(self) -> None:
         bias = self.logit_bias
-        self._range("logit_bias", isinstance(bias, Mapping) and all(_is_whole(i) and i >= 0 for i in bias),
-                    "a bias for token ids")
-        if len(bias) > MOST_BIASED:
-            raise RequestError(f"logit_bias has {len(bias)} entries", f"at most {MOST_BIASED}",
+        self._require("logit_bias", isinstance(bias, Mapping) and all(_is_whole(i) and i >= 0 for i in bias),
+                      "a bias for token ids")
+        if len(bias) > MAX_BIASED_TOKENS:
+            raise RequestError(f"logit_bias has {len(bias)} entries", f"at most {MAX_BIASED_TOKENS}",
                                "change logit_bias")
         for i, each in bias.items():
             if not (_is_number(each) and -100 <= each <= 100):
                 raise RequestError(f"logit_bias of token {i} is {each!r}", "a number in [-100, 100]",
                                    "change logit_bias")
 
-    def _number(self, name: str, low: float, high: float, expected: str, above: bool = False) -> None:
+    def _check_number(self, name: str, low: float, high: float, expected: str, above: bool = False) -> None:
         x = getattr(self, name)
-        self._range(name, _is_number(x) and low <= x <= high and not (above and x == low), expected)
+        self._require(name, _is_number(x) and low <= x <= high and not (above and x == low), expected)
 
-    def _whole(self, name: str, low: int, high: int, expected: str, optional: bool = False) -> None:
+    def _check_integer(self, name: str, low: int, high: int, expected: str, optional: bool = False) -> None:
         x = getattr(self, name)
-        self._range(name, (x is None and optional) or (_is_whole(x) and low <= x <= high), expected)
+        self._require(name, (x is None and optional) or (_is_whole(x) and low <= x <= high), expected)
 
-    def _range(self, name: str, holds: bool, expected: str) -> None:
+    def _require(self, name: str, holds: bool, expected: str) -> None:
         if not holds: raise RequestError(f"{name} is {getattr(self, name)!r}", expected, f"change {name}")
 
     @property
     def filters(self) -> Filters:
-        """What the device has to compute."""
+        """The parts of the sampler that the request needs."""
         draw = self.temperature >= GREEDY_BELOW
         penalty = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
         return Filters(draw, draw and self.top_k > 0, draw and self.top_p < 1, draw and self.min_p > 0,
                        penalty, bool(self.logit_bias))
 
     def require_vocabulary(self, size: int) -> None:
-        """Raises `RequestError` for a bias of a token that a vocabulary of so many has not."""
+        """Raises `RequestError` for a bias of a token outside a vocabulary of `size` tokens."""
         if bad := [i for i in self.logit_bias if i >= size]:
             raise RequestError(f"logit_bias has token id {bad[0]}, which is not in the vocabulary",
                                f"0 to {size - 1}", "use ids of this model's tokenizer")
 
     def numbers(self, seed: int) -> np.ndarray:
-        """A row's numbers, float32 [NUMBERS], in the order of `Number`. What a greedy request does not need
-        is none."""
+        """The parameters of a sampler row, float32 [NUMBERS], in the order of `Number`. Parameters that a
+        greedy request does not use are off."""
         made = np.zeros(NUMBERS, np.float32)
-        # a number that float32 rounds to 0 would divide by it, or be none
-        for i in _KNOBS: made[i] = (x := getattr(self, i.name)) and (max(x, FLOAT32_MIN) if x > 0 else x)
+        # a parameter that float32 rounds to 0 would divide by 0, or turn off
+        for i in _SLOT_NUMBERS:
+            made[i] = (x := getattr(self, i.name)) and (max(x, FLOAT32_MIN) if x > 0 else x)
         used = self.filters
         if not used.draw: made[[Number.temperature, Number.min_p]] = 0
         made[Number.top_k] = self.top_k if used.top_k else np.inf
@@ -163,5 +165,5 @@ def _is_whole(x: object) -> bool: return isinstance(x, int) and not isinstance(x
 
 
 def fresh_seed() -> int:
-    """A seed for a request that names none."""
+    """A random seed."""
     return secrets.randbits(32)

@@ -1,7 +1,8 @@
-"""The graph of one size, and the memory that all sizes share.
+"""The graph of one batch size, and the memory that all sizes share.
 
-Protocol: a `Bucket` is empty, compiled (it has a recipe) or built (it has a graph over the arena as that is).
-`drop` leaves it compiled. An `Arena` changes its addresses only in `resize`, and only when nothing is built.
+Protocol: a `Bucket` is empty, compiled (it has a compiled step) or built (it has a graph over the current
+arena). `drop` leaves it compiled. An `Arena` changes its addresses only in `resize`, and only when nothing is
+built.
 """
 from __future__ import annotations
 
@@ -19,19 +20,19 @@ from tinygrad.uop.ops import Ops, sym_infer
 
 from tinygrad_nv import hooks
 from tinygrad_nv.errors import GraphError
-from tinygrad_nv.graphs.capture import Recipe, realize_assigned
+from tinygrad_nv.graphs.capture import CompiledStep, realize_assigned
 from tinygrad_nv.graphs.inputs import region
 from tinygrad_nv.graphs.stats import BucketStats, Counts
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Executable, Node, Stream, Work
 from tinygrad_nv.runtime.graph import NVGraph
 
-# A Tensor made of another one's method takes 2 µs; the constructor, which looks at what it is given, 7.
+# A Tensor created by another one's method takes 2 µs; the constructor, which inspects its argument, 7.
 _BLANK = Tensor(0.0, device="CPU")
 
 
 class Arena:
-    """Two regions: intermediates, which no graph carries from one launch to the next, and outputs, which the
+    """Two regions: intermediates, which no graph keeps from one launch to the next, and outputs, which the
     next launch overwrites."""
 
     def __init__(self, device: str) -> None:
@@ -45,12 +46,12 @@ class Arena:
     @property
     def output_bytes(self) -> int: return self.outputs.nbytes if self.outputs else 0
 
-    def fits(self, recipe: Recipe) -> bool:
-        """Whether a graph can be built in it as it is."""
-        return self.nbytes >= recipe.arena_bytes and self.output_bytes >= recipe.output_bytes
+    def fits(self, compiled: CompiledStep) -> bool:
+        """Whether a graph can be built in the arena without resizing it."""
+        return self.nbytes >= compiled.arena_bytes and self.output_bytes >= compiled.output_bytes
 
     def resize(self, nbytes: int, output_bytes: int) -> None:
-        """New regions where they are of another size; the old ones go first, so that there is room."""
+        """Allocates new regions where the size changes; the old ones are freed first, to make room."""
         if nbytes != self.nbytes:
             self.intermediates = None
             if nbytes: self.intermediates = region(self.device, nbytes)
@@ -60,11 +61,11 @@ class Arena:
 
 
 class _Counted(Executable):
-    """An executable that counts the nodes it was told to change."""
+    """An executable that counts node updates."""
 
     def __init__(self, executable: Executable, counts: Counts) -> None:
         self.executable, self.counts = executable, counts
-        self.launch = executable.launch  # type: ignore[method-assign]  # a steady step goes straight there
+        self.launch = executable.launch  # type: ignore[method-assign]  # steady steps launch without a Python frame in between
 
     def update(self, node: Node, work: Work) -> None:
         self.counts.updates += 1
@@ -74,21 +75,21 @@ class _Counted(Executable):
 
 
 class Bucket:
-    """One size of a pool."""
+    """One batch size of a pool."""
 
     def __init__(self, size: int, device: str) -> None:
         self.size, self.device = size, device
         self.counts = Counts()
-        self.recipe: Recipe | None = None
-        self.given_up = ""          # why calls of this size run the step as it is written
-        self.again = math.inf       # number of eager calls at which that is tried again
-        self.shape: Any = None      # what the step returned, for its containers
-        self.used = 0               # when, in calls of the pool
-        self.graph_bytes = 0        # as last measured
+        self.compiled: CompiledStep | None = None
+        self.eager_reason = ""          # why calls of this size run eagerly
+        self.retry_at = math.inf       # number of eager calls after which a capture is tried again
+        self.shape: Any = None      # the step's return value, for its containers
+        self.used = 0               # last use, in calls of the pool
+        self.graph_bytes = 0        # last measured
         self.drop()
 
     def drop(self) -> bool:
-        """Gives the graph back to the driver; whether there was one."""
+        """Frees the graph. Returns whether there was one."""
         built = getattr(self, "replay", None)
         if built is not None:
             for each in built.src: realize.graph_cache.pop(each.src[0], None)
@@ -100,10 +101,10 @@ class Bucket:
         return built is not None
 
     def build(self, arena: Arena) -> None:
-        """Instantiates the graph; what the driver takes for it is measured."""
-        assert self.recipe is not None
+        """Instantiates the graph, and measures the memory that the driver takes for it."""
+        assert self.compiled is not None
         begun = time.perf_counter()
-        linear = self.recipe.placed(arena.intermediates, arena.outputs)
+        linear = self.compiled.placed(arena.intermediates, arena.outputs)
         opened = Device[self.device]
         for each in linear.src:
             for argument in realize.get_call_arg_uops(each):
@@ -119,31 +120,33 @@ class Bucket:
             self.drop()
             raise
         if isinstance(opened, NVDevice): self.graph_bytes = max(0, free - opened.driver.memory()[0])
-        if not self.recipe.obstacle:
+        if not self.compiled.graph_obstacle:
             runner = realize.get_graph_runtime(self.replay.src[0].src[0])
             if isinstance(runner, NVGraph):
                 runner.executable = _Counted(runner.executable, self.counts)
                 self.graph = runner
-        self.values = None if self.recipe.variables else {}
+        self.values = None if self.compiled.variables else {}
         self.outputs = arena.outputs
         self.counts.builds += 1
         self.counts.capture_s += time.perf_counter() - begun
 
     def stale(self) -> bool:
-        """Whether the graph keeps other memory in L2 than the device does now: nodes cannot change that."""
+        """Whether the graph's L2 access-policy window differs from the device's: node updates cannot change
+        it."""
         return self.graph is not None and self.graph.window != self.graph.dev.window
 
     def _graphed(self, linear: UOp) -> UOp:
-        """All launches as one graph, or graphs with what they cannot hold between them."""
-        assert self.recipe is not None
-        if self.recipe.obstacle: return linear if JIT != 1 else graph_split_rewrite(linear)
+        """All launches as one graph, or as several graphs with the launches that graphs cannot hold between
+        them."""
+        assert self.compiled is not None
+        if self.compiled.graph_obstacle: return linear if JIT != 1 else graph_split_rewrite(linear)
         return linear.replace(src=(UOp(Ops.CUSTOM_FUNCTION, src=(linear,), arg="graph").call(),))
 
     def launch(self, values: dict[str, int]) -> None:
-        """One run of the step, with these values of the variables."""
+        """Runs the step once, with these values of the variables."""
         assert self.replay is not None
         if self.graph is None or DEBUG >= 2 or PROFILE or hooks.watched():
-            self.values = None  # nodes are updated there
+            self.values = None  # it updates nodes
             realize.run_linear(self.replay, values, jit=True)
             return
         if values == self.values: self.graph.executable.launch()
@@ -158,36 +161,36 @@ class Bucket:
     def results(self, rows: int) -> list[Tensor]:
         """The first rows of the outputs."""
         if (views := self.views.get(rows)) is None:
-            assert self.recipe is not None
+            assert self.compiled is not None
             assert self.outputs is not None
-            views = self.views[rows] = [each.tensor(self.outputs, rows) for each in self.recipe.outputs]
+            views = self.views[rows] = [each.tensor(self.outputs, rows) for each in self.compiled.outputs]
         return [_BLANK._apply_uop(lambda _, view=view: view) for view in views]
 
     def check_state(self) -> None:
-        """Raises `GraphError` where a Tensor that the graph uses is not what it was. One that has been
-        assigned to, and not yet realized, is realized; one that is gone was a passing view, if another one
-        has its memory."""
-        if self.recipe is None or self.recipe.unchanged(): return
-        realize_assigned(tensor for ref, _ in self.recipe.state if (tensor := ref()) is not None)
-        now = [(ref, uop, ref()) for ref, uop in self.recipe.state]
+        """Raises `GraphError` if a Tensor that the graph uses was replaced. Pending assignments to it are
+        realized. A Tensor that was garbage-collected is ignored if another one has its memory: it was a
+        temporary view."""
+        if self.compiled is None or self.compiled.unchanged(): return
+        realize_assigned(tensor for ref, _ in self.compiled.state if (tensor := ref()) is not None)
+        now = [(ref, uop, ref()) for ref, uop in self.compiled.state]
         there = {tensor.uop.base for _, _, tensor in now if tensor is not None}
         for _, uop, tensor in now:
             if tensor is None and uop.base in there: continue
             if tensor is not None and tensor.uop.base is uop.base: continue
             raise GraphError(
                 f"a Tensor of shape {tuple(uop.shape)} that the step uses has been replaced since size "
-                f"{self.size} was captured", "weights and caches that stay, or are assigned to in place",
-                "use .assign(), or have the step captured again: pool.reset()")
-        left = tuple((ref, tensor.uop) for ref, _, tensor in now if tensor is not None)
-        self.recipe = replace(self.recipe, state=left)
+                f"{self.size} was captured", "weights and caches that are kept, or assigned to in place",
+                "use .assign(), or capture the step again: pool.reset()")
+        state_now = tuple((ref, tensor.uop) for ref, _, tensor in now if tensor is not None)
+        self.compiled = replace(self.compiled, state=state_now)
 
     def stats(self) -> BucketStats:
-        """What happened, and what it needs."""
-        counts, recipe = self.counts, self.recipe
+        """Counts so far, and memory."""
+        counts, compiled = self.counts, self.compiled
         return BucketStats(self.size, counts.hits, counts.captures, counts.builds, counts.capture_s,
                            counts.rows, counts.padding, counts.updates, counts.evictions, counts.eager,
-                           tuple(counts.reasons), recipe.arena_bytes if recipe else 0,
-                           recipe.output_bytes if recipe else 0,
+                           tuple(counts.reasons), compiled.arena_bytes if compiled else 0,
+                           compiled.output_bytes if compiled else 0,
                            0 if self.replay is None else self.graph_bytes)
 
 

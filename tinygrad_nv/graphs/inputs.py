@@ -1,12 +1,12 @@
-"""What a step is given: fixed places on the device, filled from page-locked memory.
+"""Inputs of a step: fixed device memory, filled from page-locked memory.
 
-Protocol: `Feed` owns one region of the device. Each size of a batch has a layout of it, every input at a
-multiple of 256 bytes. `put` writes rows and padding into page-locked memory, and sends the layout's bytes
-with one upload; rows that are on the device already are copied there, over what was uploaded for them. There
-are `depth` pieces of page-locked memory, used in turn, so the next step can be prepared while the device
-still reads the last one's; a piece is written again when its event has come to pass.
+Protocol: `InputStaging` owns one region on the device. Each batch size has a layout of it, every input at a
+multiple of 256 bytes. `put` writes rows and padding into page-locked memory, and sends the layout with one
+upload. Rows that are already on the device are then copied over their part of the upload. There are `depth`
+page-locked buffers, used in turn, so the next step can be prepared while the device reads the last one's. A
+buffer is rewritten when the event after its upload is done.
 
-A device without our driver interface (CPU) gets the same bytes through tinygrad's own copies.
+A device without a driver interface (CPU) gets the same bytes through tinygrad's copies.
 """
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ LABEL = "graphs"
 
 @dataclass(frozen=True)
 class Input:
-    """An input of a step: shape and dtype of one row, and the value of the rows that fill a batch up. It must
-    mask the row: a length of 0, a position of 0, the number of a scrap page."""
+    """An input of a step: shape and dtype of one row, and the value of padding rows. The value must mask the
+    row: a length of 0, a position of 0, the number of a scrap page."""
     shape: tuple[int, ...] = ()
     dtype: DType = dtypes.int32
     pad: float = 0
@@ -43,29 +43,29 @@ class Input:
     def row_bytes(self) -> int: return math.prod(self.shape) * self.dtype.itemsize
 
     def numpy_dtype(self) -> np.dtype | None:
-        """What an array of this input must have; None where numpy has no such type (bfloat16, fp8)."""
-        kind = _to_np_dtype(self.dtype)  # for bfloat16 and fp8 a wider one
-        return None if kind is None or (made := np.dtype(kind)) != _storage(self) else made
+        """The dtype that an array of this input must have; None if numpy lacks it (bfloat16, fp8)."""
+        storage = _to_np_dtype(self.dtype)  # a wider dtype for bfloat16 and fp8
+        return None if storage is None or (made := np.dtype(storage)) != _storage(self) else made
 
     def check(self, name: str) -> None:
-        """Raises `GraphError` for an input that cannot be."""
+        """Raises `GraphError` for an invalid shape or padding value."""
         if any(not isinstance(extent, int) or extent < 1 for extent in self.shape):
             raise GraphError(f"input {name!r} has rows of shape {self.shape}", "extents of 1 or more")
         whole = dtypes.is_int(self.dtype) or self.dtype is dtypes.bool
         if whole and (self.pad % 1 != 0 or not self.dtype.min <= self.pad <= self.dtype.max):
             raise GraphError(f"input {name!r} of {self.dtype} is padded with {self.pad}",
-                             f"a value that {self.dtype} has")
+                             f"a value of {self.dtype}")
 
 
 def region(device: str, nbytes: int) -> Buffer:
-    """Memory of the pool's own, given back to the driver when nobody refers to it."""
+    """Uncached device memory, freed when its last reference goes."""
     with labelled(LABEL):
         return Buffer(device, nbytes, dtypes.uint8, options=BufferSpec(nolru=True)).allocate()
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where an input is, for one size: bytes from the region's start, and how many."""
+class InputPlacement:
+    """Where an input is stored for one batch size: byte offset in the region, and bytes."""
     name: str
     given: Input
     offset: int
@@ -73,8 +73,9 @@ class Place:
 
 
 @dataclass
-class _Slot:
-    """Page-locked memory, each size's arrays and upload over it, and the event after the last upload."""
+class _StagingBuffer:
+    """Page-locked memory, the arrays and the upload of each batch size over it, and the event after the last
+    upload."""
     host: HostMemory
     event: Event
     busy: bool = False
@@ -82,85 +83,85 @@ class _Slot:
     uploads: dict[int, Upload] = field(default_factory=dict)
 
 
-class Feed:
-    """The inputs of a pool, on the device and on their way there."""
+class InputStaging:
+    """The inputs of a pool, on the device and in page-locked memory."""
 
     def __init__(self, device: str, inputs: Mapping[str, Input], sizes: Sequence[int], depth: int) -> None:
         opened = Device[device]
         self.driver = opened.driver if isinstance(opened, NVDevice) else None
-        self.slots: list[_Slot] = []    # there before anything can fail: __del__ looks at them
-        self.turn, self.usable = 0, True  # until it is freed
+        self.staging: list[_StagingBuffer] = []    # set before anything can fail: __del__ reads it
+        self.next_buffer, self.open = 0, True  # False after `free`
         self.device, self.inputs = device, dict(inputs)
-        self.places = {size: _layout(self.inputs, size) for size in sizes}
+        self.placements = {size: _layout(self.inputs, size) for size in sizes}
         self.pads = [np.array(to_storage_scalar(given.pad, given.dtype), _storage(given))
                      for given in inputs.values()]
-        self.nbytes = max(map(_extent, self.places.values()))
+        self.nbytes = max(map(_extent, self.placements.values()))
         self.region = region(device, self.nbytes)
         self.host = np.empty(0 if self.driver else self.nbytes, np.uint8)
         try:
             for _ in range(depth if isinstance(opened, NVDevice) else 0):
                 with labelled(LABEL): host = opened.pool.host(self.nbytes)
-                self.slots.append(_Slot(host, opened.driver.event()))
+                self.staging.append(_StagingBuffer(host, opened.driver.event()))
         except BaseException:
             self.free()
             raise
 
     @property
-    def staging_bytes(self) -> int: return self.nbytes * max(1, len(self.slots))
+    def staging_bytes(self) -> int: return self.nbytes * max(1, len(self.staging))
 
     def free(self) -> None:
-        """Gives the page-locked memory back; the driver does so when what is on its way has been read."""
-        slots, self.slots, self.usable = self.slots, [], False
-        for slot in slots: slot.host.free()
+        """Frees the page-locked memory; the driver does so once pending uploads have read it."""
+        staging, self.staging, self.open = self.staging, [], False
+        for buffer in staging: buffer.host.free()
 
     @suppress_finalizing
     def __del__(self) -> None: self.free()
 
-    def settle(self) -> None:
-        """Waits for all uploads: after an exception nobody knows which events stand for what."""
+    def sync(self) -> None:
+        """Waits for all uploads: after an exception the state of the events is unknown."""
         if self.driver is not None: self.driver.synchronize()
-        for slot in self.slots: slot.busy = False
+        for buffer in self.staging: buffer.busy = False
 
     def tensors(self, size: int) -> dict[str, Tensor]:
-        """The inputs of a batch of `size`, as the step gets them."""
+        """The inputs of a batch of `size`, as passed to the step."""
         made = {}
-        for place in self.places[size]:
-            view = self.region.view(place.nbytes // place.given.dtype.itemsize, place.given.dtype,
-                                    place.offset)
-            made[place.name] = Tensor(UOp.from_buffer(view).reshape((size, *place.given.shape)))
+        for placement in self.placements[size]:
+            view = self.region.view(placement.nbytes // placement.given.dtype.itemsize, placement.given.dtype,
+                                    placement.offset)
+            made[placement.name] = Tensor(UOp.from_buffer(view).reshape((size, *placement.given.shape)))
         return made
 
     def put(self, size: int, rows: int, values: Sequence[np.ndarray | Buffer]) -> None:
-        """Brings `rows` rows and the padding behind them to the device. `values` in the order of the inputs,
-        checked by the caller; none for 0 rows."""
+        """Sends `rows` rows, and padding behind them, to the device. `values` in the order of the inputs,
+        checked by the caller; empty for 0 rows."""
         if self.driver is None:
             self._put_by_tinygrad(size, rows, values)
             return
-        slot = self.slots[self.turn]
-        if slot.busy:
-            self.driver.wait_for(slot.event)
-            slot.busy = False
-        if (arrays := slot.arrays.get(size)) is None: arrays = self._prepare(slot, size)
+        buffer = self.staging[self.next_buffer]
+        if buffer.busy:
+            self.driver.wait_for(buffer.event)
+            buffer.busy = False
+        if (arrays := buffer.arrays.get(size)) is None: arrays = self._prepare(buffer, size)
         if self._write(arrays, rows, values):
-            slot.busy = True
-            self.turn = (self.turn + 1) % len(self.slots)
-            self.driver.submit(slot.uploads[size])
-            self.driver.record(slot.event)
-        for place, value in zip(self.places[size], values, strict=False):
+            buffer.busy = True
+            self.next_buffer = (self.next_buffer + 1) % len(self.staging)
+            self.driver.submit(buffer.uploads[size])
+            self.driver.record(buffer.event)
+        for placement, value in zip(self.placements[size], values, strict=False):
             if not isinstance(value, Buffer): continue
-            nbytes = rows * place.given.row_bytes
-            self.driver.submit(Copy(self.region._buf + place.offset, value._buf, nbytes))
+            nbytes = rows * placement.given.row_bytes
+            self.driver.submit(Copy(self.region._buf + placement.offset, value._buf, nbytes))
 
-    def _prepare(self, slot: _Slot, size: int) -> list[np.ndarray]:
-        """The arrays of a size in a piece of page-locked memory, and its upload."""
-        places = self.places[size]
-        slot.uploads[size] = Upload(self.region._buf, slot.host, 0, _extent(places))
-        made = slot.arrays[size] = _arrays(np.frombuffer(slot.host.view, np.uint8), places)
+    def _prepare(self, buffer: _StagingBuffer, size: int) -> list[np.ndarray]:
+        """The arrays of a batch size in a page-locked buffer, and its upload."""
+        placements = self.placements[size]
+        buffer.uploads[size] = Upload(self.region._buf, buffer.host, 0, _extent(placements))
+        made = buffer.arrays[size] = _arrays(np.frombuffer(buffer.host.view, np.uint8), placements)
         return made
 
     def _write(self, arrays: Sequence[np.ndarray], rows: int,
                values: Sequence[np.ndarray | Buffer]) -> bool:
-        """Writes what the host knows; whether that was anything."""
+        """Writes values and padding that come from the host. Returns whether there were any."""
         padded = False
         for array, pad in zip(arrays, self.pads, strict=True):
             if rows == len(array): break
@@ -173,35 +174,36 @@ class Feed:
         return padded
 
     def _put_by_tinygrad(self, size: int, rows: int, values: Sequence[np.ndarray | Buffer]) -> None:
-        places = self.places[size]
-        self._write(_arrays(self.host, places), rows, values)
-        sent = self.host[:(nbytes := _extent(places))].tobytes()
+        placements = self.placements[size]
+        self._write(_arrays(self.host, placements), rows, values)
+        sent = self.host[:(nbytes := _extent(placements))].tobytes()
         source = Buffer("PYTHON", nbytes, dtypes.uint8, opaque=memoryview(bytearray(sent)))
         self.region.view(nbytes, dtypes.uint8, 0).allocate().copy_from(source)
-        for place, value in zip(places, values, strict=False):
+        for placement, value in zip(placements, values, strict=False):
             if not isinstance(value, Buffer): continue
-            target = self.region.view(rows * place.given.row_bytes, dtypes.uint8, place.offset).allocate()
+            nbytes = rows * placement.given.row_bytes
+            target = self.region.view(nbytes, dtypes.uint8, placement.offset).allocate()
             target.copy_from(value.view(target.nbytes, dtypes.uint8, 0).allocate())
 
 
 def _storage(given: Input) -> np.dtype: return np.dtype(storage_fmt_for_dtype(given.dtype))
 
 
-def _layout(inputs: Mapping[str, Input], size: int) -> tuple[Place, ...]:
-    places, offset = [], 0
+def _layout(inputs: Mapping[str, Input], size: int) -> tuple[InputPlacement, ...]:
+    placements, offset = [], 0
     for name, given in inputs.items():
-        places.append(Place(name, given, offset, size * given.row_bytes))
-        offset += -(-places[-1].nbytes // ALIGN) * ALIGN
-    return tuple(places)
+        placements.append(InputPlacement(name, given, offset, size * given.row_bytes))
+        offset += -(-placements[-1].nbytes // ALIGN) * ALIGN
+    return tuple(placements)
 
 
-def _extent(places: Sequence[Place]) -> int: return places[-1].offset + places[-1].nbytes
+def _extent(placements: Sequence[InputPlacement]) -> int: return placements[-1].offset + placements[-1].nbytes
 
 
-def _arrays(memory: np.ndarray, places: Sequence[Place]) -> list[np.ndarray]:
-    """Each input's rows, over bytes laid out so."""
+def _arrays(memory: np.ndarray, placements: Sequence[InputPlacement]) -> list[np.ndarray]:
+    """Each input's rows, as views of bytes in this layout."""
     made: list[Any] = []
-    for place in places:
-        flat = memory[place.offset:place.offset + place.nbytes].view(_storage(place.given))
-        made.append(flat.reshape(place.nbytes // place.given.row_bytes, *place.given.shape))
+    for placement in placements:
+        flat = memory[placement.offset:placement.offset + placement.nbytes].view(_storage(placement.given))
+        made.append(flat.reshape(placement.nbytes // placement.given.row_bytes, *placement.given.shape))
     return made

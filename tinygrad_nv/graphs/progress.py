@@ -1,6 +1,6 @@
-"""A bar for graphs that are made ahead.
+"""A progress bar for graphs that are captured ahead of use.
 
-Protocol: on stderr, only where that is a terminal, and gone when all is done.
+Protocol: on stderr, only if that is a terminal, and removed at the end.
 """
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tinygrad_nv.runtime.observe.memory_report import human
 
 @contextmanager
 def progress(sizes: Sequence[int], held: Callable[[], int]) -> Iterator[Callable[[int], None]]:
-    """Yields what is called with each size that is done; `held` gives the pool's bytes."""
+    """Yields a function to call with each size that is done; `held` returns the pool's bytes."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     console = Console(stderr=True)

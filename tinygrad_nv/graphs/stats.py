@@ -1,6 +1,6 @@
-"""What a pool did, and what it holds.
+"""Statistics of a pool.
 
-Protocol: `PoolStats` is a picture of one moment; `print` shows it as a table, a line for each size.
+Protocol: `PoolStats` is a snapshot; printed, it is a table with a line for each size.
 """
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ HEADER = ("size", "hits", "captures", "builds", "capture s", "rows", "padding", 
 
 @dataclass
 class Counts:
-    """What happened to one size so far."""
-    hits: int = 0           # calls that found the graph ready
+    """Counts of one size so far."""
+    hits: int = 0           # calls served by a built graph
     captures: int = 0       # times the step was recorded and compiled
-    builds: int = 0         # times a graph was instantiated, after a capture, an eviction or a grown arena
+    builds: int = 0         # graph instantiations: after a capture, an eviction or an arena resize
     capture_s: float = 0.0  # in captures and builds
-    rows: int = 0           # served
-    padding: int = 0        # rows that filled batches up
-    updates: int = 0        # nodes whose parameters were changed before a launch
+    rows: int = 0           # rows served
+    padding: int = 0        # padding rows
+    updates: int = 0        # graph nodes updated before a launch
     evictions: int = 0
-    eager: int = 0          # calls that ran without a whole graph
-    reasons: list[str] = field(default_factory=list)    # for that, each once
+    eager: int = 0          # calls that ran without one whole graph
+    reasons: list[str] = field(default_factory=list)    # of eager calls, each once
 
     def because(self, reason: str) -> None:
-        """Notes why a call ran without a whole graph."""
+        """Records why a call ran without one whole graph."""
         if reason not in self.reasons: self.reasons.append(reason)
 
 
 @dataclass(frozen=True)
 class BucketStats:
-    """One size: counts so far, and bytes. `arena_bytes` and `output_bytes` are what it needs of the regions
-    that all sizes share; `graph_bytes` what the driver took to instantiate it, 0 while it is not."""
+    """One size: counts so far, and bytes. `arena_bytes` and `output_bytes` are what it needs of the shared
+    regions; `graph_bytes` is what the driver took to instantiate it, 0 while it is not built."""
     size: int
     hits: int
     captures: int
@@ -56,7 +56,7 @@ class BucketStats:
         return self.padding / run if (run := self.rows + self.padding) else 0.0
 
     def cells(self) -> tuple[str, ...]:
-        """As a line of the table."""
+        """The cells of its line in the table."""
         counts = (self.updates, self.evictions, self.eager)
         sizes = (self.arena_bytes, self.output_bytes, self.graph_bytes)
         return (*map(str, (self.size, self.hits, self.captures, self.builds)), f"{self.capture_s:.2f}",
@@ -65,8 +65,8 @@ class BucketStats:
 
 @dataclass(frozen=True)
 class PoolStats:
-    """A pool: its sizes, and the bytes it holds now. `limit_bytes` is what graphs, arena and outputs may
-    hold, None without a limit."""
+    """A pool: its sizes, and the bytes it holds. `limit_bytes` limits graphs, arena and outputs; None: no
+    limit."""
     device: str
     buckets: tuple[BucketStats, ...]
     arena_bytes: int

@@ -1,13 +1,12 @@
-"""The paged KV cache: block tables, prefix caching, eviction, host offload.
+"""The paged KV cache: page allocation, block tables, prefix caching, eviction, offload.
 
 Read in this order:
-
-  pages.py    pages of one memory: free, cached, in use; reference counts, eviction
-  prefix.py   hashes of full pages, by which equal prefixes share them
-  pool.py     the pages of a device and of the host, and the copies that a batch must make
-  table.py    a sequence's block table: reserve, advance, fork, prune, truncate, offload, release
-  offload.py  pages of the host
-  store.py    the tensors of all pages, and copies between device and host
-  cache.py    `KVCache["B", "H", "S_max", "D", dtype]`: pages on a device, with their operations; kind.py
-              reads the type between the brackets
+  page_allocator.py  pages of one memory: free, cached, in use; reference counts, LRU eviction
+  prefix_hashes.py   hashes of full pages, the keys of the prefix cache
+  pool.py            the pages of a device and its host, and the copies that a batch must do
+  block_table.py     the pages of a sequence: reserve, advance, fork, prune, truncate, offload, release
+  offload.py         offload to host pages, and back
+  store.py           the tensors of pages on the device and the host, and copies between them
+  cache.py           `KVCache["B", "H", "S_max", "D", dtype]`: a paged cache for a user's own model loop;
+                     kind.py, its type
 """

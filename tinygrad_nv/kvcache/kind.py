@@ -1,9 +1,9 @@
-"""The type of a cache: names of its extents, and the dtype of keys and values.
+"""The type of a cache: its extents by name, and the dtype of keys and values.
 
-Protocol. `KVCache["B", "H", "S_max", "D", dtypes.bfloat16]` is a `CacheKind`, frozen and equal to any other
-of the same words: B requests at a time, H key heads, S_max tokens of a request at most, D elements of a head.
-Where a number stands in place of a name, the extent is that. Calling the kind makes a cache; every extent
-that has a name must be given by it, and a name that stands twice is one extent.
+Protocol. `KVCache["B", "H", "S_max", "D", dtypes.bfloat16]` is a `CacheKind`, frozen and hashable: B requests
+at a time, H key heads, S_max tokens of a request at most, D elements of a head. A number in place of a name
+fixes the extent. Calling the kind creates a cache; every named extent must be given, and a name used twice is
+one extent.
 
     Cache = KVCache["B", 8, "S_max", 128, dtypes.int8]
     cache = Cache(B=16, S_max=4096, layers=32, k_scale=…, v_scale=…)
@@ -30,18 +30,18 @@ Cache = TypeVar("Cache")
 
 @dataclass(frozen=True)
 class CacheKind(Generic[Cache]):
-    """A type of caches: what stands for B, H, S_max and D, a name or a number each, and the dtype. `make`
-    makes one, of a kind, its extents and its options."""
+    """A type of caches: the names or values of B, H, S_max and D, and the dtype. `make(kind,
+    extents, **options)` creates one."""
     extents: tuple[str | int, ...]
     dtype: DType
     make: Callable[..., Cache] = field(compare=False, repr=False)
 
     @staticmethod
     def of(words: Any, make: Callable[..., Cache]) -> CacheKind[Cache]:
-        """What stands in the brackets. Raises `SpecError`."""
+        """The type written in the brackets. Raises `SpecError`."""
         given = words if isinstance(words, tuple) else (words,)
         if len(given) != 5:
-            raise SpecError(f"KVCache[…] of {len(given)} words", "four extents and a dtype", WRITTEN)
+            raise SpecError(f"KVCache[…] with {len(given)} arguments", "four extents and a dtype", WRITTEN)
         *extents, dtype = given
         for meaning, one in zip(MEANINGS, extents, strict=True):
             if isinstance(one, str) and one.isidentifier(): continue
@@ -55,7 +55,7 @@ class CacheKind(Generic[Cache]):
         return CacheKind(tuple(extents), dtype, make)
 
     def bound(self, given: dict[str, int]) -> tuple[int, int, int, int]:
-        """B, H, S_max and D, where the names stand for `given`. Raises `SpecError`."""
+        """B, H, S_max and D for the `given` values of names. Raises `SpecError`."""
         names = [one for one in self.extents if isinstance(one, str)]
         for name in names:
             if name in given: continue
@@ -71,7 +71,7 @@ class CacheKind(Generic[Cache]):
         return b, h, s_max, d
 
     def __call__(self, **given: Any) -> Cache:
-        """A cache of this type: its options, and extents by their names."""
+        """A cache of this type. `given`: extents by name, and options of the cache."""
         options = {name: given.pop(name) for name in OPTIONS if name in given}
         return self.make(self, self.bound(given), **options)
 

@@ -1,21 +1,22 @@
-"""The pages of a device, and of the host beside it: what sequences have, share and leave behind.
+"""The page pool of a device and its host: block tables, prefix caching, pending copies.
 
-Protocol. `open` gives a `Table` (table.py) for a sequence. Tables take, share and give back pages; nothing of
-it happens on a device. What must be copied there is collected as `Move`s (pages.py), which the next
-batch carries, in order: `take_moves`. Batches run in the order in which their moves were taken, each after
-all before it, so a page may be given on as soon as the last batch that needs it was launched, and a page's
-tokens may be found by others (`Table.advance`) as soon as the batch that writes them is certain to be the
-next one or was launched. Others of the same batch may find them too: a batch appends the keys and values of
-all its rows, layer by layer, before any row looks at them.
+Protocol. `open` returns a `BlockTable` (block_table.py) for a sequence. Block tables take, share and free
+pages; none of this touches a device. Required copies are collected as `PageCopy`s
+(page_allocator.py) for the next batch, in order: `take_copies`. Batches run in the order
+of their `take_copies` calls. So a page may be reused as soon as the last batch that needs it is launched. A
+page may be shared (`BlockTable.advance`) as soon as the batch that writes it is launched, or is certain to be
+the next one. Sequences of the same batch may share it, too: in each layer a batch writes all keys and values
+before any token attends to them.
 
-Two sequences that fill equal pages at the same time keep one each; the second is found by nobody, and is free
-when its sequence is done. No block table changes under a step that runs, and the next sequence shares.
+Two sequences that fill equal pages at the same time keep one page each. The second page is not found by its
+hash, and is freed with its sequence. So no block table changes under a running step; later sequences share
+the first page.
 
-With pages of the host, a page that is evicted is copied there first, and `open` brings it back when it is
-asked for again. Host pages are evicted in the same order.
+With host pages, an evicted page is copied to the host first, and `open` copies it back when its hash is
+looked up again. Host pages are evicted in the same order.
 
-A batch that fails: `batch` is the number of the one being assembled. `recover(number, tables)` makes nothing
-count that it, or one after it, was to write.
+When a batch fails, `recover(number, tables)` discards everything that it, or a later batch, was to write.
+`batch` is the number of the batch being assembled.
 """
 from __future__ import annotations
 
@@ -25,17 +26,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tinygrad_nv.errors import PageError
-from tinygrad_nv.kvcache.offload import Memories
-from tinygrad_nv.kvcache.pages import Move, Pages, Where
-from tinygrad_nv.kvcache.prefix import Prefix, root
-from tinygrad_nv.kvcache.table import Table
+from tinygrad_nv.kvcache.block_table import BlockTable
+from tinygrad_nv.kvcache.offload import TieredPages
+from tinygrad_nv.kvcache.page_allocator import CopyKind, PageAllocator, PageCopy
+from tinygrad_nv.kvcache.prefix_hashes import PrefixHashes, root
 
 
 @dataclass(frozen=True)
 class PoolStats:
-    """Pages by state: total = free + cached + in_use, and so for the host's. Of `queries` tokens that
-    sequences were opened with, `hits` were there. `evictions` count cached pages that were given to others,
-    `copies` pages copied on write, `offloads` and `restores` pages copied to the host and back."""
+    """Page counts: total = free + cached + in_use, and the same for the host. Of `queries` tokens looked up
+    in the prefix cache, `hits` were found. `evictions`: cached pages reused; `copies`: pages copied on write;
+    `offloads` and `restores`: pages copied to the host and back."""
     total: int
     free: int
     cached: int
@@ -52,65 +53,64 @@ class PoolStats:
     restores: int
 
 
-class PagePool(Memories):
-    """`pages` pages of `page_size` tokens, and `host_pages` of the host. `sharing`: full pages are found by
-    later sequences with the same beginning. `window`: no row sees keys further back than so many, its own
-    counted, so pages wholly behind it are given back. Raises `PageError`."""
+class PagePool(TieredPages):
+    """`pages` pages of `page_size` tokens, and `host_pages` on the host. `sharing`: later sequences with the
+    same prefix share full pages (prefix caching). `window`: a token attends to at most so many keys, itself
+    included, so pages behind the window are freed. Raises `PageError`."""
 
     def __init__(self, pages: int, page_size: int = 16, *, host_pages: int = 0, sharing: bool = True,
                  window: int | None = None) -> None:
-        for name, number, least in (("pages", pages, 1), ("page_size", page_size, 1),
-                                    ("host_pages", host_pages, 0), ("window", window, 1)):
+        for name, number, minimum in (("pages", pages, 1), ("page_size", page_size, 1),
+                                      ("host_pages", host_pages, 0), ("window", window, 1)):
             if number is None and name == "window": continue
-            if type(number) is not int or number < least:
-                raise PageError(f"a pool with {name}={number!r}", f"a whole number, at least {least}")
+            if type(number) is not int or number < minimum:
+                raise PageError(f"a pool with {name}={number!r}", f"a whole number, at least {minimum}")
         super().__init__(pages, page_size, host_pages, sharing, window)
         self._secret = os.urandom(16)
 
-    def open(self, tokens: Sequence[int], salt: bytes = b"") -> Table:
-        """A table that shares the longest run of cached pages with which `tokens` begin, but not the last
-        token: its row is to be computed. `salt`: only what was written with the same is shared."""
-        table = Table(self, Prefix(root(self._secret, salt), self.page_size))
+    def open(self, tokens: Sequence[int], salt: bytes = b"") -> BlockTable:
+        """A block table that shares the longest cached prefix of `tokens`, without the last token, which must
+        be computed for its logits. Only pages written with the same `salt` are shared."""
+        table = BlockTable(self, PrefixHashes(root(self._secret, salt), self.page_size))
         if self.sharing: table.share(tokens)
         return table
 
-    def take_moves(self) -> tuple[Move, ...]:
-        """The copies that the batch being assembled must carry, in this order, before it computes. The next
-        batch begins."""
-        moves = tuple(self.moves)
-        self.moves.clear()
+    def take_copies(self) -> tuple[PageCopy, ...]:
+        """The copies that the batch being assembled must do, in order, before it computes. Starts the next
+        batch."""
+        copies = tuple(self.copies)
+        self.copies.clear()
         self.batch += 1
-        return moves
+        return copies
 
-    def recover(self, batch: int, tables: Iterable[Table]) -> None:
-        """Batch `batch` failed, and those after it have run on what it left or not at all; none runs any
-        more. Cached pages that they were to write are forgotten, and each of `tables`, all there are, is cut
-        back to whole pages written before: its `computed` says where to go on. `batch` 0: nothing that the
-        device holds is trusted."""
-        self.moves.clear()
+    def recover(self, batch: int, tables: Iterable[BlockTable]) -> None:
+        """Discards the writes of batch `batch` and all after it; none may be running. Cached pages that they
+        were to write are forgotten, and each of `tables`, which must be all, is rolled back to whole pages
+        written before: `computed` is then where to continue. `batch` 0 discards all pages."""
+        self.copies.clear()
         for pages in (self.device, self.host):
-            for page in list(pages.found.values()):
-                if pages.since[page] >= batch: pages.forget(page)
-        for table in tables: table.cut(batch)
+            for page in list(pages.by_hash.values()):
+                if pages.written_in[page] >= batch: pages.forget(page)
+        for table in tables: table.rollback(batch)
 
-    # **** what is to be seen ****
+    # **** statistics and checks ****
 
     def stats(self) -> PoolStats:
-        """Counts of now, and since the beginning."""
-        def states(pages: Pages) -> tuple[int, int, int, int]:
-            free, cached = len(pages.free), len(pages.idle)
+        """Current page counts, and totals."""
+        def states(pages: PageAllocator) -> tuple[int, int, int, int]:
+            free, cached = len(pages.free), len(pages.evictable)
             return pages.total, free, cached, pages.total - free - cached
         return PoolStats(*states(self.device), *states(self.host), self.hits, self.queries,
-                         self.device.evictions, *(self.moved[where] for where in Where))
+                         self.device.evictions, *(self.num_copies[where] for where in CopyKind))
 
-    def assert_conserved(self, tables: Iterable[Table]) -> None:
+    def assert_conserved(self, tables: Iterable[BlockTable]) -> None:
         """Asserts that each page is free, cached or in use, and that its references are those of `tables`,
-        all there are."""
-        held = list(tables)
-        for name, pages, lists in (("device", self.device, [table.held_pages for table in held]),
-                                   ("host", self.host, [table.host_pages for table in held])):
-            counted = Counter(page for each in lists for page in each)
-            free, idle = set(pages.free), set(pages.idle)
+        which must be all."""
+        tables_list = list(tables)
+        for name, pages, page_lists in (("device", self.device, [table.held_pages for table in tables_list]),
+                                        ("host", self.host, [table.host_pages for table in tables_list])):
+            counted = Counter(page for each in page_lists for page in each)
+            free, idle = set(pages.free), set(pages.evictable)
             assert len(free) == len(pages.free), f"{name}: a page is free twice"
             assert free.isdisjoint(idle), f"{name}: pages {free & set(idle)} are free and cached"
             assert counted.keys().isdisjoint(free | idle), f"{name}: a page in use is free or cached"
@@ -118,8 +118,8 @@ class PagePool(Memories):
                 f"{name}: {len(free)} free + {len(idle)} cached + {len(counted)} in use ≠ {pages.total}"
             for page, count in enumerate(pages.references):
                 assert count == counted[page], f"{name} page {page}: {count} references, {counted[page]} held"
-            for page, key in enumerate(pages.keys):
-                assert key is None or pages.found.get(key) == page, f"{name} page {page}: found elsewhere"
+            for page, key in enumerate(pages.hashes):
+                assert key is None or pages.by_hash.get(key) == page, f"{name} page {page}: found elsewhere"
                 assert key is None or page not in free, f"{name} page {page}: free, and found"
-                assert key is not None or page not in idle, f"{name} page {page}: cached, and found by nobody"
-            assert len(pages.found) == sum(key is not None for key in pages.keys), f"{name}: stale hashes"
+                assert key is not None or page not in idle, f"{name} page {page}: cached without a hash"
+            assert len(pages.by_hash) == sum(key is not None for key in pages.hashes), f"{name}: stale hashes"

@@ -1,21 +1,20 @@
 """OpenAI's HTTP API over an engine.
 
 Read in this order:
-
-  errors.py       the errors that a client sees
-  fields.py       strict JSON, and typed fields of an object
-  protocol.py     requests: JSON objects to typed ones; structure.py has structured output, tools.py tools
-                  and the tool calls in a model's text
-  service.py      what endpoints share: the generation of a request; record.py, its log record
-  sse.py          streams, and clients that disconnect
+  errors.py       error responses
+  fields.py       strict JSON, and typed access to its fields
+  protocol.py     requests: JSON objects to typed ones (with structured_output.py: structured output, and
+                  tools.py: tools, and tool calls in a model's text)
+  service.py      what endpoints share: the generation of one request; record.py, its record
+  sse.py          streams, and client disconnects
   completions.py  POST /v1/completions
   chat.py         POST /v1/chat/completions
-  metrics.py      /metrics, for Prometheus
+  metrics.py      Prometheus metrics
   log.py          log lines
-  app.py          routes, keys, and errors in OpenAI's shape
-  limits.py       limits of one client
-  serving.py      uvicorn with these limits, and the drain
-  startup.py      from the command line to a server that answers
-  waterfall.py    where the time of a start goes
-  page/           the chat page, and the engine's state
+  app.py          routes, API keys, and OpenAI-style responses for every error
+  limits.py       sizes and timeouts that protect the server from a client
+  serving.py      uvicorn with these limits, and a graceful shutdown
+  startup.py      from the command line to a listening server
+  waterfall.py    a breakdown of the startup time
+  page/           a web page to chat with the model and to watch the server
 """

@@ -1,8 +1,8 @@
-"""The ASGI application: routes, keys, and an answer of OpenAI's shape whatever happens.
+"""The ASGI application: routes, API keys, and OpenAI-style responses for every error.
 
-Protocol: `Gate` is around everything. It gives each request an id (x-request-id), refuses /v1 while the
-server drains (503) and without a key (401), makes answers of `APIError`s and of what nobody expected (500),
-counts and logs. A client that went away has status 499 there.
+Protocol: `Gate` is the outermost middleware. It gives each request an id (x-request-id), rejects /v1 while
+the server drains (503) and without an API key (401), turns `APIError`s and unexpected exceptions (500) into
+responses, counts and logs. A client that disconnected is logged with status 499.
 
     POST /v1/completions, /v1/chat/completions
     GET  /v1/models, /v1/models/{id}
@@ -48,7 +48,8 @@ def application(service: Service) -> ASGIApp:
               Route("/v1/models/{name:path}", _models(service)),
               Route("/health", _health(service)), Route("/metrics", _metrics(service)), Route("/", _page)]
     routes += [Route(f"/{name}", _page) for name in FILES]
-    handlers = {HTTPException: _refused, APIError: _told, ClientDisconnect: _gone, Exception: _unexpected}
+    handlers = {HTTPException: _refused, APIError: _api_error, ClientDisconnect: _client_gone,
+                Exception: _unexpected}
     app = Starlette(routes=routes, exception_handlers=handlers)
     return Gate(app, service)
 
@@ -65,7 +66,7 @@ class Gate:
         record = scope["record"] = Record(secrets.token_hex(12))
         status = 499
 
-        async def told(message: Message) -> None:
+        async def recorded_send(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -78,11 +79,11 @@ class Gate:
             try:
                 _require_framing(scope)
                 if served: self._admit(scope)
-                await self.app(scope, receive, told)
+                await self.app(scope, receive, recorded_send)
             except APIError as error:
                 record.error = error.code
-                await error.response()(scope, receive, told)
-            except Exception as error:  # it has been answered by `_unexpected`
+                await error.response()(scope, receive, recorded_send)
+            except Exception as error:  # `_unexpected` has responded
                 LOG.exception("internal_error id=%s", record.id)
                 record.error = type(error).__name__
         finally:
@@ -106,32 +107,32 @@ class Gate:
         self.service.metrics.finished(record)
         route = scope.get("route")
         path = "other" if route is None else route.path
-        self.service.metrics.answered.labels(_method(scope), path, str(status)).inc()
-        # what is asked every second would be all that the log has
+        self.service.metrics.http_requests.labels(_method(scope), path, str(status)).inc()
+        # /health and /metrics, requested every few seconds, would flood the log
         if scope["path"].startswith("/v1/") or status >= 400:
             LOG.info(request_line(record, scope["method"], scope["path"], status))
 
 
 def _require_framing(scope: Scope) -> None:
-    # a proxy in front may have gone by the other of them, and taken the rest for a request of its own
+    # a proxy may have used the other header, and taken the rest of the body for another request
     if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
         raise APIError(400, "the headers have Content-Length and Transfer-Encoding, expected one of them",
                        "invalid_http", None, {"Connection": "close"})
 
 
 def _method(scope: Scope) -> str:
-    # labels are few, whatever clients send
+    # bounds the number of label values
     return scope["method"] if scope["method"] in ("GET", "HEAD", "POST") else "other"
 
 
-async def _told(request: Request, error: Exception) -> Response:
+async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, APIError)
     request.scope["record"].error = error.code
     return error.response()
 
 
-async def _gone(request: Request, _: Exception) -> Response:
-    """For nobody: the log and the metrics have it."""
+async def _client_gone(request: Request, _: Exception) -> Response:
+    """The client disconnected: only the log and the metrics see this response."""
     request.scope["record"].error = "client_gone"
     return Response(status_code=499)
 
@@ -140,7 +141,7 @@ async def _unexpected(_: Request, __: Exception) -> Response: return internal().
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods."""
+    """Responses for unknown paths and methods."""
     assert isinstance(error, HTTPException)
     path, headers = request.url.path[:200], error.headers
     if error.status_code == 405:
@@ -168,13 +169,14 @@ def _require_json(headers: Mapping[str, str]) -> None:
 
 
 def _models(service: Service) -> Callable[[Request], Awaitable[Response]]:
-    def told(name: str) -> dict[str, Any]:
+    def model_card(name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": service.created, "owned_by": "tinygrad-nv",
                 "root": service.names[0], "parent": None, "max_model_len": service.model.length}
 
     async def endpoint(request: Request) -> Response:
-        if name := request.path_params.get("name"): return JSONResponse(told(service.require_name(name)))
-        return JSONResponse({"object": "list", "data": [told(name) for name in service.names]})
+        if name := request.path_params.get("name"):
+            return JSONResponse(model_card(service.require_name(name)))
+        return JSONResponse({"object": "list", "data": [model_card(name) for name in service.names]})
     return endpoint
 
 

@@ -1,8 +1,8 @@
 """POST /v1/chat/completions.
 
-Protocol: the conversation goes through the model's chat template, with the tools it offers. A stream begins
-with a chunk that names the role of each choice, then has one for each delta; calls of tools are told whole,
-each in one chunk, when they are complete.
+Protocol: the conversation goes through the model's chat template, with its tools. A stream starts with a
+chunk that names the role of each choice, then has one for each delta. A tool call is sent whole, in one
+chunk, when it is complete.
 """
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from tinygrad_nv.server import protocol
 from tinygrad_nv.server.completions import usage
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
-from tinygrad_nv.server.sse import Chunks, present, streamed
+from tinygrad_nv.server.sse import Chunks, streamed, until_disconnect
 from tinygrad_nv.server.tools import Call, CallParser, ToolChoice, call_style, forced_calls
 
 
 async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
-    """The response to a request whose body was `data`."""
-    asked = protocol.chat(data, service.model.defaults, service.limits)
-    name = service.require_name(asked.model)
-    tools = () if asked.choice.mode == "none" else asked.tools
-    size = sum(len(message["content"]) for message in asked.messages)
-    prompt = await service.aside(size, lambda: service.model.encode_chat(asked.messages, tools,
-                                                                         **asked.extra))
-    shared = {"id": record.id, "object": "chat.completion.chunk" if asked.stream else "chat.completion",
+    """The response to a request with body `data`."""
+    parsed = protocol.chat(data, service.model.defaults, service.limits)
+    name = service.require_name(parsed.model)
+    tools = () if parsed.choice.mode == "none" else parsed.tools
+    size = sum(len(message["content"]) for message in parsed.messages)
+    prompt = await service.aside(size, lambda: service.model.encode_chat(parsed.messages, tools,
+                                                                         **parsed.extra))
+    shared = {"id": record.id, "object": "chat.completion.chunk" if parsed.stream else "chat.completion",
               "created": int(time.time()), "model": name}
-    record.stream = asked.stream
+    record.stream = parsed.stream
     style = call_style(service.model.require_tokenizer().template) if tools else ""
-    chunks = _chunks(service, asked, prompt, record, shared, style)
-    if asked.stream: return await streamed(request, chunks, record)
-    return await present(request, _whole(chunks, shared, asked.params.n, record))
+    chunks = _chunks(service, parsed, prompt, record, shared, style)
+    if parsed.stream: return await streamed(request, chunks, record)
+    return await until_disconnect(request, _whole(chunks, shared, parsed.params.n, record))
 
 
 class Choice:
-    """One choice while it grows: its text, parsed for calls where there are tools."""
+    """One choice in progress: its text, parsed for tool calls."""
 
     def __init__(self, at: int, style: str, choice: ToolChoice) -> None:
         self.at, self.calls, self.choice = at, 0, choice
@@ -50,18 +50,18 @@ class Choice:
         """The chunk's entry for a delta."""
         content, calls = self._read(delta)
         if not self.choice.several: calls = calls[:1 - self.calls]
-        told: dict[str, Any] = {"content": content} if content or not calls else {}
+        sent: dict[str, Any] = {"content": content} if content or not calls else {}
         if calls:
-            told["tool_calls"] = [call.told(self.calls + i) for i, call in enumerate(calls)]
+            sent["tool_calls"] = [call.to_json(self.calls + i) for i, call in enumerate(calls)]
             self.calls += len(calls)
         reason = delta.finish_reason
         if reason == "stop" and self.calls: reason = "tool_calls"
-        return {"index": self.at, "delta": told, "finish_reason": reason, "stop_reason": delta.stop_reason,
+        return {"index": self.at, "delta": sent, "finish_reason": reason, "stop_reason": delta.stop_reason,
                 "logprobs": {"content": [_logprob(each) for each in delta.logprobs]} if logprobs else None}
 
     def _read(self, delta: Delta) -> tuple[str, list[Call]]:
         if self.choice.forced:
-            # nothing but calls comes, and they are told when they are whole, or cut by max_tokens
+            # the whole text is tool calls, sent when complete or truncated by max_tokens
             self.all += delta.text
             return "", [] if delta.finish_reason is None else forced_calls(self.all, self.choice)
         content, calls = self.parser.push(delta.text)
@@ -71,20 +71,20 @@ class Choice:
         return content, calls
 
 
-async def _chunks(service: Service, asked: protocol.ChatRequest, prompt: list[int], record: Record,
+async def _chunks(service: Service, parsed: protocol.ChatRequest, prompt: list[int], record: Record,
                   shared: dict[str, Any], style: str) -> Chunks:
     choices: dict[int, Choice] = {}
-    logprobs = asked.params.logprobs is not None
-    async for at, delta in service.run([prompt], asked.params, asked.priority, record):
+    logprobs = parsed.params.logprobs is not None
+    async for at, delta in service.run([prompt], parsed.params, parsed.priority, record):
         if at not in choices:
-            choices[at] = Choice(at, style, asked.choice)
+            choices[at] = Choice(at, style, parsed.choice)
             yield {**shared, "choices": [{"index": at, "delta": {"role": "assistant", "content": ""},
                                           "logprobs": None, "finish_reason": None}]}
         entry = choices[at].push(delta, logprobs)
-        # text that is held back for what may become a call needs no chunk
+        # no chunk while text that may become a tool call is held back
         if entry["delta"] != {"content": ""} or entry["finish_reason"] or delta.logprobs:
-            yield {**shared, "choices": [entry], **({"usage": usage(record)} if asked.usages else {})}
-    if asked.usage: yield {**shared, "choices": [], "usage": usage(record)}
+            yield {**shared, "choices": [entry], **({"usage": usage(record)} if parsed.usages else {})}
+    if parsed.usage: yield {**shared, "choices": [], "usage": usage(record)}
 
 
 async def _whole(chunks: Chunks, shared: dict[str, Any], count: int, record: Record) -> Response:
@@ -92,7 +92,7 @@ async def _whole(chunks: Chunks, shared: dict[str, Any], count: int, record: Rec
     calls: list[list[dict[str, Any]]] = [[] for _ in range(count)]
     logprobs: list[list[dict[str, Any]]] = [[] for _ in range(count)]
     choices: list[dict[str, Any]] = [{} for _ in range(count)]
-    told = False
+    sent = False
     async for chunk in chunks:
         for part in chunk["choices"]:
             at, delta = part["index"], part["delta"]
@@ -100,14 +100,14 @@ async def _whole(chunks: Chunks, shared: dict[str, Any], count: int, record: Rec
             calls[at] += [{key: call[key] for key in call if key != "index"}
                           for call in delta.get("tool_calls", [])]
             if part["logprobs"]: logprobs[at] += part["logprobs"]["content"]
-            told = told or part["logprobs"] is not None
+            sent = sent or part["logprobs"] is not None
             choices[at] = {key: part.get(key) for key in ("finish_reason", "stop_reason")}
     for at in range(count):
         content = None if calls[at] and not texts[at] else texts[at]
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls[at]: message["tool_calls"] = calls[at]
         choices[at] |= {"index": at, "message": message,
-                        "logprobs": {"content": logprobs[at], "refusal": None} if told else None}
+                        "logprobs": {"content": logprobs[at], "refusal": None} if sent else None}
     return JSONResponse({**shared, "choices": choices, "usage": usage(record)})
 
 

@@ -1,7 +1,7 @@
 """POST /v1/completions.
 
 Protocol: every prompt gives n choices, numbered prompt × n + index. A stream has a chunk for each delta, and
-with `stream_options.include_usage` a last one without choices that tells the usage.
+with `stream_options.include_usage` a last one with the usage and no choices.
 """
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from tinygrad_nv.engine.outputs import Delta, TokenLogprobs
 from tinygrad_nv.server import protocol
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
-from tinygrad_nv.server.sse import Chunks, present, streamed
+from tinygrad_nv.server.sse import Chunks, streamed, until_disconnect
 
 
 async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
-    """The response to a request whose body was `data`."""
-    asked = protocol.completion(data, service.model.defaults, service.limits)
-    name = service.require_name(asked.model)
-    size = sum(map(len, asked.prompts))
-    prompts = await service.aside(size, lambda: [service.model.encode(prompt) for prompt in asked.prompts])
-    echoes = await service.aside(size, lambda: [_echo(service, asked, prompts, at)
-                                                  for at in range(len(prompts))])
+    """The response to a request with body `data`."""
+    parsed = protocol.completion(data, service.model.defaults, service.limits)
+    name = service.require_name(parsed.model)
+    size = sum(map(len, parsed.prompts))
+    prompts = await service.aside(size, lambda: [service.model.encode(prompt) for prompt in parsed.prompts])
+    echoes = await service.aside(size, lambda: [_echo(service, parsed, prompts, at)
+                                                for at in range(len(prompts))])
     shared = {"id": record.id, "object": "text_completion", "created": int(time.time()), "model": name}
-    record.stream = asked.stream
-    chunks = _chunks(service, asked, prompts, echoes, record, shared)
-    if asked.stream: return await streamed(request, chunks, record)
-    return await present(request, _whole(chunks, shared, len(prompts) * asked.params.n, record))
+    record.stream = parsed.stream
+    chunks = _chunks(service, parsed, prompts, echoes, record, shared)
+    if parsed.stream: return await streamed(request, chunks, record)
+    return await until_disconnect(request, _whole(chunks, shared, len(prompts) * parsed.params.n, record))
 
 
-async def _chunks(service: Service, asked: protocol.CompletionRequest, prompts: Sequence[list[int]],
+async def _chunks(service: Service, parsed: protocol.CompletionRequest, prompts: Sequence[list[int]],
                   echoes: Sequence[str], record: Record, shared: dict[str, Any]) -> Chunks:
     offsets: dict[int, int] = {}
-    async for at, delta in service.run(prompts, asked.params, asked.priority, record):
+    async for at, delta in service.run(prompts, parsed.params, parsed.priority, record):
         first = at not in offsets
         offset = offsets.setdefault(at, 0)
         logprobs = None
-        if asked.params.logprobs is not None and delta.logprobs:
-            logprobs, offsets[at] = told(delta.logprobs, offset, asked.params.logprobs)
-        echo = echoes[at // asked.params.n] if first else ""
+        if parsed.params.logprobs is not None and delta.logprobs:
+            logprobs, offsets[at] = completion_logprobs(delta.logprobs, offset, parsed.params.logprobs)
+        echo = echoes[at // parsed.params.n] if first else ""
         choice = _choice(at, echo + delta.text, delta, logprobs)
-        if asked.ids:
-            if first: choice["prompt_token_ids"] = prompts[at // asked.params.n]
+        if parsed.ids:
+            if first: choice["prompt_token_ids"] = prompts[at // parsed.params.n]
             choice["token_ids"] = list(delta.tokens)
-        yield {**shared, "choices": [choice], **({"usage": usage(record)} if asked.usages else {})}
-    if asked.usage: yield {**shared, "choices": [], "usage": usage(record)}
+        yield {**shared, "choices": [choice], **({"usage": usage(record)} if parsed.usages else {})}
+    if parsed.usage: yield {**shared, "choices": [], "usage": usage(record)}
 
 
 async def _whole(chunks: Chunks, shared: dict[str, Any], count: int, record: Record) -> Response:
@@ -72,15 +72,16 @@ def _choice(at: int, text: str, delta: Delta, logprobs: dict[str, Any] | None) -
             "stop_reason": delta.stop_reason}
 
 
-def _echo(service: Service, asked: protocol.CompletionRequest, prompts: Sequence[list[int]], at: int) -> str:
-    """What is put in front of the choices of a prompt."""
-    if not asked.echo: return ""
-    prompt = asked.prompts[at]
+def _echo(service: Service, parsed: protocol.CompletionRequest, prompts: Sequence[list[int]], at: int) -> str:
+    """The text to prepend to the choices of a prompt."""
+    if not parsed.echo: return ""
+    prompt = parsed.prompts[at]
     return prompt if isinstance(prompt, str) else service.model.require_tokenizer().decode(prompts[at])
 
 
-def told(logprobs: Sequence[TokenLogprobs], offset: int, top: int) -> tuple[dict[str, Any], int]:
-    """OpenAI's older form of logprobs, and the text's length after them."""
+def completion_logprobs(logprobs: Sequence[TokenLogprobs], offset: int,
+                        top: int) -> tuple[dict[str, Any], int]:
+    """Logprobs in the format of /v1/completions, and the length of the text after them."""
     out: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [] if top else None,
                            "text_offset": []}
     for each in logprobs:

@@ -1,9 +1,9 @@
-"""What an API client is told when something is wrong.
+"""Error responses.
 
-Protocol: every answer that is not 2xx has the body {"error": {"message", "type", "param", "code"}}, which
-OpenAI's clients turn into exceptions. `type` says whose mistake it is: "invalid_request_error" the client's,
-"rate_limit_error" nobody's (come again), "server_error" ours. `code` is a word for programs, `param` the
-field at fault. An `NVError` keeps its three parts in the message.
+Protocol: every response that is not 2xx has the body {"error": {"message", "type", "param", "code"}}, which
+OpenAI's clients turn into exceptions. `type` is "invalid_request_error" for errors of the client,
+"rate_limit_error" if it should retry later, "server_error" for errors of the server. `code` is for programs,
+`param` is the invalid field. An `NVError` keeps its three parts in the message.
 """
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tinygrad_nv.errors import EngineError, NVError, QueueFull, RequestError, To
 
 
 class APIError(Exception):
-    """An answer that is not 2xx: HTTP `status`, `message` for people, `code` for programs, the `param` at
-    fault, `headers` to add."""
+    """A response that is not 2xx: HTTP `status`, `message` for people, `code` for programs, the invalid
+    `param`, extra `headers`."""
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None,
                  headers: Mapping[str, str] | None = None) -> None:
@@ -27,17 +27,17 @@ class APIError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The JSON object of the answer."""
+        """The JSON body."""
         return {"error": {"message": self.message, "type": _type(self.status), "param": self.param,
                           "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """The answer."""
+        """The response."""
         return JSONResponse(self.body(), self.status, self.headers)
 
 
 def _encodable(text: str) -> str:
-    # names of fields are repeated, and JSON can escape half a surrogate pair
+    # messages repeat field names, and JSON can escape a lone surrogate
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -47,18 +47,18 @@ def _type(status: int) -> str:
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> APIError:
-    """A request that cannot be served as it is: 400."""
+    """An invalid request: 400."""
     return APIError(400, message, code, param)
 
 
 def internal() -> APIError:
-    """A failure nobody foresaw. What it was is for the log alone."""
+    """An unexpected failure. Only the log has its details."""
     return APIError(500, "an internal error; the server's log has the details", "internal_error")
 
 
-def explained(error: NVError, param: str | None = None) -> APIError:
-    """The answer for an error of ours: 429 when the queue is full, 400 for what a request asks, 503 when the
-    engine has stopped, 500 else."""
+def api_error(error: NVError, param: str | None = None) -> APIError:
+    """The response for an `NVError`: 429 when the queue is full, 400 for an invalid request, 503 when the
+    engine has stopped, else 500."""
     parts = [error.found]
     if error.expected: parts.append(f"expected: {error.expected}")
     if error.fix: parts.append(f"to fix: {error.fix}")

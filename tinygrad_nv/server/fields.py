@@ -1,8 +1,8 @@
-"""Strict JSON, and fields read out of an object with their types.
+"""Strict JSON, and typed access to its fields.
 
-Protocol: `parse(body)` gives the object of a request's body, and refuses what json.loads lets pass: names
-given twice, NaN and Infinity, numbers beyond float64. A `Fields` is then asked for each field once (null
-counts as absent); `finish()` refuses the fields nobody asked for.
+Protocol: `parse(body)` returns the JSON object of a body, and rejects what json.loads accepts: duplicate
+names, NaN and Infinity, numbers beyond float64. Each field of a `Fields` is then read once (null counts as
+absent); `finish()` rejects fields that were not read.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def parse(body: bytes) -> dict[str, Any]:
     """The JSON object in `body`. Raises `APIError` 400 with what is wrong and where."""
     try: text = body.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise invalid(f"the body is not UTF-8: byte {body[error.start]:#04x} at place {error.start}",
+        raise invalid(f"the body is not UTF-8: byte {body[error.start]:#04x} at offset {error.start}",
                       code="invalid_utf8") from error
     try: data = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float)
     except RecursionError as error:
@@ -55,14 +55,14 @@ def _kind(value: Any) -> str:
 
 
 class Fields:
-    """The fields of a JSON object, taken out one by one. `where` is the path in front of their names."""
+    """The fields of a JSON object, removed one by one. `where` is the path in front of their names."""
 
     def __init__(self, data: Mapping[str, Any], where: str = "") -> None:
         self.left = {name: value for name, value in data.items() if value is not None}
         self.where, self.known = where, set[str]()
 
     def path(self, name: str) -> str:
-        """The name by which an error calls a field."""
+        """The full name of a field, for messages."""
         return f"{self.where}.{name}" if self.where else name
 
     def wrong(self, name: str, value: Any, expected: str) -> APIError:
@@ -70,7 +70,7 @@ class Fields:
         return invalid(f"{self.path(name)} is {_kind(value)}, expected {expected}", self.path(name))
 
     def take(self, name: str) -> Any:
-        """The field as it is; None when it is absent or null."""
+        """The field's value; None if it is absent or null."""
         self.known.add(name)
         return self.left.pop(name, None)
 
@@ -108,7 +108,7 @@ class Fields:
         return float(value)
 
     def text(self, name: str) -> str | None:
-        """A string that is Unicode: a lone half of a surrogate pair is refused."""
+        """A string of valid Unicode: a lone surrogate is rejected."""
         value = self.take(name)
         if value is None: return None
         if not isinstance(value, str): raise self.wrong(name, value, "a string")
@@ -150,18 +150,18 @@ class Fields:
         return tuple(value)
 
     def ignore(self, names: Iterable[str]) -> None:
-        """Fields that may be there and have no effect."""
+        """Accepts fields that have no effect."""
         for name in names: self.take(name)
 
     def as_usual(self, usual: Mapping[str, Any]) -> None:
-        """Fields that may ask for what is done anyway."""
+        """Accepts fields only with the value of the default behaviour."""
         for name, value in usual.items():
             if (asked := self.take(name)) is not None and asked != value:
                 raise invalid(f"{self.path(name)} is not served; to fix: leave it out, or say "
                               f"{json.dumps(value)}", self.path(name), "unsupported")
 
     def finish(self) -> None:
-        """Refuses what is left: a field that nobody reads would be a wish silently not granted."""
+        """Rejects unread fields: a misspelt field would otherwise be silently ignored."""
         if not self.left: return
         name = next(iter(self.left))
         close = difflib.get_close_matches(name[:100], self.known, 1)
@@ -171,7 +171,7 @@ class Fields:
 
 
 def unicode(text: str, param: str) -> str:
-    """`text`, if it is Unicode."""
+    """`text`, if it is valid Unicode."""
     try: text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise invalid(f"{param} holds half a surrogate pair ({text[error.start]!r}) at character "

@@ -1,9 +1,9 @@
-"""What one client may take of the server, so that the others are served.
+"""Sizes and timeouts that protect the server from a client.
 
-Protocol: `Limits` are set at the start. Bodies are read by `read_body`: 413 for one that is too large, at
-once when it says so itself, and 408 for one that does not come in time. `Guarded` is uvicorn's HTTP protocol
-with what uvicorn does not have: time limits for headers, for a body that nobody reads, and for clients that
-do not read; and errors of OpenAI's shape for requests that are not HTTP.
+Protocol: `Limits` are set at startup. `read_body` reads a body, and raises 413 for one that is too large (at
+once if Content-Length says so), and 408 for one that does not arrive in time. `Guarded` is uvicorn's HTTP
+protocol with timeouts that uvicorn lacks: for headers, for an unread body, and for clients that do not read.
+It answers invalid HTTP with OpenAI-style errors.
 """
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tinygrad_nv.server.errors import APIError
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of requests. `choices`: texts that one may ask for, prompts × n; `body_bytes`, `schema_bytes`:
-    sizes of a body and of a JSON schema in it; seconds until headers, body and answer must be complete;
-    `drain_s`: for what runs when the server is told to stop."""
+    """Limits of requests. `choices`: texts of one request, prompts × n; `body_bytes`, `schema_bytes`: sizes
+    of a body and of a JSON schema in it; timeouts in seconds for headers, body and answer; `drain_s`: for
+    running requests at shutdown."""
     choices: int = 128
     body_bytes: int = 4 << 20
     schema_bytes: int = 64 << 10
@@ -52,54 +52,54 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     return b"".join(parts)
 
 
-async def gone(request: Request) -> None:
-    """Returns when the client has gone away."""
+async def disconnected(request: Request) -> None:
+    """Returns when the client has disconnected."""
     try:
         while (await request.receive())["type"] != "http.disconnect": pass
     except ClientDisconnect: return
 
 
 class Guarded(H11Protocol):
-    """HTTP/1.1 whose headers must be complete within `header_s` seconds of the connection, or of a further
-    request's first byte, as must be what is left of an answered request's body. A client that has read
-    nothing of what waits for it in `body_s` seconds is left."""
+    """HTTP/1.1 whose headers must be complete within `header_s` seconds of the connection, or of the first
+    byte of a further request. The same holds for the rest of the body of an answered request. A client that
+    reads no pending output for `body_s` seconds is disconnected."""
     header_s: ClassVar[float] = Limits.header_s
     body_s: ClassVar[float] = Limits.body_s
     waiting: asyncio.TimerHandle | None = None
     writing: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Starts the clock."""
+        """Starts the header timeout."""
         super().connection_made(transport)
-        # paused as soon as the system takes no more: what is generated meanwhile becomes one delta
+        # pause writing as soon as the socket is full: tokens generated meanwhile become one delta
         transport.set_write_buffer_limits(0)
         self._wait()
 
     def data_received(self, data: bytes) -> None:
-        """Stops the clock once headers are complete, and starts it again with the next request."""
+        """Stops the header timeout once headers are complete, and restarts it with the next request."""
         super().data_received(data)
         owed = self.conn.their_state is h11.IDLE or self._answered()
         if owed and not self.transport.is_closing(): self._wait()
         else: self._stop_waiting()
 
     def pause_writing(self) -> None:
-        """Starts the clock of the client's reading."""
+        """Starts the timeout of the client's reading."""
         super().pause_writing()
         self._look(self.transport.get_write_buffer_size() + 1)
 
     def resume_writing(self) -> None:
-        """Stops the clock of the client's reading."""
+        """Stops the timeout of the client's reading."""
         self._stop_looking()
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stops the clocks."""
+        """Stops the timeouts."""
         self._stop_waiting()
         self._stop_looking()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """For what is no HTTP request, or has more than 64 KiB of headers."""
+        """For invalid HTTP, or more than 64 KiB of headers."""
         self._refuse(APIError(400, f"{msg} Expected HTTP/1.1, with headers of at most 64 KiB.",
                               "invalid_http"))
 
@@ -111,7 +111,7 @@ class Guarded(H11Protocol):
         self.waiting = None
 
     def _answered(self) -> bool:
-        """Whether the rest of a body comes whose request has its answer."""
+        """Whether the rest of an answered request's body is still arriving."""
         return self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
 
     def _look(self, before: int) -> None:
@@ -129,7 +129,7 @@ class Guarded(H11Protocol):
                                   "header_timeout"))
 
     def _refuse(self, error: APIError) -> None:
-        # written past h11, whose state may be that of an error
+        # bypasses h11, which may be in an error state
         body = json.dumps(error.body()).encode()
         reason = {400: "Bad Request", 408: "Request Timeout"}[error.status]
         head = (f"HTTP/1.1 {error.status} {reason}\r\nContent-Type: application/json\r\n"

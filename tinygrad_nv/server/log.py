@@ -1,8 +1,7 @@
 """Log lines: one event each, `time event key=value …`, on stderr.
 
-Protocol: `line` makes one; values with spaces or quotes are quoted as JSON strings, so that a line splits
-into fields by rule and no input can begin a line of its own. `Periodic` tells what the engine does while it
-does something.
+Protocol: `line` makes one. Values with spaces or quotes are written as JSON strings, so a line can be split
+into fields, and no value can start another line. `periodic` logs the engine's statistics while it is active.
 """
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ LOG = logging.getLogger("tinygrad_nv.server")
 
 def line(event: str, **fields: Any) -> str:
     """`event key=value …`, without fields that are None."""
-    told = {key: _shown(value) for key, value in fields.items() if value is not None}
-    return " ".join([event, *(f"{key}={value}" for key, value in told.items())])
+    shown = {key: _shown(value) for key, value in fields.items() if value is not None}
+    return " ".join([event, *(f"{key}={value}" for key, value in shown.items())])
 
 
 def _shown(value: Any) -> str:
@@ -34,7 +33,7 @@ def _shown(value: Any) -> str:
 
 
 class _Formatter(logging.Formatter):
-    """Time in UTC to the millisecond; what other libraries log becomes one event, too."""
+    """Time in UTC to the millisecond. Messages of other libraries become one event, too."""
 
     def format(self, record: logging.LogRecord) -> str:
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{record.msecs:03.0f}Z"
@@ -45,14 +44,14 @@ class _Formatter(logging.Formatter):
 
 
 class _Stderr(logging.Handler):
-    """Writes to what is stderr now. A reader that went away ends no request."""
+    """Writes to the current stderr. Write errors do not end a request."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError, ValueError): print(self.format(record), file=sys.stderr, flush=True)
 
 
 def set_up() -> None:
-    """Sends our lines, and warnings of uvicorn, to stderr."""
+    """Sends our log lines, and uvicorn's warnings, to stderr."""
     handler = _Stderr()
     handler.setFormatter(_Formatter())
     for name, level in ((LOG.name, logging.INFO), ("uvicorn", logging.WARNING)):
@@ -62,7 +61,7 @@ def set_up() -> None:
 
 
 def request_line(record: Record, method: str, path: str, status: int) -> str:
-    """The line of a request that has ended. Times in milliseconds."""
+    """The line of a finished request. Times in milliseconds."""
     now = time.perf_counter()
     served = record.params is not None
     return line("request", id=record.id, method=method, path=path, status=status,
@@ -71,24 +70,24 @@ def request_line(record: Record, method: str, path: str, status: int) -> str:
                 cached_tokens=record.cached_tokens if served else None,
                 output_tokens=record.output_tokens if served else None,
                 finish=",".join(record.reasons) or None, error=record.error,
-                ttft_ms=None if record.first is None else (record.first - record.begun) * 1e3,
-                total_ms=(now - record.begun) * 1e3)
+                ttft_ms=None if record.first is None else (record.first - record.started) * 1e3,
+                total_ms=(now - record.started) * 1e3)
 
 
 async def periodic(service: Service, every_s: float) -> None:
-    """Writes a line each `every_s` seconds while there is something to tell, for ever."""
-    before, at, told = service.engine.stats(), time.perf_counter(), False
+    """Logs a line every `every_s` seconds while the engine is active, for ever."""
+    before, at, shown = service.engine.stats(), time.perf_counter(), False
     while True:
         await asyncio.sleep(every_s)
         now, stats = time.perf_counter(), service.engine.stats()
         busy = bool(stats.running or stats.waiting or stats.generated_tokens != before.generated_tokens)
-        # one more line when it becomes idle, so that the last one does not say it is busy
-        if busy or told: LOG.info(engine_line(stats, before, now - at))
-        before, at, told = stats, now, busy
+        # one more line when it becomes idle, so that the last line is not a busy one
+        if busy or shown: LOG.info(engine_line(stats, before, now - at))
+        before, at, shown = stats, now, busy
 
 
 def engine_line(stats: Any, before: Any, seconds: float) -> str:
-    """What the engine does, with rates since `before`."""
+    """The engine's statistics, with rates since `before`."""
     return line("engine", running=stats.running, waiting=stats.waiting, kv_used=float(stats.kv_used),
                 prompt_tok_s=(stats.prompt_tokens - before.prompt_tokens) / seconds,
                 gen_tok_s=(stats.generated_tokens - before.generated_tokens) / seconds,

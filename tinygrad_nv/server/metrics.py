@@ -1,8 +1,8 @@
-"""/metrics: what Prometheus reads.
+"""/metrics: Prometheus metrics.
 
 Protocol: names, labels and bucket edges are vLLM's with the prefix `tinygrad_nv:` (or `vllm:`, by
---metrics-prefix, for dashboards that exist). What the engine counts is asked of it when somebody reads; what
-belongs to a request is observed when it happens. Each server has a registry of its own.
+--metrics-prefix, for existing dashboards). Engine statistics are read when /metrics is requested; request
+metrics are observed when they happen. Each server has its own registry.
 """
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def tokens_up_to(most: int) -> tuple[int, ...]:
 
 
 class _Engine(Collector):
-    """The engine's counts, as they are when asked for: (kind, name, EngineStats' field, words)."""
-    TOLD = (("gauge", "num_requests_running", "running", "Sequences in the running batch."),
-            ("gauge", "num_requests_waiting", "waiting", "Requests that wait, and sequences set back."),
-            ("gauge", "kv_cache_usage_perc", "kv_used", "Pages of keys and values in use; 1 is all."),
-            ("counter", "num_preemptions", "preempted", "Sequences set back for want of pages."),
-            ("counter", "prefix_cache_queries", "prefix_queries", "Tokens looked for in the prefix cache."),
-            ("counter", "prefix_cache_hits", "prefix_hits", "Tokens found in the prefix cache."),
-            ("counter", "prompt_tokens", "prompt_tokens", "Tokens of prompts that began, those found in the "
-             "prefix cache among them."),
-            ("counter", "generation_tokens", "generated_tokens", "Tokens generated."),
-            ("counter", "engine_steps", "steps", "Steps of the engine."))
+    """The engine's statistics at the time of a request: (kind, name, field of EngineStats, help)."""
+    METRICS = (("gauge", "num_requests_running", "running", "Sequences in the running batch."),
+               ("gauge", "num_requests_waiting", "waiting", "Waiting requests and preempted sequences."),
+               ("gauge", "kv_cache_usage_perc", "kv_used", "Fraction of KV cache pages in use."),
+               ("counter", "num_preemptions", "preempted", "Preemptions because of too few free pages."),
+               ("counter", "prefix_cache_queries", "prefix_queries", "Tokens looked up in the prefix cache."),
+               ("counter", "prefix_cache_hits", "prefix_hits", "Tokens found in the prefix cache."),
+               ("counter", "prompt_tokens", "prompt_tokens", "Prompt tokens of started requests, with those "
+                "found in the prefix cache."),
+               ("counter", "generation_tokens", "generated_tokens", "Tokens generated."),
+               ("counter", "engine_steps", "steps", "Steps of the engine."))
 
     def __init__(self, prefix: str, model: str, stats: Callable[[], Any]) -> None:
         self.prefix, self.model, self.stats = prefix, model, stats
@@ -50,7 +50,7 @@ class _Engine(Collector):
     def collect(self) -> Iterator[Metric]:
         """Metrics now."""
         stats = self.stats()
-        for kind, name, attribute, words in self.TOLD:
+        for kind, name, attribute, words in self.METRICS:
             family = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}[kind]
             metric = family(f"{self.prefix}:{name}", words, labels=["model_name"])
             metric.add_metric([self.model], getattr(stats, attribute))
@@ -58,50 +58,53 @@ class _Engine(Collector):
 
 
 class Metrics:
-    """Metrics of the model `model`, whose contexts have at most `length` tokens."""
+    """Metrics of the model `model` with a context of `length` tokens."""
 
     def __init__(self, model: str, length: int, stats: Callable[[], Any], prefix: str = PREFIXES[0]) -> None:
         self.registry, self.prefix, self.model = CollectorRegistry(), prefix, model
         self.registry.register(_Engine(prefix, model, stats))
         sizes = tokens_up_to(length)
-        self.first = self._histogram("time_to_first_token_seconds", "Time to a request's first token.", TTFT)
-        self.between = self._histogram("inter_token_latency_seconds", "Time between a sequence's tokens.",
-                                       TOKEN)
+        self.time_to_first_token = self._histogram("time_to_first_token_seconds",
+                                                   "Time to a request's first token.", TTFT)
+        self.inter_token_latency = self._histogram("inter_token_latency_seconds",
+                                                   "Time between a sequence's tokens.",
+                                                   TOKEN)
         self.per_token = self._histogram("time_per_output_token_seconds",
                                          "Mean time of a sequence's tokens after the first.", TOKEN)
-        self.whole = self._histogram("e2e_request_latency_seconds", "Time of whole requests.", REQUEST)
-        self.prompts = self._histogram("request_prompt_tokens", "Tokens of a request's prompts.", sizes)
-        self.answers = self._histogram("request_generation_tokens", "Tokens of a sequence.", sizes)
-        self.asked = self._histogram("request_params_max_tokens", "max_tokens of requests.", sizes)
+        self.e2e_latency = self._histogram("e2e_request_latency_seconds", "Time of whole requests.", REQUEST)
+        self.prompt_tokens = self._histogram("request_prompt_tokens", "Tokens of a request's prompts.", sizes)
+        self.generation_tokens = self._histogram("request_generation_tokens", "Tokens of a sequence.", sizes)
+        self.max_tokens = self._histogram("request_params_max_tokens", "max_tokens of requests.", sizes)
         self.n = self._histogram("request_params_n", "n of requests.", (1, 2, 5, 10, 20))
         self.success = Counter(f"{prefix}:request_success", "Sequences that ended, by reason.",
                                ["model_name", "finished_reason"], registry=self.registry)
-        self.answered = Counter(f"{prefix}:http_requests", "Requests answered, by path and status; 499: the "
-                                "client went away.", ["method", "path", "status"], registry=self.registry)
+        self.http_requests = Counter(f"{prefix}:http_requests", "Requests answered, by path and status; 499: "
+                                     "the client disconnected.", ["method", "path", "status"],
+                                     registry=self.registry)
 
     def _histogram(self, name: str, words: str, edges: Iterable[float]) -> Histogram:
         made = Histogram(f"{self.prefix}:{name}", words, ["model_name"], buckets=tuple(edges),
                          registry=self.registry)
         return made.labels(self.model)
 
-    def gaps(self, seconds: list[float]) -> None:
-        """Times before tokens."""
-        for each in seconds: self.between.observe(each)
+    def inter_token_latencies(self, seconds: list[float]) -> None:
+        """Observes times between tokens."""
+        for each in seconds: self.inter_token_latency.observe(each)
 
     def finished(self, record: Record) -> None:
-        """A request that reached the engine has ended."""
+        """Records the end of a request that reached the engine."""
         if record.params is None: return
-        # those that no end was told of ended with their request
+        # choices without a finish reason were aborted with their request
         unfinished = ["abort"] * (record.choices - len(record.reasons))
         for reason in record.reasons + unfinished: self.success.labels(self.model, reason).inc()
-        self.prompts.observe(record.prompt_tokens)
+        self.prompt_tokens.observe(record.prompt_tokens)
         self.n.observe(record.params.n)
-        if record.params.max_tokens is not None: self.asked.observe(record.params.max_tokens)
+        if record.params.max_tokens is not None: self.max_tokens.observe(record.params.max_tokens)
         if record.first is None: return
-        self.first.observe(record.first - record.begun)
-        self.whole.observe(time.perf_counter() - record.begun)
+        self.time_to_first_token.observe(record.first - record.started)
+        self.e2e_latency.observe(time.perf_counter() - record.started)
         for answer in record.answers.values():
-            self.answers.observe(answer.tokens)
+            self.generation_tokens.observe(answer.tokens)
             if answer.tokens > 1: self.per_token.observe((answer.last - answer.first) / (answer.tokens - 1))
 
     def text(self) -> bytes:

@@ -1,11 +1,11 @@
-"""Requests: JSON objects into typed ones.
+"""Requests: JSON objects to typed ones.
 
-Protocol: `completion(data, defaults, limits)` and `chat(…)` check every field's type and range and give a
+Protocol: `completion(data, defaults, limits)` and `chat(…)` check every field's type and range, and return a
 `CompletionRequest` or `ChatRequest` whose `params` are ready for the engine. Names are OpenAI's, and vLLM's
-for what OpenAI has not (top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, ignore_eos,
-structured_outputs, priority). What is not served is refused in words. What has no effect on an answer by its
-nature (user, metadata, store) is taken and forgotten, and so is what asks for the only way there is. An
-unknown field is an error: maybe a wish misspelt.
+for what OpenAI lacks (top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, ignore_eos,
+structured_outputs, priority). Unsupported features are rejected by name. Fields that cannot affect an answer
+(user, metadata, store), and fields that ask for the default behaviour, are accepted and ignored. An unknown
+field is an error: it may be misspelt.
 """
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from typing import Any
 from tinygrad_nv.engine.llm import Prompt
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.errors import RequestError
-from tinygrad_nv.server.errors import APIError, explained, invalid
+from tinygrad_nv.server.errors import APIError, api_error, invalid
 from tinygrad_nv.server.fields import Fields, parse, unicode
 from tinygrad_nv.server.limits import Limits
-from tinygrad_nv.server.structure import call_schema, structured
+from tinygrad_nv.server.structured_output import call_schema, structured
 from tinygrad_nv.server.tools import Tool, ToolChoice, tool_choice, tool_list
 
 WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
                   "request_id")
-# what clients of vLLM say although it is what happens
+# vLLM's fields that are accepted with their default value only
 USUAL = {"skip_special_tokens": True, "spaces_between_special_tokens": True, "detokenize": True,
          "use_beam_search": False, "early_stopping": False, "length_penalty": 1.0}
 TOP_LOGPROBS = 20
-# of chat templates
+# reserved variables of chat templates
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
-# what OpenAI allows, and vLLM
+# limits of OpenAI and vLLM
 STOPS, PENALTY = 16, 2.0
 
 
 @dataclass(frozen=True)
 class Common:
-    """What both kinds of requests have. `params.n` texts for every prompt."""
+    """Fields of both kinds of requests. `params.n` texts for every prompt."""
     model: str | None
     params: SamplingParams
     stream: bool
-    usage: bool             # a last chunk tells the usage
-    usages: bool            # every chunk does
+    usage: bool             # a last chunk has the usage
+    usages: bool            # every chunk has
     priority: int
 
 
@@ -50,7 +50,7 @@ class CompletionRequest(Common):
     """Of /v1/completions."""
     prompts: tuple[Prompt, ...]
     echo: bool
-    ids: bool               # token ids are told, too
+    ids: bool               # return token ids, too
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ChatRequest(Common):
 
 
 def completion(data: dict[str, Any], defaults: SamplingParams, limits: Limits) -> CompletionRequest:
-    """The request of /v1/completions. `max_tokens` is 16 unless given, as OpenAI's."""
+    """A request of /v1/completions. `max_tokens` defaults to 16, as OpenAI's."""
     fields = Fields(data)
     prompts = _prompts(fields)
     if fields.text("suffix"):
@@ -77,9 +77,9 @@ def completion(data: dict[str, Any], defaults: SamplingParams, limits: Limits) -
     most = fields.whole("max_tokens", 1)
     limit = 16 if most is None else most
     common = _common(fields, defaults, limits, len(prompts), {"max_tokens": limit, "logprobs": logprobs})
-    best = fields.whole("best_of", 1)
-    if best is not None and best != getattr(common.params, "n", 1):
-        raise invalid(f"best_of is {best}, and is served only equal to n; to fix: ask for n choices with "
+    best_of = fields.whole("best_of", 1)
+    if best_of is not None and best_of != getattr(common.params, "n", 1):
+        raise invalid(f"best_of is {best_of}, and is served only equal to n; to fix: ask for n choices with "
                       "logprobs and choose", "best_of", "unsupported")
     ids = fields.flag("return_token_ids")
     fields.as_usual({"add_special_tokens": True})
@@ -88,20 +88,20 @@ def completion(data: dict[str, Any], defaults: SamplingParams, limits: Limits) -
 
 
 def chat(data: dict[str, Any], defaults: SamplingParams, limits: Limits) -> ChatRequest:
-    """The request of /v1/chat/completions. Without `max_completion_tokens` or `max_tokens`, an answer may
-    fill the context."""
+    """A request of /v1/chat/completions. Without `max_completion_tokens` or `max_tokens`, an answer may fill
+    the context."""
     fields = Fields(data)
     messages = tuple(_message(item, at) for at, item in enumerate(_messages(fields)))
     tools = tool_list(fields)
     choice = tool_choice(fields, tools)
-    told, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, TOP_LOGPROBS)
-    if top is not None and not told:
+    logprobs, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, TOP_LOGPROBS)
+    if top is not None and not logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     limits_given = [fields.whole("max_completion_tokens", 1), fields.whole("max_tokens", 1)]
     most = min((limit for limit in limits_given if limit is not None), default=None)
     extra = fields.object("chat_template_kwargs") or {}
     if own := [name for name in OWN_VARIABLES if name in extra]:
-        raise invalid(f"chat_template_kwargs has {own[0]}, which the server tells the template; to fix: "
+        raise invalid(f"chat_template_kwargs has {own[0]}, which the server sets; to fix: "
                       "leave it out", "chat_template_kwargs")
     if not fields.flag("add_generation_prompt", True) or fields.flag("continue_final_message"):
         raise invalid("a conversation always goes on with the assistant's turn; to fix: use /v1/completions "
@@ -109,9 +109,9 @@ def chat(data: dict[str, Any], defaults: SamplingParams, limits: Limits) -> Chat
     if fields.take("chat_template") is not None:
         raise invalid("a template from a request is not run; to fix: start the server with --chat-template",
                       "chat_template", "unsupported")
-    given = {"max_tokens": most, "logprobs": (top or 0) if told else None}
+    given = {"max_tokens": most, "logprobs": (top or 0) if logprobs else None}
     common = _common(fields, defaults, limits, 1, given, call_schema(tools, choice))
-    # a stop string within its arguments would cut a call
+    # a stop string within its arguments would truncate a tool call
     if choice.forced: common = replace(common, params=replace(common.params, stop=(), stop_token_ids=()))
     fields.as_usual({"modalities": ["text"]})
     fields.finish()
@@ -120,8 +120,8 @@ def chat(data: dict[str, Any], defaults: SamplingParams, limits: Limits) -> Chat
 
 def _common(fields: Fields, defaults: SamplingParams, limits: Limits, prompts: int, given: dict[str, Any],
             forced: dict[str, Any] | None = None) -> Common:
-    """Fields of both kinds; `given` are sampling parameters already read, `forced` a schema for the whole
-    answer that a tool choice makes."""
+    """Fields of both kinds. `given`: sampling parameters already read. `forced`: a schema for the whole
+    answer, required by the tool choice."""
     given = {"logprobs": None, **given} | {
         "temperature": fields.number("temperature", 0), "top_p": fields.number("top_p", 0, 1),
         "top_k": fields.whole("top_k", -1), "min_p": fields.number("min_p", 0, 1),
@@ -137,8 +137,8 @@ def _common(fields: Fields, defaults: SamplingParams, limits: Limits, prompts: i
         "structured": structured(fields, limits, forced)}
     # OpenAI's seeds are signed
     if given["seed"] is not None: given["seed"] %= 1 << 64
-    if (asked := prompts * (given["n"] or 1)) > limits.choices:
-        raise invalid(f"{asked} choices are asked for (prompts × n), expected at most {limits.choices}", "n")
+    if (choices := prompts * (given["n"] or 1)) > limits.choices:
+        raise invalid(f"{choices} choices requested (prompts × n),  expected at most {limits.choices}", "n")
     stream = fields.flag("stream")
     options = Fields(fields.object("stream_options") or {}, "stream_options")
     usage = options.flag("include_usage")
@@ -152,13 +152,13 @@ def _common(fields: Fields, defaults: SamplingParams, limits: Limits, prompts: i
 
 
 def _params(defaults: SamplingParams, given: dict[str, Any]) -> SamplingParams:
-    # None for max_tokens is a wish of its own: as many as the context holds
+    # max_tokens None is meaningful: as many as the context holds
     changed = {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
     try: return replace(defaults, **changed)
     except RequestError as error:
-        # its words begin with the parameter's name
+        # the message starts with the parameter's name
         name = error.found.split(" ", 1)[0]
-        raise explained(error, name if name in changed else None) from error
+        raise api_error(error, name if name in changed else None) from error
 
 
 def _bias(fields: Fields) -> dict[int, float] | None:
@@ -186,7 +186,7 @@ def _prompts(fields: Fields) -> tuple[Prompt, ...]:
     if all(type(item) is int for item in value): return (value,)
     if all(isinstance(item, list) and all(type(i) is int for i in item) for item in value):
         return tuple(value)
-    raise invalid(f"prompt is a list of mixed things, expected {expected}", "prompt")
+    raise invalid(f"prompt is a list of mixed types, expected {expected}", "prompt")
 
 
 def _messages(fields: Fields) -> Sequence[dict[str, Any]]:
@@ -211,7 +211,7 @@ def _message(data: dict[str, Any], at: int) -> dict[str, Any]:
                                    for i, item in enumerate(calls)]
     for name in ("name", "tool_call_id"):
         if (value := fields.text(name)) is not None: out[name] = value
-    # an answer of this or another server, sent back as it came
+    # fields of an earlier response, sent back unchanged
     fields.ignore(["refusal", "audio", "annotations", "function_call", "reasoning", "reasoning_content"])
     fields.finish()
     return out

@@ -1,4 +1,4 @@
-"""What the log line and the metrics tell of a request."""
+"""The record of a request, for its log line and the metrics."""
 from __future__ import annotations
 
 import time
@@ -10,7 +10,7 @@ from tinygrad_nv.engine.sampling import SamplingParams
 
 @dataclass
 class Answer:
-    """One choice of a request: when its first and its last token came, and how many there are."""
+    """One choice of a request: times of its first and last token, and their number."""
     first: float
     last: float
     tokens: int
@@ -18,11 +18,11 @@ class Answer:
 
 @dataclass
 class Record:
-    """One request, for its log line and the metrics, with `params` and `choices` once the engine has it.
-    Times are of time.perf_counter."""
+    """One request, for its log line and the metrics; `params` and `choices` are set when it reaches the
+    engine. Times are of time.perf_counter."""
     id: str
     path: str = ""
-    begun: float = field(default_factory=time.perf_counter)
+    started: float = field(default_factory=time.perf_counter)
     stream: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -35,11 +35,11 @@ class Record:
 
     @property
     def first(self) -> float | None:
-        """When the first token came."""
+        """Time of the first token."""
         return min((answer.first for answer in self.answers.values()), default=None)
 
     def seen(self, choice: int, delta: Delta) -> list[float]:
-        """Counts a delta; gives the seconds before each of its tokens, without the choice's first."""
+        """Counts a delta. Returns the seconds before each of its tokens, except the choice's first."""
         now, count = time.perf_counter(), len(delta.tokens)
         if delta.finish_reason: self.reasons.append(delta.finish_reason)
         if not count: return []

@@ -1,8 +1,8 @@
-"""What every endpoint shares: the engine, the model's words, limits, and what is going on.
+"""What endpoints share: engine, tokenizer, limits, and the records of requests.
 
-Protocol: `Service.run(...)` is one request's generation: it gives (choice, `Delta`) pairs of all prompts as
-they come, within the time limit, and closes the engine's iterators however it ends, which aborts what still
-runs.
+Protocol: `Service.run(...)` is the generation of one request. It yields (choice, `Delta`) pairs of all
+prompts as they are generated, within the time limit, and closes the engine's iterators at the end, which
+aborts unfinished sequences.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from tinygrad_nv.engine.outputs import Delta
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.errors import NVError
-from tinygrad_nv.server.errors import APIError, explained
+from tinygrad_nv.server.errors import APIError, api_error
 from tinygrad_nv.server.limits import Limits
 from tinygrad_nv.server.record import Record
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from tinygrad_nv.server.metrics import Metrics
 
 T = TypeVar("T")
-# texts of more characters are tokenised beside the event loop: about 5 ms of it
+# longer texts are tokenized in a thread; this many characters block the event loop for about 5 ms
 INLINE_CHARACTERS = 4096
 
 
 class Model(Protocol):
-    """What the server needs of an `LLM`."""
+    """The part of `LLM` that the server uses."""
     defaults: SamplingParams
     length: int
 
@@ -42,7 +42,7 @@ class Model(Protocol):
 
 
 class Engine(Protocol):
-    """What the server needs of an `AsyncEngine`."""
+    """The part of `AsyncEngine` that the server uses."""
     @property
     def failure(self) -> NVError | None: ...
     def generate(self, prompt: list[int], params: SamplingParams, *, request_id: str | None = None,
@@ -53,7 +53,7 @@ class Engine(Protocol):
 
 @dataclass
 class Service:
-    """A model that is served under `names`, the first of them its own."""
+    """A model served under `names`, the first of which is its own."""
     engine: Engine
     model: Model
     names: tuple[str, ...]
@@ -65,15 +65,15 @@ class Service:
     active: int = 0         # requests being answered
 
     def require_name(self, name: str | None) -> str:
-        """The name the answer carries. A request without one means the model there is."""
+        """The model name for the response. A request without one gets the served model."""
         if name is None or name in self.names: return name or self.names[0]
         raise APIError(404, f"the model {name[:200]!r} is not served here; expected: {', '.join(self.names)}",
                        "model_not_found", "model")
 
-    async def aside(self, size: int, work: Callable[[], T]) -> T:
-        """`work()`, in a thread if it is about more than a few characters."""
-        try: return work() if size <= INLINE_CHARACTERS else await asyncio.to_thread(work)
-        except NVError as error: raise explained(error) from error
+    async def aside(self, size: int, task: Callable[[], T]) -> T:
+        """`task()`, in a thread for long texts."""
+        try: return task() if size <= INLINE_CHARACTERS else await asyncio.to_thread(task)
+        except NVError as error: raise api_error(error) from error
 
     async def run(self, prompts: Sequence[list[int]], params: SamplingParams, priority: int,
                   record: Record) -> AsyncGenerator[tuple[int, Delta], None]:
@@ -81,11 +81,11 @@ class Service:
         try:
             sources = [self.engine.generate(prompt, params, request_id=f"{record.id}-{at}", priority=priority)
                        for at, prompt in enumerate(prompts)]
-        except NVError as error: raise explained(error) from error
+        except NVError as error: raise api_error(error) from error
         record.params, record.choices = params, len(prompts) * params.n
         record.prompt_tokens = sum(map(len, prompts))
         deadline = asyncio.get_running_loop().time() + self.limits.request_s
-        async with contextlib.aclosing(merged(sources)) as deltas:
+        async with contextlib.aclosing(merge_streams(sources)) as deltas:
             while True:
                 try:
                     async with asyncio.timeout_at(deadline): at, delta = await anext(deltas)
@@ -93,19 +93,19 @@ class Service:
                 except TimeoutError as error:
                     raise APIError(504, f"the answer was not complete within {self.limits.request_s:g} s",
                                    "request_timeout") from error
-                except NVError as error: raise explained(error) from error
+                except NVError as error: raise api_error(error) from error
                 record.cached_tokens = max(record.cached_tokens, delta.cached_tokens)
                 choice = at * params.n + delta.index
-                self.metrics.gaps(record.seen(choice, delta))
+                self.metrics.inter_token_latencies(record.seen(choice, delta))
                 if delta.finish_reason == "error":
-                    raise explained(delta.error or NVError("the engine could not go on"))
+                    raise api_error(delta.error or NVError("the engine could not continue"))
                 if delta.finish_reason == "abort":
                     raise APIError(503, "the server stopped before the answer was complete", "aborted")
                 yield choice, delta
 
 
-async def merged(sources: Sequence[AsyncIterator[Delta]]) -> AsyncGenerator[tuple[int, Delta], None]:
-    """Items of all sources as they come, with their source's number. Closes them at the end."""
+async def merge_streams(sources: Sequence[AsyncIterator[Delta]]) -> AsyncGenerator[tuple[int, Delta], None]:
+    """Items of all sources as they arrive, with the number of their source. Closes the sources at the end."""
     queue: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue(2 * len(sources))
 
     async def pump(at: int, source: AsyncIterator[Delta]) -> None:
@@ -135,7 +135,7 @@ async def merged(sources: Sequence[AsyncIterator[Delta]]) -> AsyncGenerator[tupl
 
 @contextlib.asynccontextmanager
 async def closing(source: AsyncIterator[Delta]) -> AsyncIterator[AsyncIterator[Delta]]:
-    """Closes an iterator that can be closed."""
+    """Closes an iterator if it can be closed."""
     try: yield source
     finally:
         if close := getattr(source, "aclose", None): await close()

@@ -1,10 +1,9 @@
-"""uvicorn, with our limits and our way to stop.
+"""uvicorn, with our limits and a graceful shutdown.
 
-Protocol: `await serve(server, sockets, …)` answers until it is told to stop.
-The first SIGTERM or SIGINT begins the drain: new requests get 503, those that run have `drain_s` seconds, and
-then the rest are ended, and the process with status 0. A second signal ends it at once, with 128 + its
-number.
-`Server.drain()` is what the first signal does, for programs.
+Protocol: `await serve(server, sockets, …)` serves until it is told to stop. The first SIGTERM or SIGINT
+starts the drain: new requests get 503, running ones have `drain_s` seconds, the rest are aborted, and the
+process exits with status 0. A second signal exits at once, with 128 + its number. `Server.drain()` does the
+same as the first signal.
 """
 from __future__ import annotations
 
@@ -29,9 +28,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 POLL_S = 0.02
 
 
-def listening(host: str, port: int) -> socket.socket:
-    """A socket with this address, not yet listening: taken before a model is loaded for minutes. Port 0 takes
-    a free one."""
+def bind(host: str, port: int) -> socket.socket:
+    """Binds the address and returns the socket, not yet listening. Called before the model is loaded, so a
+    port conflict is reported at once. Port 0 takes a free port."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         made = socket.socket(family, kind, protocol)
@@ -39,7 +38,7 @@ def listening(host: str, port: int) -> socket.socket:
         made.bind(address)
     except (OSError, OverflowError) as error:
         raise RequestError(f"{host}:{port} cannot be served: {error}", "an address of this machine, and a "
-                           "port nobody else has", "change --host or --port") from error
+                           "free port", "change --host or --port") from error
     return made
 
 
@@ -63,7 +62,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Our signals, instead of uvicorn's; in a thread nobody sends any."""
+        """Installs our signal handlers instead of uvicorn's; only in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -74,7 +73,7 @@ class Server(uvicorn.Server):
             for each in SIGNALS: loop.remove_signal_handler(each)
 
     def drain(self) -> None:
-        """Takes no new requests, and exits when there are none, or after `drain_s`."""
+        """Refuses new requests, and exits when none is running, or after `drain_s`."""
         if self._draining is None:
             self.service.draining = True
             self._draining = asyncio.ensure_future(self._drain())
@@ -82,25 +81,25 @@ class Server(uvicorn.Server):
     def _signalled(self, number: signal.Signals) -> None:
         if self._draining is None: return self.drain()
         LOG.warning(line("killed", signal=number.name, active=self.service.active))
-        # whatever a kernel or a client still does
+        # a kernel or a client may still block a normal exit
         os._exit(128 + number)
 
     async def _drain(self) -> None:
-        begun, ends = time.monotonic(), time.monotonic() + self.service.limits.drain_s
+        started, ends = time.monotonic(), time.monotonic() + self.service.limits.drain_s
         LOG.info(line("draining", active=self.service.active, limit_s=self.service.limits.drain_s))
         while self.service.active and time.monotonic() < ends: await asyncio.sleep(POLL_S)
         left = self.service.active
         await self.service.engine.stop(0)
-        # those that were ended are told so
-        told = time.monotonic() + 1
-        while self.service.active and time.monotonic() < told: await asyncio.sleep(POLL_S)
-        LOG.info(line("drained", seconds=time.monotonic() - begun, aborted=left))
+        # time to send the aborted requests their errors
+        grace = time.monotonic() + 1
+        while self.service.active and time.monotonic() < grace: await asyncio.sleep(POLL_S)
+        LOG.info(line("drained", seconds=time.monotonic() - started, aborted=left))
         self.should_exit = True
 
 
 async def serve(server: Server, sockets: list[socket.socket], log_every_s: float,
                 ready: Callable[[], None]) -> None:
-    """Serves until told to stop; `ready` is called when requests are answered."""
+    """Serves until told to stop; `ready` is called when the server accepts requests."""
     ticker = asyncio.ensure_future(periodic(server.service, log_every_s))
     async def announce() -> None:
         while not server.started: await asyncio.sleep(POLL_S)

@@ -1,8 +1,8 @@
 """Server-sent events: `data: {…}` and an empty line for each chunk, `data: [DONE]` at the end.
 
-Protocol: `streamed(request, chunks, record)` waits for the first chunk before it answers, so that what is
-wrong with a request is told by its status. After that an error is an event {"error": …}, and the stream ends
-with [DONE] all the same. When the client goes away, `chunks` is closed, now or in the middle of an await.
+Protocol: `streamed(request, chunks, record)` waits for the first chunk before it responds, so that an invalid
+request gets an error status. Later errors are an event {"error": …}, and the stream still ends with [DONE].
+When the client disconnects, `chunks` is closed, even in the middle of an await.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from tinygrad_nv.server.errors import APIError, internal
-from tinygrad_nv.server.limits import gone
+from tinygrad_nv.server.limits import disconnected
 from tinygrad_nv.server.log import LOG
 from tinygrad_nv.server.record import Record
 
@@ -31,8 +31,8 @@ def event(data: dict[str, Any]) -> bytes:
 
 
 async def streamed(request: Request, chunks: Chunks, record: Record) -> Response:
-    """The answer whose events are `chunks`."""
-    try: first = await present(request, anext(chunks))
+    """The response with `chunks` as its events."""
+    try: first = await until_disconnect(request, anext(chunks))
     except BaseException:
         await chunks.aclose()
         raise
@@ -57,7 +57,7 @@ async def streamed(request: Request, chunks: Chunks, record: Record) -> Response
 
 
 class _Closing(StreamingResponse):
-    """A stream whose iterator is closed when the client is gone, and not when garbage is collected."""
+    """A stream that closes its iterator when the client disconnects, instead of at garbage collection."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], **options: Any) -> None:
         super().__init__(events, **options)
@@ -69,14 +69,13 @@ class _Closing(StreamingResponse):
         finally: await self.events.aclose()
 
 
-async def present(request: Request, work: Coroutine[Any, Any, T] | Awaitable[T]) -> T:
-    """What `work` gives, unless the client goes away first: then it is cancelled, and `ClientDisconnect`
-    is raised."""
-    task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone(request))
+async def until_disconnect(request: Request, task: Coroutine[Any, Any, T] | Awaitable[T]) -> T:
+    """The result of `task`. If the client disconnects first, cancels it and raises `ClientDisconnect`."""
+    task, disconnect = asyncio.ensure_future(task), asyncio.ensure_future(disconnected(request))
     try:
-        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not task.done(): raise ClientDisconnect
         return task.result()
     finally:
-        for each in (task, leaving): each.cancel()
-        await asyncio.gather(task, leaving, return_exceptions=True)
+        for each in (task, disconnect): each.cancel()
+        await asyncio.gather(task, disconnect, return_exceptions=True)

@@ -1,8 +1,9 @@
-"""From a command line to a server that answers, with the time of every part.
+"""From the command line to a listening server, with the time of every stage.
 
-Protocol: `run` takes the address, loads the model, warms it up and serves until it is told to stop. Each part
-is logged when it ends and is a line of the waterfall, so that a start that hangs says where. The warm-up may
-take minutes, and says every few seconds how far it is.
+Protocol: `run` binds the port before it loads the model, so that a port conflict is reported at once. Then it
+loads and warms up the model, and serves until it is told to stop. Each stage is logged when it ends, and is a
+line of the waterfall, so that a start that hangs shows where. Warm-up may take minutes; it logs progress
+every few seconds.
 """
 from __future__ import annotations
 
@@ -26,23 +27,23 @@ from tinygrad_nv.server.limits import Limits
 from tinygrad_nv.server.log import LOG, line, set_up
 from tinygrad_nv.server.metrics import Metrics
 from tinygrad_nv.server.service import Service
-from tinygrad_nv.server.serving import Server, listening, serve, url
+from tinygrad_nv.server.serving import Server, bind, serve, url
 from tinygrad_nv.server.waterfall import Waterfall
 
 GIB = 1 << 30
-TELL_S = 5.0    # between lines about a warm-up
+PROGRESS_S = 5.0    # between lines about a warm-up
 
 
 def run(arguments: argparse.Namespace, directory: Path) -> None:
-    """The command `serve`; returns when it was told to stop."""
+    """The command `serve`. Returns when the server was told to stop."""
     waterfall = Waterfall()
     set_up()
     waterfall.mark("import")
-    taken, keys = listening(arguments.host, arguments.port), api_keys(arguments)
+    bound_socket, keys = bind(arguments.host, arguments.port), api_keys(arguments)
     if arguments.device: use(arguments.device)
     llm = load(arguments, directory, waterfall)
     if arguments.warm_up: warm_up(llm, waterfall)
-    # what is loaded stays: collections of garbage need not look at it
+    # loaded objects are permanent: exclude them from garbage collection
     gc.collect()
     gc.freeze()
     names = tuple(arguments.served_model_name or (directory.resolve().name,))
@@ -54,12 +55,13 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     def ready() -> None:
         waterfall.mark("listen")
         for each in waterfall.lines(): LOG.info("waterfall %s", each)
-        LOG.info(line("ready", url=url(taken), model=",".join(names), device=llm.device, pid=os.getpid(),
+        LOG.info(line("ready", url=url(bound_socket), model=",".join(names), device=llm.device,
+                      pid=os.getpid(),
                       keys=len(keys), seconds=waterfall.total_s))
 
     async def main() -> None:
         await engine.start()
-        await serve(Server(service), [taken], arguments.log_interval, ready)
+        await serve(Server(service), [bound_socket], arguments.log_interval, ready)
 
     try: asyncio.run(main())
     finally: llm.close()
@@ -67,7 +69,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
 
 
 def use(device: str) -> None:
-    """Makes it tinygrad's default in this process."""
+    """Makes `device` tinygrad's default in this process."""
     try: DEV.value = device
     except RuntimeError as error:
         raise RequestError(f"--device {device}: {error}", "a device of tinygrad, such as CPU or CUDA",
@@ -75,10 +77,10 @@ def use(device: str) -> None:
 
 
 def load(arguments: argparse.Namespace, directory: Path, waterfall: Waterfall) -> LLM:
-    """The model of the command line, loaded."""
+    """Loads the model of the command line."""
     def stage(name: str) -> None:
         waterfall.mark(name)
-        LOG.info(line("startup", stage=name, seconds=waterfall.parts[name]))
+        LOG.info(line("startup", stage=name, seconds=waterfall.stages[name]))
     template = None if arguments.chat_template is None else _template(arguments.chat_template)
     llm = LLM(directory, stage=stage, **model_options(arguments))
     if arguments.seed is not None: llm.defaults = replace(llm.defaults, seed=arguments.seed)
@@ -94,15 +96,15 @@ def _template(path: Path) -> str:
 
 
 def warm_up(llm: LLM, waterfall: Waterfall) -> None:
-    """Compiles and captures the steps that every load comes to need. Time of a step that had kernels to
-    compile counts as "compile", that of others as "capture"."""
+    """Compiles and captures the steps that every load needs. The time of a step that compiled kernels counts
+    as "compile", that of others as "capture"."""
     compiled = first = programs_compiled()
-    steps, said = 0, time.monotonic()
+    steps, logged = 0, time.monotonic()
 
     def progress(done: int, total: int) -> None:
-        nonlocal compiled, steps, said
-        if 0 < done < total and (now_s := time.monotonic()) >= said + TELL_S:
-            said = now_s
+        nonlocal compiled, steps, logged
+        if 0 < done < total and (now_s := time.monotonic()) >= logged + PROGRESS_S:
+            logged = now_s
             LOG.info(line("warm_up", done=done, steps=total))
         waterfall.mark("capture" if (now := programs_compiled()) == compiled else "compile")
         compiled, steps = now, total
@@ -112,23 +114,23 @@ def warm_up(llm: LLM, waterfall: Waterfall) -> None:
         llm.warm_up(replace(llm.defaults, temperature=temperature), 1)
         progress(0, steps)
     LOG.info(line("startup", stage="compile and capture", steps=steps, compiled=compiled - first,
-                  seconds=waterfall.parts.get("compile", 0) + waterfall.parts.get("capture", 0)))
+                  seconds=waterfall.stages.get("compile", 0) + waterfall.stages.get("capture", 0)))
 
 
 def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `LLM` for a command line."""
-    part = arguments.gpu_memory_utilization
+    fraction = arguments.gpu_memory_utilization
     return {"dtype": arguments.dtype, "max_model_len": arguments.max_model_len,
             "max_num_seqs": arguments.max_num_seqs,
             "max_num_batched_tokens": arguments.max_num_batched_tokens,
             "kv_cache_dtype": arguments.kv_cache_dtype, "swap_space": int(arguments.swap_space * GIB),
             "speculative": arguments.speculative,
             "enable_prefix_caching": arguments.enable_prefix_caching, "max_queue": arguments.max_queue,
-            **({} if part is None else {"gpu_memory_utilization": part})}
+            **({} if fraction is None else {"gpu_memory_utilization": fraction})}
 
 
 def api_keys(arguments: argparse.Namespace) -> frozenset[str]:
-    """The API keys: those of the command line, else that of NV_API_KEY."""
+    """The API keys of the command line, else that of NV_API_KEY."""
     given = arguments.api_key or ([key] if (key := str(config.get("NV_API_KEY"))) else [])
     if not all(key and key.isascii() and key.isprintable() and " " not in key for key in given):
         raise RequestError("an API key is empty, or has other than printable ASCII characters",
@@ -137,14 +139,14 @@ def api_keys(arguments: argparse.Namespace) -> frozenset[str]:
 
 
 def limits(arguments: argparse.Namespace) -> Limits:
-    """Limits of a command line."""
+    """The limits set on the command line."""
     return Limits(body_bytes=arguments.max_body_bytes, header_s=arguments.header_timeout,
                   body_s=arguments.body_timeout, request_s=arguments.request_timeout,
                   drain_s=arguments.drain_timeout)
 
 
 def capacity_line(llm: LLM) -> str:
-    """How much the cache of keys and values holds, and how many requests of full length that is."""
+    """The capacity of the KV cache, in tokens and in requests of full length."""
     pool = llm.core.pool.stats()
     tokens = pool.total * llm.runner.page_size
     return line("kv_cache", tokens=tokens, pages=pool.total, page_size=llm.runner.page_size,

@@ -1,13 +1,13 @@
-"""Tools: what a request offers, and the calls in a model's text.
+"""Tools: what a request offers, and the tool calls in a model's text.
 
 Protocol: `tool_list` and `tool_choice` read a request. Tools reach the model through its chat template alone.
-A `CallParser` is fed the text as it arrives and gives what is certainly content, and calls once they are
-complete; `flush()` ends it. Which way a model writes calls is read off its template (`call_style`):
+A `CallParser` takes the text as it is generated, and returns content that is certain and calls that are
+complete; `flush()` ends it. The format of calls is detected from the chat template (`call_style`):
 
     hermes  <tool_call>{"name": …, "arguments": {…}}</tool_call>, anywhere (Hermes, Qwen)
-    llama   the whole answer is {"name": …, "parameters": {…}}, several apart by ";" (Llama 3)
+    llama   the whole answer is {"name": …, "parameters": {…}}, several separated by ";" (Llama 3)
 
-Text in neither form stays text.
+Text in neither format stays text.
 """
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from tinygrad_nv.server.fields import Fields, unicode
 
 Tool = dict[str, Any]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-# how a call of `structure.call_schema` begins, up to its arguments
+# the start of a call of `structured_output.call_schema` , up to its arguments
 CUT_CALL = re.compile(r'\{"name": ?("(?:[^"\\]|\\.)*"), ?"parameters": ?')
 
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """`mode`: "none" (tools are not offered), "auto", "required" (some), "named" (the tool `name`).
-    `several`: more than one call may be made."""
+    """`mode`: "none" (tools are not offered), "auto", "required" (at least one call), "named" (the tool
+    `name`). `several`: more than one call is allowed."""
     mode: str
     name: str = ""
     several: bool = True
 
     @property
     def forced(self) -> bool:
-        """Whether the answer can be nothing but a call."""
+        """Whether the answer must be tool calls."""
         return self.mode in ("named", "required")
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool; `arguments` is a JSON object in text, cut where the answer was cut."""
+    """A tool call; `arguments` is a JSON object as text, truncated where the answer was."""
     name: str
     arguments: str
 
-    def told(self, index: int | None = None) -> dict[str, Any]:
-        """As an answer has it; with `index` in a stream."""
+    def to_json(self, index: int | None = None) -> dict[str, Any]:
+        """As in a response; with `index` in a stream."""
         out = {"id": f"call_{secrets.token_hex(12)}", "type": "function",
                "function": {"name": self.name, "arguments": self.arguments}}
         return out if index is None else {"index": index, **out}
@@ -90,14 +90,14 @@ def tool_choice(fields: Fields, tools: tuple[Tool, ...]) -> ToolChoice:
 
 
 def call_style(template: str | None) -> str:
-    """How a model with this chat template writes calls: "hermes", "llama" or "" for unknown."""
+    """The format of tool calls of a model with this chat template: "hermes", "llama" or "" for unknown."""
     if template is None: return ""
     if OPEN in template: return "hermes"
     return "llama" if "python_tag" in template or "ipython" in template else ""
 
 
 class CallParser:
-    """Splits a growing text into content and calls."""
+    """Splits a growing text into content and tool calls."""
 
     def __init__(self, style: str) -> None:
         self.style, self.held, self.inside = style, "", False
@@ -112,11 +112,11 @@ class CallParser:
         return text, []
 
     def flush(self) -> tuple[str, list[Call]]:
-        """What is left at the end."""
+        """The content and calls left at the end."""
         text, self.held = self.held, ""
         if self.style == "llama" and (calls := _calls(text.split(";"), "parameters")): return "", calls
         if self.inside:
-            # the model ended, or was cut, without the closing tag
+            # the answer ended, or was truncated, without the closing tag
             if calls := _calls([text], "arguments"): return "", calls
             return OPEN + text, []
         return text, []
@@ -153,9 +153,9 @@ def _calls(texts: list[str], key: str) -> list[Call]:
 
 
 def forced_calls(text: str, choice: ToolChoice) -> list[Call]:
-    """The calls in the text of a request whose choice was "named" (the arguments alone) or "required" (a list
-    of calls). Where the text was cut, the last call's arguments are as far as they came; a call without a
-    name is none."""
+    """The calls in the answer of a request with tool choice "named" (the text is the arguments) or "required"
+    (a list of calls). If the text was truncated, so are the last call's arguments; a call without a name is
+    dropped."""
     if choice.mode == "named": return [Call(choice.name, text)]
     calls, left = [], text[1:]
     while left:
@@ -168,6 +168,6 @@ def forced_calls(text: str, choice: ToolChoice) -> list[Call]:
 
 
 def _json(value: Any) -> str:
-    """As a model would write it; half a surrogate pair, which no answer can carry, stays escaped."""
+    """JSON as a model would write it; a lone surrogate, which no response can carry, stays escaped."""
     text = json.dumps(value, ensure_ascii=False)
     return json.dumps(value) if any("\ud800" <= letter <= "\udfff" for letter in text) else text

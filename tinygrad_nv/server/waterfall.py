@@ -1,8 +1,8 @@
-"""Where the time of a start goes, without a gap.
+"""A breakdown of the startup time, without gaps.
 
-Protocol: `Waterfall()` begins with the process, not with itself: the interpreter's start and imports are
-its first part. `mark(name)` gives all the time since the last mark to `name`, so that the parts are the
-whole. `lines()` shows them, each with a bar at its place.
+Protocol: `Waterfall()` starts with the process, not with the object: the interpreter's start and imports are
+its first stage. `mark(name)` assigns all the time since the last mark to `name`, so the stages add up to the
+total. `lines()` shows them, each with a bar at its place.
 """
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ def process_age_s() -> float:
 
 
 class Waterfall:
-    """The parts of a start: name to seconds, in the order of their first marks."""
+    """The stages of a start: name to seconds, in the order of their first marks."""
 
     def __init__(self) -> None:
-        self.begun = time.perf_counter() - process_age_s()
-        self.last = self.begun
-        self.parts: dict[str, float] = {}
+        self.started = time.perf_counter() - process_age_s()
+        self.last = self.started
+        self.stages: dict[str, float] = {}
 
     @property
     def total_s(self) -> float:
         """Seconds from the process's start to the last mark."""
-        return self.last - self.begun
+        return self.last - self.started
 
     def mark(self, name: str) -> None:
-        """What was done since the last mark was `name`."""
+        """Assigns the time since the last mark to `name`."""
         now = time.perf_counter()
         spent, self.last = now - self.last, now
-        self.parts[name] = self.parts.get(name, 0.0) + spent
+        self.stages[name] = self.stages.get(name, 0.0) + spent
 
     def lines(self) -> list[str]:
-        """One line for each part, and their sum."""
-        width, total, at, out = max(map(len, self.parts)), self.total_s or 1.0, 0.0, []
-        for name, seconds in self.parts.items():
+        """One line for each stage, and their sum."""
+        width, total, at, out = max(map(len, self.stages)), self.total_s or 1.0, 0.0, []
+        for name, seconds in self.stages.items():
             first, last = round(BAR * at / total), round(BAR * (at + seconds) / total)
             bar = (" " * first + "█" * max(1, last - first)).ljust(BAR)
             out.append(f"{name:{width}} {seconds:8.3f} s  |{bar[:BAR]}|")

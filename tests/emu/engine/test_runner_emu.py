@@ -12,9 +12,9 @@ from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.rope import RopeConfig
 
 from tinygrad_nv import Tensor, dtypes
-from tinygrad_nv.engine.running.runner import Runner
-from tinygrad_nv.engine.scheduling.batch import Batch, Sample, Work
-from tinygrad_nv.kvcache.pages import Move, Where
+from tinygrad_nv.engine.scheduling.scheduler_output import Sample, ScheduledSeq, SchedulerOutput
+from tinygrad_nv.engine.worker.model_runner import ModelRunner
+from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
 from tinygrad_nv.runtime import driver
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
@@ -68,33 +68,34 @@ def check(model: Llama, prompt: list[int], tokens: list[int]) -> None:
 
 def test_a_chunk_beside_decode_rows_pages_moved_and_steps_ahead(gpu: NVDevice):
     model = network(gpu.device)
-    runner = Runner(model, pages=12, page_size=SIZE, max_seqs=2, max_len=LENGTH, host_pages=2)
+    runner = ModelRunner(model, pages=12, page_size=SIZE, max_seqs=2, max_len=LENGTH, host_pages=2)
     try:
         one, two = [3, 9, 27], [50, 11, 33, 2, 7, 60, 31, 12, 5, 40]
         first, second = (7, 1, 4), (2, 9, 0)
-        def run(*works: Work, moves: tuple[Move, ...] = ()) -> list[int]:
-            return runner.launch(Batch(works, moves)).result().tokens.tolist()
-        got = {0: run(Work(0, 0, tuple(one), first, (Sample(2, 0, 3),))), 1: list[int]()}
+        def run(*seqs: ScheduledSeq, copies: tuple[PageCopy, ...] = ()) -> list[int]:
+            return runner.launch(SchedulerOutput(seqs, copies)).result().tokens.tolist()
+        got = {0: run(ScheduledSeq(0, 0, tuple(one), first, (Sample(2, 0, 3),))), 1: list[int]()}
         # a chunk of the second prompt beside the first's next token
-        chosen = run(Work(0, 3, (), first, (Sample(0, 0, 4),)),
-                     Work(1, 0, tuple(two), second, (Sample(9, 1, 10),)))
+        chosen = run(ScheduledSeq(0, 3, (), first, (Sample(0, 0, 4),)),
+                     ScheduledSeq(1, 0, tuple(two), second, (Sample(9, 1, 10),)))
         got[0].append(chosen[0])
         got[1].append(chosen[1])
         # the first's only page so far goes to the host and comes back elsewhere, the second's is copied
-        moves = (Move(Where.OUT, 7, 1), Move(Where.BACK, 1, 5), Move(Where.WITHIN, 2, 8))
+        copies = (PageCopy(CopyKind.DEVICE_TO_HOST, 7, 1), PageCopy(CopyKind.HOST_TO_DEVICE, 1, 5),
+                  PageCopy(CopyKind.DEVICE_TO_DEVICE, 2, 8))
         first, second = (5, 1, 4), (8, 9, 0)
-        pending = [runner.launch(Batch((Work(0, 4 + i, (), first, (Sample(0, 0, 5 + i),)),
-                                        Work(1, 10 + i, (), second, (Sample(0, 1, 11 + i),))),
-                                       moves if i == 0 else ())) for i in range(3)]
+        steps = [(ScheduledSeq(0, 4 + i, (), first, (Sample(0, 0, 5 + i),)),
+                  ScheduledSeq(1, 10 + i, (), second, (Sample(0, 1, 11 + i),))) for i in range(3)]
+        pending = [runner.launch(SchedulerOutput(seqs, () if i else copies)) for i, seqs in enumerate(steps)]
         for each in pending:
             for slot, token in enumerate(each.result().tokens): got[slot].append(int(token))
-        counted = gpu.driver
-        assert isinstance(counted, Counting)
-        counted.submitted.clear()
-        for slot, token in enumerate(run(Work(0, 7, (), first, (Sample(0, 0, 8),)),
-                                         Work(1, 13, (), second, (Sample(0, 1, 14),)))):
+        count_tokens = gpu.driver
+        assert isinstance(count_tokens, Counting)
+        count_tokens.submitted.clear()
+        for slot, token in enumerate(run(ScheduledSeq(0, 7, (), first, (Sample(0, 0, 8),)),
+                                         ScheduledSeq(1, 13, (), second, (Sample(0, 1, 14),)))):
             got[slot].append(token)
-        assert counted.submitted == ["Upload", "Download"]     # all else is in graphs
+        assert count_tokens.submitted == ["Upload", "Download"]     # all else is in graphs
         check(model, one, got[0])
         check(model, two, got[1])
         gpu.synchronize()

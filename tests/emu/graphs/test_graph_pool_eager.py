@@ -103,8 +103,8 @@ def test_state_that_is_bound_anew(emu: NVDevice):
         for x in (X + k, X[:1] + k):
             total += x.sum(0)
             np.testing.assert_array_equal(pool(x=x).numpy(), x + total)
-    assert reasons(pool) == {"the step keeps a Tensor that it makes of its inputs, or makes and then "
-                             "changes, which a replay would not bind again"}
+    assert reasons(pool) == {"the step keeps a Tensor that it computes from its inputs, or creates and "
+                             "then changes, which a replay would not rebind"}
     ahead = GraphPool(step := Step(), ROWS, (1, 4), emu.device)
     ahead.capture()
     np.testing.assert_array_equal(step.total.numpy(), np.zeros(4))  # it ran, with all rows masked
@@ -132,7 +132,7 @@ def test_what_is_kept_of_inputs_is_not_overwritten(emu: NVDevice, keep: Any):
         for other in (X, X[:1]): np.testing.assert_array_equal(pool(x=other).numpy(), other + 1)
         np.testing.assert_array_equal(kept.numpy(), wanted.numpy())
     (reason,) = reasons(pool)
-    assert reason.startswith("the step keeps a Tensor that it makes of its inputs")
+    assert reason.startswith("the step keeps a Tensor that it computes from its inputs")
 
 
 def test_a_step_that_keeps_what_it_returns(emu: NVDevice):
@@ -244,11 +244,11 @@ def test_views_of_weights_come_and_go(emu: NVDevice):
     view = weight.reshape(2, 2)
     pool = GraphPool(lambda x: x * weight, ROWS, (4,), emu.device)
     pool(x=X)
-    assert len(pool.buckets[4].recipe.state) == 2
+    assert len(pool.buckets[4].compiled.state) == 2
     del view
     for _ in range(2): np.testing.assert_array_equal(pool(x=X).numpy(), X * np.arange(4))
-    assert len(pool.buckets[4].recipe.state) == 1
-    assert pool.buckets[4].recipe.unchanged()
+    assert len(pool.buckets[4].compiled.state) == 1
+    assert pool.buckets[4].compiled.unchanged()
 
 
 def test_debug_shows_the_graph(emu: NVDevice, capsys: pytest.CaptureFixture[str]):

@@ -1,7 +1,7 @@
 """DEV=EMU, checks on: LLaMA over pages, by kv_append and paged_attention, next to its contiguous cache.
 
 The paged network shares the parameters of the other, and serves requests of different lengths in one step.
-Its rotations are not rounded between their products, so logits agree as far as float16 does.
+Its rotations are not rounded between multiplications, so logits agree as far as float16 does.
 """
 from __future__ import annotations
 

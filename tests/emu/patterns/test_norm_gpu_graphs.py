@@ -11,11 +11,11 @@ from tinygrad import nn
 from tinygrad.dtype import DType
 from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.models.llama import KVCache, Llama
-from tinygrad_nv.models.paged import PagedPlace, Part
+from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
 from tinygrad_nv.models.rope import RopeConfig
 
 from tinygrad_nv import Tensor, TinyJit, Variable, disabled, dtypes, explain
-from tinygrad_nv.kvcache.store import PagedCache, Pages
+from tinygrad_nv.kvcache.store import LayerPages, PagedCache
 from tinygrad_nv.runtime.device import NVDevice
 
 F32, BF16, EPS = dtypes.float32, dtypes.bfloat16, 1e-5
@@ -164,9 +164,10 @@ def paged(name: str, dtype: DType) -> list[str]:
     def empty(*shape: int, of: DType = dtypes.int32) -> Tensor:
         return Tensor.empty(*shape, dtype=of, device=name).realize()
     net = network(name, dtype)
-    cache = PagedCache(tuple(Pages(*(empty(8, 16, 2, 16, of=dtype) for _ in range(2))) for _ in net.blocks))
-    place = PagedPlace((Part(1, empty(4, 4), empty(4)),), net.rope_tables)
-    return kinds(net.rows(empty(4), place, cache))
+    cache = PagedCache(tuple(LayerPages(*(empty(8, 16, 2, 16, of=dtype) for _ in range(2)))
+                             for _ in net.blocks))
+    place = PagedBatch((SequenceGroup(1, empty(4, 4), empty(4)),), net.rope_tables)
+    return kinds(net.step_paged(empty(4), place, cache))
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -10,8 +10,8 @@ from sampler_case import Case, logits_of
 from tinygrad.helpers import Context
 
 from tinygrad_nv import Tensor, TinyJit, dtypes, explain
-from tinygrad_nv.engine.running.sampler import Slots, counted, mask_of, next_tokens
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
+from tinygrad_nv.engine.worker.sampler import SamplerState, count_tokens, next_tokens, packed_mask
 from tinygrad_nv.runtime.device import NVDevice
 
 V = 130
@@ -38,7 +38,7 @@ def test_tokens_are_those_of_the_cpu(gpu: NVDevice):
     """Of a step of all kinds. Noise and probabilities differ in last bits, which choose no token here."""
     xs = np.stack([logits_of(i, 2, V) for i in range(len(KINDS))])
     places, filters = list(range(10, 10 + len(KINDS))), Filters(mask=True)
-    masks = np.stack([mask_of(V, [int(x.argmax())] if i % 2 else ()) for i, x in enumerate(xs)])
+    masks = np.stack([packed_mask(V, [int(x.argmax())] if i % 2 else ()) for i, x in enumerate(xs)])
     for kind in KINDS: filters |= kind.filters
     with Context(DEV="CPU"):
         expected = Case(KINDS, V, SEEN, SAID, device="CPU").tokens(xs, places, filters, masks)
@@ -50,7 +50,7 @@ def test_a_rows_token_is_the_same_bits_whatever_its_neighbours(hopper: NVDevice)
     """Filtered logits of one row, of three and of ten."""
     params = SamplingParams(temperature=0.9, top_p=0.9, min_p=0.001, seed=1)
     xs = np.stack([logits_of(i, 2, V) for i in range(10)])
-    made = [Case([params] * R, V, device=hopper.device).filtered(xs[:R])[0] for R in (1, 3, 10)]
+    made = [Case([params] * R, V, device=hopper.device).apply_filters(xs[:R])[0] for R in (1, 3, 10)]
     for other in made[1:]: np.testing.assert_array_equal(made[0].view(np.uint32), other.view(np.uint32))
 
 
@@ -60,7 +60,7 @@ def kernels(params: SamplingParams, gpu: NVDevice, rows: int = 2, size: int = V,
     logits = Tensor.empty(rows, size, device=gpu.device)
     places = Tensor.empty(rows, dtype=dtypes.int32, device=gpu.device).realize()
     made = case.made(logits.realize(), places)
-    if count: made = counted(case.slots, case.rows, made)
+    if count: made = count_tokens(case.state, case.rows, made)
     return [k.template or "tinygrad" for k in explain(made).kernels]
 
 
@@ -85,8 +85,8 @@ def test_steps_of_a_captured_sampler(hopper: NVDevice):
     params = SamplingParams(seed=3, frequency_penalty=1.0, presence_penalty=0.5, temperature=0.5)
 
     def said(name: str) -> list[list[int]]:
-        slots, size = Slots(3, 4500, name), 4500
-        for slot in (0, 2): slots.begin(slot, params, slot, (1, 2, 3))
+        slots, size = SamplerState(3, 4500, name), 4500
+        for slot in (0, 2): slots.start_slot(slot, params, slot, (1, 2, 3))
         rows = Tensor([2, -1, 0], dtype=dtypes.int32, device=name).realize()
         x = np.stack([logits_of(2, 0.5, size)] * 3)
         x[:, [7, 8, 9]] = 6
@@ -96,7 +96,7 @@ def test_steps_of_a_captured_sampler(hopper: NVDevice):
         @TinyJit
         def step() -> Tensor:
             tokens = next_tokens(logits, params.filters, slots, rows, places).contiguous()
-            Tensor.realize(tokens, counted(slots, rows, tokens))
+            Tensor.realize(tokens, count_tokens(slots, rows, tokens))
             return tokens
         made = [step().tolist() for _ in range(5)]
         assert slots.counts.numpy().sum(1).tolist() == [6.5, 0, 6.5]

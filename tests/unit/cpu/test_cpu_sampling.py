@@ -16,8 +16,8 @@ from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.machine import machine
 from tinygrad_nv.cpu.sampling import choice as choosing
 from tinygrad_nv.cpu.sampling import threshold as selection
-from tinygrad_nv.engine.running.sampler import counted
 from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.engine.worker.sampler import count_tokens
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns.sampling.named import chosen, largest, tallied
 from tinygrad_nv.runtime.cpu.program import load
@@ -158,7 +158,7 @@ def kernels(params: SamplingParams, count: bool = False) -> list[str]:
     case, R = Case([params] * 3, 129), 3
     logits, places = Tensor.empty(R, 129).realize(), Tensor.empty(R, dtype=dtypes.int32).realize()
     made = case.made(logits, places)
-    if count: made = counted(case.slots, case.rows, made)
+    if count: made = count_tokens(case.state, case.rows, made)
     return [k.template or "tinygrad" for k in explain(made).kernels]
 
 
@@ -171,8 +171,8 @@ def test_a_sampler_is_few_kernels():
     assert kernels(SamplingParams(top_k=4)) == [*drawn[:2], "threshold", "choice"]
     assert kernels(SamplingParams(top_p=0.9)) == [*drawn[:2], "norm", "threshold", "choice"]
     assert kernels(SamplingParams(min_p=0.1)) == [*drawn[:2], "norm", "choice"]
-    penalised = kernels(SamplingParams(temperature=0, presence_penalty=1), True)
-    assert penalised == ["embedding", "embedding", "tinygrad", "choice", "count"]
+    apply_penalties = kernels(SamplingParams(temperature=0, presence_penalty=1), True)
+    assert apply_penalties == ["embedding", "embedding", "tinygrad", "choice", "count"]
     everything = kernels(ALL, True)
     assert everything[-6:] == ["threshold", "norm", "threshold", "norm", "choice", "count"]
     assert len(everything) <= 11

@@ -1,4 +1,4 @@
-"""A core that counts: sequence i of a request chooses 100·i, 100·i + 1, …, one token a step."""
+"""A core that counts: sequence i of a request gets tokens 100·i, 100·i + 1, …, one a step."""
 from __future__ import annotations
 
 import threading
@@ -6,13 +6,13 @@ import time
 from types import SimpleNamespace
 
 from tinygrad_nv.engine.engine_config import EngineConfig
-from tinygrad_nv.engine.outputs import Chosen
+from tinygrad_nv.engine.outputs import EngineCoreOutput
 from tinygrad_nv.engine.scheduling.request import Request
 from tinygrad_nv.errors import NVError, RequestError
 
 
 class CountingCore:
-    """`calls` are what it was told; `crash` is raised by a step, `refuse` by add; a step waits for `gate`."""
+    """`calls` records the calls; `crash` is raised by a step, `refuse` by `add`; a step waits for `gate`."""
 
     def __init__(self, queue_limit: int = 8, step_s: float = 0.0) -> None:
         self.config = EngineConfig(queue_limit=queue_limit)
@@ -46,7 +46,7 @@ class CountingCore:
         del self.running[request][1][index]
         if not self.running[request][1]: del self.running[request]
 
-    def step(self) -> list[Chosen]:
+    def step(self) -> list[EngineCoreOutput]:
         self.threads.add(threading.get_ident())
         self.gate.wait()
         if self.crash is not None: raise self.crash
@@ -58,7 +58,7 @@ class CountingCore:
                 counts[index] += 1
                 last = counts[index] == request.params.max_tokens
                 token = 100 * index + counts[index] - 1
-                made.append(Chosen(name, index, (token,), finish_reason="length" if last else None))
+                made.append(EngineCoreOutput(name, index, (token,), finish_reason="length" if last else None))
                 if last: self._end(name, index)
         return made
 

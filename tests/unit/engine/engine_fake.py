@@ -1,14 +1,13 @@
-"""A device for tests of the engine, whose tokens show every error of bookkeeping, and what a request gets
+"""A fake executor for engine tests whose tokens reveal bookkeeping errors, and what a request generates
 alone.
 
-A place's contents are a hash of its token and of all contents that its row sees, read through the block
-table; a chosen token is a hash of its row's contents, the slot's seed and the place. So a wrong page, place,
-slot, seed, move or order changes the tokens from there on. Places that nobody wrote, or that only fill a
-group up, are poison: a row that sees one is a fault, as are two writers of one place, a slot that two works
-share, and a step above the budget. `alone` says the same without pages, slots or steps.
+The content of a position is a hash of its token and of all contents that the token attends to, read through
+the block table. A sampled token is a hash of its position's content, the slot's seed and the position. So a
+wrong page, position, slot, seed, copy or order changes all later tokens. Positions that were never written,
+or are padding, are poison: reading one is a fault, as are two writers of one position, two sequences in one
+slot, and a step over the token budget. `alone` computes the same without pages, slots or steps.
 
-With `late` the device does nothing before its results are waited for, so what the host changes in between
-would show.
+With `late` the device does nothing until its results are awaited, so host changes in between would show.
 """
 from __future__ import annotations
 
@@ -21,11 +20,17 @@ import numpy as np
 
 from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.engine_config import EngineConfig
-from tinygrad_nv.engine.outputs import Chosen
+from tinygrad_nv.engine.outputs import EngineCoreOutput
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.scheduling.batch import Batch, Logprobs, Sample, Sampled, Work
-from tinygrad_nv.engine.scheduling.request import Asked, Request, computed_rows
-from tinygrad_nv.kvcache.pages import Move, Where
+from tinygrad_nv.engine.scheduling.request import DraftRequest, Request, padded_tokens
+from tinygrad_nv.engine.scheduling.scheduler_output import (
+    Logprobs,
+    Sample,
+    SamplerOutput,
+    ScheduledSeq,
+    SchedulerOutput,
+)
+from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
 from tinygrad_nv.kvcache.pool import PagePool
 
 VOCAB, POISON = 37, -1
@@ -33,19 +38,19 @@ BROKEN = 11         # a seed that makes logits not numbers
 EOS = 5
 
 
-def contents(seen: Sequence[int], token: int) -> int:
-    """Of a place with this token, whose row sees these."""
+def hashed_contents(seen: Sequence[int], token: int) -> int:
+    """The content of a position with this token that attends to the contents `seen`."""
     return hash((tuple(seen), token)) & 0x7FFFFFFFFFFF
 
 
-def choice(row: int, seed: int, place: int, history: Sequence[int] | None, allowed: Sequence[int]) -> int:
-    """The token by a row's contents; `history` for those with penalties."""
+def choice(row: int, seed: int, position: int, history: Sequence[int] | None, allowed: Sequence[int]) -> int:
+    """The sampled token, from a position's content; `history` for sampling with penalties."""
     if seed == BROKEN: return VOCAB
-    return allowed[hash((row, seed, place, tuple(history or ()))) % len(allowed)]
+    return allowed[hash((row, seed, position, tuple(history or ()))) % len(allowed)]
 
 
 class Rule:
-    """A structure: a token and the one before it are no multiple of 3 together; `length` tokens."""
+    """A structured output: no two consecutive tokens sum to a multiple of 3; `length` tokens."""
 
     def __init__(self, length: int) -> None: self.last, self.left = 0, length
 
@@ -72,7 +77,7 @@ class Rule:
 
 
 class LateFuture(Future):
-    """Waiting for it makes the device do what it was asked until then."""
+    """Waiting for it makes the device run everything queued so far."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         super().__init__()
@@ -89,7 +94,7 @@ class LateFuture(Future):
 
 @dataclass
 class Slot:
-    """A slot's numbers."""
+    """The state of a slot."""
     params: SamplingParams
     seed: int
     history: list[int]
@@ -98,7 +103,7 @@ class Slot:
 
 @dataclass
 class FakeDevice:
-    """`fails`: launches, counted from 0, that raise after a part of their work: as many moves and writes as
+    """`fails`: launches, counted from 0, that raise after part of their work: as many copies and sequences as
     the number says."""
     pages: int
     page_size: int
@@ -115,13 +120,13 @@ class FakeDevice:
         self.host = np.full((self.host_pages, self.page_size), POISON, np.int64)
         self.slots: dict[int, Slot] = {}
         self.queue: list[Callable[[], None]] = []
-        self.launched: list[Batch] = []
+        self.launched: list[SchedulerOutput] = []
         self.faults: list[str] = []
 
     # **** calls ****
 
-    def begin(self, slot: int, params: SamplingParams, seed: int, prompt: Sequence[int],
-              output: Sequence[int] = ()) -> None:
+    def start_slot(self, slot: int, params: SamplingParams, seed: int, prompt: Sequence[int],
+                   output: Sequence[int] = ()) -> None:
         self._fault(not 0 <= slot < self.max_seqs, "no such slot")
         self._later(lambda: self.slots.__setitem__(slot, Slot(params, seed, [*prompt, *output])))
 
@@ -131,79 +136,80 @@ class FakeDevice:
             self.slots[slot] = Slot(params, seed, self.slots[source].history[:])
         self._later(run)
 
-    def launch(self, batch: Batch) -> Future[Sampled]:
-        done: Future[Sampled] = LateFuture(self._wake)
+    def launch(self, batch: SchedulerOutput) -> Future[SamplerOutput]:
+        done: Future[SamplerOutput] = LateFuture(self._wake)
         number = len(self.launched)
         self.launched.append(batch)
         def run() -> None:
             faults = len(self.faults)
             try: done.set_result(self._run(batch, self.fails.get(number)))
             except MemoryError as error: done.set_exception(error)
-            # what was launched before the host knew of a failure runs on what that left
+            # a step launched before the host knew of the failure reads what it left
             if number - 1 in self.fails: del self.faults[faults:]
         self._later(run)
         return done
 
-    def _later(self, work: Callable[[], None]) -> None:
-        self.queue.append(work)
+    def _later(self, task: Callable[[], None]) -> None:
+        self.queue.append(task)
         if not self.late: self._wake()
 
     def _wake(self) -> None:
         queue, self.queue = self.queue, []
-        for work in queue: work()
+        for task in queue: task()
 
     def _fault(self, wrong: bool, words: str) -> None:
         if wrong: self.faults.append(words)
 
     # **** a step ****
 
-    def _run(self, batch: Batch, fails: int | None) -> Sampled:
-        self._fault(sum(computed_rows(work.rows) for work in batch.works) > self.budget, "above the budget")
-        slots = [work.slot for work in batch.works]
-        samples = [sample.slot for work in batch.works for sample in work.samples if not work.tokens]
+    def _run(self, batch: SchedulerOutput, fails: int | None) -> SamplerOutput:
+        computed = sum(padded_tokens(seq.num_tokens) for seq in batch.seqs)
+        self._fault(computed > self.budget, "above the budget")
+        slots = [seq.slot for seq in batch.seqs]
+        samples = [sample.slot for seq in batch.seqs for sample in seq.samples if not seq.tokens]
         self._fault(len(set(slots)) < len(slots) or len(set(samples)) < len(samples), "a slot twice")
         self._fault(not all(0 <= slot < self.max_seqs for slot in slots), "no such slot")
-        for move in batch.moves[:fails]: self._move(move)
+        for copy in batch.copies[:fails]: self._move(copy)
         if fails is not None:
-            for work in batch.works[:fails]: self._write(work, set())
+            for seq in batch.seqs[:fails]: self._write(seq, set())
             raise MemoryError("the device has no memory left")
         written: set[tuple[int, int]] = set()
-        rows = [self._write(work, written) for work in batch.works]
+        rows = [self._write(seq, written) for seq in batch.seqs]
         tokens: list[int] = []
         logprobs: dict[int, Logprobs] = {}
-        for work, values in zip(batch.works, rows, strict=True):
-            for sample in work.samples:
+        for seq, values in zip(batch.seqs, rows, strict=True):
+            for sample in seq.samples:
                 if sample.logprobs is not None:
-                    logprobs[len(tokens)] = Logprobs(-float(values[sample.row] % 97), 1)
-                tokens.append(self._choose(sample, values[sample.row]))
-        return Sampled(np.array(tokens, np.int32), logprobs)
+                    logprobs[len(tokens)] = Logprobs(-float(values[sample.token_index] % 97), 1)
+                tokens.append(self._choose(sample, values[sample.token_index]))
+        return SamplerOutput(np.array(tokens, np.int32), logprobs)
 
-    def _move(self, move: Move) -> None:
-        source = self.host if move.where is Where.BACK else self.store
-        target = self.host if move.where is Where.OUT else self.store
-        target[move.target] = source[move.source]
+    def _move(self, copy: PageCopy) -> None:
+        source = self.host if copy.where is CopyKind.HOST_TO_DEVICE else self.store
+        target = self.host if copy.where is CopyKind.DEVICE_TO_HOST else self.store
+        target[copy.target] = source[copy.source]
 
-    def _write(self, work: Work, written: set[tuple[int, int]]) -> list[int]:
-        """Writes a work's places. Contents of its rows."""
-        tokens = work.tokens or [self.slots[work.slot].last]
-        self._fault(POISON in tokens, f"slot {work.slot} has chosen nothing")
-        # a list, as the runner has a table of its own, which is as it was when the batch was launched
-        at = [(work.pages[place // self.page_size], place % self.page_size)
-              for place in range(work.start + computed_rows(len(tokens)))]
-        places = at[work.start:]
-        self._fault(not written.isdisjoint(places), "two writers of a place")
-        self._fault(any(page < 0 for page, _ in places), "a write where there is no page")
-        written.update(places)
+    def _write(self, seq: ScheduledSeq, written: set[tuple[int, int]]) -> list[int]:
+        """Writes a sequence's new positions. Returns the contents of its new tokens."""
+        tokens = seq.tokens or [self.slots[seq.slot].last]
+        self._fault(POISON in tokens, f"slot {seq.slot} has chosen nothing")
+        # a snapshot, as the model runner copies the block table at launch
+        at = [(seq.block_table[position // self.page_size], position % self.page_size)
+              for position in range(seq.start + padded_tokens(len(tokens)))]
+        positions = at[seq.start:]
+        self._fault(not written.isdisjoint(positions), "two writers of a place")
+        self._fault(any(page < 0 for page, _ in positions), "a write where there is no page")
+        written.update(positions)
         rows: list[int] = []
-        for number, place in enumerate(places):
-            if number >= len(tokens): self.store[place] = POISON
+        for number, position in enumerate(positions):
+            if number >= len(tokens): self.store[position] = POISON
             else:
-                first = 0 if self.window is None else max(0, work.start + number - self.window + 1)
+                first = 0 if self.window is None else max(0, seq.start + number - self.window + 1)
                 seen = [int(self.store[each]) if each[0] >= 0 else POISON
-                        for each in at[first:work.start + number]]
-                self._fault(POISON in seen, f"slot {work.slot} place {work.start + number} sees poison")
-                self.store[place] = contents(seen, tokens[number])
-                rows.append(int(self.store[place]))
+                        for each in at[first:seq.start + number]]
+                self._fault(POISON in seen, f"slot {seq.slot} place {seq.start + number} sees poison")
+                self.store[position] = hashed_contents(seen, tokens[number])
+                rows.append(int(self.store[position]))
         return rows
 
     def _choose(self, sample: Sample, row: int) -> int:
@@ -213,25 +219,25 @@ class FakeDevice:
             bits = np.unpackbits(sample.mask.view(np.uint8), bitorder="little")
             allowed = [token for token in allowed if bits[token]]
         history = slot.history if slot.params.filters.penalty else None
-        token = choice(row, slot.seed, sample.place, history, allowed)
+        token = choice(row, slot.seed, sample.position, history, allowed)
         slot.history.append(token)
         slot.last = token
         return token
 
 
-class Guesser:
-    """Drafts that are right for some tokens: it knows the answers."""
+class OracleProposer:
+    """Proposes drafts from the known answers, with some wrong tokens."""
 
     def __init__(self, answers: dict[tuple[str, int], list[int]], wrong: int) -> None:
         self.answers, self.wrong, self.known = answers, wrong, set()
 
-    def propose(self, asked: Sequence[Asked]) -> list[list[int]]:
-        self.known.update(each.key for each in asked)
-        return [self._one(each) for each in asked]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        self.known.update(each.key for each in requests)
+        return [self._one(each) for each in requests]
 
-    def _one(self, asked: Asked) -> list[int]:
-        answer = self.answers[asked.key][len(asked.tokens):][:asked.most]
-        return [(token + 1) % VOCAB if (len(asked.tokens) + i) % self.wrong == 0 else token
+    def _one(self, requests: DraftRequest) -> list[int]:
+        answer = self.answers[requests.key][len(requests.tokens):][:requests.max_tokens]
+        return [(token + 1) % VOCAB if (len(requests.tokens) + i) % self.wrong == 0 else token
                 for i, token in enumerate(answer)]
 
     def forget(self, key: tuple[str, int]) -> None: self.known.discard(key)
@@ -239,7 +245,7 @@ class Guesser:
 
 def alone(request: Request, index: int, config: EngineConfig, max_len: int,
           rule: Rule | None = None) -> tuple[list[int], str]:
-    """Tokens of an answer and why it ends, as nothing else runs. A request must have a seed."""
+    """Tokens of an answer and its finish reason, if nothing else runs. A request must have a seed."""
     params = request.params
     assert params.seed is not None
     seed, tokens = params.seed + index, list(request.prompt)
@@ -248,7 +254,7 @@ def alone(request: Request, index: int, config: EngineConfig, max_len: int,
     while True:
         while len(values) < len(tokens):
             first = 0 if config.window is None else max(0, len(values) - config.window + 1)
-            values.append(contents(values[first:], tokens[len(values)]))
+            values.append(hashed_contents(values[first:], tokens[len(values)]))
         made = len(tokens) - len(request.prompt)
         allowed = [token for token in range(VOCAB) if rule is None or (token + rule.last) % 3]
         if made < params.min_tokens: allowed = [token for token in allowed if token not in ends] or allowed
@@ -274,7 +280,7 @@ class Engine:
     max_batched_tokens: int = 32
     late: bool = False
     more: dict[str, Any] = field(default_factory=dict)
-    proposer: Guesser | None = None
+    proposer: OracleProposer | None = None
     fails: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -285,48 +291,48 @@ class Engine:
         self.pool = PagePool(self.pages, self.page_size, host_pages=self.host_pages,
                              window=self.config.window)
         self.core = EngineCore(self.device, self.pool, self.config, self.proposer)
-        self.chosen: list[Chosen] = []
+        self.outputs_seen: list[EngineCoreOutput] = []
 
     def add(self, name: str, prompt: Sequence[int], priority: int = 0, arrival_s: float = 0.0,
             **params: Any) -> Request:
-        """Asks for something; greedy matters are no matter here, so a seed is 0 and end tokens are none."""
-        asked = SamplingParams(**{"seed": 0, "ignore_eos": True, "max_tokens": 8, **params})
-        request = Request(name, list(prompt), asked, priority, arrival_s)
+        """Adds a request. By default the seed is 0 and end tokens are ignored."""
+        requests = SamplingParams(**{"seed": 0, "ignore_eos": True, "max_tokens": 8, **params})
+        request = Request(name, list(prompt), requests, priority, arrival_s)
         self.core.add(request)
         return request
 
-    def step(self, times: int = 1) -> list[Chosen]:
-        """What so many steps tell."""
-        told = [chosen for _ in range(times) for chosen in self.core.step()]
-        self.pool.assert_conserved(self.core._tables())
-        self.chosen += told
-        return told
+    def step(self, times: int = 1) -> list[EngineCoreOutput]:
+        """The outputs of so many steps."""
+        outputs = [each for _ in range(times) for each in self.core.step()]
+        self.pool.assert_conserved(self.core._block_tables())
+        self.outputs_seen += outputs
+        return outputs
 
     def end(self) -> Engine:
-        """Steps until nothing is left."""
+        """Steps until no work is left."""
         while self.core.unfinished: self.step()
         assert self.device.faults == []
         assert self.pool.stats().in_use == self.pool.stats().host_in_use == 0
         return self
 
     def tokens(self, name: str, index: int = 0) -> list[int]:
-        """A sequence's so far."""
-        return [token for chosen in self.chosen if (chosen.request, chosen.index) == (name, index)
-                for token in chosen.tokens]
+        """A sequence's output tokens so far."""
+        return [token for each in self.outputs_seen if (each.request, each.index) == (name, index)
+                for token in each.tokens]
 
-    def last(self, name: str, index: int = 0) -> Chosen:
-        """What was told of a sequence last."""
-        return [chosen for chosen in self.chosen if (chosen.request, chosen.index) == (name, index)][-1]
+    def last(self, name: str, index: int = 0) -> EngineCoreOutput:
+        """The last output of a sequence."""
+        return [each for each in self.outputs_seen if (each.request, each.index) == (name, index)][-1]
 
     @property
     def running(self) -> list[str]:
-        """Requests that run, in their order."""
+        """The running requests, in order."""
         return [seq.request.id for seq in self.core.scheduler.running]
 
     def rows(self, batch: int = -1) -> list[int]:
-        """Rows of each work of a batch."""
-        return [work.rows for work in self.device.launched[batch].works]
+        """New tokens of each sequence of a batch."""
+        return [seq.num_tokens for seq in self.device.launched[batch].seqs]
 
     def alone(self, request: Request, index: int = 0) -> list[int]:
-        """The tokens that a request gets alone."""
+        """The tokens that a request generates alone."""
         return alone(request, index, self.config, self.core.max_len)[0]

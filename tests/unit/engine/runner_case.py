@@ -1,4 +1,4 @@
-"""Random tiny models on a runner, and sequences over it as a scheduler keeps them."""
+"""Random tiny models on a model runner, and the state of their sequences."""
 from __future__ import annotations
 
 import zlib
@@ -11,9 +11,9 @@ from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.rope import RopeConfig
 
 from tinygrad_nv import Tensor, dtypes
-from tinygrad_nv.engine.running.runner import Runner
-from tinygrad_nv.engine.scheduling.batch import GROUP, Batch, Sample, Work
-from tinygrad_nv.kvcache.pages import Move, Where
+from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, Sample, ScheduledSeq, SchedulerOutput
+from tinygrad_nv.engine.worker.model_runner import ModelRunner
+from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
 from tinygrad_nv.runtime.memory import host_bytes
 
 SIZE, PAGES, LENGTH = 8, 64, 40     # tokens of a page, pages, tokens of a sequence
@@ -43,7 +43,7 @@ def network(device: str | None = None, dtype: Any = dtypes.float32, **fields: An
     return made
 
 
-def poison(runner: Runner) -> None:
+def poison(runner: ModelRunner) -> None:
     """Makes all pages NaN."""
     for tensor in runner.store.tensors:
         memory = host_bytes(tensor)
@@ -51,28 +51,28 @@ def poison(runner: Runner) -> None:
         np.frombuffer(memory, np.uint8)[:] = 0xFF
 
 
-def poison_pages(runner: Runner, pages: list[int]) -> None:
+def poison_pages(runner: ModelRunner, pages: list[int]) -> None:
     for view in runner.store.views: view[pages] = 0xFF
 
 
 @dataclass
 class Sequence:
-    """A sequence as a scheduler keeps it: its tokens, how many are computed, its pages."""
+    """A sequence: its tokens, how many are computed, its pages."""
     slot: int
     tokens: list[int]
     prompt: int
     computed: int = 0
     pages: list[int] = field(default_factory=list)
-    unread: int = 0     # tokens that the host does not look at yet
+    unread: int = 0     # tokens that the host has not processed
 
 
 class Driver:
-    """Runs sequences on a runner, at random."""
+    """Runs sequences on a model runner, at random."""
 
-    def __init__(self, runner: Runner, seed: int = 0) -> None:
+    def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
         self.runner, self.random = runner, np.random.default_rng(seed)
         self.free = [int(page) for page in self.random.permutation(runner.capacity)]
-        self.moves: list[Move] = []
+        self.copies: list[PageCopy] = []
         self.sequences: list[Sequence] = []
 
     def add(self, prompt: int) -> Sequence:
@@ -81,58 +81,60 @@ class Driver:
         self.sequences.append(made)
         return made
 
-    def reserve(self, sequence: Sequence, places: int) -> None:
-        """Pages for so many places, in a new list as a table has it."""
-        short = -(-places // self.runner.page_size) - len(sequence.pages)
-        if short > 0: sequence.pages = sequence.pages + [self.free.pop() for _ in range(short)]
+    def reserve(self, sequence: Sequence, num_positions: int) -> None:
+        """Pages for so many positions, in a new list."""
+        missing = -(-num_positions // self.runner.page_size) - len(sequence.pages)
+        if missing > 0: sequence.pages = sequence.pages + [self.free.pop() for _ in range(missing)]
 
-    def work(self, sequence: Sequence, rows: int, copies: tuple[Sequence, ...] = ()) -> Work:
-        """The next rows of a sequence; the last of all that there are is sampled, for copies too."""
+    def entry(self, sequence: Sequence, num_tokens: int, copies: tuple[Sequence, ...] = ()) -> ScheduledSeq:
+        """The next tokens of a sequence. The last known token is sampled from, also for copies."""
         start = sequence.computed
-        new = tuple(sequence.tokens[start:start + rows])
+        new = tuple(sequence.tokens[start:start + num_tokens])
         samples: tuple[Sample, ...] = ()
-        if start + rows == len(sequence.tokens):
-            samples = tuple(Sample(rows - 1, each.slot, start + rows) for each in (sequence, *copies))
-        self.reserve(sequence, start + (1 if rows == 1 else GROUP * -(-rows // GROUP)))
-        sequence.computed += rows
-        if rows == 1 and start >= sequence.prompt: new = ()    # the device has it
-        return Work(sequence.slot, start, new, sequence.pages, samples)
+        if start + num_tokens == len(sequence.tokens):
+            samples = tuple(Sample(num_tokens - 1, each.slot, start + num_tokens)
+                            for each in (sequence, *copies))
+        self.reserve(sequence, start + (1 if num_tokens == 1 else GROUP * -(-num_tokens // GROUP)))
+        sequence.computed += num_tokens
+        if num_tokens == 1 and start >= sequence.prompt: new = ()    # it is on the device
+        return ScheduledSeq(sequence.slot, start, new, sequence.pages, samples)
 
     def fork(self, source: Sequence) -> Sequence:
-        """Another sequence of the same tokens, whose pages are copies; it is sampled with the next work of
-        `source`, which has all but the last."""
+        """A copy of a sequence with copied pages; it is sampled with the next entry of `source`, and has
+        computed all tokens but the last."""
         made = self.add(0)
         made.tokens, made.prompt, made.computed = list(source.tokens), source.prompt, source.computed
         for page in source.pages:
             made.pages = [*made.pages, self.free.pop()]
-            self.moves.append(Move(Where.WITHIN, page, made.pages[-1]))
+            self.copies.append(PageCopy(CopyKind.DEVICE_TO_DEVICE, page, made.pages[-1]))
         return made
 
-    def run(self, *works: Work) -> None:
-        """A step; what it chose belongs to the sequences."""
-        batch = Batch(works, tuple(self.moves))
-        self.moves = []
+    def run(self, *seqs: ScheduledSeq) -> None:
+        """Runs a step, and appends the sampled tokens."""
+        batch = SchedulerOutput(seqs, tuple(self.copies))
+        self.copies = []
         chosen = self.runner.launch(batch).result(60).tokens
-        samples = [sample for work in works for sample in work.samples]
+        samples = [sample for entry in seqs for sample in entry.samples]
         assert len(samples) == len(chosen)
         for sample, token in zip(samples, chosen, strict=True):
             self.sequences[sample.slot].tokens.append(int(token))
 
     def drive(self, steps: int) -> None:
-        """Steps of some sequences each, in chunks of some rows."""
+        """Random steps over the sequences, in random chunks."""
         for _ in range(steps):
-            works = []
+            seqs = []
             for sequence in self.sequences:
                 left = len(sequence.tokens) - sequence.computed
                 if left and len(sequence.tokens) < LENGTH and self.random.random() < 0.8:
-                    works.append(self.work(sequence, int(self.random.integers(1, min(left, 11) + 1))))
-            if works: self.run(*works)
+                    seqs.append(self.entry(sequence, int(self.random.integers(1, min(left, 11) + 1))))
+            if seqs: self.run(*seqs)
 
     def check(self, model: Llama, tolerance: float = 1e-3) -> None:
-        """Each token has the largest logit that the whole context gives; but for rounding."""
+        """Each token has the largest logit of the whole context, up to rounding."""
         for sequence in self.sequences:
             assert len(sequence.tokens) > sequence.prompt
             wanted = model(Tensor([sequence.tokens], dtype=dtypes.int32, device=model.device)).float().numpy()
-            for place in range(sequence.prompt, len(sequence.tokens)):
-                logits = wanted[0, place - 1]
-                assert logits[sequence.tokens[place]] >= logits.max() - tolerance, (sequence.slot, place)
+            for position in range(sequence.prompt, len(sequence.tokens)):
+                logits = wanted[0, position - 1]
+                sampled = logits[sequence.tokens[position]]
+                assert sampled >= logits.max() - tolerance, (sequence.slot, position)

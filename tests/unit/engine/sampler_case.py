@@ -8,8 +8,8 @@ import torch
 from tinygrad import Tensor
 from transformers import generation
 
-from tinygrad_nv.engine.running.sampler import Slots, filtered, next_tokens
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
+from tinygrad_nv.engine.worker.sampler import SamplerState, apply_filters, next_tokens
 from tinygrad_nv.patterns.embedding.named import embedding
 
 V = 300
@@ -27,36 +27,37 @@ def union(rows: Sequence[SamplingParams]) -> Filters:
 
 
 class Case:
-    """Rows, each with a slot of its own, in another order than the slots. `seen` are a prompt's tokens, and
-    `said` those of the output, of each row."""
+    """Rows of logits, each with its own slot, in another order than the slots. `seen` are prompt tokens,
+    `said` output tokens, of every row."""
 
     def __init__(self, rows: Sequence[SamplingParams], size: int = V, seen: Sequence[int] = (),
-                 said: Sequence[int] = (), slots: Slots | None = None, device: str | None = None) -> None:
+                 said: Sequence[int] = (), state: SamplerState | None = None,
+                 device: str | None = None) -> None:
         self.filters, self.size, self.device = union(rows), size, device
-        self.slots = slots or Slots(len(rows) + 2, size, device)
+        self.state = state or SamplerState(len(rows) + 2, size, device)
         order = np.random.default_rng(len(rows)).permutation(len(rows)).astype(np.int32)
         for slot, params in zip(order.tolist(), rows, strict=True):
-            self.slots.begin(slot, params, params.seed or 0, seen, said)
+            self.state.start_slot(slot, params, params.seed or 0, seen, said)
         self.rows = Tensor(order, device=device).realize()
 
-    def tokens(self, logits: np.ndarray, places: int | Sequence[int] = 0, filters: Filters | None = None,
+    def tokens(self, logits: np.ndarray, positions: int | Sequence[int] = 0, filters: Filters | None = None,
                masks: np.ndarray | None = None) -> list[int]:
         """The rows' next tokens."""
-        at = np.broadcast_to(np.array(places, np.int32), len(logits))
+        at = np.broadcast_to(np.array(positions, np.int32), len(logits))
         made = self.made(Tensor(logits, device=self.device), Tensor(at.copy(), device=self.device), filters,
                          None if masks is None else Tensor(masks, device=self.device))
         return [int(each) for each in made.numpy()]
 
-    def made(self, logits: Tensor, places: Tensor, filters: Filters | None = None,
+    def made(self, logits: Tensor, positions: Tensor, filters: Filters | None = None,
              masks: Tensor | None = None) -> Tensor:
         """The rows' next tokens on the device."""
-        return next_tokens(logits, filters or self.filters, self.slots, self.rows, places, masks)
+        return next_tokens(logits, filters or self.filters, self.state, self.rows, positions, masks)
 
-    def filtered(self, logits: np.ndarray, filters: Filters | None = None) -> np.ndarray:
+    def apply_filters(self, logits: np.ndarray, filters: Filters | None = None) -> np.ndarray:
         """The rows' logits after every filter."""
-        numbers = embedding(self.slots.numbers, self.rows)
-        made = filtered(Tensor(logits, device=self.device), filters or self.filters, self.slots, self.rows,
-                        numbers)
+        numbers = embedding(self.state.numbers, self.rows)
+        made = apply_filters(Tensor(logits, device=self.device), filters or self.filters, self.state,
+                             self.rows, numbers)
         return made.numpy()
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers of each kind, a model that chooses at random among what is allowed, and a check of schemas."""
+"""Tokenizers of each kind, a model that samples uniformly among allowed tokens, and a schema check."""
 from __future__ import annotations
 
 import re
@@ -11,8 +11,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from tinygrad_nv.cli import DEFAULT_MODEL
-from tinygrad_nv.engine.structured_output.matcher import Grammars, Matcher
-from tinygrad_nv.engine.structured_output.structured import Structured
+from tinygrad_nv.engine.structured_output.matcher import GrammarCompiler, GrammarMatcher
+from tinygrad_nv.engine.structured_output.params import Structured
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 
 LETTERS = "▁abcdefghijklmnopqrstuvwxyz{}[]\":,0123456789"
@@ -65,10 +65,11 @@ def tokenizer(kind: str) -> tuple[Tokenizer, int, int]:
 
 
 @cache
-def grammars(kind: str, spare: int = 0) -> Grammars:
-    """Forms over a tokenizer; the model's vocabulary has `spare` ids that it does not know."""
+def grammars(kind: str, spare: int = 0) -> GrammarCompiler:
+    """A grammar compiler over a tokenizer; the model's vocabulary has `spare` ids that the tokenizer lacks.
+    """
     words, size, eos = tokenizer(kind)
-    return Grammars(words, size + spare, [eos])
+    return GrammarCompiler(words, size + spare, [eos])
 
 
 def allowed(mask: np.ndarray) -> list[int]:
@@ -76,9 +77,9 @@ def allowed(mask: np.ndarray) -> list[int]:
     return [int(i) for i in np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))]
 
 
-def written(matcher: Matcher, eos: int, rng: np.random.Generator, most: int = 400) -> list[int]:
-    """What a model writes that finds every token equally likely. After `most` tokens it takes end tokens and
-    quotes where it can, for texts without a bound."""
+def written(matcher: GrammarMatcher, eos: int, rng: np.random.Generator, most: int = 400) -> list[int]:
+    """The output of a model that finds every token equally likely. After `most` tokens it takes end tokens
+    and quotes where it can, to end unbounded texts."""
     ids: list[int] = []
     while not matcher.finished:
         choice = allowed(matcher.mask())
@@ -99,7 +100,7 @@ def text(kind: str, ids: Sequence[int]) -> str:
 
 
 def holds(value: Any, schema: Any) -> bool:
-    """Whether JSON has a schema's form; of its words those that the tests use."""
+    """Whether a JSON value matches a schema; supports the keywords that the tests use."""
     if isinstance(schema, bool): return schema
     kinds = {"string": str, "integer": int, "number": int | float, "boolean": bool, "null": type(None),
              "array": list, "object": dict}
@@ -138,5 +139,5 @@ SCHEMAS = {"person": PERSON, "code": {"type": "string", "pattern": "^[A-Z]{2}-[0
 
 
 def schema(name: str) -> Structured:
-    """A form of `SCHEMAS`."""
+    """A schema of `SCHEMAS`."""
     return Structured(json_schema=SCHEMAS[name])

@@ -1,4 +1,4 @@
-"""Many callers of one core: tokens reach who asked for them, and callers come, go and crash at any moment."""
+"""Many callers of one core: each gets its own tokens, and callers start, leave and crash at any time."""
 from __future__ import annotations
 
 import asyncio
@@ -12,7 +12,7 @@ import weakref
 import pytest
 from core_case import CountingCore, CountingLLM
 
-from tinygrad_nv.engine.async_engine import AsyncEngine, merged
+from tinygrad_nv.engine.async_engine import AsyncEngine, merge_deltas
 from tinygrad_nv.engine.outputs import Delta
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Request
@@ -113,7 +113,8 @@ def test_a_slow_caller_gets_what_came_meanwhile_in_one_piece():
 
 def test_deltas_that_are_merged_lose_nothing():
     a, b = Delta(1, "a", (1,), cached_tokens=5), Delta(1, "b", (2, 3), finish_reason="stop", stop_reason=3)
-    assert merged(a, b) == Delta(1, "ab", (1, 2, 3), finish_reason="stop", stop_reason=3, cached_tokens=5)
+    expected = Delta(1, "ab", (1, 2, 3), finish_reason="stop", stop_reason=3, cached_tokens=5)
+    assert merge_deltas(a, b) == expected
 
 
 def test_bad_requests_are_refused_at_once():

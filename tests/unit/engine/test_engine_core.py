@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from unittest import mock
 
 import pytest
-from engine_fake import BROKEN, EOS, VOCAB, Engine, FakeDevice, Guesser, Rule, alone
+from engine_fake import BROKEN, EOS, VOCAB, Engine, FakeDevice, OracleProposer, Rule, alone
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -69,9 +69,9 @@ def run(case: Case) -> Result:
     requests = [ask.request(number) for number, ask in enumerate(case.asks)]
     with mock.patch.dict(os.environ, NV_DEBUG="1"): core = EngineCore(device, pool, config)
     expected = answers(case, core.max_len)
-    guesser = Guesser({(name, i): requests[int(name)].prompt + answer
-                       for (name, i), (answer, _) in expected.items()}, case.wrong)
-    if config.speculation: core.scheduler.proposer = guesser
+    proposer = OracleProposer({(name, i): requests[int(name)].prompt + answer
+                               for (name, i), (answer, _) in expected.items()}, case.wrong)
+    if config.num_speculative_tokens: core.scheduler.proposer = proposer
     result = Result({}, {}, core, device)
     limit = 40 * sum(ask.params.n * (len(request.prompt) + len(expected[str(i), 0][0]) + 4)
                      for i, (ask, request) in enumerate(zip(case.asks, requests, strict=True))) + 200
@@ -80,7 +80,7 @@ def run(case: Case) -> Result:
         for ask, request in zip(case.asks, requests, strict=True):
             if ask.arrives == step: core.add(request)
             if ask.abort == step: core.abort(request.id)
-        waited = {seq.name for _, seq in core.scheduler._queue if seq.waiting}
+        waited = {seq.name for _, seq in core.scheduler._waiting_queue if seq.waiting}
         for chosen in core.step(): note(case, result, chosen)
         overtaken(core, waited)
         step += 1
@@ -89,14 +89,14 @@ def run(case: Case) -> Result:
     pool.assert_conserved([])
     assert pool.stats().in_use == pool.stats().host_in_use == 0
     assert sorted(core.scheduler._slots) == list(range(config.max_seqs))
-    assert not (core.scheduler.waiting + core.scheduler.new + len(core.scheduler.running))
-    assert not guesser.known
+    assert not (core.scheduler.num_waiting + core.scheduler.num_new + len(core.scheduler.running))
+    assert not proposer.known
     check(case, result, expected)
     return result
 
 
 def note(case: Case, result: Result, chosen) -> None:
-    """Keeps what was chosen, and does what a text's end would."""
+    """Records outputs, and finishes sequences as a stop string would."""
     name = chosen.request, chosen.index
     assert name not in result.reasons, "a sequence goes on after its end"
     tokens = result.tokens.setdefault(name, [])
@@ -109,10 +109,10 @@ def note(case: Case, result: Result, chosen) -> None:
 
 
 def overtaken(core: EngineCore, waited: set[tuple[str, int]]) -> None:
-    """Nobody who waited on has a smaller key than one who began."""
-    waiting = [seq.key for _, seq in core.scheduler._queue if seq.waiting and seq.name in waited]
+    """No waiting sequence has a smaller key than one that started."""
+    waiting = [seq.key for _, seq in core.scheduler._waiting_queue if seq.waiting and seq.name in waited]
     begun = [seq.key for seq in core.scheduler.running if seq.name in waited]
-    if waiting and begun and core.scheduler.preempted == 0: assert max(begun) < min(waiting)
+    if waiting and begun and core.scheduler.num_preempted == 0: assert max(begun) < min(waiting)
 
 
 def answers(case: Case, max_len: int) -> dict[tuple[str, int], tuple[list[int], str]]:
@@ -123,7 +123,7 @@ def answers(case: Case, max_len: int) -> dict[tuple[str, int], tuple[list[int], 
 
 
 def check(case: Case, result: Result, expected) -> None:
-    """Tokens are those that each gets alone; of who was ended, a beginning of them."""
+    """Each gets the tokens it gets alone; an aborted one gets a prefix of them."""
     assert result.reasons.keys() == expected.keys()
     for name, (tokens, reason) in expected.items():
         ask, got, why = case.asks[int(name[0])], result.tokens[name], result.reasons[name]
@@ -219,7 +219,7 @@ class Watched(FakeDevice):
 def watched(late: bool = True, **more) -> tuple[Engine, list[str]]:
     """An engine whose device takes notes."""
     engine = Engine(late=late, more=more)
-    engine.device = engine.core.device = Watched(64, 4, 0, 4, 32, late=late)
+    engine.device = engine.core.executor = Watched(64, 4, 0, 4, 32, late=late)
     return engine, engine.device.notes
 
 
@@ -279,7 +279,7 @@ def test_a_request_is_cancelled_at_any_moment(when):
     engine.step(when)
     engine.core.abort("a")
     engine.core.abort("a")
-    engine.core.abort("nobody")
+    engine.core.abort("unknown")
     engine.end()
     assert [engine.last("a", i).finish_reason for i in range(3)] == ["abort"] * 3
     assert engine.tokens("other") == engine.alone(other)
@@ -293,7 +293,7 @@ def test_a_cancelled_id_may_come_again():
     engine.core.abort("a")
     engine.step()
     again = engine.add("a", range(7))
-    engine.chosen.clear()
+    engine.outputs_seen.clear()
     engine.end()
     assert engine.tokens("a") == engine.alone(again)
 
@@ -358,7 +358,7 @@ def test_an_answer_without_a_token_is_not_finished_from_outside():
 
 
 def test_the_context_ends():
-    engine = Engine(pages=4, more={"max_len": 40})         # 16 places, 7 of which may fill a group up
+    engine = Engine(pages=4, more={"max_len": 40})         # 16 positions, 7 of which may be padding
     assert engine.core.max_len == 9
     engine.add("a", range(4), max_tokens=None)
     engine.end()
@@ -370,8 +370,8 @@ def test_drafts_that_are_right_save_steps():
     answer = Engine().alone(request)
     steps = {}
     for wrong in (1, 3, 1000):
-        guesser = Guesser({("a", 0): [*range(9), *answer]}, wrong)
-        engine = Engine(more={"speculation": 7}, proposer=guesser)
+        proposer = OracleProposer({("a", 0): [*range(9), *answer]}, wrong)
+        engine = Engine(more={"num_speculative_tokens": 7}, proposer=proposer)
         engine.add("a", range(9), max_tokens=40)
         engine.end()
         assert engine.tokens("a") == answer
@@ -384,8 +384,8 @@ def test_drafts_that_are_right_save_steps():
 def test_a_prompt_of_one_token_is_forked_before_it_is_drafted_for():
     params = SamplingParams(n=2, seed=0, ignore_eos=True, max_tokens=12)
     answers = [Engine().alone(Request("a", [7], params), index) for index in range(2)]
-    guesser = Guesser({("a", index): [7, *answer] for index, answer in enumerate(answers)}, 1000)
-    engine = Engine(more={"speculation": 4}, proposer=guesser)
+    proposer = OracleProposer({("a", index): [7, *answer] for index, answer in enumerate(answers)}, 1000)
+    engine = Engine(more={"num_speculative_tokens": 4}, proposer=proposer)
     engine.add("a", [7], n=2, max_tokens=12)
     engine.end()
     assert [engine.tokens("a", index) for index in range(2)] == answers
@@ -398,7 +398,7 @@ def test_a_step_that_fails_ends_its_requests_and_no_others(fails, late):
     engine = Engine(late=late, fails={fails: 1})
     engine.add("in it", BASE[:40], max_tokens=5)
     while not engine.device.launched[fails:]: engine.step()
-    # it begins in the step after, whose tokens are dropped, and its penalty knows nothing of them
+    # it starts in the step after, whose tokens are dropped, and are not counted for its penalty
     other = engine.add("other", range(20), max_tokens=6, presence_penalty=1.0)
     engine.end()
     assert engine.last("in it").finish_reason == "error"

@@ -22,7 +22,7 @@ from tinygrad.tensor import all_tensors
 from tinygrad_nv import LLM
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.structured_output.structured import Structured
+from tinygrad_nv.engine.structured_output.params import Structured
 
 def cycle(pages):
     llm = LLM(DEFAULT_MODEL, max_num_seqs=4, num_pages=pages, device="CPU", **json.loads(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Chosen tokens become text, whatever they are cut into; stop strings end it where they are found."""
+"""Sampled tokens become text, however they are split; stop strings end it where they are found."""
 from __future__ import annotations
 
 import pytest
@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinygrad_nv.cli import DEFAULT_MODEL
-from tinygrad_nv.engine.outputs import Chosen, Delta
+from tinygrad_nv.engine.outputs import Delta, EngineCoreOutput
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.scheduling.batch import Logprobs
-from tinygrad_nv.engine.text.processor import OutputProcessor
+from tinygrad_nv.engine.scheduling.scheduler_output import Logprobs
+from tinygrad_nv.engine.text.output_processor import OutputProcessor
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(DEFAULT_MODEL)
@@ -18,11 +18,12 @@ STORY = TOKENIZER.encode("Once upon a time, there was a small fox. He had a hat,
                          special=False)
 
 
-def chosen(tokens: list[int], reason: str | None = None, index: int = 0, **more) -> Chosen:
-    return Chosen("a", index, tuple(tokens), finish_reason=reason, **more)
+def chosen(tokens: list[int], reason: str | None = None, index: int = 0, **more) -> EngineCoreOutput:
+    return EngineCoreOutput("a", index, tuple(tokens), finish_reason=reason, **more)
 
 
-def deltas(params: SamplingParams, steps: list[Chosen], prompt: tuple[int, ...] = (0,)) -> list[Delta]:
+def deltas(params: SamplingParams, steps: list[EngineCoreOutput],
+           prompt: tuple[int, ...] = (0,)) -> list[Delta]:
     processor = OutputProcessor(TOKENIZER, prompt, params)
     return [delta for step in steps if (delta := processor.process(step)) is not None]
 
@@ -98,7 +99,7 @@ def test_each_of_n_sequences_is_by_itself():
             if delta is not None: texts[index] += delta.text
     assert texts[0] == "Once upon a time, there was a "
     assert texts[1] == TOKENIZER.decode(STORY[::-1])
-    assert list(processor.growing) == [1]
+    assert list(processor.texts) == [1]
 
 
 def test_logprobs_come_with_the_tokens_own_texts():
@@ -118,6 +119,6 @@ def test_tokens_without_text_take_no_room():
     """An answer that goes on past its end tokens costs each token the same."""
     processor = OutputProcessor(TOKENIZER, STORY[:6], SamplingParams())
     for _ in range(1000): processor.process(chosen([EOS]))
-    assert len(processor.growing[0].pieces.ids) < 10
+    assert len(processor.texts[0].detokenizer.ids) < 10
     before, after = TOKENIZER.decode(STORY[:6]), TOKENIZER.decode(STORY[:7])
     assert processor.process(chosen([STORY[6]])).text == after[len(before):]

@@ -1,4 +1,4 @@
-"""A runner's tokens are those of the whole context at once: greedy, whatever runs beside a sequence.
+"""A model runner's greedy tokens equal those of the whole context at once, whatever else is in the batch.
 
 Models are random and tiny, one of each kind. Pages are NaN before they are written, and given to sequences in
 no order.
@@ -12,11 +12,11 @@ from runner_case import LENGTH, PAGES, SIZE, Driver, network, poison, poison_pag
 from tinygrad_nv.models.llama import Llama
 
 from tinygrad_nv import Tensor, dtypes
-from tinygrad_nv.engine.running.inputs import STEPS, Shape
-from tinygrad_nv.engine.running.runner import RARE, Runner
-from tinygrad_nv.engine.scheduling.batch import GROUP, Batch, Sample, Work
+from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, Sample, ScheduledSeq, SchedulerOutput
+from tinygrad_nv.engine.worker.input_buffer import STEP_GROUPS, BatchShape
+from tinygrad_nv.engine.worker.model_runner import CAPTURE_AFTER, ModelRunner
 from tinygrad_nv.errors import RequestError
-from tinygrad_nv.kvcache.pages import Move, Where
+from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
 
 KINDS: dict[str, dict[str, Any]] = {
     "gqa": {}, "mqa tied": {"num_kv_heads": 1, "tied": True}, "windows": {"windows": (6, None)},
@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def both(request: pytest.FixtureRequest):
     """A model and its runner."""
     model = network(**KINDS[request.param])
-    runner = Runner(model, pages=PAGES, page_size=SIZE, max_seqs=6, max_len=LENGTH)
+    runner = ModelRunner(model, pages=PAGES, page_size=SIZE, max_seqs=6, max_len=LENGTH)
     poison(runner)
     yield model, runner
     runner.close()
@@ -49,7 +49,7 @@ def test_mixed_batches_choose_what_the_whole_context_does(both, request):
 def plain():
     """A model and its runner, whose tests begin with pages of NaN."""
     model = network()
-    runner = Runner(model, pages=PAGES, page_size=SIZE, max_seqs=4, max_len=LENGTH, host_pages=8)
+    runner = ModelRunner(model, pages=PAGES, page_size=SIZE, max_seqs=4, max_len=LENGTH, host_pages=8)
     yield model, runner
     runner.close()
 
@@ -59,15 +59,15 @@ def test_a_fork_goes_on_as_its_source_does(plain):
     poison(runner)
     driver = Driver(runner, 1)
     source = driver.add(6)
-    driver.run(driver.work(source, 5))
+    driver.run(driver.entry(source, 5))
     fork = driver.fork(source)
-    works = [driver.work(source, 1, (fork,))]
-    driver.run(*works)
-    # the last row of the prompt was computed for both: its keys are the source's alone
+    seqs = [driver.entry(source, 1, (fork,))]
+    driver.run(*seqs)
+    # the last prompt token was computed for both, into the source's page
     page = fork.computed // SIZE
-    driver.moves.append(Move(Where.WITHIN, source.pages[page], fork.pages[page]))
+    driver.copies.append(PageCopy(CopyKind.DEVICE_TO_DEVICE, source.pages[page], fork.pages[page]))
     fork.computed += 1
-    for _ in range(5): driver.run(driver.work(fork, 1), driver.work(source, 1))
+    for _ in range(5): driver.run(driver.entry(fork, 1), driver.entry(source, 1))
     assert fork.tokens == source.tokens
     driver.check(model)
 
@@ -77,15 +77,15 @@ def test_pages_come_back_from_the_host(plain):
     poison(runner)
     driver = Driver(runner, 2)
     one, two = driver.add(11), driver.add(5)
-    driver.run(driver.work(one, 11), driver.work(two, 5))
+    driver.run(driver.entry(one, 11), driver.entry(two, 5))
     away = list(one.pages)
-    driver.moves += [Move(Where.OUT, page, k) for k, page in enumerate(away)]
-    driver.run(driver.work(two, 1))
+    driver.copies += [PageCopy(CopyKind.DEVICE_TO_HOST, page, k) for k, page in enumerate(away)]
+    driver.run(driver.entry(two, 1))
     poison_pages(runner, away)
     back = [driver.free.pop() for _ in away]
-    driver.moves += [Move(Where.BACK, k, page) for k, page in enumerate(back)]
+    driver.copies += [PageCopy(CopyKind.HOST_TO_DEVICE, k, page) for k, page in enumerate(back)]
     one.pages = back
-    for _ in range(4): driver.run(driver.work(one, 1), driver.work(two, 1))
+    for _ in range(4): driver.run(driver.entry(one, 1), driver.entry(two, 1))
     driver.check(model)
 
 
@@ -96,13 +96,14 @@ def test_the_next_step_is_launched_before_the_last_one_is_read(plain):
     sequence = driver.add(7)
     driver.reserve(sequence, 20)
     pages = sequence.pages
-    pending = [runner.launch(Batch((Work(0, 0, tuple(sequence.tokens), pages, (Sample(6, 0, 7),)),)))]
-    pending += [runner.launch(Batch((Work(0, 7 + i, (), pages, (Sample(0, 0, 8 + i),)),))) for i in range(8)]
+    prompt = ScheduledSeq(0, 0, tuple(sequence.tokens), pages, (Sample(6, 0, 7),))
+    decodes = [ScheduledSeq(0, 7 + i, (), pages, (Sample(0, 0, 8 + i),)) for i in range(8)]
+    pending = [runner.launch(SchedulerOutput((each,))) for each in (prompt, *decodes)]
     sequence.tokens += [int(each.result(60).tokens[0]) for each in pending]
     driver.check(model)
 
 
-def test_rows_of_a_draft_are_each_sampled_and_the_last_one_is_kept(plain):
+def test_each_token_of_a_draft_is_sampled_and_the_last_one_is_kept(plain):
     model, runner = plain
     poison(runner)
     driver = Driver(runner, 4)
@@ -110,24 +111,24 @@ def test_rows_of_a_draft_are_each_sampled_and_the_last_one_is_kept(plain):
     driver.reserve(sequence, 24)
     tokens, pages = tuple(sequence.tokens), sequence.pages
     samples = tuple(Sample(row, 0, row + 1) for row in range(9))
-    each = runner.launch(Batch((Work(0, 0, tokens, pages, samples),))).result(60).tokens
+    each = runner.launch(SchedulerOutput((ScheduledSeq(0, 0, tokens, pages, samples),))).result(60).tokens
     wanted = model(Tensor([tokens], dtype=dtypes.int32)).numpy()[0].argmax(-1)
     assert each.tolist() == wanted.tolist()
     sequence.tokens.append(int(each[-1]))
     sequence.computed = 9
-    for _ in range(2): driver.run(driver.work(sequence, 1))
+    for _ in range(2): driver.run(driver.entry(sequence, 1))
     driver.check(model)
 
 
-def test_steps_without_samples_and_batches_without_works(plain):
+def test_steps_without_samples_and_without_sequences(plain):
     model, runner = plain
     poison(runner)
     driver = Driver(runner, 5)
     sequence = driver.add(10)
-    for rows in (1, 1, 4): driver.run(driver.work(sequence, rows))
+    for num_tokens in (1, 1, 4): driver.run(driver.entry(sequence, num_tokens))
     driver.run()
-    driver.run(driver.work(sequence, 4))
-    for _ in range(2): driver.run(driver.work(sequence, 1))
+    driver.run(driver.entry(sequence, 4))
+    for _ in range(2): driver.run(driver.entry(sequence, 1))
     driver.check(model)
 
 
@@ -136,11 +137,11 @@ def test_logits_that_are_not_numbers_choose_no_token(plain):
     poison(runner)
     driver = Driver(runner, 6)
     ill, well = driver.add(3), driver.add(3)
-    driver.run(driver.work(ill, 3), driver.work(well, 3))
+    driver.run(driver.entry(ill, 3), driver.entry(well, 3))
     poison_pages(runner, ill.pages)
-    driver.run(driver.work(ill, 1), driver.work(well, 1))
+    driver.run(driver.entry(ill, 1), driver.entry(well, 1))
     assert ill.tokens.pop() >= runner.vocab_size
-    driver.run(driver.work(well, 1))
+    driver.run(driver.entry(well, 1))
     driver.sequences.remove(ill)
     driver.check(model)
 
@@ -150,7 +151,7 @@ def test_a_batch_that_is_too_large_is_refused_and_the_next_one_runs(plain):
     poison(runner)
     tokens = tuple(range(8)) * 1000
     with pytest.raises(RequestError, match="a batch of"):
-        runner.launch(Batch((Work(0, 0, tokens, [0], ()),))).result(60)
+        runner.launch(SchedulerOutput((ScheduledSeq(0, 0, tokens, [0], ()),))).result(60)
     driver = Driver(runner, 7)
     driver.add(4)
     driver.drive(3)
@@ -159,16 +160,16 @@ def test_a_batch_that_is_too_large_is_refused_and_the_next_one_runs(plain):
 
 def test_after_an_exception_in_a_capture_the_shape_is_captured_again(plain, monkeypatch):
     model, _ = plain
-    runner = Runner(model, pages=8, page_size=SIZE, max_seqs=2, max_len=16)
+    runner = ModelRunner(model, pages=8, page_size=SIZE, max_seqs=2, max_len=16)
     try:
         driver = Driver(runner, 8)
         sequence = driver.add(4)
         with monkeypatch.context() as patched:
-            patched.setattr(Llama, "rows", lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError): driver.run(driver.work(sequence, 4))
+            patched.setattr(Llama, "step_paged", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError): driver.run(driver.entry(sequence, 4))
         sequence.computed = 0
-        driver.run(driver.work(sequence, 4))
-        driver.run(driver.work(sequence, 1))
+        driver.run(driver.entry(sequence, 4))
+        driver.run(driver.entry(sequence, 1))
         driver.check(model)
     finally: runner.close()
 
@@ -178,32 +179,33 @@ def test_shapes_hold_what_they_are_for_and_are_few():
     for decode in range(65):
         for groups in range(40):
             for samples in (0, 1, decode, decode + groups):
-                shape = Shape.fitting(decode, groups, samples, False)
+                shape = BatchShape.at_least(decode, groups, samples, False)
                 assert shape.decode >= decode
                 assert shape.groups >= groups
                 assert shape.samples >= max(1, samples)
-                if groups: assert shape.rows // GROUP in STEPS
-                found.add((shape.rows, shape.decode))
+                if groups: assert shape.num_tokens // GROUP in STEP_GROUPS
+                found.add((shape.num_tokens, shape.decode))
     assert len(found) < 64
 
 
 def test_a_rare_shape_is_served_by_one_with_room_for_it_and_a_usual_one_is_captured():
     model = network()
-    runner = Runner(model, pages=PAGES, page_size=SIZE, max_seqs=4, max_len=LENGTH)
+    runner = ModelRunner(model, pages=PAGES, page_size=SIZE, max_seqs=4, max_len=LENGTH)
     try:
-        runner.warm_up(shapes=[Shape.fitting(4, 3, 8, False)])
+        runner.warm_up(shapes=[BatchShape.at_least(4, 3, 8, False)])
         poison(runner)
         driver = Driver(runner)
         steady, *others = (driver.add(prompt) for prompt in (9, 3, 12))
-        driver.run(driver.work(steady, 9))                              # of 16 rows, which 32 have room for
-        driver.run(driver.work(steady, 1), *(driver.work(each, len(each.tokens)) for each in others))
+        driver.run(driver.entry(steady, 9))                             # 16 tokens, served by the shape of 32
+        driver.run(driver.entry(steady, 1), *(driver.entry(each, len(each.tokens)) for each in others))
         assert len(runner.steps) == 1
-        for _ in range(RARE + 1):                                       # a decode step is captured at once
-            driver.run(*(driver.work(each, 1) for each in driver.sequences))
+        for _ in range(CAPTURE_AFTER + 1):                              # a decode step is captured at once
+            driver.run(*(driver.entry(each, 1) for each in driver.sequences))
         assert [shape.direct for shape in runner.steps] == [False, True]
         driver.check(model)
-        for _ in range(RARE): runner.launch(Batch((Work(0, 0, (1, 2), steady.pages),))).result(60)
+        batch = SchedulerOutput((ScheduledSeq(0, 0, (1, 2), steady.pages),))
+        for _ in range(CAPTURE_AFTER): runner.launch(batch).result(60)
         assert len(runner.steps) == 2
-        runner.launch(Batch((Work(0, 0, (1, 2), steady.pages),))).result(60)
+        runner.launch(batch).result(60)
         assert len(runner.steps) == 3
     finally: runner.close()

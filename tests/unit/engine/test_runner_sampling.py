@@ -7,12 +7,12 @@ import pytest
 from runner_case import LENGTH, PAGES, SIZE, Driver, network, poison
 
 from tinygrad_nv import Tensor, dtypes
-from tinygrad_nv.engine.running.inputs import Shape
-from tinygrad_nv.engine.running.runner import Runner
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.scheduling.batch import Batch, Sample, Work
+from tinygrad_nv.engine.scheduling.scheduler_output import Sample, ScheduledSeq, SchedulerOutput
+from tinygrad_nv.engine.worker.input_buffer import BatchShape
+from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.errors import RequestError
-from tinygrad_nv.kvcache.pages import Move, Where
+from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
 
 PROMPT = (5, 17, 80, 33, 2)
 
@@ -24,7 +24,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def runner(model):
-    made = Runner(model, pages=PAGES, page_size=SIZE, max_seqs=4, max_len=LENGTH)
+    made = ModelRunner(model, pages=PAGES, page_size=SIZE, max_seqs=4, max_len=LENGTH)
     poison(made)
     yield made
     made.close()
@@ -38,11 +38,11 @@ def logits_of(model, tokens: tuple[int, ...]) -> np.ndarray:
 
 # **** keys and values ****
 
-# how far below the largest logit (σ = 5.7) a chosen one may be
+# how far below the largest logit (σ = 5.7) a sampled one may be
 @pytest.mark.parametrize(("kind", "tolerance"), [("float16", 0.02), ("bf16", 0.2), ("fp8", 1.0),
                                                  ("int8", 0.5)])
 def test_keys_and_values_of_fewer_bits(model, kind, tolerance):
-    made = Runner(model, pages=PAGES, page_size=SIZE, max_seqs=2, max_len=LENGTH, kv_dtype=kind)
+    made = ModelRunner(model, pages=PAGES, page_size=SIZE, max_seqs=2, max_len=LENGTH, kv_dtype=kind)
     try:
         driver = Driver(made)
         for prompt in (9, 3): driver.add(prompt)
@@ -54,7 +54,7 @@ def test_keys_and_values_of_fewer_bits(model, kind, tolerance):
 
 
 def test_int8_is_scaled_by_what_tokens_give(model):
-    made = Runner(model, pages=PAGES, page_size=SIZE, max_seqs=1, max_len=LENGTH, kv_dtype="int8")
+    made = ModelRunner(model, pages=PAGES, page_size=SIZE, max_seqs=1, max_len=LENGTH, kv_dtype="int8")
     try:
         first, second = (layer.k_scale.numpy() for layer in made.store.cache.layers)
         assert first.shape == (PAGES, 2)
@@ -66,32 +66,32 @@ def test_int8_is_scaled_by_what_tokens_give(model):
 
 @pytest.mark.parametrize(("kind", "words"), [("float8", "auto, float32"), ("nibble", "unknown KV cache")])
 def test_kinds_that_are_none_are_refused(model, kind, words):
-    with pytest.raises(RequestError, match=words): Runner(model, pages=PAGES, kv_dtype=kind)
+    with pytest.raises(RequestError, match=words): ModelRunner(model, pages=PAGES, kv_dtype=kind)
 
 
 def test_a_cache_that_is_wider_than_the_model_is_refused():
     half = network(dtype=dtypes.float16)
     with pytest.raises(RequestError, match="not wider than the model"):
-        Runner(half, pages=PAGES, kv_dtype="float32")
+        ModelRunner(half, pages=PAGES, kv_dtype="float32")
 
 
 def test_a_cache_in_which_no_sequence_fits_is_refused(model):
     with pytest.raises(RequestError, match=r"(?s)3 pages of 8 tokens.*6 at least"):
-        Runner(model, pages=3, page_size=SIZE, max_len=LENGTH)
+        ModelRunner(model, pages=3, page_size=SIZE, max_len=LENGTH)
 
 
-# **** what is chosen ****
+# **** sampled tokens ****
 
-def chosen(runner: Runner, *samples: Sample, tokens: tuple[int, ...] = PROMPT):
+def chosen(runner: ModelRunner, *samples: Sample, tokens: tuple[int, ...] = PROMPT):
     """What is sampled after a prompt in the first pages."""
-    return runner.launch(Batch((Work(0, 0, tokens, range(6), samples),))).result(60)
+    return runner.launch(SchedulerOutput((ScheduledSeq(0, 0, tokens, range(6), samples),))).result(60)
 
 
 def test_a_draw_depends_on_seed_and_place_alone(runner):
     params = SamplingParams(temperature=1.5, top_k=40)
     def drawn(slot: int, seed: int, beside: tuple[int, ...] = ()) -> int:
-        runner.begin(slot, params, seed, PROMPT)
-        for other in beside: runner.begin(other, SamplingParams(), 100 + other, PROMPT)
+        runner.start_slot(slot, params, seed, PROMPT)
+        for other in beside: runner.start_slot(other, SamplingParams(), 100 + other, PROMPT)
         samples = [Sample(4, each, 5) for each in (*beside, slot)]
         return int(chosen(runner, *samples).tokens[-1])
     alone = [drawn(0, seed) for seed in range(8)]
@@ -101,14 +101,14 @@ def test_a_draw_depends_on_seed_and_place_alone(runner):
 
 
 def test_greedy_and_drawn_sequences_run_beside_each_other(model, runner):
-    runner.begin(0, SamplingParams(temperature=0), 0, PROMPT)
-    runner.begin(1, SamplingParams(temperature=2.0), 1, PROMPT)
+    runner.start_slot(0, SamplingParams(temperature=0), 0, PROMPT)
+    runner.start_slot(1, SamplingParams(temperature=2.0), 1, PROMPT)
     tokens = chosen(runner, Sample(4, 0, 5), Sample(4, 1, 5)).tokens
     assert tokens[0] == logits_of(model, PROMPT).argmax()
 
 
 def test_a_mask_leaves_the_likeliest_of_what_it_allows(model, runner):
-    runner.begin(0, SamplingParams(temperature=0), 0, PROMPT)
+    runner.start_slot(0, SamplingParams(temperature=0), 0, PROMPT)
     logits = logits_of(model, PROMPT)
     allowed = np.zeros(96, np.uint8)
     allowed[[7, 40, 95]] = 1
@@ -119,41 +119,42 @@ def test_a_mask_leaves_the_likeliest_of_what_it_allows(model, runner):
 
 def test_penalties_count_prompt_and_output(model, runner):
     best = int(logits_of(model, PROMPT).argmax())
-    runner.begin(0, SamplingParams(temperature=0, logit_bias={best: 5.0}, presence_penalty=2.0,
-                                   frequency_penalty=2.0), 0, PROMPT)
-    # + 5 − 2 − 2k: chosen until it has been often enough
+    runner.start_slot(0, SamplingParams(temperature=0, logit_bias={best: 5.0}, presence_penalty=2.0,
+                                        frequency_penalty=2.0), 0, PROMPT)
+    # + 5 − 2 − 2k: sampled until the penalty outweighs the bias
     tokens = [int(chosen(runner, Sample(4, 0, 5)).tokens[0]) for _ in range(12)]
     assert tokens[0] == best
     assert tokens[-1] != best
-    runner.begin(0, SamplingParams(temperature=0), 0, PROMPT)
+    runner.start_slot(0, SamplingParams(temperature=0), 0, PROMPT)
     assert chosen(runner, Sample(4, 0, 5)).tokens[0] == best
 
 
 def test_a_forks_penalties_begin_as_its_sources(model, runner):
     params = SamplingParams(temperature=0, frequency_penalty=2.0)
-    runner.begin(0, params, 0, PROMPT)
+    runner.start_slot(0, params, 0, PROMPT)
     for _ in range(5): chosen(runner, Sample(4, 0, 5))
     runner.fork(0, 1, params, 7)
     one, two = chosen(runner, Sample(4, 0, 5), Sample(4, 1, 5)).tokens
     assert one == two
-    runner.begin(1, params, 0, PROMPT)
+    runner.start_slot(1, params, 0, PROMPT)
     assert chosen(runner, Sample(4, 1, 5)).tokens[0] == logits_of(model, PROMPT).argmax()
 
 
 def test_a_fork_goes_on_with_its_sources_token(runner):
     params = SamplingParams(temperature=0)
-    runner.begin(0, params, 0, PROMPT)
+    runner.start_slot(0, params, 0, PROMPT)
     first = chosen(runner, Sample(4, 0, 5)).tokens
     runner.fork(0, 1, params, 7)
-    works = tuple(Work(slot, 5, (), range(6 * slot, 6 * slot + 6), (Sample(0, slot, 6),)) for slot in (0, 1))
-    moves = (Move(Where.WITHIN, 0, 6),)
-    one, two = runner.launch(Batch(works, moves)).result(60).tokens
-    known = works[1]._replace(tokens=tuple(first.tolist()))
-    assert one == two == runner.launch(Batch((known,))).result(60).tokens[0]
+    seqs = tuple(ScheduledSeq(slot, 5, (), range(6 * slot, 6 * slot + 6), (Sample(0, slot, 6),))
+                 for slot in (0, 1))
+    copies = (PageCopy(CopyKind.DEVICE_TO_DEVICE, 0, 6),)
+    one, two = runner.launch(SchedulerOutput(seqs, copies)).result(60).tokens
+    known = seqs[1]._replace(tokens=tuple(first.tolist()))
+    assert one == two == runner.launch(SchedulerOutput((known,))).result(60).tokens[0]
 
 
 def test_logprobs_are_those_of_the_unfiltered_logits(model, runner):
-    runner.begin(0, SamplingParams(temperature=0, logit_bias={12: 100.0}), 0, PROMPT)
+    runner.start_slot(0, SamplingParams(temperature=0, logit_bias={12: 100.0}), 0, PROMPT)
     found = chosen(runner, Sample(4, 0, 5), Sample(4, 0, 5, logprobs=3), Sample(2, 0, 3, logprobs=0))
     assert found.tokens[0] == found.tokens[1] == 12
     assert set(found.logprobs) == {1, 2}
@@ -170,10 +171,10 @@ def test_logprobs_are_those_of_the_unfiltered_logits(model, runner):
 # **** ahead ****
 
 def test_shapes_that_were_warmed_up_capture_nothing_later(model):
-    made = Runner(model, pages=PAGES, page_size=SIZE, max_seqs=2, max_len=LENGTH)
+    made = ModelRunner(model, pages=PAGES, page_size=SIZE, max_seqs=2, max_len=LENGTH)
     try:
         seen: list[tuple[int, int]] = []
-        made.warm_up(lambda done, total: seen.append((done, total)), [Shape.fitting(0, 1, 1, False)])
+        made.warm_up(lambda done, total: seen.append((done, total)), [BatchShape.at_least(0, 1, 1, False)])
         assert seen == [(0, 1), (1, 1)]
         captured = {id(step.jit) for _, step in made.steps.values()}
         chosen(made, Sample(4, 0, 5))
@@ -182,8 +183,8 @@ def test_shapes_that_were_warmed_up_capture_nothing_later(model):
 
 
 def test_a_decode_step_is_one_graph_of_eight_kernels_a_layer(model, runner):
-    runner.warm_up(shapes=[Shape.fitting(4, 0, 4, True)])
-    _, step = runner.steps[Shape.fitting(4, 0, 4, True)]
+    runner.warm_up(shapes=[BatchShape.at_least(4, 0, 4, True)])
+    _, step = runner.steps[BatchShape.at_least(4, 0, 4, True)]
     linear = step.jit.captured.linear
     assert len(linear.src) == len(step.graphs) == 1
     # the tokens, their rows, the last norm and the head besides
@@ -191,9 +192,9 @@ def test_a_decode_step_is_one_graph_of_eight_kernels_a_layer(model, runner):
 
 
 def test_what_failed_before_a_batch_is_told_by_it(model):
-    made = Runner(model, pages=PAGES, page_size=SIZE, max_seqs=2, max_len=LENGTH)
+    made = ModelRunner(model, pages=PAGES, page_size=SIZE, max_seqs=2, max_len=LENGTH)
     try:
-        made.begin(0, SamplingParams(presence_penalty=1.0), 0, (10 ** 6,))
+        made.start_slot(0, SamplingParams(presence_penalty=1.0), 0, (10 ** 6,))
         with pytest.raises((IndexError, ValueError)): chosen(made, Sample(4, 0, 5))
         assert len(chosen(made, Sample(4, 1, 5)).tokens) == 1
     finally: made.close()

@@ -1,5 +1,5 @@
 """The sampler's filters against transformers' logits processors, its draws against the exact distribution;
-seed and place decide the draw."""
+seed and position determine the sample."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -13,14 +13,14 @@ from sampler_case import Case, V, logits_of, their_filtered
 from tinygrad import Tensor, TinyJit, UOp, Variable, dtypes
 
 import tinygrad_nv
-from tinygrad_nv.engine.running.sampler import Slots, next_tokens
 from tinygrad_nv.engine.sampling import Filters, SamplingParams, fresh_seed
+from tinygrad_nv.engine.worker.sampler import SamplerState, next_tokens
 from tinygrad_nv.patterns.sampling.named import gumbel_of, noisy, ordered_bits, threshold
 from tinygrad_nv.tile.sampling.spec import NUMBERS, Number
 
 
-def draw(logits: np.ndarray, params: SamplingParams, place: int = 0, seen: tuple[int, ...] = ()) -> int:
-    return Case([params], len(logits), seen).tokens(logits[None], place)[0]
+def draw(logits: np.ndarray, params: SamplingParams, position: int = 0, seen: tuple[int, ...] = ()) -> int:
+    return Case([params], len(logits), seen).tokens(logits[None], position)[0]
 
 
 @settings(max_examples=30, deadline=None)
@@ -65,7 +65,7 @@ MORE = [SamplingParams(presence_penalty=1.5, frequency_penalty=0.7, repetition_p
         SamplingParams(frequency_penalty=-1.5), SamplingParams(temperature=0, presence_penalty=2.0),
         SamplingParams(logit_bias={0: 5.0, 3: -100.0}, presence_penalty=-0.5, top_p=0.9)]
 SIZES = (7, 129, 1001)
-# what the sampler of one row chose, of `logits_of(s)` with seed 5 + s · 2^33 at place 100 · s, for each case
+# tokens that the sampler gives for `logits_of(s)` with seed 5 + s · 2^33 at position 100 · s, for each case
 BEFORE = [[219, 183, 231, 9, 83, 220, 170, 103, 284, 111, 295, 117],
           [91, 183, 77, 200, 276, 220, 170, 236, 284, 111, 295, 117],
           [219, 183, 291, 9, 83, 220, 170, 103, 284, 111, 295, 117],
@@ -87,9 +87,9 @@ def test_rows_have_the_tokens_that_they_had_alone(number: int):
         seen = (0, 150, 299, int(x.argmax()))
         tokens.append(draw(x, replace(CASES[number], seed=5 + (s << 33)), 100 * s, seen))
     assert tokens == BEFORE[number][:4]
-    slots, rows = Slots(12, V), Tensor(np.arange(12, dtype=np.int32))
+    slots, rows = SamplerState(12, V), Tensor(np.arange(12, dtype=np.int32))
     for s, x in enumerate(xs):
-        slots.begin(s, CASES[number], 5 + (s << 33), (0, 150, 299, int(x.argmax())))
+        slots.start_slot(s, CASES[number], 5 + (s << 33), (0, 150, 299, int(x.argmax())))
     made = next_tokens(Tensor(np.stack(xs)), CASES[number].filters, slots, rows, 100 * rows)
     assert made.tolist() == BEFORE[number]
 
@@ -101,21 +101,22 @@ def test_the_filtered_logits_are_those_of_transformers(params: SamplingParams):
     for size in SIZES:
         seen, said = (0, size // 2, size - 1), (1, 5, 5, 0, 5)
         x = np.stack([logits_of(seed, size=size) for seed in range(6)])
-        ours = Case([params] * 6, size, seen, said).filtered(x)
+        ours = Case([params] * 6, size, seen, said).apply_filters(x)
         theirs = np.stack([their_filtered(row, params, seen, said) for row in x])
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("params", CASES + MORE[:2], ids=filters_of)
 def test_draws_have_the_distribution_of_the_filtered_logits(params: SamplingParams):
-    """3,000 places: every token within 5 standard errors, and none that is filtered out."""
+    """3,000 positions: every token within 5 standard errors, and none that is filtered out."""
     x, seen, said, draws, R = logits_of(3, 1.5, 40), (1, 5, 9), (2, 3, 3), 3000, 50
     case = Case([replace(params, seed=11)] * R, len(x), seen, said)
-    logits, places = Tensor(x).expand(R, len(x)).contiguous().realize(), Tensor(np.arange(R, dtype=np.int32))
+    logits = Tensor(x).expand(R, len(x)).contiguous().realize()
+    positions = Tensor(np.arange(R, dtype=np.int32))
 
     @TinyJit
     def step(start: UOp) -> Tensor:
-        return next_tokens(logits, case.filters, case.slots, case.rows, places + start).realize()
+        return next_tokens(logits, case.filters, case.state, case.rows, positions + start).realize()
     start = Variable("start", 0, draws)
     drawn = np.concatenate([step(start.bind(i)).numpy() for i in range(0, draws, R)])
     exact = torch.tensor(their_filtered(x, params, seen, said)).double().softmax(-1).numpy()
@@ -126,7 +127,7 @@ def test_draws_have_the_distribution_of_the_filtered_logits(params: SamplingPara
 
 
 def test_no_noise_is_infinite_and_its_law_is_gumbels():
-    """An infinite noise would choose a token whatever its probability."""
+    """Infinite noise would select a token regardless of its probability."""
     ends = gumbel_of(Tensor([0, 0x1FF, 0xFFFFFE00, 0xFFFFFFFF], dtype=dtypes.uint32)).numpy()
     exact = -np.log(-np.log(np.array([2.0 ** -24, 1 - 2.0 ** -24])))
     np.testing.assert_allclose(ends, exact.repeat(2), rtol=1e-5)

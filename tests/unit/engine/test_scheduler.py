@@ -1,4 +1,4 @@
-"""Who runs when: budgets, order, fairness, and who gives pages away."""
+"""The scheduler: token budget, order, fairness, preemption."""
 from __future__ import annotations
 
 import subprocess
@@ -14,7 +14,7 @@ from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Request
 from tinygrad_nv.engine.scheduling.scheduler import Plan
 from tinygrad_nv.errors import QueueFull
-from tinygrad_nv.kvcache.pages import Where
+from tinygrad_nv.kvcache.page_allocator import CopyKind
 
 LONG = [i % 37 for i in range(1, 201)]
 
@@ -28,7 +28,7 @@ def test_decodes_go_on_while_a_long_prompt_is_computed():
     engine.add("long", LONG, max_tokens=2)
     while not engine.tokens("long"):
         told = engine.step()
-        # 3 rows of 32 are decodes', and 24 of the rest are whole groups
+        # 3 of 32 tokens are decodes, and 24 of the rest are whole groups
         if "long" in engine.running and not engine.tokens("long"):
             assert sorted(engine.rows())[:3] == [1, 1, 1]
             assert sorted(engine.rows())[3:] in ([24], [8], [])
@@ -41,16 +41,16 @@ def test_rows_that_fill_a_group_up_count():
     engine = Engine(pages=200, max_seqs=8)
     for i in range(8): engine.add(str(i), [i] * 5)
     engine.step()
-    assert engine.rows() == [5, 5, 5, 5]                        # 8 rows each
+    assert engine.rows() == [5, 5, 5, 5]                        # 8 tokens each, with padding
     engine.step()
-    assert sorted(engine.rows()) == [1, 1, 1, 1, 5, 5, 5]       # 4 rows are left, and no group
+    assert sorted(engine.rows()) == [1, 1, 1, 1, 5, 5, 5]       # 4 tokens are left, less than a group
     engine.end()
 
 
 def test_a_chunk_is_whole_groups_or_the_last():
-    assert [Plan(budget).chunk(left) for left, budget in
+    assert [Plan(budget).chunk_size(left) for left, budget in
             ((100, 32), (100, 31), (20, 32), (3, 8), (100, 7), (1, 100), (1, 7))] == [32, 24, 20, 3, 0, 1, 1]
-    assert [Plan(budget, single=True).chunk(100) for budget in (7, 1, 0)] == [1, 1, 0]
+    assert [Plan(budget, single_tokens=True).chunk_size(100) for budget in (7, 1, 0)] == [1, 1, 0]
 
 
 def test_a_budget_that_decodes_take_leaves_a_row_for_prompts():
@@ -67,25 +67,26 @@ def test_no_row_is_computed_behind_the_last_token():
     engine = Engine()
     engine.add("a", range(10), max_tokens=7)
     engine.end()
-    # 10 of the prompt, and each chosen token but the last
-    assert sum(batch.rows for batch in engine.device.launched) == 16
+    # 10 prompt tokens, and each output token but the last
+    assert sum(batch.num_tokens for batch in engine.device.launched) == 16
 
 
 def test_one_prompt_for_n_answers():
     engine = Engine(max_seqs=4)
     request = engine.add("a", range(21), n=4, max_tokens=5)
     engine.end()
-    assert sum(batch.rows for batch in engine.device.launched) == 21 + 4 * 4
+    assert sum(batch.num_tokens for batch in engine.device.launched) == 21 + 4 * 4
     assert [engine.tokens("a", i) for i in range(4)] == [engine.alone(request, i) for i in range(4)]
-    # 21 tokens end in a page that is shared: all but the last one who writes there copy it
-    assert sum(move.where is Where.WITHIN for batch in engine.device.launched for move in batch.moves) == 3
+    # 21 tokens end in a shared page: each writer but the last copies it
+    kinds = [copy.where for batch in engine.device.launched for copy in batch.copies]
+    assert kinds.count(CopyKind.DEVICE_TO_DEVICE) == 3
 
 
 def test_a_block_table_that_has_not_changed_is_the_same_object():
     engine = Engine(page_size=8)
     engine.add("a", range(4), max_tokens=20)
     engine.end()
-    tables = [work.pages for batch in engine.device.launched for work in batch.works]
+    tables = [work.block_table for batch in engine.device.launched for work in batch.seqs]
     assert all(isinstance(pages, tuple) for pages in tables)
     assert len({id(pages) for pages in tables}) == len(set(tables)) == 3
 
@@ -176,7 +177,7 @@ def test_who_came_and_went_is_forgotten():
     for i in range(1000):
         engine.add(str(i), [1], arrival_s=2.0)
         engine.core.abort(str(i))
-    assert len(engine.core.scheduler._queue) < 100
+    assert len(engine.core.scheduler._waiting_queue) < 100
     assert begun(engine) == ["runs", "waits"]
 
 
@@ -210,10 +211,10 @@ def test_the_last_in_order_gives_its_pages_away():
 def test_pages_are_taken_when_every_token_is_known():
     engine = scarce(late=True)
     while len(engine.running) == 2:
-        unknown = {seq.request.id: seq.unknown for seq in engine.core.scheduler.running}
+        unknown = {seq.request.id: seq.num_in_flight for seq in engine.core.scheduler.running}
         engine.step()
     assert unknown == {"old": 1, "young": 1}        # the step before was not looked at, when this one began
-    assert len(engine.tokens("young")) + 12 == len(engine.core._live["young"][0].tokens)
+    assert len(engine.tokens("young")) + 12 == len(engine.core._requests["young"][0].tokens)
     engine.end()
 
 
@@ -223,8 +224,8 @@ def test_a_preempted_answer_is_computed_again_or_comes_back_from_the_host():
         engine.end()
         assert engine.core.stats().preempted >= 1
         assert bool(engine.core.stats().offloaded) == bool(offloads), (host_pages, cost)
-        moves = {move.where for batch in engine.device.launched for move in batch.moves}
-        if offloads: assert moves >= {Where.OUT, Where.BACK}
+        copies = {copy.where for batch in engine.device.launched for copy in batch.copies}
+        if offloads: assert copies >= {CopyKind.DEVICE_TO_HOST, CopyKind.HOST_TO_DEVICE}
 
 
 def test_an_answer_that_fills_all_pages_comes_back_from_the_host():
@@ -240,12 +241,12 @@ def test_an_answer_that_fills_all_pages_comes_back_from_the_host():
     for each in (old, young, urgent): assert engine.tokens(each.id) == engine.alone(each)
 
 
-@pytest.mark.parametrize("moves", [0, 1, 100])
-def test_a_step_that_fails_on_its_way_to_the_host_loses_nothing(moves):
+@pytest.mark.parametrize("copies", [0, 1, 100])
+def test_a_step_that_fails_on_its_way_to_the_host_loses_nothing(copies):
     engine = scarce(late=True, host_pages=12, more={"offload_cost": 0.0})
     while len(engine.running) == 2: engine.step()
-    engine.device.fails = {len(engine.device.launched) - 1: moves}
-    assert {move.where for move in engine.device.launched[-1].moves} == {Where.OUT}
+    engine.device.fails = {len(engine.device.launched) - 1: copies}
+    assert {copy.where for copy in engine.device.launched[-1].copies} == {CopyKind.DEVICE_TO_HOST}
     engine.end()
     assert engine.last("old").finish_reason == "error"
     young = Request("young", list(range(20, 32)), SamplingParams(seed=0, ignore_eos=True, max_tokens=24))
@@ -271,7 +272,7 @@ def test_a_sliding_window_holds_few_pages():
         engine.step()
         most = max(most, engine.pool.stats().in_use)
     assert engine.tokens("a") == engine.alone(request)
-    assert most <= (8 + 32) // 4 + 2                # a window, a chunk, and pages begun at both ends
+    assert most <= (8 + 32) // 4 + 2                # a window, a chunk, and partial pages at both ends
     assert engine.core.stats().preempted == 0
 
 
@@ -285,7 +286,7 @@ def test_prompts_that_begin_alike_share_within_a_step(fails):
     engine.step()
     engine.end()
     if fails:
-        # what the step was to write is shared by nobody
+        # no sequence shares what the failed step was to write
         assert {engine.last(each.id).finish_reason for each in requests} == {"error"}
         assert engine.tokens("late") == engine.alone(late)
     else:
@@ -301,7 +302,7 @@ def test_who_is_in_the_step_already_may_lose_its_pages():
     first = engine.add("first", LONG[:120], max_tokens=4)
     while engine.running != ["first"]: engine.step()
     assert engine.core.stats().preempted == 1
-    assert [work.slot for work in engine.device.launched[-1].works] == [engine.core.scheduler.running[0].slot]
+    assert [work.slot for work in engine.device.launched[-1].seqs] == [engine.core.scheduler.running[0].slot]
     engine.end()
     assert [engine.tokens("first"), engine.tokens("later")] == [engine.alone(first), engine.alone(later)]
 
@@ -314,7 +315,7 @@ def test_a_prompt_that_others_had_is_not_computed_again():
     engine.add("b", [*LONG[:38], 9, 9], max_tokens=1)
     engine.end()
     assert engine.last("b").cached_tokens == 36
-    assert [batch.rows for batch in engine.device.launched[before:]] == [4]
+    assert [batch.num_tokens for batch in engine.device.launched[before:]] == [4]
     assert engine.core.stats().prefix_hit_rate == 36 / 80
 
 

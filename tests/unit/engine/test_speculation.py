@@ -1,30 +1,37 @@
-"""Drafts change no token and save steps: those copied from the sequence, and those of another model."""
+"""Drafts change no token and save steps: those repeat_from from the sequence, and those of another model."""
 from __future__ import annotations
 
 import random
 from pathlib import Path
 
 import pytest
-from engine_fake import EOS, VOCAB, Engine, FakeDevice, Guesser, Rule, alone
+from engine_fake import EOS, VOCAB, Engine, FakeDevice, OracleProposer, Rule, alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.scheduling.request import Asked, Request
-from tinygrad_nv.engine.speculation.draft_model import DraftModel
-from tinygrad_nv.engine.speculation.speculation import MOST, NGrams, Speculation, copied, drafting
+from tinygrad_nv.engine.scheduling.request import DraftRequest, Request
+from tinygrad_nv.engine.speculation.draft_model import DraftModelProposer
+from tinygrad_nv.engine.speculation.ngram import (
+    MAX_DRAFT_TOKENS,
+    NgramProposer,
+    SpeculativeConfig,
+    parse_speculative,
+    repeat_from,
+)
 from tinygrad_nv.kvcache.pool import PagePool
 
 
-def ask(tokens, most=4, key=("a", 0)) -> Asked: return Asked(key, tokens, most, SamplingParams(), 0)
+def ask(tokens, most=4, key=("a", 0)) -> DraftRequest:
+    return DraftRequest(key, tokens, most, SamplingParams(), 0)
 
 
 def found(tokens, most=4, longest=4, shortest=2) -> list[int]:
-    """What `NGrams` must find, by looking everywhere."""
+    """What `NgramProposer` must find, by looking everywhere."""
     for length in range(longest, shortest - 1, -1):
         for at in range(len(tokens) - 1, length - 1, -1):
             if tokens[at - length:at] == tokens[-length:]:
-                return copied(tokens, at, most)
+                return repeat_from(tokens, at, most)
     return []
 
 
@@ -34,20 +41,20 @@ def found(tokens, most=4, longest=4, shortest=2) -> list[int]:
     ([1, 2, 3, 4, 9, 1, 2], [3, 4, 9, 1]), ([1, 2, 7, 1, 2, 8, 1, 2], [8, 1, 2, 8]), ([1, 2, 3], []),
     ([1], []), ([5, 5, 5], [5, 5, 5, 5]), ([0, 1, 2, 9, 8, 2, 5, 0, 1, 2], [9, 8, 2, 5])])
 def test_what_followed_the_last_tokens_before(tokens, draft):
-    assert NGrams().propose([ask(tokens)]) == [draft]
+    assert NgramProposer().propose([ask(tokens)]) == [draft]
 
 
 @settings(deadline=None, max_examples=150)
 @given(tokens=st.lists(st.integers(0, 3), min_size=1, max_size=60),
        cuts=st.lists(st.integers(1, 60), max_size=6), most=st.integers(1, 7), longest=st.integers(1, 4))
 def test_an_index_that_grows_finds_what_a_search_finds(tokens, cuts, most, longest):
-    proposer = NGrams(longest, 1)
+    proposer = NgramProposer(longest, 1)
     for cut in sorted({min(cut, len(tokens)) for cut in cuts} | {len(tokens)}):
         assert proposer.propose([ask(tokens[:cut], most)]) == [found(tokens[:cut], most, longest, 1)]
 
 
 def test_sequences_do_not_look_into_each_other():
-    proposer = NGrams()
+    proposer = NgramProposer()
     first, second = ask([1, 2, 3, 1, 2]), ask([8, 1, 2], key=("a", 1))
     assert proposer.propose([first, second]) == [[3, 1, 2, 3], []]
     proposer.forget(("a", 0))
@@ -56,8 +63,9 @@ def test_sequences_do_not_look_into_each_other():
 
 
 def test_words_of_the_option():
-    assert drafting("ngram:3") == Speculation(3)
-    assert drafting(f"draft:/a:b/c:{MOST}") == Speculation(MOST, Path("/a:b/c"))
+    assert parse_speculative("ngram:3") == SpeculativeConfig(3)
+    found = parse_speculative(f"draft:/a:b/c:{MAX_DRAFT_TOKENS}")
+    assert found == SpeculativeConfig(MAX_DRAFT_TOKENS, Path("/a:b/c"))
 
 
 # **** in an engine ****
@@ -79,7 +87,7 @@ def requests(number: int, structured: bool = True) -> list[Request]:
 
 def answered(proposer, asked: list[Request], pages: int = 60) -> Engine:
     """An engine that has answered them, each as it gets it alone."""
-    engine = Engine(proposer=proposer, pages=pages, more={"speculation": 5}, max_seqs=4)
+    engine = Engine(proposer=proposer, pages=pages, more={"num_speculative_tokens": 5}, max_seqs=4)
     for request in asked: engine.core.add(request)
     engine.end()
     assert not engine.device.faults
@@ -94,7 +102,7 @@ def answered(proposer, asked: list[Request], pages: int = 60) -> Engine:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_copies_change_no_token(seed):
-    proposer = NGrams(3, 1)
+    proposer = NgramProposer(3, 1)
     stats = answered(proposer, requests(seed)).core.stats()
     assert stats.drafted > 0
     assert stats.accepted < stats.drafted
@@ -102,20 +110,20 @@ def test_copies_change_no_token(seed):
 
 
 def test_each_row_of_a_draft_has_the_mask_of_its_place():
-    """Drafts that are right are as long as they may be, with a form too."""
+    """Accepted drafts have the maximum length, also with structured output."""
     params = SamplingParams(seed=1, max_tokens=40, ignore_eos=True)
     request = Request("a", [1, 2, 3], params, matchers=(Rule(30),))
     right = alone(request, 0, Engine().config, 256, Rule(30))[0]
-    proposer = Guesser({("a", 0): [*request.prompt, *right]}, 1000)
+    proposer = OracleProposer({("a", 0): [*request.prompt, *right]}, 1000)
     stats = answered(proposer, [request]).core.stats()
     assert stats.accepted == stats.drafted >= 24
     assert stats.steps <= 7
 
 
-def drafter(pages: int = 60, device: type[FakeDevice] = FakeDevice) -> tuple[DraftModel, FakeDevice]:
+def drafter(pages: int = 60, device: type[FakeDevice] = FakeDevice) -> tuple[DraftModelProposer, FakeDevice]:
     """A model that is as good as the larger one, with pages of another size."""
     runner = device(pages, 8, max_seqs=4, late=True)
-    return DraftModel(runner, PagePool(pages, 8), 16, 256), runner
+    return DraftModelProposer(runner, PagePool(pages, 8), 16, 256), runner
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -134,7 +142,7 @@ def test_a_draft_model_that_agrees_is_always_right_and_saves_steps(seed):
 
 
 class Other(FakeDevice):
-    """Another model: at some places it chooses something else."""
+    """Another model: at some positions it samples another token."""
 
     def _choose(self, sample, row) -> int:
         token = super()._choose(sample, row)
@@ -159,7 +167,7 @@ def test_a_draft_model_without_pages_drafts_for_as_many_as_it_can():
 
 
 def test_what_a_draft_had_wrong_is_computed_again():
-    """Also when nobody asked in between, and when the same is asked twice."""
+    """Also with gaps between requests, and with a repeated request."""
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     model, runner = drafter()
     first = model.propose([ask(prompt)])[0]
@@ -184,9 +192,9 @@ def test_the_first_tokens_of_a_draft_are_verified_in_their_places():
     request = Request("a", [1, 2, 3], SamplingParams(temperature=0.0, seed=1, max_tokens=30, ignore_eos=True))
     right = alone(request, 0, Engine().config, 256)[0]
 
-    class Shifted(NGrams):
+    class Shifted(NgramProposer):
         def propose(self, asked):
-            return [[*request.prompt, *right][len(each.tokens) + 1:][:each.most] for each in asked]
+            return [[*request.prompt, *right][len(each.tokens) + 1:][:each.max_tokens] for each in asked]
 
     stats = answered(Shifted(), [request]).core.stats()
     assert stats.accepted < stats.drafted / 5

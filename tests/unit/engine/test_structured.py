@@ -1,4 +1,4 @@
-"""Whatever a model prefers, its answer has the form it must have, with tokenizers of every kind."""
+"""Whatever a model prefers, its output satisfies the constraint, with tokenizers of every kind."""
 from __future__ import annotations
 
 import json
@@ -11,9 +11,9 @@ from structured_case import KINDS, PERSON, SCHEMAS, allowed, grammars, holds, sc
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from tinygrad_nv.engine.structured_output.grammar_check import Checker
-from tinygrad_nv.engine.structured_output.matcher import Grammars, packed
-from tinygrad_nv.engine.structured_output.structured import Structured
+from tinygrad_nv.engine.structured_output.grammar_check import GrammarChecker
+from tinygrad_nv.engine.structured_output.matcher import GrammarCompiler, pack_mask
+from tinygrad_nv.engine.structured_output.params import Structured
 from tinygrad_nv.engine.text.token_bytes import token_bytes
 from tinygrad_nv.errors import EngineError, RequestError
 
@@ -117,12 +117,13 @@ def test_ids_without_a_token_are_never_allowed(spare: int) -> None:
     now = set(allowed(matcher.mask()))
     assert now <= known
     assert now & set(range(5)) == {1}           # of special tokens the end token alone
-    assert len(known - now - set(range(5))) < 140     # bytes that begin no character
+    assert len(known - now - set(range(5))) < 140     # bytes that start no character
 
 
 def test_a_model_with_several_end_tokens_or_none() -> None:
     words, size, _ = tokenizer("tales")
-    several, none = (Grammars(words, size, eos).matcher(Structured(regex="ab?")) for eos in ([1, 3], []))
+    several, none = (GrammarCompiler(words, size, eos).matcher(Structured(regex="ab?"))
+                     for eos in ([1, 3], []))
     token = words.encode("a", special=False)[0]
     for each in (several, none): each.accept(token)
     assert {1, 3} <= set(allowed(several.mask()))
@@ -135,7 +136,7 @@ def test_a_model_with_several_end_tokens_or_none() -> None:
 @pytest.mark.parametrize("spare", [0, 2])
 def test_without_an_end_token_a_complete_form_allows_nothing(spare: int) -> None:
     words, size, _ = tokenizer("tales")
-    made = Grammars(words, size + spare, [])
+    made = GrammarCompiler(words, size + spare, [])
     assert max(allowed(made.matcher(Structured(regex="a*")).mask())) < size     # although it may end here
     matcher = made.matcher(Structured(choice=["a"]))
     matcher.accept(allowed(matcher.mask())[0])
@@ -150,7 +151,7 @@ def test_pieces_that_are_not_written_in_characters_for_bytes() -> None:
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer() -> None:
-    matcher = Grammars(tokenizer("tales")[0], 300, [1]).matcher(Structured(regex="[a-z ]{30}"))
+    matcher = GrammarCompiler(tokenizer("tales")[0], 300, [1]).matcher(Structured(regex="[a-z ]{30}"))
     ids = written(matcher, 1, np.random.default_rng(0))
     assert max(ids) < 300
     assert len(text("tales", ids)) == 30
@@ -160,11 +161,11 @@ def test_what_a_mask_does_not_allow_is_not_accepted() -> None:
     matcher = grammars("tales").matcher(Structured(regex="a+"))
     before = matcher.mask().copy()
     for token in (2, tokenizer("tales")[0].encode("b", special=False)[0], 2048, -1):
-        with pytest.raises(EngineError, match=f"token {token} was chosen"): matcher.accept(token)
+        with pytest.raises(EngineError, match=f"token {token} was sampled"): matcher.accept(token)
     assert (matcher.mask() == before).all()
 
 
-def test_packed() -> None: assert allowed(packed([0, 31, 32, 63, 64], 65)) == [0, 31, 32, 63, 64]
+def test_packed() -> None: assert allowed(pack_mask([0, 31, 32, 63, 64], 65)) == [0, 31, 32, 63, 64]
 
 
 # **** drafts ****
@@ -182,7 +183,7 @@ def test_masks_of_a_draft_are_those_of_its_tokens_one_by_one() -> None:
                 alone.accept(token)
                 expected.append(alone.mask())
             found = matcher.masks(draft)
-            # a form that is complete says so by its last mask
+            # the last mask shows that the output is complete
             assert len(found) == len(expected)
             assert all((a == b).all() for a, b in zip(found, expected, strict=True))
             assert (matcher.mask() == expected[0]).all()
@@ -211,7 +212,7 @@ def test_matchers_of_one_form_do_not_know_of_each_other() -> None:
 
 
 def test_threads_that_ask_at_once() -> None:
-    made = Grammars(tokenizer("tales")[0], 2048, [1])
+    made = GrammarCompiler(tokenizer("tales")[0], 2048, [1])
     found: list[str] = []
 
     def ask(number: int) -> None:
@@ -233,13 +234,13 @@ def test_equal_forms_are_equal() -> None:
     assert Structured(json_object=True) == Structured(json_schema={"type": "object"})
 
 
-# **** forms that take too long ****
+# **** grammars that take too long ****
 
 BOMB = {"allOf": [{"type": "integer", "multipleOf": 97}, {"multipleOf": 89}, {"multipleOf": 101}]}
 
 
 def test_a_form_over_its_time_is_ended_and_the_next_one_compiles() -> None:
-    checker = Checker(0.5)
+    checker = GrammarChecker(0.5)
     with pytest.raises(TimeoutError): checker.check(Structured(json_schema=BOMB).grammar_text)
     assert checker.check(Structured(regex="a").grammar_text) == ""
     assert "unclosed group" in checker.check(Structured(regex="(a").grammar_text)
@@ -247,7 +248,7 @@ def test_a_form_over_its_time_is_ended_and_the_next_one_compiles() -> None:
 
 
 def test_a_process_that_died_is_started_again() -> None:
-    checker = Checker()
+    checker = GrammarChecker()
     assert checker.check(Structured(regex="a").grammar_text) == ""
     assert checker._process is not None
     checker._process.kill()
@@ -256,11 +257,11 @@ def test_a_process_that_died_is_started_again() -> None:
     checker.close()
 
 
-def test_a_form_that_explodes_later_ends_its_answer_alone() -> None:
+def test_a_grammar_that_explodes_later_ends_its_answer_alone() -> None:
     matcher = grammars("tales").matcher(Structured(regex="b(a{900}){900}"))
     other = grammars("tales").matcher(Structured(regex="b+"))
     token = tokenizer("tales")[0].encode("b", special=False)[0]
     def go_on() -> None:
         for _ in range(3): matcher.accept(allowed(matcher.mask())[0])
-    with pytest.raises(RequestError, match="cannot be followed any further"): go_on()
+    with pytest.raises(RequestError, match="structured output cannot be continued"): go_on()
     other.accept(token)

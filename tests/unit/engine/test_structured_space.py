@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from structured_case import grammars
 
-from tinygrad_nv.engine.structured_output.structured import Structured
+from tinygrad_nv.engine.structured_output.params import Structured
 
 SCHEMA = {"type": "object", "required": ["a"], "additionalProperties": False,
           "properties": {"a": {"type": "array", "items": {"type": "integer"}}, "b": {"type": "string"}}}
@@ -20,7 +20,7 @@ def allows(text: str, one_line: bool = False, schema: Any = SCHEMA) -> bool:
     made = grammars("tales")
     matcher = made.matcher(Structured(json_schema=schema, disable_any_whitespace=one_line))
     for byte in text.encode():
-        token = made._words._ids[bytes([byte])]
+        token = made._tokenizer_info._ids[bytes([byte])]
         if not int(matcher.mask()[token >> 5]) >> (token & 31) & 1: return False
         matcher.accept(token)
     return matcher.finished

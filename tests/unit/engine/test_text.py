@@ -94,7 +94,7 @@ def test_text_ends_before_the_first_stop_string(text: str, stops: list[str], dat
     shown = "".join(stream.push(piece) for piece in pieces)
     places = [at for stop in stops if (at := text.find(stop)) >= 0]
     assert (stream.found is not None) == bool(places)
-    # a later, longer stop may begin before a shorter one that is complete first: then the shorter one cut
+    # a later, longer stop may start before a shorter one that is complete first: then the shorter one cut
     if places: assert min(places) <= len(shown) <= max(places)
     assert text.startswith(shown)
     if not places: assert shown + stream.flush() == text

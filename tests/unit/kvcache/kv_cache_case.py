@@ -1,8 +1,8 @@
-"""A loop over a `KVCache` beside the same over lists of keys and values: what attention must give.
+"""A loop over a `KVCache`, checked against lists of keys and values.
 
 Protocol: keys and values of a token are a function of the layer and of all tokens up to it, as a model's are,
-so requests that share pages have the same. `Loop.append` appends tokens to requests, on every layer, and
-holds attention of random queries against float64 over the numbers that the cache keeps of keys and values.
+so requests that share pages have equal ones. `Loop.append` appends tokens to requests, on every layer, and
+checks attention of random queries against float64 over the stored values.
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def row(layer: int, tokens: list[int], what: int) -> np.ndarray:
 
 
 def stored(x: np.ndarray, dtype: DType) -> np.ndarray:
-    """The numbers that a cache keeps."""
+    """The values as the cache stores them."""
     given = torch.from_numpy(x)
     if dtype == dtypes.int8: return torch.clamp((given / SCALE).round(), -128, 127).double().numpy() * SCALE
     if dtype == dtypes.fp8e4m3: return (given / SCALE).to(torch.float8_e4m3fn).double().numpy() * SCALE
@@ -36,7 +36,7 @@ def stored(x: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None) -> np.ndarray:
-    """Of q [T, heads, D], the newest rows, over k and v [S, H, D], in float64."""
+    """Attention of q [T, heads, D], the newest tokens, over k and v [S, H, D], in float64."""
     rows, made = len(q), np.zeros(q.shape)
     for i in range(rows):
         place = len(k) - rows + i
@@ -70,7 +70,7 @@ class Loop:
         del self.tokens[request][count:]
 
     def append(self, requests: list[Request], new: list[list[int]]) -> Step:
-        """A step of them, looked at."""
+        """A step over these requests, checked."""
         step = self.cache.append(requests, new)
         for request, more in zip(requests, new, strict=True): self.tokens[request] += more
         count, dtype = len(new[0]), self.cache.kind.dtype
@@ -88,7 +88,7 @@ class Loop:
         return step
 
     def near(self, layer: int, requests: list[Request], q: np.ndarray, out: np.ndarray) -> None:
-        """Holds a result against the reference."""
+        """Checks a result against the reference."""
         dtype = self.cache.kind.dtype
         for request, queries, got in zip(requests, q, out, strict=True):
             tokens = self.tokens[request]
@@ -100,7 +100,7 @@ class Loop:
 
 
 def cache(dtype: DType = dtypes.float32, **more: Any) -> KVCache:
-    """A small one, of int8 and e4m3 with scales."""
+    """A small cache; int8 and e4m3 have scales."""
     scales = {"k_scale": SCALE, "v_scale": [SCALE] * HEADS} if dtype.itemsize == 1 else {}
     given = {"B": 4, "S_max": 64, "page_size": 8, "layers": 2} | scales | more
     return KVCache["B", HEADS, "S_max", D, dtype](**given)

@@ -1,13 +1,13 @@
-"""A pool of pages driven at random over memories that are kept by another: what every page holds is known.
+"""A page pool driven at random over simulated memories: the expected content of every page is known.
 
 Protocol. `Drive(pool, …)` is a small engine: it opens sequences, launches steps ahead of their results, and
-does all that a table can, also while steps are under way. Its memories hold one mark a place, a hash of the
-salt and of all tokens up to there, as keys and values depend on them. A step does its moves, then writes the
-marks of its rows, and garbage where groups are padded; then each row must find the marks of all that it sees
-in the pages that the step was launched with. `check` asserts it of every table as it will be when all that is
-queued is done, and that the pool's counts are those of the tables.
+performs all operations of a block table, also while steps are in flight. Its memories hold one mark for each
+position: a hash of the salt and all tokens up to it, as keys and values depend on them. A step does its
+copies, then writes the marks of its tokens, and garbage as group padding. Each token must then find the marks
+of all positions that it attends to, in the pages that the step was launched with. `check` asserts this for
+every table after all queued steps, and that the pool's counts match the tables.
 
-`operate(number, a, b, c)` is one operation; any numbers will do.
+`operate(number, a, b, c)` is one operation; any numbers are valid.
 """
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from tinygrad_nv.kvcache.pages import Move, Where
+from tinygrad_nv.kvcache.block_table import BlockTable
+from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
 from tinygrad_nv.kvcache.pool import PagePool
-from tinygrad_nv.kvcache.table import Table
 
 GARBAGE = -1
 STREAMS = [[random.Random(seed).randrange(3) for _ in range(200)] for seed in range(3)]
@@ -27,67 +27,68 @@ SEQUENCES, LONGEST, AHEAD = 6, 60, 2
 
 @dataclass
 class Sequence:
-    """Tokens, of which steps under way have `flying` behind those computed; rows see places from `seen` on.
-    `epoch` counts how often its pages were given up."""
-    table: Table
+    """Tokens, of which `in_flight` behind the computed ones are in launched steps. Tokens attend to positions
+    from `first_visible` on. `epoch` counts how often its pages were given up."""
+    table: BlockTable
     salt: int
     tokens: list[int]
-    flying: int = 0
-    seen: int = 0
+    in_flight: int = 0
+    first_visible: int = 0
     epoch: int = 0
 
     def marks(self) -> list[int]:
-        """What places must hold."""
+        """The expected marks of its positions."""
         return list(accumulate(self.tokens, lambda mark, token: hash((mark, token)) & 0xFFFFFFFF,
                                initial=self.salt + 1))[1:]
 
 
 @dataclass
-class Rows:
-    """A sequence's part of a step: marks of all places up to its last row, and pages, as they were."""
+class ScheduledTokens:
+    """A sequence's part of a step: marks of all positions up to its last token, and pages, as of the launch.
+    """
     sequence: Sequence
     epoch: int
     start: int
-    seen: int
+    first_visible: int
     marks: list[int]
     pages: list[int]
     padded: int
-    late: bool
+    deferred: bool
 
 
 @dataclass
 class Step:
     number: int
-    moves: tuple[Move, ...]
-    works: list[Rows]
+    copies: tuple[PageCopy, ...]
+    seqs: list[ScheduledTokens]
 
 
 @dataclass
 class Memory:
-    """Marks of pages of a device and the host."""
+    """Marks in the pages of a device and the host."""
     size: int
     device: list[list[int]]
     host: list[list[int]]
 
-    def do(self, moves: tuple[Move, ...]) -> None:
-        for move in moves:
-            source = self.host if move.where is Where.BACK else self.device
-            target = self.host if move.where is Where.OUT else self.device
-            target[move.target] = source[move.source][:]
+    def do(self, copies: tuple[PageCopy, ...]) -> None:
+        for copy in copies:
+            source = self.host if copy.where is CopyKind.HOST_TO_DEVICE else self.device
+            target = self.host if copy.where is CopyKind.DEVICE_TO_HOST else self.device
+            target[copy.target] = source[copy.source][:]
 
-    def write(self, work: Rows, good: bool = True) -> None:
-        """The rows, and garbage up to the last padded place."""
-        for place in range(work.start, work.padded):
-            mark = work.marks[place] if good and place < len(work.marks) else GARBAGE
-            self.device[work.pages[place // self.size]][place % self.size] = mark
+    def write(self, entry: ScheduledTokens, good: bool = True) -> None:
+        """Writes the new tokens, and garbage up to the last padded position."""
+        for position in range(entry.start, entry.padded):
+            mark = entry.marks[position] if good and position < len(entry.marks) else GARBAGE
+            self.device[entry.pages[position // self.size]][position % self.size] = mark
 
-    def holds(self, pages: list[int], marks: list[int], seen: int, host: bool = False) -> bool:
-        """Whether places from `seen` on hold the marks. `pages` begins with the first page that counts."""
+    def holds(self, pages: list[int], marks: list[int], first_visible: int, host: bool = False) -> bool:
+        """Whether positions from `first_visible` on hold the marks. `pages` starts with page 0."""
         memory, size = self.host if host else self.device, self.size
-        first, at = seen // size, seen % size
+        first, at = first_visible // size, first_visible % size
         there: list[int] = []
         for page in pages[first:-(-len(marks) // size)]: there += memory[page]
-        return there[at:len(marks) - first * size] == marks[seen:]
+        return there[at:len(marks) - first * size] == marks[first_visible:]
 
     def copy(self) -> Memory:
         return Memory(self.size, [page[:] for page in self.device], [page[:] for page in self.host])
@@ -95,7 +96,7 @@ class Memory:
 
 @dataclass
 class Drive:
-    """An engine over `pool`. `group`: rows of more than one are padded to whole groups."""
+    """An engine over `pool`. `group`: more than one new token is padded to whole groups."""
     pool: PagePool
     group: int = 4
     sequences: list[Sequence] = field(default_factory=list)
@@ -106,7 +107,7 @@ class Drive:
         size = self.pool.page_size
         self.memory = Memory(size, [[GARBAGE] * size for _ in range(self.pool.device.total)],
                              [[GARBAGE] * size for _ in range(self.pool.host.total)])
-        # marks of the last places of pages that were ever filled, and of those that nothing made be forgotten
+        # marks of the last positions of all pages ever filled, and of those that must still be cached
         self.full: set[int] = set()
         self.sure: set[int] = set()
         self.operations = [self.step, self.step, self.step, self.complete, self.complete, self.open,
@@ -114,21 +115,21 @@ class Drive:
                            self.prune, self.crash]
 
     def operate(self, number: int, a: int, b: int, c: int) -> None:
-        """Does one operation, if there is anything to do it to."""
+        """Performs one operation, if it applies."""
         operation = self.operations[number % len(self.operations)]
         if operation(a, b, c) is not False:
             self.counts[operation.__name__] = self.counts.get(operation.__name__, 0) + 1
 
     def one(self, a: int, away: bool | None = None, idle: bool = False) -> Sequence | None:
         """A sequence, if there is one."""
-        fits = [each for each in self.sequences if away in (None, each.table.away)
-                and not (idle and each.flying)]
+        fits = [each for each in self.sequences if away in (None, each.table.offloaded)
+                and not (idle and each.in_flight)]
         return fits[a % len(fits)] if fits else None
 
     # **** sequences ****
 
     def open(self, a: int, b: int, c: int) -> bool:
-        """A sequence that begins with a part of a stream."""
+        """A sequence that starts with a part of a stream."""
         if len(self.sequences) >= SEQUENCES: return False
         tokens = [*STREAMS[a % 3][:1 + b % 40], c % 3]
         salt = a // 3 % 4 // 3
@@ -139,9 +140,9 @@ class Drive:
         return True
 
     def shared(self, made: Sequence) -> None:
-        """Holds what was found against all that was ever filled."""
+        """Checks the prefix cache hit against all pages ever filled."""
         table, size, window = made.table, self.pool.page_size, self.pool.window
-        made.seen = 0 if window is None else max(0, table.computed - window + 1)
+        made.first_visible = 0 if window is None else max(0, table.computed - window + 1)
         assert table.computed < len(made.tokens)
         assert table.computed % size == 0
         if not self.pool.sharing: return
@@ -153,86 +154,88 @@ class Drive:
             assert table.computed >= least, f"{table.computed} tokens found, {least} are there"
 
     def fork(self, a: int, b: int, c: int) -> bool:
-        """A sequence of what another's table has."""
+        """A sequence forked from another."""
         source = self.one(a)
         if source is None or len(self.sequences) >= SEQUENCES: return False
         table = source.table.fork()
         assert table.computed == source.table.computed
         tokens = [*source.tokens[:table.computed], b % 3]
-        self.sequences.append(Sequence(table, source.salt, tokens, seen=source.seen))
+        self.sequences.append(Sequence(table, source.salt, tokens, first_visible=source.first_visible))
         return True
 
     def abort(self, a: int, b: int, c: int) -> bool:
-        if (gone := self.one(a)) is None or b % 2: return False
-        gone.table.release()
-        gone.epoch += 1
-        self.sequences.remove(gone)
+        if (other := self.one(a)) is None or b % 2: return False
+        other.table.release()
+        other.epoch += 1
+        self.sequences.remove(other)
         return True
 
     def preempt(self, a: int, b: int, c: int) -> bool:
-        """Gives the pages back, and finds what is left of them."""
-        if (gone := self.one(a)) is None: return False
-        self.forsake(gone)
-        gone.table.release()
-        gone.table.share(gone.tokens)
-        self.shared(gone)
+        """Frees the pages, and shares what is still cached."""
+        if (other := self.one(a)) is None: return False
+        self.discard_in_flight(other)
+        other.table.release()
+        other.table.share(other.tokens)
+        self.shared(other)
         return True
 
-    def forsake(self, sequence: Sequence) -> None:
-        """What steps under way choose for it does not count."""
-        if sequence.flying: del sequence.tokens[max(1, sequence.table.computed):]
-        sequence.flying, sequence.epoch = 0, sequence.epoch + 1
+    def discard_in_flight(self, sequence: Sequence) -> None:
+        """Drops the tokens that launched steps sample for it."""
+        if sequence.in_flight: del sequence.tokens[max(1, sequence.table.computed):]
+        sequence.in_flight, sequence.epoch = 0, sequence.epoch + 1
 
     def offload(self, a: int, b: int, c: int) -> bool:
-        if (gone := self.one(a, away=False)) is None: return False
-        if gone.table.offload(): assert gone.table.pages == [] or not gone.table.held_pages
+        if (other := self.one(a, away=False)) is None: return False
+        if other.table.offload(): assert other.table.pages == [] or not other.table.held_pages
         return True
 
     def restore(self, a: int, b: int, c: int) -> bool:
-        return (gone := self.one(a, away=True)) is not None and gone.table.restore()
+        return (other := self.one(a, away=True)) is not None and other.table.restore()
 
     def truncate(self, a: int, b: int, c: int) -> bool:
         if (cut := self.one(a, away=False, idle=True)) is None: return False
         table, window = cut.table, self.pool.window
         tokens = table.computed - b % 8
-        seen = cut.seen if window is None else max(0, tokens - window + 1)
-        if tokens < max(1, seen, table.pruned * self.pool.page_size * (window is None)): return False
-        if seen < table.pruned * self.pool.page_size: return False
+        first_visible = cut.first_visible if window is None else max(0, tokens - window + 1)
+        if tokens < max(1, first_visible, table.pruned * self.pool.page_size * (window is None)): return False
+        if first_visible < table.pruned * self.pool.page_size: return False
         if tokens < table.computed: self.sure.clear()
         table.truncate(tokens)
-        cut.seen = seen
+        cut.first_visible = first_visible
         cut.tokens = [*cut.tokens[:tokens], c % 3]
         return True
 
     def prune(self, a: int, b: int, c: int) -> bool:
-        """Rows see nothing before some place any more."""
+        """Tokens no longer attend to positions before some point."""
         if b % 3 or (cut := self.one(a, away=False)) is None or self.pool.window is not None: return False
         before = cut.table.computed * (c % 5) // 4
-        cut.seen = max(cut.seen, before)
+        cut.first_visible = max(cut.first_visible, before)
         cut.table.prune(before)
         return True
 
     # **** steps ****
 
     def step(self, a: int, b: int, c: int) -> bool:
-        """Launches a step of the sequences whose bits are set in `a`, with up to 1 + b % 12 rows each."""
+        """Launches a step of the sequences whose bits are set in `a`, with up to 1 + b % 12 new tokens each.
+        """
         while len(self.steps) >= AHEAD: self.complete(0, 0, 0)
         number, size = self.pool.batch, self.pool.page_size
-        works = []
+        seqs = []
         for bit, sequence in enumerate(self.sequences):
-            if not a >> bit & 1 or sequence.table.away: continue
-            table, start = sequence.table, sequence.table.computed + sequence.flying
+            if not a >> bit & 1 or sequence.table.offloaded: continue
+            table, start = sequence.table, sequence.table.computed + sequence.in_flight
             rows = max(1, min(1 + b % 12, len(sequence.tokens) - start))
             chosen = start == len(sequence.tokens)
-            late = chosen or sequence.flying > 0 or c % 3 == 0     # advanced over when the step is done
+            # the table advances when the step is done
+            deferred = chosen or sequence.in_flight > 0 or c % 3 == 0
             if start + rows > LONGEST: continue
             padded = start + (rows if rows == 1 else -(-rows // self.group) * self.group)
             held = len(set().union(*(each.table.held_pages for each in self.sequences)))
             assert self.pool.available == self.pool.device.total - held
             at = None if b % 5 == 0 else start
-            missing, free = table.missing(padded, at), self.pool.available
-            # a page that another filled behind this one's end, and left
-            if any(self.pool.device.keys[page] for page in table.pages[start // size:]): self.sure.clear()
+            missing, free = table.num_missing_pages(padded, at), self.pool.available
+            # a page that another sequence filled past this one's end
+            if any(self.pool.device.hashes[page] for page in table.pages[start // size:]): self.sure.clear()
             if not table.reserve(padded, at):
                 assert missing > free
                 continue
@@ -241,11 +244,12 @@ class Drive:
             if chosen: sequence.tokens.append((c >> bit) % 3)
             marks = sequence.marks()[:start + rows]
             window = self.pool.window
-            seen = sequence.seen if window is None else max(0, start - window + 1)
-            works.append(Rows(sequence, sequence.epoch, start, seen, marks, table.pages[:], padded, late))
-            if late: sequence.flying += rows
+            first_visible = sequence.first_visible if window is None else max(0, start - window + 1)
+            seqs.append(ScheduledTokens(sequence, sequence.epoch, start, first_visible, marks,
+                                        table.pages[:], padded, deferred))
+            if deferred: sequence.in_flight += rows
             else: self.advance(sequence, sequence.tokens[start:start + rows])
-        self.steps.append(Step(number, self.pool.take_moves(), works))
+        self.steps.append(Step(number, self.pool.take_copies(), seqs))
         return True
 
     def advance(self, sequence: Sequence, tokens: list[int]) -> None:
@@ -253,70 +257,72 @@ class Drive:
         old = table.computed
         table.advance(tokens)
         marks = sequence.marks()
-        filled = [marks[place] for place in range(old, table.computed) if place % size == size - 1]
+        filled = [marks[position] for position in range(old, table.computed) if position % size == size - 1]
         self.full.update(filled)
         self.sure.update(filled)
-        if window is not None: sequence.seen = max(0, table.computed - window + 1)
+        if window is not None: sequence.first_visible = max(0, table.computed - window + 1)
 
     def complete(self, a: int, b: int, c: int) -> bool:
         """Runs the oldest step."""
         if not self.steps: return False
         self.run(step := self.steps.popleft(), self.memory)
-        for work in step.works:
-            sequence = work.sequence
-            if not work.late or work.epoch != sequence.epoch: continue
-            sequence.flying -= len(work.marks) - work.start
-            self.advance(sequence, sequence.tokens[work.start:len(work.marks)])
+        for entry in step.seqs:
+            sequence = entry.sequence
+            if not entry.deferred or entry.epoch != sequence.epoch: continue
+            sequence.in_flight -= len(entry.marks) - entry.start
+            self.advance(sequence, sequence.tokens[entry.start:len(entry.marks)])
         return True
 
     def run(self, step: Step, memory: Memory) -> None:
-        """What the device does."""
-        memory.do(step.moves)
-        for work in step.works: memory.write(work)
-        for work in step.works:
-            assert memory.holds(work.pages, work.marks, work.seen), "a row read what is not its sequence's"
+        """Runs a step on a memory."""
+        memory.do(step.copies)
+        for entry in step.seqs: memory.write(entry)
+        for entry in step.seqs:
+            right = memory.holds(entry.pages, entry.marks, entry.first_visible)
+            assert right, "a token read another sequence's content"
 
     def crash(self, a: int, b: int, c: int) -> bool:
-        """The oldest step ends somewhere, and those after it find garbage, or do not run at all."""
+        """The oldest step fails part-way, and those after it read garbage, or do not run."""
         if not self.steps or b % 4: return False
         number = self.steps[0].number
         for step in self.steps:
-            self.memory.do(step.moves[:c % (len(step.moves) + 1)])
-            for move in step.moves[c % (len(step.moves) + 1):]:
-                if a % 2: self.spoil(move)
-            for i, work in enumerate(step.works):
-                if a >> i & 2: self.memory.write(work, good=False)
+            self.memory.do(step.copies[:c % (len(step.copies) + 1)])
+            for copy in step.copies[c % (len(step.copies) + 1):]:
+                if a % 2: self.spoil(copy)
+            for i, entry in enumerate(step.seqs):
+                if a >> i & 2: self.memory.write(entry, good=False)
         self.steps.clear()
-        for sequence in self.sequences: self.forsake(sequence)
+        for sequence in self.sequences: self.discard_in_flight(sequence)
         self.pool.recover(number, [sequence.table for sequence in self.sequences])
         for sequence in self.sequences:
             table, window = sequence.table, self.pool.window
-            if not table.computed: sequence.seen = 0
-            elif window is not None: sequence.seen = max(0, table.computed - window + 1)
+            if not table.computed: sequence.first_visible = 0
+            elif window is not None: sequence.first_visible = max(0, table.computed - window + 1)
             if table.computed >= len(sequence.tokens): sequence.tokens.append(0)
         self.sure.clear()
         return True
 
-    def spoil(self, move: Move) -> None:
-        """A copy that went wrong."""
-        target = self.memory.host if move.where is Where.OUT else self.memory.device
-        target[move.target] = [GARBAGE] * self.pool.page_size
+    def spoil(self, copy: PageCopy) -> None:
+        """A failed copy."""
+        target = self.memory.host if copy.where is CopyKind.DEVICE_TO_HOST else self.memory.device
+        target[copy.target] = [GARBAGE] * self.pool.page_size
 
-    # **** what holds ****
+    # **** invariants ****
 
     def check(self, conserved: bool = True) -> None:
-        """Asserts that nothing is lost, and that every sequence finds its tokens."""
+        """Asserts that no page is lost, and that every sequence finds its tokens."""
         if conserved: self.pool.assert_conserved([each.table for each in self.sequences])
         memory = self.memory.copy()
         for step in self.steps: self.run(step, memory)
-        memory.do(tuple(self.pool.moves))
+        memory.do(tuple(self.pool.copies))
         for sequence in self.sequences:
             table, size = sequence.table, self.pool.page_size
             marks = sequence.marks()[:table.computed]
             assert len(marks) == table.computed
-            pages = [-1] * table.pruned + table.host_pages if table.away else table.pages
-            assert memory.holds(pages, marks, sequence.seen, table.away), "a sequence's tokens are not there"
-            assert sequence.seen >= table.pruned * size
+            pages = [-1] * table.pruned + table.host_pages if table.offloaded else table.pages
+            there = memory.holds(pages, marks, sequence.first_visible, table.offloaded)
+            assert there, "a sequence's tokens are not in its pages"
+            assert sequence.first_visible >= table.pruned * size
 
     def close(self) -> None:
         """Ends all sequences: every page is free or cached."""
@@ -335,7 +341,7 @@ POOLS = {"small": {"pages": 12, "page_size": 4}, "host": {"pages": 14, "page_siz
 
 
 def driven(name: str, operations: int, seed: int = 0, every: int = 25, conserved: bool = True) -> Drive:
-    """A drive after so many random operations, checked after `every` of them."""
+    """A drive after so many random operations, checked after every `every` of them."""
     draw = random.Random(seed).getrandbits
     drive = Drive(PagePool(**POOLS[name]))
     for count in range(operations):

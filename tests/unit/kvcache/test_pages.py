@@ -1,4 +1,4 @@
-"""Pages of keys and values: who has which, what is shared, copied, kept, evicted and brought back."""
+"""KV cache pages: allocation, sharing, copy on write, prefix caching, eviction, offload."""
 from __future__ import annotations
 
 import random
@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from tinygrad_nv.errors import PageError
-from tinygrad_nv.kvcache.pages import Move, Where
+from tinygrad_nv.kvcache.block_table import BlockTable
+from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
 from tinygrad_nv.kvcache.pool import PagePool
-from tinygrad_nv.kvcache.table import Table
 
 A = list(range(100, 120))
 B = list(range(200, 220))
 
 
-def filled(pool: PagePool, tokens: list[int], salt: bytes = b"") -> Table:
+def filled(pool: PagePool, tokens: list[int], salt: bytes = b"") -> BlockTable:
     """A table with all of these written."""
     table = pool.open(tokens, salt)
     assert table.reserve(len(tokens))
@@ -26,8 +26,8 @@ def filled(pool: PagePool, tokens: list[int], salt: bytes = b"") -> Table:
     return table
 
 
-def copies(pool: PagePool) -> list[tuple[Where, int, int]]:
-    return [(move.where, move.source, move.target) for move in pool.take_moves()]
+def copies(pool: PagePool) -> list[tuple[CopyKind, int, int]]:
+    return [(copy.where, copy.source, copy.target) for copy in pool.take_copies()]
 
 
 # **** sharing ****
@@ -63,7 +63,7 @@ def test_what_a_salt_keeps_apart():
 
 
 def test_two_pools_have_different_hashes():
-    """So that nobody who knows the code can prepare two prompts with one hash."""
+    """So that hash collisions cannot be prepared from the source code."""
     keys = {filled(PagePool(16, 4), A).prefix.key(0) for _ in range(3)}
     assert len(keys) == 3
     assert {len(key) for key in keys} == {16}
@@ -90,10 +90,11 @@ def test_without_sharing_nothing_is_kept():
 
 
 def test_prefixes_are_hashed_once(monkeypatch: pytest.MonkeyPatch):
-    from tinygrad_nv.kvcache import prefix
+    from tinygrad_nv.kvcache import prefix_hashes
     calls: list[int] = []
-    digest = prefix.blake2b
-    monkeypatch.setattr(prefix, "blake2b", lambda *args, **more: calls.append(1) or digest(*args, **more))
+    digest = prefix_hashes.blake2b
+    monkeypatch.setattr(prefix_hashes, "blake2b",
+                        lambda *args, **more: calls.append(1) or digest(*args, **more))
     pool = PagePool(16, 4)
     table = filled(pool, A)
     assert len(calls) == 1 + 5
@@ -132,7 +133,7 @@ def test_all_or_nothing():
     assert not other.reserve(12)
     assert (other.pages, pool.available) == ([], 2)
     assert other.reserve(8)
-    assert table.missing(12) == 1
+    assert table.num_missing_pages(12) == 1
     assert not table.reserve(12)
 
 
@@ -142,11 +143,11 @@ def test_a_shared_last_page_is_copied_once():
     pool = PagePool(8, 4)
     first = filled(pool, A[:6])
     second = first.fork()
-    assert first.missing(7) == second.missing(7) == 1
+    assert first.num_missing_pages(7) == second.num_missing_pages(7) == 1
     old = first.pages[1]
     assert second.reserve(7)
-    assert copies(pool) == [(Where.WITHIN, old, second.pages[1])]
-    assert first.missing(7) == 0
+    assert copies(pool) == [(CopyKind.DEVICE_TO_DEVICE, old, second.pages[1])]
+    assert first.num_missing_pages(7) == 0
     assert first.reserve(7)
     assert copies(pool) == []
     assert first.pages == [second.pages[0], old]
@@ -168,8 +169,8 @@ def test_writing_ahead_copies_only_what_is_written():
     first = filled(pool, A[:6])
     assert first.reserve(10)
     first.fork()
-    assert first.missing(10, start=9) == 1
-    assert first.missing(10) == 2
+    assert first.num_missing_pages(10, start=9) == 1
+    assert first.num_missing_pages(10) == 2
 
 
 def test_forks_find_what_each_wrote():
@@ -223,7 +224,7 @@ def test_pages_behind_a_window_are_given_back():
     for first in range(0, 20, 4):
         assert table.reserve(first + 4)
         table.advance(A[first:first + 4])
-    # rows 16 to 19, the newest, see 11 and later
+    # tokens 16 to 19, the newest, attend to 11 and later
     assert table.pages[:2] == [-1, -1]
     assert -1 not in table.pages[2:]
     assert pool.available == 8 - 3
@@ -250,7 +251,7 @@ def test_a_window_needs_no_page_that_ends_right_before_it():
     pool = PagePool(16, 4, window=5)
     table = filled(pool, A)
     pool.device.forget(table.pages[3])
-    # the row at place 20 sees places 16 to 20
+    # the token at position 20 attends to 16 to 20
     assert pool.open([*A, 0]).computed == 20
 
 
@@ -260,14 +261,15 @@ def test_a_cut_behind_what_was_pruned_is_refused():
     for first in range(0, 20, 4):
         assert table.reserve(first + 4)
         table.advance(A[first:first + 4])
-    for tokens in 4, 14:    # the row at place 14 sees places 11 to 14
-        with pytest.raises(PageError, match=f"a sequence cut to {tokens} tokens, whose first 12 were pruned"):
+    for tokens in 4, 14:    # the token at position 14 attends to 11 to 14
+        words = f"a sequence truncated to {tokens} tokens, whose first 12 were pruned"
+        with pytest.raises(PageError, match=words):
             table.truncate(tokens)
     table.truncate(15)
     assert table.computed == 15
 
 
-# **** pages of the host ****
+# **** host pages ****
 
 def test_what_is_on_the_host_waits_while_the_device_is_full():
     pool = PagePool(4, 4, host_pages=4)
@@ -282,15 +284,15 @@ def test_what_is_evicted_goes_to_the_host_and_comes_back():
     pool = PagePool(4, 4, host_pages=4)
     filled(pool, A[:8]).release()
     other = filled(pool, B[:16])
-    assert [move[0] for move in copies(pool)] == [Where.OUT, Where.OUT]
+    assert [copy[0] for copy in copies(pool)] == [CopyKind.DEVICE_TO_HOST, CopyKind.DEVICE_TO_HOST]
     other.release()
     table = pool.open(A[:9])
     assert table.computed == 8
     # B's last two pages leave for A's first, before A's arrive there
     where = copies(pool)
-    assert [move[0] for move in where] == [Where.OUT, Where.BACK, Where.OUT, Where.BACK]
-    assert [move[2] for move in where[1::2]] == table.pages
-    assert [move[1] for move in where[::2]] == table.pages
+    assert [copy[0] for copy in where] == 2 * [CopyKind.DEVICE_TO_HOST, CopyKind.HOST_TO_DEVICE]
+    assert [copy[2] for copy in where[1::2]] == table.pages
+    assert [copy[1] for copy in where[::2]] == table.pages
 
 
 def test_a_page_that_came_back_leaves_without_a_copy():
@@ -298,9 +300,9 @@ def test_a_page_that_came_back_leaves_without_a_copy():
     filled(pool, A[:8]).release()
     filled(pool, B[:8]).release()
     pool.open(A[:9]).release()
-    pool.take_moves()
+    pool.take_copies()
     filled(pool, A[10:18]).release()
-    assert [move[0] for move in copies(pool)] == []
+    assert [copy[0] for copy in copies(pool)] == []
     assert pool.open(A[:9]).computed == 8
 
 
@@ -321,16 +323,16 @@ def test_a_table_leaves_and_returns():
     pool = PagePool(4, 4, host_pages=4)
     table = filled(pool, A[:10])
     assert table.offload()
-    assert (table.pages, table.computed, table.away, pool.available) == ([], 10, True, 4)
+    assert (table.pages, table.computed, table.offloaded, pool.available) == ([], 10, True, 4)
     pool.assert_conserved([table])
     out = copies(pool)
     filled(pool, B[:16]).release()
-    pool.take_moves()
+    pool.take_copies()
     assert table.restore()
-    assert (len(table.pages), table.computed, table.away) == (3, 10, False)
-    back = [move for move in pool.take_moves() if move.where is Where.BACK]
-    assert [(move.source, move.target) for move in back] == \
-        [(move[2], page) for move, page in zip(out, table.pages, strict=True)]
+    assert (len(table.pages), table.computed, table.offloaded) == (3, 10, False)
+    back = [copy for copy in pool.take_copies() if copy.where is CopyKind.HOST_TO_DEVICE]
+    assert [(copy.source, copy.target) for copy in back] == \
+        [(copy[2], page) for copy, page in zip(out, table.pages, strict=True)]
     pool.assert_conserved([table])
 
 
@@ -341,7 +343,7 @@ def test_a_table_that_returns_at_once_takes_what_is_still_there():
     assert table.offload()
     assert table.restore()
     assert table.pages[:2] == pages[:2]
-    assert [move[0] for move in copies(pool)] == [Where.OUT] * 3 + [Where.BACK]
+    assert [copy[0] for copy in copies(pool)] == [CopyKind.DEVICE_TO_HOST] * 3 + [CopyKind.HOST_TO_DEVICE]
 
 
 def test_shared_pages_are_one_page_of_the_host():
@@ -384,13 +386,13 @@ def test_a_token_that_is_known_while_its_sequence_is_away():
 def test_what_a_failed_batch_was_to_write_is_forgotten():
     pool = PagePool(16, 4)
     early = filled(pool, A[:10])
-    pool.take_moves()
+    pool.take_copies()
     number = pool.batch
     late = filled(pool, B[:10])
     sharing = pool.open(B)
     assert early.reserve(13)
     early.advance(A[10:13])
-    pool.take_moves()
+    pool.take_copies()
     pool.recover(number, [early, late, sharing])
     assert [table.computed for table in (early, late, sharing)] == [8, 0, 0]
     assert pool.open(B).computed == 0
@@ -400,12 +402,12 @@ def test_what_a_failed_batch_was_to_write_is_forgotten():
 def test_pages_that_a_failed_batch_was_to_copy_do_not_count():
     pool = PagePool(4, 4, host_pages=4)
     table = filled(pool, A[:10])
-    pool.take_moves()
+    pool.take_copies()
     number = pool.batch
     assert table.offload()
-    pool.take_moves()
+    pool.take_copies()
     pool.recover(number, [table])
-    assert (table.computed, table.away) == (0, False)
+    assert (table.computed, table.offloaded) == (0, False)
     assert pool.host.available == 4
     # the device still has what was there before
     assert pool.open(A[:10]).computed == 8
@@ -414,9 +416,9 @@ def test_pages_that_a_failed_batch_was_to_copy_do_not_count():
 def test_nothing_is_trusted_after_all_is_lost():
     pool = PagePool(8, 4, host_pages=4)
     table = filled(pool, A)
-    pool.take_moves()
+    pool.take_copies()
     pool.recover(0, [table])
-    assert (table.computed, pool.stats().free, pool.take_moves()) == (0, 8, ())
+    assert (table.computed, pool.stats().free, pool.take_copies()) == (0, 8, ())
 
 
 # **** numbers ****
@@ -439,15 +441,15 @@ def test_stats_tell_what_happened():
 
 def test_the_numbers_of_a_batch_grow():
     pool = PagePool(4)
-    assert (pool.batch, pool.take_moves(), pool.batch) == (0, (), 1)
+    assert (pool.batch, pool.take_copies(), pool.batch) == (0, (), 1)
 
 
 def test_moves_are_handed_out_once():
     pool = PagePool(8, 4)
     first = filled(pool, A[:6])
     assert first.fork().reserve(7)
-    assert isinstance(pool.take_moves()[0], Move)
-    assert pool.take_moves() == ()
+    assert isinstance(pool.take_copies()[0], PageCopy)
+    assert pool.take_copies() == ()
 
 
 @pytest.mark.parametrize("spoil", ["leak", "twice", "lost", "count", "found"])
@@ -459,7 +461,7 @@ def test_conservation_is_looked_at(spoil: str):
     if spoil == "twice": pool.device.free.append(table.pages[0])
     if spoil == "lost": table.pages.pop()
     if spoil == "count": pool.device.references[table.pages[1]] += 1
-    if spoil == "found": pool.device.found.popitem()
+    if spoil == "found": pool.device.by_hash.popitem()
     with pytest.raises(AssertionError): pool.assert_conserved([table])
 
 

@@ -17,10 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pages_case import POOLS, Drive, driven
 
 from tinygrad_nv.kvcache import offload
-from tinygrad_nv.kvcache.pages import Pages, Where
+from tinygrad_nv.kvcache.block_table import BlockTable
+from tinygrad_nv.kvcache.page_allocator import CopyKind, PageAllocator
 from tinygrad_nv.kvcache.pool import PagePool
-from tinygrad_nv.kvcache.prefix import Prefix
-from tinygrad_nv.kvcache.table import Table
+from tinygrad_nv.kvcache.prefix_hashes import PrefixHashes
 
 NUMBERS = st.integers(0, 63)
 
@@ -79,112 +79,118 @@ def test_a_long_drive_loses_nothing(name: str):
 
 # **** bugs that must be found ****
 
-def fork_without_references(table: Table) -> Table:
-    made = Table(table.pool, table.prefix.copy())
+def fork_without_references(table: BlockTable) -> BlockTable:
+    made = BlockTable(table.pool, table.prefix.copy())
     made.pages, made.computed, made.pruned = table.pages[:], table.computed, table.pruned
     made.host_pages = table.host_pages[:]
     return made
 
 
-def share_leaves_idle(pages: Pages, page: int) -> None:
+def share_leaves_idle(pages: PageAllocator, page: int) -> None:
     pages.references[page] += 1
 
 
-def drop_pages_once(pages: Pages, given: Any) -> None:
+def drop_pages_once(pages: PageAllocator, given: Any) -> None:
     """Shared pages go with their first reference."""
     for page in given:
         pages.references[page] = 0
-        if pages.keys[page] is None: pages.free.append(page)
-        else: pages.idle[page] = None
+        if pages.hashes[page] is None: pages.free.append(page)
+        else: pages.evictable[page] = None
 
 
-def drop_but_the_last(pages: Pages, given: Any) -> None:
+def drop_but_the_last(pages: PageAllocator, given: Any) -> None:
     """A leak of one page of each sequence."""
     DROP(pages, list(given)[:-1])
 
 
-def key_of_the_page_alone(prefix: Prefix, page: int) -> bytes:
+def key_of_the_page_alone(prefix: PrefixHashes, page: int) -> bytes:
     tokens = prefix.tokens[page * prefix.size:(page + 1) * prefix.size]
     return blake2b(prefix.first + tokens.tobytes(), digest_size=16).digest()
 
 
-def key_without_salt(prefix: Prefix, page: int) -> bytes:
+def key_without_salt(prefix: PrefixHashes, page: int) -> bytes:
     return blake2b(prefix.tokens[:(page + 1) * prefix.size].tobytes(), digest_size=16).digest()
 
 
-def key_short_of_a_token(prefix: Prefix, page: int) -> bytes:
+def key_short_of_a_token(prefix: PrefixHashes, page: int) -> bytes:
     tokens = array("i", [page, *prefix.tokens[:(page + 1) * prefix.size - 1]])
     return blake2b(prefix.first + tokens.tobytes(), digest_size=16).digest()
 
 
-def moves_in_reverse(pool: PagePool) -> Any: return MOVES(pool)[::-1]
+def moves_in_reverse(pool: PagePool) -> Any: return TAKE_COPIES(pool)[::-1]
 
 
-def prune_one_page_more(table: Table, before: int) -> None:
+def prune_one_page_more(table: BlockTable, before: int) -> None:
     PRUNE(table, before + table.pool.page_size if before > 0 else before)
 
 
-def prune_when_computed(table: Table, tokens: Any) -> None:
+def prune_when_computed(table: BlockTable, tokens: Any) -> None:
     """Gives back what the batch being assembled still reads."""
     ADVANCE(table, tokens)
-    if table.pool.window is not None and not table.away: table.prune(table.computed - table.pool.window + 1)
+    window = table.pool.window
+    if window is not None and not table.offloaded: table.prune(table.computed - window + 1)
 
 
-def own_without_copy(table: Table, i: int) -> None:
-    if table.pool.device.references[table.pages[i]] == 1: OWN(table, i)
+def own_without_copy(table: BlockTable, i: int) -> None:
+    if table.pool.device.references[table.pages[i]] == 1: MAKE_WRITABLE(table, i)
 
 
-def recover_nothing(pool: PagePool, batch: int, tables: Any) -> None: pool.moves.clear()
+def recover_nothing(pool: PagePool, batch: int, tables: Any) -> None: pool.copies.clear()
 
 
 def recover_but_found(pool: PagePool, batch: int, tables: Any) -> None:
     """Tables are cut, and what the failed batch was to write is still found."""
-    pool.moves.clear()
-    for table in tables: table.cut(batch)
+    pool.copies.clear()
+    for table in tables: table.rollback(batch)
 
 
 def recover_from_the_next(pool: PagePool, batch: int, tables: Any) -> None: RECOVER(pool, batch + 1, tables)
 
 
-def out_without_move(pool: PagePool, page: int) -> int:
-    made = OUT(pool, page)
-    if pool.moves[-1].source % 3 == 0: pool.moves.pop()
+def to_host_without_copy(pool: PagePool, page: int) -> int:
+    made = TO_HOST(pool, page)
+    if pool.copies[-1].source % 3 == 0: pool.copies.pop()
     return made
 
 
-def back_of_a_free_page(pool: PagePool, page: int) -> int:
+def to_device_from_a_free_page(pool: PagePool, page: int) -> int:
     """Copies it back after the page of the host went to another."""
-    made = BACK(pool, page)
-    pool.moves.insert(0, pool.moves.pop())
+    made = TO_DEVICE(pool, page)
+    pool.copies.insert(0, pool.copies.pop())
     return made
 
 
 def restore_drops_before(pool: PagePool, pages: list[int]) -> list[int] | None:
     """Pages of the host that are given back before they were copied."""
     pool.host.drop(reversed(pages))
-    for page in pages: pool.host.idle.pop(page, None)
+    for page in pages: pool.host.evictable.pop(page, None)
     return RESTORE(pool, pages)
 
 
-def move_backwards(pool: PagePool, where: Where, source: int, target: int) -> None:
-    if where is Where.WITHIN: source, target = target, source
-    MOVE(pool, where, source, target)
+def move_backwards(pool: PagePool, where: CopyKind, source: int, target: int) -> None:
+    if where is CopyKind.DEVICE_TO_DEVICE: source, target = target, source
+    COPY(pool, where, source, target)
 
 
-DROP, MOVES, PRUNE, ADVANCE, OWN = Pages.drop, PagePool.take_moves, Table.prune, Table.advance, Table._own
-RECOVER, MOVE = PagePool.recover, PagePool.move
-OUT, BACK, RESTORE = offload.out, offload.back, offload.restore
+DROP, PRUNE, ADVANCE = PageAllocator.drop, BlockTable.prune, BlockTable.advance
+MAKE_WRITABLE = BlockTable._make_writable
+TAKE_COPIES, RECOVER, COPY = PagePool.take_copies, PagePool.recover, PagePool.copy
+TO_HOST, TO_DEVICE, RESTORE = offload.copy_to_host, offload.copy_to_device, offload.restore
 BUGS: list[tuple[object, str, Callable[..., Any], str]] = [
-    (Table, "fork", fork_without_references, "small"), (Pages, "share", share_leaves_idle, "small"),
-    (Pages, "drop", drop_pages_once, "small"), (Pages, "drop", drop_but_the_last, "small"),
-    (Prefix, "key", key_of_the_page_alone, "small"), (Prefix, "key", key_without_salt, "small"),
-    (Prefix, "key", key_short_of_a_token, "small"), (PagePool, "take_moves", moves_in_reverse, "host"),
-    (Table, "prune", prune_one_page_more, "window"), (Table, "prune", prune_one_page_more, "small"),
-    (Table, "advance", prune_when_computed, "window"), (Table, "_own", own_without_copy, "small"),
+    (BlockTable, "fork", fork_without_references, "small"),
+    (PageAllocator, "share", share_leaves_idle, "small"),
+    (PageAllocator, "drop", drop_pages_once, "small"), (PageAllocator, "drop", drop_but_the_last, "small"),
+    (PrefixHashes, "key", key_of_the_page_alone, "small"), (PrefixHashes, "key", key_without_salt, "small"),
+    (PrefixHashes, "key", key_short_of_a_token, "small"), (PagePool, "take_copies", moves_in_reverse, "host"),
+    (BlockTable, "prune", prune_one_page_more, "window"), (BlockTable, "prune", prune_one_page_more, "small"),
+    (BlockTable, "advance", prune_when_computed, "window"),
+    (BlockTable, "_make_writable", own_without_copy, "small"),
     (PagePool, "recover", recover_nothing, "small"), (PagePool, "recover", recover_but_found, "small"),
-    (PagePool, "recover", recover_from_the_next, "small"), (offload, "out", out_without_move, "host"),
-    (offload, "back", back_of_a_free_page, "host"), (offload, "restore", restore_drops_before, "host"),
-    (PagePool, "move", move_backwards, "small")]
+    (PagePool, "recover", recover_from_the_next, "small"),
+    (offload, "copy_to_host", to_host_without_copy, "host"),
+    (offload, "copy_to_device", to_device_from_a_free_page, "host"),
+    (offload, "restore", restore_drops_before, "host"),
+    (PagePool, "copy", move_backwards, "small")]
 
 
 def long(pool: str, conserved: bool) -> None:

@@ -1,7 +1,7 @@
 """A server for tests: its own thread, a free port, and an engine that needs no model.
 
-`FakeEngine` answers with the words of its prompt, one a token, over and over; what it is told in `behave`
-makes it slow, full or broken. `live(service)` runs a server around an engine and gives its address.
+`FakeEngine` answers with the words of its prompt, one a token, over and over; `behave` makes it slow, full or
+broken. `live(service)` runs a server around an engine and gives its address.
 """
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tinygrad_nv.errors import NVError, QueueFull
 from tinygrad_nv.server.limits import Limits
 from tinygrad_nv.server.metrics import Metrics
 from tinygrad_nv.server.service import Service
-from tinygrad_nv.server.serving import Server, listening, serve, url
+from tinygrad_nv.server.serving import Server, bind, serve, url
 
 NAME = "tales"
 LENGTH = 512
@@ -142,7 +142,7 @@ def fake_service(engine: FakeEngine | None = None, limits: Limits | None = None,
 @contextlib.contextmanager
 def live(service: Service) -> Iterator[Live]:
     """The service, answering."""
-    taken, ready = listening("127.0.0.1", 0), threading.Event()
+    taken, ready = bind("127.0.0.1", 0), threading.Event()
     box: list[Live] = []
 
     async def main() -> None:

@@ -9,11 +9,11 @@ import pytest
 from structured_case import allowed, grammars, text, tokenizer, written
 
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.structured_output.structured import Structured
+from tinygrad_nv.engine.structured_output.params import Structured
 from tinygrad_nv.server import protocol
 from tinygrad_nv.server.errors import APIError
 from tinygrad_nv.server.limits import Limits
-from tinygrad_nv.server.structure import MOST_CALLS, call_schema
+from tinygrad_nv.server.structured_output import MAX_CALLS, call_schema
 from tinygrad_nv.server.tools import ToolChoice, forced_calls
 
 UNIT = {"enum": ["C", "F"]}
@@ -66,7 +66,7 @@ def test_required_calls_are_of_tools_there_are(choice: ToolChoice):
     seen: set[str] = set()
     for seed in range(8):
         calls = forced_calls(answered(TOOLS, choice, seed), choice)
-        assert 1 <= len(calls) <= (MOST_CALLS if choice.several else 1)
+        assert 1 <= len(calls) <= (MAX_CALLS if choice.several else 1)
         for call in calls: assert set(json.loads(call.arguments)) <= KEYS[call.name], call
         seen |= {call.name for call in calls}
     assert len(seen) > 2
@@ -82,7 +82,7 @@ def test_a_call_that_is_repeated_ends():
         ids.append(comma if comma in may else may[0])
         matcher.accept(ids[-1])
     calls = forced_calls(text("tales", ids), REQUIRED)
-    assert [(call.name, call.arguments) for call in calls] == [("again", "{}")] * MOST_CALLS
+    assert [(call.name, call.arguments) for call in calls] == [("again", "{}")] * MAX_CALLS
 
 
 def test_an_answer_that_is_cut_is_still_calls():
@@ -130,7 +130,7 @@ NULL = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "
 @pytest.mark.parametrize("form", [{"type": "text"}, {"type": "json_object"}, NULL])
 def test_response_format_is_about_content(form: dict[str, Any]):
     assert asked(response_format=form).params.structured == asked().params.structured
-    with pytest.raises(APIError, match="guided_regex asks for another form"): asked(guided_regex="a")
+    with pytest.raises(APIError, match="guided_regex asks for another output"): asked(guided_regex="a")
 
 
 @pytest.mark.parametrize("kind", ["array", ["null", "string"], 3])

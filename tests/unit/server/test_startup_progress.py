@@ -17,7 +17,7 @@ def test_a_warm_up_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, patience:
     def steps(progress: Any) -> None:
         for done in range(4): progress(done, 3)
 
-    monkeypatch.setattr(startup, "TELL_S", patience)
+    monkeypatch.setattr(startup, "PROGRESS_S", patience)
     said: list[str] = []
     monkeypatch.setattr(startup.LOG, "info", said.append)
     llm = SimpleNamespace(runner=SimpleNamespace(warm_up=steps), defaults=SamplingParams(),

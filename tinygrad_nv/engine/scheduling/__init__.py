@@ -1,6 +1,6 @@
-"""Requests, and which of their tokens each step computes.
+"""Requests and the scheduler.
 
-  request.py    a request, and the state of its sequences
-  batch.py      a step and its result, as data
-  scheduler.py  which sequences the next step computes, how many tokens of each, and preemption
+  scheduler_output.py  The interface between scheduler and model runner: a step, and its output
+  request.py           A request, and the state of its sequences while they wait and run
+  scheduler.py         Which sequences the next step computes, and how many tokens of each
 """

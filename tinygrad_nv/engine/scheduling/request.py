@@ -1,13 +1,13 @@
 """A request, and the state of its sequences while they wait and run.
 
-Protocol. A `Request` is what somebody asks for; it does not change. `sequences` makes one `Seq` for each of
-its n answers. All of them but the first are `branches` of the first until the prompt is computed: then they
-are forked off, with tokens, pages and a slot of their own, and none knows the others any more.
+Protocol. A `Request` is immutable. `new_sequences` makes one `Seq` for each of its n answers. All but the
+first are `branches` of the first until the prompt is computed. Then they are forked off, with their own
+tokens, pages and slot, and are independent.
 
-Of a `Seq`, `tokens` are prompt and answer as far as the host knows them, `scheduled` counts places whose keys
-and values are written, or will be by a step that was launched, and `unknown` tokens are chosen by steps that
-the host has not looked at (0 or 1). So `len(tokens) + unknown - scheduled` tokens are still to be computed:
-one while it decodes, more after the prompt came or pages were given away.
+Of a `Seq`, `tokens` are prompt and output as far as the host knows them. `num_scheduled` counts positions
+whose keys and values are written, or will be by a launched step. `num_in_flight` tokens (0 or 1) are sampled
+by steps whose output has not been processed. So `len(tokens) + num_in_flight - num_scheduled` tokens remain
+to compute: one while the sequence decodes, more after its prompt arrived or after a preemption.
 """
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ import numpy as np
 
 from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.scheduling.batch import GROUP
+from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
 from tinygrad_nv.errors import RequestError
-from tinygrad_nv.kvcache.table import Table
+from tinygrad_nv.kvcache.block_table import BlockTable
 
-PRIORITIES = 1000       # so that an offset of priority is at most this many levels of ageing
+MAX_PRIORITY = 1000     # bounds how long a request may be overtaken: at most so many levels of ageing
 
 
 class Matcher(Protocol):
-    """What a structured answer may go on with, a sequence's own. `mask()` is as `batch.Sample.mask`; None
-    allows every token. `masks(draft)` are those before a draft's first token and after each, as far as they
-    are allowed. `finished` says that nothing may follow."""
+    """The grammar state of one structured output. `mask()` is the token mask of the next token, as in
+    `Sample.mask`; None allows every token. `masks(draft)` are the masks before the draft's first token and
+    after each token, as far as the draft is allowed. `finished`: no token may follow."""
 
     @property
     def finished(self) -> bool: ...
@@ -43,30 +43,29 @@ class Matcher(Protocol):
     def accept(self, token: int) -> None: ...
 
 
-class Asked(NamedTuple):
-    """A sequence whose next tokens are to be guessed, at most `most`. `key` is its request's id and its
-    index."""
+class DraftRequest(NamedTuple):
+    """A sequence to draft at most `max_tokens` tokens for. `key`: its request's id and its index."""
     key: tuple[str, int]
     tokens: Sequence[int]
-    most: int
+    max_tokens: int
     params: SamplingParams
     seed: int
 
 
 class Proposer(Protocol):
-    """Drafts for speculation: wrong ones cost time, and change no token."""
+    """Proposes draft tokens. Wrong drafts cost time, and never change the output."""
 
-    def propose(self, asked: Sequence[Asked]) -> Sequence[Sequence[int]]:
-        """A draft for each, which may be empty."""
+    def propose(self, asked: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
+        """A draft for each request; it may be empty."""
 
     def forget(self, key: tuple[str, int]) -> None:
-        """The sequence is over."""
+        """Drops the state of a finished sequence."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """`params.n` answers to `prompt`. A smaller `priority` goes first, as in vLLM. `matchers`: one for each
-    answer that must have a structure. Prefixes are shared among requests of equal `salt`."""
+    """`params.n` answers to `prompt`. A smaller `priority` runs first, as in vLLM. `matchers`: one for each
+    answer if the output is structured. Prefixes are shared only between requests of equal `salt`."""
     id: str
     prompt: list[int]
     params: SamplingParams
@@ -78,93 +77,95 @@ class Request:
 
 @dataclass(eq=False, slots=True)
 class Seq:
-    """One answer in the making. `key` orders: a smaller one goes first. `limit`: tokens it may have. From
-    `ends_at` tokens on it may end at a token of `ends`. `covered`: places from 0 on whose pages it has to
-    itself, `pages` a copy of the block table that is made again when that changes."""
+    """One answer in progress. `key` is its place in the queues: a smaller one runs first. `max_length`:
+    tokens it may have, prompt included. From `min_length` tokens on it may end at a token of `stop_ids`.
+    `num_reserved`: positions from 0 on whose pages no other sequence shares. `block_table`: a copy of the
+    table's pages, replaced whenever the table changes."""
     request: Request
     index: int
     key: tuple[float, int, int]
     seed: int
     tokens: list[int]
-    limit: int
-    ends: frozenset[int]
-    ends_at: int
+    max_length: int
+    stop_ids: frozenset[int]
+    min_length: int
     matcher: Matcher | None = None
     logprobs: int | None = None
-    hosted: bool = False                # its next step needs what this one chose
-    drafted: bool = False               # its next tokens may be guessed
+    needs_sync: bool = False            # its next step needs this step's token on the host
+    can_draft: bool = False             # speculative decoding is allowed for it
     branches: list[Seq] = field(default_factory=list)
-    table: Table | None = None
+    table: BlockTable | None = None
     slot: int = -1
-    scheduled: int = 0
-    unknown: int = 0
-    covered: int = 0
-    pages: tuple[int, ...] = ()
-    cached: int = -1                    # tokens of the prompt that were there; -1: it never ran
+    num_scheduled: int = 0
+    num_in_flight: int = 0
+    num_reserved: int = 0
+    block_table: tuple[int, ...] = ()
+    num_cached: int = -1                # prompt tokens found in the prefix cache; -1: never ran
     waiting: bool = False
-    forking: bool = False               # the step that chooses its branches' first tokens was launched
+    forking: bool = False               # the step that samples its branches' first tokens is launched
     finished: bool = False
 
     @property
-    def prompt(self) -> int:
-        """Tokens of the prompt."""
+    def num_prompt_tokens(self) -> int:
+        """Number of prompt tokens."""
         return len(self.request.prompt)
 
     @property
-    def chosen(self) -> int:
-        """Tokens of the answer that the host knows."""
+    def num_output_tokens(self) -> int:
+        """Number of output tokens that the host knows."""
         return len(self.tokens) - len(self.request.prompt)
 
     @property
     def name(self) -> tuple[str, int]:
-        """Request and index."""
+        """Request id and index."""
         return self.request.id, self.index
 
-    def cover(self, end: int, page_size: int) -> bool:
-        """Pages for places up to `end`; False if there are too few."""
-        if end <= self.covered: return True
+    def reserve(self, end: int, page_size: int) -> bool:
+        """Reserves pages for positions below `end`; False if the pool is out of pages."""
+        if end <= self.num_reserved: return True
         assert self.table is not None
         if not self.table.reserve(end): return False
-        self.shown(page_size)
+        self.refresh_block_table(page_size)
         return True
 
-    def shown(self, page_size: int) -> None:
-        """The block table has changed."""
+    def refresh_block_table(self, page_size: int) -> None:
+        """Copies the block table after it changed."""
         assert self.table is not None
-        self.pages = tuple(self.table.pages)
-        self.covered = len(self.pages) * page_size
+        self.block_table = tuple(self.table.pages)
+        self.num_reserved = len(self.block_table) * page_size
 
 
-def padded(start: int, rows: int) -> int:
-    """One past the last place that `rows` new tokens from `start` on write."""
-    return start + computed_rows(rows)
+def padded(start: int, num_tokens: int) -> int:
+    """One past the last position that `num_tokens` new tokens from `start` on write, padding included."""
+    return start + padded_tokens(num_tokens)
 
 
-def computed_rows(rows: int) -> int:
-    """Rows that a work of so many tokens takes."""
-    return rows if rows == 1 else -(-rows // GROUP) * GROUP
+def padded_tokens(num_tokens: int) -> int:
+    """Tokens computed for `num_tokens` new ones: whole groups, unless it is one."""
+    return num_tokens if num_tokens == 1 else -(-num_tokens // GROUP) * GROUP
 
 
-def sequences(request: Request, config: EngineConfig, max_len: int, order: int) -> Seq:
-    """The first sequence of a request, with the others as its branches. `order` counts requests."""
+def new_sequences(request: Request, config: EngineConfig, max_len: int, arrival_number: int) -> Seq:
+    """The first sequence of a request, with the others as its branches. `arrival_number` counts requests."""
     params = request.params
     seed = secrets.randbits(64) if params.seed is None else params.seed
-    level = request.priority * config.ageing_s + request.arrival_s
+    offset = request.priority * config.ageing_s + request.arrival_s
     length = len(request.prompt)
-    limit = max_len if params.max_tokens is None else min(length + params.max_tokens, max_len)
-    ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(config.eos))
-    # counts of tokens that a penalty needs would have those of a draft that was wrong
-    drafted = config.speculation > 0 and not params.filters.penalty
-    made = [Seq(request, index, (level, order, index), (seed + index) % (1 << 64), list(request.prompt),
-                limit, ends, length + params.min_tokens,
+    max_length = max_len if params.max_tokens is None else min(length + params.max_tokens, max_len)
+    eos = frozenset[int]() if params.ignore_eos else frozenset(config.eos)
+    stop_ids = frozenset(params.stop_token_ids) | eos
+    # rejected draft tokens would stay in the token counts that penalties use
+    can_draft = config.num_speculative_tokens > 0 and not params.filters.penalty
+    made = [Seq(request, index, (offset, arrival_number, index), (seed + index) % (1 << 64),
+                list(request.prompt), max_length, stop_ids, length + params.min_tokens,
                 request.matchers[index] if request.matchers else None, params.logprobs,
-                bool(request.matchers) or drafted, drafted)
+                bool(request.matchers) or can_draft, can_draft)
             for index in range(params.n)]
     made[0].branches = made[1:]
     return made[0]
 
 
-def check(request: Request, config: EngineConfig, max_len: int, vocab: int) -> None:
+def check_request(request: Request, config: EngineConfig, max_len: int, vocab: int) -> None:
     """Raises `RequestError` for a request that can never run."""
     length, n = len(request.prompt), request.params.n
     if not length: raise RequestError("the prompt has no tokens", "at least one token id", "write a prompt")
@@ -174,19 +175,19 @@ def check(request: Request, config: EngineConfig, max_len: int, vocab: int) -> N
                                "use ids of this model's tokenizer")
     request.params.require_vocabulary(vocab)
     if length >= max_len:
-        held = "the context holds" if max_len == config.max_len else "the cache of keys and values holds"
-        raise RequestError(f"the prompt has {length} tokens, {held} {max_len}",
+        holder = "the context holds" if max_len == config.max_len else "the cache of keys and values holds"
+        raise RequestError(f"the prompt has {length} tokens, {holder} {max_len}",
                            f"at most {max_len - 1}, so that one can be added",
                            "shorten the prompt" if max_len == config.max_len else
                            "shorten the prompt, or give the cache more memory")
     if n > config.max_seqs:
         raise RequestError(f"n is {n}, and {config.max_seqs} sequences run at a time",
                            f"1 to {config.max_seqs}", "ask for fewer answers, or raise --max-num-seqs")
-    if not -PRIORITIES <= request.priority <= PRIORITIES:
-        raise RequestError(f"priority is {request.priority}", f"-{PRIORITIES} to {PRIORITIES}, smaller first",
-                           "change priority")
+    if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
+        raise RequestError(f"priority is {request.priority}",
+                           f"-{MAX_PRIORITY} to {MAX_PRIORITY}, smaller first", "change priority")
     if request.params.prompt_logprobs is not None:
         raise RequestError(f"prompt_logprobs is {request.params.prompt_logprobs}",
-                           "None: logarithms of probabilities are told of chosen tokens alone",
-                           "leave it out; logprobs tells those of the answer")
+                           "None: log probabilities are computed for output tokens only",
+                           "leave it out, or ask for logprobs")
     assert len(request.matchers) == n or (not request.matchers and request.params.structured is None)

@@ -1,5 +1,5 @@
-"""Speculative decoding: draft tokens that one step verifies.
+"""Speculative decoding: draft tokens, verified in one step.
 
-  speculation.py  proposes draft tokens, by n-grams or a draft model, and accepts the correct ones
-  draft_model.py  the proposer that runs a smaller model
+  draft_model.py  Proposer: a smaller draft model
+  ngram.py        Proposer: n-gram prompt lookup; and the `--speculative` option
 """

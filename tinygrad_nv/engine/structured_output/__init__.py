@@ -1,7 +1,7 @@
-"""Structured output: JSON schemas, regular expressions, grammars, and their token masks.
+"""Structured output: JSON schemas, regular expressions and grammars, and the token masks they allow.
 
-  structured.py     what is asked: a JSON schema, a regular expression, a choice, or a grammar
-  matcher.py        which tokens may come next, for each sequence
-  masks.py          token masks: bit i % 32 of word i // 32 is token i
-  grammar_check.py  compiles a grammar in a process with limits of time and memory
+  grammar_check.py  Compiles a grammar in a subprocess with time and memory limits
+  token_masks.py    Token masks that exclude end tokens until min_tokens
+  matcher.py        Compiled grammars, and the token masks of a sequence
+  params.py         `Structured`: a JSON schema, regular expression, choice, grammar or JSON object
 """

@@ -1,15 +1,15 @@
-"""Structured answers: which tokens a form allows next.
+"""Compiled grammars of structured output, and the token masks of a sequence.
 
-Protocol: `Grammars(tokenizer, vocab, eos)` is made once for a model, `matcher(structured)` once for each
-sequence: it compiles the form, or takes it from those it has, and raises `RequestError` for one that cannot
-be held. A `Matcher` says by `mask()` which tokens may come next and is told by `accept(token)` which one
-came; when it is `finished` nothing may follow but an end token. Masks are packed as in batch.Sample; end
-tokens are allowed where the form may end, ids that have no text never.
+Protocol: `GrammarCompiler(tokenizer, vocab, eos)` is created once for a model. `matcher(structured)` returns
+a matcher for one sequence. It compiles the grammar, or takes it from its cache, and raises `RequestError` for
+one that cannot be enforced. `GrammarMatcher.mask()` is the token mask of the next token; `accept(token)`
+advances the matcher. When it is `finished`, only an end token may follow. Masks are packed as in
+`Sample.mask`. End tokens are allowed where the output may end; ids without text are never allowed.
 
-`masks(draft)` are those of a draft's rows: before its first token, and after each that is allowed.
+`masks(draft)` are the masks for a draft: before its first token, and after each allowed token.
 
-The work is llguidance's: an Earley parser over a lexer of derivatives of regular expressions, over a trie of
-all tokens. Where a form leaves one way to go on, the mask has the one token that the tokenizer would write.
+llguidance does the work: an Earley parser over a lexer of regular-expression derivatives, over a trie of all
+tokens. Where the grammar forces a text, the mask has the one token that the tokenizer would produce.
 """
 from __future__ import annotations
 
@@ -22,57 +22,61 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_nv.engine.structured_output.grammar_check import SECONDS, Checker, compiled
-from tinygrad_nv.engine.structured_output.structured import Structured
+from tinygrad_nv.engine.structured_output.grammar_check import (
+    COMPILE_SECONDS,
+    GrammarChecker,
+    compile_grammar,
+)
+from tinygrad_nv.engine.structured_output.params import Structured
 from tinygrad_nv.engine.text.token_bytes import token_bytes
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import EngineError, RequestError
 
-KEPT = 64           # forms whose grammars are kept
-MOST_FORCED = 1024  # characters: 20,000 took 40 ms at each of their tokens
+MAX_COMPILED = 64       # compiled grammars in the cache
+MAX_FORCED_CHARS = 1024 # characters of a forced text; 20,000 took 40 ms a token
 
 
-class Matcher:
-    """What a sequence's form allows next. It is one thread's."""
+class GrammarMatcher:
+    """The grammar state of one sequence. Not thread-safe."""
 
     def __init__(self, inner: Any, ends: np.ndarray, vocab: int) -> None:
         self._inner, self._ends, self._vocab = inner, ends, vocab
-        self._mask = self._look(inner)
+        self._mask = self._compute_mask(inner)
 
     @property
     def finished(self) -> bool:
-        """Whether nothing may follow but an end token."""
+        """Whether only an end token may follow."""
         return not (self._mask & ~self._ends).any()
 
     def mask(self) -> np.ndarray:
-        """Which tokens may come next: uint32 [⌈vocab / 32⌉]."""
+        """The token mask of the next token: uint32 [⌈vocab / 32⌉]."""
         return self._mask
 
     def masks(self, draft: Sequence[int]) -> list[np.ndarray]:
-        """What may stand in place of each token of a draft and after it, as far as they are allowed: the
-        first is `mask()`. The matcher stays where it is."""
+        """The masks before each token of a draft and after it, as far as the draft is allowed. The first is
+        `mask()`. The state of the matcher does not change."""
         found, inner = [self._mask], None
         for token in draft:
             if not self._allows(found[-1], token): break
             if inner is None: inner = self._inner.deep_copy()
             try:
                 self._consume(inner, token)
-                found.append(self._look(inner))
-            except RequestError: break  # said when it is this token's turn
+                found.append(self._compute_mask(inner))
+            except RequestError: break  # `accept` raises it if this token is accepted
             if not (found[-1] & ~self._ends).any(): break
         return found
 
     def accept(self, token: int) -> None:
-        """This token came. Raises `EngineError` if it must not, and `RequestError` if what may follow takes
-        too long to tell."""
+        """Advances by one token. Raises `EngineError` if the token is not allowed, and `RequestError` if the
+        next mask takes too long to compute."""
         if not self._allows(self._mask, token):
-            raise EngineError(f"token {token} was chosen, and the form of the answer does not allow it",
-                              "a token of the mask", "report this, with the form")
+            raise EngineError(f"token {token} was sampled, and the structured output does not allow it",
+                              "a token of the mask", "report this bug, with the request")
         self._consume(self._inner, token)
-        self._mask = self._look(self._inner)
+        self._mask = self._compute_mask(self._inner)
 
-    def copy(self) -> Matcher:
-        """Another one that stands where this one does."""
+    def copy(self) -> GrammarMatcher:
+        """A copy in the same state."""
         made = copy(self)
         made._inner = self._inner.deep_copy()
         return made
@@ -83,8 +87,8 @@ class Matcher:
     def _consume(self, inner: Any, token: int) -> None:
         if not inner.consume_token(token): raise lost(inner)
 
-    def _look(self, inner: Any) -> np.ndarray:
-        """What may come next; nothing when an end token came."""
+    def _compute_mask(self, inner: Any) -> np.ndarray:
+        """The token mask of the next token. After an end token, the mask of end tokens."""
         if inner.is_stopped() and not inner.is_error(): return self._ends
         mask = np.frombuffer(inner.compute_bitmask(), np.uint32)[:len(self._ends)].copy()
         if inner.is_error() and inner.stop_reason() != "NoExtensionBias": raise lost(inner)
@@ -93,68 +97,71 @@ class Matcher:
 
 
 def lost(inner: Any) -> RequestError:
-    """A form that cannot be followed any further."""
-    words = inner.get_error().partition("\n")[0] or inner.stop_reason()
-    return RequestError(f"the form of the answer cannot be followed any further: {words}",
-                        "a form whose next tokens take a bounded time to tell, in characters that the "
-                        "vocabulary has",
+    """The error for a grammar whose next mask cannot be computed."""
+    reason = inner.get_error().partition("\n")[0] or inner.stop_reason()
+    return RequestError(f"the structured output cannot be continued: {reason}",
+                        "a grammar whose token masks take a bounded time to compute, with characters "
+                        "that the vocabulary has",
                         "make it simpler: fewer repetitions of repetitions, fewer alternatives")
 
 
-class Grammars:
-    """Compiled forms over a model's tokens: `vocab` ids, of which `eos` end an answer. A form may take so
-    many `seconds` to compile. Any thread may ask."""
+class GrammarCompiler:
+    """Compiled grammars over a model's tokens: `vocab` ids, of which `eos` end an answer. A grammar may take
+    `seconds` to compile. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, eos: Sequence[int],
-                 seconds: float = SECONDS) -> None:
+                 seconds: float = COMPILE_SECONDS) -> None:
         from llguidance import LLTokenizer
         self.vocab = vocab
-        self._words = words = _Words(tokenizer, vocab, [token for token in eos if 0 <= token < vocab])
-        # it refers to `words` where no collection of cycles looks: a reference back would keep both for ever
-        self._tokenizer = LLTokenizer(words, len(words.tokens),  # type: ignore[arg-type]  # a shape, not a class
-                                      list(words.eos))
-        self._checker = Checker(seconds)
+        known_eos = [token for token in eos if 0 <= token < vocab]
+        self._tokenizer_info = tokenizer_info = _TokenizerInfo(tokenizer, vocab, known_eos)
+        # llguidance's reference to it is invisible to the garbage collector: a reference back would leak both
+        # type: a protocol, not a class
+        self._tokenizer = LLTokenizer(tokenizer_info, len(tokenizer_info.tokens),  # type: ignore[arg-type]
+                                      list(tokenizer_info.eos))
+        self._checker = GrammarChecker(seconds)
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Structured, Matcher] = OrderedDict()
+        self._cache: OrderedDict[Structured, GrammarMatcher] = OrderedDict()
 
-    def matcher(self, structured: Structured) -> Matcher:
-        """A matcher at its beginning. Takes up to seconds for a form that is new. Raises `RequestError`."""
+    def matcher(self, structured: Structured) -> GrammarMatcher:
+        """A matcher in its initial state. Compiling a new grammar takes up to seconds. Raises `RequestError`.
+        """
         with self._lock:
-            if (known := self._kept.get(structured)) is not None:
-                self._kept.move_to_end(structured)
-                return known.copy()
-        made = self._compiled(structured)   # others need not wait
+            if (cached := self._cache.get(structured)) is not None:
+                self._cache.move_to_end(structured)
+                return cached.copy()
+        made = self._compile(structured)   # outside the lock
         with self._lock:
-            self._kept[structured] = made
-            while len(self._kept) > KEPT: self._kept.popitem(last=False)
+            self._cache[structured] = made
+            while len(self._cache) > MAX_COMPILED: self._cache.popitem(last=False)
             return made.copy()
 
     def close(self) -> None:
-        """Ends the process that tries grammars."""
+        """Ends the subprocess that checks grammars."""
         self._checker.close()
 
-    def _compiled(self, structured: Structured) -> Matcher:
+    def _compile(self, structured: Structured) -> GrammarMatcher:
         text = structured.grammar_text
         if not structured.trusted:
             try: error = self._checker.check(text)
             except TimeoutError as late:
                 raise RequestError(f"the {structured.kind} takes more than {self._checker.seconds:g} s to "
-                                   "compile", "a form that a person would write",
+                                   "compile", "a grammar that compiles in that time",
                                    "make it simpler: fewer repetitions of repetitions, smaller multiples, "
                                    "fewer alternatives") from late
-            if error: raise refused(structured.kind, error)
-        inner = compiled(self._tokenizer, text)
-        if inner.is_error(): raise refused(structured.kind, inner.get_error())
-        try: made = Matcher(inner, self._words.ends, self.vocab)
-        except RequestError as error: raise refused(structured.kind, error.found) from error
-        if made.finished: raise refused(structured.kind, "no answer has this form, or only the empty one")
+            if error: raise compile_error(structured.kind, error)
+        inner = compile_grammar(self._tokenizer, text)
+        if inner.is_error(): raise compile_error(structured.kind, inner.get_error())
+        try: made = GrammarMatcher(inner, self._tokenizer_info.stop_ids, self.vocab)
+        except RequestError as error: raise compile_error(structured.kind, error.found) from error
+        if made.finished: raise compile_error(structured.kind, "no text matches it, or only the empty one")
         return made
 
 
-def refused(kind: str, error: str) -> RequestError:
-    """A form that cannot be held, in our words; `error` is llguidance's, or our own."""
+def compile_error(kind: str, error: str) -> RequestError:
+    """The error for a grammar that cannot be enforced; `error` is llguidance's message, or our own."""
     if match := re.search(r"Unimplemented keys: \[(.*?)\]", error):
-        return RequestError(f"the {kind} uses {match[1]}, which cannot be held while tokens are chosen",
+        return RequestError(f"the {kind} uses {match[1]}, which cannot be enforced while tokens are sampled",
                             "keywords that docs/structured.md names",
                             "leave it out, and check the answer for it afterwards")
     if match := re.search(r"Unknown format: (\S*)", error):
@@ -163,20 +170,20 @@ def refused(kind: str, error: str) -> RequestError:
                             "use one of them, or a pattern")
     if match := re.search(r"(?m)^error: (.*)$", error): error = match[1]
     error = error.partition("\n")[0]
-    return RequestError(f"the {kind} of a structured answer cannot be compiled: {error}",
-                        f"a {kind} that some text matches, without look-around or references back, of a "
-                        "bounded size", f"change the {kind}")
+    return RequestError(f"the {kind} of the structured output cannot be compiled: {error}",
+                        f"a {kind} of bounded size that some text matches, without look-around or "
+                        "back-references", f"change the {kind}")
 
 
-class _Words:
-    """A tokenizer as llguidance asks for it: the bytes of tokens, and a text's tokens by bytes."""
+class _TokenizerInfo:
+    """A tokenizer as llguidance expects it: the bytes of each token, and the tokens of a text."""
     is_tokenizer_wrapper = True
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, eos: Sequence[int]) -> None:
         self.backend, self.tokens = tokenizer.backend, token_bytes(tokenizer.backend, vocab)
-        self.ends = packed(eos, vocab)
-        if not eos:     # there must be one: a token that no mask has a bit for
+        self.stop_ids = pack_mask(eos, vocab)
+        if not eos:     # llguidance needs an end token: one that no mask has a bit for
             eos, self.tokens = [vocab], [*self.tokens, b""]
         for token in eos: self.tokens[token] = b""
         self.eos, self.eos_token_id = tuple(eos), eos[0]
@@ -185,14 +192,14 @@ class _Words:
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens of a text in the middle of another: the tokenizer's own if their bytes are the text's, which
-        those of a text at the beginning may not be, or else the longest first. Of a long text the first
-        ones do: of what a form forces, a mask has one token."""
-        text = text[:MOST_FORCED]
+        """Tokens of a text in the middle of another. The tokenizer's own if their bytes equal the text's; at
+        the start of a text they may not, and then the longest match is taken. Of a long text only the start
+        is tokenized: a forced text needs one token at a time."""
+        text = text[:MAX_FORCED_CHARS]
         data = text.encode()
         ids = self.backend.encode(text, add_special_tokens=False).ids
-        known = all(token < len(self.tokens) for token in ids)
-        if known and b"".join(self.tokens[token] for token in ids) == data: return ids
+        cached = all(token < len(self.tokens) for token in ids)
+        if cached and b"".join(self.tokens[token] for token in ids) == data: return ids
         return self._greedy(data)
 
     def _greedy(self, data: bytes) -> list[int]:
@@ -203,12 +210,12 @@ class _Words:
                     found.append(token)
                     at = end
                     break
-            else: break     # no token has this byte, and the mask will be empty here
+            else: break     # no token has this byte: the mask will be empty here
         return found
 
 
-def packed(tokens: Sequence[int], vocab: int) -> np.ndarray:
-    """A mask of these tokens alone."""
+def pack_mask(tokens: Sequence[int], vocab: int) -> np.ndarray:
+    """The packed mask that allows only these tokens."""
     bits = np.zeros(-(-vocab // 32) * 32, np.uint8)
     bits[list(tokens)] = 1
     return np.packbits(bits, bitorder="little").view(np.uint32)

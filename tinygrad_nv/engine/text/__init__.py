@@ -1,7 +1,7 @@
-"""Tokens and text.
+"""Tokens and text: tokenizer, chat templates, detokenizer, stop strings.
 
-  tokenizer.py    text to token ids and back, and chat templates
-  token_bytes.py  the bytes of each token of a vocabulary
-  detokenizer.py  token ids to text while they arrive, and stop strings
-  processor.py    `OutputProcessor`: the chosen tokens of a request become text
+  detokenizer.py       Incremental detokenization, and stop strings
+  output_processor.py  `OutputProcessor`: sampled tokens of a request to text
+  token_bytes.py       The bytes of each token of a vocabulary
+  tokenizer.py         Text to ids and back, and chat templates
 """

@@ -1,55 +1,56 @@
-"""Token ids to text while they arrive.
+"""Incremental detokenization, and stop strings.
 
-Protocol: a `Detokenizer` is fed one id at a time and gives the text that id completed, possibly none;
-`flush` gives what was held back when the sequence ends. All pieces joined are exactly decode(prompt + ids)
-without decode(prompt): bytes of an unfinished character are held until the character is complete, and the
-first word keeps the space that decoders strip at the start of a text. `StopStrings` holds back what may
-become a stop string.
+Protocol: a `Detokenizer` takes one id at a time and returns the text that id completed, possibly none;
+`flush` returns the text held back at the end of the sequence. All pieces joined are exactly decode(prompt +
+ids) without decode(prompt): bytes of an incomplete character are held until the character is complete, and
+the first word keeps the space that decoders strip at the start of a text. `StopStrings` holds back text that
+may become a stop string.
 
 Technique: decode a short window twice, with and without the new ids, and emit the difference (as vLLM and
-transformers' streamers do): the cost is that of the window, not of the text.
+transformers' streamers do). The cost depends on the window, not on the length of the text.
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-CONTEXT = 6  # prompt tokens in the first window: enough for any character (4 bytes) and a word before it
+# prompt tokens in the first window: enough for any character (4 bytes) and a word before it
+CONTEXT_TOKENS = 6
 UNFINISHED = "\ufffd"  # what decoders put for bytes that are not (yet) a character
 
 
 class Detokenizer:
-    """Turns a stream of ids into a stream of text; `decode` maps ids to text. It leaves `silent` ids out, and
-    so they need no place in the window."""
+    """Turns a stream of ids into a stream of text; `decode` maps ids to text. `silent` ids have no text and
+    take no place in the window."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = (),
                  silent: Callable[[int], bool] = lambda _: False) -> None:
         self.decode, self.silent = decode, silent
-        self.ids = list(prompt[-CONTEXT:])
+        self.ids = list(prompt[-CONTEXT_TOKENS:])
         self.start, self.end = 0, len(self.ids)  # ids[start:end] has been emitted
-        self.before = decode(self.ids)
+        self.emitted = decode(self.ids)
 
     def push(self, token: int) -> str:
         """The text that `token` completes."""
         self.ids.append(token)
         now = self.decode(self.ids[self.start:])
-        if now == self.before and self.silent(token): self.ids.pop()
-        if now.endswith(UNFINISHED) or not now.startswith(self.before): return ""
-        piece = now[len(self.before):]
+        if now == self.emitted and self.silent(token): self.ids.pop()
+        if now.endswith(UNFINISHED) or not now.startswith(self.emitted): return ""
+        piece = now[len(self.emitted):]
         if piece:
             self.start, self.end = self.end, len(self.ids)
-            self.before = self.decode(self.ids[self.start:])
+            self.emitted = self.decode(self.ids[self.start:])
         return piece
 
     def flush(self) -> str:
-        """What is still held back, undecodable bytes as U+FFFD."""
+        """The text still held back; undecodable bytes become U+FFFD."""
         now = self.decode(self.ids[self.start:])
-        piece = now[len(self.before):]
-        self.start, self.end, self.before = len(self.ids), len(self.ids), ""
+        piece = now[len(self.emitted):]
+        self.start, self.end, self.emitted = len(self.ids), len(self.ids), ""
         return piece
 
 
 class StopStrings:
-    """Cuts a stream of text before the first stop string, or after it (`include`), holding back any tail that
+    """Cuts a stream of text before the first stop string, or after it (`include`). Holds back any tail that
     may become one. `found` is the stop string met."""
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
@@ -58,7 +59,7 @@ class StopStrings:
         self.found: str | None = None
 
     def push(self, piece: str) -> str:
-        """The part of what has arrived that is certainly text."""
+        """The text that can no longer become part of a stop string."""
         if self.found is not None: return ""
         if not self.stops: return piece
         text = self.held + piece
@@ -71,7 +72,7 @@ class StopStrings:
         return text[:len(text) - keep]
 
     def flush(self) -> str:
-        """What was held back and did not become a stop string."""
+        """The text held back."""
         text, self.held = self.held, ""
         return text
 

@@ -1,8 +1,8 @@
 """Text to ids and back, and chat templates.
 
-Protocol: `Tokenizer.load(directory)` reads tokenizer.json (the `tokenizers` library does the work) and the
-special tokens and chat template of tokenizer_config.json or chat_template.jinja. Templates are code from a
-download: they run in jinja's immutable sandbox with the helpers transformers documents, and nothing else.
+Protocol: `Tokenizer.load(directory)` reads tokenizer.json (with the `tokenizers` library) and the special
+tokens and chat template of tokenizer_config.json or chat_template.jinja. Templates are untrusted code: they
+run in jinja's immutable sandbox, with only the helpers that transformers documents.
 """
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tinygrad_nv.errors import RequestError, TokenizerError
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
-# times the longest token: some tokenizers drop spaces
-SURELY = 4
+# characters a token may stand for, as a multiple of the longest token: some tokenizers drop spaces
+MAX_CHARS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Tokenizer:
         return Tokenizer(backend, special, _template(directory, config))
 
     def require_fitting(self, text: str, length: int) -> None:
-        """Raises `RequestError` for a text that is far longer than `length` tokens, before its tokens are
-        looked for: that takes seconds, and hundreds of bytes for each character."""
-        if len(text) > SURELY * self._longest * length:
+        """Raises `RequestError` for a text that is far longer than `length` tokens, before it is tokenized:
+        that takes seconds, and hundreds of bytes a character."""
+        if len(text) > MAX_CHARS_PER_TOKEN * self._longest * length:
             raise RequestError(f"the prompt has {len(text)} characters, the context holds {length} tokens",
                                f"at most {length - 1} tokens, so that one can be added",
                                "shorten the prompt or raise --max-model-len")
@@ -67,7 +67,8 @@ class Tokenizer:
     def _longest(self) -> int: return max(map(len, self.backend.get_vocab()), default=1)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Ids of `text`, with the tokens the model expects around it unless `special` is False."""
+        """Ids of `text`, with the special tokens that the model expects around it unless `special` is False.
+        """
         try: text.encode()
         except UnicodeEncodeError as error:  # what Python makes of bytes on a command line that are not UTF-8
             raise RequestError(f"the prompt is not UTF-8: {text[error.start]!r} at character {error.start}",
@@ -80,11 +81,11 @@ class Tokenizer:
         return str(self.backend.decode(list(ids), skip_special_tokens=True))
 
     def silent(self, token: int) -> bool:
-        """Whether `decode` leaves the token out: it is special, or the vocabulary does not have it."""
+        """Whether `decode` omits the token: it is special, or not in the vocabulary."""
         return token in self._special_ids or self.backend.id_to_token(token) is None
 
     def token_text(self, token: int) -> str:
-        """What one token adds to a text: special tokens as they are written, bytes that are no character as
+        """The text of one token: special tokens as they are written, bytes that are not a character as
         U+FFFD."""
         if token not in self._texts:
             before = self._before
@@ -106,8 +107,8 @@ class Tokenizer:
         return self.encode("a", special=False)
 
     def render(self, messages: Sequence[Message], tools: Tools = (), /, **extra: Any) -> str:
-        """The prompt of a conversation, ready for the assistant's turn. `tools` are functions as OpenAI's API
-        describes them, `extra` further variables of the template."""
+        """The prompt of a conversation, up to the assistant's turn. `tools` are functions as in OpenAI's API,
+        `extra` further variables of the template."""
         if self.template is None:
             raise TokenizerError("the model has no chat template", "chat_template.jinja, or chat_template in "
                                  "tokenizer_config.json", "use `generate` with a plain prompt")
@@ -165,8 +166,7 @@ def _template(directory: Path, config: Mapping[str, Any]) -> str | None:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %} … {% endgeneration %} marks the assistant's words for training; here it is
-    transparent."""
+    """{% generation %} … {% endgeneration %} marks the assistant's text for training. Ignored here."""
     tags = {"generation"}  # noqa: RUF012 (jinja2 reads a plain class attribute)
 
     def parse(self, parser: Any) -> Any:

@@ -1,6 +1,7 @@
-"""What a model directory and a device are, before anything is loaded: dtype, context, end tokens, tokenizer.
+"""Settings of a model directory and a device, resolved before anything is loaded: dtype, context length, end
+tokens, tokenizer.
 
-Protocol: each function answers one question, or raises an `NVError` that says what to do.
+Protocol: each function resolves one setting, or raises an `NVError` that says what to change.
 """
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from tinygrad import Device, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import DEV
 
-from tinygrad_nv.engine.fit import CACHE_BYTES, token_bytes
+from tinygrad_nv.engine.memory_planning import CACHE_BYTES, token_bytes
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import ModelError, NVError, RequestError, TokenizerError
@@ -21,7 +22,7 @@ from tinygrad_nv.models.config import DTYPES, ModelConfig, read_json, token_ids
 
 
 def resolve_dtype(name: str, config: ModelConfig, directory: Path) -> DType:
-    """tinygrad's dtype for "auto" (what config.json says, else the checkpoint's) or one of `DTYPES`, short
+    """tinygrad's dtype for "auto" (config.json's dtype, else the checkpoint's) or for one of `DTYPES`, short
     forms included."""
     if name == "auto": name = config.dtype or weights.stored_dtype(directory)
     full = {"fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16",
@@ -31,46 +32,45 @@ def resolve_dtype(name: str, config: ModelConfig, directory: Path) -> DType:
     return {"float32": dtypes.float32, "float16": dtypes.float16, "bfloat16": dtypes.bfloat16}[full]
 
 
-def context_length(config: ModelConfig, dtype: DType, asked: int | None) -> int:
+def context_length(config: ModelConfig, dtype: DType, requested: int | None) -> int:
     """Tokens a sequence may have, prompt included."""
-    if asked is not None:
-        if not 2 <= asked <= config.max_positions:
-            raise ModelError(f"max_model_len is {asked}",
+    if requested is not None:
+        if not 2 <= requested <= config.max_positions:
+            raise ModelError(f"max_model_len is {requested}",
                              f"2 to {config.max_positions}, the model's own length", "change --max-model-len")
-        return asked
+        return requested
     return min(config.max_positions, max(CACHE_BYTES // token_bytes(config, dtype), 2048))
 
 
 def open_device(name: str | None) -> str:
     """Opens tinygrad's device `name` (its default when None) and returns the canonical name."""
-    asked = name or repr(DEV) or "default"
+    requested = name or repr(DEV) or "default"
     try:
         device = Device[name or Device.DEFAULT]
         if device.device.partition(":")[0] in ("DISK", "NPY", "TINYFS"):
-            raise RuntimeError("it stores, and does not compute")
-        # made when first looked at, and may be one the device does not have
+            raise RuntimeError("it is a storage device")
+        # created on first access; fails here if the device lacks it
         _ = device.renderer
         return str(device.device)
     except NVError: raise
     except ModuleNotFoundError as error:
-        raise RequestError(f"no such device: {asked}", "CPU, CUDA, EMU or another device of tinygrad",
+        raise RequestError(f"no such device: {requested}", "CPU, CUDA, EMU or another device of tinygrad",
                            "run `tinygrad-nv doctor` to see what this machine has") from error
-    except Exception as error:  # whatever a driver can think of
-        raise RequestError(f"device {asked} cannot be opened: {error}", "a device this machine has",
+    except Exception as error:  # drivers raise arbitrary exceptions
+        raise RequestError(f"device {requested} cannot be opened: {error}", "a device this machine has",
                            "run `tinygrad-nv doctor` to see what is missing") from error
 
 
 def optional_tokenizer(directory: Path) -> tuple[Tokenizer | None, TokenizerError | None]:
-    """The tokenizer, or why it is not there: prompts given as ids do without."""
+    """The tokenizer, or the reason why it cannot be loaded: prompts of token ids do not need it."""
     try: return Tokenizer.load(directory), None
     except TokenizerError as error: return None, error
 
 
 def generation_defaults(directory: Path, config: ModelConfig) -> tuple[SamplingParams, tuple[int, ...]]:
-    """Sampling defaults and end tokens of generation_config.json, which rules over config.json.
+    """Sampling defaults and end tokens of generation_config.json, which overrides config.json.
 
-    As in transformers, a file that does not say do_sample asks for greedy decoding.
-    """
+    As in transformers, a file without do_sample asks for greedy decoding."""
     path = directory / "generation_config.json"
     data: dict[str, Any] = read_json(path) if path.is_file() else {}
     eos = token_ids(data.get("eos_token_id"), f"{path}: eos_token_id") or config.eos_token_ids

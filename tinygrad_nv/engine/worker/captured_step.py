@@ -1,11 +1,11 @@
-"""A step as graphs of the device, captured once and launched without tinygrad.
+"""A step as device graphs, captured once and launched without tinygrad.
 
-Protocol: `Captured(step, state, device)` calls like `step`, which takes nothing, returns nothing, and assigns
-to tensors it closes over, among them those of `state()`. The first call captures it, as one graph where the
-device has graphs, and runs it. Later ones launch that, in a tenth of the time that TinyJit takes to get
-there; where kernels are looked at one by one (DEBUG, PROFILE, `hooks.add_execute`), or the device has no
-graph for all of it, by TinyJit. After an exception, also Ctrl-C, the tensors of `state` are what they were to
-tinygrad, and a capture that was not finished is begun again.
+Protocol: `CapturedStep(step, state, device)` is called like `step`, which takes and returns nothing and
+assigns to tensors it closes over, among them those of `state()`. The first call captures it, as one graph
+where the device has graphs, and runs it. Later calls launch that graph, in a tenth of TinyJit's time. TinyJit
+launches instead when kernels are observed one by one (DEBUG, PROFILE, `hooks.add_execute`), or the device has
+no graph for the whole step. After an exception, Ctrl-C included, the tensors of `state` are restored, and an
+unfinished capture starts again.
 """
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tinygrad.helpers import DEBUG, PROFILE, Context
 from tinygrad.uop.ops import Ops
 
 from tinygrad_nv import hooks
-from tinygrad_nv.graphs.capture import obstacle
+from tinygrad_nv.graphs.capture import graph_obstacle
 from tinygrad_nv.runtime.observe.ranges import span
 
 
-class Captured:
+class CapturedStep:
     """`step`, captured on its first call."""
 
     def __init__(self, step: Callable[[], None], state: Callable[[], Sequence[Tensor]], device: str) -> None:
         self.step, self.state, self.device = step, state, device
         self.jit: Any = None
-        self.graphs: list[GraphRunner] = []     # all of it, in order; none where TinyJit has to launch it
+        self.graphs: list[GraphRunner] = []     # the whole step, in order; empty if TinyJit launches it
 
     def __call__(self) -> None:
         if self.graphs and DEBUG < 2 and not PROFILE and not hooks.watched():
@@ -42,19 +42,20 @@ class Captured:
             if self.jit is None: self._capture()
             else: self.jit()
         except BaseException:
-            # an assignment that was written down but not run would get into the next capture
+            # a pending assignment that did not run would become part of the next capture
             for tensor, uop in zip(state, before, strict=True): tensor.uop = uop
             raise
 
     def _capture(self) -> None:
-        """TinyJit runs its first call eagerly, for functions that set something up; these set up nothing, and
-        that run would schedule every kernel a second time (1.5 s of a 4 s start for the model in the box)."""
+        """TinyJit runs its first call eagerly, for functions with side effects on first use. These steps have
+        none, and the eager run would schedule every kernel a second time (1.5 s of a 4 s start with the
+        bundled model)."""
         jit = TinyJit(self.step)
         jit.cnt = 1
-        with span("capture"), Context(JIT_BATCH_SIZE=0): jit()  # 0: as many kernels to a graph as there are
+        with span("capture"), Context(JIT_BATCH_SIZE=0): jit()  # 0: all kernels in one graph
         self.jit, linear = jit, jit.captured.linear
-        # TinyJit leaves a kernel by itself out of graphs
-        if len(linear.src) == 1 and not obstacle(linear, self.device): linear = linear.replace(src=(
+        # TinyJit does not put a single kernel into a graph
+        if len(linear.src) == 1 and not graph_obstacle(linear, self.device): linear = linear.replace(src=(
             UOp(Ops.CUSTOM_FUNCTION, src=(linear,), arg="graph").call(),))
         if all(call.src[0].op is Ops.CUSTOM_FUNCTION and call.src[0].arg == "graph" for call in linear.src):
             self.graphs = [realize.get_graph_runtime(call.src[0], ()) for call in linear.src]

@@ -1,0 +1,300 @@
+"""The model runner: runs batches of many sequences as captured steps over pages.
+
+Protocol: `launch(batch)` returns a future of `SamplerOutput` at once. Batches run in launch order on the
+runner's thread, the only one that uses tinygrad after the model is loaded. It uploads a batch's inputs
+(input_buffer.py) behind its page copies (kvcache/store.py), and replays the graph of its shape and that of
+the sampler. On a device with a driver all of this is queued, and another thread waits for the tokens, so the
+next batch can be launched before they are known. On a CPU the thread computes.
+
+A step's graph computes the logits of the sampled positions. The sampler's graph samples tokens, which stay on
+the device for sequences whose next step starts with a token that the host does not know yet. Graphs are
+captured ahead by `warm_up`, or when a shape arrives for which no captured graph has room, or which arrives
+often. After an exception the runner stays usable; what the failed step wrote is undefined.
+"""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+from tinygrad import Device, Tensor, dtypes
+
+from tinygrad_nv.engine.memory_planning import ACTIVATIONS, WEIGHTS
+from tinygrad_nv.engine.sampling import Filters, SamplingParams
+from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, SamplerOutput, SchedulerOutput
+from tinygrad_nv.engine.worker.captured_step import CapturedStep
+from tinygrad_nv.engine.worker.input_buffer import (
+    SAMPLER,
+    STEP_GROUPS,
+    BatchShape,
+    HostBlockTables,
+    InputBuffer,
+    InputField,
+    InputLayout,
+    write_batch,
+)
+from tinygrad_nv.engine.worker.kv_cache_dtype import calibrate_scales, resolve_kv_cache_dtype
+from tinygrad_nv.engine.worker.output_buffer import OutputBuffer
+from tinygrad_nv.engine.worker.sampler import SamplerState, count_tokens, next_tokens
+from tinygrad_nv.errors import RequestError
+from tinygrad_nv.kvcache.store import PageStore
+from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
+from tinygrad_nv.runtime.memory_pool import labelled
+from tinygrad_nv.runtime.observe.ranges import layer, span
+
+CAPTURE_AFTER = 8   # uses of a shape before it is captured, if a larger captured shape serves it
+MAX_PADDING = 4     # a larger shape serves a batch if it has at most so many times its tokens
+T = TypeVar("T")
+
+
+class ModelRunner:
+    """`model` over `pages` pages of `page_size` tokens, for at most `max_seqs` sequences of at most `max_len`
+    tokens. A step has at most `max_batched_tokens` tokens, plus one for each sequence. Runners of one device
+    share a `thread`."""
+
+    def __init__(self, model: Llama, *, pages: int, page_size: int = 16, max_seqs: int = 64,
+                 max_len: int | None = None, max_batched_tokens: int = 512, kv_dtype: str = "auto",
+                 host_pages: int = 0, thread: ThreadPoolExecutor | None = None) -> None:
+        self.model, self.page_size, self.max_seqs = model, page_size, max_seqs
+        self.device = Device.canonicalize(model.device)
+        self.max_len = model.config.max_positions if max_len is None else max_len
+        self.vocab_size, self.capacity = model.config.vocab_size, pages
+        self.entries = -(-(self.max_len + GROUP - 1) // page_size)
+        if model.positions < self.entries * page_size:
+            model.positions = self.entries * page_size
+            vars(model).pop("rope_tables", None)
+        if pages < self.entries:
+            raise RequestError(f"a KV cache of {pages} pages of {page_size} tokens",
+                               f"{self.entries} at least: a context of {self.max_len} tokens",
+                               "give the cache more memory, or lower --max-model-len")
+        # computed here: inside a captured step every replay would compute them
+        with labelled(WEIGHTS): _ = model.rope_tables
+        dtype = resolve_kv_cache_dtype(kv_dtype, model.dtype)
+        self.store = PageStore(model.config, self.device, dtype, pages, page_size, host_pages)
+        if dtype == dtypes.int8: self.store.scale(calibrate_scales(model, self.device, page_size))
+        self.tables = HostBlockTables(max_seqs, self.entries)
+        self.max_shape = self._max_shape(max_batched_tokens)
+        self.input_buffer = InputBuffer(self.device, InputLayout(self.max_shape, self.entries).num_words)
+        with labelled(ACTIVATIONS):
+            self.output_buffer = OutputBuffer(self.device, self.max_shape.samples, self.vocab_size)
+            self.sampler_state = SamplerState(max_seqs, self.vocab_size, self.device)
+        self.masks = MaskBuffer(self.device, self.max_shape.samples, self.vocab_size)
+        self.slot_filters = SlotFilters(max_seqs)
+        self.steps: dict[BatchShape, tuple[InputLayout, CapturedStep]] = {}
+        self.samplers: dict[tuple[int, Filters], CapturedStep] = {}
+        self.uncaptured: Counter[BatchShape] = Counter()   # uses of shapes that are not captured
+        self.failed: BaseException | None = None
+        self.thread = thread or ThreadPoolExecutor(1, "nv-device")
+
+    def _max_shape(self, tokens: int) -> BatchShape:
+        """The largest shape: every prefill may pad its last group."""
+        groups = min(self.max_seqs + -(-tokens // GROUP), STEP_GROUPS[-1] - self.max_seqs)
+        least = BatchShape.at_least(self.max_seqs, groups, self.max_seqs, False)
+        return BatchShape(least.decode, least.groups, max(least.samples, GROUP * self.max_seqs), False)
+
+    # **** called by the engine's thread ****
+
+    def launch(self, batch: SchedulerOutput) -> Future[SamplerOutput]:
+        """Runs a batch after those launched before. The future is set when its tokens are on the host."""
+        done: Future[SamplerOutput] = Future()
+        self.thread.submit(self._launch, batch, done, self.slot_filters.of(batch))
+        return done
+
+    def start_slot(self, slot: int, params: SamplingParams, seed: int, prompt: Sequence[int],
+                   output: Sequence[int] = ()) -> None:
+        """Assigns `slot` to a sequence, from the next batch on. `prompt` and `output` count for penalties."""
+        self.slot_filters.start_slot(slot, params.filters)
+        self._defer(lambda: self.sampler_state.start_slot(slot, params, seed, prompt, output))
+
+    def fork(self, source: int, slot: int, params: SamplingParams, seed: int) -> None:
+        """Assigns `slot` to a copy of the sequence in `source`, with another seed, from the next batch on. It
+        continues with the last token of `source`."""
+        self.slot_filters.start_slot(slot, params.filters)
+        self._defer(lambda: self._fork(source, slot, params, seed))
+
+    def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None,
+                shapes: Iterable[BatchShape] | None = None) -> None:
+        """Captures these shapes (`default_shapes` if None). `progress(done, total)` is called for each."""
+        shapes_to_capture = list(shapes) if shapes is not None else self.default_shapes()
+        for done, shape in enumerate(shapes_to_capture):
+            progress(done, len(shapes_to_capture))
+            self._run_now(lambda shape=shape: self._warm_up_shape(shape))  # type: ignore[misc]
+        progress(len(shapes_to_capture), len(shapes_to_capture))
+
+    def default_shapes(self) -> list[BatchShape]:
+        """Shapes that every load needs: decodes of each size, prompt chunks alone, and prompt chunks beside
+        few and many decodes, of sizes that also serve those between."""
+        decode = [BatchShape.at_least(1 << i, 0, 0, True)
+                  for i in range((self.max_seqs - 1).bit_length() + 1)]
+        chunks = [BatchShape.at_least(0, groups, 1, False) for groups in (1, 2, 4, 8)]
+        max_shape = self.max_shape.num_tokens // GROUP - self.max_shape.decode // GROUP
+        beside = [BatchShape.at_least(rows, groups, 2 * rows, False)
+                  for rows in sorted({min(GROUP, self.max_seqs), self.max_seqs})
+                  for groups in (3, 15, 56) if groups <= max_shape]
+        return decode + chunks + list(dict.fromkeys(beside))
+
+    def close(self) -> None:
+        """Waits for launched batches, and frees page-locked memory."""
+        self.thread.shutdown()
+        for each in (self.output_buffer, self.input_buffer, self.masks, self.store): each.close()
+
+    # **** on the runner's thread ****
+
+    def _defer(self, task: Callable[[], None]) -> None: self.thread.submit(self._run_deferred, task)
+
+    def _run_now(self, task: Callable[[], T]) -> T: return self.thread.submit(task).result()
+
+    def _run_deferred(self, task: Callable[[], None]) -> None:
+        try: task()
+        except BaseException as error: self.failed = error  # raised by the next batch
+
+    def _fork(self, source: int, slot: int, params: SamplingParams, seed: int) -> None:
+        self.sampler_state.fork(source, slot, params, seed)
+        self.output_buffer.fork(source, slot)
+
+    def _launch(self, batch: SchedulerOutput, done: Future[SamplerOutput], filters: Filters) -> None:
+        try:
+            if (failed := self.failed) is not None:
+                self.failed = None
+                raise failed
+            with labelled(ACTIVATIONS):
+                self.store.copy(batch.copies)
+                self.output_buffer.deliver(batch, self._run(batch, filters) if batch.seqs else 0, done)
+        except BaseException as error: done.set_exception(error)
+
+    def _run(self, batch: SchedulerOutput, filters: Filters) -> int:
+        """Queues a step. Returns the number of samples of its shape."""
+        shape = self._choose_shape(BatchShape.of(batch))
+        layout, step = self._step(shape)
+        with span(f"step {shape}"):
+            write_batch(self.input_buffer.open(), layout, batch, self.tables, self.output_buffer.last_token)
+            self.input_buffer.send(layout.num_words)
+            if filters.mask: self.masks.send(batch, shape.samples)
+            step()
+            if batch.num_samples: self._sampler(shape.samples, filters)()
+        return shape.samples
+
+    # **** graphs ****
+
+    def _choose_shape(self, shape: BatchShape) -> BatchShape:
+        """The shape itself, or while it is rare a larger captured one. A capture takes as long as hundreds of
+        small steps (0.3 s against 1 ms with the bundled model)."""
+        if shape in self.steps or shape.direct or self.uncaptured[shape] >= CAPTURE_AFTER: return shape
+        self.uncaptured[shape] += 1
+        larger = [each for each in self.steps
+                  if each.has_room_for(shape) and each.num_tokens <= MAX_PADDING * shape.num_tokens]
+        return min(larger, key=lambda each: (each.num_tokens, each.samples), default=shape)
+
+    def _warm_up_shape(self, shape: BatchShape) -> None:
+        layout, step = self._step(shape)
+        write_batch(self.input_buffer.open(), layout, SchedulerOutput(()), self.tables,
+                    self.output_buffer.last_token)
+        self.input_buffer.send(layout.num_words)
+        step()
+        self._sampler(shape.samples, Filters())()
+
+    def _step(self, shape: BatchShape) -> tuple[InputLayout, CapturedStep]:
+        if shape not in self.steps:
+            layout = InputLayout(shape, self.entries)
+            if shape.num_tokens > self.max_shape.num_tokens or layout.num_words > self.input_buffer.limit:
+                raise RequestError(f"a batch of {shape}", f"at most {self.max_shape}",
+                                   "lower the token budget")
+            inputs = self.input_buffer.tensors(layout.fields)
+            self.steps[shape] = layout, self._capture(lambda: self._compute(shape, inputs))
+        return self.steps[shape]
+
+    def _sampler(self, samples: int, filters: Filters) -> CapturedStep:
+        if (samples, filters) not in self.samplers:
+            fields = InputLayout(BatchShape(samples, 0, samples, True), self.entries).fields[:len(SAMPLER)]
+            inputs = self.input_buffer.tensors(fields)
+            if filters.mask: inputs |= self.masks.tensors(samples)
+            self.samplers[samples, filters] = self._capture(lambda: self._sample(samples, filters, inputs))
+        return self.samplers[samples, filters]
+
+    def _compute(self, shape: BatchShape, inputs: dict[str, Tensor]) -> None:
+        tokens = inputs["tokens"]
+        if shape.decode:
+            chosen = self.output_buffer.tokens(self.max_shape.samples)
+            with layer("embedding"):
+                tokens = (tokens < 0).where(chosen[(-1 - tokens).maximum(0)], tokens).contiguous()
+        token_groups = []
+        if shape.decode:
+            token_groups.append(SequenceGroup(1, inputs["decode_table"], inputs["decode_lengths"]))
+        if shape.groups:
+            token_groups.append(SequenceGroup(GROUP, inputs["group_table"], inputs["group_lengths"]))
+        batch = PagedBatch(tuple(token_groups), self.model.rope_tables)
+        made = self.model.step_paged(tokens, batch, self.store.cache, inputs.get("logits_indices"))
+        self.output_buffer.logits(shape.samples).assign(made).realize()
+
+    def _sample(self, samples: int, filters: Filters, inputs: dict[str, Tensor]) -> None:
+        slots = inputs["slots"]
+        with layer("sampler"):
+            tokens = next_tokens(self.output_buffer.logits(samples), filters, self.sampler_state, slots,
+                                 inputs["positions"], inputs.get("masks"))
+            made = [self.output_buffer.tokens(samples).assign(tokens)]
+            if filters.penalty: made.append(count_tokens(self.sampler_state, slots, tokens))
+        Tensor.realize(*made)
+
+    def _capture(self, step: Callable[[], None]) -> CapturedStep:
+        return CapturedStep(step, lambda: self.sampler_state.written, self.device)
+
+
+class SlotFilters:
+    """The sampler filters of each slot, and their union for a batch. Each distinct `Filters` has a number,
+    since sets of numbers are faster than sets of `Filters`. Used by the thread that launches."""
+
+    def __init__(self, slots: int) -> None:
+        self.distinct: list[Filters] = [Filters()]
+        self.index_of_slot = [0] * slots
+        self.combined: dict[tuple[frozenset[int], bool], Filters] = {}
+
+    def start_slot(self, slot: int, filters: Filters) -> None:
+        """Sets the filters of a slot."""
+        if filters not in self.distinct: self.distinct.append(filters)
+        self.index_of_slot[slot] = self.distinct.index(filters)
+
+    def of(self, batch: SchedulerOutput) -> Filters:
+        """The union of the filters of a batch's samples."""
+        slot_filters, masked = set(), False
+        for seq in batch.seqs:
+            for sample in seq.samples:
+                slot_filters.add(self.index_of_slot[sample.slot])
+                masked = masked or sample.mask is not None
+        if (made := self.combined.get(key := (frozenset(slot_filters), masked))) is None:
+            made = Filters(mask=masked)
+            for kind in slot_filters: made |= self.distinct[kind]
+            self.combined[key] = made
+        return made
+
+
+class MaskBuffer:
+    """Token masks of samples, allocated on the device with the first batch that has one."""
+
+    def __init__(self, device: str, samples: int, vocab_size: int) -> None:
+        self.device, self.samples, self.words = device, samples, -(-vocab_size // 32)
+        self.buffer: InputBuffer | None = None
+
+    def tensors(self, samples: int) -> dict[str, Tensor]:
+        """uint32 [samples, ⌈vocab / 32⌉]."""
+        return self._open().tensors([InputField("masks", (samples, self.words), 0)], dtypes.uint32)
+
+    def send(self, batch: SchedulerOutput, samples: int) -> None:
+        """Uploads the token masks of a batch; a sample without one allows every token."""
+        buffer = self._open()
+        into = buffer.open()[:samples * self.words].view(np.uint32).reshape(samples, self.words)
+        given = [sample.mask for seq in batch.seqs for sample in seq.samples]
+        for i in range(samples):
+            mask = given[i] if i < len(given) else None
+            into[i] = 0xFFFFFFFF if mask is None else mask
+        buffer.send(samples * self.words)
+
+    def _open(self) -> InputBuffer:
+        if self.buffer is None: self.buffer = InputBuffer(self.device, self.samples * self.words)
+        return self.buffer
+
+    def close(self) -> None:
+        """Frees page-locked memory."""
+        if self.buffer is not None: self.buffer.close()

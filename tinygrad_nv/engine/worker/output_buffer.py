@@ -1,0 +1,155 @@
+"""Logits and sampled tokens on the device, and their copy to the host.
+
+Protocol: `OutputBuffer` owns the logits of the sampled positions, float32 [samples, vocab], and the sampled
+tokens, int32 [samples]. Each step with samples overwrites them. `deliver` queues the copies that a batch asks
+for behind its step, and sets a future's result: tokens, and log probabilities for samples that request them,
+from the unfiltered logits, in float64. On a device with a driver the copies go to page-locked memory, and a
+reader thread waits for them, so that the next step can be launched meanwhile.
+
+`last_token(slot)` is the token that a slot sampled last, for a sequence that starts with it: if the previous
+step sampled it, its number on the device as −1 − number; else the token itself, which the host knows.
+"""
+from __future__ import annotations
+
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+from tinygrad import Device, Tensor, dtypes
+from tinygrad.device import Buffer
+from tinygrad.uop.ops import UOp
+
+from tinygrad_nv.engine.scheduling.scheduler_output import Logprobs, SamplerOutput, SchedulerOutput
+from tinygrad_nv.graphs.inputs import region
+from tinygrad_nv.runtime.device import NVDevice
+from tinygrad_nv.runtime.driver import Download, Event, HostMemory
+
+LogprobRequests = list[tuple[int, int]]     # sample numbers, and how many log probabilities each requests
+
+
+class OutputBuffer:
+    """Capacity: `samples` samples of a vocabulary."""
+
+    def __init__(self, device: str, samples: int, vocab_size: int) -> None:
+        self.device, self.vocab_size = device, vocab_size
+        self._logits: dict[int, Buffer] = {}    # by number of samples, since most steps have few
+        self._tokens = region(device, 4 * samples)
+        # by slot: the step, and the sample's number in it
+        self._last: dict[int, tuple[Future[SamplerOutput], int]] = {}
+        self._newest: Future[SamplerOutput] | None = None
+        self._free: SimpleQueue[tuple[HostMemory, Event]] = SimpleQueue()
+        self._given_back = weakref.finalize(self, _give_back, self._free)
+        self._reader = ThreadPoolExecutor(1, "nv-reader")
+
+    def logits(self, samples: int) -> Tensor:
+        """The logits of a step with `samples` samples."""
+        if samples not in self._logits:
+            self._logits[samples] = region(self.device, 4 * samples * self.vocab_size)
+        return _view(self._logits[samples], (samples, self.vocab_size), dtypes.float32)
+
+    def tokens(self, samples: int) -> Tensor:
+        """The first sampled tokens."""
+        return _view(self._tokens, (samples,), dtypes.int32)
+
+    def last_token(self, slot: int) -> int:
+        """The token a slot sampled last, or −1 − its number on the device."""
+        done, number = self._last[slot]
+        return -1 - number if done is self._newest else int(done.result().tokens[number])
+
+    def fork(self, source: int, slot: int) -> None:
+        """Gives a slot the last token of another."""
+        if source in self._last: self._last[slot] = self._last[source]
+
+    def deliver(self, batch: SchedulerOutput, size: int, done: Future[SamplerOutput]) -> None:
+        """Sets the result of `done` to the tokens of the step just launched, whose shape has `size` samples.
+        """
+        samples = [sample for seq in batch.seqs for sample in seq.samples]
+        if samples: self._newest = done
+        for number, sample in enumerate(samples): self._last[sample.slot] = done, number
+        requested = [sample.logprobs for sample in samples]
+        count = len(requested)
+        wanted = [(i, number) for i, number in enumerate(requested) if number is not None]
+        opened = Device[self.device]
+        if isinstance(opened, NVDevice):
+            self._download(opened, count, size, wanted, done)
+            return
+        opened.synchronize()
+        tokens = _words(self._tokens, np.int32)[:count].copy()
+        if not wanted:
+            done.set_result(SamplerOutput(tokens))
+            return
+        rows = _words(self._logits[size], np.float32).reshape(-1, self.vocab_size)[[i for i, _ in wanted]]
+        self._reader.submit(_finalize, done, tokens, rows, wanted)
+
+    def _download(self, opened: NVDevice, count: int, size: int, wanted: LogprobRequests,
+                  done: Future[SamplerOutput]) -> None:
+        driver, row_bytes = opened.driver, 4 * self.vocab_size
+        first = -(-4 * max(1, count) // 256) * 256
+        host, event = self._host_memory(opened, first + len(wanted) * row_bytes)
+        if count: driver.submit(Download(host, 0, self._tokens._buf, 4 * count))
+        for k, (i, _) in enumerate(wanted):
+            source = self._logits[size]._buf + i * row_bytes
+            driver.submit(Download(host, first + k * row_bytes, source, row_bytes))
+        driver.record(event)
+
+        def read() -> None:
+            try:
+                driver.wait_for(event)
+                tokens = np.frombuffer(host.view, np.int32, count).copy()
+                rows = np.frombuffer(host.view, np.float32, len(wanted) * self.vocab_size, first).copy()
+            except BaseException as error:
+                done.set_exception(error)
+                return
+            finally: self._free.put((host, event))
+            _finalize(done, tokens, rows.reshape(-1, self.vocab_size), wanted)
+
+        if driver.emulated: read()  # the emulator is single-threaded
+        else: self._reader.submit(read)
+
+    def _host_memory(self, opened: NVDevice, nbytes: int) -> tuple[HostMemory, Event]:
+        """Free page-locked memory of at least `nbytes` bytes, and an event."""
+        try: host, event = self._free.get_nowait()
+        except Empty: return opened.pool.host(nbytes), opened.driver.event()
+        if len(host.view) >= nbytes: return host, event
+        host.free()
+        return opened.pool.host(nbytes), event
+
+    def close(self) -> None:
+        """Waits for queued copies, and frees page-locked memory."""
+        self._reader.shutdown()
+        self._given_back()
+
+
+def _give_back(free: SimpleQueue[tuple[HostMemory, Event]]) -> None:
+    while not free.empty(): free.get()[0].free()
+
+
+def _finalize(done: Future[SamplerOutput], tokens: np.ndarray, rows: np.ndarray,
+              wanted: LogprobRequests) -> None:
+    try:
+        found = {i: logprobs(row, int(tokens[i]), num_logprobs)
+                 for row, (i, num_logprobs) in zip(rows, wanted, strict=True) if tokens[i] < rows.shape[1]}
+        done.set_result(SamplerOutput(tokens, found))
+    except BaseException as error: done.set_exception(error)
+
+
+def logprobs(logits: np.ndarray, token: int, num_logprobs: int) -> Logprobs:
+    """Natural log softmax of logits [vocab]: of one token, and of the `num_logprobs` likeliest."""
+    exact = logits.astype(np.float64)
+    max_logit = exact.max()
+    exact -= max_logit + np.log(np.exp(exact - max_logit).sum())
+    rank = int((exact > exact[token]).sum()) + 1
+    best = np.arange(len(exact))[:num_logprobs]
+    if 0 < num_logprobs < len(exact): best = np.argpartition(-exact, num_logprobs - 1)[:num_logprobs]
+    order = sorted((int(i) for i in best), key=lambda i: (-exact[i], i))
+    return Logprobs(float(exact[token]), rank, tuple((i, float(exact[i])) for i in order))
+
+
+def _view(memory: Buffer, shape: tuple[int, ...], dtype: Any) -> Tensor:
+    return Tensor(UOp.from_buffer(memory.view(int(np.prod(shape)), dtype, 0)).reshape(shape))
+
+
+def _words(memory: Buffer, dtype: Any) -> np.ndarray:
+    return np.frombuffer(memory.as_memoryview(force_zero_copy=True), dtype)

@@ -1,0 +1,159 @@
+"""The sampler as tensor code.
+
+Protocol: a row of logits belongs to a slot. A slot has sampling parameters, biases and token counts on the
+device (`SamplerState`), which `start_slot` writes for a sequence. `next_tokens(logits, filters, state, slots,
+positions, …)` runs inside a captured step. `slots` maps rows to slots, so that other requests replay the same
+graph; only the set of filters in use selects another graph. A row's token depends on its own logits and its
+slot alone, bit for bit: a filter that only other rows use does not change it, and a row without a temperature
+takes the argmax. `count_tokens` then counts the tokens, for penalties.
+
+The order is vLLM's, and that of transformers where it has the filter: mask, bias, penalties (repetition,
+frequency, presence), temperature, top-k, top-p, min-p, sample. Sampling takes the Gumbel maximum of the
+filtered logits with noise from Threefry on (seed, position, token). No state carries over between samples:
+the same seed and logits give the same token whatever was sampled before, and a draft token is verified by
+sampling at its position (Salmon et al., SC 2011; Gumbel-max: Maddison et al., arXiv 1411.0030).
+
+All rows of a slot use the same token counts, so a request with penalties samples one token a step and
+verifies no draft. Padding rows have slot −1: their token is undefined and not counted.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+
+import numpy as np
+from tinygrad import Tensor, dtypes
+
+from tinygrad_nv.engine.sampling import Filters, SamplingParams
+from tinygrad_nv.patterns.embedding.named import embedding
+from tinygrad_nv.patterns.sampling.named import chosen, largest, tallied
+from tinygrad_nv.runtime.memory import read_part, write
+from tinygrad_nv.tile.sampling.spec import NUMBERS, Number
+
+
+class SamplerState:
+    """The device's state of `count` slots: `numbers` float32 [count, NUMBERS]; `counts` float32 [count,
+    vocab_size], how often a token is in the output, plus 0.5 if it is in the prompt; `bias` float32 [count,
+    vocab_size]. The last two are allocated with the first request that needs them."""
+
+    def __init__(self, count: int, vocab_size: int, device: str | None = None) -> None:
+        self.count, self.vocab_size, self.device = count, vocab_size, device
+        self._nothing = memoryview(bytes(4 * vocab_size))
+        self.numbers = Tensor.empty(count, NUMBERS, device=device)
+        for slot in range(count): write(self.numbers, self._at(NUMBERS, slot), _bytes(_GREEDY))
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """Token counts, for penalties."""
+        return self._zeros()
+
+    @cached_property
+    def bias(self) -> Tensor:
+        """logit_bias."""
+        return self._zeros()
+
+    def start_slot(self, slot: int, params: SamplingParams, seed: int, prompt: Sequence[int],
+                   output: Sequence[int] = ()) -> None:
+        """Assigns a slot to a sequence; `output` are the tokens it has generated already."""
+        write(self.numbers, self._at(NUMBERS, slot), _bytes(params.numbers(seed)))
+        if params.filters.penalty:
+            row = np.bincount(np.asarray(output, np.int64), minlength=self.vocab_size).astype(np.float32)
+            row[np.unique(np.asarray(prompt, np.int64))] += 0.5
+            write(self.counts, self._at(self.vocab_size, slot), _bytes(row))
+        if params.filters.bias:
+            biases = np.zeros(self.vocab_size, np.float32)
+            biases[list(params.logit_bias)] = list(params.logit_bias.values())
+            write(self.bias, self._at(self.vocab_size, slot), _bytes(biases))
+        elif "bias" in vars(self): write(self.bias, self._at(self.vocab_size, slot), self._nothing)
+
+    def fork(self, source: int, slot: int, params: SamplingParams, seed: int) -> None:
+        """Assigns a slot to a copy of the sequence in `source`, with another seed."""
+        self.start_slot(slot, params, seed, ())
+        if params.filters.penalty:
+            size = 4 * self.vocab_size
+            write(self.counts, slot * size, memoryview(read_part(self.counts, source * size, size)))
+
+    @property
+    def written(self) -> tuple[Tensor, ...]:
+        """The tensors that steps assign to."""
+        return (self.counts,) if "counts" in vars(self) else ()
+
+    def _zeros(self) -> Tensor:
+        made = Tensor.empty(self.count, self.vocab_size, dtype=dtypes.float32, device=self.device)
+        for slot in range(self.count): write(made, self._at(self.vocab_size, slot), self._nothing)
+        return made
+
+    def _at(self, words: int, slot: int) -> int:
+        """The byte offset of a slot's row of `words` words."""
+        return 4 * words * slot
+
+
+_GREEDY = SamplingParams(temperature=0).numbers(0)
+
+
+def _bytes(x: np.ndarray) -> memoryview: return x.data.cast("B")
+
+
+def packed_mask(size: int, forbidden: Iterable[int]) -> np.ndarray:
+    """A packed token mask, uint32 [⌈size / 32⌉], that allows all tokens but the forbidden."""
+    allowed = np.ones(-(-size // 32) * 32, np.uint8)
+    allowed[list(forbidden)] = 0
+    return np.packbits(allowed, bitorder="little").view(np.uint32)
+
+
+def next_tokens(logits: Tensor, filters: Filters, state: SamplerState, slots: Tensor, positions: Tensor,
+                masks: Tensor | None = None) -> Tensor:
+    """The next tokens, int32 [R], from float32 logits [R, V]. `slots` int32 [R] are the rows' slots.
+    `positions` int32 [R] are the positions of the new tokens: with the seed they determine the noise. `masks`
+    (with `filters.mask`) are uint32 [R, ⌈V / 32⌉]. A token is V where the logits are NaN."""
+    numbers = embedding(state.numbers, slots) if filters.draw or filters.penalty else state.numbers
+    logits = apply_filters(logits, filters, state, slots, numbers, masks)
+    return chosen(logits, numbers if filters.draw else None, positions)
+
+
+def apply_filters(logits: Tensor, filters: Filters, state: SamplerState, slots: Tensor, numbers: Tensor,
+                  masks: Tensor | None = None) -> Tensor:
+    """float32 logits [R, V] after every filter in use, -inf where a token is filtered out.
+
+    The token is sampled from their softmax. Without sampling only mask, bias and penalties change the argmax.
+    """
+    def number(which: Number) -> Tensor: return numbers[:, which:which + 1]
+
+    x = logits
+    if masks is not None and filters.mask: x = unpack_masks(masks, int(x.shape[1])).where(x, -float("inf"))
+    if filters.bias:
+        bias = embedding(state.bias, slots)
+        x = (bias != 0).where(x + bias, x)  # -0 plus 0 would change the bits
+    if filters.penalty: x = apply_penalties(x, embedding(state.counts, slots), number)
+    if filters.draw:
+        t = number(Number.temperature)
+        x = x / (t > 0).where(t, 1)
+    if x is not logits: x = x.contiguous()
+    if not filters.draw: return x
+    if filters.top_k: x = largest(x, None, numbers, Number.top_k)
+    if filters.top_p: x = largest(x, x.softmax(-1).contiguous(), numbers, Number.top_p)
+    if filters.min_p:
+        # p ≥ min_p · p_max, in logarithms
+        least = x.max(-1, keepdim=True) + number(Number.min_p).log()
+        x = (x >= least).where(x, -float("inf")).contiguous()
+    return x
+
+
+def apply_penalties(x: Tensor, counts: Tensor, number: Callable[[Number], Tensor]) -> Tensor:
+    """Logits [R, V] after penalties, given the token counts of their slots."""
+    repetition = number(Number.repetition_penalty)
+    x = (counts > 0).where((x > 0).where(x / repetition, x * repetition), x)
+    x = x - number(Number.frequency_penalty) * counts.floor()
+    return x - (counts >= 1).where(number(Number.presence_penalty), 0)
+
+
+def unpack_masks(masks: Tensor, size: int) -> Tensor:
+    """bool [R, size] of packed masks uint32 [R, ⌈size / 32⌉]."""
+    R, words = masks.shape
+    bits = masks.reshape(R, words, 1) >> Tensor.arange(32, dtype=dtypes.uint32)
+    return ((bits & 1) != 0).reshape(R, 32 * int(words))[:, :size]
+
+
+def count_tokens(state: SamplerState, slots: Tensor, tokens: Tensor) -> Tensor:
+    """`SamplerState.counts` after tokens int32 [R] were sampled for `slots`; to be realized."""
+    return state.counts.assign(tallied(state.counts, slots, tokens))

@@ -1,0 +1,130 @@
+"""Structured output options of a request.
+
+Protocol: `structured_option` reads at most one of response_format (OpenAI), structured_outputs and
+guided_json, guided_regex, guided_choice, guided_grammar (vLLM), or a tool choice that forces a tool call.
+"""
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tinygrad_nv.engine.structured_output.params import Structured
+from tinygrad_nv.errors import RequestError
+from tinygrad_nv.server.errors import api_error, invalid
+from tinygrad_nv.server.fields import Fields
+from tinygrad_nv.server.limits import Limits
+from tinygrad_nv.server.tools import Tool, ToolChoice
+
+# tool calls of an answer with tool_choice "required": a model may repeat a call until max_tokens
+MAX_CALLS = 16
+# keywords that allow or restrict further properties of an object
+COMBINING_KEYWORDS = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames",
+                      "minProperties", "allOf", "anyOf", "oneOf", "$ref", "if"}
+# vLLM's names, and `Structured`'s
+KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+
+
+def structured(fields: Fields, limits: Limits, forced: dict[str, Any] | None) -> Any:
+    """`SamplingParams.structured` of a request. `forced` is the schema required by its tool choice."""
+    option = structured_option(fields, limits)
+    # response_format constrains the content, which a forced tool call lacks
+    if option and forced is not None and not option[0].startswith("response_format"):
+        raise invalid(f"tool_choice forces a tool call, and {option[0]} asks for another output, expected "
+                      "one of them", "tool_choice")
+    if forced is not None: option = "tools", {"json_schema": forced, "disable_any_whitespace": True}
+    if option is None: return None
+    path, arguments = option
+    try: return Structured(**arguments)
+    except RequestError as error: raise api_error(error, path) from error
+
+
+def structured_option(fields: Fields, limits: Limits) -> tuple[str, dict[str, Any]] | None:
+    """The field that constrains the output, and the arguments of `Structured` for it."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    if (wanted := fields.object("response_format")) is not None: found += _response_format(wanted)
+    inner = Fields(fields.object("structured_outputs") or {}, "structured_outputs")
+    for kind, name in KINDS.items():
+        for at, field in ((inner, kind), (fields, f"guided_{kind}")):
+            if (value := at.take(field)) is not None: found.append((at.path(field), {name: value}))
+    if inner.flag("json_object"): found.append((inner.path("json_object"), {"json_object": True}))
+    one_line = inner.flag("disable_any_whitespace")
+    inner.finish()
+    if len(found) > 1:
+        raise invalid(f"{found[0][0]} and {found[1][0]} both constrain the output, expected one", found[1][0])
+    if not found: return None
+    path, option = found[0]
+    if len(json.dumps(option)) > limits.schema_bytes:
+        raise invalid(f"{path} has more than {limits.schema_bytes} bytes", path, "schema_too_large")
+    return path, {**option, "disable_any_whitespace": one_line}
+
+
+def _response_format(wanted: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    fields = Fields(wanted, "response_format")
+    kind = fields.text("type")
+    described = fields.object("json_schema")
+    fields.finish()
+    if kind == "text": return []
+    if kind == "json_object": return [("response_format", {"json_object": True})]
+    if kind != "json_schema":
+        raise invalid(f"response_format.type is {kind!r}, expected text, json_object or json_schema",
+                      "response_format.type")
+    schema = (described or {}).get("schema")
+    if schema is None:
+        raise invalid("response_format.json_schema.schema is missing, expected a JSON schema",
+                      "response_format.json_schema.schema", "missing_field")
+    return [("response_format.json_schema.schema", {"json_schema": schema})]
+
+
+def call_schema(tools: tuple[Tool, ...], choice: ToolChoice) -> dict[str, Any] | None:
+    """The schema of an answer that must be a tool call: its arguments ("named"), or a list of calls
+    ("required"). None if no call is forced."""
+    if not choice.forced: return None
+    try:
+        schemas = {tool["function"]["name"]: _arguments(tool["function"].get("parameters"), f"tools[{at}]")
+                   for at, tool in enumerate(tools)}
+        if choice.mode == "named": return schemas[choice.name]
+        # each tool's schema is kept whole, so that its own references resolve
+        defined = {f"tool{at}": _moved(schema, f"#/$defs/tool{at}")
+                   for at, schema in enumerate(schemas.values())}
+    except RecursionError as error:
+        raise invalid("tools have a schema that is nested too deeply, expected at most 100 levels",
+                      "tools") from error
+    call_schemas = [{"type": "object", "properties": {"name": {"const": name},
+                                                      "parameters": {"$ref": f"#/$defs/tool{at}"}},
+                     "required": ["name", "parameters"], "additionalProperties": False}
+                    for at, name in enumerate(schemas)]
+    return {"$defs": defined, "type": "array", "minItems": 1, "maxItems": MAX_CALLS if choice.several else 1,
+            "items": {"anyOf": call_schemas}}
+
+
+def _arguments(schema: dict[str, Any] | None, path: str) -> dict[str, Any]:
+    """The schema of a tool's arguments: an object, without properties if the tool names no parameters. An
+    object that lists properties allows no others unless it says so: a model that is forced to call would
+    invent them without end."""
+    if not schema: return {"type": "object", "properties": {}, "additionalProperties": False}
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        path = f"{path}.function.parameters.type"
+        raise invalid(f"{path} is {json.dumps(kind)[:60]}, expected 'object': arguments have names", path)
+    return _closed({**schema, "type": "object"}, "allOf" not in json.dumps(schema))
+
+
+def _closed(schema: Any, alone: bool) -> Any:
+    """`schema` with additionalProperties false where it lists properties. Schemas that are combined with
+    others stay as they are; so do definitions, unless each is used `alone`."""
+    if not isinstance(schema, dict): return schema
+    out = dict(schema)
+    for key in ("properties", *(("$defs", "definitions") if alone else ())):
+        if isinstance(inner := out.get(key), dict):
+            out[key] = {name: _closed(each, alone) for name, each in inner.items()}
+    if isinstance(out.get("items"), dict): out["items"] = _closed(out["items"], alone)
+    if "properties" in out and not COMBINING_KEYWORDS & out.keys(): out["additionalProperties"] = False
+    return out
+
+
+def _moved(schema: Any, location: str) -> Any:
+    """`schema` with its references rewritten for a root at `location`."""
+    if isinstance(schema, list): return [_moved(each, location) for each in schema]
+    if not isinstance(schema, dict): return schema
+    return {key: location + each[1:] if key == "$ref" and isinstance(each, str) and each.startswith("#")
+            else _moved(each, location) for key, each in schema.items()}
