@@ -38,7 +38,7 @@ TINYGRAD = {**dict.fromkeys(("hooks", "runtime", "patterns"), EVERYTHING),
                              "cli"), USERS)}
 # files that see more of it, and why
 INSIDE = {"tinygrad_nv/graphs/*": "a step is captured as TinyJit does it, with its schedule and buffers",
-          "tinygrad_nv/engine/running/*": "steps are replayed, and inputs written, without a Tensor a step",
+          "tinygrad_nv/engine/worker/*": "steps are replayed, and inputs written, without a Tensor a step",
           "tinygrad_nv/explain/*": "explain() schedules as realize would, without running"}
 # modules that `from tinygrad import` can name
 MODULES = ("codegen", "device", "engine", "helpers", "renderer", "runtime", "schedule", "tensor", "uop")
@@ -238,7 +238,7 @@ def test_groups_of_one_row_do_not_import_each_other(tmp_path: Path):
     ("kvcache__a", "from tinygrad import tensor\n", True),
     ("kvcache__a", "from tinygrad import Tensor\n", False),
     ("patterns__a", "from tinygrad import tensor\n", False),
-    ("engine__running__a", "from tinygrad.uop.ops import UOp\n", False),
+    ("engine__worker__a", "from tinygrad.uop.ops import UOp\n", False),
     ("engine__core", "from tinygrad.uop.ops import UOp\n", True)])
 def test_an_import_of_tinygrads_internals_is_found(tmp_path: Path, source: str, text: str, wrong: bool):
     found = [one.partition(" (")[0] for one in beyond(planted(tmp_path, **{source: text}))]
