@@ -114,7 +114,7 @@ def test_an_operand_that_is_used_too_little_to_be_copied():
 
 
 def test_sums_that_are_no_product_of_matrices():
-    """Nothing is said of these: they are not nearly a matrix product."""
+    """Nothing is said of these: they are not close to a matmul."""
     a, b = of(24, 48), of(24, 48)
     for y in ((a * b).sum(1), (a * a).sum(1), a.sum(1), (a * 2).sum(1), of(24, 1) @ of(1, 48)):
         assert not any("gemm" in reason for reason in left(y))

@@ -23,7 +23,7 @@ TEMPLATES = [(kind, template) for kind, family in TABLE.rows for template in TAB
 NAMES = {template.name for _, template in TEMPLATES}
 
 
-@pytest.mark.parametrize(("kind", "template"), TEMPLATES, ids=str)
+@pytest.mark.parametrize(("kind", "template"), TEMPLATES, ids=lambda each: getattr(each, "name", each))
 def test_a_row_is_what_it_says(kind: str, template: Template):
     schedule = template.schedule()
     assert (schedule.kind, schedule.template) == (kind, template.name)
