@@ -51,7 +51,7 @@ def test_ranges_around_the_steps_of_an_engine(tiny: Path, monkeypatch):
         for _ in range(2): llm.complete([5, 6, 7], params)
     finally: ranges.disable_nvtx()
     assert not opened
-    prefill, decode = "step 0 + 1·8 rows, 1 samples", "step 1 rows, 1 samples"
+    prefill, decode = "step 0 + 1·8 tokens, 1 samples", "step 1 tokens, 1 samples"
     for step in (prefill, decode):
         captures = [i for i, each in enumerate(seen) if each[:2] == (step, "capture")]
         replays = [i for i, each in enumerate(seen) if len(each) == 2 and each[1].startswith("graph of ")

@@ -19,7 +19,7 @@ def test_no_such_device(command, tiny: Path, subcommand: str, name: str):
 @pytest.mark.parametrize("name", ["DISK", "NPY"])
 def test_a_device_that_does_not_compute(command, tiny: Path, name: str):
     command("generate", tiny, "hello", "--device", name).refused(
-        f"device {name} cannot be opened: it stores, and does not compute",
+        f"device {name} cannot be opened: it is a storage device",
         "expected: a device this machine has", DOCTOR)
 
 

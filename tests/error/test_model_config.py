@@ -44,7 +44,7 @@ ROPE_CASES = [
     ({"rope_parameters": [1]}, "rope parameters are [1]", "expected: an object"),
     (rope(rope_type="linear"), "rope type linear lacks factor", "expected: factor"),
     (rope(rope_type="llama3", factor=8.0), "lacks low_freq_factor, high_freq_factor", "low_freq_factor"),
-    (rope(**{**LLAMA3, "low_freq_factor": 4.0}), "factor 4 is not below high_freq_factor 4", "turns"),
+    (rope(**{**LLAMA3, "low_freq_factor": 4.0}), "factor 4 is not below high_freq_factor 4", "rotations"),
     (rope(rope_type="linear", factor=0), "factor is 0", NUMBER),
     (rope(rope_type="linear", factor="two"), "factor is 'two'", NUMBER),
     (rope(rope_type="yarn", factor=2.0, beta_fast=0), "beta_fast is 0", NUMBER),
