@@ -112,11 +112,11 @@ def _gemm(arguments: argparse.Namespace) -> str:
 
 def _on_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> str:
     from tinygrad_nv.cpu.gemm.choose import product, why_not
-    from tinygrad_nv.cpu.machine import machine
+    from tinygrad_nv.cpu.target import host
     from tinygrad_nv.explain import levels_cpu
     if arguments.sm_count:
         raise RequestError("--sm-count with --arch cpu", "an option of GPUs", "leave it out")
-    here = machine()
+    here = host()
     if (schedule := product(spec, here)) is None:
         raise ScheduleError(f"no template takes {spec} on {here.isa}: {why_not(spec, here)}",
                             "a matmul that one of them supports", "change what the reasons name")

@@ -1,6 +1,6 @@
 """What the kernels of a device are made for: a GPU behind a driver of ours, or the CPU.
 
-Protocol: `target_of(device)` is a `Machine`, a `CPUMachine`, or None where kernels are tinygrad's business;
+Protocol: `target_of(device)` is a `Machine`, a `CPU`, or None where kernels are tinygrad's business;
 `machine_of` knows GPUs alone. Shards of one kind of device have one target. `configuration` is what kernels
 for the CPU depend on besides the graph, for the keys of schedules.
 """
@@ -14,8 +14,7 @@ from tinygrad.helpers import DEV, to_tuple
 from tinygrad.renderer.cstyle import ClangRenderer
 
 from tinygrad_nv import config
-from tinygrad_nv.cpu.machine import CPUMachine
-from tinygrad_nv.cpu.machine import machine as cpu_machine
+from tinygrad_nv.cpu.target import CPU, host
 from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.runtime.clock import DriverClock
 from tinygrad_nv.runtime.driver import Driver
@@ -35,7 +34,7 @@ class Machine:
     clock: Clock | None = field(default=None, compare=False)
 
 
-Target = Machine | CPUMachine
+Target = Machine | CPU
 
 
 def target_of(device: str | tuple[str, ...] | None) -> Target | None:
@@ -51,12 +50,12 @@ def machine_of(device: str | tuple[str, ...] | None) -> Machine | None:
     return found.pop() if len(found) == 1 else None
 
 
-def cpu_of(device: str | tuple[str, ...] | None) -> CPUMachine | None:
+def cpu_of(device: str | tuple[str, ...] | None) -> CPU | None:
     """The CPU, where a device is that and its renderer compiles C."""
     names = to_tuple(device) if device is not None else ()
     if not names or any(kind_of(name) != "CPU" for name in names) or not config.get("NV_CPU"): return None
     # DEV=CPU:LLVM and the like take no C
-    return cpu_machine() if all(isinstance(renderer_of(name), ClangRenderer) for name in names) else None
+    return host() if all(isinstance(renderer_of(name), ClangRenderer) for name in names) else None
 
 
 def why_no_cpu(device: str | tuple[str, ...] | None) -> str:
@@ -81,7 +80,7 @@ def kind_of(name: str) -> str:
 def configuration() -> Hashable:
     """What kernels are made for now: the CPU, GPUs that are open, and DEV, which chooses their renderers."""
     gpus = sorted(name for name in Device._opened_devices if kind_of(name) in GPUS)
-    machine = cpu_machine() if config.get("NV_CPU") else None
+    machine = host() if config.get("NV_CPU") else None
     return machine, config.get("EMU_ARCH"), tuple(DEV.value), *map(_arch, gpus)
 
 

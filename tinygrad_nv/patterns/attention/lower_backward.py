@@ -20,8 +20,8 @@ from tinygrad.uop.ops import UOp
 from tinygrad_nv import config, hooks
 from tinygrad_nv.cpu.attention.backward import kernel as flash_backward
 from tinygrad_nv.cpu.kernel import CPUKernel
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import named, program
 from tinygrad_nv.patterns.attention import match as attention
@@ -109,7 +109,7 @@ def divided(spec: AttentionSpec, batch: Shape) -> AttentionSpec:
 
 
 def _chosen(forward: AttentionSpec, grad: UOp, by_rows: tuple[bool, bool],
-            machine: Machine | CPUMachine) -> tuple[BackwardSpec, AnySchedule | CPUSchedule, UOp]:
+            machine: Machine | CPU) -> tuple[BackwardSpec, AnySchedule | CPUSchedule, UOp]:
     """The spec of a backward pass, its schedule, and the gradient's storage: where it lies if that can be."""
     reason, ordered = "", bool(config.get("NV_DETERMINISTIC"))
     for read in (laid(grad), copied(grad)):
@@ -121,14 +121,14 @@ def _chosen(forward: AttentionSpec, grad: UOp, by_rows: tuple[bool, bool],
     raise NotOurs(reason)
 
 
-def _schedule(spec: BackwardSpec, machine: Machine | CPUMachine) -> AnySchedule | CPUSchedule | None:
+def _schedule(spec: BackwardSpec, machine: Machine | CPU) -> AnySchedule | CPUSchedule | None:
     if isinstance(machine, Machine): return default(spec, machine.arch)
     return None if flash_backward.problems(spec, machine) else flash_backward.default(spec, machine)
 
 
-def _reason(spec: BackwardSpec, machine: Machine | CPUMachine) -> str:
+def _reason(spec: BackwardSpec, machine: Machine | CPU) -> str:
     """Why there is no schedule."""
-    if isinstance(machine, CPUMachine): return "; ".join(flash_backward.problems(spec, machine))
+    if isinstance(machine, CPU): return "; ".join(flash_backward.problems(spec, machine))
     if words := dtype_problems(spec): return "; ".join(words)
     return f"no template for the gradient of {short(spec.forward.q.dtype)} attention of " \
            f"{widths(spec.forward)} on {machine.arch}"
@@ -176,7 +176,7 @@ def cpu_kernel(spec: BackwardSpec, schedule: CPUSchedule) -> CPUKernel:
     return flash_backward.build(spec, schedule)
 
 
-def _called(spec: BackwardSpec, schedule: AnySchedule | CPUSchedule, machine: Machine | CPUMachine,
+def _called(spec: BackwardSpec, schedule: AnySchedule | CPUSchedule, machine: Machine | CPU,
             inputs: list[UOp]) -> tuple[UOp, ...]:
     """dq in float32, dk and dv."""
     one, device = spec.forward, inputs[0].device

@@ -35,8 +35,8 @@ from tinygrad.uop.ops import GroupOp, Ops, UOp, sint
 from tinygrad_nv import config
 from tinygrad_nv.cpu.attention import flash
 from tinygrad_nv.cpu.kernel import CPUKernel
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import building, program
 from tinygrad_nv.patterns.attention.dims import Ranges, Sideways
@@ -264,7 +264,7 @@ def _check(first: Product, second: Product, sides: tuple[Side, Side, Side]) -> N
 
 def schedule_of(spec: AttentionSpec, machine: Target) -> AnySchedule | CPUSchedule:
     """How a kernel is made. Raises `NotOurs` where no template makes one."""
-    if isinstance(machine, CPUMachine):
+    if isinstance(machine, CPU):
         if words := flash.problems(spec, machine): raise NotOurs(f"{flash.TEMPLATE}: {', '.join(words)}")
         return flash.default(spec, machine)
     if (found := default(spec, machine.arch)) is not None: return found

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from tinygrad.uop.ops import UOp, sint
 
 from tinygrad_nv.cpu.decode import kernel as cpu
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.attention.spec import Found, integer, most
@@ -78,7 +78,7 @@ def decoded(made: Found, machine: Target) -> Decode | None:
     # rows must end with the keys: what they see beyond is nobody's
     if most(summed(length, made.forms["s_kv"], -1), made.names) > 0: return None
     keys = longest if window is None else min(longest, window + spec.s_q - 1)
-    on_cpu = isinstance(machine, CPUMachine)
+    on_cpu = isinstance(machine, CPU)
     packed = spec.s_q, spec.batch[2]
     if not (is_decode_on_cpu(*packed) if on_cpu else is_decode(*packed, keys)): return None
     if (score := _score(spec, length, made.forms["start"])) is None: return None
@@ -90,7 +90,7 @@ def decoded(made: Found, machine: Target) -> Decode | None:
 
 def schedule_of(spec: DecodeSpec, machine: Target) -> AnySchedule | CPUSchedule | None:
     """How a decode attention is made; None where no template takes it."""
-    if not isinstance(machine, CPUMachine): return default(spec, machine.arch)
+    if not isinstance(machine, CPU): return default(spec, machine.arch)
     return None if cpu.problems(spec, machine) else cpu.default(spec, machine)
 
 

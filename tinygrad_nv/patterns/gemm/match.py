@@ -23,8 +23,8 @@ from tinygrad_nv import config
 from tinygrad_nv.cpu.gemm import choose as cpu
 from tinygrad_nv.cpu.gemm.templates import build as build_on_cpu
 from tinygrad_nv.cpu.kernel import CPUKernel
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import building, program
 from tinygrad_nv.patterns.contraction import (
@@ -69,7 +69,7 @@ class Match:
     region: frozenset[UOp]
     spec: GemmSpec
     schedule: GemmSchedule | CPUSchedule
-    machine: Machine | CPUMachine
+    machine: Machine | CPU
     inputs: tuple[UOp, ...]
     rows: UOp | None
 
@@ -149,7 +149,7 @@ class _Matcher:
         if reason: program.miss(TEMPLATE, found.total, reason)
 
 
-def _matched(found: Product, end: UOp, region: frozenset[UOp], machine: Machine | CPUMachine,
+def _matched(found: Product, end: UOp, region: frozenset[UOp], machine: Machine | CPU,
              memory: Callable[[UOp], bool]) -> Match:
     """The match of a region. Raises `NotOurs`, `Unfused` or `NotAffine` where there is none."""
     space = Space()
@@ -196,8 +196,8 @@ def _parts(space: Space, places: list[tuple[Side, Side]]) -> tuple[Side, Side, l
     return base[1 - moving], base[moving], [steps.index(offset) for offset in offsets[moving]], part
 
 
-def _schedule(spec: GemmSpec, machine: Machine | CPUMachine) -> GemmSchedule | CPUSchedule:
-    if isinstance(machine, CPUMachine):
+def _schedule(spec: GemmSpec, machine: Machine | CPU) -> GemmSchedule | CPUSchedule:
+    if isinstance(machine, CPU):
         if words := cpu.too_short(spec): raise NotOurs(words, final=True)
         if (found := cpu.product(spec, machine)) is not None: return found
         raise NotOurs(cpu.why_not(spec, machine))
