@@ -20,7 +20,8 @@ from tinygrad_nv.tile.templates import TABLE
 
 PACKAGE = Path(tinygrad_nv.__file__).parent
 KINDS = list(dict.fromkeys(kind for kind, _ in TABLE.rows))
-TEMPLATES = [(kind, template) for kind in KINDS for family in TABLE.families(kind) for template in family.templates]
+TEMPLATES = [(kind, template) for kind in KINDS for family in TABLE.families(kind)
+             for template in family.templates]
 NAMES = {template.name for _, template in TEMPLATES}
 
 
