@@ -29,7 +29,7 @@ from measure import each, save, spread, table
 from tinygrad import Device, Tensor, TinyJit, dtypes
 from tinygrad.helpers import Context
 
-from tinygrad_nv.cpu.machine import machine
+from tinygrad_nv.cpu.target import host
 from tinygrad_nv.functional import scaled_dot_product_attention
 
 DTYPES = {"float32": dtypes.float32, "bfloat16": dtypes.bfloat16, "float16": dtypes.float16}
@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose words hold this text")
     parser.add_argument("--plot", action="store_true", help="draw the ratios as well")
     arguments = parser.parse_args()
-    here = machine()
+    here = host()
     torch.set_num_threads(here.threads)
     wanted = [case for case in cases(arguments.dtype) if case.part in arguments.part
               and arguments.only in str(case)]

@@ -20,7 +20,7 @@ from cpu_kernels import Run, captured, rested, timed
 from measure import each, save, spread, table
 from tinygrad import Tensor
 
-from tinygrad_nv.cpu.machine import machine
+from tinygrad_nv.cpu.target import host
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.worker.sampler import SamplerState, apply_filters, next_tokens
 from tinygrad_nv.patterns.embedding.named import embedding
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=9, help="turns of each side (default 9)")
     parser.add_argument("--only", default="", help="cases whose words hold this text")
     arguments = parser.parse_args()
-    here = machine()
+    here = host()
     torch.set_num_threads(here.threads)
     every = [Case(kind, size, rows) for kind in KINDS for size in arguments.size for rows in arguments.rows]
     results = [measure(case, arguments.repeat) for case in each(every) if arguments.only in str(case)]

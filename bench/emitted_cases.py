@@ -1,6 +1,6 @@
 """What emitted.py emits: specs of every family, for every architecture and CPU level, with schedules.
 
-Protocol. `cases()` yields each `Case`: a spec, a target (an architecture, or a `CPUMachine` that is the same
+Protocol. `cases()` yields each `Case`: a spec, a target (an architecture, or a `CPU` that is the same
 wherever this runs) and a schedule, None for the default. Names say all three and stay the same: two commits
 are compared by them. `emitted(case)` gives the schedule that was used and the kernels, in the order of their
 launches. Default schedules are those without a database of tuned ones and without a search.
@@ -46,12 +46,12 @@ from tinygrad_nv.cpu.gemm import templates as cpu_gemm
 from tinygrad_nv.cpu.isa import AMX, AVX2, AVX512, AVX512_BF16, ISA, PORTABLE
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.cpu.kv_append import kernel as cpu_kv_append
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.norm import kernel as cpu_norm
 from tinygrad_nv.cpu.sampling import choice as cpu_choice
 from tinygrad_nv.cpu.sampling import count as cpu_count
 from tinygrad_nv.cpu.sampling import threshold as cpu_threshold
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention import (
     backward_defaults as flash_backward_defaults,
@@ -105,7 +105,7 @@ class Case:
     name: str
     family: str
     spec: Any
-    target: str | CPUMachine
+    target: str | CPU
     schedule: Schedule | CPUSchedule | None = None
 
     def __str__(self) -> str: return self.name
@@ -119,9 +119,9 @@ class Emitted:
     workspace_bytes: int = 0
 
 
-def on(isa: ISA) -> CPUMachine:
+def on(isa: ISA) -> CPU:
     """Eight cores with caches of 32 KiB, 1 MiB and 32 MiB."""
-    return CPUMachine(isa, 8, 32 << 10, 1 << 20, 32 << 20)
+    return CPU(isa, 8, 32 << 10, 1 << 20, 32 << 20)
 
 
 # **** kernels ****
@@ -130,7 +130,7 @@ def emitted(case: Case) -> Emitted:
     """The schedule and the kernels. Raises the project's errors where a template refuses, `LookupError` where
     no template takes the spec."""
     spec, target = case.spec, case.target
-    if isinstance(target, CPUMachine): return _on_cpu(case, spec, target)
+    if isinstance(target, CPU): return _on_cpu(case, spec, target)
     if isinstance(spec, ChoiceSpec):
         return Emitted(None, [choice(spec, target), *([merged(spec, target)] if pieces(spec) > 1 else [])])
     if isinstance(spec, EmbeddingSpec): return Emitted(None, [embedding(spec, target)])
@@ -161,7 +161,7 @@ def _default(spec: Any, arch: str) -> Schedule | None:
     return decode_defaults.default(spec, arch)
 
 
-def _on_cpu(case: Case, spec: Any, target: CPUMachine) -> Emitted:
+def _on_cpu(case: Case, spec: Any, target: CPU) -> Emitted:
     template = _template(spec)
     if case.schedule is not None: schedule: Any = case.schedule
     elif isinstance(spec, CountSpec): schedule = CPUSchedule(cpu_count.TEMPLATE, target.isa)

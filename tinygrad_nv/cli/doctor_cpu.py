@@ -8,7 +8,7 @@ from __future__ import annotations
 from tinygrad_nv import config
 from tinygrad_nv.cli.doctor_finding import Finding
 from tinygrad_nv.cpu import isa, measure
-from tinygrad_nv.cpu.machine import machine
+from tinygrad_nv.cpu.target import host
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.explain.levels import scaled
 from tinygrad_nv.patterns.target import why_no_cpu
@@ -57,7 +57,7 @@ def cores() -> Finding:
 def speed() -> Finding:
     """Bandwidth and compute rates of all threads."""
     if not config.get("NV_CPU"): return Finding("CPU rates", "ok", OFF)
-    here = machine()
+    here = host()
     try: found = measure.rates(here)
     except NVError as error: return Finding("CPU rates", "missing", error.found, error.fix)
     per = ", ".join(f"{scaled(getattr(found, name), 'FLOP/s')} {name}" for name in ("f32", "bf16"))

@@ -116,7 +116,7 @@ def _tune(arguments: argparse.Namespace) -> None:
     if arguments.arch == CPU:
         _tune_cpu(spec, arguments)
         return
-    if reason := why_not(spec, arguments.arch):
+    if reason := why_not(spec, GPU(arguments.arch)):
         raise SpecError(f"no template takes {_shown(spec, arguments)} on {arguments.arch}: {reason}")
     with bar(str(spec)) as progress:
         tried = tune(spec, arguments.arch, arguments.beam, arguments.sm_count or 0, None, progress)
@@ -140,11 +140,11 @@ def _tune_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> None:
     from tinygrad_nv.cpu.gemm import choose
     from tinygrad_nv.cpu.gemm.database import arch as arch_of
     from tinygrad_nv.cpu.gemm.tune import CPUCandidate, bar, tune
-    from tinygrad_nv.cpu.machine import machine
+    from tinygrad_nv.cpu.target import host
     from tinygrad_nv.explain.levels_cpu import CPUProduct
     if arguments.sm_count is not None:
         raise RequestError("--sm-count on a CPU", "an option of GPUs", "leave it out")
-    here = machine()
+    here = host()
     arch = arch_of(here.isa, here.threads)
     if choose.default(spec, here) is None:
         reason = choose.why_not(spec, here)
@@ -213,12 +213,12 @@ def _export(file: Path) -> None:
 def _wrong(entry: database.Entry) -> list[str]:
     """Why an entry's schedule is not legal on its target."""
     from tinygrad_nv.cpu.gemm import candidates as space
-    from tinygrad_nv.cpu.machine import CPUMachine
     from tinygrad_nv.cpu.schedule import CPUSchedule
+    from tinygrad_nv.cpu.target import CPU as Target
     if isinstance(entry.schedule, GemmSchedule):
         return [*TABLE.problems(entry.spec, entry.schedule, GPU(entry.arch))]
     assert isinstance(entry.schedule, CPUSchedule), f"a schedule of no kind: {entry.schedule}"
-    return space.problems(entry.schedule, entry.spec, CPUMachine(entry.schedule.isa, 1))
+    return space.problems(entry.schedule, entry.spec, Target(entry.schedule.isa, 1))
 
 
 def _import(file: Path) -> None:

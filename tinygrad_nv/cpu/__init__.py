@@ -1,6 +1,6 @@
 """The CPU as a target: the specs of tile/ as C kernels.
 
-Read in this order: isa.py (instruction sets, and which this processor has), machine.py (instruction set,
+Read in this order: isa.py (instruction sets, and which this processor has), target.py (instruction set,
 threads.py, caches), kernel.py (a finished kernel and its parameters), vector.h (vectors in C),
 expression.py (epilogues and scores in C), schedule.py (how a spec is computed). Then the families, named as
 in tile/: each template takes a spec and a `CPUSchedule` and returns a `CPUKernel`.

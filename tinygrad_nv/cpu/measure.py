@@ -1,6 +1,6 @@
 """What this machine reads and computes in a second, measured by a kernel of ours and kept on disk.
 
-Protocol: `rates(machine)` are those of an instruction set on so many threads. They are measured once, in less
+Protocol: `rates(target)` are those of an instruction set on so many threads. They are measured once, in less
 than half a second, and kept in cpu.json in the cache directory, by processor, threads and instruction set;
 ordinary runs never ask. One kernel does all of it, a mode at a time, in several parts for each thread, so
 that one that wakes late (0.3 ms on some virtual machines) does less:
@@ -32,7 +32,7 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import CPUKernel, kernel
-from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.database import cache_directory
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm.spec import BYTES
@@ -64,31 +64,31 @@ class Rates:
         return max(nbytes / self.bandwidth, flops / (rate or self.f32)) + LAUNCH_SECONDS
 
 
-def rates(machine: CPUMachine) -> Rates:
-    """The rates of a machine, from disk, measured where nobody has. Raises `ToolchainError` without a
+def rates(target: CPU) -> Rates:
+    """The rates of a target, from disk, measured where nobody has. Raises `ToolchainError` without a
     compiler."""
-    return _rates(key(machine), machine)
+    return _rates(key(target), target)
 
 
 @functools.lru_cache(16)
-def _rates(name: str, machine: CPUMachine) -> Rates:
-    if (found := known(machine)) is not None: return found
-    made = measured(machine)
+def _rates(name: str, target: CPU) -> Rates:
+    if (found := known(target)) is not None: return found
+    made = measured(target)
     with contextlib.suppress(OSError): _keep(name, made)     # measured again next time
     return made
 
 
-def known(machine: CPUMachine) -> Rates | None:
+def known(target: CPU) -> Rates | None:
     """The rates on disk, None where there are none."""
-    data: Any = _kept().get(key(machine))
+    data: Any = _kept().get(key(target))
     try: found = Rates(**{field.name: float(data[field.name]) for field in fields(Rates)})
     except (TypeError, KeyError, ValueError): return None
     return found if all(0 < value < 1e18 for value in asdict(found).values()) else None
 
 
-def key(machine: CPUMachine) -> str:
+def key(target: CPU) -> str:
     """What rates depend on."""
-    return f"{processor()}, {machine.threads} threads, {machine.isa}"
+    return f"{processor()}, {target.threads} threads, {target.isa}"
 
 
 @functools.cache
@@ -128,12 +128,12 @@ def _keep(name: str, made: Rates) -> None:
 
 # **** measuring ****
 
-def measured(machine: CPUMachine) -> Rates:
+def measured(target: CPU) -> Rates:
     """The rates by the clock."""
     from tinygrad_nv.runtime.cpu.program import load
-    parts = PARTS * machine.threads
-    run = load(measure_kernel(machine.isa, parts))
-    count = min(max(4 * machine.l3_bytes, LEAST_BYTES), MOST_BYTES) // 4
+    parts = PARTS * target.threads
+    run = load(measure_kernel(target.isa, parts))
+    count = min(max(4 * target.l3_bytes, LEAST_BYTES), MOST_BYTES) // 4
     count -= count % (128 * parts)      # four streams of two vectors at a time
     out, data = np.zeros(16 * parts, np.float32), np.full(count, 0.25, np.float32)
 
@@ -141,7 +141,7 @@ def measured(machine: CPUMachine) -> Rates:
         times: list[float] = []
         while len(times) < FEWEST or sum(times) < ENOUGH_SECONDS:
             begun = time.perf_counter()
-            call(threads=machine.threads)
+            call(threads=target.threads)
             times.append(time.perf_counter() - begun)
         return min(times)
 
@@ -151,8 +151,8 @@ def measured(machine: CPUMachine) -> Rates:
         done = flops * CHAINS * STEPS * parts
         return done / best(functools.partial(run, out, data, STEPS, mode))
 
-    f32 = rate(F32, 2 * machine.isa.lanes)
-    packed = ((BF16, _flops(machine.isa, 2)), (S8, _flops(machine.isa, 4)))
+    f32 = rate(F32, 2 * target.isa.lanes)
+    packed = ((BF16, _flops(target.isa, 2)), (S8, _flops(target.isa, 4)))
     return Rates(bandwidth, f32, *(rate(mode, flops) if flops else f32 for mode, flops in packed))
 
 

@@ -41,8 +41,8 @@ from tinygrad.tensor import Tensor, transform_to_call
 from tinygrad.uop.ops import Ops, UOp, sym_infer
 
 from tinygrad_nv import hooks
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import NVError, RequestError
 from tinygrad_nv.hooks import threads as hook_threads
 from tinygrad_nv.patterns import program, target
@@ -78,7 +78,7 @@ class KernelRecord:
     arch: str = ""
     sm_count: int = 0
     layer: str = ""
-    machine: CPUMachine | None = field(default=None, compare=False)
+    machine: CPU | None = field(default=None, compare=False)
     parts: int = field(default=0, compare=False)
     predicted_s: float | None = field(default=None, compare=False)
     clusters: Clusters = field(default=(), repr=False, compare=False)
@@ -294,7 +294,7 @@ def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[progr
                         None if gpu is None else call.src[0].src[0].arg.aux)
 
 
-def _predicted(machine: CPUMachine, note: Note, flops: int, bytes: int) -> float | None:
+def _predicted(machine: CPU, note: Note, flops: int, bytes: int) -> float | None:
     """How long a kernel on a CPU takes at best; None where that cannot be measured."""
     from tinygrad_nv.cpu.measure import rates
     from tinygrad_nv.explain.levels_cpu import predicted

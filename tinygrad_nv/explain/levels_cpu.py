@@ -1,6 +1,6 @@
 """Products on a CPU as text: what is computed, how, and the C of it.
 
-Protocol: as levels.py for GPUs. A `CPUProduct` is spec, schedule and machine; `show(product, level)` is the
+Protocol: as levels.py for GPUs. A `CPUProduct` is spec, schedule and target; `show(product, level)` is the
 text of a level, `table` a line for each of several products. Times are the roofline of what was measured here
 (cpu/measure.py); for a product by itself that is another instruction set's too.
 """
@@ -16,9 +16,9 @@ from tinygrad.dtype import DType
 from tinygrad_nv.cpu import measure
 from tinygrad_nv.cpu.gemm.templates import build
 from tinygrad_nv.cpu.kernel import CPUKernel, header
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.measure import LAUNCH_SECONDS, Rates
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.explain.levels import WIDEST, least_bytes, nbytes, scaled, seconds, shortened, spec_of
 from tinygrad_nv.table import aligned
@@ -31,10 +31,10 @@ WIDENING = ("gemv", "decode")
 
 @dataclass(frozen=True)
 class CPUProduct:
-    """A product by a schedule on a machine."""
+    """A product by a schedule on a target."""
     spec: GemmSpec
     schedule: CPUSchedule
-    machine: CPUMachine
+    target: CPU
 
     @property
     def kernel(self) -> CPUKernel:
@@ -45,7 +45,7 @@ class CPUProduct:
     def seconds(self) -> float:
         """How long it takes at best."""
         return predicted(self.spec, self.schedule.template, self.spec.flops, least_bytes(self.spec),
-                         measure.rates(self.machine))
+                         measure.rates(self.target))
 
 
 @functools.lru_cache(256)
@@ -117,7 +117,7 @@ def table(products: Sequence[tuple[str, CPUProduct]]) -> list[str]:
 
 
 def _times(product: CPUProduct) -> dict[str, float]:
-    found = measure.rates(product.machine)
+    found = measure.rates(product.target)
     rate = _rate(product.spec, product.schedule.template, found)
     return {"memory": least_bytes(product.spec) / found.bandwidth, "arithmetic": product.spec.flops / rate,
             "launch": LAUNCH_SECONDS}
@@ -130,11 +130,11 @@ def _bound(product: CPUProduct) -> str:
 
 def tile_text(product: CPUProduct) -> str:
     """How it is computed."""
-    schedule, machine, kernel = product.schedule, product.machine, product.kernel
-    found, times = measure.rates(machine), _times(product)
+    schedule, target, kernel = product.schedule, product.target, product.kernel
+    found, times = measure.rates(target), _times(product)
     rate = _rate(product.spec, schedule.template, found)
     block = (schedule.block_m, schedule.block_n, schedule.block_k)
-    rows = [("parts", f"{kernel.parts} for {machine.threads} threads")]
+    rows = [("parts", f"{kernel.parts} for {target.threads} threads")]
     if any(block): rows.append(("block", f"{'x'.join(map(str, block))} (m, n, k) in the caches of a core"))
     if schedule.rows or schedule.columns:
         rows.append(("registers", f"{schedule.rows} x {schedule.columns} of the result"))
@@ -143,5 +143,5 @@ def tile_text(product: CPUProduct) -> str:
     rows += [("predicted", f"{seconds(product.seconds)}, {reached}, bound: {_bound(product)}"),
              ("", ", ".join(f"{name} {seconds(part)}" for name, part in times.items())),
              ("measured", f"{scaled(found.bandwidth, 'B/s')} read, {scaled(rate, 'FLOP/s')}"),
-             ("caches", ", ".join(nbytes(n) for n in (machine.l1_bytes, machine.l2_bytes, machine.l3_bytes)))]
+             ("caches", ", ".join(nbytes(n) for n in (target.l1_bytes, target.l2_bytes, target.l3_bytes)))]
     return "\n".join([f"{schedule} on {measure.processor()}", "", *aligned(rows)])

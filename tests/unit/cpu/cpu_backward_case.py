@@ -13,15 +13,15 @@ from gemm_case import GUARD
 
 from tinygrad_nv.cpu.attention.backward import kernel as flash_backward
 from tinygrad_nv.cpu.isa import ISA
-from tinygrad_nv.cpu.machine import CPUMachine, machine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU, host
 from tinygrad_nv.runtime.cpu.program import load
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 
 
-def here(isa: ISA | None = None, threads: int = 2) -> CPUMachine:
+def here(isa: ISA | None = None, threads: int = 2) -> CPU:
     """This machine, with another instruction set."""
-    return replace(machine(), isa=isa or machine().isa, threads=threads)
+    return replace(host(), isa=isa or host().isa, threads=threads)
 
 
 def scheduled(spec: BackwardSpec, isa: ISA | None = None, **changes: int) -> CPUSchedule:

@@ -18,16 +18,16 @@ from tinygrad import dtypes
 
 from tinygrad_nv.cpu.decode import kernel as decode
 from tinygrad_nv.cpu.isa import AVX2, AVX512, ISA, PORTABLE, detect, why_not
-from tinygrad_nv.cpu.machine import CPUMachine, machine
+from tinygrad_nv.cpu.target import CPU, host
 from tinygrad_nv.runtime.cpu.program import load
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 
 ISAS = tuple(dict.fromkeys(isa for isa in (PORTABLE, AVX2, AVX512, detect()) if not why_not(isa.level)))
 
 
-def on(isa: ISA) -> CPUMachine:
+def on(isa: ISA) -> CPU:
     """This machine with another instruction set."""
-    return replace(machine(), isa=isa)
+    return replace(host(), isa=isa)
 
 
 def run(spec: DecodeSpec, given: Given, isa: ISA | None = None, divided: bool | None = None, parts: int = 0,

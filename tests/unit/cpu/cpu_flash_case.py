@@ -17,8 +17,8 @@ from gemm_case import view
 
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.attention import flash
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.runtime.cpu.program import LoadedKernel, load
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 
@@ -31,9 +31,9 @@ BEST = LEVELS[-1]
 
 def scheduled(spec: AttentionSpec, level: isa.ISA = BEST, threads: int = 2, **changes: int) -> CPUSchedule:
     """The default schedule of a level, with changes."""
-    machine = CPUMachine(level, threads)
-    assert not flash.problems(spec, machine)
-    return replace(flash.default(spec, machine), **changes)
+    target = CPU(level, threads)
+    assert not flash.problems(spec, target)
+    return replace(flash.default(spec, target), **changes)
 
 
 def loaded(spec: AttentionSpec, schedule: CPUSchedule | None = None) -> LoadedKernel:

@@ -18,8 +18,8 @@ from gemm_case import GUARD, arguments, places, reference, view
 
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.gemm.gemv import kernel as gemv
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.runtime.cpu.program import LoadedKernel, load
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 
@@ -43,9 +43,9 @@ def at_end(data: np.ndarray) -> np.ndarray:
 
 def scheduled(spec: GemmSpec, level: isa.ISA = BEST, threads: int = 2, **changes: int) -> CPUSchedule:
     """The default schedule of a level, with changes."""
-    machine = CPUMachine(level, threads)
-    assert gemv.problems(spec, machine) == []
-    return replace(gemv.default(spec, machine), **changes)
+    target = CPU(level, threads)
+    assert gemv.problems(spec, target) == []
+    return replace(gemv.default(spec, target), **changes)
 
 
 def loaded(spec: GemmSpec, schedule: CPUSchedule | None = None) -> LoadedKernel:

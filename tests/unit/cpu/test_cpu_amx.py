@@ -18,19 +18,19 @@ from tinygrad.runtime.support.elf import elf_loader
 from tinygrad.tensor import Tensor
 
 from tinygrad_nv import explain
-from tinygrad_nv.cpu import machine, measure
+from tinygrad_nv.cpu import measure, target
 from tinygrad_nv.cpu.gemm import amx, choose
 from tinygrad_nv.cpu.isa import AMX, AVX512_BF16, ISA
 from tinygrad_nv.cpu.kernel import header, kernel
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.measure import Rates
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.runtime.cpu.program import load
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 
 EMULATED = ISA("amx", bf16=True, vnni=True, emulated=True)
-HERE = CPUMachine(EMULATED, 2, 48 << 10, 2 << 20)
+HERE = CPU(EMULATED, 2, 48 << 10, 2 << 20)
 BF16, S8, U8 = dtypes.bfloat16, dtypes.int8, dtypes.uint8
 
 
@@ -238,7 +238,7 @@ def test_machine_code(a, b, code: str):
     (product(16, 64, 64), HERE, "16 rows, at least 17"),
     (product(64, 64, 64, dtypes.float16), HERE, "tiles of f16"),
     (product(64, 64, 64, dtypes.float32), HERE, "tiles of f32")])
-def test_what_it_does_not_take(spec: GemmSpec, here: CPUMachine, why: str):
+def test_what_it_does_not_take(spec: GemmSpec, here: CPU, why: str):
     assert amx.problems(spec, here) == [why]
 
 
@@ -272,8 +272,8 @@ def test_schedules_that_cannot_be(change: dict[str, int], why: str):
 
 
 def test_a_layer_through_the_pattern(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machine, "detect", lambda: EMULATED)
-    monkeypatch.setattr(measure, "rates", lambda machine: Rates(1e10, 1e11, 1e12, 1e12))
+    monkeypatch.setattr(target, "detect", lambda: EMULATED)
+    monkeypatch.setattr(measure, "rates", lambda target: Rates(1e10, 1e11, 1e12, 1e12))
     x, w = (Tensor.randint(40, 96, low=-4, high=5).cast(BF16).contiguous().realize() for _ in range(2))
     out = (x @ w.T).relu()
     assert explain(out).kernels[0].template == "amx"

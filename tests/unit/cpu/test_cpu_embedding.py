@@ -13,7 +13,7 @@ from tinygrad.helpers import Context
 from tinygrad_nv import disabled, explain
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.embedding import kernel as template
-from tinygrad_nv.cpu.machine import machine
+from tinygrad_nv.cpu.target import host
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.functional import embedding
 from tinygrad_nv.runtime.cpu.program import load
@@ -55,7 +55,7 @@ def test_sums_are_in_order_whatever_the_parts(level: isa.ISA, width: int):
         if -v <= token < v: wanted[token] += row
     spec = EmbeddingGradientSpec(v, width, F32, Tokens(dtypes.int64, (5, 6), (12, 2), 1))
     for parts, order in ((1, None), (2, (1, 0)), (5, (4, 1, 0, 3, 2))):
-        kernel = template.build(spec, replace(template.default(spec, machine()), isa=level, parts=parts))
+        kernel = template.build(spec, replace(template.default(spec, host()), isa=level, parts=parts))
         out, work = np.full(v * width + 2, 77, np.float32), np.full(kernel.workspace_bytes // 4, 3, np.uint32)
         load(kernel)(out, work, tokens, grad, order=order)
         np.testing.assert_array_equal(out[:-2].reshape(v, width), wanted)
@@ -66,7 +66,7 @@ def test_a_copy_writes_its_rows_alone():
     weight, tokens = RNG(0).standard_normal((6, 5)).astype(np.float32), np.array([5, -7, -6, 6], np.int32)
     spec = EmbeddingSpec(6, 5, F32, Tokens(dtypes.int32, (4,), (1,)), symbolic=True)
     for parts in (1, 3):
-        schedule = replace(template.default(spec, machine()), parts=parts)
+        schedule = replace(template.default(spec, host()), parts=parts)
         out = np.full((5, 5), 77, np.float32)
         load(template.build(spec, schedule))(out, weight, tokens, 3)
         np.testing.assert_array_equal(out, [weight[5], [0] * 5, weight[0], [77] * 5, [77] * 5])

@@ -18,7 +18,7 @@ from tinygrad.runtime.support.elf import elf_loader
 
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.attention import flash
-from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.attention.spec import SYMBOLS, AttentionSpec, Band
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, tanh, where
 from tinygrad_nv.toolchain import compile_object
@@ -161,19 +161,19 @@ def test_every_level_compiles_and_needs_nobody():
     compiler = Device["CPU"].renderer.compiler
     spec = replace(attention(50, 150, 40, BF16, band=CAUSAL, log_sum=True), kept=200)
     for level in (isa.PORTABLE, isa.AVX2, isa.AVX512, isa.AVX512_BF16, isa.AMX):
-        kernel = flash.build(spec, flash.default(spec, CPUMachine(level, 2)))
+        kernel = flash.build(spec, flash.default(spec, CPU(level, 2)))
         found = compile_object(compiler.found, compiler.arguments, kernel.source)
         elf_loader(found)  # refuses what is undefined
 
 
 def test_what_is_refused_is_said():
     spec = attention(8, 8, 16, F32, score=Apply("sin", (Sum(),), F32))
-    assert flash.problems(spec, CPUMachine(BEST, 2)) == ["sin in an epilogue"]
+    assert flash.problems(spec, CPU(BEST, 2)) == ["sin in an epilogue"]
 
 
 def test_tiles_are_small_enough_for_all_threads_and_large_enough_to_share_blocks():
     def tiles(spec: AttentionSpec, threads: int) -> int:
-        made = flash.default(spec, CPUMachine(BEST, threads))
+        made = flash.default(spec, CPU(BEST, threads))
         assert made.block_m * made.block_k <= flash.TILE_ROWS
         b, heads, group = spec.batch
         return b * heads * -(-group // made.block_k) * -(-spec.s_q // made.block_m)

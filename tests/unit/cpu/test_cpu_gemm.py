@@ -22,8 +22,8 @@ from tinygrad_nv.cpu.gemm import choose
 from tinygrad_nv.cpu.gemm.blocked import kernel as gemm
 from tinygrad_nv.cpu.gemm.blocked.blocks import MOST_BYTES_K, STACK_BYTES, Blocks, kind_of
 from tinygrad_nv.cpu.isa import AVX2, AVX512, AVX512_BF16, ISA, PORTABLE
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.runtime.cpu.program import load
 from tinygrad_nv.tile.expression import Sum
 from tinygrad_nv.tile.gemm.dense import dense
@@ -37,9 +37,9 @@ F32, BF16, F16, S8, U8 = dtypes.float32, dtypes.bfloat16, dtypes.float16, dtypes
 
 def scheduled(spec: GemmSpec, level: ISA = BEST, threads: int = 2, **changes: int) -> CPUSchedule:
     """The default of a level, but of blocks so small that small products have several; with changes."""
-    machine = CPUMachine(level, threads, 32 << 10, 1 << 20)
-    assert gemm.problems(spec, machine) == []
-    made = gemm.default(spec, machine)
+    target = CPU(level, threads, 32 << 10, 1 << 20)
+    assert gemm.problems(spec, target) == []
+    made = gemm.default(spec, target)
     small = {"parts": 3, "block_m": 2 * made.rows, "block_n": min(made.block_n, 2 * made.columns),
              "block_k": min(made.block_k, 4 * level.lanes)}
     return replace(made, **(small | changes))
@@ -90,8 +90,8 @@ def test_bytes_widened_to_float32_are_exact_for_the_largest(level: ISA):
     """Sums of 255 · 255, more of them than float32 holds: a block of k is as long as it may be."""
     if level not in LEVELS: level = PORTABLE
     spec = product(3, 20, 1111, U8)
-    machine = CPUMachine(level, 1, 1 << 20, 8 << 20)
-    made = gemm.default(spec, machine)
+    target = CPU(level, 1, 1 << 20, 8 << 20)
+    made = gemm.default(spec, target)
     assert kind_of(spec, level) == "fma"
     assert 128 < made.block_k <= MOST_BYTES_K
     given = {"out": torch.full((60,), GUARD, dtype=torch.int32),
@@ -153,7 +153,7 @@ def test_random_numbers(dtype, k: int):
     right, plain = reference(spec, given), torch.zeros(40, 40)
     a, b = (given[name].float().view(40, k) for name in "ab")
     for i in range(k): plain += a[:, i, None] * b[:, i]
-    made = gemm.default(spec, CPUMachine(BEST, 2))
+    made = gemm.default(spec, CPU(BEST, 2))
     error = (run(load(gemm.build(spec, made)), spec, given) - right).abs().max()
     assert error <= 2 * (plain - right).abs().max()
 
@@ -196,9 +196,9 @@ def test_blocks_fit(m: int, n: int, k: int, dtype, level: ISA, threads: int, l2:
     sums = Sum(spec.accumulate)
     for p in range(1, parts): sums = sums + Sum(spec.accumulate, p)
     spec = replace(spec, epilogue=sums.cast(spec.out.dtype), parts=parts, part=n * k)
-    machine = CPUMachine(level, threads, 32 << 10, l2)
-    assert gemm.problems(spec, machine) == []
-    made = gemm.default(spec, machine)
+    target = CPU(level, threads, 32 << 10, l2)
+    assert gemm.problems(spec, target) == []
+    made = gemm.default(spec, target)
     block = Blocks(made.block_m, made.block_n, made.block_k, made.rows, made.columns)
     assert gemm.stack_bytes(gemm.oriented(spec, level), level, block) <= STACK_BYTES
     vectors = made.columns // level.lanes
@@ -209,9 +209,9 @@ def test_blocks_fit(m: int, n: int, k: int, dtype, level: ISA, threads: int, l2:
 
 
 def test_gemv_is_for_few_rows_and_for_fewer_of_bytes():
-    machine = CPUMachine(AVX512_BF16, 2)
+    target = CPU(AVX512_BF16, 2)
     for dtype, m, want in ((F32, 16, "gemv"), (F32, 17, "gemm"), (S8, 4, "gemv"), (S8, 5, "gemm")):
-        assert choose.default(product(m, 256, 512, dtype), machine).template == want
+        assert choose.default(product(m, 256, 512, dtype), target).template == want
 
 
 # **** machine code ****
@@ -220,7 +220,7 @@ def test_gemv_is_for_few_rows_and_for_fewer_of_bytes():
 @pytest.mark.parametrize("dtype", [BF16, U8], ids=["bf16", "u8"])
 def test_every_level_compiles_anywhere_and_calls_nothing(level: ISA, dtype):
     spec = product(33, 50, 90, dtype)
-    made = gemm.default(spec, CPUMachine(level, 2))
+    made = gemm.default(spec, CPU(level, 2))
     binary = Device["CPU"].renderer.compiler.compile_cached(gemm.build(spec, made).source)
     elf_loader(binary)  # raises for what is undefined
     prefix, opcode = {BF16: (2, 0x52), U8: (1, 0x50)}[dtype]  # VDPBF16PS, VPDPBUSD

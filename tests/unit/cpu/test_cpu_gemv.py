@@ -17,7 +17,7 @@ from tinygrad.runtime.support.elf import elf_loader
 
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.gemm.gemv import kernel as gemv
-from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.explain import explain
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, Sum, relu, silu
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
@@ -63,7 +63,7 @@ def test_blocks_of_k():
 def test_rows_of_float32_are_tiles_of_as_many_sums_as_registers_hold():
     """Lanes of four columns are added at once: 16 rows by 8 x 2 took 1.2 to 1.4 times as long as by 6 x 4."""
     def tile(m: int, level: isa.ISA) -> tuple[int, int]:
-        made = gemv.default(product(m, 2048, 512, dtypes.float32), CPUMachine(level, 2))
+        made = gemv.default(product(m, 2048, 512, dtypes.float32), CPU(level, 2))
         return made.block_m, made.rows
     assert [tile(m, isa.AVX512) for m in (1, 4, 6, 8, 16)] == [(1, 4), (4, 4), (6, 4), (4, 4), (6, 4)]
     assert [tile(m, isa.AVX2) for m in (1, 3, 8, 16)] == [(1, 4), (3, 4), (3, 4), (3, 4)]
@@ -78,7 +78,7 @@ def test_what_is_read_next_is_fetched_once(m: int, times: int):
 
 def test_a_that_no_stack_holds_is_read_as_it_lies():
     spec = product(16, 5, 13008, F16, F32)
-    assert gemv.problems(replace(spec, symbolic=True), CPUMachine(BEST, 2)) == [
+    assert gemv.problems(replace(spec, symbolic=True), CPU(BEST, 2)) == [
         "16 rows of 13008, symbolic, have 834560 bytes in float32, at most 786432 on a stack"]
     exact(spec)
     exact(replace(spec, b=replace(spec.b, mn=1, k=7)))
@@ -183,7 +183,7 @@ def test_every_level_compiles_and_needs_nobody():
     compiler = Device["CPU"].renderer.compiler
     for level in (isa.PORTABLE, isa.AVX2, isa.AVX512, isa.AVX512_BF16, isa.AMX):
         for spec in (product(3, 50, 70, BF16, majors="KM"), gate(50, 90, 1, BF16, "K")):
-            kernel = gemv.build(spec, gemv.default(spec, CPUMachine(level, 2)))
+            kernel = gemv.build(spec, gemv.default(spec, CPU(level, 2)))
             elf_loader(compile_object(compiler.found, compiler.arguments, kernel.source))
 
 
@@ -198,12 +198,12 @@ def test_parts_are_worth_waking_threads_for():
 
 
 def test_what_is_refused_is_said():
-    machine = CPUMachine(BEST, 2)
-    assert gemv.problems(product(17, 100, 8), machine) == ["17 rows, at most 16"]
-    assert gemv.problems(product(1, 8, 8, F32, epilogue=Apply("sin", (Sum(),), F32)), machine) == [
+    target = CPU(BEST, 2)
+    assert gemv.problems(product(17, 100, 8), target) == ["17 rows, at most 16"]
+    assert gemv.problems(product(1, 8, 8, F32, epilogue=Apply("sin", (Sum(),), F32)), target) == [
         "sin in an epilogue"]
     strided = replace(product(16, 100, 13008, F32), a=Operand(F32, 1, 16))
-    assert gemv.problems(strided, machine) == [
+    assert gemv.problems(strided, target) == [
         "16 rows of 13008, at strides of 16, have 834560 bytes in float32, at most 786432 on a stack"]
 
 

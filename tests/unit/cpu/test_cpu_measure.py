@@ -11,8 +11,8 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.cpu import isa, measure
 from tinygrad_nv.cpu.isa import AMX, AVX2, AVX512, AVX512_BF16, ISA, LEVELS, PORTABLE
-from tinygrad_nv.cpu.machine import CPUMachine, machine
 from tinygrad_nv.cpu.measure import LAUNCH_SECONDS, Rates
+from tinygrad_nv.cpu.target import CPU, host
 
 FAST = Rates(2e10, 1e11, 2e11, 4e11)
 
@@ -25,10 +25,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def count(monkeypatch: pytest.MonkeyPatch) -> list[CPUMachine]:
+def count(monkeypatch: pytest.MonkeyPatch) -> list[CPU]:
     """The machines that were measured."""
-    made: list[CPUMachine] = []
-    monkeypatch.setattr(measure, "measured", lambda machine: made.append(machine) or FAST)
+    made: list[CPU] = []
+    monkeypatch.setattr(measure, "measured", lambda target: made.append(target) or FAST)
     return made
 
 
@@ -36,7 +36,7 @@ def count(monkeypatch: pytest.MonkeyPatch) -> list[CPUMachine]:
 
 @pytest.mark.parametrize("level", [level for level in LEVELS if not isa.why_not(level)])
 def test_every_level_here_is_measured(level: str):
-    here = CPUMachine(isa.of_level(level), 2, l3_bytes=1 << 20)
+    here = CPU(isa.of_level(level), 2, l3_bytes=1 << 20)
     found = measure.measured(here)
     assert all(1e8 < value < 1e16 for value in asdict(found).values()), found
     # measured by itself where there are instructions; whatever else runs makes the ratio anything
@@ -52,8 +52,8 @@ def test_the_kernel_compiles_for_what_is_not_here(kind: ISA):
 
 # **** on disk ****
 
-def test_rates_are_measured_once_and_kept(cache: Path, count: list[CPUMachine]):
-    here = machine()
+def test_rates_are_measured_once_and_kept(cache: Path, count: list[CPU]):
+    here = host()
     assert measure.known(here) is None
     assert measure.rates(here) == measure.rates(here) == FAST
     measure._rates.cache_clear()
@@ -62,23 +62,23 @@ def test_rates_are_measured_once_and_kept(cache: Path, count: list[CPUMachine]):
     assert measure.path() == cache / "tinygrad_nv" / "cpu.json"
 
 
-def _asked(here: CPUMachine, found: object) -> None:
+def _asked(here: CPU, found: object) -> None:
     measure._rates.cache_clear()
     found.put(measure.rates(here))  # type: ignore[attr-defined]
 
 
-def test_another_process_reads_them(count: list[CPUMachine]):
-    measure.rates(machine())
+def test_another_process_reads_them(count: list[CPU]):
+    measure.rates(host())
     made = multiprocessing.get_context("fork").Queue()
-    other = multiprocessing.get_context("fork").Process(target=_asked, args=(machine(), made))
+    other = multiprocessing.get_context("fork").Process(target=_asked, args=(host(), made))
     other.start()
     assert made.get(timeout=30) == FAST
     other.join()
     assert len(count) == 1
 
 
-def test_threads_and_level_are_measured_apart(count: list[CPUMachine]):
-    here = machine()
+def test_threads_and_level_are_measured_apart(count: list[CPU]):
+    here = host()
     others = [replace(here, threads=here.threads + 1), replace(here, isa=AMX), replace(here, l1_bytes=1)]
     for each in [here, *others]: measure.rates(each)
     assert count == [here, *others[:2]]
@@ -89,8 +89,8 @@ def test_threads_and_level_are_measured_apart(count: list[CPUMachine]):
                                   '{"format": "tinygrad_nv cpu rates 1", "rates": {"KEY": {"bandwidth": 1}}}',
                                   '{"format": "tinygrad_nv cpu rates 1", "rates": {"KEY": {"bandwidth": -1, '
                                   '"f32": 1, "bf16": 1, "s8": 1}}}', "[" * 100_000])
-def test_a_broken_file_is_measured_again(count: list[CPUMachine], text: str):
-    here = machine()
+def test_a_broken_file_is_measured_again(count: list[CPU], text: str):
+    here = host()
     measure.path().write_text(text.replace("KEY", measure.key(here)))
     assert measure.rates(here) == FAST
     measure._rates.cache_clear()
@@ -98,9 +98,9 @@ def test_a_broken_file_is_measured_again(count: list[CPUMachine], text: str):
     assert len(count) == 1
 
 
-def test_a_directory_that_cannot_be_written(count: list[CPUMachine], cache: Path):
+def test_a_directory_that_cannot_be_written(count: list[CPU], cache: Path):
     (cache / "tinygrad_nv").write_text("a file")
-    assert measure.rates(machine()) == measure.rates(machine()) == FAST
+    assert measure.rates(host()) == measure.rates(host()) == FAST
     assert len(count) == 1
 
 

@@ -13,8 +13,8 @@ from tinygrad.helpers import Context
 
 from tinygrad_nv import disabled, explain
 from tinygrad_nv.cpu import isa
-from tinygrad_nv.cpu.machine import machine
 from tinygrad_nv.cpu.norm import kernel as norm
+from tinygrad_nv.cpu.target import host
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.runtime.cpu.program import load
 from tinygrad_nv.tile.expression import Apply, Constant, Load, Position, Sum
@@ -57,7 +57,7 @@ def run(spec: NormSpec, level: isa.ISA, outs: list[np.ndarray], *given: np.ndarr
     """The results of a spec, the same bits by 1 to 3 parts in any order."""
     made = []
     for parts, order in ((1, None), (2, (1, 0)), (3, (2, 0, 1))):
-        schedule = replace(norm.default(spec, replace(machine(), isa=level)), parts=parts)
+        schedule = replace(norm.default(spec, replace(host(), isa=level)), parts=parts)
         fresh = [np.full_like(out, 77) for out in outs]
         load(norm.build(spec, schedule))(*fresh, *given, order=order)
         made.append(fresh)

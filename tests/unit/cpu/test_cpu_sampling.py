@@ -13,9 +13,9 @@ from tinygrad.helpers import Context
 
 from tinygrad_nv import disabled, explain
 from tinygrad_nv.cpu import isa
-from tinygrad_nv.cpu.machine import machine
 from tinygrad_nv.cpu.sampling import choice as choosing
 from tinygrad_nv.cpu.sampling import threshold as selection
+from tinygrad_nv.cpu.target import host
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.worker.sampler import count_tokens
 from tinygrad_nv.errors import SpecError
@@ -44,7 +44,7 @@ def test_a_filter_is_exact_where_a_sum_is_nearly_the_target(level: isa.ISA, size
         numbers[:, Number.top_p] = goals
         spec = FilterSpec(R, size, Number.top_p, alike)
         for parts, order in ((1, None), (3, (2, 0, 1))):
-            schedule = replace(selection.default(spec, replace(machine(), isa=level)), parts=parts)
+            schedule = replace(selection.default(spec, replace(host(), isa=level)), parts=parts)
             made = selection.build(spec, schedule)
             out = np.full(R * size + 3, 77, np.float32)
             work = np.full(made.workspace_bytes // 4, 77, np.uint32)
@@ -60,7 +60,7 @@ def test_a_floor_that_is_wrong_is_given_up(alike: bool, monkeypatch: pytest.Monk
     monkeypatch.setattr(selection, "SHORT", 0)
     x, given, goals, kept = near_targets(600, alike)
     spec = FilterSpec(len(goals), 600, Number.top_p, alike)
-    made = selection.build(spec, selection.default(spec, machine()))
+    made = selection.build(spec, selection.default(spec, host()))
     assert "goal * 1.001f" in made.source
     spoilt = load(replace(made, source=made.source.replace("goal * 1.001f", "goal * 0.5f")))
     numbers = np.full((len(goals), NUMBERS), np.nan, np.float32)
@@ -106,7 +106,7 @@ def test_choices_do_not_depend_on_parts(level: isa.ISA, rows: int, size: int):
     numbers = np.stack([each.numbers(each.seed or 0) for each in params])
     places, made = np.arange(9, 9 + rows, dtype=np.int32), []
     for parts, order in ((1, None), (2, (1, 0)), (3, (2, 0, 1))):
-        schedule = replace(choosing.default(spec, replace(machine(), isa=level)), parts=parts)
+        schedule = replace(choosing.default(spec, replace(host(), isa=level)), parts=parts)
         cut = choosing.pieces(spec, schedule)
         assert cut == (parts if rows == 1 else 1)
         out = np.full(rows + 1, 77, np.int32)
@@ -126,7 +126,7 @@ def test_what_is_no_number_is_told(cut: int, draw: bool):
     x = np.zeros((1, size), np.float32)
     x[0, 19000] = np.nan
     spec = ChoiceSpec(1, size, draw)
-    schedule = replace(choosing.default(spec, machine()), parts=cut)
+    schedule = replace(choosing.default(spec, host()), parts=cut)
     pieces = choosing.pieces(spec, schedule)
     given = [numbers_of([SamplingParams()]).numpy(), np.zeros(1, np.int32)] if draw else []
     out, first = np.zeros(1, np.int32), np.zeros(2 * pieces, np.int32)

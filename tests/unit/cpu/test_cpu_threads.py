@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tinygrad.helpers import Context
 
-from tinygrad_nv.cpu import machine
+from tinygrad_nv.cpu import target
 from tinygrad_nv.cpu.isa import PORTABLE
 from tinygrad_nv.cpu.kernel import kernel
 from tinygrad_nv.runtime.cpu import program as cpu_program
@@ -86,10 +86,10 @@ def test_the_default_of_tinygrad_is_cut_to_what_there_is(monkeypatch: pytest.Mon
     monkeypatch.setattr(threads, "available", lambda: Available(64, 64, 3.5, "cpu.cfs_quota_us of cgroup /"))
     monkeypatch.setattr(threads, "_DEFAULT", 64)
     with Context(NUM_CPU_THREADS=64):
-        assert threads.threads() == machine.machine().threads == 3
+        assert threads.threads() == target.host().threads == 3
         # who sets it is obeyed
         monkeypatch.setenv("NUM_CPU_THREADS", "64")
-        assert threads.threads() == machine.machine().threads == 64
+        assert threads.threads() == target.host().threads == 64
     monkeypatch.delenv("NUM_CPU_THREADS")
     with Context(NUM_CPU_THREADS=7): assert threads.threads() == 7
 

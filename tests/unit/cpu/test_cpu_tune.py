@@ -19,8 +19,8 @@ from tinygrad_nv.cpu.gemm import candidates as space
 from tinygrad_nv.cpu.gemm import choose, templates, tune
 from tinygrad_nv.cpu.gemm import database as entries
 from tinygrad_nv.cpu.isa import AMX, AVX2, AVX512, AVX512_BF16, ISA, PORTABLE
-from tinygrad_nv.cpu.machine import CPUMachine, machine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU, host
 from tinygrad_nv.errors import ScheduleError, ToolchainError
 from tinygrad_nv.runtime.cpu.program import load
 from tinygrad_nv.tile import database
@@ -42,9 +42,9 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def here() -> CPUMachine:
+def here() -> CPU:
     """This machine with small caches, so that operands have few copies."""
-    return replace(machine(), threads=2, l3_bytes=1 << 16)
+    return replace(host(), threads=2, l3_bytes=1 << 16)
 
 
 # **** schedules ****
@@ -55,7 +55,7 @@ def here() -> CPUMachine:
     dense(100, 70, 90, "bf16", majors="NN", epilogue="gate"), dense(64, 64, 4096, "s8"),
     dense(300, 8, 64, "f16", batch=(2,))], ids=str)
 def test_what_is_near_is_legal_and_different(kind: ISA, spec: GemmSpec):
-    here = CPUMachine(kind, 4)
+    here = CPU(kind, 4)
     starts = space.starts(spec, here)
     assert starts[0] == choose.default(spec, here)
     for start in starts:
@@ -74,7 +74,7 @@ def test_what_is_near_is_legal_and_different(kind: ISA, spec: GemmSpec):
     (isa.of_level(isa.best()), product(40, 33, 150, dtypes.int8)),
     (EMULATED, product(50, 41, 97))], ids=["gemv", "gemm", "bytes", "amx"])
 def test_schedules_near_to_the_default_compute_the_same(kind: ISA, spec: GemmSpec):
-    here = CPUMachine(kind, 2)
+    here = CPU(kind, 2)
     given = arguments(spec)
     want = reference(spec, given)
     start = space.starts(spec, here)[0]
@@ -103,7 +103,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("spec", "change", "why"), REFUSED, ids=[case[2] for case in REFUSED])
 def test_what_cannot_be_a_schedule(spec: GemmSpec, change: dict, why: str):
-    here = CPUMachine(AVX2, 2)
+    here = CPU(AVX2, 2)
     start = next(s for s in space.starts(spec, here) if spec is SPEC or s.template == "gemm")
     assert any(why in words for words in space.problems(replace(start, **change), spec, here))
 
@@ -128,7 +128,7 @@ def test_plain_data_that_is_nothing(data):
 
 # **** tuning ****
 
-def test_the_winner_is_kept_and_used(here: CPUMachine, file: Path):
+def test_the_winner_is_kept_and_used(here: CPU, file: Path):
     seen: list[tuple[int, int]] = []
     tried = tune.tune(SPEC, here, 1, lambda done, count: seen.append((done, count)))
     assert seen == [(i + 1, tune.PER_BEAM) for i in range(len(tried))]
@@ -145,7 +145,7 @@ def test_the_winner_is_kept_and_used(here: CPUMachine, file: Path):
         assert choose.product(SPEC, other) == choose.default(SPEC, other)
 
 
-def test_search_goes_to_what_is_faster(here: CPUMachine, monkeypatch: pytest.MonkeyPatch):
+def test_search_goes_to_what_is_faster(here: CPU, monkeypatch: pytest.MonkeyPatch):
     """By a clock that likes GEMV, few columns in a chunk and few at a time."""
     def clock(self: tune.Arrays, schedules: list[CPUSchedule]) -> list[float]:
         return [s.block_n / 100 + s.rows / 10 + 9 * (s.template == "gemm") for s in schedules]
@@ -158,7 +158,7 @@ def test_search_goes_to_what_is_faster(here: CPUMachine, monkeypatch: pytest.Mon
     assert clock(None, [many]) < clock(None, [few])
 
 
-def test_the_default_is_timed_again_beside_the_fastest(here: CPUMachine, monkeypatch: pytest.MonkeyPatch):
+def test_the_default_is_timed_again_beside_the_fastest(here: CPU, monkeypatch: pytest.MonkeyPatch):
     """By a clock that was slow when the default had its turn."""
     first = choose.default(SPEC, here)
 
@@ -172,7 +172,7 @@ def test_the_default_is_timed_again_beside_the_fastest(here: CPUMachine, monkeyp
     assert tried[0].schedule == first
 
 
-def test_what_does_not_compile_is_out(here: CPUMachine, monkeypatch: pytest.MonkeyPatch):
+def test_what_does_not_compile_is_out(here: CPU, monkeypatch: pytest.MonkeyPatch):
     def build(spec: GemmSpec, s: CPUSchedule):
         if s == choose.default(spec, here): return made(spec, s)
         raise ToolchainError("a compiler said no")
@@ -199,7 +199,7 @@ def test_beam_tunes_what_a_graph_needs(file: Path, monkeypatch: pytest.MonkeyPat
     assert len(count) == 1
 
 
-def test_a_database_that_cannot_be_written(here: CPUMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_database_that_cannot_be_written(here: CPU, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "a").write_text("")
     monkeypatch.setenv("NV_SCHEDULES", str(tmp_path / "a" / "schedules.json"))
     monkeypatch.setattr(tune, "PER_BEAM", 1)
@@ -209,7 +209,7 @@ def test_a_database_that_cannot_be_written(here: CPUMachine, tmp_path: Path, mon
 
 # **** the database ****
 
-def stored(here: CPUMachine, **change) -> Entry:
+def stored(here: CPU, **change) -> Entry:
     start = choose.default(SPEC, here)
     assert start is not None
     entry = Entry(SPEC, entries.arch(here.isa, here.threads), entries.toolchain(),
@@ -218,14 +218,14 @@ def stored(here: CPUMachine, **change) -> Entry:
     return entry
 
 
-def test_another_compiler_finds_nothing(here: CPUMachine, monkeypatch: pytest.MonkeyPatch):
+def test_another_compiler_finds_nothing(here: CPU, monkeypatch: pytest.MonkeyPatch):
     entry = stored(here, parts=1)
     assert choose.product(SPEC, here) == entry.schedule
     monkeypatch.setattr(entries, "toolchain", lambda: "another")
     assert choose.product(SPEC, here) == choose.default(SPEC, here)
 
 
-def test_an_illegal_entry_is_ignored_with_a_note(here: CPUMachine):
+def test_an_illegal_entry_is_ignored_with_a_note(here: CPU):
     stored(here, rows=4096)
     with pytest.warns(ScheduleWarning, match="is ignored for 4x96x256 f32.*sums in registers, at most 64"):
         assert choose.product(SPEC, here) == choose.default(SPEC, here)
@@ -235,7 +235,7 @@ def test_an_illegal_entry_is_ignored_with_a_note(here: CPUMachine):
     ({"arch": "cpu avx2"}, "an entry of 'cpu avx2'"), ({"arch": "cpu mmx, 2 threads"}, "in an entry of"),
     ({"arch": "cpu mmx, 0 threads"}, "an entry of"), ({"arch": 3}, "an entry of 3"),
     ({"schedule": {"template": "gemv"}}, "is no schedule"), ({"seconds": -1}, "an entry of")])
-def test_a_corrupt_entry_is_ignored_with_a_note(here: CPUMachine, file: Path, change: dict, why: str):
+def test_a_corrupt_entry_is_ignored_with_a_note(here: CPU, file: Path, change: dict, why: str):
     stored(here)
     data = json.loads(file.read_text())
     data["entries"][0].update(change)
@@ -266,7 +266,7 @@ def test_the_command_tunes_for_this_machine(command, file: Path, monkeypatch: py
     assert "measured" in listed
 
 
-def test_winners_are_exported_and_imported(command, here: CPUMachine, tmp_path: Path, file: Path):
+def test_winners_are_exported_and_imported(command, here: CPU, tmp_path: Path, file: Path):
     entry = stored(here)
     command("tune", "--export", tmp_path / "out.json").succeeded()
     file.unlink()

@@ -9,9 +9,9 @@ from tinygrad_nv import explain
 from tinygrad_nv.cpu import measure
 from tinygrad_nv.cpu.isa import PORTABLE
 from tinygrad_nv.cpu.kernel import header
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.measure import LAUNCH_SECONDS, Rates
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.explain import KernelRecord, Lowering, levels_cpu
 from tinygrad_nv.explain.levels_cpu import CPUProduct
@@ -112,7 +112,7 @@ def test_what_repeats_is_said_once():
 
 def test_a_record_without_a_machine_is_a_row_like_others():
     records = [KernelRecord("a", "t", "", "CPU", None, None, 1, 2),
-               KernelRecord("b", "t", "", "CPU", None, None, 1, 2, machine=CPUMachine(PORTABLE, 2), parts=2,
+               KernelRecord("b", "t", "", "CPU", None, None, 1, 2, machine=CPU(PORTABLE, 2), parts=2,
                             predicted_s=0.5e-3)]
     head, a, b, total = str(Lowering(records)).splitlines()
     assert b.split() == ["b", "t", "CPU", "portable", "2", "1", "2", "500.0", "µs"]
@@ -130,9 +130,9 @@ def test_the_rate_is_that_of_what_is_multiplied(dtype: str, template: str, rate:
 
 
 def test_a_product_bound_by_arithmetic():
-    product = CPUProduct(dense(8, 4096, 512, "f32"), CPUSchedule("gemm", PORTABLE), CPUMachine(PORTABLE, 1))
+    product = CPUProduct(dense(8, 4096, 512, "f32"), CPUSchedule("gemm", PORTABLE), CPU(PORTABLE, 1))
     assert levels_cpu._bound(product) == "memory"
-    product = CPUProduct(dense(512, 512, 512, "f32"), CPUSchedule("gemm", PORTABLE), CPUMachine(PORTABLE, 1))
+    product = CPUProduct(dense(512, 512, 512, "f32"), CPUSchedule("gemm", PORTABLE), CPU(PORTABLE, 1))
     assert levels_cpu._bound(product) == "arithmetic"
 
 

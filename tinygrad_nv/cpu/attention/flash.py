@@ -25,8 +25,8 @@ from tinygrad_nv.cpu.attention import score as flash_score
 from tinygrad_nv.cpu.attention.blocks import ROWS, Blocks
 from tinygrad_nv.cpu.expression import c_float
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, computed, kernel, up
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Rows, RowScales
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.launch import Integer
@@ -39,27 +39,27 @@ FEWEST_ROWS = 48
 PARTS_OF_THREAD = 4
 
 
-def problems(spec: AttentionSpec, machine: CPUMachine) -> list[str]:
+def problems(spec: AttentionSpec, target: CPU) -> list[str]:
     """Why this template does not take an attention; empty when it does."""
     return flash_score.problems(spec)
 
 
-def default(spec: AttentionSpec, machine: CPUMachine) -> CPUSchedule:
+def default(spec: AttentionSpec, target: CPU) -> CPUSchedule:
     """The schedule where nobody has tried others."""
     group = spec.batch[2]
     heads, rows = group, up(spec.s_q, ROWS)
-    wanted = TILES_OF_THREAD * machine.threads
+    wanted = TILES_OF_THREAD * target.threads
     most = TILE_ROWS if max(spec.d, spec.d_v) <= 128 else TILE_ROWS // 2
     while heads > 1 and heads * ROWS > most: heads = -(-heads // 2)
 
     def tiles() -> int: return spec.batch[0] * spec.batch[1] * -(-group // heads) * -(-spec.s_q // rows)
     while rows > ROWS and (heads * rows > most or (tiles() < wanted and heads * rows >= 2 * FEWEST_ROWS)):
         rows = up(-(-rows // 2), ROWS)
-    while heads > 1 and tiles() < machine.threads: heads = -(-heads // 2)
-    blocks = Blocks(machine.isa, spec.q.dtype, spec.d, spec.d_v, BLOCK_N)
-    parts = min(tiles(), PARTS_OF_THREAD * machine.threads)
-    return CPUSchedule(TEMPLATE, machine.isa, parts, rows, BLOCK_N, heads, ROWS,
-                       blocks.most * machine.isa.lanes)
+    while heads > 1 and tiles() < target.threads: heads = -(-heads // 2)
+    blocks = Blocks(target.isa, spec.q.dtype, spec.d, spec.d_v, BLOCK_N)
+    parts = min(tiles(), PARTS_OF_THREAD * target.threads)
+    return CPUSchedule(TEMPLATE, target.isa, parts, rows, BLOCK_N, heads, ROWS,
+                       blocks.most * target.isa.lanes)
 
 
 def build(spec: AttentionSpec, schedule: CPUSchedule, integers: Sequence[Integer] = ()) -> CPUKernel:

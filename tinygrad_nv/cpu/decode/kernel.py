@@ -23,8 +23,8 @@ from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.decode.split import Split, functions, place_of_row
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, computed, kernel, up
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.kernel import Scratch
@@ -50,24 +50,24 @@ class CPUDecode:
         return Scratch.floats(self.workspace_bytes)
 
 
-def problems(spec: DecodeSpec, machine: CPUMachine) -> list[str]:
+def problems(spec: DecodeSpec, target: CPU) -> list[str]:
     """Why this template does not take a decode attention; empty when it does."""
     out = expression.problems(spec.score)
-    if (needed := _stack_bytes(spec, machine.isa)) > STACK_BYTES:
+    if (needed := _stack_bytes(spec, target.isa)) > STACK_BYTES:
         out.append(f"{spec.rows} rows of {spec.d} + 2 x {spec.d_v} + {SPLIT_KEYS} numbers: {needed} bytes of "
                    f"stack, at most {STACK_BYTES}")
     return out
 
 
-def default(spec: DecodeSpec, machine: CPUMachine) -> CPUSchedule:
+def default(spec: DecodeSpec, target: CPU) -> CPUSchedule:
     """The schedule where nobody has tried others. `rows` 1 divides a request's keys among units, which it
     does where key heads alone would leave a thread without work."""
     heads = spec.batch * spec.heads
-    uneven = -(-heads // machine.threads) * machine.threads > heads * 1.25
+    uneven = -(-heads // target.threads) * target.threads > heads * 1.25
     divided = uneven and spec.longest > SPLIT_KEYS
     units = heads * (-(-spec.longest // SPLIT_KEYS) if divided else 1)
-    parts = min(units, UNITS * machine.threads) if machine.threads > 1 else 1
-    return CPUSchedule(TEMPLATE, machine.isa, parts, block_k=SPLIT_KEYS, rows=int(divided))
+    parts = min(units, UNITS * target.threads) if target.threads > 1 else 1
+    return CPUSchedule(TEMPLATE, target.isa, parts, block_k=SPLIT_KEYS, rows=int(divided))
 
 
 def build(spec: DecodeSpec, schedule: CPUSchedule, integers: Sequence[Integer] = ()) -> CPUDecode:

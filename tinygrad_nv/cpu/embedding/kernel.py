@@ -12,8 +12,8 @@ a row, in its own part of the workspace: `head[v]` is the first token of row v, 
 from __future__ import annotations
 
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, kernel
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
 from tinygrad_nv.tile.expression import short
 
@@ -23,17 +23,17 @@ COLUMNS = 32                # that a part has a multiple of: no line of a cache 
 TOGETHER = 4                # sums side by side
 
 
-def problems(spec: EmbeddingSpec, machine: CPUMachine) -> list[str]:
+def problems(spec: EmbeddingSpec, target: CPU) -> list[str]:
     """Why this template does not take a table; empty: it takes all."""
     return []
 
 
-def default(spec: EmbeddingSpec, machine: CPUMachine) -> CPUSchedule:
+def default(spec: EmbeddingSpec, target: CPU) -> CPUSchedule:
     """The schedule."""
     if isinstance(spec, EmbeddingGradientSpec):
         moved, shares = spec.rows * spec.width, -(-spec.width // COLUMNS)
     else: moved, shares = spec.tokens.count * spec.width, spec.tokens.count
-    return CPUSchedule(TEMPLATE, machine.isa, max(1, min(machine.threads, shares, moved // PART_ELEMENTS)))
+    return CPUSchedule(TEMPLATE, target.isa, max(1, min(target.threads, shares, moved // PART_ELEMENTS)))
 
 
 def build(spec: EmbeddingSpec, schedule: CPUSchedule) -> CPUKernel:

@@ -32,8 +32,8 @@ from tinygrad_nv.cpu.expression import Place, statements
 from tinygrad_nv.cpu.gemm.blocked.pack import PER, packing
 from tinygrad_nv.cpu.gemm.gemv.main_loop import apart, at
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, header, kernel
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm.spec import BYTES, GemmSpec
 
@@ -47,33 +47,33 @@ PARTS = 4                # for each thread, so that one that is held up does les
 SMALL = 1 << 21          # flops below which threads are not worth waking
 
 
-def problems(spec: GemmSpec, machine: CPUMachine) -> list[str]:
+def problems(spec: GemmSpec, target: CPU) -> list[str]:
     """Why this template does not take a product; empty when it does."""
     out = expression.problems(spec.epilogue)
-    if machine.isa.level != "amx": out.append(f"no tiles on {machine.isa}")
+    if target.isa.level != "amx": out.append(f"no tiles on {target.isa}")
     if spec.a.dtype not in (dtypes.bfloat16, *BYTES): out.append(f"tiles of {short(spec.a.dtype)}")
     if spec.m < FEWEST_ROWS: out.append(f"{spec.m} rows, at least {FEWEST_ROWS}")
     if spec.parts > 2: out.append(f"{spec.parts} parts, at most 2")
     return out
 
 
-def default(spec: GemmSpec, machine: CPUMachine) -> CPUSchedule:
+def default(spec: GemmSpec, target: CPU) -> CPUSchedule:
     """The schedule where nobody has tried others."""
     spec = oriented(spec)
     per = PER[_kind(spec)]
     # three fourths of the first cache for two panels of b
-    deepest = max(UNITS, machine.l1_bytes * 3 // 4 // (4 * 2 * PANEL) // UNITS * UNITS)
+    deepest = max(UNITS, target.l1_bytes * 3 // 4 // (4 * 2 * PANEL) // UNITS * UNITS)
     units = -(-spec.k // per)
     block_k = _up(-(-units // -(-units // deepest)), UNITS)
     most = MOST_M if in_place(spec) else PACKED_M
     block_m = _up(-(-spec.m // -(-spec.m // most)), STRIP)
     widest = max(_step(spec), min(MOST_N, _up(spec.n, _step(spec))) // spec.parts)
     down, across = -(-spec.m // block_m) * spec.matrices, -(-spec.n // widest)
-    while down * across % machine.threads and -(-spec.n // across) > _step(spec): across += 1
+    while down * across % target.threads and -(-spec.n // across) > _step(spec): across += 1
     block_n = _up(-(-spec.n // across), _step(spec))
     tiles = down * -(-spec.n // block_n)
-    parts = 1 if spec.flops < SMALL or machine.threads == 1 else min(tiles, machine.threads * PARTS)
-    return CPUSchedule(TEMPLATE, machine.isa, parts, block_m, block_n, block_k * per)
+    parts = 1 if spec.flops < SMALL or target.threads == 1 else min(tiles, target.threads * PARTS)
+    return CPUSchedule(TEMPLATE, target.isa, parts, block_m, block_n, block_k * per)
 
 
 def multiples(spec: GemmSpec) -> tuple[int, int, int]:

@@ -16,8 +16,8 @@ from tinygrad_nv.cpu.gemm.blocked.blocks import MOST_BYTES_K, STACK_BYTES, Block
 from tinygrad_nv.cpu.gemm.blocked.pack import PER
 from tinygrad_nv.cpu.gemm.gemv import kernel as gemv
 from tinygrad_nv.cpu.kernel import up
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.gemm.spec import BYTES, GemmSpec
 
 NUMBERS = ("block_m", "block_n", "block_k", "rows", "columns")
@@ -26,28 +26,28 @@ MOST_SUMS = 64               # vectors that a GEMV's innermost loop adds to, eac
 MOST_GEMV_BYTES = 256 << 10  # of sums on a stack
 
 
-def starts(spec: GemmSpec, machine: CPUMachine) -> list[CPUSchedule]:
+def starts(spec: GemmSpec, target: CPU) -> list[CPUSchedule]:
     """The default of each template that takes a product, in order of preference."""
-    return [t.default(spec, machine) for t in templates.preferred(spec, machine)
-            if not t.problems(spec, machine)]
+    return [t.default(spec, target) for t in templates.preferred(spec, target)
+            if not t.problems(spec, target)]
 
 
-def problems(s: CPUSchedule, spec: GemmSpec, machine: CPUMachine) -> list[str]:
+def problems(s: CPUSchedule, spec: GemmSpec, target: CPU) -> list[str]:
     """Why a schedule cannot be used for a product; empty when it can."""
     if s.template not in _LEGAL: return [f"template {s.template!r}, one of {', '.join(_LEGAL)} is needed"]
-    if s.isa != machine.isa: return [f"for {s.isa}, here is {machine.isa}"]
+    if s.isa != target.isa: return [f"for {s.isa}, here is {target.isa}"]
     out = [] if 1 <= s.parts <= MOST_PARTS else [f"{s.parts} parts, 1 to {MOST_PARTS}"]
     out += [f"{name} {value}" for name in NUMBERS if not 0 <= (value := getattr(s, name)) <= MOST]
-    return out or templates.template(s).problems(spec, machine) or _LEGAL[s.template](spec, s)
+    return out or templates.template(s).problems(spec, target) or _LEGAL[s.template](spec, s)
 
 
-def around(spec: GemmSpec, machine: CPUMachine, s: CPUSchedule) -> list[CPUSchedule]:
+def around(spec: GemmSpec, target: CPU, s: CPUSchedule) -> list[CPUSchedule]:
     """Legal schedules near to one, each once."""
-    made = dict.fromkeys(_fitted(spec, one) for one in _changed(machine, s))
-    return [one for one in made if one != s and not problems(one, spec, machine)]
+    made = dict.fromkeys(_fitted(spec, one) for one in _changed(target, s))
+    return [one for one in made if one != s and not problems(one, spec, target)]
 
 
-def _changed(machine: CPUMachine, s: CPUSchedule) -> Iterator[CPUSchedule]:
+def _changed(target: CPU, s: CPUSchedule) -> Iterator[CPUSchedule]:
     if s.template == gemm.TEMPLATE:
         for vectors in (1, 2, 3, 4):
             most = (s.isa.registers - vectors - 1) // vectors
@@ -56,7 +56,7 @@ def _changed(machine: CPUMachine, s: CPUSchedule) -> Iterator[CPUSchedule]:
         value = getattr(s, name)
         if value > 1: yield replace(s, **{name: value // 2})
         if value: yield replace(s, **{name: value * 2})
-    yield replace(s, parts=machine.threads)
+    yield replace(s, parts=target.threads)
 
 
 # **** what each template needs ****

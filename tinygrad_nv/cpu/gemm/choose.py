@@ -10,20 +10,20 @@ from tinygrad.helpers import BEAM
 
 from tinygrad_nv.cpu.gemm import database
 from tinygrad_nv.cpu.gemm.templates import PRODUCTS, default
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 
 SHORT, NARROW = 8, 64  # sums of at most so many products, beside fewer rows or columns, are tinygrad's
 
 
-def product(spec: GemmSpec, machine: CPUMachine) -> CPUSchedule | None:
+def product(spec: GemmSpec, target: CPU) -> CPUSchedule | None:
     """The schedule of a product; None when no template takes it."""
-    if (known := database.lookup(spec, machine)) is not None: return known
-    chosen = default(spec, machine)
+    if (known := database.lookup(spec, target)) is not None: return known
+    chosen = default(spec, target)
     if chosen is None or BEAM.value < 1: return chosen
     from tinygrad_nv.cpu.gemm.tune import search  # kernels are loaded by those who try
-    return search(spec, machine, BEAM.value) or chosen
+    return search(spec, target, BEAM.value) or chosen
 
 
 def too_short(spec: GemmSpec) -> str:
@@ -34,6 +34,6 @@ def too_short(spec: GemmSpec) -> str:
     return f"K of {spec.k} with {min(spec.m, spec.n)} rows or columns, at least {SHORT + 1} or {NARROW}"
 
 
-def why_not(spec: GemmSpec, machine: CPUMachine) -> str:
+def why_not(spec: GemmSpec, target: CPU) -> str:
     """What each template says of a product that none takes."""
-    return "; ".join(f"{t.TEMPLATE}: {', '.join(t.problems(spec, machine))}" for t in PRODUCTS)
+    return "; ".join(f"{t.TEMPLATE}: {', '.join(t.problems(spec, target))}" for t in PRODUCTS)

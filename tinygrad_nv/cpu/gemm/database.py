@@ -10,8 +10,8 @@ from typing import Any
 
 from tinygrad_nv.cpu.gemm.candidates import problems
 from tinygrad_nv.cpu.isa import ISA
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile import database
 from tinygrad_nv.tile.gemm.spec import GemmSpec
@@ -30,11 +30,11 @@ def toolchain() -> str:
     return find_compiler().identity
 
 
-def lookup(spec: GemmSpec, machine: CPUMachine) -> CPUSchedule | None:
+def lookup(spec: GemmSpec, target: CPU) -> CPUSchedule | None:
     """The winner for a product, where there is a legal one."""
-    found = database.stored(spec, arch(machine.isa, machine.threads), toolchain)
+    found = database.stored(spec, arch(target.isa, target.threads), toolchain)
     if not isinstance(found, CPUSchedule): return None
-    return None if database.ignored(found, spec, problems(found, spec, machine)) else found
+    return None if database.ignored(found, spec, problems(found, spec, target)) else found
 
 
 def _read(data: Any, name: str) -> CPUSchedule:

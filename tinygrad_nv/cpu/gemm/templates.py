@@ -7,8 +7,8 @@ from tinygrad_nv.cpu.gemm import amx
 from tinygrad_nv.cpu.gemm.blocked import kernel as gemm
 from tinygrad_nv.cpu.gemm.gemv import kernel as gemv
 from tinygrad_nv.cpu.kernel import CPUKernel
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.gemm.spec import BYTES, GemmSpec
 
 PRODUCTS: tuple[ModuleType, ...] = (gemv, amx, gemm)
@@ -16,16 +16,16 @@ FEWEST_BY_FOURS = 5  # rows of bytes that are not for gemv
 _BY_NAME = {template.TEMPLATE: template for template in PRODUCTS}
 
 
-def default(spec: GemmSpec, machine: CPUMachine) -> CPUSchedule | None:
+def default(spec: GemmSpec, target: CPU) -> CPUSchedule | None:
     """The schedule where nobody has tried others; None when no template takes the product."""
-    templates = preferred(spec, machine)
-    return next((t.default(spec, machine) for t in templates if not t.problems(spec, machine)), None)
+    templates = preferred(spec, target)
+    return next((t.default(spec, target) for t in templates if not t.problems(spec, target)), None)
 
 
-def preferred(spec: GemmSpec, machine: CPUMachine) -> tuple[ModuleType, ...]:
+def preferred(spec: GemmSpec, target: CPU) -> tuple[ModuleType, ...]:
     """Templates, the fastest first. On Zen 4 gemv is for all of its 16 rows, but not of bytes, of which gemm
     multiplies four at once: 16 rows by 4096 x 2048 take 2.1 ms, 4.5 by gemv; 4 rows the same."""
-    by_fours = spec.a.dtype in BYTES and machine.isa.vnni and min(spec.m, spec.n) >= FEWEST_BY_FOURS
+    by_fours = spec.a.dtype in BYTES and target.isa.vnni and min(spec.m, spec.n) >= FEWEST_BY_FOURS
     return (amx, gemm, gemv) if by_fours else PRODUCTS
 
 

@@ -1,6 +1,6 @@
 """The best of some schedules on this CPU, by the clock.
 
-Protocol: `tune(spec, machine, beam)` times what each template chooses by itself, then goes from the fastest
+Protocol: `tune(spec, target, beam)` times what each template chooses by itself, then goes from the fastest
 to the fastest around it (candidates.py) until nothing near is faster or `PER_BEAM` · beam schedules were
 tried. Each is compiled and called on operands that no cache holds: as many copies of them take turns as it
 takes to fill the caches. The fastest few and the first default are timed once more, in turns, since a machine
@@ -24,8 +24,8 @@ import numpy as np
 from tinygrad_nv.cpu.gemm import database as entries
 from tinygrad_nv.cpu.gemm import templates
 from tinygrad_nv.cpu.gemm.candidates import around, starts
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.tile import database
 from tinygrad_nv.tile.gemm.spec import GemmSpec, sizes
@@ -50,11 +50,11 @@ class CPUCandidate:
     why: str = ""
 
 
-def tune(spec: GemmSpec, machine: CPUMachine, beam: int = 1,
+def tune(spec: GemmSpec, target: CPU, beam: int = 1,
          progress: Progress = lambda done, count: None) -> list[CPUCandidate]:
     """Candidates, the fastest first, those that are out last; none where no template takes the product. The
     first is stored in the database. Raises `OSError` where that cannot be written."""
-    arrays, tried = Arrays(spec, machine), dict[CPUSchedule, CPUCandidate]()
+    arrays, tried = Arrays(spec, target), dict[CPUSchedule, CPUCandidate]()
     most = PER_BEAM * beam
 
     def fastest(wanted: list[CPUSchedule]) -> CPUCandidate | None:
@@ -64,28 +64,28 @@ def tune(spec: GemmSpec, machine: CPUMachine, beam: int = 1,
             progress(len(tried), most)
         return min((c for c in tried.values() if c.seconds is not None), key=_seconds, default=None)
 
-    best = fastest(starts(spec, machine))
+    best = fastest(starts(spec, target))
     while best is not None and len(tried) < most:
-        found = fastest(around(spec, machine, best.schedule))
+        found = fastest(around(spec, target, best.schedule))
         if found is None or _seconds(found) > BETTER * _seconds(best): break
         best = found
     ranked = _ranked(tried)
     last = [c.schedule for c in ranked[:FINALISTS] if c.seconds is not None]
-    last += [s for s in starts(spec, machine)[:1] if s not in last and tried[s].seconds is not None]
+    last += [s for s in starts(spec, target)[:1] if s not in last and tried[s].seconds is not None]
     for s, seconds in zip(last, arrays.in_turns(last), strict=True): tried[s] = CPUCandidate(s, seconds)
     # who was not in the final is behind those who were
     ranked = _ranked({s: tried[s] for s in last}) + [c for c in _ranked(tried) if c.schedule not in last]
     if ranked and ranked[0].seconds is not None:
-        arch = entries.arch(machine.isa, machine.threads)
+        arch = entries.arch(target.isa, target.threads)
         database.store([database.Entry(spec, arch, entries.toolchain(), ranked[0].schedule,
                                        ranked[0].seconds, "measured")])
     return ranked
 
 
-def search(spec: GemmSpec, machine: CPUMachine, beam: int) -> CPUSchedule | None:
+def search(spec: GemmSpec, target: CPU, beam: int) -> CPUSchedule | None:
     """The best schedule by `tune`; None where there is none. A database that cannot be written is noted."""
     try:
-        with bar(str(spec)) as progress: tried = tune(spec, machine, beam, progress)
+        with bar(str(spec)) as progress: tried = tune(spec, target, beam, progress)
     except OSError as error:
         database.note(f"{database.path()} cannot be written: {error}")
         return None
@@ -115,10 +115,10 @@ def _seconds(candidate: CPUCandidate) -> float:
 class Arrays:
     """Copies of a product's operands, and a result for each."""
 
-    def __init__(self, spec: GemmSpec, machine: CPUMachine) -> None:
-        self.spec, self.threads = spec, machine.threads
+    def __init__(self, spec: GemmSpec, target: CPU) -> None:
+        self.spec, self.threads = spec, target.threads
         every = sizes(spec)
-        wanted = -(-BEYOND * machine.l3_bytes // sum(every))
+        wanted = -(-BEYOND * target.l3_bytes // sum(every))
         copies = max(1, min(wanted, MOST_BYTES // sum(every)))
         self.copies = itertools.cycle([[np.full(nbytes, FILL, np.uint8) for nbytes in every]
                                        for _ in range(copies)])

@@ -17,8 +17,8 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, kernel
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.decode.spec import Pages, Scales
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.kv_append.spec import AppendSpec, Heads, Rope
@@ -27,12 +27,12 @@ TEMPLATE = "kv_append"
 PART_BYTES = 256 << 10  # that are moved by a part at least: waking a thread takes as long as some 10 KiB
 
 
-def default(spec: AppendSpec, machine: CPUMachine) -> CPUSchedule:
+def default(spec: AppendSpec, target: CPU) -> CPUSchedule:
     """The schedule: parts that are worth a thread. Every spec can be computed."""
     row = spec.heads * (spec.d + spec.d_v) + spec.q_heads * spec.d
     moved = spec.batch * spec.rows * row * (spec.k.dtype.itemsize + spec.k_pages.dtype.itemsize)
-    parts = min(machine.threads, spec.batch * spec.rows, -(-moved // PART_BYTES))
-    return CPUSchedule(TEMPLATE, machine.isa, parts)
+    parts = min(target.threads, spec.batch * spec.rows, -(-moved // PART_BYTES))
+    return CPUSchedule(TEMPLATE, target.isa, parts)
 
 
 def build(spec: AppendSpec, schedule: CPUSchedule) -> CPUKernel:

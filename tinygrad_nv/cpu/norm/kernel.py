@@ -21,8 +21,8 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.expression import Place, statements
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, kernel
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Sum, short, substituted, walk
 from tinygrad_nv.tile.gemm.spec import Result
 from tinygrad_nv.tile.norm.spec import NormSpec
@@ -36,7 +36,7 @@ PART_ELEMENTS = 1 << 14     # fewer are done before another thread has begun
 UNROLLED_NODES = 24         # of a term, for several accumulators
 
 
-def problems(spec: NormSpec, machine: CPUMachine) -> list[str]:
+def problems(spec: NormSpec, target: CPU) -> list[str]:
     """Why this template does not take rows; empty when it does."""
     out = list(dict.fromkeys(words for root in spec.expressions for words in expression.problems(root)))
     if any(each.result.n not in (0, 1) for each in spec.results): out.append("elements of a result lie apart")
@@ -46,10 +46,10 @@ def problems(spec: NormSpec, machine: CPUMachine) -> list[str]:
     return out
 
 
-def default(spec: NormSpec, machine: CPUMachine) -> CPUSchedule:
+def default(spec: NormSpec, target: CPU) -> CPUSchedule:
     """The schedule where nobody has tried others."""
     enough = max(1, spec.rows * spec.n // PART_ELEMENTS)
-    return CPUSchedule(TEMPLATE, machine.isa, min(machine.threads, spec.rows, enough))
+    return CPUSchedule(TEMPLATE, target.isa, min(target.threads, spec.rows, enough))
 
 
 def build(spec: NormSpec, schedule: CPUSchedule) -> CPUKernel:

@@ -12,8 +12,8 @@ argument is below 5e-8, above 17 or NaN. Where all of a vector is -inf, as after
 from __future__ import annotations
 
 from tinygrad_nv.cpu.kernel import CPUKernel, kernel
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.sampling.spec import NUMBERS, ChoiceSpec, Number
 
 TEMPLATE = "choice"
@@ -22,10 +22,10 @@ PART_ELEMENTS = 1 << 13     # fewer are done before another thread has begun
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
-def default(spec: ChoiceSpec, machine: CPUMachine) -> CPUSchedule:
+def default(spec: ChoiceSpec, target: CPU) -> CPUSchedule:
     """The schedule."""
     enough = max(1, spec.rows * spec.size // PART_ELEMENTS)
-    return CPUSchedule(TEMPLATE, machine.isa, min(machine.threads, enough))
+    return CPUSchedule(TEMPLATE, target.isa, min(target.threads, enough))
 
 
 def pieces(spec: ChoiceSpec, schedule: CPUSchedule) -> int:

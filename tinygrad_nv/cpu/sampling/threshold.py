@@ -21,8 +21,8 @@ remains in order to the workspace, over what it has read. A row whose target is 
 from __future__ import annotations
 
 from tinygrad_nv.cpu.kernel import CPUKernel, kernel
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.sampling.spec import DIGITS, LANES, NUMBERS, FilterSpec
 
 TEMPLATE = "threshold"
@@ -33,10 +33,10 @@ DOWN = (0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.8, 1.1)
 PART_ELEMENTS = 1 << 12     # fewer are done before another thread has begun
 
 
-def default(spec: FilterSpec, machine: CPUMachine) -> CPUSchedule:
+def default(spec: FilterSpec, target: CPU) -> CPUSchedule:
     """The schedule."""
     enough = max(1, spec.rows * spec.size // PART_ELEMENTS)
-    return CPUSchedule(TEMPLATE, machine.isa, min(machine.threads, spec.rows, enough))
+    return CPUSchedule(TEMPLATE, target.isa, min(target.threads, spec.rows, enough))
 
 
 def build(spec: FilterSpec, schedule: CPUSchedule) -> CPUKernel:

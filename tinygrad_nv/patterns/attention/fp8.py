@@ -21,8 +21,8 @@ from tinygrad.dtype import DType
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv import config
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.attention.match import call as call_of
@@ -121,7 +121,7 @@ def lowered(what: Fp8Attention, function: UOp, *arguments: UOp) -> tuple[UOp, ..
 
 
 def _schedule(spec: AttentionSpec, what: Fp8Attention, machine: Target) -> AnySchedule | CPUSchedule:
-    if isinstance(machine, CPUMachine): return schedule_of(spec, machine)
+    if isinstance(machine, CPU): return schedule_of(spec, machine)
     if (found := default(spec, machine.arch)) is not None: return found
     raise NotOurs(f"no kernel for e4m3 with scales of {what.block} rows on {machine.arch}: flash_wgmma "
                   "is for sm_90a, with a scale for whole times 16 rows and 32 columns")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv import config
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.attention.match import call, schedule_of
@@ -64,7 +64,7 @@ def _spec(what: VarlenAttention, read: list[Laid], shape: tuple[int, ...], keys:
 
 def _schedule(spec: AttentionSpec, machine: Target) -> AnySchedule | CPUSchedule:
     """How the kernel is made. Raises `NotOurs` with what is in the way."""
-    if isinstance(machine, CPUMachine): return schedule_of(spec, machine)
+    if isinstance(machine, CPU): return schedule_of(spec, machine)
     if (found := default(spec, machine.arch)) is not None: return found
     words = "; ".join(problems(SMALL, spec, machine.arch)) or f"d {spec.d} needs more shared memory"
     raise NotOurs(f"no kernel for {short(spec.q.dtype)} on {machine.arch}: {words}")

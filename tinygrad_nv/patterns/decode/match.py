@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from tinygrad.uop.ops import UOp, sint
 
 from tinygrad_nv.cpu.decode import kernel as cpu
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.attention.spec import Found, integer, most
 from tinygrad_nv.patterns.positions import Form, summed
-from tinygrad_nv.patterns.target import Machine, Target
+from tinygrad_nv.patterns.target import Target
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Band, Rows
@@ -31,6 +31,7 @@ from tinygrad_nv.tile.decode.spec import MOST_ROWS, DecodeSpec, Pages
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, walk
 from tinygrad_nv.tile.kernel import DecodeKernel
 from tinygrad_nv.tile.launch import Integer
+from tinygrad_nv.tile.template import GPU
 
 MOST_PACKED = 64   # rows of a key head in one CTA: four warps of 16
 FEWEST_KEYS = 128  # of the smallest split
@@ -78,7 +79,7 @@ def decoded(made: Found, machine: Target) -> Decode | None:
     # rows must end with the keys: what they see beyond is nobody's
     if most(summed(length, made.forms["s_kv"], -1), made.names) > 0: return None
     keys = longest if window is None else min(longest, window + spec.s_q - 1)
-    on_cpu = isinstance(machine, CPUMachine)
+    on_cpu = isinstance(machine, CPU)
     packed = spec.s_q, spec.batch[2]
     if not (is_decode_on_cpu(*packed) if on_cpu else is_decode(*packed, keys)): return None
     if (score := _score(spec, length, made.forms["start"])) is None: return None
@@ -90,7 +91,7 @@ def decoded(made: Found, machine: Target) -> Decode | None:
 
 def schedule_of(spec: DecodeSpec, machine: Target) -> AnySchedule | CPUSchedule | None:
     """How a decode attention is made; None where no template takes it."""
-    if not isinstance(machine, CPUMachine): return default(spec, machine.arch)
+    if not isinstance(machine, CPU): return default(spec, machine.arch)
     return None if cpu.problems(spec, machine) else cpu.default(spec, machine)
 
 
@@ -174,7 +175,7 @@ def call(one: Decode, machine: Target, device: str | tuple[str, ...], out: progr
     made: DecodeKernel | cpu.CPUDecode
     if isinstance(schedule, CPUSchedule): made = cpu_kernels(spec, schedule, one.integers)
     else:
-        assert isinstance(machine, Machine)
+        assert isinstance(machine, GPU)
         made = kernels(spec, schedule, machine.arch).with_integers(one.integers)
     return program.called(made, device, [out], inputs, variables=variables, flops=flops, nbytes=nbytes,
                           note=note)[0]

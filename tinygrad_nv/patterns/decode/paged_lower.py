@@ -19,8 +19,8 @@ from tinygrad.uop.ops import UOp
 
 from tinygrad_nv import config
 from tinygrad_nv.cpu.decode import kernel as cpu
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
@@ -151,7 +151,7 @@ def _read(queries: UOp, group: int) -> Laid:
 def _schedule(spec: DecodeSpec, machine: Target) -> AnySchedule | CPUSchedule:
     """How the kernels are made. Raises `NotOurs` with what is in the way."""
     if (found := schedule_of(spec, machine)) is not None: return found
-    if isinstance(machine, CPUMachine): raise NotOurs("; ".join(cpu.problems(spec, machine)))
+    if isinstance(machine, CPU): raise NotOurs("; ".join(cpu.problems(spec, machine)))
     made = AnySchedule(template="decode").block(16, 64).k(128).warps(1, 4).stages(2)
     words = "; ".join(problems(made, spec, machine.arch)) or f"d {spec.d} needs more shared memory"
     raise NotOurs(f"no kernel for {short(spec.q.dtype)} on {machine.arch}: {words}")

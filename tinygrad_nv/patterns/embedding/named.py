@@ -15,8 +15,8 @@ from tinygrad.uop.ops import Ops, UOp, sint
 
 from tinygrad_nv.cpu.embedding import kernel as template
 from tinygrad_nv.cpu.kernel import CPUKernel
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
@@ -110,7 +110,7 @@ def _called(spec: EmbeddingSpec, machine: Target, out: program.Output, inputs: l
     device = inputs[0].device
     assert device is not None
     made: TileKernel | CPUKernel
-    if isinstance(machine, CPUMachine):
+    if isinstance(machine, CPU):
         schedule = template.default(spec, machine)
         made = cpu_kernel(spec, schedule)
         note = Note(template.TEMPLATE, f"{spec}: {schedule}", spec, schedule)

@@ -13,8 +13,8 @@ from tinygrad.uop.ops import UOp
 from tinygrad_nv import config
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.cpu.kv_append import kernel as cpu
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
@@ -43,7 +43,7 @@ def _called(what: KVAppend, x: Arguments[UOp], machine: Target) -> tuple[UOp, ..
     for name, pages in (("k_pages", x.k_pages), ("v_pages", x.v_pages)):
         if not program.is_whole(pages):
             raise NotOurs(f"{name} are no storage of their own, to be written in place")
-    aligned = 1 if isinstance(machine, CPUMachine) else ROW_BYTES
+    aligned = 1 if isinstance(machine, CPU) else ROW_BYTES
     k, v, *q = (_rows(each, aligned) for each in (x.k, x.v, *x.q))
     scales = [laid(each) for each in x.scales]
     spec = _spec(what, x, k, v, q, scales)
@@ -55,7 +55,7 @@ def _called(what: KVAppend, x: Arguments[UOp], machine: Target) -> tuple[UOp, ..
     inputs += [x.lengths, *x.rope, *(each.storage for each in scales)]
     moved = sum(each.max_numel() * each.dtype.itemsize for each in (x.k, x.v, *x.q))
     made: TileKernel | CPUKernel
-    if isinstance(machine, CPUMachine):
+    if isinstance(machine, CPU):
         schedule = cpu.default(spec, machine)
         made, note = cpu_kernel(spec, schedule), Note(TEMPLATE, f"{spec}: {schedule}", spec, schedule)
     else:

@@ -28,9 +28,9 @@ from tinygrad.uop.ops import GroupOp, Ops, UOp, sint
 
 from tinygrad_nv import config
 from tinygrad_nv.cpu.kernel import CPUKernel
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.norm import kernel as cpu
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import building, program
 from tinygrad_nv.patterns.attention.fitted import fitted
@@ -153,7 +153,7 @@ def _read_once(spec: NormSpec) -> bool:
 
 def problems(spec: NormSpec, machine: Target) -> list[str]:
     """Why no template of a target takes rows; empty when one does."""
-    if isinstance(machine, CPUMachine): return cpu.problems(spec, machine)
+    if isinstance(machine, CPU): return cpu.problems(spec, machine)
     return gpu.problems(spec, machine.arch)
 
 
@@ -379,7 +379,7 @@ def _called(match: Match, inputs: list[UOp]) -> UOp:
     out, variables = program.Output(end.shape, end.dtype), [] if match.rows is None else [match.rows]
     flops = spec.flops // spec.m * m
     made: TileKernel | CPUKernel
-    if isinstance(machine, CPUMachine):
+    if isinstance(machine, CPU):
         schedule = cpu.default(spec, machine)
         made, note = cpu_kernel(spec, schedule), Note(name, f"{spec}: {schedule}", spec, schedule)
     else: made, note = kernel(spec, machine.arch), Note(name, f"{spec}: {Plan.of(spec)}", spec)

@@ -15,18 +15,19 @@ from tinygrad import Tensor, dtypes
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.cpu.kernel import CPUKernel
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.sampling import choice as choice_template
 from tinygrad_nv.cpu.sampling import count as count_template
 from tinygrad_nv.cpu.sampling import threshold as threshold_template
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.named import call, lower
-from tinygrad_nv.patterns.target import Machine, target_of
+from tinygrad_nv.patterns.target import target_of
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.sampling.spec import DIGITS, LANES, ChoiceSpec, CountSpec, FilterSpec, Number
+from tinygrad_nv.tile.template import GPU
 
 MOST_ROWS = 65535   # of a launch's y
 Spec = FilterSpec | ChoiceSpec | CountSpec
@@ -144,7 +145,7 @@ def _filter(spec: FilterSpec, function: UOp, *arguments: UOp) -> tuple[UOp, ...]
     """A filter by a kernel."""
     out = program.Output((spec.rows, spec.size), dtypes.float32)
     machine = target_of(function.device)
-    if isinstance(machine, CPUMachine):
+    if isinstance(machine, CPU):
         return _on_cpu(threshold_template, spec, threshold_template.default(spec, machine), out, arguments)
     return None if machine is None else _on_gpu("threshold", spec, machine, out, arguments)
 
@@ -153,7 +154,7 @@ def _choice(spec: ChoiceSpec, function: UOp, *arguments: UOp) -> tuple[UOp, ...]
     """A choice by a kernel, or by two where a row is chosen from in pieces."""
     out, machine = program.Output((spec.rows,), dtypes.int32), target_of(function.device)
     if machine is None: return None
-    if isinstance(machine, CPUMachine):
+    if isinstance(machine, CPU):
         schedule = choice_template.default(spec, machine)
         cut = choice_template.pieces(spec, schedule)
         best = program.Output((spec.rows, cut, 2), dtypes.int32)
@@ -174,7 +175,7 @@ def _count(spec: CountSpec, function: UOp, counts: UOp, *arguments: UOp) -> tupl
     if (machine := target_of(function.device)) is None: return None
     if not program.is_whole(counts):
         raise NotOurs("counts are no storage of their own, to be written in place")
-    if not isinstance(machine, CPUMachine): return _on_gpu("count", spec, machine, counts, arguments)
+    if not isinstance(machine, CPU): return _on_gpu("count", spec, machine, counts, arguments)
     return _on_cpu(count_template, spec, CPUSchedule(count_template.TEMPLATE, machine.isa), counts, arguments)
 
 
@@ -186,7 +187,7 @@ def _on_cpu(template: ModuleType, spec: Spec, schedule: CPUSchedule, out: progra
                    flops=template.OPERATIONS * spec.rows * spec.size)
 
 
-def _on_gpu(template: str, spec: Spec, machine: Machine, out: program.Output | UOp,
+def _on_gpu(template: str, spec: Spec, machine: GPU, out: program.Output | UOp,
             arguments: Sequence[UOp]) -> tuple[UOp, ...]:
     """The kernel of a template, called. Raises `NotOurs` where it takes none."""
     if spec.rows > MOST_ROWS: raise NotOurs(f"{spec.rows} rows, at most {MOST_ROWS}")

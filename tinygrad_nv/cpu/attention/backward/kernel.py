@@ -28,8 +28,8 @@ from tinygrad_nv.cpu.attention.backward.text import Text
 from tinygrad_nv.cpu.attention.backward.tiles import ROWS, most_vectors, pitch
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, kernel
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.derivative import derivative
@@ -42,19 +42,19 @@ PARTS = 8               # of a thread: who is done takes the next
 ONCE = 5 / 7            # of the threads' time must be of use where key heads are shared out
 
 
-def problems(spec: BackwardSpec, machine: CPUMachine) -> list[str]:
+def problems(spec: BackwardSpec, target: CPU) -> list[str]:
     """Why this template does not take a backward pass; empty when it does."""
     try: slope = derivative(spec.forward.score)
     except SpecError as error: return [str(error.found)]
     return list(dict.fromkeys([*expression.problems(spec.forward.score), *expression.problems(slope)]))
 
 
-def default(spec: BackwardSpec, machine: CPUMachine) -> CPUSchedule:
+def default(spec: BackwardSpec, target: CPU) -> CPUSchedule:
     """The schedule where nobody has tried others: the largest blocks that fit a stack and half of a cache."""
-    most = min(STACK_BYTES, max(machine.l2_bytes // 2, stack_bytes(spec, *BLOCKS[-1])))
+    most = min(STACK_BYTES, max(target.l2_bytes // 2, stack_bytes(spec, *BLOCKS[-1])))
     m, n = next(blocks for blocks in BLOCKS if stack_bytes(spec, *blocks) <= most)
-    return CPUSchedule(TEMPLATE, machine.isa, _parts(spec, machine.threads, m, n), m, n, rows=ROWS,
-                       columns=most_vectors(machine.isa) * machine.isa.lanes)
+    return CPUSchedule(TEMPLATE, target.isa, _parts(spec, target.threads, m, n), m, n, rows=ROWS,
+                       columns=most_vectors(target.isa) * target.isa.lanes)
 
 
 def stack_bytes(spec: BackwardSpec, block_m: int, block_n: int) -> int:

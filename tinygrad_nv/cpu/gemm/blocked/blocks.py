@@ -18,7 +18,7 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import up
-from tinygrad_nv.cpu.machine import CPUMachine
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.gemm.spec import BYTES, GemmSpec
 
 STACK_BYTES = 1 << 20  # what a kernel may keep on a thread's stack
@@ -54,17 +54,17 @@ def registers(m: int, n: int, isa: ISA) -> tuple[int, int]:
     return min((-(-m // number) for number in strips), key=cost), vectors * isa.lanes
 
 
-def blocks(spec: GemmSpec, machine: CPUMachine, per: int) -> Blocks:
+def blocks(spec: GemmSpec, target: CPU, per: int) -> Blocks:
     """Block sizes of a product of units of `per` elements."""
-    lanes, units = machine.isa.lanes, -(-spec.k // per)
-    rows, columns = registers(spec.m, spec.n, machine.isa)
-    deepest = max(lanes, min(512, machine.l1_bytes // (4 * columns) // lanes * lanes))
+    lanes, units = target.isa.lanes, -(-spec.k // per)
+    rows, columns = registers(spec.m, spec.n, target.isa)
+    deepest = max(lanes, min(512, target.l1_bytes // (4 * columns) // lanes * lanes))
     if spec.a.dtype in BYTES and per == 1: deepest = min(deepest, MOST_BYTES_K)
     block_k = up(-(-units // -(-units // deepest)), lanes)
-    fourth = min(machine.l2_bytes, STACK_BYTES) // 4
+    fourth = min(target.l2_bytes, STACK_BYTES) // 4
     tallest = max(rows, fourth // (4 * max(block_k, columns * spec.parts)) // rows * rows)
     block_m = up(-(-spec.m // -(-spec.m // tallest)), rows)
     widest = max(columns, min(WIDEST, fourth // (4 * block_m * spec.parts) // columns * columns))
     down, across = -(-spec.m // block_m) * spec.matrices, -(-spec.n // widest)
-    while down * across % machine.threads and -(-spec.n // across) > columns: across += 1
+    while down * across % target.threads and -(-spec.n // across) > columns: across += 1
     return Blocks(block_m, up(-(-spec.n // across), columns), block_k * per, rows, columns)

@@ -29,8 +29,8 @@ from tinygrad_nv.cpu.gemm.blocked.micro import micro
 from tinygrad_nv.cpu.gemm.blocked.pack import PER, packing
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, header, kernel, up
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 
@@ -39,23 +39,23 @@ GROUP = 4  # panels of b packed at once, so that as much of each row is read
 PARTS = 4  # for each thread, so that one that is held up does less
 
 
-def problems(spec: GemmSpec, machine: CPUMachine) -> list[str]:
+def problems(spec: GemmSpec, target: CPU) -> list[str]:
     """Why this template does not take a product; empty when it does."""
     out = expression.problems(spec.epilogue)
-    spec = oriented(spec, machine.isa)
-    block = blocks(spec, machine, PER[kind_of(spec, machine.isa)])
-    need = stack_bytes(spec, machine.isa, block)
+    spec = oriented(spec, target.isa)
+    block = blocks(spec, target, PER[kind_of(spec, target.isa)])
+    need = stack_bytes(spec, target.isa, block)
     if need > STACK_BYTES: out.append(f"{need} bytes on a stack, at most {STACK_BYTES}")
     return out
 
 
-def default(spec: GemmSpec, machine: CPUMachine) -> CPUSchedule:
+def default(spec: GemmSpec, target: CPU) -> CPUSchedule:
     """The schedule where nobody has tried others."""
-    spec = oriented(spec, machine.isa)
-    block = blocks(spec, machine, PER[kind_of(spec, machine.isa)])
+    spec = oriented(spec, target.isa)
+    block = blocks(spec, target, PER[kind_of(spec, target.isa)])
     tiles = spec.matrices * -(-spec.m // block.block_m) * -(-spec.n // block.block_n)
-    parts = 1 if spec.flops < SMALL or machine.threads == 1 else min(tiles, machine.threads * PARTS)
-    return CPUSchedule(TEMPLATE, machine.isa, parts, block.block_m, block.block_n, block.block_k, block.rows,
+    parts = 1 if spec.flops < SMALL or target.threads == 1 else min(tiles, target.threads * PARTS)
+    return CPUSchedule(TEMPLATE, target.isa, parts, block.block_m, block.block_n, block.block_k, block.rows,
                        block.columns)
 
 

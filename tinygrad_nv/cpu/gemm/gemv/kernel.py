@@ -24,8 +24,8 @@ from tinygrad_nv.cpu.expression import Place, statements
 from tinygrad_nv.cpu.gemm.gemv.main_loop import Operands, apart, at, sums_of_columns, sums_of_rows
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, kernel, up
-from tinygrad_nv.cpu.machine import CPUMachine
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 
@@ -38,26 +38,26 @@ BYTES_OF_ROW = 4 << 10        # shorter pieces of b's rows, where they are side 
 BYTES_OF_PART = 64 << 10      # waking a thread takes as long as reading so much of b
 
 
-def problems(spec: GemmSpec, machine: CPUMachine) -> list[str]:
+def problems(spec: GemmSpec, target: CPU) -> list[str]:
     """Why this template does not take a product; empty when it does."""
     spec = few_rows(spec)
     out = expression.problems(spec.epilogue)
     if spec.m > MOST_ROWS: out.append(f"{spec.m} rows, at most {MOST_ROWS}")
-    elif _widened_bytes(spec, machine.isa) > STACK_BYTES and (spec.symbolic or spec.a.k != 1):
+    elif _widened_bytes(spec, target.isa) > STACK_BYTES and (spec.symbolic or spec.a.k != 1):
         what = "symbolic" if spec.symbolic else f"at strides of {spec.a.k}"
-        out.append(f"{spec.m} rows of {spec.k}, {what}, have {_widened_bytes(spec, machine.isa)} bytes in "
+        out.append(f"{spec.m} rows of {spec.k}, {what}, have {_widened_bytes(spec, target.isa)} bytes in "
                    f"float32, at most {STACK_BYTES} on a stack")
     return out
 
 
-def default(spec: GemmSpec, machine: CPUMachine) -> CPUSchedule:
+def default(spec: GemmSpec, target: CPU) -> CPUSchedule:
     """The schedule where nobody has tried others."""
-    spec, lanes = few_rows(spec), machine.isa.lanes
-    made = _of_columns(spec, machine.isa) if _by_columns(spec) else _of_rows(spec, machine.isa)
+    spec, lanes = few_rows(spec), target.isa.lanes
+    made = _of_columns(spec, target.isa) if _by_columns(spec) else _of_rows(spec, target.isa)
     nbytes = spec.matrices * spec.n * spec.parts * spec.k * spec.b.dtype.itemsize
-    most = machine.threads * PARTS if machine.threads > 1 else 1
+    most = target.threads * PARTS if target.threads > 1 else 1
     if _by_columns(spec) and spec.matrices == 1:
-        most = min(most, max(machine.threads, spec.n * spec.b.dtype.itemsize // BYTES_OF_ROW))
+        most = min(most, max(target.threads, spec.n * spec.b.dtype.itemsize // BYTES_OF_ROW))
     parts = max(1, min(most, nbytes // BYTES_OF_PART))
     # so many chunks that parts have the same number of them
     chunks = -(-spec.n // made.block_n)

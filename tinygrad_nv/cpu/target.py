@@ -1,6 +1,6 @@
-"""The machine that CPU kernels are made for: instruction set, threads, caches.
+"""What CPU kernels are compiled for: instruction set, threads, caches.
 
-Protocol: `machine()` is what this process has now. NV_CPU_ISA narrows the instruction set; tinygrad's
+Protocol: `host()` is what this process has now. NV_CPU_ISA narrows the instruction set; tinygrad's
 NUM_CPU_THREADS is the number of threads (by default what the container and the affinity mask leave,
 runtime/cpu/threads.py). Both are part of the key of schedules made with it.
 """
@@ -18,8 +18,8 @@ _L1, _L2, _L3 = 32 << 10, 512 << 10, 4 << 20
 
 
 @dataclass(frozen=True)
-class CPUMachine:
-    """What kernels are made for. Caches in bytes: `l1` and `l2` of one core, `l3` shared."""
+class CPU:
+    """What a kernel is compiled for. Caches in bytes: `l1` and `l2` of one core, `l3` shared."""
     isa: ISA
     threads: int
     l1_bytes: int = _L1
@@ -27,9 +27,9 @@ class CPUMachine:
     l3_bytes: int = _L3
 
 
-def machine() -> CPUMachine:
-    """The machine as it is now. Raises `ConfigError` for an instruction set it lacks."""
-    return CPUMachine(detect(), threads(), *caches())
+def host() -> CPU:
+    """The CPU of this process, as it is now. Raises `ConfigError` for an instruction set it lacks."""
+    return CPU(detect(), threads(), *caches())
 
 
 @functools.cache
