@@ -112,7 +112,7 @@ def gate(m: int, n: int, k: int, major: str, rounded: bool) -> GemmSpec:
         (W.block(128, 128), "K"), (W.block(128, 128), "MN"), (W.block(128, 96).cluster(2, 2), "K"),
         (W.block(128, 64).pingpong(), "MN"), (W.block(64, 16).warps(8), "K"))]])
 def test_gates(schedule: GemmSchedule, major: str, extents: tuple[int, int, int]):
-    """silu has no exact values: two roundings of bfloat16 apart at most; a few more where sums are rounded."""
+    """silu has no exact values: two roundings of bfloat16 apart at most, more of rounded sums."""
     wgmma = isinstance(schedule, Wgmma)
     spec = gate(*extents, major, wgmma)
     given = arguments(spec, integers=False)

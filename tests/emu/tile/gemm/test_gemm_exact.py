@@ -96,7 +96,7 @@ MMA = [
     *each("splits", "sm_80", (
         (product(70, 50, k, BF16, batch=(2,), out=F32, epilogue=relu(Sum() + Load(0, F32, 0, 1, (0,)))),
          M.block(64, 32).k(32).warps(2, 1).stages(2).split(splits))
-        for k, splits in ((64 * 8, 2), (500, 3), (7 * 32, 7), (97, 4), (33, 2))), 4),
+        for k, splits in ((64 * 8, 2), (500, 3), (7 * 32, 7), (97, 4), (33, 2), (97, 3), (129, 4))), 4),
     *each("splits-of-rows-at-launch", "sm_80", [
         (product(150, 40, 160, BF16, F32, symbolic=True), M64.split(2))], rows=(1, 64, 130)),
     *each("every-tile-once", "sm_80", (
