@@ -47,7 +47,7 @@ def test_parts_and_what_became_of_them(folder: Path):
     said = report.section(folder)
     assert ("2 tests: 1 measured, 1 hung; 40 launches: 30 bit for bit, 5 within their bounds, 1 up to the "
             "order of warps, 3 in what PTX leaves open, **1 disagree**") in said
-    assert "| matrix products | 3 rows: 2 measured, 1 not measured |" in said
+    assert "| matmuls | 3 rows: 2 measured, 1 not measured |" in said
     for about in ("attention, forward", "attention, backward", "decode attention over pages",
                   "whole decode steps", "memory-bound kernels"):
         assert f"| {about} | not measured |" in said

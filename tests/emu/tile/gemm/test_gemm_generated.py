@@ -167,7 +167,7 @@ def cases(draw: st.DrawFn, template: str, steps: tuple[str, ...]) -> Case:
 
 def launched(case: Case, values: dict[str, torch.Tensor], seed: int, rows: int,
              sm_count: int) -> torch.Tensor:
-    """The result. Nobody has written the rows beyond those of the launch."""
+    """The result. Nothing has written the rows beyond those of the launch."""
     spec, schedule, arch = case
     made = TABLE.build(spec, schedule, GPU(arch, sm_count))
     return run(made, spec, values, arch, seed, rows if spec.symbolic else None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tinygrad_nv.ptx.builder import Kernel, Place, Value
+from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.gemm.spec import Operand
 from tinygrad_nv.tile.gemm.wgmma.plan import Plan
 from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import Corner
@@ -91,14 +91,14 @@ class Loads:
             side.batch = [_signed(self.k, corner.batch[i])
                           for i in walked(side.operand, self.plan.spec.batch)]
 
-    def issue(self, stage: Value, full: Place) -> None:
+    def issue(self, stage: Value, full: MemoryOperand) -> None:
         """Copies of one stage, which arrive at the barrier `full`; K moves on."""
         for side in (self.a, self.b):
             target = side.target + stage * side.tile.nbytes
             for part, each in enumerate(side.maps): self._boxes(side, part, each, target, full)
             side.at_k += self.plan.schedule.block_k
 
-    def _boxes(self, side: Side, part: int, tensor_map: Value, target: Value, full: Place) -> None:
+    def _boxes(self, side: Side, part: int, tensor_map: Value, target: Value, full: MemoryOperand) -> None:
         """The columns of a part of a tile."""
         tile, k_major = side.tile, side.tile.major == "K"
         columns = tile.columns if k_major else tile.columns // tile.parts
