@@ -116,7 +116,7 @@ def _tune(arguments: argparse.Namespace) -> None:
     if arguments.arch == CPU:
         _tune_cpu(spec, arguments)
         return
-    if reason := why_not(spec, arguments.arch):
+    if reason := why_not(spec, GPU(arguments.arch)):
         raise SpecError(f"no template takes {_shown(spec, arguments)} on {arguments.arch}: {reason}")
     with bar(str(spec)) as progress:
         tried = tune(spec, arguments.arch, arguments.beam, arguments.sm_count or 0, None, progress)

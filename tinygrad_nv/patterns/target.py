@@ -1,13 +1,12 @@
 """What the kernels of a device are made for: a GPU behind a driver of ours, or the CPU.
 
-Protocol: `target_of(device)` is a `Machine`, a `CPU`, or None where kernels are tinygrad's business;
+Protocol: `target_of(device)` is a `GPU`, a `CPU`, or None where kernels are tinygrad's business;
 `machine_of` knows GPUs alone. Shards of one kind of device have one target. `configuration` is what kernels
 for the CPU depend on besides the graph, for the keys of schedules.
 """
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
 
 from tinygrad.device import Device
 from tinygrad.helpers import DEV, to_tuple
@@ -15,26 +14,13 @@ from tinygrad.renderer.cstyle import ClangRenderer
 
 from tinygrad_nv import config
 from tinygrad_nv.cpu.target import CPU, host
-from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.runtime.clock import DriverClock
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.runtime.renderers import renderer_of
-from tinygrad_nv.tile.clock import Clock
+from tinygrad_nv.tile.template import GPU
 
 GPUS = ("EMU", "CUDA")
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a kernel is made for. `clock` times candidates; without one the emulator counts them. `clusters`
-    are those that its driver has room for at once."""
-    arch: str
-    sm_count: int
-    clusters: Clusters = ()
-    clock: Clock | None = field(default=None, compare=False)
-
-
-Target = Machine | CPU
+Target = GPU | CPU
 
 
 def target_of(device: str | tuple[str, ...] | None) -> Target | None:
@@ -42,7 +28,7 @@ def target_of(device: str | tuple[str, ...] | None) -> Target | None:
     return machine_of(device) or cpu_of(device)
 
 
-def machine_of(device: str | tuple[str, ...] | None) -> Machine | None:
+def machine_of(device: str | tuple[str, ...] | None) -> GPU | None:
     """The GPU that runs a device's kernels, None if its driver is not ours."""
     names = to_tuple(device) if device is not None else ()
     if any(kind_of(name) not in GPUS for name in names): return None
@@ -89,9 +75,9 @@ def _arch(name: str) -> tuple[str, str]:
     return name, "" if driver is None else driver.properties.arch
 
 
-def _machine(name: str) -> Machine | None:
+def _machine(name: str) -> GPU | None:
     driver: Driver | None = getattr(Device[name], "driver", None)
     if driver is None: return None
     emulated = kind_of(name) == "EMU"
-    return Machine(driver.properties.arch, driver.properties.sm_count, driver.clusters,
+    return GPU(driver.properties.arch, driver.properties.sm_count, driver.clusters,
                    None if emulated else DriverClock(driver))

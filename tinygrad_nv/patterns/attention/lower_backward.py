@@ -31,7 +31,7 @@ from tinygrad_nv.patterns.attention.named import FlashAttentionBackward
 from tinygrad_nv.patterns.attention.spec import widths
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.strides import Laid, copied, laid
-from tinygrad_nv.patterns.target import Machine, target_of
+from tinygrad_nv.patterns.target import target_of
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.backward_defaults import default
@@ -40,6 +40,7 @@ from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Rows
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, short, walk
 from tinygrad_nv.tile.kernel import BackwardKernel
+from tinygrad_nv.tile.template import GPU
 
 TEMPLATE = "flash attention backward"
 
@@ -109,7 +110,7 @@ def divided(spec: AttentionSpec, batch: Shape) -> AttentionSpec:
 
 
 def _chosen(forward: AttentionSpec, grad: UOp, by_rows: tuple[bool, bool],
-            machine: Machine | CPU) -> tuple[BackwardSpec, AnySchedule | CPUSchedule, UOp]:
+            machine: GPU | CPU) -> tuple[BackwardSpec, AnySchedule | CPUSchedule, UOp]:
     """The spec of a backward pass, its schedule, and the gradient's storage: where it lies if that can be."""
     reason, ordered = "", bool(config.get("NV_DETERMINISTIC"))
     for read in (laid(grad), copied(grad)):
@@ -121,12 +122,12 @@ def _chosen(forward: AttentionSpec, grad: UOp, by_rows: tuple[bool, bool],
     raise NotOurs(reason)
 
 
-def _schedule(spec: BackwardSpec, machine: Machine | CPU) -> AnySchedule | CPUSchedule | None:
-    if isinstance(machine, Machine): return default(spec, machine.arch)
+def _schedule(spec: BackwardSpec, machine: GPU | CPU) -> AnySchedule | CPUSchedule | None:
+    if isinstance(machine, GPU): return default(spec, machine.arch)
     return None if flash_backward.problems(spec, machine) else flash_backward.default(spec, machine)
 
 
-def _reason(spec: BackwardSpec, machine: Machine | CPU) -> str:
+def _reason(spec: BackwardSpec, machine: GPU | CPU) -> str:
     """Why there is no schedule."""
     if isinstance(machine, CPU): return "; ".join(flash_backward.problems(spec, machine))
     if words := dtype_problems(spec): return "; ".join(words)
@@ -162,7 +163,7 @@ def _filled(made: UOp, shape: Shape, by_rows: bool) -> UOp:
 # **** calls ****
 
 @functools.lru_cache(1024)
-def kernel(spec: BackwardSpec, schedule: AnySchedule, machine: Machine) -> BackwardKernel:
+def kernel(spec: BackwardSpec, schedule: AnySchedule, machine: GPU) -> BackwardKernel:
     """The kernel of a backward pass."""
     folder = schedule.template.removeprefix("flash_")
     make = getattr(import_module(f"tinygrad_nv.tile.attention.{folder}.kernel"), schedule.template)
@@ -176,7 +177,7 @@ def cpu_kernel(spec: BackwardSpec, schedule: CPUSchedule) -> CPUKernel:
     return flash_backward.build(spec, schedule)
 
 
-def _called(spec: BackwardSpec, schedule: AnySchedule | CPUSchedule, machine: Machine | CPU,
+def _called(spec: BackwardSpec, schedule: AnySchedule | CPUSchedule, machine: GPU | CPU,
             inputs: list[UOp]) -> tuple[UOp, ...]:
     """dq in float32, dk and dv."""
     one, device = spec.forward, inputs[0].device
@@ -188,6 +189,6 @@ def _called(spec: BackwardSpec, schedule: AnySchedule | CPUSchedule, machine: Ma
     made: BackwardKernel | CPUKernel
     if isinstance(schedule, CPUSchedule): made = cpu_kernel(spec, schedule)
     else:
-        assert isinstance(machine, Machine)
+        assert isinstance(machine, GPU)
         made = kernel(spec, schedule, machine)
     return program.called(made, device, [dq, *results], inputs, flops=spec.flops, note=note)

@@ -50,7 +50,7 @@ from tinygrad_nv.patterns.epilogue import Unfused
 from tinygrad_nv.patterns.index import Indices, NotAffine, Space
 from tinygrad_nv.patterns.positions import is_variable
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
-from tinygrad_nv.patterns.target import Machine, Target, target_of
+from tinygrad_nv.patterns.target import Target, target_of
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.tile.any_schedule import AnySchedule
@@ -59,6 +59,7 @@ from tinygrad_nv.tile.attention.spec import AttentionSpec
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.kernel import AttentionKernel
 from tinygrad_nv.tile.launch import Integer
+from tinygrad_nv.tile.template import GPU
 
 NEEDS = ({Ops.REDUCE, Ops.EXP2},)
 FILLING = ("flash_wgmma",)  # their grids depend on how many multiprocessors there are
@@ -272,7 +273,7 @@ def schedule_of(spec: AttentionSpec, machine: Target) -> AnySchedule | CPUSchedu
 
 
 @functools.lru_cache(1024)
-def kernel(spec: AttentionSpec, schedule: AnySchedule, machine: Machine) -> AttentionKernel:
+def kernel(spec: AttentionSpec, schedule: AnySchedule, machine: GPU) -> AttentionKernel:
     """The kernel of an attention."""
     folder = schedule.template.removeprefix("flash_")
     make = getattr(import_module(f"tinygrad_nv.tile.attention.{folder}.kernel"), schedule.template)
@@ -299,7 +300,7 @@ def call(spec: AttentionSpec, schedule: AnySchedule | CPUSchedule, machine: Targ
     made: AttentionKernel | CPUKernel
     if isinstance(schedule, CPUSchedule): made = cpu_kernel(spec, schedule, integers)
     else:
-        assert isinstance(machine, Machine)
+        assert isinstance(machine, GPU)
         made = kernel(spec, schedule, machine).with_integers(integers)
     return program.called(made, device, outputs, inputs, rows=rows, variables=variables, flops=flops,
                           nbytes=nbytes, note=note)

@@ -21,7 +21,7 @@ from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.attention.spec import Found, integer, most
 from tinygrad_nv.patterns.positions import Form, summed
-from tinygrad_nv.patterns.target import Machine, Target
+from tinygrad_nv.patterns.target import Target
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Band, Rows
@@ -31,6 +31,7 @@ from tinygrad_nv.tile.decode.spec import MOST_ROWS, DecodeSpec, Pages
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, walk
 from tinygrad_nv.tile.kernel import DecodeKernel
 from tinygrad_nv.tile.launch import Integer
+from tinygrad_nv.tile.template import GPU
 
 MOST_PACKED = 64   # rows of a key head in one CTA: four warps of 16
 FEWEST_KEYS = 128  # of the smallest split
@@ -174,7 +175,7 @@ def call(one: Decode, machine: Target, device: str | tuple[str, ...], out: progr
     made: DecodeKernel | cpu.CPUDecode
     if isinstance(schedule, CPUSchedule): made = cpu_kernels(spec, schedule, one.integers)
     else:
-        assert isinstance(machine, Machine)
+        assert isinstance(machine, GPU)
         made = kernels(spec, schedule, machine.arch).with_integers(one.integers)
     return program.called(made, device, [out], inputs, variables=variables, flops=flops, nbytes=nbytes,
                           note=note)[0]

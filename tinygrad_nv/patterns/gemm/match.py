@@ -46,7 +46,7 @@ from tinygrad_nv.patterns.contraction import (
 from tinygrad_nv.patterns.epilogue import Epilogue, Unfused, ends, usable
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
-from tinygrad_nv.patterns.target import Machine, target_of
+from tinygrad_nv.patterns.target import target_of
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.tile import database
@@ -69,7 +69,7 @@ class Match:
     region: frozenset[UOp]
     spec: GemmSpec
     schedule: GemmSchedule | CPUSchedule
-    machine: Machine | CPU
+    machine: GPU | CPU
     inputs: tuple[UOp, ...]
     rows: UOp | None
 
@@ -149,7 +149,7 @@ class _Matcher:
         if reason: program.miss(TEMPLATE, found.total, reason)
 
 
-def _matched(found: Product, end: UOp, region: frozenset[UOp], machine: Machine | CPU,
+def _matched(found: Product, end: UOp, region: frozenset[UOp], machine: GPU | CPU,
              memory: Callable[[UOp], bool]) -> Match:
     """The match of a region. Raises `NotOurs`, `Unfused` or `NotAffine` where there is none."""
     space = Space()
@@ -196,14 +196,14 @@ def _parts(space: Space, places: list[tuple[Side, Side]]) -> tuple[Side, Side, l
     return base[1 - moving], base[moving], [steps.index(offset) for offset in offsets[moving]], part
 
 
-def _schedule(spec: GemmSpec, machine: Machine | CPU) -> GemmSchedule | CPUSchedule:
+def _schedule(spec: GemmSpec, machine: GPU | CPU) -> GemmSchedule | CPUSchedule:
     if isinstance(machine, CPU):
         if words := cpu.too_short(spec): raise NotOurs(words, final=True)
         if (found := cpu.product(spec, machine)) is not None: return found
         raise NotOurs(cpu.why_not(spec, machine))
-    if (schedule := choose(spec, machine.arch, machine.sm_count, machine.clock)) is not None: return schedule
+    if (schedule := choose(spec, machine)) is not None: return schedule
     if spec.a.dtype == dtypes.float32 and not spec.tf32: raise NotOurs("float32 without ALLOW_TF32", True)
-    raise NotOurs(why_not(spec, machine.arch))
+    raise NotOurs(why_not(spec, machine))
 
 
 # **** specs ****
@@ -251,9 +251,9 @@ def _finished(root: Expression, loads: list[Load], parts: list[int]) -> Expressi
 # **** calls ****
 
 @functools.lru_cache(1024)
-def kernel(spec: GemmSpec, schedule: GemmSchedule, machine: Machine) -> GemmKernel:
+def kernel(spec: GemmSpec, schedule: GemmSchedule, machine: GPU) -> GemmKernel:
     """The kernel of a product."""
-    made: GemmKernel = TABLE.build(spec, schedule, GPU(machine.arch, machine.sm_count, machine.clusters))
+    made: GemmKernel = TABLE.build(spec, schedule, machine)
     return made
 
 
@@ -272,7 +272,7 @@ def _called(match: Match, inputs: list[UOp]) -> UOp:
     made: GemmKernel | CPUKernel
     if isinstance(match.schedule, CPUSchedule): made = cpu_kernel(spec, match.schedule)
     else:
-        assert isinstance(match.machine, Machine)
+        assert isinstance(match.machine, GPU)
         made = kernel(spec, match.schedule, match.machine)
     return program.called(made, end.device, [out], inputs, rows=m, variables=[] if rows is None else [rows],
                           flops=flops, nbytes=nbytes, note=note)[0]

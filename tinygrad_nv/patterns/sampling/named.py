@@ -23,10 +23,11 @@ from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.named import call, lower
-from tinygrad_nv.patterns.target import Machine, target_of
+from tinygrad_nv.patterns.target import target_of
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.sampling.spec import DIGITS, LANES, ChoiceSpec, CountSpec, FilterSpec, Number
+from tinygrad_nv.tile.template import GPU
 
 MOST_ROWS = 65535   # of a launch's y
 Spec = FilterSpec | ChoiceSpec | CountSpec
@@ -186,7 +187,7 @@ def _on_cpu(template: ModuleType, spec: Spec, schedule: CPUSchedule, out: progra
                    flops=template.OPERATIONS * spec.rows * spec.size)
 
 
-def _on_gpu(template: str, spec: Spec, machine: Machine, out: program.Output | UOp,
+def _on_gpu(template: str, spec: Spec, machine: GPU, out: program.Output | UOp,
             arguments: Sequence[UOp]) -> tuple[UOp, ...]:
     """The kernel of a template, called. Raises `NotOurs` where it takes none."""
     if spec.rows > MOST_ROWS: raise NotOurs(f"{spec.rows} rows, at most {MOST_ROWS}")
