@@ -30,7 +30,7 @@ from tinygrad_nv.hooks import enabled
 from tinygrad_nv.kvcache.store import LayerPages, PagedCache
 from tinygrad_nv.patterns.target import cpu_of, takes
 from tinygrad_nv.runtime.observe.ranges import layer
-from tinygrad_nv.tile.gemm.spec import HALVES
+from tinygrad_nv.tile.gemm.spec import FLOAT16S
 
 from .config import ModelConfig
 from .paged import PagedBatch
@@ -127,7 +127,7 @@ def takes_matmuls(x: Tensor, decoding: bool) -> bool:
     """Whether matmuls of x run on kernels of this package, which take an attention whole and store its
     inputs. tinygrad's own kernels compute x again for each output element unless it is contiguous. That holds
     for float32 on GPUs, whose gradients need intermediate results of the attention."""
-    return enabled() and takes(x.device) and (decoding or x.dtype in HALVES or cpu_of(x.device) is not None)
+    return enabled() and takes(x.device) and (decoding or x.dtype in FLOAT16S or cpu_of(x.device) is not None)
 
 
 class Attention:

@@ -25,7 +25,7 @@ from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
 from tinygrad_nv.table import aligned
 from tinygrad_nv.tile.expression import Apply, Expression, loads, short, walk
 from tinygrad_nv.tile.expression import show as written
-from tinygrad_nv.tile.gemm.cost import Model, Prediction, predict
+from tinygrad_nv.tile.gemm.cost import CostModel, Prediction, predict
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.gpu import machine_for
@@ -199,7 +199,7 @@ def tile_text(product: ScheduledGemm) -> str:
     rows = [*_tiles(product), *_launch(kernel, prediction),
             ("predicted", f"{seconds(prediction.seconds)}, {rate}, bound: {prediction.bound}"),
             ("", ", ".join(f"{name} {seconds(part)}" for name, part in prediction.parts.items())),
-            ("at best", f"{seconds(Model(spec, machine).roofline(s))}, by peak rates alone"),
+            ("at best", f"{seconds(CostModel(spec, machine).roofline(s))}, by peak rates alone"),
             *_memory(kernel)]
     found = resources(product)
     rows.append(("registers", "- (no ptxas)" if found is None else

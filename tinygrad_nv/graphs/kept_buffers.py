@@ -1,7 +1,8 @@
 """Buffers that a recorded step creates and keeps, and those that it only uses.
 
 Protocol: see capture.py, which finds with `find_kept` what live Tensors refer to after a recording, and
-computes with `run_kept` what depends on no input. """
+computes with `run_kept` what depends on no input.
+"""
 from __future__ import annotations
 
 import weakref

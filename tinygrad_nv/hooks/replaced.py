@@ -2,7 +2,8 @@
 
 Protocol: `replace(owner, attribute, ours)` remembers what was there, `theirs` says what that is, `put_back`
 restores it, unless other code has replaced ours since. `add` and `remove` keep tables of what is registered
-by name. """
+by name.
+"""
 from __future__ import annotations
 
 import importlib.metadata

@@ -3,7 +3,8 @@
 Protocol: `finalize` is a compile hook. In a schedule made from a rewrite the variables of a kernel's body
 have become the user's own, whose type is usually weak; tinygrad lowers that in the kernels it generates, and
 encodes arguments by it in the others. Estimates, upper bounds until then, become those of the variables. What
-other processes have compiled is taken from their cache (runtime/programs.py). """
+other processes have compiled is taken from their cache (runtime/programs.py).
+"""
 from __future__ import annotations
 
 from dataclasses import replace

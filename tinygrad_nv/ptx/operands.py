@@ -6,7 +6,8 @@ vectors.
 
 `OperandParser.line_instruction` does the same for an instruction on one line, as nearly all are, and looks
 its operands up by their text: three times as fast. It leaves what is unusual, and every error, to
-`instruction`. """
+`instruction`.
+"""
 from __future__ import annotations
 
 import functools

@@ -3,7 +3,8 @@
 Protocol: `RequestLimits` are set at startup. `read_body` reads a body, and raises 413 for one that is too
 large (at once if Content-Length says so), and 408 for one that does not arrive in time. `Guarded` is
 uvicorn's HTTP protocol with timeouts that uvicorn lacks: for headers, for an unread body, and for clients
-that do not read. It answers invalid HTTP with OpenAI-style errors. """
+that do not read. It answers invalid HTTP with OpenAI-style errors.
+"""
 from __future__ import annotations
 
 import asyncio

@@ -99,7 +99,8 @@ def test_vector_add_assembles(arch: str):
 
 def pipeline(stages: int = 4) -> Kernel:
     """A 128x128 bf16 product: one producer warpgroup, two consumers of 64x128 each, `stages` stages of 64 of
-    K. """
+    K.
+    """
     k = Kernel("gemm", threads=384, min_ctas=1)
     a_map, b_map = k.tensor_map("a_map"), k.tensor_map("b_map")
     out, steps = k.pointer("out"), k.param("steps", "s32")

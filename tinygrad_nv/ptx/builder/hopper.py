@@ -3,7 +3,8 @@
 Protocol: each method emits the instructions of its name through `Core.emit`, with the modifiers that the
 common case needs; anything else is `emit` itself. Addresses are `MemoryOperand`s: `tile.at(16)`,
 `pointer.at()`, `barriers[i]`. Bytes, threads and coordinates are constants or u32 / s32 registers, as the
-instruction has them. """
+instruction has them.
+"""
 from __future__ import annotations
 
 from collections.abc import Sequence

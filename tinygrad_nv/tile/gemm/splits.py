@@ -1,9 +1,9 @@
-"""One tile's sum by several CTAs: which tiles along K each has, and how their sums meet.
+"""One tile's sum by several CTAs: which tiles along K each has, and how their sums are reduced.
 
 Protocol: split s of S has `tiles` tiles of K in a row; where they do not divide, the first splits have one
-more. Each CTA leaves its sums in its place of the workspace, then counts itself in the tile's flag; whoever
-finds S - 1 there is the last, adds all sums up in the order of the splits, and alone goes on to the
-epilogue. So the result does not depend on who comes when, and nobody waits: CTAs of a tile need not run at
+more. Each CTA leaves its sums in its place of the workspace, then counts itself in the tile's flag; the CTA
+that finds S - 1 there is the last, adds all sums up in the order of the splits, and alone goes on to the
+epilogue. So the result does not depend on the order of CTAs, and none waits: CTAs of a tile need not run at
 the same time.
 
 The workspace has for each tile and split, cell after cell, 16 bytes of each thread.
