@@ -145,8 +145,7 @@ def _launch_triton(kernel: Any, sets: Sequence[Sequence[Any]], fixed: dict[str, 
     kernel(a=a, b=b, c=c, **fixed)
 
 
-ALONE =
-"""
+ALONE = """
 import json, sys, time
 from tinygrad import Device, Tensor, TinyJit, dtypes
 m, n, k, gated, seconds = *map(int, sys.argv[1:5]), float(sys.argv[5])

@@ -73,8 +73,7 @@ assert (schedule.pre_schedule, realize.pre_compile, realize.custom_functions) ==
 
 
 def test_shared_memory_and_aux_reach_the_program_and_variables_its_launch(patched):
-    run(patched, "-c",
-    """
+    run(patched, "-c", """
 from tinygrad import dtypes
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo, UOp
 p = UOp.placeholder((4,), dtypes.float, 0)

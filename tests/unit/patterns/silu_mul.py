@@ -7,8 +7,7 @@ from tinygrad_nv.patterns.rewriting import write_through
 from tinygrad_nv.runtime.note import Note
 
 # exp2 by hand: a kernel cannot call libm with every compiler that the CPU device may have
-SOURCE =
-"""
+SOURCE = """
 static inline float exp2_(float x) {
   x = x < -126.f ? -126.f : (x > 126.f ? 126.f : x);
   int whole = (int)(x + (x < 0 ? -0.5f : 0.5f));

@@ -35,8 +35,7 @@ def test_a_loop_is_what_lies_between_a_label_and_the_branch_back():
 
 def test_branches_to_addresses_are_those_to_labels():
     """cuobjdump prints addresses, and a comment with the encoding after each line."""
-    text =
-    """
+    text = """
                 Function : gemm
         .headerflags    @"EF_CUDA_SM80"
         /*0000*/                   IMAD.MOV.U32 R1, RZ, RZ, c[0x0][0x28] ;  /* 0x00000a00ff017624 */

@@ -170,8 +170,7 @@ def test_the_hook_can_be_put_back_and_stays_while_disabled():
     assert ops_cpu.ClangRenderer is ClangRenderer
 
 
-WORKERS =
-"""
+WORKERS = """
 from tinygrad_nv import Tensor
 from tinygrad.engine import worker
 x = Tensor([[1.0, 2.0], [3.0, 4.0]])

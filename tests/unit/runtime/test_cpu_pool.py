@@ -248,8 +248,7 @@ def test_the_class_of_programs_is_put_back():
 
 # **** fewer cores than it seems ****
 
-SCRIPT =
-"""
+SCRIPT = """
 import os, sys, time
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 from tinygrad_nv import Tensor, TinyJit
@@ -271,8 +270,7 @@ def test_one_core_and_any_number_of_threads(threads: str):
 
 def test_programs_of_queues_are_made_when_a_queue_is_used():
     """Opening the device generates and compiles nothing; tinygrad's queues work all the same."""
-    script =
-    """
+    script = """
 from tinygrad import Device
 from tinygrad_nv import Tensor
 from tinygrad_nv.runtime.cpu import clang

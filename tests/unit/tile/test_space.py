@@ -144,8 +144,7 @@ def test_a_choice_moves_only_with_the_model(spec, chosen):
     assert {arch: str(analytic(spec, arch)) for arch in ARCHITECTURES} == chosen
 
 
-CODE =
-"""
+CODE = """
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.choose import choose
 from tinygrad_nv.tile.template import GPU
