@@ -118,6 +118,11 @@ class GemmSchedule(Schedule, ABC):
         return ()
 
     @property
+    def unshared(self) -> Self:
+        """The same with each tile's sum by one CTA."""
+        return replace(self, splits=1)
+
+    @property
     def bare(self) -> Self:
         """The tile by itself: neither a cluster nor splits that it could do without."""
         return replace(self, **self.ALONE)
@@ -291,6 +296,9 @@ class Wgmma(Warpgroups, RingSchedule):
 
     @property
     def cluster_ctas(self) -> int: return self.cluster_m * self.cluster_n * self.splits
+
+    @property
+    def unshared(self) -> Self: return replace(self, splits=1, stream=False)
 
     @property
     def turns(self) -> int: return 2 if self.mode == "pingpong" else 1
