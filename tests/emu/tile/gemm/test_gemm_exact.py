@@ -16,7 +16,7 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.tile import tile_scheduler as walk
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, relu
-from tinygrad_nv.tile.gemm.gemv.plan import Plan
+from tinygrad_nv.tile.gemm.gemv.plan import GemvPlan
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.template import GPU
@@ -181,7 +181,7 @@ def gemv(spec: GemmSpec, warps: int = 4, splits: int = 1) -> tuple[GemmSpec, Gem
 
 def long(m: int, majors: str, rest: int = 24, steps: int = 15) -> GemmSpec:
     """`steps` iterations of K, and something left."""
-    step = Plan.of(product(m, 40, 2048, majors=majors), GEMV).step
+    step = GemvPlan.of(product(m, 40, 2048, majors=majors), GEMV).step
     return product(m, 40, steps * step + rest, majors=majors, out=F32)
 
 

@@ -36,7 +36,7 @@ from tinygrad_nv.tile.expression import (
     silu,
 )
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Gemv, Mma, Wgmma
-from tinygrad_nv.tile.gemm.spec import BYTES, FP8, GemmSpec, Operand
+from tinygrad_nv.tile.gemm.spec import FP8, INT8S, GemmSpec, Operand
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -112,7 +112,7 @@ def ended(names: tuple[str, ...], start: Expression, kind: DType, m: int, n: int
 
 def results(dtype: DType) -> list[DType]:
     """Dtypes that a result may have."""
-    return [dtypes.int32, F32, BF16] if dtype in BYTES else [BF16, F16, F32]
+    return [dtypes.int32, F32, BF16] if dtype in INT8S else [BF16, F16, F32]
 
 
 @st.composite
@@ -147,7 +147,7 @@ def products(draw: st.DrawFn, schedule: GemmSchedule, dtype: DType, steps: tuple
         if not isinstance(s, Gemv): m = draw(SHORT)
     batch = tuple(draw(st.lists(st.integers(1, 3), max_size=3 if m * n * k < MOST_WORK / 12 else 0)))
     assume(m * n * k < MOST_WORK)
-    other = draw(st.sampled_from(next((kinds for kinds in (FP8, BYTES) if dtype in kinds), (dtype,))))
+    other = draw(st.sampled_from(next((kinds for kinds in (FP8, INT8S) if dtype in kinds), (dtype,))))
     if isinstance(s, Gemv): other = dtype
     a, b = (draw(sides(each, rows, k, batch, isinstance(s, Wgmma)))
             for each, rows in ((dtype, m), (other, n)))
@@ -155,7 +155,7 @@ def products(draw: st.DrawFn, schedule: GemmSchedule, dtype: DType, steps: tuple
     gap, offset = (draw(st.sampled_from([0, 0, 1, 8])) for _ in range(2))
     out = replace(result(kind, m, n, draw(st.sampled_from(["N", "N", "M"])), gap, batch), offset=offset)
     names = tuple(draw(st.lists(st.sampled_from(steps), min_size=smooth, max_size=1 if smooth else 3)))
-    total, ends = Sum(dtypes.int32 if dtype in BYTES else F32), {}
+    total, ends = Sum(dtypes.int32 if dtype in INT8S else F32), {}
     if not s.swap and not smooth and draw(st.integers(0, 3)) == 1:  # gate and up, side by side in one matrix
         b = draw(sides(other, 2 * n, k, batch, isinstance(s, Wgmma)))
         ends = {"parts": 2, "part": n * b.mn}
@@ -178,7 +178,7 @@ def cases(draw: st.DrawFn, template: str, steps: tuple[str, ...]) -> Case:
 
 def launched(case: Case, values: dict[str, torch.Tensor], seed: int, rows: int,
              sm_count: int) -> torch.Tensor:
-    """The result. Nobody has written the rows beyond those of the launch."""
+    """The result. Nothing has written the rows beyond those of the launch."""
     spec, schedule, arch = case
     made = TABLE.build(spec, schedule, GPU(arch, sm_count))
     return run(made, spec, values, arch, seed, rows if spec.symbolic else None)

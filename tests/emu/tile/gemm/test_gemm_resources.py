@@ -15,7 +15,7 @@ from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.emulator.report import Stats
 from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
 from tinygrad_nv.tile.expression import Load, Sum, silu
-from tinygrad_nv.tile.gemm.gemv.plan import Plan
+from tinygrad_nv.tile.gemm.gemv.plan import GemvPlan
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Result
 from tinygrad_nv.tile.gemm.wgmma.plan import REGISTERS
@@ -180,7 +180,7 @@ def test_schedules_that_are_chosen_do_not_spill(arch: str, dtype: DType, m: int,
     schedule = best(spec, arch)
     kernel = TABLE.build(spec, schedule, GPU(arch))
     registers = unspilt(kernel, arch)
-    ctas = Plan.of(spec, schedule).ctas_an_sm
+    ctas = GemvPlan.of(spec, schedule).ctas_an_sm
     assert ctas * -(-registers // 8) * 8 * kernel.threads <= 65536
     shared = assemble(kernel.ptx, arch).kernels[kernel.name].shared_bytes
     assert max(shared, kernel.dynamic_smem) <= SMEM_BYTES[arch]
