@@ -35,7 +35,7 @@ from tinygrad_nv.cpu.kernel import CPUKernel, c_type, header, kernel
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.gemm.spec import BYTES, GemmSpec
+from tinygrad_nv.tile.gemm.spec import INT8S, GemmSpec
 
 TEMPLATE = "amx"
 FEWEST_ROWS = 17         # one row more than a tile: fewer are for gemm/gemv/kernel.py
@@ -51,7 +51,7 @@ def problems(spec: GemmSpec, target: CPU) -> list[str]:
     """Why this template does not take a product; empty when it does."""
     out = expression.problems(spec.epilogue)
     if target.isa.level != "amx": out.append(f"no tiles on {target.isa}")
-    if spec.a.dtype not in (dtypes.bfloat16, *BYTES): out.append(f"tiles of {short(spec.a.dtype)}")
+    if spec.a.dtype not in (dtypes.bfloat16, *INT8S): out.append(f"tiles of {short(spec.a.dtype)}")
     if spec.m < FEWEST_ROWS: out.append(f"{spec.m} rows, at least {FEWEST_ROWS}")
     if spec.parts > 2: out.append(f"{spec.parts} parts, at most 2")
     return out
@@ -104,7 +104,7 @@ def in_place(spec: GemmSpec) -> bool:
     return spec.a.k == 1 and spec.k % (UNITS * PER[_kind(spec)]) == 0
 
 
-def _kind(spec: GemmSpec) -> str: return "quad" if spec.a.dtype in BYTES else "pair"
+def _kind(spec: GemmSpec) -> str: return "quad" if spec.a.dtype in INT8S else "pair"
 
 
 def _step(spec: GemmSpec) -> int:
@@ -147,7 +147,7 @@ def build(spec: GemmSpec, schedule: CPUSchedule) -> CPUKernel:
 
 
 def _dot(spec: GemmSpec) -> str:
-    if spec.a.dtype not in BYTES: return "bf16ps"
+    if spec.a.dtype not in INT8S: return "bf16ps"
     return "b" + "".join("s" if one.dtype == dtypes.int8 else "u" for one in (spec.a, spec.b)) + "d"
 
 
@@ -235,7 +235,7 @@ def _pack_a(source: str, to: str = "0") -> str:
 
 def _finish(spec: GemmSpec) -> str:
     """The epilogue of a vector of sums, and its store."""
-    kind, vector = short(spec.out.dtype), "vi" if spec.a.dtype in BYTES else "vf"
+    kind, vector = short(spec.out.dtype), "vi" if spec.a.dtype in INT8S else "vf"
     names = [f"s{p}" for p in range(spec.parts)]
     lines = ["const s64 left_over = columns - j;"]
     lines += [f"const {vector} {name} = *(const {vector}_u *)&sums[{p}][i][j];"

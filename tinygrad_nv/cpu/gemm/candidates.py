@@ -18,7 +18,7 @@ from tinygrad_nv.cpu.gemm.gemv import kernel as gemv
 from tinygrad_nv.cpu.kernel import up
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
-from tinygrad_nv.tile.gemm.spec import BYTES, GemmSpec
+from tinygrad_nv.tile.gemm.spec import INT8S, GemmSpec
 
 NUMBERS = ("block_m", "block_n", "block_k", "rows", "columns")
 MOST_PARTS, MOST = 4096, 1 << 20
@@ -99,7 +99,7 @@ def _gemm(spec: GemmSpec, s: CPUSchedule) -> list[str]:
     vectors = s.columns // lanes
     if (used := vectors * (s.rows + 1) + 1) > s.isa.registers:
         out.append(f"{s.rows}x{s.columns} takes {used} registers, {s.isa.registers} there are")
-    if spec.a.dtype in BYTES and kind == "fma" and s.block_k > MOST_BYTES_K:
+    if spec.a.dtype in INT8S and kind == "fma" and s.block_k > MOST_BYTES_K:
         out.append(f"sums of {s.block_k} products of bytes in float32, at most {MOST_BYTES_K} are exact")
     need = gemm.stack_bytes(spec, s.isa, Blocks(s.block_m, s.block_n, s.block_k, s.rows, s.columns))
     if need > STACK_BYTES: out.append(f"{need} bytes on a stack, at most {STACK_BYTES}")

@@ -9,7 +9,7 @@ from tinygrad_nv.cpu.gemm.gemv import kernel as gemv
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
-from tinygrad_nv.tile.gemm.spec import BYTES, GemmSpec
+from tinygrad_nv.tile.gemm.spec import INT8S, GemmSpec
 
 PRODUCTS: tuple[ModuleType, ...] = (gemv, amx, gemm)
 FEWEST_BY_FOURS = 5  # rows of bytes that are not for gemv
@@ -25,7 +25,7 @@ def default(spec: GemmSpec, target: CPU) -> CPUSchedule | None:
 def preferred(spec: GemmSpec, target: CPU) -> tuple[ModuleType, ...]:
     """Templates, the fastest first. On Zen 4 gemv is for all of its 16 rows, but not of bytes, of which gemm
     multiplies four at once: 16 rows by 4096 x 2048 take 2.1 ms, 4.5 by gemv; 4 rows the same."""
-    by_fours = spec.a.dtype in BYTES and target.isa.vnni and min(spec.m, spec.n) >= FEWEST_BY_FOURS
+    by_fours = spec.a.dtype in INT8S and target.isa.vnni and min(spec.m, spec.n) >= FEWEST_BY_FOURS
     return (amx, gemm, gemv) if by_fours else PRODUCTS
 
 

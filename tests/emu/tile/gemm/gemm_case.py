@@ -187,7 +187,7 @@ def launched(made: GemmKernel, spec: GemmSpec, given: dict[str, torch.Tensor], a
 
 
 def forget_rows(spec: GemmSpec, pointers: dict[str, Buffer], rows: int) -> None:
-    """What belongs to rows from `rows` on alone becomes memory that nobody has written: reads are found."""
+    """What belongs to rows from `rows` on alone becomes memory that was never written: reads are found."""
     for name, (dtype, where) in places(spec).items():
         if name in ("out", "b"): continue
         written = torch.ones(pointers[name].data.nbytes // dtype.itemsize, dtype=torch.bool)

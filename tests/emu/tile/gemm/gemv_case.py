@@ -6,9 +6,9 @@ import torch
 from gemm_case import arguments, reference, run
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.tile.gemm.cost import Model
+from tinygrad_nv.tile.gemm.cost import CostModel
 from tinygrad_nv.tile.gemm.gemv.defaults import candidates
-from tinygrad_nv.tile.gemm.gemv.plan import Plan
+from tinygrad_nv.tile.gemm.gemv.plan import GemvPlan
 from tinygrad_nv.tile.gemm.schedules import Gemv
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gpu import machine_for
@@ -24,7 +24,7 @@ GEMV = Gemv()
 def best(spec: GemmSpec, arch: str, sm_count: int = 0) -> Gemv:
     """The schedule that is predicted to be the fastest, whatever other templates could do."""
     machine = machine_for(arch, sm_count)
-    model = Model(spec, machine)
+    model = CostModel(spec, machine)
     all_ = [s for start in candidates(spec, GPU(arch)) for s in start.filling(spec, machine.sm_count)]
     legal = (s for s in all_ if not TABLE.problems(spec, s, GPU(arch)))
     return min(legal, key=lambda s: model.predict(s).seconds)
@@ -32,7 +32,7 @@ def best(spec: GemmSpec, arch: str, sm_count: int = 0) -> Gemv:
 
 def scheduled(spec: GemmSpec, granules: int, steps: int, warps: int, splits: int) -> Gemv:
     """A schedule in units of what the product's plan has."""
-    plan = Plan.of(spec, GEMV)
+    plan = GemvPlan.of(spec, GEMV)
     return GEMV.columns(plan.granule * granules).k(plan.step * steps).warps(warps).split(splits)
 
 

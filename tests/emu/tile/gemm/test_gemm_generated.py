@@ -35,7 +35,7 @@ from tinygrad_nv.tile.expression import (
     silu,
 )
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Gemv, Mma, Wgmma
-from tinygrad_nv.tile.gemm.spec import BYTES, FP8, GemmSpec, Operand
+from tinygrad_nv.tile.gemm.spec import FP8, INT8S, GemmSpec, Operand
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -107,7 +107,7 @@ def ended(names: tuple[str, ...], start: Expression, kind: DType, m: int, n: int
 
 def results(dtype: DType) -> list[DType]:
     """Dtypes that a result may have."""
-    return [dtypes.int32, F32, BF16] if dtype in BYTES else [BF16, F16, F32]
+    return [dtypes.int32, F32, BF16] if dtype in INT8S else [BF16, F16, F32]
 
 
 @st.composite
@@ -144,7 +144,7 @@ def products(draw: st.DrawFn, schedule: GemmSchedule, dtype: DType, steps: tuple
     gap, offset = (draw(st.sampled_from([0, 0, 1, 8])) for _ in range(2))
     out = replace(result(kind, m, n, draw(st.sampled_from(["N", "N", "M"])), gap, batch), offset=offset)
     names = tuple(draw(st.lists(st.sampled_from(steps), min_size=smooth, max_size=1 if smooth else 3)))
-    total, ends = Sum(dtypes.int32 if dtype in BYTES else F32), {}
+    total, ends = Sum(dtypes.int32 if dtype in INT8S else F32), {}
     if not s.swap and not smooth and draw(st.integers(0, 4)) == 4:  # gate and up, side by side in one matrix
         b = draw(sides(dtype, 2 * n, k, batch, isinstance(s, Wgmma)))
         ends = {"parts": 2, "part": n * b.mn}
@@ -167,7 +167,7 @@ def cases(draw: st.DrawFn, template: str, steps: tuple[str, ...]) -> Case:
 
 def launched(case: Case, values: dict[str, torch.Tensor], seed: int, rows: int,
              sm_count: int) -> torch.Tensor:
-    """The result. Nobody has written the rows beyond those of the launch."""
+    """The result. Nothing has written the rows beyond those of the launch."""
     spec, schedule, arch = case
     made = TABLE.build(spec, schedule, GPU(arch, sm_count))
     return run(made, spec, values, arch, seed, rows if spec.symbolic else None)

@@ -168,7 +168,7 @@ def test_splits_of_the_sum_meet(k: int, splits: int, seed: int):
     exactly(spec, Mma().block(64, 32).k(32).warps(2, 1).stages(2).split(splits), seed=seed)
 
 
-def test_splits_give_the_same_bits_whoever_comes_last():
+def test_splits_give_the_same_bits_in_any_order_of_ctas():
     spec = product(64, 64, 600, F16, F32)
     given = arguments(spec, integers=False)
     made = TABLE.build(spec, schedule_for(F16).split(5), GPU("sm_80"))

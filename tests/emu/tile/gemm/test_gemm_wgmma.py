@@ -11,12 +11,12 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.tile.expression import Expression, Load, Position, Sum, relu
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Wgmma
-from tinygrad_nv.tile.gemm.spec import BYTES, FP8, HALVES, GemmSpec, Operand
+from tinygrad_nv.tile.gemm.spec import FLOAT16S, FP8, INT8S, GemmSpec, Operand
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
 F32, S32 = dtypes.float32, dtypes.int32
-KINDS = [*HALVES, *HALVES, F32, *FP8, *BYTES]
+KINDS = [*FLOAT16S, *FLOAT16S, F32, *FP8, *INT8S]
 EXTENT = st.one_of(st.integers(1, 40), st.sampled_from([64, 72, 96, 128, 136, 200]))
 DEPTH_K = st.one_of(st.integers(1, 40), st.sampled_from([64, 96, 200, 256, 392]))
 
@@ -31,7 +31,7 @@ def operands(draw: st.DrawFn, dtype: DType, mn: int, k: int, batch: tuple[int, .
              parts: int = 1) -> Operand:
     """Any major that wgmma takes, any aligned gap and offset; the same for all of some dimensions."""
     eight = 16 // dtype.itemsize
-    major = draw(st.sampled_from(["K", "MN"])) if dtype in HALVES else "K"
+    major = draw(st.sampled_from(["K", "MN"])) if dtype in FLOAT16S else "K"
     gap = padded(k if major == "K" else mn, dtype) + draw(st.sampled_from([0, 0, eight]))
     made = operand(dtype, mn * parts, k, major, gap, batch, draw(st.sampled_from([0, 0, 3 * eight])))
     if major == "MN" and parts > 1:  # parts are columns apart, which the pitch must hold
@@ -59,13 +59,13 @@ def epilogues(draw: st.DrawFn, spec: GemmSpec) -> Expression:
 @st.composite
 def specs(draw: st.DrawFn) -> GemmSpec:
     m, n, k, a_dtype = draw(EXTENT), draw(EXTENT), draw(DEPTH_K), draw(st.sampled_from(KINDS))
-    kinds = next((kinds for kinds in (FP8, BYTES) if a_dtype in kinds), (a_dtype,))
+    kinds = next((kinds for kinds in (FP8, INT8S) if a_dtype in kinds), (a_dtype,))
     batch = tuple(draw(st.lists(st.integers(1, 3), max_size=3 if m * n * k < 200_000 else 0)))
     parts, b_dtype = draw(st.sampled_from([1, 1, 1, 2])), draw(st.sampled_from(kinds))
     a = draw(operands(a_dtype, m, k, batch))
     b = draw(operands(b_dtype, n, k, batch, parts))
     part = n * b.mn if b.k == 1 else n + padded(n, b_dtype)
-    out = result(S32 if a_dtype in BYTES else F32, m, n, draw(st.sampled_from("NNM")),
+    out = result(S32 if a_dtype in INT8S else F32, m, n, draw(st.sampled_from("NNM")),
                  draw(st.sampled_from([0, 1, 4])), batch)
     made = GemmSpec(m, n, k, a, b, out, batch, parts=parts, part=part if parts > 1 else 0,
                     symbolic=draw(st.integers(0, 3)) == 0, tf32=a_dtype == F32)

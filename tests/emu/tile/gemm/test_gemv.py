@@ -9,7 +9,7 @@ from gemv_case import ARCHES, DTYPES, GEMV, best, check, exact, scheduled
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.tile.expression import Constant, Load, Position, Sum
-from tinygrad_nv.tile.gemm.gemv.plan import Plan
+from tinygrad_nv.tile.gemm.gemv.plan import GemvPlan
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
@@ -20,7 +20,7 @@ from tinygrad_nv.tile.templates import TABLE
 @pytest.mark.parametrize(("m", "majors"), [(1, "KK"), (1, "KM"), (5, "KK"), (9, "KM")])
 def test_long_sums(arch: str, splits: int, m: int, majors: str):
     """Seven iterations a warp, and something left, in any number of splits."""
-    step = Plan.of(product(m, 40, 2048, majors=majors), GEMV).step
+    step = GemvPlan.of(product(m, 40, 2048, majors=majors), GEMV).step
     spec = product(m, 40, 15 * step + 24, majors=majors, out=dtypes.float32)
     check(spec, scheduled(spec, 1, 1, 2, splits), arch, seed=splits % 4)
 
@@ -126,7 +126,7 @@ def test_strides_of_any_kind(m: int, mn: int, k: int):
 @pytest.mark.parametrize("majors", ["KK", "KM"])
 def test_infinity_stays_infinity(m: int, majors: str):
     """What is left of K meets registers that had weights before: infinity times nothing would be NaN."""
-    n, step = 40, Plan.of(product(m, 40, 2048, majors=majors), GEMV).step
+    n, step = 40, GemvPlan.of(product(m, 40, 2048, majors=majors), GEMV).step
     spec = product(m, n, 3 * step + 8, majors=majors, out=dtypes.float32)
     given_ = arguments(spec)
     given_["a"].fill_(1)

@@ -13,7 +13,7 @@ from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.emulator.report import Stats
 from tinygrad_nv.tile.expression import Sum
-from tinygrad_nv.tile.gemm.gemv.plan import Plan
+from tinygrad_nv.tile.gemm.gemv.plan import GemvPlan
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.kernel import GemmKernel
@@ -46,7 +46,7 @@ def test_schedules_that_are_chosen_do_not_spill(arch: str, dtype: DType, m: int,
     kernel = TABLE.build(spec, schedule, GPU(arch))
     resources = assemble(kernel.ptx, arch).kernels[kernel.name]
     assert (resources.spill_store_bytes, resources.spill_load_bytes, resources.stack_bytes) == (0, 0, 0)
-    ctas = Plan.of(spec, schedule).ctas_an_sm
+    ctas = GemvPlan.of(spec, schedule).ctas_an_sm
     assert ctas * -(-resources.registers // 8) * 8 * kernel.threads <= 65536
     assert max(resources.shared_bytes, kernel.dynamic_smem) <= SMEM_BYTES[arch]
 
