@@ -23,12 +23,14 @@ CELL_BYTES = 16
 
 class Splits:
     """`tiles`: how many tiles of K this CTA has; `least_tiles`: at least; `first_k`: where they begin (None:
-    at 0); `residue`: elements of K in the first of them. `cells` of four sums each a thread holds."""
+    at 0); `residue`: elements of K in the first of them; `one_or_two`: some have two, others one. `cells` of
+    four sums each a thread holds."""
 
     def __init__(self, k: Kernel, spec: GemmSpec, schedule: Mma, cells: int) -> None:
         self.k, self.spec, self.schedule, self.cells = k, spec, schedule, cells
         self.count = schedule.splits
         self.least_tiles, self.more = divmod(-(-spec.k // schedule.block_k), self.count)
+        self.one_or_two = self.least_tiles == 1 and self.more > 0
         self.residue: Value | int = spec.k % schedule.block_k or schedule.block_k
         self.tiles: Value | int = self.least_tiles
         self.first_k: Value | None = None

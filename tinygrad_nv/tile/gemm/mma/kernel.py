@@ -121,7 +121,7 @@ class _MmaKernel:
         zero = 0.0 if kind == "f32" else 0
         self.sums: list[Sums] = [[[k.regs(kind, 4, zero) for _ in range(self.warp_n // 8)]
                                   for _ in range(self.warp_m // 16)] for _ in range(spec.parts)]
-        depth = min(self.schedule.depth, self.splits.least_tiles)
+        depth = min(self.schedule.depth, max(self.splits.least_tiles, 2 if self.splits.one_or_two else 1))
         ring = k.shared("ring", max(self.stage_bytes * depth, self.plan.store.smem_bytes), align=1024)
         self.start, self.depth = ring.address(), depth
         if k.hopper:
@@ -180,7 +180,8 @@ class _MmaKernel:
     def double_buffered(self) -> bool:
         """Whether there are registers for fragments of two steps; they take turns, so steps are even. Single
         bytes are four registers and more each while they are read."""
-        if any(f.mn_major and f.dtype.itemsize == 1 for f in self.fragments): return False
+        if self.splits.one_or_two or any(f.mn_major and f.dtype.itemsize == 1 for f in self.fragments):
+            return False  # a split of one tile has no second one to read fragments of
         sums = self.warp_m * self.warp_n * self.spec.parts // 32
         fragments = (self.warp_m + self.warp_n * self.spec.parts) // 4
         return self.steps % 2 == 0 and sums + 2 * fragments <= REGISTERS
