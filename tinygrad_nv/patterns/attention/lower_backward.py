@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from math import prod
 
 from tinygrad import Tensor, dtypes
@@ -33,14 +32,14 @@ from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.strides import Laid, copied, laid
 from tinygrad_nv.patterns.target import target_of
 from tinygrad_nv.runtime.note import Note
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.backward_defaults import default
-from tinygrad_nv.tile.attention.backward_mma.legality import dtype_problems
-from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
+from tinygrad_nv.tile.attention.backward_spec import BackwardSpec, dtype_problems
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Rows
+from tinygrad_nv.tile.attention.templates import FAMILY
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, short, walk
 from tinygrad_nv.tile.kernel import BackwardKernel
+from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 TEMPLATE = "flash attention backward"
 
@@ -110,7 +109,7 @@ def divided(spec: AttentionSpec, batch: Shape) -> AttentionSpec:
 
 
 def _chosen(forward: AttentionSpec, grad: UOp, by_rows: tuple[bool, bool],
-            machine: GPU | CPU) -> tuple[BackwardSpec, AnySchedule | CPUSchedule, UOp]:
+            machine: GPU | CPU) -> tuple[BackwardSpec, Schedule | CPUSchedule, UOp]:
     """The spec of a backward pass, its schedule, and the gradient's storage: where it lies if that can be."""
     reason, ordered = "", bool(config.get("NV_DETERMINISTIC"))
     for read in (laid(grad), copied(grad)):
@@ -122,8 +121,8 @@ def _chosen(forward: AttentionSpec, grad: UOp, by_rows: tuple[bool, bool],
     raise NotOurs(reason)
 
 
-def _schedule(spec: BackwardSpec, machine: GPU | CPU) -> AnySchedule | CPUSchedule | None:
-    if isinstance(machine, GPU): return default(spec, machine.arch)
+def _schedule(spec: BackwardSpec, machine: GPU | CPU) -> Schedule | CPUSchedule | None:
+    if isinstance(machine, GPU): return FAMILY.choose(spec, machine)
     return None if flash_backward.problems(spec, machine) else flash_backward.default(spec, machine)
 
 
@@ -163,11 +162,9 @@ def _filled(made: UOp, shape: Shape, by_rows: bool) -> UOp:
 # **** calls ****
 
 @functools.lru_cache(1024)
-def kernel(spec: BackwardSpec, schedule: AnySchedule, machine: GPU) -> BackwardKernel:
+def kernel(spec: BackwardSpec, schedule: Schedule, machine: GPU) -> BackwardKernel:
     """The kernel of a backward pass."""
-    folder = schedule.template.removeprefix("flash_")
-    make = getattr(import_module(f"tinygrad_nv.tile.attention.{folder}.kernel"), schedule.template)
-    made: BackwardKernel = make(spec, schedule, machine.arch)
+    made: BackwardKernel = TABLE.build(spec, schedule, machine)
     return made
 
 
@@ -177,7 +174,7 @@ def cpu_kernel(spec: BackwardSpec, schedule: CPUSchedule) -> CPUKernel:
     return flash_backward.build(spec, schedule)
 
 
-def _called(spec: BackwardSpec, schedule: AnySchedule | CPUSchedule, machine: GPU | CPU,
+def _called(spec: BackwardSpec, schedule: Schedule | CPUSchedule, machine: GPU | CPU,
             inputs: list[UOp]) -> tuple[UOp, ...]:
     """dq in float32, dk and dv."""
     one, device = spec.forward, inputs[0].device

@@ -27,7 +27,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 
 from tinygrad.dtype import dtypes
 from tinygrad.uop.ops import GroupOp, Ops, UOp, sint
@@ -53,16 +52,16 @@ from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Target, target_of
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.runtime.observe import ranges
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.defaults import default
 from tinygrad_nv.tile.attention.spec import AttentionSpec
+from tinygrad_nv.tile.attention.templates import FAMILY
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.kernel import AttentionKernel
 from tinygrad_nv.tile.launch import Integer
+from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 NEEDS = ({Ops.REDUCE, Ops.EXP2},)
-FILLING = ("flash_wgmma",)  # their grids depend on how many multiprocessors there are
 
 
 def configuration() -> Hashable:
@@ -117,7 +116,7 @@ class Match:
     attempt: Attempt
     region: frozenset[UOp]
     found: Found
-    made: AnySchedule | CPUSchedule | Decode
+    made: Schedule | CPUSchedule | Decode
     machine: Target
 
 
@@ -263,22 +262,19 @@ def _check(first: Product, second: Product, sides: tuple[Side, Side, Side]) -> N
 
 # **** calls ****
 
-def schedule_of(spec: AttentionSpec, machine: Target) -> AnySchedule | CPUSchedule:
+def schedule_of(spec: AttentionSpec, machine: Target) -> Schedule | CPUSchedule:
     """How a kernel is made. Raises `NotOurs` where no template makes one."""
     if isinstance(machine, CPU):
         if words := flash.problems(spec, machine): raise NotOurs(f"{flash.TEMPLATE}: {', '.join(words)}")
         return flash.default(spec, machine)
-    if (found := default(spec, machine.arch)) is not None: return found
+    if (found := FAMILY.choose(spec, machine)) is not None: return found
     raise NotOurs(f"no template for {short(spec.q.dtype)} attention of {widths(spec)} on {machine.arch}")
 
 
 @functools.lru_cache(1024)
-def kernel(spec: AttentionSpec, schedule: AnySchedule, machine: GPU) -> AttentionKernel:
+def kernel(spec: AttentionSpec, schedule: Schedule, machine: GPU) -> AttentionKernel:
     """The kernel of an attention."""
-    folder = schedule.template.removeprefix("flash_")
-    make = getattr(import_module(f"tinygrad_nv.tile.attention.{folder}.kernel"), schedule.template)
-    filling = [machine.sm_count] if schedule.template in FILLING else []
-    made: AttentionKernel = make(spec, schedule, machine.arch, *filling)
+    made: AttentionKernel = TABLE.build(spec, schedule, machine)
     return made
 
 
@@ -288,7 +284,7 @@ def cpu_kernel(spec: AttentionSpec, schedule: CPUSchedule, integers: tuple[Integ
     return flash.build(spec, schedule, integers)
 
 
-def call(spec: AttentionSpec, schedule: AnySchedule | CPUSchedule, machine: Target,
+def call(spec: AttentionSpec, schedule: Schedule | CPUSchedule, machine: Target,
          outputs: Sequence[program.Output], inputs: Sequence[UOp], rows: sint,
          integers: tuple[Integer, ...] = (), variables: Sequence[UOp] = (), flops: sint = 0,
          nbytes: sint | None = None) -> tuple[UOp, ...]:
