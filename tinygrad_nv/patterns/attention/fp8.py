@@ -20,7 +20,6 @@ from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import UOp
 
-from tinygrad_nv import config
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
@@ -31,7 +30,7 @@ from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.decode.paged import check_kind, check_shape
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.strides import Laid, copied, laid
-from tinygrad_nv.patterns.target import Target, target_of
+from tinygrad_nv.patterns.target import Target
 from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.defaults import default
 from tinygrad_nv.tile.attention.spec import FULL, RESULTS, SCALED, AttentionSpec, Band, Rows, RowScales
@@ -107,14 +106,11 @@ def _worth(what: Fp8Attention, scale: Tensor, rows: int) -> Tensor:
 
 # **** a kernel ****
 
-def lowered(what: Fp8Attention, function: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
-    """The result by a kernel of ours. Raises `NotOurs` where there is none."""
-    machine = target_of(function.device)
-    if machine is None or not config.get("NV_ATTENTION"): return None
+def lowered(what: Fp8Attention, machine: Target, *arguments: UOp) -> tuple[UOp, ...]:
+    """The result by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
     read, scales = [_read(x) for x in arguments[:3]], [laid(x) for x in arguments[3:]]
     shape = (*map(int, arguments[0].shape[:3]), int(arguments[2].shape[3]))
-    try: spec = _spec(what, read, scales, arguments)
-    except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
+    spec = _spec(what, read, scales, arguments)
     inputs = [each.storage for each in (*read, *scales)]
     return call_of(spec, _schedule(spec, what, machine), machine, [program.Output(shape, what.dtype)], inputs,
                    spec.s_q, flops=spec.flops)
@@ -153,4 +149,4 @@ def _read(x: UOp) -> Laid:
     return found if d == 1 and aligned else copied(x)
 
 
-lower(Fp8Attention, TEMPLATE, lowered)
+lower(Fp8Attention, TEMPLATE, lowered, "NV_ATTENTION")

@@ -18,7 +18,7 @@ from math import prod
 from tinygrad import Tensor, dtypes
 from tinygrad.uop.ops import GroupOp, Ops, UOp
 
-from tinygrad_nv import config, hooks
+from tinygrad_nv import hooks
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.patterns import named, program
 from tinygrad_nv.patterns.attention import match as attention
@@ -30,6 +30,7 @@ from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.index import Space
 from tinygrad_nv.patterns.rewriting import rebuilt
 from tinygrad_nv.patterns.strides import laid
+from tinygrad_nv.patterns.target import Target
 from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, walk
@@ -42,7 +43,7 @@ Shape = tuple[int, ...]
 
 def register() -> None:
     """Lets FlashAttention become kernels. Without l it is left to match.py, which sees what follows."""
-    named.lower(FlashAttention, TEMPLATE, forward, only_for=LOG_SUM)
+    named.lower(FlashAttention, TEMPLATE, forward, "NV_ATTENTION", LOG_SUM)
 
 
 # **** what arguments are ****
@@ -77,9 +78,8 @@ def shape_of(x: UOp) -> Shape: return tuple(int(extent) for extent in x.shape)
 
 # **** forward ****
 
-def forward(what: FlashAttention, function: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
-    """out and l by a kernel of ours; None where match.py has said why there is none."""
-    if not config.get("NV_ATTENTION"): return None
+def forward(what: FlashAttention, target: Target, *arguments: UOp) -> tuple[UOp, ...] | None:
+    """out and l by a kernel; None where match.py has said why there is none."""
     cut = Cut()
     shown = (*map(cut, arguments[:3]), *arguments[3:])
     body = results(what, shown)

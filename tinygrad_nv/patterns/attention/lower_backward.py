@@ -22,7 +22,6 @@ from tinygrad_nv.cpu.attention.backward import kernel as flash_backward
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
-from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import named, program
 from tinygrad_nv.patterns.attention import match as attention
 from tinygrad_nv.patterns.attention import named as attention_named
@@ -31,7 +30,7 @@ from tinygrad_nv.patterns.attention.named import FlashAttentionBackward
 from tinygrad_nv.patterns.attention.spec import widths
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.strides import Laid, copied, laid
-from tinygrad_nv.patterns.target import target_of
+from tinygrad_nv.patterns.target import Target
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.backward_defaults import default
@@ -47,16 +46,14 @@ TEMPLATE = "flash attention backward"
 
 def register() -> None:
     """Lets FlashAttentionBackward become kernels."""
-    named.lower(FlashAttentionBackward, TEMPLATE, backward)
+    named.lower(FlashAttentionBackward, TEMPLATE, backward, "NV_ATTENTION")
 
 
-def backward(what: FlashAttentionBackward, function: UOp, q: UOp, k: UOp, v: UOp,
+def backward(what: FlashAttentionBackward, machine: Target, q: UOp, k: UOp, v: UOp,
              *rest: UOp) -> tuple[UOp, ...] | None:
-    """dq, dk and dv by a kernel of ours; None where match.py has said why there is none."""
+    """dq, dk and dv by a kernel; None where match.py has said why there is none."""
     *mask, log, delta, grad = rest
     seed = [mask.pop()] if what.forward.kept < EVERY else []
-    machine = target_of(q.device)
-    if machine is None or not config.get("NV_ATTENTION"): return None
     if (found := _forward(what, (q, k, v), tuple(mask))) is None: return None
     b, heads, rows, _ = shape_of(q)
     kv, by_rows = shape_of(k)[1], (lies_by_rows(k), lies_by_rows(v))
@@ -110,24 +107,23 @@ def divided(spec: AttentionSpec, batch: Shape) -> AttentionSpec:
 
 
 def _chosen(forward: AttentionSpec, grad: UOp, by_rows: tuple[bool, bool],
-            machine: GPU | CPU) -> tuple[BackwardSpec, AnySchedule | CPUSchedule, UOp]:
+            machine: Target) -> tuple[BackwardSpec, AnySchedule | CPUSchedule, UOp]:
     """The spec of a backward pass, its schedule, and the gradient's storage: where it lies if that can be."""
     reason, ordered = "", bool(config.get("NV_DETERMINISTIC"))
     for read in (laid(grad), copied(grad)):
         if read.strides[-1] != 1: continue
-        try: spec = BackwardSpec(forward, _rows(read, forward), *_results(forward, by_rows), ordered)
-        except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
+        spec = BackwardSpec(forward, _rows(read, forward), *_results(forward, by_rows), ordered)
         if (schedule := _schedule(spec, machine)) is not None: return spec, schedule, read.storage
         reason = _reason(spec, machine)
     raise NotOurs(reason)
 
 
-def _schedule(spec: BackwardSpec, machine: GPU | CPU) -> AnySchedule | CPUSchedule | None:
+def _schedule(spec: BackwardSpec, machine: Target) -> AnySchedule | CPUSchedule | None:
     if isinstance(machine, GPU): return default(spec, machine.arch)
     return None if flash_backward.problems(spec, machine) else flash_backward.default(spec, machine)
 
 
-def _reason(spec: BackwardSpec, machine: GPU | CPU) -> str:
+def _reason(spec: BackwardSpec, machine: Target) -> str:
     """Why there is no schedule."""
     if isinstance(machine, CPU): return "; ".join(flash_backward.problems(spec, machine))
     if words := dtype_problems(spec): return "; ".join(words)
@@ -177,7 +173,7 @@ def cpu_kernel(spec: BackwardSpec, schedule: CPUSchedule) -> CPUKernel:
     return flash_backward.build(spec, schedule)
 
 
-def _called(spec: BackwardSpec, schedule: AnySchedule | CPUSchedule, machine: GPU | CPU,
+def _called(spec: BackwardSpec, schedule: AnySchedule | CPUSchedule, machine: Target,
             inputs: list[UOp]) -> tuple[UOp, ...]:
     """dq in float32, dk and dv."""
     one, device = spec.forward, inputs[0].device

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from tinygrad.uop.ops import UOp
 
-from tinygrad_nv import config
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
-from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.attention.match import call, schedule_of
 from tinygrad_nv.patterns.attention.varlen_reference import VarlenAttention
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.strides import Laid, copied, laid
-from tinygrad_nv.patterns.target import Target, target_of
+from tinygrad_nv.patterns.target import Target
 from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.defaults import default
 from tinygrad_nv.tile.attention.mma.legality import problems
@@ -29,15 +27,8 @@ SMALL = AnySchedule(template="flash_mma").block(16, 32).warps(1).stages(2)  # wh
 LEAST_BYTES = 16  # of which rows begin at multiples, or they are copied: what every template reads
 
 
-def lowered(what: VarlenAttention, function: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
-    """The result of a ragged attention by a kernel of ours. Raises `NotOurs` where there is none."""
-    machine = target_of(function.device)
-    if machine is None or not config.get("NV_ATTENTION"): return None
-    try: return _called(what, arguments, machine),
-    except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
-
-
-def _called(what: VarlenAttention, arguments: tuple[UOp, ...], machine: Target) -> UOp:
+def lowered(what: VarlenAttention, machine: Target, *arguments: UOp) -> tuple[UOp, ...]:
+    """The result of a ragged attention by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
     q, k, v, *ends = arguments
     read = [_read(x) for x in (q, k, v)]
     shape = tuple(map(int, (*q.shape[:2], v.shape[2])))
@@ -47,7 +38,7 @@ def _called(what: VarlenAttention, arguments: tuple[UOp, ...], machine: Target) 
     share = spec.flops * shape[0] // (spec.batch[0] * spec.s_q)  # of as many rows as there are
     inputs = [*(each.storage for each in read), *ends]
     return call(spec, schedule, machine, [program.Output(shape, q.dtype)], inputs, spec.s_q,
-                flops=min(spec.flops, share))[0]
+                flops=min(spec.flops, share))
 
 
 def _spec(what: VarlenAttention, read: list[Laid], shape: tuple[int, ...], keys: tuple[int, int], d: int,

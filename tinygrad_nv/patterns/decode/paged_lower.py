@@ -17,17 +17,15 @@ from dataclasses import dataclass
 from tinygrad import Tensor, dtypes
 from tinygrad.uop.ops import UOp
 
-from tinygrad_nv import config
 from tinygrad_nv.cpu.decode import kernel as cpu
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
-from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.decode.match import Decode, call, schedule_of
 from tinygrad_nv.patterns.decode.paged_reference import PagedAttention
 from tinygrad_nv.patterns.strides import Laid, copied, laid
-from tinygrad_nv.patterns.target import Target, target_of
+from tinygrad_nv.patterns.target import Target
 from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.spec import Rows
 from tinygrad_nv.tile.decode.legality import problems
@@ -38,12 +36,9 @@ TEMPLATE = "decode"
 ROW_BYTES = 8  # of which rows of q begin at multiples: 4 elements of a lane
 
 
-def lowered(what: PagedAttention, function: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
-    """The result of a paged attention by kernels of ours. Raises `NotOurs` where there are none."""
-    machine = target_of(function.device)
-    if machine is None or not config.get("NV_ATTENTION"): return None
-    try: return _called(what, Blocks.of(arguments[0], what.window), arguments, machine),
-    except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
+def lowered(what: PagedAttention, machine: Target, *arguments: UOp) -> tuple[UOp, ...]:
+    """The result of a paged attention by kernels. Raises `NotOurs` or `SpecError` where there are none."""
+    return _called(what, Blocks.of(arguments[0], what.window), arguments, machine),
 
 
 # **** blocks of rows ****

@@ -23,7 +23,7 @@ from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.index import largest
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.strides import laid
-from tinygrad_nv.patterns.target import Target, cpu_of, target_of
+from tinygrad_nv.patterns.target import Target
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
 from tinygrad_nv.tile.kernel import TileKernel
@@ -68,25 +68,23 @@ def added(what: EmbeddingGradient, tokens: Tensor, grad: Tensor) -> tuple[Tensor
 
 # **** kernels ****
 
-def lowered(what: Embedding, function: UOp, weight: UOp, tokens: UOp) -> tuple[UOp, ...] | None:
-    """Rows by a kernel. Raises `NotOurs` where there is none."""
-    if (machine := target_of(function.device)) is None: return None
+def lowered(what: Embedding, machine: Target, weight: UOp, tokens: UOp) -> tuple[UOp, ...]:
+    """Rows by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
     storage, where, rows = _placed(tokens)
     v, width = map(int, weight.shape)
-    try: spec = EmbeddingSpec(v, width, weight.dtype, where, rows is not None)
-    except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
+    spec = EmbeddingSpec(v, width, weight.dtype, where, rows is not None)
     out = program.Output((*tokens.shape, spec.width), spec.dtype)
     return _called(spec, machine, out, [weight, storage], rows, 2 * prod(out.shape) * spec.dtype.itemsize)
 
 
-def lowered_gradient(what: EmbeddingGradient, function: UOp, tokens: UOp,
+def lowered_gradient(what: EmbeddingGradient, machine: Target, tokens: UOp,
                      grad: UOp) -> tuple[UOp, ...] | None:
-    """The gradient by a kernel on the CPU. Raises `NotOurs` where there is none."""
-    if (machine := cpu_of(function.device)) is None: return None
+    """The gradient by a kernel; None on targets without one. Raises `NotOurs` or `SpecError` where there is
+    none."""
+    if not isinstance(machine, CPU): return None
     storage, where, rows = _placed(tokens)
     if rows is not None: raise NotOurs("a symbolic number of tokens")
-    try: spec = EmbeddingGradientSpec(what.rows, int(grad.shape[-1]), grad.dtype, where)
-    except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
+    spec = EmbeddingGradientSpec(what.rows, int(grad.shape[-1]), grad.dtype, where)
     moved = (spec.rows + where.count) * spec.width * spec.dtype.itemsize
     out = program.Output((spec.rows, spec.width), spec.dtype)
     return _called(spec, machine, out, [storage, grad], None, moved, where.count * spec.width)

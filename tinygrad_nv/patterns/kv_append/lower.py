@@ -10,17 +10,15 @@ import functools
 
 from tinygrad.uop.ops import UOp
 
-from tinygrad_nv import config
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.cpu.kv_append import kernel as cpu
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
-from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.kv_append.reference import Arguments, KVAppend
 from tinygrad_nv.patterns.strides import Laid, copied, laid
-from tinygrad_nv.patterns.target import Target, target_of
+from tinygrad_nv.patterns.target import Target
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.tile.decode.spec import Pages, Scales
 from tinygrad_nv.tile.kernel import TileKernel
@@ -30,16 +28,9 @@ TEMPLATE = "kv_append"
 ROW_BYTES = 16  # of which heads of new rows begin at multiples on a GPU, else they are copied
 
 
-def lowered(what: KVAppend, function: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
+def lowered(what: KVAppend, machine: Target, *arguments: UOp) -> tuple[UOp, ...]:
     """Pages, and q, after the kernel. Raises `NotOurs` where there is none."""
-    machine = target_of(function.device)
-    if machine is None or not config.get("NV_ATTENTION"): return None
     x = Arguments.of(what, arguments)
-    try: return _called(what, x, machine)
-    except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
-
-
-def _called(what: KVAppend, x: Arguments[UOp], machine: Target) -> tuple[UOp, ...]:
     for name, pages in (("k_pages", x.k_pages), ("v_pages", x.v_pages)):
         if not program.is_whole(pages):
             raise NotOurs(f"{name} are no storage of their own, to be written in place")

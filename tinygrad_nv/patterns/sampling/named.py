@@ -23,7 +23,7 @@ from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.named import call, lower
-from tinygrad_nv.patterns.target import target_of
+from tinygrad_nv.patterns.target import Target
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.sampling.spec import DIGITS, LANES, ChoiceSpec, CountSpec, FilterSpec, Number
@@ -141,19 +141,17 @@ def tally(spec: CountSpec, counts: Tensor, rows: Tensor, tokens: Tensor) -> tupl
 
 # **** kernels ****
 
-def _filter(spec: FilterSpec, function: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
+def _filter(spec: FilterSpec, machine: Target, *arguments: UOp) -> tuple[UOp, ...]:
     """A filter by a kernel."""
     out = program.Output((spec.rows, spec.size), dtypes.float32)
-    machine = target_of(function.device)
     if isinstance(machine, CPU):
         return _on_cpu(threshold_template, spec, threshold_template.default(spec, machine), out, arguments)
-    return None if machine is None else _on_gpu("threshold", spec, machine, out, arguments)
+    return _on_gpu("threshold", spec, machine, out, arguments)
 
 
-def _choice(spec: ChoiceSpec, function: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
+def _choice(spec: ChoiceSpec, machine: Target, *arguments: UOp) -> tuple[UOp, ...]:
     """A choice by a kernel, or by two where a row is chosen from in pieces."""
-    out, machine = program.Output((spec.rows,), dtypes.int32), target_of(function.device)
-    if machine is None: return None
+    out = program.Output((spec.rows,), dtypes.int32)
     if isinstance(machine, CPU):
         schedule = choice_template.default(spec, machine)
         cut = choice_template.pieces(spec, schedule)
@@ -170,9 +168,8 @@ def _choice(spec: ChoiceSpec, function: UOp, *arguments: UOp) -> tuple[UOp, ...]
 _PIECES = Note("pieces", "the best of those of the kernel before")
 
 
-def _count(spec: CountSpec, function: UOp, counts: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
+def _count(spec: CountSpec, machine: Target, counts: UOp, *arguments: UOp) -> tuple[UOp, ...]:
     """Counts by a kernel, in place."""
-    if (machine := target_of(function.device)) is None: return None
     if not program.is_whole(counts):
         raise NotOurs("counts are no storage of their own, to be written in place")
     if not isinstance(machine, CPU): return _on_gpu("count", spec, machine, counts, arguments)
