@@ -16,11 +16,12 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.tile.clock import Clock
+from tinygrad_nv.tile.launch import Integer
 from tinygrad_nv.tile.schedule import Schedule
 
 S = TypeVar("S")
@@ -33,6 +34,7 @@ class GPU:
     """What a kernel is compiled for: an architecture ("sm_90a"), how many multiprocessors there are (0: as
     the architecture's first GPU in gpu.py has), and how many clusters run at once, where a driver said so
     (left out: as ptx/gpcs.py has it). `clock` times candidates; without one the emulator counts them."""
+    kind: ClassVar[str] = "gpu"
     arch: str
     sm_count: int = 0
     clusters: Clusters = ()
@@ -43,14 +45,15 @@ class GPU:
 class Template(Generic[S, C, T]):
     """One way to make kernels. All functions take (spec, schedule, target), `candidates` no schedule.
     `problems`: why the schedule cannot be, in words; empty when it can. `candidates`: schedules, the one
-    liked best first. `build` raises `ScheduleError` for a schedule with problems. `cost`: a prediction, whose
-    `seconds` orders schedules; None: nothing is known but operations and bytes."""
+    liked best first. `build` raises `ScheduleError` for a schedule with problems; it takes the integers that
+    the kernel gets from the variables of its launch as well, where a spec has such. `cost`: a prediction,
+    whose `seconds` orders schedules; None: nothing is known but operations and bytes."""
     name: str
     spec: type[S]
     schedule: type[C]
     problems: Callable[[S, C, T], Sequence[str]]
     candidates: Callable[[S, T], Iterable[C]]
-    build: Callable[[S, C, T], Any]
+    build: Callable[..., Any]
     cost: Callable[[S, C, T], Any] | None = None
 
 
@@ -98,9 +101,12 @@ def _first_legal(family: Family, spec: Any, target: Any) -> Schedule | None:
 
 
 def later(module: str, name: str) -> Callable[..., Any]:
-    """A function of a module that is imported at the first call: writers of kernels are large."""
-    def called(*arguments: Any) -> Any: return getattr(import_module(module), name)(*arguments)
-    return called
+    """A GPU template's `build` of a module that is imported at the first call: writers of kernels are
+    large."""
+    def built(spec: Any, schedule: Schedule, target: GPU, integers: tuple[Integer, ...] = ()) -> Any:
+        made = getattr(import_module(module), name)(spec, schedule, target)
+        return made.with_integers(integers) if integers else made
+    return built
 
 
 class Table:
@@ -154,6 +160,7 @@ class Table:
         """Why the schedule cannot be; empty when it can."""
         return self.of(schedule).problems(spec, schedule, target)
 
-    def build(self, spec: Any, schedule: Schedule, target: Any) -> Any:
-        """The kernel. Raises `ScheduleError` for an impossible schedule."""
-        return self.of(schedule).build(spec, schedule, target)
+    def build(self, spec: Any, schedule: Schedule, target: Any, integers: tuple[Integer, ...] = ()) -> Any:
+        """The kernel. `integers`: those that it has, where the variables of its launch are others. Raises
+        `ScheduleError` for an impossible schedule."""
+        return self.of(schedule).build(spec, schedule, target, *([integers] if integers else []))

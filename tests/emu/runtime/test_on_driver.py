@@ -14,11 +14,11 @@ import on_driver
 
 from tinygrad_nv.patterns.attention.lower_backward import kernel as backward_kernel
 from tinygrad_nv.patterns.attention.match import kernel
-from tinygrad_nv.patterns.gemm.match import Machine
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 from tinygrad_nv.tile.attention.backward_defaults import default as backward_default
 from tinygrad_nv.tile.attention.defaults import default
 from tinygrad_nv.tile.attention.spec import Band
+from tinygrad_nv.tile.template import GPU
 
 
 @pytest.fixture(params=["sm_80", "sm_90a"])
@@ -34,7 +34,7 @@ def test_attention(arch: str, extents: dict[str, int]):
     schedule = default(spec, arch)
     assert schedule is not None
     given = attention_case.arguments(spec)
-    got = attention_case.run(kernel(spec, schedule, Machine(arch, 4)), spec, given, arch, **extents)
+    got = attention_case.run(kernel(spec, schedule, GPU(arch, 4)), spec, given, arch, **extents)
     attention_case.near(spec, given, got, **extents)
     with pytest.raises(AssertionError): attention_case.near(spec, given, (got[0] * 1.1, got[1]), **extents)
 
@@ -45,7 +45,7 @@ def test_backward(arch: str, deterministic: bool):
     schedule = backward_default(spec, arch)
     assert schedule is not None
     given = backward_case.arguments(spec)
-    got = backward_case.run(backward_kernel(spec, schedule, Machine(arch, 4)), spec, given, arch)
+    got = backward_case.run(backward_kernel(spec, schedule, GPU(arch, 4)), spec, given, arch)
     backward_case.near(spec, given, got)
 
 
