@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.gpcs import Clusters
+from tinygrad_nv.tile.launch import Integer
 from tinygrad_nv.tile.schedule import Schedule
 
 S = TypeVar("S")
@@ -45,7 +46,7 @@ class Template(Generic[S, C, T]):
     schedule: type[C]
     problems: Callable[[S, C, T], Sequence[str]]
     candidates: Callable[[S, T], Iterable[C]]
-    build: Callable[[S, C, T], Any]
+    build: Callable[..., Any]
     cost: Callable[[S, C, T], Any] | None = None
 
 
@@ -96,8 +97,11 @@ class Table:
 
     def problems(self, spec: Any, schedule: Schedule, target: Any) -> Sequence[str]:
         """Why the schedule cannot be; empty when it can."""
-        return self.of(schedule).problems(spec, schedule, target)
+        template = self.of(schedule)
+        if isinstance(spec, template.spec): return template.problems(spec, schedule, target)
+        return [f"{template.name} is no template of a {type(spec).__name__}"]
 
-    def build(self, spec: Any, schedule: Schedule, target: Any) -> Any:
-        """The kernel. Raises `ScheduleError` for an impossible schedule."""
-        return self.of(schedule).build(spec, schedule, target)
+    def build(self, spec: Any, schedule: Schedule, target: Any, integers: tuple[Integer, ...] = ()) -> Any:
+        """The kernel. `integers`: those that a CPU's kernel computes from the variables of its launch. Raises
+        `ScheduleError` for an impossible schedule."""
+        return self.of(schedule).build(spec, schedule, target, *([integers] if integers else []))
