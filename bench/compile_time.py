@@ -82,7 +82,7 @@ def ours(case: Case) -> dict[str, float]:
     """Seconds of each step, for a K that none had before."""
     spec = sass_gemm.spec(case.peer.b_major, case.peer.dtype, k=next(FRESH))
     begun = time.perf_counter()
-    choose(spec, case.arch)
+    choose(spec, GPU(case.arch))
     chosen = time.perf_counter()
     made = TABLE.build(spec, case.schedule, GPU(case.arch))
     written = time.perf_counter()

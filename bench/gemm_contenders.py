@@ -47,7 +47,7 @@ def ours(shape: Any, buffers: Buffers, options: Options) -> Run:
     from gemm_launch import Launcher
     gpu, spec = device(), shape.spec
     arch, sm_count = gpu.properties.arch, gpu.properties.sm_count
-    if (schedule := choose(spec, arch, sm_count)) is None: raise NotMeasured("no schedule of ours")
+    if (schedule := choose(spec, GPU(arch, sm_count))) is None: raise NotMeasured("no schedule of ours")
     launcher = Launcher(gpu, TABLE.build(spec, schedule, GPU(arch, sm_count, gpu.clusters)))
     torch.cuda.synchronize()
     bound = [launcher.bound(spec, {name: t.data_ptr() for name, t in each.items()}) for each in buffers]
@@ -62,7 +62,7 @@ def ours(shape: Any, buffers: Buffers, options: Options) -> Run:
 def chosen(shape: Any) -> dict[str, Any]:
     """The schedule that `ours` takes, and the seconds that the cost model predicts."""
     arch, sm_count = device().properties.arch, device().properties.sm_count
-    schedule = choose(shape.spec, arch, sm_count)
+    schedule = choose(shape.spec, GPU(arch, sm_count))
     assert schedule is not None
     return {"schedule": str(schedule), "predicted_s": predict(shape.spec, schedule, arch).seconds}
 

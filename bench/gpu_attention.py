@@ -37,12 +37,12 @@ from gpu_parts import (
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.patterns.attention.match import kernel
-from tinygrad_nv.patterns.gemm.match import Machine
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.defaults import default
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band, Rows
 from tinygrad_nv.tile.expression import Sum
+from tinygrad_nv.tile.template import GPU
 
 TOKENS, WIDTH = 16384, 2048
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -165,7 +165,7 @@ def scheduled(spec: AttentionSpec, arch: str) -> AnySchedule:
 def bound(driver: Driver, workload: Forward, addresses: Sequence[int]) -> Any:
     """A launch of ours on out, q, k and v."""
     gpu, spec = driver.properties, workload.spec
-    machine = Machine(gpu.arch, gpu.sm_count)
+    machine = GPU(gpu.arch, gpu.sm_count)
     made = kernel(spec, scheduled(spec, gpu.arch), machine)
     return submitted(driver, [made], addresses, rows=spec.s_q)
 

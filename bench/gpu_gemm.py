@@ -142,7 +142,7 @@ def counted(shape: Any, options: Options) -> Row:
 
     from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
     small, arch = shape.scaled(), options.arch
-    schedule, whole = choose(small.spec, arch), choose(shape.spec, arch)
+    schedule, whole = choose(small.spec, GPU(arch)), choose(shape.spec, GPU(arch))
     if schedule is None or whole is None: raise NotMeasured("no schedule of ours")
     driver = EmulatedDriver(arch, seed=options.seed)
     made = TABLE.build(small.spec, schedule, GPU(arch, driver.properties.sm_count, driver.clusters))

@@ -22,7 +22,6 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.patterns.attention.match import kernel
-from tinygrad_nv.patterns.gemm.match import Machine
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.tile.attention.backward_defaults import starts as backward_starts
 from tinygrad_nv.tile.attention.backward_mma.kernel import flash_backward_mma
@@ -31,6 +30,7 @@ from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.defaults import default
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band, Rows
 from tinygrad_nv.tile.expression import Sum
+from tinygrad_nv.tile.template import GPU
 
 TOKENS, SM_COUNT = 4096, 132
 OURS_PTX = "9.0"    # what our assembler reads; Triton writes newer and uses nothing newer
@@ -56,7 +56,7 @@ def of_ours(d: int, causal: bool, arch: str) -> Row:
     """Our kernel, by the default schedule."""
     schedule = default(spec(d, causal), arch)
     assert schedule is not None
-    made = kernel(spec(d, causal), schedule, Machine(arch, SM_COUNT))
+    made = kernel(spec(d, causal), schedule, GPU(arch, SM_COUNT))
     return measured(assemble(made.ptx, arch), made.name, made.dynamic_smem, arch=arch, b_major=title(causal),
                     block=f"d {d}", kernel=f"ours, {schedule}", ours=True)
 

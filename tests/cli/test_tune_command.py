@@ -13,6 +13,7 @@ from tinygrad_nv.tile.gemm import tune
 from tinygrad_nv.tile.gemm.choose import choose
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.schedules import Mma
+from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
 WORDS = ["tune", "96", "80", "512", "--arch", "sm_80", "--beam", "1"]
@@ -44,7 +45,7 @@ def test_the_winner_is_first_and_kept(file: Path, command):
     assert f"96x80x512 bf16 NT → bf16 on sm_80: {winner.schedule}" in lines
     assert lines[-1].endswith(f"kept in {file}")
     assert "by the cost model" in lines[-1]
-    assert choose(SPEC, "sm_80") == winner.schedule
+    assert choose(SPEC, GPU("sm_80")) == winner.schedule
     assert done.err == ""
     assert command(*WORDS).out == done.out
 

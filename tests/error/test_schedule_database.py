@@ -14,6 +14,7 @@ from tinygrad_nv.tile.gemm.analytic import analytic
 from tinygrad_nv.tile.gemm.choose import choose
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.schedules import Mma
+from tinygrad_nv.tile.template import GPU
 
 SPEC = dense(64, 64, 256)
 ENTRY = Entry(SPEC, "sm_80", database.toolchain(), Mma().block(64, 64).stages(2), 1e-5)
@@ -34,11 +35,11 @@ def test_a_file_that_is_no_database_is_set_aside(file: Path, content: bytes):
     file.write_bytes(content)
     with pytest.warns(ScheduleWarning, match=r"schedules\.json is no schedule database .*\n?"
                                              r".*set aside as schedules\.json\.corrupt-1"):
-        assert choose(SPEC, "sm_80") == analytic(SPEC, "sm_80")
+        assert choose(SPEC, GPU("sm_80")) == analytic(SPEC, "sm_80")
     assert not file.exists()
     assert file.with_name("schedules.json.corrupt-1").read_bytes() == content
     database.store([ENTRY])                                             # and a new one takes its place
-    assert choose(SPEC, "sm_80") == ENTRY.schedule
+    assert choose(SPEC, GPU("sm_80")) == ENTRY.schedule
 
 
 def test_every_corrupt_file_is_kept(file: Path):
@@ -70,20 +71,20 @@ def test_a_field_of_another_template_is_named(file: Path):
     file.write_text(json.dumps(data))
     words = "entry 0 of .* ignored: cluster_m=2 is of another template than mma"
     with pytest.warns(ScheduleWarning, match=words):
-        assert choose(SPEC, "sm_80") == analytic(SPEC, "sm_80")
+        assert choose(SPEC, GPU("sm_80")) == analytic(SPEC, "sm_80")
 
 
 def test_a_winner_that_is_no_longer_legal_is_ignored_with_the_arithmetic(file: Path):
     database.store([Entry(SPEC, "sm_80", database.toolchain(), Mma().block(100, 64), 1e-5)])
     with pytest.warns(ScheduleWarning, match="ignored for 64x64x256 bf16 NT → bf16: block_m=100"):
-        assert choose(SPEC, "sm_80") == analytic(SPEC, "sm_80")
+        assert choose(SPEC, GPU("sm_80")) == analytic(SPEC, "sm_80")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        choose(SPEC, "sm_80")                                           # said once
+        choose(SPEC, GPU("sm_80"))                                           # said once
 
 
 def test_what_is_no_file_is_left_alone(file: Path):
     file.mkdir()
     with pytest.warns(ScheduleWarning, match="cannot be read"):
-        assert choose(SPEC, "sm_80") == analytic(SPEC, "sm_80")
+        assert choose(SPEC, GPU("sm_80")) == analytic(SPEC, "sm_80")
     assert file.is_dir()

@@ -50,7 +50,7 @@ def test_large_products_are_those_of_torch(arch: str, extents: tuple[int, int, i
                                            majors: str):
     """Integers from -1 to 1: sums stay whole in float32, so that the order of additions does not matter."""
     spec = product(*extents, dtype, dtypes.float32, majors)
-    schedule = choose(spec, arch, torch.cuda.get_device_properties(0).multi_processor_count)
+    schedule = choose(spec, GPU(arch, torch.cuda.get_device_properties(0).multi_processor_count))
     assert schedule is not None
     given = arguments(spec, most=1)
     got = run(TABLE.build(spec, schedule, GPU(arch)), spec, given, arch)

@@ -91,6 +91,7 @@ def _gemm(arguments: argparse.Namespace) -> str:
     from tinygrad_nv.tile.gemm.choose import choose, why_not
     from tinygrad_nv.tile.gemm.dense import dense
     from tinygrad_nv.tile.gpu import machine_for
+    from tinygrad_nv.tile.template import GPU
     if arguments.sm_count < 0:
         raise RequestError(f"--sm-count {arguments.sm_count}", "how many multiprocessors the GPU has")
     *batch, m, n, k = arguments.gemm
@@ -98,9 +99,9 @@ def _gemm(arguments: argparse.Namespace) -> str:
                  tuple(batch), arguments.epilogue)
     if arguments.arch == CPU: return _on_cpu(spec, arguments)
     machine = machine_for(arguments.arch, arguments.sm_count)
-    schedule = choose(spec, arguments.arch, machine.sm_count)
+    schedule = choose(spec, gpu := GPU(arguments.arch, machine.sm_count))
     if schedule is None:
-        raise ScheduleError(f"no template takes {spec} on {arguments.arch}: {why_not(spec, arguments.arch)}",
+        raise ScheduleError(f"no template takes {spec} on {arguments.arch}: {why_not(spec, gpu)}",
                             "a matmul that one of them supports",
                             "allow tf32 (--dtype tf32)" if arguments.dtype in ("f32", "float32") else
                             "change what the reasons name")
@@ -110,14 +111,15 @@ def _gemm(arguments: argparse.Namespace) -> str:
 
 
 def _on_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> str:
-    from tinygrad_nv.cpu.gemm.choose import product, why_not
+    from tinygrad_nv.cpu.gemm.choose import choose
     from tinygrad_nv.cpu.target import host
     from tinygrad_nv.explain import levels_cpu
+    from tinygrad_nv.tile.templates import TABLE
     if arguments.sm_count:
         raise RequestError("--sm-count with --arch cpu", "an option of GPUs", "leave it out")
     here = host()
-    if (schedule := product(spec, here)) is None:
-        raise ScheduleError(f"no template takes {spec} on {here.isa}: {why_not(spec, here)}",
+    if (schedule := choose(spec, here)) is None:
+        raise ScheduleError(f"no template takes {spec} on {here.isa}: {TABLE.why_not(spec, here)}",
                             "a matmul that one of them supports", "change what the reasons name")
     found = levels_cpu.CPUProduct(spec, schedule, here)
     if arguments.level is None: return "\n".join(levels_cpu.table([(found.kernel.name, found)]))

@@ -38,7 +38,8 @@ class CPUSchedule(Schedule):
 
 def _isa(data: Any) -> ISA:
     try: made = ISA(**data)
-    except TypeError as error: raise ScheduleError(f"isa={data!r}: {error}", "an object with level") from error
+    except TypeError as error:
+        raise ScheduleError(f"isa={data!r}: {error}", "an object with level") from error
     if made.level not in LEVELS or {type(x) for x in (made.bf16, made.vnni, made.emulated)} != {bool}:
         raise ScheduleError(f"isa={data!r}", f"a level of {', '.join(LEVELS)}, and booleans")
     return made

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from tinygrad_nv.cpu.isa import ISA, detect
 from tinygrad_nv.runtime.cpu.threads import threads
@@ -20,6 +21,7 @@ _L1, _L2, _L3 = 32 << 10, 512 << 10, 4 << 20
 @dataclass(frozen=True)
 class CPU:
     """What a kernel is compiled for. Caches in bytes: `l1` and `l2` of one core, `l3` shared."""
+    kind: ClassVar[str] = "cpu"
     isa: ISA
     threads: int
     l1_bytes: int = _L1

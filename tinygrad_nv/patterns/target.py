@@ -1,13 +1,14 @@
 """What the kernels of a device are made for: a GPU behind a driver of ours, or the CPU.
 
-Protocol: `target_of(device)` is a `Machine`, a `CPU`, or None where kernels are tinygrad's business;
+Protocol: `target_of(device)` is a `GPU`, a `CPU`, or None where kernels are tinygrad's business;
 `machine_of` knows GPUs alone. Shards of one kind of device have one target. `configuration` is what kernels
 for the CPU depend on besides the graph, for the keys of schedules.
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from typing import Any
 
 from tinygrad.device import Device
 from tinygrad.helpers import DEV, to_tuple
@@ -15,26 +16,21 @@ from tinygrad.renderer.cstyle import ClangRenderer
 
 from tinygrad_nv import config
 from tinygrad_nv.cpu.target import CPU, host
-from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.runtime.clock import DriverClock
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.runtime.renderers import renderer_of
-from tinygrad_nv.tile.clock import Clock
+from tinygrad_nv.tile.launch import Integer
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 GPUS = ("EMU", "CUDA")
+Target = GPU | CPU
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What a kernel is made for. `clock` times candidates; without one the emulator counts them. `clusters`
-    are those that its driver has room for at once."""
-    arch: str
-    sm_count: int
-    clusters: Clusters = ()
-    clock: Clock | None = field(default=None, compare=False)
-
-
-Target = Machine | CPU
+@functools.lru_cache(4096)
+def cpu_kernel(spec: Any, schedule: Any, target: CPU, integers: tuple[Integer, ...] = ()) -> Any:
+    """The kernel of a spec on a CPU, or kernels; they compute their integers themselves."""
+    return TABLE.build(spec, schedule, target, integers)
 
 
 def target_of(device: str | tuple[str, ...] | None) -> Target | None:
@@ -42,7 +38,7 @@ def target_of(device: str | tuple[str, ...] | None) -> Target | None:
     return machine_of(device) or cpu_of(device)
 
 
-def machine_of(device: str | tuple[str, ...] | None) -> Machine | None:
+def machine_of(device: str | tuple[str, ...] | None) -> GPU | None:
     """The GPU that runs a device's kernels, None if its driver is not ours."""
     names = to_tuple(device) if device is not None else ()
     if any(kind_of(name) not in GPUS for name in names): return None
@@ -89,9 +85,9 @@ def _arch(name: str) -> tuple[str, str]:
     return name, "" if driver is None else driver.properties.arch
 
 
-def _machine(name: str) -> Machine | None:
+def _machine(name: str) -> GPU | None:
     driver: Driver | None = getattr(Device[name], "driver", None)
     if driver is None: return None
     emulated = kind_of(name) == "EMU"
-    return Machine(driver.properties.arch, driver.properties.sm_count, driver.clusters,
+    return GPU(driver.properties.arch, driver.properties.sm_count, driver.clusters,
                    None if emulated else DriverClock(driver))

@@ -1,22 +1,26 @@
 """What a template is, in one record, and the one table of them.
 
 Protocol: a spec says what is computed, a schedule how, a target what is compiled for. A `Template` makes a
-kernel of the three. The one `Table`, templates.TABLE, finds them by schedule, by family and by name. Its rows
-are modules that are imported when they are first asked for, and that import no writer of kernels (`later`).
+kernel of the three. A `Family` has the templates of one folder and chooses among them. The one `Table`,
+templates.TABLE, finds templates by schedule and by name, families by spec. Its rows are modules that are
+imported when they are first asked for, and that import no writer of kernels (`later`).
 
-    templates.py of a family:   TEMPLATES = (Template("wgmma", GemmSpec, Wgmma, …), …)
+    templates.py of a family:   FAMILY = Family("gemm", (Template("wgmma", GemmSpec, Wgmma, …), …))
     tile/templates.py:          TABLE = Table({("gpu", "gemm"): "tinygrad_nv.tile.gemm.templates", …})
+    to choose a schedule:       TABLE.family("gpu", spec).choose(spec, GPU("sm_90a", 132))
     to make a kernel:           TABLE.build(spec, Wgmma().block(128, 256), GPU("sm_90a", 132))
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.gpcs import Clusters
+from tinygrad_nv.tile.clock import Clock
 from tinygrad_nv.tile.launch import Integer
 from tinygrad_nv.tile.schedule import Schedule
 
@@ -29,10 +33,12 @@ T = TypeVar("T")
 class GPU:
     """What a kernel is compiled for: an architecture ("sm_90a"), how many multiprocessors there are (0: as
     the architecture's first GPU in gpu.py has), and how many clusters run at once, where a driver said so
-    (left out: as ptx/gpcs.py has it)."""
+    (left out: as ptx/gpcs.py has it). `clock` times candidates; without one the emulator counts them."""
+    kind: ClassVar[str] = "gpu"
     arch: str
     sm_count: int = 0
     clusters: Clusters = ()
+    clock: Clock | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,46 @@ class Template(Generic[S, C, T]):
 AnyTemplate = Template[Any, Any, Any]
 
 
+@dataclass(frozen=True, eq=False)
+class Family:
+    """The templates of one folder for one kind of target, the one liked best first. A spec is for those of
+    its type. `chooses` and `says` stand in for what `choose` and `why_not` do by themselves; a family of
+    several types of specs, some of which need another choice, asks `first_legal` for the others."""
+    name: str
+    templates: tuple[AnyTemplate, ...]
+    chooses: Callable[[Any, Any], Schedule | None] | None = None
+    says: Callable[[Any, Any], str] | None = None
+
+    def of(self, spec: Any) -> tuple[AnyTemplate, ...]:
+        """The templates of a spec's type."""
+        return tuple(each for each in self.templates if each.spec is type(spec))
+
+    def choose(self, spec: Any, target: Any) -> Schedule | None:
+        """The schedule of a spec, None where no template takes it: the first legal candidate, where the
+        family has no way of its own."""
+        return (self.chooses or self.first_legal)(spec, target)
+
+    def first_legal(self, spec: Any, target: Any) -> Schedule | None:
+        """The first candidate without problems, in the order of the templates; None where there is none."""
+        return _first_legal(self, spec, target)
+
+    def why_not(self, spec: Any, target: Any) -> str:
+        """Why `choose` finds nothing: what each template says of the candidate that it refuses least, or of
+        its default where it has none."""
+        if self.says is not None: return self.says(spec, target)
+        said = {each.name: min((each.problems(spec, s, target) for s in
+                                list(each.candidates(spec, target)) or [each.schedule()]), key=len)
+                for each in self.of(spec)}
+        if len(said) == 1: return "; ".join(*said.values())
+        return "; ".join(f"{name}: {', '.join(found)}" for name, found in said.items())
+
+
+@functools.lru_cache(4096)
+def _first_legal(family: Family, spec: Any, target: Any) -> Schedule | None:
+    return next((s for each in family.of(spec) for s in each.candidates(spec, target)
+                 if not each.problems(spec, s, target)), None)
+
+
 def later(module: str, name: str) -> Callable[..., Any]:
     """A function of a module that is imported at the first call: writers of kernels are large."""
     def called(*arguments: Any) -> Any: return getattr(import_module(module), name)(*arguments)
@@ -60,21 +106,32 @@ def later(module: str, name: str) -> Callable[..., Any]:
 
 
 class Table:
-    """Templates, by kind of target ("gpu", "cpu") and family, of modules that have `TEMPLATES`."""
+    """Families, by kind of target ("gpu", "cpu") and name, of modules that have a `FAMILY`."""
 
     def __init__(self, rows: Mapping[tuple[str, str], str]) -> None:
         self.rows = dict(rows)
         self._named: dict[tuple[str, str], AnyTemplate] = {}
+        self._families: dict[tuple[str, type], Family | None] = {}
 
-    def templates(self, kind: str, family: str) -> tuple[AnyTemplate, ...]:
-        """Those of a family, the one liked best first. Raises KeyError where there is no such family."""
-        found: tuple[AnyTemplate, ...] = import_module(self.rows[kind, family]).TEMPLATES
-        return found
+    def families(self, kind: str) -> tuple[Family, ...]:
+        """Those of a kind of target, in the order of the rows."""
+        return tuple(import_module(module).FAMILY for (on, _), module in self.rows.items() if on == kind)
+
+    def family(self, kind: str, spec: Any) -> Family | None:
+        """The family of a spec's type; None where the kind of target has no template for it."""
+        key = kind, type(spec)
+        if key not in self._families:
+            self._families[key] = next((each for each in self.families(kind) if each.of(spec)), None)
+        return self._families[key]
+
+    def templates(self, kind: str, spec: Any) -> tuple[AnyTemplate, ...]:
+        """Those of a spec's type, the one liked best first."""
+        return () if (found := self.family(kind, spec)) is None else found.of(spec)
 
     def named(self, kind: str, name: str) -> AnyTemplate:
         """The template of a name, from JSON or a command line. Raises `ScheduleError` where there is none."""
-        for on, family in self.rows if (kind, name) not in self._named else ():
-            if on == kind: self._named.update({(on, one.name): one for one in self.templates(on, family)})
+        for family in self.families(kind) if (kind, name) not in self._named else ():
+            self._named.update({(kind, each.name): each for each in family.templates})
         if (found := self._named.get((kind, name))) is None:
             known = ", ".join(known for on, known in self._named if on == kind)
             raise ScheduleError(f"template {name!r}", f"one of {known}")
@@ -92,6 +149,18 @@ class Table:
         found: Schedule = self.named(kind, data["template"]).schedule.from_json(
             {name: value for name, value in data.items() if name != "template"})
         return found
+
+    # **** what a family says ****
+
+    def choose(self, spec: Any, target: Any) -> Any:
+        """The schedule of a spec on a target; None where no template takes it."""
+        found = self.family(target.kind, spec)
+        return None if found is None else found.choose(spec, target)
+
+    def why_not(self, spec: Any, target: Any) -> str:
+        """Why there is no schedule of a spec on a target."""
+        found = self.family(target.kind, spec)
+        return f"no template for {spec}" if found is None else found.why_not(spec, target)
 
     # **** what a schedule's template says ****
 

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from tinygrad import helpers
 
-from tinygrad_nv import Tensor, TinyJit, Variable, disabled, explain
+from tinygrad_nv import Tensor, TinyJit, Variable, disabled, dtypes, explain
 from tinygrad_nv.errors import ConfigError, NVError, ScheduleError
+from tinygrad_nv.graphs import GraphPool, Input
 from tinygrad_nv.hooks import rewrites as hook_rewrites
 from tinygrad_nv.patterns import building, program, stable
 from tinygrad_nv.patterns.attention import match as attention
@@ -124,6 +125,19 @@ def test_a_captured_step_and_its_replays(device, spoiled, capsys):
         got = step(placed(x, device).realize()).numpy()
         np.testing.assert_array_equal(got, np.maximum(x @ values(32, 24, seed=1), 0) + 1)
     assert len(warnings_in(capsys)) == 1
+
+
+def test_the_step_of_a_graph_pool(spoiled, capsys):
+    spoiled(GemmSpec)
+    w = pair("EMU")[1].realize()
+    pool = GraphPool(lambda x: (x @ w).relu(), {"x": Input((32,), dtypes.half, 0)}, (8, 16), "EMU")
+    for rows in (5, 16, 7, 16):
+        x = values(rows, 32, seed=rows)
+        got = pool(x=x.astype(np.float16)).numpy()
+        np.testing.assert_array_equal(got, np.maximum(x @ values(32, 24, seed=1), 0))
+    counts = [pool.buckets[size].counts for size in pool.sizes]
+    assert [(each.captures, each.eager) for each in counts] == [(1, 0), (1, 0)], pool.stats()
+    assert len(warnings_in(capsys)) == 2    # a kernel for each size
 
 
 def test_other_kernels_of_the_graph_stay_ours(spoiled, capsys):

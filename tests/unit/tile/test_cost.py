@@ -93,13 +93,13 @@ def seconds(spec, *schedules, arch="sm_90a"): return [predict(spec, s, arch).sec
 
 
 def test_large_products_are_for_large_tiles_or_turns():
-    best = choose(dense(8192, 8192, 8192), "sm_90a")
+    best = choose(dense(8192, 8192, 8192), GPU("sm_90a"))
     assert best.template == "wgmma"
     assert (best.block_m, best.block_n) in ((128, 256), (256, 128)) or best.mode == "pingpong"
     cooperative, turns, small, mma = seconds(dense(8192, 8192, 8192), COOPERATIVE.cluster(2),
                                              TURNS.cluster(2), SMALL, Mma())
     assert max(cooperative, turns) < min(small, mma)
-    assert choose(dense(8192, 8192, 8192), "sm_80").template == "mma"
+    assert choose(dense(8192, 8192, 8192), GPU("sm_80")).template == "mma"
 
 
 def test_multicast_helps_where_l2_is_the_bound():
@@ -116,9 +116,9 @@ def test_few_tiles_with_long_sums_are_split():
                                    W.block(128, 128).stages(6).streamed())
     assert max(split, stream) < 0.5 * whole
     for arch in ("sm_80", "sm_90a"):
-        best = choose(spec, arch)
+        best = choose(spec, GPU(arch))
         assert best.splits > 1 or best.stream
-    assert choose(dense(8192, 8192, 8192), "sm_80").splits == 1
+    assert choose(dense(8192, 8192, 8192), GPU("sm_80")).splits == 1
 
 
 def test_stream_k_evens_out_the_last_wave():
@@ -130,7 +130,7 @@ def test_stream_k_evens_out_the_last_wave():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 def test_one_row_is_for_gemv(arch):
     for n, k in ((4096, 4096), (8192, 8192), (28672, 8192), (128256, 4096)):
-        best = choose(dense(1, n, k), arch)
+        best = choose(dense(1, n, k), GPU(arch))
         assert best.template == "gemv", (n, k, best)
         assert predict(dense(1, n, k), best, arch).bound == "HBM"
 
@@ -138,13 +138,13 @@ def test_one_row_is_for_gemv(arch):
 @pytest.mark.parametrize("m", [8, 12, 16])
 def test_few_rows_are_for_gemv_or_a_swapped_product(m):
     for n, k in ((4096, 4096), (8192, 8192), (4096, 14336)):
-        best = choose(dense(m, n, k), "sm_90a")
+        best = choose(dense(m, n, k), GPU("sm_90a"))
         assert best.template == "gemv" or best.swap, best
         assert predict(dense(m, n, k), best, "sm_90a").bound == "HBM"
 
 
 def test_rows_beyond_those_of_gemv_are_for_tensor_cores():
-    for m in (64, 128, 4096): assert choose(dense(m, 8192, 8192), "sm_90a").template == "wgmma"
+    for m in (64, 128, 4096): assert choose(dense(m, 8192, 8192), GPU("sm_90a")).template == "wgmma"
 
 
 def test_turns_hide_the_end_of_a_tile():

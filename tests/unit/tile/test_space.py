@@ -43,7 +43,7 @@ def test_every_schedule_is_legal_and_there_once(spec, arch):
     for schedule in made[::max(1, len(made) // 50)]:
         assert TABLE.problems(spec, schedule, GPU(arch)) == []
         assert schedule.worthwhile(spec)
-    assert choose(spec, arch) in made
+    assert choose(spec, GPU(arch)) in made
 
 
 def test_the_space_has_what_the_field_uses():
@@ -91,9 +91,9 @@ def test_splits_and_clusters_fit_the_product():
 def test_there_is_a_legal_schedule_for_every_product_of_halves(extents, majors, dtype, batch, epilogue, arch):
     spec = dense(*extents, dtype, "", majors, batch, epilogue)
     best = analytic(spec, arch)
-    assert best is not None, why_not(spec, arch)
+    assert best is not None, why_not(spec, GPU(arch))
     assert TABLE.problems(spec, best, GPU(arch)) == []
-    assert why_not(spec, arch) == ""
+    assert why_not(spec, GPU(arch)) == ""
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -147,7 +147,8 @@ def test_a_choice_moves_only_with_the_model(spec, chosen):
 CODE = """
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.choose import choose
-print([str(choose(dense(m, n, k), arch)) for arch in ("sm_80", "sm_90a")
+from tinygrad_nv.tile.template import GPU
+print([str(choose(dense(m, n, k), GPU(arch))) for arch in ("sm_80", "sm_90a")
        for m, n, k in ((1, 4096, 4096), (16, 4096, 4096), (300, 500, 700), (4096, 4096, 4096), (3, 5, 7))])
 """
 
@@ -160,23 +161,23 @@ def test_every_process_chooses_the_same():
 
 
 def test_choosing_takes_milliseconds():
-    choose(dense(64, 64, 64), "sm_90a")
+    choose(dense(64, 64, 64), GPU("sm_90a"))
     took = []
     for i in range(12):
         start = time.process_time()
-        choose(dense(1024, 1024, 1024 + 64 * i, epilogue="bias+gelu"), "sm_90a")
+        choose(dense(1024, 1024, 1024 + 64 * i, epilogue="bias+gelu"), GPU("sm_90a"))
         took.append(time.process_time() - start)
     assert min(took) < 8e-3                                        # 3 ms on a quiet machine
 
 
 def test_why_there_is_none():
-    reason = why_not(dense(64, 64, 64, "f32"), "sm_80")
+    reason = why_not(dense(64, 64, 64, "f32"), GPU("sm_80"))
     assert "wgmma" not in reason
     assert "mma: operands of float without tf32" in reason
     assert "gemv: " in reason
-    assert "wgmma: " in why_not(dense(64, 64, 64, "f32"), "sm_90a")
-    assert why_not(dense(64, 64, 64), "sm_70") == "sm_70 is not sm_80, sm_89, sm_90a"
-    assert choose(dense(64, 64, 64), "sm_70") is None
+    assert "wgmma: " in why_not(dense(64, 64, 64, "f32"), GPU("sm_90a"))
+    assert why_not(dense(64, 64, 64), GPU("sm_70")) == "sm_70 is not sm_80, sm_89, sm_90a"
+    assert choose(dense(64, 64, 64), GPU("sm_70")) is None
 
 
 # **** what 32 bits count ****

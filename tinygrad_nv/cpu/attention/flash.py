@@ -1,7 +1,7 @@
 """Attention forward: softmax(score(q kᵀ)) v by tiles of rows, which go through the keys block by block.
 
-Protocol: as FlashAttention-2 (arXiv 2307.08691), for a processor with vectors. A tile is `rows` rows of each of
-`heads` query heads of a key head; its q and the result so far lie in a core's cache:
+Protocol: as FlashAttention-2 (arXiv 2307.08691), for a processor with vectors. A tile is `rows` rows of
+each of `heads` query heads of a key head; its q and the result so far lie in a core's cache:
 
     for each block of `block_n` columns that a row of the tile sees:
         keys, values = the block of k, transposed; the block of v       blocks.py, for all rows

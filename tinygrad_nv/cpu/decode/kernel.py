@@ -52,8 +52,8 @@ def problems(spec: DecodeSpec, s: CPUDecode) -> list[str]:
     """Why this template does not take a decode attention; empty when it does."""
     out = expression.problems(spec.score)
     if (needed := _stack_bytes(spec, s)) > STACK_BYTES:
-        out.append(f"{spec.rows} rows of {spec.d} + 2 x {spec.d_v} + {s.split_keys} numbers: {needed} bytes of "
-                   f"stack, at most {STACK_BYTES}")
+        out.append(f"{spec.rows} rows of {spec.d} + 2 x {spec.d_v} + {s.split_keys} numbers: {needed} bytes "
+                   f"of stack, at most {STACK_BYTES}")
     return out
 
 

@@ -5,6 +5,7 @@ from tinygrad_nv.cpu.decode import kernel
 from tinygrad_nv.cpu.decode.schedules import CPUDecode
 from tinygrad_nv.cpu.template import template
 from tinygrad_nv.tile.decode.spec import DecodeSpec
+from tinygrad_nv.tile.template import Family
 
 DECODE = template(DecodeSpec, CPUDecode, kernel.default, kernel.problems, kernel.__name__)
-TEMPLATES = (DECODE,)
+FAMILY = Family("decode", (DECODE,))

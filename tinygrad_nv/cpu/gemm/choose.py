@@ -10,11 +10,11 @@ from functools import lru_cache
 from tinygrad.helpers import BEAM
 
 from tinygrad_nv.cpu.gemm.schedules import CPUGemmSchedule
-from tinygrad_nv.cpu.gemm.templates import AMX, GEMM, GEMV, TEMPLATES
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile import database
 from tinygrad_nv.tile.gemm.spec import BYTES, GemmSpec
 from tinygrad_nv.tile.template import AnyTemplate
+from tinygrad_nv.tile.templates import TABLE
 
 SHORT, NARROW = 8, 64  # sums of at most so many products, beside fewer rows or columns, are tinygrad's
 FEWEST_BY_FOURS = 5    # rows of bytes that are not for gemv
@@ -45,7 +45,8 @@ def _preferred(spec: GemmSpec, target: CPU) -> tuple[AnyTemplate, ...]:
     """Templates, the fastest first. On Zen 4 gemv is for all of its 16 rows, but not of bytes, of which gemm
     multiplies four at once: 16 rows by 4096 x 2048 take 2.1 ms, 4.5 by gemv; 4 rows the same."""
     by_fours = spec.a.dtype in BYTES and target.isa.vnni and min(spec.m, spec.n) >= FEWEST_BY_FOURS
-    return (AMX, GEMM, GEMV) if by_fours else TEMPLATES
+    gemv, *others = TABLE.templates(target.kind, spec)
+    return (*others, gemv) if by_fours else (gemv, *others)
 
 
 def too_short(spec: GemmSpec) -> str:
@@ -54,9 +55,3 @@ def too_short(spec: GemmSpec) -> str:
     gemm; 3125 x 64 of K = 2 to 8 half to as long."""
     if spec.k > SHORT or min(spec.m, spec.n) >= NARROW: return ""
     return f"K of {spec.k} with {min(spec.m, spec.n)} rows or columns, at least {SHORT + 1} or {NARROW}"
-
-
-def why_not(spec: GemmSpec, target: CPU) -> str:
-    """What each template says of a matmul that none takes."""
-    return "; ".join(f"{each.name}: {', '.join(each.problems(spec, s, target))}"
-                     for each in TEMPLATES for s in each.candidates(spec, target))

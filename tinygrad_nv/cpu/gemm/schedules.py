@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from tinygrad_nv.cpu.gemm.layout import PER, few_rows, for_tiles, kind_of, oriented, tile_multiples
 from tinygrad_nv.cpu.kernel import up
@@ -45,14 +45,14 @@ class CPUGemmSchedule(CPUSchedule, ABC):
 
     def _changed(self, target: CPU) -> Iterator[Self]:
         for name in ("block_k", "block_m", "block_n", "rows", "parts"):
-            value = getattr(self, name, 0)
+            value: Any = getattr(self, name, 0)
             if value > 1: yield replace(self, **{name: value // 2})
             if value: yield replace(self, **{name: value * 2})
         yield replace(self, parts=target.threads)
 
     def _rounded(self, spec: GemmSpec, m: int, n: int, k: int) -> Self:
-        return replace(self, block_m=up(min(self.block_m, spec.m), m), block_n=up(min(self.block_n, spec.n), n),
-                       block_k=up(min(self.block_k, spec.k), k))
+        rows, columns = up(min(self.block_m, spec.m), m), up(min(self.block_n, spec.n), n)
+        return replace(self, block_m=rows, block_n=columns, block_k=up(min(self.block_k, spec.k), k))
 
     def words(self) -> list[str]:
         made, (rows, columns) = [*super().words(), f"block {self.block}"], self.registers

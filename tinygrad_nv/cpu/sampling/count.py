@@ -11,8 +11,6 @@ from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.sampling.spec import CountSpec
 
-OPERATIONS = 0
-
 
 class CPUCount(CPUSchedule):
     """One part."""

@@ -21,7 +21,6 @@ from tinygrad.uop.ops import Ops, UOp, sint
 
 from tinygrad_nv import config
 from tinygrad_nv.cpu.gemm import choose as cpu
-from tinygrad_nv.cpu.gemm.templates import build as build_on_cpu
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
@@ -46,12 +45,12 @@ from tinygrad_nv.patterns.contraction import (
 from tinygrad_nv.patterns.epilogue import Epilogue, Unfused, ends, usable
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
-from tinygrad_nv.patterns.target import Machine, target_of
+from tinygrad_nv.patterns.target import cpu_kernel, target_of
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.tile import database
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Sum, loads
-from tinygrad_nv.tile.gemm.choose import choose, why_not
+from tinygrad_nv.tile.gemm.choose import choose
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.kernel import GemmKernel
@@ -69,7 +68,7 @@ class Match:
     region: frozenset[UOp]
     spec: GemmSpec
     schedule: GemmSchedule | CPUSchedule
-    machine: Machine | CPU
+    machine: GPU | CPU
     inputs: tuple[UOp, ...]
     rows: UOp | None
 
@@ -149,7 +148,7 @@ class _Matcher:
         if reason: program.miss(TEMPLATE, found.total, reason)
 
 
-def _matched(found: Product, end: UOp, region: frozenset[UOp], machine: Machine | CPU,
+def _matched(found: Product, end: UOp, region: frozenset[UOp], machine: GPU | CPU,
              memory: Callable[[UOp], bool]) -> Match:
     """The match of a region. Raises `NotOurs`, `Unfused` or `NotAffine` where there is none."""
     space = Space()
@@ -196,14 +195,14 @@ def _parts(space: Space, places: list[tuple[Side, Side]]) -> tuple[Side, Side, l
     return base[1 - moving], base[moving], [steps.index(offset) for offset in offsets[moving]], part
 
 
-def _schedule(spec: GemmSpec, machine: Machine | CPU) -> GemmSchedule | CPUSchedule:
+def _schedule(spec: GemmSpec, machine: GPU | CPU) -> GemmSchedule | CPUSchedule:
     if isinstance(machine, CPU):
         if words := cpu.too_short(spec): raise NotOurs(words, final=True)
-        if (found := cpu.product(spec, machine)) is not None: return found
-        raise NotOurs(cpu.why_not(spec, machine))
-    if (schedule := choose(spec, machine.arch, machine.sm_count, machine.clock)) is not None: return schedule
+        if (found := cpu.choose(spec, machine)) is not None: return found
+        raise NotOurs(TABLE.why_not(spec, machine))
+    if (schedule := choose(spec, machine)) is not None: return schedule
     if spec.a.dtype == dtypes.float32 and not spec.tf32: raise NotOurs("float32 without ALLOW_TF32", True)
-    raise NotOurs(why_not(spec, machine.arch))
+    raise NotOurs(TABLE.why_not(spec, machine))
 
 
 # **** specs ****
@@ -251,16 +250,10 @@ def _finished(root: Expression, loads: list[Load], parts: list[int]) -> Expressi
 # **** calls ****
 
 @functools.lru_cache(1024)
-def kernel(spec: GemmSpec, schedule: GemmSchedule, machine: Machine) -> GemmKernel:
+def kernel(spec: GemmSpec, schedule: GemmSchedule, machine: GPU) -> GemmKernel:
     """The kernel of a product."""
-    made: GemmKernel = TABLE.build(spec, schedule, GPU(machine.arch, machine.sm_count, machine.clusters))
+    made: GemmKernel = TABLE.build(spec, schedule, machine)
     return made
-
-
-@functools.lru_cache(1024)
-def cpu_kernel(spec: GemmSpec, schedule: CPUSchedule) -> CPUKernel:
-    """The kernel of a product on a CPU."""
-    return build_on_cpu(spec, schedule)
 
 
 def _called(match: Match, inputs: list[UOp]) -> UOp:
@@ -270,9 +263,9 @@ def _called(match: Match, inputs: list[UOp]) -> UOp:
     note = Note(match.schedule.template, f"{spec}: {match.schedule}", spec, match.schedule)
     out, flops, nbytes = program.Output(end.shape, end.dtype), spec.flops // spec.m * m, _bytes(spec, m)
     made: GemmKernel | CPUKernel
-    if isinstance(match.schedule, CPUSchedule): made = cpu_kernel(spec, match.schedule)
+    if isinstance(match.machine, CPU): made = cpu_kernel(spec, match.schedule, match.machine)
     else:
-        assert isinstance(match.machine, Machine)
+        assert isinstance(match.machine, GPU)
         made = kernel(spec, match.schedule, match.machine)
     return program.called(made, end.device, [out], inputs, rows=m, variables=[] if rows is None else [rows],
                           flops=flops, nbytes=nbytes, note=note)[0]

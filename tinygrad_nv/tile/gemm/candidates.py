@@ -19,14 +19,14 @@ from tinygrad_nv.tile.templates import TABLE
 
 def starts(spec: GemmSpec, gpu: GPU) -> list[GemmSchedule]:
     """Schedules to start from for a product, in the order of preference."""
-    return [s for template in TABLE.templates("gpu", "gemm") for s in template.candidates(spec, gpu)]
+    return [s for template in TABLE.templates("gpu", spec) for s in template.candidates(spec, gpu)]
 
 
 def space(spec: GemmSpec, gpu: GPU) -> Iterator[GemmSchedule]:
     """Every legal schedule."""
     size, seen = spec.a.dtype.itemsize, set()
     sms = machine_for(gpu.arch, gpu.sm_count).sm_count
-    every = (template.schedule.every(gpu.arch, size) for template in TABLE.templates("gpu", "gemm"))
+    every = (template.schedule.every(gpu.arch, size) for template in TABLE.templates("gpu", spec))
     for tile in chain(starts(spec, gpu), *every):
         if not tile.worthwhile(spec): continue
         for deep in tile.rings(gpu.arch, size):

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from tinygrad.helpers import BEAM
 
 from tinygrad_nv.tile import database
-from tinygrad_nv.tile.clock import Clock
 from tinygrad_nv.tile.gemm.analytic import analytic
 from tinygrad_nv.tile.gemm.candidates import starts
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Gemv
@@ -20,22 +19,20 @@ from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
 
-def choose(spec: GemmSpec, arch: str, sm_count: int = 0, clock: Clock | None = None) -> GemmSchedule | None:
-    """The schedule for a product on a GPU with `sm_count` SMs (0: as the architecture's first has); None
-    when there is none. With BEAM=N candidates are tried, on the GPU of `clock`, or counted by the
-    emulator."""
-    if (known := database.lookup(spec, arch)) is not None: return known
-    chosen = analytic(spec, arch, sm_count)
+def choose(spec: GemmSpec, gpu: GPU) -> GemmSchedule | None:
+    """The schedule for a product; None when there is none. With BEAM=N candidates are tried, by the clock of
+    `gpu`, or counted by the emulator."""
+    if (known := database.lookup(spec, gpu.arch)) is not None: return known
+    chosen = analytic(spec, gpu.arch, gpu.sm_count)
     if chosen is None or BEAM.value < 1: return chosen
     from tinygrad_nv.tile.gemm.tune import search  # the emulator is loaded by those who try
-    return search(spec, arch, BEAM.value, sm_count, clock) or chosen
+    return search(spec, gpu.arch, BEAM.value, gpu.sm_count, gpu.clock) or chosen
 
 
-def why_not(spec: GemmSpec, arch: str) -> str:
+def why_not(spec: GemmSpec, gpu: GPU) -> str:
     """Why `choose` finds nothing: what each template says of the schedule it likes best; "" when it does."""
-    if analytic(spec, arch) is not None: return ""
-    gpu = GPU(arch)
-    if arch not in SMEM_BYTES: return TABLE.problems(spec, Gemv(), gpu)[0]
+    if analytic(spec, gpu.arch) is not None: return ""
+    if gpu.arch not in SMEM_BYTES: return TABLE.problems(spec, Gemv(), gpu)[0]
     said: dict[str, Sequence[str]] = {}
     for s in (*starts(spec, gpu), Gemv()):  # gemv has none for many rows
         found = TABLE.problems(spec, s, gpu)

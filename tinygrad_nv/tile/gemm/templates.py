@@ -4,6 +4,9 @@ Of those whose candidates the cost model cannot tell apart, the earlier one is l
 """
 from __future__ import annotations
 
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.tile.gemm import choose
 from tinygrad_nv.tile.gemm.gemv import defaults as gemv_defaults
 from tinygrad_nv.tile.gemm.gemv import legality as gemv_legality
 from tinygrad_nv.tile.gemm.gemv.cost import GemvCost
@@ -16,7 +19,7 @@ from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gemm.wgmma import defaults as wgmma_defaults
 from tinygrad_nv.tile.gemm.wgmma import legality as wgmma_legality
 from tinygrad_nv.tile.gemm.wgmma.cost import WgmmaCost
-from tinygrad_nv.tile.template import Template, later
+from tinygrad_nv.tile.template import GPU, Family, Template, later
 
 GEMV = Template("gemv", GemmSpec, Gemv, whole(gemv_legality.problems), gemv_defaults.candidates,
                 later("tinygrad_nv.tile.gemm.gemv.kernel", "gemv"), GemvCost())
@@ -24,4 +27,12 @@ WGMMA = Template("wgmma", GemmSpec, Wgmma, whole(wgmma_legality.problems), wgmma
                  later("tinygrad_nv.tile.gemm.wgmma.kernel", "gemm_wgmma"), WgmmaCost())
 MMA = Template("mma", GemmSpec, Mma, whole(mma_legality.problems), mma_defaults.candidates,
                later("tinygrad_nv.tile.gemm.mma.kernel", "gemm_mma"), MmaCost())
-TEMPLATES = (GEMV, WGMMA, MMA)
+
+
+def _why_not(spec: GemmSpec, gpu: GPU) -> str:
+    """Why no template takes a matmul; of float32, the setting that decides it."""
+    if spec.a.dtype == dtypes.float32 and not spec.tf32: return "float32 without ALLOW_TF32"
+    return choose.why_not(spec, gpu)
+
+
+FAMILY = Family("gemm", (GEMV, WGMMA, MMA), choose.choose, _why_not)

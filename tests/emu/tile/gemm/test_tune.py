@@ -99,7 +99,7 @@ def test_the_same_schedule_wins_each_time_and_is_kept(file):
     assert winner.registers > 0
     assert winner.smem_bytes > 0
     assert analytic(SMALL, "sm_80") in [c.schedule for c in first]
-    assert database.lookup(SMALL, "sm_80") == winner.schedule == choose(SMALL, "sm_80")
+    assert database.lookup(SMALL, "sm_80") == winner.schedule == choose(SMALL, GPU("sm_80"))
     assert [(e.how, e.seconds) for e in database.entries()] == [("counted", winner.seconds)]
 
 
@@ -108,14 +108,14 @@ def test_beam_makes_choose_try_once(monkeypatch):
     calls = []
     real = tune.tune
     monkeypatch.setattr(tune, "tune", lambda *args: calls.append(args[2]) or real(*args))
-    assert choose(SMALL, "sm_80") == analytic(SMALL, "sm_80")
+    assert choose(SMALL, GPU("sm_80")) == analytic(SMALL, "sm_80")
     assert calls == []
     with Context(BEAM=2):
-        found = choose(SMALL, "sm_80")
-        assert choose(SMALL, "sm_80") == found == database.lookup(SMALL, "sm_80")
+        found = choose(SMALL, GPU("sm_80"))
+        assert choose(SMALL, GPU("sm_80")) == found == database.lookup(SMALL, "sm_80")
     assert calls == [2]
-    assert choose(SMALL, "sm_80") == found
-    with Context(BEAM=1): assert choose(dense(64, 64, 64, "f32"), "sm_80") is None
+    assert choose(SMALL, GPU("sm_80")) == found
+    with Context(BEAM=1): assert choose(dense(64, 64, 64, "f32"), GPU("sm_80")) is None
 
 
 def test_candidates_differ_in_more_than_their_stages():
@@ -135,7 +135,7 @@ def test_what_spills_is_out(monkeypatch):
     assert {c.why for c in tried} == {"spills 24 B"}
     assert {c.seconds for c in tried} == {None}
     assert database.lookup(SMALL, "sm_80") is None
-    with Context(BEAM=1): assert choose(SMALL, "sm_80") == analytic(SMALL, "sm_80")
+    with Context(BEAM=1): assert choose(SMALL, GPU("sm_80")) == analytic(SMALL, "sm_80")
 
 
 def test_what_ptxas_changes_or_the_emulator_refuses_is_out(monkeypatch):
@@ -195,4 +195,4 @@ def test_a_database_that_cannot_be_written_is_noted(file, monkeypatch):
     monkeypatch.setattr(database, "_noted", set())
     monkeypatch.setenv("NV_SCHEDULES", "/proc/nowhere/schedules.json")
     with Context(BEAM=1), pytest.warns(database.ScheduleWarning, match="cannot be written"):
-        assert choose(SMALL, "sm_80") == analytic(SMALL, "sm_80")
+        assert choose(SMALL, GPU("sm_80")) == analytic(SMALL, "sm_80")

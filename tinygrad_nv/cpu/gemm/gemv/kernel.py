@@ -49,9 +49,9 @@ def _untaken(spec: GemmSpec, isa: ISA) -> list[str]:
     out = expression.problems(spec.epilogue)
     if spec.m > MOST_ROWS: out.append(f"{spec.m} rows, at most {MOST_ROWS}")
     elif _widened_bytes(spec, isa) > STACK_BYTES and (spec.symbolic or spec.a.k != 1):
-        what = "symbolic" if spec.symbolic else f"at strides of {spec.a.k}"
-        out.append(f"{spec.m} rows of {spec.k}, {what}, have {_widened_bytes(spec, isa)} bytes in float32, at "
-                   f"most {STACK_BYTES} on a stack")
+        what, need = "symbolic" if spec.symbolic else f"at strides of {spec.a.k}", _widened_bytes(spec, isa)
+        out.append(f"{spec.m} rows of {spec.k}, {what}, have {need} bytes in float32, at most {STACK_BYTES} "
+                   "on a stack")
     return out
 
 
