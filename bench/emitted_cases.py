@@ -38,19 +38,10 @@ from emitted_specs import (
     tables,
 )
 
-from tinygrad_nv.cpu.attention import flash as cpu_flash
-from tinygrad_nv.cpu.attention.backward import kernel as cpu_flash_backward
-from tinygrad_nv.cpu.decode import kernel as cpu_decode
-from tinygrad_nv.cpu.embedding import kernel as cpu_embedding
-from tinygrad_nv.cpu.gemm import templates as cpu_gemm
+from tinygrad_nv.cpu.gemm.schedules import CPUGemm
 from tinygrad_nv.cpu.isa import AMX, AVX2, AVX512, AVX512_BF16, ISA, PORTABLE
 from tinygrad_nv.cpu.kernel import CPUKernel
-from tinygrad_nv.cpu.kv_append import kernel as cpu_kv_append
-from tinygrad_nv.cpu.norm import kernel as cpu_norm
 from tinygrad_nv.cpu.sampling import choice as cpu_choice
-from tinygrad_nv.cpu.sampling import count as cpu_count
-from tinygrad_nv.cpu.sampling import threshold as cpu_threshold
-from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention import (
@@ -106,7 +97,7 @@ class Case:
     family: str
     spec: Any
     target: str | CPU
-    schedule: Schedule | CPUSchedule | None = None
+    schedule: Schedule | None = None
 
     def __str__(self) -> str: return self.name
 
@@ -114,7 +105,7 @@ class Case:
 @dataclass(frozen=True)
 class Emitted:
     """A case's schedule, None where a template has none, and kernels; with bytes that these share."""
-    schedule: Schedule | CPUSchedule | None
+    schedule: Schedule | None
     kernels: Sequence[TileKernel | CPUKernel]
     workspace_bytes: int = 0
 
@@ -162,25 +153,13 @@ def _default(spec: Any, arch: str) -> Schedule | None:
 
 
 def _on_cpu(case: Case, spec: Any, target: CPU) -> Emitted:
-    template = _template(spec)
-    if case.schedule is not None: schedule: Any = case.schedule
-    elif isinstance(spec, CountSpec): schedule = CPUSchedule(cpu_count.TEMPLATE, target.isa)
-    else: schedule = template.default(spec, target)
+    schedule: Any = case.schedule or TABLE.choose(spec, target)
     if schedule is None: raise LookupError(f"no template for {spec} on {target.isa}")
-    if isinstance(spec, AttentionSpec):
-        return Emitted(schedule, [cpu_flash.build(spec, schedule, _integers(spec))])
-    made = template.build(spec, schedule)
-    if isinstance(spec, DecodeSpec): return Emitted(schedule, made.kernels, made.workspace_bytes)
-    cut = isinstance(spec, ChoiceSpec) and cpu_choice.pieces(spec, schedule) > 1
-    return Emitted(schedule, [made, *([cpu_choice.merged(spec, schedule)] if cut else [])])
-
-
-def _template(spec: Any) -> Any:
-    return next(template for kind, template in (
-        (GemmSpec, cpu_gemm), (AttentionSpec, cpu_flash), (BackwardSpec, cpu_flash_backward),
-        (DecodeSpec, cpu_decode), (AppendSpec, cpu_kv_append), (NormSpec, cpu_norm),
-        (EmbeddingSpec, cpu_embedding), (FilterSpec, cpu_threshold), (ChoiceSpec, cpu_choice),
-        (CountSpec, cpu_count)) if isinstance(spec, kind))
+    made = TABLE.build(spec, schedule, target, _integers(spec) if isinstance(spec, AttentionSpec) else ())
+    kernels = list(made.kernels)
+    if isinstance(spec, ChoiceSpec) and cpu_choice.pieces(spec, schedule) > 1:
+        kernels.append(cpu_choice.merged(spec, schedule))
+    return Emitted(schedule, kernels, made.workspace_bytes if len(made.kernels) > 1 else 0)
 
 
 def _integers(spec: AttentionSpec) -> tuple[Integer, ...]:
@@ -191,7 +170,7 @@ def _integers(spec: AttentionSpec) -> tuple[Integer, ...]:
 # **** cases ****
 
 def crossed(family: str, specs: Mapping[str, Any], targets: Sequence[str | ISA],
-            schedules: Mapping[str, Schedule | CPUSchedule | None] = DEFAULT) -> Iterator[Case]:
+            schedules: Mapping[str, Schedule | None] = DEFAULT) -> Iterator[Case]:
     """Every spec on every target with every schedule, or the default."""
     for label, spec in specs.items():
         for target in targets:
@@ -378,7 +357,7 @@ def on_cpu() -> Iterator[Case]:
     tiled = {label: many[label] for label in ("bf16", "int8", "gated", "bf16 x @ w", "int8 x.T @ w")}
     yield from crossed("CPU gemm", tiled, (AMX, emulated))
     yield from crossed("CPU gemm", {"f32 x @ w": matmul(90, 200, 150, F32, "KM")}, (AVX2,), {
-        "4x16, 3 parts": CPUSchedule("gemm", AVX2, 3, 32, 64, 64, 4, 16)})
+        "4x16, 3 parts": CPUGemm(AVX2, 3, 32, 64, 64, 4, 16)})
     yield from crossed("CPU attention", {
         "causal": attention(256, 256, band=CAUSAL),
         "f32 GQA, LSE": attention(100, 200, 40, F32, group=3, log_sum=True),

@@ -28,6 +28,11 @@ class CPU:
     l2_bytes: int = _L2
     l3_bytes: int = _L3
 
+    @property
+    def arch(self) -> str:
+        """The architecture that entries of the schedule database have."""
+        return f"cpu {self.isa}, {self.threads} threads"
+
 
 def host() -> CPU:
     """The CPU of this process, as it is now. Raises `ConfigError` for an instruction set it lacks."""

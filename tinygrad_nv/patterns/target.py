@@ -35,6 +35,12 @@ GPUS = ("EMU", "CUDA")
 Target = GPU | CPU
 
 
+@functools.lru_cache(4096)
+def cpu_kernel(spec: Any, schedule: Any, target: CPU, integers: tuple[Integer, ...] = ()) -> Any:
+    """The kernel of a spec on a CPU, or kernels; they compute their integers themselves."""
+    return TABLE.build(spec, schedule, target, integers)
+
+
 def target_of(device: str | tuple[str, ...] | None) -> Target | None:
     """What runs a device's kernels; None if they are not ours."""
     return _gpu_of(device) or cpu_of(device)
@@ -123,7 +129,5 @@ class Chosen:
 
 def choose(spec: Any, target: Target, integers: tuple[Integer, ...] = ()) -> Chosen:
     """A spec with the schedule that its family has for it. Raises `NotOurs` where no template takes it."""
-    family = TABLE.family(target.kind, spec)
-    if family is None: raise NotOurs(f"no template on a {target.kind}")
-    if (schedule := family.choose(spec, target)) is None: raise NotOurs(family.why_not(spec, target))
+    if (schedule := TABLE.choose(spec, target)) is None: raise NotOurs(TABLE.why_not(spec, target))
     return Chosen(spec, schedule, target, integers)

@@ -63,8 +63,9 @@ AnyTemplate = Template[Any, Any, Any]
 @dataclass(frozen=True, eq=False)
 class Family:
     """The templates of one folder for one kind of target, the one liked best first. A spec is for those of
-    its type. `chooses` and `says` stand in for what `choose` and `why_not` do by themselves; a family of
-    several types of specs, some of which need another choice, asks `first_legal` for the others."""
+    its type. `chooses` stands in for what `choose` does by itself; a family of several types of specs, some
+    of which need another choice, asks `first_legal` for the others. `says` does so for `why_not`; where it
+    says "", the templates are asked."""
     name: str
     templates: tuple[AnyTemplate, ...]
     chooses: Callable[[Any, Any], Schedule | None] | None = None
@@ -86,7 +87,7 @@ class Family:
     def why_not(self, spec: Any, target: Any) -> str:
         """Why `choose` finds nothing: what each template says of the candidate that it refuses least, or of
         its default where it has none."""
-        if self.says is not None: return self.says(spec, target)
+        if self.says is not None and (words := self.says(spec, target)): return words
         said = {each.name: min((each.problems(spec, s, target) for s in
                                 list(each.candidates(spec, target)) or [each.schedule()]), key=len)
                 for each in self.of(spec)}
@@ -154,11 +155,25 @@ class Table:
             {name: value for name, value in data.items() if name != "template"})
         return found
 
+    # **** what a family says ****
+
+    def choose(self, spec: Any, target: Any) -> Any:
+        """The schedule of a spec on a target; None where no template takes it."""
+        found = self.family(target.kind, spec)
+        return None if found is None else found.choose(spec, target)
+
+    def why_not(self, spec: Any, target: Any) -> str:
+        """Why there is no schedule of a spec on a target."""
+        found = self.family(target.kind, spec)
+        return f"no template for {spec}" if found is None else found.why_not(spec, target)
+
     # **** what a schedule's template says ****
 
     def problems(self, spec: Any, schedule: Schedule, target: Any) -> Sequence[str]:
         """Why the schedule cannot be; empty when it can."""
-        return self.of(schedule).problems(spec, schedule, target)
+        template = self.of(schedule)
+        if isinstance(spec, template.spec): return template.problems(spec, schedule, target)
+        return [f"{template.name} is no template of a {type(spec).__name__}"]
 
     def build(self, spec: Any, schedule: Schedule, target: Any, integers: tuple[Integer, ...] = ()) -> Any:
         """The kernel. `integers`: those that it has, where the variables of its launch are others. Raises

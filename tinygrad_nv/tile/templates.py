@@ -1,4 +1,13 @@
 """The one table of templates: which module has a family's, by kind of target."""
 from tinygrad_nv.tile.template import Table
 
-TABLE = Table({("gpu", "gemm"): "tinygrad_nv.tile.gemm.templates"})
+TABLE = Table({
+    ("gpu", "gemm"): "tinygrad_nv.tile.gemm.templates",
+    ("cpu", "gemm"): "tinygrad_nv.cpu.gemm.templates",
+    ("cpu", "attention"): "tinygrad_nv.cpu.attention.templates",
+    ("cpu", "decode"): "tinygrad_nv.cpu.decode.templates",
+    ("cpu", "norm"): "tinygrad_nv.cpu.norm.templates",
+    ("cpu", "kv_append"): "tinygrad_nv.cpu.kv_append.templates",
+    ("cpu", "embedding"): "tinygrad_nv.cpu.embedding.templates",
+    ("cpu", "sampling"): "tinygrad_nv.cpu.sampling.templates",
+})

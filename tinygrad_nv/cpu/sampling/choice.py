@@ -11,30 +11,36 @@ argument is below 5e-8, above 17 or NaN. Where all of a vector is -inf, as after
 """
 from __future__ import annotations
 
+from typing import ClassVar
+
 from tinygrad_nv.cpu.kernel import CPUKernel, kernel
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.sampling.spec import NUMBERS, ChoiceSpec, Number
 
-TEMPLATE = "choice"
 OPERATIONS = 150            # an element: 20 rounds of Threefry, two logarithms
 PART_ELEMENTS = 1 << 13     # fewer are done before another thread has begun
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
-def default(spec: ChoiceSpec, target: CPU) -> CPUSchedule:
+class CPUChoice(CPUSchedule):
+    """Shares of rows, or of pieces of them."""
+    template: ClassVar[str] = "choice"
+
+
+def default(spec: ChoiceSpec, target: CPU) -> CPUChoice:
     """The schedule."""
     enough = max(1, spec.rows * spec.size // PART_ELEMENTS)
-    return CPUSchedule(TEMPLATE, target.isa, min(target.threads, enough))
+    return CPUChoice(target.isa, min(target.threads, enough))
 
 
-def pieces(spec: ChoiceSpec, schedule: CPUSchedule) -> int:
+def pieces(spec: ChoiceSpec, schedule: CPUChoice) -> int:
     """Into how many pieces each row is cut."""
     if spec.rows >= schedule.parts or not spec.draw: return 1
     return min(-(-schedule.parts // spec.rows), -(-spec.size // PART_ELEMENTS))
 
 
-def build(spec: ChoiceSpec, schedule: CPUSchedule) -> CPUKernel:
+def build(spec: ChoiceSpec, schedule: CPUChoice) -> CPUKernel:
     """The kernel: tokens, or for each piece its largest number's bits and where that is; logits; numbers and
     places of a draw."""
     cut, parts = pieces(spec, schedule), schedule.parts
@@ -80,7 +86,7 @@ def build(spec: ChoiceSpec, schedule: CPUSchedule) -> CPUKernel:
                   parts=parts, before=_BEFORE + _LOG)
 
 
-def merged(spec: ChoiceSpec, schedule: CPUSchedule) -> CPUKernel:
+def merged(spec: ChoiceSpec, schedule: CPUChoice) -> CPUKernel:
     """The kernel after that of several pieces: tokens; what that has found."""
     cut = pieces(spec, schedule)
     body = f"""

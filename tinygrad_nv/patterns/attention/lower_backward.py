@@ -18,7 +18,6 @@ from tinygrad.dtype import DType
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv import config, hooks
-from tinygrad_nv.cpu.attention.backward import kernel as flash_backward
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
@@ -30,7 +29,7 @@ from tinygrad_nv.patterns.attention.named import FlashAttentionBackward
 from tinygrad_nv.patterns.attention.spec import widths
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.strides import Laid, copied, laid
-from tinygrad_nv.patterns.target import Target
+from tinygrad_nv.patterns.target import Target, cpu_kernel
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.backward_defaults import default
@@ -40,6 +39,7 @@ from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Rows
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, short, walk
 from tinygrad_nv.tile.kernel import BackwardKernel
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 TEMPLATE = "flash attention backward"
 
@@ -120,12 +120,12 @@ def _chosen(forward: AttentionSpec, grad: UOp, by_rows: tuple[bool, bool],
 
 def _schedule(spec: BackwardSpec, machine: Target) -> AnySchedule | CPUSchedule | None:
     if isinstance(machine, GPU): return default(spec, machine.arch)
-    return None if flash_backward.problems(spec, machine) else flash_backward.default(spec, machine)
+    return TABLE.choose(spec, machine)
 
 
 def _reason(spec: BackwardSpec, machine: Target) -> str:
     """Why there is no schedule."""
-    if isinstance(machine, CPU): return "; ".join(flash_backward.problems(spec, machine))
+    if isinstance(machine, CPU): return TABLE.why_not(spec, machine)
     if words := dtype_problems(spec): return "; ".join(words)
     return f"no template for the gradient of {short(spec.forward.q.dtype)} attention of " \
            f"{widths(spec.forward)} on {machine.arch}"
@@ -167,12 +167,6 @@ def kernel(spec: BackwardSpec, schedule: AnySchedule, machine: GPU) -> BackwardK
     return made
 
 
-@functools.lru_cache(1024)
-def cpu_kernel(spec: BackwardSpec, schedule: CPUSchedule) -> CPUKernel:
-    """The kernel of a backward pass on a CPU."""
-    return flash_backward.build(spec, schedule)
-
-
 def _called(spec: BackwardSpec, schedule: AnySchedule | CPUSchedule, machine: Target,
             inputs: list[UOp]) -> tuple[UOp, ...]:
     """dq in float32, dk and dv."""
@@ -183,8 +177,8 @@ def _called(spec: BackwardSpec, schedule: AnySchedule | CPUSchedule, machine: Ta
                for rows, d in ((spec.dk, one.d), (spec.dv, one.d_v))]
     note = Note(schedule.template, f"{spec}: {schedule}", spec, schedule)
     made: BackwardKernel | CPUKernel
-    if isinstance(schedule, CPUSchedule): made = cpu_kernel(spec, schedule)
+    if isinstance(machine, CPU): made = cpu_kernel(spec, schedule, machine)
     else:
-        assert isinstance(machine, GPU)
+        assert isinstance(schedule, AnySchedule)
         made = kernel(spec, schedule, machine)
     return program.called(made, device, [dq, *results], inputs, flops=spec.flops, note=note)

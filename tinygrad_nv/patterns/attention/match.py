@@ -33,7 +33,6 @@ from tinygrad.dtype import dtypes
 from tinygrad.uop.ops import GroupOp, Ops, UOp, sint
 
 from tinygrad_nv import config
-from tinygrad_nv.cpu.attention import flash
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
@@ -50,7 +49,7 @@ from tinygrad_nv.patterns.epilogue import Unfused
 from tinygrad_nv.patterns.index import Indices, NotAffine, Space
 from tinygrad_nv.patterns.positions import is_variable
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
-from tinygrad_nv.patterns.target import Target, target_of
+from tinygrad_nv.patterns.target import Target, cpu_kernel, target_of
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.tile.any_schedule import AnySchedule
@@ -60,6 +59,7 @@ from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.kernel import AttentionKernel
 from tinygrad_nv.tile.launch import Integer
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 NEEDS = ({Ops.REDUCE, Ops.EXP2},)
 FILLING = ("flash_wgmma",)  # their grids depend on how many multiprocessors there are
@@ -266,8 +266,8 @@ def _check(first: Product, second: Product, sides: tuple[Side, Side, Side]) -> N
 def schedule_of(spec: AttentionSpec, machine: Target) -> AnySchedule | CPUSchedule:
     """How a kernel is made. Raises `NotOurs` where no template makes one."""
     if isinstance(machine, CPU):
-        if words := flash.problems(spec, machine): raise NotOurs(f"{flash.TEMPLATE}: {', '.join(words)}")
-        return flash.default(spec, machine)
+        if (made := TABLE.choose(spec, machine)) is not None: return made
+        raise NotOurs(f"flash: {TABLE.why_not(spec, machine)}")
     if (found := default(spec, machine.arch)) is not None: return found
     raise NotOurs(f"no template for {short(spec.q.dtype)} attention of {widths(spec)} on {machine.arch}")
 
@@ -282,12 +282,6 @@ def kernel(spec: AttentionSpec, schedule: AnySchedule, machine: GPU) -> Attentio
     return made
 
 
-@functools.lru_cache(1024)
-def cpu_kernel(spec: AttentionSpec, schedule: CPUSchedule, integers: tuple[Integer, ...] = ()) -> CPUKernel:
-    """The kernel of an attention on a CPU, which computes its integers itself."""
-    return flash.build(spec, schedule, integers)
-
-
 def call(spec: AttentionSpec, schedule: AnySchedule | CPUSchedule, machine: Target,
          outputs: Sequence[program.Output], inputs: Sequence[UOp], rows: sint,
          integers: tuple[Integer, ...] = (), variables: Sequence[UOp] = (), flops: sint = 0,
@@ -298,9 +292,9 @@ def call(spec: AttentionSpec, schedule: AnySchedule | CPUSchedule, machine: Targ
     assert device is not None
     note = Note(schedule.template, f"{spec}: {schedule}", spec, schedule)
     made: AttentionKernel | CPUKernel
-    if isinstance(schedule, CPUSchedule): made = cpu_kernel(spec, schedule, integers)
+    if isinstance(machine, CPU): made = cpu_kernel(spec, schedule, machine, integers)
     else:
-        assert isinstance(machine, GPU)
+        assert isinstance(schedule, AnySchedule)
         made = kernel(spec, schedule, machine).with_integers(integers)
     return program.called(made, device, outputs, inputs, rows=rows, variables=variables, flops=flops,
                           nbytes=nbytes, note=note)

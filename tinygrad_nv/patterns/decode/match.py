@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 
 from tinygrad.uop.ops import UOp, sint
 
-from tinygrad_nv.cpu.decode import kernel as cpu
+from tinygrad_nv.cpu.decode.kernel import DecodeKernels
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.attention.spec import Found, integer, most
 from tinygrad_nv.patterns.positions import Form, summed
-from tinygrad_nv.patterns.target import Target
+from tinygrad_nv.patterns.target import Target, cpu_kernel
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Band, Rows
@@ -31,7 +31,7 @@ from tinygrad_nv.tile.decode.spec import MOST_ROWS, DecodeSpec, Pages
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, walk
 from tinygrad_nv.tile.kernel import DecodeKernel
 from tinygrad_nv.tile.launch import Integer
-from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 MOST_PACKED = 64   # rows of a key head in one CTA: four warps of 16
 FEWEST_KEYS = 128  # of the smallest split
@@ -92,7 +92,7 @@ def decoded(made: Found, machine: Target) -> Decode | None:
 def schedule_of(spec: DecodeSpec, machine: Target) -> AnySchedule | CPUSchedule | None:
     """How a decode attention is made; None where no template takes it."""
     if not isinstance(machine, CPU): return default(spec, machine.arch)
-    return None if cpu.problems(spec, machine) else cpu.default(spec, machine)
+    return TABLE.choose(spec, machine)
 
 
 def _turned(spec: AttentionSpec) -> AttentionSpec:
@@ -159,12 +159,6 @@ def _spec(spec: AttentionSpec, longest: int, varies: bool, window: int | None,
 def _pages(rows: Rows) -> Pages: return Pages(rows.dtype, rows.batch[0], rows.row, rows.batch[1], rows.offset)
 
 
-@functools.lru_cache(1024)
-def cpu_kernels(spec: DecodeSpec, schedule: CPUSchedule, integers: tuple[Integer, ...] = ()) -> cpu.CPUDecode:
-    """The kernels of a decode attention on a CPU, which compute their integers themselves."""
-    return cpu.build(spec, schedule, integers)
-
-
 def call(one: Decode, machine: Target, device: str | tuple[str, ...], out: program.Output,
          inputs: Sequence[UOp], variables: Sequence[UOp] = (), flops: sint = 0, nbytes: sint | None = None,
          words: str = "") -> UOp:
@@ -172,10 +166,10 @@ def call(one: Decode, machine: Target, device: str | tuple[str, ...], out: progr
     their launch are computed from `variables`; `words` are for the reader of the note."""
     spec, schedule = one.spec, one.schedule
     note = Note(schedule.template, f"{spec}: {schedule}" + words, spec, schedule)
-    made: DecodeKernel | cpu.CPUDecode
-    if isinstance(schedule, CPUSchedule): made = cpu_kernels(spec, schedule, one.integers)
+    made: DecodeKernel | DecodeKernels
+    if isinstance(machine, CPU): made = cpu_kernel(spec, schedule, machine, one.integers)
     else:
-        assert isinstance(machine, GPU)
+        assert isinstance(schedule, AnySchedule)
         made = kernels(spec, schedule, machine.arch).with_integers(one.integers)
     return program.called(made, device, [out], inputs, variables=variables, flops=flops, nbytes=nbytes,
                           note=note)[0]

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from tinygrad import Tensor, dtypes
 from tinygrad.uop.ops import UOp
 
-from tinygrad_nv.cpu.decode import kernel as cpu
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.patterns import program
@@ -31,6 +30,7 @@ from tinygrad_nv.tile.attention.spec import Rows
 from tinygrad_nv.tile.decode.legality import problems
 from tinygrad_nv.tile.decode.spec import MOST_ROWS, DecodeSpec, Pages, Scales
 from tinygrad_nv.tile.expression import Expression, Sum, short, tanh
+from tinygrad_nv.tile.templates import TABLE
 
 TEMPLATE = "decode"
 ROW_BYTES = 8  # of which rows of q begin at multiples: 4 elements of a lane
@@ -146,7 +146,7 @@ def _read(queries: UOp, group: int) -> Laid:
 def _schedule(spec: DecodeSpec, machine: Target) -> AnySchedule | CPUSchedule:
     """How the kernels are made. Raises `NotOurs` with what is in the way."""
     if (found := schedule_of(spec, machine)) is not None: return found
-    if isinstance(machine, CPU): raise NotOurs("; ".join(cpu.problems(spec, machine)))
+    if isinstance(machine, CPU): raise NotOurs(TABLE.why_not(spec, machine))
     made = AnySchedule(template="decode").block(16, 64).k(128).warps(1, 4).stages(2)
     words = "; ".join(problems(made, spec, machine.arch)) or f"d {spec.d} needs more shared memory"
     raise NotOurs(f"no kernel for {short(spec.q.dtype)} on {machine.arch}: {words}")

@@ -13,9 +13,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad.helpers import prod
 from tinygrad.uop.ops import Ops, UOp, sint
 
-from tinygrad_nv.cpu.embedding import kernel as template
 from tinygrad_nv.cpu.kernel import CPUKernel
-from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
@@ -23,10 +21,13 @@ from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.index import largest
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.strides import laid
-from tinygrad_nv.patterns.target import Target
+from tinygrad_nv.patterns.target import Target, cpu_kernel
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
 from tinygrad_nv.tile.kernel import TileKernel
+from tinygrad_nv.tile.templates import TABLE
+
+NAME = "embedding"
 
 
 @dataclass(frozen=True)
@@ -109,18 +110,12 @@ def _called(spec: EmbeddingSpec, machine: Target, out: program.Output, inputs: l
     assert device is not None
     made: TileKernel | CPUKernel
     if isinstance(machine, CPU):
-        schedule = template.default(spec, machine)
-        made = cpu_kernel(spec, schedule)
-        note = Note(template.TEMPLATE, f"{spec}: {schedule}", spec, schedule)
-    else: made, note = kernel(spec, machine.arch), Note(template.TEMPLATE, str(spec), spec)
+        schedule = TABLE.choose(spec, machine)
+        made = cpu_kernel(spec, schedule, machine)
+        note = Note(NAME, f"{spec}: {schedule}", spec, schedule)
+    else: made, note = kernel(spec, machine.arch), Note(NAME, str(spec), spec)
     return program.called(made, device, [out], inputs, rows=0 if rows is None else rows,
                           variables=[] if rows is None else [rows], flops=flops, nbytes=moved, note=note)
-
-
-@functools.lru_cache(64)
-def cpu_kernel(spec: EmbeddingSpec, schedule: CPUSchedule) -> CPUKernel:
-    """The kernel of a spec on a CPU."""
-    return template.build(spec, schedule)
 
 
 @functools.lru_cache(64)
@@ -130,5 +125,5 @@ def kernel(spec: EmbeddingSpec, arch: str) -> TileKernel:
     return built(spec, arch)
 
 
-lower(Embedding, template.TEMPLATE, lowered)
-lower(EmbeddingGradient, template.TEMPLATE, lowered_gradient)
+lower(Embedding, NAME, lowered)
+lower(EmbeddingGradient, NAME, lowered_gradient)

@@ -11,18 +11,17 @@ import functools
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.cpu.kernel import CPUKernel
-from tinygrad_nv.cpu.kv_append import kernel as cpu
-from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.kv_append.reference import Arguments, KVAppend
 from tinygrad_nv.patterns.strides import Laid, copied, laid
-from tinygrad_nv.patterns.target import Target
+from tinygrad_nv.patterns.target import Target, cpu_kernel
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.tile.decode.spec import Pages, Scales
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.kv_append.spec import AppendSpec, Heads, Rope, problems
+from tinygrad_nv.tile.templates import TABLE
 
 TEMPLATE = "kv_append"
 ROW_BYTES = 16  # of which heads of new rows begin at multiples on a GPU, else they are copied
@@ -47,8 +46,9 @@ def lowered(what: KVAppend, machine: Target, *arguments: UOp) -> tuple[UOp, ...]
     moved = sum(each.max_numel() * each.dtype.itemsize for each in (x.k, x.v, *x.q))
     made: TileKernel | CPUKernel
     if isinstance(machine, CPU):
-        schedule = cpu.default(spec, machine)
-        made, note = cpu_kernel(spec, schedule), Note(TEMPLATE, f"{spec}: {schedule}", spec, schedule)
+        schedule = TABLE.choose(spec, machine)
+        made = cpu_kernel(spec, schedule, machine)
+        note = Note(TEMPLATE, f"{spec}: {schedule}", spec, schedule)
     else:
         if found := problems(spec, machine.arch): raise NotOurs("; ".join(found))
         made, note = kernel(spec, machine.arch), Note(TEMPLATE, str(spec), spec)
@@ -87,12 +87,6 @@ def _spec(what: KVAppend, x: Arguments[UOp], k: Laid, v: Laid, q: list[Laid],
 def _scales(x: Laid) -> Scales:
     page, head = x.strides
     return Scales(page, head, x.offset)
-
-
-@functools.lru_cache(1024)
-def cpu_kernel(spec: AppendSpec, schedule: CPUSchedule) -> CPUKernel:
-    """The kernel of an append on a CPU."""
-    return cpu.build(spec, schedule)
 
 
 @functools.lru_cache(1024)

@@ -28,8 +28,6 @@ from tinygrad.uop.ops import GroupOp, Ops, UOp, sint
 
 from tinygrad_nv import config
 from tinygrad_nv.cpu.kernel import CPUKernel
-from tinygrad_nv.cpu.norm import kernel as cpu
-from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import building, program
@@ -38,7 +36,7 @@ from tinygrad_nv.patterns.contraction import Dim, is_storage, merged
 from tinygrad_nv.patterns.epilogue import ELEMENTWISE, NAMES, NODES, STORED, Epilogue, Unfused, number
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
-from tinygrad_nv.patterns.target import Target, target_of
+from tinygrad_nv.patterns.target import Target, cpu_kernel, target_of
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, substituted, walk
@@ -48,6 +46,7 @@ from tinygrad_nv.tile.norm import plan as gpu
 from tinygrad_nv.tile.norm.plan import Plan
 from tinygrad_nv.tile.norm.spec import Computed, NormSpec, Statistic
 from tinygrad_nv.tile.operations import OPERATIONS
+from tinygrad_nv.tile.templates import TABLE
 
 TEMPLATE = "norm"
 MOST_NODES = 256        # between a result and memory
@@ -153,7 +152,7 @@ def _read_once(spec: NormSpec) -> bool:
 
 def problems(spec: NormSpec, machine: Target) -> list[str]:
     """Why no template of a target takes rows; empty when one does."""
-    if isinstance(machine, CPU): return cpu.problems(spec, machine)
+    if isinstance(machine, CPU): return [] if TABLE.choose(spec, machine) else [TABLE.why_not(spec, machine)]
     return gpu.problems(spec, machine.arch)
 
 
@@ -359,12 +358,6 @@ def _placed(dims: _Dims, number: int, offset: int) -> Expression:
 # **** calls ****
 
 @functools.lru_cache(1024)
-def cpu_kernel(spec: NormSpec, schedule: CPUSchedule) -> CPUKernel:
-    """The kernel of rows on a CPU."""
-    return cpu.build(spec, schedule)
-
-
-@functools.lru_cache(1024)
 def kernel(spec: NormSpec, arch: str) -> TileKernel:
     """The kernel of rows on a GPU."""
     from tinygrad_nv.tile.norm.kernel import norm
@@ -380,8 +373,8 @@ def _called(match: Match, inputs: list[UOp]) -> UOp:
     flops = spec.flops // spec.m * m
     made: TileKernel | CPUKernel
     if isinstance(machine, CPU):
-        schedule = cpu.default(spec, machine)
-        made, note = cpu_kernel(spec, schedule), Note(name, f"{spec}: {schedule}", spec, schedule)
+        schedule = TABLE.choose(spec, machine)
+        made, note = cpu_kernel(spec, schedule, machine), Note(name, f"{spec}: {schedule}", spec, schedule)
     else: made, note = kernel(spec, machine.arch), Note(name, f"{spec}: {Plan.of(spec)}", spec)
     return program.called(made, end.device, [out], inputs, rows=m, variables=variables, flops=flops,
                           note=note)[0]

@@ -9,25 +9,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from importlib import import_module
-from types import ModuleType
 
 from tinygrad import Tensor, dtypes
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.cpu.sampling import choice as choice_template
-from tinygrad_nv.cpu.sampling import count as count_template
 from tinygrad_nv.cpu.sampling import threshold as threshold_template
-from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.named import call, lower
-from tinygrad_nv.patterns.target import Target
+from tinygrad_nv.patterns.target import Target, cpu_kernel
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.sampling.spec import DIGITS, LANES, ChoiceSpec, CountSpec, FilterSpec, Number
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 MOST_ROWS = 65535   # of a launch's y
 Spec = FilterSpec | ChoiceSpec | CountSpec
@@ -145,7 +143,7 @@ def _filter(spec: FilterSpec, machine: Target, *arguments: UOp) -> tuple[UOp, ..
     """A filter by a kernel."""
     out = program.Output((spec.rows, spec.size), dtypes.float32)
     if isinstance(machine, CPU):
-        return _on_cpu(threshold_template, spec, threshold_template.default(spec, machine), out, arguments)
+        return _on_cpu("threshold", spec, machine, out, arguments, threshold_template.OPERATIONS)
     return _on_gpu("threshold", spec, machine, out, arguments)
 
 
@@ -153,10 +151,11 @@ def _choice(spec: ChoiceSpec, machine: Target, *arguments: UOp) -> tuple[UOp, ..
     """A choice by a kernel, or by two where a row is chosen from in pieces."""
     out = program.Output((spec.rows,), dtypes.int32)
     if isinstance(machine, CPU):
-        schedule = choice_template.default(spec, machine)
+        schedule = TABLE.choose(spec, machine)
         cut = choice_template.pieces(spec, schedule)
         best = program.Output((spec.rows, cut, 2), dtypes.int32)
-        made = _on_cpu(choice_template, spec, schedule, out if cut == 1 else best, arguments)
+        made = _on_cpu("choice", spec, machine, out if cut == 1 else best, arguments,
+                       choice_template.OPERATIONS)
         return made if cut == 1 else _called(choice_template.merged(spec, schedule), out, made, _PIECES)
     from tinygrad_nv.tile.sampling import choice as template
     cut = template.pieces(spec)
@@ -173,15 +172,16 @@ def _count(spec: CountSpec, machine: Target, counts: UOp, *arguments: UOp) -> tu
     if not program.is_whole(counts):
         raise NotOurs("counts are no storage of their own, to be written in place")
     if not isinstance(machine, CPU): return _on_gpu("count", spec, machine, counts, arguments)
-    return _on_cpu(count_template, spec, CPUSchedule(count_template.TEMPLATE, machine.isa), counts, arguments)
+    return _on_cpu("count", spec, machine, counts, arguments)
 
 
-def _on_cpu(template: ModuleType, spec: Spec, schedule: CPUSchedule, out: program.Output | UOp,
-            arguments: Sequence[UOp]) -> tuple[UOp, ...]:
-    """The kernel of a template, called."""
-    note = Note(template.TEMPLATE, f"{spec}: {schedule}", spec, schedule)
-    return _called(_cpu_kernel(template, spec, schedule), out, arguments, note,
-                   flops=template.OPERATIONS * spec.rows * spec.size)
+def _on_cpu(template: str, spec: Spec, machine: CPU, out: program.Output | UOp, arguments: Sequence[UOp],
+            operations: int = 0) -> tuple[UOp, ...]:
+    """The kernel of a template, called. `operations` are those of an element."""
+    schedule = TABLE.choose(spec, machine)
+    note = Note(template, f"{spec}: {schedule}", spec, schedule)
+    return _called(cpu_kernel(spec, schedule, machine), out, arguments, note,
+                   flops=operations * spec.rows * spec.size)
 
 
 def _on_gpu(template: str, spec: Spec, machine: GPU, out: program.Output | UOp,
@@ -199,17 +199,11 @@ def _called(made: TileKernel | CPUKernel, out: program.Output | UOp, arguments: 
 
 
 @functools.lru_cache(256)
-def _cpu_kernel(template: ModuleType, spec: Spec, schedule: CPUSchedule) -> CPUKernel:
-    made: CPUKernel = template.build(spec, schedule)
-    return made
-
-
-@functools.lru_cache(256)
 def _kernel(template: str, spec: Spec, arch: str) -> TileKernel:
     made: TileKernel = getattr(import_module(f"tinygrad_nv.tile.sampling.{template}"), template)(spec, arch)
     return made
 
 
-lower(FilterSpec, threshold_template.TEMPLATE, _filter)
-lower(ChoiceSpec, choice_template.TEMPLATE, _choice)
-lower(CountSpec, count_template.TEMPLATE, _count)
+lower(FilterSpec, "threshold", _filter)
+lower(ChoiceSpec, "choice", _choice)
+lower(CountSpec, "count", _count)
