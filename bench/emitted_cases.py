@@ -41,7 +41,6 @@ from emitted_specs import (
 from tinygrad_nv.cpu.gemm.schedules import CPUGemm
 from tinygrad_nv.cpu.isa import AMX, AVX2, AVX512, AVX512_BF16, ISA, PORTABLE
 from tinygrad_nv.cpu.kernel import CPUKernel
-from tinygrad_nv.cpu.sampling import choice as cpu_choice
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention import (
@@ -69,7 +68,7 @@ from tinygrad_nv.tile.expression import (
 from tinygrad_nv.tile.gemm.analytic import analytic
 from tinygrad_nv.tile.gemm.schedules import Gemv, Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.kernel import TileKernel
+from tinygrad_nv.tile.kernel import Chain, TileKernel
 from tinygrad_nv.tile.kv_append.kernel import kv_append
 from tinygrad_nv.tile.kv_append.spec import AppendSpec
 from tinygrad_nv.tile.launch import Integer
@@ -156,9 +155,8 @@ def _on_cpu(case: Case, spec: Any, target: CPU) -> Emitted:
     schedule: Any = case.schedule or TABLE.choose(spec, target)
     if schedule is None: raise LookupError(f"no template for {spec} on {target.isa}")
     made = TABLE.build(spec, schedule, target, _integers(spec) if isinstance(spec, AttentionSpec) else ())
+    if isinstance(made, Chain): return Emitted(schedule, [made.first, made.second])
     kernels = list(made.kernels)
-    if isinstance(spec, ChoiceSpec) and cpu_choice.pieces(spec, schedule) > 1:
-        kernels.append(cpu_choice.merged(spec, schedule))
     return Emitted(schedule, kernels, made.workspace_bytes if len(made.kernels) > 1 else 0)
 
 
