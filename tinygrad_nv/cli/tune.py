@@ -137,7 +137,7 @@ def _tune(arguments: argparse.Namespace) -> None:
 
 
 def _tune_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> None:
-    from tinygrad_nv.cpu.gemm.choose import default
+    from tinygrad_nv.cpu.gemm.defaults import default
     from tinygrad_nv.cpu.gemm.tune import CPUCandidate, bar, tune
     from tinygrad_nv.cpu.target import host
     from tinygrad_nv.explain.levels_cpu import CPUProduct

@@ -10,6 +10,8 @@ request 87; cuBLAS launches as many, NVIDIA/cutlass issue 1921). GPCs of 16 and 
 """
 from __future__ import annotations
 
+import functools
+
 Clusters = tuple[tuple[int, int], ...]  # what a driver says: (CTAs of a cluster, how many run at once)
 SIZES = (2, 4, 8)
 MOST_SMS = 18
@@ -23,6 +25,7 @@ def gpcs(sm_count: int) -> tuple[int, ...]:
     return (MOST_SMS,) * full + ((rest,) if rest else ())
 
 
+@functools.cache
 def most_clusters(size: int, sm_count: int, ctas_of_sm: int = 1) -> int:
     """Clusters of `size` CTAs that run at once where an SM holds so many CTAs."""
     if size == 1: return sm_count * ctas_of_sm

@@ -43,7 +43,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all calls here note outcomes: the second takes what the first has run."""
+    """Where calls note outcomes: later ones take what the first has run."""
     return tmp_path_factory.mktemp("logs")
 
 
@@ -61,8 +61,14 @@ def row(done: subprocess.CompletedProcess[str]) -> str:
     return " ".join(done.stdout.splitlines()[1].split())
 
 
-def test_what_passes_plain_and_not_hooked_is_reported(checkout: Path, logs: Path):
-    done = called(checkout, logs, "--only", "test_all", "--timeout", "2", "--resume")
+@pytest.fixture(scope="module")
+def first(checkout: Path, logs: Path) -> subprocess.CompletedProcess[str]:
+    """The call that runs the tests."""
+    return called(checkout, logs, "--only", "test_all", "--timeout", "2")
+
+
+def test_what_passes_plain_and_not_hooked_is_reported(first: subprocess.CompletedProcess[str]):
+    done = first
     assert done.returncode == 1, done.stderr
     assert [word for word in DIFFER if word not in done.stdout] == [], done.stdout
     assert row(done) == "test/unit/test_all.py 2 of 6 5 of 6 0 3"
@@ -71,7 +77,8 @@ def test_what_passes_plain_and_not_hooked_is_reported(checkout: Path, logs: Path
     assert "hooked test/unit/test_all.py: 1 crashed, 2 failed, 2 passed, 1 timeout" in done.stderr
 
 
-def test_known_differences_are_no_failure_when_they_fail_in_the_known_words(checkout: Path, logs: Path):
+def test_known_differences_are_no_failure_when_they_fail_in_the_known_words(
+        first: subprocess.CompletedProcess[str], checkout: Path, logs: Path):
     tests = [f"test/unit/test_all.py::{name}"
              for name in ("test_differs", "test_hangs", "test_ends_the_process")]
     known = [{"reason": "known, since", "devices": ["CPU"], "says": "", "tests": tests}]

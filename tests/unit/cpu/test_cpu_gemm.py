@@ -18,9 +18,9 @@ from tinygrad.runtime.support.elf import elf_loader
 from tinygrad.tensor import Tensor
 
 from tinygrad_nv import explain
-from tinygrad_nv.cpu.gemm import choose
 from tinygrad_nv.cpu.gemm.blocked import kernel as gemm
 from tinygrad_nv.cpu.gemm.blocked.blocks import MOST_BYTES_K, STACK_BYTES
+from tinygrad_nv.cpu.gemm.defaults import default
 from tinygrad_nv.cpu.gemm.layout import kind_of, oriented
 from tinygrad_nv.cpu.gemm.schedules import CPUGemm
 from tinygrad_nv.cpu.isa import AVX2, AVX512, AVX512_BF16, ISA, PORTABLE
@@ -211,7 +211,7 @@ def test_blocks_fit(m: int, n: int, k: int, dtype, level: ISA, threads: int, l2:
 def test_gemv_is_for_few_rows_and_for_fewer_of_bytes():
     target = CPU(AVX512_BF16, 2)
     for dtype, m, want in ((F32, 16, "gemv"), (F32, 17, "gemm"), (S8, 4, "gemv"), (S8, 5, "gemm")):
-        assert choose.default(product(m, 256, 512, dtype), target).template == want
+        assert default(product(m, 256, 512, dtype), target).template == want
 
 
 # **** machine code ****

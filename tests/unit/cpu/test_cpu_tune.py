@@ -16,7 +16,9 @@ from tinygrad.tensor import Tensor
 from tinygrad_nv import explain
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.attention.schedules import CPUFlash
-from tinygrad_nv.cpu.gemm import choose, tune
+from tinygrad_nv.cpu.gemm import tune
+from tinygrad_nv.cpu.gemm.choose import choose
+from tinygrad_nv.cpu.gemm.defaults import default, starts
 from tinygrad_nv.cpu.gemm.schedules import Amx, CPUGemm, CPUGemv
 from tinygrad_nv.cpu.isa import AMX, AVX2, AVX512, AVX512_BF16, ISA, PORTABLE
 from tinygrad_nv.cpu.schedule import CPUSchedule
@@ -57,9 +59,9 @@ def here() -> CPU:
     dense(300, 8, 64, "f16", batch=(2,))], ids=str)
 def test_what_is_near_is_legal_and_different(kind: ISA, spec: GemmSpec):
     here = CPU(kind, 4)
-    starts = choose.starts(spec, here)
-    assert starts[0] == choose.default(spec, here)
-    for start in starts:
+    first = starts(spec, here)
+    assert first[0] == default(spec, here)
+    for start in first:
         assert not TABLE.problems(spec, start, here)
         near = tune.near(spec, here, start)
         assert len(near) >= 3
@@ -78,7 +80,7 @@ def test_schedules_near_to_the_default_compute_the_same(kind: ISA, spec: GemmSpe
     here = CPU(kind, 2)
     given = arguments(spec)
     want = reference(spec, given)
-    start = choose.starts(spec, here)[0]
+    start = starts(spec, here)[0]
     for one in (start, *tune.near(spec, here, start)[:5]):
         out = torch.zeros(given["out"].shape, dtype=TORCH[spec.out.dtype])
         run = load(TABLE.build(spec, one, here))
@@ -103,7 +105,7 @@ REFUSED = [
 @pytest.mark.parametrize(("spec", "change", "why"), REFUSED, ids=[case[2] for case in REFUSED])
 def test_what_cannot_be_a_schedule(spec: GemmSpec, change: dict, why: str):
     here = CPU(AVX2, 2)
-    start = next(s for s in choose.starts(spec, here) if spec is SPEC or s.template == "gemm")
+    start = next(s for s in starts(spec, here) if spec is SPEC or s.template == "gemm")
     assert any(why in words for words in TABLE.problems(spec, replace(start, **change), here))
 
 
@@ -171,16 +173,16 @@ def test_the_winner_is_kept_and_used(here: CPU, file: Path):
     tried = tune.tune(SPEC, here, 1, lambda done, count: seen.append((done, count)))
     assert seen == [(i + 1, tune.PER_BEAM) for i in range(len(tried))]
     assert len(tried) <= tune.PER_BEAM
-    assert choose.default(SPEC, here) in [one.schedule for one in tried]
+    assert default(SPEC, here) in [one.schedule for one in tried]
     final = [one.seconds for one in tried[:tune.FINALISTS]]
     assert final == sorted(final)
     entry, = database.entries()
     assert (entry.schedule, entry.how) == (tried[0].schedule, "measured")
     assert entry.arch == f"cpu {here.isa}, 2 threads"
-    assert choose.choose(SPEC, here) == tried[0].schedule
+    assert choose(SPEC, here) == tried[0].schedule
     # not for other threads or another instruction set
     for other in (replace(here, threads=3), replace(here, isa=PORTABLE)):
-        assert choose.choose(SPEC, other) == choose.default(SPEC, other)
+        assert choose(SPEC, other) == default(SPEC, other)
 
 
 def test_search_goes_to_what_is_faster(here: CPU, monkeypatch: pytest.MonkeyPatch):
@@ -198,7 +200,7 @@ def test_search_goes_to_what_is_faster(here: CPU, monkeypatch: pytest.MonkeyPatc
 
 def test_the_default_is_timed_again_beside_the_fastest(here: CPU, monkeypatch: pytest.MonkeyPatch):
     """By a clock that was slow when the default had its turn."""
-    first = choose.default(SPEC, here)
+    first = default(SPEC, here)
 
     def clock(self: tune.Arrays, schedules: list[CPUSchedule]) -> list[float]:
         return [(9.0 if len(schedules) == 1 else 0.1) if s == first else 1 + s.rows / 10 for s in schedules]
@@ -212,13 +214,13 @@ def test_the_default_is_timed_again_beside_the_fastest(here: CPU, monkeypatch: p
 
 def test_what_does_not_compile_is_out(here: CPU, monkeypatch: pytest.MonkeyPatch):
     def build(spec: GemmSpec, s: CPUSchedule, target: CPU):
-        if s == choose.default(spec, here): return made(spec, s, target)
+        if s == default(spec, here): return made(spec, s, target)
         raise ToolchainError("a compiler said no")
     made = TABLE.build
     monkeypatch.setattr(TABLE, "build", build)
     tried = tune.tune(SPEC, here, 1)
     assert [one.why for one in tried] == ["", *["a compiler said no"] * (len(tried) - 1)]
-    assert database.entries()[0].schedule == choose.default(SPEC, here)
+    assert database.entries()[0].schedule == default(SPEC, here)
 
 
 def test_beam_tunes_what_a_graph_needs(file: Path, monkeypatch: pytest.MonkeyPatch):
@@ -227,11 +229,11 @@ def test_beam_tunes_what_a_graph_needs(file: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tune, "tune", lambda *args: count.append(args) or found(*args))
     monkeypatch.setattr(tune, "PER_BEAM", 3)
     x, w = (Tensor.empty(rows, 64, device="CPU") for rows in (2, 48))
-    default = explain(x @ w.T).kernels[0].schedule
+    usual = explain(x @ w.T).kernels[0].schedule
     with Context(BEAM=1): first = explain(x @ w.T).kernels[0].schedule
     assert (len(count), count[0][2]) == (1, 1)
     assert first == database.entries()[0].schedule
-    assert isinstance(default, CPUSchedule)
+    assert isinstance(usual, CPUSchedule)
     with Context(BEAM=1): assert explain(x @ w.T).kernels[0].schedule == first
     assert explain(x @ w.T).kernels[0].schedule == first
     assert len(count) == 1
@@ -242,13 +244,13 @@ def test_a_database_that_cannot_be_written(here: CPU, tmp_path: Path, monkeypatc
     monkeypatch.setenv("NV_SCHEDULES", str(tmp_path / "a" / "schedules.json"))
     monkeypatch.setattr(tune, "PER_BEAM", 1)
     with Context(BEAM=1), pytest.warns(ScheduleWarning, match="cannot be written"):
-        assert choose.choose(SPEC, here) == choose.default(SPEC, here)
+        assert choose(SPEC, here) == default(SPEC, here)
 
 
 # **** the database ****
 
 def stored(here: CPU, **change) -> Entry:
-    start = choose.default(SPEC, here)
+    start = default(SPEC, here)
     assert start is not None
     entry = Entry(SPEC, here.arch, database.toolchain("cpu"),
                   replace(start, **change), 1e-5, "measured")
@@ -258,15 +260,15 @@ def stored(here: CPU, **change) -> Entry:
 
 def test_another_compiler_finds_nothing(here: CPU, monkeypatch: pytest.MonkeyPatch):
     entry = stored(here, parts=1)
-    assert choose.choose(SPEC, here) == entry.schedule
+    assert choose(SPEC, here) == entry.schedule
     monkeypatch.setattr(database, "toolchain", lambda kind: "another")
-    assert choose.choose(SPEC, here) == choose.default(SPEC, here)
+    assert choose(SPEC, here) == default(SPEC, here)
 
 
 def test_an_illegal_entry_is_ignored_with_a_note(here: CPU):
     stored(here, rows=4096)
     with pytest.warns(ScheduleWarning, match="is ignored for 4x96x256 f32.*sums in registers, at most 64"):
-        assert choose.choose(SPEC, here) == choose.default(SPEC, here)
+        assert choose(SPEC, here) == default(SPEC, here)
 
 
 @pytest.mark.parametrize(("change", "why"), [
@@ -279,7 +281,7 @@ def test_a_corrupt_entry_is_ignored_with_a_note(here: CPU, file: Path, change: d
     data["entries"][0].update(change)
     file.write_text(json.dumps(data))
     with pytest.warns(ScheduleWarning, match=f"entry 0 of .* is ignored: .*{why}"):
-        assert choose.choose(SPEC, here) == choose.default(SPEC, here)
+        assert choose(SPEC, here) == default(SPEC, here)
 
 
 # **** the command ****

@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tinygrad_nv.runtime.driver import Window
@@ -91,6 +91,7 @@ pieces = st.lists(piece, min_size=1, max_size=4)
 
 
 @given(pieces)
+@example([(19, 12, 1, 0), (21, 4, 1, 0), (30, 1, 3, 0)])    # 9.5 bytes and 10.2: both are 10 whole ones
 def test_no_other_window_saves_more(pieces: list[tuple[int, int, int, int]]):
     ranges = [Range(1000 * where + start, nbytes, reads, where) for start, nbytes, reads, where in pieces]
     made = plan(SMALL, ranges, step_bytes=1 << 20)
@@ -100,9 +101,10 @@ def test_no_other_window_saves_more(pieces: list[tuple[int, int, int, int]]):
         return inside * min(1, SMALL.persisting_l2_limit / nbytes)
     best = max(saved(1000 * where + start, nbytes) for where in (0, 1) for start in range(52)
                for nbytes in range(1, SMALL.window_limit + 1))
-    assert made.saved_bytes == pytest.approx(best, abs=0.5)
+    # windows are compared by whole bytes
+    assert best - 1 < made.saved_bytes <= best + 1e-6
     if made.window is not None:
-        assert saved(made.window.address, made.window.nbytes) == pytest.approx(best, abs=0.5)
+        assert saved(made.window.address, made.window.nbytes) == pytest.approx(made.saved_bytes)
         assert made.window.nbytes <= SMALL.window_limit
         assert made.set_aside_bytes == min(made.window.nbytes, SMALL.persisting_l2_limit)
         assert made.window.hit_ratio * made.window.nbytes <= SMALL.persisting_l2_limit * (1 + 1e-9)

@@ -157,11 +157,15 @@ class Model:
 
     def predict(self, s: GemmSchedule) -> Prediction:
         """What a schedule takes."""
-        return self.timed(s, self.planned(s))
+        cost = cost_of(s)
+        return self._timed(s, cost, cost.work(self.spec, s, self.machine, self.ending), 0)
 
     def timed(self, s: GemmSchedule, done: Work, registers: int = 0) -> Prediction:
         """What a schedule takes whose CTAs do this work, with so many registers a thread (0: an estimate)."""
-        machine, cost = self.machine, cost_of(s)
+        return self._timed(s, cost_of(s), done, registers)
+
+    def _timed(self, s: GemmSchedule, cost: Cost[GemmSchedule], done: Work, registers: int) -> Prediction:
+        machine = self.machine
         t = self._tiles(s, cost.resident(self.spec, s, machine, registers))
         units = t.tiles * s.splits
         active, at_once = min(units, t.usable), min(t.resident, ceil(units / t.usable))

@@ -48,6 +48,7 @@ class GemmSchedule(Schedule, ABC):
     splits: int = 1
     swap: bool = False
     SPLITS: ClassVar[tuple[int, ...]] = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+    ALONE: ClassVar[Mapping[str, Any]] = {"splits": 1}  # what a tile by itself has
 
     def k(self, k: int) -> Self:
         """Elements of the sum at a time."""
@@ -124,7 +125,7 @@ class GemmSchedule(Schedule, ABC):
     @property
     def bare(self) -> Self:
         """The tile by itself: neither a cluster nor splits that it could do without."""
-        return self.unshared
+        return replace(self, **self.ALONE)
 
     @property
     def ringless(self) -> Self:
@@ -134,7 +135,7 @@ class GemmSchedule(Schedule, ABC):
     @property
     def key(self) -> Self:
         """What schedules of one tile have in common."""
-        return self.unshared
+        return replace(self, **self.ALONE)
 
     def worthwhile(self, spec: GemmSpec) -> bool:
         """Whether the tile is not much larger than the product, and its sums leave registers for the
@@ -198,7 +199,7 @@ class RingSchedule(Tiled, GemmSchedule):
     def ringless(self) -> Self: return self.stages(0)
 
     @property
-    def key(self) -> Self: return self.bare.stages(0)
+    def key(self) -> Self: return replace(self, **self.ALONE, depth=0)
 
     def worthwhile(self, spec: GemmSpec) -> bool:
         """Whether the tile is at most twice as large as the product, or the smallest there is, and its sums
@@ -272,6 +273,7 @@ class Wgmma(Warpgroups, RingSchedule):
     LEAST: ClassVar[tuple[int, int]] = (64, 8)
     MOST_STAGES: ClassVar[int] = 7
     SPLITS: ClassVar[tuple[int, ...]] = (2, 4, 8)       # they meet in a cluster
+    ALONE: ClassVar[Mapping[str, Any]] = {"splits": 1, "stream": False, "cluster_m": 1, "cluster_n": 1}
 
     def cluster(self, m: int, n: int = 1) -> Self:
         """CTAs along rows and columns that share operands."""
@@ -296,13 +298,10 @@ class Wgmma(Warpgroups, RingSchedule):
     def cluster_ctas(self) -> int: return self.cluster_m * self.cluster_n * self.splits
 
     @property
-    def turns(self) -> int: return 2 if self.mode == "pingpong" else 1
-
-    @property
     def unshared(self) -> Self: return replace(self, splits=1, stream=False)
 
     @property
-    def bare(self) -> Self: return self.unshared.cluster(1)
+    def turns(self) -> int: return 2 if self.mode == "pingpong" else 1
 
     @classmethod
     def every(cls, arch: str, itemsize: int) -> Iterator[Self]:
