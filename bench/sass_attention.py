@@ -21,16 +21,14 @@ from sass_gemm import Row, measured, report
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import PTXError
-from tinygrad_nv.patterns.attention.match import kernel
 from tinygrad_nv.ptx.assemble import assemble
-from tinygrad_nv.tile.attention.backward_defaults import starts as backward_starts
-from tinygrad_nv.tile.attention.backward_mma.kernel import flash_backward_mma
-from tinygrad_nv.tile.attention.backward_mma.legality import problems
+from tinygrad_nv.tile.attention.backward_defaults import mma
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
-from tinygrad_nv.tile.attention.defaults import default
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band, Rows
+from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
 from tinygrad_nv.tile.expression import Sum
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 TOKENS, SM_COUNT = 4096, 132
 OURS_PTX = "9.0"    # what our assembler reads; Triton writes newer and uses nothing newer
@@ -54,9 +52,9 @@ def title(causal: bool) -> str:
 
 def of_ours(d: int, causal: bool, arch: str) -> Row:
     """Our kernel, by the default schedule."""
-    schedule = default(spec(d, causal), arch)
+    schedule = ATTENTION.choose(spec(d, causal), GPU(arch))
     assert schedule is not None
-    made = kernel(spec(d, causal), schedule, GPU(arch, SM_COUNT))
+    made = TABLE.build(spec(d, causal), schedule, GPU(arch, SM_COUNT))
     return measured(assemble(made.ptx, arch), made.name, made.dynamic_smem, arch=arch, b_major=title(causal),
                     block=f"d {d}", kernel=f"ours, {schedule}", ours=True)
 
@@ -81,9 +79,8 @@ def backward_rows(d: int, causal: bool, arch: str) -> list[Row]:
         if row is not None: found.append(replace(row, kernel=f"{peer}, {what}"))
     one = spec(d, causal)
     made = BackwardSpec(replace(one, log_sum=True), one.q, one.k, one.v)
-    schedule = next(s for s in backward_starts(made, arch) if s.template == "flash_backward_mma"
-                    and not problems(s, made, arch))
-    ours = flash_backward_mma(made, schedule, arch)
+    schedule = next(s for s in mma(made, GPU(arch)) if not TABLE.problems(made, s, GPU(arch)))
+    ours = TABLE.build(made, schedule, GPU(arch))
     return [*found, measured(assemble(ours.ptx, arch), ours.name, ours.dynamic_smem, arch=arch,
                              b_major=found[0].b_major, block=f"d {d}", kernel=f"ours, {schedule}", ours=True)]
 

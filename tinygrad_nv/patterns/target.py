@@ -35,12 +35,6 @@ GPUS = ("EMU", "CUDA")
 Target = GPU | CPU
 
 
-@functools.lru_cache(4096)
-def cpu_kernel(spec: Any, schedule: Any, target: CPU, integers: tuple[Integer, ...] = ()) -> Any:
-    """The kernel of a spec on a CPU, or kernels; they compute their integers themselves."""
-    return TABLE.build(spec, schedule, target, integers)
-
-
 def target_of(device: str | tuple[str, ...] | None) -> Target | None:
     """What runs a device's kernels; None if they are not ours."""
     return _gpu_of(device) or cpu_of(device)

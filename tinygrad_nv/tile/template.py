@@ -47,9 +47,9 @@ class GPU:
 class Template(Generic[S, C, T]):
     """One way to make kernels. All functions take (spec, schedule, target), `candidates` no schedule.
     `problems`: why the schedule cannot be, in words; empty when it can. `candidates`: schedules, the one
-    liked best first. `build` raises `ScheduleError` for a schedule with problems; it takes the integers that
-    the kernel gets from the variables of its launch as well, where a spec has such. `cost`: a prediction,
-    whose `seconds` orders schedules; None: nothing is known but operations and bytes."""
+    liked best first. `build`: the kernel of a schedule without problems (`Table.build` asks); it takes the
+    integers that the kernel gets from the variables of its launch as well, where a spec has such. `cost`: a
+    prediction, whose `seconds` orders schedules; None: nothing is known but operations and bytes."""
     name: str
     spec: type[S]
     schedule: type[C]
@@ -193,5 +193,10 @@ class Table:
 
     def build(self, spec: Any, schedule: Schedule, target: Any, integers: tuple[Integer, ...] = ()) -> Any:
         """The kernel. `integers`: those that it has, where the variables of its launch are others. Raises
-        `ScheduleError` for an impossible schedule."""
-        return self.of(schedule).build(spec, schedule, target, *([integers] if integers else []))
+        `ScheduleError` for an impossible schedule, with all that is wrong."""
+        template = self.of(schedule)
+        if found := template.problems(spec, schedule, target):
+            words = f"{schedule} cannot be: {'; '.join(found)}"
+            raise ScheduleError(words, "a schedule without these problems",
+                                "change the tile, the warps or the stages")
+        return template.build(spec, schedule, target, *([integers] if integers else []))

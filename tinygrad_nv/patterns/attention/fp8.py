@@ -20,19 +20,12 @@ from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import UOp
 
-from tinygrad_nv.cpu.schedule import CPUSchedule
-from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
-from tinygrad_nv.patterns.attention.match import call as call_of
-from tinygrad_nv.patterns.attention.match import schedule_of
-from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.decode.paged import check_kind, check_shape
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.strides import Laid, copied, laid
-from tinygrad_nv.patterns.target import Target
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.defaults import default
+from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.attention.spec import FULL, RESULTS, SCALED, AttentionSpec, Band, Rows, RowScales
 from tinygrad_nv.tile.expression import Sum
 
@@ -106,21 +99,14 @@ def _worth(what: Fp8Attention, scale: Tensor, rows: int) -> Tensor:
 
 # **** a kernel ****
 
-def lowered(what: Fp8Attention, machine: Target, *arguments: UOp) -> tuple[UOp, ...]:
+def lowered(what: Fp8Attention, target: Target, *arguments: UOp) -> tuple[UOp, ...]:
     """The result by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
     read, scales = [_read(x) for x in arguments[:3]], [laid(x) for x in arguments[3:]]
     shape = (*map(int, arguments[0].shape[:3]), int(arguments[2].shape[3]))
     spec = _spec(what, read, scales, arguments)
     inputs = [each.storage for each in (*read, *scales)]
-    return call_of(spec, _schedule(spec, what, machine), machine, [program.Output(shape, what.dtype)], inputs,
-                   spec.s_q, flops=spec.flops)
-
-
-def _schedule(spec: AttentionSpec, what: Fp8Attention, machine: Target) -> AnySchedule | CPUSchedule:
-    if isinstance(machine, CPU): return schedule_of(spec, machine)
-    if (found := default(spec, machine.arch)) is not None: return found
-    raise NotOurs(f"no kernel for e4m3 with scales of {what.block} rows on {machine.arch}: flash_wgmma "
-                  "is for sm_90a, with a scale for whole times 16 rows and 32 columns")
+    return choose(spec, target).called(inputs[0].device, [program.Output(shape, what.dtype)], inputs,
+                                       rows=spec.s_q, flops=spec.flops)
 
 
 def _spec(what: Fp8Attention, read: list[Laid], scales: list[Laid],

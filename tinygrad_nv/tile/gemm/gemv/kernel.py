@@ -22,7 +22,6 @@ from tinygrad_nv.tile.gemm.gemv import operands as w
 from tinygrad_nv.tile.gemm.gemv.epilogue import Finish
 from tinygrad_nv.tile.gemm.gemv.main_loop import Slot, lanes_of
 from tinygrad_nv.tile.gemm.gemv.plan import Plan
-from tinygrad_nv.tile.gemm.legality import require
 from tinygrad_nv.tile.gemm.schedules import Gemv
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
 from tinygrad_nv.tile.kernel import GemmKernel
@@ -30,9 +29,8 @@ from tinygrad_nv.tile.template import GPU
 
 
 def gemv(spec: GemmSpec, schedule: Gemv, gpu: GPU) -> GemmKernel:
-    """The kernel of a product with at most 16 rows (of operand a; of b, where the schedule swaps). Raises
-    `ScheduleError` for an impossible schedule."""
-    require(spec, schedule, gpu)
+    """The kernel of a product with at most 16 rows (of operand a; of b, where the schedule swaps), by a
+    legal schedule."""
     plan = Plan.of(spec, schedule)
     spec = plan.spec
     cluster = (1, plan.splits, 1) if plan.clustered(gpu.arch) else ()

@@ -23,7 +23,6 @@ from dataclasses import replace
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.fragments import Fragments, instruction
-from tinygrad_nv.tile.gemm.legality import require
 from tinygrad_nv.tile.gemm.mma.plan import Plan
 from tinygrad_nv.tile.gemm.schedules import Mma
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
@@ -42,8 +41,7 @@ Operands = list[list[list[Value]]]  # of A and each part of B, by 16 rows or col
 
 
 def gemm_mma(spec: GemmSpec, schedule: Mma, gpu: GPU) -> GemmKernel:
-    """The kernel of a product. Raises `ScheduleError` for an impossible schedule."""
-    require(spec, schedule, gpu)
+    """The kernel of a product, by a legal schedule."""
     plan = Plan.of(spec, schedule)
     # min_ctas: else ptxas spills a word here and there for one CTA more on a multiprocessor
     k = Kernel("gemm_mma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)

@@ -21,7 +21,6 @@ way.
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.gemm.legality import require
 from tinygrad_nv.tile.gemm.schedules import Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gemm.wgmma.load import Loads
@@ -37,9 +36,7 @@ from tinygrad_nv.tile.template import GPU
 
 
 def gemm_wgmma(spec: GemmSpec, schedule: Wgmma, gpu: GPU) -> GemmKernel:
-    """The kernel of a product, with as many CTAs as the GPU runs at once. Raises `ScheduleError` for an
-    impossible schedule."""
-    require(spec, schedule, gpu)
+    """The kernel of a product, by a legal schedule, with as many CTAs as the GPU runs at once."""
     plan = Plan.of(spec, schedule)
     ctas = plan.ctas(machine_for(gpu.arch, gpu.sm_count).sm_count, gpu.clusters)
     k = Kernel("gemm_wgmma", arch=gpu.arch, threads=schedule.threads, min_ctas=1,
