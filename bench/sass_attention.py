@@ -17,7 +17,7 @@ from itertools import product as pairs
 import triton
 from attention_peers import Flash, compiled
 from measure import each, save
-from sass_gemm import Row, measured, report
+from sass_gemm import GemmCase, measured, report
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import PTXError
@@ -50,7 +50,7 @@ def title(causal: bool) -> str:
     return f"forward {'causal' if causal else 'full'}"
 
 
-def of_ours(d: int, causal: bool, arch: str) -> Row:
+def of_ours(d: int, causal: bool, arch: str) -> GemmCase:
     """Our kernel, by the default schedule."""
     schedule = ATTENTION.choose(spec(d, causal), GPU(arch))
     assert schedule is not None
@@ -59,7 +59,7 @@ def of_ours(d: int, causal: bool, arch: str) -> Row:
                     block=f"d {d}", kernel=f"ours, {schedule}", ours=True)
 
 
-def of_triton(flash: Flash, arch: str, what: str) -> Row | None:
+def of_triton(flash: Flash, arch: str, what: str) -> GemmCase | None:
     """Triton's kernel; None where it takes more shared memory than there is, or its wgmma are serialised."""
     made = compiled(flash, arch)
     if made.metadata.shared > (163 if arch == "sm_80" else 227) * 1024: return None
@@ -70,7 +70,7 @@ def of_triton(flash: Flash, arch: str, what: str) -> Row | None:
                     block=f"d {flash.d}", kernel=str(flash))
 
 
-def backward_rows(d: int, causal: bool, arch: str) -> list[Row]:
+def backward_rows(d: int, causal: bool, arch: str) -> list[GemmCase]:
     """Triton's two kernels, then ours, by its default schedule for mma.sync."""
     found = []
     for what, tile, (warps, stages) in pairs(PRODUCTS, BACKWARD_TILES, OPTIONS[arch]):
@@ -85,7 +85,7 @@ def backward_rows(d: int, causal: bool, arch: str) -> list[Row]:
                              b_major=found[0].b_major, block=f"d {d}", kernel=f"ours, {schedule}", ours=True)]
 
 
-def of_all_products(found: list[Row]) -> str:
+def of_all_products(found: list[GemmCase]) -> str:
     """Instructions for a unit of every product of a backward pass."""
     theirs = sum(count * min(row.each for row in found if row.kernel.endswith(f", {what}"))
                  for what, count in PRODUCTS.items())
@@ -93,7 +93,7 @@ def of_all_products(found: list[Row]) -> str:
     return f"  all products: Triton {theirs:.2f} in seven, ours {5 * ours.each:.2f} in five\n"
 
 
-def rows(d: int, causal: bool, arch: str) -> list[Row]:
+def rows(d: int, causal: bool, arch: str) -> list[GemmCase]:
     """Triton's, then ours."""
     peers = [Flash("forward", d, tile, warps, stages, causal, arch == "sm_90a")
              for tile, (warps, stages) in pairs(TILES[arch], OPTIONS[arch])]

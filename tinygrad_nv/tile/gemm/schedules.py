@@ -31,7 +31,7 @@ SHORT_ENDING, MOST_SUMS_THEN, MOST_SUMS_OF_THREE, MOST_SUMS = 12, 128, 96, 200
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
 
 
-class Tile(NamedTuple):
+class CTATile(NamedTuple):
     """What a CTA makes: `rows` and `columns` of the result (at most), `width` columns of operand b, which
     are those of all parts."""
     rows: int
@@ -64,7 +64,7 @@ class GemmSchedule(Schedule, ABC):
     # **** what it takes ****
 
     @abstractmethod
-    def tile(self, spec: GemmSpec) -> Tile:
+    def tile(self, spec: GemmSpec) -> CTATile:
         """What a CTA makes of a product."""
 
     @property
@@ -182,8 +182,8 @@ class RingSchedule(Tiled, GemmSchedule):
         """Rows of tiles walked together."""
         return replace(self, group=rows)
 
-    def tile(self, spec: GemmSpec) -> Tile:
-        return Tile(self.block_m, max(1, self.block_n // spec.parts), self.block_n)
+    def tile(self, spec: GemmSpec) -> CTATile:
+        return CTATile(self.block_m, max(1, self.block_n // spec.parts), self.block_n)
 
     def stage_bytes(self, itemsize: int) -> int:
         """Bytes of one stage: a tile of A and one of B."""
@@ -363,8 +363,8 @@ class Gemv(RowWarps, GemmSchedule):
         """Columns of a CTA."""
         return replace(self, block_n=n)
 
-    def tile(self, spec: GemmSpec) -> Tile:
-        return Tile(MOST_ROWS, self.block_n, self.block_n * spec.parts)
+    def tile(self, spec: GemmSpec) -> CTATile:
+        return CTATile(MOST_ROWS, self.block_n, self.block_n * spec.parts)
 
     @property
     def bare(self) -> Self:

@@ -181,7 +181,7 @@ def test_interleavings(seed: int):
 @BOTH
 @pytest.mark.parametrize("band", [FULL, CAUSAL, Band(-20, 0)], ids=str)
 def test_symbolic_extents(band: Band, schedule: FlashFma):
-    """About the edges of blocks. What lies beyond is memory that nobody has written."""
+    """About the edges of blocks. What lies beyond is memory that was never written."""
     spec = attention(100, 300, 16, F32, band=band, symbolic=("s_q", "s_kv", "start"), start=200, log_sum=True)
     made, given = TABLE.build(spec, schedule, GPU("sm_80")), arguments(spec)
     for extents in ((1, 1, 0), (5, 70, 65), (100, 300, 200), (64, 64, 0), (33, 256, 7), (65, 31, 3),

@@ -77,7 +77,7 @@ def test_very_large_and_very_small_scores(scale: float):
                                      (65, 31, 3)], ids=str)
 @pytest.mark.parametrize("band", [FULL, CAUSAL, Band(-20, 0)], ids=str)
 def test_symbolic_extents(band: Band, extents: tuple[int, int, int]):
-    """What lies beyond is memory that nobody has written."""
+    """What lies beyond is memory that was never written."""
     spec = attention(100, 300, 64, band=band, symbolic=("s_q", "s_kv", "start"), start=200, heads=2,
                      log_sum=True)
     close(spec, scheduled(64, 32, 4, 3), **dict(zip(spec.symbolic, extents, strict=True)))

@@ -66,7 +66,7 @@ def beside(case: Case, storages: Given, number: int) -> Given:
     """The storages with NaN in all rows, of one head of 64, but a sequence's."""
     spoilt = {name: storage.clone() for name, storage in storages.items()}
     for name, begins in (("q", case.begins[0]), ("k", case.begins[1]), ("v", case.begins[1])):
-        rows = spoilt[name][:-64].view(-1, 64)  # the last row is nobody's
+        rows = spoilt[name][:-64].view(-1, 64)  # the last row is of no sequence
         begin, end = begins[number:number + 2]
         rows[:begin], rows[end:] = torch.nan, torch.nan
     return spoilt

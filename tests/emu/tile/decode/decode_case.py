@@ -154,7 +154,7 @@ def size_of(spec: DecodeSpec, one: Rows, d: int) -> int:
 
 
 def garbage(size: int, dtype: DType) -> torch.Tensor:
-    """What nobody should read."""
+    """Memory that must not be read."""
     if dtype == dtypes.int8: return torch.full((size,), 127, dtype=torch.int8)
     return torch.full((size,), torch.nan).to(TORCH[dtype])
 

@@ -115,7 +115,7 @@ def test_rows_that_the_smallest_number_hides():
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 def test_defaults(arch: str):
-    """The same splits, whatever the longest is; one kernel where nobody splits."""
+    """The same splits, whatever the longest is; one kernel where no request is split."""
     kernels = []
     for longest in (200, 1000, 1 << 20):
         spec = contiguous(longest, heads=8, group=4, d=128)

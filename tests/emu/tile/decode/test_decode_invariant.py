@@ -58,8 +58,8 @@ def test_pages_may_lie_anywhere(kv, window):
 @pytest.mark.parametrize("kv", KINDS)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_a_request_alone(kv, arch: str):
-    """Its bits are those that it has in a batch, whoever else is there; also where the table is as short as
-    the request, or nobody could have more than one split."""
+    """Its bits are those that it has in a batch, whatever else is in the batch; also where the table is as
+    short as the request, or no request could have more than one split."""
     spec = decode(batch=5, heads=2, group=4, pages=40, kv=kv)
     given = requests(spec, LENGTHS)
     got = run(spec, given, arch=arch)
