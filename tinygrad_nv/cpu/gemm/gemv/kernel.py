@@ -57,7 +57,8 @@ def _untaken(spec: GemmSpec, isa: ISA) -> list[str]:
 
 def _wrong(spec: GemmSpec, s: CPUGemv) -> list[str]:
     out = [f"{name} 0" for name in ("rows", "block_m", "block_n") if not getattr(s, name)]
-    if s.block_n % s.isa.lanes: out.append(f"block_n {s.block_n}, a multiple of {s.isa.lanes} is needed")
+    if s.block_n > s.isa.lanes and s.block_n % s.isa.lanes:
+        out.append(f"block_n {s.block_n}, a multiple of {s.isa.lanes} is needed")
     if (sums := s.rows * min(s.block_m, spec.m) * spec.parts) > MOST_SUMS:
         out.append(f"{sums} sums in registers, at most {MOST_SUMS}")
     if (need := 4 * spec.parts * spec.m * s.block_n) > MOST_SUMS_BYTES:
