@@ -1,4 +1,4 @@
-"""Launches kernels of attentions on memory and streams that somebody else has, such as torch's.
+"""Launches attention kernels on memory and streams of others, such as torch's.
 
 Protocol: `submitted(driver, kernels, pointers, ...)` loads the kernels, which all take these pointers in
 their order (kernel.py), makes tensor maps, and gives what puts one launch of each into a stream, after

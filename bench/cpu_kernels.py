@@ -158,7 +158,8 @@ def timed(run: Run) -> float:
 
 
 def rested(run: Run, times: int) -> float:
-    """Seconds of a call, of several one after the other, where nobody else spins and all cores are awake."""
+    """Seconds of a call, of several one after the other, where no other thread spins and all cores are
+    awake."""
     time.sleep(PAUSE_S)
     begun = time.perf_counter()
     while time.perf_counter() - begun < WARM_S: run()

@@ -41,7 +41,7 @@ CACHE_SEED = 1000   # parameter number of the first layer's cache
 def tinygrad_steps(config: ModelConfig, batch: int, context: int, device: str) -> tuple[Steps, Said]:
     """models/llama.py on a device."""
     from tinygrad import Device, Tensor, TinyJit, Variable, dtypes
-    from tinygrad_nv.models.llama import KVCache, Llama
+    from tinygrad_nv.models.llama import DenseKVCache, Llama
     from tinygrad_nv.models.weights import slots
 
     def filled(shape: tuple[int, ...], number: int) -> Tensor:
@@ -59,7 +59,7 @@ def tinygrad_steps(config: ModelConfig, batch: int, context: int, device: str) -
         made = Tensor.ones(*shape, dtype=dtypes.bfloat16, device=device) if len(shape) == 1 else \
             filled(shape, number)
         tensor.assign(made).realize()
-    cache = KVCache.create(config, capacity, dtypes.bfloat16, batch, device)
+    cache = DenseKVCache.create(config, capacity, dtypes.bfloat16, batch, device)
     for number, (keys, values) in enumerate(cache.layers):
         made = filled((2, *(int(s) for s in keys.shape)), CACHE_SEED + number)
         Tensor.realize(keys.assign(made[0]), values.assign(made[1]))

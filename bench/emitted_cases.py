@@ -43,22 +43,9 @@ from tinygrad_nv.cpu.isa import AMX, AVX2, AVX512, AVX512_BF16, ISA, PORTABLE
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.cpu.sampling import choice as cpu_choice
 from tinygrad_nv.cpu.target import CPU
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention import (
-    backward_defaults as flash_backward_defaults,
-)
-from tinygrad_nv.tile.attention import (
-    defaults as flash_defaults,
-)
-from tinygrad_nv.tile.attention.backward_mma.kernel import flash_backward_mma
-from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
-from tinygrad_nv.tile.attention.backward_wgmma.kernel import flash_backward_wgmma
-from tinygrad_nv.tile.attention.fma.kernel import flash_fma
-from tinygrad_nv.tile.attention.mma.kernel import flash_mma
+from tinygrad_nv.tile.attention.schedules import BackwardMma, BackwardWgmma, FlashFma, FlashMma, FlashWgmma
 from tinygrad_nv.tile.attention.spec import AttentionSpec, Band
-from tinygrad_nv.tile.attention.wgmma.kernel import flash_wgmma
-from tinygrad_nv.tile.decode import defaults as decode_defaults
-from tinygrad_nv.tile.decode.kernel import decode_attention
+from tinygrad_nv.tile.decode.schedules import Decode
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.embedding.kernel import embedding
 from tinygrad_nv.tile.embedding.spec import EmbeddingSpec
@@ -133,23 +120,15 @@ def emitted(case: Case) -> Emitted:
 
 def _scheduled(spec: Any, schedule: Any, arch: str) -> Emitted:
     if schedule is None: raise LookupError(f"no template for {spec} on {arch}")
-    if isinstance(spec, GemmSpec):
-        return Emitted(schedule, [TABLE.build(spec, schedule, GPU(arch, SMS[arch]))])
-    if isinstance(spec, DecodeSpec):
-        made = decode_attention(spec, schedule, arch)
-        return Emitted(schedule, made.kernels, made.workspace_bytes)
-    if schedule.template == "flash_wgmma":
-        return Emitted(schedule, [flash_wgmma(spec, schedule, arch, SMS[arch])])
-    make: Any = {"flash_mma": flash_mma, "flash_fma": flash_fma, "flash_backward_mma": flash_backward_mma,
-                 "flash_backward_wgmma": flash_backward_wgmma}[schedule.template]
-    return Emitted(schedule, [make(spec, schedule, arch)])
+    made = TABLE.build(spec, schedule, GPU(arch, SMS[arch]))
+    if isinstance(spec, DecodeSpec): return Emitted(schedule, made.kernels, made.workspace_bytes)
+    return Emitted(schedule, [made])
 
 
 def _default(spec: Any, arch: str) -> Schedule | None:
-    if isinstance(spec, GemmSpec): return analytic(spec, arch, SMS[arch])
-    if isinstance(spec, AttentionSpec): return flash_defaults.default(spec, arch)
-    if isinstance(spec, BackwardSpec): return flash_backward_defaults.default(spec, arch)
-    return decode_defaults.default(spec, arch)
+    if isinstance(spec, GemmSpec): return analytic(spec, arch, SMS[arch])  # whatever a database has
+    found = TABLE.family("gpu", spec)
+    return None if found is None else found.choose(spec, GPU(arch, SMS[arch]))
 
 
 def _on_cpu(case: Case, spec: Any, target: CPU) -> Emitted:
@@ -187,9 +166,7 @@ def cases() -> Iterator[Case]:
 
 MMA, WGMMA, GEMV = Mma(), Wgmma(), Gemv()
 FLASH, FLASH_MMA, FLASH_FMA, DECODE, DQ, DQ_MMA = (
-    AnySchedule().using("flash_wgmma"), AnySchedule(template="flash_mma").stages(2),
-    AnySchedule(template="flash_fma").stages(2), AnySchedule(template="decode").stages(2),
-    AnySchedule().using("flash_backward_wgmma"), AnySchedule(template="flash_backward_mma").stages(2))
+    FlashWgmma(), FlashMma(), FlashFma(), Decode(), BackwardWgmma(), BackwardMma())
 
 
 def gemm() -> Iterator[Case]:
@@ -314,8 +291,8 @@ def decoded() -> Iterator[Case]:
     """Decode attention."""
     yield from crossed("decode", caches(), GPUS)
     yield from crossed("decode", {"f16": decode(dtype=F16)}, GPUS, {
-        "16x64": DECODE.block(16, 64).k(128).warps(1, 4).split(4),
-        "32x32, one split": DECODE.block(32, 32).k(64).warps(2, 2).stages(3)})
+        "16x64": DECODE.keys(64).warps(1, 4).split(4, 128),
+        "32x32, one split": DECODE.keys(32).warps(2, 2).split(1, 64).stages(3)})
 
 
 def appended() -> Iterator[Case]:

@@ -70,7 +70,7 @@ class Stub:
 
 
 @dataclass
-class Load:
+class EngineLoad:
     """So many requests at a time; with `answer` they end after so many tokens, least and most."""
     running: int
     answer: tuple[int, int] | None = None
@@ -115,7 +115,7 @@ class Load:
         return (time.thread_time() - begun) * 1e6 - self.stub.us
 
 
-def timed(load: Load, steps: int) -> tuple[list[float], float]:
+def timed(load: EngineLoad, steps: int) -> tuple[list[float], float]:
     """Microseconds of each step, and the rows of one."""
     load.warm()
     load.stub.rows.clear()
@@ -131,10 +131,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600, help="of each row (default 600)")
     parser.add_argument("--dry", action="store_true", help="print only")
     args = parser.parse_args()
-    kinds: dict[str, Callable[[int], Load]] = {
-        "decode": Load,
-        "serve": lambda running: Load(running, (32, 256)),
-        "logprobs": lambda running: Load(running, None, 5)}
+    kinds: dict[str, Callable[[int], EngineLoad]] = {
+        "decode": EngineLoad,
+        "serve": lambda running: EngineLoad(running, (32, 256)),
+        "logprobs": lambda running: EngineLoad(running, None, 5)}
     names = [f"{kind}, {running}" for kind in kinds for running in args.running.split(",")]
     spent: dict[str, tuple[list[float], float]] = {}
     for name in each(names):

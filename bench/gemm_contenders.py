@@ -44,11 +44,11 @@ def device() -> Any:
 def ours(shape: Any, buffers: Buffers, options: Options) -> Run:
     """Our kernel, by the cost model's schedule."""
     import torch
-    from gemm_launch import Launcher
+    from gemm_launch import GemmLauncher
     gpu, spec = device(), shape.spec
     arch, sm_count = gpu.properties.arch, gpu.properties.sm_count
     if (schedule := choose(spec, GPU(arch, sm_count))) is None: raise NotMeasured("no schedule of ours")
-    launcher = Launcher(gpu, TABLE.build(spec, schedule, GPU(arch, sm_count, gpu.clusters)))
+    launcher = GemmLauncher(gpu, TABLE.build(spec, schedule, GPU(arch, sm_count, gpu.clusters)))
     torch.cuda.synchronize()
     bound = [launcher.bound(spec, {name: t.data_ptr() for name, t in each.items()}) for each in buffers]
     gpu.synchronize()

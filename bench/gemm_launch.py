@@ -1,6 +1,6 @@
-"""Launches a product's kernel on memory and streams that somebody else has, such as torch's.
+"""Launches a matmul's kernel on memory and streams of others, such as torch's.
 
-Protocol: `Launcher(driver, made)` has the module on a device. `bound(spec, addresses)` binds it to
+Protocol: `GemmLauncher(driver, made)` has the module on a device. `bound(spec, addresses)` binds it to
 memory by name (`out`, `a`, `b`, `x0`, …) in the order that kernel.py states, makes tensor maps and the
 workspace, and gives what puts one launch into a stream: flags are zeroed before it where there are any. It
 keeps the workspace, not the memory that it is given.
@@ -25,7 +25,7 @@ from tinygrad_nv.tile.kernel import GemmKernel
 Submit = Callable[[Stream | None], None]
 
 
-class Launcher:
+class GemmLauncher:
     """A kernel on a device."""
 
     def __init__(self, driver: Driver, made: GemmKernel) -> None:

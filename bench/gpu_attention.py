@@ -38,10 +38,10 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.patterns.attention.match import kernel
 from tinygrad_nv.runtime.driver import Driver
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.defaults import default
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band, Rows
+from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
 from tinygrad_nv.tile.expression import Sum
+from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 
 TOKENS, WIDTH = 16384, 2048
@@ -156,9 +156,9 @@ def shapes() -> Iterator[Forward]:
 
 # **** ours ****
 
-def scheduled(spec: AttentionSpec, arch: str) -> AnySchedule:
+def scheduled(spec: AttentionSpec, arch: str) -> Schedule:
     """The schedule that a graph would get."""
-    if (schedule := default(spec, arch)) is None: raise NotMeasured("no schedule of ours")
+    if (schedule := ATTENTION.choose(spec, GPU(arch))) is None: raise NotMeasured("no schedule of ours")
     return schedule
 
 

@@ -35,9 +35,9 @@ from gpu_parts import (
 
 from tinygrad_nv.patterns.attention.lower_backward import kernel
 from tinygrad_nv.runtime.driver import Driver
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.backward_defaults import default
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
+from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
+from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 
 EMULATED_TOKENS = 150
@@ -169,9 +169,9 @@ def shapes() -> Iterator[Backward]:
 
 # **** ours ****
 
-def scheduled(spec: BackwardSpec, arch: str) -> AnySchedule:
+def scheduled(spec: BackwardSpec, arch: str) -> Schedule:
     """The schedule that a graph would get."""
-    if (schedule := default(spec, arch)) is None: raise NotMeasured("no schedule of ours")
+    if (schedule := ATTENTION.choose(spec, GPU(arch))) is None: raise NotMeasured("no schedule of ours")
     return schedule
 
 

@@ -25,7 +25,7 @@ from tinygrad_nv.runtime.driver import Driver, Launch, Node, Work, integer, poin
 
 ROUNDS = 3
 ALIGN = 1024        # of each buffer: swizzled boxes of TMA have no wider need
-THREADS, MOST_CTAS = 256, 16    # of a move: the rest of the GPU is for those that begin early
+THREADS, MOST_CTAS = 256, 16    # of a move: the rest of the GPU is for the dependent launches
 WAIT = "griddepcontrol.wait"
 PROBE = "%probe"    # test_pdl.py: loads in place of prefetches, to see where these go
 # 16 bytes a thread at a time; lets the next kernel begin at once, waits, and takes its time

@@ -47,7 +47,7 @@ NAMES = ("ours", "torch", "torch.compile", "tinygrad")
 
 
 @dataclass(frozen=True)
-class Decode:
+class DecodeWorkload:
     """A step of a model with `batch` sequences of `context` tokens."""
     model: str
     batch: int
@@ -68,13 +68,13 @@ class Decode:
         return 2 * (c.parameters - unread + cache)
 
 
-def decodes() -> Iterator[Decode]:
+def decodes() -> Iterator[DecodeWorkload]:
     """All rows."""
     for batch, context in ((1, 1024), (8, 1024), (1, 8192)):
-        for model in MODELS: yield Decode(model, batch, context)
+        for model in MODELS: yield DecodeWorkload(model, batch, context)
 
 
-class Side:
+class StepProcess:
     """A process that makes steps."""
 
     def __init__(self, who: str, config: dict[str, Any], batch: int, context: int, device: str,
@@ -132,7 +132,8 @@ def unlike(logits: dict[str, list[float]]) -> str:
     return ""
 
 
-def opened_sides(sides: dict[str, Side], notes: dict[str, str], limit_s: float) -> dict[str, list[float]]:
+def opened_sides(sides: dict[str, StepProcess], notes: dict[str, str],
+                 limit_s: float) -> dict[str, list[float]]:
     """Waits until each is ready: logits by name. Those that do not start are noted and dropped."""
     logits: dict[str, list[float]] = {}
     for who in list(sides):
@@ -146,13 +147,14 @@ def opened_sides(sides: dict[str, Side], notes: dict[str, str], limit_s: float) 
     return logits
 
 
-def compared(decode: Decode, options: Options, budget_s: float) -> Row:
+def compared(decode: DecodeWorkload, options: Options, budget_s: float) -> Row:
     """All sides on one step, in turns."""
     config, notes = MODELS[decode.model], dict[str, str]()
-    sides = {"ours": Side("tinygrad", config, decode.batch, decode.context, "CUDA", DEV="CUDA")}
+    sides = {"ours": StepProcess("tinygrad", config, decode.batch, decode.context, "CUDA", DEV="CUDA")}
     if not options.without_tinygrad:
-        sides["tinygrad"] = Side("tinygrad", config, decode.batch, decode.context, "CUDA", DEV="CUDA", NV="0")
-    sides["torch"] = Side("torch", config, decode.batch, decode.context, "cuda")
+        sides["tinygrad"] = StepProcess("tinygrad", config, decode.batch, decode.context, "CUDA", DEV="CUDA",
+                                        NV="0")
+    sides["torch"] = StepProcess("torch", config, decode.batch, decode.context, "cuda")
     try:
         logits = opened_sides(sides, notes, min(START_S, budget_s))
         if "ours" not in sides: raise NotMeasured(f"ours: {notes['ours']}")
@@ -166,7 +168,7 @@ def _status(wrong: str, right: str) -> Row:
     return {"status": "disagrees", "why": wrong} if wrong else {"status": right}
 
 
-def in_turns(sides: dict[str, Side], budget_s: float) -> Row:
+def in_turns(sides: dict[str, StepProcess], budget_s: float) -> Row:
     """Some steps of each side, until time is up."""
     counts = {who: max(1, round(TURN_S / max(side.steps(3)[0].values()))) for who, side in sides.items()}
     seconds, joules = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
@@ -192,11 +194,11 @@ def per_joule(rows: Mapping[str, Row]) -> str:
     return "\n\n" + table(["tokens/J", *NAMES], lines) if lines else ""
 
 
-def emulated(decode: Decode, options: Options) -> Row:
+def emulated(decode: DecodeWorkload, options: Options) -> Row:
     """The tiny model on the emulated device: its logits beside torch's."""
     batch, context, notes = min(decode.batch, 2), 5, dict[str, str]()
-    sides = {"ours": Side("tinygrad", TINY, batch, context, "EMU", DEV="EMU", EMU_ARCH=options.arch),
-             "torch": Side("torch", TINY, batch, context, "cpu")}
+    sides = {"ours": StepProcess("tinygrad", TINY, batch, context, "EMU", DEV="EMU", EMU_ARCH=options.arch),
+             "torch": StepProcess("torch", TINY, batch, context, "cpu")}
     try:
         logits = opened_sides(sides, notes, START_S)
         if notes: raise NotMeasured("; ".join(f"{who}: {why}" for who, why in notes.items()))

@@ -91,7 +91,7 @@ SPECS: dict[str, Callable[[int, int], NormSpec]] = {
 
 
 @dataclass(frozen=True)
-class Rows:
+class ElementwiseWorkload:
     """`m` rows of `n` elements of a form; of an embedding, of a table of `table` rows."""
     form: str
     m: int
@@ -126,7 +126,7 @@ class Rows:
         """Ours in words."""
         return "copy" if self.form == "embedding" else str(Plan.of(SPECS[self.form](self.m, self.n)))
 
-    def scaled(self) -> Rows:
+    def scaled(self) -> ElementwiseWorkload:
         """Smaller, for the emulator."""
         return replace(self, m=min(self.m, 8), n=min(self.n, 512), table=50)
 
@@ -170,19 +170,19 @@ def theirs(form: str, x: dict[str, Any]) -> Any:
 
 
 @workloads("memory")
-def shapes() -> Iterator[Rows]:
+def shapes() -> Iterator[ElementwiseWorkload]:
     """All rows."""
     for form in ("rms", "residual", "layer", "softmax"):
-        for m in (1, 64, 1024, 16384): yield Rows(form, m, HIDDEN)
-    yield Rows("rms", 1 << 19, 128)
-    yield Rows("softmax", 64, VOCAB)
-    for m in (1, 64, 1024, 16384): yield Rows("silu·mul", m, WIDE)
-    for m in (1, 64, 16384): yield Rows("embedding", m, HIDDEN)
+        for m in (1, 64, 1024, 16384): yield ElementwiseWorkload(form, m, HIDDEN)
+    yield ElementwiseWorkload("rms", 1 << 19, 128)
+    yield ElementwiseWorkload("softmax", 64, VOCAB)
+    for m in (1, 64, 1024, 16384): yield ElementwiseWorkload("silu·mul", m, WIDE)
+    for m in (1, 64, 16384): yield ElementwiseWorkload("embedding", m, HIDDEN)
 
 
 # **** ours ****
 
-def bound(driver: Driver, workload: Rows, addresses: dict[str, int]) -> Any:
+def bound(driver: Driver, workload: ElementwiseWorkload, addresses: dict[str, int]) -> Any:
     """A launch of ours on memory by name: the result, then operands in their order."""
     kernel = workload.kernel(driver.properties.arch)
     pointers = [addresses[name] for name in ("out", *OPERANDS[workload.form])]
@@ -190,7 +190,7 @@ def bound(driver: Driver, workload: Rows, addresses: dict[str, int]) -> Any:
 
 
 @contender("memory", "ours")
-def ours(workload: Rows, given: Sets, options: Options) -> Run:
+def ours(workload: ElementwiseWorkload, given: Sets, options: Options) -> Run:
     """Our kernel."""
     import torch
     from gemm_contenders import device
@@ -202,7 +202,7 @@ def ours(workload: Rows, given: Sets, options: Options) -> Run:
 
 
 @about("memory")
-def chosen(workload: Rows) -> dict[str, Any]:
+def chosen(workload: ElementwiseWorkload) -> dict[str, Any]:
     """The plan of `ours`."""
     return {"schedule": workload.plan()}
 
@@ -219,20 +219,20 @@ def counted(workload: Any, options: Options) -> Row:
 
 # **** the others ****
 
-def called(workload: Rows, given: Sets, function: Callable[..., Any]) -> Run:
+def called(workload: ElementwiseWorkload, given: Sets, function: Callable[..., Any]) -> Run:
     """A function of torch, on each set in turn."""
     def run(i: int) -> None: given[i]["out"] = function(workload.form, given[i])
     return run
 
 
 @contender("memory", "torch")
-def torch_eager(workload: Rows, given: Sets, options: Options) -> Run:
+def torch_eager(workload: ElementwiseWorkload, given: Sets, options: Options) -> Run:
     """torch's own functions."""
     return called(workload, given, theirs)
 
 
 @contender("memory", "compiled")
-def torch_compiled(workload: Rows, given: Sets, options: Options) -> Run:
+def torch_compiled(workload: ElementwiseWorkload, given: Sets, options: Options) -> Run:
     """The same by torch.compile."""
     import torch
     if importlib.util.find_spec("triton") is None: raise NotMeasured("torch.compile needs Triton")
@@ -240,7 +240,7 @@ def torch_compiled(workload: Rows, given: Sets, options: Options) -> Run:
 
 
 @contender("memory", "copy")
-def copy(workload: Rows, given: Sets, options: Options) -> Run:
+def copy(workload: ElementwiseWorkload, given: Sets, options: Options) -> Run:
     """What the memory's bandwidth is worth: as many bytes as must move, half of them read."""
     import torch
     half = max(1, int(workload.nbytes) // 2)

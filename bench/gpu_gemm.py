@@ -39,7 +39,7 @@ AT_ONCE = 1024      # rows
 
 
 @dataclass(frozen=True)
-class Shape:
+class GemmWorkload:
     """A product with a name; `gated`: silu(x @ gate.T) * (x @ up.T), with gate and up in one matrix; `fp8`:
     operands are e4m3."""
     name: str
@@ -79,7 +79,7 @@ class Shape:
         """Each operand and the result once."""
         return (1.0 if self.fp8 else 2.0) * self.k * (self.m + self.columns) + 2.0 * self.m * self.n
 
-    def scaled(self, by: int = 16) -> Shape:
+    def scaled(self, by: int = 16) -> GemmWorkload:
         """Smaller, for the emulator: few rows stay as they are."""
         m = self.m if self.m <= 64 else max(self.m // by, 64)
         return replace(self, m=m, n=max(self.n // by, 64), k=max(self.k // by, 256))
@@ -123,22 +123,22 @@ class Shape:
 
 
 @workloads("gemm")
-def shapes() -> Iterator[Shape]:
+def shapes() -> Iterator[GemmWorkload]:
     """All products."""
-    for size in (8192, 4096, 6144, 2048, 1024): yield Shape(f"{size}³", size, size, size)
-    for m, n, k in FP8_SIZES: yield Shape(f"fp8 {m}x{n}x{k}", m, n, k, fp8=True)
+    for size in (8192, 4096, 6144, 2048, 1024): yield GemmWorkload(f"{size}³", size, size, size)
+    for m, n, k in FP8_SIZES: yield GemmWorkload(f"fp8 {m}x{n}x{k}", m, n, k, fp8=True)
     for model, sizes in LLAMA.items():
         for layer, (n, k) in sizes.items():
-            for m in (4096, *FEW): yield Shape(f"Llama {model} {layer} M={m}", m, n, k)
+            for m in (4096, *FEW): yield GemmWorkload(f"Llama {model} {layer} M={m}", m, n, k)
     for model, sizes in LLAMA.items():
         n, k = sizes["gate_up"]
-        for m in (4096, 1, 16): yield Shape(f"Llama {model} gate_up silu M={m}", m, n // 2, k, True)
+        for m in (4096, 1, 16): yield GemmWorkload(f"Llama {model} gate_up silu M={m}", m, n // 2, k, True)
 
 
 @emulated("gemm")
 def counted(shape: Any, options: Options) -> Row:
     """The product scaled down on the emulated driver."""
-    from gemm_launch import Launcher
+    from gemm_launch import GemmLauncher
 
     from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
     small, arch = shape.scaled(), options.arch
@@ -146,7 +146,7 @@ def counted(shape: Any, options: Options) -> Row:
     if schedule is None or whole is None: raise NotMeasured("no schedule of ours")
     driver = EmulatedDriver(arch, seed=options.seed)
     made = TABLE.build(small.spec, schedule, GPU(arch, driver.properties.sm_count, driver.clusters))
-    launcher = Launcher(driver, made)
+    launcher = GemmLauncher(driver, made)
     wrong = on_emulator(small, driver, partial(launcher.bound, small.spec))
     predicted = predict(shape.spec, whole, arch)
     return {"status": "disagrees" if wrong else "emulated", "schedule": str(schedule),
@@ -154,4 +154,4 @@ def counted(shape: Any, options: Options) -> Row:
             f"{1e6 * predicted.seconds:.1f} µs, {predicted.bound}", "predicted_s": predicted.seconds}
 
 
-timing_part("gemm", "matrix products, bfloat16 and fp8, x @ w.T", Column("TFLOP/s"), expected_s=12.0)
+timing_part("gemm", "matmuls, bfloat16 and fp8, x @ w.T", Column("TFLOP/s"), expected_s=12.0)

@@ -34,12 +34,13 @@ from gpu_parts import (
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.runtime.driver import Driver
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.spec import Rows
-from tinygrad_nv.tile.decode.defaults import default
-from tinygrad_nv.tile.decode.kernel import decode_attention
 from tinygrad_nv.tile.decode.spec import DecodeSpec, Pages
+from tinygrad_nv.tile.decode.templates import FAMILY as DECODE
 from tinygrad_nv.tile.expression import Sum
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 HEADS, KV_HEADS, D, PAGE = 32, 8, 128, 16
 MOST_BYTES = 16 << 30
@@ -129,16 +130,16 @@ def shapes() -> Iterator[Paged]:
 
 # **** ours ****
 
-def scheduled(spec: DecodeSpec, arch: str) -> AnySchedule:
+def scheduled(spec: DecodeSpec, arch: str) -> Schedule:
     """The default schedule."""
-    if (schedule := default(spec, arch)) is None: raise NotMeasured("no schedule of ours")
+    if (schedule := DECODE.choose(spec, GPU(arch))) is None: raise NotMeasured("no schedule of ours")
     return schedule
 
 
 def bound(driver: Driver, workload: Paged, addresses: dict[str, int]) -> Any:
     """A launch of ours on memory by name, and on a workspace of its own."""
     spec, arch = workload.spec, driver.properties.arch
-    made = decode_attention(spec, scheduled(spec, arch), arch)
+    made = TABLE.build(spec, scheduled(spec, arch), GPU(arch))
     space = [driver.alloc(made.workspace_bytes)] if made.workspace_bytes else []
     return submitted(driver, made.kernels, [addresses["out"], *space, *(addresses[n] for n in NAMES[1:])])
 

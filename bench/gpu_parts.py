@@ -32,7 +32,7 @@ from typing import Any, Protocol
 from gpu_compare import Run, compared_sets, differs, poison, wrong
 from measure import spread, table
 
-from tinygrad_nv.runtime.observe.telemetry import Reading, Samples, Telemetry
+from tinygrad_nv.runtime.observe.telemetry import GPUSample, Samples, Telemetry
 
 Options = argparse.Namespace
 Row = dict[str, Any]            # a row's result
@@ -294,7 +294,7 @@ def in_turns(bursts: dict[str, Bursts], budget_s: float) -> Row:
     telemetry, names = Telemetry(0), list(bursts)
     warmed(list(bursts.values()), telemetry, min(2 * WARM_S, 2 * budget_s))
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    readings: dict[str, list[Reading]] = {name: [] for name in names}
+    readings: dict[str, list[GPUSample]] = {name: [] for name in names}
     begun = time.perf_counter()
     with telemetry.sampled() as samples:
         while (turn := len(seconds[names[-1]])) < LEAST_BURSTS or time.perf_counter() - begun < budget_s:
@@ -309,7 +309,7 @@ def in_turns(bursts: dict[str, Bursts], budget_s: float) -> Row:
             "telemetry": samples.record()}
 
 
-def clocks(readings: list[Reading]) -> dict[str, Any]:
+def clocks(readings: list[GPUSample]) -> dict[str, Any]:
     """Of a contender's bursts: mean, lowest and highest of SM clock, watts and temperature; None where these
     are not told."""
     some = Samples(readings)

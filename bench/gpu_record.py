@@ -40,7 +40,7 @@ except ImportError as error: sys.exit(f"{error.name} is not installed, and the t
 ROOT = Path(__file__).parents[1]
 MOST, MOST_DRAWN, MOST_BYTES = 24, 200, 16 << 20
 LARGE, MOST_LARGE = 32 << 10, 1
-SCANNED = 1 << 16       # of larger memory nobody looks for addresses
+SCANNED = 1 << 16       # larger memory is not scanned for addresses
 MAP_BYTES, MAP_ALIGN = 128, 64
 Wanted = dict[int, tuple[str, np.ndarray, np.ndarray]]  # by address: a torch dtype, exact values, bounds
 Given = tuple[list[bytes], dict[int, TensorMapSpec], dict[int, bytes]]  # arguments, maps, memory

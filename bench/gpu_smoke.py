@@ -63,7 +63,7 @@ ret;
 Found = list[tuple[int, ...]]
 
 
-class Bench:
+class SmokeDevice:
     """A device with memory for what the kernels write."""
 
     def __init__(self, driver: Driver) -> None:
@@ -103,20 +103,20 @@ def unlike(got: Any, want: Any) -> str:
 
 def cluster_in_a_stream(driver: Driver) -> str:
     """What the rest is compared with."""
-    bench = Bench(driver)
+    bench = SmokeDevice(driver)
     return unlike(bench.ran(lambda: driver.submit(bench.launch("ranks", 5, 2))), ranks(5, 2))
 
 
 def cluster_of_a_node(driver: Driver, cluster: int = 2) -> str:
     """A node's cluster is its attribute."""
-    bench, graph = Bench(driver), driver.graph()
+    bench, graph = SmokeDevice(driver), driver.graph()
     graph.add(bench.launch("ranks", 7, cluster))
     return unlike(bench.ran(graph.instantiate().launch), ranks(7, cluster))
 
 
 def arguments_of_a_node(driver: Driver) -> str:
     """Other arguments: the cluster stays."""
-    bench, graph = Bench(driver), driver.graph()
+    bench, graph = SmokeDevice(driver), driver.graph()
     node = graph.add(bench.launch("ranks", 7, 4))
     executable = graph.instantiate()
     if words := unlike(bench.ran(executable.launch), ranks(7, 4)): return f"before the update: {words}"
@@ -126,7 +126,7 @@ def arguments_of_a_node(driver: Driver) -> str:
 
 def grid_of_a_node(driver: Driver) -> str:
     """Another grid, as a batch of another size has it: the cluster stays."""
-    bench, graph = Bench(driver), driver.graph()
+    bench, graph = SmokeDevice(driver), driver.graph()
     node = graph.add(bench.launch("ranks", 7, 2))
     executable = graph.instantiate()
     executable.update(node, bench.launch("ranks", 8, 2, 2 * CTAS))
@@ -135,7 +135,7 @@ def grid_of_a_node(driver: Driver) -> str:
 
 def clusters_side_by_side(driver: Driver) -> str:
     """Nodes with and without clusters in one graph, the second of which is updated."""
-    bench, other, graph = Bench(driver), Bench(driver), driver.graph()
+    bench, other, graph = SmokeDevice(driver), SmokeDevice(driver), driver.graph()
     first = graph.add(bench.launch("ranks", 1, 2))
     second = graph.add(other.launch("ranks", 2, 1), [first])
     executable = graph.instantiate()
@@ -146,7 +146,7 @@ def clusters_side_by_side(driver: Driver) -> str:
 
 def edges_that_begin_early(driver: Driver) -> str:
     """A row of nodes with programmatic edges, each of which reads what the one before wrote."""
-    bench, graph = Bench(driver), driver.graph()
+    bench, graph = SmokeDevice(driver), driver.graph()
     after: list[Node] = []
     for i in range(LINKS): after = [graph.add(bench.launch("add", i, 1, pdl=True), after)]
     driver.copy_in(bench.memory, memoryview(bytes(16 * 2 * CTAS)))

@@ -25,7 +25,7 @@ SIZE = 16
 Round = Iterator[tuple[int, float]]     # operations and seconds
 
 
-class Load:
+class CacheLoad:
     """Sequences of `tokens` tokens each, all different."""
 
     def __init__(self, sequences: int, tokens: int) -> None:
@@ -62,8 +62,8 @@ def every(tables: list[BlockTable], call: Callable[[BlockTable], object]) -> Cal
 
 # **** kinds ****
 
-def allocate(load: Load) -> Round:
-    """Prompts that nobody had, from free pages, hashed."""
+def allocate(load: CacheLoad) -> Round:
+    """Prompts that are not cached, from free pages, hashed."""
     while True:
         pool, tables = load.pool(), list[BlockTable]()
         def run(pool: PagePool = pool, tables: list[BlockTable] = tables) -> None: tables += load.filled(pool)
@@ -71,7 +71,7 @@ def allocate(load: Load) -> Round:
         pool.assert_conserved(tables)
 
 
-def share(load: Load) -> Round:
+def share(load: CacheLoad) -> Round:
     """Prompts that are there, hashed and found."""
     pool = load.pool()
     tables = load.filled(pool)
@@ -83,7 +83,7 @@ def share(load: Load) -> Round:
         pool.assert_conserved(tables)
 
 
-def release(load: Load) -> Round:
+def release(load: CacheLoad) -> Round:
     """Pages that stay cached."""
     pool = load.pool()
     while True:
@@ -91,7 +91,7 @@ def release(load: Load) -> Round:
         pool.assert_conserved([])
 
 
-def evict(load: Load) -> Round:
+def evict(load: CacheLoad) -> Round:
     """Pages for others, all of which evict a cached one."""
     pool, number = load.pool(), 0
     while True:
@@ -107,7 +107,7 @@ def evict(load: Load) -> Round:
         for one in tables: one.release()
 
 
-def append(load: Load) -> Round:
+def append(load: CacheLoad) -> Round:
     """A token more of each sequence, 64 times."""
     while True:
         pool = load.pool()
@@ -120,7 +120,7 @@ def append(load: Load) -> Round:
         pool.assert_conserved(tables)
 
 
-def fork(load: Load) -> Round:
+def fork(load: CacheLoad) -> Round:
     """References more, and less."""
     pool = load.pool()
     tables = load.filled(pool)
@@ -131,7 +131,7 @@ def fork(load: Load) -> Round:
         pool.assert_conserved(tables)
 
 
-def copy(load: Load) -> Round:
+def copy(load: CacheLoad) -> Round:
     """Copies on write of all pages, as if a fork wrote from its beginning."""
     pool = load.pool()
     tables = load.filled(pool)
@@ -144,7 +144,7 @@ def copy(load: Load) -> Round:
         for one in forks: one.release()
 
 
-def host(load: Load) -> Round:
+def host(load: CacheLoad) -> Round:
     """Sequences that go to the host and return, all their pages copied."""
     pool = load.pool(host_pages=load.pages, sharing=False)
     tables = load.filled(pool)
@@ -157,7 +157,7 @@ def host(load: Load) -> Round:
         pool.assert_conserved(tables)
 
 
-KINDS: dict[str, Callable[[Load], Round]] = {
+KINDS: dict[str, Callable[[CacheLoad], Round]] = {
     "allocate": allocate, "share": share, "release": release, "evict": evict, "append": append, "fork": fork,
     "copy on write": copy, "to the host and back": host}
 
@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="of each kind (default 15)")
     parser.add_argument("--dry", action="store_true", help="print only")
     args = parser.parse_args()
-    load = Load(args.sequences, args.tokens)
+    load = CacheLoad(args.sequences, args.tokens)
     kinds = {name: kind(load) for name, kind in KINDS.items()}
     seconds: dict[str, list[float]] = {name: [] for name in KINDS}
     operations: dict[str, int] = {}

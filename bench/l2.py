@@ -1,4 +1,5 @@
-"""What a window of L2 gains: a buffer of X MiB read again and again, with Y MiB of other memory between.
+"""What an L2 access-policy window gains: a buffer of X MiB read again and again, with Y MiB of other memory
+between.
 
 Contenders, a block of repeats each in turn: no window; the window that `tinygrad_nv/runtime/l2.py` gives X
 (hit ratio = what can be set aside / X); the same with hit ratio 1, which NVIDIA's guide warns of once X is
@@ -110,7 +111,7 @@ def sizes(limits: Properties, points: int = 16) -> list[int]:
 
 # **** measured ****
 
-class Bench:
+class L2Bench:
     """X and Y on a device, and the kernel that reads them."""
 
     def __init__(self, gpu: Driver, largest: int, between: int, ctas: int = 0, seed: int = 0) -> None:
@@ -174,13 +175,13 @@ class Bench:
         return seconds[WARM:]
 
 
-def warmed(bench: Bench, nbytes: int, seconds: float) -> None:
+def warmed(bench: L2Bench, nbytes: int, seconds: float) -> None:
     """Reads until clocks are those of a busy GPU."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end: bench.block("none", nbytes, 20)
 
 
-def measured(bench: Bench, nbytes: int, rounds: int, repeats: int) -> dict[str, Any]:
+def measured(bench: L2Bench, nbytes: int, rounds: int, repeats: int) -> dict[str, Any]:
     """Contenders in turn, `rounds` blocks of each."""
     seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     for _ in range(rounds):
@@ -245,7 +246,7 @@ def on_gpu(arguments: argparse.Namespace) -> int:
         return 2
     between = 2 * limits.l2_bytes if arguments.between is None else arguments.between
     chosen = sizes(limits, arguments.points)
-    bench = Bench(gpu, max(chosen), between)
+    bench = L2Bench(gpu, max(chosen), between)
     with Telemetry(arguments.gpu).sampled() as samples:
         warmed(bench, max(chosen), WARM_S)
         empty = median(bench.block("none", 0, arguments.repeats))

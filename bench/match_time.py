@@ -1,5 +1,5 @@
 """How much longer a decode step's graph takes to schedule with the search for named functions, attention and
-matrix products.
+matmuls.
 
     python bench/match_time.py [--layers 32] [--repeat 9] [--dry]
 
@@ -24,7 +24,7 @@ from tinygrad.helpers import Context
 from tinygrad.schedule import create_linear_with_vars
 from tinygrad.tensor import transform_to_call
 from tinygrad_nv.models.config import ModelConfig, RopeConfig
-from tinygrad_nv.models.llama import KVCache, Llama
+from tinygrad_nv.models.llama import DenseKVCache, Llama
 
 from tinygrad_nv import hooks
 from tinygrad_nv.patterns import registered
@@ -37,7 +37,7 @@ def decode(layers: int) -> Tensor:
     config = ModelConfig("LlamaForCausalLM", 256, 64, 128, layers, 4, 2, 16, 128, rope,
                          windows=(None,) * layers)
     model = Llama(config, dtypes.bfloat16, "EMU")
-    cache = KVCache.create(config, 128, dtypes.bfloat16, device="EMU")
+    cache = DenseKVCache.create(config, 128, dtypes.bfloat16, device="EMU")
     token = Tensor.empty(1, 1, dtype=dtypes.int32, device="EMU")
     return model.step(token, Variable("position", 0, 127).bind(5), cache)[0]
 

@@ -34,7 +34,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def each(items: Sequence[T]) -> Iterator[T]:
-    """The items, one after the other, said on stderr where somebody looks."""
+    """The items, one after the other, with a progress line on stderr where that is a terminal."""
     for number, item in enumerate(items, 1):
         if sys.stderr.isatty():
             print(f"\r{number} of {len(items)}: {item}\x1b[K", end="", file=sys.stderr, flush=True)

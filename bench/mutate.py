@@ -158,28 +158,28 @@ def other_counts(words: Sequence[str], items: list[str],
 # **** runs ****
 
 @dataclass(frozen=True)
-class Verdict:
+class MutantVerdict:
     """A mutant, its class as the module's head has them, and the first finding."""
     mutant: Mutant
     kind: str
     said: str = ""
 
 
-def judge(run: Run, right: Outcome, mutant: Mutant, seeds: Sequence[int | str] = SEEDS) -> Verdict:
+def judge(run: Run, right: Outcome, mutant: Mutant, seeds: Sequence[int | str] = SEEDS) -> MutantVerdict:
     """Runs a mutant under the seeds; `right` is what the kernel as it stands came to."""
     try: runs = [run(mutant.text, seed) for seed in seeds]
-    except PTXError as error: return Verdict(mutant, "refused", str(error).splitlines()[0])
+    except PTXError as error: return MutantVerdict(mutant, "refused", str(error).splitlines()[0])
     said = next((one.findings[0] for one in runs if one.findings), "")
-    if all(one.findings for one in runs): return Verdict(mutant, "found", said)
+    if all(one.findings for one in runs): return MutantVerdict(mutant, "found", said)
     if any(not one.findings and one.outputs != right.outputs for one in runs):
-        return Verdict(mutant, "numbers", said)
+        return MutantVerdict(mutant, "numbers", said)
     noted = [note for one in runs for note in one.notes if note not in right.notes]
-    if noted and not said: return Verdict(mutant, "noted", noted[0])
-    return Verdict(mutant, "sometimes" if said else "silent", said)
+    if noted and not said: return MutantVerdict(mutant, "noted", noted[0])
+    return MutantVerdict(mutant, "sometimes" if said else "silent", said)
 
 
 def survey(run: Run, text: str, most: int | None = None, seeds: Sequence[int | str] = SEEDS,
-           tell: Callable[[str], None] = print, entry: str | None = None) -> list[Verdict]:
+           tell: Callable[[str], None] = print, entry: str | None = None) -> list[MutantVerdict]:
     """The verdicts on all mutants of an entry function, or on `most` of them drawn by chance. Instructions
     that the launch never executes are left alone. Raises `PTXError` when the kernel as it stands has
     findings."""

@@ -29,13 +29,13 @@ END = "<!-- performance: end -->"
 WIDTH = 118
 PARTS = {"smoke": "graphs of kernels with clusters, whose arguments change",
          "correctness": "recorded launches against the emulator's answers",
-         "chains": "recorded launches among programmatic ones", "gemm": "matrix products",
+         "chains": "recorded launches among programmatic ones", "gemm": "matmuls",
          "attention": "attention, forward", "backward": "attention, backward",
          "paged": "decode attention over pages", "decode": "whole decode steps",
          "memory": "memory-bound kernels"}
-KINDS = {"gemm": "products", "attention": "attention, forward", "backward": "attention, backward",
+KINDS = {"gemm": "matmuls", "attention": "attention, forward", "backward": "attention, backward",
          "paged": "decode attention over pages", "decode": "decode"}    # parts whose kinds have a table
-L2 = "windows of L2 (`bench/l2.py`)"
+L2 = "L2 access-policy windows (`bench/l2.py`)"
 FEW = ("M=1", "M=2", "M=4", "M=8", "M=16", "M=32", "M=64")
 
 
@@ -111,15 +111,15 @@ def state(part: str, rows: Mapping[str, Record]) -> str:
 
 
 def windows(record: Record | None) -> str:
-    """Where windows of L2 help."""
+    """The buffer sizes for which an access-policy window helps."""
     if record is None: return NOT_MEASURED
     if not record["gains_bytes"]: return "gain nowhere"
     low, high = (size / 2**20 for size in record["gains_bytes"])
     return f"gain from {low:.1f} to {high:.1f} MiB read again and again"
 
 
-def products(rows: Mapping[str, Record]) -> dict[str, list[str]]:
-    """Names of products by kind."""
+def matmuls(rows: Mapping[str, Record]) -> dict[str, list[str]]:
+    """Names of matmuls by kind."""
     def those(*ends: str) -> list[str]:
         return [name for name in rows if name.split()[-1] in ends and "silu" not in name]
     return {"cubes": [name for name in rows if "³" in name], "layers, M = 4096": those("M=4096"),
@@ -146,7 +146,7 @@ def alone(rows: Mapping[str, Record]) -> dict[str, list[str]]:
     return {name: [name] for name in rows}
 
 
-GROUPS = {"gemm": products, "attention": heads, "backward": heads, "paged": lengths, "decode": alone}
+GROUPS = {"gemm": matmuls, "attention": heads, "backward": heads, "paged": lengths, "decode": alone}
 
 
 def kinds(part: str, rows: Mapping[str, Record], groups: Any) -> str:

@@ -17,20 +17,19 @@ from itertools import product as pairs
 import triton
 from attention_peers import Flash, compiled
 from measure import each, save
-from sass_gemm import Row, measured, report
+from sass_gemm import GemmCase, measured, report
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.patterns.attention.match import kernel
 from tinygrad_nv.ptx.assemble import assemble
-from tinygrad_nv.tile.attention.backward_defaults import starts as backward_starts
-from tinygrad_nv.tile.attention.backward_mma.kernel import flash_backward_mma
-from tinygrad_nv.tile.attention.backward_mma.legality import problems
+from tinygrad_nv.tile.attention.backward_defaults import mma
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
-from tinygrad_nv.tile.attention.defaults import default
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band, Rows
+from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
 from tinygrad_nv.tile.expression import Sum
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 TOKENS, SM_COUNT = 4096, 132
 OURS_PTX = "9.0"    # what our assembler reads; Triton writes newer and uses nothing newer
@@ -52,16 +51,16 @@ def title(causal: bool) -> str:
     return f"forward {'causal' if causal else 'full'}"
 
 
-def of_ours(d: int, causal: bool, arch: str) -> Row:
+def of_ours(d: int, causal: bool, arch: str) -> GemmCase:
     """Our kernel, by the default schedule."""
-    schedule = default(spec(d, causal), arch)
+    schedule = ATTENTION.choose(spec(d, causal), GPU(arch))
     assert schedule is not None
     made = kernel(spec(d, causal), schedule, GPU(arch, SM_COUNT))
     return measured(assemble(made.ptx, arch), made.name, made.dynamic_smem, arch=arch, b_major=title(causal),
                     block=f"d {d}", kernel=f"ours, {schedule}", ours=True)
 
 
-def of_triton(flash: Flash, arch: str, what: str) -> Row | None:
+def of_triton(flash: Flash, arch: str, what: str) -> GemmCase | None:
     """Triton's kernel; None where it takes more shared memory than there is, or its wgmma are serialised."""
     made = compiled(flash, arch)
     if made.metadata.shared > (163 if arch == "sm_80" else 227) * 1024: return None
@@ -72,7 +71,7 @@ def of_triton(flash: Flash, arch: str, what: str) -> Row | None:
                     block=f"d {flash.d}", kernel=str(flash))
 
 
-def backward_rows(d: int, causal: bool, arch: str) -> list[Row]:
+def backward_rows(d: int, causal: bool, arch: str) -> list[GemmCase]:
     """Triton's two kernels, then ours, by its default schedule for mma.sync."""
     found = []
     for what, tile, (warps, stages) in pairs(PRODUCTS, BACKWARD_TILES, OPTIONS[arch]):
@@ -81,14 +80,13 @@ def backward_rows(d: int, causal: bool, arch: str) -> list[Row]:
         if row is not None: found.append(replace(row, kernel=f"{peer}, {what}"))
     one = spec(d, causal)
     made = BackwardSpec(replace(one, log_sum=True), one.q, one.k, one.v)
-    schedule = next(s for s in backward_starts(made, arch) if s.template == "flash_backward_mma"
-                    and not problems(s, made, arch))
-    ours = flash_backward_mma(made, schedule, arch)
+    schedule = next(s for s in mma(made, GPU(arch)) if not TABLE.problems(made, s, GPU(arch)))
+    ours = TABLE.build(made, schedule, GPU(arch))
     return [*found, measured(assemble(ours.ptx, arch), ours.name, ours.dynamic_smem, arch=arch,
                              b_major=found[0].b_major, block=f"d {d}", kernel=f"ours, {schedule}", ours=True)]
 
 
-def of_all_products(found: list[Row]) -> str:
+def of_all_products(found: list[GemmCase]) -> str:
     """Instructions for a unit of every product of a backward pass."""
     theirs = sum(count * min(row.each for row in found if row.kernel.endswith(f", {what}"))
                  for what, count in PRODUCTS.items())
@@ -96,7 +94,7 @@ def of_all_products(found: list[Row]) -> str:
     return f"  all products: Triton {theirs:.2f} in seven, ours {5 * ours.each:.2f} in five\n"
 
 
-def rows(d: int, causal: bool, arch: str) -> list[Row]:
+def rows(d: int, causal: bool, arch: str) -> list[GemmCase]:
     """Triton's, then ours."""
     peers = [Flash("forward", d, tile, warps, stages, causal, arch == "sm_90a")
              for tile, (warps, stages) in pairs(TILES[arch], OPTIONS[arch])]

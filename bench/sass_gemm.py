@@ -32,7 +32,7 @@ MAJORS = {"K": "x @ w.T", "MN": "x @ w"}
 
 
 @dataclass(frozen=True)
-class Row:
+class GemmCase:
     """One kernel's main loop and resources. `b_major` is what is computed, where that is no product."""
     arch: str
     b_major: str
@@ -72,24 +72,25 @@ def _result(kind: DType) -> DType:
     return {dtypes.int8: dtypes.int32, dtypes.fp8e4m3: dtypes.bfloat16}.get(kind, kind)
 
 
-def measured(assembly: Assembly, name: str, shared: int, **facts: Any) -> Row:
+def measured(assembly: Assembly, name: str, shared: int, **facts: Any) -> GemmCase:
     """The row of an assembled kernel with `shared` dynamic bytes."""
     loop = main_loop(functions(disassembled(assembly.cubin))[name])
     assert loop is not None, f"{name}: no loop with tensor-core instructions"
     used = assembly.kernels[name]
-    return Row(instructions=len(loop.instructions), around=loop.around, tensor=loop.tensor, units=loop.units,
+    return GemmCase(instructions=len(loop.instructions), around=loop.around, tensor=loop.tensor,
+                    units=loop.units,
                registers=used.registers, spills=used.spill_store_bytes + used.spill_load_bytes,
                smem_bytes=used.shared_bytes + shared, opcodes=dict(loop.counts.most_common()), **facts)
 
 
-def of_triton(peer: Peer, arch: str) -> Row:
+def of_triton(peer: Peer, arch: str) -> GemmCase:
     """Triton's kernel."""
     made = gemm_peers.compiled(peer, arch)
     return measured(assemble(made.readable, arch), made.name, made.shared_bytes, arch=arch, kernel=str(peer),
                     b_major=peer.b_major, block="x".join(map(str, peer.block)), dtype=peer.dtype)
 
 
-def of_ours(schedule: RingSchedule, arch: str, b_major: str, dtype: str = "bf16") -> Row:
+def of_ours(schedule: RingSchedule, arch: str, b_major: str, dtype: str = "bf16") -> GemmCase:
     """Our kernel."""
     made = TABLE.build(spec(b_major, dtype), schedule, GPU(arch))
     return measured(assemble(made.ptx, arch), made.name, made.dynamic_smem, arch=arch, b_major=b_major,
@@ -121,13 +122,13 @@ def schedules(arch: str) -> list[RingSchedule]:
     return [schedule for schedule in tried if not TABLE.problems(spec(), schedule, GPU(arch))]
 
 
-def rows(arch: str, b_major: str) -> list[Row]:
+def rows(arch: str, b_major: str) -> list[GemmCase]:
     """Triton's, then ours."""
     return [*(of_triton(peer, arch) for peer in peers(arch, b_major)),
             *(of_ours(schedule, arch, b_major) for schedule in schedules(arch))]
 
 
-def best(found: list[Row], ours: bool) -> Row | None:
+def best(found: list[GemmCase], ours: bool) -> GemmCase | None:
     """The row with the fewest instructions for its work."""
     return min((row for row in found if row.ours == ours), key=lambda row: row.each, default=None)
 
@@ -137,19 +138,19 @@ def best(found: list[Row], ours: bool) -> Row | None:
 HEADER = ["", "instr", "around", "tensor", "a tensor instr", "a unit", "registers", "spilled B", "smem KiB"]
 
 
-def shown(row: Row) -> list[str]:
+def shown(row: GemmCase) -> list[str]:
     """A row of the table."""
     return [row.kernel, str(row.instructions), str(row.around), str(row.tensor),
             f"{row.around / row.tensor:.2f}", f"{row.each:.3f}", str(row.registers), str(row.spills),
             f"{row.smem_bytes / 1024:.0f}"]
 
 
-def overhead(row: Row) -> str:
+def overhead(row: GemmCase) -> str:
     """What is in a loop beside the tensor core's instructions, the most first."""
     return ", ".join(f"{count} {opcode}" for opcode, count in row.opcodes.items() if opcode not in TENSOR)
 
 
-def report(found: list[Row]) -> str:
+def report(found: list[GemmCase]) -> str:
     """A table for each product and tile, and where the best of each side spends its instructions."""
     lines = []
     for case in dict.fromkeys(row.case for row in found):

@@ -34,7 +34,7 @@ PROMPTS = ("Once upon a time there was a little fox", "One day a bear", "The gir
 
 
 @dataclass
-class Result:
+class LoadResult:
     """What happened. Series have an entry a second: (seconds, resident MB, running, KV used, tokens)."""
     finished: int = 0
     dropped: int = 0
@@ -79,7 +79,7 @@ async def whole(address: tuple[str, int], body: dict[str, Any], leave_after: int
 
 
 async def client(number: int, address: tuple[str, int], expected: dict[str, str], arguments: Any,
-                 ends: float, result: Result) -> None:
+                 ends: float, result: LoadResult) -> None:
     """One client until `ends`."""
     random_ = random.Random(number)
     while time.monotonic() < ends:
@@ -114,7 +114,7 @@ def resident_mb(process: int) -> float:
     return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * 4096 / 1e6
 
 
-async def watch(address: tuple[str, int], process: int, result: Result) -> None:
+async def watch(address: tuple[str, int], process: int, result: LoadResult) -> None:
     """Fills the series, for ever."""
     begun = time.monotonic()
     while True:
@@ -127,7 +127,7 @@ async def watch(address: tuple[str, int], process: int, result: Result) -> None:
 async def measure(url: str, process: int, arguments: Any) -> dict[str, Any]:
     """The load, and what came of it."""
     parts = urlsplit(url)
-    address, result = (parts.hostname or "127.0.0.1", parts.port or 80), Result()
+    address, result = (parts.hostname or "127.0.0.1", parts.port or 80), LoadResult()
     expected = {prompt: await whole(address, body(prompt, arguments.tokens)) or "" for prompt in PROMPTS}
     before, begun = await figures(address), time.monotonic()
     watching = asyncio.ensure_future(watch(address, process, result))
@@ -135,13 +135,13 @@ async def measure(url: str, process: int, arguments: Any) -> dict[str, Any]:
                            for number in range(arguments.clients)))
     seconds = time.monotonic() - begun
     watching.cancel()
-    settled = time.monotonic() + 5
-    while (after := await figures(address))["num_requests_running"] and time.monotonic() < settled:
+    deadline = time.monotonic() + 5
+    while (after := await figures(address))["num_requests_running"] and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
     return report(arguments, result, seconds, before, after)
 
 
-def report(arguments: Any, result: Result, seconds: float, before: dict[str, float],
+def report(arguments: Any, result: LoadResult, seconds: float, before: dict[str, float],
            after: dict[str, float]) -> dict[str, Any]:
     """The JSON object."""
     memory = [entry[1] for entry in result.series]
@@ -197,7 +197,7 @@ def server(options: list[str]) -> Iterator[tuple[str, int]]:
         lines = (re.search(r" ready url=(\S+)", line) for line in process.stderr)
         found = next((match for match in lines if match), None)
         if found is None: sys.exit("the server did not start")
-        # what it says from here on is read by nobody, and must not fill a pipe
+        # its log must not fill the pipe
         drained = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
         try: yield found[1], process.pid
         finally: drained.terminate()

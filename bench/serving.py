@@ -73,8 +73,8 @@ def load(arguments: argparse.Namespace) -> list[BenchRequest]:
 def served(url: str, workload: list[BenchRequest], concurrency: int | None) -> dict[str, Any]:
     """Figures of the server under this load."""
     async def run() -> dict[str, Any]:
-        name = (await client.fetch(client.Target(url, ""), "/v1/models"))["data"][0]["id"]
-        answers, seconds = await client.load(client.Target(url, name), workload, [0.0] * len(workload),
+        name = (await client.fetch(client.Endpoint(url, ""), "/v1/models"))["data"][0]["id"]
+        answers, seconds = await client.load(client.Endpoint(url, name), workload, [0.0] * len(workload),
                                              concurrency)
         if failed := [answer.error for answer in answers if answer.error]: raise SystemExit(failed[0])
         return figures.served(answers, seconds)

@@ -1,9 +1,9 @@
 """The weight files of a Hugging Face directory: model.safetensors, its sharded index, or pytorch_model.bin.
 
-Protocol: `open_checkpoint(directory)` reads headers only and lists every tensor as an `Entry`; `read_into`
-copies a range of its elements from the file to a device tensor, and is thread-safe. A
-safetensors file is checked whole when opened (header inside the file, offsets inside the data, sizes equal
-to dtype × shape), so a truncated download is refused before anything runs.
+Protocol: `open_checkpoint(directory)` reads headers only and lists every tensor as an `TensorEntry`;
+`read_into` copies a range of its elements from the file to a device tensor, and is thread-safe. A safetensors
+file is checked whole when opened (header inside the file, offsets inside the data, sizes equal to dtype ×
+shape), so a truncated download is refused before anything runs.
 
 Format: https://github.com/huggingface/safetensors (8-byte little-endian header length, JSON, data).
 """
@@ -34,7 +34,7 @@ SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of a checkpoint. `file_offset` (file, byte) orders tensors as they are on disk; `dtype` is a
     name in `ITEM_BYTES`. `strides`, in elements, are set if the elements are not in index order."""
     name: str
@@ -51,9 +51,9 @@ class Entry:
 
 class Checkpoint(Protocol):
     """A checkpoint whose headers have been read."""
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
 
-    def read_into(self, entry: Entry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
+    def read_into(self, entry: TensorEntry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
         """Writes elements [begin, end) of the entry, in the tensor's dtype, from byte `offset` of its
         memory on."""
 
@@ -61,7 +61,7 @@ class Checkpoint(Protocol):
 @dataclass
 class Safetensors:
     """Tensors of one or more safetensors files."""
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, TensorEntry] = field(default_factory=dict)
 
     def add(self, path: Path, only: set[str] | None = None) -> None:
         """Lists the tensors of `path`; with `only`, at least these must be there."""
@@ -75,11 +75,11 @@ class Safetensors:
                               "the shards the index was written with", "download the directory again")
         self.entries |= found
 
-    def list_file(self, path: Path) -> list[Entry]:
+    def list_file(self, path: Path) -> list[TensorEntry]:
         """The tensors of one file."""
         return read_header(path)
 
-    def read_into(self, entry: Entry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
+    def read_into(self, entry: TensorEntry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
         item, (path, position) = ITEM_BYTES[entry.dtype], entry.file_offset
         target = host_bytes(tensor)
         with open(path, "rb", buffering=0) as file:
@@ -102,7 +102,7 @@ def _fill(file: FileIO, target: memoryview, path: str) -> None:
         done += count
 
 
-def read_header(path: Path) -> list[Entry]:
+def read_header(path: Path) -> list[TensorEntry]:
     """The tensors a safetensors file describes, checked against its size."""
     def damaged(what: str) -> WeightError:
         return WeightError(f"{path} is damaged: {what}", "a complete safetensors file",
@@ -131,7 +131,7 @@ def read_header(path: Path) -> list[Entry]:
             raise WeightError(f"{path}: tensor {name} has dtype {dtype}",
                               f"one of {', '.join(SAFETENSORS_DTYPES)}",
                               "convert the weights to one of these")
-        entry = Entry(name, SAFETENSORS_DTYPES[dtype], shape, (str(path), 8 + length + begin))
+        entry = TensorEntry(name, SAFETENSORS_DTYPES[dtype], shape, (str(path), 8 + length + begin))
         if end - begin != entry.nbytes:
             raise damaged(f"tensor {name} has {end - begin} bytes, needs {entry.nbytes}")
         if 8 + length + end > size:
@@ -155,7 +155,7 @@ def convert(data: memoryview, source: str, target: DType) -> memoryview:
         return values.astype(np.float16 if target == dtypes.float16 else np.float32).data.cast("B")
 
 
-def in_index_order(data: memoryview, entry: Entry) -> memoryview:
+def in_index_order(data: memoryview, entry: TensorEntry) -> memoryview:
     """The elements of a strided view, in index order."""
     item = ITEM_BYTES[entry.dtype]
     raw = np.frombuffer(data, np.dtype(f"u{item}"))
@@ -179,12 +179,12 @@ def narrow_bfloat16(values: np.ndarray) -> np.ndarray:
 class PyTorchFiles(Safetensors):
     """Tensors of pytorch_model.bin files, which are listed differently and may be transposed."""
 
-    def list_file(self, path: Path) -> list[Entry]:
+    def list_file(self, path: Path) -> list[TensorEntry]:
         """The tensors of one file."""
-        return [Entry(name, dtype, shape, (str(path), position), strides)
+        return [TensorEntry(name, dtype, shape, (str(path), position), strides)
                 for name, dtype, shape, position, strides in read_entries(path, IGNORED_SUFFIXES)]
 
-    def read_into(self, entry: Entry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
+    def read_into(self, entry: TensorEntry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
         if entry.strides is None: return super().read_into(entry, begin, end, tensor, offset)
         assert (begin, end) == (0, math.prod(entry.shape)), "strided tensors are read whole"
         steps = zip(entry.shape, entry.strides, strict=True)

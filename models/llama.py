@@ -3,7 +3,7 @@
 
 Protocol: `Llama(config)` owns its parameters as tensors; q|k|v and gate|up are each stored as one matrix, so
 that a layer needs four weight kernels. `model(tokens)` gives the logits of every position (training,
-scoring). `model.step(tokens, start, cache, last)` appends tokens at `start` to a `KVCache` and gives the
+scoring). `model.step(tokens, start, cache, last)` appends tokens at `start` to a `DenseKVCache` and gives the
 logits of one of them (decoding); `start` may be a bound variable, so that one captured graph serves every
 position. `model.step_paged(tokens, batch, cache)` does so for many sequences, each with its pages
 (patterns/decode/paged.py). The engine runs that.
@@ -30,7 +30,7 @@ from tinygrad_nv.hooks import enabled
 from tinygrad_nv.kvcache.store import LayerPages, PagedCache
 from tinygrad_nv.patterns.target import cpu_of, takes
 from tinygrad_nv.runtime.observe.ranges import layer
-from tinygrad_nv.tile.gemm.spec import HALVES
+from tinygrad_nv.tile.gemm.spec import FLOAT16S
 
 from .config import ModelConfig
 from .paged import PagedBatch
@@ -41,7 +41,7 @@ Cache: TypeAlias = tuple[Tensor, Tensor] | LayerPages    # of one layer
 
 
 @dataclass(frozen=True)
-class KVCache:
+class DenseKVCache:
     """Keys and values of every layer: two tensors of shape (B, H_kv, capacity, D) each.
 
     Uninitialised: attention reads [0, end) only, and everything before `end` has been written. A CPU
@@ -51,11 +51,11 @@ class KVCache:
 
     @staticmethod
     def create(config: ModelConfig, capacity: int, dtype: DType, batch: int = 1,
-               device: str | None = None) -> KVCache:
+               device: str | None = None) -> DenseKVCache:
         """A cache for `capacity` tokens in each of `batch` sequences."""
         shape = (batch, config.num_kv_heads, capacity, config.head_dim)
         def created() -> Tensor: return Tensor.empty(*shape, dtype=dtype, device=device)
-        return KVCache(tuple((created(), created()) for _ in range(config.num_layers)))
+        return DenseKVCache(tuple((created(), created()) for _ in range(config.num_layers)))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -127,7 +127,7 @@ def takes_matmuls(x: Tensor, decoding: bool) -> bool:
     """Whether matmuls of x run on kernels of this package, which take an attention whole and store its
     inputs. tinygrad's own kernels compute x again for each output element unless it is contiguous. That holds
     for float32 on GPUs, whose gradients need intermediate results of the attention."""
-    return enabled() and takes(x.device) and (decoding or x.dtype in HALVES or cpu_of(x.device) is not None)
+    return enabled() and takes(x.device) and (decoding or x.dtype in FLOAT16S or cpu_of(x.device) is not None)
 
 
 class Attention:
@@ -269,7 +269,7 @@ class Llama:
         Tensor.realize(*created)
         return created[0], created[1]
 
-    def batch_at(self, start: Position, shape: tuple[int, ...], cache: KVCache | None,
+    def batch_at(self, start: Position, shape: tuple[int, ...], cache: DenseKVCache | None,
                  lengths: Tensor | None) -> DenseBatch:
         """The positions of tokens of shape (B, T)."""
         if cache is not None and lengths is None:
@@ -285,7 +285,7 @@ class Llama:
                 x = x * Tensor(self.config.embedding_scale, dtype=self.dtype, device=self.device)
             return x.contiguous()  # gathered once: norms and residuals read it
 
-    def hidden(self, tokens: Tensor, start: Position = 0, cache: KVCache | None = None,
+    def hidden(self, tokens: Tensor, start: Position = 0, cache: DenseKVCache | None = None,
                lengths: Tensor | None = None) -> Tensor:
         """The last layer's normalised output, (B, T, hidden), for tokens (B, T) at positions start, start +
         1, …"""
@@ -300,7 +300,7 @@ class Llama:
         x = self.hidden(tokens)
         with layer("head"): return x @ self.head.T
 
-    def step(self, tokens: Tensor, start: Position, cache: KVCache, last: Position = 0,
+    def step(self, tokens: Tensor, start: Position, cache: DenseKVCache, last: Position = 0,
              lengths: Tensor | None = None) -> Tensor:
         """Appends tokens (B, T) to `cache` at `start`; float32 logits (B, vocab) of token `last` of these T.
         `lengths`, int32 (B,), is start + T if it is in memory already."""

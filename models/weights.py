@@ -1,6 +1,6 @@
 """Which tensors a checkpoint must hold, and where in the network each is stored.
 
-Protocol: `slots(model)` maps every Hugging Face name to a `Slot`: rows [first, first + count) of one
+Protocol: `slots(model)` maps every Hugging Face name to a `WeightSlice`: rows [first, first + count) of one
 parameter. `load(model, directory)` checks names and shapes of the whole checkpoint before it reads a byte,
 raises on any gap, and then reads straight into the rows, in chunks of `CHUNK` bytes on `READERS` threads: one
 copy from file to device. If the file's dtype is not the model's, chunks have `CONVERTED_CHUNK` bytes, and
@@ -23,7 +23,7 @@ from tinygrad_nv.errors import WeightError
 from tinygrad_nv.runtime.memory import allocate, allocate_arena, read
 from tinygrad_nv.runtime.memory_pool import labelled
 
-from .checkpoint import ITEM_BYTES, Checkpoint, Entry, named, open_checkpoint
+from .checkpoint import ITEM_BYTES, Checkpoint, TensorEntry, named, open_checkpoint
 from .llama import Linear, Llama
 
 # A second thread doubles the rate of page faults and copies; disks are faster with a queue of a few reads.
@@ -34,7 +34,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
-class Slot:
+class WeightSlice:
     """Rows [first, first + shape[0]) of `tensor`; `shape` is that of the checkpoint's tensor."""
     tensor: Tensor
     first: int
@@ -46,22 +46,22 @@ class Slot:
         return self.first * math.prod(self.shape[1:]) * self.tensor.dtype.itemsize
 
 
-def _whole(tensor: Tensor) -> Slot:
-    return Slot(tensor, 0, tuple(int(s) for s in tensor.shape))
+def _whole(tensor: Tensor) -> WeightSlice:
+    return WeightSlice(tensor, 0, tuple(int(s) for s in tensor.shape))
 
 
-def _stacked(linear: Linear, names: Mapping[str, int], prefix: str) -> dict[str, Slot]:
+def _stacked(linear: Linear, names: Mapping[str, int], prefix: str) -> dict[str, WeightSlice]:
     """Slots of projections stacked in one `Linear`: name → rows, in order."""
-    out: dict[str, Slot] = {}
+    out: dict[str, WeightSlice] = {}
     first, inputs = 0, int(linear.weight.shape[1])
     for name, rows in names.items():
-        out[f"{prefix}.{name}.weight"] = Slot(linear.weight, first, (rows, inputs))
-        if linear.bias is not None: out[f"{prefix}.{name}.bias"] = Slot(linear.bias, first, (rows,))
+        out[f"{prefix}.{name}.weight"] = WeightSlice(linear.weight, first, (rows, inputs))
+        if linear.bias is not None: out[f"{prefix}.{name}.bias"] = WeightSlice(linear.bias, first, (rows,))
         first += rows
     return out
 
 
-def slots(model: Llama) -> dict[str, Slot]:
+def slots(model: Llama) -> dict[str, WeightSlice]:
     """Every tensor the checkpoint must hold, by its Hugging Face name."""
     c = model.config
     out = {EMBEDDING: _whole(model.embedding),
@@ -82,7 +82,8 @@ def slots(model: Llama) -> dict[str, Slot]:
     return out
 
 
-def check(wanted: Mapping[str, Slot], entries: Mapping[str, Entry], tied: bool, directory: Path) -> None:
+def check(wanted: Mapping[str, WeightSlice], entries: Mapping[str, TensorEntry], tied: bool,
+          directory: Path) -> None:
     """Raises `WeightError` listing every missing, unexpected and mis-shaped tensor."""
     # a tied model may still store its head; `_require_tied` checks that it equals the embedding
     surplus = {HEAD} if tied else set()
@@ -151,7 +152,7 @@ def _require_tied(checkpoint: Checkpoint, directory: Path) -> None:
                           "set tie_word_embeddings to false in config.json, if the head was trained apart")
 
 
-def _elements(checkpoint: Checkpoint, entry: Entry, begin: int, end: int) -> np.ndarray:
+def _elements(checkpoint: Checkpoint, entry: TensorEntry, begin: int, end: int) -> np.ndarray:
     """Bits of elements [begin, end) of an entry, as unsigned integers."""
     elements = Tensor.empty(end - begin, dtype=named(entry.dtype), device="CPU")
     allocate(elements)
@@ -159,8 +160,8 @@ def _elements(checkpoint: Checkpoint, entry: Entry, begin: int, end: int) -> np.
     return read(elements, np.dtype(f"u{ITEM_BYTES[entry.dtype]}")).copy()   # the memory goes with the tensor
 
 
-def _chunks(wanted: Mapping[str, Slot],
-            entries: Mapping[str, Entry]) -> Iterator[tuple[Entry, int, int, Slot]]:
+def _chunks(wanted: Mapping[str, WeightSlice],
+            entries: Mapping[str, TensorEntry]) -> Iterator[tuple[TensorEntry, int, int, WeightSlice]]:
     """Chunks of at most `CHUNK` bytes, `CONVERTED_CHUNK` where the dtype changes, in file order, so that a
     disk reads forward."""
     for name in sorted(wanted, key=lambda name: entries[name].file_offset):
@@ -171,6 +172,6 @@ def _chunks(wanted: Mapping[str, Slot],
         for begin in range(0, count, step): yield entry, begin, min(begin + step, count), wanted[name]
 
 
-def _read(checkpoint: Checkpoint, entry: Entry, begin: int, end: int, slot: Slot) -> int:
+def _read(checkpoint: Checkpoint, entry: TensorEntry, begin: int, end: int, slot: WeightSlice) -> int:
     checkpoint.read_into(entry, begin, end, slot.tensor, slot.offset + begin * slot.tensor.dtype.itemsize)
     return (end - begin) * entry.nbytes // math.prod(entry.shape)

@@ -49,7 +49,7 @@ class ConfigError(NVError):
 
 
 class HookError(NVError):
-    """tinygrad is not the version the joints were made for, or a hook was registered twice."""
+    """tinygrad is not the version the hooks were made for, or a hook was registered twice."""
 
 
 class ModelError(NVError):
@@ -89,7 +89,7 @@ class KernelError(DriverError, RuntimeError):
 
 
 class OutOfMemoryError(DriverError, MemoryError):
-    """Memory of a device, or page-locked memory, that cannot be had: `asked` bytes (0: nobody says) for
+    """Memory of a device, or page-locked memory, that cannot be had: `asked` bytes (0: unknown) for
     `label`. `report` is a `MemoryReport` of that moment, None for page-locked memory."""
 
     def __init__(self, found: str, expected: str = "", fix: str = "", asked: int = 0, label: str = "",

@@ -44,7 +44,7 @@ from tinygrad_nv.tile.attention.spec import EVERY
 __all__ = ["embedding", "fp8_attention", "kv_append", "paged_attention", "scaled_dot_product_attention",
            "varlen_attention"]
 
-HALVES = (dtypes.bfloat16, dtypes.float16)
+FLOAT16S = (dtypes.bfloat16, dtypes.float16)
 
 
 def register() -> None:
@@ -96,7 +96,7 @@ def _ours(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float
     if not hooks.enabled() or not config.get("NV_ATTENTION"): return None
     if {k.dtype, v.dtype} != {q.dtype} or not takes(q.device): return None
     names = to_tuple(q.device)
-    if q.dtype not in (HALVES if kind_of(names[0]) in GPUS else (*HALVES, dtypes.float32)): return None
+    if q.dtype not in (FLOAT16S if kind_of(names[0]) in GPUS else (*FLOAT16S, dtypes.float32)): return None
     if TRAINING and dropout_p and (len(names) > 1 or not 0 < _kept(dropout_p) < EVERY): return None
     if {k.device, v.device} != {q.device} or (mask is not None and mask.device not in (None, q.device)):
         return None

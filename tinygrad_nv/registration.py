@@ -19,8 +19,7 @@ from tinygrad_nv import config, functional, hooks
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.explain import KernelRecord, Lowering, explain
 from tinygrad_nv.hooks import disable, disabled, enable, enabled
-from tinygrad_nv.patterns import building, registered
-from tinygrad_nv.patterns import finalize as settle
+from tinygrad_nv.patterns import building, finalize, registered
 from tinygrad_nv.runtime import programs
 from tinygrad_nv.runtime.cpu import device as cpu_device
 from tinygrad_nv.runtime.cuda import device as cuda_device
@@ -37,7 +36,7 @@ functional.register()
 registered.register()
 hooks.add_check("building", building.checked)
 hooks.add_compile("programs", programs.cached)
-hooks.add_compile("program", settle.settle)
+hooks.add_compile("program", finalize.finalize)
 cpu_device.install()
 hooks.install_threads()
 hooks.add_device("EMU", EMUDevice)

@@ -117,7 +117,7 @@ def test_a_server_under_load(address, tmp_path: Path, capsys) -> None:
 
 
 def test_failed_requests_are_counted(address) -> None:
-    target = client.Target(address, "another model")
+    target = client.Endpoint(address, "another model")
     workload = random_requests(3, 5, 4, 2048)
     answers, _ = asyncio.run(client.load(target, workload, [0.0] * 3, None))
     assert all(each.error.startswith("404: ") for each in answers)

@@ -90,7 +90,7 @@ def test_a_driver_that_fails(function: str, status: str, words: str):
         refused(words)
 
 
-def test_a_gpu_that_somebody_has_for_himself():
+def test_a_gpu_in_exclusive_use_by_another_process():
     with installed() as fake:
         fake.fail("cuDevicePrimaryCtxRetain", "CUDA_ERROR_DEVICE_UNAVAILABLE")
         with pytest.raises(DriverError, match="opening a GPU: CUDA_ERROR_DEVICE_UNAVAILABLE"): CUDADriver()

@@ -142,7 +142,7 @@ def test_only_the_first_findings_are_shown():
     assert re.search(r"\nand \d+ more$", caught.value.found)
 
 
-def test_memory_that_nobody_wrote():
+def test_memory_that_was_never_written():
     used = Tensor.ones(8).contiguous().realize()  # memory that was in use before is as good as new
     del used
     out = Tensor.empty(8) + 1

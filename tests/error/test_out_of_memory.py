@@ -123,7 +123,7 @@ out of memory on GPU: none for kernel r_64, 24.00 MiB to be had
   limit:    1.00 GiB of 1.00 GiB (100%)
   outside:  0 B (other processes, the driver); free: 24.00 MiB
   driver:   no room for code"""
-    assert caught.value.expected == "memory of the device that nobody holds"
+    assert caught.value.expected == "free memory on the device"
     assert caught.value.fix == (
         "hold less (a smaller --gpu-memory-utilization): code and graphs need memory, too")
 

@@ -13,9 +13,9 @@ import pytest
 from serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live, until
 
 from tinygrad_nv.errors import EngineError
-from tinygrad_nv.server.limits import Limits
+from tinygrad_nv.server.limits import RequestLimits
 
-LIMITS = Limits(body_bytes=1 << 20, schema_bytes=4096, header_s=0.3, body_s=0.3, choices=64)
+LIMITS = RequestLimits(body_bytes=1 << 20, schema_bytes=4096, header_s=0.3, body_s=0.3, choices=64)
 JSON = {"Content-Type": "application/json"}
 TYPES = {400: "invalid_request_error", 429: "rate_limit_error", 500: "server_error"}
 
@@ -286,7 +286,7 @@ def test_a_full_queue():
 
 def test_an_answer_that_takes_too_long():
     engine = FakeEngine(FakeModel(), pause_s=0.05)
-    with live(fake_service(engine, limits=Limits(request_s=0.3))) as server:
+    with live(fake_service(engine, limits=RequestLimits(request_s=0.3))) as server:
         asked = {"prompt": "Once", "max_tokens": 1000}
         explained(server.post(asked), 504, "0.3 s", code="request_timeout")
         events = streamed_events(server, {**asked, "stream": True})
@@ -337,7 +337,7 @@ def test_an_unexpected_failure(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
 
 def test_a_drain_that_lasts_too_long_ends_what_runs():
     engine = FakeEngine(FakeModel(), pause_s=0.02)
-    with live(fake_service(engine, limits=Limits(drain_s=0.2))) as server:
+    with live(fake_service(engine, limits=RequestLimits(drain_s=0.2))) as server:
         asked = {"prompt": "Once", "max_tokens": 100_000, "stream": True}
         with server.http.stream("POST", "/v1/completions", json=asked) as answer:
             lines = answer.iter_lines()

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serve_case import Live, fake_service, live
 
-from tinygrad_nv.server.limits import Limits
+from tinygrad_nv.server.limits import RequestLimits
 
 JSON = {"Content-Type": "application/json"}
 NAMES = ("prompt", "messages", "model", "max_tokens", "max_completion_tokens", "temperature", "top_p",
@@ -38,7 +38,7 @@ CHAT = st.fixed_dictionaries({"messages": st.lists(MESSAGE, min_size=1, max_size
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    with live(fake_service(limits=Limits(choices=4, request_s=20))) as running: yield running
+    with live(fake_service(limits=RequestLimits(choices=4, request_s=20))) as running: yield running
 
 
 def answered(server: Live, path: str, body: dict[str, Any]) -> None:

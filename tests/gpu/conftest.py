@@ -17,7 +17,7 @@ sys.path.extend(map(str, (Path(__file__).parents[1] / "emu").rglob("*/")))
 sys.path.extend(map(str, (Path(__file__).parents[1] / "unit").rglob("*/")))
 import gemm_case
 import torch
-from gemm_launch import Launcher
+from gemm_launch import GemmLauncher
 
 from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.runtime.cuda import driver as cuda
@@ -49,7 +49,7 @@ def device() -> Iterator[CUDADriver]:
 def launched_on(device: CUDADriver, made: GemmKernel, spec: GemmSpec, given: dict[str, torch.Tensor],
                 m: int | None) -> torch.Tensor:
     """The storage of the result after a launch on a device."""
-    launcher = Launcher(device, made)
+    launcher = GemmLauncher(device, made)
     addresses = {name: device.alloc(storage.nbytes) for name, storage in given.items()}
     try:
         for name, storage in given.items():

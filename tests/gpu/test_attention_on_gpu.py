@@ -13,10 +13,10 @@ from tinygrad_nv.patterns.attention.lower_backward import kernel as backward_ker
 from tinygrad_nv.patterns.attention.match import kernel
 from tinygrad_nv.patterns.gemm.match import Machine
 from tinygrad_nv.runtime.cuda.driver import CUDADriver
-from tinygrad_nv.tile.attention.backward_defaults import default as backward_default
-from tinygrad_nv.tile.attention.defaults import default
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band
-from tinygrad_nv.tile.decode.defaults import default as decode_default
+from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
+from tinygrad_nv.tile.decode.templates import FAMILY as DECODE
+from tinygrad_nv.tile.template import GPU
 
 pytestmark = pytest.mark.gpu
 BANDS = {"full": FULL, "causal": Band(last=0), "window": Band(-99, 0)}
@@ -46,7 +46,7 @@ def test_symbolic_extents(machine: Machine, at: dict[str, int]):
 
 def checked(machine: Machine, spec: AttentionSpec, **extents: int) -> None:
     """Holds the default kernel against float64."""
-    schedule = default(spec, machine.arch)
+    schedule = ATTENTION.choose(spec, GPU(machine.arch))
     assert schedule is not None
     given = attention_case.arguments(spec)
     got = attention_case.run(kernel(spec, schedule, machine), spec, given, machine.arch, **extents)
@@ -58,7 +58,7 @@ def checked(machine: Machine, spec: AttentionSpec, **extents: int) -> None:
 @pytest.mark.parametrize("lengths", [[0, 1, 15, 16, 17], [300, 4000, 2, 1]], ids=str)
 def test_decode_attentions(machine: Machine, lengths: list[int], page_size: int, kv: DType | None):
     spec = decode_case.decode(len(lengths), 2, 4, 2, 128, page_size, -(-4096 // page_size), kv=kv)
-    schedule = decode_default(spec, machine.arch)
+    schedule = DECODE.choose(spec, GPU(machine.arch))
     assert schedule is not None
     decode_case.checked(spec, lengths, schedule, machine.arch)
 
@@ -71,7 +71,7 @@ def test_backward_passes(machine: Machine, extents: tuple[int, int], d: int, ban
     spec = backward_case.backward(*extents, d, batch=2, heads=2, group=2, band=BANDS[band],
                                   deterministic=deterministic)
     given = backward_case.arguments(spec)
-    schedule = backward_default(spec, machine.arch)
+    schedule = ATTENTION.choose(spec, GPU(machine.arch))
     assert schedule is not None
     got = backward_case.run(backward_kernel(spec, schedule, machine), spec, given, machine.arch)
     backward_case.near(spec, given, got)

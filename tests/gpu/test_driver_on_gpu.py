@@ -1,6 +1,6 @@
 """The tests of the driver interface on a GPU: those that are not about what only the emulator can find, then
-what only hardware has: streams side by side, programmatic launches, windows of L2, and a peer where there are
-two."""
+what only hardware has: streams side by side, programmatic launches, access-policy windows, and a peer where
+there are two."""
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -17,7 +17,7 @@ from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Request
 from tinygrad_nv.engine.scheduling.scheduler_output import SamplerOutput, SchedulerOutput
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
-from tinygrad_nv.kvcache.pool import PagePool, PoolStats
+from tinygrad_nv.kvcache.pool import PagePool, PagePoolStats
 
 SEQS, LENGTH, PAGES, HOST_PAGES = 8, 160, 14, 4
 Tokens = dict[tuple[str, int], list[int]]
@@ -45,7 +45,7 @@ class Run:
     preempted: int = 0
     offloaded: int = 0
     failed: int = 0
-    pages: PoolStats | None = None
+    pages: PagePoolStats | None = None
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from tinygrad_nv.errors import NVError
 
 
 @dataclass(frozen=True)
-class Target:
+class Endpoint:
     """A server: its URL without /v1, the model's name, and an API key."""
     url: str
     model: str
@@ -31,7 +31,7 @@ class Target:
 
 
 @contextlib.asynccontextmanager
-async def request(target: Target, method: str, path: str, body: object | None = None) \
+async def request(target: Endpoint, method: str, path: str, body: object | None = None) \
         -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
     """Status and body chunks of one HTTP request."""
     parts = urlsplit(target.url)
@@ -61,7 +61,7 @@ async def _pieces(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[
         yield (await reader.readexactly(size + 2))[:-2]
 
 
-async def fetch(target: Target, path: str) -> Any:
+async def fetch(target: Endpoint, path: str) -> Any:
     """The JSON at a path."""
     async with request(target, "GET", path) as (status, pieces):
         data = b"".join([piece async for piece in pieces])
@@ -69,7 +69,7 @@ async def fetch(target: Target, path: str) -> Any:
     return json.loads(data)
 
 
-async def complete(target: Target, one: BenchRequest) -> RequestResult:
+async def complete(target: Endpoint, one: BenchRequest) -> RequestResult:
     """One streamed completion, to its full length."""
     result, started = RequestResult(len(one.prompt)), time.perf_counter()
     body = {"model": target.model, "prompt": list(one.prompt), "max_tokens": one.output, "temperature": 0.0,
@@ -110,7 +110,8 @@ async def _stream(pieces: AsyncIterator[bytes], result: RequestResult, started: 
     if not ended and not result.error: result.error = "the stream broke off"
 
 
-async def load(target: Target, workload: Sequence[BenchRequest], at: Sequence[float], concurrency: int | None,
+async def load(target: Endpoint, workload: Sequence[BenchRequest], at: Sequence[float],
+               concurrency: int | None,
                progress: Callable[[], None] = lambda: None) -> tuple[list[RequestResult], float]:
     """All results, and the seconds from the first request to the last answer."""
     slots = asyncio.Semaphore(concurrency or len(workload))

@@ -19,7 +19,7 @@ MODULES = {"vllm": "vllm", "transformers": "transformers", "llama.cpp": "llama_c
 PACKAGES = {"vllm": "vllm", "transformers": "transformers torch", "llama.cpp": "llama-cpp-python"}
 
 
-class Engine(Protocol):
+class BenchEngine(Protocol):
     """An engine under test."""
 
     def run(self, workload: Sequence[BenchRequest]) -> float:
@@ -116,7 +116,7 @@ def require_installed(name: str) -> None:
 
 
 def peer(name: str, directory: Path, dtype: str, batch: int, context: int,
-         gguf: Path | None) -> Engine:
+         gguf: Path | None) -> BenchEngine:
     """A loaded peer. Raises `NVError`."""
     require_installed(name)
     if name == "vllm": return VLLM(directory, dtype)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tinygrad_nv.benchmarks import figures
-from tinygrad_nv.benchmarks.engines import PEERS, Engine, TinygradNV, peer, require_installed
+from tinygrad_nv.benchmarks.engines import PEERS, BenchEngine, TinygradNV, peer, require_installed
 from tinygrad_nv.benchmarks.figures import RequestResult
 from tinygrad_nv.benchmarks.workload import BenchRequest, arrivals, random_requests, requests_from_file, total
 from tinygrad_nv.errors import NVError, RequestError
@@ -179,7 +179,7 @@ def _interleaved(arguments: argparse.Namespace, directory: Path, load: Callable[
     try:
         workload = load(llm.config.vocab_size)
         for one in workload: _require_fitting(one, llm.length)
-        engines: dict[str, Engine] = {"tinygrad_nv": TinygradNV(llm)}
+        engines: dict[str, BenchEngine] = {"tinygrad_nv": TinygradNV(llm)}
         if arguments.against:
             dtype = str(llm.dtype).rpartition(".")[2]
             engines[arguments.against] = peer(arguments.against, directory, NAMES.get(dtype, dtype),
@@ -275,14 +275,14 @@ def serve(arguments: argparse.Namespace, directory: Path) -> int:
 async def _loaded(arguments: argparse.Namespace, url: str,
                   workload: list[BenchRequest]) -> tuple[list[RequestResult], float, str]:
     from tinygrad_nv.benchmarks import client
-    target = client.Target(url.rstrip("/").removesuffix("/v1"), arguments.served_model_name or "",
+    target = client.Endpoint(url.rstrip("/").removesuffix("/v1"), arguments.served_model_name or "",
                            arguments.api_key)
     try: models = [each["id"] for each in (await client.fetch(target, "/v1/models"))["data"]]
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise NVError(f"no server of OpenAI's API at {url}: {error}", "the address of one that runs",
                       "change --base-url") from error
     name = arguments.served_model_name or models[0]
-    target = client.Target(target.url, name, arguments.api_key)
+    target = client.Endpoint(target.url, name, arguments.api_key)
     warm = arguments.num_warmups
     if warm is None: warm = 1 if arguments.base_url else len(workload)
     if warm: await client.load(target, workload[:warm], [0.0] * warm, arguments.max_concurrency)

@@ -1,6 +1,6 @@
 """`tinygrad-nv doctor`: checks what this machine has, what will be used, and what is missing.
 
-Protocol: each check of `examine()` is one function; none raises. A `Finding` says what was found and, if
+Protocol: each check of `examine()` is one function; none raises. A `CheckResult` says what was found and, if
 something is missing, how to get it. Nothing is changed: no package is installed, no GPU is configured.
 """
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tinygrad_nv.cli.doctor_finding import Finding
+from tinygrad_nv.cli.doctor_finding import CheckResult
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.ptx.assemble import find_program
 from tinygrad_nv.toolchain import find_compiler
@@ -28,10 +28,10 @@ CUDA_EXTRA = ("pip install cuda-python nvidia-cuda-nvrtc nvidia-cuda-runtime nvi
               "nvtx, on a machine with a GPU")
 
 
-def examine() -> list[Finding]:
+def examine() -> list[CheckResult]:
     """All checks, from packages down to device, compilers and driver."""
     from tinygrad_nv.cli import doctor_cpu
-    checks: dict[str, Callable[[], Finding]] = {
+    checks: dict[str, Callable[[], CheckResult]] = {
         "python": _python, "tinygrad": _tinygrad, "tinygrad_nv hooks": _hooks, "device": _device,
         "C compiler": _compiler, "CPU kernels": doctor_cpu.instructions, "CPU threads": doctor_cpu.cores,
         "CPU rates": doctor_cpu.speed, "ptxas": _ptxas, "NVRTC": _nvrtc, "NVIDIA driver": _driver,
@@ -39,18 +39,19 @@ def examine() -> list[Finding]:
     return [_safely(subject, check) for subject, check in checks.items()]
 
 
-def _safely(subject: str, check: Callable[[], Finding]) -> Finding:
+def _safely(subject: str, check: Callable[[], CheckResult]) -> CheckResult:
     try: return check()
     except Exception as error:  # a check must not end the report
-        return Finding(subject, "broken", f"{type(error).__name__}: {error}", needed=subject == "tinygrad")
+        return CheckResult(subject, "broken", f"{type(error).__name__}: {error}",
+                           needed=subject == "tinygrad")
 
 
-def usable(findings: list[Finding]) -> bool:
+def usable(findings: list[CheckResult]) -> bool:
     """Whether anything can run."""
     return all(f.state == "ok" for f in findings if f.needed)
 
 
-def table(findings: list[Finding]) -> str:
+def table(findings: list[CheckResult]) -> str:
     """The report as aligned text."""
     grid = Table(box=None, pad_edge=False, show_header=False)
     for finding in findings:
@@ -63,48 +64,49 @@ def table(findings: list[Finding]) -> str:
     return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
 
 
-def _python() -> Finding:
+def _python() -> CheckResult:
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
-    return Finding("python", "ok", f"{platform.python_version()} on {machine}", needed=True)
+    return CheckResult("python", "ok", f"{platform.python_version()} on {machine}", needed=True)
 
 
-def _tinygrad() -> Finding:
+def _tinygrad() -> CheckResult:
     version = importlib.metadata.version("tinygrad")
-    return Finding("tinygrad", "ok", version, needed=True)
+    return CheckResult("tinygrad", "ok", version, needed=True)
 
 
-def _hooks() -> Finding:
+def _hooks() -> CheckResult:
     from tinygrad_nv import hooks
     if not hooks.enabled():
-        return Finding("tinygrad_nv hooks", "missing", "switched off", "unset NV (NV=0 switches off)")
+        return CheckResult("tinygrad_nv hooks", "missing", "switched off", "unset NV (NV=0 switches off)")
     how = "tinygrad's plugin points" if hooks.official() else "installed over the released wheel"
-    return Finding("tinygrad_nv hooks", "ok", how)
+    return CheckResult("tinygrad_nv hooks", "ok", how)
 
 
-def _device() -> Finding:
+def _device() -> CheckResult:
     from tinygrad import Device
     try: device = Device[Device.DEFAULT]
-    except NVError as error: return Finding("device", "broken", error.found, error.fix, needed=True)
+    except NVError as error: return CheckResult("device", "broken", error.found, error.fix, needed=True)
     except Exception as error:  # drivers raise arbitrary exceptions
-        return Finding("device", "broken", f"{type(error).__name__}: {error}",
+        return CheckResult("device", "broken", f"{type(error).__name__}: {error}",
                        "set DEV to another device", needed=True)
-    return Finding("device", "ok", f"{device.device}, code by {type(device.renderer).__name__}; will be used "
+    return CheckResult("device", "ok",
+                       f"{device.device}, code by {type(device.renderer).__name__}; will be used "
                    "(DEV=… or --device choose another)", needed=True)
 
 
-def _compiler() -> Finding:
+def _compiler() -> CheckResult:
     try: compiler = find_compiler()
-    except NVError as error: return Finding("C compiler", "missing", error.found, error.fix)
+    except NVError as error: return CheckResult("C compiler", "missing", error.found, error.fix)
     command = " ".join(compiler.command)
-    return Finding("C compiler", "ok", f"{compiler.version()} from {compiler.origin}: {command}")
+    return CheckResult("C compiler", "ok", f"{compiler.version()} from {compiler.origin}: {command}")
 
 
-def _ptxas() -> Finding:
+def _ptxas() -> CheckResult:
     if (path := find_program("ptxas")) is None:
-        return Finding("ptxas", "missing", "not in PATH, CUDA_HOME or a wheel",
+        return CheckResult("ptxas", "missing", "not in PATH, CUDA_HOME or a wheel",
                        "pip install nvidia-cuda-nvcc")
     out = subprocess.run([str(path), "--version"], capture_output=True, text=True, check=False).stdout.strip()
-    return Finding("ptxas", "ok", f"{out.splitlines()[-1] if out else 'unknown version'}: {path}")
+    return CheckResult("ptxas", "ok", f"{out.splitlines()[-1] if out else 'unknown version'}: {path}")
 
 
 def _loads(names: tuple[str, ...]) -> str | None:
@@ -116,7 +118,7 @@ def _loads(names: tuple[str, ...]) -> str | None:
     return None
 
 
-def _nvrtc() -> Finding:
+def _nvrtc() -> CheckResult:
     wheel: list[str] = []
     if (spec := importlib.util.find_spec("nvidia")) is not None:
         for location in spec.submodule_search_locations or ():
@@ -124,39 +126,39 @@ def _nvrtc() -> Finding:
                       if "builtins" not in path.name]
     names = (*wheel, "libnvrtc.so.13", "libnvrtc.so.12", ctypes.util.find_library("nvrtc") or "libnvrtc.so")
     if (name := _loads(names)) is None:
-        return Finding("NVRTC", "missing", "libnvrtc cannot be loaded", "pip install nvidia-cuda-nvrtc")
-    return Finding("NVRTC", "ok", name)
+        return CheckResult("NVRTC", "missing", "libnvrtc cannot be loaded", "pip install nvidia-cuda-nvrtc")
+    return CheckResult("NVRTC", "ok", name)
 
 
-def _driver() -> Finding:
+def _driver() -> CheckResult:
     if (name := _loads(("libcuda.so.1", "nvcuda.dll"))) is None:
-        return Finding("NVIDIA driver", "missing", "libcuda cannot be loaded: no NVIDIA GPU here", "")
+        return CheckResult("NVIDIA driver", "missing", "libcuda cannot be loaded: no NVIDIA GPU here", "")
     driver, version, count = ctypes.CDLL(name), ctypes.c_int(), ctypes.c_int()
     if (code := driver.cuInit(0)) != 0:
-        return Finding("NVIDIA driver", "broken", f"{name} loads, cuInit fails with {code}",
+        return CheckResult("NVIDIA driver", "broken", f"{name} loads, cuInit fails with {code}",
                        "check the GPU with nvidia-smi")
     driver.cuDriverGetVersion(ctypes.byref(version))
     driver.cuDeviceGetCount(ctypes.byref(count))
     release = f"{version.value // 1000}.{version.value % 1000 // 10}"
-    return Finding("NVIDIA driver", "ok", f"CUDA {release}, {count.value} GPU(s)")
+    return CheckResult("NVIDIA driver", "ok", f"CUDA {release}, {count.value} GPU(s)")
 
 
-def _cuda_python() -> Finding:
+def _cuda_python() -> CheckResult:
     try: version = importlib.metadata.version("cuda-python")
     except importlib.metadata.PackageNotFoundError:
-        return Finding("cuda-python", "missing", "not installed", CUDA_EXTRA)
-    return Finding("cuda-python", "ok", version)
+        return CheckResult("cuda-python", "missing", "not installed", CUDA_EXTRA)
+    return CheckResult("cuda-python", "ok", version)
 
 
-def _cuda_device() -> Finding:
+def _cuda_device() -> CheckResult:
     """The device that DEV=CUDA would open."""
     from tinygrad_nv import config
     from tinygrad_nv.runtime.cuda import device as cuda_device
-    if not config.get("NV"): return Finding("DEV=CUDA", "ok", "tinygrad's own device: NV=0")
+    if not config.get("NV"): return CheckResult("DEV=CUDA", "ok", "tinygrad's own device: NV=0")
     try: instead = cuda_device.why_not("CUDA")
-    except NVError as error: return Finding("DEV=CUDA", "missing", error.found)
-    if instead: return Finding("DEV=CUDA", "missing", f"tinygrad's own device: {instead}", CUDA_EXTRA)
-    return Finding("DEV=CUDA", "ok", f"tinygrad_nv's device; other kernels are {_cuda_code()}")
+    except NVError as error: return CheckResult("DEV=CUDA", "missing", error.found)
+    if instead: return CheckResult("DEV=CUDA", "missing", f"tinygrad's own device: {instead}", CUDA_EXTRA)
+    return CheckResult("DEV=CUDA", "ok", f"tinygrad_nv's device; other kernels are {_cuda_code()}")
 
 
 def _cuda_code() -> str:

@@ -8,7 +8,7 @@ State = Literal["ok", "missing", "broken"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One line of the report. `needed`: nothing runs without it."""
     subject: str
     state: State

@@ -105,7 +105,7 @@ def _gemm(arguments: argparse.Namespace) -> str:
                             "a matmul that one of them supports",
                             "allow tf32 (--dtype tf32)" if arguments.dtype in ("f32", "float32") else
                             "change what the reasons name")
-    matmul = levels.Product(spec, schedule, arguments.arch, machine.sm_count)
+    matmul = levels.ScheduledGemm(spec, schedule, arguments.arch, machine.sm_count)
     if arguments.level is None: return "\n".join(levels.table([(matmul.kernel.name, matmul)]))
     return levels.show(matmul, arguments.level).rstrip()
 

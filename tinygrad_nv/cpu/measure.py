@@ -35,7 +35,7 @@ from tinygrad_nv.cpu.kernel import CPUKernel, kernel
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.database import cache_directory
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.gemm.spec import BYTES
+from tinygrad_nv.tile.gemm.spec import INT8S
 
 LAUNCH_SECONDS = 2e-6    # of a kernel in a captured graph, where all threads meet twice
 FORMAT = "tinygrad_nv cpu rates 1"
@@ -56,7 +56,7 @@ class Rates:
 
     def of(self, dtype: DType) -> float:
         """Operations in a second of products of a dtype."""
-        if dtype in BYTES: return self.s8
+        if dtype in INT8S: return self.s8
         return self.bf16 if short(dtype) == "bf16" else self.f32
 
     def seconds(self, flops: float, nbytes: float, rate: float = 0.0) -> float:

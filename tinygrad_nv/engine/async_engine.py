@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tinygrad_nv.engine.llm import LLM
 
 
-class Stream:
+class DeltaStream:
     """The deltas of one request, queued for its caller."""
 
     def __init__(self, processor: OutputProcessor) -> None:
@@ -58,7 +58,7 @@ class AsyncEngine:
     def __init__(self, llm: LLM | Callable[[], LLM]) -> None:
         self._load = llm if callable(llm) else None
         self._llm: LLM | None = None if callable(llm) else llm
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, DeltaStream] = {}
         self._waiting, self._stopping, self._idle = 0, False, asyncio.Event()
         self._request_numbers = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -117,7 +117,7 @@ class AsyncEngine:
 
     async def _generate(self, request: Request) -> AsyncIterator[Delta]:
         self._require_new(request.id)   # another request may have taken the id since `generate`
-        stream = Stream(OutputProcessor(self.llm.tokenizer, request.prompt, request.params))
+        stream = DeltaStream(OutputProcessor(self.llm.tokenizer, request.prompt, request.params))
         self._streams[request.id], self._waiting = stream, self._waiting + 1
         try:
             if request.params.structured is not None:   # compiling a new grammar may take seconds

@@ -24,7 +24,7 @@ from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.outputs import EngineCoreOutput
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Proposer, Request, Seq, check_request, new_sequences
-from tinygrad_nv.engine.scheduling.scheduler import OutOfPages, Scheduler, Step, commit_computed
+from tinygrad_nv.engine.scheduling.scheduler import OutOfPages, ScheduledStep, Scheduler, commit_computed
 from tinygrad_nv.engine.scheduling.scheduler_output import (
     GROUP,
     Logprobs,
@@ -87,7 +87,7 @@ class EngineStats:
 @dataclass(frozen=True)
 class InFlightStep:
     """A launched step whose output has not been processed."""
-    step: Step
+    step: ScheduledStep
     sampled: Future[SamplerOutput]
 
 
@@ -170,7 +170,7 @@ class EngineCore:
         out, self._outputs = self._outputs, []
         return out
 
-    def _launch(self, step: Step) -> InFlightStep:
+    def _launch(self, step: ScheduledStep) -> InFlightStep:
         self._num_steps += 1
         try:
             for seq in step.started: self._start_slot(seq)
@@ -288,7 +288,7 @@ class EngineCore:
 
     def _fail_seq(self, seq: Seq, error: NVError) -> None: self._finish_seq(seq, "error", error=error)
 
-    def _fail_step(self, step: Step, error: Exception) -> None:
+    def _fail_step(self, step: ScheduledStep, error: Exception) -> None:
         """Handles a step that raised. The step launched after it read incomplete data and is dropped."""
         self._num_failed_steps += 1
         later, self._in_flight = self._in_flight, None

@@ -44,7 +44,7 @@ from tinygrad_nv import hooks
 from tinygrad_nv.cpu.gemm.schedules import CPUGemmSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import NVError, RequestError
-from tinygrad_nv.hooks import threads as hook_threads
+from tinygrad_nv.hooks import threads
 from tinygrad_nv.patterns import program, target
 from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.runtime.driver import Driver
@@ -56,7 +56,7 @@ from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.launch import LaunchConfig
 
 if TYPE_CHECKING:
-    from tinygrad_nv.explain.levels import Product
+    from tinygrad_nv.explain.levels import ScheduledGemm
     from tinygrad_nv.explain.levels_cpu import CPUProduct
 
 
@@ -85,15 +85,15 @@ class KernelRecord:
     launch: LaunchConfig | None = field(default=None, repr=False, compare=False)
 
     @property
-    def product(self) -> Product | CPUProduct | None:
+    def product(self) -> ScheduledGemm | CPUProduct | None:
         """Spec, schedule and target of a product, from which its kernel can be built again."""
-        from tinygrad_nv.explain.levels import Product
+        from tinygrad_nv.explain.levels import ScheduledGemm
         from tinygrad_nv.explain.levels_cpu import CPUProduct
         if not isinstance(self.spec, GemmSpec): return None
         if isinstance(self.schedule, CPUGemmSchedule) and self.machine is not None:
             return CPUProduct(self.spec, self.schedule, self.machine)
         if not isinstance(self.schedule, GemmSchedule) or not self.arch: return None
-        return Product(self.spec, self.schedule, self.arch, self.sm_count, self.clusters)
+        return ScheduledGemm(self.spec, self.schedule, self.arch, self.sm_count, self.clusters)
 
     @property
     def isa(self) -> str:
@@ -219,7 +219,7 @@ class Lowering:
         from tinygrad_nv.explain import levels, levels_cpu
         found = [(f"product {i}" + (f", {times} times" if times > 1 else ""), record.product)
                  for i, (record, times) in enumerate(self.distinct, 1)]
-        on_gpu = [(words, one) for words, one in found if isinstance(one, levels.Product)]
+        on_gpu = [(words, one) for words, one in found if isinstance(one, levels.ScheduledGemm)]
         on_cpu = [(words, one) for words, one in found if isinstance(one, levels_cpu.CPUProduct)]
         return [*(["", *levels.table(on_gpu)] if on_gpu else []),
                 *(["", *levels_cpu.table(on_cpu)] if on_cpu else [])]
@@ -261,7 +261,7 @@ def explain(*tensors: Tensor) -> Lowering:
     if not wanted: return Lowering([])
     quiet = Context(SCACHE=0, CAPTURING=0, DEBUG=0)
     # SCACHE is the process's: two of these at a time would leave it off
-    with hook_threads.LOWERING, quiet, ranges.scheduling(wanted), program.hear_misses() as misses:
+    with threads.LOWERING, quiet, ranges.scheduling(wanted), program.hear_misses() as misses:
         linear, var_vals = create_linear_with_vars(transform_to_call(UOp.sink(*wanted))[0])
         unused = list(misses)
         kernels = [_record(call, device, var_vals, unused)

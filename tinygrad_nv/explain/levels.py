@@ -1,7 +1,7 @@
 """A product at four levels, as text: what is computed, how, the PTX, and the SASS; levels_cpu.py has C.
 
-Protocol: a `Product` is spec, schedule and GPU; its kernel follows from these, so `Product.kernel` is the
-text that runs, built again. `show(product, level)` is the text of a level:
+Protocol: a `ScheduledGemm` is spec, schedule and GPU; its kernel follows from these, so
+`ScheduledGemm.kernel` is the text that runs, built again. `show(product, level)` is the text of a level:
 
     spec   extents, where the operands lie, and what happens to a sum before it is stored
     tile   schedule, tiles, grid, predicted time, shared memory, tensor maps, and the kernel in outline
@@ -25,7 +25,7 @@ from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
 from tinygrad_nv.table import aligned
 from tinygrad_nv.tile.expression import Apply, Expression, loads, short, walk
 from tinygrad_nv.tile.expression import show as written
-from tinygrad_nv.tile.gemm.cost import Model, Prediction, predict
+from tinygrad_nv.tile.gemm.cost import CostModel, Prediction, predict
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.gpu import machine_for
@@ -44,7 +44,7 @@ LONGEST = 60  # characters of an expression without a name
 
 
 @dataclass(frozen=True)
-class Product:
+class ScheduledGemm:
     """A product by a schedule on a GPU with `sm_count` multiprocessors, which has room for so many `clusters`
     at once (left out: as ptx/gpcs.py has it)."""
     spec: GemmSpec
@@ -65,13 +65,13 @@ class Product:
 
 
 @functools.lru_cache(256)
-def _kernel(product: Product) -> GemmKernel:
+def _kernel(product: ScheduledGemm) -> GemmKernel:
     gpu = GPU(product.arch, product.sm_count, product.clusters)
     made: GemmKernel = TABLE.build(product.spec, product.schedule, gpu)
     return made
 
 
-def show(product: Product, level: str) -> str:
+def show(product: ScheduledGemm, level: str) -> str:
     """The product at a level. Raises `RequestError` for a level there is not, `ToolchainError` where sass
     lacks a program."""
     check(level)
@@ -93,7 +93,7 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most - 1]}…"
 
 
-def table(products: Sequence[tuple[str, Product]]) -> list[str]:
+def table(products: Sequence[tuple[str, ScheduledGemm]]) -> list[str]:
     """A line for each of several products, each with the words before it."""
     rows = [("", "schedule", "predicted", "bound", "registers", "shared", "product")]
     for words, product in products:
@@ -104,16 +104,16 @@ def table(products: Sequence[tuple[str, Product]]) -> list[str]:
     return aligned(rows, numbers=(2, 4, 5))
 
 
-def resources(product: Product) -> Resources | None:
+def resources(product: ScheduledGemm) -> Resources | None:
     """Registers and spills of the kernel; None without ptxas."""
     if find_program("ptxas") is None: return None
     return _assembled(product).kernels[product.kernel.name]
 
 
-def _assembled(product: Product) -> Assembly: return assemble(product.kernel.ptx, product.arch)
+def _assembled(product: ScheduledGemm) -> Assembly: return assemble(product.kernel.ptx, product.arch)
 
 
-def _registers(product: Product) -> str:
+def _registers(product: ScheduledGemm) -> str:
     try: found = resources(product)
     except PTXError: return "refused"
     return "-" if found is None else str(found.registers)
@@ -121,7 +121,7 @@ def _registers(product: Product) -> str:
 
 # **** spec ****
 
-def spec_text(product: Product) -> str:
+def spec_text(product: ScheduledGemm) -> str:
     """What is computed."""
     return spec_of(product.spec)
 
@@ -191,7 +191,7 @@ def least_bytes(spec: GemmSpec) -> int:
 
 # **** tile ****
 
-def tile_text(product: Product) -> str:
+def tile_text(product: ScheduledGemm) -> str:
     """How it is computed."""
     spec, s, kernel = product.spec, product.schedule, product.kernel
     machine, prediction = machine_for(product.arch, product.sm_count), product.prediction
@@ -199,7 +199,7 @@ def tile_text(product: Product) -> str:
     rows = [*_tiles(product), *_launch(kernel, prediction),
             ("predicted", f"{seconds(prediction.seconds)}, {rate}, bound: {prediction.bound}"),
             ("", ", ".join(f"{name} {seconds(part)}" for name, part in prediction.parts.items())),
-            ("at best", f"{seconds(Model(spec, machine).roofline(s))}, by peak rates alone"),
+            ("at best", f"{seconds(CostModel(spec, machine).roofline(s))}, by peak rates alone"),
             *_memory(kernel)]
     found = resources(product)
     rows.append(("registers", "- (no ptxas)" if found is None else
@@ -208,7 +208,7 @@ def tile_text(product: Product) -> str:
     return "\n".join([f"{s} on {product.arch} ({machine.name}, {machine.sm_count} SMs)", "", *aligned(rows)])
 
 
-def _tiles(product: Product) -> list[tuple[str, str]]:
+def _tiles(product: ScheduledGemm) -> list[tuple[str, str]]:
     """Tiles of the result, steps along K, and the ring."""
     spec, s = product.spec, product.schedule
     tile, (along_m, along_n) = s.tile(spec), s.grid(spec)
@@ -264,7 +264,7 @@ def shared_map(ptx: str) -> list[tuple[int, str, int]]:
 def _shared(ptx: str) -> int: return max((start + size for start, _, size in shared_map(ptx)), default=0)
 
 
-def shared_bytes(product: Product) -> int:
+def shared_bytes(product: ScheduledGemm) -> int:
     """Shared memory of a CTA."""
     return _shared(product.kernel.ptx)
 
@@ -285,12 +285,12 @@ def outline(ptx: str) -> list[str]:
 
 # **** ptx, sass ****
 
-def ptx_text(product: Product) -> str:
+def ptx_text(product: ScheduledGemm) -> str:
     """The kernel as it is given to a device, and how it is launched."""
     return product.kernel.launch.describe() + product.kernel.ptx
 
 
-def sass_text(product: Product) -> str:
+def sass_text(product: ScheduledGemm) -> str:
     """What ptxas makes of the kernel. Raises `ToolchainError` without ptxas or a disassembler."""
     return sass_of(product.kernel.ptx, product.kernel.name, product.arch)
 

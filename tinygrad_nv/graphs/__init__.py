@@ -10,6 +10,6 @@ Read in this order:
 """
 from tinygrad_nv.graphs.inputs import Input
 from tinygrad_nv.graphs.pool import GraphPool
-from tinygrad_nv.graphs.stats import BucketStats, PoolStats
+from tinygrad_nv.graphs.stats import BucketStats, GraphPoolStats
 
-__all__ = ["BucketStats", "GraphPool", "Input", "PoolStats"]
+__all__ = ["BucketStats", "GraphPool", "GraphPoolStats", "Input"]

@@ -22,7 +22,7 @@ from tinygrad_nv import hooks
 from tinygrad_nv.errors import GraphError
 from tinygrad_nv.graphs.capture import CompiledStep, realize_assigned
 from tinygrad_nv.graphs.inputs import region
-from tinygrad_nv.graphs.stats import BucketStats, Counts
+from tinygrad_nv.graphs.stats import BucketStats, SizeCounts
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Executable, Node, Stream, Work
 from tinygrad_nv.runtime.graph import NVGraph
@@ -63,7 +63,7 @@ class Arena:
 class _Counted(Executable):
     """An executable that counts node updates."""
 
-    def __init__(self, executable: Executable, counts: Counts) -> None:
+    def __init__(self, executable: Executable, counts: SizeCounts) -> None:
         self.executable, self.counts = executable, counts
         self.launch = executable.launch  # type: ignore[method-assign]  # steady steps launch without a Python frame in between
 
@@ -79,7 +79,7 @@ class Bucket:
 
     def __init__(self, size: int, device: str) -> None:
         self.size, self.device = size, device
-        self.counts = Counts()
+        self.counts = SizeCounts()
         self.compiled: CompiledStep | None = None
         self.eager_reason = ""          # why calls of this size run eagerly
         self.retry_at = math.inf       # number of eager calls after which a capture is tried again

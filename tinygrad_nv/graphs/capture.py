@@ -27,7 +27,6 @@ from operator import attrgetter, call, is_
 from typing import Any
 
 from tinygrad import Device, Tensor, UOp, dtypes
-from tinygrad import tensor as tensors
 from tinygrad.device import Buffer
 from tinygrad.engine import realize
 from tinygrad.engine.jit import GraphRunner, graph_class
@@ -37,13 +36,21 @@ from tinygrad.uop.ops import Ops, buffers
 
 from tinygrad_nv.errors import GraphError
 from tinygrad_nv.graphs.inputs import ALIGN
+from tinygrad_nv.graphs.kept_buffers import (
+    buffers_in,
+    buffers_of,
+    find_kept,
+    live_tensors,
+    run_kept,
+    state_tensors,
+)
 
 _uop = attrgetter("uop")
 Returned = Any  # a Tensor, or a tuple, list or dict of them
 
 
 @dataclass(frozen=True)
-class Output:
+class CapturedOutput:
     """A result: its name in messages, its storage in the schedule, the shape of a row, and its byte offset in
     the outputs' region."""
     name: str
@@ -67,7 +74,7 @@ class CompiledStep:
     linear: UOp
     arena_placeholders: tuple[tuple[UOp, int], ...]
     arena_bytes: int
-    outputs: tuple[Output, ...]
+    outputs: tuple[CapturedOutput, ...]
     output_bytes: int
     variables: tuple[str, ...]
     state: tuple[tuple[weakref.ref[Tensor], UOp], ...]
@@ -99,7 +106,7 @@ class CompiledStep:
         return self.linear.substitute(memory, walk=True)
 
 
-class _Recorder:
+class _ScheduleRecorder:
     """Collects the schedules that tinygrad emits during a capture."""
 
     def __init__(self) -> None:
@@ -135,31 +142,31 @@ class RecordedStep:
         an exception it must be called again."""
         if self.kept_buffers is None:
             results = [tensor for _, tensor in self.results]
-            if kept_buffers := _kept_buffers(self.linear, self.existing, results):
+            if kept_buffers := find_kept(self.linear, self.existing, results):
                 gc.collect()  # objects only in reference cycles are not kept
-                kept_buffers &= _kept_buffers(self.linear, self.existing, results)
+                kept_buffers &= find_kept(self.linear, self.existing, results)
             self.kept_buffers = kept_buffers
-        self.linear, left = _run_kept(self.linear, self.kept_buffers, self.existing, self.inputs)
+        self.linear, left = run_kept(self.linear, self.kept_buffers, self.existing, self.inputs)
         return bool(left)
 
     def finalize(self) -> CompiledStep:
         """Plans its memory. Requires that `keeps_tensors` returned False."""
         outputs, offset = [], 0
         for name, tensor in self.results:
-            made = Output(name, tensor.uop.base, tuple(tensor.shape[1:]), offset)
+            made = CapturedOutput(name, tensor.uop.base, tuple(tensor.shape[1:]), offset)
             outputs.append(made)
             offset += -(-made.nbytes // ALIGN) * ALIGN
         held = set(buffers) | self.existing | {made.storage for made in outputs}
-        before = _storage(self.linear)
+        before = buffers_in(self.linear)
         planned = memory_plan_rewrite(self.linear, held)
         arena_placeholders, arena = [], 0
-        for placeholder in sorted(_storage(planned) - before, key=lambda u: u.arg.slot):
+        for placeholder in sorted(buffers_in(planned) - before, key=lambda u: u.arg.slot):
             if placeholder.device != self.device: continue
             arena_placeholders.append((placeholder, arena))
             arena += -(-placeholder.max_numel() // ALIGN) * ALIGN
-        used = _storage(planned) - self.inputs - {made.storage for made in outputs}
+        used = buffers_in(planned) - self.inputs - {made.storage for made in outputs}
         return CompiledStep(planned, tuple(arena_placeholders), arena, tuple(outputs), offset,
-                            tuple(sorted(self.values)), _state_tensors(used),
+                            tuple(sorted(self.values)), state_tensors(used),
                             graph_obstacle(planned, self.device))
 
 
@@ -167,10 +174,10 @@ def record(step: Callable[..., Returned], size: int, inputs: Mapping[str, Tensor
            variables: Mapping[str, UOp], device: str) -> tuple[RecordedStep, Returned]:
     """Records one run of the step on `size` rows. Returns it, and the step's return value."""
     # or every replay would repeat pending assignments
-    realize_assigned(tensor for _, tensor in _live_tensors())
+    realize_assigned(tensor for _, tensor in live_tensors())
     given = {tensor.uop.base for tensor in inputs.values()}
-    schedules, ran = _Recorder(), GlobalCounters.kernel_count
-    existing = set(buffers) | _storage_of(tensor.uop for _, tensor in _live_tensors())
+    schedules, ran = _ScheduleRecorder(), GlobalCounters.kernel_count
+    existing = set(buffers) | buffers_of(tensor.uop for _, tensor in live_tensors())
     try:
         with restore_on_error():
             with _capturing(schedules):
@@ -190,8 +197,8 @@ def record(step: Callable[..., Returned], size: int, inputs: Mapping[str, Tensor
     except BaseException:
         # compute what the step kept, as far as possible, and re-raise
         with contextlib.suppress(Exception):
-            if kept_buffers := _kept_buffers(schedules.joined(), existing):
-                _run_kept(_compiled(schedules.joined()), kept_buffers, existing, given)
+            if kept_buffers := find_kept(schedules.joined(), existing):
+                run_kept(_compiled(schedules.joined()), kept_buffers, existing, given)
         raise
     return RecordedStep(linear, schedules.values, results, existing, given, device), returned
 
@@ -231,7 +238,7 @@ def call_step(step: Callable[..., Returned], size: int, inputs: Mapping[str, Ten
     """Calls the step, and realizes what it returns and assigns. Returns the containers, with None in place of
     Tensors, and the results. Each result has its own storage, not in `existing` and not of another result,
     and is a Tensor that the step has no reference to."""
-    before = [ref for ref, _ in _live_tensors()]
+    before = [ref for ref, _ in live_tensors()]
     returned = step(**{name: Tensor(tensor.uop) for name, tensor in inputs.items()}, **variables)
     items = [(name, _result(tensor, device)) for name, tensor in named_results(returned)]
     returned = rebuild(returned, [None] * len(items))
@@ -246,7 +253,7 @@ def call_step(step: Callable[..., Returned], size: int, inputs: Mapping[str, Ten
 def restore_on_error() -> Iterator[None]:
     """After an exception inside, restores the Tensors that existed before: a pending assignment that did not
     run would otherwise become part of the next realize."""
-    before = {ref: tensor.uop for ref, tensor in _live_tensors()}
+    before = {ref: tensor.uop for ref, tensor in live_tensors()}
     try: yield
     except BaseException:
         for ref, uop in before.items():
@@ -267,7 +274,7 @@ def _detach(inputs: Iterable[Tensor], results: Iterable[Tensor]) -> None:
     own = {id(tensor) for tensor in (*inputs, *results)}
     storage = {tensor.uop.base for tensor in inputs}
     def leaning() -> list[Tensor]:
-        others = [tensor for _, tensor in _live_tensors() if id(tensor) not in own]
+        others = [tensor for _, tensor in live_tensors() if id(tensor) not in own]
         over: set[UOp] = set()  # in one traversal, since thousands of Tensors may share graphs
         for u in UOp.sink(*(tensor.uop for tensor in others)).toposort():
             if u in storage or not over.isdisjoint(u.src): over.add(u)
@@ -331,75 +338,8 @@ def graph_obstacle(linear: UOp, device: str) -> str:
 def _devices(u: UOp) -> tuple[str, ...]: return (u.device,) if isinstance(u.device, str) else u.device
 
 
-# **** buffers that a step creates and keeps ****
-
 @contextlib.contextmanager
-def _capturing(schedules: _Recorder) -> Iterator[None]:
+def _capturing(schedules: _ScheduleRecorder) -> Iterator[None]:
     realize.capturing.append(schedules)
     try: yield
     finally: realize.capturing.clear()
-
-
-def _live_tensors() -> Iterator[tuple[weakref.ref[Tensor], Tensor]]:
-    for ref in list(tensors.all_tensors):
-        if (tensor := ref()) is not None: yield ref, tensor
-
-
-def _storage_of(uops: Any) -> set[UOp]:
-    """All buffers reachable from these UOps."""
-    sink = UOp.sink(*uops)
-    return {u for u in sink.toposort() if u.op is Ops.BUFFER}
-
-
-def _storage(linear: UOp) -> set[UOp]:
-    """All buffers in the arguments of a schedule."""
-    arguments = {a for call in linear.src for a in realize.get_call_arg_uops(call)}
-    return {u for a in arguments for u in a.toposort() if u.op is Ops.BUFFER}
-
-
-def _kept_buffers(linear: UOp, existing: set[UOp], results: Iterable[Tensor] = ()) -> set[UOp]:
-    """New buffers of a schedule that live Tensors refer to, other than the results."""
-    fresh, own = _storage(linear) - existing - set(buffers), {id(tensor) for tensor in results}
-    return fresh & _storage_of(tensor.uop for _, tensor in _live_tensors() if id(tensor) not in own)
-
-
-def _run_kept(linear: UOp, kept_buffers: set[UOp], existing: set[UOp],
-              inputs: set[UOp]) -> tuple[UOp, set[UOp]]:
-    """Executes the part of the schedule that computes kept buffers which depend neither on inputs nor on what
-    the schedule writes, and are written once. Returns the rest of the schedule, and the other kept buffers.
-    """
-    if not kept_buffers: return linear, kept_buffers
-    calls = [(call, *_reads_and_writes(call)) for call in linear.src]
-    changing = inputs | {b for _, writes, _ in calls for b in writes if b in existing}
-    once: set[int] = set()
-    left = set()
-    for buffer in kept_buffers:
-        needed, mine = {buffer}, set()
-        for k in reversed(range(len(calls))):
-            call, writes, reads = calls[k]
-            if needed.isdisjoint(writes): continue
-            mine.add(k)
-            needed |= writes | reads
-            if call.src[0].op is Ops.PROGRAM and call.src[0].arg.vars: needed |= inputs
-        changed = sum(buffer in writes for _, writes, _ in calls) > 1
-        if not mine or changed or needed & changing: left.add(buffer)
-        else: once |= mine
-    chosen = tuple(call for k, (call, _, _) in enumerate(calls) if k in once)
-    realize.run_linear(linear.replace(src=chosen), jit=True, update_stats=False)
-    rest = tuple(call for k, (call, _, _) in enumerate(calls) if k not in once)
-    return linear.replace(src=rest), left
-
-
-def _reads_and_writes(call: UOp) -> tuple[set[UOp], set[UOp]]:
-    """Buffers that a launch writes, and those that it reads."""
-    outs, ins = realize.get_call_outs_ins(call)
-    arguments = realize.get_call_arg_uops(call)
-    def storage(positions: tuple[int, ...]) -> set[UOp]:
-        return {u for k in positions for u in arguments[k].toposort() if u.op is Ops.BUFFER}
-    return storage(outs), storage(ins)
-
-
-def _state_tensors(used: set[UOp]) -> tuple[tuple[weakref.ref[Tensor], UOp], ...]:
-    """Live Tensors whose storage a schedule uses, with their current UOps."""
-    return tuple((ref, tensor.uop) for ref, tensor in _live_tensors()
-                 if tensor.uop.has_buffer_identity() and tensor.uop.base in used)

@@ -73,7 +73,7 @@ class InputPlacement:
 
 
 @dataclass
-class _StagingBuffer:
+class _BatchStaging:
     """Page-locked memory, the arrays and the upload of each batch size over it, and the event after the last
     upload."""
     host: HostMemory
@@ -89,7 +89,7 @@ class InputStaging:
     def __init__(self, device: str, inputs: Mapping[str, Input], sizes: Sequence[int], depth: int) -> None:
         opened = Device[device]
         self.driver = opened.driver if isinstance(opened, NVDevice) else None
-        self.staging: list[_StagingBuffer] = []    # set before anything can fail: __del__ reads it
+        self.staging: list[_BatchStaging] = []    # set before anything can fail: __del__ reads it
         self.next_buffer, self.open = 0, True  # False after `free`
         self.device, self.inputs = device, dict(inputs)
         self.placements = {size: _layout(self.inputs, size) for size in sizes}
@@ -101,7 +101,7 @@ class InputStaging:
         try:
             for _ in range(depth if isinstance(opened, NVDevice) else 0):
                 with labelled(LABEL): host = opened.pool.host(self.nbytes)
-                self.staging.append(_StagingBuffer(host, opened.driver.event()))
+                self.staging.append(_BatchStaging(host, opened.driver.event()))
         except BaseException:
             self.free()
             raise
@@ -152,7 +152,7 @@ class InputStaging:
             nbytes = rows * placement.given.row_bytes
             self.driver.submit(Copy(self.region._buf + placement.offset, value._buf, nbytes))
 
-    def _prepare(self, buffer: _StagingBuffer, size: int) -> list[np.ndarray]:
+    def _prepare(self, buffer: _BatchStaging, size: int) -> list[np.ndarray]:
         """The arrays of a batch size in a page-locked buffer, and its upload."""
         placements = self.placements[size]
         buffer.uploads[size] = Upload(self.region._buf, buffer.host, 0, _extent(placements))

@@ -41,7 +41,7 @@ from tinygrad_nv.graphs.bucket import Arena, Bucket
 from tinygrad_nv.graphs.capture import RecordedStep, Returned, call_step, rebuild, record, restore_on_error
 from tinygrad_nv.graphs.inputs import LABEL, Input, InputStaging
 from tinygrad_nv.graphs.progress import progress
-from tinygrad_nv.graphs.stats import PoolStats
+from tinygrad_nv.graphs.stats import GraphPoolStats
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.observe.memory_report import human
 
@@ -169,9 +169,9 @@ class GraphPool:
         self._unregister_reclaim()
         self.input_staging.free()
 
-    def stats(self) -> PoolStats:
+    def stats(self) -> GraphPoolStats:
         """Counts so far, and current memory."""
-        return PoolStats(self.device, tuple(self.buckets[size].stats() for size in self.sizes),
+        return GraphPoolStats(self.device, tuple(self.buckets[size].stats() for size in self.sizes),
                          self.arena.nbytes, self.input_staging.nbytes, self.arena.output_bytes,
                          self.input_staging.staging_bytes, self.limit_bytes)
 

@@ -1,6 +1,6 @@
 """Statistics of a pool.
 
-Protocol: `PoolStats` is a snapshot; printed, it is a table with a line for each size.
+Protocol: `GraphPoolStats` is a snapshot; printed, it is a table with a line for each size.
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEADER = ("size", "hits", "captures", "builds", "capture s", "rows", "padding", 
 
 
 @dataclass
-class Counts:
+class SizeCounts:
     """Counts of one size so far."""
     hits: int = 0           # calls served by a built graph
     captures: int = 0       # times the step was recorded and compiled
@@ -64,7 +64,7 @@ class BucketStats:
 
 
 @dataclass(frozen=True)
-class PoolStats:
+class GraphPoolStats:
     """A pool: its sizes, and the bytes it holds. `limit_bytes` limits graphs, arena and outputs; None: no
     limit."""
     device: str

@@ -50,18 +50,7 @@ from tinygrad.schedule import rangeify
 from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat
 
 from tinygrad_nv.errors import HookError
-from tinygrad_nv.hooks import (
-    devices as hook_devices,
-)
-from tinygrad_nv.hooks import (
-    methods as hook_methods,
-)
-from tinygrad_nv.hooks import (
-    rewrites as hook_rewrites,
-)
-from tinygrad_nv.hooks import (
-    threads as hook_threads,
-)
+from tinygrad_nv.hooks import devices, methods, rewrites, threads
 from tinygrad_nv.hooks.devices import add_device, remove_cpu, remove_device
 from tinygrad_nv.hooks.replaced import (
     TINYGRAD_VERSION,
@@ -114,20 +103,20 @@ def add_rewrite(name: str, fn: Callable[[UOp], UOp], *keys: Callable[[], Hashabl
     """Registers a rewrite of call bodies. Whatever it depends on besides the sink must be in what `keys`
     return; a key function that several rewrites share is called once. `needs` are sets of ops: a sink that
     has none of them completely is not given to `fn`; without `needs` every sink is."""
-    hook_rewrites.add_rewrite(name, fn, *keys, needs=needs)
+    rewrites.add_rewrite(name, fn, *keys, needs=needs)
     _apply()
 
 
 def add_check(name: str, fn: Callable[[UOp, UOp], bool]) -> None:
     """Registers a check of what rewrites make. One that says False has changed what they will make."""
-    add(hook_rewrites.checks, "check", name, fn)
+    add(rewrites.checks, "check", name, fn)
 
 
-def remove_check(name: str) -> None: remove(hook_rewrites.checks, "check", name)
+def remove_check(name: str) -> None: remove(rewrites.checks, "check", name)
 
 
 def remove_rewrite(name: str) -> None:
-    hook_rewrites.remove_rewrite(name)
+    rewrites.remove_rewrite(name)
     _apply()
 
 
@@ -177,11 +166,11 @@ def remove_custom_function(name: str) -> None:
 
 def add_method(name: str, fn: Callable[..., Any]) -> None:
     """Registers `fn(theirs, self, …)` for Tensor's method `name`; `theirs(self, …)` is tinygrad's own."""
-    hook_methods.add_method(name, fn)
+    methods.add_method(name, fn)
     _apply()
 
 
-def remove_method(name: str) -> None: hook_methods.remove_method(name)
+def remove_method(name: str) -> None: methods.remove_method(name)
 
 
 # **** on and off ****
@@ -206,18 +195,18 @@ def disable() -> None:
 def disabled() -> Iterator[None]:
     """tinygrad's own lowering inside the block, for all threads; afterwards, also after an exception, as it
     was before. Of blocks that overlap, the last to end restores what the first has found."""
-    with hook_threads.LOWERING:
+    with threads.LOWERING:
         before = _enabled
         disable()
         _before.append(before)
     try: yield
     finally:
-        with hook_threads.LOWERING: _set_enabled(_before.pop())
+        with threads.LOWERING: _set_enabled(_before.pop())
 
 
 def _set_enabled(on: bool) -> None:
     global _enabled
-    with hook_threads.LOWERING:
+    with threads.LOWERING:
         before, _enabled = _enabled, on
         try: _apply()
         except HookError:  # another package stands in the way: nothing has changed
@@ -243,15 +232,15 @@ def _apply() -> None:
     """Makes tinygrad agree with what is registered and enabled; called after every change of either."""
     if _executes or (_functions and not official()): replace(realize, "pm_exec", _EXECUTOR)
     else: put_back(realize, "pm_exec")
-    hook_methods.apply(_enabled)
+    methods.apply(_enabled)
     if official():
-        _list(schedule.pre_schedule, (rewritten, configuration), _enabled and bool(hook_rewrites.rewrites))
+        _list(schedule.pre_schedule, (rewritten, configuration), _enabled and bool(rewrites.rewrites))
         _list(realize.pre_compile, _compiled, _enabled and bool(_compiles))
         return
     # hcq2 is imported by the first device that uses it, and takes what is in realize then
     users = [realize, jit, *filter(None, [sys.modules.get("tinygrad.runtime.support.hcq2")])]
     for wanted, attributes in (
-        (_enabled and bool(hook_rewrites.rewrites), [(schedule, "pm_schedule", hook_rewrites.pm_schedule())]),
+        (_enabled and bool(rewrites.rewrites), [(schedule, "pm_schedule", rewrites.pm_schedule())]),
         (_enabled and bool(_compiles), [(realize, "compile_linear", _compile_linear),
                                         (jit, "compile_linear", _compile_linear)]),
         (bool(_functions), [*((owner, "get_call_name", _call_name) for owner in users if owner is not jit),
@@ -272,7 +261,7 @@ def _list(point: list[Any], entry: Any, wanted: bool) -> None:
 def _compiled(linear: UOp, beam: int, inner: Callable[[UOp], UOp]) -> UOp:
     for fn in reversed(tuple(_compiles.values())):
         inner = functools.partial(_wrapped, fn, Compile(beam, inner))
-    with hook_threads.LOWERING: return inner(linear)
+    with threads.LOWERING: return inner(linear)
 
 
 def _wrapped(fn: Callable[[UOp, Compile], UOp], inner: Compile, linear: UOp) -> UOp: return fn(linear, inner)
@@ -332,14 +321,14 @@ def install_cpu(ours: Mapping[str, Callable[[Any, Callable[[], bool]], Any]],
     """Puts `ours` of what tinygrad has there, by names in its module of the CPU device, into that module, for
     CPU devices opened from now on; their graphs are of the class that `graph()` gives while enabled. Each of
     `ours` is also given `enabled`."""
-    hook_devices.install_cpu(ours, graph, enabled)
+    devices.install_cpu(ours, graph, enabled)
 
 
 # **** threads ****
 
 def install_threads() -> None:
     """Gives threads what tinygrad has one of: a connection to its cache, a capture, the right to a device."""
-    hook_threads.install()
+    threads.install()
 
 
-def remove_threads() -> None: hook_threads.remove()
+def remove_threads() -> None: threads.remove()

@@ -1,8 +1,8 @@
 """tinygrad's attributes: replaced, and put back. For __init__.py and devices.py alone.
 
 Protocol: `replace(owner, attribute, ours)` remembers what was there, `theirs` says what that is, `put_back`
-restores it, unless somebody has replaced ours since. `add` and `remove` keep tables of what is registered by
-name.
+restores it, unless other code has replaced ours since. `add` and `remove` keep tables of what is registered
+by name.
 """
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tinygrad.uop.spec import spec_tensor, type_verify
 
 from tinygrad_nv import config
 from tinygrad_nv.errors import HookError
-from tinygrad_nv.hooks import threads as hook_threads
+from tinygrad_nv.hooks import threads
 from tinygrad_nv.hooks.replaced import add, remove
 
 _serial = itertools.count()
@@ -120,7 +120,7 @@ def rewriting() -> bool:
 
 def rewritten(sink: UOp) -> UOp:
     """A call body after every registered rewrite that it has the ops for, in the order of registration."""
-    with hook_threads.LOWERING: return _rewritten(sink)[0]
+    with threads.LOWERING: return _rewritten(sink)[0]
 
 
 def _rewritten(sink: UOp) -> tuple[UOp, bool]:
@@ -188,7 +188,7 @@ configured_cache = _ConfiguredCache()
 
 
 def _kernel_graph(sink: UOp) -> UOp:
-    with hook_threads.LOWERING:
+    with threads.LOWERING:
         sink, _own.called = _rewritten(sink)
         return rangeify.get_kernel_graph(sink)
 

@@ -10,9 +10,9 @@
         out = step.attend(layer, q)                 # [N, T, heads, D]
 
 Protocol. `append` reserves positions for the new tokens of N requests, T of each: before it returns, pages
-are allocated, copied on write, or fetched from the host, and the `Step` has block tables and lengths. `write`
-then stores each layer's new keys and values, and `attend` computes attention over all tokens of the requests.
-Both are lazy, as Tensors are; unrealized writes are realized before pages are copied.
+are allocated, copied on write, or fetched from the host, and the `Step` has block tables and lengths.
+`write` then stores each layer's new keys and values, and `attend` computes attention over all tokens of the
+requests. Both are lazy, as Tensors are; unrealized writes are realized before pages are copied.
 
     fork        a request with the same tokens; shares pages until either of the two writes
     prune       frees pages behind the window
@@ -35,7 +35,7 @@ from tinygrad_nv.errors import PageError, SpecError
 from tinygrad_nv.functional import kv_append, paged_attention
 from tinygrad_nv.kvcache.block_table import BlockTable
 from tinygrad_nv.kvcache.kind import CacheKind
-from tinygrad_nv.kvcache.pool import PagePool, PoolStats
+from tinygrad_nv.kvcache.pool import PagePool, PagePoolStats
 from tinygrad_nv.kvcache.store import LayerPages, PageStore
 from tinygrad_nv.patterns.decode.paged import FLOATS, check_shape
 from tinygrad_nv.tile.decode.spec import BYTES
@@ -79,7 +79,7 @@ class KVCache:
         # tinygrad's own attention multiplies masked positions by 0: NaN in unwritten pages would spread
         for x in self.store.tensors: Tensor(x.uop).assign(x.zeros_like()).realize()
         if kind.dtype in BYTES: self.store.scale(zip(*scales, strict=True))
-        self.requests: list[Request] = []
+        self.requests: list[CachedSequence] = []
         # each layer's pages after pending writes; the store's own Tensors stay plain buffers
         self.written_pages = [(Tensor(each.keys.uop), Tensor(each.values.uop))
                               for each in self.store.cache.layers]
@@ -103,14 +103,14 @@ class KVCache:
 
     # **** requests ****
 
-    def open(self, tokens: Sequence[int] = (), salt: bytes = b"") -> Request:
+    def open(self, tokens: Sequence[int] = (), salt: bytes = b"") -> CachedSequence:
         """A request that will start with `tokens`. Its `len` is the number of tokens found in cached pages;
         the others are to be appended. Pages are shared between requests of equal `salt` only. Raises
         `PageError` if B requests are open."""
         return self._register(self.pool.open(tokens, salt))
 
-    def _register(self, table: BlockTable) -> Request:
-        made = Request(self, table)
+    def _register(self, table: BlockTable) -> CachedSequence:
+        made = CachedSequence(self, table)
         if len(self.requests) == self.max_requests:
             table.release()
             raise PageError(f"{self.max_requests + 1} requests in {self.kind}",
@@ -119,7 +119,7 @@ class KVCache:
         self.commit()
         return made
 
-    def append(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]]) -> Step:
+    def append(self, requests: Sequence[CachedSequence], tokens: Sequence[Sequence[int]]) -> Step:
         """Reserves positions for new tokens, T of each of N different requests. Offloaded requests are
         fetched. All or nothing. Raises `PageError` when out of pages, or when a request gets too long."""
         num_tokens = self._num_new_tokens(requests, tokens)
@@ -141,9 +141,10 @@ class KVCache:
         for row, request in zip(entries, requests, strict=True):
             row[:len(request.table.pages)] = request.table.pages
         lengths = np.array([len(request) for request in requests], np.int32)
-        return Step(self, num_tokens, *(Tensor(x, device=self.device).realize() for x in (entries, lengths)))
+        return Step(self, num_tokens, *(Tensor(x, device=self.device).realize() for x in (entries,
+                                                                                               lengths)))
 
-    def _num_new_tokens(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]]) -> int:
+    def _num_new_tokens(self, requests: Sequence[CachedSequence], tokens: Sequence[Sequence[int]]) -> int:
         """The number of new tokens of each request. Raises `PageError`."""
         if not requests or len(requests) != len(tokens):
             raise PageError(f"tokens of {len(tokens)} requests for {len(requests)}", "as many, at least one")
@@ -190,7 +191,7 @@ class KVCache:
         return replace(self.store.cache.layers[layer], keys=self.written_pages[layer][0],
                        values=self.written_pages[layer][1])
 
-    def stats(self) -> PoolStats:
+    def stats(self) -> PagePoolStats:
         """Page counts."""
         return self.pool.stats()
 
@@ -201,7 +202,7 @@ class KVCache:
         self.store.close()
 
 
-class Request:
+class CachedSequence:
     """A request's tokens in a cache. `len` is their number. As a context manager it is released at the end.
     """
 
@@ -211,11 +212,11 @@ class Request:
 
     def __bool__(self) -> bool: return True
 
-    def __enter__(self) -> Request: return self
+    def __enter__(self) -> CachedSequence: return self
 
     def __exit__(self, *_: object) -> None: self.release()
 
-    def fork(self) -> Request:
+    def fork(self) -> CachedSequence:
         """A request with the same tokens. Pages are copied when either of the two writes to them."""
         return self.cache._register(self.table.fork())
 

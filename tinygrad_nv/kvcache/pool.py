@@ -33,7 +33,7 @@ from tinygrad_nv.kvcache.prefix_hashes import PrefixHashes, root
 
 
 @dataclass(frozen=True)
-class PoolStats:
+class PagePoolStats:
     """Page counts: total = free + cached + in_use, and the same for the host. Of `queries` tokens looked up
     in the prefix cache, `hits` were found. `evictions`: cached pages reused; `copies`: pages copied on write;
     `offloads` and `restores`: pages copied to the host and back."""
@@ -95,12 +95,12 @@ class PagePool(TieredPages):
 
     # **** statistics and checks ****
 
-    def stats(self) -> PoolStats:
+    def stats(self) -> PagePoolStats:
         """Current page counts, and totals."""
         def states(pages: PageAllocator) -> tuple[int, int, int, int]:
             free, cached = len(pages.free), len(pages.evictable)
             return pages.total, free, cached, pages.total - free - cached
-        return PoolStats(*states(self.device), *states(self.host), self.hits, self.queries,
+        return PagePoolStats(*states(self.device), *states(self.host), self.hits, self.queries,
                          self.device.evictions, *(self.num_copies[where] for where in CopyKind))
 
     def assert_conserved(self, tables: Iterable[BlockTable]) -> None:

@@ -41,7 +41,7 @@ class PagedCache:
     layers: tuple[LayerPages, ...]
 
 
-class Extents(Protocol):
+class KVDimensions(Protocol):
     """The part of a model's config that determines page sizes."""
     @property
     def num_layers(self) -> int: ...
@@ -54,7 +54,7 @@ class Extents(Protocol):
 class PageStore:
     """`pages` pages of `size` tokens on the device, and `host_pages` on the host."""
 
-    def __init__(self, config: Extents, device: str, dtype: DType, pages: int, size: int,
+    def __init__(self, config: KVDimensions, device: str, dtype: DType, pages: int, size: int,
                  host_pages: int = 0) -> None:
         self.device, self.pages, self.size, self.host_pages = device, pages, size, host_pages
         shape = (pages, size, config.num_kv_heads, config.head_dim)

@@ -24,7 +24,7 @@ from tinygrad.uop.ops import GroupOp, Ops, UOp, sint
 
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.gemm.spec import BYTES, FP8, HALVES, MOST_BATCH_DIMENSIONS
+from tinygrad_nv.tile.gemm.spec import FLOAT16S, FP8, INT8S, MOST_BATCH_DIMENSIONS
 
 COPY_REUSED = 16  # an operand whose elements are used so often may be copied first
 Order = Sequence[int]
@@ -68,7 +68,7 @@ def product(total: UOp) -> Product | None:
     if any(s.op is Ops.CONST or s.dtype in dtypes.weaks or not s._shape for s in node.src): return None
     known = [_lossless(s, node.dtype) for s in node.src]
     return Product(total, tuple(chain), node, known[0] == known[1] or any(
-        known[0] in kind and known[1] in kind for kind in (FP8, BYTES)))
+        known[0] in kind and known[1] in kind for kind in (FP8, INT8S)))
 
 
 def _lossless(node: UOp, dtype: DType) -> DType:
@@ -98,7 +98,7 @@ def _path(node: UOp, casts: list[DType], multiplied: DType | None) -> list[DType
 
 def is_exact(source: DType, target: DType) -> bool:
     """Whether a cast is one that operands do without."""
-    wide = {dtypes.float32: (*HALVES, *FP8), dtypes.int32: BYTES}
+    wide = {dtypes.float32: (*FLOAT16S, *FP8), dtypes.int32: INT8S}
     return source in wide.get(target, ())
 
 
@@ -106,11 +106,11 @@ def arithmetic(found: Product, a: DType, b: DType) -> str:
     """What is in the way of the arithmetic; "" when nothing is."""
     total, mul = found.total.dtype, found.mul.dtype
     if any(_descended(s)[0].dtype == dtypes.bool for s in found.mul.src): return "an operand is a condition"
-    if total in HALVES: return f"the sum is accumulated in {short(total)}"
-    if mul in BYTES: return f"products of {short(mul)} wrap around before the sum; cast operands to int32"
-    if a in BYTES and b in BYTES and (mul, total) == (dtypes.int32, dtypes.int32): return ""
+    if total in FLOAT16S: return f"the sum is accumulated in {short(total)}"
+    if mul in INT8S: return f"products of {short(mul)} wrap around before the sum; cast operands to int32"
+    if a in INT8S and b in INT8S and (mul, total) == (dtypes.int32, dtypes.int32): return ""
     casts = [node.dtype for node in found.chain if node.op is Ops.CAST]
-    if total != dtypes.float32 or mul not in (total, *HALVES, *FP8):
+    if total != dtypes.float32 or mul not in (total, *FLOAT16S, *FP8):
         return f"{short(mul)} summed in {short(total)}"
     if casts != [dtypes.float32] * (mul != total):
         return f"products of {short(mul)} are rounded before the sum"

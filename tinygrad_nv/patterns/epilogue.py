@@ -22,7 +22,7 @@ from tinygrad.uop.ops import GroupOp, Ops, UOp
 
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Sum
-from tinygrad_nv.tile.gemm.spec import HALVES
+from tinygrad_nv.tile.gemm.spec import FLOAT16S
 from tinygrad_nv.tile.operations import OPERATIONS, folded
 
 NODES = (dtypes.float32, dtypes.float16, dtypes.bfloat16, dtypes.int32, dtypes.bool)
@@ -84,7 +84,7 @@ def usable(found: list[tuple[UOp, frozenset[UOp]]],
     for end, region in reversed(found):
         if end.dtype not in STORED: continue
         stored = all(user.op in (Ops.STORE, Ops.CONTIGUOUS) for user in consumers[end])
-        widened = end.op is Ops.CAST and end.dtype == dtypes.float32 and end.src[0].dtype in HALVES
+        widened = end.op is Ops.CAST and end.dtype == dtypes.float32 and end.src[0].dtype in FLOAT16S
         if stored or not (end.op in MOVED or (widened and len(region) > 1)): best.append((end, region))
     return best
 

@@ -4,7 +4,7 @@ Protocol: an argument of the kernel is written as
 
     5  -3  0x10            an integer              1.5  nan            a float
     zeros:f32:64x64        a buffer of zeros; also ones, arange, random (seeded), integers (random, -4 … 4)
-    empty:1024             1024 bytes nobody has written
+    empty:1024             1024 bytes that were never written
     file.npy               a buffer with an array from a file
     map:BOX:SWIZZLE:ARRAY  a tensor map over one of the arrays above: map:64x64:128B:random:f16:256x256
 
@@ -25,7 +25,7 @@ from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.assemble import ARCHITECTURES, Resources, assemble, sass
 from tinygrad_nv.ptx.emulator import LATE, Emulator, Finding, Report, TensorMap, Trace
 from tinygrad_nv.ptx.parser import parse
-from tinygrad_nv.ptx.syntax import Module
+from tinygrad_nv.ptx.syntax import PTXModule
 
 DTYPES = {"f16": np.float16, "bf16": np.uint16, "f32": np.float32, "f64": np.float64,
           "s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64,
@@ -205,7 +205,7 @@ def merged(reports: list[Report]) -> Report:
     return replace(reports[0], findings=findings, notes=notes, seconds=sum(r.seconds for r in reports))
 
 
-def block_of(module: Module, entry: str | None) -> tuple[int, ...]:
+def block_of(module: PTXModule, entry: str | None) -> tuple[int, ...]:
     """.reqntid of an entry function (of the first, without a name), else 128 threads."""
     found = [function for name, function in module.functions.items() if entry in (None, name)]
     return found[0].directives.get("reqntid", (128,)) if found else (128,)

@@ -1,6 +1,6 @@
 """Constant expressions of PTX: C's operators on 64-bit integers, and floats by their digits or their bits.
 
-Protocol: `Constants(tokens)` reads from a `Cursor`, by precedence climbing.
+Protocol: `Constants(tokens)` reads from a `TokenReader`, by precedence climbing.
 Integers are signed 64-bit unless written with U or too large for that (PTX ISA, Integer Constant Expression
 Evaluation); they wrap, and shifts of negative numbers are arithmetic.
 """
@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable
 
 from tinygrad_nv.ptx.syntax import Immediate
-from tinygrad_nv.ptx.tokens import Cursor
+from tinygrad_nv.ptx.tokens import TokenReader
 
 LEVELS = ("?", "||", "&&", "|", "^", "&", "== !=", "< <= > >=", "<< >>", "+ -", "* / %")
 PRECEDENCE = {operator: level for level, operators in enumerate(LEVELS) for operator in operators.split()}
@@ -50,7 +50,7 @@ def wrap(value: int) -> int:
 class Constants:
     """Evaluates the constant expression that comes next."""
 
-    def __init__(self, tokens: Cursor) -> None:
+    def __init__(self, tokens: TokenReader) -> None:
         self.tokens = tokens
 
     def value(self) -> int | float:

@@ -1,11 +1,12 @@
 """Instructions of PTX text, and the names their operands stand for.
 
-Protocol: `Operands.instruction` reads one statement up to its semicolon, in the scopes that the parser
+Protocol: `OperandParser.instruction` reads one statement up to its semicolon, in the scopes that the parser
 opened; names declared in a block in braces are unique outside it (`name@2`). Argument lists of calls are
 vectors.
 
-`Operands.line_instruction` does the same for an instruction on one line, as nearly all are, and looks its
-operands up by their text: three times as fast. It leaves what is unusual, and every error, to `instruction`.
+`OperandParser.line_instruction` does the same for an instruction on one line, as nearly all are, and looks
+its operands up by their text: three times as fast. It leaves what is unusual, and every error, to
+`instruction`.
 """
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from tinygrad_nv.ptx.syntax import (
     Symbol,
     Vector,
 )
-from tinygrad_nv.ptx.tokens import Cursor, Token
+from tinygrad_nv.ptx.tokens import Token, TokenReader
 
 OPCODE = re.compile(r"[a-z][a-z0-9_]*(?:(?:\.|::)[a-zA-Z0-9_]+)*")
 # a whole instruction on one line, without comment, string or label: guard, opcode, operands
@@ -59,7 +60,7 @@ def _words(opcode: str) -> tuple[str, tuple[str, ...]]:
     return mnemonic, tuple(modifiers)
 
 
-class Operands(Cursor):
+class OperandParser(TokenReader):
     """Scopes, and what is read in them. Opcodes are read from the text, all else from tokens."""
 
     def __init__(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""PTX text to a `Module`: any PTX, ours, Triton's or nvcc's.
+"""PTX text to a `PTXModule`: any PTX, ours, Triton's or nvcc's.
 
 Protocol: `parse(text)` gives the module's targets, variables and functions. A function's body is flat: blocks
 in braces are scopes for registers and labels, so names declared inside one are made unique (`name@2`), and
@@ -15,8 +15,8 @@ import functools
 import re
 
 from tinygrad_nv.ptx.expressions import Constants, is_constant
-from tinygrad_nv.ptx.operands import Operands, Scope
-from tinygrad_nv.ptx.syntax import Function, Module, Register, Variable
+from tinygrad_nv.ptx.operands import OperandParser, Scope
+from tinygrad_nv.ptx.syntax import PTXFunction, PTXModule, Register, Variable
 from tinygrad_nv.ptx.tokens import SPACE, Token
 
 WIDTHS = {"pred": 1, "tf32": 32, "f16x2": 32, "bf16x2": 32, "bf16": 16, "b128": 128,
@@ -28,23 +28,23 @@ IGNORED_LINES = {".loc", ".file", ".section"}
 
 
 @functools.lru_cache(8)  # of some MB each
-def parse(text: str) -> Module:
+def parse(text: str) -> PTXModule:
     """The module of a PTX text; equal texts share it. Raises `PTXError` at the first line it does not
     understand."""
     return Parser(text).module()
 
 
-class Parser(Operands):
+class Parser(OperandParser):
     """Directives: modules, functions and what they declare."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self.out = Module()
+        self.out = PTXModule()
         self.unique = 0
 
     # **** module ****
 
-    def module(self) -> Module:
+    def module(self) -> PTXModule:
         """Everything up to the end of the text."""
         while (token := self.next()).kind != "end":
             if token.text in IGNORED_LINES: self.skip_debug(token.text)
@@ -172,7 +172,7 @@ class Parser(Operands):
         results: dict[str, Variable] = {}
         if not entry and self.take("("): self.parameters(results)
         name = self.next()
-        out = Function(name.text, name.line, results=results)
+        out = PTXFunction(name.text, name.line, results=results)
         self.scopes = [Scope()]
         if self.take("("): out.parameter_bytes = self.parameters(out.parameters)
         while (token := self.next()).text != "{":
@@ -206,7 +206,7 @@ class Parser(Operands):
             self.take(",")
         return end
 
-    def directive(self, token: Token, out: Function) -> None:
+    def directive(self, token: Token, out: PTXFunction) -> None:
         """`.reqntid 128, 1, 1` and its kind."""
         if token.kind != "directive": raise self.fail(f"unexpected {token.text!r} before a body", token.line)
         values = []
@@ -217,7 +217,7 @@ class Parser(Operands):
         if token.text == ".pragma": self.take(";")
         out.directives[token.text[1:]] = tuple(values)
 
-    def body(self, out: Function) -> None:
+    def body(self, out: PTXFunction) -> None:
         """Statements up to the closing brace."""
         pending: list[tuple[str, int]] = []
         depth = 1
@@ -242,7 +242,7 @@ class Parser(Operands):
             else: self.statement(out, pending)
         for label, position in pending: out.labels[label] = position
 
-    def statement(self, out: Function, labels: list[tuple[str, int]]) -> None:
+    def statement(self, out: PTXFunction, labels: list[tuple[str, int]]) -> None:
         """A directive, a label or an instruction."""
         token = self.peek()
         if token.text in IGNORED_LINES:
@@ -261,7 +261,7 @@ class Parser(Operands):
             labels.append((self.label(token.text), len(out.body)))
         else: out.body.append(self.instruction())
 
-    def branch_targets(self, out: Function, name: str) -> None:
+    def branch_targets(self, out: PTXFunction, name: str) -> None:
         """`.branchtargets a, b, c;` after its label: where brx.idx may go."""
         self.next()
         targets = [self.label(self.next().text)]

@@ -36,7 +36,7 @@ WAYS_OUT = ("EXIT", "RET", "BRX", "JMX", "KILL", "BPT")
 
 
 @dataclass(frozen=True)
-class Instruction:
+class SASSInstruction:
     """One line. `target` is the address it may go to: that of a branch, or where a BSSY meets again."""
     address: int
     opcode: str
@@ -66,7 +66,7 @@ class Instruction:
 class Loop:
     """Instructions of a loop, in the order of addresses. `around` is the fewest that a warp executes in an
     iteration that does all of the loop's tensor-core work."""
-    instructions: tuple[Instruction, ...]
+    instructions: tuple[SASSInstruction, ...]
     around: int
 
     @property
@@ -127,7 +127,7 @@ def disassembled(cubin: bytes) -> str:
     return done.stdout
 
 
-def functions(text: str) -> dict[str, list[Instruction]]:
+def functions(text: str) -> dict[str, list[SASSInstruction]]:
     """The instructions of each function of a listing; those before any heading are those of \"\"."""
     parts: dict[str, list[str]] = {}
     lines = parts.setdefault("", [])
@@ -138,7 +138,7 @@ def functions(text: str) -> dict[str, list[Instruction]]:
     return {name: instructions for name, instructions in made.items() if instructions}
 
 
-def _instructions(lines: Iterable[str]) -> list[Instruction]:
+def _instructions(lines: Iterable[str]) -> list[SASSInstruction]:
     matched: list[tuple[re.Match[str], int]] = []
     labels: dict[str, int] = {}
     waiting: list[str] = []
@@ -152,23 +152,23 @@ def _instructions(lines: Iterable[str]) -> list[Instruction]:
     return [_instruction(found, address, labels) for found, address in matched]
 
 
-def _instruction(found: re.Match[str], address: int, labels: Mapping[str, int]) -> Instruction:
+def _instruction(found: re.Match[str], address: int, labels: Mapping[str, int]) -> SASSInstruction:
     _, guard, opcode, modifiers, operands = found.groups()
     target = None
     if opcode in ("BRA", "BSSY") and (aims := AIM.findall(operands)):
         label, number = aims[-1]
         target = labels.get(label) if label else int(number, 16)
-    return Instruction(address, opcode, modifiers, operands, guard or "", target)
+    return SASSInstruction(address, opcode, modifiers, operands, guard or "", target)
 
 
 # **** blocks ****
 
-def _blocks(code: Sequence[Instruction]) -> tuple[list[list[Instruction]], list[list[int]]]:
+def _blocks(code: Sequence[SASSInstruction]) -> tuple[list[list[SASSInstruction]], list[list[int]]]:
     """Runs of instructions without a way in or out between, and the numbers of those that may follow each."""
     starts = {code[0].address} | {each.target for each in code if each.target is not None}
     starts |= {after.address for each, after in pairwise(code)
                if each.opcode in ("BRA", "BSYNC", *WAYS_OUT)}
-    blocks: list[list[Instruction]] = []
+    blocks: list[list[SASSInstruction]] = []
     for each in code:
         if each.address in starts: blocks.append([])
         blocks[-1].append(each)
@@ -228,7 +228,7 @@ def _natural_loops(follow: Sequence[Sequence[int]]) -> dict[int, set[int]]:
 
 # **** loops ****
 
-def loops(code: Sequence[Instruction]) -> list[Loop]:
+def loops(code: Sequence[SASSInstruction]) -> list[Loop]:
     """The loops of a function, by the address of their first instruction."""
     if not code: return []
     blocks, follow = _blocks(code)
@@ -236,13 +236,13 @@ def loops(code: Sequence[Instruction]) -> list[Loop]:
     return [_loop(blocks, follow, head, body) for head, body in sorted(found.items())]
 
 
-def _loop(blocks: Sequence[list[Instruction]], follow: Sequence[Sequence[int]], head: int,
+def _loop(blocks: Sequence[list[SASSInstruction]], follow: Sequence[Sequence[int]], head: int,
           body: set[int]) -> Loop:
     inside = tuple(each for i in sorted(body) for each in blocks[i])
     return Loop(inside, _around(blocks, follow, head, body))
 
 
-def _around(blocks: Sequence[list[Instruction]], follow: Sequence[Sequence[int]], head: int,
+def _around(blocks: Sequence[list[SASSInstruction]], follow: Sequence[Sequence[int]], head: int,
             body: set[int]) -> int:
     """Instructions of the shortest of the ways from `head` back to it that do the most tensor-core work."""
     cost = {i: (-sum(each.tensor_flops for each in blocks[i]), len(blocks[i])) for i in body}
@@ -260,7 +260,7 @@ def _around(blocks: Sequence[list[Instruction]], follow: Sequence[Sequence[int]]
     return min(ends)[1]
 
 
-def inner_loops(code: Sequence[Instruction]) -> list[Loop]:
+def inner_loops(code: Sequence[SASSInstruction]) -> list[Loop]:
     """The innermost loops with tensor-core instructions."""
     working = [loop for loop in loops(code) if loop.tensor]
     places = [{each.address for each in loop.instructions} for loop in working]
@@ -268,7 +268,7 @@ def inner_loops(code: Sequence[Instruction]) -> list[Loop]:
             if not any(other < own for other in places)]
 
 
-def main_loop(code: Sequence[Instruction]) -> Loop | None:
+def main_loop(code: Sequence[SASSInstruction]) -> Loop | None:
     """The innermost loop with tensor-core instructions that does the most, of equals the one with the fewest
     others (the rest treat edges); None without one."""
     return max(inner_loops(code), key=lambda loop: (loop.units, -loop.around), default=None)

@@ -1,6 +1,6 @@
 """What `parser.py` makes of PTX text: modules, functions, instructions and their operands.
 
-Frozen where they are values; `Module` and `Function` are filled while parsing and read only afterwards.
+Frozen where they are values; `PTXModule` and `PTXFunction` are filled while parsing and read only afterwards.
 """
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Sink:
-    """`_`: a destination nobody reads."""
+    """`_`: a destination that is not read."""
 
 
 Operand = Register | Immediate | Symbol | Address | Vector | Pair | Sink
@@ -91,7 +91,7 @@ class Variable:
 
 
 @dataclass
-class Function:
+class PTXFunction:
     """An entry point, or a function that is called. `labels` are positions in `body`; `tables` the targets of
     brx.idx, by label; `results` what a call gives back."""
     name: str
@@ -107,11 +107,11 @@ class Function:
 
 
 @dataclass
-class Module:
+class PTXModule:
     """A PTX module: `functions` are its entry points, `callees` those that are called."""
     version: tuple[int, int] = (0, 0)
     target: str = ""
     address_size: int = 64
     variables: dict[str, Variable] = field(default_factory=dict)
-    functions: dict[str, Function] = field(default_factory=dict)
-    callees: dict[str, Function] = field(default_factory=dict)
+    functions: dict[str, PTXFunction] = field(default_factory=dict)
+    callees: dict[str, PTXFunction] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """Words of PTX text, and a cursor over them.
 
-Protocol: `Cursor.peek` and `next` give tokens, comments and blanks skipped; `fail` makes the error for a
+Protocol: `TokenReader.peek` and `next` give tokens, comments and blanks skipped; `fail` makes the error for a
 line. Opcodes are no tokens (`mma.sync.aligned.m16n8k16` would be many), so a parser reads them from `text`
 at `at`, after setting `ahead` to None.
 """
@@ -32,7 +32,7 @@ class Token:
     line: int
 
 
-class Cursor:
+class TokenReader:
     """A place in the text, and at most one token read ahead."""
 
     def __init__(self, text: str) -> None:

@@ -4,7 +4,7 @@ Protocol: tinygrad's allocator interface. A buffer is an address, a view is an a
 from, and goes back to, the device's `MemoryPool` at once: tinygrad's list of freed buffers (LRU) is not used.
 It would hold memory back in pieces of sizes that may never be asked for again, and hand it on without asking
 which stream still works with it. On the emulator it would also hide reads of memory that was given back, and
-of new memory that nobody wrote.
+of new memory that was never written.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NVAllocator(Allocator[DrivenDevice]):
     def _alloc(self, size: int, options: BufferSpec) -> int:
         if options.external_ptr: return options.external_ptr
         address = self.dev.pool.alloc(size)
-        # BEAM times its candidates on memory that nobody wrote
+        # BEAM times its candidates on memory that was never written
         if options.zero or BEAM or getenv("JITBEAM"): self.dev.driver.submit(Fill(address, 0, size))
         return address
 

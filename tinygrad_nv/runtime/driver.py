@@ -278,7 +278,8 @@ class Driver(ABC):
 
     @abstractmethod
     def memory(self) -> tuple[int, int]:
-        """Bytes free on the device now, `kept` ones included, whoever uses the rest; and bytes it has."""
+        """Bytes free on the device now, `kept` ones included, the rest may be of other processes; and bytes
+        it has."""
 
     def kept(self) -> int:
         """Bytes that were given back and that the driver keeps for the next `alloc`."""

@@ -8,7 +8,7 @@ driver.py has it: it is a launch with `pdl` whose only edge comes from a launch.
 Reduction stays right where edges are programmatic: a launch with `pdl` executes griddepcontrol.wait, so it
 ends after the launch before it has ended, and what follows it follows that one too.
 
-`Chain` decides between two things that exclude each other: a launch that begins early follows one node only,
+`Chain` decides between two things that exclude each other: a programmatic launch follows one node only,
 and launches that do not follow each other run side by side. Launches with `pdl` are in groups, in the order
 in which they come. One joins the group of the one before it if it follows none of the group and all CTAs of
 the group fit on the GPU at once, one on each multiprocessor; it gains more by the company than it can save in
@@ -51,7 +51,7 @@ def early(work: Work, before: Sequence[Work]) -> bool:
 
 
 @dataclass
-class Counts:
+class EdgeCounts:
     """What became of a graph's edges: `programmatic` ones of all, `chained` ones that no data asked for, and
     launches that run `beside` the one before them."""
     launches: int = 0
@@ -71,7 +71,7 @@ class Chain:
         self.reduction = Reduction()
         self.group: list[int] = []      # launches side by side, the last of them the last launch
         self.behind: list[int] = []     # the group before
-        self.counts = Counts()
+        self.counts = EdgeCounts()
 
     def add(self, work: Work, after: Iterable[int], fills: bool = False) -> tuple[int, ...]:
         """The next node, whose data needs the nodes in `after`: which nodes it is to follow. With `fills` its

@@ -1,8 +1,8 @@
 """What TinyJit captured, as a graph of the driver.
 
 Protocol: tinygrad's graph interface (`GraphRunner`). Each kernel is its fills and its launch, each of them a
-node after those that it must not overtake, and after those that edges.py's `Chain` puts it behind so that it
-can begin early; a replay updates the nodes whose work has changed, and launches.
+node after those that it must not overtake, and after those that edges.py's `Chain` puts it behind for
+programmatic dependent launch; a replay updates the nodes whose work has changed, and launches.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tinygrad_nv.runtime.edges import Chain
 from tinygrad_nv.runtime.program import NVProgram
 
 
-class _Call:
+class _KernelCall:
     """A kernel of a graph: what it was last given, and the nodes that this reached."""
 
     def __init__(self, program: NVProgram, words: Sequence[int], buffers: list[int], values: list[int],
@@ -43,14 +43,14 @@ class _Call:
 class NVGraph(GraphRunner):
     """A batch of a TinyJit as a graph of the driver. Inputs, variables and extents may change between
     replays: the nodes they reach are updated (and tensor maps over inputs made again), the others are left
-    alone. `chain.counts` says which edges it got. With another window of L2 (l2.py) it is instantiated anew:
-    nodes cannot change theirs."""
+    alone. `chain.counts` says which edges it got. With another access-policy window (l2.py) it is
+    instantiated anew: nodes cannot change theirs."""
 
     def __init__(self, linear: UOp, input_uops: tuple[UOp, ...] = ()) -> None:
         super().__init__(linear, input_uops)
         self.dev = self.runtimes[0].dev
         graph = self.dev.driver.graph()
-        self.works: list[_Call] = []
+        self.works: list[_KernelCall] = []
         self.after: list[list[Node]] = []
         self.window = self.dev.window
         self.chain = Chain(self.dev.driver.properties.sm_count)
@@ -58,7 +58,7 @@ class NVGraph(GraphRunner):
             grid, block = ast.arg.launch_dims(dict.fromkeys(self.vars, 0))
             words, used = ast.arg.globals, [buffers[i] for i in ast.arg.globals]
             # built with every variable 0, a symbolic extent may be 0 too, and is replaced before it runs
-            call = _Call(program, words, [buffer._buf for buffer in used],
+            call = _KernelCall(program, words, [buffer._buf for buffer in used],
                          [fixed.get(v.expr, 0) for v in ast.arg.vars], _at_least_one(grid),
                          _at_least_one(block))
             written = [k for k, i in enumerate(words) if i in ast.arg.outs]
@@ -68,7 +68,7 @@ class NVGraph(GraphRunner):
             self.works.append(call)
         self.executable: Executable = self.dev.pool.relieved(graph.instantiate, "a graph")
 
-    def _add(self, graph: Graph, call: _Call, work: Work, buffers: list[Any], written: list[int],
+    def _add(self, graph: Graph, call: _KernelCall, work: Work, buffers: list[Any], written: list[int],
              symbolic: bool = False) -> None:
         """A node, after those that it must not overtake: a fill writes one buffer, so the launch follows
         it."""

@@ -57,7 +57,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Plan:
+class L2Plan:
     """What to set aside, the window of each launch, HBM bytes that a step then reads less (by the model), and
     why. Without a window there is nothing to gain."""
     set_aside_bytes: int
@@ -66,7 +66,7 @@ class Plan:
     reason: str
 
 
-def plan(limits: Properties, ranges: Iterable[Range], step_bytes: int = 0) -> Plan:
+def plan(limits: Properties, ranges: Iterable[Range], step_bytes: int = 0) -> L2Plan:
     """The best window for a step that reads these ranges, and `step_bytes` in all (at least the ranges')."""
     found = sorted(ranges, key=lambda each: (each.address, each.end))
     for each in found: _check(each)
@@ -82,7 +82,7 @@ def plan(limits: Properties, ranges: Iterable[Range], step_bytes: int = 0) -> Pl
     if not saved: return _nothing("nothing is read")
     ratio = _ratio(limits, length)
     aside = min(length, limits.persisting_l2_limit)
-    return Plan(aside, Window(start, length, ratio), saved,
+    return L2Plan(aside, Window(start, length, ratio), saved,
                 f"{_mib(aside)} of L2 keep {ratio:.0%} of {_mib(length)}: {_mib(saved)} a step less from HBM")
 
 
@@ -92,7 +92,7 @@ def _check(each: Range) -> None:
                       "a range of at least one byte, read 0 times or more")
 
 
-def _nothing(reason: str) -> Plan: return Plan(0, None, 0.0, reason)
+def _nothing(reason: str) -> L2Plan: return L2Plan(0, None, 0.0, reason)
 
 
 def _mib(nbytes: float) -> str: return f"{nbytes / MIB:.4g} MiB"
@@ -151,7 +151,7 @@ def tensor_range(tensor: Tensor, reads: float = 1.0) -> Range:
 
 
 @contextlib.contextmanager
-def persisting(device: NVDevice, plan: Plan) -> Iterator[Plan]:
+def persisting(device: NVDevice, plan: L2Plan) -> Iterator[L2Plan]:
     """Sets L2 aside and gives launches on `device` the plan's window; takes both back at the end, when what
     was launched is done. Memory of the window must be there until then. Raises `DriverError` inside another
     plan."""

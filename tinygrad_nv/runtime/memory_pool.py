@@ -1,11 +1,11 @@
-"""Who holds the memory of a device, and how much of it this process may hold.
+"""Accounts for device memory by label, and limits how much of it this process holds.
 
 Protocol: `MemoryPool(driver)` is what an allocator of ours takes memory through. Each allocation has the
 label that `labelled` set around it, "tensors" without one; `report()` says what each label holds. Memory that
 is given back goes to the driver at once, which hands it on in the order of its streams (cuMemAllocAsync);
 nothing is kept above the driver.
 
-An allocation beyond `limit`, or one that the driver refuses, first gives back what nobody needs: garbage,
+An allocation beyond `limit`, or one that the driver refuses, first gives back what is not needed: garbage,
 what callbacks of `on_pressure` let go, what the driver keeps. Then it is an `OutOfMemoryError`: what was
 asked, what is held, what would help.
 
@@ -26,11 +26,11 @@ from tinygrad import Device, GlobalCounters
 
 from tinygrad_nv.errors import OutOfMemoryError, RequestError
 from tinygrad_nv.runtime.driver import Driver, HostMemory
-from tinygrad_nv.runtime.observe.memory_report import Holding, MemoryReport, Share, human, shortage
+from tinygrad_nv.runtime.observe.memory_report import Holding, LabelUsage, MemoryReport, human, shortage
 
 UNLABELLED = "tensors"
 LARGEST = 5             # single allocations that a report names
-UTILIZATION = 0.9       # of the device's memory, what a language model may hold when nobody says
+UTILIZATION = 0.9       # of the device's memory, what a language model may hold by default
 
 T = TypeVar("T")
 _label: ContextVar[str] = ContextVar("label of allocations", default=UNLABELLED)
@@ -103,7 +103,7 @@ class MemoryPool:
 
     def relieved(self, action: Callable[[], T], what: str) -> T:
         """What `action` returns, for which the driver takes memory by itself: code, a graph. Where it has
-        none, what nobody needs is given back first, as for an allocation. Raises `OutOfMemoryError`."""
+        none, what is not needed is given back first, as for an allocation. Raises `OutOfMemoryError`."""
         try: return action()
         except MemoryError: pass
         return self._after_relief(action, 0, what)
@@ -167,7 +167,7 @@ class MemoryPool:
 
     def report(self) -> MemoryReport:
         """Who holds what now."""
-        shares = [Share(name, t.nbytes, t.count, t.peak) for name, t in list(self._tallies.items())]
+        shares = [LabelUsage(name, t.nbytes, t.count, t.peak) for name, t in list(self._tallies.items())]
         largest = heapq.nsmallest(LARGEST, list(self._held.values()), lambda one: (-one.nbytes, one.number))
         free, total = self.driver.memory()
         kept = min(self.driver.kept(), free)

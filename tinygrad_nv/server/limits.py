@@ -1,9 +1,9 @@
 """Sizes and timeouts that protect the server from a client.
 
-Protocol: `Limits` are set at startup. `read_body` reads a body, and raises 413 for one that is too large (at
-once if Content-Length says so), and 408 for one that does not arrive in time. `Guarded` is uvicorn's HTTP
-protocol with timeouts that uvicorn lacks: for headers, for an unread body, and for clients that do not read.
-It answers invalid HTTP with OpenAI-style errors.
+Protocol: `RequestLimits` are set at startup. `read_body` reads a body, and raises 413 for one that is too
+large (at once if Content-Length says so), and 408 for one that does not arrive in time. `Guarded` is
+uvicorn's HTTP protocol with timeouts that uvicorn lacks: for headers, for an unread body, and for clients
+that do not read. It answers invalid HTTP with OpenAI-style errors.
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tinygrad_nv.server.errors import APIError
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """Limits of requests. `choices`: texts of one request, prompts × n; `body_bytes`, `schema_bytes`: sizes
     of a body and of a JSON schema in it; timeouts in seconds for headers, body and answer; `drain_s`: for
     running requests at shutdown."""
@@ -33,7 +33,7 @@ class Limits:
     drain_s: float = 30.0
 
 
-async def read_body(request: Request, limits: Limits) -> bytes:
+async def read_body(request: Request, limits: RequestLimits) -> bytes:
     """The body. Raises `APIError` 413 or 408, and starlette's `ClientDisconnect`."""
     too_large = APIError(413, f"the body has more than {limits.body_bytes} bytes; to fix: send less, or "
                          "raise --max-body-bytes", "body_too_large", None, {"Connection": "close"})
@@ -63,8 +63,8 @@ class Guarded(H11Protocol):
     """HTTP/1.1 whose headers must be complete within `header_s` seconds of the connection, or of the first
     byte of a further request. The same holds for the rest of the body of an answered request. A client that
     reads no pending output for `body_s` seconds is disconnected."""
-    header_s: ClassVar[float] = Limits.header_s
-    body_s: ClassVar[float] = Limits.body_s
+    header_s: ClassVar[float] = RequestLimits.header_s
+    body_s: ClassVar[float] = RequestLimits.body_s
     waiting: asyncio.TimerHandle | None = None
     writing: asyncio.TimerHandle | None = None
 
@@ -138,6 +138,6 @@ class Guarded(H11Protocol):
         self.transport.close()
 
 
-def guarded(limits: Limits) -> type[Any]:
+def guarded(limits: RequestLimits) -> type[Any]:
     """`Guarded` with these limits, for uvicorn's configuration."""
     return type("Guarded", (Guarded,), {"header_s": limits.header_s, "body_s": limits.body_s})

@@ -18,7 +18,7 @@ from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.server.errors import APIError, api_error, invalid
 from tinygrad_nv.server.fields import Fields, parse, unicode
-from tinygrad_nv.server.limits import Limits
+from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.structured_output import call_schema, structured
 from tinygrad_nv.server.tools import Tool, ToolChoice, tool_choice, tool_list
 
@@ -62,7 +62,7 @@ class ChatRequest(Common):
     extra: dict[str, Any]
 
 
-def completion(data: dict[str, Any], defaults: SamplingParams, limits: Limits) -> CompletionRequest:
+def completion(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) -> CompletionRequest:
     """A request of /v1/completions. `max_tokens` defaults to 16, as OpenAI's."""
     fields = Fields(data)
     prompts = _prompts(fields)
@@ -87,7 +87,7 @@ def completion(data: dict[str, Any], defaults: SamplingParams, limits: Limits) -
     return CompletionRequest(**vars(common), prompts=prompts, echo=echo, ids=ids)
 
 
-def chat(data: dict[str, Any], defaults: SamplingParams, limits: Limits) -> ChatRequest:
+def chat(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) -> ChatRequest:
     """A request of /v1/chat/completions. Without `max_completion_tokens` or `max_tokens`, an answer may fill
     the context."""
     fields = Fields(data)
@@ -118,8 +118,8 @@ def chat(data: dict[str, Any], defaults: SamplingParams, limits: Limits) -> Chat
     return ChatRequest(**vars(common), messages=messages, tools=tools, choice=choice, extra=extra)
 
 
-def _common(fields: Fields, defaults: SamplingParams, limits: Limits, prompts: int, given: dict[str, Any],
-            forced: dict[str, Any] | None = None) -> Common:
+def _common(fields: Fields, defaults: SamplingParams, limits: RequestLimits, prompts: int,
+            given: dict[str, Any], forced: dict[str, Any] | None = None) -> Common:
     """Fields of both kinds. `given`: sampling parameters already read. `forced`: a schema for the whole
     answer, required by the tool choice."""
     given = {"logprobs": None, **given} | {

@@ -9,7 +9,7 @@ from tinygrad_nv.engine.sampling import SamplingParams
 
 
 @dataclass
-class Answer:
+class ChoiceTimes:
     """One choice of a request: times of its first and last token, and their number."""
     first: float
     last: float
@@ -27,7 +27,7 @@ class Record:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    answers: dict[int, Answer] = field(default_factory=dict)
+    answers: dict[int, ChoiceTimes] = field(default_factory=dict)
     params: SamplingParams | None = None
     choices: int = 0
     reasons: list[str] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Record:
         if not count: return []
         self.output_tokens += count
         if (answer := self.answers.get(choice)) is None:
-            self.answers[choice] = Answer(now, now, count)
+            self.answers[choice] = ChoiceTimes(now, now, count)
             return []
         gap, answer.last, answer.tokens = (now - answer.last) / count, now, answer.tokens + count
         return [gap] * count

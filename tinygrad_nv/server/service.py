@@ -17,7 +17,7 @@ from tinygrad_nv.engine.outputs import Delta
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.server.errors import APIError, api_error
-from tinygrad_nv.server.limits import Limits
+from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.record import Record
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ T = TypeVar("T")
 INLINE_CHARACTERS = 4096
 
 
-class Model(Protocol):
+class ServedModel(Protocol):
     """The part of `LLM` that the server uses."""
     defaults: SamplingParams
     length: int
@@ -41,7 +41,7 @@ class Model(Protocol):
     def require_tokenizer(self) -> Tokenizer: ...
 
 
-class Engine(Protocol):
+class EngineClient(Protocol):
     """The part of `AsyncEngine` that the server uses."""
     @property
     def failure(self) -> NVError | None: ...
@@ -54,10 +54,10 @@ class Engine(Protocol):
 @dataclass
 class Service:
     """A model served under `names`, the first of which is its own."""
-    engine: Engine
-    model: Model
+    engine: EngineClient
+    model: ServedModel
     names: tuple[str, ...]
-    limits: Limits
+    limits: RequestLimits
     metrics: Metrics
     keys: frozenset[str] = frozenset()
     created: int = field(default_factory=lambda: int(time.time()))

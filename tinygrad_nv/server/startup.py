@@ -23,7 +23,7 @@ from tinygrad_nv.engine.async_engine import AsyncEngine
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.errors import RequestError, TokenizerError
 from tinygrad_nv.runtime.programs import programs_compiled
-from tinygrad_nv.server.limits import Limits
+from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.log import LOG, line, set_up
 from tinygrad_nv.server.metrics import Metrics
 from tinygrad_nv.server.service import Service
@@ -138,9 +138,9 @@ def api_keys(arguments: argparse.Namespace) -> frozenset[str]:
     return frozenset(given)
 
 
-def limits(arguments: argparse.Namespace) -> Limits:
+def limits(arguments: argparse.Namespace) -> RequestLimits:
     """The limits set on the command line."""
-    return Limits(body_bytes=arguments.max_body_bytes, header_s=arguments.header_timeout,
+    return RequestLimits(body_bytes=arguments.max_body_bytes, header_s=arguments.header_timeout,
                   body_s=arguments.body_timeout, request_s=arguments.request_timeout,
                   drain_s=arguments.drain_timeout)
 

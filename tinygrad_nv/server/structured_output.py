@@ -12,7 +12,7 @@ from tinygrad_nv.engine.structured_output.params import Structured
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.server.errors import api_error, invalid
 from tinygrad_nv.server.fields import Fields
-from tinygrad_nv.server.limits import Limits
+from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.tools import Tool, ToolChoice
 
 # tool calls of an answer with tool_choice "required": a model may repeat a call until max_tokens
@@ -24,7 +24,7 @@ COMBINING_KEYWORDS = {"additionalProperties", "patternProperties", "unevaluatedP
 KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 
-def structured(fields: Fields, limits: Limits, forced: dict[str, Any] | None) -> Any:
+def structured(fields: Fields, limits: RequestLimits, forced: dict[str, Any] | None) -> Any:
     """`SamplingParams.structured` of a request. `forced` is the schema required by its tool choice."""
     option = structured_option(fields, limits)
     # response_format constrains the content, which a forced tool call lacks
@@ -38,7 +38,7 @@ def structured(fields: Fields, limits: Limits, forced: dict[str, Any] | None) ->
     except RequestError as error: raise api_error(error, path) from error
 
 
-def structured_option(fields: Fields, limits: Limits) -> tuple[str, dict[str, Any]] | None:
+def structured_option(fields: Fields, limits: RequestLimits) -> tuple[str, dict[str, Any]] | None:
     """The field that constrains the output, and the arguments of `Structured` for it."""
     found: list[tuple[str, dict[str, Any]]] = []
     if (wanted := fields.object("response_format")) is not None: found += _response_format(wanted)

@@ -6,7 +6,8 @@ template. What families share is here. Read in this order:
 
   operations.py      element operations, a row each: value, slope, PTX and C
   expression.py      epilogues and scores as expressions
-  schedule.py        the base of schedules, and the fields that several have (any_schedule.py: all of them)
+  schedule.py        the base of schedules, and the fields that several have
+  legality.py        what every template asks of a schedule
   template.py        the record of a template; templates.py: the table of them
   kernel.py          a finished kernel: PTX and, by launch.py, how it is launched
   layout.py          tiles in shared memory, with swizzle; wgmma_tiles.py: operands of wgmma there

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.ptx.builder import Kernel, Place, Value
+from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.attention.spec import Rows
 from tinygrad_nv.tile.lanes import FP8, HALVES, NARROW, Lanes, from_fp8, to_fp8
 
 MOST_OFFSET = 1 << 23  # bytes that fit in an instruction
 
 
-def place(base: Value, nbytes: int) -> Place:
+def place(base: Value, nbytes: int) -> MemoryOperand:
     """`nbytes` after an address."""
     if -MOST_OFFSET <= nbytes < MOST_OFFSET: return base.at(nbytes)
     return (base + nbytes if nbytes > 0 else base - -nbytes).at()

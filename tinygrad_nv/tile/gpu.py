@@ -10,7 +10,7 @@ Multiply-adds a cycle and SM follow from them: 989.4 TFLOP/s = 2 · 132 SMs · 1
 DeepGEMM's model has 64 bytes a cycle and SM, at most 8 TB/s on Hopper; the others in proportion to SMs and
 clock. Sustained shares of tensor peak: the best published bf16 products reach 855 of 989 TFLOP/s on H100
 (power), 290 of 312 on A100. mma.sync on Hopper: 62 % of wgmma. That an early launch saves half of the
-latency of one is a guess: the CTAs are placed, the last wait and the flush of memory remain.
+latency of one is an estimate: the CTAs are placed, the last wait and the flush of memory remain.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.tile.gemm.spec import BYTES, FP8
+from tinygrad_nv.tile.gemm.spec import FP8, INT8S
 
 STREAMING = 0.92                    # of HBM's peak, that reading in order reaches
 
@@ -55,7 +55,7 @@ class Machine:
     def tensor_scale(self, dtype: DType, by_mma: bool) -> float:
         """Speed of the tensor cores with these operands, by mma.sync or by wgmma, where bf16 in the fastest
         way is 1."""
-        scale = 2.0 if dtype in (*FP8, *BYTES) else 0.5 if dtype == dtypes.float32 else 1.0
+        scale = 2.0 if dtype in (*FP8, *INT8S) else 0.5 if dtype == dtypes.float32 else 1.0
         if not by_mma: return scale
         # mma.sync of fp8 is unpacked to two of f16 on Hopper
         return self.mma_share * (1.0 if dtype in FP8 and self.arch == "sm_90a" else scale)

@@ -133,7 +133,7 @@ class BackwardKernel(TileKernel):
 @dataclass(frozen=True)
 class DecodeKernel:
     """The kernels of a decode attention, launched one after the other, all with the same parameters: out;
-    workspace, `workspace_bytes` of float32 that nobody initialises, where that is not 0; q; pages of k and
+    workspace, `workspace_bytes` of uninitialised float32, where that is not 0; q; pages of k and
     of v; table; lengths, in memory; scales of k and of v; x0, x1, … of the score; u32 length, an argument:
     those of them that the spec has. Grids are those of the most requests and tokens: z counts requests."""
     kernels: tuple[AttentionKernel, ...]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tinygrad_nv.ptx.builder import Kernel, Place, Value
+from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.gemm.spec import Operand
 from tinygrad_nv.tile.layout import SharedTile
 
@@ -40,7 +40,7 @@ class Places:
         """The tile lies at the shared address `stage` (u32)."""
         self.stage, self.sums = stage, {}
 
-    def __call__(self, plain: int, more: int = 0) -> Place:
+    def __call__(self, plain: int, more: int = 0) -> MemoryOperand:
         """The place of a plain offset, `more` bytes on."""
         assert self.stage is not None
         bits = self._bits(plain)
@@ -195,7 +195,7 @@ class TileCopy(Passes):
             beyond = self.byte + column >= limit
         return beyond if found is None else found | beyond
 
-    def _at(self, row: int, column: int) -> Place:
+    def _at(self, row: int, column: int) -> MemoryOperand:
         """The place in memory `row` rows and `column` bytes of a row after the thread's first."""
         o, elements = self.operand, column // self.size
         mn, along_k = (elements, row) if self.mn_major else (row, elements)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tinygrad_nv.ptx.builder import SINK, Barriers, Kernel, Place, Value
+from tinygrad_nv.ptx.builder import SINK, Barriers, Kernel, MemoryOperand, Value
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Ring:
 
     def _full(self, at: Cursor) -> Value: return self.base + at.stage * 8
 
-    def acquire(self, at: Cursor) -> Place:
+    def acquire(self, at: Cursor) -> MemoryOperand:
         """Waits until the stage's readers are done, names the bytes to come; the barrier for the copies."""
         full = self._full(at)
         self.k.mbarrier_wait(full.at(8 * self.depth), at.parity)

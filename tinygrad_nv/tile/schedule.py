@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile.limits import SMEM_BYTES
+
+Mode = Literal["cooperative", "pingpong"]    # of consumer warpgroups: they share a tile, or take turns
 
 
 @dataclass(frozen=True)
@@ -91,20 +93,35 @@ class Warps:
         """Threads of a CTA."""
         return 32 * self.warps_m * self.warps_n
 
+    def warp_words(self) -> str:
+        """As a schedule shows them."""
+        shown = f"{self.warps_m}x{self.warps_n}" if self.warps_n > 1 else ""
+        return counted(self.warps_m * self.warps_n, "warp", shown)
+
 
 @dataclass(frozen=True)
-class Warpgroups:
-    """`warps_m` warps in all: four of them load, those of each other warpgroup multiply."""
-    warps_m: int = 12
+class RowWarps:
+    """`warps_m` warps, along the rows of the tile."""
+    warps_m: int = 4
 
     def warps(self, count: int) -> Self:
-        """Warps in all, those that load among them."""
+        """Warps of a CTA."""
         return replace(self, warps_m=count)
 
     @property
     def threads(self) -> int:
         """Threads of a CTA."""
         return 32 * self.warps_m
+
+    def warp_words(self) -> str:
+        """As a schedule shows them."""
+        return counted(self.warps_m, "warp")
+
+
+@dataclass(frozen=True)
+class Warpgroups(RowWarps):
+    """`warps_m` warps in all: four of them load, those of each other warpgroup multiply."""
+    warps_m: int = 12
 
     @property
     def consumers(self) -> int:

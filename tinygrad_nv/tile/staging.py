@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-from tinygrad_nv.ptx.builder import Kernel, Place, Value
+from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.access import place, stored_form
 from tinygrad_nv.tile.expression import Load, loads
 from tinygrad_nv.tile.gemm.spec import Result, Stored
@@ -43,7 +43,7 @@ class Lines:
     byte: Value
     known: dict[tuple[int, int], Value] = field(default_factory=dict)
 
-    def at(self, line: int, byte: int, start: int) -> Place:
+    def at(self, line: int, byte: int, start: int) -> MemoryOperand:
         """`line` lines and `byte` bytes on, in the panel that begins `start` bytes after the first. `byte`
         has no bit in common with the lane's."""
         panel, span = self.panel, self.panel.span
@@ -164,7 +164,7 @@ class Staged:
             else: k.st("shared", "b32", lines.at(r - row, (c - column) * 2, start), pair)
 
     def _matrices(self, start: int, row: int, column: int,
-                  halves: Sequence[tuple[int, int]]) -> Iterator[tuple[Place, list[tuple[int, int]]]]:
+                  halves: Sequence[tuple[int, int]]) -> Iterator[tuple[MemoryOperand, list[tuple[int, int]]]]:
         """Matrices of 8 × 8 in fours (or twos), for ldmatrix and stmatrix: where, and which."""
         along_m = self.panel.major == "M"
         def spread(lane: Value) -> tuple[Value, Value]:
@@ -205,7 +205,7 @@ class Staged:
                 theirs = lines.at(r - row, byte + (0 if swap else apart), start)
                 k.st("shared", "b32", self._either(other, theirs, own), words)
 
-    def _either(self, condition: Value, yes: Place, no: Place) -> Place:
+    def _either(self, condition: Value, yes: MemoryOperand, no: MemoryOperand) -> MemoryOperand:
         assert isinstance(yes.base, Value)
         assert isinstance(no.base, Value)
         assert yes.offset == no.offset
@@ -240,7 +240,8 @@ class Staged:
                             place(self.base, start + part * panel.lines * panel.span))
             k.tma_commit()
 
-    def _chunks(self, start: int, row: int, column: int) -> Iterator[tuple[int, int, Place, Value | None]]:
+    def _chunks(self, start: int, row: int,
+                column: int) -> Iterator[tuple[int, int, MemoryOperand, Value | None]]:
         """A panel by 16 bytes a thread: their row and column, from this thread's first; where in shared
         memory; whether they are inside."""
         k, panel, size, share = self.k, self.panel, self.size, self.share

@@ -45,8 +45,8 @@ class GPU:
 class Template(Generic[S, C, T]):
     """One way to make kernels. All functions take (spec, schedule, target), `candidates` no schedule.
     `problems`: why the schedule cannot be, in words; empty when it can. `candidates`: schedules, the one
-    liked best first. `build` raises `ScheduleError` for a schedule with problems. `cost`: a prediction, whose
-    `seconds` orders schedules; None: nothing is known but operations and bytes."""
+    liked best first. `build`: the kernel of a schedule without problems (`Table.build` asks). `cost`: a
+    prediction, whose `seconds` orders schedules; None: nothing is known but operations and bytes."""
     name: str
     spec: type[S]
     schedule: type[C]
@@ -172,5 +172,9 @@ class Table:
 
     def build(self, spec: Any, schedule: Schedule, target: Any, integers: tuple[Integer, ...] = ()) -> Any:
         """The kernel. `integers`: those that a CPU's kernel computes from the variables of its launch. Raises
-        `ScheduleError` for an impossible schedule."""
+        `ScheduleError` for an impossible schedule, with all that is wrong."""
+        if found := self.problems(spec, schedule, target):
+            words = f"{schedule} cannot be: {'; '.join(found)}"
+            raise ScheduleError(words, "a schedule without these problems",
+                                "change the tile, the warps or the stages")
         return self.of(schedule).build(spec, schedule, target, *([integers] if integers else []))

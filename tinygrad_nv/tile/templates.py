@@ -2,12 +2,6 @@
 from tinygrad_nv.tile.template import Table
 
 TABLE = Table({
-    ("gpu", "gemm"): "tinygrad_nv.tile.gemm.templates",
-    ("cpu", "gemm"): "tinygrad_nv.cpu.gemm.templates",
-    ("cpu", "attention"): "tinygrad_nv.cpu.attention.templates",
-    ("cpu", "decode"): "tinygrad_nv.cpu.decode.templates",
-    ("cpu", "norm"): "tinygrad_nv.cpu.norm.templates",
-    ("cpu", "kv_append"): "tinygrad_nv.cpu.kv_append.templates",
-    ("cpu", "embedding"): "tinygrad_nv.cpu.embedding.templates",
-    ("cpu", "sampling"): "tinygrad_nv.cpu.sampling.templates",
-})
+    **{("gpu", family): f"tinygrad_nv.tile.{family}.templates" for family in ("gemm", "attention", "decode")},
+    **{("cpu", family): f"tinygrad_nv.cpu.{family}.templates" for family in (
+        "gemm", "attention", "decode", "norm", "kv_append", "embedding", "sampling")}})

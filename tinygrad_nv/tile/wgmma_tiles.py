@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder.hopper import descriptor_bits
-from tinygrad_nv.tile.gemm.spec import HALVES, Operand
+from tinygrad_nv.tile.gemm.spec import FLOAT16S, Operand
 from tinygrad_nv.tile.launch import MapArgument
 
 MAP_DTYPES = {dtypes.bfloat16: "bf16", dtypes.float16: "f16", dtypes.float32: "f32", dtypes.fp8e4m3: "u8",
@@ -88,7 +88,7 @@ def taken(operand: Operand, mn: int, k: int) -> tuple[str, str]:
     for major, step, extent, pitch, others in choices:
         if step != 1 and extent > 1: continue
         other = {"K": "MN", "MN": "K"}[major]
-        if major == "MN" and operand.dtype not in HALVES:
+        if major == "MN" and operand.dtype not in FLOAT16S:
             why.append(f"MN-major operands of {operand.dtype.name}: wgmma takes them K-major only")
         elif others > 1 and pitch * size % 16:
             why.append(f"{other} stride {pitch * size} B is not a multiple of 16 B: no TMA")

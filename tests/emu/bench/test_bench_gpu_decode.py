@@ -9,13 +9,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 import gpu_decode
-from gpu_decode import TINY, Decode, Side
+from gpu_decode import TINY, DecodeWorkload, StepProcess
 from gpu_parts import NotMeasured
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_step_on_the_emulated_device_gives_the_logits_of_torch(batch: int):
-    row = gpu_decode.emulated(Decode("Llama-3.2-1B", batch, 1024), Namespace(arch="sm_90a"))
+    row = gpu_decode.emulated(DecodeWorkload("Llama-3.2-1B", batch, 1024), Namespace(arch="sm_90a"))
     assert row["status"] == "emulated", row
     ours, theirs = row["logits"]["ours"], row["logits"]["torch"]
     assert len(ours) == len(theirs) == 32
@@ -24,7 +24,7 @@ def test_a_step_on_the_emulated_device_gives_the_logits_of_torch(batch: int):
 
 
 def test_sides_answer_with_seconds_of_a_step_and_give_the_same_work_each_time():
-    side = Side("torch", TINY, 1, 5, "cpu")
+    side = StepProcess("torch", TINY, 1, 5, "cpu")
     assert list(side.answer(100)["logits"]) == ["torch"]
     found = [side.steps(2) for _ in range(3)]
     side.end()
@@ -53,7 +53,7 @@ def test_tokens_for_each_joule():
 
 def test_a_side_that_fails_says_its_last_words():
     notes: dict[str, str] = {}
-    sides = {"ours": Side("torch", {**TINY, "hidden_size": 0}, 1, 5, "cpu")}
+    sides = {"ours": StepProcess("torch", {**TINY, "hidden_size": 0}, 1, 5, "cpu")}
     assert gpu_decode.opened_sides(sides, notes, 100) == {}
     assert sides == {}
     assert "hidden_size" in notes["ours"]
@@ -68,16 +68,16 @@ def test_logits_that_are_not_those_of_torch():
 
 
 def test_a_side_that_does_not_answer_is_not_waited_for():
-    side = Side("torch", TINY, 1, 5, "cpu")
+    side = StepProcess("torch", TINY, 1, 5, "cpu")
     with pytest.raises(NotMeasured, match="no answer in 0 s"): side.answer(0.001)
     side.end()
 
 
 def test_bytes_of_a_step():
     """1.24e9 parameters of two bytes, and 16 layers of 8 heads of 64, twice, for 1025 tokens."""
-    step = Decode("Llama-3.2-1B", 1, 1024)
+    step = DecodeWorkload("Llama-3.2-1B", 1, 1024)
     assert abs(step.config.parameters - 1.236e9) < 1e6
     assert step.nbytes == 2 * step.config.parameters + 2 * 2 * 16 * 8 * 64 * 1025
-    whole = Decode("Llama-3.1-8B", 8, 1024)
+    whole = DecodeWorkload("Llama-3.1-8B", 8, 1024)
     assert abs(whole.config.parameters - 8.03e9) < 1e7
     assert whole.nbytes == 2 * (whole.config.parameters - 128256 * 4096) + 8 * 2 * 2 * 32 * 8 * 128 * 1025

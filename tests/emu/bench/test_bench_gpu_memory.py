@@ -9,18 +9,18 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 import gpu_elementwise
-from gpu_elementwise import OPERANDS, Rows
+from gpu_elementwise import OPERANDS, ElementwiseWorkload
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("form", OPERANDS)
 def test_each_form(form: str, arch: str):
-    row = gpu_elementwise.counted(Rows(form, 1024, 4096), Namespace(arch=arch, seed=1))
+    row = gpu_elementwise.counted(ElementwiseWorkload(form, 1024, 4096), Namespace(arch=arch, seed=1))
     assert row["status"] == "emulated", row["why"]
 
 
 def test_what_is_wrong_is_said():
-    workload = Rows("rms", 4, 64)
+    workload = ElementwiseWorkload("rms", 4, 64)
     one = workload.given("cpu")[0]
     one["out"].zero_()
     assert "off by" in workload.unlike(one)
@@ -31,6 +31,6 @@ def test_what_is_wrong_is_said():
 def test_names_differ_and_bytes_are_counted():
     every = list(gpu_elementwise.shapes())
     assert len({each.name for each in every}) == len(every)
-    assert Rows("residual", 10, 64).nbytes == 2 * 64 * (10 * 3 + 1)
-    assert Rows("silu·mul", 10, 64).nbytes == 2 * 64 * 10 * 3
-    assert Rows("embedding", 10, 64).nbytes == 2 * 2 * 64 * 10 + 4 * 10
+    assert ElementwiseWorkload("residual", 10, 64).nbytes == 2 * 64 * (10 * 3 + 1)
+    assert ElementwiseWorkload("silu·mul", 10, 64).nbytes == 2 * 64 * 10 * 3
+    assert ElementwiseWorkload("embedding", 10, 64).nbytes == 2 * 2 * 64 * 10 + 4 * 10

@@ -25,7 +25,7 @@ from tinygrad_nv.runtime.emulated import driver as emulated
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 
 OPTIONS = Namespace(arch="sm_90a", seed=1)
-GEMM = gpu_gemm.Shape("4096x1024x1024", 4096, 1024, 1024)     # 256x64x256 when scaled
+GEMM = gpu_gemm.GemmWorkload("4096x1024x1024", 4096, 1024, 1024)     # 256x64x256 when scaled
 ATTENTION = Forward(1, 4, 72, 64, True)             # two heads
 
 
@@ -131,8 +131,8 @@ def test_rows_of_long_sequences_are_sampled(monkeypatch: pytest.MonkeyPatch):
 
 def test_every_row_of_a_matmul_is_compared(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpu_gemm, "AT_ONCE", 13)
-    for shape in (gpu_gemm.Shape("x", 40, 24, 32), gpu_gemm.Shape("x", 40, 24, 32, True),
-                  gpu_gemm.Shape("x", 40, 24, 32, fp8=True)):
+    for shape in (gpu_gemm.GemmWorkload("x", 40, 24, 32), gpu_gemm.GemmWorkload("x", 40, 24, 32, True),
+                  gpu_gemm.GemmWorkload("x", 40, 24, 32, fp8=True)):
         one = shape.given("cpu")[0]
         sums = one["a"].view(40, 32).double() @ one["b"].view(-1, 32).double().T
         exact = torch.nn.functional.silu(sums[:, :24]) * sums[:, 24:] if shape.gated else sums
@@ -178,8 +178,10 @@ def test_gradients_of_every_head_are_compared(monkeypatch: pytest.MonkeyPatch, s
 
 
 def test_what_is_not_written_is_said():
-    for workload in (Forward(1, 2, 64, 64, True), gpu_paged.Paged(2, 100), gpu_elementwise.Rows("rms", 4, 64),
-                     gpu_gemm.Shape("x", 16, 16, 32), gpu_backward.Backward(Forward(1, 1, 32, 64, True))):
+    for workload in (Forward(1, 2, 64, 64, True), gpu_paged.Paged(2, 100),
+                     gpu_elementwise.ElementwiseWorkload("rms", 4, 64),
+                     gpu_gemm.GemmWorkload("x", 16, 16, 32),
+                     gpu_backward.Backward(Forward(1, 1, 32, 64, True))):
         given = workload.given("cpu")
         gpu_compare.poison(workload, given)
         name = workload.results[0]

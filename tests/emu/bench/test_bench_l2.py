@@ -57,7 +57,7 @@ def test_contenders_carry_their_windows(l2: ModuleType, monkeypatch: pytest.Monk
     monkeypatch.setattr(gpu, "submit", lambda work, *args: (
         launches.append((work.window, gpu.set_aside_bytes)) if isinstance(work, Launch) else None,
         submit(work, *args)))
-    bench = l2.Bench(gpu, 64 * KIB, 16 * KIB, CTAS)
+    bench = l2.L2Bench(gpu, 64 * KIB, 16 * KIB, CTAS)
     found = l2.measured(bench, 32 * KIB, rounds=2, repeats=1)
     blocks = 2 * (1 + l2.WARM)      # launches of a block: Y and X
     assert launches[:blocks] == [(None, 0)] * blocks
@@ -75,7 +75,7 @@ def test_contenders_carry_their_windows(l2: ModuleType, monkeypatch: pytest.Monk
 
 
 def test_a_wrong_answer_ends_the_bench(l2: ModuleType):
-    bench = l2.Bench(EmulatedDriver(), 64 * KIB, 0, CTAS)
+    bench = l2.L2Bench(EmulatedDriver(), 64 * KIB, 0, CTAS)
     bench.words[5] ^= 1
     with pytest.raises(SystemExit, match="32768 bytes, none: a wrong answer"):
         bench.block("none", 32 * KIB, 1)

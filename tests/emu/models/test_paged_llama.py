@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from pool_case import device
 from tinygrad_nv.models.config import ModelConfig
-from tinygrad_nv.models.llama import KVCache, Llama
+from tinygrad_nv.models.llama import DenseKVCache, Llama
 from tinygrad_nv.models.rope import RopeConfig
 
 from tinygrad_nv import Tensor, TinyJit, Variable, dtypes, explain
@@ -81,7 +81,7 @@ def tokens(rows: Any, net: Llama) -> Tensor:
 
 def contiguous(net: Llama, prompt: list[int], following: list[int]) -> np.ndarray:
     """Logits [steps, vocab] of what follows a prompt, with a cache of its own."""
-    cache = KVCache.create(net.config, SIZE * PAGES, dtypes.float16, device=net.device)
+    cache = DenseKVCache.create(net.config, SIZE * PAGES, dtypes.float16, device=net.device)
     if prompt: net.step(tokens([prompt], net), 0, cache, len(prompt) - 1).realize()
     at = Variable("start", 0, SIZE * PAGES - 1)
     return np.stack([net.step(tokens([[token]], net), at.bind(start), cache).numpy()[0]

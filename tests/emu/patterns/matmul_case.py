@@ -1,4 +1,4 @@
-"""Helpers of the tests that send matrix products of tinygrad's graph to the templates on DEV=EMU.
+"""Helpers of the tests that send matmuls of tinygrad's graph to the templates on DEV=EMU.
 
 Protocol: `whole(...)` gives integers that every dtype here holds exactly, as are their sums of products, so
 results must be equal to numpy's in float64, rounded once. `taken(y)` gives the specs of the kernels that

@@ -22,7 +22,7 @@ from attention_graph_case import (
     use,
 )
 from tinygrad.dtype import DType
-from tinygrad_nv.models.llama import KVCache
+from tinygrad_nv.models.llama import DenseKVCache
 
 from tinygrad_nv import LLM, Device, SamplingParams, Tensor, TinyJit, Variable, explain
 from tinygrad_nv.cli import DEFAULT_MODEL
@@ -123,7 +123,7 @@ def test_llama_says_the_same_as_on_a_cpu():
     told = [llm.complete("Once upon a time", params).token_ids for llm in models]
     assert told[0] == told[1]
     model = models[1].model
-    cache = KVCache.create(model.config, model.positions, BF16, device="EMU")
+    cache = DenseKVCache.create(model.config, model.positions, BF16, device="EMU")
     position = Variable("position", 0, model.positions - 1).bind(7)
     logits = model.step(Tensor([[5]], device="EMU"), position, cache)
     templates = [kernel.template for kernel in explain(logits).kernels]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from attention_graph_case import BF16, DEVICES, F32, HIDDEN, causal, close, made, near, normal, scaled, seen
 from tinygrad import dtypes
-from tinygrad_nv.models.llama import KVCache
+from tinygrad_nv.models.llama import DenseKVCache
 from training_case import gradients
 
 from tinygrad_nv import LLM, Context, Device, Tensor, TinyJit, Variable, explain
@@ -160,7 +160,7 @@ def test_a_captured_step_serves_every_start(rows: int):
 def test_a_language_model_in_float32(tiny: Path):
     """One attention a layer in prefill and in decode steps; test_device_jit.py has its tokens."""
     ours = LLM(tiny, device="EMU", max_num_seqs=1)
-    cache = KVCache.create(ours.config, 64, F32, device="EMU")
+    cache = DenseKVCache.create(ours.config, 64, F32, device="EMU")
     for taken in (1, 20):
         tokens = Tensor.empty(1, taken, dtype=dtypes.int32, device=ours.model.device)
         at = Variable("start", 0, 8).bind(3)

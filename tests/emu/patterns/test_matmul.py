@@ -1,4 +1,4 @@
-"""DEV=EMU: matrix products in all their forms go to a template, and are exact for integers."""
+"""DEV=EMU: matmuls in all their forms go to a template, and are exact for integers."""
 from __future__ import annotations
 
 import numpy as np

@@ -10,7 +10,7 @@ from pool_case import device
 from tinygrad import nn
 from tinygrad.dtype import DType
 from tinygrad_nv.models.config import ModelConfig
-from tinygrad_nv.models.llama import KVCache, Llama
+from tinygrad_nv.models.llama import DenseKVCache, Llama
 from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
 from tinygrad_nv.models.rope import RopeConfig
 
@@ -152,7 +152,7 @@ def kinds(y: Tensor) -> list[str]:
 def step(name: str, dtype: DType, batch: int = 1, **more: Any) -> list[str]:
     """The kernels of a step over a contiguous cache."""
     net = network(name, dtype, **more)
-    cache = KVCache.create(net.config, 64, dtype, batch, name)
+    cache = DenseKVCache.create(net.config, 64, dtype, batch, name)
     tokens, lengths = (Tensor.empty(*shape, dtype=dtypes.int32, device=name).realize()
                        for shape in ((batch, 1), (batch,)))
     at = Variable("start", 0, 63).bind(3)

@@ -17,7 +17,7 @@ from wgmma_case import Operands, Wgmma, launch
 
 HOPPER = Mma(16, 8, 16, "f32", "bf16", "bf16")
 AMPERE = replace(HOPPER, arch="sm_80")
-HALVES = Mma(16, 8, 16, "f16", "f16", "f16")
+FLOAT16 = Mma(16, 8, 16, "f16", "f16", "f16")
 EXACT = replace(HOPPER, exact=True)
 
 
@@ -85,10 +85,10 @@ def test_ampere_adds_halves() -> None:
 
 
 def test_halves_are_rounded_to_nearest_even() -> None:
-    assert one(HALVES, [(2.0 ** -5, 2.0 ** -6)], 1.0) == 1.0
-    assert one(HALVES, [(2.0 ** -5, 2.0 ** -6), (TINY, TINY)], 1.0) == 1 + 2.0 ** -10
-    assert one(HALVES, [(2.0 ** -5, 2.0 ** -6)], 1 + 2.0 ** -10) == 1 + 2.0 ** -9
-    assert one(HALVES, [(256.0, 256.0)], 0.0) == math.inf
+    assert one(FLOAT16, [(2.0 ** -5, 2.0 ** -6)], 1.0) == 1.0
+    assert one(FLOAT16, [(2.0 ** -5, 2.0 ** -6), (TINY, TINY)], 1.0) == 1 + 2.0 ** -10
+    assert one(FLOAT16, [(2.0 ** -5, 2.0 ** -6)], 1 + 2.0 ** -10) == 1 + 2.0 ** -9
+    assert one(FLOAT16, [(256.0, 256.0)], 0.0) == math.inf
 
 
 def test_hopper_wgmma_of_8_bit_floats_keeps_13_bits() -> None:
@@ -110,7 +110,7 @@ def test_tf32_ignores_low_bits() -> None:
 INF, NAN = math.inf, math.nan
 
 
-@pytest.mark.parametrize("case", [HOPPER, AMPERE, EXACT, HALVES, Mma(16, 8, 16, "f32", "e5m2", "e5m2")],
+@pytest.mark.parametrize("case", [HOPPER, AMPERE, EXACT, FLOAT16, Mma(16, 8, 16, "f32", "e5m2", "e5m2")],
                          ids=lambda case: f"{case.arch}-{case.name[18:]}{'-exact' * case.exact}")
 @pytest.mark.parametrize(("pairs", "c", "want"), [
     ([(INF, 1.0)], 1.0, INF), ([(INF, -2.0)], 1.0, -INF), ([(INF, 0.0)], 1.0, NAN),
@@ -140,7 +140,7 @@ def test_overflow() -> None:
     assert one(HOPPER, [(2.0 ** 64, 2.0 ** 63)] * 2, -(2.0 ** 127)) == 2.0 ** 127
     assert one(AMPERE, [(2.0 ** 64, 2.0 ** 63)] * 2 + [(0, 0)] * 6 + [(2.0 ** 64, -(2.0 ** 63))],
                0.0) == math.inf
-    assert one(HALVES, [(200.0, 200.0)] * 2, -40000.0) == 40000.0
+    assert one(FLOAT16, [(200.0, 200.0)] * 2, -40000.0) == 40000.0
 
 
 # **** against the arithmetic in integers ****
@@ -152,8 +152,8 @@ def scattered(rng: np.random.Generator, kind: str, shape: tuple[int, ...], sprea
 
 
 RULES = [  # case, fractional bits, elements of a step, mantissa bits kept
-    (HOPPER, 25, 16, 23), (AMPERE, 24, 8, 23), (HALVES, 25, 16, 23),
-    (replace(HALVES, arch="sm_80"), 24, 8, 23), (Mma(16, 8, 8, "f32", "tf32", "tf32"), 25, 8, 23),
+    (HOPPER, 25, 16, 23), (AMPERE, 24, 8, 23), (FLOAT16, 25, 16, 23),
+    (replace(FLOAT16, arch="sm_80"), 24, 8, 23), (Mma(16, 8, 8, "f32", "tf32", "tf32"), 25, 8, 23),
     (Mma(16, 8, 8, "f32", "tf32", "tf32", arch="sm_80"), 24, 4, 23),
     (Mma(16, 8, 32, "f32", "e4m3", "e5m2"), 25, 16, 23),
     (Mma(16, 8, 32, "f32", "e4m3", "e5m2", arch="sm_89"), 13, 16, 13),

@@ -71,7 +71,7 @@ def first_lanes_wait(k: Kernel, out: Value, source: Value) -> None:
 
 
 def one_waits_then_its_warp_alone(k: Kernel, out: Value, source: Value) -> None:
-    """The other warp has met nobody who has waited."""
+    """The other warp has synchronised with no warp that waited."""
     with k.if_(k.tid.x == 0): k.wait_for_previous_grid()
     k.emit("bar.warp.sync", 0xffffffff)
     store(k, out, load(k, source))

@@ -4,8 +4,8 @@ Read in this order:
   triton_case.py        what a case is; compiling with Triton, launching on the emulator
   triton_pointwise.py   element-wise arithmetic, conversions, random numbers, gathers, quantisation
   triton_reductions.py  softmax, norms, sums, scans, sort, histogram
-  triton_matmul.py      matrix products through pointers
-  triton_tma.py         matrix products and copies through tensor descriptors; specialised warps
+  triton_matmul.py      matmuls through pointers
+  triton_tma.py         matmuls and copies through tensor descriptors; specialised warps
   triton_attention.py   flash attention, forward and backward
   triton_atomics.py     atomic operations, CTAs that wait for one another
 """

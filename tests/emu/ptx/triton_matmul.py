@@ -1,4 +1,4 @@
-"""Matrix products through pointers: every operand type, warps, stages, remainders, batches, split K.
+"""Matmuls through pointers: every operand type, warps, stages, remainders, batches, split K.
 
 Integer-valued operands are exact in every type here as long as sums stay below 2**24. Real operands are held
 to K · 2**-22 · (|A| @ |B|): a tensor core truncates the aligned products of an instruction to about 24 bits,

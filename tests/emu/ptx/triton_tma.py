@@ -1,4 +1,4 @@
-"""Matrix products and copies through tensor descriptors: made by the kernel or by the host, persistent and
+"""Matmuls and copies through tensor descriptors: made by the kernel or by the host, persistent and
 warp-specialised loops, reductions into global memory by the TMA unit.
 
 On sm_80 Triton turns descriptors into pointers; the same kernels must give the same numbers there.

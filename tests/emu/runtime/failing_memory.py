@@ -50,7 +50,7 @@ def failing(driver: Driver, n: int, lasting: bool = True) -> Iterator[Refusals]:
 
 @contextmanager
 def finalized() -> Iterator[list[str]]:
-    """What finalizers raise, which nobody else hears of."""
+    """What finalizers raise, which Python only prints."""
     said: list[str] = []
     before, sys.unraisablehook = sys.unraisablehook, lambda args: said.append(repr(args.exc_value))
     try: yield said
@@ -80,7 +80,7 @@ def every_allocation(program: Callable[[], np.ndarray], device: str = "EMU", ste
             assert holdings(device) == before, f"allocation {n}"
         assert not said, f"allocation {n}: {said[0]}"
         if found is not None:
-            assert not count.refused, f"allocation {n} was refused, and nobody said so"
+            assert not count.refused, f"allocation {n} was refused, and no error was raised"
             np.testing.assert_array_equal(found, wanted)
             return (n - 1 + step - 1) // step
         assert "out of " in words

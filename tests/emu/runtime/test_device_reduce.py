@@ -1,4 +1,4 @@
-"""DEV=EMU: reductions, scans, sorts, matrix products, convolutions and what networks make of them.
+"""DEV=EMU: reductions, scans, sorts, matmuls, convolutions and what networks make of them.
 
 Integer-valued inputs have exact answers. Others are within a bound on |error| / (1 + |value|) against
 float64: a float32 sum of n terms is within n * 2^-24 of the sum of magnitudes. Products of half and bfloat16

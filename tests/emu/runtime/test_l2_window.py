@@ -1,5 +1,5 @@
-"""A window of L2 on DEV=EMU: which launches carry it, what the emulated driver refuses, and that answers stay
-what they are."""
+"""An access-policy window on DEV=EMU: which launches carry it, what the emulated driver refuses, and that
+answers stay what they are."""
 from __future__ import annotations
 
 import numpy as np
@@ -13,7 +13,7 @@ from tinygrad_nv.errors import DriverError
 from tinygrad_nv.runtime.driver import Launch, Window, Work
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 from tinygrad_nv.runtime.graph import NVGraph
-from tinygrad_nv.runtime.l2 import MIB, Plan, Range, persisting, plan, tensor_range
+from tinygrad_nv.runtime.l2 import MIB, L2Plan, Range, persisting, plan, tensor_range
 
 FAR_MORE = 1000 * MIB   # bytes a step, so that nothing stays by itself
 
@@ -40,7 +40,7 @@ def windows(ran: list[Launch]) -> list[Window | None]:
     return found
 
 
-def planned(tensor: Tensor) -> Plan:
+def planned(tensor: Tensor) -> L2Plan:
     made = plan(Device["EMU"].driver.properties, [tensor_range(tensor)], FAR_MORE)
     assert made.window is not None
     return made
@@ -138,7 +138,7 @@ def test_a_node_keeps_its_window(gpu: EmulatedDriver):
     address, function = gpu.alloc(1024), gpu.load(COPY.encode()).function("nothing")
     graph = gpu.graph()
     node = graph.add(Launch(function, (1, 1, 1), (1, 1, 1)))
-    with pytest.raises(DriverError, match="node 0 is updated with another window of L2"):
+    with pytest.raises(DriverError, match="node 0 is updated with another access-policy window"):
         graph.instantiate().update(node, Launch(function, (1, 1, 1), (1, 1, 1), window=Window(address, 1024)))
 
 

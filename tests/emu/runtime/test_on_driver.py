@@ -14,11 +14,10 @@ import on_driver
 
 from tinygrad_nv.patterns.attention.lower_backward import kernel as backward_kernel
 from tinygrad_nv.patterns.attention.match import kernel
-from tinygrad_nv.patterns.gemm.match import Machine
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
-from tinygrad_nv.tile.attention.backward_defaults import default as backward_default
-from tinygrad_nv.tile.attention.defaults import default
 from tinygrad_nv.tile.attention.spec import Band
+from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
+from tinygrad_nv.tile.template import GPU
 
 
 @pytest.fixture(params=["sm_80", "sm_90a"])
@@ -31,10 +30,10 @@ def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def test_attention(arch: str, extents: dict[str, int]):
     spec = attention_case.attention(40, 100, heads=2, group=2, band=Band(last=60), log_sum=True,
                                     symbolic=tuple(extents))
-    schedule = default(spec, arch)
+    schedule = ATTENTION.choose(spec, GPU(arch))
     assert schedule is not None
     given = attention_case.arguments(spec)
-    got = attention_case.run(kernel(spec, schedule, Machine(arch, 4)), spec, given, arch, **extents)
+    got = attention_case.run(kernel(spec, schedule, GPU(arch, 4)), spec, given, arch, **extents)
     attention_case.near(spec, given, got, **extents)
     with pytest.raises(AssertionError): attention_case.near(spec, given, (got[0] * 1.1, got[1]), **extents)
 
@@ -42,10 +41,10 @@ def test_attention(arch: str, extents: dict[str, int]):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_backward(arch: str, deterministic: bool):
     spec = backward_case.backward(70, 100, heads=2, group=2, band=Band(last=60), deterministic=deterministic)
-    schedule = backward_default(spec, arch)
+    schedule = ATTENTION.choose(spec, GPU(arch))
     assert schedule is not None
     given = backward_case.arguments(spec)
-    got = backward_case.run(backward_kernel(spec, schedule, Machine(arch, 4)), spec, given, arch)
+    got = backward_case.run(backward_kernel(spec, schedule, GPU(arch, 4)), spec, given, arch)
     backward_case.near(spec, given, got)
 
 

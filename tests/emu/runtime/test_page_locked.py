@@ -60,7 +60,7 @@ def test_a_download_is_poison_until_it_is_known(bench: Bench, host: HostMemory, 
 
 
 def test_what_comes_after_a_download_sees_it(bench: Bench, host: HostMemory):
-    """Twice through the same memory, and nobody waits in between."""
+    """Twice through the same memory, without a wait in between."""
     for source, target in ((bench.a, bench.b), (bench.c, bench.a)):
         bench.gpu.submit(bench.move(source, bench.c), bench.s)
         bench.gpu.submit(Download(host, 0, source, NBYTES), bench.s)

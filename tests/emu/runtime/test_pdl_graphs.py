@@ -1,5 +1,5 @@
-"""Graphs of kernels that begin early: what TinyJit captures gives numpy's answers, bit for bit, on a device
-that finds what is not ordered; how many edges are programmatic; and NV_PDL=0."""
+"""Graphs with programmatic dependent launch: what TinyJit captures gives numpy's answers, bit for bit, on a
+device that finds what is not ordered; how many edges are programmatic; and NV_PDL=0."""
 from __future__ import annotations
 
 import random
@@ -13,7 +13,7 @@ from tinygrad.uop.ops import Ops
 from tinygrad_nv import Tensor, TinyJit
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.sass import disassembled, functions
-from tinygrad_nv.runtime.edges import Chain, Counts
+from tinygrad_nv.runtime.edges import Chain, EdgeCounts
 from tinygrad_nv.runtime.graph import NVGraph
 from tinygrad_nv.tile.launch import LaunchConfig
 
@@ -83,7 +83,7 @@ def three(x: Tensor, w: Tensor) -> Tensor:
     return x.realize()
 
 
-def run_three() -> Counts:
+def run_three() -> EdgeCounts:
     jit = TinyJit(three)
     for call in range(3):
         x, w, _ = inputs(call)
@@ -95,14 +95,14 @@ def run_three() -> Counts:
 
 
 def test_a_chain_of_products_has_programmatic_edges_only():
-    assert run_three() == Counts(launches=3, edges=2, programmatic=2)
+    assert run_three() == EdgeCounts(launches=3, edges=2, programmatic=2)
 
 
 def test_NV_PDL_0_has_none(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("NV_PDL", "0")
     monkeypatch.setattr("tinygrad.engine.realize.runtime_cache", {})  # programs read it when they are made
     graph_cache.clear()
-    assert run_three() == Counts(launches=3, edges=2)
+    assert run_three() == EdgeCounts(launches=3, edges=2)
 
 
 def test_kernels_of_tinygrad_wait_before_all_else(monkeypatch: pytest.MonkeyPatch):

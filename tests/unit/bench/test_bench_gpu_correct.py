@@ -165,7 +165,7 @@ def test_addresses_move_with_their_memory(recorder: object, cases: Cases):
 def test_memory_that_holds_addresses_is_reached(recorder: object, cases: Cases):
     emu = Emulator()
     far = emu.alloc(np.full(4, 99, np.uint32))
-    emu.alloc(np.zeros(8, np.uint8))  # nobody points there
+    emu.alloc(np.zeros(8, np.uint8))  # no pointer leads there
     table = emu.alloc(np.array([far.ptr] + [0] * N, np.uint64))
     assert not emu.launch(THROUGH, 1, N, [emu.alloc(np.zeros(N, np.uint32)), table]).findings
     case = cases.get(cases.names()[-1])

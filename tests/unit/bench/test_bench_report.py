@@ -47,7 +47,7 @@ def test_parts_and_what_became_of_them(folder: Path):
     said = report.section(folder)
     assert ("2 tests: 1 measured, 1 hung; 40 launches: 30 bit for bit, 5 within their bounds, 1 up to the "
             "order of warps, 3 in what PTX leaves open, **1 disagree**") in said
-    assert "| matrix products | 3 rows: 2 measured, 1 not measured |" in said
+    assert "| matmuls | 3 rows: 2 measured, 1 not measured |" in said
     for about in ("attention, forward", "attention, backward", "decode attention over pages",
                   "whole decode steps", "memory-bound kernels"):
         assert f"| {about} | not measured |" in said
@@ -61,7 +61,7 @@ def test_windows_of_l2_of_the_same_gpu(folder: Path):
 
 def test_products_by_kind(folder: Path):
     lines = report.section(folder).splitlines()
-    assert "| products | ours, best row | times as fast as torch | times as fast as Triton |" in lines
+    assert "| matmuls | ours, best row | times as fast as torch | times as fast as Triton |" in lines
     # medians: 3 ms of 3 ms, 2 ms of 1 ms; 5 ms of 3 ms
     assert "| cubes | 500 TFLOP/s, 500 GB/s | 0.75 (0.50 … 1.00) | 1.67 (1.67 … 1.67) |" in lines
     assert "| layers, M = 1 … 8 | not measured | not measured | not measured |" in lines

@@ -1,7 +1,7 @@
 """Decode attentions for tests of the CPU's kernels: those of decode_case.py, run on this machine.
 
 Protocol: `run(spec, given, isa=…, …)` loads the kernels of a schedule, which may divide a request's keys
-among units (`divided`), and calls them on the storages of `given`; what nobody sees is NaN there. Nothing
+among units (`divided`), and calls them on the storages of `given`; what no query sees is NaN there. Nothing
 beside the result may be written. `near` is that of decode_case.py; of float32 one may be off by twice 8
 units of the largest too, as of few numbers a plain attention's error says little.
 """

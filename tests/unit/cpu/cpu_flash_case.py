@@ -42,7 +42,7 @@ def loaded(spec: AttentionSpec, schedule: CPUFlash | None = None) -> LoadedKerne
 
 
 def poisoned(spec: AttentionSpec, given: Given, extents: Extents) -> Given:
-    """Copies of the storages, in which what nobody may read is NaN."""
+    """Copies of the storages, in which NaN stands where no kernel may read."""
     made, at = {name: x.clone() for name, x in given.items()}, actual(spec, extents)
     if spec.scales is not None: return made
     matrix(spec, made, "q")[..., at["s_q"]:, :] = torch.nan

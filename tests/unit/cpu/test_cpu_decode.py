@@ -71,7 +71,7 @@ def test_contiguous_caches_and_integers():
 
 
 def test_scores():
-    """A soft-cap, positions, a parameter of rows and keys, a first split that nobody sees; rows at one
+    """A soft-cap, positions, a parameter of rows and keys, a first split that no query sees; rows at one
     place."""
     sums = tanh(Sum() * 0.05) * 20.0
     spec = contiguous(300, heads=2, group=2, s_q=3, dtype=F32, score=sums + Load(0, F32, 300, 1, (0, 900, 0)))

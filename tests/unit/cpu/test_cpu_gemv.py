@@ -183,7 +183,7 @@ def test_any_product_at_length(m, n, k, majors, dtype, level, batch, gap, out_ma
     exact(spec, replace(usual, parts=parts, block_k=block_k if majors[1] == "K" else usual.block_k))
 
 
-def test_every_level_compiles_and_needs_nobody():
+def test_every_level_compiles_without_libraries():
     """Instruction sets that this machine lacks too; nothing is undefined."""
     compiler = Device["CPU"].renderer.compiler
     for level in (isa.PORTABLE, isa.AVX2, isa.AVX512, isa.AVX512_BF16, isa.AMX):

@@ -14,7 +14,7 @@ from paged_case import numbers
 from tinygrad import dtypes
 from tinygrad.dtype import DType
 from tinygrad_nv.models.config import ModelConfig
-from tinygrad_nv.models.llama import KVCache, Llama
+from tinygrad_nv.models.llama import DenseKVCache, Llama
 from tinygrad_nv.models.rope import RopeConfig
 
 from tinygrad_nv import Tensor, Variable, explain
@@ -152,11 +152,11 @@ def test_refusals():
 
 # **** the step of a model ****
 
-def network(dtype: DType) -> tuple[Llama, KVCache]:
+def network(dtype: DType) -> tuple[Llama, DenseKVCache]:
     rope = RopeConfig("default", 10000.0, 16, 64)
     config = ModelConfig("LlamaForCausalLM", 64, 64, 96, 2, 4, 2, 16, 64, rope, windows=(None, 6))
     model = Llama(config, dtype, "CPU")
-    return model, KVCache.create(config, 64, dtype, device="CPU")
+    return model, DenseKVCache.create(config, 64, dtype, device="CPU")
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)

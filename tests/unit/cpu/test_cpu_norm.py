@@ -158,11 +158,11 @@ CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "argmax": lambda x, w: x.argmax(-1), "argmax of all": lambda x, w: x.argmax()}
 
 
-HALVES = ("llama", "gemma", "softmax", "LayerNorm")
+IN_BFLOAT16 = ("llama", "gemma", "softmax", "LayerNorm")
 
 
 @pytest.mark.parametrize(("name", "dtype"), [*((name, F32) for name in CASES),
-                                             *((name, dtypes.bfloat16) for name in HALVES)])
+                                             *((name, dtypes.bfloat16) for name in IN_BFLOAT16)])
 def test_rows_in_a_graph_are_one_kernel_that_gives_what_tinygrad_gives(name: str, dtype: Any):
     x, w = of(X, dtype), of(X[0, 0], dtype)
     made = [k.template for k in explain(CASES[name](x, w)).kernels]

@@ -272,7 +272,7 @@ def test_an_idle_engine_keeps_no_thread_and_nothing_alive():
     assert kept() is None
 
 
-def test_two_iterators_of_one_id_that_nobody_has_begun():
+def test_two_iterators_of_one_id_that_were_not_started():
     async def case(engine, core):
         first, second = (engine.generate([1], request_id="a") for _ in range(2))
         begun = asyncio.create_task(text(first))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Request
-from tinygrad_nv.engine.scheduling.scheduler import Plan
+from tinygrad_nv.engine.scheduling.scheduler import StepPlan
 from tinygrad_nv.errors import QueueFull
 from tinygrad_nv.kvcache.page_allocator import CopyKind
 
@@ -48,9 +48,9 @@ def test_rows_that_fill_a_group_up_count():
 
 
 def test_a_chunk_is_whole_groups_or_the_last():
-    assert [Plan(budget).chunk_size(left) for left, budget in
+    assert [StepPlan(budget).chunk_size(left) for left, budget in
             ((100, 32), (100, 31), (20, 32), (3, 8), (100, 7), (1, 100), (1, 7))] == [32, 24, 20, 3, 0, 1, 1]
-    assert [Plan(budget, single_tokens=True).chunk_size(100) for budget in (7, 1, 0)] == [1, 1, 0]
+    assert [StepPlan(budget, single_tokens=True).chunk_size(100) for budget in (7, 1, 0)] == [1, 1, 0]
 
 
 def test_a_budget_that_decodes_take_leaves_a_row_for_prompts():
@@ -120,7 +120,7 @@ def test_who_waits_gains_a_level_of_priority_every_ageing_s():
 @settings(max_examples=40, deadline=None)
 @given(priority=st.integers(0, 3), length=st.integers(1, 40), ageing=st.floats(0.5, 8),
        seqs=st.integers(1, 3))
-def test_nobody_starves(priority, length, ageing, seqs):
+def test_no_request_starves(priority, length, ageing, seqs):
     """Urgent requests arrive one a second, and one takes more than a second: those that arrive `ageing_s` for
     each level later than the one that waits do not overtake it."""
     engine = Engine(max_seqs=seqs, max_batched_tokens=8, pages=40, more={"ageing_s": ageing})
@@ -136,7 +136,7 @@ def test_nobody_starves(priority, length, ageing, seqs):
     assert all(int(name.split()[1]) <= (priority + 1) * ageing for name in overtook)
 
 
-def test_nobody_behind_the_first_who_waits_begins():
+def test_no_request_overtakes_the_first_in_the_queue():
     engine = Engine(pages=20, max_seqs=4)
     engine.add("runs", range(30), max_tokens=30)
     engine.step()

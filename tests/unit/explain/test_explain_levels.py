@@ -10,7 +10,7 @@ from tinygrad.helpers import Context
 from tinygrad_nv import Tensor, dtypes, explain
 from tinygrad_nv.errors import RequestError, ScheduleError, ToolchainError
 from tinygrad_nv.explain import KernelRecord, Lowering, levels
-from tinygrad_nv.explain.levels import Product, show
+from tinygrad_nv.explain.levels import ScheduledGemm, show
 from tinygrad_nv.patterns.program import Output, called, program
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.tile.gemm.dense import dense
@@ -29,7 +29,7 @@ def emu() -> Iterator[None]:
 def multiplied(x: Tensor, w: Tensor, schedule: GemmSchedule = MMA, reason: str = "x @ w.T") -> Tensor:
     """x @ w.T by a kernel of ours."""
     spec = dense(x.shape[0], w.shape[0], x.shape[1], "f16")
-    kernel = Product(spec, schedule, "sm_90a", 132).kernel
+    kernel = ScheduledGemm(spec, schedule, "sm_90a", 132).kernel
     return Tensor(called(kernel, "EMU", [Output((spec.m, spec.n), dtypes.half)], [x.uop, w.uop],
                          flops=spec.flops, note=Note(f"gemm_{schedule.template}", reason, spec, schedule))[0])
 
@@ -55,7 +55,7 @@ def lowering(emu: None) -> Lowering:
 def test_a_note_leads_to_the_kernel_that_runs(emu: None, schedule: GemmSchedule):
     record, = explain(multiplied(halves(96, 128), halves(64, 128), schedule)).kernels
     clusters = ((2, 66), (4, 31), (8, 15))  # that the device has room for
-    assert record.product == Product(dense(96, 64, 128, "f16"), schedule, "sm_90a", 132, clusters)
+    assert record.product == ScheduledGemm(dense(96, 64, 128, "f16"), schedule, "sm_90a", 132, clusters)
     assert record.product.kernel.ptx == record.source
     assert record.product.kernel.launch == record.launch
     levels._kernel.cache_clear()
@@ -65,7 +65,7 @@ def test_a_note_leads_to_the_kernel_that_runs(emu: None, schedule: GemmSchedule)
 @pytest.mark.parametrize(("arch", "device"), [("sm_80", "EMU:80"), ("sm_90a", "EMU:90")])
 def test_the_kernel_of_a_product_that_a_pattern_found(arch: str, device: str,
                                                       monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("EMU_ARCH", arch)  # read when the device is opened, which nobody else does
+    monkeypatch.setenv("EMU_ARCH", arch)  # read when the device is opened, here alone
     x, w = (Tensor.empty(rows, 128, dtype=dtypes.half, device=device) for rows in (96, 64))
     record, = explain((x @ w.T).relu()).kernels
     assert record.product is not None
@@ -163,7 +163,7 @@ def test_c_of_a_kernel_for_a_gpu(lowering: Lowering):
 # **** what the levels say ****
 
 def test_the_spec_of_a_gate():
-    assert show(Product(GATE, MMA, "sm_80", 108), "spec").splitlines()[2:] == [
+    assert show(ScheduledGemm(GATE, MMA, "sm_80", 108), "spec").splitlines()[2:] == [
         "extents   m 96, n 64, k 128",
         "parts     2 of b, 8192 elements apart",
         "a         bf16, K-major, strides m 128, k 1; rows aligned to 16 B",
@@ -176,14 +176,14 @@ def test_the_spec_of_a_gate():
 
 def test_a_batch_a_broadcast_and_rows_known_at_launch():
     spec = dense(40, 64, 128, "e4m3", batch=(2, 3), symbolic=True)
-    lines = show(Product(spec, WGMMA, "sm_90a", 132), "spec").splitlines()
+    lines = show(ScheduledGemm(spec, WGMMA, "sm_90a", 132), "spec").splitlines()
     assert lines[2] == "extents   m at most 40, n 64, k 128, batch 2x3"
     assert "batch 15360 5120" in lines[3]
 
 
 @pytest.mark.parametrize(("schedule", "arch"), [(MMA, "sm_80"), (WGMMA, "sm_90a")], ids=str)
 def test_shared_memory_is_accounted_for(schedule: GemmSchedule, arch: str):
-    product = Product(dense(96, 64, 256), schedule, arch, 100)
+    product = ScheduledGemm(dense(96, 64, 256), schedule, arch, 100)
     pieces = levels.shared_map(product.kernel.ptx)
     assert all(start + size <= after for (start, _, size), (after, _, _) in pairwise(pieces))
     assert levels.shared_bytes(product) == pieces[-1][0] + pieces[-1][2]
@@ -193,7 +193,7 @@ def test_shared_memory_is_accounted_for(schedule: GemmSchedule, arch: str):
 
 
 def test_maps_are_those_of_the_launch():
-    product = Product(dense(96, 64, 256), WGMMA, "sm_90a", 100)
+    product = ScheduledGemm(dense(96, 64, 256), WGMMA, "sm_90a", 100)
     text = show(product, "tile")
     for argument in product.kernel.maps:
         assert f"pointer {argument.pointer}: bf16 {'x'.join(map(str, argument.dims))}" in text
@@ -207,7 +207,7 @@ def test_the_outline_is_the_remarks_of_the_kernel():
 
 
 def test_registers_are_those_of_ptxas():
-    product = Product(dense(96, 64, 256), MMA, "sm_80", 108)
+    product = ScheduledGemm(dense(96, 64, 256), MMA, "sm_80", 108)
     found = levels.resources(product)
     assert found is not None
     assert f"registers  {found.registers} a thread, 0 bytes spilled" in show(product, "tile")
@@ -219,14 +219,14 @@ def test_registers_are_those_of_ptxas():
 def test_without_ptxas(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(levels, "find_program", lambda name: None)
     monkeypatch.setattr("tinygrad_nv.ptx.assemble.find_program", lambda name: None)
-    product = Product(dense(96, 64, 256), MMA, "sm_80", 108)
+    product = ScheduledGemm(dense(96, 64, 256), MMA, "sm_80", 108)
     assert levels.resources(product) is None
     assert "registers  - (no ptxas)" in show(product, "tile")
     with pytest.raises(ToolchainError, match="ptxas is not there"): show(product, "sass")
 
 
 def test_an_impossible_schedule_is_refused_with_the_arithmetic():
-    product = Product(dense(96, 64, 256), MMA.block(100, 64), "sm_80", 108)
+    product = ScheduledGemm(dense(96, 64, 256), MMA.block(100, 64), "sm_80", 108)
     with pytest.raises(ScheduleError): show(product, "tile")
     assert "m 96, n 64, k 256" in show(product, "spec")
 

@@ -8,7 +8,7 @@ import pytest
 import rich.console
 
 from tinygrad_nv import dtypes
-from tinygrad_nv.graphs import BucketStats, GraphPool, Input, PoolStats
+from tinygrad_nv.graphs import BucketStats, GraphPool, GraphPoolStats, Input
 
 
 def bucket(size: int, rows: int, padding: int, *reasons: str) -> BucketStats:
@@ -17,7 +17,8 @@ def bucket(size: int, rows: int, padding: int, *reasons: str) -> BucketStats:
 
 
 def test_statistics_are_an_aligned_table():
-    stats = PoolStats("CUDA", (bucket(1, 4, 0), bucket(64, 120, 40, "because")), 3 << 20, 512, 1 << 10, 1024,
+    stats = GraphPoolStats("CUDA", (bucket(1, 4, 0), bucket(64, 120, 40, "because")), 3 << 20, 512, 1 << 10,
+                           1024,
                       1 << 30)
     lines = str(stats).splitlines()
     assert [line.split()[0] for line in lines[:3]] == ["size", "1", "64"]
@@ -32,11 +33,11 @@ def test_statistics_are_an_aligned_table():
 
 
 def test_a_pool_that_never_ran_has_no_waste():
-    assert PoolStats("EMU", (bucket(1, 0, 0),), 0, 0, 0, 0, None).padding_waste == 0
+    assert GraphPoolStats("EMU", (bucket(1, 0, 0),), 0, 0, 0, 0, None).padding_waste == 0
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_bar_only_where_somebody_looks(terminal: bool, monkeypatch: pytest.MonkeyPatch,
+def test_a_progress_bar_only_on_a_terminal(terminal: bool, monkeypatch: pytest.MonkeyPatch,
                                          capsys: pytest.CaptureFixture[str]):
     shown = io.StringIO()
     made = partial(rich.console.Console, file=shown, force_terminal=terminal, width=120)

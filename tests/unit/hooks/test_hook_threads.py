@@ -146,7 +146,7 @@ def test_a_capture_goes_on_while_another_thread_schedules_beside_its_own():
 
 
 def test_explain_leaves_schedules_cached(monkeypatch):
-    """Also two of them at a time: it turns the cache off while nobody else explains."""
+    """Also two of them at a time: it turns the cache off while no other thread explains."""
     own, seen = program.hear_misses, list[bool]()
 
     def hear() -> Any:
@@ -169,7 +169,7 @@ def test_two_threads_open_a_device_once():
         def __init__(self, device: str) -> None:
             opened.append(device)
             begun.set()
-            second.join(0.2)  # the other thread comes to the door
+            second.join(0.2)  # the other thread reaches the lock
             super().__init__(device)
     hooks.add_device("SLOW", SlowDevice)
     try:

@@ -1,4 +1,4 @@
-"""upstream.patch: it applies to the released tinygrad, and the joints work through it as they do without."""
+"""upstream.patch: it applies to the released tinygrad, and the hooks work through it as they do without."""
 import os
 import shutil
 import subprocess
@@ -44,7 +44,7 @@ def test_patch_touches_tinygrad_alone_and_little_of_it():
     assert sum(line.startswith("+") for line in lines) - len(files) < 70
 
 
-def test_all_joints_pass_their_tests_through_the_plugin_points(patched):
+def test_all_hooks_pass_their_tests_through_the_plugin_points(patched):
     files = [f"tests/unit/hooks/test_hooks{part}.py" for part in ("", "_off", "_by_name")]
     out = run(patched, "-m", "pytest", "-q", *files, EXPECT_OFFICIAL="1")
     assert " failed" not in out

@@ -14,7 +14,7 @@ import torch
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
-from tinygrad_nv.kvcache.cache import KVCache, Request, Step
+from tinygrad_nv.kvcache.cache import CachedSequence, KVCache, Step
 
 HEADS, QUERIES, D, SCALE = 2, 4, 32, 0.03
 TORCH = {dtypes.float32: torch.float32, dtypes.float16: torch.float16, dtypes.bfloat16: torch.bfloat16}
@@ -52,24 +52,24 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None) -
 class Loop:
     """Requests and their tokens."""
     cache: KVCache
-    tokens: dict[Request, list[int]] = field(default_factory=dict)
+    tokens: dict[CachedSequence, list[int]] = field(default_factory=dict)
     random: Any = field(default_factory=lambda: np.random.default_rng(0))
 
-    def open(self, prompt: list[int]) -> Request:
+    def open(self, prompt: list[int]) -> CachedSequence:
         made = self.cache.open(prompt)
         self.tokens[made] = prompt[:len(made)]
         return made
 
-    def fork(self, request: Request) -> Request:
+    def fork(self, request: CachedSequence) -> CachedSequence:
         made = request.fork()
         self.tokens[made] = self.tokens[request][:]
         return made
 
-    def truncate(self, request: Request, count: int) -> None:
+    def truncate(self, request: CachedSequence, count: int) -> None:
         request.truncate(count)
         del self.tokens[request][count:]
 
-    def append(self, requests: list[Request], new: list[list[int]]) -> Step:
+    def append(self, requests: list[CachedSequence], new: list[list[int]]) -> Step:
         """A step over these requests, checked."""
         step = self.cache.append(requests, new)
         for request, more in zip(requests, new, strict=True): self.tokens[request] += more
@@ -87,7 +87,7 @@ class Loop:
             self.near(layer, requests, given[0].float().numpy(), out.float().numpy())
         return step
 
-    def near(self, layer: int, requests: list[Request], q: np.ndarray, out: np.ndarray) -> None:
+    def near(self, layer: int, requests: list[CachedSequence], q: np.ndarray, out: np.ndarray) -> None:
         """Checks a result against the reference."""
         dtype = self.cache.kind.dtype
         for request, queries, got in zip(requests, q, out, strict=True):

@@ -93,7 +93,7 @@ def test_keys_and_queries_are_rotated():
     assert made.requests == []
 
 
-def test_writes_that_nobody_realized_are_not_lost():
+def test_writes_that_were_not_realized_are_not_lost():
     made = cache(layers=1)
     request = made.open()
     x = np.random.default_rng(1).standard_normal((3, 1, 1, HEADS, D)).astype(np.float32)

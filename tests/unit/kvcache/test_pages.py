@@ -200,7 +200,7 @@ def test_a_page_that_a_fork_left_full_is_not_found_once_it_is_written():
 
 # **** truncate, prune ****
 
-def test_truncated_tokens_are_found_by_nobody():
+def test_truncated_tokens_are_not_found():
     pool = PagePool(8, 4)
     table = filled(pool, A[:10])
     table.truncate(6)

@@ -21,7 +21,7 @@ from tinygrad_nv.patterns.decode.paged import paged_attention
 TORCH = {dtypes.float32: torch.float32, dtypes.bfloat16: torch.bfloat16, dtypes.float16: torch.float16,
          dtypes.int8: torch.int8, dtypes.fp8e4m3: torch.float8_e4m3fn}
 UNIT = {dtypes.float32: 2.0**-24, dtypes.bfloat16: 2.0**-8, dtypes.float16: 2.0**-11}
-FAR = 1 << 30  # an entry of a table that nobody may follow
+FAR = 1 << 30  # an entry of a table that must not be read
 C = 2.0        # of the plain implementation's error
 
 

@@ -1,4 +1,4 @@
-"""A real rewrite, to test the joints with: `x.silu() * y` in float32 on the CPU becomes one C kernel."""
+"""A real rewrite, to test the hooks with: `x.silu() * y` in float32 on the CPU becomes one C kernel."""
 from tinygrad.dtype import dtypes
 from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat, graph_rewrite
 

@@ -116,7 +116,7 @@ def test_functions_in_functions(data):
     close(outer(x, y), want(*data) + data[1] + want(data[1], data[0]))
 
 
-def test_one_call_is_lowered_once_whoever_uses_it(data):
+def test_one_call_with_several_users_is_lowered_once(data):
     x, y = pair(data)
     out = gate(x, y)
     assert templates(out * 2, out + 3).count("gate") == 1

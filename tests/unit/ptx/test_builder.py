@@ -9,7 +9,7 @@ import pytest
 
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.assemble import ARCHITECTURES, assemble
-from tinygrad_nv.ptx.builder import SINK, Kernel, Pair
+from tinygrad_nv.ptx.builder import SINK, Kernel, PairOperand
 from tinygrad_nv.ptx.builder.hopper import descriptor_bits
 from tinygrad_nv.ptx.parser import parse
 
@@ -99,7 +99,8 @@ def test_vector_add_assembles(arch: str):
 
 def pipeline(stages: int = 4) -> Kernel:
     """A 128x128 bf16 product: one producer warpgroup, two consumers of 64x128 each, `stages` stages of 64 of
-    K. """
+    K.
+    """
     k = Kernel("gemm", threads=384, min_ctas=1)
     a_map, b_map = k.tensor_map("a_map"), k.tensor_map("b_map")
     out, steps = k.pointer("out"), k.param("steps", "s32")
@@ -253,12 +254,12 @@ def test_ampere_product(arch: str):
     assemble(k.ptx(), arch)
 
 
-def test_emit_is_a_door_to_every_row():
-    k = Kernel("doors", threads=32)
+def test_emit_takes_every_row():
+    k = Kernel("every_row", threads=32)
     d, p = k.reg("b32"), k.reg("pred")
     k.emit("lop3.b32", d, k.tid.x, 15, 3, 0xEA)
-    k.emit("shfl.sync.bfly.b32", Pair(d, p), d, 1, 31, -1)
-    k.emit("elect.sync", Pair(SINK, p), -1)
+    k.emit("shfl.sync.bfly.b32", PairOperand(d, p), d, 1, 31, -1)
+    k.emit("elect.sync", PairOperand(SINK, p), -1)
     k.emit("mov.b32", d, 5, guard=~p)
     k.emit("fma.rn.f32", k.reg("f32", 1.5), k.reg("f32", -0.0), 2.0, 3.0)
     text = k.ptx()

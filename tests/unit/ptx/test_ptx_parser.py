@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tinygrad_nv.errors import PTXError
-from tinygrad_nv.ptx.operands import Operands
+from tinygrad_nv.ptx.operands import OperandParser
 from tinygrad_nv.ptx.parser import Parser, parse
 from tinygrad_nv.ptx.syntax import Address, Immediate, Instruction, Pair, Register, Sink, Symbol, Vector
 
@@ -209,15 +209,15 @@ DONE: ret; mov.f32 %r1, 0f3F800000;
 def test_a_line_is_read_as_words_are(path: Path | None, monkeypatch: pytest.MonkeyPatch):
     """And nearly all are lines."""
     text, lines = ODD if path is None else path.read_text(), 0
-    read = Operands.line_instruction
+    read = OperandParser.line_instruction
 
-    def counted(self: Operands) -> Instruction | None:
+    def counted(self: OperandParser) -> Instruction | None:
         nonlocal lines
         lines += (made := read(self)) is not None
         return made
-    monkeypatch.setattr(Operands, "line_instruction", counted)
+    monkeypatch.setattr(OperandParser, "line_instruction", counted)
     by_lines = Parser(text).module()
-    monkeypatch.setattr(Operands, "line_instruction", lambda self: None)
+    monkeypatch.setattr(OperandParser, "line_instruction", lambda self: None)
     assert repr(by_lines) == repr(Parser(text).module())  # a NaN is not equal to itself
     instructions = sum(len(each.body) for each in (*by_lines.functions.values(), *by_lines.callees.values()))
     assert lines > 0.8 * instructions or path is None
@@ -231,5 +231,5 @@ def test_errors_of_a_line_are_those_of_words(line: str, monkeypatch: pytest.Monk
     for _ in range(2):
         with pytest.raises(PTXError) as caught: parse(text)
         said.append(str(caught.value))
-        monkeypatch.setattr(Operands, "line_instruction", lambda self: None)
+        monkeypatch.setattr(OperandParser, "line_instruction", lambda self: None)
     assert said[0] == said[1]

@@ -5,10 +5,10 @@ import pytest
 
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.builder import Kernel
-from tinygrad_nv.ptx.sass import Instruction, disassembled, disassembler, functions, loops, main_loop
+from tinygrad_nv.ptx.sass import SASSInstruction, disassembled, disassembler, functions, loops, main_loop
 
 
-def listing(*lines: str) -> list[Instruction]:
+def listing(*lines: str) -> list[SASSInstruction]:
     """Instructions 16 bytes apart; a line that ends in a colon is a label."""
     made, address = [], 0
     for line in lines:

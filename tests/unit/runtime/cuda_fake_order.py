@@ -73,7 +73,7 @@ def event_destroy(fake: Fake, event: Any) -> Any:
 
 def event_record(fake: Fake, event: Any, stream: Any) -> Any:
     queue, found = fake.queue(stream), fake.get(event, FakeEvent)
-    assert int(stream) not in fake.capturing, "an event is recorded in a stream that somebody captures"
+    assert int(stream) not in fake.capturing, "an event is recorded in a stream that is being captured"
     if found.device is not queue.device: return (S.CUDA_ERROR_INVALID_HANDLE,)
     found.clock = queue.clock()
     queue.device.emu.record(found.emu, queue.emu)

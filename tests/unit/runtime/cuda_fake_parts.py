@@ -27,7 +27,7 @@ class Device:
         self.capability = int(arch[3]), int(arch[4])
         self.memory: dict[int, int] = {}
         self.pools: dict[int, Pool] = {}
-        self.pending: dict[int, FakeStream] = {}     # allocated in a stream that nobody waited for yet
+        self.pending: dict[int, FakeStream] = {}     # allocated in a stream not waited for yet
         self.pinned: dict[int, tuple[HostMemory, Any, int]] = {}
         self.reached: list[Device] = []
         self.streams: list[FakeStream] = []

@@ -161,7 +161,7 @@ def test_it_renders_nothing_differently():
     assert ClangRenderer.__mro__[1] is cstyle.ClangRenderer
 
 
-def test_the_joint_can_be_put_back_and_stays_while_disabled():
+def test_the_hook_can_be_put_back_and_stays_while_disabled():
     with hooks.disabled(): assert ops_cpu.ClangRenderer is ClangRenderer
     hooks.remove_cpu()
     assert ops_cpu.ClangRenderer is cstyle.ClangRenderer

@@ -47,7 +47,7 @@ def test_a_large_buffer_asks_for_huge_pages(nbytes: int):
     np.testing.assert_array_equal(np.frombuffer(made.as_memoryview(), np.uint8), data)
 
 
-def test_a_small_buffer_and_one_of_somebody_else_are_tinygrads():
+def test_a_small_buffer_and_an_external_one_are_tinygrads():
     assert not asked(buffer(PAGE - 1)._buf.va_addr)
     theirs = mmap.mmap(-1, 2 * PAGE)
     address = np.frombuffer(theirs, np.uint8).ctypes.data

@@ -1,4 +1,5 @@
-"""The threads of the CPU: every part of every launch once, in the order of launches, whoever is slow."""
+"""The threads of the CPU: every part of every launch once, in the order of launches, also with slow
+threads."""
 from __future__ import annotations
 
 import ctypes
@@ -19,7 +20,7 @@ from tinygrad.runtime import ops_cpu
 import tinygrad_nv
 from tinygrad_nv.runtime.cpu import device as cpu_device
 from tinygrad_nv.runtime.cpu import pool as cpu_pool
-from tinygrad_nv.runtime.cpu.pool import ALONE, HEAD, Pool, pool
+from tinygrad_nv.runtime.cpu.pool import ALONE, HEAD, ThreadPool, pool
 
 # one more for each launch that ran the part, some after a while
 COUNT = """void count(long *words, long slow, int core_id) {
@@ -64,9 +65,9 @@ def table(*rows: list[int]) -> np.ndarray:
 
 
 @functools.cache
-def three() -> Pool:
+def three() -> ThreadPool:
     """More threads than most machines of tests have to spare: they must sleep and be slow, and be right."""
-    return Pool(3)
+    return ThreadPool(3)
 
 
 @pytest.mark.parametrize("parts", [2, 3, 8, 100])
@@ -100,7 +101,7 @@ def test_a_launch_sees_all_of_the_one_before():
 
 
 def test_a_slow_part_leaves_the_others_to_who_is_free():
-    """Part 0 ends when all others are done, which takes somebody else; it gives its core away meanwhile."""
+    """Part 0 ends when all others are done, which takes another thread; it gives its core away meanwhile."""
     naps = np.zeros(1, np.int64)
     sleep = int(three().control[cpu_pool.YIELD])
     for _ in range(10):
@@ -158,8 +159,8 @@ def test_several_threads_launch_at_once():
 def test_a_thread_may_be_the_first_to_launch():
     """tinygrad's disk cache serves the thread that opened it alone."""
     Device["CPU"].renderer.compiler.compile_cached(COUNT)
-    made: list[Pool] = []
-    thread = threading.Thread(target=lambda: made.append(Pool(2)))
+    made: list[ThreadPool] = []
+    thread = threading.Thread(target=lambda: made.append(ThreadPool(2)))
     thread.start()
     thread.join()
     words = np.zeros(3, np.int64)
@@ -173,13 +174,13 @@ def test_a_thread_may_be_the_first_to_launch():
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many parts each run of the pool has, in order."""
     seen: list[int] = []
-    theirs = Pool.run_at
+    theirs = ThreadPool.run_at
 
-    def run_at(self: Pool, address: int, rows: int, stride: int, parallel: bool) -> None:
+    def run_at(self: ThreadPool, address: int, rows: int, stride: int, parallel: bool) -> None:
         words = np.ctypeslib.as_array((ctypes.c_uint64 * (rows * stride)).from_address(address))
         seen.extend(int(parts) for parts in words.reshape(rows, stride)[:, 1])
         theirs(self, address, rows, stride, parallel)
-    monkeypatch.setattr(Pool, "run_at", run_at)
+    monkeypatch.setattr(ThreadPool, "run_at", run_at)
     return seen
 
 

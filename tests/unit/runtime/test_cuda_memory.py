@@ -11,7 +11,7 @@ from test_driver import N, Numbers
 from tinygrad_nv.errors import DriverError, KernelError
 from tinygrad_nv.runtime.cuda import memory as cuda_memory
 from tinygrad_nv.runtime.cuda.driver import CUDADriver
-from tinygrad_nv.runtime.cuda.memory import Pool, Staging
+from tinygrad_nv.runtime.cuda.memory import Staging, StreamOrderedPool
 from tinygrad_nv.runtime.driver import Copy, Download, Fill, Upload
 
 RING = 1024
@@ -72,7 +72,7 @@ def test_memory_is_freed_after_the_work_of_every_stream(fake: Fake, numbers: Num
     gpu.free(first)
     gpu.submit(numbers.twice(), stream)
     with monkeypatch.context() as patch:
-        patch.setattr(Pool, "_after", lambda self, stream: None)
+        patch.setattr(StreamOrderedPool, "_after", lambda self, stream: None)
         with pytest.raises(AssertionError, match="memory is freed before work"): gpu.free(second)
     fake.complaints.clear()
     gpu.pool.sizes[second] = 8
@@ -98,7 +98,7 @@ def test_every_kind_of_work_is_waited_for(fake: Fake, numbers: Numbers, kind: st
     other.close()
 
 
-def test_a_stream_that_somebody_captures_is_left_alone(fake: Fake, gpu: CUDADriver):
+def test_a_stream_in_capture_is_left_alone(fake: Fake, gpu: CUDADriver):
     """An event recorded there would take our stream of frees into their capture."""
     handle = int(gpu.stream().handle)
     theirs = gpu.external_stream(handle)

@@ -37,7 +37,7 @@ def test_a_missing_event_is_found(numbers: Numbers):
     with pytest.raises(KernelError, match="kernel twice"): gpu.synchronize()
 
 
-def test_a_stream_of_somebody_else(numbers: Numbers):
+def test_an_external_stream(numbers: Numbers):
     """What torch gives is its CUstream as a number; 0 is CUDA's default stream."""
     gpu, event = numbers.gpu, numbers.gpu.event()
     handle = int(gpu.stream().handle)

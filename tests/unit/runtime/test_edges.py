@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from tinygrad_nv.runtime.driver import Attributes, Copy, Fill, Function, Launch, Work
-from tinygrad_nv.runtime.edges import Chain, Counts, early, reduced
+from tinygrad_nv.runtime.edges import Chain, EdgeCounts, early, reduced
 
 FUNCTION = Function("k", Attributes(0, 0, 0, 1024), None)
 PLAIN, PDL = (Launch(FUNCTION, (1, 1, 1), (32, 1, 1), pdl=pdl) for pdl in (False, True))
@@ -66,20 +66,20 @@ def test_large_launches_are_a_chain():
     after, chain = chained((launch(8), ()), (launch(9), (0,)), (launch(9), (0,)), (launch(9), (0,)),
                            (launch(8), (1, 2, 3)))
     assert after == [(), (0,), (1,), (2,), (3,)]
-    assert chain.counts == Counts(launches=5, edges=4, programmatic=4, chained=2)
+    assert chain.counts == EdgeCounts(launches=5, edges=4, programmatic=4, chained=2)
 
 
 def test_small_independent_launches_run_side_by_side():
     after, chain = chained((launch(8), ()), (launch(3), (0,)), (launch(5), (0,)), (launch(1), (0,)),
                            (launch(8), (1, 2, 3)))
     assert after == [(), (0,), (0,), (0,), (1, 2, 3)]  # the fourth would be the ninth CTA; 1 and 2 are no one
-    assert chain.counts == Counts(launches=5, edges=6, programmatic=3, beside=1)
+    assert chain.counts == EdgeCounts(launches=5, edges=6, programmatic=3, beside=1)
 
 
 def test_a_launch_is_not_beside_what_it_follows_by_way_of_a_fill():
     after, chain = chained((launch(1), ()), (Fill(0, 0, 4), (0,)), (launch(1), (1,)), (launch(1), ()))
     assert after == [(), (0,), (1,), (0,)]
-    assert chain.counts == Counts(launches=3, edges=3, programmatic=1, chained=1, beside=1)
+    assert chain.counts == EdgeCounts(launches=3, edges=3, programmatic=1, chained=1, beside=1)
 
 
 def test_a_grid_that_is_not_known_is_a_large_one():
@@ -90,7 +90,7 @@ def test_a_grid_that_is_not_known_is_a_large_one():
 def test_launches_without_pdl_follow_their_data_alone():
     after, chain = chained((launch(9, pdl=False), ()), (launch(9, pdl=False), ()), (launch(9), ()))
     assert after == [(), (), (1,)]
-    assert chain.counts == Counts(launches=3, edges=1, programmatic=1, chained=1)
+    assert chain.counts == EdgeCounts(launches=3, edges=1, programmatic=1, chained=1)
 
 
 @pytest.mark.parametrize("seed", range(30))

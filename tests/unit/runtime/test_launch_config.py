@@ -10,7 +10,7 @@ from tinygrad.dtype import dtypes
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 from attention_launch import submitted
-from gemm_launch import Launcher
+from gemm_launch import GemmLauncher
 
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.runtime import clock, program
@@ -102,7 +102,7 @@ class Asked(EmulatedDriver):
         return super().tensor_map(spec)
 
 
-def test_whoever_launches_a_kernel_has_the_same_tensor_maps():
+def test_every_way_to_launch_has_the_same_tensor_maps():
     """A program of a user's, the tuner, and both launchers of bench/gpu.py."""
     spec = dense(128, 64, 128)
     kernel = TABLE.build(spec, Wgmma().block(128, 64).k(64), GPU("sm_90a"))
@@ -119,5 +119,5 @@ def test_whoever_launches_a_kernel_has_the_same_tensor_maps():
     assert {each.l2_promotion for each in users} == {"128B"}
     assert asked(lambda: clock.arguments(gpu, kernel, spec, at)) == users
     memory = dict(zip(("out", "a", "b"), at, strict=True))
-    assert asked(lambda: Launcher(gpu, kernel).bound(spec, memory)) == users
+    assert asked(lambda: GemmLauncher(gpu, kernel).bound(spec, memory)) == users
     assert asked(lambda: submitted(gpu, [kernel], at)) == users

@@ -16,7 +16,7 @@ from tinygrad_nv.errors import DriverError, NVError, OutOfMemoryError
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 from tinygrad_nv.runtime.memory_pool import MemoryPool, labelled
-from tinygrad_nv.runtime.observe.memory_report import Share, human
+from tinygrad_nv.runtime.observe.memory_report import LabelUsage, human
 
 pytestmark = pytest.mark.usefixtures("frozen")
 
@@ -82,14 +82,14 @@ def test_labels():
     pool.free(pool.alloc(32 * KiB))
     pool.free(weights[0])
     assert pool.report().labels == (
-        Share("KV cache", 16 * KiB, 1, 16 * KiB), Share("weights", 10 * KiB, 2, 14 * KiB),
-        Share("tensors", 1 * KiB, 1, 33 * KiB))
+        LabelUsage("KV cache", 16 * KiB, 1, 16 * KiB), LabelUsage("weights", 10 * KiB, 2, 14 * KiB),
+        LabelUsage("tensors", 1 * KiB, 1, 33 * KiB))
     for address in (plain, weights[1], cache, more): pool.free(address)
     report = pool.report()
     assert [(s.nbytes, s.count, s.peak_bytes) for s in report.labels] == [
         (0, 0, 33 * KiB), (0, 0, 16 * KiB), (0, 0, 14 * KiB)]
     assert (report.held, report.peak, report.largest) == (0, 63 * KiB, ())
-    assert report.of("nobody's") == Share("nobody's", 0, 0, 0)
+    assert report.of("unused") == LabelUsage("unused", 0, 0, 0)
 
 
 def test_a_label_is_that_of_its_thread_and_context():
@@ -106,7 +106,7 @@ def test_memory_keeps_the_label_it_was_made_with():
     pool, _ = keeping()
     with labelled("weights"): address = pool.alloc(4 * KiB)
     with labelled("KV cache"): pool.free(address)
-    assert pool.report().of("weights") == Share("weights", 0, 0, 4 * KiB)
+    assert pool.report().of("weights") == LabelUsage("weights", 0, 0, 4 * KiB)
     assert pool.report().of("KV cache").count == 0
 
 

@@ -75,7 +75,7 @@ def model(x: Tensor, w: list[Tensor]) -> Tensor:
 
 # **** off ****
 
-def test_nothing_is_kept_while_nobody_tracks(executed):
+def test_nothing_is_kept_while_tracking_is_off(executed):
     assert layer("a") is layer("b")
     assert span("a") is layer("b")
     with layer("a"): y = normal(4, 4) + 1

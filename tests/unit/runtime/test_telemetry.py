@@ -8,7 +8,7 @@ import pytest
 from nvml_fake import FakeNVML
 
 from tinygrad_nv.runtime.observe import telemetry
-from tinygrad_nv.runtime.observe.telemetry import Reading, Samples, Spread, Telemetry
+from tinygrad_nv.runtime.observe.telemetry import GPUSample, Samples, Spread, Telemetry
 
 REFUSALS = (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NO_PERMISSION, pynvml.NVML_ERROR_GPU_IS_LOST)
 
@@ -25,7 +25,7 @@ def nvml(monkeypatch):
 def test_a_reading_has_every_field_in_its_unit(nvml):
     nvml.reasons = 0x4 | 0x20
     reading = Telemetry(0).now()
-    assert reading == Reading(reading.seconds, 1980, 2619, 350.0, 1 << 30, 61,
+    assert reading == GPUSample(reading.seconds, 1980, 2619, 350.0, 1 << 30, 61,
                               ("power cap", "too hot (software)"))
 
 
@@ -70,10 +70,10 @@ def test_joules_are_watts_over_time_where_there_is_no_counter(nvml):
 
 
 def test_trapezoids_by_hand_skip_readings_without_watts():
-    samples = Samples([Reading(1.0, watts=100.0), Reading(2.0), Reading(3.0, watts=300.0),
-                       Reading(3.5, watts=100.0)])
+    samples = Samples([GPUSample(1.0, watts=100.0), GPUSample(2.0), GPUSample(3.0, watts=300.0),
+                       GPUSample(3.5, watts=100.0)])
     assert samples.integrated_joules == 400 + 100
-    assert Samples([Reading(1.0, watts=100.0)]).integrated_joules is None
+    assert Samples([GPUSample(1.0, watts=100.0)]).integrated_joules is None
     assert Samples().seconds == 0
 
 

@@ -22,7 +22,7 @@ from tinygrad_nv.engine.outputs import Delta, TokenLogprobs
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import NVError, QueueFull
-from tinygrad_nv.server.limits import Limits
+from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.metrics import Metrics
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.serving import Server, bind, serve, url
@@ -132,11 +132,12 @@ class Live:
     def drain(self) -> None: self.loop.call_soon_threadsafe(self.server.drain)
 
 
-def fake_service(engine: FakeEngine | None = None, limits: Limits | None = None, **more: Any) -> Service:
+def fake_service(engine: FakeEngine | None = None, limits: RequestLimits | None = None,
+                 **more: Any) -> Service:
     """A service of `FakeEngine`."""
     engine = engine or FakeEngine(FakeModel())
     metrics = Metrics(NAME, LENGTH, engine.stats)
-    return Service(engine, engine.model, (NAME, "alias"), limits or Limits(), metrics, **more)
+    return Service(engine, engine.model, (NAME, "alias"), limits or RequestLimits(), metrics, **more)
 
 
 @contextlib.contextmanager

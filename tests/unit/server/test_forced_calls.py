@@ -12,7 +12,7 @@ from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.structured_output.params import Structured
 from tinygrad_nv.server import protocol
 from tinygrad_nv.server.errors import APIError
-from tinygrad_nv.server.limits import Limits
+from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.structured_output import MAX_CALLS, call_schema
 from tinygrad_nv.server.tools import ToolChoice, forced_calls
 
@@ -115,7 +115,7 @@ def test_what_lists_no_properties_or_says_more_stays_open():
 
 def asked(**fields: Any) -> protocol.ChatRequest:
     data = {"messages": [{"role": "user", "content": "x"}], "tools": [TOOLS[0]], "tool_choice": "required"}
-    return protocol.chat({**data, **fields}, SamplingParams(), Limits())
+    return protocol.chat({**data, **fields}, SamplingParams(), RequestLimits())
 
 
 def test_stop_strings_do_not_cut_a_call():

@@ -7,18 +7,19 @@ import pytest
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import ScheduleError, SpecError
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.defaults import default
-from tinygrad_nv.tile.attention.mma.kernel import flash_mma
-from tinygrad_nv.tile.attention.mma.legality import problems, smem_bytes
+from tinygrad_nv.tile.attention.mma.plan import Plan
+from tinygrad_nv.tile.attention.schedules import FlashMma
 from tinygrad_nv.tile.attention.score import multiple
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band, Rows
+from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
 from tinygrad_nv.tile.expression import Expression, Load, Position, Sum, tanh
 from tinygrad_nv.tile.kernel import AttentionKernel
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 BF16 = dtypes.bfloat16
 CAUSAL = Band(None, 0)
-PLAIN = AnySchedule(template="flash_mma").block(64, 64).warps(4).stages(2)
+PLAIN = FlashMma().block(64, 64).warps(4).stages(2)
 
 
 def dense(s_q: int = 100, s_kv: int = 200, d: int = 64, dtype: DType = BF16, d_v: int = 0) -> AttentionSpec:
@@ -90,10 +91,10 @@ def test_specs_are_equal_by_what_they_say():
 # **** kernels ****
 
 def test_grids_follow_the_rows_of_a_launch():
-    made = flash_mma(replace(dense(), symbolic=("s_q",)), PLAIN)
+    made = TABLE.build(replace(dense(), symbolic=("s_q",)), PLAIN, GPU("sm_80"))
     assert (made.grid, made.threads) == ((2, 4, 2), 128)
     assert [made.grid_for(rows)[0] for rows in (1, 64, 65, 100)] == [1, 1, 2, 2]
-    assert flash_mma(dense(), PLAIN).grid_for(1) == (2, 4, 2)
+    assert TABLE.build(dense(), PLAIN, GPU("sm_80")).grid_for(1) == (2, 4, 2)
     assert AttentionKernel("x", "", (12, 1, 1), 32, rows_of_cta=16, ctas_of_rows=3).grid_for(17) == (6, 1, 1)
 
 
@@ -101,7 +102,7 @@ def test_parameters_are_in_order():
     """out, l, operands, those of the score, symbolic extents."""
     spec = replace(dense(), symbolic=("s_q", "s_kv", "start"), log_sum=True,
                    score=Sum() + Load(0, dtypes.float32, 200, 1) + Load(1, dtypes.float32, 0, 1))
-    head = flash_mma(spec, PLAIN).ptx.partition("{")[0]
+    head = TABLE.build(spec, PLAIN, GPU("sm_80")).ptx.partition("{")[0]
     names = [line.split()[-1].strip(",)") for line in head.splitlines() if ".param" in line]
     assert names == ["out", "l", "q", "k", "v", "x0", "x1", "s_q", "s_kv", "start"]
 
@@ -120,25 +121,24 @@ def test_multiples_of_the_sum(score: Expression, expected: float | None):
     (PLAIN.block(72, 64), "block_m=72 is not a multiple of 4 warps × 16 = 64"),
     (PLAIN.block(64, 48), "block_n=48 is not 16, 32, 64, 128"), (PLAIN.stages(1), "1 stages are not 2 to 8"),
     (PLAIN.warps(3).block(48, 64), "3 warps are not 1, 2, 4, 8 or 16"),
-    (PLAIN.warps(2, 2), "2 warps along columns is of other templates"),
-    (PLAIN.cluster(2), "cluster 2x1 is of other"), (PLAIN.split(2), "split 2 is of other"),
-    (PLAIN.using("decode"), "template decode is of other"), (PLAIN.block(0, 64), "extents below 1"),
+    (PLAIN.block(0, 64), "extents below 1"),
     (PLAIN.stages(8).block(64, 128), r"8 stages × 32768 B and q are 262144 B of shared memory"),
     (PLAIN.block(256, 128), r"64 rows of a warp × \(64 \+ 128\) / 32 lanes = 384 sums")], ids=str)
-def test_impossible_schedules(schedule: AnySchedule, words: str):
-    with pytest.raises(ScheduleError, match=words): flash_mma(dense(), schedule)
+def test_impossible_schedules(schedule: FlashMma, words: str):
+    with pytest.raises(ScheduleError, match=words): TABLE.build(dense(), schedule, GPU("sm_80"))
 
 
 def test_impossible_attentions():
     spec = dense()
     odd = replace(spec, k=replace(spec.k, row=65))
-    assert problems(PLAIN, odd, "sm_80") == ["rows of k are aligned to 2 B, cp.async copies 4 and more"]
-    assert problems(PLAIN, dense(d=60), "sm_80") == \
+    assert TABLE.problems(odd, PLAIN, GPU("sm_80")) == [
+        "rows of k are aligned to 2 B, cp.async copies 4 and more"]
+    assert TABLE.problems(dense(d=60), PLAIN, GPU("sm_80")) == \
         ["d=60 is not a multiple of 8", "d_v=60 is not a multiple of 8"]
-    assert problems(PLAIN, replace(spec, batch=(1, 40000, 2)), "sm_80") == \
+    assert TABLE.problems(replace(spec, batch=(1, 40000, 2)), PLAIN, GPU("sm_80")) == \
         ["80000 heads are above 65535, a grid's"]
-    assert problems(PLAIN, spec, "sm_70") == ["sm_70 is not sm_80, sm_89, sm_90a"]
-    assert default(odd, "sm_80") is None
+    assert TABLE.problems(spec, PLAIN, GPU("sm_70")) == ["sm_70 is not sm_80, sm_89, sm_90a"]
+    assert ATTENTION.choose(odd, GPU("sm_80")) is None
 
 
 def test_legality_agrees_with_what_can_be_built():
@@ -146,6 +146,6 @@ def test_legality_agrees_with_what_can_be_built():
     for d, m, n, warps, stages in ((64, 64, 64, 4, 2), (128, 128, 64, 4, 2), (256, 64, 32, 4, 2),
                                    (40, 32, 16, 1, 5), (64, 512, 16, 16, 2)):
         schedule = PLAIN.block(m, n).warps(warps).stages(stages)
-        made = flash_mma(dense(d=d), schedule)
-        needed = smem_bytes(schedule, dense(d=d))
+        made = TABLE.build(dense(d=d), schedule, GPU("sm_80"))
+        needed = Plan.of(dense(d=d), schedule).smem_bytes
         assert made.dynamic_smem == (needed if needed > 48 << 10 else 0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tinygrad_nv.ptx.emulator.report import Site, Stats
 from tinygrad_nv.tile.gemm import work
 from tinygrad_nv.tile.gemm.choose import choose
-from tinygrad_nv.tile.gemm.cost import Model, predict
+from tinygrad_nv.tile.gemm.cost import CostModel, predict
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.schedules import Gemv, Mma, Wgmma
 from tinygrad_nv.tile.gemm.trial import Trial, counted
@@ -37,7 +37,7 @@ EXTENT = st.integers(1, 40000)
        epilogue=st.sampled_from(("", "bias+gelu+residual")))
 @settings(deadline=None, max_examples=60)
 def test_no_prediction_is_below_the_roofline(machine, extents, schedule, dtype, batch, epilogue):
-    model = Model(dense(*extents, dtype, batch=batch, epilogue=epilogue), machine)
+    model = CostModel(dense(*extents, dtype, batch=batch, epilogue=epilogue), machine)
     predicted = model.predict(schedule)
     assert predicted.seconds >= model.roofline(schedule)
     assert predicted.seconds >= (machine.early_launch_s or machine.launch_s) + machine.load_s
@@ -63,17 +63,18 @@ def test_what_has_flags_to_zero_is_not_launched_early(schedule, early):
        schedule=st.sampled_from(FORMS), machine=st.sampled_from(MACHINES))
 @settings(deadline=None, max_examples=400)
 def test_more_of_any_extent_never_takes_less(extents, more, schedule, machine):
-    before = Model(dense(*extents), machine).predict(schedule).seconds
+    before = CostModel(dense(*extents), machine).predict(schedule).seconds
     for axis in range(3):
         grown = list(extents)
         grown[axis] += more[axis]
-        assert Model(dense(*grown), machine).predict(schedule).seconds >= before * (1 - 1e-9), (axis, grown)
+        seconds = CostModel(dense(*grown), machine).predict(schedule).seconds
+        assert seconds >= before * (1 - 1e-9), (axis, grown)
 
 
 @given(m=st.integers(1, 16), more=st.integers(0, 15), n=EXTENT, k=st.integers(1, 8192))
 @settings(deadline=None, max_examples=60)
 def test_gemv_is_above_the_roofline_and_more_rows_never_take_less(m, more, n, k):
-    few, many = (Model(dense(rows, n, k), H100) for rows in (m, min(16, m + more)))
+    few, many = (CostModel(dense(rows, n, k), H100) for rows in (m, min(16, m + more)))
     assert few.roofline(GEMV) <= few.predict(GEMV).seconds <= many.predict(GEMV).seconds * (1 + 1e-9) \
         or m == 1   # one row is for CUDA cores, more for tensor cores
 
@@ -200,7 +201,7 @@ def stats(steps: int, conflicts: int = 0) -> Stats:
 
 
 def test_counters_become_cycles():
-    model, s = Model(dense(4096, 4096, 4096), A100), Mma()
+    model, s = CostModel(dense(4096, 4096, 4096), A100), Mma()
     made = counted(Trial(stats(5), stats(9), (5, 9), 1), model, s)
     assert made.tensor == pytest.approx(128 * 128 * 32 / 1024 / A100.sustained)
     assert (made.shared, made.issue) == (256, 272)
@@ -212,7 +213,7 @@ def test_counters_become_cycles():
 
 
 def test_registers_decide_how_many_ctas_an_sm_holds():
-    model, s = Model(dense(8192, 8192, 8192), A100), Mma().stages(2)
+    model, s = CostModel(dense(8192, 8192, 8192), A100), Mma().stages(2)
     done = model.planned(s)
     assert model.timed(s, done, 255).waves == pytest.approx(2 * model.timed(s, done, 128).waves)
 
@@ -223,7 +224,7 @@ def test_wgmma_reads_both_operands_from_shared_memory():
     s = W.block(64, 128).warps(8)
     few, many = (Stats((replace(one, warps=4 * n, flops=n * one.flops),), asynchronous_bytes=24576 * n // 4)
                  for n in (4, 8))
-    model = Model(dense(4096, 4096, 4096), H100)
+    model = CostModel(dense(4096, 4096, 4096), H100)
     made = counted(Trial(few, many, (1, 2), 1), model, s)
     assert made.shared == (4 * (64 + 128) * 32 + 24576) / 128
     assert made.tensor == pytest.approx(model.planned(s).tensor)

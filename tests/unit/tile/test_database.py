@@ -1,4 +1,4 @@
-"""The schedule database: what is stored is found again, by every process; what is broken hurts nobody."""
+"""The schedule database: what is stored is found again, by every process; what is broken is left out."""
 from __future__ import annotations
 
 import json
@@ -165,8 +165,8 @@ def test_an_export_is_a_database(file):
 def test_entries_that_are_none_are_refused():
     good = entry().to_json()
     for spoiled in ({**good, "arch": "sm_10"}, {**good, "seconds": -1}, {**good, "seconds": "1"},
-                    {**good, "how": "guessed"}, {**good, "schedule": {"template": 3}}, {**good, "spec": None},
-                    {}, None, 3):
+                    {**good, "how": "estimated"}, {**good, "schedule": {"template": 3}},
+                    {**good, "spec": None}, {}, None, 3):
         with pytest.raises(NVError): Entry.from_json(spoiled)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tinygrad_nv.tile.gemm.analytic import TIE, analytic
 from tinygrad_nv.tile.gemm.candidates import space, starts
 from tinygrad_nv.tile.gemm.choose import choose, why_not
-from tinygrad_nv.tile.gemm.cost import Model
+from tinygrad_nv.tile.gemm.cost import CostModel
 from tinygrad_nv.tile.gemm.dense import MAJORS, dense
 from tinygrad_nv.tile.gemm.schedules import Mma
 from tinygrad_nv.tile.gpu import machine_for
@@ -99,7 +99,7 @@ def test_there_is_a_legal_schedule_for_every_product_of_halves(extents, majors, 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_the_choice_is_near_the_best_of_the_whole_space(spec, arch):
-    model = Model(spec, machine_for(arch))
+    model = CostModel(spec, machine_for(arch))
     best = min(model.predict(s).seconds for s in space(spec, GPU(arch)))
     assert best <= model.predict(analytic(spec, arch)).seconds <= 1.1 * TIE * best
 
@@ -110,7 +110,7 @@ def test_the_choice_is_near_the_best_of_the_whole_space(spec, arch):
     ((2000, 3000, 100), "bias+gelu", "sm_89")])
 def test_the_choice_is_near_the_best_for_odd_extents(extents, words, arch):
     spec = dense(*extents, epilogue=words)
-    model = Model(spec, machine_for(arch))
+    model = CostModel(spec, machine_for(arch))
     best = min(model.predict(s).seconds for s in space(spec, GPU(arch)))
     assert model.predict(analytic(spec, arch)).seconds <= 1.15 * best
 

@@ -15,6 +15,7 @@ import tinygrad_nv
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.schedules import Gemv, Mma, Wgmma
+from tinygrad_nv.tile.schedule import NEUTRAL
 from tinygrad_nv.tile.template import GPU, Template
 from tinygrad_nv.tile.templates import TABLE
 
@@ -49,6 +50,20 @@ def test_schedules_have_the_fields_of_their_template():
     assert not hasattr(Mma(), "cluster_m")
     assert not hasattr(Gemv(), "block_m")
     assert not hasattr(Wgmma(), "warps_n")
+
+
+@pytest.mark.parametrize(("kind", "template"), TEMPLATES, ids=lambda each: getattr(each, "name", each))
+def test_fields_that_a_template_lacks_are_refused_unless_they_say_nothing(kind: str, template: Template):
+    schedule = template.schedule()
+    own = {field.name for field in fields(schedule)}
+    for name, value in NEUTRAL.items():
+        if name in own: continue
+        data = {**schedule.to_json(), name: value}
+        assert TABLE.read(kind, data) == schedule
+        other = {False: True, 1: 2, "": "64B", "cooperative": "pingpong"}[value]
+        if name == "warps_n" and template.schedule is Gemv: continue  # of warps along two sides, the product
+        with pytest.raises(ScheduleError, match=f"{name}={other!r} is of another template"):
+            TABLE.read(kind, {**data, name: other})
 
 
 def test_the_candidates_of_a_template_are_its_own():
@@ -89,8 +104,8 @@ def test_a_comparison_is_seen(code: str):
 
 def test_nothing_compares_names_of_templates():
     """Outside ptx/, where mma and wgmma are instructions, and the table itself. A level of an instruction set
-    and a kind of structured output have the names of templates too, and so has a template of GPUs."""
+    and a kind of structured output have the names of templates too."""
     files = [file for file in PACKAGE.rglob("*.py") if file.relative_to(PACKAGE).parts[0] != "ptx"
              and file != PACKAGE / "tile" / "templates.py"]
-    names = NAMES - {"amx", "choice", "decode"}
+    names = NAMES - {"amx", "choice"}
     assert [f"{file}:{line}" for file in files for line in compared(ast.parse(file.read_text()), names)] == []

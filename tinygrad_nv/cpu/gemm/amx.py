@@ -37,7 +37,7 @@ from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, header, kernel, up
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.gemm.spec import BYTES, GemmSpec
+from tinygrad_nv.tile.gemm.spec import INT8S, GemmSpec
 
 FEWEST_ROWS = 17         # one row more than a tile: fewer are for gemm/gemv/kernel.py
 STACK_BYTES = 1 << 20    # of sums, of a panel pair of b, and of packed a
@@ -64,7 +64,7 @@ def _untaken(spec: GemmSpec, isa: ISA) -> list[str]:
     """Of a product, whatever the schedule."""
     out = expression.problems(spec.epilogue)
     if isa.level != "amx": out.append(f"no tiles on {isa}")
-    if spec.a.dtype not in (dtypes.bfloat16, *BYTES): out.append(f"tiles of {short(spec.a.dtype)}")
+    if spec.a.dtype not in (dtypes.bfloat16, *INT8S): out.append(f"tiles of {short(spec.a.dtype)}")
     if spec.m < FEWEST_ROWS: out.append(f"{spec.m} rows, at least {FEWEST_ROWS}")
     if spec.parts > 2: out.append(f"{spec.parts} parts, at most 2")
     return out
@@ -126,7 +126,7 @@ def build(spec: GemmSpec, schedule: Amx) -> CPUKernel:
 
 
 def _dot(spec: GemmSpec) -> str:
-    if spec.a.dtype not in BYTES: return "bf16ps"
+    if spec.a.dtype not in INT8S: return "bf16ps"
     return "b" + "".join("s" if one.dtype == dtypes.int8 else "u" for one in (spec.a, spec.b)) + "d"
 
 
@@ -214,7 +214,7 @@ def _pack_a(source: str, to: str = "0") -> str:
 
 def _finish(spec: GemmSpec) -> str:
     """The epilogue of a vector of sums, and its store."""
-    kind, vector = short(spec.out.dtype), "vi" if spec.a.dtype in BYTES else "vf"
+    kind, vector = short(spec.out.dtype), "vi" if spec.a.dtype in INT8S else "vf"
     names = [f"s{p}" for p in range(spec.parts)]
     lines = ["const s64 left_over = columns - j;"]
     lines += [f"const {vector} {name} = *(const {vector}_u *)&sums[{p}][i][j];"

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from tinygrad_nv.cpu.gemm.schedules import CPUGemmSchedule
 from tinygrad_nv.cpu.target import CPU
-from tinygrad_nv.tile.gemm.spec import BYTES, GemmSpec
+from tinygrad_nv.tile.gemm.spec import INT8S, GemmSpec
 from tinygrad_nv.tile.template import AnyTemplate
 from tinygrad_nv.tile.templates import TABLE
 
@@ -27,6 +27,6 @@ def starts(spec: GemmSpec, target: CPU) -> list[CPUGemmSchedule]:
 def _preferred(spec: GemmSpec, target: CPU) -> tuple[AnyTemplate, ...]:
     """Templates, the fastest first. On Zen 4 gemv is for all of its 16 rows, but not of bytes, of which gemm
     multiplies four at once: 16 rows by 4096 x 2048 take 2.1 ms, 4.5 by gemv; 4 rows the same."""
-    by_fours = spec.a.dtype in BYTES and target.isa.vnni and min(spec.m, spec.n) >= FEWEST_BY_FOURS
+    by_fours = spec.a.dtype in INT8S and target.isa.vnni and min(spec.m, spec.n) >= FEWEST_BY_FOURS
     gemv, *others = TABLE.templates(target.kind, spec)
     return (*others, gemv) if by_fours else (gemv, *others)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.cpu.isa import ISA
-from tinygrad_nv.tile.gemm.spec import BYTES, GemmSpec
+from tinygrad_nv.tile.gemm.spec import INT8S, GemmSpec
 
 PER = {"fma": 1, "pair": 2, "quad": 4}  # elements of a unit
 MOST_ROWS = 16                          # of a, by gemv: more are for blocked/kernel.py
@@ -18,7 +18,7 @@ STRIP, PANEL, UNITS = 32, 16, 16
 
 def kind_of(spec: GemmSpec, isa: ISA) -> str:
     """What operands are packed as."""
-    if spec.a.dtype in BYTES: return "quad" if isa.vnni else "fma"
+    if spec.a.dtype in INT8S: return "quad" if isa.vnni else "fma"
     return "pair" if spec.a.dtype == dtypes.bfloat16 and isa.bf16 else "fma"
 
 
@@ -43,7 +43,7 @@ def for_tiles(spec: GemmSpec) -> GemmSpec:
 
 def tile_kind(spec: GemmSpec) -> str:
     """What operands of AMX tiles are packed as."""
-    return "quad" if spec.a.dtype in BYTES else "pair"
+    return "quad" if spec.a.dtype in INT8S else "pair"
 
 
 def tile_multiples(spec: GemmSpec) -> tuple[int, int, int]:

@@ -1,9 +1,10 @@
 """The scheduler: which sequences the next step computes, and how many tokens of each.
 
-Protocol. `schedule(synced)` returns a `Step` and counts it as launched, or None when nothing can run. Steps
-are launched in this order, each before the next is scheduled. `synced`: the output of every launched step has
-been processed. Otherwise every running sequence is assumed to continue, and no sequence is preempted:
-`OutOfPages` is raised where a preemption would be needed, and pages reserved until then stay reserved.
+Protocol. `schedule(synced)` returns a `ScheduledStep` and counts it as launched, or None when nothing can
+run. Steps are launched in this order, each before the next is scheduled. `synced`: the output of every
+launched step has been processed. Otherwise every running sequence is assumed to continue, and no sequence is
+preempted: `OutOfPages` is raised where a preemption would be needed, and pages reserved until then stay
+reserved.
 
 Order. A sequence's key is `priority · ageing_s + arrival_s`; a smaller key runs first. One level of priority
 is a head start of `ageing_s` seconds, so a waiting request is overtaken for a bounded time only. A step
@@ -45,7 +46,7 @@ class OutOfPages(Exception):
 
 
 @dataclass
-class Step:
+class ScheduledStep:
     """A batch and its sequences. `drafted`: those with draft tokens. Before the launch, the slots of
     `started` are to be set, then those of the branches of `forked`. `needs_sync`: the output must be
     processed before the next step is scheduled. `number`: the pool's batch number."""
@@ -59,7 +60,7 @@ class Step:
 
 
 @dataclass
-class Plan:
+class StepPlan:
     """A step being assembled."""
     token_budget: int
     single_tokens: bool = False     # decodes leave less than a group of the budget
@@ -167,9 +168,9 @@ class Scheduler:
 
     # **** a step ****
 
-    def schedule(self, synced: bool) -> Step | None:
+    def schedule(self, synced: bool) -> ScheduledStep | None:
         """The next step, or None. Raises `OutOfPages`."""
-        plan, before = Plan(self.config.max_batched_tokens), self.num_preempted
+        plan, before = StepPlan(self.config.max_batched_tokens), self.num_preempted
         chunked = self._schedule_decodes(plan, synced)
         for seq in chunked:
             if not seq.waiting: self._schedule_chunk(plan, seq, synced)
@@ -179,7 +180,7 @@ class Scheduler:
         if self.config.num_speculative_tokens and not self.num_waiting: self._schedule_drafts(plan)
         return self._step(plan) if plan.num_tokens else None
 
-    def _schedule_decodes(self, plan: Plan, synced: bool) -> list[Seq]:
+    def _schedule_decodes(self, plan: StepPlan, synced: bool) -> list[Seq]:
         """Schedules one token for each decoding sequence. Returns the sequences with more than one token to
         compute."""
         chunked, num_tokens = [], plan.num_tokens
@@ -193,7 +194,7 @@ class Scheduler:
         plan.single_tokens = plan.token_budget < GROUP
         return chunked
 
-    def _reserve(self, plan: Plan, seq: Seq, end: int, synced: bool) -> bool:
+    def _reserve(self, plan: StepPlan, seq: Seq, end: int, synced: bool) -> bool:
         """Reserves pages up to position `end` for a running sequence, preempting others. False if it was
         itself preempted."""
         while not seq.reserve(end, self.pool.page_size):
@@ -204,19 +205,19 @@ class Scheduler:
             if victim is seq: return False
         return True
 
-    def _schedule_chunk(self, plan: Plan, seq: Seq, synced: bool) -> None:
+    def _schedule_chunk(self, plan: StepPlan, seq: Seq, synced: bool) -> None:
         num_tokens = plan.chunk_size(len(seq.tokens) - seq.num_scheduled)
         if num_tokens and self._reserve(plan, seq, padded(seq.num_scheduled, num_tokens), synced):
             plan.add(seq, num_tokens)
 
-    def _commit(self, plan: Plan, seq: Seq) -> None:
+    def _commit(self, plan: StepPlan, seq: Seq) -> None:
         """The sequence stays in this step: sequences that start after it may share the pages that it fills.
         """
         if num_tokens := plan.num_tokens.get(seq, 0): advance_table(seq, seq.num_scheduled + num_tokens)
 
     # **** waiting sequences ****
 
-    def _schedule_waiting(self, plan: Plan) -> None:
+    def _schedule_waiting(self, plan: StepPlan) -> None:
         while plan.token_budget and (seq := self._next_waiting()) is not None and self._start(seq, plan):
             heappop(self._waiting_queue)
             self.num_waiting -= 1
@@ -234,7 +235,7 @@ class Scheduler:
         while self._waiting_queue and not self._waiting_queue[0][1].waiting: heappop(self._waiting_queue)
         return self._waiting_queue[0][1] if self._waiting_queue else None
 
-    def _start(self, seq: Seq, plan: Plan) -> bool:
+    def _start(self, seq: Seq, plan: StepPlan) -> bool:
         """Reserves slots and pages for a waiting sequence, or returns False."""
         if plan.token_budget < GROUP and not plan.single_tokens: return False
         if len(self._slots) < 1 + len(seq.branches): return False
@@ -264,7 +265,7 @@ class Scheduler:
 
     # **** speculative decoding ****
 
-    def _schedule_drafts(self, plan: Plan) -> None:
+    def _schedule_drafts(self, plan: StepPlan) -> None:
         """Asks the proposer for drafts of decoding sequences, as far as budget and pages are left."""
         requests = {}
         for seq, num_tokens in plan.num_tokens.items():
@@ -288,7 +289,7 @@ class Scheduler:
 
     # **** the batch ****
 
-    def _step(self, plan: Plan) -> Step:
+    def _step(self, plan: StepPlan) -> ScheduledStep:
         seqs: list[ScheduledSeq] = []
         forked: list[Seq] = []
         needs_sync, drafts = False, plan.drafts
@@ -311,9 +312,10 @@ class Scheduler:
         started, self._started = self._started, []
         number = self.pool.batch
         batch = SchedulerOutput(tuple(seqs), self.pool.take_copies())
-        return Step(batch, list(plan.num_tokens), frozenset(drafts), started, forked, needs_sync, number)
+        return ScheduledStep(batch, list(plan.num_tokens), frozenset(drafts), started, forked, needs_sync,
+                             number)
 
-    def _samples(self, seq: Seq, start: int, num_tokens: int, plan: Plan) -> tuple[Sample, ...]:
+    def _samples(self, seq: Seq, start: int, num_tokens: int, plan: StepPlan) -> tuple[Sample, ...]:
         """The samples of a sequence whose last known token is computed: the next token; after a draft, one
         for each token; with branches, one for each branch."""
         end = start + num_tokens

@@ -32,10 +32,10 @@ from tinygrad_nv.patterns.decode.paged import check_kind, check_shape
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.strides import Laid, copied, laid
 from tinygrad_nv.patterns.target import Target, target_of
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.defaults import default
 from tinygrad_nv.tile.attention.spec import FULL, RESULTS, SCALED, AttentionSpec, Band, Rows, RowScales
 from tinygrad_nv.tile.expression import Sum
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.templates import TABLE
 
 TEMPLATE = "attention"
 ALIGNED_BYTES = 16  # of what TMA reads
@@ -120,9 +120,9 @@ def lowered(what: Fp8Attention, function: UOp, *arguments: UOp) -> tuple[UOp, ..
                    spec.s_q, flops=spec.flops)
 
 
-def _schedule(spec: AttentionSpec, what: Fp8Attention, machine: Target) -> AnySchedule | CPUSchedule:
+def _schedule(spec: AttentionSpec, what: Fp8Attention, machine: Target) -> Schedule | CPUSchedule:
     if isinstance(machine, CPU): return schedule_of(spec, machine)
-    if (found := default(spec, machine.arch)) is not None: return found
+    if (found := TABLE.choose(spec, machine)) is not None: return found
     raise NotOurs(f"no kernel for e4m3 with scales of {what.block} rows on {machine.arch}: flash_wgmma "
                   "is for sm_90a, with a scale for whole times 16 rows and 32 columns")
 

@@ -30,9 +30,9 @@ from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.index import Space
 from tinygrad_nv.patterns.rewriting import rebuilt
 from tinygrad_nv.patterns.strides import laid
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, walk
+from tinygrad_nv.tile.schedule import Schedule
 
 TEMPLATE = "flash attention"
 LOG_SUM = 1  # of FlashAttention's results
@@ -167,7 +167,7 @@ def in_order(match: Match, root: UOp, by_rows: bool) -> bool:
     return match.attempt.last < 0 and lies.key() == dense.key() and kept
 
 
-def _attention(match: Match, spec: AttentionSpec, schedule: AnySchedule | CPUSchedule,
+def _attention(match: Match, spec: AttentionSpec, schedule: Schedule | CPUSchedule,
                inputs: list[UOp]) -> tuple[UOp, UOp]:
     end = match.attempt.end
     outputs = [program.Output(shape_of(end), end.dtype),

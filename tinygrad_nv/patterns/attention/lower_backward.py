@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from math import prod
 
 from tinygrad import Tensor, dtypes
@@ -32,13 +31,11 @@ from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.strides import Laid, copied, laid
 from tinygrad_nv.patterns.target import cpu_kernel, target_of
 from tinygrad_nv.runtime.note import Note
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.backward_defaults import default
-from tinygrad_nv.tile.attention.backward_mma.legality import dtype_problems
-from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
+from tinygrad_nv.tile.attention.backward_spec import BackwardSpec, dtype_problems
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Rows
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, short, walk
 from tinygrad_nv.tile.kernel import BackwardKernel
+from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -110,7 +107,7 @@ def divided(spec: AttentionSpec, batch: Shape) -> AttentionSpec:
 
 
 def _chosen(forward: AttentionSpec, grad: UOp, by_rows: tuple[bool, bool],
-            machine: GPU | CPU) -> tuple[BackwardSpec, AnySchedule | CPUSchedule, UOp]:
+            machine: GPU | CPU) -> tuple[BackwardSpec, Schedule | CPUSchedule, UOp]:
     """The spec of a backward pass, its schedule, and the gradient's storage: where it lies if that can be."""
     reason, ordered = "", bool(config.get("NV_DETERMINISTIC"))
     for read in (laid(grad), copied(grad)):
@@ -122,8 +119,7 @@ def _chosen(forward: AttentionSpec, grad: UOp, by_rows: tuple[bool, bool],
     raise NotOurs(reason)
 
 
-def _schedule(spec: BackwardSpec, machine: GPU | CPU) -> AnySchedule | CPUSchedule | None:
-    if isinstance(machine, GPU): return default(spec, machine.arch)
+def _schedule(spec: BackwardSpec, machine: GPU | CPU) -> Schedule | None:
     return TABLE.choose(spec, machine)
 
 
@@ -163,15 +159,13 @@ def _filled(made: UOp, shape: Shape, by_rows: bool) -> UOp:
 # **** calls ****
 
 @functools.lru_cache(1024)
-def kernel(spec: BackwardSpec, schedule: AnySchedule, machine: GPU) -> BackwardKernel:
+def kernel(spec: BackwardSpec, schedule: Schedule, machine: GPU) -> BackwardKernel:
     """The kernel of a backward pass."""
-    folder = schedule.template.removeprefix("flash_")
-    make = getattr(import_module(f"tinygrad_nv.tile.attention.{folder}.kernel"), schedule.template)
-    made: BackwardKernel = make(spec, schedule, machine.arch)
+    made: BackwardKernel = TABLE.build(spec, schedule, machine)
     return made
 
 
-def _called(spec: BackwardSpec, schedule: AnySchedule | CPUSchedule, machine: GPU | CPU,
+def _called(spec: BackwardSpec, schedule: Schedule, machine: GPU | CPU,
             inputs: list[UOp]) -> tuple[UOp, ...]:
     """dq in float32, dk and dv."""
     one, device = spec.forward, inputs[0].device
@@ -183,6 +177,6 @@ def _called(spec: BackwardSpec, schedule: AnySchedule | CPUSchedule, machine: GP
     made: BackwardKernel | CPUKernel
     if isinstance(machine, CPU): made = cpu_kernel(spec, schedule, machine)
     else:
-        assert isinstance(schedule, AnySchedule)
+        assert isinstance(machine, GPU)
         made = kernel(spec, schedule, machine)
     return program.called(made, device, [dq, *results], inputs, flops=spec.flops, note=note)

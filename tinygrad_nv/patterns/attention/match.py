@@ -27,7 +27,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 
 from tinygrad.dtype import dtypes
 from tinygrad.uop.ops import GroupOp, Ops, UOp, sint
@@ -52,17 +51,15 @@ from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Target, cpu_kernel, target_of
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.runtime.observe import ranges
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.defaults import default
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.kernel import AttentionKernel
 from tinygrad_nv.tile.launch import Integer
+from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
 NEEDS = ({Ops.REDUCE, Ops.EXP2},)
-FILLING = ("flash_wgmma",)  # their grids depend on how many multiprocessors there are
 
 
 def configuration() -> Hashable:
@@ -117,7 +114,7 @@ class Match:
     attempt: Attempt
     region: frozenset[UOp]
     found: Found
-    made: AnySchedule | CPUSchedule | Decode
+    made: Schedule | CPUSchedule | Decode
     machine: Target
 
 
@@ -263,26 +260,23 @@ def _check(first: Product, second: Product, sides: tuple[Side, Side, Side]) -> N
 
 # **** calls ****
 
-def schedule_of(spec: AttentionSpec, machine: Target) -> AnySchedule | CPUSchedule:
+def schedule_of(spec: AttentionSpec, machine: Target) -> Schedule | CPUSchedule:
     """How a kernel is made. Raises `NotOurs` where no template makes one."""
     if isinstance(machine, CPU):
         if (made := TABLE.choose(spec, machine)) is not None: return made
         raise NotOurs(f"flash: {TABLE.why_not(spec, machine)}")
-    if (found := default(spec, machine.arch)) is not None: return found
+    if (found := TABLE.choose(spec, machine)) is not None: return found
     raise NotOurs(f"no template for {short(spec.q.dtype)} attention of {widths(spec)} on {machine.arch}")
 
 
 @functools.lru_cache(1024)
-def kernel(spec: AttentionSpec, schedule: AnySchedule, machine: GPU) -> AttentionKernel:
+def kernel(spec: AttentionSpec, schedule: Schedule, machine: GPU) -> AttentionKernel:
     """The kernel of an attention."""
-    folder = schedule.template.removeprefix("flash_")
-    make = getattr(import_module(f"tinygrad_nv.tile.attention.{folder}.kernel"), schedule.template)
-    filling = [machine.sm_count] if schedule.template in FILLING else []
-    made: AttentionKernel = make(spec, schedule, machine.arch, *filling)
+    made: AttentionKernel = TABLE.build(spec, schedule, machine)
     return made
 
 
-def call(spec: AttentionSpec, schedule: AnySchedule | CPUSchedule, machine: Target,
+def call(spec: AttentionSpec, schedule: Schedule, machine: Target,
          outputs: Sequence[program.Output], inputs: Sequence[UOp], rows: sint,
          integers: tuple[Integer, ...] = (), variables: Sequence[UOp] = (), flops: sint = 0,
          nbytes: sint | None = None) -> tuple[UOp, ...]:
@@ -294,7 +288,7 @@ def call(spec: AttentionSpec, schedule: AnySchedule | CPUSchedule, machine: Targ
     made: AttentionKernel | CPUKernel
     if isinstance(machine, CPU): made = cpu_kernel(spec, schedule, machine, integers)
     else:
-        assert isinstance(schedule, AnySchedule)
+        assert isinstance(machine, GPU)
         made = kernel(spec, schedule, machine).with_integers(integers)
     return program.called(made, device, outputs, inputs, rows=rows, variables=variables, flops=flops,
                           nbytes=nbytes, note=note)

@@ -18,14 +18,14 @@ from tinygrad_nv.patterns.attention.varlen_reference import VarlenAttention
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.strides import Laid, copied, laid
 from tinygrad_nv.patterns.target import Target, target_of
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.defaults import default
-from tinygrad_nv.tile.attention.mma.legality import problems
+from tinygrad_nv.tile.attention.schedules import FlashMma
 from tinygrad_nv.tile.attention.spec import AttentionSpec, Rows
 from tinygrad_nv.tile.expression import Expression, Sum, short, tanh
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.templates import TABLE
 
 TEMPLATE = "attention"
-SMALL = AnySchedule(template="flash_mma").block(16, 32).warps(1).stages(2)  # whose problems are told
+SMALL = FlashMma().block(16, 32).warps(1)  # whose problems are told
 LEAST_BYTES = 16  # of which rows begin at multiples, or they are copied: what every template reads
 
 
@@ -62,11 +62,11 @@ def _spec(what: VarlenAttention, read: list[Laid], shape: tuple[int, ...], keys:
                          _score(what), what.band, total=(rows, keys[0]))
 
 
-def _schedule(spec: AttentionSpec, machine: Target) -> AnySchedule | CPUSchedule:
+def _schedule(spec: AttentionSpec, machine: Target) -> Schedule | CPUSchedule:
     """How the kernel is made. Raises `NotOurs` with what is in the way."""
     if isinstance(machine, CPU): return schedule_of(spec, machine)
-    if (found := default(spec, machine.arch)) is not None: return found
-    words = "; ".join(problems(SMALL, spec, machine.arch)) or f"d {spec.d} needs more shared memory"
+    if (found := TABLE.choose(spec, machine)) is not None: return found
+    words = "; ".join(TABLE.problems(spec, SMALL, machine)) or f"d {spec.d} needs more shared memory"
     raise NotOurs(f"no kernel for {short(spec.q.dtype)} on {machine.arch}: {words}")
 
 

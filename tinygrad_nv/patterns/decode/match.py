@@ -23,14 +23,13 @@ from tinygrad_nv.patterns.attention.spec import Found, integer, most
 from tinygrad_nv.patterns.positions import Form, summed
 from tinygrad_nv.patterns.target import Target, cpu_kernel
 from tinygrad_nv.runtime.note import Note
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Band, Rows
-from tinygrad_nv.tile.decode.defaults import default
-from tinygrad_nv.tile.decode.kernel import decode_attention
 from tinygrad_nv.tile.decode.spec import MOST_ROWS, DecodeSpec, Pages
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, walk
 from tinygrad_nv.tile.kernel import DecodeKernel
 from tinygrad_nv.tile.launch import Integer
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
 MOST_PACKED = 64   # rows of a key head in one CTA: four warps of 16
@@ -42,7 +41,7 @@ KEYS_OF_ROW = 16   # of a split, for each row that it has
 class Decode:
     """A decode attention; `integers` are those of its launch."""
     spec: DecodeSpec
-    schedule: AnySchedule | CPUSchedule
+    schedule: Schedule | CPUSchedule
     integers: tuple[Integer, ...]
 
 
@@ -89,9 +88,8 @@ def decoded(made: Found, machine: Target) -> Decode | None:
     return None if (schedule := schedule_of(found, machine)) is None else Decode(found, schedule, integers)
 
 
-def schedule_of(spec: DecodeSpec, machine: Target) -> AnySchedule | CPUSchedule | None:
+def schedule_of(spec: DecodeSpec, machine: Target) -> Schedule | CPUSchedule | None:
     """How a decode attention is made; None where no template takes it."""
-    if not isinstance(machine, CPU): return default(spec, machine.arch)
     return TABLE.choose(spec, machine)
 
 
@@ -169,13 +167,13 @@ def call(one: Decode, machine: Target, device: str | tuple[str, ...], out: progr
     made: DecodeKernel | DecodeKernels
     if isinstance(machine, CPU): made = cpu_kernel(spec, schedule, machine, one.integers)
     else:
-        assert isinstance(schedule, AnySchedule)
-        made = kernels(spec, schedule, machine.arch).with_integers(one.integers)
+        made = kernels(spec, schedule, machine).with_integers(one.integers)
     return program.called(made, device, [out], inputs, variables=variables, flops=flops, nbytes=nbytes,
                           note=note)[0]
 
 
 @functools.lru_cache(1024)
-def kernels(spec: DecodeSpec, schedule: AnySchedule, arch: str) -> DecodeKernel:
+def kernels(spec: DecodeSpec, schedule: Schedule, gpu: GPU) -> DecodeKernel:
     """The kernels of a decode attention."""
-    return decode_attention(spec, schedule, arch)
+    made: DecodeKernel = TABLE.build(spec, schedule, gpu)
+    return made

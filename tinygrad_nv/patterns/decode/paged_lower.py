@@ -27,11 +27,11 @@ from tinygrad_nv.patterns.decode.match import Decode, call, schedule_of
 from tinygrad_nv.patterns.decode.paged_reference import PagedAttention
 from tinygrad_nv.patterns.strides import Laid, copied, laid
 from tinygrad_nv.patterns.target import Target, target_of
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.spec import Rows
-from tinygrad_nv.tile.decode.legality import problems
+from tinygrad_nv.tile.decode.schedules import Decode as DecodeSchedule
 from tinygrad_nv.tile.decode.spec import MOST_ROWS, DecodeSpec, Pages, Scales
 from tinygrad_nv.tile.expression import Expression, Sum, short, tanh
+from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.templates import TABLE
 
 TEMPLATE = "decode"
@@ -148,12 +148,12 @@ def _read(queries: UOp, group: int) -> Laid:
         else copied(queries)
 
 
-def _schedule(spec: DecodeSpec, machine: Target) -> AnySchedule | CPUSchedule:
+def _schedule(spec: DecodeSpec, machine: Target) -> Schedule | CPUSchedule:
     """How the kernels are made. Raises `NotOurs` with what is in the way."""
     if (found := schedule_of(spec, machine)) is not None: return found
     if isinstance(machine, CPU): raise NotOurs(TABLE.why_not(spec, machine))
-    made = AnySchedule(template="decode").block(16, 64).k(128).warps(1, 4).stages(2)
-    words = "; ".join(problems(made, spec, machine.arch)) or f"d {spec.d} needs more shared memory"
+    said = TABLE.problems(spec, DecodeSchedule(), machine)
+    words = "; ".join(said) or f"d {spec.d} needs more shared memory"
     raise NotOurs(f"no kernel for {short(spec.q.dtype)} on {machine.arch}: {words}")
 
 

@@ -8,7 +8,7 @@ Control flow is structured: `with kb.if_(p)`, `kb.else_()`, `kb.loop(0, n) as i`
 
 Each instruction is checked against `isa/` when it is emitted. An error is a `PTXError` that names the
 caller's file and line. Operands of `emit` are values, places, shared memory, Python numbers, lists (`{a,
-b}`), `Pair`, `SINK` and labels.
+b}`), `PairOperand`, `SINK` and labels.
 
 Shared memory is static up to 48 KiB, else dynamic: one array at module scope.
 """
@@ -18,11 +18,20 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from tinygrad_nv.ptx.builder.core import PREFIXES, Block
+from tinygrad_nv.ptx.builder.core import PREFIXES, CodeBlock
 from tinygrad_nv.ptx.builder.hopper import Hopper
-from tinygrad_nv.ptx.builder.values import SINK, Barriers, Label, Pair, Place, Shared, Sink, Value
+from tinygrad_nv.ptx.builder.values import (
+    SINK,
+    Barriers,
+    Label,
+    MemoryOperand,
+    PairOperand,
+    Shared,
+    SinkOperand,
+    Value,
+)
 
-__all__ = ["SINK", "Barriers", "Kernel", "Label", "Pair", "Place", "Shared", "Value"]
+__all__ = ["SINK", "Barriers", "Kernel", "Label", "MemoryOperand", "PairOperand", "Shared", "Value"]
 
 
 class Kernel(Hopper):
@@ -56,9 +65,9 @@ class Kernel(Hopper):
             return out + [f"// {self.name}_smem+{t.start}: {t.name}[{t.nbytes}]" for t in self.tiles]
         return out + [f".shared .align {t.align} .b8 {t.name}[{t.nbytes}];" for t in self.tiles]
 
-    def _lines(self, block: Block, depth: int) -> Iterator[str]:
+    def _lines(self, block: CodeBlock, depth: int) -> Iterator[str]:
         for line in block.lines:
-            if isinstance(line, Block): yield from self._lines(line, depth + 1)
+            if isinstance(line, CodeBlock): yield from self._lines(line, depth + 1)
             elif isinstance(line, str): yield "    " * depth + line
             else:
                 listed = ", ".join(self._text(each, line[0]) for each in line[1])
@@ -70,12 +79,12 @@ class Kernel(Hopper):
             if "f64" in opcode: return f"0d{struct.unpack('>Q', struct.pack('>d', value))[0]:016X}"
             return f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}"
         if isinstance(value, bool | int): return str(int(value))
-        if isinstance(value, Sink): return "_"
+        if isinstance(value, SinkOperand): return "_"
         if isinstance(value, Shared): return self._symbol(value, 0)
         if isinstance(value, Label): return f"[{value.name}]" if opcode.startswith("ld.param") else value.name
         if isinstance(value, list | tuple): return "{" + ", ".join(self._text(v, opcode) for v in value) + "}"
-        if isinstance(value, Pair): return f"{self._text(value.first, opcode)}|{value.second}"
-        if not isinstance(value, Place): return str(value)
+        if isinstance(value, PairOperand): return f"{self._text(value.first, opcode)}|{value.second}"
+        if not isinstance(value, MemoryOperand): return str(value)
         if isinstance(value.base, Shared): return f"[{self._symbol(value.base, value.offset)}]"
         offset = f"+{value.offset}" if value.offset else ""
         places = ", ".join(self._text(each, opcode) for each in value.coordinates)

@@ -1,6 +1,6 @@
 """A kernel's declarations and its checked instructions: what control flow and all else are built on.
 
-Protocol: `Core.emit` is the one door for instructions. Each is checked against `isa/` as it is written, and
+Protocol: every instruction goes through `Core.emit`. Each is checked against `isa/` as it is written, and
 what is wrong is a `PTXError` with the file and line of the innermost caller outside these modules.
 Instructions keep their operands as Python objects until the text is made, since the names of shared memory
 depend on how much there is of it.
@@ -14,7 +14,16 @@ from typing import Any, NoReturn
 
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx import isa, syntax
-from tinygrad_nv.ptx.builder.values import Barriers, Label, Number, Pair, Place, Shared, Sink, Value
+from tinygrad_nv.ptx.builder.values import (
+    Barriers,
+    Label,
+    MemoryOperand,
+    Number,
+    PairOperand,
+    Shared,
+    SinkOperand,
+    Value,
+)
 
 PREFIXES = {"pred": "p", "b16": "h", "u16": "hu", "s16": "hs", "f16": "hf", "b32": "r", "u32": "u",
             "s32": "s", "f32": "f", "b64": "rd", "u64": "ud", "s64": "sd", "f64": "fd", "b128": "q"}
@@ -26,10 +35,10 @@ OWN_FILES = tuple(os.path.join(os.path.dirname(__file__), f"{part}.py")
 
 
 @dataclass(eq=False)
-class Block:
+class CodeBlock:
     """Lines of text and, for instructions, their operands: names of shared memory are known only at the
     end."""
-    lines: list[tuple[str, tuple[Any, ...]] | str | Block] = field(default_factory=list)
+    lines: list[tuple[str, tuple[Any, ...]] | str | CodeBlock] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -57,10 +66,10 @@ class Core:
         self.named: dict[str, str] = {}
         self.tiles: list[Shared] = []
         self.specials: dict[str, Value] = {}
-        self.head, self.body = Block(), Block()
+        self.head, self.body = CodeBlock(), CodeBlock()
         self.current = self.body
         self.labels = 0
-        self.open_if: tuple[Block, int, Label] | None = None
+        self.open_if: tuple[CodeBlock, int, Label] | None = None
         self.loops: list[Label] = []
         self._check_head()
 
@@ -222,7 +231,7 @@ class Core:
         """Appends an instruction, checked against the table: `k.emit("popc.b32", d, a)`."""
         self._append(self.current, opcode, operands, guard)
 
-    def _append(self, block: Block, opcode: str, operands: tuple[Any, ...], guard: Value | None) -> None:
+    def _append(self, block: CodeBlock, opcode: str, operands: tuple[Any, ...], guard: Value | None) -> None:
         kinds = (opcode, self.arch, self.version, _kind(guard), *map(_kind, operands))
         if kinds not in CHECKED: CHECKED[kinds] = self._checked(opcode, operands, guard)
         if self.current is not self.head:
@@ -265,7 +274,7 @@ class Core:
         if isinstance(value, Value): return syntax.Register(value.name, value.kind, value.negated)
         if isinstance(value, bool | int): return syntax.Immediate(int(value))
         if isinstance(value, float): return syntax.Immediate(value, 64)
-        if isinstance(value, Sink): return syntax.Sink()
+        if isinstance(value, SinkOperand): return syntax.Sink()
         if isinstance(value, Shared): return syntax.Symbol(value.name)
         if isinstance(value, Label):
             if mnemonic == "ld": return syntax.Address(syntax.Symbol(value.name))
@@ -273,17 +282,17 @@ class Core:
             return syntax.Symbol(value.name)
         if isinstance(value, list | tuple):
             return syntax.Vector(tuple(self._operand(each, mnemonic) for each in value))
-        if isinstance(value, Pair): return self._pair(value)
-        if isinstance(value, Place): return self._place(value, mnemonic)
+        if isinstance(value, PairOperand): return self._pair(value)
+        if isinstance(value, MemoryOperand): return self._place(value, mnemonic)
         self.fail(f"{value!r} is no operand", "a value, place, number, list, Pair, SINK or label",
                   "convert it")
 
-    def _pair(self, value: Pair) -> syntax.Operand:
+    def _pair(self, value: PairOperand) -> syntax.Operand:
         second = syntax.Register(value.second.name, value.second.kind)
-        if isinstance(value.first, Sink): return syntax.Pair(syntax.Sink(), second)
+        if isinstance(value.first, SinkOperand): return syntax.Pair(syntax.Sink(), second)
         return syntax.Pair(syntax.Register(value.first.name, value.first.kind), second)
 
-    def _place(self, value: Place, mnemonic: str) -> syntax.Operand:
+    def _place(self, value: MemoryOperand, mnemonic: str) -> syntax.Operand:
         if isinstance(value.base, Shared): base: Any = syntax.Symbol(value.base.name)
         else: base = syntax.Register(value.base.name, value.base.kind)
         items = tuple(self._operand(each, mnemonic) for each in value.coordinates)
@@ -300,8 +309,9 @@ def _kind(value: Any) -> Any:
     if isinstance(value, Value): return (value.kind, value.negated)
     if isinstance(value, int): return int(value)
     if isinstance(value, list | tuple): return tuple(map(_kind, value))
-    if isinstance(value, Place): return (Place, _kind(value.base), *map(_kind, value.coordinates))
-    if isinstance(value, Pair): return (Pair, _kind(value.first), _kind(value.second))
+    if isinstance(value, MemoryOperand): return (MemoryOperand, _kind(value.base), *map(_kind,
+                                                                                        value.coordinates))
+    if isinstance(value, PairOperand): return (PairOperand, _kind(value.first), _kind(value.second))
     if isinstance(value, Label): return (Label, value.name[0])
     return type(value)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from tinygrad_nv.ptx.builder.core import Block, Core
+from tinygrad_nv.ptx.builder.core import CodeBlock, Core
 from tinygrad_nv.ptx.builder.values import Label, Number, Value
 
 
@@ -29,7 +29,7 @@ class Flow(Core):
 
     @contextmanager
     def _indented(self) -> Iterator[None]:
-        inner, outer = Block(), self.current
+        inner, outer = CodeBlock(), self.current
         outer.lines.append(inner)
         self.current = inner
         try: yield

@@ -1,15 +1,16 @@
 """Memory, barriers, copies and tensor cores: instructions under the names kernels are thought in.
 
 Protocol: each method emits the instructions of its name through `Core.emit`, with the modifiers that the
-common case needs; anything else is `emit` itself. Addresses are `Place`s: `tile.at(16)`, `pointer.at()`,
-`barriers[i]`. Bytes, threads and coordinates are constants or u32 / s32 registers, as the instruction has
-them. """
+common case needs; anything else is `emit` itself. Addresses are `MemoryOperand`s: `tile.at(16)`,
+`pointer.at()`, `barriers[i]`. Bytes, threads and coordinates are constants or u32 / s32 registers, as the
+instruction has them.
+"""
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from tinygrad_nv.ptx.builder.flow import Flow
-from tinygrad_nv.ptx.builder.values import SINK, Number, Pair, Place, Shared, Value
+from tinygrad_nv.ptx.builder.values import SINK, MemoryOperand, Number, PairOperand, Shared, Value
 
 SWIZZLES = {"none": 0, "128B": 1, "64B": 2, "32B": 3}
 
@@ -30,14 +31,15 @@ class Hopper(Flow):
 
     # **** memory ****
 
-    def ld(self, space: str, kind: str, place: Place, count: int = 1, modifiers: str = "") -> list[Value]:
+    def ld(self, space: str, kind: str, place: MemoryOperand, count: int = 1,
+           modifiers: str = "") -> list[Value]:
         """`count` (1, 2, 4) registers from memory: `ld("global.nc", "f32", p.at(), 4)`."""
         made = self.regs(kind, count)
         vector = f".v{count}" if count > 1 else ""
         self.emit(f"ld.{space}{modifiers}{vector}.{kind}", made if count > 1 else made[0], place)
         return made
 
-    def st(self, space: str, kind: str, place: Place, values: Number | Sequence[Number],
+    def st(self, space: str, kind: str, place: MemoryOperand, values: Number | Sequence[Number],
            modifiers: str = "") -> None:
         """One value or a vector of 2 or 4 to memory."""
         listed = list(values) if isinstance(values, Sequence) else [values]
@@ -53,7 +55,7 @@ class Hopper(Flow):
 
     # **** barriers ****
 
-    def mbarrier_init(self, barrier: Place, arrivals: int) -> None:
+    def mbarrier_init(self, barrier: MemoryOperand, arrivals: int) -> None:
         """Makes a barrier of phase 0 that `arrivals` arrivals complete; one thread, then
         `fence_mbarrier_init`."""
         if not 1 <= arrivals < 1 << 20: self.fail(f"{arrivals} arrivals", "1 to 1048575", "correct the count")
@@ -63,7 +65,7 @@ class Hopper(Flow):
         """Makes initialised barriers visible to the cluster and to asynchronous copies."""
         self.emit("fence.mbarrier_init.release.cluster")
 
-    def mbarrier_arrive(self, barrier: Place) -> None:
+    def mbarrier_arrive(self, barrier: MemoryOperand) -> None:
         """One arrival."""
         if self.arch >= "sm_90": self.emit("mbarrier.arrive.shared::cta.b64", SINK, barrier)
         else: self.emit("mbarrier.arrive.shared::cta.b64", self.reg("b64"), barrier)
@@ -73,13 +75,13 @@ class Hopper(Flow):
         rank."""
         self.emit("mbarrier.arrive.shared::cluster.b64", SINK, self.mapa(barrier, rank).at())
 
-    def mbarrier_expect(self, barrier: Place, nbytes: Number) -> None:
+    def mbarrier_expect(self, barrier: MemoryOperand, nbytes: Number) -> None:
         """One arrival, and `nbytes` that copies will bring before the phase completes."""
         if isinstance(nbytes, int) and not 0 <= nbytes < 1 << 20:
             self.fail(f"{nbytes} bytes in one phase", "0 to 1048575", "use several barriers")
         self.emit("mbarrier.arrive.expect_tx.shared::cta.b64", SINK, barrier, nbytes)
 
-    def mbarrier_wait(self, barrier: Place, parity: Number) -> None:
+    def mbarrier_wait(self, barrier: MemoryOperand, parity: Number) -> None:
         """Waits until the phase of a parity has completed: parity 1 passes on a fresh barrier."""
         if isinstance(parity, int) and not 0 <= parity <= 1:
             self.fail(f"parity {parity}", "0 or 1", "take % 2")
@@ -103,7 +105,7 @@ class Hopper(Flow):
     def elect(self) -> Value:
         """A predicate that holds in one thread of the warp."""
         made = self.reg("pred")
-        self.emit("elect.sync", Pair(SINK, made), -1)
+        self.emit("elect.sync", PairOperand(SINK, made), -1)
         return made
 
     def setmaxnreg(self, registers: int, more: bool) -> None:
@@ -142,7 +144,7 @@ class Hopper(Flow):
         """Orders shared-memory writes of this thread before asynchronous reads of wgmma and TMA."""
         self.emit("fence.proxy.async.shared::cta")
 
-    def cp_async(self, tile: Place, source: Place, nbytes: int) -> None:
+    def cp_async(self, tile: MemoryOperand, source: MemoryOperand, nbytes: int) -> None:
         """Copies 4, 8 or 16 bytes from global to shared memory; 16 bypass L1."""
         self.emit(f"cp.async.{'cg' if nbytes == 16 else 'ca'}.shared.global", tile, source, nbytes)
 
@@ -154,7 +156,8 @@ class Hopper(Flow):
         """Waits until at most `groups` of the newest groups are pending."""
         self.emit("cp.async.wait_group", groups)
 
-    def tma_load(self, tile: Place, tensor_map: Value, coordinates: Sequence[Number], barrier: Place,
+    def tma_load(self, tile: MemoryOperand, tensor_map: Value, coordinates: Sequence[Number],
+                 barrier: MemoryOperand,
                  multicast: Number | None = None, policy: Value | None = None) -> None:
         """Loads the box at `coordinates` (s32, innermost first) and counts its bytes at the barrier.
         `multicast` is a b16 mask of cluster ranks, `policy` a cache policy."""
@@ -166,13 +169,13 @@ class Hopper(Flow):
         self._aligned(tile)
         self.emit(opcode, tile, tensor_map.at(coordinates=coordinates), barrier, *rest)
 
-    def tma_store(self, tensor_map: Value, coordinates: Sequence[Number], tile: Place) -> None:
+    def tma_store(self, tensor_map: Value, coordinates: Sequence[Number], tile: MemoryOperand) -> None:
         """Stores a box; `tma_commit` and `tma_wait` follow."""
         self._aligned(tile)
         self.emit(f"cp.async.bulk.tensor.{len(coordinates)}d.global.shared::cta.bulk_group",
                   tensor_map.at(coordinates=coordinates), tile)
 
-    def _aligned(self, tile: Place) -> None:
+    def _aligned(self, tile: MemoryOperand) -> None:
         """TMA's tiles begin at multiples of 128 bytes."""
         if isinstance(tile.base, Shared) and (tile.base.align % 128 or tile.offset % 128):
             self.fail(f"{tile.base.name}+{tile.offset}, aligned to {tile.base.align}, as a tile of TMA",
@@ -188,13 +191,13 @@ class Hopper(Flow):
 
     # **** tensor cores ****
 
-    def ldmatrix(self, place: Place, count: int = 4, trans: bool = False) -> list[Value]:
+    def ldmatrix(self, place: MemoryOperand, count: int = 4, trans: bool = False) -> list[Value]:
         """`count` 8x8 matrices of 16-bit elements, a b32 register each."""
         made = self.regs("b32", count)
         self.emit(f"ldmatrix.sync.aligned.m8n8.x{count}{'.trans' if trans else ''}.shared.b16", made, place)
         return made
 
-    def stmatrix(self, place: Place, values: Sequence[Value], trans: bool = False) -> None:
+    def stmatrix(self, place: MemoryOperand, values: Sequence[Value], trans: bool = False) -> None:
         """8x8 matrices of 16-bit elements from b32 registers."""
         modifiers = f".x{len(values)}{'.trans' if trans else ''}"
         self.emit(f"stmatrix.sync.aligned.m8n8{modifiers}.shared.b16", place, list(values))

@@ -2,9 +2,9 @@
 
 Protocol: a `Value` is a virtual register of one PTX type. Its operators emit an instruction into its kernel
 and give a new register; `+=` and its kind write the register itself. Operands must have the same type (bits
-go with anything of their width); `to` converts, and nothing is widened silently. Comparisons give
-predicates, which `&`, `|`, `^` and `~` combine and which `Kernel.if_` takes. A `Place` is an address in
-brackets. """
+go with anything of their width); `to` converts, and nothing is widened silently. Comparisons give predicates,
+which `&`, `|`, `^` and `~` combine and which `Kernel.if_` takes. A `MemoryOperand` is an address in brackets.
+"""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -107,10 +107,10 @@ class Value:
         self.kernel.emit(f"cvt{rounding}.{target}.{source}", made, self)
         return made
 
-    def at(self, offset: int = 0, coordinates: Sequence[Number] = ()) -> Place:
+    def at(self, offset: int = 0, coordinates: Sequence[Number] = ()) -> MemoryOperand:
         """The place at this address plus `offset` bytes; with `coordinates`, innermost first, in a tensor
         map."""
-        return Place(self, offset, tuple(coordinates))
+        return MemoryOperand(self, offset, tuple(coordinates))
 
     def writable(self) -> None:
         """Raises where the register must keep its value."""
@@ -182,7 +182,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Place:
+class MemoryOperand:
     """`[base + offset]`, and in a tensor map `[base, {coordinates}]`."""
     base: Value | Shared
     offset: int = 0
@@ -198,12 +198,12 @@ class Shared:
     align: int
     start: int
 
-    def at(self, offset: int = 0) -> Place:
+    def at(self, offset: int = 0) -> MemoryOperand:
         """The place `offset` bytes after its beginning."""
         if not 0 <= offset < self.nbytes:
             self.kernel.fail(f"offset {offset} of {self.name}, which has {self.nbytes} bytes",
                              f"0..{self.nbytes - 1}", "correct the offset, or make it larger")
-        return Place(self, offset)
+        return MemoryOperand(self, offset)
 
     def address(self, offset: Number = 0) -> Value:
         """A u32 register with its address plus `offset` bytes."""
@@ -216,22 +216,22 @@ class Shared:
 class Barriers(Shared):
     """mbarriers side by side, 8 bytes each; `barriers[i]` takes a constant or a u32 register."""
 
-    def __getitem__(self, index: Value | int) -> Place:
+    def __getitem__(self, index: Value | int) -> MemoryOperand:
         if isinstance(index, int): return self.at(8 * index)
         return self.address(index * 8).at()
 
 
-class Sink:
-    """`_`: a result that nobody reads. The one there is is `SINK`."""
+class SinkOperand:
+    """`_`: a result that no instruction reads. Its only instance is `SINK`."""
 
 
-SINK = Sink()
+SINK = SinkOperand()
 
 
 @dataclass(frozen=True)
-class Pair:
+class PairOperand:
     """`d|p`: a result and a predicate."""
-    first: Value | Sink
+    first: Value | SinkOperand
     second: Value
 
 

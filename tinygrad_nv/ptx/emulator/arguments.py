@@ -11,7 +11,7 @@ from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.emulator.program import Program
 from tinygrad_nv.ptx.emulator.tensormap import TensorMap
 from tinygrad_nv.ptx.gpcs import most_clusters
-from tinygrad_nv.ptx.syntax import Function, Immediate, Module, Variable
+from tinygrad_nv.ptx.syntax import Immediate, PTXFunction, PTXModule, Variable
 
 # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": shared memory a CTA may have,
 # and an SM has, in bytes; SMs of A100, A10, L40, H100
@@ -34,7 +34,7 @@ def triple(value: int | Sequence[int], what: str) -> Triple:
     return x, y, z
 
 
-def check_launch(arch: str, module: Module, program: Program, grid: Triple, block: Triple, cluster: Triple,
+def check_launch(arch: str, module: PTXModule, program: Program, grid: Triple, block: Triple, cluster: Triple,
                  shared: int, dynamic: int) -> tuple[Triple, Triple, Triple]:
     """Grid, block and cluster as they will be; `PTXError` when the kernel or the architecture cannot have
     them."""
@@ -74,7 +74,7 @@ def check_target(arch: str, target: str) -> None:
                        f"Emulator(arch={target!r})")
 
 
-def check_directives(function: Function, block: Triple, threads: int) -> None:
+def check_directives(function: PTXFunction, block: Triple, threads: int) -> None:
     """.reqntid and .maxntid."""
     if (wanted := function.directives.get("reqntid")) is not None and (*wanted, 1, 1)[:3] != block:
         raise PTXError(f"block={block}", function.line, f".reqntid {(*wanted, 1, 1)[:3]} of {function.name}")
@@ -85,7 +85,7 @@ def check_directives(function: Function, block: Triple, threads: int) -> None:
                            f".maxntid {limit} of {function.name}")
 
 
-def entry_registers(function: Function) -> int:
+def entry_registers(function: PTXFunction) -> int:
     """Registers a thread begins with, 0 when the text does not say: .maxnreg, or what ptxas gives a known
     number of threads and CTAs an SM, min(255, ⌊512 / ⌈CTAs · threads / 128⌉⌋ to a multiple of 8). ptxas gives
     no more than the largest setmaxnreg.inc asks for."""
@@ -110,7 +110,7 @@ def resident_clusters(arch: str, block: Triple, cluster: Triple, shared: int) ->
 
 # **** arguments ****
 
-def pack_arguments(function: Function, args: Sequence[object]) -> bytes:
+def pack_arguments(function: PTXFunction, args: Sequence[object]) -> bytes:
     """The parameter block: each argument at its parameter's place."""
     parameters = list(function.parameters.values())
     if len(args) != len(parameters):

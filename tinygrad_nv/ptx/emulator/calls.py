@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.syntax import (
     Address,
-    Function,
     Immediate,
     Instruction,
-    Module,
     Operand,
     Pair,
+    PTXFunction,
+    PTXModule,
     Register,
     Symbol,
     Variable,
@@ -30,7 +30,7 @@ MOST_INSTRUCTIONS = 1 << 19
 LOCAL = {"param": "local", "param::func": "local"}
 
 
-def expanded(module: Module, function: Function) -> Function:
+def expanded(module: PTXModule, function: PTXFunction) -> PTXFunction:
     """The function without calls. Raises `PTXError` at a call that cannot be expanded."""
     if not any(i.mnemonic == "call" for i in function.body): return function
     out = replace(function, variables={}, body=[], labels={}, tables={})
@@ -42,7 +42,7 @@ def expanded(module: Module, function: Function) -> Function:
 class Frame:
     """One call: what is put before the callee's names, the label of its end, and which of its variables are
     the caller's. `chain`: the functions it was called through."""
-    function: Function
+    function: PTXFunction
     prefix: str
     end: str
     same: dict[str, str]
@@ -79,8 +79,8 @@ class Frame:
 @dataclass
 class Expansion:
     """The function under construction."""
-    module: Module
-    out: Function
+    module: PTXModule
+    out: PTXFunction
     calls: int = 0
 
     def splice(self, frame: Frame) -> None:
@@ -149,7 +149,7 @@ class Expansion:
         self.expand(frame, call, callee, list(zip(formals, actuals, strict=True)), len(results.items))
         return None
 
-    def expand(self, frame: Frame, call: Instruction, callee: Function,
+    def expand(self, frame: Frame, call: Instruction, callee: PTXFunction,
                bound: list[tuple[Variable, Operand]], results: int) -> None:
         """The callee's body; results are the first of `bound`, formal and actual parameters."""
         self.calls += 1

@@ -34,12 +34,12 @@ from tinygrad_nv.ptx.emulator.arguments import (
 from tinygrad_nv.ptx.emulator.calls import expanded
 from tinygrad_nv.ptx.emulator.footprint import Footprint, Runs
 from tinygrad_nv.ptx.emulator.lowering import WORKSPACE, WORKSPACE_BYTES
-from tinygrad_nv.ptx.emulator.native import TRACE, Counters, Launch, Library, Region, library
+from tinygrad_nv.ptx.emulator.native import TRACE, Counters, LaunchStruct, Library, Region, library
 from tinygrad_nv.ptx.emulator.program import Program, lower
 from tinygrad_nv.ptx.emulator.report import KINDS, NOTE, Finding, Report, Site, Stats
 from tinygrad_nv.ptx.emulator.trace import Trace, Tracer
 from tinygrad_nv.ptx.parser import parse
-from tinygrad_nv.ptx.syntax import Function, Module
+from tinygrad_nv.ptx.syntax import PTXFunction, PTXModule
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a")
 FIRST_ADDRESS = 0x7_0000_0000
@@ -80,7 +80,7 @@ class Buffer:
 class Known:
     """A text parsed, and its functions lowered: by name and the addresses of variables. All emulators of a
     process share these, since seeds and settings change nothing here."""
-    module: Module
+    module: PTXModule
     programs: dict[Hashable, Program] = field(default_factory=dict)
     packed: dict[Hashable, tuple[bytes, Any]] = field(default_factory=dict)
 
@@ -90,15 +90,15 @@ def _known(text: str) -> Known: return Known(parse(text))
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModule:
     """A module in this emulator, its variables in memory."""
     known: Known
     addresses: dict[str, int]
 
     @property
-    def module(self) -> Module: return self.known.module
+    def module(self) -> PTXModule: return self.known.module
 
-    def program(self, function: Function) -> Program:
+    def program(self, function: PTXFunction) -> Program:
         """An entry function, lowered."""
         if (made := self.known.programs.get(key := self._key(function.name))) is None:
             whole = expanded(self.module, function)
@@ -133,7 +133,7 @@ class Emulator:
         self.arch, self.check, self.seed, self.exact, self.step_limit = arch, check, seed, exact, step_limit
         self.resident = resident
         self.buffers: dict[int, Buffer] = {}
-        self.modules: dict[bytes, Loaded] = {}
+        self.modules: dict[bytes, LoadedModule] = {}
         self.next_address = FIRST_ADDRESS
 
     # **** memory ****
@@ -198,7 +198,7 @@ class Emulator:
         loaded = self._load(ptx_text)
         loaded.program(self._entry(loaded.module, entry))
 
-    def _load(self, text: str) -> Loaded:
+    def _load(self, text: str) -> LoadedModule:
         if not isinstance(text, str): raise PTXError(f"PTX text is expected, not {type(text).__name__}")
         key = hashlib.sha256(text.encode()).digest()
         if key not in self.modules:
@@ -209,10 +209,10 @@ class Emulator:
                 data = np.frombuffer(variable.data.ljust(max(variable.nbytes, 1), b"\0"), np.uint8)
                 addresses[variable.name] = self.alloc(data).ptr
             if "%envreg" in text: addresses[WORKSPACE] = self.alloc(np.zeros(WORKSPACE_BYTES, np.uint8)).ptr
-            self.modules[key] = Loaded(known, addresses)
+            self.modules[key] = LoadedModule(known, addresses)
         return self.modules[key]
 
-    def _entry(self, module: Module, entry: str | None) -> Function:
+    def _entry(self, module: PTXModule, entry: str | None) -> PTXFunction:
         names = ", ".join(module.functions) or "none"
         if entry is None:
             if len(module.functions) != 1:
@@ -227,8 +227,9 @@ class Emulator:
 class _Run:
     """One launch: what C reads and writes, kept alive."""
 
-    def __init__(self, emu: Emulator, loaded: Loaded, program: Program, shape: tuple[Triple, Triple, Triple],
-                 shared: int, parameters: bytes, trace: Trace | bool | None, text: str, footprint: bool,
+    def __init__(self, emu: Emulator, loaded: LoadedModule, program: Program,
+                 shape: tuple[Triple, Triple, Triple], shared: int, parameters: bytes,
+                 trace: Trace | bool | None, text: str, footprint: bool,
                  ahead: Sequence[Footprint] | None) -> None:
         self.library: Library = library()
         self.program = program
@@ -243,7 +244,7 @@ class _Run:
         self.tracer = Tracer(program, self.ops, self.library, text, trace)
         grid, block, cluster = shape
         seed = 0 if isinstance(emu.seed, str) else emu.seed & (1 << 64) - 1
-        self.launch = Launch(
+        self.launch = LaunchStruct(
             self.ops, self.lists.ctypes.data, program.constants, parameters, self.regions, self.counters,
             len(program.ops), len(program.opcodes), len(program.constants), program.register_bytes,
             len(parameters),

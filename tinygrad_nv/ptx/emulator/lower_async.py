@@ -5,7 +5,7 @@ Addresses beyond an op's own are made 64-bit values first (`async_address`), wha
 """
 from __future__ import annotations
 
-from tinygrad_nv.ptx.emulator.lowering import SPACES, WIDTHS, Lowering, lowers
+from tinygrad_nv.ptx.emulator.lowering import SPACES, WIDTHS, FunctionLowering, lowers
 from tinygrad_nv.ptx.syntax import Address, Immediate, Instruction, Operand, Register, Vector
 
 REDUCTIONS = {"add": 1, "min": 2, "max": 3, "inc": 4, "dec": 5, "and": 6, "or": 7, "xor": 8}
@@ -21,7 +21,7 @@ SHARED = ("shared", "shared::cta", "shared::cluster")
 
 # **** operands ****
 
-def address_of(low: Lowering, operand: Operand) -> int:
+def address_of(low: FunctionLowering, operand: Operand) -> int:
     """The place of a u64 with an address."""
     where = low.address(operand)
     if where["wide"] and int(where["a"]) >= 0 and where["imm"] == 0: return int(where["a"])
@@ -35,20 +35,20 @@ def spaces_of(instruction: Instruction) -> list[str]:
     return [m for m in instruction.modifiers if m in SPACES]
 
 
-def without_policy(low: Lowering, instruction: Instruction) -> list[Operand]:
+def without_policy(low: FunctionLowering, instruction: Instruction) -> list[Operand]:
     """The operands but the cache policy, which changes nothing here."""
     operands = list(instruction.operands)
     return operands[:-1] if low.has("L2::cache_hint") else operands
 
 
-def count_of(low: Lowering, operand: Operand) -> int:
+def count_of(low: FunctionLowering, operand: Operand) -> int:
     """A constant number of groups."""
     if not isinstance(operand, Immediate) or not 0 <= operand.value < 1 << 32:
         raise low.fail("a count that is not constant", "an integer constant ≥ 0")
     return int(operand.value)
 
 
-def reduction(low: Lowering) -> int:
+def reduction(low: FunctionLowering) -> int:
     """A reduction's flags: what, and on which type."""
     types = low.types()
     if not low.one_of(*REDUCTIONS) or not types or types[-1] not in TYPES:
@@ -64,7 +64,7 @@ def places(*candidates: int | bool) -> tuple[int, ...]:
 # **** other CTAs' shared memory ****
 
 @lowers("mapa")
-def mapa(low: Lowering, instruction: Instruction) -> None:
+def mapa(low: FunctionLowering, instruction: Instruction) -> None:
     """`mapa{.shared::cluster}.{u32, u64} d, a, rank;`."""
     to, address, rank = instruction.operands
     kind = low.types()[-1]
@@ -73,7 +73,7 @@ def mapa(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("getctarank")
-def getctarank(low: Lowering, instruction: Instruction) -> None:
+def getctarank(low: FunctionLowering, instruction: Instruction) -> None:
     """`getctarank{.shared::cluster}.{u32, u64} d, a;`."""
     to, address = instruction.operands
     kind = low.types()[-1]
@@ -83,7 +83,7 @@ def getctarank(low: Lowering, instruction: Instruction) -> None:
 # **** cp.async ****
 
 @lowers("cp.async")
-def cp_async(low: Lowering, instruction: Instruction) -> None:
+def cp_async(low: FunctionLowering, instruction: Instruction) -> None:
     """`cp.async.{ca, cg}.shared{::cta}.global{.hints} [dst], [src], size{, src-size | ignore-src}
     {, policy};`."""
     to, source, size, *rest = without_policy(low, instruction)
@@ -98,20 +98,20 @@ def cp_async(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("cp.async.commit_group")
-def cp_commit(low: Lowering, instruction: Instruction) -> None:
+def cp_commit(low: FunctionLowering, instruction: Instruction) -> None:
     """`cp.async.commit_group;`."""
     low.emit("cp_commit")
 
 
 @lowers("cp.async.wait_group", "cp.async.wait_all")
-def cp_wait(low: Lowering, instruction: Instruction) -> None:
+def cp_wait(low: FunctionLowering, instruction: Instruction) -> None:
     """`cp.async.wait_group n;` and `cp.async.wait_all;`."""
     if low.has("wait_all"): low.emit("cp_wait", flags=WAIT_ALL)
     else: low.emit("cp_wait", imm=count_of(low, instruction.operands[0]))
 
 
 @lowers("cp.async.mbarrier.arrive")
-def cp_arrive(low: Lowering, instruction: Instruction) -> None:
+def cp_arrive(low: FunctionLowering, instruction: Instruction) -> None:
     """`cp.async.mbarrier.arrive{.noinc}{.shared{::cta}}.b64 [mbarrier];`."""
     (barrier,) = instruction.operands
     low.emit("cp_arrive", space=low.space(), flags=NOINC if low.has("noinc") else 0, **low.address(barrier))
@@ -120,20 +120,20 @@ def cp_arrive(low: Lowering, instruction: Instruction) -> None:
 # **** bulk ****
 
 @lowers("cp.async.bulk.commit_group")
-def bulk_commit(low: Lowering, instruction: Instruction) -> None:
+def bulk_commit(low: FunctionLowering, instruction: Instruction) -> None:
     """`cp.async.bulk.commit_group;`."""
     low.emit("bulk_commit")
 
 
 @lowers("cp.async.bulk.wait_group")
-def bulk_wait(low: Lowering, instruction: Instruction) -> None:
+def bulk_wait(low: FunctionLowering, instruction: Instruction) -> None:
     """`cp.async.bulk.wait_group{.read} n;`."""
     flags = WAIT_READ if low.has("read") else 0
     low.emit("bulk_wait", imm=count_of(low, instruction.operands[0]), flags=flags)
 
 
 @lowers("cp.async.bulk", "cp.reduce.async.bulk")
-def bulk(low: Lowering, instruction: Instruction) -> None:
+def bulk(low: FunctionLowering, instruction: Instruction) -> None:
     """`cp{.reduce}.async.bulk.dst.src.completion… [dst], [src], size{, [mbarrier]}{, mask}{, policy};`."""
     to, source, size, *rest = without_policy(low, instruction)
     spaces = spaces_of(instruction)
@@ -152,14 +152,14 @@ def bulk(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("cp.async.bulk.prefetch")
-def bulk_prefetch(low: Lowering, instruction: Instruction) -> None:
+def bulk_prefetch(low: FunctionLowering, instruction: Instruction) -> None:
     """`cp.async.bulk.prefetch.L2.global{.hint} [src], size{, policy};`."""
     source, size = without_policy(low, instruction)
     low.emit("bulk_prefetch", b=address_of(low, source), e=low.source(size, "u32"))
 
 
 @lowers("st.async", "red.async")
-def st_async(low: Lowering, instruction: Instruction) -> None:
+def st_async(low: FunctionLowering, instruction: Instruction) -> None:
     """`st.async….shared::cluster.mbarrier::complete_tx::bytes{.vec}.type [dst], value, [mbarrier];` and
     `red.async….op.type …;`."""
     to, value, barrier = instruction.operands
@@ -176,7 +176,7 @@ def st_async(low: Lowering, instruction: Instruction) -> None:
 
 # **** tensors ****
 
-def tensor(low: Lowering, operand: Operand) -> tuple[int, tuple[int, ...]]:
+def tensor(low: FunctionLowering, operand: Operand) -> tuple[int, tuple[int, ...]]:
     """The place of the map's address and those of the coordinates of `[map, {c0, …}]`."""
     if not isinstance(operand, Address) or operand.coordinates is None:
         raise low.fail("a tensor's place is expected", "[map, {c0, c1, …}]")
@@ -187,7 +187,7 @@ def tensor(low: Lowering, operand: Operand) -> tuple[int, tuple[int, ...]]:
     return address_of(low, Address(operand.base, operand.offset)), coordinates
 
 
-def mode(low: Lowering) -> int:
+def mode(low: FunctionLowering) -> int:
     """The flag of im2col modes. Modes of later architectures are errors."""
     if low.one_of("tile::gather4", "tile::scatter4", "im2col::w", "im2col::w::128"):
         raise low.fail("a mode of sm_100", ".tile or .im2col")
@@ -195,7 +195,7 @@ def mode(low: Lowering) -> int:
 
 
 @lowers("cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor")
-def bulk_tensor(low: Lowering, instruction: Instruction) -> None:
+def bulk_tensor(low: FunctionLowering, instruction: Instruction) -> None:
     """`cp{.reduce}.async.bulk.tensor.dim.dst.src…`: to shared memory `[dst], [map, {c}], [mbarrier]
     {, {offsets}}{, mask}{, policy};`, to global memory `[map, {c}], [src]{, policy};`."""
     operands = without_policy(low, instruction)
@@ -221,7 +221,7 @@ def bulk_tensor(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("cp.async.bulk.prefetch.tensor")
-def prefetch_tensor(low: Lowering, instruction: Instruction) -> None:
+def prefetch_tensor(low: FunctionLowering, instruction: Instruction) -> None:
     """`cp.async.bulk.prefetch.tensor.dim.L2.global{.mode} [map, {c}]{, {offsets}}{, policy};`."""
     place, *offsets = without_policy(low, instruction)
     map_, coordinates = tensor(low, place)
@@ -233,7 +233,7 @@ def prefetch_tensor(low: Lowering, instruction: Instruction) -> None:
 # **** tensor maps ****
 
 @lowers("tensormap.replace")
-def tensormap_replace(low: Lowering, instruction: Instruction) -> None:
+def tensormap_replace(low: FunctionLowering, instruction: Instruction) -> None:
     """`tensormap.replace.tile.field{.space}.b1024.{b32, b64} [map]{, ordinal}, value;`."""
     address, *ordinals, value = instruction.operands
     name = low.one_of(*FIELDS)
@@ -253,7 +253,7 @@ def tensormap_replace(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("tensormap.cp_fenceproxy")
-def tensormap_copy(low: Lowering, instruction: Instruction) -> None:
+def tensormap_copy(low: FunctionLowering, instruction: Instruction) -> None:
     """`tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.scope.sync.aligned
     [dst], [src], 128;`."""
     to, source, size = instruction.operands
@@ -262,6 +262,6 @@ def tensormap_copy(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("fence.proxy.tensormap::generic.acquire")
-def tensormap_acquire(low: Lowering, instruction: Instruction) -> None:
+def tensormap_acquire(low: FunctionLowering, instruction: Instruction) -> None:
     """`fence.proxy.tensormap::generic.acquire.scope [map], 128;`."""
     low.emit("tensormap_acquire", **low.address(instruction.operands[0]))

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from tinygrad_nv.ptx.emulator.lower_memory import destinations, element, items_of, order_flags, places
-from tinygrad_nv.ptx.emulator.lowering import Lowering, lowers
+from tinygrad_nv.ptx.emulator.lowering import FunctionLowering, lowers
 from tinygrad_nv.ptx.syntax import Instruction, Sink
 
 # atomics.c
@@ -17,7 +17,7 @@ def combine_number(operation: str, kind: str) -> int:
 
 
 @lowers("atom", "red")
-def atomic(low: Lowering, instruction: Instruction) -> None:
+def atomic(low: FunctionLowering, instruction: Instruction) -> None:
     """`atom{.sem}{.scope}{.space}.op{.vec}.type d, [a], b{, c}{, policy};`, and `red` without d."""
     operation, (kind, width), space = low.one_of(*OPERATIONS), element(low), low.space()
     operands = list(instruction.operands)

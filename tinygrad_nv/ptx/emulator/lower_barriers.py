@@ -2,7 +2,7 @@
 csrc/barriers.c, csrc/mbarrier.c."""
 from __future__ import annotations
 
-from tinygrad_nv.ptx.emulator.lowering import SPACES, Lowering, lowers
+from tinygrad_nv.ptx.emulator.lowering import SPACES, FunctionLowering, lowers
 from tinygrad_nv.ptx.syntax import Immediate, Instruction, Operand, Register, Sink
 
 WAITS, REDUCES, UNALIGNED = 16, 32, 64            # barriers.c
@@ -16,7 +16,7 @@ ACQUIRES, RELEASES, INITS = 1, 2, 4               # fence
 
 @lowers("bar", "bar.sync", "bar.arrive", "bar.red", "barrier", "barrier.sync", "barrier.arrive",
         "barrier.red")
-def named(low: Lowering, instruction: Instruction) -> None:
+def named(low: FunctionLowering, instruction: Instruction) -> None:
     """`bar{.cta}.{sync, arrive, red.op.type} …` and `barrier{.cta}…{.aligned}`; bar is always aligned."""
     kind = low.one_of("sync", "arrive", "red")
     operands = list(instruction.operands)
@@ -39,40 +39,40 @@ def named(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("barrier.cluster.arrive")
-def cluster_arrive(low: Lowering, instruction: Instruction) -> None:
+def cluster_arrive(low: FunctionLowering, instruction: Instruction) -> None:
     """`barrier.cluster.arrive{.release, .relaxed}{.aligned};`."""
     low.emit("cluster_arrive", flags=RELAXED if low.has("relaxed") else 0)
 
 
 @lowers("barrier.cluster.wait")
-def cluster_wait(low: Lowering, instruction: Instruction) -> None:
+def cluster_wait(low: FunctionLowering, instruction: Instruction) -> None:
     """`barrier.cluster.wait{.acquire}{.aligned};`."""
     low.emit("cluster_wait")
 
 
 # **** mbarriers ****
 
-def place(low: Lowering, operand: Operand) -> dict[str, int | bool]:
+def place(low: FunctionLowering, operand: Operand) -> dict[str, int | bool]:
     """Address and state space of an mbarrier."""
     return {**low.address(operand), "space": low.space()}
 
 
 @lowers("mbarrier.init")
-def mbarrier_init(low: Lowering, instruction: Instruction) -> None:
+def mbarrier_init(low: FunctionLowering, instruction: Instruction) -> None:
     """`mbarrier.init{.shared{::cta}}.b64 [a], count;`."""
     address, count = instruction.operands
     low.emit("mbarrier_init", b=low.source(count, "u32"), **place(low, address))
 
 
 @lowers("mbarrier.inval")
-def mbarrier_inval(low: Lowering, instruction: Instruction) -> None:
+def mbarrier_inval(low: FunctionLowering, instruction: Instruction) -> None:
     """`mbarrier.inval{.shared{::cta}}.b64 [a];`."""
     (address,) = instruction.operands
     low.emit("mbarrier_inval", **place(low, address))
 
 
 @lowers("mbarrier.expect_tx", "mbarrier.complete_tx")
-def mbarrier_tx(low: Lowering, instruction: Instruction) -> None:
+def mbarrier_tx(low: FunctionLowering, instruction: Instruction) -> None:
     """`mbarrier.{expect_tx, complete_tx}{.relaxed}{.scope}{.space}.b64 [a], bytes;`."""
     address, count = instruction.operands
     low.emit("mbarrier_expect_tx" if low.has("expect_tx") else "mbarrier_complete_tx",
@@ -80,7 +80,7 @@ def mbarrier_tx(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("mbarrier.arrive", "mbarrier.arrive_drop")
-def mbarrier_arrive(low: Lowering, instruction: Instruction) -> None:
+def mbarrier_arrive(low: FunctionLowering, instruction: Instruction) -> None:
     """`mbarrier.arrive{_drop}{.noComplete}{.expect_tx}{.sem}{.scope}{.space}.b64 {state,} [a]{, count};`."""
     operands = list(instruction.operands)
     # the state may be left out
@@ -101,7 +101,7 @@ def mbarrier_arrive(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("mbarrier.test_wait", "mbarrier.try_wait")
-def mbarrier_wait(low: Lowering, instruction: Instruction) -> None:
+def mbarrier_wait(low: FunctionLowering, instruction: Instruction) -> None:
     """`mbarrier.{test_wait, try_wait}{.parity}{.sem}{.scope}{.space}.b64 p, [a], {state, parity}{, ns};`. How
     long try_wait may take is up to the machine."""
     ended, address, which = instruction.operands[:3]
@@ -112,7 +112,7 @@ def mbarrier_wait(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("mbarrier.pending_count")
-def mbarrier_pending_count(low: Lowering, instruction: Instruction) -> None:
+def mbarrier_pending_count(low: FunctionLowering, instruction: Instruction) -> None:
     """`mbarrier.pending_count.b64 n, state;`."""
     count, state = instruction.operands
     low.emit("mbarrier_pending_count", d=low.dest(count), a=low.source(state, "b64"))
@@ -121,7 +121,7 @@ def mbarrier_pending_count(low: Lowering, instruction: Instruction) -> None:
 # **** fences ****
 
 @lowers("fence", "membar", "fence.mbarrier_init", "fence.proxy.tensormap::generic")
-def fence(low: Lowering, instruction: Instruction) -> None:
+def fence(low: FunctionLowering, instruction: Instruction) -> None:
     """`fence{.sc, .acq_rel, .acquire, .release}.scope;`, `membar.level;`,
     `fence.mbarrier_init.release.cluster;` and `fence.proxy.tensormap::generic.{acquire, release}.scope
     …;`."""
@@ -131,7 +131,7 @@ def fence(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("fence.proxy.async", "fence.proxy.async::generic")
-def fence_proxy_async(low: Lowering, instruction: Instruction) -> None:
+def fence_proxy_async(low: FunctionLowering, instruction: Instruction) -> None:
     """`fence.proxy.async{.global, .shared::cta, .shared::cluster};`: both spaces without one."""
     space = low.space()
     one = GLOBAL if space == SPACES["global"] else SHARED
@@ -139,7 +139,7 @@ def fence_proxy_async(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("fence.proxy.alias")
-def fence_proxy_alias(low: Lowering, instruction: Instruction) -> None:
+def fence_proxy_alias(low: FunctionLowering, instruction: Instruction) -> None:
     """Virtual addresses have no aliases here."""
     low.emit("nop")
 
@@ -147,7 +147,7 @@ def fence_proxy_alias(low: Lowering, instruction: Instruction) -> None:
 # **** registers, grids ****
 
 @lowers("setmaxnreg")
-def setmaxnreg(low: Lowering, instruction: Instruction) -> None:
+def setmaxnreg(low: FunctionLowering, instruction: Instruction) -> None:
     """`setmaxnreg.{inc, dec}.sync.aligned.u32 count;`."""
     (count,) = instruction.operands
     if not isinstance(count, Immediate): raise low.fail("a count that is not constant", "a constant")
@@ -155,6 +155,6 @@ def setmaxnreg(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("griddepcontrol")
-def griddepcontrol(low: Lowering, instruction: Instruction) -> None:
+def griddepcontrol(low: FunctionLowering, instruction: Instruction) -> None:
     """`griddepcontrol.{wait, launch_dependents};`."""
     low.emit("grid_wait" if low.has("wait") else "grid_release")

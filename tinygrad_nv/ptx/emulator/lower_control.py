@@ -1,12 +1,12 @@
 """Branches, exits, and instructions that mean nothing here."""
 from __future__ import annotations
 
-from tinygrad_nv.ptx.emulator.lowering import Lowering, lowers
+from tinygrad_nv.ptx.emulator.lowering import FunctionLowering, lowers
 from tinygrad_nv.ptx.syntax import Instruction, Register, Symbol
 
 
 @lowers("bra")
-def branch(low: Lowering, instruction: Instruction) -> None:
+def branch(low: FunctionLowering, instruction: Instruction) -> None:
     """`bra{.uni} label;`."""
     (label,) = instruction.operands
     if not isinstance(label, Symbol): raise low.fail("a label is expected")
@@ -14,7 +14,7 @@ def branch(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("brx.idx")
-def indexed_branch(low: Lowering, instruction: Instruction) -> None:
+def indexed_branch(low: FunctionLowering, instruction: Instruction) -> None:
     """`brx.idx{.uni} index, table;` with the table of a .branchtargets directive."""
     index, table = instruction.operands
     if not (isinstance(index, Register) and isinstance(table, Symbol) and table.name in low.function.tables):
@@ -23,19 +23,19 @@ def indexed_branch(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("exit", "ret")
-def leave(low: Lowering, instruction: Instruction) -> None:
+def leave(low: FunctionLowering, instruction: Instruction) -> None:
     """The thread is done."""
     low.emit("exit")
 
 
 @lowers("trap")
-def trap(low: Lowering, instruction: Instruction) -> None:
+def trap(low: FunctionLowering, instruction: Instruction) -> None:
     """Ends the launch."""
     low.emit("trap")
 
 
 @lowers("call")
-def assertion(low: Lowering, instruction: Instruction) -> None:
+def assertion(low: FunctionLowering, instruction: Instruction) -> None:
     """`call __assertfail, (message, file, line, function, size);`: ends the launch. Other calls are expanded
     before (calls.py)."""
     arguments = instruction.operands[-1]
@@ -45,6 +45,6 @@ def assertion(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("brkpt", "pmevent", "nop")
-def nothing(low: Lowering, instruction: Instruction) -> None:
+def nothing(low: FunctionLowering, instruction: Instruction) -> None:
     """For debuggers."""
     low.emit("nop")

@@ -22,7 +22,7 @@ from tinygrad_nv.ptx.emulator.lowering import (
     SPECIALS,
     UNUSED,
     WIDTHS,
-    Lowering,
+    FunctionLowering,
     lowers,
     special_number,
 )
@@ -50,7 +50,7 @@ VECTORS = ((2, 1), (2, 2), (2, 4), (2, 8), (4, 1), (4, 2), (4, 4))  # items, byt
 # **** cvt ****
 
 @lowers("cvt")
-def convert(low: Lowering, instruction: Instruction) -> None:
+def convert(low: FunctionLowering, instruction: Instruction) -> None:
     """`cvt{.rounding}{.ftz}{.sat}{.relu}{.satfinite}.to.from d, a{, b}`."""
     only(low, *ROUNDINGS, *TO_INTEGER, "ftz", "sat", "relu", "satfinite")
     to, kind = kind_of(low, *TYPES[:13], *PAIRS), kind_of(low, *TYPES[:12], "f16x2", *SMALL, at=1)
@@ -72,7 +72,7 @@ def convert(low: Lowering, instruction: Instruction) -> None:
     return None
 
 
-def source_width(low: Lowering, operand: Operand, kind: str) -> int:
+def source_width(low: FunctionLowering, operand: Operand, kind: str) -> int:
     """Bytes of the place of a source, which may be wider than an integer type but not than a float's."""
     if kind not in INTEGERS: checked(low, operand, kind)
     if isinstance(operand, Register) and operand.kind != "special": return low.width_of(operand)
@@ -94,7 +94,7 @@ def direct(to: str, kind: str, instruction: Instruction, flags: int, mode: str, 
     return None
 
 
-def convert_pair(low: Lowering, to: str, kind: str, flags: int) -> None:
+def convert_pair(low: FunctionLowering, to: str, kind: str, flags: int) -> None:
     """Conversions to two values in a word: from two f32, or from two others."""
     mode = ROUNDINGS.index(low.one_of(*ROUNDINGS, default="rn"))
     fields = {"more": TYPES.index(PAIRS[to]) | TYPES.index(PAIRS.get(kind, kind)) << 8, "flags": flags,
@@ -108,7 +108,7 @@ def convert_pair(low: Lowering, to: str, kind: str, flags: int) -> None:
 
 
 @lowers("cvt.pack")
-def convert_pack(low: Lowering, instruction: Instruction) -> None:
+def convert_pack(low: FunctionLowering, instruction: Instruction) -> None:
     """`cvt.pack.sat.to.s32 d, a, b` for 16 bits, `cvt.pack.sat.to.s32.b32 d, a, b, c` for fewer."""
     words = [word for word in instruction.modifiers if word not in ("pack", "sat")]
     if words[0] not in PACKED_TYPES or words[1:] not in (["s32"], ["s32", "b32"]):
@@ -121,7 +121,7 @@ def convert_pack(low: Lowering, instruction: Instruction) -> None:
 # **** mov ****
 
 @lowers("mov")
-def move(low: Lowering, instruction: Instruction) -> None:
+def move(low: FunctionLowering, instruction: Instruction) -> None:
     """`mov.type d, a`: registers, constants, special registers, addresses, vectors packed and unpacked."""
     only(low)
     kind = kind_of(low, *MOVED)
@@ -137,7 +137,7 @@ def move(low: Lowering, instruction: Instruction) -> None:
     return None
 
 
-def move_special(low: Lowering, d: int, name: str, kind: str) -> None:
+def move_special(low: FunctionLowering, d: int, name: str, kind: str) -> None:
     """A special register, cut or widened to the type."""
     wide = WIDTHS[kind] == 8
     if kind == "pred":
@@ -149,7 +149,7 @@ def move_special(low: Lowering, d: int, name: str, kind: str) -> None:
         low.emit(handler, d=d, a=low.special(name))
 
 
-def pack(low: Lowering, d: int, items: Vector, kind: str) -> None:
+def pack(low: FunctionLowering, d: int, items: Vector, kind: str) -> None:
     """`mov.b64 d, {a, b}`: the first item is the lowest."""
     count, size = len(items.items), WIDTHS[kind] // max(len(items.items), 1)
     if (count, size) not in VECTORS: raise low.fail(f"{count} items in a .{kind}")
@@ -158,7 +158,7 @@ def pack(low: Lowering, d: int, items: Vector, kind: str) -> None:
     low.emit(f"pack_{count}x{8 * size}", d=d, **places)
 
 
-def unpack(low: Lowering, items: Vector, operand: Operand, kind: str) -> None:
+def unpack(low: FunctionLowering, items: Vector, operand: Operand, kind: str) -> None:
     """`mov.b64 {d, e}, a`."""
     count, total = len(items.items), WIDTHS[kind]
     size = total // max(count, 1)
@@ -176,7 +176,7 @@ def unpack(low: Lowering, items: Vector, operand: Operand, kind: str) -> None:
 # **** addresses and the rest ****
 
 @lowers("cvta")
-def generic_address(low: Lowering, instruction: Instruction) -> None:
+def generic_address(low: FunctionLowering, instruction: Instruction) -> None:
     """`cvta{.to}.space.u64 d, a`."""
     only(low, "to", *SPACES)
     kind_of(low, "u64", "s64", "b64")
@@ -184,7 +184,7 @@ def generic_address(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("isspacep")
-def is_in_space(low: Lowering, instruction: Instruction) -> None:
+def is_in_space(low: FunctionLowering, instruction: Instruction) -> None:
     """`isspacep.space p, a`: whether a generic address is in the space."""
     only(low, *SPACES, "param::entry", "param::func")
     space = low.space() or SPACES["param"]
@@ -192,7 +192,7 @@ def is_in_space(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("createpolicy")
-def create_policy(low: Lowering, instruction: Instruction) -> None:
+def create_policy(low: FunctionLowering, instruction: Instruction) -> None:
     """`createpolicy.fractional`, `.range` and `.cvt.L2`: a cache policy as a 64-bit number. Caches are not
     emulated, so that a range is taken for all of it."""
     if low.has("cvt"):
@@ -210,7 +210,7 @@ def create_policy(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("nanosleep")
-def sleep(low: Lowering, instruction: Instruction) -> None:
+def sleep(low: FunctionLowering, instruction: Instruction) -> None:
     """`nanosleep.u32 t`: other warps go first."""
     source(low, instruction_of(low).operands[0], "u32")
     low.emit("nanosleep")

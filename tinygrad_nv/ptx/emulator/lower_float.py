@@ -7,31 +7,31 @@ from __future__ import annotations
 
 from tinygrad_nv.ptx.emulator import lower_integer
 from tinygrad_nv.ptx.emulator.lower_operate import ROUNDINGS, flags_of, kind_of, only, operate
-from tinygrad_nv.ptx.emulator.lowering import Lowering, lowers
+from tinygrad_nv.ptx.emulator.lowering import FunctionLowering, lowers
 from tinygrad_nv.ptx.syntax import Instruction
 
-PACKED_HALVES = {"f16": "f16", "f16x2": "f16", "bf16": "bf16", "bf16x2": "bf16"}
-FLOATS = ("f32", "f64", *PACKED_HALVES)
+PACKED_FLOAT16S = {"f16": "f16", "f16x2": "f16", "bf16": "bf16", "bf16x2": "bf16"}
+FLOATS = ("f32", "f64", *PACKED_FLOAT16S)
 DIRECTED = ("rn", "rz", "rm", "rp")
 
 
-def rounding(low: Lowering) -> int:
+def rounding(low: FunctionLowering) -> int:
     """The instruction's rounding, to nearest even when it names none."""
     return ROUNDINGS.index(low.one_of(*DIRECTED, default="rn"))
 
 
-def of_integers(low: Lowering) -> bool:
+def of_integers(low: FunctionLowering) -> bool:
     """Whether none of the instruction's types is a float's."""
     return not set(low.types()) & set(FLOATS)
 
 
-def half(low: Lowering, handler: str, kind: str, sources: int) -> None:
+def half(low: FunctionLowering, handler: str, kind: str, sources: int) -> None:
     """An op of half.c."""
-    operate(low, f"{handler}_{PACKED_HALVES[kind]}", (kind,) * (sources + 1), flags=flags_of(low),
+    operate(low, f"{handler}_{PACKED_FLOAT16S[kind]}", (kind,) * (sources + 1), flags=flags_of(low),
             vector=2 if kind.endswith("x2") else 1)
 
 
-def rounded(low: Lowering, handler: str, kind: str, sources: int) -> None:
+def rounded(low: FunctionLowering, handler: str, kind: str, sources: int) -> None:
     """An op of float.c that rounds in any direction."""
     mode = rounding(low)
     name = f"{handler}_round_f32" if kind == "f32" and mode else f"{handler}_{kind}"
@@ -39,20 +39,20 @@ def rounded(low: Lowering, handler: str, kind: str, sources: int) -> None:
 
 
 @lowers("add", "sub", "mul", "mad", "fma")
-def arithmetic(low: Lowering, instruction: Instruction) -> None:
+def arithmetic(low: FunctionLowering, instruction: Instruction) -> None:
     """Sums and products, of floats and integers. mad of floats is fma."""
     mnemonic = instruction.mnemonic
     if mnemonic != "fma" and of_integers(low): return lower_integer.arithmetic(low, instruction)
     name, sources = ("fma", 3) if mnemonic in ("mad", "fma") else (mnemonic, 2)
     only(low, *DIRECTED, "ftz", "sat", *(("relu", "oob") if name == "fma" else ()))
     kind = kind_of(low, *FLOATS)
-    if kind in PACKED_HALVES: half(low, "fma_oob" if low.has("oob") else name, kind, sources)
+    if kind in PACKED_FLOAT16S: half(low, "fma_oob" if low.has("oob") else name, kind, sources)
     else: rounded(low, name, kind, sources)
     return None
 
 
 @lowers("div", "rcp", "sqrt")
-def quotient(low: Lowering, instruction: Instruction) -> None:
+def quotient(low: FunctionLowering, instruction: Instruction) -> None:
     """Division, reciprocal and root, rounded or approximate; div of integers."""
     name = instruction.mnemonic
     if name == "div" and of_integers(low): return lower_integer.arithmetic(low, instruction)
@@ -68,41 +68,41 @@ def quotient(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("rsqrt", "sin", "cos", "lg2", "ex2", "tanh")
-def approximate(low: Lowering, instruction: Instruction) -> None:
+def approximate(low: FunctionLowering, instruction: Instruction) -> None:
     """Functions that PTX has as approximations alone."""
     name = instruction.mnemonic
     only(low, "approx", "ftz")
-    halves = tuple(PACKED_HALVES) if name in ("ex2", "tanh") else ()
+    halves = tuple(PACKED_FLOAT16S) if name in ("ex2", "tanh") else ()
     kind = kind_of(low, "f32", *halves, *(("f64",) if name == "rsqrt" else ()))
-    if kind in PACKED_HALVES: half(low, name, kind, 1)
+    if kind in PACKED_FLOAT16S: half(low, name, kind, 1)
     elif kind == "f64": operate(low, "rsqrt_approx_ftz_f64" if low.has("ftz") else "rsqrt_f64", (kind, kind))
     else: operate(low, f"{name}_f32", (kind, kind), flags=flags_of(low))
 
 
 @lowers("min", "max")
-def extreme(low: Lowering, instruction: Instruction) -> None:
+def extreme(low: FunctionLowering, instruction: Instruction) -> None:
     """The smaller or the larger."""
     if of_integers(low): return lower_integer.arithmetic(low, instruction)
     only(low, "ftz", "NaN", "xorsign", "abs")
     kind = kind_of(low, *FLOATS)
-    if kind in PACKED_HALVES: half(low, instruction.mnemonic, kind, 2)
+    if kind in PACKED_FLOAT16S: half(low, instruction.mnemonic, kind, 2)
     else: operate(low, f"{instruction.mnemonic}_{kind}", (kind,) * 3, flags=flags_of(low))
     return None
 
 
 @lowers("abs", "neg")
-def sign(low: Lowering, instruction: Instruction) -> None:
+def sign(low: FunctionLowering, instruction: Instruction) -> None:
     """The sign taken away or turned."""
     if of_integers(low): return lower_integer.arithmetic(low, instruction)
     only(low, "ftz")
     kind = kind_of(low, *FLOATS)
-    if kind in PACKED_HALVES: half(low, instruction.mnemonic, kind, 1)
+    if kind in PACKED_FLOAT16S: half(low, instruction.mnemonic, kind, 1)
     else: operate(low, f"{instruction.mnemonic}_{kind}", (kind, kind), flags=flags_of(low))
     return None
 
 
 @lowers("copysign")
-def copysign(low: Lowering, instruction: Instruction) -> None:
+def copysign(low: FunctionLowering, instruction: Instruction) -> None:
     """`copysign.type d, a, b`: b with the sign of a."""
     only(low)
     kind = kind_of(low, "f32", "f64")

@@ -14,12 +14,12 @@ from tinygrad_nv.ptx.emulator.lower_operate import (
     pair,
     source,
 )
-from tinygrad_nv.ptx.emulator.lowering import WIDTHS, Lowering, lowers
+from tinygrad_nv.ptx.emulator.lowering import WIDTHS, FunctionLowering, lowers
 from tinygrad_nv.ptx.syntax import Immediate, Instruction
 
-HALVES = ("s16", "u16")
+INT16S = ("s16", "u16")
 WORDS = ("s32", "u32", "s64", "u64")
-INTEGERS = (*HALVES, *WORDS)
+INTEGERS = (*INT16S, *WORDS)
 PACKED = ("s16x2", "u16x2")
 TAKES, WRITES = 1, 2  # flags of carry chains
 CONDITION_CODE = " cc"  # no register of PTX text is named so
@@ -31,7 +31,7 @@ PRMT_MODES = {"f4e": (0x3210, 0x4321, 0x5432, 0x6543), "b4e": (0x5670, 0x6701, 0
 
 # **** arithmetic ****
 
-def arithmetic(low: Lowering, instruction: Instruction) -> None:
+def arithmetic(low: FunctionLowering, instruction: Instruction) -> None:
     """add, sub, mul, mad, div, min, max, abs, neg of integers."""
     mnemonic = instruction.mnemonic
     if mnemonic in ("add", "sub"): add(low, mnemonic)
@@ -44,7 +44,7 @@ def arithmetic(low: Lowering, instruction: Instruction) -> None:
         else: operate(low, f"{mnemonic}_{kind if mnemonic == 'abs' else bits_kind(kind)}", (kind, kind))
 
 
-def add(low: Lowering, mnemonic: str) -> None:
+def add(low: FunctionLowering, mnemonic: str) -> None:
     """add and sub: wrapping, saturating (.s32), in pairs, or the start of a carry chain."""
     if low.has("cc"): return carry(low, f"{mnemonic}c", 0)
     only(low, "sat")
@@ -57,7 +57,7 @@ def add(low: Lowering, mnemonic: str) -> None:
     return None
 
 
-def multiply(low: Lowering, mnemonic: str) -> None:
+def multiply(low: FunctionLowering, mnemonic: str) -> None:
     """mul and mad: .lo, .hi, .wide; .hi.sat.s32 of mad."""
     if low.has("cc"): return carry(low, "madc", 0)
     only(low, "lo", "hi", "wide", "sat")
@@ -73,7 +73,7 @@ def multiply(low: Lowering, mnemonic: str) -> None:
     return None
 
 
-def extreme(low: Lowering, mnemonic: str) -> None:
+def extreme(low: FunctionLowering, mnemonic: str) -> None:
     """min and max, with .relu for signed ones."""
     only(low, "relu")
     kind = kind_of(low, *(("s16x2", "s32") if low.has("relu") else (*INTEGERS, *PACKED)))
@@ -81,7 +81,7 @@ def extreme(low: Lowering, mnemonic: str) -> None:
 
 
 @lowers("rem")
-def remainder(low: Lowering, instruction: Instruction) -> None:
+def remainder(low: FunctionLowering, instruction: Instruction) -> None:
     """`rem.type`: the sign is the dividend's."""
     only(low)
     kind = kind_of(low, *INTEGERS)
@@ -89,7 +89,7 @@ def remainder(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("sad")
-def sum_of_differences(low: Lowering, instruction: Instruction) -> None:
+def sum_of_differences(low: FunctionLowering, instruction: Instruction) -> None:
     """`sad.type d, a, b, c`: c + |a - b|."""
     only(low)
     kind = kind_of(low, *INTEGERS)
@@ -97,7 +97,7 @@ def sum_of_differences(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("mul24", "mad24")
-def multiply24(low: Lowering, instruction: Instruction) -> None:
+def multiply24(low: FunctionLowering, instruction: Instruction) -> None:
     """Products of 24-bit integers."""
     only(low, "lo", "hi", "sat")
     kind = kind_of(low, "s32", "u32")
@@ -111,12 +111,12 @@ def multiply24(low: Lowering, instruction: Instruction) -> None:
 # **** carry chains ****
 
 @lowers("addc", "subc", "madc")
-def carried(low: Lowering, instruction: Instruction) -> None:
+def carried(low: FunctionLowering, instruction: Instruction) -> None:
     """The rest of a carry chain."""
     carry(low, instruction.mnemonic, TAKES)
 
 
-def carry(low: Lowering, mnemonic: str, takes: int) -> None:
+def carry(low: FunctionLowering, mnemonic: str, takes: int) -> None:
     """An op of a carry chain, by the name of the one that takes the condition code."""
     only(low, "cc", "lo", "hi")
     kind = kind_of(low, *WORDS)
@@ -129,7 +129,7 @@ def carry(low: Lowering, mnemonic: str, takes: int) -> None:
 # **** logic and shifts ****
 
 @lowers("and", "or", "xor")
-def logic(low: Lowering, instruction: Instruction) -> None:
+def logic(low: FunctionLowering, instruction: Instruction) -> None:
     """Bitwise operations of two operands, and of predicates."""
     only(low)
     kind = kind_of(low, "pred", "b16", "b32", "b64")
@@ -137,7 +137,7 @@ def logic(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("not", "cnot")
-def complement(low: Lowering, instruction: Instruction) -> None:
+def complement(low: FunctionLowering, instruction: Instruction) -> None:
     """`not`: of bits; `cnot`: of a number as C has it."""
     only(low)
     kind = kind_of(low, "b16", "b32", "b64", *(("pred",) if instruction.mnemonic == "not" else ()))
@@ -145,7 +145,7 @@ def complement(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("lop3")
-def lookup(low: Lowering, instruction: Instruction) -> None:
+def lookup(low: FunctionLowering, instruction: Instruction) -> None:
     """`lop3.b32 d, a, b, c, table`, and `lop3.BoolOp.b32 d|p, a, b, c, table, q`: p = (d != 0) BoolOp q."""
     only(low, "or", "and")
     kind_of(low, "b32")
@@ -162,7 +162,7 @@ def lookup(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("shl", "shr")
-def shift(low: Lowering, instruction: Instruction) -> None:
+def shift(low: FunctionLowering, instruction: Instruction) -> None:
     """Shifts by a u32, clamped."""
     only(low)
     kind = kind_of(low, "b16", "b32", "b64", *(INTEGERS if instruction.mnemonic == "shr" else ()))
@@ -171,7 +171,7 @@ def shift(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("shf")
-def funnel_shift(low: Lowering, instruction: Instruction) -> None:
+def funnel_shift(low: FunctionLowering, instruction: Instruction) -> None:
     """`shf.{l,r}.{clamp,wrap}.b32 d, a, b, c`: of the 64 bits b:a."""
     only(low, "l", "r", "clamp", "wrap")
     kind_of(low, "b32")
@@ -182,7 +182,7 @@ def funnel_shift(low: Lowering, instruction: Instruction) -> None:
 # **** bits, bytes, fields ****
 
 @lowers("popc", "clz", "bfind", "brev")
-def count(low: Lowering, instruction: Instruction) -> None:
+def count(low: FunctionLowering, instruction: Instruction) -> None:
     """Bits counted, found or turned around."""
     only(low, "shiftamt")
     kind = kind_of(low, *(WORDS if instruction.mnemonic == "bfind" else ("b32", "b64")))
@@ -191,14 +191,14 @@ def count(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("fns")
-def find_nth(low: Lowering, instruction: Instruction) -> None:
+def find_nth(low: FunctionLowering, instruction: Instruction) -> None:
     """`fns.b32 d, mask, base, offset`."""
     only(low)
     operate(low, "fns_b32", ("u32", "b32", "u32", "s32"))
 
 
 @lowers("bfe", "bfi")
-def field(low: Lowering, instruction: Instruction) -> None:
+def field(low: FunctionLowering, instruction: Instruction) -> None:
     """Bit fields taken out and put in."""
     only(low)
     out = instruction.mnemonic == "bfe"
@@ -207,7 +207,7 @@ def field(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("szext", "bmsk")
-def small(low: Lowering, instruction: Instruction) -> None:
+def small(low: FunctionLowering, instruction: Instruction) -> None:
     """`szext`: the low b bits of a, extended. `bmsk`: b ones from bit a on."""
     only(low, "clamp", "wrap")
     kind = kind_of(low, *(("s32", "u32") if instruction.mnemonic == "szext" else ("b32",)))
@@ -216,7 +216,7 @@ def small(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("prmt")
-def permute(low: Lowering, instruction: Instruction) -> None:
+def permute(low: FunctionLowering, instruction: Instruction) -> None:
     """`prmt.b32{.mode} d, a, b, c`."""
     only(low, *PRMT_MODES)
     kind_of(low, "b32")
@@ -232,7 +232,7 @@ def packed(selectors: tuple[int, ...]) -> int:
 
 
 @lowers("dp4a", "dp2a")
-def dot(low: Lowering, instruction: Instruction) -> None:
+def dot(low: FunctionLowering, instruction: Instruction) -> None:
     """Dot products of bytes, and of halves and bytes."""
     only(low, "lo", "hi")
     a, b = kind_of(low, "s32", "u32"), kind_of(low, "s32", "u32", at=1)

@@ -6,7 +6,7 @@ is the only item of `list`.
 from __future__ import annotations
 
 from tinygrad_nv.ptx.emulator.lower_operate import dest, kind_of, only, pair, source
-from tinygrad_nv.ptx.emulator.lowering import Lowering, lowers
+from tinygrad_nv.ptx.emulator.lowering import FunctionLowering, lowers
 from tinygrad_nv.ptx.syntax import Instruction
 
 # lanes.c: enum { SHFL_UP, … }, { VOTE_ALL, … }, { REDUX_ADD, … }
@@ -22,7 +22,7 @@ def second(place: int) -> tuple[int, ...]:
 
 
 @lowers("shfl.sync")
-def shuffle(low: Lowering, instruction: Instruction) -> None:
+def shuffle(low: FunctionLowering, instruction: Instruction) -> None:
     """`shfl.sync.mode.b32 d{|p}, a, b, c, members`."""
     only(low, "sync", *SHUFFLES)
     kind_of(low, "b32")
@@ -36,7 +36,7 @@ def shuffle(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("vote.sync")
-def vote(low: Lowering, instruction: Instruction) -> None:
+def vote(low: FunctionLowering, instruction: Instruction) -> None:
     """`vote.sync.{all,any,uni}.pred p, {!}a, members` and `vote.sync.ballot.b32 d, {!}a, members`."""
     only(low, "sync", *VOTES)
     mode = low.one_of(*VOTES)
@@ -47,7 +47,7 @@ def vote(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("match.any", "match.all")
-def match(low: Lowering, instruction: Instruction) -> None:
+def match(low: FunctionLowering, instruction: Instruction) -> None:
     """`match.any.sync.type d, a, members` and `match.all.sync.type d{|p}, a, members`."""
     only(low, "sync", "any", "all")
     kind = kind_of(low, "b32", "b64")
@@ -61,7 +61,7 @@ def match(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("redux.sync")
-def reduce(low: Lowering, instruction: Instruction) -> None:
+def reduce(low: FunctionLowering, instruction: Instruction) -> None:
     """`redux.sync.op.type d, a, members`."""
     only(low, "sync", *(op for op, _ in REDUCTIONS))
     kind = kind_of(low, "s32", "u32", "b32")
@@ -73,7 +73,7 @@ def reduce(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("elect.sync")
-def elect(low: Lowering, instruction: Instruction) -> None:
+def elect(low: FunctionLowering, instruction: Instruction) -> None:
     """`elect.sync d|p, members`: d may be a sink."""
     only(low, "sync")
     to, members = instruction.operands
@@ -84,13 +84,13 @@ def elect(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("activemask")
-def active(low: Lowering, instruction: Instruction) -> None:
+def active(low: FunctionLowering, instruction: Instruction) -> None:
     """`activemask.b32 d`: the lanes that are here."""
     low.emit("activemask", d=dest(low, instruction.operands[0], "b32"))
 
 
 @lowers("bar.warp")
-def warp_barrier(low: Lowering, instruction: Instruction) -> None:
+def warp_barrier(low: FunctionLowering, instruction: Instruction) -> None:
     """`bar.warp.sync members`."""
     only(low, "warp", "sync")
     low.emit("bar_warp_sync", c=source(low, instruction.operands[0], "b32"))

@@ -1,7 +1,7 @@
 """ld, st, their kin, and hints to caches. Handlers: csrc/access.c."""
 from __future__ import annotations
 
-from tinygrad_nv.ptx.emulator.lowering import SPACES, WIDTHS, Lowering, lowers
+from tinygrad_nv.ptx.emulator.lowering import SPACES, WIDTHS, FunctionLowering, lowers
 from tinygrad_nv.ptx.syntax import Address, Immediate, Instruction, Operand, Register, Sink, Vector
 
 SIGNED, STRONG, ACQUIRE, RELEASE = 1, 2, 4, 8
@@ -9,23 +9,23 @@ ORDERS = {"volatile": STRONG, "mmio": STRONG, "relaxed": STRONG, "acquire": STRO
           "release": STRONG | RELEASE, "acq_rel": STRONG | ACQUIRE | RELEASE}
 
 
-def order_flags(low: Lowering) -> int:
+def order_flags(low: FunctionLowering) -> int:
     """STRONG, ACQUIRE and RELEASE as the modifiers say."""
     return ORDERS.get(low.one_of(*ORDERS), 0)
 
 
-def memory_space(low: Lowering) -> int:
+def memory_space(low: FunctionLowering) -> int:
     """The state space; .param::entry and .param::func are .param."""
     return SPACES["param"] if low.one_of("param::entry", "param::func") else low.space()
 
 
-def element(low: Lowering) -> tuple[str, int]:
+def element(low: FunctionLowering) -> tuple[str, int]:
     """Type and bytes of an element in memory."""
     kind = low.types()[-1]
     return kind, WIDTHS[kind]
 
 
-def items_of(low: Lowering, operand: Operand) -> tuple[Operand, ...]:
+def items_of(low: FunctionLowering, operand: Operand) -> tuple[Operand, ...]:
     """The operands of a vector, as many as .v2, .v4 or .v8 says; or the one operand."""
     items = operand.items if isinstance(operand, Vector) else (operand,)
     wanted = int(low.one_of("v2", "v4", "v8", default="v1")[1:])
@@ -33,7 +33,7 @@ def items_of(low: Lowering, operand: Operand) -> tuple[Operand, ...]:
     return items
 
 
-def register_bytes(low: Lowering, items: tuple[Operand, ...], least: int) -> int:
+def register_bytes(low: FunctionLowering, items: tuple[Operand, ...], least: int) -> int:
     """Bytes of the registers of a vector, which are all of a size: 2 (and less), 4, 8 or 16, but `least` for
     immediates."""
     sizes = {max(WIDTHS[i.kind], 2) for i in items if isinstance(i, Register) and i.kind != "special"}
@@ -44,18 +44,18 @@ def register_bytes(low: Lowering, items: tuple[Operand, ...], least: int) -> int
     return size
 
 
-def destinations(low: Lowering, items: tuple[Operand, ...]) -> tuple[int, ...]:
+def destinations(low: FunctionLowering, items: tuple[Operand, ...]) -> tuple[int, ...]:
     """Places of destinations, -1 for `_`."""
     return tuple(-1 if isinstance(item, Sink) else low.dest(item) for item in items)
 
 
-def places(low: Lowering, where: dict[str, int | bool]) -> tuple[int, ...]:
+def places(low: FunctionLowering, where: dict[str, int | bool]) -> tuple[int, ...]:
     """The address register of an op, when it has one."""
     return (int(where["a"]),) if int(where["a"]) >= 0 else ()
 
 
 @lowers("ld", "ldu")
-def load(low: Lowering, instruction: Instruction) -> None:
+def load(low: FunctionLowering, instruction: Instruction) -> None:
     """`ld{.order}{.space}{.hints}{.vec}.type d, [a]{, policy};`."""
     kind, width = element(low)
     items = items_of(low, instruction.operands[0])
@@ -70,7 +70,7 @@ def load(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("st")
-def store(low: Lowering, instruction: Instruction) -> None:
+def store(low: FunctionLowering, instruction: Instruction) -> None:
     """`st{.order}{.space}{.hints}{.vec}.type [a], b{, policy};`."""
     kind, width = element(low)
     items = items_of(low, instruction.operands[1])
@@ -83,27 +83,27 @@ def store(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("prefetch", "prefetchu")
-def prefetch(low: Lowering, instruction: Instruction) -> None:
+def prefetch(low: FunctionLowering, instruction: Instruction) -> None:
     """`prefetch.space.level [a];`: a hint, which may be wrong."""
     if not isinstance(instruction.operands[0], Address): raise low.fail("an address in brackets is expected")
     low.emit("nop")
 
 
 @lowers("applypriority")
-def apply_priority(low: Lowering, instruction: Instruction) -> None:
+def apply_priority(low: FunctionLowering, instruction: Instruction) -> None:
     """`applypriority{.global}.L2::evict_normal [a], 128;`: a hint."""
     check_line(low, instruction)
     low.emit("nop")
 
 
 @lowers("discard")
-def discard(low: Lowering, instruction: Instruction) -> None:
+def discard(low: FunctionLowering, instruction: Instruction) -> None:
     """`discard{.global}.L2 [a], 128;`."""
     check_line(low, instruction)
     low.emit("discard", space=low.space(), **low.address(instruction.operands[0]))
 
 
-def check_line(low: Lowering, instruction: Instruction) -> None:
+def check_line(low: FunctionLowering, instruction: Instruction) -> None:
     """These work on lines of 128 bytes."""
     size = instruction.operands[1]
     if not isinstance(size, Immediate) or size.value != 128: raise low.fail("a size that is not 128", "128")

@@ -5,26 +5,26 @@ are the others, in the manual's order, as fields a, b, c, e. Registers must be a
 """
 from __future__ import annotations
 
-from tinygrad_nv.ptx.emulator.lowering import WIDTHS, Lowering, OpRecord
+from tinygrad_nv.ptx.emulator.lowering import WIDTHS, FunctionLowering, OpRecord
 from tinygrad_nv.ptx.syntax import Instruction, Operand, Pair, Register, Sink
 
 ROUNDINGS = ("rn", "rz", "rm", "rp", "rna")  # formats.h: enum { RN, … }
 FTZ, SAT, RELU, NANS, XOR_SIGN, OOB = 1, 2, 4, 8, 16, 32  # float.c
 
 
-def instruction_of(low: Lowering) -> Instruction:
+def instruction_of(low: FunctionLowering) -> Instruction:
     """The current instruction."""
     assert low.current is not None
     return low.current
 
 
-def only(low: Lowering, *modifiers: str) -> None:
+def only(low: FunctionLowering, *modifiers: str) -> None:
     """Refuses modifiers that are neither types nor among `modifiers`."""
     for word in instruction_of(low).modifiers:
         if word not in WIDTHS and word not in modifiers: raise low.fail(f".{word} is not emulated here")
 
 
-def kind_of(low: Lowering, *kinds: str, at: int = 0) -> str:
+def kind_of(low: FunctionLowering, *kinds: str, at: int = 0) -> str:
     """The instruction's type number `at`, which must be one of `kinds`."""
     types = low.types()
     if len(types) <= at: raise low.fail("a type is missing", ", ".join(f".{kind}" for kind in kinds))
@@ -38,7 +38,7 @@ def bits_kind(kind: str) -> str:
     return f"b{8 * WIDTHS[kind]}" if WIDTHS[kind] else "pred"
 
 
-def checked(low: Lowering, operand: Operand, kind: str) -> Operand:
+def checked(low: FunctionLowering, operand: Operand, kind: str) -> Operand:
     """The operand, if it can hold a value of the type: registers have its width."""
     if isinstance(operand, Register) and operand.kind != "special":
         have, want = low.width_of(operand), {0: 0, 8: 8, 16: 16}.get(WIDTHS[kind], 4)
@@ -46,17 +46,17 @@ def checked(low: Lowering, operand: Operand, kind: str) -> Operand:
     return operand
 
 
-def source(low: Lowering, operand: Operand, kind: str) -> int:
+def source(low: FunctionLowering, operand: Operand, kind: str) -> int:
     """The place of a source, its width checked."""
     return low.source(checked(low, operand, kind), kind)
 
 
-def dest(low: Lowering, operand: Operand, kind: str) -> int:
+def dest(low: FunctionLowering, operand: Operand, kind: str) -> int:
     """The place of a destination, its width checked."""
     return low.dest(checked(low, operand, kind), kind)
 
 
-def operate(low: Lowering, handler: str, kinds: tuple[str, ...], **fields: int) -> OpRecord:
+def operate(low: FunctionLowering, handler: str, kinds: tuple[str, ...], **fields: int) -> OpRecord:
     """Emits an op; `kinds` are the types of the destination and of each source."""
     operands = instruction_of(low).operands
     if len(operands) != len(kinds):
@@ -66,7 +66,7 @@ def operate(low: Lowering, handler: str, kinds: tuple[str, ...], **fields: int) 
     return low.emit(handler, d=dest(low, operands[0], kinds[0]), **places, **fields)
 
 
-def pair(low: Lowering, operand: Operand, first: str, second: str) -> tuple[int, int]:
+def pair(low: FunctionLowering, operand: Operand, first: str, second: str) -> tuple[int, int]:
     """The places of `d|p`, -1 for what is a sink or absent."""
     items = (operand.first, operand.second) if isinstance(operand, Pair) else (operand, Sink())
     one, other = (-1 if isinstance(item, Sink) else dest(low, item, kind)
@@ -74,7 +74,7 @@ def pair(low: Lowering, operand: Operand, first: str, second: str) -> tuple[int,
     return one, other
 
 
-def flags_of(low: Lowering) -> int:
+def flags_of(low: FunctionLowering) -> int:
     """The flags of float.c that the instruction's modifiers ask for."""
     named = {"ftz": FTZ, "sat": SAT, "relu": RELU, "NaN": NANS, "xorsign": XOR_SIGN, "oob": OOB}
     return sum(flag for word, flag in named.items() if low.has(word))

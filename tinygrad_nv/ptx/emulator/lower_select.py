@@ -6,7 +6,7 @@ operands.
 from __future__ import annotations
 
 from tinygrad_nv.ptx.emulator.lower_operate import dest, kind_of, only, operate, pair, source
-from tinygrad_nv.ptx.emulator.lowering import WIDTHS, Lowering, lowers
+from tinygrad_nv.ptx.emulator.lowering import WIDTHS, FunctionLowering, lowers
 from tinygrad_nv.ptx.syntax import Instruction, Operand
 
 COMPARISONS = ("eq", "ne", "lt", "le", "equ", "neu", "ltu", "leu", "num", "nan")  # compare.c: enum { EQ, … }
@@ -24,7 +24,7 @@ TRUE = {"u32": 0xffffffff, "s32": 0xffffffff, "u16": 0xffff, "s16": 0xffff, "f32
         "bf16": 0x3f80, "f16x2": 0x3c003c00, "bf16x2": 0x3f803f80}
 
 
-def compare(low: Lowering, kind: str, d: int, e: int, operands: tuple[Operand, ...]) -> None:
+def compare(low: FunctionLowering, kind: str, d: int, e: int, operands: tuple[Operand, ...]) -> None:
     """Emits the comparison of the current instruction: `operands` are a, b and perhaps c."""
     word = low.one_of(*WORDS)
     if not word: raise low.fail("the comparison is missing", ", ".join(f".{name}" for name in WORDS))
@@ -43,7 +43,7 @@ def compare(low: Lowering, kind: str, d: int, e: int, operands: tuple[Operand, .
 
 
 @lowers("setp")
-def set_predicate(low: Lowering, instruction: Instruction) -> None:
+def set_predicate(low: FunctionLowering, instruction: Instruction) -> None:
     """`setp.cmp{.op}{.ftz}.type p{|q}, a, b{, {!}c}`."""
     only(low, *WORDS, *BOOLEANS, "ftz")
     kind = kind_of(low, *INTEGERS, *FLOATS)
@@ -52,7 +52,7 @@ def set_predicate(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("set")
-def set_value(low: Lowering, instruction: Instruction) -> None:
+def set_value(low: FunctionLowering, instruction: Instruction) -> None:
     """`set.cmp{.op}{.ftz}.dtype.stype d, a, b{, {!}c}`: all ones or 1.0 where it holds, 0 elsewhere; for
     packed halves, in each half."""
     only(low, *WORDS, *BOOLEANS, "ftz")
@@ -68,7 +68,7 @@ def set_value(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("testp")
-def test_property(low: Lowering, instruction: Instruction) -> None:
+def test_property(low: FunctionLowering, instruction: Instruction) -> None:
     """`testp.class.type p, a`; zero is a normal number here."""
     only(low, *CLASSES)
     kind = kind_of(low, "f32", "f64")
@@ -76,7 +76,7 @@ def test_property(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("selp")
-def select(low: Lowering, instruction: Instruction) -> None:
+def select(low: FunctionLowering, instruction: Instruction) -> None:
     """`selp.type d, a, b, c`: a where the predicate c holds."""
     only(low)
     kind = kind_of(low, *INTEGERS, "f32", "f64")
@@ -84,7 +84,7 @@ def select(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("slct")
-def select_by_sign(low: Lowering, instruction: Instruction) -> None:
+def select_by_sign(low: FunctionLowering, instruction: Instruction) -> None:
     """`slct{.ftz}.dtype.{s32,f32} d, a, b, c`: a where c >= 0."""
     only(low, "ftz")
     kind, by = kind_of(low, *INTEGERS, "f32", "f64"), kind_of(low, "s32", "f32", at=1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from tinygrad_nv.ptx.emulator.lower_operate import ROUNDINGS
-from tinygrad_nv.ptx.emulator.lowering import Lowering, lowers
+from tinygrad_nv.ptx.emulator.lowering import FunctionLowering, lowers
 from tinygrad_nv.ptx.syntax import Immediate, Instruction, Operand, Vector
 
 ELEMENTS = {"f16": 0, "bf16": 1, "tf32": 2, "e4m3": 3, "e5m2": 4, "s8": 5, "u8": 6, "s4": 7, "u4": 8, "b1": 9}
@@ -21,7 +21,7 @@ COLUMN_MAJOR = 1
 SHAPE = re.compile(r"m(\d+)n(\d+)k(\d+)$")
 
 
-def shape(low: Lowering) -> tuple[int, int, int]:
+def shape(low: FunctionLowering) -> tuple[int, int, int]:
     """m, n, k of the current instruction."""
     assert low.current is not None
     found = next(found for modifier in low.current.modifiers if (found := SHAPE.match(modifier)))
@@ -34,14 +34,14 @@ def packed(m: int, n: int, k: int) -> int:
     return m | n << 8 | k << 18
 
 
-def matrix_types(low: Lowering) -> tuple[str, str, str, str]:
+def matrix_types(low: FunctionLowering) -> tuple[str, str, str, str]:
     """Types of D, A, B and C."""
     assert low.current is not None
     d, a, b, c = (x for x in low.current.modifiers if x in BITS or x in RESULTS)
     return d, a, b, c
 
 
-def registers(low: Lowering, operand: Operand, count: int, kind: str, what: str,
+def registers(low: FunctionLowering, operand: Operand, count: int, kind: str, what: str,
               written: bool = False) -> tuple[int, ...]:
     """The places of a vector of `count` registers (of one register, without braces, too)."""
     places = low.dests(operand, kind) if written else low.sources(operand, kind)
@@ -54,7 +54,7 @@ def registers(low: Lowering, operand: Operand, count: int, kind: str, what: str,
     return places
 
 
-def selector(low: Lowering, operand: Operand, most: int) -> int:
+def selector(low: FunctionLowering, operand: Operand, most: int) -> int:
     """The sparsity selector: which threads give the metadata."""
     if not isinstance(operand, Immediate) or not 0 <= int(operand.value) <= most:
         raise low.fail("this sparsity selector", f"a constant from 0 to {most}")
@@ -68,7 +68,7 @@ def most_selector(element: str, k: int) -> int:
 
 
 @lowers("mma")
-def mma(low: Lowering, instruction: Instruction) -> None:
+def mma(low: FunctionLowering, instruction: Instruction) -> None:
     """`mma{.sp{::ordered_metadata}}.sync.aligned.SHAPE.row.col{.satfinite}.D.A.B.C d, a, b, c{, e, sel};`."""
     m, n, k = shape(low)
     d, a, b, c = matrix_types(low)
@@ -98,7 +98,7 @@ def mma(low: Lowering, instruction: Instruction) -> None:
              list=out + sources, reads=sources, writes=out)
 
 
-def quad(low: Lowering, instruction: Instruction, d: str, c: str) -> None:
+def quad(low: FunctionLowering, instruction: Instruction, d: str, c: str) -> None:
     """`mma.sync.aligned.m8n8k4.{row,col}.{row,col}.D.f16.f16.C`: Volta's, one for each pair of quads."""
     majors = [modifier for modifier in instruction.modifiers if modifier in ("row", "col")]
     flags = (majors[0] == "col") | (majors[1] == "row") << 1 | (d == "f32") << 2 | (c == "f32") << 3
@@ -111,13 +111,13 @@ def quad(low: Lowering, instruction: Instruction, d: str, c: str) -> None:
 
 # **** matrices of 8 by 8 ****
 
-def matrix_count(low: Lowering) -> int:
+def matrix_count(low: FunctionLowering) -> int:
     """How many matrices .x1, .x2 or .x4 says."""
     return int(low.one_of("x1", "x2", "x4")[1:])
 
 
 @lowers("ldmatrix")
-def ldmatrix(low: Lowering, instruction: Instruction) -> None:
+def ldmatrix(low: FunctionLowering, instruction: Instruction) -> None:
     """`ldmatrix.sync.aligned.m8n8.x4{.trans}{.shared}.b16 {…}, [a];`."""
     out, address = instruction.operands
     where = low.address(address)
@@ -128,7 +128,7 @@ def ldmatrix(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("stmatrix")
-def stmatrix(low: Lowering, instruction: Instruction) -> None:
+def stmatrix(low: FunctionLowering, instruction: Instruction) -> None:
     """`stmatrix.sync.aligned.m8n8.x4{.trans}{.shared}.b16 [a], {…};`."""
     address, values = instruction.operands
     where = low.address(address)
@@ -139,7 +139,7 @@ def stmatrix(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("movmatrix")
-def movmatrix(low: Lowering, instruction: Instruction) -> None:
+def movmatrix(low: FunctionLowering, instruction: Instruction) -> None:
     """`movmatrix.sync.aligned.m8n8.trans.b16 d, a;`."""
     out, value = instruction.operands
     low.emit("movmatrix", d=low.dest(out), a=low.source(value, "b32"))
@@ -154,7 +154,7 @@ def wmma_registers(kind: str, rows: int, columns: int, duplicated: bool) -> int:
     return max(rows * columns * BITS.get(kind, 32) // 1024, 1)
 
 
-def _transfer(low: Lowering, fragment: Operand, address: Operand, stride: Operand | None, which: str,
+def _transfer(low: FunctionLowering, fragment: Operand, address: Operand, stride: Operand | None, which: str,
               load: bool) -> None:
     """wmma.load and wmma.store. B is kept as its transpose, so that its runs go along k too."""
     assert low.current is not None
@@ -175,21 +175,21 @@ def _transfer(low: Lowering, fragment: Operand, address: Operand, stride: Operan
 
 
 @lowers("wmma.load")
-def wmma_load(low: Lowering, instruction: Instruction) -> None:
+def wmma_load(low: FunctionLowering, instruction: Instruction) -> None:
     """`wmma.load.{a|b|c}.sync.aligned.{row|col}.SHAPE{.space}.type {…}, [p]{, stride};`."""
     out, address, *stride = instruction.operands
     _transfer(low, out, address, stride[0] if stride else None, instruction.modifiers[1], True)
 
 
 @lowers("wmma.store")
-def wmma_store(low: Lowering, instruction: Instruction) -> None:
+def wmma_store(low: FunctionLowering, instruction: Instruction) -> None:
     """`wmma.store.d.sync.aligned.{row|col}.SHAPE{.space}.type [p], {…}{, stride};`."""
     address, values, *stride = instruction.operands
     _transfer(low, values, address, stride[0] if stride else None, "d", False)
 
 
 @lowers("wmma.mma")
-def wmma_mma(low: Lowering, instruction: Instruction) -> None:
+def wmma_mma(low: FunctionLowering, instruction: Instruction) -> None:
     """`wmma.mma{.xor.popc|.and.popc}.sync.aligned.…SHAPE.D.A.B.C{.satfinite}`; f16 names the types
     of D and C alone."""
     kinds = [x for x in instruction.modifiers if x in BITS or x in RESULTS]

@@ -1,4 +1,4 @@
-"""wgmma: shapes, operands and flags of asynchronous matrix products. Handlers: csrc/wgmma.c."""
+"""wgmma: shapes, operands and flags of asynchronous matmuls. Handlers: csrc/wgmma.c."""
 from __future__ import annotations
 
 from tinygrad_nv.ptx.emulator.lower_async import count_of
@@ -14,27 +14,27 @@ from tinygrad_nv.ptx.emulator.lower_tensor import (
     selector,
     shape,
 )
-from tinygrad_nv.ptx.emulator.lowering import Lowering, lowers
+from tinygrad_nv.ptx.emulator.lowering import FunctionLowering, lowers
 from tinygrad_nv.ptx.syntax import Immediate, Instruction, Operand, Register, Vector
 
 NEGATE_A, NEGATE_B, MN_A, MN_B = 1 << 8, 1 << 9, 1 << 10, 1 << 11
 
 
-def constant(low: Lowering, operand: Operand, what: str, allowed: tuple[int, ...]) -> int:
+def constant(low: FunctionLowering, operand: Operand, what: str, allowed: tuple[int, ...]) -> int:
     """An immediate that must be one of `allowed`."""
     if not isinstance(operand, Immediate) or int(operand.value) not in allowed:
         raise low.fail(f"{what} must be a constant", " or ".join(map(str, allowed)))
     return int(operand.value)
 
 
-def descriptor(low: Lowering, operand: Operand, what: str) -> int:
+def descriptor(low: FunctionLowering, operand: Operand, what: str) -> int:
     """The place of a 64-bit matrix descriptor."""
     if low.width_of(operand) != 8 and not isinstance(operand, Immediate):
         raise low.fail(f"{what} is no 64-bit descriptor", "a .b64 register")
     return low.source(operand, "b64")
 
 
-def tail_flags(low: Lowering, tail: tuple[Operand, ...], element: str, from_registers: bool) -> int:
+def tail_flags(low: FunctionLowering, tail: tuple[Operand, ...], element: str, from_registers: bool) -> int:
     """The immediates after scale-d: scale-a, scale-b, then trans-a (not for registers) and trans-b."""
     if element in ("s8", "u8", "b1"): wanted = 0
     elif BITS[element] == 16: wanted = 3 if from_registers else 4
@@ -49,7 +49,7 @@ def tail_flags(low: Lowering, tail: tuple[Operand, ...], element: str, from_regi
 
 
 @lowers("wgmma.mma_async")
-def mma_async(low: Lowering, instruction: Instruction) -> None:
+def mma_async(low: FunctionLowering, instruction: Instruction) -> None:
     """`wgmma.mma_async{.sp}.sync.aligned.SHAPE.D.A.B d, a, b-desc{, meta, sel}, scale-d{, …};`."""
     m, n, k = shape(low)
     d, a, b = (x for x in instruction.modifiers if x in ELEMENTS or x in RESULTS)
@@ -75,18 +75,18 @@ def mma_async(low: Lowering, instruction: Instruction) -> None:
 
 
 @lowers("wgmma.fence")
-def fence(low: Lowering, instruction: Instruction) -> None:
+def fence(low: FunctionLowering, instruction: Instruction) -> None:
     """`wgmma.fence.sync.aligned;`."""
     low.emit("wgmma_fence")
 
 
 @lowers("wgmma.commit_group")
-def commit_group(low: Lowering, instruction: Instruction) -> None:
+def commit_group(low: FunctionLowering, instruction: Instruction) -> None:
     """`wgmma.commit_group.sync.aligned;`."""
     low.emit("wgmma_commit")
 
 
 @lowers("wgmma.wait_group")
-def wait_group(low: Lowering, instruction: Instruction) -> None:
+def wait_group(low: FunctionLowering, instruction: Instruction) -> None:
     """`wgmma.wait_group.sync.aligned N;`. N has no limit; ptxas makes 7 of more than 7."""
     low.emit("wgmma_wait", imm=count_of(low, instruction.operands[0]))

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.syntax import (
     Address,
-    Function,
     Immediate,
     Instruction,
     Operand,
+    PTXFunction,
     Register,
     Sink,
     Symbol,
@@ -43,7 +43,7 @@ SPECIALS = ("tid.x", "tid.y", "tid.z", "ctaid.x", "ctaid.y", "ctaid.z", "laneid"
 # declares, its address in two registers
 WORKSPACE, WORKSPACE_BYTES = "grid workspace", 8
 GRID_WORKSPACE = {"envreg1": 32, "envreg2": 0}
-Lower = Callable[["Lowering", Instruction], None]
+Lower = Callable[["FunctionLowering", Instruction], None]
 REGISTRY: dict[str, Lower] = {}
 
 
@@ -97,9 +97,9 @@ class OpRecord:
 
 
 @dataclass
-class Lowering:
+class FunctionLowering:
     """What lowerings of one function share. Offsets are bytes in a warp's register file."""
-    function: Function
+    function: PTXFunction
     target: str                      # "sm_90a"
     addresses: dict[str, int]        # module variables in global and constant space → address
     shared: dict[str, int]           # shared variables → offset from the start of shared memory
@@ -305,7 +305,7 @@ READ_AT_RUN = ("clock", "clock64", "clock_hi", "globaltimer", "globaltimer_lo", 
 UNUSED = frozenset(f"{name[:-1]}w" for name in (*SPECIALS, *READ_AT_RUN) if name.endswith(".x"))
 
 
-def special_number(name: str, low: Lowering) -> int:
+def special_number(name: str, low: FunctionLowering) -> int:
     """The number op_special knows a special register by."""
     if name not in READ_AT_RUN:
         raise low.fail(f"%{name} is not declared, and no special register that is emulated")

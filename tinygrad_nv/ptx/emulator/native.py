@@ -52,7 +52,7 @@ class FoundHere(ctypes.Structure):
                 ("text", ctypes.c_char * 256))
 
 
-class Launch(ctypes.Structure):
+class LaunchStruct(ctypes.Structure):
     """core.h: Launch."""
     _fields_ = (
         ("ops", ctypes.c_char_p), ("lists", ctypes.c_void_p), ("constants", ctypes.c_char_p),

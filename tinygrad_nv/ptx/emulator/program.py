@@ -18,20 +18,20 @@ from tinygrad_nv.ptx.emulator.lowering import (
     REGISTRY,
     SHARED_BASE,
     SPECIALS,
+    FunctionLowering,
     Lower,
-    Lowering,
     OpRecord,
     lowering_of,
 )
 from tinygrad_nv.ptx.isa import ARCH_VERSIONS, check, find
 from tinygrad_nv.ptx.syntax import (
     Address,
-    Function,
     Immediate,
     Instruction,
-    Module,
     Operand,
     Pair,
+    PTXFunction,
+    PTXModule,
     Register,
     Symbol,
     Variable,
@@ -55,7 +55,7 @@ SOUND: set[Hashable] = set()  # kinds of instructions that the table has let pas
 class Program:
     """A lowered function. Sizes in bytes; `lines` and `opcodes` are by number of the PTX instruction."""
     name: str
-    function: Function
+    function: PTXFunction
     ops: list[OpRecord]
     constants: bytes
     register_bytes: int
@@ -95,13 +95,13 @@ def signed64(value: int) -> int:
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def lower(module: Module, function: Function, addresses: dict[str, int]) -> Program:
+def lower(module: PTXModule, function: PTXFunction, addresses: dict[str, int]) -> Program:
     """Lowers one entry function. `addresses` are those of the module's global and constant variables. Raises
     `PTXError` with the line of an instruction that is not emulated."""
     shared, static_bytes, align = shared_layout(module, function)
     local, local_bytes = layout(v for v in function.variables.values() if v.space == "local")
     check_sizes(module, function, local_bytes)
-    low = Lowering(function, module.target, addresses, shared, local,
+    low = FunctionLowering(function, module.target, addresses, shared, local,
                    {**module.variables, **function.variables})
     starts = []
     for number, instruction in enumerate(function.body):
@@ -128,7 +128,7 @@ def lower(module: Module, function: Function, addresses: dict[str, int]) -> Prog
 
 
 def known(instruction: Instruction) -> Lower:
-    """The lowering of an instruction that the table has: a modifier that nobody knows is an error here, as it
+    """The lowering of an instruction that the table has: an unknown modifier is an error here, as it
     is for ptxas."""
     key = instruction.mnemonic, instruction.modifiers
     if (made := KNOWN.get(key)) is None: made = KNOWN[key] = _known(instruction)
@@ -149,7 +149,7 @@ def _known(instruction: Instruction) -> Lower:
     return made
 
 
-def allowed(instruction: Instruction, module: Module) -> None:
+def allowed(instruction: Instruction, module: PTXModule) -> None:
     """What the table says of operands, target and .version, as ptxas does. PTX for what came before sm_80 is
     held to that."""
     if instruction.mnemonic == "call": return
@@ -176,7 +176,7 @@ def kind_of(operand: Operand) -> Hashable:
     return operand
 
 
-def check_sizes(module: Module, function: Function, local_bytes: int) -> None:
+def check_sizes(module: PTXModule, function: PTXFunction, local_bytes: int) -> None:
     """Local memory and parameters that no device has are `PTXError`s (shared memory: see check_launch)."""
     if local_bytes > LOCAL_LIMIT:
         raise PTXError(f"{local_bytes} bytes of local memory a thread in {function.name}", function.line,
@@ -198,7 +198,7 @@ def layout(variables: object) -> tuple[dict[str, int], int]:
     return places, -(-at // 16) * 16
 
 
-def shared_layout(module: Module, function: Function) -> tuple[dict[str, int], int, int]:
+def shared_layout(module: PTXModule, function: PTXFunction) -> tuple[dict[str, int], int, int]:
     """Addresses of shared variables (the first where it is on hardware), bytes of the static ones, and the
     alignment of the dynamic one, which begins after them."""
     variables = [v for v in (*module.variables.values(), *function.variables.values()) if v.space == "shared"]
@@ -216,7 +216,7 @@ def shared_layout(module: Module, function: Function) -> tuple[dict[str, int], i
     return places, at - SHARED_BASE, align
 
 
-def names_in(function: Function) -> set[str]:
+def names_in(function: PTXFunction) -> set[str]:
     """Symbols that instructions mention."""
     found = set()
     def visit(operand: object) -> None:
@@ -231,7 +231,7 @@ def names_in(function: Function) -> set[str]:
 
 # **** positions ****
 
-def resolve(low: Lowering, labels: dict[str, int]) -> None:
+def resolve(low: FunctionLowering, labels: dict[str, int]) -> None:
     """Labels become positions, and branches learn where their ways meet."""
     for op in low.ops:
         if isinstance(op.target, str): op.target = labels[op.target]
@@ -306,7 +306,7 @@ def reverse_postorder(edges: list[list[int]], root: int) -> list[int]:
 
 # **** places ****
 
-def relocate(low: Lowering) -> None:
+def relocate(low: FunctionLowering) -> None:
     """Registers follow the constants, now that all of those are known; reads and writes are collected."""
     low.constants += bytes(-len(low.constants) % 128)
     by = len(low.constants) - RELATIVE

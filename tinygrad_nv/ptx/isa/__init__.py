@@ -14,7 +14,7 @@ import functools
 
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.isa.forms import ARCH_VERSIONS, FORMS, Form
-from tinygrad_nv.ptx.isa.operands import REGISTERS, Slot, cut, problem, sample
+from tinygrad_nv.ptx.isa.operands import REGISTERS, OperandSlot, cut, problem, sample
 from tinygrad_nv.ptx.syntax import Instruction, Operand
 
 __all__ = ["ARCH_VERSIONS", "FORMS", "REGISTERS", "Form", "check", "cut", "example", "find", "key_of",
@@ -57,13 +57,13 @@ def key_of(mnemonic: str, modifiers: tuple[str, ...]) -> str:
     return find(mnemonic, modifiers).key
 
 
-def _expected(slots: tuple[Slot, ...], modifiers: tuple[str, ...]) -> tuple[Slot, ...]:
+def _expected(slots: tuple[OperandSlot, ...], modifiers: tuple[str, ...]) -> tuple[OperandSlot, ...]:
     """The slots that an opcode with these modifiers has."""
     return tuple(slot for slot in slots if not slot.when or slot.when in modifiers)
 
 
 def operands_of(form: Form, modifiers: tuple[str, ...],
-                operands: tuple[Operand, ...]) -> tuple[Slot, ...] | str:
+                operands: tuple[Operand, ...]) -> tuple[OperandSlot, ...] | str:
     """The slots that operands fill, or what is wrong with them."""
     use, wrongs = form.use(modifiers), []
     for slots in form.operands:
@@ -102,7 +102,7 @@ def check(instruction: Instruction, arch: str, version: tuple[int, int]) -> Form
     return form
 
 
-def _targeted(form: Form, instruction: Instruction, slots: tuple[Slot, ...], arch: str,
+def _targeted(form: Form, instruction: Instruction, slots: tuple[OperandSlot, ...], arch: str,
               version: tuple[int, int]) -> None:
     """Whether the architecture and the version have it."""
     line, opcode = instruction.line, instruction.opcode
@@ -124,7 +124,7 @@ def form_text(form: Form) -> str:
 
 
 def slots_of(form: Form, modifiers: tuple[str, ...], operands: int = 0,
-             optional: bool = True) -> tuple[Slot, ...]:
+             optional: bool = True) -> tuple[OperandSlot, ...]:
     """The slots of one of a form's operand lists under given modifiers."""
     slots = _expected(form.operands[operands], modifiers)
     return tuple(slot for slot in slots if optional or not slot.optional)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from tinygrad_nv.ptx.isa import arithmetic as isa_arithmetic
 from tinygrad_nv.ptx.isa import memory as isa_memory
 from tinygrad_nv.ptx.isa import tensor as isa_tensor
-from tinygrad_nv.ptx.isa.operands import PACKED, Need, Slot, Use, family, need, rank, slot, width
+from tinygrad_nv.ptx.isa.operands import PACKED, Need, OperandSlot, Use, family, need, rank, slot, width
 from tinygrad_nv.ptx.parser import WIDTHS
 
 ARCH_VERSIONS = {"sm_80": (7, 0), "sm_86": (7, 1), "sm_87": (7, 4), "sm_89": (7, 8), "sm_90": (7, 8),
@@ -78,7 +78,7 @@ class Form:
     mnemonic: str
     words: tuple[str, ...]
     groups: tuple[Group, ...]
-    operands: tuple[tuple[Slot, ...], ...]
+    operands: tuple[tuple[OperandSlot, ...], ...]
     need: Need
     text: str
 
@@ -118,7 +118,7 @@ class Form:
         return self.key != "cvt" or "sat" not in rest or not _holds(types[0], types[1])
 
     def lowest(self, modifiers: tuple[str, ...], arch: str,
-               slots: tuple[Slot, ...] = ()) -> tuple[int, int] | None:
+               slots: tuple[OperandSlot, ...] = ()) -> tuple[int, int] | None:
         """The lowest .version that has an opcode with these operands on an architecture, None where none has.
         """
         taken = self.match(modifiers)
@@ -133,7 +133,7 @@ class Form:
             versions += reached[-1:]
         return max(versions)
 
-    def target(self, modifiers: tuple[str, ...], slots: tuple[Slot, ...] = ()) -> str:
+    def target(self, modifiers: tuple[str, ...], slots: tuple[OperandSlot, ...] = ()) -> str:
         """The lowest architecture that has an opcode."""
         return next(arch for arch in ARCH_VERSIONS if self.lowest(modifiers, arch, slots) is not None)
 

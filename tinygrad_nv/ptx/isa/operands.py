@@ -62,7 +62,7 @@ def need(text: str) -> Need:
 
 
 @dataclass(frozen=True)
-class Slot:
+class OperandSlot:
     """A place for an operand. `values` are the constants allowed, None for any; `when` is the modifier it
     comes with."""
     name: str
@@ -87,7 +87,7 @@ class Use:
 
 
 @functools.cache
-def slot(text: str) -> Slot:
+def slot(text: str) -> OperandSlot:
     """A slot from its text."""
     stem = re.split(r"[?@]", text)[0]
     found = SLOT.fullmatch(ALIASES.get(stem, stem) + text[len(stem):])
@@ -95,7 +95,8 @@ def slot(text: str) -> Slot:
     name, sink = found["name"], found["name"].endswith("_") and found["name"] != "_"
     words = (found["values"] or "")[1:]
     values = tuple(_range(each) for each in words.split("|")) if words else None
-    return Slot(name.rstrip("_") or ("_" if name else "#"), text, bool(found["dest"]), bool(found["wide"]),
+    return OperandSlot(name.rstrip("_") or ("_" if name else "#"), text, bool(found["dest"]),
+                       bool(found["wide"]),
                 found["count"] or "", (found["pair"] or "")[:1], sink, bool(found["optional"]), values,
                 PRESENT.get(stem, ""), need(found["need"] or ""))
 
@@ -108,14 +109,14 @@ def _range(text: str) -> tuple[int, int, int]:
 
 # **** types ****
 
-def type_of(slot: Slot, use: Use) -> str:
+def type_of(slot: OperandSlot, use: Use) -> str:
     """The PTX type that a value slot has in an opcode."""
     if slot.name in ("T", "U", "V", "W"): return use.types["TUVW".index(slot.name)]
     if slot.name == "wT": return f"{use.types[0][0]}{2 * int(use.types[0][1:])}"
     return slot.name
 
 
-def count_of(slot: Slot, use: Use) -> int:
+def count_of(slot: OperandSlot, use: Use) -> int:
     """Registers of a vector slot; 0 for a scalar."""
     if slot.count == "n": return use.count if use.count > 1 else 0
     if slot.count == "acc": return use.count // (4 if type_of(slot, use) == "f16" else 2)
@@ -145,17 +146,17 @@ def fits(declared: str, wanted: str, wide: bool = False) -> bool:
     return family(declared) == family(wanted)
 
 
-def fixed(slot: Slot) -> bool:
+def fixed(slot: OperandSlot) -> bool:
     """Whether no float's register will do: for a mask, a count, a state or a descriptor."""
     return slot.name == "b64" or re.split(r"[?@]", slot.text)[0] in NO_FLOATS
 
 
-DESCRIPTOR = Slot("b64", "DESC")
+DESCRIPTOR = OperandSlot("b64", "DESC")
 
 
 # **** checks: each gives what is wrong, or "" ****
 
-def problem(slot: Slot, operand: Operand, use: Use) -> str:
+def problem(slot: OperandSlot, operand: Operand, use: Use) -> str:
     """What is wrong with an operand in a slot, "" if nothing."""
     if slot.name.startswith("["): return _address(slot, operand, use)
     if slot.name in ("label", "table"): return "" if isinstance(operand, Symbol) else "a label is expected"
@@ -177,14 +178,14 @@ def problem(slot: Slot, operand: Operand, use: Use) -> str:
     return _value(slot, operand, type_of(slot, use))
 
 
-def _pair(slot: Slot, operand: Pair, use: Use) -> str:
+def _pair(slot: OperandSlot, operand: Pair, use: Use) -> str:
     second = operand.second
     if isinstance(second, Register) and second.kind != "pred": return "p of d|p must be a predicate"
     if isinstance(operand.first, Sink) and slot.name == "pred": return ""  # setp's two are alike
     return _value(slot, operand.first, type_of(slot, use))
 
 
-def _value(slot: Slot, operand: Operand, kind: str) -> str:
+def _value(slot: OperandSlot, operand: Operand, kind: str) -> str:
     if isinstance(operand, Sink): return "" if slot.sink else "the sink _ is not allowed here"
     if isinstance(operand, Register):
         if operand.negated and (kind != "pred" or slot.dest): return f"{operand.name} must not be negated"
@@ -199,7 +200,7 @@ def _value(slot: Slot, operand: Operand, kind: str) -> str:
     return f"a register or constant of .{kind} is expected"
 
 
-def _immediate(slot: Slot, operand: Immediate, kind: str) -> str:
+def _immediate(slot: OperandSlot, operand: Immediate, kind: str) -> str:
     """Constants: floats for floats, integers for integers (ptxas cuts them to the width), none for halves."""
     value, group = operand.value, family(kind)
     if group == "pred" and isinstance(value, int): return ""
@@ -213,7 +214,7 @@ def _immediate(slot: Slot, operand: Immediate, kind: str) -> str:
     return _constant(slot, operand) if slot.values is not None else ""
 
 
-def cut(slot: Slot, operand: Operand, use: Use) -> str:
+def cut(slot: OperandSlot, operand: Operand, use: Use) -> str:
     """Which integer a type cannot hold, so that ptxas takes other bits; "" if it can."""
     if slot.count or not isinstance(operand, Immediate) or isinstance(operand.value, float): return ""
     kind = type_of(slot, use)
@@ -222,7 +223,7 @@ def cut(slot: Slot, operand: Operand, use: Use) -> str:
     return "" if fitting else f"{operand.value} does not fit in .{kind}"
 
 
-def _constant(slot: Slot, operand: Operand) -> str:
+def _constant(slot: OperandSlot, operand: Operand) -> str:
     if not isinstance(operand, Immediate) or isinstance(operand.value, float):
         return "a constant integer is expected"
     assert slot.values is not None
@@ -231,7 +232,7 @@ def _constant(slot: Slot, operand: Operand) -> str:
     return f"{value} is not one of {allowed(slot)}"
 
 
-def allowed(slot: Slot) -> str:
+def allowed(slot: OperandSlot) -> str:
     """The constants of a slot, in words."""
     assert slot.values is not None
     def words(low: int, high: int, step: int) -> str:
@@ -239,9 +240,9 @@ def allowed(slot: Slot) -> str:
     return ", ".join(words(*bounds) for bounds in slot.values)
 
 
-def _vector(operand: Operand, kind: str, count: int, use: Use, slot: Slot | None = None) -> str:
+def _vector(operand: Operand, kind: str, count: int, use: Use, slot: OperandSlot | None = None) -> str:
     """`count` operands in braces; one may also stand alone, except in a fragment."""
-    slot = slot or Slot(kind, kind)
+    slot = slot or OperandSlot(kind, kind)
     if count == 1 and slot.count != "1" and not isinstance(operand, Vector):
         return _value(slot, operand, kind)
     if not isinstance(operand, Vector): return f"a vector of {count} .{kind} is expected"
@@ -251,12 +252,12 @@ def _vector(operand: Operand, kind: str, count: int, use: Use, slot: Slot | None
                  and (wrong := _value(slot, item, _fragment(kind, slot)))), "")
 
 
-def _fragment(kind: str, slot: Slot) -> str:
+def _fragment(kind: str, slot: OperandSlot) -> str:
     """Halves of a wgmma accumulator come in pairs."""
     return "b32" if slot.count == "acc" and kind == "f16" else kind
 
 
-def _moved(slot: Slot, operand: Operand, use: Use) -> str:
+def _moved(slot: OperandSlot, operand: Operand, use: Use) -> str:
     """mov, cvta and mapa take registers, special ones too, symbols and constants; mov packs and unpacks."""
     kind = use.types[-1]
     special = isinstance(operand, Register) and operand.kind == "special"
@@ -269,10 +270,10 @@ def _moved(slot: Slot, operand: Operand, use: Use) -> str:
         whole = all(isinstance(item, Register) for item in operand.items)
         return f"{bits} bits in braces, .{kind} is expected" if whole and bits != width(kind) else ""
     if special and len(use.modifiers) == 1: return ""
-    return _value(Slot("T", kind), operand, kind)
+    return _value(OperandSlot("T", kind), operand, kind)
 
 
-def _address(slot: Slot, operand: Operand, use: Use) -> str:
+def _address(slot: OperandSlot, operand: Operand, use: Use) -> str:
     if not isinstance(operand, Address): return "an address in brackets is expected"
     if slot.name == "[map]":
         if operand.coordinates is None: return "a tensor map and coordinates [map, {…}] are expected"
@@ -293,7 +294,7 @@ def _address(slot: Slot, operand: Operand, use: Use) -> str:
 
 # **** samples ****
 
-def sample(slot: Slot, use: Use, position: int) -> str:
+def sample(slot: OperandSlot, use: Use, position: int) -> str:
     """An operand that fits, in the registers of `REGISTERS`."""
     if slot.name == "[map]": return f"[%b64_1, {_listed('s32', use.count)}]"
     if slot.name.startswith("["): return "[%b64_1]"

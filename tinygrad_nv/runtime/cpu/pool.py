@@ -1,17 +1,17 @@
 """The threads that run kernels on the CPU, and the C that hands them their parts.
 
 Protocol: `pool(threads).run(table, parallel)` runs the launches of a table, a row of words each, in order.
-The caller walks the rows. A launch of one part is a plain call; of one with more, it publishes row and
-number of parts, and everybody, itself included, takes the next part until none is left. It goes on when all
+The caller walks the rows. A launch of one part is a plain call; of one with more, it publishes row and number
+of parts, and each thread, the caller included, takes the next part until none is left. It goes on when all
 are done. So which thread runs a part is left to chance, which no result may depend on (cpu/kernel.py); a core
-that is slow or taken by somebody else gets fewer parts; nobody waits for a thread that has none.
+that is slow or busy with another process gets fewer parts; a thread without a part is not waited for.
 
 Ticket: one word, the number of parts above and the next part below. Adding 1 takes a part and says of how
 many. A thread that comes late adds 1 to a word where nothing is left, or takes a part of a later launch: both
 are as they should be, since the row is read after the part is taken and stays until that part is done.
 
 Threads look at the ticket for a while and then sleep (futex); how long depends on how often looking has paid.
-The caller wakes them with one call, when a run begins that has parts and when a launch finds somebody asleep.
+The caller wakes them with one call, when a run begins that has parts and when a launch finds one asleep.
 There are never more threads than cores: launches in more parts take turns.
 
 Row, in 64-bit words: function, parts, position of core_id among the arguments (-1: none), argument count,
@@ -123,7 +123,7 @@ void pool(u *c, u *table, u rows, u stride, u parallel) {{
 """
 
 
-class Pool:
+class ThreadPool:
     """The compiled walker, its control block and its threads. What they use lives as long as the process."""
 
     def __init__(self, threads: int) -> None:
@@ -162,13 +162,13 @@ def _address(name: str) -> int:
     return address
 
 
-def pool(threads: int) -> Pool:
+def pool(threads: int) -> ThreadPool:
     """The pool of so many threads, or as many as there are cores."""
     return _pool(min(threads, available().threads))
 
 
 @functools.cache
-def _pool(threads: int) -> Pool: return Pool(threads)
+def _pool(threads: int) -> ThreadPool: return ThreadPool(threads)
 
 
 # one launch at a time has the cores; a signal's handler may launch in the midst of another's turn

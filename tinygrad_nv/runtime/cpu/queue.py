@@ -1,4 +1,4 @@
-"""The four programs of tinygrad's queues on the CPU, made when somebody uses a queue.
+"""The four programs of tinygrad's queues on the CPU, made when a queue is first used.
 
 Protocol: tinygrad 0.14 makes them, by way of its code generator and the compiler, whenever the device is
 opened: a third of a second at every start, four compilations at the first. Only HCQ2=1 runs them. `later` is
@@ -19,7 +19,7 @@ from tinygrad.uop.ops import UOp
 
 @dataclass(frozen=True)
 class Deferred:
-    """A program that nobody has needed yet."""
+    """A program that is compiled when it is first needed."""
     make: Callable[[UOp, Any], UOp]
     sink: UOp
     renderer: Any

@@ -4,7 +4,7 @@ Protocol: `available()` is the least of what the machine has, what the affinity 
 and what the control groups of this process and all above them may use: cpu.max of cgroup 2,
 cpu.cfs_quota_us over cpu.cfs_period_us of cgroup 1. A fraction of a core is cut off: threads beyond the quota
 are stopped for the rest of each period while the others wait for them. `threads()` is what kernels are made
-for: tinygrad's NUM_CPU_THREADS where somebody set it, else no more than there are; its own default knows
+for: tinygrad's NUM_CPU_THREADS where it is set, else no more than there are; its own default knows
 neither cgroup 1 nor groups below the root.
 
 Everything is read below a root directory, so that tests can make up a machine. Source: Linux,
@@ -68,7 +68,7 @@ def threads() -> int:
 
 
 def explicit() -> bool:
-    """Whether somebody chose NUM_CPU_THREADS."""
+    """Whether NUM_CPU_THREADS is set."""
     return "NUM_CPU_THREADS" in os.environ or int(NUM_CPU_THREADS.value) != _DEFAULT
 
 

@@ -78,7 +78,7 @@ def missing(ordinal: int = 0) -> str:
         if importlib.util.find_spec("cuda.bindings") is None: return "cuda-python is not installed"
     except (ImportError, ValueError): return "cuda-python is not installed"
     try: return _missing(bindings(), ordinal)
-    except Exception as error:  # what the library is, nobody knows
+    except Exception as error:  # any kind of library may be there
         words = " ".join(str(error).split())
         return f"cuda-python cannot be used: {type(error).__name__}: {words}"
 

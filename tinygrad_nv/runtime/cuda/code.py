@@ -52,7 +52,7 @@ class Image:
 
 
 @dataclass(eq=False)
-class Loaded:
+class LoadedFunction:
     """What a `Function` of a CUDA device stands for: a CUfunction, and bytes of each parameter, None where
     the driver does not tell."""
     module: CUDAModule
@@ -143,7 +143,7 @@ def _function(module: CUDAModule, image: Image, name: str) -> Function:
     if gpu.capability >= (9, 0):
         gpu.call("cuFuncSetAttribute", handle, names.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
     return Function(name, Attributes(static, local, registers, threads),
-                    Loaded(module, handle, _sizes(gpu, handle)))
+                    LoadedFunction(module, handle, _sizes(gpu, handle)))
 
 
 def _sizes(gpu: CUDAContext, handle: Any) -> tuple[int, ...] | None:
@@ -169,7 +169,7 @@ class Layout:
     address: int
 
 
-class Arguments(threading.local):
+class ArgumentBlock(threading.local):
     """A thread's block of arguments, 64-byte aligned."""
 
     def __init__(self) -> None:
@@ -204,7 +204,7 @@ class Arguments(threading.local):
 class Launcher:
     """Launches on one device."""
     gpu: CUDAContext
-    arguments: Arguments = field(default_factory=Arguments)
+    arguments: ArgumentBlock = field(default_factory=ArgumentBlock)
     configs: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def launch(self, work: Launch, stream: CUDAStream) -> None:
@@ -215,11 +215,12 @@ class Launcher:
         status, = self.gpu.launch_kernel(config, loaded.handle, array, 0)
         if status: self.gpu.checked(status, doing=refused(work))
 
-    def prepared(self, work: Launch) -> tuple[Loaded, int]:
+    def prepared(self, work: Launch) -> tuple[LoadedFunction, int]:
         """The function of a launch, which must be of this device, loaded, and take these arguments; and the
         array of pointers to them."""
         loaded, sizes = work.function.handle, tuple(map(len, work.args))
-        if not isinstance(loaded, Loaded) or loaded.module.gpu is not self.gpu or loaded.module.image is None:
+        if not isinstance(loaded,
+                          LoadedFunction) or loaded.module.gpu is not self.gpu or loaded.module.image is None:
             raise DriverError(f"kernel {work.function.name} is launched",
                               "a function of a module that is loaded on this device")
         if loaded.sizes != sizes and loaded.sizes is not None: raise _misfit(work, loaded.sizes)
@@ -242,7 +243,7 @@ class Launcher:
         work = Launch(CUDAModule(self.gpu, PROBE).function("probe"), shape, (128, 1, 1),
                       dynamic_smem=self.gpu.properties.shared_limit, cluster=shape)
         loaded = work.function.handle
-        assert isinstance(loaded, Loaded)
+        assert isinstance(loaded, LoadedFunction)
         config = self._config(work, self.gpu.streams[0].handle, ("occupancy", size))
         return int(self.gpu.call("cuOccupancyMaxActiveClusters", loaded.handle, config))
 

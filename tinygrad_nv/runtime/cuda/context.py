@@ -103,11 +103,11 @@ class CUDAContext(driver.Driver):
     def _destroy(self, key: int) -> None:
         destroy, handle, after_work = self.live.pop(key, ("", None, False))
         if not destroy or self.lost or self.forked: return
-        if after_work: self.settle()
+        if after_work: self.sync()
         self.call(destroy, handle)
 
-    def settle(self) -> None:
-        """Waits for what our work in all streams still does."""
+    def sync(self) -> None:
+        """Waits for our work in all streams."""
         for stream in tuple(self.streams):
             if stream.busy and not self.capturing(stream): self.call("cuStreamSynchronize", stream.handle)
 
@@ -133,7 +133,7 @@ class CUDAContext(driver.Driver):
         return bool(found != self.cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
     def new_event(self, timing: bool = True) -> Any:
-        """A CUevent; whoever asks destroys it."""
+        """A CUevent, which the caller destroys."""
         flags = self.cu.CUevent_flags
         return self.call("cuEventCreate", flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING)
 

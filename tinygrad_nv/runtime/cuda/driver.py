@@ -30,7 +30,7 @@ from tinygrad_nv.runtime.cuda import tensor_map as cuda_map
 from tinygrad_nv.runtime.cuda.code import CUDAModule, Launcher
 from tinygrad_nv.runtime.cuda.context import CUDAContext
 from tinygrad_nv.runtime.cuda.graph import CUDAGraph, described, host_address
-from tinygrad_nv.runtime.cuda.memory import CUDAHostMemory, Pool, Staging
+from tinygrad_nv.runtime.cuda.memory import CUDAHostMemory, Staging, StreamOrderedPool
 from tinygrad_nv.runtime.cuda.streams import CUDAEvent, CUDAStream
 from tinygrad_nv.runtime.driver import Copy, Download, Fill, Launch, Properties, TensorMapSpec, Upload, Work
 
@@ -58,7 +58,7 @@ class CUDADriver(CUDAContext):
 
     def _open(self) -> None:
         self.properties = _properties(self)
-        self.pool = Pool(self)
+        self.pool = StreamOrderedPool(self)
         self.launcher = Launcher(self)
         self.launch_kernel = self.cu.cuLaunchKernelEx
         self.stream()
@@ -70,7 +70,7 @@ class CUDADriver(CUDAContext):
             self.closed = True
             return
         if not self.lost:
-            self.settle()
+            self.sync()
             if self._staging is not None: self._staging.close()
             if hasattr(self, "pool"): self.pool.empty()
             for key in sorted(self.live, reverse=True): self._destroy(key)
@@ -200,7 +200,7 @@ class CUDADriver(CUDAContext):
         return self._stream(self.new_stream(), False)
 
     def external_stream(self, handle: int) -> CUDAStream:
-        """A stream that somebody else made in this device's primary context, such as torch's
+        """A stream that other code made in this device's primary context, such as torch's
         `torch.cuda.current_stream().cuda_stream`. It stays theirs, and lives as long as it is used here."""
         with self._lock:
             if (found := self._externals.get(handle)) is None:

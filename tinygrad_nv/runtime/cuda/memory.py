@@ -28,7 +28,7 @@ MOST_PIECES = 256       # in flight: as many events
 KEEP_ALL = 2**64 - 1    # release threshold: nothing goes back to the system while the pool lives
 
 
-class Pool:
+class StreamOrderedPool:
     """The driver's memory pool and the sizes of what it gave."""
 
     def __init__(self, gpu: CUDAContext) -> None:
@@ -93,7 +93,7 @@ class Pool:
         self.gpu.call("cuStreamWaitEvent", self.frees, stream.mark, 0)
 
     def slack(self) -> int:
-        """Bytes that the pool keeps and nobody holds."""
+        """Bytes that the pool keeps and no allocation holds."""
         names = self.gpu.cu.CUmemPool_attribute
         reserved, used = (int(self.gpu.call("cuMemPoolGetAttribute", self.handle, which)) for which in (
             names.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, names.CU_MEMPOOL_ATTR_USED_MEM_CURRENT))

@@ -19,7 +19,7 @@ from tinygrad_nv.runtime.driver import Node
 @dataclass(eq=False)
 class CUDAStream(driver.Stream):
     """`number` counts the device's streams, `handle` is a CUstream, `mark` an event for joining it. A stream
-    of somebody else's (`external`) is not destroyed with the device."""
+    of other code (`external`) is not destroyed with the device."""
     owner: object
     number: int
     handle: Any

@@ -16,11 +16,11 @@ from tinygrad_nv.runtime import driver
 from tinygrad_nv.runtime.capture import Capture
 from tinygrad_nv.runtime.driver import Launch, Node, Work
 from tinygrad_nv.runtime.edges import early
-from tinygrad_nv.runtime.emulated.order import Clock, Done, GraphOrder, Timeline, serial
+from tinygrad_nv.runtime.emulated.order import Clock, Done, GraphOrder, StreamHistory, serial
 
 
 @dataclass(eq=False)
-class EmulatedStream(Timeline, driver.Stream):
+class EmulatedStream(StreamHistory, driver.Stream):
     """Its findings not yet told, and the capture it is in."""
     findings: list[str] = field(default_factory=list)
     capture: Capture[EmulatedGraph] | None = None
@@ -110,8 +110,8 @@ class EmulatedExecutable(driver.Executable):
             raise DriverError(f"node {node.number} is updated with kernel {work.function.name}",
                               f"{before.function.name}, as it is", "instantiate another graph")
         if isinstance(before, Launch) and isinstance(work, Launch) and before.window != work.window:
-            raise DriverError(f"node {node.number} is updated with another window of L2", "the one it has",
-                              "instantiate another graph")
+            raise DriverError(f"node {node.number} is updated with another access-policy window",
+                              "the one it has", "instantiate another graph")
         self.works[node.number] = work
 
     @serial

@@ -31,7 +31,7 @@ class Owned:
     @property
     def stop(self) -> int: return self.offset + len(self.data)
 
-    def settle(self) -> list[str]:
+    def complete(self) -> list[str]:
         """The work is known to be done: delivers, or says what is wrong."""
         if self not in self.memory.owned: return []     # freed, or found wrong before
         now = self.memory.bytes(self.offset, self.stop)
@@ -79,7 +79,7 @@ class EmulatedHostMemory(driver.HostMemory):
         if owned.download:
             for each in list(self.owned):
                 if not each.download and each.offset < owned.stop and owned.offset < each.stop:
-                    found += each.settle()
+                    found += each.complete()
             self.array(owned.offset, owned.stop)[:] = POISON
         self.owned.append(owned)
         return found

@@ -1,9 +1,9 @@
 """What is ordered among the work of an emulated device, and what should be and is not.
 
 Protocol: work runs here when it is submitted, so a wrong order has to be found from what orders it. A stream
-is a `Timeline`: each piece of work takes its next position, a launch of a graph one for all its nodes. Its
-`clock` says up to which position of other timelines work is done before what is submitted to it next: what
-it waited for through events. `done` is up to where the host knows its work to be done, and so is ordered
+is a `StreamHistory`: each piece of work takes its next position, a launch of a graph one for all its nodes.
+Its `clock` says up to which position of other timelines work is done before what is submitted to it next:
+what it waited for through events. `done` is up to where the host knows its work to be done, and so is ordered
 before all that is submitted from now on.
 
 Work is entered with its footprint. It conflicts with work of another timeline that is not ordered before it
@@ -12,7 +12,7 @@ and so is what later work of the same timeline covers. Nodes of a graph are comp
 their footprints are not what they were at the launch before: at the first launch, after updates, and where
 data decides which bytes are touched.
 
-Who comes later in the same stream is ordered, unless it is a launch with `pdl`: `Timeline.ahead` are the
+Who comes later in the same stream is ordered, unless it is a launch with `pdl`: `StreamHistory.ahead` are the
 kernels that it may run beside until it has waited for them, which the emulator is told.
 """
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tinygrad_nv.runtime.emulated.host import Owned
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
-Clock = dict["Timeline", int]
+Clock = dict["StreamHistory", int]
 Part = tuple[object, int, int, int]     # allocation, first byte, last byte + 1, flags
 
 
@@ -67,7 +67,7 @@ class Done(NamedTuple):
         return (self.footprint, *ahead) if self.early else (self.footprint,)
 
 
-class Entry(NamedTuple):
+class PastAccess(NamedTuple):
     """Work that touched an allocation."""
     position: int
     what: str
@@ -75,14 +75,14 @@ class Entry(NamedTuple):
 
 
 @dataclass(eq=False)
-class Timeline:
+class StreamHistory:
     """A stream's work in order."""
     number: int
     position: int = 0
     done: int = 0
     clock: Clock = field(default_factory=dict)
     # by allocation, then by bytes: the last work that touched just these
-    log: dict[object, dict[bytes, Entry]] = field(default_factory=dict)
+    log: dict[object, dict[bytes, PastAccess]] = field(default_factory=dict)
     owned: list[Owned] = field(default_factory=list)
     ahead: tuple[Footprint, ...] = ()
 
@@ -105,19 +105,19 @@ class Timeline:
         """The host knows that work up to a position is done; returns what is wrong with its memory."""
         self.done = max(self.done, position)
         if self.done == self.position: self.log.clear()
-        settled = [each for each in self.owned if each.position <= self.done]
+        completed = [each for each in self.owned if each.position <= self.done]
         self.owned = [each for each in self.owned if each.position > self.done]
-        return [one for each in settled for one in each.settle()]
+        return [one for each in completed for one in each.complete()]
 
-    def enter(self, footprint: Footprint, others: Iterable[Timeline]) -> list[str]:
+    def enter(self, footprint: Footprint, others: Iterable[StreamHistory]) -> list[str]:
         """Work at the present position touches these bytes; returns its conflicts."""
         found = [one for other in others if other is not self
                  for one in other._conflicts(footprint, self, max(other.done, self.clock.get(other, 0)))]
         for memory, runs in footprint.runs.items():
-            self.log.setdefault(memory, {})[runs.key] = Entry(self.position, footprint.what, runs)
+            self.log.setdefault(memory, {})[runs.key] = PastAccess(self.position, footprint.what, runs)
         return found
 
-    def _conflicts(self, footprint: Footprint, into: Timeline, known: int) -> Iterator[str]:
+    def _conflicts(self, footprint: Footprint, into: StreamHistory, known: int) -> Iterator[str]:
         if self.position <= known: return
         for memory, runs in footprint.runs.items():
             for entry in self.log.get(memory, {}).values():

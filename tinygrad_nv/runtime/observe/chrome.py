@@ -15,7 +15,7 @@ from typing import Any
 
 from tinygrad_nv.runtime.driver import Triple
 from tinygrad_nv.runtime.observe.forecast import Forecast
-from tinygrad_nv.runtime.observe.telemetry import Reading
+from tinygrad_nv.runtime.observe.telemetry import GPUSample
 
 Event = dict[str, Any]
 STREAM, PREDICTED, COPIES = 0, 1, 2     # threads of a device
@@ -26,7 +26,7 @@ COUNTERS = {"sm_mhz": ("SM clock", "MHz", 1.0), "memory_mhz": ("memory clock", "
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelEvent:
     """One launch, or one copy. `begin_s` is from the begin of the recording. `op` is the Tensor method that
     asked for it, `layer` where in the model that was; "" where that is not known."""
     name: str
@@ -49,7 +49,7 @@ class Kernel:
         return self.seconds / self.forecast.seconds if self.forecast else None
 
 
-def trace(kernels: Sequence[Kernel], counters: Mapping[str, Sequence[Reading]], begun: float,
+def trace(kernels: Sequence[KernelEvent], counters: Mapping[str, Sequence[GPUSample]], begun: float,
           metadata: dict[str, Any]) -> Event:
     """The whole trace. `counters` are readings of devices; `begun` is time.perf_counter at the begin."""
     devices = list(dict.fromkeys(kernel.device for kernel in kernels))
@@ -80,7 +80,7 @@ def _complete(name: str, kind: str, pid: int, tid: int, begin_s: float, seconds:
             "dur": max(0, end - begin) / 1e3, "args": args}
 
 
-def _kernel(k: Kernel, pid: int) -> Event:
+def _kernel(k: KernelEvent, pid: int) -> Event:
     args: Event = {"layer": k.layer, "op": k.op, "template": k.template or "tinygrad", "grid": list(k.grid),
                    "block": list(k.block), "bytes": k.nbytes, "flops": k.flops,
                    "measured_us": k.seconds * 1e6}
@@ -90,7 +90,7 @@ def _kernel(k: Kernel, pid: int) -> Event:
     return _complete(k.name, "kernel", pid, STREAM, k.begin_s, k.seconds, args)
 
 
-def _predicted(kernels: Iterable[Kernel], pid: int) -> Iterator[Event]:
+def _predicted(kernels: Iterable[KernelEvent], pid: int) -> Iterator[Event]:
     at = 0.0
     for k in kernels:
         if k.forecast is None: continue
@@ -99,10 +99,10 @@ def _predicted(kernels: Iterable[Kernel], pid: int) -> Iterator[Event]:
         at += k.forecast.seconds
 
 
-def _spans(kernels: Sequence[Kernel], pid: int) -> list[Event]:
+def _spans(kernels: Sequence[KernelEvent], pid: int) -> list[Event]:
     """Around kernels that follow each other in a layer, outer ones first."""
     events: list[Event] = []
-    def add(run: list[Kernel], depth: int) -> None:
+    def add(run: list[KernelEvent], depth: int) -> None:
         for name, group in groupby(run, lambda k: next(iter(parts(k.layer)[depth:]), "")):
             if not name: continue
             inside = list(group)
@@ -131,7 +131,7 @@ def common(layers: Sequence[str]) -> str:
     return ".".join(words[0] for words in same)
 
 
-def _counters(readings: Sequence[Reading], pid: int, begun: float) -> Iterator[Event]:
+def _counters(readings: Sequence[GPUSample], pid: int, begun: float) -> Iterator[Event]:
     for reading in readings:
         for name, (title, unit, scale) in COUNTERS.items():
             if (value := getattr(reading, name)) is None: continue

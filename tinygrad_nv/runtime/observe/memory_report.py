@@ -24,7 +24,7 @@ class Holding(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class LabelUsage:
     """What a label holds: bytes and allocations now, and the most bytes it ever held."""
     label: str
     nbytes: int
@@ -39,7 +39,7 @@ class MemoryReport:
     itself (context, code, graphs). `free` is what the device has left, `limit` what this process may hold.
     Of a device without a pool only `held` is known, and `total` is 0."""
     device: str
-    labels: tuple[Share, ...]
+    labels: tuple[LabelUsage, ...]
     largest: tuple[Holding, ...]
     held: int
     peak: int
@@ -49,9 +49,9 @@ class MemoryReport:
     total: int
     limit: int
 
-    def of(self, label: str) -> Share:
+    def of(self, label: str) -> LabelUsage:
         """The share of a label; zeros for one that never held anything."""
-        return next((share for share in self.labels if share.label == label), Share(label, 0, 0, 0))
+        return next((share for share in self.labels if share.label == label), LabelUsage(label, 0, 0, 0))
 
     def __str__(self) -> str:
         if not self.total:
@@ -92,7 +92,7 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def shortage(report: MemoryReport, nbytes: int, label: str, refusal: str, sizes: Mapping[str, int],
              remedies: Mapping[str, Callable[[int], str]]) -> OutOfMemoryError:
-    """The error for `nbytes` (0: nobody says how many), of which `sizes` says what they are for, with all
+    """The error for `nbytes` (0: unknown), of which `sizes` says what they are for, with all
     that is known at `report`."""
     room = max(0, min(report.limit - report.held, report.free + report.kept))
     asked = ", ".join(f"{human(size)} for {name}" for name, size in sizes.items())
@@ -103,7 +103,7 @@ def shortage(report: MemoryReport, nbytes: int, label: str, refusal: str, sizes:
              f" ({100 * report.limit / report.total:.3g}%)",
              f"  outside:  {human(report.outside)} (other processes, the driver); free: {human(report.free)}"]
     if nbytes <= room and refusal: lines.append(f"  driver:   {refusal}")
-    expected = f"at most {human(room)}" if nbytes else "memory of the device that nobody holds"
+    expected = f"at most {human(room)}" if nbytes else "free memory on the device"
     return OutOfMemoryError("\n".join(lines), expected,
                             "; or ".join(_advice(report, nbytes, room, sizes, remedies)), nbytes, label,
                             report)

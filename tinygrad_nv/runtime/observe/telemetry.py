@@ -1,10 +1,10 @@
 """Clocks, power, memory and temperature of a GPU, through NVML (the package nvidia-ml-py). Changes nothing.
 
-Protocol: `Telemetry(device)` finds the GPU; `now()` is one `Reading`; `with telemetry.sampled() as samples:`
-reads in a thread until the block ends, after which `samples` has means, extremes and joules. What NVML does
-not tell (no permission, a MIG instance, a field that this GPU lacks) is None, never an error. Where there is
-no NVML at all `missing()` says why in words, `Telemetry(...).available` is False and every field is None: a
-bench runs the same, and says that clocks were not read.
+Protocol: `Telemetry(device)` finds the GPU; `now()` is one `GPUSample`; `with telemetry.sampled() as
+samples:` reads in a thread until the block ends, after which `samples` has means, extremes and joules. What
+NVML does not tell (no permission, a MIG instance, a field that this GPU lacks) is None, never an error. Where
+there is no NVML at all `missing()` says why in words, `Telemetry(...).available` is False and every field is
+None: a bench runs the same, and says that clocks were not read.
 
 CUDA numbers GPUs in an order of its own (the fastest first, CUDA_VISIBLE_DEVICES applied), NVML by PCI bus:
 an ordinal is CUDA's, and translated by the bus id that CUDA gives for it. A UUID ("GPU-…", "MIG-…") or a bus
@@ -12,7 +12,7 @@ id ("0000:65:00.0") names a GPU directly.
 
 Joules are the difference of the GPU's energy counter where it has one (from Volta on; it moves every few
 hundredths of a second, so blocks below a second are rough), else watts integrated over the samples. Both are
-of the whole board, and of whoever else uses it.
+of the whole board, and of all processes that use it.
 """
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ REASONS = {0x1: "idle", 0x2: "application clocks are set", 0x4: "power cap", 0x8
 
 
 @dataclass(frozen=True)
-class Reading:
+class GPUSample:
     """One look at a GPU. `seconds` is of time.perf_counter; None is what NVML did not tell. `throttled` says
     why clocks are below the highest, and is empty where nothing holds them back."""
     seconds: float
@@ -59,7 +59,7 @@ class Spread:
 class Samples:
     """What was read during a block. Complete when the block has ended: the first reading is of its begin, the
     last of its end. `counted_joules` is the energy counter's difference, None where there is none."""
-    readings: list[Reading] = field(default_factory=list)
+    readings: list[GPUSample] = field(default_factory=list)
     counted_joules: float | None = None
 
     def spread(self, name: str) -> Spread | None:
@@ -156,10 +156,10 @@ class Telemetry:
         """The GPU's own name, the same in every order of devices."""
         return self._asked(lambda nvml, gpu: _text(nvml.nvmlDeviceGetUUID(gpu))) or ""
 
-    def now(self) -> Reading:
+    def now(self) -> GPUSample:
         """One look. Takes from 10 µs to some milliseconds, by driver."""
         seconds = time.perf_counter()
-        return Reading(
+        return GPUSample(
             seconds,
             self._asked(lambda nvml, gpu: int(nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM))),
             self._asked(lambda nvml, gpu: int(nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM))),

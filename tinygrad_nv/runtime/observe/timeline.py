@@ -39,7 +39,7 @@ from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Event, Launch, Work, integer
 from tinygrad_nv.runtime.note import note_of
 from tinygrad_nv.runtime.observe import ranges
-from tinygrad_nv.runtime.observe.chrome import Kernel, trace
+from tinygrad_nv.runtime.observe.chrome import KernelEvent, trace
 from tinygrad_nv.runtime.observe.forecast import forecast, machine_of
 from tinygrad_nv.runtime.observe.telemetry import Samples, Telemetry
 from tinygrad_nv.runtime.program import NVProgram
@@ -73,7 +73,7 @@ again:
 class Timeline:
     """What was recorded. Complete when the block has ended. `begun` is time.perf_counter at its begin."""
     begun: float = field(default_factory=time.perf_counter)
-    kernels: list[Kernel] = field(default_factory=list)
+    kernels: list[KernelEvent] = field(default_factory=list)
     samples: dict[str, Samples] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
 
@@ -104,16 +104,16 @@ class Timeline:
         return "\n".join([*lines, note] if note else lines)
 
 
-def _kernel(k: Kernel) -> tuple[str, ...]: return k.name, k.template or "-"
+def _kernel(k: KernelEvent) -> tuple[str, ...]: return k.name, k.template or "-"
 
 
-def _layer(k: Kernel) -> tuple[str, ...]: return (k.layer or "-",)
+def _layer(k: KernelEvent) -> tuple[str, ...]: return (k.layer or "-",)
 
 
-def _seconds(kernels: Sequence[Kernel]) -> float: return sum(k.seconds for k in kernels)
+def _seconds(kernels: Sequence[KernelEvent]) -> float: return sum(k.seconds for k in kernels)
 
 
-def _cells(kernels: Sequence[Kernel], total: float) -> tuple[str, ...]:
+def _cells(kernels: Sequence[KernelEvent], total: float) -> tuple[str, ...]:
     measured, known = _seconds(kernels), [k.forecast for k in kernels if k.forecast is not None]
     share = f"{100 * measured / total:.1f} %" if total else ""
     cells = (str(len(kernels)), f"{measured * 1e6:.1f}", share)
@@ -129,7 +129,7 @@ def timeline(path: str | Path | None = None, period_s: float = 0.02) -> Iterator
     """Records the block's kernels; writes a Chrome trace to `path` at its end, also after an exception.
     Telemetry is read every `period_s` seconds. Raises `RequestError` for a path that cannot be written."""
     if path is not None: check(path)
-    recorder = _Recorder(Timeline(), period_s)
+    recorder = _CallRecorder(Timeline(), period_s)
     try: hooks.add_execute(NAME, recorder.execute)
     except HookError as error:
         raise RequestError("a timeline inside a timeline", "one at a time", "end the other first") from error
@@ -150,12 +150,12 @@ def check(path: str | Path) -> None:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _RunningCall:
     """The call that is being executed."""
     uop: UOp
     ctx: realize.ExecContext
 
-    def kernel(self, device: str, begin_s: float, seconds: float) -> Kernel:
+    def kernel(self, device: str, begin_s: float, seconds: float) -> KernelEvent:
         """Its record, with the values that variables have."""
         body, values = self.uop.src[0], self.ctx.var_vals
         estimates, note = realize.estimate_uop(self.uop), note_of(body)
@@ -164,7 +164,7 @@ class _Call:
         flops, nbytes = (int(sym_infer(x, values)) for x in (estimates.ops, estimates.mem))
         grid, block = body.arg.launch_dims(values)
         gpu, origin = _properties(device), ranges.origin(self.uop)
-        return Kernel(ansistrip(body.arg.name), device, begin_s, seconds, flops, nbytes, _triple(grid),
+        return KernelEvent(ansistrip(body.arg.name), device, begin_s, seconds, flops, nbytes, _triple(grid),
                       _triple(block), note.template if note else "", origin.layer, origin.op,
                       None if gpu is None else forecast(body, flops, nbytes, gpu))
 
@@ -187,23 +187,23 @@ class _Lane:
     base: Event
     begin_s: float
     hold: Launch | None = None
-    pending: list[tuple[Kernel, Event, Event]] = field(default_factory=list)
+    pending: list[tuple[KernelEvent, Event, Event]] = field(default_factory=list)
     spare: list[Event] = field(default_factory=list)
     last_s: float = 0.0
 
     def event(self) -> Event: return self.spare.pop() if self.spare else self.device.driver.event()
 
 
-class _Recorder:
+class _CallRecorder:
     """Executes calls for `hooks.add_execute`, and launches for the devices they are on."""
 
     def __init__(self, timeline: Timeline, period_s: float) -> None:
         self.timeline, self.period_s = timeline, period_s
         self.lanes: dict[str, _Lane] = {}
-        self.call: _Call | None = None
+        self.call: _RunningCall | None = None
         self.stack = ExitStack()
 
-    def __enter__(self) -> _Recorder: return self
+    def __enter__(self) -> _CallRecorder: return self
 
     def __exit__(self, kind: Any, *_: object) -> None:
         try:
@@ -233,13 +233,13 @@ class _Recorder:
         """A kernel, on each of its devices."""
         devices = to_tuple(call.src[1].device)
         observed = [self.observed(device) for device in devices]
-        before, self.call = self.call, _Call(call, ctx)
+        before, self.call = self.call, _RunningCall(call, ctx)
         begin = time.perf_counter()
         try: seconds = run(call, ctx if all(observed) else replace(ctx, wait=True))
         finally: self.call = before
         for device, taken, ours in zip(devices, seconds, observed, strict=True):
             if ours: continue
-            made = _Call(call, ctx).kernel(device, begin - self.timeline.begun, taken or 0.0)
+            made = _RunningCall(call, ctx).kernel(device, begin - self.timeline.begun, taken or 0.0)
             self.timeline.kernels.append(made)
             begin += taken or 0.0
         return seconds
@@ -254,8 +254,8 @@ class _Recorder:
         nbytes = int(sym_infer(realize.estimate_uop(call).mem, ctx.var_vals))
         devices = [d for each in arguments if each.device for d in to_tuple(each.device)]
         device = next((d for d in devices if d.split(":")[0] not in HOST), "host")
-        self.timeline.kernels.append(Kernel(name, device, begin - self.timeline.begun, taken, nbytes=nbytes,
-                                            is_copy=True))
+        self.timeline.kernels.append(KernelEvent(name, device, begin - self.timeline.begun, taken,
+                                                 nbytes=nbytes, is_copy=True))
         return seconds
 
     # launches on our devices

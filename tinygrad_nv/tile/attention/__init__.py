@@ -1,7 +1,8 @@
 """Attention, forward and backward: specs, schedules, legality, and the templates.
 
   spec.py            softmax(score(q kᵀ)) v, for every head of a batch; backward_spec.py: dq, dk and dv
-  defaults.py        schedules by architecture, best first; backward_defaults.py: of backward
+  schedules.py       how: a type for each template; templates.py: their records
+  defaults.py        candidates, best first; backward_defaults.py: of backward
   score.py           scores, band and online softmax of a block, on fragments in registers
   backward_score.py  scores and their derivatives on transposed fragments; derivative.py: the derivative as
                      an expression

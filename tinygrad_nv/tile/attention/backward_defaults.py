@@ -1,15 +1,11 @@
-"""Schedules of attention's backward pass, by architecture, the better known ones before the others.
-
-Protocol: `default(spec, arch)` is the first that is legal.
-"""
+"""Schedules of attention's backward pass, by template, the better known ones before the others."""
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.backward_mma import legality as legal_flash_backward_mma
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
-from tinygrad_nv.tile.attention.backward_wgmma import legality as legal_flash_backward_wgmma
+from tinygrad_nv.tile.attention.schedules import BackwardMma, BackwardWgmma
+from tinygrad_nv.tile.template import GPU
 
 # of heads up to so many elements: rows, keys, warps along keys, warps that share keys; two stages
 MMA = {64: ((64, 128, 8, 1), (64, 64, 4, 1), (32, 64, 4, 1)),
@@ -22,22 +18,20 @@ FEW = ((64, 64, 4, 1), (32, 32, 2, 1), (32, 32, 2, 2))
 # many registers
 WGMMA = {64: ((128, 128, 12, 2), (64, 128, 12, 2), (64, 64, 8, 2)),
          128: ((64, 128, 12, 2), (64, 64, 12, 2), (64, 64, 8, 2)), 256: ((64, 64, 12, 2),)}
-PROBLEMS = {"flash_backward_mma": legal_flash_backward_mma.problems,
-            "flash_backward_wgmma": legal_flash_backward_wgmma.problems}
 
 
-def starts(spec: BackwardSpec, arch: str) -> Iterator[AnySchedule]:
-    """Those to choose from, in the order of preference: no more keys than there are, in blocks of 32 (64)."""
-    one, d = spec.forward, max(spec.forward.d, spec.forward.d_v)
-    if arch == "sm_90a":
-        for m, n, warps, stages in next((tiles for most, tiles in WGMMA.items() if d <= most), ()):
-            if n < 64 + one.s_kv:
-                yield AnySchedule().using("flash_backward_wgmma").block(m, n).warps(warps).stages(stages)
-    for m, n, warps, sharing in (*next(tiles for most, tiles in MMA.items() if d <= most), *FEW):
-        if n < 2 * one.s_kv or n == 32:
-            yield AnySchedule(template="flash_backward_mma").block(m, n).warps(warps, sharing).stages(2)
+def wgmma(spec: BackwardSpec, gpu: GPU) -> Iterator[BackwardWgmma]:
+    """Those of sm_90a: no more keys than there are, in blocks of 64."""
+    tiles = next((tiles for most, tiles in WGMMA.items() if _widest(spec) <= most), ())
+    for m, n, warps, stages in tiles if gpu.arch == "sm_90a" else ():
+        if n < 64 + spec.forward.s_kv: yield BackwardWgmma().block(m, n).warps(warps).stages(stages)
 
 
-def default(spec: BackwardSpec, arch: str) -> AnySchedule | None:
-    """The schedule for a backward pass; None where no template has it."""
-    return next((s for s in starts(spec, arch) if not PROBLEMS[s.template](s, spec, arch)), None)
+def mma(spec: BackwardSpec, gpu: GPU) -> Iterator[BackwardMma]:
+    """Those of mma.sync: no more keys than there are, in blocks of 32."""
+    tiles = next(tiles for most, tiles in MMA.items() if _widest(spec) <= most)
+    for m, n, warps, sharing in (*tiles, *FEW):
+        if n < 2 * spec.forward.s_kv or n == 32: yield BackwardMma().block(m, n).warps(warps, sharing)
+
+
+def _widest(spec: BackwardSpec) -> int: return max(spec.forward.d, spec.forward.d_v)

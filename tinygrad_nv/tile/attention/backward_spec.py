@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.tile.attention.spec import RESULTS, SCALED, AttentionSpec, Rows
+from tinygrad_nv.tile.attention.spec import OPERANDS, RESULTS, SCALED, AttentionSpec, Rows
 from tinygrad_nv.tile.expression import short
 
 
@@ -71,3 +71,10 @@ class BackwardSpec:
 
     def __str__(self) -> str:
         return f"backward of {self.forward}" + (", deterministic" if self.deterministic else "")
+
+
+def dtype_problems(spec: BackwardSpec) -> list[str]:
+    """Of operands that tensor cores have no instructions for."""
+    dtype = spec.forward.q.dtype
+    return [] if dtype in OPERANDS else [f"the backward pass of {short(dtype)}, not of "
+                                         f"{' or '.join(map(short, OPERANDS))}"]

@@ -1,7 +1,4 @@
-"""Schedules of attention, by architecture, the better known ones before the others.
-
-Protocol: `default(spec, arch)` is the first that is legal.
-"""
+"""Schedules of attention, by template, the better known ones before the others."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -9,11 +6,9 @@ from typing import TypeVar
 
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.fma import legality as legal_flash_fma
-from tinygrad_nv.tile.attention.mma import legality as legal_flash_mma
+from tinygrad_nv.tile.attention.schedules import FlashFma, FlashMma, FlashWgmma
 from tinygrad_nv.tile.attention.spec import AttentionSpec
-from tinygrad_nv.tile.attention.wgmma import legality as legal_flash_wgmma
+from tinygrad_nv.tile.template import GPU
 
 Tile = TypeVar("Tile")
 
@@ -45,34 +40,36 @@ FMA = {64: ((128, 32, 4, 1),),
        256: ((64, 32, 4, 1), (64, 16, 4, 1))}
 FEW_FMA = ((64, 64, 2, 2), (32, 64, 1, 4), (32, 32, 2, 2), (32, 16, 2, 1), (16, 64, 1, 4), (16, 32, 1, 4),
            (16, 16, 1, 2))
-PROBLEMS = {"flash_mma": legal_flash_mma.problems, "flash_wgmma": legal_flash_wgmma.problems,
-            "flash_fma": legal_flash_fma.problems}
 
 
-def starts(spec: AttentionSpec, arch: str) -> Iterator[AnySchedule]:
-    """Those to choose from, in the order of preference: no more rows than there are, in blocks of 16 (64)."""
-    d = max(spec.d, spec.d_v)
-    if spec.q.dtype == dtypes.float32:
-        for m, n, along_m, along_n in (*_upto(FMA, d), *FEW_FMA):
-            if m < 2 * spec.s_q or m == 16:
-                yield AnySchedule(template="flash_fma").block(m, n).warps(along_m, along_n).stages(2)
-        return
-    if arch == "sm_90a":
-        tiles, few = (WGMMA8, FEW_WGMMA8) if spec.scales is not None else (WGMMA, FEW_WGMMA)
-        for m, n in (*_upto(tiles, d), *few):
-            if m >= 64 + spec.s_q or (n > 128 and not spec.band.full): continue
-            schedule = AnySchedule().using("flash_wgmma").block(m, n).warps(m // 16 + 4)
-            yield schedule.pingpong() if m > 64 else schedule
-    for m, n, warps, stages in (*_upto(MMA, d), *FEW):
-        if m < 2 * spec.s_q or m == 16:
-            yield AnySchedule(template="flash_mma").block(m, n).warps(warps).stages(stages)
+def fma(spec: AttentionSpec, gpu: GPU) -> Iterator[FlashFma]:
+    """Those of float32: no more rows than there are, in blocks of 16."""
+    for m, n, along_m, along_n in (*_upto(FMA, _widest(spec)), *FEW_FMA) if _exact(spec) else ():
+        if m < 2 * spec.s_q or m == 16: yield FlashFma().block(m, n).warps(along_m, along_n)
+
+
+def wgmma(spec: AttentionSpec, gpu: GPU) -> Iterator[FlashWgmma]:
+    """Those of sm_90a: no more rows than there are, in blocks of 64."""
+    if _exact(spec) or gpu.arch != "sm_90a": return
+    tiles, few = (WGMMA8, FEW_WGMMA8) if spec.scales is not None else (WGMMA, FEW_WGMMA)
+    for m, n in (*_upto(tiles, _widest(spec)), *few):
+        if m >= 64 + spec.s_q or (n > 128 and not spec.band.full): continue
+        schedule = FlashWgmma().block(m, n).warps(m // 16 + 4)
+        yield schedule.pingpong() if m > 64 else schedule
+
+
+def mma(spec: AttentionSpec, gpu: GPU) -> Iterator[FlashMma]:
+    """Those of 16-bit operands: no more rows than there are, in blocks of 16."""
+    for m, n, warps, stages in () if _exact(spec) else (*_upto(MMA, _widest(spec)), *FEW):
+        if m < 2 * spec.s_q or m == 16: yield FlashMma().block(m, n).warps(warps).stages(stages)
+
+
+def _exact(spec: AttentionSpec) -> bool: return spec.q.dtype == dtypes.float32
+
+
+def _widest(spec: AttentionSpec) -> int: return max(spec.d, spec.d_v)
 
 
 def _upto(table: dict[int, tuple[Tile, ...]], d: int) -> tuple[Tile, ...]:
     """The entry of the narrowest heads that have `d` elements."""
     return next(tiles for most, tiles in table.items() if d <= most)
-
-
-def default(spec: AttentionSpec, arch: str) -> AnySchedule | None:
-    """The schedule for an attention; None where no template has it."""
-    return next((s for s in starts(spec, arch) if not PROBLEMS[s.template](s, spec, arch)), None)

@@ -3,7 +3,8 @@
   spec.py      what is computed
   plan.py      the numbers of a kernel: who reads what, what lies where
   legality.py  what the template requires of a schedule
-  defaults.py  the schedule, from the spec and the architecture
+  schedules.py how: the template's type of schedule; templates.py: its record
+  defaults.py  candidates, from the spec and the architecture
   kernel.py    the template: split-KV with a combine step, on mma.sync
   split.py     the first kernel: one split of a sequence's keys
   copy.py      pages to shared memory by cp.async

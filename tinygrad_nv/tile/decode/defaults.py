@@ -1,7 +1,6 @@
 """The schedule of a decode attention, from its spec and the architecture alone.
 
-Protocol: `default(spec, arch)` is a schedule that the template takes, or None where it takes none. Its block
-of keys, its splits and with them the bits of the result do not depend on the number of requests.
+Its block of keys, its splits and with them the bits of the result do not depend on the number of requests.
 
     rows      16 for each warp along them, up to 64
     warps     four in all, those left over divide the keys; fewer where shared memory is too small
@@ -12,37 +11,35 @@ of keys, its splits and with them the bits of the result do not depend on the nu
 """
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from tinygrad_nv.tile import limits
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.decode.combine import MOST_SPLITS
-from tinygrad_nv.tile.decode.legality import problems
 from tinygrad_nv.tile.decode.plan import Plan
+from tinygrad_nv.tile.decode.schedules import Decode
 from tinygrad_nv.tile.decode.spec import DecodeSpec
+from tinygrad_nv.tile.template import GPU
 
 STEP_BYTES, SPLIT_BYTES = 32 << 10, 128 << 10
 
 
-def default(spec: DecodeSpec, arch: str) -> AnySchedule | None:
-    """A schedule, or None."""
+def candidates(spec: DecodeSpec, gpu: GPU) -> Iterator[Decode]:
+    """With more warps before fewer, which take less shared memory."""
     wanted = 1 if spec.rows <= 16 else 2 if spec.rows <= 32 else 4
     for rows in (4, 2, 1):
         for groups in (4, 2, 1):
-            if rows > wanted or rows * groups > 4: continue
-            made = _with(spec, arch, rows, groups)
-            if not problems(made, spec, arch): return made
-    return None
+            if rows <= wanted and rows * groups <= 4: yield _with(spec, gpu.arch, rows, groups)
 
 
-def _with(spec: DecodeSpec, arch: str, rows: int, groups: int) -> AnySchedule:
+def _with(spec: DecodeSpec, arch: str, rows: int, groups: int) -> Decode:
     """That of so many warps along rows and keys."""
     key_bytes = (spec.d + spec.d_v) * spec.k.dtype.itemsize
     keys = 16
     while keys < 64 and 2 * keys * groups * key_bytes <= STEP_BYTES: keys *= 2
     least = 128
     while 2 * least * key_bytes <= SPLIT_BYTES * rows: least *= 2
-    made = AnySchedule(template="decode").block(16 * rows, keys * groups).k(least).warps(rows, groups) \
-        .split(MOST_SPLITS).stages(2)
+    made = Decode().keys(keys * groups).warps(rows, groups).split(MOST_SPLITS, least)
     room = limits.SMEM_BYTES.get(arch, 0) // 2
-    while made.depth < 4 and Plan(spec, made.stages(made.depth + 1)).smem_bytes <= room:
+    while made.depth < 4 and Plan.of(spec, made.stages(made.depth + 1)).smem_bytes <= room:
         made = made.stages(made.depth + 1)
     return made

@@ -24,25 +24,21 @@ adds in a fixed order (combine.py).
 """
 from __future__ import annotations
 
-from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.builder import Kernel
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.decode.combine import COMBINE_WARPS, Combine, Workspace
-from tinygrad_nv.tile.decode.legality import problems
 from tinygrad_nv.tile.decode.plan import Parameters, Plan, Span
+from tinygrad_nv.tile.decode.schedules import Decode
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.decode.split import Split
 from tinygrad_nv.tile.kernel import AttentionKernel, DecodeKernel
+from tinygrad_nv.tile.template import GPU
 
 
-def decode_attention(spec: DecodeSpec, schedule: AnySchedule, arch: str) -> DecodeKernel:
-    """The kernels of a decode attention. Raises `ScheduleError` for an impossible schedule."""
-    if found := problems(schedule, spec, arch):
-        raise ScheduleError(f"{schedule} cannot be: " + "; ".join(found), "a schedule without these problems",
-                            "change the block, the warps or the stages")
-    plan = Plan(spec, schedule)
-    kernels = [_split(plan, arch)]
-    if plan.workspace_bytes: kernels.append(_combine(plan, arch))
+def decode_attention(spec: DecodeSpec, schedule: Decode, gpu: GPU) -> DecodeKernel:
+    """The kernels of a decode attention, by a legal schedule."""
+    plan = Plan.of(spec, schedule)
+    kernels = [_split(plan, gpu.arch)]
+    if plan.workspace_bytes: kernels.append(_combine(plan, gpu.arch))
     return DecodeKernel(tuple(kernels), plan.workspace_bytes)
 
 

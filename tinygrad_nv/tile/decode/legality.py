@@ -1,12 +1,11 @@
-"""What `decode_attention` asks of a schedule: `block_m` rows of a key head, `block_n` keys at a time,
-`block_k` keys of a split at least, `splits` of a request at most."""
+"""What `decode_attention` asks of a schedule."""
 from __future__ import annotations
 
 from tinygrad_nv.tile import epilogue, limits
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.spec import OPERANDS
 from tinygrad_nv.tile.decode.combine import MOST_SPLITS
 from tinygrad_nv.tile.decode.plan import Plan
+from tinygrad_nv.tile.decode.schedules import Decode
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.limits import MOST_GRID
@@ -15,22 +14,13 @@ MOST_STRIDE = (1 << 31) - 1  # bytes that an instruction takes
 MOST_TILE = 256              # keys of a block, of which addresses are constants away from the first
 
 
-def problems(schedule: AnySchedule, spec: DecodeSpec, arch: str) -> list[str]:
+def problems(spec: DecodeSpec, schedule: Decode, arch: str) -> list[str]:
     """Why `decode_attention` cannot have this schedule; empty when it can."""
     if spec.q.dtype not in OPERANDS:
         kind = short(spec.q.dtype)
         return [f"q of {kind}, a result of {kind}, not one of {', '.join(map(short, OPERANDS))} for both"]
-    s, plan = schedule, Plan(spec, schedule)
-    if arch not in limits.SMEM_BYTES: return [f"{arch} is not {', '.join(limits.SMEM_BYTES)}"]
-    if s.template != "decode": return [f"template {s.template!r} is not decode"]
-    if min(s.block_n, s.block_k, s.warps_m, s.warps_n, s.depth, s.splits) < 1:
-        return [f"{s}: extents below 1"]
+    s, plan = schedule, Plan.of(spec, schedule)
     out = _spec_problems(spec) + epilogue.problems(spec.score, arch)
-    out += [f"{word} is of other templates" for word, on in (
-        ("stream-K", s.stream), ("ping-pong", s.mode == "pingpong"), ("swap", s.swap),
-        (f"swizzle {s.swizzle_width}", s.swizzle_width),
-        (f"cluster {s.cluster_m}x{s.cluster_n}", s.cluster_m * s.cluster_n > 1)) if on]
-    if s.block_m != 16 * s.warps_m: out.append(f"block_m={s.block_m} is not {s.warps_m} warps × 16 rows")
     if s.warps_m not in (1, 2, 4) or s.warps_n not in (1, 2, 4, 8):
         out.append(f"{s.warps_m}x{s.warps_n} warps are not 1, 2 or 4 along rows, 1, 2, 4 or 8 along keys")
     elif s.block_n & (s.block_n - 1) or plan.keys < 16:

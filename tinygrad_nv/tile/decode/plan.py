@@ -14,9 +14,10 @@ A contiguous cache has no pages to look up: `unit` is the block of keys alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.tile.decode.schedules import Decode
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.layout import SharedTile
 
@@ -32,7 +33,13 @@ def up(value: int, unit: int) -> int:
 class Plan:
     """Of a spec and a schedule."""
     spec: DecodeSpec
-    schedule: AnySchedule
+    schedule: Decode
+
+    @staticmethod
+    @lru_cache(1024)
+    def of(spec: DecodeSpec, schedule: Decode) -> Plan:
+        """The plan."""
+        return Plan(spec, schedule)
 
     @property
     def keys(self) -> int:
@@ -62,7 +69,7 @@ class Plan:
     @property
     def least(self) -> int:
         """Keys of a split at least."""
-        return up(self.schedule.block_k, self.unit)
+        return up(self.schedule.split_keys, self.unit)
 
     @property
     def most_span(self) -> int:

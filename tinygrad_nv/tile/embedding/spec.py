@@ -17,9 +17,9 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.gemm.spec import HALVES
+from tinygrad_nv.tile.gemm.spec import FLOAT16S
 
-FLOATS = (dtypes.float32, *HALVES)
+FLOATS = (dtypes.float32, *FLOAT16S)
 TOKENS = (dtypes.int32, dtypes.int64)
 
 

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterable
 
 from tinygrad_nv.tile.gemm.candidates import starts
-from tinygrad_nv.tile.gemm.cost import Model, Prediction
+from tinygrad_nv.tile.gemm.cost import CostModel, Prediction
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gpu import machine_for
@@ -26,7 +26,7 @@ KEPT = 4                            # tiles whose variants are looked at
 def analytic(spec: GemmSpec, arch: str, sm_count: int = 0) -> GemmSchedule | None:
     """The cost model's choice; of those it cannot tell apart, what the defaults have first."""
     if arch not in SMEM_BYTES: return None
-    model, gpu, size = Model(spec, machine_for(arch, sm_count)), GPU(arch), spec.a.dtype.itemsize
+    model, gpu, size = CostModel(spec, machine_for(arch, sm_count)), GPU(arch), spec.a.dtype.itemsize
     sms = model.machine.sm_count
     first = [s for s in starts(spec, gpu) if s.worthwhile(spec)]
     kept = _tiles(_ranked([v for s in first for v in s.filling(spec, sms)], model), spec, gpu)
@@ -54,7 +54,7 @@ def _tiles(ranked: Iterable[tuple[GemmSchedule, Prediction]], spec: GemmSpec, gp
     return list(made)
 
 
-def _ranked(schedules: Iterable[GemmSchedule], model: Model) -> list[tuple[GemmSchedule, Prediction]]:
+def _ranked(schedules: Iterable[GemmSchedule], model: CostModel) -> list[tuple[GemmSchedule, Prediction]]:
     """The fastest first; as given where two are equal."""
     predicted = [(s, model.predict(s)) for s in schedules]
     return sorted(predicted, key=_seconds)

@@ -1,8 +1,8 @@
 """How long a schedule takes: an analytic model of waves, tensor-core cycles and bytes by level.
 
-Protocol: `predict(spec, schedule, machine)` for one, a `Model` for many schedules of one product; what
+Protocol: `predict(spec, schedule, machine)` for one, a `CostModel` for many schedules of one product; what
 differs between templates is a `Cost`, in each one's cost.py. The model orders candidates; its seconds are of
-a GPU that nobody has measured with these kernels.
+a GPU on which these kernels were never timed.
 
 The model is a roofline for each resource of the busiest SM and for the whole GPU (Williams et al. 2009), with
 tiles as the unit, as DeepGEMM and Stream-K (Osama et al. 2023) choose theirs:
@@ -15,7 +15,7 @@ tiles as the unit, as DeepGEMM and Stream-K (Osama et al. 2023) choose theirs:
               turns: tiles by CTAs (or ping-pong consumers) that an SM holds at once
     HBM     = bytes that must move once, and operands again for each pass in which L2 has lost them
     seconds = launch + first load + max(SM, HBM) + a 20th of the lesser + what joins split sums
-              launch: less where the kernel begins early (Hopper), which flags to be zeroed prevent
+              launch: less with programmatic dependent launch (Hopper), which flags to be zeroed prevent
 
 L2 keeps what `group` rows of tiles walk over: A's rows of the group stay while B passes once for each group.
 """
@@ -69,7 +69,7 @@ class Cost(Generic[C]):
 
     def __call__(self, spec: GemmSpec, s: C, gpu: GPU) -> Prediction:
         """What a schedule takes."""
-        return Model(spec, machine_for(gpu.arch, gpu.sm_count)).predict(s)
+        return CostModel(spec, machine_for(gpu.arch, gpu.sm_count)).predict(s)
 
     def work(self, spec: GemmSpec, s: C, machine: Machine, end: Ending) -> Work:
         """What a CTA does."""
@@ -80,7 +80,7 @@ class Cost(Generic[C]):
         raise NotImplementedError
 
     def flags(self, s: C, arch: str) -> bool:
-        """Whether CTAs meet through memory: by flags that are zeroed before the launch."""
+        """Whether CTAs reduce sums through memory, by flags that are zeroed before the launch."""
         raise NotImplementedError
 
     def compute(self, s: C, done: Work, ctas: int) -> float:
@@ -115,7 +115,7 @@ def resident_ctas(machine: Machine, threads: int, smem_bytes: int, registers: in
 
 def predict(spec: GemmSpec, schedule: GemmSchedule, machine: Machine | str) -> Prediction:
     """What a schedule of a product takes on a GPU (or an architecture's first)."""
-    return Model(spec, machine_for(machine) if isinstance(machine, str) else machine).predict(schedule)
+    return CostModel(spec, machine_for(machine) if isinstance(machine, str) else machine).predict(schedule)
 
 
 class _Tiles(NamedTuple):
@@ -129,7 +129,7 @@ class _Tiles(NamedTuple):
     lanes: int           # tiles of an SM at once
 
 
-class Model:
+class CostModel:
     """The costs of one product on one GPU."""
 
     def __init__(self, spec: GemmSpec, machine: Machine) -> None:

@@ -26,7 +26,7 @@ from tinygrad_nv.tile.expression import (
     relu,
     silu,
 )
-from tinygrad_nv.tile.gemm.spec import BYTES, FP8, GemmSpec, Operand, Result
+from tinygrad_nv.tile.gemm.spec import FP8, INT8S, GemmSpec, Operand, Result
 
 TYPES = {"bf16": dtypes.bfloat16, "f16": dtypes.float16, "f32": dtypes.float32, "tf32": dtypes.float32,
          "e4m3": dtypes.fp8e4m3, "e5m2": dtypes.fp8e5m2, "s8": dtypes.int8, "u8": dtypes.uint8}
@@ -62,11 +62,11 @@ def _strides(batch: tuple[int, ...], size: int) -> tuple[int, ...]:
 
 
 def _result(kind: DType) -> DType:
-    return dtypes.bfloat16 if kind in FP8 else dtypes.int32 if kind in BYTES else kind
+    return dtypes.bfloat16 if kind in FP8 else dtypes.int32 if kind in INT8S else kind
 
 
 def _epilogue(words: list[str], out: Result, kind: DType) -> Expression:
-    total = dtypes.int32 if kind in BYTES else dtypes.float32
+    total = dtypes.int32 if kind in INT8S else dtypes.float32
     if not words: return Sum(total).cast(out.dtype)
     value, parameter = Sum(total).cast(dtypes.float32), 0
     for word in words:

@@ -15,9 +15,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gemm.work import ending
 from tinygrad_nv.tile.limits import SMEM_BYTES
-from tinygrad_nv.tile.schedule import Schedule, Tiled, Warpgroups, Warps, counted
+from tinygrad_nv.tile.schedule import Mode, RowWarps, Schedule, Tiled, Warpgroups, Warps, counted
 
-Mode = Literal["cooperative", "pingpong"]
 Swizzle = Literal["", "32B", "64B", "128B"]
 
 MOST_ROWS = 16                      # of gemv
@@ -32,7 +31,7 @@ SHORT_ENDING, MOST_SUMS_THEN, MOST_SUMS_OF_THREE, MOST_SUMS = 12, 128, 96, 200
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
 
 
-class Tile(NamedTuple):
+class CTATile(NamedTuple):
     """What a CTA makes: `rows` and `columns` of the result (at most), `width` columns of operand b, which
     are those of all parts."""
     rows: int
@@ -65,7 +64,7 @@ class GemmSchedule(Schedule, ABC):
     # **** what it takes ****
 
     @abstractmethod
-    def tile(self, spec: GemmSpec) -> Tile:
+    def tile(self, spec: GemmSpec) -> CTATile:
         """What a CTA makes of a product."""
 
     @property
@@ -183,8 +182,8 @@ class RingSchedule(Tiled, GemmSchedule):
         """Rows of tiles walked together."""
         return replace(self, group=rows)
 
-    def tile(self, spec: GemmSpec) -> Tile:
-        return Tile(self.block_m, max(1, self.block_n // spec.parts), self.block_n)
+    def tile(self, spec: GemmSpec) -> CTATile:
+        return CTATile(self.block_m, max(1, self.block_n // spec.parts), self.block_n)
 
     def stage_bytes(self, itemsize: int) -> int:
         """Bytes of one stage: a tile of A and one of B."""
@@ -250,8 +249,7 @@ class Mma(Warps, RingSchedule):
         return self.block_m * self.block_n < 128 * self.threads
 
     def words(self) -> list[str]:
-        shown = f"{self.warps_m}x{self.warps_n}" if self.warps_n > 1 else ""
-        made = self._shape(counted(self.warps_m * self.warps_n, "warp", shown))
+        made = self._shape(self.warp_words())
         if self.splits > 1: made.append(f"split {self.splits}")
         return [*made, "swapped"] if self.swap else made
 
@@ -345,7 +343,7 @@ class Wgmma(Warpgroups, RingSchedule):
     def _splittable(self) -> bool: return self.mode == "cooperative"
 
     def words(self) -> list[str]:
-        made = self._shape(counted(self.warps_m, "warp"))
+        made = self._shape(self.warp_words())
         if self.cluster_shape != (1, 1): made.append(f"cluster {self.cluster_m}x{self.cluster_n}")
         if self.splits > 1: made.append(f"split {self.splits}")
         return made + [word for word, on in (
@@ -354,7 +352,7 @@ class Wgmma(Warpgroups, RingSchedule):
 
 
 @dataclass(frozen=True)
-class Gemv(GemmSchedule):
+class Gemv(RowWarps, GemmSchedule):
     """Few rows, by `warps_m` warps that stand beside each other along `block_n` columns or along K."""
     block_n: int = 128
     warps_m: int = 8
@@ -365,15 +363,8 @@ class Gemv(GemmSchedule):
         """Columns of a CTA."""
         return replace(self, block_n=n)
 
-    def warps(self, count: int) -> Self:
-        """Warps of a CTA."""
-        return replace(self, warps_m=count)
-
-    def tile(self, spec: GemmSpec) -> Tile:
-        return Tile(MOST_ROWS, self.block_n, self.block_n * spec.parts)
-
-    @property
-    def threads(self) -> int: return 32 * self.warps_m
+    def tile(self, spec: GemmSpec) -> CTATile:
+        return CTATile(MOST_ROWS, self.block_n, self.block_n * spec.parts)
 
     @property
     def bare(self) -> Self:
@@ -388,6 +379,6 @@ class Gemv(GemmSchedule):
         return super().from_json(data)
 
     def words(self) -> list[str]:
-        made = [f"{MOST_ROWS}x{self.block_n}x{self.block_k}", counted(self.warps_m, "warp")]
+        made = [f"{MOST_ROWS}x{self.block_n}x{self.block_k}", self.warp_words()]
         if self.splits > 1: made.append(f"split {self.splits}")
         return [*made, "swapped"] if self.swap else made

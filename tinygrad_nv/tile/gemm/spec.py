@@ -1,4 +1,4 @@
-"""What is computed, in types: a matrix product and what follows it. A spec does not know its target.
+"""What is computed, in types: a matmul and its epilogue. A spec does not know its target.
 
 Protocol: patterns make a spec from a subgraph, templates make a kernel from a spec and a schedule. Specs
 are frozen and hashable; two kernels are the same when spec, schedule and architecture are. Extents, strides
@@ -32,10 +32,10 @@ from tinygrad_nv.tile.expression import (
     walk,
 )
 
-HALVES = (dtypes.float16, dtypes.bfloat16)
+FLOAT16S = (dtypes.float16, dtypes.bfloat16)
 FP8 = (dtypes.fp8e4m3, dtypes.fp8e5m2)
-BYTES = (dtypes.int8, dtypes.uint8)
-OPERANDS = (*HALVES, *FP8, *BYTES, dtypes.float32)
+INT8S = (dtypes.int8, dtypes.uint8)
+OPERANDS = (*FLOAT16S, *FP8, *INT8S, dtypes.float32)
 MOST_BATCH_DIMENSIONS = 3
 
 
@@ -146,7 +146,7 @@ class GemmSpec:
         if self.a.dtype not in OPERANDS:
             raise SpecError(f"operands of {self.a.dtype}", f"one of {', '.join(short(d) for d in OPERANDS)}")
         same = self.a.dtype == self.b.dtype
-        if not same and not any(self.a.dtype in kind and self.b.dtype in kind for kind in (FP8, BYTES)):
+        if not same and not any(self.a.dtype in kind and self.b.dtype in kind for kind in (FP8, INT8S)):
             raise SpecError(f"{self.a.dtype} times {self.b.dtype}", "one dtype for both operands", "cast one")
         if len(self.batch) > MOST_BATCH_DIMENSIONS:
             raise SpecError(f"{len(self.batch)} dimensions of batch", f"at most {MOST_BATCH_DIMENSIONS}")
@@ -173,7 +173,7 @@ class GemmSpec:
     @property
     def accumulate(self) -> DType:
         """What products are summed in: float32, int32 for bytes."""
-        return dtypes.int32 if self.a.dtype in BYTES else dtypes.float32
+        return dtypes.int32 if self.a.dtype in INT8S else dtypes.float32
 
     @property
     def matrices(self) -> int:

@@ -1,9 +1,9 @@
-"""One tile's sum by several CTAs: which tiles along K each has, and how their sums meet.
+"""One tile's sum by several CTAs: which tiles along K each has, and how their sums are reduced.
 
 Protocol: split s of S has `tiles` tiles of K in a row; where they do not divide, the first splits have one
-more. Each CTA leaves its sums in its place of the workspace, then counts itself in the tile's flag; whoever
-finds S - 1 there is the last, adds all sums up in the order of the splits, and alone goes on to the
-epilogue. So the result does not depend on who comes when, and nobody waits: CTAs of a tile need not run at
+more. Each CTA leaves its sums in its place of the workspace, then counts itself in the tile's flag; the CTA
+that finds S - 1 there is the last, adds all sums up in the order of the splits, and alone goes on to the
+epilogue. So the result does not depend on the order of CTAs, and none waits: CTAs of a tile need not run at
 the same time.
 
 The workspace has for each tile and split, cell after cell, 16 bytes of each thread.
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from tinygrad_nv.ptx.builder import Kernel, Place, Value
+from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.gemm.schedules import Mma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.tile_scheduler import Walk, tiles_of
@@ -23,12 +23,14 @@ CELL_BYTES = 16
 
 class Splits:
     """`tiles`: how many tiles of K this CTA has; `least_tiles`: at least; `first_k`: where they begin (None:
-    at 0); `residue`: elements of K in the first of them. `cells` of four sums each a thread holds."""
+    at 0); `residue`: elements of K in the first of them; `one_or_two`: some have two, others one. `cells` of
+    four sums each a thread holds."""
 
     def __init__(self, k: Kernel, spec: GemmSpec, schedule: Mma, cells: int) -> None:
         self.k, self.spec, self.schedule, self.cells = k, spec, schedule, cells
         self.count = schedule.splits
         self.least_tiles, self.more = divmod(-(-spec.k // schedule.block_k), self.count)
+        self.one_or_two = self.least_tiles == 1 and self.more > 0
         self.residue: Value | int = spec.k % schedule.block_k or schedule.block_k
         self.tiles: Value | int = self.least_tiles
         self.first_k: Value | None = None
@@ -78,7 +80,7 @@ class Splits:
         slot = (self.number * self.count + split).to("u64") * self.slot_bytes
         return self.workspace + slot + (self.k.tid.x * CELL_BYTES).to("u64")
 
-    def _at(self, slot: Value, cell: int) -> Place:
+    def _at(self, slot: Value, cell: int) -> MemoryOperand:
         return slot.at(cell * CELL_BYTES * self.schedule.threads)
 
     def _gather(self, cells: Sequence[Sequence[Value]]) -> None:
@@ -94,7 +96,7 @@ class Splits:
                 for register, part in zip(cell, parts, strict=True): register += part
 
 
-def is_last(k: Kernel, flags: Value, tile: Value, told: Place, count: int) -> Value:
+def is_last(k: Kernel, flags: Value, tile: Value, told: MemoryOperand, count: int) -> Value:
     """Counts this CTA in at the flag of a tile; whether it is the last of `count`, which all threads learn by
     the shared word `told`. One thread releases and acquires for all: what the barriers order before its
     atomic, and after, is ordered too."""

@@ -16,7 +16,7 @@ import numpy as np
 from tinygrad_nv.errors import KernelError
 from tinygrad_nv.ptx.emulator import Emulator, TensorMap
 from tinygrad_nv.ptx.emulator.report import Site, Stats
-from tinygrad_nv.tile.gemm.cost import Model, cost_of
+from tinygrad_nv.tile.gemm.cost import CostModel, cost_of
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, sizes
 from tinygrad_nv.tile.gemm.work import (
@@ -94,7 +94,7 @@ def emulated(kernel: GemmKernel, spec: GemmSpec, arch: str) -> Stats:
     return report.stats
 
 
-def counted(trial: Trial, model: Model, s: GemmSchedule) -> Work:
+def counted(trial: Trial, model: CostModel, s: GemmSchedule) -> Work:
     """The work of a CTA by the counters of a trial."""
     few, many = (_cycles(stats, model, s) for stats in (trial.short, trial.long))
     more = trial.tiles * (trial.steps[1] - trial.steps[0])
@@ -106,7 +106,7 @@ def counted(trial: Trial, model: Model, s: GemmSchedule) -> Work:
     return Work(tensor, shared, issue, ends, model.planned(s).ahead)
 
 
-def _cycles(stats: Stats, model: Model, s: GemmSchedule) -> tuple[float, float, float]:
+def _cycles(stats: Stats, model: CostModel, s: GemmSchedule) -> tuple[float, float, float]:
     """Cycles of a whole launch on one SM: tensor cores, shared memory, schedulers."""
     cost = cost_of(s)
     read = float(sum(map(_operand_bytes, stats.sites))) + cost.copied_bytes(stats, s)

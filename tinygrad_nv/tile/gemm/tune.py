@@ -24,7 +24,7 @@ from tinygrad_nv.tile.clock import Clock
 from tinygrad_nv.tile.gemm import trial
 from tinygrad_nv.tile.gemm.analytic import analytic
 from tinygrad_nv.tile.gemm.candidates import space
-from tinygrad_nv.tile.gemm.cost import Model, Prediction
+from tinygrad_nv.tile.gemm.cost import CostModel, Prediction
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gpu import machine_for
@@ -52,7 +52,7 @@ def tune(spec: GemmSpec, arch: str, beam: int = 1, sm_count: int = 0, clock: Clo
          progress: Progress = lambda done, count: None) -> list[Candidate]:
     """Candidates, the fastest first, those that are out last; none where no template takes the product. The
     first is stored in the database. Without a clock they are counted on the emulator."""
-    model = Model(spec, machine_for(arch, sm_count))
+    model = CostModel(spec, machine_for(arch, sm_count))
     wanted, tried = candidates(model, arch, beam), []
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
@@ -80,7 +80,7 @@ def search(spec: GemmSpec, arch: str, beam: int, sm_count: int = 0,
     return tried[0].schedule if tried and tried[0].seconds is not None else None
 
 
-def candidates(model: Model, arch: str, beam: int) -> list[GemmSchedule]:
+def candidates(model: CostModel, arch: str, beam: int) -> list[GemmSchedule]:
     """The model's favourites, what it chooses first; of those that differ in stages alone, two."""
     favourite = analytic(model.spec, arch, model.machine.sm_count)
     if favourite is None: return []
@@ -95,7 +95,7 @@ def candidates(model: Model, arch: str, beam: int) -> list[GemmSchedule]:
     return made
 
 
-def _built(model: Model, s: GemmSchedule, arch: str, clusters: Clusters
+def _built(model: CostModel, s: GemmSchedule, arch: str, clusters: Clusters
            ) -> tuple[Candidate, GemmKernel | None, Assembly | None]:
     """A candidate's kernel, assembled where that can be."""
     candidate = Candidate(s, model.predict(s))
@@ -113,7 +113,7 @@ def _built(model: Model, s: GemmSchedule, arch: str, clusters: Clusters
     return candidate, kernel, made
 
 
-def _timed(model: Model, arch: str, clock: Clock | None, candidate: Candidate, kernel: GemmKernel | None,
+def _timed(model: CostModel, arch: str, clock: Clock | None, candidate: Candidate, kernel: GemmKernel | None,
            made: Assembly | None) -> Candidate:
     """With its seconds, unless it is out."""
     if kernel is None: return candidate
@@ -123,7 +123,7 @@ def _timed(model: Model, arch: str, clock: Clock | None, candidate: Candidate, k
     return replace(candidate, seconds=taken)
 
 
-def _counted(model: Model, arch: str, candidate: Candidate) -> float:
+def _counted(model: CostModel, arch: str, candidate: Candidate) -> float:
     """The cost model's seconds, of counters and of registers as they are."""
     s = candidate.schedule
     done = trial.counted(trial.counters(model.spec, s, arch), model, s)

@@ -28,7 +28,7 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.expression import Apply, Expression, Sum, parameters, short, show, walk
-from tinygrad_nv.tile.gemm.spec import HALVES, MOST_BATCH_DIMENSIONS, Result
+from tinygrad_nv.tile.gemm.spec import FLOAT16S, MOST_BATCH_DIMENSIONS, Result
 
 SUMMED = (dtypes.float32, dtypes.int32)
 
@@ -41,7 +41,7 @@ class Statistic:
     term: Expression
 
     def __post_init__(self) -> None:
-        allowed = SUMMED if self.op == "add" else (*SUMMED, *HALVES)
+        allowed = SUMMED if self.op == "add" else (*SUMMED, *FLOAT16S)
         if self.dtype not in allowed:
             raise SpecError(f"{self.op} of {short(self.dtype)}", f"of {', '.join(map(short, allowed))}")
 

@@ -1,4 +1,4 @@
-"""A warp-specialised matrix product: TMA fills a ring of three stages, wgmma empties it.
+"""A warp-specialised matmul: TMA fills a ring of three stages, wgmma empties it.
 
 Warpgroup 0 loads, warpgroup 1 multiplies. Stage s has an mbarrier `full` (its bytes) and one `empty` (four
 warps have done with it). One wgmma group stays in flight, so a stage is given back one turn after it was

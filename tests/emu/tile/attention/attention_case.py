@@ -210,7 +210,7 @@ def launched(made: AttentionKernel, spec: AttentionSpec, given: dict[str, torch.
 
 
 def forget(spec: AttentionSpec, pointers: dict[str, Buffer], at: Extents) -> None:
-    """What belongs to rows beyond a launch's becomes memory that nobody has written: reads are found."""
+    """What belongs to rows beyond a launch's becomes memory that was never written: reads are found."""
     for name, count in (("q", at["s_q"]), ("k", at["s_kv"]), ("v", at["s_kv"])):
         dtype, (offset, extents, strides) = places(spec)[name]
         if count == extents[-2]: continue

@@ -12,9 +12,10 @@ from attention_case import arguments, attention, near, rows, run
 from flash_wgmma_case import W
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.tile.attention.schedules import FlashWgmma
 from tinygrad_nv.tile.attention.spec import AttentionSpec, RowScales
-from tinygrad_nv.tile.attention.wgmma.kernel import flash_wgmma
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 E4M3 = dtypes.fp8e4m3
 SMALL8 = W.block(128, 64)
@@ -39,9 +40,9 @@ def attention8(s_q: int, s_kv: int, d: int = 64, block: tuple[int, int, int] = (
     return replace(like, q=rows(E4M3, (*like.batch, s_q), d, order), k=k, v=v, scales=(q, k_scale, v_scale))
 
 
-def close8(spec: AttentionSpec, schedule: AnySchedule = SMALL8, seed: int = 0, scale: float = 1.0,
+def close8(spec: AttentionSpec, schedule: FlashWgmma = SMALL8, seed: int = 0, scale: float = 1.0,
            sm_count: int = 132, **extents: int) -> None:
     """Asserts that a random attention is near the exact one."""
     given = arguments(spec, seed, scale)
-    made = flash_wgmma(spec, schedule, sm_count=sm_count)
+    made = TABLE.build(spec, schedule, GPU("sm_90a", sm_count))
     near(spec, given, run(made, spec, given, "sm_90a", seed, **extents), **extents)

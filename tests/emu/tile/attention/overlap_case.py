@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tinygrad_nv.ptx.sass import Instruction, inner_loops
+from tinygrad_nv.ptx.sass import SASSInstruction, inner_loops
 
 
-def assert_overlapped(code: Sequence[Instruction], loops: int) -> None:
+def assert_overlapped(code: Sequence[SASSInstruction], loops: int) -> None:
     """Asserts it of a function."""
     found = [loop.after_waits("MUFU.EX2") for loop in inner_loops(code)]
     under = [(sum(count for left, count in waits if left), sum(count for _, count in waits))

@@ -2,7 +2,7 @@
 attention of that sequence alone.
 
 Protocol: `ragged(lengths, …)` makes a `Case` of (rows, keys) of each sequence, with `slack` rows of NaN
-before the first sequence and after the last, that nobody has written; `arguments(case)` the storages, `run`
+before the first sequence and after the last, that was never written; `arguments(case)` the storages, `run`
 the kernel's results with everything that attention_case.run asks for, `near` holds each sequence against its
 own answer.
 """

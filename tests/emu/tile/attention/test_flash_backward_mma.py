@@ -11,11 +11,12 @@ from flash_backward_mma_case import BF16, CAUSAL, F16, F32, SMALL, close, schedu
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import ScheduleError
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.backward_mma.kernel import flash_backward_mma
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
+from tinygrad_nv.tile.attention.schedules import BackwardMma
 from tinygrad_nv.tile.attention.spec import FULL, Band
 from tinygrad_nv.tile.expression import Sum
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 # **** heads ****
 
@@ -79,7 +80,7 @@ def test_rings(stages: int):
 @pytest.mark.parametrize("schedule", [
     scheduled(64, 64, 4), scheduled(32, 64, 4), scheduled(64, 128, 8), scheduled(32, 64, 2),
     scheduled(32, 128, 8), scheduled(128, 64, 4, 3)], ids=str)
-def test_blocks_and_warps(schedule: AnySchedule):
+def test_blocks_and_warps(schedule: BackwardMma):
     for d, d_v in ((64, 48), (32, 8)) if schedule.warps_m < 8 else ((64, 48),):
         close(backward(200, 140, d, d_v=d_v, band=CAUSAL), schedule)
 
@@ -90,7 +91,7 @@ def test_blocks_and_warps(schedule: AnySchedule):
     pytest.param(scheduled(32, 64, 4).warps(4, 2), 256, 256, marks=pytest.mark.slow),
     pytest.param(scheduled(64, 64, 4).warps(4, 2), 192, 192, marks=pytest.mark.slow),
     pytest.param(scheduled(32, 32, 2).warps(2, 2), 200, 256, marks=pytest.mark.slow)], ids=str)
-def test_warps_that_share_keys(schedule: AnySchedule, d: int, d_v: int):
+def test_warps_that_share_keys(schedule: BackwardMma, d: int, d_v: int):
     """p and ds go through shared memory. Widths that warps cannot share are padded."""
     close(backward(140, 50, d, d_v=d_v, band=CAUSAL, group=2), schedule)
     close(backward(70, 90, d, F16, d_v=d_v, band=Band(-30, 20), deterministic=True), schedule, "sm_90a")
@@ -110,7 +111,7 @@ def test_deterministic_bits_are_the_same_for_every_order(arch: str, band: Band):
     """Of CTAs, warps and additions: the emulator's order changes with the seed. Others' bits differ."""
     spec = backward(100, 140, 16, batch=2, heads=2, group=2, band=band, deterministic=True)
     given = arguments(spec)
-    made = flash_backward_mma(spec, SMALL, arch)
+    made = TABLE.build(spec, SMALL, GPU(arch))
     assert "%ctaid" not in made.ptx  # what a CTA does depends on when it starts alone
     found = [run(made, spec, given, arch, seed) for seed in range(4)]
     near(spec, given, found[0])
@@ -122,7 +123,7 @@ def test_without_it_orders_differ():
     """So that the test above can fail."""
     spec = backward(100, 140, 16, batch=2, heads=2, group=2)
     given = arguments(spec)
-    made = flash_backward_mma(spec, SMALL)
+    made = TABLE.build(spec, SMALL, GPU("sm_80"))
     one, other = (run(made, spec, given, "sm_80", seed) for seed in (0, 1))
     assert not torch.equal(one.dq, other.dq)
     assert torch.equal(one.dk, other.dk)
@@ -132,7 +133,7 @@ def test_bits_do_not_depend_on_other_heads():
     spec = backward(70, 50, 16, heads=3, group=2, deterministic=True)
     given = arguments(spec)
     alone = replace(spec, forward=replace(spec.forward, batch=(1, 1, 2)))
-    many, few = (run(flash_backward_mma(each, SMALL), each, given | shorter(each, given))
+    many, few = (run(TABLE.build(each, SMALL, GPU("sm_80")), each, given | shorter(each, given))
                  for each in (spec, alone))
     for one, other in zip(many, few, strict=True): assert torch.equal(one[:, :1], other)
 
@@ -165,7 +166,7 @@ def test_blocks_that_see_nothing_of_the_keys_are_skipped():
     found = {}
     for band in (FULL, CAUSAL, Band(-31, 0)):
         spec = backward(rows, rows, 64, band=band)
-        _, report = launched(flash_backward_mma(spec, SMALL), spec, arguments(spec), "sm_80")
+        _, report = launched(TABLE.build(spec, SMALL, GPU("sm_80")), spec, arguments(spec), "sm_80")
         found[band] = report.stats.asynchronous_bytes - 2 * rows * 64 * 2
     assert found == {FULL: 64 * 2 * nbytes, CAUSAL: 36 * 2 * nbytes, Band(-31, 0): 15 * 2 * nbytes}
 
@@ -173,12 +174,12 @@ def test_blocks_that_see_nothing_of_the_keys_are_skipped():
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_on_hopper_memory_is_touched_after_the_kernel_before(deterministic: bool):
     """And the next kernel may begin when dq has been added to."""
-    made = flash_backward_mma(backward(64, 128, 64, deterministic=deterministic), SMALL, "sm_90a")
+    made = TABLE.build(backward(64, 128, 64, deterministic=deterministic), SMALL, GPU("sm_90a"))
     wait, done = (made.ptx.index(f"griddepcontrol.{what}") for what in ("wait", "launch_dependents"))
     assert made.pdl
     touched = [found.start() for found in re.finditer(r"cp\.async\.c|(ld|atom|red)\.[a-z.]*global", made.ptx)]
     assert wait < touched[0] < touched[-1] < done < made.ptx.index("st.global")
-    assert not flash_backward_mma(backward(64, 128, 64), SMALL, "sm_80").pdl
+    assert not TABLE.build(backward(64, 128, 64), SMALL, GPU("sm_80")).pdl
 
 
 # **** what cannot be ****
@@ -188,10 +189,10 @@ def test_refusals():
     for schedule, words in ((scheduled(64, 64, 3), "3 warps"), (scheduled(48, 64, 4), "block_m=48"),
                             (scheduled(128, 128, 4), "sums a thread"), (scheduled(128, 32, 2), "64 threads"),
                             (scheduled(64, 64, 4, 9), "9 stages"),
-                            (replace(SMALL, template="mma"), "template mma"),
                             (scheduled(64, 128, 8, 8), "of shared memory")):
-        with pytest.raises(ScheduleError, match=words): flash_backward_mma(spec, schedule)
-    with pytest.raises(ScheduleError, match="d=12"): flash_backward_mma(backward(64, 64, 12), SMALL)
-    with pytest.raises(ScheduleError, match="aligned"): flash_backward_mma(backward(64, 64, 16, gap=1), SMALL)
+        with pytest.raises(ScheduleError, match=words): TABLE.build(spec, schedule, GPU("sm_80"))
+    with pytest.raises(ScheduleError, match="d=12"): TABLE.build(backward(64, 64, 12), SMALL, GPU("sm_80"))
+    with pytest.raises(ScheduleError, match="aligned"):
+        TABLE.build(backward(64, 64, 16, gap=1), SMALL, GPU("sm_80"))
     with pytest.raises(ScheduleError, match="derivative"):
-        flash_backward_mma(backward(64, 64, 16, score=Sum().cast(dtypes.int32).cast(F32)), SMALL)
+        TABLE.build(backward(64, 64, 16, score=Sum().cast(dtypes.int32).cast(F32)), SMALL, GPU("sm_80"))

@@ -15,15 +15,16 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.ptx.assemble import Resources, assemble
 from tinygrad_nv.ptx.emulator.report import Stats
 from tinygrad_nv.ptx.sass import TENSOR, disassembled, functions, main_loop
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.backward_defaults import FEW, MMA, default, starts
-from tinygrad_nv.tile.attention.backward_mma.kernel import flash_backward_mma
-from tinygrad_nv.tile.attention.backward_mma.legality import problems
+from tinygrad_nv.tile.attention.backward_defaults import FEW, MMA, mma
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
+from tinygrad_nv.tile.attention.schedules import BackwardMma
 from tinygrad_nv.tile.attention.spec import Band
+from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where
 from tinygrad_nv.tile.kernel import BackwardKernel
 from tinygrad_nv.tile.limits import SMEM_BYTES
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 REGISTERS = 65536  # of an SM
 TILES = [(d, tile) for d, tiles in MMA.items() for tile in tiles]
@@ -34,21 +35,20 @@ SCORES: dict[str, Expression] = {
     "ALiBi": SCALED + Load(0, F32, 0, 0, (0, 2, 1)) * (Position("n").cast(F32) - Position("m").cast(F32))}
 
 
-def of(tile: tuple[int, int, int, int]) -> AnySchedule:
+def of(tile: tuple[int, int, int, int]) -> BackwardMma:
     """A row of the table."""
     m, n, warps, sharing = tile
     return scheduled(m, n, warps).warps(warps, sharing)
 
 
-def mma_default(spec: BackwardSpec, arch: str) -> AnySchedule:
+def mma_default(spec: BackwardSpec, arch: str) -> BackwardMma:
     """The first schedule of this template."""
-    return next(s for s in starts(spec, arch) if s.template == "flash_backward_mma"
-                and not problems(s, spec, arch))
+    return next(s for s in mma(spec, GPU(arch)) if not TABLE.problems(spec, s, GPU(arch)))
 
 
-def fits(spec: BackwardSpec, schedule: AnySchedule, arch: str) -> BackwardKernel:
+def fits(spec: BackwardSpec, schedule: BackwardMma, arch: str) -> BackwardKernel:
     """The kernel, that neither spills nor takes more than there is."""
-    made = flash_backward_mma(spec, schedule, arch)
+    made = TABLE.build(spec, schedule, GPU(arch))
     used: Resources = assemble(made.ptx, arch).kernels[made.name]
     assert (used.spill_store_bytes, used.spill_load_bytes, used.stack_bytes) == (0, 0, 0)
     assert -(-used.registers // 8) * 8 * made.threads <= REGISTERS
@@ -56,9 +56,9 @@ def fits(spec: BackwardSpec, schedule: AnySchedule, arch: str) -> BackwardKernel
     return made
 
 
-def counted(spec: BackwardSpec, schedule: AnySchedule) -> Stats:
+def counted(spec: BackwardSpec, schedule: BackwardMma) -> Stats:
     """Counters of a launch without findings."""
-    _, report = launched(flash_backward_mma(spec, schedule), spec, arguments(spec), "sm_80")
+    _, report = launched(TABLE.build(spec, schedule, GPU("sm_80")), spec, arguments(spec), "sm_80")
     assert report.findings == [], "\n".join(map(str, report.findings))
     return report.stats
 
@@ -71,7 +71,7 @@ def test_default_schedules_keep_to_their_resources(d: int, tile: tuple[int, int,
     causal = backward(1024, 1024, d, heads=2, group=4, band=CAUSAL)
     for spec, arch in ((causal, "sm_80"), (backward(1024, 1024, d), "sm_80"),
                        (causal, ("sm_89", "sm_90a")[TILES.index((d, tile)) % 2])):
-        if not problems(schedule, spec, arch): fits(spec, schedule, arch)
+        if not TABLE.problems(spec, schedule, GPU(arch)): fits(spec, schedule, arch)
 
 
 @pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
@@ -107,7 +107,7 @@ def test_there_is_a_default(arch: str, d: int):
     """But for the widest heads on the architecture with the least shared memory."""
     for keys in (1, 16, 40, 100, 4096):
         spec = backward(4096, keys, d, symbolic=("s_q", "s_kv", "start"), band=Band(-500, 0))
-        schedule = default(spec, arch)
+        schedule = ATTENTION.choose(spec, GPU(arch))
         assert (schedule is None) == (arch == "sm_89" and d == 256)
         if schedule is not None and schedule.template == "flash_backward_mma":
             assert schedule.block_n < 2 * max(keys, 32)
@@ -136,7 +136,7 @@ def triton_work(kernel: Any, names: tuple[str, ...], d: int, warps: int) -> floa
 def test_loops_are_no_longer_than_those_of_triton(d: int):
     """Triton's two kernels make seven products where ours makes five: all are counted."""
     spec = backward(4096, 4096, d)
-    made = flash_backward_mma(spec, mma_default(spec, "sm_80"))
+    made = TABLE.build(spec, mma_default(spec, "sm_80"), GPU("sm_80"))
     instructions, products = around(made.ptx, made.name)
     theirs = min(4 * triton_work(triton_attention.dkdv_kernel, ("dk", "dv"), d, warps)
                  + 3 * triton_work(triton_attention.dq_kernel, ("dq",), d, warps) for warps in (4, 8))
@@ -145,6 +145,6 @@ def test_loops_are_no_longer_than_those_of_triton(d: int):
 
 def test_only_tensor_cores_multiply():
     spec = backward(1024, 1024, 128, band=CAUSAL)
-    made = flash_backward_mma(spec, of(MMA[128][0]))
+    made = TABLE.build(spec, of(MMA[128][0]), GPU("sm_80"))
     code = functions(disassembled(assemble(made.ptx, "sm_80").cubin))[made.name]
     assert {each.opcode for each in code} & set(TENSOR) == {"HMMA"}

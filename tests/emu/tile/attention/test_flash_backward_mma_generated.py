@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.backward_mma.kernel import flash_backward_mma
-from tinygrad_nv.tile.attention.backward_mma.legality import problems
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
+from tinygrad_nv.tile.attention.schedules import BackwardMma
 from tinygrad_nv.tile.attention.spec import SYMBOLS, Band
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 EDGE = st.one_of(st.none(), st.integers(-120, 60))
 HEADS = st.one_of(st.sampled_from([32, 64, 96, 128]), st.integers(1, 14).map(lambda n: 8 * n))
@@ -54,7 +54,7 @@ def specs(draw: st.DrawFn, kinds: tuple[DType, ...] = (BF16, F16),
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> AnySchedule:
+def schedules(draw: st.DrawFn) -> BackwardMma:
     """Up to 32 keys of a warp, which up to 4 warps share."""
     warps, tiles, sharing = (draw(st.sampled_from(each)) for each in ((1, 2, 4), (1, 2), (1, 1, 2, 4)))
     return scheduled(draw(st.sampled_from([32, 64])), 16 * warps * tiles, warps, draw(st.integers(2, 4))) \
@@ -63,10 +63,10 @@ def schedules(draw: st.DrawFn) -> AnySchedule:
 
 @settings(max_examples=25, deadline=None)
 @given(specs(), schedules(), st.sampled_from(["sm_80", "sm_89", "sm_90a"]), st.integers(0, 3))
-def test_generated(case: tuple[BackwardSpec, dict[str, int]], schedule: AnySchedule, arch: str, seed: int):
+def test_generated(case: tuple[BackwardSpec, dict[str, int]], schedule: BackwardMma, arch: str, seed: int):
     spec, extents = case
-    if problems(schedule, spec, arch): schedule = SMALL
-    if problems(schedule, spec, arch): schedule = SMALL.warps(2, 2)
+    if TABLE.problems(spec, schedule, GPU(arch)): schedule = SMALL
+    if TABLE.problems(spec, schedule, GPU(arch)): schedule = SMALL.warps(2, 2)
     memory = arguments(spec, seed, **extents)
-    made = flash_backward_mma(spec, schedule, arch)
+    made = TABLE.build(spec, schedule, GPU(arch))
     near(spec, memory, run(made, spec, memory, arch, seed, **extents), **extents)

@@ -10,10 +10,11 @@ from backward_case import arguments, backward, given_forward, lies, near, refere
 from flash_backward_mma_case import BF16, CAUSAL, F16, F32, SMALL, close
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.tile.attention.backward_defaults import default
-from tinygrad_nv.tile.attention.backward_mma.kernel import flash_backward_mma
 from tinygrad_nv.tile.attention.spec import FULL, Band
+from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 SCALED = Sum() * 0.1
 ROW, COLUMN = (Position(axis).cast(F32) for axis in "mn")
@@ -40,7 +41,7 @@ def test_scores(name: str, band: Band):
 def test_scores_by_default_schedules(name: str):
     spec = backward(70, 50, 64, F16, band=CAUSAL, score=SCORES[name])
     for arch in ("sm_80", "sm_90a"):
-        schedule = default(spec, arch)
+        schedule = ATTENTION.choose(spec, GPU(arch))
         assert schedule is not None
         if schedule.template == "flash_backward_mma": close(spec, schedule, arch, seed=1)
 
@@ -59,7 +60,7 @@ def test_scores_beyond_all_exponents(score: Expression, size: float):
     given = arguments(spec)
     for name in ("q", "k"): given[name].copy_(given[name].sign() * size)
     given_forward(spec, given)
-    near(spec, given, run(flash_backward_mma(spec, SMALL), spec, given))
+    near(spec, given, run(TABLE.build(spec, SMALL, GPU("sm_80")), spec, given))
 
 
 def test_rows_that_see_nothing_have_no_share():
@@ -70,7 +71,7 @@ def test_rows_that_see_nothing_have_no_share():
     mask[5] = mask[40:64] = False
     given_forward(spec, given)
     assert (lies(spec, given, "l") == -torch.inf).sum() == 25
-    got = run(flash_backward_mma(spec, SMALL), spec, given)
+    got = run(TABLE.build(spec, SMALL, GPU("sm_80")), spec, given)
     near(spec, given, got)
     assert (got.dq[..., 40:64, :] == 0).all()
 
@@ -81,7 +82,7 @@ def test_keys_that_no_row_sees_are_not_read():
     given = arguments(spec)
     spoilt = {name: storage.clone() for name, storage in given.items()}
     for name in "kv": matrix(spec.forward, spoilt, name)[..., 60:, :] = torch.nan
-    got = run(flash_backward_mma(spec, SMALL), spec, spoilt)
+    got = run(TABLE.build(spec, SMALL, GPU("sm_80")), spec, spoilt)
     near(spec, given, got)
     assert (got.dk[..., 60:, :] == 0).all()
     assert (got.dv[..., 60:, :] == 0).all()
@@ -91,7 +92,7 @@ def test_finite_differences():
     """The loss Σ out · grad of the exact forward, changed along the gradient of each operand in turn."""
     spec = backward(40, 50, 16, F16, heads=1, group=2, band=Band(None, 20), score=SCORES["soft-cap"], out=F32)
     given = arguments(spec)
-    got = run(flash_backward_mma(spec, SMALL), spec, given)
+    got = run(TABLE.build(spec, SMALL, GPU("sm_80")), spec, given)
 
     def loss(name: str, step: float, along: torch.Tensor) -> float:
         moved = {one: given[one].double() for one in (*"qkv", "grad")}
@@ -112,6 +113,6 @@ def test_the_formulas_agree_where_nothing_is_random():
     given = arguments(spec)
     lies(spec, given, "grad").copy_(torch.arange(-320, 320).view(1, 1, 1, 40, 16) / 64)
     given_forward(spec, given)
-    got = run(flash_backward_mma(spec, SMALL), spec, given)
+    got = run(TABLE.build(spec, SMALL, GPU("sm_80")), spec, given)
     assert torch.equal(got.dv, reference(spec, given).dv.float().double())
     near(spec, given, got)

@@ -11,15 +11,16 @@ from backward_case import Given, arguments, backward, launched, lies, near, run
 from flash_backward_wgmma_case import BF16, CAUSAL, F16, F32, HALVED, LOW, SMALL, WIDE, close
 from tinygrad.dtype import DType
 
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.backward_wgmma.kernel import flash_backward_wgmma
+from tinygrad_nv.tile.attention.schedules import BackwardWgmma
 from tinygrad_nv.tile.attention.spec import FULL, Band
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 # **** rings ****
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("schedule", [WIDE, LOW, SMALL, HALVED], ids=str)
-def test_interleavings(schedule: AnySchedule, seed: int):
+def test_interleavings(schedule: BackwardWgmma, seed: int):
     """Warps run in another order for every seed; two query heads, of two or more blocks of rows each, pass
     two stages."""
     rows = 3 * schedule.block_m if schedule.block_m == 64 else 200
@@ -28,7 +29,7 @@ def test_interleavings(schedule: AnySchedule, seed: int):
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("schedule", [LOW, SMALL, HALVED], ids=str)
-def test_rings(schedule: AnySchedule, stages: int):
+def test_rings(schedule: BackwardWgmma, stages: int):
     """At least `stages` + 2 blocks of rows, fewer blocks than stages, and one."""
     for s_q in (64 * (stages + 2), 70, 5): close(backward(s_q, 64, 16), schedule.stages(stages))
 
@@ -39,7 +40,7 @@ def test_rings(schedule: AnySchedule, stages: int):
 @pytest.mark.parametrize(("d", "schedule"), [(8, WIDE), (16, SMALL), (40, WIDE), (64, WIDE), (64, LOW),
                                              (72, LOW), (80, SMALL), (96, LOW), (128, LOW), (128, HALVED),
                                              (160, HALVED), (192, HALVED), (256, HALVED)], ids=str)
-def test_heads(d: int, schedule: AnySchedule, dtype: DType):
+def test_heads(d: int, schedule: BackwardWgmma, dtype: DType):
     """Of a window that begins and ends within blocks; and of keys that end within one."""
     close(backward(140, 150, d, dtype, band=Band(-50, 3), start=20), schedule, seed=d % 4)
     close(backward(70, 40, d, dtype), schedule, seed=d % 4)
@@ -48,13 +49,13 @@ def test_heads(d: int, schedule: AnySchedule, dtype: DType):
 @pytest.mark.parametrize(("d", "d_v", "schedule"), [(64, 16, WIDE), (32, 72, WIDE), (128, 64, LOW),
                                                     (72, 128, LOW), (16, 64, SMALL),
                                                     (200, 40, HALVED)], ids=str)
-def test_values_of_another_width_than_keys(d: int, d_v: int, schedule: AnySchedule):
+def test_values_of_another_width_than_keys(d: int, d_v: int, schedule: BackwardWgmma):
     close(backward(150, 140, d, d_v=d_v, band=CAUSAL), schedule)
 
 
 @pytest.mark.parametrize("schedule", [LOW, HALVED], ids=str)
 @pytest.mark.parametrize("out", [BF16, F16, F32], ids=["bf16", "f16", "f32"])
-def test_results(out: DType, schedule: AnySchedule):
+def test_results(out: DType, schedule: BackwardWgmma):
     close(backward(70, 130, 56, F16, out=out, heads=2, group=2), schedule)
 
 
@@ -82,7 +83,7 @@ def test_keys_that_no_row_sees_do_not_count(band: Band, seed: int):
     spoilt = {name: storage.clone() for name, storage in given.items()}
     beyond = slice(110, None) if band == CAUSAL else slice(200)
     for name in "kv": matrix(spec.forward, spoilt, name)[..., beyond, :] = torch.nan
-    got = run(flash_backward_wgmma(spec, LOW), spec, spoilt, "sm_90a", seed)
+    got = run(TABLE.build(spec, LOW, GPU("sm_90a")), spec, spoilt, "sm_90a", seed)
     near(spec, given, got)
     for each in (got.dk, got.dv): assert (each[..., beyond, :] == 0).all()
 
@@ -93,7 +94,8 @@ def test_blocks_that_see_nothing_are_skipped():
     s, nbytes, found = 256, 64 * 128 * 2, {}
     for band in (FULL, CAUSAL, Band(-63, 0)):
         spec = backward(s, s, 128, band=band, out=F32)
-        _, report = launched(flash_backward_wgmma(spec, LOW), spec, arguments(spec), "sm_90a", check=False)
+        made = TABLE.build(spec, LOW, GPU("sm_90a"))
+        _, report = launched(made, spec, arguments(spec), "sm_90a", check=False)
         # keys and values are read once, sums of 64 x 128 in float32 are written
         found[band] = report.stats.asynchronous_bytes - 2 * s * 128 * 2
     assert found == {FULL: 8 * 4 * nbytes, CAUSAL: 6 * 4 * nbytes, Band(-63, 0): 5 * 4 * nbytes}
@@ -102,7 +104,7 @@ def test_blocks_that_see_nothing_are_skipped():
 # **** exact ****
 
 @pytest.mark.parametrize("schedule", [WIDE, LOW, SMALL, HALVED], ids=str)
-def test_one_key_takes_all(schedule: AnySchedule):
+def test_one_key_takes_all(schedule: BackwardWgmma):
     """Rows that see one key each have p = 1 and ds = 0: dv is the gradient, dq and dk are zeros."""
     spec = backward(150, 150, 64, F16, band=Band(0, 0))
     given = arguments(spec)
@@ -110,7 +112,7 @@ def test_one_key_takes_all(schedule: AnySchedule):
     q, k, v, grad = (each.double() for each in rows_of(given, spec))
     lies(spec, given, "l").copy_((q * k).sum(-1) / 8)
     lies(spec, given, "delta").copy_((v * grad).sum(-1))
-    got = run(flash_backward_wgmma(spec, schedule), spec, given, "sm_90a")
+    got = run(TABLE.build(spec, schedule, GPU("sm_90a")), spec, given, "sm_90a")
     assert torch.equal(got.dv, grad.squeeze(2))
     assert (got.dk == 0).all()
     assert (got.dq == 0).all()
@@ -131,7 +133,7 @@ def test_equal_scores_share():
     given["q"].zero_()
     lies(spec, given, "l").fill_(6 * 0.6931471805599453)
     lies(spec, given, "delta").fill_(1.0)
-    got = run(flash_backward_wgmma(spec, LOW), spec, given, "sm_90a")
+    got = run(TABLE.build(spec, LOW, GPU("sm_90a")), spec, given, "sm_90a")
     k, v, grad = (each.double()[0, 0, 0] for each in rows_of(given, spec)[1:])
     row, key = torch.arange(64)[:, None] + 63, torch.arange(128)[None, :]
     p = ((key <= row) & (key >= row - 63)).double() / 64
@@ -147,8 +149,8 @@ def test_a_rows_share_does_not_depend_on_other_rows():
     few = {name: storage.clone() for name, storage in given.items()}
     few |= {name: given[name][:5 * (64 if name in ("dq", "q", "grad") else 1)].clone()
             for name in ("dq", "q", "grad", "l", "delta")}
-    many = run(flash_backward_wgmma(spec, LOW), spec, given, "sm_90a")
-    some = run(flash_backward_wgmma(alone, LOW), alone, few, "sm_90a")
+    many = run(TABLE.build(spec, LOW, GPU("sm_90a")), spec, given, "sm_90a")
+    some = run(TABLE.build(alone, LOW, GPU("sm_90a")), alone, few, "sm_90a")
     assert torch.equal(some.dq, many.dq[..., :5, :])
 
 
@@ -163,7 +165,7 @@ def test_layouts(order: str, gap: int):
 
 def test_memory_is_touched_after_the_kernel_before():
     """And the next kernel may begin when the last copies are on their way."""
-    made = flash_backward_wgmma(backward(64, 128, 64, out=F32), LOW)
+    made = TABLE.build(backward(64, 128, 64, out=F32), LOW, GPU("sm_90a"))
     waits = [found.start() for found in re.finditer(r"griddepcontrol\.wait", made.ptx)]
     copies = [found.start() for found in re.finditer(r"cp\.async\.bulk\.tensor", made.ptx)]
     done = made.ptx.index("griddepcontrol.launch_dependents")
@@ -177,10 +179,10 @@ def test_memory_is_touched_after_the_kernel_before():
 
 @pytest.mark.parametrize("band", [FULL, Band(-100, 20), Band(100, None)], ids=str)
 @pytest.mark.parametrize(("d", "schedule"), [(80, LOW), (32, WIDE), (16, SMALL), (32, HALVED)], ids=str)
-def test_a_deterministic_sum_is_the_same_whatever_is_done_first(d: int, schedule: AnySchedule, band: Band):
+def test_a_deterministic_sum_is_the_same_whatever_is_done_first(d: int, schedule: BackwardWgmma, band: Band):
     """Of three blocks of keys."""
     spec = backward(100, 2 * schedule.block_n + 10, d, band=band, group=2, deterministic=True)
-    made, given = flash_backward_wgmma(spec, schedule), arguments(spec)
+    made, given = TABLE.build(spec, schedule, GPU("sm_90a")), arguments(spec)
     first, second = (run(made, spec, given, "sm_90a", seed) for seed in (1, 2))
     near(spec, given, first)
     assert torch.equal(first.dq, second.dq)
@@ -188,10 +190,10 @@ def test_a_deterministic_sum_is_the_same_whatever_is_done_first(d: int, schedule
 
 @pytest.mark.parametrize(("schedule", "add", "fence"), [(LOW, "cp.reduce", "fence.proxy.async.global"), (
     HALVED, "red.relaxed", "bar.warp.sync")], ids=["by TMA", "from registers"])
-def test_what_a_turn_orders(schedule: AnySchedule, add: str, fence: str):
+def test_what_a_turn_orders(schedule: BackwardWgmma, add: str, fence: str):
     """Between turns other threads, or the other proxy, add: fences that the emulator does not ask for."""
     spec = backward(100, 200, 64, deterministic=True)
-    ptx = flash_backward_wgmma(spec, schedule).ptx
+    ptx = TABLE.build(spec, schedule, GPU("sm_90a")).ptx
     taken, added = ptx.index("ld.acquire.gpu"), ptx.index(add)
     given = ptx.index("red.release.gpu", added)
     assert taken < ptx.index(fence, taken) < added

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
-from tinygrad_nv.tile.attention.backward_wgmma.kernel import flash_backward_wgmma
-from tinygrad_nv.tile.attention.backward_wgmma.legality import problems
+from tinygrad_nv.tile.attention.schedules import BackwardWgmma
 from tinygrad_nv.tile.attention.spec import FULL, SYMBOLS, Band
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 # **** scores: of 70 rows and 100 keys, two key heads of two query heads each ****
 
@@ -48,7 +48,7 @@ def test_scores(name: str):
 
 @pytest.mark.parametrize("name", ["bias of a head", "soft-cap", "mask"])
 @pytest.mark.parametrize("schedule", [WIDE, SMALL, HALVED], ids=str)
-def test_scores_in_other_blocks(schedule: AnySchedule, name: str):
+def test_scores_in_other_blocks(schedule: BackwardWgmma, name: str):
     close(backward(70, 100, 64, heads=2, group=2, band=CAUSAL, start=20, score=SCORES[name]), schedule)
 
 
@@ -59,7 +59,7 @@ def test_rows_that_are_masked_throughout_have_no_share():
     mask[5] = mask[40:64] = False
     given_forward(spec, given)
     assert (lies(spec, given, "l") == -torch.inf).sum() == 25
-    got = run(flash_backward_wgmma(spec, LOW), spec, given, "sm_90a")
+    got = run(TABLE.build(spec, LOW, GPU("sm_90a")), spec, given, "sm_90a")
     near(spec, given, got)
     assert (got.dq[..., 40:64, :] == 0).all()
 
@@ -77,7 +77,7 @@ def test_scores_near_the_largest_float(score: Expression):
     given = arguments(spec)
     for name in ("q", "k"): given[name].copy_(given[name].sign() * 2.0**60)
     given_forward(spec, given)
-    got = run(flash_backward_wgmma(spec, LOW), spec, given, "sm_90a")
+    got = run(TABLE.build(spec, LOW, GPU("sm_90a")), spec, given, "sm_90a")
     for each in got: assert each.isfinite().all()
     near(spec, given, got)
 
@@ -86,7 +86,7 @@ def test_finite_differences():
     """The loss Σ out · grad of the exact forward, changed along the gradient of each operand in turn."""
     spec = backward(40, 50, 16, F16, group=2, band=Band(None, 20), score=SCORES["soft-cap"], out=F32)
     given = arguments(spec)
-    got = run(flash_backward_wgmma(spec, LOW), spec, given, "sm_90a")
+    got = run(TABLE.build(spec, LOW, GPU("sm_90a")), spec, given, "sm_90a")
 
     def loss(name: str, step: float, along: torch.Tensor) -> float:
         moved = {one: given[one].double() for one in (*"qkv", "grad")}
@@ -119,7 +119,8 @@ def test_some_symbolic_extents(symbolic: tuple[str, ...]):
 
 
 def test_a_launch_has_the_blocks_of_its_keys():
-    made = flash_backward_wgmma(backward(64, 300, 64, heads=3, group=2, batch=5, symbolic=("s_kv",)), LOW)
+    spec = backward(64, 300, 64, heads=3, group=2, batch=5, symbolic=("s_kv",))
+    made = TABLE.build(spec, LOW, GPU("sm_90a"))
     assert made.grid == (3, 3, 5)
     assert [made.grid_for(s_kv) for s_kv in (1, 128, 129)] == [(1, 3, 5), (1, 3, 5), (2, 3, 5)]
 
@@ -152,8 +153,9 @@ def specs(draw: st.DrawFn) -> tuple[BackwardSpec, dict[str, int]]:
 
 @settings(max_examples=8, deadline=None)
 @given(specs(), st.sampled_from([WIDE, LOW, SMALL, HALVED]), st.integers(2, 3), st.integers(0, 3))
-def test_generated(case: tuple[BackwardSpec, dict[str, int]], schedule: AnySchedule, stages: int, seed: int):
+def test_generated(case: tuple[BackwardSpec, dict[str, int]], schedule: BackwardWgmma, stages: int,
+                   seed: int):
     spec, extents = case
     choices = schedule.stages(stages), LOW, SMALL, HALVED
-    possible = [one for one in choices if not problems(one, spec, "sm_90a")]
+    possible = [one for one in choices if not TABLE.problems(spec, one, GPU("sm_90a"))]
     if possible: close(spec, possible[0], seed, **extents)

@@ -14,13 +14,14 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.sass import disassembled, functions, loops
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.backward_defaults import default
-from tinygrad_nv.tile.attention.backward_wgmma.kernel import flash_backward_wgmma
-from tinygrad_nv.tile.attention.backward_wgmma.legality import MOST_BESIDE, MOST_HELD, problems
+from tinygrad_nv.tile.attention.backward_wgmma.legality import MOST_BESIDE, MOST_HELD
 from tinygrad_nv.tile.attention.backward_wgmma.plan import HALVED_REGISTERS, REGISTERS, Plan
+from tinygrad_nv.tile.attention.schedules import BackwardWgmma
 from tinygrad_nv.tile.attention.spec import FULL, Band
+from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 LONG = 7424  # rows and keys
 NAME = "flash_backward_wgmma"
@@ -37,8 +38,8 @@ SCORES: dict[str, Expression] = {
     "soft-cap and bias": tanh(SCALED * 0.02) * 50.0 + Load(0, F32, LONG, 1)}
 
 
-def chosen(d: int, band: Band = FULL, score: Expression | None = None) -> AnySchedule:
-    schedule = default(backward(LONG, LONG, d, band=band, score=score), "sm_90a")
+def chosen(d: int, band: Band = FULL, score: Expression | None = None) -> BackwardWgmma:
+    schedule = ATTENTION.choose(backward(LONG, LONG, d, band=band, score=score), GPU("sm_90a"))
     assert schedule is not None
     assert schedule.template == NAME
     return schedule
@@ -46,7 +47,7 @@ def chosen(d: int, band: Band = FULL, score: Expression | None = None) -> AnySch
 
 @pytest.mark.parametrize("d", LOOPS)
 def test_main_loops_are_short_and_nothing_spills(d: int):
-    assembly = assemble(flash_backward_wgmma(backward(LONG, LONG, d), chosen(d)).ptx, "sm_90a")
+    assembly = assemble(TABLE.build(backward(LONG, LONG, d), chosen(d), GPU("sm_90a")).ptx, "sm_90a")
     found = assembly.kernels[NAME]
     assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
     code = functions(disassembled(assembly.cubin))[NAME]
@@ -63,7 +64,7 @@ def test_no_default_spills(d: int, score: str | None):
     band = Band(-500, 0)
     spec = backward(LONG, LONG, d, band=band, score=made, heads=2, group=2, deterministic=True,
                     symbolic=("s_q", "s_kv", "start"))
-    assembly = assemble(flash_backward_wgmma(spec, chosen(d, band, made)).ptx, "sm_90a")
+    assembly = assemble(TABLE.build(spec, chosen(d, band, made), GPU("sm_90a")).ptx, "sm_90a")
     found = assembly.kernels[NAME]
     assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
     assert_overlapped(functions(disassembled(assembly.cubin))[NAME], 1)
@@ -72,21 +73,21 @@ def test_no_default_spills(d: int, score: str | None):
 @pytest.mark.parametrize(("schedule", "d", "d_v", "score"), [
     (WIDE, 64, 96, None), (LOW, 144, 96, None), (SMALL, 112, 96, None), (WIDE, 64, 64, "soft-cap"),
     (LOW, 96, 128, "soft-cap")], ids=str)
-def test_the_most_that_is_held_fits(schedule: AnySchedule, d: int, d_v: int, score: str | None):
+def test_the_most_that_is_held_fits(schedule: BackwardWgmma, d: int, d_v: int, score: str | None):
     spec = backward(LONG, LONG, d, d_v=d_v, band=Band(-500, 0), group=2, deterministic=True,
                     symbolic=("s_q", "s_kv", "start"), score=score and SCORES[score])
     plan = Plan.of(spec, schedule)
     assert plan.held + plan.sums == (MOST_BESIDE if score else MOST_HELD)
-    found = assemble(flash_backward_wgmma(spec, schedule).ptx, "sm_90a").kernels[NAME]
+    found = assemble(TABLE.build(spec, schedule, GPU("sm_90a")).ptx, "sm_90a").kernels[NAME]
     assert (found.spill_store_bytes, found.spill_load_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize(("d", "schedule"), [(64, WIDE), (96, LOW), (128, LOW), (80, LOW), (64, SMALL),
                                              (192, HALVED), (256, HALVED)], ids=str)
-def test_no_bank_conflicts_and_all_of_memory_by_tma(d: int, schedule: AnySchedule):
+def test_no_bank_conflicts_and_all_of_memory_by_tma(d: int, schedule: BackwardWgmma):
     """But for l and delta, a row each for the lanes of a warp; and dq of halves, pairs of eight rows."""
     spec = backward(2 * schedule.block_m, 2 * schedule.block_n, d, band=CAUSAL)
-    _, report = launched(flash_backward_wgmma(spec, schedule), spec, arguments(spec), "sm_90a")
+    _, report = launched(TABLE.build(spec, schedule, GPU("sm_90a")), spec, arguments(spec), "sm_90a")
     assert report.findings == []
     assert report.stats.bank_conflicts == {}
     assert set(report.stats.sectors_per_request.values()) == ({4.0, 8.0} if schedule == HALVED else {4.0})
@@ -101,7 +102,6 @@ def test_registers_are_within_the_pool():
 
 REFUSED = {
     "wgmma needs sm_90a, the target is sm_80": (WIDE, {}, "sm_80"),
-    "template 'decode' is not flash_backward_wgmma": (AnySchedule().using("decode"), {}, "sm_90a"),
     "16 warps: producers and 1 or 2 consumers": (WIDE.warps(16), {}, "sm_90a"),
     "block_n=80 is not 2 consumers × 64 = 128 keys, nor 64 that they share": (W.block(64, 80), {}, "sm_90a"),
     "block_m=128 is not 64, of consumers that share their keys": (W.block(128, 64), {}, "sm_90a"),
@@ -115,7 +115,6 @@ REFUSED = {
         LOW, {"d": 128, "score": tanh(Sum())}, "sm_90a"),
     "q: row stride 132 B is not a multiple of 16 B: no TMA": (WIDE, {"gap": 2}, "sm_90a"),
     "dq: row stride 248 B is not a multiple of 16 B: no TMA": (WIDE, {"d": 62, "gap": 2}, "sm_90a"),
-    "splits, stream-K, clusters": (WIDE.cluster(2), {}, "sm_90a"),
     "70000 key heads are above 65535": (WIDE, {"heads": 70000}, "sm_90a")}
 
 
@@ -123,19 +122,20 @@ REFUSED = {
 def test_refused(words: str):
     schedule, extents, arch = REFUSED[words]
     spec = backward(128, 128, **{"d": 64, **extents})
-    found = problems(schedule, spec, arch)
+    found = TABLE.problems(spec, schedule, GPU(arch))
     assert any(words in each for each in found), found
-    with pytest.raises(ScheduleError, match="cannot be"): flash_backward_wgmma(spec, schedule, arch)
+    with pytest.raises(ScheduleError, match="cannot be"): TABLE.build(spec, schedule, GPU(arch))
 
 
 def test_what_other_templates_have():
     spec = backward(128, 128, 64)
     moved = replace(spec, grad=replace(spec.grad, offset=4))
-    assert problems(WIDE, moved, "sm_90a") == ["grad: offset 8 B is not a multiple of 16 B: no TMA"]
+    assert TABLE.problems(moved, WIDE, GPU("sm_90a")) == [
+        "grad: offset 8 B is not a multiple of 16 B: no TMA"]
     capped = backward(128, 128, 64, score=SCORES["soft-cap"])
     dropped = replace(capped, forward=replace(capped.forward, kept=128))
-    assert [words[:14] for words in problems(WIDE, dropped, "sm_90a")] == ["dropout beside"]
+    assert [words[:14] for words in TABLE.problems(dropped, WIDE, GPU("sm_90a"))] == ["dropout beside"]
     for one, template in ((moved, "flash_backward_mma"), (dropped, "flash_backward_mma"), (spec, NAME)):
-        schedule = default(one, "sm_90a")
+        schedule = ATTENTION.choose(one, GPU("sm_90a"))
         assert schedule is not None
         assert schedule.template == template

@@ -20,11 +20,11 @@ from tinygrad_nv.errors import SpecError
 from tinygrad_nv.ptx.builder import Kernel
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.tile.attention.dropout import Turned, keeps
-from tinygrad_nv.tile.attention.mma.kernel import flash_mma
 from tinygrad_nv.tile.attention.spec import AttentionSpec, Band
-from tinygrad_nv.tile.attention.wgmma.kernel import flash_wgmma
 from tinygrad_nv.tile.expression import Load, Sum
 from tinygrad_nv.tile.kernel import AttentionKernel
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 
 def dropped(*args: Any, kept: int = 154, **more: Any) -> AttentionSpec:
@@ -55,7 +55,8 @@ def masks(make: Any, arch: str, kept: int, s_kv: int = 256) -> None:
 @pytest.mark.parametrize("kept", [1, 100, 128, 255])
 @pytest.mark.parametrize("n", [32, 64])
 def test_what_is_kept(n: int, kept: int):
-    def make(spec: AttentionSpec) -> AttentionKernel: return flash_mma(spec, scheduled(32, n, 2))
+    def make(spec: AttentionSpec) -> AttentionKernel:
+        return TABLE.build(spec, scheduled(32, n, 2), GPU("sm_80"))
     masks(make, "sm_80", kept)
 
 
@@ -64,7 +65,7 @@ def test_everything_else_goes_with_it():
                   score=Sum() * 0.1 + Load(0, F32, 200, 1)), s_q=33, s_kv=170, start=120)
     case = ragged([(33, 100), (0, 9), (40, 64), (2, 1)], 64, heads=2, group=2, band=CAUSAL, kept=77)
     given = ragged_arguments(case)
-    made = flash_mma(case.spec, scheduled(32, 32, 2), "sm_90a")
+    made = TABLE.build(case.spec, scheduled(32, 32, 2), GPU("sm_90a"))
     ragged_near(case, given, ragged_run(made, case, given, "sm_90a"))
 
 
@@ -74,7 +75,7 @@ def test_another_seed_drops_others():
     for seed in (0, 1, 1 << 32):
         given = arguments(spec)
         given["seed"] = torch.tensor([seed & 0xFFFF, seed >> 32], dtype=torch.int32)
-        found.append(run(flash_mma(spec, scheduled(32, 32, 2)), spec, given)[0])
+        found.append(run(TABLE.build(spec, scheduled(32, 32, 2), GPU("sm_80")), spec, given)[0])
     assert not torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
     assert not torch.equal(found[1], found[2])
@@ -120,5 +121,6 @@ def test_wgmma(n: int):
 
 @pytest.mark.parametrize("n", [48, 64])
 def test_what_wgmma_keeps(n: int):
-    def make(spec: AttentionSpec) -> AttentionKernel: return flash_wgmma(spec, W.block(64, n).warps(8))
+    def make(spec: AttentionSpec) -> AttentionKernel:
+        return TABLE.build(spec, W.block(64, n).warps(8), GPU("sm_90a"))
     masks(make, "sm_90a", 100, 192)

@@ -12,9 +12,10 @@ from attention_exact import equal_scores_are_a_mean, one_column_is_its_value
 from flash_fma_case import CAUSAL, F32, SHARED, SMALL, close, scheduled
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.fma.kernel import flash_fma
+from tinygrad_nv.tile.attention.schedules import FlashFma
 from tinygrad_nv.tile.attention.spec import FULL, Band
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 BOTH = pytest.mark.parametrize("schedule", [SMALL, SHARED], ids=str)
 
@@ -47,10 +48,10 @@ def test_architectures_and_results(arch: str, out: DType):
 @BOTH
 @pytest.mark.parametrize("band", [CAUSAL, Band(-40, 0), Band(-31, 0), Band(None, 20), Band(-10, None),
                                   Band(5, 60), Band(None, -7), Band(-70, -33)], ids=str)
-def test_bands(band: Band, schedule: AnySchedule):
+def test_bands(band: Band, schedule: FlashFma):
     """Rows may see nothing: zeros, and l = −inf."""
     spec = attention(40, 170, 16, F32, band=band, start=150, symbolic=("start",), log_sum=True)
-    made = flash_fma(spec, schedule)
+    made = TABLE.build(spec, schedule, GPU("sm_80"))
     for start in (0, 31, 33, 150):
         given = arguments(spec, start % 4)
         near(spec, given, run(made, spec, given, seed=start % 4, start=start), start=start)
@@ -62,7 +63,7 @@ def test_columns_that_no_row_sees_are_not_read():
     given = arguments(spec)
     spoilt = {name: storage.clone() for name, storage in given.items()}
     for name in "kv": matrix(spec, spoilt, name)[..., 190:, :] = torch.nan
-    near(spec, given, run(flash_fma(spec, scheduled(64, 64, 2, 2)), spec, spoilt))
+    near(spec, given, run(TABLE.build(spec, scheduled(64, 64, 2, 2), GPU("sm_80")), spec, spoilt))
 
 
 def test_blocks_that_no_row_sees_are_skipped():
@@ -71,7 +72,7 @@ def test_blocks_that_no_row_sees_are_skipped():
     found = {}
     for band in (FULL, CAUSAL, Band(-31, 0)):
         spec = attention(rows, rows, 16, F32, band=band, d_v=32)
-        _, report = launched(flash_fma(spec, SMALL), spec, arguments(spec), "sm_80")
+        _, report = launched(TABLE.build(spec, SMALL, GPU("sm_80")), spec, arguments(spec), "sm_80")
         found[band] = report.stats.asynchronous_bytes - rows * 16 * 4
     assert found == {FULL: 64 * 3 * nbytes, CAUSAL: 36 * 3 * nbytes, Band(-31, 0): 15 * 3 * nbytes}
 
@@ -79,23 +80,23 @@ def test_blocks_that_no_row_sees_are_skipped():
 # **** exact ****
 
 @BOTH
-def test_a_row_that_sees_one_column_is_its_value(schedule: AnySchedule):
-    one_column_is_its_value(lambda spec: flash_fma(spec, schedule), "sm_80", F32)
+def test_a_row_that_sees_one_column_is_its_value(schedule: FlashFma):
+    one_column_is_its_value(lambda spec: TABLE.build(spec, schedule, GPU("sm_80")), "sm_80", F32)
 
 
 @BOTH
 @pytest.mark.parametrize("band", [FULL, Band(-63, 0)], ids=["full", "window"])
-def test_equal_scores_are_a_mean(band: Band, schedule: AnySchedule):
-    equal_scores_are_a_mean(lambda spec: flash_fma(spec, schedule), "sm_80", band, F32)
+def test_equal_scores_are_a_mean(band: Band, schedule: FlashFma):
+    equal_scores_are_a_mean(lambda spec: TABLE.build(spec, schedule, GPU("sm_80")), "sm_80", band, F32)
 
 
 @BOTH
-def test_a_rows_bits_do_not_depend_on_other_rows(schedule: AnySchedule):
+def test_a_rows_bits_do_not_depend_on_other_rows(schedule: FlashFma):
     spec = attention(37, 170, 24, F32, heads=2, log_sum=True)
     given = arguments(spec)
     alone = replace(spec, s_q=5)
-    few = run(flash_fma(alone, schedule), alone, given | {"l": given["l"][:10].clone()})
-    many = run(flash_fma(spec, schedule), spec, given)
+    few = run(TABLE.build(alone, schedule, GPU("sm_80")), alone, given | {"l": given["l"][:10].clone()})
+    many = run(TABLE.build(spec, schedule, GPU("sm_80")), spec, given)
     assert torch.equal(few[0], many[0][..., :5, :])
     assert few[1] is not None
     assert many[1] is not None
@@ -109,7 +110,7 @@ def test_nothing_is_rounded_to_tensor_cores_formats():
     given["q"].zero_()
     matrix(spec, given, "v")[..., 0, :] = 1 + 2.0**-22
     matrix(spec, given, "v")[..., 1, :] = -1.0
-    out, _ = run(flash_fma(spec, SHARED), spec, given)
+    out, _ = run(TABLE.build(spec, SHARED, GPU("sm_80")), spec, given)
     assert (out == 2.0**-23).all()
 
 
@@ -120,7 +121,7 @@ def test_very_large_and_very_small_scores(scale: float):
     given = arguments(spec)
     given["q"].mul_(scale)
     if scale > 100: given["k"].mul_(scale)
-    got = run(flash_fma(spec, SMALL), spec, given)
+    got = run(TABLE.build(spec, SMALL, GPU("sm_80")), spec, given)
     if scale <= 100: return near(spec, given, got)
     largest = matrix(spec, given, "q").double() @ matrix(spec, given, "k").double().transpose(-1, -2)
     size = largest.abs().amax()
@@ -137,7 +138,7 @@ def test_very_large_and_very_small_scores(scale: float):
 
 @pytest.mark.parametrize(("order", "schedule"), [("bhr", SMALL), ("brh", SHARED)], ids=str)
 @pytest.mark.parametrize("gap", [0, 1, 2, 4])
-def test_layouts(order: str, gap: int, schedule: AnySchedule):
+def test_layouts(order: str, gap: int, schedule: FlashFma):
     """Rows aligned to 4 bytes and more, heads in either order, shared by a group."""
     close(attention(20, 70, 40, F32, batch=2, heads=2, group=3, order=order, gap=gap, log_sum=True), schedule)
 
@@ -162,7 +163,7 @@ def test_rings(stages: int):
     scheduled(128, 32, 4), scheduled(64, 64, 2, 2), scheduled(64, 16, 2), scheduled(16, 8, 1),
     scheduled(64, 8, 1), scheduled(64, 64, 4, 4), scheduled(16, 128, 1, 16), scheduled(32, 64, 1, 2, 3)],
     ids=str)
-def test_blocks_and_warps(schedule: AnySchedule):
+def test_blocks_and_warps(schedule: FlashFma):
     for d, d_v in ((48, 32), (40, 60)):
         close(attention(100, 150, d, F32, d_v=d_v, band=CAUSAL, start=30, log_sum=True), schedule)
 
@@ -179,10 +180,10 @@ def test_interleavings(seed: int):
 
 @BOTH
 @pytest.mark.parametrize("band", [FULL, CAUSAL, Band(-20, 0)], ids=str)
-def test_symbolic_extents(band: Band, schedule: AnySchedule):
-    """About the edges of blocks. What lies beyond is memory that nobody has written."""
+def test_symbolic_extents(band: Band, schedule: FlashFma):
+    """About the edges of blocks. What lies beyond is memory that was never written."""
     spec = attention(100, 300, 16, F32, band=band, symbolic=("s_q", "s_kv", "start"), start=200, log_sum=True)
-    made, given = flash_fma(spec, schedule), arguments(spec)
+    made, given = TABLE.build(spec, schedule, GPU("sm_80")), arguments(spec)
     for extents in ((1, 1, 0), (5, 70, 65), (100, 300, 200), (64, 64, 0), (33, 256, 7), (65, 31, 3),
                     (15, 127, 113), (16, 128, 112), (17, 129, 112), (1, 33, 32), (1, 32, 31)):
         named = dict(zip(spec.symbolic, extents, strict=True))
@@ -190,9 +191,9 @@ def test_symbolic_extents(band: Band, schedule: AnySchedule):
 
 
 @BOTH
-def test_no_keys_at_all(schedule: AnySchedule):
+def test_no_keys_at_all(schedule: FlashFma):
     spec = attention(40, 100, 16, F32, symbolic=("s_kv",), log_sum=True)
-    out, log = run(flash_fma(spec, schedule), spec, arguments(spec), s_kv=0)
+    out, log = run(TABLE.build(spec, schedule, GPU("sm_80")), spec, arguments(spec), s_kv=0)
     assert (out == 0).all()
     assert log is not None
     assert (log == -torch.inf).all()
@@ -200,9 +201,9 @@ def test_no_keys_at_all(schedule: AnySchedule):
 
 def test_on_hopper_memory_is_touched_after_the_kernel_before():
     """And the next kernel may begin when the last copies are there."""
-    made = flash_fma(attention(64, 128, 64, F32), SMALL, "sm_90a")
+    made = TABLE.build(attention(64, 128, 64, F32), SMALL, GPU("sm_90a"))
     wait, done = (made.ptx.index(f"griddepcontrol.{what}") for what in ("wait", "launch_dependents"))
     assert made.pdl
     copies = [found.start() for found in re.finditer(r"cp\.async\.cg", made.ptx)]
     assert wait < copies[0] < copies[-1] < done < made.ptx.index("st.global")
-    assert not flash_fma(attention(64, 128, 64, F32), SMALL, "sm_80").pdl
+    assert not TABLE.build(attention(64, 128, 64, F32), SMALL, GPU("sm_80")).pdl

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from test_flash_mma_generated import EDGE, KEYS, ROWS, scores
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.fma.kernel import flash_fma
-from tinygrad_nv.tile.attention.fma.legality import problems
+from tinygrad_nv.tile.attention.schedules import FlashFma
 from tinygrad_nv.tile.attention.spec import SYMBOLS, AttentionSpec, Band
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 HEADS = st.one_of(st.sampled_from([16, 32, 64, 128]), st.integers(1, 90))
 
@@ -34,7 +34,7 @@ def specs(draw: st.DrawFn) -> tuple[AttentionSpec, dict[str, int]]:
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> AnySchedule:
+def schedules(draw: st.DrawFn) -> FlashFma:
     """Up to 64 rows of a warp."""
     along_m, along_n = draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]))
     rows, columns = draw(st.sampled_from([16, 32, 64])), draw(st.sampled_from([8, 16, 32]))
@@ -43,8 +43,9 @@ def schedules(draw: st.DrawFn) -> AnySchedule:
 
 @settings(max_examples=20, deadline=None)
 @given(specs(), schedules(), st.sampled_from(["sm_80", "sm_89", "sm_90a"]), st.integers(0, 3))
-def test_generated(case: tuple[AttentionSpec, dict[str, int]], schedule: AnySchedule, arch: str, seed: int):
+def test_generated(case: tuple[AttentionSpec, dict[str, int]], schedule: FlashFma, arch: str, seed: int):
     spec, extents = case
-    if problems(schedule, spec, arch): schedule = scheduled(32, 16, 2)
+    if TABLE.problems(spec, schedule, GPU(arch)): schedule = scheduled(32, 16, 2)
     memory = arguments(spec, seed)
-    near(spec, memory, run(flash_fma(spec, schedule, arch), spec, memory, arch, seed, **extents), **extents)
+    made = TABLE.build(spec, schedule, GPU(arch))
+    near(spec, memory, run(made, spec, memory, arch, seed, **extents), **extents)

@@ -14,11 +14,11 @@ from hypothesis import given as drawn
 from hypothesis import strategies as st
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.tile.attention.schedules import FlashWgmma
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band
-from tinygrad_nv.tile.attention.wgmma.kernel import flash_wgmma
-from tinygrad_nv.tile.attention.wgmma.legality import problems
 from tinygrad_nv.tile.expression import Constant, Load, Sum, tanh, where
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 NARROW = W.block(128, 32)
 QUICK = (Phase.explicit, Phase.generate)  # a failing case as it is: to make it smaller takes minutes
@@ -58,7 +58,7 @@ def test_blocks_of_scales(name: str, seed: int):
     spec = attention8(140, 330, 48, BLOCKS[name], heads=2, group=1 + seed % 2, batch=1 + seed // 2,
                       band=CAUSAL, start=190, log_sum=True)
     schedule = (SMALL8, NARROW, NARROW.pingpong(), NARROW.stages(3))[seed]
-    if not problems(schedule, spec, "sm_90a"): close8(spec, schedule, seed)
+    if not TABLE.problems(spec, schedule, GPU("sm_90a")): close8(spec, schedule, seed)
     else: close8(spec, NARROW, seed)
 
 
@@ -75,7 +75,8 @@ def test_scales_and_numbers_can_take_each_others_place(name: str):
     for each, power in (("q", 2.0), ("k", 0.25), ("v", 0.5)):
         moved[each] = (given[each].float() * power).to(given[each].dtype)
         moved[f"scale_{each}"] = given[f"scale_{each}"] / power
-    one, other = (run(flash_wgmma(spec, SMALL8), spec, storages, "sm_90a") for storages in (given, moved))
+    made = TABLE.build(spec, SMALL8, GPU("sm_90a"))
+    one, other = (run(made, spec, storages, "sm_90a") for storages in (given, moved))
     assert torch.equal(one[0], other[0])
     near(spec, given, one)
 
@@ -86,7 +87,7 @@ def test_scales_of_nothing(name: str):
     spec = attention8(100, 256, 64, BLOCKS[name], band=CAUSAL, start=100, log_sum=True)
     given = arguments(spec)
     for each in "qkv": given[f"scale_{each}"][3:4] = 0.0
-    near(spec, given, run(flash_wgmma(spec, SMALL8), spec, given, "sm_90a"))
+    near(spec, given, run(TABLE.build(spec, SMALL8, GPU("sm_90a")), spec, given, "sm_90a"))
 
 
 SCALED = Sum() * 0.125
@@ -111,7 +112,7 @@ def test_small_and_large_scores(scale: float, name: str):
     given, random = arguments(spec), torch.Generator().manual_seed(1)
     for each in "qk":
         given[each] = torch.randint(-8, 9, given[each].shape, generator=random).to(given[each].dtype)
-    near(spec, given, run(flash_wgmma(spec, SMALL8), spec, given, "sm_90a"))
+    near(spec, given, run(TABLE.build(spec, SMALL8, GPU("sm_90a")), spec, given, "sm_90a"))
 
 
 # **** exact ****
@@ -121,7 +122,7 @@ def test_a_row_that_sees_one_column_is_its_value():
     spec = attention8(70, 170, 64, band=Band(0, 0), start=60, heads=2)
     given = arguments(spec)
     given["scale_v"].fill_(0.25)
-    out, _ = run(flash_wgmma(spec, SMALL8), spec, given, "sm_90a")
+    out, _ = run(TABLE.build(spec, SMALL8, GPU("sm_90a")), spec, given, "sm_90a")
     assert torch.equal(out, matrix(spec, given, "v")[..., 60:130, :].double() / 4)
 
 
@@ -133,7 +134,7 @@ def test_equal_scores_are_a_mean():
     random = torch.Generator().manual_seed(1)
     given["v"] = torch.randint(-8, 9, given["v"].shape, generator=random).to(given["v"].dtype)
     given["scale_v"].fill_(1.0)
-    out, log = run(flash_wgmma(spec, SMALL8), spec, given, "sm_90a")
+    out, log = run(TABLE.build(spec, SMALL8, GPU("sm_90a")), spec, given, "sm_90a")
     assert torch.equal(out, matrix(spec, given, "v").double().mean(-2, keepdim=True).expand(out.shape))
     assert log is not None
     assert (log - math.log(256)).abs().max() < 1e-6
@@ -143,8 +144,9 @@ def test_a_rows_bits_do_not_depend_on_other_rows():
     spec = attention8(37, 270, 64, (0, 64, 64), heads=2, log_sum=True)
     given = arguments(spec, scale=2.0)
     alone = replace(spec, s_q=5)
-    few = run(flash_wgmma(alone, SMALL8), alone, given | {"l": given["l"][:10].clone()}, "sm_90a")
-    many = run(flash_wgmma(spec, SMALL8), spec, given, "sm_90a")
+    made = TABLE.build(alone, SMALL8, GPU("sm_90a"))
+    few = run(made, alone, given | {"l": given["l"][:10].clone()}, "sm_90a")
+    many = run(TABLE.build(spec, SMALL8, GPU("sm_90a")), spec, given, "sm_90a")
     assert torch.equal(few[0], many[0][..., :5, :])
 
 
@@ -155,7 +157,7 @@ def test_columns_that_no_row_sees_do_not_count(seed: int):
     given = arguments(spec, seed)
     spoilt = {name: storage.clone() for name, storage in given.items()}
     for name in "kv": matrix(spec, spoilt, name)[..., 300:, :] = torch.nan
-    near(spec, given, run(flash_wgmma(spec, SMALL8, sm_count=3), spec, spoilt, "sm_90a", seed))
+    near(spec, given, run(TABLE.build(spec, SMALL8, GPU("sm_90a", 3)), spec, spoilt, "sm_90a", seed))
 
 
 # **** schedules ****
@@ -163,7 +165,7 @@ def test_columns_that_no_row_sees_do_not_count(seed: int):
 @pytest.mark.parametrize("schedule", [
     NARROW, NARROW.stages(3).pingpong(), W.block(64, 128).warps(8), W.block(192, 96).warps(16).pingpong(),
     *(pytest.param(W.block(128, n), marks=pytest.mark.slow) for n in (128, 160, 192, 224))], ids=str)
-def test_schedules(schedule: AnySchedule):
+def test_schedules(schedule: FlashWgmma):
     """At least `stages` + 2 blocks of narrow ones, fewer blocks than stages."""
     for blocks in (schedule.depth + 2 if schedule.block_n < 64 else 3, 1):
         s_kv = schedule.block_n * blocks - 5
@@ -177,7 +179,7 @@ def test_persistent(band: Band, seed: int):
     """More tiles than multiprocessors, some of which may have no block: the bits of CTAs with a tile each."""
     spec = attention8(140, 140, 32, BLOCKS[list(BLOCKS)[seed]], band=band, heads=2, group=2, log_sum=True)
     given, schedule = arguments(spec, seed), NARROW.pingpong() if seed % 2 else NARROW
-    one, other = (run(flash_wgmma(spec, schedule, sm_count=count), spec, given, "sm_90a", seed)
+    one, other = (run(TABLE.build(spec, schedule, GPU("sm_90a", count)), spec, given, "sm_90a", seed)
                   for count in (1000, 3))
     assert torch.equal(one[0], other[0])
     near(spec, given, other)
@@ -207,5 +209,5 @@ def specs(draw: st.DrawFn) -> AttentionSpec:
 @drawn(specs(), st.sampled_from([32, 64, 96]), st.integers(1, 3), st.integers(2, 3), st.integers(0, 3))
 def test_generated(spec: AttentionSpec, columns: int, consumers: int, stages: int, seed: int):
     schedule = W.block(64 * consumers, columns).warps(4 * consumers + 4).stages(stages)
-    if problems(schedule, spec, "sm_90a"): schedule = W.block(64, 32).warps(8)
+    if TABLE.problems(spec, schedule, GPU("sm_90a")): schedule = W.block(64, 32).warps(8)
     close8(spec, schedule, seed, sm_count=3)

@@ -13,14 +13,13 @@ from overlap_case import assert_overlapped
 from tinygrad_nv.errors import ScheduleError, SpecError
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.sass import disassembled, functions, loops
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.defaults import default
-from tinygrad_nv.tile.attention.mma import legality as legal_flash_mma
+from tinygrad_nv.tile.attention.schedules import FlashMma, FlashWgmma
 from tinygrad_nv.tile.attention.spec import AttentionSpec, Band, RowScales
-from tinygrad_nv.tile.attention.wgmma.kernel import flash_wgmma
-from tinygrad_nv.tile.attention.wgmma.legality import problems
+from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
 from tinygrad_nv.tile.attention.wgmma.plan import TURNING, Plan
 from tinygrad_nv.tile.expression import Sum, tanh
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 LONG = 7392
 # by heads, the most SASS instructions for an HGMMA of the loop without a mask. FlashAttention-3's tiles are
@@ -30,10 +29,10 @@ SPILLS = {"window": {"band": Band(-500, 0)}, "causal": {"band": CAUSAL},
           "soft-cap": {"band": Band(-500, 0), "score": tanh(Sum() * 0.0025) * 50.0}}
 
 
-def chosen(d: int, **others: Any) -> tuple[AttentionSpec, AnySchedule]:
+def chosen(d: int, **others: Any) -> tuple[AttentionSpec, FlashWgmma]:
     """A long attention, and its default schedule."""
     spec = attention8(LONG, LONG, d, **others)
-    schedule = default(spec, "sm_90a")
+    schedule = ATTENTION.choose(spec, GPU("sm_90a"))
     assert schedule is not None
     return spec, schedule
 
@@ -42,7 +41,8 @@ def chosen(d: int, **others: Any) -> tuple[AttentionSpec, AnySchedule]:
 def test_main_loops_are_short_and_nothing_spills(d: int):
     schedule = chosen(d)[1]
     spec = attention8(LONG, 16 * schedule.block_n, d)
-    assembly = assemble(flash_wgmma(spec, schedule).ptx, "sm_90a")  # raises where ptxas serialised anything
+    made = TABLE.build(spec, schedule, GPU("sm_90a"))
+    assembly = assemble(made.ptx, "sm_90a")  # raises where ptxas serialised anything
     found = assembly.kernels["flash_wgmma"]
     assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
     products = d // 32 + schedule.block_n // 32 * len(Plan.of(spec, schedule).pieces)
@@ -58,7 +58,7 @@ def test_no_default_spills(d: int, name: str):
     """Scales of blocks, grouped heads, extents of a launch, l, persistent CTAs: all that takes registers."""
     spec, schedule = chosen(d, block=(128, 128, 128), heads=2, group=2, log_sum=True,
                             symbolic=("s_q", "s_kv", "start"), **SPILLS[name])
-    assembly = assemble(flash_wgmma(spec, schedule).ptx, "sm_90a")
+    assembly = assemble(TABLE.build(spec, schedule, GPU("sm_90a")).ptx, "sm_90a")
     found = assembly.kernels["flash_wgmma"]
     assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
     assert_overlapped(functions(disassembled(assembly.cubin))["flash_wgmma"], 2 if name == "causal" else 3)
@@ -69,7 +69,8 @@ def test_no_bank_conflicts(d: int):
     """Of values turned by ldmatrix and stmatrix, and of the result."""
     for columns in (128, 64, 32):
         spec = attention8(128, 2 * columns, d)
-        _, report = launched(flash_wgmma(spec, W.block(128, columns)), spec, arguments(spec), "sm_90a")
+        made = TABLE.build(spec, W.block(128, columns), GPU("sm_90a"))
+        _, report = launched(made, spec, arguments(spec), "sm_90a")
         assert report.findings == []
         assert report.stats.bank_conflicts == {}
 
@@ -84,24 +85,24 @@ def test_registers_are_within_the_pool():
 
 def test_refused():
     spec = attention8(128, 256, 64, (8, 96, 64))
-    found = problems(W.block(128, 64), spec, "sm_90a")
+    found = TABLE.problems(spec, W.block(128, 64), GPU("sm_90a"))
     assert found == ["q: scales of 8 rows, not of whole times 16, a warp's rows",
                      "k: scales of 96 rows, not of whole times 64, a block of columns"]
-    with pytest.raises(ScheduleError, match="cannot be"): flash_wgmma(spec, SMALL8)
-    assert "block_n=48 is not a multiple of 32" in problems(W.block(128, 48), spec, "sm_90a")[0]
+    with pytest.raises(ScheduleError, match="cannot be"): TABLE.build(spec, SMALL8, GPU("sm_90a"))
+    assert "block_n=48 is not a multiple of 32" in TABLE.problems(spec, W.block(128, 48), GPU("sm_90a"))[0]
     wide = attention8(128, 256, 256)
     assert ("64 scores + 16 fours of weights + 128 sums + 32 of a block = 240 registers"
-            in " ".join(problems(W.block(128, 128), wide, "sm_90a")))
+            in " ".join(TABLE.problems(wide, W.block(128, 128), GPU("sm_90a"))))
     assert "of keys + 8192 B of values + 8192 B of them turned)" in " ".join(
-        problems(W.block(128, 128).stages(8), attention8(128, 256, 256, d_v=64), "sm_90a"))
+        TABLE.problems(attention8(128, 256, 256, d_v=64), W.block(128, 128).stages(8), GPU("sm_90a")))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
 def test_other_architectures_have_none(arch: str):
     spec = attention8(128, 256, 64)
-    assert default(spec, arch) is None
-    assert problems(SMALL8, spec, arch) == [f"wgmma needs sm_90a, the target is {arch}"]
-    words = legal_flash_mma.problems(AnySchedule(template="flash_mma").block(64, 64).warps(4), spec, arch)
+    assert ATTENTION.choose(spec, GPU(arch)) is None
+    assert TABLE.problems(spec, SMALL8, GPU(arch)) == [f"wgmma needs sm_90a, the target is {arch}"]
+    words = TABLE.problems(spec, FlashMma().block(64, 64).warps(4), GPU(arch))
     assert any("operands of e4m3 are of flash_wgmma, for sm_90a" in each for each in words)
 
 

@@ -12,9 +12,10 @@ from attention_exact import equal_scores_are_a_mean, one_column_is_its_value
 from flash_mma_case import BF16, CAUSAL, F16, F32, SMALL, close, scheduled
 from tinygrad.dtype import DType
 
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.mma.kernel import flash_mma
+from tinygrad_nv.tile.attention.schedules import FlashMma
 from tinygrad_nv.tile.attention.spec import FULL, Band
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 # **** heads ****
 
@@ -54,7 +55,7 @@ def test_columns_that_no_row_sees_are_not_read():
     given = arguments(spec)
     spoilt = {name: storage.clone() for name, storage in given.items()}
     for name in "kv": matrix(spec, spoilt, name)[..., 190:, :] = torch.nan
-    near(spec, given, run(flash_mma(spec, scheduled(64, 64, 4)), spec, spoilt))
+    near(spec, given, run(TABLE.build(spec, scheduled(64, 64, 4), GPU("sm_80")), spec, spoilt))
 
 
 def test_blocks_that_no_row_sees_are_skipped():
@@ -63,7 +64,7 @@ def test_blocks_that_no_row_sees_are_skipped():
     found = {}
     for band in (FULL, CAUSAL, Band(-31, 0)):
         spec = attention(rows, rows, 64, band=band)
-        _, report = launched(flash_mma(spec, SMALL), spec, arguments(spec), "sm_80")
+        _, report = launched(TABLE.build(spec, SMALL, GPU("sm_80")), spec, arguments(spec), "sm_80")
         found[band] = report.stats.asynchronous_bytes - rows * 64 * 2
     assert found == {FULL: 64 * 2 * nbytes, CAUSAL: 36 * 2 * nbytes, Band(-31, 0): 15 * 2 * nbytes}
 
@@ -72,20 +73,20 @@ def test_blocks_that_no_row_sees_are_skipped():
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
 def test_a_row_that_sees_one_column_is_its_value(dtype: DType):
-    one_column_is_its_value(lambda spec: flash_mma(spec, SMALL), "sm_80", dtype)
+    one_column_is_its_value(lambda spec: TABLE.build(spec, SMALL, GPU("sm_80")), "sm_80", dtype)
 
 
 @pytest.mark.parametrize("band", [FULL, Band(-63, 0)], ids=["full", "window"])
 def test_equal_scores_are_a_mean(band: Band):
-    equal_scores_are_a_mean(lambda spec: flash_mma(spec, SMALL), "sm_80", band)
+    equal_scores_are_a_mean(lambda spec: TABLE.build(spec, SMALL, GPU("sm_80")), "sm_80", band)
 
 
 def test_a_rows_bits_do_not_depend_on_other_rows():
     spec = attention(37, 170, 64, heads=2, log_sum=True)
     given = arguments(spec)
     alone = replace(spec, s_q=5)
-    few = run(flash_mma(alone, SMALL), alone, given | {"l": given["l"][:10].clone()})
-    many = run(flash_mma(spec, SMALL), spec, given)
+    few = run(TABLE.build(alone, SMALL, GPU("sm_80")), alone, given | {"l": given["l"][:10].clone()})
+    many = run(TABLE.build(spec, SMALL, GPU("sm_80")), spec, given)
     assert torch.equal(few[0], many[0][..., :5, :])
     assert few[1] is not None
     assert many[1] is not None
@@ -119,7 +120,7 @@ def test_rings(stages: int):
 @pytest.mark.parametrize("schedule", [
     scheduled(128, 32, 8), scheduled(128, 16, 4), scheduled(16, 128, 1), scheduled(64, 16, 2),
     scheduled(96, 32, 2), scheduled(256, 32, 16), scheduled(256, 16, 16), scheduled(48, 64, 1, 3)], ids=str)
-def test_blocks_and_warps(schedule: AnySchedule):
+def test_blocks_and_warps(schedule: FlashMma):
     for d, d_v in ((48, 32), (16, 8), (128, 64)):
         close(attention(140, 300, d, d_v=d_v, band=CAUSAL, start=130, log_sum=True), schedule)
 
@@ -132,9 +133,9 @@ def test_interleavings(seed: int):
 
 def test_on_hopper_memory_is_touched_after_the_kernel_before():
     """And the next kernel may begin when the last copies are there."""
-    made = flash_mma(attention(64, 128, 64), SMALL, "sm_90a")
+    made = TABLE.build(attention(64, 128, 64), SMALL, GPU("sm_90a"))
     wait, done = (made.ptx.index(f"griddepcontrol.{what}") for what in ("wait", "launch_dependents"))
     assert made.pdl
     copies = [found.start() for found in re.finditer(r"cp\.async\.cg", made.ptx)]
     assert wait < copies[0] < copies[-1] < done < made.ptx.index("st.global")
-    assert not flash_mma(attention(64, 128, 64), SMALL, "sm_80").pdl
+    assert not TABLE.build(attention(64, 128, 64), SMALL, GPU("sm_80")).pdl

@@ -14,14 +14,15 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.ptx.assemble import Resources, assemble
 from tinygrad_nv.ptx.emulator.report import Stats
 from tinygrad_nv.ptx.sass import TENSOR, disassembled, functions, main_loop
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.defaults import FEW, MMA, default
-from tinygrad_nv.tile.attention.mma.kernel import flash_mma
-from tinygrad_nv.tile.attention.mma.legality import problems
+from tinygrad_nv.tile.attention.defaults import FEW, MMA
+from tinygrad_nv.tile.attention.schedules import FlashMma
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band
+from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where
 from tinygrad_nv.tile.kernel import AttentionKernel
 from tinygrad_nv.tile.limits import SMEM_BYTES
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 REGISTERS = 65536  # of an SM
 HEADS = {64: (64, 40), 128: (128, 96), 192: (192, 136), 256: (256, 200)}  # of each row of the table
@@ -35,9 +36,9 @@ SCORES: dict[str, Expression] = {
     "ALiBi": SCALED + Load(0, F32, 0, 0, (0, 2, 1)) * (Position("n").cast(F32) - Position("m").cast(F32))}
 
 
-def fits(spec: AttentionSpec, schedule: AnySchedule, arch: str) -> AttentionKernel:
+def fits(spec: AttentionSpec, schedule: FlashMma, arch: str) -> AttentionKernel:
     """The kernel, that neither spills nor takes more than there is."""
-    made = flash_mma(spec, schedule, arch)
+    made = TABLE.build(spec, schedule, GPU(arch))
     used: Resources = assemble(made.ptx, arch).kernels[made.name]
     assert (used.spill_store_bytes, used.spill_load_bytes, used.stack_bytes) == (0, 0, 0)
     assert -(-used.registers // 8) * 8 * made.threads <= REGISTERS
@@ -45,25 +46,25 @@ def fits(spec: AttentionSpec, schedule: AnySchedule, arch: str) -> AttentionKern
     return made
 
 
-def counted(spec: AttentionSpec, schedule: AnySchedule) -> Stats:
+def counted(spec: AttentionSpec, schedule: FlashMma) -> Stats:
     """Counters of a launch without findings."""
-    _, report = launched(flash_mma(spec, schedule), spec, arguments(spec), "sm_80")
+    _, report = launched(TABLE.build(spec, schedule, GPU("sm_80")), spec, arguments(spec), "sm_80")
     assert report.findings == [], "\n".join(map(str, report.findings))
     return report.stats
 
 
 @pytest.mark.parametrize(("d", "schedule"), TILES, ids=str)
-def test_default_schedules_keep_to_their_resources(d: int, schedule: AnySchedule):
+def test_default_schedules_keep_to_their_resources(d: int, schedule: FlashMma):
     """The causal kernel has all code; in the full one the loop is a single block of instructions, which ptxas
     schedules more freely. The newer architectures take turns."""
     causal = attention(1024, 1024, d, band=CAUSAL, log_sum=True)
     for spec, arch in ((causal, "sm_80"), (attention(1024, 1024, d), "sm_80"),
                        (causal, ("sm_89", "sm_90a")[TILES.index((d, schedule)) % 2])):
-        if not problems(schedule, spec, arch): fits(spec, schedule, arch)
+        if not TABLE.problems(spec, schedule, GPU(arch)): fits(spec, schedule, arch)
 
 
 @pytest.mark.parametrize(("d", "schedule"), TILES, ids=str)
-def test_loops_lose_no_pass_and_fill_sectors(d: int, schedule: AnySchedule):
+def test_loops_lose_no_pass_and_fill_sectors(d: int, schedule: FlashMma):
     """Two blocks of columns more: what they cost. Heads of an odd number of 8 elements straddle sectors."""
     blocks = schedule.depth + 2
     few, many = (counted(attention(schedule.block_m, schedule.block_n * count, d), schedule)
@@ -81,7 +82,7 @@ def test_loops_lose_no_pass_and_fill_sectors(d: int, schedule: AnySchedule):
 def test_scores_do_not_spill(name: str):
     for d in (64, 128, 256):
         spec = attention(512, 512, d, heads=2, group=2, band=CAUSAL, score=SCORES[name], log_sum=True)
-        schedule = default(spec, "sm_80")
+        schedule = ATTENTION.choose(spec, GPU("sm_80"))
         assert schedule is not None
         fits(spec, schedule, "sm_80")
 
@@ -92,14 +93,14 @@ def test_there_is_a_default(arch: str, d: int):
     """For any number of rows; the gates above are about what runs."""
     for rows in (1, 16, 40, 100, 4096):
         spec = attention(rows, 4096, d, symbolic=("s_q", "s_kv", "start"), band=Band(-500, 0), log_sum=True)
-        schedule = default(spec, arch)
+        schedule = ATTENTION.choose(spec, GPU(arch))
         assert schedule is not None
         if schedule.template != "flash_mma": continue
         assert schedule in [scheduled(*tile) for tiles in (*MMA.values(), FEW) for tile in tiles]
         assert schedule.block_m < 2 * max(rows, 16)
 
 
-def triton_loop(d: int, schedule: AnySchedule, causal: bool) -> float:
+def triton_loop(d: int, schedule: FlashMma, causal: bool) -> float:
     """Instructions around the loop of Triton's kernel for each product of 16 × 8 × 16."""
     types = dict.fromkeys(("q", "k", "v", "out"), "*bf16") | {"lse": "*fp32", "S": "i32", "scale": "fp32"}
     constants = {"D": d, "BM": schedule.block_m, "BN": schedule.block_n, "CAUSAL": causal, "SPLIT": False}
@@ -120,14 +121,14 @@ def around(ptx: str, name: str) -> float:
 def test_loops_are_no_longer_than_those_of_triton(d: int, band: Band):
     """Both compiled here by the same ptxas, with the same blocks, warps and stages."""
     spec = attention(4096, 4096, d, band=band)
-    schedule = default(spec, "sm_80")
+    schedule = ATTENTION.choose(spec, GPU("sm_80"))
     assert schedule is not None
-    ours = around(flash_mma(spec, schedule).ptx, "flash_mma")
+    ours = around(TABLE.build(spec, schedule, GPU("sm_80")).ptx, "flash_mma")
     assert ours <= triton_loop(d, schedule, not band.full)
 
 
 def test_only_tensor_cores_multiply():
     spec = attention(1024, 1024, 128, band=CAUSAL)
-    made = flash_mma(spec, scheduled(*MMA[128][0]))
+    made = TABLE.build(spec, scheduled(*MMA[128][0]), GPU("sm_80"))
     code = functions(disassembled(assemble(made.ptx, "sm_80").cubin))[made.name]
     assert {each.opcode for each in code} & set(TENSOR) == {"HMMA"}

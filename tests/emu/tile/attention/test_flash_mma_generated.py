@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.mma.kernel import flash_mma
-from tinygrad_nv.tile.attention.mma.legality import problems
+from tinygrad_nv.tile.attention.schedules import FlashMma
 from tinygrad_nv.tile.attention.spec import SYMBOLS, AttentionSpec, Band
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 EDGE = st.one_of(st.none(), st.integers(-150, 60))
 HEADS = st.one_of(st.sampled_from([32, 64, 96, 128, 192, 256]), st.integers(1, 20).map(lambda n: 8 * n))
@@ -61,17 +61,18 @@ def specs(draw: st.DrawFn) -> tuple[AttentionSpec, dict[str, int]]:
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> AnySchedule:
+def schedules(draw: st.DrawFn) -> FlashMma:
     """Up to 32 rows of a warp."""
     warps, tiles = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 2))
-    return AnySchedule(template="flash_mma").block(16 * warps * tiles, draw(st.sampled_from([16, 32, 64]))) \
+    return FlashMma().block(16 * warps * tiles, draw(st.sampled_from([16, 32, 64]))) \
         .warps(warps).stages(draw(st.integers(2, 4)))
 
 
 @settings(max_examples=60, deadline=None)
 @given(specs(), schedules(), st.sampled_from(["sm_80", "sm_89", "sm_90a"]), st.integers(0, 3))
-def test_generated(case: tuple[AttentionSpec, dict[str, int]], schedule: AnySchedule, arch: str, seed: int):
+def test_generated(case: tuple[AttentionSpec, dict[str, int]], schedule: FlashMma, arch: str, seed: int):
     spec, extents = case
-    if problems(schedule, spec, arch): schedule = scheduled(32, 16, 2)
+    if TABLE.problems(spec, schedule, GPU(arch)): schedule = scheduled(32, 16, 2)
     memory = arguments(spec, seed)
-    near(spec, memory, run(flash_mma(spec, schedule, arch), spec, memory, arch, seed, **extents), **extents)
+    made = TABLE.build(spec, schedule, GPU(arch))
+    near(spec, memory, run(made, spec, memory, arch, seed, **extents), **extents)

@@ -9,9 +9,10 @@ from attention_case import arguments, attention, near, reference, run
 from flash_mma_case import BF16, CAUSAL, F16, F32, SMALL, close, scheduled
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.tile.attention.mma.kernel import flash_mma
 from tinygrad_nv.tile.attention.spec import FULL, Band
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 NOTHING = Constant(-math.inf)
 SCALED = Sum() * 0.1
@@ -39,7 +40,7 @@ def test_scores(name: str):
 def test_a_multiple_of_the_sum_is_not_evaluated():
     """A scale belongs to the exponent: as many instructions as without one."""
     def lines(score: Expression) -> int:
-        return flash_mma(attention(64, 128, 64, score=score), SMALL).ptx.count("\n")
+        return TABLE.build(attention(64, 128, 64, score=score), SMALL, GPU("sm_80")).ptx.count("\n")
     assert lines(Sum()) == lines(Sum() * 0.1) == lines(2.0 * (Sum() * 0.1)) < lines(Sum() * -0.1)
 
 
@@ -50,7 +51,7 @@ def test_rows_masked_in_memory_are_zeros():
     mask[3] = False
     mask[20, :] = False
     mask[21, :199] = False
-    got = run(flash_mma(spec, SMALL), spec, given)
+    got = run(TABLE.build(spec, SMALL, GPU("sm_80")), spec, given)
     near(spec, given, got)
     assert (got[0][..., [3, 20], :] == 0).all()
     assert got[1] is not None
@@ -64,7 +65,7 @@ def test_very_large_and_very_small_scores(scale: float):
     given = arguments(spec)
     given["q"].mul_(scale)
     if scale > 100: given["k"].mul_(scale)
-    out, _ = run(flash_mma(spec, SMALL), spec, given)
+    out, _ = run(TABLE.build(spec, SMALL, GPU("sm_80")), spec, given)
     exact, _ = reference(spec, given)
     if scale < 1e4: near(spec, given, (out, None))
     else: assert (out - exact).abs().max() <= 2.0**-7 * exact.abs().max()
@@ -76,7 +77,7 @@ def test_very_large_and_very_small_scores(scale: float):
                                      (65, 31, 3)], ids=str)
 @pytest.mark.parametrize("band", [FULL, CAUSAL, Band(-20, 0)], ids=str)
 def test_symbolic_extents(band: Band, extents: tuple[int, int, int]):
-    """What lies beyond is memory that nobody has written."""
+    """What lies beyond is memory that was never written."""
     spec = attention(100, 300, 64, band=band, symbolic=("s_q", "s_kv", "start"), start=200, heads=2,
                      log_sum=True)
     close(spec, scheduled(64, 32, 4, 3), **dict(zip(spec.symbolic, extents, strict=True)))
@@ -84,7 +85,7 @@ def test_symbolic_extents(band: Band, extents: tuple[int, int, int]):
 
 def test_no_keys_at_all():
     spec = attention(40, 100, 64, symbolic=("s_kv",), log_sum=True)
-    out, log = run(flash_mma(spec, SMALL), spec, arguments(spec), s_kv=0)
+    out, log = run(TABLE.build(spec, SMALL, GPU("sm_80")), spec, arguments(spec), s_kv=0)
     assert (out == 0).all()
     assert log is not None
     assert (log == -torch.inf).all()

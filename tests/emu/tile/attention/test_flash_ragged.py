@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 import torch
@@ -14,23 +13,21 @@ from hypothesis import strategies as st
 from ragged_case import Case, Given, arguments, near, ragged, run
 from tinygrad.dtype import DType
 
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.mma import legality as legal_flash_mma
-from tinygrad_nv.tile.attention.mma.kernel import flash_mma
 from tinygrad_nv.tile.attention.spec import FULL, Band
-from tinygrad_nv.tile.attention.wgmma import legality as legal_flash_wgmma
-from tinygrad_nv.tile.attention.wgmma.kernel import flash_wgmma
 from tinygrad_nv.tile.expression import Expression, Load, Position, Sum, tanh
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 SMALL = scheduled(32, 32, 2)
 # block edges ± 1, none at all, more rows than keys, at least four blocks of keys
 LENGTHS = [(40, 140), (1, 1), (0, 20), (20, 0), (31, 33), (32, 32), (33, 31), (0, 0), (64, 5), (2, 129)]
 
 
-def close(case: Case, schedule: AnySchedule = SMALL, arch: str = "sm_80", seed: int = 0) -> None:
+def close(case: Case, schedule: Schedule = SMALL, arch: str = "sm_80", seed: int = 0) -> None:
     """Asserts that every sequence of a random batch is near its own attention."""
     given = arguments(case, seed)
-    near(case, given, run(flash_mma(case.spec, schedule, arch), case, given, arch, seed))
+    near(case, given, run(TABLE.build(case.spec, schedule, GPU(arch)), case, given, arch, seed))
 
 
 @pytest.mark.parametrize("band", [FULL, CAUSAL, Band(-20, 0), Band(-40, 10), Band(3, None)], ids=str)
@@ -69,7 +66,7 @@ def beside(case: Case, storages: Given, number: int) -> Given:
     """The storages with NaN in all rows, of one head of 64, but a sequence's."""
     spoilt = {name: storage.clone() for name, storage in storages.items()}
     for name, begins in (("q", case.begins[0]), ("k", case.begins[1]), ("v", case.begins[1])):
-        rows = spoilt[name][:-64].view(-1, 64)  # the last row is nobody's
+        rows = spoilt[name][:-64].view(-1, 64)  # the last row is of no sequence
         begin, end = begins[number:number + 2]
         rows[:begin], rows[end:] = torch.nan, torch.nan
     return spoilt
@@ -79,7 +76,7 @@ def beside(case: Case, storages: Given, number: int) -> Given:
 def test_neighbours_change_no_bit(band: Band):
     """Even if they are NaN."""
     case = ragged(LENGTHS, 64, band=band)
-    made, storages = flash_mma(case.spec, SMALL), arguments(case)
+    made, storages = TABLE.build(case.spec, SMALL, GPU("sm_80")), arguments(case)
     usual = run(made, case, storages)
     for number in (0, 4, 5):
         spoilt = run(made, case, beside(case, storages, number))[number]
@@ -96,8 +93,8 @@ def test_a_sequence_alone_has_the_same_bits():
     own = arguments(alone)
     for name, begins in (("q", case.begins[0]), ("k", case.begins[1]), ("v", case.begins[1])):
         own[name] = storages[name][64 * begins[1]:64 * begins[2] + 1].clone()
-    many = run(flash_mma(case.spec, SMALL), case, storages)[1]
-    one = run(flash_mma(alone.spec, SMALL), alone, own)[0]
+    many = run(TABLE.build(case.spec, SMALL, GPU("sm_80")), case, storages)[1]
+    one = run(TABLE.build(alone.spec, SMALL, GPU("sm_80")), alone, own)[0]
     assert torch.equal(many[0], one[0])
 
 
@@ -106,7 +103,7 @@ def test_lengths_that_cannot_be_write_nothing_beside_the_results():
     case = ragged([(40, 70), (0, 20), (10, 30)], 32, heads=2)
     storages = arguments(case)
     storages["cu_q"][1] = 50
-    near(case, storages, run(flash_mma(case.spec, SMALL), case, storages))
+    near(case, storages, run(TABLE.build(case.spec, SMALL, GPU("sm_80")), case, storages))
 
 
 @pytest.mark.parametrize(("d", "gap", "out"), [(64, 0, None), (40, 2, F32), (8, 4, F16), (24, 1, None)])
@@ -116,7 +113,7 @@ def test_rows_after_the_last_sequence_are_zeros(d: int, gap: int, out: DType | N
 
 
 def test_on_hopper_lengths_are_read_after_the_kernel_before():
-    made = flash_mma(ragged(LENGTHS, 64).spec, SMALL, "sm_90a")
+    made = TABLE.build(ragged(LENGTHS, 64).spec, SMALL, GPU("sm_90a"))
     assert made.pdl
     assert made.ptx.index("griddepcontrol.wait") < made.ptx.index("ld.global")
     assert len(re.findall("griddepcontrol.wait", made.ptx)) == 1
@@ -127,16 +124,16 @@ def test_on_hopper_lengths_are_read_after_the_kernel_before():
 EDGES = [(70, 200), (1, 1), (0, 20), (20, 0), (63, 65), (64, 64), (65, 63), (0, 0), (130, 5), (2, 257)]
 
 
-def close_wgmma(case: Case, schedule: AnySchedule, seed: int = 0) -> None:
+def close_wgmma(case: Case, schedule: Schedule, seed: int = 0) -> None:
     """The same, with wgmma."""
     given = arguments(case, seed)
-    near(case, given, run(flash_wgmma(case.spec, schedule), case, given, "sm_90a", seed))
+    near(case, given, run(TABLE.build(case.spec, schedule, GPU("sm_90a")), case, given, "sm_90a", seed))
 
 
 @pytest.mark.parametrize("band", [FULL, CAUSAL, Band(-20, 10), Band(3, None)], ids=str)
 @pytest.mark.parametrize("schedule", [W.block(64, 64).warps(8), W.block(128, 48).stages(3).pingpong()],
                          ids=str)
-def test_wgmma(schedule: AnySchedule, band: Band):
+def test_wgmma(schedule: Schedule, band: Band):
     close_wgmma(ragged(EDGES, 64, group=2, band=band, slack=3), schedule, seed=len(str(band)) % 4)
 
 
@@ -150,7 +147,7 @@ def test_wgmma_with_everything():
 def test_neighbours_change_no_bit_with_wgmma():
     """Even if they are NaN: of keys and values in the block where a sequence ends, and of queries."""
     case = ragged(EDGES, 64, band=CAUSAL)
-    made, storages = flash_wgmma(case.spec, W.block(64, 64).warps(8)), arguments(case)
+    made, storages = TABLE.build(case.spec, W.block(64, 64).warps(8), GPU("sm_90a")), arguments(case)
     usual = run(made, case, storages, "sm_90a")
     for number in (0, 4, 6):
         for got, expected in zip(run(made, case, beside(case, storages, number), "sm_90a")[number],
@@ -160,13 +157,13 @@ def test_neighbours_change_no_bit_with_wgmma():
             assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize(("legal", "schedule", "arch"), [(legal_flash_mma, SMALL, "sm_80"), (
-    legal_flash_wgmma, W.block(64, 64).warps(8), "sm_90a")], ids=["mma", "wgmma"])
-def test_a_grid_has_room_for_the_rest(legal: ModuleType, schedule: AnySchedule, arch: str):
+@pytest.mark.parametrize(("schedule", "arch"), [(SMALL, "sm_80"), (W.block(64, 64).warps(8), "sm_90a")],
+                         ids=["mma", "wgmma"])
+def test_a_grid_has_room_for_the_rest(schedule: Schedule, arch: str):
     """One more along the batch than sequences, for the rows after the last."""
     spec = ragged([(1, 1)], 64).spec
-    assert legal.problems(schedule, replace(spec, batch=(65534, 1, 1)), arch) == []
-    (found,) = legal.problems(schedule, replace(spec, batch=(65535, 1, 1)), arch)
+    assert TABLE.problems(replace(spec, batch=(65534, 1, 1)), schedule, GPU(arch)) == []
+    (found,) = TABLE.problems(replace(spec, batch=(65535, 1, 1)), schedule, GPU(arch))
     assert "65536" in found
 
 
@@ -179,6 +176,6 @@ COUNT = st.one_of(st.integers(0, 70), st.sampled_from([0, 1, 31, 32, 33, 63, 64,
 @given(st.lists(st.tuples(COUNT, COUNT), min_size=1, max_size=5),
        st.sampled_from([FULL, CAUSAL, Band(-9, 4)]),
        st.sampled_from([SMALL, scheduled(64, 16, 4, 3), scheduled(16, 64, 1)]), st.integers(0, 3))
-def test_generated(lengths: list[tuple[int, int]], band: Band, schedule: AnySchedule, seed: int):
+def test_generated(lengths: list[tuple[int, int]], band: Band, schedule: Schedule, seed: int):
     close(ragged(lengths, 16 * (seed + 1), heads=1 + seed % 2, group=1 + seed // 2, band=band, slack=seed),
           schedule, seed=seed)

@@ -12,9 +12,10 @@ from attention_exact import equal_scores_are_a_mean, one_column_is_its_value
 from flash_wgmma_case import BF16, CAUSAL, F16, F32, SMALL, W, close
 from tinygrad.dtype import DType
 
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.tile.attention.schedules import FlashWgmma
 from tinygrad_nv.tile.attention.spec import FULL, Band
-from tinygrad_nv.tile.attention.wgmma.kernel import flash_wgmma
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 TURNS = [SMALL.pingpong(), W.block(192, 64).warps(16).pingpong()]
 
@@ -65,7 +66,7 @@ def test_columns_that_no_row_sees_do_not_count(s_q: int, seed: int):
     given = arguments(spec, seed)
     spoilt = {name: storage.clone() for name, storage in given.items()}
     for name in "kv": matrix(spec, spoilt, name)[..., 150 + s_q:, :] = torch.nan
-    near(spec, given, run(flash_wgmma(spec, SMALL), spec, spoilt, "sm_90a", seed))
+    near(spec, given, run(TABLE.build(spec, SMALL, GPU("sm_90a")), spec, spoilt, "sm_90a", seed))
 
 
 def test_blocks_that_no_row_sees_are_skipped():
@@ -74,7 +75,7 @@ def test_blocks_that_no_row_sees_are_skipped():
     found = {}
     for band in (FULL, CAUSAL, Band(-63, 0)):
         spec = attention(rows, rows, 64, band=band, out=F32)
-        _, report = launched(flash_wgmma(spec, SMALL), spec, arguments(spec), "sm_90a")
+        _, report = launched(TABLE.build(spec, SMALL, GPU("sm_90a")), spec, arguments(spec), "sm_90a")
         found[band] = report.stats.asynchronous_bytes - rows * 64 * 2
     assert found == {FULL: 32 * 2 * nbytes, CAUSAL: 20 * 2 * nbytes, Band(-63, 0): 11 * 2 * nbytes}
 
@@ -83,12 +84,12 @@ def test_blocks_that_no_row_sees_are_skipped():
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
 def test_a_row_that_sees_one_column_is_its_value(dtype: DType):
-    one_column_is_its_value(lambda spec: flash_wgmma(spec, SMALL), "sm_90a", dtype)
+    one_column_is_its_value(lambda spec: TABLE.build(spec, SMALL, GPU("sm_90a")), "sm_90a", dtype)
 
 
 @pytest.mark.parametrize("band", [FULL, Band(-63, 0)], ids=["full", "window"])
 def test_equal_scores_are_a_mean(band: Band):
-    equal_scores_are_a_mean(lambda spec: flash_wgmma(spec, SMALL), "sm_90a", band)
+    equal_scores_are_a_mean(lambda spec: TABLE.build(spec, SMALL, GPU("sm_90a")), "sm_90a", band)
 
 
 def test_a_rows_bits_do_not_depend_on_other_rows():
@@ -96,8 +97,9 @@ def test_a_rows_bits_do_not_depend_on_other_rows():
     spec = attention(37, 270, 64, heads=2, log_sum=True)
     given = arguments(spec, scale=2.0)
     alone = replace(spec, s_q=5)
-    few = run(flash_wgmma(alone, SMALL), alone, given | {"l": given["l"][:10].clone()}, "sm_90a")
-    many = run(flash_wgmma(spec, SMALL), spec, given, "sm_90a")
+    made = TABLE.build(alone, SMALL, GPU("sm_90a"))
+    few = run(made, alone, given | {"l": given["l"][:10].clone()}, "sm_90a")
+    many = run(TABLE.build(spec, SMALL, GPU("sm_90a")), spec, given, "sm_90a")
     assert torch.equal(few[0], many[0][..., :5, :])
     assert few[1] is not None
     assert many[1] is not None
@@ -114,7 +116,7 @@ def test_scores_that_rise_or_fall_from_block_to_block(order: str):
         block = torch.arange(512) // 64
         matrix(spec, given, "q")[..., 0] = 8.0
         matrix(spec, given, "k")[..., 0] = step * (block if order == "falling" else 7 - block)
-        near(spec, given, run(flash_wgmma(spec, SMALL), spec, given, "sm_90a"))
+        near(spec, given, run(TABLE.build(spec, SMALL, GPU("sm_90a")), spec, given, "sm_90a"))
 
 
 # **** layouts ****
@@ -149,26 +151,26 @@ def test_rings(stages: int, pingpong: bool):
 @pytest.mark.parametrize("schedule", [
     W.block(64, 128).warps(8), W.block(128, 176), W.block(192, 128).warps(16), W.block(192, 16).warps(16),
     W.block(192, 80).warps(16).pingpong(), W.block(128, 240), W.block(64, 256).warps(8)], ids=str)
-def test_blocks_and_warps(schedule: AnySchedule):
+def test_blocks_and_warps(schedule: FlashWgmma):
     for d, d_v in ((48, 32), (16, 8), (64, 64)):
         close(attention(300, 700, d, d_v=d_v, band=CAUSAL, start=400, log_sum=True), schedule)
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("schedule", [SMALL, *TURNS], ids=str)
-def test_interleavings(schedule: AnySchedule, seed: int):
+def test_interleavings(schedule: FlashWgmma, seed: int):
     """Warps run in another order for every seed; six blocks of two stages."""
     close(attention(192, 384, 64, F16, heads=2, band=Band(-300, 0), start=192), schedule, seed=seed)
 
 
 @pytest.mark.parametrize("schedule", TURNS, ids=str)
-def test_turns_where_ctas_have_one_block_or_none(schedule: AnySchedule):
+def test_turns_where_ctas_have_one_block_or_none(schedule: FlashWgmma):
     close(attention(400, 64, 64, band=Band(-30, -10), start=60, log_sum=True), schedule)
 
 
 def test_memory_is_touched_after_the_kernel_before():
     """And the next kernel may begin when the last copies are on their way."""
-    made = flash_wgmma(attention(64, 128, 64, out=F32), SMALL)
+    made = TABLE.build(attention(64, 128, 64, out=F32), SMALL, GPU("sm_90a"))
     waits = [found.start() for found in re.finditer(r"griddepcontrol\.wait", made.ptx)]
     copies = [found.start() for found in re.finditer(r"cp\.async\.bulk\.tensor", made.ptx)]
     done = made.ptx.index("griddepcontrol.launch_dependents")

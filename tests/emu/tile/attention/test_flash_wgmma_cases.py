@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.tile.attention.schedules import FlashWgmma
 from tinygrad_nv.tile.attention.spec import FULL, SYMBOLS, AttentionSpec, Band
-from tinygrad_nv.tile.attention.wgmma.kernel import flash_wgmma
-from tinygrad_nv.tile.attention.wgmma.legality import problems
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 # **** scores ****
 
@@ -44,7 +44,7 @@ def test_rows_that_are_masked_throughout_are_zeros():
     score = where(Load(0, dtypes.bool, 1, 0), SCALED, Constant(-math.inf))
     spec = attention(140, 200, 64, score=score, log_sum=True)
     given = arguments(spec)
-    out, log = run(flash_wgmma(spec, SMALL), spec, given, "sm_90a")
+    out, log = run(TABLE.build(spec, SMALL, GPU("sm_90a")), spec, given, "sm_90a")
     near(spec, given, (out, log))
     assert log is not None
     sees = given["x0"] != 0
@@ -64,7 +64,7 @@ def test_scores_near_the_largest_float(score: Expression):
     spec = attention(64, 128, 64, score=score, log_sum=True)
     given = arguments(spec)
     for name in ("q", "k"): given[name].copy_(given[name].sign() * 2.0**60)
-    got = run(flash_wgmma(spec, SMALL), spec, given, "sm_90a")
+    got = run(TABLE.build(spec, SMALL, GPU("sm_90a")), spec, given, "sm_90a")
     near(spec, given, got)
     assert got[0].isfinite().all()
 
@@ -88,7 +88,8 @@ def test_some_symbolic_extents(symbolic: tuple[str, ...]):
 
 
 def test_a_launch_has_the_blocks_of_its_rows():
-    made = flash_wgmma(attention(300, 64, 64, heads=3, group=2, batch=5, symbolic=("s_q",)), SMALL)
+    spec = attention(300, 64, 64, heads=3, group=2, batch=5, symbolic=("s_q",))
+    made = TABLE.build(spec, SMALL, GPU("sm_90a"))
     assert made.grid == (3, 6, 5)
     assert [made.grid_for(s_q) for s_q in (1, 128, 129)] == [(1, 6, 5), (1, 6, 5), (2, 6, 5)]
 
@@ -120,7 +121,7 @@ def specs(draw: st.DrawFn) -> tuple[AttentionSpec, dict[str, int]]:
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> AnySchedule:
+def schedules(draw: st.DrawFn) -> FlashWgmma:
     consumers = draw(st.integers(1, 3))
     schedule = W.block(64 * consumers, 16 * draw(st.integers(1, 8))).warps(4 * consumers + 4)
     schedule = schedule.stages(draw(st.integers(2, 4)))
@@ -129,7 +130,7 @@ def schedules(draw: st.DrawFn) -> AnySchedule:
 
 @settings(max_examples=25, deadline=None)
 @given(specs(), schedules(), st.integers(0, 3))
-def test_generated(case: tuple[AttentionSpec, dict[str, int]], schedule: AnySchedule, seed: int):
+def test_generated(case: tuple[AttentionSpec, dict[str, int]], schedule: FlashWgmma, seed: int):
     spec, extents = case
-    if problems(schedule, spec, "sm_90a"): schedule = W.block(64, 32).warps(8)
+    if TABLE.problems(spec, schedule, GPU("sm_90a")): schedule = W.block(64, 32).warps(8)
     close(spec, schedule, seed, **extents)

@@ -16,11 +16,11 @@ from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.sass import disassembled, functions
 from tinygrad_nv.tile.attention import backward_defaults as flash_backward_defaults
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
-from tinygrad_nv.tile.attention.backward_wgmma.kernel import flash_backward_wgmma
-from tinygrad_nv.tile.attention.defaults import default
 from tinygrad_nv.tile.attention.spec import AttentionSpec
-from tinygrad_nv.tile.attention.wgmma.kernel import flash_wgmma
+from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
 from tinygrad_nv.tile.expression import Position, Sum
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 LONG = 7392
 ALIBI = Sum() * 0.125 + (Position("n").cast(F32) - Position("m").cast(F32)) * 0.0625
@@ -39,9 +39,9 @@ BACKWARD = {"causal": (backward(LONG, LONG, 128, band=CAUSAL), 1),
 def test_forward(name: str):
     spec, loops = FORWARD[name]
     assert isinstance(spec, AttentionSpec)
-    schedule = default(spec, "sm_90a")
+    schedule = ATTENTION.choose(spec, GPU("sm_90a"))
     assert schedule is not None
-    assembly = assemble(flash_wgmma(spec, schedule).ptx, "sm_90a")
+    assembly = assemble(TABLE.build(spec, schedule, GPU("sm_90a")).ptx, "sm_90a")
     assert assembly.kernels["flash_wgmma"].spill_store_bytes == 0
     assert_overlapped(functions(disassembled(assembly.cubin))["flash_wgmma"], loops)
 
@@ -52,5 +52,5 @@ def test_backward(name: str):
     assert isinstance(spec, BackwardSpec)
     schedule = flash_backward_defaults.default(spec, "sm_90a")
     assert schedule is not None
-    assembly = assemble(flash_backward_wgmma(spec, schedule).ptx, "sm_90a")
+    assembly = assemble(TABLE.build(spec, schedule, GPU("sm_90a")).ptx, "sm_90a")
     assert_overlapped(functions(disassembled(assembly.cubin))["flash_backward_wgmma"], loops)

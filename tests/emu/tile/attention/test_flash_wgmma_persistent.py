@@ -14,13 +14,14 @@ from flash_wgmma_case import CAUSAL, F32, SMALL, W
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.builder import Kernel
 from tinygrad_nv.ptx.emulator import Emulator
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.defaults import default
+from tinygrad_nv.tile.attention.schedules import FlashWgmma
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band
+from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
 from tinygrad_nv.tile.attention.wgmma import tile_scheduler as flash_wgmma_walk
-from tinygrad_nv.tile.attention.wgmma.kernel import flash_wgmma
 from tinygrad_nv.tile.attention.wgmma.plan import Plan
 from tinygrad_nv.tile.attention.wgmma.tile_scheduler import Walk
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 MANY = 10000  # multiprocessors: no CTA has more than one tile
 NARROW = W.block(128, 16)
@@ -31,10 +32,10 @@ BANDS = [FULL, CAUSAL, Band(-40, 0), Band(None, 20), Band(-10, None), Band(5, 60
          Band(None, -150)]
 
 
-def same(spec: AttentionSpec, schedule: AnySchedule, sm_count: int, seed: int = 0, **extents: int) -> None:
+def same(spec: AttentionSpec, schedule: FlashWgmma, sm_count: int, seed: int = 0, **extents: int) -> None:
     """Asserts that persistent CTAs make the bits of others, which are near the exact ones."""
     given = arguments(spec, seed)
-    alone, made = (flash_wgmma(spec, schedule, sm_count=count) for count in (MANY, sm_count))
+    alone, made = (TABLE.build(spec, schedule, GPU("sm_90a", count)) for count in (MANY, sm_count))
     assert made.grid == (sm_count, 1, 1)
     assert made.rows_of_cta == 0
     expected = run(alone, spec, given, "sm_90a", seed, **extents)
@@ -82,7 +83,7 @@ def test_columns_that_no_row_sees_are_cleared_in_every_tile():
     given = arguments(spec)
     spoilt = {name: storage.clone() for name, storage in given.items()}
     for name in "kv": spoilt[name].view(2, 500, 64)[:, 380:] = torch.nan
-    near(spec, given, run(flash_wgmma(spec, SMALL, sm_count=4), spec, spoilt, "sm_90a"))
+    near(spec, given, run(TABLE.build(spec, SMALL, GPU("sm_90a", 4)), spec, spoilt, "sm_90a"))
 
 
 def test_copies_of_a_tile_come_under_the_end_of_the_one_before():
@@ -90,7 +91,8 @@ def test_copies_of_a_tile_come_under_the_end_of_the_one_before():
     spec = attention(384, 384, 64, band=CAUSAL, heads=2)
     found = {}
     for sm_count in (MANY, 4, 1):
-        _, report = launched(flash_wgmma(spec, SMALL, sm_count=sm_count), spec, arguments(spec), "sm_90a")
+        made = TABLE.build(spec, SMALL, GPU("sm_90a", sm_count))
+        _, report = launched(made, spec, arguments(spec), "sm_90a")
         assert report.findings == []
         assert report.stats.bank_conflicts == {}
         found[sm_count] = report.stats.asynchronous_bytes
@@ -99,7 +101,7 @@ def test_copies_of_a_tile_come_under_the_end_of_the_one_before():
 
 # **** the order ****
 
-def walked(spec: AttentionSpec, schedule: AnySchedule, sm_count: int, rows: int) -> list[list[int]]:
+def walked(spec: AttentionSpec, schedule: FlashWgmma, sm_count: int, rows: int) -> list[list[int]]:
     """By CTAs, the tiles they have: block of rows, and head, as numbers."""
     plan = Plan.of(spec, schedule, sm_count)
     k = Kernel("walk", arch="sm_90a", threads=32)
@@ -152,7 +154,7 @@ def test_ctas_have_about_the_same_to_do(heads: int):
 def test_ctas_are_persistent_where_tiles_outnumber_multiprocessors():
     spec = attention(512, 64, 64, heads=3, group=2, symbolic=("s_q",))
     for sm_count, grid, rows in ((24, (4, 6, 1), 128), (23, (23, 1, 1), 0)):
-        made = flash_wgmma(spec, SMALL, sm_count=sm_count)
+        made = TABLE.build(spec, SMALL, GPU("sm_90a", sm_count))
         assert (made.grid, made.rows_of_cta) == (grid, rows)
 
 
@@ -161,17 +163,17 @@ def test_nothing_spills(d: int):
     """A window, grouped heads, extents of a launch, l: all that takes registers."""
     spec = attention(7392, 7392, d, band=Band(-500, 0), heads=2, group=2, log_sum=True,
                      symbolic=("s_q", "s_kv", "start"))
-    schedule = default(spec, "sm_90a")
+    schedule = ATTENTION.choose(spec, GPU("sm_90a"))
     assert schedule is not None
     for one in (spec, replace(spec, band=FULL, symbolic=("s_q",))):
-        made = flash_wgmma(one, schedule)
+        made = TABLE.build(one, schedule, GPU("sm_90a"))
         assert made.grid == (132, 1, 1)
         found = assemble(made.ptx, "sm_90a").kernels["flash_wgmma"]
         assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
 
 
 def test_memory_is_touched_after_the_kernel_before():
-    made = flash_wgmma(attention(640, 128, 64, out=F32), SMALL, sm_count=2)
+    made = TABLE.build(attention(640, 128, 64, out=F32), SMALL, GPU("sm_90a", 2))
     waits = [found.start() for found in re.finditer(r"griddepcontrol\.wait", made.ptx)]
     copies = [found.start() for found in re.finditer(r"cp\.async\.bulk\.tensor", made.ptx)]
     done = made.ptx.index("griddepcontrol.launch_dependents")

@@ -14,13 +14,14 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.sass import disassembled, functions, loops
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.defaults import default
+from tinygrad_nv.tile.attention.schedules import FlashWgmma
 from tinygrad_nv.tile.attention.spec import FULL, Band
-from tinygrad_nv.tile.attention.wgmma.kernel import flash_wgmma
-from tinygrad_nv.tile.attention.wgmma.legality import MOST_HELD, problems
+from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
+from tinygrad_nv.tile.attention.wgmma.legality import MOST_HELD
 from tinygrad_nv.tile.attention.wgmma.plan import REGISTERS, Plan
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 LONG = 7392  # rows and keys
 # by heads, the most SASS instructions for an HGMMA of the loop without a mask; triton_attention.py's kernels
@@ -35,8 +36,9 @@ SCORES = {
     "soft-cap and bias": tanh(SCALED * 0.02) * 50.0 + Load(0, F32, LONG, 1)}
 
 
-def chosen(d: int, band: Band = FULL, score: Expression | None = None, few: bool = False) -> AnySchedule:
-    schedule = default(attention(64 if few else LONG, LONG, d, band=band, score=score), "sm_90a")
+def chosen(d: int, band: Band = FULL, score: Expression | None = None, few: bool = False) -> FlashWgmma:
+    spec = attention(64 if few else LONG, LONG, d, band=band, score=score)
+    schedule = ATTENTION.choose(spec, GPU("sm_90a"))
     assert schedule is not None
     assert schedule.template == "flash_wgmma"
     return schedule
@@ -46,7 +48,8 @@ def chosen(d: int, band: Band = FULL, score: Expression | None = None, few: bool
 def test_main_loops_are_short_and_nothing_spills(d: int):
     schedule = chosen(d)
     spec = attention(LONG, 16 * schedule.block_n, d)
-    assembly = assemble(flash_wgmma(spec, schedule).ptx, "sm_90a")  # raises where ptxas serialised anything
+    made = TABLE.build(spec, schedule, GPU("sm_90a"))
+    assembly = assemble(made.ptx, "sm_90a")  # raises where ptxas serialised anything
     found = assembly.kernels["flash_wgmma"]
     assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
     code = functions(disassembled(assembly.cubin))["flash_wgmma"]
@@ -64,7 +67,7 @@ def test_no_default_spills(d: int, score: str | None, few: bool):
     band = Band(-500, 0)
     spec = attention(64 if few else LONG, LONG, d, band=band, score=made, heads=2, group=2, log_sum=True,
                      symbolic=("s_q", "s_kv", "start"))
-    assembly = assemble(flash_wgmma(spec, chosen(d, band, made, few)).ptx, "sm_90a")
+    assembly = assemble(TABLE.build(spec, chosen(d, band, made, few), GPU("sm_90a")).ptx, "sm_90a")
     found = assembly.kernels["flash_wgmma"]
     assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
     assert_overlapped(functions(disassembled(assembly.cubin))["flash_wgmma"], 3)
@@ -73,10 +76,10 @@ def test_no_default_spills(d: int, score: str | None, few: bool):
 @pytest.mark.parametrize(("schedule", "d"), [(W.block(64, 256).warps(8), 64), (W.block(128, 240), 64),
                                              (W.block(128, 192), 128), (W.block(192, 128).warps(16), 64),
                                              (W.block(192, 80).warps(16), 128)], ids=str)
-def test_the_most_that_is_held_fits(schedule: AnySchedule, d: int):
+def test_the_most_that_is_held_fits(schedule: FlashWgmma, d: int):
     spec = attention(LONG, LONG, d, band=Band(-500, 0), log_sum=True, symbolic=("s_q", "s_kv", "start"))
     assert Plan.of(spec, schedule).held >= MOST_HELD[schedule.consumers] - 4
-    found = assemble(flash_wgmma(spec, schedule).ptx, "sm_90a").kernels["flash_wgmma"]
+    found = assemble(TABLE.build(spec, schedule, GPU("sm_90a")).ptx, "sm_90a").kernels["flash_wgmma"]
     assert (found.spill_store_bytes, found.spill_load_bytes) == (0, 0)
 
 
@@ -86,7 +89,7 @@ def test_no_bank_conflicts_and_all_of_memory_by_tma(d: int):
     schedule = chosen(d, CAUSAL)
     spec = attention(schedule.block_m, 5 * schedule.block_n, d, band=CAUSAL, start=4 * schedule.block_n,
                      log_sum=True)
-    _, report = launched(flash_wgmma(spec, schedule), spec, arguments(spec), "sm_90a")
+    _, report = launched(TABLE.build(spec, schedule, GPU("sm_90a")), spec, arguments(spec), "sm_90a")
     assert report.findings == []
     assert report.stats.bank_conflicts == {}
     assert list(report.stats.sectors_per_request.values()) == [1.0, 1.0]
@@ -102,8 +105,7 @@ def test_registers_are_within_the_pool():
 
 REFUSED = {
     "wgmma needs sm_90a, the target is sm_80": (SMALL, {}, "sm_80"),
-    "template 'decode' is not flash_wgmma": (AnySchedule().using("decode"), {}, "sm_90a"),
-    "16 warps: a producer": (SMALL.warps(4, 4), {}, "sm_90a"),
+    "20 warps: a producer": (SMALL.warps(20), {}, "sm_90a"),
     "ping-pong with 1 consumer: 8 warps - 4": (W.block(64, 64).warps(8).pingpong(), {}, "sm_90a"),
     "block_m=64 is not 2 consumers × 64 = 128 rows": (W.block(64, 64), {}, "sm_90a"),
     "block_n=72 is not a multiple of 16 up to 256": (W.block(128, 72), {}, "sm_90a"),
@@ -117,7 +119,6 @@ REFUSED = {
     "at most 92 with 3 consumers beside (sum * -1)": (W.block(192, 96).warps(16), {"score": Sum() * -1.0},
                                                       "sm_90a"),
     "q: row stride 132 B is not a multiple of 16 B: no TMA": (SMALL, {"gap": 2}, "sm_90a"),
-    "splits, stream-K, clusters": (SMALL.cluster(2), {}, "sm_90a"),
     "70000 heads are above 65535": (SMALL, {"heads": 70000}, "sm_90a")}
 
 
@@ -125,12 +126,12 @@ REFUSED = {
 def test_refused(words: str):
     schedule, extents, arch = REFUSED[words]
     spec = attention(128, 128, **{"d": 64, **extents})
-    found = problems(schedule, spec, arch)
+    found = TABLE.problems(spec, schedule, GPU(arch))
     assert any(words in each for each in found), found
-    with pytest.raises(ScheduleError, match="cannot be"): flash_wgmma(spec, schedule, arch)
+    with pytest.raises(ScheduleError, match="cannot be"): TABLE.build(spec, schedule, GPU(arch))
 
 
 def test_offsets_that_tma_cannot_have():
     spec = attention(128, 128, 64)
-    assert problems(SMALL, replace(spec, k=replace(spec.k, offset=4)), "sm_90a") == [
+    assert TABLE.problems(replace(spec, k=replace(spec.k, offset=4)), SMALL, GPU("sm_90a")) == [
         "k: offset 8 B is not a multiple of 16 B: no TMA"]

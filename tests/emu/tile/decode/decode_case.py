@@ -25,15 +25,16 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.emulator.report import Report
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.spec import Rows
-from tinygrad_nv.tile.decode.kernel import decode_attention
+from tinygrad_nv.tile.decode.schedules import Decode
 from tinygrad_nv.tile.decode.spec import DecodeSpec, Length, Pages, Scales
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, Sum, loads
 from tinygrad_nv.tile.kernel import DecodeKernel
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 C = 2.0  # of the plain implementation's error
-SMALL = AnySchedule(template="decode").block(16, 64).k(128).warps(1, 4).stages(2).split(4)
+SMALL = Decode().keys(64).warps(1, 4).stages(2).split(4, 128)
 
 
 # **** specs ****
@@ -153,7 +154,7 @@ def size_of(spec: DecodeSpec, one: Rows, d: int) -> int:
 
 
 def garbage(size: int, dtype: DType) -> torch.Tensor:
-    """What nobody should read."""
+    """Memory that must not be read."""
     if dtype == dtypes.int8: return torch.full((size,), 127, dtype=torch.int8)
     return torch.full((size,), torch.nan).to(TORCH[dtype])
 
@@ -277,11 +278,11 @@ def named(spec: DecodeSpec) -> tuple[str, ...]:
     return *(name for name in known if there.get(name, True)), *(f"x{i}" for i in range(len(spec.parameters)))
 
 
-def run(spec: DecodeSpec, given: Given, schedule: AnySchedule = SMALL, arch: str = "sm_80",
+def run(spec: DecodeSpec, given: Given, schedule: Decode = SMALL, arch: str = "sm_80",
         seed: int = 0) -> torch.Tensor:
     """The result [batch, heads, group, s_q, d_v], in its dtype. Nothing may be found, and nothing beside it
     written."""
-    storage, reports = launched(decode_attention(spec, schedule, arch), spec, given, arch, seed)
+    storage, reports = launched(TABLE.build(spec, schedule, GPU(arch)), spec, given, arch, seed)
     told = [each for report in reports for each in (*report.findings, *report.notes)]
     assert told == [], "\n".join(map(str, told))
     lies = view(storage, *place(spec, spec.out, spec.d_v))
@@ -299,7 +300,7 @@ def near(spec: DecodeSpec, given: Given, got: torch.Tensor, c: float = C) -> Non
     assert worst <= 0, f"an error {worst:g} above the bound, a plain one is {usual:g}"
 
 
-def checked(spec: DecodeSpec, lengths: list[int], schedule: AnySchedule = SMALL, arch: str = "sm_80",
+def checked(spec: DecodeSpec, lengths: list[int], schedule: Decode = SMALL, arch: str = "sm_80",
             seed: int = 0, **more: float) -> torch.Tensor:
     """Runs requests of these lengths, and holds them against float64."""
     given = requests(spec, lengths, seed, **more)

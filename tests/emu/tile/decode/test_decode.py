@@ -30,14 +30,14 @@ def test_rows_of_a_request(s_q: int):
                                                      (8, 8, 4), (3, 7, 2), (16, 8, 4)])
 def test_heads_and_rows_are_packed(group: int, s_q: int, warps: int):
     """Into blocks of 16 rows for each warp along them."""
-    schedule = SMALL.block(16 * warps, 64).warps(warps, 4 // warps)
+    schedule = SMALL.warps(warps, 4 // warps)
     checked(decode(heads=2, group=group, s_q=s_q, pages=20), [290], schedule, "sm_90a")
 
 
 @pytest.mark.parametrize("page_size", [8, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize(("order", "warps"), [("ths", 1), ("hts", 1), ("both", 4)])
 def test_page_sizes_and_layouts(page_size: int, order: str, warps: int):
-    schedule = SMALL.block(16 * warps, 64).warps(warps, 4 // warps)
+    schedule = SMALL.warps(warps, 4 // warps)
     spec = decode(batch=2, heads=2, group=4, page_size=page_size, pages=-(-530 // page_size), order=order)
     checked(spec, [page_size + 1, 530], schedule, together=order == "both")
 
@@ -70,7 +70,7 @@ def test_elements_between_rows(gap: int, kv: DType | None, order: str):
 
 @pytest.mark.parametrize("keys", [16, 32, 64])
 def test_tiles_of_more_keys(keys: int):
-    checked(decode(batch=2, heads=2, group=2, pages=40, page_size=8), [66, 320], SMALL.block(16, 4 * keys))
+    checked(decode(batch=2, heads=2, group=2, pages=40, page_size=8), [66, 320], SMALL.keys(4 * keys))
 
 
 @pytest.mark.parametrize("window", [None, 100])

@@ -9,10 +9,11 @@ from decode_case import SMALL, Given, checked, contiguous, decode, launched, nea
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import ScheduleError, SpecError
-from tinygrad_nv.tile.decode.defaults import default
-from tinygrad_nv.tile.decode.kernel import decode_attention
 from tinygrad_nv.tile.decode.spec import DecodeSpec
+from tinygrad_nv.tile.decode.templates import FAMILY as DECODE
 from tinygrad_nv.tile.expression import Expression, Load, Position, Sum, where
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 BIAS = Load(0, dtypes.bfloat16, 700, 1, (4 * 700, 2 * 700, 700))
 
@@ -22,7 +23,7 @@ def test_one_launch_serves_any_length(arch: str):
     """Splits of 128 keys, up to ten tiles from a ring of three stages; beyond the length nothing is written.
     """
     spec = contiguous(700, batch=2, heads=2, group=4, d=128, order="hts")
-    made = decode_attention(spec, SMALL.stages(3), arch)
+    made = TABLE.build(spec, SMALL.stages(3), GPU(arch))
     for seed, length in enumerate((0, 1, 127, 128, 129, 255, 256, 257, 640, 700)):
         given = requests(spec, [length] * 2, seed, spare=0)
         storage, reports = launched(made, spec, given, arch)
@@ -114,14 +115,14 @@ def test_rows_that_the_smallest_number_hides():
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 def test_defaults(arch: str):
-    """The same splits, whatever the longest is; one kernel where nobody splits."""
+    """The same splits, whatever the longest is; one kernel where no request is split."""
     kernels = []
     for longest in (200, 1000, 1 << 20):
         spec = contiguous(longest, heads=8, group=4, d=128)
-        schedule = default(spec, arch)
+        schedule = DECODE.choose(spec, GPU(arch))
         assert schedule is not None
-        assert schedule == default(contiguous(300, heads=8, group=4, d=128), arch)
-        kernels.append(len(decode_attention(spec, schedule, arch).kernels))
+        assert schedule == DECODE.choose(contiguous(300, heads=8, group=4, d=128), GPU(arch))
+        kernels.append(len(TABLE.build(spec, schedule, GPU(arch)).kernels))
     assert kernels == [1, 2, 2]
 
 
@@ -135,7 +136,7 @@ def test_what_is_refused():
     far = contiguous(64)
     far = replace(far, k=replace(far.k, token=1 << 23))
     with pytest.raises(ScheduleError, match="256 tokens of keys 4294967296 B apart"):
-        decode_attention(far, SMALL, "sm_80")
+        TABLE.build(far, SMALL, GPU("sm_80"))
 
 
 def test_in_words():

@@ -12,9 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.tile.decode.defaults import default
-from tinygrad_nv.tile.decode.kernel import decode_attention
 from tinygrad_nv.tile.decode.spec import DecodeSpec
+from tinygrad_nv.tile.decode.templates import FAMILY as DECODE
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 KINDS = [None, dtypes.int8]
 LENGTHS = [640, 1, 0, 129, 300]  # five splits, one, none, two, three
@@ -57,8 +58,8 @@ def test_pages_may_lie_anywhere(kv, window):
 @pytest.mark.parametrize("kv", KINDS)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_a_request_alone(kv, arch: str):
-    """Its bits are those that it has in a batch, whoever else is there; also where the table is as short as
-    the request, or nobody could have more than one split."""
+    """Its bits are those that it has in a batch, whatever else is in the batch; also where the table is as
+    short as the request, or no request could have more than one split."""
     spec = decode(batch=5, heads=2, group=4, pages=40, kv=kv)
     given = requests(spec, LENGTHS)
     got = run(spec, given, arch=arch)
@@ -98,21 +99,21 @@ def test_numbers_of_splits(splits: int):
     """
     spec = decode(batch=3, heads=2, group=4, pages=66)
     given = requests(spec, [1056, 700, 65])
-    near(spec, given, run(spec, given, SMALL.k(64).split(splits)))
+    near(spec, given, run(spec, given, SMALL.split(splits, 64)))
 
 
 def test_seeds_of_the_emulator():
     """The order of warps, and when copies arrive."""
     spec = decode(batch=2, heads=2, group=4, s_q=4, pages=40)
     given = requests(spec, [640, 200])
-    results = [run(spec, given, SMALL.block(32, 64).warps(2, 2), "sm_90a", seed) for seed in range(4)]
+    results = [run(spec, given, SMALL.warps(2, 2), "sm_90a", seed) for seed in range(4)]
     for got in results[1:]: assert torch.equal(got, results[0])
 
 
 def test_a_launch_serves_any_length():
     """The same kernels, of which nothing depends on lengths."""
     spec = decode(batch=2, group=4, pages=40)
-    made = decode_attention(spec, SMALL, "sm_90a")
+    made = TABLE.build(spec, SMALL, GPU("sm_90a"))
     for lengths in ([1, 640], [640, 0], [17, 18]):
         given = requests(spec, lengths)
         storage, reports = launched(made, spec, given, "sm_90a")
@@ -139,7 +140,7 @@ def specs(draw: st.DrawFn) -> tuple[DecodeSpec, list[int]]:
 def test_generated(case: tuple[DecodeSpec, list[int]], arch: str, seed: int, small: bool):
     """With the default schedule, or one of small splits."""
     spec, lengths = case
-    schedule = default(spec, arch)
+    schedule = DECODE.choose(spec, GPU(arch))
     assert schedule is not None
     given = requests(spec, lengths, seed)
-    near(spec, given, run(spec, given, schedule.k(128).split(5) if small else schedule, arch, seed))
+    near(spec, given, run(spec, given, schedule.split(5, 128) if small else schedule, arch, seed))

@@ -11,13 +11,13 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.errors import ScheduleError, SpecError
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.emulator.report import Stats
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.decode.defaults import default
-from tinygrad_nv.tile.decode.kernel import decode_attention
-from tinygrad_nv.tile.decode.legality import problems
+from tinygrad_nv.tile.decode.schedules import Decode
 from tinygrad_nv.tile.decode.spec import DecodeSpec
+from tinygrad_nv.tile.decode.templates import FAMILY as DECODE
 from tinygrad_nv.tile.expression import Constant, Load, Position, Sum
 from tinygrad_nv.tile.limits import SMEM_BYTES
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 KV = [None, dtypes.int8, dtypes.fp8e4m3]
 SHAPES = [{"d": 128, "group": 4}, {"d": 64, "group": 8}, {"d": 96, "group": 1}, {"d": 256, "group": 4},
@@ -32,9 +32,9 @@ SHAPES = [{"d": 128, "group": 4}, {"d": 64, "group": 8}, {"d": 96, "group": 1}, 
 def test_defaults_do_not_spill(arch: str, kv: DType | None, shape: dict):
     """Requests of up to 131072 tokens."""
     spec = decode(batch=4, heads=8, pages=8192, kv=kv, **shape)
-    schedule = default(spec, arch)
+    schedule = DECODE.choose(spec, GPU(arch))
     assert schedule is not None
-    for kernel in decode_attention(spec, schedule, arch).kernels:
+    for kernel in TABLE.build(spec, schedule, GPU(arch)).kernels:
         resources = assemble(kernel.ptx, arch).kernels[kernel.name]
         assert (resources.spill_store_bytes, resources.spill_load_bytes, resources.stack_bytes) == (0, 0, 0)
         assert max(resources.shared_bytes, kernel.dynamic_smem) <= SMEM_BYTES[arch]
@@ -47,9 +47,9 @@ def test_instructions_of_the_loop(dtype: DType | None, most: int):
     """PTX instructions of a warp for each 512 bytes of keys and values. An SM takes 14 bytes a cycle from
     memory and issues 4 instructions: 146 would keep up. (In SASS they are 18, 71 and 73.)"""
     spec = decode(batch=4, heads=8, group=4, d=128, pages=64, kv=dtype)
-    schedule = default(spec, "sm_90a")
+    schedule = DECODE.choose(spec, GPU("sm_90a"))
     assert schedule is not None
-    lines = decode_attention(spec, schedule, "sm_90a").kernels[0].ptx.splitlines()
+    lines = TABLE.build(spec, schedule, GPU("sm_90a")).kernels[0].ptx.splitlines()
     # the loop over tiles ends where the next one is chosen; copies of the first tiles are before it
     start = max(i for i, line in enumerate(lines) if "cp.async.wait_group 1" in line)
     end = next(i for i, line in enumerate(lines) if i > start and line.strip().startswith("$endloop"))
@@ -74,10 +74,10 @@ def test_pages_are_read_once_without_conflicts(kv: DType | None, page_size: int,
     """Keys and values that rows see, whole sectors, and not a byte more; shared memory as fast as it goes;
     all the rest, the workspace among it, less than a third of that."""
     spec = decode(heads=2, pages=2048 // page_size, page_size=page_size, kv=kv, **shape)
-    schedule = default(spec, arch)
+    schedule = DECODE.choose(spec, GPU(arch))
     assert schedule is not None
     given = requests(spec, [1500])
-    _, reports = launched(decode_attention(spec, schedule, arch), spec, given, arch)
+    _, reports = launched(TABLE.build(spec, schedule, GPU(arch)), spec, given, arch)
     assert [report.findings for report in reports] == [[]] * len(reports)
     assert [report.stats.bank_conflicts for report in reports] == [{}] * len(reports)
     keys = 1500 if spec.window is None else spec.window + spec.s_q - 1
@@ -88,33 +88,28 @@ def test_pages_are_read_once_without_conflicts(kv: DType | None, page_size: int,
 
 # **** what is refused ****
 
-def broken(schedule: AnySchedule = SMALL, spec: DecodeSpec | None = None) -> str:
+def broken(schedule: Decode = SMALL, spec: DecodeSpec | None = None) -> str:
     """What is said."""
-    with pytest.raises(ScheduleError) as error: decode_attention(spec or decode(), schedule, "sm_80")
+    with pytest.raises(ScheduleError) as error: TABLE.build(spec or decode(), schedule, GPU("sm_80"))
     return str(error.value)
 
 
 @pytest.mark.parametrize(("schedule", "words"), [
-    (SMALL.block(32, 64), "block_m=32 is not 1 warps × 16 rows"),
-    (SMALL.warps(3, 1).block(48, 64), "3x1 warps are not 1, 2 or 4 along rows"),
-    (SMALL.block(16, 96), "block_n=96 is not a power of 2, of 4 warps × 16 keys at least"),
-    (SMALL.block(16, 32), "block_n=32 is not a power of 2, of 4 warps × 16 keys at least"),
+    (SMALL.warps(3, 1), "3x1 warps are not 1, 2 or 4 along rows"),
+    (SMALL.keys(96), "block_n=96 is not a power of 2, of 4 warps × 16 keys at least"),
+    (SMALL.keys(32), "block_n=32 is not a power of 2, of 4 warps × 16 keys at least"),
     (SMALL.stages(1), "1 stages are not 2 to 8"), (SMALL.split(33), "33 splits, at most 32"),
-    (SMALL.stages(8).block(16, 256), "8 stages × 65536 B, or"),
-    (SMALL.cluster(2).streamed(), "stream-K is of other templates; cluster 2x1 is of other templates"),
-    (SMALL.pingpong().swapped(), "ping-pong is of other templates; swap is of other templates"),
-    (SMALL.using("flash_mma"), "template 'flash_mma' is not decode"),
-    (replace(SMALL, block_k=0), "extents below 1")])
-def test_impossible_schedules_are_refused_with_the_arithmetic(schedule: AnySchedule, words: str):
+    (SMALL.stages(8).keys(256), "8 stages × 65536 B, or"),
+    (replace(SMALL, split_keys=0), "extents below 1")])
+def test_impossible_schedules_are_refused_with_the_arithmetic(schedule: Decode, words: str):
     assert words in broken(schedule)
 
 
 def test_what_no_schedule_can_do():
     spec = decode()
-    assert problems(SMALL, decode(d=72), "sm_80") == ["d=72 is not a multiple of 16",
-                                                      "d_v=72 is not a multiple of 16"]
-    assert problems(SMALL, decode(d=48, kv=dtypes.int8), "sm_80") == ["d=48 is not a multiple of 32",
-                                                                      "d_v=48 is not a multiple of 32"]
+    for d, kv, unit in ((72, dtypes.bfloat16, 16), (48, dtypes.int8, 32)):
+        assert TABLE.problems(decode(d=d, kv=kv), SMALL, GPU("sm_80")) == [
+            f"{name}={d} is not a multiple of {unit}" for name in ("d", "d_v")]
     for words, change in (
             ("keys begin at multiples of 8 B, copies at multiples of 16", {"k": replace(spec.k, token=68)}),
             ("pages of values 4294967296 B apart, at most 2147483647",
@@ -124,8 +119,8 @@ def test_what_no_schedule_can_do():
             ("rows of the result begin at multiples of 2 B", {"out": replace(spec.out, offset=1)}),
             ("65536 requests, at most 65535", {"batch": 65536})):
         assert words in broken(spec=replace(spec, **change))
-        assert default(replace(spec, **change), "sm_80") is None
-    assert problems(SMALL, spec, "sm_75") == ["sm_75 is not sm_80, sm_89, sm_90a"]
+        assert DECODE.choose(replace(spec, **change), GPU("sm_80")) is None
+    assert TABLE.problems(spec, SMALL, GPU("sm_75")) == ["sm_75 is not sm_80, sm_89, sm_90a"]
 
 
 @pytest.mark.parametrize(("change", "words"), [
@@ -147,7 +142,8 @@ def test_dtypes_that_no_spec_has():
     for dtype, kv in ((dtypes.bfloat16, dtypes.float16), (dtypes.bfloat16, dtypes.uint8)):
         with pytest.raises(SpecError): decode(dtype=dtype, kv=kv)
     float32 = decode(dtype=dtypes.float32)  # a CPU has kernels of it
-    assert any("f32" in words for words in problems(default(decode(), "sm_80"), float32, "sm_80"))
+    schedule = DECODE.choose(decode(), GPU("sm_80"))
+    assert any("f32" in words for words in TABLE.problems(float32, schedule, GPU("sm_80")))
     spec = decode()
     with pytest.raises(SpecError, match="k_scale with bf16"):
         replace(spec, k_scale=decode(kv=dtypes.int8).k_scale)

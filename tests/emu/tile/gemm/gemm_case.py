@@ -16,9 +16,12 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.ptx.emulator import Buffer, Emulator, TensorMap
 from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, loads
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import FP8, GemmSpec, Operand, Result
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.launch import MapArgument
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 TORCH = {dtypes.float16: torch.float16, dtypes.bfloat16: torch.bfloat16, dtypes.float32: torch.float32,
          dtypes.fp8e4m3: torch.float8_e4m3fn, dtypes.fp8e5m2: torch.float8_e5m2, dtypes.int8: torch.int8,
@@ -187,7 +190,7 @@ def launched(made: GemmKernel, spec: GemmSpec, given: dict[str, torch.Tensor], a
 
 
 def forget_rows(spec: GemmSpec, pointers: dict[str, Buffer], rows: int) -> None:
-    """What belongs to rows from `rows` on alone becomes memory that nobody has written: reads are found."""
+    """What belongs to rows from `rows` on alone becomes memory that was never written: reads are found."""
     for name, (dtype, where) in places(spec).items():
         if name in ("out", "b"): continue
         written = torch.ones(pointers[name].data.nbytes // dtype.itemsize, dtype=torch.bool)
@@ -220,6 +223,14 @@ def run(made: GemmKernel, spec: GemmSpec, given: dict[str, torch.Tensor], arch: 
     guard = torch.tensor(GUARD).to(storage.dtype).double()
     assert (storage.double() == guard).all(), "elements beside the result were written"
     return got
+
+
+def exactly(spec: GemmSpec, schedule: GemmSchedule, arch: str = "sm_80", seed: int = 0, m: int | None = None,
+            sm_count: int = 132, most: int = 4) -> None:
+    """Asserts that integer operands come out exactly."""
+    given = arguments(spec, seed, most=most)
+    got = run(TABLE.build(spec, schedule, GPU(arch, sm_count)), spec, given, arch, seed, m)
+    assert torch.equal(got, reference(spec, given)[..., :m, :])
 
 
 def bounds(spec: GemmSpec, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,10 +14,10 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced, read
-from tinygrad_nv.tile.gemm.mma.plan import Plan as MmaPlan
+from tinygrad_nv.tile.gemm.mma.plan import MmaPlan
 from tinygrad_nv.tile.gemm.schedules import Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.gemm.wgmma.plan import Plan as WgmmaPlan
+from tinygrad_nv.tile.gemm.wgmma.plan import WgmmaPlan
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.share import Cell
 from tinygrad_nv.tile.store import Store

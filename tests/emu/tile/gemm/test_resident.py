@@ -14,8 +14,6 @@ from flash_backward_wgmma_case import CAUSAL, WIDE
 from gemm_case import product, reference
 
 from tinygrad_nv.ptx.emulator import Emulator
-from tinygrad_nv.tile.attention.backward_mma.kernel import flash_backward_mma
-from tinygrad_nv.tile.attention.backward_wgmma.kernel import flash_backward_wgmma
 from tinygrad_nv.tile.gemm.schedules import Wgmma
 from tinygrad_nv.tile.kernel import BackwardKernel
 from tinygrad_nv.tile.template import GPU
@@ -24,8 +22,8 @@ from tinygrad_nv.tile.templates import TABLE
 STREAMED = Wgmma().block(128, 72).stages(3).streamed()
 STEPS = 2_000_000  # warp instructions, after which what locks up ends; the longest grid here has 0.2 million
 THREE = backward(150, 300, 64, band=CAUSAL, start=200, deterministic=True)  # CTAs that add to a block of dq
-TURNS = {"wgmma": (flash_backward_wgmma(THREE, WIDE), "sm_90a"),
-         "mma": (flash_backward_mma(THREE, scheduled(32, 128, 8), "sm_80"), "sm_80")}
+TURNS = {"wgmma": (TABLE.build(THREE, WIDE, GPU("sm_90a")), "sm_90a"),
+         "mma": (TABLE.build(THREE, scheduled(32, 128, 8), GPU("sm_80")), "sm_80")}
 
 
 def few(monkeypatch: pytest.MonkeyPatch, resident: int) -> None:

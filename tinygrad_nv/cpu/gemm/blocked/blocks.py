@@ -16,7 +16,7 @@ from tinygrad_nv.cpu.gemm.schedules import CPUGemm
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import up
 from tinygrad_nv.cpu.target import CPU
-from tinygrad_nv.tile.gemm.spec import BYTES, GemmSpec
+from tinygrad_nv.tile.gemm.spec import INT8S, GemmSpec
 
 STACK_BYTES = 1 << 20  # what a kernel may keep on a thread's stack
 MOST_BYTES_K = 256     # products of bytes whose sum in float32 is exact: 256 · 255² < 2^24
@@ -40,7 +40,7 @@ def blocks(spec: GemmSpec, target: CPU, per: int) -> CPUGemm:
     lanes, units = target.isa.lanes, -(-spec.k // per)
     rows, columns = registers(spec.m, spec.n, target.isa)
     deepest = max(lanes, min(512, target.l1_bytes // (4 * columns) // lanes * lanes))
-    if spec.a.dtype in BYTES and per == 1: deepest = min(deepest, MOST_BYTES_K)
+    if spec.a.dtype in INT8S and per == 1: deepest = min(deepest, MOST_BYTES_K)
     block_k = up(-(-units // -(-units // deepest)), lanes)
     fourth = min(target.l2_bytes, STACK_BYTES) // 4
     tallest = max(rows, fourth // (4 * max(block_k, columns * spec.parts)) // rows * rows)

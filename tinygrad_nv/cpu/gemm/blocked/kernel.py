@@ -35,7 +35,7 @@ from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, header, kernel, up
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.gemm.spec import BYTES, GemmSpec
+from tinygrad_nv.tile.gemm.spec import INT8S, GemmSpec
 
 GROUP = 4  # panels of b packed at once, so that as much of each row is read
 PARTS = 4  # for each thread, so that one that is held up does less
@@ -53,7 +53,7 @@ def problems(spec: GemmSpec, s: CPUGemm) -> list[str]:
     vectors = s.columns // lanes
     if (used := vectors * (s.rows + 1) + 1) > s.isa.registers:
         out.append(f"{s.rows}x{s.columns} takes {used} registers, {s.isa.registers} there are")
-    if spec.a.dtype in BYTES and kind == "fma" and s.block_k > MOST_BYTES_K:
+    if spec.a.dtype in INT8S and kind == "fma" and s.block_k > MOST_BYTES_K:
         out.append(f"sums of {s.block_k} products of bytes in float32, at most {MOST_BYTES_K} are exact")
     if (need := stack_bytes(spec, s)) > STACK_BYTES:
         out.append(f"{need} bytes on a stack, at most {STACK_BYTES}")

@@ -14,7 +14,7 @@ from __future__ import annotations
 from tinygrad_nv.cpu.gemm.layout import PER
 from tinygrad_nv.cpu.kernel import c_type
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.gemm.spec import BYTES, Operand
+from tinygrad_nv.tile.gemm.spec import INT8S, Operand
 
 AHEAD = 8  # units along k that are fetched ahead
 
@@ -68,7 +68,7 @@ def _vector(operand: Operand, kind: str, along: str, flip: bool) -> str:
     name, k = short(operand.dtype), operand.k
     if kind == "fma":
         made = f"load_{name}(q)" if 1 in (operand.k, operand.mn) else f"strided_{name}(q, {k}, W)"
-        return f"as_i(to_f({made}))" if operand.dtype in BYTES else f"as_i({made})"
+        return f"as_i(to_f({made}))" if operand.dtype in INT8S else f"as_i({made})"
     if along == "k" and k == 1: return f"*(const vi_u *)q{_flipped(flip)}"
     per, raw = PER[kind], {"pair": "u16", "quad": "u8"}[kind]
     element = f"(const {raw} *)q"
@@ -81,7 +81,7 @@ def _unit(side: str, operand: Operand, kind: str, flip: bool) -> str:
     """The function of a single unit, of which `left` elements are there."""
     name, per = short(operand.dtype), PER[kind]
     if kind == "fma":
-        value = f"(float)one_{name}(p)" if operand.dtype in BYTES else f"one_{name}(p)"
+        value = f"(float)one_{name}(p)" if operand.dtype in INT8S else f"one_{name}(p)"
         body = f"return as_u((vf){value})[0];"
     else:
         raw = {"pair": "u16", "quad": "u8"}[kind]

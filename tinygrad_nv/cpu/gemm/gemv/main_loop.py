@@ -20,7 +20,7 @@ from tinygrad_nv.cpu.gemm.schedules import CPUGemv
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import C_TYPES, c_type
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.gemm.spec import BYTES, GemmSpec
+from tinygrad_nv.tile.gemm.spec import INT8S, GemmSpec
 
 FEWEST_FETCHED = 4  # rows of a: with more, the processor's own fetching does not keep up with the pauses
 NEIGHBOURS = 4  # columns of a stream that are summed together in blocks of k
@@ -47,7 +47,7 @@ class Operands:
     pairs: bool = False
 
     @property
-    def integers(self) -> bool: return self.spec.a.dtype in BYTES
+    def integers(self) -> bool: return self.spec.a.dtype in INT8S
 
     @property
     def vector(self) -> str: return "vi" if self.integers else "vf"

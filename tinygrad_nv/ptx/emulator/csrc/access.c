@@ -1,7 +1,7 @@
 /* ld, st, prefetch, discard: elements between memory and registers.
  *
  * Ops: `a`, `imm`, `wide`, `space` the address; `width` bytes of an element, `vector` elements, whose
- * places are the list (one: d for loads, b for stores; -1: nobody wants it). `more`: bytes of the
+ * places are the list (one: d for loads, b for stores; -1: not wanted). `more`: bytes of the
  * registers (2, 4, 8 or 16). Strong accesses (.relaxed, .acquire, .release, .volatile) order threads
  * through the location's clock, and yield, so that a thread which spins lets the others go on.
  */

@@ -196,7 +196,7 @@ HANDLER(cp_commit) {
 }
 
 /* The clock up to which cp.asyncs are known to be complete: as far as all lanes that have some waited. */
-static u32 copies_settled(const Warp *w) {
+static u32 copies_complete(const Warp *w) {
     u32 least = ~0u, most = 0;
     EACH {
         if (w->copy_done[l] > most) most = w->copy_done[l];
@@ -215,7 +215,7 @@ HANDLER(cp_wait) {
         if (done > newest) newest = done;
     }
     async_complete_groups(m, w, COPY, -1, newest, false);
-    clock_observe(m, w, actor_of(w, ACTOR_COPY), copies_settled(w));
+    clock_observe(m, w, actor_of(w, ACTOR_COPY), copies_complete(w));
     return NEXT;
 }
 
@@ -228,7 +228,7 @@ static void complete_arrival(Machine *m, Async *a) {
     Mbarrier *b = mbarrier_at(m, a->warp, a->op, a->lane, cta, a->args[1]);
     if (!b) return;
     /* The async proxy sees the copies too: the cp.async mainloops of CUTLASS and of FlashAttention-3
-     * go from this arrival to wgmma, and nobody could stand between them with a fence.proxy.async. */
+     * go from this arrival to wgmma, and no fence.proxy.async can be put between the two. */
     for (int which = KNOWN; m->launch.check && which <= FENCED_SHARED; which++) {
         u32 *known = part(b->clock[b->phase & 1], which) + actor_of(a->warp, ACTOR_COPY);
         if (*known < (u32)a->args[4]) *known = (u32)a->args[4];

@@ -1,6 +1,6 @@
 /* atom and red.
  *
- * Ops: `more` is operation | type << 8; the list has `vector` destinations (-1: nobody wants it), `vector`
+ * Ops: `more` is operation | type << 8; the list has `vector` destinations (-1: not wanted), `vector`
  * sources and, for cas, the new value. Each element is atomic by itself. Lanes take turns in an order that
  * the seed chooses.
  */

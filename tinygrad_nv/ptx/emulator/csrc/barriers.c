@@ -129,7 +129,7 @@ static void cluster_check(Machine *m, Cluster *k) {
     for (i32 c = 0; c < k->size; c++)
         for (i32 i = 0; i < k->ctas[c].warp_count; i++) k->ctas[c].warps[i].cluster_arrived = 0;
     k->phase++;
-    clock_clear(m, k->clock[k->phase & 1]);  /* nobody can still be waiting for the phase before */
+    clock_clear(m, k->clock[k->phase & 1]);  /* no thread can still be waiting for the phase before */
     m->events++;
 }
 

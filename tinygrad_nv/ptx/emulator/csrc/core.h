@@ -157,7 +157,7 @@ typedef struct {
     u32 reduction[3];       /* popc, and, or of this phase */
     u32 result[3];
     u32 lanes[MAX_WARPS], waiting;  /* lanes of each warp that have arrived; warps that wait */
-    bool open;              /* somebody arrived without a count: all threads of the CTA that have not exited must */
+    bool open;              /* a thread arrived without a count: all threads of the CTA that have not exited must */
     Clock *clock[2];        /* of the phase under way; [1] is not used */
 } Named;
 

@@ -122,7 +122,7 @@ static void enter_matrix(Machine *m, Warp *w, const Op *op, const Matrix *x, int
 }
 
 /* A swizzled tile's pattern must begin where the descriptor says: rows of the pattern are numbered by
- * address. A tile in the midst of a pattern is right all the same when whoever wrote it numbered rows so too,
+ * address. A tile in the midst of a pattern is right all the same when its writer numbered rows so too,
  * as tensor copies and CuTe's layouts do. CUTLASS leaves tiles where its structures end, in dynamic shared
  * memory that it does not align; elsewhere it is a mistake. */
 static void check_base(Machine *m, Warp *w, const Op *op, const Matrix *x, const char *which) {

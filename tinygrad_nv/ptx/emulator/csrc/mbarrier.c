@@ -7,7 +7,7 @@
  *
  * Clocks: an arrival releases into the clock of its phase; a wait that succeeds acquires that of the phase
  * which ended, in which all earlier ones are contained. Asynchronous operations that report to an mbarrier
- * carry its actor and `epoch` + 1, so that whoever waits for their phase knows them to be done.
+ * carry its actor and `epoch` + 1, so that a thread that waits for their phase knows them to be done.
  */
 #include <stdlib.h>
 

@@ -1,4 +1,4 @@
-/* mma.sync and mma.sp: a warp's matrix product, operands and results in registers.
+/* mma.sync and mma.sp: a warp's matmul, operands and results in registers.
  *
  * Fragments, with g = lane / 4, q = lane % 4, E elements of a 32-bit register: element j of A's register r is
  * at row g + 8 * (r % (m / 8)), k = E * q + j + 4 * E * (r / (m / 8)); of B's register r at k = E * q + j + 4

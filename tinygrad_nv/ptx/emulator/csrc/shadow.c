@@ -18,7 +18,7 @@
 
 enum { PAGE_WORDS = 1024, MAX_READERS = 32, MAX_GLOBAL_READERS = 4 };
 
-/* Who, in 64 bits: cluster 20, actor 12, lane 5, several lanes 1, async 2, strong 1, wrote 1, op 22; 0: nobody. */
+/* Who, in 64 bits: cluster 20, actor 12, lane 5, several lanes 1, async 2, strong 1, wrote 1, op 22; 0: never accessed. */
 typedef u64 Id;
 /* A list of readers also has ordinary writers that atomic writes came after, marked WROTE: an atomic access
  * conflicts with them, and not with the atomic one that is in Cell.writer. */

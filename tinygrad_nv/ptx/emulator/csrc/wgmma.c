@@ -1,9 +1,9 @@
-/* wgmma: asynchronous matrix products of a warpgroup, and what can go wrong with them.
+/* wgmma: asynchronous matmuls of a warpgroup, and what can go wrong with them.
  *
  * Protocol: each warp p of a warpgroup computes its rows 16p .. 16p+15. Issue queues the product in the
  * warp's own FIFO and moves the accumulators from the registers to a matrix on the side; with checks on the
  * registers hold NaNs meanwhile. The arithmetic, which reads A's registers and shared memory, happens when
- * wait_group (or the machine, earlier) asks for it. wgmma is one operation of four warps: whoever waits,
+ * wait_group (or the machine, earlier) asks for it. wgmma is one operation of four warps: a warp that waits,
  * waits for the parts of all of them. Accumulators return to the registers at the warp's own wait_group, when
  * nothing that is still in flight adds to them.
  *

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import MOST_OFFSET
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.backward_mma.legality import shares, width
+from tinygrad_nv.tile.attention.backward_mma.plan import Plan
 from tinygrad_nv.tile.attention.backward_mma.rows import RowBlocks, Walk
-from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.score import Cells, signed
 from tinygrad_nv.tile.fragments import Fragments, instruction
 from tinygrad_nv.tile.layout import SharedTile
@@ -26,8 +24,7 @@ class QueryGradient:
     """Adds blocks of dq. `keys` is how the keys lie at `memory` (u32), ds is at `weights` (u32); `dq` (u64)
     is where row `low` of the first query head begins; `slope` is what ds lacks."""
     k: Kernel
-    spec: BackwardSpec
-    schedule: AnySchedule
+    plan: Plan
     keys: SharedTile
     memory: Value
     weights: Value
@@ -36,17 +33,17 @@ class QueryGradient:
     slope: float
 
     def __post_init__(self) -> None:
-        k, one, s = self.k, self.spec.forward, self.schedule
-        found = shares(s, one.d)
+        k, one, s = self.k, self.plan.spec.forward, self.plan.schedule
+        found = self.plan.dq_warps
         assert found is not None
         self.rows, self.apart = s.block_m // found[0], found[1]
-        self.columns = range(0, width(s, one.d), 16 * self.apart)  # but for the first
+        self.columns = range(0, self.plan.d, 16 * self.apart)  # but for the first
         warp, lane, dtype = k.tid.x >> 5, k.special("laneid"), one.q.dtype
         self.tile, steps = SharedTile(s.block_n, s.block_m * 2), s.block_n // 16
         row, column = warp % found[0] * self.rows, warp // found[0] * 16
         self.left = Fragments(k, dtype, self.tile, True, False, row, self.rows, steps, 0)
         self.right = Fragments(k, dtype, self.keys, True, True, column,
-                               width(s, one.d) - 16 * (self.apart - 1), steps, 0)
+                               self.plan.d - 16 * (self.apart - 1), steps, 0)
         self.left.move(self.weights)
         self.right.move(self.memory)
         self.row, self.column = row + (lane >> 2), column + ((lane & 3) << 1)
@@ -68,7 +65,7 @@ class QueryGradient:
 
     def add(self) -> None:
         """Multiplies and adds the block, and goes on to the next."""
-        k, one = self.k, self.spec.forward
+        k, one = self.k, self.plan.spec.forward
         shape, types = instruction(one.q.dtype, one.q.dtype)
         cells: Cells = [[k.regs("f32", 4, 0.0) for _ in range(2 * len(self.columns))]
                         for _ in range(self.rows // 16)]
@@ -85,7 +82,7 @@ class QueryGradient:
 
     def _added(self, cells: Cells) -> None:
         """Adds cells to memory, where there are rows and columns."""
-        k, one = self.k, self.spec.forward
+        k, one = self.k, self.plan.spec.forward
         left = None if self.blocks.whole_rows else \
             signed(k, self.blocks.extents.s_q) - self.walk.row - self.row.to("s32")
         for i, row in enumerate(cells):

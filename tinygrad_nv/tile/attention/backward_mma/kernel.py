@@ -28,22 +28,15 @@ from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import row_start
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.backward_mma.dq import QueryGradient
-from tinygrad_nv.tile.attention.backward_mma.legality import (
-    memory_bytes,
-    plan_of,
-    require,
-    stage_bytes,
-    stored,
-    width,
-)
 from tinygrad_nv.tile.attention.backward_mma.ordered import Turns, flags_of, started
+from tinygrad_nv.tile.attention.backward_mma.plan import Plan
 from tinygrad_nv.tile.attention.backward_mma.rows import RowBlocks, RowRing, Walk
 from tinygrad_nv.tile.attention.backward_score import TurnedScores, registers
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.dropout import Turned
 from tinygrad_nv.tile.attention.mma.copy import RowCopy
+from tinygrad_nv.tile.attention.schedules import BackwardMma
 from tinygrad_nv.tile.attention.score import Cells, Extents, least, multiple, signed
 from tinygrad_nv.tile.attention.spec import EVERY
 from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
@@ -52,16 +45,16 @@ from tinygrad_nv.tile.lanes import HALVES
 from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.share import Cell
 from tinygrad_nv.tile.store import Store
+from tinygrad_nv.tile.template import GPU
 
 Four = list[Value]  # registers of a fragment
 
 
-def flash_backward_mma(spec: BackwardSpec, schedule: AnySchedule, arch: str = "sm_80") -> BackwardKernel:
-    """The kernel of a backward pass. Raises `ScheduleError` for an impossible schedule."""
-    require(schedule, spec, arch)
+def flash_backward_mma(spec: BackwardSpec, schedule: BackwardMma, gpu: GPU) -> BackwardKernel:
+    """The kernel of a backward pass, by a legal schedule."""
     # min_ctas: else ptxas may spill for one CTA more on a multiprocessor
-    k = Kernel("flash_backward_mma", arch=arch, threads=schedule.threads, min_ctas=1)
-    _Writer(k, spec, schedule).write()
+    k = Kernel("flash_backward_mma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
+    _Writer(k, Plan.of(spec, schedule)).write()
     one = spec.forward
     grid = (-(-one.s_kv // schedule.block_n), one.batch[1], one.batch[0])
     return BackwardKernel("flash_backward_mma", k.ptx(), grid, schedule.threads, k.dynamic_smem,
@@ -73,10 +66,11 @@ def flash_backward_mma(spec: BackwardSpec, schedule: AnySchedule, arch: str = "s
 class _Writer:
     """The kernel as it is written: the parameters, then the stages of the protocol above."""
 
-    def __init__(self, k: Kernel, spec: BackwardSpec, schedule: AnySchedule) -> None:
-        self.k, self.spec, self.one, self.schedule = k, spec, spec.forward, schedule
-        one, s = spec.forward, schedule
-        self.d, self.d_v = width(s, one.d), width(s, one.d_v)
+    def __init__(self, k: Kernel, plan: Plan) -> None:
+        self.k, self.plan, self.spec, self.schedule = k, plan, plan.spec, plan.schedule
+        spec, s = plan.spec, plan.schedule
+        self.one = one = spec.forward
+        self.d, self.d_v = plan.d, plan.d_v
         self.warp_keys, self.warp_rows = s.block_n // s.warps_m, s.block_m // s.warps_n
         self.dq = k.pointer("dq")
         self.turns = k.pointer("turns") if spec.deterministic else None
@@ -105,7 +99,7 @@ class _Writer:
     def write(self) -> None:
         """The whole kernel."""
         k, s = self.k, self.schedule
-        self.memory = k.shared("memory", memory_bytes(s, self.spec), align=1024).address()
+        self.memory = k.shared("memory", self.plan.memory_bytes, align=1024).address()
         if k.hopper: k.wait_for_previous_grid()
         self._own_place()
         self._copies()
@@ -137,7 +131,7 @@ class _Writer:
         k, one, s = self.k, self.one, self.schedule
         self.key_copies, start = [], 0
         for pointer, rows, d in ((self.keys, one.k, one.d), (self.values, one.v, one.d_v)):
-            tile = SharedTile(s.block_n, width(s, d) * 2)
+            tile = SharedTile(s.block_n, self.plan.width(d) * 2)
             copy = RowCopy(k, rows, row_start(k, pointer, rows, self.batch[:2], self.first), d, tile, start)
             all_seen = self.blocks.whole_keys and one.band.last is None
             copy.to(self.memory, None, None if all_seen else
@@ -146,7 +140,7 @@ class _Writer:
             self.key_copies.append(copy)
         k.cp_async_commit()
         self.start = self.memory + start
-        self.stage_bytes = stage_bytes(s, one)
+        self.stage_bytes = self.plan.stage_bytes
         self.slopes = self.start + s.depth * self.stage_bytes
         self.weights = self.slopes + s.block_n * s.block_m * 2  # where p goes, if it goes anywhere
         low, tiles = self.blocks.low.to("u32"), [SharedTile(s.block_m, d * 2) for d in (self.d, self.d_v)]
@@ -175,13 +169,13 @@ class _Writer:
             self.right.append(Fragments(k, dtype, row.tile, False, True, self.row, self.warp_rows, steps(d),
                                         row.start))
             self.third.append(Fragments(k, dtype, row.tile, True, True, self.across * 16,
-                                        width(s, d) - apart, s.block_m // 16, row.start))
+                                        self.plan.width(d) - apart, s.block_m // 16, row.start))
         self.fourth = Fragments(k, dtype, SharedTile(s.block_n, s.block_m * 2), False, False, self.key,
                                 self.warp_keys, s.block_m // 16, 0)
         low = self.blocks.low.to("u32")
         self.turn = None if self.turns is None else \
             Turns(k, self.one, self.blocks, self.turns, self.block, self.batch)
-        self.adding = QueryGradient(k, self.spec, s, self.key_copies[0].tile, self.memory, self.slopes,
+        self.adding = QueryGradient(k, self.plan, self.key_copies[0].tile, self.memory, self.slopes,
                                     self._per_row(self.dq, low, one.d), self.blocks, self.scores.slope)
 
     # **** the loop ****
@@ -353,8 +347,8 @@ class _Writer:
         start = self.memory
         for pointer, where, d, sums in ((self.dv, self.spec.dv, one.d_v, self.sums_v),
                                         (self.dk, self.spec.dk, one.d, self.sums_k)):
-            plan = plan_of(s, self.spec, where, d)
-            store = Store(k, stored(self.spec, where, d), plan, pointer, [], rows, start)
+            plan = self.plan.store(where, d)
+            store = Store(k, self.plan.stored(where, d), plan, pointer, [], rows, start)
             cells = [Cell(16 * i, j // 2 * 16 * s.warps_n + j % 2 * 8, [cell])
                      for i, row in enumerate(sums) for j, cell in enumerate(row)]
             store.tile(self.first + self.key, self.across * 16, self.batch, cells)

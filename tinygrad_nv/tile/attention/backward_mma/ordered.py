@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.attention.backward_mma.legality import TOLD_BYTES
+from tinygrad_nv.tile.attention.backward_mma.plan import NUMBER_BYTES
 from tinygrad_nv.tile.attention.backward_mma.rows import RowBlocks, Walk
 from tinygrad_nv.tile.attention.score import least, signed
 from tinygrad_nv.tile.attention.spec import AttentionSpec
@@ -32,7 +32,7 @@ def flags_of(spec: AttentionSpec, block_m: int) -> int:
 
 def started(k: Kernel, turns: Value, heads: int) -> tuple[Value, Value, Value]:
     """Block of keys, head and element of the batch by the number of CTAs that have started before."""
-    told = k.shared("told", TOLD_BYTES)
+    told = k.shared("told", NUMBER_BYTES)
     with k.if_(k.tid.x == 0):
         number = k.reg("u32")
         k.emit("atom.relaxed.gpu.global.add.u32", number, turns.at(), 1)

@@ -19,11 +19,8 @@ The kernel after may begin once all CTAs' last copies are on their way.
 """
 from __future__ import annotations
 
-from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
-from tinygrad_nv.tile.attention.backward_wgmma import legality as legal_flash_backward_wgmma
 from tinygrad_nv.tile.attention.backward_wgmma.blocks import Blocks
 from tinygrad_nv.tile.attention.backward_wgmma.dq import BoxedSums, DirectSums, QueryMap, QuerySums
 from tinygrad_nv.tile.attention.backward_wgmma.halves import HalvedProducts
@@ -32,22 +29,17 @@ from tinygrad_nv.tile.attention.backward_wgmma.main_loop import FINISHED, Produc
 from tinygrad_nv.tile.attention.backward_wgmma.plan import WARP_ROWS, WARPGROUP, Plan
 from tinygrad_nv.tile.attention.backward_wgmma.store import Finish
 from tinygrad_nv.tile.attention.backward_wgmma.weights import Weights, scale_of
+from tinygrad_nv.tile.attention.schedules import BackwardWgmma
 from tinygrad_nv.tile.attention.score import Extents
 from tinygrad_nv.tile.attention.spec import EVERY
 from tinygrad_nv.tile.kernel import BackwardKernel
+from tinygrad_nv.tile.template import GPU
 
-DEFAULT = AnySchedule().using("flash_backward_wgmma").block(128, 128)
 
-
-def flash_backward_wgmma(spec: BackwardSpec, schedule: AnySchedule = DEFAULT, arch: str = "sm_90a",
-                         sm_count: int = 132) -> BackwardKernel:
-    """The kernel of a backward pass; it is the same for any number of multiprocessors. Raises `ScheduleError`
-    for an impossible schedule."""
-    if found := legal_flash_backward_wgmma.problems(schedule, spec, arch):
-        raise ScheduleError(f"{schedule} cannot be: " + "; ".join(found), "a schedule without these problems",
-                            "change the tile, the warps or the stages")
+def flash_backward_wgmma(spec: BackwardSpec, schedule: BackwardWgmma, gpu: GPU) -> BackwardKernel:
+    """The kernel of a backward pass, by a legal schedule."""
     plan = Plan.of(spec, schedule)
-    k = Kernel("flash_backward_wgmma", arch=arch, threads=schedule.threads, min_ctas=1)
+    k = Kernel("flash_backward_wgmma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
     writer = _Writer(k, plan)
     writer.write()
     return BackwardKernel("flash_backward_wgmma", k.ptx(), plan.grid, schedule.threads, k.dynamic_smem,

@@ -3,11 +3,10 @@ from __future__ import annotations
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile import epilogue
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.backward_mma.legality import dtype_problems
-from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
+from tinygrad_nv.tile.attention.backward_spec import BackwardSpec, dtype_problems
 from tinygrad_nv.tile.attention.backward_wgmma.plan import REGISTERS, ROWS, Plan
 from tinygrad_nv.tile.attention.derivative import derivative
+from tinygrad_nv.tile.attention.schedules import BackwardWgmma
 from tinygrad_nv.tile.attention.spec import EVERY
 from tinygrad_nv.tile.attention.wgmma.legality import no_tma
 from tinygrad_nv.tile.expression import Constant, loads, show
@@ -18,11 +17,9 @@ from tinygrad_nv.tile.limits import MOST, MOST_GRID, SMEM_BYTES
 MOST_HELD, MOST_BESIDE, MOST_BESIDE_LOADS = 208, 192, 160
 
 
-def problems(schedule: AnySchedule, spec: BackwardSpec, arch: str) -> list[str]:
+def problems(spec: BackwardSpec, schedule: BackwardWgmma, arch: str) -> list[str]:
     """Why the template cannot have this schedule; empty when it can."""
     if arch != "sm_90a": return [f"wgmma needs sm_90a, the target is {arch}"]
-    if schedule.template != "flash_backward_wgmma":
-        return [f"template {schedule.template!r} is not flash_backward_wgmma"]
     if words := dtype_problems(spec): return words
     out = [*_operands(spec), *_counts(schedule, spec), *epilogue.problems(spec.forward.score, arch)]
     try: slope = derivative(spec.forward.score)
@@ -43,8 +40,8 @@ def _operands(spec: BackwardSpec) -> list[str]:
     return out
 
 
-def _counts(s: AnySchedule, spec: BackwardSpec) -> list[str]:
-    """Of what is numbered, and of features that other templates have."""
+def _counts(s: BackwardWgmma, spec: BackwardSpec) -> list[str]:
+    """Of what is numbered."""
     one = spec.forward
     batch, heads, _ = one.batch
     grid = (("key heads", heads), ("elements of the batch", batch))
@@ -52,17 +49,14 @@ def _counts(s: AnySchedule, spec: BackwardSpec) -> list[str]:
     far = max(one.s_q, one.s_kv, one.s_q + one.start) + 2 * (s.block_m + s.block_n)
     if far > MOST // 2: out.append(f"places up to {far} are above {MOST // 2}")
     if one.matrices * far > MOST: out.append(f"{one.matrices} heads of {far} places are above {MOST}")
-    if s.splits > 1 or s.stream or s.cluster_m * s.cluster_n > 1 or s.swap or s.mode == "pingpong":
-        out.append("splits, stream-K, clusters, swapped operands and ping-pong: CTAs share nothing here, "
-                   "consumers all of a block")
     return out
 
 
-def _extents(s: AnySchedule) -> list[str]:
+def _extents(s: BackwardWgmma) -> list[str]:
     """Warpgroups and the tile."""
-    if s.warps_n != 1 or s.consumers not in REGISTERS or s.warps_m % 4:
-        return [f"{s.warps_m * s.warps_n} warps: producers and 1 or 2 consumers of 4 warps each are 8 or 12, "
-                "along the rows"]
+    if s.consumers not in REGISTERS or s.warps_m % 4:
+        return [f"{s.warps_m} warps: producers and 1 or 2 consumers of 4 warps each are 8 or 12, along the "
+                "rows"]
     out = []
     if s.block_n not in (ROWS, ROWS * s.consumers):
         keys = ROWS * s.consumers

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from tinygrad_nv.ptx.builder import SINK, Kernel, Place, Value
+from tinygrad_nv.ptx.builder import SINK, Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.access import advanced
 from tinygrad_nv.tile.attention.backward_mma.rows import exponent
 from tinygrad_nv.tile.attention.backward_wgmma.blocks import Blocks, Walk
@@ -33,7 +33,7 @@ class Stages(Ring):
         """The thread's of the copies, and those of the lanes."""
         return 1 + LANES
 
-    def full(self, at: Cursor) -> Place:
+    def full(self, at: Cursor) -> MemoryOperand:
         """The barrier of a stage that is being filled."""
         return self._full(at).at()
 
@@ -86,7 +86,8 @@ class Loads:
             self._copy("grad", grads + at.stage * plan.grad.nbytes, walk.row, heads, full)
             at.advance()
 
-    def _copy(self, name: str, target: Value, row: Value, batch: tuple[Value, ...], full: Place) -> None:
+    def _copy(self, name: str, target: Value, row: Value, batch: tuple[Value, ...],
+              full: MemoryOperand) -> None:
         """The columns of a tile."""
         tile, rows = self.sources[name]
         outer = [batch[i].to("s32") for i in walked(rows, self.plan.spec.forward.batch)]

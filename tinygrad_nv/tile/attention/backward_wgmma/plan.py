@@ -12,9 +12,10 @@ are 64 in all, consumers share their columns. So do they those of dk and dv wher
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
+from tinygrad_nv.tile.attention.schedules import BackwardWgmma
 from tinygrad_nv.tile.attention.score import multiple
 from tinygrad_nv.tile.attention.spec import Rows
 from tinygrad_nv.tile.attention.wgmma.plan import ROWS, STEP, WARPGROUP, padded, walked
@@ -41,7 +42,7 @@ class Plan:
     right one of dq; `q` and `grad` of a block of rows, `q_right` and `grad_right` the same for dk and dv;
     `ds`, and p where it is in shared memory. `dk` and `dv` are tiles of results that go by TMA."""
     spec: BackwardSpec
-    schedule: AnySchedule
+    schedule: BackwardWgmma
     q: OperandTile
     q_right: OperandTile
     grad: OperandTile
@@ -54,7 +55,8 @@ class Plan:
     dv: OperandTile | None
 
     @staticmethod
-    def of(spec: BackwardSpec, schedule: AnySchedule) -> Plan:
+    @lru_cache(1024)
+    def of(spec: BackwardSpec, schedule: BackwardWgmma) -> Plan:
         """The plan."""
         dtype, m, n = spec.forward.q.dtype, schedule.block_m, schedule.block_n
         halved = n < ROWS * schedule.consumers

@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tinygrad_nv.ptx.builder import Kernel, Place, Value
+from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.attention.backward_score import TurnedScores, registers
 from tinygrad_nv.tile.attention.backward_wgmma.blocks import Blocks
 from tinygrad_nv.tile.attention.backward_wgmma.plan import Plan
@@ -66,7 +66,8 @@ class Weights:
             here = row + 2 * first if first else row
             self._some(s[some[0]], p[some[1]], here, head, self._own(values).at(8 * first))
 
-    def _some(self, s: Sequence[Value], p: Sequence[Value], row: Value, head: Value, values: Place) -> None:
+    def _some(self, s: Sequence[Value], p: Sequence[Value], row: Value, head: Value,
+              values: MemoryOperand) -> None:
         k, scores = self.k, self._scores(head)
         cells, slopes = scores.turned([[list(s[i:i + 4]) for i in range(0, len(s), 4)]], row)
         found = list(registers(cells))

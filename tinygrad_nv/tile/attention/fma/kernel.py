@@ -21,37 +21,26 @@ from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import row_start
-from tinygrad_nv.tile.any_schedule import AnySchedule
-from tinygrad_nv.tile.attention.fma.legality import (
-    SIZE,
-    chains,
-    padded,
-    padded_values,
-    pitch,
-    require,
-    ring_bytes,
-    stage_bytes,
-    warp_columns,
-    weight_bytes,
-)
 from tinygrad_nv.tile.attention.fma.matmuls import Outputs, Products
+from tinygrad_nv.tile.attention.fma.plan import SIZE, Plan
 from tinygrad_nv.tile.attention.fma.softmax import ExactSoftmax
 from tinygrad_nv.tile.attention.fma.store import Meeting, store
 from tinygrad_nv.tile.attention.mma.copy import ColumnRing, RowCopy
 from tinygrad_nv.tile.attention.ragged_rest import store_logs
+from tinygrad_nv.tile.attention.schedules import FlashFma
 from tinygrad_nv.tile.attention.score import Columns, Extents, Scores, signed
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 from tinygrad_nv.tile.expression import loads
 from tinygrad_nv.tile.kernel import AttentionKernel
 from tinygrad_nv.tile.layout import SharedTile
+from tinygrad_nv.tile.template import GPU
 
 
-def flash_fma(spec: AttentionSpec, schedule: AnySchedule, arch: str = "sm_80") -> AttentionKernel:
-    """The kernel of an attention. Raises `ScheduleError` for an impossible schedule."""
-    require(schedule, spec, arch)
+def flash_fma(spec: AttentionSpec, schedule: FlashFma, gpu: GPU) -> AttentionKernel:
+    """The kernel of an attention, by a legal schedule."""
     # min_ctas: else ptxas may spill for one CTA more on a multiprocessor
-    k = Kernel("flash_fma", arch=arch, threads=schedule.threads, min_ctas=1)
-    _Writer(k, spec, schedule).write()
+    k = Kernel("flash_fma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
+    _Writer(k, Plan.of(spec, schedule)).write()
     batch, heads, group = spec.batch
     grid = (-(-spec.s_q // schedule.block_m), heads * group, batch)
     return AttentionKernel("flash_fma", k.ptx(), grid, schedule.threads, k.dynamic_smem,
@@ -61,9 +50,10 @@ def flash_fma(spec: AttentionSpec, schedule: AnySchedule, arch: str = "sm_80") -
 class _Writer:
     """The kernel as it is written: the parameters, then the stages of the protocol above."""
 
-    def __init__(self, k: Kernel, spec: AttentionSpec, schedule: AnySchedule) -> None:
-        self.k, self.spec, self.schedule, s = k, spec, schedule, schedule
-        self.warp_m = s.block_m // s.warps_m
+    def __init__(self, k: Kernel, plan: Plan) -> None:
+        self.k, self.plan, self.spec, self.schedule = k, plan, plan.spec, plan.schedule
+        spec, s = plan.spec, plan.schedule
+        self.warp_m = plan.warp_m
         self.out = k.pointer("out")
         self.log = k.pointer("l") if spec.log_sum else None
         self.q, self.keys, self.values = (k.pointer(name) for name in "qkv")
@@ -84,25 +74,24 @@ class _Writer:
         self.batch = [k.ctaid.z, head // group, head % group] if group > 1 else \
             [k.ctaid.z, head, k.reg("u32", 0)]
         self.warp_n, self.row = warp % s.warps_n, warp // s.warps_n * self.warp_m
-        self.column = self.warp_n * warp_columns(s)
+        self.column = self.warp_n * self.plan.warp_columns
 
     def write(self) -> None:
         """The whole kernel."""
-        k, spec, s = self.k, self.spec, self.schedule
-        self.queries = SharedTile(s.block_m, padded(spec.d) * SIZE)
-        self.stage_bytes = stage_bytes(s, spec)
-        self.start = k.shared("ring", ring_bytes(s, spec), align=1024).address()
+        k, s, plan = self.k, self.schedule, self.plan
+        self.queries = SharedTile(s.block_m, plan.d * SIZE)
+        self.start = k.shared("ring", plan.ring_bytes, align=1024).address()
         self.q_start = k.shared("q_rows", self.queries.nbytes, align=1024).address()
-        weights = k.shared("weights", s.threads // 32 * weight_bytes(s)).address() \
-            + (k.tid.x >> 5) * weight_bytes(s)
+        weights = k.shared("weights", s.threads // 32 * plan.weight_bytes).address() \
+            + (k.tid.x >> 5) * plan.weight_bytes
         if k.hopper: k.wait_for_previous_grid()
         self._copies()
         keys, values = (copy.tile for copy in self.ring.copies)
-        self.products = Products(k, self.queries, keys, self.row, self.column, self.warp_m, warp_columns(s),
-                                 chains(s, spec), self.q_start)
-        self.outputs = Outputs(k, values, self.column, self.warp_m, warp_columns(s), weights, pitch(s) * SIZE,
+        self.products = Products(k, self.queries, keys, self.row, self.column, self.warp_m, plan.warp_columns,
+                                 plan.chains, self.q_start)
+        self.outputs = Outputs(k, values, self.column, self.warp_m, plan.warp_columns, weights, plan.pitch,
                                keys.nbytes)
-        self.scores.prepare(loads(spec.score))
+        self.scores.prepare(loads(self.spec.score))
         self._loop()
         if k.hopper: k.launch_dependents()
         self._finish()
@@ -119,12 +108,12 @@ class _Writer:
         q.to(self.q_start, None, None if whole else
              q.left(signed(k, self.extents.s_q) - self.first.to("s32")))
         k.cp_async_commit()
-        keys = SharedTile(s.block_n, padded(spec.d) * SIZE)
-        values = SharedTile(s.block_n, padded_values(spec.d_v) * SIZE)
+        keys = SharedTile(s.block_n, self.plan.d * SIZE)
+        values = SharedTile(s.block_n, self.plan.d_v * SIZE)
         copies = [RowCopy(k, spec.k, row_start(k, self.keys, spec.k, self.batch, last), spec.d, keys),
                   RowCopy(k, spec.v, row_start(k, self.values, spec.v, self.batch, last), spec.d_v, values,
                           keys.nbytes)]
-        self.ring = ColumnRing(k, copies, self.start, self.stage_bytes, s.depth)
+        self.ring = ColumnRing(k, copies, self.start, self.plan.stage_bytes, s.depth)
         self.ring.fill(self.columns, self.base)
 
     # **** the loop ****

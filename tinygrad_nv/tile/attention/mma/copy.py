@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tinygrad_nv.ptx.builder import Kernel, Place, Value
+from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.attention.score import Columns
 from tinygrad_nv.tile.attention.spec import Rows
 from tinygrad_nv.tile.layout import SharedTile
@@ -69,7 +69,7 @@ class RowCopy(Passes):
                        self._place(row, column + at), self.width, *([] if beyond is None else [beyond]),
                        guard=guard)
 
-    def _place(self, row: int, byte: int) -> Place:
+    def _place(self, row: int, byte: int) -> MemoryOperand:
         nbytes = row * self.rows.row * self.size + byte
         return self.source.at(nbytes) if nbytes <= MOST_OFFSET else (self.source + nbytes).at()
 

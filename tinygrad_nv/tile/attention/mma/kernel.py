@@ -26,11 +26,11 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced, row_start
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.dropout import Dropout
 from tinygrad_nv.tile.attention.mma.copy import ColumnRing, RowCopy
-from tinygrad_nv.tile.attention.mma.legality import held, padded, plan_of, require, stage_bytes, stored
+from tinygrad_nv.tile.attention.mma.plan import Plan, padded
 from tinygrad_nv.tile.attention.ragged_rest import clear, store_logs
+from tinygrad_nv.tile.attention.schedules import FlashMma
 from tinygrad_nv.tile.attention.score import Cells, Columns, Extents, Scores, Softmax, signed
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
 from tinygrad_nv.tile.expression import loads
@@ -39,14 +39,14 @@ from tinygrad_nv.tile.kernel import AttentionKernel
 from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.share import Cell
 from tinygrad_nv.tile.store import Store
+from tinygrad_nv.tile.template import GPU
 
 
-def flash_mma(spec: AttentionSpec, schedule: AnySchedule, arch: str = "sm_80") -> AttentionKernel:
-    """The kernel of an attention. Raises `ScheduleError` for an impossible schedule."""
-    require(schedule, spec, arch)
+def flash_mma(spec: AttentionSpec, schedule: FlashMma, gpu: GPU) -> AttentionKernel:
+    """The kernel of an attention, by a legal schedule."""
     # min_ctas: else ptxas may spill for one CTA more on a multiprocessor
-    k = Kernel("flash_mma", arch=arch, threads=schedule.threads, min_ctas=1)
-    _Writer(k, spec, schedule).write()
+    k = Kernel("flash_mma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
+    _Writer(k, Plan.of(spec, schedule)).write()
     batch, heads, group = spec.batch
     grid = (-(-spec.s_q // schedule.block_m), heads * group, batch + spec.ragged)
     return AttentionKernel("flash_mma", k.ptx(), grid, schedule.threads, k.dynamic_smem,
@@ -56,10 +56,10 @@ def flash_mma(spec: AttentionSpec, schedule: AnySchedule, arch: str = "sm_80") -
 class _Writer:
     """The kernel as it is written: the parameters, then the stages of the protocol above."""
 
-    def __init__(self, k: Kernel, spec: AttentionSpec, schedule: AnySchedule) -> None:
-        self.k, self.spec, self.schedule, s = k, spec, schedule, schedule
-        self.d, self.d_v = padded(spec.d), padded(spec.d_v)
-        self.warp_m = s.block_m // s.warps_m
+    def __init__(self, k: Kernel, plan: Plan) -> None:
+        self.k, self.plan, self.spec, self.schedule = k, plan, plan.spec, plan.schedule
+        spec, s = plan.spec, plan.schedule
+        self.d, self.d_v, self.warp_m = plan.d, plan.d_v, plan.warp_m
         self.out = k.pointer("out")
         self.log = k.pointer("l") if spec.log_sum else None
         self.q, self.keys, self.values = (k.pointer(name) for name in "qkv")
@@ -71,7 +71,6 @@ class _Writer:
         self.columns = Columns(k, spec, self.extents, self.first, s.block_m, s.block_n)
         self.scores = Scores(k, spec, self.extents, self.extras, self.batch, self.first + self.row,
                              s.block_m, s.block_n)
-        self.stored, self.plan = stored(spec), plan_of(s, spec)
 
     def _own_place(self) -> None:
         """The CTA's rows and head, the warp's rows."""
@@ -101,14 +100,12 @@ class _Writer:
 
     def write(self) -> None:
         """The whole kernel."""
-        k, spec, s = self.k, self.spec, self.schedule
-        stage, q_bytes = stage_bytes(s, spec), s.block_m * self.d * 2
-        self.held = held(s, spec)
-        ring = k.shared("ring", max(stage * s.depth, self.plan.smem_bytes), align=1024)
-        self.start, self.stage_bytes = ring.address(), stage
-        if self.held and q_bytes <= stage:  # fragments are read before the last stage is needed
-            self.q_start = self.start + (s.depth - 1) * stage
-        else: self.q_start = k.shared("q_rows", q_bytes, align=1024).address()
+        k, spec, plan = self.k, self.spec, self.plan
+        self.held, self.stage_bytes = plan.held, plan.stage_bytes
+        self.start = k.shared("ring", plan.ring_bytes, align=1024).address()
+        if plan.q_in_ring:  # fragments are read before the last stage is needed
+            self.q_start = self.start + (self.schedule.depth - 1) * self.stage_bytes
+        else: self.q_start = k.shared("q_rows", plan.q_bytes, align=1024).address()
         if k.hopper and not spec.ragged: k.wait_for_previous_grid()
         self._copies()
         self._fragments()
@@ -244,8 +241,8 @@ class _Writer:
         rows = extents.s_q if isinstance(extents.s_q, Value) else k.reg("u32", extents.s_q)
         if self.log is not None:
             store_logs(k, self.spec, self.log, logs, self.batch, self.first + self.row, rows)
-        if self.plan.smem_bytes: k.sync()
-        store = Store(k, self.stored, self.plan, self.out, [], rows, self.start)
+        if self.plan.store.smem_bytes: k.sync()
+        store = Store(k, self.plan.stored, self.plan.store, self.out, [], rows, self.start)
         cells = [Cell(16 * i, 8 * j, [cell]) for i, row in enumerate(self.sums) for j, cell in enumerate(row)]
         store.tile(self.first + self.row, k.reg("u32", 0), self.batch, cells)
         store.finish()

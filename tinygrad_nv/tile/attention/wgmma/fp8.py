@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.ptx.builder import SINK, Kernel, Place, Value
+from tinygrad_nv.ptx.builder import SINK, Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.access import advanced
 from tinygrad_nv.tile.attention.score import Cells, Scores, Softmax
 from tinygrad_nv.tile.attention.spec import RowScales
@@ -61,7 +61,7 @@ class Written(Ring):
         """A lane of each writer."""
         return self.writers
 
-    def acquire(self, at: Cursor) -> Place:
+    def acquire(self, at: Cursor) -> MemoryOperand:
         """Waits until the stage's readers are done; the barrier at which writers arrive."""
         full = self._full(at)
         self.k.mbarrier_wait(full.at(8 * self.depth), at.parity)

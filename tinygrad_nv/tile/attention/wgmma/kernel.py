@@ -23,14 +23,12 @@ way.
 """
 from __future__ import annotations
 
-from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced
-from tinygrad_nv.tile.any_schedule import AnySchedule
 from tinygrad_nv.tile.attention.ragged_rest import clear
+from tinygrad_nv.tile.attention.schedules import FlashWgmma
 from tinygrad_nv.tile.attention.score import Extents, Scores
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
-from tinygrad_nv.tile.attention.wgmma import legality as legal_flash_wgmma
 from tinygrad_nv.tile.attention.wgmma.blocks import Blocks
 from tinygrad_nv.tile.attention.wgmma.fp8 import Fp8Products, Turned
 from tinygrad_nv.tile.attention.wgmma.load import Loads
@@ -38,20 +36,15 @@ from tinygrad_nv.tile.attention.wgmma.main_loop import Products
 from tinygrad_nv.tile.attention.wgmma.plan import ROWS, WARPGROUP, Plan
 from tinygrad_nv.tile.attention.wgmma.store import Finish
 from tinygrad_nv.tile.attention.wgmma.tile_scheduler import Tile, Walk
+from tinygrad_nv.tile.gpu import machine_for
 from tinygrad_nv.tile.kernel import AttentionKernel
+from tinygrad_nv.tile.template import GPU
 
-DEFAULT = AnySchedule().using("flash_wgmma").block(128, 128)
 
-
-def flash_wgmma(spec: AttentionSpec, schedule: AnySchedule = DEFAULT, arch: str = "sm_90a",
-                sm_count: int = 132) -> AttentionKernel:
-    """The kernel of an attention on a GPU with `sm_count` multiprocessors. Raises `ScheduleError` for an
-    impossible schedule."""
-    if found := legal_flash_wgmma.problems(schedule, spec, arch):
-        raise ScheduleError(f"{schedule} cannot be: " + "; ".join(found), "a schedule without these problems",
-                            "change the tile, the warps or the stages")
-    plan = Plan.of(spec, schedule, sm_count)
-    k = Kernel("flash_wgmma", arch=arch, threads=schedule.threads, min_ctas=1)
+def flash_wgmma(spec: AttentionSpec, schedule: FlashWgmma, gpu: GPU) -> AttentionKernel:
+    """The kernel of an attention, by a legal schedule; its CTAs are at most as many as multiprocessors."""
+    plan = Plan.of(spec, schedule, machine_for(gpu.arch, gpu.sm_count).sm_count)
+    k = Kernel("flash_wgmma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
     writer = _Writer(k, plan)
     writer.write()
     return AttentionKernel("flash_wgmma", k.ptx(), plan.grid, schedule.threads, k.dynamic_smem,

@@ -4,7 +4,7 @@ from __future__ import annotations
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile import epilogue
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.tile.attention.schedules import FlashWgmma
 from tinygrad_nv.tile.attention.score import multiple
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Rows
 from tinygrad_nv.tile.attention.wgmma.plan import ROWS, Plan
@@ -19,10 +19,9 @@ MOST_COLUMNS = 256
 MOST_HELD, MOST_BESIDE, MOST_EVALUATED = {1: 224, 2: 212, 3: 128}, {1: 188, 2: 168, 3: 92}, 112
 
 
-def problems(schedule: AnySchedule, spec: AttentionSpec, arch: str) -> list[str]:
+def problems(spec: AttentionSpec, schedule: FlashWgmma, arch: str) -> list[str]:
     """Why the template cannot have this schedule; empty when it can."""
     if arch != "sm_90a": return [f"wgmma needs sm_90a, the target is {arch}"]
-    if schedule.template != "flash_wgmma": return [f"template {schedule.template!r} is not flash_wgmma"]
     if spec.q.dtype == dtypes.float32: return ["operands of f32 are of flash_fma"]
     if (spec.ragged or spec.kept < EVERY) and spec.scales is not None:
         return ["ragged batches and dropout of 8 bits: no template has them"]
@@ -31,7 +30,7 @@ def problems(schedule: AnySchedule, spec: AttentionSpec, arch: str) -> list[str]
     return [*out, *_scales(schedule, spec), *_room(Plan.of(spec, schedule))]
 
 
-def _scales(s: AnySchedule, spec: AttentionSpec) -> list[str]:
+def _scales(s: FlashWgmma, spec: AttentionSpec) -> list[str]:
     """A warp's rows and a block of columns have one scale each."""
     if spec.scales is None: return []
     sides = (("q", WARP_ROWS, "a warp's rows"), *((name, s.block_n, "a block of columns") for name in "kv"))
@@ -59,23 +58,21 @@ def no_tma(name: str, rows: Rows, count: int, batch: tuple[int, int, int]) -> li
     return out
 
 
-def _counts(s: AnySchedule, spec: AttentionSpec) -> list[str]:
-    """Of what is numbered, and of features that other templates have."""
+def _counts(s: FlashWgmma, spec: AttentionSpec) -> list[str]:
+    """Of what is numbered."""
     batch, heads, group = spec.batch
     grid = (("heads", heads * group), ("elements of the batch", batch + spec.ragged))
     out = [f"{count} {what} are above {MOST_GRID}, a grid's" for what, count in grid if count > MOST_GRID]
     far = max(spec.s_q, spec.s_kv, spec.s_q + spec.start) + 2 * (s.block_m + s.block_n)
     if far > MOST: out.append(f"places up to {far} are above {MOST}")
-    if s.splits > 1 or s.stream or s.cluster_m * s.cluster_n > 1 or s.swap:
-        out.append("splits, stream-K, clusters and swapped operands: CTAs share nothing here")
     return out
 
 
-def _extents(s: AnySchedule, size: int) -> list[str]:
+def _extents(s: FlashWgmma, size: int) -> list[str]:
     """Warpgroups and the tile."""
-    if s.warps_n != 1 or s.warps_m not in (8, 12, 16):
-        return [f"{s.warps_m * s.warps_n} warps: a producer and 1 to 3 consumers of 4 warps each are 8, 12 "
-                "or 16, along the rows"]
+    if s.warps_m not in (8, 12, 16):
+        return [f"{s.warps_m} warps: a producer and 1 to 3 consumers of 4 warps each are 8, 12 or 16, along "
+                "the rows"]
     out = []
     if s.mode == "pingpong" and s.consumers < 2:
         out.append(f"ping-pong with {s.consumers} consumer: {s.warps_m} warps - 4 of the producer, at least "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tinygrad_nv.ptx.builder import Kernel, Place, Value
+from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.attention.wgmma.blocks import Blocks
 from tinygrad_nv.tile.attention.wgmma.plan import TURNERS, WARPGROUP, Plan, map_argument, walked
 from tinygrad_nv.tile.attention.wgmma.tile_scheduler import Tile, Walk
@@ -82,7 +82,7 @@ class Loads:
             column.set(following)
         copy_values(column)
 
-    def _copy(self, which: int, tile: Tile, at: Value, target: Value, full: Place) -> None:
+    def _copy(self, which: int, tile: Tile, at: Value, target: Value, full: MemoryOperand) -> None:
         """The boxes of a tile of q, k or v, from row `at` (s32) on."""
         plan, spec = self.plan, self.plan.spec
         operand, rows = ((plan.q, spec.q), (plan.k, spec.k), (plan.v, spec.v))[which]

@@ -10,8 +10,9 @@ to whole wgmmas, 16 elements (32 of 8 bits); TMA brings zeros for what is not th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
-from tinygrad_nv.tile.any_schedule import AnySchedule
+from tinygrad_nv.tile.attention.schedules import FlashWgmma
 from tinygrad_nv.tile.attention.spec import AttentionSpec, Rows
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.launch import MapArgument
@@ -34,7 +35,7 @@ class Plan:
     """An attention by a schedule. `q`, `k`, `v` are tiles in shared memory, `out` that of a result which goes
     by TMA; `turned` are values of 8 bits once keys lie side by side, as wgmma takes them."""
     spec: AttentionSpec
-    schedule: AnySchedule
+    schedule: FlashWgmma
     q: OperandTile
     k: OperandTile
     v: OperandTile
@@ -43,7 +44,8 @@ class Plan:
     ctas: int = 0  # of persistent ones
 
     @staticmethod
-    def of(spec: AttentionSpec, schedule: AnySchedule, sm_count: int = 0) -> Plan:
+    @lru_cache(1024)
+    def of(spec: AttentionSpec, schedule: FlashWgmma, sm_count: int = 0) -> Plan:
         """The plan, for a GPU of so many multiprocessors; 0: one for each tile."""
         dtype, size, n = spec.q.dtype, spec.q.dtype.itemsize, schedule.block_n
         d, d_v = (padded(each, K_BYTES // size) for each in (spec.d, spec.d_v))

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from tinygrad_nv.tile.gemm.cost import Cost, resident_ctas
-from tinygrad_nv.tile.gemm.gemv.plan import MOST_CLUSTERED, Plan
+from tinygrad_nv.tile.gemm.gemv.plan import MOST_CLUSTERED, GemvPlan
 from tinygrad_nv.tile.gemm.schedules import Gemv
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gemm.work import Ending, Work, finished
@@ -21,7 +21,7 @@ class GemvCost(Cost[Gemv]):
 
     def work(self, spec: GemmSpec, s: Gemv, machine: Machine, end: Ending) -> Work:
         """A weight goes to the tensor cores, or is widened and multiplied for each row."""
-        plan = Plan.of(spec, s)
+        plan = GemvPlan.of(spec, s)
         lanes = s.tile(spec).width * s.block_k * (1.0 if plan.tensor else 1.5 + 1.25 * plan.spec.m)
         finish = finished(min(spec.m, spec.n) * s.block_n, end, STORE_OPERATIONS)
         return Work(0, 0, lanes / machine.fp32_fma, finish, plan.warps_k)

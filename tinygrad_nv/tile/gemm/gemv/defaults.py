@@ -1,7 +1,7 @@
 """gemv's schedules worth trying first: warps with some columns and steps each, side by side or along K."""
 from __future__ import annotations
 
-from tinygrad_nv.tile.gemm.gemv.plan import Plan, turns
+from tinygrad_nv.tile.gemm.gemv.plan import GemvPlan, turns
 from tinygrad_nv.tile.gemm.schedules import MOST_ROWS, Gemv
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.limits import SMEM_BYTES
@@ -13,7 +13,7 @@ def candidates(spec: GemmSpec, gpu: GPU) -> list[Gemv]:
     made, base = [], Gemv().columns(64)
     if turns(spec): base = base.swapped()
     elif spec.m > MOST_ROWS: return []
-    plan = Plan.of(spec, base)
+    plan = GemvPlan.of(spec, base)
     nbytes = plan.spec.m * spec.k * spec.a.dtype.itemsize
     base = base.split(-(-nbytes * 2 // SMEM_BYTES[gpu.arch]))
     for warps in (4, 8):

@@ -14,15 +14,16 @@ from collections.abc import Callable, Sequence
 from tinygrad_nv.ptx.builder import Kernel, Shared, Value
 from tinygrad_nv.tile.epilogue import finished, loaded, stored
 from tinygrad_nv.tile.expression import Load
-from tinygrad_nv.tile.gemm.gemv.main_loop import Lanes
-from tinygrad_nv.tile.gemm.gemv.plan import Plan
+from tinygrad_nv.tile.gemm.gemv.main_loop import GemvLanes
+from tinygrad_nv.tile.gemm.gemv.plan import GemvPlan
 from tinygrad_nv.tile.gemm.splits import is_last
 
 
-class Finish:
-    """The end of a kernel."""
+class GemvEpilogue:
+    """The epilogue of a kernel."""
 
-    def __init__(self, k: Kernel, plan: Plan, lanes: Lanes, smem: Shared, rows: Value, batch: list[Value],
+    def __init__(self, k: Kernel, plan: GemvPlan, lanes: GemvLanes, smem: Shared, rows: Value,
+                 batch: list[Value],
                  batched: Callable[[tuple[int, ...], int], Value], warp_k: Value, warp_n: Value, out: Value,
                  extras: list[Value], shared: Sequence[Value]) -> None:
         self.k, self.plan, self.spec, self.lanes, self.rows = k, plan, plan.spec, lanes, rows

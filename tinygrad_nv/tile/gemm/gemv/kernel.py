@@ -19,10 +19,9 @@ from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.gemm.gemv import operands as w
-from tinygrad_nv.tile.gemm.gemv.epilogue import Finish
+from tinygrad_nv.tile.gemm.gemv.epilogue import GemvEpilogue
 from tinygrad_nv.tile.gemm.gemv.main_loop import Slot, lanes_of
-from tinygrad_nv.tile.gemm.gemv.plan import Plan
-from tinygrad_nv.tile.gemm.legality import require
+from tinygrad_nv.tile.gemm.gemv.plan import GemvPlan
 from tinygrad_nv.tile.gemm.schedules import Gemv
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
 from tinygrad_nv.tile.kernel import GemmKernel
@@ -30,15 +29,14 @@ from tinygrad_nv.tile.template import GPU
 
 
 def gemv(spec: GemmSpec, schedule: Gemv, gpu: GPU) -> GemmKernel:
-    """The kernel of a product with at most 16 rows (of operand a; of b, where the schedule swaps). Raises
-    `ScheduleError` for an impossible schedule."""
-    require(spec, schedule, gpu)
-    plan = Plan.of(spec, schedule)
+    """The kernel of a product with at most 16 rows (of operand a; of b, where the schedule swaps), by a
+    legal schedule."""
+    plan = GemvPlan.of(spec, schedule)
     spec = plan.spec
     cluster = (1, plan.splits, 1) if plan.clustered(gpu.arch) else ()
     k = Kernel("gemv", arch=gpu.arch, threads=schedule.threads, cluster=cluster,
                min_ctas=plan.ctas_an_sm)
-    _Writer(k, plan, swapped=schedule.swap).write()
+    _GemvKernel(k, plan, swapped=schedule.swap).write()
     shared = plan.splits > 1 and not cluster
     tiles = plan.blocks_n * spec.matrices
     nbytes = 4 * tiles * plan.splits * spec.parts * spec.m * schedule.block_n if shared else 0
@@ -47,10 +45,10 @@ def gemv(spec: GemmSpec, schedule: Gemv, gpu: GPU) -> GemmKernel:
                       flags=tiles if shared else 0, pdl=k.hopper)
 
 
-class _Writer:
+class _GemvKernel:
     """The kernel as it is written."""
 
-    def __init__(self, k: Kernel, plan: Plan, swapped: bool) -> None:
+    def __init__(self, k: Kernel, plan: GemvPlan, swapped: bool) -> None:
         self.k, self.plan, self.spec, self.schedule = k, plan, plan.spec, plan.schedule
         spec = plan.spec
         out = k.pointer("out")
@@ -69,7 +67,8 @@ class _Writer:
         self.warp_n, self.warp_k = self.warps()
         self.ring: dict[Slot, list[Value]] = {}
         self.policy = self.created_policy()
-        # ptxas moves ld.global.nc to before griddepcontrol.wait: to it, nobody ever writes what that reads
+        # ptxas moves ld.global.nc to before griddepcontrol.wait: it assumes that what they read is never
+        # written
         self.read = "ld.global" if k.hopper else "ld.global.nc"
         self.more: Value | None = None  # whether the warp has an iteration after this one
 
@@ -134,7 +133,8 @@ class _Writer:
                 self.lanes.advance(a_round * plan.itemsize)
         if plan.tail: self.write_tail(start)
         if k.hopper: k.launch_dependents()
-        Finish(k, plan, self.lanes, self.smem, self.rows, self.batch, self.batched, self.warp_k, self.warp_n,
+        GemvEpilogue(k, plan, self.lanes, self.smem, self.rows, self.batch, self.batched, self.warp_k,
+                     self.warp_n,
                self.out, self.extras, self.shared).write()
 
     def iterations(self, first_block: Value) -> Value:

@@ -7,7 +7,7 @@ from tinygrad_nv.tile.gemm.gemv.plan import (
     MOST_SUMS,
     OTHER_REGISTERS,
     REGISTERS,
-    Plan,
+    GemvPlan,
 )
 from tinygrad_nv.tile.gemm.schedules import MOST_ROWS, Gemv
 from tinygrad_nv.tile.gemm.spec import GemmSpec
@@ -23,11 +23,11 @@ def problems(spec: GemmSpec, schedule: Gemv, arch: str) -> list[str]:
         hint = "; n is not: swapped()" if not s.swap and spec.n <= MOST_ROWS else ""
         return [f"{'n' if s.swap else 'm'}={few} is above {MOST_ROWS}{hint}"]
     if s.threads > 1024: return [f"{s.warps_m} warps are {s.threads} threads, at most 1024"]
-    plan = Plan.of(spec, s)
+    plan = GemvPlan.of(spec, s)
     return _block_problems(plan) or _extent_problems(plan, arch)
 
 
-def _block_problems(plan: Plan) -> list[str]:
+def _block_problems(plan: GemvPlan) -> list[str]:
     s, out = plan.schedule, []
     if s.block_n % plan.granule:
         out.append(f"block_n={s.block_n} is not a multiple of the {plan.granule} columns of a warp")
@@ -36,7 +36,7 @@ def _block_problems(plan: Plan) -> list[str]:
     return out
 
 
-def _extent_problems(plan: Plan, arch: str) -> list[str]:
+def _extent_problems(plan: GemvPlan, arch: str) -> list[str]:
     """Of registers, shared memory, grid and offsets, with tiles that are multiples."""
     spec, s, out = plan.spec, plan.schedule, []
     if plan.loaded > MOST_LOADED:

@@ -18,23 +18,23 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.gemm.gemv import operands as w
-from tinygrad_nv.tile.gemm.gemv.plan import Plan
-from tinygrad_nv.tile.gemm.spec import BYTES, FP8
+from tinygrad_nv.tile.gemm.gemv.plan import GemvPlan
+from tinygrad_nv.tile.gemm.spec import FP8, INT8S
 
 Slot = tuple[int, int, int, int]  # step, part, chunk along n, row of K
 # sum, part, row and column from the lane's corner on, which lanes have it
 Sums = list[tuple[Value, int, int, int, Value | None]]
 
 
-class Lanes:
+class GemvLanes:
     """A lane's place, its sums, and how it reads activations. `words_of(slot)` gives a chunk's words,
     `again(slot)` loads the next one in its place."""
 
-    def __init__(self, k: Kernel, plan: Plan, words_of: Callable[[Slot], list[Value]],
+    def __init__(self, k: Kernel, plan: GemvPlan, words_of: Callable[[Slot], list[Value]],
                  again: Callable[[Slot], None]) -> None:
         self.k, self.plan, self.words_of, self.again = k, plan, words_of, again
         self.m, self.parts, self.dtype = plan.spec.m, plan.spec.parts, plan.spec.b.dtype
-        self.total = "s32" if self.dtype in BYTES else "f32"
+        self.total = "s32" if self.dtype in INT8S else "f32"
         lane = k.special("laneid")
         self.lane_k, self.lane_n = lane % plan.lanes_k, lane // plan.lanes_k
         # where this lane's activations begin; mma.sync: for each 8 rows of them
@@ -105,7 +105,7 @@ class Lanes:
         return total
 
 
-class RowsByLanes(Lanes):
+class RowsByLanes(GemvLanes):
     """CUDA cores, chunks along K: each lane has its part of K of each row; shuffles add the parts. Bytes are
     multiplied four at a time by dp4a."""
 
@@ -182,7 +182,7 @@ class RowsByLanes(Lanes):
         return keep + self.from_lane(give, distance)
 
 
-class ColumnsByLanes(Lanes):
+class ColumnsByLanes(GemvLanes):
     """CUDA cores, chunks along n: each lane has its columns and some rows of K, whose activations are the
     same for all columns."""
 
@@ -215,7 +215,7 @@ class ColumnsByLanes(Lanes):
                 for e, total in enumerate(self.sums[p][r][i])]
 
 
-class Tensor(Lanes):
+class TensorCoreLanes(GemvLanes):
     """mma.sync: sums of 16 rows of weights × 8 of activations."""
 
     def begin(self) -> None:
@@ -262,7 +262,7 @@ class Tensor(Lanes):
         raise NotImplementedError
 
 
-class TensorRows(Tensor):
+class TensorRows(TensorCoreLanes):
     """Chunks along K: fragments as they are loaded."""
 
     def take(self, step: int) -> None:
@@ -277,7 +277,7 @@ class TensorRows(Tensor):
     def slot(self, pair: int, high: int) -> int: return 16 * pair + 8 * high
 
 
-class TensorColumns(Tensor):
+class TensorColumns(TensorCoreLanes):
     """Chunks along n: 8 rows of K a lane, transposed by prmt so that a word has one column."""
 
     def take(self, step: int) -> None:
@@ -316,7 +316,7 @@ def at_most(k: Kernel, value: Value, most: int) -> Value:
     return made
 
 
-def lanes_of(plan: Plan) -> type[Lanes]:
+def lanes_of(plan: GemvPlan) -> type[GemvLanes]:
     """How a plan multiplies."""
     if plan.tensor: return TensorRows if plan.along == "k" else TensorColumns
     return RowsByLanes if plan.along == "k" else ColumnsByLanes

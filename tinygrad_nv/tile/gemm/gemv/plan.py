@@ -24,7 +24,7 @@ from math import gcd
 from typing import Literal
 
 from tinygrad_nv.tile.gemm.schedules import MOST_ROWS, Gemv
-from tinygrad_nv.tile.gemm.spec import BYTES, FP8, HALVES, GemmSpec
+from tinygrad_nv.tile.gemm.spec import FLOAT16S, FP8, INT8S, GemmSpec
 
 CHUNK = 16  # bytes
 MOST_SUMS = 128  # registers of a lane
@@ -40,7 +40,7 @@ def turns(spec: GemmSpec) -> bool:
 
 
 @dataclass(frozen=True)
-class Plan:
+class GemvPlan:
     """See above. `width` and `chunk` are bytes, the rest elements, lanes, warps and counts."""
     spec: GemmSpec
     schedule: Gemv
@@ -52,12 +52,12 @@ class Plan:
 
     @staticmethod
     @lru_cache(1024)
-    def of(spec: GemmSpec, schedule: Gemv) -> Plan:
+    def of(spec: GemmSpec, schedule: Gemv) -> GemvPlan:
         """The plan, of the product with activations on the left."""
         if schedule.swap: spec = spec.swapped()
         along, size = _along(spec), spec.b.dtype.itemsize
         kind = spec.b.dtype
-        tensor = kind in FP8 or (kind in (*HALVES, *BYTES) and spec.m > 1)
+        tensor = kind in FP8 or (kind in (*FLOAT16S, *INT8S) and spec.m > 1)
         chunk = CHUNK
         # on CUDA cores each column of a chunk has a sum for each row of activations
         while along == "n" and not tensor and chunk > 4 and chunk // size * spec.m * spec.parts > MOST_SUMS:
@@ -65,7 +65,7 @@ class Plan:
         lanes_k = 4
         if along == "k" and not tensor:
             while lanes_k < 32 and lanes_k * CHUNK // size < spec.k: lanes_k *= 2
-        return Plan(spec, schedule, along, tensor, min(chunk, _width(spec, along)), chunk, lanes_k)
+        return GemvPlan(spec, schedule, along, tensor, min(chunk, _width(spec, along)), chunk, lanes_k)
 
     # **** a lane ****
 

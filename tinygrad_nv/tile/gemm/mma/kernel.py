@@ -1,4 +1,4 @@
-"""Matrix products with mma.sync: a ring of cp.async stages, fragments by ldmatrix. For sm_80 and later, and
+"""Matmuls with mma.sync: a ring of cp.async stages, fragments by ldmatrix. For sm_80 and later, and
 for any extents, strides and alignment.
 
     the first `depth - 1` tiles along K are on their way; fragments of the first step are read
@@ -23,8 +23,7 @@ from dataclasses import replace
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.fragments import Fragments, instruction
-from tinygrad_nv.tile.gemm.legality import require
-from tinygrad_nv.tile.gemm.mma.plan import Plan
+from tinygrad_nv.tile.gemm.mma.plan import MmaPlan
 from tinygrad_nv.tile.gemm.schedules import Mma
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
 from tinygrad_nv.tile.gemm.splits import Splits
@@ -42,24 +41,23 @@ Operands = list[list[list[Value]]]  # of A and each part of B, by 16 rows or col
 
 
 def gemm_mma(spec: GemmSpec, schedule: Mma, gpu: GPU) -> GemmKernel:
-    """The kernel of a product. Raises `ScheduleError` for an impossible schedule."""
-    require(spec, schedule, gpu)
-    plan = Plan.of(spec, schedule)
+    """The kernel of a product, by a legal schedule."""
+    plan = MmaPlan.of(spec, schedule)
     # min_ctas: else ptxas spills a word here and there for one CTA more on a multiprocessor
     k = Kernel("gemm_mma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
-    writer = _Writer(k, plan)
+    writer = _MmaKernel(k, plan)
     writer.write()
-    walk, splits = writer.walk, writer.splits
-    return GemmKernel("gemm_mma", k.ptx(), walk.grid, schedule.threads, k.dynamic_smem,
+    scheduler, splits = writer.scheduler, writer.splits
+    return GemmKernel("gemm_mma", k.ptx(), scheduler.grid, schedule.threads, k.dynamic_smem,
                       workspace_bytes=splits.workspace_bytes, flags=splits.flags,
                       rows_of_cta=schedule.block_m if plan.spec.symbolic else 0,
-                      ctas_of_rows=walk.ctas_of_rows, pdl=k.hopper)
+                      ctas_of_rows=scheduler.ctas_of_rows, pdl=k.hopper)
 
 
-class _Writer:
+class _MmaKernel:
     """The kernel as it is written: the parameters, then the stages of the protocol above."""
 
-    def __init__(self, k: Kernel, plan: Plan) -> None:
+    def __init__(self, k: Kernel, plan: MmaPlan) -> None:
         self.k, self.plan, self.spec, self.schedule = k, plan, plan.spec, plan.schedule
         spec, s = plan.spec, plan.schedule
         self.columns, self.steps = plan.columns, plan.steps
@@ -71,9 +69,9 @@ class _Writer:
         if s.swap: a, b = b, a
         self.extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
         self.rows: Value | int = k.param("m", "u32") if spec.symbolic else spec.m
-        self.walk = Walk(k, spec, s, self.rows)
-        self.splits.begin(self.walk)
-        self.first_m, self.first_n = self.walk.m * s.block_m, self.walk.n * self.columns
+        self.scheduler = Walk(k, spec, s, self.rows)
+        self.splits.begin(self.scheduler)
+        self.first_m, self.first_n = self.scheduler.m * s.block_m, self.scheduler.n * self.columns
         self.copies = self._copies(a, b)
         warp = k.tid.x >> 5
         self.row, self.column = warp % s.warps_m * self.warp_m, warp // s.warps_m * self.warp_n
@@ -85,7 +83,7 @@ class _Writer:
     def batched(self, strides: tuple[int, ...], offset: int) -> Value:
         """Elements before this CTA's matrix: u64."""
         at = self.k.reg("u64", offset)
-        for index, stride in zip(self.walk.batch, strides, strict=True):
+        for index, stride in zip(self.scheduler.batch, strides, strict=True):
             if stride: at = at + index.to("u64") * stride
         return at
 
@@ -123,7 +121,7 @@ class _Writer:
         zero = 0.0 if kind == "f32" else 0
         self.sums: list[Sums] = [[[k.regs(kind, 4, zero) for _ in range(self.warp_n // 8)]
                                   for _ in range(self.warp_m // 16)] for _ in range(spec.parts)]
-        depth = min(self.schedule.depth, self.splits.least_tiles)
+        depth = min(self.schedule.depth, max(self.splits.least_tiles, 2 if self.splits.one_or_two else 1))
         ring = k.shared("ring", max(self.stage_bytes * depth, self.plan.store.smem_bytes), align=1024)
         self.start, self.depth = ring.address(), depth
         if k.hopper:
@@ -166,7 +164,7 @@ class _Writer:
         for step in range(self.steps):
             with self.k.comment(f"step {step}"):
                 self._load(step, registers)
-                self._products(registers)
+                self._multiply_step(registers)
         self._next_stage()
 
     def _steps_in_turns(self, sets: list[Operands]) -> None:
@@ -177,12 +175,13 @@ class _Writer:
                     self._next_stage()
                     self._arrived()
             with self.k.comment(f"step {step}"):
-                self._products(sets[step % 2], (step + 1) % self.steps, sets[(step + 1) % 2])
+                self._multiply_step(sets[step % 2], (step + 1) % self.steps, sets[(step + 1) % 2])
 
     def double_buffered(self) -> bool:
         """Whether there are registers for fragments of two steps; they take turns, so steps are even. Single
         bytes are four registers and more each while they are read."""
-        if any(f.mn_major and f.dtype.itemsize == 1 for f in self.fragments): return False
+        if self.splits.one_or_two or any(f.mn_major and f.dtype.itemsize == 1 for f in self.fragments):
+            return False  # a split of one tile has no second one to read fragments of
         sums = self.warp_m * self.warp_n * self.spec.parts // 32
         fragments = (self.warp_m + self.warp_n * self.spec.parts) // 4
         return self.steps % 2 == 0 and sums + 2 * fragments <= REGISTERS
@@ -212,8 +211,8 @@ class _Writer:
         """Fragments of a step of the tile at `reading`."""
         for fragments, registers in zip(self.fragments, into, strict=True): fragments.load(step, registers)
 
-    def _products(self, operands: Operands, step: int = 0, after: Operands | None = None) -> None:
-        """All products of the warp's tile for one step; between them, the fragments of the step `after`."""
+    def _multiply_step(self, operands: Operands, step: int = 0, after: Operands | None = None) -> None:
+        """All mmas of the warp's tile for one step; between them, the fragments of the step `after`."""
         shape, types = instruction(self.spec.a.dtype, self.spec.b.dtype)
         a, *parts = operands
         if after:
@@ -229,12 +228,12 @@ class _Writer:
     # **** the result ****
 
     def store(self) -> None:
-        """The epilogue of the warp's share of the tile, by way of the ring, that nobody needs any more."""
+        """The epilogue of the warp's share of the tile, by way of the ring, which is no longer needed."""
         k = self.k
         if self.plan.store.smem_bytes: k.sync()
         rows = self.rows if isinstance(self.rows, Value) else k.reg("u32", self.rows)
         store = Store(k, self.spec.stored, self.plan.store, self.out, self.extras, rows, self.start)
         cells = [Cell(16 * i, 8 * j, [part[i][j] for part in self.sums])
                  for i in range(self.warp_m // 16) for j in range(self.warp_n // 8)]
-        store.tile(self.first_m + self.row, self.first_n + self.column, self.walk.batch, cells)
+        store.tile(self.first_m + self.row, self.first_n + self.column, self.scheduler.batch, cells)
         store.finish()

@@ -4,7 +4,7 @@ from __future__ import annotations
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile import limits
-from tinygrad_nv.tile.gemm.mma.plan import Plan
+from tinygrad_nv.tile.gemm.mma.plan import MmaPlan
 from tinygrad_nv.tile.gemm.schedules import Mma
 from tinygrad_nv.tile.gemm.spec import FP8, GemmSpec, Operand
 
@@ -18,7 +18,7 @@ def problems(spec: GemmSpec, schedule: Mma, arch: str) -> list[str]:
     s, out = schedule, _spec_problems(spec, arch)
     if s.swap and (spec.parts > 1 or spec.symbolic):
         return [*out, "swap of several parts, or of symbolic rows"]
-    plan = Plan.of(spec, s)
+    plan = MmaPlan.of(spec, s)
     spec = plan.spec
     size = spec.a.dtype.itemsize
     out += _extent_problems("block_m", s.block_m, s.warps_m, 1, spec.a)
@@ -77,7 +77,7 @@ def _copy_problems(s: Mma, spec: GemmSpec) -> list[str]:
     return out
 
 
-def _resource_problems(plan: Plan, arch: str) -> list[str]:
+def _resource_problems(plan: MmaPlan, arch: str) -> list[str]:
     spec, s, size = plan.spec, plan.schedule, plan.spec.a.dtype.itemsize
     out, needed, most = [], plan.ring_bytes, limits.SMEM_BYTES[arch]
     if needed > most:

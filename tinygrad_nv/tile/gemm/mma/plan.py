@@ -1,6 +1,6 @@
 """What follows from a spec and a schedule of `gemm_mma`: tiles and counts. Numbers only.
 
-Protocol: `Plan.of` is for pairs that legality.py allows; it computes, and refuses nothing. Both the check
+Protocol: `MmaPlan.of` is for pairs that legality.py allows; it computes, and refuses nothing. Both the check
 and the kernel take their arithmetic from here.
 """
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tinygrad_nv.tile.store_plan import StorePlan, store_plan, warp_tile
 
 
 @dataclass(frozen=True)
-class Plan:
+class MmaPlan:
     """A product by a schedule. Rows and columns are the computed product's: operands have changed places
     where the schedule is swapped."""
     spec: GemmSpec
@@ -23,9 +23,9 @@ class Plan:
 
     @staticmethod
     @lru_cache(1024)
-    def of(spec: GemmSpec, schedule: Mma) -> Plan:
+    def of(spec: GemmSpec, schedule: Mma) -> MmaPlan:
         """The plan; of the transposed product where the schedule is swapped."""
-        return Plan(spec.swapped() if schedule.swap else spec, schedule)
+        return MmaPlan(spec.swapped() if schedule.swap else spec, schedule)
 
     @property
     def columns(self) -> int:

@@ -1,4 +1,4 @@
-"""Matrix products with wgmma and TMA: one warpgroup loads, the others multiply. For sm_90a.
+"""Matmuls with wgmma and TMA: one warpgroup loads, the others multiply. For sm_90a.
 
     producer, one thread:                      consumers, a warpgroup each:
         for each tile of this CTA:                 for each tile (or each of my turns):
@@ -6,30 +6,34 @@
                 wait until the stage is read               wait until the stage is full
                 copies of A and B into it                  products of my rows of A with B
                                                            the stage before is read
-                                                       finish the sums, store what lies inside
+                                                       run the epilogue, store what lies inside
 
 Consumers share each tile's rows, or take turns at whole tiles (ping-pong), so that one multiplies while the
 other stores. CTAs are persistent: as many as there are multiprocessors, each with tiles far apart
 (tile_scheduler.py), so that the producer runs ahead into the next tile while the consumers store. The CTAs of
 a cluster bring each a part of what they share, to all of them (multicast). The ring is tile/pipeline.py's.
-Where several CTAs have parts of one tile's K, their sums meet before they are stored (reduction.py).
+Where several CTAs have parts of one tile's K, their sums are reduced before they are stored (reduction.py).
 
-It is launched early: whoever touches global memory, the thread that loads and the consumers, waits for the
-kernel before once the barriers are made. The kernel after may begin once all CTAs' last copies are on their
+It is launched with PDL: the thread that loads and the consumers, which access global memory, wait for the
+previous kernel once the barriers are made. The kernel after may begin once all CTAs' last copies are on their
 way.
 """
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.gemm.legality import require
 from tinygrad_nv.tile.gemm.schedules import Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.gemm.wgmma.load import Loads
-from tinygrad_nv.tile.gemm.wgmma.main_loop import Products
-from tinygrad_nv.tile.gemm.wgmma.plan import REGISTERS, WARPGROUP, Plan
-from tinygrad_nv.tile.gemm.wgmma.reduction import Meeting, Split, Stream, cluster_together
-from tinygrad_nv.tile.gemm.wgmma.store import Finish
-from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import Walk
+from tinygrad_nv.tile.gemm.wgmma.load import GemmLoads
+from tinygrad_nv.tile.gemm.wgmma.main_loop import MainLoop
+from tinygrad_nv.tile.gemm.wgmma.plan import REGISTERS, WARPGROUP, WgmmaPlan
+from tinygrad_nv.tile.gemm.wgmma.reduction import (
+    ClusterReduction,
+    StreamKReduction,
+    TileReduction,
+    cluster_together,
+)
+from tinygrad_nv.tile.gemm.wgmma.store import WgmmaEpilogue
+from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import PersistentTileScheduler
 from tinygrad_nv.tile.gpu import machine_for
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.pipeline import Ring, Turns
@@ -37,50 +41,50 @@ from tinygrad_nv.tile.template import GPU
 
 
 def gemm_wgmma(spec: GemmSpec, schedule: Wgmma, gpu: GPU) -> GemmKernel:
-    """The kernel of a product, with as many CTAs as the GPU runs at once. Raises `ScheduleError` for an
-    impossible schedule."""
-    require(spec, schedule, gpu)
-    plan = Plan.of(spec, schedule)
+    """The kernel of a product, by a legal schedule, with as many CTAs as the GPU runs at once."""
+    plan = WgmmaPlan.of(spec, schedule)
     ctas = plan.ctas(machine_for(gpu.arch, gpu.sm_count).sm_count, gpu.clusters)
     k = Kernel("gemm_wgmma", arch=gpu.arch, threads=schedule.threads, min_ctas=1,
                cluster=(plan.cluster, 1, 1) if plan.cluster > 1 else ())
-    writer = _Writer(k, plan, ctas)
+    writer = _WgmmaKernel(k, plan, ctas)
     writer.write()
     # a symbolic grid is that of the most rows, unless each cluster has one tile, which it must have
     each = ctas // plan.extents[0] if spec.symbolic and schedule.splits > 1 else 0
     return GemmKernel("gemm_wgmma", k.ptx(), (ctas, 1, 1), schedule.threads, k.dynamic_smem,
                       cluster=(plan.cluster, 1, 1), maps=writer.maps,
-                      workspace_bytes=writer.meeting.workspace_bytes, flags=writer.meeting.flags,
+                      workspace_bytes=writer.reduction.workspace_bytes, flags=writer.reduction.flags,
                       rows_of_cta=schedule.block_m if each else 0, ctas_of_rows=each or 1, pdl=True)
 
 
-class _Writer:
+class _WgmmaKernel:
     """The kernel as it is written: parameters and shared memory, then the two roles."""
 
-    def __init__(self, k: Kernel, plan: Plan, ctas: int) -> None:
+    def __init__(self, k: Kernel, plan: WgmmaPlan, ctas: int) -> None:
         self.k, self.plan, spec = k, plan, plan.spec
         out = k.pointer("out")
         shared = [k.pointer(name) for name in ("workspace", "flags")] if plan.schedule.stream else []
         for name in ("a", "b"): k.pointer(name)  # the tensor maps'
         extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
         rows: Value | int = k.param("m", "u32") if spec.symbolic else spec.m
-        self.walk = Walk(k, plan, rows, ctas)
-        self.loads = Loads(k, plan, 1 + len(shared))
+        self.scheduler = PersistentTileScheduler(k, plan, rows, ctas)
+        self.loads = GemmLoads(k, plan, 1 + len(shared))
         self.ring = Ring(k, plan.schedule.depth, plan.stage_bytes, WARPGROUP // 32 * plan.readers,
                          plan.peers)
         self.turns = Turns(k, plan.consumers, WARPGROUP // 32) if plan.pingpong else None
-        self.products = Products(k, plan, self.ring, self.turns, self.loads)
-        self.finish = Finish(k, plan, out, extras, rows)
-        self.maps = (*self.loads.maps, *self.finish.maps)
-        self.meeting: Meeting = Stream(self.products, self.walk, self.finish, shared) if shared else \
-            (Split if plan.schedule.splits > 1 else Meeting)(self.products, self.walk, self.finish)
+        self.main_loop = MainLoop(k, plan, self.ring, self.turns, self.loads)
+        self.epilogue = WgmmaEpilogue(k, plan, out, extras, rows)
+        self.maps = (*self.loads.maps, *self.epilogue.maps)
+        ends = self.main_loop, self.scheduler, self.epilogue
+        self.reduction: TileReduction
+        if shared: self.reduction = StreamKReduction(*ends, shared)
+        else: self.reduction = (ClusterReduction if plan.schedule.splits > 1 else TileReduction)(*ends)
 
     def write(self) -> None:
         """The whole kernel."""
         k, plan = self.k, self.plan
         with k.comment("one thread makes the barriers, and has the tensor maps fetched"):
             with k.if_(k.tid.x == 0):
-                for each in (*self.loads.tensor_maps, *self.finish.tensor_maps):
+                for each in (*self.loads.tensor_maps, *self.epilogue.tensor_maps):
                     k.emit("prefetch.tensormap", each.at())
                 self.ring.init()
                 if self.turns is not None: self.turns.init()
@@ -94,14 +98,14 @@ class _Writer:
             if plan.schedule.splits > 1: cluster_together(k)
         with k.else_(), k.comment("consumers"):
             if more: k.setmaxnreg(more, more=True)
-            self.products.begin()
+            self.main_loop.begin()
             k.wait_for_previous_grid()
             self.consume()
         if plan.cluster > 1:
-            with k.comment("nobody leaves while others may still write to its shared memory"): self.together()
+            with k.comment("no CTA exits while others may still write to its shared memory"): self.together()
 
     def together(self) -> None:
-        """Everybody of the CTA, or of the cluster, is here."""
+        """A barrier of the CTA, or of the cluster."""
         if self.plan.cluster == 1: self.k.sync()
         else: cluster_together(self.k)
 
@@ -109,9 +113,9 @@ class _Writer:
         """Fills stages, tile after tile."""
         k, at = self.k, self.ring.cursor(producer=True)
         k.wait_for_previous_grid()
-        with self.walk.pieces() as piece:
-            self.loads.begin(self.walk.corner(piece.number), piece.first)
-            with k.loop(0, piece.count):
+        with self.scheduler.work_tiles() as work_tile:
+            self.loads.begin(self.scheduler.corner(work_tile.number), work_tile.first)
+            with k.loop(0, work_tile.count):
                 full = self.ring.acquire(at)
                 self.loads.issue(at.stage, full)
                 at.advance()
@@ -119,8 +123,8 @@ class _Writer:
 
     def consume(self) -> None:
         """Multiplies and stores, tile after tile; in ping-pong every second (or third) one."""
-        plan, products = self.plan, self.products
-        with self.walk.pieces(products.consumer if plan.pingpong else None) as piece:
-            self.meeting.settle(piece, products.sum(piece.count))
-            if plan.pingpong: products.at.skip((plan.consumers - 1) * plan.iterations)
-        self.finish.to.finish()
+        plan, main_loop = self.plan, self.main_loop
+        with self.scheduler.work_tiles(main_loop.consumer if plan.pingpong else None) as work_tile:
+            self.reduction.finalize(work_tile, main_loop.sum(work_tile.count))
+            if plan.pingpong: main_loop.at.skip((plan.consumers - 1) * plan.iterations)
+        self.epilogue.to.finish()

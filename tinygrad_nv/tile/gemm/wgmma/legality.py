@@ -5,8 +5,8 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile import limits
 from tinygrad_nv.tile.gemm.schedules import Wgmma
-from tinygrad_nv.tile.gemm.spec import BYTES, GemmSpec, Operand
-from tinygrad_nv.tile.gemm.wgmma.plan import Plan
+from tinygrad_nv.tile.gemm.spec import INT8S, GemmSpec, Operand
+from tinygrad_nv.tile.gemm.wgmma.plan import WgmmaPlan
 from tinygrad_nv.tile.wgmma_tiles import K_BYTES, MOST_BOX, SPANS, OperandTile, taken, unreachable, walked
 
 BYTE_COLUMNS = (8, 16, 24, *range(32, 257, 16))  # of wgmma.s32
@@ -21,7 +21,7 @@ def problems(spec: GemmSpec, schedule: Wgmma, arch: str) -> list[str]:
     computed = spec.swapped() if schedule.swap else spec
     out = _operands(computed)
     if found := _warps(schedule) or _extents(schedule, computed): return out + found
-    plan = Plan.of(spec, schedule)
+    plan = WgmmaPlan.of(spec, schedule)
     return [*out, *_tile("block_m", plan.a, schedule), *_tile("block_n", plan.b, schedule), *_room(plan),
             *_cluster(plan), *_shared_sums(plan)]
 
@@ -62,7 +62,7 @@ def _extents(s: Wgmma, spec: GemmSpec) -> list[str]:
         out.append(f"block_m={s.block_m} is not a multiple of {many} up to {MOST_BOX}")
     if s.block_n % 8 or s.block_n > 256:
         out.append(f"block_n={s.block_n} is not a multiple of 8 up to 256: no such wgmma")
-    elif spec.a.dtype in BYTES and s.block_n not in BYTE_COLUMNS:
+    elif spec.a.dtype in INT8S and s.block_n not in BYTE_COLUMNS:
         out.append(f"block_n={s.block_n} for bytes is not 8, 16, 24 or a multiple of 16 up to 256")
     if s.block_n % (8 * spec.parts):
         out.append(f"block_n={s.block_n} of {spec.parts} parts is not a multiple of 8 × {spec.parts}")
@@ -88,7 +88,7 @@ def _tile(name: str, tile: OperandTile, s: Wgmma) -> list[str]:
     return []
 
 
-def _room(plan: Plan) -> list[str]:
+def _room(plan: WgmmaPlan) -> list[str]:
     """Shared memory and registers."""
     out, s = [], plan.schedule
     staging, most = plan.store.smem_bytes, limits.SMEM_BYTES["sm_90a"]
@@ -106,7 +106,7 @@ def _room(plan: Plan) -> list[str]:
     return out
 
 
-def _cluster(plan: Plan) -> list[str]:
+def _cluster(plan: WgmmaPlan) -> list[str]:
     """Each CTA of a cluster's row or column brings an equal part of what they share, of whole eights of
     rows."""
     s, out = plan.schedule, []
@@ -120,7 +120,7 @@ def _cluster(plan: Plan) -> list[str]:
     return out
 
 
-def _shared_sums(plan: Plan) -> list[str]:
+def _shared_sums(plan: WgmmaPlan) -> list[str]:
     """Splits and stream-K: CTAs that have parts of one tile's K."""
     s, out = plan.schedule, []
     if s.splits == 1 and not s.stream: return []

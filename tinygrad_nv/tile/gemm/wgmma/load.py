@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tinygrad_nv.ptx.builder import Kernel, Place, Value
+from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.gemm.spec import Operand
-from tinygrad_nv.tile.gemm.wgmma.plan import Plan
+from tinygrad_nv.tile.gemm.wgmma.plan import WgmmaPlan
 from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import Corner
 from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.wgmma_tiles import OperandTile, map_argument, walked
 
 
 @dataclass
-class Side:
+class OperandLoads:
     """One operand: its tile and ring, where this CTA's boxes go (the ring's beginning, but for those of a
     cluster that bring a later part of each tile), its maps (one for each part), the rows of a box, this CTA's
     number among those that share the operand and the mask of all of them."""
@@ -33,10 +33,10 @@ class Side:
     batch: list[Value] = field(default_factory=list)
 
 
-class Loads:
+class GemmLoads:
     """Copies of A and B. `first_pointer` is the number of A's pointer among the kernel's."""
 
-    def __init__(self, k: Kernel, plan: Plan, first_pointer: int) -> None:
+    def __init__(self, k: Kernel, plan: WgmmaPlan, first_pointer: int) -> None:
         self.k, self.plan = k, plan
         self.maps: list[MapArgument] = []
         spec, s = plan.spec, plan.schedule
@@ -52,7 +52,7 @@ class Loads:
         return [*self.a.maps, *self.b.maps]
 
     def _side(self, name: str, start: int, operand: Operand, tile: OperandTile, pointer: int, extent: int,
-              rows: int, peers: int, symbolic: bool = False) -> Side:
+              rows: int, peers: int, symbolic: bool = False) -> OperandLoads:
         k, spec = self.k, self.plan.spec
         maps = []
         for part in range(tile.parts):
@@ -62,7 +62,7 @@ class Loads:
         ring = self.ring.address(start)
         number, mask = self._among(name) if peers > 1 else (None, None)
         target = ring if number is None else ring + number * (rows * tile.span)
-        return Side(operand, tile, ring, target, maps, rows, number, mask, k.reg("s32"), k.reg("s32"))
+        return OperandLoads(operand, tile, ring, target, maps, rows, number, mask, k.reg("s32"), k.reg("s32"))
 
     def _among(self, name: str) -> tuple[Value, Value]:
         """This CTA's number among those of its cluster that share the operand, and their mask: A is shared
@@ -91,14 +91,15 @@ class Loads:
             side.batch = [_signed(self.k, corner.batch[i])
                           for i in walked(side.operand, self.plan.spec.batch)]
 
-    def issue(self, stage: Value, full: Place) -> None:
+    def issue(self, stage: Value, full: MemoryOperand) -> None:
         """Copies of one stage, which arrive at the barrier `full`; K moves on."""
         for side in (self.a, self.b):
             target = side.target + stage * side.tile.nbytes
             for part, each in enumerate(side.maps): self._boxes(side, part, each, target, full)
             side.at_k += self.plan.schedule.block_k
 
-    def _boxes(self, side: Side, part: int, tensor_map: Value, target: Value, full: Place) -> None:
+    def _boxes(self, side: OperandLoads, part: int, tensor_map: Value, target: Value,
+               full: MemoryOperand) -> None:
         """The columns of a part of a tile."""
         tile, k_major = side.tile, side.tile.major == "K"
         columns = tile.columns if k_major else tile.columns // tile.parts

@@ -15,8 +15,8 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.ptx.builder.values import Number
-from tinygrad_nv.tile.gemm.wgmma.load import Loads
-from tinygrad_nv.tile.gemm.wgmma.plan import PROMOTED_K, WARPGROUP, Plan
+from tinygrad_nv.tile.gemm.wgmma.load import GemmLoads
+from tinygrad_nv.tile.gemm.wgmma.plan import PROMOTED_K, WARPGROUP, WgmmaPlan
 from tinygrad_nv.tile.pipeline import Ring, Turns
 from tinygrad_nv.tile.wgmma_tiles import K_BYTES, OperandTile
 
@@ -51,10 +51,10 @@ class Descriptors:
         return made
 
 
-class Products:
+class MainLoop:
     """The main loop of one consumer warpgroup."""
 
-    def __init__(self, k: Kernel, plan: Plan, ring: Ring, turns: Turns | None, loads: Loads) -> None:
+    def __init__(self, k: Kernel, plan: WgmmaPlan, ring: Ring, turns: Turns | None, loads: GemmLoads) -> None:
         self.k, self.plan, self.ring, self.turns = k, plan, ring, turns
         self.kind = "s32" if plan.spec.accumulate == dtypes.int32 else "f32"
         self.loads = loads

@@ -1,7 +1,7 @@
 """What follows from a spec and a schedule of `gemm_wgmma`: tiles, instructions, counts. Numbers only.
 
-Protocol: `Plan.of` is for pairs that legality.py allows; it computes, and refuses nothing. Both the check
-and the kernel take their arithmetic from here.
+Protocol: `WgmmaPlan.of` is for pairs that legality.py allows; it computes, and refuses nothing. Both the
+check and the kernel take their arithmetic from here.
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMOTED_K = 128  # fp8 sums are kept to about 14 bits; after so much of K they 
 
 
 @dataclass(frozen=True)
-class Plan:
+class WgmmaPlan:
     """A product by a schedule. Rows and columns are the computed product's: operands have changed places
     where the schedule is swapped."""
     spec: GemmSpec
@@ -38,12 +38,12 @@ class Plan:
 
     @staticmethod
     @lru_cache(1024)
-    def of(spec: GemmSpec, schedule: Wgmma) -> Plan:
+    def of(spec: GemmSpec, schedule: Wgmma) -> WgmmaPlan:
         """The plan; of the transposed product where the schedule is swapped."""
         spec = spec.swapped() if schedule.swap else spec
         a = _tile(spec.a, spec.m, spec.k, schedule.block_m, schedule)
         b = _tile(spec.b, spec.n, spec.k, schedule.block_n, schedule, spec.parts)
-        return Plan(spec, schedule, a, b)
+        return WgmmaPlan(spec, schedule, a, b)
 
     @property
     def pointers(self) -> tuple[int, int]:

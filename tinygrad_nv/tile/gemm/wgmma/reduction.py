@@ -1,27 +1,28 @@
-"""Sums of one tile from several CTAs: how they meet, always in the same order.
+"""Reductions of one tile's sums from several CTAs, always in the same order.
 
-Protocol: `settle(piece, sums)` ends each piece. `Meeting` is that of whole tiles: it stores them.
+Protocol: `finalize(work_tile, sums)` ends each piece. `TileReduction` is that of whole tiles: it stores them.
 
-`Split`: the CTAs of a cluster have parts of the K of the cluster's one tile. Each leaves its sums in its own
-shared memory, where the ring was; when all have, each CTA adds up some of the columns, its own sums first and
-then those of the ranks after it, and stores these.
+`ClusterReduction`: the CTAs of a cluster have parts of the K of the cluster's one tile. Each leaves its sums
+in its own shared memory, where the ring was; when all have, each CTA adds up some of the columns, its own
+sums first and then those of the ranks after it, and stores these.
 
-`Stream`: a CTA that has a tile's last stage owns the tile. Those that have earlier stages leave their sums in
-their slot of the workspace, and each of their warps says so by a flag; the owner adds them, the CTA next
-before it first. A CTA goes through its stages from the last back, so that only its first piece can be of
-another's tile: it has not waited when it leaves sums, and one slot is enough. CTAs wait for lower numbers
-alone. Those start first, so that the grid ends however few CTAs run at a time, also beside another such grid.
+`StreamKReduction`: a CTA that has a tile's last stage owns the tile. Those that have earlier stages leave
+their sums in their slot of the workspace, and each of their warps says so by a flag; the owner adds them, the
+CTA next before it first. A CTA goes through its stages from the last back, so that only its first piece can
+be of another's tile: it has not waited when it leaves sums, and one slot is enough. CTAs wait for lower
+numbers alone. Those start first, so that the grid ends however few CTAs run at a time, also beside another
+such grid.
 
-Everywhere a thread meets threads of its own number in other CTAs: 16 bytes of each lie side by side.
+A thread reads sums of threads of its own number in other CTAs: 16 bytes of each lie side by side.
 """
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.gemm.wgmma.main_loop import Products, Sums
-from tinygrad_nv.tile.gemm.wgmma.store import Finish
-from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import Piece, Walk
+from tinygrad_nv.tile.gemm.wgmma.main_loop import MainLoop, Sums
+from tinygrad_nv.tile.gemm.wgmma.store import WgmmaEpilogue
+from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import PersistentTileScheduler, WorkTile
 
 CONSUMERS = 1  # the named barrier of all consumers
 
@@ -32,18 +33,19 @@ def cluster_together(k: Kernel) -> None:
     k.emit("barrier.cluster.wait")
 
 
-class Meeting:
-    """Whole tiles: there is nobody to meet."""
+class TileReduction:
+    """Whole tiles: no other CTA has sums of them."""
     workspace_bytes = 0
     flags = 0
 
-    def __init__(self, products: Products, walk: Walk, finish: Finish) -> None:
-        self.products, self.walk, self.finish = products, walk, finish
-        self.k, self.plan, self.kind = products.k, products.plan, products.kind
+    def __init__(self, main_loop: MainLoop, scheduler: PersistentTileScheduler,
+                 epilogue: WgmmaEpilogue) -> None:
+        self.main_loop, self.scheduler, self.epilogue = main_loop, scheduler, epilogue
+        self.k, self.plan, self.kind = main_loop.k, main_loop.plan, main_loop.kind
 
-    def settle(self, piece: Piece, sums: Sums) -> None:
+    def finalize(self, work_tile: WorkTile, sums: Sums) -> None:
         """Ends a piece."""
-        self.finish.store(self.walk.corner(piece.number), self.products.consumer, sums)
+        self.epilogue.store(self.scheduler.corner(work_tile.number), self.main_loop.consumer, sums)
 
     def fours(self, sums: Sums, columns: range | None = None) -> Iterator[tuple[int, Sequence[Value]]]:
         """Sums by fours, each with its place among the tile's (in bytes, without the thread's); of some
@@ -61,44 +63,46 @@ class Meeting:
                 each += more
 
 
-class Split(Meeting):
+class ClusterReduction(TileReduction):
     """CTAs of a cluster, by way of shared memory."""
 
-    def settle(self, piece: Piece, sums: Sums) -> None:
+    def finalize(self, work_tile: WorkTile, sums: Sums) -> None:
         """All leave their sums; each stores some columns."""
         k, plan, splits = self.k, self.plan, self.plan.schedule.splits
-        own = self.products.loads.ring.address(k.tid.x * 16)
-        with k.comment("nobody multiplies from the ring any more: sums take its place"):
+        own = self.main_loop.loads.ring.address(k.tid.x * 16)
+        with k.comment("the ring is no longer read: sums take its place"):
             k.sync(CONSUMERS, plan.threads)
             for at, four in self.fours(sums): k.st("shared", self.kind, own.at(at), four)
             cluster_together(k)
-        corner, units = self.walk.corner(piece.number), plan.columns // self.finish.unit
+        corner, units = self.scheduler.corner(work_tile.number), plan.columns // self.epilogue.unit
         rank, ctas = k.special("cluster_ctarank"), k.special("cluster_nctarank")
         for number in range(splits):
-            columns = range(*(units * r // splits * self.finish.unit for r in (number, number + 1)))
+            columns = range(*(units * r // splits * self.epilogue.unit for r in (number, number + 1)))
             if not columns: continue
             with k.if_(rank == number), k.comment(f"columns {columns.start} to {columns.stop - 1}"):
                 # a count that ptxas does not know: it would unroll the loop, and spill
                 with k.loop(1, ctas) as step:
                     self.add("shared::cluster", k.mapa(own, (rank + step) % splits), sums, columns)
-                self.finish.store(corner, self.products.consumer, sums, columns)
+                self.epilogue.store(corner, self.main_loop.consumer, sums, columns)
 
 
-class Stream(Meeting):
+class StreamKReduction(TileReduction):
     """CTAs of the grid, by way of the workspace."""
 
-    def __init__(self, products: Products, walk: Walk, finish: Finish, shared: Sequence[Value]) -> None:
-        super().__init__(products, walk, finish)
+    def __init__(self, main_loop: MainLoop, scheduler: PersistentTileScheduler, epilogue: WgmmaEpilogue,
+                 shared: Sequence[Value]) -> None:
+        super().__init__(main_loop, scheduler, epilogue)
         self.workspace, self.flag = shared
         self.warps = self.plan.threads // 32
-        self.workspace_bytes, self.flags = walk.ctas * self.plan.tile_bytes, walk.ctas * self.warps
+        self.workspace_bytes, self.flags = scheduler.ctas * self.plan.tile_bytes, scheduler.ctas * self.warps
 
-    def settle(self, piece: Piece, sums: Sums) -> None:
+    def finalize(self, work_tile: WorkTile, sums: Sums) -> None:
         """Leaves the sums of another's tile; stores its own, with what others have left."""
-        with self.k.if_(self.k.reg("u32", piece.first) + piece.count < self.plan.iterations): self.leave(sums)
+        end = self.k.reg("u32", work_tile.first) + work_tile.count
+        with self.k.if_(end < self.plan.iterations): self.leave(sums)
         with self.k.else_():
-            self.gather(piece, sums)
-            super().settle(piece, sums)
+            self.gather(work_tile, sums)
+            super().finalize(work_tile, sums)
 
     def slot(self, cta: Value) -> Value:
         """This thread's place in the slot of a CTA."""
@@ -116,11 +120,11 @@ class Stream(Meeting):
         k.emit("bar.warp.sync", -1)
         k.emit("st.release.gpu.global.u32", self.flag_of(k.ctaid.x).at(), 1, guard=k.special("laneid") == 0)
 
-    def gather(self, piece: Piece, sums: Sums) -> None:
+    def gather(self, work_tile: WorkTile, sums: Sums) -> None:
         """Adds what the CTAs before this one have of the tile, from the next one down."""
         k = self.k
-        first, other = piece.number * self.plan.iterations, k.reg("u32", k.ctaid.x)
-        with k.while_(lambda: self.walk.stage_of(other) > first):
+        first, other = work_tile.number * self.plan.iterations, k.reg("u32", k.ctaid.x)
+        with k.while_(lambda: self.scheduler.stage_of(other) > first):
             other -= 1
             flag, ready = self.flag_of(other), k.reg("u32", 0)
             with k.while_(lambda: ready == 0): k.emit("ld.acquire.gpu.global.u32", ready, flag.at())

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.gemm.wgmma.main_loop import Sums
-from tinygrad_nv.tile.gemm.wgmma.plan import WARPGROUP, Plan
+from tinygrad_nv.tile.gemm.wgmma.plan import WARPGROUP, WgmmaPlan
 from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import Corner
 from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.share import Cell
 from tinygrad_nv.tile.store import Store
 
 
-class Finish:
-    """The end of a tile."""
+class WgmmaEpilogue:
+    """The epilogue of a tile."""
 
-    def __init__(self, k: Kernel, plan: Plan, out: Value, extras: list[Value], rows: Value | int) -> None:
+    def __init__(self, k: Kernel, plan: WgmmaPlan, out: Value, extras: list[Value],
+                 rows: Value | int) -> None:
         self.k, self.plan = k, plan
         how = plan.store
         staging = k.shared("staging", how.smem_bytes, align=1024) if how.smem_bytes else None

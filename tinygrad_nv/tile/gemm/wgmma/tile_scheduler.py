@@ -5,10 +5,10 @@ clusters there are. `group` rows of tiles are walked together, columns outermost
 one moment read is about as many rows as columns, and stays in L2. A cluster's CTAs have neighbouring tiles:
 one number is `cluster_m` × `cluster_n` of them.
 
-What a CTA does at once is a `Piece`: a tile, or some of its stages. With splits each CTA of a cluster has an
-equal part (but for one stage) of the one tile of the cluster. With stream-K (Osama et al. 2023) all stages of
-all tiles are one row, of which every CTA has an equal part, that it goes through from the last stage back: at
-most the beginning of one tile, then whole tiles, then the end of another.
+What a CTA does at once is a `WorkTile`: a tile, or some of its stages. With splits each CTA of a cluster has
+an equal part (but for one stage) of the one tile of the cluster. With stream-K (Osama et al. 2023) all stages
+of all tiles are one row, of which every CTA has an equal part, that it goes through from the last stage back:
+at most the beginning of one tile, then whole tiles, then the end of another.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.ptx.builder.values import Number
-from tinygrad_nv.tile.gemm.wgmma.plan import Plan
+from tinygrad_nv.tile.gemm.wgmma.plan import WgmmaPlan
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,17 @@ class Corner:
 
 
 @dataclass(frozen=True)
-class Piece:
+class WorkTile:
     """Of tile `number`, `count` stages from `first` on."""
     number: Value
     first: Value | int
     count: Value | int
 
 
-class Walk:
-    """The walk over the tiles of a plan whose result has `rows` rows, of one of `ctas` CTAs."""
+class PersistentTileScheduler:
+    """The work tiles of a plan whose result has `rows` rows, of one of `ctas` CTAs."""
 
-    def __init__(self, k: Kernel, plan: Plan, rows: Value | int, ctas: int) -> None:
+    def __init__(self, k: Kernel, plan: WgmmaPlan, rows: Value | int, ctas: int) -> None:
         self.k, self.plan, self.ctas, s = k, plan, ctas, plan.schedule
         rows_of_tile = s.block_m * s.cluster_m
         self.tiles_n = plan.extents[1]
@@ -51,30 +51,30 @@ class Walk:
         if plan.cluster > 1: self.first, self.step = self.first // plan.cluster, self.step // plan.cluster
 
     @contextmanager
-    def pieces(self, turn: Value | None = None) -> Iterator[Piece]:
+    def work_tiles(self, turn: Value | None = None) -> Iterator[WorkTile]:
         """What is written inside is done for each piece of this CTA; for those of one of the consumers where
         these take turns."""
         k, plan = self.k, self.plan
         if plan.schedule.stream:
-            with self._streamed() as piece: yield piece
+            with self._streamed() as work_tile: yield work_tile
         elif (splits := plan.schedule.splits) > 1:
             rank = k.special("cluster_ctarank")
             first = rank * plan.iterations // splits
-            yield Piece(self.first, first, (rank + 1) * plan.iterations // splits - first)
+            yield WorkTile(self.first, first, (rank + 1) * plan.iterations // splits - first)
         else:
             first, step = self.first, self.step
             if turn is not None: first, step = first + turn * step, step * plan.consumers
-            with k.loop(first, self.total, step) as number: yield Piece(number, 0, plan.iterations)
+            with k.loop(first, self.total, step) as number: yield WorkTile(number, 0, plan.iterations)
 
     @contextmanager
-    def _streamed(self) -> Iterator[Piece]:
+    def _streamed(self) -> Iterator[WorkTile]:
         k, iterations = self.k, self.plan.iterations
         begin, end = self.stage_of(k.ctaid.x), k.reg("u32", self.stage_of(k.ctaid.x + 1))
         with k.while_(lambda: begin < end):
             number = (end - 1) // iterations
             first = k.reg("u32")
             k.emit("max.u32", first, begin, number * iterations)
-            yield Piece(number, first - number * iterations, end - first)
+            yield WorkTile(number, first - number * iterations, end - first)
             end.set(first)
 
     def stage_of(self, cta: Value) -> Value:

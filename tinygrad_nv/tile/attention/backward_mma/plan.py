@@ -1,0 +1,104 @@
+"""What follows from a spec and a schedule of `flash_backward_mma`: extents and bytes. Numbers only.
+
+Protocol: `Plan.of` computes, and refuses nothing. Both legality.py and the kernel take their arithmetic from
+here.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
+from tinygrad_nv.tile.attention.schedules import BackwardMma
+from tinygrad_nv.tile.attention.spec import Rows
+from tinygrad_nv.tile.expression import Sum
+from tinygrad_nv.tile.gemm.spec import Result, Stored
+from tinygrad_nv.tile.store_plan import StorePlan, store_plan, warp_tile
+
+NUMBER_BYTES = 16   # of shared memory, for the number of a CTA
+TILE_BYTES = 1024   # tiles are multiples of it: swizzled, they begin at such
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A backward pass by a schedule."""
+    spec: BackwardSpec
+    schedule: BackwardMma
+
+    @staticmethod
+    @lru_cache(1024)
+    def of(spec: BackwardSpec, schedule: BackwardMma) -> Plan:
+        """The plan."""
+        return Plan(spec, schedule)
+
+    def width(self, d: int) -> int:
+        """Elements of a row of `d` in shared memory: each warp of those that share keys has whole steps of a
+        product."""
+        sharing = self.schedule.warps_n
+        return -(-d // (16 * sharing)) * 16 * sharing
+
+    @property
+    def d(self) -> int:
+        """Elements of a row of q and of keys in shared memory."""
+        return self.width(self.spec.forward.d)
+
+    @property
+    def d_v(self) -> int:
+        """Elements of a row of values and of the gradient in shared memory."""
+        return self.width(self.spec.forward.d_v)
+
+    @property
+    def stage_bytes(self) -> int:
+        """A block of rows of q and of the gradient, with −l · log2 e and −delta of each; whole TILE_BYTES."""
+        nbytes = self.schedule.block_m * ((self.d + self.d_v) * 2 + 8)
+        return -(-nbytes // TILE_BYTES) * TILE_BYTES
+
+    @property
+    def key_bytes(self) -> int:
+        """The CTA's keys and values."""
+        return self.schedule.block_n * (self.d + self.d_v) * 2
+
+    @property
+    def weight_bytes(self) -> int:
+        """ds of a block; and p, where warps share keys."""
+        return self.schedule.block_n * self.schedule.block_m * 2 * min(self.schedule.warps_n, 2)
+
+    @cached_property
+    def dq_warps(self) -> tuple[int, int] | None:
+        """Warps along the rows and along d of a block of dq, of which a warp has as little as possible to
+        read: 16 rows and 16 elements or multiples of them. None where warps cannot share it."""
+        rows_of_block, warps = self.schedule.block_m, self.schedule.warps_m * self.schedule.warps_n
+        found = [(rows_of_block // rows + self.d // (warps // rows), rows, warps // rows)
+                 for rows in (1, 2, 4, 8, 16) if warps % rows == 0 and rows_of_block % (16 * rows) == 0
+                 and self.d % (16 * (warps // rows)) == 0]
+        return min(found)[1:] if found else None
+
+    @property
+    def sums(self) -> int:
+        """Registers a thread that hold dk and dv, and sums and products with v of a block."""
+        s = self.schedule
+        return s.block_n // s.warps_m * (self.d + self.d_v + 2 * s.block_m) // (32 * s.warps_n)
+
+    def stored(self, rows: Rows, d: int) -> Stored:
+        """dk or dv, for its store."""
+        one, out = self.spec.forward, Result(rows.dtype, rows.row, 1, rows.batch, rows.offset)
+        return Stored(out, one.s_kv, d, (*one.batch[:2], 1), Sum().cast(out.dtype), "s_kv" in one.symbolic)
+
+    def store(self, rows: Rows, d: int) -> StorePlan:
+        """How dk or dv is stored: element by element where warps share keys, as each has parts of lines."""
+        s = self.schedule
+        plan = store_plan(self.stored(rows, d), warp_tile(s.block_n, self.width(d), s.warps_m))
+        return plan if s.warps_n == 1 else replace(plan, panel=None, smem_bytes=0)
+
+    @cached_property
+    def memory_bytes(self) -> int:
+        """The keys, the ring, ds; dk and dv are stored from where all this was."""
+        spec, one = self.spec, self.spec.forward
+        loop = self.key_bytes + self.schedule.depth * self.stage_bytes + self.weight_bytes
+        return max(loop, sum(self.store(rows, d).smem_bytes for rows, d in ((spec.dk, one.d),
+                                                                            (spec.dv, one.d_v))))
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory: the same, and the number of a CTA that takes turns."""
+        return self.memory_bytes + (NUMBER_BYTES if self.spec.deterministic else 0)
