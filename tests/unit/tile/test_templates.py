@@ -15,7 +15,6 @@ import tinygrad_nv
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.schedules import Gemv, Mma, Wgmma
-from tinygrad_nv.tile.schedule import NEUTRAL
 from tinygrad_nv.tile.template import GPU, Template
 from tinygrad_nv.tile.templates import TABLE
 
@@ -56,7 +55,7 @@ def test_schedules_have_the_fields_of_their_template():
 def test_fields_that_a_template_lacks_are_refused_unless_they_say_nothing(kind: str, template: Template):
     schedule = template.schedule()
     own = {field.name for field in fields(schedule)}
-    for name, value in NEUTRAL.items():
+    for name, value in schedule.NEUTRAL.items():
         if name in own: continue
         data = {**schedule.to_json(), name: value}
         assert TABLE.read(kind, data) == schedule
