@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
-from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile.launch import Integer
 from tinygrad_nv.tile.template import Template
 
@@ -40,8 +39,6 @@ def template(spec: type[S], schedule: type[C], default: Callable[[S, CPU], C],
         return found(one, s) if s.isa == target.isa else [f"for {s.isa}, here is {target.isa}"]
 
     def built(one: S, s: C, target: CPU, integers: tuple[Integer, ...] = ()) -> Any:
-        if wrong := all_problems(one, s, target):
-            raise ScheduleError(f"{s} cannot be: {'; '.join(wrong)}", "a schedule without these problems")
         return getattr(import_module(module), build)(one, s, *([integers] if integers else []))
 
     def candidates(one: S, target: CPU) -> Sequence[C]: return default(one, target),

@@ -194,9 +194,8 @@ class Table:
     def build(self, spec: Any, schedule: Schedule, target: Any, integers: tuple[Integer, ...] = ()) -> Any:
         """The kernel. `integers`: those that it has, where the variables of its launch are others. Raises
         `ScheduleError` for an impossible schedule, with all that is wrong."""
-        template = self.of(schedule)
-        if found := template.problems(spec, schedule, target):
+        if found := self.problems(spec, schedule, target):
             words = f"{schedule} cannot be: {'; '.join(found)}"
             raise ScheduleError(words, "a schedule without these problems",
                                 "change the tile, the warps or the stages")
-        return template.build(spec, schedule, target, *([integers] if integers else []))
+        return self.of(schedule).build(spec, schedule, target, *([integers] if integers else []))
