@@ -227,7 +227,7 @@ def producing(record: Record | None) -> str:
     ours = [median(each["ours"]["whole"]) for each in record["results"].values()]
     theirs = [median(each["triton"]["whole"]) for each in record["results"].values()]
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return (f"Time to produce a product's kernel, ptxas included (`bench/compile_time.py`): "
+    return (f"Time to produce a matmul's kernel, ptxas included (`bench/compile_time.py`): "
             f"{1e3 * min(ours):.0f} … {1e3 * max(ours):.0f} ms, {median(ratios):.2f} ({spread(ratios)}) of "
             f"Triton {record['triton']}'s.")
 
