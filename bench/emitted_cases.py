@@ -285,7 +285,7 @@ def sampled() -> Iterator[Case]:
 def embedded() -> Iterator[Case]:
     """Embeddings, whose gradients have templates on the CPU alone."""
     rows = {label: spec for label, spec in tables().items() if type(spec) is EmbeddingSpec}
-    yield from crossed("embedding", rows, A100 + HOPPER)
+    yield from crossed("embedding", rows, GPUS)
 
 
 def on_cpu() -> Iterator[Case]:
