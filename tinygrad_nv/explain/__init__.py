@@ -1,4 +1,4 @@
-"""Which kernel will run for what, and why: `explain(*tensors)`, without running anything.
+"""`explain(*tensors)`: the kernels that will run, and why, without running anything.
 
 Protocol. `explain` schedules the tensors as `realize` would, on copies: the calls it makes return new graphs,
 and the map that would put buffers into the tensors is dropped. It leaves both caches alone: the schedule

@@ -1,4 +1,4 @@
-"""Products on a CPU as text: what is computed, how, and the C of it.
+"""Matmuls on a CPU as text: spec, schedule and C.
 
 Protocol: as levels.py for GPUs. A `CPUProduct` is spec, schedule and target; `show(product, level)` is the
 text of a level, `table` a line for each of several products. Times are the roofline of what was measured here
