@@ -8,7 +8,7 @@ machine do not count. So many requests run at a time, in pages of 16 tokens, wit
 
  decode   each has a prompt of 64 … 1024 tokens behind it, and chooses a token a step: none comes or goes
  serve    prompts of 64 … 1024 tokens, half of which begin with the same 256, and answers of 32 … 256 tokens:
-          who is done makes room for the next, so most steps have a chunk of a prompt
+          a finished request makes room for the next, so most steps have a chunk of a prompt
  logprobs as "decode", with the logarithm of each token's probability and those of 5 others
 """
 from __future__ import annotations

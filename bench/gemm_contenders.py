@@ -1,4 +1,5 @@
-"""Who multiplies: ours, torch (cuBLAS), Triton, torch.compile, and tinygrad alone, over buffers in turns.
+"""The contenders of matmuls: ours, torch (cuBLAS), Triton, torch.compile, and tinygrad alone, over buffers in
+turns.
 
 Protocol: a contender is made for a shape and sets of torch storages by name, and gives `run(i)`, which puts
 one product on set `i` into torch's current stream. All compute in the operands' type

@@ -264,7 +264,7 @@ def ready(part: str, workload: Workload, given: list[dict[str, Any]],
 
 def after_bursts(workload: Workload, bursts: Mapping[str, Bursts],
                  entrants: Mapping[str, Entrant]) -> dict[str, str]:
-    """One more burst of each contender on poisoned results: who is wrong then, and how."""
+    """One more burst of each contender on poisoned results: which are wrong then, and how."""
     found = {}
     for name, burst in bursts.items():
         one = entrants[name]

@@ -64,7 +64,7 @@ def on_a_gpu(folder: Path) -> str:
 
 
 def one_gpu(record: Record, folder: Path) -> str:
-    """A GPU: its parts, a line each, and products by kind."""
+    """A GPU: its parts, a line each, and matmuls by kind."""
     parts = record["parts"]
     commits = sorted({row["commit"] for rows in parts.values() for row in rows.values()})
     changed = any(row.get("dirty") for rows in parts.values() for row in rows.values())
@@ -151,8 +151,8 @@ GROUPS = {"gemm": matmuls, "attention": heads, "backward": heads, "paged": lengt
 
 def kinds(part: str, rows: Mapping[str, Record], groups: Any) -> str:
     """Speed relative to each contender: the median over the rows of a kind, and the range of rows."""
-    everybody = dict.fromkeys(who for row in rows.values() for who in row.get("seconds", {}))
-    others = [who for who in everybody if who != "ours"]
+    contenders = dict.fromkeys(who for row in rows.values() for who in row.get("seconds", {}))
+    others = [who for who in contenders if who != "ours"]
     lines = []
     for kind, names in groups(rows).items():
         have = [rows[name] for name in names if rows[name].get("seconds", {}).get("ours")]
@@ -227,15 +227,15 @@ def producing(record: Record | None) -> str:
     ours = [median(each["ours"]["whole"]) for each in record["results"].values()]
     theirs = [median(each["triton"]["whole"]) for each in record["results"].values()]
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return (f"Time to produce a product's kernel, ptxas included (`bench/compile_time.py`): "
+    return (f"Time to produce a matmul's kernel, ptxas included (`bench/compile_time.py`): "
             f"{1e3 * min(ours):.0f} … {1e3 * max(ours):.0f} ms, {median(ratios):.2f} ({spread(ratios)}) of "
             f"Triton {record['triton']}'s.")
 
 
 def matching(record: Record | None) -> str:
-    """Time to find products in a graph."""
-    if record is None: return f"Time to find products in a graph (`bench/match_time.py`): {NOT_MEASURED}."
-    return (f"Finding products in the graph of a model of {record['layers']} layers (`bench/match_time.py`): "
+    """Time to find matmuls in a graph."""
+    if record is None: return f"Time to find matmuls in a graph (`bench/match_time.py`): {NOT_MEASURED}."
+    return (f"Finding matmuls in the graph of a model of {record['layers']} layers (`bench/match_time.py`): "
             f"{median(record['rewrite_s']):.2f} s, {record['rewrite_share']:.0%} of its scheduling; "
             f"{record['ours']} of {record['kernels_with']} kernels are ours (tinygrad alone: "
             f"{record['kernels']}).")

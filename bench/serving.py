@@ -65,7 +65,7 @@ def work(arguments: argparse.Namespace, workload: list[BenchRequest]) -> None:
 
 
 def load(arguments: argparse.Namespace) -> list[BenchRequest]:
-    """The same for everybody."""
+    """The same for all contenders."""
     vocab = read_config(arguments.model).vocab_size
     return random_requests(arguments.requests, arguments.input_len, arguments.output_len, vocab, ratio=0.5)
 

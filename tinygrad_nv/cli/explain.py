@@ -111,14 +111,15 @@ def _gemm(arguments: argparse.Namespace) -> str:
 
 
 def _on_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> str:
-    from tinygrad_nv.cpu.gemm.choose import product, why_not
+    from tinygrad_nv.cpu.gemm.choose import choose
     from tinygrad_nv.cpu.target import host
     from tinygrad_nv.explain import levels_cpu
+    from tinygrad_nv.tile.templates import TABLE
     if arguments.sm_count:
         raise RequestError("--sm-count with --arch cpu", "an option of GPUs", "leave it out")
     here = host()
-    if (schedule := product(spec, here)) is None:
-        raise ScheduleError(f"no template takes {spec} on {here.isa}: {why_not(spec, here)}",
+    if (schedule := choose(spec, here)) is None:
+        raise ScheduleError(f"no template takes {spec} on {here.isa}: {TABLE.why_not(spec, here)}",
                             "a matmul that one of them supports", "change what the reasons name")
     found = levels_cpu.CPUProduct(spec, schedule, here)
     if arguments.level is None: return "\n".join(levels_cpu.table([(found.kernel.name, found)]))

@@ -137,24 +137,23 @@ def _tune(arguments: argparse.Namespace) -> None:
 
 
 def _tune_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> None:
-    from tinygrad_nv.cpu.gemm import choose
-    from tinygrad_nv.cpu.gemm.database import arch as arch_of
+    from tinygrad_nv.cpu.gemm.defaults import default
     from tinygrad_nv.cpu.gemm.tune import CPUCandidate, bar, tune
     from tinygrad_nv.cpu.target import host
     from tinygrad_nv.explain.levels_cpu import CPUProduct
     if arguments.sm_count is not None:
         raise RequestError("--sm-count on a CPU", "an option of GPUs", "leave it out")
     here = host()
-    arch = arch_of(here.isa, here.threads)
-    if choose.default(spec, here) is None:
-        reason = choose.why_not(spec, here)
-        raise SpecError(f"no template takes {_shown(spec, arguments)} on {arch}: {reason}")
+    if default(spec, here) is None:
+        reason = TABLE.why_not(spec, here)
+        raise SpecError(f"no template takes {_shown(spec, arguments)} on {here.arch}: {reason}")
     with bar(str(spec)) as progress: tried = tune(spec, here, arguments.beam, progress)
     predicted = {one.schedule: CPUProduct(spec, one.schedule, here).seconds for one in tried}
     if arguments.json:
-        print(json.dumps({"spec": _shown(spec, arguments), "arch": arch, "flops": spec.flops, "candidates": [
-            {"schedule": one.schedule.to_json(), "predicted_s": predicted[one.schedule],
-             "measured_s": one.seconds, "why": one.why} for one in tried]}))
+        candidates = [{"schedule": one.schedule.to_json(), "predicted_s": predicted[one.schedule],
+                       "measured_s": one.seconds, "why": one.why} for one in tried]
+        print(json.dumps({"spec": _shown(spec, arguments), "arch": here.arch, "flops": spec.flops,
+                          "candidates": candidates}))
         return
 
     def row(one: CPUCandidate) -> tuple[str, ...]:
@@ -162,7 +161,7 @@ def _tune_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> None:
         return str(one.schedule), f"{predicted[one.schedule] * 1e6:.2f}", measured
     print("\n".join(aligned([("schedule", "predicted us", "measured us"), *map(row, tried)], (1, 2))))
     if (best := tried[0]).seconds is None: raise SpecError("no candidate can be used", "", best.why)
-    print(f"\n{_shown(spec, arguments)} on {arch}: {best.schedule}\n"
+    print(f"\n{_shown(spec, arguments)} on {here.arch}: {best.schedule}\n"
           f"{best.seconds * 1e6:.2f} us, {spec.flops / best.seconds / 1e9:.1f} GFLOP/s; kept in "
           f"{database.path()}")
 
@@ -212,13 +211,11 @@ def _export(file: Path) -> None:
 
 def _wrong(entry: database.Entry) -> list[str]:
     """Why an entry's schedule is not legal on its target."""
-    from tinygrad_nv.cpu.gemm import candidates as space
     from tinygrad_nv.cpu.schedule import CPUSchedule
-    from tinygrad_nv.cpu.target import CPU as Target
-    if isinstance(entry.schedule, GemmSchedule):
-        return [*TABLE.problems(entry.spec, entry.schedule, GPU(entry.arch))]
-    assert isinstance(entry.schedule, CPUSchedule), f"a schedule of no kind: {entry.schedule}"
-    return space.problems(entry.schedule, entry.spec, Target(entry.schedule.isa, 1))
+    from tinygrad_nv.cpu.target import CPU as Processor
+    s = entry.schedule
+    target = Processor(s.isa, 1) if isinstance(s, CPUSchedule) else GPU(entry.arch)
+    return [*TABLE.problems(entry.spec, s, target)]
 
 
 def _import(file: Path) -> None:

@@ -2,8 +2,9 @@
 
 Read in this order: isa.py (instruction sets, and which this processor has), target.py (instruction set,
 threads.py, caches), kernel.py (a finished kernel and its parameters), vector.h (vectors in C),
-expression.py (epilogues and scores in C), schedule.py (how a spec is computed). Then the families, named as
-in tile/: each template takes a spec and a `CPUSchedule` and returns a `CPUKernel`.
+expression.py (epilogues and scores in C), schedule.py (how a spec is computed), template.py (a template's
+record). Then the families, named as in tile/, each with its templates.py: a template takes a spec and its own
+schedule and returns a `CPUKernel`.
 
   gemm/       gemv/ (few rows), blocked/, amx.py; choose.py finds the schedule, tune.py a faster one
   attention/  flash.py and backward/; dropout.py is shared by both

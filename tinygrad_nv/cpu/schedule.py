@@ -1,55 +1,45 @@
-"""How a spec is computed on a CPU.
+"""How a spec is computed on a CPU: the base of what templates have.
 
-Protocol: a `CPUSchedule` is frozen and hashable; spec, schedule and nothing else make a kernel. `parts` is in
-how many pieces a kernel is called (one for each thread, or more); no bit of a result depends on it.
+Protocol: as tile/schedule.py. Spec and schedule alone make a kernel.
 """
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
-from tinygrad_nv.cpu.isa import ISA, LEVELS
+from tinygrad_nv.cpu.isa import ISA, LEVELS, PORTABLE
 from tinygrad_nv.errors import ScheduleError
+from tinygrad_nv.tile.schedule import Schedule, counted
 
 
 @dataclass(frozen=True)
-class CPUSchedule:
-    """`template` names the kernel family. `block_m`, `block_n`, `block_k` are what a part keeps in its
-    caches; `rows` and `columns` what the innermost loop keeps in registers, columns in elements. 0 where a
-    template has no such number."""
-    template: str
-    isa: ISA
+class CPUSchedule(Schedule):
+    """`parts` is in how many pieces a kernel is called (one for each thread, or more); no bit of a result
+    depends on it. `widens`: the kernel computes in float32 whatever it reads."""
+    isa: ISA = PORTABLE
     parts: int = 1
-    block_m: int = 0
-    block_n: int = 0
-    block_k: int = 0
-    rows: int = 0
-    columns: int = 0
+    kind: ClassVar[str] = "cpu"
+    widens: ClassVar[bool] = False
+    NEUTRAL: ClassVar[Mapping[str, object]] = dict.fromkeys(
+        ("block_m", "block_n", "block_k", "rows", "columns"), 0)
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return asdict(self)
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """As `Schedule.from_json`."""
+        return super().from_json({**data, "isa": _isa(data.get("isa"))})
 
-    @staticmethod
-    def from_json(data: Any) -> CPUSchedule:
-        """A schedule of plain data. Raises `ScheduleError` for what is not one."""
-        numbers = [field.name for field in fields(CPUSchedule) if field.type == "int"]
-        try:
-            isa = ISA(**data["isa"])
-            made = CPUSchedule(data["template"], isa, **{name: data[name] for name in numbers})
-        except (KeyError, TypeError) as error:
-            raise ScheduleError(f"{str(data)[:200]} is no schedule: {error}",
-                                f"an object with template, isa, {', '.join(numbers)}") from error
-        flags = (isa.bf16, isa.vnni, isa.emulated)
-        if type(made.template) is not str or isa.level not in LEVELS \
-                or any(type(x) is not bool for x in flags) \
-                or any(type(getattr(made, name)) is not int for name in numbers):
-            raise ScheduleError(f"{str(data)[:200]} is no schedule", "words and integers")
-        return made
+    def on(self, arch: str) -> bool:
+        """Whether an entry for an architecture of the schedule database may have it."""
+        return arch.startswith(f"cpu {self.isa},")
 
-    def __str__(self) -> str:
-        words = [f"{self.template} {self.isa}", f"{self.parts} part{'s' if self.parts > 1 else ''}"]
-        blocks = [str(n) for n in (self.block_m, self.block_n, self.block_k)]
-        if any((self.block_m, self.block_n, self.block_k)): words.append(f"block {'x'.join(blocks)}")
-        if self.rows or self.columns: words.append(f"registers {self.rows}x{self.columns}")
-        return ", ".join(words)
+    def words(self) -> list[str]: return [str(self.isa), counted(self.parts, "part")]
+
+
+def _isa(data: Any) -> ISA:
+    try: made = ISA(**data)
+    except TypeError as error:
+        raise ScheduleError(f"isa={data!r}: {error}", "an object with level") from error
+    if made.level not in LEVELS or {type(x) for x in (made.bf16, made.vnni, made.emulated)} != {bool}:
+        raise ScheduleError(f"isa={data!r}", f"a level of {', '.join(LEVELS)}, and booleans")
+    return made

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from tinygrad_nv.cpu.isa import ISA, detect
 from tinygrad_nv.runtime.cpu.threads import threads
@@ -20,11 +21,18 @@ _L1, _L2, _L3 = 32 << 10, 512 << 10, 4 << 20
 @dataclass(frozen=True)
 class CPU:
     """What a kernel is compiled for. Caches in bytes: `l1` and `l2` of one core, `l3` shared."""
+    kind: ClassVar[str] = "cpu"
+    head_bytes: ClassVar[int] = 1
     isa: ISA
     threads: int
     l1_bytes: int = _L1
     l2_bytes: int = _L2
     l3_bytes: int = _L3
+
+    @property
+    def arch(self) -> str:
+        """The architecture that entries of the schedule database have."""
+        return f"cpu {self.isa}, {self.threads} threads"
 
 
 def host() -> CPU:

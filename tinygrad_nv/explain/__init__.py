@@ -1,4 +1,4 @@
-"""Which kernel will run for what, and why: `explain(*tensors)`, without running anything.
+"""`explain(*tensors)`: the kernels that will run, and why, without running anything.
 
 Protocol. `explain` schedules the tensors as `realize` would, on copies: the calls it makes return new graphs,
 and the map that would put buffers into the tensors is dropped. It leaves both caches alone: the schedule
@@ -41,7 +41,7 @@ from tinygrad.tensor import Tensor, transform_to_call
 from tinygrad.uop.ops import Ops, UOp, sym_infer
 
 from tinygrad_nv import hooks
-from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.gemm.schedules import CPUGemmSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import NVError, RequestError
 from tinygrad_nv.hooks import threads
@@ -90,7 +90,7 @@ class KernelRecord:
         from tinygrad_nv.explain.levels import ScheduledGemm
         from tinygrad_nv.explain.levels_cpu import CPUProduct
         if not isinstance(self.spec, GemmSpec): return None
-        if isinstance(self.schedule, CPUSchedule) and self.machine is not None:
+        if isinstance(self.schedule, CPUGemmSchedule) and self.machine is not None:
             return CPUProduct(self.spec, self.schedule, self.machine)
         if not isinstance(self.schedule, GemmSchedule) or not self.arch: return None
         return ScheduledGemm(self.spec, self.schedule, self.arch, self.sm_count, self.clusters)
@@ -98,7 +98,6 @@ class KernelRecord:
     @property
     def isa(self) -> str:
         """The instruction set of a kernel of ours for a CPU."""
-        if isinstance(self.schedule, CPUSchedule): return str(self.schedule.isa)
         return "" if self.machine is None else str(self.machine.isa)
 
     def show(self, level: str) -> str:
@@ -298,7 +297,7 @@ def _predicted(machine: CPU, note: Note, flops: int, bytes: int) -> float | None
     """How long a kernel on a CPU takes at best; None where that cannot be measured."""
     from tinygrad_nv.cpu.measure import rates
     from tinygrad_nv.explain.levels_cpu import predicted
-    try: return predicted(note.spec, note.template, flops, bytes, rates(machine))
+    try: return predicted(note.spec, note.schedule, flops, bytes, rates(machine))
     except NVError: return None
 
 

@@ -1,4 +1,4 @@
-"""A product at four levels, as text: what is computed, how, the PTX, and the SASS; levels_cpu.py has C.
+"""A matmul at four levels, as text: spec, schedule, PTX and SASS; levels_cpu.py has C.
 
 Protocol: a `ScheduledGemm` is spec, schedule and GPU; its kernel follows from these, so
 `ScheduledGemm.kernel` is the text that runs, built again. `show(product, level)` is the text of a level:

@@ -1,4 +1,4 @@
-"""Products on a CPU as text: what is computed, how, and the C of it.
+"""Matmuls on a CPU as text: spec, schedule and C.
 
 Protocol: as levels.py for GPUs. A `CPUProduct` is spec, schedule and target; `show(product, level)` is the
 text of a level, `table` a line for each of several products. Times are the roofline of what was measured here
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tinygrad.dtype import DType
 
 from tinygrad_nv.cpu import measure
-from tinygrad_nv.cpu.gemm.templates import build
+from tinygrad_nv.cpu.gemm.schedules import CPUGemmSchedule
 from tinygrad_nv.cpu.kernel import CPUKernel, header
 from tinygrad_nv.cpu.measure import LAUNCH_SECONDS, Rates
 from tinygrad_nv.cpu.schedule import CPUSchedule
@@ -23,45 +23,47 @@ from tinygrad_nv.errors import RequestError
 from tinygrad_nv.explain.levels import WIDEST, least_bytes, nbytes, scaled, seconds, shortened, spec_of
 from tinygrad_nv.table import aligned
 from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.templates import TABLE
 
 LEVELS = ("spec", "tile", "c")
-# templates that widen what they read and compute in float32
-WIDENING = ("gemv", "decode")
 
 
 @dataclass(frozen=True)
 class CPUProduct:
     """A product by a schedule on a target."""
     spec: GemmSpec
-    schedule: CPUSchedule
+    schedule: CPUGemmSchedule
     target: CPU
 
     @property
     def kernel(self) -> CPUKernel:
         """The kernel."""
-        return _kernel(self.spec, self.schedule)
+        return _kernel(self.spec, self.schedule, self.target)
 
     @property
     def seconds(self) -> float:
         """How long it takes at best."""
-        return predicted(self.spec, self.schedule.template, self.spec.flops, least_bytes(self.spec),
+        return predicted(self.spec, self.schedule, self.spec.flops, least_bytes(self.spec),
                          measure.rates(self.target))
 
 
 @functools.lru_cache(256)
-def _kernel(spec: GemmSpec, schedule: CPUSchedule) -> CPUKernel: return build(spec, schedule)
+def _kernel(spec: GemmSpec, schedule: CPUGemmSchedule, target: CPU) -> CPUKernel:
+    made: CPUKernel = TABLE.build(spec, schedule, target)
+    return made
 
 
-def predicted(spec: Hashable, template: str, flops: float, moved: float, rates: Rates) -> float:
-    """How long a kernel of a template takes at best."""
-    return rates.seconds(flops, moved, _rate(spec, template, rates))
+def predicted(spec: Hashable, schedule: Hashable, flops: float, moved: float, rates: Rates) -> float:
+    """How long a kernel takes at best."""
+    return rates.seconds(flops, moved, _rate(spec, schedule, rates))
 
 
-def _rate(spec: Hashable, template: str, rates: Rates) -> float:
+def _rate(spec: Hashable, schedule: Hashable, rates: Rates) -> float:
     """Operations in a second on what the kernel multiplies."""
     operand = getattr(spec, "a", None) or getattr(spec, "q", None)
     dtype = getattr(operand, "dtype", None)
-    return rates.of(dtype) if isinstance(dtype, DType) and template not in WIDENING else rates.f32
+    widens = isinstance(schedule, CPUSchedule) and schedule.widens
+    return rates.of(dtype) if isinstance(dtype, DType) and not widens else rates.f32
 
 
 def show(product: CPUProduct, level: str) -> str:
@@ -118,7 +120,7 @@ def table(products: Sequence[tuple[str, CPUProduct]]) -> list[str]:
 
 def _times(product: CPUProduct) -> dict[str, float]:
     found = measure.rates(product.target)
-    rate = _rate(product.spec, product.schedule.template, found)
+    rate = _rate(product.spec, product.schedule, found)
     return {"memory": least_bytes(product.spec) / found.bandwidth, "arithmetic": product.spec.flops / rate,
             "launch": LAUNCH_SECONDS}
 
@@ -132,12 +134,10 @@ def tile_text(product: CPUProduct) -> str:
     """How it is computed."""
     schedule, target, kernel = product.schedule, product.target, product.kernel
     found, times = measure.rates(target), _times(product)
-    rate = _rate(product.spec, schedule.template, found)
-    block = (schedule.block_m, schedule.block_n, schedule.block_k)
+    rate = _rate(product.spec, schedule, found)
     rows = [("parts", f"{kernel.parts} for {target.threads} threads")]
-    if any(block): rows.append(("block", f"{'x'.join(map(str, block))} (m, n, k) in the caches of a core"))
-    if schedule.rows or schedule.columns:
-        rows.append(("registers", f"{schedule.rows} x {schedule.columns} of the result"))
+    rows.append(("block", f"{schedule.block} (m, n, k) in the caches of a core"))
+    if any(held := schedule.registers): rows.append(("registers", f"{held[0]} x {held[1]} of the result"))
     if kernel.workspace_bytes: rows.append(("workspace", nbytes(kernel.workspace_bytes)))
     reached = scaled(product.spec.flops / product.seconds, "FLOP/s")
     rows += [("predicted", f"{seconds(product.seconds)}, {reached}, bound: {_bound(product)}"),

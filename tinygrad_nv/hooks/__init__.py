@@ -139,7 +139,7 @@ def add_execute(name: str, fn: Callable[[UOp, realize.ExecContext, Run], Seconds
 
 
 def watched() -> bool:
-    """Whether any `add_execute` is there: who launches without tinygrad then launches through it."""
+    """Whether any `add_execute` is there: code that launches without tinygrad then launches through it."""
     return bool(_executes)
 
 

@@ -1,4 +1,4 @@
-"""Devices of tinygrad by name, which of them a program uses that names none, and the CPU device. Part of
+"""Devices of tinygrad by name, the default device, and the CPU device. Part of
 __init__.py, which states the protocol.
 """
 from __future__ import annotations

@@ -23,7 +23,7 @@ import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from tinygrad.dtype import AddrSpace, DType, dtypes
 from tinygrad.helpers import all_int, prod, to_tuple
@@ -40,7 +40,7 @@ from tinygrad.uop.ops import (
 from tinygrad_nv import hooks
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.runtime.note import Note, ProgramKernel
-from tinygrad_nv.tile.kernel import Scratch, TileKernel
+from tinygrad_nv.tile.kernel import Chain, Scratch, TileKernel
 from tinygrad_nv.tile.launch import PLAIN, LaunchConfig
 
 FIRST_SLOT = 1 << 20
@@ -122,34 +122,33 @@ class Built(Protocol):
 
 
 COMBINE = Note("combine", "adds up the splits of the kernel before")
+PIECES = Note("pieces", "the best of those of the kernel before")
 
 
-def called(made: Built, device: str | tuple[str, ...], outputs: Sequence[Output | UOp], inputs: Sequence[UOp],
-           *, rows: sint = 0, variables: Sequence[UOp] = (), flops: sint = 0, nbytes: sint | None = None,
-           note: Note | None = None) -> tuple[UOp, ...]:
+def called(made: Built | Chain, device: str | tuple[str, ...], outputs: Sequence[Output | UOp],
+           inputs: Sequence[UOp], *, rows: sint = 0, variables: Sequence[UOp] = (), flops: sint = 0,
+           nbytes: sint | None = None, note: Note | None = None) -> tuple[UOp, ...]:
     """Calls what a template has made and returns its outputs, in the order of its kernel's parameters and
     without its scratch. `rows` is the extent that the grid follows, where that is a variable. `variables` are
     those that the kernel's integers are computed from, or are, in their order. A kernel after the first goes
     on with what that has left in outputs and scratch; operations are counted with the first."""
+    if isinstance(made, Chain):
+        between = Output((made.between.count,), made.between.dtype)
+        found = called(made.first, device, [between], inputs, flops=flops, note=note)
+        return called(made.second, device, outputs, found, note=PIECES)
     given: list[tuple[Output | UOp, bool]] = [(out, True) for out in outputs]
     for one in made.scratch:
         given.insert(len(given) if one.at is None else one.at, (Output((one.count,), one.dtype), False))
     done: tuple[UOp, ...] = ()
     for kernel in made.kernels:
         if done: flops, nbytes, note = 0, sum(s.count * s.dtype.itemsize for s in made.scratch), COMBINE
-        text, how = _launched(kernel, rows)
-        done = program(kernel.name, text, device, done or [out for out, _ in given], inputs,
-                       variables=variables, flops=flops, nbytes=nbytes, note=note, **how)
+        done = program(kernel.name, kernel.text, device, done or [out for out, _ in given], inputs,
+                       grid=_grid(kernel, rows), block=kernel.block, variables=variables, flops=flops,
+                       nbytes=nbytes, note=note, parts=kernel.parts, launch=kernel.launch)
     return tuple(out for out, (_, asked) in zip(done, given, strict=True) if asked)
 
 
-def _launched(kernel: TileKernel | CPUKernel, rows: sint) -> tuple[str, dict[str, Any]]:
-    """A kernel's text, and how it is launched."""
-    if isinstance(kernel, CPUKernel): return kernel.source, {"parts": kernel.parts}
-    return kernel.ptx, {"grid": _grid(kernel, rows), "block": (kernel.threads, 1, 1), "launch": kernel.launch}
-
-
-def _grid(kernel: TileKernel, rows: sint) -> tuple[sint, ...]:
+def _grid(kernel: TileKernel | CPUKernel, rows: sint) -> tuple[sint, ...]:
     """A kernel's grid for a variable number of rows; that of the most where there is none."""
     if not isinstance(rows, UOp) or not kernel.rows_of_cta: return kernel.grid
     extent = rows.unbind_all()[0]

@@ -1,4 +1,4 @@
-"""PTX: instructions, and what turns them into machine code.
+"""PTX: the instruction table, a builder, a parser, an emulator and the assembler.
 
 Read in this order:
 

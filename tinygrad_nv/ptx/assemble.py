@@ -1,4 +1,4 @@
-"""PTX to cubin with ptxas, and what ptxas and the disassembler say of the result.
+"""PTX to cubin with ptxas, with the resources that ptxas reports and the disassembly.
 
 Protocol: `assemble(text, arch)` runs ptxas and returns an `Assembly`: the cubin and, for each kernel, its
 registers, spills, stack and shared memory. What ptxas merely notes but means that a kernel is not what its

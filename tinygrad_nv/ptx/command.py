@@ -1,4 +1,4 @@
-"""`tinygrad-nv ptx check` and `ptx stats`: a PTX file on the emulator, and what ptxas says of it.
+"""`tinygrad-nv ptx check` and `ptx stats`: a PTX file on the emulator, and the resources that ptxas reports.
 
 Protocol: an argument of the kernel is written as
 

@@ -1,4 +1,4 @@
-"""SASS as the disassembler prints it: functions, their loops, and what a loop spends on its products.
+"""SASS as the disassembler prints it: functions, their loops, and the instructions of a main loop.
 
 Protocol: `disassembled(cubin)` gives nvdisasm's (or cuobjdump's) text, `functions` its instructions by
 function, `loops` the natural loops of a function: for a branch back to an instruction that all ways to the

@@ -1,4 +1,4 @@
-"""What `parser.py` makes of PTX text: modules, functions, instructions and their operands.
+"""The syntax tree of PTX text, made by parser.py: modules, functions, instructions and their operands.
 
 Frozen where they are values; `PTXModule` and `PTXFunction` are filled while parsing and read only afterwards.
 """

@@ -1,4 +1,5 @@
-"""Captures of both drivers: what streams record becomes a graph, and what cannot be is refused.
+"""Captures of both drivers: the work recorded in streams becomes a graph; calls that a graph cannot hold
+raise.
 
 Protocol: a capture is a graph and the last nodes of each stream in it. What is submitted to a captured stream
 becomes a node after the last ones of its stream; a stream joins by waiting for an event of the capture. A

@@ -1,4 +1,4 @@
-"""A product's kernel on a device, timed.
+"""Times a matmul's kernel on a device.
 
 Protocol: `DriverClock(driver)` is a `tile.clock.Clock`. Operands are zeros.
 """

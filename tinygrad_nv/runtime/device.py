@@ -44,7 +44,7 @@ class EMUDevice(NVDevice):
     driver: EmulatedDriver
 
     def __init__(self, device: str) -> None:
-        # numpy, the parser and the emulator are loaded by those who use it
+        # numpy, the parser and the emulator are loaded only where it is used
         from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
         driver = EmulatedDriver(str(config.get("EMU_ARCH")), bool(config.get("EMU_CHECK")),
                                 step_limit=int(config.get("EMU_STEP_LIMIT")))

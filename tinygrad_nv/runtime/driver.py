@@ -1,4 +1,4 @@
-"""What a GPU driver must do for us: memory, modules, launches, streams, events, graphs, tensor maps.
+"""The driver interface of a GPU: memory, modules, launches, streams, events, graphs, tensor maps.
 
 Protocol. `Driver` is one device. Addresses are integers, device-wide, and may point inside an allocation.
 Work (`Launch`, `Copy`, `Fill`, `Upload`, `Download`) goes to a `Stream`: what is submitted to one runs in

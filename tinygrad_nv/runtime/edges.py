@@ -1,4 +1,4 @@
-"""Edges of a graph of the driver: those that order anything, and those that are programmatic.
+"""Edges of a graph of the driver: those that order work, and the programmatic ones.
 
 Protocol: nodes are numbers in order of addition, and each follows lower ones. `Reduction` takes them one by
 one and says which of their edges no path of others implies: the transitive reduction (Aho, Garey, Ullman

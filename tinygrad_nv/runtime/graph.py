@@ -1,4 +1,4 @@
-"""What TinyJit captured, as a graph of the driver.
+"""A TinyJit's captured batch as a graph of the driver.
 
 Protocol: tinygrad's graph interface (`GraphRunner`). Each kernel is its fills and its launch, each of them a
 node after those that it must not overtake, and after those that edges.py's `Chain` puts it behind for

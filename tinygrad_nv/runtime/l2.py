@@ -1,4 +1,4 @@
-"""Persistence in L2: which memory a step keeps in the cache, and how launches are told.
+"""Persistence in L2: which memory a step keeps in the cache, and the access-policy window of each launch.
 
 Protocol: `plan` is a pure function of a device's limits and of what a step reads; `persisting` puts a plan in
 force on a device. Inside it every launch, eager or of a graph, carries the plan's window; a device has one

@@ -166,7 +166,7 @@ class MemoryPool:
     # **** words ****
 
     def report(self) -> MemoryReport:
-        """Who holds what now."""
+        """The breakdown by label now."""
         shares = [LabelUsage(name, t.nbytes, t.count, t.peak) for name, t in list(self._tallies.items())]
         largest = heapq.nsmallest(LARGEST, list(self._held.values()), lambda one: (-one.nbytes, one.number))
         free, total = self.driver.memory()
@@ -183,7 +183,7 @@ class MemoryPool:
 
 
 def memory_report(device: str | None = None) -> MemoryReport:
-    """Who holds what of a device, tinygrad's default one when None."""
+    """The breakdown of a device's memory by label; tinygrad's default device when None."""
     opened = Device[device or Device.DEFAULT]
     if isinstance(pool := getattr(opened, "pool", None), MemoryPool): return pool.report()
     held = GlobalCounters.mem_used_per_device[opened.device]

@@ -1,4 +1,4 @@
-"""What is known of a kernel of ours besides its text, in tinygrad's graph.
+"""Metadata of our kernels in tinygrad's graph, beside their text.
 
 Protocol: a `ProgramKernel` is the KernelInfo of a call's body, since the schedule keeps nothing else of a
 call; compile workers get it and give it back. patterns/program.py puts it there. Its `note` is for explain()

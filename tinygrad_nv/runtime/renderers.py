@@ -1,4 +1,4 @@
-"""Which renderer a device has, remembered: tinygrad chooses it anew each time it is asked, in 17 µs."""
+"""A cache of each device's renderer: tinygrad chooses it anew at each call, in 17 µs."""
 from __future__ import annotations
 
 import weakref

@@ -1,12 +1,11 @@
 """Schedules that were found by trying: a file that outlives the process.
 
 Protocol: an `Entry` is keyed by spec, architecture and toolchain version (`toolchain()`): another ptxas makes
-other code. Architectures that are no GPU's, and what their schedules are, are added with `add_architectures`
-(cpu/gemm/database.py). The file is JSON (`FORMAT`), at NV_SCHEDULES, or schedules.json in the cache
-directory. It is read again whenever it changed, and replaced as a whole under a lock, merged with what others
-wrote since, so that several processes may tune. A file that cannot be read is renamed to *.corrupt-N with a
-warning and an empty one takes its place; an entry that cannot be read, or that legality no longer accepts, is
-ignored with a note.
+other code. That of a CPU is its instruction set and threads, and what identifies the C compiler. The file is
+JSON (`FORMAT`), at NV_SCHEDULES, or schedules.json in the cache directory. It is read again whenever it
+changed, and replaced as a whole under a lock, merged with what others wrote since, so that several processes
+may tune. A file that cannot be read is renamed to *.corrupt-N with a warning and an empty one takes its
+place; an entry that cannot be read, or that legality no longer accepts, is ignored with a note.
 """
 from __future__ import annotations
 
@@ -18,22 +17,24 @@ import re
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tinygrad_nv import cache, config
 from tinygrad_nv.errors import NVError, ScheduleError
 from tinygrad_nv.ptx.assemble import find_program
-from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.limits import SMEM_BYTES
+from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec_json import spec_from_json, spec_to_json
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
+from tinygrad_nv.toolchain import find_compiler
 
 FORMAT = "tinygrad_nv schedules 1"
+CPU_NAMES = re.compile(r"cpu \S+, [1-9]\d{0,4} threads")
 Key = tuple[str, str, str]           # a spec's JSON, architecture, toolchain
 
 
@@ -41,23 +42,10 @@ class ScheduleWarning(UserWarning):
     """A schedule database, or an entry of one, that is not used."""
 
 
-class Kept(Protocol):
-    """A schedule that an entry has."""
-    def to_json(self) -> dict[str, Any]: ...
-
-
-Reader = Callable[[Any, str], Kept]    # of plain data, for an architecture; raises `ScheduleError`
-_readers: dict[re.Pattern[str], Reader] = {}
-
-
-def add_architectures(pattern: re.Pattern[str], read: Reader) -> None:
-    """From now on entries may be for architectures with such names, whose schedules `read` reads."""
-    _readers[pattern] = read
-
-
-def _reader(arch: str) -> Reader | None:
-    if arch in SMEM_BYTES: return lambda data, arch: TABLE.read("gpu", data)
-    return next((read for pattern, read in _readers.items() if pattern.fullmatch(arch)), None)
+def _kind(arch: str) -> str | None:
+    """The kind of target that an architecture is of; None of one that no entry has."""
+    if arch in SMEM_BYTES: return "gpu"
+    return "cpu" if CPU_NAMES.fullmatch(arch) else None
 
 
 @dataclass(frozen=True)
@@ -66,7 +54,7 @@ class Entry:
     spec: GemmSpec
     arch: str
     toolchain: str
-    schedule: Kept
+    schedule: Schedule
     seconds: float
     how: str = "counted"
 
@@ -85,19 +73,25 @@ class Entry:
         except (KeyError, TypeError) as error:
             raise ScheduleError(f"{str(data)[:200]} is no entry: {error} is missing",
                                 "an entry that --export wrote") from error
-        read = _reader(arch) if type(arch) is str else None
-        if read is None or type(toolchain) is not str \
+        kind = _kind(arch) if type(arch) is str else None
+        if kind is None or type(toolchain) is not str \
                 or type(seconds) not in (int, float) \
                 or not 0 < seconds < 1e9 or how not in ("measured", "counted"):
             raise ScheduleError(f"an entry of {arch!r}, {toolchain!r}, {seconds!r}, {how!r}",
                                 f"one of {', '.join(SMEM_BYTES)}, a version, seconds, measured or counted")
-        schedule = read(data.get("schedule"), arch)
+        schedule = TABLE.read(kind, data.get("schedule"))
+        if not schedule.on(arch): raise ScheduleError(f"{schedule} in an entry of {arch!r}")
         return Entry(spec_from_json(data.get("spec")), arch, toolchain, schedule, float(seconds), how)
 
 
+def toolchain(kind: str = "gpu") -> str:
+    """What compiles for a kind of target: the version of ptxas, "driver" where there is none and the driver
+    compiles; the C compiler. Raises `ToolchainError` where there is no C compiler."""
+    return find_compiler().identity if kind == "cpu" else _ptxas()
+
+
 @functools.cache
-def toolchain() -> str:
-    """The version of ptxas, "driver" where there is none and the driver compiles."""
+def _ptxas() -> str:
     if (program := find_program("ptxas")) is None: return "driver"
     done = subprocess.run([str(program), "--version"], capture_output=True, text=True, check=False)
     found = re.search(r"V(\d[\d.]*)", done.stdout)
@@ -139,25 +133,15 @@ def _text(spec: GemmSpec) -> str: return json.dumps(spec_to_json(spec), separato
 
 # **** reading ****
 
-def lookup(spec: GemmSpec, arch: str) -> GemmSchedule | None:
-    """The winner for a product, where there is a legal one."""
-    schedule = stored(spec, arch, toolchain)
-    if not isinstance(schedule, GemmSchedule): return None
-    wrong = TABLE.problems(spec, schedule, GPU(arch))
-    return None if ignored(schedule, spec, wrong) else schedule
-
-
-def stored(spec: GemmSpec, arch: str, toolchain: Callable[[], str]) -> Kept | None:
-    """What the file has for a product, legal or not. What compiles is asked for where there is a file."""
+def lookup(spec: GemmSpec, arch: str, target: Any = None) -> Any:
+    """The winner for a product on a target, by default a GPU of the architecture; None where there is no
+    legal one, which is noted. What compiles is asked for where there is a file."""
     if not (found := _read(path())): return None
-    entry = found.get((_text(spec), arch, toolchain()))
-    return None if entry is None else entry.schedule
-
-
-def ignored(schedule: Kept, spec: GemmSpec, wrong: Sequence[str]) -> bool:
-    """Whether something is wrong with a schedule that the file has, which is noted."""
+    entry = found.get((_text(spec), arch, toolchain(_kind(arch) or "gpu")))
+    if entry is None: return None
+    schedule, wrong = entry.schedule, TABLE.problems(spec, entry.schedule, target or GPU(arch))
     if wrong: note(f"{schedule} of {path()} is ignored for {spec}: {'; '.join(wrong)}")
-    return bool(wrong)
+    return None if wrong else schedule
 
 
 def entries() -> list[Entry]:

@@ -14,7 +14,7 @@ All pointers are beginnings of buffers, aligned to 16 bytes; offsets are the ker
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, ClassVar, Self
 
 from tinygrad.dtype import DType, dtypes
 
@@ -38,6 +38,15 @@ class Scratch:
 
 
 @dataclass(frozen=True)
+class Chain:
+    """Two kernels, of GPUs or of CPUs: one that writes `between` in the place of the output, and one that
+    makes the output of that alone."""
+    first: Any
+    second: Any
+    between: Scratch
+
+
+@dataclass(frozen=True)
 class TileKernel:
     """What kernels of all templates have. `grid` is that of the most rows; where `rows_of_cta` is not 0, x is
     ceil(rows / rows_of_cta) times `ctas_of_rows` of a launch instead. With `pdl` it may be launched before
@@ -54,6 +63,17 @@ class TileKernel:
     ctas_of_rows: int = 1
     pdl: bool = False
     integers: tuple[Integer, ...] = ()
+    parts: ClassVar[int] = 1  # a CPU's kernel has several
+
+    @property
+    def text(self) -> str:
+        """What is compiled."""
+        return self.ptx
+
+    @property
+    def block(self) -> tuple[int, int, int]:
+        """Threads of a CTA, as x, y, z."""
+        return self.threads, 1, 1
 
     @property
     def kernels(self) -> tuple[TileKernel, ...]:

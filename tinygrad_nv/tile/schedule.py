@@ -12,22 +12,22 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Literal, Self
 
 from tinygrad_nv.errors import ScheduleError
+from tinygrad_nv.tile.limits import SMEM_BYTES
 
 Mode = Literal["cooperative", "pingpong"]    # of consumer warpgroups: they share a tile, or take turns
-
-# fields that each schedule once had, and what they were where its template has no use for them
-NEUTRAL: Mapping[str, object] = {
-    "warps_n": 1, "cluster_m": 1, "cluster_n": 1, "splits": 1, "stream": False, "mode": "cooperative",
-    "swap": False, "swizzle_width": ""}
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One template's numbers. `kind` says whether a GPU or a CPU runs its kernels. `UNREAD` are fields that
-    entries of older schedule databases have beside its own, whose values never meant anything."""
+    """One template's numbers. `kind` says whether a GPU or a CPU runs its kernels. Entries of older schedule
+    databases have more fields: `NEUTRAL`, which each schedule had, and what they were where its template had
+    no use for them; `UNREAD`, whose values never meant anything."""
     kind: ClassVar[str] = "gpu"
     template: ClassVar[str]
     UNREAD: ClassVar[tuple[str, ...]] = ()
+    NEUTRAL: ClassVar[Mapping[str, object]] = {
+        "warps_n": 1, "cluster_m": 1, "cluster_n": 1, "splits": 1, "stream": False, "mode": "cooperative",
+        "swap": False, "swizzle_width": ""}
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
@@ -42,10 +42,14 @@ class Schedule:
             if name in kinds and type(value) is not kinds[name]:
                 raise ScheduleError(f"{name}={value!r} of {cls.template}", f"of type {kinds[name].__name__}")
             if name in kinds or name in cls.UNREAD: continue
-            if name not in NEUTRAL or value != NEUTRAL[name]:
+            if name not in cls.NEUTRAL or value != cls.NEUTRAL[name]:
                 raise ScheduleError(f"{name}={value!r} is of another template than {cls.template}",
                                     f"some of {', '.join(kinds)}")
         return cls(**{name: value for name, value in data.items() if name in kinds})
+
+    def on(self, arch: str) -> bool:
+        """Whether an entry for an architecture of the schedule database may have it."""
+        return arch in SMEM_BYTES
 
     def words(self) -> list[str]:
         """What it says, part by part."""

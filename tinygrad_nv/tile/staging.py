@@ -9,7 +9,7 @@ swizzles). For each panel of the group's tile, in turn, into two panels' worth o
     wait until what was in this half of the memory has been read
     a residual goes the other way first: 16 bytes a thread (loaded a panel ahead) to the panel, ldmatrix
     finish the sums, write them (stmatrix, of 16-bit elements on sm_90)
-    everybody of the group has written
+    all warps of the group have written
     one thread starts a TMA store of each column of 128 bytes; or all read 16 bytes at a time and store them
 
 Eight lanes' 16 bytes (or all lanes' 4) lie in different banks in every access; stores to global memory are of
@@ -120,7 +120,7 @@ class Staged:
         elif turn == 0: self._together()
 
     def _together(self) -> None:
-        """Everybody of the group is here."""
+        """A barrier of the group."""
         if self.panel.group == 1: return self.k.emit("bar.warp.sync", -1)
         barrier = self.number + self.share.store.barrier
         return self.k.sync(barrier, 32 * self.panel.group)

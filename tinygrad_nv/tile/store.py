@@ -20,7 +20,7 @@ the warpgroup begins 16 p rows further down.
 
 The plan chooses one of three ways: a tensor map (warpgroups, rows aligned to 16 bytes), 16 bytes a thread
 from staged lines (warps, the same), or each pair of elements by itself. `staging` is the
-shared memory of the first two, at a multiple of 1024; it may be an address (u32) in memory that everybody has
+shared memory of the first two, at a multiple of 1024; it may be an address (u32) in memory that all CTAs have
 ceased to use. Without it, or without the map the plan asks for, elements are stored by themselves. In `tile`
 all warps of a warpgroup take part together (wgmma), or each warp for itself (mma); staging by warpgroups uses
 the named barriers from `barrier` on, one for each.

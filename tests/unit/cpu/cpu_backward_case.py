@@ -12,8 +12,8 @@ from backward_case import RESULTS, Given, Gradients, arguments, lies, near, plac
 from gemm_case import GUARD
 
 from tinygrad_nv.cpu.attention.backward import kernel as flash_backward
+from tinygrad_nv.cpu.attention.schedules import CPUFlashBackward
 from tinygrad_nv.cpu.isa import ISA
-from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU, host
 from tinygrad_nv.runtime.cpu.program import load
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
@@ -24,15 +24,15 @@ def here(isa: ISA | None = None, threads: int = 2) -> CPU:
     return replace(host(), isa=isa or host().isa, threads=threads)
 
 
-def scheduled(spec: BackwardSpec, isa: ISA | None = None, **changes: int) -> CPUSchedule:
+def scheduled(spec: BackwardSpec, isa: ISA | None = None, **changes: int) -> CPUFlashBackward:
     """The default schedule, changed."""
     return replace(flash_backward.default(spec, here(isa)), **changes)
 
 
-def launched(spec: BackwardSpec, given: Given, schedule: CPUSchedule | None = None,
+def launched(spec: BackwardSpec, given: Given, schedule: CPUFlashBackward | None = None,
              order: Sequence[int] | None = None, **extents: int) -> Given:
     """All storages after a launch."""
-    assert flash_backward.problems(spec, here()) == []
+    assert flash_backward.problems(spec, scheduled(spec)) == []
     at, memory = actual(spec.forward, extents), {name: given[name].clone() for name in places(spec)}
     for name in memory:
         rows = at["s_kv" if name in ("k", "v", "dk", "dv") else "s_q"]
@@ -46,7 +46,7 @@ def launched(spec: BackwardSpec, given: Given, schedule: CPUSchedule | None = No
     return memory
 
 
-def run(spec: BackwardSpec, given: Given, schedule: CPUSchedule | None = None,
+def run(spec: BackwardSpec, given: Given, schedule: CPUFlashBackward | None = None,
         order: Sequence[int] | None = None, **extents: int) -> Gradients:
     """The gradients. Nothing beside them may be written."""
     at, got = actual(spec.forward, extents), []
@@ -61,7 +61,7 @@ def run(spec: BackwardSpec, given: Given, schedule: CPUSchedule | None = None,
     return Gradients(dq, dk.squeeze(2), dv.squeeze(2))
 
 
-def close(spec: BackwardSpec, schedule: CPUSchedule | None = None, seed: int = 0, scale: float = 1.0,
+def close(spec: BackwardSpec, schedule: CPUFlashBackward | None = None, seed: int = 0, scale: float = 1.0,
           **extents: int) -> Gradients:
     """Asserts that the gradients of a random attention are near the exact ones."""
     given = arguments(spec, seed, scale, **extents)

@@ -34,9 +34,9 @@ def run(spec: DecodeSpec, given: Given, isa: ISA | None = None, divided: bool | 
         order: Sequence[int] | None = None) -> torch.Tensor:
     """The result [batch, heads, group, s_q, d_v]. Parts run in `order` on this thread, if given."""
     here = on(isa or detect())
-    assert not decode.problems(spec, here)
     schedule = decode.default(spec, here)
-    if divided is not None: schedule = replace(schedule, rows=int(divided))
+    assert not decode.problems(spec, schedule)
+    if divided is not None: schedule = replace(schedule, divided=divided)
     made = decode.build(spec, replace(schedule, parts=parts or schedule.parts))
     out = bits(torch.full((size_of(spec, spec.out, spec.d_v),), GUARD, dtype=TORCH[spec.out.dtype]))
     arguments: list[np.ndarray | int] = [out]

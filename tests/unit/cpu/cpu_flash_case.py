@@ -17,7 +17,7 @@ from gemm_case import view
 
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.attention import flash
-from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.attention.schedules import CPUFlash
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.runtime.cpu.program import LoadedKernel, load
 from tinygrad_nv.tile.attention.spec import AttentionSpec
@@ -29,14 +29,15 @@ LEVELS = [each for each in (isa.PORTABLE, isa.AVX2, isa.AVX512, isa.AVX512_BF16)
 BEST = LEVELS[-1]
 
 
-def scheduled(spec: AttentionSpec, level: isa.ISA = BEST, threads: int = 2, **changes: int) -> CPUSchedule:
+def scheduled(spec: AttentionSpec, level: isa.ISA = BEST, threads: int = 2, **changes: int) -> CPUFlash:
     """The default schedule of a level, with changes."""
     target = CPU(level, threads)
-    assert not flash.problems(spec, target)
-    return replace(flash.default(spec, target), **changes)
+    made = replace(flash.default(spec, target), **changes)
+    assert not flash.problems(spec, made)
+    return made
 
 
-def loaded(spec: AttentionSpec, schedule: CPUSchedule | None = None) -> LoadedKernel:
+def loaded(spec: AttentionSpec, schedule: CPUFlash | None = None) -> LoadedKernel:
     return load(flash.build(spec, schedule or scheduled(spec)))
 
 
@@ -71,7 +72,7 @@ def run(kernel: LoadedKernel, spec: AttentionSpec, given: Given, order: Sequence
     return got[0], got[1] if spec.log_sum else None
 
 
-def close(spec: AttentionSpec, schedule: CPUSchedule | None = None, seed: int = 0, **extents: int) -> None:
+def close(spec: AttentionSpec, schedule: CPUFlash | None = None, seed: int = 0, **extents: int) -> None:
     """Asserts that a random attention is near the exact one."""
     given = arguments(spec, seed)
     near(spec, given, run(loaded(spec, schedule), spec, given, **extents), **extents)

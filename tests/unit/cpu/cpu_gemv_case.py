@@ -18,7 +18,7 @@ from gemm_case import GUARD, arguments, places, reference, view
 
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.gemm.gemv import kernel as gemv
-from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.gemm.schedules import CPUGemv
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.runtime.cpu.program import LoadedKernel, load
 from tinygrad_nv.tile.gemm.spec import GemmSpec
@@ -41,14 +41,15 @@ def at_end(data: np.ndarray) -> np.ndarray:
     return made
 
 
-def scheduled(spec: GemmSpec, level: isa.ISA = BEST, threads: int = 2, **changes: int) -> CPUSchedule:
+def scheduled(spec: GemmSpec, level: isa.ISA = BEST, threads: int = 2, **changes: int) -> CPUGemv:
     """The default schedule of a level, with changes."""
     target = CPU(level, threads)
-    assert gemv.problems(spec, target) == []
-    return replace(gemv.default(spec, target), **changes)
+    made = gemv.default(spec, target)
+    assert gemv.problems(spec, made) == []
+    return replace(made, **changes)
 
 
-def loaded(spec: GemmSpec, schedule: CPUSchedule | None = None) -> LoadedKernel:
+def loaded(spec: GemmSpec, schedule: CPUGemv | None = None) -> LoadedKernel:
     return load(gemv.build(spec, schedule or scheduled(spec)))
 
 
@@ -76,7 +77,7 @@ def run(kernel: LoadedKernel, spec: GemmSpec, given: Given, order: Sequence[int]
     return got
 
 
-def exact(spec: GemmSpec, schedule: CPUSchedule | None = None, seed: int = 0, m: int | None = None) -> None:
+def exact(spec: GemmSpec, schedule: CPUGemv | None = None, seed: int = 0, m: int | None = None) -> None:
     """Integers come out exactly."""
     given = arguments(spec, seed)
     got = run(loaded(spec, schedule), spec, given, m=m)

@@ -20,10 +20,10 @@ from tinygrad.tensor import Tensor
 from tinygrad_nv import explain
 from tinygrad_nv.cpu import measure, target
 from tinygrad_nv.cpu.gemm import amx, choose
+from tinygrad_nv.cpu.gemm.schedules import Amx
 from tinygrad_nv.cpu.isa import AMX, AVX512_BF16, ISA
 from tinygrad_nv.cpu.kernel import header, kernel
 from tinygrad_nv.cpu.measure import Rates
-from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.runtime.cpu.program import load
 from tinygrad_nv.tile.gemm.dense import dense
@@ -39,10 +39,10 @@ def memory(given: dict[str, torch.Tensor]) -> list[np.ndarray]:
     return [given[name].view(torch.uint8).numpy() for name in ["out", *(x for x in given if x != "out")]]
 
 
-def result(spec: GemmSpec, schedule: CPUSchedule, given: dict[str, torch.Tensor], m: int | None = None,
+def result(spec: GemmSpec, schedule: Amx, given: dict[str, torch.Tensor], m: int | None = None,
            **how: Any) -> torch.Tensor:
     """[*batch, m, n] in float64; nothing beside it may be written."""
-    assert amx.legal(spec, schedule) == []
+    assert amx.problems(spec, schedule) == []
     given = {**given, "out": given["out"].clone()}
     rows = spec.m if m is None else m
     load(amx.build(spec, schedule))(*memory(given), *([rows] if spec.symbolic else []), **how)
@@ -54,7 +54,7 @@ def result(spec: GemmSpec, schedule: CPUSchedule, given: dict[str, torch.Tensor]
     return got
 
 
-def exact(spec: GemmSpec, schedule: CPUSchedule | None = None, m: int | None = None) -> None:
+def exact(spec: GemmSpec, schedule: Amx | None = None, m: int | None = None) -> None:
     """Integers come out as they are."""
     given = arguments(spec)
     rows = slice(0, spec.m if m is None else m)
@@ -239,13 +239,13 @@ def test_machine_code(a, b, code: str):
     (product(64, 64, 64, dtypes.float16), HERE, "tiles of f16"),
     (product(64, 64, 64, dtypes.float32), HERE, "tiles of f32")])
 def test_what_it_does_not_take(spec: GemmSpec, here: CPU, why: str):
-    assert amx.problems(spec, here) == [why]
+    assert amx.problems(spec, amx.default(spec, here)) == [why]
 
 
 def test_templates_are_asked_in_order():
     cases = ((AMX, 16, "gemv"), (AMX, 17, "amx"), (EMULATED, 64, "amx"), (AVX512_BF16, 64, "gemm"))
     for isa, m, template in cases:
-        found = choose.product(product(m, 64, 64), replace(HERE, isa=isa))
+        found = choose.choose(product(m, 64, 64), replace(HERE, isa=isa))
         assert found is not None
         assert found.template == template
 
@@ -257,7 +257,7 @@ def test_the_default_is_legal_and_shares_out_the_work(m: int, n: int, k: int, ki
     spec = dense(m, n, k, "bf16" if kind == "gate" else kind, epilogue=kind if kind == "gate" else "")
     for threads in (1, 2, 7):
         found = amx.default(spec, replace(HERE, threads=threads))
-        assert amx.legal(spec, found) == []
+        assert amx.problems(spec, found) == []
         if spec.flops > 1 << 30: assert found.parts >= threads
 
 
@@ -267,7 +267,7 @@ def test_the_default_is_legal_and_shares_out_the_work(m: int, n: int, k: int, ki
     ({"block_m": 4096, "block_n": 4096}, "bytes on a stack")])
 def test_schedules_that_cannot_be(change: dict[str, int], why: str):
     spec = product(64, 64, 64)
-    words, = amx.legal(spec, replace(amx.default(spec, HERE), **change))
+    words, = amx.problems(spec, replace(amx.default(spec, HERE), **change))
     assert why in words
 
 

@@ -13,7 +13,7 @@ from attention_graph import attended, by_hand
 from tinygrad.dtype import DType
 
 from tinygrad_nv import Tensor, TinyJit, Variable, dtypes, explain
-from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.attention.schedules import CPUFlash
 from tinygrad_nv.functional import scaled_dot_product_attention, varlen_attention
 from tinygrad_nv.tile.attention.spec import AttentionSpec, Band
 
@@ -38,7 +38,7 @@ def found(*tensors: Tensor) -> AttentionSpec:
     """The spec of the one kernel that makes the tensors, by our template."""
     (kernel,) = explain(*tensors).kernels
     assert isinstance(kernel.spec, AttentionSpec), kernel.reason
-    assert isinstance(kernel.schedule, CPUSchedule)
+    assert isinstance(kernel.schedule, CPUFlash)
     assert kernel.template == "flash"
     return kernel.spec
 

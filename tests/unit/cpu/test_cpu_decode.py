@@ -64,7 +64,7 @@ def test_contiguous_caches_and_integers():
     for length in (0, 1, 300): checked(contiguous(300, heads=2, group=3, dtype=F32, order="hts"), [length])
     checked(contiguous(300, "most", heads=2, dtype=BF16, order="both"), [300], together=True)
     spec = contiguous(300, dtype=F32)
-    (kernel,) = template.build(spec, replace(template.default(spec, on(detect())), rows=0),
+    (kernel,) = template.build(spec, replace(template.default(spec, on(detect())), divided=False),
                                [Integer(3, (0, 2))]).kernels
     assert "int v0, int v1" in kernel.source
     assert "const int length = 3 + 2 * v1 < 0 ? 0 : 3 + 2 * v1;" in kernel.source
@@ -129,12 +129,13 @@ def test_keys_are_divided_where_heads_are_few():
     four = replace(on(detect()), threads=4)
     for heads, divided in ((1, 1), (4, 0), (5, 1), (32, 0)):
         schedule = template.default(decode(heads=heads, pages=64), four)
-        assert (schedule.rows, schedule.parts) == (divided, min(16, heads * (4 if divided else 1)))
-    assert template.default(decode(heads=1, pages=8), four).rows == 0
+        assert (schedule.divided, schedule.parts) == (divided, min(16, heads * (4 if divided else 1)))
+    assert template.default(decode(heads=1, pages=8), four).divided is False
 
 
 def test_what_does_not_fit_the_stack():
-    (words,) = template.problems(decode(group=200, s_q=8, d=256), on(detect()))
+    spec = decode(group=200, s_q=8, d=256)
+    (words,) = template.problems(spec, template.default(spec, on(detect())))
     assert words.startswith("1600 rows of 256 + 2 x 256 + 256 numbers: ")
 
 
@@ -144,7 +145,7 @@ def test_every_level_compiles_and_needs_nothing(isa: ISA):
     compiler = Device["CPU"].renderer.compiler
     spec = decode(heads=3, group=5, s_q=3, d=80, d_v=40, pages=64, dtype=BF16, kv=E4M3, window=99)
     for divided in (0, 1):
-        made = template.build(spec, replace(template.default(spec, on(isa)), rows=divided))
+        made = template.build(spec, replace(template.default(spec, on(isa)), divided=divided))
         for kernel in made.kernels:
             elf_loader(compile_object(compiler.found, compiler.arguments, kernel.source))  # nothing undefined
 

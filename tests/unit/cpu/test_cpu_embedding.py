@@ -55,7 +55,8 @@ def test_sums_are_in_order_whatever_the_parts(level: isa.ISA, width: int):
         if -v <= token < v: wanted[token] += row
     spec = EmbeddingGradientSpec(v, width, F32, Tokens(dtypes.int64, (5, 6), (12, 2), 1))
     for parts, order in ((1, None), (2, (1, 0)), (5, (4, 1, 0, 3, 2))):
-        kernel = template.build(spec, replace(template.default(spec, host()), isa=level, parts=parts))
+        schedule = replace(template.gradient_default(spec, host()), isa=level, parts=parts)
+        kernel = template.gradient(spec, schedule)
         out, work = np.full(v * width + 2, 77, np.float32), np.full(kernel.workspace_bytes // 4, 3, np.uint32)
         load(kernel)(out, work, tokens, grad, order=order)
         np.testing.assert_array_equal(out[:-2].reshape(v, width), wanted)

@@ -43,7 +43,7 @@ def test_wide_heads_in_turned_order(dtype: DType):
 
 def test_parts_and_their_order_change_no_bit():
     spec = attention(150, 150, 64, F32, 1, 2, 3, CAUSAL, log_sum=True)
-    given, usual = arguments(spec), scheduled(spec, block_m=24, block_k=2)
+    given, usual = arguments(spec), scheduled(spec, rows=24, heads=2)
     got = run(loaded(spec, replace(usual, parts=1)), spec, given)
     near(spec, given, got)
     for parts in (3, 8):
@@ -168,15 +168,15 @@ def test_every_level_compiles_without_libraries():
 
 def test_what_is_refused_is_said():
     spec = attention(8, 8, 16, F32, score=Apply("sin", (Sum(),), F32))
-    assert flash.problems(spec, CPU(BEST, 2)) == ["sin in an epilogue"]
+    assert flash.problems(spec, flash.default(spec, CPU(BEST, 2))) == ["sin in an epilogue"]
 
 
 def test_tiles_are_small_enough_for_all_threads_and_large_enough_to_share_blocks():
     def tiles(spec: AttentionSpec, threads: int) -> int:
         made = flash.default(spec, CPU(BEST, threads))
-        assert made.block_m * made.block_k <= flash.TILE_ROWS
+        assert made.rows * made.heads <= flash.TILE_ROWS
         b, heads, group = spec.batch
-        return b * heads * -(-group // made.block_k) * -(-spec.s_q // made.block_m)
+        return b * heads * -(-group // made.heads) * -(-spec.s_q // made.rows)
     assert tiles(attention(1024, 1024, 64, F32, heads=1), 2) >= 8
     assert tiles(attention(16, 16, 64, F32, heads=1, group=8), 4) >= 4
     assert tiles(attention(16, 16, 64, F32, heads=8), 2) == 8

@@ -18,11 +18,12 @@ from tinygrad.runtime.support.elf import elf_loader
 from tinygrad.tensor import Tensor
 
 from tinygrad_nv import explain
-from tinygrad_nv.cpu.gemm import choose
 from tinygrad_nv.cpu.gemm.blocked import kernel as gemm
-from tinygrad_nv.cpu.gemm.blocked.blocks import MOST_BYTES_K, STACK_BYTES, Blocks, kind_of
+from tinygrad_nv.cpu.gemm.blocked.blocks import MOST_BYTES_K, STACK_BYTES
+from tinygrad_nv.cpu.gemm.defaults import default
+from tinygrad_nv.cpu.gemm.layout import kind_of, oriented
+from tinygrad_nv.cpu.gemm.schedules import CPUGemm
 from tinygrad_nv.cpu.isa import AVX2, AVX512, AVX512_BF16, ISA, PORTABLE
-from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.runtime.cpu.program import load
 from tinygrad_nv.tile.expression import Sum
@@ -35,11 +36,11 @@ BEST = LEVELS[-1]
 F32, BF16, F16, S8, U8 = dtypes.float32, dtypes.bfloat16, dtypes.float16, dtypes.int8, dtypes.uint8
 
 
-def scheduled(spec: GemmSpec, level: ISA = BEST, threads: int = 2, **changes: int) -> CPUSchedule:
+def scheduled(spec: GemmSpec, level: ISA = BEST, threads: int = 2, **changes: int) -> CPUGemm:
     """The default of a level, but of blocks so small that small products have several; with changes."""
     target = CPU(level, threads, 32 << 10, 1 << 20)
-    assert gemm.problems(spec, target) == []
     made = gemm.default(spec, target)
+    assert gemm.problems(spec, made) == []
     small = {"parts": 3, "block_m": 2 * made.rows, "block_n": min(made.block_n, 2 * made.columns),
              "block_k": min(made.block_k, 4 * level.lanes)}
     return replace(made, **(small | changes))
@@ -197,10 +198,9 @@ def test_blocks_fit(m: int, n: int, k: int, dtype, level: ISA, threads: int, l2:
     for p in range(1, parts): sums = sums + Sum(spec.accumulate, p)
     spec = replace(spec, epilogue=sums.cast(spec.out.dtype), parts=parts, part=n * k)
     target = CPU(level, threads, 32 << 10, l2)
-    assert gemm.problems(spec, target) == []
     made = gemm.default(spec, target)
-    block = Blocks(made.block_m, made.block_n, made.block_k, made.rows, made.columns)
-    assert gemm.stack_bytes(gemm.oriented(spec, level), level, block) <= STACK_BYTES
+    assert gemm.problems(spec, made) == []
+    assert gemm.stack_bytes(oriented(spec, level), made) <= STACK_BYTES
     vectors = made.columns // level.lanes
     assert made.rows * vectors + vectors + 1 <= level.registers
     assert made.columns % level.lanes == 0
@@ -211,7 +211,7 @@ def test_blocks_fit(m: int, n: int, k: int, dtype, level: ISA, threads: int, l2:
 def test_gemv_is_for_few_rows_and_for_fewer_of_bytes():
     target = CPU(AVX512_BF16, 2)
     for dtype, m, want in ((F32, 16, "gemv"), (F32, 17, "gemm"), (S8, 4, "gemv"), (S8, 5, "gemm")):
-        assert choose.default(product(m, 256, 512, dtype), target).template == want
+        assert default(product(m, 256, 512, dtype), target).template == want
 
 
 # **** machine code ****

@@ -15,9 +15,11 @@ from tinygrad.tensor import Tensor
 
 from tinygrad_nv import explain
 from tinygrad_nv.cpu import isa
-from tinygrad_nv.cpu.gemm import candidates as space
-from tinygrad_nv.cpu.gemm import choose, templates, tune
-from tinygrad_nv.cpu.gemm import database as entries
+from tinygrad_nv.cpu.attention.schedules import CPUFlash
+from tinygrad_nv.cpu.gemm import tune
+from tinygrad_nv.cpu.gemm.choose import choose
+from tinygrad_nv.cpu.gemm.defaults import default, starts
+from tinygrad_nv.cpu.gemm.schedules import Amx, CPUGemm, CPUGemv
 from tinygrad_nv.cpu.isa import AMX, AVX2, AVX512, AVX512_BF16, ISA, PORTABLE
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU, host
@@ -27,6 +29,7 @@ from tinygrad_nv.tile import database
 from tinygrad_nv.tile.database import Entry, ScheduleWarning
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.templates import TABLE
 
 EMULATED = ISA("amx", bf16=True, vnni=True, emulated=True)
 KINDS = (PORTABLE, AVX2, AVX512, AVX512_BF16, AMX)
@@ -56,15 +59,15 @@ def here() -> CPU:
     dense(300, 8, 64, "f16", batch=(2,))], ids=str)
 def test_what_is_near_is_legal_and_different(kind: ISA, spec: GemmSpec):
     here = CPU(kind, 4)
-    starts = space.starts(spec, here)
-    assert starts[0] == choose.default(spec, here)
-    for start in starts:
-        assert space.problems(start, spec, here) == []
-        near = space.around(spec, here, start)
+    first = starts(spec, here)
+    assert first[0] == default(spec, here)
+    for start in first:
+        assert not TABLE.problems(spec, start, here)
+        near = tune.near(spec, here, start)
         assert len(near) >= 3
         assert start not in near
         assert len(set(near)) == len(near)
-        assert all(space.problems(one, spec, here) == [] for one in near)
+        assert not any(TABLE.problems(spec, one, here) for one in near)
         assert {one.template for one in near} == {start.template}
 
 
@@ -77,10 +80,10 @@ def test_schedules_near_to_the_default_compute_the_same(kind: ISA, spec: GemmSpe
     here = CPU(kind, 2)
     given = arguments(spec)
     want = reference(spec, given)
-    start = space.starts(spec, here)[0]
-    for one in (start, *space.around(spec, here, start)[:5]):
+    start = starts(spec, here)[0]
+    for one in (start, *tune.near(spec, here, start)[:5]):
         out = torch.zeros(given["out"].shape, dtype=TORCH[spec.out.dtype])
-        run = load(templates.build(spec, one))
+        run = load(TABLE.build(spec, one, here))
         run(*(x.view(torch.uint8).numpy() for x in (out, given["a"], given["b"])))
         got = view(out, (spec.m, spec.n), (spec.out.m, spec.out.n), 0).double()
         assert torch.equal(got, want), one
@@ -88,7 +91,6 @@ def test_schedules_near_to_the_default_compute_the_same(kind: ISA, spec: GemmSpe
 
 GEMM = dense(64, 64, 256, "f32")
 REFUSED = [
-    (SPEC, {"template": "gemx"}, "template 'gemx', one of gemv, gemm, amx is needed"),
     (SPEC, {"isa": PORTABLE}, "for portable, here is avx2"), (SPEC, {"parts": 0}, "0 parts, 1 to 4096"),
     (SPEC, {"parts": 5000}, "5000 parts"), (SPEC, {"rows": -1}, "rows -1"), (SPEC, {"rows": 0}, "rows 0"),
     (SPEC, {"block_n": 12}, "block_n 12, a multiple of 8"), (SPEC, {"rows": 128}, "256 sums in registers"),
@@ -96,34 +98,72 @@ REFUSED = [
     (GEMM, {"columns": 12}, "columns 12, a multiple of 8"), (GEMM, {"rows": 0}, "rows 0, a multiple of 1"),
     (GEMM, {"rows": 6, "columns": 24, "block_m": 66, "block_n": 72}, "takes 22 registers, 16 there are"),
     (GEMM, {"rows": 4, "columns": 16, "block_m": 4096, "block_n": 4096}, "bytes on a stack, at most 1048576"),
-    (GEMM, {"block_m": 1 << 21}, "block_m 2097152"), (GEMM, {"template": "amx"}, "no tiles on avx2"),
-    (GEMM, {"template": "gemv"}, "64 rows, at most 16"),
+    (GEMM, {"block_m": 1 << 21}, "block_m 2097152"),
     (dense(64, 64, 512, "s8"), {"block_k": 512}, "sums of 512 products of bytes in float32, at most 256")]
 
 
 @pytest.mark.parametrize(("spec", "change", "why"), REFUSED, ids=[case[2] for case in REFUSED])
 def test_what_cannot_be_a_schedule(spec: GemmSpec, change: dict, why: str):
     here = CPU(AVX2, 2)
-    start = next(s for s in space.starts(spec, here) if spec is SPEC or s.template == "gemm")
-    assert any(why in words for words in space.problems(replace(start, **change), spec, here))
+    start = next(s for s in starts(spec, here) if spec is SPEC or s.template == "gemm")
+    assert any(why in words for words in TABLE.problems(spec, replace(start, **change), here))
 
 
-def test_a_schedule_survives_json():
-    for kind in KINDS:
-        s = CPUSchedule("gemm", kind, 3, 1, 2, 4, 5, 6)
-        assert CPUSchedule.from_json(json.loads(json.dumps(s.to_json()))) == s
+@pytest.mark.parametrize(("s", "why"), [
+    (Amx(AVX2, 1, 64, 64, 64), "no tiles on avx2"), (CPUGemv(AVX2, 1, 8, 64), "64 rows, at most 16"),
+    (CPUGemm(PORTABLE), "for portable, here is avx2")], ids=str)
+def test_what_cannot_be_is_not_built(s: CPUSchedule, why: str):
+    assert why in "; ".join(TABLE.problems(GEMM, s, CPU(AVX2, 2)))
+    with pytest.raises(ScheduleError, match=why): TABLE.build(GEMM, s, CPU(AVX2, 2))
 
 
-@pytest.mark.parametrize("change", [{"template": 3}, {"parts": "2"}, {"rows": 1.0}, {"isa": {"level": "mmx"}},
-                                    {"isa": None}, {"isa": {"level": "avx2", "bf16": 1}}, {"block_m": None}])
+def test_a_template_of_other_specs():
+    assert TABLE.problems(GEMM, CPUFlash(AVX2), CPU(AVX2, 2)) == ["flash is no template of a GemmSpec"]
+
+
+@pytest.mark.parametrize("s", [CPUGemm(kind, 3, 1, 2, 4, 5, 6) for kind in KINDS], ids=str)
+def test_a_schedule_survives_json(s: CPUGemm):
+    assert TABLE.read("cpu", json.loads(json.dumps(s.to_json()))) == s
+
+
+@pytest.mark.parametrize("change", [
+    {"template": 3}, {"template": "gemx"}, {"parts": "2"}, {"rows": 1.0}, {"isa": {"level": "mmx"}},
+    {"isa": None}, {"isa": {"level": "avx2", "bf16": 1}}, {"isa": {"name": 1}}, {"block_m": None},
+    {"stream": 0}, {"template": "amx", "rows": 4}])
 def test_plain_data_that_is_no_schedule(change: dict):
-    with pytest.raises(ScheduleError, match="is no schedule"):
-        CPUSchedule.from_json({**CPUSchedule("gemm", AVX2).to_json(), **change})
+    with pytest.raises(ScheduleError): TABLE.read("cpu", {**CPUGemm(AVX2).to_json(), **change})
 
 
 @pytest.mark.parametrize("data", [None, [], {}, {"template": "gemm"}])
 def test_plain_data_that_is_nothing(data):
-    with pytest.raises(ScheduleError, match="is no schedule"): CPUSchedule.from_json(data)
+    with pytest.raises(ScheduleError): TABLE.read("cpu", data)
+
+
+OLD = {"parts": 3, "block_m": 32, "block_n": 64, "block_k": 96, "rows": 0, "columns": 0}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(("template", "said", "want"), [
+    ("gemv", {"rows": 4, "columns": 16}, lambda isa: CPUGemv(isa, 3, 32, 64, 96, 4, 16)),
+    ("gemm", {"rows": 4, "columns": 16}, lambda isa: CPUGemm(isa, 3, 32, 64, 96, 4, 16)),
+    ("amx", {}, lambda isa: Amx(isa, 3, 32, 64, 96))], ids=["gemv", "gemm", "amx"])
+def test_entries_of_before_are_read(here: CPU, kind: ISA, template: str, said: dict, want):
+    """Those that were written when all templates had the same fields."""
+    isa = {"level": kind.level, "bf16": kind.bf16, "vnni": kind.vnni, "emulated": False}
+    data = {**stored(here).to_json(), "arch": f"cpu {kind}, 2 threads",
+            "schedule": {"template": template, "isa": isa, **OLD, **said}}
+    read = Entry.from_json(json.loads(json.dumps(data)))
+    assert read.schedule == want(kind)
+    assert Entry.from_json(json.loads(json.dumps(read.to_json()))) == read
+
+
+@pytest.mark.parametrize(("template", "said", "why"), [
+    ("amx", {"rows": 4}, "rows=4 is of another template than amx"),
+    ("flash", {"template": "flash_mma"}, "template 'flash_mma'")])
+def test_entries_of_before_that_are_none(here: CPU, template: str, said: dict, why: str):
+    data = {**stored(here).to_json(), "schedule": {
+        "template": template, "isa": {"level": here.isa.level}, **OLD, **said}}
+    with pytest.raises(ScheduleError, match=why): Entry.from_json(data)
 
 
 # **** tuning ****
@@ -133,16 +173,16 @@ def test_the_winner_is_kept_and_used(here: CPU, file: Path):
     tried = tune.tune(SPEC, here, 1, lambda done, count: seen.append((done, count)))
     assert seen == [(i + 1, tune.PER_BEAM) for i in range(len(tried))]
     assert len(tried) <= tune.PER_BEAM
-    assert choose.default(SPEC, here) in [one.schedule for one in tried]
+    assert default(SPEC, here) in [one.schedule for one in tried]
     final = [one.seconds for one in tried[:tune.FINALISTS]]
     assert final == sorted(final)
     entry, = database.entries()
     assert (entry.schedule, entry.how) == (tried[0].schedule, "measured")
     assert entry.arch == f"cpu {here.isa}, 2 threads"
-    assert choose.product(SPEC, here) == tried[0].schedule
+    assert choose(SPEC, here) == tried[0].schedule
     # not for other threads or another instruction set
     for other in (replace(here, threads=3), replace(here, isa=PORTABLE)):
-        assert choose.product(SPEC, other) == choose.default(SPEC, other)
+        assert choose(SPEC, other) == default(SPEC, other)
 
 
 def test_search_goes_to_what_is_faster(here: CPU, monkeypatch: pytest.MonkeyPatch):
@@ -150,7 +190,7 @@ def test_search_goes_to_what_is_faster(here: CPU, monkeypatch: pytest.MonkeyPatc
     def clock(self: tune.Arrays, schedules: list[CPUSchedule]) -> list[float]:
         return [s.block_n / 100 + s.rows / 10 + 9 * (s.template == "gemm") for s in schedules]
     monkeypatch.setattr(tune.Arrays, "in_turns", clock)
-    monkeypatch.setattr(templates, "build", lambda spec, s: s)
+    monkeypatch.setattr(TABLE, "build", lambda spec, s, target: s)
     monkeypatch.setattr("tinygrad_nv.runtime.cpu.program.load", lambda kernel: kernel)
     few, many = (tune.tune(SPEC, here, beam)[0].schedule for beam in (1, 9))
     assert many.rows == 1
@@ -160,12 +200,12 @@ def test_search_goes_to_what_is_faster(here: CPU, monkeypatch: pytest.MonkeyPatc
 
 def test_the_default_is_timed_again_beside_the_fastest(here: CPU, monkeypatch: pytest.MonkeyPatch):
     """By a clock that was slow when the default had its turn."""
-    first = choose.default(SPEC, here)
+    first = default(SPEC, here)
 
     def clock(self: tune.Arrays, schedules: list[CPUSchedule]) -> list[float]:
         return [(9.0 if len(schedules) == 1 else 0.1) if s == first else 1 + s.rows / 10 for s in schedules]
     monkeypatch.setattr(tune.Arrays, "in_turns", clock)
-    monkeypatch.setattr(templates, "build", lambda spec, s: s)
+    monkeypatch.setattr(TABLE, "build", lambda spec, s, target: s)
     monkeypatch.setattr("tinygrad_nv.runtime.cpu.program.load", lambda kernel: kernel)
     tried = tune.tune(SPEC, here)
     assert len(tried) > tune.FINALISTS
@@ -173,14 +213,14 @@ def test_the_default_is_timed_again_beside_the_fastest(here: CPU, monkeypatch: p
 
 
 def test_what_does_not_compile_is_out(here: CPU, monkeypatch: pytest.MonkeyPatch):
-    def build(spec: GemmSpec, s: CPUSchedule):
-        if s == choose.default(spec, here): return made(spec, s)
+    def build(spec: GemmSpec, s: CPUSchedule, target: CPU):
+        if s == default(spec, here): return made(spec, s, target)
         raise ToolchainError("a compiler said no")
-    made = templates.build
-    monkeypatch.setattr(templates, "build", build)
+    made = TABLE.build
+    monkeypatch.setattr(TABLE, "build", build)
     tried = tune.tune(SPEC, here, 1)
     assert [one.why for one in tried] == ["", *["a compiler said no"] * (len(tried) - 1)]
-    assert database.entries()[0].schedule == choose.default(SPEC, here)
+    assert database.entries()[0].schedule == default(SPEC, here)
 
 
 def test_beam_tunes_what_a_graph_needs(file: Path, monkeypatch: pytest.MonkeyPatch):
@@ -189,11 +229,11 @@ def test_beam_tunes_what_a_graph_needs(file: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tune, "tune", lambda *args: count.append(args) or found(*args))
     monkeypatch.setattr(tune, "PER_BEAM", 3)
     x, w = (Tensor.empty(rows, 64, device="CPU") for rows in (2, 48))
-    default = explain(x @ w.T).kernels[0].schedule
+    usual = explain(x @ w.T).kernels[0].schedule
     with Context(BEAM=1): first = explain(x @ w.T).kernels[0].schedule
     assert (len(count), count[0][2]) == (1, 1)
     assert first == database.entries()[0].schedule
-    assert isinstance(default, CPUSchedule)
+    assert isinstance(usual, CPUSchedule)
     with Context(BEAM=1): assert explain(x @ w.T).kernels[0].schedule == first
     assert explain(x @ w.T).kernels[0].schedule == first
     assert len(count) == 1
@@ -204,15 +244,15 @@ def test_a_database_that_cannot_be_written(here: CPU, tmp_path: Path, monkeypatc
     monkeypatch.setenv("NV_SCHEDULES", str(tmp_path / "a" / "schedules.json"))
     monkeypatch.setattr(tune, "PER_BEAM", 1)
     with Context(BEAM=1), pytest.warns(ScheduleWarning, match="cannot be written"):
-        assert choose.product(SPEC, here) == choose.default(SPEC, here)
+        assert choose(SPEC, here) == default(SPEC, here)
 
 
 # **** the database ****
 
 def stored(here: CPU, **change) -> Entry:
-    start = choose.default(SPEC, here)
+    start = default(SPEC, here)
     assert start is not None
-    entry = Entry(SPEC, entries.arch(here.isa, here.threads), entries.toolchain(),
+    entry = Entry(SPEC, here.arch, database.toolchain("cpu"),
                   replace(start, **change), 1e-5, "measured")
     database.store([entry])
     return entry
@@ -220,28 +260,28 @@ def stored(here: CPU, **change) -> Entry:
 
 def test_another_compiler_finds_nothing(here: CPU, monkeypatch: pytest.MonkeyPatch):
     entry = stored(here, parts=1)
-    assert choose.product(SPEC, here) == entry.schedule
-    monkeypatch.setattr(entries, "toolchain", lambda: "another")
-    assert choose.product(SPEC, here) == choose.default(SPEC, here)
+    assert choose(SPEC, here) == entry.schedule
+    monkeypatch.setattr(database, "toolchain", lambda kind: "another")
+    assert choose(SPEC, here) == default(SPEC, here)
 
 
 def test_an_illegal_entry_is_ignored_with_a_note(here: CPU):
     stored(here, rows=4096)
     with pytest.warns(ScheduleWarning, match="is ignored for 4x96x256 f32.*sums in registers, at most 64"):
-        assert choose.product(SPEC, here) == choose.default(SPEC, here)
+        assert choose(SPEC, here) == default(SPEC, here)
 
 
 @pytest.mark.parametrize(("change", "why"), [
     ({"arch": "cpu avx2"}, "an entry of 'cpu avx2'"), ({"arch": "cpu mmx, 2 threads"}, "in an entry of"),
     ({"arch": "cpu mmx, 0 threads"}, "an entry of"), ({"arch": 3}, "an entry of 3"),
-    ({"schedule": {"template": "gemv"}}, "is no schedule"), ({"seconds": -1}, "an entry of")])
+    ({"schedule": {"template": "gemv"}}, "isa=None"), ({"seconds": -1}, "an entry of")])
 def test_a_corrupt_entry_is_ignored_with_a_note(here: CPU, file: Path, change: dict, why: str):
     stored(here)
     data = json.loads(file.read_text())
     data["entries"][0].update(change)
     file.write_text(json.dumps(data))
     with pytest.warns(ScheduleWarning, match=f"entry 0 of .* is ignored: .*{why}"):
-        assert choose.product(SPEC, here) == choose.default(SPEC, here)
+        assert choose(SPEC, here) == default(SPEC, here)
 
 
 # **** the command ****

@@ -7,6 +7,7 @@ from tinygrad.tensor import Tensor
 
 from tinygrad_nv import explain
 from tinygrad_nv.cpu import measure
+from tinygrad_nv.cpu.gemm.schedules import CPUGemm, CPUGemv
 from tinygrad_nv.cpu.isa import PORTABLE
 from tinygrad_nv.cpu.kernel import header
 from tinygrad_nv.cpu.measure import LAUNCH_SECONDS, Rates
@@ -121,18 +122,19 @@ def test_a_record_without_a_machine_is_a_row_like_others():
     assert head.split()[-2:] == ["predicted", "why"]
 
 
-@pytest.mark.parametrize(("dtype", "template", "rate"), [
-    ("f32", "gemm", 1e11), ("bf16", "gemm", 2e11), ("bf16", "gemv", 1e11), ("s8", "gemm", 4e11)])
-def test_the_rate_is_that_of_what_is_multiplied(dtype: str, template: str, rate: float):
+@pytest.mark.parametrize(("dtype", "schedule", "rate"), [
+    ("f32", CPUGemm(), 1e11), ("bf16", CPUGemm(), 2e11), ("bf16", CPUGemv(), 1e11), ("s8", CPUGemm(), 4e11)],
+    ids=str)
+def test_the_rate_is_that_of_what_is_multiplied(dtype: str, schedule: CPUSchedule, rate: float):
     spec = dense(512, 512, 512, dtype)
-    taken = levels_cpu.predicted(spec, template, spec.flops, 0, RATES)
+    taken = levels_cpu.predicted(spec, schedule, spec.flops, 0, RATES)
     assert taken == pytest.approx(spec.flops / rate + LAUNCH_SECONDS)
 
 
 def test_a_product_bound_by_arithmetic():
-    product = CPUProduct(dense(8, 4096, 512, "f32"), CPUSchedule("gemm", PORTABLE), CPU(PORTABLE, 1))
+    product = CPUProduct(dense(8, 4096, 512, "f32"), CPUGemm(PORTABLE), CPU(PORTABLE, 1))
     assert levels_cpu._bound(product) == "memory"
-    product = CPUProduct(dense(512, 512, 512, "f32"), CPUSchedule("gemm", PORTABLE), CPU(PORTABLE, 1))
+    product = CPUProduct(dense(512, 512, 512, "f32"), CPUGemm(PORTABLE), CPU(PORTABLE, 1))
     assert levels_cpu._bound(product) == "arithmetic"
 
 

@@ -156,7 +156,7 @@ def test_a_report_of_a_device_by_name():
     tensor = Tensor.zeros(1000, dtype=dtypes.uint8, device="CPU").contiguous().realize()
     report = memory_report("CPU")
     assert (report.held - before.held, report.total, report.labels) == (1000, 0, ())
-    assert "held by tensors; who holds what is known on devices of tinygrad_nv" in str(report)
+    assert "held by tensors; a breakdown is known on devices of tinygrad_nv" in str(report)
     del tensor
 
 

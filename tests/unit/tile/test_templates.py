@@ -15,7 +15,6 @@ import tinygrad_nv
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.schedules import Gemv, Mma, Wgmma
-from tinygrad_nv.tile.schedule import NEUTRAL
 from tinygrad_nv.tile.template import GPU, Template
 from tinygrad_nv.tile.templates import TABLE
 
@@ -33,7 +32,8 @@ def test_a_row_is_what_it_says(kind: str, template: Template):
     assert TABLE.of(schedule) is TABLE.named(kind, template.name) is template
     assert TABLE.read(kind, schedule.to_json()) == schedule
     assert str(schedule).split()[0] == template.name
-    with pytest.raises(FrozenInstanceError): setattr(schedule, fields(schedule)[0].name, 1)
+    for field in fields(schedule):
+        with pytest.raises(FrozenInstanceError): setattr(schedule, field.name, 1)
 
 
 def test_no_two_templates_have_a_name():
@@ -56,7 +56,7 @@ def test_schedules_have_the_fields_of_their_template():
 def test_fields_that_a_template_lacks_are_refused_unless_they_say_nothing(kind: str, template: Template):
     schedule = template.schedule()
     own = {field.name for field in fields(schedule)}
-    for name, value in NEUTRAL.items():
+    for name, value in schedule.NEUTRAL.items():
         if name in own: continue
         data = {**schedule.to_json(), name: value}
         assert TABLE.read(kind, data) == schedule
@@ -103,6 +103,9 @@ def test_a_comparison_is_seen(code: str):
 
 
 def test_nothing_compares_names_of_templates():
-    """Outside ptx/, where mma and wgmma are instructions."""
-    files = [file for file in PACKAGE.rglob("*.py") if file.relative_to(PACKAGE).parts[0] != "ptx"]
-    assert [f"{file}:{line}" for file in files for line in compared(ast.parse(file.read_text()), NAMES)] == []
+    """Outside ptx/, where mma and wgmma are instructions, and the table itself. A level of an instruction set
+    and a kind of structured output have the names of templates too."""
+    files = [file for file in PACKAGE.rglob("*.py") if file.relative_to(PACKAGE).parts[0] != "ptx"
+             and file != PACKAGE / "tile" / "templates.py"]
+    names = NAMES - {"amx", "choice"}
+    assert [f"{file}:{line}" for file in files for line in compared(ast.parse(file.read_text()), names)] == []

@@ -1,7 +1,7 @@
 """Attention forward: softmax(score(q kᵀ)) v by tiles of rows, which go through the keys block by block.
 
-Protocol: as FlashAttention-2 (arXiv 2307.08691), for a processor with vectors. A tile is `block_m` rows of
-each of `block_k` query heads of a key head; its q and the result so far lie in a core's cache:
+Protocol: as FlashAttention-2 (arXiv 2307.08691), for a processor with vectors. A tile is `rows` rows of
+each of `heads` query heads of a key head; its q and the result so far lie in a core's cache:
 
     for each block of `block_n` columns that a row of the tile sees:
         keys, values = the block of k, transposed; the block of v       blocks.py, for all rows
@@ -23,15 +23,14 @@ from collections.abc import Sequence
 
 from tinygrad_nv.cpu.attention import score as flash_score
 from tinygrad_nv.cpu.attention.blocks import ROWS, Blocks
+from tinygrad_nv.cpu.attention.schedules import CPUFlash
 from tinygrad_nv.cpu.expression import c_float
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, computed, kernel, up
-from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Rows, RowScales
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.launch import Integer
 
-TEMPLATE = "flash"
 BLOCK_N = 128          # a multiple of dropout's 64 columns
 TILE_ROWS = 264        # rows for which a block is packed once
 TILES_OF_THREAD = 4    # at least, as long as tiles have FEWEST_ROWS rows
@@ -39,12 +38,12 @@ FEWEST_ROWS = 48
 PARTS_OF_THREAD = 4
 
 
-def problems(spec: AttentionSpec, target: CPU) -> list[str]:
+def problems(spec: AttentionSpec, s: CPUFlash) -> list[str]:
     """Why this template does not take an attention; empty when it does."""
     return flash_score.problems(spec)
 
 
-def default(spec: AttentionSpec, target: CPU) -> CPUSchedule:
+def default(spec: AttentionSpec, target: CPU) -> CPUFlash:
     """The schedule where nobody has tried others."""
     group = spec.batch[2]
     heads, rows = group, up(spec.s_q, ROWS)
@@ -56,13 +55,10 @@ def default(spec: AttentionSpec, target: CPU) -> CPUSchedule:
     while rows > ROWS and (heads * rows > most or (tiles() < wanted and heads * rows >= 2 * FEWEST_ROWS)):
         rows = up(-(-rows // 2), ROWS)
     while heads > 1 and tiles() < target.threads: heads = -(-heads // 2)
-    blocks = Blocks(target.isa, spec.q.dtype, spec.d, spec.d_v, BLOCK_N)
-    parts = min(tiles(), PARTS_OF_THREAD * target.threads)
-    return CPUSchedule(TEMPLATE, target.isa, parts, rows, BLOCK_N, heads, ROWS,
-                       blocks.most * target.isa.lanes)
+    return CPUFlash(target.isa, min(tiles(), PARTS_OF_THREAD * target.threads), rows, BLOCK_N, heads)
 
 
-def build(spec: AttentionSpec, schedule: CPUSchedule, integers: Sequence[Integer] = ()) -> CPUKernel:
+def build(spec: AttentionSpec, schedule: CPUFlash, integers: Sequence[Integer] = ()) -> CPUKernel:
     """The kernel of an attention. With `integers` it takes the variables of a launch, of which what the spec
     has symbolic is computed."""
     isa = schedule.isa
@@ -79,9 +75,9 @@ def build(spec: AttentionSpec, schedule: CPUSchedule, integers: Sequence[Integer
                   before=blocks.text() + flash_score.before(spec))
 
 
-def _body(spec: AttentionSpec, schedule: CPUSchedule, blocks: Blocks) -> str:
+def _body(spec: AttentionSpec, schedule: CPUFlash, blocks: Blocks) -> str:
     """Which tiles a part has, and a tile."""
-    (b, kv, group), rows, heads = spec.batch, schedule.block_m, schedule.block_k
+    (b, kv, group), rows, heads = spec.batch, schedule.rows, schedule.heads
     divided = -(-group // heads)
     matrices, tiles_of_head = b * kv * divided, -(-spec.s_q // rows)
     parts, tiles = schedule.parts, matrices * tiles_of_head
@@ -140,8 +136,8 @@ def _scale(name: str, scales: RowScales, group: str, row: str) -> str:
     return f"scale_{name}[{' + '.join(terms)}]"
 
 
-def _tile(spec: AttentionSpec, schedule: CPUSchedule, blocks: Blocks) -> str:
-    n, rows, heads = schedule.block_n, schedule.block_m, schedule.block_k
+def _tile(spec: AttentionSpec, schedule: CPUFlash, blocks: Blocks) -> str:
+    n, rows, heads = schedule.block_n, schedule.rows, schedule.heads
     held, element, total = ("s32" if blocks.pairs else "float"), blocks.element, heads * rows
     first, last = spec.band.first, spec.band.last
     sees, reach = f"first_row + starts + {first}", f"first_row + count + starts + {last}"
@@ -181,9 +177,9 @@ def _tile(spec: AttentionSpec, schedule: CPUSchedule, blocks: Blocks) -> str:
     }}"""
 
 
-def _loaded(spec: AttentionSpec, schedule: CPUSchedule, blocks: Blocks) -> str:
+def _loaded(spec: AttentionSpec, schedule: CPUFlash, blocks: Blocks) -> str:
     """q of a tile, rows after the last zeros; no result yet."""
-    kind, rows, units = short(spec.q.dtype), schedule.block_m, blocks.units
+    kind, rows, units = short(spec.q.dtype), schedule.rows, blocks.units
     if blocks.pairs:
         copy = f"""for (s64 x = 0; x < {units}; x += W)
           store_n_s32(to + x, some_pairs(row + 2 * x, {spec.d} - 2 * x), {units} - x);"""

@@ -2,7 +2,7 @@
 
 Protocol. Work is shared out by units; each is done by one part from its beginning to its end:
 
-    for each request, key head (all rows of it: GQA), split of `block_k` keys:       split.py
+    for each request, key head (all rows of it: GQA), split of `split_keys` keys:       split.py
         sums = q kᵀ                        vectors along d, several keys and rows at a time
         weights = softmax of the scores, not yet divided
         out = weights v                    vectors along d
@@ -11,7 +11,7 @@ Protocol. Work is shared out by units; each is done by one part from its beginni
 Where requests times key heads keep all threads busy, a unit is a request's key head, and one kernel does it
 all. Else a unit is one split of it, which leaves sums, top and total in the workspace, and a second kernel
 `combine` folds them (Flash-Decoding, Dao et al. 2023). Both fold by the same arithmetic at the same places,
-multiples of `block_k` keys, so that a row's bits are those of its own request alone. Sums are float32, and
+multiples of `split_keys` keys, so that a row's bits are those of its own request alone. Sums are float32, and
 so are weights, which are not rounded to q's dtype: nearer to the exact result than the definition asks.
 """
 from __future__ import annotations
@@ -20,17 +20,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinygrad_nv.cpu import expression
+from tinygrad_nv.cpu.decode.schedules import CPUDecode
 from tinygrad_nv.cpu.decode.split import Split, functions, place_of_row
-from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, computed, kernel, up
-from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.kernel import Scratch
 from tinygrad_nv.tile.launch import Integer
 
-TEMPLATE = "decode"
 # keys are read, then values: of 64 keys at a time that took 1.3 times as long
 SPLIT_KEYS = 256
 STACK_BYTES = 1 << 20   # what a kernel may keep on a thread's stack
@@ -38,7 +36,7 @@ UNITS = 4               # parts of a thread, which even out requests of differen
 
 
 @dataclass(frozen=True)
-class CPUDecode:
+class DecodeKernels:
     """The kernels of a decode attention, launched one after the other with the same parameters, as those of
     `DecodeKernel` (tile/kernel.py)."""
     kernels: tuple[CPUKernel, ...]
@@ -50,45 +48,45 @@ class CPUDecode:
         return Scratch.floats(self.workspace_bytes)
 
 
-def problems(spec: DecodeSpec, target: CPU) -> list[str]:
+def problems(spec: DecodeSpec, s: CPUDecode) -> list[str]:
     """Why this template does not take a decode attention; empty when it does."""
     out = expression.problems(spec.score)
-    if (needed := _stack_bytes(spec, target.isa)) > STACK_BYTES:
-        out.append(f"{spec.rows} rows of {spec.d} + 2 x {spec.d_v} + {SPLIT_KEYS} numbers: {needed} bytes of "
-                   f"stack, at most {STACK_BYTES}")
+    if (needed := _stack_bytes(spec, s)) > STACK_BYTES:
+        out.append(f"{spec.rows} rows of {spec.d} + 2 x {spec.d_v} + {s.split_keys} numbers: {needed} bytes "
+                   f"of stack, at most {STACK_BYTES}")
     return out
 
 
-def default(spec: DecodeSpec, target: CPU) -> CPUSchedule:
-    """The schedule where nobody has tried others. `rows` 1 divides a request's keys among units, which it
-    does where key heads alone would leave a thread without work."""
+def default(spec: DecodeSpec, target: CPU) -> CPUDecode:
+    """The schedule where nobody has tried others. A request's keys are divided among units where key heads
+    alone would leave a thread without work."""
     heads = spec.batch * spec.heads
     uneven = -(-heads // target.threads) * target.threads > heads * 1.25
     divided = uneven and spec.longest > SPLIT_KEYS
     units = heads * (-(-spec.longest // SPLIT_KEYS) if divided else 1)
     parts = min(units, UNITS * target.threads) if target.threads > 1 else 1
-    return CPUSchedule(TEMPLATE, target.isa, parts, block_k=SPLIT_KEYS, rows=int(divided))
+    return CPUDecode(target.isa, parts, SPLIT_KEYS, divided)
 
 
-def build(spec: DecodeSpec, schedule: CPUSchedule, integers: Sequence[Integer] = ()) -> CPUDecode:
+def build(spec: DecodeSpec, schedule: CPUDecode, integers: Sequence[Integer] = ()) -> DecodeKernels:
     """The kernels. `integers`, where the length is an argument, says how it is computed from the launch's
     variables."""
     made = _Decode(spec, schedule, integers)
-    if not schedule.rows: return CPUDecode((made.whole(),))
-    return CPUDecode((made.split(), made.combine()), 4 * spec.batch * spec.heads * made.unit_floats)
+    if not schedule.divided: return DecodeKernels((made.whole(),))
+    return DecodeKernels((made.split(), made.combine()), 4 * spec.batch * spec.heads * made.unit_floats)
 
 
-def _stack_bytes(spec: DecodeSpec, isa: ISA) -> int:
-    floats = up(spec.d, isa.lanes) + 2 * up(spec.d_v, isa.lanes) + SPLIT_KEYS + 4
-    return 4 * spec.rows * floats + 24 * SPLIT_KEYS
+def _stack_bytes(spec: DecodeSpec, s: CPUDecode) -> int:
+    floats = up(spec.d, s.isa.lanes) + 2 * up(spec.d_v, s.isa.lanes) + s.split_keys + 4
+    return 4 * spec.rows * floats + 24 * s.split_keys
 
 
 class _Decode:
     """The kernels of a spec under construction."""
 
-    def __init__(self, spec: DecodeSpec, schedule: CPUSchedule, integers: Sequence[Integer]) -> None:
+    def __init__(self, spec: DecodeSpec, schedule: CPUDecode, integers: Sequence[Integer]) -> None:
         self.spec, self.schedule, self.isa, self.integers = spec, schedule, schedule.isa, integers
-        self.keys = schedule.block_k
+        self.keys = schedule.split_keys
         self.splits = -(-spec.longest // self.keys)
         self.d_v = up(spec.d_v, self.isa.lanes)
         self.row_floats = self.d_v + self.isa.lanes    # of the workspace: sums, and top and total after them
@@ -146,7 +144,7 @@ class _Decode:
 
     def _kernel(self, name: str, body: str) -> CPUKernel:
         spec = self.spec
-        outputs = [(c_type(spec.out.dtype), "out"), *[("float", "workspace")] * self.schedule.rows]
+        outputs = [(c_type(spec.out.dtype), "out"), *[("float", "workspace")] * self.schedule.divided]
         inputs = [(c_type(spec.q.dtype), "q"), (c_type(spec.k.dtype), "k"), (c_type(spec.v.dtype), "v")]
         inputs += [("s32", "table")] * spec.table + [("s32", "lengths")] * (spec.length == "memory")
         inputs += [("float", "k_scale"), ("float", "v_scale")] * spec.quantised

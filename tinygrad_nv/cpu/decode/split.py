@@ -19,10 +19,10 @@ from collections.abc import Callable
 
 from tinygrad.dtype import DType, dtypes
 
+from tinygrad_nv.cpu.decode.schedules import CPUDecode
 from tinygrad_nv.cpu.expression import Place, statements
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import c_type
-from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.tile.attention.spec import Rows
 from tinygrad_nv.tile.decode.spec import DecodeSpec, Pages, Scales
 from tinygrad_nv.tile.expression import short
@@ -33,8 +33,8 @@ NEAR_KEYS = 16  # whose values stay in the nearest cache while columns are taken
 class Split:
     """The C of a spec's splits."""
 
-    def __init__(self, spec: DecodeSpec, schedule: CPUSchedule) -> None:
-        self.spec, self.isa, self.keys = spec, schedule.isa, schedule.block_k
+    def __init__(self, spec: DecodeSpec, schedule: CPUDecode) -> None:
+        self.spec, self.isa, self.keys = spec, schedule.isa, schedule.split_keys
         self.lanes = schedule.isa.lanes
         self.d, self.d_v = (-(-extent // self.lanes) * self.lanes for extent in (spec.d, spec.d_v))
 

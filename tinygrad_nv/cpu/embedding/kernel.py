@@ -11,37 +11,45 @@ a row, in its own part of the workspace: `head[v]` is the first token of row v, 
 """
 from __future__ import annotations
 
+from typing import ClassVar
+
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, kernel
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
 from tinygrad_nv.tile.expression import short
 
-TEMPLATE = "embedding"
 PART_ELEMENTS = 1 << 14     # fewer are done before another thread has begun
 COLUMNS = 32                # that a part has a multiple of: no line of a cache is written by two
 TOGETHER = 4                # sums side by side
 
 
-def problems(spec: EmbeddingSpec, target: CPU) -> list[str]:
-    """Why this template does not take a table; empty: it takes all."""
-    return []
+class CPUEmbedding(CPUSchedule):
+    """Shares of tokens."""
+    template: ClassVar[str] = "embedding"
 
 
-def default(spec: EmbeddingSpec, target: CPU) -> CPUSchedule:
-    """The schedule."""
-    if isinstance(spec, EmbeddingGradientSpec):
-        moved, shares = spec.rows * spec.width, -(-spec.width // COLUMNS)
-    else: moved, shares = spec.tokens.count * spec.width, spec.tokens.count
-    return CPUSchedule(TEMPLATE, target.isa, max(1, min(target.threads, shares, moved // PART_ELEMENTS)))
+class CPUEmbeddingGradient(CPUSchedule):
+    """Shares of columns."""
+    template: ClassVar[str] = "embedding_gradient"
 
 
-def build(spec: EmbeddingSpec, schedule: CPUSchedule) -> CPUKernel:
-    """The kernel: out, weight, tokens; or out, workspace, tokens, grad."""
-    return _gradient(spec, schedule) if isinstance(spec, EmbeddingGradientSpec) else _copy(spec, schedule)
+def default(spec: EmbeddingSpec, target: CPU) -> CPUEmbedding:
+    """The schedule of a copy."""
+    return CPUEmbedding(target.isa, _parts(spec.tokens.count, spec.tokens.count * spec.width, target))
 
 
-def _copy(spec: EmbeddingSpec, schedule: CPUSchedule) -> CPUKernel:
+def gradient_default(spec: EmbeddingGradientSpec, target: CPU) -> CPUEmbeddingGradient:
+    """The schedule of a gradient."""
+    return CPUEmbeddingGradient(target.isa, _parts(-(-spec.width // COLUMNS), spec.rows * spec.width, target))
+
+
+def _parts(shares: int, moved: int, target: CPU) -> int:
+    return max(1, min(target.threads, shares, moved // PART_ELEMENTS))
+
+
+def build(spec: EmbeddingSpec, schedule: CPUEmbedding) -> CPUKernel:
+    """The kernel of a copy: out, weight, tokens."""
     element = "u32" if spec.dtype.itemsize == 4 else "u16"
     count, parts, width = "m" if spec.symbolic else spec.tokens.count, schedule.parts, spec.width
     body = f"""
@@ -62,7 +70,8 @@ def _copy(spec: EmbeddingSpec, schedule: CPUSchedule) -> CPUKernel:
                   before=_at(spec.tokens, spec.rows))
 
 
-def _gradient(spec: EmbeddingGradientSpec, schedule: CPUSchedule) -> CPUKernel:
+def gradient(spec: EmbeddingGradientSpec, schedule: CPUEmbeddingGradient) -> CPUKernel:
+    """The kernel of a gradient: out, workspace, tokens, grad."""
     count, parts, width, lanes = spec.tokens.count, schedule.parts, spec.width, schedule.isa.lanes
     shares, kind = -(-width // COLUMNS), short(spec.dtype)
     whole = width // lanes * lanes

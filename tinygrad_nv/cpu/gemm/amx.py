@@ -29,17 +29,17 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.expression import Place, statements
-from tinygrad_nv.cpu.gemm.blocked.pack import PER, packing
+from tinygrad_nv.cpu.gemm.blocked.pack import packing
 from tinygrad_nv.cpu.gemm.gemv.main_loop import apart, at
-from tinygrad_nv.cpu.kernel import CPUKernel, c_type, header, kernel
-from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.gemm.layout import PANEL, PER, STRIP, UNITS, for_tiles, tile_kind, tile_multiples
+from tinygrad_nv.cpu.gemm.schedules import Amx
+from tinygrad_nv.cpu.isa import ISA
+from tinygrad_nv.cpu.kernel import CPUKernel, c_type, header, kernel, up
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm.spec import INT8S, GemmSpec
 
-TEMPLATE = "amx"
 FEWEST_ROWS = 17         # one row more than a tile: fewer are for gemm/gemv/kernel.py
-STRIP, PANEL, UNITS = 32, 16, 16
 STACK_BYTES = 1 << 20    # of sums, of a panel pair of b, and of packed a
 MOST_M, MOST_N = 1024, 128
 PACKED_M = 256           # rows of a tile where all of a is packed
@@ -47,44 +47,11 @@ PARTS = 4                # for each thread, so that one that is held up does les
 SMALL = 1 << 21          # flops below which threads are not worth waking
 
 
-def problems(spec: GemmSpec, target: CPU) -> list[str]:
-    """Why this template does not take a product; empty when it does."""
-    out = expression.problems(spec.epilogue)
-    if target.isa.level != "amx": out.append(f"no tiles on {target.isa}")
-    if spec.a.dtype not in (dtypes.bfloat16, *INT8S): out.append(f"tiles of {short(spec.a.dtype)}")
-    if spec.m < FEWEST_ROWS: out.append(f"{spec.m} rows, at least {FEWEST_ROWS}")
-    if spec.parts > 2: out.append(f"{spec.parts} parts, at most 2")
-    return out
-
-
-def default(spec: GemmSpec, target: CPU) -> CPUSchedule:
-    """The schedule where nobody has tried others."""
-    spec = oriented(spec)
-    per = PER[_kind(spec)]
-    # three fourths of the first cache for two panels of b
-    deepest = max(UNITS, target.l1_bytes * 3 // 4 // (4 * 2 * PANEL) // UNITS * UNITS)
-    units = -(-spec.k // per)
-    block_k = _up(-(-units // -(-units // deepest)), UNITS)
-    most = MOST_M if in_place(spec) else PACKED_M
-    block_m = _up(-(-spec.m // -(-spec.m // most)), STRIP)
-    widest = max(_step(spec), min(MOST_N, _up(spec.n, _step(spec))) // spec.parts)
-    down, across = -(-spec.m // block_m) * spec.matrices, -(-spec.n // widest)
-    while down * across % target.threads and -(-spec.n // across) > _step(spec): across += 1
-    block_n = _up(-(-spec.n // across), _step(spec))
-    tiles = down * -(-spec.n // block_n)
-    parts = 1 if spec.flops < SMALL or target.threads == 1 else min(tiles, target.threads * PARTS)
-    return CPUSchedule(TEMPLATE, target.isa, parts, block_m, block_n, block_k * per)
-
-
-def multiples(spec: GemmSpec) -> tuple[int, int, int]:
-    """What block_m, block_n and block_k are multiples of."""
-    return STRIP, _step(spec), UNITS * PER[_kind(spec)]
-
-
-def legal(spec: GemmSpec, schedule: CPUSchedule) -> list[str]:
-    """Why a schedule cannot be used for a product that the template takes; empty when it can."""
-    spec, s = oriented(spec), schedule
-    named = zip(("block_m", "block_n", "block_k"), (s.block_m, s.block_n, s.block_k), multiples(spec),
+def problems(spec: GemmSpec, s: Amx) -> list[str]:
+    """Why a product cannot have a schedule; empty when it can."""
+    if out := _untaken(spec, s.isa): return out
+    spec = for_tiles(spec)
+    named = zip(("block_m", "block_n", "block_k"), (s.block_m, s.block_n, s.block_k), tile_multiples(spec),
                 strict=True)
     out = [f"{name} {value}, a multiple of {of} is needed" for name, value, of in named
            if value < of or value % of]
@@ -93,49 +60,61 @@ def legal(spec: GemmSpec, schedule: CPUSchedule) -> list[str]:
     return out
 
 
-def oriented(spec: GemmSpec) -> GemmSpec:
-    """The product or its transpose, whichever has vectors of the result along n."""
-    turned = spec.out.n != 1 and spec.out.m == 1 and spec.parts == 1 and not spec.symbolic
-    return spec.swapped() if turned else spec
+def _untaken(spec: GemmSpec, isa: ISA) -> list[str]:
+    """Of a product, whatever the schedule."""
+    out = expression.problems(spec.epilogue)
+    if isa.level != "amx": out.append(f"no tiles on {isa}")
+    if spec.a.dtype not in (dtypes.bfloat16, *INT8S): out.append(f"tiles of {short(spec.a.dtype)}")
+    if spec.m < FEWEST_ROWS: out.append(f"{spec.m} rows, at least {FEWEST_ROWS}")
+    if spec.parts > 2: out.append(f"{spec.parts} parts, at most 2")
+    return out
+
+
+def default(spec: GemmSpec, target: CPU) -> Amx:
+    """The schedule where nobody has tried others."""
+    spec = for_tiles(spec)
+    per, (_, step, _) = PER[tile_kind(spec)], tile_multiples(spec)
+    # three fourths of the first cache for two panels of b
+    deepest = max(UNITS, target.l1_bytes * 3 // 4 // (4 * 2 * PANEL) // UNITS * UNITS)
+    units = -(-spec.k // per)
+    block_k = up(-(-units // -(-units // deepest)), UNITS)
+    most = MOST_M if in_place(spec) else PACKED_M
+    block_m = up(-(-spec.m // -(-spec.m // most)), STRIP)
+    widest = max(step, min(MOST_N, up(spec.n, step)) // spec.parts)
+    down, across = -(-spec.m // block_m) * spec.matrices, -(-spec.n // widest)
+    while down * across % target.threads and -(-spec.n // across) > step: across += 1
+    block_n = up(-(-spec.n // across), step)
+    tiles = down * -(-spec.n // block_n)
+    parts = 1 if spec.flops < SMALL or target.threads == 1 else min(tiles, target.threads * PARTS)
+    return Amx(target.isa, parts, block_m, block_n, block_k * per)
 
 
 def in_place(spec: GemmSpec) -> bool:
     """Whether tiles are loaded from a as it lies."""
-    return spec.a.k == 1 and spec.k % (UNITS * PER[_kind(spec)]) == 0
+    return spec.a.k == 1 and spec.k % (UNITS * PER[tile_kind(spec)]) == 0
 
 
-def _kind(spec: GemmSpec) -> str: return "quad" if spec.a.dtype in INT8S else "pair"
-
-
-def _step(spec: GemmSpec) -> int:
-    """Columns of the result that a pair of panels makes."""
-    return PANEL * 2 // spec.parts
-
-
-def _up(x: int, to: int) -> int: return -(-x // to) * to
-
-
-def _pitch(spec: GemmSpec, s: CPUSchedule) -> int:
+def _pitch(spec: GemmSpec, s: Amx) -> int:
     """Units from a row of packed a to the next: an odd number of cache lines, so that they fall into
     different sets."""
-    lines = _up(s.block_k // PER[_kind(spec)], UNITS) // UNITS
+    lines = up(s.block_k // PER[tile_kind(spec)], UNITS) // UNITS
     return (lines | 1) * UNITS
 
 
-def _packed_rows(spec: GemmSpec, s: CPUSchedule) -> int: return STRIP if in_place(spec) else s.block_m
+def _packed_rows(spec: GemmSpec, s: Amx) -> int: return STRIP if in_place(spec) else s.block_m
 
 
-def _stack_bytes(spec: GemmSpec, s: CPUSchedule) -> int:
-    b = 2 * PANEL * s.block_k // PER[_kind(spec)]
+def _stack_bytes(spec: GemmSpec, s: Amx) -> int:
+    b = 2 * PANEL * s.block_k // PER[tile_kind(spec)]
     return 4 * (spec.parts * s.block_m * s.block_n + _packed_rows(spec, s) * _pitch(spec, s) + b)
 
 
 # **** the kernel ****
 
-def build(spec: GemmSpec, schedule: CPUSchedule) -> CPUKernel:
+def build(spec: GemmSpec, schedule: Amx) -> CPUKernel:
     """The kernel of a product."""
-    named, spec = spec, oriented(spec)
-    kind, step = _kind(spec), _pitch(spec, schedule)
+    named, spec = spec, for_tiles(spec)
+    kind, step = tile_kind(spec), _pitch(spec, schedule)
     before = [header("gemm.h"), header("amx.h"), packing("a", spec.a, kind, step),
               packing("b", spec.b, kind, PANEL), _micro(spec, schedule)]
     inputs = [(c_type(spec.a.dtype), "a"), (c_type(spec.b.dtype), "b")]
@@ -151,14 +130,14 @@ def _dot(spec: GemmSpec) -> str:
     return "b" + "".join("s" if one.dtype == dtypes.int8 else "u" for one in (spec.a, spec.b)) + "d"
 
 
-def _micro(spec: GemmSpec, s: CPUSchedule) -> str:
+def _micro(spec: GemmSpec, s: Amx) -> str:
     """32 rows by two panels: `a` with rows `row` bytes apart, the sums of the panels at c0 and c1."""
     cells = [(2 * i + j, f"c{j} + {16 * i * s.block_n}") for i in range(2) for j in range(2)]
     zeros = " ".join(f"tile_zero({t});" for t, _ in cells)
     loads = " ".join(f"tile_load({t}, {at}, {4 * s.block_n});" for t, at in cells)
     dots = " ".join(f"tile_dot({_dot(spec)}, {t}, {4 + t // 2}, {6 + t % 2});" for t, _ in cells)
     stores = " ".join(f"tile_store({t}, {at}, {4 * s.block_n});" for t, at in cells)
-    panel = PANEL * s.block_k // PER[_kind(spec)]
+    panel = PANEL * s.block_k // PER[tile_kind(spec)]
     return f"""
 NOINLINE void micro(const u8 *a, s64 row, const u32 *b, s32 *c0, s32 *c1, s64 steps, int first) {{
   TILES;
@@ -172,8 +151,8 @@ NOINLINE void micro(const u8 *a, s64 row, const u32 *b, s32 *c0, s32 *c1, s64 st
 }}"""
 
 
-def _body(spec: GemmSpec, s: CPUSchedule) -> str:
-    per, parts, step = PER[_kind(spec)], s.parts, _step(spec)
+def _body(spec: GemmSpec, s: Amx) -> str:
+    per, parts, step = PER[tile_kind(spec)], s.parts, tile_multiples(spec)[1]
     across, panel = -(-spec.n // s.block_n), PANEL * s.block_k // per
     indices = [f"const s64 b{i} = matrix / {prod(spec.batch[i + 1:])} % {extent};"
                for i, extent in enumerate(spec.batch)]
@@ -197,7 +176,7 @@ def _body(spec: GemmSpec, s: CPUSchedule) -> str:
         strip = f"micro({where}, {row}, {rest});"
     clear = "" if spec.k % (UNITS * per) == 0 else f"""
       for (s64 u = units; u < {UNITS} * steps; u++) {{
-        for (s64 i = 0; i < {_up(_packed_rows(spec, s), STRIP)}; i++) left[i * {_pitch(spec, s)} + u] = 0;
+        for (s64 i = 0; i < {up(_packed_rows(spec, s), STRIP)}; i++) left[i * {_pitch(spec, s)} + u] = 0;
         *(vi_u *)(right + u * {PANEL}) = *(vi_u *)(right + {panel} + u * {PANEL}) = (vi)0;
       }}"""
     return f"""

@@ -1,25 +1,24 @@
-"""Which schedule a spec gets on a CPU, or why none.
+"""Which schedule a matmul gets on a CPU, or why none.
 
-Protocol: as tile/gemm/choose.py for GPUs: the winner that the schedule database has, else the default of the
-first template that takes the spec; with BEAM=N the best of some that are tried (tune.py). `why_not` collects
-what templates say.
+Protocol: as tile/gemm/choose.py for GPUs: the winner that the schedule database has, else the default
+(defaults.py); with BEAM=N the best of some that are tried (tune.py).
 """
 from __future__ import annotations
 
 from tinygrad.helpers import BEAM
 
-from tinygrad_nv.cpu.gemm import database
-from tinygrad_nv.cpu.gemm.templates import PRODUCTS, default
-from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.gemm.defaults import default
+from tinygrad_nv.cpu.gemm.schedules import CPUGemmSchedule
 from tinygrad_nv.cpu.target import CPU
+from tinygrad_nv.tile import database
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 
 SHORT, NARROW = 8, 64  # sums of at most so many products, beside fewer rows or columns, are tinygrad's
 
 
-def product(spec: GemmSpec, target: CPU) -> CPUSchedule | None:
-    """The schedule of a product; None when no template takes it."""
-    if (known := database.lookup(spec, target)) is not None: return known
+def choose(spec: GemmSpec, target: CPU) -> CPUGemmSchedule | None:
+    """The schedule of a matmul; None when no template takes it."""
+    if (known := database.lookup(spec, target.arch, target)) is not None: return known
     chosen = default(spec, target)
     if chosen is None or BEAM.value < 1: return chosen
     from tinygrad_nv.cpu.gemm.tune import search  # kernels are loaded by those who try
@@ -32,8 +31,3 @@ def too_short(spec: GemmSpec) -> str:
     gemm; 3125 x 64 of K = 2 to 8 half to as long."""
     if spec.k > SHORT or min(spec.m, spec.n) >= NARROW: return ""
     return f"K of {spec.k} with {min(spec.m, spec.n)} rows or columns, at least {SHORT + 1} or {NARROW}"
-
-
-def why_not(spec: GemmSpec, target: CPU) -> str:
-    """What each template says of a product that none takes."""
-    return "; ".join(f"{t.TEMPLATE}: {', '.join(t.problems(spec, target))}" for t in PRODUCTS)

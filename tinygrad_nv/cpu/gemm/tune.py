@@ -1,7 +1,7 @@
 """The best of some schedules on this CPU, by the clock.
 
 Protocol: `tune(spec, target, beam)` times what each template chooses by itself, then goes from the fastest
-to the fastest around it (candidates.py) until nothing near is faster or `PER_BEAM` · beam schedules were
+to the fastest `near` it until nothing near is faster or `PER_BEAM` · beam schedules were
 tried. Each is compiled and called on operands that no cache holds: as many copies of them take turns as it
 takes to fill the caches. The fastest few and the first default are timed once more, in turns, since a machine
 is not equally fast all the time. The winner goes to the schedule database.
@@ -21,14 +21,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tinygrad_nv.cpu.gemm import database as entries
-from tinygrad_nv.cpu.gemm import templates
-from tinygrad_nv.cpu.gemm.candidates import around, starts
-from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.gemm.defaults import starts
+from tinygrad_nv.cpu.gemm.schedules import CPUGemmSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.tile import database
 from tinygrad_nv.tile.gemm.spec import GemmSpec, sizes
+from tinygrad_nv.tile.templates import TABLE
 
 if TYPE_CHECKING:
     from tinygrad_nv.runtime.cpu.program import LoadedKernel
@@ -45,7 +44,7 @@ Progress = Callable[[int, int], None]    # candidates done, of at most how many
 @dataclass(frozen=True)
 class CPUCandidate:
     """A schedule that was tried; `seconds` None where it is out, and `why`."""
-    schedule: CPUSchedule
+    schedule: CPUGemmSchedule
     seconds: float | None = None
     why: str = ""
 
@@ -54,10 +53,10 @@ def tune(spec: GemmSpec, target: CPU, beam: int = 1,
          progress: Progress = lambda done, count: None) -> list[CPUCandidate]:
     """Candidates, the fastest first, those that are out last; none where no template takes the product. The
     first is stored in the database. Raises `OSError` where that cannot be written."""
-    arrays, tried = Arrays(spec, target), dict[CPUSchedule, CPUCandidate]()
+    arrays, tried = Arrays(spec, target), dict[CPUGemmSchedule, CPUCandidate]()
     most = PER_BEAM * beam
 
-    def fastest(wanted: list[CPUSchedule]) -> CPUCandidate | None:
+    def fastest(wanted: list[CPUGemmSchedule]) -> CPUCandidate | None:
         for s in wanted:
             if s in tried or len(tried) >= most: continue
             tried[s] = arrays.timed(s)
@@ -66,7 +65,7 @@ def tune(spec: GemmSpec, target: CPU, beam: int = 1,
 
     best = fastest(starts(spec, target))
     while best is not None and len(tried) < most:
-        found = fastest(around(spec, target, best.schedule))
+        found = fastest(near(spec, target, best.schedule))
         if found is None or _seconds(found) > BETTER * _seconds(best): break
         best = found
     ranked = _ranked(tried)
@@ -76,13 +75,17 @@ def tune(spec: GemmSpec, target: CPU, beam: int = 1,
     # who was not in the final is behind those who were
     ranked = _ranked({s: tried[s] for s in last}) + [c for c in _ranked(tried) if c.schedule not in last]
     if ranked and ranked[0].seconds is not None:
-        arch = entries.arch(target.isa, target.threads)
-        database.store([database.Entry(spec, arch, entries.toolchain(), ranked[0].schedule,
+        database.store([database.Entry(spec, target.arch, database.toolchain("cpu"), ranked[0].schedule,
                                        ranked[0].seconds, "measured")])
     return ranked
 
 
-def search(spec: GemmSpec, target: CPU, beam: int) -> CPUSchedule | None:
+def near(spec: GemmSpec, target: CPU, s: CPUGemmSchedule) -> list[CPUGemmSchedule]:
+    """The legal schedules around one."""
+    return [one for one in s.around(spec, target) if not TABLE.problems(spec, one, target)]
+
+
+def search(spec: GemmSpec, target: CPU, beam: int) -> CPUGemmSchedule | None:
     """The best schedule by `tune`; None where there is none. A database that cannot be written is noted."""
     try:
         with bar(str(spec)) as progress: tried = tune(spec, target, beam, progress)
@@ -103,7 +106,7 @@ def bar(words: str) -> Iterator[Progress]:
         yield lambda done, count: shown.update(task, completed=done, total=count)
 
 
-def _ranked(tried: dict[CPUSchedule, CPUCandidate]) -> list[CPUCandidate]:
+def _ranked(tried: dict[CPUGemmSchedule, CPUCandidate]) -> list[CPUCandidate]:
     return sorted(tried.values(), key=lambda c: (c.seconds is None, c.seconds or 0.0))
 
 
@@ -116,22 +119,22 @@ class Arrays:
     """Copies of a product's operands, and a result for each."""
 
     def __init__(self, spec: GemmSpec, target: CPU) -> None:
-        self.spec, self.threads = spec, target.threads
+        self.spec, self.target = spec, target
         every = sizes(spec)
         wanted = -(-BEYOND * target.l3_bytes // sum(every))
         copies = max(1, min(wanted, MOST_BYTES // sum(every)))
         self.copies = itertools.cycle([[np.full(nbytes, FILL, np.uint8) for nbytes in every]
                                        for _ in range(copies)])
-        self.loaded: dict[CPUSchedule, LoadedKernel] = {}
+        self.loaded: dict[CPUGemmSchedule, LoadedKernel] = {}
 
-    def timed(self, s: CPUSchedule) -> CPUCandidate:
+    def timed(self, s: CPUGemmSchedule) -> CPUCandidate:
         """A candidate with its time, or why it is out."""
         from tinygrad_nv.runtime.cpu.program import load
-        try: self.loaded[s] = load(templates.build(self.spec, s))
+        try: self.loaded[s] = load(TABLE.build(self.spec, s, self.target))
         except NVError as error: return CPUCandidate(s, why=error.found)
         return CPUCandidate(s, self.in_turns([s])[0])
 
-    def in_turns(self, schedules: list[CPUSchedule]) -> list[float]:
+    def in_turns(self, schedules: list[CPUGemmSchedule]) -> list[float]:
         """The median of some calls of each, one after the other, after one that is not counted."""
         times: list[list[float]] = [[] for _ in schedules]
         for _ in range(1 + MOST):
@@ -139,11 +142,11 @@ class Arrays:
             if all(len(taken) > FEWEST and sum(taken[1:]) > ENOUGH_SECONDS for taken in times): break
         return [statistics.median(taken[1:]) for taken in times]
 
-    def _once(self, s: CPUSchedule) -> float:
+    def _once(self, s: CPUGemmSchedule) -> float:
         run = self.loaded[s]
         out, *operands = next(self.copies)
         extra = [np.zeros(run.kernel.workspace_bytes, np.uint8)] if run.kernel.workspace_bytes else []
         rows = [self.spec.m] if self.spec.symbolic else []
         begun = time.perf_counter()
-        run(out, *extra, *operands, *rows, threads=self.threads)
+        run(out, *extra, *operands, *rows, threads=self.target.threads)
         return time.perf_counter() - begun

@@ -13,6 +13,8 @@ interleaved one are taken apart into first and second numbers, and put together 
 """
 from __future__ import annotations
 
+from typing import ClassVar
+
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.cpu.isa import ISA
@@ -23,19 +25,23 @@ from tinygrad_nv.tile.decode.spec import Pages, Scales
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.kv_append.spec import AppendSpec, Heads, Rope
 
-TEMPLATE = "kv_append"
 PART_BYTES = 256 << 10  # that are moved by a part at least: waking a thread takes as long as some 10 KiB
 
 
-def default(spec: AppendSpec, target: CPU) -> CPUSchedule:
+class CPUAppend(CPUSchedule):
+    """Shares of rows of requests."""
+    template: ClassVar[str] = "kv_append"
+
+
+def default(spec: AppendSpec, target: CPU) -> CPUAppend:
     """The schedule: parts that are worth a thread. Every spec can be computed."""
     row = spec.heads * (spec.d + spec.d_v) + spec.q_heads * spec.d
     moved = spec.batch * spec.rows * row * (spec.k.dtype.itemsize + spec.k_pages.dtype.itemsize)
     parts = min(target.threads, spec.batch * spec.rows, -(-moved // PART_BYTES))
-    return CPUSchedule(TEMPLATE, target.isa, parts)
+    return CPUAppend(target.isa, parts)
 
 
-def build(spec: AppendSpec, schedule: CPUSchedule) -> CPUKernel:
+def build(spec: AppendSpec, schedule: CPUAppend) -> CPUKernel:
     """The kernel. Parameters in this order: keys, values of the cache; rotated q; k, v; q; table; lengths;
     cos, sin; scales of keys, of values: those that there are."""
     q, rope, isa = spec.q, spec.rope, schedule.isa

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tinygrad.dtype import dtypes
 
@@ -28,7 +29,6 @@ from tinygrad_nv.tile.gemm.spec import Result
 from tinygrad_nv.tile.norm.spec import NormSpec
 from tinygrad_nv.tile.operations import OPERATIONS
 
-TEMPLATE = "norm"
 ACCUMULATORS = 4
 MOST_ELEMENTS = 1 << 18     # of a row, which has to stay in a cache: 1 MB of float32
 MOST_KEPT = 2               # such rows on a stack
@@ -36,7 +36,12 @@ PART_ELEMENTS = 1 << 14     # fewer are done before another thread has begun
 UNROLLED_NODES = 24         # of a term, for several accumulators
 
 
-def problems(spec: NormSpec, target: CPU) -> list[str]:
+class CPUNorm(CPUSchedule):
+    """Shares of rows."""
+    template: ClassVar[str] = "norm"
+
+
+def problems(spec: NormSpec, s: CPUNorm) -> list[str]:
     """Why this template does not take rows; empty when it does."""
     out = list(dict.fromkeys(words for root in spec.expressions for words in expression.problems(root)))
     if any(each.result.n not in (0, 1) for each in spec.results): out.append("elements of a result lie apart")
@@ -46,13 +51,13 @@ def problems(spec: NormSpec, target: CPU) -> list[str]:
     return out
 
 
-def default(spec: NormSpec, target: CPU) -> CPUSchedule:
+def default(spec: NormSpec, target: CPU) -> CPUNorm:
     """The schedule where nobody has tried others."""
     enough = max(1, spec.rows * spec.n // PART_ELEMENTS)
-    return CPUSchedule(TEMPLATE, target.isa, min(target.threads, spec.rows, enough))
+    return CPUNorm(target.isa, min(target.threads, spec.rows, enough))
 
 
-def build(spec: NormSpec, schedule: CPUSchedule) -> CPUKernel:
+def build(spec: NormSpec, schedule: CPUNorm) -> CPUKernel:
     """The kernel of rows."""
     m, parts = "m" if spec.symbolic else str(spec.m), schedule.parts
     batch = tuple(f"b{i}" for i in range(len(spec.batch)))

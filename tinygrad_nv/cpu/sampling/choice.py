@@ -11,30 +11,38 @@ argument is below 5e-8, above 17 or NaN. Where all of a vector is -inf, as after
 """
 from __future__ import annotations
 
+from typing import ClassVar
+
+from tinygrad.dtype import dtypes
+
 from tinygrad_nv.cpu.kernel import CPUKernel, kernel
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
+from tinygrad_nv.tile.kernel import Chain, Scratch
 from tinygrad_nv.tile.sampling.spec import NUMBERS, ChoiceSpec, Number
 
-TEMPLATE = "choice"
-OPERATIONS = 150            # an element: 20 rounds of Threefry, two logarithms
 PART_ELEMENTS = 1 << 13     # fewer are done before another thread has begun
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
-def default(spec: ChoiceSpec, target: CPU) -> CPUSchedule:
+class CPUChoice(CPUSchedule):
+    """Shares of rows, or of pieces of them."""
+    template: ClassVar[str] = "choice"
+
+
+def default(spec: ChoiceSpec, target: CPU) -> CPUChoice:
     """The schedule."""
     enough = max(1, spec.rows * spec.size // PART_ELEMENTS)
-    return CPUSchedule(TEMPLATE, target.isa, min(target.threads, enough))
+    return CPUChoice(target.isa, min(target.threads, enough))
 
 
-def pieces(spec: ChoiceSpec, schedule: CPUSchedule) -> int:
+def pieces(spec: ChoiceSpec, schedule: CPUChoice) -> int:
     """Into how many pieces each row is cut."""
     if spec.rows >= schedule.parts or not spec.draw: return 1
     return min(-(-schedule.parts // spec.rows), -(-spec.size // PART_ELEMENTS))
 
 
-def build(spec: ChoiceSpec, schedule: CPUSchedule) -> CPUKernel:
+def build(spec: ChoiceSpec, schedule: CPUChoice) -> CPUKernel:
     """The kernel: tokens, or for each piece its largest number's bits and where that is; logits; numbers and
     places of a draw."""
     cut, parts = pieces(spec, schedule), schedule.parts
@@ -80,7 +88,14 @@ def build(spec: ChoiceSpec, schedule: CPUSchedule) -> CPUKernel:
                   parts=parts, before=_BEFORE + _LOG)
 
 
-def merged(spec: ChoiceSpec, schedule: CPUSchedule) -> CPUKernel:
+def whole(spec: ChoiceSpec, schedule: CPUChoice) -> CPUKernel | Chain:
+    """The kernel, or both where a row is chosen from in pieces."""
+    made, cut = build(spec, schedule), pieces(spec, schedule)
+    if cut == 1: return made
+    return Chain(made, merged(spec, schedule), Scratch(dtypes.int32, 2 * cut * spec.rows))
+
+
+def merged(spec: ChoiceSpec, schedule: CPUChoice) -> CPUKernel:
     """The kernel after that of several pieces: tokens; what that has found."""
     cut = pieces(spec, schedule)
     body = f"""

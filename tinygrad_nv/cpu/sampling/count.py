@@ -4,15 +4,25 @@ Protocol: one part; each row adds to one number.
 """
 from __future__ import annotations
 
+from typing import ClassVar
+
 from tinygrad_nv.cpu.kernel import CPUKernel, kernel
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.sampling.spec import CountSpec
 
-TEMPLATE = "count"
-OPERATIONS = 0
+
+class CPUCount(CPUSchedule):
+    """One part."""
+    template: ClassVar[str] = "count"
 
 
-def build(spec: CountSpec, schedule: CPUSchedule) -> CPUKernel:
+def default(spec: CountSpec, target: CPU) -> CPUCount:
+    """The schedule."""
+    return CPUCount(target.isa)
+
+
+def build(spec: CountSpec, schedule: CPUCount) -> CPUKernel:
     """The kernel: counts, slots of the rows, tokens."""
     body = f"""
   for (int r = 0; r < {spec.rows}; r++) {{

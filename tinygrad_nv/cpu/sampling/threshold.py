@@ -20,26 +20,31 @@ remains in order to the workspace, over what it has read. A row whose target is 
 """
 from __future__ import annotations
 
+from typing import ClassVar
+
 from tinygrad_nv.cpu.kernel import CPUKernel, kernel
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.sampling.spec import DIGITS, LANES, NUMBERS, FilterSpec
 
-TEMPLATE = "threshold"
 TOGETHER = 4
 SHORT = 64                  # elements of a lane up to which a floor is not worth its search
-OPERATIONS = 2 * DIGITS     # an element, in the first pass
 DOWN = (0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.8, 1.1)
 PART_ELEMENTS = 1 << 12     # fewer are done before another thread has begun
 
 
-def default(spec: FilterSpec, target: CPU) -> CPUSchedule:
+class CPUThreshold(CPUSchedule):
+    """Shares of rows."""
+    template: ClassVar[str] = "threshold"
+
+
+def default(spec: FilterSpec, target: CPU) -> CPUThreshold:
     """The schedule."""
     enough = max(1, spec.rows * spec.size // PART_ELEMENTS)
-    return CPUSchedule(TEMPLATE, target.isa, min(target.threads, spec.rows, enough))
+    return CPUThreshold(target.isa, min(target.threads, spec.rows, enough))
 
 
-def build(spec: FilterSpec, schedule: CPUSchedule) -> CPUKernel:
+def build(spec: FilterSpec, schedule: CPUThreshold) -> CPUKernel:
     """The kernel: out, workspace, logits, weights unless they are counted, numbers."""
     given = [("float", "all_logits"), *[("float", "all_weights")] * (not spec.counted), ("float", "numbers")]
     held, parts = LANES * spec.length, schedule.parts
@@ -122,7 +127,7 @@ def _sifted(spec: FilterSpec) -> str:
       }}"""
 
 
-def _turn(spec: FilterSpec, schedule: CPUSchedule) -> str:
+def _turn(spec: FilterSpec, schedule: CPUThreshold) -> str:
     """A pass."""
     vectors, lines = range(DIGITS // schedule.isa.lanes), "\n".join
     names = [f"a{u}_{v}" for u in range(TOGETHER) for v in vectors]

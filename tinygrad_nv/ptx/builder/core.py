@@ -1,4 +1,4 @@
-"""A kernel's declarations and its checked instructions: what control flow and all else are built on.
+"""A kernel's declarations and its checked instructions, the base of control flow and all else.
 
 Protocol: every instruction goes through `Core.emit`. Each is checked against `isa/` as it is written, and
 what is wrong is a `PTXError` with the file and line of the innermost caller outside these modules.

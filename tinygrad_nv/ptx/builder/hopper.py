@@ -1,4 +1,4 @@
-"""Memory, barriers, copies and tensor cores: instructions under the names kernels are thought in.
+"""Memory, barriers, copies and tensor cores: instructions under the names that CUDA and CUTLASS use.
 
 Protocol: each method emits the instructions of its name through `Core.emit`, with the modifiers that the
 common case needs; anything else is `emit` itself. Addresses are `MemoryOperand`s: `tile.at(16)`,

@@ -1,4 +1,4 @@
-"""What instructions of a kernel under construction are applied to: registers, shared memory, places, labels.
+"""Operands of instructions of a kernel under construction: registers, shared memory, addresses, labels.
 
 Protocol: a `Value` is a virtual register of one PTX type. Its operators emit an instruction into its kernel
 and give a new register; `+=` and its kind write the register itself. Operands must have the same type (bits

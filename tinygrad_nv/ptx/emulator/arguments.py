@@ -1,4 +1,4 @@
-"""What a launch is given: its shape, its shared memory, and its arguments, against what the kernel wants."""
+"""Checks of a launch: its shape, shared memory and arguments against the kernel's declarations."""
 from __future__ import annotations
 
 import re

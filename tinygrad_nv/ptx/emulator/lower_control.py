@@ -1,4 +1,4 @@
-"""Branches, exits, and instructions that mean nothing here."""
+"""Branches, exits, and instructions without an effect here."""
 from __future__ import annotations
 
 from tinygrad_nv.ptx.emulator.lowering import FunctionLowering, lowers

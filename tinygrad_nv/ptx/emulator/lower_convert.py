@@ -1,4 +1,4 @@
-"""cvt, mov, addresses and what else only moves data, to ops of convert.c and move.c.
+"""cvt, mov, addresses and other instructions that only move data, to ops of convert.c and move.c.
 
 Protocol: a conversion has destination and source type in `more`, by their places in `TYPES`, the rounding in
 `vector`, and the bytes of the destination register in `width`: registers wider than a type hold it extended.

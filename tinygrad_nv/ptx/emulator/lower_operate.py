@@ -1,4 +1,4 @@
-"""What lowerings of arithmetic share: operands of an instruction to the fields of one op, and checks.
+"""Shared by the lowerings of arithmetic: operands of an instruction to the fields of one op, and checks.
 
 Protocol: `operate(low, handler, kinds)` emits one op whose destination is the first operand and whose sources
 are the others, in the manual's order, as fields a, b, c, e. Registers must be as wide as their types.

@@ -1,4 +1,4 @@
-"""PTX instructions to the emulator's `Op`s: the registry of lowerings, and what they build with.
+"""PTX instructions to the emulator's `Op`s: the registry of lowerings, and the state they share.
 
 Protocol: a lowering is a function `(low, instruction) -> None`, registered for the fixed leading words of an
 opcode with `@lowers("mbarrier.init")`; the longest registered prefix wins. It asks `low` for the places of

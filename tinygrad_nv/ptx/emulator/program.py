@@ -1,4 +1,4 @@
-"""A PTX entry function as what csrc/ runs: ops, constants, lists, and where each register lives.
+"""A PTX entry function in the form that csrc/ runs: ops, constants, lists, and where each register lives.
 
 Protocol: `lower(module, entry, addresses)` gives a `Program`. Control flow is made of positions in the op
 list; each conditional branch carries its immediate post-dominator, the place where lanes that part there meet

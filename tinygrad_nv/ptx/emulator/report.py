@@ -1,4 +1,4 @@
-"""What a launch has to say: findings of the checks, and counters.
+"""The report of a launch: findings of the checks, and counters.
 
 Formulas: a shared-memory access of a warp takes as many passes as its busiest bank has words (32 banks of
 4 bytes); conflicts are the passes beyond the least that its bytes need. A request to global memory touches

@@ -1,4 +1,4 @@
-"""Tensor maps: what the tensor memory accelerator reads and writes global memory through.
+"""Tensor maps, the descriptors through which TMA reads and writes global memory.
 
 Protocol: `TensorMap.tiled(buffer, box=(64, 64), swizzle="128B")` describes an array and the box one copy
 moves. Shapes, strides and boxes are in the array's own order, outermost dimension first, as numpy writes

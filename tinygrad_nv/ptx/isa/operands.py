@@ -1,4 +1,4 @@
-"""Operands of an instruction form: what may stand there, whether a given operand may, and a sample.
+"""Operands of an instruction form: which ones are allowed, whether a given operand is, and a sample.
 
 A slot is written, in the tables, as
 

@@ -1,9 +1,9 @@
-"""tinygrad's renderer for the CPU with a compiler that is looked for: explicit CC, clang in PATH, the
+"""tinygrad's renderer for the CPU with the compiler that `toolchain` finds: explicit CC, clang in PATH, the
 `ziglang` wheel.
 
 Protocol: device.py puts this `ClangRenderer` where `tinygrad.runtime.ops_cpu` sees tinygrad's
 own. It keeps that name because the device derives the renderer's ("CLANG" in `DEV=CPU:CLANG`) from it. It
-renders nothing differently: only who compiles changes. The arguments are those of tinygrad's
+renders nothing differently: only the compiler changes. The arguments are those of tinygrad's
 `ClangCompiler.compile`, captured by running it.
 
 The compiler is looked for when the device first compiles, which is while it opens. The found `CCompiler`

@@ -1,5 +1,5 @@
-"""What the CPU device has of ours: it compiles with what `toolchain` finds; while enabled, it has graphs,
-runs kernels on all cores and has large buffers in huge pages.
+"""Our part of the CPU device: it compiles with the compiler that `toolchain` finds; while enabled, it has
+graphs, runs kernels on all cores and has large buffers in huge pages.
 
 Protocol: importing tinygrad_nv calls `install`, and `hooks.remove_cpu` undoes that.
 """
@@ -27,5 +27,5 @@ def _program(theirs: type, enabled: Callable[[], bool]) -> type:
 
 
 def _graph() -> type[Any]:
-    from tinygrad_nv.runtime.cpu.graph import CPUGraph  # numpy is loaded by those who capture
+    from tinygrad_nv.runtime.cpu.graph import CPUGraph  # numpy is loaded only for a capture
     return CPUGraph

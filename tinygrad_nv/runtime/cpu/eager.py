@@ -1,4 +1,4 @@
-"""Launches on the CPU that no graph has: the parts of a kernel run on all cores.
+"""Launches on the CPU outside graphs: the parts of a kernel run on all cores.
 
 Protocol: `parallel(theirs, enabled)` is tinygrad's CPUProgram with another call. tinygrad 0.14 runs the
 parts that it splits a kernel into for `core_id` one after the other; while `enabled()` they run on the

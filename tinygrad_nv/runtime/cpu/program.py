@@ -1,4 +1,4 @@
-"""A kernel for the CPU by itself: compiled, loaded and called on arrays, for those who time or test it.
+"""A kernel for the CPU by itself: compiled, loaded and called on arrays, for tests and timings.
 
 Protocol: `load(kernel)` compiles with the CPU device's compiler (its disk cache serves) and returns a
 `LoadedKernel`, which is called with arrays in the order of the kernel's pointers, then its integers. Parts

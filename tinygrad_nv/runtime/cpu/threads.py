@@ -1,4 +1,4 @@
-"""How many threads there are to compute with, and why not more.
+"""The number of threads to compute with, and the limit that sets it.
 
 Protocol: `available()` is the least of what the machine has, what the affinity mask leaves (taskset, cpusets)
 and what the control groups of this process and all above them may use: cpu.max of cgroup 2,

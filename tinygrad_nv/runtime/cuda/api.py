@@ -1,4 +1,4 @@
-"""NVIDIA's driver library through cuda.bindings: what is missing, which versions, what its errors mean.
+"""NVIDIA's driver library through cuda.bindings: missing parts, versions, and errors in words.
 
 Protocol: `bindings()` is the module of functions, structs and enums. `missing(ordinal)` says in words what a
 device needs and is not here, "" when all is. `failure(status, doing)` is the error for a status that is not

@@ -1,4 +1,4 @@
-"""A GPU's primary context: calls of the driver in it, what they made, and its streams.
+"""A GPU's primary context: driver calls in it, the handles they return, and its streams.
 
 Protocol: what driver.py says of calls, of what is destroyed, and of a fork. The parts of that driver call
 through this.

@@ -1,4 +1,4 @@
-"""Memory of a CUDA device: a pool, page-locked memory, and the way in for pageable bytes.
+"""Memory of a CUDA device: a pool, page-locked memory, and staging for pageable bytes.
 
 Protocol. Device memory is stream-ordered, from a pool of the driver's own that keeps what is freed. Two
 streams are the pool's: in the one of allocations nothing ever waits (the pool may not make it: no internal

@@ -1,4 +1,4 @@
-"""Page-locked memory of the emulated driver, and who owns its bytes.
+"""Page-locked memory of the emulated driver, and the work that owns its bytes.
 
 Protocol: bytes belong to an `Upload` or a `Download` from its submission until the host knows that it is done
 (order.py: `Timeline.complete`). A download's bytes are poison until then. An upload's must be, when

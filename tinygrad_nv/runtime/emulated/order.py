@@ -1,4 +1,4 @@
-"""What is ordered among the work of an emulated device, and what should be and is not.
+"""The order among the work of an emulated device, and conflicts of work that nothing orders.
 
 Protocol: work runs here when it is submitted, so a wrong order has to be found from what orders it. A stream
 is a `StreamHistory`: each piece of work takes its next position, a launch of a graph one for all its nodes.
@@ -12,7 +12,7 @@ and so is what later work of the same timeline covers. Nodes of a graph are comp
 their footprints are not what they were at the launch before: at the first launch, after updates, and where
 data decides which bytes are touched.
 
-Who comes later in the same stream is ordered, unless it is a launch with `pdl`: `StreamHistory.ahead` are the
+Later work in the same stream is ordered, unless it is a launch with `pdl`: `StreamHistory.ahead` are the
 kernels that it may run beside until it has waited for them, which the emulator is told.
 """
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a kernel should take, before it is measured.
+"""Predicted times of kernels.
 
 Protocol: `forecast(body, flops, nbytes, properties)` of a call's PROGRAM. A product of our templates is asked
 of the cost model (tile/gemm/cost.py) with its spec, its schedule and the rows it has now. Everything else

@@ -1,4 +1,4 @@
-"""What is said of a device's memory: the report, and the error when there is no more.
+"""The memory report of a device, and the error when it is out of memory.
 
 Protocol: a `MemoryReport` is figures, and prints as a table. `shortage` makes the error of an allocation
 that failed from a report: what was asked, what is held, and advice that these figures bear out, the likeliest
@@ -55,7 +55,7 @@ class MemoryReport:
 
     def __str__(self) -> str:
         if not self.total:
-            return (f"{self.device}: {human(self.held)} held by tensors; who holds what is known on devices "
+            return (f"{self.device}: {human(self.held)} held by tensors; a breakdown is known on devices "
                     "of tinygrad_nv (CUDA, EMU)")
         rows = [(share.label, human(share.nbytes), f"{share.count}", human(share.peak_bytes))
                 for share in self.labels]

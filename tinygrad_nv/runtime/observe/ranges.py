@@ -1,4 +1,4 @@
-"""Which layer and which operation a kernel belongs to, and NVTX ranges that say so to profilers.
+"""The layer and the operation of each kernel, and NVTX ranges for profilers.
 
 Protocol. `with layer("layers.3"):` names what is built inside, and nests: with `layer("attention")` in it,
 `layers.3.attention`. Nothing is kept of that, and nothing costs anything, unless layers are tracked: inside

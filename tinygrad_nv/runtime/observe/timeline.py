@@ -1,4 +1,4 @@
-"""Every kernel on its own, measured beside what was predicted: `with timeline("trace.json") as t:`.
+"""Each kernel timed alone, beside its prediction: `with timeline("trace.json") as t:`.
 
 Protocol. Inside the block each launch on a device of ours has a pair of events around it, after the fills
 that it needs; what a TinyJit or a pool captured runs kernel by kernel in the order of the program, with the

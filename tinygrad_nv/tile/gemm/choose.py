@@ -25,7 +25,7 @@ def choose(spec: GemmSpec, gpu: GPU) -> GemmSchedule | None:
     if (known := database.lookup(spec, gpu.arch)) is not None: return known
     chosen = analytic(spec, gpu.arch, gpu.sm_count)
     if chosen is None or BEAM.value < 1: return chosen
-    from tinygrad_nv.tile.gemm.tune import search  # the emulator is loaded by those who try
+    from tinygrad_nv.tile.gemm.tune import search  # the emulator is loaded only for tuning
     return search(spec, gpu.arch, BEAM.value, gpu.sm_count, gpu.clock) or chosen
 
 

@@ -25,36 +25,34 @@ from math import prod
 
 from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.attention.backward.text import Text
-from tinygrad_nv.cpu.attention.backward.tiles import ROWS, most_vectors, pitch
+from tinygrad_nv.cpu.attention.backward.tiles import ROWS, pitch
+from tinygrad_nv.cpu.attention.schedules import CPUFlashBackward
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, kernel
-from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.derivative import derivative
 from tinygrad_nv.tile.attention.spec import EVERY
 
-TEMPLATE = "flash_backward"
 STACK_BYTES = 1 << 20   # what a kernel may keep on a thread's stack
 BLOCKS = ((96, 128), (96, 64), (48, 64))    # rows and keys
 PARTS = 8               # of a thread: who is done takes the next
 ONCE = 5 / 7            # of the threads' time must be of use where key heads are shared out
 
 
-def problems(spec: BackwardSpec, target: CPU) -> list[str]:
+def problems(spec: BackwardSpec, s: CPUFlashBackward) -> list[str]:
     """Why this template does not take a backward pass; empty when it does."""
     try: slope = derivative(spec.forward.score)
     except SpecError as error: return [str(error.found)]
     return list(dict.fromkeys([*expression.problems(spec.forward.score), *expression.problems(slope)]))
 
 
-def default(spec: BackwardSpec, target: CPU) -> CPUSchedule:
+def default(spec: BackwardSpec, target: CPU) -> CPUFlashBackward:
     """The schedule where nobody has tried others: the largest blocks that fit a stack and half of a cache."""
     most = min(STACK_BYTES, max(target.l2_bytes // 2, stack_bytes(spec, *BLOCKS[-1])))
     m, n = next(blocks for blocks in BLOCKS if stack_bytes(spec, *blocks) <= most)
-    return CPUSchedule(TEMPLATE, target.isa, _parts(spec, target.threads, m, n), m, n, rows=ROWS,
-                       columns=most_vectors(target.isa) * target.isa.lanes)
+    return CPUFlashBackward(target.isa, _parts(spec, target.threads, m, n), m, n)
 
 
 def stack_bytes(spec: BackwardSpec, block_m: int, block_n: int) -> int:
@@ -81,7 +79,7 @@ def items(spec: BackwardSpec, block_m: int, block_n: int) -> tuple[int, int]:
     return prod(one.batch[:2]) * -(-one.s_kv // block_n), prod(one.batch) * -(-one.s_q // block_m)
 
 
-def build(spec: BackwardSpec, schedule: CPUSchedule) -> CPUKernel:
+def build(spec: BackwardSpec, schedule: CPUFlashBackward) -> CPUKernel:
     """The kernel of a backward pass."""
     one, isa = spec.forward, schedule.isa
     text = Text(spec, isa, schedule.block_m, schedule.block_n)

@@ -1,4 +1,4 @@
-"""Block sizes of the blocked GEMM, from the machine's caches and registers.
+"""Block sizes of the blocked GEMM, from the processor's caches and registers.
 
 Protocol: `blocks` is what `default` puts in a schedule. In registers are two vectors of columns and as many
 rows as there is room for, less where fewer are padded less: a step of rows x vectors costs that many
@@ -12,10 +12,7 @@ multiplications, and about half of one for each vector of b and unit of a that i
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from tinygrad.dtype import dtypes
-
+from tinygrad_nv.cpu.gemm.schedules import CPUGemm
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import up
 from tinygrad_nv.cpu.target import CPU
@@ -25,22 +22,6 @@ STACK_BYTES = 1 << 20  # what a kernel may keep on a thread's stack
 MOST_BYTES_K = 256     # products of bytes whose sum in float32 is exact: 256 · 255² < 2^24
 WIDEST = 512           # columns of a tile; with more of them few rows have too few tiles to share out
 SMALL = 1 << 21        # flops below which threads are not worth waking
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Extents in elements."""
-    block_m: int
-    block_n: int
-    block_k: int
-    rows: int
-    columns: int
-
-
-def kind_of(spec: GemmSpec, isa: ISA) -> str:
-    """What operands are packed as (pack.py)."""
-    if spec.a.dtype in INT8S: return "quad" if isa.vnni else "fma"
-    return "pair" if spec.a.dtype == dtypes.bfloat16 and isa.bf16 else "fma"
 
 
 def registers(m: int, n: int, isa: ISA) -> tuple[int, int]:
@@ -54,8 +35,8 @@ def registers(m: int, n: int, isa: ISA) -> tuple[int, int]:
     return min((-(-m // number) for number in strips), key=cost), vectors * isa.lanes
 
 
-def blocks(spec: GemmSpec, target: CPU, per: int) -> Blocks:
-    """Block sizes of a product of units of `per` elements."""
+def blocks(spec: GemmSpec, target: CPU, per: int) -> CPUGemm:
+    """The schedule in one part of a product of units of `per` elements."""
     lanes, units = target.isa.lanes, -(-spec.k // per)
     rows, columns = registers(spec.m, spec.n, target.isa)
     deepest = max(lanes, min(512, target.l1_bytes // (4 * columns) // lanes * lanes))
@@ -67,4 +48,4 @@ def blocks(spec: GemmSpec, target: CPU, per: int) -> Blocks:
     widest = max(columns, min(WIDEST, fourth // (4 * block_m * spec.parts) // columns * columns))
     down, across = -(-spec.m // block_m) * spec.matrices, -(-spec.n // widest)
     while down * across % target.threads and -(-spec.n // across) > columns: across += 1
-    return Blocks(block_m, up(-(-spec.n // across), columns), block_k * per, rows, columns)
+    return CPUGemm(target.isa, 1, block_m, up(-(-spec.n // across), columns), block_k * per, rows, columns)

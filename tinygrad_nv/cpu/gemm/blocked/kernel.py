@@ -20,50 +20,53 @@ A result whose rows lie side by side is computed as its transpose, since vectors
 """
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.expression import Place, statements
-from tinygrad_nv.cpu.gemm.blocked.blocks import SMALL, STACK_BYTES, Blocks, blocks, kind_of
+from tinygrad_nv.cpu.gemm.blocked.blocks import MOST_BYTES_K, SMALL, STACK_BYTES, blocks
 from tinygrad_nv.cpu.gemm.blocked.micro import micro
-from tinygrad_nv.cpu.gemm.blocked.pack import PER, packing
+from tinygrad_nv.cpu.gemm.blocked.pack import packing
+from tinygrad_nv.cpu.gemm.layout import PER, kind_of, oriented
+from tinygrad_nv.cpu.gemm.schedules import CPUGemm
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, header, kernel, up
-from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.gemm.spec import INT8S, GemmSpec
 
-TEMPLATE = "gemm"
 GROUP = 4  # panels of b packed at once, so that as much of each row is read
 PARTS = 4  # for each thread, so that one that is held up does less
 
 
-def problems(spec: GemmSpec, target: CPU) -> list[str]:
-    """Why this template does not take a product; empty when it does."""
-    out = expression.problems(spec.epilogue)
-    spec = oriented(spec, target.isa)
-    block = blocks(spec, target, PER[kind_of(spec, target.isa)])
-    need = stack_bytes(spec, target.isa, block)
-    if need > STACK_BYTES: out.append(f"{need} bytes on a stack, at most {STACK_BYTES}")
+def problems(spec: GemmSpec, s: CPUGemm) -> list[str]:
+    """Why a product cannot have a schedule; empty when it can."""
+    named, spec = spec, oriented(spec, s.isa)
+    kind, lanes = kind_of(spec, s.isa), s.isa.lanes
+    needed = (("columns", lanes), ("rows", 1), ("block_m", s.rows), ("block_n", s.columns),
+              ("block_k", lanes * PER[kind]))
+    out = [f"{name} {value}, a multiple of {of} is needed" for name, of in needed
+           if not (value := getattr(s, name)) or (of and value % of)]
+    if out := [*expression.problems(named.epilogue), *out]: return out
+    vectors = s.columns // lanes
+    if (used := vectors * (s.rows + 1) + 1) > s.isa.registers:
+        out.append(f"{s.rows}x{s.columns} takes {used} registers, {s.isa.registers} there are")
+    if spec.a.dtype in INT8S and kind == "fma" and s.block_k > MOST_BYTES_K:
+        out.append(f"sums of {s.block_k} products of bytes in float32, at most {MOST_BYTES_K} are exact")
+    if (need := stack_bytes(spec, s)) > STACK_BYTES:
+        out.append(f"{need} bytes on a stack, at most {STACK_BYTES}")
     return out
 
 
-def default(spec: GemmSpec, target: CPU) -> CPUSchedule:
+def default(spec: GemmSpec, target: CPU) -> CPUGemm:
     """The schedule where nobody has tried others."""
     spec = oriented(spec, target.isa)
-    block = blocks(spec, target, PER[kind_of(spec, target.isa)])
-    tiles = spec.matrices * -(-spec.m // block.block_m) * -(-spec.n // block.block_n)
+    made = blocks(spec, target, PER[kind_of(spec, target.isa)])
+    tiles = spec.matrices * -(-spec.m // made.block_m) * -(-spec.n // made.block_n)
     parts = 1 if spec.flops < SMALL or target.threads == 1 else min(tiles, target.threads * PARTS)
-    return CPUSchedule(TEMPLATE, target.isa, parts, block.block_m, block.block_n, block.block_k, block.rows,
-                       block.columns)
-
-
-def oriented(spec: GemmSpec, isa: ISA) -> GemmSpec:
-    """The product or its transpose, whichever has vectors along n."""
-    if spec.symbolic or spec.parts > 1: return spec
-    narrow = 2 * spec.n <= isa.lanes and spec.m > spec.n
-    return spec.swapped() if narrow or (spec.out.n != 1 and spec.out.m == 1 and spec.m > 1) else spec
+    return replace(made, parts=parts)
 
 
 def pitch(block_k: int, per: int, isa: ISA) -> int:
@@ -76,15 +79,14 @@ def panels(spec: GemmSpec, block_n: int, columns: int) -> int:
     return min(up(block_n, columns), GROUP * columns) if spec.b.major == "MN" else columns
 
 
-def stack_bytes(spec: GemmSpec, isa: ISA, block: Blocks) -> int:
+def stack_bytes(spec: GemmSpec, s: CPUGemm) -> int:
     """What a part keeps on the stack: packed a, a panel of b, sums."""
-    per = PER[kind_of(spec, isa)]
-    step = pitch(block.block_k, per, isa)
-    units = (block.block_m + panels(spec, block.block_n, block.columns)) * step
-    return 4 * (units + spec.parts * block.block_m * block.block_n)
+    step = pitch(s.block_k, PER[kind_of(spec, s.isa)], s.isa)
+    units = (s.block_m + panels(spec, s.block_n, s.columns)) * step
+    return 4 * (units + spec.parts * s.block_m * s.block_n)
 
 
-def build(spec: GemmSpec, schedule: CPUSchedule) -> CPUKernel:
+def build(spec: GemmSpec, schedule: CPUGemm) -> CPUKernel:
     """The kernel of a product."""
     isa = schedule.isa
     spec, named = oriented(spec, isa), spec
@@ -109,7 +111,7 @@ def _at(offset: int, *terms: tuple[str, int]) -> str:
     return " + ".join([str(offset), *(f"{name} * (s64){stride}" for name, stride in terms if stride)])
 
 
-def _body(spec: GemmSpec, schedule: CPUSchedule, kind: str, step: int, shifted: bool) -> str:
+def _body(spec: GemmSpec, schedule: CPUGemm, kind: str, step: int, shifted: bool) -> str:
     block_m, block_n, per = schedule.block_m, schedule.block_n, PER[kind]
     across, parts = -(-spec.n // block_n), schedule.parts
     batch = [f"b{i}" for i in range(len(spec.batch))]
@@ -165,7 +167,7 @@ def _body(spec: GemmSpec, schedule: CPUSchedule, kind: str, step: int, shifted: 
   }}"""
 
 
-def _ahead(spec: GemmSpec, schedule: CPUSchedule) -> str:
+def _ahead(spec: GemmSpec, schedule: CPUGemm) -> str:
     """C ahead of strip i: where its loop fetches from, 16 columns in each of the first strips, of the panel
     that is packed next; the others fetch what is there."""
     mn, size, block_k = spec.b.mn, spec.b.dtype.itemsize, schedule.block_k

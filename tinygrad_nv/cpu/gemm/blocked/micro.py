@@ -15,10 +15,10 @@ start at `shift`, minus b times a quad of 0x80, which `shifts` computes once a p
 """
 from __future__ import annotations
 
-from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.gemm.schedules import CPUGemm
 
 
-def micro(schedule: CPUSchedule, kind: str, pitch: int, whole: bool, free: bool, shifted: bool,
+def micro(schedule: CPUGemm, kind: str, pitch: int, whole: bool, free: bool, shifted: bool,
           line: int) -> str:
     """`whole`: c is int32. `free`: a's bytes are the ones without a sign. `shifted`: their highest bits are
     turned. `line`: bytes of 16 units, where they are fetched ahead of 16 rows of b, `apart` from each other;

@@ -11,11 +11,11 @@ in registers. What is left over at the edges goes one unit at a time.
 """
 from __future__ import annotations
 
+from tinygrad_nv.cpu.gemm.layout import PER
 from tinygrad_nv.cpu.kernel import c_type
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm.spec import INT8S, Operand
 
-PER = {"fma": 1, "pair": 2, "quad": 4}  # elements of a unit
 AHEAD = 8  # units along k that are fetched ahead
 
 

@@ -22,15 +22,16 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.expression import Place, statements
 from tinygrad_nv.cpu.gemm.gemv.main_loop import Operands, apart, at, sums_of_columns, sums_of_rows
+from tinygrad_nv.cpu.gemm.layout import MOST_ROWS, few_rows
+from tinygrad_nv.cpu.gemm.schedules import CPUGemv
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, kernel, up
-from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 
-TEMPLATE = "gemv"
-MOST_ROWS = 16                # of a: more are for gemm/blocked/kernel.py
+MOST_SUMS = 64                # vectors that the innermost loop adds to, each a line of C
+MOST_SUMS_BYTES = 256 << 10   # of sums on a stack
 STACK_BYTES = 3 << 18         # of a in float32 on a thread's stack
 SUMS_BYTES = 16 << 10         # half of the smallest L1 cache
 PARTS = 4                     # for each thread, so that one that is held up does less
@@ -38,19 +39,34 @@ BYTES_OF_ROW = 4 << 10        # shorter pieces of b's rows, where they are side 
 BYTES_OF_PART = 64 << 10      # waking a thread takes as long as reading so much of b
 
 
-def problems(spec: GemmSpec, target: CPU) -> list[str]:
-    """Why this template does not take a product; empty when it does."""
-    spec = few_rows(spec)
+def problems(spec: GemmSpec, s: CPUGemv) -> list[str]:
+    """Why a product cannot have a schedule; empty when it can."""
+    return _untaken(spec := few_rows(spec), s.isa) or _wrong(spec, s)
+
+
+def _untaken(spec: GemmSpec, isa: ISA) -> list[str]:
+    """Of a product, whatever the schedule."""
     out = expression.problems(spec.epilogue)
     if spec.m > MOST_ROWS: out.append(f"{spec.m} rows, at most {MOST_ROWS}")
-    elif _widened_bytes(spec, target.isa) > STACK_BYTES and (spec.symbolic or spec.a.k != 1):
-        what = "symbolic" if spec.symbolic else f"at strides of {spec.a.k}"
-        out.append(f"{spec.m} rows of {spec.k}, {what}, have {_widened_bytes(spec, target.isa)} bytes in "
-                   f"float32, at most {STACK_BYTES} on a stack")
+    elif _widened_bytes(spec, isa) > STACK_BYTES and (spec.symbolic or spec.a.k != 1):
+        what, need = "symbolic" if spec.symbolic else f"at strides of {spec.a.k}", _widened_bytes(spec, isa)
+        out.append(f"{spec.m} rows of {spec.k}, {what}, have {need} bytes in float32, at most {STACK_BYTES} "
+                   "on a stack")
     return out
 
 
-def default(spec: GemmSpec, target: CPU) -> CPUSchedule:
+def _wrong(spec: GemmSpec, s: CPUGemv) -> list[str]:
+    out = [f"{name} 0" for name in ("rows", "block_m", "block_n") if not getattr(s, name)]
+    if s.block_n > s.isa.lanes and s.block_n % s.isa.lanes:
+        out.append(f"block_n {s.block_n}, a multiple of {s.isa.lanes} is needed")
+    if (sums := s.rows * min(s.block_m, spec.m) * spec.parts) > MOST_SUMS:
+        out.append(f"{sums} sums in registers, at most {MOST_SUMS}")
+    if (need := 4 * spec.parts * spec.m * s.block_n) > MOST_SUMS_BYTES:
+        out.append(f"{need} bytes of sums on a stack, at most {MOST_SUMS_BYTES}")
+    return out
+
+
+def default(spec: GemmSpec, target: CPU) -> CPUGemv:
     """The schedule where nobody has tried others."""
     spec, lanes = few_rows(spec), target.isa.lanes
     made = _of_columns(spec, target.isa) if _by_columns(spec) else _of_rows(spec, target.isa)
@@ -67,7 +83,7 @@ def default(spec: GemmSpec, target: CPU) -> CPUSchedule:
     return replace(made, parts=min(parts, spec.matrices * -(-spec.n // block_n)), block_n=block_n)
 
 
-def _of_rows(spec: GemmSpec, isa: ISA) -> CPUSchedule:
+def _of_rows(spec: GemmSpec, isa: ISA) -> CPUGemv:
     o, block_k, most = _operands(spec, isa), 0, SUMS_BYTES
     if spec.b.k == 1 and isa.lanes > 4 and spec.b.dtype == dtypes.float32:
         # lanes of four columns are added at once; loads of b are repeated, which is hidden behind 24 sums
@@ -82,24 +98,18 @@ def _of_rows(spec: GemmSpec, isa: ISA) -> CPUSchedule:
     # two rows of a may come from the second cache: b comes more slowly
     if spec.b.k == 1 and spec.m > 2 and spec.m * o.row_bytes > most:
         block_k = max(64, most * spec.k // (spec.m * o.row_bytes) // 64 * 64)
-    return CPUSchedule(TEMPLATE, isa, 1, block_m, 256, block_k, rows)
+    return CPUGemv(isa, 1, block_m, 256, block_k, rows)
 
 
-def _of_columns(spec: GemmSpec, isa: ISA) -> CPUSchedule:
+def _of_columns(spec: GemmSpec, isa: ISA) -> CPUGemv:
     rows = spec.m * spec.parts
-    if rows <= 2: return CPUSchedule(TEMPLATE, isa, 1, spec.m, max(64, SUMS_BYTES // (4 * rows)), rows=4)
+    if rows <= 2: return CPUGemv(isa, 1, spec.m, max(64, SUMS_BYTES // (4 * rows)), rows=4)
     block_m = min(spec.m, isa.registers // 2)
-    return CPUSchedule(TEMPLATE, isa, 1, block_m, 1024, 64 // spec.b.dtype.itemsize, 1,
-                       max(1, isa.registers // 2 // block_m) * isa.lanes)
+    return CPUGemv(isa, 1, block_m, 1024, 64 // spec.b.dtype.itemsize, 1,
+                   max(1, isa.registers // 2 // block_m) * isa.lanes)
 
 
-def few_rows(spec: GemmSpec) -> GemmSpec:
-    """The product, transposed if it has fewer columns than rows that way, and too many rows as it is."""
-    turned = spec.m > MOST_ROWS >= spec.n and spec.parts == 1 and not spec.symbolic
-    return spec.swapped() if turned else spec
-
-
-def build(spec: GemmSpec, schedule: CPUSchedule) -> CPUKernel:
+def build(spec: GemmSpec, schedule: CPUGemv) -> CPUKernel:
     """The kernel of a product."""
     given, isa = spec, schedule.isa
     spec = few_rows(given)

@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tinygrad_nv.cpu.gemm.schedules import CPUGemv
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import C_TYPES, c_type
-from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm.spec import INT8S, GemmSpec
 
@@ -111,7 +111,7 @@ class Operands:
 
 # **** rows of b along k ****
 
-def sums_of_rows(o: Operands, schedule: CPUSchedule) -> str:
+def sums_of_rows(o: Operands, schedule: CPUGemv) -> str:
     """C for a b whose rows lie along k, or in no order. With a `block_k`, `NEIGHBOURS` columns of each stream
     are summed over so much of k before they go on: that part of a stays in the L1 cache meanwhile."""
     rows, spec = schedule.rows, o.spec
@@ -212,7 +212,7 @@ def _added_lanes(o: Operands, names: list[str], row: int) -> list[str]:
 
 # **** columns of b side by side ****
 
-def sums_of_columns(o: Operands, schedule: CPUSchedule) -> str:
+def sums_of_columns(o: Operands, schedule: CPUGemv) -> str:
     """C for a b whose columns lie side by side. With a `block_k`, `columns` of them stay in registers for so
     much of k, while the same columns of the next block are fetched."""
     spec, name = o.spec, "s32" if o.integers else "f32"
@@ -225,7 +225,7 @@ def sums_of_columns(o: Operands, schedule: CPUSchedule) -> str:
     {passes}"""
 
 
-def _column_blocks(o: Operands, schedule: CPUSchedule) -> str:
+def _column_blocks(o: Operands, schedule: CPUGemv) -> str:
     spec, many = o.spec, max(1, schedule.columns // o.isa.lanes)
     tiles = [(p, range(i, min(i + schedule.block_m, spec.m)))
              for p in range(spec.parts) for i in range(0, spec.m, schedule.block_m)]

@@ -1,4 +1,4 @@
-/* Races: for each word of memory who wrote it last, and who has read it since.
+/* Races: for each word of memory its last writer, and its readers since.
  *
  * An access conflicts with an earlier one to the same bytes when one of them writes, they are not both
  * atomic, and the earlier one is not known (clocks.c) to have happened before. That is decided from the

@@ -3,9 +3,9 @@
 Protocol: the sums of each warp go to shared memory, in place of the activations, as [warp along K][part][row]
 [column]; each thread adds those of its elements, always in the order of the warps. Where several CTAs
 share K, either they are a cluster (sm_90a, at most 8), whose CTAs each finish their share of the elements
-from the sums in everybody's shared memory; or each writes its sums to the workspace and counts itself at
+from the sums in the shared memory of all; or each writes its sums to the workspace and counts itself at
 the tile's flag, and the last to come finishes them all. Both add in the order of splits: the result does
-not depend on who comes first.
+not depend on the order of CTAs.
 """
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class GemvEpilogue:
             else:
                 with self.k.if_(number < self.elements): write(number)
 
-    # **** who finishes ****
+    # **** which lanes run the epilogue ****
 
     def alone(self) -> None:
         with self.k.comment("elements of this thread"):

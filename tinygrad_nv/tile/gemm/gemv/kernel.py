@@ -9,7 +9,7 @@ speed of memory. For sm_80 and later, and for any extents, strides and alignment
     add the sums of the CTA's warps in shared memory, and of the CTAs that share K (epilogue.py)
     epilogue, store
 
-See plan.py for who reads what, main_loop.py for how it is multiplied.
+See plan.py for which lane reads which bytes, main_loop.py for how they are multiplied.
 
 On Hopper it is launched early: all threads wait for the kernel before ahead of their first loads, and the
 kernel after may begin when all CTAs have come to the end of their sums. Before they wait they have L2 fetch

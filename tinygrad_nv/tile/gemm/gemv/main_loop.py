@@ -1,4 +1,4 @@
-"""What the lanes of a `gemv` kernel do with chunks: four ways to multiply, by where the chunks lie and who
+"""The main loop of a `gemv` kernel's lanes: four ways to multiply, by where the chunks lie and which lane
 multiplies them.
 
 Protocol: `point(address)` says where the activations of the warp's iteration lie in shared memory. Then

@@ -1,4 +1,4 @@
-"""The arithmetic of a `gemv` kernel: who reads which bytes of the weights, and what that takes.
+"""The arithmetic of a `gemv` kernel: which lane reads which bytes of the weights, and its resources.
 
 Protocol: the product is turned so that operand a has few rows (activations) and operand b is the weights. A
 lane reads chunks of 16 bytes along the dimension in which weights lie side by side, as 16 / `width` loads

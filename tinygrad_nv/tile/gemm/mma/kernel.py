@@ -5,7 +5,7 @@ for any extents, strides and alignment.
     for each tile along K:
         start the copies of the tile `depth - 1` further on, into the place of the tile before
         for each step of 32 bytes:
-            at the last: wait until the next tile is in and everybody has read the last of this one
+            at the last: wait until the next tile is in and all warps have read the last of this one
             read the fragments of the step after, of the next tile if need be
             all products of the warp's tile
     with splits: leave the sums in the workspace; the CTA that comes last adds them all up
@@ -187,7 +187,7 @@ class _MmaKernel:
         return self.steps % 2 == 0 and sums + 2 * fragments <= REGISTERS
 
     def _arrived(self) -> None:
-        """The tile that is read next is in; everybody has read the one whose place is taken next."""
+        """The tile that is read next is in; all warps have read the one whose place is taken next."""
         self.k.cp_async_wait(max(self.depth - 2, 0))
         self.k.sync()
         self._at_stage()

@@ -1,0 +1,11 @@
+"""The template of decode attention on a CPU."""
+from __future__ import annotations
+
+from tinygrad_nv.cpu.decode import kernel
+from tinygrad_nv.cpu.decode.schedules import CPUDecode
+from tinygrad_nv.cpu.template import template
+from tinygrad_nv.tile.decode.spec import DecodeSpec
+from tinygrad_nv.tile.template import Family
+
+DECODE = template(DecodeSpec, CPUDecode, kernel.default, kernel.problems, kernel.__name__)
+FAMILY = Family("decode", (DECODE,))

@@ -1,0 +1,109 @@
+"""How a matmul is computed on a CPU: the schedules of its templates.
+
+Protocol: `around` gives the schedules that differ in one number, halved or doubled and rounded to what the
+others need, or of a blocked product in the shape that is kept in registers; each once, legal or not.
+"""
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from tinygrad_nv.cpu.gemm.layout import PER, few_rows, for_tiles, kind_of, oriented, tile_multiples
+from tinygrad_nv.cpu.kernel import up
+from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.target import CPU
+from tinygrad_nv.tile.gemm.spec import GemmSpec
+
+
+@dataclass(frozen=True)
+class CPUGemmSchedule(CPUSchedule, ABC):
+    """`block_m`, `block_n` and `block_k` elements are what a part keeps in its caches."""
+    block_m: int = 0
+    block_n: int = 0
+    block_k: int = 0
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Rows and columns of what the innermost loop keeps in registers; zeros where they are no numbers of
+        the schedule."""
+        return 0, 0
+
+    @property
+    def block(self) -> str:
+        """What a part keeps in its caches, in words."""
+        return f"{self.block_m}x{self.block_n}x{self.block_k}"
+
+    def around(self, spec: GemmSpec, target: CPU) -> list[Self]:
+        """Those near to it."""
+        return [s for s in dict.fromkeys(one.fitted(spec) for one in self._changed(target)) if s != self]
+
+    @abstractmethod
+    def fitted(self, spec: GemmSpec) -> Self:
+        """With blocks rounded to multiples, and no larger than the product."""
+
+    def _changed(self, target: CPU) -> Iterator[Self]:
+        for name in ("block_k", "block_m", "block_n", "rows", "parts"):
+            value: Any = getattr(self, name, 0)
+            if value > 1: yield replace(self, **{name: value // 2})
+            if value: yield replace(self, **{name: value * 2})
+        yield replace(self, parts=target.threads)
+
+    def _rounded(self, spec: GemmSpec, m: int, n: int, k: int) -> Self:
+        rows, columns = up(min(self.block_m, spec.m), m), up(min(self.block_n, spec.n), n)
+        return replace(self, block_m=rows, block_n=columns, block_k=up(min(self.block_k, spec.k), k))
+
+    def words(self) -> list[str]:
+        made, (rows, columns) = [*super().words(), f"block {self.block}"], self.registers
+        return [*made, f"registers {rows}x{columns}"] if rows or columns else made
+
+
+@dataclass(frozen=True)
+class Amx(CPUGemmSchedule):
+    """By AMX tiles (amx.py)."""
+    template: ClassVar[str] = "amx"
+
+    def fitted(self, spec: GemmSpec) -> Self:
+        turned = for_tiles(spec)
+        return self._rounded(turned, *tile_multiples(turned))
+
+
+@dataclass(frozen=True)
+class CPUGemm(CPUGemmSchedule):
+    """Of packed operands (blocked/kernel.py): `rows` x `columns` sums in registers."""
+    rows: int = 0
+    columns: int = 0
+    template: ClassVar[str] = "gemm"
+
+    @property
+    def registers(self) -> tuple[int, int]: return self.rows, self.columns
+
+    def fitted(self, spec: GemmSpec) -> Self:
+        turned, unit = oriented(spec, self.isa), self.isa.lanes * PER[kind_of(spec, self.isa)]
+        return self._rounded(turned, self.rows, self.columns, unit) if self.rows and self.columns else self
+
+    def _changed(self, target: CPU) -> Iterator[Self]:
+        for vectors in (1, 2, 3, 4):
+            most = (self.isa.registers - vectors - 1) // vectors
+            yield replace(self, rows=most, columns=vectors * self.isa.lanes)
+        yield from super()._changed(target)
+
+
+@dataclass(frozen=True)
+class CPUGemv(CPUGemmSchedule):
+    """Of few rows (gemv/kernel.py): chunks of `block_n` columns; `block_m` rows of a and `rows` streams of b
+    at a time; 0 `block_k` is all of k. Where columns of b lie side by side, `columns` of them stay in
+    registers for a block of k."""
+    rows: int = 0
+    columns: int = 0
+    template: ClassVar[str] = "gemv"
+    widens: ClassVar[bool] = True
+
+    @property
+    def registers(self) -> tuple[int, int]: return self.rows, self.columns
+
+    def fitted(self, spec: GemmSpec) -> Self:
+        most = few_rows(spec)
+        return replace(self, block_m=min(self.block_m, most.m),
+                       block_n=up(min(self.block_n, most.n), self.isa.lanes))
