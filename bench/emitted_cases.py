@@ -41,13 +41,10 @@ from emitted_specs import (
 from tinygrad_nv.cpu.gemm.schedules import CPUGemm
 from tinygrad_nv.cpu.isa import AMX, AVX2, AVX512, AVX512_BF16, ISA, PORTABLE
 from tinygrad_nv.cpu.kernel import CPUKernel
-from tinygrad_nv.cpu.sampling import choice as cpu_choice
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.attention.schedules import BackwardMma, BackwardWgmma, FlashFma, FlashMma, FlashWgmma
 from tinygrad_nv.tile.attention.spec import AttentionSpec, Band
 from tinygrad_nv.tile.decode.schedules import Decode
-from tinygrad_nv.tile.decode.spec import DecodeSpec
-from tinygrad_nv.tile.embedding.kernel import embedding
 from tinygrad_nv.tile.embedding.spec import EmbeddingSpec
 from tinygrad_nv.tile.expression import (
     Load,
@@ -56,16 +53,8 @@ from tinygrad_nv.tile.expression import (
 from tinygrad_nv.tile.gemm.analytic import analytic
 from tinygrad_nv.tile.gemm.schedules import Gemv, Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.kernel import TileKernel
-from tinygrad_nv.tile.kv_append.kernel import kv_append
-from tinygrad_nv.tile.kv_append.spec import AppendSpec
+from tinygrad_nv.tile.kernel import Chain, TileKernel
 from tinygrad_nv.tile.launch import Integer
-from tinygrad_nv.tile.norm.kernel import norm
-from tinygrad_nv.tile.norm.spec import NormSpec
-from tinygrad_nv.tile.sampling.choice import choice, merged, pieces
-from tinygrad_nv.tile.sampling.count import count
-from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec
-from tinygrad_nv.tile.sampling.threshold import threshold
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
@@ -107,38 +96,20 @@ def on(isa: ISA) -> CPU:
 def emitted(case: Case) -> Emitted:
     """The schedule and the kernels. Raises the project's errors where a template refuses, `LookupError` where
     no template takes the spec."""
-    spec, target = case.spec, case.target
-    if isinstance(target, CPU): return _on_cpu(case, spec, target)
-    if isinstance(spec, ChoiceSpec):
-        return Emitted(None, [choice(spec, target), *([merged(spec, target)] if pieces(spec) > 1 else [])])
-    if isinstance(spec, EmbeddingSpec): return Emitted(None, [embedding(spec, target)])
-    unscheduled: dict[type, Any] = {NormSpec: norm, AppendSpec: kv_append, FilterSpec: threshold,
-                                    CountSpec: count}
-    if make := unscheduled.get(type(spec)): return Emitted(None, [make(spec, target)])
-    return _scheduled(spec, case.schedule or _default(spec, target), target)
+    spec, of = case.spec, case.target
+    target: GPU | CPU = of if isinstance(of, CPU) else GPU(of, SMS[of])
+    schedule: Any = case.schedule or _default(spec, target)
+    if schedule is None: raise LookupError(f"no template for {spec} on {of}")
+    computed = target.kind == "cpu" and isinstance(spec, AttentionSpec)
+    made = TABLE.build(spec, schedule, target, _integers(spec) if computed else ())
+    if isinstance(made, Chain): return Emitted(schedule, [made.first, made.second])
+    return Emitted(schedule, made.kernels, made.workspace_bytes if len(made.kernels) > 1 else 0)
 
 
-def _scheduled(spec: Any, schedule: Any, arch: str) -> Emitted:
-    if schedule is None: raise LookupError(f"no template for {spec} on {arch}")
-    made = TABLE.build(spec, schedule, GPU(arch, SMS[arch]))
-    if isinstance(spec, DecodeSpec): return Emitted(schedule, made.kernels, made.workspace_bytes)
-    return Emitted(schedule, [made])
-
-
-def _default(spec: Any, arch: str) -> Schedule | None:
-    if isinstance(spec, GemmSpec): return analytic(spec, arch, SMS[arch])  # whatever a database has
-    found = TABLE.family("gpu", spec)
-    return None if found is None else found.choose(spec, GPU(arch, SMS[arch]))
-
-
-def _on_cpu(case: Case, spec: Any, target: CPU) -> Emitted:
-    schedule: Any = case.schedule or TABLE.choose(spec, target)
-    if schedule is None: raise LookupError(f"no template for {spec} on {target.isa}")
-    made = TABLE.build(spec, schedule, target, _integers(spec) if isinstance(spec, AttentionSpec) else ())
-    kernels = list(made.kernels)
-    if isinstance(spec, ChoiceSpec) and cpu_choice.pieces(spec, schedule) > 1:
-        kernels.append(cpu_choice.merged(spec, schedule))
-    return Emitted(schedule, kernels, made.workspace_bytes if len(made.kernels) > 1 else 0)
+def _default(spec: Any, target: GPU | CPU) -> Schedule | None:
+    if isinstance(spec, GemmSpec) and isinstance(target, GPU):  # whatever a database has
+        return analytic(spec, target.arch, target.sm_count)
+    return TABLE.choose(spec, target)
 
 
 def _integers(spec: AttentionSpec) -> tuple[Integer, ...]:
@@ -312,8 +283,9 @@ def sampled() -> Iterator[Case]:
 
 
 def embedded() -> Iterator[Case]:
-    """Embeddings."""
-    yield from crossed("embedding", tables(), A100 + HOPPER)
+    """Embeddings, whose gradients have templates on the CPU alone."""
+    rows = {label: spec for label, spec in tables().items() if type(spec) is EmbeddingSpec}
+    yield from crossed("embedding", rows, GPUS)
 
 
 def on_cpu() -> Iterator[Case]:

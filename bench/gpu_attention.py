@@ -36,13 +36,13 @@ from gpu_parts import (
 )
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.patterns.attention.match import kernel
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band, Rows
 from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
 from tinygrad_nv.tile.expression import Sum
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 TOKENS, WIDTH = 16384, 2048
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -166,7 +166,7 @@ def bound(driver: Driver, workload: Forward, addresses: Sequence[int]) -> Any:
     """A launch of ours on out, q, k and v."""
     gpu, spec = driver.properties, workload.spec
     machine = GPU(gpu.arch, gpu.sm_count)
-    made = kernel(spec, scheduled(spec, gpu.arch), machine)
+    made = TABLE.build(spec, scheduled(spec, gpu.arch), machine)
     return submitted(driver, [made], addresses, rows=spec.s_q)
 
 

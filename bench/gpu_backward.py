@@ -33,12 +33,12 @@ from gpu_parts import (
     workloads,
 )
 
-from tinygrad_nv.patterns.attention.lower_backward import kernel
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 EMULATED_TOKENS = 150
 TRITON_TILES = {"dk, dv": {64: ((64, 128), 8, 2), 128: ((64, 128), 8, 2), 256: ((32, 64), 8, 2)},
@@ -178,7 +178,7 @@ def scheduled(spec: BackwardSpec, arch: str) -> Schedule:
 def bound(driver: Driver, workload: Backward, addresses: dict[str, int]) -> Any:
     """A launch of ours on memory by name: `sum` is dq in float32."""
     gpu, spec = driver.properties, workload.spec
-    made = kernel(spec, scheduled(spec, gpu.arch), GPU(gpu.arch, gpu.sm_count))
+    made = TABLE.build(spec, scheduled(spec, gpu.arch), GPU(gpu.arch, gpu.sm_count))
     one = spec.forward
     zeroed = [(addresses["sum"], 4 * one.matrices * one.s_q * one.d)]
     flags = [driver.alloc(4 * made.flags)] if made.flags else []

@@ -21,7 +21,6 @@ from sass_gemm import GemmCase, measured, report
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import PTXError
-from tinygrad_nv.patterns.attention.match import kernel
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.tile.attention.backward_defaults import mma
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
@@ -55,7 +54,7 @@ def of_ours(d: int, causal: bool, arch: str) -> GemmCase:
     """Our kernel, by the default schedule."""
     schedule = ATTENTION.choose(spec(d, causal), GPU(arch))
     assert schedule is not None
-    made = kernel(spec(d, causal), schedule, GPU(arch, SM_COUNT))
+    made = TABLE.build(spec(d, causal), schedule, GPU(arch, SM_COUNT))
     return measured(assemble(made.ptx, arch), made.name, made.dynamic_smem, arch=arch, b_major=title(causal),
                     block=f"d {d}", kernel=f"ours, {schedule}", ours=True)
 

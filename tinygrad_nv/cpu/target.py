@@ -22,6 +22,7 @@ _L1, _L2, _L3 = 32 << 10, 512 << 10, 4 << 20
 class CPU:
     """What a kernel is compiled for. Caches in bytes: `l1` and `l2` of one core, `l3` shared."""
     kind: ClassVar[str] = "cpu"
+    head_bytes: ClassVar[int] = 1
     isa: ISA
     threads: int
     l1_bytes: int = _L1

@@ -4,11 +4,12 @@ Protocol. `call(what, body, *tensors)` puts a FUNCTION into the graph. `what`, a
 is computed as far as the tensors do not; `body(what, *tensors)` computes it in plain tinygrad: it is the
 reference, and what runs wherever no kernel of ours does. `lower(kind, fn)` registers for the type of `what`:
 
-    fn(what, function, *arguments) -> the results, of the shapes and dtypes of the body's; or None
+    fn(what, target, *arguments) -> the results, of the shapes and dtypes of the body's; or None
 
-in a rewrite, with arguments rewritten already. `NotOurs` from it is a near miss, None one without a reason.
-Who is lowered has no body any more; a body may not call named functions. A kind may be lowered `only_for` one
-of its results: where nobody uses that, the body is inlined, for the rewrites that follow.
+in a rewrite, with arguments rewritten already, where the device has a target and `setting`, if one is given,
+is not 0. `NotOurs` or `SpecError` from it is a near miss, None one without a reason. Who is lowered has no
+body any more; a body may not call named functions. A kind may be lowered `only_for` one of its results: where
+nobody uses that, the body is inlined, for the rewrites that follow.
 
 A gradient, `grad(*gradients, call)` as tinygrad asks of a FUNCTION, finds `what` in `call.arg.aux`, the
 arguments in `call.src[1:]` and the results as `call.gettuple(i)`. Results nobody derives have no gradient.
@@ -24,11 +25,12 @@ from tinygrad import Tensor, dtypes
 from tinygrad.helpers import TRAINING
 from tinygrad.uop.ops import Ops, UOp
 
-from tinygrad_nv import hooks
+from tinygrad_nv import config, hooks
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import building, program
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
+from tinygrad_nv.patterns.target import target_of
 from tinygrad_nv.runtime.observe import ranges
 
 Lower = Callable[..., tuple[UOp, ...] | None]
@@ -37,17 +39,18 @@ NEEDS = ({Ops.FUNCTION},)
 
 @dataclass(frozen=True)
 class _Lowering:
-    template: str
+    name: str
     fn: Lower
+    setting: str
     only_for: int | None
 
 
 _lowerings: dict[type, _Lowering] = {}
 
 
-def lower(kind: type, template: str, fn: Lower, only_for: int | None = None) -> None:
-    """Registers how calls of a kind become kernels; `template` is the name under which misses are told."""
-    _lowerings[kind] = _Lowering(template, fn, only_for)
+def lower(kind: type, name: str, fn: Lower, setting: str = "", only_for: int | None = None) -> None:
+    """Registers how calls of a kind become kernels; `name` is that under which misses are told."""
+    _lowerings[kind] = _Lowering(name, fn, setting, only_for)
     hooks.keep_functions(kind)
 
 
@@ -108,12 +111,16 @@ def _made(function: UOp, arguments: tuple[UOp, ...], wanted: bool) -> tuple[UOp,
     """The results of a call: of kernels, where these are wanted and there are any, else of its body."""
     what = function.arg.aux
     lowering = _lowerings[type(what)]
-    value = function.src[0].src[0]
+    value, target = function.src[0].src[0], target_of(function.device)
+    if lowering.setting and not config.get(lowering.setting): wanted = False
 
-    def lowered() -> tuple[UOp, ...] | None: return lowering.fn(what, function, *arguments)
+    def lowered() -> tuple[UOp, ...] | None:
+        try: return lowering.fn(what, target, *arguments)
+        except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
     try:
-        if wanted and (made := building.attempted(lowering.template, value, lowered)) is not None: return made
-    except NotOurs as no: program.miss(lowering.template, value, str(no))
+        if wanted and target and (made := building.attempted(lowering.name, value, lowered)) is not None:
+            return made
+    except NotOurs as no: program.miss(lowering.name, value, str(no))
     body = hooks.inlined(function.replace(src=(function.src[0], *arguments)))
     assert body is not None
     return body.src

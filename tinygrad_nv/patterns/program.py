@@ -40,7 +40,7 @@ from tinygrad.uop.ops import (
 from tinygrad_nv import hooks
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.runtime.note import Note, ProgramKernel
-from tinygrad_nv.tile.kernel import Scratch, TileKernel
+from tinygrad_nv.tile.kernel import Chain, Scratch, TileKernel
 from tinygrad_nv.tile.launch import PLAIN, LaunchConfig
 
 FIRST_SLOT = 1 << 20
@@ -122,15 +122,20 @@ class Built(Protocol):
 
 
 COMBINE = Note("combine", "adds up the splits of the kernel before")
+PIECES = Note("pieces", "the best of those of the kernel before")
 
 
-def called(made: Built, device: str | tuple[str, ...], outputs: Sequence[Output | UOp], inputs: Sequence[UOp],
-           *, rows: sint = 0, variables: Sequence[UOp] = (), flops: sint = 0, nbytes: sint | None = None,
-           note: Note | None = None) -> tuple[UOp, ...]:
+def called(made: Built | Chain, device: str | tuple[str, ...], outputs: Sequence[Output | UOp],
+           inputs: Sequence[UOp], *, rows: sint = 0, variables: Sequence[UOp] = (), flops: sint = 0,
+           nbytes: sint | None = None, note: Note | None = None) -> tuple[UOp, ...]:
     """Calls what a template has made and returns its outputs, in the order of its kernel's parameters and
     without its scratch. `rows` is the extent that the grid follows, where that is a variable. `variables` are
     those that the kernel's integers are computed from, or are, in their order. A kernel after the first goes
     on with what that has left in outputs and scratch; operations are counted with the first."""
+    if isinstance(made, Chain):
+        between = Output((made.between.count,), made.between.dtype)
+        found = called(made.first, device, [between], inputs, flops=flops, note=note)
+        return called(made.second, device, outputs, found, note=PIECES)
     given: list[tuple[Output | UOp, bool]] = [(out, True) for out in outputs]
     for one in made.scratch:
         given.insert(len(given) if one.at is None else one.at, (Output((one.count,), one.dtype), False))

@@ -1,25 +1,33 @@
 """What the kernels of a device are made for: a GPU behind a driver of ours, or the CPU.
 
-Protocol: `target_of(device)` is a `GPU`, a `CPU`, or None where kernels are tinygrad's business;
-`machine_of` knows GPUs alone. Shards of one kind of device have one target. `configuration` is what kernels
-for the CPU depend on besides the graph, for the keys of schedules.
+Protocol: `target_of(device)` is a `GPU`, a `CPU`, or None where kernels are tinygrad's business. Shards of
+one kind of device have one target. What a pattern has found becomes kernels in the same steps whatever the
+target is: `choose(spec, target)` finds a schedule, `Chosen.built` makes the kernels, once for all graphs, and
+`Chosen.called` calls them. `configuration` is what kernels for the CPU depend on besides the graph, for the
+keys of schedules.
 """
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tinygrad.device import Device
 from tinygrad.helpers import DEV, to_tuple
 from tinygrad.renderer.cstyle import ClangRenderer
+from tinygrad.uop.ops import UOp
 
 from tinygrad_nv import config
 from tinygrad_nv.cpu.target import CPU, host
+from tinygrad_nv.patterns import program
+from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.runtime.clock import DriverClock
 from tinygrad_nv.runtime.driver import Driver
+from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.runtime.renderers import renderer_of
 from tinygrad_nv.tile.launch import Integer
+from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -27,22 +35,16 @@ GPUS = ("EMU", "CUDA")
 Target = GPU | CPU
 
 
-@functools.lru_cache(4096)
-def cpu_kernel(spec: Any, schedule: Any, target: CPU, integers: tuple[Integer, ...] = ()) -> Any:
-    """The kernel of a spec on a CPU, or kernels; they compute their integers themselves."""
-    return TABLE.build(spec, schedule, target, integers)
-
-
 def target_of(device: str | tuple[str, ...] | None) -> Target | None:
     """What runs a device's kernels; None if they are not ours."""
-    return machine_of(device) or cpu_of(device)
+    return _gpu_of(device) or cpu_of(device)
 
 
-def machine_of(device: str | tuple[str, ...] | None) -> GPU | None:
+def _gpu_of(device: str | tuple[str, ...] | None) -> GPU | None:
     """The GPU that runs a device's kernels, None if its driver is not ours."""
     names = to_tuple(device) if device is not None else ()
     if any(kind_of(name) not in GPUS for name in names): return None
-    found = {_machine(name) for name in names}
+    found = {_gpu(name) for name in names}
     return found.pop() if len(found) == 1 else None
 
 
@@ -85,9 +87,41 @@ def _arch(name: str) -> tuple[str, str]:
     return name, "" if driver is None else driver.properties.arch
 
 
-def _machine(name: str) -> GPU | None:
+def _gpu(name: str) -> GPU | None:
     driver: Driver | None = getattr(Device[name], "driver", None)
     if driver is None: return None
     emulated = kind_of(name) == "EMU"
     return GPU(driver.properties.arch, driver.properties.sm_count, driver.clusters,
                    None if emulated else DriverClock(driver))
+
+
+# **** kernels ****
+
+@dataclass(frozen=True)
+class Chosen:
+    """What makes kernels. `integers` are those of their launch, where it has other variables than they do."""
+    spec: Any
+    schedule: Schedule
+    target: Target
+    integers: tuple[Integer, ...] = ()
+
+    @functools.lru_cache(4096)  # noqa: B019  equal ones are the same kernels, which all graphs share
+    def built(self) -> program.Built:
+        """The kernels."""
+        made: program.Built = TABLE.build(self.spec, self.schedule, self.target, self.integers)
+        return made
+
+    def called(self, device: str | tuple[str, ...] | None, outputs: Sequence[program.Output | UOp],
+               inputs: Sequence[UOp], name: str = "", words: str = "", **counted: Any) -> tuple[UOp, ...]:
+        """The outputs of the kernels, called as `program.called` does. `name` is the template that explain()
+        shows, `words` are for its reader."""
+        assert device is not None
+        text = f"{self.spec}: {self.schedule}" if self.schedule.words() else str(self.spec)
+        note = Note(name or self.schedule.template, text + words, self.spec, self.schedule)
+        return program.called(self.built(), device, outputs, inputs, note=note, **counted)
+
+
+def choose(spec: Any, target: Target, integers: tuple[Integer, ...] = ()) -> Chosen:
+    """A spec with the schedule that its family has for it. Raises `NotOurs` where no template takes it."""
+    if (schedule := TABLE.choose(spec, target)) is None: raise NotOurs(TABLE.why_not(spec, target))
+    return Chosen(spec, schedule, target, integers)

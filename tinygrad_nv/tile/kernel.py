@@ -14,7 +14,7 @@ All pointers are beginnings of buffers, aligned to 16 bytes; offsets are the ker
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from tinygrad.dtype import DType, dtypes
 
@@ -35,6 +35,15 @@ class Scratch:
     def floats(nbytes: int) -> tuple[Scratch, ...]:
         """At least so many bytes of float32; nothing for none."""
         return (Scratch(dtypes.float32, -(-nbytes // 4)),) if nbytes else ()
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Two kernels, of GPUs or of CPUs: one that writes `between` in the place of the output, and one that
+    makes the output of that alone."""
+    first: Any
+    second: Any
+    between: Scratch
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ imported when they are first asked for, and that import no writer of kernels (`l
 
     templates.py of a family:   FAMILY = Family("gemm", (Template("wgmma", GemmSpec, Wgmma, …), …))
     tile/templates.py:          TABLE = Table({("gpu", "gemm"): "tinygrad_nv.tile.gemm.templates", …})
-    to choose a schedule:       TABLE.family("gpu", spec).choose(spec, GPU("sm_90a", 132))
+    to choose a schedule:       TABLE.choose(spec, GPU("sm_90a", 132))
     to make a kernel:           TABLE.build(spec, Wgmma().block(128, 256), GPU("sm_90a", 132))
 """
 from __future__ import annotations
@@ -33,8 +33,10 @@ T = TypeVar("T")
 class GPU:
     """What a kernel is compiled for: an architecture ("sm_90a"), how many multiprocessors there are (0: as
     the architecture's first GPU in gpu.py has), and how many clusters run at once, where a driver said so
-    (left out: as ptx/gpcs.py has it). `clock` times candidates; without one the emulator counts them."""
+    (left out: as ptx/gpcs.py has it). `clock` times candidates; without one the emulator counts them. Heads
+    that begin at multiples of `head_bytes` are read where they lie."""
     kind: ClassVar[str] = "gpu"
+    head_bytes: ClassVar[int] = 16
     arch: str
     sm_count: int = 0
     clusters: Clusters = ()
@@ -45,7 +47,8 @@ class GPU:
 class Template(Generic[S, C, T]):
     """One way to make kernels. All functions take (spec, schedule, target), `candidates` no schedule.
     `problems`: why the schedule cannot be, in words; empty when it can. `candidates`: schedules, the one
-    liked best first. `build`: the kernel of a schedule without problems (`Table.build` asks). `cost`: a
+    liked best first. `build`: the kernel of a schedule without problems (`Table.build` asks); it takes the
+    integers that the kernel gets from the variables of its launch as well, where a spec has such. `cost`: a
     prediction, whose `seconds` orders schedules; None: nothing is known but operations and bytes."""
     name: str
     spec: type[S]
@@ -62,16 +65,17 @@ AnyTemplate = Template[Any, Any, Any]
 @dataclass(frozen=True, eq=False)
 class Family:
     """The templates of one folder for one kind of target, the one liked best first. A spec is for those of
-    its type. `chooses` and `says` stand in for what `choose` and `why_not` do by themselves; a family of
-    several types of specs, some of which need another choice, asks `first_legal` for the others."""
+    its type. `chooses` stands in for what `choose` does by itself; a family of several types of specs, some
+    of which need another choice, asks `first_legal` for the others. `says` does so for `why_not`; where it
+    says "", the templates are asked."""
     name: str
     templates: tuple[AnyTemplate, ...]
     chooses: Callable[[Any, Any], Schedule | None] | None = None
     says: Callable[[Any, Any], str] | None = None
 
-    def of(self, spec: Any) -> tuple[AnyTemplate, ...]:
-        """The templates of a spec's type."""
-        return tuple(each for each in self.templates if each.spec is type(spec))
+    def of(self, spec: type) -> tuple[AnyTemplate, ...]:
+        """The templates of a type of spec."""
+        return tuple(each for each in self.templates if each.spec is spec)
 
     def choose(self, spec: Any, target: Any) -> Schedule | None:
         """The schedule of a spec, None where no template takes it: the first legal candidate, where the
@@ -85,24 +89,41 @@ class Family:
     def why_not(self, spec: Any, target: Any) -> str:
         """Why `choose` finds nothing: what each template says of the candidate that it refuses least, or of
         its default where it has none."""
-        if self.says is not None: return self.says(spec, target)
+        if self.says is not None and (words := self.says(spec, target)): return words
         said = {each.name: min((each.problems(spec, s, target) for s in
                                 list(each.candidates(spec, target)) or [each.schedule()]), key=len)
-                for each in self.of(spec)}
+                for each in self.of(type(spec))}
         if len(said) == 1: return "; ".join(*said.values())
         return "; ".join(f"{name}: {', '.join(found)}" for name, found in said.items())
 
 
 @functools.lru_cache(4096)
 def _first_legal(family: Family, spec: Any, target: Any) -> Schedule | None:
-    return next((s for each in family.of(spec) for s in each.candidates(spec, target)
+    return next((s for each in family.of(type(spec)) for s in each.candidates(spec, target)
                  if not each.problems(spec, s, target)), None)
 
 
+def fixed(spec: type[S], schedule: type[C], problems: Callable[[S, str], Sequence[str]] | None, module: str,
+          name: str, only: Callable[[S], C] | None = None) -> Template[S, C, GPU]:
+    """A GPU's template with nothing to choose: its kernel, and the reasons against it, are functions of spec
+    and architecture. `problems` None: it takes every spec. `only`: the schedule of a spec, where its type has
+    numbers."""
+    def the(one: S) -> C: return schedule() if only is None else only(one)
+
+    def found(one: S, s: C, gpu: GPU) -> Sequence[str]:
+        return (problems and problems(one, gpu.arch)) or ([] if s == the(one) else [f"{s} is not {the(one)}"])
+
+    def built(one: S, s: C, gpu: GPU) -> Any: return getattr(import_module(module), name)(one, gpu.arch)
+    return Template(schedule.template, spec, schedule, found, lambda one, gpu: (the(one),), built)
+
+
 def later(module: str, name: str) -> Callable[..., Any]:
-    """A function of a module that is imported at the first call: writers of kernels are large."""
-    def called(*arguments: Any) -> Any: return getattr(import_module(module), name)(*arguments)
-    return called
+    """A GPU template's `build` of a module that is imported at the first call: writers of kernels are
+    large."""
+    def built(spec: Any, schedule: Schedule, target: GPU, integers: tuple[Integer, ...] = ()) -> Any:
+        made = getattr(import_module(module), name)(spec, schedule, target)
+        return made.with_integers(integers) if integers else made
+    return built
 
 
 class Table:
@@ -117,16 +138,16 @@ class Table:
         """Those of a kind of target, in the order of the rows."""
         return tuple(import_module(module).FAMILY for (on, _), module in self.rows.items() if on == kind)
 
-    def family(self, kind: str, spec: Any) -> Family | None:
-        """The family of a spec's type; None where the kind of target has no template for it."""
-        key = kind, type(spec)
+    def family(self, kind: str, spec: type) -> Family | None:
+        """The family of a type of spec; None where the kind of target has no template for it."""
+        key = kind, spec
         if key not in self._families:
             self._families[key] = next((each for each in self.families(kind) if each.of(spec)), None)
         return self._families[key]
 
     def templates(self, kind: str, spec: Any) -> tuple[AnyTemplate, ...]:
         """Those of a spec's type, the one liked best first."""
-        return () if (found := self.family(kind, spec)) is None else found.of(spec)
+        return () if (found := self.family(kind, type(spec))) is None else found.of(type(spec))
 
     def named(self, kind: str, name: str) -> AnyTemplate:
         """The template of a name, from JSON or a command line. Raises `ScheduleError` where there is none."""
@@ -154,12 +175,12 @@ class Table:
 
     def choose(self, spec: Any, target: Any) -> Any:
         """The schedule of a spec on a target; None where no template takes it."""
-        found = self.family(target.kind, spec)
+        found = self.family(target.kind, type(spec))
         return None if found is None else found.choose(spec, target)
 
     def why_not(self, spec: Any, target: Any) -> str:
         """Why there is no schedule of a spec on a target."""
-        found = self.family(target.kind, spec)
+        found = self.family(target.kind, type(spec))
         return f"no template for {spec}" if found is None else found.why_not(spec, target)
 
     # **** what a schedule's template says ****
@@ -171,7 +192,7 @@ class Table:
         return [f"{template.name} is no template of a {type(spec).__name__}"]
 
     def build(self, spec: Any, schedule: Schedule, target: Any, integers: tuple[Integer, ...] = ()) -> Any:
-        """The kernel. `integers`: those that a CPU's kernel computes from the variables of its launch. Raises
+        """The kernel. `integers`: those that it has, where the variables of its launch are others. Raises
         `ScheduleError` for an impossible schedule, with all that is wrong."""
         if found := self.problems(spec, schedule, target):
             words = f"{schedule} cannot be: {'; '.join(found)}"

@@ -12,12 +12,11 @@ import backward_case
 import decode_case
 import on_driver
 
-from tinygrad_nv.patterns.attention.lower_backward import kernel as backward_kernel
-from tinygrad_nv.patterns.attention.match import kernel
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 from tinygrad_nv.tile.attention.spec import Band
 from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 
 @pytest.fixture(params=["sm_80", "sm_90a"])
@@ -33,7 +32,7 @@ def test_attention(arch: str, extents: dict[str, int]):
     schedule = ATTENTION.choose(spec, GPU(arch))
     assert schedule is not None
     given = attention_case.arguments(spec)
-    got = attention_case.run(kernel(spec, schedule, GPU(arch, 4)), spec, given, arch, **extents)
+    got = attention_case.run(TABLE.build(spec, schedule, GPU(arch, 4)), spec, given, arch, **extents)
     attention_case.near(spec, given, got, **extents)
     with pytest.raises(AssertionError): attention_case.near(spec, given, (got[0] * 1.1, got[1]), **extents)
 
@@ -44,7 +43,7 @@ def test_backward(arch: str, deterministic: bool):
     schedule = ATTENTION.choose(spec, GPU(arch))
     assert schedule is not None
     given = backward_case.arguments(spec)
-    got = backward_case.run(backward_kernel(spec, schedule, GPU(arch, 4)), spec, given, arch)
+    got = backward_case.run(TABLE.build(spec, schedule, GPU(arch, 4)), spec, given, arch)
     backward_case.near(spec, given, got)
 
 

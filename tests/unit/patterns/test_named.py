@@ -13,6 +13,7 @@ from tinygrad_nv import Tensor, TinyJit, disabled, explain, function, hooks
 from tinygrad_nv.hooks import rewrites as hook_rewrites
 from tinygrad_nv.patterns import named, program
 from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.target import Target
 from tinygrad_nv.runtime.note import Note, note_of
 
 
@@ -35,7 +36,7 @@ WRAPS = pytest.mark.parametrize("wrap", [lambda fn: fn, function, lambda fn: fun
 def body(what: Gate, x: Tensor, y: Tensor) -> tuple[Tensor, ...]: return x.silu() * y * what.by, x + y
 
 
-def kernel(what: Gate, call: UOp, x: UOp, y: UOp) -> tuple[UOp, ...]:
+def kernel(what: Gate, target: Target, x: UOp, y: UOp) -> tuple[UOp, ...]:
     """The product by a kernel of tests, which is exact for by = 1 alone."""
     if what.by == 2: raise NotOurs("gates by 2")
     if what.by == 3: return None
@@ -213,7 +214,7 @@ def test_gradients_of_the_body_where_none_is_given(data):
 @WRAPS
 def test_a_gradient_that_is_given(data, wrap: Callable[..., Callable[..., Tensor]]):
     seen, asked = [], []
-    named.lower(Slope, "slope", lambda what, function, *arguments: asked.append(what))
+    named.lower(Slope, "slope", lambda what, target, *arguments: asked.append(what))
 
     def grad(dout: UOp, call: UOp) -> tuple[UOp | None, ...]:
         what, (x, y) = call.arg.aux, call.src[1:]
@@ -233,7 +234,7 @@ def test_a_gradient_that_is_given(data, wrap: Callable[..., Callable[..., Tensor
 
 @pytest.mark.parametrize("precompile", [False, True])
 def test_a_gradient_with_more_arguments_than_the_function_it_is_in(data, precompile: bool):
-    named.lower(Slope, "slope", lambda what, call, *arguments: None)
+    named.lower(Slope, "slope", lambda what, target, *arguments: None)
 
     def grad(dout: UOp, call: UOp) -> tuple[UOp | None, ...]:
         x, y = call.src[1:]

@@ -5,7 +5,6 @@ import pytest
 from cuda_fake import installed
 
 from tinygrad_nv.errors import DriverError
-from tinygrad_nv.patterns.gemm.match import kernel
 from tinygrad_nv.ptx.emulator.arguments import resident_clusters
 from tinygrad_nv.ptx.gpcs import GPCS, gpcs, most_clusters
 from tinygrad_nv.runtime.cuda.driver import CUDADriver
@@ -13,6 +12,7 @@ from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Wgmma
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 LARGE = dense(8192, 8192, 1024, "bf16")
 PAIRS = Wgmma().block(128, 128).cluster(2)
@@ -58,15 +58,15 @@ def test_the_driver_is_asked_once():
 @pytest.mark.parametrize(("schedule", "modelled", "told"), [(PAIRS, 132, 120), (FOURS, 124, 100),
                                                             (EIGHTS, 120, 112)])
 def test_persistent_grids_are_what_runs_at_once(schedule: GemmSchedule, modelled: int, told: int):
-    alone = kernel(LARGE, schedule, GPU("sm_90a", 132))
+    alone = TABLE.build(LARGE, schedule, GPU("sm_90a", 132))
     assert alone.grid == (modelled, 1, 1)
-    asked = kernel(LARGE, schedule, GPU("sm_90a", 132, ((2, 60), (4, 25), (8, 14))))
+    asked = TABLE.build(LARGE, schedule, GPU("sm_90a", 132, ((2, 60), (4, 25), (8, 14))))
     assert asked.grid == (told, 1, 1)
     assert asked.ptx == alone.ptx
 
 
 def test_grids_of_few_tiles_and_of_splits_stay():
     few = dense(512, 256, 1024, "bf16")
-    assert kernel(few, FOURS, GPU("sm_90a", 132, ((4, 25),))).grid == (8, 1, 1)
+    assert TABLE.build(few, FOURS, GPU("sm_90a", 132, ((4, 25),))).grid == (8, 1, 1)
     split = PAIRS.cluster(1).split(4)
-    assert kernel(LARGE, split, GPU("sm_90a", 132, ((4, 25),))).grid == (64 * 64 * 4, 1, 1)
+    assert TABLE.build(LARGE, split, GPU("sm_90a", 132, ((4, 25),))).grid == (64 * 64 * 4, 1, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 from tinygrad_nv.cpu.attention import flash
 from tinygrad_nv.cpu.attention.backward import kernel as backward
 from tinygrad_nv.cpu.attention.schedules import CPUFlash, CPUFlashBackward
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.cpu.template import template
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.spec import AttentionSpec
@@ -11,4 +12,11 @@ from tinygrad_nv.tile.template import Family
 
 FLASH = template(AttentionSpec, CPUFlash, flash.default, flash.problems, flash.__name__)
 BACKWARD = template(BackwardSpec, CPUFlashBackward, backward.default, backward.problems, backward.__name__)
-FAMILY = Family("attention", (FLASH, BACKWARD))
+
+
+def _why_not(spec: AttentionSpec | BackwardSpec, target: CPU) -> str:
+    if isinstance(spec, BackwardSpec): return ""
+    return f"flash: {', '.join(FLASH.problems(spec, flash.default(spec, target), target))}"
+
+
+FAMILY = Family("attention", (FLASH, BACKWARD), says=_why_not)

@@ -4,7 +4,8 @@ from __future__ import annotations
 from tinygrad_nv.cpu.gemm import amx, choose
 from tinygrad_nv.cpu.gemm.blocked import kernel as blocked
 from tinygrad_nv.cpu.gemm.gemv import kernel as gemv
-from tinygrad_nv.cpu.gemm.schedules import Amx, CPUGemm, CPUGemv
+from tinygrad_nv.cpu.gemm.schedules import Amx, CPUGemm, CPUGemmSchedule, CPUGemv
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.cpu.template import template
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.template import Family
@@ -12,4 +13,11 @@ from tinygrad_nv.tile.template import Family
 GEMV = template(GemmSpec, CPUGemv, gemv.default, gemv.problems, gemv.__name__)
 AMX = template(GemmSpec, Amx, amx.default, amx.problems, amx.__name__)
 GEMM = template(GemmSpec, CPUGemm, blocked.default, blocked.problems, blocked.__name__)
-FAMILY = Family("gemm", (GEMV, AMX, GEMM), choose.choose)
+
+
+def _chosen(spec: GemmSpec, target: CPU) -> CPUGemmSchedule | None:
+    """The schedule of a matmul; None too where tinygrad's own code is as fast."""
+    return None if choose.too_short(spec) else choose.choose(spec, target)
+
+
+FAMILY = Family("gemm", (GEMV, AMX, GEMM), _chosen, lambda spec, _: choose.too_short(spec))

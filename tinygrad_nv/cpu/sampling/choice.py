@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from tinygrad.dtype import dtypes
+
 from tinygrad_nv.cpu.kernel import CPUKernel, kernel
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
+from tinygrad_nv.tile.kernel import Chain, Scratch
 from tinygrad_nv.tile.sampling.spec import NUMBERS, ChoiceSpec, Number
 
-OPERATIONS = 150            # an element: 20 rounds of Threefry, two logarithms
 PART_ELEMENTS = 1 << 13     # fewer are done before another thread has begun
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
@@ -84,6 +86,13 @@ def build(spec: ChoiceSpec, schedule: CPUChoice) -> CPUKernel:
     inputs = [("float", "logits"), *[("float", "numbers"), ("s32", "places")] * spec.draw]
     return kernel(f"choice_{spec.rows}x{spec.size}", schedule.isa, body, [("s32", "out")], inputs,
                   parts=parts, before=_BEFORE + _LOG)
+
+
+def whole(spec: ChoiceSpec, schedule: CPUChoice) -> CPUKernel | Chain:
+    """The kernel, or both where a row is chosen from in pieces."""
+    made, cut = build(spec, schedule), pieces(spec, schedule)
+    if cut == 1: return made
+    return Chain(made, merged(spec, schedule), Scratch(dtypes.int32, 2 * cut * spec.rows))
 
 
 def merged(spec: ChoiceSpec, schedule: CPUChoice) -> CPUKernel:

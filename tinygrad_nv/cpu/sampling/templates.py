@@ -7,6 +7,6 @@ from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec
 from tinygrad_nv.tile.template import Family
 
 THRESHOLD = template(FilterSpec, threshold.CPUThreshold, threshold.default, None, threshold.__name__)
-CHOICE = template(ChoiceSpec, choice.CPUChoice, choice.default, None, choice.__name__)
+CHOICE = template(ChoiceSpec, choice.CPUChoice, choice.default, None, choice.__name__, "whole")
 COUNT = template(CountSpec, count.CPUCount, count.default, None, count.__name__)
 FAMILY = Family("sampling", (THRESHOLD, CHOICE, COUNT))

@@ -29,7 +29,6 @@ from tinygrad_nv.tile.sampling.spec import DIGITS, LANES, NUMBERS, FilterSpec
 
 TOGETHER = 4
 SHORT = 64                  # elements of a lane up to which a floor is not worth its search
-OPERATIONS = 2 * DIGITS     # an element, in the first pass
 DOWN = (0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.8, 1.1)
 PART_ELEMENTS = 1 << 12     # fewer are done before another thread has begun
 

@@ -20,22 +20,14 @@ from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import UOp
 
-from tinygrad_nv import config
-from tinygrad_nv.cpu.schedule import CPUSchedule
-from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
-from tinygrad_nv.patterns.attention.match import call as call_of
-from tinygrad_nv.patterns.attention.match import schedule_of
-from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.decode.paged import check_kind, check_shape
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.strides import Laid, copied, laid
-from tinygrad_nv.patterns.target import Target, target_of
+from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.attention.spec import FULL, RESULTS, SCALED, AttentionSpec, Band, Rows, RowScales
 from tinygrad_nv.tile.expression import Sum
-from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.templates import TABLE
 
 TEMPLATE = "attention"
 ALIGNED_BYTES = 16  # of what TMA reads
@@ -107,24 +99,14 @@ def _worth(what: Fp8Attention, scale: Tensor, rows: int) -> Tensor:
 
 # **** a kernel ****
 
-def lowered(what: Fp8Attention, function: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
-    """The result by a kernel of ours. Raises `NotOurs` where there is none."""
-    machine = target_of(function.device)
-    if machine is None or not config.get("NV_ATTENTION"): return None
+def lowered(what: Fp8Attention, target: Target, *arguments: UOp) -> tuple[UOp, ...]:
+    """The result by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
     read, scales = [_read(x) for x in arguments[:3]], [laid(x) for x in arguments[3:]]
     shape = (*map(int, arguments[0].shape[:3]), int(arguments[2].shape[3]))
-    try: spec = _spec(what, read, scales, arguments)
-    except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
+    spec = _spec(what, read, scales, arguments)
     inputs = [each.storage for each in (*read, *scales)]
-    return call_of(spec, _schedule(spec, what, machine), machine, [program.Output(shape, what.dtype)], inputs,
-                   spec.s_q, flops=spec.flops)
-
-
-def _schedule(spec: AttentionSpec, what: Fp8Attention, machine: Target) -> Schedule | CPUSchedule:
-    if isinstance(machine, CPU): return schedule_of(spec, machine)
-    if (found := TABLE.choose(spec, machine)) is not None: return found
-    raise NotOurs(f"no kernel for e4m3 with scales of {what.block} rows on {machine.arch}: flash_wgmma "
-                  "is for sm_90a, with a scale for whole times 16 rows and 32 columns")
+    return choose(spec, target).called(inputs[0].device, [program.Output(shape, what.dtype)], inputs,
+                                       rows=spec.s_q, flops=spec.flops)
 
 
 def _spec(what: Fp8Attention, read: list[Laid], scales: list[Laid],
@@ -153,4 +135,4 @@ def _read(x: UOp) -> Laid:
     return found if d == 1 and aligned else copied(x)
 
 
-lower(Fp8Attention, TEMPLATE, lowered)
+lower(Fp8Attention, TEMPLATE, lowered, "NV_ATTENTION")

@@ -18,8 +18,7 @@ from math import prod
 from tinygrad import Tensor, dtypes
 from tinygrad.uop.ops import GroupOp, Ops, UOp
 
-from tinygrad_nv import config, hooks
-from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv import hooks
 from tinygrad_nv.patterns import named, program
 from tinygrad_nv.patterns.attention import match as attention
 from tinygrad_nv.patterns.attention import named as attention_named
@@ -30,9 +29,9 @@ from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.index import Space
 from tinygrad_nv.patterns.rewriting import rebuilt
 from tinygrad_nv.patterns.strides import laid
+from tinygrad_nv.patterns.target import Chosen, Target, choose
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, walk
-from tinygrad_nv.tile.schedule import Schedule
 
 TEMPLATE = "flash attention"
 LOG_SUM = 1  # of FlashAttention's results
@@ -42,7 +41,7 @@ Shape = tuple[int, ...]
 
 def register() -> None:
     """Lets FlashAttention become kernels. Without l it is left to match.py, which sees what follows."""
-    named.lower(FlashAttention, TEMPLATE, forward, only_for=LOG_SUM)
+    named.lower(FlashAttention, TEMPLATE, forward, "NV_ATTENTION", LOG_SUM)
 
 
 # **** what arguments are ****
@@ -77,9 +76,8 @@ def shape_of(x: UOp) -> Shape: return tuple(int(extent) for extent in x.shape)
 
 # **** forward ****
 
-def forward(what: FlashAttention, function: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
-    """out and l by a kernel of ours; None where match.py has said why there is none."""
-    if not config.get("NV_ATTENTION"): return None
+def forward(what: FlashAttention, target: Target, *arguments: UOp) -> tuple[UOp, ...] | None:
+    """out and l by a kernel; None where match.py has said why there is none."""
     cut = Cut()
     shown = (*map(cut, arguments[:3]), *arguments[3:])
     body = results(what, shown)
@@ -90,13 +88,13 @@ def forward(what: FlashAttention, function: UOp, *arguments: UOp) -> tuple[UOp, 
         if in_order(match, root, by_rows): break
     else: raise NotOurs("a result whose rows lie in another order than its heads")
     spec = dropped(replace(match.found.spec, log_sum=True), what, shown)
-    schedule = attention.schedule_of(spec, match.machine)
+    how = choose(spec, target)
     logs: list[UOp] = []
 
     def called(new: Callable[[UOp], UOp]) -> UOp:
         inputs = [new(x) for x in match.found.inputs]
         if what.kept < EVERY: inputs.insert(3, arguments[-1])
-        out, log = _attention(match, spec, schedule, inputs)
+        out, log = _attention(match, how, inputs)
         logs.append(log.reshape(shape_of(body[LOG_SUM])))
         return out
     result = cut.undone(nodes, match.attempt.end, called)
@@ -167,11 +165,9 @@ def in_order(match: Match, root: UOp, by_rows: bool) -> bool:
     return match.attempt.last < 0 and lies.key() == dense.key() and kept
 
 
-def _attention(match: Match, spec: AttentionSpec, schedule: Schedule | CPUSchedule,
-               inputs: list[UOp]) -> tuple[UOp, UOp]:
-    end = match.attempt.end
+def _attention(match: Match, how: Chosen, inputs: list[UOp]) -> tuple[UOp, UOp]:
+    spec, end = how.spec, match.attempt.end
     outputs = [program.Output(shape_of(end), end.dtype),
                program.Output((*spec.batch, spec.s_q), dtypes.float32)]
-    out, log = attention.call(spec, schedule, match.machine, outputs, inputs, spec.s_q, flops=spec.flops,
-                              nbytes=nbytes(spec))
+    out, log = how.called(end.device, outputs, inputs, rows=spec.s_q, flops=spec.flops, nbytes=nbytes(spec))
     return out, log

@@ -7,7 +7,6 @@ is zero before the launch, and cast by a kernel of tinygrad's; dk and dv lie as 
 """
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
@@ -17,43 +16,31 @@ from tinygrad.dtype import DType
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv import config, hooks
-from tinygrad_nv.cpu.kernel import CPUKernel
-from tinygrad_nv.cpu.schedule import CPUSchedule
-from tinygrad_nv.cpu.target import CPU
-from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import named, program
 from tinygrad_nv.patterns.attention import match as attention
 from tinygrad_nv.patterns.attention import named as attention_named
 from tinygrad_nv.patterns.attention.lower import Cut, Shape, dropped, lies_by_rows, shape_of, turned
 from tinygrad_nv.patterns.attention.named import FlashAttentionBackward
-from tinygrad_nv.patterns.attention.spec import widths
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.strides import Laid, copied, laid
-from tinygrad_nv.patterns.target import cpu_kernel, target_of
-from tinygrad_nv.runtime.note import Note
-from tinygrad_nv.tile.attention.backward_spec import BackwardSpec, dtype_problems
+from tinygrad_nv.patterns.target import Chosen, Target, choose
+from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Rows
-from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, short, walk
-from tinygrad_nv.tile.kernel import BackwardKernel
-from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.template import GPU
-from tinygrad_nv.tile.templates import TABLE
+from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, walk
 
 TEMPLATE = "flash attention backward"
 
 
 def register() -> None:
     """Lets FlashAttentionBackward become kernels."""
-    named.lower(FlashAttentionBackward, TEMPLATE, backward)
+    named.lower(FlashAttentionBackward, TEMPLATE, backward, "NV_ATTENTION")
 
 
-def backward(what: FlashAttentionBackward, function: UOp, q: UOp, k: UOp, v: UOp,
+def backward(what: FlashAttentionBackward, target: Target, q: UOp, k: UOp, v: UOp,
              *rest: UOp) -> tuple[UOp, ...] | None:
-    """dq, dk and dv by a kernel of ours; None where match.py has said why there is none."""
+    """dq, dk and dv by a kernel; None where match.py has said why there is none."""
     *mask, log, delta, grad = rest
     seed = [mask.pop()] if what.forward.kept < EVERY else []
-    machine = target_of(q.device)
-    if machine is None or not config.get("NV_ATTENTION"): return None
     if (found := _forward(what, (q, k, v), tuple(mask))) is None: return None
     b, heads, rows, _ = shape_of(q)
     kv, by_rows = shape_of(k)[1], (lies_by_rows(k), lies_by_rows(v))
@@ -62,8 +49,8 @@ def backward(what: FlashAttentionBackward, function: UOp, q: UOp, k: UOp, v: UOp
     forward = divided(found[0], (b, kv, group))
     if forward.s_q != rows: raise NotOurs(f"{forward.s_q} rows, not {rows}")
     grad = grad.reshape(b, kv, group, rows, shape_of(v)[-1])
-    spec, schedule, read = _chosen(forward, grad, by_rows, machine)
-    dq, dk, dv = _called(spec, schedule, machine, [*found[1][:3], read, log, delta, *seed, *found[1][3:]])
+    how, read = _chosen(forward, grad, by_rows, target)
+    dq, dk, dv = _called(how, [*found[1][:3], read, log, delta, *seed, *found[1][3:]])
     dq = dq.reshape(shape_of(q)).cast(q.dtype)
     return dq, _filled(dk, shape_of(k), by_rows[0]), _filled(dv, shape_of(v), by_rows[1])
 
@@ -107,28 +94,15 @@ def divided(spec: AttentionSpec, batch: Shape) -> AttentionSpec:
 
 
 def _chosen(forward: AttentionSpec, grad: UOp, by_rows: tuple[bool, bool],
-            machine: GPU | CPU) -> tuple[BackwardSpec, Schedule | CPUSchedule, UOp]:
-    """The spec of a backward pass, its schedule, and the gradient's storage: where it lies if that can be."""
+            target: Target) -> tuple[Chosen, UOp]:
+    """A backward pass, and the gradient's storage: where it lies if that can be."""
     reason, ordered = "", bool(config.get("NV_DETERMINISTIC"))
     for read in (laid(grad), copied(grad)):
         if read.strides[-1] != 1: continue
-        try: spec = BackwardSpec(forward, _rows(read, forward), *_results(forward, by_rows), ordered)
-        except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
-        if (schedule := _schedule(spec, machine)) is not None: return spec, schedule, read.storage
-        reason = _reason(spec, machine)
+        spec = BackwardSpec(forward, _rows(read, forward), *_results(forward, by_rows), ordered)
+        try: return choose(spec, target), read.storage
+        except NotOurs as no: reason = str(no)
     raise NotOurs(reason)
-
-
-def _schedule(spec: BackwardSpec, machine: GPU | CPU) -> Schedule | None:
-    return TABLE.choose(spec, machine)
-
-
-def _reason(spec: BackwardSpec, machine: GPU | CPU) -> str:
-    """Why there is no schedule."""
-    if isinstance(machine, CPU): return TABLE.why_not(spec, machine)
-    if words := dtype_problems(spec): return "; ".join(words)
-    return f"no template for the gradient of {short(spec.forward.q.dtype)} attention of " \
-           f"{widths(spec.forward)} on {machine.arch}"
 
 
 def _rows(read: Laid, forward: AttentionSpec) -> Rows:
@@ -158,25 +132,10 @@ def _filled(made: UOp, shape: Shape, by_rows: bool) -> UOp:
 
 # **** calls ****
 
-@functools.lru_cache(1024)
-def kernel(spec: BackwardSpec, schedule: Schedule, machine: GPU) -> BackwardKernel:
-    """The kernel of a backward pass."""
-    made: BackwardKernel = TABLE.build(spec, schedule, machine)
-    return made
-
-
-def _called(spec: BackwardSpec, schedule: Schedule, machine: GPU | CPU,
-            inputs: list[UOp]) -> tuple[UOp, ...]:
+def _called(how: Chosen, inputs: list[UOp]) -> tuple[UOp, ...]:
     """dq in float32, dk and dv."""
-    one, device = spec.forward, inputs[0].device
-    assert device is not None
+    spec, one = how.spec, how.spec.forward
     dq = program.Output((*one.batch, one.s_q, one.d), dtypes.float32)
     results = [program.Output((prod(one.batch[:2]) * one.s_kv * d,), rows.dtype)
                for rows, d in ((spec.dk, one.d), (spec.dv, one.d_v))]
-    note = Note(schedule.template, f"{spec}: {schedule}", spec, schedule)
-    made: BackwardKernel | CPUKernel
-    if isinstance(machine, CPU): made = cpu_kernel(spec, schedule, machine)
-    else:
-        assert isinstance(machine, GPU)
-        made = kernel(spec, schedule, machine)
-    return program.called(made, device, [dq, *results], inputs, flops=spec.flops, note=note)
+    return how.called(inputs[0].device, [dq, *results], inputs, flops=spec.flops)

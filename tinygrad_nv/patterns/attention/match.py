@@ -24,40 +24,27 @@ cpu/attention/flash.py's.
 """
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 from tinygrad.dtype import dtypes
-from tinygrad.uop.ops import GroupOp, Ops, UOp, sint
+from tinygrad.uop.ops import GroupOp, Ops, UOp
 
 from tinygrad_nv import config
-from tinygrad_nv.cpu.kernel import CPUKernel
-from tinygrad_nv.cpu.schedule import CPUSchedule
-from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import building, program
 from tinygrad_nv.patterns.attention.dims import Ranges, Sideways
 from tinygrad_nv.patterns.attention.score import FLOATS, Score
-from tinygrad_nv.patterns.attention.spec import Found, Reading, flops, found, nbytes, widths
+from tinygrad_nv.patterns.attention.spec import Found, Reading, flops, found, nbytes
 from tinygrad_nv.patterns.attention.weights import TEMPLATE, bare, first_product, tail, weighted, weights
 from tinygrad_nv.patterns.contraction import NotOurs, Product, Side, arithmetic, is_storage, product, side
-from tinygrad_nv.patterns.decode import match as attention_decode
-from tinygrad_nv.patterns.decode.match import Decode, decoded
+from tinygrad_nv.patterns.decode.match import decoded
 from tinygrad_nv.patterns.epilogue import Unfused
 from tinygrad_nv.patterns.index import Indices, NotAffine, Space
 from tinygrad_nv.patterns.positions import is_variable
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
-from tinygrad_nv.patterns.target import Target, cpu_kernel, target_of
-from tinygrad_nv.runtime.note import Note
+from tinygrad_nv.patterns.target import Chosen, Target, choose, target_of
 from tinygrad_nv.runtime.observe import ranges
-from tinygrad_nv.tile.attention.spec import AttentionSpec
-from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.kernel import AttentionKernel
-from tinygrad_nv.tile.launch import Integer
-from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.template import GPU
-from tinygrad_nv.tile.templates import TABLE
 
 NEEDS = ({Ops.REDUCE, Ops.EXP2},)
 
@@ -110,12 +97,11 @@ class Attempt:
 @dataclass(frozen=True)
 class Match:
     """An attention, ready to be called: what lies inside, what it is, and how it is made: by one kernel, or
-    divided along its keys."""
+    as a decode attention, divided along its keys."""
     attempt: Attempt
     region: frozenset[UOp]
     found: Found
-    made: Schedule | CPUSchedule | Decode
-    machine: Target
+    how: Chosen
 
 
 # **** matching ****
@@ -148,12 +134,12 @@ class _Matcher:
     def match(self, second: Product, operand: int) -> None:
         """Takes in an attention that ends in a product, or says why not."""
         reason = ""
-        machine = target_of(second.total.device)
-        assert machine is not None
+        target = target_of(second.total.device)
+        assert target is not None
         attempts = [Attempt(end, rows) for end in self.candidates(second.total) for rows in (True, False)]
         while attempts:
             one = attempts.pop(0)
-            try: self.ends[one.end] = self.matched(second, operand, one, machine)
+            try: self.ends[one.end] = self.matched(second, operand, one, target)
             except (Unfused, NotAffine) as no: reason = reason or str(no)
             except SpecError as error: reason = reason or f"{error.found}, not {error.expected}"
             except NotOurs as no:
@@ -193,7 +179,7 @@ class _Matcher:
                 raise NotOurs(f"{what} used elsewhere too", final=False)
         return frozenset(kept)
 
-    def matched(self, second: Product, operand: int, attempt: Attempt, machine: Target) -> Match:
+    def matched(self, second: Product, operand: int, attempt: Attempt, target: Target) -> Match:
         """The match of an attempt. Raises `NotOurs`, `Unfused` or `NotAffine` where there is none."""
         space, end = Space(), attempt.end
         kept = space.ranges(end.shape)
@@ -214,8 +200,8 @@ class _Matcher:
         counted = Ranges(tuple(numbers), sides[2], frozenset(), _ordered(space, inside, numbers))
         made = found(Reading(space, end, score, (*sides[:2], value), out, counted, self.variables),
                      attempt.rows)
-        how = decoded(made, machine) or schedule_of(made.spec, machine)
-        return Match(attempt, region, made, how, machine)
+        how = decoded(made, target) or choose(made.spec, target, made.integers)
+        return Match(attempt, region, made, how)
 
 
 def _is_tail(user: UOp, node: UOp) -> bool:
@@ -260,49 +246,9 @@ def _check(first: Product, second: Product, sides: tuple[Side, Side, Side]) -> N
 
 # **** calls ****
 
-def schedule_of(spec: AttentionSpec, machine: Target) -> Schedule | CPUSchedule:
-    """How a kernel is made. Raises `NotOurs` where no template makes one."""
-    if isinstance(machine, CPU):
-        if (made := TABLE.choose(spec, machine)) is not None: return made
-        raise NotOurs(f"flash: {TABLE.why_not(spec, machine)}")
-    if (found := TABLE.choose(spec, machine)) is not None: return found
-    raise NotOurs(f"no template for {short(spec.q.dtype)} attention of {widths(spec)} on {machine.arch}")
-
-
-@functools.lru_cache(1024)
-def kernel(spec: AttentionSpec, schedule: Schedule, machine: GPU) -> AttentionKernel:
-    """The kernel of an attention."""
-    made: AttentionKernel = TABLE.build(spec, schedule, machine)
-    return made
-
-
-def call(spec: AttentionSpec, schedule: Schedule, machine: Target,
-         outputs: Sequence[program.Output], inputs: Sequence[UOp], rows: sint,
-         integers: tuple[Integer, ...] = (), variables: Sequence[UOp] = (), flops: sint = 0,
-         nbytes: sint | None = None) -> tuple[UOp, ...]:
-    """Calls the kernel of an attention, on a GPU or on a CPU, and returns its results: out, and l where the
-    spec has `log_sum`. `integers` are those of the launch, computed from `variables`."""
-    device = inputs[0].device
-    assert device is not None
-    note = Note(schedule.template, f"{spec}: {schedule}", spec, schedule)
-    made: AttentionKernel | CPUKernel
-    if isinstance(machine, CPU): made = cpu_kernel(spec, schedule, machine, integers)
-    else:
-        assert isinstance(machine, GPU)
-        made = kernel(spec, schedule, machine).with_integers(integers)
-    return program.called(made, device, outputs, inputs, rows=rows, variables=variables, flops=flops,
-                          nbytes=nbytes, note=note)
-
-
 def _called(match: Match, inputs: list[UOp]) -> UOp:
     made, end, order = match.found, match.attempt.end, match.attempt.order
     out = program.Output(tuple(end.shape[i] for i in order), end.dtype)
-    counted = {"flops": flops(made), "nbytes": nbytes(made.spec)}
-    if isinstance(match.made, Decode):
-        assert end.device is not None
-        done = attention_decode.call(match.made, match.machine, end.device, out, inputs, made.variables,
-                                     **counted)
-    else:
-        done = call(made.spec, match.made, match.machine, [out], inputs, made.rows, made.integers,
-                    made.variables, **counted)[0]
+    done = match.how.called(end.device, [out], inputs, rows=made.rows, variables=made.variables,
+                            flops=flops(made), nbytes=nbytes(made.spec))[0]
     return done if match.attempt.last < 0 else done.permute(tuple(map(order.index, range(len(order)))))

@@ -170,10 +170,3 @@ def nbytes(spec: AttentionSpec) -> int:
         extents = (spec.s_q if each.m else 1) * (spec.s_kv if each.n else 1)
         total += once(each.batch) * extents * each.dtype.itemsize
     return total
-
-
-def widths(spec: AttentionSpec) -> str:
-    """How wide heads are, for a reader, and what is wrong with that."""
-    words = f"d {spec.d}" + f" and {spec.d_v}" * (spec.d_v != spec.d)
-    odd = spec.q.dtype.itemsize == 2 and bool(spec.d % 8 or spec.d_v % 8)
-    return words + " (not a multiple of 8)" * odd

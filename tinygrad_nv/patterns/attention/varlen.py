@@ -71,4 +71,4 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
     for name, x in (("cu_q", cu_q), ("cu_k", cu_k)): check_kind(name, x.dtype, (dtypes.int32,))
 
 
-lower(VarlenAttention, TEMPLATE, lowered)
+lower(VarlenAttention, TEMPLATE, lowered, "NV_ATTENTION")

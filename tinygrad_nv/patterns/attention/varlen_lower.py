@@ -8,46 +8,28 @@ from __future__ import annotations
 
 from tinygrad.uop.ops import UOp
 
-from tinygrad_nv import config
-from tinygrad_nv.cpu.schedule import CPUSchedule
-from tinygrad_nv.cpu.target import CPU
-from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
-from tinygrad_nv.patterns.attention.match import call, schedule_of
 from tinygrad_nv.patterns.attention.varlen_reference import VarlenAttention
-from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.strides import Laid, copied, laid
-from tinygrad_nv.patterns.target import Target, target_of
-from tinygrad_nv.tile.attention.schedules import FlashMma
+from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.attention.spec import AttentionSpec, Rows
-from tinygrad_nv.tile.expression import Expression, Sum, short, tanh
-from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.templates import TABLE
+from tinygrad_nv.tile.expression import Expression, Sum, tanh
 
 TEMPLATE = "attention"
-SMALL = FlashMma().block(16, 32).warps(1)  # whose problems are told
 LEAST_BYTES = 16  # of which rows begin at multiples, or they are copied: what every template reads
 
 
-def lowered(what: VarlenAttention, function: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
-    """The result of a ragged attention by a kernel of ours. Raises `NotOurs` where there is none."""
-    machine = target_of(function.device)
-    if machine is None or not config.get("NV_ATTENTION"): return None
-    try: return _called(what, arguments, machine),
-    except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
-
-
-def _called(what: VarlenAttention, arguments: tuple[UOp, ...], machine: Target) -> UOp:
+def lowered(what: VarlenAttention, target: Target, *arguments: UOp) -> tuple[UOp, ...]:
+    """The result of a ragged attention by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
     q, k, v, *ends = arguments
     read = [_read(x) for x in (q, k, v)]
     shape = tuple(map(int, (*q.shape[:2], v.shape[2])))
     keys, sequences = (int(k.shape[0]), int(k.shape[1])), int(ends[0].shape[0]) - 1
     spec = _spec(what, read, shape, keys, int(q.shape[2]), sequences)
-    schedule = _schedule(spec, machine)
     share = spec.flops * shape[0] // (spec.batch[0] * spec.s_q)  # of as many rows as there are
     inputs = [*(each.storage for each in read), *ends]
-    return call(spec, schedule, machine, [program.Output(shape, q.dtype)], inputs, spec.s_q,
-                flops=min(spec.flops, share))[0]
+    return choose(spec, target).called(q.device, [program.Output(shape, q.dtype)], inputs, rows=spec.s_q,
+                                       flops=min(spec.flops, share))
 
 
 def _spec(what: VarlenAttention, read: list[Laid], shape: tuple[int, ...], keys: tuple[int, int], d: int,
@@ -60,14 +42,6 @@ def _spec(what: VarlenAttention, read: list[Laid], shape: tuple[int, ...], keys:
     return AttentionSpec(what.most_q, what.most_k, d, d_v, queries, shared, values,
                          Rows(q.dtype, heads * d_v, (0, group * d_v, d_v)), (sequences, keys[1], group),
                          _score(what), what.band, total=(rows, keys[0]))
-
-
-def _schedule(spec: AttentionSpec, machine: Target) -> Schedule | CPUSchedule:
-    """How the kernel is made. Raises `NotOurs` with what is in the way."""
-    if isinstance(machine, CPU): return schedule_of(spec, machine)
-    if (found := TABLE.choose(spec, machine)) is not None: return found
-    words = "; ".join(TABLE.problems(spec, SMALL, machine)) or f"d {spec.d} needs more shared memory"
-    raise NotOurs(f"no kernel for {short(spec.q.dtype)} on {machine.arch}: {words}")
 
 
 def _score(what: VarlenAttention) -> Expression:

@@ -1,48 +1,27 @@
 """Attentions of few rows and many keys: decode attentions, which divide the keys.
 
 Protocol: `decoded` makes of a `Found` (attention/spec.py) what templates/decode.py, or cpu/decode/kernel.py,
-takes, or None, which leaves it to flash attention; `call` calls the kernels. The keys of a request are a
-contiguous cache; how many there are is what the last row sees: an argument of the launch where it varies.
-Rows beside each other end at it, as a causal mask has them; without one all rows see all keys, and are to a
-kernel what query heads are.
+takes, or None, which leaves it to flash attention. The keys of a request are a contiguous cache; how many
+there are is what the last row sees: an argument of the launch where it varies. Rows beside each other end at
+it, as a causal mask has them; without one all rows see all keys, and are to a kernel what query heads are.
 """
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
-from tinygrad.uop.ops import UOp, sint
-
-from tinygrad_nv.cpu.decode.kernel import DecodeKernels
-from tinygrad_nv.cpu.schedule import CPUSchedule
-from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.attention.spec import Found, integer, most
+from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.positions import Form, summed
-from tinygrad_nv.patterns.target import Target, cpu_kernel
-from tinygrad_nv.runtime.note import Note
+from tinygrad_nv.patterns.target import Chosen, Target, choose
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Band, Rows
 from tinygrad_nv.tile.decode.spec import MOST_ROWS, DecodeSpec, Pages
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, walk
-from tinygrad_nv.tile.kernel import DecodeKernel
-from tinygrad_nv.tile.launch import Integer
-from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.template import GPU
-from tinygrad_nv.tile.templates import TABLE
 
 MOST_PACKED = 64   # rows of a key head in one CTA: four warps of 16
 FEWEST_KEYS = 128  # of the smallest split
 KEYS_OF_ROW = 16   # of a split, for each row that it has
-
-
-@dataclass(frozen=True)
-class Decode:
-    """A decode attention; `integers` are those of its launch."""
-    spec: DecodeSpec
-    schedule: Schedule | CPUSchedule
-    integers: tuple[Integer, ...]
 
 
 def is_decode(rows: int, group: int, keys: int) -> bool:
@@ -62,13 +41,16 @@ def is_decode(rows: int, group: int, keys: int) -> bool:
     return rows <= MOST_ROWS and packed <= MOST_PACKED and keys > max(FEWEST_KEYS, KEYS_OF_ROW * packed)
 
 
-def is_decode_on_cpu(rows: int, group: int) -> bool:
+def is_decode_on_cpu(rows: int, group: int, keys: int) -> bool:
     """Whether they are on a CPU: there keys are read once for all rows of a key head by decode attention, and
     once for each query head by flash attention, which is the faster the more rows there are."""
     return rows <= MOST_ROWS and rows * group <= MOST_PACKED
 
 
-def decoded(made: Found, machine: Target) -> Decode | None:
+BETTER = {"gpu": is_decode, "cpu": is_decode_on_cpu}
+
+
+def decoded(made: Found, target: Target) -> Chosen | None:
     """The decode attention that an attention is, where that is better."""
     spec = _turned(made.spec)
     if spec.log_sum or spec.ragged or spec.kept < EVERY or "s_q" in spec.symbolic: return None
@@ -78,19 +60,11 @@ def decoded(made: Found, machine: Target) -> Decode | None:
     # rows must end with the keys: what they see beyond is nobody's
     if most(summed(length, made.forms["s_kv"], -1), made.names) > 0: return None
     keys = longest if window is None else min(longest, window + spec.s_q - 1)
-    on_cpu = isinstance(machine, CPU)
-    packed = spec.s_q, spec.batch[2]
-    if not (is_decode_on_cpu(*packed) if on_cpu else is_decode(*packed, keys)): return None
+    if not BETTER[target.kind](spec.s_q, spec.batch[2], keys): return None
     if (score := _score(spec, length, made.forms["start"])) is None: return None
     integers = (integer(length, made.variables),) if made.variables else ()
-    try: found = _spec(spec, longest, bool(integers), window, score)
-    except SpecError: return None
-    return None if (schedule := schedule_of(found, machine)) is None else Decode(found, schedule, integers)
-
-
-def schedule_of(spec: DecodeSpec, machine: Target) -> Schedule | CPUSchedule | None:
-    """How a decode attention is made; None where no template takes it."""
-    return TABLE.choose(spec, machine)
+    try: return choose(_spec(spec, longest, bool(integers), window, score), target, integers)
+    except (SpecError, NotOurs): return None
 
 
 def _turned(spec: AttentionSpec) -> AttentionSpec:
@@ -155,25 +129,3 @@ def _spec(spec: AttentionSpec, longest: int, varies: bool, window: int | None,
 
 
 def _pages(rows: Rows) -> Pages: return Pages(rows.dtype, rows.batch[0], rows.row, rows.batch[1], rows.offset)
-
-
-def call(one: Decode, machine: Target, device: str | tuple[str, ...], out: program.Output,
-         inputs: Sequence[UOp], variables: Sequence[UOp] = (), flops: sint = 0, nbytes: sint | None = None,
-         words: str = "") -> UOp:
-    """Calls the kernels of a decode attention, on a GPU or on a CPU, and returns its result. `integers` of
-    their launch are computed from `variables`; `words` are for the reader of the note."""
-    spec, schedule = one.spec, one.schedule
-    note = Note(schedule.template, f"{spec}: {schedule}" + words, spec, schedule)
-    made: DecodeKernel | DecodeKernels
-    if isinstance(machine, CPU): made = cpu_kernel(spec, schedule, machine, one.integers)
-    else:
-        made = kernels(spec, schedule, machine).with_integers(one.integers)
-    return program.called(made, device, [out], inputs, variables=variables, flops=flops, nbytes=nbytes,
-                          note=note)[0]
-
-
-@functools.lru_cache(1024)
-def kernels(spec: DecodeSpec, schedule: Schedule, gpu: GPU) -> DecodeKernel:
-    """The kernels of a decode attention."""
-    made: DecodeKernel = TABLE.build(spec, schedule, gpu)
-    return made

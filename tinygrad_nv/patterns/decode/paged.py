@@ -127,4 +127,4 @@ def check_kind(name: str, dtype: DType, kinds: tuple[DType, ...]) -> None:
                     f"{name}.cast({kinds[0] if one else '…'})")
 
 
-lower(PagedAttention, TEMPLATE, lowered)
+lower(PagedAttention, TEMPLATE, lowered, "NV_ATTENTION")

@@ -17,33 +17,35 @@ from dataclasses import dataclass
 from tinygrad import Tensor, dtypes
 from tinygrad.uop.ops import UOp
 
-from tinygrad_nv import config
-from tinygrad_nv.cpu.schedule import CPUSchedule
-from tinygrad_nv.cpu.target import CPU
-from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
-from tinygrad_nv.patterns.decode.match import Decode, call, schedule_of
 from tinygrad_nv.patterns.decode.paged_reference import PagedAttention
 from tinygrad_nv.patterns.strides import Laid, copied, laid
-from tinygrad_nv.patterns.target import Target, target_of
+from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.attention.spec import Rows
-from tinygrad_nv.tile.decode.schedules import Decode as DecodeSchedule
 from tinygrad_nv.tile.decode.spec import MOST_ROWS, DecodeSpec, Pages, Scales
-from tinygrad_nv.tile.expression import Expression, Sum, short, tanh
-from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.templates import TABLE
+from tinygrad_nv.tile.expression import Expression, Sum, tanh
 
 TEMPLATE = "decode"
 ROW_BYTES = 8  # of which rows of q begin at multiples: 4 elements of a lane
 
 
-def lowered(what: PagedAttention, function: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
-    """The result of a paged attention by kernels of ours. Raises `NotOurs` where there are none."""
-    machine = target_of(function.device)
-    if machine is None or not config.get("NV_ATTENTION"): return None
-    try: return _called(what, Blocks.of(arguments[0], what.window), arguments, machine),
-    except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
+def lowered(what: PagedAttention, target: Target, *arguments: UOp) -> tuple[UOp, ...]:
+    """The result of a paged attention by kernels. Raises `NotOurs` or `SpecError` where there are none."""
+    q, k_pages, v_pages, table, lengths, *scales = arguments
+    blocks = Blocks.of(q, what.window)
+    queries = blocks.queries(q)
+    shapes = tuple(tuple(int(extent) for extent in x.shape) for x in (queries, k_pages, v_pages))
+    k, v, *scale = (laid(x) for x in (k_pages, v_pages, *scales))
+    read = _read(queries, shapes[0][2] // shapes[1][2])
+    spec = _spec(what, read, k, v, scale, table, shapes)
+    batch, rows, heads, _ = shapes[0]
+    inputs = [read.storage, k.storage, v.storage, blocks.table(table), blocks.lengths(lengths),
+              *(each.storage for each in scale)]
+    out = program.Output((batch, rows, heads, shapes[2][3]), q.dtype)
+    flops = 2 * batch * heads * rows * spec.longest * (spec.d + spec.d_v)
+    (done,) = choose(spec, target).called(q.device, [out], inputs, words=blocks.words, flops=flops)
+    return blocks.result(done),
 
 
 # **** blocks of rows ****
@@ -64,6 +66,12 @@ class Blocks:
         rows = -(-int(q.shape[1]) // count)
         filled = count * rows - int(q.shape[1])  # fewer than rows
         return Blocks(count, rows, filled, filled > 0 and window is not None)
+
+    @property
+    def words(self) -> str:
+        """What a reader is told of them."""
+        if self.count == 1: return ""
+        return f"; {self.count} blocks of {self.rows} rows, each a request of its own"
 
     def queries(self, q: UOp) -> UOp:
         """q as [B · count, rows, H, D]."""
@@ -146,37 +154,3 @@ def _read(queries: UOp, group: int) -> Laid:
     found = laid(queries)
     return found if found.strides[-1] == 1 and _rows(found, group).aligned_bytes >= ROW_BYTES \
         else copied(queries)
-
-
-def _schedule(spec: DecodeSpec, machine: Target) -> Schedule | CPUSchedule:
-    """How the kernels are made. Raises `NotOurs` with what is in the way."""
-    if (found := schedule_of(spec, machine)) is not None: return found
-    if isinstance(machine, CPU): raise NotOurs(TABLE.why_not(spec, machine))
-    said = TABLE.problems(spec, DecodeSchedule(), machine)
-    words = "; ".join(said) or f"d {spec.d} needs more shared memory"
-    raise NotOurs(f"no kernel for {short(spec.q.dtype)} on {machine.arch}: {words}")
-
-
-# **** calls ****
-
-def _called(what: PagedAttention, blocks: Blocks, arguments: tuple[UOp, ...], machine: Target) -> UOp:
-    q, k_pages, v_pages, table, lengths, *scales = arguments
-    queries = blocks.queries(q)
-    shapes = tuple(tuple(int(extent) for extent in x.shape) for x in (queries, k_pages, v_pages))
-    k, v, *scale = (laid(x) for x in (k_pages, v_pages, *scales))
-    read = _read(queries, shapes[0][2] // shapes[1][2])
-    spec = _spec(what, read, k, v, scale, table, shapes)
-    schedule = _schedule(spec, machine)
-    assert q.device is not None
-    batch, rows, heads, _ = shapes[0]
-    inputs = [read.storage, k.storage, v.storage, blocks.table(table), blocks.lengths(lengths),
-              *(each.storage for each in scale)]
-    out = program.Output((batch, rows, heads, shapes[2][3]), q.dtype)
-    flops = 2 * batch * heads * rows * spec.longest * (spec.d + spec.d_v)
-    done = call(Decode(spec, schedule, ()), machine, q.device, out, inputs, flops=flops, words=_words(blocks))
-    return blocks.result(done)
-
-
-def _words(blocks: Blocks) -> str:
-    if blocks.count == 1: return ""
-    return f"; {blocks.count} blocks of {blocks.rows} rows, each a request of its own"

@@ -6,25 +6,21 @@ what there is (tile/embedding/spec.py); elsewhere both are what they are in tiny
 """
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
+from typing import Any
 
 from tinygrad import Tensor, dtypes
 from tinygrad.helpers import prod
 from tinygrad.uop.ops import Ops, UOp, sint
 
-from tinygrad_nv.cpu.kernel import CPUKernel
-from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.index import largest
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.strides import laid
-from tinygrad_nv.patterns.target import Target, cpu_kernel, cpu_of, target_of
-from tinygrad_nv.runtime.note import Note
+from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
-from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.templates import TABLE
 
 NAME = "embedding"
@@ -69,28 +65,26 @@ def added(what: EmbeddingGradient, tokens: Tensor, grad: Tensor) -> tuple[Tensor
 
 # **** kernels ****
 
-def lowered(what: Embedding, function: UOp, weight: UOp, tokens: UOp) -> tuple[UOp, ...] | None:
-    """Rows by a kernel. Raises `NotOurs` where there is none."""
-    if (machine := target_of(function.device)) is None: return None
+def lowered(what: Embedding, target: Target, weight: UOp, tokens: UOp) -> tuple[UOp, ...]:
+    """Rows by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
     storage, where, rows = _placed(tokens)
     v, width = map(int, weight.shape)
-    try: spec = EmbeddingSpec(v, width, weight.dtype, where, rows is not None)
-    except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
+    spec = EmbeddingSpec(v, width, weight.dtype, where, rows is not None)
     out = program.Output((*tokens.shape, spec.width), spec.dtype)
-    return _called(spec, machine, out, [weight, storage], rows, 2 * prod(out.shape) * spec.dtype.itemsize)
+    return _called(spec, target, out, [weight, storage], rows, 2 * prod(out.shape) * spec.dtype.itemsize)
 
 
-def lowered_gradient(what: EmbeddingGradient, function: UOp, tokens: UOp,
+def lowered_gradient(what: EmbeddingGradient, target: Target, tokens: UOp,
                      grad: UOp) -> tuple[UOp, ...] | None:
-    """The gradient by a kernel on the CPU. Raises `NotOurs` where there is none."""
-    if (machine := cpu_of(function.device)) is None: return None
+    """The gradient by a kernel; None on targets without one. Raises `NotOurs` or `SpecError` where there is
+    none."""
+    if TABLE.family(target.kind, EmbeddingGradientSpec) is None: return None
     storage, where, rows = _placed(tokens)
     if rows is not None: raise NotOurs("a symbolic number of tokens")
-    try: spec = EmbeddingGradientSpec(what.rows, int(grad.shape[-1]), grad.dtype, where)
-    except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
+    spec = EmbeddingGradientSpec(what.rows, int(grad.shape[-1]), grad.dtype, where)
     moved = (spec.rows + where.count) * spec.width * spec.dtype.itemsize
     out = program.Output((spec.rows, spec.width), spec.dtype)
-    return _called(spec, machine, out, [storage, grad], None, moved, where.count * spec.width)
+    return _called(spec, target, out, [storage, grad], None, moved, where.count * spec.width)
 
 
 def _placed(tokens: UOp) -> tuple[UOp, Tokens, UOp | None]:
@@ -106,25 +100,11 @@ def _placed(tokens: UOp) -> tuple[UOp, Tokens, UOp | None]:
     return found.storage, where, symbols[0] if symbols else None
 
 
-def _called(spec: EmbeddingSpec, machine: Target, out: program.Output, inputs: list[UOp],
+def _called(spec: EmbeddingSpec, target: Target, out: program.Output, inputs: list[UOp],
             rows: UOp | None, moved: sint, flops: int = 0) -> tuple[UOp, ...]:
-    device = inputs[0].device
-    assert device is not None
-    made: TileKernel | CPUKernel
-    if isinstance(machine, CPU):
-        schedule = TABLE.choose(spec, machine)
-        made = cpu_kernel(spec, schedule, machine)
-        note = Note(NAME, f"{spec}: {schedule}", spec, schedule)
-    else: made, note = kernel(spec, machine.arch), Note(NAME, str(spec), spec)
-    return program.called(made, device, [out], inputs, rows=0 if rows is None else rows,
-                          variables=[] if rows is None else [rows], flops=flops, nbytes=moved, note=note)
-
-
-@functools.lru_cache(64)
-def kernel(spec: EmbeddingSpec, arch: str) -> TileKernel:
-    """The kernel of a spec on a GPU."""
-    from tinygrad_nv.tile.embedding.kernel import embedding as built
-    return built(spec, arch)
+    counted: dict[str, Any] = {} if rows is None else {"rows": rows, "variables": [rows]}
+    return choose(spec, target).called(inputs[0].device, [out], inputs, NAME, flops=flops, nbytes=moved,
+                                       **counted)
 
 
 lower(Embedding, NAME, lowered)

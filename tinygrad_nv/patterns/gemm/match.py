@@ -1,17 +1,15 @@
 """Matrix products: every contraction of a graph to a kernel of ours, where a template takes it.
 
 Protocol. `rewrite` is a rewrite of hooks/. It visits the graph once, sums first, and makes a `Match` of
-each contraction: the region of its epilogue, a `GemmSpec`, a schedule and the parameters. Then the graph is
-built anew with a call in place of each region's end. The result is dense in the order of that node's
+each contraction: the region of its epilogue, a `GemmSpec` with its schedule, and the parameters. Then the
+graph is built anew with a call in place of each region's end. The result is dense in the order of that node's
 dimensions.
 
-A kernel is made once for a spec, a schedule and a device's architecture. A contraction that no template takes
-is left as it is, and `program.miss` says why. Devices are ours as patterns/target.py says; NV_GEMM=0 leaves
-all to tinygrad.
+A contraction that no template takes is left as it is, and `program.miss` says why. Devices are ours as
+patterns/target.py says; NV_GEMM=0 leaves all to tinygrad.
 """
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
@@ -20,10 +18,6 @@ from tinygrad.helpers import ALLOW_TF32, BEAM, prod
 from tinygrad.uop.ops import Ops, UOp, sint
 
 from tinygrad_nv import config
-from tinygrad_nv.cpu.gemm import choose as cpu
-from tinygrad_nv.cpu.kernel import CPUKernel
-from tinygrad_nv.cpu.schedule import CPUSchedule
-from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import building, program
 from tinygrad_nv.patterns.contraction import (
@@ -45,17 +39,11 @@ from tinygrad_nv.patterns.contraction import (
 from tinygrad_nv.patterns.epilogue import Epilogue, Unfused, ends, usable
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
-from tinygrad_nv.patterns.target import cpu_kernel, target_of
-from tinygrad_nv.runtime.note import Note
+from tinygrad_nv.patterns.target import Chosen, Target, choose, target_of
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.tile import database
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Sum, loads
-from tinygrad_nv.tile.gemm.choose import choose
-from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
-from tinygrad_nv.tile.kernel import GemmKernel
-from tinygrad_nv.tile.template import GPU
-from tinygrad_nv.tile.templates import TABLE
 
 TEMPLATE = "gemm"
 NEEDS = ({Ops.REDUCE, Ops.MUL},)
@@ -66,9 +54,7 @@ class Match:
     """A contraction and its epilogue, ready to be called. `rows` is the symbolic number of rows."""
     end: UOp
     region: frozenset[UOp]
-    spec: GemmSpec
-    schedule: GemmSchedule | CPUSchedule
-    machine: GPU | CPU
+    how: Chosen
     inputs: tuple[UOp, ...]
     rows: UOp | None
 
@@ -131,11 +117,11 @@ class _Matcher:
     def match(self, found: Product) -> None:
         """Takes in a contraction, with as much after it as can be, or says why not."""
         reason = ""
-        if (machine := target_of(found.total.device)) is None or found.total in self.inside: return
+        if (target := target_of(found.total.device)) is None or found.total in self.inside: return
         closed = ends(found.total, self.consumers, self.place, self.is_taken)
         regions = usable(closed, self.consumers)
         for end, region in regions or [(found.total, frozenset((found.total,)))]:
-            try: made = _matched(found, end, region, machine, self.is_memory)
+            try: made = _matched(found, end, region, target, self.is_memory)
             except (Unfused, NotAffine) as no: reason = reason or str(no)
             except SpecError as error: reason = reason or error.found
             except NotOurs as no:
@@ -148,7 +134,7 @@ class _Matcher:
         if reason: program.miss(TEMPLATE, found.total, reason)
 
 
-def _matched(found: Product, end: UOp, region: frozenset[UOp], machine: GPU | CPU,
+def _matched(found: Product, end: UOp, region: frozenset[UOp], target: Target,
              memory: Callable[[UOp], bool]) -> Match:
     """The match of a region. Raises `NotOurs`, `Unfused` or `NotAffine` where there is none."""
     space = Space()
@@ -164,8 +150,7 @@ def _matched(found: Product, end: UOp, region: frozenset[UOp], machine: GPU | CP
     extras = list(dict.fromkeys(node for node, _ in entries))
     loads = [_load(dims, i, extras.index(node), node, lies) for i, (node, lies) in enumerate(entries)]
     spec = _spec(dims, out, end, _finished(tail.expression, loads, numbers), part, len(numbers))
-    return Match(end, region, spec, _schedule(spec, machine), machine,
-                 (dims.a.storage, dims.b.storage, *extras),
+    return Match(end, region, choose(spec, target), (dims.a.storage, dims.b.storage, *extras),
                  dims.m.extent if isinstance(dims.m.extent, UOp) else None)
 
 
@@ -193,16 +178,6 @@ def _parts(space: Space, places: list[tuple[Side, Side]]) -> tuple[Side, Side, l
     if steps != [steps[0] + i * part for i in range(len(steps))]: raise Unfused("parts at uneven distances")
     base = places[offsets[moving].index(steps[0])]
     return base[1 - moving], base[moving], [steps.index(offset) for offset in offsets[moving]], part
-
-
-def _schedule(spec: GemmSpec, machine: GPU | CPU) -> GemmSchedule | CPUSchedule:
-    if isinstance(machine, CPU):
-        if words := cpu.too_short(spec): raise NotOurs(words, final=True)
-        if (found := cpu.choose(spec, machine)) is not None: return found
-        raise NotOurs(TABLE.why_not(spec, machine))
-    if (schedule := choose(spec, machine)) is not None: return schedule
-    if spec.a.dtype == dtypes.float32 and not spec.tf32: raise NotOurs("float32 without ALLOW_TF32", True)
-    raise NotOurs(TABLE.why_not(spec, machine))
 
 
 # **** specs ****
@@ -249,26 +224,12 @@ def _finished(root: Expression, loads: list[Load], parts: list[int]) -> Expressi
 
 # **** calls ****
 
-@functools.lru_cache(1024)
-def kernel(spec: GemmSpec, schedule: GemmSchedule, machine: GPU) -> GemmKernel:
-    """The kernel of a product."""
-    made: GemmKernel = TABLE.build(spec, schedule, machine)
-    return made
-
-
 def _called(match: Match, inputs: list[UOp]) -> UOp:
-    spec, rows, end = match.spec, match.rows, match.end
-    assert end.device is not None
+    spec, rows, end = match.how.spec, match.rows, match.end
     m: sint = spec.m if rows is None else rows
-    note = Note(match.schedule.template, f"{spec}: {match.schedule}", spec, match.schedule)
-    out, flops, nbytes = program.Output(end.shape, end.dtype), spec.flops // spec.m * m, _bytes(spec, m)
-    made: GemmKernel | CPUKernel
-    if isinstance(match.machine, CPU): made = cpu_kernel(spec, match.schedule, match.machine)
-    else:
-        assert isinstance(match.machine, GPU)
-        made = kernel(spec, match.schedule, match.machine)
-    return program.called(made, end.device, [out], inputs, rows=m, variables=[] if rows is None else [rows],
-                          flops=flops, nbytes=nbytes, note=note)[0]
+    return match.how.called(end.device, [program.Output(end.shape, end.dtype)], inputs, rows=m,
+                            variables=[] if rows is None else [rows], flops=spec.flops // spec.m * m,
+                            nbytes=_bytes(spec, m))[0]
 
 
 def _bytes(spec: GemmSpec, m: sint) -> sint:

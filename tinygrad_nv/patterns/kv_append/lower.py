@@ -6,62 +6,35 @@ rows are read where they lie, as heads of a projection, or copied where vectors 
 """
 from __future__ import annotations
 
-import functools
-
 from tinygrad.uop.ops import UOp
 
-from tinygrad_nv import config
-from tinygrad_nv.cpu.kernel import CPUKernel
-from tinygrad_nv.cpu.target import CPU
-from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.kv_append.reference import Arguments, KVAppend
 from tinygrad_nv.patterns.strides import Laid, copied, laid
-from tinygrad_nv.patterns.target import Target, cpu_kernel, target_of
-from tinygrad_nv.runtime.note import Note
+from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.decode.spec import Pages, Scales
-from tinygrad_nv.tile.kernel import TileKernel
-from tinygrad_nv.tile.kv_append.spec import AppendSpec, Heads, Rope, problems
-from tinygrad_nv.tile.templates import TABLE
+from tinygrad_nv.tile.kv_append.spec import AppendSpec, Heads, Rope
 
 TEMPLATE = "kv_append"
-ROW_BYTES = 16  # of which heads of new rows begin at multiples on a GPU, else they are copied
 
 
-def lowered(what: KVAppend, function: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
+def lowered(what: KVAppend, target: Target, *arguments: UOp) -> tuple[UOp, ...]:
     """Pages, and q, after the kernel. Raises `NotOurs` where there is none."""
-    machine = target_of(function.device)
-    if machine is None or not config.get("NV_ATTENTION"): return None
     x = Arguments.of(what, arguments)
-    try: return _called(what, x, machine)
-    except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
-
-
-def _called(what: KVAppend, x: Arguments[UOp], machine: Target) -> tuple[UOp, ...]:
     for name, pages in (("k_pages", x.k_pages), ("v_pages", x.v_pages)):
         if not program.is_whole(pages):
             raise NotOurs(f"{name} are no storage of their own, to be written in place")
-    aligned = 1 if isinstance(machine, CPU) else ROW_BYTES
-    k, v, *q = (_rows(each, aligned) for each in (x.k, x.v, *x.q))
+    k, v, *q = (_rows(each, target.head_bytes) for each in (x.k, x.v, *x.q))
     scales = [laid(each) for each in x.scales]
     spec = _spec(what, x, k, v, q, scales)
-    assert x.k.device is not None
     outputs: list[program.Output | UOp] = [x.k_pages, x.v_pages]
     outputs += [program.Output(each.shape, each.dtype) for each in x.q]
     inputs = [each.storage for each in (k, v, *q)]
     if x.table is not None: inputs.append(x.table)
     inputs += [x.lengths, *x.rope, *(each.storage for each in scales)]
     moved = sum(each.max_numel() * each.dtype.itemsize for each in (x.k, x.v, *x.q))
-    made: TileKernel | CPUKernel
-    if isinstance(machine, CPU):
-        schedule = TABLE.choose(spec, machine)
-        made = cpu_kernel(spec, schedule, machine)
-        note = Note(TEMPLATE, f"{spec}: {schedule}", spec, schedule)
-    else:
-        if found := problems(spec, machine.arch): raise NotOurs("; ".join(found))
-        made, note = kernel(spec, machine.arch), Note(TEMPLATE, str(spec), spec)
-    return program.called(made, x.k.device, outputs, inputs, nbytes=2 * moved, note=note)
+    return choose(spec, target).called(x.k.device, outputs, inputs, nbytes=2 * moved)
 
 
 def _rows(x: UOp, aligned: int) -> Laid:
@@ -96,10 +69,3 @@ def _spec(what: KVAppend, x: Arguments[UOp], k: Laid, v: Laid, q: list[Laid],
 def _scales(x: Laid) -> Scales:
     page, head = x.strides
     return Scales(page, head, x.offset)
-
-
-@functools.lru_cache(1024)
-def kernel(spec: AppendSpec, arch: str) -> TileKernel:
-    """The kernel of an append."""
-    from tinygrad_nv.tile.kv_append.kernel import kv_append
-    return kv_append(spec, arch)

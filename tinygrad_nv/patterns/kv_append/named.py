@@ -103,4 +103,4 @@ def _rope(cos: Tensor | None, sin: Tensor | None, d: int, longest: int) -> list[
     return [cos, sin]
 
 
-lower(KVAppend, TEMPLATE, lowered)
+lower(KVAppend, TEMPLATE, lowered, "NV_ATTENTION")

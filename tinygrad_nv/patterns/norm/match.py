@@ -17,7 +17,6 @@ NV_NORM=0 leaves everything to tinygrad.
 """
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -27,26 +26,19 @@ from tinygrad.helpers import prod
 from tinygrad.uop.ops import GroupOp, Ops, UOp, sint
 
 from tinygrad_nv import config
-from tinygrad_nv.cpu.kernel import CPUKernel
-from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import building, program
 from tinygrad_nv.patterns.attention.fitted import fitted
-from tinygrad_nv.patterns.contraction import Dim, is_storage, merged
+from tinygrad_nv.patterns.contraction import Dim, NotOurs, is_storage, merged
 from tinygrad_nv.patterns.epilogue import ELEMENTWISE, NAMES, NODES, STORED, Epilogue, Unfused, number
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
-from tinygrad_nv.patterns.target import Target, cpu_kernel, target_of
-from tinygrad_nv.runtime.note import Note
+from tinygrad_nv.patterns.target import Chosen, Target, choose, target_of
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, substituted, walk
 from tinygrad_nv.tile.gemm.spec import Result
-from tinygrad_nv.tile.kernel import TileKernel
-from tinygrad_nv.tile.norm import plan as gpu
-from tinygrad_nv.tile.norm.plan import Plan
 from tinygrad_nv.tile.norm.spec import Computed, NormSpec, Statistic
 from tinygrad_nv.tile.operations import OPERATIONS
-from tinygrad_nv.tile.templates import TABLE
 
 TEMPLATE = "norm"
 MOST_NODES = 256        # between a result and memory
@@ -61,11 +53,9 @@ KINDS: dict[Ops, Literal["add", "max"]] = {Ops.ADD: "add", Ops.MAX: "max"}
 
 @dataclass(frozen=True)
 class Match:
-    """Rows, ready to be called: what takes the place of `end`. `rows` is the symbolic number of rows. A GPU's
-    template has one schedule for a spec."""
+    """Rows, ready to be called: what takes the place of `end`. `rows` is the symbolic number of rows."""
     end: UOp
-    spec: NormSpec
-    machine: Target
+    how: Chosen
     inputs: tuple[UOp, ...]
     rows: UOp | None
 
@@ -82,9 +72,9 @@ def rewrite(sink: UOp) -> UOp:
     if not _may_have_rows(nodes): return sink
     stored = dict.fromkeys(_stored(nodes))
     memory = frozenset(node for node in stored if node.op not in GroupOp.Movement)
-    machines = {node.device: target_of(node.device) for node in stored}
-    found = {node: match for node in stored if (machine := machines[node.device]) is not None
-             and (match := matched(node, machine, memory)) is not None}
+    targets = {node.device: target_of(node.device) for node in stored}
+    found = {node: match for node in stored if (target := targets[node.device]) is not None
+             and (match := matched(node, target, memory)) is not None}
     if not found: return sink
 
     def change(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
@@ -126,21 +116,21 @@ def _stored(nodes: tuple[UOp, ...]) -> Iterator[UOp]:
 
 # **** matching ****
 
-def matched(end: UOp, machine: Target, memory: frozenset[UOp]) -> Match | None:
+def matched(end: UOp, target: Target, memory: frozenset[UOp]) -> Match | None:
     """The match that ends at a node; None, or a miss, where there is none."""
     if end.op not in ELEMENTWISE or end.dtype not in STORED: return None
     if (first := _first(end, memory)) is None and not _is_costly(end, memory): return None
     try:
         spec, inputs, rows = _spec(end, first, memory)
-        if why := problems(spec, machine): raise Unfused("; ".join(why))
+        how = choose(spec, target)
         if _read_once(spec) and not all(is_storage(x) or x in memory for x in inputs):
             raise Unfused("sums of values that are not in memory: tinygrad computes them as it adds")
-    except (Unfused, NotAffine, SpecError) as no:
+    except (Unfused, NotAffine, NotOurs, SpecError) as no:
         if first is not None:
             program.miss(TEMPLATE, first, no.found if isinstance(no, SpecError) else str(no))
     else:
         if len(spec.statistics) != 1 or spec.results[0].result.n:
-            return Match(end, spec, machine, inputs, rows)
+            return Match(end, how, inputs, rows)
     return None
 
 
@@ -148,12 +138,6 @@ def _read_once(spec: NormSpec) -> bool:
     """Whether a row is read once: one number a row, of statistics that are not made of each other."""
     terms = [node for statistic in spec.statistics for node in walk(statistic.term)]
     return not spec.results[0].result.n and not any(isinstance(node, Sum) for node in terms)
-
-
-def problems(spec: NormSpec, machine: Target) -> list[str]:
-    """Why no template of a target takes rows; empty when one does."""
-    if isinstance(machine, CPU): return [] if TABLE.choose(spec, machine) else [TABLE.why_not(spec, machine)]
-    return gpu.problems(spec, machine.arch)
 
 
 def _first(end: UOp, memory: frozenset[UOp]) -> UOp | None:
@@ -357,24 +341,10 @@ def _placed(dims: _Dims, number: int, offset: int) -> Expression:
 
 # **** calls ****
 
-@functools.lru_cache(1024)
-def kernel(spec: NormSpec, arch: str) -> TileKernel:
-    """The kernel of rows on a GPU."""
-    from tinygrad_nv.tile.norm.kernel import norm
-    return norm(spec, arch)
-
-
 def _called(match: Match, inputs: list[UOp]) -> UOp:
-    spec, end, machine = match.spec, match.end, match.machine
-    assert end.device is not None
-    name = TEMPLATE if spec.statistics else "elements"
+    spec, end = match.how.spec, match.end
     m: sint = spec.m if match.rows is None else match.rows
-    out, variables = program.Output(end.shape, end.dtype), [] if match.rows is None else [match.rows]
-    flops = spec.flops // spec.m * m
-    made: TileKernel | CPUKernel
-    if isinstance(machine, CPU):
-        schedule = TABLE.choose(spec, machine)
-        made, note = cpu_kernel(spec, schedule, machine), Note(name, f"{spec}: {schedule}", spec, schedule)
-    else: made, note = kernel(spec, machine.arch), Note(name, f"{spec}: {Plan.of(spec)}", spec)
-    return program.called(made, end.device, [out], inputs, rows=m, variables=variables, flops=flops,
-                          note=note)[0]
+    return match.how.called(end.device, [program.Output(end.shape, end.dtype)], inputs,
+                            TEMPLATE if spec.statistics else "elements", rows=m,
+                            variables=[] if match.rows is None else [match.rows],
+                            flops=spec.flops // spec.m * m)[0]

@@ -6,29 +6,16 @@ the compiler contracts products and sums alike, as it does for one processor.
 """
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from importlib import import_module
 
 from tinygrad import Tensor, dtypes
 from tinygrad.uop.ops import UOp
 
-from tinygrad_nv.cpu.kernel import CPUKernel
-from tinygrad_nv.cpu.sampling import choice as choice_template
-from tinygrad_nv.cpu.sampling import threshold as threshold_template
-from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.named import call, lower
-from tinygrad_nv.patterns.target import cpu_kernel, target_of
-from tinygrad_nv.runtime.note import Note
-from tinygrad_nv.tile.kernel import TileKernel
+from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.sampling.spec import DIGITS, LANES, ChoiceSpec, CountSpec, FilterSpec, Number
-from tinygrad_nv.tile.template import GPU
-from tinygrad_nv.tile.templates import TABLE
-
-MOST_ROWS = 65535   # of a launch's y
-Spec = FilterSpec | ChoiceSpec | CountSpec
 
 # **** filters ****
 
@@ -139,72 +126,26 @@ def tally(spec: CountSpec, counts: Tensor, rows: Tensor, tokens: Tensor) -> tupl
 
 # **** kernels ****
 
-def _filter(spec: FilterSpec, function: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
+def _filter(spec: FilterSpec, target: Target, *arguments: UOp) -> tuple[UOp, ...]:
     """A filter by a kernel."""
-    out = program.Output((spec.rows, spec.size), dtypes.float32)
-    machine = target_of(function.device)
-    if isinstance(machine, CPU):
-        return _on_cpu("threshold", spec, machine, out, arguments, threshold_template.OPERATIONS)
-    return None if machine is None else _on_gpu("threshold", spec, machine, out, arguments)
+    return _called(spec, target, program.Output((spec.rows, spec.size), dtypes.float32), arguments)
 
 
-def _choice(spec: ChoiceSpec, function: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
+def _choice(spec: ChoiceSpec, target: Target, *arguments: UOp) -> tuple[UOp, ...]:
     """A choice by a kernel, or by two where a row is chosen from in pieces."""
-    out, machine = program.Output((spec.rows,), dtypes.int32), target_of(function.device)
-    if machine is None: return None
-    if isinstance(machine, CPU):
-        schedule = TABLE.choose(spec, machine)
-        cut = choice_template.pieces(spec, schedule)
-        best = program.Output((spec.rows, cut, 2), dtypes.int32)
-        made = _on_cpu("choice", spec, machine, out if cut == 1 else best, arguments,
-                       choice_template.OPERATIONS)
-        return made if cut == 1 else _called(choice_template.merged(spec, schedule), out, made, _PIECES)
-    from tinygrad_nv.tile.sampling import choice as template
-    cut = template.pieces(spec)
-    best = program.Output((spec.rows, cut), dtypes.uint64)
-    made = _on_gpu("choice", spec, machine, out if cut == 1 else best, arguments)
-    return made if cut == 1 else _called(template.merged(spec, machine.arch), out, made, _PIECES)
+    return _called(spec, target, program.Output((spec.rows,), dtypes.int32), arguments)
 
 
-_PIECES = Note("pieces", "the best of those of the kernel before")
-
-
-def _count(spec: CountSpec, function: UOp, counts: UOp, *arguments: UOp) -> tuple[UOp, ...] | None:
+def _count(spec: CountSpec, target: Target, counts: UOp, *arguments: UOp) -> tuple[UOp, ...]:
     """Counts by a kernel, in place."""
-    if (machine := target_of(function.device)) is None: return None
     if not program.is_whole(counts):
         raise NotOurs("counts are no storage of their own, to be written in place")
-    if not isinstance(machine, CPU): return _on_gpu("count", spec, machine, counts, arguments)
-    return _on_cpu("count", spec, machine, counts, arguments)
+    return _called(spec, target, counts, arguments)
 
 
-def _on_cpu(template: str, spec: Spec, machine: CPU, out: program.Output | UOp, arguments: Sequence[UOp],
-            operations: int = 0) -> tuple[UOp, ...]:
-    """The kernel of a template, called. `operations` are those of an element."""
-    schedule = TABLE.choose(spec, machine)
-    note = Note(template, f"{spec}: {schedule}", spec, schedule)
-    return _called(cpu_kernel(spec, schedule, machine), out, arguments, note,
-                   flops=operations * spec.rows * spec.size)
-
-
-def _on_gpu(template: str, spec: Spec, machine: GPU, out: program.Output | UOp,
+def _called(spec: FilterSpec | ChoiceSpec | CountSpec, target: Target, out: program.Output | UOp,
             arguments: Sequence[UOp]) -> tuple[UOp, ...]:
-    """The kernel of a template, called. Raises `NotOurs` where it takes none."""
-    if spec.rows > MOST_ROWS: raise NotOurs(f"{spec.rows} rows, at most {MOST_ROWS}")
-    return _called(_kernel(template, spec, machine.arch), out, arguments, Note(template, str(spec), spec))
-
-
-def _called(made: TileKernel | CPUKernel, out: program.Output | UOp, arguments: Sequence[UOp], note: Note,
-            flops: int = 0) -> tuple[UOp, ...]:
-    device = arguments[0].device
-    assert device is not None
-    return program.called(made, device, [out], arguments, flops=flops, note=note)
-
-
-@functools.lru_cache(256)
-def _kernel(template: str, spec: Spec, arch: str) -> TileKernel:
-    made: TileKernel = getattr(import_module(f"tinygrad_nv.tile.sampling.{template}"), template)(spec, arch)
-    return made
+    return choose(spec, target).called(arguments[0].device, [out], arguments, flops=spec.flops)
 
 
 lower(FilterSpec, "threshold", _filter)

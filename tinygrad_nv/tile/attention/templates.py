@@ -10,6 +10,7 @@ from tinygrad_nv.tile.attention.mma import legality as mma_legality
 from tinygrad_nv.tile.attention.schedules import BackwardMma, BackwardWgmma, FlashFma, FlashMma, FlashWgmma
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 from tinygrad_nv.tile.attention.wgmma import legality as wgmma_legality
+from tinygrad_nv.tile.attention.why_not import why_not
 from tinygrad_nv.tile.legality import legality
 from tinygrad_nv.tile.template import Family, Template, later
 
@@ -25,4 +26,5 @@ FAMILY = Family("attention", (
     Template("flash_backward_wgmma", BackwardSpec, BackwardWgmma, legality(backward_wgmma_legality.problems),
              backward_defaults.wgmma, later(f"{FOLDER}.backward_wgmma.kernel", "flash_backward_wgmma")),
     Template("flash_backward_mma", BackwardSpec, BackwardMma, legality(backward_mma_legality.problems),
-             backward_defaults.mma, later(f"{FOLDER}.backward_mma.kernel", "flash_backward_mma"))))
+             backward_defaults.mma, later(f"{FOLDER}.backward_mma.kernel", "flash_backward_mma"))),
+    says=why_not)

@@ -5,9 +5,18 @@ from tinygrad_nv.tile.decode.defaults import candidates
 from tinygrad_nv.tile.decode.legality import problems
 from tinygrad_nv.tile.decode.schedules import Decode
 from tinygrad_nv.tile.decode.spec import DecodeSpec
+from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.legality import legality
-from tinygrad_nv.tile.template import Family, Template, later
+from tinygrad_nv.tile.template import GPU, Family, Template, later
+from tinygrad_nv.tile.templates import TABLE
+
+
+def _why_not(spec: DecodeSpec, gpu: GPU) -> str:
+    """What is wrong with the default, or that even it is too large."""
+    words = "; ".join(TABLE.problems(spec, Decode(), gpu)) or f"d {spec.d} needs more shared memory"
+    return f"no kernel for {short(spec.q.dtype)} on {gpu.arch}: {words}"
+
 
 FAMILY = Family("decode", (
     Template("decode", DecodeSpec, Decode, legality(problems), candidates,
-             later("tinygrad_nv.tile.decode.kernel", "decode_attention")),))
+             later("tinygrad_nv.tile.decode.kernel", "decode_attention")),), says=_why_not)

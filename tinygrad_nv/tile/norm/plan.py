@@ -15,12 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
 
 from tinygrad_nv.tile.epilogue import problems as refused
 from tinygrad_nv.tile.expression import Load, loads
 from tinygrad_nv.tile.gemm.spec import Result
 from tinygrad_nv.tile.limits import MOST_GRID
 from tinygrad_nv.tile.norm.spec import NormSpec
+from tinygrad_nv.tile.schedule import Schedule
 
 VECTOR_BYTES = 16
 DEEP = 2                # vectors of a thread, of each operand
@@ -35,21 +37,22 @@ MOST_ELEMENTS = 1 << 17  # of a row with statistics, which one CTA goes through
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Schedule):
     """`team` threads of a row, `vector` elements of a thread side by side, `chunks` of them; `rows` and
     `threads` of a CTA; `held`: loads stay in registers."""
-    vector: int
-    team: int
-    chunks: int
-    rows: int
-    held: bool
+    template: ClassVar[str] = "norm"
+    vector: int = 1
+    team: int = 32
+    chunks: int = 1
+    rows: int = 1
+    held: bool = True
     blocks: int = 1
 
-    def __str__(self) -> str:
+    def words(self) -> list[str]:
         words = [f"{self.team} threads a row", f"{self.chunks} x {self.vector} elements a thread"]
         if self.rows > 1: words.append(f"{self.rows} rows a CTA")
         if self.blocks > 1: words.append(f"{self.blocks} CTAs a row")
-        return ", ".join([*words, *([] if self.held else ["read again"])])
+        return [*words, *([] if self.held else ["read again"])]
 
     @property
     def threads(self) -> int:

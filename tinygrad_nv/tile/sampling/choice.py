@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import math
 
+from tinygrad.dtype import dtypes
+
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced
-from tinygrad_nv.tile.kernel import TileKernel
+from tinygrad_nv.tile.kernel import Chain, Scratch, TileKernel
 from tinygrad_nv.tile.sampling.spec import NUMBERS, ChoiceSpec, Number
 from tinygrad_nv.tile.sampling.threshold_sift import ordered
 
@@ -40,6 +42,12 @@ def choice(spec: ChoiceSpec, arch: str) -> TileKernel:
     k = Kernel("choice", arch=arch, threads=THREADS)
     _write(k, spec)
     return TileKernel(k.name, k.ptx(), (pieces(spec), spec.rows, 1), THREADS, pdl=k.hopper)
+
+
+def whole(spec: ChoiceSpec, arch: str) -> TileKernel | Chain:
+    """The kernel, or both where rows are cut in pieces."""
+    made, cut = choice(spec, arch), pieces(spec)
+    return made if cut == 1 else Chain(made, merged(spec, arch), Scratch(dtypes.uint64, cut * spec.rows))
 
 
 def merged(spec: ChoiceSpec, arch: str) -> TileKernel:

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import ClassVar
 
 from tinygrad_nv.errors import SpecError
 
@@ -67,6 +68,11 @@ class FilterSpec:
             raise SpecError(f"a filter of {self.rows} rows of {self.size} logits", "one or more")
 
     @property
+    def flops(self) -> int:
+        """Operations, of the first pass."""
+        return 2 * DIGITS * self.rows * self.size
+
+    @property
     def length(self) -> int:
         """Elements of a lane."""
         return -(-self.size // LANES)
@@ -88,6 +94,11 @@ class ChoiceSpec:
         if min(self.rows, self.size) < 1:
             raise SpecError(f"a choice from {self.rows} rows of {self.size} logits", "one or more")
 
+    @property
+    def flops(self) -> int:
+        """Operations: 20 rounds of Threefry and two logarithms an element."""
+        return 150 * self.rows * self.size
+
     def __str__(self) -> str:
         return f"{self.rows}x{self.size} logits, {'drawn' if self.draw else 'the largest'}"
 
@@ -99,6 +110,7 @@ class CountSpec:
     rows: int
     slots: int
     size: int
+    flops: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         if min(self.rows, self.slots, self.size) < 1:

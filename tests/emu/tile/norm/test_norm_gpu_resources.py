@@ -78,8 +78,8 @@ def test_weights_are_asked_for_before_the_kernel_ahead_has_ended():
 
 
 def test_a_plan_in_words():
-    assert str(Plan.of(rms(4096, 4096, BF16))) == "256 threads a row, 2 x 8 elements a thread"
-    assert str(Plan.of(rms(9, 64))) == "16 threads a row, 1 x 4 elements a thread, 8 rows a CTA"
+    assert str(Plan.of(rms(4096, 4096, BF16))) == "norm 256 threads a row, 2 x 8 elements a thread"
+    assert str(Plan.of(rms(9, 64))) == "norm 16 threads a row, 1 x 4 elements a thread, 8 rows a CTA"
     assert str(Plan.of(gated(1, 14336, BF16))) == \
-        "256 threads a row, 1 x 8 elements a thread, 7 CTAs a row"
+        "norm 256 threads a row, 1 x 8 elements a thread, 7 CTAs a row"
     assert str(Plan.of(softmax(1, 100000))).endswith("read again")
