@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import attention_case
@@ -39,6 +40,7 @@ from tinygrad_nv.toolchain import compile_object
 F32, BF16, E4M3 = dtypes.float32, dtypes.bfloat16, dtypes.fp8e4m3
 BEST, EMULATED = cpu_gemv_case.BEST, ISA("amx", bf16=True, vnni=True, emulated=True)
 CAUSAL = Band(last=0)
+TRAINED = partial(attention, band=CAUSAL, log_sum=True)
 
 
 def default(spec: Any, schedule: type[CPUSchedule], isa: ISA = BEST) -> Any:
@@ -83,7 +85,7 @@ PARTS: dict[str, tuple[Callable[[Any], Runs], Any, type[CPUSchedule], ISA, list[
     "amx": (matmul, product(150, 130, 600, out=F32), Amx, EMULATED,
             [*({"parts": parts, **TILES} for parts in (1, 3, 9)),
              {"parts": 2, "block_m": 160, "block_n": 32}]),
-    "flash": (forward, attention(150, 150, 64, F32, 1, 2, 3, CAUSAL, log_sum=True), CPUFlash, BEST,
+    "flash": (forward, TRAINED(150, 150, 64, F32, 1, 2, 3), CPUFlash, BEST,
               [{"parts": parts, "rows": 24, "heads": 2} for parts in (1, 3, 8)]),
     # six key heads: they are shared out among up to six parts, blocks of them among more
     "flash_backward": (gradients, backward(210, 260, 20, F32, batch=2, heads=3, group=2, band=Band(-150, 20),
@@ -110,7 +112,7 @@ COMPILED: dict[str, tuple[Any, type[CPUSchedule], dict[str, bool]]] = {
     "gemv by columns": (product(3, 50, 70, BF16, majors="KM"), CPUGemv, {}),
     "gemv by rows": (gate(50, 90, 1, BF16, "K"), CPUGemv, {}),
     "gemm": (product(33, 50, 90, BF16), CPUGemm, {}),
-    "flash": (replace(attention(50, 150, 40, BF16, band=CAUSAL, log_sum=True), kept=200), CPUFlash, {}),
+    "flash": (replace(TRAINED(50, 150, 40, BF16), kept=200), CPUFlash, {}),
     "flash_backward": (backward(50, 70, 40, BF16, band=CAUSAL), CPUFlashBackward, {}),
     **{words: (decode(heads=3, group=5, s_q=3, d=80, d_v=40, pages=64, dtype=BF16, kv=E4M3, window=99),
                CPUDecode, {"divided": divided})
