@@ -1,10 +1,10 @@
 """Predicted times of kernels.
 
-Protocol: `forecast(body, flops, nbytes, properties)` of a call's PROGRAM. Where its template has a cost model,
-that is asked, with the kernel's spec, its schedule and the rows it has now. Everything else gets a roofline:
-the operations and bytes that tinygrad counts, at a GPU's fp32 peak without tensor cores and at the share of
-HBM's peak that streaming reaches, and a launch. Which of the two it was, `model` says. The rates are those of
-tile/gpu.py; neither model was fitted to measurements.
+Protocol: `forecast(body, flops, nbytes, properties)` of a call's PROGRAM. Where its template has a cost
+model, that is asked, with the kernel's spec, its schedule and the rows it has now. Everything else gets a
+roofline: the operations and bytes that tinygrad counts, at a GPU's fp32 peak without tensor cores and at the
+share of HBM's peak that streaming reaches, and a launch. Which of the two it was, `model` says. The rates
+are those of tile/gpu.py; neither model was fitted to measurements.
 """
 from __future__ import annotations
 
