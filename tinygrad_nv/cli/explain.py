@@ -121,7 +121,7 @@ def _on_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> str:
     if (schedule := choose(spec, here)) is None:
         raise ScheduleError(f"no template takes {spec} on {here.isa}: {TABLE.why_not(spec, here)}",
                             "a matmul that one of them supports", "change what the reasons name")
-    found = levels_cpu.CPUProduct(spec, schedule, here)
+    found = levels_cpu.CPUMatmul(spec, schedule, here)
     if arguments.level is None: return "\n".join(levels_cpu.table([(found.kernel.name, found)]))
     text = levels_cpu.show(found, arguments.level).rstrip()
     return levels_cpu.legible(text) if arguments.level == "c" else text

@@ -96,7 +96,7 @@ class TileKernel:
 
 @dataclass(frozen=True)
 class GemmKernel(TileKernel):
-    """A kernel of a product. Its rows are a symbolic spec's `m`."""
+    """A kernel of a matmul. Its rows are a symbolic spec's `m`."""
     workspace_bytes: int = 0
     flags: int = 0
 

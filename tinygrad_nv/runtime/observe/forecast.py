@@ -1,6 +1,6 @@
 """Predicted times of kernels.
 
-Protocol: `forecast(body, flops, nbytes, properties)` of a call's PROGRAM. A product of our templates is asked
+Protocol: `forecast(body, flops, nbytes, properties)` of a call's PROGRAM. A matmul of our templates is asked
 of the cost model (tile/gemm/cost.py) with its spec, its schedule and the rows it has now. Everything else
 gets a roofline: the operations and bytes that tinygrad counts, at a GPU's fp32 peak without tensor cores and
 at the share of HBM's peak that streaming reaches, and a launch. Which of the two it was, `model` says. The

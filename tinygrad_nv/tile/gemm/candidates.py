@@ -1,8 +1,8 @@
-"""The schedules there are for a product: all that legality accepts, of what is worth writing down.
+"""The schedules there are for a matmul: all that legality accepts, of what is worth writing down.
 
 Protocol: `starts(spec, gpu)` are those worth trying first, in the order of preference; `space(spec, gpu)`
 yields legal schedules, each once, in a fixed order. What is left out on purpose: tiles more than twice as
-large as the product, sums beside which ptxas spills a long epilogue, splits that make more CTAs than two for
+large as the matmul, sums beside which ptxas spills a long epilogue, splits that make more CTAs than two for
 each SM or sums of fewer than two steps, and rings other than those worth trying (schedules.py).
 """
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tinygrad_nv.tile.templates import TABLE
 
 
 def starts(spec: GemmSpec, gpu: GPU) -> list[GemmSchedule]:
-    """Schedules to start from for a product, in the order of preference."""
+    """Schedules to start from for a matmul, in the order of preference."""
     return [s for template in TABLE.templates("gpu", spec) for s in template.candidates(spec, gpu)]
 
 

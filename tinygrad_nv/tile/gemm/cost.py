@@ -1,6 +1,6 @@
 """How long a schedule takes: an analytic model of waves, tensor-core cycles and bytes by level.
 
-Protocol: `predict(spec, schedule, machine)` for one, a `CostModel` for many schedules of one product; what
+Protocol: `predict(spec, schedule, machine)` for one, a `CostModel` for many schedules of one matmul; what
 differs between templates is a `Cost`, in each one's cost.py. The model orders candidates; its seconds are of
 a GPU on which these kernels were never timed.
 
@@ -114,12 +114,12 @@ def resident_ctas(machine: Machine, threads: int, smem_bytes: int, registers: in
 
 
 def predict(spec: GemmSpec, schedule: GemmSchedule, machine: Machine | str) -> Prediction:
-    """What a schedule of a product takes on a GPU (or an architecture's first)."""
+    """What a schedule of a matmul takes on a GPU (or an architecture's first)."""
     return CostModel(spec, machine_for(machine) if isinstance(machine, str) else machine).predict(schedule)
 
 
 class _Tiles(NamedTuple):
-    """A schedule laid over a product, whose rows and columns have changed places if it is swapped."""
+    """A schedule laid over a matmul, whose rows and columns have changed places if it is swapped."""
     rows: int
     columns: int
     tiles: int
@@ -130,7 +130,7 @@ class _Tiles(NamedTuple):
 
 
 class CostModel:
-    """The costs of one product on one GPU."""
+    """The costs of one matmul on one GPU."""
 
     def __init__(self, spec: GemmSpec, machine: Machine) -> None:
         self.spec, self.machine = spec, machine

@@ -50,7 +50,7 @@ class Candidate:
 
 def tune(spec: GemmSpec, arch: str, beam: int = 1, sm_count: int = 0, clock: Clock | None = None,
          progress: Progress = lambda done, count: None) -> list[Candidate]:
-    """Candidates, the fastest first, those that are out last; none where no template takes the product. The
+    """Candidates, the fastest first, those that are out last; none where no template takes the matmul. The
     first is stored in the database. Without a clock they are counted on the emulator."""
     model = CostModel(spec, machine_for(arch, sm_count))
     wanted, tried = candidates(model, arch, beam), []

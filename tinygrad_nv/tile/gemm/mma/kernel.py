@@ -41,7 +41,7 @@ Operands = list[list[list[Value]]]  # of A and each part of B, by 16 rows or col
 
 
 def gemm_mma(spec: GemmSpec, schedule: Mma, gpu: GPU) -> GemmKernel:
-    """The kernel of a product, by a legal schedule."""
+    """The kernel of a matmul, by a legal schedule."""
     plan = MmaPlan.of(spec, schedule)
     # min_ctas: else ptxas spills a word here and there for one CTA more on a multiprocessor
     k = Kernel("gemm_mma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)

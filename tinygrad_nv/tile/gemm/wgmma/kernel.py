@@ -41,7 +41,7 @@ from tinygrad_nv.tile.template import GPU
 
 
 def gemm_wgmma(spec: GemmSpec, schedule: Wgmma, gpu: GPU) -> GemmKernel:
-    """The kernel of a product, by a legal schedule, with as many CTAs as the GPU runs at once."""
+    """The kernel of a matmul, by a legal schedule, with as many CTAs as the GPU runs at once."""
     plan = WgmmaPlan.of(spec, schedule)
     ctas = plan.ctas(machine_for(gpu.arch, gpu.sm_count).sm_count, gpu.clusters)
     k = Kernel("gemm_wgmma", arch=gpu.arch, threads=schedule.threads, min_ctas=1,
