@@ -39,7 +39,7 @@ from tinygrad_nv.tile.expression import Apply, Load, Sum, silu
 from tinygrad_nv.tile.gemm.spec import Result
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.norm.kernel import norm
-from tinygrad_nv.tile.norm.plan import Plan
+from tinygrad_nv.tile.norm.plan import NormPlan
 from tinygrad_nv.tile.norm.spec import Computed, NormSpec, Statistic
 
 HIDDEN, WIDE, VOCAB, EPS = 4096, 14336, 128256, 1e-5
@@ -124,7 +124,7 @@ class ElementwiseWorkload:
 
     def plan(self) -> str:
         """Ours in words."""
-        return "copy" if self.form == "embedding" else str(Plan.of(SPECS[self.form](self.m, self.n)))
+        return "copy" if self.form == "embedding" else str(NormPlan.of(SPECS[self.form](self.m, self.n)))
 
     def scaled(self) -> ElementwiseWorkload:
         """Smaller, for the emulator."""

@@ -90,7 +90,7 @@ def _gemm(arguments: argparse.Namespace) -> str:
     from tinygrad_nv.explain import levels
     from tinygrad_nv.tile.gemm.choose import choose, why_not
     from tinygrad_nv.tile.gemm.dense import dense
-    from tinygrad_nv.tile.gpu import machine_for
+    from tinygrad_nv.tile.gpu import gpu_model_for
     from tinygrad_nv.tile.template import GPU
     if arguments.sm_count < 0:
         raise RequestError(f"--sm-count {arguments.sm_count}", "how many multiprocessors the GPU has")
@@ -98,7 +98,7 @@ def _gemm(arguments: argparse.Namespace) -> str:
     spec = dense(m, n, k, SHORT.get(arguments.dtype, arguments.dtype), arguments.out, arguments.majors,
                  tuple(batch), arguments.epilogue)
     if arguments.arch == CPU: return _on_cpu(spec, arguments)
-    machine = machine_for(arguments.arch, arguments.sm_count)
+    machine = gpu_model_for(arguments.arch, arguments.sm_count)
     schedule = choose(spec, gpu := GPU(arguments.arch, machine.sm_count))
     if schedule is None:
         raise ScheduleError(f"no template takes {spec} on {arguments.arch}: {why_not(spec, gpu)}",

@@ -28,7 +28,7 @@ from tinygrad_nv.tile.expression import show as written
 from tinygrad_nv.tile.gemm.cost import CostModel, Prediction, predict
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
-from tinygrad_nv.tile.gpu import machine_for
+from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
@@ -61,7 +61,7 @@ class ScheduledGemm:
     @property
     def prediction(self) -> Prediction:
         """What the cost model says of it."""
-        return predict(self.spec, self.schedule, machine_for(self.arch, self.sm_count))
+        return predict(self.spec, self.schedule, gpu_model_for(self.arch, self.sm_count))
 
 
 @functools.lru_cache(256)
@@ -194,18 +194,19 @@ def least_bytes(spec: GemmSpec) -> int:
 def tile_text(matmul: ScheduledGemm) -> str:
     """How it is computed."""
     spec, s, kernel = matmul.spec, matmul.schedule, matmul.kernel
-    machine, prediction = machine_for(matmul.arch, matmul.sm_count), matmul.prediction
+    gpu_model, prediction = gpu_model_for(matmul.arch, matmul.sm_count), matmul.prediction
     rate = _scaled(spec.flops / prediction.seconds, 1000, "FLOP/s")
     rows = [*_tiles(matmul), *_launch(kernel, prediction),
             ("predicted", f"{seconds(prediction.seconds)}, {rate}, bound: {prediction.bound}"),
             ("", ", ".join(f"{name} {seconds(part)}" for name, part in prediction.parts.items())),
-            ("at best", f"{seconds(CostModel(spec, machine).roofline(s))}, by peak rates alone"),
+            ("at best", f"{seconds(CostModel(spec, gpu_model).roofline(s))}, by peak rates alone"),
             *_memory(kernel)]
     found = resources(matmul)
     rows.append(("registers", "- (no ptxas)" if found is None else
                  f"{found.registers} a thread, {found.spill_store_bytes} bytes spilled"))
     rows += [("outline" if i == 0 else "", line) for i, line in enumerate(outline(kernel.ptx))]
-    return "\n".join([f"{s} on {matmul.arch} ({machine.name}, {machine.sm_count} SMs)", "", *aligned(rows)])
+    return "\n".join([f"{s} on {matmul.arch} ({gpu_model.name}, {gpu_model.sm_count} SMs)", "",
+                      *aligned(rows)])
 
 
 def _tiles(matmul: ScheduledGemm) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from itertools import chain
 
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.gpu import machine_for
+from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -25,7 +25,7 @@ def starts(spec: GemmSpec, gpu: GPU) -> list[GemmSchedule]:
 def space(spec: GemmSpec, gpu: GPU) -> Iterator[GemmSchedule]:
     """Every legal schedule."""
     size, seen = spec.a.dtype.itemsize, set()
-    sms = machine_for(gpu.arch, gpu.sm_count).sm_count
+    sms = gpu_model_for(gpu.arch, gpu.sm_count).sm_count
     every = (template.schedule.every(gpu.arch, size) for template in TABLE.templates("gpu", spec))
     for tile in chain(starts(spec, gpu), *every):
         if not tile.worthwhile(spec): continue

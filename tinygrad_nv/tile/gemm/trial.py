@@ -111,7 +111,7 @@ def _cycles(stats: Stats, model: CostModel, s: GemmSchedule) -> tuple[float, flo
     cost = cost_of(s)
     read = float(sum(map(_operand_bytes, stats.sites))) + cost.copied_bytes(stats, s)
     passes = sum(site.passes for site in stats.sites)
-    return (stats.tensor_flops / 2 / cost.multiplied(model.spec, model.machine),
+    return (stats.tensor_flops / 2 / cost.multiplied(model.spec, model.gpu_model),
             passes + read / SMEM_BYTES_PER_CYCLE, stats.warp_instructions / SCHEDULERS)
 
 

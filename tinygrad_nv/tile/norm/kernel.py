@@ -21,12 +21,12 @@ from math import inf, prod
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced, place, read, stored_form, write
-from tinygrad_nv.tile.epilogue import Finish
+from tinygrad_nv.tile.epilogue import EpilogueEmitter
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, substituted, walk
 from tinygrad_nv.tile.gemm.spec import Result
 from tinygrad_nv.tile.kernel import TileKernel
-from tinygrad_nv.tile.lanes import HALVES, Lanes, kind_of
-from tinygrad_nv.tile.norm.plan import Plan, along, every, problems
+from tinygrad_nv.tile.lanes import FLOAT16S, Lanes, kind_of
+from tinygrad_nv.tile.norm.plan import NormPlan, along, every, problems
 from tinygrad_nv.tile.norm.spec import NormSpec, Statistic
 
 LINE_BYTES = 128
@@ -44,9 +44,9 @@ def norm(spec: NormSpec, arch: str) -> TileKernel:
     `ScheduleError` for rows that the template does not take."""
     if found := problems(spec, arch):
         raise ScheduleError(f"{spec} has no kernel: " + "; ".join(found), "a spec without these problems")
-    plan = Plan.of(spec)
+    plan = NormPlan.of(spec)
     k = Kernel("norm" if spec.statistics else "elements", arch=arch, threads=plan.threads)
-    _Writer(k, spec, plan).write()
+    _NormKernel(k, spec, plan).write()
     grid = (-(-spec.m // plan.rows), prod(spec.batch), plan.blocks)
     return TileKernel(k.name, k.ptx(), grid, plan.threads, rows_of_cta=plan.rows, pdl=k.hopper)
 
@@ -54,7 +54,7 @@ def norm(spec: NormSpec, arch: str) -> TileKernel:
 class _Row:
     """A thread's row, as what expressions read: indices, and numbers of the row by what stands for them."""
 
-    def __init__(self, k: Kernel, spec: NormSpec, plan: Plan, rows: Value | int) -> None:
+    def __init__(self, k: Kernel, spec: NormSpec, plan: NormPlan, rows: Value | int) -> None:
         if plan.rows == 1: self.m, lane = k.ctaid.x, k.tid.x
         else: self.m, lane = k.ctaid.x * plan.rows + k.tid.x // plan.team, k.tid.x % plan.team
         whole = plan.rows == 1 or (not spec.symbolic and spec.m % plan.rows == 0)
@@ -89,7 +89,7 @@ class _Elements:
     """Chunks of a row, as what expressions read: `pair` is chunk · vector + element. `vectors` are loads that
     have been made."""
     row: _Row
-    plan: Plan
+    plan: NormPlan
     first: Value
     chunks: Sequence[int]
     inside: Callable[[int], Value | None]
@@ -116,10 +116,10 @@ class _Elements:
         return range(chunk * self.plan.vector, (chunk + 1) * self.plan.vector, min(2, self.plan.vector))
 
 
-class _Writer:
+class _NormKernel:
     """The kernel of a spec under construction."""
 
-    def __init__(self, k: Kernel, spec: NormSpec, plan: Plan) -> None:
+    def __init__(self, k: Kernel, spec: NormSpec, plan: NormPlan) -> None:
         self.k, self.spec, self.plan, self.width = k, spec, plan, min(2, plan.vector)
         self.outs = [k.pointer(f"out{i}") for i in range(len(spec.results))]
         self.inputs = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
@@ -186,7 +186,7 @@ class _Writer:
         def once(node: Expression) -> None:
             leaf = isinstance(node, Constant) or (isinstance(node, Load) and node in self.row.known)
             if not (varies[node] or fixed[node] or leaf or node in known):
-                known[node] = self.named(Finish(self.k, node, self.row, width=1).at(0, 0))
+                known[node] = self.named(EpilogueEmitter(self.k, node, self.row, width=1).at(0, 0))
 
         for node in walk(root):
             args = node.args if isinstance(node, Apply) else ()
@@ -222,17 +222,17 @@ class _Writer:
         k, dtype, count = self.k, load.dtype, self.plan.vector
         start, guard = chunk * self.plan.span * dtype.itemsize, self.inside(chunk)
         if count == 1: return [read(k, at, start, dtype, 1, guard, self.space)]
-        if dtype not in HALVES and dtype.itemsize != 4:
+        if dtype not in FLOAT16S and dtype.itemsize != 4:
             return [read(k, at, start + i * dtype.itemsize, dtype, 2, guard, self.space)
                     for i in range(0, count, 2)]
-        words, kind = count * dtype.itemsize // 4, "b32" if dtype in HALVES else kind_of(dtype)
+        words, kind = count * dtype.itemsize // 4, "b32" if dtype in FLOAT16S else kind_of(dtype)
         made = k.regs(kind, words) if guard is None else k.regs(kind, words, 0.0 if kind == "f32" else 0)
         for i in range(0, words, 4):
             piece = made[i:i + 4]
             some = f".v{len(piece)}" if len(piece) > 1 else ""
             k.emit(f"ld.{self.space}{some}.{kind}", piece if some else piece[0], place(at, start + 4 * i),
                    guard=guard)
-        if dtype in HALVES: return [Lanes(k, dtype, [], word) for word in made]
+        if dtype in FLOAT16S: return [Lanes(k, dtype, [], word) for word in made]
         return [Lanes(k, dtype, [*made[i:i + 2]]) for i in range(0, words, 2)]
 
     def passes(self, *roots: Expression) -> Iterator[_Elements]:
@@ -268,7 +268,7 @@ class _Writer:
         nothing = NOTHING[statistic.op, kind]
         totals = k.regs(kind, min(ACCUMULATORS, self.plan.vector), nothing)
         for elements in self.passes(statistic.term):
-            finish = Finish(k, statistic.term, elements, self.width)
+            finish = EpilogueEmitter(k, statistic.term, elements, self.width)
             for chunk in elements.chunks:
                 for pair in elements.pairs(chunk):
                     value = finish.at(0, pair)
@@ -313,7 +313,7 @@ class _Writer:
         if elements:
             roots = [values[i] for i in elements]
             for block in self.passes(*roots):
-                finish = Finish(k, roots[-1], block, self.width, before=tuple(roots[:-1]))
+                finish = EpilogueEmitter(k, roots[-1], block, self.width, before=tuple(roots[:-1]))
                 for chunk in block.chunks:
                     found = [finish.all(0, pair) for pair in block.pairs(chunk)]
                     for i in elements:
@@ -329,7 +329,7 @@ class _Writer:
         """Stores a vector of a result."""
         k, dtype = self.k, values[0].dtype
         start = chunk * self.plan.span * dtype.itemsize
-        if self.width == 1 or (dtype not in HALVES and dtype.itemsize != 4):
+        if self.width == 1 or (dtype not in FLOAT16S and dtype.itemsize != 4):
             for i, each in enumerate(values):
                 write(k, at, start + 2 * i * dtype.itemsize, each, self.width, guard)
             return

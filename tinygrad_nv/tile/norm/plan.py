@@ -8,7 +8,7 @@ row again, from L2.
 
 A thread has two vectors of a row that is longer than a warp's: one row has latency to hide, many have
 bandwidth to fill. How many rows there are changes nothing, so that a row's sums are the same beside any
-others. Rows without statistics are divided among CTAs (`blocks`), as nobody has to meet.
+others. Rows without statistics are divided among CTAs (`blocks`), as they need no reduction.
 """
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MOST_ELEMENTS = 1 << 17  # of a row with statistics, which one CTA goes through
 
 
 @dataclass(frozen=True)
-class Plan(Schedule):
+class NormPlan(Schedule):
     """`team` threads of a row, `vector` elements of a thread side by side, `chunks` of them; `rows` and
     `threads` of a CTA; `held`: loads stay in registers."""
     template: ClassVar[str] = "norm"
@@ -65,7 +65,7 @@ class Plan(Schedule):
         return self.team * self.vector
 
     @staticmethod
-    def of(spec: NormSpec) -> Plan:
+    def of(spec: NormSpec) -> NormPlan:
         """The plan of a spec."""
         vector = _vector(spec)
         vectors = -(-spec.n // vector)
@@ -76,16 +76,16 @@ class Plan(Schedule):
         for each in (team, CROWDED[0]):
             chunks = -(-vectors // each)
             if words * chunks <= (MOST_WORDS if each <= CROWDED[0] else CROWDED[1]):
-                return Plan(vector, each, chunks, _rows(spec, each), True)
-        return Plan(vector, CROWDED[0], -(-vectors // CROWDED[0]), 1, False)
+                return NormPlan(vector, each, chunks, _rows(spec, each), True)
+        return NormPlan(vector, CROWDED[0], -(-vectors // CROWDED[0]), 1, False)
 
 
-def _apart(spec: NormSpec, vector: int, vectors: int) -> Plan:
+def _apart(spec: NormSpec, vector: int, vectors: int) -> NormPlan:
     """Of elements without statistics."""
     deep = APART_DEEP if spec.rows * vectors >= MANY_CTAS * MOST_APART * APART_DEEP else 1
     team = min(MOST_APART, _power(-(-vectors // deep)))
     chunks = min(deep, -(-vectors // team))
-    return Plan(vector, team, chunks, _rows(spec, team), True, -(-vectors // (team * chunks)))
+    return NormPlan(vector, team, chunks, _rows(spec, team), True, -(-vectors // (team * chunks)))
 
 
 def problems(spec: NormSpec, arch: str) -> list[str]:

@@ -27,7 +27,7 @@ def one_column_is_its_value(make: Make, arch: str, dtype: DType) -> None:
 
 def equal_scores_are_a_mean(make: Make, arch: str, band: Band, dtype: DType = dtypes.bfloat16) -> None:
     """Of 256 or 64 small integers: nothing is rounded."""
-    spec = attention(64, 256, 48, dtype, out=dtypes.float32, band=band, start=63, log_sum=True)
+    spec = attention(64, 256, 48, dtype, out=dtypes.float32, band=band, start=63, lse=True)
     given = arguments(spec)
     given["q"].zero_()
     given["v"].copy_(torch.randint(-8, 9, given["v"].shape, generator=torch.Generator().manual_seed(1)))

@@ -24,14 +24,14 @@ BOTH = pytest.mark.parametrize("schedule", [SMALL, SHARED], ids=str)
 @pytest.mark.parametrize("d", [1, 8, 20, 33, 64, 96, 128, 256])
 def test_heads(d: int):
     """Of any number of elements. The band is a window that begins and ends within blocks."""
-    close(attention(40, 150, d, F32, band=Band(-90, 3), start=60, log_sum=True),
+    close(attention(40, 150, d, F32, band=Band(-90, 3), start=60, lse=True),
           SMALL if d <= 200 else scheduled(32, 16, 2), seed=d % 4)
     close(attention(9, 150, d, F32), SHARED, seed=d % 4)
 
 
 @pytest.mark.parametrize(("d", "d_v"), [(64, 128), (128, 64), (192, 40), (7, 256), (24, 5)])
 def test_values_of_another_width_than_keys(d: int, d_v: int):
-    close(attention(50, 130, d, F32, d_v=d_v, band=CAUSAL, start=70, heads=2, log_sum=True),
+    close(attention(50, 130, d, F32, d_v=d_v, band=CAUSAL, start=70, heads=2, lse=True),
           scheduled(32, 16, 2))
 
 
@@ -39,7 +39,7 @@ def test_values_of_another_width_than_keys(d: int, d_v: int):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 def test_architectures_and_results(arch: str, out: DType):
     for gap, d_v in ((0, 64), (1, 61), (2, 62)):
-        close(attention(35, 130, 64, F32, d_v=d_v, out=out, heads=2, group=2, gap=gap, log_sum=True),
+        close(attention(35, 130, 64, F32, d_v=d_v, out=out, heads=2, group=2, gap=gap, lse=True),
               arch=arch)
 
 
@@ -50,7 +50,7 @@ def test_architectures_and_results(arch: str, out: DType):
                                   Band(5, 60), Band(None, -7), Band(-70, -33)], ids=str)
 def test_bands(band: Band, schedule: FlashFma):
     """Rows may see nothing: zeros, and l = −inf."""
-    spec = attention(40, 170, 16, F32, band=band, start=150, symbolic=("start",), log_sum=True)
+    spec = attention(40, 170, 16, F32, band=band, start=150, symbolic=("start",), lse=True)
     made = TABLE.build(spec, schedule, GPU("sm_80"))
     for start in (0, 31, 33, 150):
         given = arguments(spec, start % 4)
@@ -92,7 +92,7 @@ def test_equal_scores_are_a_mean(band: Band, schedule: FlashFma):
 
 @BOTH
 def test_a_rows_bits_do_not_depend_on_other_rows(schedule: FlashFma):
-    spec = attention(37, 170, 24, F32, heads=2, log_sum=True)
+    spec = attention(37, 170, 24, F32, heads=2, lse=True)
     given = arguments(spec)
     alone = replace(spec, s_q=5)
     few = run(TABLE.build(alone, schedule, GPU("sm_80")), alone, given | {"l": given["l"][:10].clone()})
@@ -117,7 +117,7 @@ def test_nothing_is_rounded_to_tensor_cores_formats():
 @pytest.mark.parametrize("scale", [1e-6, 30.0, 1e4, 1e15])
 def test_very_large_and_very_small_scores(scale: float):
     """Beyond 10⁹ a row is its largest score's value, as far as float32 tells scores apart."""
-    spec = attention(40, 100, 32, F32, band=CAUSAL, start=60, log_sum=True)
+    spec = attention(40, 100, 32, F32, band=CAUSAL, start=60, lse=True)
     given = arguments(spec)
     given["q"].mul_(scale)
     if scale > 100: given["k"].mul_(scale)
@@ -140,7 +140,7 @@ def test_very_large_and_very_small_scores(scale: float):
 @pytest.mark.parametrize("gap", [0, 1, 2, 4])
 def test_layouts(order: str, gap: int, schedule: FlashFma):
     """Rows aligned to 4 bytes and more, heads in either order, shared by a group."""
-    close(attention(20, 70, 40, F32, batch=2, heads=2, group=3, order=order, gap=gap, log_sum=True), schedule)
+    close(attention(20, 70, 40, F32, batch=2, heads=2, group=3, order=order, gap=gap, lse=True), schedule)
 
 
 def test_offsets():
@@ -165,7 +165,7 @@ def test_rings(stages: int):
     ids=str)
 def test_blocks_and_warps(schedule: FlashFma):
     for d, d_v in ((48, 32), (40, 60)):
-        close(attention(100, 150, d, F32, d_v=d_v, band=CAUSAL, start=30, log_sum=True), schedule)
+        close(attention(100, 150, d, F32, d_v=d_v, band=CAUSAL, start=30, lse=True), schedule)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -182,7 +182,7 @@ def test_interleavings(seed: int):
 @pytest.mark.parametrize("band", [FULL, CAUSAL, Band(-20, 0)], ids=str)
 def test_symbolic_extents(band: Band, schedule: FlashFma):
     """About the edges of blocks. What lies beyond is memory that was never written."""
-    spec = attention(100, 300, 16, F32, band=band, symbolic=("s_q", "s_kv", "start"), start=200, log_sum=True)
+    spec = attention(100, 300, 16, F32, band=band, symbolic=("s_q", "s_kv", "start"), start=200, lse=True)
     made, given = TABLE.build(spec, schedule, GPU("sm_80")), arguments(spec)
     for extents in ((1, 1, 0), (5, 70, 65), (100, 300, 200), (64, 64, 0), (33, 256, 7), (65, 31, 3),
                     (15, 127, 113), (16, 128, 112), (17, 129, 112), (1, 33, 32), (1, 32, 31)):
@@ -192,7 +192,7 @@ def test_symbolic_extents(band: Band, schedule: FlashFma):
 
 @BOTH
 def test_no_keys_at_all(schedule: FlashFma):
-    spec = attention(40, 100, 16, F32, symbolic=("s_kv",), log_sum=True)
+    spec = attention(40, 100, 16, F32, symbolic=("s_kv",), lse=True)
     out, log = run(TABLE.build(spec, schedule, GPU("sm_80")), spec, arguments(spec), s_kv=0)
     assert (out == 0).all()
     assert log is not None

@@ -53,7 +53,7 @@ def counted(spec: AttentionSpec, schedule: FlashFma) -> Stats:
 @pytest.mark.parametrize(("d", "schedule"), TILES, ids=str)
 def test_default_schedules_keep_to_their_resources(d: int, schedule: FlashFma):
     """The causal kernel has all code. The architectures that have room take turns."""
-    spec = attention(1024, 1024, d, F32, band=CAUSAL, log_sum=True)
+    spec = attention(1024, 1024, d, F32, band=CAUSAL, lse=True)
     archs = [arch for arch in SMEM_BYTES if not TABLE.problems(spec, schedule, GPU(arch))]
     fits(spec, schedule, archs[TILES.index((d, schedule)) % len(archs)])
 
@@ -80,7 +80,7 @@ def test_heads_of_other_widths_lose_no_pass(d: int):
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_do_not_spill(name: str):
     for d in (64, 128, 256):
-        spec = attention(512, 512, d, F32, heads=2, group=2, band=CAUSAL, score=SCORES[name], log_sum=True)
+        spec = attention(512, 512, d, F32, heads=2, group=2, band=CAUSAL, score=SCORES[name], lse=True)
         schedule = ATTENTION.choose(spec, GPU("sm_80"))
         assert schedule is not None
         fits(spec, schedule, "sm_80")
@@ -92,7 +92,7 @@ def test_there_is_a_default(arch: str, d: int):
     """For any number of rows; of few, warps share the keys."""
     for rows in (1, 16, 17, 40, 100, 4096):
         spec = attention(rows, 4096, d, F32, symbolic=("s_q", "s_kv", "start"), band=Band(-500, 0),
-                         log_sum=True)
+                         lse=True)
         schedule = ATTENTION.choose(spec, GPU(arch))
         assert schedule is not None
         assert schedule in [scheduled(*tile) for tiles in (*FMA.values(), FEW_FMA) for tile in tiles]

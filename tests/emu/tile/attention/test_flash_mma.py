@@ -23,19 +23,19 @@ from tinygrad_nv.tile.templates import TABLE
 @pytest.mark.parametrize("d", [8, 16, 32, 40, 64, 72, 80, 96, 128, 136, 192, 256])
 def test_heads(d: int, dtype: DType):
     """The band is a window that begins and ends within blocks; 200 keys are 7 blocks."""
-    close(attention(40, 200, d, dtype, band=Band(-90, 3), start=100, log_sum=True), seed=d % 4)
+    close(attention(40, 200, d, dtype, band=Band(-90, 3), start=100, lse=True), seed=d % 4)
     close(attention(40, 200, d, dtype, out=F32), seed=d % 4)
 
 
 @pytest.mark.parametrize(("d", "d_v"), [(64, 128), (128, 64), (192, 128), (72, 40), (16, 256), (24, 8)])
 def test_values_of_another_width_than_keys(d: int, d_v: int):
-    close(attention(50, 150, d, d_v=d_v, band=CAUSAL, start=90, heads=2, log_sum=True))
+    close(attention(50, 150, d, d_v=d_v, band=CAUSAL, start=90, heads=2, lse=True))
 
 
 @pytest.mark.parametrize("out", [BF16, F16, F32], ids=["bf16", "f16", "f32"])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 def test_architectures_and_results(arch: str, out: DType):
-    close(attention(70, 130, 64, F16, out=out, heads=2, group=2, log_sum=True), arch=arch)
+    close(attention(70, 130, 64, F16, out=out, heads=2, group=2, lse=True), arch=arch)
 
 
 # **** bands ****
@@ -45,7 +45,7 @@ def test_architectures_and_results(arch: str, out: DType):
                                   Band(5, 60), Band(None, -7), Band(-70, -33)], ids=str)
 def test_bands(band: Band, start: int):
     """Rows may see nothing: zeros, and l = −inf."""
-    spec = attention(70, 170, 32, band=band, start=start, log_sum=True)
+    spec = attention(70, 170, 32, band=band, start=start, lse=True)
     close(spec, scheduled(64, 32, 4, 3), seed=start % 4)
 
 
@@ -82,7 +82,7 @@ def test_equal_scores_are_a_mean(band: Band):
 
 
 def test_a_rows_bits_do_not_depend_on_other_rows():
-    spec = attention(37, 170, 64, heads=2, log_sum=True)
+    spec = attention(37, 170, 64, heads=2, lse=True)
     given = arguments(spec)
     alone = replace(spec, s_q=5)
     few = run(TABLE.build(alone, SMALL, GPU("sm_80")), alone, given | {"l": given["l"][:10].clone()})
@@ -99,7 +99,7 @@ def test_a_rows_bits_do_not_depend_on_other_rows():
 @pytest.mark.parametrize("gap", [0, 2, 4, 8])
 def test_layouts(order: str, gap: int):
     """Rows aligned to 4 bytes and more, heads in either order, shared by a group."""
-    close(attention(40, 130, 40, batch=2, heads=2, group=3, order=order, gap=gap, log_sum=True))
+    close(attention(40, 130, 40, batch=2, heads=2, group=3, order=order, gap=gap, lse=True))
 
 
 def test_offsets():
@@ -122,7 +122,7 @@ def test_rings(stages: int):
     scheduled(96, 32, 2), scheduled(256, 32, 16), scheduled(256, 16, 16), scheduled(48, 64, 1, 3)], ids=str)
 def test_blocks_and_warps(schedule: FlashMma):
     for d, d_v in ((48, 32), (16, 8), (128, 64)):
-        close(attention(140, 300, d, d_v=d_v, band=CAUSAL, start=130, log_sum=True), schedule)
+        close(attention(140, 300, d, d_v=d_v, band=CAUSAL, start=130, lse=True), schedule)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -57,7 +57,7 @@ def counted(spec: AttentionSpec, schedule: FlashMma) -> Stats:
 def test_default_schedules_keep_to_their_resources(d: int, schedule: FlashMma):
     """The causal kernel has all code; in the full one the loop is a single block of instructions, which ptxas
     schedules more freely. The newer architectures take turns."""
-    causal = attention(1024, 1024, d, band=CAUSAL, log_sum=True)
+    causal = attention(1024, 1024, d, band=CAUSAL, lse=True)
     for spec, arch in ((causal, "sm_80"), (attention(1024, 1024, d), "sm_80"),
                        (causal, ("sm_89", "sm_90a")[TILES.index((d, schedule)) % 2])):
         if not TABLE.problems(spec, schedule, GPU(arch)): fits(spec, schedule, arch)
@@ -81,7 +81,7 @@ def test_loops_lose_no_pass_and_fill_sectors(d: int, schedule: FlashMma):
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_do_not_spill(name: str):
     for d in (64, 128, 256):
-        spec = attention(512, 512, d, heads=2, group=2, band=CAUSAL, score=SCORES[name], log_sum=True)
+        spec = attention(512, 512, d, heads=2, group=2, band=CAUSAL, score=SCORES[name], lse=True)
         schedule = ATTENTION.choose(spec, GPU("sm_80"))
         assert schedule is not None
         fits(spec, schedule, "sm_80")
@@ -92,7 +92,7 @@ def test_scores_do_not_spill(name: str):
 def test_there_is_a_default(arch: str, d: int):
     """For any number of rows; the gates above are about what runs."""
     for rows in (1, 16, 40, 100, 4096):
-        spec = attention(rows, 4096, d, symbolic=("s_q", "s_kv", "start"), band=Band(-500, 0), log_sum=True)
+        spec = attention(rows, 4096, d, symbolic=("s_q", "s_kv", "start"), band=Band(-500, 0), lse=True)
         schedule = ATTENTION.choose(spec, GPU(arch))
         assert schedule is not None
         if schedule.template != "flash_mma": continue

@@ -34,7 +34,7 @@ SCORES: dict[str, Expression] = {
 def test_scores(name: str):
     for band, s_kv, seed in ((FULL, 199, 0), (CAUSAL, 198, 1)):
         close(attention(40, s_kv, 64, score=SCORES[name], heads=2, group=2, band=band, start=100,
-                        log_sum=True), scheduled(32, 32, 1), seed=seed)
+                        lse=True), scheduled(32, 32, 1), seed=seed)
 
 
 def test_a_multiple_of_the_sum_is_not_evaluated():
@@ -45,7 +45,7 @@ def test_a_multiple_of_the_sum_is_not_evaluated():
 
 
 def test_rows_masked_in_memory_are_zeros():
-    spec = attention(40, 200, 64, score=where(Load(0, dtypes.bool, 200, 1), SCALED, NOTHING), log_sum=True)
+    spec = attention(40, 200, 64, score=where(Load(0, dtypes.bool, 200, 1), SCALED, NOTHING), lse=True)
     given = arguments(spec)
     mask = given["x0"].view(40, 200)
     mask[3] = False
@@ -79,12 +79,12 @@ def test_very_large_and_very_small_scores(scale: float):
 def test_symbolic_extents(band: Band, extents: tuple[int, int, int]):
     """What lies beyond is memory that was never written."""
     spec = attention(100, 300, 64, band=band, symbolic=("s_q", "s_kv", "start"), start=200, heads=2,
-                     log_sum=True)
+                     lse=True)
     close(spec, scheduled(64, 32, 4, 3), **dict(zip(spec.symbolic, extents, strict=True)))
 
 
 def test_no_keys_at_all():
-    spec = attention(40, 100, 64, symbolic=("s_kv",), log_sum=True)
+    spec = attention(40, 100, 64, symbolic=("s_kv",), lse=True)
     out, log = run(TABLE.build(spec, SMALL, GPU("sm_80")), spec, arguments(spec), s_kv=0)
     assert (out == 0).all()
     assert log is not None

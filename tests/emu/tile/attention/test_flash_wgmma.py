@@ -26,19 +26,19 @@ TURNS = [SMALL.pingpong(), W.block(192, 64).warps(16).pingpong()]
 def test_heads(d: int, dtype: DType):
     """The band is a window that begins and ends within blocks; 200 keys are 7 blocks."""
     schedule = W.block(128, 32)
-    close(attention(40, 200, d, dtype, band=Band(-90, 3), start=100, log_sum=True), schedule, seed=d % 4)
+    close(attention(40, 200, d, dtype, band=Band(-90, 3), start=100, lse=True), schedule, seed=d % 4)
     close(attention(40, 200, d, dtype, out=F32), schedule, seed=d % 4)
 
 
 @pytest.mark.parametrize(("d", "d_v"), [(64, 128), (128, 64), (192, 128), (72, 40), (16, 256), (24, 8)])
 def test_values_of_another_width_than_keys(d: int, d_v: int):
     """The result's rows fit where the queries were, or have their own shared memory."""
-    close(attention(50, 150, d, d_v=d_v, band=CAUSAL, start=90, heads=2, log_sum=True))
+    close(attention(50, 150, d, d_v=d_v, band=CAUSAL, start=90, heads=2, lse=True))
 
 
 @pytest.mark.parametrize("out", [BF16, F16, F32], ids=["bf16", "f16", "f32"])
 def test_results(out: DType):
-    close(attention(70, 130, 64, F16, out=out, heads=2, group=2, log_sum=True))
+    close(attention(70, 130, 64, F16, out=out, heads=2, group=2, lse=True))
 
 
 def test_rows_of_a_result_that_tma_cannot_have():
@@ -55,7 +55,7 @@ def test_rows_of_a_result_that_tma_cannot_have():
                                   Band(5, 60), Band(None, -7), Band(-70, -33)], ids=str)
 def test_bands(band: Band, start: int):
     """Rows may see nothing: zeros, and l = −inf."""
-    close(attention(140, 330, 32, band=band, start=start, log_sum=True), W.block(128, 32), seed=start % 4)
+    close(attention(140, 330, 32, band=band, start=start, lse=True), W.block(128, 32), seed=start % 4)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -94,7 +94,7 @@ def test_equal_scores_are_a_mean(band: Band):
 
 def test_a_rows_bits_do_not_depend_on_other_rows():
     """Nor on when a warp multiplies its result: scores grow, so that rows' tops move at different times."""
-    spec = attention(37, 270, 64, heads=2, log_sum=True)
+    spec = attention(37, 270, 64, heads=2, lse=True)
     given = arguments(spec, scale=2.0)
     alone = replace(spec, s_q=5)
     made = TABLE.build(alone, SMALL, GPU("sm_90a"))
@@ -110,7 +110,7 @@ def test_a_rows_bits_do_not_depend_on_other_rows():
 def test_scores_that_rise_or_fall_from_block_to_block(order: str):
     """Blocks come from the last to the first: where scores rise on that way, what was summed before shrinks
     each time; else never."""
-    spec = attention(64, 512, 64, F16, log_sum=True)
+    spec = attention(64, 512, 64, F16, lse=True)
     for step in (0.5, 3.0, 40.0):
         given = arguments(spec)
         block = torch.arange(512) // 64
@@ -125,7 +125,7 @@ def test_scores_that_rise_or_fall_from_block_to_block(order: str):
 @pytest.mark.parametrize("gap", [0, 8])
 def test_layouts(order: str, gap: int):
     """Heads in either order, shared by a group."""
-    close(attention(40, 130, 40, batch=2, heads=2, group=3, order=order, gap=gap, log_sum=True))
+    close(attention(40, 130, 40, batch=2, heads=2, group=3, order=order, gap=gap, lse=True))
 
 
 def test_offsets_and_heads_that_are_the_same():
@@ -153,7 +153,7 @@ def test_rings(stages: int, pingpong: bool):
     W.block(192, 80).warps(16).pingpong(), W.block(128, 240), W.block(64, 256).warps(8)], ids=str)
 def test_blocks_and_warps(schedule: FlashWgmma):
     for d, d_v in ((48, 32), (16, 8), (64, 64)):
-        close(attention(300, 700, d, d_v=d_v, band=CAUSAL, start=400, log_sum=True), schedule)
+        close(attention(300, 700, d, d_v=d_v, band=CAUSAL, start=400, lse=True), schedule)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -165,7 +165,7 @@ def test_interleavings(schedule: FlashWgmma, seed: int):
 
 @pytest.mark.parametrize("schedule", TURNS, ids=str)
 def test_turns_where_ctas_have_one_block_or_none(schedule: FlashWgmma):
-    close(attention(400, 64, 64, band=Band(-30, -10), start=60, log_sum=True), schedule)
+    close(attention(400, 64, 64, band=Band(-30, -10), start=60, lse=True), schedule)
 
 
 def test_memory_is_touched_after_the_kernel_before():

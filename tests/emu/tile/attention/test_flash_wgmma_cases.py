@@ -36,13 +36,13 @@ SCORES = {
 @pytest.mark.parametrize("name", SCORES)
 def test_scores(name: str, band: Band):
     """Four blocks of columns, the last one partial; half of a mask holds."""
-    spec = attention(140, 200, 64, heads=2, batch=2, band=band, start=50, score=SCORES[name], log_sum=True)
+    spec = attention(140, 200, 64, heads=2, batch=2, band=band, start=50, score=SCORES[name], lse=True)
     close(spec, seed=len(name) % 4)
 
 
 def test_rows_that_are_masked_throughout_are_zeros():
     score = where(Load(0, dtypes.bool, 1, 0), SCALED, Constant(-math.inf))
-    spec = attention(140, 200, 64, score=score, log_sum=True)
+    spec = attention(140, 200, 64, score=score, lse=True)
     given = arguments(spec)
     out, log = run(TABLE.build(spec, SMALL, GPU("sm_90a")), spec, given, "sm_90a")
     near(spec, given, (out, log))
@@ -55,13 +55,13 @@ def test_rows_that_are_masked_throughout_are_zeros():
 
 @pytest.mark.parametrize("scale", [1e-4, 30.0, 1000.0])
 def test_small_and_large_scores(scale: float):
-    close(attention(100, 330, 64, score=Sum() * scale, log_sum=True))
+    close(attention(100, 330, 64, score=Sum() * scale, lse=True))
 
 
 @pytest.mark.parametrize("score", [Sum() * 0.125, Sum() * -0.125], ids=["folded", "evaluated"])
 def test_scores_near_the_largest_float(score: Expression):
     """Sums of 2^125: nothing overflows on the way to the exponent."""
-    spec = attention(64, 128, 64, score=score, log_sum=True)
+    spec = attention(64, 128, 64, score=score, lse=True)
     given = arguments(spec)
     for name in ("q", "k"): given[name].copy_(given[name].sign() * 2.0**60)
     got = run(TABLE.build(spec, SMALL, GPU("sm_90a")), spec, given, "sm_90a")
@@ -75,7 +75,7 @@ def test_scores_near_the_largest_float(score: Expression):
 @pytest.mark.parametrize("s_q", [1, 127, 129, 200])
 def test_extents_of_a_launch(s_q: int, s_kv: int):
     spec = attention(200, 300, 64, band=CAUSAL, start=120, heads=2, group=2, order="brh",
-                     symbolic=SYMBOLS, log_sum=True)
+                     symbolic=SYMBOLS, lse=True)
     close(spec, seed=s_kv % 4, s_q=s_q, s_kv=s_kv, start=max(0, min(120, s_kv - s_q)))
 
 

@@ -18,7 +18,7 @@ from tinygrad_nv.tile.attention.schedules import FlashWgmma
 from tinygrad_nv.tile.attention.spec import FULL, Band
 from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
 from tinygrad_nv.tile.attention.wgmma.legality import MOST_HELD
-from tinygrad_nv.tile.attention.wgmma.plan import REGISTERS, Plan
+from tinygrad_nv.tile.attention.wgmma.plan import REGISTERS, FlashWgmmaPlan
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
@@ -65,7 +65,7 @@ def test_no_default_spills(d: int, score: str | None, few: bool):
     """A window, grouped heads, extents of a launch, l: all that takes registers."""
     made = None if score is None else SCORES[score]
     band = Band(-500, 0)
-    spec = attention(64 if few else LONG, LONG, d, band=band, score=made, heads=2, group=2, log_sum=True,
+    spec = attention(64 if few else LONG, LONG, d, band=band, score=made, heads=2, group=2, lse=True,
                      symbolic=("s_q", "s_kv", "start"))
     assembly = assemble(TABLE.build(spec, chosen(d, band, made, few), GPU("sm_90a")).ptx, "sm_90a")
     found = assembly.kernels["flash_wgmma"]
@@ -77,8 +77,8 @@ def test_no_default_spills(d: int, score: str | None, few: bool):
                                              (W.block(128, 192), 128), (W.block(192, 128).warps(16), 64),
                                              (W.block(192, 80).warps(16), 128)], ids=str)
 def test_the_most_that_is_held_fits(schedule: FlashWgmma, d: int):
-    spec = attention(LONG, LONG, d, band=Band(-500, 0), log_sum=True, symbolic=("s_q", "s_kv", "start"))
-    assert Plan.of(spec, schedule).held >= MOST_HELD[schedule.consumers] - 4
+    spec = attention(LONG, LONG, d, band=Band(-500, 0), lse=True, symbolic=("s_q", "s_kv", "start"))
+    assert FlashWgmmaPlan.of(spec, schedule).held >= MOST_HELD[schedule.consumers] - 4
     found = assemble(TABLE.build(spec, schedule, GPU("sm_90a")).ptx, "sm_90a").kernels["flash_wgmma"]
     assert (found.spill_store_bytes, found.spill_load_bytes) == (0, 0)
 
@@ -88,7 +88,7 @@ def test_no_bank_conflicts_and_all_of_memory_by_tma(d: int):
     """But for l: a sector for the eight rows of each request."""
     schedule = chosen(d, CAUSAL)
     spec = attention(schedule.block_m, 5 * schedule.block_n, d, band=CAUSAL, start=4 * schedule.block_n,
-                     log_sum=True)
+                     lse=True)
     _, report = launched(TABLE.build(spec, schedule, GPU("sm_90a")), spec, arguments(spec), "sm_90a")
     assert report.findings == []
     assert report.stats.bank_conflicts == {}

@@ -31,7 +31,7 @@ from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile.expression import Load, Position, Sum
 from tinygrad_nv.tile.gemm.spec import Result
 from tinygrad_nv.tile.norm.kernel import norm
-from tinygrad_nv.tile.norm.plan import MOST_ELEMENTS, Plan
+from tinygrad_nv.tile.norm.plan import MOST_ELEMENTS, NormPlan
 from tinygrad_nv.tile.norm.spec import Computed, NormSpec, Statistic
 
 ARCHES = ("sm_80", "sm_90a")
@@ -126,7 +126,7 @@ def test_nan_and_infinity(dtype: DType, arch: str):
 def test_rows_that_do_not_fit_are_read_again():
     """A loop over whole groups of chunks, and what is left, some of it guarded."""
     for spec in (softmax(1, 4 * 2048 * 4 + 2048 + 12), rms(2, 20000, F32, residual=True)):
-        assert not Plan.of(spec).held
+        assert not NormPlan.of(spec).held
         checked(spec, "sm_90a")
     one = lies(F32, 40000)
     spec = of(1, 40000, (Statistic("add", one),), one + Sum())

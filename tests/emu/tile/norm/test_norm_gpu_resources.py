@@ -7,7 +7,7 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.tile.norm.kernel import norm
-from tinygrad_nv.tile.norm.plan import Plan
+from tinygrad_nv.tile.norm.plan import NormPlan
 from tinygrad_nv.tile.norm.spec import NormSpec
 
 ARCHES = ("sm_80", "sm_89", "sm_90a")
@@ -78,8 +78,8 @@ def test_weights_are_asked_for_before_the_kernel_ahead_has_ended():
 
 
 def test_a_plan_in_words():
-    assert str(Plan.of(rms(4096, 4096, BF16))) == "norm 256 threads a row, 2 x 8 elements a thread"
-    assert str(Plan.of(rms(9, 64))) == "norm 16 threads a row, 1 x 4 elements a thread, 8 rows a CTA"
-    assert str(Plan.of(gated(1, 14336, BF16))) == \
+    assert str(NormPlan.of(rms(4096, 4096, BF16))) == "norm 256 threads a row, 2 x 8 elements a thread"
+    assert str(NormPlan.of(rms(9, 64))) == "norm 16 threads a row, 1 x 4 elements a thread, 8 rows a CTA"
+    assert str(NormPlan.of(gated(1, 14336, BF16))) == \
         "norm 256 threads a row, 1 x 8 elements a thread, 7 CTAs a row"
-    assert str(Plan.of(softmax(1, 100000))).endswith("read again")
+    assert str(NormPlan.of(softmax(1, 100000))).endswith("read again")
