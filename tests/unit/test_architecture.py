@@ -157,6 +157,25 @@ def beyond(found: Iterable[Import]) -> list[str]:
             and not any(fnmatch(one.target, pattern) for pattern in TINYGRAD.get(group(one.source), ()))]
 
 
+# **** targets ****
+
+# what differs from target to target: patterns choose, build and call kernels without asking which it is
+OF_TARGETS = {"GPU", "CPU", "CPUSchedule", "CPUKernel", "TileKernel"}
+
+
+def asked(tree: ast.AST) -> Iterator[int]:
+    """Lines that ask which target there is: of the type of a target, schedule or kernel, or of its kind."""
+    for node in ast.walk(tree):
+        parts: list[ast.AST] = []
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            parts = list(node.args[1:])
+        if isinstance(node, ast.Compare): parts = [node.left, *node.comparators]
+        if isinstance(node, ast.MatchClass): parts = [node.cls]
+        named = {leaf.id for part in parts for leaf in ast.walk(part) if isinstance(leaf, ast.Name)}
+        kinds = [part for part in parts if isinstance(part, ast.Attribute) and part.attr == "kind"]
+        if named & OF_TARGETS or kinds: yield node.lineno
+
+
 # **** this checkout ****
 
 @pytest.fixture(scope="module")
@@ -189,6 +208,13 @@ def test_what_each_layer_sees_of_tinygrad(every: list[Import]):
 def test_an_exception_is_one(every: list[Import], pattern: str):
     mine = [one for one in every if fnmatch(one.file, pattern) and one.target.startswith("tinygrad.")]
     assert any(not any(fnmatch(one.target, each) for each in USERS) for one in mine), f"{pattern} needs none"
+
+
+def test_patterns_do_not_ask_which_target_they_have():
+    files = sorted((ROOT / "tinygrad_nv" / "patterns").rglob("*.py"))
+    assert len(files) > 40
+    found = [f"{file}:{line}" for file in files for line in asked(ast.parse(file.read_text()))]
+    assert not found, "\n".join(found)
 
 
 # **** pairs: with what is wrong, and without ****
@@ -243,3 +269,12 @@ def test_groups_of_one_row_do_not_import_each_other(tmp_path: Path):
 def test_an_import_of_tinygrads_internals_is_found(tmp_path: Path, source: str, text: str, wrong: bool):
     found = [one.partition(" (")[0] for one in beyond(planted(tmp_path, **{source: text}))]
     assert found == [f"tinygrad_nv/{source.replace('__', '/')}.py:1"] * wrong
+
+
+@pytest.mark.parametrize(("text", "wrong"), [
+    ("isinstance(target, CPU)", True), ("isinstance(x, (GPU, int))", True), ("type(target) is GPU", True),
+    ("target.kind == 'gpu'", True), ("isinstance(how.schedule, CPUSchedule | None)", True),
+    ("match target:\n    case CPU(): pass", True), ("isinstance(x, UOp)", False),
+    ("choose(spec, target)", False), ("target_of(x.device) is None", False)])
+def test_a_question_for_the_target_is_found(text: str, wrong: bool):
+    assert bool(list(asked(ast.parse(text)))) is wrong

@@ -16,13 +16,14 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
+from typing import ClassVar
 
 from tinygrad.dtype import DType
 
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.kernel import Scratch
-from tinygrad_nv.tile.launch import Integer
+from tinygrad_nv.tile.launch import PLAIN, Integer, LaunchConfig
 
 # what elements of a dtype are in C, where vector.h has functions for them
 C_TYPES = {"f32": "float", "bf16": "u16", "f16": "u16", "e4m3": "u8", "e5m2": "u8", "bool": "u8", "s8": "s8",
@@ -36,6 +37,17 @@ class CPUKernel:
     source: str
     parts: int = 1
     workspace_bytes: int = 0
+    # as a GPU's kernel has them
+    grid: ClassVar[tuple[int, ...]] = ()
+    block: ClassVar[tuple[int, ...]] = ()
+    rows_of_cta: ClassVar[int] = 0
+    ctas_of_rows: ClassVar[int] = 1
+    launch: ClassVar[LaunchConfig] = PLAIN
+
+    @property
+    def text(self) -> str:
+        """What is compiled."""
+        return self.source
 
     @property
     def kernels(self) -> tuple[CPUKernel, ...]:

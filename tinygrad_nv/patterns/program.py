@@ -23,7 +23,7 @@ import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from tinygrad.dtype import AddrSpace, DType, dtypes
 from tinygrad.helpers import all_int, prod, to_tuple
@@ -142,19 +142,13 @@ def called(made: Built | Chain, device: str | tuple[str, ...], outputs: Sequence
     done: tuple[UOp, ...] = ()
     for kernel in made.kernels:
         if done: flops, nbytes, note = 0, sum(s.count * s.dtype.itemsize for s in made.scratch), COMBINE
-        text, how = _launched(kernel, rows)
-        done = program(kernel.name, text, device, done or [out for out, _ in given], inputs,
-                       variables=variables, flops=flops, nbytes=nbytes, note=note, **how)
+        done = program(kernel.name, kernel.text, device, done or [out for out, _ in given], inputs,
+                       grid=_grid(kernel, rows), block=kernel.block, variables=variables, flops=flops,
+                       nbytes=nbytes, note=note, parts=kernel.parts, launch=kernel.launch)
     return tuple(out for out, (_, asked) in zip(done, given, strict=True) if asked)
 
 
-def _launched(kernel: TileKernel | CPUKernel, rows: sint) -> tuple[str, dict[str, Any]]:
-    """A kernel's text, and how it is launched."""
-    if isinstance(kernel, CPUKernel): return kernel.source, {"parts": kernel.parts}
-    return kernel.ptx, {"grid": _grid(kernel, rows), "block": (kernel.threads, 1, 1), "launch": kernel.launch}
-
-
-def _grid(kernel: TileKernel, rows: sint) -> tuple[sint, ...]:
+def _grid(kernel: TileKernel | CPUKernel, rows: sint) -> tuple[sint, ...]:
     """A kernel's grid for a variable number of rows; that of the most where there is none."""
     if not isinstance(rows, UOp) or not kernel.rows_of_cta: return kernel.grid
     extent = rows.unbind_all()[0]

@@ -14,7 +14,7 @@ All pointers are beginnings of buffers, aligned to 16 bytes; offsets are the ker
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from tinygrad.dtype import DType, dtypes
 
@@ -63,6 +63,17 @@ class TileKernel:
     ctas_of_rows: int = 1
     pdl: bool = False
     integers: tuple[Integer, ...] = ()
+    parts: ClassVar[int] = 1  # a CPU's kernel has several
+
+    @property
+    def text(self) -> str:
+        """What is compiled."""
+        return self.ptx
+
+    @property
+    def block(self) -> tuple[int, int, int]:
+        """Threads of a CTA, as x, y, z."""
+        return self.threads, 1, 1
 
     @property
     def kernels(self) -> tuple[TileKernel, ...]:
