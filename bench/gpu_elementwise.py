@@ -33,14 +33,14 @@ from gpu_parts import (
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.runtime.driver import Driver
-from tinygrad_nv.tile.embedding.kernel import embedding
 from tinygrad_nv.tile.embedding.spec import EmbeddingSpec, Tokens
 from tinygrad_nv.tile.expression import Apply, Load, Sum, silu
 from tinygrad_nv.tile.gemm.spec import Result
 from tinygrad_nv.tile.kernel import TileKernel
-from tinygrad_nv.tile.norm.kernel import norm
-from tinygrad_nv.tile.norm.plan import NormPlan
+from tinygrad_nv.tile.norm.schedules import Norm
 from tinygrad_nv.tile.norm.spec import Computed, NormSpec, Statistic
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 HIDDEN, WIDE, VOCAB, EPS = 4096, 14336, 128256, 1e-5
 KIND, F32 = dtypes.bfloat16, dtypes.float32
@@ -106,6 +106,12 @@ class ElementwiseWorkload:
         return f"{self.form} {self.m}x{self.n}"
 
     @property
+    def spec(self) -> NormSpec | EmbeddingSpec:
+        """What is computed."""
+        if self.form != "embedding": return SPECS[self.form](self.m, self.n)
+        return EmbeddingSpec(self.table, self.n, KIND, Tokens(dtypes.int32, (self.m,), (1,)))
+
+    @property
     def work(self) -> float:
         """Elements of the result."""
         return float(self.m * self.n)
@@ -119,12 +125,12 @@ class ElementwiseWorkload:
 
     def kernel(self, arch: str) -> TileKernel:
         """Ours."""
-        if self.form != "embedding": return norm(SPECS[self.form](self.m, self.n), arch)
-        return embedding(EmbeddingSpec(self.table, self.n, KIND, Tokens(dtypes.int32, (self.m,), (1,))), arch)
+        made: TileKernel = TABLE.build(self.spec, TABLE.choose(self.spec, GPU(arch)), GPU(arch))
+        return made
 
     def plan(self) -> str:
         """Ours in words."""
-        return "copy" if self.form == "embedding" else str(NormPlan.of(SPECS[self.form](self.m, self.n)))
+        return "copy" if isinstance(self.spec, EmbeddingSpec) else str(Norm.of(self.spec))
 
     def scaled(self) -> ElementwiseWorkload:
         """Smaller, for the emulator."""

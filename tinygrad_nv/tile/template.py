@@ -104,17 +104,12 @@ def _first_legal(family: Family, spec: Any, target: Any) -> Schedule | None:
 
 
 def fixed(spec: type[S], schedule: type[C], problems: Callable[[S, str], Sequence[str]] | None, module: str,
-          name: str, only: Callable[[S], C] | None = None) -> Template[S, C, GPU]:
-    """A GPU's template with nothing to choose: its kernel, and the reasons against it, are functions of spec
-    and architecture. `problems` None: it takes every spec. `only`: the schedule of a spec, where its type has
-    numbers."""
-    def the(one: S) -> C: return schedule() if only is None else only(one)
-
-    def found(one: S, s: C, gpu: GPU) -> Sequence[str]:
-        return (problems and problems(one, gpu.arch)) or ([] if s == the(one) else [f"{s} is not {the(one)}"])
-
-    def built(one: S, s: C, gpu: GPU) -> Any: return getattr(import_module(module), name)(one, gpu.arch)
-    return Template(schedule.template, spec, schedule, found, lambda one, gpu: (the(one),), built)
+          name: str) -> Template[S, C, GPU]:
+    """A GPU's template with nothing to choose: the reasons against its kernel are a function of spec and
+    architecture. `problems` None: it takes every spec."""
+    def found(one: S, s: C, gpu: GPU) -> Sequence[str]: return problems(one, gpu.arch) if problems else []
+    return Template(schedule.template, spec, schedule, found, lambda one, gpu: (schedule(),),
+                    later(module, name))
 
 
 def later(module: str, name: str) -> Callable[..., Any]:

@@ -13,13 +13,15 @@ from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced
 from tinygrad_nv.tile.embedding.spec import EmbeddingSpec
 from tinygrad_nv.tile.kernel import TileKernel
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.template import GPU
 
 PIECES = {16: ("b32", 4), 8: ("b32", 2), 4: ("b32", 1), 2: ("b16", 1)}  # bytes: a load's registers
 DEEP = 4
 CTA = 256               # threads, less where there are fewer pieces
 
 
-def embedding(spec: EmbeddingSpec, arch: str) -> TileKernel:
+def embedding(spec: EmbeddingSpec, schedule: Schedule, gpu: GPU) -> TileKernel:
     """The kernel of a table. Parameters in this order: out; weight; tokens; u32 tokens, where they are
     symbolic."""
     row_bytes = spec.width * spec.dtype.itemsize
@@ -29,7 +31,7 @@ def embedding(spec: EmbeddingSpec, arch: str) -> TileKernel:
     deep = min(DEEP, -(-pieces // team))
     tokens = max(32 // team, min(CTA // team, spec.tokens.count))  # of a CTA
     tokens = 1 << (tokens - 1).bit_length()
-    k = Kernel("embedding", arch=arch, threads=team * tokens)
+    k = Kernel("embedding", arch=gpu.arch, threads=team * tokens)
     _write(k, spec, team, tokens, piece, deep)
     grid = (-(-spec.tokens.count // tokens), -(-pieces // (team * deep)), 1)
     return TileKernel("embedding", k.ptx(), grid, team * tokens, rows_of_cta=tokens, pdl=k.hopper)

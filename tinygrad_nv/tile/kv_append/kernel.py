@@ -18,23 +18,22 @@ from dataclasses import dataclass
 
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.decode.spec import Pages, Scales
 from tinygrad_nv.tile.kernel import TileKernel
-from tinygrad_nv.tile.kv_append.spec import AppendSpec, Heads, Rope, problems, vector
+from tinygrad_nv.tile.kv_append.spec import AppendSpec, Heads, Rope, vector
 from tinygrad_nv.tile.lanes import FLOAT16S, packed, to_fp8, unpacked
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.template import GPU
 
 MOST_THREADS = 256
 Operation = tuple[str, Value, Value]  # name, operands
 
 
-def kv_append(spec: AppendSpec, arch: str) -> TileKernel:
+def kv_append(spec: AppendSpec, schedule: Schedule, gpu: GPU) -> TileKernel:
     """The kernel of an append. Parameters in this order: pages of keys, of values; rotated q; k, v; q; table;
-    lengths; cos, sin; scales of keys, of values: those that there are. Raises `ScheduleError`."""
-    if found := problems(spec, arch):
-        raise ScheduleError(f"{spec} has no kernel: " + "; ".join(found), "a spec without these problems")
-    k = Kernel("kv_append", arch=arch, threads=_threads(spec))
+    lengths; cos, sin; scales of keys, of values: those that there are."""
+    k = Kernel("kv_append", arch=gpu.arch, threads=_threads(spec))
     _Append(k, spec).write()
     return TileKernel("kv_append", k.ptx(), (spec.rows, spec.batch, 1), k.threads[0], pdl=k.hopper)
 

@@ -1,6 +1,6 @@
 """Norms, softmax, argmax.
 
   spec.py    statistics of a row, and elements computed with them
-  plan.py    how threads share rows
+  schedules.py  how threads share rows; legality.py: which rows; templates.py: the record
   kernel.py  the template: sm_80 and later
 """

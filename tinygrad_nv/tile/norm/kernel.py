@@ -1,6 +1,6 @@
 """Rows: norms, softmax, argmax, and elements made without statistics (spec.py). For sm_80 and later.
 
-    each team of threads has a row, a thread vectors of it (plan.py):
+    each team of threads has a row, a thread vectors of it (schedules.py):
         have L2 fetch the weights; wait for the kernel before; load the vectors
         for each statistic:
             its terms, added up (or the largest) in registers, in the order of the row
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 
-from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced, place, read, stored_form, write
 from tinygrad_nv.tile.epilogue import EpilogueEmitter
@@ -26,8 +25,9 @@ from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Posit
 from tinygrad_nv.tile.gemm.spec import Result
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.lanes import FLOAT16S, Lanes, kind_of
-from tinygrad_nv.tile.norm.plan import NormPlan, along, every, problems
+from tinygrad_nv.tile.norm.schedules import Norm, along, every
 from tinygrad_nv.tile.norm.spec import NormSpec, Statistic
+from tinygrad_nv.tile.template import GPU
 
 LINE_BYTES = 128
 MANY_ROWS = 264         # whose weights are in L2 by others
@@ -39,13 +39,10 @@ NOTHING: dict[tuple[str, str], float] = {("add", "f32"): 0.0, ("add", "s32"): 0,
 Vector = list[Lanes]    # pairs of elements that lie side by side, or one element
 
 
-def norm(spec: NormSpec, arch: str) -> TileKernel:
-    """The kernel of rows. Parameters in this order: results; x0, x1, …; u32 rows, of a symbolic spec. Raises
-    `ScheduleError` for rows that the template does not take."""
-    if found := problems(spec, arch):
-        raise ScheduleError(f"{spec} has no kernel: " + "; ".join(found), "a spec without these problems")
-    plan = NormPlan.of(spec)
-    k = Kernel("norm" if spec.statistics else "elements", arch=arch, threads=plan.threads)
+def norm(spec: NormSpec, plan: Norm, gpu: GPU) -> TileKernel:
+    """The kernel of rows, by a legal schedule. Parameters in this order: results; x0, x1, …; u32 rows, of a
+    symbolic spec."""
+    k = Kernel("norm" if spec.statistics else "elements", arch=gpu.arch, threads=plan.threads)
     _NormKernel(k, spec, plan).write()
     grid = (-(-spec.m // plan.rows), prod(spec.batch), plan.blocks)
     return TileKernel(k.name, k.ptx(), grid, plan.threads, rows_of_cta=plan.rows, pdl=k.hopper)
@@ -54,7 +51,7 @@ def norm(spec: NormSpec, arch: str) -> TileKernel:
 class _Row:
     """A thread's row, as what expressions read: indices, and numbers of the row by what stands for them."""
 
-    def __init__(self, k: Kernel, spec: NormSpec, plan: NormPlan, rows: Value | int) -> None:
+    def __init__(self, k: Kernel, spec: NormSpec, plan: Norm, rows: Value | int) -> None:
         if plan.rows == 1: self.m, lane = k.ctaid.x, k.tid.x
         else: self.m, lane = k.ctaid.x * plan.rows + k.tid.x // plan.team, k.tid.x % plan.team
         whole = plan.rows == 1 or (not spec.symbolic and spec.m % plan.rows == 0)
@@ -89,7 +86,7 @@ class _Elements:
     """Chunks of a row, as what expressions read: `pair` is chunk · vector + element. `vectors` are loads that
     have been made."""
     row: _Row
-    plan: NormPlan
+    plan: Norm
     first: Value
     chunks: Sequence[int]
     inside: Callable[[int], Value | None]
@@ -119,7 +116,7 @@ class _Elements:
 class _NormKernel:
     """The kernel of a spec under construction."""
 
-    def __init__(self, k: Kernel, spec: NormSpec, plan: NormPlan) -> None:
+    def __init__(self, k: Kernel, spec: NormSpec, plan: Norm) -> None:
         self.k, self.spec, self.plan, self.width = k, spec, plan, min(2, plan.vector)
         self.outs = [k.pointer(f"out{i}") for i in range(len(spec.results))]
         self.inputs = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]

@@ -1,9 +1,11 @@
 """The template of rows on a GPU: norms, softmax, argmax."""
 from __future__ import annotations
 
-from tinygrad_nv.tile.norm.plan import NormPlan, problems
+from tinygrad_nv.tile.norm.legality import problems
+from tinygrad_nv.tile.norm.schedules import Norm
 from tinygrad_nv.tile.norm.spec import NormSpec
-from tinygrad_nv.tile.template import Family, fixed
+from tinygrad_nv.tile.template import Family, Template, later
 
-NORM = fixed(NormSpec, NormPlan, problems, "tinygrad_nv.tile.norm.kernel", "norm", NormPlan.of)
+NORM = Template("norm", NormSpec, Norm, problems, lambda spec, gpu: (Norm.of(spec),),
+                later("tinygrad_nv.tile.norm.kernel", "norm"))
 FAMILY = Family("norm", (NORM,))

@@ -23,6 +23,8 @@ from tinygrad_nv.tile.access import advanced
 from tinygrad_nv.tile.kernel import Chain, Scratch, TileKernel
 from tinygrad_nv.tile.sampling.spec import NUMBERS, ChoiceSpec, Number
 from tinygrad_nv.tile.sampling.threshold_sift import ordered
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.template import GPU
 
 THREADS = 256
 PIECE = 1 << 12         # elements of a piece at least
@@ -36,18 +38,20 @@ def pieces(spec: ChoiceSpec) -> int:
     return min(-(-spec.size // PIECE), -(-CTAS // spec.rows))
 
 
-def choice(spec: ChoiceSpec, arch: str) -> TileKernel:
+def choice(spec: ChoiceSpec, schedule: Schedule, gpu: GPU) -> TileKernel | Chain:
+    """The kernel of a choice, or both where rows are cut in pieces. Parameters in this order: out, int32
+    [rows]; logits; numbers and places, of a draw."""
+    made, cut = first(spec, gpu.arch), pieces(spec)
+    if cut == 1: return made
+    return Chain(made, merged(spec, gpu.arch), Scratch(dtypes.uint64, cut * spec.rows))
+
+
+def first(spec: ChoiceSpec, arch: str) -> TileKernel:
     """The kernel of a choice, or of its pieces. Parameters in this order: out, int32 [rows], or uint64 [rows,
     pieces]; logits; numbers and places, of a draw."""
     k = Kernel("choice", arch=arch, threads=THREADS)
     _write(k, spec)
     return TileKernel(k.name, k.ptx(), (pieces(spec), spec.rows, 1), THREADS, pdl=k.hopper)
-
-
-def whole(spec: ChoiceSpec, arch: str) -> TileKernel | Chain:
-    """The kernel, or both where rows are cut in pieces."""
-    made, cut = choice(spec, arch), pieces(spec)
-    return made if cut == 1 else Chain(made, merged(spec, arch), Scratch(dtypes.uint64, cut * spec.rows))
 
 
 def merged(spec: ChoiceSpec, arch: str) -> TileKernel:

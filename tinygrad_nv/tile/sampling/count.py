@@ -10,13 +10,15 @@ from tinygrad_nv.ptx.builder import Kernel
 from tinygrad_nv.tile.access import advanced
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.sampling.spec import CountSpec
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.template import GPU
 
 THREADS = 64
 
 
-def count(spec: CountSpec, arch: str) -> TileKernel:
+def count(spec: CountSpec, schedule: Schedule, gpu: GPU) -> TileKernel:
     """The kernel of counts. Parameters in this order: counts; slots of the rows; tokens."""
-    k = Kernel("count", arch=arch, threads=THREADS)
+    k = Kernel("count", arch=gpu.arch, threads=THREADS)
     counts, slots, tokens = (k.pointer(name) for name in ("counts", "slots", "tokens"))
     row = k.ctaid.x * THREADS + k.tid.x
     if k.hopper: k.wait_for_previous_grid()

@@ -36,6 +36,6 @@ def problems(spec: FilterSpec | ChoiceSpec | CountSpec, arch: str) -> list[str]:
 
 
 THRESHOLD = fixed(FilterSpec, Threshold, problems, f"{FOLDER}.threshold", "threshold")
-CHOICE = fixed(ChoiceSpec, Choice, problems, f"{FOLDER}.choice", "whole")
+CHOICE = fixed(ChoiceSpec, Choice, problems, f"{FOLDER}.choice", "choice")
 COUNT = fixed(CountSpec, Count, problems, f"{FOLDER}.count", "count")
 FAMILY = Family("sampling", (THRESHOLD, CHOICE, COUNT))

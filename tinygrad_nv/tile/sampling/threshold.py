@@ -24,6 +24,8 @@ from tinygrad_nv.tile.access import advanced
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.sampling.spec import LANES, NUMBERS, FilterSpec
 from tinygrad_nv.tile.sampling.threshold_sift import THREADS, Sift, ordered
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.template import GPU
 
 Elements = Iterator[tuple[list[Value], list[Value]]]
 
@@ -33,11 +35,11 @@ INFINITY = 0x7F800000
 STRIDE = 4 * (LANES + 4)    # bytes from the sums of a digit to the next: 16 more, and in other banks
 
 
-def threshold(spec: FilterSpec, arch: str) -> TileKernel:
+def threshold(spec: FilterSpec, schedule: Schedule, gpu: GPU) -> TileKernel:
     """The kernel of a filter. Parameters in this order: out; logits; weights, unless they are counted;
     numbers."""
     threads = LANES if spec.length <= SHORT else THREADS
-    k = Kernel("threshold", arch=arch, threads=threads)
+    k = Kernel("threshold", arch=gpu.arch, threads=threads)
     _ThresholdKernel(k, spec, threads).write()
     return TileKernel(k.name, k.ptx(), (spec.rows, 1, 1), threads, pdl=k.hopper)
 

@@ -14,8 +14,10 @@ from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.runtime.device import NVDevice
-from tinygrad_nv.tile.embedding.kernel import embedding as template
+from tinygrad_nv.tile.embedding import templates
 from tinygrad_nv.tile.embedding.spec import EmbeddingSpec, Tokens
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 F32, BF16, S32, S64 = dtypes.float32, dtypes.bfloat16, dtypes.int32, dtypes.int64
 ARCHES = ("sm_80", "sm_90a")
@@ -34,7 +36,7 @@ def checked(rows: int, width: int, count: int, arch: str, dtype: DType = F32, to
     """`count` tokens `stride` apart, at most `most` where they are symbolic: bits, and none beside them."""
     random, size = np.random.default_rng(seed), f"u{dtype.itemsize}"
     spec = EmbeddingSpec(rows, width, dtype, Tokens(tokens, (most or count,), (stride,), 1), most is not None)
-    made, emu = template(spec, arch), Emulator(arch, seed=seed)
+    made, emu = TABLE.build(spec, templates.Embedding(), GPU(arch)), Emulator(arch, seed=seed)
     weight = random.integers(0, 1 << 16, (rows, width)).astype(size)
     numbers = np.full(2 + (count - 1) * stride, 1 << 30, f"i{tokens.itemsize}")
     numbers[1::stride] = random.integers(-rows - 3, rows + 3, count)
@@ -72,7 +74,8 @@ def test_generated(data: st.DataObject):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 @pytest.mark.parametrize(("width", "dtype"), [(4096, BF16), (4096, F32), (128, BF16), (7, F32)], ids=str)
 def test_what_it_takes(arch: str, width: int, dtype: DType):
-    made = template(EmbeddingSpec(128256, width, dtype, Tokens(S32, (64,), (1,))), arch)
+    spec = EmbeddingSpec(128256, width, dtype, Tokens(S32, (64,), (1,)))
+    made = TABLE.build(spec, templates.Embedding(), GPU(arch))
     found = assemble(made.ptx, arch).kernels[made.name]
     assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
     assert found.registers <= 48

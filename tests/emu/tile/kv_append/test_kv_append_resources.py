@@ -9,8 +9,10 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.errors import ScheduleError, SpecError
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.tile.decode.spec import Pages, Scales
-from tinygrad_nv.tile.kv_append.kernel import kv_append
-from tinygrad_nv.tile.kv_append.spec import AppendSpec, Heads, Rope, problems, vector
+from tinygrad_nv.tile.kv_append.spec import AppendSpec, Heads, Rope, vector
+from tinygrad_nv.tile.kv_append.templates import Append
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 BF16, S8, E4M3 = dtypes.bfloat16, dtypes.int8, dtypes.fp8e4m3
 
@@ -29,7 +31,7 @@ def llama(kv: DType = BF16, interleaved: bool = False, heads: int = 8, d: int = 
                                           for kv in (BF16, S8, E4M3) if (arch, kv) != ("sm_80", E4M3)])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_registers(arch: str, kv: DType, interleaved: bool):
-    made = kv_append(llama(kv, interleaved), arch)
+    made = TABLE.build(llama(kv, interleaved), Append(), GPU(arch))
     found = assemble(made.ptx, arch).kernels[made.name]
     assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
     assert found.registers <= 48
@@ -39,12 +41,12 @@ def test_registers(arch: str, kv: DType, interleaved: bool):
 
 def test_accesses_are_of_16_bytes():
     """But for the length, the entry of the table, and pages of 8 bits: 8."""
-    lines = kv_append(llama(), "sm_90a").ptx.splitlines()
+    lines, bytes_of = (TABLE.build(each, Append(), GPU("sm_90a")).ptx.splitlines()
+                       for each in (llama(), llama(S8)))
     accesses = [line for line in lines if "ld.global" in line or "st.global" in line]
     assert len(accesses) > 10
     assert sum(".v4." not in line for line in accesses) == 2
-    narrow = [line for line in kv_append(llama(S8), "sm_90a").ptx.splitlines() if "st.global.v2.b32" in line]
-    assert narrow
+    assert any("st.global.v2.b32" in line for line in bytes_of)
 
 
 @pytest.mark.parametrize(("spec", "count"), [
@@ -54,8 +56,10 @@ def test_vectors(spec: AppendSpec, count: int): assert vector(spec) == count
 
 
 def test_what_no_kernel_can_do():
-    with pytest.raises(ScheduleError, match="sm_80 converts nothing"): kv_append(llama(E4M3), "sm_80")
-    assert problems(replace(llama(), batch=70000), "sm_90a") == ["70000 requests, at most 65535"]
+    with pytest.raises(ScheduleError, match="sm_80 converts nothing"):
+        TABLE.build(llama(E4M3), Append(), GPU("sm_80"))
+    many = replace(llama(), batch=70000)
+    assert TABLE.problems(many, Append(), GPU("sm_90a")) == ["70000 requests, at most 65535"]
 
 
 @pytest.mark.parametrize(("change", "words"), [

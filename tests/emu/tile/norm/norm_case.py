@@ -18,8 +18,10 @@ from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, loads, walk
 from tinygrad_nv.tile.gemm.spec import Result
-from tinygrad_nv.tile.norm.kernel import norm
+from tinygrad_nv.tile.norm.schedules import Norm
 from tinygrad_nv.tile.norm.spec import Computed, NormSpec, Statistic
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 F32, S32, BF16, F16 = dtypes.float32, dtypes.int32, dtypes.bfloat16, dtypes.float16
 C = 2.0
@@ -139,7 +141,8 @@ def launched(spec: NormSpec, given: Given, arch: str, seed: int = 0, m: int | No
              spoilt: tuple[str, str] = ("", "")) -> tuple[list[torch.Tensor], Report]:
     """Results [*batch, m, n or 1] in float64, and the report. Nothing may be found, nothing else written.
     `spoilt`: something of the text, and what takes its place."""
-    made, emu, rows = norm(spec, arch), Emulator(arch, seed=seed), spec.m if m is None else m
+    made, emu = TABLE.build(spec, Norm.of(spec), GPU(arch)), Emulator(arch, seed=seed)
+    rows = spec.m if m is None else m
     if spoilt[0]:
         assert spoilt[0] in made.ptx
         made = replace(made, ptx=made.ptx.replace(*spoilt))

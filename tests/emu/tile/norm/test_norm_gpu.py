@@ -30,9 +30,11 @@ from tinygrad.dtype import DType
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile.expression import Load, Position, Sum
 from tinygrad_nv.tile.gemm.spec import Result
-from tinygrad_nv.tile.norm.kernel import norm
-from tinygrad_nv.tile.norm.plan import MOST_ELEMENTS, NormPlan
+from tinygrad_nv.tile.norm.legality import MOST_ELEMENTS
+from tinygrad_nv.tile.norm.schedules import Norm
 from tinygrad_nv.tile.norm.spec import Computed, NormSpec, Statistic
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 ARCHES = ("sm_80", "sm_90a")
 FORMS = {"rms": rms, "layer": layer, "softmax": softmax, "argmax": argmax, "silu·mul": gated}
@@ -126,7 +128,7 @@ def test_nan_and_infinity(dtype: DType, arch: str):
 def test_rows_that_do_not_fit_are_read_again():
     """A loop over whole groups of chunks, and what is left, some of it guarded."""
     for spec in (softmax(1, 4 * 2048 * 4 + 2048 + 12), rms(2, 20000, F32, residual=True)):
-        assert not NormPlan.of(spec).held
+        assert not Norm.of(spec).held
         checked(spec, "sm_90a")
     one = lies(F32, 40000)
     spec = of(1, 40000, (Statistic("add", one),), one + Sum())
@@ -148,10 +150,16 @@ def test_a_row_has_the_same_bits_beside_any_others(form: str):
 
 def test_what_has_no_kernel_is_refused_in_words():
     apart = Load(0, F32, 1, 64)
-    with pytest.raises(ScheduleError, match="elements of x0 lie apart"):
-        norm(of(4, 64, (Statistic("add", apart),), apart + Sum()), "sm_80")
-    with pytest.raises(ScheduleError, match="several CTAs are faster"):
-        norm(rms(1, MOST_ELEMENTS + 4), "sm_80")
+    for spec, words in ((of(4, 64, (Statistic("add", apart),), apart + Sum()), "elements of x0 lie apart"),
+                        (rms(1, MOST_ELEMENTS + 4), "several CTAs are faster")):
+        with pytest.raises(ScheduleError, match=words): TABLE.build(spec, Norm.of(spec), GPU("sm_80"))
+        assert TABLE.choose(spec, GPU("sm_80")) is None
+
+
+def test_a_schedule_of_other_rows_is_refused():
+    """Its sums would have another order."""
+    with pytest.raises(ScheduleError, match=r"norm 32 threads a row, .* is not norm 16 threads a row"):
+        TABLE.build(rms(9, 64), Norm.of(rms(9, 128)), GPU("sm_80"))
 
 
 @pytest.mark.parametrize("spoilt", [("bar.sync 0;", ""), ("max.f32", "min.f32"), ("add.f32", "sub.f32")])

@@ -6,9 +6,10 @@ from norm_case import BF16, F16, F32, argmax, checked, gated, layer, rms, softma
 from tinygrad.dtype import DType
 
 from tinygrad_nv.ptx.assemble import assemble
-from tinygrad_nv.tile.norm.kernel import norm
-from tinygrad_nv.tile.norm.plan import NormPlan
+from tinygrad_nv.tile.norm.schedules import Norm
 from tinygrad_nv.tile.norm.spec import NormSpec
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 ARCHES = ("sm_80", "sm_89", "sm_90a")
 FORMS = {"rms": rms, "layer": layer, "softmax": softmax, "argmax": argmax, "silu·mul": gated,
@@ -24,7 +25,7 @@ REGISTERS, THREADS = 65536, 2048  # of an SM
 def test_nothing_spills_and_enough_threads_have_room(form: str, dtype: DType, arch: str, m: int, n: int):
     """A third of an SM's threads, or one CTA of the largest."""
     spec = FORMS[form](m, n, dtype)
-    made = norm(spec, arch)
+    made = TABLE.build(spec, Norm.of(spec), GPU(arch))
     found = assemble(made.ptx, arch).kernels[made.name]
     assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
     ctas = REGISTERS // (-(-found.registers // 8) * 8 * made.threads)
@@ -33,7 +34,8 @@ def test_nothing_spills_and_enough_threads_have_room(form: str, dtype: DType, ar
 
 
 def lines(spec: NormSpec, words: str, arch: str = "sm_90a") -> list[str]:
-    return [line for line in norm(spec, arch).ptx.splitlines() if words in line]
+    made = TABLE.build(spec, Norm.of(spec), GPU(arch))
+    return [line for line in made.ptx.splitlines() if words in line]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -70,7 +72,7 @@ def test_a_statistic_takes_one_barrier():
 def test_weights_are_asked_for_before_the_kernel_ahead_has_ended():
     """By the one thread of a line, where rows are few."""
     spec = layer(3, 4096, BF16)
-    text = norm(spec, "sm_90a").ptx
+    text = TABLE.build(spec, Norm.of(spec), GPU("sm_90a")).ptx
     assert text.index("prefetch.global.L2") < text.index("griddepcontrol.wait") < text.index("ld.global")
     asked = [site for site in checked(spec, "sm_90a").stats.sites if site.opcode == "prefetch.global.L2"]
     assert sum(site.threads for site in asked) == 3 * 2 * 4096 * 2 // 128
@@ -78,8 +80,8 @@ def test_weights_are_asked_for_before_the_kernel_ahead_has_ended():
 
 
 def test_a_plan_in_words():
-    assert str(NormPlan.of(rms(4096, 4096, BF16))) == "norm 256 threads a row, 2 x 8 elements a thread"
-    assert str(NormPlan.of(rms(9, 64))) == "norm 16 threads a row, 1 x 4 elements a thread, 8 rows a CTA"
-    assert str(NormPlan.of(gated(1, 14336, BF16))) == \
+    assert str(Norm.of(rms(4096, 4096, BF16))) == "norm 256 threads a row, 2 x 8 elements a thread"
+    assert str(Norm.of(rms(9, 64))) == "norm 16 threads a row, 1 x 4 elements a thread, 8 rows a CTA"
+    assert str(Norm.of(gated(1, 14336, BF16))) == \
         "norm 256 threads a row, 1 x 8 elements a thread, 7 CTAs a row"
-    assert str(NormPlan.of(softmax(1, 100000))).endswith("read again")
+    assert str(Norm.of(softmax(1, 100000))).endswith("read again")

@@ -14,8 +14,10 @@ from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.sampling import choice as choosing
 from tinygrad_nv.tile.sampling import threshold as selection
 from tinygrad_nv.tile.sampling import threshold_sift as sifting
-from tinygrad_nv.tile.sampling.count import count
 from tinygrad_nv.tile.sampling.spec import NUMBERS, ChoiceSpec, CountSpec, FilterSpec, Number
+from tinygrad_nv.tile.sampling.templates import Choice, Count, Threshold
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 ARCHES = ("sm_80", "sm_90a")
 GUARD = 77
@@ -45,7 +47,7 @@ def filtered(spec: FilterSpec, x: np.ndarray, weights: np.ndarray, targets: np.n
     rows = [np.broadcast_to(each, (spec.rows, spec.size)).copy()
             for each in (x, *[weights] * (not spec.counted))]
     out = np.full((spec.rows, spec.size), GUARD, np.float32)
-    made = selection.threshold(spec, arch)
+    made = TABLE.build(spec, Threshold(), GPU(arch))
     assert spoilt[0] in made.ptx
     if spoilt[0]: made = replace(made, ptx=made.ptx.replace(*spoilt))
     return launched(made, arch, out, *rows, numbers, seed=seed, reports=reports)
@@ -123,10 +125,10 @@ def chosen(spec: ChoiceSpec, x: np.ndarray, params: list[SamplingParams], places
            seed: int = 0) -> list[int]:
     cut = choosing.pieces(spec)
     given = [np.stack([each.numbers(each.seed or 0) for each in params]), places] if spec.draw else []
-    made, out = choosing.choice(spec, arch), np.full(spec.rows, GUARD, np.int32)
+    made, out = TABLE.build(spec, Choice(), GPU(arch)), np.full(spec.rows, GUARD, np.int32)
     if cut == 1: return launched(made, arch, out, x, *given, seed=seed).tolist()
-    best = launched(made, arch, np.full((spec.rows, cut), GUARD, np.uint64), x, *given, seed=seed)
-    return launched(choosing.merged(spec, arch), arch, out, best).tolist()
+    best = launched(made.first, arch, np.full((spec.rows, cut), GUARD, np.uint64), x, *given, seed=seed)
+    return launched(made.second, arch, out, best).tolist()
 
 
 @pytest.fixture
@@ -202,4 +204,5 @@ def test_tokens_are_counted_in_place(arch: str):
     expected = counts.copy()
     expected[2, 39] += 1
     expected[3, 0] += 1
-    np.testing.assert_array_equal(launched(count(spec, arch), arch, counts, slots, tokens), expected)
+    made = TABLE.build(spec, Count(), GPU(arch))
+    np.testing.assert_array_equal(launched(made, arch, counts, slots, tokens), expected)

@@ -5,19 +5,25 @@ import pytest
 
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.tile.kernel import TileKernel
-from tinygrad_nv.tile.sampling.choice import choice, merged, pieces
-from tinygrad_nv.tile.sampling.count import count
+from tinygrad_nv.tile.sampling.choice import first, merged, pieces
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
-from tinygrad_nv.tile.sampling.threshold import threshold
+from tinygrad_nv.tile.sampling.templates import Count, Threshold
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 ARCHES = ("sm_80", "sm_89", "sm_90a")
 SIZES = (5, 2048, 32000, 128256)
+
+
+def threshold(spec: FilterSpec, arch: str) -> TileKernel: return TABLE.build(spec, Threshold(), GPU(arch))
+
+
 KINDS = {"weighted": lambda size, arch: threshold(FilterSpec(64, size, Number.top_p), arch),
          "counted": lambda size, arch: threshold(FilterSpec(64, size, Number.top_k, True), arch),
-         "drawn": lambda size, arch: choice(ChoiceSpec(64, size), arch),
-         "largest": lambda size, arch: choice(ChoiceSpec(1, size, False), arch),
+         "drawn": lambda size, arch: first(ChoiceSpec(64, size), arch),
+         "largest": lambda size, arch: first(ChoiceSpec(1, size, False), arch),
          "pieces": lambda size, arch: merged(ChoiceSpec(1, size), arch),
-         "count": lambda size, arch: count(CountSpec(64, 64, size), arch)}
+         "count": lambda size, arch: TABLE.build(CountSpec(64, 64, size), Count(), GPU(arch))}
 
 
 @pytest.mark.parametrize("arch", ARCHES)
@@ -43,5 +49,5 @@ def test_a_pass_meets_twice():
 def test_long_rows_are_chosen_from_in_pieces_until_the_machine_is_full():
     assert [pieces(ChoiceSpec(rows, 128256)) for rows in (1, 8, 64, 256)] == [32, 16, 2, 1]
     assert pieces(ChoiceSpec(1, 4096)) == 1
-    made = choice(ChoiceSpec(3, 128256), "sm_90a")
+    made = first(ChoiceSpec(3, 128256), "sm_90a")
     assert (made.grid, made.threads) == ((32, 3, 1), 256)

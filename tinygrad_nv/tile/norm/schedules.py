@@ -8,19 +8,16 @@ row again, from L2.
 
 A thread has two vectors of a row that is longer than a warp's: one row has latency to hide, many have
 bandwidth to fill. How many rows there are changes nothing, so that a row's sums are the same beside any
-others. Rows without statistics are divided among CTAs (`blocks`), as they need no reduction.
+others. Rows without statistics are divided among CTAs (`blocks`), as nobody has to meet.
 """
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
 from typing import ClassVar
 
-from tinygrad_nv.tile.epilogue import problems as refused
 from tinygrad_nv.tile.expression import Load, loads
 from tinygrad_nv.tile.gemm.spec import Result
-from tinygrad_nv.tile.limits import MOST_GRID
 from tinygrad_nv.tile.norm.spec import NormSpec
 from tinygrad_nv.tile.schedule import Schedule
 
@@ -33,11 +30,10 @@ MOST_APART = 256        # threads of a row without statistics
 MOST_WORDS = 48         # registers of loads that a thread holds, of 128
 CROWDED = (512, 16)     # above so many threads, which have 64 registers each, so many
 SMALL_CTA = 128         # threads that teams of less than a warp fill
-MOST_ELEMENTS = 1 << 17  # of a row with statistics, which one CTA goes through
 
 
 @dataclass(frozen=True)
-class NormPlan(Schedule):
+class Norm(Schedule):
     """`team` threads of a row, `vector` elements of a thread side by side, `chunks` of them; `rows` and
     `threads` of a CTA; `held`: loads stay in registers."""
     template: ClassVar[str] = "norm"
@@ -65,8 +61,8 @@ class NormPlan(Schedule):
         return self.team * self.vector
 
     @staticmethod
-    def of(spec: NormSpec) -> NormPlan:
-        """The plan of a spec."""
+    def of(spec: NormSpec) -> Norm:
+        """The schedule of a spec."""
         vector = _vector(spec)
         vectors = -(-spec.n // vector)
         if not spec.statistics: return _apart(spec, vector, vectors)
@@ -76,28 +72,16 @@ class NormPlan(Schedule):
         for each in (team, CROWDED[0]):
             chunks = -(-vectors // each)
             if words * chunks <= (MOST_WORDS if each <= CROWDED[0] else CROWDED[1]):
-                return NormPlan(vector, each, chunks, _rows(spec, each), True)
-        return NormPlan(vector, CROWDED[0], -(-vectors // CROWDED[0]), 1, False)
+                return Norm(vector, each, chunks, _rows(spec, each), True)
+        return Norm(vector, CROWDED[0], -(-vectors // CROWDED[0]), 1, False)
 
 
-def _apart(spec: NormSpec, vector: int, vectors: int) -> NormPlan:
+def _apart(spec: NormSpec, vector: int, vectors: int) -> Norm:
     """Of elements without statistics."""
     deep = APART_DEEP if spec.rows * vectors >= MANY_CTAS * MOST_APART * APART_DEEP else 1
     team = min(MOST_APART, _power(-(-vectors // deep)))
     chunks = min(deep, -(-vectors // team))
-    return NormPlan(vector, team, chunks, _rows(spec, team), True, -(-vectors // (team * chunks)))
-
-
-def problems(spec: NormSpec, arch: str) -> list[str]:
-    """Why this template does not take rows; empty when it does."""
-    out = list(dict.fromkeys(words for root in spec.expressions for words in refused(root, arch)))
-    if any(each.result.n not in (0, 1) for each in spec.results): out.append("elements of a result lie apart")
-    apart = sorted({load.parameter for load in every(spec) if load.n not in (0, 1)})
-    if apart: out.append(f"elements of x{apart[0]} lie apart")
-    if spec.statistics and spec.n > MOST_ELEMENTS:
-        out.append(f"a row of {spec.n} elements, at most {MOST_ELEMENTS}: several CTAs are faster")
-    if prod(spec.batch) > MOST_GRID: out.append(f"a batch of {prod(spec.batch)}, at most {MOST_GRID}")
-    return out
+    return Norm(vector, team, chunks, _rows(spec, team), True, -(-vectors // (team * chunks)))
 
 
 def along(spec: NormSpec) -> list[Load]:

@@ -1,0 +1,26 @@
+"""What the kernel of rows asks of a spec and a schedule."""
+from __future__ import annotations
+
+from math import prod
+
+from tinygrad_nv.tile.epilogue import problems as refused
+from tinygrad_nv.tile.limits import MOST_GRID
+from tinygrad_nv.tile.norm.schedules import Norm, every
+from tinygrad_nv.tile.norm.spec import NormSpec
+from tinygrad_nv.tile.template import GPU
+
+MOST_ELEMENTS = 1 << 17  # of a row with statistics, which one CTA goes through
+
+
+def problems(spec: NormSpec, schedule: Norm, gpu: GPU) -> list[str]:
+    """Why the template does not take rows, or has another schedule for them; empty when it can. A row has one
+    order of its sums, whatever it is beside: one schedule."""
+    out = list(dict.fromkeys(words for root in spec.expressions for words in refused(root, gpu.arch)))
+    if any(each.result.n not in (0, 1) for each in spec.results): out.append("elements of a result lie apart")
+    apart = sorted({load.parameter for load in every(spec) if load.n not in (0, 1)})
+    if apart: out.append(f"elements of x{apart[0]} lie apart")
+    if spec.statistics and spec.n > MOST_ELEMENTS:
+        out.append(f"a row of {spec.n} elements, at most {MOST_ELEMENTS}: several CTAs are faster")
+    if prod(spec.batch) > MOST_GRID: out.append(f"a batch of {prod(spec.batch)}, at most {MOST_GRID}")
+    own = Norm.of(spec)
+    return out if out or schedule == own else [f"{schedule} is not {own}"]
