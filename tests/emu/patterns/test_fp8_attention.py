@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from flash_wgmma_case import F32
+from flash_case import F32
 
 from tinygrad_nv import Tensor, dtypes, explain
 from tinygrad_nv.errors import SpecError

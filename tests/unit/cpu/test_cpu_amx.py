@@ -127,17 +127,6 @@ def test_random_numbers(k: int):
     assert error <= 2 * (plain - right).abs().max()
 
 
-def test_bits_depend_on_neither_parts_nor_their_order():
-    spec = product(150, 130, 600, out=dtypes.float32)
-    given = arguments(spec, integers=False)
-    first = replace(amx.default(spec, HERE), parts=1, block_m=64, block_n=64)
-    want = result(spec, first, given)
-    for parts, block_m, block_n in ((3, 64, 64), (9, 64, 64), (2, 160, 32)):
-        other = replace(first, parts=parts, block_m=block_m, block_n=block_n)
-        for how in ({}, {"order": range(parts)[::-1]}):
-            assert torch.equal(result(spec, other, given, **how), want)
-
-
 def test_nan_stays_in_its_row_and_column():
     spec = product(40, 40, 97)
     given = arguments(spec)

@@ -6,7 +6,7 @@ from attention_case import arguments, attention, near
 from cpu_flash_case import LEVELS, loaded, run, same, scheduled
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_flash_mma_generated import EDGE, KEYS, ROWS, scores
+from test_flash_generated import EDGE, KEYS, ROWS, scores
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.cpu.isa import ISA

@@ -159,21 +159,6 @@ def test_random_numbers(dtype, k: int):
     assert error <= 2 * (plain - right).abs().max()
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
-def test_bits_depend_on_neither_parts_nor_their_order(dtype):
-    """Nor on the blocks of rows and columns: only block_k orders a sum."""
-    spec = product(70, 130, 300, dtype, out=F32)
-    given = arguments(spec, integers=False)
-    first = scheduled(spec, parts=1)
-    want = run(load(gemm.build(spec, first)), spec, given)
-    others = [replace(first, parts=parts) for parts in (2, 7)]
-    others.append(replace(first, parts=5, rows=3, block_m=9, block_n=32))
-    for other in others:
-        kernel = load(gemm.build(spec, other))
-        for order in (None, range(other.parts)[::-1]):
-            assert torch.equal(run(kernel, spec, given, order=order), want)
-
-
 def test_nan_stays_in_its_row_and_column():
     spec = product(40, 40, 97, BF16)
     given = arguments(spec)

@@ -23,6 +23,20 @@ from tinygrad_nv.kvcache.pool import PagePool
 GARBAGE = -1
 STREAMS = [[random.Random(seed).randrange(3) for _ in range(200)] for seed in range(3)]
 SEQUENCES, LONGEST, AHEAD = 6, 60, 2
+A = list(range(100, 120))
+B = list(range(200, 220))
+
+
+def filled(pool: PagePool, tokens: list[int], salt: bytes = b"") -> BlockTable:
+    """A table with all of these written."""
+    table = pool.open(tokens, salt)
+    assert table.reserve(len(tokens))
+    table.advance(tokens[table.computed:])
+    return table
+
+
+def copies(pool: PagePool) -> list[tuple[CopyKind, int, int]]:
+    return [(copy.where, copy.source, copy.target) for copy in pool.take_copies()]
 
 
 @dataclass

@@ -29,7 +29,7 @@ from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.attention.spec import FULL, RESULTS, SCALED, AttentionSpec, Band, Rows, RowScales
 from tinygrad_nv.tile.expression import Sum
 
-TEMPLATE = "attention"
+NAME = "attention"
 ALIGNED_BYTES = 16  # of what TMA reads
 
 
@@ -135,4 +135,4 @@ def _read(x: UOp) -> Laid:
     return found if d == 1 and aligned else copied(x)
 
 
-lower(Fp8Attention, TEMPLATE, lowered, "NV_ATTENTION")
+lower(Fp8Attention, NAME, lowered, "NV_ATTENTION")

@@ -33,7 +33,7 @@ from tinygrad_nv.patterns.target import Chosen, Target, choose
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, walk
 
-TEMPLATE = "flash attention"
+NAME = "flash attention"
 LSE = 1  # of FlashAttention's results
 _CUT_SLOT = 1 << 20  # parameters of a graph have slots from 0
 Shape = tuple[int, ...]
@@ -41,7 +41,7 @@ Shape = tuple[int, ...]
 
 def register() -> None:
     """Lets FlashAttention become kernels. Without l it is left to match.py, which sees what follows."""
-    named.lower(FlashAttention, TEMPLATE, forward, "NV_ATTENTION", LSE)
+    named.lower(FlashAttention, NAME, forward, "NV_ATTENTION", LSE)
 
 
 # **** what arguments are ****

@@ -28,12 +28,12 @@ from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Rows
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, walk
 
-TEMPLATE = "flash attention backward"
+NAME = "flash attention backward"
 
 
 def register() -> None:
     """Lets FlashAttentionBackward become kernels."""
-    named.lower(FlashAttentionBackward, TEMPLATE, backward, "NV_ATTENTION")
+    named.lower(FlashAttentionBackward, NAME, backward, "NV_ATTENTION")
 
 
 def backward(what: FlashAttentionBackward, target: Target, q: UOp, k: UOp, v: UOp,

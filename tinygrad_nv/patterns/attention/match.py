@@ -36,7 +36,7 @@ from tinygrad_nv.patterns import building, program
 from tinygrad_nv.patterns.attention.dims import Ranges, Sideways
 from tinygrad_nv.patterns.attention.score import FLOATS, Score
 from tinygrad_nv.patterns.attention.spec import Found, Reading, flops, found, nbytes
-from tinygrad_nv.patterns.attention.weights import TEMPLATE, bare, first_product, tail, weighted, weights
+from tinygrad_nv.patterns.attention.weights import NAME, bare, first_product, tail, weighted, weights
 from tinygrad_nv.patterns.contraction import (
     MatmulReduce,
     NotOurs,
@@ -72,7 +72,7 @@ def rewrite(sink: UOp) -> UOp:
     def change(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
         if (match := matches.get(node)) is None: return None
         inputs = [new(x) for x in match.found.inputs]
-        if (result := building.attempted(TEMPLATE, node, lambda: _called(match, inputs))) is None: return None
+        if (result := building.attempted(NAME, node, lambda: _called(match, inputs))) is None: return None
         ranges.carry_region(match.region, result)
         return result
     return write_through(rebuilt(matcher.nodes, change))
@@ -156,7 +156,7 @@ class _AttentionMatcher:
                 if isinstance(no, Sideways) and one.rows and one.last < 0:
                     attempts += [replace(one, last=axis) for axis in range(len(one.end.shape) - 1)]
             else: return
-        if reason: program.miss(TEMPLATE, second.total, reason)
+        if reason: program.miss(NAME, second.total, reason)
 
     def candidates(self, total: UOp) -> list[UOp]:
         """Where an attention may end, best first: where its result is stored or read, since a product reads

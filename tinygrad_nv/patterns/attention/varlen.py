@@ -22,7 +22,7 @@ from math import isfinite
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.patterns.attention.varlen_lower import TEMPLATE, lowered
+from tinygrad_nv.patterns.attention.varlen_lower import NAME, lowered
 from tinygrad_nv.patterns.attention.varlen_reference import VarlenAttention, attended
 from tinygrad_nv.patterns.decode.paged import FLOATS, check_kind, check_shape
 from tinygrad_nv.patterns.named import call, lower
@@ -71,4 +71,4 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
     for name, x in (("cu_q", cu_q), ("cu_k", cu_k)): check_kind(name, x.dtype, (dtypes.int32,))
 
 
-lower(VarlenAttention, TEMPLATE, lowered, "NV_ATTENTION")
+lower(VarlenAttention, NAME, lowered, "NV_ATTENTION")

@@ -15,7 +15,7 @@ from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.attention.spec import AttentionSpec, Rows
 from tinygrad_nv.tile.expression import Expression, Sum, tanh
 
-TEMPLATE = "attention"
+NAME = "attention"
 LEAST_BYTES = 16  # of which rows begin at multiples, or they are copied: what every template reads
 
 

@@ -22,7 +22,7 @@ from tinygrad_nv.patterns.epilogue import Unfused, number
 from tinygrad_nv.patterns.index import Affine, Indices, Space, same
 from tinygrad_nv.patterns.rewriting import stored
 
-TEMPLATE = "attention"  # what `program.miss` calls it
+NAME = "attention"  # what `program.miss` calls it
 
 
 def bare(node: UOp) -> UOp:
@@ -38,7 +38,7 @@ def weighted(second: MatmulReduce) -> int | None:
     are stored, since a Tensor holds them, are reported."""
     for i, source in enumerate(second.mul.src):
         if (value := stored(node := bare(source))) is not node and _exponential(bare(value)):
-            program.miss(TEMPLATE, second.total, "the weights are used elsewhere too: a tensor holds them")
+            program.miss(NAME, second.total, "the weights are used elsewhere too: a tensor holds them")
         elif _exponential(node): return i
     return None
 

@@ -28,7 +28,7 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns.decode.paged_check import Limits, checked
-from tinygrad_nv.patterns.decode.paged_lower import TEMPLATE, lowered
+from tinygrad_nv.patterns.decode.paged_lower import NAME, lowered
 from tinygrad_nv.patterns.decode.paged_reference import PagedAttention, attended
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.tile.decode.spec import BYTES
@@ -127,4 +127,4 @@ def check_kind(name: str, dtype: DType, kinds: tuple[DType, ...]) -> None:
                     f"{name}.cast({kinds[0] if one else '…'})")
 
 
-lower(PagedAttention, TEMPLATE, lowered, "NV_ATTENTION")
+lower(PagedAttention, NAME, lowered, "NV_ATTENTION")

@@ -26,7 +26,7 @@ from tinygrad_nv.tile.attention.spec import Rows
 from tinygrad_nv.tile.decode.spec import MOST_ROWS, DecodeSpec, Pages, Scales
 from tinygrad_nv.tile.expression import Expression, Sum, tanh
 
-TEMPLATE = "decode"
+NAME = "decode"
 ROW_BYTES = 8  # of which rows of q begin at multiples: 4 elements of a lane
 
 

@@ -45,7 +45,7 @@ from tinygrad_nv.tile import database
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Sum, loads
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 
-TEMPLATE = "gemm"
+NAME = "gemm"
 NEEDS = ({Ops.REDUCE, Ops.MUL},)
 
 
@@ -75,7 +75,7 @@ def rewrite(sink: UOp) -> UOp:
         if (found := matches.get(node)) is None: return None
         inputs = [new(x) for x in found.inputs]
         total = min((x for x in found.region if x.op is Ops.REDUCE), key=matcher.place.__getitem__)
-        result = building.attempted(TEMPLATE, total, lambda: _called(found, inputs))
+        result = building.attempted(NAME, total, lambda: _called(found, inputs))
         if result is None: return None
         ranges.carry_region(found.region, result)
         return result
@@ -131,7 +131,7 @@ class _MatmulMatcher:
                 self.ends[end] = made
                 self.inside |= region
                 return
-        if reason: program.miss(TEMPLATE, found.total, reason)
+        if reason: program.miss(NAME, found.total, reason)
 
 
 def _matched(found: MatmulReduce, end: UOp, region: frozenset[UOp], target: Target,

@@ -16,7 +16,7 @@ from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.decode.spec import Pages, Scales
 from tinygrad_nv.tile.kv_append.spec import AppendSpec, Heads, Rope
 
-TEMPLATE = "kv_append"
+NAME = "kv_append"
 
 
 def lowered(what: KVAppend, target: Target, *arguments: UOp) -> tuple[UOp, ...]:

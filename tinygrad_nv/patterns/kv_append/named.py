@@ -29,7 +29,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns.decode.paged import FLOATS, check_kind, check_pages, check_scales, check_shape
 from tinygrad_nv.patterns.decode.paged_check import Limits, checked
-from tinygrad_nv.patterns.kv_append.lower import TEMPLATE, lowered
+from tinygrad_nv.patterns.kv_append.lower import NAME, lowered
 from tinygrad_nv.patterns.kv_append.reference import KVAppend, appended
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.tile.decode.spec import BYTES
@@ -103,4 +103,4 @@ def _rope(cos: Tensor | None, sin: Tensor | None, d: int, longest: int) -> list[
     return [cos, sin]
 
 
-lower(KVAppend, TEMPLATE, lowered, "NV_ATTENTION")
+lower(KVAppend, NAME, lowered, "NV_ATTENTION")

@@ -40,7 +40,7 @@ from tinygrad_nv.tile.gemm.spec import Result
 from tinygrad_nv.tile.norm.spec import Computed, NormSpec, Statistic
 from tinygrad_nv.tile.operations import OPERATIONS
 
-TEMPLATE = "norm"
+NAME = "norm"
 MOST_NODES = 256        # between a result and memory
 MOST_STATISTICS = 4
 COSTLY = tuple(op for op, name in NAMES.items() if OPERATIONS[name].series)
@@ -82,7 +82,7 @@ def rewrite(sink: UOp) -> UOp:
         inputs = [new(x) for x in match.inputs]
         region = node.toposort(gate=lambda each: each not in match.inputs, enter_calls=False)
         first = next((each for each in region if each.op is Ops.REDUCE), node)
-        result = building.attempted(TEMPLATE, first, lambda: _called(match, inputs))
+        result = building.attempted(NAME, first, lambda: _called(match, inputs))
         if result is None: return None
         ranges.carry_region(frozenset(region), result)
         return result
@@ -127,7 +127,7 @@ def matched(end: UOp, target: Target, memory: frozenset[UOp]) -> NormMatch | Non
             raise Unfused("sums of values that are not in memory: tinygrad computes them as it adds")
     except (Unfused, NotAffine, NotOurs, SpecError) as no:
         if first is not None:
-            program.miss(TEMPLATE, first, no.found if isinstance(no, SpecError) else str(no))
+            program.miss(NAME, first, no.found if isinstance(no, SpecError) else str(no))
     else:
         if len(spec.statistics) != 1 or spec.results[0].result.n:
             return NormMatch(end, how, inputs, rows)
@@ -345,6 +345,6 @@ def _called(match: NormMatch, inputs: list[UOp]) -> UOp:
     spec, end = match.how.spec, match.end
     m: sint = spec.m if match.rows is None else match.rows
     return match.how.called(end.device, [program.Output(end.shape, end.dtype)], inputs,
-                            TEMPLATE if spec.statistics else "elements", rows=m,
+                            NAME if spec.statistics else "elements", rows=m,
                             variables=[] if match.rows is None else [match.rows],
                             flops=spec.flops // spec.m * m)[0]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from attention_case import arguments, attention, near, rows, run
-from flash_wgmma_case import W
+from flash_case import W
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile.attention.schedules import FlashWgmma

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 import torch
 from attention_case import arguments, attention, keep, matrix, run
-from flash_mma_case import BF16, CAUSAL, F16, F32, close, scheduled
-from flash_wgmma_case import W
-from flash_wgmma_case import close as close_wgmma
+from flash_case import BF16, CAUSAL, F16, F32, MMA, W, close, mma
 from ragged_case import arguments as ragged_arguments
 from ragged_case import near as ragged_near
 from ragged_case import ragged
@@ -35,8 +33,8 @@ def dropped(*args: Any, kept: int = 154, **more: Any) -> AttentionSpec:
 def test_blocks_of_columns(n: int):
     """Calls of the generator cover 64 columns: blocks begin within them, or have several. l is that without
     dropout."""
-    close(dropped(40, 330, 64, heads=2, group=2, batch=2, lse=True), scheduled(32, n, 2), seed=n % 4)
-    close(dropped(70, 300, 32, F16, band=Band(-150, 3), start=230), scheduled(64, n, 2, 3), seed=n % 4)
+    close(dropped(40, 330, 64, heads=2, group=2, batch=2, lse=True), mma(32, n, 2), seed=n % 4)
+    close(dropped(70, 300, 32, F16, band=Band(-150, 3), start=230), mma(64, n, 2, 3), seed=n % 4)
 
 
 def masks(make: Any, arch: str, kept: int, s_kv: int = 256) -> None:
@@ -56,16 +54,16 @@ def masks(make: Any, arch: str, kept: int, s_kv: int = 256) -> None:
 @pytest.mark.parametrize("n", [32, 64])
 def test_what_is_kept(n: int, kept: int):
     def make(spec: AttentionSpec) -> AttentionKernel:
-        return TABLE.build(spec, scheduled(32, n, 2), GPU("sm_80"))
+        return TABLE.build(spec, mma(32, n, 2), GPU("sm_80"))
     masks(make, "sm_80", kept)
 
 
 def test_everything_else_goes_with_it():
     close(dropped(60, 200, 64, BF16, band=CAUSAL, start=140, symbolic=("s_q", "s_kv", "start"),
-                  score=Sum() * 0.1 + Load(0, F32, 200, 1)), s_q=33, s_kv=170, start=120)
+                  score=Sum() * 0.1 + Load(0, F32, 200, 1)), MMA, s_q=33, s_kv=170, start=120)
     case = ragged([(33, 100), (0, 9), (40, 64), (2, 1)], 64, heads=2, group=2, band=CAUSAL, kept=77)
     given = ragged_arguments(case)
-    made = TABLE.build(case.spec, scheduled(32, 32, 2), GPU("sm_90a"))
+    made = TABLE.build(case.spec, mma(32, 32, 2), GPU("sm_90a"))
     ragged_near(case, given, ragged_run(made, case, given, "sm_90a"))
 
 
@@ -75,7 +73,7 @@ def test_another_seed_drops_others():
     for seed in (0, 1, 1 << 32):
         given = arguments(spec)
         given["seed"] = torch.tensor([seed & 0xFFFF, seed >> 32], dtype=torch.int32)
-        found.append(run(TABLE.build(spec, scheduled(32, 32, 2), GPU("sm_80")), spec, given)[0])
+        found.append(run(TABLE.build(spec, mma(32, 32, 2), GPU("sm_80")), spec, given)[0])
     assert not torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
     assert not torch.equal(found[1], found[2])
@@ -114,9 +112,9 @@ def test_transposed_fragments(tiles: int, first: int):
 def test_wgmma(n: int):
     """Blocks that begin anywhere in the 64 columns of a call, and have two or three of them."""
     schedule = W.block(128, n).stages(2 + n % 3)
-    close_wgmma(dropped(150, 330, 64, heads=2, group=2, lse=True), schedule.pingpong(), seed=n % 4)
-    close_wgmma(dropped(70, 300, 32, F16, band=Band(-150, 3), start=230, kept=60, symbolic=("s_q", "s_kv")),
-                schedule, seed=n % 4, s_q=66, s_kv=277)
+    close(dropped(150, 330, 64, heads=2, group=2, lse=True), schedule.pingpong(), seed=n % 4)
+    close(dropped(70, 300, 32, F16, band=Band(-150, 3), start=230, kept=60, symbolic=("s_q", "s_kv")),
+          schedule, seed=n % 4, s_q=66, s_kv=277)
 
 
 @pytest.mark.parametrize("n", [48, 64])

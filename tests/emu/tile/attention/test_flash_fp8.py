@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_case import arguments, matrix, near, run
+from flash_case import BF16, CAUSAL, F16, F32, W
 from flash_fp8_case import SMALL8, attention8, close8
-from flash_wgmma_case import BF16, CAUSAL, F16, F32, W
 from hypothesis import Phase, settings
 from hypothesis import given as drawn
 from hypothesis import strategies as st

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from attention_case import arguments, attention, launched
+from flash_case import CAUSAL, W
 from flash_fp8_case import SMALL8, attention8
-from flash_wgmma_case import CAUSAL, W
 from overlap_case import assert_overlapped
 
 from tinygrad_nv.errors import ScheduleError, SpecError

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from flash_mma_case import CAUSAL, F16, F32, scheduled
-from flash_wgmma_case import W
+from flash_case import CAUSAL, F16, F32, W, mma
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ragged_case import Case, Given, arguments, near, ragged, run
@@ -19,7 +18,7 @@ from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
-SMALL = scheduled(32, 32, 2)
+SMALL = mma(32, 32, 2)
 # block edges ± 1, none at all, more rows than keys, at least four blocks of keys
 LENGTHS = [(40, 140), (1, 1), (0, 20), (20, 0), (31, 33), (32, 32), (33, 31), (0, 0), (64, 5), (2, 129)]
 
@@ -40,7 +39,7 @@ def test_bands(band: Band):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_rings(arch: str, stages: int):
     close(ragged([(17, 16 * stages * 3 - 5), (40, 16), (3, 16 * (stages + 2))], 64, F16, band=CAUSAL),
-          scheduled(32, 16, 2, stages), arch, stages % 4)
+          mma(32, 16, 2, stages), arch, stages % 4)
 
 
 @pytest.mark.parametrize(("d", "d_v", "out", "gap"),
@@ -175,7 +174,7 @@ COUNT = st.one_of(st.integers(0, 70), st.sampled_from([0, 1, 31, 32, 33, 63, 64,
 @settings(max_examples=12, deadline=None)
 @given(st.lists(st.tuples(COUNT, COUNT), min_size=1, max_size=5),
        st.sampled_from([FULL, CAUSAL, Band(-9, 4)]),
-       st.sampled_from([SMALL, scheduled(64, 16, 4, 3), scheduled(16, 64, 1)]), st.integers(0, 3))
+       st.sampled_from([SMALL, mma(64, 16, 4, 3), mma(16, 64, 1)]), st.integers(0, 3))
 def test_generated(lengths: list[tuple[int, int]], band: Band, schedule: Schedule, seed: int):
     close(ragged(lengths, 16 * (seed + 1), heads=1 + seed % 2, group=1 + seed // 2, band=band, slack=seed),
           schedule, seed=seed)

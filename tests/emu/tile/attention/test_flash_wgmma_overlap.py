@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 from attention_case import attention
 from backward_case import backward
+from flash_case import CAUSAL, F16, F32
 from flash_fp8_case import attention8
-from flash_wgmma_case import CAUSAL, F16, F32
 from overlap_case import assert_overlapped
 from ragged_case import ragged
 
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.sass import disassembled, functions
-from tinygrad_nv.tile.attention import backward_defaults as flash_backward_defaults
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
@@ -50,7 +49,7 @@ def test_forward(name: str):
 def test_backward(name: str):
     spec, loops = BACKWARD[name]
     assert isinstance(spec, BackwardSpec)
-    schedule = flash_backward_defaults.default(spec, "sm_90a")
+    schedule = ATTENTION.choose(spec, GPU("sm_90a"))
     assert schedule is not None
     assembly = assemble(TABLE.build(spec, schedule, GPU("sm_90a")).ptx, "sm_90a")
     assert_overlapped(functions(disassembled(assembly.cubin))["flash_backward_wgmma"], loops)

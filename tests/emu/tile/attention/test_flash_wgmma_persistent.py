@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from attention_case import arguments, attention, launched, near, run
-from flash_wgmma_case import CAUSAL, F32, SMALL, W
+from flash_case import CAUSAL, F32, SMALL, W
 
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.builder import Kernel

@@ -1,0 +1,238 @@
+"""bench/gpu_parts.py: contenders that are wrong, fail or do not apply; bursts as graphs or in turns."""
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
+import gpu_compare
+import gpu_parts
+import torch
+from gpu_parts import Bursts, Column, NotMeasured, Timings
+
+
+class Work:
+    """A workload whose right result is 3, in each of two sets."""
+    name, work, nbytes, results = "three", 6.0, 30.0, ("out",)
+
+    def given(self, device: str) -> list[dict[str, torch.Tensor]]:
+        return [{"out": torch.zeros(1)} for _ in range(2)]
+
+    def unlike(self, one: dict[str, torch.Tensor]) -> str:
+        return "" if one["out"].item() == 3 else f"{one['out'].item():g}, exactly 3"
+
+
+def answers(value: int, later: int = 3, sound: int = 10**9) -> Callable[..., Callable[[int], None]]:
+    """Writes `value`; `later` after `sound` runs."""
+    def made(workload: Work, given: list[dict[str, torch.Tensor]], options: Namespace) -> gpu_compare.Run:
+        runs = iter(range(10**9))
+        return lambda i: given[i].update(out=torch.tensor([float(value if next(runs) < sound else later)]))
+    return made
+
+
+def absent(*arguments: Any) -> Any: raise NotMeasured("it has no such thing")
+
+
+def broken(workload: Any, given: Any, options: Any) -> Any: raise RuntimeError("a library fails\nat length")
+
+
+@pytest.fixture
+def contenders(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    made: dict[str, Any] = {"ours": answers(3), "torch": answers(3), "Triton": absent, "other": broken}
+    monkeypatch.setitem(gpu_parts.CONTENDERS, "toy", made)
+    return made
+
+
+def test_contenders_that_do_not_apply_or_fail_are_named(contenders: dict[str, Any]):
+    runs, notes, wrong = gpu_parts.ready("toy", Work(), Work().given("cpu"), Namespace())
+    assert list(runs) == ["ours", "torch"]
+    assert notes == {"Triton": "it has no such thing", "other": "RuntimeError: a library fails"}
+    assert wrong == []
+
+
+def test_a_contender_that_is_wrong_is_not_timed(contenders: dict[str, Any]):
+    contenders["torch"] = answers(4)
+    runs, notes, wrong = gpu_parts.ready("toy", Work(), Work().given("cpu"), Namespace())
+    assert list(runs) == ["ours"]
+    assert wrong == ["torch: set 0: 4, exactly 3"]
+    assert notes["torch"] == "wrong: set 0: 4, exactly 3"
+
+
+def test_every_set_is_compared_before_anything_is_timed(contenders: dict[str, Any]):
+    contenders["torch"] = answers(3, later=4, sound=1)
+    assert gpu_parts.ready("toy", Work(), Work().given("cpu"), Namespace())[2] == [
+        "torch: set 1: 4, exactly 3"]
+    contenders["torch"] = lambda workload, given, options: lambda i: given[0]["out"].fill_(3)
+    assert gpu_parts.ready("toy", Work(), Work().given("cpu"), Namespace())[2] == [
+        "torch: set 1: elements of out were not written"]
+
+
+def test_ours_that_fails_fails_the_row(contenders: dict[str, Any]):
+    contenders["ours"] = broken
+    with pytest.raises(RuntimeError, match="a library fails"):
+        gpu_parts.ready("toy", Work(), Work().given("cpu"), Namespace())
+
+
+def test_bursts_take_turns(monkeypatch: pytest.MonkeyPatch):
+    order: list[str] = []
+
+    def burst(name: str, seconds: float) -> Bursts:
+        made = Bursts(lambda i: None, 1, 7)
+        def one(meanwhile: Callable[[], Any] = lambda: None) -> float:
+            order.append(name)
+            meanwhile()
+            return seconds
+        made.seconds = one  # type: ignore[method-assign]
+        return made
+
+    row = gpu_parts.in_turns({"ours": burst("ours", 1.0), "torch": burst("torch", 2.0)}, 0.0)
+    turns = order[-2 * gpu_parts.LEAST_BURSTS:]
+    assert set(order[:-len(turns)]) == {"ours", "torch"}, "each is warmed"
+    assert turns == ["ours", "torch", "torch", "ours"] * 2 + ["ours", "torch"], "each is first by turns"
+    assert set(row["clocks"]) == {"ours", "torch"}
+    assert set(row["clocks"]["ours"]) == {"sm_mhz", "watts", "temperature_c"}
+    assert row["seconds"] == {"ours": [1.0] * 5, "torch": [2.0] * 5}
+    assert row["count"] == {"ours": 7, "torch": 7}
+    assert "sm_mhz" in row["telemetry"]
+
+
+def test_the_table_says_what_is_missing(contenders: dict[str, Any]):
+    rows = {"three": {"status": "measured", "work": 6e12, "nbytes": 3e9,
+                      "seconds": {"ours": [1.0, 1.0, 2.0], "torch": [2.0, 3.0, 2.0]}},
+            "four": {"status": "not measured", "why": "out of time"}}
+    said = Timings(Column("TFLOP/s")).shown("toy", rows)
+    first = said.splitlines()[1].split()
+    assert first[:6] == ["three", "6.0", "3", "3.0", "-", "-"]
+    assert first[6:] == ["2.000", "1.00", "…", "3.00"]
+    assert "four: not measured: out of time" in said
+
+
+# **** bursts ****
+
+class Clock:
+    """In place of torch.cuda: `now` is the time of its events, in ms, and goes on when work says so. Graphs
+    take time and run nothing; there are none unless it `captures`."""
+    now, capturing = 0.0, False
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, captures: bool = True) -> None:
+        clock = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None: assert enable_timing
+            def record(self) -> None: self.at = clock.now
+            def synchronize(self) -> None: pass
+            def elapsed_time(self, other: Any) -> float: return other.at - self.at
+
+        class Graph:
+            def replay(self) -> None: clock.now += self.took
+
+        @contextmanager
+        def graph(made: Graph, stream: object) -> Iterator[None]:
+            if not captures: raise RuntimeError("no graphs here")
+            begun, clock.capturing = clock.now, True
+            try: yield
+            finally: clock.capturing = False
+            made.took = clock.now - begun
+            clock.now = begun
+
+        for name, value in {"Event": Event, "CUDAGraph": Graph, "graph": graph, "Stream": object,
+                            "stream": lambda stream: nullcontext(), "synchronize": lambda: None}.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+
+def test_a_burst_is_a_graph_of_runs_on_all_sets(monkeypatch: pytest.MonkeyPatch):
+    clock, runs = Clock(monkeypatch), list[int]()
+
+    def run(i: int) -> None:
+        clock.now += 2.0  # ms
+        if clock.capturing: runs.append(i)
+
+    burst = Bursts(run, 3).sized(0.02)
+    assert burst.count == 10
+    assert runs == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
+    assert burst.seconds() == pytest.approx(2e-3)
+    assert burst.why_eager == ""
+
+
+def test_what_cannot_be_captured_is_launched_and_said(monkeypatch: pytest.MonkeyPatch):
+    clock = Clock(monkeypatch)
+
+    def run(i: int) -> None:
+        clock.now += 4.0
+        if clock.capturing: raise RuntimeError("not while a stream is captured")
+
+    burst = Bursts(run, 1).sized(0.02)
+    assert (burst.count, burst.graph) == (5, None)
+    assert burst.seconds() == pytest.approx(4e-3)
+    assert burst.why_eager == "RuntimeError: not while a stream is captured"
+
+
+def test_a_row_of_timings_from_beginning_to_end(contenders: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    Clock(monkeypatch, captures=False)
+    monkeypatch.setitem(gpu_parts.ABOUT, "toy", lambda workload: {"schedule": "the best"})
+    monkeypatch.setitem(gpu_parts.ALONE, "toy", {"tinygrad": absent, "plain": lambda *arguments: [0.5]})
+    contenders["other"] = answers(4)
+    row = gpu_parts.compared("toy", Work(), Namespace(seed=0, without_tinygrad=False), 0.0)
+    assert (row["status"], row["why"]) == ("disagrees", "other: set 0: 4, exactly 3")
+    assert row["schedule"] == "the best"
+    assert row["notes"]["tinygrad"] == row["notes"]["Triton"] == "it has no such thing"
+    assert set(row["seconds"]) == {"ours", "torch", "plain"}
+    assert json.loads(json.dumps(row)) == row
+
+
+@pytest.mark.parametrize("later", [3, 4])
+def test_what_goes_wrong_in_the_bursts_alone_is_found(contenders: dict[str, Any],
+                                                      monkeypatch: pytest.MonkeyPatch, later: int):
+    """Right in the runs that are compared first, and, with 4, wrong from the thousandth on."""
+    Clock(monkeypatch, captures=False)
+    contenders["torch"] = answers(3, later, 1000)
+    row = gpu_parts.compared("toy", Work(), Namespace(seed=0, without_tinygrad=False), 0.0)
+    if later == 3: assert (row["status"], set(row["seconds"])) == ("measured", {"ours", "torch"})
+    else:
+        assert (row["status"], row["why"]) == ("disagrees", "torch, after its bursts: set 0: 4, exactly 3")
+        assert set(row["seconds"]) == {"ours"}
+        assert row["notes"]["torch"] == "wrong after its bursts: set 0: 4, exactly 3"
+
+
+def test_a_run_that_computes_nothing_is_not_compared(contenders: dict[str, Any]):
+    contenders["torch"] = lambda *arguments: gpu_compare.Partly(lambda i: None, 0)
+    contenders["Triton"] = lambda *arguments: gpu_compare.Partly(lambda i: None, 1)
+    runs, _, wrong = gpu_parts.ready("toy", Work(), Work().given("cpu"), Namespace())
+    assert list(runs) == ["ours", "torch"]
+    assert wrong == ["Triton: set 0: elements of out were not written"]
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 100, 8192])
+def test_places_that_are_compared(count: int):
+    """One of each 16 rows, at every place of a warp's 16."""
+    places = gpu_compare.spaced(count, 16)
+    assert {place // 16 for place in places} == set(range(-(-count // 16)))
+    assert (places[0], places[-1]) == (0, count - 1)
+    if count == 8192: assert {place % 16 for place in places} == set(range(16))
+    assert gpu_compare.spaced(count, 1) == list(range(count))
+
+
+def test_matmuls_are_timed_with_the_grid_that_users_get(monkeypatch: pytest.MonkeyPatch):
+    """As many clusters as the GPU says it has room for."""
+    import gemm_contenders
+    import gpu_gemm
+
+    from tinygrad_nv.tile.template import GPU
+    gpu = Namespace(properties=Namespace(arch="sm_90a", sm_count=132), clusters=((2, 60), (4, 28), (8, 13)))
+    built = []
+
+    def build(*given: Any) -> None:
+        built.append(given)
+        raise NotMeasured("built")
+    monkeypatch.setattr(gemm_contenders, "device", lambda: gpu)
+    monkeypatch.setattr(gemm_contenders, "TABLE", Namespace(build=build))
+    with pytest.raises(NotMeasured, match="built"):
+        gemm_contenders.ours(next(iter(gpu_gemm.shapes())), [], Namespace())
+    assert built[0][2] == GPU("sm_90a", 132, gpu.clusters)
