@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from attention_case import arguments, attention, launched, near, run
-from flash_case import CAUSAL, F32, SMALL, W
+from flash_case import CAUSAL, F32, WGMMA, W
 
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.builder import Kernel
@@ -83,7 +83,7 @@ def test_columns_that_no_row_sees_are_cleared_in_every_tile():
     given = arguments(spec)
     spoilt = {name: storage.clone() for name, storage in given.items()}
     for name in "kv": spoilt[name].view(2, 500, 64)[:, 380:] = torch.nan
-    near(spec, given, run(TABLE.build(spec, SMALL, GPU("sm_90a", 4)), spec, spoilt, "sm_90a"))
+    near(spec, given, run(TABLE.build(spec, WGMMA, GPU("sm_90a", 4)), spec, spoilt, "sm_90a"))
 
 
 def test_copies_of_a_tile_come_under_the_end_of_the_one_before():
@@ -91,7 +91,7 @@ def test_copies_of_a_tile_come_under_the_end_of_the_one_before():
     spec = attention(384, 384, 64, band=CAUSAL, heads=2)
     found = {}
     for sm_count in (MANY, 4, 1):
-        made = TABLE.build(spec, SMALL, GPU("sm_90a", sm_count))
+        made = TABLE.build(spec, WGMMA, GPU("sm_90a", sm_count))
         _, report = launched(made, spec, arguments(spec), "sm_90a")
         assert report.findings == []
         assert report.stats.bank_conflicts == {}
@@ -129,7 +129,7 @@ def test_each_tile_once_and_the_longest_first(band: Band, l2: int, symbolic: tup
     spec = attention(900, 500, 64, band=band, heads=5, group=3, batch=2, symbolic=symbolic)
     rows, sm_count = 700 if symbolic else 900, 7
     blocks, heads = -(-rows // 128), 30
-    found = walked(spec, SMALL, sm_count, rows)
+    found = walked(spec, WGMMA, sm_count, rows)
     every = sorted(tile for tiles in found for tile in tiles)
     assert every == [1000 * block + head for block in range(blocks) for head in range(heads)]
     assert max(map(len, found)) - min(map(len, found)) <= 1
@@ -147,14 +147,14 @@ def test_each_tile_once_and_the_longest_first(band: Band, l2: int, symbolic: tup
 def test_ctas_have_about_the_same_to_do(heads: int):
     """Causal: of the blocks of columns, the CTA with most has at most 3 % more than the mean."""
     spec = attention(4096, 4096, 64, band=CAUSAL, heads=heads)
-    sums = [sum(tile // 1000 + 1 for tile in tiles) for tiles in walked(spec, SMALL, 66, 4096)]
+    sums = [sum(tile // 1000 + 1 for tile in tiles) for tiles in walked(spec, WGMMA, 66, 4096)]
     assert max(sums) <= 1.03 * sum(sums) / 66
 
 
 def test_ctas_are_persistent_where_tiles_outnumber_multiprocessors():
     spec = attention(512, 64, 64, heads=3, group=2, symbolic=("s_q",))
     for sm_count, grid, rows in ((24, (4, 6, 1), 128), (23, (23, 1, 1), 0)):
-        made = TABLE.build(spec, SMALL, GPU("sm_90a", sm_count))
+        made = TABLE.build(spec, WGMMA, GPU("sm_90a", sm_count))
         assert (made.grid, made.rows_of_cta) == (grid, rows)
 
 
@@ -173,7 +173,7 @@ def test_nothing_spills(d: int):
 
 
 def test_memory_is_touched_after_the_kernel_before():
-    made = TABLE.build(attention(640, 128, 64, out=F32), SMALL, GPU("sm_90a", 2))
+    made = TABLE.build(attention(640, 128, 64, out=F32), WGMMA, GPU("sm_90a", 2))
     waits = [found.start() for found in re.finditer(r"griddepcontrol\.wait", made.ptx)]
     copies = [found.start() for found in re.finditer(r"cp\.async\.bulk\.tensor", made.ptx)]
     done = made.ptx.index("griddepcontrol.launch_dependents")

@@ -145,6 +145,6 @@ def test_results_whose_elements_overlap_are_refused():
         replace(spec, out=replace(spec.out, m=16))
     rows = Rows(HALF, 128, (128 * 48, 64, 0))   # two heads of 64 elements side by side
     attention = AttentionSpec(48, 48, 64, 64, rows, rows, rows, rows, (1, 2, 1))
-    assert FlashMmaPlan(attention, FlashMma()).stored.out == Result(HALF, 128, 1, rows.batch)
+    assert FlashMmaPlan.of(attention, FlashMma()).stored.out == Result(HALF, 128, 1, rows.batch)
     with pytest.raises(SpecError, match="elements that lie apart"):
-        _ = FlashMmaPlan(replace(attention, out=replace(rows, row=96)), FlashMma()).stored
+        _ = FlashMmaPlan.of(replace(attention, out=replace(rows, row=96)), FlashMma()).stored
