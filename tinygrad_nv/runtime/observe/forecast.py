@@ -1,10 +1,10 @@
 """Predicted times of kernels.
 
-Protocol: `forecast(body, flops, nbytes, properties)` of a call's PROGRAM. A matmul of our templates is asked
-of the cost model (tile/gemm/cost.py) with its spec, its schedule and the rows it has now. Everything else
-gets a roofline: the operations and bytes that tinygrad counts, at a GPU's fp32 peak without tensor cores and
-at the share of HBM's peak that streaming reaches, and a launch. Which of the two it was, `model` says. The
-rates are those of tile/gpu.py; neither model was fitted to measurements.
+Protocol: `forecast(body, flops, nbytes, properties)` of a call's PROGRAM. Where its template has a cost
+model, that is asked, with the kernel's spec, its schedule and the rows it has now. Everything else gets a
+roofline: the operations and bytes that tinygrad counts, at a GPU's fp32 peak without tensor cores and at the
+share of HBM's peak that streaming reaches, and a launch. Which of the two it was, `model` says. The rates
+are those of tile/gpu.py; neither model was fitted to measurements.
 """
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.runtime.driver import Properties
 from tinygrad_nv.runtime.note import note_of
-from tinygrad_nv.tile.gemm.cost import predict
-from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gpu import GPU_MODELS, STREAMING, GPUModel, gpu_model_for
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,12 @@ def forecast(body: UOp, flops: int, nbytes: int, gpu: Properties) -> Forecast | 
     """Of a kernel that does `flops` operations and moves `nbytes` bytes; None of a GPU without figures."""
     gpu_model, note = gpu_model_of(gpu), note_of(body)
     if gpu_model is None: return None
-    if note is None or not isinstance(note.spec, GemmSpec) or not isinstance(note.schedule, GemmSchedule):
+    spec, schedule = (None, None) if note is None else (note.spec, note.schedule)
+    if not isinstance(schedule, Schedule) or (cost := TABLE.of(schedule).cost) is None:
         return roofline(flops, nbytes, gpu_model)
-    spec = note.spec
-    if spec.symbolic: spec = replace(spec, m=max(1, flops * spec.m // spec.flops))
-    found = predict(spec, note.schedule, gpu_model)
+    if isinstance(spec, GemmSpec) and spec.symbolic:
+        spec = replace(spec, m=max(1, flops * spec.m // spec.flops))
+    found = cost(spec, schedule, GPU(gpu.arch, gpu.sm_count))
     return Forecast(found.seconds, found.bound, "cost model")
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 from tinygrad_nv.tile.expression import Load, loads
@@ -61,6 +62,7 @@ class Norm(Schedule):
         return self.team * self.vector
 
     @staticmethod
+    @lru_cache(1024)
     def of(spec: NormSpec) -> Norm:
         """The schedule of a spec."""
         vector = _vector(spec)
