@@ -1,6 +1,8 @@
 """The one table of templates: which module has a family's, by kind of target."""
 from tinygrad_nv.tile.template import Table
 
-FAMILIES = "gemm", "attention", "decode", "norm", "kv_append", "embedding", "sampling"
-TABLE = Table({(kind, family): f"tinygrad_nv.{folder}.{family}.templates"
-               for kind, folder in (("gpu", "tile"), ("cpu", "cpu")) for family in FAMILIES})
+FAMILIES = {"gpu": ("gemm", "attention", "decode", "norm", "kv_append", "embedding", "sampling"),
+            "cpu": ("gemm", "attention", "decode", "norm", "kv_append", "embedding", "sampling")}
+FOLDERS = {"gpu": "tile", "cpu": "cpu"}
+TABLE = Table({(kind, family): f"tinygrad_nv.{FOLDERS[kind]}.{family}.templates"
+               for kind, families in FAMILIES.items() for family in families})

@@ -295,6 +295,12 @@ def test_a_graph_pool_with_padding(hopper: NVDevice):
     assert sum(bucket.eager for bucket in pool.stats().buckets) == 0
 
 
+def test_tokens_right_behind_the_last_page_are_not_written(gpu: NVDevice):
+    """Where the table's next entry is another request's."""
+    case = append([25, 3, 26], rows=2, **ALL)
+    same(run(case, gpu.device), wanted(case))
+
+
 def test_the_comparison_can_fail(hopper: NVDevice):
     case = append([9, 3], **ALL)
     with pytest.raises(AssertionError, match="bytes of k_pages differ"):

@@ -73,7 +73,8 @@ def test_bytes_of_one_copy_expected_for_two(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("fence", "kind"), [(FENCE, None), ("bar.sync 0;\n", "proxy-fence"),
-                                             ("fence.proxy.async.shared::cta;\n", "race")])
+                                             ("fence.proxy.async.shared::cta;\n", "race"),
+                                             (FENCE.replace("shared::cta", "global"), "proxy-fence")])
 def test_bulk_store_needs_fence_and_barrier(seed: int, fence: str, kind: str | None) -> None:
     report, (_, out) = run(FILL + fence + STORE.format(source="%r2") + DONE, DATA, ZEROS,
                            seed=seed, block=32)
