@@ -8,8 +8,11 @@ reference, and what runs wherever no kernel of ours does. `lower(kind, fn)` regi
 
 in a rewrite, with arguments rewritten already, where the device has a target and `setting`, if one is given,
 is not 0. `NotOurs` or `SpecError` from it is a near miss, None one without a reason. Who is lowered has no
-body any more; a body may not call named functions. A kind may be lowered `only_for` one of its results: where
-that is not used, the body is inlined, for the rewrites that follow.
+body any more; a body may not call named functions. A kind may be lowered by a function that `sees_uses`:
+
+    fn(what, target, uses, *arguments) -> the values of nodes of the graph, or None
+
+of results that are used, or in a result's place of a node that stands after it (`Uses`).
 
 A gradient, `grad(*gradients, call)` as tinygrad asks of a FUNCTION, finds `what` in `call.arg.aux`, the
 arguments in `call.src[1:]` and the results as `call.gettuple(i)`. Results that are not derived have no
@@ -18,7 +21,7 @@ gradient.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +37,16 @@ from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import target_of
 from tinygrad_nv.runtime.observe import ranges
 
-Lower = Callable[..., tuple[UOp, ...] | None]
+Lower = Callable[..., tuple[UOp, ...] | dict[UOp, UOp] | None]
 NEEDS = ({Ops.FUNCTION},)
+
+
+@dataclass(frozen=True)
+class Uses:
+    """How a call is used: `after` each result that is, by its number, the nodes that follow, each the only
+    user of the one before."""
+    call: UOp
+    after: Mapping[int, tuple[UOp, ...]]
 
 
 @dataclass(frozen=True)
@@ -43,15 +54,15 @@ class _Lowering:
     name: str
     fn: Lower
     setting: str
-    only_for: int | None
+    sees_uses: bool
 
 
 _lowerings: dict[type, _Lowering] = {}
 
 
-def lower(kind: type, name: str, fn: Lower, setting: str = "", only_for: int | None = None) -> None:
+def lower(kind: type, name: str, fn: Lower, setting: str = "", sees_uses: bool = False) -> None:
     """Registers how calls of a kind become kernels; `name` is that under which misses are told."""
-    _lowerings[kind] = _Lowering(name, fn, setting, only_for)
+    _lowerings[kind] = _Lowering(name, fn, setting, sees_uses)
     hooks.keep_functions(kind)
 
 
@@ -92,36 +103,57 @@ def rewrite(sink: UOp) -> UOp:
     """The graph with kernels, or bodies, for its named functions. The first of the rewrites."""
     nodes = tuple(sink.toposort(enter_calls=False))
     if not any(node.op is Ops.FUNCTION and type(node.arg.aux) in _lowerings for node in nodes): return sink
-    results: dict[UOp, tuple[UOp, ...]] = {}
-    used = {(node.src[0], node.arg) for node in nodes if node.op is Ops.GETTUPLE}
+    users = _users(nodes)
+    places: dict[UOp, UOp] = {}
+    done: set[UOp] = set()
 
     def change(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
-        if node.op is not Ops.GETTUPLE or node.src[0].op is not Ops.FUNCTION: return None
-        function = node.src[0]
-        if type(function.arg.aux) not in _lowerings: return None
-        if function not in results:
-            only = _lowerings[type(function.arg.aux)].only_for
-            wanted = only is None or (function, only) in used
-            made = results[function] = _made(function, tuple(map(new, function.src[1:])), wanted)
-            ranges.carry_region(frozenset({function, node}), made[0])
-        return results[function][node.arg]
+        if node.op is Ops.GETTUPLE and (function := node.src[0]) not in done and function.op is Ops.FUNCTION \
+                and type(function.arg.aux) in _lowerings:
+            done.add(function)
+            made = _made(function, tuple(map(new, function.src[1:])), users)
+            ranges.carry_region(frozenset({function, node}), next(iter(made.values())))
+            places.update(made)
+        return places.get(node)
     return write_through(rebuilt(nodes, change))
 
 
-def _made(function: UOp, arguments: tuple[UOp, ...], wanted: bool) -> tuple[UOp, ...]:
-    """The results of a call: of kernels, where these are wanted and there are any, else of its body."""
+def _users(nodes: tuple[UOp, ...]) -> dict[UOp, list[UOp]]:
+    made: dict[UOp, list[UOp]] = {node: [] for node in nodes}
+    for node in nodes:
+        for one in dict.fromkeys(node.src):
+            if one in made: made[one].append(node)
+    return made
+
+
+def _uses(function: UOp, users: Mapping[UOp, list[UOp]]) -> Uses:
+    after = {}
+    for result in users[function]:
+        node, found = result, list[UOp]()
+        while len(users[node]) == 1: found.append(node := users[node][0])
+        after[result.arg] = tuple(found)
+    return Uses(function, after)
+
+
+def _made(function: UOp, arguments: tuple[UOp, ...], users: Mapping[UOp, list[UOp]]) -> dict[UOp, UOp]:
+    """What takes the place of a call's results: values of kernels, where there are any, else of its body."""
     what = function.arg.aux
     lowering = _lowerings[type(what)]
     value, target = function.src[0].src[0], target_of(function.device)
-    if lowering.setting and not config.get(lowering.setting): wanted = False
+    uses = [_uses(function, users)] if lowering.sees_uses else []
 
-    def lowered() -> tuple[UOp, ...] | None:
-        try: return lowering.fn(what, target, *arguments)
+    def lowered() -> tuple[UOp, ...] | dict[UOp, UOp] | None:
+        try: return lowering.fn(what, target, *uses, *arguments)
         except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
+    wanted = not lowering.setting or config.get(lowering.setting)
     try:
         if wanted and target and (made := building.attempted(lowering.name, value, lowered)) is not None:
-            return made
+            return made if isinstance(made, dict) else _results(function, made)
     except NotOurs as no: program.miss(lowering.name, value, str(no))
     body = hooks.inlined(function.replace(src=(function.src[0], *arguments)))
     assert body is not None
-    return body.src
+    return _results(function, body.src)
+
+
+def _results(function: UOp, values: tuple[UOp, ...]) -> dict[UOp, UOp]:
+    return {function.gettuple(i): value for i, value in enumerate(values)}

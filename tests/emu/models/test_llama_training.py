@@ -48,6 +48,8 @@ def test_a_step(arch: str, exact: list[np.ndarray], monkeypatch: pytest.MonkeyPa
     device = f"EMU:{ {'sm_80': 80, 'sm_90a': 90}[arch]}"
     _, loss, gradients = trained(device, dtypes.bfloat16)
     kernels = explain(loss, *gradients).kernels
+    assert len(kernels) <= 62
+    assert len(explain(loss).kernels) <= 27
     assert sum(isinstance(kernel.spec, AttentionSpec) for kernel in kernels) == 2
     assert sum(isinstance(kernel.spec, BackwardSpec) for kernel in kernels) == 2
     Tensor.realize(loss, *gradients)
@@ -56,3 +58,12 @@ def test_a_step(arch: str, exact: list[np.ndarray], monkeypatch: pytest.MonkeyPa
         found, by_plain = (each.float().numpy().astype(np.float64) for each in (got, plain))
         bound = 2 * np.abs(by_plain - want).max() + 2.0**-8 * np.abs(want)
         assert (np.abs(found - want) <= bound).all()
+
+
+def test_kernels_of_a_step_on_a_cpu():
+    _, loss, gradients = trained("CPU", dtypes.float32)
+    kernels = explain(loss, *gradients).kernels
+    assert len(kernels) <= 60
+    assert len(explain(loss).kernels) <= 27
+    assert sum(isinstance(kernel.spec, AttentionSpec) for kernel in kernels) == 2
+    assert sum(isinstance(kernel.spec, BackwardSpec) for kernel in kernels) == 2

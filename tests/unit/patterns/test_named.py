@@ -186,15 +186,33 @@ def test_what_tells_schedules_apart_though_bodies_are_equal(data):
         assert (note and note.template) == template
 
 
-# **** lowered for one of the results ****
+# **** in the place of what follows ****
 
-@pytest.mark.parametrize(("only", "both", "lowered"), [(0, False, True), (1, False, False), (1, True, True)])
-def test_lowered_only_for_a_result(data, only: int, both: bool, lowered: bool):
-    named.lower(Gate, "gate", kernel, only_for=only)
-    out, total = named.call(Gate(), body, *pair(data))
-    wanted = out * total if both else out * 1
-    assert ("gate" in templates(wanted)) == lowered
-    close(wanted, want(*data) * (data[0] + data[1] if both else 1))
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
+def test_values_in_the_place_of_what_follows(data, used: tuple[int, ...]):
+    seen: list[named.Uses] = []
+
+    def turned(what: Gate, target: Target, uses: named.Uses, x: UOp, y: UOp) -> dict[UOp, UOp] | None:
+        seen.append(uses)
+        if 0 not in uses.after: return None
+        (permuted, *_), (out, total) = uses.after[0], kernel(what, target, x, y)
+        assert permuted.op is Ops.PERMUTE
+        return {permuted: out.permute((1, 0)), uses.call.gettuple(1): total}
+    named.lower(Gate, "gate", turned, sees_uses=True)
+    results = named.call(Gate(), body, *pair(data))
+    wanted = [(results[i].transpose(0, 1) * 2).contiguous() for i in used]
+    assert ("gate" in templates(*wanted)) == (0 in used)
+    assert {tuple(uses.after) for uses in seen} == {used}
+    right = want(*data), data[0] + data[1]
+    for i, got in zip(used, wanted, strict=True): close(got, 2 * right[i].T)
+
+
+def test_a_result_of_two_users_has_nothing_after_it(data):
+    seen: list[named.Uses] = []
+    named.lower(Gate, "gate", lambda what, target, uses, *given: seen.append(uses), sees_uses=True)
+    out, _ = named.call(Gate(), body, *pair(data))
+    close(out.transpose(0, 1) * 2 + (out + 1).transpose(0, 1), 3 * want(*data).T + 1)
+    assert {uses.after[0] for uses in seen} == {()}
 
 
 # **** gradients ****

@@ -2,6 +2,7 @@
 
 In a graph:
 
+  attempt.py  where an attention may end, and its call
   match.py    softmax(score(q kᵀ)) v, however it is written, to one kernel
   weights.py  finds the softmax, and the matmuls before and after it
   fitted.py   positions, found once for each node
@@ -15,6 +16,7 @@ By name:
   named.py           attention, whose gradient is a named function too
   operands.py        q, k, v as [B, H, S, D], from the arguments of a torch or tinygrad user
   dropout.py         the reference implementation of dropout
+  reading.py         a named attention's spec, from its arguments
   lower.py           the forward kernel, which stores the LSE for backward
   lower_backward.py  the backward kernel
   varlen.py          ragged batches; varlen_reference.py is plain tinygrad, varlen_lower.py the kernel

@@ -1,112 +1,82 @@
-"""FlashAttention to a kernel of ours, which writes l too.
+"""FlashAttention to a kernel of ours.
 
-Protocol. `forward` is what patterns/named.py asks for. The body of the function, made again over its
-arguments as the graph has them, is an attention like any other: match.py finds its spec (scale, soft-cap,
-masks that are bands, strides of q, k and v, copies). Where it finds none, it has said why. The result lies as
-q does: where q is a view of [B, S_q, H, D], as the heads of a projection are, so is the result, as the next
-one reads it.
-
-What an argument is computed from is of no interest here and may be the whole network: `Cut` puts a parameter
-in the place of what lies under q's, k's and v's movement.
+Protocol. `forward` is what patterns/named.py asks for. The spec comes from the arguments (reading.py). Where
+there is none, the reference implementation is inlined, of which match.py says why. Without the LSE the result
+is written as what follows reads it, or stores it. With it, the result lies as q does: where q is a view of
+[B, S_q, H, D], as the heads of a projection are, so is the result, as the next one reads it.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from math import prod
 
-from tinygrad import Tensor, dtypes
-from tinygrad.uop.ops import GroupOp, Ops, UOp
+from tinygrad import dtypes
+from tinygrad.uop.ops import Ops, UOp
 
-from tinygrad_nv import hooks
 from tinygrad_nv.patterns import named, program
-from tinygrad_nv.patterns.attention import match as attention
-from tinygrad_nv.patterns.attention import named as attention_named
-from tinygrad_nv.patterns.attention.match import AttentionMatch
+from tinygrad_nv.patterns.attention.attempt import Attempt, called, tried
 from tinygrad_nv.patterns.attention.named import FlashAttention
-from tinygrad_nv.patterns.attention.spec import nbytes
+from tinygrad_nv.patterns.attention.reading import read_from, shape_of
+from tinygrad_nv.patterns.attention.score import FLOATS
+from tinygrad_nv.patterns.attention.weights import NAME as NEAR
 from tinygrad_nv.patterns.contraction import NotOurs
-from tinygrad_nv.patterns.index import Space
-from tinygrad_nv.patterns.rewriting import rebuilt
+from tinygrad_nv.patterns.decode.match import decoded
+from tinygrad_nv.patterns.named import Uses
 from tinygrad_nv.patterns.strides import laid
-from tinygrad_nv.patterns.target import Chosen, Target, choose
+from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, walk
 
 NAME = "flash attention"
-LSE = 1  # of FlashAttention's results
-_CUT_SLOT = 1 << 20  # parameters of a graph have slots from 0
-Shape = tuple[int, ...]
+OUT, LSE = 0, 1  # FlashAttention's results
+BY_ROWS = (0, 2, 1, 3)
 
 
 def register() -> None:
-    """Lets FlashAttention become kernels. Without l it is left to match.py, which sees what follows."""
-    named.lower(FlashAttention, NAME, forward, "NV_ATTENTION", LSE)
+    """Lets FlashAttention become kernels."""
+    named.lower(FlashAttention, NAME, forward, "NV_ATTENTION", sees_uses=True)
 
 
-# **** what arguments are ****
+def forward(what: FlashAttention, target: Target, uses: Uses, *arguments: UOp) -> dict[UOp, UOp] | None:
+    """The result in the place of a node that it is moved and cast to, and the LSE if it is used; None where
+    there is no kernel: without the LSE match.py says why."""
+    operands, seed = (arguments, ()) if what.kept == EVERY else (arguments[:-1], arguments[-1:])
+    lse = LSE in uses.after
+    out = uses.call.gettuple(OUT)
+    tail = () if lse else _tail(out, uses.after[OUT])
+    made: dict[UOp, UOp] = {}
 
-class Cut:
-    """Arguments without what they are computed from. `of` is what stands behind each parameter."""
-
-    def __init__(self) -> None: self.of: dict[UOp, UOp] = {}
-
-    def __call__(self, x: UOp) -> UOp:
-        moved = []
-        while x.op in GroupOp.Movement:
-            moved.append(x)
-            x = x.src[0]
-        if x.device is not None and x.op not in (Ops.PARAM, Ops.BUFFER):
-            known = next((param for param, node in self.of.items() if node is x), None)
-            if known is None: self.of[known := x.param_like(_CUT_SLOT + len(self.of))] = x
-            x = known
-        for node in reversed(moved): x = node.replace(src=(x, *node.src[1:]))
-        return x
-
-    def undone(self, nodes: tuple[UOp, ...], end: UOp, made: Callable[[Callable[[UOp], UOp]], UOp]) -> UOp:
-        """What `nodes`, a sink the last, were of, with `made` in the place of `end`."""
-        def change(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
-            if node in self.of: return self.of[node]
-            return made(new) if node is end else None
-        return rebuilt(nodes, change).src[0]
+    def take(attempt: Attempt) -> None:
+        until = tail[:tail.index(attempt.end) + 1] if attempt.end in tail else ()
+        found = read_from(what, attempt, until, operands, lse)
+        found = replace(found, spec=dropped(found.spec, what, operands))
+        how = decoded(found, target) or choose(found.spec, target, found.integers)
+        inputs = [*found.inputs[:3], *seed, *found.inputs[3:]]
+        logs = [program.Output((*found.spec.batch, found.spec.s_q), dtypes.float32)] * lse
+        made[attempt.end], *rest = called(attempt, found, how, inputs, *logs)
+        for log in rest: made[uses.call.gettuple(LSE)] = log.reshape(shape_of(operands[0])[:3])
+    reason = tried(_attempts(out, tail, lse and lies_by_rows(operands[0])), take)
+    if reason and lse: program.miss(NEAR, out, reason)
+    return made or None
 
 
-def shape_of(x: UOp) -> Shape: return tuple(int(extent) for extent in x.shape)
+def _tail(out: UOp, after: tuple[UOp, ...]) -> tuple[UOp, ...]:
+    """What a kernel can do of what follows a result: movement that keeps its elements, and one cast of
+    float32."""
+    found, dtype = [], out.dtype
+    for node in after:
+        narrows = node.op is Ops.CAST and dtype == dtypes.float32 and node.dtype in FLOATS
+        if node.op not in (Ops.PERMUTE, Ops.RESHAPE) and not narrows: break
+        found.append(node)
+        dtype = node.dtype
+    return tuple(found)
 
 
-# **** forward ****
-
-def forward(what: FlashAttention, target: Target, *arguments: UOp) -> tuple[UOp, ...] | None:
-    """out and l by a kernel; None where match.py has said why there is none."""
-    cut = Cut()
-    shown = (*map(cut, arguments[:3]), *arguments[3:])
-    body = results(what, shown)
-    for by_rows in dict.fromkeys((lies_by_rows(shown[0]), False)):
-        root = turned(body[0]) if by_rows else body[0]
-        nodes, match = attention.found_at(root)
-        if match is None: return None
-        if in_order(match, root, by_rows): break
-    else: raise NotOurs("a result whose rows lie in another order than its heads")
-    spec = dropped(replace(match.found.spec, lse=True), what, shown)
-    how = choose(spec, target)
-    logs: list[UOp] = []
-
-    def called(new: Callable[[UOp], UOp]) -> UOp:
-        inputs = [new(x) for x in match.found.inputs]
-        if what.kept < EVERY: inputs.insert(3, arguments[-1])
-        out, log = _attention(match, how, inputs)
-        logs.append(log.reshape(shape_of(body[LSE])))
-        return out
-    result = cut.undone(nodes, match.attempt.end, called)
-    return turned(result) if by_rows else result, logs[0]
-
-
-def results(what: FlashAttention, arguments: tuple[UOp, ...]) -> tuple[UOp, ...]:
-    """out and l as the body has them, of whole heads, as shards' are too: without dropout, which match.py
-    does not look for. The last argument of dropout is its seed."""
-    given = arguments[:-1] if what.kept < EVERY else arguments
-    made = attention_named.forward(replace(what, kept=EVERY), *map(Tensor, given))
-    return tuple(hooks.flattened(one.uop) for one in made)
+def _attempts(out: UOp, tail: tuple[UOp, ...], by_rows: bool) -> list[Attempt]:
+    """Where an attention may end, best first: where its result is stored or read, since a matmul reads it
+    best as it lies then; else after the last cast."""
+    if by_rows: return [Attempt(out, lying=BY_ROWS), Attempt(out)]
+    cast = [node for node in tail if node.op is Ops.CAST]
+    return [Attempt(end, rows) for end in dict.fromkeys([*tail[-1:], *cast, out]) for rows in (True, False)]
 
 
 def dropped(spec: AttentionSpec, what: FlashAttention, arguments: tuple[UOp, ...]) -> AttentionSpec:
@@ -139,35 +109,3 @@ def lies_by_rows(x: UOp) -> bool:
 def turned(x: UOp) -> UOp:
     """[B, H, S, D] as [B, S, H, D], and back."""
     return x.permute((0, 2, 1, 3))
-
-
-def in_order(match: AttentionMatch, root: UOp, by_rows: bool) -> bool:
-    """Whether l, dense [*batch, s_q], is the function's [B, H, S_q], where the result lies as `root`."""
-    spec = match.found.spec
-    space, node, end = Space(), root, match.attempt.end
-    at = ranges = space.ranges(root.shape)
-    while node is not end:
-        if node.op in GroupOp.Movement: at = space.through(node, at)
-        node = node.src[0]
-    lies = space.lies(end.shape, at)
-    dense = space.lies(root.shape, ranges)
-    widths = (*spec.batch, spec.s_q)
-    strides = (*spec.out.batch, spec.out.row)
-    _, rows, heads, _ = shape_of(root)
-
-    def log(stride: int) -> int:
-        """How far apart in l what lies so far apart in the result is."""
-        by = stride // spec.d_v
-        if not by_rows: return by
-        return (by // (heads * rows) * heads + by % heads) * rows + by // heads % rows
-    kept = all(extent == 1 or log(stride) == prod(widths[i + 1:])
-               for i, (extent, stride) in enumerate(zip(widths, strides, strict=True)))
-    return match.attempt.last < 0 and lies.key() == dense.key() and kept
-
-
-def _attention(match: AttentionMatch, how: Chosen, inputs: list[UOp]) -> tuple[UOp, UOp]:
-    spec, end = how.spec, match.attempt.end
-    outputs = [program.Output(shape_of(end), end.dtype),
-               program.Output((*spec.batch, spec.s_q), dtypes.float32)]
-    out, log = how.called(end.device, outputs, inputs, rows=spec.s_q, flops=spec.flops, nbytes=nbytes(spec))
-    return out, log

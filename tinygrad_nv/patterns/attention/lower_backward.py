@@ -1,26 +1,27 @@
 """FlashAttentionBackward to a kernel of ours.
 
-Protocol. `backward` is what patterns/named.py asks for. The forward's body is built again over the same
-arguments, and the spec that match.py finds for it is the backward's `forward`: its scores, masks and strides.
-The gradient of the result is read where it lies, or copied. dq is summed in float32, on GPUs in memory that
-is zero before the launch, and cast by a kernel of tinygrad's; dk and dv lie as k and v do (`lies_by_rows`).
+Protocol. `backward` is what patterns/named.py asks for. The spec of the forward pass, from the same
+arguments, is the backward's `forward`: its scores, masks and strides. The gradient of the result is read
+where it lies, or copied. dq is summed in float32, on GPUs in memory that is zero before the launch, and cast
+by a kernel of tinygrad's; dk and dv lie as k and v do (`lies_by_rows`).
 """
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 
-from tinygrad import Tensor, dtypes
+from tinygrad import dtypes
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import UOp
 
-from tinygrad_nv import config, hooks
+from tinygrad_nv import config
 from tinygrad_nv.patterns import named, program
-from tinygrad_nv.patterns.attention import match as attention
-from tinygrad_nv.patterns.attention import named as attention_named
-from tinygrad_nv.patterns.attention.lower import Cut, Shape, dropped, lies_by_rows, shape_of, turned
-from tinygrad_nv.patterns.attention.named import FlashAttentionBackward
+from tinygrad_nv.patterns.attention.attempt import Attempt, tried
+from tinygrad_nv.patterns.attention.lower import dropped, lies_by_rows, turned
+from tinygrad_nv.patterns.attention.named import FlashAttention, FlashAttentionBackward
+from tinygrad_nv.patterns.attention.reading import Shape, read_from, shape_of
+from tinygrad_nv.patterns.attention.spec import Found
+from tinygrad_nv.patterns.attention.weights import NAME as NEAR
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.strides import Laid, copied, laid
 from tinygrad_nv.patterns.target import Chosen, Target, choose
@@ -38,38 +39,35 @@ def register() -> None:
 
 def backward(what: FlashAttentionBackward, target: Target, q: UOp, k: UOp, v: UOp,
              *rest: UOp) -> tuple[UOp, ...] | None:
-    """dq, dk and dv by a kernel; None where match.py has said why there is none."""
+    """dq, dk and dv by a kernel; None where there is no forward pass, with the reason told."""
     *mask, log, delta, grad = rest
     seed = [mask.pop()] if what.forward.kept < EVERY else []
-    if (found := _forward(what, (q, k, v), tuple(mask))) is None: return None
+    if (found := _forward(what.forward, (q, k, v, *mask), grad, target)) is None: return None
     b, heads, rows, _ = shape_of(q)
     kv, by_rows = shape_of(k)[1], (lies_by_rows(k), lies_by_rows(v))
     # the query heads of a key head are rows, where each has one
-    group, rows = (heads // kv, rows) if found[0].s_q == rows else (1, heads // kv * rows)
-    forward = divided(found[0], (b, kv, group))
+    group, rows = (heads // kv, rows) if found.spec.s_q == rows else (1, heads // kv * rows)
+    forward = divided(found.spec, (b, kv, group))
     if forward.s_q != rows: raise NotOurs(f"{forward.s_q} rows, not {rows}")
     grad = grad.reshape(b, kv, group, rows, shape_of(v)[-1])
     how, read = _chosen(forward, grad, by_rows, target)
-    dq, dk, dv = _called(how, [*found[1][:3], read, log, delta, *seed, *found[1][3:]])
+    dq, dk, dv = _called(how, [*found.inputs[:3], read, log, delta, *seed, *found.inputs[3:]])
     dq = dq.reshape(shape_of(q)).cast(q.dtype)
     return dq, _filled(dk, shape_of(k), by_rows[0]), _filled(dv, shape_of(v), by_rows[1])
 
 
-def _forward(what: FlashAttentionBackward, operands: tuple[UOp, ...],
-             mask: tuple[UOp, ...]) -> tuple[AttentionSpec, list[UOp]] | None:
-    """The spec of the forward pass, and its kernel's inputs."""
-    cut = Cut()
-    arguments = (Tensor(x) for x in (*map(cut, operands), *mask))
-    root = hooks.flattened(attention_named.forward(replace(what.forward, kept=EVERY), *arguments)[0].uop)
-    nodes, match = attention.found_at(root)
-    if match is None: return None
-    inputs: list[UOp] = []
+def _forward(what: FlashAttention, operands: tuple[UOp, ...], grad: UOp, target: Target) -> Found | None:
+    """The forward pass, whose result has the gradient's shape and dtype; None without a kernel for it."""
+    made: list[Found] = []
 
-    def given(new: Callable[[UOp], UOp]) -> UOp:
-        inputs.extend(map(new, match.found.inputs))
-        return match.attempt.end
-    cut.undone(nodes, match.attempt.end, given)
-    return dropped(replace(match.found.spec, lse=True), what.forward, operands), inputs
+    def take(attempt: Attempt) -> None:
+        found = read_from(what, attempt, (), operands, True)
+        choose(found.spec, target)
+        made.append(found)
+    reason = tried([Attempt(grad, rows) for rows in (True, False)], take)
+    if reason: program.miss(NEAR, grad, reason)
+    if not made: return None
+    return replace(made[0], spec=dropped(made[0].spec, what, operands))
 
 
 # **** specs ****

@@ -25,17 +25,17 @@ cpu/attention/flash.py's.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tinygrad.dtype import dtypes
 from tinygrad.uop.ops import GroupOp, Ops, UOp
 
 from tinygrad_nv import config
-from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import building, program
-from tinygrad_nv.patterns.attention.dims import Ranges, Sideways
+from tinygrad_nv.patterns.attention.attempt import Attempt, called, tried
+from tinygrad_nv.patterns.attention.dims import Ranges
 from tinygrad_nv.patterns.attention.score import FLOATS, Score
-from tinygrad_nv.patterns.attention.spec import Found, Reading, flops, found, nbytes
+from tinygrad_nv.patterns.attention.spec import Found, Reading, found
 from tinygrad_nv.patterns.attention.weights import NAME, bare, first_product, tail, weighted, weights
 from tinygrad_nv.patterns.contraction import (
     MatmulReduce,
@@ -48,7 +48,7 @@ from tinygrad_nv.patterns.contraction import (
 )
 from tinygrad_nv.patterns.decode.match import decoded
 from tinygrad_nv.patterns.epilogue import Unfused
-from tinygrad_nv.patterns.index import Indices, NotAffine, Space
+from tinygrad_nv.patterns.index import Indices, Space
 from tinygrad_nv.patterns.positions import is_variable
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Chosen, Target, choose, target_of
@@ -72,34 +72,12 @@ def rewrite(sink: UOp) -> UOp:
     def change(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
         if (match := matches.get(node)) is None: return None
         inputs = [new(x) for x in match.found.inputs]
-        if (result := building.attempted(NAME, node, lambda: _called(match, inputs))) is None: return None
+        result = building.attempted(
+            NAME, node, lambda: called(match.attempt, match.found, match.how, inputs)[0])
+        if result is None: return None
         ranges.carry_region(match.region, result)
         return result
     return write_through(rebuilt(matcher.nodes, change))
-
-
-def found_at(root: UOp) -> tuple[tuple[UOp, ...], AttentionMatch | None]:
-    """The attention that a value is a view or cast of, and the nodes of the value's graph."""
-    matcher = _AttentionMatcher(UOp.sink(root))
-    matches = matcher.matches()
-    while root not in matches and (root.op in GroupOp.Movement or root.op is Ops.CAST): root = root.src[0]
-    return matcher.nodes, matches.get(root)
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """Where an attention may end, whether it has rows, and which axis of the result lies last in memory if
-    that is not the last one (-1): it is turned by a kernel of tinygrad's then."""
-    end: UOp
-    rows: bool
-    last: int = -1
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The axes of the end as they lie in memory."""
-        axes = list(range(len(self.end.shape)))
-        if self.last >= 0: axes.append(axes.pop(self.last))
-        return tuple(axes)
 
 
 @dataclass(frozen=True)
@@ -141,22 +119,13 @@ class _AttentionMatcher:
 
     def match(self, second: MatmulReduce, operand: int) -> None:
         """Takes in an attention that ends in a product, or says why not."""
-        reason = ""
         target = target_of(second.total.device)
         assert target is not None
+
+        def take(attempt: Attempt) -> None:
+            self.ends[attempt.end] = self.matched(second, operand, attempt, target)
         attempts = [Attempt(end, rows) for end in self.candidates(second.total) for rows in (True, False)]
-        while attempts:
-            one = attempts.pop(0)
-            try: self.ends[one.end] = self.matched(second, operand, one, target)
-            except (Unfused, NotAffine) as no: reason = reason or str(no)
-            except SpecError as error: reason = reason or f"{error.found}, not {error.expected}"
-            except NotOurs as no:
-                reason = reason or str(no)
-                if no.final: break
-                if isinstance(no, Sideways) and one.rows and one.last < 0:
-                    attempts += [replace(one, last=axis) for axis in range(len(one.end.shape) - 1)]
-            else: return
-        if reason: program.miss(NAME, second.total, reason)
+        if reason := tried(attempts, take): program.miss(NAME, second.total, reason)
 
     def candidates(self, total: UOp) -> list[UOp]:
         """Where an attention may end, best first: where its result is stored or read, since a product reads
@@ -205,7 +174,7 @@ class _AttentionMatcher:
         sides = _sides(space, first, score.paths[0], numbers, self.is_memory)
         value = side(space, v, space.over(second.mul.shape, v.shape, at), second.strip, self.is_memory)
         _check(first, second, (*sides[:2], value))
-        counted = Ranges(tuple(numbers), sides[2], frozenset(), _ordered(space, inside, numbers))
+        counted = Ranges(tuple(numbers), sides[2], frozenset(), ordered(space, inside, numbers))
         made = found(Reading(space, end, score, (*sides[:2], value), out, counted, self.variables),
                      attempt.rows)
         how = decoded(made, target) or choose(made.spec, target, made.integers)
@@ -236,7 +205,7 @@ def _sides(space: Space, first: MatmulReduce, at: Indices, columns: frozenset[in
     return q, k, tuple(r for index in summed for r in index.strides)
 
 
-def _ordered(space: Space, at: Indices, columns: frozenset[int]) -> tuple[int, ...]:
+def ordered(space: Space, at: Indices, columns: frozenset[int]) -> tuple[int, ...]:
     """Ranges as the scores have them, without those of keys."""
     return tuple(r for index in map(space.resolve, at)
                  for r in sorted(index.strides, key=index.strides.__getitem__, reverse=True)
@@ -250,13 +219,3 @@ def _check(first: MatmulReduce, second: MatmulReduce, sides: tuple[Side, Side, S
         raise NotOurs(f"{' and '.join(names)} alone in float32: realize all three in it, or none", final=True)
     for words in (arithmetic(first, *kinds[:2]), arithmetic(second, kinds[2], kinds[2])):
         if words: raise NotOurs(words, final=True)
-
-
-# **** calls ****
-
-def _called(match: AttentionMatch, inputs: list[UOp]) -> UOp:
-    made, end, order = match.found, match.attempt.end, match.attempt.order
-    out = program.Output(tuple(end.shape[i] for i in order), end.dtype)
-    done = match.how.called(end.device, [out], inputs, rows=made.rows, variables=made.variables,
-                            flops=flops(made), nbytes=nbytes(made.spec))[0]
-    return done if match.attempt.last < 0 else done.permute(tuple(map(order.index, range(len(order)))))

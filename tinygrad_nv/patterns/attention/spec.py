@@ -28,7 +28,7 @@ from tinygrad_nv.tile.launch import Integer
 @dataclass(frozen=True)
 class Reading:
     """An attention as a graph has it: score, q, k and v, where the result lies, which ranges count what, and
-    the graph's variables by name."""
+    the graph's variables by name. `lse` is where the LSE lies, if it is asked for."""
     space: Space
     end: UOp
     score: Score
@@ -36,6 +36,7 @@ class Reading:
     out: Affine
     counted: Ranges
     variables: Mapping[str, UOp]
+    lse: Affine | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def found(read: Reading, rows: bool) -> Found:
     counted = replace(read.counted, compared=frozenset(r for each in bounding if each & keys for r in each))
     entries = [lies for _, lies in score.loads]
     more = [space.resolve(x) for x in (*entries, *(p.lies for p in stood))]
+    if read.lse is not None: more.append(space.resolve(read.lse))
     out = space.resolve(read.out)
     dims = arranged(space, read.sides, out, more, counted, rows)
     extras = list(dict.fromkeys(node for node, _ in score.loads))
@@ -72,6 +74,7 @@ def found(read: Reading, rows: bool) -> Found:
     names = read.variables
     forms = _extents(dims, mask, names)
     spec = _spec(dims, mask, read.end, out.offset, forms, names)
+    if read.lse is not None: spec = _with_lse(spec, dims, MORE + len(more) - 1)
     varying = {name for form in forms.values() for name, _ in form.factors}
     used = tuple(names[name] for name in sorted(varying))
     integers = tuple(integer(forms[name], used) for name in spec.symbolic)
@@ -133,6 +136,15 @@ def _rows(dtype: DType, rows: Dim, dims: Dims, i: int, d: int, offset: int) -> R
 def _strides(dims: Dims, i: int) -> tuple[int, int, int]:
     b, kv, group = (dim.strides[i] for dim in dims.batch)
     return b, kv, group
+
+
+def _with_lse(spec: AttentionSpec, dims: Dims, i: int) -> AttentionSpec:
+    """The spec of a kernel that stores the LSE, dense [*batch, s_q], too."""
+    widths = (*spec.batch, spec.s_q)
+    for axis, dim in enumerate((*dims.batch, dims.rows)):
+        if widths[axis] > 1 and dim.strides[i] != prod(widths[axis + 1:]):
+            raise NotOurs("a result whose rows lie in another order than its heads")
+    return replace(spec, lse=True)
 
 
 def _load(dims: Dims, i: int, parameter: int, node: UOp, offset: int) -> Load:
