@@ -198,11 +198,11 @@ def forward() -> Iterator[Case]:
         "full d 128 f16": attention(300, 700, 128, F16), "window": attention(1024, 1024, band=WINDOW),
         "d 96 to f32": attention(128, 384, 96, out=F32, band=CAUSAL),
         "d 192/128": attention(256, 256, 192, d_v=128),
-        "d 256": attention(256, 256, 256, band=CAUSAL), "LSE": attention(200, 200, log_sum=True, turned=True),
+        "d 256": attention(256, 256, 256, band=CAUSAL), "LSE": attention(200, 200, lse=True, turned=True),
         "soft-cap": attention(256, 256, 64, F16, band=CAUSAL, score=capped()),
         "mask and bias": attention(128, 256, score=biased(128, 256)),
         "symbolic": attention(256, 1024, 128, band=CAUSAL, start=768, symbolic=("s_q", "s_kv", "start")),
-        "dropout": attention(256, 256, 64, band=CAUSAL, kept=230, log_sum=True),
+        "dropout": attention(256, 256, 64, band=CAUSAL, kept=230, lse=True),
         "ragged": ragged(attention(512, 512, 128, batch=3, group=2, band=CAUSAL, turned=True), (900, 900)),
         "slopes": attention(100, 300, band=CAUSAL, start=200, group=2, score=sloped()),
         "many tiles": attention(4096, 4096, 128, heads=4, group=4), "d 40": attention(100, 140, 40),
@@ -211,7 +211,7 @@ def forward() -> Iterator[Case]:
     yield from crossed("attention", specs, GPUS)
     floats = {
         "f32 causal": attention(256, 256, 64, F32, band=CAUSAL), "f32 d 128": attention(128, 512, 128, F32),
-        "f32 soft-cap, LSE": attention(100, 100, 40, F32, score=capped(40), log_sum=True),
+        "f32 soft-cap, LSE": attention(100, 100, 40, F32, score=capped(40), lse=True),
         "f32 d 256 to bf16": attention(64, 64, 256, F32, out=BF16),
         "f32 symbolic": attention(64, 512, 32, F32, symbolic=("s_kv",))}
     yield from crossed("attention", floats, A100 + HOPPER)
@@ -220,8 +220,8 @@ def forward() -> Iterator[Case]:
     yield from crossed("attention", {
         "e4m3": scaled(attention(256, 512, 128, band=CAUSAL, start=256), 128),
         "e4m3, a scale for a head": scaled(attention(300, 300, 64, group=2), 0),
-        "e4m3 d 256": scaled(attention(128, 256, 256, out=F32, log_sum=True), 64)}, HOPPER)
-    one = {"bf16 400x400": attention(400, 400, 64, group=2, band=CAUSAL, log_sum=True)}
+        "e4m3 d 256": scaled(attention(128, 256, 256, out=F32, lse=True), 64)}, HOPPER)
+    one = {"bf16 400x400": attention(400, 400, 64, group=2, band=CAUSAL, lse=True)}
     yield from crossed("attention", one, GPUS, {
         "mma 64x64": FLASH_MMA.block(64, 64).warps(4),
         "mma 32x128, 3 stages": FLASH_MMA.block(32, 128).warps(2).stages(3)})
@@ -309,7 +309,7 @@ def on_cpu() -> Iterator[Case]:
         "4x16, 3 parts": CPUGemm(AVX2, 3, 32, 64, 64, 4, 16)})
     yield from crossed("CPU attention", {
         "causal": attention(256, 256, band=CAUSAL),
-        "f32 GQA, LSE": attention(100, 200, 40, F32, group=3, log_sum=True),
+        "f32 GQA, LSE": attention(100, 200, 40, F32, group=3, lse=True),
         "dropout": attention(128, 128, 64, F16, kept=230), "soft-cap": attention(64, 64, score=capped()),
         "ragged": ragged(attention(64, 64, 64, batch=3, band=CAUSAL, turned=True), (100, 100)),
         "e4m3": scaled(attention(64, 256, 64), 128), "slopes": attention(50, 50, score=sloped()),

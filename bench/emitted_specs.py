@@ -84,7 +84,7 @@ def attention(s_q: int, s_kv: int, d: int = 64, dtype: DType = BF16, batch: int 
 def ragged(spec: AttentionSpec, total: tuple[int, int]) -> AttentionSpec:
     """Sequences one after the other, of an attention whose operands are [batch, rows, heads, d]."""
     q, k, v, out = (replace(each, batch=(0, *each.batch[1:])) for each in (spec.q, spec.k, spec.v, spec.out))
-    return replace(spec, q=q, k=k, v=v, out=out, total=total, log_sum=True)
+    return replace(spec, q=q, k=k, v=v, out=out, total=total, lse=True)
 
 
 def scaled(spec: AttentionSpec, block: int) -> AttentionSpec:
@@ -101,7 +101,7 @@ def scaled(spec: AttentionSpec, block: int) -> AttentionSpec:
 def backward(s_q: int, s_kv: int, d: int = 64, dtype: DType = BF16, deterministic: bool = False,
              out: DType | None = None, turned: bool = False, d_v: int = 0, **more: Any) -> BackwardSpec:
     """The backward pass of `attention`."""
-    one = attention(s_q, s_kv, d, dtype, d_v=d_v, turned=turned, log_sum=True, **more)
+    one = attention(s_q, s_kv, d, dtype, d_v=d_v, turned=turned, lse=True, **more)
     batch, heads, group = one.batch
     dk, dv = (rows(out or dtype, (batch, heads, 0, s_kv), width, turned) for width in (d, one.d_v))
     return BackwardSpec(one, rows(dtype, (batch, heads, group, s_q), one.d_v, turned), dk, dv, deterministic)

@@ -74,7 +74,7 @@ class Backward:
     @property
     def spec(self) -> BackwardSpec:
         """Of dense [batch, heads, tokens, d]."""
-        one = replace(self.forward.spec, log_sum=True)
+        one = replace(self.forward.spec, lse=True)
         return BackwardSpec(one, one.out, one.k, one.v, self.deterministic)
 
     def scaled(self) -> Backward:

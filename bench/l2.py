@@ -28,7 +28,7 @@ from tinygrad_nv.ptx.builder import Kernel
 from tinygrad_nv.runtime.driver import Driver, Function, Launch, Properties, Window, integer, pointer
 from tinygrad_nv.runtime.emulated.driver import properties
 from tinygrad_nv.runtime.l2 import MIB, Range, plan
-from tinygrad_nv.tile.gpu import Machine, machine_for
+from tinygrad_nv.tile.gpu import GPUModel, gpu_model_for
 
 THREADS, CTAS_OF_SM, AT_ONCE, PIECE = 256, 8, 4, 16     # loads in flight of a thread; bytes of one
 CONTENDERS = ("none", "policy", "ratio 1")
@@ -78,7 +78,7 @@ class Predicted:
     reason: str
 
 
-def predicted(machine: Machine, limits: Properties, nbytes: int, between: int) -> Predicted:
+def predicted(machine: GPUModel, limits: Properties, nbytes: int, between: int) -> Predicted:
     """Lines that stay come from L2, the others from HBM; without a window none stay unless all do."""
     made = plan(limits, [Range(0, nbytes)], nbytes + between)
     from_l2, from_hbm = nbytes / machine.l2_bytes_per_s, nbytes / machine.hbm_bytes_per_s
@@ -90,7 +90,7 @@ def predicted(machine: Machine, limits: Properties, nbytes: int, between: int) -
 def modelled(arch: str, between: int | None, plot: Path | None) -> None:
     """Prints the prediction for the GPU that `arch` stands for."""
     limits = properties(arch)
-    machine = machine_for(arch, limits.sm_count)
+    machine = gpu_model_for(arch, limits.sm_count)
     between = 2 * limits.l2_bytes if between is None else between
     made = {nbytes: predicted(machine, limits, nbytes, between) for nbytes in sizes(limits)}
     rows = [[f"{nbytes / MIB:.1f}", f"{one.plain_s * 1e6:.1f}", f"{one.window_s * 1e6:.1f}",

@@ -78,7 +78,7 @@ def backward_rows(d: int, causal: bool, arch: str) -> list[GemmCase]:
         row = of_triton(peer, arch, f"backward {'causal' if causal else 'full'}")
         if row is not None: found.append(replace(row, kernel=f"{peer}, {what}"))
     one = spec(d, causal)
-    made = BackwardSpec(replace(one, log_sum=True), one.q, one.k, one.v)
+    made = BackwardSpec(replace(one, lse=True), one.q, one.k, one.v)
     schedule = next(s for s in mma(made, GPU(arch)) if not TABLE.problems(made, s, GPU(arch)))
     ours = TABLE.build(made, schedule, GPU(arch))
     return [*found, measured(assemble(ours.ptx, arch), ours.name, ours.dynamic_smem, arch=arch,

@@ -27,7 +27,7 @@ def gemm(command, *more: str) -> str: return command("explain", "--gemm", EXTENT
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_matmul_as_a_table(command, arch: str):
     head, line = gemm(command, "--arch", arch).splitlines()
-    assert head.split() == ["schedule", "predicted", "bound", "registers", "shared", "product"]
+    assert head.split() == ["schedule", "predicted", "bound", "registers", "shared", "matmul"]
     assert line.startswith("gemm_wgmma" if arch == "sm_90a" else "gemm_mma")
     assert "µs" in line
     assert line.endswith("256x384x512 bf16 NT → bf16")
@@ -161,7 +161,7 @@ def test_products_of_a_model(command, tiny: Path):
     options = (tiny, "--device", "EMU", "--dtype", "bfloat16")
     for words, rows in (((), 1), (("--prefill", 24), 24)):
         table, matmuls = command("explain", *options, *words).succeeded().out.split("\n\n")
-        numbers = {line.split()[-1] for line in table.splitlines() if line.split()[-2:-1] == ["product"]}
+        numbers = {line.split()[-1] for line in table.splitlines() if line.split()[-2:-1] == ["matmul"]}
         listed = matmuls.splitlines()[1:]
         assert numbers == {line.split()[1].strip(",") for line in listed}
         assert len(numbers) >= 5

@@ -1,9 +1,8 @@
-"""The field's words: words that CONTRIBUTING.md asks not to use are counted, and their number may only fall.
+"""The field's words: code and pages have none of the words that CONTRIBUTING.md asks not to use.
 
-`ALLOWED` has the count of each word in each layer of the code: names, comments, docstrings, messages. A layer
-that is not listed has none. When a count falls, lower it here: `python tests/unit/test_words.py` prints the
-table of the working tree. Pages (README, CONTRIBUTING, docs/, bench/README.md) have none of them, nor those
-of `PROSE`, which are looked for outside code. What bench/report.py writes into the README counts as bench's.
+`WORDS` are looked for in names, comments, docstrings and messages of all code, and in pages (README,
+CONTRIBUTING, docs/, bench/README.md). `PROSE` are looked for in pages alone, outside code. What
+bench/report.py writes into the README counts as bench's.
 
 Left out, because the field uses them too and no pattern tells the uses apart: row (of a matrix), form (of an
 instruction, of an expression), part and parts (of a CPU kernel), product (dot product, product of extents; in
@@ -13,7 +12,6 @@ prose only), machine (a computer), body (of a function, of HTTP), top and total 
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,28 +53,13 @@ PROSE: dict[str, tuple[str, str]] = {
     "kernel that begins": ("kernels? that begins?", "programmatic dependent launch"),
     "ours": ("ours|of yours", "of tinygrad_nv, your own"),
 }
-ALLOWED: dict[str, dict[str, int]] = {
-    "whoever": {"patterns": 2, "tile": 4},
-    "nobody": {"cpu": 13, "patterns": 6, "tile": 5},
-    "somebody": {"cpu": 1, "patterns": 1, "tile": 1},
-    "doors": {"tile": 26, "tests": 1},
-    "settle": {"tile": 10},
-    "matrix product": {"patterns": 3, "tile": 1},
-    "log_sum": {"cpu": 2, "patterns": 7, "tile": 14, "bench": 10, "tests": 98},
-    "HALVES": {"tile": 39},
-    "_Writer": {"tile": 14},
-    "class Products": {"tile": 19},
-}
 
 
-def layers() -> dict[str, list[Path]]:
-    """The files of each layer of the code. The stories of models/tales are English, not code."""
-    folders = {each.parent.name: each.parent for each in sorted(PACKAGE.glob("*/__init__.py"))}
-    named = {**folders, "models": ROOT / "models", "bench": ROOT / "bench", "tests": ROOT / "tests"}
-    found = {name: [path for path in sorted(folder.rglob("*")) if path.suffix in SUFFIXES
-                    and path != Path(__file__).resolve() and "tales" not in path.parts]
-             for name, folder in named.items()}
-    return {"tinygrad_nv": sorted(PACKAGE.glob("*.py")), **found}
+def sources() -> list[Path]:
+    """The files of the code. The stories of models/tales are English, not code."""
+    folders = (PACKAGE, ROOT / "models", ROOT / "bench", ROOT / "tests")
+    return [path for folder in folders for path in sorted(folder.rglob("*")) if path.suffix in SUFFIXES
+            and path != Path(__file__).resolve() and "tales" not in path.parts]
 
 
 def used(text: str, words: dict[str, tuple[str, str]]) -> Iterator[tuple[str, int, str]]:
@@ -85,15 +68,6 @@ def used(text: str, words: dict[str, tuple[str, str]]) -> Iterator[tuple[str, in
         known = re.compile(rf"(?<![A-Za-z])(?:{pattern})(?![A-Za-z])", re.I if pattern.islower() else 0)
         for number, line in enumerate(text.splitlines(), 1):
             for _ in known.finditer(line): yield name, number, line.strip()
-
-
-def counts() -> dict[str, dict[str, int]]:
-    """For each word the layers that have it, and how often."""
-    found: dict[str, dict[str, int]] = {name: {} for name in WORDS}
-    for layer, paths in layers().items():
-        for name, _, _ in used("\n".join(path.read_text() for path in paths), WORDS):
-            found[name][layer] = found[name].get(layer, 0) + 1
-    return {name: by_layer for name, by_layer in found.items() if by_layer}
 
 
 def written(page: Path) -> str:
@@ -107,16 +81,10 @@ def prose(text: str) -> str:
     return re.sub(r"`[^`]*`", lambda name: "\n" * name[0].count("\n"), text)
 
 
-def test_no_layer_has_more_of_a_word_than_it_had():
-    more = [f"{layer} has {name!r} {count} times, allowed {allowed}; say {WORDS[name][1]}"
-            for name, by_layer in counts().items() for layer, count in by_layer.items()
-            if count > (allowed := ALLOWED.get(name, {}).get(layer, 0))]
-    assert not more, "\n".join(more)
-
-
-def test_the_table_names_layers_and_words_that_there_are():
-    assert ALLOWED.keys() <= WORDS.keys()
-    assert {layer for by_layer in ALLOWED.values() for layer in by_layer} <= layers().keys()
+def test_code_has_none():
+    found = [f"{path.relative_to(ROOT)}:{number}: {line!r} has {name!r}; say {WORDS[name][1]}"
+             for path in sources() for name, number, line in used(path.read_text(), WORDS)]
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -163,12 +131,3 @@ def test_files_that_the_glossary_names_are_there():
     missing = [place for place in places
                if not any((base / place.strip("`")).exists() for base in (PACKAGE, ROOT))]
     assert not missing, missing
-
-
-if __name__ == "__main__":
-    print("ALLOWED: dict[str, dict[str, int]] = {")
-    for name, by_layer in counts().items():
-        allowed = ", ".join(f'"{layer}":~{count}' for layer, count in by_layer.items())
-        print(textwrap.fill(f'"{name}": {{{allowed}}},', 110, initial_indent="    ",
-                            subsequent_indent=" " * (len(name) + 9)).replace("~", " "))
-    print("}")

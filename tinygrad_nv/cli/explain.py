@@ -90,7 +90,7 @@ def _gemm(arguments: argparse.Namespace) -> str:
     from tinygrad_nv.explain import levels
     from tinygrad_nv.tile.gemm.choose import choose, why_not
     from tinygrad_nv.tile.gemm.dense import dense
-    from tinygrad_nv.tile.gpu import machine_for
+    from tinygrad_nv.tile.gpu import gpu_model_for
     from tinygrad_nv.tile.template import GPU
     if arguments.sm_count < 0:
         raise RequestError(f"--sm-count {arguments.sm_count}", "how many multiprocessors the GPU has")
@@ -98,7 +98,7 @@ def _gemm(arguments: argparse.Namespace) -> str:
     spec = dense(m, n, k, SHORT.get(arguments.dtype, arguments.dtype), arguments.out, arguments.majors,
                  tuple(batch), arguments.epilogue)
     if arguments.arch == CPU: return _on_cpu(spec, arguments)
-    machine = machine_for(arguments.arch, arguments.sm_count)
+    machine = gpu_model_for(arguments.arch, arguments.sm_count)
     schedule = choose(spec, gpu := GPU(arguments.arch, machine.sm_count))
     if schedule is None:
         raise ScheduleError(f"no template takes {spec} on {arguments.arch}: {why_not(spec, gpu)}",
@@ -121,7 +121,7 @@ def _on_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> str:
     if (schedule := choose(spec, here)) is None:
         raise ScheduleError(f"no template takes {spec} on {here.isa}: {TABLE.why_not(spec, here)}",
                             "a matmul that one of them supports", "change what the reasons name")
-    found = levels_cpu.CPUProduct(spec, schedule, here)
+    found = levels_cpu.CPUMatmul(spec, schedule, here)
     if arguments.level is None: return "\n".join(levels_cpu.table([(found.kernel.name, found)]))
     text = levels_cpu.show(found, arguments.level).rstrip()
     return levels_cpu.legible(text) if arguments.level == "c" else text

@@ -140,7 +140,7 @@ def _tune_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> None:
     from tinygrad_nv.cpu.gemm.defaults import default
     from tinygrad_nv.cpu.gemm.tune import CPUCandidate, bar, tune
     from tinygrad_nv.cpu.target import host
-    from tinygrad_nv.explain.levels_cpu import CPUProduct
+    from tinygrad_nv.explain.levels_cpu import CPUMatmul
     if arguments.sm_count is not None:
         raise RequestError("--sm-count on a CPU", "an option of GPUs", "leave it out")
     here = host()
@@ -148,7 +148,7 @@ def _tune_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> None:
         reason = TABLE.why_not(spec, here)
         raise SpecError(f"no template takes {_shown(spec, arguments)} on {here.arch}: {reason}")
     with bar(str(spec)) as progress: tried = tune(spec, here, arguments.beam, progress)
-    predicted = {one.schedule: CPUProduct(spec, one.schedule, here).seconds for one in tried}
+    predicted = {one.schedule: CPUMatmul(spec, one.schedule, here).seconds for one in tried}
     if arguments.json:
         candidates = [{"schedule": one.schedule.to_json(), "predicted_s": predicted[one.schedule],
                        "measured_s": one.seconds, "why": one.why} for one in tried]

@@ -30,7 +30,7 @@ def problems(root: Expression) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Place:
+class LanePlace:
     """Where the lanes are, in C: row `m`, first column `n`, index of each dimension of the batch, and how
     many lanes count ("" for all). `sums` are the vectors of the parts; pointers to parameters are called x0,
     x1, … `row` is the row that loads take, where that is not m."""
@@ -43,7 +43,7 @@ class Place:
     row: str = ""
 
 
-def statements(root: Expression, place: Place, prefix: str = "t") -> tuple[list[str], str]:
+def statements(root: Expression, place: LanePlace, prefix: str = "t") -> tuple[list[str], str]:
     """C that computes an expression at a place, a line a node, and the name of its value."""
     names: dict[Expression, str] = {}
     lines = []
@@ -59,7 +59,7 @@ def statements(root: Expression, place: Place, prefix: str = "t") -> tuple[list[
 def _vector(dtype: DType) -> str: return "vf" if dtypes.is_float(dtype) else "vi"
 
 
-def _value(node: Expression, names: dict[Expression, str], place: Place) -> str:
+def _value(node: Expression, names: dict[Expression, str], place: LanePlace) -> str:
     if isinstance(node, Load): return _load(node, place)
     if isinstance(node, Position): return _position(node, place)
     if isinstance(node, Constant): return _constant(node)
@@ -103,14 +103,14 @@ def c_float(value: float) -> str:
     return f"{value.hex()}f"
 
 
-def _position(node: Position, place: Place) -> str:
+def _position(node: Position, place: LanePlace) -> str:
     if node.axis == "m": return f"(vi)({place.m})"
     if node.axis == "n": return f"(vi)({place.n}) + iota_()"
     if node.axis == "start": return f"(vi)({place.start})"
     return f"(vi)({place.batch[int(node.axis)]})"
 
 
-def _load(node: Load, place: Place) -> str:
+def _load(node: Load, place: LanePlace) -> str:
     terms = [f"(s64)({place.row or place.m}) * {node.m}"] if node.m else []
     if node.n: terms.append(f"(s64)({place.n}) * {node.n}")
     terms += [f"(s64)({at}) * {stride}" for at, stride in zip(place.batch, node.batch, strict=False)

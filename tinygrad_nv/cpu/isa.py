@@ -81,7 +81,7 @@ AMX = ISA("amx", bf16=True, vnni=True)
 
 @functools.cache
 def flags() -> frozenset[str]:
-    """What the processor has, as Linux names it; of macOS what is needed here. Empty where nobody says."""
+    """What the processor has, as Linux names it; of macOS what is needed here. Empty where it is unknown."""
     if sys.platform == "linux":
         try: text = Path("/proc/cpuinfo").read_text()
         except OSError: return frozenset()

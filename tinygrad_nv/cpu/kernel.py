@@ -1,11 +1,11 @@
 """A finished kernel for the CPU: C, and how it is launched.
 
 Protocol. One C function, whose parameters are those of the same kernel on a GPU (tile/kernel.py) in the same
-order, less tensor maps: pointers to outputs, to `workspace_bytes` nobody initialises where that is not 0, to
-operands and to the parameters of expressions; then integers (`int`); then `int core_id` where `parts` > 1.
-The function is called once for each core_id in 0 … parts − 1, in any order, by several threads at a time.
-Parts write different elements, and what each computes does not depend on how many there are: results have
-the same bits on any number of threads.
+order, less tensor maps: pointers to outputs, to `workspace_bytes` of uninitialised memory where that is not
+0, to operands and to the parameters of expressions; then integers (`int`); then `int core_id` where `parts` >
+1. The function is called once for each core_id in 0 … parts − 1, in any order, by several threads at a time.
+Parts write different elements, and what each computes does not depend on how many there are: results have the
+same bits on any number of threads.
 
 `source` puts vector.h ahead of the text. Code for an instruction set that the compiler was not asked for is
 made by clang's attribute `target`, so it compiles everywhere and runs where the processor has it.

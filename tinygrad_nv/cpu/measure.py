@@ -65,7 +65,7 @@ class Rates:
 
 
 def rates(target: CPU) -> Rates:
-    """The rates of a target, from disk, measured where nobody has. Raises `ToolchainError` without a
+    """The rates of a target, from disk, measured where there are none. Raises `ToolchainError` without a
     compiler."""
     return _rates(key(target), target)
 

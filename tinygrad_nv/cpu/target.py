@@ -14,7 +14,7 @@ from typing import ClassVar
 from tinygrad_nv.cpu.isa import ISA, detect
 from tinygrad_nv.runtime.cpu.threads import threads
 
-# where nobody says: caches of a small core
+# where unknown: caches of a small core
 _L1, _L2, _L3 = 32 << 10, 512 << 10, 4 << 20
 
 
@@ -42,7 +42,7 @@ def host() -> CPU:
 
 @functools.cache
 def caches() -> tuple[int, int, int]:
-    """Bytes of the caches of the first core, level 1 to 3, as Linux says; small ones where nobody does."""
+    """Bytes of the caches of the first core, level 1 to 3, as Linux says; small ones where unknown."""
     found = {1: _L1, 2: _L2, 3: _L3}
     for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
         try:

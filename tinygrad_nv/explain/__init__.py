@@ -57,7 +57,7 @@ from tinygrad_nv.tile.launch import LaunchConfig
 
 if TYPE_CHECKING:
     from tinygrad_nv.explain.levels import ScheduledGemm
-    from tinygrad_nv.explain.levels_cpu import CPUProduct
+    from tinygrad_nv.explain.levels_cpu import CPUMatmul
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ class KernelRecord:
     launch: LaunchConfig | None = field(default=None, repr=False, compare=False)
 
     @property
-    def product(self) -> ScheduledGemm | CPUProduct | None:
-        """Spec, schedule and target of a product, from which its kernel can be built again."""
+    def matmul(self) -> ScheduledGemm | CPUMatmul | None:
+        """Spec, schedule and target of a matmul, from which its kernel can be built again."""
         from tinygrad_nv.explain.levels import ScheduledGemm
-        from tinygrad_nv.explain.levels_cpu import CPUProduct
+        from tinygrad_nv.explain.levels_cpu import CPUMatmul
         if not isinstance(self.spec, GemmSpec): return None
         if isinstance(self.schedule, CPUGemmSchedule) and self.machine is not None:
-            return CPUProduct(self.spec, self.schedule, self.machine)
+            return CPUMatmul(self.spec, self.schedule, self.machine)
         if not isinstance(self.schedule, GemmSchedule) or not self.arch: return None
         return ScheduledGemm(self.spec, self.schedule, self.arch, self.sm_count, self.clusters)
 
@@ -104,9 +104,9 @@ class KernelRecord:
         """A kernel of ours at a level: spec, tile, ptx, sass or c. Raises `RequestError` for a level there is
         not, `ToolchainError` where sass lacks a program."""
         from tinygrad_nv.explain import levels, levels_cpu
-        product = self.product
-        if isinstance(product, levels_cpu.CPUProduct): return levels_cpu.show(product, level)
-        if product is not None: return levels.show(product, level)
+        matmul = self.matmul
+        if isinstance(matmul, levels_cpu.CPUMatmul): return levels_cpu.show(matmul, level)
+        if matmul is not None: return levels.show(matmul, level)
         levels.check(level)
         if self.device.partition(":")[0] == "CPU": levels_cpu.check(level, self.name)
         elif level == "c":
@@ -194,7 +194,7 @@ class Lowering:
                 rows.append((f"{len(block)} kernels × {times}:", *[""] * (len(head) - 1)))
             for k in block:
                 same, why = _identity(k), k.reason
-                if k.product is not None: why = f"product {numbers[same]}"
+                if k.matmul is not None: why = f"matmul {numbers[same]}"
                 elif k.template is not None and same in repeated:  # said once
                     reason = repeated[same]
                     why, repeated[same] = f"kernel {numbers[same]}{reason and ': '}{reason}", ""
@@ -215,12 +215,12 @@ class Lowering:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes), *self._products()])
 
     def _products(self) -> list[str]:
-        """A table of the products of each kind of target, numbered as `show` numbers kernels."""
+        """A table of the matmuls of each kind of target, numbered as `show` numbers kernels."""
         from tinygrad_nv.explain import levels, levels_cpu
-        found = [(f"product {i}" + (f", {times} times" if times > 1 else ""), record.product)
+        found = [(f"matmul {i}" + (f", {times} times" if times > 1 else ""), record.matmul)
                  for i, (record, times) in enumerate(self.distinct, 1)]
         on_gpu = [(words, one) for words, one in found if isinstance(one, levels.ScheduledGemm)]
-        on_cpu = [(words, one) for words, one in found if isinstance(one, levels_cpu.CPUProduct)]
+        on_cpu = [(words, one) for words, one in found if isinstance(one, levels_cpu.CPUMatmul)]
         return [*(["", *levels.table(on_gpu)] if on_gpu else []),
                 *(["", *levels_cpu.table(on_cpu)] if on_cpu else [])]
 

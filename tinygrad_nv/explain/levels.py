@@ -1,14 +1,14 @@
 """A matmul at four levels, as text: spec, schedule, PTX and SASS; levels_cpu.py has C.
 
 Protocol: a `ScheduledGemm` is spec, schedule and GPU; its kernel follows from these, so
-`ScheduledGemm.kernel` is the text that runs, built again. `show(product, level)` is the text of a level:
+`ScheduledGemm.kernel` is the text that runs, built again. `show(matmul, level)` is the text of a level:
 
     spec   extents, where the operands lie, and what happens to a sum before it is stored
     tile   schedule, tiles, grid, predicted time, shared memory, tensor maps, and the kernel in outline
     ptx    the kernel, with how it is launched in comments at its head
     sass   what ptxas makes of it, and what its main loop costs
 
-`table` is a line for each of several products. Nothing here needs a GPU; sass needs ptxas and a disassembler.
+`table` is a line for each of several matmuls. Nothing here needs a GPU; sass needs ptxas and a disassembler.
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tinygrad_nv.tile.expression import show as written
 from tinygrad_nv.tile.gemm.cost import CostModel, Prediction, predict
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
-from tinygrad_nv.tile.gpu import machine_for
+from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
@@ -39,13 +39,13 @@ STATIC = re.compile(r"^\s*\.shared \.align \d+ \.b8 (\w+)\[(\d+)\];", re.MULTILI
 DYNAMIC = re.compile(r"^\s*// \w+\+(\d+): (\w+)\[(\d+)\]$", re.MULTILINE)
 MAP = re.compile(r"\.param \.align 64 \.b8 (\w+)\[128\]")
 REMARK = re.compile(r"^( +)// (.*)$", re.MULTILINE)
-WIDEST = 72   # characters of a product in a table
+WIDEST = 72   # characters of a matmul in a table
 LONGEST = 60  # characters of an expression without a name
 
 
 @dataclass(frozen=True)
 class ScheduledGemm:
-    """A product by a schedule on a GPU with `sm_count` multiprocessors, which has room for so many `clusters`
+    """A matmul by a schedule on a GPU with `sm_count` multiprocessors, which has room for so many `clusters`
     at once (left out: as ptx/gpcs.py has it)."""
     spec: GemmSpec
     schedule: GemmSchedule
@@ -61,25 +61,25 @@ class ScheduledGemm:
     @property
     def prediction(self) -> Prediction:
         """What the cost model says of it."""
-        return predict(self.spec, self.schedule, machine_for(self.arch, self.sm_count))
+        return predict(self.spec, self.schedule, gpu_model_for(self.arch, self.sm_count))
 
 
 @functools.lru_cache(256)
-def _kernel(product: ScheduledGemm) -> GemmKernel:
-    gpu = GPU(product.arch, product.sm_count, product.clusters)
-    made: GemmKernel = TABLE.build(product.spec, product.schedule, gpu)
+def _kernel(matmul: ScheduledGemm) -> GemmKernel:
+    gpu = GPU(matmul.arch, matmul.sm_count, matmul.clusters)
+    made: GemmKernel = TABLE.build(matmul.spec, matmul.schedule, gpu)
     return made
 
 
-def show(product: ScheduledGemm, level: str) -> str:
-    """The product at a level. Raises `RequestError` for a level there is not, `ToolchainError` where sass
+def show(matmul: ScheduledGemm, level: str) -> str:
+    """The matmul at a level. Raises `RequestError` for a level there is not, `ToolchainError` where sass
     lacks a program."""
     check(level)
     if level == "c":
-        raise RequestError(f"C of {product.kernel.name} on {product.arch}", "a kernel for a CPU",
+        raise RequestError(f"C of {matmul.kernel.name} on {matmul.arch}", "a kernel for a CPU",
                            "--level ptx, or run with DEV=CPU")
     texts = {"spec": spec_text, "tile": tile_text, "ptx": ptx_text, "sass": sass_text}
-    return texts[level](product)
+    return texts[level](matmul)
 
 
 def check(level: str) -> None:
@@ -93,41 +93,41 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most - 1]}…"
 
 
-def table(products: Sequence[tuple[str, ScheduledGemm]]) -> list[str]:
-    """A line for each of several products, each with the words before it."""
-    rows = [("", "schedule", "predicted", "bound", "registers", "shared", "product")]
-    for words, product in products:
-        prediction = product.prediction
-        rows.append((words, str(product.schedule), seconds(prediction.seconds), prediction.bound,
-                     _registers(product), nbytes(shared_bytes(product)),
-                     shortened(str(product.spec), WIDEST)))
+def table(matmuls: Sequence[tuple[str, ScheduledGemm]]) -> list[str]:
+    """A line for each of several matmuls, each with the words before it."""
+    rows = [("", "schedule", "predicted", "bound", "registers", "shared", "matmul")]
+    for words, matmul in matmuls:
+        prediction = matmul.prediction
+        rows.append((words, str(matmul.schedule), seconds(prediction.seconds), prediction.bound,
+                     _registers(matmul), nbytes(shared_bytes(matmul)),
+                     shortened(str(matmul.spec), WIDEST)))
     return aligned(rows, numbers=(2, 4, 5))
 
 
-def resources(product: ScheduledGemm) -> Resources | None:
+def resources(matmul: ScheduledGemm) -> Resources | None:
     """Registers and spills of the kernel; None without ptxas."""
     if find_program("ptxas") is None: return None
-    return _assembled(product).kernels[product.kernel.name]
+    return _assembled(matmul).kernels[matmul.kernel.name]
 
 
-def _assembled(product: ScheduledGemm) -> Assembly: return assemble(product.kernel.ptx, product.arch)
+def _assembled(matmul: ScheduledGemm) -> Assembly: return assemble(matmul.kernel.ptx, matmul.arch)
 
 
-def _registers(product: ScheduledGemm) -> str:
-    try: found = resources(product)
+def _registers(matmul: ScheduledGemm) -> str:
+    try: found = resources(matmul)
     except PTXError: return "refused"
     return "-" if found is None else str(found.registers)
 
 
 # **** spec ****
 
-def spec_text(product: ScheduledGemm) -> str:
+def spec_text(matmul: ScheduledGemm) -> str:
     """What is computed."""
-    return spec_of(product.spec)
+    return spec_of(matmul.spec)
 
 
 def spec_of(spec: GemmSpec) -> str:
-    """What a product is, whatever computes it."""
+    """What a matmul is, whatever computes it."""
     batch = f", batch {'x'.join(map(str, spec.batch))}" if spec.batch else ""
     rows = [("extents", f"m {'at most ' if spec.symbolic else ''}{spec.m}, n {spec.n}, k {spec.k}{batch}")]
     if spec.parts > 1: rows.append(("parts", f"{spec.parts} of b, {spec.part} elements apart"))
@@ -191,26 +191,27 @@ def least_bytes(spec: GemmSpec) -> int:
 
 # **** tile ****
 
-def tile_text(product: ScheduledGemm) -> str:
+def tile_text(matmul: ScheduledGemm) -> str:
     """How it is computed."""
-    spec, s, kernel = product.spec, product.schedule, product.kernel
-    machine, prediction = machine_for(product.arch, product.sm_count), product.prediction
+    spec, s, kernel = matmul.spec, matmul.schedule, matmul.kernel
+    gpu_model, prediction = gpu_model_for(matmul.arch, matmul.sm_count), matmul.prediction
     rate = _scaled(spec.flops / prediction.seconds, 1000, "FLOP/s")
-    rows = [*_tiles(product), *_launch(kernel, prediction),
+    rows = [*_tiles(matmul), *_launch(kernel, prediction),
             ("predicted", f"{seconds(prediction.seconds)}, {rate}, bound: {prediction.bound}"),
             ("", ", ".join(f"{name} {seconds(part)}" for name, part in prediction.parts.items())),
-            ("at best", f"{seconds(CostModel(spec, machine).roofline(s))}, by peak rates alone"),
+            ("at best", f"{seconds(CostModel(spec, gpu_model).roofline(s))}, by peak rates alone"),
             *_memory(kernel)]
-    found = resources(product)
+    found = resources(matmul)
     rows.append(("registers", "- (no ptxas)" if found is None else
                  f"{found.registers} a thread, {found.spill_store_bytes} bytes spilled"))
     rows += [("outline" if i == 0 else "", line) for i, line in enumerate(outline(kernel.ptx))]
-    return "\n".join([f"{s} on {product.arch} ({machine.name}, {machine.sm_count} SMs)", "", *aligned(rows)])
+    return "\n".join([f"{s} on {matmul.arch} ({gpu_model.name}, {gpu_model.sm_count} SMs)", "",
+                      *aligned(rows)])
 
 
-def _tiles(product: ScheduledGemm) -> list[tuple[str, str]]:
+def _tiles(matmul: ScheduledGemm) -> list[tuple[str, str]]:
     """Tiles of the result, steps along K, and the ring."""
-    spec, s = product.spec, product.schedule
+    spec, s = matmul.spec, matmul.schedule
     tile, (along_m, along_n) = s.tile(spec), s.grid(spec)
     turned = " of the transposed result" if s.swap else ""
     rows = [("tiles", f"{along_m} x {along_n} of {tile.rows} x {tile.columns}"
@@ -264,9 +265,9 @@ def shared_map(ptx: str) -> list[tuple[int, str, int]]:
 def _shared(ptx: str) -> int: return max((start + size for start, _, size in shared_map(ptx)), default=0)
 
 
-def shared_bytes(product: ScheduledGemm) -> int:
+def shared_bytes(matmul: ScheduledGemm) -> int:
     """Shared memory of a CTA."""
-    return _shared(product.kernel.ptx)
+    return _shared(matmul.kernel.ptx)
 
 
 def outline(ptx: str) -> list[str]:
@@ -285,14 +286,14 @@ def outline(ptx: str) -> list[str]:
 
 # **** ptx, sass ****
 
-def ptx_text(product: ScheduledGemm) -> str:
+def ptx_text(matmul: ScheduledGemm) -> str:
     """The kernel as it is given to a device, and how it is launched."""
-    return product.kernel.launch.describe() + product.kernel.ptx
+    return matmul.kernel.launch.describe() + matmul.kernel.ptx
 
 
-def sass_text(product: ScheduledGemm) -> str:
+def sass_text(matmul: ScheduledGemm) -> str:
     """What ptxas makes of the kernel. Raises `ToolchainError` without ptxas or a disassembler."""
-    return sass_of(product.kernel.ptx, product.kernel.name, product.arch)
+    return sass_of(matmul.kernel.ptx, matmul.kernel.name, matmul.arch)
 
 
 def sass_of(ptx: str, name: str, arch: str) -> str:

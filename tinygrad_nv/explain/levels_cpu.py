@@ -1,8 +1,8 @@
 """Matmuls on a CPU as text: spec, schedule and C.
 
-Protocol: as levels.py for GPUs. A `CPUProduct` is spec, schedule and target; `show(product, level)` is the
-text of a level, `table` a line for each of several products. Times are the roofline of what was measured here
-(cpu/measure.py); for a product by itself that is another instruction set's too.
+Protocol: as levels.py for GPUs. A `CPUMatmul` is spec, schedule and target; `show(matmul, level)` is the
+text of a level, `table` a line for each of several matmuls. Times are the roofline of what was measured here
+(cpu/measure.py); for a matmul by itself that is another instruction set's too.
 """
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ LEVELS = ("spec", "tile", "c")
 
 
 @dataclass(frozen=True)
-class CPUProduct:
-    """A product by a schedule on a target."""
+class CPUMatmul:
+    """A matmul by a schedule on a target."""
     spec: GemmSpec
     schedule: CPUGemmSchedule
     target: CPU
@@ -66,11 +66,11 @@ def _rate(spec: Hashable, schedule: Hashable, rates: Rates) -> float:
     return rates.of(dtype) if isinstance(dtype, DType) and not widens else rates.f32
 
 
-def show(product: CPUProduct, level: str) -> str:
-    """The product at a level. Raises `RequestError` for one that products on CPUs do not have."""
-    check(level, product.kernel.name)
-    if level == "spec": return spec_of(product.spec)
-    return product.kernel.source if level == "c" else tile_text(product)
+def show(matmul: CPUMatmul, level: str) -> str:
+    """The matmul at a level. Raises `RequestError` for one that matmuls on CPUs do not have."""
+    check(level, matmul.kernel.name)
+    if level == "spec": return spec_of(matmul.spec)
+    return matmul.kernel.source if level == "c" else tile_text(matmul)
 
 
 def legible(source: str) -> str:
@@ -109,38 +109,38 @@ def check(level: str, name: str) -> None:
                            "--level c, or run with DEV=EMU")
 
 
-def table(products: Sequence[tuple[str, CPUProduct]]) -> list[str]:
-    """A line for each of several products, each with the words before it."""
-    rows = [("", "schedule", "predicted", "bound", "product")]
-    for words, product in products:
-        rows.append((words, str(product.schedule), seconds(product.seconds), _bound(product),
-                     shortened(str(product.spec), WIDEST)))
+def table(matmuls: Sequence[tuple[str, CPUMatmul]]) -> list[str]:
+    """A line for each of several matmuls, each with the words before it."""
+    rows = [("", "schedule", "predicted", "bound", "matmul")]
+    for words, matmul in matmuls:
+        rows.append((words, str(matmul.schedule), seconds(matmul.seconds), _bound(matmul),
+                     shortened(str(matmul.spec), WIDEST)))
     return aligned(rows, numbers=(2,))
 
 
-def _times(product: CPUProduct) -> dict[str, float]:
-    found = measure.rates(product.target)
-    rate = _rate(product.spec, product.schedule, found)
-    return {"memory": least_bytes(product.spec) / found.bandwidth, "arithmetic": product.spec.flops / rate,
+def _times(matmul: CPUMatmul) -> dict[str, float]:
+    found = measure.rates(matmul.target)
+    rate = _rate(matmul.spec, matmul.schedule, found)
+    return {"memory": least_bytes(matmul.spec) / found.bandwidth, "arithmetic": matmul.spec.flops / rate,
             "launch": LAUNCH_SECONDS}
 
 
-def _bound(product: CPUProduct) -> str:
-    times = _times(product)
+def _bound(matmul: CPUMatmul) -> str:
+    times = _times(matmul)
     return max(times, key=lambda name: times[name])
 
 
-def tile_text(product: CPUProduct) -> str:
+def tile_text(matmul: CPUMatmul) -> str:
     """How it is computed."""
-    schedule, target, kernel = product.schedule, product.target, product.kernel
-    found, times = measure.rates(target), _times(product)
-    rate = _rate(product.spec, schedule, found)
+    schedule, target, kernel = matmul.schedule, matmul.target, matmul.kernel
+    found, times = measure.rates(target), _times(matmul)
+    rate = _rate(matmul.spec, schedule, found)
     rows = [("parts", f"{kernel.parts} for {target.threads} threads")]
     rows.append(("block", f"{schedule.block} (m, n, k) in the caches of a core"))
     if any(held := schedule.registers): rows.append(("registers", f"{held[0]} x {held[1]} of the result"))
     if kernel.workspace_bytes: rows.append(("workspace", nbytes(kernel.workspace_bytes)))
-    reached = scaled(product.spec.flops / product.seconds, "FLOP/s")
-    rows += [("predicted", f"{seconds(product.seconds)}, {reached}, bound: {_bound(product)}"),
+    reached = scaled(matmul.spec.flops / matmul.seconds, "FLOP/s")
+    rows += [("predicted", f"{seconds(matmul.seconds)}, {reached}, bound: {_bound(matmul)}"),
              ("", ", ".join(f"{name} {seconds(part)}" for name, part in times.items())),
              ("measured", f"{scaled(found.bandwidth, 'B/s')} read, {scaled(rate, 'FLOP/s')}"),
              ("caches", ", ".join(nbytes(n) for n in (target.l1_bytes, target.l2_bytes, target.l3_bytes)))]

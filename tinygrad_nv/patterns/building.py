@@ -27,13 +27,13 @@ from tinygrad_nv import config
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
-from tinygrad_nv.patterns.program import Kernel, Refused
+from tinygrad_nv.patterns.program import KernelSource, Refused
 from tinygrad_nv.runtime import programs
 from tinygrad_nv.runtime.note import note_of
 
 LONGEST = 400  # characters of an error that explain() and the warning show
 T = TypeVar("T")
-_good: set[Kernel] = set()      # compiled and loaded in this process
+_good: set[KernelSource] = set()      # compiled and loaded in this process
 _warned: set[str] = set()
 
 
@@ -88,23 +88,23 @@ def _calls(sink: UOp) -> list[UOp]:
             if node.op is Ops.CALL and note_of(node.src[0]) is not None]
 
 
-def _kernel(call: UOp) -> Kernel:
+def _kernel(call: UOp) -> KernelSource:
     body = call.src[0]
-    return Kernel(to_tuple(call.src[1].device)[0], body.src[0].arg.name, body.src[2].arg)
+    return KernelSource(to_tuple(call.src[1].device)[0], body.src[0].arg.name, body.src[2].arg)
 
 
-def _compile_all(kernels: list[Kernel]) -> None:
+def _compile_all(kernels: list[KernelSource]) -> None:
     """Fills the compiler's cache, several at a time: what fails is found again by `_failure`."""
     compilers = {kernel: Device[kernel.device].renderer.compiler for kernel in kernels}
     if len(kernels) < 2 or PARALLEL < 2: return
 
-    def fill(kernel: Kernel) -> None:
+    def fill(kernel: KernelSource) -> None:
         try: programs.compiled(compilers[kernel], kernel.text)
         except Exception: return
     with ThreadPoolExecutor(PARALLEL.value) as threads: list(threads.map(fill, kernels))
 
 
-def _failure(kernel: Kernel) -> Exception | None:
+def _failure(kernel: KernelSource) -> Exception | None:
     opened: Any = Device[kernel.device]
     compiler = opened.renderer.compiler
     try:

@@ -42,7 +42,7 @@ class NotOurs(Exception):
 # **** the product ****
 
 @dataclass(frozen=True)
-class Product:
+class MatmulReduce:
     """REDUCE(ADD) of the product of two tensors. `chain` leads from the sum's input to `mul`; with `strip`,
     exact casts of the operands are left out."""
     total: UOp
@@ -57,7 +57,7 @@ class Product:
         return at
 
 
-def product(total: UOp) -> Product | None:
+def product(total: UOp) -> MatmulReduce | None:
     """The product that a REDUCE sums, if it is one of two tensors."""
     if total.arg[0] is not Ops.ADD or not total.arg[1] or 0 in total.src[0].shape: return None
     chain, node = [], total.src[0]
@@ -67,7 +67,7 @@ def product(total: UOp) -> Product | None:
     if node.op is not Ops.MUL or node.src[0] is node.src[1]: return None
     if any(s.op is Ops.CONST or s.dtype in dtypes.weaks or not s._shape for s in node.src): return None
     known = [_lossless(s, node.dtype) for s in node.src]
-    return Product(total, tuple(chain), node, known[0] == known[1] or any(
+    return MatmulReduce(total, tuple(chain), node, known[0] == known[1] or any(
         known[0] in kind and known[1] in kind for kind in (FP8, INT8S)))
 
 
@@ -102,7 +102,7 @@ def is_exact(source: DType, target: DType) -> bool:
     return source in wide.get(target, ())
 
 
-def arithmetic(found: Product, a: DType, b: DType) -> str:
+def arithmetic(found: MatmulReduce, a: DType, b: DType) -> str:
     """What is in the way of the arithmetic; "" when nothing is."""
     total, mul = found.total.dtype, found.mul.dtype
     if any(_descended(s)[0].dtype == dtypes.bool for s in found.mul.src): return "an operand is a condition"

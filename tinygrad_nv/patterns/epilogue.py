@@ -78,7 +78,7 @@ def _numel(node: UOp) -> int: return prod(node.max_shape)
 
 def usable(found: list[tuple[UOp, frozenset[UOp]]],
            consumers: Consumers) -> list[tuple[UOp, frozenset[UOp]]]:
-    """The ends worth trying, best first. Movement and casts that lose nothing, which whoever reads the result
+    """The ends worth trying, best first. Movement and casts that lose nothing, which a reader of the result
     has for nothing, are taken in only where it is stored."""
     best = []
     for end, region in reversed(found):

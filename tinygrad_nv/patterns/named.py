@@ -9,10 +9,11 @@ reference, and what runs wherever no kernel of ours does. `lower(kind, fn)` regi
 in a rewrite, with arguments rewritten already, where the device has a target and `setting`, if one is given,
 is not 0. `NotOurs` or `SpecError` from it is a near miss, None one without a reason. Who is lowered has no
 body any more; a body may not call named functions. A kind may be lowered `only_for` one of its results: where
-nobody uses that, the body is inlined, for the rewrites that follow.
+that is not used, the body is inlined, for the rewrites that follow.
 
 A gradient, `grad(*gradients, call)` as tinygrad asks of a FUNCTION, finds `what` in `call.arg.aux`, the
-arguments in `call.src[1:]` and the results as `call.gettuple(i)`. Results nobody derives have no gradient.
+arguments in `call.src[1:]` and the results as `call.gettuple(i)`. Results that are not derived have no
+gradient.
 """
 from __future__ import annotations
 

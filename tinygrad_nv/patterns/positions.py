@@ -17,7 +17,7 @@ from tinygrad.uop.ops import Ops, UOp, sint
 
 
 @dataclass(frozen=True)
-class Form:
+class AffineForm:
     """`offset + Σ strides · indices + Σ factors · variables`, variables by name."""
     offset: int
     strides: tuple[int, ...]
@@ -31,11 +31,11 @@ def is_variable(node: UOp) -> bool:
     return node.op in (Ops.PARAM, Ops.BUFFER) and node.arg.addrspace is AddrSpace.ALU
 
 
-def linear(value: sint) -> Form | None:
+def linear(value: sint) -> AffineForm | None:
     """An extent, or another scalar, as whole multiples of variables; None of anything else."""
-    if not isinstance(value, UOp): return Form(value, ())
-    if value.op is Ops.CONST: return Form(int(value.val), ()) if value.val == int(value.val) else None
-    if is_variable(value): return Form(0, (), ((value.expr, 1),))
+    if not isinstance(value, UOp): return AffineForm(value, ())
+    if value.op is Ops.CONST: return AffineForm(int(value.val), ()) if value.val == int(value.val) else None
+    if is_variable(value): return AffineForm(0, (), ((value.expr, 1),))
     if value.op in (Ops.CAST, Ops.RESHAPE, Ops.EXPAND): return linear(value.src[0])
     if value.op not in (Ops.ADD, Ops.SUB, Ops.MUL): return None
     x, y = map(linear, value.src)
@@ -43,11 +43,11 @@ def linear(value: sint) -> Form | None:
     if value.op is not Ops.MUL: return summed(x, y, -1 if value.op is Ops.SUB else 1)
     if x.factors and y.factors: return None
     many, by = (x, y.offset) if not y.factors else (y, x.offset)
-    return summed(Form(0, ()), many, by)
+    return summed(AffineForm(0, ()), many, by)
 
 
-def summed(x: Form, y: Form, by: int = 1) -> Form:
+def summed(x: AffineForm, y: AffineForm, by: int = 1) -> AffineForm:
     """x + by · y, of scalars."""
     factors = dict(x.factors)
     for name, factor in y.factors: factors[name] = factors.get(name, 0) + by * factor
-    return Form(x.offset + by * y.offset, (), tuple(sorted((n, f) for n, f in factors.items() if f)))
+    return AffineForm(x.offset + by * y.offset, (), tuple(sorted((n, f) for n, f in factors.items() if f)))

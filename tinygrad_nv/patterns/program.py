@@ -75,7 +75,7 @@ def program(entry: str, text: str, device: str | tuple[str, ...], outputs: Seque
     renamed = {_name(v): in_body(v) for v in variables}
     ops, mem, *sizes = (_with_variables(x, renamed) for x in (flops, nbytes, *grid))
     read = [not isinstance(out, Output) for out in outputs] + [True] * len(inputs)
-    if not tensor_level: _check(Kernel(to_tuple(device)[0], entry, text), device, inputs)
+    if not tensor_level: _check(KernelSource(to_tuple(device)[0], entry, text), device, inputs)
     core = [UOp.variable("core_id", 0, parts - 1, dtypes.int32, param=True)] if parts > 1 else []
     sink = UOp.sink(*renamed.values(), *core, *_dimensions("gidx", sizes), *_dimensions("lidx", block),
                     *(p.index(0).store(UOp.const(0, p.dtype)) for p in params[:len(stores)]),
@@ -90,21 +90,21 @@ def program(entry: str, text: str, device: str | tuple[str, ...], outputs: Seque
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelSource:
     """A kernel's text and entry, and the device that compiles it."""
     device: str
     entry: str
     text: str
 
 
-refused: dict[Kernel, str] = {}  # why they do not build: building.py
+refused: dict[KernelSource, str] = {}  # why they do not build: building.py
 
 
 class Refused(Exception):
     """A rewrite asks for a kernel that is known not to build, or that cannot read its operands."""
 
 
-def _check(kernel: Kernel, device: str | tuple[str, ...], inputs: Sequence[UOp]) -> None:
+def _check(kernel: KernelSource, device: str | tuple[str, ...], inputs: Sequence[UOp]) -> None:
     if kernel in refused: raise Refused(refused[kernel])
     if elsewhere := [x.device for x in inputs if x.device not in (None, device)]:
         raise Refused(f"operands on {device} and on {elsewhere[0]}")

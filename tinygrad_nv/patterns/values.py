@@ -13,7 +13,7 @@ import numpy as np
 from tinygrad.dtype import dtypes
 from tinygrad.uop.ops import GroupOp, Ops, UOp, sint, sym_infer
 
-from tinygrad_nv.patterns.positions import Form, is_variable
+from tinygrad_nv.patterns.positions import AffineForm, is_variable
 
 EVERYWHERE = 256   # dimensions up to here are evaluated at every index
 EDGE = 6           # of larger ones, so many at each end
@@ -102,7 +102,7 @@ def _moved(node: UOp, at: Sequence[np.ndarray], values: Values) -> np.ndarray:
 
 # **** forms ****
 
-def form(node: UOp) -> Form | None:
+def form(node: UOp) -> AffineForm | None:
     """The affine form of a node made of constants and variables."""
     variables = [v for v in node.toposort() if is_variable(v)]
     if node.dtype == dtypes.bool or len(variables) > 2: return None
@@ -140,7 +140,7 @@ def _sampled(extent: int, dimensions: int) -> np.ndarray:
     return np.unique(np.concatenate([np.arange(EDGE), np.arange(extent - EDGE, extent), between]))
 
 
-def _fit(rank: int, names: list[str], points: list[tuple[np.ndarray, np.ndarray]]) -> Form | None:
+def _fit(rank: int, names: list[str], points: list[tuple[np.ndarray, np.ndarray]]) -> AffineForm | None:
     if not points: return None
     columns = np.concatenate([c for c, _ in points], axis=1).astype(np.float64)
     found = np.concatenate([v for _, v in points]).astype(np.float64)
@@ -148,4 +148,4 @@ def _fit(rank: int, names: list[str], points: list[tuple[np.ndarray, np.ndarray]
     if not np.array_equal(factors @ columns, found): return None
     whole = [int(x) for x in factors]
     used = tuple(sorted((n, f) for n, f in zip(names, whole[rank:-1], strict=True) if f))
-    return Form(whole[-1], tuple(whole[:rank]), used)
+    return AffineForm(whole[-1], tuple(whole[:rank]), used)

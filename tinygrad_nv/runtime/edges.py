@@ -8,7 +8,7 @@ driver.py has it: it is a launch with `pdl` whose only edge comes from a launch.
 Reduction stays right where edges are programmatic: a launch with `pdl` executes griddepcontrol.wait, so it
 ends after the launch before it has ended, and what follows it follows that one too.
 
-`Chain` decides between two things that exclude each other: a programmatic launch follows one node only,
+`EdgeChain` decides between two things that exclude each other: a programmatic launch follows one node only,
 and launches that do not follow each other run side by side. Launches with `pdl` are in groups, in the order
 in which they come. One joins the group of the one before it if it follows none of the group and all CTAs of
 the group fit on the GPU at once, one on each multiprocessor; it gains more by the company than it can save in
@@ -61,7 +61,7 @@ class EdgeCounts:
     beside: int = 0
 
 
-class Chain:
+class EdgeChain:
     """The edges of a graph of work that comes in an order in which it could run, on `sm_count`
     multiprocessors."""
 

@@ -1,7 +1,7 @@
 """A TinyJit's captured batch as a graph of the driver.
 
 Protocol: tinygrad's graph interface (`GraphRunner`). Each kernel is its fills and its launch, each of them a
-node after those that it must not overtake, and after those that edges.py's `Chain` puts it behind for
+node after those that it must not overtake, and after those that edges.py's `EdgeChain` puts it behind for
 programmatic dependent launch; a replay updates the nodes whose work has changed, and launches.
 """
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tinygrad.engine.jit import GraphRunner
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.runtime.driver import Executable, Graph, Node, Triple, Work
-from tinygrad_nv.runtime.edges import Chain
+from tinygrad_nv.runtime.edges import EdgeChain
 from tinygrad_nv.runtime.program import NVProgram
 
 
@@ -53,7 +53,7 @@ class NVGraph(GraphRunner):
         self.works: list[_KernelCall] = []
         self.after: list[list[Node]] = []
         self.window = self.dev.window
-        self.chain = Chain(self.dev.driver.properties.sm_count)
+        self.chain = EdgeChain(self.dev.driver.properties.sm_count)
         for (_, ast, buffers, fixed), program in zip(self.calls, self.runtimes, strict=True):
             grid, block = ast.arg.launch_dims(dict.fromkeys(self.vars, 0))
             words, used = ast.arg.globals, [buffers[i] for i in ast.arg.globals]

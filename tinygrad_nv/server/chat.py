@@ -38,7 +38,7 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
     return await until_disconnect(request, _whole(chunks, shared, parsed.params.n, record))
 
 
-class Choice:
+class ChatChoice:
     """One choice in progress: its text, parsed for tool calls."""
 
     def __init__(self, at: int, style: str, choice: ToolChoice) -> None:
@@ -73,11 +73,11 @@ class Choice:
 
 async def _chunks(service: Service, parsed: protocol.ChatRequest, prompt: list[int], record: Record,
                   shared: dict[str, Any], style: str) -> Chunks:
-    choices: dict[int, Choice] = {}
+    choices: dict[int, ChatChoice] = {}
     logprobs = parsed.params.logprobs is not None
     async for at, delta in service.run([prompt], parsed.params, parsed.priority, record):
         if at not in choices:
-            choices[at] = Choice(at, style, parsed.choice)
+            choices[at] = ChatChoice(at, style, parsed.choice)
             yield {**shared, "choices": [{"index": at, "delta": {"role": "assistant", "content": ""},
                                           "logprobs": None, "finish_reason": None}]}
         entry = choices[at].push(delta, logprobs)

@@ -11,7 +11,7 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.attention.spec import Rows
-from tinygrad_nv.tile.lanes import FP8, HALVES, NARROW, Lanes, from_fp8, to_fp8
+from tinygrad_nv.tile.lanes import FLOAT16S, FP8, NARROW, Lanes, from_fp8, to_fp8
 
 MOST_OFFSET = 1 << 23  # bytes that fit in an instruction
 
@@ -53,10 +53,10 @@ def read(k: Kernel, base: Value, nbytes: int, dtype: DType, count: int, guard: V
         k.emit(f"ld.{space}{vector}.{memory}", made if number > 1 else made[0], at, guard=guard)
         return made
 
-    if dtype in HALVES:
+    if dtype in FLOAT16S:
         if count == 2: return Lanes(k, dtype, [], fetched("b32", "b32", 1)[0])
         half, wide = fetched("b16", "b16", 1)[0], k.reg("f32")
-        k.emit(f"cvt.f32.{HALVES[dtype]}", wide, half)
+        k.emit(f"cvt.f32.{FLOAT16S[dtype]}", wide, half)
         return Lanes(k, dtype, [wide])
     if dtype in FP8:
         pair = fetched("b16", "b16" if count == 2 else "u8", 1)[0]
@@ -82,7 +82,7 @@ def write(k: Kernel, base: Value, nbytes: int, value: Lanes, count: int, guard: 
 def stored_form(k: Kernel, value: Lanes, count: int, first: int = 0) -> tuple[str, list[Value]]:
     """The type of a store and its registers."""
     dtype = value.dtype
-    if dtype in HALVES: return ("b32", [value.pair()]) if count == 2 else ("b16", [half(k, value, first)])
+    if dtype in FLOAT16S: return ("b32", [value.pair()]) if count == 2 else ("b16", [half(k, value, first)])
     if dtype in FP8:
         each = [value.at(first)] if count == 1 else value.each()
         return ("b16" if count == 2 else "b8"), [to_fp8(k, each, dtype)]
@@ -98,7 +98,7 @@ def half(k: Kernel, value: Lanes, i: int) -> Value:
     """Element `i` of a 16-bit float, as b16."""
     if value.packed is None:
         made = k.reg("b16")
-        k.emit(f"cvt.rn.{HALVES[value.dtype]}.f32", made, value.at(i))
+        k.emit(f"cvt.rn.{FLOAT16S[value.dtype]}.f32", made, value.at(i))
         return made
     halves = k.regs("b16", 2)
     k.emit("mov.b32", halves, value.packed)

@@ -1,4 +1,4 @@
-"""What tells how long a product's kernel takes, where there is a GPU: runtime/clock.py."""
+"""The clock that times a matmul's kernel where there is a GPU: runtime/clock.py."""
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol

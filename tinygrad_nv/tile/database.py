@@ -134,7 +134,7 @@ def _text(spec: GemmSpec) -> str: return json.dumps(spec_to_json(spec), separato
 # **** reading ****
 
 def lookup(spec: GemmSpec, arch: str, target: Any = None) -> Any:
-    """The winner for a product on a target, by default a GPU of the architecture; None where there is no
+    """The winner for a matmul on a target, by default a GPU of the architecture; None where there is no
     legal one, which is noted. What compiles is asked for where there is a file."""
     if not (found := _read(path())): return None
     entry = found.get((_text(spec), arch, toolchain(_kind(arch) or "gpu")))

@@ -1,9 +1,9 @@
 """The epilogue in instructions: an expression of expression.py over elements whose sums are in registers.
 
-Protocol: a `Finish` evaluates pairs, two elements that are neighbours in a row; a pair is named by two
-numbers of the caller's, one for its row and one for its columns. What does not depend on the row (or the
+Protocol: a `EpilogueEmitter` evaluates pairs, two elements that are neighbours in a row; a pair is named by
+two numbers of the caller's, one for its row and one for its columns. What does not depend on the row (or the
 columns) is computed once for all pairs of the same columns (or row), where it is first needed: all code of
-one `Finish` must be in one straight line. `finished` is the same for one element.
+one `EpilogueEmitter` must be in one straight line. `finished` is the same for one element.
 
 Floats are computed in float32 and rounded to the node's dtype, unless that changes nothing: sums, products
 and choices of 16-bit floats are computed two at a time by instructions that round once, which gives the same
@@ -24,8 +24,8 @@ from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import read, write
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, nearest, short, walk
 from tinygrad_nv.tile.lanes import (
+    FLOAT16S,
     FP8,
-    HALVES,
     SUPPORTED,
     Lanes,
     Number,
@@ -64,7 +64,7 @@ class Sources(Protocol):
 
 
 @dataclass(frozen=True)
-class Step:
+class EpilogueStep:
     """A node, the numbers of its arguments' steps, and what it depends on."""
     node: Expression
     args: tuple[int, ...]
@@ -72,9 +72,9 @@ class Step:
     on_columns: bool
 
 
-def steps(*roots: Expression) -> list[Step]:
+def steps(*roots: Expression) -> list[EpilogueStep]:
     """Expressions in the order of their evaluation; the last root comes last."""
-    out: list[Step] = []
+    out: list[EpilogueStep] = []
     number: dict[Expression, int] = {}
     for node in dict.fromkeys(node for root in roots for node in walk(root)):
         args = tuple(number[arg] for arg in node.args) if isinstance(node, Apply) else ()
@@ -82,13 +82,13 @@ def steps(*roots: Expression) -> list[Step]:
         if isinstance(node, Load): row, columns = bool(node.m), bool(node.n)
         if isinstance(node, Position): row, columns = node.axis == "m", node.axis == "n"
         number[node] = len(out)
-        out.append(Step(node, args, row or any(out[i].on_row for i in args),
+        out.append(EpilogueStep(node, args, row or any(out[i].on_row for i in args),
                         columns or any(out[i].on_columns for i in args)))
     return out
 
 
 @dataclass
-class Finish:
+class EpilogueEmitter:
     """Evaluates `root` for pairs of elements; and what `before` has, which may share nodes with it."""
     k: Kernel
     root: Expression
@@ -123,7 +123,7 @@ class Finish:
             values.append(self.known[key])
         return values
 
-    def _made(self, step: Step, args: list[Lanes], row: int, pair: int, last: bool) -> Lanes:
+    def _made(self, step: EpilogueStep, args: list[Lanes], row: int, pair: int, last: bool) -> Lanes:
         k, node = self.k, step.node
         if isinstance(node, Sum): return Lanes(k, node.dtype, list(self.sources.sums(node.part, row, pair)))
         if isinstance(node, Load): return self.sources.load(node, row, pair)
@@ -148,8 +148,8 @@ class Finish:
 
     def _float(self, op: Operation, dtype: DType, args: list[Lanes], two: bool) -> Lanes:
         k = self.k
-        if two and dtype in HALVES and op.ptx_pair:
-            return Lanes(k, dtype, [], self._pair(op, HALVES[dtype], [arg.pair() for arg in args]))
+        if two and dtype in FLOAT16S and op.ptx_pair:
+            return Lanes(k, dtype, [], self._pair(op, FLOAT16S[dtype], [arg.pair() for arg in args]))
         if op.name == "reciprocal" and dtype == dtypes.float32:
             return Lanes(k, dtype, each_lane(args, self._reciprocal))
         opcode = op.ptx_short if op.ptx_short and dtype != dtypes.float32 else op.ptx_f32
@@ -202,7 +202,7 @@ class Finish:
             return Lanes(k, dtype, each_lane(args, lambda p, a, b: self._emitted(
                 "or.pred", "pred", self._emitted("and.pred", "pred", p, a),
                 self._emitted("and.pred", "pred", _not(p), b))))
-        if two and dtype in HALVES and len(args[0].each()) == 1:
+        if two and dtype in FLOAT16S and len(args[0].each()) == 1:
             return Lanes(k, dtype, [], k.select(args[0].register(), args[1].pair(), args[2].pair(), "b32"))
         opcode = OPERATIONS["where"].ptx(dtype).format(kind=kind)
         return Lanes(k, dtype, each_lane(args, lambda p, a, b: self._emitted(opcode, kind, a, b, p)))
@@ -277,7 +277,7 @@ def finished(k: Kernel, root: Expression, sums: Sequence[Value], load: Callable[
     """The value of `root` for one element: f32 for floats (rounded to its dtype, but for 8-bit floats),
     s32 or u32 for integers, a predicate for booleans. `load` gives a load's element in the same form,
     `position` an index as s32."""
-    return Finish(k, root, _Single(k, sums, load, position), width=1).at(0, 0).register()
+    return EpilogueEmitter(k, root, _Single(k, sums, load, position), width=1).at(0, 0).register()
 
 
 def loaded(k: Kernel, pointer: Value, index: Value, dtype: DType) -> Value:

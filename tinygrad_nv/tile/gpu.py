@@ -1,8 +1,8 @@
 """Figures of GPUs, for the cost model.
 
-Protocol: a `Machine` holds rates and sizes of one GPU, as its maker states them (the white papers named
+Protocol: a `GPUModel` holds rates and sizes of one GPU, as its maker states them (the white papers named
 below) where `peak` figures are meant, and estimates where no maker states any: `sustained`, `l2_bytes_per_s`
-and the latencies. `machine_for(arch, sm_count)` finds the GPU of a device. Nothing here was measured by us.
+and the latencies. `gpu_model_for(arch, sm_count)` finds the GPU of a device. Nothing here was measured by us.
 
 Sources: NVIDIA H100 Tensor Core GPU Architecture (2022), tables 1 to 3; NVIDIA A100 Tensor Core GPU
 Architecture (2020), tables 4 and 5; NVIDIA Ada GPU Architecture (2022), appendix A; L40S data sheet (2023).
@@ -25,7 +25,7 @@ STREAMING = 0.92                    # of HBM's peak, that reading in order reach
 
 
 @dataclass(frozen=True)
-class Machine:
+class GPUModel:
     """A GPU. `tensor_fma`: bf16 multiply-adds a cycle and SM at peak; `mma_share` of them by mma.sync;
     `fp32_fma` without tensor cores. `launch_s` is a kernel's in a graph, `early_launch_s` what is left of it
     where kernels begin before the one ahead has ended (0: they do not); `load_s` from asking HBM for a
@@ -61,23 +61,23 @@ class Machine:
         return self.mma_share * (1.0 if dtype in FP8 and self.arch == "sm_90a" else scale)
 
 
-H100 = Machine("H100 SXM", "sm_90a", 132, 1.83e9, 3.35e12, 8e12, 50 << 20, 228 << 10, 2048, mma_share=0.62,
+H100 = GPUModel("H100 SXM", "sm_90a", 132, 1.83e9, 3.35e12, 8e12, 50 << 20, 228 << 10, 2048, mma_share=0.62,
                sustained=0.87, early_launch_s=0.7e-6)
 H100_PCIE = replace(H100, name="H100 PCIe", sm_count=114, clock_hz=1.62e9, hbm_bytes_per_s=2.04e12,
                     l2_bytes_per_s=5.5e12)
-A100 = Machine("A100 SXM 80GB", "sm_80", 108, 1.41e9, 2.04e12, 5e12, 40 << 20, 164 << 10, 1024, fp32_fma=64,
+A100 = GPUModel("A100 SXM 80GB", "sm_80", 108, 1.41e9, 2.04e12, 5e12, 40 << 20, 164 << 10, 1024, fp32_fma=64,
                sustained=0.93)
-L40S = Machine("L40S", "sm_89", 142, 2.52e9, 0.864e12, 8e12, 96 << 20, 100 << 10, 512, threads_of_sm=1536)
+L40S = GPUModel("L40S", "sm_89", 142, 2.52e9, 0.864e12, 8e12, 96 << 20, 100 << 10, 512, threads_of_sm=1536)
 RTX4090 = replace(L40S, name="RTX 4090", sm_count=128, hbm_bytes_per_s=1.008e12, l2_bytes=72 << 20,
                   tensor_fma=256)
-MACHINES = (H100, H100_PCIE, A100, L40S, RTX4090)  # of each architecture, the one meant first
+GPU_MODELS = (H100, H100_PCIE, A100, L40S, RTX4090)  # of each architecture, the one meant first
 
 
 @functools.cache
-def machine_for(arch: str, sm_count: int = 0) -> Machine:
+def gpu_model_for(arch: str, sm_count: int = 0) -> GPUModel:
     """The GPU of an architecture with this many SMs; 0: the architecture's first. Where none is known with
     so many, the first with L2 and HBM as they are and that many SMs."""
-    known = [machine for machine in MACHINES if machine.arch == arch]
+    known = [gpu_model for gpu_model in GPU_MODELS if gpu_model.arch == arch]
     assert known, f"{arch} is one of sm_80, sm_89, sm_90a"
-    exact = [machine for machine in known if machine.sm_count == sm_count or not sm_count]
+    exact = [gpu_model for gpu_model in known if gpu_model.sm_count == sm_count or not sm_count]
     return exact[0] if exact else replace(known[0], name=f"{arch} with {sm_count} SMs", sm_count=sm_count)

@@ -107,7 +107,7 @@ class TileKernel:
 
 @dataclass(frozen=True)
 class GemmKernel(TileKernel):
-    """A kernel of a product. Its rows are a symbolic spec's `m`."""
+    """A kernel of a matmul. Its rows are a symbolic spec's `m`."""
     workspace_bytes: int = 0
     flags: int = 0
 
@@ -125,7 +125,7 @@ class GemmKernel(TileKernel):
 
 @dataclass(frozen=True)
 class AttentionKernel(TileKernel):
-    """A kernel of an attention. Parameters in this order: out; l, where the spec has `log_sum`; q, k, v;
+    """A kernel of an attention. Parameters in this order: out; l, where the spec has `lse`; q, k, v;
     scales of q, of k, of v, where it has them; cu_q, cu_k, s32, of a ragged batch; seed, two u32, lower half
     first, of dropout; x0, x1, … of the score; u32 s_q, s_kv, start, those of them that are symbolic; tensor
     maps, whose dynamic dimension is an integer by its number. Its rows are s_q."""

@@ -17,11 +17,11 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.expression import nearest
 
-HALVES = {dtypes.bfloat16: "bf16", dtypes.float16: "f16"}
+FLOAT16S = {dtypes.bfloat16: "bf16", dtypes.float16: "f16"}
 FP8 = {dtypes.fp8e4m3: "e4m3x2", dtypes.fp8e5m2: "e5m2x2"}
 NARROW = {dtypes.int8: ("bfe.s32", 8), dtypes.uint8: ("bfe.u32", 8), dtypes.int16: ("bfe.s32", 16),
           dtypes.uint16: ("bfe.u32", 16)}
-SUPPORTED = (dtypes.float32, *HALVES, *FP8, dtypes.int32, dtypes.uint32, *NARROW, dtypes.bool)
+SUPPORTED = (dtypes.float32, *FLOAT16S, *FP8, dtypes.int32, dtypes.uint32, *NARROW, dtypes.bool)
 Number = Value | int | float
 
 
@@ -69,7 +69,7 @@ def packed(k: Kernel, wide: Sequence[Number], dtype: DType) -> Value:
     if all(not isinstance(value, Value) for value in wide):
         low, high = (bits16(float(value), dtype) for value in (wide[0], wide[-1]))  # type: ignore[arg-type]
         return made.set(high << 16 | low)
-    k.emit(f"cvt.rn.{HALVES[dtype]}x2.f32", made, wide[-1], wide[0])
+    k.emit(f"cvt.rn.{FLOAT16S[dtype]}x2.f32", made, wide[-1], wide[0])
     return made
 
 
@@ -95,7 +95,7 @@ def unpacked(k: Kernel, pair: Value, dtype: DType) -> tuple[Value, Value]:
 
 def rounded(k: Kernel, wide: list[Number], dtype: DType) -> Lanes:
     """Floats as float32 computed them, rounded to `dtype`."""
-    if dtype in HALVES: return Lanes(k, dtype, [], packed(k, wide, dtype)) if len(wide) > 1 else \
+    if dtype in FLOAT16S: return Lanes(k, dtype, [], packed(k, wide, dtype)) if len(wide) > 1 else \
         Lanes(k, dtype, [_rounded_one(k, wide[0], dtype)])
     if dtype in FP8: return Lanes(k, dtype, from_fp8(k, to_fp8(k, wide, dtype), dtype)[:len(wide)])
     return Lanes(k, dtype, wide)
@@ -104,8 +104,8 @@ def rounded(k: Kernel, wide: list[Number], dtype: DType) -> Lanes:
 def _rounded_one(k: Kernel, value: Number, dtype: DType) -> Number:
     if not isinstance(value, Value): return nearest(value, dtype)
     half, made = k.reg("b16"), k.reg("f32")
-    k.emit(f"cvt.rn.{HALVES[dtype]}.f32", half, value)
-    k.emit(f"cvt.f32.{HALVES[dtype]}", made, half)
+    k.emit(f"cvt.rn.{FLOAT16S[dtype]}.f32", half, value)
+    k.emit(f"cvt.f32.{FLOAT16S[dtype]}", made, half)
     return made
 
 
@@ -150,9 +150,9 @@ def converted(value: Lanes, target: DType) -> Lanes:
 def exact(source: DType, target: DType) -> bool:
     """Whether every value of `source` is one of the float dtype `target`."""
     if target == dtypes.float32 or source == dtypes.bool: return True
-    if source == dtypes.fp8e5m2 and target in HALVES: return True
-    if source == dtypes.fp8e4m3 and target in HALVES: return True
-    return source in (dtypes.int8, dtypes.uint8) and target in HALVES  # 8 bits of mantissa hold them
+    if source == dtypes.fp8e5m2 and target in FLOAT16S: return True
+    if source == dtypes.fp8e4m3 and target in FLOAT16S: return True
+    return source in (dtypes.int8, dtypes.uint8) and target in FLOAT16S  # 8 bits of mantissa hold them
 
 
 def _not_zero(k: Kernel, value: Number, source: DType) -> Number:

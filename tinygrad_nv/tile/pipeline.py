@@ -1,4 +1,4 @@
-"""A ring of stages between one producer thread and the warps that read.
+"""A pipeline of stages between one producer thread and the warps that read.
 
 Protocol: a stage has two mbarriers. A phase of `full` is one round of its copies: the producer's arrival,
 which names the bytes, and the bytes. A phase of `empty` is one round of its readers: a lane of each warp that
@@ -14,7 +14,7 @@ reach it.
         at.advance()                                    at.advance()
 
 A cursor's parity is that of the phase to wait for: a producer begins with 1, which passes on fresh barriers.
-All arrival counts come from `Ring`'s own fields.
+All arrival counts come from `Pipeline`'s own fields.
 """
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tinygrad_nv.ptx.builder import SINK, Barriers, Kernel, MemoryOperand, Value
 
 
 @dataclass(frozen=True)
-class Cursor:
+class PipelineState:
     """A place in the ring: the stage, and the parity of its phase (u32 registers)."""
-    ring: Ring
+    ring: Pipeline
     stage: Value
     parity: Value
 
@@ -59,7 +59,7 @@ class Cursor:
         self.stage.set(k.select(wrapped, self.stage - depth, self.stage, "u32"))
 
 
-class Ring:
+class Pipeline:
     """`depth` stages of `nbytes` bytes. `warps` read a stage in each CTA; `peers` CTAs are reached by this
     one's copies, itself among them, and as many CTAs' copies reach it. `name` is that of the barriers."""
 
@@ -85,36 +85,37 @@ class Ring:
             self.k.mbarrier_init(self.barriers[stage], self.full_arrivals)
             self.k.mbarrier_init(self.barriers[self.depth + stage], self.empty_arrivals)
 
-    def cursor(self, producer: bool = False) -> Cursor:
+    def cursor(self, producer: bool = False) -> PipelineState:
         """The first stage."""
-        return Cursor(self, self.k.reg("u32", 0), self.k.reg("u32", int(producer)))
+        return PipelineState(self, self.k.reg("u32", 0), self.k.reg("u32", int(producer)))
 
-    def _full(self, at: Cursor) -> Value: return self.base + at.stage * 8
+    def _full(self, at: PipelineState) -> Value: return self.base + at.stage * 8
 
-    def acquire(self, at: Cursor) -> MemoryOperand:
+    def acquire(self, at: PipelineState) -> MemoryOperand:
         """Waits until the stage's readers are done, names the bytes to come; the barrier for the copies."""
         full = self._full(at)
         self.k.mbarrier_wait(full.at(8 * self.depth), at.parity)
         self.k.mbarrier_expect(full.at(), self.nbytes)
         return full.at()
 
-    def wait(self, at: Cursor) -> None:
+    def wait(self, at: PipelineState) -> None:
         """Waits until the stage's bytes are there."""
         self.k.mbarrier_wait(self._full(at).at(), at.parity)
 
-    def doors(self, rank: Value | None = None) -> Value:
+    def empty_barriers(self, rank: Value | None = None) -> Value:
         """The address (u32) of the `empty` barriers that this lane arrives at: its own CTA's, or those of
         the CTA of a cluster rank."""
         own = self.base + 8 * self.depth
         return own if rank is None else self.k.mapa(own, rank)
 
-    def release(self, doors: Value, stage: Value, mine: Value) -> None:
-        """Arrives at the stage's barrier among `doors`, in lanes where `mine` holds."""
+    def release(self, empty_barriers: Value, stage: Value, mine: Value) -> None:
+        """Arrives at the stage's barrier among `empty_barriers`, in lanes where `mine` holds."""
         space = "cta" if self.peers == 1 else "cluster"
-        self.k.emit(f"mbarrier.arrive.shared::{space}.b64", SINK, (doors + stage * 8).at(), guard=mine)
+        self.k.emit(f"mbarrier.arrive.shared::{space}.b64", SINK, (empty_barriers + stage * 8).at(),
+                    guard=mine)
 
 
-class Turns:
+class OrderedBarrier:
     """Readers that take turns at whole tiles: while one multiplies, the others finish theirs. A phase of a
     reader's barrier is one turn given to it; the first reader's first turn is there from the beginning."""
 
@@ -134,11 +135,11 @@ class Turns:
         self.next = self.barriers.address() + following * 8
         self.parity = self.k.select(reader == 0, 1, 0, "u32")
 
-    def take(self) -> None:
+    def wait(self) -> None:
         """Waits for the turn."""
         self.k.mbarrier_wait(self.own.at(), self.parity)
         self.parity ^= 1
 
-    def give(self) -> None:
+    def arrive(self) -> None:
         """Gives it to the next reader."""
         self.k.emit("mbarrier.arrive.shared::cta.b64", SINK, self.next.at(), guard=self.mine)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Shared, Value
 from tinygrad_nv.tile.access import advanced, read, write
-from tinygrad_nv.tile.epilogue import Finish
+from tinygrad_nv.tile.epilogue import EpilogueEmitter
 from tinygrad_nv.tile.expression import Load
 from tinygrad_nv.tile.gemm.spec import Result, Stored
 from tinygrad_nv.tile.lanes import Lanes
@@ -42,7 +42,7 @@ class Share:
     def __init__(self, store: Destination, first_m: Value, first_n: Value, batch: Sequence[Value],
                  cells: Sequence[Cell]) -> None:
         self.store, self.k, self.stored, self.batch = store, store.k, store.stored, batch
-        self.finish = Finish(store.k, store.stored.epilogue, self)
+        self.finish = EpilogueEmitter(store.k, store.stored.epilogue, self)
         lane = self.k.special("laneid")
         self.m0, self.n0 = first_m, first_n
         self.m, self.n = first_m + (lane >> 2), first_n + ((lane & 3) << 1)

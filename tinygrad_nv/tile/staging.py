@@ -25,7 +25,7 @@ from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.access import place, stored_form
 from tinygrad_nv.tile.expression import Load, loads
 from tinygrad_nv.tile.gemm.spec import Result, Stored
-from tinygrad_nv.tile.lanes import HALVES, Lanes
+from tinygrad_nv.tile.lanes import FLOAT16S, Lanes
 from tinygrad_nv.tile.share import Share
 from tinygrad_nv.tile.store_plan import Panel, StorePlan
 
@@ -128,7 +128,7 @@ class Staged:
     # **** sums to shared memory ****
 
     def _write(self, start: int, row: int, column: int, values: Values) -> None:
-        if self.stored.out.dtype in HALVES: return self._write_halves(start, row, column, values)
+        if self.stored.out.dtype in FLOAT16S: return self._write_halves(start, row, column, values)
         if self.panel.major == "M": return self._write_elements(start, row, column, values)
         if self.size == 4: return self._write_words(start, row, column, values)
         lines = self._lines("rows", lambda lane: (self.inner + (lane >> 2), (lane & 3) * (2 * self.size)))
@@ -309,9 +309,9 @@ def staged_load(stored: Stored, plan: StorePlan) -> Load | None:
     side as the result's, their lines aligned to 16 bytes."""
     out, along_n = stored.out, stored.out.major == "N"
     extent, edges = (stored.n, plan.edges_n) if along_n else (stored.m, plan.edges_m)
-    if out.dtype not in HALVES or (edges and (extent % 8 or (stored.symbolic and not along_n))): return None
+    if out.dtype not in FLOAT16S or (edges and (extent % 8 or (stored.symbolic and not along_n))): return None
     for load in loads(stored.epilogue):
         inner, pitch = (load.n, load.m) if along_n else (load.m, load.n)
-        if load.dtype in HALVES and inner == 1 and pitch > 0 and \
+        if load.dtype in FLOAT16S and inner == 1 and pitch > 0 and \
                 not any(stride % 8 for stride in (pitch, load.offset, *load.batch)): return load
     return None

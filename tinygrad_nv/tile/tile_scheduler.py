@@ -19,7 +19,7 @@ def tiles_of(spec: GemmSpec, schedule: Mma) -> int:
     return -(-spec.m // rows) * -(-spec.n // columns)
 
 
-class Walk:
+class TileScheduler:
     """`m`, `n` (u32): the tile; `batch`: the index along each dimension of the batch; `split` (u32);
     `number`: of the tile among all tiles of all matrices."""
 

@@ -127,7 +127,7 @@ def test_inference_is_one_kernel():
     for y in (attention(q, k, v), scaled_dot_product_attention(q, k, v, softcap=3.0, window=9)):
         (kernel,) = explain(y).kernels
         assert kernel.template == FORWARD[ARCH]
-        assert not kernel.spec.log_sum
+        assert not kernel.spec.lse
 
 
 def test_a_projection_s_heads_are_read_and_written_where_they_lie():

@@ -119,7 +119,7 @@ def specs(*tensors: Tensor) -> tuple[AttentionSpec, BackwardSpec]:
     found = [kernel.spec for kernel in explain(*tensors).kernels]
     (forward,) = [spec for spec in found if isinstance(spec, AttentionSpec)]
     (backward,) = [spec for spec in found if isinstance(spec, BackwardSpec)]
-    assert forward.log_sum
+    assert forward.lse
     return forward, backward
 
 

@@ -27,7 +27,7 @@ def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.mark.parametrize("extents", [{}, {"s_q": 3, "s_kv": 70}], ids=["whole", "symbolic"])
 def test_attention(arch: str, extents: dict[str, int]):
-    spec = attention_case.attention(40, 100, heads=2, group=2, band=Band(last=60), log_sum=True,
+    spec = attention_case.attention(40, 100, heads=2, group=2, band=Band(last=60), lse=True,
                                     symbolic=tuple(extents))
     schedule = ATTENTION.choose(spec, GPU(arch))
     assert schedule is not None

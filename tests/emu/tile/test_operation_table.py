@@ -24,7 +24,7 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad.uop.ops import Ops, python_alu
 
 from tinygrad_nv.cpu import expression as cpu
-from tinygrad_nv.cpu.expression import Place, statements
+from tinygrad_nv.cpu.expression import LanePlace, statements
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import c_type, kernel
 from tinygrad_nv.patterns.epilogue import NAMES
@@ -34,7 +34,7 @@ from tinygrad_nv.runtime.cpu.program import load
 from tinygrad_nv.tile import epilogue as gpu
 from tinygrad_nv.tile.access import advanced, read, write
 from tinygrad_nv.tile.attention.derivative import derivative
-from tinygrad_nv.tile.epilogue import Finish
+from tinygrad_nv.tile.epilogue import EpilogueEmitter
 from tinygrad_nv.tile.expression import FLOATS, Apply, Constant, Expression, Load, Sum, nearest, short
 from tinygrad_nv.tile.lanes import FP8, SUPPORTED, Lanes
 from tinygrad_nv.tile.operations import OPERATIONS, Number, folded
@@ -188,7 +188,7 @@ def on_gpu(arch: str, some: Sequence[Case], width: int) -> list[list[Number]]:
     pointers = [k.pointer(name) for name in ("x0", "x1", "x2", "out")]
     for slot, case in enumerate(some):
         elements = Elements(k, pointers, k.tid.x * width, slot, width)
-        write(k, elements.at(3, case.wide), 0, Finish(k, case.node, elements, width).at(0, 0), width)
+        write(k, elements.at(3, case.wide), 0, EpilogueEmitter(k, case.node, elements, width).at(0, 0), width)
     emu = Emulator(arch)
     given = [emu.alloc(buffer) for buffer in (*operands(some), np.zeros(SLOT * len(some), np.uint8))]
     assert emu.launch(k.ptx(), (1, 1, 1), MOST // width, given).findings == []
@@ -239,7 +239,7 @@ def on_cpu(level: ISA) -> dict[Case, list[Number]]:
     some = [case for op in OPERATIONS for case in of_cpu(op)]
     text = []
     for slot, case in enumerate(some):
-        lines, value = statements(case.node, Place([], "0", "i", [], "left"))
+        lines, value = statements(case.node, LanePlace([], "0", "i", [], "left"))
         pointers = [f"const {c_type(dtype)} *x{i} = (const {c_type(dtype)} *)(a{i} + {slot * SLOT});"
                     for i, dtype in enumerate(case.sources)]
         to = f"({c_type(case.wide)} *)(out + {slot * SLOT}) + i"

@@ -69,7 +69,7 @@ def run(kernel: LoadedKernel, spec: AttentionSpec, given: Given, order: Sequence
         mine.fill_(GUARD)
         guard = torch.tensor(GUARD).to(memory[name].dtype).double()
         assert (memory[name].double() == guard).all(), f"elements beside {name} were written"
-    return got[0], got[1] if spec.log_sum else None
+    return got[0], got[1] if spec.lse else None
 
 
 def close(spec: AttentionSpec, schedule: CPUFlash | None = None, seed: int = 0, **extents: int) -> None:

@@ -40,7 +40,7 @@ from tinygrad_nv.toolchain import compile_object
 F32, BF16, E4M3 = dtypes.float32, dtypes.bfloat16, dtypes.fp8e4m3
 BEST, EMULATED = cpu_gemv_case.BEST, ISA("amx", bf16=True, vnni=True, emulated=True)
 CAUSAL = Band(last=0)
-TRAINED = partial(attention, band=CAUSAL, log_sum=True)
+TRAINED = partial(attention, band=CAUSAL, lse=True)
 
 
 def default(spec: Any, schedule: type[CPUSchedule], isa: ISA = BEST) -> Any:

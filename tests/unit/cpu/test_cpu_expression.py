@@ -14,7 +14,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv.cpu import expression as cpu
-from tinygrad_nv.cpu.expression import Place, statements
+from tinygrad_nv.cpu.expression import LanePlace, statements
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import C_TYPES, c_type, kernel
 from tinygrad_nv.runtime.cpu.program import load
@@ -54,7 +54,7 @@ def run(level: ISA, roots: Sequence[Expression], given: dict[str, torch.Tensor])
     of one."""
     cases = []
     for number, root in enumerate(roots):
-        place = Place(["z"], "m", "c", ["b0"], "left")
+        place = LanePlace(["z"], "m", "c", ["b0"], "left")
         lines, value = statements(root, place)
         to = f"({c_type(root.dtype)} *)out + (b0 * {M} + m) * {N} + c"
         cases.append(f"case {number}: {{ {' '.join(lines)} "

@@ -30,23 +30,23 @@ CAUSAL = Band(last=0)
 def test_levels(level: isa.ISA, dtype: DType):
     """Three blocks of columns, tails of rows, of columns and of both heads' widths; two query heads of a key
     head in a tile."""
-    spec = attention(50, 150, 37, dtype, 1, 2, 2, Band(-120, 3), start=90, d_v=19, log_sum=True, gap=3)
+    spec = attention(50, 150, 37, dtype, 1, 2, 2, Band(-120, 3), start=90, d_v=19, lse=True, gap=3)
     close(spec, scheduled(spec, level))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_wide_heads_in_turned_order(dtype: DType):
-    close(attention(40, 130, 256, dtype, 2, 2, 3, CAUSAL, start=90, d_v=200, order="brh", log_sum=True))
+    close(attention(40, 130, 256, dtype, 2, 2, 3, CAUSAL, start=90, d_v=200, order="brh", lse=True))
 
 
 def test_tiles_of_several_heads():
-    spec = attention(150, 150, 64, F32, 1, 2, 3, CAUSAL, log_sum=True)
+    spec = attention(150, 150, 64, F32, 1, 2, 3, CAUSAL, lse=True)
     close(spec, scheduled(spec, rows=24, heads=2))
 
 
 def test_one_kernel_of_all_extents():
     """Rows, keys and the place of row 0 are a launch's: none of them beyond what it says is read."""
-    spec = attention(40, 200, 32, BF16, 2, 1, 2, CAUSAL, start=160, symbolic=SYMBOLS, log_sum=True)
+    spec = attention(40, 200, 32, BF16, 2, 1, 2, CAUSAL, start=160, symbolic=SYMBOLS, lse=True)
     given, kernel = arguments(spec), loaded(spec)
     for s_q, s_kv, start in ((40, 200, 160), (1, 1, 0), (7, 64, 57), (13, 65, 70), (40, 130, 90)):
         extents = {"s_q": s_q, "s_kv": s_kv, "start": start}
@@ -56,7 +56,7 @@ def test_one_kernel_of_all_extents():
 def test_bands_begin_and_end_anywhere_in_a_vector():
     """Where a mask is left out for the rows at hand, each of them sees all of the columns."""
     for band in (Band(None, 2), Band(-20, None)):
-        spec = attention(7, 96, 16, F32, band=band, symbolic=SYMBOLS, log_sum=True)
+        spec = attention(7, 96, 16, F32, band=band, symbolic=SYMBOLS, lse=True)
         given, kernel = arguments(spec), loaded(spec)
         for start in range(56, 96):
             extents = {"s_q": 7, "s_kv": 96, "start": start}
@@ -78,7 +78,7 @@ def test_scores():
     seen = Load(2, dtypes.bool, 0, 1, (n, 0, 0))
     score = where(seen, tanh(Sum() * (0.2 / 8)) * 8.0 + distance * slope * 0.02 + added, -math.inf)
     for level in (LEVELS[0], BEST):
-        spec = attention(rows, n, 32, F32, 2, 2, 2, score=score, start=30, log_sum=True)
+        spec = attention(rows, n, 32, F32, 2, 2, 2, score=score, start=30, lse=True)
         close(spec, scheduled(spec, level))
     moved = replace(spec, score=replace_start(score))
     given = arguments(spec)
@@ -102,7 +102,7 @@ def test_integers_are_exact():
 
 def test_what_is_no_number_stays_none():
     """A NaN in a row of q is that row's alone; one in a value is that of who sees it."""
-    spec = attention(30, 30, 16, F32, band=CAUSAL, log_sum=True)
+    spec = attention(30, 30, 16, F32, band=CAUSAL, lse=True)
     given = arguments(spec)
     matrix(spec, given, "q")[0, 0, 0, 7, 3] = torch.nan
     out, l = run(loaded(spec), spec, given)
@@ -114,7 +114,7 @@ def test_what_is_no_number_stays_none():
 @pytest.mark.parametrize("kept", [1, 100, 255])
 def test_what_is_dropped(kept: int):
     """Element for element: of equal scores, with a one in the row of each value. l is what it is without."""
-    spec = replace(attention(70, 200, 16, F32, 2, 2, 1, d_v=200, log_sum=True), kept=kept)
+    spec = replace(attention(70, 200, 16, F32, 2, 2, 1, d_v=200, lse=True), kept=kept)
     given = arguments(spec)
     given["q"].zero_()
     matrix(spec, given, "v")[:, :, 0].copy_(torch.eye(200))
@@ -145,7 +145,7 @@ def test_ragged_batches(dtype: DType):
 
 @pytest.mark.parametrize("block", [0, 32])
 def test_eight_bits(block: int):
-    spec = attention8(40, 130, 48, (block,) * 3, heads=2, group=2, band=CAUSAL, start=90, log_sum=True)
+    spec = attention8(40, 130, 48, (block,) * 3, heads=2, group=2, band=CAUSAL, start=90, lse=True)
     close(spec)
 
 

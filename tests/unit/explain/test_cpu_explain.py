@@ -15,7 +15,7 @@ from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.explain import KernelRecord, Lowering, levels_cpu
-from tinygrad_nv.explain.levels_cpu import CPUProduct
+from tinygrad_nv.explain.levels_cpu import CPUMatmul
 from tinygrad_nv.tile.gemm.dense import dense
 
 RATES = Rates(1e10, 1e11, 2e11, 4e11)
@@ -50,10 +50,10 @@ def test_a_kernel_has_isa_parts_and_predicted_time():
 def test_the_table_and_its_total():
     out, other = layer(), Tensor.empty(64, device="CPU").sin()
     head, *rows, _ = str(explain(out, other)).split("\n\n")[0].splitlines()
-    second, first = sorted(rows, key=lambda row: "product 1" in row)
+    second, first = sorted(rows, key=lambda row: "matmul 1" in row)
     assert head.split()[:8] == ["kernel", "template", "device", "isa", "parts", "flops", "bytes", "predicted"]
     assert "portable" in first
-    assert "207.4 µs  product 1" in first
+    assert "207.4 µs  matmul 1" in first
     assert "no pattern matched" in second
     assert "portable" not in second
     lowering = explain(out)
@@ -63,8 +63,8 @@ def test_the_table_and_its_total():
 
 def test_a_line_of_each_product():
     text = str(explain(layer())).split("\n\n")[1].splitlines()
-    assert text[0].split() == ["schedule", "predicted", "bound", "product"]
-    assert text[1].startswith("product 1  gemv portable")
+    assert text[0].split() == ["schedule", "predicted", "bound", "matmul"]
+    assert text[1].startswith("matmul 1  gemv portable")
     assert text[1].endswith("207.4 µs  memory  1x1000x512 f32 NT → f32")
 
 
@@ -132,10 +132,10 @@ def test_the_rate_is_that_of_what_is_multiplied(dtype: str, schedule: CPUSchedul
 
 
 def test_a_product_bound_by_arithmetic():
-    product = CPUProduct(dense(8, 4096, 512, "f32"), CPUGemm(PORTABLE), CPU(PORTABLE, 1))
-    assert levels_cpu._bound(product) == "memory"
-    product = CPUProduct(dense(512, 512, 512, "f32"), CPUGemm(PORTABLE), CPU(PORTABLE, 1))
-    assert levels_cpu._bound(product) == "arithmetic"
+    matmul = CPUMatmul(dense(8, 4096, 512, "f32"), CPUGemm(PORTABLE), CPU(PORTABLE, 1))
+    assert levels_cpu._bound(matmul) == "memory"
+    matmul = CPUMatmul(dense(512, 512, 512, "f32"), CPUGemm(PORTABLE), CPU(PORTABLE, 1))
+    assert levels_cpu._bound(matmul) == "arithmetic"
 
 
 # **** why not ****
@@ -163,7 +163,7 @@ def schedules(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_product_by_itself(command):
     words = ("explain", "--gemm", "4x256x512", "--dtype", "f32", "--arch", "cpu")
     head, line = command(*words).succeeded().out.splitlines()
-    assert head.split() == ["schedule", "predicted", "bound", "product"]
+    assert head.split() == ["schedule", "predicted", "bound", "matmul"]
     assert "portable" in line
     assert line.endswith("4x256x512 f32 NT → f32")
     assert "void " in command(*words, "--level", "c").succeeded().out

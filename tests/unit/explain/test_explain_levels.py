@@ -1,4 +1,4 @@
-"""Levels of explain(): records of products on DEV=EMU, their kernels built again, what each level says."""
+"""Levels of explain(): records of matmuls on DEV=EMU, their kernels built again, what each level says."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -39,13 +39,13 @@ def halves(*shape: int) -> Tensor: return Tensor.ones(*shape, dtype=dtypes.half)
 
 @pytest.fixture
 def lowering(emu: None) -> Lowering:
-    """Two products by mma.sync that are one kernel, one by wgmma, one kernel of another kind."""
+    """Two matmuls by mma.sync that are one kernel, one by wgmma, one kernel of another kind."""
     x, w, v = halves(96, 128), halves(64, 128), halves(64, 64)
     first = multiplied(x, w)
     again = multiplied(multiplied((x + 1).contiguous(), w), v, WGMMA)
     text = ".version 7.8\n.target sm_80\n.visible .entry nothing(.param .u64 o, .param .u64 i)\n{\nret;\n}\n"
     other = Tensor(program("nothing", text, "EMU", [Output((4,), dtypes.half)], [w.uop],
-                           note=Note("other", "no product", "a spec", "a schedule"))[0])
+                           note=Note("other", "no matmul", "a spec", "a schedule"))[0])
     return explain(first, again, other)
 
 
@@ -55,11 +55,11 @@ def lowering(emu: None) -> Lowering:
 def test_a_note_leads_to_the_kernel_that_runs(emu: None, schedule: GemmSchedule):
     record, = explain(multiplied(halves(96, 128), halves(64, 128), schedule)).kernels
     clusters = ((2, 66), (4, 31), (8, 15))  # that the device has room for
-    assert record.product == ScheduledGemm(dense(96, 64, 128, "f16"), schedule, "sm_90a", 132, clusters)
-    assert record.product.kernel.ptx == record.source
-    assert record.product.kernel.launch == record.launch
+    assert record.matmul == ScheduledGemm(dense(96, 64, 128, "f16"), schedule, "sm_90a", 132, clusters)
+    assert record.matmul.kernel.ptx == record.source
+    assert record.matmul.kernel.launch == record.launch
     levels._kernel.cache_clear()
-    assert record.product.kernel.ptx == record.source
+    assert record.matmul.kernel.ptx == record.source
 
 
 @pytest.mark.parametrize(("arch", "device"), [("sm_80", "EMU:80"), ("sm_90a", "EMU:90")])
@@ -68,13 +68,13 @@ def test_the_kernel_of_a_product_that_a_pattern_found(arch: str, device: str,
     monkeypatch.setenv("EMU_ARCH", arch)  # read when the device is opened, here alone
     x, w = (Tensor.empty(rows, 128, dtype=dtypes.half, device=device) for rows in (96, 64))
     record, = explain((x @ w.T).relu()).kernels
-    assert record.product is not None
-    assert record.product.arch == arch
-    assert record.product.kernel.ptx == record.source
+    assert record.matmul is not None
+    assert record.matmul.arch == arch
+    assert record.matmul.kernel.ptx == record.source
 
 
 def test_records_of_others_are_no_products(lowering: Lowering):
-    kinds = {record.name: record.product is not None for record in lowering.kernels}
+    kinds = {record.name: record.matmul is not None for record in lowering.kernels}
     assert kinds.pop("nothing") is False
     assert kinds.pop("gemm_mma") is kinds.pop("gemm_wgmma") is True
     assert not any(kinds.values()), "tinygrad's"
@@ -88,17 +88,17 @@ def test_kernels_that_differ_in_buffers_alone_are_one(lowering: Lowering):
 
 
 def test_the_table_has_a_line_for_each_product(lowering: Lowering):
-    table, products = str(lowering).split("\n\n")
+    table, matmuls = str(lowering).split("\n\n")
     assert table.splitlines()[-1].split()[:4] == [str(len(lowering.kernels)), "in", "all", "4"]
-    head, *lines = products.splitlines()
-    assert head.split() == ["schedule", "predicted", "bound", "registers", "shared", "product"]
+    head, *lines = matmuls.splitlines()
+    assert head.split() == ["schedule", "predicted", "bound", "registers", "shared", "matmul"]
     at = head.index("schedule")
-    found = [(i, *pair) for i, pair in enumerate(lowering.distinct, 1) if pair[0].product]
+    found = [(i, *pair) for i, pair in enumerate(lowering.distinct, 1) if pair[0].matmul]
     for (i, record, times), line in zip(found, lines, strict=True):
-        assert line[:at].strip() == f"product {i}" + (f", {times} times" if times > 1 else "")
+        assert line[:at].strip() == f"matmul {i}" + (f", {times} times" if times > 1 else "")
         assert line[at:].startswith(str(record.schedule))
         assert line.endswith(str(record.spec))
-        assert sum(row.startswith(record.name) and row.endswith(f"  product {i}")
+        assert sum(row.startswith(record.name) and row.endswith(f"  matmul {i}")
                    for row in table.splitlines()) == times
 
 
@@ -183,19 +183,19 @@ def test_a_batch_a_broadcast_and_rows_known_at_launch():
 
 @pytest.mark.parametrize(("schedule", "arch"), [(MMA, "sm_80"), (WGMMA, "sm_90a")], ids=str)
 def test_shared_memory_is_accounted_for(schedule: GemmSchedule, arch: str):
-    product = ScheduledGemm(dense(96, 64, 256), schedule, arch, 100)
-    pieces = levels.shared_map(product.kernel.ptx)
+    matmul = ScheduledGemm(dense(96, 64, 256), schedule, arch, 100)
+    pieces = levels.shared_map(matmul.kernel.ptx)
     assert all(start + size <= after for (start, _, size), (after, _, _) in pairwise(pieces))
-    assert levels.shared_bytes(product) == pieces[-1][0] + pieces[-1][2]
+    assert levels.shared_bytes(matmul) == pieces[-1][0] + pieces[-1][2]
     rings = sum(size for _, name, size in pieces if "ring" in name)
     assert rings == schedule.depth * schedule.stage_bytes(2)
-    if product.kernel.dynamic_smem: assert levels.shared_bytes(product) == product.kernel.dynamic_smem
+    if matmul.kernel.dynamic_smem: assert levels.shared_bytes(matmul) == matmul.kernel.dynamic_smem
 
 
 def test_maps_are_those_of_the_launch():
-    product = ScheduledGemm(dense(96, 64, 256), WGMMA, "sm_90a", 100)
-    text = show(product, "tile")
-    for argument in product.kernel.maps:
+    matmul = ScheduledGemm(dense(96, 64, 256), WGMMA, "sm_90a", 100)
+    text = show(matmul, "tile")
+    for argument in matmul.kernel.maps:
         assert f"pointer {argument.pointer}: bf16 {'x'.join(map(str, argument.dims))}" in text
     assert "map_a, pointer 1" in text
     assert "map_b, pointer 2" in text
@@ -207,11 +207,11 @@ def test_the_outline_is_the_remarks_of_the_kernel():
 
 
 def test_registers_are_those_of_ptxas():
-    product = ScheduledGemm(dense(96, 64, 256), MMA, "sm_80", 108)
-    found = levels.resources(product)
+    matmul = ScheduledGemm(dense(96, 64, 256), MMA, "sm_80", 108)
+    found = levels.resources(matmul)
     assert found is not None
-    assert f"registers  {found.registers} a thread, 0 bytes spilled" in show(product, "tile")
-    head, line = levels.table([("1", product)])
+    assert f"registers  {found.registers} a thread, 0 bytes spilled" in show(matmul, "tile")
+    head, line = levels.table([("1", matmul)])
     end = head.index("registers") + len("registers")
     assert line[:end].split()[-1] == str(found.registers)
 
@@ -219,16 +219,16 @@ def test_registers_are_those_of_ptxas():
 def test_without_ptxas(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(levels, "find_program", lambda name: None)
     monkeypatch.setattr("tinygrad_nv.ptx.assemble.find_program", lambda name: None)
-    product = ScheduledGemm(dense(96, 64, 256), MMA, "sm_80", 108)
-    assert levels.resources(product) is None
-    assert "registers  - (no ptxas)" in show(product, "tile")
-    with pytest.raises(ToolchainError, match="ptxas is not there"): show(product, "sass")
+    matmul = ScheduledGemm(dense(96, 64, 256), MMA, "sm_80", 108)
+    assert levels.resources(matmul) is None
+    assert "registers  - (no ptxas)" in show(matmul, "tile")
+    with pytest.raises(ToolchainError, match="ptxas is not there"): show(matmul, "sass")
 
 
 def test_an_impossible_schedule_is_refused_with_the_arithmetic():
-    product = ScheduledGemm(dense(96, 64, 256), MMA.block(100, 64), "sm_80", 108)
-    with pytest.raises(ScheduleError): show(product, "tile")
-    assert "m 96, n 64, k 256" in show(product, "spec")
+    matmul = ScheduledGemm(dense(96, 64, 256), MMA.block(100, 64), "sm_80", 108)
+    with pytest.raises(ScheduleError): show(matmul, "tile")
+    assert "m 96, n 64, k 256" in show(matmul, "spec")
 
 
 def test_figures():

@@ -26,7 +26,7 @@ from tinygrad.uop.ops import UOp
 
 from tinygrad_nv import Tensor, Variable, dtypes
 from tinygrad_nv.patterns.attention.fitted import fitted
-from tinygrad_nv.patterns.positions import Form, linear
+from tinygrad_nv.patterns.positions import AffineForm, linear
 from tinygrad_nv.tile.attention.spec import FULL, Band
 from tinygrad_nv.tile.expression import loads, show
 
@@ -246,12 +246,12 @@ def test_a_mask_that_ends_the_keys():
 # **** positions ****
 
 def test_positions_are_fitted():
-    assert fitted(Tensor.arange(9).uop) == Form(0, (1,))
-    assert fitted(Tensor.arange(3, 90, 7).uop) == Form(3, (7,))
-    assert fitted(Tensor.arange(20, 0, -2).uop) == Form(20, (-2,))
+    assert fitted(Tensor.arange(9).uop) == AffineForm(0, (1,))
+    assert fitted(Tensor.arange(3, 90, 7).uop) == AffineForm(3, (7,))
+    assert fitted(Tensor.arange(20, 0, -2).uop) == AffineForm(20, (-2,))
     assert fitted((Tensor.arange(40) * Tensor.arange(40)).uop) is None
-    assert fitted(Tensor.arange(700).uop) == Form(0, (1,))
-    assert fitted((Tensor.arange(9).float() + 1).uop) == Form(1, (1,))
+    assert fitted(Tensor.arange(700).uop) == AffineForm(0, (1,))
+    assert fitted((Tensor.arange(9).float() + 1).uop) == AffineForm(1, (1,))
     # what wraps, is cut or is rounded is not affine, though it is before that
     assert fitted((Tensor.arange(300).cast(dtypes.uint8) + 1).uop) is None
     assert fitted(((Tensor.arange(9) * 0.5).cast(dtypes.int32) * 2).uop) is None
@@ -260,8 +260,8 @@ def test_positions_are_fitted():
 
 def test_extents_of_variables():
     n, m = Variable("n", 1, 9), Variable("m", 1, 9)
-    assert linear(5) == Form(5, ())
-    assert linear(n * 2 + m + 3) == Form(3, (), (("m", 1), ("n", 2)))
+    assert linear(5) == AffineForm(5, ())
+    assert linear(n * 2 + m + 3) == AffineForm(3, (), (("m", 1), ("n", 2)))
     assert linear(n * m) is None
 
 

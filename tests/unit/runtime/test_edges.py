@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from tinygrad_nv.runtime.driver import Attributes, Copy, Fill, Function, Launch, Work
-from tinygrad_nv.runtime.edges import Chain, EdgeCounts, early, reduced
+from tinygrad_nv.runtime.edges import EdgeChain, EdgeCounts, early, reduced
 
 FUNCTION = Function("k", Attributes(0, 0, 0, 1024), None)
 PLAIN, PDL = (Launch(FUNCTION, (1, 1, 1), (32, 1, 1), pdl=pdl) for pdl in (False, True))
@@ -56,8 +56,9 @@ def test_which_edges_are_programmatic():
 def launch(ctas: int, pdl: bool = True) -> Launch: return Launch(FUNCTION, (ctas, 1, 1), (32, 1, 1), pdl=pdl)
 
 
-def chained(*nodes: tuple[Work, tuple[int, ...]], sm_count: int = 8) -> tuple[list[tuple[int, ...]], Chain]:
-    chain = Chain(sm_count)
+def chained(*nodes: tuple[Work, tuple[int, ...]],
+            sm_count: int = 8) -> tuple[list[tuple[int, ...]], EdgeChain]:
+    chain = EdgeChain(sm_count)
     return [chain.add(work, after) for work, after in nodes], chain
 
 
@@ -83,7 +84,7 @@ def test_a_launch_is_not_beside_what_it_follows_by_way_of_a_fill():
 
 
 def test_a_grid_that_is_not_known_is_a_large_one():
-    chain = Chain(8)
+    chain = EdgeChain(8)
     assert [chain.add(launch(1), (), fills=True) for _ in range(3)] == [(), (0,), (1,)]
 
 
@@ -96,7 +97,7 @@ def test_launches_without_pdl_follow_their_data_alone():
 @pytest.mark.parametrize("seed", range(30))
 def test_a_chain_keeps_the_order_that_data_asks_for(seed):
     random.seed(seed)
-    chain, wanted = Chain(8), []
+    chain, wanted = EdgeChain(8), []
     after = []
     for i in range(20):
         work = random.choice([launch(random.randrange(1, 12), random.random() < 0.9), Fill(0, 0, 4)])

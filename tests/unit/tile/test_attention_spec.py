@@ -7,7 +7,7 @@ import pytest
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import ScheduleError, SpecError
-from tinygrad_nv.tile.attention.mma.plan import Plan
+from tinygrad_nv.tile.attention.mma.plan import FlashMmaPlan
 from tinygrad_nv.tile.attention.schedules import FlashMma
 from tinygrad_nv.tile.attention.score import multiple
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band, Rows
@@ -100,7 +100,7 @@ def test_grids_follow_the_rows_of_a_launch():
 
 def test_parameters_are_in_order():
     """out, l, operands, those of the score, symbolic extents."""
-    spec = replace(dense(), symbolic=("s_q", "s_kv", "start"), log_sum=True,
+    spec = replace(dense(), symbolic=("s_q", "s_kv", "start"), lse=True,
                    score=Sum() + Load(0, dtypes.float32, 200, 1) + Load(1, dtypes.float32, 0, 1))
     head = TABLE.build(spec, PLAIN, GPU("sm_80")).ptx.partition("{")[0]
     names = [line.split()[-1].strip(",)") for line in head.splitlines() if ".param" in line]
@@ -147,5 +147,5 @@ def test_legality_agrees_with_what_can_be_built():
                                    (40, 32, 16, 1, 5), (64, 512, 16, 16, 2)):
         schedule = PLAIN.block(m, n).warps(warps).stages(stages)
         made = TABLE.build(dense(d=d), schedule, GPU("sm_80"))
-        needed = Plan.of(dense(d=d), schedule).smem_bytes
+        needed = FlashMmaPlan.of(dense(d=d), schedule).smem_bytes
         assert made.dynamic_smem == (needed if needed > 48 << 10 else 0)

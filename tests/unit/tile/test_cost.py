@@ -14,7 +14,7 @@ from tinygrad_nv.tile.gemm.cost import CostModel, predict
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.schedules import Gemv, Mma, Wgmma
 from tinygrad_nv.tile.gemm.trial import Trial, counted
-from tinygrad_nv.tile.gpu import A100, H100, L40S, MACHINES, RTX4090, machine_for
+from tinygrad_nv.tile.gpu import A100, GPU_MODELS, H100, L40S, RTX4090, gpu_model_for
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -31,7 +31,7 @@ EXTENT = st.integers(1, 40000)
 
 # **** what must hold ****
 
-@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+@pytest.mark.parametrize("machine", GPU_MODELS, ids=lambda machine: machine.name)
 @given(extents=st.tuples(EXTENT, EXTENT, EXTENT), schedule=st.sampled_from(FORMS),
        dtype=st.sampled_from(("bf16", "tf32", "s8", "e4m3")), batch=st.sampled_from(((), (1,), (3, 5))),
        epilogue=st.sampled_from(("", "bias+gelu+residual")))
@@ -60,7 +60,7 @@ def test_what_has_flags_to_zero_is_not_launched_early(schedule, early):
 
 
 @given(extents=st.tuples(EXTENT, EXTENT, EXTENT), more=st.tuples(*[st.integers(0, 3000)] * 3),
-       schedule=st.sampled_from(FORMS), machine=st.sampled_from(MACHINES))
+       schedule=st.sampled_from(FORMS), machine=st.sampled_from(GPU_MODELS))
 @settings(deadline=None, max_examples=400)
 def test_more_of_any_extent_never_takes_less(extents, more, schedule, machine):
     before = CostModel(dense(*extents), machine).predict(schedule).seconds
@@ -82,9 +82,9 @@ def test_gemv_is_above_the_roofline_and_more_rows_never_take_less(m, more, n, k)
 def test_peaks_are_those_of_the_data_sheets():
     for machine, tflops in ((H100, 989.4), (A100, 312), (L40S, 362), (RTX4090, 165.2)):
         assert machine.tensor_flops_per_s == pytest.approx(tflops * 1e12, rel=0.02)
-    assert machine_for("sm_90a") == H100
-    assert machine_for("sm_89", 128) == RTX4090
-    other = machine_for("sm_90a", 78)
+    assert gpu_model_for("sm_90a") == H100
+    assert gpu_model_for("sm_89", 128) == RTX4090
+    other = gpu_model_for("sm_90a", 78)
     assert (other.sm_count, other.hbm_bytes_per_s) == (78, H100.hbm_bytes_per_s)
 
 

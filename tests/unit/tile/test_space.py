@@ -16,7 +16,7 @@ from tinygrad_nv.tile.gemm.choose import choose, why_not
 from tinygrad_nv.tile.gemm.cost import CostModel
 from tinygrad_nv.tile.gemm.dense import MAJORS, dense
 from tinygrad_nv.tile.gemm.schedules import Mma
-from tinygrad_nv.tile.gpu import machine_for
+from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -99,7 +99,7 @@ def test_there_is_a_legal_schedule_for_every_product_of_halves(extents, majors, 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_the_choice_is_near_the_best_of_the_whole_space(spec, arch):
-    model = CostModel(spec, machine_for(arch))
+    model = CostModel(spec, gpu_model_for(arch))
     best = min(model.predict(s).seconds for s in space(spec, GPU(arch)))
     assert best <= model.predict(analytic(spec, arch)).seconds <= 1.1 * TIE * best
 
@@ -110,7 +110,7 @@ def test_the_choice_is_near_the_best_of_the_whole_space(spec, arch):
     ((2000, 3000, 100), "bias+gelu", "sm_89")])
 def test_the_choice_is_near_the_best_for_odd_extents(extents, words, arch):
     spec = dense(*extents, epilogue=words)
-    model = CostModel(spec, machine_for(arch))
+    model = CostModel(spec, gpu_model_for(arch))
     best = min(model.predict(s).seconds for s in space(spec, GPU(arch)))
     assert model.predict(analytic(spec, arch)).seconds <= 1.15 * best
 

@@ -31,7 +31,7 @@ def has_pairs(dtype: DType, isa: ISA) -> bool:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class AttentionBlocks:
     """What the text depends on."""
     isa: ISA
     dtype: DType

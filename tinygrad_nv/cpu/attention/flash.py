@@ -22,7 +22,7 @@ import math
 from collections.abc import Sequence
 
 from tinygrad_nv.cpu.attention import score as flash_score
-from tinygrad_nv.cpu.attention.blocks import ROWS, Blocks
+from tinygrad_nv.cpu.attention.blocks import ROWS, AttentionBlocks
 from tinygrad_nv.cpu.attention.schedules import CPUFlash
 from tinygrad_nv.cpu.expression import c_float
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, computed, kernel, up
@@ -44,7 +44,7 @@ def problems(spec: AttentionSpec, s: CPUFlash) -> list[str]:
 
 
 def default(spec: AttentionSpec, target: CPU) -> CPUFlash:
-    """The schedule where nobody has tried others."""
+    """The default schedule, where none was tuned."""
     group = spec.batch[2]
     heads, rows = group, up(spec.s_q, ROWS)
     wanted = TILES_OF_THREAD * target.threads
@@ -62,9 +62,9 @@ def build(spec: AttentionSpec, schedule: CPUFlash, integers: Sequence[Integer] =
     """The kernel of an attention. With `integers` it takes the variables of a launch, of which what the spec
     has symbolic is computed."""
     isa = schedule.isa
-    blocks = Blocks(isa, spec.q.dtype, spec.d, spec.d_v, schedule.block_n)
+    blocks = AttentionBlocks(isa, spec.q.dtype, spec.d, spec.d_v, schedule.block_n)
     names, bound = computed(spec.symbolic, integers) if integers else (list(spec.symbolic), "")
-    outputs = [(c_type(spec.out.dtype), "out"), *[("float", "logs")] * spec.log_sum]
+    outputs = [(c_type(spec.out.dtype), "out"), *[("float", "logs")] * spec.lse]
     inputs = [(c_type(one.dtype), name) for one, name in ((spec.q, "q"), (spec.k, "k"), (spec.v, "v"))]
     if spec.scales is not None: inputs += [("float", f"scale_{name}") for name in "qkv"]
     if spec.ragged: inputs += [("s32", "cu_q"), ("s32", "cu_k")]
@@ -75,7 +75,7 @@ def build(spec: AttentionSpec, schedule: CPUFlash, integers: Sequence[Integer] =
                   before=blocks.text() + flash_score.before(spec))
 
 
-def _body(spec: AttentionSpec, schedule: CPUFlash, blocks: Blocks) -> str:
+def _body(spec: AttentionSpec, schedule: CPUFlash, blocks: AttentionBlocks) -> str:
     """Which tiles a part has, and a tile."""
     (b, kv, group), rows, heads = spec.batch, schedule.rows, schedule.heads
     divided = -(-group // heads)
@@ -136,7 +136,7 @@ def _scale(name: str, scales: RowScales, group: str, row: str) -> str:
     return f"scale_{name}[{' + '.join(terms)}]"
 
 
-def _tile(spec: AttentionSpec, schedule: CPUFlash, blocks: Blocks) -> str:
+def _tile(spec: AttentionSpec, schedule: CPUFlash, blocks: AttentionBlocks) -> str:
     n, rows, heads = schedule.block_n, schedule.rows, schedule.heads
     held, element, total = ("s32" if blocks.pairs else "float"), blocks.element, heads * rows
     first, last = spec.band.first, spec.band.last
@@ -177,7 +177,7 @@ def _tile(spec: AttentionSpec, schedule: CPUFlash, blocks: Blocks) -> str:
     }}"""
 
 
-def _loaded(spec: AttentionSpec, schedule: CPUFlash, blocks: Blocks) -> str:
+def _loaded(spec: AttentionSpec, schedule: CPUFlash, blocks: AttentionBlocks) -> str:
     """q of a tile, rows after the last zeros; no result yet."""
     kind, rows, units = short(spec.q.dtype), schedule.rows, blocks.units
     if blocks.pairs:
@@ -206,7 +206,7 @@ def _loaded(spec: AttentionSpec, schedule: CPUFlash, blocks: Blocks) -> str:
     }}"""
 
 
-def _stored(spec: AttentionSpec, blocks: Blocks, rows: int) -> str:
+def _stored(spec: AttentionSpec, blocks: AttentionBlocks, rows: int) -> str:
     """A row of the result, and of l."""
     out, kind = spec.out, short(spec.out.dtype)
     where = _at(out, "b0", "b1", "first_head + head", "at_q + first_row + r")
@@ -218,4 +218,4 @@ def _stored(spec: AttentionSpec, blocks: Blocks, rows: int) -> str:
       const float total = sum_(sums_[i]), share = total == 0.f ? 0.f : {flash_score.lift(spec)} / total;
       for (s64 x = 0; x < {spec.d_v}; x += W)
         store_n_{kind}(out + {where} + x, load_f32(o_ + i * {blocks.width} + x) * share, {spec.d_v} - x);
-      {logs if spec.log_sum else ""}"""
+      {logs if spec.lse else ""}"""

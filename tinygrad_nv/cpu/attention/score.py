@@ -16,8 +16,8 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.attention import dropout
-from tinygrad_nv.cpu.attention.blocks import ROWS, Blocks
-from tinygrad_nv.cpu.expression import Place, c_float, statements
+from tinygrad_nv.cpu.attention.blocks import ROWS, AttentionBlocks
+from tinygrad_nv.cpu.expression import LanePlace, c_float, statements
 from tinygrad_nv.tile.attention.score import multiple
 from tinygrad_nv.tile.attention.spec import EVERY, SCALED, AttentionSpec
 from tinygrad_nv.tile.expression import loads, short
@@ -41,7 +41,7 @@ def before(spec: AttentionSpec) -> str:
     return dropout.text() if spec.kept < EVERY else ""
 
 
-def softmax(spec: AttentionSpec, blocks: Blocks, rows: int) -> str:
+def softmax(spec: AttentionSpec, blocks: AttentionBlocks, rows: int) -> str:
     """C for ROWS rows from `r` on, of `rows` that a head has in a tile."""
     first, last, n = spec.band.first, spec.band.last, blocks.block_n
     low = "c0" if first is None else f"(at + {first} > c0 ? at + {first} : c0)"
@@ -107,13 +107,13 @@ def _scored(spec: AttentionSpec) -> str:
 def _score(spec: AttentionSpec, count: str) -> str:
     """x becomes its score in base 2, where that is more than a multiple."""
     if multiple(spec.score) is not None: return ""
-    place = Place(["x"], "m", "(c0 + v * W)", ["b0", "b1", "(first_head + head)"],
+    place = LanePlace(["x"], "m", "(c0 + v * W)", ["b0", "b1", "(first_head + head)"],
                   count if any(load.n for load in loads(spec.score)) else "", "starts")
     made, value = statements(spec.score, place)
     return f"{{ {' '.join(made)} x = {value} * {c_float(LOG2E)}; }} store_f32(line + v * W, x);"
 
 
-def _weights(spec: AttentionSpec, blocks: Blocks) -> str:
+def _weights(spec: AttentionSpec, blocks: AttentionBlocks) -> str:
     """Weights of a row, the sum of its weights, and by what the result so far is multiplied."""
     scale, n = multiple(spec.score), blocks.block_n
     factor = math.nan if scale is None else scale * LOG2E

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.decode.schedules import CPUDecode
-from tinygrad_nv.cpu.decode.split import Split, functions, place_of_row
+from tinygrad_nv.cpu.decode.split import SplitText, functions, place_of_row
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, computed, kernel, up
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.decode.spec import DecodeSpec
@@ -58,7 +58,7 @@ def problems(spec: DecodeSpec, s: CPUDecode) -> list[str]:
 
 
 def default(spec: DecodeSpec, target: CPU) -> CPUDecode:
-    """The schedule where nobody has tried others. A request's keys are divided among units where key heads
+    """The default schedule, where none was tuned. A request's keys are divided among units where key heads
     alone would leave a thread without work."""
     heads = spec.batch * spec.heads
     uneven = -(-heads // target.threads) * target.threads > heads * 1.25
@@ -91,7 +91,7 @@ class _Decode:
         self.d_v = up(spec.d_v, self.isa.lanes)
         self.row_floats = self.d_v + self.isa.lanes    # of the workspace: sums, and top and total after them
         self.unit_floats = self.splits * spec.rows * self.row_floats
-        self.part = Split(spec, schedule)
+        self.part = SplitText(spec, schedule)
 
     def whole(self) -> CPUKernel:
         """One kernel for everything."""

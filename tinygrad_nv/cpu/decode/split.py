@@ -20,7 +20,7 @@ from collections.abc import Callable
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.cpu.decode.schedules import CPUDecode
-from tinygrad_nv.cpu.expression import Place, statements
+from tinygrad_nv.cpu.expression import LanePlace, statements
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import c_type
 from tinygrad_nv.tile.attention.spec import Rows
@@ -30,7 +30,7 @@ from tinygrad_nv.tile.expression import short
 NEAR_KEYS = 16  # whose values stay in the nearest cache while columns are taken block by block
 
 
-class Split:
+class SplitText:
     """The C of a spec's splits."""
 
     def __init__(self, spec: DecodeSpec, schedule: CPUDecode) -> None:
@@ -137,7 +137,7 @@ class Split:
         """Weights of row r. It sees keys up to its own place."""
         spec = self.spec
         at = f"n - {spec.s_q} + i" if spec.causal else "n - 1"
-        place = Place(["x"], "t", "(c + j)", ("b", "h", "g"), "(count - j)", f"(n - {spec.s_q})", row="i")
+        place = LanePlace(["x"], "t", "(c + j)", ("b", "h", "g"), "(count - j)", f"(n - {spec.s_q})", row="i")
         made, score = statements(spec.score, place, "e")
         seen = "(key <= (vi)(s32)t) & (key < (vi)(s32)(c + count))"
         if spec.window is not None: seen += f" & (key > (vi)(s32)(t - {spec.window}))"

@@ -28,7 +28,7 @@ from math import prod
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.cpu import expression
-from tinygrad_nv.cpu.expression import Place, statements
+from tinygrad_nv.cpu.expression import LanePlace, statements
 from tinygrad_nv.cpu.gemm.blocked.pack import packing
 from tinygrad_nv.cpu.gemm.gemv.main_loop import apart, at
 from tinygrad_nv.cpu.gemm.layout import PANEL, PER, STRIP, UNITS, for_tiles, tile_kind, tile_multiples
@@ -71,7 +71,7 @@ def _untaken(spec: GemmSpec, isa: ISA) -> list[str]:
 
 
 def default(spec: GemmSpec, target: CPU) -> Amx:
-    """The schedule where nobody has tried others."""
+    """The default schedule, where none was tuned."""
     spec = for_tiles(spec)
     per, (_, step, _) = PER[tile_kind(spec)], tile_multiples(spec)
     # three fourths of the first cache for two panels of b
@@ -219,7 +219,7 @@ def _finish(spec: GemmSpec) -> str:
     lines = ["const s64 left_over = columns - j;"]
     lines += [f"const {vector} {name} = *(const {vector}_u *)&sums[{p}][i][j];"
               for p, name in enumerate(names)]
-    place = Place(names, "(m0 + i)", "(n0 + j)", [f"b{i}" for i in range(len(spec.batch))], "left_over")
+    place = LanePlace(names, "(m0 + i)", "(n0 + j)", [f"b{i}" for i in range(len(spec.batch))], "left_over")
     made, value = statements(spec.epilogue, place)
     o = spec.out
     to = f"out + {at(o.offset, ('(m0 + i)', o.m), ('(n0 + j)', o.n), *apart(o.batch))}"

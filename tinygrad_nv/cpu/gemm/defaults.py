@@ -14,7 +14,7 @@ FEWEST_BY_FOURS = 5    # rows of bytes that are not for gemv
 
 @lru_cache(4096)
 def default(spec: GemmSpec, target: CPU) -> CPUGemmSchedule | None:
-    """The schedule where nobody has tried others; None when no template takes the matmul."""
+    """The default schedule, where none was tuned; None when no template takes the matmul."""
     return next(iter(starts(spec, target)), None)
 
 

@@ -97,7 +97,7 @@ def search(spec: GemmSpec, target: CPU, beam: int) -> CPUGemmSchedule | None:
 
 @contextmanager
 def bar(words: str) -> Iterator[Progress]:
-    """A bar on stderr, which is there for as long as it takes, and only where somebody looks."""
+    """A progress bar on stderr, only where that is a terminal; it is removed at the end."""
     from rich.console import Console
     from rich.progress import Progress as Shown
     console = Console(stderr=True)

@@ -20,7 +20,7 @@ from typing import ClassVar
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.cpu import expression
-from tinygrad_nv.cpu.expression import Place, statements
+from tinygrad_nv.cpu.expression import LanePlace, statements
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, kernel
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
@@ -52,7 +52,7 @@ def problems(spec: NormSpec, s: CPUNorm) -> list[str]:
 
 
 def default(spec: NormSpec, target: CPU) -> CPUNorm:
-    """The schedule where nobody has tried others."""
+    """The default schedule, where none was tuned."""
     enough = max(1, spec.rows * spec.n // PART_ELEMENTS)
     return CPUNorm(target.isa, min(target.threads, spec.rows, enough))
 
@@ -102,11 +102,11 @@ class _Rows:
     @property
     def padded(self) -> int: return -(-self.n // self.lanes) * self.lanes
 
-    def place(self, at: str, count: str) -> Place:
+    def place(self, at: str, count: str) -> LanePlace:
         """The lanes from element `at`. Statistics are s0, s1, …; what is being kept has numbers after
         those."""
         sums = [f"{name}{i}" for name in ("s", "kept") for i in range(self.statistics)]
-        return Place(sums, "i", at, self.batch, count)
+        return LanePlace(sums, "i", at, self.batch, count)
 
     def steps(self, body: Callable[[str, str], list[str]], unrolled: int = 1) -> list[str]:
         """C that does `body(at, count)` for all of a row; at first `unrolled` times a step, at n, n + W, …"""
@@ -153,7 +153,7 @@ def _reduced(stage: _Stage, number: int, rows: _Rows) -> list[str]:
     return [*lines, f"s{number} = ({vector}){across[stage.op, floats]}(a0);", "}"]
 
 
-def _stored(value: Expression, result: Result, number: int, place: Place) -> list[str]:
+def _stored(value: Expression, result: Result, number: int, place: LanePlace) -> list[str]:
     made, name = statements(value, place, f"v{number}_")
     terms = [(result.m, place.m), (result.n, place.n), *zip(result.batch, place.batch, strict=True)]
     where = " + ".join([str(result.offset), *(f"(s64)({at}) * {by}" for by, at in terms if by)])

@@ -5,11 +5,11 @@ import functools
 
 from tinygrad.uop.ops import UOp
 
-from tinygrad_nv.patterns.positions import Form
+from tinygrad_nv.patterns.positions import AffineForm
 
 
 @functools.lru_cache(256)
-def fitted(node: UOp) -> Form | None:
+def fitted(node: UOp) -> AffineForm | None:
     """The affine form of a node made of constants and variables."""
     from tinygrad_nv.patterns.values import form  # numpy takes as long as all of this package
     return form(node)

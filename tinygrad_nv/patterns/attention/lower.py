@@ -22,7 +22,7 @@ from tinygrad_nv import hooks
 from tinygrad_nv.patterns import named, program
 from tinygrad_nv.patterns.attention import match as attention
 from tinygrad_nv.patterns.attention import named as attention_named
-from tinygrad_nv.patterns.attention.match import Match
+from tinygrad_nv.patterns.attention.match import AttentionMatch
 from tinygrad_nv.patterns.attention.named import FlashAttention
 from tinygrad_nv.patterns.attention.spec import nbytes
 from tinygrad_nv.patterns.contraction import NotOurs
@@ -34,14 +34,14 @@ from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, walk
 
 NAME = "flash attention"
-LOG_SUM = 1  # of FlashAttention's results
+LSE = 1  # of FlashAttention's results
 _CUT_SLOT = 1 << 20  # parameters of a graph have slots from 0
 Shape = tuple[int, ...]
 
 
 def register() -> None:
     """Lets FlashAttention become kernels. Without l it is left to match.py, which sees what follows."""
-    named.lower(FlashAttention, NAME, forward, "NV_ATTENTION", LOG_SUM)
+    named.lower(FlashAttention, NAME, forward, "NV_ATTENTION", LSE)
 
 
 # **** what arguments are ****
@@ -87,7 +87,7 @@ def forward(what: FlashAttention, target: Target, *arguments: UOp) -> tuple[UOp,
         if match is None: return None
         if in_order(match, root, by_rows): break
     else: raise NotOurs("a result whose rows lie in another order than its heads")
-    spec = dropped(replace(match.found.spec, log_sum=True), what, shown)
+    spec = dropped(replace(match.found.spec, lse=True), what, shown)
     how = choose(spec, target)
     logs: list[UOp] = []
 
@@ -95,7 +95,7 @@ def forward(what: FlashAttention, target: Target, *arguments: UOp) -> tuple[UOp,
         inputs = [new(x) for x in match.found.inputs]
         if what.kept < EVERY: inputs.insert(3, arguments[-1])
         out, log = _attention(match, how, inputs)
-        logs.append(log.reshape(shape_of(body[LOG_SUM])))
+        logs.append(log.reshape(shape_of(body[LSE])))
         return out
     result = cut.undone(nodes, match.attempt.end, called)
     return turned(result) if by_rows else result, logs[0]
@@ -141,7 +141,7 @@ def turned(x: UOp) -> UOp:
     return x.permute((0, 2, 1, 3))
 
 
-def in_order(match: Match, root: UOp, by_rows: bool) -> bool:
+def in_order(match: AttentionMatch, root: UOp, by_rows: bool) -> bool:
     """Whether l, dense [*batch, s_q], is the function's [B, H, S_q], where the result lies as `root`."""
     spec = match.found.spec
     space, node, end = Space(), root, match.attempt.end
@@ -165,7 +165,7 @@ def in_order(match: Match, root: UOp, by_rows: bool) -> bool:
     return match.attempt.last < 0 and lies.key() == dense.key() and kept
 
 
-def _attention(match: Match, how: Chosen, inputs: list[UOp]) -> tuple[UOp, UOp]:
+def _attention(match: AttentionMatch, how: Chosen, inputs: list[UOp]) -> tuple[UOp, UOp]:
     spec, end = how.spec, match.attempt.end
     outputs = [program.Output(shape_of(end), end.dtype),
                program.Output((*spec.batch, spec.s_q), dtypes.float32)]

@@ -69,7 +69,7 @@ def _forward(what: FlashAttentionBackward, operands: tuple[UOp, ...],
         inputs.extend(map(new, match.found.inputs))
         return match.attempt.end
     cut.undone(nodes, match.attempt.end, given)
-    return dropped(replace(match.found.spec, log_sum=True), what.forward, operands), inputs
+    return dropped(replace(match.found.spec, lse=True), what.forward, operands), inputs
 
 
 # **** specs ****

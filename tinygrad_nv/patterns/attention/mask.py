@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.patterns.attention.score import Place, made, negated
+from tinygrad_nv.patterns.attention.score import ScorePlace, made, negated
 from tinygrad_nv.patterns.epilogue import Unfused
-from tinygrad_nv.patterns.positions import Form, summed
+from tinygrad_nv.patterns.positions import AffineForm, summed
 from tinygrad_nv.tile.attention.spec import Band
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, walk, where
 
@@ -41,8 +41,8 @@ class Mask:
     """A finished score: what each row sees of how many keys (None: all), from where."""
     score: Expression
     band: Band
-    start: Form
-    keys: Form | None
+    start: AffineForm
+    keys: AffineForm | None
 
 
 # **** conditions ****
@@ -74,17 +74,17 @@ def conjuncts(condition: Expression) -> list[Expression]:
     return [] if condition == Constant(True, dtypes.bool) else [condition]
 
 
-def compared(condition: Expression) -> Place | None:
+def compared(condition: Expression) -> ScorePlace | None:
     """The place of a condition that one is below 0."""
     if not isinstance(condition, Apply) or condition.op != "less": return None
     place, zero = condition.args
-    return place if isinstance(place, Place) and zero == Constant(0, dtypes.int32) else None
+    return place if isinstance(place, ScorePlace) and zero == Constant(0, dtypes.int32) else None
 
 
-def places(*expressions: Expression) -> list[Place]:
+def places(*expressions: Expression) -> list[ScorePlace]:
     """Every place of some expressions, once."""
     seen: set[Expression] = set()
-    return [node for one in expressions for node in walk(one, seen) if isinstance(node, Place)]
+    return [node for one in expressions for node in walk(one, seen) if isinstance(node, ScorePlace)]
 
 
 # **** bands ****
@@ -94,26 +94,26 @@ class _Bounds:
 
     def __init__(self, single: bool) -> None:
         self.single = single
-        self.first: list[Form] = []   # columns from row + this
-        self.last: list[Form] = []    # columns up to row + this
-        self.keys: list[Form] = []    # columns below this
+        self.first: list[AffineForm] = []   # columns from row + this
+        self.last: list[AffineForm] = []    # columns up to row + this
+        self.keys: list[AffineForm] = []    # columns below this
 
     def take(self, along: Along, factors: Factors) -> bool:
         """Takes in a condition `m · row + n · column + offset + variables < 0`, or says it is none."""
         if any(along.batch) or not along.n: return False
         if along.m not in (0, -along.n) and not self.single: return False
-        by, rest = abs(along.n), Form(along.offset, (), factors)
+        by, rest = abs(along.n), AffineForm(along.offset, (), factors)
         if by > 1 and factors: return False
         if along.n > 0:  # column < row − rest / by
-            limit = Form((-rest.offset - 1) // by, (), _negative(factors))
+            limit = AffineForm((-rest.offset - 1) // by, (), _negative(factors))
             if along.m: self.last.append(limit)
-            else: self.keys.append(summed(limit, Form(1, ())))
+            else: self.keys.append(summed(limit, AffineForm(1, ())))
             return True
         if not along.m and not self.single: return False
-        self.first.append(Form(rest.offset // by + 1, (), factors))  # column > row + rest / by
+        self.first.append(AffineForm(rest.offset // by + 1, (), factors))  # column > row + rest / by
         return True
 
-    def band(self) -> tuple[Band, Form]:
+    def band(self) -> tuple[Band, AffineForm]:
         """The band, and where row 0 stands."""
         bounds = self.first + self.last
         moving = {bound.factors for bound in bounds}
@@ -123,13 +123,13 @@ class _Bounds:
         # causal, where it can be: the last column that a row sees is its own
         at = max(0, last) if last is not None else 0
         band = Band(None if first is None else first - at, None if last is None else last - at)
-        return band, Form(at, (), moving.pop() if moving else ())
+        return band, AffineForm(at, (), moving.pop() if moving else ())
 
 
 def _negative(factors: Factors) -> Factors: return tuple((name, -factor) for name, factor in factors)
 
 
-def finished(score: Expression, conditions: list[Expression], along: Mapping[Place, Along],
+def finished(score: Expression, conditions: list[Expression], along: Mapping[ScorePlace, Along],
              loads: list[Load], rows: int) -> Mask:
     """The score of a spec. Raises `Unfused` for what has no place in one."""
     bounds = _Bounds(rows == 1)
@@ -149,18 +149,19 @@ def finished(score: Expression, conditions: list[Expression], along: Mapping[Pla
     return Mask(_placed(score, along, loads, start), band, start, keys)
 
 
-def _moving(place: Place) -> Form:
+def _moving(place: ScorePlace) -> AffineForm:
     """The variables of a place, counted up: where nothing else does, they may say where row 0 stands."""
     up = max(factor for _, factor in place.factors) > 0
-    return Form(0, (), place.factors if up else _negative(place.factors))
+    return AffineForm(0, (), place.factors if up else _negative(place.factors))
 
 
-def _placed(root: Expression, along: Mapping[Place, Along], loads: list[Load], start: Form) -> Expression:
+def _placed(root: Expression, along: Mapping[ScorePlace, Along], loads: list[Load],
+            start: AffineForm) -> Expression:
     """An expression with loads in place of their numbers and positions in place of places."""
     known: dict[int, Expression] = {}
 
     def of(node: Expression) -> Expression:
-        if isinstance(node, Place): return _position(node, along[node], start)
+        if isinstance(node, ScorePlace): return _position(node, along[node], start)
         if isinstance(node, Load): return loads[node.parameter]
         if isinstance(node, Sum): return Sum()
         if not isinstance(node, Apply): return node
@@ -169,7 +170,7 @@ def _placed(root: Expression, along: Mapping[Place, Along], loads: list[Load], s
     return of(root)
 
 
-def _position(place: Place, along: Along, start: Form) -> Expression:
+def _position(place: ScorePlace, along: Along, start: AffineForm) -> Expression:
     times = 0
     if place.factors:  # by whole multiples of where row 0 stands
         times = dict(place.factors).get(start.factors[0][0], 0) // start.factors[0][1] if start.factors else 0

@@ -1,6 +1,6 @@
 """Attention: softmax(score(q kᵀ)) v in a graph, however it is written, to one kernel of ours.
 
-Protocol. `rewrite` is a rewrite of hooks/, before that of matrix products. It looks at every product one
+Protocol. `rewrite` is a rewrite of hooks/, before that of matmuls. It looks at every product one
 side of which is, through movement, casts and CONTIGUOUS, an exponential, normalised before the product
 (e · 1/Σe @ v) or after it ((e @ v) · 1/Σe):
 
@@ -37,7 +37,15 @@ from tinygrad_nv.patterns.attention.dims import Ranges, Sideways
 from tinygrad_nv.patterns.attention.score import FLOATS, Score
 from tinygrad_nv.patterns.attention.spec import Found, Reading, flops, found, nbytes
 from tinygrad_nv.patterns.attention.weights import NAME, bare, first_product, tail, weighted, weights
-from tinygrad_nv.patterns.contraction import NotOurs, Product, Side, arithmetic, is_storage, product, side
+from tinygrad_nv.patterns.contraction import (
+    MatmulReduce,
+    NotOurs,
+    Side,
+    arithmetic,
+    is_storage,
+    product,
+    side,
+)
 from tinygrad_nv.patterns.decode.match import decoded
 from tinygrad_nv.patterns.epilogue import Unfused
 from tinygrad_nv.patterns.index import Indices, NotAffine, Space
@@ -57,7 +65,7 @@ def configuration() -> Hashable:
 def rewrite(sink: UOp) -> UOp:
     """The graph with calls for its attentions."""
     if not config.get("NV_ATTENTION"): return sink
-    matcher = _Matcher(sink)
+    matcher = _AttentionMatcher(sink)
     matches = matcher.matches()
     if not matches: return sink
 
@@ -70,9 +78,9 @@ def rewrite(sink: UOp) -> UOp:
     return write_through(rebuilt(matcher.nodes, change))
 
 
-def found_at(root: UOp) -> tuple[tuple[UOp, ...], Match | None]:
+def found_at(root: UOp) -> tuple[tuple[UOp, ...], AttentionMatch | None]:
     """The attention that a value is a view or cast of, and the nodes of the value's graph."""
-    matcher = _Matcher(UOp.sink(root))
+    matcher = _AttentionMatcher(UOp.sink(root))
     matches = matcher.matches()
     while root not in matches and (root.op in GroupOp.Movement or root.op is Ops.CAST): root = root.src[0]
     return matcher.nodes, matches.get(root)
@@ -95,7 +103,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Match:
+class AttentionMatch:
     """An attention, ready to be called: what lies inside, what it is, and how it is made: by one kernel, or
     as a decode attention, divided along its keys."""
     attempt: Attempt
@@ -106,14 +114,14 @@ class Match:
 
 # **** matching ****
 
-class _Matcher:
+class _AttentionMatcher:
     """One graph: who uses what, and which nodes end attentions."""
 
     def __init__(self, sink: UOp) -> None:
         self.nodes = tuple(sink.toposort(enter_calls=False))
-        self.ends: dict[UOp, Match] = {}
+        self.ends: dict[UOp, AttentionMatch] = {}
 
-    def matches(self) -> dict[UOp, Match]:
+    def matches(self) -> dict[UOp, AttentionMatch]:
         """The matches, by their ends."""
         if not any(node.op is Ops.EXP2 for node in self.nodes): return {}
         products = [(one, operand) for node in self.nodes if node.op is Ops.REDUCE
@@ -131,7 +139,7 @@ class _Matcher:
 
     def is_memory(self, node: UOp) -> bool: return node in self.ends or is_storage(node)
 
-    def match(self, second: Product, operand: int) -> None:
+    def match(self, second: MatmulReduce, operand: int) -> None:
         """Takes in an attention that ends in a product, or says why not."""
         reason = ""
         target = target_of(second.total.device)
@@ -179,7 +187,7 @@ class _Matcher:
                 raise NotOurs(f"{what} used elsewhere too", final=False)
         return frozenset(kept)
 
-    def matched(self, second: Product, operand: int, attempt: Attempt, target: Target) -> Match:
+    def matched(self, second: MatmulReduce, operand: int, attempt: Attempt, target: Target) -> AttentionMatch:
         """The match of an attempt. Raises `NotOurs`, `Unfused` or `NotAffine` where there is none."""
         space, end = Space(), attempt.end
         kept = space.ranges(end.shape)
@@ -201,7 +209,7 @@ class _Matcher:
         made = found(Reading(space, end, score, (*sides[:2], value), out, counted, self.variables),
                      attempt.rows)
         how = decoded(made, target) or choose(made.spec, target, made.integers)
-        return Match(attempt, region, made, how)
+        return AttentionMatch(attempt, region, made, how)
 
 
 def _is_tail(user: UOp, node: UOp) -> bool:
@@ -214,7 +222,7 @@ def _is_tail(user: UOp, node: UOp) -> bool:
 
 # **** operands ****
 
-def _sides(space: Space, first: Product, at: Indices, columns: frozenset[int],
+def _sides(space: Space, first: MatmulReduce, at: Indices, columns: frozenset[int],
            memory: Callable[[UOp], bool]) -> tuple[Side, Side, tuple[int, ...]]:
     """q, k, and the ranges that are summed."""
     summed = space.ranges(first.total.src[0].shape[:first.total.arg[1]])
@@ -235,7 +243,7 @@ def _ordered(space: Space, at: Indices, columns: frozenset[int]) -> tuple[int, .
                  if r not in columns)
 
 
-def _check(first: Product, second: Product, sides: tuple[Side, Side, Side]) -> None:
+def _check(first: MatmulReduce, second: MatmulReduce, sides: tuple[Side, Side, Side]) -> None:
     kinds = [one.dtype for one in sides]
     if dtypes.float32 in kinds and len(set(kinds)) > 1:
         names = [name for name, kind in zip("qkv", kinds, strict=True) if kind == dtypes.float32]
@@ -246,7 +254,7 @@ def _check(first: Product, second: Product, sides: tuple[Side, Side, Side]) -> N
 
 # **** calls ****
 
-def _called(match: Match, inputs: list[UOp]) -> UOp:
+def _called(match: AttentionMatch, inputs: list[UOp]) -> UOp:
     made, end, order = match.found, match.attempt.end, match.attempt.order
     out = program.Output(tuple(end.shape[i] for i in order), end.dtype)
     done = match.how.called(end.device, [out], inputs, rows=made.rows, variables=made.variables,

@@ -7,7 +7,8 @@ Protocol. `Score` translates the exponent of an attention's weights, from the in
   which the graph may ask for and which only loses.
 * The maximum of a row is a `Top`: `shifted` takes it, and whatever else is subtracted of it, away. A softmax
   does not change by what is added to a whole row.
-* Positions are `Place`s: affine in the ranges of the space and in a launch's variables. What becomes of them
+* Positions are `ScorePlace`s: affine in the ranges of the space and in a launch's variables. What becomes of
+them
   (Position, a band) is for mask.py, which knows the dimensions.
 * A value beside the scores that is no arithmetic of what is in memory is loaded, however large; one of
   positions that is none (a quotient) from storage made for it.
@@ -35,7 +36,7 @@ from tinygrad_nv.tile.expression import Apply, Constant, Expression, walk
 
 FLOATS = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
 LOG2_E = 1.4426950408889634
-PASSED = {Ops.CONTIGUOUS, Ops.NOOP}  # of one value, which nobody else reads
+PASSED = {Ops.CONTIGUOUS, Ops.NOOP}  # of one value, which no other node reads
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Top(Expression):
 
 
 @dataclass(frozen=True)
-class Place(Expression):
+class ScorePlace(Expression):
     """`offset + Σ stride · range + Σ factor · variable`, of ranges by number and variables by name."""
     offset: int
     strides: tuple[tuple[int, int], ...]
@@ -59,9 +60,9 @@ class Place(Expression):
 
 
 def place(offset: int, strides: dict[int, int], factors: dict[str, int]) -> Expression:
-    """A `Place`; where it is a number, that."""
+    """A `ScorePlace`; where it is a number, that."""
     kept = (tuple(sorted((k, f) for k, f in made.items() if f)) for made in (strides, factors))
-    made = Place(offset, *kept)  # type: ignore[arg-type]
+    made = ScorePlace(offset, *kept)  # type: ignore[arg-type]
     return made if made.strides or made.factors else Constant(offset, dtypes.int32)
 
 
@@ -76,11 +77,11 @@ def added(x: Expression, y: Expression, by: int = 1) -> Expression | None:
 
 def is_whole(x: Expression) -> bool:
     """Whether it is a place, or a constant of integers."""
-    return isinstance(x, Place) or (isinstance(x, Constant) and x.dtype == dtypes.int32)
+    return isinstance(x, ScorePlace) or (isinstance(x, Constant) and x.dtype == dtypes.int32)
 
 
 def _parts(x: Expression) -> tuple[int, dict, dict]:
-    if isinstance(x, Place): return x.offset, dict(x.strides), dict(x.factors)
+    if isinstance(x, ScorePlace): return x.offset, dict(x.strides), dict(x.factors)
     assert isinstance(x, Constant)
     return int(x.value), {}, {}
 
@@ -228,7 +229,7 @@ def made(op: str, args: list[Expression], dtype: DType) -> Expression:
     if op in ("add", "sub") and dtype == dtypes.int32:
         whole = added(args[0], args[1], -1 if op == "sub" else 1)
         if whole is not None: return whole
-    if op == "mul" and isinstance(args[0], Place) and isinstance(args[1], Constant):
+    if op == "mul" and isinstance(args[0], ScorePlace) and isinstance(args[1], Constant):
         whole = added(Constant(0, dtypes.int32), args[0], int(args[1].value))
         assert whole is not None
         return whole
@@ -249,7 +250,7 @@ def _less(x: Expression, y: Expression) -> Expression:
 
 
 def _bare(x: Expression) -> Expression:
-    if isinstance(x, Apply) and x.op == "cast" and isinstance(x.args[0], Place): return x.args[0]
+    if isinstance(x, Apply) and x.op == "cast" and isinstance(x.args[0], ScorePlace): return x.args[0]
     if isinstance(x, Constant) and x.dtype == dtypes.float32 and abs(x.value) < 2**24 and \
             x.value == int(x.value): return Constant(int(x.value), dtypes.int32)
     return x
@@ -261,7 +262,7 @@ def negated(x: Expression) -> Expression:
     assert x.dtype == dtypes.bool
     if isinstance(x, Apply):
         zero = Constant(0, dtypes.int32)
-        if x.op == "less" and isinstance(x.args[0], Place) and x.args[1] == zero:
+        if x.op == "less" and isinstance(x.args[0], ScorePlace) and x.args[1] == zero:
             other = added(Constant(-1, dtypes.int32), x.args[0], -1)  # not d < 0 is -1 - d < 0
             assert other is not None
             return Apply("less", (other, zero), dtypes.bool)

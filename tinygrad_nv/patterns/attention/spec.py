@@ -19,7 +19,7 @@ from tinygrad_nv.patterns.attention.score import Score, shifted
 from tinygrad_nv.patterns.contraction import Dim, NotOurs, Side
 from tinygrad_nv.patterns.epilogue import Unfused
 from tinygrad_nv.patterns.index import Affine, Space, largest
-from tinygrad_nv.patterns.positions import Form, linear, summed
+from tinygrad_nv.patterns.positions import AffineForm, linear, summed
 from tinygrad_nv.tile.attention.spec import AttentionSpec, Rows
 from tinygrad_nv.tile.expression import Load, loads
 from tinygrad_nv.tile.launch import Integer
@@ -48,7 +48,7 @@ class Found:
     variables: tuple[UOp, ...]
     rows: sint
     keys: sint
-    forms: Mapping[str, Form]
+    forms: Mapping[str, AffineForm]
     names: Mapping[str, UOp]
 
 
@@ -79,15 +79,15 @@ def found(read: Reading, rows: bool) -> Found:
                  dims.rows.extent, _extent(forms["s_kv"], names), forms, names)
 
 
-def integer(form: Form, variables: Sequence[UOp]) -> Integer:
+def integer(form: AffineForm, variables: Sequence[UOp]) -> Integer:
     """A form as an argument of a launch with these variables."""
     factors = dict(form.factors)
     return Integer(form.offset, tuple(factors.get(each.expr, 0) for each in variables))
 
 
-def _extents(dims: Dims, mask: Mask, names: Mapping[str, UOp]) -> dict[str, Form]:
+def _extents(dims: Dims, mask: Mask, names: Mapping[str, UOp]) -> dict[str, AffineForm]:
     """s_q, s_kv and start."""
-    def form(extent: sint, what: str) -> Form:
+    def form(extent: sint, what: str) -> AffineForm:
         if (made := linear(extent)) is None: raise NotOurs(f"{what} is no sum of variables", final=True)
         return made
     keys = form(dims.keys.extent, "the number of keys")
@@ -97,19 +97,20 @@ def _extents(dims: Dims, mask: Mask, names: Mapping[str, UOp]) -> dict[str, Form
         else: keys = mask.keys
     made = {"s_q": form(dims.rows.extent, "the number of rows"), "s_kv": keys, "start": mask.start}
     for name, least in (("s_kv", 0), ("start", 0)):
-        if most(_less(Form(least, ()), made[name]), names) > 0: raise Unfused(f"{name} may be below {least}")
+        if most(_less(AffineForm(least, ()), made[name]), names) > 0:
+            raise Unfused(f"{name} may be below {least}")
     return made
 
 
-def _less(x: Form, y: Form) -> Form: return summed(x, y, -1)
+def _less(x: AffineForm, y: AffineForm) -> AffineForm: return summed(x, y, -1)
 
 
-def most(form: Form, names: Mapping[str, UOp]) -> int:
+def most(form: AffineForm, names: Mapping[str, UOp]) -> int:
     """The most that a form can be."""
     return form.offset + sum(f * int(names[n].vmax if f > 0 else names[n].vmin) for n, f in form.factors)
 
 
-def _spec(dims: Dims, mask: Mask, end: UOp, offset: int, forms: dict[str, Form],
+def _spec(dims: Dims, mask: Mask, end: UOp, offset: int, forms: dict[str, AffineForm],
           names: Mapping[str, UOp]) -> AttentionSpec:
     most_of = {name: most(form, names) for name, form in forms.items()}
     symbolic = tuple(name for name in ("s_q", "s_kv", "start") if forms[name].factors)
@@ -142,7 +143,7 @@ def _along(dims: Dims, i: int, offset: int) -> Along:
     return Along(dims.rows.strides[i], dims.keys.strides[i], _strides(dims, i), offset)
 
 
-def _extent(form: Form, names: Mapping[str, UOp]) -> sint:
+def _extent(form: AffineForm, names: Mapping[str, UOp]) -> sint:
     made: sint = form.offset
     for name, factor in form.factors: made = names[name] * factor + made
     return made

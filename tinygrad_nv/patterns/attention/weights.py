@@ -17,7 +17,7 @@ from tinygrad.uop.ops import GroupOp, Ops, UOp, sint
 
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.attention.score import FLOATS, PASSED
-from tinygrad_nv.patterns.contraction import NotOurs, Product, is_storage, product
+from tinygrad_nv.patterns.contraction import MatmulReduce, NotOurs, is_storage, product
 from tinygrad_nv.patterns.epilogue import Unfused, number
 from tinygrad_nv.patterns.index import Affine, Indices, Space, same
 from tinygrad_nv.patterns.rewriting import stored
@@ -33,7 +33,7 @@ def bare(node: UOp) -> UOp:
     return node
 
 
-def weighted(second: Product) -> int | None:
+def weighted(second: MatmulReduce) -> int | None:
     """Which operand of a product is made of exponentials, as the weights of an attention are. Weights that
     are stored, since a Tensor holds them, are reported."""
     for i, source in enumerate(second.mul.src):
@@ -125,10 +125,10 @@ def _extent(space: Space, index: Affine) -> sint:
     return space.extents[next(iter(index.strides))] if index.strides else 1
 
 
-def first_product(exponential: UOp) -> Product:
+def first_product(exponential: UOp) -> MatmulReduce:
     """The product that an exponential is made of. What is stored with CONTIGUOUS is looked into last."""
     for stops in ({Ops.CONTIGUOUS}, set[Ops]()):
-        waiting, seen, found = [exponential.src[0]], set[UOp](), list[Product]()
+        waiting, seen, found = [exponential.src[0]], set[UOp](), list[MatmulReduce]()
         while waiting:
             node = waiting.pop()
             if node in seen or node.op in stops or node.op is Ops.CALL or _is_buffer(node): continue

@@ -13,7 +13,7 @@ from dataclasses import replace
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns.attention.spec import Found, integer, most
 from tinygrad_nv.patterns.contraction import NotOurs
-from tinygrad_nv.patterns.positions import Form, summed
+from tinygrad_nv.patterns.positions import AffineForm, summed
 from tinygrad_nv.patterns.target import Chosen, Target, choose
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Band, Rows
 from tinygrad_nv.tile.decode.spec import MOST_ROWS, DecodeSpec, Pages
@@ -53,11 +53,11 @@ BETTER = {"gpu": is_decode, "cpu": is_decode_on_cpu}
 def decoded(made: Found, target: Target) -> Chosen | None:
     """The decode attention that an attention is, where that is better."""
     spec = _turned(made.spec)
-    if spec.log_sum or spec.ragged or spec.kept < EVERY or "s_q" in spec.symbolic: return None
+    if spec.lse or spec.ragged or spec.kept < EVERY or "s_q" in spec.symbolic: return None
     if (seen := _seen(spec.band, spec.s_q, made.forms)) is None: return None
     length, window = seen
     longest = most(length, made.names)
-    # rows must end with the keys: what they see beyond is nobody's
+    # rows must end with the keys: beyond that they would see no key
     if most(summed(length, made.forms["s_kv"], -1), made.names) > 0: return None
     keys = longest if window is None else min(longest, window + spec.s_q - 1)
     if not BETTER[target.kind](spec.s_q, spec.batch[2], keys): return None
@@ -86,21 +86,21 @@ def _exchanged(node: Expression) -> Expression:
     return node
 
 
-def _seen(band: Band, rows: int, forms: Mapping[str, Form]) -> tuple[Form, int | None] | None:
+def _seen(band: Band, rows: int, forms: Mapping[str, AffineForm]) -> tuple[AffineForm, int | None] | None:
     """How many keys the last row sees, counted from 0, and the window; None where that is not all."""
     if band.last is not None:
         window = None if band.first is None else band.last - band.first + 1
-        length = summed(forms["start"], Form(rows + band.last, ()))
+        length = summed(forms["start"], AffineForm(rows + band.last, ()))
     else:
         length, window = forms["s_kv"], None
         if band.first is not None:
-            reach = summed(summed(length, forms["start"], -1), Form(-band.first, ()))
+            reach = summed(summed(length, forms["start"], -1), AffineForm(-band.first, ()))
             if rows > 1 or reach.factors: return None
             window = reach.offset
     return None if window is not None and window < 1 else (length, window)
 
 
-def _score(spec: AttentionSpec, length: Form, start: Form) -> Expression | None:
+def _score(spec: AttentionSpec, length: AffineForm, start: AffineForm) -> Expression | None:
     """The score with places for rows: row r stands at length − s_q + r."""
     axes = {node.axis for node in walk(spec.score) if isinstance(node, Position)}
     if "m" in axes and spec.band.last is None: return None

@@ -6,9 +6,9 @@ no copy. Queries are copied where the template cannot read them. What else it ca
 the body runs.
 
 More than 8 rows are requests of at most 8: block c of a request's rows is a request of its own, with the
-same pages, that ends where the block does. Rows are filled up in front, by rows that nobody asks for; each
+same pages, that ends where the block does. Rows are filled up in front, by rows that are not used; each
 block reads its keys again. With a window a row in front would see keys that are behind the request's, whose
-pages may be somebody else's: there the second block begins with rows of the first again instead.
+pages may be of another request: there the second block begins with rows of the first again instead.
 """
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROW_BYTES = 8  # of which rows of q begin at multiples: 4 elements of a lane
 def lowered(what: PagedAttention, target: Target, *arguments: UOp) -> tuple[UOp, ...]:
     """The result of a paged attention by kernels. Raises `NotOurs` or `SpecError` where there are none."""
     q, k_pages, v_pages, table, lengths, *scales = arguments
-    blocks = Blocks.of(q, what.window)
+    blocks = RequestBlocks.of(q, what.window)
     queries = blocks.queries(q)
     shapes = tuple(tuple(int(extent) for extent in x.shape) for x in (queries, k_pages, v_pages))
     k, v, *scale = (laid(x) for x in (k_pages, v_pages, *scales))
@@ -51,7 +51,7 @@ def lowered(what: PagedAttention, target: Target, *arguments: UOp) -> tuple[UOp,
 # **** blocks of rows ****
 
 @dataclass(frozen=True)
-class Blocks:
+class RequestBlocks:
     """The rows of a request as `count` blocks of `rows`, with `filled` rows in front that are none; or where
     they are computed `again`, the last of the first block at the beginning of the second."""
     count: int
@@ -60,12 +60,12 @@ class Blocks:
     again: bool = False
 
     @staticmethod
-    def of(q: UOp, window: int | None) -> Blocks:
+    def of(q: UOp, window: int | None) -> RequestBlocks:
         """Those of q [B, S_q, H, D]."""
         count = -(-int(q.shape[1]) // MOST_ROWS)
         rows = -(-int(q.shape[1]) // count)
         filled = count * rows - int(q.shape[1])  # fewer than rows
-        return Blocks(count, rows, filled, filled > 0 and window is not None)
+        return RequestBlocks(count, rows, filled, filled > 0 and window is not None)
 
     @property
     def words(self) -> str:

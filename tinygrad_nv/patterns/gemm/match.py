@@ -1,6 +1,6 @@
-"""Matrix products: every contraction of a graph to a kernel of ours, where a template takes it.
+"""Matmuls: every contraction of a graph to a kernel of ours, where a template takes it.
 
-Protocol. `rewrite` is a rewrite of hooks/. It visits the graph once, sums first, and makes a `Match` of
+Protocol. `rewrite` is a rewrite of hooks/. It visits the graph once, sums first, and makes a `MatmulMatch` of
 each contraction: the region of its epilogue, a `GemmSpec` with its schedule, and the parameters. Then the
 graph is built anew with a call in place of each region's end. The result is dense in the order of that node's
 dimensions.
@@ -27,8 +27,8 @@ from tinygrad_nv.patterns.contraction import (
     B,
     Contraction,
     Dim,
+    MatmulReduce,
     NotOurs,
-    Product,
     Side,
     arithmetic,
     contracted,
@@ -50,7 +50,7 @@ NEEDS = ({Ops.REDUCE, Ops.MUL},)
 
 
 @dataclass(frozen=True)
-class Match:
+class MatmulMatch:
     """A contraction and its epilogue, ready to be called. `rows` is the symbolic number of rows."""
     end: UOp
     region: frozenset[UOp]
@@ -65,9 +65,9 @@ def configuration() -> Hashable:
 
 
 def rewrite(sink: UOp) -> UOp:
-    """The graph with calls for its matrix products."""
+    """The graph with calls for its matmuls."""
     if not config.get("NV_GEMM"): return sink
-    matcher = _Matcher(sink)
+    matcher = _MatmulMatcher(sink)
     matches = matcher.matches()
     if not matches: return sink
 
@@ -84,15 +84,15 @@ def rewrite(sink: UOp) -> UOp:
 
 # **** matching ****
 
-class _Matcher:
+class _MatmulMatcher:
     """One graph: who uses what, and which nodes are parts of matches."""
 
     def __init__(self, sink: UOp) -> None:
         self.nodes = tuple(sink.toposort(enter_calls=False))
-        self.ends: dict[UOp, Match] = {}
+        self.ends: dict[UOp, MatmulMatch] = {}
         self.inside: set[UOp] = set()
 
-    def matches(self) -> dict[UOp, Match]:
+    def matches(self) -> dict[UOp, MatmulMatch]:
         """The matches, by their ends."""
         products = [found for node in self.nodes if node.op is Ops.REDUCE
                     and (found := product(node)) is not None and target_of(node.device) is not None]
@@ -114,7 +114,7 @@ class _Matcher:
         """Whether a node belongs to a match, or to a product that may become one."""
         return node in self.inside or node in self.multiplied
 
-    def match(self, found: Product) -> None:
+    def match(self, found: MatmulReduce) -> None:
         """Takes in a contraction, with as much after it as can be, or says why not."""
         reason = ""
         if (target := target_of(found.total.device)) is None or found.total in self.inside: return
@@ -134,8 +134,8 @@ class _Matcher:
         if reason: program.miss(NAME, found.total, reason)
 
 
-def _matched(found: Product, end: UOp, region: frozenset[UOp], target: Target,
-             memory: Callable[[UOp], bool]) -> Match:
+def _matched(found: MatmulReduce, end: UOp, region: frozenset[UOp], target: Target,
+             memory: Callable[[UOp], bool]) -> MatmulMatch:
     """The match of a region. Raises `NotOurs`, `Unfused` or `NotAffine` where there is none."""
     space = Space()
     kept = space.ranges(end.shape)
@@ -150,11 +150,12 @@ def _matched(found: Product, end: UOp, region: frozenset[UOp], target: Target,
     extras = list(dict.fromkeys(node for node, _ in entries))
     loads = [_load(dims, i, extras.index(node), node, lies) for i, (node, lies) in enumerate(entries)]
     spec = _spec(dims, out, end, _finished(tail.expression, loads, numbers), part, len(numbers))
-    return Match(end, region, choose(spec, target), (dims.a.storage, dims.b.storage, *extras),
+    return MatmulMatch(end, region, choose(spec, target), (dims.a.storage, dims.b.storage, *extras),
                  dims.m.extent if isinstance(dims.m.extent, UOp) else None)
 
 
-def _sides(found: Product, space: Space, at: Indices, memory: Callable[[UOp], bool]) -> tuple[Side, Side]:
+def _sides(found: MatmulReduce, space: Space, at: Indices,
+           memory: Callable[[UOp], bool]) -> tuple[Side, Side]:
     at = found.indices(space, at)
     a, b = (side(space, one, space.over(found.mul.shape, one.shape, at), found.strip, memory)
             for one in found.mul.src)
@@ -224,7 +225,7 @@ def _finished(root: Expression, loads: list[Load], parts: list[int]) -> Expressi
 
 # **** calls ****
 
-def _called(match: Match, inputs: list[UOp]) -> UOp:
+def _called(match: MatmulMatch, inputs: list[UOp]) -> UOp:
     spec, rows, end = match.how.spec, match.rows, match.end
     m: sint = spec.m if rows is None else rows
     return match.how.called(end.device, [program.Output(end.shape, end.dtype)], inputs, rows=m,

@@ -2,10 +2,10 @@
 
 Protocol. `rewrite` is a rewrite of hooks/, after those of products and attention, which have taken what
 belongs to them. It looks at each node that will be stored: of a CONTIGUOUS, a STORE, or a call's argument.
-`Rows` translates such a node back to memory, in index space: elements of the result are counted by ranges of
-rows and one range along the row, of as many elements as the first REDUCE has; every REDUCE in between must be
-over that range, of a row the result belongs to. What is stored anyway, and what has no translation (a gather,
-another reduction), is loaded. The result takes the node's place, for whoever uses it.
+`NormRows` translates such a node back to memory, in index space: elements of the result are counted by ranges
+of rows and one range along the row, of as many elements as the first REDUCE has; every REDUCE in between must
+be over that range, of a row the result belongs to. What is stored anyway, and what has no translation (a
+gather, another reduction), is loaded. The result takes the node's place for all its users.
 
 Elements of memory alone, without a statistic, are taken where they are made with functions of `COSTLY`:
 silu(g) · u that no product can have taken, in training. On a CPU tinygrad's code computes those one by one:
@@ -52,7 +52,7 @@ KINDS: dict[Ops, Literal["add", "max"]] = {Ops.ADD: "add", Ops.MAX: "max"}
 
 
 @dataclass(frozen=True)
-class Match:
+class NormMatch:
     """Rows, ready to be called: what takes the place of `end`. `rows` is the symbolic number of rows."""
     end: UOp
     how: Chosen
@@ -116,7 +116,7 @@ def _stored(nodes: tuple[UOp, ...]) -> Iterator[UOp]:
 
 # **** matching ****
 
-def matched(end: UOp, target: Target, memory: frozenset[UOp]) -> Match | None:
+def matched(end: UOp, target: Target, memory: frozenset[UOp]) -> NormMatch | None:
     """The match that ends at a node; None, or a miss, where there is none."""
     if end.op not in ELEMENTWISE or end.dtype not in STORED: return None
     if (first := _first(end, memory)) is None and not _is_costly(end, memory): return None
@@ -130,7 +130,7 @@ def matched(end: UOp, target: Target, memory: frozenset[UOp]) -> Match | None:
             program.miss(NAME, first, no.found if isinstance(no, SpecError) else str(no))
     else:
         if len(spec.statistics) != 1 or spec.results[0].result.n:
-            return Match(end, how, inputs, rows)
+            return NormMatch(end, how, inputs, rows)
     return None
 
 
@@ -181,7 +181,7 @@ def _reduced(node: UOp) -> int:
     return 0 if any(isinstance(extent, UOp) for extent in extents) else prod(extents)
 
 
-class Rows(Epilogue):
+class NormRows(Epilogue):
     """The expressions of rows: `expression` of the result, and `statistics`, in which Sum(part=i) is the i-th
     of them. Positions are `_Place`s until dimensions are known."""
 
@@ -263,7 +263,7 @@ def _spec(end: UOp, first: UOp | None,
     space, n = Space(), largest(end.shape[-1]) if first is None else _reduced(first)
     column = space.range(n)
     indices = _indices(space, end, column, n)
-    rows = Rows(space, end, indices, memory, column, n)
+    rows = NormRows(space, end, indices, memory, column, n)
     if first is not None and not rows.statistics:
         raise Unfused("a reduction that is not along rows of the result")
     own = set(range(len(space.extents))) - space.divided.keys() - rows.leaves(column)
@@ -341,7 +341,7 @@ def _placed(dims: _Dims, number: int, offset: int) -> Expression:
 
 # **** calls ****
 
-def _called(match: Match, inputs: list[UOp]) -> UOp:
+def _called(match: NormMatch, inputs: list[UOp]) -> UOp:
     spec, end = match.how.spec, match.end
     m: sint = spec.m if match.rows is None else match.rows
     return match.how.called(end.device, [program.Output(end.shape, end.dtype)], inputs,

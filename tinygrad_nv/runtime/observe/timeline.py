@@ -40,7 +40,7 @@ from tinygrad_nv.runtime.driver import Event, Launch, Work, integer
 from tinygrad_nv.runtime.note import note_of
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.runtime.observe.chrome import KernelEvent, trace
-from tinygrad_nv.runtime.observe.forecast import forecast, machine_of
+from tinygrad_nv.runtime.observe.forecast import forecast, gpu_model_of
 from tinygrad_nv.runtime.observe.telemetry import Samples, Telemetry
 from tinygrad_nv.runtime.program import NVProgram
 from tinygrad_nv.table import aligned
@@ -277,8 +277,8 @@ class _CallRecorder:
                 self.timeline.samples[name] = samples
         gpu = driver.properties
         self.timeline.notes.setdefault("devices", {})[name] = gpu.name
-        if (machine := machine_of(gpu)) is not None:
-            self.timeline.notes.setdefault("predicted_for", {})[name] = machine.name
+        if (gpu_model := gpu_model_of(gpu)) is not None:
+            self.timeline.notes.setdefault("predicted_for", {})[name] = gpu_model.name
         driver.record(lane.base)
         driver.wait_for(lane.base)
         lane.begin_s = time.perf_counter() - self.timeline.begun

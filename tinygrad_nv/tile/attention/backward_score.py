@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.attention.backward_mma.rows import Walk
+from tinygrad_nv.tile.attention.backward_mma.rows import RowBlockPosition
 from tinygrad_nv.tile.attention.derivative import derivative
 from tinygrad_nv.tile.attention.score import Cells, Extents, Scores
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec
-from tinygrad_nv.tile.epilogue import Finish
+from tinygrad_nv.tile.epilogue import EpilogueEmitter
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, loads, walk
 
 
@@ -54,7 +54,7 @@ class TurnedScores(Scores):
         self.derivative = derivative(self.spec.score)
         self.slope = float(self.derivative.value) if isinstance(self.derivative, Constant) else 1.0
 
-    def prepare_for(self, walk: Walk) -> None:
+    def prepare_for(self, walk: RowBlockPosition) -> None:
         """Addresses that are the same for all query heads, ahead of the loop over the blocks of `walk`."""
         self.batch = [*self.batch[:2], walk.query]
         self.prepare([load for load in loads(self.spec.score) if not (load.batch and load.batch[2])])
@@ -64,7 +64,7 @@ class TurnedScores(Scores):
         if self.linear: return sums, None
         k, same = self.k, isinstance(self.derivative, Constant)
         self.sums_of, self.at = sums, base.to("u32") + self.column
-        finish = Finish(k, self.spec.score, self, before=() if same else (self.derivative,))
+        finish = EpilogueEmitter(k, self.spec.score, self, before=() if same else (self.derivative,))
         scores: Cells = [[[] for _ in row] for row in sums]
         slopes: Cells = [[[] for _ in row] for row in sums]
         for i, row in enumerate(sums):

@@ -6,16 +6,16 @@ columns, in any order:
 
     cells = scores.of(sums, base)        the expression of the sums; `base` (s32) is the first column
     scores.mask(cells, base)             −inf outside the band; where `columns.partly(base)` alone
-    shrink = softmax.step(cells)         cells become exp2(factor · (cell − top)); by which sums so far shrink
+    rescale = softmax.step(cells)        cells become exp2(factor · (cell − row_max)); factors of sums so far
 
-    top    = max(top, cells)             of a row: its four lanes have the same
-    shrink = 2^(factor · old top − factor · top)     exactly 1 where top stays
-    p      = 2^(factor · cell − factor · top)
-    total  = total · shrink + Σ p        of a lane's own columns; `softmax.finish` adds those of the row
+    row_max = max(row_max, cells)        of a row: its four lanes have the same
+    rescale = 2^(factor · old row_max − factor · row_max)    exactly 1 where row_max stays
+    p       = 2^(factor · cell − factor · row_max)
+    row_sum = row_sum · rescale + Σ p    of a lane's own columns; `softmax.finish` adds those of the row
 
 The online softmax of Milakov and Gimelshein (2018), in base 2. A score that is a positive multiple of the
 sum costs nothing: `factor` is then that multiple times log2 e, else log2 e. While a row has seen nothing its
-top is −inf and 0 is subtracted in its stead, so that −inf gives 0, never NaN.
+row_max is −inf and 0 is subtracted in its stead, so that −inf gives 0, never NaN.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced, read
 from tinygrad_nv.tile.attention.spec import AttentionSpec
-from tinygrad_nv.tile.epilogue import Finish
+from tinygrad_nv.tile.epilogue import EpilogueEmitter
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Sum
 from tinygrad_nv.tile.lanes import Lanes
 
@@ -109,14 +109,14 @@ class Columns:
         low: Value | None = None
         self.full_begin: Value | None = None
         if not band.full:
-            top = self.first.to("s32") + signed(k, self.extents.start)
+            start = self.first.to("s32") + signed(k, self.extents.start)
             bottom = least(k, self.first.to("s32") + self.rows, signed(k, self.extents.s_q)) \
                 + signed(k, self.extents.start)
             if band.last is not None:
                 self.end = least(k, least(k, bottom + band.last, s_kv), 0, "max")
-                self.full_end = least(k, top + band.last + 1, s_kv)
+                self.full_end = least(k, start + band.last + 1, s_kv)
             if band.first is not None:
-                low = least(k, top + band.first, 0, "max") // self.block_n
+                low = least(k, start + band.first, 0, "max") // self.block_n
                 self.full_begin = bottom - 1 + band.first
         self.high = (self.end + self.block_n - 1) // self.block_n
         self.count = self.high if low is None else least(k, self.high - low, 0, "max")
@@ -159,7 +159,7 @@ class Scores:
         scale = multiple(self.spec.score)
         self.linear = scale is not None
         self.factor = LOG2E * (1.0 if scale is None else scale)
-        self.finish: Finish | None = None
+        self.finish: EpilogueEmitter | None = None
         self.inside: dict[tuple[str, int], Value] = {}
 
     def of(self, sums: Cells, base: Value) -> Cells:
@@ -168,7 +168,7 @@ class Scores:
         k = self.k
         self.sums_of, self.at = sums, base.to("u32") + self.column
         self.inside = {key: value for key, value in self.inside.items() if key[0] == "row"}
-        finish, made = Finish(k, self.spec.score, self), []
+        finish, made = EpilogueEmitter(k, self.spec.score, self), []
         for i, row in enumerate(sums):
             made.append([[k.reg("f32", value) for h in range(2)
                           for value in self._two(finish.at(16 * i + 8 * h, 8 * j))] for j in range(len(row))])
@@ -249,8 +249,8 @@ class Scores:
 
 
 @dataclass
-class Softmax:
-    """Of a lane's rows, two for each 16 of the warp: the largest score so far, and the sum. The top is the
+class OnlineSoftmax:
+    """Of a lane's rows, two for each 16 of the warp: the largest score so far, and the sum. The max is the
     largest itself, not one a little below that would move less often: its weight is 1, which nothing rounds,
     and rows of few large weights are the more exact for it. Weights, and their sum, are 2^`lift` times as
     large. `factor` may be a register, of a positive number."""
@@ -260,42 +260,42 @@ class Softmax:
     lift: float = 0.0
 
     def __post_init__(self) -> None:
-        self.top = self.k.regs("f32", 2 * self.tiles, -math.inf)
-        self.total = self.k.regs("f32", 2 * self.tiles, 0.0)
+        self.row_max = self.k.regs("f32", 2 * self.tiles, -math.inf)
+        self.row_sum = self.k.regs("f32", 2 * self.tiles, 0.0)
 
     def step(self, cells: Cells) -> list[Value]:
-        """Cells become powers of two; by what each row's sums so far shrink."""
-        k, shrinks = self.k, []
-        for number, top in enumerate(self.top):
+        """Cells become powers of two; returns the factors that rescale each row's sums so far."""
+        k, rescales = self.k, []
+        for number, row_max in enumerate(self.row_max):
             row = [cell[2 * (number % 2) + e] for cell in cells[number // 2] for e in range(2)]
-            new = self._moved(row, top)
-            safe, shrink = k.select(new == -math.inf, 0.0, new), k.reg("f32")
+            new = self._moved(row, row_max)
+            safe, rescale = k.select(new == -math.inf, 0.0, new), k.reg("f32")
             factor = self._factor(safe)
             scaled = safe * factor
-            k.emit("ex2.approx.ftz.f32", shrink, top * factor - scaled)
-            top.set(new)
+            k.emit("ex2.approx.ftz.f32", rescale, row_max * factor - scaled)
+            row_max.set(new)
             minus = self.lift - scaled if self.lift else -scaled
             for value in row: value.set(self._power(value, factor, minus))
-            total = self.total[number]
-            k.emit("fma.rn.f32", total, total, shrink, row[0])
-            for value in row[1:]: total += value
-            shrinks.append(shrink)
-        return shrinks
+            row_sum = self.row_sum[number]
+            k.emit("fma.rn.f32", row_sum, row_sum, rescale, row[0])
+            for value in row[1:]: row_sum += value
+            rescales.append(rescale)
+        return rescales
 
-    def _moved(self, row: Sequence[Value], top: Value) -> Value:
-        """The new top of a row, in all four lanes that have it."""
+    def _moved(self, row: Sequence[Value], row_max: Value) -> Value:
+        """The new max of a row, in all four lanes that have it."""
         k, made = self.k, self.k.reg("f32", row[0])
         for value in row[1:]: k.emit("max.f32", made, made, value)
         most = across(k, made, "max.f32")
-        k.emit("max.f32", most, most, top)
+        k.emit("max.f32", most, most, row_max)
         return most
 
-    def _factor(self, top: Value) -> Value:
-        """The factor; for tops beyond LARGE the power of two next to it, whose product with the top is exact:
-        other products would be rounded by more than weights can bear. Scores below such a top are so far
-        below that their weights are as good as 0 with either."""
+    def _factor(self, row_max: Value) -> Value:
+        """The factor; for maxima beyond LARGE the power of two next to it, whose product with the max is
+        exact: other products would be rounded by more than weights can bear. Scores below such a max are so
+        far below that their weights are as good as 0 with either."""
         k, size = self.k, self.k.reg("f32")
-        k.emit("abs.f32", size, top)
+        k.emit("abs.f32", size, row_max)
         if isinstance(self.factor, Value):  # the power of two next to a register: half a mantissa added
             power = k.reg("b32")
             k.emit("mov.b32", power, self.factor)
@@ -314,22 +314,23 @@ class Softmax:
         return made
 
     def finish(self) -> tuple[list[Value], list[Value]]:
-        """1 / total of every row, 0 for rows that saw nothing, and l."""
+        """1 / row_sum of every row, 0 for rows that saw nothing, and l."""
         k, inverses, logs = self.k, [], []
-        for top, total in zip(self.top, self.total, strict=True):
-            whole = across(k, total, "add.f32")
+        for row_max, row_sum in zip(self.row_max, self.row_sum, strict=True):
+            whole = across(k, row_sum, "add.f32")
             inverse, log = k.regs("f32", 2)
             k.emit("rcp.approx.ftz.f32", inverse, whole)
             inverses.append(k.select(whole == 0.0, 0.0, inverse))
             k.emit("lg2.approx.f32", log, whole)
-            # not factor · top first, which may be too large where l is not
-            k.emit("fma.rn.f32", log, top, self.factor * LN2, (log - self.lift if self.lift else log) * LN2)
+            # not factor · row_max first, which may be too large where l is not
+            k.emit("fma.rn.f32", log, row_max, self.factor * LN2,
+                   (log - self.lift if self.lift else log) * LN2)
             logs.append(log)
         return inverses, logs
 
 
 def nearest_power(x: float) -> float:
-    """The power of two nearest to a positive number: of log2 e it is 1, which no top is too large for."""
+    """The power of two nearest to a positive number: of log2 e it is 1, which no max is too large for."""
     return 2.0**(math.floor(math.log2(x / 1.5)) + 1)
 
 

@@ -116,7 +116,7 @@ FULL = Band()
 @dataclass(frozen=True)
 class AttentionSpec:
     """An attention. `batch` has three extents: batch, key heads, query heads of a key head; k and v have
-    stride 0 along the last. With `log_sum` l is written too: float32, [*batch, s_q], dense."""
+    stride 0 along the last. With `lse` l is written too: float32, [*batch, s_q], dense."""
     s_q: int
     s_kv: int
     d: int
@@ -130,7 +130,7 @@ class AttentionSpec:
     band: Band = FULL
     start: int = 0
     symbolic: tuple[str, ...] = ()
-    log_sum: bool = False
+    lse: bool = False
     total: tuple[int, int] | None = None
     kept: int = EVERY
     scales: tuple[RowScales, RowScales, RowScales] | None = None

@@ -1,11 +1,11 @@
 """How a decode kernel adds up what its warps have, and a request's splits.
 
-Protocol: parts of one row are sums of weights times values, relative to a top, and a total of weights.
+Protocol: parts of one row are sums of weights times values, relative to a max, and a sum of weights.
 Merged:
 
-    top   = max of the tops
-    w     = 2^(its top − top), of each part
-    out   = Σ w · sums / Σ w · total         in the order of the parts; 0 where the total is 0
+    row_max = max of the maxima
+    w       = 2^(its row_max − row_max), of each part
+    out     = Σ w · sums / Σ w · row_sum         in the order of the parts; 0 where the row_sum is 0
 
 Parts are first the warps of a CTA, in shared memory, then the splits of a request, in the workspace. A
 request of one split is finished by its CTA at once; others by the kernel `combine`, a CTA for each row, whose
@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.decode.plan import Plan
+from tinygrad_nv.tile.decode.plan import DecodePlan
 from tinygrad_nv.tile.decode.rows import base_of, power
 from tinygrad_nv.tile.decode.spec import DecodeSpec
-from tinygrad_nv.tile.lanes import HALVES
+from tinygrad_nv.tile.lanes import FLOAT16S
 
 COMBINE_WARPS = 4
 MOST_SPLITS = 32  # a lane of a warp for each
@@ -35,11 +35,11 @@ def largest(k: Kernel, values: Sequence[Value]) -> Value:
     return made
 
 
-def inverse(k: Kernel, total: Value) -> Value:
-    """1 / total, 0 for 0."""
+def inverse(k: Kernel, row_sum: Value) -> Value:
+    """1 / row_sum, 0 for 0."""
     made = k.reg("f32")
-    k.emit("rcp.approx.ftz.f32", made, total)
-    return k.select(total == 0.0, 0.0, made)
+    k.emit("rcp.approx.ftz.f32", made, row_sum)
+    return k.select(row_sum == 0.0, 0.0, made)
 
 
 def store_out(k: Kernel, spec: DecodeSpec, out: Value, indices: Sequence[Value], row: Value, column: Value,
@@ -52,7 +52,7 @@ def store_out(k: Kernel, spec: DecodeSpec, out: Value, indices: Sequence[Value],
     address, pairs = out + (at + column.to("u64")) * 2, []
     for i in (0, 2):
         pairs.append(k.reg("b32"))
-        k.emit(f"cvt.rn.{HALVES[o.dtype]}x2.f32", pairs[-1], values[i + 1], values[i])
+        k.emit(f"cvt.rn.{FLOAT16S[o.dtype]}x2.f32", pairs[-1], values[i + 1], values[i])
     if o.aligned_bytes >= 8: k.st("global", "b32", address.at(), pairs)
     else:
         for i, pair in enumerate(pairs): k.st("global", "b32", address.at(4 * i), pair)
@@ -60,10 +60,10 @@ def store_out(k: Kernel, spec: DecodeSpec, out: Value, indices: Sequence[Value],
 
 @dataclass
 class Workspace:
-    """Sums of a row's split, and its top and total beside each other, as plan.py has them. `row` is
+    """Sums of a row's split, and its row_max and row_sum beside each other, as plan.py has them. `row` is
     the row's number among all."""
     k: Kernel
-    plan: Plan
+    plan: DecodePlan
     pointer: Value
 
     def number(self, indices: Sequence[Value], row: Value) -> Value:
@@ -77,7 +77,7 @@ class Workspace:
         return self.pointer + (number * self.plan.most_splits + split.to("u64")) * (4 * self.plan.spec.d_v)
 
     def stats(self, number: Value, split: Value) -> Value:
-        """Where its top and total lie."""
+        """Where its row_max and row_sum lie."""
         at = (number * self.plan.most_splits + split.to("u64")) * 8
         return self.pointer + (at + self.plan.stats_start)
 
@@ -86,15 +86,15 @@ class Workspace:
 class Merge:
     """The warps of a CTA, in shared memory at `base` (u32)."""
     k: Kernel
-    plan: Plan
+    plan: DecodePlan
     base: Value
 
     @property
     def stats_start(self) -> int:
         return 4 * self.plan.schedule.warps_n * self.plan.block_rows * self.plan.pitch
 
-    def leave(self, row: Value, group: Value, sums: list[list[Value]], top: list[Value],
-              total: list[Value]) -> None:
+    def leave(self, row: Value, group: Value, sums: list[list[Value]], row_max: list[Value],
+              row_sum: list[Value]) -> None:
         """A warp's sums: by 8 columns, two of each of a lane's rows; `row` (u32) is the lane's first, `group`
         the warp's number along keys."""
         k, plan, lane = self.k, self.plan, self.k.special("laneid") % 4
@@ -111,30 +111,31 @@ class Merge:
                 for j, cell in enumerate(sums): k.st("shared", "f32", at.at(32 * j), cell[2 * h:2 * h + 2])
             with k.if_(lane == 0):
                 stats = self.base + (line + 8 * h) * 8
-                k.st("shared", "f32", stats.at(self.stats_start), [top[h], total[h]])
+                k.st("shared", "f32", stats.at(self.stats_start), [row_max[h], row_sum[h]])
 
     def merged(self, row: Value, column: Value) -> tuple[list[Value], Value, Value]:
-        """Four sums of a row, its top and total."""
+        """Four sums of a row, its row_max and row_sum."""
         k, plan = self.k, self.plan
         stats, at = self.base + row * 8, self.base + row * (4 * plan.pitch) + column * 4
         groups = range(plan.schedule.warps_n)
-        tops, totals = zip(*(k.ld("shared", "f32", stats.at(self.stats_start + 8 * plan.block_rows * i), 2)
+        maxima, row_sums = zip(*(k.ld("shared", "f32", stats.at(self.stats_start + 8 * plan.block_rows * i),
+                                      2)
                              for i in groups), strict=True)
-        top = largest(k, tops)
-        base = base_of(k, top)
-        sums, total = k.regs("f32", 4, 0.0), k.reg("f32", 0.0)
+        row_max = largest(k, maxima)
+        base = base_of(k, row_max)
+        sums, row_sum = k.regs("f32", 4, 0.0), k.reg("f32", 0.0)
         for i in groups:
-            weight = power(k, tops[i] - base)
-            k.emit("fma.rn.f32", total, totals[i], weight, total)
+            weight = power(k, maxima[i] - base)
+            k.emit("fma.rn.f32", row_sum, row_sums[i], weight, row_sum)
             part = k.ld("shared", "f32", at.at(4 * plan.block_rows * plan.pitch * i), 4)
             for mine, other in zip(sums, part, strict=True): k.emit("fma.rn.f32", mine, other, weight, mine)
-        return sums, top, total
+        return sums, row_max, row_sum
 
 
 class Combine:
     """The kernel `combine`, a row for each CTA."""
 
-    def __init__(self, k: Kernel, plan: Plan, workspace: Workspace, out: Value) -> None:
+    def __init__(self, k: Kernel, plan: DecodePlan, workspace: Workspace, out: Value) -> None:
         self.k, self.plan, self.spec, self.workspace, self.out = k, plan, plan.spec, workspace, out
         self.lane, self.warp = k.special("laneid"), k.tid.x >> 5
         self.quads = self.spec.d_v // 4
@@ -161,16 +162,16 @@ class Combine:
             store_out(k, spec, self.out, indices, row, k.tid.x * 4, [value * scale for value in made])
 
     def _weigh(self, number: Value, count: Value) -> Value:
-        """The splits' weights, to shared memory; the total of all."""
-        k, (top, total) = self.k, (self.k.reg("f32", -math.inf), self.k.reg("f32", 0.0))
+        """The splits' weights, to shared memory; the row_sum of all."""
+        k, (row_max, row_sum) = self.k, (self.k.reg("f32", -math.inf), self.k.reg("f32", 0.0))
         with k.if_(self.lane < count):
             stats = k.ld("global", "f32", self.workspace.stats(number, self.lane).at(), 2)
-            top.set(stats[0])
-            total.set(stats[1])
-        weight = power(k, top - base_of(k, self._over_lanes(top, "max.f32")))
+            row_max.set(stats[0])
+            row_sum.set(stats[1])
+        weight = power(k, row_max - base_of(k, self._over_lanes(row_max, "max.f32")))
         with k.if_(k.tid.x < MOST_SPLITS):
             k.st("shared", "f32", self.weights.address(k.tid.x * 4).at(), weight)
-        return self._over_lanes(total * weight, "add.f32")
+        return self._over_lanes(row_sum * weight, "add.f32")
 
     def _share(self, number: Value, quad: Value, count: Value) -> list[Value]:
         """A warp's part of four columns: every fourth split."""

@@ -1,13 +1,13 @@
 """Pages to shared memory: how warps of a decode kernel bring keys or values by cp.async.
 
-Protocol: the pages of a split are in shared memory (`Table`). A `PageCopy` moves a tile of keys, 16 bytes a
-thread and pass, in the order of shared memory, so that its places are constants away from the first. Passes
-whose keys lie in the same page for sure share one look-up: of pages with 16 tokens or more and tiles of 16
-keys there is one for the whole tile.
+Protocol: the pages of a split are in shared memory (`Table`). A `PagedTileCopy` moves a tile of keys, 16
+bytes a thread and pass, in the order of shared memory, so that its places are constants away from the first.
+Passes whose keys lie in the same page for sure share one look-up: of pages with 16 tokens or more and tiles
+of 16 keys there is one for the whole tile.
 
 Keys of a contiguous cache lie `token` apart, which needs no look-up.
 
-Keys outside low … high − 1 are not read: their places become zeros. L2 is asked to drop first what nobody
+Keys outside low … high − 1 are not read: their places become zeros. L2 is asked to drop first what no CTA
 will read again in this step.
 """
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Bounds:
 
 
 @dataclass
-class PageCopy:
+class PagedTileCopy:
     """Copies tiles of `tile.rows` keys, `width` bytes of each, from `pointer` (u64), the key head's first
     element of page 0. `thread` (u32) is the thread's number among `threads`; `table` the shared address (u32)
     of the split's pages, None for a contiguous cache, where `pointer` is the request's first element; `start`

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from tinygrad_nv.tile import limits
 from tinygrad_nv.tile.decode.combine import MOST_SPLITS
-from tinygrad_nv.tile.decode.plan import Plan
+from tinygrad_nv.tile.decode.plan import DecodePlan
 from tinygrad_nv.tile.decode.schedules import Decode
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.template import GPU
@@ -40,6 +40,6 @@ def _with(spec: DecodeSpec, arch: str, rows: int, groups: int) -> Decode:
     while 2 * least * key_bytes <= SPLIT_BYTES * rows: least *= 2
     made = Decode().keys(keys * groups).warps(rows, groups).split(MOST_SPLITS, least)
     room = limits.SMEM_BYTES.get(arch, 0) // 2
-    while made.depth < 4 and Plan.of(spec, made.stages(made.depth + 1)).smem_bytes <= room:
+    while made.depth < 4 and DecodePlan.of(spec, made.stages(made.depth + 1)).smem_bytes <= room:
         made = made.stages(made.depth + 1)
     return made

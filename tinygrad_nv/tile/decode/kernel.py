@@ -10,11 +10,11 @@ later.
                 wait until it is in and the group has read the tile before
                 start the copies of the tile `depth - 1` further on
                 sums = q kᵀ
-                weights, shrink = online softmax of the scores
-                out = out · shrink + weights v
+                weights, rescale = online softmax of the scores
+                out = out · rescale + weights v
         the kernel after may begin
         merge the warps, in shared memory; a request of one split: store the result; else: leave the sums,
-        tops and totals in the workspace
+        maxima and sums in the workspace
     combine: for each row of a request with more splits, in one CTA
         wait for the kernel before; merge the splits in their order
 
@@ -26,31 +26,31 @@ from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel
 from tinygrad_nv.tile.decode.combine import COMBINE_WARPS, Combine, Workspace
-from tinygrad_nv.tile.decode.plan import Parameters, Plan, Span
+from tinygrad_nv.tile.decode.plan import DecodePlan, Parameters, Span
 from tinygrad_nv.tile.decode.schedules import Decode
 from tinygrad_nv.tile.decode.spec import DecodeSpec
-from tinygrad_nv.tile.decode.split import Split
+from tinygrad_nv.tile.decode.split import SplitKernel
 from tinygrad_nv.tile.kernel import AttentionKernel, DecodeKernel
 from tinygrad_nv.tile.template import GPU
 
 
 def decode_attention(spec: DecodeSpec, schedule: Decode, gpu: GPU) -> DecodeKernel:
     """The kernels of a decode attention, by a legal schedule."""
-    plan = Plan.of(spec, schedule)
+    plan = DecodePlan.of(spec, schedule)
     kernels = [_split(plan, gpu.arch)]
     if plan.workspace_bytes: kernels.append(_combine(plan, gpu.arch))
     return DecodeKernel(tuple(kernels), plan.workspace_bytes)
 
 
-def _split(plan: Plan, arch: str) -> AttentionKernel:
+def _split(plan: DecodePlan, arch: str) -> AttentionKernel:
     spec, s = plan.spec, plan.schedule
     k = Kernel("decode_split", arch=arch, threads=s.threads, min_ctas=1)
-    Split(k, plan, Parameters(k, plan)).write()
+    SplitKernel(k, plan, Parameters(k, plan)).write()
     grid = plan.most_splits, spec.heads * plan.row_blocks, spec.batch
     return AttentionKernel("decode_split", k.ptx(), grid, s.threads, k.dynamic_smem, pdl=k.hopper)
 
 
-def _combine(plan: Plan, arch: str) -> AttentionKernel:
+def _combine(plan: DecodePlan, arch: str) -> AttentionKernel:
     spec, threads = plan.spec, 32 * COMBINE_WARPS
     k = Kernel("decode_combine", arch=arch, threads=threads)
     given = Parameters(k, plan)

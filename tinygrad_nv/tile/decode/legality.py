@@ -4,7 +4,7 @@ from __future__ import annotations
 from tinygrad_nv.tile import epilogue, limits
 from tinygrad_nv.tile.attention.spec import OPERANDS
 from tinygrad_nv.tile.decode.combine import MOST_SPLITS
-from tinygrad_nv.tile.decode.plan import Plan
+from tinygrad_nv.tile.decode.plan import DecodePlan
 from tinygrad_nv.tile.decode.schedules import Decode
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.expression import short
@@ -19,7 +19,7 @@ def problems(spec: DecodeSpec, schedule: Decode, arch: str) -> list[str]:
     if spec.q.dtype not in OPERANDS:
         kind = short(spec.q.dtype)
         return [f"q of {kind}, a result of {kind}, not one of {', '.join(map(short, OPERANDS))} for both"]
-    s, plan = schedule, Plan.of(spec, schedule)
+    s, plan = schedule, DecodePlan.of(spec, schedule)
     out = _spec_problems(spec) + epilogue.problems(spec.score, arch)
     if s.warps_m not in (1, 2, 4) or s.warps_n not in (1, 2, 4, 8):
         out.append(f"{s.warps_m}x{s.warps_n} warps are not 1, 2 or 4 along rows, 1, 2, 4 or 8 along keys")

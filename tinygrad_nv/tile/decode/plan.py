@@ -30,16 +30,16 @@ def up(value: int, unit: int) -> int:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DecodePlan:
     """Of a spec and a schedule."""
     spec: DecodeSpec
     schedule: Decode
 
     @staticmethod
     @lru_cache(1024)
-    def of(spec: DecodeSpec, schedule: Decode) -> Plan:
+    def of(spec: DecodeSpec, schedule: Decode) -> DecodePlan:
         """The plan."""
-        return Plan(spec, schedule)
+        return DecodePlan(spec, schedule)
 
     @property
     def keys(self) -> int:
@@ -120,7 +120,7 @@ class Plan:
 
     @property
     def sums_bytes(self) -> int:
-        """What warps leave each other at the end: sums, then top and total of each row."""
+        """What warps exchange at the end: outputs, then max and sum of each row."""
         return 4 * self.schedule.warps_n * self.block_rows * (self.pitch + 2)
 
     @property
@@ -148,19 +148,19 @@ class Plan:
 
     @property
     def stats_start(self) -> int:
-        """Bytes before the tops and totals: sums are first, [request, key head, row, split, d_v]."""
+        """Bytes before the maxima and sums: sums are first, [request, key head, row, split, d_v]."""
         return 4 * self.all_rows * self.most_splits * self.spec.d_v
 
     @property
     def workspace_bytes(self) -> int:
-        """0 where nobody splits."""
+        """0 where no request is split."""
         return 0 if self.most_splits == 1 else self.stats_start + 8 * self.all_rows * self.most_splits
 
 
 class Parameters:
     """Those of both kernels."""
 
-    def __init__(self, k: Kernel, plan: Plan) -> None:
+    def __init__(self, k: Kernel, plan: DecodePlan) -> None:
         self.k, self.out = k, k.pointer("out")
         if plan.workspace_bytes: self.workspace = k.pointer("workspace")
         self.spec = spec = plan.spec
@@ -183,7 +183,7 @@ class Parameters:
 class Span:
     """A request's keys that rows see, and how they are split. All s32."""
 
-    def __init__(self, k: Kernel, plan: Plan, length: Value) -> None:
+    def __init__(self, k: Kernel, plan: DecodePlan, length: Value) -> None:
         self.k, spec, unit = k, plan.spec, plan.unit
         self.high = length
         self.first, self.low = k.reg("s32", 0), k.reg("s32", 0)  # that a row sees; of the first split

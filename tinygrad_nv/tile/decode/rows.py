@@ -4,14 +4,14 @@ Protocol: a warp has 16 rows, row number r of a key head being row r // group of
 has rows g and g + 8 of these, g = lane / 4. Rows beyond the last see nothing and are never stored.
 
     t       = score(sum) · log2 e        −inf where the row does not see the key
-    top     = max(top, t)                of a row: its four lanes have the same
-    shrink  = 2^(old top − top)
-    p       = 2^(t − top)
-    total   = total · shrink + Σ p       of the lane's own columns
+    row_max = max(row_max, t)            of a row: its four lanes have the same
+    rescale = 2^(old row_max − row_max)
+    p       = 2^(t − row_max)
+    row_sum = row_sum · rescale + Σ p    of the lane's own columns
 
-This is the online softmax of Milakov and Gimelshein (2018) in base 2. t is rounded before the top is taken
+This is the online softmax of Milakov and Gimelshein (2018) in base 2. t is rounded before the max is taken
 from it, so that p is at most 1 however large the scores are. While a row has seen nothing 0 is subtracted in
-place of its top, −inf.
+place of its max, −inf.
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced, read
 from tinygrad_nv.tile.attention.score import across
 from tinygrad_nv.tile.decode.spec import DecodeSpec
-from tinygrad_nv.tile.epilogue import Finish
+from tinygrad_nv.tile.epilogue import EpilogueEmitter
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Sum, loads
 from tinygrad_nv.tile.lanes import Lanes
 
@@ -41,9 +41,9 @@ def multiple(score: Expression) -> float | None:
     return None
 
 
-def base_of(k: Kernel, top: Value) -> Value:
-    """What is subtracted from scores: the top, or 0 for −inf."""
-    return k.select(top == -math.inf, 0.0, top)
+def base_of(k: Kernel, row_max: Value) -> Value:
+    """The subtrahend of scores: the max, or 0 for −inf."""
+    return k.select(row_max == -math.inf, 0.0, row_max)
 
 
 def power(k: Kernel, exponent: Value) -> Value:
@@ -55,7 +55,7 @@ def power(k: Kernel, exponent: Value) -> Value:
 
 
 @dataclass
-class Rows:
+class LaneRows:
     """A lane's two rows, the first of them number `first` (u32) of the key head. `length` (s32) is the
     request's, `batch` are request and key head (u32)."""
     k: Kernel
@@ -101,42 +101,43 @@ class Rows:
         return made
 
 
-class Softmax:
+class DecodeSoftmax:
     """Scores and weights of a lane's rows."""
 
-    def __init__(self, k: Kernel, spec: DecodeSpec, rows: Rows, extras: Sequence[Value]) -> None:
+    def __init__(self, k: Kernel, spec: DecodeSpec, rows: LaneRows, extras: Sequence[Value]) -> None:
         self.k, self.spec, self.rows = k, spec, rows
         self.scale = multiple(spec.score)
         self.loaded = {load: [_Loaded(k, spec, load, extras[load.parameter], rows, h) for h in range(2)]
                        for load in loads(spec.score)}
-        self.top, self.total = k.regs("f32", 2, -math.inf), k.regs("f32", 2, 0.0)
+        self.row_max, self.row_sum = k.regs("f32", 2, -math.inf), k.regs("f32", 2, 0.0)
 
     def step(self, sums: Cells, first: Value) -> list[Value]:
-        """Sums of keys from `first` (s32) on become weights; by what each row's sums so far shrink."""
+        """Sums of keys from `first` (s32) on become weights; returns the factors that rescale each row's sums
+        so far."""
         k = self.k
         column = first + (k.special("laneid") % 4 * 2).to("s32")
-        cells, shrinks = self._scores(sums, column), []
-        for h, top in enumerate(self.top):
+        cells, rescales = self._scores(sums, column), []
+        for h, row_max in enumerate(self.row_max):
             seen = self.rows.seen[h] - column
             row = []
             for j, cell in enumerate(cells):
                 for e in range(2): row.append(self._masked(cell[2 * h + e], seen, 8 * j + e))
-            new = k.reg("f32", top)
+            new = k.reg("f32", row_max)
             for value in row: k.emit("max.f32", new, new, value)
             new = across(k, new, "max.f32")
             base = base_of(k, new)
-            shrinks.append(power(k, top - base))
-            top.set(new)
+            rescales.append(power(k, row_max - base))
+            row_max.set(new)
             for j, cell in enumerate(sums):
                 for e in range(2): cell[2 * h + e].set(power(k, row[2 * j + e] - base))
-            self.total[h] *= shrinks[h]
+            self.row_sum[h] *= rescales[h]
             for cell in sums:
-                for e in range(2): self.total[h] += cell[2 * h + e]
-        return shrinks
+                for e in range(2): self.row_sum[h] += cell[2 * h + e]
+        return rescales
 
-    def totals(self) -> list[Value]:
-        """The totals of whole rows."""
-        return [across(self.k, total, "add.f32") for total in self.total]
+    def row_sums(self) -> list[Value]:
+        """The sums of whole rows."""
+        return [across(self.k, row_sum, "add.f32") for row_sum in self.row_sum]
 
     def _masked(self, value: Value, seen: Value, column: int) -> Value:
         """−inf where the row sees `seen` keys from the lane's first column on, and this is not one."""
@@ -149,7 +150,7 @@ class Softmax:
         if self.scale is not None: return [[value * (self.scale * LOG2E) for value in cell] for cell in sums]
         sources = _Pairs(self.k, sums, lambda axis, h: self._position(axis, h, column), self.loaded, column)
         # one for each row: they differ in query heads, which it takes to be the same for all
-        finishes = [Finish(self.k, self.spec.score, sources) for _ in range(2)]
+        finishes = [EpilogueEmitter(self.k, self.spec.score, sources) for _ in range(2)]
         return [[self._scaled(finish.at(h, j).register(e)) for h, finish in enumerate(finishes)
                  for e in range(2)] for j in range(len(sums))]
 
@@ -170,7 +171,8 @@ class Softmax:
 class _Loaded:
     """A parameter of the score, as the lane's row `h` has it."""
 
-    def __init__(self, k: Kernel, spec: DecodeSpec, load: Load, pointer: Value, rows: Rows, h: int) -> None:
+    def __init__(self, k: Kernel, spec: DecodeSpec, load: Load, pointer: Value, rows: LaneRows,
+                 h: int) -> None:
         self.k, self.load, self.seen, size = k, load, rows.seen[h], load.dtype.itemsize
         base = pointer + load.offset * size if load.offset else pointer
         indices, strides = (*rows.batch, rows.head[h], rows.row[h]), (*(load.batch or (0, 0, 0)), load.m)

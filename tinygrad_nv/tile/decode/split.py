@@ -1,25 +1,25 @@
 """The first kernel of a decode attention: one split of a request's keys, as kernel.py says.
 
-Protocol: `Split(k, plan, parameters).write()`. A warp's sums `out` are by 8 columns of the result, four
+Protocol: `SplitKernel(k, plan, parameters).write()`. A warp's sums `out` are by 8 columns of the result, four
 registers each: two of row g, two of row g + 8.
 """
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.decode.combine import Merge, Workspace, inverse, largest, store_out
-from tinygrad_nv.tile.decode.copy import Bounds, PageCopy, evict_first
+from tinygrad_nv.tile.decode.copy import Bounds, PagedTileCopy, evict_first
 from tinygrad_nv.tile.decode.operands import Keys, Values
-from tinygrad_nv.tile.decode.plan import Parameters, Plan, Span
-from tinygrad_nv.tile.decode.rows import Cells, Rows, Softmax
+from tinygrad_nv.tile.decode.plan import DecodePlan, Parameters, Span
+from tinygrad_nv.tile.decode.rows import Cells, DecodeSoftmax, LaneRows
 from tinygrad_nv.tile.decode.spec import Pages, Scales
 from tinygrad_nv.tile.fragments import instruction
 from tinygrad_nv.tile.lanes import packed
 
 
-class Split:
+class SplitKernel:
     """The kernel as it is written."""
 
-    def __init__(self, k: Kernel, plan: Plan, given: Parameters) -> None:
+    def __init__(self, k: Kernel, plan: DecodePlan, given: Parameters) -> None:
         self.k, self.plan, self.spec, self.given, s = k, plan, plan.spec, given, plan.schedule
         self.request, self.split = k.ctaid.z, k.ctaid.x
         self.head, self.block = k.ctaid.y // plan.row_blocks, k.ctaid.y % plan.row_blocks
@@ -41,7 +41,7 @@ class Split:
             k.emit("min.s32", bounds.high, begin + span.keys, span.high)
             if self.spec.table: self._tables()
             first = self.block * plan.block_rows + self.warp_m * 16 + k.special("laneid") // 4
-            self.rows = Rows(k, self.spec, first, span.high, [self.request, self.head])
+            self.rows = LaneRows(k, self.spec, first, span.high, [self.request, self.head])
             self._queries()
             k.sync()
             self._multiply()
@@ -126,12 +126,12 @@ class Split:
         k, plan, spec = self.k, self.plan, self.spec
         thread, policy = k.tid.x - self.warp_n * plan.group_threads, evict_first(k)
 
-        def copy(pages: Pages, pointer: Value, width: int, start: int) -> PageCopy:
+        def copy(pages: Pages, pointer: Value, width: int, start: int) -> PagedTileCopy:
             size = pages.dtype.itemsize
             at = pointer + (self.head.to("u64") * pages.head + pages.offset) * size
             if not spec.table: at = at + self.request.to("u64") * (pages.page * size)
             table = self.table.address() if spec.table else None
-            return PageCopy(k, pages, spec.page_size, at, plan.tile(width), width * size, thread,
+            return PagedTileCopy(k, pages, spec.page_size, at, plan.tile(width), width * size, thread,
                             plan.group_threads, table, start, policy)
 
         values = plan.k_tile.nbytes
@@ -139,7 +139,7 @@ class Split:
                        copy(spec.v, self.given.values, spec.d_v, values)]
         self.keys = Keys(k, spec.k.dtype, spec.q.dtype, plan.k_tile, spec.d, 0)
         self.values = Values(k, spec.v.dtype, spec.q.dtype, plan.v_tile, spec.d_v, values)
-        self.softmax = Softmax(k, spec, self.rows, self.given.extras)
+        self.softmax = DecodeSoftmax(k, spec, self.rows, self.given.extras)
         self.out: Cells = [k.regs("f32", 4, 0.0) for _ in range(0, spec.d_v, 8)]
         if spec.quantised: self._largest_scale()
 
@@ -180,10 +180,10 @@ class Split:
                     k.mma(shape, types, cell, self._query(step), pair, cell)
         with k.comment("softmax"):
             if spec.quantised: self._scaled(sums, key, 1)
-            shrinks = self.softmax.step(sums, key)
+            rescales = self.softmax.step(sums, key)
             if spec.quantised: self._scaled(sums, key, 2, self.relative)
             for cell in self.out:
-                for i, value in enumerate(cell): value *= shrinks[i // 2]
+                for i, value in enumerate(cell): value *= rescales[i // 2]
         with k.comment("weights v"):
             for step in range(self.plan.keys // 16):
                 weights = [packed(k, cell[at:at + 2], spec.q.dtype) for cell in sums[2 * step:2 * step + 2]
@@ -208,25 +208,25 @@ class Split:
         """Merges the warps; stores the result, or leaves the split's part in the workspace."""
         k, plan, spec = self.k, self.plan, self.spec
         merge, quads = Merge(k, plan, self.ring), spec.d_v // 4
-        total = self.softmax.totals()
+        row_sum = self.softmax.row_sums()
         if spec.quantised:
             for cell in self.out:
                 for value in cell: value *= self.most
         k.sync()
         row = self.warp_m * 16 + k.special("laneid") // 4
-        merge.leave(row, self.warp_n, self.out, self.softmax.top, total)
+        merge.leave(row, self.warp_n, self.out, self.softmax.row_max, row_sum)
         k.sync()
         with k.loop(k.tid.x, plan.block_rows * quads, plan.schedule.threads, name="element") as element:
             row, column = element // quads, element % quads * 4
             number = self.block * plan.block_rows + row
             with k.if_(number < spec.rows): self._store(number, column, *merge.merged(row, column))
 
-    def _store(self, row: Value, column: Value, sums: list[Value], top: Value, total: Value) -> None:
+    def _store(self, row: Value, column: Value, sums: list[Value], row_max: Value, row_sum: Value) -> None:
         """Four elements of a row, from `column` on."""
         k, indices = self.k, [self.request, self.head]
 
         def finish() -> None:
-            scale = inverse(k, total)
+            scale = inverse(k, row_sum)
             store_out(k, self.spec, self.given.out, indices, row, column, [value * scale for value in sums])
 
         if not self.plan.workspace_bytes: return finish()
@@ -235,5 +235,5 @@ class Split:
             number = workspace.number(indices, row)
             k.st("global", "f32", (workspace.sums(number, self.split) + column.to("u64") * 4).at(), sums)
             with k.if_(column == 0):
-                k.st("global", "f32", workspace.stats(number, self.split).at(), [top, total])
+                k.st("global", "f32", workspace.stats(number, self.split).at(), [row_max, row_sum])
         with k.if_(~self.span.several): finish()

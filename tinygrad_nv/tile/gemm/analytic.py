@@ -13,7 +13,7 @@ from tinygrad_nv.tile.gemm.candidates import starts
 from tinygrad_nv.tile.gemm.cost import CostModel, Prediction
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.gpu import machine_for
+from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.limits import SMEM_BYTES
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
@@ -26,8 +26,8 @@ KEPT = 4                            # tiles whose variants are looked at
 def analytic(spec: GemmSpec, arch: str, sm_count: int = 0) -> GemmSchedule | None:
     """The cost model's choice; of those it cannot tell apart, what the defaults have first."""
     if arch not in SMEM_BYTES: return None
-    model, gpu, size = CostModel(spec, machine_for(arch, sm_count)), GPU(arch), spec.a.dtype.itemsize
-    sms = model.machine.sm_count
+    model, gpu, size = CostModel(spec, gpu_model_for(arch, sm_count)), GPU(arch), spec.a.dtype.itemsize
+    sms = model.gpu_model.sm_count
     first = [s for s in starts(spec, gpu) if s.worthwhile(spec)]
     kept = _tiles(_ranked([v for s in first for v in s.filling(spec, sms)], model), spec, gpu)
     variants = [v for s in kept for ring in s.rings(arch, size) for v in ring.around(spec, sms)]

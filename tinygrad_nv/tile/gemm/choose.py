@@ -1,7 +1,7 @@
-"""Which schedule a product gets, or why none.
+"""Chooses the schedule of a matmul, or says why there is none.
 
 Protocol: `choose` takes the winner that the schedule database has, else what the cost model says
-(analytic.py). None means that no template takes the product, and `why_not` says why in words for a reader.
+(analytic.py). None means that no template takes the matmul, and `why_not` says why in words for a reader.
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tinygrad_nv.tile.templates import TABLE
 
 
 def choose(spec: GemmSpec, gpu: GPU) -> GemmSchedule | None:
-    """The schedule for a product; None when there is none. With BEAM=N candidates are tried, by the clock of
+    """The schedule for a matmul; None when there is none. With BEAM=N candidates are tried, by the clock of
     `gpu`, or counted by the emulator."""
     if (known := database.lookup(spec, gpu.arch)) is not None: return known
     chosen = analytic(spec, gpu.arch, gpu.sm_count)

@@ -1,6 +1,6 @@
 """How long a schedule takes: an analytic model of waves, tensor-core cycles and bytes by level.
 
-Protocol: `predict(spec, schedule, machine)` for one, a `CostModel` for many schedules of one product; what
+Protocol: `predict(spec, schedule, gpu_model)` for one, a `CostModel` for many schedules of one matmul; what
 differs between templates is a `Cost`, in each one's cost.py. The model orders candidates; its seconds are of
 a GPU on which these kernels were never timed.
 
@@ -31,7 +31,7 @@ from tinygrad_nv.tile.gemm import work
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
 from tinygrad_nv.tile.gemm.work import L2_BYTES_PER_CYCLE, Ending, Work
-from tinygrad_nv.tile.gpu import Machine, machine_for
+from tinygrad_nv.tile.gpu import GPUModel, gpu_model_for
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -69,13 +69,13 @@ class Cost(Generic[C]):
 
     def __call__(self, spec: GemmSpec, s: C, gpu: GPU) -> Prediction:
         """What a schedule takes."""
-        return CostModel(spec, machine_for(gpu.arch, gpu.sm_count)).predict(s)
+        return CostModel(spec, gpu_model_for(gpu.arch, gpu.sm_count)).predict(s)
 
-    def work(self, spec: GemmSpec, s: C, machine: Machine, end: Ending) -> Work:
+    def work(self, spec: GemmSpec, s: C, gpu_model: GPUModel, end: Ending) -> Work:
         """What a CTA does."""
         raise NotImplementedError
 
-    def resident(self, spec: GemmSpec, s: C, machine: Machine, registers: int) -> int:
+    def resident(self, spec: GemmSpec, s: C, gpu_model: GPUModel, registers: int) -> int:
         """CTAs that an SM holds at once, with so many registers a thread (0: an estimate)."""
         raise NotImplementedError
 
@@ -87,13 +87,13 @@ class Cost(Generic[C]):
         """Cycles of a step in tensor cores and shared memory, with so many CTAs on the SM."""
         return max(done.tensor, done.shared) + 0.1 * min(done.tensor, done.shared)
 
-    def flops_per_s(self, spec: GemmSpec, machine: Machine) -> float:
+    def flops_per_s(self, spec: GemmSpec, gpu_model: GPUModel) -> float:
         """Operations a second at peak."""
-        return machine.tensor_flops_per_s * machine.tensor_scale(spec.a.dtype, self.by_mma)
+        return gpu_model.tensor_flops_per_s * gpu_model.tensor_scale(spec.a.dtype, self.by_mma)
 
-    def multiplied(self, spec: GemmSpec, machine: Machine) -> float:
+    def multiplied(self, spec: GemmSpec, gpu_model: GPUModel) -> float:
         """Multiply-adds that an SM's tensor cores sustain in a cycle."""
-        return machine.tensor_fma * machine.tensor_scale(spec.a.dtype, self.by_mma) * machine.sustained
+        return gpu_model.tensor_fma * gpu_model.tensor_scale(spec.a.dtype, self.by_mma) * gpu_model.sustained
 
     def copied_bytes(self, stats: Stats, s: C) -> float:
         """Bytes that copies write to shared memory without being counted as passes."""
@@ -107,19 +107,20 @@ def cost_of(s: GemmSchedule) -> Cost[GemmSchedule]:
     return cost
 
 
-def resident_ctas(machine: Machine, threads: int, smem_bytes: int, registers: int) -> int:
+def resident_ctas(gpu_model: GPUModel, threads: int, smem_bytes: int, registers: int) -> int:
     """CTAs that an SM holds at once, that take so much."""
-    return max(1, min(machine.smem_of_sm // smem_bytes, machine.threads_of_sm // threads,
+    return max(1, min(gpu_model.smem_of_sm // smem_bytes, gpu_model.threads_of_sm // threads,
                       REGISTERS_OF_SM // (threads * registers)))
 
 
-def predict(spec: GemmSpec, schedule: GemmSchedule, machine: Machine | str) -> Prediction:
-    """What a schedule of a product takes on a GPU (or an architecture's first)."""
-    return CostModel(spec, machine_for(machine) if isinstance(machine, str) else machine).predict(schedule)
+def predict(spec: GemmSpec, schedule: GemmSchedule, gpu_model: GPUModel | str) -> Prediction:
+    """What a schedule of a matmul takes on a GPU (or an architecture's first)."""
+    if isinstance(gpu_model, str): gpu_model = gpu_model_for(gpu_model)
+    return CostModel(spec, gpu_model).predict(schedule)
 
 
 class _Tiles(NamedTuple):
-    """A schedule laid over a product, whose rows and columns have changed places if it is swapped."""
+    """A schedule laid over a matmul, whose rows and columns have changed places if it is swapped."""
     rows: int
     columns: int
     tiles: int
@@ -130,10 +131,10 @@ class _Tiles(NamedTuple):
 
 
 class CostModel:
-    """The costs of one product on one GPU."""
+    """The costs of one matmul on one GPU."""
 
-    def __init__(self, spec: GemmSpec, machine: Machine) -> None:
-        self.spec, self.machine = spec, machine
+    def __init__(self, spec: GemmSpec, gpu_model: GPUModel) -> None:
+        self.spec, self.gpu_model = spec, gpu_model
         self.size, self.ending = spec.a.dtype.itemsize, work.ending(spec)
         self.a_bytes = spec.m * spec.k * self.size
         self.b_bytes = spec.n * spec.k * self.size * spec.parts
@@ -148,25 +149,25 @@ class CostModel:
     def roofline(self, s: GemmSchedule) -> float:
         """Seconds below which no schedule of the same template can be: all flops at peak, all bytes once."""
         least = self.a_bytes * self.a_matrices + self.b_bytes * self.b_matrices + self.result_bytes
-        rate = cost_of(s).flops_per_s(self.spec, self.machine)
-        return max(self.spec.flops / rate, least / self.machine.hbm_bytes_per_s)
+        rate = cost_of(s).flops_per_s(self.spec, self.gpu_model)
+        return max(self.spec.flops / rate, least / self.gpu_model.hbm_bytes_per_s)
 
     def planned(self, s: GemmSchedule) -> Work:
         """The work of a schedule as its template does it."""
-        return cost_of(s).work(self.spec, s, self.machine, self.ending)
+        return cost_of(s).work(self.spec, s, self.gpu_model, self.ending)
 
     def predict(self, s: GemmSchedule) -> Prediction:
         """What a schedule takes."""
         cost = cost_of(s)
-        return self._timed(s, cost, cost.work(self.spec, s, self.machine, self.ending), 0)
+        return self._timed(s, cost, cost.work(self.spec, s, self.gpu_model, self.ending), 0)
 
     def timed(self, s: GemmSchedule, done: Work, registers: int = 0) -> Prediction:
         """What a schedule takes whose CTAs do this work, with so many registers a thread (0: an estimate)."""
         return self._timed(s, cost_of(s), done, registers)
 
     def _timed(self, s: GemmSchedule, cost: Cost[GemmSchedule], done: Work, registers: int) -> Prediction:
-        machine = self.machine
-        t = self._tiles(s, cost.resident(self.spec, s, machine, registers))
+        gpu_model = self.gpu_model
+        t = self._tiles(s, cost.resident(self.spec, s, gpu_model, registers))
         units = t.tiles * s.splits
         active, at_once = min(units, t.usable), min(t.resident, ceil(units / t.usable))
         if s.stream:
@@ -176,7 +177,7 @@ class CostModel:
             per_sm = ceil(units / t.usable)
             turns, ends = float(ceil(per_sm / t.lanes)), 1
         l2 = self._l2_cycles(s, active)
-        fetch = machine.load_s * machine.clock_hz
+        fetch = gpu_model.load_s * gpu_model.clock_hz
         wait = fetch / max(done.ahead, 1)
         step = max(cost.compute(s, done, at_once), done.issue, l2, wait / at_once) \
             + cost.barrier_cycles / at_once
@@ -184,15 +185,15 @@ class CostModel:
         first = 0.0 if cost.loads_ahead else fetch
         busy = max(per_sm * t.steps * step + ends * done.finish,
                    turns * (t.steps * alone + first) - first + ceil(turns) * done.finish)
-        sm_s = busy / machine.clock_hz
-        hbm_s = self._hbm_bytes(s, t) / (machine.hbm_bytes_per_s * cost.hbm_share)
-        flags = cost.flags(s, machine.arch)
-        launch_s = machine.early_launch_s if machine.early_launch_s and not flags else machine.launch_s
-        launch_s += machine.load_s + self._joining_s(s, t, flags)
-        cycles = per_sm * t.steps / machine.clock_hz
+        sm_s = busy / gpu_model.clock_hz
+        hbm_s = self._hbm_bytes(s, t) / (gpu_model.hbm_bytes_per_s * cost.hbm_share)
+        flags = cost.flags(s, gpu_model.arch)
+        launch_s = gpu_model.early_launch_s if gpu_model.early_launch_s and not flags else gpu_model.launch_s
+        launch_s += gpu_model.load_s + self._joining_s(s, t, flags)
+        cycles = per_sm * t.steps / gpu_model.clock_hz
         parts: dict[Bound, float] = {
             "tensor core": cycles * done.tensor, "shared memory": cycles * done.shared,
-            "issue": cycles * done.issue + per_sm * done.finish / machine.clock_hz,
+            "issue": cycles * done.issue + per_sm * done.finish / gpu_model.clock_hz,
             "L2": cycles * l2, "HBM": max(hbm_s, cycles * wait / at_once), "launch": launch_s}
         seconds = launch_s + max(sm_s, hbm_s) + 0.05 * min(sm_s, hbm_s)
         return Prediction(seconds, max(parts, key=lambda name: parts[name]), parts,
@@ -201,7 +202,7 @@ class CostModel:
     def _tiles(self, s: GemmSchedule, resident: int) -> _Tiles:
         rows, columns = (-(-count // ctas) * ctas  # whole clusters
                          for count, ctas in zip(s.grid(self.spec), s.cluster_shape, strict=True))
-        usable = max(most_clusters(s.cluster_ctas, self.machine.sm_count), 1) * s.cluster_ctas
+        usable = max(most_clusters(s.cluster_ctas, self.gpu_model.sm_count), 1) * s.cluster_ctas
         steps = -(-self.spec.k // s.block_k)
         return _Tiles(rows, columns, rows * columns * self.spec.matrices, -(-steps // s.splits), usable,
                       resident, resident * s.turns)
@@ -211,13 +212,13 @@ class CostModel:
         m, n = (self.spec.n, self.spec.m) if s.swap else (self.spec.m, self.spec.n * self.spec.parts)
         tile, (above, across) = s.tile(self.spec), s.cluster_shape
         rows, columns = min(tile.rows, m) / across, min(tile.width, n) / above
-        rate = min(L2_BYTES_PER_CYCLE, self.machine.l2_bytes_per_s / self.machine.clock_hz / active)
+        rate = min(L2_BYTES_PER_CYCLE, self.gpu_model.l2_bytes_per_s / self.gpu_model.clock_hz / active)
         return (rows + columns) * s.block_k * self.size / rate
 
     def _hbm_bytes(self, s: GemmSchedule, t: _Tiles) -> float:
         """Bytes from and to HBM."""
         a, b = self.a_bytes, self.b_bytes
-        keeps = L2_KEEPS * self.machine.l2_bytes
+        keeps = L2_KEEPS * self.gpu_model.l2_bytes
         a_times, b_times = 1, 1
         if a + b > keeps:
             above, across = (b, a) if s.swap else (a, b)
@@ -233,9 +234,9 @@ class CostModel:
         others'. Beyond: zero flags, write a tile's, wait, read those of the others."""
         if s.splits == 1 and not s.stream: return 0.0
         tile = s.tile(self.spec)
-        tile_s = 4 * tile.rows * tile.width / L2_BYTES_PER_CYCLE / self.machine.clock_hz
+        tile_s = 4 * tile.rows * tile.width / L2_BYTES_PER_CYCLE / self.gpu_model.clock_hz
         if not flags: return JOIN_S + cost_of(s).cluster_tiles * tile_s
-        if not s.stream: return self.machine.launch_s + JOIN_S + s.splits * tile_s
-        if t.tiles % t.usable == 0: return self.machine.launch_s
+        if not s.stream: return self.gpu_model.launch_s + JOIN_S + s.splits * tile_s
+        if t.tiles % t.usable == 0: return self.gpu_model.launch_s
         per_cta = -(-t.tiles * t.steps // t.usable)
-        return self.machine.launch_s + JOIN_S + (1 + max(1, -(-t.steps // per_cta) - 1)) * tile_s
+        return self.gpu_model.launch_s + JOIN_S + (1 + max(1, -(-t.steps // per_cta) - 1)) * tile_s

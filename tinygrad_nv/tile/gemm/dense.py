@@ -1,4 +1,4 @@
-"""Products of dense matrices, by a few words: what `tinygrad-nv tune`, benchmarks and tests ask for.
+"""Matmuls of dense matrices, by a few words: what `tinygrad-nv tune`, benchmarks and tests ask for.
 
 Protocol: `dense(4096, 4096, 4096, "bf16", majors="NT", epilogue="bias+gelu")`. Types are those of `TYPES`;
 tf32 is float32 that tensor cores may cut. Majors are BLAS's: N for a of [M, K] and b of [K, N] in memory, T
@@ -39,7 +39,7 @@ MAJORS = ("NN", "NT", "TN", "TT")
 
 def dense(m: int, n: int, k: int, dtype: str = "bf16", out: str = "", majors: str = "NT",
           batch: tuple[int, ...] = (), epilogue: str = "", symbolic: bool = False) -> GemmSpec:
-    """A product of matrices without gaps, one after the other. Without `out`: the operands' type, float32 for
+    """A matmul of matrices without gaps, one after the other. Without `out`: the operands' type, float32 for
     tf32, bf16 for fp8, int32 for bytes. Raises `SpecError` for words it does not know."""
     for what, word, known in (("operands of dtype", dtype, TYPES), ("a result of dtype", out, ("", *RESULTS)),
                               ("majors", majors, MAJORS)):

@@ -65,7 +65,7 @@ class GemmSchedule(Schedule, ABC):
 
     @abstractmethod
     def tile(self, spec: GemmSpec) -> CTATile:
-        """What a CTA makes of a product."""
+        """What a CTA makes of a matmul."""
 
     @property
     @abstractmethod
@@ -103,7 +103,7 @@ class GemmSchedule(Schedule, ABC):
         return 1
 
     def grid(self, spec: GemmSpec) -> tuple[int, int]:
-        """Tiles along the rows and the columns of the computed product."""
+        """Tiles along the rows and the columns of the computed matmul."""
         m, n = (spec.n, spec.m) if self.swap else (spec.m, spec.n)
         tile = self.tile(spec)
         return -(-m // tile.rows), -(-n // tile.columns)
@@ -137,7 +137,7 @@ class GemmSchedule(Schedule, ABC):
         return replace(self, **self.ALONE)
 
     def worthwhile(self, spec: GemmSpec) -> bool:
-        """Whether the tile is not much larger than the product, and its sums leave registers for the
+        """Whether the tile is not much larger than the matmul, and its sums leave registers for the
         epilogue."""
         return True
 
@@ -201,7 +201,7 @@ class RingSchedule(Tiled, GemmSchedule):
     def key(self) -> Self: return replace(self, **self.ALONE, depth=0)
 
     def worthwhile(self, spec: GemmSpec) -> bool:
-        """Whether the tile is at most twice as large as the product, or the smallest there is, and its sums
+        """Whether the tile is at most twice as large as the matmul, or the smallest there is, and its sums
         leave registers for the epilogue."""
         m, n = (spec.n, spec.m) if self.swap else (spec.m, spec.n)
         least_m, least_n = self.LEAST
@@ -373,7 +373,7 @@ class Gemv(RowWarps, GemmSchedule):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Older entries have warps along two sides, of which only the product was read."""
+        """Older entries have warps along two sides, of which only the matmul was read."""
         if type(along_n := data.get("warps_n")) is int and type(data.get("warps_m")) is int:
             data = {**data, "warps_m": data["warps_m"] * along_n, "warps_n": 1}
         return super().from_json(data)

@@ -114,7 +114,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class GemmSpec:
-    """A product. `parts` > 1: the right operand is several matrices, `part` elements apart, whose sums meet
+    """A matmul. `parts` > 1: the right operand is several matrices, `part` elements apart, whose sums meet
     in the epilogue (`silu(gate) * up` of one weight). `symbolic`: `m` is the most rows there can be, how many
     there are is the kernel's last integer parameter. `tf32`: float32 operands may be cut to 10 bits of
     mantissa. An epilogue left out rounds the sum to the result's dtype. Raises `SpecError` for what cannot
@@ -138,7 +138,7 @@ class GemmSpec:
         for name, extent in (("m", self.m), ("n", self.n), ("k", self.k), ("parts", self.parts),
                              *((f"batch[{i}]", extent) for i, extent in enumerate(self.batch))):
             if extent < 1:
-                raise SpecError(f"{name}={extent}", "an extent ≥ 1", "leave empty products to tinygrad")
+                raise SpecError(f"{name}={extent}", "an extent ≥ 1", "leave empty matmuls to tinygrad")
         self._check_operands()
         self._check_result()
 
@@ -172,12 +172,12 @@ class GemmSpec:
 
     @property
     def accumulate(self) -> DType:
-        """What products are summed in: float32, int32 for bytes."""
+        """The dtype of sums: float32, int32 for int8."""
         return dtypes.int32 if self.a.dtype in INT8S else dtypes.float32
 
     @property
     def matrices(self) -> int:
-        """How many products there are."""
+        """The number of matmuls."""
         return prod(self.batch)
 
     @property
@@ -196,7 +196,7 @@ class GemmSpec:
         return self.epilogue == Sum(self.accumulate).cast(self.out.dtype)
 
     def swapped(self) -> GemmSpec:
-        """The same product by (b aᵀ)ᵀ: operands change places, rows of the result become columns. Only of
+        """The same matmul by (b aᵀ)ᵀ: operands change places, rows of the result become columns. Only of
         one part and of fixed extents."""
         assert (self.parts, self.symbolic) == (1, False)
         return _swapped(self)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.gemm.schedules import Mma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.tile_scheduler import Walk, tiles_of
+from tinygrad_nv.tile.tile_scheduler import TileScheduler, tiles_of
 
 CELL_BYTES = 16
 
@@ -43,7 +43,7 @@ class Splits:
         if self.count > 1:
             self.workspace, self.flag = self.k.pointer("workspace"), self.k.pointer("flags")
 
-    def begin(self, walk: Walk) -> None:
+    def begin(self, walk: TileScheduler) -> None:
         """What this CTA has of K."""
         if self.count == 1: return
         k, block = self.k, self.schedule.block_k

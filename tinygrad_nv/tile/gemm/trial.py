@@ -1,6 +1,6 @@
 """A kernel on the emulator, to see what it costs.
 
-Protocol: `counters(spec, schedule, arch)` runs a small product twice, which differ in K alone, and gives the
+Protocol: `counters(spec, schedule, arch)` runs a small matmul twice, which differ in K alone, and gives the
 two runs' counters; `counted` makes the cost model's `Work` of them: the difference is what steps cost, the
 rest what a tile costs beside them. What is small: as many tiles as a cluster has, two for each CTA in
 ping-pong, and sums of few steps and of `STEPS_MORE` more. Splits and stream-K change which CTA does a step,
@@ -111,7 +111,7 @@ def _cycles(stats: Stats, model: CostModel, s: GemmSchedule) -> tuple[float, flo
     cost = cost_of(s)
     read = float(sum(map(_operand_bytes, stats.sites))) + cost.copied_bytes(stats, s)
     passes = sum(site.passes for site in stats.sites)
-    return (stats.tensor_flops / 2 / cost.multiplied(model.spec, model.machine),
+    return (stats.tensor_flops / 2 / cost.multiplied(model.spec, model.gpu_model),
             passes + read / SMEM_BYTES_PER_CYCLE, stats.warp_instructions / SCHEDULERS)
 
 

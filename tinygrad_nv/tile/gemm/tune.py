@@ -27,7 +27,7 @@ from tinygrad_nv.tile.gemm.candidates import space
 from tinygrad_nv.tile.gemm.cost import CostModel, Prediction
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.gpu import machine_for
+from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
@@ -50,9 +50,9 @@ class Candidate:
 
 def tune(spec: GemmSpec, arch: str, beam: int = 1, sm_count: int = 0, clock: Clock | None = None,
          progress: Progress = lambda done, count: None) -> list[Candidate]:
-    """Candidates, the fastest first, those that are out last; none where no template takes the product. The
+    """Candidates, the fastest first, those that are out last; none where no template takes the matmul. The
     first is stored in the database. Without a clock they are counted on the emulator."""
-    model = CostModel(spec, machine_for(arch, sm_count))
+    model = CostModel(spec, gpu_model_for(arch, sm_count))
     wanted, tried = candidates(model, arch, beam), []
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
@@ -82,9 +82,9 @@ def search(spec: GemmSpec, arch: str, beam: int, sm_count: int = 0,
 
 def candidates(model: CostModel, arch: str, beam: int) -> list[GemmSchedule]:
     """The model's favourites, what it chooses first; of those that differ in stages alone, two."""
-    favourite = analytic(model.spec, arch, model.machine.sm_count)
+    favourite = analytic(model.spec, arch, model.gpu_model.sm_count)
     if favourite is None: return []
-    legal = space(model.spec, GPU(arch, model.machine.sm_count))
+    legal = space(model.spec, GPU(arch, model.gpu_model.sm_count))
     ranked = sorted(legal, key=lambda s: model.predict(s).seconds)
     made, alike = [favourite], Counter([favourite.ringless])
     for s in ranked:
@@ -100,7 +100,7 @@ def _built(model: CostModel, s: GemmSchedule, arch: str, clusters: Clusters
     """A candidate's kernel, assembled where that can be."""
     candidate = Candidate(s, model.predict(s))
     try:
-        kernel = TABLE.build(model.spec, s, GPU(arch, model.machine.sm_count, clusters))
+        kernel = TABLE.build(model.spec, s, GPU(arch, model.gpu_model.sm_count, clusters))
         candidate = replace(candidate, smem_bytes=kernel.dynamic_smem)
         if find_program("ptxas") is None: return candidate, kernel, None
         made = assemble(kernel.ptx, arch)

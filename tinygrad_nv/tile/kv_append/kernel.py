@@ -22,7 +22,7 @@ from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.decode.spec import Pages, Scales
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.kv_append.spec import AppendSpec, Heads, Rope, vector
-from tinygrad_nv.tile.lanes import HALVES, packed, to_fp8, unpacked
+from tinygrad_nv.tile.lanes import FLOAT16S, packed, to_fp8, unpacked
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 
@@ -45,7 +45,7 @@ def _threads(spec: AppendSpec) -> int:
 
 
 @dataclass(frozen=True)
-class Target:
+class AppendTarget:
     """Where the heads of a row go: the first of them (u64), elements between them, and the scales (u64) that
     divide them."""
     dtype: DType
@@ -77,7 +77,7 @@ class _Append:
         if spec.q is not None:
             with k.comment("q"):
                 start = (self.request * spec.rows + self.row).to("u64") * (spec.q_heads * spec.d)
-                to = Target(spec.q.dtype, self.q_out + start * spec.q.dtype.itemsize, spec.d)
+                to = AppendTarget(spec.q.dtype, self.q_out + start * spec.q.dtype.itemsize, spec.d)
                 self.part(self.q, spec.q, spec.q_heads, spec.d, spec.rope, to)
         with k.if_(self.there):
             with k.comment("keys"):
@@ -88,12 +88,13 @@ class _Append:
                 self.part(self.new_v, spec.v, spec.heads, spec.d_v, None, to)
         if k.hopper: k.launch_dependents()
 
-    def token_of(self, base: Value, pages: Pages, name: str, scale: Scales | None) -> Target:
+    def token_of(self, base: Value, pages: Pages, name: str, scale: Scales | None) -> AppendTarget:
         """The row's token in its page."""
         size = pages.dtype.itemsize
         at = self.moved(self.moved(base + pages.offset * size, self.page, pages.page * size), self.token,
                         pages.token * size)
-        return Target(pages.dtype, at, pages.head, None if scale is None else (self.scales[name], scale))
+        return AppendTarget(pages.dtype, at, pages.head,
+                            None if scale is None else (self.scales[name], scale))
 
     # **** the row ****
 
@@ -127,7 +128,8 @@ class _Append:
 
     # **** parts ****
 
-    def part(self, source: Value, rows: Heads, heads: int, d: int, rope: Rope | None, to: Target) -> None:
+    def part(self, source: Value, rows: Heads, heads: int, d: int, rope: Rope | None,
+             to: AppendTarget) -> None:
         """The row's heads of q, k or v."""
         size, count = rows.dtype.itemsize, self.count
         base = self.moved(self.moved(source + rows.offset * size, self.request, rows.request * size),
@@ -221,7 +223,7 @@ class _Append:
         k = self.k
         if inverse is not None: values = [value * inverse for value in values]
         if dtype == dtypes.float32: words = values
-        elif dtype in HALVES: words = [packed(k, values[i:i + 2], dtype) for i in range(0, len(values), 2)]
+        elif dtype in FLOAT16S: words = [packed(k, values[i:i + 2], dtype) for i in range(0, len(values), 2)]
         else: words = [self.bytes_of(values[i:i + 4], dtype) for i in range(0, len(values), 4)]
         kind = "f32" if dtype == dtypes.float32 else "b32"
         for i in range(0, len(words), 4): k.st("global", kind, at.at(4 * i), words[i:i + 4])

@@ -20,11 +20,11 @@ from math import inf, prod
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced, place, read, stored_form, write
-from tinygrad_nv.tile.epilogue import Finish
+from tinygrad_nv.tile.epilogue import EpilogueEmitter
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, substituted, walk
 from tinygrad_nv.tile.gemm.spec import Result
 from tinygrad_nv.tile.kernel import TileKernel
-from tinygrad_nv.tile.lanes import HALVES, Lanes, kind_of
+from tinygrad_nv.tile.lanes import FLOAT16S, Lanes, kind_of
 from tinygrad_nv.tile.norm.schedules import Norm, along, every
 from tinygrad_nv.tile.norm.spec import NormSpec, Statistic
 from tinygrad_nv.tile.template import GPU
@@ -43,7 +43,7 @@ def norm(spec: NormSpec, plan: Norm, gpu: GPU) -> TileKernel:
     """The kernel of rows, by a legal schedule. Parameters in this order: results; x0, x1, …; u32 rows, of a
     symbolic spec."""
     k = Kernel("norm" if spec.statistics else "elements", arch=gpu.arch, threads=plan.threads)
-    _Writer(k, spec, plan).write()
+    _NormKernel(k, spec, plan).write()
     grid = (-(-spec.m // plan.rows), prod(spec.batch), plan.blocks)
     return TileKernel(k.name, k.ptx(), grid, plan.threads, rows_of_cta=plan.rows, pdl=k.hopper)
 
@@ -113,7 +113,7 @@ class _Elements:
         return range(chunk * self.plan.vector, (chunk + 1) * self.plan.vector, min(2, self.plan.vector))
 
 
-class _Writer:
+class _NormKernel:
     """The kernel of a spec under construction."""
 
     def __init__(self, k: Kernel, spec: NormSpec, plan: Norm) -> None:
@@ -183,7 +183,7 @@ class _Writer:
         def once(node: Expression) -> None:
             leaf = isinstance(node, Constant) or (isinstance(node, Load) and node in self.row.known)
             if not (varies[node] or fixed[node] or leaf or node in known):
-                known[node] = self.named(Finish(self.k, node, self.row, width=1).at(0, 0))
+                known[node] = self.named(EpilogueEmitter(self.k, node, self.row, width=1).at(0, 0))
 
         for node in walk(root):
             args = node.args if isinstance(node, Apply) else ()
@@ -219,17 +219,17 @@ class _Writer:
         k, dtype, count = self.k, load.dtype, self.plan.vector
         start, guard = chunk * self.plan.span * dtype.itemsize, self.inside(chunk)
         if count == 1: return [read(k, at, start, dtype, 1, guard, self.space)]
-        if dtype not in HALVES and dtype.itemsize != 4:
+        if dtype not in FLOAT16S and dtype.itemsize != 4:
             return [read(k, at, start + i * dtype.itemsize, dtype, 2, guard, self.space)
                     for i in range(0, count, 2)]
-        words, kind = count * dtype.itemsize // 4, "b32" if dtype in HALVES else kind_of(dtype)
+        words, kind = count * dtype.itemsize // 4, "b32" if dtype in FLOAT16S else kind_of(dtype)
         made = k.regs(kind, words) if guard is None else k.regs(kind, words, 0.0 if kind == "f32" else 0)
         for i in range(0, words, 4):
             piece = made[i:i + 4]
             some = f".v{len(piece)}" if len(piece) > 1 else ""
             k.emit(f"ld.{self.space}{some}.{kind}", piece if some else piece[0], place(at, start + 4 * i),
                    guard=guard)
-        if dtype in HALVES: return [Lanes(k, dtype, [], word) for word in made]
+        if dtype in FLOAT16S: return [Lanes(k, dtype, [], word) for word in made]
         return [Lanes(k, dtype, [*made[i:i + 2]]) for i in range(0, words, 2)]
 
     def passes(self, *roots: Expression) -> Iterator[_Elements]:
@@ -265,7 +265,7 @@ class _Writer:
         nothing = NOTHING[statistic.op, kind]
         totals = k.regs(kind, min(ACCUMULATORS, self.plan.vector), nothing)
         for elements in self.passes(statistic.term):
-            finish = Finish(k, statistic.term, elements, self.width)
+            finish = EpilogueEmitter(k, statistic.term, elements, self.width)
             for chunk in elements.chunks:
                 for pair in elements.pairs(chunk):
                     value = finish.at(0, pair)
@@ -310,7 +310,7 @@ class _Writer:
         if elements:
             roots = [values[i] for i in elements]
             for block in self.passes(*roots):
-                finish = Finish(k, roots[-1], block, self.width, before=tuple(roots[:-1]))
+                finish = EpilogueEmitter(k, roots[-1], block, self.width, before=tuple(roots[:-1]))
                 for chunk in block.chunks:
                     found = [finish.all(0, pair) for pair in block.pairs(chunk)]
                     for i in elements:
@@ -326,7 +326,7 @@ class _Writer:
         """Stores a vector of a result."""
         k, dtype = self.k, values[0].dtype
         start = chunk * self.plan.span * dtype.itemsize
-        if self.width == 1 or (dtype not in HALVES and dtype.itemsize != 4):
+        if self.width == 1 or (dtype not in FLOAT16S and dtype.itemsize != 4):
             for i, each in enumerate(values):
                 write(k, at, start + 2 * i * dtype.itemsize, each, self.width, guard)
             return

@@ -8,7 +8,7 @@ row again, from L2.
 
 A thread has two vectors of a row that is longer than a warp's: one row has latency to hide, many have
 bandwidth to fill. How many rows there are changes nothing, so that a row's sums are the same beside any
-others. Rows without statistics are divided among CTAs (`blocks`), as nobody has to meet.
+others. Rows without statistics are divided among CTAs (`blocks`), as they need no reduction.
 """
 from __future__ import annotations
 

@@ -10,7 +10,7 @@
 
 Noise is of the multiplications and additions of Threefry, a logarithm that is exact to some units in the last
 place where u is nearly 1 (lg2.approx is not), and lg2.approx. `best` is a u64, so that the first of equal
-logits is the largest, whoever has it: pieces and threads do not matter.
+logits is the largest, in whichever lane: pieces and threads do not matter.
 """
 from __future__ import annotations
 

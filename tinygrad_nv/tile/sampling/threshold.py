@@ -13,7 +13,7 @@
 
 Sums fall with the digit, so that counting the digits that reach the target finds the largest; digit 0 is not
 asked, since there is no smaller one. A pass of b bits costs an element 2^b − 1 comparisons and additions, and
-the meeting about as much as 60 elements: short lanes take 4 bits, long ones 2.
+the reduction about as much as 60 elements: short lanes take 4 bits, long ones 2.
 """
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def threshold(spec: FilterSpec, schedule: Schedule, gpu: GPU) -> TileKernel:
     numbers."""
     threads = LANES if spec.length <= SHORT else THREADS
     k = Kernel("threshold", arch=gpu.arch, threads=threads)
-    _Writer(k, spec, threads).write()
+    _ThresholdKernel(k, spec, threads).write()
     return TileKernel(k.name, k.ptx(), (spec.rows, 1, 1), threads, pdl=k.hopper)
 
 
-class _Writer:
+class _ThresholdKernel:
     """The kernel of a spec under construction."""
 
     def __init__(self, k: Kernel, spec: FilterSpec, threads: int) -> None:

@@ -6,7 +6,7 @@ shared memory.
     each warp has every `WARPS`-th lane of the spec, 32 elements at a time:
         who is above the floor goes to the lane's list, in order, by a ballot
 
-The sums are not in the order of the spec, so that a floor may be wrong: whoever uses a list adds it up. Lists
+The sums are not in the order of the spec, so that a floor may be wrong: a user of a list adds it up. Lists
 have room for `ROOM` elements a lane; where one has more, or no floor was found, there are none.
 """
 from __future__ import annotations

@@ -50,7 +50,7 @@ def rows(dtype: DType, extents: tuple[int, int, int, int], d: int, order: str = 
 def attention(s_q: int, s_kv: int, d: int = 64, dtype: DType = dtypes.bfloat16, batch: int = 1,
               heads: int = 1, group: int = 1, band: Band = FULL, score: Expression | None = None,
               start: int = 0, d_v: int | None = None, out: DType | None = None, order: str = "bhr",
-              gap: int = 0, symbolic: tuple[str, ...] = (), log_sum: bool = False) -> AttentionSpec:
+              gap: int = 0, symbolic: tuple[str, ...] = (), lse: bool = False) -> AttentionSpec:
     """An attention of dense operands, scaled by 1/√d where no score is given."""
     d_v = d if d_v is None else d_v
     if score is None: score = Sum() * (1 / math.sqrt(d))
@@ -58,7 +58,7 @@ def attention(s_q: int, s_kv: int, d: int = 64, dtype: DType = dtypes.bfloat16, 
             for kind, width in ((dtype, d), (out or dtype, d_v)))
     k, v = (rows(dtype, (batch, heads, 0, s_kv), width, order, gap) for width in (d, d_v))
     return AttentionSpec(s_q, s_kv, d, d_v, q, k, v, o, (batch, heads, group), score, band, start, symbolic,
-                         log_sum)
+                         lse)
 
 
 # **** memory ****
@@ -71,7 +71,7 @@ def places(spec: AttentionSpec) -> dict[str, tuple[DType, Place]]:
     def matrix(one: Rows, count: int, d: int) -> tuple[DType, Place]:
         return one.dtype, (one.offset, (*spec.batch, count, d), (*one.batch, one.row, 1))
     made = {"out": matrix(spec.out, spec.s_q, spec.d_v)}
-    if spec.log_sum:
+    if spec.lse:
         made["l"] = dtypes.float32, (0, (*spec.batch, spec.s_q), (*dense(spec.batch, spec.s_q), 1))
     made |= {"q": matrix(spec.q, spec.s_q, spec.d), "k": matrix(spec.k, spec.s_kv, spec.d),
              "v": matrix(spec.v, spec.s_kv, spec.d_v)}
@@ -246,7 +246,7 @@ def run(made: AttentionKernel, spec: AttentionSpec, given: dict[str, torch.Tenso
         mine.fill_(GUARD)
         guard = torch.tensor(GUARD).to(storage.dtype).double()
         assert (storage.double() == guard).all(), f"elements beside {name} were written"
-    return got[0], got[1] if spec.log_sum else None
+    return got[0], got[1] if spec.lse else None
 
 
 UNIT = {dtypes.float32: 2.0**-24, dtypes.float16: 2.0**-11, dtypes.bfloat16: 2.0**-8}

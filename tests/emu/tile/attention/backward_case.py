@@ -59,7 +59,7 @@ def backward(s_q: int, s_kv: int, d: int = 64, dtype: DType = dtypes.bfloat16, b
     """A backward pass of dense operands, scaled by 1/√d where no score is given; `out` is the dtype of dk and
     dv."""
     forward = attention(s_q, s_kv, d, dtype, batch, heads, group, band, score, start, d_v, None, order, gap,
-                        symbolic, log_sum=True)
+                        symbolic, lse=True)
     forward = replace(forward, kept=kept)
     grad = rows(dtype, (batch, heads, group, s_q), forward.d_v, order, gap)
     dk, dv = (rows(out or dtype, (batch, heads, 0, s_kv), width, order, gap) for width in (d, forward.d_v))

@@ -47,7 +47,7 @@ class Case:
         assert self.spec.total is not None
         rows, keys = self.spec.total
         return replace(self.spec, total=None, kept=EVERY, batch=(1, *self.spec.batch[1:]), s_q=rows,
-                       s_kv=keys, score=Sum(), log_sum=False)
+                       s_kv=keys, score=Sum(), lse=False)
 
     def alone(self, number: int) -> tuple[AttentionSpec, dict[str, int]]:
         """A sequence's own attention, and its extents."""
@@ -61,7 +61,7 @@ class Case:
 
 def ragged(lengths: Sequence[tuple[int, int]], d: int = 64, dtype: DType = dtypes.bfloat16, heads: int = 1,
            group: int = 1, band: Band = FULL, score: Expression | None = None, d_v: int | None = None,
-           out: DType | None = None, gap: int = 0, log_sum: bool = True, slack: int = 0, more: int = 0,
+           out: DType | None = None, gap: int = 0, lse: bool = True, slack: int = 0, more: int = 0,
            kept: int = EVERY) -> Case:
     """Rows [row, heads, d]; `more` than the most rows are allowed for."""
     d_v = d if d_v is None else d_v
@@ -72,7 +72,7 @@ def ragged(lengths: Sequence[tuple[int, int]], d: int = 64, dtype: DType = dtype
     q, keys = zip(*lengths, strict=True)
     spec = AttentionSpec(max(*q, 1) + more, max(*keys, 1) + more, d, d_v, rows(d, dtype, group),
                          rows(d, dtype, 0), rows(d_v, dtype, 0), rows(d_v, out or dtype, group),
-                         (len(lengths), heads, group), score, band, log_sum=log_sum,
+                         (len(lengths), heads, group), score, band, lse=lse,
                          total=(sum(q) + 2 * slack + 1, sum(keys) + 2 * slack + 1), kept=kept)
     return Case(spec, tuple(lengths), slack)
 
@@ -80,7 +80,7 @@ def ragged(lengths: Sequence[tuple[int, int]], d: int = 64, dtype: DType = dtype
 def arguments(case: Case, seed: int = 0) -> Given:
     """Storages of every parameter."""
     spec, made = case.spec, dense.arguments(case.whole(), seed)
-    if spec.log_sum:
+    if spec.lse:
         made["l"] = torch.full((spec.matrices * spec.s_q,), GUARD, dtype=torch.float32)
     made["cu_q"], made["cu_k"] = (torch.tensor(each, dtype=torch.int32) for each in case.begins)
     made["seed"] = torch.tensor(np.array(SEED, np.uint32).view(np.int32))
@@ -97,7 +97,7 @@ def arguments(case: Case, seed: int = 0) -> Given:
 def order(spec: AttentionSpec) -> list[str]:
     """The kernel's pointers."""
     extras = [f"x{i}" for i in range(len(spec.parameters))]
-    without = set() if spec.log_sum else {"l"}
+    without = set() if spec.lse else {"l"}
     if not spec.ragged: without |= {"cu_q", "cu_k"}
     if spec.kept == EVERY: without.add("seed")
     names = ["out", "l", "q", "k", "v", "cu_q", "cu_k", "seed", *extras]
@@ -142,7 +142,7 @@ def run(made: AttentionKernel, case: Case, given: Given, arch: str = "sm_80", se
 def results(case: Case, storages: Given) -> Answer:
     """Of each sequence; all else must be as it was."""
     spec, found = case.spec, []
-    logs = storages["l"].view(*spec.batch, spec.s_q) if spec.log_sum else None
+    logs = storages["l"].view(*spec.batch, spec.s_q) if spec.lse else None
     for number, (rows, _) in enumerate(case.lengths):
         mine, log = dense.matrix(case.alone(number)[0], storages, "out")[..., :rows, :], None
         out = mine.double()

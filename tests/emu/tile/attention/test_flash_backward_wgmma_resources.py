@@ -15,7 +15,7 @@ from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.sass import disassembled, functions, loops
 from tinygrad_nv.tile.attention.backward_wgmma.legality import MOST_BESIDE, MOST_HELD
-from tinygrad_nv.tile.attention.backward_wgmma.plan import HALVED_REGISTERS, REGISTERS, Plan
+from tinygrad_nv.tile.attention.backward_wgmma.plan import HALVED_REGISTERS, REGISTERS, BackwardWgmmaPlan
 from tinygrad_nv.tile.attention.schedules import BackwardWgmma
 from tinygrad_nv.tile.attention.spec import FULL, Band
 from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
@@ -76,7 +76,7 @@ def test_no_default_spills(d: int, score: str | None):
 def test_the_most_that_is_held_fits(schedule: BackwardWgmma, d: int, d_v: int, score: str | None):
     spec = backward(LONG, LONG, d, d_v=d_v, band=Band(-500, 0), group=2, deterministic=True,
                     symbolic=("s_q", "s_kv", "start"), score=score and SCORES[score])
-    plan = Plan.of(spec, schedule)
+    plan = BackwardWgmmaPlan.of(spec, schedule)
     assert plan.held + plan.sums == (MOST_BESIDE if score else MOST_HELD)
     found = assemble(TABLE.build(spec, schedule, GPU("sm_90a")).ptx, "sm_90a").kernels[NAME]
     assert (found.spill_store_bytes, found.spill_load_bytes) == (0, 0)

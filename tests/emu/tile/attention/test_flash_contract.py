@@ -89,7 +89,7 @@ BANDS = [CAUSAL, Band(-40, 0), Band(-31, 0), Band(-63, 0), Band(None, 20), Band(
     for d in kind.heads for dtype in kind.dtypes])
 def test_heads(kind: Kind, d: int, dtype: DType):
     """The band is a window that begins and ends within blocks; 200 keys are 7 blocks."""
-    close(attention(40, 200, d, dtype, band=Band(-90, 3), start=100, log_sum=True), kind.narrow, seed=d % 4)
+    close(attention(40, 200, d, dtype, band=Band(-90, 3), start=100, lse=True), kind.narrow, seed=d % 4)
     close(attention(40, 200, d, dtype, out=F32), kind.narrow, seed=d % 4)
 
 
@@ -98,7 +98,7 @@ def test_heads(kind: Kind, d: int, dtype: DType):
 def test_values_of_another_width_than_keys(kind: Kind, d: int, d_v: int):
     """wgmma: the result's rows fit where the queries were, or have their own shared memory."""
     wgmma = kind is KINDS["wgmma"]
-    close(attention(50, 150, d, kind.dtypes[0], d_v=d_v, band=CAUSAL, start=90, heads=2, log_sum=True),
+    close(attention(50, 150, d, kind.dtypes[0], d_v=d_v, band=CAUSAL, start=90, heads=2, lse=True),
           kind.small if wgmma else kind.narrow)
 
 
@@ -109,7 +109,7 @@ def test_architectures_and_results(kind: Kind, arch: str, out: DType):
     """In float32 rows of values may begin anywhere."""
     for gap, d_v in ((0, 64), (1, 61), (2, 62)) if kind.dtypes == (F32,) else ((0, 64),):
         close(attention(70, 130, 64, kind.dtypes[-1], out=out, heads=2, group=2, d_v=d_v, gap=gap,
-                        log_sum=True), kind.small, arch)
+                        lse=True), kind.small, arch)
 
 
 # **** bands ****
@@ -120,7 +120,7 @@ def test_bands(kind: Kind, band: Band):
     """Rows may see nothing: zeros, and l = −inf."""
     rows, keys = (140, 330) if kind is KINDS["wgmma"] else (70, 170)
     schedule = mma(64, 32, 4, 3) if kind is KINDS["mma"] else kind.narrow
-    spec = attention(rows, keys, 32, kind.dtypes[0], band=band, start=150, symbolic=("start",), log_sum=True)
+    spec = attention(rows, keys, 32, kind.dtypes[0], band=band, start=150, symbolic=("start",), lse=True)
     for start in (0, 1, 31, 33, 63, 150): close(spec, schedule, seed=start % 4, start=start)
     close(replace(spec, symbolic=()), schedule)
 
@@ -171,7 +171,7 @@ def test_a_row_that_sees_one_column_is_its_value(kind: Kind):
 @pytest.mark.parametrize("band", [FULL, Band(-63, 0)], ids=["full", "window"])
 def test_equal_scores_are_a_mean(kind: Kind, band: Band):
     """Of 256 or 64 small integers: nothing is rounded."""
-    spec = attention(64, 256, 48, kind.dtypes[0], out=F32, band=band, start=63, log_sum=True)
+    spec = attention(64, 256, 48, kind.dtypes[0], out=F32, band=band, start=63, lse=True)
     given = arguments(spec)
     given["q"].zero_()
     given["v"].copy_(torch.randint(-8, 9, given["v"].shape, generator=torch.Generator().manual_seed(1)))
@@ -186,7 +186,7 @@ def test_equal_scores_are_a_mean(kind: Kind, band: Band):
 @EACH
 def test_a_rows_bits_do_not_depend_on_other_rows(kind: Kind):
     """Nor on when a warp multiplies its result: scores grow, so that rows' tops move at different times."""
-    spec = attention(37, 270, 24 if kind.dtypes == (F32,) else 64, kind.dtypes[0], heads=2, log_sum=True)
+    spec = attention(37, 270, 24 if kind.dtypes == (F32,) else 64, kind.dtypes[0], heads=2, lse=True)
     given, alone = arguments(spec, scale=2.0), replace(spec, s_q=5)
     few = launch(alone, kind.small, given | {"l": given["l"][:10].clone()})
     many = launch(spec, kind.small, given)
@@ -204,7 +204,7 @@ def test_a_rows_bits_do_not_depend_on_other_rows(kind: Kind):
 def test_layouts(kind: Kind, gap: int, order: str):
     """Rows aligned as little as may be, heads in either order, shared by a group."""
     close(attention(40, 130, 40, kind.dtypes[0], batch=2, heads=2, group=3, order=order, gap=gap,
-                    log_sum=True), kind.small)
+                    lse=True), kind.small)
 
 
 @EACH
@@ -244,7 +244,7 @@ def test_blocks_and_warps(kind: Kind, schedule: FlashSchedule):
     rows, keys, start = (300, 700, 400) if kind is KINDS["wgmma"] else (140, 300, 130)
     widest = {"wgmma": (64, 64), "mma": (128, 64), "fma": (40, 60)}
     for d, d_v in ((48, 32), (16, 8), next(pair for name, pair in widest.items() if kind is KINDS[name])):
-        close(attention(rows, keys, d, kind.dtypes[0], d_v=d_v, band=CAUSAL, start=start, log_sum=True),
+        close(attention(rows, keys, d, kind.dtypes[0], d_v=d_v, band=CAUSAL, start=start, lse=True),
               schedule)
 
 
@@ -279,7 +279,7 @@ def test_memory_is_touched_after_the_kernel_before(kind: Kind):
 def test_extents_of_a_launch(kind: Kind, band: Band):
     """About the edges of blocks. What lies beyond is memory that was never written."""
     spec = attention(200, 300, 16 if kind.dtypes == (F32,) else 64, kind.dtypes[0], band=band, start=200,
-                     symbolic=("s_q", "s_kv", "start"), heads=2, group=2, order="brh", log_sum=True)
+                     symbolic=("s_q", "s_kv", "start"), heads=2, group=2, order="brh", lse=True)
     schedule = mma(64, 32, 4, 3) if kind is KINDS["mma"] else kind.small
     for seed, extents in enumerate(kind.edges):
         given, named = arguments(spec, seed % 4), dict(zip(spec.symbolic, extents, strict=True))
@@ -297,7 +297,7 @@ def test_some_symbolic_extents(kind: Kind, symbolic: tuple[str, ...]):
 
 @EACH
 def test_no_keys_at_all(kind: Kind):
-    spec = attention(40, 100, 64, kind.dtypes[0], symbolic=("s_kv",), log_sum=True)
+    spec = attention(40, 100, 64, kind.dtypes[0], symbolic=("s_kv",), lse=True)
     out, log = launch(spec, kind.small, arguments(spec), s_kv=0)
     assert (out == 0).all()
     assert log is not None

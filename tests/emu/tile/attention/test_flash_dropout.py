@@ -33,7 +33,7 @@ def dropped(*args: Any, kept: int = 154, **more: Any) -> AttentionSpec:
 def test_blocks_of_columns(n: int):
     """Calls of the generator cover 64 columns: blocks begin within them, or have several. l is that without
     dropout."""
-    close(dropped(40, 330, 64, heads=2, group=2, batch=2, log_sum=True), mma(32, n, 2), seed=n % 4)
+    close(dropped(40, 330, 64, heads=2, group=2, batch=2, lse=True), mma(32, n, 2), seed=n % 4)
     close(dropped(70, 300, 32, F16, band=Band(-150, 3), start=230), mma(64, n, 2, 3), seed=n % 4)
 
 
@@ -112,7 +112,7 @@ def test_transposed_fragments(tiles: int, first: int):
 def test_wgmma(n: int):
     """Blocks that begin anywhere in the 64 columns of a call, and have two or three of them."""
     schedule = W.block(128, n).stages(2 + n % 3)
-    close(dropped(150, 330, 64, heads=2, group=2, log_sum=True), schedule.pingpong(), seed=n % 4)
+    close(dropped(150, 330, 64, heads=2, group=2, lse=True), schedule.pingpong(), seed=n % 4)
     close(dropped(70, 300, 32, F16, band=Band(-150, 3), start=230, kept=60, symbolic=("s_q", "s_kv")),
           schedule, seed=n % 4, s_q=66, s_kv=277)
 

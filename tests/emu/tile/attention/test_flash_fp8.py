@@ -30,17 +30,17 @@ BLOCKS = {"of all": (-1, -1, -1), "of heads": (0, 0, 0), "of blocks": (64, 64, 6
 @pytest.mark.parametrize("d", [16, 32, 48, 64, 96, 128, 192, 256])
 def test_heads(d: int):
     """The band is a window that begins and ends within blocks; 200 keys are 7 blocks."""
-    close8(attention8(40, 200, d, (16, 32, 64), band=Band(-90, 3), start=100, log_sum=True), NARROW, d % 4)
+    close8(attention8(40, 200, d, (16, 32, 64), band=Band(-90, 3), start=100, lse=True), NARROW, d % 4)
 
 
 @pytest.mark.parametrize(("d", "d_v"), [(64, 128), (128, 64), (32, 256), (256, 160), (16, 48)])
 def test_values_of_another_width_than_keys(d: int, d_v: int):
-    close8(attention8(50, 150, d, d_v=d_v, band=CAUSAL, start=90, heads=2, log_sum=True), NARROW)
+    close8(attention8(50, 150, d, d_v=d_v, band=CAUSAL, start=90, heads=2, lse=True), NARROW)
 
 
 @pytest.mark.parametrize("out", [BF16, F16, F32], ids=["bf16", "f16", "f32"])
 def test_results(out: DType):
-    close8(attention8(70, 130, 64, out=out, heads=2, group=2, log_sum=True))
+    close8(attention8(70, 130, 64, out=out, heads=2, group=2, lse=True))
 
 
 @pytest.mark.parametrize("start", [0, 150])
@@ -48,7 +48,7 @@ def test_results(out: DType):
                                   Band(-70, -33)], ids=str)
 def test_bands(band: Band, start: int):
     """Rows may see nothing: zeros, and l = −inf."""
-    close8(attention8(140, 230, 32, (32, 32, 32), band=band, start=start, log_sum=True), NARROW, start % 4)
+    close8(attention8(140, 230, 32, (32, 32, 32), band=band, start=start, lse=True), NARROW, start % 4)
 
 
 @pytest.mark.parametrize(("name", "seed"), [*(("of blocks", seed) for seed in range(4)), ("of all", 0),
@@ -56,7 +56,7 @@ def test_bands(band: Band, start: int):
 def test_blocks_of_scales(name: str, seed: int):
     """Of q, k and v; six blocks of two stages."""
     spec = attention8(140, 330, 48, BLOCKS[name], heads=2, group=1 + seed % 2, batch=1 + seed // 2,
-                      band=CAUSAL, start=190, log_sum=True)
+                      band=CAUSAL, start=190, lse=True)
     schedule = (SMALL8, NARROW, NARROW.pingpong(), NARROW.stages(3))[seed]
     if not TABLE.problems(spec, schedule, GPU("sm_90a")): close8(spec, schedule, seed)
     else: close8(spec, NARROW, seed)
@@ -65,7 +65,7 @@ def test_blocks_of_scales(name: str, seed: int):
 @pytest.mark.parametrize("name", ["of heads", "of blocks"])
 def test_scales_and_numbers_can_take_each_others_place(name: str):
     """By powers of two: the bits are the same."""
-    spec = attention8(100, 256, 64, BLOCKS[name], log_sum=True)
+    spec = attention8(100, 256, 64, BLOCKS[name], lse=True)
     given = arguments(spec)
     random = torch.Generator().manual_seed(1)
     for each in "qkv":
@@ -84,7 +84,7 @@ def test_scales_and_numbers_can_take_each_others_place(name: str):
 @pytest.mark.parametrize("name", ["of heads", "of blocks"])
 def test_scales_of_nothing(name: str):
     """A block of zeros may have the scale 0: its scores are 0, its values add nothing."""
-    spec = attention8(100, 256, 64, BLOCKS[name], band=CAUSAL, start=100, log_sum=True)
+    spec = attention8(100, 256, 64, BLOCKS[name], band=CAUSAL, start=100, lse=True)
     given = arguments(spec)
     for each in "qkv": given[f"scale_{each}"][3:4] = 0.0
     near(spec, given, run(TABLE.build(spec, SMALL8, GPU("sm_90a")), spec, given, "sm_90a"))
@@ -100,7 +100,7 @@ SCORES = {"soft-cap": tanh(SCALED * 0.05) * 20.0,
 @pytest.mark.parametrize("score", SCORES)
 def test_scores(score: str, name: str):
     spec = attention8(140, 200, 64, BLOCKS[name], heads=2, band=CAUSAL, start=50, score=SCORES[score],
-                      log_sum=True)
+                      lse=True)
     close8(spec, seed=len(name) % 4)
 
 
@@ -108,7 +108,7 @@ def test_scores(score: str, name: str):
                                              (1000.0, "of blocks")])
 def test_small_and_large_scores(scale: float, name: str):
     """Of small integers, whose sums wgmma has exactly."""
-    spec = attention8(100, 330, 64, BLOCKS[name], score=Sum() * scale, log_sum=True)
+    spec = attention8(100, 330, 64, BLOCKS[name], score=Sum() * scale, lse=True)
     given, random = arguments(spec), torch.Generator().manual_seed(1)
     for each in "qk":
         given[each] = torch.randint(-8, 9, given[each].shape, generator=random).to(given[each].dtype)
@@ -128,7 +128,7 @@ def test_a_row_that_sees_one_column_is_its_value():
 
 def test_equal_scores_are_a_mean():
     """Of 256 small integers: nothing is rounded."""
-    spec = attention8(64, 256, 48, (-1, -1, -1), out=F32, log_sum=True)
+    spec = attention8(64, 256, 48, (-1, -1, -1), out=F32, lse=True)
     given = arguments(spec)
     given["q"].zero_()
     random = torch.Generator().manual_seed(1)
@@ -141,7 +141,7 @@ def test_equal_scores_are_a_mean():
 
 
 def test_a_rows_bits_do_not_depend_on_other_rows():
-    spec = attention8(37, 270, 64, (0, 64, 64), heads=2, log_sum=True)
+    spec = attention8(37, 270, 64, (0, 64, 64), heads=2, lse=True)
     given = arguments(spec, scale=2.0)
     alone = replace(spec, s_q=5)
     made = TABLE.build(alone, SMALL8, GPU("sm_90a"))
@@ -169,7 +169,7 @@ def test_schedules(schedule: FlashWgmma):
     """At least `stages` + 2 blocks of narrow ones, fewer blocks than stages."""
     for blocks in (schedule.depth + 2 if schedule.block_n < 64 else 3, 1):
         s_kv = schedule.block_n * blocks - 5
-        spec = attention8(200, s_kv, 48, d_v=32, band=CAUSAL, start=s_kv // 2, log_sum=True)
+        spec = attention8(200, s_kv, 48, d_v=32, band=CAUSAL, start=s_kv // 2, lse=True)
         close8(spec, schedule)
 
 
@@ -177,7 +177,7 @@ def test_schedules(schedule: FlashWgmma):
                                             (Band(-50, 0), 2), (Band(None, -100), 3)], ids=str)
 def test_persistent(band: Band, seed: int):
     """More tiles than multiprocessors, some of which may have no block: the bits of CTAs with a tile each."""
-    spec = attention8(140, 140, 32, BLOCKS[list(BLOCKS)[seed]], band=band, heads=2, group=2, log_sum=True)
+    spec = attention8(140, 140, 32, BLOCKS[list(BLOCKS)[seed]], band=band, heads=2, group=2, lse=True)
     given, schedule = arguments(spec, seed), NARROW.pingpong() if seed % 2 else NARROW
     one, other = (run(TABLE.build(spec, schedule, GPU("sm_90a", count)), spec, given, "sm_90a", seed)
                   for count in (1000, 3))
@@ -188,7 +188,7 @@ def test_persistent(band: Band, seed: int):
 @pytest.mark.parametrize(("s_q", "s_kv"), [(1, 256), (129, 129), (200, 1), (200, 255)])
 def test_extents_of_a_launch(s_q: int, s_kv: int):
     spec = attention8(200, 300, 64, (64, 64, 64), band=CAUSAL, start=120, heads=2, group=2, order="brh",
-                      symbolic=("s_q", "s_kv", "start"), log_sum=True)
+                      symbolic=("s_q", "s_kv", "start"), lse=True)
     close8(spec, seed=s_kv % 4, s_q=s_q, s_kv=s_kv, start=max(0, min(120, s_kv - s_q)))
 
 
@@ -201,7 +201,7 @@ def specs(draw: st.DrawFn) -> AttentionSpec:
     scale, out = draw(st.sampled_from([0.25, 1.0])) / math.sqrt(d), draw(st.sampled_from([BF16, F16, F32]))
     return attention8(s_q, s_kv, d, (q, k, v), band=band, start=draw(st.integers(0, 100)), out=out,
                       batch=draw(st.integers(1, 2)), heads=2, group=draw(st.integers(1, 2)),
-                      score=Sum() * scale, log_sum=draw(st.booleans()),
+                      score=Sum() * scale, lse=draw(st.booleans()),
                       order=draw(st.sampled_from(["bhr", "brh"])))
 
 

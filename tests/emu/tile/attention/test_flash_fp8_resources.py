@@ -16,7 +16,7 @@ from tinygrad_nv.ptx.sass import disassembled, functions, loops
 from tinygrad_nv.tile.attention.schedules import FlashMma, FlashWgmma
 from tinygrad_nv.tile.attention.spec import AttentionSpec, Band, RowScales
 from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
-from tinygrad_nv.tile.attention.wgmma.plan import TURNING, Plan
+from tinygrad_nv.tile.attention.wgmma.plan import TURNING, FlashWgmmaPlan
 from tinygrad_nv.tile.expression import Sum, tanh
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
@@ -45,7 +45,7 @@ def test_main_loops_are_short_and_nothing_spills(d: int):
     assembly = assemble(made.ptx, "sm_90a")  # raises where ptxas serialised anything
     found = assembly.kernels["flash_wgmma"]
     assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
-    products = d // 32 + schedule.block_n // 32 * len(Plan.of(spec, schedule).pieces)
+    products = d // 32 + schedule.block_n // 32 * len(FlashWgmmaPlan.of(spec, schedule).pieces)
     code = functions(disassembled(assembly.cubin))["flash_wgmma"]
     assert [loop.around for loop in loops(code) if loop.tensor == products] <= [LOOPS[d] * products]
     assert_overlapped(code, 1)
@@ -56,7 +56,7 @@ def test_main_loops_are_short_and_nothing_spills(d: int):
     (64, "soft-cap"), (128, "soft-cap"), (256, "soft-cap")])
 def test_no_default_spills(d: int, name: str):
     """Scales of blocks, grouped heads, extents of a launch, l, persistent CTAs: all that takes registers."""
-    spec, schedule = chosen(d, block=(128, 128, 128), heads=2, group=2, log_sum=True,
+    spec, schedule = chosen(d, block=(128, 128, 128), heads=2, group=2, lse=True,
                             symbolic=("s_q", "s_kv", "start"), **SPILLS[name])
     assembly = assemble(TABLE.build(spec, schedule, GPU("sm_90a")).ptx, "sm_90a")
     found = assembly.kernels["flash_wgmma"]

@@ -45,7 +45,7 @@ def test_rings(arch: str, stages: int):
 @pytest.mark.parametrize(("d", "d_v", "out", "gap"),
                          [(72, 40, F32, 0), (128, 128, None, 4), (24, 64, F16, 8)])
 def test_heads_and_results(d: int, d_v: int, out: DType | None, gap: int):
-    close(ragged(LENGTHS, d, heads=2, band=CAUSAL, d_v=d_v, out=out, gap=gap, more=7, log_sum=gap > 0))
+    close(ragged(LENGTHS, d, heads=2, band=CAUSAL, d_v=d_v, out=out, gap=gap, more=7, lse=gap > 0))
 
 
 SCALED = Sum() * 0.125

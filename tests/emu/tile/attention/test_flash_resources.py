@@ -24,7 +24,7 @@ from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band
 from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
 from tinygrad_nv.tile.attention.wgmma.legality import MOST_HELD
 from tinygrad_nv.tile.attention.wgmma.plan import REGISTERS as OF_WARPGROUPS
-from tinygrad_nv.tile.attention.wgmma.plan import Plan
+from tinygrad_nv.tile.attention.wgmma.plan import FlashWgmmaPlan
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where
 from tinygrad_nv.tile.limits import SMEM_BYTES
 from tinygrad_nv.tile.template import GPU
@@ -86,7 +86,7 @@ def counted(spec: AttentionSpec, schedule: FlashSchedule) -> Stats:
 def test_default_schedules_keep_to_their_resources(d: int, schedule: FlashMma | FlashFma):
     """The causal kernel has all code; in the full one of mma the loop is a single block of instructions,
     which ptxas schedules more freely. The architectures that have room take turns; sm_80 has all of mma."""
-    causal = attention(1024, 1024, d, dtype_of(schedule), band=CAUSAL, log_sum=True)
+    causal = attention(1024, 1024, d, dtype_of(schedule), band=CAUSAL, lse=True)
     turn = TILES.index((d, schedule))
     if isinstance(schedule, FlashMma):
         newer = ("sm_89", "sm_90a")[turn % 2]
@@ -102,7 +102,7 @@ def test_default_schedules_keep_to_their_resources(d: int, schedule: FlashMma | 
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_do_not_spill(name: str, dtype):
     for d in (64, 128, 256):
-        spec = attention(512, 512, d, dtype, heads=2, group=2, band=CAUSAL, score=SCORES[name], log_sum=True)
+        spec = attention(512, 512, d, dtype, heads=2, group=2, band=CAUSAL, score=SCORES[name], lse=True)
         fits(spec, chosen(spec, "sm_80"))
 
 
@@ -115,7 +115,7 @@ def test_no_default_of_wgmma_spills(d: int, score: str | None, few: bool):
     made = None if score is None else SCORES[score]
     plain = attention(64 if few else LONG, LONG, d, band=Band(-500, 0), score=made)
     spec = attention(64 if few else LONG, LONG, d, band=Band(-500, 0), score=made, heads=2, group=2,
-                     log_sum=True, symbolic=("s_q", "s_kv", "start"))
+                     lse=True, symbolic=("s_q", "s_kv", "start"))
     code = functions(disassembled(fits(spec, chosen(plain, "sm_90a")).cubin))
     assert_overlapped(code["flash_wgmma"], 3)
 
@@ -124,8 +124,8 @@ def test_no_default_of_wgmma_spills(d: int, score: str | None, few: bool):
                                              (W.block(128, 192), 128), (W.block(192, 128).warps(16), 64),
                                              (W.block(192, 80).warps(16), 128)], ids=str)
 def test_the_most_that_is_held_fits(schedule: FlashWgmma, d: int):
-    spec = attention(LONG, LONG, d, band=Band(-500, 0), log_sum=True, symbolic=("s_q", "s_kv", "start"))
-    assert Plan.of(spec, schedule).held >= MOST_HELD[schedule.consumers] - 4
+    spec = attention(LONG, LONG, d, band=Band(-500, 0), lse=True, symbolic=("s_q", "s_kv", "start"))
+    assert FlashWgmmaPlan.of(spec, schedule).held >= MOST_HELD[schedule.consumers] - 4
     fits(spec, schedule)
 
 
@@ -166,7 +166,7 @@ def test_no_bank_conflicts_and_all_of_memory_by_tma(d: int):
     """But for l: a sector for the eight rows of each request."""
     schedule = chosen(attention(LONG, LONG, d, band=CAUSAL), "sm_90a")
     spec = attention(schedule.block_m, 5 * schedule.block_n, d, band=CAUSAL, start=4 * schedule.block_n,
-                     log_sum=True)
+                     lse=True)
     stats = counted(spec, schedule)
     assert stats.bank_conflicts == {}
     assert list(stats.sectors_per_request.values()) == [1.0, 1.0]
@@ -181,7 +181,7 @@ def test_there_is_a_default(arch: str, d: int, dtype):
     """For any number of rows; the gates above are about what runs. In float32 warps share the keys of few."""
     for rows in (1, 16, 17, 40, 100, 4096):
         spec = attention(rows, 4096, d, dtype, symbolic=("s_q", "s_kv", "start"), band=Band(-500, 0),
-                         log_sum=True)
+                         lse=True)
         schedule = chosen(spec, arch)
         if isinstance(schedule, FlashWgmma): continue
         assert schedule in DEFAULTS

@@ -58,7 +58,7 @@ def test_scores(name: str, schedule: FlashSchedule):
     rows, schedule = (140, schedule) if schedule is WGMMA else (40, mma(32, 32, 1))
     for band, s_kv, seed in ((FULL, 199, 0), (CAUSAL, 198, 1), (CAUSAL, 200, 2)):
         close(attention(rows, s_kv, 64, score=SCORES[name], batch=2, heads=2, group=2, band=band, start=100,
-                        log_sum=True), schedule, seed=seed)
+                        lse=True), schedule, seed=seed)
 
 
 def test_a_multiple_of_the_sum_is_not_evaluated():
@@ -70,7 +70,7 @@ def test_a_multiple_of_the_sum_is_not_evaluated():
 
 @HALF_PRECISION
 def test_rows_masked_in_memory_are_zeros(schedule: FlashSchedule):
-    spec = attention(140, 200, 64, score=where(Load(0, dtypes.bool, 200, 1), SCALED, NOTHING), log_sum=True)
+    spec = attention(140, 200, 64, score=where(Load(0, dtypes.bool, 200, 1), SCALED, NOTHING), lse=True)
     given = arguments(spec)
     mask = given["x0"].view(140, 200)
     mask[[3, 20, 100]] = False
@@ -101,7 +101,7 @@ def test_very_large_and_very_small_operands(scale: float):
 @pytest.mark.parametrize("scale", [1e-6, 30.0, 1e4, 1e15])
 def test_very_large_and_very_small_operands_in_float32(scale: float):
     """Beyond 10⁹ a row is its largest score's value, as far as float32 tells scores apart."""
-    spec = attention(40, 100, 32, F32, band=CAUSAL, start=60, log_sum=True)
+    spec = attention(40, 100, 32, F32, band=CAUSAL, start=60, lse=True)
     given = arguments(spec)
     given["q"].mul_(scale)
     if scale > 100: given["k"].mul_(scale)
@@ -120,13 +120,13 @@ def test_very_large_and_very_small_operands_in_float32(scale: float):
 
 @pytest.mark.parametrize("scale", [1e-4, 30.0, 1000.0])
 def test_small_and_large_scores(scale: float):
-    close(attention(100, 330, 64, score=Sum() * scale, log_sum=True), WGMMA)
+    close(attention(100, 330, 64, score=Sum() * scale, lse=True), WGMMA)
 
 
 @pytest.mark.parametrize("score", [Sum() * 0.125, Sum() * -0.125], ids=["folded", "evaluated"])
 def test_scores_near_the_largest_float(score: Expression):
     """Sums of 2^125: nothing overflows on the way to the exponent."""
-    spec = attention(64, 128, 64, score=score, log_sum=True)
+    spec = attention(64, 128, 64, score=score, lse=True)
     given = arguments(spec)
     for name in ("q", "k"): given[name].copy_(given[name].sign() * 2.0**60)
     got = launch(spec, WGMMA, given)
@@ -139,7 +139,7 @@ def test_scores_near_the_largest_float(score: Expression):
 def test_scores_that_rise_or_fall_from_block_to_block(order: str, schedule: FlashSchedule):
     """Blocks come from the last to the first: where scores rise on that way, what was summed before shrinks
     each time; else never."""
-    spec = attention(64, 512, 64, F16, log_sum=True)
+    spec = attention(64, 512, 64, F16, lse=True)
     for step in (0.5, 3.0, 40.0):
         given = arguments(spec)
         block = torch.arange(512) // 64
@@ -170,7 +170,7 @@ def test_rows_of_a_result_that_tma_cannot_have():
 
 @pytest.mark.parametrize("schedule", [WGMMA.pingpong(), W.block(192, 64).warps(16).pingpong()], ids=str)
 def test_turns_where_ctas_have_one_block_or_none(schedule: FlashWgmma):
-    close(attention(400, 64, 64, band=Band(-30, -10), start=60, log_sum=True), schedule)
+    close(attention(400, 64, 64, band=Band(-30, -10), start=60, lse=True), schedule)
 
 
 def test_a_launch_has_the_blocks_of_its_rows():

@@ -18,8 +18,8 @@ from tinygrad_nv.tile.attention.schedules import FlashWgmma
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band
 from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
 from tinygrad_nv.tile.attention.wgmma import tile_scheduler as flash_wgmma_walk
-from tinygrad_nv.tile.attention.wgmma.plan import Plan
-from tinygrad_nv.tile.attention.wgmma.tile_scheduler import Walk
+from tinygrad_nv.tile.attention.wgmma.plan import FlashWgmmaPlan
+from tinygrad_nv.tile.attention.wgmma.tile_scheduler import AttentionTileScheduler
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -49,14 +49,14 @@ def same(spec: AttentionSpec, schedule: FlashWgmma, sm_count: int, seed: int = 0
 def test_bands(band: Band, seed: int):
     """Eight tiles, some of which may see nothing; up to 11 blocks of 2 stages."""
     spec = attention(180, 170, 24, band=band, start=40, batch=1 + seed % 2, heads=2 - seed % 2, group=2,
-                     log_sum=True)
+                     lse=True)
     same(spec, NARROW.pingpong() if seed % 2 else NARROW, (5, 2, 7, 3)[seed], seed)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules(name: str):
     out = None if "stages" in name else F32
-    spec = attention(200, 230, 40, band=CAUSAL, start=30, heads=2, d_v=64, out=out, log_sum=True)
+    spec = attention(200, 230, 40, band=CAUSAL, start=30, heads=2, d_v=64, out=out, lse=True)
     same(spec, SCHEDULES[name], 2, len(name) % 4)
 
 
@@ -64,9 +64,9 @@ def test_schedules(name: str):
                          ids=str)
 def test_results_where_the_queries_were(band: Band, seed: int):
     """The next queries come when the result has been read; tiles without blocks store zeros there."""
-    spec = attention(200, 200, 256, band=band, heads=2, log_sum=True)
-    assert Plan.of(spec, OVERLAID, 3).overlaid
-    assert not Plan.of(spec, NARROW, 3).overlaid
+    spec = attention(200, 200, 256, band=band, heads=2, lse=True)
+    assert FlashWgmmaPlan.of(spec, OVERLAID, 3).overlaid
+    assert not FlashWgmmaPlan.of(spec, NARROW, 3).overlaid
     same(spec, OVERLAID.pingpong() if seed % 2 else OVERLAID, 1 + seed % 3, seed)
 
 
@@ -74,12 +74,12 @@ def test_results_where_the_queries_were(band: Band, seed: int):
 def test_rows_of_a_launch(s_q: int):
     """The grid is the same for all of them; some CTAs may have nothing to do."""
     spec = attention(300, 300, 32, band=CAUSAL, start=100, heads=2, group=2, order="brh",
-                     symbolic=("s_q", "s_kv", "start"), log_sum=True)
+                     symbolic=("s_q", "s_kv", "start"), lse=True)
     same(spec, NARROW, 5, s_q % 4, s_q=s_q, s_kv=300, start=min(100, 300 - s_q))
 
 
 def test_columns_that_no_row_sees_are_cleared_in_every_tile():
-    spec = attention(280, 500, 64, band=CAUSAL, start=100, heads=2, log_sum=True)
+    spec = attention(280, 500, 64, band=CAUSAL, start=100, heads=2, lse=True)
     given = arguments(spec)
     spoilt = {name: storage.clone() for name, storage in given.items()}
     for name in "kv": spoilt[name].view(2, 500, 64)[:, 380:] = torch.nan
@@ -103,11 +103,11 @@ def test_copies_of_a_tile_come_under_the_end_of_the_one_before():
 
 def walked(spec: AttentionSpec, schedule: FlashWgmma, sm_count: int, rows: int) -> list[list[int]]:
     """By CTAs, the tiles they have: block of rows, and head, as numbers."""
-    plan = Plan.of(spec, schedule, sm_count)
+    plan = FlashWgmmaPlan.of(spec, schedule, sm_count)
     k = Kernel("walk", arch="sm_90a", threads=32)
     out, s_q = k.pointer("out"), k.param("s_q", "u32")
     at = out + (k.ctaid.x * 2048).to("u64")
-    with Walk(k, plan, s_q if "s_q" in spec.symbolic else spec.s_q).tiles() as tile:
+    with AttentionTileScheduler(k, plan, s_q if "s_q" in spec.symbolic else spec.s_q).tiles() as tile:
         _, heads, group = spec.batch
         head = (tile.batch[0] * heads + tile.batch[1]) * group + tile.batch[2]
         k.emit("st.global.u32", at.at(), tile.row // schedule.block_m * 1000 + head + 1)
@@ -161,7 +161,7 @@ def test_ctas_are_persistent_where_tiles_outnumber_multiprocessors():
 @pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
 def test_nothing_spills(d: int):
     """A window, grouped heads, extents of a launch, l: all that takes registers."""
-    spec = attention(7392, 7392, d, band=Band(-500, 0), heads=2, group=2, log_sum=True,
+    spec = attention(7392, 7392, d, band=Band(-500, 0), heads=2, group=2, lse=True,
                      symbolic=("s_q", "s_kv", "start"))
     schedule = ATTENTION.choose(spec, GPU("sm_90a"))
     assert schedule is not None

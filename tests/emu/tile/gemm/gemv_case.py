@@ -8,7 +8,7 @@ from tinygrad_nv.tile.gemm.gemv.defaults import candidates
 from tinygrad_nv.tile.gemm.gemv.plan import GemvPlan
 from tinygrad_nv.tile.gemm.schedules import Gemv
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.gpu import machine_for
+from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -18,7 +18,7 @@ GEMV = Gemv()
 
 def best(spec: GemmSpec, arch: str, sm_count: int = 0) -> Gemv:
     """The schedule that is predicted to be the fastest, whatever other templates could do."""
-    machine = machine_for(arch, sm_count)
+    machine = gpu_model_for(arch, sm_count)
     model = CostModel(spec, machine)
     all_ = [s for start in candidates(spec, GPU(arch)) for s in start.filling(spec, machine.sm_count)]
     legal = (s for s in all_ if not TABLE.problems(spec, s, GPU(arch)))

@@ -137,6 +137,9 @@ WGMMA = [
     # tiles of five CTAs
     *[case for count in (1, 2, 5, 9, 16) for case in each(f"stream-K-{count}", "sm_90a", [
         (product(200, 130, 64 * 11, BF16, F32), W.block(128, 72).stages(3).streamed())], 4, sm_count=count)],
+    # a stage a tile: one too many would be of a matrix that is not there
+    *each("stream-K-of-one-stage", "sm_90a", [
+        (product(200, 130, 64, BF16, F32, batch=(2,)), W.block(128, 72).stages(3).streamed())], sm_count=3),
     *each("stream-K-of-rows-at-launch", "sm_90a", [
         (product(300, 72, 64 * 7, BF16, F32, batch=(2,), symbolic=True), W64.streamed())],
         rows=(1, 128, 300), sm_count=5),

@@ -135,9 +135,9 @@ ALONE: dict[str, tuple[GemmSpec, GemmSchedule, str]] = {
         (product(64, 128, 256, symbolic=True), W.block(64, 16).warps(8).swapped(), HOPPER),
     "m=50 is above 16; n is not: swapped()": (product(50, 4, 64), V, AMPERE),
     "n=40 is above 16": (product(50, 40, 64), V.swapped(), AMPERE),
-    "the transposed product would have symbolic columns":
+    "the transposed matmul would have symbolic columns":
         (product(50, 4, 64, symbolic=True), V.swapped(), AMPERE),
-    "the transposed product of 2 parts": (parted(50, 4, 2), V.swapped(), AMPERE)}
+    "the transposed matmul of 2 parts": (parted(50, 4, 2), V.swapped(), AMPERE)}
 
 
 @pytest.mark.parametrize("words", ALONE)

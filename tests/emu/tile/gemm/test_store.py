@@ -13,7 +13,7 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.ptx.assemble import assemble
-from tinygrad_nv.tile.attention.mma.plan import Plan
+from tinygrad_nv.tile.attention.mma.plan import FlashMmaPlan
 from tinygrad_nv.tile.attention.schedules import FlashMma
 from tinygrad_nv.tile.attention.spec import AttentionSpec, Rows
 from tinygrad_nv.tile.expression import Constant, Load, Sum
@@ -145,6 +145,6 @@ def test_results_whose_elements_overlap_are_refused():
         replace(spec, out=replace(spec.out, m=16))
     rows = Rows(HALF, 128, (128 * 48, 64, 0))   # two heads of 64 elements side by side
     attention = AttentionSpec(48, 48, 64, 64, rows, rows, rows, rows, (1, 2, 1))
-    assert Plan.of(attention, FlashMma()).stored.out == Result(HALF, 128, 1, rows.batch)
+    assert FlashMmaPlan.of(attention, FlashMma()).stored.out == Result(HALF, 128, 1, rows.batch)
     with pytest.raises(SpecError, match="elements that lie apart"):
-        _ = Plan.of(replace(attention, out=replace(rows, row=96)), FlashMma()).stored
+        _ = FlashMmaPlan.of(replace(attention, out=replace(rows, row=96)), FlashMma()).stored

@@ -20,7 +20,7 @@ from tinygrad_nv.tile.gemm.cost import CostModel
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Gemv, Mma, Wgmma
 from tinygrad_nv.tile.gemm.work import Work
-from tinygrad_nv.tile.gpu import machine_for
+from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -50,7 +50,7 @@ def work_of(model: CostModel, s: GemmSchedule, arch: str) -> Work:
     ("sm_90a", dense(16, 4096, 4096), W.block(64, 16).warps(8).swapped()),
 ])
 def test_counters_of_a_small_product_are_the_plan(arch, spec, schedule):
-    model = CostModel(spec, machine_for(arch))
+    model = CostModel(spec, gpu_model_for(arch))
     counted = work_of(model, schedule, arch)
     planned = model.planned(schedule)
     assert counted.tensor == pytest.approx(planned.tensor)
@@ -66,7 +66,7 @@ def test_counters_of_a_small_product_are_the_plan(arch, spec, schedule):
     ("sm_90a", dense(4096, 3, 4096, majors="NN"), V.columns(64).k(64).warps(4).swapped()),
 ])
 def test_counters_of_few_rows(arch, spec, schedule):
-    model = CostModel(spec, machine_for(arch))
+    model = CostModel(spec, gpu_model_for(arch))
     assert TABLE.problems(spec, schedule, GPU(arch)) == []
     counted = work_of(model, schedule, arch)
     assert counted.issue > 0
@@ -119,7 +119,7 @@ def test_beam_makes_choose_try_once(monkeypatch):
 
 
 def test_candidates_differ_in_more_than_their_stages():
-    found = tune.candidates(CostModel(dense(4096, 4096, 4096), machine_for("sm_90a")), "sm_90a", 4)
+    found = tune.candidates(CostModel(dense(4096, 4096, 4096), gpu_model_for("sm_90a")), "sm_90a", 4)
     assert len(found) == 4 * tune.PER_BEAM + 1
     assert len({s.ringless for s in found}) >= 2 * tune.PER_BEAM
     assert found[0] == analytic(dense(4096, 4096, 4096), "sm_90a")

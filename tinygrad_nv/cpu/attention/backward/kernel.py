@@ -49,7 +49,7 @@ def problems(spec: BackwardSpec, s: CPUFlashBackward) -> list[str]:
 
 
 def default(spec: BackwardSpec, target: CPU) -> CPUFlashBackward:
-    """The schedule where nobody has tried others: the largest blocks that fit a stack and half of a cache."""
+    """The default schedule, where none was tuned: the largest blocks that fit a stack and half of a cache."""
     most = min(STACK_BYTES, max(target.l2_bytes // 2, stack_bytes(spec, *BLOCKS[-1])))
     m, n = next(blocks for blocks in BLOCKS if stack_bytes(spec, *blocks) <= most)
     return CPUFlashBackward(target.isa, _parts(spec, target.threads, m, n), m, n)

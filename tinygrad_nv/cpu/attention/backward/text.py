@@ -29,7 +29,7 @@ from tinygrad_nv.cpu.attention.backward.tiles import (
     turn,
     write,
 )
-from tinygrad_nv.cpu.expression import Place, c_float, statements
+from tinygrad_nv.cpu.expression import LanePlace, c_float, statements
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import c_type, up
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
@@ -106,7 +106,7 @@ class Text:
     def _weights(self) -> str:
         """s and dp of a tile become p and ds, in a panel."""
         one, n, (where, given) = self.spec.forward, pitch(self.n), self.where
-        place = Place(["s"], "m", "n", BATCH, "count", "start")
+        place = LanePlace(["s"], "m", "n", BATCH, "count", "start")
         scores, score = statements(one.score, place)
         slopes, slope = statements(derivative(one.score), place, "u")
         dropped, values, scale = "", "p", c_float(EVERY / one.kept)

@@ -25,7 +25,7 @@ from dataclasses import replace
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.cpu import expression
-from tinygrad_nv.cpu.expression import Place, statements
+from tinygrad_nv.cpu.expression import LanePlace, statements
 from tinygrad_nv.cpu.gemm.blocked.blocks import MOST_BYTES_K, SMALL, STACK_BYTES, blocks
 from tinygrad_nv.cpu.gemm.blocked.micro import micro
 from tinygrad_nv.cpu.gemm.blocked.pack import packing
@@ -61,7 +61,7 @@ def problems(spec: GemmSpec, s: CPUGemm) -> list[str]:
 
 
 def default(spec: GemmSpec, target: CPU) -> CPUGemm:
-    """The schedule where nobody has tried others."""
+    """The default schedule, where none was tuned."""
     spec = oriented(spec, target.isa)
     made = blocks(spec, target, PER[kind_of(spec, target.isa)])
     tiles = spec.matrices * -(-spec.m // made.block_m) * -(-spec.n // made.block_n)
@@ -185,7 +185,7 @@ def _finish(spec: GemmSpec, batch: list[str], count: str) -> str:
     names = [f"s{p}" for p in range(spec.parts)]
     lines = [f"const {vector} {name} = *(const {vector}_u *)&sums[{p}][i][j];"
              for p, name in enumerate(names)]
-    made, value = statements(spec.epilogue, Place(names, "(m0 + i)", "(n0 + j)", batch, count))
+    made, value = statements(spec.epilogue, LanePlace(names, "(m0 + i)", "(n0 + j)", batch, count))
     to = "out + " + _at(spec.out.offset, ("(m0 + i)", spec.out.m), ("(n0 + j)", spec.out.n),
                         *zip(batch, spec.out.batch, strict=True))
     name = short(spec.out.dtype)

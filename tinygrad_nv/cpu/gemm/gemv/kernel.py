@@ -20,8 +20,8 @@ from math import prod
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.cpu import expression
-from tinygrad_nv.cpu.expression import Place, statements
-from tinygrad_nv.cpu.gemm.gemv.main_loop import Operands, apart, at, sums_of_columns, sums_of_rows
+from tinygrad_nv.cpu.expression import LanePlace, statements
+from tinygrad_nv.cpu.gemm.gemv.main_loop import GemvOperands, apart, at, sums_of_columns, sums_of_rows
 from tinygrad_nv.cpu.gemm.layout import MOST_ROWS, few_rows
 from tinygrad_nv.cpu.gemm.schedules import CPUGemv
 from tinygrad_nv.cpu.isa import ISA
@@ -67,7 +67,7 @@ def _wrong(spec: GemmSpec, s: CPUGemv) -> list[str]:
 
 
 def default(spec: GemmSpec, target: CPU) -> CPUGemv:
-    """The schedule where nobody has tried others."""
+    """The default schedule, where none was tuned."""
     spec, lanes = few_rows(spec), target.isa.lanes
     made = _of_columns(spec, target.isa) if _by_columns(spec) else _of_rows(spec, target.isa)
     nbytes = spec.matrices * spec.n * spec.parts * spec.k * spec.b.dtype.itemsize
@@ -142,12 +142,12 @@ def build(spec: GemmSpec, schedule: CPUGemv) -> CPUKernel:
 def _by_columns(spec: GemmSpec) -> bool: return spec.b.major == "MN" and spec.n > 1
 
 
-def _operands(spec: GemmSpec, isa: ISA) -> Operands:
+def _operands(spec: GemmSpec, isa: ISA) -> GemvOperands:
     pairs = isa.bf16 and not isa.emulated and spec.b.dtype == dtypes.bfloat16 and spec.b.k == 1 and \
         not _by_columns(spec)
     fits = spec.a.dtype == dtypes.float32 or pairs
     ready = spec.m == 1 and spec.a.k == 1 and fits and not spec.symbolic
-    return Operands(spec, isa, ready or _widened_bytes(spec, isa) > STACK_BYTES, pairs)
+    return GemvOperands(spec, isa, ready or _widened_bytes(spec, isa) > STACK_BYTES, pairs)
 
 
 def _widened_bytes(spec: GemmSpec, isa: ISA) -> int: return 4 * spec.m * (up(spec.k, isa.lanes) + 32)
@@ -159,7 +159,7 @@ def _finish(spec: GemmSpec) -> str:
     names = [f"z{p}" for p in range(spec.parts)]
     vector = "vi" if spec.accumulate == dtypes.int32 else "vf"
     lines = [f"const {vector} {name} = {load}(sums[{p * spec.m} + i] + c);" for p, name in enumerate(names)]
-    place = Place(names, "i", "(n0 + c)", [f"b{i}" for i in range(len(spec.batch))], "left")
+    place = LanePlace(names, "i", "(n0 + c)", [f"b{i}" for i in range(len(spec.batch))], "left")
     made, value = statements(spec.epilogue, place)
     to = f"out + {at(spec.out.offset, ('i', spec.out.m), ('(n0 + c)', spec.out.n), *apart(spec.out.batch))}"
     store = f"store_n_{kind}({to}, {value}, left);" if spec.out.n == 1 else \

@@ -1,7 +1,7 @@
 """The sums of a product of few rows: columns of one chunk, by how b lies.
 
-Protocol: C that fills `sums[p · m + i][c]` for `count` columns from column n0, where `Operands` has declared
-a.
+Protocol: C that fills `sums[p · m + i][c]` for `count` columns from column n0, where `GemvOperands` has
+declared a.
 
     sums_of_rows       b's rows lie along k (x @ w.T). `rows` columns at a time, whose rows are far from each
                        other: memory is read as so many long streams. (Four neighbouring rows of 8 KB were
@@ -37,7 +37,7 @@ def apart(strides: Iterable[int]) -> list[tuple[str, int]]:
 
 
 @dataclass(frozen=True)
-class Operands:
+class GemvOperands:
     """How a and b are read. `direct`: a is read as it lies, else from `wide`, a copy whose rows beyond a
     symbolic m are 0. `pairs`: both stay bfloat16, for instructions that multiply pairs; else they become
     float32, or int32."""
@@ -111,7 +111,7 @@ class Operands:
 
 # **** rows of b along k ****
 
-def sums_of_rows(o: Operands, schedule: CPUGemv) -> str:
+def sums_of_rows(o: GemvOperands, schedule: CPUGemv) -> str:
     """C for a b whose rows lie along k, or in no order. With a `block_k`, `NEIGHBOURS` columns of each stream
     are summed over so much of k before they go on: that part of a stays in the L1 cache meanwhile."""
     rows, spec = schedule.rows, o.spec
@@ -129,7 +129,7 @@ def sums_of_rows(o: Operands, schedule: CPUGemv) -> str:
     }}"""
 
 
-def _blocks(o: Operands, rows: int, tiles: list[range], block_k: int) -> str:
+def _blocks(o: GemvOperands, rows: int, tiles: list[range], block_k: int) -> str:
     spec, number = o.spec, o.spec.parts * rows * o.spec.m
     ahead = f"(j + 1 < most ? {spec.b.mn} : {block_k} - j * (s64){spec.b.mn})"
 
@@ -149,7 +149,7 @@ def _blocks(o: Operands, rows: int, tiles: list[range], block_k: int) -> str:
       }}"""
 
 
-def _tile(o: Operands, rows: int, tile: range, block_k: int = 0, last: bool = True,
+def _tile(o: GemvOperands, rows: int, tile: range, block_k: int = 0, last: bool = True,
           fetches: bool = False) -> str:
     """`rows` columns from c, `apart` from each other, and the rows of a in `tile`: all of k; or one block of
     it, from and (but for the `last`) to vectors `held`. `fetches` what of b is `ahead`."""
@@ -190,14 +190,14 @@ def _tile(o: Operands, rows: int, tile: range, block_k: int = 0, last: bool = Tr
     return f"{{ {' '.join(lines)} }}"
 
 
-def _vector(o: Operands, pointer: str, kind: str, stride: int, count: str) -> str:
+def _vector(o: GemvOperands, pointer: str, kind: str, stride: int, count: str) -> str:
     """A vector of elements from k on, all of it or `count` of them."""
     if stride != 1: return f"strided_{kind}({pointer} + k * {stride}, {stride}, {count or 'W'})"
     name = "pairs" if o.pairs else kind
     return f"load_n_{name}({pointer} + k, {count})" if count else f"load_{name}({pointer} + k)"
 
 
-def _added_lanes(o: Operands, names: list[str], row: int) -> list[str]:
+def _added_lanes(o: GemvOperands, names: list[str], row: int) -> list[str]:
     """The lanes of some columns' sums, four columns at a time."""
     if o.integers: return [f"sums[{row}][c + {r} * apart] = sum_i({name});" for r, name in enumerate(names)]
     if len(names) == 1: return [f"sums[{row}][c] = sum_({names[0]});"]
@@ -212,7 +212,7 @@ def _added_lanes(o: Operands, names: list[str], row: int) -> list[str]:
 
 # **** columns of b side by side ****
 
-def sums_of_columns(o: Operands, schedule: CPUGemv) -> str:
+def sums_of_columns(o: GemvOperands, schedule: CPUGemv) -> str:
     """C for a b whose columns lie side by side. With a `block_k`, `columns` of them stay in registers for so
     much of k, while the same columns of the next block are fetched."""
     spec, name = o.spec, "s32" if o.integers else "f32"
@@ -225,7 +225,7 @@ def sums_of_columns(o: Operands, schedule: CPUGemv) -> str:
     {passes}"""
 
 
-def _column_blocks(o: Operands, schedule: CPUGemv) -> str:
+def _column_blocks(o: GemvOperands, schedule: CPUGemv) -> str:
     spec, many = o.spec, max(1, schedule.columns // o.isa.lanes)
     tiles = [(p, range(i, min(i + schedule.block_m, spec.m)))
              for p in range(spec.parts) for i in range(0, spec.m, schedule.block_m)]
@@ -242,7 +242,7 @@ def _column_blocks(o: Operands, schedule: CPUGemv) -> str:
     }}"""
 
 
-def _column_tile(o: Operands, part: int, tile: range, many: int, block_k: int) -> str:
+def _column_tile(o: GemvOperands, part: int, tile: range, many: int, block_k: int) -> str:
     """Adds a block of k to `many` vectors of columns, or to the one that is `left` (0)."""
     spec, kind, name = o.spec, short(o.spec.b.dtype), "s32" if o.integers else "f32"
     vectors, each_line = range(max(many, 1)), max(1, 64 // (spec.b.dtype.itemsize * o.isa.lanes))
@@ -264,7 +264,7 @@ def _column_tile(o: Operands, part: int, tile: range, many: int, block_k: int) -
     return f"{{ {' '.join(lines)} }}"
 
 
-def _pass(o: Operands, rows: int, distance: int) -> str:
+def _pass(o: GemvOperands, rows: int, distance: int) -> str:
     """Adds `rows` of k, `distance` from each other, to all sums of the chunk."""
     spec, kind = o.spec, short(o.spec.b.dtype)
     lines = [f"const {o.vector} y{i}_{r} = ({o.vector})one_{o.kind}({o.row(i)} + k + {r * distance});"

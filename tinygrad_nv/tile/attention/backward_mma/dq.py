@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import MOST_OFFSET
-from tinygrad_nv.tile.attention.backward_mma.plan import Plan
-from tinygrad_nv.tile.attention.backward_mma.rows import RowBlocks, Walk
+from tinygrad_nv.tile.attention.backward_mma.plan import BackwardMmaPlan
+from tinygrad_nv.tile.attention.backward_mma.rows import RowBlockPosition, RowBlocks
 from tinygrad_nv.tile.attention.score import Cells, signed
 from tinygrad_nv.tile.fragments import Fragments, instruction
 from tinygrad_nv.tile.layout import SharedTile
@@ -24,7 +24,7 @@ class QueryGradient:
     """Adds blocks of dq. `keys` is how the keys lie at `memory` (u32), ds is at `weights` (u32); `dq` (u64)
     is where row `low` of the first query head begins; `slope` is what ds lacks."""
     k: Kernel
-    plan: Plan
+    plan: BackwardMmaPlan
     keys: SharedTile
     memory: Value
     weights: Value
@@ -48,7 +48,7 @@ class QueryGradient:
         self.right.move(self.memory)
         self.row, self.column = row + (lane >> 2), column + ((lane & 3) << 1)
         self.dq = self.dq + (self.row * one.d + self.column).to("u64") * 4
-        self.walk = Walk(self.blocks)
+        self.walk = RowBlockPosition(self.blocks)
         self.walk.follow(self.dq, one.d * 4, one.s_q * one.d * 4)
 
     def keep(self, weights: list[list[list[Value]]], key: Value, row: Value, to: Value) -> None:

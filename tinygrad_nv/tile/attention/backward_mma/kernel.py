@@ -15,7 +15,7 @@ registers (FlashAttention-2, arXiv 2307.08691, algorithm 2). For sm_80 and later
     dv and dk, by way of shared memory
 
 Products of the score with a constant are made of exponents, and of dk and dq at their ends. The query heads
-of a key head follow one another in the CTA: dk and dv need no meeting. dq is summed by red.global.add.f32;
+of a key head follow one another in the CTA: dk and dv need no reduction. dq is summed by red.global.add.f32;
 `deterministic`, by turns (ordered.py). Key blocks from the first to the last: with a causal
 band the first are seen by the most rows.
 
@@ -29,9 +29,9 @@ from __future__ import annotations
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import row_start
 from tinygrad_nv.tile.attention.backward_mma.dq import QueryGradient
-from tinygrad_nv.tile.attention.backward_mma.ordered import Turns, flags_of, started
-from tinygrad_nv.tile.attention.backward_mma.plan import Plan
-from tinygrad_nv.tile.attention.backward_mma.rows import RowBlocks, RowRing, Walk
+from tinygrad_nv.tile.attention.backward_mma.ordered import OrderedBlocks, flags_of, started
+from tinygrad_nv.tile.attention.backward_mma.plan import BackwardMmaPlan
+from tinygrad_nv.tile.attention.backward_mma.rows import RowBlockPosition, RowBlocks, RowPipeline
 from tinygrad_nv.tile.attention.backward_score import TurnedScores, registers
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.dropout import Turned
@@ -41,7 +41,7 @@ from tinygrad_nv.tile.attention.score import Cells, Extents, least, multiple, si
 from tinygrad_nv.tile.attention.spec import EVERY
 from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
 from tinygrad_nv.tile.kernel import BackwardKernel
-from tinygrad_nv.tile.lanes import HALVES
+from tinygrad_nv.tile.lanes import FLOAT16S
 from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.share import Cell
 from tinygrad_nv.tile.store import Store
@@ -54,7 +54,7 @@ def flash_backward_mma(spec: BackwardSpec, schedule: BackwardMma, gpu: GPU) -> B
     """The kernel of a backward pass, by a legal schedule."""
     # min_ctas: else ptxas may spill for one CTA more on a multiprocessor
     k = Kernel("flash_backward_mma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
-    _Writer(k, Plan.of(spec, schedule)).write()
+    _BackwardMmaKernel(k, BackwardMmaPlan.of(spec, schedule)).write()
     one = spec.forward
     grid = (-(-one.s_kv // schedule.block_n), one.batch[1], one.batch[0])
     return BackwardKernel("flash_backward_mma", k.ptx(), grid, schedule.threads, k.dynamic_smem,
@@ -63,10 +63,10 @@ def flash_backward_mma(spec: BackwardSpec, schedule: BackwardMma, gpu: GPU) -> B
                           flags=flags_of(one, schedule.block_m) if spec.deterministic else 0)
 
 
-class _Writer:
+class _BackwardMmaKernel:
     """The kernel as it is written: the parameters, then the stages of the protocol above."""
 
-    def __init__(self, k: Kernel, plan: Plan) -> None:
+    def __init__(self, k: Kernel, plan: BackwardMmaPlan) -> None:
         self.k, self.plan, self.spec, self.schedule = k, plan, plan.spec, plan.schedule
         spec, s = plan.spec, plan.schedule
         self.one = one = spec.forward
@@ -148,7 +148,7 @@ class _Writer:
         grad = RowCopy(k, self.spec.grad, row_start(k, self.grad, self.spec.grad, self.batch[:2], low),
                        one.d_v, tiles[1], tiles[0].nbytes)
         self.values_of_rows = tiles[0].nbytes + tiles[1].nbytes
-        self.ring = RowRing(Walk(self.blocks), q, grad, self.log, self.delta,
+        self.ring = RowPipeline(RowBlockPosition(self.blocks), q, grad, self.log, self.delta,
                             self._per_row(k.reg("u64", 0), low), self.values_of_rows)
         for stage in range(s.depth - 1):
             at = self.start + stage * self.stage_bytes
@@ -174,7 +174,7 @@ class _Writer:
                                 self.warp_keys, s.block_m // 16, 0)
         low = self.blocks.low.to("u32")
         self.turn = None if self.turns is None else \
-            Turns(k, self.one, self.blocks, self.turns, self.block, self.batch)
+            OrderedBlocks(k, self.one, self.blocks, self.turns, self.block, self.batch)
         self.adding = QueryGradient(k, self.plan, self.key_copies[0].tile, self.memory, self.slopes,
                                     self._per_row(self.dq, low, one.d), self.blocks, self.scores.slope)
 
@@ -310,7 +310,7 @@ class _Writer:
             for step, four in enumerate(fours):
                 for r, register in enumerate(four):
                     low, high = row[2 * step + r // 2][2 * (r % 2):2 * (r % 2) + 2]
-                    self.k.emit(f"cvt.rn.{HALVES[self.one.q.dtype]}x2.f32", register, high, low)
+                    self.k.emit(f"cvt.rn.{FLOAT16S[self.one.q.dtype]}x2.f32", register, high, low)
         return made
 
     def _sum_own(self, weights: list[list[Four]], slopes: list[list[Four]]) -> None:

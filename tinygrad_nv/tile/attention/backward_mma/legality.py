@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile import epilogue, limits
-from tinygrad_nv.tile.attention.backward_mma.plan import TILE_BYTES, Plan
+from tinygrad_nv.tile.attention.backward_mma.plan import TILE_BYTES, BackwardMmaPlan
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec, dtype_problems
 from tinygrad_nv.tile.attention.derivative import derivative
 from tinygrad_nv.tile.attention.mma.copy import LEAST_BYTES
@@ -33,7 +33,8 @@ def problems(spec: BackwardSpec, schedule: BackwardMma, arch: str) -> list[str]:
     if s.threads < s.block_m:
         out.append(f"block_m={s.block_m} is above {s.threads} threads, one for each row")
     if not 2 <= s.depth <= 8: out.append(f"{s.depth} stages are not 2 to 8")
-    return out or [*_resource_problems(Plan.of(spec, s), arch), *epilogue.problems(spec.forward.score, arch)]
+    return out or [*_resource_problems(BackwardMmaPlan.of(spec, s), arch),
+                   *epilogue.problems(spec.forward.score, arch)]
 
 
 def _spec_problems(spec: BackwardSpec) -> list[str]:
@@ -50,7 +51,7 @@ def _spec_problems(spec: BackwardSpec) -> list[str]:
                   (("key heads", one.batch[1]), ("batches", one.batch[0])) if count > MOST_GRID]
 
 
-def _resource_problems(plan: Plan, arch: str) -> list[str]:
+def _resource_problems(plan: BackwardMmaPlan, arch: str) -> list[str]:
     s, one, out, most = plan.schedule, plan.spec.forward, [], limits.SMEM_BYTES[arch]
     if plan.smem_bytes > most:
         out.append(f"keys of {plan.key_bytes} B, {s.depth} stages × {plan.stage_bytes} B and ds are "

@@ -9,7 +9,7 @@ of their keys:
     …                      adds
     turns.passed(when)     after a barrier: the next one's turn, of the block that was waited for last
 
-A CTA waits only for others that began before it, so that somebody always goes on, and these reach the block
+A CTA waits only for others that began before it, so that some CTA always goes on, and these reach the block
 no later than it does: with a causal band the later keys begin at later rows. One thread waits and passes
 for all: what barriers order before its store, and after its load, is ordered too.
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.attention.backward_mma.plan import NUMBER_BYTES
-from tinygrad_nv.tile.attention.backward_mma.rows import RowBlocks, Walk
+from tinygrad_nv.tile.attention.backward_mma.rows import RowBlockPosition, RowBlocks
 from tinygrad_nv.tile.attention.score import least, signed
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 
@@ -44,7 +44,7 @@ def started(k: Kernel, turns: Value, heads: int) -> tuple[Value, Value, Value]:
 
 
 @dataclass
-class Turns:
+class OrderedBlocks:
     """The turns of a CTA, that has the keys of `block` (u32) for `batch`."""
     k: Kernel
     spec: AttentionSpec
@@ -58,7 +58,7 @@ class Turns:
         self.flag, self.turn = k.reg("u64", self.flags), k.reg("u32", 0)
         self.matrix = (self.batch[0] * heads + self.batch[1]) * group
 
-    def wait(self, walk: Walk) -> None:
+    def wait(self, walk: RowBlockPosition) -> None:
         """Until all with earlier keys have added to the block."""
         k, first, m = self.k, self.spec.band.first, self.blocks.block_m
         with k.if_(k.tid.x == 0):

@@ -1,7 +1,7 @@
 """What follows from a spec and a schedule of `flash_backward_mma`: extents and bytes. Numbers only.
 
-Protocol: `Plan.of` computes, and refuses nothing. Both legality.py and the kernel take their arithmetic from
-here.
+Protocol: `BackwardMmaPlan.of` computes, and refuses nothing. Both legality.py and the kernel take their
+arithmetic from here.
 """
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ TILE_BYTES = 1024   # tiles are multiples of it: swizzled, they begin at such
 
 
 @dataclass(frozen=True)
-class Plan:
+class BackwardMmaPlan:
     """A backward pass by a schedule."""
     spec: BackwardSpec
     schedule: BackwardMma
 
     @staticmethod
     @lru_cache(1024)
-    def of(spec: BackwardSpec, schedule: BackwardMma) -> Plan:
+    def of(spec: BackwardSpec, schedule: BackwardMma) -> BackwardMmaPlan:
         """The plan."""
-        return Plan(spec, schedule)
+        return BackwardMmaPlan(spec, schedule)
 
     def width(self, d: int) -> int:
         """Elements of a row of `d` in shared memory: each warp of those that share keys has whole steps of a

@@ -1,9 +1,9 @@
 """The blocks of rows that see a block of keys, and how they come to shared memory.
 
 Protocol: `RowBlocks` says which blocks of `block_m` rows have a row that sees one of the CTA's keys, of each
-query head of its key head: the same of each. A `Walk` goes through them, head after head, and tells by how
-much addresses advance. A `RowRing` brings them: tiles of q and of the gradient by cp.async, and for each row
-−l · log2 e and −delta, by way of registers, since they change on the way:
+query head of its key head: the same of each. A `RowBlockPosition` goes through them, head after head, and
+tells by how much addresses advance. A `RowPipeline` brings them: tiles of q and of the gradient by cp.async,
+and for each row −l · log2 e and −delta, by way of registers, since they change on the way:
 
     ring.bring(stage, when)    starts the copies of the next block
     …                          work with many registers
@@ -98,7 +98,7 @@ class RowBlocks:
 
 
 @dataclass
-class Walk:
+class RowBlockPosition:
     """A place in the blocks of rows, head after head: `row` (s32) is the block's first, `query` (u32) the
     head."""
     blocks: RowBlocks
@@ -129,11 +129,11 @@ class Walk:
 
 
 @dataclass
-class RowRing:
+class RowPipeline:
     """Brings blocks of rows. `q` and `grad` copy from row `low` of the first head on; that row's l and delta
     lie `at` (u64) bytes after `log` and `delta`, the kernel's pointers: one register of both. In a stage they
     are `place` bytes after its beginning."""
-    walk: Walk
+    walk: RowBlockPosition
     q: RowCopy
     grad: RowCopy
     log: Value

@@ -1,9 +1,9 @@
 """Which blocks of rows see a CTA's keys, and which of them need a mask.
 
-Protocol: `Blocks` is of the keys from `column` (s32) on. Its query heads are walked one after the other, each
-with the blocks of rows `first` … `end` - 1, upwards; all walkers (producers and consumers) use `Walk`. A row
-r sees the keys r + start + band.first … r + start + band.last, so that a key c is seen by the rows
-c − start − band.last … c − start − band.first.
+Protocol: `BackwardBlocks` is of the keys from `column` (s32) on. Its query heads are walked one after the
+other, each with the blocks of rows `first` … `end` - 1, upwards; all walkers (producers and consumers) use
+`BlockPosition`. A row r sees the keys r + start + band.first … r + start + band.last, so that a key c is seen
+by the rows c − start − band.last … c − start − band.first.
 
 Extents are numbers or registers (s32).
 """
@@ -13,17 +13,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.attention.backward_wgmma.plan import Plan
+from tinygrad_nv.tile.attention.backward_wgmma.plan import BackwardWgmmaPlan
 from tinygrad_nv.tile.attention.score import Extents, least
 
 Extent = Value | int
 FAR = 1 << 30  # beyond all places
 
 
-class Blocks:
+class BackwardBlocks:
     """The blocks of rows of a CTA."""
 
-    def __init__(self, k: Kernel, plan: Plan, column: Value, extents: Extents) -> None:
+    def __init__(self, k: Kernel, plan: BackwardWgmmaPlan, column: Value, extents: Extents) -> None:
         self.k, self.plan, self.column = k, plan, column
         self.s_q, self.s_kv, self.start = (each.to("s32") if isinstance(each, Value) else each
                                            for each in (extents.s_q, extents.s_kv, extents.start))
@@ -101,10 +101,10 @@ class Blocks:
         return low, high
 
 
-class Walk:
+class BlockPosition:
     """Where a walker is: `block` (s32), `row` (s32, the block's first) and `head` (u32, of the group)."""
 
-    def __init__(self, k: Kernel, blocks: Blocks) -> None:
+    def __init__(self, k: Kernel, blocks: BackwardBlocks) -> None:
         self.k, self.blocks = k, blocks
         self.block = k.reg("s32", blocks.first)
         self.head = k.reg("u32", 0)

@@ -17,8 +17,8 @@ from abc import ABC, abstractmethod
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced
-from tinygrad_nv.tile.attention.backward_wgmma.blocks import Blocks, Walk
-from tinygrad_nv.tile.attention.backward_wgmma.plan import DQ_COLUMNS, WARP_ROWS, Plan
+from tinygrad_nv.tile.attention.backward_wgmma.blocks import BackwardBlocks, BlockPosition
+from tinygrad_nv.tile.attention.backward_wgmma.plan import DQ_COLUMNS, WARP_ROWS, BackwardWgmmaPlan
 from tinygrad_nv.tile.launch import MapArgument
 
 BOX_BYTES = WARP_ROWS * DQ_COLUMNS * 4
@@ -27,7 +27,7 @@ BOX_BYTES = WARP_ROWS * DQ_COLUMNS * 4
 class QueryMap:
     """The tensor map of dq: dense, all heads one after the other."""
 
-    def __init__(self, k: Kernel, plan: Plan) -> None:
+    def __init__(self, k: Kernel, plan: BackwardWgmmaPlan) -> None:
         one = plan.spec.forward
         pitch = one.d * 4
         integer = one.symbolic.index("s_q") if "s_q" in one.symbolic else -1
@@ -40,28 +40,29 @@ class QuerySums(ABC):
     """Sums of one warp; `warp` (u32) is its number among the consumers', `head` (u32) the number of the first
     query head in the whole batch."""
 
-    def __init__(self, k: Kernel, plan: Plan, turns: Value | None, blocks: Blocks, warp: Value,
+    def __init__(self, k: Kernel, plan: BackwardWgmmaPlan, turns: Value | None, blocks: BackwardBlocks,
+                 warp: Value,
                  head: Value) -> None:
         self.k, self.plan, self.turns, self.blocks, self.warp, self.head = k, plan, turns, blocks, warp, head
         self.sums = k.regs("f32", plan.dq_columns // 2)
         self.turn = k.reg("u64", 0)  # the counter of the block before
 
     @abstractmethod
-    def add(self, walk: Walk) -> None:
+    def add(self, walk: BlockPosition) -> None:
         """Adds the sums of the walker's block."""
 
     @abstractmethod
-    def settle(self) -> None:
+    def drain(self) -> None:
         """One lane: waits for what is on its way, after the last block."""
 
-    def _place(self, walk: Walk) -> tuple[Value, Value]:
+    def _place(self, walk: BlockPosition) -> tuple[Value, Value]:
         """The first of the warp's rows, and of its columns (s32)."""
         k, plan = self.k, self.plan
         warp_row = self.warp & 3 if plan.shared_rows else self.warp
         row = walk.row + (warp_row * WARP_ROWS).to("s32")
         return row, (self.warp >> 2).to("s32") * plan.dq_columns if plan.shared_rows else k.reg("s32", 0)
 
-    def _take_turn(self, turns: Value, walk: Walk) -> None:
+    def _take_turn(self, turns: Value, walk: BlockPosition) -> None:
         """One lane: waits until the CTAs before this one have added theirs."""
         k, plan, seen = self.k, self.plan, self.k.reg("u32")
         block = (self.head + walk.head) * plan.blocks_of_rows + walk.block.to("u32")
@@ -79,7 +80,8 @@ class QuerySums(ABC):
 class BoxedSums(QuerySums):
     """By TMA."""
 
-    def __init__(self, k: Kernel, plan: Plan, to: QueryMap, turns: Value | None, blocks: Blocks, warp: Value,
+    def __init__(self, k: Kernel, plan: BackwardWgmmaPlan, to: QueryMap, turns: Value | None,
+                 blocks: BackwardBlocks, warp: Value,
                  head: Value) -> None:
         super().__init__(k, plan, turns, blocks, warp, head)
         self.to = to
@@ -97,10 +99,10 @@ class BoxedSums(QuerySums):
         for at in range(0, self.plan.warp_staging_bytes, 512):
             k.st("shared", "b32", (self.staging + lane * 16).at(at), [0] * 4)
 
-    def add(self, walk: Walk) -> None:
+    def add(self, walk: BlockPosition) -> None:
         """Adds the sums of the walker's block."""
         k = self.k
-        with k.if_(k.elect()): self.settle()
+        with k.if_(k.elect()): self.drain()
         k.emit("bar.warp.sync", -1)
         places = [self.place ^ at if at else self.place for at in range(0, 128, 32)]
         for j in range(len(self.sums) // 4):
@@ -113,14 +115,14 @@ class BoxedSums(QuerySums):
         k.emit("bar.warp.sync", -1)
         with k.if_(k.elect()): self._reduce(walk)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """One lane: waits until the boxes may be written again, and gives their turn to the next CTA."""
         k = self.k
         k.tma_wait(0, read=self.turns is None)
         if self.turns is None: return
         with k.if_(self.turn != 0): self._give_turn()
 
-    def _reduce(self, walk: Walk) -> None:
+    def _reduce(self, walk: BlockPosition) -> None:
         """One lane."""
         k, plan = self.k, self.plan
         row, first = self._place(walk)
@@ -136,14 +138,15 @@ class BoxedSums(QuerySums):
 
 
 class DirectSums(QuerySums):
-    """From registers, two elements of a row at a time. Turns are given at once: nothing is settled later."""
+    """From registers, two elements of a row at a time. Turns are given at once: nothing is left to drain."""
 
-    def __init__(self, k: Kernel, plan: Plan, to: Value, turns: Value | None, blocks: Blocks, warp: Value,
+    def __init__(self, k: Kernel, plan: BackwardWgmmaPlan, to: Value, turns: Value | None,
+                 blocks: BackwardBlocks, warp: Value,
                  head: Value) -> None:
         super().__init__(k, plan, turns, blocks, warp, head)
         self.to = to
 
-    def add(self, walk: Walk) -> None:
+    def add(self, walk: BlockPosition) -> None:
         """Adds the sums of the walker's block."""
         k, d, lane = self.k, self.plan.spec.forward.d, self.k.special("laneid")
         row, first = (each.to("u32") for each in self._place(walk))
@@ -166,5 +169,5 @@ class DirectSums(QuerySums):
         k.emit("bar.warp.sync", -1)
         with k.if_(k.elect()): self._give_turn()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """One lane."""

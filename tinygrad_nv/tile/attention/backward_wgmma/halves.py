@@ -19,11 +19,17 @@ same bytes.
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.attention.backward_wgmma.blocks import Blocks, Walk
+from tinygrad_nv.tile.attention.backward_wgmma.blocks import BackwardBlocks, BlockPosition
 from tinygrad_nv.tile.attention.backward_wgmma.dq import QuerySums
-from tinygrad_nv.tile.attention.backward_wgmma.load import Loads
-from tinygrad_nv.tile.attention.backward_wgmma.main_loop import WRITTEN, Products
-from tinygrad_nv.tile.attention.backward_wgmma.plan import DS_BUFFERS, ROWS, STEP, WARPGROUP, Plan
+from tinygrad_nv.tile.attention.backward_wgmma.load import BackwardLoads
+from tinygrad_nv.tile.attention.backward_wgmma.main_loop import WRITTEN, BackwardMainLoop
+from tinygrad_nv.tile.attention.backward_wgmma.plan import (
+    DS_BUFFERS,
+    ROWS,
+    STEP,
+    WARPGROUP,
+    BackwardWgmmaPlan,
+)
 from tinygrad_nv.tile.attention.backward_wgmma.weights import Weights
 from tinygrad_nv.tile.gemm.wgmma.main_loop import Descriptors
 from tinygrad_nv.tile.wgmma_tiles import OperandTile
@@ -31,15 +37,16 @@ from tinygrad_nv.tile.wgmma_tiles import OperandTile
 OWN = ROWS // 2  # rows of a consumer
 
 
-class HalvedProducts(Products):
+class HalvedMainLoop(BackwardMainLoop):
     """One consumer's main loop; `consumer` is its number (u32), the same in all its lanes."""
 
-    def __init__(self, k: Kernel, plan: Plan, loads: Loads, weights: Weights, queries: QuerySums,
-                 blocks: Blocks, consumer: Value) -> None:
+    def __init__(self, k: Kernel, plan: BackwardWgmmaPlan, loads: BackwardLoads, weights: Weights,
+                 queries: QuerySums,
+                 blocks: BackwardBlocks, consumer: Value) -> None:
         self.k, self.plan, self.loads, self.weights, self.queries = k, plan, loads, weights, queries
         self.blocks, self.consumer, self.threads = blocks, consumer, WARPGROUP * plan.consumers
         self.mine = k.special("laneid") == 0
-        self.at, self.doors = loads.ring.cursor(), loads.ring.doors()
+        self.at, self.empty_barriers = loads.ring.cursor(), loads.ring.empty_barriers()
         self.weighed, self.slopes = (k.shared(name, DS_BUFFERS * plan.ds.nbytes, align=1024)
                                      for name in ("p", "ds"))
         self._operands()
@@ -77,7 +84,7 @@ class HalvedProducts(Products):
         chunk = (self.consumer << 2) + (lane >> 4)
         return (key << 7) + ((chunk ^ (key & 7)) << 4)
 
-    def _block(self, walk: Walk, further: Value) -> None:
+    def _block(self, walk: BlockPosition, further: Value) -> None:
         k, ring, consumer = self.k, self.loads.ring, self.consumer
         ring.wait(self.at)
         self._issue(self.s[0], self.keys, self.q, 0)
@@ -98,7 +105,7 @@ class HalvedProducts(Products):
         k.wgmma_wait(2)
         self.queries.add(walk)
         k.wgmma_wait(0)
-        ring.release(self.doors, stage, self.mine)
+        ring.release(self.empty_barriers, stage, self.mine)
         self.at.advance()
         self.buffer ^= 1
         walk.advance()

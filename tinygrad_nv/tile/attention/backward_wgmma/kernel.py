@@ -14,20 +14,21 @@ registers of the products that sum dv and dk (main_loop.py); ds goes through sha
 to dq alone. dq is summed in memory, by TMA (dq.py). Of heads above 128 consumers
 share 64 keys, and each has half of the columns (halves.py).
 
-It is launched early: whoever touches global memory waits for the kernel before once the barriers are made.
+It is launched with PDL: threads that access global memory wait for the previous kernel once the barriers
+are made.
 The kernel after may begin once all CTAs' last copies are on their way.
 """
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
-from tinygrad_nv.tile.attention.backward_wgmma.blocks import Blocks
+from tinygrad_nv.tile.attention.backward_wgmma.blocks import BackwardBlocks
 from tinygrad_nv.tile.attention.backward_wgmma.dq import BoxedSums, DirectSums, QueryMap, QuerySums
-from tinygrad_nv.tile.attention.backward_wgmma.halves import HalvedProducts
-from tinygrad_nv.tile.attention.backward_wgmma.load import Loads
-from tinygrad_nv.tile.attention.backward_wgmma.main_loop import FINISHED, Products
-from tinygrad_nv.tile.attention.backward_wgmma.plan import WARP_ROWS, WARPGROUP, Plan
-from tinygrad_nv.tile.attention.backward_wgmma.store import Finish
+from tinygrad_nv.tile.attention.backward_wgmma.halves import HalvedMainLoop
+from tinygrad_nv.tile.attention.backward_wgmma.load import BackwardLoads
+from tinygrad_nv.tile.attention.backward_wgmma.main_loop import FINISHED, BackwardMainLoop
+from tinygrad_nv.tile.attention.backward_wgmma.plan import WARP_ROWS, WARPGROUP, BackwardWgmmaPlan
+from tinygrad_nv.tile.attention.backward_wgmma.store import GradientEpilogue
 from tinygrad_nv.tile.attention.backward_wgmma.weights import Weights, scale_of
 from tinygrad_nv.tile.attention.schedules import BackwardWgmma
 from tinygrad_nv.tile.attention.score import Extents
@@ -38,19 +39,19 @@ from tinygrad_nv.tile.template import GPU
 
 def flash_backward_wgmma(spec: BackwardSpec, schedule: BackwardWgmma, gpu: GPU) -> BackwardKernel:
     """The kernel of a backward pass, by a legal schedule."""
-    plan = Plan.of(spec, schedule)
+    plan = BackwardWgmmaPlan.of(spec, schedule)
     k = Kernel("flash_backward_wgmma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
-    writer = _Writer(k, plan)
+    writer = _BackwardWgmmaKernel(k, plan)
     writer.write()
     return BackwardKernel("flash_backward_wgmma", k.ptx(), plan.grid, schedule.threads, k.dynamic_smem,
                           maps=tuple(writer.maps), pdl=True, dq_bytes=spec.dq_bytes, flags=plan.flags,
                           rows_of_cta=schedule.block_n if "s_kv" in spec.forward.symbolic else 0)
 
 
-class _Writer:
+class _BackwardWgmmaKernel:
     """The kernel as it is written: parameters and shared memory, then the roles."""
 
-    def __init__(self, k: Kernel, plan: Plan) -> None:
+    def __init__(self, k: Kernel, plan: BackwardWgmmaPlan) -> None:
         self.k, self.plan, one = k, plan, plan.spec.forward
         self.dq = k.pointer("dq")
         self.turns = k.pointer("turns") if plan.flags else None
@@ -61,10 +62,12 @@ class _Writer:
         self.seed = k.pointer("seed") if one.kept < EVERY else None
         self.extras = [k.pointer(f"x{i}") for i in range(len(one.parameters))]
         self.extents = Extents.declared(k, one)
-        self.loads = Loads(k, plan, first + 2)
+        self.loads = BackwardLoads(k, plan, first + 2)
         self.to = None if plan.halved else QueryMap(k, plan)
-        self.dk = Finish(k, plan, plan.spec.dk, one.d, results[0], first, plan.dk, self.loads.keys, "map_dk")
-        self.dv = Finish(k, plan, plan.spec.dv, one.d_v, results[1], first + 1, plan.dv, self.loads.values,
+        self.dk = GradientEpilogue(k, plan, plan.spec.dk, one.d, results[0], first, plan.dk, self.loads.keys,
+                                   "map_dk")
+        self.dv = GradientEpilogue(k, plan, plan.spec.dv, one.d_v, results[1], first + 1, plan.dv,
+                                   self.loads.values,
                          "map_dv")
         self.maps = [*self.loads.maps, *([self.to.map] if self.to else []), *self.dk.maps, *self.dv.maps]
         self.tensor_maps = [*self.loads.tensor_maps.values(), *([self.to.tensor_map] if self.to else []),
@@ -83,7 +86,7 @@ class _Writer:
         self.batch = k.ctaid.z, k.ctaid.y
         _, heads, group = plan.spec.forward.batch
         self.head = (k.ctaid.z * heads + k.ctaid.y) * group
-        self.blocks = Blocks(k, plan, self.column.to("s32"), self.extents)
+        self.blocks = BackwardBlocks(k, plan, self.column.to("s32"), self.extents)
         fewer, more = plan.registers
         threads = WARPGROUP * plan.consumers
         with k.if_(k.tid.x >= threads), k.comment("producers: a thread of the last warpgroup, and a warp"):
@@ -117,10 +120,10 @@ class _Writer:
         key = self.column + first
         weights = Weights(k, plan, self.blocks, self.extents, self.extras, self.seed, self.batch, key)
         queries = self._queries(warp)
-        kind = HalvedProducts if plan.halved else Products
+        kind = HalvedMainLoop if plan.halved else BackwardMainLoop
         products = kind(k, plan, self.loads, weights, queries, self.blocks, consumer)
         products.sum()
-        with k.if_(k.elect()): queries.settle()
+        with k.if_(k.elect()): queries.drain()
         if weights.dropout is not None:
             for each in products.dv: each *= weights.dropout.scale
         heads = (*self.batch, k.reg("u32", 0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile import epilogue
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec, dtype_problems
-from tinygrad_nv.tile.attention.backward_wgmma.plan import REGISTERS, ROWS, Plan
+from tinygrad_nv.tile.attention.backward_wgmma.plan import REGISTERS, ROWS, BackwardWgmmaPlan
 from tinygrad_nv.tile.attention.derivative import derivative
 from tinygrad_nv.tile.attention.schedules import BackwardWgmma
 from tinygrad_nv.tile.attention.spec import EVERY
@@ -27,7 +27,7 @@ def problems(spec: BackwardSpec, schedule: BackwardWgmma, arch: str) -> list[str
     if spec.forward.kept < EVERY and not isinstance(slope, Constant):
         out.append(f"dropout beside {show(spec.forward.score)}, whose derivative differs between elements")
     if found := _extents(schedule): return out + found
-    return [*out, *_room(Plan.of(spec, schedule))]
+    return [*out, *_room(BackwardWgmmaPlan.of(spec, schedule))]
 
 
 def _operands(spec: BackwardSpec) -> list[str]:
@@ -71,7 +71,7 @@ def _extents(s: BackwardWgmma) -> list[str]:
     return out
 
 
-def _room(plan: Plan) -> list[str]:
+def _room(plan: BackwardWgmmaPlan) -> list[str]:
     """Shared memory and registers."""
     out, most = [], SMEM_BYTES["sm_90a"]
     if plan.smem_bytes > most:

@@ -14,18 +14,18 @@ import math
 from tinygrad_nv.ptx.builder import SINK, Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.access import advanced
 from tinygrad_nv.tile.attention.backward_mma.rows import exponent
-from tinygrad_nv.tile.attention.backward_wgmma.blocks import Blocks, Walk
-from tinygrad_nv.tile.attention.backward_wgmma.plan import Plan, map_argument, walked
+from tinygrad_nv.tile.attention.backward_wgmma.blocks import BackwardBlocks, BlockPosition
+from tinygrad_nv.tile.attention.backward_wgmma.plan import BackwardWgmmaPlan, map_argument, walked
 from tinygrad_nv.tile.attention.score import Extents
 from tinygrad_nv.tile.attention.spec import Rows
 from tinygrad_nv.tile.launch import MapArgument
-from tinygrad_nv.tile.pipeline import Cursor, Ring
+from tinygrad_nv.tile.pipeline import Pipeline, PipelineState
 from tinygrad_nv.tile.wgmma_tiles import OperandTile
 
 LANES = 32
 
 
-class Stages(Ring):
+class Stages(Pipeline):
     """A ring that a warp's lanes fill as well."""
 
     @property
@@ -33,19 +33,19 @@ class Stages(Ring):
         """The thread's of the copies, and those of the lanes."""
         return 1 + LANES
 
-    def full(self, at: Cursor) -> MemoryOperand:
+    def full(self, at: PipelineState) -> MemoryOperand:
         """The barrier of a stage that is being filled."""
         return self._full(at).at()
 
-    def wait_empty(self, at: Cursor) -> None:
+    def wait_empty(self, at: PipelineState) -> None:
         """Waits until the stage's readers are done."""
         self.k.mbarrier_wait(self._full(at).at(8 * self.depth), at.parity)
 
 
-class Loads:
+class BackwardLoads:
     """Tensor maps and shared memory of q, k, v and grad; `first_pointer` is the number of q's pointer."""
 
-    def __init__(self, k: Kernel, plan: Plan, first_pointer: int) -> None:
+    def __init__(self, k: Kernel, plan: BackwardWgmmaPlan, first_pointer: int) -> None:
         self.k, self.plan = k, plan
         one, depth = plan.spec.forward, plan.schedule.depth
         self.sources: dict[str, tuple[OperandTile, Rows]] = {
@@ -71,7 +71,7 @@ class Loads:
         self.ring.init()
         self.k.mbarrier_init(self.kept[0], 1)
 
-    def produce(self, column: Value, batch: tuple[Value, Value], blocks: Blocks) -> None:
+    def produce(self, column: Value, batch: tuple[Value, Value], blocks: BackwardBlocks) -> None:
         """All copies of a CTA: one thread."""
         k, plan, at = self.k, self.plan, self.ring.cursor(producer=True)
         queries, grads = self.queries.address(), self.grads.address()
@@ -79,7 +79,7 @@ class Loads:
         k.mbarrier_expect(self.kept[0], plan.k.nbytes + plan.v.nbytes)
         self._copy("k", self.keys.address(), column, (*batch, zero), self.kept[0])
         self._copy("v", self.values.address(), column, (*batch, zero), self.kept[0])
-        walk = Walk(k, blocks)
+        walk = BlockPosition(k, blocks)
         with walk.each():
             full, heads = self.ring.acquire(at), (*batch, walk.head)
             self._copy("q", queries + at.stage * plan.q.nbytes, walk.row, heads, full)
@@ -96,13 +96,13 @@ class Loads:
                             [column * tile.inner, row, *outer], full)
 
     def produce_rows(self, l: Value, delta: Value, scale: float, extents: Extents, head: Value,
-                     blocks: Blocks) -> None:
+                     blocks: BackwardBlocks) -> None:
         """l and delta of all blocks: a warp. `head` (u32) is the number of the first query head in the whole
         batch, `scale` the number that delta is multiplied by."""
         k, plan, at = self.k, self.plan, self.ring.cursor(producer=True)
         lane, m, s_q = k.special("laneid"), plan.schedule.block_m, plan.spec.forward.s_q
         base = self.row_values.address()
-        walk = Walk(k, blocks)
+        walk = BlockPosition(k, blocks)
         with walk.each():
             own = walk.row.to("u32") + lane
             matrix = head + walk.head

@@ -17,7 +17,7 @@ Protocol: with K and V the consumer's 64 keys and values in shared memory, Q and
         wait for dQ, add it to memory
 
 Where dk has so many columns that ptxas has no registers for it in flight from block to block, it is waited
-for at a block's end (`Plan.carried`).
+for at a block's end (`BackwardWgmmaPlan.carried`).
 
 A fragment of 16 bits is the fragment of a left operand in registers: registers 8c … 8c + 7 are the four of
 wgmma c. dS has two buffers: who writes one of them has passed the barrier of the block between, and so have
@@ -30,10 +30,10 @@ meet four different swizzles.
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.attention.backward_wgmma.blocks import Blocks, Walk
+from tinygrad_nv.tile.attention.backward_wgmma.blocks import BackwardBlocks, BlockPosition
 from tinygrad_nv.tile.attention.backward_wgmma.dq import QuerySums
-from tinygrad_nv.tile.attention.backward_wgmma.load import Loads
-from tinygrad_nv.tile.attention.backward_wgmma.plan import ROWS, STEP, WARPGROUP, Plan
+from tinygrad_nv.tile.attention.backward_wgmma.load import BackwardLoads
+from tinygrad_nv.tile.attention.backward_wgmma.plan import ROWS, STEP, WARPGROUP, BackwardWgmmaPlan
 from tinygrad_nv.tile.attention.backward_wgmma.weights import Weights
 from tinygrad_nv.tile.gemm.wgmma.main_loop import Descriptors
 from tinygrad_nv.tile.wgmma_tiles import OperandTile
@@ -41,15 +41,16 @@ from tinygrad_nv.tile.wgmma_tiles import OperandTile
 WRITTEN, CLEARED, FINISHED = 1, 2, 3  # named barriers of all consumers
 
 
-class Products:
+class BackwardMainLoop:
     """One consumer's main loop; `consumer` is its number (u32), the same in all its lanes."""
 
-    def __init__(self, k: Kernel, plan: Plan, loads: Loads, weights: Weights, queries: QuerySums,
-                 blocks: Blocks, consumer: Value) -> None:
+    def __init__(self, k: Kernel, plan: BackwardWgmmaPlan, loads: BackwardLoads, weights: Weights,
+                 queries: QuerySums,
+                 blocks: BackwardBlocks, consumer: Value) -> None:
         self.k, self.plan, self.loads, self.weights, self.queries = k, plan, loads, weights, queries
         self.blocks, self.consumer, self.threads = blocks, consumer, WARPGROUP * plan.consumers
         self.mine = k.special("laneid") == 0
-        self.at, self.doors = loads.ring.cursor(), loads.ring.doors()
+        self.at, self.empty_barriers = loads.ring.cursor(), loads.ring.empty_barriers()
         self.before = k.reg("u32", 0)  # the stage of the block before
         self.slopes = k.shared("ds", plan.smem_parts["ds"], align=1024)
         self._operands()
@@ -89,20 +90,20 @@ class Products:
 
     def sum(self) -> None:
         """All blocks."""
-        k, walk, total = self.k, Walk(self.k, self.blocks), self.blocks.total
+        k, walk, total = self.k, BlockPosition(self.k, self.blocks), self.blocks.total
         k.mbarrier_wait(self.loads.kept[0], 0)  # without blocks too: dk and dv are stored where they come
         with k.if_(total > 0):
             self._clear()
             with k.loop(0, total) as number: self._block(walk, number > 0)
             k.wgmma_wait(0)
 
-    def _block(self, walk: Walk, further: Value) -> None:
+    def _block(self, walk: BlockPosition, further: Value) -> None:
         k, plan, ring = self.k, self.plan, self.loads.ring
         ring.wait(self.at)
         self._issue_scores(0)
         if plan.carried:
             k.wgmma_wait(1)
-            ring.release(self.doors, self.before, self.mine & further)
+            ring.release(self.empty_barriers, self.before, self.mine & further)
         self._issue_changes(0)
         for part in range(1, plan.parts): self._issue_scores(part)
         k.wgmma_wait(plan.parts)
@@ -125,7 +126,7 @@ class Products:
         if plan.carried: self.before.set(self.at.stage)
         else:
             k.wgmma_wait(0)
-            ring.release(self.doors, self.at.stage, self.mine)
+            ring.release(self.empty_barriers, self.at.stage, self.mine)
         self.at.advance()
         self.buffer ^= 1
         walk.advance()
@@ -135,7 +136,7 @@ class Products:
         start = self.loads.row_values.address(4 * ROWS * (self.plan.parts * which + part))
         return start + self.at.stage * self.plan.row_values_bytes
 
-    def _weigh(self, walk: Walk, part: int) -> None:
+    def _weigh(self, walk: BlockPosition, part: int) -> None:
         """p of a part, and dv of it."""
         row = walk.row + ROWS * part if part else walk.row
         self.weights.of(self.s[part], self.p[part], row, walk.head, self._row_values(part, 0))

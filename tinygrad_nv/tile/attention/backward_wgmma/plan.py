@@ -1,6 +1,6 @@
 """What follows from a spec and a schedule of `flash_backward_wgmma`: tiles, registers, bytes. Numbers only.
 
-Protocol: `Plan.of` computes, and refuses nothing. Both legality.py and the kernel take
+Protocol: `BackwardWgmmaPlan.of` computes, and refuses nothing. Both legality.py and the kernel take
 their arithmetic from here. A schedule's `block_m` are rows of queries, its `block_n` keys of a CTA. Heads are
 padded to whole wgmmas, 16 elements; TMA brings zeros for what is not there and stores nothing of it.
 
@@ -23,7 +23,8 @@ from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.wgmma_tiles import OperandTile, natural_span
 
-__all__ = ["DQ_COLUMNS", "REGISTERS", "ROWS", "STEP", "WARPGROUP", "WARP_ROWS", "Plan", "map_argument",
+__all__ = ["DQ_COLUMNS", "REGISTERS", "ROWS", "STEP", "WARPGROUP", "WARP_ROWS", "BackwardWgmmaPlan",
+           "map_argument",
            "walked"]
 
 # registers a thread of the producers and of a consumer, by the number of consumers: together what the three
@@ -37,7 +38,7 @@ DS_BUFFERS = 2      # one is written while the other is multiplied: one barrier 
 
 
 @dataclass(frozen=True)
-class Plan:
+class BackwardWgmmaPlan:
     """A backward pass by a schedule. Tiles in shared memory: `k` and `v` as left operands, `k_right` as the
     right one of dq; `q` and `grad` of a block of rows, `q_right` and `grad_right` the same for dk and dv;
     `ds`, and p where it is in shared memory. `dk` and `dv` are tiles of results that go by TMA."""
@@ -56,7 +57,7 @@ class Plan:
 
     @staticmethod
     @lru_cache(1024)
-    def of(spec: BackwardSpec, schedule: BackwardWgmma) -> Plan:
+    def of(spec: BackwardSpec, schedule: BackwardWgmma) -> BackwardWgmmaPlan:
         """The plan."""
         dtype, m, n = spec.forward.q.dtype, schedule.block_m, schedule.block_n
         halved = n < ROWS * schedule.consumers
@@ -70,7 +71,8 @@ class Plan:
             whole = rows.dtype.itemsize == 2 and rows.aligned_bytes == 16
             return OperandTile(rows.dtype, "K", n, width, span) if whole else None
 
-        return Plan(spec, schedule, OperandTile(dtype, "K", m, d, span), OperandTile(dtype, "MN", d, m, span),
+        return BackwardWgmmaPlan(spec, schedule, OperandTile(dtype, "K", m, d, span),
+                                 OperandTile(dtype, "MN", d, m, span),
                     OperandTile(dtype, "K", m, d_v, span_v), OperandTile(dtype, "MN", d_v, m, span_v),
                     OperandTile(dtype, "K", n, wide, span), OperandTile(dtype, "MN", wide, n, span),
                     OperandTile(dtype, "K", n, d_v, span_v), slopes,
@@ -200,7 +202,8 @@ def _laid(d: int, halved: bool) -> tuple[int, int]:
     return d, natural_span(d)
 
 
-def map_argument(plan: Plan, rows: Rows, pointer: int, count: int, d: int, inner: int, span: int, box: int,
+def map_argument(plan: BackwardWgmmaPlan, rows: Rows, pointer: int, count: int, d: int, inner: int,
+                 span: int, box: int,
                  symbol: str) -> MapArgument:
     """The tensor map of a matrix of `count` rows (the extent `symbol`): boxes of `box` rows of `inner`
     elements."""

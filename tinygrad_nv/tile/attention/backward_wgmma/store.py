@@ -10,18 +10,18 @@ from collections.abc import Sequence
 
 from tinygrad_nv.ptx.builder import Kernel, Shared, Value
 from tinygrad_nv.tile.access import advanced, write
-from tinygrad_nv.tile.attention.backward_wgmma.plan import WARP_ROWS, Plan, map_argument, walked
+from tinygrad_nv.tile.attention.backward_wgmma.plan import WARP_ROWS, BackwardWgmmaPlan, map_argument, walked
 from tinygrad_nv.tile.attention.spec import Rows
 from tinygrad_nv.tile.lanes import Lanes, packed
 from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.wgmma_tiles import OperandTile
 
 
-class Finish:
+class GradientEpilogue:
     """Where one of the two goes: `rows` at `pointer`, the parameter's number, through `tile` and the shared
     memory `staging` if it goes by TMA."""
 
-    def __init__(self, k: Kernel, plan: Plan, rows: Rows, width: int, out: Value, pointer: int,
+    def __init__(self, k: Kernel, plan: BackwardWgmmaPlan, rows: Rows, width: int, out: Value, pointer: int,
                  tile: OperandTile | None, staging: Shared, name: str) -> None:
         self.k, self.plan, self.rows, self.width, self.out = k, plan, rows, width, out
         self.tile, self.staging = tile, staging

@@ -21,16 +21,16 @@ from dataclasses import replace
 
 from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.attention.backward_score import TurnedScores, registers
-from tinygrad_nv.tile.attention.backward_wgmma.blocks import Blocks
-from tinygrad_nv.tile.attention.backward_wgmma.plan import Plan
+from tinygrad_nv.tile.attention.backward_wgmma.blocks import BackwardBlocks
+from tinygrad_nv.tile.attention.backward_wgmma.plan import BackwardWgmmaPlan
 from tinygrad_nv.tile.attention.derivative import derivative
 from tinygrad_nv.tile.attention.dropout import Turned
 from tinygrad_nv.tile.attention.score import Cells, Extents, multiple
 from tinygrad_nv.tile.expression import Constant
-from tinygrad_nv.tile.lanes import HALVES
+from tinygrad_nv.tile.lanes import FLOAT16S
 
 
-def scale_of(plan: Plan) -> float:
+def scale_of(plan: BackwardWgmmaPlan) -> float:
     """The number that every derivative of a score has as a factor."""
     slope = derivative(plan.spec.forward.score)
     return float(slope.value) if isinstance(slope, Constant) else 1.0
@@ -39,13 +39,14 @@ def scale_of(plan: Plan) -> float:
 class Weights:
     """p and ds of a warp whose first key is `first` (u32)."""
 
-    def __init__(self, k: Kernel, plan: Plan, blocks: Blocks, extents: Extents, extras: Sequence[Value],
+    def __init__(self, k: Kernel, plan: BackwardWgmmaPlan, blocks: BackwardBlocks, extents: Extents,
+                 extras: Sequence[Value],
                  seed: Value | None, batch: tuple[Value, Value], first: Value) -> None:
         self.k, self.plan, self.blocks, self.extents, self.extras = k, plan, blocks, extents, extras
         self.batch, self.first = batch, first
         self.key = first.to("s32") + (k.special("laneid") >> 2).to("s32")
         self.lane_row = ((k.special("laneid") & 3) << 1).to("s32")
-        self.kind = HALVES[plan.spec.forward.q.dtype]
+        self.kind = FLOAT16S[plan.spec.forward.q.dtype]
         self.dropout: Turned | None = None
         if seed is not None:
             self.dropout = Turned(k, plan.spec.forward.kept, first)

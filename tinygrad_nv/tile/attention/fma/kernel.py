@@ -7,25 +7,25 @@ cp.async stages, sums in registers. For sm_80 and later.
         start the copies of the block `depth - 1` before, into the place of the one after
         sums = q kᵀ
         the score; where some row does not see all of the block, −inf
-        a row's top, 2^(score − top), its sum so far; what has been summed of v shrinks
+        a row's max, 2^(score − max), its sum so far; the sums of v so far are rescaled
         p to shared memory, where the warp's other lanes read it
         out += p v
-    warps with the same rows meet; out / total, and l
+    warps with the same rows reduce; out / sum, and l
 
 `warps_m` warps have 16 rows or a multiple of it each. `warps_n` of them share rows, and divide each block's
-columns: each has tops and sums of its own, which meet at the end, in the warps' order. That is for few rows,
-whose keys and values one warp would be long in reading. Nothing is rounded before the result. What lanes
-multiply is in matmuls.py; the rest is as in attention/mma/kernel.py.
+columns: each has maxima and sums of its own, which are reduced at the end, in the warps' order. That is for
+few rows, whose keys and values one warp would be long in reading. Nothing is rounded before the result. What
+lanes multiply is in matmuls.py; the rest is as in attention/mma/kernel.py.
 """
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import row_start
-from tinygrad_nv.tile.attention.fma.matmuls import Outputs, Products
-from tinygrad_nv.tile.attention.fma.plan import SIZE, Plan
+from tinygrad_nv.tile.attention.fma.matmuls import Outputs, ScoreMatmul
+from tinygrad_nv.tile.attention.fma.plan import SIZE, FlashFmaPlan
 from tinygrad_nv.tile.attention.fma.softmax import ExactSoftmax
-from tinygrad_nv.tile.attention.fma.store import Meeting, store
-from tinygrad_nv.tile.attention.mma.copy import ColumnRing, RowCopy
+from tinygrad_nv.tile.attention.fma.store import WarpReduction, store
+from tinygrad_nv.tile.attention.mma.copy import ColumnPipeline, RowCopy
 from tinygrad_nv.tile.attention.ragged_rest import store_logs
 from tinygrad_nv.tile.attention.schedules import FlashFma
 from tinygrad_nv.tile.attention.score import Columns, Extents, Scores, signed
@@ -40,22 +40,22 @@ def flash_fma(spec: AttentionSpec, schedule: FlashFma, gpu: GPU) -> AttentionKer
     """The kernel of an attention, by a legal schedule."""
     # min_ctas: else ptxas may spill for one CTA more on a multiprocessor
     k = Kernel("flash_fma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
-    _Writer(k, Plan.of(spec, schedule)).write()
+    _FlashFmaKernel(k, FlashFmaPlan.of(spec, schedule)).write()
     batch, heads, group = spec.batch
     grid = (-(-spec.s_q // schedule.block_m), heads * group, batch)
     return AttentionKernel("flash_fma", k.ptx(), grid, schedule.threads, k.dynamic_smem,
                            rows_of_cta=schedule.block_m if "s_q" in spec.symbolic else 0, pdl=k.hopper)
 
 
-class _Writer:
+class _FlashFmaKernel:
     """The kernel as it is written: the parameters, then the stages of the protocol above."""
 
-    def __init__(self, k: Kernel, plan: Plan) -> None:
+    def __init__(self, k: Kernel, plan: FlashFmaPlan) -> None:
         self.k, self.plan, self.spec, self.schedule = k, plan, plan.spec, plan.schedule
         spec, s = plan.spec, plan.schedule
         self.warp_m = plan.warp_m
         self.out = k.pointer("out")
-        self.log = k.pointer("l") if spec.log_sum else None
+        self.log = k.pointer("l") if spec.lse else None
         self.q, self.keys, self.values = (k.pointer(name) for name in "qkv")
         extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
         self.extents = Extents.declared(k, spec)
@@ -87,7 +87,8 @@ class _Writer:
         if k.hopper: k.wait_for_previous_grid()
         self._copies()
         keys, values = (copy.tile for copy in self.ring.copies)
-        self.products = Products(k, self.queries, keys, self.row, self.column, self.warp_m, plan.warp_columns,
+        self.products = ScoreMatmul(k, self.queries, keys, self.row, self.column, self.warp_m,
+                                    plan.warp_columns,
                                  plan.chains, self.q_start)
         self.outputs = Outputs(k, values, self.column, self.warp_m, plan.warp_columns, weights, plan.pitch,
                                keys.nbytes)
@@ -113,7 +114,7 @@ class _Writer:
         copies = [RowCopy(k, spec.k, row_start(k, self.keys, spec.k, self.batch, last), spec.d, keys),
                   RowCopy(k, spec.v, row_start(k, self.values, spec.v, self.batch, last), spec.d_v, values,
                           keys.nbytes)]
-        self.ring = ColumnRing(k, copies, self.start, self.plan.stage_bytes, s.depth)
+        self.ring = ColumnPipeline(k, copies, self.start, self.plan.stage_bytes, s.depth)
         self.ring.fill(self.columns, self.base)
 
     # **** the loop ****
@@ -130,9 +131,9 @@ class _Writer:
             cells = self.scores.of(self.products.of(ring.reading), first)
             if not self.columns.always_full:
                 with k.if_(self.columns.partly(self.base)): self.scores.mask(cells, first)
-            shrinks = self.outputs.of_rows(self.softmax.step(cells))
+            rescales = self.outputs.of_rows(self.softmax.step(cells))
             self.outputs.hand_over(cells)
-            self.outputs.add(ring.reading, shrinks)
+            self.outputs.add(ring.reading, rescales)
             self.base -= s.block_n
             ring.turn()
         k.cp_async_wait(0)
@@ -140,14 +141,14 @@ class _Writer:
     # **** the result ****
 
     def _finish(self) -> None:
-        """Divides by the totals and stores."""
+        """Divides by the row sums and stores."""
         k, s, extents = self.k, self.schedule, self.extents
         rows = extents.s_q if isinstance(extents.s_q, Value) else k.reg("u32", extents.s_q)
         row = self.first + self.row
         if s.warps_n == 1: return self._store(row, rows)
-        meeting = Meeting(k, self.start, k.tid.x >> 5, s.warps_n)
-        meeting.totals(self.softmax, self.outputs)
-        meeting.sums(self.outputs.sums)
+        reduction = WarpReduction(k, self.start, k.tid.x >> 5, s.warps_n)
+        reduction.row_sums(self.softmax, self.outputs)
+        reduction.sums(self.outputs.sums)
         with k.if_(self.warp_n == 0): self._store(row, rows)
         return None
 

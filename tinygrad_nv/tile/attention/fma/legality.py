@@ -4,7 +4,7 @@ from __future__ import annotations
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile import epilogue, limits
-from tinygrad_nv.tile.attention.fma.plan import MOST_SUMS, Plan
+from tinygrad_nv.tile.attention.fma.plan import MOST_SUMS, FlashFmaPlan
 from tinygrad_nv.tile.attention.schedules import FlashFma
 from tinygrad_nv.tile.attention.score import multiple
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
@@ -17,7 +17,7 @@ MOST_BESIDE = 150          # sums, where scores are more than multiples of sums
 
 def problems(spec: AttentionSpec, schedule: FlashFma, arch: str) -> list[str]:
     """Why `flash_fma` cannot have this schedule; empty when it can."""
-    s, out, plan = schedule, _spec_problems(spec), Plan.of(spec, schedule)
+    s, out, plan = schedule, _spec_problems(spec), FlashFmaPlan.of(spec, schedule)
     if s.block_m % (16 * s.warps_m) or s.block_m & (s.block_m - 1):
         out.append(f"block_m={s.block_m} is not a power of two, {s.warps_m} warps × 16 = {16 * s.warps_m} or "
                    "more")
@@ -39,7 +39,7 @@ def _spec_problems(spec: AttentionSpec) -> list[str]:
                   (("heads", heads), ("batches", spec.batch[0])) if count > MOST_GRID]
 
 
-def _resource_problems(plan: Plan, arch: str) -> list[str]:
+def _resource_problems(plan: FlashFmaPlan, arch: str) -> list[str]:
     out, most = [], limits.SMEM_BYTES[arch]
     if plan.smem_bytes > most:
         out.append(f"{plan.schedule.depth} stages × {plan.stage_bytes} B, q and probabilities are "

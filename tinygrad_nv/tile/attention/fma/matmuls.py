@@ -6,15 +6,15 @@ Protocol. Of a warp's rows and columns a lane has
                    mma.m16n8, which scores and softmax are written for
     sums of p v    rows g + 4 i, elements 4 q + 32 j and the next three, g = lane / 8, q = lane % 8
 
-`Products` reads four elements of d of each of its rows and columns, 16 bytes a lane, and multiplies rows by
-columns; `Outputs` reads four probabilities of each of its rows, and the elements of v of each of the four.
+`ScoreMatmul` reads four elements of d of each of its rows and columns, 16 bytes a lane, and multiplies rows
+by columns; `Outputs` reads four probabilities of each of its rows, and the elements of v of each of the four.
 Probabilities go from the one to the other by way of shared memory, so that the second has twice the rows and
 half the elements: 4 × 8 lanes read less of few long rows than 8 × 4 do. Shared memory serves a quarter of a
 warp at a time, whose lanes read the same 16 bytes or ones in other banks (tile/layout.py; rows of
 probabilities: `legal_flash_fma.pitch`).
 
 A block's share of p v is summed by itself and then added: rounding errors of a sum grow with its length, and
-the sum over all keys would have twice those of matrix products that are added up in blocks. So would one long
+the sum over all keys would have twice those of matmuls that are added up in blocks. So would one long
 sum of a score, hence `chains`.
 
 Both are loops, over 128 bytes of the rows of q and k and over eight columns of keys, unrolled inside.
@@ -34,7 +34,7 @@ MOST_BESIDE = 96  # more than so many for the sums
 
 
 @dataclass
-class Products:
+class ScoreMatmul:
     """q kᵀ of a warp: `rows` of them from row `row` (u32) of the tile of q on, `columns` from row `column`
     (u32) of the tile of keys on. q lies at the shared address `q_start`. A score is the sum of `chains`."""
     k: Kernel
@@ -148,7 +148,7 @@ class Outputs:
             for four in row:
                 for register in four: register *= factor
 
-    def add(self, stage: Value, shrinks: list[Value]) -> None:
+    def add(self, stage: Value, rescales: list[Value]) -> None:
         """Adds the share of a block whose stage begins at a shared address (u32) to what sums have become
         when they have shrunk by factors of rows lane / 8 + 4 i."""
         k, sums = self.k, self.rows * self.groups
@@ -162,10 +162,10 @@ class Outputs:
                     self._eight(share, first, left, right)
                     left += 8 * 4
                     right += 8 * self.values.span
-            for row, own, shrink in zip(self.sums, share, shrinks, strict=True):
+            for row, own, rescale in zip(self.sums, share, rescales, strict=True):
                 for four, more in zip(row[first:first + wide], own, strict=True):
                     for register, value in zip(four, more, strict=True):
-                        k.emit("fma.rn.f32", register, register, shrink, value)
+                        k.emit("fma.rn.f32", register, register, rescale, value)
 
     def _eight(self, share: list[list[list[Value]]], first: int, left: Value, right: Value) -> None:
         """Of eight columns of keys, and of 32 elements of v for each four registers from `first` on."""

@@ -1,7 +1,7 @@
 """What follows from a spec and a schedule of `flash_fma`: extents and bytes. Numbers only.
 
-Protocol: `Plan.of` computes, and refuses nothing. Both legality.py and the kernel take their arithmetic from
-here.
+Protocol: `FlashFmaPlan.of` computes, and refuses nothing. Both legality.py and the kernel take their
+arithmetic from here.
 """
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ MOST_SUMS = 152            # registers for sums and scores that leave room for o
 
 
 @dataclass(frozen=True)
-class Plan:
+class FlashFmaPlan:
     """An attention by a schedule."""
     spec: AttentionSpec
     schedule: FlashFma
 
     @staticmethod
     @lru_cache(1024)
-    def of(spec: AttentionSpec, schedule: FlashFma) -> Plan:
+    def of(spec: AttentionSpec, schedule: FlashFma) -> FlashFmaPlan:
         """The plan."""
-        return Plan(spec, schedule)
+        return FlashFmaPlan(spec, schedule)
 
     @property
     def d(self) -> int:

@@ -1,9 +1,10 @@
-"""How warps of flash_fma with the same rows meet, and how the result is stored.
+"""How warps of flash_fma with the same rows reduce, and how the result is stored.
 
-Protocol: `Meeting` is for what all warps of a CTA do when the ring is read no more, in memory of the ring:
+Protocol: `WarpReduction` is for what all warps of a CTA do when the ring is read no more, in memory of the
+ring:
 
-    totals     every warp tells its rows' tops and totals, and takes the largest top and the sum of the totals
-               for its own; its sums shrink by 2^(factor · (its top − the largest)), as its totals do
+    row_sums   every warp leaves its rows' maxima and sums, and takes the largest max and the sum of all
+               for its own; its sums are rescaled by 2^(factor · (its max − the largest)), and its outputs too
     sums       warps but the first of those with the same rows tell their sums, which the first adds
 
 Each lane tells what it holds to the lanes of its number, so that nothing depends on the layout of the sums.
@@ -21,11 +22,11 @@ from tinygrad_nv.tile.access import place
 from tinygrad_nv.tile.attention.fma.matmuls import Outputs
 from tinygrad_nv.tile.attention.fma.softmax import ExactSoftmax
 from tinygrad_nv.tile.attention.spec import AttentionSpec
-from tinygrad_nv.tile.lanes import HALVES, packed
+from tinygrad_nv.tile.lanes import FLOAT16S, packed
 
 
 @dataclass
-class Meeting:
+class WarpReduction:
     """Of `warps` neighbouring warps, which have the same rows, in shared memory from `start` (u32) on; `warp`
     (u32) is this warp's number in the CTA."""
     k: Kernel
@@ -37,28 +38,28 @@ class Meeting:
         self.own = self.warp % self.warps
         self.lane = self.k.special("laneid")
 
-    def totals(self, softmax: ExactSoftmax, outputs: Outputs) -> None:
-        """Tops and totals of all, in each warp."""
-        k, count = self.k, len(softmax.top)
+    def row_sums(self, softmax: ExactSoftmax, outputs: Outputs) -> None:
+        """Maxima and sums of all rows, in each warp."""
+        k, count = self.k, len(softmax.row_max)
         lanes = 32 * 8
         base = self.start + (self.lane << 3)
         first = base + (self.warp - self.own) * (count * lanes)
         k.sync()
         mine = base + self.warp * (count * lanes)
-        for i, pair in enumerate(zip(softmax.top, softmax.total, strict=True)):
+        for i, pair in enumerate(zip(softmax.row_max, softmax.row_sum, strict=True)):
             k.st("shared", "f32", mine.at(i * lanes), pair)
         k.sync()
         factors = []
-        for i, (top, total) in enumerate(zip(softmax.top, softmax.total, strict=True)):
+        for i, (row_max, row_sum) in enumerate(zip(softmax.row_max, softmax.row_sum, strict=True)):
             pairs = [k.ld("shared", "f32", first.at((w * count + i) * lanes), 2) for w in range(self.warps)]
             most = k.reg("f32", pairs[0][0])
             for other, _ in pairs[1:]: k.emit("max.f32", most, most, other)
             whole, base = k.reg("f32", 0.0), softmax.base(most)
             for other, share in pairs:
                 k.emit("fma.rn.f32", whole, share, softmax.weight(other, base), whole)
-            factors.append(softmax.weight(top, base))
-            top.set(most)
-            total.set(whole)
+            factors.append(softmax.weight(row_max, base))
+            row_max.set(most)
+            row_sum.set(whole)
         outputs.scaled(factors)
 
     def sums(self, sums: Sequence[Sequence[Sequence[Value]]]) -> None:
@@ -110,5 +111,5 @@ def _as(k: Kernel, spec: AttentionSpec, values: list[Value]) -> tuple[str, list[
     if len(values) > 1:
         return "b32", [packed(k, values[i:i + 2], dtype) for i in range(0, len(values), 2)]
     half = k.reg("b16")
-    k.emit(f"cvt.rn.{HALVES[dtype]}.f32", half, values[0])
+    k.emit(f"cvt.rn.{FLOAT16S[dtype]}.f32", half, values[0])
     return "b16", [half]

@@ -5,9 +5,9 @@ order of shared memory, so that its places of all passes are constants away from
 too. Rows at and beyond an edge, and elements between the head's and the tile's width, become zeros: memory
 there is not read. Copies are cp.async of what rows are aligned to, 4 to 16 bytes.
 
-A `ColumnRing` brings blocks of keys and values to a ring of stages, from the last block to the first: `fill`
-starts those of all stages but one, `bring` the next block, once the stage it goes to is read no more, and
-`turn` moves on by one stage.
+A `ColumnPipeline` brings blocks of keys and values to a ring of stages, from the last block to the first:
+`fill` starts those of all stages but one, `bring` the next block, once the stage it goes to is read no more,
+and `turn` moves on by one stage.
 """
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class RowCopy(Passes):
 
 
 @dataclass
-class ColumnRing:
+class ColumnPipeline:
     """Stages of `stage_bytes` each from a shared address (u32) on, and what brings a block's tiles to one."""
     k: Kernel
     copies: Sequence[RowCopy]

@@ -7,10 +7,10 @@ registers (FlashAttention-2). For sm_80 and later.
         start the copies of the block `depth - 1` before, into the place of the one after
         sums = q kᵀ
         the score; where some row does not see all of the block, −inf
-        a row's top, 2^(score − top), its sum so far; what has been summed of v shrinks
+        a row's max, 2^(score − max), its sum so far; the sums of v so far are rescaled
         dropout, where there is one
         out += p v, with p from registers: the fragment of two products' sums is that of a left operand
-    out / total, by way of the ring, and l
+    out / sum, by way of the ring, and l
 
 A warp has 16 rows, or a multiple of it, of all columns: rows never meet across warps. From the last block to
 the first, since the partial one is then the first, and no other asks how many keys there are; keys that come
@@ -27,11 +27,11 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced, row_start
 from tinygrad_nv.tile.attention.dropout import Dropout
-from tinygrad_nv.tile.attention.mma.copy import ColumnRing, RowCopy
-from tinygrad_nv.tile.attention.mma.plan import Plan, padded
+from tinygrad_nv.tile.attention.mma.copy import ColumnPipeline, RowCopy
+from tinygrad_nv.tile.attention.mma.plan import FlashMmaPlan, padded
 from tinygrad_nv.tile.attention.ragged_rest import clear, store_logs
 from tinygrad_nv.tile.attention.schedules import FlashMma
-from tinygrad_nv.tile.attention.score import Cells, Columns, Extents, Scores, Softmax, signed
+from tinygrad_nv.tile.attention.score import Cells, Columns, Extents, OnlineSoftmax, Scores, signed
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
 from tinygrad_nv.tile.expression import loads
 from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
@@ -46,22 +46,22 @@ def flash_mma(spec: AttentionSpec, schedule: FlashMma, gpu: GPU) -> AttentionKer
     """The kernel of an attention, by a legal schedule."""
     # min_ctas: else ptxas may spill for one CTA more on a multiprocessor
     k = Kernel("flash_mma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
-    _Writer(k, Plan.of(spec, schedule)).write()
+    _FlashMmaKernel(k, FlashMmaPlan.of(spec, schedule)).write()
     batch, heads, group = spec.batch
     grid = (-(-spec.s_q // schedule.block_m), heads * group, batch + spec.ragged)
     return AttentionKernel("flash_mma", k.ptx(), grid, schedule.threads, k.dynamic_smem,
                            rows_of_cta=schedule.block_m if "s_q" in spec.symbolic else 0, pdl=k.hopper)
 
 
-class _Writer:
+class _FlashMmaKernel:
     """The kernel as it is written: the parameters, then the stages of the protocol above."""
 
-    def __init__(self, k: Kernel, plan: Plan) -> None:
+    def __init__(self, k: Kernel, plan: FlashMmaPlan) -> None:
         self.k, self.plan, self.spec, self.schedule = k, plan, plan.spec, plan.schedule
         spec, s = plan.spec, plan.schedule
         self.d, self.d_v, self.warp_m = plan.d, plan.d_v, plan.warp_m
         self.out = k.pointer("out")
-        self.log = k.pointer("l") if spec.log_sum else None
+        self.log = k.pointer("l") if spec.lse else None
         self.q, self.keys, self.values = (k.pointer(name) for name in "qkv")
         cu = (k.pointer("cu_q"), k.pointer("cu_k")) if spec.ragged else None
         self.seed = k.pointer("seed") if spec.kept < EVERY else None
@@ -111,7 +111,7 @@ class _Writer:
         self._fragments()
         self.scores.prepare(loads(spec.score))
         self.dropout = None if self.seed is None else self._dropout(self.seed)
-        self.softmax = Softmax(k, self.warp_m // 16, self.scores.factor)
+        self.softmax = OnlineSoftmax(k, self.warp_m // 16, self.scores.factor)
         self.sums: Cells = self._cells(self.d_v)
         self._loop()
         if k.hopper: k.launch_dependents()
@@ -145,7 +145,7 @@ class _Writer:
             tile = SharedTile(s.block_n, padded(d) * 2)
             copies.append(RowCopy(k, rows, row_start(k, pointer, rows, self.batch, last), d, tile, start))
             start += tile.nbytes
-        self.ring = ColumnRing(k, copies, self.start, self.stage_bytes, s.depth)
+        self.ring = ColumnPipeline(k, copies, self.start, self.stage_bytes, s.depth)
         self.ring.fill(self.columns, self.base)
 
     def _fragments(self) -> None:
@@ -181,7 +181,7 @@ class _Writer:
             cells = self.scores.of(self._scores(), self.base)
             if not self.columns.always_full:
                 with k.if_(self.columns.partly(self.base)): self.scores.mask(cells, self.base)
-            self._shrink(self.softmax.step(cells))
+            self._rescale(self.softmax.step(cells))
             if self.dropout is not None: self.dropout.drop(cells, self.base)
             self._sum(cells)
             self.base -= s.block_n
@@ -208,8 +208,8 @@ class _Writer:
                 cell = row[2 * j + half]
                 self.k.mma(shape, types, cell, four, right[2 * half:2 * half + 2], cell)
 
-    def _shrink(self, factors: list[Value]) -> None:
-        """What has been summed, to the new tops."""
+    def _rescale(self, factors: list[Value]) -> None:
+        """What has been summed, rescaled to the new maxima."""
         for i, row in enumerate(self.sums):
             for cell in row:
                 for r, register in enumerate(cell): register *= factors[2 * i + r // 2]
@@ -233,11 +233,11 @@ class _Writer:
     # **** the result ****
 
     def _store(self) -> None:
-        """Divides by the totals and stores, by way of the ring, that nobody needs any more."""
+        """Divides by the row sums and stores, by way of the ring, which is no longer needed."""
         k, extents = self.k, self.extents
         inverses, logs = self.softmax.finish()
         if self.dropout is not None: inverses = [inverse * self.dropout.scale for inverse in inverses]
-        self._shrink(inverses)
+        self._rescale(inverses)
         rows = extents.s_q if isinstance(extents.s_q, Value) else k.reg("u32", extents.s_q)
         if self.log is not None:
             store_logs(k, self.spec, self.log, logs, self.batch, self.first + self.row, rows)

@@ -5,7 +5,7 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile import epilogue, limits
 from tinygrad_nv.tile.attention.mma.copy import LEAST_BYTES
-from tinygrad_nv.tile.attention.mma.plan import Plan
+from tinygrad_nv.tile.attention.mma.plan import FlashMmaPlan
 from tinygrad_nv.tile.attention.schedules import FlashMma
 from tinygrad_nv.tile.attention.spec import OPERANDS, AttentionSpec
 from tinygrad_nv.tile.expression import short
@@ -24,7 +24,7 @@ def problems(spec: AttentionSpec, schedule: FlashMma, arch: str) -> list[str]:
         out.append(f"block_n={s.block_n} is not {', '.join(map(str, BLOCKS_N))}")
     if s.warps_m not in (1, 2, 4, 8, 16): out.append(f"{s.warps_m} warps are not 1, 2, 4, 8 or 16")
     if not 2 <= s.depth <= 8: out.append(f"{s.depth} stages are not 2 to 8")
-    return out or [*_resource_problems(Plan.of(spec, s), arch), *epilogue.problems(spec.score, arch)]
+    return out or [*_resource_problems(FlashMmaPlan.of(spec, s), arch), *epilogue.problems(spec.score, arch)]
 
 
 def _spec_problems(spec: AttentionSpec) -> list[str]:
@@ -41,7 +41,7 @@ def _spec_problems(spec: AttentionSpec) -> list[str]:
                   (("heads", heads), ("batches", spec.batch[0] + spec.ragged)) if count > MOST_GRID]
 
 
-def _resource_problems(plan: Plan, arch: str) -> list[str]:
+def _resource_problems(plan: FlashMmaPlan, arch: str) -> list[str]:
     out, most = [], limits.SMEM_BYTES[arch]
     if plan.smem_bytes > most:
         out.append(f"{plan.schedule.depth} stages × {plan.stage_bytes} B and q are {plan.smem_bytes} B of "

@@ -1,7 +1,7 @@
 """What follows from a spec and a schedule of `flash_mma`: extents and bytes. Numbers only.
 
-Protocol: `Plan.of` computes, and refuses nothing. Both legality.py and the kernel take their arithmetic from
-here.
+Protocol: `FlashMmaPlan.of` computes, and refuses nothing. Both legality.py and the kernel take their
+arithmetic from here.
 """
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ HELD_BESIDE = 150    # the same, where scores are more than multiples of sums, o
 
 
 @dataclass(frozen=True)
-class Plan:
+class FlashMmaPlan:
     """An attention by a schedule."""
     spec: AttentionSpec
     schedule: FlashMma
 
     @staticmethod
     @lru_cache(1024)
-    def of(spec: AttentionSpec, schedule: FlashMma) -> Plan:
+    def of(spec: AttentionSpec, schedule: FlashMma) -> FlashMmaPlan:
         """The plan."""
-        return Plan(spec, schedule)
+        return FlashMmaPlan(spec, schedule)
 
     @property
     def d(self) -> int:

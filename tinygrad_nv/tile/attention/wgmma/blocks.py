@@ -1,7 +1,7 @@
 """Which blocks of columns a CTA's rows see, and which of them need no mask.
 
-Protocol: `Blocks` is of the rows from `row` on. Blocks are walked downwards from `end` - 1 to `first`, in at
-most three runs:
+Protocol: `KeyBlocks` is of the rows from `row` on. Blocks are walked downwards from `end` - 1 to `first`, in
+at most three runs:
 
     masked      from the last block down to `plain_end`: the band ends in them, or the keys
     plain       down to `plain_first`: all rows see all of their columns
@@ -15,15 +15,15 @@ from contextlib import AbstractContextManager, nullcontext
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.attention.score import Extents
-from tinygrad_nv.tile.attention.wgmma.plan import Plan
+from tinygrad_nv.tile.attention.wgmma.plan import FlashWgmmaPlan
 
 Extent = Value | int
 
 
-class Blocks:
+class KeyBlocks:
     """The blocks of a CTA, downwards."""
 
-    def __init__(self, k: Kernel, plan: Plan, row: Value, extents: Extents) -> None:
+    def __init__(self, k: Kernel, plan: FlashWgmmaPlan, row: Value, extents: Extents) -> None:
         self.k, self.plan = k, plan
         s_q, s_kv, start = (each.to("s32") if isinstance(each, Value) else each
                             for each in (extents.s_q, extents.s_kv, extents.start))

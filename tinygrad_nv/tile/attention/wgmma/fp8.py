@@ -32,16 +32,16 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import SINK, Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.access import advanced
-from tinygrad_nv.tile.attention.score import Cells, Scores, Softmax
+from tinygrad_nv.tile.attention.score import Cells, OnlineSoftmax, Scores
 from tinygrad_nv.tile.attention.spec import RowScales
-from tinygrad_nv.tile.attention.wgmma.blocks import Blocks
-from tinygrad_nv.tile.attention.wgmma.load import Loads
-from tinygrad_nv.tile.attention.wgmma.main_loop import Products
-from tinygrad_nv.tile.attention.wgmma.plan import TURNERS, WARPGROUP, Plan
-from tinygrad_nv.tile.attention.wgmma.tile_scheduler import Tile, Walk
+from tinygrad_nv.tile.attention.wgmma.blocks import KeyBlocks
+from tinygrad_nv.tile.attention.wgmma.load import AttentionLoads
+from tinygrad_nv.tile.attention.wgmma.main_loop import AttentionMainLoop
+from tinygrad_nv.tile.attention.wgmma.plan import TURNERS, WARPGROUP, FlashWgmmaPlan
+from tinygrad_nv.tile.attention.wgmma.tile_scheduler import AttentionTile, AttentionTileScheduler
 from tinygrad_nv.tile.gemm.wgmma.main_loop import Descriptors
 from tinygrad_nv.tile.lanes import to_fp8
-from tinygrad_nv.tile.pipeline import Cursor, Ring
+from tinygrad_nv.tile.pipeline import Pipeline, PipelineState
 from tinygrad_nv.tile.wgmma_tiles import OperandTile
 
 LIFT = 8.0           # the largest weight is 2^8
@@ -49,7 +49,7 @@ LEAST = 2.0**-100    # of a factor: −inf times 0 would be NaN, and sums are be
 KEYS, WIDE = 32, 16  # of a turner's step: keys, elements of d
 
 
-class Written(Ring):
+class Written(Pipeline):
     """A ring whose stages `writers` warps write themselves."""
 
     def __init__(self, k: Kernel, depth: int, writers: int, readers: int, name: str) -> None:
@@ -61,27 +61,27 @@ class Written(Ring):
         """A lane of each writer."""
         return self.writers
 
-    def acquire(self, at: Cursor) -> MemoryOperand:
+    def acquire(self, at: PipelineState) -> MemoryOperand:
         """Waits until the stage's readers are done; the barrier at which writers arrive."""
         full = self._full(at)
         self.k.mbarrier_wait(full.at(8 * self.depth), at.parity)
         return full.at()
 
 
-class Turned:
+class TransposedValues:
     """Turned values in shared memory, and how they come there."""
 
-    def __init__(self, k: Kernel, plan: Plan, loads: Loads) -> None:
+    def __init__(self, k: Kernel, plan: FlashWgmmaPlan, loads: AttentionLoads) -> None:
         assert plan.turned is not None
         self.k, self.plan, self.loads, self.tile, depth = k, plan, loads, plan.turned, plan.schedule.depth
         self.values = k.shared("turned", self.tile.nbytes * depth, align=1024)
         self.ring = Written(k, depth, TURNERS, WARPGROUP // 32 * plan.consumers, "full_and_empty_turned")
 
-    def produce(self, walk: Walk, blocks: Callable[[Tile], Blocks]) -> None:
+    def produce(self, walk: AttentionTileScheduler, blocks: Callable[[AttentionTile], KeyBlocks]) -> None:
         """All blocks of all tiles, by the turners: whole warps, of which each has every other 16 elements."""
         k, ring, n = self.k, self.loads.v_ring, self.plan.schedule.block_n
         self._begin()
-        at, doors = ring.cursor(), ring.doors()
+        at, empty_barriers = ring.cursor(), ring.empty_barriers()
         mine = self.lane == 0
         with walk.tiles() as tile:
             seen = blocks(tile)
@@ -94,11 +94,11 @@ class Turned:
                         with k.if_(left < n): self._clear(stage, left.to("u32"))
                         left.set(n)
                     # both rings are as deep: what is read and what is written have the same stage
-                    full = self.ring.acquire(Cursor(self.ring, at.stage, at.parity ^ 1))
+                    full = self.ring.acquire(PipelineState(self.ring, at.stage, at.parity ^ 1))
                     self._turn(stage, self.values.address() + at.stage * self.tile.nbytes)
                     k.fence_proxy_async()
                     k.emit("bar.warp.sync", -1)
-                    ring.release(doors, at.stage, mine)
+                    ring.release(empty_barriers, at.stage, mine)
                     k.emit("mbarrier.arrive.shared::cta.b64", SINK, full, guard=mine)
                     at.advance()
 
@@ -151,10 +151,11 @@ def _swizzled(tile: OperandTile, row: Value) -> Value:
     return plain ^ (plain >> 7 & tile.span // 16 - 1) << 4
 
 
-class Fp8Products(Products):
+class Fp8MainLoop(AttentionMainLoop):
     """One consumer's main loop; `scales` are pointers to those of q, k and v."""
 
-    def __init__(self, k: Kernel, plan: Plan, loads: Loads, turned: Turned, scales: Sequence[Value],
+    def __init__(self, k: Kernel, plan: FlashWgmmaPlan, loads: AttentionLoads, turned: TransposedValues,
+                 scales: Sequence[Value],
                  consumer: Value) -> None:
         self.turned, self.pointers = turned, scales
         assert plan.spec.scales is not None
@@ -164,12 +165,12 @@ class Fp8Products(Products):
         self.now = k.reg("f32")
         self.scale: Value | None = None
 
-    def _values(self) -> tuple[Descriptors, Ring]:
+    def _values(self) -> tuple[Descriptors, Pipeline]:
         return Descriptors.of(self.k, self.turned.tile, self.turned.values.address()), self.turned.ring
 
     # **** scales ****
 
-    def _softmax(self, scores: Scores) -> Softmax:
+    def _softmax(self, scores: Scores) -> OnlineSoftmax:
         k, factor = self.k, scores.factor
         assert self.plan.spec.scales is not None
         self.bases = [self._base(each, pointer, scores) for each, pointer in
@@ -180,10 +181,10 @@ class Fp8Products(Products):
         if not self.by_block[1]: scale *= self._scale(1)
         if not self.by_block[2]: self.now = self._scale(2)
         self.scale = None if scores.linear else scale
-        if not scores.linear: return Softmax(k, 1, factor, LIFT)
+        if not scores.linear: return OnlineSoftmax(k, 1, factor, LIFT)
         least = k.reg("f32")
         k.emit("max.f32", least, scale * factor, LEAST)
-        return Softmax(k, 1, least, LIFT)
+        return OnlineSoftmax(k, 1, least, LIFT)
 
     def _base(self, scales: RowScales, pointer: Value, scores: Scores) -> Value:
         made = pointer + scales.offset * 4 if scales.offset else pointer

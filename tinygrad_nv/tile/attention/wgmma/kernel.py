@@ -17,7 +17,7 @@ are more tiles than multiprocessors, many, in an order by length and for L2 (til
 the next one are made under the end of this one. Query heads of one key head read the same keys. Operands of 8
 bits have scales, and values that two more warps turn (fp8.py).
 
-It is launched early: whoever touches global memory, the threads that load and the consumers, waits for the
+It is launched with PDL: threads that access global memory, the loading ones and the consumers, wait for the
 kernel before once the barriers are made. The kernel after may begin once all CTAs' last copies are on their
 way.
 """
@@ -29,23 +29,23 @@ from tinygrad_nv.tile.attention.ragged_rest import clear
 from tinygrad_nv.tile.attention.schedules import FlashWgmma
 from tinygrad_nv.tile.attention.score import Extents, Scores
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
-from tinygrad_nv.tile.attention.wgmma.blocks import Blocks
-from tinygrad_nv.tile.attention.wgmma.fp8 import Fp8Products, Turned
-from tinygrad_nv.tile.attention.wgmma.load import Loads
-from tinygrad_nv.tile.attention.wgmma.main_loop import Products
-from tinygrad_nv.tile.attention.wgmma.plan import ROWS, WARPGROUP, Plan
-from tinygrad_nv.tile.attention.wgmma.store import Finish
-from tinygrad_nv.tile.attention.wgmma.tile_scheduler import Tile, Walk
-from tinygrad_nv.tile.gpu import machine_for
+from tinygrad_nv.tile.attention.wgmma.blocks import KeyBlocks
+from tinygrad_nv.tile.attention.wgmma.fp8 import Fp8MainLoop, TransposedValues
+from tinygrad_nv.tile.attention.wgmma.load import AttentionLoads
+from tinygrad_nv.tile.attention.wgmma.main_loop import AttentionMainLoop
+from tinygrad_nv.tile.attention.wgmma.plan import ROWS, WARPGROUP, FlashWgmmaPlan
+from tinygrad_nv.tile.attention.wgmma.store import AttentionEpilogue
+from tinygrad_nv.tile.attention.wgmma.tile_scheduler import AttentionTile, AttentionTileScheduler
+from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.kernel import AttentionKernel
 from tinygrad_nv.tile.template import GPU
 
 
 def flash_wgmma(spec: AttentionSpec, schedule: FlashWgmma, gpu: GPU) -> AttentionKernel:
     """The kernel of an attention, by a legal schedule; its CTAs are at most as many as multiprocessors."""
-    plan = Plan.of(spec, schedule, machine_for(gpu.arch, gpu.sm_count).sm_count)
+    plan = FlashWgmmaPlan.of(spec, schedule, gpu_model_for(gpu.arch, gpu.sm_count).sm_count)
     k = Kernel("flash_wgmma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
-    writer = _Writer(k, plan)
+    writer = _FlashWgmmaKernel(k, plan)
     writer.write()
     return AttentionKernel("flash_wgmma", k.ptx(), plan.grid, schedule.threads, k.dynamic_smem,
                            maps=(*writer.loads.maps, *writer.finish.maps),
@@ -53,23 +53,23 @@ def flash_wgmma(spec: AttentionSpec, schedule: FlashWgmma, gpu: GPU) -> Attentio
                            pdl=True)
 
 
-class _Writer:
+class _FlashWgmmaKernel:
     """The kernel as it is written: parameters and shared memory, then the two roles."""
 
-    def __init__(self, k: Kernel, plan: Plan) -> None:
+    def __init__(self, k: Kernel, plan: FlashWgmmaPlan) -> None:
         self.k, self.plan, spec = k, plan, plan.spec
         out = k.pointer("out")
-        log_sum = k.pointer("l") if spec.log_sum else None
+        lse = k.pointer("l") if spec.lse else None
         for name in "qkv": k.pointer(name)  # the tensor maps'
         self.scales = [k.pointer(f"scale_{name}") for name in "qkv"] if spec.scales is not None else []
         self.cu = (k.pointer("cu_q"), k.pointer("cu_k")) if spec.ragged else None
         self.seed = k.pointer("seed") if spec.kept < EVERY else None
         self.extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
         self.extents = Extents.declared(k, spec)
-        self.loads = Loads(k, plan, 1 + spec.log_sum)
-        self.turned = Turned(k, plan, self.loads) if plan.turned is not None else None
-        self.finish = Finish(k, plan, out, log_sum, self.loads.q)
-        self.walk = Walk(k, plan, self.extents.s_q)
+        self.loads = AttentionLoads(k, plan, 1 + spec.lse)
+        self.turned = TransposedValues(k, plan, self.loads) if plan.turned is not None else None
+        self.finish = AttentionEpilogue(k, plan, out, lse, self.loads.q)
+        self.walk = AttentionTileScheduler(k, plan, self.extents.s_q)
 
     def write(self) -> None:
         """The whole kernel."""
@@ -113,9 +113,9 @@ class _Writer:
         head, group = self.k.ctaid.y, self.plan.spec.batch[2]
         return head // group, head % group
 
-    def blocks(self, tile: Tile) -> Blocks:
+    def blocks(self, tile: AttentionTile) -> KeyBlocks:
         """The blocks of columns of a tile."""
-        return Blocks(self.k, self.plan, tile.row.to("s32"), self.extents)
+        return KeyBlocks(self.k, self.plan, tile.row.to("s32"), self.extents)
 
     def produce(self) -> None:
         """Fills the rings."""
@@ -134,8 +134,8 @@ class _Writer:
         k.emit("redux.sync.min.u32", warp, k.tid.x // 32, -1)
         k.wait_for_previous_grid()
         first = warp * (ROWS // 4)  # of a consumer's rows, a warp's
-        products = Products(k, plan, self.loads, warp >> 2) if self.turned is None else \
-            Fp8Products(k, plan, self.loads, self.turned, self.scales, warp >> 2)
+        products = AttentionMainLoop(k, plan, self.loads, warp >> 2) if self.turned is None else \
+            Fp8MainLoop(k, plan, self.loads, self.turned, self.scales, warp >> 2)
         products.begin()
         if self.seed is not None: products.read_seed(self.seed)
         with self.walk.tiles() as tile:

@@ -7,7 +7,7 @@ from tinygrad_nv.tile import epilogue
 from tinygrad_nv.tile.attention.schedules import FlashWgmma
 from tinygrad_nv.tile.attention.score import multiple
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Rows
-from tinygrad_nv.tile.attention.wgmma.plan import ROWS, Plan
+from tinygrad_nv.tile.attention.wgmma.plan import ROWS, FlashWgmmaPlan
 from tinygrad_nv.tile.expression import show
 from tinygrad_nv.tile.limits import MOST, MOST_GRID, SMEM_BYTES
 from tinygrad_nv.tile.wgmma_tiles import K_BYTES
@@ -27,7 +27,7 @@ def problems(spec: AttentionSpec, schedule: FlashWgmma, arch: str) -> list[str]:
         return ["ragged batches and dropout of 8 bits: no template has them"]
     out = [*_operands(spec), *_counts(schedule, spec), *epilogue.problems(spec.score, arch)]
     if found := _extents(schedule, spec.q.dtype.itemsize): return out + found
-    return [*out, *_scales(schedule, spec), *_room(Plan.of(spec, schedule))]
+    return [*out, *_scales(schedule, spec), *_room(FlashWgmmaPlan.of(spec, schedule))]
 
 
 def _scales(s: FlashWgmma, spec: AttentionSpec) -> list[str]:
@@ -86,7 +86,7 @@ def _extents(s: FlashWgmma, size: int) -> list[str]:
     return out
 
 
-def _room(plan: Plan) -> list[str]:
+def _room(plan: FlashWgmmaPlan) -> list[str]:
     """Shared memory and registers."""
     out, s, most = [], plan.schedule, SMEM_BYTES["sm_90a"]
     if plan.smem_bytes > most:

@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
-from tinygrad_nv.tile.attention.wgmma.blocks import Blocks
-from tinygrad_nv.tile.attention.wgmma.plan import TURNERS, WARPGROUP, Plan, map_argument, walked
-from tinygrad_nv.tile.attention.wgmma.tile_scheduler import Tile, Walk
+from tinygrad_nv.tile.attention.wgmma.blocks import KeyBlocks
+from tinygrad_nv.tile.attention.wgmma.plan import TURNERS, WARPGROUP, FlashWgmmaPlan, map_argument, walked
+from tinygrad_nv.tile.attention.wgmma.tile_scheduler import AttentionTile, AttentionTileScheduler
 from tinygrad_nv.tile.launch import MapArgument
-from tinygrad_nv.tile.pipeline import Cursor, Ring
+from tinygrad_nv.tile.pipeline import Pipeline, PipelineState
 
 
-class Loads:
+class AttentionLoads:
     """Tensor maps and shared memory of q, k and v; `first_pointer` is the number of q's pointer."""
 
-    def __init__(self, k: Kernel, plan: Plan, first_pointer: int) -> None:
+    def __init__(self, k: Kernel, plan: FlashWgmmaPlan, first_pointer: int) -> None:
         self.k, self.plan = k, plan
         spec, depth, warps = plan.spec, plan.schedule.depth, WARPGROUP // 32 * plan.consumers
         rows, keys = spec.total or (spec.s_q, spec.s_kv)
@@ -33,17 +33,17 @@ class Loads:
         self.q = k.shared("queries", plan.q.nbytes, align=1024)
         self.keys = k.shared("keys", plan.k.nbytes * depth, align=1024)
         self.values = k.shared("values", plan.v.nbytes * depth, align=1024)
-        self.k_ring = Ring(k, depth, plan.k.nbytes, warps, name="full_and_empty_keys")
+        self.k_ring = Pipeline(k, depth, plan.k.nbytes, warps, name="full_and_empty_keys")
         readers = warps if plan.turned is None else TURNERS
-        self.v_ring = Ring(k, depth, plan.v.nbytes, readers, name="full_and_empty_values")
-        self.q_ring = Ring(k, 1, plan.q.nbytes, warps, name="full_and_empty_queries")
+        self.v_ring = Pipeline(k, depth, plan.v.nbytes, readers, name="full_and_empty_values")
+        self.q_ring = Pipeline(k, 1, plan.q.nbytes, warps, name="full_and_empty_queries")
         self.rings = self.q_ring, self.k_ring, self.v_ring
 
     def init(self) -> None:
         """Makes the barriers: one thread."""
         for ring in self.rings: ring.init()
 
-    def queries(self, walk: Walk) -> None:
+    def queries(self, walk: AttentionTileScheduler) -> None:
         """The queries of all tiles."""
         at = self.q_ring.cursor(producer=True)
         with walk.tiles() as tile:
@@ -51,14 +51,16 @@ class Loads:
             self._copy(0, tile, tile.row.to("s32"), self.q.address(), full)
             at.advance()
 
-    def keys_and_values(self, walk: Walk, blocks: Callable[[Tile], Blocks]) -> None:
+    def keys_and_values(self, walk: AttentionTileScheduler,
+                        blocks: Callable[[AttentionTile], KeyBlocks]) -> None:
         """The keys and values of all tiles that have `blocks`."""
         at = self.k_ring.cursor(producer=True), self.v_ring.cursor(producer=True)
         with walk.tiles() as tile:
             seen = blocks(tile)
             with seen.any(): self._of_tile(tile, seen, *at)
 
-    def _of_tile(self, tile: Tile, blocks: Blocks, at_k: Cursor, at_v: Cursor) -> None:
+    def _of_tile(self, tile: AttentionTile, blocks: KeyBlocks, at_k: PipelineState,
+                 at_v: PipelineState) -> None:
         k, plan, n = self.k, self.plan, self.plan.schedule.block_n
         keys, values = self.keys.address(), self.values.address()
 
@@ -82,7 +84,7 @@ class Loads:
             column.set(following)
         copy_values(column)
 
-    def _copy(self, which: int, tile: Tile, at: Value, target: Value, full: MemoryOperand) -> None:
+    def _copy(self, which: int, tile: AttentionTile, at: Value, target: Value, full: MemoryOperand) -> None:
         """The boxes of a tile of q, k or v, from row `at` (s32) on."""
         plan, spec = self.plan, self.plan.spec
         operand, rows = ((plan.q, spec.q), (plan.k, spec.k), (plan.v, spec.v))[which]

@@ -15,75 +15,75 @@ Protocol: with S the scores, P their weights in 16 bits, O the result so far,
 
 The fragment of S in 16 bits is the fragment of a left operand in registers: registers 8c … 8c + 7 are the
 four of wgmma c. In ping-pong (FlashAttention-3) a consumer issues a block's wgmmas when the one before it has
-issued its own, so that the softmax of each falls under the products of the others (`Turns`).
+issued its own, so that the softmax of each falls under the products of the others (`IssueOrder`).
 """
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.attention.dropout import Dropout
-from tinygrad_nv.tile.attention.score import Cells, Scores, Softmax
-from tinygrad_nv.tile.attention.wgmma.blocks import Blocks
-from tinygrad_nv.tile.attention.wgmma.load import Loads
-from tinygrad_nv.tile.attention.wgmma.plan import ROWS, WARPGROUP, Plan
+from tinygrad_nv.tile.attention.score import Cells, OnlineSoftmax, Scores
+from tinygrad_nv.tile.attention.wgmma.blocks import KeyBlocks
+from tinygrad_nv.tile.attention.wgmma.load import AttentionLoads
+from tinygrad_nv.tile.attention.wgmma.plan import ROWS, WARPGROUP, FlashWgmmaPlan
 from tinygrad_nv.tile.gemm.wgmma.main_loop import Descriptors
-from tinygrad_nv.tile.lanes import HALVES
-from tinygrad_nv.tile.pipeline import Ring
+from tinygrad_nv.tile.lanes import FLOAT16S
+from tinygrad_nv.tile.pipeline import Pipeline
 
 CLEARED = 4  # a named barrier, after those of turns
 
 
-class Turns:
+class IssueOrder:
     """Consumers that issue in turn: consumer i waits at named barrier 1 + i for the one before it, the first
     one for the last one's turn before. All have as many turns; the last one's start gives the first turn, and
     the first one takes what the last one's last turn gives."""
 
-    def __init__(self, k: Kernel, plan: Plan, consumer: Value) -> None:
+    def __init__(self, k: Kernel, plan: FlashWgmmaPlan, consumer: Value) -> None:
         self.k, self.first = k, consumer == 0
         self.own = consumer + 1
         self.next = k.select(consumer == plan.consumers - 1, 1, consumer + 2, "u32")
 
     def begin(self) -> None:
         """Before all turns."""
-        with self.k.if_(self.next == 1): self.give()
+        with self.k.if_(self.next == 1): self.arrive()
 
-    def take(self) -> None:
+    def wait(self) -> None:
         """Waits for the turn."""
         self.k.sync(self.own, 2 * WARPGROUP)
 
-    def give(self) -> None:
+    def arrive(self) -> None:
         """Gives it to the next consumer."""
         self.k.arrive(self.next, 2 * WARPGROUP)
 
     def end(self) -> None:
         """After all turns."""
-        with self.k.if_(self.first): self.take()
+        with self.k.if_(self.first): self.wait()
 
 
-class Products:
+class AttentionMainLoop:
     """One consumer's main loop; `consumer` is its number, the same in all its lanes."""
 
-    def __init__(self, k: Kernel, plan: Plan, loads: Loads, consumer: Value) -> None:
+    def __init__(self, k: Kernel, plan: FlashWgmmaPlan, loads: AttentionLoads, consumer: Value) -> None:
         self.k, self.plan, self.loads, self.consumer = k, plan, loads, consumer
         self.q = Descriptors.of(k, plan.q, loads.q.address() + consumer * plan.q.at_mn(ROWS))
         self.keys = Descriptors.of(k, plan.k, loads.keys.address())
         self.values, self.v_ring = self._values()
         rings = loads.q_ring, loads.k_ring, self.v_ring
         self.at_q, self.at_k, self.at_v = (ring.cursor() for ring in rings)
-        self.doors_q, self.doors_k, self.doors_v = (ring.doors() for ring in rings)
+        self.empty_q, self.empty_k, self.empty_v = (ring.empty_barriers() for ring in rings)
         self.mine = k.special("laneid") == 0
         self.s = k.regs("f32", plan.scores)
         self.p = k.regs("b32", plan.weights)
         self.out = k.regs("f32", plan.sums)
-        self.turns = Turns(k, plan, consumer) if plan.pingpong else None
+        self.ordered = IssueOrder(k, plan, consumer) if plan.pingpong else None
         self.dropout: Dropout | None = None
 
     def begin(self) -> None:
         """Before all tiles."""
-        if self.turns is not None: self.turns.begin()
+        if self.ordered is not None: self.ordered.begin()
 
     def end(self) -> None:
         """After all tiles."""
-        if self.turns is not None: self.turns.end()
+        if self.ordered is not None: self.ordered.end()
 
     def read_seed(self, seed: Value) -> None:
         """That of dropout, once for all tiles."""
@@ -91,7 +91,7 @@ class Products:
         self.dropout = Dropout(k, spec.kept, self.plan.schedule.block_n, spec.batch)
         self.dropout.read(seed)
 
-    def tile(self, blocks: Blocks, scores: Scores) -> None:
+    def tile(self, blocks: KeyBlocks, scores: Scores) -> None:
         """A tile. Queries are given back unless the result will lie where they do."""
         self.scores, self.softmax = scores, self._softmax(scores)
         if self.dropout is not None: self.dropout.move(scores.batch, scores.row)
@@ -102,7 +102,7 @@ class Products:
             with self.k.else_(): self.give_back_queries()
         self.at_q.advance()
 
-    def _attend(self, blocks: Blocks) -> None:
+    def _attend(self, blocks: KeyBlocks) -> None:
         """All blocks, of which there is at least one."""
         k, n = self.k, self.plan.schedule.block_n
         block = k.reg("s32", blocks.end - 1)
@@ -116,11 +116,11 @@ class Products:
 
     # **** what differs between dtypes ****
 
-    def _values(self) -> tuple[Descriptors, Ring]:
+    def _values(self) -> tuple[Descriptors, Pipeline]:
         """Values as wgmma takes them, and their ring."""
         return Descriptors.of(self.k, self.plan.v, self.loads.values.address()), self.loads.v_ring
 
-    def _softmax(self, scores: Scores) -> Softmax: return Softmax(self.k, 1, scores.factor)
+    def _softmax(self, scores: Scores) -> OnlineSoftmax: return OnlineSoftmax(self.k, 1, scores.factor)
 
     def _ahead(self, column: Value) -> None:
         """What is read for the scores of the block that begins at `column`."""
@@ -141,7 +141,7 @@ class Products:
 
     # **** blocks ****
 
-    def _first(self, column: Value, blocks: Blocks) -> None:
+    def _first(self, column: Value, blocks: KeyBlocks) -> None:
         k, loads = self.k, self.loads
         self._ahead(column)
         loads.k_ring.wait(self.at_k)
@@ -172,11 +172,11 @@ class Products:
         self._ahead(column)
         self._ahead_of_sums(column + self.plan.schedule.block_n)
         loads.k_ring.wait(self.at_k)
-        if self.turns is not None: self.turns.take()
+        if self.ordered is not None: self.ordered.wait()
         self._issue_scores()
         self.v_ring.wait(self.at_v)
         self._issue_sums()
-        if self.turns is not None: self.turns.give()
+        if self.ordered is not None: self.ordered.arrive()
         k.wgmma_wait(1)
         self._give_back_keys()
         factors = self._absorb(column, masked)
@@ -184,19 +184,19 @@ class Products:
         k.wgmma_wait(0)
         self._summed()
         self._give_back_values()
-        self._shrink(factors)
+        self._rescale(factors)
         self._pack()
 
     def _before_sums(self) -> None:
         """Keeps the exponentials before the wait for O. ptxas moves that wait up, and exponentials down to
         where the weights are packed: of 90 none stood under the product of P and V (128 elements of d). It
-        leaves a sleep where it is among waits, and this one needs the totals, and they every exponential. No
-        total is negative, so that no warp sleeps."""
-        low, high = (total < 0.0 for total in self.softmax.total)
+        leaves a sleep where it is among waits, and this one needs the row sums, and they every exponential.
+        No sum is negative, so that no warp sleeps."""
+        low, high = (row_sum < 0.0 for row_sum in self.softmax.row_sum)
         self.k.emit("nanosleep.u32", 0, guard=low | high)
 
-    def _shrink(self, factors: list[Value]) -> None:
-        """The further on, the more blocks leave the tops of all of a warp's rows, and the result, as they
+    def _rescale(self, factors: list[Value]) -> None:
+        """The further on, the more blocks leave the maxima of all of a warp's rows, and the result, as they
         are."""
         k, some = self.k, self.k.reg("pred")
         k.emit("vote.sync.any.pred", some, (factors[0] != 1.0) | (factors[1] != 1.0), -1)
@@ -222,7 +222,7 @@ class Products:
         return factors
 
     def _pack(self) -> None:
-        kind = HALVES[self.plan.spec.v.dtype]
+        kind = FLOAT16S[self.plan.spec.v.dtype]
         for i, each in enumerate(self.p):
             self.k.emit(f"cvt.rn.{kind}x2.f32", each, self.weights[2 * i + 1], self.weights[2 * i])
 
@@ -247,13 +247,13 @@ class Products:
         k.wgmma_commit()
 
     def give_back_queries(self) -> None:
-        """Nobody of this warp reads them any more, nor what lies there instead."""
-        self.loads.q_ring.release(self.doors_q, self.at_q.stage, self.mine)
+        """No lane of this warp reads them any more, nor what lies there instead."""
+        self.loads.q_ring.release(self.empty_q, self.at_q.stage, self.mine)
 
     def _give_back_keys(self) -> None:
-        self.loads.k_ring.release(self.doors_k, self.at_k.stage, self.mine)
+        self.loads.k_ring.release(self.empty_k, self.at_k.stage, self.mine)
         self.at_k.advance()
 
     def _give_back_values(self) -> None:
-        self.v_ring.release(self.doors_v, self.at_v.stage, self.mine)
+        self.v_ring.release(self.empty_v, self.at_v.stage, self.mine)
         self.at_v.advance()

@@ -1,6 +1,6 @@
 """What follows from a spec and a schedule of `flash_wgmma`: tiles, instructions, bytes. Numbers only.
 
-Protocol: `Plan.of` computes, and refuses nothing. Both legality.py and the kernel take their
+Protocol: `FlashWgmmaPlan.of` computes, and refuses nothing. Both legality.py and the kernel take their
 arithmetic from here. Registers let a multiprocessor have one CTA of default schedules. With more tiles than
 `sm_count` CTAs are persistent: a tile that is alone waits for its launch, its barriers, its first copies and
 its store, each a latency of about 1 µs; 128 rows over 1024 keys of 128 elements are 67 MFLOP, 15 µs of a
@@ -31,7 +31,7 @@ WHOLE, PIECE = 128, 64  # of a result of 8-bit operands: so many columns at once
 
 
 @dataclass(frozen=True)
-class Plan:
+class FlashWgmmaPlan:
     """An attention by a schedule. `q`, `k`, `v` are tiles in shared memory, `out` that of a result which goes
     by TMA; `turned` are values of 8 bits once keys lie side by side, as wgmma takes them."""
     spec: AttentionSpec
@@ -45,7 +45,7 @@ class Plan:
 
     @staticmethod
     @lru_cache(1024)
-    def of(spec: AttentionSpec, schedule: FlashWgmma, sm_count: int = 0) -> Plan:
+    def of(spec: AttentionSpec, schedule: FlashWgmma, sm_count: int = 0) -> FlashWgmmaPlan:
         """The plan, for a GPU of so many multiprocessors; 0: one for each tile."""
         dtype, size, n = spec.q.dtype, spec.q.dtype.itemsize, schedule.block_n
         d, d_v = (padded(each, K_BYTES // size) for each in (spec.d, spec.d_v))
@@ -60,7 +60,7 @@ class Plan:
         out = OperandTile(spec.out.dtype, "K", schedule.block_m, d_v, span_out) if whole else None
         if spec.ragged: sm_count = 0  # tiles are found by the grid
         ctas = sm_count if 0 < sm_count < -(-spec.s_q // schedule.block_m) * spec.matrices else 0
-        return Plan(spec, schedule, q, k, v, out, turned, ctas)
+        return FlashWgmmaPlan(spec, schedule, q, k, v, out, turned, ctas)
 
     @property
     def consumers(self) -> int: return self.schedule.consumers
@@ -169,7 +169,8 @@ def walked(rows: Rows, batch: tuple[int, int, int]) -> tuple[int, ...]:
     return tuple(i for i in (2, 1, 0) if rows.batch[i] and batch[i] > 1)
 
 
-def map_argument(plan: Plan, rows: Rows, pointer: int, count: int, d: int, tile: OperandTile, box: int,
+def map_argument(plan: FlashWgmmaPlan, rows: Rows, pointer: int, count: int, d: int, tile: OperandTile,
+                 box: int,
                  symbol: str) -> MapArgument:
     """The tensor map of a matrix of `count` rows (the extent `symbol`): boxes of `box` rows."""
     spec, axes = plan.spec, walked(rows, plan.spec.batch)

@@ -14,7 +14,7 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Shared, Value
 from tinygrad_nv.tile.access import advanced, write
-from tinygrad_nv.tile.attention.wgmma.plan import Plan, map_argument, walked
+from tinygrad_nv.tile.attention.wgmma.plan import FlashWgmmaPlan, map_argument, walked
 from tinygrad_nv.tile.lanes import Lanes, packed
 from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.wgmma_tiles import OperandTile
@@ -22,11 +22,12 @@ from tinygrad_nv.tile.wgmma_tiles import OperandTile
 WARP_ROWS = 16
 
 
-class Finish:
+class AttentionEpilogue:
     """Where results go."""
 
-    def __init__(self, k: Kernel, plan: Plan, out: Value, log_sum: Value | None, queries: Shared) -> None:
-        self.k, self.plan, self.out, self.log_sum = k, plan, out, log_sum
+    def __init__(self, k: Kernel, plan: FlashWgmmaPlan, out: Value, lse: Value | None,
+                 queries: Shared) -> None:
+        self.k, self.plan, self.out, self.lse = k, plan, out, lse
         self.maps: list[MapArgument] = []
         self.tensor_maps: list[Value] = []
         if plan.out is None: return
@@ -42,12 +43,12 @@ class Finish:
         for i, each in enumerate(sums): each *= inverse[i >> 1 & 1]
         if self.plan.out is not None: self._by_tma(self.plan.out, sums, row, tile_row, batch)
         else: self._plain(sums, row, rows, batch)
-        if self.log_sum is not None: self._logs(self.log_sum, logs, row, rows, batch)
+        if self.lse is not None: self._logs(self.lse, logs, row, rows, batch)
 
     def _by_tma(self, tile: OperandTile, sums: Sequence[Value], row: Value, tile_row: Value,
                 batch: Sequence[Value]) -> None:
         k, lane, dtype = self.k, self.k.special("laneid"), self.plan.spec.out.dtype
-        if not self.plan.overlaid: self._settle()
+        if not self.plan.overlaid: self._drain()
         base = self.staging.address() + tile_row * tile.span
         plain = (lane & 15) * tile.span + (lane >> 4) * 16
         mask = tile.span // 16 - 1
@@ -65,16 +66,16 @@ class Finish:
                 k.tma_store(self.tensor_maps[0], [column * tile.inner, row.to("s32"), *outer],
                             base.at(column * tile.column_bytes))
             k.tma_commit()
-        if self.plan.overlaid: self._settle()
+        if self.plan.overlaid: self._drain()
 
-    def _settle(self) -> None:
+    def _drain(self) -> None:
         """Until the last result has been read from shared memory."""
         with self.k.if_(self.k.elect()): self.k.tma_wait(0, read=True)
         self.k.emit("bar.warp.sync", -1)
 
     def finish(self) -> None:
         """After all tiles."""
-        if self.plan.out is not None and not self.plan.overlaid: self._settle()
+        if self.plan.out is not None and not self.plan.overlaid: self._drain()
 
     def _plain(self, sums: Sequence[Value], row: Value, rows: Value | int, batch: Sequence[Value]) -> None:
         k, lane, out, d = self.k, self.k.special("laneid"), self.plan.spec.out, self.plan.spec.d_v

@@ -19,23 +19,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.attention.wgmma.plan import Plan
+from tinygrad_nv.tile.attention.wgmma.plan import FlashWgmmaPlan
 
 L2_BYTES = 32 << 20  # of the 50 MiB that an H100 has: the rest is for queries, results and what is ahead
 
 
 @dataclass(frozen=True)
-class Tile:
+class AttentionTile:
     """The first row of a tile, and the indices of its head: batch, key head, query head of the key head
     (u32)."""
     row: Value
     batch: tuple[Value, Value, Value]
 
 
-class Walk:
+class AttentionTileScheduler:
     """The walk over the tiles of a plan, of `s_q` rows a head."""
 
-    def __init__(self, k: Kernel, plan: Plan, s_q: Value | int) -> None:
+    def __init__(self, k: Kernel, plan: FlashWgmmaPlan, s_q: Value | int) -> None:
         self.k, self.plan, self.heads = k, plan, plan.spec.matrices
         m, band = plan.schedule.block_m, plan.spec.band
         self.blocks: Value | int = plan.blocks_of_rows if isinstance(s_q, int) else (s_q + (m - 1)) // m
@@ -44,7 +44,7 @@ class Walk:
         self.part = heads_together(plan) if self.uneven else 1
 
     @contextmanager
-    def tiles(self) -> Iterator[Tile]:
+    def tiles(self) -> Iterator[AttentionTile]:
         """What is written inside is done for each tile of this CTA."""
         k, ctas = self.k, self.plan.ctas
         if not ctas:
@@ -59,9 +59,9 @@ class Walk:
             number += step
             if self.uneven: step.set(2 * ctas - step)
 
-    def _tile(self, block: Value, batch: tuple[Value, Value, Value]) -> Tile:
+    def _tile(self, block: Value, batch: tuple[Value, Value, Value]) -> AttentionTile:
         if self.downwards: block = self.blocks - 1 - block
-        return Tile(block * self.plan.schedule.block_m, batch)
+        return AttentionTile(block * self.plan.schedule.block_m, batch)
 
     def _place(self, number: Value) -> tuple[Value, tuple[Value, Value, Value]]:
         """Block of rows and head of a tile's number."""
@@ -85,7 +85,7 @@ class Walk:
         return whole, number - whole * extent
 
 
-def heads_together(plan: Plan) -> int:
+def heads_together(plan: FlashWgmmaPlan) -> int:
     """Query heads of the key heads whose keys and values fit into L2, at least those of one key head."""
     spec = plan.spec
     nbytes = spec.s_kv * (spec.d * spec.k.dtype.itemsize + spec.d_v * spec.v.dtype.itemsize)

@@ -6,7 +6,7 @@ from tinygrad_nv.tile.gemm.gemv.plan import MOST_CLUSTERED, GemvPlan
 from tinygrad_nv.tile.gemm.schedules import Gemv
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gemm.work import Ending, Work, finished
-from tinygrad_nv.tile.gpu import STREAMING, Machine
+from tinygrad_nv.tile.gpu import STREAMING, GPUModel
 
 STORE_OPERATIONS = 10.0
 REGISTERS = 64                      # of a thread, about
@@ -16,19 +16,19 @@ class GemvCost(Cost[Gemv]):
     """Weights stream from HBM past L1; what multiplies them hardly matters."""
     hbm_share = STREAMING
 
-    def flops_per_s(self, spec: GemmSpec, machine: Machine) -> float:
-        return 2.0 * machine.fp32_fma * machine.sm_count * machine.clock_hz
+    def flops_per_s(self, spec: GemmSpec, gpu_model: GPUModel) -> float:
+        return 2.0 * gpu_model.fp32_fma * gpu_model.sm_count * gpu_model.clock_hz
 
-    def work(self, spec: GemmSpec, s: Gemv, machine: Machine, end: Ending) -> Work:
+    def work(self, spec: GemmSpec, s: Gemv, gpu_model: GPUModel, end: Ending) -> Work:
         """A weight goes to the tensor cores, or is widened and multiplied for each row."""
         plan = GemvPlan.of(spec, s)
         lanes = s.tile(spec).width * s.block_k * (1.0 if plan.tensor else 1.5 + 1.25 * plan.spec.m)
         finish = finished(min(spec.m, spec.n) * s.block_n, end, STORE_OPERATIONS)
-        return Work(0, 0, lanes / machine.fp32_fma, finish, plan.warps_k)
+        return Work(0, 0, lanes / gpu_model.fp32_fma, finish, plan.warps_k)
 
-    def resident(self, spec: GemmSpec, s: Gemv, machine: Machine, registers: int) -> int:
+    def resident(self, spec: GemmSpec, s: Gemv, gpu_model: GPUModel, registers: int) -> int:
         smem = 1024 + spec.a.dtype.itemsize * (min(spec.m, spec.n) * spec.k // s.splits)
-        return resident_ctas(machine, s.threads, smem, registers or REGISTERS)
+        return resident_ctas(gpu_model, s.threads, smem, registers or REGISTERS)
 
     def flags(self, s: Gemv, arch: str) -> bool:
         """A few splits meet in a cluster, where there are any."""

@@ -1,4 +1,4 @@
-"""Products with few rows of activations, the shape of decode: every byte of the weights read once, at the
+"""Matmuls with few rows of activations, the shape of decode: every byte of the weights read once, at the
 speed of memory. For sm_80 and later, and for any extents, strides and alignment.
 
     start the loads of the warp's first iteration

@@ -17,8 +17,8 @@ from tinygrad_nv.tile.limits import MOST_GRID
 def problems(spec: GemmSpec, schedule: Gemv, arch: str) -> list[str]:
     """Why the template cannot have this schedule; empty when it can."""
     s = schedule
-    if s.swap and spec.parts > 1: return [f"the transposed product of {spec.parts} parts"]
-    if s.swap and spec.symbolic: return ["the transposed product would have symbolic columns"]
+    if s.swap and spec.parts > 1: return [f"the transposed matmul of {spec.parts} parts"]
+    if s.swap and spec.symbolic: return ["the transposed matmul would have symbolic columns"]
     if (few := spec.n if s.swap else spec.m) > MOST_ROWS:
         hint = "; n is not: swapped()" if not s.swap and spec.n <= MOST_ROWS else ""
         return [f"{'n' if s.swap else 'm'}={few} is above {MOST_ROWS}{hint}"]

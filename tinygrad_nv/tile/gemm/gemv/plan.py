@@ -1,6 +1,6 @@
 """The arithmetic of a `gemv` kernel: which lane reads which bytes of the weights, and its resources.
 
-Protocol: the product is turned so that operand a has few rows (activations) and operand b is the weights. A
+Protocol: the matmul is turned so that operand a has few rows (activations) and operand b is the weights. A
 lane reads chunks of 16 bytes along the dimension in which weights lie side by side, as 16 / `width` loads
 of `width` bytes; the loads of neighbouring lanes are neighbours. A warp is `lanes_n` × `lanes_k` lanes:
 

@@ -13,7 +13,7 @@ from tinygrad_nv.tile.gemm.work import (
     chunk_bytes,
     finished,
 )
-from tinygrad_nv.tile.gpu import Machine
+from tinygrad_nv.tile.gpu import GPUModel
 
 STORE_OPERATIONS = 4.0
 REGISTERS_BESIDE = 56               # those of sums
@@ -24,19 +24,19 @@ class MmaCost(Cost[Mma]):
     hbm_share = 0.88
     barrier_cycles = 40
 
-    def work(self, spec: GemmSpec, s: Mma, machine: Machine, end: Ending) -> Work:
+    def work(self, spec: GemmSpec, s: Mma, gpu_model: GPUModel, end: Ending) -> Work:
         size = spec.a.dtype.itemsize
         products = s.block_m * s.block_n * s.block_k
         read = (s.block_m * s.warps_n + s.block_n * s.warps_m) * s.block_k * size
         issued = products / (16 * 8) / (INSTRUCTION_BYTES / size) + read / 512 + _copies(spec, s)
-        return Work(products / self.multiplied(spec, machine),
+        return Work(products / self.multiplied(spec, gpu_model),
                     (read + s.stage_bytes(size)) / SMEM_BYTES_PER_CYCLE, issued / SCHEDULERS,
                     finished(s.block_m * s.tile(spec).columns, end, STORE_OPERATIONS), s.depth - 1)
 
-    def resident(self, spec: GemmSpec, s: Mma, machine: Machine, registers: int) -> int:
+    def resident(self, spec: GemmSpec, s: Mma, gpu_model: GPUModel, registers: int) -> int:
         smem = 1024 + spec.a.dtype.itemsize * (s.depth * (s.block_m + s.block_n) * s.block_k)
         beside = min(255, s.block_m * s.block_n // s.threads + REGISTERS_BESIDE)
-        return resident_ctas(machine, s.threads, smem, registers or beside)
+        return resident_ctas(gpu_model, s.threads, smem, registers or beside)
 
     def compute(self, s: Mma, done: Work, ctas: int) -> float:
         """mma.sync waits for its operands: with one warp a scheduler a quarter of the time, with two an

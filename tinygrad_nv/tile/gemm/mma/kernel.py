@@ -32,7 +32,7 @@ from tinygrad_nv.tile.ops import TileCopy, width_of
 from tinygrad_nv.tile.share import Cell
 from tinygrad_nv.tile.store import Store
 from tinygrad_nv.tile.template import GPU
-from tinygrad_nv.tile.tile_scheduler import Walk
+from tinygrad_nv.tile.tile_scheduler import TileScheduler
 
 REGISTERS = 210  # sums and fragments that leave room for addresses among 255
 
@@ -41,7 +41,7 @@ Operands = list[list[list[Value]]]  # of A and each part of B, by 16 rows or col
 
 
 def gemm_mma(spec: GemmSpec, schedule: Mma, gpu: GPU) -> GemmKernel:
-    """The kernel of a product, by a legal schedule."""
+    """The kernel of a matmul, by a legal schedule."""
     plan = MmaPlan.of(spec, schedule)
     # min_ctas: else ptxas spills a word here and there for one CTA more on a multiprocessor
     k = Kernel("gemm_mma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
@@ -69,7 +69,7 @@ class _MmaKernel:
         if s.swap: a, b = b, a
         self.extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
         self.rows: Value | int = k.param("m", "u32") if spec.symbolic else spec.m
-        self.scheduler = Walk(k, spec, s, self.rows)
+        self.scheduler = TileScheduler(k, spec, s, self.rows)
         self.splits.begin(self.scheduler)
         self.first_m, self.first_n = self.scheduler.m * s.block_m, self.scheduler.n * self.columns
         self.copies = self._copies(a, b)

@@ -16,7 +16,7 @@ from tinygrad_nv.tile.store_plan import StorePlan, store_plan, warp_tile
 
 @dataclass(frozen=True)
 class MmaPlan:
-    """A product by a schedule. Rows and columns are the computed product's: operands have changed places
+    """A matmul by a schedule. Rows and columns are the computed matmul's: operands have changed places
     where the schedule is swapped."""
     spec: GemmSpec
     schedule: Mma
@@ -24,7 +24,7 @@ class MmaPlan:
     @staticmethod
     @lru_cache(1024)
     def of(spec: GemmSpec, schedule: Mma) -> MmaPlan:
-        """The plan; of the transposed product where the schedule is swapped."""
+        """The plan; of the transposed matmul where the schedule is swapped."""
         return MmaPlan(spec.swapped() if schedule.swap else spec, schedule)
 
     @property

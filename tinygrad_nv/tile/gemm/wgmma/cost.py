@@ -14,7 +14,7 @@ from tinygrad_nv.tile.gemm.work import (
     Work,
     finished,
 )
-from tinygrad_nv.tile.gpu import Machine
+from tinygrad_nv.tile.gpu import GPUModel
 
 if TYPE_CHECKING:
     from tinygrad_nv.ptx.emulator.report import Stats
@@ -31,16 +31,16 @@ class WgmmaCost(Cost[Wgmma]):
     by_mma = False
     cluster_tiles = 2
 
-    def work(self, spec: GemmSpec, s: Wgmma, machine: Machine, end: Ending) -> Work:
+    def work(self, spec: GemmSpec, s: Wgmma, gpu_model: GPUModel, end: Ending) -> Work:
         size = spec.a.dtype.itemsize
         steps_of_k = s.block_k * size / INSTRUCTION_BYTES
         read = -(-s.block_m // 64) * (64 + s.block_n) * steps_of_k * INSTRUCTION_BYTES
         issue = WARP_STEP * 4 * (1 if s.mode == "pingpong" else s.consumers) / SCHEDULERS
-        return Work(s.block_m * s.block_n * s.block_k / self.multiplied(spec, machine),
+        return Work(s.block_m * s.block_n * s.block_k / self.multiplied(spec, gpu_model),
                     (read + s.stage_bytes(size)) / SMEM_BYTES_PER_CYCLE, issue,
                     finished(s.block_m * s.tile(spec).columns, end, STORE_OPERATIONS), s.depth - 1)
 
-    def resident(self, spec: GemmSpec, s: Wgmma, machine: Machine, registers: int) -> int: return 1
+    def resident(self, spec: GemmSpec, s: Wgmma, gpu_model: GPUModel, registers: int) -> int: return 1
 
     def flags(self, s: Wgmma, arch: str) -> bool: return s.stream
 

@@ -1,5 +1,5 @@
 """wgmma's tiles worth trying first: 128×256 and 256×128 with two consumers, and 128×128 in turns, are what
-CUTLASS, DeepGEMM and FlashAttention's products use on Hopper."""
+CUTLASS, DeepGEMM and FlashAttention's matmuls use on Hopper."""
 from __future__ import annotations
 
 import functools

@@ -34,16 +34,16 @@ from tinygrad_nv.tile.gemm.wgmma.reduction import (
 )
 from tinygrad_nv.tile.gemm.wgmma.store import WgmmaEpilogue
 from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import PersistentTileScheduler
-from tinygrad_nv.tile.gpu import machine_for
+from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.kernel import GemmKernel
-from tinygrad_nv.tile.pipeline import Ring, Turns
+from tinygrad_nv.tile.pipeline import OrderedBarrier, Pipeline
 from tinygrad_nv.tile.template import GPU
 
 
 def gemm_wgmma(spec: GemmSpec, schedule: Wgmma, gpu: GPU) -> GemmKernel:
-    """The kernel of a product, by a legal schedule, with as many CTAs as the GPU runs at once."""
+    """The kernel of a matmul, by a legal schedule, with as many CTAs as the GPU runs at once."""
     plan = WgmmaPlan.of(spec, schedule)
-    ctas = plan.ctas(machine_for(gpu.arch, gpu.sm_count).sm_count, gpu.clusters)
+    ctas = plan.ctas(gpu_model_for(gpu.arch, gpu.sm_count).sm_count, gpu.clusters)
     k = Kernel("gemm_wgmma", arch=gpu.arch, threads=schedule.threads, min_ctas=1,
                cluster=(plan.cluster, 1, 1) if plan.cluster > 1 else ())
     writer = _WgmmaKernel(k, plan, ctas)
@@ -68,10 +68,10 @@ class _WgmmaKernel:
         rows: Value | int = k.param("m", "u32") if spec.symbolic else spec.m
         self.scheduler = PersistentTileScheduler(k, plan, rows, ctas)
         self.loads = GemmLoads(k, plan, 1 + len(shared))
-        self.ring = Ring(k, plan.schedule.depth, plan.stage_bytes, WARPGROUP // 32 * plan.readers,
+        self.ring = Pipeline(k, plan.schedule.depth, plan.stage_bytes, WARPGROUP // 32 * plan.readers,
                          plan.peers)
-        self.turns = Turns(k, plan.consumers, WARPGROUP // 32) if plan.pingpong else None
-        self.main_loop = MainLoop(k, plan, self.ring, self.turns, self.loads)
+        self.ordered = OrderedBarrier(k, plan.consumers, WARPGROUP // 32) if plan.pingpong else None
+        self.main_loop = MainLoop(k, plan, self.ring, self.ordered, self.loads)
         self.epilogue = WgmmaEpilogue(k, plan, out, extras, rows)
         self.maps = (*self.loads.maps, *self.epilogue.maps)
         ends = self.main_loop, self.scheduler, self.epilogue
@@ -87,7 +87,7 @@ class _WgmmaKernel:
                 for each in (*self.loads.tensor_maps, *self.epilogue.tensor_maps):
                     k.emit("prefetch.tensormap", each.at())
                 self.ring.init()
-                if self.turns is not None: self.turns.init()
+                if self.ordered is not None: self.ordered.init()
                 k.fence_mbarrier_init()
             self.together()
         producer = k.tid.x >= WARPGROUP * plan.consumers

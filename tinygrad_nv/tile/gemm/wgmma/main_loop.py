@@ -17,7 +17,7 @@ from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.ptx.builder.values import Number
 from tinygrad_nv.tile.gemm.wgmma.load import GemmLoads
 from tinygrad_nv.tile.gemm.wgmma.plan import PROMOTED_K, WARPGROUP, WgmmaPlan
-from tinygrad_nv.tile.pipeline import Ring, Turns
+from tinygrad_nv.tile.pipeline import OrderedBarrier, Pipeline
 from tinygrad_nv.tile.wgmma_tiles import K_BYTES, OperandTile
 
 Sums = list[list[Value]]  # of each 64 rows, the registers of a wgmma
@@ -54,8 +54,9 @@ class Descriptors:
 class MainLoop:
     """The main loop of one consumer warpgroup."""
 
-    def __init__(self, k: Kernel, plan: WgmmaPlan, ring: Ring, turns: Turns | None, loads: GemmLoads) -> None:
-        self.k, self.plan, self.ring, self.turns = k, plan, ring, turns
+    def __init__(self, k: Kernel, plan: WgmmaPlan, ring: Pipeline, ordered: OrderedBarrier | None,
+                 loads: GemmLoads) -> None:
+        self.k, self.plan, self.ring, self.ordered = k, plan, ring, ordered
         self.kind = "s32" if plan.spec.accumulate == dtypes.int32 else "f32"
         self.loads = loads
 
@@ -72,9 +73,9 @@ class MainLoop:
         self.a, self.b = Descriptors.of(k, plan.a, a), Descriptors.of(k, plan.b, self.loads.b.ring)
         lane = k.special("laneid")
         self.mine = lane < plan.peers
-        self.doors = ring.doors(self._peer(lane) if plan.peers > 1 else None)
-        if self.turns is not None:
-            self.turns.begin(self.consumer, lane == 0)
+        self.empty_barriers = ring.empty_barriers(self._peer(lane) if plan.peers > 1 else None)
+        if self.ordered is not None:
+            self.ordered.begin(self.consumer, lane == 0)
             self.at.jump(self.consumer * plan.iterations)
         self.sums: Sums = [k.regs(self.kind, plan.schedule.block_n // 2) for _ in range(plan.subtiles)]
         self.partial: Sums = [k.regs("f32", plan.schedule.block_n // 2)
@@ -91,13 +92,13 @@ class MainLoop:
 
     def sum(self, iterations: Number) -> Sums:
         """The sums of the next `iterations` stages (at least one), when it is this consumer's turn."""
-        if self.turns is not None: self.turns.take()
+        if self.ordered is not None: self.ordered.wait()
         if self.plan.promoted: self._promoted(iterations)
         else: self._summed(iterations)
         return self.sums
 
     def _issued(self) -> None:
-        if self.turns is not None: self.turns.give()
+        if self.ordered is not None: self.ordered.arrive()
 
     def _summed(self, iterations: Number) -> None:
         k = self.k
@@ -108,12 +109,12 @@ class MainLoop:
             self._stage(further, 0, self.plan.steps)
             k.wgmma_commit()
             k.wgmma_wait(1)
-            self.ring.release(self.doors, self.last, self.mine & further)
+            self.ring.release(self.empty_barriers, self.last, self.mine & further)
             self.last.set(self.at.stage)
             self.at.advance()
         self._issued()
         k.wgmma_wait(0)
-        self.ring.release(self.doors, self.last, self.mine)
+        self.ring.release(self.empty_barriers, self.last, self.mine)
 
     def _promoted(self, iterations: Number) -> None:
         """Each 128 of K apart."""
@@ -128,7 +129,7 @@ class MainLoop:
                 self._stage(False, first, min(first + at_once, steps))
                 k.wgmma_commit()
                 k.wgmma_wait(0)
-                if first + at_once >= steps: self.ring.release(self.doors, self.at.stage, self.mine)
+                if first + at_once >= steps: self.ring.release(self.empty_barriers, self.at.stage, self.mine)
                 for row, part in zip(self.sums, self.partial, strict=True):
                     for each, more in zip(row, part, strict=True): each += more
             self.at.advance()

@@ -29,7 +29,7 @@ PROMOTED_K = 128  # fp8 sums are kept to about 14 bits; after so much of K they 
 
 @dataclass(frozen=True)
 class WgmmaPlan:
-    """A product by a schedule. Rows and columns are the computed product's: operands have changed places
+    """A matmul by a schedule. Rows and columns are the computed matmul's: operands have changed places
     where the schedule is swapped."""
     spec: GemmSpec
     schedule: Wgmma
@@ -39,7 +39,7 @@ class WgmmaPlan:
     @staticmethod
     @lru_cache(1024)
     def of(spec: GemmSpec, schedule: Wgmma) -> WgmmaPlan:
-        """The plan; of the transposed product where the schedule is swapped."""
+        """The plan; of the transposed matmul where the schedule is swapped."""
         spec = spec.swapped() if schedule.swap else spec
         a = _tile(spec.a, spec.m, spec.k, schedule.block_m, schedule)
         b = _tile(spec.b, spec.n, spec.k, schedule.block_n, schedule, spec.parts)
