@@ -12,9 +12,8 @@ Gradients are `Gradients(dq, dk, dv)`, float64: [batch, heads, group, s_q, d], [
 
 `near` bounds the error by twice the largest error of `plain`, which has sums and softmax in float32 and
 rounds p and ds to 16 bits (ds before or after it is scaled, whichever is worse), by the rounding of the
-result, and by FINE of the sum of magnitudes, which is what float32 may lose where nothing else is rounded; and
-by 2⁻²³ of them times the largest |l|, since weights are exponentials of differences of float32 numbers as
-large as l.
+result, by FINE of the sum of magnitudes, which is what float32 may lose where nothing else is rounded, and
+by 2⁻²³ of them times the largest |l|, since weights are exponentials of differences of numbers as large as l.
 """
 from __future__ import annotations
 
